@@ -1,0 +1,13 @@
+# The installed library: every layer in one archive.
+get_property(layers GLOBAL PROPERTY HOLDFAST_LAYERS)
+add_library(holdfast STATIC)
+add_library(holdfast::holdfast ALIAS holdfast)
+foreach(layer IN LISTS layers)
+  target_sources(holdfast PRIVATE $<TARGET_OBJECTS:holdfast_${layer}>)
+endforeach()
+target_include_directories(holdfast PUBLIC
+  $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/runtime/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
+  $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
+target_link_libraries(holdfast PUBLIC absl::status absl::statusor absl::time absl::strings absl::span absl::cord
+                      Threads::Threads PRIVATE PkgConfig::LIBURING PkgConfig::XXHASH
+                      $<BUILD_INTERFACE:nlohmann_json::nlohmann_json> $<BUILD_INTERFACE:holdfast_flags>)

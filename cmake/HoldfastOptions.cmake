@@ -1,0 +1,29 @@
+# The three options of the build, and what every target is compiled with.
+option(HOLDFAST_TESTS "Build the tests" ON)
+option(HOLDFAST_FUZZ "Build the fuzzers (clang only)" OFF)
+set(HOLDFAST_SANITIZE "" CACHE STRING "Sanitizers, as -fsanitize= takes them: address,undefined or thread")
+
+set(CMAKE_CXX_STANDARD 20)
+set(CMAKE_CXX_STANDARD_REQUIRED ON)
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+if(NOT CMAKE_BUILD_TYPE)
+  set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "" FORCE)
+endif()
+# Checks of this project never hang on NDEBUG; only the libraries' do.
+
+add_library(holdfast_flags INTERFACE)
+target_compile_options(holdfast_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion
+                       -Wno-missing-field-initializers)
+if(CMAKE_CXX_COMPILER_ID STREQUAL "Clang")
+  target_compile_options(holdfast_flags INTERFACE -Wthread-safety -Werror=thread-safety)
+endif()
+if(HOLDFAST_WERROR)
+  target_compile_options(holdfast_flags INTERFACE -Werror)
+endif()
+if(HOLDFAST_SANITIZE)
+  target_compile_options(holdfast_flags INTERFACE -fsanitize=${HOLDFAST_SANITIZE} -fno-omit-frame-pointer
+                         -fno-sanitize-recover=all)
+  target_link_options(holdfast_flags INTERFACE -fsanitize=${HOLDFAST_SANITIZE})
+endif()

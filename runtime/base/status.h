@@ -1,0 +1,54 @@
+// The one place where an errno or a worker's Failure becomes an absl::Status.
+#ifndef HOLDFAST_RUNTIME_BASE_STATUS_H_
+#define HOLDFAST_RUNTIME_BASE_STATUS_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "holdfast/pod.h"
+
+namespace holdfast::base {
+
+/// Payload that carries the errno as decimal text.
+inline constexpr char kErrnoPayload[] = "holdfast/errno";
+
+/// "OPERATION OBJECT: REASON" with the errno as payload: `ErrnoStatus("open", path, ENOENT)`.
+absl::Status ErrnoStatus(absl::string_view operation, absl::string_view object, int error_number);
+
+/// The code that an errno maps to.
+FailureCode CodeOf(int error_number);
+
+/// errno in a status's payload, 0 when there is none.
+int ErrnoOf(const absl::Status& status);
+
+/// Names for the indices in a Failure.
+struct FailureNames {
+  std::string checkpoint;
+  std::vector<std::string> files;
+  std::vector<std::string> tensors;
+};
+absl::Status ToStatus(const Failure& failure, const FailureNames& names);
+
+/// Puts "OPERATION OBJECT: " in front of a status's message, keeping code and payloads.
+absl::Status Annotate(const absl::Status& status, absl::string_view context);
+
+}  // namespace holdfast::base
+
+#define HOLDFAST_CONCAT_INNER(a, b) a##b
+#define HOLDFAST_CONCAT(a, b) HOLDFAST_CONCAT_INNER(a, b)
+#define HOLDFAST_RETURN_IF_ERROR(expression)           \
+  do {                                                 \
+    absl::Status holdfast_status = (expression);       \
+    if (!holdfast_status.ok()) return holdfast_status; \
+  } while (false)
+#define HOLDFAST_ASSIGN_OR_RETURN(lhs, expression) \
+  HOLDFAST_ASSIGN_OR_RETURN_INNER(HOLDFAST_CONCAT(holdfast_or_, __LINE__), lhs, expression)
+#define HOLDFAST_ASSIGN_OR_RETURN_INNER(variable, lhs, expression) \
+  auto variable = (expression);                                    \
+  if (!variable.ok()) return std::move(variable).status();         \
+  lhs = std::move(variable).value()
+
+#endif  // HOLDFAST_RUNTIME_BASE_STATUS_H_

@@ -1,0 +1,132 @@
+// The front door: tensors in, a durable, verified checkpoint out.
+#ifndef HOLDFAST_CHECKPOINTER_H_
+#define HOLDFAST_CHECKPOINTER_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
+#include "holdfast/plan.h"
+#include "holdfast/pod.h"
+#include "holdfast/save.h"
+#include "holdfast/staging.h"
+
+namespace holdfast {
+
+/// What to do with a save that arrives while earlier ones hold the staging memory.
+enum class WhenFull { kWait, kSkip, kFail };
+
+/// What a worker does when the trainer dies after everything was sealed. (If not, it always removes
+/// its partial files.)
+enum class TrainerDeath { kFinish, kStop };
+
+/// Which checkpoints of the directory stay. Deleting happens in the background, after the successor
+/// is durable.
+struct Retention {
+  uint32_t keep_last = 0;   ///< Keep the newest N; 0 keeps all.
+  uint64_t keep_every = 0;  ///< Besides, keep every step that is a multiple of this; 0 is none.
+};
+
+/// How a Checkpointer works. The defaults suit one rank on a local disk.
+struct CheckpointerOptions {
+  std::string directory;  ///< Checkpoints are made below it. It must exist and be writable.
+  StagingOptions staging;
+  Launcher launcher = Launcher::kSpawn;
+  EngineRung engine = EngineRung::kAuto;
+  uint32_t queue_depth = 8;  ///< Chunks in flight in the worker.
+  uint32_t pwrite_threads = 2;
+  bool direct_io = true;
+  bool read_back = false;    ///< Compare what is really on disk before committing.
+  bool second_look = false;  ///< Compare host sources again after copying: finds torn copies.
+  bool fused_copy =
+      false;  ///< Digest while copying, in the caller's thread: less CPU, longer stall.
+  TrainerDeath trainer_death = TrainerDeath::kFinish;
+  WhenFull when_full = WhenFull::kWait;
+  Qos qos;
+  Retention retention;
+  uint32_t rank = 0;
+  uint32_t world_size = 1;
+  absl::Duration time_memory_max =
+      absl::Minutes(10);  ///< SaveAsync waits this long for staging memory.
+  absl::Duration time_stalled_max =
+      absl::Minutes(10);  ///< A worker without any progress for this long has failed.
+  absl::Duration time_ranks_max =
+      absl::Minutes(30);       ///< Rank 0 waits this long for the other ranks.
+  std::string worker_program;  ///< Path of holdfast-worker; empty: $HOLDFAST_WORKER, then beside
+                               ///< the library.
+};
+
+/// One save.
+struct SaveRequest {
+  std::string name;  ///< Of the checkpoint's directory, one path component, e.g. "step-1200".
+  uint64_t step = 0;
+  absl::Span<const TensorSource> tensors;  ///< Written as one safetensors file of this rank ...
+  const SavePlan* plan = nullptr;          ///< ... or a plan of the caller's own, if not null.
+  bool replace = false;  ///< Exchange an existing checkpoint of that name instead of refusing.
+  AttemptId attempt;     ///< Agreed by all ranks; none: random (world size 1 only).
+  /// A framework owns the directory: files are committed one by one into `directory`/`name`, which
+  /// exists, and nothing is renamed; the framework's own last file commits.
+  bool files_only = false;
+};
+
+/// Saves checkpoints asynchronously.
+///
+/// Several saves may be in flight; they share the staging memory first come first served. Bytes
+/// that a save uses are reused only after its worker is provably gone (or, for saves larger than
+/// the arena, has acknowledged them).
+///
+/// \threadsafety All methods may be called from any thread.
+/// \forksafety In a child of the creating process every call returns FAILED_PRECONDITION, the
+/// destructor does nothing.
+class Checkpointer {
+ public:
+  /// Takes the staging memory and starts the supervisor.
+  /// \error kInvalidArgument, kNotFound (directory), kResourceExhausted (memory), ... naming the
+  /// option to change.
+  static absl::StatusOr<std::unique_ptr<Checkpointer>> Create(const CheckpointerOptions& options);
+
+  /// Waits for saves in flight (bounded by their own deadlines), then gives everything back.
+  ~Checkpointer();
+  Checkpointer(const Checkpointer&) = delete;
+  Checkpointer& operator=(const Checkpointer&) = delete;
+
+  /// Starts a save. Host tensors are captured when it returns; tensors on a device when the handle
+  /// says *staged*. Errors that are known by then are returned here: kAlreadyExists,
+  /// kInvalidArgument, kUnavailable (skipped because the memory is held, WhenFull::kSkip),
+  /// kResourceExhausted (WhenFull::kFail), kDeadlineExceeded, ...
+  absl::StatusOr<SaveHandle> SaveAsync(const SaveRequest& request);
+
+  /// Waits until no save and no background deletion is in flight. Returns the first error of any
+  /// save since the last Flush that no WaitDurable has returned.
+  absl::Status Flush(absl::Duration timeout);
+
+  /// Gives the arena's pages back to the system; the next save takes them again.
+  /// \error kFailedPrecondition while any byte is held.
+  absl::Status Trim();
+
+  /// Makes `device`'s copies into the arena fast (registers it) ahead of the first save; also done
+  /// on demand.
+  absl::Status RegisterDevice(Device* device);
+
+  StagingStats staging() const;
+
+  const CheckpointerOptions& options() const;
+
+  class Impl;
+
+ private:
+  explicit Checkpointer(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+/// A random attempt id.
+AttemptId NewAttemptId();
+
+}  // namespace holdfast
+
+#endif  // HOLDFAST_CHECKPOINTER_H_

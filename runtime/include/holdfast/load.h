@@ -1,0 +1,81 @@
+// Reading a checkpoint back into its tensors' final places.
+#ifndef HOLDFAST_LOAD_H_
+#define HOLDFAST_LOAD_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/types/span.h"
+#include "holdfast/device.h"
+#include "holdfast/plan.h"
+#include "holdfast/pod.h"
+
+namespace holdfast {
+
+/// Where a tensor goes: exactly its recorded number of bytes.
+struct TensorTarget {
+  std::string name;
+  void* data = nullptr;
+  uint64_t bytes = 0;
+  Device* device = nullptr;  ///< Null is the host.
+};
+
+struct LoadOptions {
+  bool verify = true;  ///< Compare every byte that is loaded with the digests of its seal.
+  uint64_t buffer_bytes = uint64_t{32} << 20;  ///< Bounded buffer that everything streams through.
+  uint32_t threads = 0;  ///< Digesting and copying; 0 is one per CPU, at most 4.
+  EngineRung engine = EngineRung::kAuto;
+  bool direct_io = true;
+};
+
+struct LoadReport {
+  uint64_t bytes = 0;       ///< Of the tensors loaded.
+  uint64_t bytes_read = 0;  ///< From disk (whole chunks where they are verified).
+  double seconds = 0;
+  bool verified = false;
+  EngineRung engine = EngineRung::kAuto;
+  std::string engine_reason;
+  DirectIo direct_io = DirectIo::kNo;
+};
+
+/// An open checkpoint of one rank: a manifest that parsed and names what is there. Holds no file
+/// open and no tensor.
+class CheckpointReader {
+ public:
+  /// Opens the checkpoint directory `path`, as rank `rank` of it. The manifest's self-digest and
+  /// the files' sizes are checked. \error kNotFound, kDataLoss (manifest damaged),
+  /// kFailedPrecondition (incomplete).
+  static absl::StatusOr<std::unique_ptr<CheckpointReader>> Open(const std::string& path,
+                                                                uint32_t rank = 0);
+
+  /// Opens a single safetensors file that may have no manifest; then nothing can be verified and
+  /// loads say so.
+  static absl::StatusOr<std::unique_ptr<CheckpointReader>> OpenFile(const std::string& path);
+
+  ~CheckpointReader();
+
+  const std::vector<PlannedTensor>& tensors() const;
+  uint64_t step() const;
+  uint32_t world_size() const;
+  AttemptId attempt() const;
+
+  /// Reads tensors into their places. Each target is written only with verified bytes of its own;
+  /// on an error targets may be partly filled. \error kNotFound (no such tensor), kInvalidArgument
+  /// (size), kDataLoss (digest: tensor, file, range), ...
+  absl::StatusOr<LoadReport> Load(absl::Span<const TensorTarget> targets,
+                                  const LoadOptions& options) const;
+
+  class Impl;
+
+ private:
+  explicit CheckpointReader(std::unique_ptr<Impl> impl);
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace holdfast
+
+#endif  // HOLDFAST_LOAD_H_

@@ -1,0 +1,156 @@
+// The plain-old-data words that both sides of the fork line share.
+//
+// Everything here is trivially copyable, has the same bytes in every process of one build, and
+// needs nothing but the standard library, so that code that may run in a forked child can include
+// it.
+#ifndef HOLDFAST_POD_H_
+#define HOLDFAST_POD_H_
+
+#include <cstddef>
+#include <cstdint>
+
+namespace holdfast {
+
+/// Bytes that one digest covers: files are digested in chunks of this size, the last one may be
+/// shorter.
+///
+/// 4 MiB is one request to the block layer from 2 MiB pages, deep enough in the flat part of every
+/// disk's curve, and small enough that a fault names a useful range.
+inline constexpr uint32_t kChunkBytes = 4u << 20;
+
+/// Alignment of every file offset, length and memory address that is handed to direct I/O, in
+/// bytes.
+///
+/// A multiple of all logical block sizes in use (512 and 4096); what the file system asks for
+/// beyond that is an error that the engine ladder answers with buffered I/O.
+inline constexpr uint32_t kIoAlignment = 4096;
+
+/// Longest name of a file or directory, the terminating zero included (NAME_MAX + 1).
+inline constexpr uint32_t kNameBytes = 256;
+
+/// An XXH3-128 value. Text form: 32 lower-case hex digits, `high` first (xxHash's canonical order).
+struct Digest {
+  uint64_t low = 0;
+  uint64_t high = 0;
+  friend bool operator==(const Digest&, const Digest&) = default;
+};
+
+/// 128 random bits that name one attempt to save; all ranks of one save carry the same. All zero is
+/// "none".
+struct AttemptId {
+  uint64_t high = 0;
+  uint64_t low = 0;
+  friend bool operator==(const AttemptId&, const AttemptId&) = default;
+};
+
+/// How the writing side of a save is started.
+enum class Launcher : uint32_t {
+  kSpawn = 0,  ///< A helper program per save, by posix_spawn: the default.
+  kFork =
+      1,  ///< A forked child of this process per save. Costs about 10 ms per GiB of private memory.
+  kPersistent = 2,  ///< A spawned helper that is kept between saves.
+  kThread = 3,      ///< A thread of this process, where child processes are forbidden.
+};
+
+/// How bytes reach the file, best first. The ladder climbs down and says why.
+enum class EngineRung : uint32_t {
+  kAuto = 0,        ///< Take the best that works here.
+  kUringFixed = 1,  ///< io_uring with registered buffers and files.
+  kUring = 2,       ///< io_uring, plain.
+  kPwrite = 3,      ///< pwrite(2) threads (one, synchronous, in a forked child).
+};
+
+/// What the staging arena's pages are, best first.
+enum class PageRung : uint32_t {
+  kAuto = 0,
+  kHugetlb = 1,  ///< memfd with MFD_HUGETLB: reserved huge pages.
+  kTmpfsHuge =
+      2,  ///< A file in a detached tmpfs with huge=always (needs CAP_SYS_ADMIN; cannot be sealed).
+  kMadviseHuge = 3,  ///< memfd with MADV_HUGEPAGE (works where shmem_enabled is advise or always).
+  kSmall = 4,        ///< memfd with base pages.
+};
+
+/// Whether writes bypass the page cache.
+enum class DirectIo : uint32_t {
+  kNo = 0,       ///< Buffered: the file system refuses O_DIRECT, or it was switched off.
+  kClaimed = 1,  ///< O_DIRECT was accepted, but the file system does not prove that it means it.
+  kProven = 2,   ///< STATX_DIOALIGN is there and a deliberately misaligned probe was refused.
+};
+
+/// What was being done when something failed; the verb of an error message.
+enum class Operation : uint32_t {
+  kNone = 0,
+  kAttach,  ///< Mapping the arena or the job table.
+  kSetUp,   ///< Opening a ring, starting a thread, applying QoS.
+  kOpen,
+  kMakeDirectory,
+  kReserve,  ///< fallocate(2)
+  kWrite,
+  kRead,
+  kTruncate,
+  kSync,  ///< fsync(2) of a file
+  kSyncDirectory,
+  kRename,
+  kRemove,
+  kDigest,  ///< A digest that is not the one taken at seal.
+  kManifest,
+  kWaitTrainer,  ///< The trainer died or stopped sealing.
+  kWaitRanks,    ///< Rank 0 waiting for the manifests of the others.
+  kCancel,
+  kLock,
+};
+
+/// Why a job failed; the codes are those of absl::StatusCode, so that the trainer's side can pass
+/// them on.
+enum class FailureCode : int32_t {
+  kOk = 0,
+  kCancelled = 1,
+  kUnknown = 2,
+  kInvalidArgument = 3,
+  kDeadlineExceeded = 4,
+  kNotFound = 5,
+  kAlreadyExists = 6,
+  kPermissionDenied = 7,
+  kResourceExhausted = 8,
+  kFailedPrecondition = 9,
+  kAborted = 10,
+  kOutOfRange = 11,
+  kUnimplemented = 12,
+  kInternal = 13,
+  kUnavailable = 14,
+  kDataLoss = 15,
+};
+
+/// One failure, as the side below the fork line can say it: no text is made there.
+struct Failure {
+  static constexpr uint32_t kNoIndex = 0xffffffffu;
+
+  FailureCode code = FailureCode::kOk;
+  Operation operation = Operation::kNone;
+  int32_t error_number = 0;    ///< errno, 0 where none applies.
+  uint32_t file = kNoIndex;    ///< Index into the job's file table.
+  uint64_t offset = 0;         ///< Byte offset in that file.
+  uint64_t bytes = 0;          ///< Length of the range at fault, 0 where none applies.
+  uint32_t tensor = kNoIndex;  ///< Index of the tensor at fault, for digests.
+  uint32_t padding = 0;
+  Digest expected;  ///< Taken at seal.
+  Digest found;     ///< Seen later.
+
+  bool ok() const { return code == FailureCode::kOk; }
+};
+
+/// Manners of a worker towards the rest of the machine, applied by system calls in the worker
+/// itself.
+struct Qos {
+  int32_t nice = 0;  ///< Added to the worker's nice value, 0 to 19.
+  int32_t io_priority_class =
+      0;  ///< IOPRIO_CLASS_*: 0 none, 1 realtime, 2 best effort, 3 idle (ioprio_set(2)).
+  int32_t io_priority_level = 0;      ///< 0 (highest) to 7, within real-time and best effort.
+  uint32_t cpu_count = 0;             ///< Entries used in `cpus`; 0 leaves the affinity as it is.
+  uint16_t cpus[64] = {};             ///< CPUs that the worker may run on.
+  uint64_t bytes_per_second_max = 0;  ///< Upper bound of the write rate; 0 is none.
+};
+
+}  // namespace holdfast
+
+#endif  // HOLDFAST_POD_H_

@@ -1,0 +1,67 @@
+// After a crash: which checkpoint is the newest complete one, what can be promoted, what must go.
+#ifndef HOLDFAST_RECOVERY_H_
+#define HOLDFAST_RECOVERY_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "holdfast/checkpointer.h"
+#include "holdfast/pod.h"
+
+namespace holdfast {
+
+/// A complete checkpoint: it stands under its final name, the manifests of all ranks of one attempt
+/// are there and sound, and every file that they name has exactly the recorded size.
+struct CheckpointInfo {
+  std::string name;  ///< Below the directory.
+  std::string path;
+  uint64_t step = 0;
+  AttemptId attempt;
+  uint32_t world_size = 1;
+  uint64_t bytes = 0;  ///< Of all ranks' files.
+};
+
+struct RecoveryOptions {
+  /// A worker of a dead trainer may still be finishing: wait this long for it, then fence it (its
+  /// directory is renamed away, so that its own last rename fails).
+  absl::Duration wait_for_orphans = absl::Seconds(30);
+  bool promote =
+      true;  ///< Give complete partial checkpoints without a living owner their final name.
+  bool clean_up = true;  ///< Remove incomplete partial ones without a living owner.
+};
+
+struct RecoveryReport {
+  std::vector<CheckpointInfo> complete;  ///< By step, newest last.
+  std::vector<std::string> promoted;     ///< Names.
+  std::vector<std::string> removed;      ///< Partial directories.
+  std::vector<std::string> fenced;
+  std::vector<std::string> kept_incomplete;  ///< Not complete, left alone, with the reason.
+};
+
+/// Makes the directory clean after a crash and tells what is there. Safe against running saves of
+/// any process: those hold a lock on their partial directory (flock(2)).
+absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
+                                       const RecoveryOptions& options);
+
+/// Complete checkpoints of a directory by step, newest last; changes nothing.
+absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& directory);
+
+/// The newest complete checkpoint.
+/// \error kNotFound when there is none.
+absl::StatusOr<CheckpointInfo> FindNewest(const std::string& directory);
+
+/// Whether `path` is a complete checkpoint; kNotFound, kDataLoss (manifest does not parse) or
+/// kFailedPrecondition (incomplete) otherwise, with the reason.
+absl::StatusOr<CheckpointInfo> InspectCheckpoint(const std::string& path);
+
+/// Names that `retention` lets go, oldest first.
+std::vector<std::string> SelectForRemoval(const std::vector<CheckpointInfo>& complete,
+                                          const Retention& retention);
+
+}  // namespace holdfast
+
+#endif  // HOLDFAST_RECOVERY_H_

@@ -1,0 +1,100 @@
+// One save under way: what a caller can wait for, ask, and stop.
+#ifndef HOLDFAST_SAVE_H_
+#define HOLDFAST_SAVE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "holdfast/device.h"
+#include "holdfast/pod.h"
+
+namespace holdfast {
+
+/// Where a save is. Bytes count the files' bytes, not padding.
+struct SaveProgress {
+  std::string
+      phase;  ///< "staging", "writing", "syncing", "manifest", "waiting for ranks", "done", ...
+  uint64_t bytes_total = 0;
+  uint64_t bytes_sealed = 0;
+  uint64_t bytes_written = 0;  ///< From completions only.
+};
+
+/// What became of a save. Times are in seconds of the caller's clock.
+struct SaveReport {
+  std::string path;  ///< The checkpoint's final path.
+  uint64_t epoch = 0;
+  uint64_t step = 0;
+  AttemptId attempt;
+  uint64_t bytes = 0;          ///< Of all files of this rank, the manifest not counted.
+  uint64_t bytes_written = 0;  ///< Counted from completions.
+  uint32_t files = 0;
+  uint32_t tensors = 0;
+  Launcher launcher = Launcher::kSpawn;
+  EngineRung engine = EngineRung::kAuto;
+  std::string engine_reason;
+  PageRung pages = PageRung::kAuto;
+  DirectIo direct_io = DirectIo::kNo;
+  bool streamed =
+      false;  ///< The save was larger than the free arena, so parts were released before its end.
+  bool space_reserved = false;     ///< fallocate(2) worked for every file.
+  double time_in_call = 0;         ///< The caller's stall: SaveAsync from entry to return.
+  double time_copying = 0;         ///< Of that, copying host tensors (fused: and digesting).
+  double time_waiting_memory = 0;  ///< Of that, waiting for staging memory.
+  double time_launching = 0;       ///< Of that, starting the worker (or handing the job to it).
+  double time_to_staged = 0;       ///< From entry until the last extent was sealed.
+  double time_to_durable = 0;      ///< From entry until the worker reported durable.
+  double time_writing = 0;         ///< In the worker: first submit to last completion and digest.
+  double time_syncing =
+      0;                   ///< In the worker: fsync of the data, manifest and directories, renames.
+  double cpu_sealing = 0;  ///< CPU seconds of the digesting threads for this save.
+  double cpu_worker = 0;   ///< CPU seconds of the worker for this save.
+  uint64_t worker_private_bytes_peak = 0;
+};
+
+class SaveState;
+
+/// A reference to one save; copies refer to the same. Dropping all of them does not stop the save.
+///
+/// \threadsafety All methods may be called from any thread.
+/// \forksafety In a process that did not create it every method returns FAILED_PRECONDITION and
+/// does nothing.
+class SaveHandle {
+ public:
+  SaveHandle() = default;
+  explicit SaveHandle(std::shared_ptr<SaveState> state) : state_(std::move(state)) {}
+
+  /// Blocks until every tensor was copied out: the sources may be changed from then on. Host
+  /// tensors are always staged when SaveAsync returns. \error kDeadlineExceeded the save goes on.
+  absl::Status WaitStaged(absl::Duration timeout) const;
+
+  /// Makes a stream of `device` (not the CPU) wait until this save's copies from that device have
+  /// ended.
+  absl::Status WaitStagedOn(Device* device, StreamHandle stream) const;
+
+  /// Blocks until the checkpoint is durable (it survives power loss) and its worker was joined.
+  /// \error kDeadlineExceeded the save goes on; any other error is the save's own and final:
+  /// kDataLoss when a digest differs (with tensor, file and range), kResourceExhausted for a full
+  /// disk, kAborted for a killed worker, ...
+  absl::StatusOr<SaveReport> WaitDurable(absl::Duration timeout) const;
+
+  /// True once WaitDurable would not block.
+  bool IsDone() const;
+
+  /// Asks the worker to stop and to remove this save's partial files; WaitDurable then returns
+  /// kCancelled, unless the save was already committing.
+  absl::Status Cancel() const;
+
+  SaveProgress progress() const;
+  uint64_t epoch() const;
+
+ private:
+  std::shared_ptr<SaveState> state_;
+};
+
+}  // namespace holdfast
+
+#endif  // HOLDFAST_SAVE_H_

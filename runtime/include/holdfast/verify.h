@@ -1,0 +1,71 @@
+// Proving a checkpoint on disk again, any day.
+#ifndef HOLDFAST_VERIFY_H_
+#define HOLDFAST_VERIFY_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "holdfast/pod.h"
+
+namespace holdfast {
+
+/// How a path was found. The values are verify-checkpoint's exit statuses.
+enum class Verdict { kSound = 0, kCorrupt = 1, kIncomplete = 2, kUnreadable = 3 };
+
+/// One finding.
+struct Fault {
+  std::string file;
+  std::string tensor;  ///< Empty where it is not about one.
+  uint64_t begin = 0;  ///< Byte range of the file.
+  uint64_t end = 0;
+  std::string reason;  ///< "digest", "size", "missing", "structure", "crc32", "read", ...
+  std::string expected;
+  std::string found;
+};
+
+struct VerifyOptions {
+  uint32_t threads = 0;  ///< Digesting; 0 is one per CPU, at most 4.
+  uint64_t buffer_bytes = uint64_t{64} << 20;
+  EngineRung engine = EngineRung::kAuto;
+  bool direct_io = true;
+  uint64_t faults_max = 1000;  ///< More are counted, not kept.
+  std::function<void(uint64_t bytes_done, uint64_t bytes_total)>
+      progress;  ///< Called now and then; may be empty.
+};
+
+struct VerifyReport {
+  std::string path;
+  Verdict verdict = Verdict::kUnreadable;
+  std::string checked;  ///< What the verdict rests on: "XXH3-128 digests of the seal", "safetensors
+                        ///< structure", ...
+  std::vector<Fault> faults;
+  uint64_t faults_total = 0;
+  uint64_t bytes = 0;  ///< Read and compared.
+  uint32_t files = 0;
+  uint32_t tensors = 0;
+  double seconds = 0;
+  uint64_t step = 0;
+  AttemptId attempt;
+  EngineRung engine = EngineRung::kAuto;
+  DirectIo direct_io = DirectIo::kNo;
+  std::string note;  ///< For a person: what is less than full proof, and why.
+};
+
+/// Verifies a checkpoint directory (all ranks), one file of it, or a foreign safetensors or torch
+/// zip file. Never throws, never executes or unpickles anything; what is wrong with the checkpoint
+/// is in the report, not in the status. \error only for bad options; a path that cannot be read is
+/// Verdict::kUnreadable.
+absl::StatusOr<VerifyReport> Verify(const std::string& path, const VerifyOptions& options);
+
+/// Writes a manifest for foreign files that have none (`path` is a file or a directory of them),
+/// from what is on disk now. Never makes a partial Holdfast checkpoint complete: files that carry
+/// an attempt id are refused. \error kFailedPrecondition, kAlreadyExists.
+absl::Status Adopt(const std::string& path);
+
+}  // namespace holdfast
+
+#endif  // HOLDFAST_VERIFY_H_

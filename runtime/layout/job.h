@@ -1,0 +1,295 @@
+// The job table: everything that the trainer tells a worker about one save, and everything that
+// comes back.
+//
+// One table per save, in a memfd of its own (the control memory). The trainer lays it out and fills
+// it before the worker sees it; from then on each field has one writer, named beside it. All
+// offsets are from the table's first byte. Below the fork line: plain data and lock-free atomics,
+// no code that allocates.
+#ifndef HOLDFAST_RUNTIME_LAYOUT_JOB_H_
+#define HOLDFAST_RUNTIME_LAYOUT_JOB_H_
+
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+
+#include "holdfast/pod.h"
+
+namespace holdfast::layout {
+
+inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
+/// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
+/// any other.
+inline constexpr uint32_t kLayoutVersion = 1;
+
+using SharedU32 = std::atomic<uint32_t>;
+using SharedU64 = std::atomic<uint64_t>;
+static_assert(SharedU32::is_always_lock_free && SharedU64::is_always_lock_free);
+
+enum class JobKind : uint32_t {
+  kSave = 1,    ///< Write extents, prove them, commit.
+  kDelete = 2,  ///< Remove retired checkpoint directories, crash-safely and in steps.
+};
+
+enum JobFlags : uint32_t {
+  /// An existing target is exchanged for the new checkpoint and removed afterwards; without it, it
+  /// is an error.
+  kReplaceExisting = 1u << 0,
+  /// Read every chunk back (O_DIRECT where proven) and compare what is really on disk.
+  kReadBack = 1u << 1,
+  /// If the trainer dies after everything was sealed, finish; without it, stop and clean up.
+  kFinishWithoutTrainer = 1u << 2,
+  /// A framework owns the directory: files are committed one by one, no directory is made or
+  /// renamed.
+  kFilesOnly = 1u << 3,
+  /// Do not ask for O_DIRECT.
+  kBuffered = 1u << 4,
+  /// Extents are released before the job ends (the trainer waits on the acknowledgment log).
+  kStreamed = 1u << 5,
+  /// Single-threaded: the job runs in a forked child, where starting threads is not allowed.
+  kForkedChild = 1u << 6,
+  /// Do not re-digest after the write. For measuring the engine alone; the front door never sets
+  /// it.
+  kNoRedigest = 1u << 7,
+  /// A rank manifest is written and fsynced after the files.
+  kWriteManifest = 1u << 8,
+};
+
+/// Where a run of bytes lies within the table.
+struct Range {
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+};
+
+/// A fixed-width place in the manifest template. `offset` counts from the manifest's first byte;
+/// `width` 0 is "none".
+struct Slot {
+  uint64_t offset = 0;
+  uint32_t width = 0;
+  uint32_t padding = 0;
+};
+
+/// One contiguous run of bytes: arena offset to file offset. Never longer than kChunkBytes; extent
+/// k of a file is its chunk k, so the digest of an extent is the digest of a chunk.
+struct Extent {
+  // Written by the trainer before the job starts.
+  uint64_t file_offset = 0;
+  uint32_t file = 0;
+  uint32_t bytes =
+      0;  // true length; the I/O length is this rounded up to kIoAlignment, the rest is zero
+  uint32_t piece_first = 0;  // the tensors (or parts) inside, in order of their offset
+  uint32_t piece_count = 0;
+  uint64_t digest_slot = 0;  // where in the manifest the 32 hex digits of `sealed` stand; 0 is none
+  // Written by the trainer (a sealer) before the extent's index is published.
+  uint64_t arena_offset = 0;  // of the lease that holds the bytes, a multiple of kIoAlignment
+  Digest sealed;
+};
+
+/// A part of a tensor inside one extent. Tensors that own a chunk alone have one piece there, as
+/// long as the chunk.
+struct Piece {
+  uint32_t tensor = Failure::kNoIndex;  // kNoIndex: header or framing bytes
+  uint32_t offset = 0;                  // within the extent
+  uint32_t bytes = 0;
+  uint32_t has_digest = 0;   // 1: `digest` is taken at seal (the piece is not the whole extent)
+  uint64_t digest_slot = 0;  // in the manifest; 0 is none
+  Digest digest;             // written by the sealer
+};
+
+/// One file of the save.
+struct File {
+  // Written by the trainer before the job starts.
+  char name[kNameBytes] = {};  // relative to the checkpoint directory, a single component
+  uint64_t bytes = 0;
+  uint32_t extent_first = 0;
+  uint32_t extent_count = 0;
+  uint64_t root_slot = 0;  // in the manifest; 0 is none
+  // Written by the worker.
+  Digest root;
+};
+
+/// The fields of the manifest that only the worker knows, as places in the template.
+struct ManifestSlots {
+  Slot engine;  // JSON string and blanks
+  Slot engine_reason;
+  Slot direct_io;
+  Slot bytes_written;
+  Slot time_writing_ns;
+  Slot time_syncing_ns;
+  Slot time_total_ns;
+  Slot self_digest;  // 32 hex digits, over all bytes of the file before them
+};
+
+/// Times of one job as the worker saw them, CLOCK_MONOTONIC, in nanoseconds. 0: not reached.
+struct JobTimes {
+  uint64_t started = 0;
+  uint64_t first_submit = 0;
+  uint64_t last_complete = 0;
+  uint64_t data_synced = 0;
+  uint64_t manifest_synced = 0;
+  uint64_t committed = 0;
+  uint64_t cpu = 0;  // CPU time of the worker for this job, not a point in time
+};
+
+enum class CompletionState : uint32_t {
+  kEmpty = 0,  ///< No result: if the worker is gone, it failed.
+  kDone = 1,   ///< `failure` says how it went; everything else is filled as far as known.
+};
+
+/// Where a job is, for progress displays.
+enum class Phase : uint32_t {
+  kQueued = 0,
+  kWriting,
+  kSyncing,
+  kReadingBack,
+  kWritingManifest,
+  kWaitingForRanks,
+  kCommitting,
+  kRemoving,
+  kDone,
+};
+
+/// Written by the worker alone, once; `state` is stored last (release) and read first (acquire).
+struct CompletionSlot {
+  SharedU32 state{0};
+  uint32_t padding = 0;
+  Failure failure;
+  EngineRung engine = EngineRung::kAuto;
+  DirectIo direct_io = DirectIo::kNo;
+  uint32_t trainer_died = 0;
+  uint32_t reserved_space = 0;  // 1: fallocate(2) worked for every file
+  uint64_t bytes_written = 0;   // counted from completions only
+  uint64_t bytes_read_back = 0;
+  uint64_t private_bytes_peak = 0;
+  JobTimes times;
+  char reason[160] = {};  // why this rung
+};
+
+/// The table's head. Offsets are 64-byte aligned.
+struct Job {
+  // Written by the trainer before the job starts.
+  uint64_t magic = kJobMagic;
+  uint32_t layout_version = kLayoutVersion;
+  JobKind kind = JobKind::kSave;
+  uint64_t table_bytes = 0;
+  uint32_t flags = 0;
+  Launcher launcher = Launcher::kSpawn;
+  EngineRung engine = EngineRung::kAuto;
+  uint32_t queue_depth = 8;  // writes in flight at most
+  uint32_t pwrite_threads = 2;
+  uint32_t umask = 022;  // the trainer's
+  AttemptId attempt;
+  uint32_t rank = 0;
+  uint32_t world_size = 1;
+  uint64_t step = 0;
+  uint64_t epoch = 0;
+  uint64_t arena_bytes = 0;
+  char target[kNameBytes] = {};    // final directory name, relative to the parent directory fd
+  char partial[kNameBytes] = {};   // the directory while it is being written
+  char manifest[kNameBytes] = {};  // this rank's manifest file name
+  // The manifest of rank r is `manifest_prefix` + five digits of r + `manifest_suffix`; rank 0
+  // waits for all.
+  char manifest_prefix[32] = {};
+  char manifest_suffix[64] = {};
+  Qos qos;
+  uint64_t time_stalled_max_ns = 0;  // no completion and no seal for this long: give up
+  uint64_t time_ranks_max_ns = 0;    // rank 0 waits this long for the others
+  uint32_t file_count = 0;
+  uint32_t extent_count = 0;
+  uint32_t piece_count = 0;
+  uint32_t tensor_count = 0;
+  Range files;              // File[file_count]
+  Range extents;            // Extent[extent_count]
+  Range pieces;             // Piece[piece_count]
+  Range published;          // SharedU32[extent_count]: the log of sealed extents, see PublishLog
+  Range acknowledged;       // SharedU32[extent_count]: the log of extents whose bytes are reusable
+  Range manifest_template;  // the manifest's bytes, its digest slots filled in place at seal
+  Range trash;              // char[kNameBytes][n]: directories that a kDelete job removes
+  ManifestSlots slots;
+
+  // Written by the trainer while the job runs.
+  SharedU32 cancel{
+      0};  // 1: stop and remove what was written. Read by the worker, relaxed + doorbell
+  SharedU32 trainer_failed{0};   // 1: staging failed, no further extent will come; clean up
+  SharedU64 published_count{0};  // hint for progress; the log itself is authoritative
+
+  // Written by the worker while the job runs (progress; relaxed).
+  SharedU32 phase{0};
+  SharedU32 worker_pid{0};
+  SharedU64 bytes_completed{0};
+  SharedU64 acknowledged_count{0};
+
+  CompletionSlot completion;
+};
+
+static_assert(std::is_trivially_copyable_v<Extent> && std::is_trivially_copyable_v<Piece>);
+static_assert(std::is_trivially_copyable_v<File> && std::is_standard_layout_v<Job>);
+static_assert(sizeof(Extent) == 64 && sizeof(Piece) == 40 && sizeof(Slot) == 16);
+
+/// A log entry that was not written yet.
+inline constexpr uint32_t kEmptyEntry = 0xffffffffu;
+
+/// Rounds up to the alignment of direct I/O.
+constexpr uint64_t AlignUp(uint64_t bytes, uint64_t alignment = kIoAlignment) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
+/// Typed views of a mapped table. Do no checks: ValidateJob has done them once.
+template <typename T>
+T* At(Job* job, Range range) {
+  return reinterpret_cast<T*>(reinterpret_cast<char*>(job) + range.offset);
+}
+inline File* Files(Job* job) { return At<File>(job, job->files); }
+inline Extent* Extents(Job* job) { return At<Extent>(job, job->extents); }
+inline Piece* Pieces(Job* job) { return At<Piece>(job, job->pieces); }
+inline char* Manifest(Job* job) { return At<char>(job, job->manifest_template); }
+
+/// Checks every range, count and index of a table of `mapped_bytes` before anything is believed.
+/// Returns nullptr if sound, otherwise a static string that says what is wrong.
+const char* ValidateJob(const Job* job, uint64_t mapped_bytes);
+
+/// An append-only log of extent indices in shared memory: many writers on one side, one reader on
+/// the other.
+///
+/// Entry i goes from kEmptyEntry to its value once. A writer reserves i by `next_` (process-local,
+/// so a log has all its writers in one process), then stores the index with release; the reader's
+/// acquire load of entry i therefore sees everything that was written about that extent before it
+/// was appended.
+class LogWriter {
+ public:
+  LogWriter() = default;
+  LogWriter(SharedU32* entries, uint32_t capacity) : entries_(entries), capacity_(capacity) {}
+  void Append(uint32_t index) {
+    const uint32_t at = next_.fetch_add(1, std::memory_order_relaxed);
+    if (at < capacity_) entries_[at].store(index, std::memory_order_release);
+  }
+
+ private:
+  SharedU32* entries_ = nullptr;
+  uint32_t capacity_ = 0;
+  std::atomic<uint32_t> next_{0};
+};
+
+class LogReader {
+ public:
+  LogReader() = default;
+  LogReader(const SharedU32* entries, uint32_t capacity) : entries_(entries), capacity_(capacity) {}
+  /// Takes the next index if it is there.
+  bool Next(uint32_t* index) {
+    if (next_ >= capacity_) return false;
+    const uint32_t value = entries_[next_].load(std::memory_order_acquire);
+    if (value == kEmptyEntry) return false;
+    ++next_;
+    *index = value;
+    return true;
+  }
+  uint32_t taken() const { return next_; }
+
+ private:
+  const SharedU32* entries_ = nullptr;
+  uint32_t capacity_ = 0;
+  uint32_t next_ = 0;
+};
+
+}  // namespace holdfast::layout
+
+#endif  // HOLDFAST_RUNTIME_LAYOUT_JOB_H_

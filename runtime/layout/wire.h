@@ -1,0 +1,52 @@
+// The messages between a trainer and its workers: one SOCK_SEQPACKET socket per worker, file
+// descriptors beside each.
+//
+// The socket carries work, never liveness: a copy of its other end may live on in a process that
+// the trainer forked. Liveness is the pidfds' (the trainer's own, passed with kAttach; the
+// worker's, held by the trainer).
+#ifndef HOLDFAST_RUNTIME_LAYOUT_WIRE_H_
+#define HOLDFAST_RUNTIME_LAYOUT_WIRE_H_
+
+#include <cstdint>
+
+#include "runtime/layout/job.h"
+
+namespace holdfast::layout {
+
+inline constexpr uint64_t kWireMagic = 0x3145'5249'5746'4c48;
+
+enum class MessageKind : uint32_t {
+  kAttach = 1,  ///< fds: arena, trainer pidfd, doorbell to the worker, doorbell to the trainer.
+                ///< First, once.
+  kRun = 2,  ///< fds: control memory, parent directory, lock (the directory whose flock this save
+             ///< holds; the parent again where none). The worker may start: this message is the
+             ///< trainer's "go".
+  kDetach = 3,  ///< no fds: unmap and unregister the arena, then answer with kDetached. kAttach may
+                ///< follow.
+  kExit = 4,    ///< no fds: end after what was queued.
+  kDetached = 5,  ///< worker to trainer, the acknowledgment of kDetach.
+};
+
+/// Number of fds that travel with each kind.
+inline constexpr int kAttachFds = 4;
+inline constexpr int kRunFds = 3;
+
+/// The fd that a spawned worker finds its socket at.
+inline constexpr int kWorkerSocketFd = 3;
+
+struct Message {
+  uint64_t magic = kWireMagic;
+  uint32_t layout_version = kLayoutVersion;
+  MessageKind kind = MessageKind::kExit;
+  uint64_t bytes = 0;  ///< kAttach: the arena's; kRun: the control memory's.
+};
+
+/// Exit statuses of holdfast-worker beside 0. Results travel in the completion slot; these are for
+/// when there is none.
+inline constexpr int kExitMismatch = 70;  ///< A trainer of another layout version.
+inline constexpr int kExitAttach = 71;    ///< The arena or a job table could not be mapped.
+inline constexpr int kExitUsage = 64;     ///< Started by hand.
+
+}  // namespace holdfast::layout
+
+#endif  // HOLDFAST_RUNTIME_LAYOUT_WIRE_H_

@@ -1,0 +1,84 @@
+// The table of system calls: every call that Holdfast makes goes through it, so that a test can
+// make the Nth one fail.
+//
+// A table of plain function pointers rather than an interface, because it must work below the fork
+// line (no heap, no constructors) and in code that liburing calls are part of.
+#ifndef HOLDFAST_RUNTIME_SYS_SYSTEM_H_
+#define HOLDFAST_RUNTIME_SYS_SYSTEM_H_
+
+#include <poll.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/types.h>
+#include <time.h>
+
+#include <cstddef>
+#include <cstdint>
+
+struct io_uring;
+struct io_uring_cqe;
+struct io_uring_params;
+struct statx;
+
+namespace holdfast::sys {
+
+/// Each entry has the contract of the call of its name: -1 and errno on failure, except the
+/// `uring_` ones, which return -errno as liburing does.
+struct SystemCalls {
+  int (*openat)(int directory, const char* path, int flags, mode_t mode);
+  int (*close)(int fd);
+  ssize_t (*read)(int fd, void* buffer, size_t bytes);
+  ssize_t (*write)(int fd, const void* buffer, size_t bytes);
+  ssize_t (*pread)(int fd, void* buffer, size_t bytes, off_t offset);
+  ssize_t (*pwrite)(int fd, const void* buffer, size_t bytes, off_t offset);
+  int (*fsync)(int fd);
+  int (*fallocate)(int fd, int mode, off_t offset, off_t bytes);
+  int (*ftruncate)(int fd, off_t bytes);
+  int (*fstat)(int fd, struct stat* out);
+  int (*fstatat)(int directory, const char* path, struct stat* out, int flags);
+  int (*statx)(int directory, const char* path, int flags, unsigned mask, struct statx* out);
+  int (*mkdirat)(int directory, const char* path, mode_t mode);
+  int (*unlinkat)(int directory, const char* path, int flags);
+  int (*renameat2)(int from_directory, const char* from, int to_directory, const char* to,
+                   unsigned flags);
+  ssize_t (*getdents64)(int fd, void* buffer, size_t bytes);
+  int (*flock)(int fd, int operation);
+  int (*fcntl)(int fd, int command, long argument);
+  int (*memfd_create)(const char* name, unsigned flags);
+  void* (*mmap)(void* address, size_t bytes, int protection, int flags, int fd, off_t offset);
+  int (*munmap)(void* address, size_t bytes);
+  int (*madvise)(void* address, size_t bytes, int advice);
+  int (*poll)(struct pollfd* fds, nfds_t count, int timeout_ms);
+  int (*eventfd)(unsigned initial, int flags);
+  int (*pidfd_open)(pid_t pid, unsigned flags);
+  ssize_t (*sendmsg)(int fd, const struct msghdr* message, int flags);
+  ssize_t (*recvmsg)(int fd, struct msghdr* message, int flags);
+  int (*clock_gettime)(clockid_t clock, struct timespec* out);
+  int (*nanosleep)(const struct timespec* request, struct timespec* rest);
+  int (*setpriority)(int which, unsigned who, int value);
+  int (*ioprio_set)(int which, int who, int value);
+  int (*sched_setaffinity)(pid_t pid, size_t bytes, const void* mask);
+
+  int (*uring_queue_init_params)(unsigned entries, struct io_uring* ring,
+                                 struct io_uring_params* params);
+  int (*uring_submit)(struct io_uring* ring);
+  /// io_uring_wait_cqe_timeout with a relative time-out; -ETIME when it passes.
+  int (*uring_wait)(struct io_uring* ring, struct io_uring_cqe** out, int64_t timeout_ns);
+  /// Sees every completion's result and may change it; `tag` is the request's. Null in production.
+  int32_t (*uring_result)(uint8_t opcode, uint64_t tag, int32_t result);
+};
+
+/// The table in force. Replaced by tests only, before any thread or process of Holdfast's exists.
+extern SystemCalls g_system;
+
+/// The kernel's own.
+extern const SystemCalls kKernel;
+
+inline const SystemCalls& Sys() { return g_system; }
+
+/// CLOCK_MONOTONIC in nanoseconds.
+uint64_t NowNs();
+
+}  // namespace holdfast::sys
+
+#endif  // HOLDFAST_RUNTIME_SYS_SYSTEM_H_

@@ -1,0 +1,28 @@
+// The worker's body, the same under every launcher: serve save and delete jobs that arrive on a
+// socket.
+//
+// Below the fork line: may run in a forked child of a multi-threaded trainer. See
+// runtime/worker/README.md.
+#ifndef HOLDFAST_RUNTIME_WORKER_SERVE_H_
+#define HOLDFAST_RUNTIME_WORKER_SERVE_H_
+
+#include <cstdint>
+
+#include "holdfast/pod.h"
+
+namespace holdfast::worker {
+
+struct ServeOptions {
+  int socket = -1;  ///< SOCK_SEQPACKET, see layout/wire.h. Closed at the end.
+  Launcher launcher =
+      Launcher::kSpawn;   ///< kThread: process-wide settings (umask, session, name) are left alone.
+  uint32_t jobs_max = 1;  ///< End after this many jobs; 0 is no bound.
+};
+
+/// Serves until `jobs_max`, kExit, the socket's end, or the trainer's death (after the job in
+/// flight was finished or stopped, as its flags say). Returns an exit status: 0, or layout::kExit*.
+int Serve(const ServeOptions& options);
+
+}  // namespace holdfast::worker
+
+#endif  // HOLDFAST_RUNTIME_WORKER_SERVE_H_
