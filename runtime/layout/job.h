@@ -223,7 +223,7 @@ struct Job {
 
 static_assert(std::is_trivially_copyable_v<Extent> && std::is_trivially_copyable_v<Piece>);
 static_assert(std::is_trivially_copyable_v<File> && std::is_standard_layout_v<Job>);
-static_assert(sizeof(Extent) == 64 && sizeof(Piece) == 40 && sizeof(Slot) == 16);
+static_assert(sizeof(Extent) == 56 && sizeof(Piece) == 40 && sizeof(Slot) == 16);
 
 /// A log entry that was not written yet.
 inline constexpr uint32_t kEmptyEntry = 0xffffffffu;

@@ -1,0 +1,111 @@
+// The rank manifest: the commit record of one rank, as JSON that people and jq can read.
+//
+// Built by the trainer as a template with fixed-width slots; sealers and the worker fill the slots
+// in place. Described byte by byte in runtime/layout/FORMAT.md.
+#ifndef HOLDFAST_RUNTIME_FORMAT_MANIFEST_H_
+#define HOLDFAST_RUNTIME_FORMAT_MANIFEST_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "holdfast/plan.h"
+#include "holdfast/pod.h"
+#include "runtime/layout/job.h"
+
+namespace holdfast::format {
+
+/// "rank-00003-of-00008.manifest.json" and its parts.
+std::string ManifestName(uint32_t rank, uint32_t world_size);
+std::string ManifestPrefix();                     // "rank-"
+std::string ManifestSuffix(uint32_t world_size);  // "-of-00008.manifest.json"
+
+/// "model-00003-of-00008.safetensors"
+std::string ModelFileName(uint32_t rank, uint32_t world_size);
+
+/// What the template is made from, beside the plan.
+struct ManifestInput {
+  std::string checkpoint;  ///< Its final directory name.
+  AttemptId attempt;
+  uint32_t rank = 0;
+  uint32_t world_size = 1;
+  uint64_t step = 0;
+  Launcher launcher = Launcher::kSpawn;
+  PageRung pages = PageRung::kSmall;
+  bool streamed = false;
+  bool read_back = false;
+};
+
+/// Where the sealers' digests of a tensor's own parts go. A tensor that begins or ends inside a
+/// chunk that it shares has a digest of that part: `head` up to the first chunk border (or its
+/// end), `tail` from the last chunk border. Chunks in between are its own. 0 is "no such part".
+struct TensorSlots {
+  uint64_t head = 0;
+  uint64_t tail = 0;
+};
+
+struct ManifestTemplate {
+  std::string text;  ///< All slots zeroed or blank; this many bytes are in the file.
+  layout::ManifestSlots slots;
+  std::vector<uint64_t> file_roots;  ///< By file: place of the root's 32 hex digits.
+  std::vector<std::vector<uint64_t>> chunk_digests;  ///< By file and chunk: place of 32 hex digits.
+  std::vector<TensorSlots> tensors;                  ///< By tensor.
+};
+
+/// Builds the template. The plan is valid (ValidatePlan). Fast: it is inside the caller's stall.
+ManifestTemplate BuildManifest(const ManifestInput& input, const SavePlan& plan);
+
+/// A manifest that was read.
+struct Manifest {
+  struct File {
+    std::string name;
+    uint64_t bytes = 0;
+    uint32_t chunk_bytes = kChunkBytes;
+    std::vector<Digest> chunks;
+    Digest root;
+  };
+  struct Tensor {
+    std::string name;
+    std::string dtype;
+    std::vector<int64_t> shape;
+    uint32_t file = 0;
+    uint64_t begin = 0;
+    uint64_t end = 0;
+    bool has_head = false;
+    bool has_tail = false;
+    Digest head;
+    Digest tail;
+  };
+  uint32_t version = 1;
+  std::string checkpoint;
+  AttemptId attempt;
+  uint32_t rank = 0;
+  uint32_t world_size = 1;
+  uint64_t step = 0;
+  std::string launcher;
+  std::string pages;
+  std::string engine;
+  std::string engine_reason;
+  std::string direct_io;
+  bool adopted =
+      false;  ///< Written by --adopt: digests are of what was on disk then, not of a seal.
+  std::vector<File> files;
+  std::vector<Tensor> tensors;
+};
+
+/// Reads and checks a manifest: the self-digest over the raw bytes first, then strict JSON (no
+/// unknown type, no duplicate key, nothing after the end), then meaning: names of one component,
+/// ranges inside files, no overlap, chunk counts that match sizes, roots that match chunks.
+/// Allocates no more than a small multiple of `text`. \error kDataLoss saying where (byte or key)
+/// and why.
+absl::StatusOr<Manifest> ParseManifest(absl::string_view text);
+
+/// Largest manifest that is read, in bytes.
+inline constexpr uint64_t kManifestBytesMax = uint64_t{1} << 30;
+
+}  // namespace holdfast::format
+
+#endif  // HOLDFAST_RUNTIME_FORMAT_MANIFEST_H_

@@ -1,0 +1,48 @@
+// The zip framing of torch.save files: where records lie and which CRC32 each must have. Nothing is
+// unpickled.
+#ifndef HOLDFAST_RUNTIME_FORMAT_TORCH_ZIP_H_
+#define HOLDFAST_RUNTIME_FORMAT_TORCH_ZIP_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace holdfast::format {
+
+struct ZipRecord {
+  std::string name;
+  uint64_t begin = 0;  ///< First byte of its data in the file.
+  uint64_t bytes = 0;
+  uint32_t crc32 = 0;
+};
+
+/// How many bytes at the end of a file ParseZipDirectory wants to see first: end record and zip64
+/// locator.
+inline constexpr uint64_t kZipTailBytes = 22 + 65535 + 20 + 56;
+
+/// Where the central directory lies, from the last bytes of a file of `file_bytes`.
+struct ZipDirectory {
+  uint64_t begin = 0;
+  uint64_t bytes = 0;
+  uint64_t records = 0;
+};
+absl::StatusOr<ZipDirectory> FindZipDirectory(absl::string_view tail, uint64_t file_bytes);
+
+/// Records of the directory, stored (method 0) only; `begin` is still the local header's offset
+/// until LocalData fixed it.
+absl::StatusOr<std::vector<ZipRecord>> ParseZipDirectory(absl::string_view directory,
+                                                         const ZipDirectory& where,
+                                                         uint64_t file_bytes);
+
+/// Length of a local header (30 + name + extra) from its first 30 bytes.
+absl::StatusOr<uint64_t> LocalHeaderBytes(absl::string_view first30);
+
+/// CRC-32 (IEEE, as zip), continuing from `crc`.
+uint32_t Crc32(uint32_t crc, const void* data, size_t bytes);
+
+}  // namespace holdfast::format
+
+#endif  // HOLDFAST_RUNTIME_FORMAT_TORCH_ZIP_H_
