@@ -1,0 +1,202 @@
+#include "runtime/base/status.h"
+
+#include <cerrno>
+#include <cstring>
+
+#include "absl/strings/cord.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+
+namespace holdfast::base {
+namespace {
+
+std::string ErrnoText(int error_number) {
+  char buffer[128];
+  // GNU's strerror_r: returns the text, which need not be in `buffer`. strerror itself is not
+  // thread-safe.
+  return strerror_r(error_number, buffer, sizeof(buffer));
+}
+
+void AttachErrno(int error_number, absl::Status* status) {
+  if (error_number != 0) status->SetPayload(kErrnoPayload, absl::Cord(absl::StrCat(error_number)));
+}
+
+const char* Verb(Operation operation) {
+  switch (operation) {
+    case Operation::kNone:
+      return "save";
+    case Operation::kAttach:
+      return "attach";
+    case Operation::kSetUp:
+      return "set up";
+    case Operation::kOpen:
+      return "open";
+    case Operation::kMakeDirectory:
+      return "make directory";
+    case Operation::kReserve:
+      return "reserve space for";
+    case Operation::kWrite:
+      return "write";
+    case Operation::kRead:
+      return "read";
+    case Operation::kTruncate:
+      return "truncate";
+    case Operation::kSync:
+      return "fsync";
+    case Operation::kSyncDirectory:
+      return "fsync directory of";
+    case Operation::kRename:
+      return "rename";
+    case Operation::kRemove:
+      return "remove";
+    case Operation::kDigest:
+      return "digest";
+    case Operation::kManifest:
+      return "write manifest of";
+    case Operation::kWaitTrainer:
+      return "wait for the trainer of";
+    case Operation::kWaitRanks:
+      return "wait for the other ranks of";
+    case Operation::kCancel:
+      return "cancel";
+    case Operation::kLock:
+      return "lock";
+  }
+  return "save";
+}
+
+std::string Hex(const Digest& digest) {
+  return absl::StrFormat("%016x%016x", digest.high, digest.low);
+}
+
+/// The part after "OPERATION OBJECT: ", where there is no errno to say it.
+std::string Reason(const Failure& failure) {
+  switch (failure.code) {
+    case FailureCode::kCancelled:
+      return "cancelled; its partial files were removed";
+    case FailureCode::kDeadlineExceeded:
+      return "no progress within the deadline";
+    case FailureCode::kAlreadyExists:
+      return "it exists already; choose another name, remove it, or ask to replace it";
+    case FailureCode::kAborted:
+      return "stopped, because the trainer died or staging failed before everything was sealed";
+    case FailureCode::kFailedPrecondition:
+      return "not in the state that this operation needs";
+    case FailureCode::kInvalidArgument:
+      return "the job is malformed";
+    case FailureCode::kInternal:
+      return "internal error";
+    default:
+      return "failed";
+  }
+}
+
+}  // namespace
+
+FailureCode CodeOf(int error_number) {
+  switch (error_number) {
+    case 0:
+      return FailureCode::kOk;
+    case ENOENT:
+    case ENODEV:
+    case ENXIO:
+      return FailureCode::kNotFound;
+    case EEXIST:
+    case ENOTEMPTY:
+      return FailureCode::kAlreadyExists;
+    case EACCES:
+    case EPERM:
+    case EROFS:
+      return FailureCode::kPermissionDenied;
+    case ENOSPC:
+    case EDQUOT:
+    case EFBIG:
+    case ENOMEM:
+    case EMFILE:
+    case ENFILE:
+      return FailureCode::kResourceExhausted;
+    case EINVAL:
+    case ENAMETOOLONG:
+    case ELOOP:
+      return FailureCode::kInvalidArgument;
+    case ENOTDIR:
+    case EISDIR:
+    case EXDEV:
+    case EBADF:
+      return FailureCode::kFailedPrecondition;
+    case ETIMEDOUT:
+    case ETIME:
+      return FailureCode::kDeadlineExceeded;
+    case ECANCELED:
+      return FailureCode::kCancelled;
+    case EOPNOTSUPP:
+    case ENOSYS:
+      return FailureCode::kUnimplemented;
+    case EAGAIN:
+    case EBUSY:
+    case EINTR:
+    case EPIPE:
+    case ECONNRESET:
+    case ESTALE:
+      return FailureCode::kUnavailable;
+    case EIO:
+    case EUCLEAN:
+      return FailureCode::kDataLoss;
+    default:
+      return FailureCode::kUnknown;
+  }
+}
+
+absl::Status ErrnoStatus(absl::string_view operation, absl::string_view object, int error_number) {
+  absl::Status status(static_cast<absl::StatusCode>(CodeOf(error_number)),
+                      absl::StrCat(operation, " ", object, ": ", ErrnoText(error_number)));
+  AttachErrno(error_number, &status);
+  return status;
+}
+
+int ErrnoOf(const absl::Status& status) {
+  const auto payload = status.GetPayload(kErrnoPayload);
+  int value = 0;
+  if (!payload.has_value() || !absl::SimpleAtoi(std::string(*payload), &value)) return 0;
+  return value;
+}
+
+absl::Status ToStatus(const Failure& failure, const FailureNames& names) {
+  if (failure.ok()) return absl::OkStatus();
+  std::string object = names.checkpoint;
+  if (failure.file < names.files.size())
+    object = absl::StrCat(object, "/", names.files[failure.file]);
+  std::string message = absl::StrCat(Verb(failure.operation), " ", object);
+  if (failure.operation == Operation::kDigest) {
+    // The one error that people must be able to act on without the code at hand: what, where, and
+    // both digests.
+    const std::string what = failure.tensor < names.tensors.size()
+                                 ? absl::StrCat("tensor \"", names.tensors[failure.tensor], "\"")
+                                 : std::string("bytes of the file's own header or framing");
+    absl::StrAppend(&message, ": ", what, ", bytes [", failure.offset, ", ",
+                    failure.offset + failure.bytes, "), are not what was sealed (expected ",
+                    Hex(failure.expected), ", found ", Hex(failure.found),
+                    "); nothing was committed");
+  } else {
+    if (failure.operation == Operation::kWrite || failure.operation == Operation::kRead) {
+      absl::StrAppend(&message, " @ ", failure.offset);
+    }
+    absl::StrAppend(&message, ": ",
+                    failure.error_number != 0 ? ErrnoText(failure.error_number) : Reason(failure));
+  }
+  absl::Status status(static_cast<absl::StatusCode>(failure.code), message);
+  AttachErrno(failure.error_number, &status);
+  return status;
+}
+
+absl::Status Annotate(const absl::Status& status, absl::string_view context) {
+  if (status.ok()) return status;
+  absl::Status annotated(status.code(), absl::StrCat(context, ": ", status.message()));
+  status.ForEachPayload([&annotated](absl::string_view url, const absl::Cord& payload) {
+    annotated.SetPayload(url, payload);
+  });
+  return annotated;
+}
+
+}  // namespace holdfast::base
