@@ -7,6 +7,8 @@
 #define HOLDFAST_RUNTIME_SYS_SYSTEM_H_
 
 #include <poll.h>
+#include <pthread.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/types.h>
@@ -18,6 +20,7 @@
 struct io_uring;
 struct io_uring_cqe;
 struct io_uring_params;
+struct iovec;
 struct statx;
 
 namespace holdfast::sys {
@@ -58,13 +61,20 @@ struct SystemCalls {
   int (*setpriority)(int which, unsigned who, int value);
   int (*ioprio_set)(int which, int who, int value);
   int (*sched_setaffinity)(pid_t pid, size_t bytes, const void* mask);
+  int (*getrlimit)(int resource, struct rlimit* out);
+  pid_t (*getpid)();
+  /// Returns an error number, as pthread_create does.
+  int (*thread_create)(pthread_t* out, const pthread_attr_t* attributes, void* (*body)(void*),
+                       void* argument);
 
   int (*uring_queue_init_params)(unsigned entries, struct io_uring* ring,
                                  struct io_uring_params* params);
+  int (*uring_register_buffers)(struct io_uring* ring, const struct iovec* buffers, unsigned count);
   int (*uring_submit)(struct io_uring* ring);
-  /// io_uring_wait_cqe_timeout with a relative time-out; -ETIME when it passes.
+  /// io_uring_wait_cqe_timeout with a relative time-out; -ETIME when it passes. Submits nothing.
   int (*uring_wait)(struct io_uring* ring, struct io_uring_cqe** out, int64_t timeout_ns);
-  /// Sees every completion's result and may change it; `tag` is the request's. Null in production.
+  /// Sees every transfer's result as the ring gives it (bytes or -errno) and may change it;
+  /// `opcode` is an io::Opcode, `tag` the request's. Null in production.
   int32_t (*uring_result)(uint8_t opcode, uint64_t tag, int32_t result);
 };
 

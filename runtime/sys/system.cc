@@ -1,0 +1,116 @@
+// The kernel's entries of the table of system calls: one forwarding function each, nothing added.
+#include "runtime/sys/system.h"
+
+#include <fcntl.h>
+#include <liburing.h>
+#include <sched.h>
+#include <stdio.h>
+#include <sys/eventfd.h>
+#include <sys/file.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+namespace holdfast::sys {
+namespace {
+
+constexpr int64_t kNsPerSecond = 1'000'000'000;
+
+// The ones that are variadic, that the C library lacks or has under another type, or that need an
+// argument translated. What is left is in the table by its own name.
+int OpenAt(int directory, const char* path, int flags, mode_t mode) {
+  return ::openat(directory, path, flags, mode);
+}
+
+int Fcntl(int fd, int command, long argument) { return ::fcntl(fd, command, argument); }
+
+int SetPriority(int which, unsigned who, int value) {
+  return ::setpriority(static_cast<__priority_which_t>(which), who, value);
+}
+
+int GetLimit(int resource, struct rlimit* out) {
+  return ::getrlimit(static_cast<__rlimit_resource_t>(resource), out);
+}
+
+int IoPrioritySet(int which, int who, int value) {
+  return static_cast<int>(::syscall(SYS_ioprio_set, which, who, value));
+}
+
+int PidfdOpen(pid_t pid, unsigned flags) {
+  return static_cast<int>(::syscall(SYS_pidfd_open, pid, flags));
+}
+
+int SetAffinity(pid_t pid, size_t bytes, const void* mask) {
+  return ::sched_setaffinity(pid, bytes, static_cast<const cpu_set_t*>(mask));
+}
+
+ssize_t ReadDirectory(int fd, void* buffer, size_t bytes) {
+  return static_cast<ssize_t>(::syscall(SYS_getdents64, fd, buffer, bytes));
+}
+
+int EventFd(unsigned initial, int flags) { return ::eventfd(initial, flags); }
+
+int UringWait(struct io_uring* ring, struct io_uring_cqe** out, int64_t timeout_ns) {
+  struct __kernel_timespec timeout = {.tv_sec = timeout_ns / kNsPerSecond,
+                                      .tv_nsec = timeout_ns % kNsPerSecond};
+  return ::io_uring_wait_cqe_timeout(ring, out, timeout_ns < 0 ? nullptr : &timeout);
+}
+
+}  // namespace
+
+constexpr SystemCalls kKernel = {
+    .openat = OpenAt,
+    .close = ::close,
+    .read = ::read,
+    .write = ::write,
+    .pread = ::pread,
+    .pwrite = ::pwrite,
+    .fsync = ::fsync,
+    .fallocate = ::fallocate,
+    .ftruncate = ::ftruncate,
+    .fstat = ::fstat,
+    .fstatat = ::fstatat,
+    .statx = ::statx,
+    .mkdirat = ::mkdirat,
+    .unlinkat = ::unlinkat,
+    .renameat2 = ::renameat2,
+    .getdents64 = ReadDirectory,
+    .flock = ::flock,
+    .fcntl = Fcntl,
+    .memfd_create = ::memfd_create,
+    .mmap = ::mmap,
+    .munmap = ::munmap,
+    .madvise = ::madvise,
+    .poll = ::poll,
+    .eventfd = EventFd,
+    .pidfd_open = PidfdOpen,
+    .sendmsg = ::sendmsg,
+    .recvmsg = ::recvmsg,
+    .clock_gettime = ::clock_gettime,
+    .nanosleep = ::nanosleep,
+    .setpriority = SetPriority,
+    .ioprio_set = IoPrioritySet,
+    .sched_setaffinity = SetAffinity,
+    .getrlimit = GetLimit,
+    .getpid = ::getpid,
+    .thread_create = ::pthread_create,
+    .uring_queue_init_params = ::io_uring_queue_init_params,
+    .uring_register_buffers = ::io_uring_register_buffers,
+    .uring_submit = ::io_uring_submit,
+    .uring_wait = UringWait,
+    .uring_result = nullptr,
+};
+
+// A constant initializer: the table is right before any constructor runs, in every process.
+constinit SystemCalls g_system = kKernel;
+
+uint64_t NowNs() {
+  struct timespec now = {};
+  // CLOCK_MONOTONIC with a valid pointer has no way to fail: clock_gettime(2).
+  Sys().clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<uint64_t>(now.tv_sec) * kNsPerSecond + static_cast<uint64_t>(now.tv_nsec);
+}
+
+}  // namespace holdfast::sys
