@@ -4,11 +4,11 @@
 #include "runtime/base/unique_fd.h"
 
 #include <pthread.h>
-#include <unistd.h>
 
 #include <atomic>
 
 #include "runtime/base/check.h"
+#include "runtime/sys/system.h"
 
 namespace holdfast::base {
 namespace {
@@ -24,7 +24,7 @@ void InChild() {
   g_generation.fetch_add(1, std::memory_order_relaxed);
   if (t_own_forks > 0) return;
   for (int fd = 0; fd < kTracked; ++fd) {
-    if (g_owned[fd].exchange(false, std::memory_order_relaxed)) close(fd);
+    if (g_owned[fd].exchange(false, std::memory_order_relaxed)) sys::Sys().close(fd);
   }
 }
 
@@ -45,7 +45,7 @@ void UniqueFd::Reset() {
   if (fd_ < 0) return;
   // In a child the handler has closed it already and the number may be somebody else's by now.
   const bool owned = fd_ >= kTracked || g_owned[fd_].exchange(false, std::memory_order_relaxed);
-  if (owned) close(fd_);
+  if (owned) sys::Sys().close(fd_);
   fd_ = -1;
 }
 

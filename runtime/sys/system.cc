@@ -42,6 +42,10 @@ int PidfdOpen(pid_t pid, unsigned flags) {
   return static_cast<int>(::syscall(SYS_pidfd_open, pid, flags));
 }
 
+int PidfdSendSignal(int pidfd, int signal) {
+  return static_cast<int>(::syscall(SYS_pidfd_send_signal, pidfd, signal, nullptr, 0));
+}
+
 int SetAffinity(pid_t pid, size_t bytes, const void* mask) {
   return ::sched_setaffinity(pid, bytes, static_cast<const cpu_set_t*>(mask));
 }
@@ -96,6 +100,11 @@ constexpr SystemCalls kKernel = {
     .getrlimit = GetLimit,
     .getpid = ::getpid,
     .thread_create = ::pthread_create,
+    .socketpair = ::socketpair,
+    .fork = ::fork,
+    .posix_spawn = ::posix_spawn,
+    .waitid = ::waitid,
+    .pidfd_send_signal = PidfdSendSignal,
     .uring_queue_init_params = ::io_uring_queue_init_params,
     .uring_register_buffers = ::io_uring_register_buffers,
     .uring_submit = ::io_uring_submit,

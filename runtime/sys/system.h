@@ -8,10 +8,13 @@
 
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
+#include <spawn.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/types.h>
+#include <sys/wait.h>
 #include <time.h>
 
 #include <cstddef>
@@ -66,6 +69,15 @@ struct SystemCalls {
   /// Returns an error number, as pthread_create does.
   int (*thread_create)(pthread_t* out, const pthread_attr_t* attributes, void* (*body)(void*),
                        void* argument);
+
+  // The trainer's side alone: starting, watching and reaping workers.
+  int (*socketpair)(int domain, int type, int protocol, int ends[2]);
+  pid_t (*fork)();
+  int (*posix_spawn)(pid_t* pid, const char* path, const posix_spawn_file_actions_t* actions,
+                     const posix_spawnattr_t* attributes, char* const arguments[],
+                     char* const environment[]);  // returns the errno itself
+  int (*waitid)(idtype_t type, id_t id, siginfo_t* out, int options);
+  int (*pidfd_send_signal)(int pidfd, int signal);
 
   int (*uring_queue_init_params)(unsigned entries, struct io_uring* ring,
                                  struct io_uring_params* params);
