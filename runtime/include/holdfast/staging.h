@@ -57,6 +57,15 @@ struct StagingStats {
   std::vector<EpochHolding> epochs;
 };
 
+/// What a fault injector sees of an extent between its seal and its publication to the worker.
+struct SealedExtent {
+  void* memory = nullptr;  ///< In the staging arena.
+  uint32_t bytes = 0;
+  std::string file;
+  uint64_t file_offset = 0;
+  uint64_t epoch = 0;
+};
+
 }  // namespace holdfast
 
 #endif  // HOLDFAST_STAGING_H_

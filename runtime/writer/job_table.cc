@@ -1,0 +1,243 @@
+#include "runtime/writer/job_table.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <new>
+
+#include "runtime/base/check.h"
+#include "runtime/base/status.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast::writer {
+namespace {
+
+constexpr uint64_t kTableAlignment = 64;
+
+/// Counts, and the place of every array, for one table.
+struct Layout {
+  uint32_t extents = 0;
+  uint32_t pieces = 0;
+  layout::Range files, extent_range, piece_range, published, acknowledged, manifest, trash;
+  uint64_t bytes = 0;
+};
+
+layout::Range Take(uint64_t bytes, uint64_t* at) {
+  const layout::Range range{.offset = *at, .bytes = bytes};
+  *at = layout::AlignUp(*at + bytes, kTableAlignment);
+  return range;
+}
+
+uint32_t ExtentCount(uint64_t file_bytes) {
+  return static_cast<uint32_t>((file_bytes + kChunkBytes - 1) / kChunkBytes);
+}
+
+/// Pieces of a segment: one per chunk that it touches.
+uint32_t PieceCount(const Segment& segment) {
+  if (segment.bytes == 0) return 0;
+  const uint64_t first = segment.file_offset / kChunkBytes;
+  const uint64_t last = (segment.file_offset + segment.bytes - 1) / kChunkBytes;
+  return static_cast<uint32_t>(last - first + 1);
+}
+
+Layout LayOut(const SavePlan& plan, uint64_t manifest_bytes, uint64_t trash_count) {
+  Layout layout;
+  for (const PlannedFile& file : plan.files) {
+    layout.extents += ExtentCount(file.bytes);
+    for (const Segment& segment : file.segments) layout.pieces += PieceCount(segment);
+  }
+  uint64_t at = layout::AlignUp(sizeof(layout::Job), kTableAlignment);
+  layout.files = Take(plan.files.size() * sizeof(layout::File), &at);
+  layout.extent_range = Take(uint64_t{layout.extents} * sizeof(layout::Extent), &at);
+  layout.piece_range = Take(uint64_t{layout.pieces} * sizeof(layout::Piece), &at);
+  layout.published = Take(uint64_t{layout.extents} * sizeof(layout::SharedU32), &at);
+  layout.acknowledged = Take(uint64_t{layout.extents} * sizeof(layout::SharedU32), &at);
+  layout.manifest = Take(manifest_bytes, &at);
+  layout.trash = Take(trash_count * kNameBytes, &at);
+  layout.bytes = at;
+  return layout;
+}
+
+void CopyName(const std::string& name, char* out, size_t bytes) {
+  HOLDFAST_CHECK(name.size() < bytes, "names are checked before a table is built");
+  std::memcpy(out, name.data(), name.size());
+}
+
+mode_t CurrentUmask() {
+  // umask(2) can only be read by setting it, which another thread's open would see; /proc tells it
+  // without.
+  FILE* status = std::fopen("/proc/self/status", "re");
+  unsigned value = 022;
+  if (status != nullptr) {
+    char line[128];
+    while (std::fgets(line, sizeof(line), status) != nullptr) {
+      if (std::sscanf(line, "Umask: %o", &value) == 1) break;
+    }
+    std::fclose(status);
+  }
+  return static_cast<mode_t>(value);
+}
+
+}  // namespace
+
+uint64_t ControlBytes(const SavePlan& plan, const format::ManifestTemplate& manifest) {
+  return LayOut(plan, manifest.text.size(), 0).bytes;
+}
+
+absl::StatusOr<std::unique_ptr<JobTable>> JobTable::Map(uint64_t bytes) {
+  std::unique_ptr<JobTable> table(new JobTable());
+  const auto& sys = sys::Sys();
+  table->fd_ = base::UniqueFd(sys.memfd_create("holdfast-job", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  if (!table->fd_.valid()) return base::ErrnoStatus("create", "control memory", errno);
+  if (sys.ftruncate(table->fd(), static_cast<off_t>(bytes)) != 0) {
+    return base::ErrnoStatus("size", "control memory", errno);
+  }
+  // A shrunk file would turn the worker's next access into a SIGBUS.
+  if (sys.fcntl(table->fd(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) {
+    return base::ErrnoStatus("seal", "control memory", errno);
+  }
+  void* memory = sys.mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, table->fd(), 0);
+  if (memory == MAP_FAILED) return base::ErrnoStatus("map", "control memory", errno);
+  table->bytes_ = bytes;
+  table->job_ = new (memory) layout::Job();
+  sys.madvise(memory, bytes, MADV_DONTFORK);
+  table->job_->table_bytes = bytes;
+  return table;
+}
+
+JobTable::~JobTable() {
+  if (job_ != nullptr) sys::Sys().munmap(job_, bytes_);
+}
+
+void JobTable::FillCommon(const JobParameters& parameters) {
+  job_->kind = parameters.kind;
+  job_->flags = parameters.flags;
+  job_->launcher = parameters.launcher;
+  job_->engine = parameters.engine;
+  job_->queue_depth = parameters.queue_depth;
+  job_->pwrite_threads = parameters.pwrite_threads;
+  static const mode_t umask_at_start = CurrentUmask();
+  job_->umask = umask_at_start;
+  job_->attempt = parameters.attempt;
+  job_->rank = parameters.rank;
+  job_->world_size = parameters.world_size;
+  job_->step = parameters.step;
+  job_->epoch = parameters.epoch;
+  job_->arena_bytes = parameters.arena_bytes;
+  job_->qos = parameters.qos;
+  job_->time_stalled_max_ns = parameters.time_stalled_max_ns;
+  job_->time_ranks_max_ns = parameters.time_ranks_max_ns;
+  CopyName(parameters.target, job_->target, sizeof(job_->target));
+  CopyName(parameters.partial, job_->partial, sizeof(job_->partial));
+}
+
+absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(
+    const JobParameters& parameters, const SavePlan& plan,
+    const format::ManifestTemplate& manifest) {
+  const Layout layout = LayOut(plan, manifest.text.size(), 0);
+  HOLDFAST_ASSIGN_OR_RETURN(std::unique_ptr<JobTable> table, Map(layout.bytes));
+  table->FillCommon(parameters);
+  layout::Job* job = table->job_;
+  job->file_count = static_cast<uint32_t>(plan.files.size());
+  job->extent_count = layout.extents;
+  job->piece_count = layout.pieces;
+  job->tensor_count = static_cast<uint32_t>(plan.tensors.size());
+  job->files = layout.files;
+  job->extents = layout.extent_range;
+  job->pieces = layout.piece_range;
+  job->published = layout.published;
+  job->acknowledged = layout.acknowledged;
+  job->manifest_template = layout.manifest;
+  job->trash = layout.trash;
+  job->slots = manifest.slots;
+  CopyName(format::ManifestName(parameters.rank, parameters.world_size), job->manifest,
+           sizeof(job->manifest));
+  CopyName(format::ManifestPrefix(), job->manifest_prefix, sizeof(job->manifest_prefix));
+  CopyName(format::ManifestSuffix(parameters.world_size), job->manifest_suffix,
+           sizeof(job->manifest_suffix));
+  std::memset(layout::At<char>(job, layout.published), 0xff, layout.published.bytes);
+  std::memset(layout::At<char>(job, layout.acknowledged), 0xff, layout.acknowledged.bytes);
+  std::memcpy(layout::Manifest(job), manifest.text.data(), manifest.text.size());
+  table->sources_.reserve(layout.pieces);
+  table->FillFiles(plan, manifest);
+  return table;
+}
+
+void JobTable::FillFiles(const SavePlan& plan, const format::ManifestTemplate& manifest) {
+  uint32_t extent_at = 0;
+  uint32_t piece_at = 0;
+  for (uint32_t f = 0; f < plan.files.size(); ++f) {
+    const PlannedFile& planned = plan.files[f];
+    layout::File& file = layout::Files(job_)[f];
+    CopyName(planned.name, file.name, sizeof(file.name));
+    file.bytes = planned.bytes;
+    file.extent_first = extent_at;
+    file.extent_count = ExtentCount(planned.bytes);
+    file.root_slot = f < manifest.file_roots.size() ? manifest.file_roots[f] : 0;
+    auto segment = planned.segments.begin();
+    for (uint32_t chunk = 0; chunk < file.extent_count; ++chunk, ++extent_at) {
+      layout::Extent& extent = layout::Extents(job_)[extent_at];
+      const uint64_t begin = uint64_t{chunk} * kChunkBytes;
+      const uint64_t end = std::min<uint64_t>(begin + kChunkBytes, planned.bytes);
+      extent.file = f;
+      extent.file_offset = begin;
+      extent.bytes = static_cast<uint32_t>(end - begin);
+      extent.piece_first = piece_at;
+      extent.digest_slot = f < manifest.chunk_digests.size() ? manifest.chunk_digests[f][chunk] : 0;
+      // Segments are in order and without gaps: walk on until one reaches past this chunk.
+      while (segment != planned.segments.end() && segment->file_offset < end) {
+        const uint64_t from = std::max(begin, segment->file_offset);
+        const uint64_t to = std::min(end, segment->file_offset + segment->bytes);
+        if (to > from) {
+          layout::Piece& piece = layout::Pieces(job_)[piece_at++];
+          const bool literal = segment->tensor == Segment::kLiteral;
+          piece.tensor = literal ? Failure::kNoIndex : segment->tensor;
+          piece.offset = static_cast<uint32_t>(from - begin);
+          piece.bytes = static_cast<uint32_t>(to - from);
+          piece.has_digest = piece.bytes != extent.bytes ? 1 : 0;
+          if (!literal && piece.has_digest != 0 && segment->tensor < manifest.tensors.size()) {
+            const PlannedTensor& tensor = plan.tensors[segment->tensor];
+            const format::TensorSlots& slots = manifest.tensors[segment->tensor];
+            piece.digest_slot = tensor.begin / kChunkBytes == chunk ? slots.head : slots.tail;
+          }
+          const char* data =
+              literal ? segment->literal.data() : static_cast<const char*>(segment->data);
+          Device* device =
+              segment->device != nullptr && !segment->device->is_host() ? segment->device : nullptr;
+          sources_.push_back(
+              {.data = data + (from - segment->file_offset), .device = literal ? nullptr : device});
+        }
+        if (segment->file_offset + segment->bytes > end) break;
+        ++segment;
+      }
+      extent.piece_count = piece_at - extent.piece_first;
+    }
+  }
+  HOLDFAST_CHECK(extent_at == job_->extent_count && piece_at == job_->piece_count,
+                 "the table's arrays were sized by the same plan");
+}
+
+absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForDelete(
+    const JobParameters& parameters, const std::vector<std::string>& names) {
+  const Layout layout = LayOut(SavePlan(), 0, names.size());
+  HOLDFAST_ASSIGN_OR_RETURN(std::unique_ptr<JobTable> table, Map(layout.bytes));
+  table->FillCommon(parameters);
+  layout::Job* job = table->job_;
+  job->kind = layout::JobKind::kDelete;
+  job->files = layout.files;
+  job->extents = layout.extent_range;
+  job->pieces = layout.piece_range;
+  job->published = layout.published;
+  job->acknowledged = layout.acknowledged;
+  job->manifest_template = layout.manifest;
+  job->trash = layout.trash;
+  char* trash = layout::At<char>(job, layout.trash);
+  for (size_t i = 0; i < names.size(); ++i) CopyName(names[i], trash + i * kNameBytes, kNameBytes);
+  return table;
+}
+
+}  // namespace holdfast::writer

@@ -1,0 +1,92 @@
+// The trainer's side of the job table: lays out the control memory of one save and fills it from a
+// plan.
+#ifndef HOLDFAST_RUNTIME_WRITER_JOB_TABLE_H_
+#define HOLDFAST_RUNTIME_WRITER_JOB_TABLE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "holdfast/device.h"
+#include "holdfast/plan.h"
+#include "holdfast/pod.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/format/manifest.h"
+#include "runtime/layout/job.h"
+
+namespace holdfast::writer {
+
+/// What a job table says beside the plan; see the fields of the same names in layout::Job.
+struct JobParameters {
+  layout::JobKind kind = layout::JobKind::kSave;
+  uint32_t flags = 0;
+  Launcher launcher = Launcher::kSpawn;
+  EngineRung engine = EngineRung::kAuto;
+  uint32_t queue_depth = 8;
+  uint32_t pwrite_threads = 2;
+  AttemptId attempt;
+  uint32_t rank = 0;
+  uint32_t world_size = 1;
+  uint64_t step = 0;
+  uint64_t epoch = 0;
+  uint64_t arena_bytes = 0;
+  std::string target;
+  std::string partial;
+  Qos qos;
+  uint64_t time_stalled_max_ns = 0;
+  uint64_t time_ranks_max_ns = 0;
+};
+
+/// Where the bytes of one piece come from. Parallel to the table's pieces; never leaves the
+/// trainer.
+struct PieceSource {
+  const char* data = nullptr;
+  Device* device = nullptr;  ///< Null: host memory.
+};
+
+/// One control mapping (a memfd, DONTFORK here, sealed against resizing) and what the trainer keeps
+/// beside it.
+class JobTable {
+ public:
+  /// `plan` must outlive the table: literals are copied from it when their extent is staged.
+  static absl::StatusOr<std::unique_ptr<JobTable>> ForSave(
+      const JobParameters& parameters, const SavePlan& plan,
+      const format::ManifestTemplate& manifest);
+  /// A job that removes retired checkpoint directories.
+  static absl::StatusOr<std::unique_ptr<JobTable>> ForDelete(const JobParameters& parameters,
+                                                             const std::vector<std::string>& names);
+  ~JobTable();
+  JobTable(const JobTable&) = delete;
+  JobTable& operator=(const JobTable&) = delete;
+
+  layout::Job* job() const { return job_; }
+  layout::Extent& extent(uint32_t index) const { return layout::Extents(job_)[index]; }
+  layout::Piece* pieces(const layout::Extent& extent) const {
+    return layout::Pieces(job_) + extent.piece_first;
+  }
+  const PieceSource* sources(const layout::Extent& extent) const {
+    return sources_.data() + extent.piece_first;
+  }
+  int fd() const { return fd_.get(); }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  JobTable() = default;
+  static absl::StatusOr<std::unique_ptr<JobTable>> Map(uint64_t bytes);
+  void FillCommon(const JobParameters& parameters);
+  void FillFiles(const SavePlan& plan, const format::ManifestTemplate& manifest);
+
+  base::UniqueFd fd_;
+  layout::Job* job_ = nullptr;
+  uint64_t bytes_ = 0;
+  std::vector<PieceSource> sources_;
+};
+
+/// How many bytes of control memory a save of this plan takes.
+uint64_t ControlBytes(const SavePlan& plan, const format::ManifestTemplate& manifest);
+
+}  // namespace holdfast::writer
+
+#endif  // HOLDFAST_RUNTIME_WRITER_JOB_TABLE_H_

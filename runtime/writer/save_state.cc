@@ -1,0 +1,226 @@
+#include "runtime/writer/save_state.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+
+namespace holdfast {
+namespace {
+
+constexpr double kNsPerSecond = 1e9;
+
+double Seconds(uint64_t from_ns, uint64_t to_ns) {
+  return to_ns > from_ns && from_ns != 0 ? static_cast<double>(to_ns - from_ns) / kNsPerSecond : 0;
+}
+
+const char* PhaseName(layout::Phase phase) {
+  switch (phase) {
+    case layout::Phase::kQueued:
+      return "queued";
+    case layout::Phase::kWriting:
+      return "writing";
+    case layout::Phase::kSyncing:
+      return "syncing";
+    case layout::Phase::kReadingBack:
+      return "reading back";
+    case layout::Phase::kWritingManifest:
+      return "manifest";
+    case layout::Phase::kWaitingForRanks:
+      return "waiting for ranks";
+    case layout::Phase::kCommitting:
+      return "committing";
+    case layout::Phase::kRemoving:
+      return "removing";
+    case layout::Phase::kDone:
+      return "done";
+  }
+  return "unknown";
+}
+
+}  // namespace
+
+void SaveState::FailStaging(const absl::Status& why) {
+  {
+    const base::MutexLock lock(&mutex_);
+    if (staging_status_.ok()) staging_status_ = why;
+  }
+  table->job()->trainer_failed.store(1, std::memory_order_relaxed);
+  if (link != nullptr) link->RingDoorbell();
+  changed_.NotifyAll();
+}
+
+void SaveState::DropUser() {
+  // acq_rel: everything that this user wrote to leases is before the retirement that the last drop
+  // allows.
+  if (users.fetch_sub(1, std::memory_order_acq_rel) == 1) wake_supervisor();
+}
+
+void SaveState::MarkStaged() {
+  const base::MutexLock lock(&mutex_);
+  staged_ = true;
+  report_.time_to_staged = absl::ToDoubleSeconds(absl::Now() - entered);
+  changed_.NotifyAll();
+}
+
+void SaveState::NotifyQueued() {
+  const base::MutexLock lock(&mutex_);
+  changed_.NotifyAll();
+}
+
+void SaveState::Finish(const absl::Status& status) {
+  const layout::Job& job = *table->job();
+  const layout::CompletionSlot& slot = job.completion;
+  SaveProgress progress = Progress();
+  const base::MutexLock lock(&mutex_);
+  last_progress_ = progress;
+  if (status.ok()) last_progress_.phase = "done";
+  report_.bytes_written = slot.bytes_written;
+  report_.engine = slot.engine;
+  report_.engine_reason = std::string(slot.reason, strnlen(slot.reason, sizeof(slot.reason)));
+  report_.direct_io = slot.direct_io;
+  report_.streamed = streamed.load(std::memory_order_relaxed);
+  report_.space_reserved = slot.reserved_space != 0;
+  report_.time_writing = Seconds(slot.times.first_submit, slot.times.last_complete);
+  report_.time_syncing =
+      Seconds(slot.times.last_complete, std::max(slot.times.committed, slot.times.manifest_synced));
+  report_.time_to_durable = absl::ToDoubleSeconds(absl::Now() - entered);
+  report_.cpu_sealing =
+      static_cast<double>(cpu_sealing_ns.load(std::memory_order_relaxed)) / kNsPerSecond;
+  report_.cpu_worker = static_cast<double>(slot.times.cpu) / kNsPerSecond;
+  report_.worker_private_bytes_peak = slot.private_bytes_peak;
+  status_ = status;
+  done_ = true;
+  staged_ = staged_ || !status.ok();
+  changed_.NotifyAll();
+}
+
+absl::Status SaveState::WaitStaged(absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  const base::MutexLock lock(&mutex_);
+  while (!staged_ && !done_ && staging_status_.ok()) {
+    if (!changed_.WaitUntil(&mutex_, deadline) && !staged_ && !done_ && staging_status_.ok()) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("wait until ", checkpoint, " is staged: not yet; the save goes on"));
+    }
+  }
+  if (!staging_status_.ok()) return staging_status_;
+  return done_ ? status_ : absl::OkStatus();
+}
+
+absl::Status SaveState::WaitQueued(absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  const base::MutexLock lock(&mutex_);
+  while (device_extents_to_queue.load(std::memory_order_acquire) != 0 && !done_ &&
+         staging_status_.ok()) {
+    if (!changed_.WaitUntil(&mutex_, deadline)) {
+      return absl::DeadlineExceededError(absl::StrCat("wait until the copies of ", checkpoint,
+                                                      " are queued: not yet; the save goes on"));
+    }
+  }
+  return staging_status_;
+}
+
+absl::StatusOr<SaveReport> SaveState::WaitDurable(absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  const base::MutexLock lock(&mutex_);
+  while (!done_) {
+    if (!changed_.WaitUntil(&mutex_, deadline) && !done_) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("wait until ", checkpoint, " is durable: not yet; the save goes on"));
+    }
+  }
+  seen_ = true;
+  if (!status_.ok()) return status_;
+  return report_;
+}
+
+bool SaveState::IsDone() {
+  const base::MutexLock lock(&mutex_);
+  return done_;
+}
+
+SaveProgress SaveState::Progress() {
+  {
+    const base::MutexLock lock(&mutex_);
+    if (done_) return last_progress_;
+  }
+  const layout::Job& job = *table->job();
+  SaveProgress progress;
+  progress.bytes_total = bytes_total;
+  progress.bytes_sealed = bytes_sealed.load(std::memory_order_relaxed);
+  progress.bytes_written = job.bytes_completed.load(std::memory_order_relaxed);
+  progress.phase = PhaseName(static_cast<layout::Phase>(job.phase.load(std::memory_order_relaxed)));
+  if (progress.bytes_sealed < bytes_total) progress.phase = "staging";
+  return progress;
+}
+
+base::FailureNames SaveState::Names() const {
+  base::FailureNames names;
+  names.checkpoint = path;
+  for (const PlannedFile& file : plan.files) names.files.push_back(file.name);
+  for (const PlannedTensor& tensor : plan.tensors) names.tensors.push_back(tensor.name);
+  return names;
+}
+
+absl::Status SaveState::StagingStatus() {
+  const base::MutexLock lock(&mutex_);
+  return staging_status_;
+}
+
+absl::Status SaveState::TakeUnseenError() {
+  const base::MutexLock lock(&mutex_);
+  if (!done_ || seen_) return absl::OkStatus();
+  seen_ = true;
+  return status_;
+}
+
+namespace {
+
+absl::Status NotHere() {
+  return absl::FailedPreconditionError("use of a save handle in a process that did not create it");
+}
+
+}  // namespace
+
+absl::Status SaveHandle::WaitStaged(absl::Duration timeout) const {
+  if (state_ == nullptr || !state_->guard.InCreator()) return NotHere();
+  return state_->WaitStaged(timeout);
+}
+
+absl::Status SaveHandle::WaitStagedOn(Device* device, StreamHandle stream) const {
+  if (state_ == nullptr || !state_->guard.InCreator()) return NotHere();
+  if (device == nullptr || device->is_host()) return WaitStaged(absl::InfiniteDuration());
+  // The event that the stream waits for is recorded behind the last copy, so all must have been
+  // queued. Only a save larger than the free staging memory makes this wait for more than the
+  // queueing itself.
+  HOLDFAST_RETURN_IF_ERROR(state_->WaitQueued(absl::InfiniteDuration()));
+  return device->MakeStreamWait(stream);
+}
+
+absl::StatusOr<SaveReport> SaveHandle::WaitDurable(absl::Duration timeout) const {
+  if (state_ == nullptr || !state_->guard.InCreator()) return NotHere();
+  return state_->WaitDurable(timeout);
+}
+
+bool SaveHandle::IsDone() const {
+  return state_ != nullptr && state_->guard.InCreator() && state_->IsDone();
+}
+
+absl::Status SaveHandle::Cancel() const {
+  if (state_ == nullptr || !state_->guard.InCreator()) return NotHere();
+  if (state_->IsDone()) return absl::OkStatus();
+  state_->table->job()->cancel.store(1, std::memory_order_relaxed);
+  state_->link->RingDoorbell();
+  return absl::OkStatus();
+}
+
+SaveProgress SaveHandle::progress() const {
+  if (state_ == nullptr || !state_->guard.InCreator()) return {};
+  return state_->Progress();
+}
+
+uint64_t SaveHandle::epoch() const { return state_ == nullptr ? 0 : state_->epoch; }
+
+}  // namespace holdfast

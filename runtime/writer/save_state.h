@@ -1,0 +1,113 @@
+// Everything about one save that its handle, the stager and the supervisor share.
+#ifndef HOLDFAST_RUNTIME_WRITER_SAVE_STATE_H_
+#define HOLDFAST_RUNTIME_WRITER_SAVE_STATE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "holdfast/plan.h"
+#include "holdfast/save.h"
+#include "runtime/base/mutex.h"
+#include "runtime/base/status.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/layout/job.h"
+#include "runtime/staging/staging_pool.h"
+#include "runtime/writer/job_table.h"
+#include "runtime/writer/worker_link.h"
+
+namespace holdfast {
+
+/// One save. Made by the caller's thread; the fields of the first block do not change once the
+/// supervisor knows it.
+class SaveState {
+ public:
+  base::ForkGuard guard;
+  SavePlan plan;  // the names of its tensors and files, and the literals that the table's sources
+                  // point into
+  std::unique_ptr<writer::JobTable> table;
+  std::shared_ptr<writer::WorkerLink> link;
+  base::UniqueFd lock;  // the partial directory; its flock says that this save lives
+  std::string checkpoint;
+  std::string partial;
+  std::string path;
+  uint64_t epoch = 0;
+  uint64_t step = 0;
+  uint64_t bytes_total = 0;
+  absl::Time entered;
+  std::function<void()> wake_supervisor;
+
+  // The staging side: one entry per extent, written before the extent is published.
+  std::vector<staging::Lease> leases;
+  layout::LogWriter published;
+  /// Extents that have no lease yet; the one who takes the last tells the pool that this epoch
+  /// wants no more.
+  std::atomic<uint32_t> extents_to_lease{0};
+  /// Extents not yet sealed; the one who seals the last marks the save as staged.
+  std::atomic<uint32_t> extents_to_seal{0};
+  /// Threads and queued tasks that may still touch this save's leases: the caller, device copies,
+  /// sealers. The epoch is retired only at zero, whatever became of the worker.
+  std::atomic<uint32_t> users{0};
+  std::atomic<uint64_t> bytes_sealed{0};
+  std::atomic<uint64_t> cpu_sealing_ns{0};
+  /// Leases are released as the worker acknowledges them: the save is larger than the memory that
+  /// it can have.
+  std::atomic<bool> streamed{false};
+  /// Device copies that were not queued yet; 0 lets WaitStagedOn record its event.
+  std::atomic<uint32_t> device_extents_to_queue{0};
+
+  // The supervisor's alone.
+  layout::LogReader acknowledged;
+  uint64_t progress_seen = 0;
+  uint64_t progress_at_ns = 0;
+  bool killed = false;
+  bool quarantined = false;
+
+  /// Gives up staging: no further extent is published, the worker cleans up. The first failure
+  /// stays.
+  void FailStaging(const absl::Status& why);
+  bool StagingFailed() const {
+    return table->job()->trainer_failed.load(std::memory_order_relaxed) != 0;
+  }
+
+  void AddUser() { users.fetch_add(1, std::memory_order_relaxed); }
+  /// The caller touches no lease of this save any more.
+  void DropUser();
+
+  void MarkStaged();
+  void NotifyQueued();
+  /// Final: fills the report and wakes everybody. Called once, after the leases were retired (or
+  /// quarantined).
+  void Finish(const absl::Status& status);
+
+  absl::Status WaitStaged(absl::Duration timeout);
+  absl::Status WaitQueued(absl::Duration timeout);
+  absl::StatusOr<SaveReport> WaitDurable(absl::Duration timeout);
+  bool IsDone();
+  SaveProgress Progress();
+  base::FailureNames Names() const;
+  SaveReport* MutableReport() { return &report_; }  // before the supervisor knows the save
+  absl::Status StagingStatus();
+  /// The save's own error if no WaitDurable has returned it yet; marks it as returned.
+  absl::Status TakeUnseenError();
+
+ private:
+  base::Mutex mutex_;
+  base::Condition changed_;
+  bool staged_ ABSL_GUARDED_BY(mutex_) = false;
+  bool done_ ABSL_GUARDED_BY(mutex_) = false;
+  bool seen_ ABSL_GUARDED_BY(mutex_) = false;
+  absl::Status staging_status_ ABSL_GUARDED_BY(mutex_);
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+  SaveProgress last_progress_ ABSL_GUARDED_BY(mutex_);
+  SaveReport report_;  // written before the save is watched, then by Finish; read once done_
+};
+
+}  // namespace holdfast
+
+#endif  // HOLDFAST_RUNTIME_WRITER_SAVE_STATE_H_

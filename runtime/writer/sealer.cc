@@ -1,0 +1,121 @@
+#include "runtime/writer/sealer.h"
+
+#include <time.h>
+
+#include <cstring>
+#include <utility>
+
+#include "absl/container/inlined_vector.h"
+#include "absl/time/clock.h"
+#include "runtime/digest/digest.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast::writer {
+namespace {
+
+constexpr int64_t kNsPerSecond = 1'000'000'000;
+
+uint64_t ThreadCpuNs() {
+  timespec now{};
+  sys::Sys().clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+  return static_cast<uint64_t>(now.tv_sec * kNsPerSecond + now.tv_nsec);
+}
+
+/// Puts a digest at its place in the manifest template; slot 0 is "none".
+void FillSlot(layout::Job* job, uint64_t slot, const Digest& digest) {
+  if (slot != 0) digest::ToHex(digest, layout::Manifest(job) + slot);
+}
+
+}  // namespace
+
+Sealer::Sealer(staging::StagingPool* pool, uint32_t threads,
+               std::function<void(const SealedExtent&)> on_sealed)
+    : pool_(pool), on_sealed_(std::move(on_sealed)) {
+  for (uint32_t i = 0; i < threads; ++i) threads_.emplace_back([this] { Run(); });
+}
+
+Sealer::~Sealer() {
+  {
+    const base::MutexLock lock(&mutex_);
+    stopping_ = true;
+    changed_.NotifyAll();
+  }
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Sealer::Enqueue(std::shared_ptr<SaveState> save, uint32_t index) {
+  save->AddUser();
+  const base::MutexLock lock(&mutex_);
+  tasks_.push_back({std::move(save), index});
+  changed_.NotifyAll();
+}
+
+void Sealer::Run() {
+  while (true) {
+    Task task;
+    {
+      const base::MutexLock lock(&mutex_);
+      while (tasks_.empty() && !stopping_)
+        changed_.WaitUntil(&mutex_, absl::Now() + absl::Hours(1));
+      if (tasks_.empty()) return;
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+    }
+    const uint64_t begin = ThreadCpuNs();
+    if (!task.save->StagingFailed()) Seal(task.save.get(), task.index);
+    task.save->cpu_sealing_ns.fetch_add(ThreadCpuNs() - begin, std::memory_order_relaxed);
+    task.save->DropUser();
+  }
+}
+
+void Sealer::Seal(SaveState* save, uint32_t index) {
+  layout::Extent& extent = save->table->extent(index);
+  layout::Piece* pieces = save->table->pieces(extent);
+  const char* memory = pool_->arena().base() + extent.arena_offset;
+  absl::InlinedVector<digest::Part, 16> parts;
+  for (uint32_t i = 0; i < extent.piece_count; ++i) {
+    if (pieces[i].has_digest == 0) continue;
+    parts.push_back(
+        {.offset = pieces[i].offset, .bytes = pieces[i].bytes, .out = &pieces[i].digest});
+  }
+  SealDigested(save, index, digest::OfChunk(memory, extent.bytes, parts.data(), parts.size()));
+}
+
+void Sealer::SealDigested(SaveState* save, uint32_t index, const Digest& whole) {
+  layout::Job* job = save->table->job();
+  layout::Extent& extent = save->table->extent(index);
+  char* memory = pool_->arena().base() + extent.arena_offset;
+  // The I/O length is a multiple of the alignment: what is behind the end must not be an older
+  // save's bytes.
+  std::memset(memory + extent.bytes, 0, layout::AlignUp(extent.bytes) - extent.bytes);
+  extent.sealed = whole;
+  FillSlot(job, extent.digest_slot, whole);
+  const layout::Piece* pieces = save->table->pieces(extent);
+  for (uint32_t i = 0; i < extent.piece_count; ++i) {
+    if (pieces[i].has_digest != 0) FillSlot(job, pieces[i].digest_slot, pieces[i].digest);
+  }
+  pool_->Seal(save->leases[index]);
+  if (on_sealed_) {
+    on_sealed_({.memory = memory,
+                .bytes = extent.bytes,
+                .file = save->plan.files[extent.file].name,
+                .file_offset = extent.file_offset,
+                .epoch = save->epoch});
+  }
+  Publish(save, index);
+}
+
+void Sealer::Publish(SaveState* save, uint32_t index) {
+  const uint32_t bytes = save->table->extent(index).bytes;
+  pool_->StartWriting(save->leases[index]);
+  // Before the append: the worker may finish, and the progress display read, as soon as the index
+  // is in the log.
+  save->bytes_sealed.fetch_add(bytes, std::memory_order_relaxed);
+  const bool last = save->extents_to_seal.fetch_sub(1, std::memory_order_acq_rel) == 1;
+  if (last) save->MarkStaged();
+  save->published.Append(index);
+  save->table->job()->published_count.fetch_add(1, std::memory_order_relaxed);
+  save->link->RingDoorbell();
+}
+
+}  // namespace holdfast::writer

@@ -1,0 +1,59 @@
+// Digesting what was staged, on a small pool of threads, while later tensors are still being
+// copied.
+#ifndef HOLDFAST_RUNTIME_WRITER_SEALER_H_
+#define HOLDFAST_RUNTIME_WRITER_SEALER_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "holdfast/pod.h"
+#include "holdfast/staging.h"
+#include "runtime/base/mutex.h"
+#include "runtime/staging/staging_pool.h"
+#include "runtime/writer/save_state.h"
+
+namespace holdfast::writer {
+
+/// Seals extents: digests (whole and by piece) into the job table and the manifest template, then
+/// the lease's state, then publication to the worker, in that order.
+class Sealer {
+ public:
+  Sealer(staging::StagingPool* pool, uint32_t threads,
+         std::function<void(const SealedExtent&)> on_sealed);
+  ~Sealer();  // finishes what was queued
+
+  /// Queues extent `index`, whose bytes are all in the arena. The save gains a user until it is
+  /// sealed.
+  void Enqueue(std::shared_ptr<SaveState> save, uint32_t index);
+
+  /// Seals an extent whose digests were taken while it was copied: `whole`, and those of its
+  /// pieces, already in the table.
+  void SealDigested(SaveState* save, uint32_t index, const Digest& whole);
+
+ private:
+  struct Task {
+    std::shared_ptr<SaveState> save;
+    uint32_t index = 0;
+  };
+  void Run();
+  void Seal(SaveState* save, uint32_t index);
+  void Publish(SaveState* save, uint32_t index);
+
+  staging::StagingPool* pool_;
+  std::function<void(const SealedExtent&)> on_sealed_;
+  base::Mutex mutex_;
+  base::Condition changed_;
+  std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::thread> threads_;
+};
+
+}  // namespace holdfast::writer
+
+#endif  // HOLDFAST_RUNTIME_WRITER_SEALER_H_

@@ -1,0 +1,239 @@
+#include "runtime/writer/supervisor.h"
+
+#include <poll.h>
+#include <sys/eventfd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "runtime/base/status.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast::writer {
+namespace {
+
+// With saves in flight the supervisor looks at their deadlines this often even if nobody wakes it.
+constexpr int kTickMs = 200;
+constexpr int kIdleTickMs = 1000;
+// A worker gives up by itself at its stall deadline; the supervisor kills it this much later.
+constexpr double kKillFactor = 1.5;
+// A killed process that is not gone after this long is stuck in the kernel (D state).
+constexpr uint64_t kKillGraceNs = 10'000'000'000;
+
+bool ResultIsThere(const SaveState& save) {
+  // acquire: pairs with the worker's release store; everything else in the slot is visible then.
+  return save.table->job()->completion.state.load(std::memory_order_acquire) ==
+         static_cast<uint32_t>(layout::CompletionState::kDone);
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Supervisor>> Supervisor::Start(staging::StagingPool* pool,
+                                                              SupervisorOptions options) {
+  std::unique_ptr<Supervisor> supervisor(new Supervisor(pool, std::move(options)));
+  supervisor->wake_ = base::UniqueFd(sys::Sys().eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!supervisor->wake_.valid())
+    return base::ErrnoStatus("create", "eventfd of the supervisor", errno);
+  supervisor->thread_ = std::thread([raw = supervisor.get()] { raw->Run(); });
+  return supervisor;
+}
+
+Supervisor::Supervisor(staging::StagingPool* pool, SupervisorOptions options)
+    : pool_(pool), options_(std::move(options)) {}
+
+Supervisor::~Supervisor() {
+  {
+    const base::MutexLock lock(&mutex_);
+    stopping_ = true;
+  }
+  if (wake_.valid()) Wake();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Supervisor::Watch(std::shared_ptr<SaveState> save) {
+  save->progress_at_ns = sys::NowNs();
+  {
+    const base::MutexLock lock(&mutex_);
+    saves_.push_back(std::move(save));
+  }
+  Wake();
+}
+
+void Supervisor::Wake() {
+  const uint64_t one = 1;
+  (void)!sys::Sys().write(wake_.get(), &one, sizeof(one));
+}
+
+absl::Status Supervisor::WaitIdle(absl::Time deadline) {
+  const base::MutexLock lock(&mutex_);
+  while (!saves_.empty()) {
+    if (!changed_.WaitUntil(&mutex_, deadline) && !saves_.empty()) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("wait for ", saves_.size(), " saves in flight: not done yet"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+uint64_t Supervisor::in_flight() {
+  const base::MutexLock lock(&mutex_);
+  return saves_.size();
+}
+
+void Supervisor::Run() {
+  while (true) {
+    std::vector<std::shared_ptr<SaveState>> saves;
+    {
+      const base::MutexLock lock(&mutex_);
+      if (stopping_ && saves_.empty()) return;
+      saves = saves_;
+    }
+    PollOnce(saves);
+    std::vector<std::shared_ptr<SaveState>> ended;
+    for (const auto& save : saves) {
+      if (Service(save)) ended.push_back(save);
+    }
+    if (!ended.empty()) {
+      const base::MutexLock lock(&mutex_);
+      for (const auto& save : ended) std::erase(saves_, save);
+      changed_.NotifyAll();
+    }
+    if (saves.empty()) TrimIfIdle();
+  }
+}
+
+void Supervisor::PollOnce(const std::vector<std::shared_ptr<SaveState>>& saves) {
+  std::vector<pollfd> fds;
+  fds.push_back({.fd = wake_.get(), .events = POLLIN, .revents = 0});
+  for (const auto& save : saves) {
+    fds.push_back({.fd = save->link->doorbell_fd(), .events = POLLIN, .revents = 0});
+    // Negative fds (a thread has no pidfd) are ignored by poll(2). A worker that is gone stays
+    // readable, so it is left out while its save waits for the trainer's own side.
+    const bool waiting_for_us = save->users.load(std::memory_order_acquire) != 0;
+    fds.push_back({.fd = waiting_for_us && save->link->IsGone() ? -1 : save->link->pidfd(),
+                   .events = POLLIN,
+                   .revents = 0});
+  }
+  const bool trims = options_.idle_trim != absl::InfiniteDuration();
+  const int timeout_ms = !saves.empty() ? kTickMs : trims ? kIdleTickMs : -1;
+  sys::Sys().poll(fds.data(), fds.size(), timeout_ms);
+  uint64_t count = 0;
+  if ((fds[0].revents & POLLIN) != 0) (void)!sys::Sys().read(wake_.get(), &count, sizeof(count));
+  for (size_t i = 0; i < saves.size(); ++i) {
+    if ((fds[1 + 2 * i].revents & POLLIN) != 0) saves[i]->link->DrainDoorbell();
+  }
+}
+
+bool Supervisor::Service(const std::shared_ptr<SaveState>& save) {
+  ReleaseAcknowledged(save.get());
+  // Order matters: a worker that is seen gone first has stored all that it will ever store.
+  const bool gone = save->link->IsGone();
+  const bool result = ResultIsThere(*save);
+  // Promise 1: a process per save is joined; a kept worker's job has ended with its result, stored
+  // after its last completion.
+  if (gone || (result && save->link->kept())) return End(save, gone);
+  if (result && !save->StagingFailed() && save->users.load(std::memory_order_acquire) != 0) {
+    // It failed early (a full disk) and is about to exit: no use in staging the rest.
+    pool_->AbortEpoch(save->epoch);
+  }
+  CheckStalled(save.get());
+  return false;
+}
+
+void Supervisor::ReleaseAcknowledged(SaveState* save) {
+  if (!save->streamed.load(std::memory_order_relaxed)) return;
+  uint32_t index = 0;
+  while (save->acknowledged.Next(&index)) {
+    if (index < save->leases.size()) pool_->Release(save->leases[index]);
+  }
+}
+
+void Supervisor::CheckStalled(SaveState* save) {
+  const layout::Job& job = *save->table->job();
+  const uint64_t now = sys::NowNs();
+  const uint64_t progress = job.bytes_completed.load(std::memory_order_relaxed) +
+                            job.published_count.load(std::memory_order_relaxed) +
+                            job.phase.load(std::memory_order_relaxed) +
+                            job.worker_pid.load(std::memory_order_relaxed);
+  if (progress != save->progress_seen) {
+    save->progress_seen = progress;
+    save->progress_at_ns = now;
+    return;
+  }
+  // Waiting for other ranks has a deadline of its own.
+  const uint64_t allowed = static_cast<uint64_t>(
+      static_cast<double>(std::max(job.time_stalled_max_ns, job.world_size > 1
+                                                                ? job.time_ranks_max_ns
+                                                                : job.time_stalled_max_ns)) *
+      kKillFactor);
+  const uint64_t waited = now - save->progress_at_ns;
+  if (waited < allowed) return;
+  if (!save->killed) {
+    save->killed = true;
+    save->link->Kill();
+  }
+  if (waited > allowed + kKillGraceNs && !save->quarantined) {
+    // A time-out never frees: the kernel may still read these pages for the disk.
+    save->quarantined = true;
+    pool_->AbortEpoch(save->epoch);
+    pool_->Quarantine(save->epoch);
+    save->Finish(absl::DeadlineExceededError(
+        absl::StrCat("save ", save->path,
+                     ": its worker makes no progress and cannot be stopped; its staging memory is ",
+                     "quarantined until it ends")));
+  }
+}
+
+bool Supervisor::End(const std::shared_ptr<SaveState>& save, bool gone) {
+  if (save->users.load(std::memory_order_acquire) != 0) {
+    // The caller, a sealer or a device still touches the leases: stop them first.
+    if (gone || !save->table->job()->completion.failure.ok()) {
+      save->FailStaging(
+          absl::AbortedError(absl::StrCat("save ", save->path, ": its worker has ended")));
+      pool_->AbortEpoch(save->epoch);
+    }
+    return false;
+  }
+  bool left_files = false;
+  const absl::Status status = Outcome(save.get(), gone, &left_files);
+  pool_->Retire(save->epoch);
+  pool_->ReturnControlBytes(save->table->bytes());
+  save->lock.Reset();
+  if (options_.on_finished) options_.on_finished(save, status, left_files);
+  if (!save->quarantined) save->Finish(status);
+  return true;
+}
+
+absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
+  const std::string how = gone ? save->link->Reap() : std::string();
+  const absl::Status staging = save->StagingStatus();
+  if (!ResultIsThere(*save)) {
+    *left_files = true;
+    if (save->killed) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("save ", save->path, ": its worker made no progress for ",
+                       absl::FormatDuration(options_.time_stalled_max), " and was killed"));
+    }
+    return absl::AbortedError(absl::StrCat("save ", save->path, ": its worker ",
+                                           how.empty() ? "is gone" : how,
+                                           " before it reported a result"));
+  }
+  const Failure& failure = save->table->job()->completion.failure;
+  if (failure.ok()) return absl::OkStatus();
+  // The worker only obeyed: the reason is on this side.
+  if (failure.operation == Operation::kWaitTrainer && !staging.ok()) return staging;
+  return base::ToStatus(failure, save->Names());
+}
+
+void Supervisor::TrimIfIdle() {
+  if (options_.idle_trim == absl::InfiniteDuration()) return;
+  if (pool_->arena().resident() && pool_->IdleFor() >= options_.idle_trim) {
+    // A save that begins meanwhile makes this fail harmlessly; the next tick tries again.
+    (void)pool_->Trim();
+  }
+}
+
+}  // namespace holdfast::writer

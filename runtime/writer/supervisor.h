@@ -1,0 +1,73 @@
+// The trainer's side of every save in flight: releases what a streaming worker acknowledged, joins
+// workers that ended, and only then lets memory go.
+#ifndef HOLDFAST_RUNTIME_WRITER_SUPERVISOR_H_
+#define HOLDFAST_RUNTIME_WRITER_SUPERVISOR_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/time/time.h"
+#include "runtime/base/mutex.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/staging/staging_pool.h"
+#include "runtime/writer/save_state.h"
+
+namespace holdfast::writer {
+
+struct SupervisorOptions {
+  absl::Duration time_stalled_max = absl::Minutes(10);
+  absl::Duration idle_trim = absl::InfiniteDuration();
+  /// Called from the supervisor's thread when a save has ended and its memory was let go, before
+  /// anybody is woken. `worker_left_files`: the worker died without a result, so its partial files
+  /// are still there.
+  std::function<void(const std::shared_ptr<SaveState>&, const absl::Status&,
+                     bool worker_left_files)>
+      on_finished;
+};
+
+class Supervisor {
+ public:
+  static absl::StatusOr<std::unique_ptr<Supervisor>> Start(staging::StagingPool* pool,
+                                                           SupervisorOptions options);
+  /// Waits for every save in flight; each ends by its own deadlines.
+  ~Supervisor();
+
+  /// From now on the save is the supervisor's to end. Its worker is running.
+  void Watch(std::shared_ptr<SaveState> save);
+
+  /// Looks at all saves soon.
+  void Wake();
+
+  /// \error kDeadlineExceeded.
+  absl::Status WaitIdle(absl::Time deadline);
+
+  uint64_t in_flight();
+
+ private:
+  Supervisor(staging::StagingPool* pool, SupervisorOptions options);
+  void Run();
+  void PollOnce(const std::vector<std::shared_ptr<SaveState>>& saves);
+  bool Service(const std::shared_ptr<SaveState>& save);
+  void ReleaseAcknowledged(SaveState* save);
+  void CheckStalled(SaveState* save);
+  bool End(const std::shared_ptr<SaveState>& save, bool gone);
+  absl::Status Outcome(SaveState* save, bool gone, bool* left_files);
+  void TrimIfIdle();
+
+  staging::StagingPool* pool_;
+  SupervisorOptions options_;
+  base::UniqueFd wake_;
+  base::Mutex mutex_;
+  base::Condition changed_;
+  std::vector<std::shared_ptr<SaveState>> saves_ ABSL_GUARDED_BY(mutex_);
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;
+};
+
+}  // namespace holdfast::writer
+
+#endif  // HOLDFAST_RUNTIME_WRITER_SUPERVISOR_H_

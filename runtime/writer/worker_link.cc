@@ -1,0 +1,266 @@
+#include "runtime/writer/worker_link.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
+#include "runtime/sys/system.h"
+#include "runtime/worker/serve.h"
+#include "runtime/writer/spawn.h"
+
+namespace holdfast::writer {
+namespace {
+
+bool IsReadable(int fd, int timeout_ms) {
+  pollfd entry{.fd = fd, .events = POLLIN, .revents = 0};
+  int ready = 0;
+  do {
+    ready = sys::Sys().poll(&entry, 1, timeout_ms);
+  } while (ready < 0 && errno == EINTR);
+  return ready > 0;
+}
+
+void Ring(int eventfd) {
+  const uint64_t one = 1;
+  // EAGAIN means that the counter is full, so the other side is already being woken.
+  (void)!sys::Sys().write(eventfd, &one, sizeof(one));
+}
+
+absl::StatusOr<base::UniqueFd> MakeEventFd() {
+  base::UniqueFd fd(sys::Sys().eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!fd.valid()) return base::ErrnoStatus("create", "eventfd", errno);
+  return fd;
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerLink::Launch(const LinkOptions& options) {
+  std::shared_ptr<WorkerLink> link(new WorkerLink());
+  const absl::Status started = link->Start(options);
+  if (!started.ok()) {
+    // A worker that was started and could not be attached must not outlive its link.
+    link->Kill();
+    return started;
+  }
+  return link;
+}
+
+absl::Status WorkerLink::Start(const LinkOptions& options) {
+  launcher_ = options.launcher;
+  kept_ = options.kept || launcher_ == Launcher::kPersistent || launcher_ == Launcher::kThread;
+  arena_fd_ = options.arena_fd;
+  arena_bytes_ = options.arena_bytes;
+  HOLDFAST_ASSIGN_OR_RETURN(to_worker_, MakeEventFd());
+  HOLDFAST_ASSIGN_OR_RETURN(to_trainer_, MakeEventFd());
+  trainer_pidfd_ = base::UniqueFd(sys::Sys().pidfd_open(getpid(), 0));
+  if (!trainer_pidfd_.valid()) return base::ErrnoStatus("open", "the trainer's own pidfd", errno);
+  int ends[2];
+  if (sys::Sys().socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0) {
+    return base::ErrnoStatus("create", "the worker's socket", errno);
+  }
+  socket_ = base::UniqueFd(ends[0]);
+  base::UniqueFd worker_end(ends[1]);
+  switch (launcher_) {
+    case Launcher::kSpawn:
+    case Launcher::kPersistent:
+      HOLDFAST_RETURN_IF_ERROR(StartSpawned(options, std::move(worker_end)));
+      break;
+    case Launcher::kFork:
+      HOLDFAST_RETURN_IF_ERROR(StartForked(std::move(worker_end)));
+      break;
+    case Launcher::kThread: {
+      HOLDFAST_ASSIGN_OR_RETURN(ended_, MakeEventFd());
+      StartThread(std::move(worker_end));
+      break;
+    }
+  }
+  return Attach();
+}
+
+absl::Status WorkerLink::StartSpawned(const LinkOptions& options, base::UniqueFd worker_end) {
+  HOLDFAST_ASSIGN_OR_RETURN(pid_,
+                            SpawnWorker(options.program, options.title, kept_, worker_end.get()));
+  pidfd_ = base::UniqueFd(sys::Sys().pidfd_open(pid_, 0));
+  if (!pidfd_.valid()) return base::ErrnoStatus("watch", "the worker that was just started", errno);
+  return absl::OkStatus();
+}
+
+absl::Status WorkerLink::StartForked(base::UniqueFd worker_end) {
+  const base::ForkScope own_fork;
+  const pid_t pid = sys::Sys().fork();
+  if (pid < 0) return base::ErrnoStatus("fork", "worker", errno);
+  if (pid == 0) {
+    // The child: below the fork line from here on. _exit, never exit: the trainer's atexit handlers
+    // (CUDA's, Python's) belong to the trainer.
+    _exit(worker::Serve({.socket = worker_end.get(), .launcher = Launcher::kFork, .jobs_max = 1}));
+  }
+  pid_ = pid;
+  pidfd_ = base::UniqueFd(sys::Sys().pidfd_open(pid_, 0));
+  if (!pidfd_.valid()) return base::ErrnoStatus("watch", "the worker that was just forked", errno);
+  return absl::OkStatus();
+}
+
+void WorkerLink::StartThread(base::UniqueFd worker_end) {
+  thread_ = std::thread([this, end = std::move(worker_end)]() mutable {
+    // Signals are the host's: its handlers must not find themselves on a worker's stack.
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    // Serve closes the socket, so it gets a number of its own: UniqueFd's must not be closed behind
+    // its back.
+    const int socket = sys::Sys().fcntl(end.get(), F_DUPFD_CLOEXEC, 0);
+    end.Reset();
+    worker::Serve({.socket = socket, .launcher = Launcher::kThread, .jobs_max = 0});
+    Ring(ended_.get());
+    Ring(to_trainer_.get());
+  });
+}
+
+absl::Status WorkerLink::Attach() {
+  const int fds[layout::kAttachFds] = {arena_fd_, trainer_pidfd_.get(), to_worker_.get(),
+                                       to_trainer_.get()};
+  return Send(layout::MessageKind::kAttach, arena_bytes_, fds, layout::kAttachFds);
+}
+
+absl::Status WorkerLink::Run(int control_fd, uint64_t control_bytes, int parent_fd, int lock_fd) {
+  const int fds[layout::kRunFds] = {control_fd, parent_fd, lock_fd};
+  const base::MutexLock lock(&send_mutex_);
+  return Send(layout::MessageKind::kRun, control_bytes, fds, layout::kRunFds);
+}
+
+absl::Status WorkerLink::Send(layout::MessageKind kind, uint64_t bytes, const int* fds,
+                              int fd_count) {
+  layout::Message message;
+  message.kind = kind;
+  message.bytes = bytes;
+  iovec part{.iov_base = &message, .iov_len = sizeof(message)};
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * layout::kAttachFds)] = {};
+  msghdr header{};
+  header.msg_iov = &part;
+  header.msg_iovlen = 1;
+  if (fd_count > 0) {
+    header.msg_control = control;
+    header.msg_controllen = CMSG_SPACE(sizeof(int) * static_cast<size_t>(fd_count));
+    cmsghdr* rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(sizeof(int) * static_cast<size_t>(fd_count));
+    std::memcpy(CMSG_DATA(rights), fds, sizeof(int) * static_cast<size_t>(fd_count));
+  }
+  ssize_t sent = 0;
+  do {
+    sent = sys::Sys().sendmsg(socket_.get(), &header, MSG_NOSIGNAL);
+  } while (sent < 0 && errno == EINTR);
+  if (sent < 0) return base::ErrnoStatus("hand a job to", "the worker", errno);
+  return absl::OkStatus();
+}
+
+void WorkerLink::RingDoorbell() { Ring(to_worker_.get()); }
+
+void WorkerLink::DrainDoorbell() {
+  uint64_t count = 0;
+  (void)!sys::Sys().read(to_trainer_.get(), &count, sizeof(count));
+}
+
+void WorkerLink::Exit() {
+  const base::MutexLock lock(&send_mutex_);
+  // A worker that is gone already needs no telling.
+  (void)Send(layout::MessageKind::kExit, 0, nullptr, 0);
+}
+
+bool WorkerLink::IsGone() const {
+  return IsReadable(launcher_ == Launcher::kThread ? ended_.get() : pidfd_.get(), 0);
+}
+
+const std::string& WorkerLink::Reap() {
+  if (exit_text_.empty()) exit_text_ = TakeExitStatus();
+  return exit_text_;
+}
+
+std::string WorkerLink::TakeExitStatus() {
+  if (launcher_ == Launcher::kThread) return "ended: its thread returned";
+  siginfo_t info{};
+  int result = 0;
+  do {
+    result = sys::Sys().waitid(P_PIDFD, static_cast<id_t>(pidfd_.get()), &info, WEXITED);
+  } while (result != 0 && errno == EINTR);
+  if (result != 0) return "ended, and the host process took its exit status";
+  if (info.si_code == CLD_EXITED) {
+    switch (info.si_status) {
+      case layout::kExitMismatch:
+        return "exited: the worker program is of another version than this library";
+      case layout::kExitAttach:
+        return "exited: it could not map the staging memory";
+      case 127:
+        return "exited with status 127: the worker program could not be started (missing shared "
+               "library?)";
+      default:
+        return absl::StrCat("exited with status ", info.si_status);
+    }
+  }
+  return absl::StrCat("was killed by signal ", info.si_status, " (", sigabbrev_np(info.si_status),
+                      ")",
+                      info.si_status == SIGKILL ? ": the out-of-memory killer, or somebody" : "");
+}
+
+void WorkerLink::Kill() {
+  if (pidfd_.valid()) {
+    sys::Sys().pidfd_send_signal(pidfd_.get(), SIGKILL);
+  } else if (pid_ > 0) {
+    // Only where opening the pidfd of a child of this very call failed: the pid is still ours,
+    // nobody has reaped it.
+    kill(pid_, SIGKILL);
+  }
+}
+
+WorkerLink::~WorkerLink() {
+  if (!guard_.InCreator()) {
+    // A foreign child inherited the object: the worker and the thread are not its own.
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  if (kept_ && socket_.valid()) Exit();
+  if (thread_.joinable()) thread_.join();
+  if (!pidfd_.valid() || !exit_text_.empty()) return;
+  // Nothing is in flight any more, so a worker that does not end by itself is broken; it must not become a zombie.
+  constexpr int kEndMs = 10'000;
+  if (!kept_ || !IsReadable(pidfd_.get(), kEndMs)) Kill();
+  if (IsReadable(pidfd_.get(), kEndMs)) Reap();
+}
+
+absl::Status WorkerLink::DropRegistration() {
+  const base::MutexLock lock(&send_mutex_);
+  HOLDFAST_RETURN_IF_ERROR(Send(layout::MessageKind::kDetach, 0, nullptr, 0));
+  constexpr int kAnswerMs = 10'000;
+  layout::Message answer;
+  if (!IsReadable(socket_.get(), kAnswerMs)) {
+    return absl::DeadlineExceededError(
+        "detach the kept worker from the arena: no answer; the pages stay");
+  }
+  const ssize_t got = sys::Sys().read(socket_.get(), &answer, sizeof(answer));
+  if (got != sizeof(answer) || answer.magic != layout::kWireMagic ||
+      answer.kind != layout::MessageKind::kDetached) {
+    // End of file: the worker is gone and with it its registration.
+    if (got == 0) return absl::OkStatus();
+    return absl::InternalError(
+        "detach the kept worker from the arena: unexpected answer; the pages stay");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status WorkerLink::RestoreRegistration() {
+  const base::MutexLock lock(&send_mutex_);
+  return Attach();
+}
+
+}  // namespace holdfast::writer

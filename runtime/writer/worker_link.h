@@ -1,0 +1,110 @@
+// One living worker, whatever started it: its socket, its doorbells, and the proof that it is gone.
+#ifndef HOLDFAST_RUNTIME_WRITER_WORKER_LINK_H_
+#define HOLDFAST_RUNTIME_WRITER_WORKER_LINK_H_
+
+#include <sys/types.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "holdfast/pod.h"
+#include "runtime/base/mutex.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/layout/wire.h"
+#include "runtime/staging/staging_pool.h"
+
+namespace holdfast::writer {
+
+struct LinkOptions {
+  Launcher launcher = Launcher::kSpawn;
+  std::string program;  ///< Of the spawned launchers.
+  std::string title;    ///< What `ps` shows beside the program's name.
+  bool kept = false;    ///< Serves any number of jobs (always so for persistent and thread).
+  int arena_fd = -1;
+  uint64_t arena_bytes = 0;
+};
+
+/// Spawn and fork serve one job and exit; persistent and thread are kept between jobs.
+///
+/// \threadsafety Run, RingDoorbell, Exit and the registrant's calls may come from any thread; Reap
+/// from one at a time.
+class WorkerLink : public staging::Registrant {
+ public:
+  /// Starts a worker and attaches it to the arena. The worker does nothing before Run.
+  /// \error kNotFound, kPermissionDenied (worker program), kResourceExhausted (processes, memory),
+  /// ...
+  static absl::StatusOr<std::shared_ptr<WorkerLink>> Launch(const LinkOptions& options);
+
+  /// Asks a kept worker to end and waits for a thread to do so. A process is not waited for: Reap
+  /// it.
+  ~WorkerLink() override;
+  WorkerLink(const WorkerLink&) = delete;
+  WorkerLink& operator=(const WorkerLink&) = delete;
+
+  /// Hands over a job: the worker's "go". The fds are duplicated by the kernel; the caller keeps
+  /// its own.
+  absl::Status Run(int control_fd, uint64_t control_bytes, int parent_fd, int lock_fd);
+
+  /// Wakes the worker: new extents, a cancellation.
+  void RingDoorbell();
+
+  /// No further job will come.
+  void Exit();
+
+  bool kept() const { return kept_; }
+  Launcher launcher() const { return launcher_; }
+  int pidfd() const { return pidfd_.get(); }             ///< -1 for a thread.
+  int doorbell_fd() const { return to_trainer_.get(); }  ///< Readable when the worker has news.
+  void DrainDoorbell();
+
+  /// Whether the worker is provably gone: its pidfd is readable (its thread was joined).
+  bool IsGone() const;
+
+  /// Takes the exit status once IsGone, and says how it ended: "exited with status 0", "killed by
+  /// signal 9 (Killed)", or that the host took the status (waited for all children, or ignores
+  /// SIGCHLD).
+  const std::string& Reap();
+
+  /// SIGKILL, by pidfd, so that no recycled pid is ever hit. No effect on a thread.
+  void Kill();
+
+  /// Registrant: a kept worker holds the arena's pages in its ring's registration and in its
+  /// mapping.
+  absl::Status DropRegistration() override;
+  absl::Status RestoreRegistration() override;
+
+ private:
+  WorkerLink() = default;
+  absl::Status Start(const LinkOptions& options);
+  absl::Status StartSpawned(const LinkOptions& options, base::UniqueFd worker_end);
+  absl::Status StartForked(base::UniqueFd worker_end);
+  void StartThread(base::UniqueFd worker_end);
+  std::string TakeExitStatus();
+  absl::Status Attach();
+  absl::Status Send(layout::MessageKind kind, uint64_t bytes, const int* fds, int fd_count);
+
+  Launcher launcher_ = Launcher::kSpawn;
+  bool kept_ = false;
+  int arena_fd_ = -1;
+  uint64_t arena_bytes_ = 0;
+  pid_t pid_ = -1;
+  base::UniqueFd socket_;
+  base::UniqueFd pidfd_;
+  base::UniqueFd trainer_pidfd_;
+  base::UniqueFd to_worker_;  // eventfds
+  base::UniqueFd to_trainer_;
+  base::UniqueFd ended_;  // eventfd, a thread's stand-in for a pidfd
+  std::thread thread_;
+  std::string exit_text_;
+  base::Mutex send_mutex_;  // one message at a time, so that a detach's answer is its own
+  base::ForkGuard guard_;
+};
+
+}  // namespace holdfast::writer
+
+#endif  // HOLDFAST_RUNTIME_WRITER_WORKER_LINK_H_
