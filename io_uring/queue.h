@@ -47,10 +47,13 @@ struct QueueOptions {
   size_t region_bytes = 0;
   bool may_register =
       false;  ///< kAuto tries the fixed rung only if set (huge pages, or a kept worker).
-  uint16_t io_priority = 0;  ///< ioprio value for each request; 0 is the process's own.
+  /// ioprio value for each request, one that ioprio_set(2) grants this process; 0 is the process's
+  /// own. The synchronous pwrite rung leaves the caller's as it is.
+  uint16_t io_priority = 0;
 };
 
-/// \threadsafety One thread at a time.
+/// \threadsafety One thread, the one that called Open (the ring refuses any other, and so saves
+/// locking).
 /// \forksafety Not usable in a child of the process that opened it: every call there returns
 /// EXDEV-like failures rather than touching the parent's ring.
 class Queue {
@@ -65,7 +68,7 @@ class Queue {
   int Open(const QueueOptions& options);
 
   /// Wakes Wait when `fd` becomes readable: eventfds and pidfds. Slot `index` < kWatchesMax; fd -1
-  /// removes it.
+  /// removes it (do so before closing the fd). Returns 0 or an errno.
   int Watch(uint32_t index, int fd);
 
   bool CanSubmit() const;
@@ -76,8 +79,10 @@ class Queue {
 
   /// Collects finished transfers, at least one unless the time passes or a watched fd is readable.
   /// Returns the number of completions; `*wakeups` gets bit i for watched slot i. `timeout_ms` 0
-  /// polls, -1 has no bound of its own (callers use it only with a watch that is sure to fire).
-  /// Returns -errno if the engine itself broke.
+  /// polls, -1 has no bound of its own (callers use it only with a watch that is sure to fire;
+  /// -EDEADLK with nothing in flight and no watch). A watch is level-triggered: its bit is set
+  /// again until the fd is drained. `wakeups` may be null. Returns -errno if the engine itself
+  /// broke; what was in flight is then unknown and its buffers stay in use until Close.
   int Wait(Completion* out, int capacity, int timeout_ms, uint32_t* wakeups);
 
   uint32_t in_flight() const;

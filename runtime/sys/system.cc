@@ -46,6 +46,10 @@ int PidfdSendSignal(int pidfd, int signal) {
   return static_cast<int>(::syscall(SYS_pidfd_send_signal, pidfd, signal, nullptr, 0));
 }
 
+int CapGet(void* header, void* data) {
+  return static_cast<int>(::syscall(SYS_capget, header, data));
+}
+
 int SetAffinity(pid_t pid, size_t bytes, const void* mask) {
   return ::sched_setaffinity(pid, bytes, static_cast<const cpu_set_t*>(mask));
 }
@@ -99,6 +103,7 @@ constexpr SystemCalls kKernel = {
     .sched_setaffinity = SetAffinity,
     .getrlimit = GetLimit,
     .getpid = ::getpid,
+    .capget = CapGet,
     .thread_create = ::pthread_create,
     .socketpair = ::socketpair,
     .fork = ::fork,

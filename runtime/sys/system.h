@@ -66,6 +66,8 @@ struct SystemCalls {
   int (*sched_setaffinity)(pid_t pid, size_t bytes, const void* mask);
   int (*getrlimit)(int resource, struct rlimit* out);
   pid_t (*getpid)();
+  /// capget(2): `header` and `data` are the kernel's structs, version 3.
+  int (*capget)(void* header, void* data);
   /// Returns an error number, as pthread_create does.
   int (*thread_create)(pthread_t* out, const pthread_attr_t* attributes, void* (*body)(void*),
                        void* argument);

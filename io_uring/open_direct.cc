@@ -1,0 +1,141 @@
+// Opening a file for direct I/O, and finding out whether it is.
+//
+// That open(2) takes O_DIRECT proves nothing: btrfs with checksums, tmpfs and FUSE take it and go
+// through the page cache. Real direct I/O refuses a misaligned write, and says what it needs in
+// statx(2).
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include "io_uring/queue.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast::io {
+namespace {
+
+constexpr int kInterruptionsMax = 100;
+
+int OpenAt(int directory, const char* name, int flags, uint32_t mode) {
+  int fd = -1;
+  // Some network file systems let open(2) be interrupted.
+  for (int i = 0; i < kInterruptionsMax; ++i) {
+    fd = sys::Sys().openat(directory, name, flags | O_CLOEXEC, mode);
+    if (fd >= 0 || errno != EINTR) break;
+  }
+  return fd;
+}
+
+// After a file system refused O_DIRECT with EINVAL. The kernel finds out only once the file exists,
+// so a file that O_EXCL asked to make is there now: it is taken over, if it is as we left it.
+int OpenBuffered(int directory, const char* name, int flags, uint32_t mode, int* out) {
+  const bool exclusive = (flags & O_EXCL) != 0 && (flags & O_CREAT) != 0;
+  *out = OpenAt(directory, name, flags, mode);
+  if (*out >= 0) return 0;
+  if (errno != EEXIST || !exclusive) return errno;
+  *out = OpenAt(directory, name, (flags & ~(O_EXCL | O_CREAT)) | O_NOFOLLOW, 0);
+  if (*out < 0) return errno;
+  struct stat status = {};
+  if (sys::Sys().fstat(*out, &status) == 0 && S_ISREG(status.st_mode) && status.st_size == 0) {
+    return 0;
+  }
+  sys::Sys().close(*out);
+  *out = -1;
+  return EEXIST;
+}
+
+// What the file system says it needs. False where it does not say.
+bool AskAlignment(int fd, DirectOpen* out) {
+#ifdef STATX_DIOALIGN
+  struct statx status = {};
+  if (sys::Sys().statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) != 0) return false;
+  if ((status.stx_mask & STATX_DIOALIGN) == 0) return false;
+  out->memory_alignment = status.stx_dio_mem_align;
+  out->offset_alignment = status.stx_dio_offset_align;
+  return true;
+#else
+  (void)fd;
+  (void)out;
+  return false;
+#endif
+}
+
+bool ForWriting(int flags) {
+  const int access = flags & O_ACCMODE;
+  return access == O_WRONLY || access == O_RDWR;
+}
+
+enum class Probe { kRefused, kAccepted, kNotPossible };
+
+// A write whose memory, length and offset are all misaligned. Returns 0, or an errno if it was
+// accepted and could not be undone.
+int ProbeMisaligned(int fd, Probe* result) {
+  *result = Probe::kNotPossible;
+  struct stat status = {};
+  if (sys::Sys().fstat(fd, &status) != 0) return 0;
+  if (!S_ISREG(status.st_mode) || status.st_size != 0) return 0;
+  alignas(kIoAlignment) static constexpr unsigned char kBytes[128] = {};
+  ssize_t written = -1;
+  for (int i = 0; i < kInterruptionsMax; ++i) {
+    written = sys::Sys().pwrite(fd, kBytes + 1, 100, 1);
+    if (written >= 0 || errno != EINTR) break;
+  }
+  if (written < 0) {
+    // Any other error (no space, a quota) will meet the real writes too, and be reported there.
+    if (errno == EINVAL) *result = Probe::kRefused;
+    return 0;
+  }
+  *result = Probe::kAccepted;
+  return sys::Sys().ftruncate(fd, 0) == 0 ? 0 : errno;
+}
+
+int SwitchOffDirect(int fd) {
+  const int flags = sys::Sys().fcntl(fd, F_GETFL, 0);
+  if (flags < 0) return errno;
+  return sys::Sys().fcntl(fd, F_SETFL, flags & ~O_DIRECT) == 0 ? 0 : errno;
+}
+
+// Decides what the O_DIRECT fd in `out` is worth. Returns 0 or an errno.
+int Judge(int flags, DirectOpen* out) {
+  const bool says = AskAlignment(out->fd, out);
+  if (says) {
+    const uint32_t memory = out->memory_alignment;
+    const uint32_t offset = out->offset_alignment;
+    // Zero is "not on this file" (encrypted, inline data, data journaling).
+    const bool usable =
+        memory != 0 && offset != 0 && memory <= kIoAlignment && offset <= kIoAlignment;
+    if (!usable) return SwitchOffDirect(out->fd);
+    if (!ForWriting(flags)) {
+      out->direct = DirectIo::kProven;
+      return 0;
+    }
+  }
+  out->direct = DirectIo::kClaimed;
+  if (!ForWriting(flags)) return 0;
+  Probe probe = Probe::kNotPossible;
+  const int error = ProbeMisaligned(out->fd, &probe);
+  if (error == 0 && says && probe == Probe::kRefused) out->direct = DirectIo::kProven;
+  return error;
+}
+
+}  // namespace
+
+int OpenDirect(int directory, const char* name, int flags, uint32_t mode, bool want_direct,
+               DirectOpen* out) {
+  *out = DirectOpen{};
+  flags &= ~O_DIRECT;
+  if (want_direct) out->fd = OpenAt(directory, name, flags | O_DIRECT, mode);
+  if (out->fd < 0) {
+    if (want_direct && errno != EINVAL && errno != EOPNOTSUPP) return errno;
+    if (want_direct) return OpenBuffered(directory, name, flags, mode, &out->fd);
+    out->fd = OpenAt(directory, name, flags, mode);
+    return out->fd >= 0 ? 0 : errno;
+  }
+  const int error = Judge(flags, out);
+  if (error != 0) {
+    sys::Sys().close(out->fd);
+    *out = DirectOpen{};
+  }
+  return error;
+}
+
+}  // namespace holdfast::io
