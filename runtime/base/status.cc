@@ -1,12 +1,12 @@
 #include "runtime/base/status.h"
 
-#include <cerrno>
 #include <cstring>
 
 #include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "runtime/sys/errno_code.h"
 
 namespace holdfast::base {
 namespace {
@@ -94,59 +94,7 @@ std::string Reason(const Failure& failure) {
 
 }  // namespace
 
-FailureCode CodeOf(int error_number) {
-  switch (error_number) {
-    case 0:
-      return FailureCode::kOk;
-    case ENOENT:
-    case ENODEV:
-    case ENXIO:
-      return FailureCode::kNotFound;
-    case EEXIST:
-    case ENOTEMPTY:
-      return FailureCode::kAlreadyExists;
-    case EACCES:
-    case EPERM:
-    case EROFS:
-      return FailureCode::kPermissionDenied;
-    case ENOSPC:
-    case EDQUOT:
-    case EFBIG:
-    case ENOMEM:
-    case EMFILE:
-    case ENFILE:
-      return FailureCode::kResourceExhausted;
-    case EINVAL:
-    case ENAMETOOLONG:
-    case ELOOP:
-      return FailureCode::kInvalidArgument;
-    case ENOTDIR:
-    case EISDIR:
-    case EXDEV:
-    case EBADF:
-      return FailureCode::kFailedPrecondition;
-    case ETIMEDOUT:
-    case ETIME:
-      return FailureCode::kDeadlineExceeded;
-    case ECANCELED:
-      return FailureCode::kCancelled;
-    case EOPNOTSUPP:
-    case ENOSYS:
-      return FailureCode::kUnimplemented;
-    case EAGAIN:
-    case EBUSY:
-    case EINTR:
-    case EPIPE:
-    case ECONNRESET:
-    case ESTALE:
-      return FailureCode::kUnavailable;
-    case EIO:
-    case EUCLEAN:
-      return FailureCode::kDataLoss;
-    default:
-      return FailureCode::kUnknown;
-  }
-}
+FailureCode CodeOf(int error_number) { return sys::CodeOfErrno(error_number); }
 
 absl::Status ErrnoStatus(absl::string_view operation, absl::string_view object, int error_number) {
   absl::Status status(static_cast<absl::StatusCode>(CodeOf(error_number)),

@@ -1,0 +1,67 @@
+// What an errno means as a failure code: the one mapping, for both sides of the fork line.
+#ifndef HOLDFAST_RUNTIME_SYS_ERRNO_CODE_H_
+#define HOLDFAST_RUNTIME_SYS_ERRNO_CODE_H_
+
+#include <cerrno>
+
+#include "holdfast/pod.h"
+
+namespace holdfast::sys {
+
+constexpr FailureCode CodeOfErrno(int error_number) {
+  switch (error_number) {
+    case 0:
+      return FailureCode::kOk;
+    case ENOENT:
+    case ENODEV:
+    case ENXIO:
+      return FailureCode::kNotFound;
+    case EEXIST:
+    case ENOTEMPTY:
+      return FailureCode::kAlreadyExists;
+    case EACCES:
+    case EPERM:
+    case EROFS:
+      return FailureCode::kPermissionDenied;
+    case ENOSPC:
+    case EDQUOT:
+    case EFBIG:
+    case ENOMEM:
+    case EMFILE:
+    case ENFILE:
+      return FailureCode::kResourceExhausted;
+    case EINVAL:
+    case ENAMETOOLONG:
+    case ELOOP:
+      return FailureCode::kInvalidArgument;
+    case ENOTDIR:
+    case EISDIR:
+    case EXDEV:
+    case EBADF:
+      return FailureCode::kFailedPrecondition;
+    case ETIMEDOUT:
+    case ETIME:
+      return FailureCode::kDeadlineExceeded;
+    case ECANCELED:
+      return FailureCode::kCancelled;
+    case EOPNOTSUPP:
+    case ENOSYS:
+      return FailureCode::kUnimplemented;
+    case EAGAIN:
+    case EBUSY:
+    case EINTR:
+    case EPIPE:
+    case ECONNRESET:
+    case ESTALE:
+      return FailureCode::kUnavailable;
+    case EIO:
+    case EUCLEAN:
+      return FailureCode::kDataLoss;
+    default:
+      return FailureCode::kUnknown;
+  }
+}
+
+}  // namespace holdfast::sys
+
+#endif  // HOLDFAST_RUNTIME_SYS_ERRNO_CODE_H_
