@@ -11,3 +11,12 @@ target_include_directories(holdfast PUBLIC
 target_link_libraries(holdfast PUBLIC absl::status absl::statusor absl::time absl::strings absl::span absl::cord
                       Threads::Threads PRIVATE PkgConfig::LIBURING PkgConfig::XXHASH
                       $<BUILD_INTERFACE:nlohmann_json::nlohmann_json> $<BUILD_INTERFACE:holdfast_flags>)
+
+# holdfast::cuda: what CUDA adds. The runtime is linked statically: a program with it starts on a
+# machine without any CUDA, and finds no device there.
+if(CUDAToolkit_FOUND)
+  add_library(holdfast_cuda STATIC $<TARGET_OBJECTS:holdfast_cuda_objects>)
+  add_library(holdfast::cuda ALIAS holdfast_cuda)
+  set_target_properties(holdfast_cuda PROPERTIES EXPORT_NAME cuda)
+  target_link_libraries(holdfast_cuda PUBLIC holdfast PRIVATE CUDA::cudart_static)
+endif()

@@ -1,0 +1,563 @@
+// A CUDA device: the only file that knows CUDA. Host code only, no kernels; any C++ compiler will
+// do.
+//
+// - One non-blocking stream per device carries all copies, so they end in the order in which they
+//   were started. A ticket is a copy's ordinal; a bounded ring of events says how far the stream
+//   has come. When the ring is full a copy gets no event of its own and is covered by a later one.
+// - Every call runs in the device's primary context, pushed and popped. cudaSetDevice and back
+//   would do for a thread that had a device, but on one that had none "back" is device 0, and
+//   since CUDA 12 that creates a context there: half a gigabyte of GPU 0 for each rank of a node.
+// - Every call runs in relaxed capture mode: a query or a registration must not break a graph
+//   that another thread captures at that moment.
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <deque>
+#include <iterator>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "holdfast/cuda.h"
+#include "holdfast/device.h"
+#include "runtime/base/mutex.h"
+#include "runtime/base/status.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/device/cuda_factory.h"
+
+namespace holdfast::device {
+namespace {
+
+using base::Mutex;
+using base::MutexLock;
+
+constexpr size_t kEventsMax = 256;
+
+// True once exit handlers run: CUDA may be torn down already, by a handler that ran before or by
+// another copy of its runtime, and calling it then crashes. relaxed: set and read on their own.
+std::atomic<bool> g_exiting{false};
+
+absl::StatusCode CodeOf(cudaError_t error) {
+  switch (error) {
+    case cudaErrorInvalidValue:
+    case cudaErrorInvalidResourceHandle:
+      return absl::StatusCode::kInvalidArgument;
+    case cudaErrorMemoryAllocation:
+      return absl::StatusCode::kResourceExhausted;
+    case cudaErrorNoDevice:
+    case cudaErrorInvalidDevice:
+    case cudaErrorInsufficientDriver:
+      return absl::StatusCode::kNotFound;
+    case cudaErrorDevicesUnavailable:
+      return absl::StatusCode::kUnavailable;
+    default:
+      return absl::StatusCode::kInternal;
+  }
+}
+
+// The one place where a CUDA error becomes a Status. It is taken out of the runtime's per-thread
+// latch here; left there, the framework would find it after its next kernel and blame that one.
+absl::Status ToStatus(const std::string& device, const char* operation, cudaError_t error) {
+  if (error == cudaSuccess) return absl::OkStatus();
+  (void)cudaGetLastError();
+  return absl::Status(CodeOf(error),
+                      absl::StrCat(operation, " ", device, ": ", cudaGetErrorString(error), " (",
+                                   cudaGetErrorName(error), ")"));
+}
+
+// After these the context is gone for good and nothing can be known of the copies in it.
+bool IsFatal(cudaError_t error) {
+  switch (error) {
+    case cudaErrorIllegalAddress:
+    case cudaErrorLaunchFailure:
+    case cudaErrorLaunchTimeout:
+    case cudaErrorHardwareStackError:
+    case cudaErrorIllegalInstruction:
+    case cudaErrorMisalignedAddress:
+    case cudaErrorInvalidAddressSpace:
+    case cudaErrorInvalidPc:
+    case cudaErrorAssert:
+    case cudaErrorECCUncorrectable:
+    case cudaErrorNvlinkUncorrectable:
+    case cudaErrorContextIsDestroyed:
+    case cudaErrorCudartUnloading:
+      return true;
+    default:
+      return false;
+  }
+}
+
+// The four driver calls, found at run time: linking libcuda would keep the program from starting
+// on machines without a driver.
+struct Driver {
+  CUresult (*device_get)(CUdevice*, int) = nullptr;
+  CUresult (*retain)(CUcontext*, CUdevice) = nullptr;
+  CUresult (*push)(CUcontext) = nullptr;
+  CUresult (*pop)(CUcontext*) = nullptr;
+};
+
+template <typename Function>
+absl::Status FindDriverCall(const char* symbol, Function* out) {
+  void* address = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  // 11030: the oldest version whose signatures are those used here.
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion(symbol, &address, 11030, cudaEnableDefault, &result);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint(symbol, &address, cudaEnableDefault, &result);
+#endif
+  if (error != cudaSuccess) return ToStatus(symbol, "find driver call", error);
+  if (result != cudaDriverEntryPointSuccess || address == nullptr) {
+    return absl::UnimplementedError(absl::StrCat("the CUDA driver lacks ", symbol));
+  }
+  *out = reinterpret_cast<Function>(address);
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Driver> FindDriver() {
+  Driver driver;
+  HOLDFAST_RETURN_IF_ERROR(FindDriverCall("cuDeviceGet", &driver.device_get));
+  HOLDFAST_RETURN_IF_ERROR(FindDriverCall("cuDevicePrimaryCtxRetain", &driver.retain));
+  HOLDFAST_RETURN_IF_ERROR(FindDriverCall("cuCtxPushCurrent", &driver.push));
+  HOLDFAST_RETURN_IF_ERROR(FindDriverCall("cuCtxPopCurrent", &driver.pop));
+  return driver;
+}
+
+// While one is alive, this thread is in `context`, and does not break captures of other threads.
+class Scope {
+ public:
+  Scope(const Driver& driver, CUcontext context, const std::string& device) : driver_(driver) {
+    const CUresult result = driver_.push(context);
+    if (result != CUDA_SUCCESS) {
+      status_ = absl::InternalError(absl::StrCat("enter ", device, ": driver error ", result));
+      return;
+    }
+    status_ = ToStatus(device, "set capture mode on", cudaThreadExchangeStreamCaptureMode(&mode_));
+    relaxed_ = status_.ok();
+    pushed_ = true;
+  }
+  ~Scope() {
+    if (relaxed_) (void)cudaThreadExchangeStreamCaptureMode(&mode_);
+    CUcontext popped = nullptr;
+    if (pushed_) (void)driver_.pop(&popped);
+  }
+  Scope(const Scope&) = delete;
+  Scope& operator=(const Scope&) = delete;
+  const absl::Status& status() const { return status_; }
+
+ private:
+  const Driver& driver_;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+  bool pushed_ = false;
+  bool relaxed_ = false;
+  absl::Status status_;
+};
+
+// Host ranges that are registered, process-wide: a registration is portable, so the second device
+// that wants the same range only counts. A range is entered after it was registered and leaves the
+// book before it is unregistered, so that the book never claims what is not there.
+struct Registration {
+  size_t bytes = 0;
+  bool foreign = false;    ///< Somebody else registered it; it is not ours to take back.
+  std::set<int> ordinals;  ///< Devices that asked for it.
+};
+struct Book {
+  Mutex mutex;
+  std::map<char*, Registration> ranges ABSL_GUARDED_BY(mutex);
+};
+Book& TheBook() {
+  static Book* const book = new Book;  // Never destroyed: statics may unregister late.
+  return *book;
+}
+
+class Cuda final : public Device {
+ public:
+  static absl::StatusOr<Device*> Create(int ordinal);
+
+  std::string name() const override { return name_; }
+  bool is_host() const override { return false; }
+  absl::Status RegisterMemory(void* base, size_t bytes) override;
+  absl::Status UnregisterMemory(void* base, size_t bytes) override;
+  absl::Status OrderAfter(StreamHandle stream) override;
+  absl::StatusOr<CopyTicket> CopyToHost(void* destination, const void* source,
+                                        size_t bytes) override;
+  absl::StatusOr<CopyTicket> CopyFromHost(void* destination, const void* source,
+                                          size_t bytes) override;
+  absl::StatusOr<bool> IsDone(CopyTicket ticket) override;
+  absl::Status Wait(CopyTicket ticket, absl::Duration timeout) override;
+  absl::Status MakeStreamWait(StreamHandle stream) override;
+
+ private:
+  struct Mark {
+    CopyTicket through = 0;  ///< All copies up to this one have ended when `event` has.
+    cudaEvent_t event = nullptr;
+  };
+
+  Cuda(int ordinal, const Driver& driver, CUcontext context)
+      : ordinal_(ordinal),
+        name_(absl::StrCat("cuda:", ordinal)),
+        driver_(driver),
+        context_(context) {}
+
+  absl::Status SetUp();
+  /// Refuses in a forked child (CUDA's state there is undefined) and while the process exits.
+  absl::Status CheckUsable() const;
+  absl::Status Error(const char* operation, cudaError_t error)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckNotCapturing(const char* operation, StreamHandle stream)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::Status CheckOwnMemory(const void* address) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<CopyTicket> Copy(void* destination, const void* source, size_t bytes,
+                                  cudaMemcpyKind kind);
+  /// Puts an event behind the newest copy, if one is free and it has none.
+  absl::Status MarkNewest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// Sees how far the stream has come.
+  absl::Status Poll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  const int ordinal_;
+  const std::string name_;
+  const Driver driver_;
+  const CUcontext context_;
+  const base::ForkGuard fork_guard_;
+  Mutex mutex_;
+  cudaStream_t stream_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  // A wait refers to the record that was newest when it was queued, so one event can serve all.
+  cudaEvent_t order_event_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  cudaEvent_t wait_event_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  std::deque<cudaEvent_t> free_events_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Mark> marks_ ABSL_GUARDED_BY(mutex_);  ///< Oldest first.
+  CopyTicket issued_ ABSL_GUARDED_BY(mutex_) = 0;   ///< The newest copy.
+  CopyTicket marked_ ABSL_GUARDED_BY(mutex_) = 0;   ///< The newest that has an event behind it.
+  CopyTicket done_ ABSL_GUARDED_BY(mutex_) = 0;     ///< All up to this one have ended.
+  absl::Status lost_ ABSL_GUARDED_BY(mutex_);       ///< Why the context is gone, once it is.
+};
+
+absl::StatusOr<Device*> Cuda::Create(int ordinal) {
+  int count = 0;
+  const std::string name = absl::StrCat("cuda:", ordinal);
+  HOLDFAST_RETURN_IF_ERROR(ToStatus(name, "find", cudaGetDeviceCount(&count)));
+  if (ordinal < 0 || ordinal >= count) {
+    return absl::NotFoundError(
+        absl::StrCat("find ", name, ": the machine has ", count, " CUDA device(s)"));
+  }
+  HOLDFAST_ASSIGN_OR_RETURN(const Driver driver, FindDriver());
+  CUdevice device = 0;
+  CUcontext context = nullptr;
+  CUresult result = driver.device_get(&device, ordinal);
+  // Never released: the device is kept for the life of the process, and at its end the driver is
+  // not to be called.
+  if (result == CUDA_SUCCESS) result = driver.retain(&context, device);
+  if (result != CUDA_SUCCESS) {
+    return absl::Status(result == CUDA_ERROR_OUT_OF_MEMORY ? absl::StatusCode::kResourceExhausted
+                                                           : absl::StatusCode::kUnavailable,
+                        absl::StrCat("open ", name, ": driver error ", result));
+  }
+  // Registered after CUDA has set itself up, so it runs before CUDA takes itself down.
+  static const int registered =
+      std::atexit([] { g_exiting.store(true, std::memory_order_relaxed); });
+  if (registered != 0) return absl::ResourceExhaustedError("no exit handler left");
+  std::unique_ptr<Cuda> cuda(new Cuda(ordinal, driver, context));
+  HOLDFAST_RETURN_IF_ERROR(cuda->SetUp());
+  return cuda.release();
+}
+
+absl::Status Cuda::SetUp() {
+  MutexLock lock(&mutex_);
+  Scope scope(driver_, context_, name_);
+  HOLDFAST_RETURN_IF_ERROR(scope.status());
+  // Non-blocking: else work on the legacy default stream would wait for every copy.
+  HOLDFAST_RETURN_IF_ERROR(ToStatus(name_, "make a stream on",
+                                    cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)));
+  for (size_t i = 0; i < kEventsMax + 2; ++i) {
+    cudaEvent_t event = nullptr;
+    // Without timing: the cheap kind.
+    HOLDFAST_RETURN_IF_ERROR(ToStatus(name_, "make an event on",
+                                      cudaEventCreateWithFlags(&event, cudaEventDisableTiming)));
+    free_events_.push_back(event);
+  }
+  order_event_ = free_events_.front();
+  free_events_.pop_front();
+  wait_event_ = free_events_.front();
+  free_events_.pop_front();
+  return absl::OkStatus();
+}
+
+absl::Status Cuda::CheckUsable() const {
+  if (!fork_guard_.InCreator()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(name_, ": CUDA cannot be used in a forked child"));
+  }
+  if (g_exiting.load(std::memory_order_relaxed)) {
+    return absl::FailedPreconditionError(absl::StrCat(name_, ": the process is exiting"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Cuda::Error(const char* operation, cudaError_t error) {
+  absl::Status status = ToStatus(name_, operation, error);
+  if (IsFatal(error) && lost_.ok()) {
+    // From the next call on; this one returns the fault itself, so it is reported once.
+    lost_ = absl::FailedPreconditionError(
+        absl::StrCat(name_, " is unusable since an earlier fault: ", cudaGetErrorName(error)));
+  }
+  return status;
+}
+
+absl::Status Cuda::CheckNotCapturing(const char* operation, StreamHandle stream) {
+  cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
+  HOLDFAST_RETURN_IF_ERROR(
+      Error(operation, cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capturing)));
+  // An event recorded there would pull our stream, and the copies with it, into the graph.
+  if (capturing != cudaStreamCaptureStatusNone) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(operation, " ", name_, ": the stream is capturing a graph"));
+  }
+  return absl::OkStatus();
+}
+
+// ---- Registration.
+
+absl::Status Cuda::RegisterMemory(void* base, size_t bytes) {
+  HOLDFAST_RETURN_IF_ERROR(CheckUsable());
+  if (base == nullptr || bytes == 0) {
+    return absl::InvalidArgumentError(absl::StrCat("register memory on ", name_, ": empty range"));
+  }
+  char* const begin = static_cast<char*>(base);
+  MutexLock lock(&mutex_);
+  HOLDFAST_RETURN_IF_ERROR(lost_);
+  Book& book = TheBook();
+  MutexLock book_lock(&book.mutex);
+  const auto next = book.ranges.upper_bound(begin);
+  if (next != book.ranges.begin()) {
+    auto& [other, registration] = *std::prev(next);
+    if (other == begin && registration.bytes == bytes) {
+      registration.ordinals.insert(ordinal_);
+      return absl::OkStatus();
+    }
+    if (other + registration.bytes > begin) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "register memory on ", name_, ": it overlaps a range that is registered already"));
+    }
+  }
+  if (next != book.ranges.end() && next->first < begin + bytes) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "register memory on ", name_, ": it overlaps a range that is registered already"));
+  }
+  Scope scope(driver_, context_, name_);
+  HOLDFAST_RETURN_IF_ERROR(scope.status());
+  // Portable: pinned for every device's context. Mapped: a kernel may read it through its address.
+  const cudaError_t error =
+      cudaHostRegister(base, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
+  const bool foreign = error == cudaErrorHostMemoryAlreadyRegistered;
+  if (foreign) {
+    (void)cudaGetLastError();
+  } else {
+    HOLDFAST_RETURN_IF_ERROR(Error("register memory on", error));
+  }
+  book.ranges[begin] = {bytes, foreign, {ordinal_}};
+  return absl::OkStatus();
+}
+
+absl::Status Cuda::UnregisterMemory(void* base, size_t bytes) {
+  HOLDFAST_RETURN_IF_ERROR(CheckUsable());
+  MutexLock lock(&mutex_);
+  HOLDFAST_RETURN_IF_ERROR(lost_);
+  Scope scope(driver_, context_, name_);
+  HOLDFAST_RETURN_IF_ERROR(scope.status());
+  HOLDFAST_RETURN_IF_ERROR(Poll());
+  if (done_ < issued_) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("unregister memory of ", name_, ": copies are under way"));
+  }
+  Book& book = TheBook();
+  MutexLock book_lock(&book.mutex);
+  const auto found = book.ranges.find(static_cast<char*>(base));
+  if (found == book.ranges.end() || found->second.bytes != bytes ||
+      found->second.ordinals.count(ordinal_) == 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("unregister memory of ", name_, ": that range is not registered"));
+  }
+  Registration& registration = found->second;
+  if (registration.ordinals.size() > 1) {
+    registration.ordinals.erase(ordinal_);
+    return absl::OkStatus();
+  }
+  if (registration.foreign) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "unregister memory of ", name_, ": somebody else registered it and still may use it"));
+  }
+  // Erased first and on failure as well: what a failed unregister left behind is unknown, so
+  // nobody may count on it, and the caller quarantines the range.
+  book.ranges.erase(found);
+  return Error("unregister memory of", cudaHostUnregister(base));
+}
+
+// ---- Order between streams.
+
+absl::Status Cuda::OrderAfter(StreamHandle stream) {
+  HOLDFAST_RETURN_IF_ERROR(CheckUsable());
+  MutexLock lock(&mutex_);
+  HOLDFAST_RETURN_IF_ERROR(lost_);
+  Scope scope(driver_, context_, name_);
+  HOLDFAST_RETURN_IF_ERROR(scope.status());
+  HOLDFAST_RETURN_IF_ERROR(CheckNotCapturing("order copies on", stream));
+  HOLDFAST_RETURN_IF_ERROR(
+      Error("order copies on", cudaEventRecord(order_event_, static_cast<cudaStream_t>(stream))));
+  return Error("order copies on", cudaStreamWaitEvent(stream_, order_event_, 0));
+}
+
+absl::Status Cuda::MakeStreamWait(StreamHandle stream) {
+  HOLDFAST_RETURN_IF_ERROR(CheckUsable());
+  MutexLock lock(&mutex_);
+  HOLDFAST_RETURN_IF_ERROR(lost_);
+  Scope scope(driver_, context_, name_);
+  HOLDFAST_RETURN_IF_ERROR(scope.status());
+  HOLDFAST_RETURN_IF_ERROR(CheckNotCapturing("make a stream wait for", stream));
+  HOLDFAST_RETURN_IF_ERROR(Error("make a stream wait for", cudaEventRecord(wait_event_, stream_)));
+  return Error("make a stream wait for",
+               cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), wait_event_, 0));
+}
+
+// ---- Copies.
+
+absl::Status Cuda::CheckOwnMemory(const void* address) {
+  cudaPointerAttributes attributes = {};
+  HOLDFAST_RETURN_IF_ERROR(
+      Error("look up memory on", cudaPointerGetAttributes(&attributes, address)));
+  if (attributes.type == cudaMemoryTypeManaged) return absl::OkStatus();
+  if (attributes.type == cudaMemoryTypeDevice && attributes.device == ordinal_) {
+    return absl::OkStatus();
+  }
+  return absl::InvalidArgumentError(absl::StrCat(
+      "copy on ", name_, ": the address is ",
+      attributes.type == cudaMemoryTypeDevice ? absl::StrCat("memory of cuda:", attributes.device)
+                                              : std::string("host memory")));
+}
+
+absl::StatusOr<CopyTicket> Cuda::CopyToHost(void* destination, const void* source, size_t bytes) {
+  return Copy(destination, source, bytes, cudaMemcpyDeviceToHost);
+}
+
+absl::StatusOr<CopyTicket> Cuda::CopyFromHost(void* destination, const void* source, size_t bytes) {
+  return Copy(destination, source, bytes, cudaMemcpyHostToDevice);
+}
+
+absl::StatusOr<CopyTicket> Cuda::Copy(void* destination, const void* source, size_t bytes,
+                                      cudaMemcpyKind kind) {
+  HOLDFAST_RETURN_IF_ERROR(CheckUsable());
+  if (bytes == 0) return CopyTicket{0};  // An empty tensor may have no address at all.
+  const char* const on_device =
+      static_cast<const char*>(kind == cudaMemcpyDeviceToHost ? source : destination);
+  MutexLock lock(&mutex_);
+  HOLDFAST_RETURN_IF_ERROR(lost_);
+  Scope scope(driver_, context_, name_);
+  HOLDFAST_RETURN_IF_ERROR(scope.status());
+  // Both ends: a length that runs out of the allocation is caught where the next byte is free.
+  HOLDFAST_RETURN_IF_ERROR(CheckOwnMemory(on_device));
+  HOLDFAST_RETURN_IF_ERROR(CheckOwnMemory(on_device + bytes - 1));
+  HOLDFAST_RETURN_IF_ERROR(
+      Error("copy on", cudaMemcpyAsync(destination, source, bytes, kind, stream_)));
+  ++issued_;
+  // The copy is under way, so the caller must get its ticket: an error here shows up again when
+  // the ticket is asked for, because the copy stays unmarked.
+  (void)MarkNewest();
+  return issued_;
+}
+
+absl::Status Cuda::MarkNewest() {
+  if (marked_ == issued_ || free_events_.empty()) return absl::OkStatus();
+  const cudaEvent_t event = free_events_.front();
+  HOLDFAST_RETURN_IF_ERROR(Error("mark a copy on", cudaEventRecord(event, stream_)));
+  free_events_.pop_front();
+  marks_.push_back({issued_, event});
+  marked_ = issued_;
+  return absl::OkStatus();
+}
+
+absl::Status Cuda::Poll() {
+  while (!marks_.empty()) {
+    const cudaError_t error = cudaEventQuery(marks_.front().event);
+    if (error == cudaErrorNotReady) {
+      (void)cudaGetLastError();  // An answer, not an error; some runtimes latch it all the same.
+      break;
+    }
+    HOLDFAST_RETURN_IF_ERROR(Error("copy on", error));
+    done_ = marks_.front().through;
+    free_events_.push_back(marks_.front().event);
+    marks_.pop_front();
+  }
+  return MarkNewest();
+}
+
+absl::StatusOr<bool> Cuda::IsDone(CopyTicket ticket) {
+  HOLDFAST_RETURN_IF_ERROR(CheckUsable());
+  MutexLock lock(&mutex_);
+  if (ticket > issued_) {
+    return absl::InvalidArgumentError(absl::StrCat(name_, ": no copy ", ticket, " was started"));
+  }
+  if (ticket <= done_) return true;
+  HOLDFAST_RETURN_IF_ERROR(lost_);
+  Scope scope(driver_, context_, name_);
+  HOLDFAST_RETURN_IF_ERROR(scope.status());
+  HOLDFAST_RETURN_IF_ERROR(Poll());
+  return ticket <= done_;
+}
+
+absl::Status Cuda::Wait(CopyTicket ticket, absl::Duration timeout) {
+  // CUDA has no wait with a time-out, so this asks again and again: often at first, for short
+  // copies, then every half millisecond, which costs next to no CPU.
+  const absl::Time deadline = absl::Now() + timeout;
+  absl::Duration pause = absl::Microseconds(10);
+  for (;;) {
+    HOLDFAST_ASSIGN_OR_RETURN(const bool done, IsDone(ticket));
+    if (done) return absl::OkStatus();
+    const absl::Duration left = deadline - absl::Now();
+    if (left <= absl::ZeroDuration()) {
+      return absl::DeadlineExceededError(absl::StrCat(
+          "wait for a copy on ", name_, ": not done in ", absl::FormatDuration(timeout)));
+    }
+    absl::SleepFor(std::min(pause, left));
+    pause = std::min(pause * 2, absl::Microseconds(500));
+  }
+}
+
+// One Device per ordinal, made at its first use and never destroyed.
+absl::StatusOr<Device*> FindOrCreate(int ordinal) {
+  struct Devices {
+    Mutex mutex;
+    std::map<int, Device*> by_ordinal ABSL_GUARDED_BY(mutex);
+    base::ForkGuard fork_guard;
+  };
+  static Devices* const devices = new Devices;
+  if (!devices->fork_guard.InCreator()) {
+    return absl::FailedPreconditionError("CudaDevice: CUDA cannot be used in a forked child");
+  }
+  if (g_exiting.load(std::memory_order_relaxed)) {
+    return absl::FailedPreconditionError("CudaDevice: the process is exiting");
+  }
+  MutexLock lock(&devices->mutex);
+  if (const auto found = devices->by_ordinal.find(ordinal); found != devices->by_ordinal.end()) {
+    return found->second;
+  }
+  HOLDFAST_ASSIGN_OR_RETURN(Device* const device, Cuda::Create(ordinal));
+  devices->by_ordinal[ordinal] = device;
+  return device;
+}
+
+}  // namespace
+}  // namespace holdfast::device
+
+namespace holdfast {
+
+void EnableCuda() { device::SetCudaFactory(&device::FindOrCreate); }
+
+}  // namespace holdfast

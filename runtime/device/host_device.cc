@@ -1,0 +1,57 @@
+// The host as a device: copies are plain memory copies, done when the call returns.
+#include <cstring>
+
+#include "holdfast/device.h"
+
+namespace holdfast {
+namespace {
+
+class Host final : public Device {
+ public:
+  std::string name() const override { return "host"; }
+  bool is_host() const override { return true; }
+
+  // The CPU reaches the arena as it is; there is nothing to register, so nothing can be left over.
+  absl::Status RegisterMemory(void*, size_t) override { return absl::OkStatus(); }
+  absl::Status UnregisterMemory(void*, size_t) override { return absl::OkStatus(); }
+
+  // The host has no streams: what the caller did is done, and so are our copies.
+  absl::Status OrderAfter(StreamHandle) override { return absl::OkStatus(); }
+  absl::Status MakeStreamWait(StreamHandle) override { return absl::OkStatus(); }
+
+  absl::StatusOr<CopyTicket> CopyToHost(void* destination, const void* source,
+                                        size_t bytes) override {
+    return Copy(destination, source, bytes);
+  }
+  absl::StatusOr<CopyTicket> CopyFromHost(void* destination, const void* source,
+                                          size_t bytes) override {
+    return Copy(destination, source, bytes);
+  }
+
+  absl::StatusOr<bool> IsDone(CopyTicket ticket) override {
+    if (ticket != kDone) return absl::InvalidArgumentError("host: no such copy ticket");
+    return true;
+  }
+  absl::Status Wait(CopyTicket ticket, absl::Duration) override { return IsDone(ticket).status(); }
+
+ private:
+  static constexpr CopyTicket kDone = 0;
+
+  static absl::StatusOr<CopyTicket> Copy(void* destination, const void* source, size_t bytes) {
+    if (bytes == 0) return kDone;  // An empty tensor may have no address at all.
+    if (destination == nullptr || source == nullptr) {
+      return absl::InvalidArgumentError("host: copy from or to a null pointer");
+    }
+    std::memcpy(destination, source, bytes);
+    return kDone;
+  }
+};
+
+}  // namespace
+
+Device* HostDevice() {
+  static Host* const host = new Host;  // Never destroyed: it outlives every static that uses it.
+  return host;
+}
+
+}  // namespace holdfast
