@@ -258,6 +258,11 @@ class LogWriter {
  public:
   LogWriter() = default;
   LogWriter(SharedU32* entries, uint32_t capacity) : entries_(entries), capacity_(capacity) {}
+  /// Points it at its log, before the first Append.
+  void Reset(SharedU32* entries, uint32_t capacity) {
+    entries_ = entries;
+    capacity_ = capacity;
+  }
   void Append(uint32_t index) {
     const uint32_t at = next_.fetch_add(1, std::memory_order_relaxed);
     if (at < capacity_) entries_[at].store(index, std::memory_order_release);

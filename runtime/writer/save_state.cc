@@ -72,9 +72,8 @@ void SaveState::NotifyQueued() {
 void SaveState::Finish(const absl::Status& status) {
   const layout::Job& job = *table->job();
   const layout::CompletionSlot& slot = job.completion;
-  SaveProgress progress = Progress();
   const base::MutexLock lock(&mutex_);
-  last_progress_ = progress;
+  last_progress_ = ReadProgress();
   if (status.ok()) last_progress_.phase = "done";
   report_.bytes_written = slot.bytes_written;
   report_.engine = slot.engine;
@@ -142,10 +141,11 @@ bool SaveState::IsDone() {
 }
 
 SaveProgress SaveState::Progress() {
-  {
-    const base::MutexLock lock(&mutex_);
-    if (done_) return last_progress_;
-  }
+  const base::MutexLock lock(&mutex_);
+  return done_ ? last_progress_ : ReadProgress();
+}
+
+SaveProgress SaveState::ReadProgress() const {
   const layout::Job& job = *table->job();
   SaveProgress progress;
   progress.bytes_total = bytes_total;
@@ -162,6 +162,26 @@ base::FailureNames SaveState::Names() const {
   for (const PlannedFile& file : plan.files) names.files.push_back(file.name);
   for (const PlannedTensor& tensor : plan.tensors) names.tensors.push_back(tensor.name);
   return names;
+}
+
+void SaveState::MarkErrorReturned() {
+  const base::MutexLock lock(&mutex_);
+  seen_ = true;
+}
+
+void SaveState::Cancel() {
+  const base::MutexLock lock(&mutex_);
+  if (done_) return;
+  table->job()->cancel.store(1, std::memory_order_relaxed);
+  link->RingDoorbell();
+}
+
+void SaveState::ReleaseResources() {
+  const base::MutexLock lock(&mutex_);
+  table.reset();
+  link.reset();
+  plan = SavePlan();
+  leases = std::vector<staging::Lease>();
 }
 
 absl::Status SaveState::StagingStatus() {
@@ -210,9 +230,7 @@ bool SaveHandle::IsDone() const {
 
 absl::Status SaveHandle::Cancel() const {
   if (state_ == nullptr || !state_->guard.InCreator()) return NotHere();
-  if (state_->IsDone()) return absl::OkStatus();
-  state_->table->job()->cancel.store(1, std::memory_order_relaxed);
-  state_->link->RingDoorbell();
+  state_->Cancel();
   return absl::OkStatus();
 }
 

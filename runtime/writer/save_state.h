@@ -32,7 +32,8 @@ class SaveState {
                   // point into
   std::unique_ptr<writer::JobTable> table;
   std::shared_ptr<writer::WorkerLink> link;
-  base::UniqueFd lock;  // the partial directory; its flock says that this save lives
+  base::UniqueFd in_use;        // the partial directory, locked: shared with the worker
+  base::UniqueFd trainer_lock;  // and the lock that says that the trainer itself lives
   std::string checkpoint;
   std::string partial;
   std::string path;
@@ -95,8 +96,17 @@ class SaveState {
   absl::Status StagingStatus();
   /// The save's own error if no WaitDurable has returned it yet; marks it as returned.
   absl::Status TakeUnseenError();
+  /// The call that started the save has returned its error itself.
+  void MarkErrorReturned();
+  /// Asks the worker to stop.
+  void Cancel();
+  /// Gives the control memory and the worker back; after Finish, by the supervisor. A handle may
+  /// live on for long.
+  void ReleaseResources();
 
  private:
+  SaveProgress ReadProgress() const;
+
   base::Mutex mutex_;
   base::Condition changed_;
   bool staged_ ABSL_GUARDED_BY(mutex_) = false;

@@ -44,13 +44,17 @@ absl::StatusOr<std::unique_ptr<Supervisor>> Supervisor::Start(staging::StagingPo
 Supervisor::Supervisor(staging::StagingPool* pool, SupervisorOptions options)
     : pool_(pool), options_(std::move(options)) {}
 
-Supervisor::~Supervisor() {
+Supervisor::~Supervisor() { Stop(); }
+
+bool Supervisor::Stop() {
   {
     const base::MutexLock lock(&mutex_);
     stopping_ = true;
   }
   if (wake_.valid()) Wake();
   if (thread_.joinable()) thread_.join();
+  const base::MutexLock lock(&mutex_);
+  return saves_.empty();
 }
 
 void Supervisor::Watch(std::shared_ptr<SaveState> save) {
@@ -88,7 +92,8 @@ void Supervisor::Run() {
     std::vector<std::shared_ptr<SaveState>> saves;
     {
       const base::MutexLock lock(&mutex_);
-      if (stopping_ && saves_.empty()) return;
+      const auto quarantined = [](const auto& save) { return save->quarantined; };
+      if (stopping_ && std::all_of(saves_.begin(), saves_.end(), quarantined)) return;
       saves = saves_;
     }
     PollOnce(saves);
@@ -201,9 +206,11 @@ bool Supervisor::End(const std::shared_ptr<SaveState>& save, bool gone) {
   const absl::Status status = Outcome(save.get(), gone, &left_files);
   pool_->Retire(save->epoch);
   pool_->ReturnControlBytes(save->table->bytes());
-  save->lock.Reset();
+  save->in_use.Reset();
+  save->trainer_lock.Reset();
   if (options_.on_finished) options_.on_finished(save, status, left_files);
   if (!save->quarantined) save->Finish(status);
+  save->ReleaseResources();
   return true;
 }
 

@@ -33,8 +33,11 @@ class Supervisor {
  public:
   static absl::StatusOr<std::unique_ptr<Supervisor>> Start(staging::StagingPool* pool,
                                                            SupervisorOptions options);
-  /// Waits for every save in flight; each ends by its own deadlines.
   ~Supervisor();
+
+  /// Waits for every save in flight; each ends by its own deadlines. False: some worker could not
+  /// be stopped, its memory is quarantined and must stay mapped.
+  bool Stop();
 
   /// From now on the save is the supervisor's to end. Its worker is running.
   void Watch(std::shared_ptr<SaveState> save);

@@ -232,7 +232,8 @@ WorkerLink::~WorkerLink() {
   if (kept_ && socket_.valid()) Exit();
   if (thread_.joinable()) thread_.join();
   if (!pidfd_.valid() || !exit_text_.empty()) return;
-  // Nothing is in flight any more, so a worker that does not end by itself is broken; it must not become a zombie.
+  // Nothing is in flight any more, so a worker that does not end by itself is broken; it must not
+  // become a zombie.
   constexpr int kEndMs = 10'000;
   if (!kept_ || !IsReadable(pidfd_.get(), kEndMs)) Kill();
   if (IsReadable(pidfd_.get(), kEndMs)) Reap();

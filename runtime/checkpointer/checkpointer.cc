@@ -1,0 +1,426 @@
+// The front door: one object that puts staging, writing and housekeeping together.
+#include "holdfast/checkpointer.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <map>
+#include <random>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "runtime/base/status.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/checkpointer/device_registrant.h"
+#include "runtime/checkpointer/directory_lock.h"
+#include "runtime/checkpointer/directory_names.h"
+#include "runtime/checkpointer/housekeeper.h"
+#include "runtime/checkpointer/options.h"
+#include "runtime/digest/digest.h"
+#include "runtime/format/manifest.h"
+#include "runtime/format/safetensors.h"
+#include "runtime/staging/staging_pool.h"
+#include "runtime/sys/system.h"
+#include "runtime/writer/save_state.h"
+#include "runtime/writer/sealer.h"
+#include "runtime/writer/stager.h"
+#include "runtime/writer/supervisor.h"
+#include "runtime/writer/worker_program.h"
+#include "runtime/writer/worker_source.h"
+
+namespace holdfast {
+namespace {
+
+// Errors of saves that nobody waited for, until a Flush asks: enough to tell the first, bounded all
+// the same.
+constexpr size_t kUnseenErrorsMax = 16;
+
+absl::Status OtherProcess() {
+  return absl::FailedPreconditionError(
+      "use of a Checkpointer in a process that did not create it (a fork of it): create one here");
+}
+
+uint64_t Nanoseconds(absl::Duration time) {
+  return time == absl::InfiniteDuration() ? UINT64_MAX / 4
+                                          : static_cast<uint64_t>(absl::ToInt64Nanoseconds(time));
+}
+
+}  // namespace
+
+AttemptId NewAttemptId() {
+  std::random_device random;
+  const auto draw = [&random] { return (uint64_t{random()} << 32) | random(); };
+  return {.high = draw(), .low = draw()};
+}
+
+class Checkpointer::Impl {
+ public:
+  explicit Impl(const CheckpointerOptions& given) : options(given) {}
+  ~Impl();
+
+  absl::Status Start();
+  absl::StatusOr<SaveHandle> SaveAsync(const SaveRequest& request);
+  absl::Status Register(Device* device);
+  absl::Status Flush(absl::Duration timeout);
+
+  CheckpointerOptions options;
+  base::ForkGuard guard;
+  base::UniqueFd directory;
+  std::unique_ptr<staging::StagingPool> pool;
+  std::unique_ptr<writer::WorkerSource> workers;
+  std::unique_ptr<checkpointer::Housekeeper> housekeeper;
+  std::unique_ptr<writer::Sealer> sealer;
+  std::unique_ptr<writer::Supervisor> supervisor;
+  std::unique_ptr<writer::Stager> stager;
+
+ private:
+  absl::StatusOr<std::shared_ptr<SaveState>> Plan(const SaveRequest& request, AttemptId* attempt);
+  absl::Status Admit(const SaveState& save) const;
+  absl::Status OpenDirectories(const SaveRequest& request, const AttemptId& attempt,
+                               SaveState* save);
+  absl::Status Launch(const SaveRequest& request, const AttemptId& attempt, SaveState* save);
+  void TakeBack(SaveState* save, bool files_only);
+  void OnFinished(const std::shared_ptr<SaveState>& save, const absl::Status& status,
+                  bool left_files);
+
+  base::Mutex mutex_;
+  std::map<Device*, std::unique_ptr<checkpointer::DeviceRegistrant>> devices_
+      ABSL_GUARDED_BY(mutex_);
+  std::vector<std::shared_ptr<SaveState>> failed_ ABSL_GUARDED_BY(mutex_);
+};
+
+absl::Status Checkpointer::Impl::Start() {
+  HOLDFAST_RETURN_IF_ERROR(checkpointer::ValidateOptions(options));
+  std::error_code ignored;
+  options.directory =
+      std::filesystem::absolute(options.directory, ignored).lexically_normal().string();
+  // By fd from here on: the trainer may change its working directory.
+  directory = base::UniqueFd(sys::Sys().openat(AT_FDCWD, options.directory.c_str(),
+                                               O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+  if (!directory.valid())
+    return base::ErrnoStatus("open checkpoint directory", options.directory, errno);
+  const bool spawns =
+      options.launcher == Launcher::kSpawn || options.launcher == Launcher::kPersistent;
+  if (spawns) {
+    HOLDFAST_ASSIGN_OR_RETURN(options.worker_program,
+                              writer::FindWorkerProgram(options.worker_program));
+  }
+  const uint32_t cpus = std::max(1u, std::thread::hardware_concurrency());
+  if (options.staging.threads == 0) options.staging.threads = std::min(4u, cpus);
+  HOLDFAST_ASSIGN_OR_RETURN(pool, staging::StagingPool::Create(options.staging));
+  workers =
+      std::make_unique<writer::WorkerSource>(pool.get(), options.launcher, options.worker_program);
+  HOLDFAST_RETURN_IF_ERROR(workers->WarmUp());
+  housekeeper =
+      std::make_unique<checkpointer::Housekeeper>(options, directory.get(), workers.get());
+  sealer = std::make_unique<writer::Sealer>(pool.get(), options.staging.threads, options.on_sealed);
+  HOLDFAST_ASSIGN_OR_RETURN(
+      supervisor,
+      writer::Supervisor::Start(
+          pool.get(),
+          {.time_stalled_max = options.time_stalled_max,
+           .idle_trim = options.staging.idle_trim,
+           .on_finished = [this](const std::shared_ptr<SaveState>& save, const absl::Status& status,
+                                 bool left_files) { OnFinished(save, status, left_files); }}));
+  stager = std::make_unique<writer::Stager>(
+      pool.get(), sealer.get(),
+      writer::StagerOptions{.fused_copy = options.fused_copy,
+                            .second_look = options.second_look,
+                            .time_memory_max = options.time_memory_max});
+  return absl::OkStatus();
+}
+
+Checkpointer::Impl::~Impl() {
+  bool all_ended = supervisor == nullptr || supervisor->Stop();
+  // The stager first: it feeds the sealer; both only while saves are in flight, so they have
+  // nothing left to do.
+  stager.reset();
+  sealer.reset();
+  supervisor.reset();
+  housekeeper.reset();
+  workers.reset();
+  {
+    const base::MutexLock lock(&mutex_);
+    for (auto& [device, registrant] : devices_) {
+      if (pool != nullptr) pool->RemoveRegistrant(registrant.get());
+      all_ended = registrant->Close() && all_ended;
+    }
+  }
+  // Pages that a stuck worker or a device may still write must never become somebody else's: they
+  // stay until the process ends.
+  if (!all_ended) (void)pool.release();
+}
+
+absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRequest& request,
+                                                                    AttemptId* attempt) {
+  HOLDFAST_RETURN_IF_ERROR(checkpointer::ValidateName(request.name));
+  *attempt = request.attempt;
+  if (*attempt == AttemptId()) {
+    if (options.world_size > 1) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "save ", request.name,
+          ": with more than one rank all must be given the same attempt id (see NewAttemptId)"));
+    }
+    *attempt = NewAttemptId();
+  }
+  auto save = std::make_shared<SaveState>();
+  if (request.plan != nullptr) {
+    HOLDFAST_RETURN_IF_ERROR(ValidatePlan(*request.plan));
+    save->plan = *request.plan;
+  } else {
+    char hex[layout::kDigestSlotBytes];
+    digest::ToHex(*attempt, hex);
+    SafetensorsOptions format_options;
+    format_options.metadata.emplace_back(format::kAttemptKey, std::string(hex, sizeof(hex)));
+    HOLDFAST_ASSIGN_OR_RETURN(
+        save->plan, PlanSafetensors(format::ModelFileName(options.rank, options.world_size),
+                                    request.tensors, format_options));
+  }
+  save->checkpoint = request.name;
+  save->path = absl::StrCat(options.directory, "/", request.name);
+  save->step = request.step;
+  save->wake_supervisor = [raw = supervisor.get()] { raw->Wake(); };
+  for (const PlannedFile& file : save->plan.files) {
+    save->bytes_total += file.bytes;
+    for (const Segment& segment : file.segments) {
+      if (segment.device != nullptr && !segment.device->is_host())
+        HOLDFAST_RETURN_IF_ERROR(Register(segment.device));
+    }
+  }
+  return save;
+}
+
+absl::Status Checkpointer::Impl::Admit(const SaveState& save) const {
+  if (options.when_full == WhenFull::kWait || !pool->WouldWait(save.bytes_total))
+    return absl::OkStatus();
+  if (options.when_full == WhenFull::kSkip) {
+    return absl::UnavailableError(absl::StrCat("save ", save.checkpoint,
+                                               ": skipped, because the staging memory is held ",
+                                               "by saves in flight"));
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrCat("save ", save.checkpoint, ": the staging memory of ", pool->arena().bytes(),
+                   " bytes is held by saves in flight; raise arena_bytes, or wait for them"));
+}
+
+absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
+                                                 const AttemptId& attempt, SaveState* save) {
+  struct stat existing {};
+  const bool exists = sys::Sys().fstatat(directory.get(), request.name.c_str(), &existing,
+                                         AT_SYMLINK_NOFOLLOW) == 0;
+  if (request.files_only) {
+    save->in_use = base::UniqueFd(sys::Sys().openat(directory.get(), request.name.c_str(),
+                                                    O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+    if (!save->in_use.valid()) return base::ErrnoStatus("open directory", save->path, errno);
+    return absl::OkStatus();
+  }
+  if (exists && !request.replace) {
+    return absl::AlreadyExistsError(
+        absl::StrCat("save ", save->path,
+                     ": it exists already; choose another name, remove it, or ask to replace it"));
+  }
+  if (exists && !S_ISDIR(existing.st_mode)) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("save ", save->path, ": it is a file, not a checkpoint"));
+  }
+  save->partial = checkpointer::PartialName(request.name, attempt);
+  HOLDFAST_ASSIGN_OR_RETURN(checkpointer::PartialDirectory partial,
+                            checkpointer::MakePartialDirectory(directory.get(), save->partial));
+  save->in_use = std::move(partial.in_use);
+  save->trainer_lock = std::move(partial.trainer);
+  return absl::OkStatus();
+}
+
+absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const AttemptId& attempt,
+                                        SaveState* save) {
+  uint64_t lease_bytes = 0;
+  for (const PlannedFile& file : save->plan.files) lease_bytes += layout::AlignUp(file.bytes);
+  save->streamed.store(lease_bytes > pool->arena().bytes(), std::memory_order_relaxed);
+
+  writer::JobParameters job;
+  job.flags = layout::kWriteManifest;
+  if (request.replace) job.flags |= layout::kReplaceExisting;
+  if (request.files_only) job.flags |= layout::kFilesOnly;
+  if (options.read_back) job.flags |= layout::kReadBack;
+  if (options.trainer_death == TrainerDeath::kFinish) job.flags |= layout::kFinishWithoutTrainer;
+  if (!options.direct_io) job.flags |= layout::kBuffered;
+  if (save->streamed.load(std::memory_order_relaxed)) job.flags |= layout::kStreamed;
+  if (options.launcher == Launcher::kFork) job.flags |= layout::kForkedChild;
+  job.launcher = options.launcher;
+  job.engine = options.engine;
+  job.queue_depth = options.queue_depth;
+  job.pwrite_threads = options.pwrite_threads;
+  job.attempt = attempt;
+  job.rank = options.rank;
+  job.world_size = options.world_size;
+  job.step = request.step;
+  job.epoch = save->epoch;
+  job.arena_bytes = pool->arena().bytes();
+  job.target = request.name;
+  job.partial = save->partial;
+  job.qos = options.qos;
+  job.time_stalled_max_ns = Nanoseconds(options.time_stalled_max);
+  job.time_ranks_max_ns = Nanoseconds(options.time_ranks_max);
+
+  const format::ManifestTemplate manifest =
+      format::BuildManifest({.checkpoint = request.name,
+                             .attempt = attempt,
+                             .rank = options.rank,
+                             .world_size = options.world_size,
+                             .step = request.step,
+                             .launcher = options.launcher,
+                             .pages = pool->arena().pages(),
+                             .streamed = save->streamed.load(std::memory_order_relaxed),
+                             .read_back = options.read_back},
+                            save->plan);
+  HOLDFAST_RETURN_IF_ERROR(pool->TakeControlBytes(writer::ControlBytes(save->plan, manifest)));
+  absl::StatusOr<std::unique_ptr<writer::JobTable>> table =
+      writer::JobTable::ForSave(job, save->plan, manifest);
+  if (!table.ok()) {
+    pool->ReturnControlBytes(writer::ControlBytes(save->plan, manifest));
+    return table.status();
+  }
+  save->table = *std::move(table);
+  const layout::Job& laid_out = *save->table->job();
+  save->leases.resize(laid_out.extent_count);
+  save->extents_to_lease.store(laid_out.extent_count, std::memory_order_relaxed);
+  save->extents_to_seal.store(laid_out.extent_count, std::memory_order_relaxed);
+  save->published.Reset(layout::At<layout::SharedU32>(save->table->job(), laid_out.published),
+                        laid_out.extent_count);
+  save->acknowledged =
+      layout::LogReader(layout::At<layout::SharedU32>(save->table->job(), laid_out.acknowledged),
+                        laid_out.extent_count);
+
+  const absl::Time begin = absl::Now();
+  HOLDFAST_ASSIGN_OR_RETURN(
+      save->link,
+      workers->Start(absl::StrCat(request.name, " rank ", options.rank, " of ", options.world_size),
+                     save->table->fd(), save->table->bytes(), directory.get(), save->in_use.get()));
+  SaveReport* report = save->MutableReport();
+  report->time_launching = absl::ToDoubleSeconds(absl::Now() - begin);
+  report->path = save->path;
+  report->epoch = save->epoch;
+  report->step = request.step;
+  report->attempt = attempt;
+  report->bytes = save->bytes_total;
+  report->files = laid_out.file_count;
+  report->tensors = laid_out.tensor_count;
+  report->launcher = options.launcher;
+  report->pages = pool->arena().pages();
+  return absl::OkStatus();
+}
+
+void Checkpointer::Impl::TakeBack(SaveState* save, bool files_only) {
+  pool->Retire(save->epoch);
+  if (save->table != nullptr) pool->ReturnControlBytes(save->table->bytes());
+  save->in_use.Reset();
+  save->trainer_lock.Reset();
+  // Empty, or another rank's too: then rmdir refuses, rightly.
+  if (!files_only) sys::Sys().unlinkat(directory.get(), save->partial.c_str(), AT_REMOVEDIR);
+}
+
+absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& request) {
+  const absl::Time entered = absl::Now();
+  AttemptId attempt;
+  HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<SaveState> save, Plan(request, &attempt));
+  save->entered = entered;
+  HOLDFAST_RETURN_IF_ERROR(Admit(*save));
+  HOLDFAST_RETURN_IF_ERROR(OpenDirectories(request, attempt, save.get()));
+  save->epoch = pool->OpenEpoch();
+  const absl::Status launched = Launch(request, attempt, save.get());
+  if (!launched.ok()) {
+    TakeBack(save.get(), request.files_only);
+    return base::Annotate(launched, absl::StrCat("save ", save->path));
+  }
+  save->AddUser();  // this thread, until everything in host memory was copied
+  supervisor->Watch(save);
+  const absl::Status staged = stager->Stage(save);
+  if (!staged.ok()) save->MarkErrorReturned();
+  save->MutableReport()->time_in_call = absl::ToDoubleSeconds(absl::Now() - entered);
+  save->DropUser();
+  if (!staged.ok()) return staged;
+  return SaveHandle(std::move(save));
+}
+
+void Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
+                                    const absl::Status& status, bool left_files) {
+  if (status.ok()) {
+    housekeeper->ApplyRetention();
+    return;
+  }
+  // A rank of many must not remove what the others wrote; Recover does, once all are gone.
+  if (left_files && !save->partial.empty() && options.world_size == 1)
+    housekeeper->Remove(save->partial);
+  const base::MutexLock lock(&mutex_);
+  if (failed_.size() < kUnseenErrorsMax) failed_.push_back(save);
+}
+
+absl::Status Checkpointer::Impl::Register(Device* device) {
+  const base::MutexLock lock(&mutex_);
+  if (devices_.contains(device)) return absl::OkStatus();
+  auto registrant = std::make_unique<checkpointer::DeviceRegistrant>(device, &pool->arena());
+  HOLDFAST_RETURN_IF_ERROR(registrant->RestoreRegistration());
+  pool->AddRegistrant(registrant.get());
+  devices_[device] = std::move(registrant);
+  return absl::OkStatus();
+}
+
+absl::Status Checkpointer::Impl::Flush(absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  HOLDFAST_RETURN_IF_ERROR(supervisor->WaitIdle(deadline));
+  absl::Status first = housekeeper->WaitIdle(deadline);
+  std::vector<std::shared_ptr<SaveState>> failed;
+  {
+    const base::MutexLock lock(&mutex_);
+    failed.swap(failed_);
+  }
+  for (auto save = failed.rbegin(); save != failed.rend(); ++save) {
+    const absl::Status error = (*save)->TakeUnseenError();
+    if (!error.ok()) first = error;
+  }
+  return first;
+}
+
+Checkpointer::Checkpointer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+
+Checkpointer::~Checkpointer() {
+  // In a forked child the threads, the worker and the memory are the parent's: touch nothing.
+  if (impl_ != nullptr && !impl_->guard.InCreator()) (void)impl_.release();
+}
+
+absl::StatusOr<std::unique_ptr<Checkpointer>> Checkpointer::Create(
+    const CheckpointerOptions& options) {
+  auto impl = std::make_unique<Impl>(options);
+  HOLDFAST_RETURN_IF_ERROR(impl->Start());
+  return std::unique_ptr<Checkpointer>(new Checkpointer(std::move(impl)));
+}
+
+absl::StatusOr<SaveHandle> Checkpointer::SaveAsync(const SaveRequest& request) {
+  return impl_->guard.InCreator() ? impl_->SaveAsync(request) : OtherProcess();
+}
+
+absl::Status Checkpointer::Flush(absl::Duration timeout) {
+  return impl_->guard.InCreator() ? impl_->Flush(timeout) : OtherProcess();
+}
+
+absl::Status Checkpointer::Trim() {
+  return impl_->guard.InCreator() ? impl_->pool->Trim() : OtherProcess();
+}
+
+absl::Status Checkpointer::RegisterDevice(Device* device) {
+  if (!impl_->guard.InCreator()) return OtherProcess();
+  return device == nullptr || device->is_host() ? absl::OkStatus() : impl_->Register(device);
+}
+
+StagingStats Checkpointer::staging() const {
+  return impl_->guard.InCreator() ? impl_->pool->stats() : StagingStats();
+}
+
+const CheckpointerOptions& Checkpointer::options() const { return impl_->options; }
+
+}  // namespace holdfast

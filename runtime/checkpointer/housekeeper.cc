@@ -1,0 +1,145 @@
+#include "runtime/checkpointer/housekeeper.h"
+
+#include <poll.h>
+
+#include <cerrno>
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "holdfast/recovery.h"
+#include "runtime/base/status.h"
+#include "runtime/checkpointer/retention.h"
+#include "runtime/sys/system.h"
+#include "runtime/writer/job_table.h"
+
+namespace holdfast::checkpointer {
+namespace {
+
+// Deleting yields to everything else on the machine.
+constexpr int kDeleteNice = 10;
+constexpr int kPollMs = 100;
+
+}  // namespace
+
+Housekeeper::Housekeeper(const CheckpointerOptions& options, int parent_fd,
+                         writer::WorkerSource* workers)
+    : options_(options), parent_fd_(parent_fd), workers_(workers), thread_([this] { Run(); }) {}
+
+Housekeeper::~Housekeeper() {
+  {
+    const base::MutexLock lock(&mutex_);
+    stopping_ = true;
+    changed_.NotifyAll();
+  }
+  thread_.join();
+}
+
+void Housekeeper::ApplyRetention() {
+  if (options_.retention.keep_last == 0 || options_.rank != 0) return;
+  const base::MutexLock lock(&mutex_);
+  tasks_.push_back({.retention = true, .name = {}});
+  changed_.NotifyAll();
+}
+
+void Housekeeper::Remove(const std::string& name) {
+  const base::MutexLock lock(&mutex_);
+  tasks_.push_back({.retention = false, .name = name});
+  changed_.NotifyAll();
+}
+
+absl::Status Housekeeper::WaitIdle(absl::Time deadline) {
+  const base::MutexLock lock(&mutex_);
+  while (busy_ || !tasks_.empty()) {
+    if (!changed_.WaitUntil(&mutex_, deadline) && (busy_ || !tasks_.empty())) {
+      return absl::DeadlineExceededError("wait for background deletion: not done yet");
+    }
+  }
+  return std::exchange(first_error_, absl::OkStatus());
+}
+
+void Housekeeper::Run() {
+  while (true) {
+    Task task;
+    {
+      const base::MutexLock lock(&mutex_);
+      while (tasks_.empty() && !stopping_)
+        changed_.WaitUntil(&mutex_, absl::Now() + absl::Hours(1));
+      if (tasks_.empty()) return;
+      task = std::move(tasks_.front());
+      tasks_.pop_front();
+      busy_ = true;
+    }
+    const absl::Status status = Do(task);
+    const base::MutexLock lock(&mutex_);
+    busy_ = false;
+    if (first_error_.ok()) first_error_ = status;
+    changed_.NotifyAll();
+  }
+}
+
+absl::Status Housekeeper::Do(const Task& task) {
+  if (!task.retention) return Delete({task.name});
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<CheckpointInfo> complete,
+                            ListCheckpoints(options_.directory));
+  std::vector<RetiredCheckpoint> retired;
+  std::vector<std::string> names;
+  for (const std::string& name : SelectForRemoval(complete, options_.retention)) {
+    for (const CheckpointInfo& info : complete) {
+      if (info.name != name) continue;
+      HOLDFAST_ASSIGN_OR_RETURN(RetiredCheckpoint gone, RetireCheckpoint(parent_fd_, info));
+      names.push_back(gone.name);
+      retired.push_back(std::move(gone));
+    }
+  }
+  return names.empty() ? absl::OkStatus() : Delete(names);
+}
+
+absl::Status Housekeeper::Delete(const std::vector<std::string>& names) {
+  writer::JobParameters parameters;
+  parameters.kind = layout::JobKind::kDelete;
+  parameters.launcher =
+      options_.launcher == Launcher::kPersistent ? Launcher::kSpawn : options_.launcher;
+  parameters.qos.nice = kDeleteNice;
+  parameters.time_stalled_max_ns =
+      static_cast<uint64_t>(absl::ToInt64Nanoseconds(options_.time_stalled_max));
+  HOLDFAST_ASSIGN_OR_RETURN(const std::unique_ptr<writer::JobTable> table,
+                            writer::JobTable::ForDelete(parameters, names));
+  const std::string object = absl::StrCat(options_.directory, "/", names.front());
+  HOLDFAST_ASSIGN_OR_RETURN(const std::shared_ptr<writer::WorkerLink> link,
+                            workers_->StartBackground(absl::StrCat("delete ", names.front()),
+                                                      table->fd(), table->bytes(), parent_fd_));
+  const layout::CompletionSlot& slot = table->job()->completion;
+  const auto result_is_there = [&slot] {
+    return slot.state.load(std::memory_order_acquire) ==
+           static_cast<uint32_t>(layout::CompletionState::kDone);
+  };
+  // Progress, not total time, is bounded: a directory may be of any size.
+  uint64_t seen = 0;
+  uint64_t seen_at = sys::NowNs();
+  while (!(link->IsGone() || (link->kept() && result_is_there()))) {
+    pollfd entries[2] = {{.fd = link->pidfd(), .events = POLLIN, .revents = 0},
+                         {.fd = link->doorbell_fd(), .events = POLLIN, .revents = 0}};
+    sys::Sys().poll(entries, 2, kPollMs);
+    link->DrainDoorbell();
+    const uint64_t progress = table->job()->bytes_completed.load(std::memory_order_relaxed);
+    if (progress != seen) {
+      seen = progress;
+      seen_at = sys::NowNs();
+    } else if (sys::NowNs() - seen_at > parameters.time_stalled_max_ns) {
+      link->Kill();
+      return absl::DeadlineExceededError(
+          absl::StrCat("remove ", object, ": no progress; Recover removes the rest"));
+    }
+  }
+  if (!result_is_there()) {
+    return absl::AbortedError(absl::StrCat("remove ", object, ": the worker ", link->Reap(),
+                                           "; Recover removes the rest"));
+  }
+  base::FailureNames failure_names;
+  failure_names.checkpoint = object;
+  return base::ToStatus(slot.failure, failure_names);
+}
+
+}  // namespace holdfast::checkpointer

@@ -1,0 +1,86 @@
+#include "runtime/writer/worker_source.h"
+
+#include <utility>
+
+#include "runtime/base/status.h"
+
+namespace holdfast::writer {
+namespace {
+
+bool IsKept(Launcher launcher) {
+  return launcher == Launcher::kPersistent || launcher == Launcher::kThread;
+}
+
+}  // namespace
+
+WorkerSource::WorkerSource(staging::StagingPool* pool, Launcher launcher, std::string program)
+    : pool_(pool), launcher_(launcher), program_(std::move(program)) {}
+
+WorkerSource::~WorkerSource() {
+  const base::MutexLock lock(&mutex_);
+  ForgetKept();
+}
+
+absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::Launch(Launcher launcher,
+                                                                 const std::string& title) {
+  return WorkerLink::Launch({.launcher = launcher,
+                             .program = program_,
+                             .title = title,
+                             .kept = IsKept(launcher),
+                             .arena_fd = pool_->arena().fd(),
+                             .arena_bytes = pool_->arena().bytes()});
+}
+
+void WorkerSource::ForgetKept() {
+  if (kept_ == nullptr) return;
+  pool_->RemoveRegistrant(kept_.get());
+  kept_.reset();
+}
+
+absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::Kept() {
+  if (kept_ != nullptr && !kept_->IsGone()) return kept_;
+  ForgetKept();
+  HOLDFAST_ASSIGN_OR_RETURN(kept_, Launch(launcher_, "kept"));
+  pool_->AddRegistrant(kept_.get());
+  return kept_;
+}
+
+absl::Status WorkerSource::WarmUp() {
+  if (!IsKept(launcher_)) return absl::OkStatus();
+  const base::MutexLock lock(&mutex_);
+  return Kept().status();
+}
+
+absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::Start(const std::string& title,
+                                                                int control_fd,
+                                                                uint64_t control_bytes,
+                                                                int parent_fd, int lock_fd) {
+  if (!IsKept(launcher_)) {
+    HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<WorkerLink> link, Launch(launcher_, title));
+    HOLDFAST_RETURN_IF_ERROR(link->Run(control_fd, control_bytes, parent_fd, lock_fd));
+    return link;
+  }
+  const base::MutexLock lock(&mutex_);
+  HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<WorkerLink> link, Kept());
+  absl::Status handed = link->Run(control_fd, control_bytes, parent_fd, lock_fd);
+  if (!handed.ok()) {
+    // It died between the look and the message: once more with a new one.
+    ForgetKept();
+    HOLDFAST_ASSIGN_OR_RETURN(link, Kept());
+    handed = link->Run(control_fd, control_bytes, parent_fd, lock_fd);
+  }
+  if (!handed.ok()) return handed;
+  return link;
+}
+
+absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::StartBackground(const std::string& title,
+                                                                          int control_fd,
+                                                                          uint64_t control_bytes,
+                                                                          int parent_fd) {
+  const Launcher launcher = launcher_ == Launcher::kPersistent ? Launcher::kSpawn : launcher_;
+  HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<WorkerLink> link, Launch(launcher, title));
+  HOLDFAST_RETURN_IF_ERROR(link->Run(control_fd, control_bytes, parent_fd, parent_fd));
+  return link;
+}
+
+}  // namespace holdfast::writer
