@@ -9,7 +9,8 @@ target_include_directories(holdfast PUBLIC
   $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/runtime/include> $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}>
   $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>)
 target_link_libraries(holdfast PUBLIC absl::status absl::statusor absl::time absl::strings absl::span absl::cord
-                      Threads::Threads PRIVATE PkgConfig::LIBURING PkgConfig::XXHASH
+                      absl::flat_hash_map absl::flat_hash_set
+                      Threads::Threads PRIVATE PkgConfig::LIBURING PkgConfig::XXHASH ZLIB::ZLIB
                       $<BUILD_INTERFACE:nlohmann_json::nlohmann_json> $<BUILD_INTERFACE:holdfast_flags>)
 
 # holdfast::cuda: what CUDA adds. The runtime is linked statically: a program with it starts on a

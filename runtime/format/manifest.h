@@ -37,18 +37,21 @@ struct ManifestInput {
   PageRung pages = PageRung::kSmall;
   bool streamed = false;
   bool read_back = false;
+  bool adopted = false;  ///< Made from files on disk, not by a save: see Manifest::adopted.
 };
 
 /// Where the sealers' digests of a tensor's own parts go. A tensor that begins or ends inside a
 /// chunk that it shares has a digest of that part: `head` up to the first chunk border (or its
 /// end), `tail` from the last chunk border. Chunks in between are its own. 0 is "no such part".
+/// tensor_parts.h computes the ranges.
 struct TensorSlots {
   uint64_t head = 0;
   uint64_t tail = 0;
 };
 
 struct ManifestTemplate {
-  std::string text;  ///< All slots zeroed or blank; this many bytes are in the file.
+  std::string text;  ///< As long as the file will be. Its slots are blank, its digests '-': until
+                     ///< all are filled (layout/manifest_slots.h), ParseManifest refuses it.
   layout::ManifestSlots slots;
   std::vector<uint64_t> file_roots;  ///< By file: place of the root's 32 hex digits.
   std::vector<std::vector<uint64_t>> chunk_digests;  ///< By file and chunk: place of 32 hex digits.
@@ -87,18 +90,25 @@ struct Manifest {
   uint64_t step = 0;
   std::string launcher;
   std::string pages;
+  bool streamed = false;
+  bool read_back = false;
   std::string engine;
   std::string engine_reason;
   std::string direct_io;
-  bool adopted =
-      false;  ///< Written by --adopt: digests are of what was on disk then, not of a seal.
+  uint64_t bytes_written = 0;
+  uint64_t time_writing_ns = 0;
+  uint64_t time_syncing_ns = 0;
+  uint64_t time_total_ns = 0;
+  /// Written by --adopt: digests are of what was on disk then, not of a seal.
+  bool adopted = false;
   std::vector<File> files;
   std::vector<Tensor> tensors;
 };
 
 /// Reads and checks a manifest: the self-digest over the raw bytes first, then strict JSON (no
-/// unknown type, no duplicate key, nothing after the end), then meaning: names of one component,
-/// ranges inside files, no overlap, chunk counts that match sizes, roots that match chunks.
+/// unknown or duplicate key, nothing after the end), then meaning: names of one component, ranges
+/// inside files, no overlap, chunk counts that match sizes, roots that match chunks, heads and
+/// tails where their place asks for them.
 /// Allocates no more than a small multiple of `text`. \error kDataLoss saying where (byte or key)
 /// and why.
 absl::StatusOr<Manifest> ParseManifest(absl::string_view text);

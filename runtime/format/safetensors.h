@@ -31,8 +31,10 @@ struct SafetensorsHeader {
 };
 
 /// `prefix` is the first 8 + N bytes of a file of `file_bytes`, N the header's length (see
-/// HeaderLength). \error kDataLoss saying where: length over the limit or the file, bad JSON,
-/// duplicate keys, overlap, holes, a size that does not match shape and dtype, trailing bytes.
+/// HeaderLength). Tensors come back in file order, those that were stored as bytes with their true
+/// dtype and shape. \error kDataLoss saying where: length over the limit or the file, bad JSON,
+/// duplicate or unknown keys, overlap, holes, a size that does not match shape and dtype, trailing
+/// bytes; kUnimplemented for a dtype that this version does not know.
 absl::StatusOr<SafetensorsHeader> ParseSafetensors(absl::string_view prefix, uint64_t file_bytes);
 
 /// N from the first 8 bytes, checked against both limits.

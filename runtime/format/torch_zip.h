@@ -3,6 +3,7 @@
 #ifndef HOLDFAST_RUNTIME_FORMAT_TORCH_ZIP_H_
 #define HOLDFAST_RUNTIME_FORMAT_TORCH_ZIP_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -23,22 +24,30 @@ struct ZipRecord {
 /// locator.
 inline constexpr uint64_t kZipTailBytes = 22 + 65535 + 20 + 56;
 
-/// Where the central directory lies, from the last bytes of a file of `file_bytes`.
+/// Where the central directory lies, and of how many records.
 struct ZipDirectory {
   uint64_t begin = 0;
   uint64_t bytes = 0;
   uint64_t records = 0;
 };
+
+/// Finds it in the last bytes of a file of `file_bytes`. \error kDataLoss if the last bytes are no
+/// end record, or the directory does not end right in front of it.
 absl::StatusOr<ZipDirectory> FindZipDirectory(absl::string_view tail, uint64_t file_bytes);
 
-/// Records of the directory, stored (method 0) only; `begin` is still the local header's offset
-/// until LocalData fixed it.
+/// Records of the directory, in its order; `begin` is still the local header's offset: the caller
+/// adds LocalHeaderBytes. \error kUnimplemented for a record that is compressed or encrypted
+/// (torch.save stores), kDataLoss saying which record and why.
 absl::StatusOr<std::vector<ZipRecord>> ParseZipDirectory(absl::string_view directory,
                                                          const ZipDirectory& where,
                                                          uint64_t file_bytes);
 
 /// Length of a local header (30 + name + extra) from its first 30 bytes.
 absl::StatusOr<uint64_t> LocalHeaderBytes(absl::string_view first30);
+
+/// Whether the records lie one after the other in front of the directory; `begin` is the first byte
+/// of data or of the local header, either way no two may overlap.
+absl::Status CheckZipLayout(const std::vector<ZipRecord>& records, const ZipDirectory& where);
 
 /// CRC-32 (IEEE, as zip), continuing from `crc`.
 uint32_t Crc32(uint32_t crc, const void* data, size_t bytes);

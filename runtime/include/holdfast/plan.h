@@ -85,11 +85,12 @@ struct SafetensorsOptions {
   std::vector<std::pair<std::string, std::string>> metadata;
 };
 
-/// Plans one safetensors file: tensors in descending element size (then in the given order), the
-/// header padded with blanks so that data starts at a multiple of kIoAlignment. \error
-/// kInvalidArgument for duplicate or empty names, names that are not UTF-8, sizes that do not match
-/// shape and dtype, or a header over safetensors' limit of 100 MB. Source of the format: the
-/// safetensors README, "Format".
+/// Plans one safetensors file: tensors in descending element size, then in the given order (so they
+/// stand in the plan, too); the header padded with blanks so that data starts at a multiple of
+/// kIoAlignment. A dtype that safetensors 0.6 does not read is written as bytes, with the true one
+/// in `__metadata__` and in the manifest. \error kInvalidArgument for duplicate or empty names,
+/// names that are not UTF-8, sizes that do not match shape and dtype, or a header over safetensors'
+/// limit of 100 MB. Source of the format: the safetensors README, "Format".
 absl::StatusOr<SavePlan> PlanSafetensors(const std::string& file_name,
                                          absl::Span<const TensorSource> tensors,
                                          const SafetensorsOptions& options);

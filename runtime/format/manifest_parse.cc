@@ -1,0 +1,377 @@
+// Reading a rank manifest: self-digest, then syntax, then meaning.
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
+#include "runtime/digest/digest.h"
+#include "runtime/format/file_names.h"
+#include "runtime/format/json_reader.h"
+#include "runtime/format/manifest.h"
+#include "runtime/format/tensor_parts.h"
+#include "runtime/format/text.h"
+
+namespace holdfast::format {
+namespace {
+
+constexpr absl::string_view kSelfDigestKey = "\"self_digest\":\"";
+constexpr absl::string_view kEnd = "\"}\n";
+constexpr size_t kTrailerBytes = kSelfDigestKey.size() + 32 + kEnd.size();
+
+absl::Status Wrong(absl::string_view where, absl::string_view what) {
+  return absl::DataLossError(absl::StrCat("manifest: ", where, ": ", what));
+}
+
+/// Over the raw bytes and before anything else is believed. The last field stands at a fixed place,
+/// so no parsing is needed to find it.
+absl::Status CheckSelfDigest(absl::string_view text) {
+  if (text.size() > kManifestBytesMax) {
+    return Wrong("size", absl::StrCat(text.size(), " bytes are over the limit of 1 GiB"));
+  }
+  if (text.size() < kTrailerBytes + 1 || text.front() != '{') {
+    return Wrong("byte 0", "this is not a manifest, or its end is missing");
+  }
+  const absl::string_view trailer = text.substr(text.size() - kTrailerBytes);
+  if (trailer.substr(0, kSelfDigestKey.size()) != kSelfDigestKey ||
+      trailer.substr(kTrailerBytes - kEnd.size()) != kEnd) {
+    return Wrong("end", "it does not end in a self-digest");
+  }
+  const size_t covered = text.size() - 32 - kEnd.size();
+  Digest recorded;
+  if (!digest::FromHex(text.data() + covered, &recorded)) {
+    return Wrong("self_digest", "not 32 hex digits: the manifest was never completed");
+  }
+  const Digest found = digest::Of(text.data(), covered);
+  if (found != recorded) {
+    char hex[32];
+    digest::ToHex(found, hex);
+    return Wrong("self_digest", absl::StrCat("it is of other bytes than these, whose digest is ",
+                                             absl::string_view(hex, sizeof(hex))));
+  }
+  return absl::OkStatus();
+}
+
+class ManifestReader {
+ public:
+  explicit ManifestReader(absl::string_view text) : json_(text) {}
+
+  absl::StatusOr<Manifest> Read() {
+    ReadTop();
+    json_.AtEnd();
+    if (!json_.status().ok()) {
+      return base::Annotate(json_.status(), "manifest");
+    }
+    return std::move(out_);
+  }
+
+ private:
+  enum Top {
+    kFormat,
+    kVersion,
+    kCheckpoint,
+    kAttempt,
+    kRank,
+    kWorldSize,
+    kStep,
+    kLauncher,
+    kPages,
+    kStreamed,
+    kReadBack,
+    kAdopted,
+    kEngine,
+    kDirectIo,
+    kEngineReason,
+    kBytesWritten,
+    kTimeWriting,
+    kTimeSyncing,
+    kTimeTotal,
+    kFiles,
+    kTensors,
+    kSelfDigest,
+  };
+  static constexpr absl::string_view kTopNames[] = {"format",
+                                                    "version",
+                                                    "checkpoint",
+                                                    "attempt",
+                                                    "rank",
+                                                    "world_size",
+                                                    "step",
+                                                    "launcher",
+                                                    "pages",
+                                                    "streamed",
+                                                    "read_back",
+                                                    "adopted",
+                                                    "engine",
+                                                    "direct_io",
+                                                    "engine_reason",
+                                                    "bytes_written",
+                                                    "time_writing_ns",
+                                                    "time_syncing_ns",
+                                                    "time_total_ns",
+                                                    "files",
+                                                    "tensors",
+                                                    "self_digest"};
+
+  void ReadTop() {
+    uint64_t seen = 0;
+    if (!json_.EnterObject()) return;
+    for (int field; (field = json_.NextField(kTopNames, 0, &seen)) >= 0;) ReadTopField(field);
+  }
+
+  void ReadTopField(int field) {
+    std::string text;
+    Digest ignored;  // The self-digest was checked over the raw bytes.
+    switch (field) {
+      case kFormat:
+        if (json_.String(&text) && text != "holdfast.manifest") json_.Fail("unknown format");
+        return;
+      case kVersion:
+        if (json_.Unsigned32(&out_.version) && out_.version != 1) {
+          json_.Fail(absl::StrCat("version ", out_.version, ", only 1 is known"));
+        }
+        return;
+      case kCheckpoint:
+        json_.String(&out_.checkpoint);
+        return;
+      case kAttempt:
+        json_.Hex(&out_.attempt);
+        return;
+      case kRank:
+        json_.Unsigned32(&out_.rank);
+        return;
+      case kWorldSize:
+        json_.Unsigned32(&out_.world_size);
+        return;
+      case kStep:
+        json_.Unsigned(&out_.step);
+        return;
+      case kLauncher:
+        json_.String(&out_.launcher);
+        return;
+      case kPages:
+        json_.String(&out_.pages);
+        return;
+      case kStreamed:
+        json_.Bool(&out_.streamed);
+        return;
+      case kReadBack:
+        json_.Bool(&out_.read_back);
+        return;
+      case kAdopted:
+        json_.Bool(&out_.adopted);
+        return;
+      case kEngine:
+        json_.String(&out_.engine);
+        return;
+      case kDirectIo:
+        json_.String(&out_.direct_io);
+        return;
+      case kEngineReason:
+        json_.String(&out_.engine_reason);
+        return;
+      case kBytesWritten:
+        json_.Unsigned(&out_.bytes_written);
+        return;
+      case kTimeWriting:
+        json_.Unsigned(&out_.time_writing_ns);
+        return;
+      case kTimeSyncing:
+        json_.Unsigned(&out_.time_syncing_ns);
+        return;
+      case kTimeTotal:
+        json_.Unsigned(&out_.time_total_ns);
+        return;
+      case kFiles:
+        if (!json_.EnterArray()) return;
+        while (json_.NextElement()) ReadFile(&out_.files.emplace_back());
+        return;
+      case kTensors:
+        if (!json_.EnterArray()) return;
+        while (json_.NextElement()) ReadTensor(&out_.tensors.emplace_back());
+        return;
+      case kSelfDigest:
+        json_.Hex(&ignored);
+        return;
+      default:
+        return;
+    }
+  }
+
+  void ReadFile(Manifest::File* file) {
+    static constexpr absl::string_view kNames[] = {"name", "bytes", "chunk_bytes", "root",
+                                                   "digests"};
+    uint64_t seen = 0;
+    if (!json_.EnterObject()) return;
+    for (int field; (field = json_.NextField(kNames, 0, &seen)) >= 0;) {
+      switch (field) {
+        case 0:
+          json_.String(&file->name);
+          break;
+        case 1:
+          json_.Unsigned(&file->bytes);
+          break;
+        case 2:
+          json_.Unsigned32(&file->chunk_bytes);
+          break;
+        case 3:
+          json_.Hex(&file->root);
+          break;
+        default:
+          if (!json_.EnterArray()) return;
+          while (json_.NextElement()) {
+            Digest chunk;
+            if (!json_.Hex(&chunk)) return;
+            file->chunks.push_back(chunk);
+          }
+      }
+    }
+  }
+
+  void ReadTensor(Manifest::Tensor* tensor) {
+    static constexpr absl::string_view kNames[] = {"name",  "dtype", "shape", "file",
+                                                   "begin", "end",   "head",  "tail"};
+    constexpr uint64_t kOptional = 1u << 6 | 1u << 7;
+    uint64_t seen = 0;
+    if (!json_.EnterObject()) return;
+    for (int field; (field = json_.NextField(kNames, kOptional, &seen)) >= 0;) {
+      switch (field) {
+        case 0:
+          json_.String(&tensor->name);
+          break;
+        case 1:
+          json_.String(&tensor->dtype);
+          break;
+        case 2:
+          json_.Shape(&tensor->shape);
+          break;
+        case 3:
+          json_.Unsigned32(&tensor->file);
+          break;
+        case 4:
+          json_.Unsigned(&tensor->begin);
+          break;
+        case 5:
+          json_.Unsigned(&tensor->end);
+          break;
+        case 6:
+          tensor->has_head = json_.Hex(&tensor->head);
+          break;
+        default:
+          tensor->has_tail = json_.Hex(&tensor->tail);
+      }
+    }
+  }
+
+  JsonReader json_;
+  Manifest out_;
+};
+
+std::string FileLabel(size_t index, const Manifest::File& file) {
+  return absl::StrCat("files[", index, "] ", Quoted(file.name));
+}
+
+std::string TensorLabel(size_t index, const Manifest::Tensor& tensor) {
+  return absl::StrCat("tensors[", index, "] ", Quoted(tensor.name));
+}
+
+absl::Status CheckHead(const Manifest& manifest) {
+  if (manifest.rank >= manifest.world_size) {
+    return Wrong("rank", absl::StrCat("rank ", manifest.rank, " of ", manifest.world_size));
+  }
+  if (manifest.attempt == AttemptId{}) return Wrong("attempt", "no attempt id");
+  const char* const wrong = WrongComponent(manifest.checkpoint);
+  if (wrong != nullptr) return Wrong("checkpoint", wrong);
+  return absl::OkStatus();
+}
+
+absl::Status CheckFiles(const Manifest& manifest) {
+  absl::flat_hash_set<absl::string_view> names;
+  for (size_t i = 0; i < manifest.files.size(); ++i) {
+    const Manifest::File& file = manifest.files[i];
+    const char* const wrong = WrongDataFileName(file.name);
+    if (wrong != nullptr) return Wrong(FileLabel(i, file), wrong);
+    if (!names.insert(file.name).second) return Wrong(FileLabel(i, file), "the name occurs twice");
+    if (file.chunk_bytes != kChunkBytes) {
+      return Wrong(FileLabel(i, file), absl::StrCat("chunk_bytes is ", file.chunk_bytes, ", only ",
+                                                    kChunkBytes, " is known"));
+    }
+    if (file.chunks.size() != ChunkCount(file.bytes)) {
+      return Wrong(FileLabel(i, file),
+                   absl::StrCat(file.chunks.size(), " digests for ", file.bytes, " bytes"));
+    }
+    digest::RootStream root({.attempt = manifest.attempt,
+                             .rank = manifest.rank,
+                             .world_size = manifest.world_size,
+                             .file = static_cast<uint32_t>(i),
+                             .file_bytes = file.bytes});
+    for (const Digest& chunk : file.chunks) root.Add(chunk);
+    if (root.Finish() != file.root) {
+      return Wrong(FileLabel(i, file), "the root is not that of its digests");
+    }
+  }
+  return absl::OkStatus();
+}
+
+/// What is wrong with one tensor; empty if nothing.
+std::string WrongTensor(const Manifest& manifest, const Manifest::Tensor& tensor) {
+  if (tensor.name.empty()) return "the name is empty";
+  if (tensor.file >= manifest.files.size()) {
+    return absl::StrCat("file ", tensor.file, " of ", manifest.files.size());
+  }
+  const uint64_t file_bytes = manifest.files[tensor.file].bytes;
+  if (tensor.begin > tensor.end || tensor.end > file_bytes) {
+    return absl::StrCat("bytes ", tensor.begin, " to ", tensor.end, " of a file of ", file_bytes);
+  }
+  const TensorParts parts = PartsOf(tensor.begin, tensor.end, file_bytes);
+  if (parts.has_head != tensor.has_head || parts.has_tail != tensor.has_tail) {
+    return "head and tail do not fit its place";
+  }
+  return "";
+}
+
+absl::Status CheckTensors(const Manifest& manifest) {
+  absl::flat_hash_set<absl::string_view> names;
+  names.reserve(manifest.tensors.size());
+  std::vector<uint32_t> order;
+  order.reserve(manifest.tensors.size());
+  for (size_t i = 0; i < manifest.tensors.size(); ++i) {
+    const Manifest::Tensor& tensor = manifest.tensors[i];
+    const std::string wrong = WrongTensor(manifest, tensor);
+    if (!wrong.empty()) return Wrong(TensorLabel(i, tensor), wrong);
+    if (!names.insert(tensor.name).second) {
+      return Wrong(TensorLabel(i, tensor), "the name occurs twice");
+    }
+    if (tensor.begin != tensor.end) order.push_back(static_cast<uint32_t>(i));
+  }
+  std::sort(order.begin(), order.end(), [&](uint32_t a, uint32_t b) {
+    const Manifest::Tensor& left = manifest.tensors[a];
+    const Manifest::Tensor& right = manifest.tensors[b];
+    return left.file != right.file ? left.file < right.file : left.begin < right.begin;
+  });
+  for (size_t i = 1; i < order.size(); ++i) {
+    const Manifest::Tensor& before = manifest.tensors[order[i - 1]];
+    const Manifest::Tensor& tensor = manifest.tensors[order[i]];
+    if (before.file == tensor.file && before.end > tensor.begin) {
+      return Wrong(TensorLabel(order[i], tensor),
+                   absl::StrCat("overlaps tensor ", Quoted(before.name)));
+    }
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<Manifest> ParseManifest(absl::string_view text) {
+  HOLDFAST_RETURN_IF_ERROR(CheckSelfDigest(text));
+  HOLDFAST_ASSIGN_OR_RETURN(Manifest manifest, ManifestReader(text).Read());
+  HOLDFAST_RETURN_IF_ERROR(CheckHead(manifest));
+  HOLDFAST_RETURN_IF_ERROR(CheckFiles(manifest));
+  HOLDFAST_RETURN_IF_ERROR(CheckTensors(manifest));
+  return manifest;
+}
+
+}  // namespace holdfast::format

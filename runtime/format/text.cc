@@ -1,0 +1,130 @@
+#include "runtime/format/text.h"
+
+#include <charconv>
+#include <cstddef>
+#include <cstring>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+
+namespace holdfast::format {
+namespace {
+
+/// Length of the UTF-8 sequence at the front of `text`, 0 if there is none. Source: Unicode 15,
+/// table 3-7, "Well-Formed UTF-8 Byte Sequences".
+size_t SequenceBytes(absl::string_view text) {
+  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+  const auto follows = [&](size_t i, unsigned low, unsigned high) {
+    return i < text.size() && byte(i) >= low && byte(i) <= high;
+  };
+  const unsigned first = byte(0);
+  if (first < 0x80) return 1;
+  if (first >= 0xc2 && first <= 0xdf) return follows(1, 0x80, 0xbf) ? 2 : 0;
+  if (first >= 0xe0 && first <= 0xef) {
+    const unsigned low = first == 0xe0 ? 0xa0 : 0x80;   // below: a longer form than needed
+    const unsigned high = first == 0xed ? 0x9f : 0xbf;  // above: a surrogate
+    return follows(1, low, high) && follows(2, 0x80, 0xbf) ? 3 : 0;
+  }
+  if (first >= 0xf0 && first <= 0xf4) {
+    const unsigned low = first == 0xf0 ? 0x90 : 0x80;
+    const unsigned high = first == 0xf4 ? 0x8f : 0xbf;  // above: over U+10FFFF
+    return follows(1, low, high) && follows(2, 0x80, 0xbf) && follows(3, 0x80, 0xbf) ? 4 : 0;
+  }
+  return 0;
+}
+
+bool NeedsEscape(char character) {
+  return static_cast<unsigned char>(character) < 0x20 || character == '"' || character == '\\';
+}
+
+void AppendEscape(char character, std::string* out) {
+  switch (character) {
+    case '"':
+      out->append("\\\"");
+      return;
+    case '\\':
+      out->append("\\\\");
+      return;
+    case '\n':
+      out->append("\\n");
+      return;
+    case '\t':
+      out->append("\\t");
+      return;
+    case '\r':
+      out->append("\\r");
+      return;
+    default:
+      break;
+  }
+  constexpr char kHex[] = "0123456789abcdef";
+  const unsigned byte = static_cast<unsigned char>(character);
+  const char escape[] = {'\\', 'u', '0', '0', kHex[byte >> 4], kHex[byte & 15]};
+  out->append(escape, sizeof(escape));
+}
+
+}  // namespace
+
+bool IsUtf8(absl::string_view text) {
+  while (!text.empty()) {
+    // Names are ASCII nearly always: eight bytes at a time while they are.
+    while (text.size() >= 8) {
+      uint64_t word;
+      std::memcpy(&word, text.data(), sizeof(word));
+      if ((word & 0x8080808080808080u) != 0) break;
+      text.remove_prefix(8);
+    }
+    if (text.empty()) break;
+    const size_t bytes = SequenceBytes(text);
+    if (bytes == 0) return false;
+    text.remove_prefix(bytes);
+  }
+  return true;
+}
+
+void AppendJsonString(absl::string_view text, std::string* out) {
+  out->push_back('"');
+  size_t plain = 0;
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (!NeedsEscape(text[i])) continue;
+    out->append(text.data() + plain, i - plain);
+    AppendEscape(text[i], out);
+    plain = i + 1;
+  }
+  out->append(text.data() + plain, text.size() - plain);
+  out->push_back('"');
+}
+
+void AppendNumber(uint64_t value, std::string* out) {
+  char digits[20];
+  const char* const end = std::to_chars(digits, digits + sizeof(digits), value).ptr;
+  out->append(digits, static_cast<size_t>(end - digits));
+}
+
+void AppendShape(absl::Span<const int64_t> shape, std::string* out) {
+  out->push_back('[');
+  bool first = true;
+  for (const int64_t dimension : shape) {
+    if (!first) out->push_back(',');
+    first = false;
+    AppendNumber(static_cast<uint64_t>(dimension), out);
+  }
+  out->push_back(']');
+}
+
+std::string Quoted(absl::string_view name) {
+  constexpr size_t kBytesMax = 200;
+  const bool cut = name.size() > kBytesMax;
+  if (cut) {
+    name = name.substr(0, kBytesMax);
+    // Not within a sequence: a message stays UTF-8.
+    while (!name.empty() && (static_cast<unsigned char>(name.back()) & 0xc0) == 0x80) {
+      name.remove_suffix(1);
+    }
+    if (!name.empty() && static_cast<unsigned char>(name.back()) >= 0xc0) name.remove_suffix(1);
+  }
+  const std::string text = IsUtf8(name) ? absl::Utf8SafeCHexEscape(name) : absl::CHexEscape(name);
+  return absl::StrCat("\"", text, cut ? "..." : "", "\"");
+}
+
+}  // namespace holdfast::format

@@ -1,0 +1,247 @@
+// The zip framing of torch.save. Source: PKWARE APPNOTE 6.3.10, sections 4.3 and 4.5.3.
+//
+// Only the central directory is believed: torch's writer leaves sizes and CRCs of local headers to
+// data descriptors.
+#include "runtime/format/torch_zip.h"
+
+#include <zlib.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
+#include "runtime/format/text.h"
+
+namespace holdfast::format {
+namespace {
+
+constexpr uint32_t kEndSignature = 0x06054b50;
+constexpr uint32_t kEnd64Signature = 0x06064b50;
+constexpr uint32_t kLocatorSignature = 0x07064b50;
+constexpr uint32_t kRecordSignature = 0x02014b50;
+constexpr uint32_t kLocalSignature = 0x04034b50;
+constexpr size_t kEndBytes = 22;
+constexpr size_t kEnd64Bytes = 56;
+constexpr size_t kLocatorBytes = 20;
+constexpr size_t kRecordBytes = 46;
+constexpr size_t kLocalBytes = 30;
+constexpr uint32_t kIn64 = 0xffffffff;  // "see the zip64 field"
+constexpr uint16_t kZip64Field = 1;
+
+absl::Status Wrong(absl::string_view what) {
+  return absl::DataLossError(absl::StrCat("zip: ", what));
+}
+
+/// Little-endian, at `at`, which the caller has checked.
+uint64_t Get(absl::string_view bytes, size_t at, size_t width) {
+  uint64_t value = 0;
+  for (size_t i = width; i-- > 0;) value = value << 8 | static_cast<unsigned char>(bytes[at + i]);
+  return value;
+}
+uint16_t Get16(absl::string_view bytes, size_t at) {
+  return static_cast<uint16_t>(Get(bytes, at, 2));
+}
+uint32_t Get32(absl::string_view bytes, size_t at) {
+  return static_cast<uint32_t>(Get(bytes, at, 4));
+}
+
+/// Place of the end record in `tail`: the last one whose comment ends with the file.
+absl::StatusOr<size_t> FindEnd(absl::string_view tail) {
+  if (tail.size() >= kEndBytes) {
+    const size_t lowest = tail.size() - std::min(tail.size(), kEndBytes + 0xffff);
+    for (size_t at = tail.size() - kEndBytes + 1; at-- > lowest;) {
+      if (Get32(tail, at) != kEndSignature) continue;
+      if (Get16(tail, at + 20) == tail.size() - at - kEndBytes) return at;
+    }
+  }
+  return Wrong("no end record: this is not a zip file, or its end is missing");
+}
+
+/// The zip64 end record says what the old one has no room for; where the old one has a value, they
+/// agree.
+absl::StatusOr<ZipDirectory> ReadEnd64(absl::string_view tail, size_t end, uint64_t tail_begin) {
+  const size_t locator = end - kLocatorBytes;
+  const uint64_t place = Get(tail, locator + 8, 8);
+  if (Get32(tail, locator + 4) != 0 || Get32(tail, locator + 16) > 1) {
+    return absl::UnimplementedError("zip: it spans several disks");
+  }
+  if (locator < kEnd64Bytes || place != tail_begin + locator - kEnd64Bytes) {
+    return Wrong(absl::StrCat("the zip64 end record is said to be at byte ", place,
+                              ", not in front of its locator"));
+  }
+  const size_t at = locator - kEnd64Bytes;
+  if (Get32(tail, at) != kEnd64Signature || Get(tail, at + 4, 8) != kEnd64Bytes - 12) {
+    return Wrong(absl::StrCat("no zip64 end record at byte ", place));
+  }
+  if (Get32(tail, at + 16) != 0 || Get32(tail, at + 20) != 0) {
+    return absl::UnimplementedError("zip: it spans several disks");
+  }
+  ZipDirectory directory;
+  directory.records = Get(tail, at + 32, 8);
+  directory.bytes = Get(tail, at + 40, 8);
+  directory.begin = Get(tail, at + 48, 8);
+  const auto agree = [](uint64_t old, uint64_t all_ones, uint64_t value) {
+    return old == all_ones || old == value;
+  };
+  if (Get(tail, at + 24, 8) != directory.records ||
+      !agree(Get16(tail, end + 8), 0xffff, directory.records) ||
+      !agree(Get16(tail, end + 10), 0xffff, directory.records) ||
+      !agree(Get32(tail, end + 12), kIn64, directory.bytes) ||
+      !agree(Get32(tail, end + 16), kIn64, directory.begin)) {
+    return Wrong("its two end records disagree");
+  }
+  return directory;
+}
+
+absl::StatusOr<ZipDirectory> ReadEnd(absl::string_view tail, size_t end) {
+  if (Get16(tail, end + 4) != 0 || Get16(tail, end + 6) != 0) {
+    return absl::UnimplementedError("zip: it spans several disks");
+  }
+  ZipDirectory directory;
+  directory.records = Get16(tail, end + 10);
+  directory.bytes = Get32(tail, end + 12);
+  directory.begin = Get32(tail, end + 16);
+  if (Get16(tail, end + 8) != directory.records)
+    return Wrong("its end record disagrees with itself");
+  return directory;
+}
+
+/// Replaces the values that the record left to its zip64 field.
+absl::Status ReadZip64(absl::string_view extra, uint64_t* unpacked, uint64_t* packed,
+                       uint64_t* local) {
+  bool found = false;
+  while (extra.size() >= 4) {
+    const uint16_t id = Get16(extra, 0);
+    const size_t bytes = Get16(extra, 2);
+    extra.remove_prefix(4);
+    if (bytes > extra.size()) return Wrong("an extra field goes beyond its record");
+    if (id == kZip64Field) {
+      if (found) return Wrong("two zip64 fields");
+      found = true;
+      absl::string_view field = extra.substr(0, bytes);
+      for (uint64_t* value : {unpacked, packed, local}) {
+        if (*value != kIn64) continue;
+        if (field.size() < 8) return Wrong("a zip64 field is too short");
+        *value = Get(field, 0, 8);
+        field.remove_prefix(8);
+      }
+    }
+    extra.remove_prefix(bytes);
+  }
+  // A few writers pad with less than a field's head; it means nothing.
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<ZipDirectory> FindZipDirectory(absl::string_view tail, uint64_t file_bytes) {
+  if (tail.size() > file_bytes) {
+    return absl::InvalidArgumentError("zip: more bytes given than the file has");
+  }
+  const uint64_t tail_begin = file_bytes - tail.size();
+  HOLDFAST_ASSIGN_OR_RETURN(const size_t end, FindEnd(tail));
+  const bool zip64 = end >= kLocatorBytes && Get32(tail, end - kLocatorBytes) == kLocatorSignature;
+  HOLDFAST_ASSIGN_OR_RETURN(const ZipDirectory directory,
+                            zip64 ? ReadEnd64(tail, end, tail_begin) : ReadEnd(tail, end));
+  // The directory ends exactly where the end records begin: nothing hides in between, and nothing
+  // was put in front of the file.
+  const uint64_t ends = tail_begin + (zip64 ? end - kLocatorBytes - kEnd64Bytes : end);
+  if (directory.begin > ends || directory.bytes != ends - directory.begin) {
+    return Wrong(absl::StrCat("a directory of ", directory.bytes, " bytes at byte ",
+                              directory.begin, " does not end at byte ", ends));
+  }
+  if (directory.records > directory.bytes / kRecordBytes) {
+    return Wrong(absl::StrCat(directory.records, " records do not fit a directory of ",
+                              directory.bytes, " bytes"));
+  }
+  return directory;
+}
+
+absl::StatusOr<std::vector<ZipRecord>> ParseZipDirectory(absl::string_view directory,
+                                                         const ZipDirectory& where,
+                                                         uint64_t file_bytes) {
+  if (directory.size() != where.bytes || where.begin > file_bytes ||
+      where.bytes > file_bytes - where.begin || where.records > where.bytes / kRecordBytes) {
+    return absl::InvalidArgumentError("zip: these are not the directory's bytes");
+  }
+  std::vector<ZipRecord> records;
+  records.reserve(where.records);
+  absl::flat_hash_set<std::string> names;
+  absl::string_view rest = directory;
+  for (uint64_t i = 0; i < where.records; ++i) {
+    const auto wrong = [&](absl::string_view what) {
+      return Wrong(absl::StrCat("record ", i, " at byte ",
+                                where.begin + (directory.size() - rest.size()), ": ", what));
+    };
+    if (rest.size() < kRecordBytes || Get32(rest, 0) != kRecordSignature) {
+      return wrong("no directory record");
+    }
+    const size_t name_bytes = Get16(rest, 28);
+    const size_t extra_bytes = Get16(rest, 30);
+    const size_t record_bytes = kRecordBytes + name_bytes + extra_bytes + Get16(rest, 32);
+    if (record_bytes > rest.size()) return wrong("it goes beyond the directory");
+    ZipRecord record;
+    record.name = std::string(rest.substr(kRecordBytes, name_bytes));
+    record.crc32 = Get32(rest, 16);
+    uint64_t packed = Get32(rest, 20);
+    record.bytes = Get32(rest, 24);
+    record.begin = Get32(rest, 42);
+    if ((Get16(rest, 8) & 1) != 0 || Get16(rest, 10) != 0) {
+      return absl::UnimplementedError(
+          absl::StrCat("zip: ", Quoted(record.name), " is compressed or encrypted"));
+    }
+    const absl::Status zip64 = ReadZip64(rest.substr(kRecordBytes + name_bytes, extra_bytes),
+                                         &record.bytes, &packed, &record.begin);
+    if (!zip64.ok()) return base::Annotate(zip64, Quoted(record.name));
+    if (packed != record.bytes) return wrong("it is stored, but its two sizes differ");
+    // Its local header is at least as long as the fixed part and the name.
+    const uint64_t header_bytes = kLocalBytes + name_bytes;
+    if (record.begin > where.begin || where.begin - record.begin < header_bytes ||
+        record.bytes > where.begin - record.begin - header_bytes) {
+      return wrong(absl::StrCat(Quoted(record.name), " of ", record.bytes, " bytes at byte ",
+                                record.begin, " reaches into the directory"));
+    }
+    if (!names.insert(record.name).second) {
+      return wrong(absl::StrCat("the name ", Quoted(record.name), " occurs twice"));
+    }
+    records.push_back(std::move(record));
+    rest.remove_prefix(record_bytes);
+  }
+  if (!rest.empty()) {
+    return Wrong(absl::StrCat(rest.size(), " bytes after the directory's last record"));
+  }
+  return records;
+}
+
+absl::StatusOr<uint64_t> LocalHeaderBytes(absl::string_view first30) {
+  if (first30.size() < kLocalBytes || Get32(first30, 0) != kLocalSignature) {
+    return Wrong("no local header");
+  }
+  return kLocalBytes + Get16(first30, 26) + Get16(first30, 28);
+}
+
+absl::Status CheckZipLayout(const std::vector<ZipRecord>& records, const ZipDirectory& where) {
+  std::vector<const ZipRecord*> order;
+  order.reserve(records.size());
+  for (const ZipRecord& record : records) order.push_back(&record);
+  std::sort(order.begin(), order.end(), [](const ZipRecord* a, const ZipRecord* b) {
+    return std::pair(a->begin, a->bytes) < std::pair(b->begin, b->bytes);
+  });
+  for (size_t i = 0; i < order.size(); ++i) {
+    const uint64_t limit = i + 1 < order.size() ? order[i + 1]->begin : where.begin;
+    if (order[i]->begin > limit || order[i]->bytes > limit - order[i]->begin) {
+      return Wrong(absl::StrCat(Quoted(order[i]->name), " of ", order[i]->bytes, " bytes at byte ",
+                                order[i]->begin, " overlaps what begins at ", limit));
+    }
+  }
+  return absl::OkStatus();
+}
+
+uint32_t Crc32(uint32_t crc, const void* data, size_t bytes) {
+  return static_cast<uint32_t>(crc32_z(crc, static_cast<const Bytef*>(data), bytes));
+}
+
+}  // namespace holdfast::format
