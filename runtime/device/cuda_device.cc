@@ -391,13 +391,14 @@ absl::Status Cuda::UnregisterMemory(void* base, size_t bytes) {
     registration.ordinals.erase(ordinal_);
     return absl::OkStatus();
   }
-  if (registration.foreign) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "unregister memory of ", name_, ": somebody else registered it and still may use it"));
-  }
+  const bool foreign = registration.foreign;
   // Erased first and on failure as well: what a failed unregister left behind is unknown, so
   // nobody may count on it, and the caller quarantines the range.
   book.ranges.erase(found);
+  if (foreign) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "unregister memory of ", name_, ": somebody else registered it and still may use it"));
+  }
   return Error("unregister memory of", cudaHostUnregister(base));
 }
 
