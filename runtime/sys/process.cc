@@ -1,5 +1,7 @@
 #include "runtime/sys/process.h"
 
+#include <initializer_list>
+
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
