@@ -145,6 +145,11 @@ SaveProgress SaveState::Progress() {
   return done_ ? last_progress_ : ReadProgress();
 }
 
+int SaveState::WorkerPid() {
+  const base::MutexLock lock(&mutex_);
+  return done_ ? 0 : static_cast<int>(table->job()->worker_pid.load(std::memory_order_relaxed));
+}
+
 SaveProgress SaveState::ReadProgress() const {
   const layout::Job& job = *table->job();
   SaveProgress progress;
@@ -237,6 +242,10 @@ absl::Status SaveHandle::Cancel() const {
 SaveProgress SaveHandle::progress() const {
   if (state_ == nullptr || !state_->guard.InCreator()) return {};
   return state_->Progress();
+}
+
+int SaveHandle::worker_pid() const {
+  return state_ == nullptr || !state_->guard.InCreator() ? 0 : state_->WorkerPid();
 }
 
 uint64_t SaveHandle::epoch() const { return state_ == nullptr ? 0 : state_->epoch; }

@@ -91,6 +91,7 @@ class SaveState {
   absl::StatusOr<SaveReport> WaitDurable(absl::Duration timeout);
   bool IsDone();
   SaveProgress Progress();
+  int WorkerPid();
   base::FailureNames Names() const;
   SaveReport* MutableReport() { return &report_; }  // before the supervisor knows the save
   absl::Status StagingStatus();

@@ -91,6 +91,10 @@ class SaveHandle {
   SaveProgress progress() const;
   uint64_t epoch() const;
 
+  /// Process id of the worker, for a person who wants to look at it; this process's own for
+  /// Launcher::kThread. 0 before the worker has begun and after the save has ended.
+  int worker_pid() const;
+
  private:
   std::shared_ptr<SaveState> state_;
 };
