@@ -1,0 +1,299 @@
+// What OpenDirect finds out about real file systems, and what it does when they misbehave.
+#include <sys/mount.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstdlib>
+
+#include "tests/unit/io_uring/queue_fixture.h"
+
+namespace holdfast::io {
+namespace {
+
+class OpenDirectTest : public testing::Test {
+ protected:
+  void TearDown() override { sys::g_system = sys::kKernel; }
+
+  int Open(const std::string& path, int flags, DirectOpen* out, bool want_direct = true) {
+    return OpenDirect(AT_FDCWD, path.c_str(), flags, 0600, want_direct, out);
+  }
+
+  static bool IsDirect(int fd) { return (fcntl(fd, F_GETFL) & O_DIRECT) != 0; }
+  static off_t Size(int fd) {
+    struct stat status = {};
+    return fstat(fd, &status) == 0 ? status.st_size : -1;
+  }
+
+  ScratchDirectory scratch_;
+};
+
+constexpr int kMake = O_CREAT | O_EXCL | O_WRONLY;
+
+/// A file system of its own, on tmpfs or on a loop device.
+class Mounted {
+ public:
+  explicit Mounted(const std::string& directory) : point_(directory + "/mount") {
+    mkdir(point_.c_str(), 0700);
+  }
+  ~Mounted() {
+    if (mounted_) umount2(point_.c_str(), MNT_DETACH);
+    rmdir(point_.c_str());
+    if (!image_.empty()) unlink(image_.c_str());
+  }
+  Mounted(const Mounted&) = delete;
+  Mounted& operator=(const Mounted&) = delete;
+
+  bool Tmpfs() {
+    mounted_ = mount("none", point_.c_str(), "tmpfs", 0, "size=8m") == 0;
+    return mounted_;
+  }
+  /// Formats an image by `mkfs` (with its options) and mounts it by mount(8), which finds a loop
+  /// device.
+  bool Loop(const std::string& mkfs, uint64_t bytes) {
+    image_ = point_ + ".image";
+    const int fd = open(image_.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
+    const bool made = fd >= 0 && ftruncate(fd, static_cast<off_t>(bytes)) == 0;
+    close(fd);
+    mounted_ = made && Shell("PATH=$PATH:/usr/sbin:/sbin " + mkfs + " " + image_) &&
+               Shell("PATH=$PATH:/usr/sbin:/sbin mount -o loop " + image_ + " " + point_);
+    return mounted_;
+  }
+  std::string File(const std::string& name) const { return point_ + "/" + name; }
+
+ private:
+  static bool Shell(const std::string& command) {
+    return system((command + " >/dev/null 2>&1").c_str()) == 0;
+  }
+  std::string point_;
+  std::string image_;
+  bool mounted_ = false;
+};
+
+TEST_F(OpenDirectTest, ProvesDirectIoOnExt4AndXfs) {
+  for (const char* mkfs : {"mkfs.ext4 -q -F", "mkfs.xfs -q -f"}) {
+    SCOPED_TRACE(mkfs);
+    Mounted mounted(scratch_.path());
+    if (!mounted.Loop(mkfs, 320u << 20)) GTEST_SKIP() << mkfs << " or a loop mount does not work";
+    DirectOpen file;
+    ASSERT_EQ(Open(mounted.File("a"), kMake, &file), 0);
+    EXPECT_EQ(file.direct, DirectIo::kProven);
+    EXPECT_GT(file.memory_alignment, 0u);
+    EXPECT_GT(file.offset_alignment, 0u);
+    EXPECT_TRUE(IsDirect(file.fd));
+    EXPECT_EQ(Size(file.fd), 0);
+    EXPECT_NE(fcntl(file.fd, F_GETFD) & FD_CLOEXEC, 0);
+    close(file.fd);
+    ASSERT_EQ(Open(mounted.File("a"), O_RDONLY, &file), 0);
+    EXPECT_EQ(file.direct, DirectIo::kProven);
+    close(file.fd);
+  }
+}
+
+TEST_F(OpenDirectTest, ClaimsOnlyOnBtrfs) {
+  Mounted mounted(scratch_.path());
+  if (!mounted.Loop("mkfs.btrfs -q -f", 320u << 20)) {
+    GTEST_SKIP() << "mkfs.btrfs or a loop mount does not work";
+  }
+  DirectOpen file;
+  ASSERT_EQ(Open(mounted.File("a"), kMake, &file), 0);
+  EXPECT_NE(file.direct, DirectIo::kProven);
+  EXPECT_EQ(file.memory_alignment, 0u);
+  EXPECT_EQ(Size(file.fd), 0) << "the probe must leave nothing";
+  close(file.fd);
+}
+
+TEST_F(OpenDirectTest, ProvesNothingOnTmpfs) {
+  Mounted mounted(scratch_.path());
+  if (!mounted.Tmpfs()) GTEST_SKIP() << "mounting a tmpfs: " << strerror(errno);
+  DirectOpen file;
+  ASSERT_EQ(Open(mounted.File("a"), kMake, &file), 0);
+  EXPECT_NE(file.direct, DirectIo::kProven);
+  EXPECT_EQ(Size(file.fd), 0) << "the probe must leave nothing";
+  close(file.fd);
+}
+
+TEST_F(OpenDirectTest, IsBufferedIfNotAskedForMore) {
+  const std::string path = scratch_.File("a");
+  DirectOpen file;
+  ASSERT_EQ(Open(path, kMake, &file, /*want_direct=*/false), 0);
+  EXPECT_EQ(file.direct, DirectIo::kNo);
+  EXPECT_FALSE(IsDirect(file.fd));
+  close(file.fd);
+}
+
+TEST_F(OpenDirectTest, ReportsTheErrorsOfOpen) {
+  DirectOpen file;
+  EXPECT_EQ(Open(scratch_.path() + "/absent", O_RDONLY, &file), ENOENT);
+  EXPECT_EQ(file.fd, -1);
+  EXPECT_EQ(Open(scratch_.path() + "/absent", O_RDONLY, &file, false), ENOENT);
+  const std::string path = scratch_.File("a");
+  ASSERT_EQ(Open(path, kMake, &file), 0);
+  close(file.fd);
+  EXPECT_EQ(Open(path, kMake, &file), EEXIST);
+  EXPECT_EQ(Open(path, kMake, &file, false), EEXIST);
+}
+
+TEST_F(OpenDirectTest, DoesNotProbeAFileThatHasBytes) {
+  const std::string path = scratch_.File("a");
+  DirectOpen file;
+  ASSERT_EQ(Open(path, kMake, &file, false), 0);
+  ASSERT_EQ(write(file.fd, "precious", 8), 8);
+  close(file.fd);
+  Planted planted;
+  planted->pwrite = [](int, const void*, size_t, off_t) -> ssize_t {
+    ADD_FAILURE() << "probed";
+    return 0;
+  };
+  ASSERT_EQ(Open(path, O_WRONLY, &file), 0);
+  EXPECT_NE(file.direct, DirectIo::kProven);
+  close(file.fd);
+  EXPECT_EQ(Contents(path), "precious");
+}
+
+// A file system without O_DIRECT: the kernel makes the file first and refuses then.
+int RefusesDirect(int directory, const char* path, int flags, mode_t mode) {
+  if ((flags & O_DIRECT) == 0) return openat(directory, path, flags, mode);
+  const int fd = openat(directory, path, flags & ~O_DIRECT, mode);
+  if (fd < 0) return fd;
+  close(fd);
+  errno = EINVAL;
+  return -1;
+}
+
+TEST_F(OpenDirectTest, FallsBackToBufferedWhereDirectIoIsRefused) {
+  const std::string path = scratch_.File("a");
+  Planted planted;
+  planted->openat = RefusesDirect;
+  DirectOpen file;
+  ASSERT_EQ(Open(path, kMake, &file), 0);
+  EXPECT_EQ(file.direct, DirectIo::kNo);
+  EXPECT_EQ(write(file.fd, "x", 1), 1);
+  close(file.fd);
+  EXPECT_EQ(Open(path, kMake, &file), EEXIST);
+}
+
+TEST_F(OpenDirectTest, DoesNotTakeOverAFileThatIsNotItsOwn) {
+  const std::string path = scratch_.File("a");
+  Planted planted;
+  planted->openat = [](int directory, const char* name, int flags, mode_t mode) {
+    if ((flags & O_DIRECT) != 0) {  // somebody else is faster, and we never made it
+      const int other = openat(directory, name, O_CREAT | O_WRONLY, mode);
+      EXPECT_EQ(write(other, "other", 5), 5);
+      close(other);
+      errno = EINVAL;
+      return -1;
+    }
+    return openat(directory, name, flags, mode);
+  };
+  DirectOpen file;
+  EXPECT_EQ(Open(path, kMake, &file), EEXIST);
+  EXPECT_EQ(file.fd, -1);
+  EXPECT_EQ(Contents(path), "other");
+}
+
+// What statx answers in the tests below.
+uint32_t told_memory = 0;
+uint32_t told_offset = 0;
+int TellAlignment(int, const char*, int, unsigned, struct statx* out) {
+  out->stx_mask = STATX_DIOALIGN;
+  out->stx_dio_mem_align = told_memory;
+  out->stx_dio_offset_align = told_offset;
+  return 0;
+}
+
+TEST_F(OpenDirectTest, IsBufferedWhereTheAlignmentIsMoreThanOurs) {
+  Planted planted;
+  planted->statx = TellAlignment;
+  for (const auto& [memory, offset] :
+       std::initializer_list<std::pair<uint32_t, uint32_t>>{{512, 65536}, {8192, 512}, {0, 0}}) {
+    told_memory = memory;
+    told_offset = offset;
+    const std::string path = scratch_.File("a" + std::to_string(memory));
+    DirectOpen file;
+    ASSERT_EQ(Open(path, kMake, &file), 0);
+    EXPECT_EQ(file.direct, DirectIo::kNo);
+    EXPECT_EQ(file.offset_alignment, offset);
+    EXPECT_FALSE(IsDirect(file.fd));
+    close(file.fd);
+  }
+}
+
+TEST_F(OpenDirectTest, DoesNotBelieveAnAlignmentThatIsNotEnforced) {
+  told_memory = told_offset = 512;
+  Planted planted;
+  planted->statx = TellAlignment;
+  planted->pwrite = [](int fd, const void*, size_t bytes, off_t offset) -> ssize_t {
+    EXPECT_EQ(ftruncate(fd, offset + static_cast<off_t>(bytes)), 0);
+    return static_cast<ssize_t>(bytes);
+  };
+  const std::string path = scratch_.File("a");
+  DirectOpen file;
+  ASSERT_EQ(Open(path, kMake, &file), 0);
+  EXPECT_EQ(file.direct, DirectIo::kClaimed);
+  EXPECT_EQ(Size(file.fd), 0);
+  close(file.fd);
+}
+
+TEST_F(OpenDirectTest, ClaimsWhereStatxDoesNotSay) {
+  Planted planted;
+  planted->statx = [](int, const char*, int, unsigned, struct statx*) {
+    errno = ENOSYS;
+    return -1;
+  };
+  const std::string path = scratch_.File("a");
+  DirectOpen file;
+  ASSERT_EQ(Open(path, kMake, &file), 0);
+  EXPECT_EQ(file.direct, DirectIo::kClaimed);
+  close(file.fd);
+  ASSERT_EQ(Open(path, O_RDONLY, &file), 0);
+  EXPECT_EQ(file.direct, DirectIo::kClaimed);
+  close(file.fd);
+}
+
+TEST_F(OpenDirectTest, FailsIfTheProbeCannotBeUndone) {
+  Planted planted;
+  planted->pwrite = [](int, const void*, size_t bytes, off_t) {
+    return static_cast<ssize_t>(bytes);
+  };
+  planted->ftruncate = [](int, off_t) {
+    errno = EIO;
+    return -1;
+  };
+  const std::string path = scratch_.File("a");
+  DirectOpen file;
+  EXPECT_EQ(Open(path, kMake, &file), EIO);
+  EXPECT_EQ(file.fd, -1);
+}
+
+TEST_F(OpenDirectTest, LeavesAFailingProbeToTheRealWrites) {
+  Planted planted;
+  planted->pwrite = [](int, const void*, size_t, off_t) -> ssize_t {
+    errno = ENOSPC;
+    return -1;
+  };
+  const std::string path = scratch_.File("a");
+  DirectOpen file;
+  ASSERT_EQ(Open(path, kMake, &file), 0);
+  EXPECT_NE(file.direct, DirectIo::kProven);
+  close(file.fd);
+}
+
+TEST_F(OpenDirectTest, OutlastsInterruptions) {
+  static int interruptions = 0;
+  interruptions = 5;
+  Planted planted;
+  planted->openat = [](int directory, const char* path, int flags, mode_t mode) {
+    if (interruptions-- > 0) {
+      errno = EINTR;
+      return -1;
+    }
+    return openat(directory, path, flags, mode);
+  };
+  const std::string path = scratch_.File("a");
+  DirectOpen file;
+  ASSERT_EQ(Open(path, kMake, &file), 0);
+  close(file.fd);
+}
+
+}  // namespace
+}  // namespace holdfast::io
