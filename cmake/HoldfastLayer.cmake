@@ -1,23 +1,55 @@
-# holdfast_layer(NAME SOURCES a.cc ... USES layer ... [LIBRARIES target ...])
+# holdfast_layer(NAME [PLANTED] SOURCES a.cc ... USES layer ... [LIBRARIES target ...])
 #
 # One object library per layer. USES names the layers that it may include; the include rules themselves are checked by
-# tests/tidy (the compiler sees the whole tree).
+# tests/tidy (the compiler sees the whole tree). PLANTED: the layer has bugs under HOLDFAST_PLANTED_BUGS that tests turn
+# on to prove that they would find them; it is compiled a second time, with them, for the tests alone.
 function(holdfast_layer name)
-  cmake_parse_arguments(LAYER "" "" "SOURCES;USES;LIBRARIES" ${ARGN})
-  add_library(holdfast_${name} OBJECT ${LAYER_SOURCES})
-  target_include_directories(holdfast_${name} PUBLIC ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/runtime/include)
-  target_link_libraries(holdfast_${name} PRIVATE holdfast_flags PUBLIC ${LAYER_LIBRARIES})
-  foreach(used IN LISTS LAYER_USES)
-    target_link_libraries(holdfast_${name} PUBLIC holdfast_${used})
-  endforeach()
+  cmake_parse_arguments(LAYER "PLANTED" "" "SOURCES;USES;LIBRARIES" ${ARGN})
+  holdfast_layer_objects(holdfast_${name} "" ${ARGN})
   set_property(GLOBAL APPEND PROPERTY HOLDFAST_LAYERS ${name})
+  if(LAYER_PLANTED AND HOLDFAST_TESTS)
+    holdfast_layer_objects(holdfast_${name}_planted HOLDFAST_PLANTED_BUGS=1 ${ARGN})
+    set_target_properties(holdfast_${name}_planted PROPERTIES EXCLUDE_FROM_ALL TRUE)
+    set_property(GLOBAL APPEND PROPERTY HOLDFAST_PLANTED ${name})
+  endif()
 endfunction()
 
 # holdfast_below(NAME ...): as holdfast_layer, for code below the fork line. No exceptions, no RTTI, no guards around
 # function-local statics: nothing there may allocate or lock.
 function(holdfast_below name)
   holdfast_layer(${name} ${ARGN})
-  target_compile_options(holdfast_${name} PRIVATE -fno-exceptions -fno-rtti -fno-threadsafe-statics
-                         -fno-asynchronous-unwind-tables)
+  foreach(target holdfast_${name} holdfast_${name}_planted)
+    if(TARGET ${target})
+      target_compile_options(${target} PRIVATE -fno-exceptions -fno-rtti -fno-threadsafe-statics
+                             -fno-asynchronous-unwind-tables)
+    endif()
+  endforeach()
   set_property(GLOBAL APPEND PROPERTY HOLDFAST_BELOW ${name})
+endfunction()
+
+function(holdfast_layer_objects target definition)
+  cmake_parse_arguments(LAYER "PLANTED" "" "SOURCES;USES;LIBRARIES" ${ARGN})
+  add_library(${target} OBJECT ${LAYER_SOURCES})
+  target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/runtime/include)
+  target_link_libraries(${target} PRIVATE holdfast_flags PUBLIC ${LAYER_LIBRARIES})
+  foreach(used IN LISTS LAYER_USES)
+    target_link_libraries(${target} PUBLIC holdfast_${used})
+  endforeach()
+  if(definition)
+    target_compile_definitions(${target} PRIVATE ${definition})
+  endif()
+endfunction()
+
+# holdfast_objects(OUT LAYERS layer ... [PLANTED]): the layers' objects, planted ones where there are any.
+function(holdfast_objects out)
+  cmake_parse_arguments(OBJECTS "PLANTED" "" "LAYERS" ${ARGN})
+  set(result)
+  foreach(layer IN LISTS OBJECTS_LAYERS)
+    set(target holdfast_${layer})
+    if(OBJECTS_PLANTED AND TARGET holdfast_${layer}_planted)
+      set(target holdfast_${layer}_planted)
+    endif()
+    list(APPEND result $<TARGET_OBJECTS:${target}>)
+  endforeach()
+  set(${out} ${result} PARENT_SCOPE)
 endfunction()

@@ -1,7 +1,9 @@
-# The three options of the build, and what every target is compiled with.
-option(HOLDFAST_TESTS "Build the tests" ON)
+# The options of the build, and what every target is compiled with.
+option(HOLDFAST_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
 option(HOLDFAST_FUZZ "Build the fuzzers (clang only)" OFF)
 set(HOLDFAST_SANITIZE "" CACHE STRING "Sanitizers, as -fsanitize= takes them: address,undefined or thread")
+# For this project's own builds: the presets turn it on. Off by default, because the next compiler warns of more.
+option(HOLDFAST_WERROR "Warnings are errors" OFF)
 
 set(CMAKE_CXX_STANDARD 20)
 set(CMAKE_CXX_STANDARD_REQUIRED ON)
@@ -12,6 +14,15 @@ if(NOT CMAKE_BUILD_TYPE)
   set(CMAKE_BUILD_TYPE RelWithDebInfo CACHE STRING "" FORCE)
 endif()
 # Checks of this project never hang on NDEBUG; only the libraries' do.
+
+if(NOT CMAKE_CXX_COMPILER_LAUNCHER AND PROJECT_IS_TOP_LEVEL)
+  find_program(HOLDFAST_CCACHE ccache)
+  mark_as_advanced(HOLDFAST_CCACHE)
+  if(HOLDFAST_CCACHE)
+    set(CMAKE_C_COMPILER_LAUNCHER ${HOLDFAST_CCACHE})
+    set(CMAKE_CXX_COMPILER_LAUNCHER ${HOLDFAST_CCACHE})
+  endif()
+endif()
 
 add_library(holdfast_flags INTERFACE)
 target_compile_options(holdfast_flags INTERFACE -Wall -Wextra -Wpedantic -Wshadow -Wconversion -Wno-sign-conversion

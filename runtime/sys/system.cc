@@ -81,6 +81,7 @@ constexpr SystemCalls kKernel = {
     .fstat = ::fstat,
     .fstatat = ::fstatat,
     .statx = ::statx,
+    .readlinkat = ::readlinkat,
     .mkdirat = ::mkdirat,
     .unlinkat = ::unlinkat,
     .renameat2 = ::renameat2,

@@ -43,6 +43,7 @@ struct SystemCalls {
   int (*fstat)(int fd, struct stat* out);
   int (*fstatat)(int directory, const char* path, struct stat* out, int flags);
   int (*statx)(int directory, const char* path, int flags, unsigned mask, struct statx* out);
+  ssize_t (*readlinkat)(int directory, const char* path, char* buffer, size_t bytes);
   int (*mkdirat)(int directory, const char* path, mode_t mode);
   int (*unlinkat)(int directory, const char* path, int flags);
   int (*renameat2)(int from_directory, const char* from, int to_directory, const char* to,
