@@ -81,9 +81,6 @@ struct SystemCalls {
                      char* const environment[]);  // returns the errno itself
   int (*waitid)(idtype_t type, id_t id, siginfo_t* out, int options);
   int (*pidfd_send_signal)(int pidfd, int signal);
-  /// Returns an error number, as pthread_create does.
-  int (*thread_create)(pthread_t* out, const pthread_attr_t* attributes, void* (*body)(void*),
-                       void* argument);
 
   int (*uring_queue_init_params)(unsigned entries, struct io_uring* ring,
                                  struct io_uring_params* params);
