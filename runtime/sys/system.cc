@@ -9,6 +9,7 @@
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -80,6 +81,7 @@ constexpr SystemCalls kKernel = {
     .ftruncate = ::ftruncate,
     .fstat = ::fstat,
     .fstatat = ::fstatat,
+    .fstatfs = ::fstatfs,
     .statx = ::statx,
     .readlinkat = ::readlinkat,
     .mkdirat = ::mkdirat,

@@ -24,6 +24,7 @@ struct io_uring;
 struct io_uring_cqe;
 struct io_uring_params;
 struct iovec;
+struct statfs;
 struct statx;
 
 namespace holdfast::sys {
@@ -42,6 +43,7 @@ struct SystemCalls {
   int (*ftruncate)(int fd, off_t bytes);
   int (*fstat)(int fd, struct stat* out);
   int (*fstatat)(int directory, const char* path, struct stat* out, int flags);
+  int (*fstatfs)(int fd, struct statfs* out);
   int (*statx)(int directory, const char* path, int flags, unsigned mask, struct statx* out);
   ssize_t (*readlinkat)(int directory, const char* path, char* buffer, size_t bytes);
   int (*mkdirat)(int directory, const char* path, mode_t mode);
