@@ -32,18 +32,25 @@ struct RecoveryOptions {
   bool promote =
       true;  ///< Give complete partial checkpoints without a living owner their final name.
   bool clean_up = true;  ///< Remove incomplete partial ones without a living owner.
+  /// Where locks do not tell who is at work (network file systems), a partial directory is left
+  /// alone until nothing in it has changed for this long. Zero: the caller knows that no save runs.
+  absl::Duration age_without_locks = absl::Hours(24);
 };
 
 struct RecoveryReport {
-  std::vector<CheckpointInfo> complete;  ///< By step, newest last.
-  std::vector<std::string> promoted;     ///< Names.
-  std::vector<std::string> removed;      ///< Partial directories.
-  std::vector<std::string> fenced;
+  std::vector<CheckpointInfo> complete;      ///< By step, newest last.
+  std::vector<std::string> promoted;         ///< Names.
+  std::vector<std::string> removed;          ///< Partial, fenced and retired directories.
+  std::vector<std::string> fenced;           ///< Their new names.
   std::vector<std::string> kept_incomplete;  ///< Not complete, left alone, with the reason.
 };
 
 /// Makes the directory clean after a crash and tells what is there. Safe against running saves of
-/// any process: those hold a lock on their partial directory (flock(2)).
+/// any process: those hold locks on their partial directory. Recoveries of one directory, by
+/// several ranks say, take turns. Repeating it is harmless, also after it was killed half-way.
+/// \error kNotFound (directory), kDeadlineExceeded (another recovery does not end), and what fsync
+/// of the directory says: then nothing was proven durable. What goes wrong with a single partial
+/// directory is told in `kept_incomplete`.
 absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
                                        const RecoveryOptions& options);
 

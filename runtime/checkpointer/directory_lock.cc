@@ -1,0 +1,149 @@
+#include "runtime/checkpointer/directory_lock.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <cerrno>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "runtime/base/status.h"
+#include "runtime/checkpointer/directory_access.h"
+#include "runtime/checkpointer/file_system.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast::checkpointer {
+namespace {
+
+constexpr absl::Duration kPoll = absl::Milliseconds(10);
+constexpr absl::Duration kHeldMax = absl::Seconds(30);
+constexpr int kRoundsMax = 100;
+constexpr mode_t kDirectoryMode = 0777;  // less the umask, as mkdir(1)
+
+/// 0, or the errno. EWOULDBLOCK: somebody holds a lock in the way.
+int Flock(int fd, int operation) {
+  while (sys::Sys().flock(fd, operation | LOCK_NB) != 0) {
+    if (errno != EINTR) return errno;
+  }
+  return 0;
+}
+
+/// 0, or the errno.
+int LockAsTrainer(int fd) {
+  // A read lock, because a directory cannot be opened for writing; one is enough, since recovery
+  // only asks.
+  struct flock lock = {};
+  lock.l_type = F_RDLCK;
+  lock.l_whence = SEEK_SET;
+  return sys::Sys().fcntl(fd, F_OFD_SETLK, reinterpret_cast<long>(&lock)) == 0 ? 0 : errno;
+}
+
+/// Whether some other open file description holds a trainer's lock. False also when asking fails.
+bool TrainerHolds(int fd) {
+  // Asks whether a write lock would be refused; asking needs no fd that is open for writing.
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  return sys::Sys().fcntl(fd, F_OFD_GETLK, reinterpret_cast<long>(&lock)) == 0 &&
+         lock.l_type != F_UNLCK;
+}
+
+bool MeansNoLocks(int error_number) {
+  return error_number == ENOSYS || error_number == EOPNOTSUPP || error_number == EINVAL ||
+         error_number == ENOLCK;
+}
+
+/// Makes and opens the directory once more. NotFound: it went away between the two.
+absl::StatusOr<base::UniqueFd> MakeAndOpen(int parent, const std::string& name) {
+  if (sys::Sys().mkdirat(parent, name.c_str(), kDirectoryMode) != 0 && errno != EEXIST) {
+    // ENOENT here means that the parent was removed: retrying could not help.
+    return absl::FailedPreconditionError(
+        base::ErrnoStatus("make directory", name, errno).message());
+  }
+  return OpenDirectory(parent, name);
+}
+
+}  // namespace
+
+absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const FileSystem file_system, IdentifyFileSystem(parent));
+  const absl::Time deadline = absl::Now() + kHeldMax;
+  // Recovery trusts the locks of local file systems, so there a missing lock must not be shrugged
+  // off: the save could be taken for a dead one.
+  const auto tolerable = [&file_system](int error_number) {
+    return !file_system.local && MeansNoLocks(error_number);
+  };
+  for (int round = 0; round < kRoundsMax; ++round) {
+    auto in_use = MakeAndOpen(parent, name);
+    if (absl::IsNotFound(in_use.status())) continue;
+    if (!in_use.ok()) return in_use.status();
+    auto trainer = OpenDirectory(parent, name);
+    if (absl::IsNotFound(trainer.status())) continue;
+    if (!trainer.ok()) return trainer.status();
+    PartialDirectory directory = {.in_use = *std::move(in_use), .trainer = *std::move(trainer)};
+
+    // The trainer's lock first: a recovery that sees the other one alone would take this save for
+    // an orphan's.
+    const int no_trainer_lock = LockAsTrainer(directory.trainer.get());
+    // EINVAL: this kernel or file system has no such locks. Recovery finds the same and then never
+    // takes a directory that is in use from anybody.
+    if (no_trainer_lock != 0 && no_trainer_lock != EINVAL && !tolerable(no_trainer_lock)) {
+      return base::ErrnoStatus("lock", name, no_trainer_lock);
+    }
+    int no_lock = Flock(directory.in_use.get(), LOCK_SH);
+    while (no_lock == EWOULDBLOCK && absl::Now() < deadline) {
+      Pause(kPoll);
+      no_lock = Flock(directory.in_use.get(), LOCK_SH);
+    }
+    if (no_lock == EWOULDBLOCK) {
+      return absl::UnavailableError(absl::StrCat("lock ", name, ": a recovery has held it for ",
+                                                 absl::FormatDuration(kHeldMax),
+                                                 "; try again when it is done"));
+    }
+    if (no_lock != 0 && !tolerable(no_lock)) return base::ErrnoStatus("lock", name, no_lock);
+    directory.locked = no_lock == 0;
+
+    // A recovery that came between open and lock has promoted, removed or fenced the directory:
+    // what is locked then is not what the name says, and nobody would see this save's lock.
+    if (NameRefersTo(parent, name, directory.in_use.get()) &&
+        NameRefersTo(parent, name, directory.trainer.get())) {
+      return directory;
+    }
+  }
+  return absl::UnavailableError(
+      absl::StrCat("make directory ", name, ": it was taken away ", kRoundsMax, " times"));
+}
+
+OwnerProbe::OwnerProbe(int parent, bool local) : local_(local) {
+  auto holder = OpenDirectory(parent, ".");
+  auto asker = OpenDirectory(parent, ".");
+  if (!holder.ok() || !asker.ok()) return;
+  sees_trainers_ = LockAsTrainer(holder->get()) == 0 && TrainerHolds(asker->get());
+}
+
+Owner OwnerProbe::Look(int directory) const {
+  const int held = Flock(directory, LOCK_EX);
+  if (held == 0) return local_ ? Owner::kNobody : Owner::kUnknown;
+  if (held != EWOULDBLOCK) return Owner::kUnknown;
+  // Somebody on this machine is in there. On a file system that others mount too, a rank's trainer
+  // may live elsewhere: never call that an orphan.
+  if (!local_ || !sees_trainers_ || TrainerHolds(directory)) return Owner::kTrainer;
+  return Owner::kOrphan;
+}
+
+absl::Status TakeTurn(int parent, absl::string_view path, absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  while (true) {
+    const int held = Flock(parent, LOCK_EX);
+    // No locks here: recoveries run side by side, and each step of theirs tolerates the other's.
+    if (held != EWOULDBLOCK) return absl::OkStatus();
+    if (absl::Now() >= deadline) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("recover ", path, ": another recovery of it was not done within ",
+                       absl::FormatDuration(timeout)));
+    }
+    Pause(kPoll);
+  }
+}
+
+}  // namespace holdfast::checkpointer

@@ -1,0 +1,55 @@
+#include "runtime/checkpointer/directory_names.h"
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "runtime/digest/digest.h"
+
+namespace holdfast::checkpointer {
+namespace {
+
+constexpr size_t kHexDigits = 32;
+
+struct Kind {
+  DirectoryKind kind;
+  absl::string_view infix;
+};
+constexpr Kind kKinds[] = {{DirectoryKind::kPartial, ".partial-"},
+                           {DirectoryKind::kFenced, ".fenced-"},
+                           {DirectoryKind::kRetired, ".retired-"}};
+
+}  // namespace
+
+DirectoryName ParseDirectoryName(absl::string_view name) {
+  DirectoryName parsed;
+  parsed.checkpoint = std::string(name);
+  if (name.size() <= kHexDigits) return parsed;
+  const absl::string_view digits = name.substr(name.size() - kHexDigits);
+  const absl::string_view rest = name.substr(0, name.size() - kHexDigits);
+  AttemptId attempt;
+  if (!digest::FromHex(digits.data(), &attempt)) return parsed;
+  for (const Kind& kind : kKinds) {
+    if (rest.size() <= kind.infix.size() || !absl::EndsWith(rest, kind.infix)) continue;
+    parsed.checkpoint = std::string(rest.substr(0, rest.size() - kind.infix.size()));
+    parsed.kind = kind.kind;
+    parsed.attempt = attempt;
+    return parsed;
+  }
+  return parsed;
+}
+
+std::string FormatDirectoryName(const DirectoryName& name) {
+  for (const Kind& kind : kKinds) {
+    if (kind.kind != name.kind) continue;
+    char digits[kHexDigits];
+    digest::ToHex(name.attempt, digits);
+    return absl::StrCat(name.checkpoint, kind.infix, absl::string_view(digits, kHexDigits));
+  }
+  return name.checkpoint;
+}
+
+std::string PartialName(absl::string_view checkpoint, const AttemptId& attempt) {
+  return FormatDirectoryName(
+      {.checkpoint = std::string(checkpoint), .kind = DirectoryKind::kPartial, .attempt = attempt});
+}
+
+}  // namespace holdfast::checkpointer

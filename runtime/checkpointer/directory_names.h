@@ -1,0 +1,37 @@
+// The names that directories of checkpoints carry while they are not checkpoints.
+#ifndef HOLDFAST_RUNTIME_CHECKPOINTER_DIRECTORY_NAMES_H_
+#define HOLDFAST_RUNTIME_CHECKPOINTER_DIRECTORY_NAMES_H_
+
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "holdfast/pod.h"
+
+namespace holdfast::checkpointer {
+
+/// What a directory is, by its name alone: CHECKPOINT, or CHECKPOINT.KIND-<32 hex digits>.
+enum class DirectoryKind {
+  kFinal,    ///< Any other name: a checkpoint if it is complete.
+  kPartial,  ///< Being written by the attempt in its name; after an exchange, what was replaced.
+  kFenced,   ///< Taken away from an orphan worker; never promoted.
+  kRetired,  ///< A checkpoint that retention let go; never promoted.
+};
+
+struct DirectoryName {
+  std::string checkpoint;  ///< The name without kind and digits.
+  DirectoryKind kind = DirectoryKind::kFinal;
+  AttemptId attempt;  ///< The digits; none for kFinal.
+};
+
+/// Never fails: what does not end in a known kind and exactly 32 lower-case hex digits is kFinal.
+DirectoryName ParseDirectoryName(absl::string_view name);
+
+/// The inverse.
+std::string FormatDirectoryName(const DirectoryName& name);
+
+/// "step-7.partial-<attempt>"
+std::string PartialName(absl::string_view checkpoint, const AttemptId& attempt);
+
+}  // namespace holdfast::checkpointer
+
+#endif  // HOLDFAST_RUNTIME_CHECKPOINTER_DIRECTORY_NAMES_H_

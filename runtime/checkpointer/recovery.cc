@@ -1,0 +1,284 @@
+// After a crash: promote what is complete, wait for orphans or fence them, then remove the rest.
+//
+// Every directory is judged anew under its lock at the moment that it is acted on; nothing is
+// carried over from an earlier look. So a crash of the recovery itself, at any call, leaves work
+// for the next one and no wrong state.
+#include "holdfast/recovery.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "runtime/base/status.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/checkpointer/directory_access.h"
+#include "runtime/checkpointer/directory_lock.h"
+#include "runtime/checkpointer/directory_names.h"
+#include "runtime/checkpointer/file_system.h"
+#include "runtime/checkpointer/inspect.h"
+#include "runtime/checkpointer/rename.h"
+#include "runtime/checkpointer/retention.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast {
+namespace checkpointer {
+namespace {
+
+constexpr absl::Duration kPoll = absl::Milliseconds(20);
+// Beyond the other's wait for orphans. Removing takes about 0.25 s/GiB.
+constexpr absl::Duration kTurnMax = absl::Minutes(10);
+constexpr char kStillAtWork[] =
+    "a worker without a trainer is still at work there; recover again later";
+
+absl::Time Now() {
+  struct timespec now = {};
+  sys::Sys().clock_gettime(CLOCK_REALTIME, &now);
+  return absl::TimeFromTimespec(now);
+}
+
+/// When something in a directory, or its listing, last changed. InfiniteFuture when that cannot be
+/// told.
+absl::Time LastChange(int directory) {
+  struct stat found = {};
+  if (sys::Sys().fstat(directory, &found) != 0) return absl::InfiniteFuture();
+  absl::Time last = absl::TimeFromTimespec(found.st_mtim);
+  const auto entries = ListDirectory(directory);
+  if (!entries.ok()) return absl::InfiniteFuture();
+  for (const DirectoryEntry& entry : *entries) {
+    if (sys::Sys().fstatat(directory, entry.name.c_str(), &found, AT_SYMLINK_NOFOLLOW) == 0) {
+      last = std::max(last, absl::TimeFromTimespec(found.st_mtim));
+    }
+  }
+  return last;
+}
+
+class Recovery {
+ public:
+  Recovery(int parent, const std::string& path, const FileSystem& file_system,
+           const RecoveryOptions& options)
+      : parent_(parent),
+        path_(path),
+        file_system_(file_system),
+        options_(options),
+        probe_(parent, file_system.local) {}
+
+  absl::StatusOr<RecoveryReport> Run();
+
+ private:
+  enum class Outcome { kSettled, kOrphan, kKept };
+  struct Visit {
+    Outcome outcome = Outcome::kSettled;
+    std::string why;  // for kKept
+  };
+  static Visit Keep(std::string why) { return {.outcome = Outcome::kKept, .why = std::move(why)}; }
+
+  absl::StatusOr<std::vector<std::string>> Candidates() const;
+  absl::Status PromoteAndAwaitOrphans(std::vector<std::string>* orphans);
+  absl::Status Fence(const std::string& name);
+  absl::Status CleanUp();
+  absl::StatusOr<Visit> Settle(const std::string& name, bool may_remove);
+  absl::StatusOr<Visit> SettlePartial(const std::string& name, int directory, bool may_remove);
+  absl::StatusOr<Visit> Promote(const std::string& name, int directory,
+                                const std::string& checkpoint);
+  Visit Remove(const std::string& name, bool may_remove);
+  Inspection InspectName(const std::string& checkpoint) const;
+
+  const int parent_;
+  const std::string path_;
+  const FileSystem file_system_;
+  const RecoveryOptions options_;
+  const OwnerProbe probe_;
+  RecoveryReport report_;
+};
+
+absl::StatusOr<RecoveryReport> Recovery::Run() {
+  std::vector<std::string> orphans;
+  HOLDFAST_RETURN_IF_ERROR(PromoteAndAwaitOrphans(&orphans));
+  if (options_.clean_up) {
+    for (const std::string& name : orphans) HOLDFAST_RETURN_IF_ERROR(Fence(name));
+  }
+  HOLDFAST_RETURN_IF_ERROR(CleanUp());
+  // A worker may have died between its rename and its fsync. Whoever is told of a checkpoint here
+  // builds on it, so it must not vanish with the next power loss.
+  HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
+  HOLDFAST_ASSIGN_OR_RETURN(report_.complete,
+                            ListComplete(parent_, path_, &report_.kept_incomplete));
+  return std::move(report_);
+}
+
+absl::StatusOr<std::vector<std::string>> Recovery::Candidates() const {
+  auto entries = ListDirectory(parent_);
+  if (!entries.ok()) return base::Annotate(entries.status(), path_);
+  std::vector<std::string> names;
+  for (const DirectoryEntry& entry : *entries) {
+    if (!entry.is_directory) continue;
+    if (ParseDirectoryName(entry.name).kind == DirectoryKind::kFinal) continue;
+    names.push_back(entry.name);
+  }
+  return names;
+}
+
+/// Promotes whatever is complete before anything is removed: a crash in between must find more
+/// checkpoints than before, never fewer.
+absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans) {
+  const absl::Time deadline = absl::Now() + options_.wait_for_orphans;
+  HOLDFAST_ASSIGN_OR_RETURN(std::vector<std::string> names, Candidates());
+  while (true) {
+    orphans->clear();
+    for (const std::string& name : names) {
+      HOLDFAST_ASSIGN_OR_RETURN(const Visit visit, Settle(name, /*may_remove=*/false));
+      if (visit.outcome == Outcome::kOrphan) orphans->push_back(name);
+    }
+    if (orphans->empty() || absl::Now() >= deadline) return absl::OkStatus();
+    Pause(kPoll);
+    names = *orphans;
+  }
+}
+
+/// Takes a directory away from its orphan: the orphan's own rename to the final name then finds
+/// nothing, so that it cannot commit behind the back of whoever trains on from here.
+absl::Status Recovery::Fence(const std::string& name) {
+  auto directory = OpenDirectory(parent_, name);
+  if (!directory.ok()) return absl::OkStatus();  // it has committed or gone meanwhile
+  if (probe_.Look(directory->get()) != Owner::kOrphan) return absl::OkStatus();
+  DirectoryName fenced = ParseDirectoryName(name);
+  fenced.kind = DirectoryKind::kFenced;
+  auto renamed = RenameToFree(parent_, name, fenced);
+  if (absl::IsNotFound(renamed.status())) return absl::OkStatus();
+  if (!renamed.ok()) return absl::OkStatus();  // CleanUp tells that it is still there
+  report_.fenced.push_back(*std::move(renamed));
+  // Power loss must not give the orphan's directory its name back: it may look complete then.
+  return SyncDirectory(parent_, path_);
+}
+
+absl::Status Recovery::CleanUp() {
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names, Candidates());
+  for (const std::string& name : names) {
+    HOLDFAST_ASSIGN_OR_RETURN(const Visit visit, Settle(name, options_.clean_up));
+    if (visit.outcome == Outcome::kSettled) continue;
+    report_.kept_incomplete.push_back(absl::StrCat(
+        name, ": ",
+        visit.outcome == Outcome::kOrphan ? absl::string_view(kStillAtWork) : visit.why));
+  }
+  return absl::OkStatus();
+}
+
+/// Does with one directory what can be done now. Only an fsync of the parent that fails is an
+/// error.
+absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool may_remove) {
+  auto directory = OpenDirectory(parent_, name);
+  if (absl::IsNotFound(directory.status())) return Visit{};
+  if (!directory.ok()) return Keep(std::string(directory.status().message()));
+  const Owner owner = probe_.Look(directory->get());
+  // The name may have gone to another directory before the lock was there: that one is new and
+  // somebody's.
+  if (!NameRefersTo(parent_, name, directory->get())) return Visit{};
+  const DirectoryKind kind = ParseDirectoryName(name).kind;
+  if (owner == Owner::kTrainer) return Keep("a save is running there");
+  if (owner == Owner::kOrphan) {
+    if (kind == DirectoryKind::kPartial) return Visit{.outcome = Outcome::kOrphan};
+    // Fenced: its orphan has not noticed yet. Retired: somebody is removing it. Neither is worth
+    // waiting for.
+    return Keep(std::string(kStillAtWork));
+  }
+  if (owner == Owner::kUnknown &&
+      Now() - LastChange(directory->get()) < options_.age_without_locks) {
+    return Keep(absl::StrCat("locks on ", file_system_.name,
+                             " do not tell whether a save is running there, and it changed less "
+                             "than ",
+                             absl::FormatDuration(options_.age_without_locks), " ago"));
+  }
+  if (kind != DirectoryKind::kPartial) return Remove(name, may_remove);
+  return SettlePartial(name, directory->get(), may_remove);
+}
+
+absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name, int directory,
+                                                        bool may_remove) {
+  const DirectoryName parsed = ParseDirectoryName(name);
+  const Inspection inspection = Inspect(directory);
+  switch (inspection.state) {
+    case Inspection::State::kUnreadable:
+      return Keep(std::string(inspection.reason.message()));
+    case Inspection::State::kIncomplete:
+      return Remove(name, may_remove);
+    case Inspection::State::kDamaged:
+    case Inspection::State::kComplete:
+      break;
+  }
+  const bool own = inspection.state == Inspection::State::kComplete &&
+                   inspection.info.attempt == parsed.attempt &&
+                   inspection.recorded_name == parsed.checkpoint;
+  if (own) return Promote(name, directory, parsed.checkpoint);
+  const Inspection successor = InspectName(parsed.checkpoint);
+  const bool replaced = successor.state == Inspection::State::kComplete;
+  if (inspection.state == Inspection::State::kDamaged) {
+    // The attempt of this name has committed, so its own files stand under the final name and these
+    // are what they were exchanged for. Otherwise storage has damaged a manifest: a person should
+    // see that.
+    if (replaced && successor.info.attempt == parsed.attempt) return Remove(name, may_remove);
+    return Keep(std::string(inspection.reason.message()));
+  }
+  // An old checkpoint that stepped aside. While no successor stands under its name it may be the
+  // only one: not ours to throw away.
+  if (replaced) return Remove(name, may_remove);
+  return Keep("it holds a complete checkpoint of another attempt than its name says");
+}
+
+absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int directory,
+                                                  const std::string& checkpoint) {
+  if (!options_.promote) return Keep("complete, but promotion is switched off");
+  // The last rank's worker may have died between the rename of its manifest and the fsync of this
+  // directory. Without this one, power loss could leave the final name and no manifest below it.
+  const absl::Status synced = SyncDirectory(directory, name);
+  if (!synced.ok()) return Keep(std::string(synced.message()));
+  const absl::Status renamed = RenameNoReplace(parent_, name, checkpoint);
+  if (absl::IsNotFound(renamed)) return Visit{};
+  if (absl::IsAlreadyExists(renamed)) {
+    return Keep(
+        absl::StrCat("complete, but ", checkpoint, " exists; remove or rename one of them"));
+  }
+  if (!renamed.ok()) return Keep(std::string(renamed.message()));
+  report_.promoted.push_back(checkpoint);
+  // Promoted means that it stays promoted.
+  HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
+  return Visit{};
+}
+
+Recovery::Visit Recovery::Remove(const std::string& name, bool may_remove) {
+  if (!may_remove) return Keep("incomplete");
+  const absl::Status removed = RemoveDirectory(parent_, name);
+  if (!removed.ok()) return Keep(std::string(removed.message()));
+  report_.removed.push_back(name);
+  return Visit{};
+}
+
+/// What stands under a final name.
+Inspection Recovery::InspectName(const std::string& checkpoint) const {
+  auto directory = OpenDirectory(parent_, checkpoint);
+  return directory.ok() ? Inspect(directory->get()) : Inspection{};
+}
+
+}  // namespace
+}  // namespace checkpointer
+
+absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
+                                       const RecoveryOptions& options) {
+  auto parent = checkpointer::OpenDirectory(AT_FDCWD, absl::StrCat(directory, "/."));
+  if (!parent.ok()) return base::Annotate(parent.status(), absl::StrCat("recover ", directory));
+  auto file_system = checkpointer::IdentifyFileSystem(parent->get());
+  if (!file_system.ok()) return base::Annotate(file_system.status(), directory);
+  // Ranks of one job recover at the same time. One must not take the lock that another holds while
+  // it removes for an orphan's.
+  HOLDFAST_RETURN_IF_ERROR(checkpointer::TakeTurn(
+      parent->get(), directory, options.wait_for_orphans + checkpointer::kTurnMax));
+  checkpointer::Recovery recovery(parent->get(), directory, *file_system, options);
+  return recovery.Run();
+}
+
+}  // namespace holdfast

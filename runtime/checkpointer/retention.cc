@@ -1,0 +1,98 @@
+#include "runtime/checkpointer/retention.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
+#include "runtime/checkpointer/directory_access.h"
+#include "runtime/checkpointer/directory_names.h"
+#include "runtime/checkpointer/inspect.h"
+#include "runtime/checkpointer/rename.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast {
+
+std::vector<std::string> SelectForRemoval(const std::vector<CheckpointInfo>& complete,
+                                          const Retention& retention) {
+  std::vector<std::string> names;
+  if (retention.keep_last == 0 || complete.empty()) return names;
+  std::vector<const CheckpointInfo*> by_step;
+  for (const CheckpointInfo& checkpoint : complete) by_step.push_back(&checkpoint);
+  std::stable_sort(
+      by_step.begin(), by_step.end(),
+      [](const CheckpointInfo* a, const CheckpointInfo* b) { return a->step < b->step; });
+  for (size_t i = 0; i + retention.keep_last < by_step.size(); ++i) {
+    const CheckpointInfo& checkpoint = *by_step[i];
+    if (retention.keep_every != 0 && checkpoint.step % retention.keep_every == 0) continue;
+    names.push_back(checkpoint.name);
+  }
+  return names;
+}
+
+namespace checkpointer {
+namespace {
+
+absl::Status Unlink(int directory, const std::string& name, int flags) {
+  if (sys::Sys().unlinkat(directory, name.c_str(), flags) == 0 || errno == ENOENT) {
+    return absl::OkStatus();
+  }
+  return base::ErrnoStatus("remove", name, errno);
+}
+
+}  // namespace
+
+absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointInfo& checkpoint) {
+  auto directory = OpenDirectory(parent, checkpoint.name);
+  if (!directory.ok()) return directory.status();
+  RetiredCheckpoint retired = {.name = {}, .in_use = *std::move(directory)};
+  // Without the lock two removals would merely run side by side, so its failure is no error.
+  sys::Sys().flock(retired.in_use.get(), LOCK_SH | LOCK_NB);
+  HOLDFAST_ASSIGN_OR_RETURN(retired.name, RenameToFree(parent, checkpoint.name,
+                                                       {.checkpoint = checkpoint.name,
+                                                        .kind = DirectoryKind::kRetired,
+                                                        .attempt = checkpoint.attempt}));
+  // Before the first file goes: power loss must not bring the name back to a ruin.
+  HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent, absl::StrCat("of ", checkpoint.name)));
+  return retired;
+}
+
+absl::Status RemoveDirectory(int parent, const std::string& name) {
+  auto directory = OpenDirectory(parent, name);
+  if (absl::IsNotFound(directory.status())) return absl::OkStatus();
+  if (!directory.ok()) return directory.status();
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
+                            ListDirectory(directory->get()));
+  bool has_manifest = false;
+  for (const DirectoryEntry& entry : entries) {
+    if (entry.is_directory) {
+      return absl::FailedPreconditionError(absl::StrCat("remove ", name, ": it holds a directory, ",
+                                                        entry.name, ", that is not Holdfast's"));
+    }
+    has_manifest |= IsManifestName(entry.name);
+  }
+  if (has_manifest) {
+    for (const DirectoryEntry& entry : entries) {
+      if (!IsManifestName(entry.name)) continue;
+      HOLDFAST_RETURN_IF_ERROR(Unlink(directory->get(), entry.name, 0));
+    }
+    // Power loss from here on: data files may come back or not, but no manifest that speaks for
+    // them does.
+    HOLDFAST_RETURN_IF_ERROR(SyncDirectory(directory->get(), name));
+  }
+  for (const DirectoryEntry& entry : entries) {
+    if (IsManifestName(entry.name)) continue;
+    HOLDFAST_RETURN_IF_ERROR(Unlink(directory->get(), entry.name, 0));
+  }
+  HOLDFAST_RETURN_IF_ERROR(Unlink(parent, name, AT_REMOVEDIR));
+  // Otherwise power loss brings an empty directory back. Harmless, but "removed" was reported.
+  return SyncDirectory(parent, absl::StrCat("of ", name));
+}
+
+}  // namespace checkpointer
+}  // namespace holdfast

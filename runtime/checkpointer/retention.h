@@ -1,0 +1,34 @@
+// Letting checkpoints go in a way that a crash at any moment leaves either a checkpoint or
+// something that recovery removes.
+#ifndef HOLDFAST_RUNTIME_CHECKPOINTER_RETENTION_H_
+#define HOLDFAST_RUNTIME_CHECKPOINTER_RETENTION_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "holdfast/recovery.h"
+#include "runtime/base/unique_fd.h"
+
+namespace holdfast::checkpointer {
+
+/// A checkpoint that has lost its name and waits for its removal.
+struct RetiredCheckpoint {
+  std::string name;       ///< "step-7.retired-<its attempt>", for a kDelete job's trash.
+  base::UniqueFd in_use;  ///< Locked (flock, LOCK_SH) against a recovery removing it side by side.
+};
+
+/// Renames a checkpoint to its retired name and makes that durable. One atomic step: from then on
+/// no reader takes it for a checkpoint, and a crash during the slow removal leaves no nameless ruin
+/// but a directory that Recover removes. \error kNotFound, errors of rename and fsync.
+absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointInfo& checkpoint);
+
+/// Removes a directory of files: manifests first and durably, then the rest, then the directory,
+/// durably. What is gone already is no error, so that it can be repeated after a crash at any
+/// point, and run by two at once. \error kFailedPrecondition, with nothing removed, when it holds a
+/// directory: Holdfast makes none there.
+absl::Status RemoveDirectory(int parent, const std::string& name);
+
+}  // namespace holdfast::checkpointer
+
+#endif  // HOLDFAST_RUNTIME_CHECKPOINTER_RETENTION_H_

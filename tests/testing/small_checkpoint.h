@@ -1,0 +1,137 @@
+// Small checkpoints with true manifests, written by hand: for tests of what reads them.
+#ifndef HOLDFAST_TESTS_TESTING_SMALL_CHECKPOINT_H_
+#define HOLDFAST_TESTS_TESTING_SMALL_CHECKPOINT_H_
+
+#include <gtest/gtest.h>
+#include <stdlib.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "holdfast/pod.h"
+#include "runtime/digest/digest.h"
+#include "runtime/format/manifest.h"
+#include "runtime/layout/manifest_slots.h"
+
+namespace holdfast::testing {
+
+/// Removed with all that is in it.
+class TemporaryDirectory {
+ public:
+  TemporaryDirectory() {
+    char name[] = "/tmp/holdfast-test-XXXXXX";
+    if (mkdtemp(name) == nullptr) abort();
+    path_ = name;
+  }
+  ~TemporaryDirectory() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  TemporaryDirectory(const TemporaryDirectory&) = delete;
+  TemporaryDirectory& operator=(const TemporaryDirectory&) = delete;
+  const std::string& path() const { return path_; }
+  std::string operator/(const std::string& name) const { return absl::StrCat(path_, "/", name); }
+
+ private:
+  std::string path_;
+};
+
+/// One rank of a checkpoint with a single file.
+struct SmallRank {
+  std::string checkpoint;
+  AttemptId attempt;
+  uint32_t rank = 0;
+  uint32_t world_size = 1;
+  uint64_t step = 0;
+  uint64_t bytes = 5000;
+
+  std::string file_name() const { return format::ModelFileName(rank, world_size); }
+  std::string manifest_name() const { return format::ManifestName(rank, world_size); }
+
+  /// Different for every attempt and rank.
+  std::string file_bytes() const {
+    std::string content(bytes, '\0');
+    uint64_t state = attempt.low * 31 + rank + 1;
+    for (char& byte : content) {
+      state = state * 6364136223846793005u + 1442695040888963407u;
+      byte = static_cast<char>(state >> 56);
+    }
+    return content;
+  }
+
+  std::string manifest_text() const {
+    SavePlan plan;
+    PlannedFile file;
+    file.name = file_name();
+    file.bytes = bytes;
+    Segment segment;
+    segment.bytes = bytes;
+    segment.literal = file_bytes();
+    if (bytes > 0) file.segments.push_back(segment);
+    plan.files.push_back(file);
+    format::ManifestTemplate made = format::BuildManifest({.checkpoint = checkpoint,
+                                                           .attempt = attempt,
+                                                           .rank = rank,
+                                                           .world_size = world_size,
+                                                           .step = step},
+                                                          plan);
+    char* text = made.text.data();
+    digest::RootStream root({.attempt = attempt,
+                             .rank = rank,
+                             .world_size = world_size,
+                             .file = 0,
+                             .file_bytes = bytes});
+    for (size_t i = 0; i < made.chunk_digests[0].size(); ++i) {
+      const uint64_t begin = i * kChunkBytes;
+      const Digest chunk = digest::Of(segment.literal.data() + begin,
+                                      std::min<uint64_t>(kChunkBytes, bytes - begin));
+      root.Add(chunk);
+      digest::ToHex(chunk, text + made.chunk_digests[0][i]);
+    }
+    digest::ToHex(root.Finish(), text + made.file_roots[0]);
+    layout::FillText(text, made.slots.engine, layout::ManifestWord(EngineRung::kPwrite));
+    layout::FillText(text, made.slots.engine_reason, "test");
+    layout::FillText(text, made.slots.direct_io, layout::ManifestWord(DirectIo::kNo));
+    layout::FillNumber(text, made.slots.bytes_written, bytes);
+    layout::FillNumber(text, made.slots.time_writing_ns, 1);
+    layout::FillNumber(text, made.slots.time_syncing_ns, 1);
+    layout::FillNumber(text, made.slots.time_total_ns, 2);
+    digest::ToHex(digest::Of(text, made.slots.self_digest.offset),
+                  text + made.slots.self_digest.offset);
+    return made.text;
+  }
+
+  /// Puts file and manifest into an existing or new directory.
+  void Write(const std::string& directory) const {
+    std::filesystem::create_directories(directory);
+    std::ofstream(absl::StrCat(directory, "/", file_name())) << file_bytes();
+    std::ofstream(absl::StrCat(directory, "/", manifest_name())) << manifest_text();
+  }
+};
+
+/// All ranks of a checkpoint, complete, into `directory`.
+inline void WriteSmallCheckpoint(const std::string& directory, SmallRank like) {
+  for (uint32_t rank = 0; rank < like.world_size; ++rank) {
+    like.rank = rank;
+    like.Write(directory);
+  }
+}
+
+/// Whether every file of the checkpoint in `directory` has the bytes that `like` had sealed.
+inline bool HasBytesOf(const std::string& directory, SmallRank like) {
+  for (uint32_t rank = 0; rank < like.world_size; ++rank) {
+    like.rank = rank;
+    std::ifstream file(absl::StrCat(directory, "/", like.file_name()));
+    const std::string content((std::istreambuf_iterator<char>(file)), {});
+    if (content != like.file_bytes()) return false;
+  }
+  return true;
+}
+
+}  // namespace holdfast::testing
+
+#endif  // HOLDFAST_TESTS_TESTING_SMALL_CHECKPOINT_H_
