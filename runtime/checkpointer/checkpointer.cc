@@ -173,7 +173,7 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
     HOLDFAST_RETURN_IF_ERROR(ValidatePlan(*request.plan));
     save->plan = *request.plan;
   } else {
-    char hex[layout::kDigestSlotBytes];
+    char hex[32];
     digest::ToHex(*attempt, hex);
     SafetensorsOptions format_options;
     format_options.metadata.emplace_back(format::kAttemptKey, std::string(hex, sizeof(hex)));
