@@ -29,7 +29,12 @@ class ExtentAllocator {
   uint64_t free_bytes() const { return free_bytes_; }
   uint64_t largest_free() const;
 
+  /// Bytes that can be allocated now, whatever the order and sizes of the requests, as long as none
+  /// is larger than `request_bytes_max`.
+  uint64_t CertainBytes(uint64_t request_bytes_max) const;
+
  private:
+  uint64_t RoundUp(uint64_t bytes) const;
   void Insert(uint64_t offset, uint64_t bytes);
   void Erase(std::map<uint64_t, uint64_t>::iterator run);
 

@@ -1,11 +1,11 @@
 // Who holds which bytes of the arena, in which state, and until when: leases and epochs.
 //
-//   state     entered by                       owner of the next edge
-//   free      Create, Release, Retire          the pool (Acquire)
-//   filling   Acquire                          the stager: copies run into it
-//   sealed    Seal                             the stager: nothing writes it any more, its digest
-//   is taken writing   StartWriting                     the supervisor: the worker may read it
-//   retired   Release, Retire                  the pool: back to free at once
+//   state    entered by               owner of the next edge
+//   free     Create, Release, Retire  the pool (Acquire)
+//   filling  Acquire                  the stager: copies run into it
+//   sealed   Seal                     the stager: nothing writes it any more, its digest is taken
+//   writing  StartWriting             the supervisor: the worker may read it
+//   retired  Release, Retire          the pool: back to free at once
 //
 // Any other edge aborts, in every build type: it would be a checkpoint with another step's bytes in
 // it.
@@ -20,33 +20,20 @@
 #include "absl/time/time.h"
 #include "holdfast/staging.h"
 #include "runtime/staging/arena.h"
+#include "runtime/staging/lease.h"
+#include "runtime/staging/residence.h"
 
 namespace holdfast::staging {
-
-/// The exclusive right to fill a run of the arena. A plain value; StagingPool knows its state.
-struct Lease {
-  uint32_t index = 0;   ///< In the lease table.
-  uint32_t bytes = 0;   ///< Rounded up to kIoAlignment.
-  uint64_t offset = 0;  ///< In the arena, a multiple of kIoAlignment.
-  uint64_t epoch = 0;
-};
-
-/// Somebody who has pinned or registered the arena's pages: a device, a kept worker.
-class Registrant {
- public:
-  virtual ~Registrant() = default;
-  /// Drops the registration and returns only when that is done (acknowledged). On an error the
-  /// pages stay.
-  virtual absl::Status DropRegistration() = 0;
-  /// Registers anew, after the pages were taken again.
-  virtual absl::Status RestoreRegistration() = 0;
-};
 
 /// \threadsafety All methods may be called from any thread.
 /// \forksafety The caller guards (Checkpointer does).
 class StagingPool {
  public:
+  /// \error kInvalidArgument when the arena is smaller than 4 chunks, and those of Arena::Create.
   static absl::StatusOr<std::unique_ptr<StagingPool>> Create(const StagingOptions& options);
+
+  /// Drops the registrations that are left. Memory that somebody may still use (bytes that are
+  /// held, or a registration that could not be dropped) stays mapped for the life of the process.
   ~StagingPool();
 
   Arena& arena();
@@ -57,19 +44,26 @@ class StagingPool {
   /// need, and end.
   uint64_t OpenEpoch();
 
-  /// Whether a save of `bytes` could be staged now without waiting for any other (for
-  /// WhenFull::kSkip and kFail).
+  /// Whether a save of `bytes` (the sum of its leases, each rounded up to kIoAlignment) would have
+  /// to wait for any other if it began now (for WhenFull::kSkip and kFail). Never when there is no
+  /// other: a save larger than the arena waits for itself only.
   bool WouldWait(uint64_t bytes) const;
 
+  /// Whether all bytes that may ever come back are this epoch's: if it gets no lease now, only its
+  /// own Release can help.
+  bool HoldsAlone(uint64_t epoch) const;
+
   /// Takes a lease of `bytes` (at most kChunkBytes) for `epoch`, waiting for its turn and for
-  /// memory. \error kDeadlineExceeded; kAborted after AbortEpoch; kResourceExhausted when the pages
-  /// cannot be taken again.
+  /// memory; several callers of one epoch are served in the order in which they came. After a Trim
+  /// the first one takes the pages again.
+  /// \error kDeadlineExceeded; kAborted after AbortEpoch, Quarantine or Retire; kResourceExhausted
+  /// when the pages cannot be taken again, or what a registrant says.
   absl::StatusOr<Lease> Acquire(uint64_t epoch, uint32_t bytes, absl::Time deadline);
 
   /// Acquire without waiting: kUnavailable when there is nothing to take yet.
   absl::StatusOr<Lease> TryAcquire(uint64_t epoch, uint32_t bytes);
 
-  /// This epoch will ask for no more.
+  /// This epoch will ask for no more: the next one is at turn.
   void FinishLeasing(uint64_t epoch);
 
   /// Its pending and later Acquires return kAborted: its worker died, or it was cancelled. Leases
@@ -96,13 +90,17 @@ class StagingPool {
   absl::Status TakeControlBytes(uint64_t bytes);
   void ReturnControlBytes(uint64_t bytes);
 
+  /// Add it before it registers anything: a trim in between would not know of it. Remove it after
+  /// its registration is gone and before it dies. Both wait for a trim under way, so never call
+  /// them from within a registrant.
   void AddRegistrant(Registrant* registrant);
   void RemoveRegistrant(Registrant* registrant);
 
-  /// Drops every registration, then punches. \error kFailedPrecondition while any byte is held.
+  /// Drops every registration, then punches. The next Acquire takes the pages again.
+  /// \error kFailedPrecondition while any byte is held; a registrant's, and then the pages stay.
   absl::Status Trim();
 
-  /// Whether nothing was held for at least this long (for trimming when idle).
+  /// For how long no epoch has been open (for trimming when idle).
   absl::Duration IdleFor() const;
 
   StagingStats stats() const;

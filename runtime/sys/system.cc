@@ -59,6 +59,19 @@ ssize_t ReadDirectory(int fd, void* buffer, size_t bytes) {
   return static_cast<ssize_t>(::syscall(SYS_getdents64, fd, buffer, bytes));
 }
 
+// By number: the C library has had these since 2.36 only, and musl has none.
+int FsOpen(const char* type, unsigned flags) {
+  return static_cast<int>(::syscall(SYS_fsopen, type, flags));
+}
+
+int FsConfig(int fd, unsigned command, const char* key, const void* value, int auxiliary) {
+  return static_cast<int>(::syscall(SYS_fsconfig, fd, command, key, value, auxiliary));
+}
+
+int FsMount(int fd, unsigned flags, unsigned attributes) {
+  return static_cast<int>(::syscall(SYS_fsmount, fd, flags, attributes));
+}
+
 int EventFd(unsigned initial, int flags) { return ::eventfd(initial, flags); }
 
 int UringWait(struct io_uring* ring, struct io_uring_cqe** out, int64_t timeout_ns) {
@@ -91,6 +104,9 @@ constexpr SystemCalls kKernel = {
     .flock = ::flock,
     .fcntl = Fcntl,
     .memfd_create = ::memfd_create,
+    .fsopen = FsOpen,
+    .fsconfig = FsConfig,
+    .fsmount = FsMount,
     .mmap = ::mmap,
     .munmap = ::munmap,
     .madvise = ::madvise,

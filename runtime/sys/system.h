@@ -54,6 +54,9 @@ struct SystemCalls {
   int (*flock)(int fd, int operation);
   int (*fcntl)(int fd, int command, long argument);
   int (*memfd_create)(const char* name, unsigned flags);
+  int (*fsopen)(const char* type, unsigned flags);
+  int (*fsconfig)(int fd, unsigned command, const char* key, const void* value, int auxiliary);
+  int (*fsmount)(int fd, unsigned flags, unsigned attributes);
   void* (*mmap)(void* address, size_t bytes, int protection, int flags, int fd, off_t offset);
   int (*munmap)(void* address, size_t bytes);
   int (*madvise)(void* address, size_t bytes, int advice);

@@ -1,0 +1,192 @@
+#include "runtime/staging/arena.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
+#include "runtime/staging/memory_room.h"
+#include "runtime/staging/prefault.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast::staging {
+namespace {
+
+constexpr char kObject[] = "staging arena";
+constexpr uint64_t kStatBlockBytes = 512;  // unit of st_blocks: stat(2)
+
+std::vector<PageRung> Ladder(PageRung asked) {
+  if (asked != PageRung::kAuto) return {asked};
+  return {PageRung::kHugetlb, PageRung::kTmpfsHuge, PageRung::kMadviseHuge, PageRung::kSmall};
+}
+
+absl::StatusOr<uint64_t> BytesInFile(int fd) {
+  struct stat info = {};
+  if (sys::Sys().fstat(fd, &info) != 0) return base::ErrnoStatus("fstat", kObject, errno);
+  return static_cast<uint64_t>(info.st_blocks) * kStatBlockBytes;
+}
+
+// Huge pages are mapped as such only where address and file offset agree modulo their size, and
+// older kernels place a mapping anywhere: an address range with room to spare, and the file put
+// into the middle.
+absl::StatusOr<char*> MapAligned(int fd, uint64_t bytes, uint64_t alignment) {
+  const sys::SystemCalls& sys = sys::Sys();
+  const uint64_t room = bytes + alignment;
+  void* reserved =
+      sys.mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) return base::ErrnoStatus("reserve addresses for", kObject, errno);
+  char* const begin = static_cast<char*>(reserved);
+  const uint64_t misaligned = reinterpret_cast<uintptr_t>(begin) % alignment;
+  const uint64_t head = misaligned == 0 ? 0 : alignment - misaligned;
+  void* mapped =
+      sys.mmap(begin + head, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
+  if (mapped == MAP_FAILED) {
+    const int error = errno;
+    (void)sys.munmap(begin, room);  // Addresses without memory; the first error is what counts.
+    return base::ErrnoStatus("mmap", kObject, error);
+  }
+  // As above: nothing but addresses stays behind if these fail.
+  if (head > 0) (void)sys.munmap(begin, head);
+  (void)sys.munmap(begin + head + bytes, alignment - head);
+  return begin + head;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options) {
+  if (options.bytes == 0) return absl::InvalidArgumentError("create staging arena: zero bytes");
+  std::string passed;  // rungs above, each with its reason
+  absl::Status status;
+  bool room_checked = false;
+  for (const PageRung rung : Ladder(options.pages)) {
+    if (rung != PageRung::kHugetlb && !room_checked) {
+      // The pool of huge pages stands apart; everything else comes out of the common memory.
+      HOLDFAST_RETURN_IF_ERROR(CheckMemoryRoom(options.bytes));
+      room_checked = true;
+    }
+    absl::StatusOr<std::unique_ptr<Arena>> arena = CreateOn(rung, options);
+    if (arena.ok()) {
+      (*arena)->reason_ = absl::StrCat(passed, NameOf(rung), ": ", (*arena)->reason_);
+      return arena;
+    }
+    status = arena.status();
+    absl::StrAppend(&passed, NameOf(rung), ": ", status.message(), "; ");
+  }
+  return base::Annotate(
+      status,
+      absl::StrCat("create staging arena on ",
+                   options.pages == PageRung::kAuto ? "any kind of page" : NameOf(options.pages)));
+}
+
+absl::StatusOr<std::unique_ptr<Arena>> Arena::CreateOn(PageRung rung, const ArenaOptions& options) {
+  std::unique_ptr<Arena> arena(new Arena());
+  HOLDFAST_ASSIGN_OR_RETURN(PageSource source, OpenPages(rung, options.bytes));
+  arena->pages_ = rung;
+  arena->page_bytes_ = source.page_bytes;
+  arena->threads_ = options.threads == 0 ? 1 : options.threads;
+  HOLDFAST_RETURN_IF_ERROR(arena->Map(source));
+  arena->fd_ = std::move(source.fd);
+  const MappedFile file = {.base = arena->base_, .fd = arena->fd(), .bytes = arena->bytes_};
+  switch (rung) {
+    case PageRung::kHugetlb:
+      arena->reason_ = absl::StrCat("pages of ", arena->page_bytes_ >> 10, " KiB");
+      break;
+    case PageRung::kMadviseHuge:
+      HOLDFAST_RETURN_IF_ERROR(arena->AdviseHuge());
+      HOLDFAST_RETURN_IF_ERROR(arena->ProveHuge());
+      break;
+    case PageRung::kTmpfsHuge:
+      HOLDFAST_RETURN_IF_ERROR(arena->ProveHuge());
+      break;
+    default:
+      arena->reason_ = absl::StrCat("pages of ", arena->page_bytes_ >> 10, " KiB");
+  }
+  HOLDFAST_RETURN_IF_ERROR(PrefaultAll(file, arena->threads_));
+  arena->resident_.store(true, std::memory_order_release);
+  return arena;
+}
+
+absl::Status Arena::Map(const PageSource& source) {
+  absl::StatusOr<char*> base = MapAligned(source.fd.get(), source.bytes, source.page_bytes);
+  if (!base.ok()) {
+    if (pages_ != PageRung::kHugetlb || base::ErrnoOf(base.status()) != ENOMEM)
+      return base.status();
+    return absl::ResourceExhaustedError(absl::StrCat(
+        base.status().message(), ": fewer than ", source.bytes / source.page_bytes,
+        " huge pages of ", source.page_bytes >> 20, " MiB are free (raise vm.nr_hugepages)"));
+  }
+  base_ = *base;
+  bytes_ = source.bytes;
+  // A child of fork() that is none of ours (a DataLoader's) must neither hold nor see this memory.
+  if (sys::Sys().madvise(base_, bytes_, MADV_DONTFORK) != 0)
+    return base::ErrnoStatus("madvise DONTFORK", kObject, errno);
+  // A core dump would be larger by a checkpoint, and slow to write.
+  if (sys::Sys().madvise(base_, bytes_, MADV_DONTDUMP) != 0)
+    return base::ErrnoStatus("madvise DONTDUMP", kObject, errno);
+  return absl::OkStatus();
+}
+
+absl::Status Arena::AdviseHuge() {
+  if (sys::Sys().madvise(base_, bytes_, MADV_HUGEPAGE) == 0) return absl::OkStatus();
+  return base::ErrnoStatus("madvise HUGEPAGE", kObject, errno);
+}
+
+// Both rungs give huge pages as far as there are any, and say nothing when there are none. But the
+// file's size tells: one small touch brings in a huge page or a small one. First one page, so that
+// a machine which gives none costs nothing; then one touch in every page's place, and the sum.
+absl::Status Arena::ProveHuge() {
+  const uint64_t touch_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  const MappedFile first = {.base = base_, .fd = fd(), .bytes = page_bytes_};
+  HOLDFAST_RETURN_IF_ERROR(
+      Prefault(first, {.stride_bytes = page_bytes_, .touch_bytes = touch_bytes, .threads = 1}));
+  HOLDFAST_ASSIGN_OR_RETURN(const uint64_t first_bytes, BytesInFile(fd()));
+  if (first_bytes < page_bytes_) {
+    return absl::FailedPreconditionError(
+        pages_ == PageRung::kTmpfsHuge
+            ? "the first page came small: no huge page is free, or the kernel gives none "
+              "(/sys/kernel/mm/transparent_hugepage/shmem_enabled is deny)"
+            : "the first page came small: no huge page is free, or the kernel gives none "
+              "(set /sys/kernel/mm/transparent_hugepage/shmem_enabled to advise)");
+  }
+  const MappedFile all = {.base = base_, .fd = fd(), .bytes = bytes_};
+  HOLDFAST_RETURN_IF_ERROR(Prefault(
+      all, {.stride_bytes = page_bytes_, .touch_bytes = touch_bytes, .threads = threads_}));
+  HOLDFAST_ASSIGN_OR_RETURN(const uint64_t huge_bytes, BytesInFile(fd()));
+  reason_ = absl::StrCat(huge_bytes >> 20, " of ", bytes_ >> 20, " MiB in pages of ",
+                         page_bytes_ >> 10, " KiB");
+  return absl::OkStatus();
+}
+
+Arena::~Arena() {
+  // In a foreign child something else may be mapped at these addresses by now.
+  if (base_ == nullptr || !guard_.InCreator()) return;
+  (void)sys::Sys().munmap(base_, bytes_);  // Cannot fail for a whole mapping; nobody could act.
+}
+
+absl::Status Arena::Punch() {
+  if (sys::Sys().fallocate(fd(), FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
+                           static_cast<off_t>(bytes_)) != 0) {
+    return base::ErrnoStatus("punch", kObject, errno);
+  }
+  resident_.store(false, std::memory_order_release);
+  return absl::OkStatus();
+}
+
+absl::Status Arena::Populate() {
+  if (resident()) return absl::OkStatus();
+  if (pages_ != PageRung::kHugetlb) HOLDFAST_RETURN_IF_ERROR(CheckMemoryRoom(bytes_));
+  const absl::Status status = PrefaultAll({.base = base_, .fd = fd(), .bytes = bytes_}, threads_);
+  if (!status.ok()) {
+    // What was taken before the failure goes back: half an arena helps nobody.
+    (void)Punch();
+    return base::Annotate(status, "take staging memory again");
+  }
+  resident_.store(true, std::memory_order_release);
+  return absl::OkStatus();
+}
+
+}  // namespace holdfast::staging

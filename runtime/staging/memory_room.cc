@@ -1,0 +1,136 @@
+// Sources: proc(5) for MemAvailable; the kernel's admin-guide/cgroup-v2.rst and
+// cgroup-v1/memory.rst for the files of a control group.
+#include "runtime/staging/memory_room.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <optional>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast::staging {
+namespace {
+
+// Left to everybody else. MemAvailable is an estimate, and page tables and rings come on top.
+constexpr uint64_t kReserveBytes = uint64_t{64} << 20;
+
+// Limits at and above this are "none": version 1 says 2^63 rounded down to a page.
+constexpr uint64_t kNoLimit = uint64_t{1} << 62;
+
+constexpr size_t kFileBytesMax = 64 * 1024;
+
+std::optional<std::string> ReadFile(const std::string& path) {
+  const int fd = sys::Sys().openat(AT_FDCWD, path.c_str(), O_RDONLY | O_CLOEXEC, 0);
+  if (fd < 0) return std::nullopt;
+  std::string text(kFileBytesMax, '\0');
+  size_t have = 0;
+  ssize_t got = 0;
+  while (have < text.size()) {
+    got = sys::Sys().read(fd, &text[have], text.size() - have);
+    if (got < 0 && errno == EINTR) continue;
+    if (got <= 0) break;
+    have += static_cast<size_t>(got);
+  }
+  (void)sys::Sys().close(fd);  // Read only: nothing can be lost.
+  if (got < 0) return std::nullopt;
+  text.resize(have);
+  return text;
+}
+
+std::optional<uint64_t> ReadNumber(const std::string& path) {
+  const std::optional<std::string> text = ReadFile(path);
+  uint64_t value = 0;
+  if (!text.has_value() || !absl::SimpleAtoi(*text, &value)) return std::nullopt;
+  return value;  // "max" is no number and so no limit.
+}
+
+// The number behind `key` in lines of "key value" or "key: value kB".
+std::optional<uint64_t> FindNumber(absl::string_view text, absl::string_view key) {
+  for (const absl::string_view line : absl::StrSplit(text, '\n')) {
+    const std::vector<absl::string_view> words =
+        absl::StrSplit(line, absl::ByAnyChar(" :\t"), absl::SkipEmpty());
+    uint64_t value = 0;
+    if (words.size() < 2 || words[0] != key || !absl::SimpleAtoi(words[1], &value)) continue;
+    return words.size() > 2 && words[2] == "kB" ? value * 1024 : value;
+  }
+  return std::nullopt;
+}
+
+struct GroupFiles {
+  const char* limit;
+  const char* used;
+  const char* reclaimable;  // in memory.stat: file pages that the kernel gives up first
+};
+constexpr GroupFiles kVersion2 = {"memory.max", "memory.current", "inactive_file"};
+constexpr GroupFiles kVersion1 = {"memory.limit_in_bytes", "memory.usage_in_bytes",
+                                  "total_inactive_file"};
+
+// Every group from `path` up to the root limits. Inside a container the path may be that of the
+// host while the mount shows the container's own group as its root: levels that are not there are
+// passed over.
+void LowerByGroups(const std::string& mount, absl::string_view path, const GroupFiles& files,
+                   MemoryRoom* room) {
+  while (true) {
+    while (absl::EndsWith(path, "/")) path.remove_suffix(1);
+    const std::string group = absl::StrCat(mount, path, "/");
+    const std::optional<uint64_t> limit = ReadNumber(group + files.limit);
+    const std::optional<uint64_t> used = ReadNumber(group + files.used);
+    if (limit.has_value() && *limit < kNoLimit && used.has_value()) {
+      const std::optional<std::string> stat = ReadFile(group + "memory.stat");
+      const uint64_t reclaimable =
+          stat.has_value() ? FindNumber(*stat, files.reclaimable).value_or(0) : 0;
+      const uint64_t busy = *used - std::min(*used, reclaimable);
+      const uint64_t left = *limit - std::min(*limit, busy);
+      if (left < room->bytes) *room = {.bytes = left, .limit = group + files.limit};
+    }
+    if (path.empty()) return;
+    path = path.substr(0, path.rfind('/'));
+  }
+}
+
+std::string MiB(uint64_t bytes) { return absl::StrCat(bytes >> 20, " MiB"); }
+
+}  // namespace
+
+MemoryRoom FindMemoryRoom() {
+  MemoryRoom room;
+  if (const std::optional<std::string> info = ReadFile("/proc/meminfo"); info.has_value()) {
+    if (const std::optional<uint64_t> bytes = FindNumber(*info, "MemAvailable"); bytes.has_value())
+      room = {.bytes = *bytes, .limit = "MemAvailable in /proc/meminfo"};
+  }
+  const std::string groups = ReadFile("/proc/self/cgroup").value_or("");
+  for (const absl::string_view line : absl::StrSplit(groups, '\n', absl::SkipEmpty())) {
+    // "hierarchy:controllers:path"; version 2 has no controllers there.
+    const std::vector<absl::string_view> fields = absl::StrSplit(line, absl::MaxSplits(':', 2));
+    if (fields.size() != 3) continue;
+    if (fields[1].empty()) {
+      LowerByGroups("/sys/fs/cgroup", fields[2], kVersion2, &room);
+      continue;
+    }
+    for (const absl::string_view controller : absl::StrSplit(fields[1], ',')) {
+      if (controller == "memory")
+        LowerByGroups("/sys/fs/cgroup/memory", fields[2], kVersion1, &room);
+    }
+  }
+  return room;
+}
+
+absl::Status CheckMemoryRoom(uint64_t bytes) {
+  const MemoryRoom room = FindMemoryRoom();
+  if (room.bytes >= kReserveBytes && room.bytes - kReserveBytes >= bytes) return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "take ", MiB(bytes), " of staging memory: only ", MiB(room.bytes), " are left (", room.limit,
+      "), of which ", MiB(kReserveBytes),
+      " stay free; lower StagingOptions::arena_bytes (saves that are larger stream through it) or "
+      "raise the limit"));
+}
+
+}  // namespace holdfast::staging

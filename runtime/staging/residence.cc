@@ -1,0 +1,69 @@
+#include "runtime/staging/residence.h"
+
+#include <algorithm>
+
+#include "runtime/base/status.h"
+
+namespace holdfast::staging {
+
+#ifdef HOLDFAST_PLANTED_BUGS
+namespace testing {
+bool trim_under_registration = false;
+}  // namespace testing
+#endif
+
+void Residence::Remove(Registrant* registrant) {
+  std::erase_if(entries_, [registrant](const Entry& entry) { return entry.who == registrant; });
+}
+
+bool Residence::Complete() const {
+  return arena_->resident() && std::all_of(entries_.begin(), entries_.end(),
+                                           [](const Entry& entry) { return entry.registered; });
+}
+
+bool Residence::Empty() const {
+  return !arena_->resident() && std::none_of(entries_.begin(), entries_.end(),
+                                             [](const Entry& entry) { return entry.registered; });
+}
+
+// A page that is punched while somebody has it registered lives on in that registration: the disk
+// would get the old page while memory shows a new one, and no digest of memory could see it. So all
+// of them first, each acknowledged, and the punch last.
+absl::Status Residence::GiveBack() {
+#ifdef HOLDFAST_PLANTED_BUGS
+  if (testing::trim_under_registration) return arena_->Punch();
+#endif
+  absl::Status status = DropAll();
+  if (status.ok()) status = arena_->Punch();
+  if (status.ok()) return status;
+  // The pages stayed. What cannot be restored now is tried again with the next lease.
+  (void)RestoreAll();
+  return base::Annotate(status, "trim staging memory");
+}
+
+absl::Status Residence::Take() {
+  HOLDFAST_RETURN_IF_ERROR(arena_->Populate());
+  return RestoreAll();
+}
+
+absl::Status Residence::DropAll() {
+  for (Entry& entry : entries_) {
+    if (!entry.registered) continue;
+    HOLDFAST_RETURN_IF_ERROR(entry.who->DropRegistration());
+    entry.registered = false;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Residence::RestoreAll() {
+  absl::Status first_error;
+  for (Entry& entry : entries_) {
+    if (entry.registered) continue;
+    const absl::Status status = entry.who->RestoreRegistration();
+    entry.registered = status.ok();
+    first_error.Update(status);
+  }
+  return first_error;
+}
+
+}  // namespace holdfast::staging
