@@ -45,6 +45,8 @@ struct Message {
 /// when there is none.
 inline constexpr int kExitMismatch = 70;  ///< A trainer of another layout version.
 inline constexpr int kExitAttach = 71;    ///< The arena or a job table could not be mapped.
+inline constexpr int kExitStuck = 72;     ///< Transfers did not end within the deadline: the kernel
+                                          ///< ends them before the process is gone.
 inline constexpr int kExitUsage = 64;     ///< Started by hand.
 
 }  // namespace holdfast::layout

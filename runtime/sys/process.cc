@@ -34,7 +34,7 @@ void SettleProcessSignals() {
   // that does not exist here.
   struct sigaction action = {};
   action.sa_handler = SIG_DFL;
-  for (int signal = 1; signal <= SIGRTMAX; ++signal) ::sigaction(signal, &action, nullptr);
+  for (int signal = 1; signal < _NSIG; ++signal) ::sigaction(signal, &action, nullptr);
   action.sa_handler = SIG_IGN;
   for (const int signal : kIgnored) ::sigaction(signal, &action, nullptr);
   sigset_t none;

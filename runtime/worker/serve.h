@@ -23,6 +23,10 @@ struct ServeOptions {
 /// flight was finished or stopped, as its flags say). Returns an exit status: 0, or layout::kExit*.
 int Serve(const ServeOptions& options);
 
+/// Whether `fd` is a socket of the kind that a trainer passes, and not something that happens to be
+/// open when the program is started by hand.
+bool IsWorkerSocket(int fd);
+
 }  // namespace holdfast::worker
 
 #endif  // HOLDFAST_RUNTIME_WORKER_SERVE_H_

@@ -1,0 +1,156 @@
+// The worker's end of the socket, and the arena.
+#include <poll.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "runtime/sys/system.h"
+#include "runtime/worker/server.h"
+
+namespace holdfast::worker {
+namespace {
+
+constexpr uint64_t kHugePageBytes = 2ull << 20;
+// Before kAttach there is no pidfd of the trainer's: nobody is waited for longer than this.
+constexpr int kFirstMessageMs = 30'000;
+
+/// Takes the fds out of a message's control data, whatever their number.
+void TakeFds(msghdr* header, Received* out) {
+  for (cmsghdr* part = CMSG_FIRSTHDR(header); part != nullptr; part = CMSG_NXTHDR(header, part)) {
+    if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
+    const size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t i = 0; i < count; ++i) {
+      int fd = -1;
+      memcpy(&fd, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
+      if (out->fd_count < layout::kAttachFds) {
+        out->fds[out->fd_count++] = fd;
+      } else {
+        sys::Sys().close(fd);
+      }
+    }
+  }
+}
+
+Receive ReadMessage(int socket, Received* out) {
+  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * layout::kAttachFds)];
+  iovec part = {.iov_base = &out->message, .iov_len = sizeof(out->message)};
+  msghdr header = {};
+  header.msg_iov = &part;
+  header.msg_iovlen = 1;
+  header.msg_control = control;
+  header.msg_controllen = sizeof(control);
+  ssize_t got = 0;
+  do {
+    got = sys::Sys().recvmsg(socket, &header, MSG_CMSG_CLOEXEC);
+  } while (got < 0 && errno == EINTR);
+  if (got <= 0) return Receive::kEnd;
+  TakeFds(&header, out);
+  if (got != static_cast<ssize_t>(sizeof(out->message)) || (header.msg_flags & MSG_TRUNC) != 0 ||
+      out->message.magic != layout::kWireMagic ||
+      out->message.layout_version != layout::kLayoutVersion) {
+    return Receive::kMismatch;
+  }
+  return Receive::kMessage;
+}
+
+void CloseFd(int* fd) {
+  if (*fd >= 0) sys::Sys().close(*fd);
+  *fd = -1;
+}
+
+/// Maps the arena for writing where it may be registered (the kernel pins for writing only),
+/// read-only otherwise: then not even a wild store of this process could change sealed bytes.
+bool MapArena(Attachment* attached, bool may_register) {
+  void* memory = MAP_FAILED;
+  if (may_register) {
+    memory = sys::Sys().mmap(nullptr, attached->arena_bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
+                             attached->arena_fd, 0);
+    attached->writable = memory != MAP_FAILED;
+  }
+  if (memory == MAP_FAILED) {
+    memory = sys::Sys().mmap(nullptr, attached->arena_bytes, PROT_READ, MAP_SHARED,
+                             attached->arena_fd, 0);
+  }
+  if (memory == MAP_FAILED) return false;
+  attached->arena = static_cast<char*>(memory);
+  // A core dump of a worker must not carry the model.
+  sys::Sys().madvise(memory, attached->arena_bytes, MADV_DONTDUMP);
+  return true;
+}
+
+}  // namespace
+
+Receive ReceiveMessage(const Server& server, Received* out) {
+  while (true) {
+    // A negative fd is ignored: before kAttach only the socket is there.
+    pollfd fds[2] = {{.fd = server.options.socket, .events = POLLIN, .revents = 0},
+                     {.fd = server.attached.trainer, .events = POLLIN, .revents = 0}};
+    const int timeout_ms = server.attached.trainer >= 0 ? -1 : kFirstMessageMs;
+    const int ready = sys::Sys().poll(fds, 2, timeout_ms);
+    if (ready < 0 && errno == EINTR) continue;
+    if (ready <= 0) return Receive::kEnd;
+    if ((fds[0].revents & POLLIN) != 0) return ReadMessage(server.options.socket, out);
+    return Receive::kEnd;
+  }
+}
+
+int Attach(Server* server, Received* received) {
+  if (received->fd_count != layout::kAttachFds) return layout::kExitAttach;
+  Detach(server);
+  Attachment& attached = server->attached;
+  attached = Attachment{};
+  attached.arena_fd = received->fds[0];
+  attached.trainer = received->fds[1];
+  attached.doorbell = received->fds[2];
+  attached.trainer_doorbell = received->fds[3];
+  received->fd_count = 0;  // They are the attachment's now.
+  attached.arena_bytes = received->message.bytes;
+  if (attached.arena_bytes == 0) return 0;
+  struct stat status = {};
+  // A mapping beyond the file's end would turn an access into a SIGBUS.
+  if (sys::Sys().fstat(attached.arena_fd, &status) != 0 ||
+      static_cast<uint64_t>(status.st_size) < attached.arena_bytes) {
+    return layout::kExitAttach;
+  }
+  // hugetlbfs and huge tmpfs say their page's size here.
+  attached.huge_pages = static_cast<uint64_t>(status.st_blksize) >= kHugePageBytes;
+  // Registering small pages costs 20 ms per GiB: worth it only where it is done once.
+  const bool may_register =
+      attached.huge_pages || server->options.launcher == Launcher::kPersistent;
+  return MapArena(&attached, may_register) ? 0 : layout::kExitAttach;
+}
+
+void DropArena(Server* server) {
+  // Unregisters first: pages that are punched under a registration live on in the registration
+  // only, and the disk would get old bytes.
+  if (server->queue_open) server->queue.Close();
+  server->queue_open = false;
+  Attachment& attached = server->attached;
+  if (attached.arena != nullptr) sys::Sys().munmap(attached.arena, attached.arena_bytes);
+  attached.arena = nullptr;
+  attached.arena_bytes = 0;
+  CloseFd(&attached.arena_fd);
+}
+
+void Detach(Server* server) {
+  DropArena(server);
+  Attachment& attached = server->attached;
+  CloseFd(&attached.trainer);
+  CloseFd(&attached.doorbell);
+  CloseFd(&attached.trainer_doorbell);
+}
+
+bool IsWorkerSocket(int fd) {
+  struct stat status = {};
+  return sys::Sys().fstat(fd, &status) == 0 && S_ISSOCK(status.st_mode);
+}
+
+void CloseAll(Received* received) {
+  for (int i = 0; i < received->fd_count; ++i) sys::Sys().close(received->fds[i]);
+  received->fd_count = 0;
+}
+
+}  // namespace holdfast::worker

@@ -1,0 +1,24 @@
+// Removing retired checkpoints, one after the other: slow (a quarter of a second per GiB), so it is
+// a job of its own that a save never waits for.
+#include "runtime/worker/jobs.h"
+#include "runtime/worker/remove_tree.h"
+
+namespace holdfast::worker {
+
+void RunDelete(JobRun* run) {
+  SetPhase(run, layout::Phase::kRemoving);
+  run->all_sealed = true;  // Nothing more is needed from the trainer.
+  const char* const names = layout::At<char>(run->job, run->job->trash);
+  for (uint64_t at = 0; at < run->job->trash.bytes; at += kNameBytes) {
+    if (MustStop(run, true)) return;
+    // One that cannot be removed does not keep the others: the first failure is reported.
+    Failure failure;
+    if (!RemoveDirectory(run->parent, names + at, run->directory_buffer, &run->job->cancel,
+                         &failure)) {
+      failure.file = static_cast<uint32_t>(at / kNameBytes);
+      Fail(run, failure);
+    }
+  }
+}
+
+}  // namespace holdfast::worker

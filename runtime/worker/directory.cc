@@ -1,0 +1,155 @@
+#include "runtime/worker/directory.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+
+#include "runtime/sys/system.h"
+#include "runtime/worker/remove_tree.h"
+
+namespace holdfast::worker {
+namespace {
+
+constexpr mode_t kDirectoryMode = 0777;  // the umask takes its part
+constexpr mode_t kFileMode = 0666;
+
+/// A rename must not replace what another program put there meanwhile.
+bool NameIsFree(int directory, const char* name, int* error_number) {
+  struct stat status = {};
+  if (sys::Sys().fstatat(directory, name, &status, AT_SYMLINK_NOFOLLOW) == 0) {
+    *error_number = EEXIST;
+    return false;
+  }
+  *error_number = errno;
+  return errno == ENOENT;
+}
+
+bool OpenPartial(JobRun* run) {
+  const layout::Job& job = *run->job;
+  int error = 0;
+  if (!run->Has(layout::kReplaceExisting) && !NameIsFree(run->parent, job.target, &error)) {
+    // Before gigabytes are written. The rename at the end checks again.
+    return FailErrno(run, Operation::kRename, error);
+  }
+  // The trainer (for its lock) or another rank may have made it already.
+  if (sys::Sys().mkdirat(run->parent, job.partial, kDirectoryMode) != 0 && errno != EEXIST) {
+    return FailErrno(run, Operation::kMakeDirectory, errno);
+  }
+  run->directory = sys::Sys().openat(run->parent, job.partial,
+                                     O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+  if (run->directory < 0) return FailErrno(run, Operation::kMakeDirectory, errno);
+  // Without it a crash can lose the directory with files in it that were fsynced one by one, and a
+  // recovery could not promote what every rank had made durable.
+  if (sys::Sys().fsync(run->parent) != 0) return FailErrno(run, Operation::kSyncDirectory, errno);
+  if (SomeoneAborted(*run)) return Fail(run, FailureCode::kAborted, Operation::kWaitRanks);
+  return true;
+}
+
+/// Whether the partial name still leads to the directory that is open.
+bool StillInPlace(const JobRun& run) {
+  struct stat named = {};
+  struct stat open = {};
+  return sys::Sys().fstatat(run.parent, run.job->partial, &named, AT_SYMLINK_NOFOLLOW) == 0 &&
+         sys::Sys().fstat(run.directory, &open) == 0 && named.st_ino == open.st_ino &&
+         named.st_dev == open.st_dev;
+}
+
+void Unlink(const JobRun& run, const char* name) { sys::Sys().unlinkat(run.directory, name, 0); }
+
+}  // namespace
+
+bool OpenDirectory(JobRun* run) {
+  if (!run->Has(layout::kFilesOnly)) return OpenPartial(run);
+  // The framework's own, made by it: symlinks on the way are its business.
+  run->directory =
+      sys::Sys().openat(run->parent, run->job->target, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
+  return run->directory >= 0 || FailErrno(run, Operation::kOpen, errno);
+}
+
+int RenameNew(JobRun* run, const char* from, const char* to) {
+  const bool replace = run->Has(layout::kFilesOnly) && run->Has(layout::kReplaceExisting);
+  const unsigned flags = replace ? 0 : RENAME_NOREPLACE;
+  if (sys::Sys().renameat2(run->directory, from, run->directory, to, flags) == 0) return 0;
+  if (flags == 0 || (errno != EINVAL && errno != ENOSYS)) return errno;
+  // A file system without RENAME_NOREPLACE (NFS, some FUSE): look first. In a directory that this
+  // attempt alone writes to, nothing can come between.
+  int error = 0;
+  if (!NameIsFree(run->directory, to, &error)) return error;
+  return sys::Sys().renameat2(run->directory, from, run->directory, to, 0) == 0 ? 0 : errno;
+}
+
+bool NameFiles(JobRun* run) {
+  const uint64_t begin = sys::NowNs();
+  for (uint32_t i = 0; i < run->job->file_count; ++i) {
+    if (MustStop(run, true)) return false;
+    const char* const name = layout::Files(run->job)[i].name;
+    char temporary[kNameBytes];
+    TemporaryName(name, temporary);
+    // After the data's fsync: a name never leads to a file whose bytes a crash could take away.
+    if (const int error = RenameNew(run, temporary, name); error != 0) {
+      return FailErrno(run, Operation::kRename, error, i);
+    }
+    run->notes[i].renamed = 1;
+  }
+  // Before the manifest: without it a crash could leave a durable manifest beside files that are
+  // still called NAME.tmp.
+  if (sys::Sys().fsync(run->directory) != 0) {
+    return FailErrno(run, Operation::kSyncDirectory, errno);
+  }
+  run->time_syncing_ns += sys::NowNs() - begin;
+  return true;
+}
+
+bool SomeoneAborted(const JobRun& run) {
+  if (run.job->world_size < 2 || run.Has(layout::kFilesOnly)) return false;
+  struct stat status = {};
+  return sys::Sys().fstatat(run.directory, kAbortedName, &status, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
+void RemoveTraces(JobRun* run) {
+  if (run->committed || run->voted) return;
+  const bool files_only = run->Has(layout::kFilesOnly);
+  if (run->directory < 0) {
+    // Nothing was written. The trainer may have made the directory, for its lock.
+    if (!files_only) sys::Sys().unlinkat(run->parent, run->job->partial, AT_REMOVEDIR);
+    return;
+  }
+  // A recovery that fenced this directory, or promoted it, owns it now.
+  if (!files_only && !StillInPlace(*run)) return;
+  SetPhase(run, layout::Phase::kRemoving);
+  if (!files_only && run->job->world_size > 1) {
+    const int fd = sys::Sys().openat(run->directory, kAbortedName,
+                                     O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
+    if (fd >= 0) sys::Sys().close(fd);
+  }
+  char temporary[kNameBytes];
+  if (run->manifest_named) {
+    Unlink(*run, run->job->manifest);
+    // First and durably: a crash while the files go must not leave a manifest that names them, nor
+    // (the names of the files may be older than their removal) a checkpoint that looks complete.
+    sys::Sys().fsync(run->directory);
+  } else if (run->manifest_made) {
+    TemporaryName(run->job->manifest, temporary);
+    Unlink(*run, temporary);
+  }
+  for (uint32_t i = 0; i < run->job->file_count; ++i) {
+    const FileNote& note = run->notes[i];
+    if (note.created == 0) continue;
+    const char* const name = layout::Files(run->job)[i].name;
+    TemporaryName(name, temporary);
+    Unlink(*run, note.renamed != 0 ? name : temporary);
+  }
+  if (files_only) return;
+  // Whoever clears the last file away also takes the marker; a rank that comes later finds no
+  // directory, or makes one of its own and fails at its deadline.
+  if (run->job->world_size > 1 && HoldsOnly(run->directory, kAbortedName, run->directory_buffer)) {
+    Unlink(*run, kAbortedName);
+  }
+  // Refused while other ranks' files are there.
+  sys::Sys().unlinkat(run->parent, run->job->partial, AT_REMOVEDIR);
+}
+
+}  // namespace holdfast::worker

@@ -1,0 +1,34 @@
+// The directory that a save writes into: made, filled with names, and cleared after a failure.
+#ifndef HOLDFAST_RUNTIME_WORKER_DIRECTORY_H_
+#define HOLDFAST_RUNTIME_WORKER_DIRECTORY_H_
+
+#include "runtime/worker/job_run.h"
+
+namespace holdfast::worker {
+
+/// In the partial directory of a save of several ranks: one of them has given up, so that the
+/// others need not wait for their deadline. Made only by a rank that has not voted (commit.h), so a
+/// directory that has it can never be committed.
+inline constexpr char kAbortedName[] = "aborted";
+
+/// Makes (or finds) the directory and opens it. Refuses an existing target early.
+bool OpenDirectory(JobRun* run);
+
+/// Renames within the job's directory; an existing `to` is EEXIST unless the job replaces files.
+/// Returns 0 or an errno.
+int RenameNew(JobRun* run, const char* from, const char* to);
+
+/// Gives every file its name, then makes the names durable.
+bool NameFiles(JobRun* run);
+
+/// After a failure: removes what this job made, the manifest first and durably, and the directory
+/// if nothing is left in it. Does nothing when the directory was taken away (fenced or promoted by
+/// a recovery), or when the save was committed or is in another rank's hands.
+void RemoveTraces(JobRun* run);
+
+/// Whether a rank has given up.
+bool SomeoneAborted(const JobRun& run);
+
+}  // namespace holdfast::worker
+
+#endif  // HOLDFAST_RUNTIME_WORKER_DIRECTORY_H_

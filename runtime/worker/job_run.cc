@@ -1,0 +1,107 @@
+#include "runtime/worker/job_run.h"
+
+#include <poll.h>
+
+#include <cerrno>
+
+#include "runtime/sys/errno_code.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast::worker {
+
+bool Fail(JobRun* run, const Failure& failure) {
+  if (run->failure.ok()) run->failure = failure;
+  return false;
+}
+
+bool Fail(JobRun* run, FailureCode code, Operation operation, uint32_t file) {
+  Failure failure;
+  failure.code = code;
+  failure.operation = operation;
+  failure.file = file;
+  return Fail(run, failure);
+}
+
+bool FailErrno(JobRun* run, Operation operation, int error_number, uint32_t file, uint64_t offset,
+               uint64_t bytes) {
+  Failure failure;
+  failure.code = sys::CodeOfErrno(error_number);
+  if (failure.code == FailureCode::kOk) failure.code = FailureCode::kInternal;
+  failure.operation = operation;
+  failure.error_number = error_number;
+  failure.file = file;
+  failure.offset = offset;
+  failure.bytes = bytes;
+  return Fail(run, failure);
+}
+
+void SetPhase(JobRun* run, layout::Phase phase) {
+  run->job->phase.store(static_cast<uint32_t>(phase), std::memory_order_relaxed);
+}
+
+void RingTrainer(const Attachment& attached) {
+  if (attached.trainer_doorbell < 0) return;
+  const uint64_t one = 1;
+  // The only error is a counter that is full, and then the trainer is awake already.
+  (void)!sys::Sys().write(attached.trainer_doorbell, &one, sizeof(one));
+}
+
+void HearDoorbell(const Attachment& attached) {
+  uint64_t rings = 0;
+  (void)!sys::Sys().read(attached.doorbell, &rings, sizeof(rings));
+}
+
+void NoteTrainerDeath(JobRun* run) {
+  if (run->trainer_died) return;
+  run->trainer_died = true;
+  if (run->all_sealed) return;
+  // Its last stores are in the shared memory: what it published before it died counts.
+  const layout::SharedU32* const log = layout::At<layout::SharedU32>(run->job, run->job->published);
+  for (uint32_t i = run->write.published.taken(); i < run->job->extent_count; ++i) {
+    if (log[i].load(std::memory_order_acquire) == layout::kEmptyEntry) return;
+  }
+  run->all_sealed = true;
+}
+
+bool MustStop(JobRun* run, bool look) {
+  const layout::Job& job = *run->job;
+  if (job.cancel.load(std::memory_order_relaxed) != 0) {
+    Fail(run, FailureCode::kCancelled, Operation::kCancel);
+    return true;
+  }
+  if (job.trainer_failed.load(std::memory_order_relaxed) != 0) {
+    Fail(run, FailureCode::kAborted, Operation::kWaitTrainer);
+    return true;
+  }
+  if (look && !run->trainer_died) {
+    pollfd trainer = {.fd = run->attached->trainer, .events = POLLIN, .revents = 0};
+    if (sys::Sys().poll(&trainer, 1, 0) > 0) NoteTrainerDeath(run);
+  }
+  if (run->trainer_died && !(run->all_sealed && run->Has(layout::kFinishWithoutTrainer))) {
+    Fail(run, FailureCode::kAborted, Operation::kWaitTrainer);
+    return true;
+  }
+  return false;
+}
+
+void Nap(JobRun* run, int timeout_ms) {
+  pollfd fds[2] = {{.fd = run->attached->doorbell, .events = POLLIN, .revents = 0},
+                   {.fd = run->attached->trainer, .events = POLLIN, .revents = 0}};
+  // A dead trainer's pidfd stays readable: watching it on would make this a busy loop.
+  const nfds_t count = run->trainer_died ? 1 : 2;
+  if (sys::Sys().poll(fds, count, timeout_ms) <= 0) return;
+  if ((fds[0].revents & POLLIN) != 0) HearDoorbell(*run->attached);
+  if (count == 2 && fds[1].revents != 0) NoteTrainerDeath(run);
+}
+
+void TemporaryName(const char* name, char (&out)[kNameBytes]) {
+  constexpr char kSuffix[] = ".tmp";
+  uint32_t length = 0;
+  while (name[length] != '\0' && length + sizeof(kSuffix) < kNameBytes) {
+    out[length] = name[length];
+    ++length;
+  }
+  for (uint32_t i = 0; i < sizeof(kSuffix); ++i) out[length + i] = kSuffix[i];
+}
+
+}  // namespace holdfast::worker

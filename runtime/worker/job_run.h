@@ -1,0 +1,152 @@
+// The state of one job: of fixed size, laid out before the job starts, passed to every step.
+//
+// A step is a function `bool Step(JobRun*)`: true, or false with the first failure recorded in
+// `failure`. Later failures (of the cleaning up) never replace it.
+#ifndef HOLDFAST_RUNTIME_WORKER_JOB_RUN_H_
+#define HOLDFAST_RUNTIME_WORKER_JOB_RUN_H_
+
+#include <cstddef>
+#include <cstdint>
+
+#include "holdfast/pod.h"
+#include "io_uring/queue.h"
+#include "runtime/layout/job.h"
+
+namespace holdfast::worker {
+
+inline constexpr uint32_t kOpenFilesMax = 64;
+/// Extents that were written and wait for their digest, at most; beyond, nothing is submitted.
+inline constexpr uint32_t kUndigestedMax = 2 * io::kDepthMax;
+inline constexpr uint32_t kDirectoryBufferBytes = 32 * 1024;
+/// Where the table gives no deadline: nothing here waits without one.
+inline constexpr uint64_t kDeadlineDefaultNs = 600ull * 1'000'000'000;
+
+/// What kAttach brought. `arena` is null for a worker that only deletes.
+struct Attachment {
+  int arena_fd = -1;
+  int trainer = -1;           ///< pidfd
+  int doorbell = -1;          ///< eventfd, rung by the trainer
+  int trainer_doorbell = -1;  ///< eventfd, rung here
+  char* arena = nullptr;
+  uint64_t arena_bytes = 0;
+  bool huge_pages = false;
+  bool writable = false;  ///< Mapped for writing, which registration needs.
+};
+
+/// What is known of each file of the save, in an array as long as the file table.
+struct FileNote {
+  static constexpr uint16_t kNoSlot = 0xffff;
+  uint32_t extents_left = 0;  ///< Not yet completed.
+  uint16_t slot = kNoSlot;    ///< In JobRun::open.
+  uint8_t created = 0;        ///< NAME.tmp may exist and is ours.
+  uint8_t synced = 0;         ///< Complete, truncated, fsynced, closed.
+  uint8_t renamed = 0;        ///< Stands under its name.
+};
+
+struct OpenFile {
+  int fd = -1;
+  uint32_t file = 0;
+  uint32_t in_flight = 0;
+};
+
+struct InFlight {
+  uint32_t extent = 0;
+  uint16_t slot = 0;
+};
+
+/// The write loop's own state.
+struct WriteState {
+  layout::LogReader published;
+  layout::LogWriter acknowledged;
+  uint64_t* taken_bits = nullptr;  ///< One per extent: none is written twice.
+  InFlight in_flight[io::kDepthMax];
+  uint64_t in_flight_used = 0;  ///< One bit per entry.
+  uint32_t undigested[kUndigestedMax] = {};
+  uint32_t undigested_first = 0;
+  uint32_t undigested_count = 0;
+  uint32_t next_extent = 0;  ///< Taken from the log, not yet submitted.
+  bool has_next = false;
+  uint32_t proven = 0;       ///< Extents that were written and re-digested.
+  uint64_t progress_ns = 0;  ///< When something was last published or completed.
+  uint64_t allowed_ns = 0;   ///< The byte-rate limit lets the next write start then.
+  uint64_t rang_ns = 0;
+};
+
+struct JobRun {
+  // Given.
+  layout::Job* job = nullptr;
+  const Attachment* attached = nullptr;
+  io::Queue* queue = nullptr;       ///< Open for a save.
+  io::Queue* read_queue = nullptr;  ///< Closed; read-back opens it.
+  char* directory_buffer = nullptr;
+  Launcher launcher = Launcher::kSpawn;
+  int parent = -1;
+
+  // Found on the way.
+  Failure failure;
+  int directory = -1;  ///< Where the files are written.
+  FileNote* notes = nullptr;
+  void* scratch = nullptr;  ///< The mapping that holds `notes` and `taken_bits`.
+  uint64_t scratch_bytes = 0;
+  bool trainer_died = false;
+  bool all_sealed = false;     ///< Every extent was published: the trainer is not needed any more.
+  bool manifest_made = false;  ///< MANIFEST.tmp may exist and is ours.
+  bool manifest_named = false;
+  bool voted = false;      ///< Another rank decides now; see commit.h.
+  bool committed = false;  ///< The final name stands: nothing is removed any more.
+  bool io_stuck = false;   ///< Transfers did not end within the deadline.
+
+  OpenFile open[kOpenFilesMax];
+  WriteState write;
+
+  DirectIo direct_io = DirectIo::kProven;
+  bool opened_any = false;
+  bool reserved_all = true;
+  uint64_t bytes_written = 0;
+  uint64_t bytes_read_back = 0;
+  uint64_t private_bytes_peak = 0;
+  uint64_t time_syncing_ns = 0;
+  layout::JobTimes times;
+
+  bool ok() const { return failure.ok(); }
+  bool Has(layout::JobFlags flag) const { return (job->flags & flag) != 0; }
+  /// Rank 0, and a job of one rank, decide; the others follow.
+  bool Decides() const { return job->rank == 0; }
+};
+
+/// Records `failure` unless there is one already. Returns false.
+bool Fail(JobRun* run, const Failure& failure);
+bool Fail(JobRun* run, FailureCode code, Operation operation, uint32_t file = Failure::kNoIndex);
+bool FailErrno(JobRun* run, Operation operation, int error_number,
+               uint32_t file = Failure::kNoIndex, uint64_t offset = 0, uint64_t bytes = 0);
+
+void SetPhase(JobRun* run, layout::Phase phase);
+
+/// Wakes the trainer's supervisor: progress, acknowledgments, the end.
+void RingTrainer(const Attachment& attached);
+
+/// Empties this worker's doorbell after it was seen readable.
+void HearDoorbell(const Attachment& attached);
+
+/// Whether the job must end now: cancelled, given up by the trainer, or orphaned without leave to
+/// finish. Records why. Looks at the trainer's pidfd only if `look` is set (the write loop watches
+/// it in its queue).
+bool MustStop(JobRun* run, bool look);
+
+/// What MustStop does about a trainer that was seen dead.
+void NoteTrainerDeath(JobRun* run);
+
+/// Sleeps up to `timeout_ms`, woken by the doorbell and by the trainer's death.
+void Nap(JobRun* run, int timeout_ms);
+
+/// The deadline that the table gives, or the default.
+inline uint64_t DeadlineNs(uint64_t from_table) {
+  return from_table != 0 ? from_table : kDeadlineDefaultNs;
+}
+
+/// `name` + ".tmp" into `out`; ValidateJob saw to it that it fits.
+void TemporaryName(const char* name, char (&out)[kNameBytes]);
+
+}  // namespace holdfast::worker
+
+#endif  // HOLDFAST_RUNTIME_WORKER_JOB_RUN_H_

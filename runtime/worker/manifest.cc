@@ -1,0 +1,160 @@
+#include "runtime/worker/manifest.h"
+
+#include <fcntl.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "runtime/digest/digest.h"
+#include "runtime/layout/manifest_slots.h"
+#include "runtime/sys/system.h"
+#include "runtime/worker/directory.h"
+
+namespace holdfast::worker {
+namespace {
+
+// The attempt id stands near the beginning of a manifest.
+constexpr size_t kHeadBytes = 512;
+constexpr size_t kHexDigits = 32;
+constexpr mode_t kFileMode = 0666;
+
+/// The digest of a chunk stands in the template twice: as the sealer's text and, in binary, as what
+/// this worker proved the bytes against. A manifest that says something else would condemn a sound
+/// file later.
+bool SlotSays(const layout::Job& job, const char* manifest, uint64_t slot, const Digest& digest) {
+  if (slot == 0 || job.manifest_template.bytes == 0) return true;
+  char hex[kHexDigits];
+  digest::ToHex(digest, hex);
+  return memcmp(manifest + slot, hex, kHexDigits) == 0;
+}
+
+void FillSlots(JobRun* run) {
+  layout::Job* const job = run->job;
+  char* const text = layout::Manifest(job);
+  const layout::ManifestSlots& slots = job->slots;
+  const layout::JobTimes& times = run->times;
+  layout::FillText(text, slots.engine, layout::ManifestWord(run->queue->rung()));
+  layout::FillText(text, slots.engine_reason, run->queue->reason());
+  layout::FillText(text, slots.direct_io, layout::ManifestWord(run->direct_io));
+  layout::FillNumber(text, slots.bytes_written, run->bytes_written);
+  layout::FillNumber(text, slots.time_writing_ns, times.last_complete - times.first_submit);
+  layout::FillNumber(text, slots.time_syncing_ns, run->time_syncing_ns);
+  layout::FillNumber(text, slots.time_total_ns, sys::NowNs() - times.started);
+  if (slots.self_digest.width == kHexDigits) {
+    // Over everything in front of its own digits, so it comes last.
+    digest::ToHex(digest::Of(text, slots.self_digest.offset), text + slots.self_digest.offset);
+  }
+}
+
+bool FailManifest(JobRun* run, int error_number) {
+  return FailErrno(run, Operation::kManifest, error_number);
+}
+
+bool WriteAll(JobRun* run, int fd) {
+  const char* const text = layout::Manifest(run->job);
+  const uint64_t bytes = run->job->manifest_template.bytes;
+  for (uint64_t done = 0; done < bytes;) {
+    const ssize_t wrote = sys::Sys().write(fd, text + done, bytes - done);
+    if (wrote < 0 && errno == EINTR) continue;
+    if (wrote < 0) return FailManifest(run, errno);
+    if (wrote == 0) return FailManifest(run, EIO);
+    done += static_cast<uint64_t>(wrote);
+  }
+  return true;
+}
+
+}  // namespace
+
+bool ComputeRoots(JobRun* run) {
+  layout::Job* const job = run->job;
+  const char* const text = layout::Manifest(job);
+  for (uint32_t i = 0; i < job->file_count; ++i) {
+    layout::File& file = layout::Files(job)[i];
+    digest::RootStream root({.attempt = job->attempt,
+                             .rank = job->rank,
+                             .world_size = job->world_size,
+                             .file = i,
+                             .file_bytes = file.bytes});
+    for (uint32_t k = 0; k < file.extent_count; ++k) {
+      const layout::Extent& extent = layout::Extents(job)[file.extent_first + k];
+      if (!SlotSays(*job, text, extent.digest_slot, extent.sealed)) {
+        return Fail(run, FailureCode::kInternal, Operation::kManifest, i);
+      }
+      root.Add(extent.sealed);
+    }
+    file.root = root.Finish();
+    if (file.root_slot != 0 && job->manifest_template.bytes != 0) {
+      digest::ToHex(file.root, layout::Manifest(job) + file.root_slot);
+    }
+  }
+  return true;
+}
+
+bool WriteManifest(JobRun* run) {
+  SetPhase(run, layout::Phase::kWritingManifest);
+  FillSlots(run);
+  char temporary[kNameBytes];
+  TemporaryName(run->job->manifest, temporary);
+  constexpr int kFlags = O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC;
+  int fd = sys::Sys().openat(run->directory, temporary, kFlags, kFileMode);
+  if (fd < 0 && errno == EEXIST && run->Has(layout::kFilesOnly)) {
+    // Left by an attempt that was killed, as with the files.
+    sys::Sys().unlinkat(run->directory, temporary, 0);
+    fd = sys::Sys().openat(run->directory, temporary, kFlags, kFileMode);
+  }
+  if (fd < 0) return FailManifest(run, errno);
+  run->manifest_made = true;
+  bool ok = WriteAll(run, fd);
+  const uint64_t begin = sys::NowNs();
+  // Without it a crash after the rename leaves a manifest of length 0 under its name, and the
+  // checkpoint, all of whose data is there, is lost.
+  if (ok && sys::Sys().fsync(fd) != 0) ok = FailManifest(run, errno);
+  if (sys::Sys().close(fd) != 0 && ok && errno != EINTR) ok = FailManifest(run, errno);
+  // A manifest is never seen half written: it appears under its name whole or not at all.
+  if (ok) {
+    int error = RenameNew(run, temporary, run->job->manifest);
+    if (error == 0) run->manifest_named = true;
+    if (error != 0) ok = FailManifest(run, error);
+  }
+  // Without it a crash after "durable" was reported loses the name, and with it the checkpoint.
+  if (ok && sys::Sys().fsync(run->directory) != 0) {
+    ok = FailErrno(run, Operation::kSyncDirectory, errno);
+  }
+  const uint64_t end = sys::NowNs();
+  run->time_syncing_ns += end - begin;
+  if (ok) run->times.manifest_synced = end;
+  return ok;
+}
+
+Found FindManifest(const JobRun& run, int directory, const char* name, int* error_number) {
+  const int fd = sys::Sys().openat(directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
+  if (fd < 0) {
+    *error_number = errno;
+    return errno == ENOENT || errno == ENOTDIR ? Found::kNo : Found::kFailed;
+  }
+  char head[kHeadBytes];
+  ssize_t got = 0;
+  do {
+    got = sys::Sys().pread(fd, head, sizeof(head), 0);
+  } while (got < 0 && errno == EINTR);
+  *error_number = got < 0 ? errno : 0;
+  sys::Sys().close(fd);
+  if (got < 0) return Found::kFailed;
+
+  constexpr char kKey[] = "\"attempt\"";
+  constexpr size_t kKeyBytes = sizeof(kKey) - 1;
+  char expected[kHexDigits];
+  digest::ToHex(run.job->attempt, expected);
+  const size_t length = static_cast<size_t>(got);
+  for (size_t at = 0; at + kKeyBytes <= length; ++at) {
+    if (memcmp(head + at, kKey, kKeyBytes) != 0) continue;
+    size_t value = at + kKeyBytes;
+    while (value < length && (head[value] == ' ' || head[value] == ':')) ++value;
+    const bool same = value + 1 + kHexDigits <= length && head[value] == '"' &&
+                      memcmp(head + value + 1, expected, kHexDigits) == 0;
+    return same ? Found::kYes : Found::kOther;
+  }
+  return Found::kOther;
+}
+
+}  // namespace holdfast::worker

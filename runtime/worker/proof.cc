@@ -1,0 +1,56 @@
+#include "runtime/worker/proof.h"
+
+#include "runtime/digest/digest.h"
+
+namespace holdfast::worker {
+namespace {
+
+/// What to blame for a chunk that is not what was sealed.
+Failure Blame(const JobRun& run, const layout::Extent& extent, const char* bytes,
+              const Digest& found) {
+  Failure failure;
+  failure.code = FailureCode::kDataLoss;
+  failure.operation = Operation::kDigest;
+  failure.file = extent.file;
+  failure.offset = extent.file_offset;
+  failure.bytes = extent.bytes;
+  failure.expected = extent.sealed;
+  failure.found = found;
+
+  const layout::Piece* const pieces = layout::Pieces(run.job) + extent.piece_first;
+  const layout::Piece* undigested = nullptr;
+  for (uint32_t i = 0; i < extent.piece_count; ++i) {
+    const layout::Piece& piece = pieces[i];
+    if (piece.has_digest == 0) {
+      if (undigested == nullptr) undigested = &piece;
+      continue;
+    }
+    const Digest now = digest::Of(bytes + piece.offset, piece.bytes);
+    if (now == piece.digest) continue;
+    failure.tensor = piece.tensor;
+    failure.offset = extent.file_offset + piece.offset;
+    failure.bytes = piece.bytes;
+    failure.expected = piece.digest;
+    failure.found = now;
+    return failure;
+  }
+  // Every digest of a part agrees, so the difference is in what has none of its own: a tensor that
+  // owns the chunk alone, the file's header, or the gaps between.
+  if (undigested != nullptr) {
+    failure.tensor = undigested->tensor;
+    failure.offset = extent.file_offset + undigested->offset;
+    failure.bytes = undigested->bytes;
+  }
+  return failure;
+}
+
+}  // namespace
+
+bool ProveExtent(JobRun* run, uint32_t index, const char* bytes) {
+  const layout::Extent& extent = layout::Extents(run->job)[index];
+  const Digest found = digest::Of(bytes, extent.bytes);
+  if (found == extent.sealed) return true;
+  return Fail(run, Blame(*run, extent, bytes, found));
+}
+
+}  // namespace holdfast::worker

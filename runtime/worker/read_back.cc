@@ -1,0 +1,147 @@
+#include "runtime/worker/read_back.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <cerrno>
+
+#include "runtime/sys/system.h"
+#include "runtime/worker/accounting.h"
+#include "runtime/worker/proof.h"
+#include "runtime/worker/write_loop.h"
+
+namespace holdfast::worker {
+namespace {
+
+// Four chunks: enough to keep a disk busy while one of them is digested, and half of what a worker
+// may have for itself.
+constexpr uint32_t kBuffers = 4;
+constexpr uint64_t kBufferBytes = uint64_t{kBuffers} * kChunkBytes;
+constexpr int kWaitMs = 500;
+constexpr uint32_t kNone = 0xffffffffu;
+
+struct Reader {
+  JobRun* run = nullptr;
+  char* buffer = nullptr;
+  uint32_t extent_in[kBuffers] = {kNone, kNone, kNone, kNone};
+  uint64_t progress_ns = 0;
+};
+
+bool SubmitReads(Reader* reader, int fd, uint32_t* next, uint32_t end) {
+  JobRun* const run = reader->run;
+  for (uint32_t i = 0; i < kBuffers && *next < end; ++i) {
+    if (reader->extent_in[i] != kNone) continue;
+    const layout::Extent& extent = layout::Extents(run->job)[*next];
+    const int error = run->read_queue->Submit({
+        .opcode = io::Opcode::kRead,
+        .fd = fd,
+        .buffer = reader->buffer + uint64_t{i} * kChunkBytes,
+        .offset = extent.file_offset,
+        .bytes = static_cast<uint32_t>(layout::AlignUp(extent.bytes)),
+        .tag = i,
+    });
+    if (error != 0) {
+      return FailErrno(run, Operation::kRead, error, extent.file, extent.file_offset, extent.bytes);
+    }
+    reader->extent_in[i] = (*next)++;
+  }
+  return true;
+}
+
+bool TakeRead(Reader* reader, const io::Completion& completion) {
+  JobRun* const run = reader->run;
+  const uint32_t index = reader->extent_in[completion.tag];
+  reader->extent_in[completion.tag] = kNone;
+  reader->progress_ns = sys::NowNs();
+  const layout::Extent& extent = layout::Extents(run->job)[index];
+  if (completion.error != 0) {
+    return FailErrno(run, Operation::kRead, completion.error, extent.file,
+                     extent.file_offset + completion.bytes, extent.bytes);
+  }
+  if (completion.bytes < extent.bytes) {
+    // The file ends too early, though its length was set and fsynced.
+    return FailErrno(run, Operation::kRead, EIO, extent.file, extent.file_offset + completion.bytes,
+                     extent.bytes);
+  }
+  run->bytes_read_back += extent.bytes;
+  return ProveExtent(run, index, reader->buffer + completion.tag * uint64_t{kChunkBytes});
+}
+
+bool ReadFile(Reader* reader, int fd, const layout::File& file) {
+  JobRun* const run = reader->run;
+  uint32_t next = file.extent_first;
+  const uint32_t end = file.extent_first + file.extent_count;
+  reader->progress_ns = sys::NowNs();
+  while (next < end || run->read_queue->in_flight() != 0) {
+    if (MustStop(run, true)) return false;
+    if (!SubmitReads(reader, fd, &next, end)) return false;
+    io::Completion completions[kBuffers];
+    uint32_t wakeups = 0;
+    const int count = run->read_queue->Wait(completions, kBuffers, kWaitMs, &wakeups);
+    if (count < 0) return FailErrno(run, Operation::kRead, -count);
+    for (int i = 0; i < count; ++i) TakeRead(reader, completions[i]);
+    if (!run->ok()) return false;
+    if ((wakeups & (1u << kDoorbellWatch)) != 0) HearDoorbell(*run->attached);
+    if (sys::NowNs() - reader->progress_ns > DeadlineNs(run->job->time_stalled_max_ns)) {
+      run->read_queue->Describe(run->job->completion.reason, sizeof(run->job->completion.reason));
+      return Fail(run, FailureCode::kDeadlineExceeded, Operation::kRead);
+    }
+  }
+  return true;
+}
+
+bool ReadAll(Reader* reader) {
+  JobRun* const run = reader->run;
+  for (uint32_t i = 0; i < run->job->file_count; ++i) {
+    const layout::File& file = layout::Files(run->job)[i];
+    char name[kNameBytes];
+    TemporaryName(file.name, name);
+    io::DirectOpen opened;
+    // Buffered files are read from the page cache: then this proves what was copied there, and the
+    // report's direct_io says so.
+    const int error = io::OpenDirect(run->directory, name, O_RDONLY | O_NOFOLLOW, 0,
+                                     !run->Has(layout::kBuffered), &opened);
+    if (error != 0) return FailErrno(run, Operation::kOpen, error, i);
+    const bool ok = ReadFile(reader, opened.fd, file);
+    // The fd stays open while reads are under way; the buffer stays mapped with them.
+    if (!ok) Drain(run, run->read_queue);
+    sys::Sys().close(opened.fd);
+    if (!ok) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool ReadBackFiles(JobRun* run) {
+  SetPhase(run, layout::Phase::kReadingBack);
+  // Anonymous and private: counted as this worker's own, and given back below.
+  void* const memory = sys::Sys().mmap(nullptr, kBufferBytes, PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
+  if (memory == MAP_FAILED) return FailErrno(run, Operation::kSetUp, errno);
+  Reader reader = {.run = run, .buffer = static_cast<char*>(memory)};
+  io::QueueOptions options;
+  // The rung that wrote, without registration: the registered region is the arena.
+  options.rung =
+      run->queue->rung() == EngineRung::kPwrite ? EngineRung::kPwrite : EngineRung::kUring;
+  options.depth = kBuffers;
+  options.threads = run->Has(layout::kForkedChild) ? 0 : run->job->pwrite_threads;
+  int error = run->read_queue->Open(options);
+  if (error != 0 && options.rung == EngineRung::kUring && run->job->engine == EngineRung::kAuto) {
+    // A second ring may be one too many (locked memory, a limit on fds): slower, never a failure.
+    options.rung = EngineRung::kPwrite;
+    error = run->read_queue->Open(options);
+  }
+  bool ok = error == 0 || FailErrno(run, Operation::kSetUp, error);
+  if (ok) {
+    run->read_queue->Watch(kDoorbellWatch, run->attached->doorbell);
+    ok = ReadAll(&reader);
+    SamplePrivateBytes(run);
+    if (run->io_stuck) return false;  // The kernel may still write to the buffer: it stays.
+    run->read_queue->Close();
+  }
+  sys::Sys().munmap(memory, kBufferBytes);
+  return ok;
+}
+
+}  // namespace holdfast::worker

@@ -1,0 +1,22 @@
+// Removing checkpoint directories in an order that no crash can turn into a wrong checkpoint, and
+// in steps, so that deleting hundreds of gigabytes neither blocks a cancel nor fills the journal.
+#ifndef HOLDFAST_RUNTIME_WORKER_REMOVE_TREE_H_
+#define HOLDFAST_RUNTIME_WORKER_REMOVE_TREE_H_
+
+#include "holdfast/pod.h"
+#include "runtime/layout/job.h"
+
+namespace holdfast::worker {
+
+/// Removes the flat directory `name` below `parent`: manifests, durably; then files; then itself,
+/// durably. One that is not there is removed already. A subdirectory is not Holdfast's: it and its
+/// parent stay (kFailedPrecondition). `buffer` has kDirectoryBufferBytes.
+bool RemoveDirectory(int parent, const char* name, char* buffer, const layout::SharedU32* cancel,
+                     Failure* failure);
+
+/// Whether the directory has `name` and nothing else.
+bool HoldsOnly(int directory, const char* name, char* buffer);
+
+}  // namespace holdfast::worker
+
+#endif  // HOLDFAST_RUNTIME_WORKER_REMOVE_TREE_H_

@@ -1,0 +1,178 @@
+// One kRun message: map the table, check it, run the job, publish the result.
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+#include <new>
+
+#include "runtime/layout/job.h"
+#include "runtime/sys/process.h"
+#include "runtime/sys/system.h"
+#include "runtime/worker/accounting.h"
+#include "runtime/worker/jobs.h"
+#include "runtime/worker/server.h"
+
+namespace holdfast::worker {
+namespace {
+
+void CopyReason(layout::CompletionSlot* slot, const char* text) {
+  size_t i = 0;
+  for (; text[i] != '\0' && i + 1 < sizeof(slot->reason); ++i) slot->reason[i] = text[i];
+  slot->reason[i] = '\0';
+}
+
+/// The result, and with it the right to reuse every byte of the job.
+void Publish(layout::Job* job, const Attachment& attached) {
+  job->phase.store(static_cast<uint32_t>(layout::Phase::kDone), std::memory_order_relaxed);
+  // release: whoever reads kDone with acquire sees all of the slot and of the file table.
+  job->completion.state.store(static_cast<uint32_t>(layout::CompletionState::kDone),
+                              std::memory_order_release);
+  RingTrainer(attached);
+}
+
+/// Opens the ring that this job asks for, or keeps the one of the last job.
+int OpenQueue(Server* server, const layout::Job& job) {
+  const Attachment& attached = server->attached;
+  io::QueueOptions options;
+  options.rung = job.engine;
+  options.depth = job.queue_depth;
+  // A forked child may not start threads: the pwrite rung then works in its caller.
+  const bool forked =
+      server->options.launcher == Launcher::kFork || (job.flags & layout::kForkedChild) != 0;
+  options.threads = forked ? 0 : job.pwrite_threads;
+  options.region = attached.arena;
+  options.region_bytes = attached.arena_bytes;
+  options.may_register = attached.writable;
+  options.io_priority = IoPriority(job.qos);
+  const io::QueueOptions& open = server->queue_options;
+  if (server->queue_open) {
+    const bool same = open.rung == options.rung && open.depth == options.depth &&
+                      open.threads == options.threads && open.region == options.region &&
+                      open.region_bytes == options.region_bytes &&
+                      open.io_priority == options.io_priority;
+    if (same) return 0;
+    server->queue.Close();
+    server->queue_open = false;
+  }
+  const int error = server->queue.Open(options);
+  server->queue_open = error == 0;
+  server->queue_options = options;
+  return error;
+}
+
+void SettleForJob(Server* server, const layout::Job& job) {
+  ApplyQos(job.qos, &server->manners);
+  if (server->options.launcher == Launcher::kThread) return;
+  sys::SetUmask(job.umask);
+  char name[16] = "hf:";  // what the kernel keeps of a name
+  char digits[20];
+  size_t count = 0;
+  uint64_t step = job.step;
+  do {
+    digits[count++] = static_cast<char>('0' + step % 10);
+    step /= 10;
+  } while (step != 0);
+  for (size_t at = 3; count > 0 && at + 1 < sizeof(name); ++at) name[at] = digits[--count];
+  sys::SetThreadName(name);
+}
+
+void RunKind(Server* server, JobRun* run) {
+  if (run->job->kind == layout::JobKind::kDelete) {
+    RunDelete(run);
+    return;
+  }
+  if (const int error = OpenQueue(server, *run->job); error != 0) {
+    FailErrno(run, Operation::kSetUp, error);
+    return;
+  }
+  if (run->job->extent_count != 0 && run->attached->arena == nullptr) {
+    Fail(run, FailureCode::kFailedPrecondition, Operation::kAttach);
+    return;
+  }
+  RunSave(run);
+}
+
+void FillCompletion(const Server& server, const JobRun& run, uint64_t cpu_before) {
+  layout::CompletionSlot& slot = run.job->completion;
+  const bool save = run.job->kind == layout::JobKind::kSave;
+  slot.failure = run.failure;
+  slot.trainer_died = run.trainer_died ? 1 : 0;
+  slot.bytes_written = run.bytes_written;
+  slot.bytes_read_back = run.bytes_read_back;
+  slot.private_bytes_peak = run.private_bytes_peak;
+  if (save) {
+    slot.engine = server.queue_open ? server.queue.rung() : EngineRung::kAuto;
+    slot.direct_io = run.opened_any ? run.direct_io : DirectIo::kNo;
+    slot.reserved_space = run.opened_any && run.reserved_all ? 1 : 0;
+    // At a time-out the reason says what was in flight instead.
+    if (slot.reason[0] == '\0') CopyReason(&slot, server.queue.reason());
+  }
+  slot.times = run.times;
+  slot.times.cpu = CpuNs(server.options.launcher) - cpu_before;
+}
+
+/// Runs a table that was found sound. 0 or an exit status.
+int RunSound(Server* server, layout::Job* job, int parent) {
+  const Launcher launcher = server->options.launcher;
+  // A process per save did nothing else: its start counts too.
+  const bool own_process = launcher == Launcher::kSpawn || launcher == Launcher::kFork;
+  const uint64_t cpu_before = own_process ? 0 : CpuNs(launcher);
+  JobRun* const run = new (&server->run) JobRun();
+  run->times.started = sys::NowNs();
+  run->job = job;
+  run->attached = &server->attached;
+  run->queue = &server->queue;
+  run->read_queue = &server->read_queue;
+  run->directory_buffer = server->directory_buffer;
+  run->launcher = launcher;
+  run->parent = parent;
+  job->worker_pid.store(static_cast<uint32_t>(sys::Sys().getpid()), std::memory_order_relaxed);
+  SettleForJob(server, *job);
+  RunKind(server, run);
+  FillCompletion(*server, *run, cpu_before);
+  if (run->io_stuck) {
+    server->stuck = true;
+    // A kept worker's result would free memory that the kernel may still read. Of a process per
+    // save the trainer waits for the end anyway, which comes after the last transfer's.
+    if (launcher == Launcher::kPersistent) return layout::kExitStuck;
+  }
+  Publish(job, server->attached);
+  return 0;
+}
+
+}  // namespace
+
+int RunJob(Server* server, Received* received) {
+  if (received->fd_count != layout::kRunFds || server->attached.trainer < 0) {
+    return layout::kExitAttach;
+  }
+  const int control = received->fds[0];
+  const int parent = received->fds[1];
+  // fds[2], the lock, is only held: the flock lasts while any copy of its fd is open.
+  const uint64_t bytes = received->message.bytes;
+  struct stat status = {};
+  if (sys::Sys().fstat(control, &status) != 0 || static_cast<uint64_t>(status.st_size) < bytes ||
+      bytes < sizeof(layout::Job)) {
+    return layout::kExitAttach;
+  }
+  void* const memory =
+      sys::Sys().mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, control, 0);
+  if (memory == MAP_FAILED) return layout::kExitAttach;
+  layout::Job* const job = static_cast<layout::Job*>(memory);
+  int exit_status = 0;
+  if (job->magic != layout::kJobMagic || job->layout_version != layout::kLayoutVersion) {
+    exit_status = layout::kExitMismatch;
+  } else if (const char* const wrong = layout::ValidateJob(job, bytes)) {
+    job->completion.failure.code = FailureCode::kInvalidArgument;
+    job->completion.failure.operation = Operation::kAttach;
+    CopyReason(&job->completion, wrong);
+    Publish(job, server->attached);
+  } else {
+    exit_status = RunSound(server, job, parent);
+  }
+  sys::Sys().munmap(memory, bytes);
+  return exit_status;
+}
+
+}  // namespace holdfast::worker

@@ -1,0 +1,75 @@
+// A save, step by step. The order is the promise: data, fsync, read-back, names, fsync of the
+// directory, manifest, fsync of the directory, the one rename, fsync of the parent.
+#include <sys/mman.h>
+
+#include <cerrno>
+
+#include "runtime/sys/system.h"
+#include "runtime/worker/accounting.h"
+#include "runtime/worker/commit.h"
+#include "runtime/worker/directory.h"
+#include "runtime/worker/jobs.h"
+#include "runtime/worker/manifest.h"
+#include "runtime/worker/open_files.h"
+#include "runtime/worker/read_back.h"
+#include "runtime/worker/write_loop.h"
+
+namespace holdfast::worker {
+namespace {
+
+/// The only memory whose size depends on the job: 12 bytes per file, a bit per extent.
+bool MapScratch(JobRun* run) {
+  const uint64_t notes = layout::AlignUp(run->job->file_count * sizeof(FileNote), 64);
+  const uint64_t bits = (uint64_t{run->job->extent_count} + 63) / 64 * sizeof(uint64_t);
+  run->scratch_bytes = layout::AlignUp(notes + bits + 1);
+  run->scratch = sys::Sys().mmap(nullptr, run->scratch_bytes, PROT_READ | PROT_WRITE,
+                                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (run->scratch == MAP_FAILED) {
+    run->scratch = nullptr;
+    return FailErrno(run, Operation::kSetUp, errno);
+  }
+  run->notes = static_cast<FileNote*>(run->scratch);
+  run->write.taken_bits = reinterpret_cast<uint64_t*>(static_cast<char*>(run->scratch) + notes);
+  return true;
+}
+
+bool MakeDurable(JobRun* run) {
+  SetPhase(run, layout::Phase::kSyncing);
+  if (!SyncAllFiles(run)) return false;
+  run->times.data_synced = sys::NowNs();
+  return true;
+}
+
+bool Steps(JobRun* run) {
+  // A job that was cancelled before it started leaves nothing to clean up.
+  if (MustStop(run, false)) return false;
+  if (!MapScratch(run)) return false;
+  PrepareWriteState(run);
+  if (!OpenDirectory(run)) return false;
+  if (!WriteExtents(run)) return false;
+  SamplePrivateBytes(run);
+  if (!MakeDurable(run)) return false;
+  // Before any name is given, so that nothing wrong ever has one.
+  if (run->Has(layout::kReadBack) && !ReadBackFiles(run)) return false;
+  if (!NameFiles(run)) return false;
+  if (!ComputeRoots(run)) return false;
+  if (run->Has(layout::kWriteManifest) && !WriteManifest(run)) return false;
+  return Commit(run);
+}
+
+}  // namespace
+
+void RunSave(JobRun* run) {
+  if (!Steps(run) && !run->io_stuck) {
+    CloseAllFiles(run);
+    // Without notes nothing was made but perhaps the trainer's empty directory.
+    if (run->notes != nullptr || run->directory < 0) RemoveTraces(run);
+  }
+  SamplePrivateBytes(run);
+  // What is stuck may still touch these; the process ends soon.
+  if (run->io_stuck) return;
+  if (run->directory >= 0) sys::Sys().close(run->directory);
+  if (run->scratch != nullptr) sys::Sys().munmap(run->scratch, run->scratch_bytes);
+}
+
+}  // namespace holdfast::worker

@@ -1,0 +1,109 @@
+// The worker's life: settle, attach, run jobs, end.
+#include "runtime/worker/serve.h"
+
+#include <sys/mman.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <new>
+
+#include "runtime/sys/process.h"
+#include "runtime/sys/system.h"
+#include "runtime/worker/server.h"
+
+namespace holdfast::worker {
+namespace {
+
+void SendDetached(int socket) {
+  layout::Message message;
+  message.kind = layout::MessageKind::kDetached;
+  iovec part = {.iov_base = &message, .iov_len = sizeof(message)};
+  msghdr header = {};
+  header.msg_iov = &part;
+  header.msg_iovlen = 1;
+  // A trainer that is gone needs no answer.
+  (void)!sys::Sys().sendmsg(socket, &header, MSG_NOSIGNAL);
+}
+
+int ServeJobs(Server* server) {
+  const uint32_t jobs_max = server->options.jobs_max;
+  while (jobs_max == 0 || server->jobs_done < jobs_max) {
+    Received received;
+    const Receive how = ReceiveMessage(*server, &received);
+    int exit_status = 0;
+    if (how == Receive::kEnd) return 0;
+    if (how == Receive::kMismatch) {
+      CloseAll(&received);
+      return layout::kExitMismatch;
+    }
+    switch (received.message.kind) {
+      case layout::MessageKind::kAttach:
+        exit_status = Attach(server, &received);
+        break;
+      case layout::MessageKind::kRun:
+        exit_status = RunJob(server, &received);
+        ++server->jobs_done;
+        break;
+      case layout::MessageKind::kDetach:
+        DropArena(server);
+        SendDetached(server->options.socket);
+        break;
+      case layout::MessageKind::kExit:
+        CloseAll(&received);
+        return 0;
+      case layout::MessageKind::kDetached:
+      default:
+        exit_status = layout::kExitMismatch;
+        break;
+    }
+    CloseAll(&received);
+    if (exit_status != 0 || server->stuck) return exit_status;
+  }
+  return 0;
+}
+
+/// Makes the process a worker's. False if it cannot be one.
+bool SettleProcess(ServeOptions* options) {
+  if (options->launcher == Launcher::kFork) {
+    const int socket = sys::CloseAllBut(options->socket);
+    if (socket < 0) return false;
+    options->socket = socket;
+  }
+  sys::LeaveSession();
+  sys::SettleProcessSignals();
+  return true;
+}
+
+}  // namespace
+
+int Serve(const ServeOptions& given) {
+  ServeOptions options = given;
+  const bool is_thread = options.launcher == Launcher::kThread;
+  sigset_t signals_before;
+  if (is_thread) {
+    sys::BlockThreadSignals(&signals_before);
+  } else if (!SettleProcess(&options)) {
+    return layout::kExitAttach;
+  }
+  int exit_status = layout::kExitAttach;
+  // Not on the stack, which may be a small one of the host's, and not from the heap.
+  void* const memory = sys::Sys().mmap(nullptr, sizeof(Server), PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory != MAP_FAILED) {
+    Server* const server = new (memory) Server;
+    server->options = options;
+    RememberManners(&server->manners);
+    exit_status = ServeJobs(server);
+    // With transfers that do not end nothing can be closed or unmapped; the process's end waits
+    // for them in the kernel.
+    if (server->stuck && !is_thread) return exit_status;
+    Detach(server);
+    server->~Server();
+    sys::Sys().munmap(memory, sizeof(Server));
+  }
+  sys::Sys().close(options.socket);
+  if (is_thread) sys::RestoreThreadSignals(signals_before);
+  return exit_status;
+}
+
+}  // namespace holdfast::worker

@@ -1,0 +1,63 @@
+// A worker between jobs: its socket, what it is attached to, its ring. All of its memory, in one
+// object that Serve places in a mapping of its own.
+#ifndef HOLDFAST_RUNTIME_WORKER_SERVER_H_
+#define HOLDFAST_RUNTIME_WORKER_SERVER_H_
+
+#include <cstdint>
+
+#include "io_uring/queue.h"
+#include "runtime/layout/wire.h"
+#include "runtime/worker/job_run.h"
+#include "runtime/worker/qos.h"
+#include "runtime/worker/serve.h"
+
+namespace holdfast::worker {
+
+/// A message with its fds; they belong to whoever received it.
+struct Received {
+  layout::Message message;
+  int fds[layout::kAttachFds] = {-1, -1, -1, -1};
+  int fd_count = 0;
+};
+
+struct Server {
+  ServeOptions options;
+  Attachment attached;
+  Manners manners;
+  io::Queue queue;
+  io::QueueOptions queue_options;  ///< Of the open queue, to see whether the next job can keep it.
+  bool queue_open = false;
+  io::Queue read_queue;
+  uint32_t jobs_done = 0;
+  bool stuck = false;  ///< Transfers did not end: leave everything as it is and exit.
+  JobRun run;
+  char directory_buffer[kDirectoryBufferBytes];
+};
+
+enum class Receive {
+  kMessage,
+  kEnd,       ///< The trainer is gone, or has closed its end.
+  kMismatch,  ///< Not a message of this version.
+};
+
+/// Waits for the next message, the socket's end, or the trainer's death, in this order of
+/// preference: a job that was sent is run, and decides itself what a dead trainer means.
+Receive ReceiveMessage(const Server& server, Received* out);
+
+/// Maps the arena. 0 or an exit status.
+int Attach(Server* server, Received* received);
+
+/// Closes the ring and unmaps the arena; liveness and doorbells stay.
+void DropArena(Server* server);
+
+/// The same, and closes everything that kAttach brought.
+void Detach(Server* server);
+
+/// Runs the job in `received`'s control memory. 0 or an exit status.
+int RunJob(Server* server, Received* received);
+
+void CloseAll(Received* received);
+
+}  // namespace holdfast::worker
+
+#endif  // HOLDFAST_RUNTIME_WORKER_SERVER_H_

@@ -1,0 +1,284 @@
+#include "runtime/worker/write_loop.h"
+
+#include <bit>
+#include <cerrno>
+
+#include "runtime/sys/system.h"
+#include "runtime/worker/open_files.h"
+#include "runtime/worker/planted_bugs.h"
+#include "runtime/worker/proof.h"
+
+namespace holdfast::worker {
+
+#ifdef HOLDFAST_PLANTED_BUGS
+namespace testing {
+bool g_acknowledge_at_submit = false;
+}
+#endif
+
+namespace {
+
+constexpr uint64_t kNsPerMs = 1'000'000;
+constexpr uint64_t kNsPerSecond = 1'000'000'000;
+// Flags in shared memory are looked at this often even if a doorbell were lost.
+constexpr int kWaitMsMax = 500;
+// The trainer is woken for mere progress no more often than this.
+constexpr uint64_t kProgressRingNs = 50 * kNsPerMs;
+// Waits have a resolution of 1 ms, so the rate limiter lets a write start that much early.
+constexpr uint64_t kRateSlackNs = kNsPerMs;
+
+void Acknowledge(JobRun* run, uint32_t extent) {
+  run->write.acknowledged.Append(extent);
+  run->job->acknowledged_count.fetch_add(1, std::memory_order_relaxed);
+  const uint64_t now = sys::NowNs();
+  // A save that streams waits for every one; others only show progress.
+  if (run->Has(layout::kStreamed) || now - run->write.rang_ns >= kProgressRingNs) {
+    run->write.rang_ns = now;
+    RingTrainer(*run->attached);
+  }
+}
+
+/// Takes the next published extent, if there is one and it is a sound one.
+bool TakeNext(JobRun* run) {
+  WriteState& write = run->write;
+  if (write.has_next) return true;
+  uint32_t index = 0;
+  if (!write.published.Next(&index)) return false;
+  const layout::Job& job = *run->job;
+  if (index >= job.extent_count) {
+    return Fail(run, FailureCode::kInternal, Operation::kWaitTrainer);
+  }
+  const layout::Extent& extent = layout::Extents(run->job)[index];
+  const uint64_t bit = uint64_t{1} << (index % 64);
+  const uint64_t io_bytes = layout::AlignUp(extent.bytes);
+  // The only fields of an extent that are written after the table was checked.
+  if ((write.taken_bits[index / 64] & bit) != 0 || extent.arena_offset % kIoAlignment != 0 ||
+      extent.arena_offset > run->attached->arena_bytes ||
+      io_bytes > run->attached->arena_bytes - extent.arena_offset) {
+    return Fail(run, FailureCode::kInternal, Operation::kWaitTrainer, extent.file);
+  }
+  write.taken_bits[index / 64] |= bit;
+  write.next_extent = index;
+  write.has_next = true;
+  write.progress_ns = sys::NowNs();
+  if (write.published.taken() == job.extent_count) run->all_sealed = true;
+  return true;
+}
+
+/// The byte-rate limit: how long until the next write may start, in ns.
+uint64_t MustWaitNs(const JobRun& run, uint64_t now) {
+  if (run.job->qos.bytes_per_second_max == 0) return 0;
+  const uint64_t allowed = run.write.allowed_ns;
+  return allowed > now + kRateSlackNs ? allowed - now : 0;
+}
+
+void ChargeRate(JobRun* run, uint64_t bytes) {
+  const uint64_t rate = run->job->qos.bytes_per_second_max;
+  if (rate == 0) return;
+  WriteState& write = run->write;
+  const uint64_t now = sys::NowNs();
+  if (write.allowed_ns < now) write.allowed_ns = now;
+  // At most kChunkBytes * 1e9: no overflow.
+  write.allowed_ns += bytes * kNsPerSecond / rate;
+}
+
+/// Submits sealed extents until the queue is full or nothing is there. False on failure.
+bool Fill(JobRun* run) {
+  WriteState& write = run->write;
+  const layout::Extent* const extents = layout::Extents(run->job);
+  while (run->queue->CanSubmit() && ~write.in_flight_used != 0 &&
+         write.undigested_count + run->queue->in_flight() < kUndigestedMax && TakeNext(run)) {
+    if (MustWaitNs(*run, sys::NowNs()) != 0) break;
+    const uint32_t index = write.next_extent;
+    const layout::Extent& extent = extents[index];
+    uint16_t slot = 0;
+    const Acquired acquired = AcquireFile(run, extent.file, &slot);
+    if (acquired == Acquired::kBusy) break;
+    if (acquired == Acquired::kFailed) return false;
+
+    const uint32_t tag = static_cast<uint32_t>(std::countr_one(write.in_flight_used));
+    // The padding behind the file's last byte is written too (the trainer zeroed it) and cut off
+    // before the fsync.
+    const int error = run->queue->Submit({
+        .opcode = io::Opcode::kWrite,
+        .fd = run->open[slot].fd,
+        .buffer = run->attached->arena + extent.arena_offset,
+        .offset = extent.file_offset,
+        .bytes = static_cast<uint32_t>(layout::AlignUp(extent.bytes)),
+        .tag = tag,
+    });
+    if (error == EAGAIN) break;
+    if (error != 0) {
+      return FailErrno(run, Operation::kWrite, error, extent.file, extent.file_offset,
+                       extent.bytes);
+    }
+    if (run->times.first_submit == 0) run->times.first_submit = sys::NowNs();
+    write.in_flight[tag] = {.extent = index, .slot = slot};
+    write.in_flight_used |= uint64_t{1} << tag;
+    ++run->open[slot].in_flight;
+    write.has_next = false;
+    ChargeRate(run, extent.bytes);
+#ifdef HOLDFAST_PLANTED_BUGS
+    if (testing::g_acknowledge_at_submit) Acknowledge(run, index);
+#endif
+  }
+  return run->ok();
+}
+
+/// One completion: counts it and queues its bytes for the second look.
+bool TakeCompletion(JobRun* run, const io::Completion& completion) {
+  WriteState& write = run->write;
+  if (completion.tag >= io::kDepthMax ||
+      (write.in_flight_used & (uint64_t{1} << completion.tag)) == 0) {
+    return Fail(run, FailureCode::kInternal, Operation::kWrite);
+  }
+  const InFlight done = write.in_flight[completion.tag];
+  write.in_flight_used &= ~(uint64_t{1} << completion.tag);
+  const layout::Extent& extent = layout::Extents(run->job)[done.extent];
+  --run->open[done.slot].in_flight;
+  write.progress_ns = sys::NowNs();
+  if (completion.error != 0) {
+    return FailErrno(run, Operation::kWrite, completion.error, extent.file,
+                     extent.file_offset + completion.bytes, extent.bytes);
+  }
+  if (completion.bytes != layout::AlignUp(extent.bytes)) {
+    return FailErrno(run, Operation::kWrite, EIO, extent.file,
+                     extent.file_offset + completion.bytes, extent.bytes);
+  }
+  --run->notes[extent.file].extents_left;
+  run->times.last_complete = write.progress_ns;
+  run->bytes_written += extent.bytes;
+  run->job->bytes_completed.store(run->bytes_written, std::memory_order_relaxed);
+  write.undigested[(write.undigested_first + write.undigested_count) % kUndigestedMax] =
+      done.extent;
+  ++write.undigested_count;
+  return true;
+}
+
+/// The second look at the oldest extent that was written. Only after it may the trainer reuse the
+/// bytes: before the completion the disk may still read them, and before the digest a change since
+/// the seal would go unnoticed.
+bool ProveNext(JobRun* run) {
+  WriteState& write = run->write;
+  const uint32_t index = write.undigested[write.undigested_first];
+  write.undigested_first = (write.undigested_first + 1) % kUndigestedMax;
+  --write.undigested_count;
+  if (!run->Has(layout::kNoRedigest)) {
+    const char* const bytes = run->attached->arena + layout::Extents(run->job)[index].arena_offset;
+    if (!ProveExtent(run, index, bytes)) return false;
+  }
+  ++write.proven;
+#ifdef HOLDFAST_PLANTED_BUGS
+  if (testing::g_acknowledge_at_submit) return true;
+#endif
+  Acknowledge(run, index);
+  return true;
+}
+
+/// Puts what is in flight into the report's reason: the state at a time-out.
+void DescribeStall(JobRun* run) {
+  char(&reason)[sizeof(layout::CompletionSlot::reason)] = run->job->completion.reason;
+  run->queue->Describe(reason, sizeof(reason));
+}
+
+bool Stalled(JobRun* run) {
+  const uint64_t limit = DeadlineNs(run->job->time_stalled_max_ns);
+  const uint64_t now = sys::NowNs();
+  // A limited rate is no stall: the clock starts when the next write may.
+  if (MustWaitNs(*run, now) != 0) run->write.progress_ns = now;
+  if (now - run->write.progress_ns < limit) return false;
+  DescribeStall(run);
+  const bool disk = run->queue->in_flight() != 0;
+  Fail(run, FailureCode::kDeadlineExceeded, disk ? Operation::kWrite : Operation::kWaitTrainer);
+  return true;
+}
+
+int WaitMs(const JobRun& run) {
+  if (run.write.undigested_count != 0) return 0;
+  uint64_t ns = kWaitMsMax * kNsPerMs;
+  const uint64_t now = sys::NowNs();
+  const uint64_t limit = DeadlineNs(run.job->time_stalled_max_ns);
+  if (limit < ns) ns = limit;
+  const uint64_t rate = run.write.has_next ? MustWaitNs(run, now) : 0;
+  if (rate != 0 && rate < ns) ns = rate;
+  return static_cast<int>((ns + kNsPerMs - 1) / kNsPerMs);
+}
+
+bool Loop(JobRun* run) {
+  WriteState& write = run->write;
+  const uint32_t extent_count = run->job->extent_count;
+  while (write.proven < extent_count) {
+    if (MustStop(run, false)) return false;
+    // The next writes start before the last ones are digested, so that the disk never waits for
+    // the digest.
+    if (!Fill(run)) return false;
+
+    io::Completion completions[io::kDepthMax];
+    uint32_t wakeups = 0;
+    const int count = run->queue->Wait(completions, io::kDepthMax, WaitMs(*run), &wakeups);
+    if (count < 0) return FailErrno(run, Operation::kWrite, -count);
+    for (int i = 0; i < count; ++i) TakeCompletion(run, completions[i]);
+    if (!run->ok()) return false;
+    if ((wakeups & (1u << kDoorbellWatch)) != 0) HearDoorbell(*run->attached);
+    if ((wakeups & (1u << kTrainerWatch)) != 0) {
+      NoteTrainerDeath(run);
+      run->queue->Watch(kTrainerWatch, -1);  // It stays readable for good.
+    }
+    // Completions made room: refill before the digest takes its half millisecond.
+    if (count > 0 && !Fill(run)) return false;
+    if (write.undigested_count != 0) {
+      if (!ProveNext(run)) return false;
+    } else if (Stalled(run)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+void PrepareWriteState(JobRun* run) {
+  layout::Job* const job = run->job;
+  run->write.published =
+      layout::LogReader(layout::At<layout::SharedU32>(job, job->published), job->extent_count);
+  // Not assignable, for the atomic inside: made in place.
+  new (&run->write.acknowledged)
+      layout::LogWriter(layout::At<layout::SharedU32>(job, job->acknowledged), job->extent_count);
+  for (uint32_t i = 0; i < job->file_count; ++i) {
+    run->notes[i] = FileNote{.extents_left = layout::Files(job)[i].extent_count};
+  }
+  run->all_sealed = job->extent_count == 0;
+  run->write.progress_ns = sys::NowNs();
+}
+
+bool WriteExtents(JobRun* run) {
+  SetPhase(run, layout::Phase::kWriting);
+  int error = run->queue->Watch(kDoorbellWatch, run->attached->doorbell);
+  if (error == 0) error = run->queue->Watch(kTrainerWatch, run->attached->trainer);
+  const bool ok = error == 0 ? Loop(run) : FailErrno(run, Operation::kSetUp, error);
+  if (!ok) Drain(run, run->queue);
+  // Between jobs, and while a kept worker sleeps, nobody listens there.
+  run->queue->Watch(kDoorbellWatch, -1);
+  run->queue->Watch(kTrainerWatch, -1);
+  return ok;
+}
+
+void Drain(JobRun* run, io::Queue* queue) {
+  const uint64_t end = sys::NowNs() + DeadlineNs(run->job->time_stalled_max_ns);
+  while (queue->in_flight() != 0) {
+    io::Completion completions[io::kDepthMax];
+    uint32_t wakeups = 0;
+    queue->Watch(kDoorbellWatch, -1);
+    queue->Watch(kTrainerWatch, -1);
+    const int count = queue->Wait(completions, io::kDepthMax, kWaitMsMax, &wakeups);
+    if (run->launcher == Launcher::kThread) {
+      // An engine that broke has no completions to give: closing it waits for the kernel.
+      if (count < 0) queue->Close();
+    } else if (count < 0 || sys::NowNs() > end) {
+      run->io_stuck = true;
+      return;
+    }
+  }
+}
+
+}  // namespace holdfast::worker

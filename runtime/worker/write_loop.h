@@ -1,0 +1,26 @@
+// Writing what is sealed, as it is sealed: one thread, several transfers in flight.
+#ifndef HOLDFAST_RUNTIME_WORKER_WRITE_LOOP_H_
+#define HOLDFAST_RUNTIME_WORKER_WRITE_LOOP_H_
+
+#include "runtime/worker/job_run.h"
+
+namespace holdfast::worker {
+
+inline constexpr uint32_t kDoorbellWatch = 0;
+inline constexpr uint32_t kTrainerWatch = 1;
+
+/// Sets up the loop's part of `run`; its notes and bits are mapped, zeroed.
+void PrepareWriteState(JobRun* run);
+
+/// Writes and proves every extent. On failure nothing is in flight when it returns, unless
+/// `run->io_stuck`.
+bool WriteExtents(JobRun* run);
+
+/// Waits for what is in flight in `queue` without looking at results. In a process it gives up
+/// after the stall deadline (`io_stuck`); a thread waits on, because nothing but the last
+/// completion makes its buffers free.
+void Drain(JobRun* run, io::Queue* queue);
+
+}  // namespace holdfast::worker
+
+#endif  // HOLDFAST_RUNTIME_WORKER_WRITE_LOOP_H_
