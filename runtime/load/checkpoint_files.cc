@@ -1,0 +1,275 @@
+#include "runtime/load/checkpoint_files.h"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
+#include "runtime/digest/digest.h"
+#include "runtime/load/directory.h"
+
+namespace holdfast::load {
+namespace {
+
+std::string Hex(const AttemptId& id) {
+  std::string text(32, '0');
+  digest::ToHex(id, text.data());
+  return text;
+}
+
+const char* KindName(EntryKind kind) {
+  switch (kind) {
+    case EntryKind::kNothing:
+      return "nothing";
+    case EntryKind::kFile:
+      return "a file";
+    case EntryKind::kDirectory:
+      return "a directory";
+    case EntryKind::kSymlink:
+      return "a symbolic link";
+    case EntryKind::kOther:
+      return "neither a file nor a directory";
+  }
+  return "nothing";
+}
+
+Finding Incomplete(const std::string& file, const char* reason, std::string expected,
+                   std::string found) {
+  return {Verdict::kIncomplete, absl::StatusCode::kFailedPrecondition,
+          Fault{.file = file,
+                .reason = reason,
+                .expected = std::move(expected),
+                .found = std::move(found)}};
+}
+
+Finding Corrupt(const std::string& file, const char* reason, std::string expected,
+                std::string found) {
+  return {Verdict::kCorrupt, absl::StatusCode::kDataLoss,
+          Fault{.file = file,
+                .reason = reason,
+                .expected = std::move(expected),
+                .found = std::move(found)}};
+}
+
+class DirectoryReader {
+ public:
+  DirectoryReader(int directory, const ReadCheckpointOptions& options, CheckpointFiles* out)
+      : directory_(directory), options_(options), out_(out) {}
+
+  void Read() {
+    std::vector<std::pair<ManifestIdentity, std::string>> manifests;
+    for (const std::string& name : out_->names) {
+      if (const auto identity = ParseManifestName(name)) manifests.emplace_back(*identity, name);
+    }
+    out_->manifests_found = static_cast<uint32_t>(manifests.size());
+    if (manifests.empty()) return;
+    world_size_ = manifests.front().first.world_size;
+    for (const auto& [identity, name] : manifests) {
+      named_.insert(name);
+      if (identity.world_size != world_size_) {
+        Add(Incomplete(name, "world size", absl::StrCat(world_size_),
+                       absl::StrCat(identity.world_size)));
+        continue;
+      }
+      ranks_.insert(identity.rank);
+      ReadManifest(identity, name);
+    }
+    AddMissingRanks();
+    for (const std::string& name : out_->names) {
+      if (named_.count(name) == 0) out_->unnamed.push_back(name);
+    }
+  }
+
+ private:
+  void Add(Finding finding) {
+    if (out_->findings.size() < options_.findings_max) out_->findings.push_back(std::move(finding));
+  }
+
+  void ReadManifest(const ManifestIdentity& identity, const std::string& name) {
+    auto text = ReadWholeFile(directory_, name, format::kManifestBytesMax);
+    if (!text.ok()) return Add(FindingOf(text.status(), name, "manifest"));
+    auto parsed = format::ParseManifest(*text);
+    if (!parsed.ok()) return Add(FindingOf(parsed.status(), name, "manifest"));
+    format::Manifest manifest = *std::move(parsed);
+    if (manifest.rank != identity.rank || manifest.world_size != identity.world_size) {
+      return Add(Corrupt(name, "manifest", name,
+                         format::ManifestName(manifest.rank, manifest.world_size)));
+    }
+    if (!first_seen_) {
+      first_seen_ = true;
+      attempt_ = manifest.attempt;
+      step_ = manifest.step;
+    }
+    if (manifest.attempt != attempt_) {
+      Add(Incomplete(name, "attempt", Hex(attempt_), Hex(manifest.attempt)));
+    } else if (manifest.step != step_) {
+      Add(Corrupt(name, "step", absl::StrCat(step_), absl::StrCat(manifest.step)));
+    }
+    for (const format::Manifest::File& file : manifest.files) CheckFile(file, name);
+    if (!options_.keep_rank.has_value() || *options_.keep_rank == manifest.rank) {
+      out_->manifests.push_back(std::move(manifest));
+    }
+  }
+
+  void CheckFile(const format::Manifest::File& file, const std::string& manifest) {
+    if (!named_.insert(file.name).second) {
+      return Add(Corrupt(file.name, "structure", "named once",
+                         absl::StrCat("named again by ", manifest)));
+    }
+    if (file.chunk_bytes != kChunkBytes) {
+      return Add(Corrupt(manifest, "structure", absl::StrCat("chunks of ", kChunkBytes, " bytes"),
+                         absl::StrCat("chunks of ", file.chunk_bytes, " bytes")));
+    }
+    const auto entry = Look(directory_, file.name, /*follow_symlink=*/false);
+    if (!entry.ok()) return Add(FindingOf(entry.status(), file.name, "read"));
+    if (entry->kind == EntryKind::kNothing) {
+      return Add(Incomplete(file.name, "missing", absl::StrCat(file.bytes, " bytes"), "nothing"));
+    }
+    if (entry->kind != EntryKind::kFile) {
+      return Add(Corrupt(file.name, "structure", "a file", KindName(entry->kind)));
+    }
+    if (entry->bytes != file.bytes) {
+      Finding finding = Corrupt(file.name, "size", absl::StrCat(file.bytes, " bytes"),
+                                absl::StrCat(entry->bytes, " bytes"));
+      finding.fault.begin = std::min(entry->bytes, file.bytes);
+      finding.fault.end = std::max(entry->bytes, file.bytes);
+      Add(std::move(finding));
+    }
+  }
+
+  void AddMissingRanks() {
+    for (uint32_t rank = 0; rank < world_size_; ++rank) {
+      if (ranks_.count(rank) != 0) continue;
+      if (out_->findings.size() >= options_.findings_max) return;
+      Add(Incomplete(format::ManifestName(rank, world_size_), "missing",
+                     absl::StrCat("the manifest of rank ", rank), "nothing"));
+    }
+  }
+
+  const int directory_;
+  const ReadCheckpointOptions& options_;
+  CheckpointFiles* const out_;
+  uint32_t world_size_ = 0;
+  bool first_seen_ = false;
+  AttemptId attempt_;
+  uint64_t step_ = 0;
+  std::set<uint32_t> ranks_;
+  std::set<std::string> named_;
+};
+
+int Gravity(Verdict verdict) {
+  switch (verdict) {
+    case Verdict::kSound:
+      return 0;
+    case Verdict::kIncomplete:
+      return 1;
+    case Verdict::kUnreadable:
+      return 2;
+    case Verdict::kCorrupt:
+      return 3;
+  }
+  return 3;
+}
+
+}  // namespace
+
+absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string& path,
+                                               const ReadCheckpointOptions& options) {
+  CheckpointFiles out;
+  HOLDFAST_ASSIGN_OR_RETURN(out.names, ListDirectory(directory, path));
+  DirectoryReader(directory, options, &out).Read();
+  out.partial = IsPartialName(SplitPath(path).name);
+  if (out.partial && out.manifests_found > 0) {
+    out.findings.push_back(Incomplete("", "partial", "a committed checkpoint",
+                                      "a directory that was never given its final name"));
+  }
+  return out;
+}
+
+absl::StatusOr<format::Manifest> FindManifestOf(int directory, const std::string& path,
+                                                const std::string& file) {
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(directory, path));
+  absl::Status damage = absl::NotFoundError(
+      absl::StrCat("open ", path, "/", file, ": no manifest beside it names it"));
+  for (const std::string& name : names) {
+    if (!ParseManifestName(name).has_value()) continue;
+    absl::StatusOr<std::string> text = ReadWholeFile(directory, name, format::kManifestBytesMax);
+    absl::StatusOr<format::Manifest> manifest =
+        text.ok() ? format::ParseManifest(*text) : text.status();
+    if (!manifest.ok()) {
+      damage = base::Annotate(manifest.status(), absl::StrCat(path, "/", name));
+      continue;
+    }
+    for (const format::Manifest::File& named : manifest->files) {
+      if (named.name == file) return manifest;
+    }
+  }
+  return damage;
+}
+
+std::optional<ManifestIdentity> ParseManifestName(const std::string& name) {
+  constexpr size_t kDigitsAt = 5;  // after "rank-"
+  if (!absl::StartsWith(name, format::ManifestPrefix())) return std::nullopt;
+  const size_t of = name.find("-of-", kDigitsAt);
+  const size_t dot = name.find('.', kDigitsAt);
+  if (of == std::string::npos || dot == std::string::npos || dot < of) return std::nullopt;
+  ManifestIdentity identity;
+  if (!absl::SimpleAtoi(name.substr(kDigitsAt, of - kDigitsAt), &identity.rank) ||
+      !absl::SimpleAtoi(name.substr(of + 4, dot - of - 4), &identity.world_size)) {
+    return std::nullopt;
+  }
+  // Only the canonical spelling is a manifest: "rank-1-of-2..." and "rank-00001.tmp" are not.
+  if (identity.world_size == 0 || identity.rank >= identity.world_size ||
+      format::ManifestName(identity.rank, identity.world_size) != name) {
+    return std::nullopt;
+  }
+  return identity;
+}
+
+bool IsPartialName(const std::string& name) {
+  constexpr char kMark[] = ".partial-";
+  const size_t mark = name.rfind(kMark);
+  if (mark == std::string::npos) return false;
+  const std::string id = name.substr(mark + sizeof(kMark) - 1);
+  AttemptId attempt;
+  return id.size() == 32 && digest::FromHex(id.c_str(), &attempt);
+}
+
+absl::Status ToStatus(const std::vector<Finding>& findings, const std::string& path) {
+  const Finding* gravest = nullptr;
+  for (const Finding& finding : findings) {
+    if (gravest == nullptr || Gravity(finding.verdict) > Gravity(gravest->verdict)) {
+      gravest = &finding;
+    }
+  }
+  if (gravest == nullptr) return absl::OkStatus();
+  const Fault& fault = gravest->fault;
+  const std::string object = fault.file.empty() ? path : absl::StrCat(path, "/", fault.file);
+  return absl::Status(gravest->code,
+                      absl::StrCat("open ", object, ": ", fault.reason, ": expected ",
+                                   fault.expected, ", found ", fault.found,
+                                   findings.size() > 1
+                                       ? absl::StrCat(" (and ", findings.size() - 1, " more)")
+                                       : std::string()));
+}
+
+Verdict Worse(Verdict a, Verdict b) { return Gravity(a) >= Gravity(b) ? a : b; }
+
+Finding FindingOf(const absl::Status& status, const std::string& file, const char* reason) {
+  const bool io_error = base::ErrnoOf(status) != 0;
+  const bool damaged = status.code() == absl::StatusCode::kDataLoss && !io_error;
+  // An error of the system says nothing about the bytes, only that nobody could look at them.
+  Finding finding;
+  finding.verdict = damaged ? Verdict::kCorrupt : Verdict::kUnreadable;
+  finding.code = status.code();
+  finding.fault = Fault{.file = file,
+                        .reason = damaged ? reason : "read",
+                        .expected = damaged ? "a sound file" : "a readable file",
+                        .found = std::string(status.message())};
+  return finding;
+}
+
+}  // namespace holdfast::load

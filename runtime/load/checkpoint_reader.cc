@@ -1,0 +1,251 @@
+// CheckpointReader: opening a checkpoint, and loading tensors from it.
+#include <algorithm>
+#include <optional>
+#include <set>
+#include <unordered_map>
+#include <unordered_set>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "holdfast/load.h"
+#include "runtime/base/status.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/format/manifest.h"
+#include "runtime/load/checkpoint_files.h"
+#include "runtime/load/chunk_stream.h"
+#include "runtime/load/copy_out.h"
+#include "runtime/load/directory.h"
+#include "runtime/load/safetensors_file.h"
+#include "runtime/load/tensor_reads.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast {
+
+using load::CopyOut;
+using load::ReadPlan;
+using load::StreamBlock;
+using load::StreamBuffer;
+using load::StreamFile;
+using load::WantedTensor;
+
+class CheckpointReader::Impl {
+ public:
+  std::string directory;           // that the files lie in
+  bool follow_symlink = false;     // a file that was named by the caller, not by a manifest
+  std::vector<std::string> files;  // names, by file index
+  std::vector<PlannedTensor> tensors;
+  std::unordered_map<std::string, uint32_t> by_name;
+  std::optional<format::Manifest> manifest;
+  base::ForkGuard guard;
+
+  void TakeManifest(format::Manifest read) {
+    for (const format::Manifest::File& file : read.files) files.push_back(file.name);
+    for (const format::Manifest::Tensor& tensor : read.tensors) {
+      tensors.push_back({.name = tensor.name,
+                         .dtype = tensor.dtype,
+                         .shape = tensor.shape,
+                         .file = tensor.file,
+                         .begin = tensor.begin,
+                         .end = tensor.end});
+    }
+    manifest = std::move(read);
+  }
+
+  void IndexNames() {
+    by_name.reserve(tensors.size());
+    for (uint32_t i = 0; i < tensors.size(); ++i) by_name.emplace(tensors[i].name, i);
+  }
+
+  absl::StatusOr<std::vector<WantedTensor>> Find(absl::Span<const TensorTarget> targets) const;
+  absl::StatusOr<LoadReport> Load(absl::Span<const TensorTarget> targets,
+                                  const LoadOptions& options) const;
+  absl::Status Stream(const ReadPlan& plan, absl::Span<const TensorTarget> targets,
+                      const LoadOptions& options, LoadReport* report) const;
+};
+
+namespace {
+
+/// Makes the buffer fast for the devices of a load, and gives that back.
+class BufferRegistration {
+ public:
+  BufferRegistration(absl::Span<const TensorTarget> targets, StreamBuffer* buffer)
+      : buffer_(buffer) {
+    std::set<Device*> devices;
+    for (const TensorTarget& target : targets) {
+      if (target.device != nullptr && !target.device->is_host()) devices.insert(target.device);
+    }
+    for (Device* device : devices) {
+      // Only speed hangs on it: copies from unregistered memory are right too.
+      if (device->RegisterMemory(buffer->base(), buffer->bytes()).ok()) {
+        registered_.push_back(device);
+      }
+    }
+  }
+  ~BufferRegistration() {
+    for (Device* device : registered_) {
+      // After a copy that never ended the driver still has the memory; else a failure says so.
+      if (buffer_->abandoned()) continue;
+      if (!device->UnregisterMemory(buffer_->base(), buffer_->bytes()).ok()) buffer_->Abandon();
+    }
+  }
+  BufferRegistration(const BufferRegistration&) = delete;
+  BufferRegistration& operator=(const BufferRegistration&) = delete;
+
+ private:
+  StreamBuffer* buffer_;
+  std::vector<Device*> registered_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::vector<WantedTensor>> CheckpointReader::Impl::Find(
+    absl::Span<const TensorTarget> targets) const {
+  std::vector<WantedTensor> wanted;
+  std::unordered_set<uint32_t> taken;
+  for (uint32_t i = 0; i < targets.size(); ++i) {
+    const TensorTarget& target = targets[i];
+    const std::string object = absl::StrCat("load tensor \"", target.name, "\"");
+    const auto found = by_name.find(target.name);
+    if (found == by_name.end()) {
+      return absl::NotFoundError(absl::StrCat(object, ": there is none of that name in ", directory));
+    }
+    const PlannedTensor& tensor = tensors[found->second];
+    if (target.bytes != tensor.end - tensor.begin) {
+      return absl::InvalidArgumentError(absl::StrCat(object, ": the target has ", target.bytes,
+                                                     " bytes, the tensor ",
+                                                     tensor.end - tensor.begin));
+    }
+    if (target.data == nullptr && target.bytes != 0) {
+      return absl::InvalidArgumentError(absl::StrCat(object, ": the target is null"));
+    }
+    if (!taken.insert(found->second).second) {
+      return absl::InvalidArgumentError(absl::StrCat(object, ": it is asked for twice"));
+    }
+    wanted.push_back({.tensor = found->second, .target = i});
+  }
+  return wanted;
+}
+
+absl::StatusOr<LoadReport> CheckpointReader::Impl::Load(absl::Span<const TensorTarget> targets,
+                                                        const LoadOptions& options) const {
+  if (!guard.InCreator()) {
+    return absl::FailedPreconditionError(
+        "load: this reader was opened in another process (before a fork); open it anew here");
+  }
+  HOLDFAST_RETURN_IF_ERROR(load::CheckReadOptions(options.buffer_bytes, options.threads));
+  const uint64_t started = sys::NowNs();
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<WantedTensor> wanted, Find(targets));
+  LoadReport report;
+  for (const TensorTarget& target : targets) report.bytes += target.bytes;
+  report.verified = options.verify && manifest.has_value();
+  const ReadPlan plan =
+      load::PlanReads(tensors, wanted, report.verified ? &*manifest : nullptr);
+  if (!plan.reads.empty()) {
+    HOLDFAST_RETURN_IF_ERROR(Stream(plan, targets, options, &report));
+  }
+  report.seconds = static_cast<double>(sys::NowNs() - started) / 1e9;
+  return report;
+}
+
+absl::Status CheckpointReader::Impl::Stream(const ReadPlan& plan,
+                                            absl::Span<const TensorTarget> targets,
+                                            const LoadOptions& options,
+                                            LoadReport* report) const {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, load::OpenDirectory(directory));
+  std::vector<StreamFile> sources;
+  std::vector<std::string> paths;
+  for (const std::string& name : files) {
+    sources.push_back({.directory = fd.get(), .name = name, .follow_symlink = follow_symlink});
+    paths.push_back(absl::StrCat(directory, "/", name));
+  }
+  HOLDFAST_ASSIGN_OR_RETURN(
+      StreamBuffer buffer,
+      StreamBuffer::Create(load::SlotsFor(options.buffer_bytes, plan.reads.size())));
+  const BufferRegistration registration(targets, &buffer);
+  CopyOut copy_out(plan, report->verified, targets, paths);
+  load::StreamOptions stream;
+  // No more threads than reads: a small load starts none.
+  stream.threads = static_cast<uint32_t>(
+      std::min<uint64_t>(load::ThreadsFor(options.threads), plan.reads.size()));
+  stream.engine = options.engine;
+  stream.direct_io = options.direct_io;
+  const auto streamed =
+      load::StreamChunks(sources, plan.ranges, stream, &buffer,
+                         [&copy_out](const StreamBlock& block) { return copy_out.Sink(block); });
+  HOLDFAST_RETURN_IF_ERROR(copy_out.status());
+  HOLDFAST_RETURN_IF_ERROR(streamed.status());
+  report->bytes_read = streamed->bytes_read;
+  report->engine = streamed->engine;
+  report->engine_reason = streamed->engine_reason;
+  report->direct_io = streamed->direct_io;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const std::string& path,
+                                                                         uint32_t rank) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, load::OpenDirectory(path));
+  HOLDFAST_ASSIGN_OR_RETURN(load::CheckpointFiles checkpoint,
+                            load::ReadCheckpoint(fd.get(), path, {.keep_rank = rank}));
+  if (checkpoint.manifests_found == 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("open ", path, ": no manifest is there: no complete checkpoint"));
+  }
+  HOLDFAST_RETURN_IF_ERROR(load::ToStatus(checkpoint.findings, path));
+  if (checkpoint.manifests.empty()) {
+    return absl::NotFoundError(absl::StrCat("open ", path, ": it has no rank ", rank,
+                                            ", only ", checkpoint.manifests_found, " ranks from 0"));
+  }
+  auto impl = std::make_unique<Impl>();
+  impl->directory = path;
+  impl->TakeManifest(std::move(checkpoint.manifests.front()));
+  impl->IndexNames();
+  return std::unique_ptr<CheckpointReader>(new CheckpointReader(std::move(impl)));
+}
+
+absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
+    const std::string& path) {
+  const load::PathParts parts = load::SplitPath(path);
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd directory, load::OpenDirectory(parts.directory));
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd,
+                            load::OpenFile(directory.get(), parts.name, /*follow_symlink=*/true));
+  HOLDFAST_ASSIGN_OR_RETURN(load::SafetensorsFile file, load::ReadSafetensorsFile(fd.get(), path));
+  auto impl = std::make_unique<Impl>();
+  impl->directory = parts.directory;
+  auto manifest = load::FindManifestOf(directory.get(), parts.directory, parts.name);
+  if (manifest.ok() && !load::IsPartialName(load::SplitPath(parts.directory).name)) {
+    impl->TakeManifest(*std::move(manifest));
+  } else if (!file.attempt().empty()) {
+    // Bytes of a save that was never committed are nobody's checkpoint, however whole they look.
+    return absl::FailedPreconditionError(absl::StrCat(
+        "open ", path, ": written by a save that did not end: ",
+        manifest.ok() ? "its directory is partial" : std::string(manifest.status().message())));
+  } else {
+    impl->follow_symlink = true;
+    impl->files.push_back(parts.name);
+    impl->tensors = std::move(file.header.tensors);
+  }
+  impl->IndexNames();
+  return std::unique_ptr<CheckpointReader>(new CheckpointReader(std::move(impl)));
+}
+
+CheckpointReader::CheckpointReader(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+CheckpointReader::~CheckpointReader() = default;
+
+const std::vector<PlannedTensor>& CheckpointReader::tensors() const { return impl_->tensors; }
+
+uint64_t CheckpointReader::step() const { return impl_->manifest ? impl_->manifest->step : 0; }
+
+uint32_t CheckpointReader::world_size() const {
+  return impl_->manifest ? impl_->manifest->world_size : 1;
+}
+
+AttemptId CheckpointReader::attempt() const {
+  return impl_->manifest ? impl_->manifest->attempt : AttemptId{};
+}
+
+absl::StatusOr<LoadReport> CheckpointReader::Load(absl::Span<const TensorTarget> targets,
+                                                  const LoadOptions& options) const {
+  return impl_->Load(targets, options);
+}
+
+}  // namespace holdfast

@@ -1,0 +1,125 @@
+#include "runtime/load/copy_out.h"
+
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "runtime/base/status.h"
+#include "runtime/digest/digest.h"
+
+namespace holdfast::load {
+namespace {
+
+// A copy of at most one chunk to a device that has not ended by then is taken for lost.
+constexpr absl::Duration kCopyTimeMax = absl::Minutes(10);
+
+std::string Hex(const Digest& digest) {
+  std::string text(32, '0');
+  digest::ToHex(digest, text.data());
+  return text;
+}
+
+absl::Status DigestError(const std::string& object, uint64_t begin, uint64_t end,
+                         const Digest& expected, const Digest& found) {
+  return absl::DataLossError(absl::StrCat("load ", object, ": bytes [", begin, ", ", end,
+                                          ") are not what was sealed (expected ", Hex(expected),
+                                          ", found ", Hex(found), ")"));
+}
+
+}  // namespace
+
+StreamVerdict CopyOut::Sink(const StreamBlock& block) {
+  Outcome outcome = Look(block);
+  if (outcome.status.ok()) return StreamVerdict::kContinue;
+  {
+    base::MutexLock lock(&mutex_);
+    if (status_.ok()) status_ = std::move(outcome.status);
+  }
+  return outcome.copy_in_flight ? StreamVerdict::kKeepBuffer : StreamVerdict::kStop;
+}
+
+absl::Status CopyOut::status() const {
+  base::MutexLock lock(&mutex_);
+  return status_;
+}
+
+CopyOut::Outcome CopyOut::Look(const StreamBlock& block) const {
+  const TensorRead& read = plan_.reads[block.range.tag];
+  if (block.error != 0 || block.bytes_read < block.range.bytes) return {ReadError(block)};
+  if (verify_) {
+    absl::Status proof = Prove(block, read);
+    if (!proof.ok()) return {std::move(proof)};
+  }
+  return Copy(block, read);
+}
+
+absl::Status CopyOut::ReadError(const StreamBlock& block) const {
+  const std::string& path = paths_[block.range.file];
+  if (block.failed_to_open) return base::ErrnoStatus("open", path, block.error);
+  const std::string object = absl::StrCat(path, " @ ", block.range.offset);
+  if (block.error != 0) return base::ErrnoStatus("read", object, block.error);
+  return absl::DataLossError(absl::StrCat("read ", object, ": the file ends at ",
+                                          block.range.offset + block.bytes_read, ", before byte ",
+                                          block.range.offset + block.range.bytes));
+}
+
+absl::Status CopyOut::Prove(const StreamBlock& block, const TensorRead& read) const {
+  const std::string& path = paths_[block.range.file];
+  if (read.whole_chunk) {
+    const Digest found = digest::Of(block.data, block.range.bytes);
+    if (found == read.digest) return absl::OkStatus();
+    return DigestError(path, block.range.offset, block.range.offset + block.range.bytes,
+                       read.digest, found);
+  }
+  for (uint32_t i = read.piece_first; i < read.piece_first + read.piece_count; ++i) {
+    const TensorPiece& piece = plan_.pieces[i];
+    const Digest found =
+        digest::Of(block.data + (piece.begin - block.range.offset), piece.bytes);
+    if (found == piece.digest) continue;
+    return DigestError(absl::StrCat("tensor \"", targets_[piece.target].name, "\" from ", path),
+                       piece.begin, piece.begin + piece.bytes, piece.digest, found);
+  }
+  return absl::OkStatus();
+}
+
+CopyOut::Outcome CopyOut::Copy(const StreamBlock& block, const TensorRead& read) const {
+  struct Started {
+    Device* device;
+    CopyTicket ticket;
+  };
+  std::vector<Started> started;
+  Outcome outcome;
+  for (uint32_t i = read.piece_first; i < read.piece_first + read.piece_count; ++i) {
+    const TensorPiece& piece = plan_.pieces[i];
+    const TensorTarget& target = targets_[piece.target];
+    char* destination = static_cast<char*>(target.data) + piece.target_offset;
+    const char* source = block.data + (piece.begin - block.range.offset);
+    if (target.device == nullptr || target.device->is_host()) {
+      std::memcpy(destination, source, piece.bytes);
+      continue;
+    }
+    const auto ticket = target.device->CopyFromHost(destination, source, piece.bytes);
+    if (!ticket.ok()) {
+      outcome.status =
+          base::Annotate(ticket.status(), absl::StrCat("copy tensor \"", target.name, "\" to ",
+                                                       target.device->name()));
+      break;
+    }
+    started.push_back({target.device, *ticket});
+  }
+  // The slot is read into again as soon as this returns: every copy out of it must have ended.
+  for (const Started& copy : started) {
+    absl::Status ended = copy.device->Wait(copy.ticket, kCopyTimeMax);
+    if (ended.ok()) continue;
+    outcome.copy_in_flight =
+        outcome.copy_in_flight || ended.code() == absl::StatusCode::kDeadlineExceeded;
+    if (outcome.status.ok()) {
+      outcome.status =
+          base::Annotate(ended, absl::StrCat("copy a tensor to ", copy.device->name()));
+    }
+  }
+  return outcome;
+}
+
+}  // namespace holdfast::load

@@ -1,0 +1,27 @@
+// The header of a safetensors file on disk.
+#ifndef HOLDFAST_RUNTIME_LOAD_SAFETENSORS_FILE_H_
+#define HOLDFAST_RUNTIME_LOAD_SAFETENSORS_FILE_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "runtime/format/safetensors.h"
+
+namespace holdfast::load {
+
+struct SafetensorsFile {
+  uint64_t bytes = 0;  ///< Of the whole file.
+  format::SafetensorsHeader header;
+
+  /// The attempt id in its metadata, "" where there is none: not written by Holdfast.
+  std::string attempt() const;
+};
+
+/// Reads and checks the header of the regular file `fd`.
+/// \error kDataLoss when the structure is wrong; else what reading failed with.
+absl::StatusOr<SafetensorsFile> ReadSafetensorsFile(int fd, const std::string& name);
+
+}  // namespace holdfast::load
+
+#endif  // HOLDFAST_RUNTIME_LOAD_SAFETENSORS_FILE_H_

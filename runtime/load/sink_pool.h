@@ -1,0 +1,74 @@
+// The small pool of threads that looks at what was read, and the exchange of slots with the thread
+// that reads.
+#ifndef HOLDFAST_RUNTIME_LOAD_SINK_POOL_H_
+#define HOLDFAST_RUNTIME_LOAD_SINK_POOL_H_
+
+#include <pthread.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "runtime/base/mutex.h"
+#include "runtime/load/chunk_stream.h"
+
+namespace holdfast::load {
+
+/// Every slot is at any time either free, with the reader, or with the pool; so the queue here is
+/// bounded by the number of slots.
+class SinkPool {
+ public:
+  /// Starts up to `threads` threads. Fewer than two are none: the sink then runs in Push, in the
+  /// caller. A thread that cannot be started is no error, the others do its work.
+  SinkPool(uint32_t threads, uint32_t slots, const StreamSink& sink);
+
+  /// Finish().
+  ~SinkPool();
+  SinkPool(const SinkPool&) = delete;
+  SinkPool& operator=(const SinkPool&) = delete;
+
+  /// Takes a free slot; false when there is none now.
+  bool TakeSlot(uint32_t* slot) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  /// Blocks until a slot is free. Only for when nothing is in flight: then all that are taken are
+  /// with the pool, and come back as soon as the sink returns.
+  void WaitForSlot() ABSL_LOCKS_EXCLUDED(mutex_);
+
+  /// Hands a slot with its block over. It is free again when the sink has returned.
+  void Push(uint32_t slot, const StreamBlock& block) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  /// Gives back a slot that the reader did not use.
+  void ReturnSlot(uint32_t slot) ABSL_LOCKS_EXCLUDED(mutex_);
+
+  /// Waits until everything pushed was looked at, and ends the threads.
+  void Finish() ABSL_LOCKS_EXCLUDED(mutex_);
+
+  bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
+  bool keep_buffer() const { return keep_buffer_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Work {
+    uint32_t slot;
+    StreamBlock block;
+  };
+  static void* ThreadBody(void* pool);
+  void Serve() ABSL_LOCKS_EXCLUDED(mutex_);
+  void Look(const StreamBlock& block);
+
+  const StreamSink& sink_;
+  // Both are only ever set, and what they guard is ordered by mutex_ or by the join.
+  std::atomic<bool> stopped_{false};
+  std::atomic<bool> keep_buffer_{false};
+  base::Mutex mutex_;
+  base::Condition changed_;
+  std::vector<uint32_t> free_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Work> work_ ABSL_GUARDED_BY(mutex_);
+  bool closing_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<pthread_t> threads_;
+};
+
+}  // namespace holdfast::load
+
+#endif  // HOLDFAST_RUNTIME_LOAD_SINK_POOL_H_

@@ -1,0 +1,59 @@
+// Which bytes to read for a set of tensors, and which digest proves each: pure arithmetic.
+#ifndef HOLDFAST_RUNTIME_LOAD_TENSOR_READS_H_
+#define HOLDFAST_RUNTIME_LOAD_TENSOR_READS_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/types/span.h"
+#include "holdfast/plan.h"
+#include "holdfast/pod.h"
+#include "runtime/format/manifest.h"
+#include "runtime/load/chunk_stream.h"
+
+namespace holdfast::load {
+
+/// The part of a wanted tensor that lies in one chunk.
+struct TensorPiece {
+  uint32_t tensor = 0;  ///< Index into the reader's tensors.
+  uint32_t target = 0;  ///< Index into the caller's targets.
+  uint32_t file = 0;
+  uint32_t bytes = 0;
+  uint64_t begin = 0;          ///< In the file.
+  uint64_t target_offset = 0;  ///< In the tensor.
+  bool has_digest = false;     ///< `digest` is of exactly these bytes.
+  Digest digest;
+};
+
+/// One read: neighbouring pieces of one chunk with what little lies between them.
+struct TensorRead {
+  StreamRange range;  ///< Its tag is the read's own index.
+  uint32_t piece_first = 0;
+  uint32_t piece_count = 0;
+  /// Some piece has no digest of its own: the whole chunk is read, and this is its digest.
+  bool whole_chunk = false;
+  Digest digest;
+};
+
+struct ReadPlan {
+  std::vector<TensorPiece> pieces;  ///< By file and offset.
+  std::vector<TensorRead> reads;
+  std::vector<StreamRange> ranges;  ///< Of the reads.
+};
+
+/// A tensor that is wanted.
+struct WantedTensor {
+  uint32_t tensor = 0;
+  uint32_t target = 0;
+};
+
+/// Reading through a gap up to this long costs less than another request.
+inline constexpr uint64_t kGapBytesMax = 64 * 1024;
+
+/// `manifest` null: nothing can be verified. `tensors` are the manifest's, or a plain file's.
+ReadPlan PlanReads(absl::Span<const PlannedTensor> tensors, absl::Span<const WantedTensor> wanted,
+                   const format::Manifest* manifest);
+
+}  // namespace holdfast::load
+
+#endif  // HOLDFAST_RUNTIME_LOAD_TENSOR_READS_H_
