@@ -20,13 +20,6 @@ std::string Hex(const Digest& digest) {
   return text;
 }
 
-absl::Status DigestError(const std::string& object, uint64_t begin, uint64_t end,
-                         const Digest& expected, const Digest& found) {
-  return absl::DataLossError(absl::StrCat("load ", object, ": bytes [", begin, ", ", end,
-                                          ") are not what was sealed (expected ", Hex(expected),
-                                          ", found ", Hex(found), ")"));
-}
-
 }  // namespace
 
 StreamVerdict CopyOut::Sink(const StreamBlock& block) {
@@ -65,20 +58,14 @@ absl::Status CopyOut::ReadError(const StreamBlock& block) const {
 }
 
 absl::Status CopyOut::Prove(const StreamBlock& block, const TensorRead& read) const {
-  const std::string& path = paths_[block.range.file];
-  if (read.whole_chunk) {
-    const Digest found = digest::Of(block.data, block.range.bytes);
-    if (found == read.digest) return absl::OkStatus();
-    return DigestError(path, block.range.offset, block.range.offset + block.range.bytes,
-                       read.digest, found);
-  }
   for (uint32_t i = read.piece_first; i < read.piece_first + read.piece_count; ++i) {
     const TensorPiece& piece = plan_.pieces[i];
-    const Digest found =
-        digest::Of(block.data + (piece.begin - block.range.offset), piece.bytes);
+    const Digest found = digest::Of(block.data + (piece.begin - block.range.offset), piece.bytes);
     if (found == piece.digest) continue;
-    return DigestError(absl::StrCat("tensor \"", targets_[piece.target].name, "\" from ", path),
-                       piece.begin, piece.begin + piece.bytes, piece.digest, found);
+    return absl::DataLossError(absl::StrCat(
+        "load tensor \"", targets_[piece.target].name, "\" from ", paths_[piece.file], ": bytes [",
+        piece.begin, ", ", piece.begin + piece.bytes, ") are not what was sealed (expected ",
+        Hex(piece.digest), ", found ", Hex(found), ")"));
   }
   return absl::OkStatus();
 }

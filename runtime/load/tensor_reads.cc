@@ -3,37 +3,33 @@
 #include <algorithm>
 #include <tuple>
 
+#include "runtime/format/tensor_parts.h"
+
 namespace holdfast::load {
 namespace {
+
+Digest DigestOf(const format::Manifest& manifest, const TensorPiece& piece) {
+  const format::Manifest::Tensor& tensor = manifest.tensors[piece.tensor];
+  const format::Manifest::File& file = manifest.files[piece.file];
+  const format::TensorParts parts = format::PartsOf(tensor.begin, tensor.end, file.bytes);
+  if (parts.has_head && piece.begin == tensor.begin) return tensor.head;
+  if (parts.has_tail && piece.begin == parts.tail_begin) return tensor.tail;
+  return file.chunks[piece.begin / kChunkBytes];
+}
 
 /// Cuts a tensor at chunk borders and finds the digest of each piece.
 void AppendPieces(const PlannedTensor& tensor, const WantedTensor& wanted,
                   const format::Manifest* manifest, std::vector<TensorPiece>* pieces) {
   for (uint64_t begin = tensor.begin; begin < tensor.end;) {
-    const uint64_t chunk = begin / kChunkBytes;
-    const uint64_t end = std::min((chunk + 1) * kChunkBytes, tensor.end);
+    const uint64_t border = (begin / kChunkBytes + 1) * kChunkBytes;
+    const uint64_t end = std::min(border, tensor.end);
     TensorPiece piece{.tensor = wanted.tensor,
                       .target = wanted.target,
                       .file = tensor.file,
                       .bytes = static_cast<uint32_t>(end - begin),
                       .begin = begin,
                       .target_offset = begin - tensor.begin};
-    if (manifest != nullptr) {
-      const format::Manifest::File& file = manifest->files[tensor.file];
-      const format::Manifest::Tensor& recorded = manifest->tensors[wanted.tensor];
-      const bool owns_chunk = begin == chunk * kChunkBytes &&
-                              (end == (chunk + 1) * kChunkBytes || end == file.bytes);
-      piece.has_digest = true;
-      if (owns_chunk) {
-        piece.digest = file.chunks[chunk];
-      } else if (begin == tensor.begin && recorded.has_head) {
-        piece.digest = recorded.head;
-      } else if (end == tensor.end && recorded.has_tail) {
-        piece.digest = recorded.tail;
-      } else {
-        piece.has_digest = false;
-      }
-    }
+    if (manifest != nullptr) piece.digest = DigestOf(*manifest, piece);
     pieces->push_back(piece);
     begin = end;
   }
@@ -45,25 +41,15 @@ bool Joins(const TensorPiece& last, const TensorPiece& next) {
 }
 
 TensorRead ReadOf(const std::vector<TensorPiece>& pieces, uint32_t first, uint32_t count,
-                  const format::Manifest* manifest) {
+                  uint64_t index) {
   const TensorPiece& head = pieces[first];
   const TensorPiece& tail = pieces[first + count - 1];
-  uint64_t begin = head.begin;
-  uint64_t end = tail.begin + tail.bytes;
-  TensorRead read{.piece_first = first, .piece_count = count};
-  for (uint32_t i = first; manifest != nullptr && i < first + count; ++i) {
-    read.whole_chunk = read.whole_chunk || !pieces[i].has_digest;
-  }
-  if (read.whole_chunk) {
-    const format::Manifest::File& file = manifest->files[head.file];
-    const uint64_t chunk = head.begin / kChunkBytes;
-    begin = chunk * kChunkBytes;
-    end = std::min(begin + kChunkBytes, file.bytes);
-    read.digest = file.chunks[chunk];
-  }
-  read.range = {
-      .file = head.file, .bytes = static_cast<uint32_t>(end - begin), .offset = begin, .tag = 0};
-  return read;
+  return {.range = {.file = head.file,
+                    .bytes = static_cast<uint32_t>(tail.begin + tail.bytes - head.begin),
+                    .offset = head.begin,
+                    .tag = index},
+          .piece_first = first,
+          .piece_count = count};
 }
 
 }  // namespace
@@ -83,8 +69,7 @@ ReadPlan PlanReads(absl::Span<const PlannedTensor> tensors, absl::Span<const Wan
            Joins(plan.pieces[first + count - 1], plan.pieces[first + count])) {
       ++count;
     }
-    plan.reads.push_back(ReadOf(plan.pieces, first, count, manifest));
-    plan.reads.back().range.tag = plan.reads.size() - 1;
+    plan.reads.push_back(ReadOf(plan.pieces, first, count, plan.reads.size()));
     plan.ranges.push_back(plan.reads.back().range);
     first += count;
   }

@@ -1,4 +1,8 @@
 // Which bytes to read for a set of tensors, and which digest proves each: pure arithmetic.
+//
+// A manifest has a digest for every part of a tensor that one chunk holds: the chunk's own where the
+// tensor fills it, the tensor's head or tail otherwise. So one small tensor is proven without
+// reading the chunk around it.
 #ifndef HOLDFAST_RUNTIME_LOAD_TENSOR_READS_H_
 #define HOLDFAST_RUNTIME_LOAD_TENSOR_READS_H_
 
@@ -21,8 +25,7 @@ struct TensorPiece {
   uint32_t bytes = 0;
   uint64_t begin = 0;          ///< In the file.
   uint64_t target_offset = 0;  ///< In the tensor.
-  bool has_digest = false;     ///< `digest` is of exactly these bytes.
-  Digest digest;
+  Digest digest;               ///< Of exactly these bytes; only with a manifest.
 };
 
 /// One read: neighbouring pieces of one chunk with what little lies between them.
@@ -30,9 +33,6 @@ struct TensorRead {
   StreamRange range;  ///< Its tag is the read's own index.
   uint32_t piece_first = 0;
   uint32_t piece_count = 0;
-  /// Some piece has no digest of its own: the whole chunk is read, and this is its digest.
-  bool whole_chunk = false;
-  Digest digest;
 };
 
 struct ReadPlan {
