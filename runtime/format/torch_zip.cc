@@ -160,6 +160,25 @@ absl::StatusOr<ZipDirectory> FindZipDirectory(absl::string_view tail, uint64_t f
   return directory;
 }
 
+absl::StatusOr<uint64_t> ZipLength(absl::string_view tail) {
+  HOLDFAST_ASSIGN_OR_RETURN(const size_t end, FindEnd(tail));
+  uint64_t directory_bytes = Get32(tail, end + 12);
+  uint64_t directory_begin = Get32(tail, end + 16);
+  uint64_t after = tail.size() - end;
+  if (end >= kLocatorBytes + kEnd64Bytes && Get32(tail, end - kLocatorBytes) == kLocatorSignature) {
+    const size_t end64 = end - kLocatorBytes - kEnd64Bytes;
+    if (Get32(tail, end64) != kEnd64Signature) return Wrong("no zip64 end record");
+    directory_bytes = Get(tail, end64 + 40, 8);
+    directory_begin = Get(tail, end64 + 48, 8);
+    after += kLocatorBytes + kEnd64Bytes;
+  }
+  const uint64_t limit = ~uint64_t{0} - after;
+  if (directory_begin > limit || directory_bytes > limit - directory_begin) {
+    return Wrong("its directory goes beyond any file");
+  }
+  return directory_begin + directory_bytes + after;
+}
+
 absl::StatusOr<std::vector<ZipRecord>> ParseZipDirectory(absl::string_view directory,
                                                          const ZipDirectory& where,
                                                          uint64_t file_bytes) {
@@ -242,6 +261,10 @@ absl::Status CheckZipLayout(const std::vector<ZipRecord>& records, const ZipDire
 
 uint32_t Crc32(uint32_t crc, const void* data, size_t bytes) {
   return static_cast<uint32_t>(crc32_z(crc, static_cast<const Bytef*>(data), bytes));
+}
+
+uint32_t Crc32Combine(uint32_t a, uint32_t b, uint64_t b_bytes) {
+  return static_cast<uint32_t>(crc32_combine(a, b, static_cast<z_off_t>(b_bytes)));
 }
 
 }  // namespace holdfast::format

@@ -35,6 +35,11 @@ struct ZipDirectory {
 /// end record, or the directory does not end right in front of it.
 absl::StatusOr<ZipDirectory> FindZipDirectory(absl::string_view tail, uint64_t file_bytes);
 
+/// Length of the archive that ends with `tail`, its end record. For archives that stand one after
+/// the other in a file, where offsets count from each one's own begin: that many last bytes
+/// are then a file of their own to FindZipDirectory. \error kDataLoss as there.
+absl::StatusOr<uint64_t> ZipLength(absl::string_view tail);
+
 /// Records of the directory, in its order; `begin` is still the local header's offset: the caller
 /// adds LocalHeaderBytes. \error kUnimplemented for a record that is compressed or encrypted
 /// (torch.save stores), kDataLoss saying which record and why.
@@ -51,6 +56,9 @@ absl::Status CheckZipLayout(const std::vector<ZipRecord>& records, const ZipDire
 
 /// CRC-32 (IEEE, as zip), continuing from `crc`.
 uint32_t Crc32(uint32_t crc, const void* data, size_t bytes);
+
+/// CRC-32 of A followed by B, from those of A and B and B's length.
+uint32_t Crc32Combine(uint32_t a, uint32_t b, uint64_t b_bytes);
 
 }  // namespace holdfast::format
 

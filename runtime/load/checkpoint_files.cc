@@ -54,6 +54,24 @@ Finding Corrupt(const std::string& file, const char* reason, std::string expecte
                 .found = std::move(found)}};
 }
 
+/// What keeps one file from being the recorded one.
+std::optional<Finding> CheckNamedFile(int directory, const format::Manifest::File& file) {
+  const auto entry = Look(directory, file.name, /*follow_symlink=*/false);
+  if (!entry.ok()) return FindingOf(entry.status(), file.name, "read");
+  if (entry->kind == EntryKind::kNothing) {
+    return Incomplete(file.name, "missing", absl::StrCat(file.bytes, " bytes"), "nothing");
+  }
+  if (entry->kind != EntryKind::kFile) {
+    return Corrupt(file.name, "structure", "a file", KindName(entry->kind));
+  }
+  if (entry->bytes == file.bytes) return std::nullopt;
+  Finding finding = Corrupt(file.name, "size", absl::StrCat(file.bytes, " bytes"),
+                            absl::StrCat(entry->bytes, " bytes"));
+  finding.fault.begin = std::min(entry->bytes, file.bytes);
+  finding.fault.end = std::max(entry->bytes, file.bytes);
+  return finding;
+}
+
 class DirectoryReader {
  public:
   DirectoryReader(int directory, const ReadCheckpointOptions& options, CheckpointFiles* out)
@@ -108,35 +126,14 @@ class DirectoryReader {
     } else if (manifest.step != step_) {
       Add(Corrupt(name, "step", absl::StrCat(step_), absl::StrCat(manifest.step)));
     }
-    for (const format::Manifest::File& file : manifest.files) CheckFile(file, name);
+    for (const format::Manifest::File& file : manifest.files) {
+      if (named_.insert(file.name).second) continue;
+      Add(Corrupt(file.name, "structure", "named by one manifest",
+                  absl::StrCat("named again by ", name)));
+    }
+    for (Finding& finding : CheckNamedFiles(directory_, manifest)) Add(std::move(finding));
     if (!options_.keep_rank.has_value() || *options_.keep_rank == manifest.rank) {
       out_->manifests.push_back(std::move(manifest));
-    }
-  }
-
-  void CheckFile(const format::Manifest::File& file, const std::string& manifest) {
-    if (!named_.insert(file.name).second) {
-      return Add(Corrupt(file.name, "structure", "named once",
-                         absl::StrCat("named again by ", manifest)));
-    }
-    if (file.chunk_bytes != kChunkBytes) {
-      return Add(Corrupt(manifest, "structure", absl::StrCat("chunks of ", kChunkBytes, " bytes"),
-                         absl::StrCat("chunks of ", file.chunk_bytes, " bytes")));
-    }
-    const auto entry = Look(directory_, file.name, /*follow_symlink=*/false);
-    if (!entry.ok()) return Add(FindingOf(entry.status(), file.name, "read"));
-    if (entry->kind == EntryKind::kNothing) {
-      return Add(Incomplete(file.name, "missing", absl::StrCat(file.bytes, " bytes"), "nothing"));
-    }
-    if (entry->kind != EntryKind::kFile) {
-      return Add(Corrupt(file.name, "structure", "a file", KindName(entry->kind)));
-    }
-    if (entry->bytes != file.bytes) {
-      Finding finding = Corrupt(file.name, "size", absl::StrCat(file.bytes, " bytes"),
-                                absl::StrCat(entry->bytes, " bytes"));
-      finding.fault.begin = std::min(entry->bytes, file.bytes);
-      finding.fault.end = std::max(entry->bytes, file.bytes);
-      Add(std::move(finding));
     }
   }
 
@@ -187,6 +184,14 @@ absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string&
                                       "a directory that was never given its final name"));
   }
   return out;
+}
+
+std::vector<Finding> CheckNamedFiles(int directory, const format::Manifest& manifest) {
+  std::vector<Finding> findings;
+  for (const format::Manifest::File& file : manifest.files) {
+    if (auto finding = CheckNamedFile(directory, file)) findings.push_back(*std::move(finding));
+  }
+  return findings;
 }
 
 absl::StatusOr<format::Manifest> FindManifestOf(int directory, const std::string& path,
@@ -248,11 +253,11 @@ absl::Status ToStatus(const std::vector<Finding>& findings, const std::string& p
   if (gravest == nullptr) return absl::OkStatus();
   const Fault& fault = gravest->fault;
   const std::string object = fault.file.empty() ? path : absl::StrCat(path, "/", fault.file);
-  return absl::Status(gravest->code,
-                      absl::StrCat("open ", object, ": ", fault.reason, ": expected ",
-                                   fault.expected, ", found ", fault.found,
-                                   findings.size() > 1
-                                       ? absl::StrCat(" (and ", findings.size() - 1, " more)")
+  return absl::Status(
+      gravest->code,
+      absl::StrCat("open ", object, ": ", fault.reason, ": expected ", fault.expected, ", found ",
+                   fault.found,
+                   findings.size() > 1 ? absl::StrCat(" (and ", findings.size() - 1, " more)")
                                        : std::string()));
 }
 

@@ -42,6 +42,9 @@ struct ReadCheckpointOptions {
 absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string& path,
                                                const ReadCheckpointOptions& options);
 
+/// What is wrong with the files that a manifest names: not there, no file, of another size.
+std::vector<Finding> CheckNamedFiles(int directory, const format::Manifest& manifest);
+
 /// The manifest in `directory` that names `file`.
 /// \error kNotFound when none does; the damage, where none does but one cannot be read.
 absl::StatusOr<format::Manifest> FindManifestOf(int directory, const std::string& path,

@@ -107,7 +107,8 @@ absl::StatusOr<std::vector<WantedTensor>> CheckpointReader::Impl::Find(
     const std::string object = absl::StrCat("load tensor \"", target.name, "\"");
     const auto found = by_name.find(target.name);
     if (found == by_name.end()) {
-      return absl::NotFoundError(absl::StrCat(object, ": there is none of that name in ", directory));
+      return absl::NotFoundError(
+          absl::StrCat(object, ": there is none of that name in ", directory));
     }
     const PlannedTensor& tensor = tensors[found->second];
     if (target.bytes != tensor.end - tensor.begin) {
@@ -138,8 +139,7 @@ absl::StatusOr<LoadReport> CheckpointReader::Impl::Load(absl::Span<const TensorT
   LoadReport report;
   for (const TensorTarget& target : targets) report.bytes += target.bytes;
   report.verified = options.verify && manifest.has_value();
-  const ReadPlan plan =
-      load::PlanReads(tensors, wanted, report.verified ? &*manifest : nullptr);
+  const ReadPlan plan = load::PlanReads(tensors, wanted, report.verified ? &*manifest : nullptr);
   if (!plan.reads.empty()) {
     HOLDFAST_RETURN_IF_ERROR(Stream(plan, targets, options, &report));
   }
@@ -149,8 +149,7 @@ absl::StatusOr<LoadReport> CheckpointReader::Impl::Load(absl::Span<const TensorT
 
 absl::Status CheckpointReader::Impl::Stream(const ReadPlan& plan,
                                             absl::Span<const TensorTarget> targets,
-                                            const LoadOptions& options,
-                                            LoadReport* report) const {
+                                            const LoadOptions& options, LoadReport* report) const {
   HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, load::OpenDirectory(directory));
   std::vector<StreamFile> sources;
   std::vector<std::string> paths;
@@ -158,9 +157,8 @@ absl::Status CheckpointReader::Impl::Stream(const ReadPlan& plan,
     sources.push_back({.directory = fd.get(), .name = name, .follow_symlink = follow_symlink});
     paths.push_back(absl::StrCat(directory, "/", name));
   }
-  HOLDFAST_ASSIGN_OR_RETURN(
-      StreamBuffer buffer,
-      StreamBuffer::Create(load::SlotsFor(options.buffer_bytes, plan.reads.size())));
+  HOLDFAST_ASSIGN_OR_RETURN(StreamBuffer buffer, StreamBuffer::Create(load::SlotsFor(
+                                                     options.buffer_bytes, plan.reads.size())));
   const BufferRegistration registration(targets, &buffer);
   CopyOut copy_out(plan, report->verified, targets, paths);
   load::StreamOptions stream;
@@ -192,8 +190,8 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const s
   }
   HOLDFAST_RETURN_IF_ERROR(load::ToStatus(checkpoint.findings, path));
   if (checkpoint.manifests.empty()) {
-    return absl::NotFoundError(absl::StrCat("open ", path, ": it has no rank ", rank,
-                                            ", only ", checkpoint.manifests_found, " ranks from 0"));
+    return absl::NotFoundError(absl::StrCat("open ", path, ": it has no rank ", rank, ", only ",
+                                            checkpoint.manifests_found, " ranks from 0"));
   }
   auto impl = std::make_unique<Impl>();
   impl->directory = path;

@@ -140,8 +140,8 @@ class Stream {
     const StreamFile& file = files_[index];
     io::DirectOpen opened;
     const int flags = O_RDONLY | (file.follow_symlink ? 0 : O_NOFOLLOW);
-    const int error = io::OpenDirect(file.directory, file.name.c_str(), flags, 0,
-                                     options_.direct_io, &opened);
+    const int error =
+        io::OpenDirect(file.directory, file.name.c_str(), flags, 0, options_.direct_io, &opened);
     if (error != 0) return error;
     opened_[index].fd = base::UniqueFd(opened.fd);
     NoteDirect(opened.direct);
@@ -226,9 +226,8 @@ class Stream {
     if (stalled < options_.time_stalled_max) return absl::OkStatus();
     char state[256];
     queue_->Describe(state, sizeof(state));
-    return absl::DeadlineExceededError(absl::StrCat("read: nothing arrived for ",
-                                                    absl::FormatDuration(stalled), " (", state,
-                                                    ")"));
+    return absl::DeadlineExceededError(absl::StrCat(
+        "read: nothing arrived for ", absl::FormatDuration(stalled), " (", state, ")"));
   }
 
   /// Reads that never ended may still land: their memory, files and queue are kept for good.
@@ -280,10 +279,8 @@ void AppendRanges(uint32_t file, uint64_t begin, uint64_t end, uint64_t tag,
   while (begin < end) {
     const uint64_t border = (begin / kChunkBytes + 1) * kChunkBytes;
     const uint64_t stop = std::min(border, end);
-    ranges->push_back({.file = file,
-                       .bytes = static_cast<uint32_t>(stop - begin),
-                       .offset = begin,
-                       .tag = tag});
+    ranges->push_back(
+        {.file = file, .bytes = static_cast<uint32_t>(stop - begin), .offset = begin, .tag = tag});
     begin = stop;
   }
 }

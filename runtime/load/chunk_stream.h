@@ -1,7 +1,7 @@
 // Reads ranges of files, many at once, and hands each to a small pool of threads as it arrives.
 //
-// The calling thread only submits and reaps, so that the next reads are always in flight; digesting,
-// comparing and copying out happen in the pool. At most the buffer's slots are resident.
+// The calling thread only submits and reaps, so that the next reads are always in flight;
+// digesting, comparing and copying out happen in the pool. At most the buffer's slots are resident.
 #ifndef HOLDFAST_RUNTIME_LOAD_CHUNK_STREAM_H_
 #define HOLDFAST_RUNTIME_LOAD_CHUNK_STREAM_H_
 

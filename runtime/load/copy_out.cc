@@ -88,9 +88,9 @@ CopyOut::Outcome CopyOut::Copy(const StreamBlock& block, const TensorRead& read)
     }
     const auto ticket = target.device->CopyFromHost(destination, source, piece.bytes);
     if (!ticket.ok()) {
-      outcome.status =
-          base::Annotate(ticket.status(), absl::StrCat("copy tensor \"", target.name, "\" to ",
-                                                       target.device->name()));
+      outcome.status = base::Annotate(
+          ticket.status(),
+          absl::StrCat("copy tensor \"", target.name, "\" to ", target.device->name()));
       break;
     }
     started.push_back({target.device, *ticket});

@@ -1,7 +1,7 @@
 // Which bytes to read for a set of tensors, and which digest proves each: pure arithmetic.
 //
-// A manifest has a digest for every part of a tensor that one chunk holds: the chunk's own where the
-// tensor fills it, the tensor's head or tail otherwise. So one small tensor is proven without
+// A manifest has a digest for every part of a tensor that one chunk holds: the chunk's own where
+// the tensor fills it, the tensor's head or tail otherwise. So one small tensor is proven without
 // reading the chunk around it.
 #ifndef HOLDFAST_RUNTIME_LOAD_TENSOR_READS_H_
 #define HOLDFAST_RUNTIME_LOAD_TENSOR_READS_H_

@@ -1,0 +1,232 @@
+// Adopt: a manifest for files that somebody else wrote, from what is on disk now.
+#include <fcntl.h>
+#include <linux/fs.h>
+
+#include <cerrno>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "holdfast/verify.h"
+#include "runtime/base/status.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/format/manifest.h"
+#include "runtime/format/text.h"
+#include "runtime/load/checkpoint_files.h"
+#include "runtime/load/chunk_stream.h"
+#include "runtime/load/directory.h"
+#include "runtime/sys/system.h"
+#include "runtime/verify/fault_log.h"
+#include "runtime/verify/manifest_fill.h"
+#include "runtime/verify/read_faults.h"
+#include "runtime/verify/verify_foreign.h"
+
+namespace holdfast {
+namespace verify {
+namespace {
+
+using load::StreamBlock;
+using load::StreamVerdict;
+
+absl::StatusOr<AttemptId> RandomAttempt() {
+  const base::UniqueFd fd(sys::Sys().openat(AT_FDCWD, "/dev/urandom", O_RDONLY | O_CLOEXEC, 0));
+  AttemptId attempt;
+  if (!fd.valid() ||
+      sys::Sys().read(fd.get(), &attempt, sizeof(attempt)) != ssize_t{sizeof(attempt)}) {
+    return base::ErrnoStatus("read", "/dev/urandom", errno);
+  }
+  attempt.low |= 1;  // all zero is "none"
+  return attempt;
+}
+
+/// The files to adopt: regular ones, named as a manifest can name them.
+absl::StatusOr<std::vector<std::string>> FilesToAdopt(int directory, const std::string& path,
+                                                      const std::vector<std::string>& names) {
+  std::vector<std::string> files;
+  for (const std::string& name : names) {
+    const std::string object = absl::StrCat("adopt ", path, "/", format::Quoted(name));
+    HOLDFAST_ASSIGN_OR_RETURN(const load::Entry entry,
+                              load::Look(directory, name, /*follow_symlink=*/false));
+    if (entry.kind == load::EntryKind::kDirectory) continue;
+    if (entry.kind != load::EntryKind::kFile) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          object, ": not a regular file; a manifest names only what lies in its own directory"));
+    }
+    if (!format::IsUtf8(name)) {
+      return absl::FailedPreconditionError(absl::StrCat(object, ": its name is not UTF-8"));
+    }
+    files.push_back(name);
+  }
+  if (files.empty()) {
+    return absl::FailedPreconditionError(absl::StrCat("adopt ", path, ": no file is there"));
+  }
+  return files;
+}
+
+/// What is wrong already is not made right by a digest of it.
+absl::Status CheckForeign(const std::string& path, ForeignCheck* check, FaultLog* log) {
+  VerifyReport report;
+  HOLDFAST_RETURN_IF_ERROR(check->Run(VerifyOptions{}, &report));
+  if (!check->orphans().empty()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("adopt ", path, ": ", Enumerate(check->orphans()),
+                     " was written by a save that did not end (it carries an attempt id and has no "
+                     "manifest); adopting it would make a partial checkpoint look complete"));
+  }
+  log->MoveTo(&report);
+  if (report.faults.empty()) return absl::OkStatus();
+  const Fault& fault = report.faults.front();
+  return absl::Status(report.verdict == Verdict::kCorrupt ? absl::StatusCode::kDataLoss
+                                                          : absl::StatusCode::kFailedPrecondition,
+                      absl::StrCat("adopt ", path, "/", fault.file, ": ", fault.reason,
+                                   ": expected ", fault.expected, ", found ", fault.found));
+}
+
+absl::StatusOr<SavePlan> PlanOf(int directory, const std::vector<std::string>& files,
+                                const ForeignCheck& check) {
+  SavePlan plan;
+  std::set<std::string> taken;
+  for (uint32_t i = 0; i < files.size(); ++i) {
+    HOLDFAST_ASSIGN_OR_RETURN(const load::Entry entry, load::Look(directory, files[i], false));
+    plan.files.push_back({.name = files[i], .bytes = entry.bytes, .segments = {}});
+    for (const ForeignCheck::Understood& understood : check.understood()) {
+      if (understood.name != files[i]) continue;
+      for (PlannedTensor tensor : understood.tensors) {
+        // Shards of one model have different tensors; torch zips all have "archive/data/0".
+        if (!taken.insert(tensor.name).second) {
+          tensor.name = absl::StrCat(files[i], ":", tensor.name);
+          if (!taken.insert(tensor.name).second) continue;  // its bytes have chunk digests anyway
+        }
+        tensor.file = i;
+        plan.tensors.push_back(std::move(tensor));
+      }
+    }
+  }
+  return plan;
+}
+
+absl::StatusOr<std::string> DigestFiles(int directory, const SavePlan& plan,
+                                        const format::ManifestInput& input) {
+  ManifestFill fill(input, plan);
+  std::vector<load::StreamFile> files;
+  std::vector<load::StreamRange> ranges;
+  for (uint32_t i = 0; i < plan.files.size(); ++i) {
+    files.push_back({.directory = directory, .name = plan.files[i].name});
+    load::AppendRanges(i, 0, plan.files[i].bytes, 0, &ranges);
+  }
+  FaultLog log(1);
+  VerifyReport report;
+  HOLDFAST_RETURN_IF_ERROR(StreamAll(
+      files, ranges, VerifyOptions{},
+      [&](const StreamBlock& block) {
+        if (AddReadFault(block, files[block.range.file].name, &log)) return StreamVerdict::kStop;
+        fill.AddChunk(block.range.file, block.range.offset / kChunkBytes, block.data,
+                      block.range.bytes);
+        return StreamVerdict::kContinue;
+      },
+      &report));
+  log.MoveTo(&report);
+  if (!report.faults.empty()) {
+    return absl::DataLossError(
+        absl::StrCat("adopt ", report.faults[0].file, ": ", report.faults[0].found));
+  }
+  return fill.Finish(report.engine, "adopted", report.direct_io);
+}
+
+absl::Status WriteAll(int fd, const std::string& name, const std::string& text) {
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t bytes = sys::Sys().write(fd, text.data() + done, text.size() - done);
+    if (bytes < 0 && errno == EINTR) continue;
+    if (bytes < 0) return base::ErrnoStatus("write", name, errno);
+    done += static_cast<size_t>(bytes);
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Sync(int directory, const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, load::OpenFile(directory, name, false));
+  if (sys::Sys().fsync(fd.get()) != 0) return base::ErrnoStatus("fsync", name, errno);
+  return absl::OkStatus();
+}
+
+/// Puts the manifest beside its files, whole or not at all.
+absl::Status Commit(int directory, const SavePlan& plan, const std::string& text) {
+  const std::string name = format::ManifestName(0, 1);
+  const std::string temporary = absl::StrCat(".", name, ".adopting");
+  // The files first: a manifest that survives a power loss must not name bytes that do not.
+  for (const PlannedFile& file : plan.files) {
+    HOLDFAST_RETURN_IF_ERROR(Sync(directory, file.name));
+  }
+  base::UniqueFd fd(sys::Sys().openat(directory, temporary.c_str(),
+                                      O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666));
+  if (!fd.valid()) return base::ErrnoStatus("create", temporary, errno);
+  auto remove =
+      absl::MakeCleanup([&] { (void)sys::Sys().unlinkat(directory, temporary.c_str(), 0); });
+  HOLDFAST_RETURN_IF_ERROR(WriteAll(fd.get(), temporary, text));
+  // Its bytes before its name: else a crash could leave an empty manifest of that name.
+  if (sys::Sys().fsync(fd.get()) != 0) return base::ErrnoStatus("fsync", temporary, errno);
+  int renamed =
+      sys::Sys().renameat2(directory, temporary.c_str(), directory, name.c_str(), RENAME_NOREPLACE);
+  if (renamed != 0 && (errno == EINVAL || errno == ENOSYS)) {
+    // A file system without RENAME_NOREPLACE; that no manifest is there was checked before.
+    renamed = sys::Sys().renameat2(directory, temporary.c_str(), directory, name.c_str(), 0);
+  }
+  if (renamed != 0) return base::ErrnoStatus("rename", temporary, errno);
+  std::move(remove).Cancel();
+  // The name itself: without it the rename may be undone by a crash after we said "adopted".
+  if (sys::Sys().fsync(directory) != 0) return base::ErrnoStatus("fsync directory of", name, errno);
+  return absl::OkStatus();
+}
+
+absl::Status AdoptFiles(const std::string& directory_path, const std::string& only) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, load::OpenDirectory(directory_path));
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                            load::ListDirectory(fd.get(), directory_path));
+  for (const std::string& name : names) {
+    if (!load::ParseManifestName(name).has_value()) continue;
+    return absl::AlreadyExistsError(
+        absl::StrCat("adopt ", directory_path, ": ", name, " is there already"));
+  }
+  const std::string checkpoint = load::SplitPath(directory_path).name;
+  if (load::IsPartialName(checkpoint)) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "adopt ", directory_path, ": a save that did not end; it cannot be made complete"));
+  }
+  HOLDFAST_ASSIGN_OR_RETURN(
+      const std::vector<std::string> files,
+      FilesToAdopt(fd.get(), directory_path, only.empty() ? names : std::vector{only}));
+  FaultLog log(1);
+  ForeignCheck check(fd.get(), &log, ForeignCheck::Unknown::kPassOver);
+  for (const std::string& name : files) check.AddFile(name, /*asked_for=*/!only.empty());
+  HOLDFAST_RETURN_IF_ERROR(CheckForeign(directory_path, &check, &log));
+  HOLDFAST_ASSIGN_OR_RETURN(const SavePlan plan, PlanOf(fd.get(), files, check));
+  format::ManifestInput input;
+  input.checkpoint = checkpoint;
+  input.adopted = true;
+  HOLDFAST_ASSIGN_OR_RETURN(input.attempt, RandomAttempt());
+  HOLDFAST_ASSIGN_OR_RETURN(const std::string text, DigestFiles(fd.get(), plan, input));
+  const auto parsed = format::ParseManifest(text);
+  if (!parsed.ok()) {
+    return base::Annotate(parsed.status(), absl::StrCat("adopt ", directory_path));
+  }
+  return Commit(fd.get(), plan, text);
+}
+
+}  // namespace
+}  // namespace verify
+
+absl::Status Adopt(const std::string& path) {
+  const load::PathParts parts = load::SplitPath(path);
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd parent, load::OpenDirectory(parts.directory));
+  HOLDFAST_ASSIGN_OR_RETURN(const load::Entry entry,
+                            load::Look(parent.get(), parts.name, /*follow_symlink=*/true));
+  if (entry.kind == load::EntryKind::kDirectory) return verify::AdoptFiles(path, "");
+  if (entry.kind == load::EntryKind::kNothing) {
+    return absl::NotFoundError(absl::StrCat("adopt ", path, ": nothing of that name"));
+  }
+  return verify::AdoptFiles(parts.directory, parts.name);
+}
+
+}  // namespace holdfast

@@ -1,0 +1,44 @@
+// Where findings are collected while several threads look at a checkpoint.
+#ifndef HOLDFAST_RUNTIME_VERIFY_FAULT_LOG_H_
+#define HOLDFAST_RUNTIME_VERIFY_FAULT_LOG_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "holdfast/verify.h"
+#include "runtime/base/mutex.h"
+#include "runtime/load/checkpoint_files.h"
+
+namespace holdfast::verify {
+
+/// Keeps a bounded number of faults and counts the rest. \threadsafety Any thread.
+class FaultLog {
+ public:
+  explicit FaultLog(uint64_t faults_max) : faults_max_(faults_max) {}
+
+  void Add(Verdict verdict, Fault fault) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Add(const load::Finding& finding) { Add(finding.verdict, finding.fault); }
+
+  bool empty() const ABSL_LOCKS_EXCLUDED(mutex_);
+
+  /// Puts the faults, by file and offset, and the worst verdict into `report`. Ends the log.
+  void MoveTo(VerifyReport* report) ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  const uint64_t faults_max_;
+  mutable base::Mutex mutex_;
+  Verdict verdict_ ABSL_GUARDED_BY(mutex_) = Verdict::kSound;
+  uint64_t total_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::vector<Fault> faults_ ABSL_GUARDED_BY(mutex_);
+};
+
+/// Appends a sentence to the report's note.
+void AddNote(const std::string& sentence, VerifyReport* report);
+
+/// The first few of `names`, and how many more there are.
+std::string Enumerate(const std::vector<std::string>& names);
+
+}  // namespace holdfast::verify
+
+#endif  // HOLDFAST_RUNTIME_VERIFY_FAULT_LOG_H_

@@ -1,0 +1,170 @@
+// Verify: which of the ways to check a path applies to it.
+#include "holdfast/verify.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/load/checkpoint_files.h"
+#include "runtime/load/chunk_stream.h"
+#include "runtime/load/directory.h"
+#include "runtime/sys/system.h"
+#include "runtime/verify/fault_log.h"
+#include "runtime/verify/verify_foreign.h"
+#include "runtime/verify/verify_manifest.h"
+
+namespace holdfast {
+namespace verify {
+namespace {
+
+constexpr char kDigestsOfSeal[] = "XXH3-128 digests of the seal";
+constexpr char kDigestsOfAdoption[] = "XXH3-128 digests of the time of adoption";
+
+void SayWhatWasChecked(const std::vector<format::Manifest>& manifests, VerifyReport* report) {
+  const bool adopted =
+      std::any_of(manifests.begin(), manifests.end(),
+                  [](const format::Manifest& manifest) { return manifest.adopted; });
+  report->checked = manifests.empty() ? "nothing" : adopted ? kDigestsOfAdoption : kDigestsOfSeal;
+  if (adopted) {
+    AddNote("Adopted: the digests are of what was on disk then; damage from before is not seen.",
+            report);
+  }
+}
+
+absl::Status CheckForeignDirectory(int directory, const std::vector<std::string>& names,
+                                   const VerifyOptions& options, FaultLog* log,
+                                   VerifyReport* report) {
+  ForeignCheck check(directory, log, ForeignCheck::Unknown::kFault);
+  for (const std::string& name : names) {
+    const auto entry = load::Look(directory, name, /*follow_symlink=*/true);
+    if (entry.ok() && entry->kind == load::EntryKind::kDirectory) continue;
+    check.AddFile(name, /*asked_for=*/false);
+  }
+  if (check.understood().empty() && log->empty()) {
+    log->Add(Verdict::kIncomplete,
+             {.reason = "missing",
+              .expected = "a manifest, or files of a known format",
+              .found = names.empty() ? "an empty directory" : Enumerate(names)});
+  }
+  return check.Run(options, report);
+}
+
+absl::Status CheckDirectory(const std::string& path, const VerifyOptions& options, FaultLog* log,
+                            VerifyReport* report) {
+  const auto fd = load::OpenDirectory(path);
+  if (!fd.ok()) {
+    log->Add(load::FindingOf(fd.status(), "", "read"));
+    return absl::OkStatus();
+  }
+  const auto checkpoint = load::ReadCheckpoint(fd->get(), path, {});
+  if (!checkpoint.ok()) {
+    log->Add(load::FindingOf(checkpoint.status(), "", "read"));
+    return absl::OkStatus();
+  }
+  if (checkpoint->manifests_found == 0) {
+    if (checkpoint->partial) {
+      log->Add(Verdict::kIncomplete, {.reason = "partial",
+                                      .expected = "a committed checkpoint",
+                                      .found = "a save that did not end; it has no manifest"});
+      return absl::OkStatus();
+    }
+    return CheckForeignDirectory(fd->get(), checkpoint->names, options, log, report);
+  }
+  for (const load::Finding& finding : checkpoint->findings) log->Add(finding);
+  SayWhatWasChecked(checkpoint->manifests, report);
+  if (!checkpoint->unnamed.empty()) {
+    AddNote(absl::StrCat("Not part of the checkpoint, because no manifest names them: ",
+                         Enumerate(checkpoint->unnamed), "."),
+            report);
+  }
+  if (checkpoint->partial && checkpoint->findings.size() == 1) {
+    AddNote("All its manifests are there: recovery would give it its final name.", report);
+  }
+  return VerifyManifests(fd->get(), checkpoint->manifests, "", options, log, report);
+}
+
+/// One file of a checkpoint: its manifest is read, and only it is compared. A manifest stands for
+/// all files of its rank.
+absl::Status CheckFile(const std::string& path, const VerifyOptions& options, FaultLog* log,
+                       VerifyReport* report) {
+  const load::PathParts parts = load::SplitPath(path);
+  const auto fd = load::OpenDirectory(parts.directory);
+  if (!fd.ok()) {
+    log->Add(load::FindingOf(fd.status(), parts.name, "read"));
+    return absl::OkStatus();
+  }
+  const bool is_manifest = load::ParseManifestName(parts.name).has_value();
+  absl::StatusOr<format::Manifest> manifest = absl::UnknownError("");
+  if (is_manifest) {
+    const auto text = load::ReadWholeFile(fd->get(), parts.name, format::kManifestBytesMax);
+    manifest = text.ok() ? format::ParseManifest(*text) : text.status();
+  } else {
+    manifest = load::FindManifestOf(fd->get(), parts.directory, parts.name);
+  }
+  if (!manifest.ok()) {
+    if (is_manifest || manifest.status().code() != absl::StatusCode::kNotFound) {
+      log->Add(load::FindingOf(manifest.status(), is_manifest ? parts.name : "", "manifest"));
+    }
+    if (is_manifest) return absl::OkStatus();
+    ForeignCheck check(fd->get(), log, ForeignCheck::Unknown::kFault);
+    check.AddFile(parts.name, /*asked_for=*/true);
+    return check.Run(options, report);
+  }
+  AddNote(is_manifest ? "Only the files of this rank were checked."
+                      : "Only this file of its checkpoint was checked.",
+          report);
+  std::vector<format::Manifest> manifests;
+  manifests.push_back(*std::move(manifest));
+  SayWhatWasChecked(manifests, report);
+  const std::string only = is_manifest ? "" : parts.name;
+  for (const load::Finding& finding : load::CheckNamedFiles(fd->get(), manifests.front())) {
+    if (only.empty() || finding.fault.file == only) log->Add(finding);
+  }
+  if (load::IsPartialName(load::SplitPath(parts.directory).name)) {
+    log->Add(Verdict::kIncomplete, {.file = parts.name,
+                                    .reason = "partial",
+                                    .expected = "a committed checkpoint",
+                                    .found = "a file of one that was never given its final name"});
+  }
+  return VerifyManifests(fd->get(), manifests, only, options, log, report);
+}
+
+}  // namespace
+}  // namespace verify
+
+absl::StatusOr<VerifyReport> Verify(const std::string& path, const VerifyOptions& options) {
+  HOLDFAST_RETURN_IF_ERROR(load::CheckReadOptions(options.buffer_bytes, options.threads));
+  const uint64_t started = sys::NowNs();
+  VerifyReport report;
+  report.path = path;
+  report.checked = "nothing";
+  verify::FaultLog log(options.faults_max);
+  const load::PathParts parts = load::SplitPath(path);
+  absl::Status status;
+  const auto parent = load::OpenDirectory(parts.directory);
+  const auto entry = parent.ok() ? load::Look(parent->get(), parts.name, /*follow_symlink=*/true)
+                                 : absl::StatusOr<load::Entry>(parent.status());
+  if (!entry.ok()) {
+    log.Add(load::FindingOf(entry.status(), "", "read"));
+  } else if (entry->kind == load::EntryKind::kDirectory) {
+    status = verify::CheckDirectory(path, options, &log, &report);
+  } else if (entry->kind == load::EntryKind::kFile) {
+    status = verify::CheckFile(path, options, &log, &report);
+  } else {
+    const char* found = entry->kind == load::EntryKind::kNothing ? "nothing of that name"
+                                                                 : "neither a file nor a directory";
+    log.Add(Verdict::kUnreadable, {.reason = "read", .expected = "a checkpoint", .found = found});
+  }
+  // No engine, no memory, a disk that does not answer: nothing is known about the bytes.
+  if (!status.ok()) log.Add(load::FindingOf(status, "", "read"));
+  const bool partial = load::IsPartialName(parts.name);
+  log.MoveTo(&report);
+  // What was never committed is no checkpoint, whatever else is wrong with it.
+  if (partial && report.verdict != Verdict::kUnreadable) report.verdict = Verdict::kIncomplete;
+  report.seconds = static_cast<double>(sys::NowNs() - started) / 1e9;
+  return report;
+}
+
+}  // namespace holdfast
