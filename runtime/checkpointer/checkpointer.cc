@@ -296,6 +296,7 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
       layout::LogReader(layout::At<layout::SharedU32>(save->table->job(), laid_out.acknowledged),
                         laid_out.extent_count);
 
+  HOLDFAST_RETURN_IF_ERROR(pool->Prepare());
   const absl::Time begin = absl::Now();
   HOLDFAST_ASSIGN_OR_RETURN(
       save->link,

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <deque>
+#include <functional>
 #include <map>
 #include <optional>
 #include <string>
@@ -55,9 +56,10 @@ struct Epoch {
 
 class StagingPool::Impl {
  public:
-  Impl(std::unique_ptr<Arena> arena, uint64_t control_bytes_max)
+  Impl(std::unique_ptr<Arena> arena, const StagingOptions& options)
       : arena_(std::move(arena)),
-        control_bytes_max_(control_bytes_max),
+        control_bytes_max_(options.control_bytes_max),
+        on_released_(options.on_released),
         residence_(arena_.get()),
         allocator_(arena_->bytes(), kIoAlignment),
         idle_since_ns_(sys::NowNs()) {}
@@ -76,6 +78,13 @@ class StagingPool::Impl {
     const base::MutexLock lock(&mutex_);
     epochs_.emplace(next_epoch_, Epoch());
     return next_epoch_++;
+  }
+
+  absl::Status Prepare() {
+    const base::MutexLock lock(&mutex_);
+    AwaitSteady();
+    if (residence_.Complete()) return absl::OkStatus();
+    return Unlocked([this] { return residence_.Take(); });
   }
 
   bool WouldWait(uint64_t bytes) const {
@@ -200,9 +209,10 @@ class StagingPool::Impl {
   absl::Status Trim() {
     const base::MutexLock lock(&mutex_);
     AwaitSteady();
-    if (bytes_held_ != 0) {
-      return absl::FailedPreconditionError(
-          absl::StrCat("trim staging memory: ", bytes_held_, " bytes are held by saves in flight"));
+    if (!epochs_.empty()) {
+      return absl::FailedPreconditionError(absl::StrCat("trim staging memory: ", epochs_.size(),
+                                                        " saves in flight hold ", bytes_held_,
+                                                        " bytes"));
     }
     if (residence_.Empty()) return absl::OkStatus();
     const absl::Status status = Unlocked([this] { return residence_.GiveBack(); });
@@ -304,6 +314,7 @@ class StagingPool::Impl {
 
   // The bytes of a lease that has left the table.
   void GiveBack(const Lease& lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    if (on_released_) on_released_(arena_->base() + lease.offset, lease.bytes);
     allocator_.Free(lease.offset, lease.bytes);
     bytes_held_ -= lease.bytes;
     Find(lease.epoch)->bytes_held -= lease.bytes;
@@ -349,6 +360,7 @@ class StagingPool::Impl {
 
   std::unique_ptr<Arena> arena_;
   const uint64_t control_bytes_max_;
+  const std::function<void(void*, uint64_t)> on_released_;
   base::ForkGuard guard_;
   mutable base::Mutex mutex_;
   base::Condition changed_;
@@ -381,7 +393,7 @@ absl::StatusOr<std::unique_ptr<StagingPool>> StagingPool::Create(const StagingOp
                                            .pages = options.pages,
                                            .threads = ThreadCount(options.threads)}));
   return std::unique_ptr<StagingPool>(
-      new StagingPool(std::make_unique<Impl>(std::move(arena), options.control_bytes_max)));
+      new StagingPool(std::make_unique<Impl>(std::move(arena), options)));
 }
 
 StagingPool::StagingPool(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
@@ -389,6 +401,7 @@ StagingPool::~StagingPool() = default;
 
 Arena& StagingPool::arena() { return impl_->arena(); }
 uint64_t StagingPool::OpenEpoch() { return impl_->OpenEpoch(); }
+absl::Status StagingPool::Prepare() { return impl_->Prepare(); }
 bool StagingPool::WouldWait(uint64_t bytes) const { return impl_->WouldWait(bytes); }
 bool StagingPool::HoldsAlone(uint64_t epoch) const { return impl_->HoldsAlone(epoch); }
 absl::StatusOr<Lease> StagingPool::Acquire(uint64_t epoch, uint32_t bytes, absl::Time deadline) {

@@ -44,6 +44,11 @@ class StagingPool {
   /// need, and end.
   uint64_t OpenEpoch();
 
+  /// Takes the pages again after a Trim, and restores every registration: before a kept worker is
+  /// handed a job. With an epoch open no Trim can come in between.
+  /// \error kResourceExhausted when the machine has the pages no more, or what a registrant says.
+  absl::Status Prepare();
+
   /// Whether a save of `bytes` (the sum of its leases, each rounded up to kIoAlignment) would have
   /// to wait for any other if it began now (for WhenFull::kSkip and kFail). Never when there is no
   /// other: a save larger than the arena waits for itself only.
@@ -97,7 +102,7 @@ class StagingPool {
   void RemoveRegistrant(Registrant* registrant);
 
   /// Drops every registration, then punches. The next Acquire takes the pages again.
-  /// \error kFailedPrecondition while any byte is held; a registrant's, and then the pages stay.
+  /// \error kFailedPrecondition while any epoch is open; a registrant's, and then the pages stay.
   absl::Status Trim();
 
   /// For how long no epoch has been open (for trimming when idle).

@@ -9,8 +9,16 @@
 #include "absl/time/clock.h"
 #include "runtime/digest/digest.h"
 #include "runtime/sys/system.h"
+#include "runtime/writer/planted_bugs.h"
 
 namespace holdfast::writer {
+
+#ifdef HOLDFAST_PLANTED_BUGS
+namespace testing {
+bool release_at_submit = false;
+}  // namespace testing
+#endif
+
 namespace {
 
 constexpr int64_t kNsPerSecond = 1'000'000'000;
@@ -116,6 +124,9 @@ void Sealer::Publish(SaveState* save, uint32_t index) {
   save->published.Append(index);
   save->table->job()->published_count.fetch_add(1, std::memory_order_relaxed);
   save->link->RingDoorbell();
+#ifdef HOLDFAST_PLANTED_BUGS
+  if (testing::release_at_submit) pool_->Release(save->leases[index]);
+#endif
 }
 
 }  // namespace holdfast::writer

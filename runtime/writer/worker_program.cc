@@ -43,8 +43,7 @@ absl::StatusOr<std::string> AsAsked(const std::string& path, absl::string_view w
 // Directory of the running executable, empty if the kernel does not say.
 std::string ExecutableDirectory() {
   char buffer[PATH_MAX];
-  const ssize_t length =
-      sys::Sys().readlinkat(AT_FDCWD, "/proc/self/exe", buffer, sizeof(buffer));
+  const ssize_t length = sys::Sys().readlinkat(AT_FDCWD, "/proc/self/exe", buffer, sizeof(buffer));
   if (length <= 0 || length == static_cast<ssize_t>(sizeof(buffer))) return "";
   const std::string path(buffer, static_cast<size_t>(length));
   return path.substr(0, path.rfind('/'));

@@ -1,0 +1,39 @@
+// Many saves under an allocator that refills every byte the moment it is released, each read back
+// from the disk and compared with the state at its call.
+#ifndef HOLDFAST_TESTS_STRESS_HOSTILE_SAVES_H_
+#define HOLDFAST_TESTS_STRESS_HOSTILE_SAVES_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "holdfast/pod.h"
+
+namespace holdfast::testing {
+
+struct HostileOptions {
+  Launcher launcher = Launcher::kSpawn;
+  EngineRung engine = EngineRung::kAuto;
+  uint32_t saves = 10;
+  bool read_back = false;
+  /// Larger saves than the arena, so that extents are reused while the save goes on.
+  bool streamed = false;
+  /// Give the pages back between saves.
+  bool trim_between = false;
+};
+
+struct HostileResult {
+  uint64_t saves = 0;
+  uint64_t refills = 0;  ///< Of released runs while some save was in flight.
+  /// What went wrong: refused saves, and checkpoints whose bytes on disk are not the state's.
+  std::vector<std::string> problems;
+};
+
+HostileResult RunHostileSaves(const HostileOptions& options);
+
+/// "spawn/io_uring-fixed"
+std::string NameOf(Launcher launcher, EngineRung engine);
+
+}  // namespace holdfast::testing
+
+#endif  // HOLDFAST_TESTS_STRESS_HOSTILE_SAVES_H_
