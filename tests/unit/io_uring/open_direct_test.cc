@@ -12,8 +12,6 @@ namespace {
 
 class OpenDirectTest : public testing::Test {
  protected:
-  void TearDown() override { sys::g_system = sys::kKernel; }
-
   int Open(const std::string& path, int flags, DirectOpen* out, bool want_direct = true) {
     return OpenDirect(AT_FDCWD, path.c_str(), flags, 0600, want_direct, out);
   }

@@ -65,7 +65,7 @@ TEST_P(QueueTest, ContinuesShortWritesFromTheRightByte) {
   device.second_fd = open(path_.c_str(), O_WRONLY | O_CLOEXEC);
   short_device = &device;
   {
-    Planted planted;
+    Planted planted(queue_.get());
     planted->uring_result = ShortResult;
     planted->pwrite = ShortWrite;
     for (uint64_t i = 0; i < 8; ++i) {
@@ -101,7 +101,7 @@ ssize_t RefusedWrite(int fd, const void* buffer, size_t bytes, off_t offset) {
 TEST_P(QueueTest, RetriesInterruptedAndRefusedTransfers) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   ASSERT_NO_FATAL_FAILURE(MakeFile());
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_result = RefusedResult;
   planted->pwrite = RefusedWrite;
   for (const int error : {EINTR, EAGAIN}) {
@@ -119,7 +119,7 @@ TEST_P(QueueTest, RetriesInterruptedAndRefusedTransfers) {
 TEST_P(QueueTest, ReportsTheErrorOfTheOneTransferThatFailed) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   ASSERT_NO_FATAL_FAILURE(MakeFile());
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_result = [](uint8_t, uint64_t tag, int32_t result) {
     return tag == 3 ? -EIO : result;
   };
@@ -213,7 +213,7 @@ int RefusingSubmit(io_uring* ring) {
 TEST_P(RingTest, HandsOverWhatWasRefusedHoweverOften) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   ASSERT_NO_FATAL_FAILURE(MakeFile());
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_submit = RefusingSubmit;
   for (const int error : {EINTR, EAGAIN, EBUSY}) {
     for (const int times : {1, 5, 100}) {  // 100: more than Submit tries itself
@@ -232,7 +232,7 @@ TEST_P(RingTest, HandsOverWhatWasRefusedHoweverOften) {
 TEST_P(RingTest, WaitKeepsItsDeadlineWhileSubmissionIsRefused) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   ASSERT_NO_FATAL_FAILURE(MakeFile());
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_submit = RefusingSubmit;
   refusal = EBUSY;
   refusals_left = 1'000'000'000;
@@ -251,7 +251,7 @@ TEST_P(RingTest, WaitKeepsItsDeadlineWhileSubmissionIsRefused) {
 TEST_P(RingTest, SleepThatIsInterruptedGoesOn) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   ASSERT_NO_FATAL_FAILURE(MakeFile());
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_wait = [](io_uring* ring, io_uring_cqe** out, int64_t timeout_ns) {
     if (refusals_left-- > 0) return -refusal.load();
     return sys::kKernel.uring_wait(ring, out, timeout_ns);
@@ -266,7 +266,7 @@ TEST_P(RingTest, SleepThatIsInterruptedGoesOn) {
 TEST_P(RingTest, BrokenRingIsReportedAndStaysBroken) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   ASSERT_NO_FATAL_FAILURE(MakeFile());
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_submit = RefusingSubmit;
   refusal = EFAULT;
   refusals_left = 1;
@@ -285,7 +285,7 @@ TEST_P(RingTest, BrokenRingIsReportedAndStaysBroken) {
 
 TEST_P(RingTest, BrokenSleepIsReported) {
   HOLDFAST_OPEN_OR_SKIP(Options());
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_wait = [](io_uring*, io_uring_cqe**, int64_t) { return -EBADF; };
   Completion one;
   EXPECT_EQ(queue_->Wait(&one, 1, 60'000, nullptr), -EBADF);
@@ -310,7 +310,7 @@ TEST_P(RingTest, CloseGivesUpOnAStuckTransferAfterItsBound) {
   ASSERT_EQ(queue_->Submit(request), 0);
   Completion one;
   ASSERT_EQ(queue_->Wait(&one, 1, 1, nullptr), 0);
-  Planted planted;
+  Planted planted(queue_.get());
   planted->clock_gettime = RacingClock;
   planted->uring_wait = [](io_uring*, io_uring_cqe**, int64_t) { return -ETIME; };
   queue_->Close();

@@ -42,14 +42,21 @@ inline const Rung kRungs[] = {
 
 inline std::string RungName(const testing::TestParamInfo<Rung>& info) { return info.param.name; }
 
-/// Replaces entries of the table of system calls for one scope.
+/// Replaces entries of the table of system calls for one scope. A queue with threads is closed
+/// before they are put back, because its threads read the table.
 class Planted {
  public:
-  Planted() = default;
-  ~Planted() { sys::g_system = sys::kKernel; }
+  explicit Planted(Queue* queue = nullptr) : queue_(queue) {}
+  ~Planted() {
+    if (queue_ != nullptr) queue_->Close();
+    sys::g_system = sys::kKernel;
+  }
   Planted(const Planted&) = delete;
   Planted& operator=(const Planted&) = delete;
   sys::SystemCalls* operator->() { return &sys::g_system; }
+
+ private:
+  Queue* queue_;
 };
 
 /// A directory that is removed with all files in it.
@@ -130,13 +137,12 @@ inline constexpr size_t kRegionBytes = 16u << 20;
 class QueueTest : public testing::TestWithParam<Rung> {
  protected:
   void SetUp() override {
-    sys::g_system = sys::kKernel;
     ASSERT_NE(region_.data(), nullptr);
     region_.FillRandom(42);
   }
   void TearDown() override {
+    queue_.reset();
     if (fd_ >= 0) close(fd_);
-    sys::g_system = sys::kKernel;
   }
 
   QueueOptions Options() const {

@@ -17,8 +17,6 @@ namespace {
 
 class QueueLadderTest : public testing::Test {
  protected:
-  void TearDown() override { sys::g_system = sys::kKernel; }
-
   QueueOptions Options() const {
     return {.region = region_.data(), .region_bytes = region_.bytes(), .may_register = true};
   }
@@ -71,7 +69,7 @@ TEST_F(QueueLadderTest, RegistersOnlyIfAllowed) {
 TEST_F(QueueLadderTest, ClimbsDownToThePlainRingIfRegistrationFails) {
   if (!RingWorksHere()) GTEST_SKIP() << "no io_uring here";
   static int error = 0;
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_register_buffers = [](io_uring*, const iovec*, unsigned) { return -error; };
   error = ENOMEM;
   ExpectRung(EngineRung::kUring, "buffers not registered: ENOMEM (locked memory limit");
@@ -82,7 +80,7 @@ TEST_F(QueueLadderTest, ClimbsDownToThePlainRingIfRegistrationFails) {
 }
 
 TEST_F(QueueLadderTest, DoesNotClimbDownFromARungThatWasAskedFor) {
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_register_buffers = [](io_uring*, const iovec*, unsigned) { return -EFAULT; };
   QueueOptions options = Options();
   options.rung = EngineRung::kUringFixed;
@@ -101,7 +99,7 @@ TEST_F(QueueLadderTest, DoesNotClimbDownFromARungThatWasAskedFor) {
 TEST_F(QueueLadderTest, DoesNotPinWhatTheLockLimitCannotHold) {
   if (!RingWorksHere()) GTEST_SKIP() << "no io_uring here";
   static bool asked = false;
-  Planted planted;
+  Planted planted(queue_.get());
   planted->getrlimit = [](int, rlimit* out) {
     *out = {4096, 4096};
     return 0;
@@ -131,7 +129,7 @@ TEST_F(QueueLadderTest, ClimbsDownUnderARealLockLimit) {
 
 TEST_F(QueueLadderTest, ClimbsDownToPwriteIfTheRingIsRefused) {
   static int error = 0;
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_queue_init_params = [](unsigned, io_uring*, io_uring_params*) { return -error; };
   for (const auto& [number, name] : std::initializer_list<std::pair<int, const char*>>{
            {EPERM, "io_uring_setup: EPERM (seccomp filter or kernel.io_uring_disabled); pwrite"},
@@ -145,7 +143,7 @@ TEST_F(QueueLadderTest, ClimbsDownToPwriteIfTheRingIsRefused) {
 
 TEST_F(QueueLadderTest, DoesWithoutTheSetupFlagsOfNewKernels) {
   if (!RingWorksHere()) GTEST_SKIP() << "no io_uring here";
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_queue_init_params = [](unsigned entries, io_uring* ring, io_uring_params* params) {
     if (params->flags != 0) return -EINVAL;
     return sys::kKernel.uring_queue_init_params(entries, ring, params);
@@ -157,7 +155,7 @@ TEST_F(QueueLadderTest, DoesWithoutTheSetupFlagsOfNewKernels) {
 
 TEST_F(QueueLadderTest, ClimbsDownIfTheKernelIsTooOld) {
   if (!RingWorksHere()) GTEST_SKIP() << "no io_uring here";
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_queue_init_params = [](unsigned entries, io_uring* ring, io_uring_params* params) {
     const int result = sys::kKernel.uring_queue_init_params(entries, ring, params);
     ring->features &= ~static_cast<unsigned>(IORING_FEAT_EXT_ARG);
@@ -169,7 +167,7 @@ TEST_F(QueueLadderTest, ClimbsDownIfTheKernelIsTooOld) {
 TEST_F(QueueLadderTest, ClimbsDownIfTheRingCannotBeEntered) {
   if (!RingWorksHere()) GTEST_SKIP() << "no io_uring here";
   static int error = 0;
-  Planted planted;
+  Planted planted(queue_.get());
   planted->uring_submit = [](io_uring*) { return -error; };
   error = EPERM;
   ExpectRung(EngineRung::kPwrite, "io_uring_enter: EPERM");
@@ -179,7 +177,7 @@ TEST_F(QueueLadderTest, ClimbsDownIfTheRingCannotBeEntered) {
 
 TEST_F(QueueLadderTest, GoesOnWithTheThreadsThatItGets) {
   static int allowed = 0;
-  Planted planted;
+  Planted planted(queue_.get());
   planted->thread_create = [](pthread_t* out, const pthread_attr_t* attributes,
                               void* (*body)(void*), void* argument) {
     if (allowed-- <= 0) return EAGAIN;
@@ -198,7 +196,7 @@ TEST_F(QueueLadderTest, GoesOnWithTheThreadsThatItGets) {
 }
 
 TEST_F(QueueLadderTest, ReportsAMissingEventfd) {
-  Planted planted;
+  Planted planted(queue_.get());
   planted->eventfd = [](unsigned, int) {
     errno = EMFILE;
     return -1;
