@@ -1,8 +1,9 @@
 // What every rung of the queue promises: data, depth, watches, closing, forks.
 #include <poll.h>
+#include <signal.h>
 #include <sys/eventfd.h>
-#include <sys/syscall.h>
 
+#include <cerrno>
 #include <thread>
 
 #include "tests/unit/io_uring/queue_fixture.h"
@@ -261,6 +262,26 @@ TEST_P(QueueTest, RemovedAndReplacedWatchesStaySilent) {
   queue_->Close();
   close(first);
   close(second);
+}
+
+TEST_P(QueueTest, RemovedWatchLetsGoOfItsFile) {
+  HOLDFAST_OPEN_OR_SKIP(Options());
+  int ends[2];
+  ASSERT_EQ(pipe2(ends, O_CLOEXEC), 0);
+  Completion one;
+  ASSERT_EQ(queue_->Watch(0, ends[0]), 0);
+  EXPECT_EQ(queue_->Wait(&one, 1, 1, nullptr), 0);
+  ASSERT_EQ(queue_->Watch(0, -1), 0);
+  close(ends[0]);
+  // A pipe is broken when nobody holds its other end any more.
+  bool broken = false;
+  for (int i = 0; i < 1000 && !broken; ++i) {
+    EXPECT_EQ(queue_->Wait(&one, 1, 1, nullptr), 0);
+    pollfd writer = {.fd = ends[1], .events = POLLOUT};
+    broken = poll(&writer, 1, 0) == 1 && (writer.revents & POLLERR) != 0;
+  }
+  EXPECT_TRUE(broken);
+  close(ends[1]);
 }
 
 TEST_P(QueueTest, WatchIsSeenWhileCompletionsKeepComing) {

@@ -1,5 +1,6 @@
 // What every rung of the queue does when the kernel interrupts, refuses, falls short or fails.
 #include <signal.h>
+#include <sys/eventfd.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
 
@@ -244,8 +245,36 @@ TEST_P(RingTest, WaitKeepsItsDeadlineWhileSubmissionIsRefused) {
   EXPECT_NE(strstr(text, "1 not taken by the kernel"), nullptr) << text;
   EXPECT_EQ(queue_->in_flight(), 1u);
   // Nothing is with the kernel, so closing has nothing to wait for.
+  planted->uring_wait = [](io_uring*, io_uring_cqe**, int64_t) {
+    ADD_FAILURE() << "waited";
+    return -ETIME;
+  };
   queue_->Close();
   EXPECT_EQ(Contents(path_).size(), 0u);
+}
+
+TEST_P(RingTest, WatchesNeverTakeTheEntriesOfTransfers) {
+  HOLDFAST_OPEN_OR_SKIP(Options());
+  ASSERT_NO_FATAL_FAILURE(MakeFile());
+  const int bell = eventfd(0, EFD_CLOEXEC);
+  Planted planted(queue_.get());
+  planted->uring_submit = RefusingSubmit;
+  refusal = EAGAIN;
+  refusals_left = 1'000'000'000;
+  // Many changes that the kernel does not take: the entries set aside for them run out.
+  int refused = 0;
+  Completion one;
+  for (uint32_t i = 0; i < 50; ++i) {
+    if (queue_->Watch(i % kWatchesMax, bell) == EAGAIN) ++refused;
+    EXPECT_EQ(queue_->Wait(&one, 1, 0, nullptr), 0);
+  }
+  EXPECT_GT(refused, 0);
+  for (uint64_t i = 0; i < 8; ++i) ASSERT_EQ(queue_->Submit(WriteAt(i * 4096, 4096)), 0);
+  refusals_left = 0;
+  EXPECT_EQ(Drain().size(), 8u);
+  EXPECT_TRUE(FileHolds(0, 8 * 4096));
+  queue_->Close();
+  close(bell);
 }
 
 TEST_P(RingTest, SleepThatIsInterruptedGoesOn) {
