@@ -85,10 +85,12 @@ std::string WrongSegment(const SavePlan& plan, size_t file, const Segment& segme
     return absl::StrCat("is of tensor ", segment.tensor, " of ", plan.tensors.size());
   }
   const PlannedTensor& tensor = plan.tensors[segment.tensor];
-  if (tensor.file != file || segment.file_offset < tensor.begin ||
-      segment.file_offset + segment.bytes > tensor.end) {
-    return absl::StrCat("is outside tensor ", format::Quoted(tensor.name), ", which has bytes ",
-                        tensor.begin, " to ", tensor.end, " of file ", tensor.file);
+  // One segment is one tensor: the digests of a tensor's parts are taken in one piece each.
+  if (tensor.file != file || segment.file_offset != tensor.begin ||
+      segment.bytes != tensor.end - tensor.begin) {
+    return absl::StrCat("is not the place of tensor ", format::Quoted(tensor.name),
+                        ", which has bytes ", tensor.begin, " to ", tensor.end, " of file ",
+                        tensor.file);
   }
   if (segment.data == nullptr) {
     return absl::StrCat("of tensor ", format::Quoted(tensor.name), " has no data");
@@ -96,8 +98,8 @@ std::string WrongSegment(const SavePlan& plan, size_t file, const Segment& segme
   return "";
 }
 
-/// Adds to `covered`, by tensor, the bytes that the file's segments bring.
-absl::Status CheckFile(const SavePlan& plan, size_t index, std::vector<uint64_t>* covered) {
+/// Notes in `found`, by tensor, which of them have a segment.
+absl::Status CheckFile(const SavePlan& plan, size_t index, std::vector<bool>* found) {
   const PlannedFile& file = plan.files[index];
   const char* const wrong_name = format::WrongDataFileName(file.name);
   if (wrong_name != nullptr) return Wrong(absl::StrCat(FileLabel(plan, index), ": ", wrong_name));
@@ -121,7 +123,7 @@ absl::Status CheckFile(const SavePlan& plan, size_t index, std::vector<uint64_t>
       return Wrong(absl::StrCat(FileLabel(plan, index), ": the segment ", Range(end, segment.bytes),
                                 " ", wrong));
     }
-    if (segment.tensor != Segment::kLiteral) (*covered)[segment.tensor] += segment.bytes;
+    if (segment.tensor != Segment::kLiteral) (*found)[segment.tensor] = true;
     end += segment.bytes;
   }
   if (end != file.bytes) {
@@ -137,23 +139,22 @@ absl::Status ValidatePlan(const SavePlan& plan) {
   if (plan.files.size() > kCountMax) return Wrong("more than 2^32 - 2 files");
   HOLDFAST_RETURN_IF_ERROR(CheckTensors(plan));
   absl::flat_hash_set<absl::string_view> names;
-  std::vector<uint64_t> covered(plan.tensors.size());
+  std::vector<bool> found(plan.tensors.size());
   uint64_t chunks = 0;
   for (size_t i = 0; i < plan.files.size(); ++i) {
-    HOLDFAST_RETURN_IF_ERROR(CheckFile(plan, i, &covered));
+    HOLDFAST_RETURN_IF_ERROR(CheckFile(plan, i, &found));
     if (!names.insert(plan.files[i].name).second) {
       return Wrong(absl::StrCat(FileLabel(plan, i), ": the name occurs twice"));
     }
     chunks += format::ChunkCount(plan.files[i].bytes);
     if (chunks > kCountMax) return Wrong("more than 2^32 - 2 chunks of 4 MiB");
   }
-  // Segments neither overlap nor leave their tensor, so equal sums are equal ranges.
   for (size_t i = 0; i < plan.tensors.size(); ++i) {
     const PlannedTensor& tensor = plan.tensors[i];
-    if (covered[i] == tensor.end - tensor.begin) continue;
+    if (found[i] || tensor.begin == tensor.end) continue;
     return Wrong(absl::StrCat(FileLabel(plan, tensor.file), ": tensor ",
-                              format::Quoted(tensor.name), " has ", tensor.end - tensor.begin,
-                              " bytes, its segments ", covered[i]));
+                              format::Quoted(tensor.name), " at bytes ", tensor.begin, " to ",
+                              tensor.end, " has no segment"));
   }
   return absl::OkStatus();
 }

@@ -40,8 +40,8 @@ struct PlannedTensor {
   uint64_t end = 0;
 };
 
-/// A run of a file's bytes and where they come from: a tensor, or bytes of the format's own
-/// (headers, framing).
+/// A run of a file's bytes and where they come from: a whole tensor, or bytes of the format's own
+/// (headers, framing). Never empty: a tensor without bytes has no segment.
 struct Segment {
   static constexpr uint32_t kLiteral = 0xffffffffu;
   uint64_t file_offset = 0;
@@ -75,7 +75,8 @@ struct SavePlan {
 };
 
 /// Checks a plan: names, duplicates, overlapping, missing or out-of-range segments, tensors whose
-/// range is not covered by their segments. \error kInvalidArgument naming the file, the range and
+/// range is not that of their one segment. File names may not be those of rank manifests, nor end
+/// in ".tmp". \error kInvalidArgument naming the file, the range and
 /// what is wrong with it.
 absl::Status ValidatePlan(const SavePlan& plan);
 

@@ -1,0 +1,187 @@
+#include "holdfast/plan.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/unit/format/sample.h"
+
+namespace holdfast {
+namespace {
+
+using ::testing::HasSubstr;
+
+class ValidatePlanTest : public ::testing::Test {
+ protected:
+  ValidatePlanTest() {
+    tensors_.Add("a", "F32", {4}, 16);
+    tensors_.Add("b", "U8", {3}, 3);
+    tensors_.Add("none", "U8", {0}, 0);
+    plan_ = *PlanSafetensors("one.safetensors", tensors_.sources, {});
+  }
+
+  void ExpectRefused(const std::string& what) {
+    const absl::Status status = ValidatePlan(plan_);
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << status;
+    EXPECT_THAT(std::string(status.message()), HasSubstr(what));
+  }
+
+  format::SampleTensors tensors_;
+  SavePlan plan_;
+};
+
+TEST_F(ValidatePlanTest, TakesWhatThePlannerMakes) {
+  EXPECT_TRUE(ValidatePlan(plan_).ok()) << ValidatePlan(plan_);
+}
+
+TEST_F(ValidatePlanTest, TakesPlansWithoutFilesAndFilesWithoutBytes) {
+  EXPECT_TRUE(ValidatePlan(SavePlan()).ok());
+  plan_.files.push_back({.name = "empty"});
+  EXPECT_TRUE(ValidatePlan(plan_).ok()) << ValidatePlan(plan_);
+}
+
+TEST_F(ValidatePlanTest, RefusesFileNamesThatLeadElsewhere) {
+  for (const auto& [name, what] : std::vector<std::pair<std::string, std::string>>{
+           {"", "empty"},
+           {".", "directory's"},
+           {"..", "directory's"},
+           {"a/b", "'/'"},
+           {"/etc/passwd", "'/'"},
+           {std::string("a\0b", 3), "zero byte"},
+           {"\xff", "UTF-8"},
+           {std::string(256, 'x'), "255"},
+           {"rank-00000-of-00001.manifest.json", "rank manifest's"},
+           {"rank-x.manifest.json", "rank manifest's"},
+           {"model.tmp", ".tmp"}}) {
+    plan_.files[0].name = name;
+    ExpectRefused(what);
+  }
+  plan_.files[0].name = std::string(255, 'x');
+  EXPECT_TRUE(ValidatePlan(plan_).ok());
+}
+
+TEST_F(ValidatePlanTest, RefusesTwoFilesOfOneName) {
+  plan_.files.push_back({.name = "one.safetensors"});
+  ExpectRefused("file \"one.safetensors\": the name occurs twice");
+}
+
+TEST_F(ValidatePlanTest, RefusesFilesThatAreTooLarge) {
+  plan_.files.push_back({.name = "huge", .bytes = uint64_t{1} << 63});
+  ExpectRefused("too many");
+}
+
+TEST_F(ValidatePlanTest, RefusesMoreChunksThanAreCounted) {
+  static const char kByte = 0;
+  for (uint32_t i = 0; i < 3; ++i) {
+    const uint64_t bytes = uint64_t{1} << 53;
+    PlannedTensor tensor = {.name = "t" + std::to_string(i), .dtype = "U8"};
+    tensor.file = 1 + i;
+    tensor.end = bytes;
+    plan_.tensors.push_back(tensor);
+    PlannedFile& file = plan_.files.emplace_back();
+    file.name = "f" + std::to_string(i);
+    file.bytes = bytes;
+    Segment& segment = file.segments.emplace_back();
+    segment.bytes = bytes;
+    segment.tensor = static_cast<uint32_t>(plan_.tensors.size() - 1);
+    segment.data = &kByte;
+  }
+  ExpectRefused("chunks");
+}
+
+TEST_F(ValidatePlanTest, RefusesGapsAndOverlapsOfSegments) {
+  plan_.files[0].segments[1].file_offset += 1;
+  ExpectRefused("a segment begins at byte 4097, the one before it ends at 4096 (a gap)");
+  plan_.files[0].segments[1].file_offset -= 2;
+  ExpectRefused("(an overlap)");
+}
+
+TEST_F(ValidatePlanTest, RefusesAFileThatIsNotCovered) {
+  plan_.files[0].bytes += 1;
+  ExpectRefused("no segment for bytes [4115, 4116)");
+  plan_.files[0].bytes -= 2;
+  plan_.tensors[2].begin = plan_.tensors[2].end = 4114;
+  plan_.tensors[1].end -= 1;
+  ExpectRefused("goes beyond the file's end at 4114");
+}
+
+TEST_F(ValidatePlanTest, RefusesSegmentsWithoutBytes) {
+  Segment empty;
+  empty.file_offset = plan_.files[0].bytes;
+  plan_.files[0].segments.push_back(empty);
+  ExpectRefused("is empty");
+}
+
+TEST_F(ValidatePlanTest, RefusesSegmentsWithoutData) {
+  plan_.files[0].segments[1].data = nullptr;
+  ExpectRefused("tensor \"a\" has no data");
+}
+
+TEST_F(ValidatePlanTest, RefusesLiteralsOfAnotherLength) {
+  plan_.files[0].segments[0].literal.pop_back();
+  ExpectRefused("is a literal of 4095 bytes");
+}
+
+TEST_F(ValidatePlanTest, RefusesSegmentsOfNoTensor) {
+  plan_.files[0].segments[1].tensor = 3;
+  ExpectRefused("is of tensor 3 of 3");
+}
+
+TEST_F(ValidatePlanTest, RefusesSegmentsThatAreNotTheirTensorsPlace) {
+  plan_.files[0].segments[1].tensor = 1;
+  ExpectRefused("is not the place of tensor \"b\"");
+}
+
+TEST_F(ValidatePlanTest, RefusesATensorInTwoSegments) {
+  std::vector<Segment>& segments = plan_.files[0].segments;
+  Segment half = segments[1];
+  half.bytes = 8;
+  segments[1].file_offset += 8;
+  segments[1].bytes -= 8;
+  segments.insert(segments.begin() + 1, half);
+  ExpectRefused("is not the place of tensor \"a\"");
+}
+
+TEST_F(ValidatePlanTest, RefusesTensorsWithoutASegment) {
+  Segment& segment = plan_.files[0].segments[2];
+  segment.tensor = Segment::kLiteral;
+  segment.literal = "abc";
+  ExpectRefused("tensor \"b\" at bytes 4112 to 4115 has no segment");
+}
+
+TEST_F(ValidatePlanTest, RefusesTensorsOutsideTheirFile) {
+  plan_.tensors[2].begin = plan_.tensors[2].end = 4116;
+  ExpectRefused("tensor \"none\" at bytes 4116 to 4116 of 4115");
+  plan_.tensors[2].begin = 2;
+  plan_.tensors[2].end = 1;
+  ExpectRefused("at bytes 2 to 1");
+  plan_.tensors[2].file = 1;
+  ExpectRefused("file 1 of 1");
+}
+
+TEST_F(ValidatePlanTest, RefusesTensorNames) {
+  plan_.tensors[1].name = "a";
+  ExpectRefused("tensor \"a\": the name occurs twice");
+  plan_.tensors[1].name = "";
+  ExpectRefused("name is empty");
+  plan_.tensors[1].name = "\xc3";
+  ExpectRefused("name is not UTF-8");
+  plan_.tensors[1].name = "b";
+  plan_.tensors[1].dtype = "\xc3";
+  ExpectRefused("dtype is not UTF-8");
+  plan_.tensors[1].dtype = "U8";
+  plan_.tensors[1].shape = {-1};
+  ExpectRefused("dimension -1 is negative");
+}
+
+TEST(DtypeBytes, KnowsWholeByteDtypes) {
+  EXPECT_EQ(DtypeBytes("BF16"), 2u);
+  EXPECT_EQ(DtypeBytes("F64"), 8u);
+  EXPECT_EQ(DtypeBytes("C64"), 8u);
+  EXPECT_EQ(DtypeBytes("BOOL"), 1u);
+  EXPECT_EQ(DtypeBytes("F4"), 0u);
+  EXPECT_EQ(DtypeBytes("QINT8"), 0u);
+  EXPECT_EQ(DtypeBytes(""), 0u);
+}
+
+}  // namespace
+}  // namespace holdfast
