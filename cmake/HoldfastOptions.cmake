@@ -38,3 +38,7 @@ if(HOLDFAST_SANITIZE)
                          -fno-sanitize-recover=all)
   target_link_options(holdfast_flags INTERFACE -fsanitize=${HOLDFAST_SANITIZE})
 endif()
+if(HOLDFAST_FUZZ)
+  # Coverage for libFuzzer in the library, too; its main comes with fuzz/'s own link option.
+  target_compile_options(holdfast_flags INTERFACE -fsanitize=fuzzer-no-link)
+endif()

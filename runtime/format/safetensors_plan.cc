@@ -108,9 +108,9 @@ class Planner {
   absl::Status CheckMetadata() const {
     absl::flat_hash_set<absl::string_view> keys;
     for (const auto& [key, value] : options_.metadata) {
-      const auto wrong = [&key](absl::string_view what) {
+      const auto wrong = [&name = key](absl::string_view what) {
         return absl::InvalidArgumentError(
-            absl::StrCat("plan safetensors: metadata ", Quoted(key), ": ", what));
+            absl::StrCat("plan safetensors: metadata ", Quoted(name), ": ", what));
       };
       if (!IsUtf8(key) || !IsUtf8(value)) return wrong("not UTF-8");
       if (key == kDtypesKey) return wrong("the key is Holdfast's own");

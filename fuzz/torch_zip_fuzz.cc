@@ -1,0 +1,34 @@
+// The zip reader, through all its steps, on a file of exactly the input's bytes.
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "fuzz/expect.h"
+#include "runtime/format/torch_zip.h"
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
+  using namespace holdfast::format;  // NOLINT: a fuzzer of this namespace
+  const absl::string_view file(reinterpret_cast<const char*>(data), bytes);
+  const size_t tail = std::min<size_t>(bytes, kZipTailBytes);
+  const auto where = FindZipDirectory(file.substr(bytes - tail), bytes);
+  if (!where.ok()) return 0;
+  HOLDFAST_EXPECT(where->begin <= bytes && where->bytes <= bytes - where->begin);
+  auto records = ParseZipDirectory(file.substr(where->begin, where->bytes), *where, bytes);
+  if (!records.ok()) return 0;
+  for (ZipRecord& record : *records) {
+    HOLDFAST_EXPECT(record.begin <= where->begin && record.bytes <= where->begin - record.begin);
+    const auto header = LocalHeaderBytes(file.substr(record.begin));
+    if (!header.ok()) return 0;
+    record.begin += *header;
+  }
+  if (!CheckZipLayout(*records, *where).ok()) return 0;
+  uint64_t total = 0;
+  for (const ZipRecord& record : *records) {
+    HOLDFAST_EXPECT(record.begin <= bytes && record.bytes <= bytes - record.begin);
+    total += record.bytes;
+    Crc32(0, file.data() + record.begin, record.bytes);
+  }
+  HOLDFAST_EXPECT(total <= bytes);
+  return 0;
+}
