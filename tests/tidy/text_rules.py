@@ -1,0 +1,45 @@
+#!/usr/bin/env python3
+"""Checks what no compiler sees: length of files, header guards, a first comment, marks of unfinished work."""
+
+import re
+
+import source_tree
+
+LINES_MAX = 600
+# Written apart so that this file does not complain of itself.
+UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX", "HA" + "CK", "st" + "ub",
+                                           "not " + "implemented")) + r")\b")
+CODE = (".cc", ".h", ".py", ".sh", ".cmake")
+
+
+def guard_of(relative):
+    """The macro that guards a header: the path that an include names, and HOLDFAST in front."""
+    path = re.sub(r"^runtime/include/holdfast/", "", relative)
+    return "HOLDFAST_" + re.sub(r"[/.-]", "_", path).upper() + "_"
+
+
+def check(options):
+    for path in source_tree.files(options.root):
+        relative = path.relative_to(options.root).as_posix()
+        count = 0
+        text = []
+        for number, line in source_tree.lines(path):
+            count = number
+            text.append(line)
+            match = UNFINISHED.search(line)
+            if match:
+                yield f"{relative}:{number}: unfinished: {match.group(0)}"
+            if path.suffix in CODE and line != line.rstrip():
+                yield f"{relative}:{number}: blanks at the end of the line"
+        if path.suffix in CODE and count > LINES_MAX:
+            yield f"{relative}:{count}: longer than {LINES_MAX} lines: a file holds one idea"
+        if path.suffix == ".h":
+            guard = guard_of(relative)
+            if f"#ifndef {guard}" not in text or f"#define {guard}" not in text:
+                yield f"{relative}:1: the header guard is {guard}"
+            if not text or not text[0].startswith("//"):
+                yield f"{relative}:1: a header begins with a comment that says what it holds"
+
+
+if __name__ == "__main__":
+    source_tree.run(check, __doc__)
