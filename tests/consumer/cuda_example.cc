@@ -1,4 +1,4 @@
-// holdfast::cuda from the installed package: starts on any machine, and says whether there is a GPU.
+// holdfast::cuda from the installed package: starts anywhere, and says whether there is a GPU.
 #include <iostream>
 
 #include "holdfast/cuda.h"
