@@ -1,3 +1,6 @@
+# Everything that an installation has in bin and libexec.
+add_custom_target(programs)
+
 # holdfast_program(NAME SOURCES a.cc ... [LIBRARIES target ...]): a program for people, installed to bin. It is given CUDA
 # where CUDA was found (HOLDFAST_WITH_CUDA is defined then).
 function(holdfast_program name)
@@ -10,6 +13,7 @@ function(holdfast_program name)
   endif()
   # The spawn launcher looks for the worker beside the program.
   add_dependencies(${name} holdfast-worker)
+  add_dependencies(programs ${name})
   install(TARGETS ${name} RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
 endfunction()
 
@@ -32,6 +36,7 @@ function(holdfast_worker_program name)
   if(PROGRAM_PLANTED)
     set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL TRUE)
   else()
+    add_dependencies(programs ${name})
     install(TARGETS ${name} RUNTIME DESTINATION ${CMAKE_INSTALL_LIBEXECDIR}/holdfast)
   endif()
 endfunction()

@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Installs what is missing, builds the programs, and runs the demo: a training loop whose state changes while checkpoints
+# of it are saved, and are verified afterwards.
+#
+#   tools/quickstart.sh [FILE.safetensors] [DEMO OPTION...]
+#
+# FILE.safetensors   the tensors to train with; without it a state of GPT-2's size (1.4 GiB) is made up.
+# Checkpoints go to a new folder below ./holdfast-demo-checkpoints, or, if there is no room for them, below $TMPDIR or
+# /tmp; $HOLDFAST_DEMO_DIR names another place. The folder of the run before is removed first; that of this run stays, to
+# look at. Every option of build/release/tools/holdfast-demo --help can follow.
+set -euo pipefail
+# shellcheck source=tools/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+case "${1:-}" in
+  -h | --help)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
+file=
+if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
+  file=$(realpath -e -- "$1" 2>/dev/null) || fail "$1: no such file"
+  [ -f "$file" ] && [ -r "$file" ] || fail "$1: not a file that can be read"
+  shift
+fi
+
+install_missing "${packages_build[@]}"
+
+say "== build"
+build=$root/build/release
+# A build folder that already has the tests keeps them; the programs are all that is built here.
+if [ -f "$build/CMakeCache.txt" ]; then
+  tests=$(sed -n 's/^HOLDFAST_TESTS:[A-Z]*=//p' "$build/CMakeCache.txt")
+fi
+log=$root/build/quickstart.log
+mkdir -p "$root/build"
+(cd "$root" && cmake --preset release -DHOLDFAST_TESTS="${tests:-OFF}") >"$log" 2>&1 || {
+  cat "$log"
+  fail "CMake could not configure the build; its output is above"
+}
+cmake --build "$build" --target programs -j "$(build_jobs)"
+
+# The demo keeps all its checkpoints to verify them: five times the state is ample.
+state=$((1500 << 20))
+[ -z "$file" ] || state=$(stat -c %s -- "$file")
+needed=$((5 * state + (64 << 20)))
+directory=
+for candidate in "${HOLDFAST_DEMO_DIR:-}" "$PWD/holdfast-demo-checkpoints" \
+  "${TMPDIR:-/tmp}/holdfast-demo-checkpoints" /var/tmp/holdfast-demo-checkpoints; do
+  [ -n "$candidate" ] && mkdir -p -- "$candidate" 2>/dev/null && [ -w "$candidate" ] || continue
+  rm -rf -- "$candidate"/run.??????
+  if [ "$(df --output=avail -B1 -- "$candidate" | tail -n 1)" -ge "$needed" ]; then
+    directory=$(mktemp -d -- "$candidate/run.XXXXXX")
+    break
+  fi
+  rmdir -- "$candidate" 2>/dev/null || true
+  # A place that was named is used or refused, never replaced by another.
+  [ "$candidate" != "${HOLDFAST_DEMO_DIR:-}" ] || break
+done
+[ -n "$directory" ] || fail "No folder with $((needed >> 20)) MiB free; name one with HOLDFAST_DEMO_DIR."
+
+say "== demo"
+status=0
+"$build/tools/holdfast-demo" ${file:+"$file"} --dir "$directory" "$@" || status=$?
+printf '\nThe checkpoints are in %s; verify them again with\n  %s %s/*\nand remove them with rm -r.\n' \
+  "$directory" "$build/tools/verify-checkpoint" "$directory"
+exit "$status"

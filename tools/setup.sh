@@ -1,0 +1,65 @@
+# What the scripts here have in common. Sourced, never run.
+# shellcheck shell=bash
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+export DEBIAN_FRONTEND=noninteractive
+
+# Debian 12 packages, by what they are for.
+packages_build=(cmake g++ libabsl-dev libcli11-dev liburing-dev libxxhash-dev ninja-build
+  nlohmann-json3-dev pkg-config zlib1g-dev)
+packages_test=(binutils ccache clang-14 clang-format-14 libbenchmark-dev libclang-rt-14-dev libgmock-dev
+  libgtest-dev python3)
+
+say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+if ! [ -t 1 ]; then
+  say() { printf '\n%s\n' "$*"; }
+fi
+
+fail() {
+  printf '%s\n' "$*" >&2
+  exit 1
+}
+
+# install_missing PACKAGE...: makes sure that the packages are there. Asks apt for its lists only when it has to.
+install_missing() {
+  local package missing=()
+  if ! command -v dpkg-query >/dev/null; then
+    echo "This is no Debian: the packages are assumed to be here under other names: $*"
+    return
+  fi
+  for package in "$@"; do
+    if [ "$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null)" != installed ]; then
+      missing+=("$package")
+    fi
+  done
+  [ ${#missing[@]} -gt 0 ] || return 0
+  local sudo=()
+  if [ "$(id -u)" != 0 ]; then
+    if command -v sudo >/dev/null && sudo -n true 2>/dev/null; then
+      sudo=(sudo -n env DEBIAN_FRONTEND=noninteractive)
+    else
+      fail "These packages are missing, and installing them needs root:
+
+    sudo apt-get install ${missing[*]}
+
+Run that, then this script again."
+    fi
+  fi
+  say "Installing: ${missing[*]}"
+  local install=("${sudo[@]}" apt-get install -y -qq --no-install-recommends -o Dpkg::Use-Pty=0)
+  # A first try with the lists that are here; they may be missing, or name versions that are gone.
+  if ! "${install[@]}" "${missing[@]}" >/dev/null 2>&1 </dev/null; then
+    "${sudo[@]}" apt-get update -qq </dev/null || fail "apt-get update failed: is there a network?"
+    "${install[@]}" "${missing[@]}" </dev/null >/dev/null ||
+      fail "apt-get could not install: ${missing[*]}"
+  fi
+}
+
+# build_jobs: compilers to run at once; one for each CPU, fewer when memory is short (1.5 GiB each).
+build_jobs() {
+  local cpus by_memory
+  cpus=$(nproc)
+  by_memory=$(awk '/^MemAvailable:/ {print int($2 / 1572864)}' /proc/meminfo)
+  [ "$by_memory" -ge 1 ] || by_memory=1
+  echo $((cpus < by_memory ? cpus : by_memory))
+}

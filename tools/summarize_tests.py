@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""Counts single tests in ctest's JUnit files, one file a pass, and prints what failed and what was skipped, and why.
+
+Usage: summarize_tests.py DIRECTORY PASS...   reads DIRECTORY/PASS.xml. Exit status 1 if a test failed or none ran.
+"""
+
+import collections
+import pathlib
+import re
+import sys
+import xml.etree.ElementTree as ElementTree
+
+# A line of GoogleTest for one finished test.
+RESULT = re.compile(r"^\[ *(OK|FAILED|SKIPPED) *\] ([\w./]+)(?:, where .*)? \(\d+ ms\)", re.MULTILINE)
+REASON = re.compile(r"^.*: Skipped\n(.*)\n(?:.*\n)*?\[  SKIPPED \] ([\w./]+)(?:, where .*)? \(", re.MULTILINE)
+# unittest of Python.
+UNITTEST = re.compile(r"^Ran (\d+) tests? in", re.MULTILINE)
+
+
+def outcome(case):
+    """One of "passed", "failed", "skipped" for a program, as ctest saw it."""
+    if case.find("failure") is not None or case.get("status") == "fail":
+        return "failed"
+    if case.find("skipped") is not None or case.get("status") in ("notrun", "disabled"):
+        return "skipped"
+    return "passed"
+
+
+def count(case, totals, failed, skipped):
+    """Adds one program's tests to the totals."""
+    name = case.get("name")
+    whole = outcome(case)
+    output = case.findtext("system-out") or ""
+    results = RESULT.findall(output)
+    reasons = {test: reason.strip() for reason, test in REASON.findall(output)}
+    for result, test in results:
+        if result == "OK":
+            totals["passed"] += 1
+        elif result == "SKIPPED":
+            totals["skipped"] += 1
+            skipped.append((reasons.get(test, "no reason given"), f"{name}: {test}"))
+        else:
+            totals["failed"] += 1
+            failed.append(f"{name}: {test}")
+    single_failures = any(result == "FAILED" for result, _ in results)
+    if whole == "failed" and not single_failures:
+        # A crash, a time-out, a sanitizer's report at the end, or a check without single tests.
+        totals["failed"] += 1
+        failed.append(name)
+    elif not results:
+        python = UNITTEST.search(output)
+        totals[whole] += int(python.group(1)) if python and whole == "passed" else 1
+        if whole == "skipped":
+            reason = output.strip().splitlines()[-1] if output.strip() else "disabled in this pass"
+            skipped.append((reason.removeprefix("skipped: "), name))
+
+
+def main(directory, passes):
+    broken = False
+    for each in passes:
+        totals = collections.Counter()
+        failed = []
+        skipped = []
+        file = directory / f"{each}.xml"
+        if not file.exists():
+            print(f"{each}: 0 passed, 1 failed, 0 skipped (the build failed, or no test could be run)")
+            broken = True
+            continue
+        for case in ElementTree.parse(file).getroot().iter("testcase"):
+            count(case, totals, failed, skipped)
+        by_reason = collections.defaultdict(list)
+        for reason, test in skipped:
+            by_reason[reason].append(test)
+        for reason, tests in sorted(by_reason.items()):
+            more = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
+            print(f"  skipped: {tests[0]}{more}: {reason}")
+        for test in failed:
+            print(f"  FAILED: {test}")
+        print(f"{each}: {totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
+        broken = broken or totals["failed"] > 0 or totals["passed"] == 0
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(pathlib.Path(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,74 @@
+#!/usr/bin/env bash
+# Installs what is missing, builds, and runs the tests.
+#
+#   tools/test.sh           release: everything; then asan+ubsan and tsan (g++): everything but the tests of source and
+#                           packaging. Within 25 minutes on two cores.
+#   tools/test.sh --full    {g++, clang 14} x {none, asan+ubsan, tsan}, and the long runs (HOLDFAST_LONG=1). Hours.
+#   tools/test.sh PASS...   only these passes: release, asan, tsan, clang, clang-asan, clang-tsan, debug.
+#
+# Each pass builds in build/PASS. Ends with one summary; exit status 0 if nothing failed.
+set -euo pipefail
+# shellcheck source=tools/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$root"
+
+case "${1:-}" in
+  -h | --help)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+  --full)
+    [ $# = 1 ] || fail "--full runs every pass; name none"
+    export HOLDFAST_LONG=1
+    passes=(release asan tsan clang clang-asan clang-tsan)
+    ;;
+  -*) fail "unknown option $1; see tools/test.sh --help" ;;
+  '') passes=(release asan tsan) ;;
+  *) passes=("$@") ;;
+esac
+for pass in "${passes[@]}"; do
+  cmake --list-presets=test | grep -q "\"$pass\"" || fail "no pass $pass; see tools/test.sh --help"
+done
+install_missing "${packages_build[@]}" "${packages_test[@]}"
+
+# What a failed assertion of a sanitizer does: it ends the program, so that the test fails. A forked child's leak check
+# is off: it would wait for threads that the child does not have.
+export ASAN_OPTIONS=${ASAN_OPTIONS:-detect_leaks=1:halt_on_error=1:abort_on_error=0}
+export UBSAN_OPTIONS=${UBSAN_OPTIONS:-print_stacktrace=1:halt_on_error=1}
+export TSAN_OPTIONS=${TSAN_OPTIONS:-halt_on_error=1:second_deadlock_stack=1}
+
+results=$root/build/results
+mkdir -p "$results"
+rm -f "$results"/*.xml
+jobs=$(build_jobs)
+status=0
+for pass in "${passes[@]}"; do
+  say "== $pass: build"
+  started=$SECONDS
+  if ! { cmake --preset "$pass" >"$results/$pass.configure.log" 2>&1 || {
+    cat "$results/$pass.configure.log"
+    false
+  }; } || ! cmake --build --preset "$pass" -j "$jobs"; then
+    echo "$pass: the build failed"
+    echo "$pass" >"$results/$pass.broken"
+    status=1
+    continue
+  fi
+  rm -f "$results/$pass.broken"
+  built=$((SECONDS - started))
+  say "== $pass: tests"
+  started=$SECONDS
+  # The source and the package are the same in every pass.
+  only=()
+  case "$pass" in
+    *asan | *tsan) only=(-LE 'tidy|perf') ;;
+  esac
+  # Two at a time, on any machine: what runs alone says so (RUN_SERIAL).
+  ctest --preset "$pass" -j 2 "${only[@]}" --output-junit "$results/$pass.xml" --test-output-size-passed 4000000 \
+    --test-output-size-failed 4000000 || status=1
+  echo "$pass: built in $built s, tested in $((SECONDS - started)) s"
+done
+
+say "== summary"
+python3 -B tools/summarize_tests.py "$results" "${passes[@]}" || status=1
+exit "$status"
