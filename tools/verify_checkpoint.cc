@@ -1,0 +1,170 @@
+// verify-checkpoint: proves checkpoints on disk again, any day.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "holdfast/verify.h"
+#include "tools/progress_bar.h"
+#include "tools/verify_output.h"
+
+namespace holdfast::tools {
+namespace {
+
+constexpr int kExitUsage = 64;  // EX_USAGE of sysexits.h
+
+constexpr char kDescription[] =
+    "Verifies checkpoints: reads every byte again and compares it with the digests that were taken "
+    "when it was saved.\n\n"
+    "A PATH is a checkpoint directory (all its ranks), one file of it, or a file or directory that "
+    "another program\nwrote (safetensors; torch.save zips, .distcp files): there, what the format "
+    "allows is checked, and the report says\nthat this is less. Nothing is ever executed or "
+    "unpickled.";
+
+constexpr char kFooter[] =
+    "Output: one line per fault (file, tensor, byte range, reason, expected and found), then one "
+    "line per PATH.\n"
+    "\n"
+    "Exit status:\n"
+    "  0  sound       everything is there and is what was saved\n"
+    "  1  corrupt     bytes differ, sizes differ, or a manifest does not parse\n"
+    "  2  incomplete  files or manifests of ranks are missing, or the save was never committed\n"
+    "  3  unreadable  it could not be read, or its format is not known: nothing is proven\n"
+    "  64 usage       the command line was wrong\n"
+    "With several PATHs it is that of the worst: corrupt, then unreadable, then incomplete, then "
+    "sound.\n"
+    "\n"
+    "--json prints one document with the keys: program, version, verdict, exit_status, and paths, "
+    "a "
+    "list with one\n"
+    "entry per PATH: path, verdict, checked, note, bytes, files, tensors, seconds, "
+    "bytes_per_second, step, attempt, engine,\n"
+    "direct_io, faults_total, and faults, a list of: file, tensor, begin, end, reason, expected, "
+    "found.\n"
+    "Reasons: digest, crc32, size, missing, manifest, attempt, step, world size, structure, "
+    "partial, read, adopt.\n"
+    "\n"
+    "Examples:\n"
+    "  verify-checkpoint /checkpoints/step-1200\n"
+    "  verify-checkpoint --json /checkpoints/step-* | jq '.paths[] | select(.verdict != "
+    "\"sound\")'\n"
+    "  verify-checkpoint --adopt downloaded-model/   # from now on every byte of it can be proven";
+
+struct Arguments {
+  std::vector<std::string> paths;
+  bool json = false;
+  bool adopt = false;
+  bool quiet = false;
+  bool buffered = false;
+  VerifyOptions options;
+};
+
+void Declare(CLI::App* app, Arguments* arguments) {
+  app->footer(kFooter);
+  app->set_version_flag("--version", "verify-checkpoint " HOLDFAST_VERSION);
+  app->add_option("PATH", arguments->paths, "Checkpoint directories or files")->required();
+  app->add_flag("--json", arguments->json, "Print one JSON document instead of lines");
+  app->add_flag("--adopt", arguments->adopt,
+                "Write a manifest for files of other programs, from what is on disk now, then "
+                "verify; refuses what an unfinished save left");
+  app->add_flag("-q,--quiet", arguments->quiet, "Print faults only, and no progress bar");
+  app->add_option("--threads", arguments->options.threads,
+                  "Threads that compute digests; 0 is one per CPU, at most 4")
+      ->capture_default_str();
+  app->add_option("--faults-max", arguments->options.faults_max,
+                  "Faults that are listed per PATH; more are counted")
+      ->capture_default_str();
+  const std::map<std::string, EngineRung> engines = {{"auto", EngineRung::kAuto},
+                                                     {"io_uring-fixed", EngineRung::kUringFixed},
+                                                     {"io_uring", EngineRung::kUring},
+                                                     {"pwrite", EngineRung::kPwrite}};
+  app->add_option("--engine", arguments->options.engine,
+                  "How to read: auto takes the best that works here; io_uring-fixed, io_uring, "
+                  "pwrite (threads)")
+      ->transform(CLI::CheckedTransformer(engines).description(""))
+      ->option_text("ENGINE");
+  app->add_flag("--buffered", arguments->buffered,
+                "Read through the page cache; shows what programs see, not what is on disk");
+}
+
+/// A path that could not be adopted, as a report.
+VerifyReport NotAdopted(const std::string& path, const absl::Status& status) {
+  VerifyReport report;
+  report.path = path;
+  report.checked = "nothing";
+  switch (status.code()) {
+    case absl::StatusCode::kDataLoss:
+      report.verdict = Verdict::kCorrupt;
+      break;
+    case absl::StatusCode::kFailedPrecondition:
+      report.verdict = Verdict::kIncomplete;
+      break;
+    default:
+      report.verdict = Verdict::kUnreadable;
+      break;
+  }
+  report.faults_total = 1;
+  report.faults.push_back({.reason = "adopt",
+                           .expected = "files that can be adopted",
+                           .found = std::string(status.message())});
+  return report;
+}
+
+absl::StatusOr<VerifyReport> Check(const std::string& path, const Arguments& arguments) {
+  if (arguments.adopt) {
+    const absl::Status adopted = Adopt(path);
+    if (!adopted.ok()) return NotAdopted(path, adopted);
+  }
+  ProgressBar bar(path, stderr, !arguments.quiet);
+  VerifyOptions options = arguments.options;
+  options.direct_io = !arguments.buffered;
+  options.progress = [&bar](uint64_t done, uint64_t total) { bar.Update(done, total); };
+  return Verify(path, options);
+}
+
+int Run(const Arguments& arguments) {
+  std::vector<VerifyReport> reports;
+  Verdict worst = Verdict::kSound;
+  for (const std::string& path : arguments.paths) {
+    absl::StatusOr<VerifyReport> report = Check(path, arguments);
+    if (!report.ok()) {
+      std::fprintf(stderr, "verify-checkpoint: %s\n", report.status().ToString().c_str());
+      return kExitUsage;
+    }
+    worst = Worse(worst, report->verdict);
+    if (!arguments.json) {
+      std::fputs(FaultLines(*report).c_str(), stdout);
+      if (!arguments.quiet) std::fputs(ReportLines(*report).c_str(), stdout);
+      std::fflush(stdout);
+    }
+    reports.push_back(*std::move(report));
+  }
+  const int exit_status = static_cast<int>(worst);
+  if (arguments.json) {
+    std::fputs(Json(reports, exit_status).c_str(), stdout);
+  } else if (!arguments.quiet && reports.size() > 1) {
+    std::fputs(SummaryLine(reports).c_str(), stdout);
+  }
+  // A verdict that nobody could read is none: a full disk or a closed pipe is a failure.
+  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
+    std::perror("verify-checkpoint: standard output");
+    return static_cast<int>(Worse(worst, Verdict::kUnreadable));
+  }
+  return exit_status;
+}
+
+}  // namespace
+}  // namespace holdfast::tools
+
+int main(int argc, char** argv) {
+  CLI::App app(holdfast::tools::kDescription, "verify-checkpoint");
+  holdfast::tools::Arguments arguments;
+  holdfast::tools::Declare(&app, &arguments);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? 0 : holdfast::tools::kExitUsage;
+  }
+  return holdfast::tools::Run(arguments);
+}

@@ -1,0 +1,174 @@
+#include "tools/verify_output.h"
+
+#include <algorithm>
+#include <array>
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "tools/progress_bar.h"
+
+namespace holdfast::tools {
+const char* Word(Verdict verdict) {
+  switch (verdict) {
+    case Verdict::kSound:
+      return "sound";
+    case Verdict::kCorrupt:
+      return "corrupt";
+    case Verdict::kIncomplete:
+      return "incomplete";
+    case Verdict::kUnreadable:
+      return "unreadable";
+  }
+  return "unreadable";
+}
+
+namespace {
+
+/// Names come from files that may be hostile: no control character reaches the terminal.
+std::string Printable(const std::string& text) { return absl::Utf8SafeCEscape(text); }
+
+const char* EngineWord(EngineRung engine) {
+  switch (engine) {
+    case EngineRung::kUringFixed:
+      return "io_uring-fixed";
+    case EngineRung::kUring:
+      return "io_uring";
+    case EngineRung::kPwrite:
+      return "pwrite";
+    case EngineRung::kAuto:
+      break;
+  }
+  return "none";
+}
+
+const char* DirectWord(DirectIo direct_io) {
+  switch (direct_io) {
+    case DirectIo::kProven:
+      return "proven";
+    case DirectIo::kClaimed:
+      return "claimed";
+    case DirectIo::kNo:
+      break;
+  }
+  return "no";
+}
+
+double Rate(uint64_t bytes, double seconds) {
+  return seconds > 0 ? static_cast<double>(bytes) / seconds : 0;
+}
+
+std::string Amount(uint64_t bytes, double seconds) {
+  return absl::StrFormat("%s in %.2f s (%s/s)", FormatBytes(static_cast<double>(bytes)), seconds,
+                         FormatBytes(Rate(bytes, seconds)));
+}
+
+std::string Hex(const AttemptId& attempt) {
+  return absl::StrFormat("%016x%016x", attempt.high, attempt.low);
+}
+
+nlohmann::ordered_json JsonOf(const Fault& fault) {
+  return {{"file", fault.file},  {"tensor", fault.tensor}, {"begin", fault.begin},
+          {"end", fault.end},    {"reason", fault.reason}, {"expected", fault.expected},
+          {"found", fault.found}};
+}
+
+nlohmann::ordered_json JsonOf(const VerifyReport& report) {
+  nlohmann::ordered_json faults = nlohmann::ordered_json::array();
+  for (const Fault& fault : report.faults) faults.push_back(JsonOf(fault));
+  return {{"path", report.path},
+          {"verdict", Word(report.verdict)},
+          {"checked", report.checked},
+          {"note", report.note},
+          {"bytes", report.bytes},
+          {"files", report.files},
+          {"tensors", report.tensors},
+          {"seconds", report.seconds},
+          {"bytes_per_second", Rate(report.bytes, report.seconds)},
+          {"step", report.step},
+          {"attempt", Hex(report.attempt)},
+          {"engine", EngineWord(report.engine)},
+          {"direct_io", DirectWord(report.direct_io)},
+          {"faults_total", report.faults_total},
+          {"faults", std::move(faults)}};
+}
+
+}  // namespace
+
+Verdict Worse(Verdict a, Verdict b) {
+  constexpr std::array<Verdict, 4> kWorstFirst = {Verdict::kCorrupt, Verdict::kUnreadable,
+                                                  Verdict::kIncomplete, Verdict::kSound};
+  const auto place = [&kWorstFirst](Verdict verdict) {
+    return std::find(kWorstFirst.begin(), kWorstFirst.end(), verdict);
+  };
+  return place(a) <= place(b) ? a : b;
+}
+
+std::string FaultLines(const VerifyReport& report) {
+  std::string lines;
+  for (const Fault& fault : report.faults) {
+    absl::StrAppend(&lines, Printable(report.path));
+    if (!fault.file.empty()) absl::StrAppend(&lines, ": ", Printable(fault.file));
+    if (!fault.tensor.empty())
+      absl::StrAppend(&lines, ": tensor \"", Printable(fault.tensor), "\"");
+    if (fault.begin != fault.end) {
+      absl::StrAppend(&lines, ": bytes [", fault.begin, ", ", fault.end, ")");
+    }
+    absl::StrAppend(&lines, ": ", Printable(fault.reason), ": expected ", Printable(fault.expected),
+                    ", found ", Printable(fault.found), "\n");
+  }
+  if (report.faults_total > report.faults.size()) {
+    absl::StrAppend(&lines, Printable(report.path), ": and ",
+                    report.faults_total - report.faults.size(), " more faults\n");
+  }
+  return lines;
+}
+
+std::string ReportLines(const VerifyReport& report) {
+  std::string line = absl::StrCat(Printable(report.path), ": ", Word(report.verdict));
+  if (report.faults_total > 0) {
+    absl::StrAppend(&line, " (", report.faults_total,
+                    report.faults_total == 1 ? " fault)" : " faults)");
+  }
+  absl::StrAppend(&line, ": ", report.files, report.files == 1 ? " file, " : " files, ",
+                  report.tensors, report.tensors == 1 ? " tensor, " : " tensors, ",
+                  Amount(report.bytes, report.seconds), "; checked: ", report.checked, "\n");
+  if (!report.note.empty()) absl::StrAppend(&line, "  ", Printable(report.note), "\n");
+  return line;
+}
+
+std::string SummaryLine(const std::vector<VerifyReport>& reports) {
+  uint64_t bytes = 0;
+  double seconds = 0;
+  std::array<int, 4> counts = {};
+  for (const VerifyReport& report : reports) {
+    bytes += report.bytes;
+    seconds += report.seconds;
+    ++counts[static_cast<size_t>(report.verdict)];
+  }
+  std::string line = absl::StrCat(reports.size(), " paths:");
+  for (size_t i = 0; i < counts.size(); ++i) {
+    if (counts[i] == 0) continue;
+    absl::StrAppend(&line, " ", counts[i], " ", Word(static_cast<Verdict>(i)), ",");
+  }
+  return absl::StrCat(line, " ", Amount(bytes, seconds), "\n");
+}
+
+std::string Json(const std::vector<VerifyReport>& reports, int exit_status) {
+  nlohmann::ordered_json paths = nlohmann::ordered_json::array();
+  Verdict worst = Verdict::kSound;
+  for (const VerifyReport& report : reports) {
+    paths.push_back(JsonOf(report));
+    worst = Worse(worst, report.verdict);
+  }
+  const nlohmann::ordered_json document = {{"program", "verify-checkpoint"},
+                                           {"version", 1},
+                                           {"verdict", Word(worst)},
+                                           {"exit_status", exit_status},
+                                           {"paths", std::move(paths)}};
+  // Names that are not UTF-8 must not end the program: they are shown with replacement characters.
+  return document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace holdfast::tools
