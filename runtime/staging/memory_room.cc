@@ -92,7 +92,8 @@ void LowerByGroups(const std::string& mount, absl::string_view path, const Group
       if (left < room->bytes) *room = {.bytes = left, .limit = group + files.limit};
     }
     if (path.empty()) return;
-    path = path.substr(0, path.rfind('/'));
+    const size_t slash = path.rfind('/');
+    path = slash == absl::string_view::npos ? absl::string_view() : path.substr(0, slash);
   }
 }
 
