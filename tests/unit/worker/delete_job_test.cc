@@ -1,0 +1,146 @@
+// Removing retired checkpoints: in crash-safe order, in steps, one after the other.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "runtime/base/check.h"
+#include "runtime/sys/system.h"
+#include "tests/unit/worker/worker_rig.h"
+
+namespace holdfast::worker {
+namespace {
+
+std::vector<std::string>* g_log = nullptr;
+layout::Job* g_cancel_at_truncate = nullptr;
+
+int LoggedUnlinkat(int directory, const char* path, int flags) {
+  g_log->push_back("remove " + std::string(path));
+  return sys::kKernel.unlinkat(directory, path, flags);
+}
+int LoggedFsync(int fd) {
+  g_log->push_back("fsync");
+  return sys::kKernel.fsync(fd);
+}
+int LoggedFtruncate(int fd, off_t bytes) {
+  g_log->push_back("truncate " + std::to_string(bytes >> 20));
+  if (g_cancel_at_truncate != nullptr) g_cancel_at_truncate->cancel.store(1);
+  return sys::kKernel.ftruncate(fd, bytes);
+}
+
+struct DeleteJobTest : ::testing::Test {
+  DeleteJobTest() {
+    g_log = &log;
+    g_cancel_at_truncate = nullptr;
+    parent = ::open(directory.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  }
+  ~DeleteJobTest() override {
+    sys::g_system = sys::kKernel;
+    ::close(parent);
+  }
+  void Make(const std::string& name, const std::vector<std::string>& files) {
+    const std::string path = directory.path() + "/" + name;
+    ::mkdir(path.c_str(), 0755);
+    for (const std::string& file : files) WriteFileAt(path + "/" + file, "bytes");
+  }
+  Failure Delete(const std::vector<std::string>& names) {
+    auto made = writer::JobTable::ForDelete({.launcher = Launcher::kThread}, names);
+    HOLDFAST_CHECK(made.ok(), "the rig itself must work");
+    table = *std::move(made);
+    layout::CompletionSlot& slot = table->job()->completion;
+    log.clear();  // The table's own making.
+    if (cancel_at_truncate) g_cancel_at_truncate = table->job();
+    TestWorker worker(Launcher::kThread, trainer);
+    worker.Run(*table, parent, parent);
+    worker.Send(layout::MessageKind::kExit, 0, {});
+    while (slot.state.load(std::memory_order_acquire) == 0) ::usleep(500);
+    return slot.failure;
+  }
+
+  TestDirectory directory;
+  Trainer trainer{1u << 20};
+  std::unique_ptr<writer::JobTable> table;
+  std::vector<std::string> log;
+  bool cancel_at_truncate = false;
+  int parent = -1;
+};
+
+TEST_F(DeleteJobTest, RemovesManifestsFirstAndDurably) {
+  Make("step-1",
+       {"a", "rank-00001-of-00002.manifest.json", "b", "rank-00000-of-00002.manifest.json"});
+  sys::g_system.unlinkat = LoggedUnlinkat;
+  sys::g_system.fsync = LoggedFsync;
+  EXPECT_TRUE(Delete({"step-1"}).ok());
+  ASSERT_EQ(log.size(), 7u);
+  EXPECT_TRUE(log[0].ends_with(".manifest.json")) << log[0];
+  EXPECT_TRUE(log[1].ends_with(".manifest.json")) << log[1];
+  EXPECT_EQ(log[2], "fsync");
+  EXPECT_EQ(log[5], "remove step-1");
+  EXPECT_EQ(log[6], "fsync");
+  EXPECT_TRUE(NamesIn(directory.path()).empty());
+}
+
+TEST_F(DeleteJobTest, RemovesManyFilesAndMissingDirectories) {
+  std::vector<std::string> files;
+  for (int i = 0; i < 1500; ++i) files.push_back("file-with-a-long-name-" + std::to_string(i));
+  Make("step-1", files);
+  Make("step-2", {});
+  EXPECT_TRUE(Delete({"step-1", "gone", "step-2"}).ok());
+  EXPECT_TRUE(NamesIn(directory.path()).empty());
+}
+
+TEST_F(DeleteJobTest, LeavesWhatIsNotHoldfasts) {
+  Make("step-1", {"a"});
+  Make("step-1/theirs", {"precious"});
+  Make("step-2", {"a"});
+  const Failure failure = Delete({"step-1", "step-2"});
+  EXPECT_EQ(failure.code, FailureCode::kFailedPrecondition);
+  EXPECT_EQ(failure.file, 0u);
+  EXPECT_TRUE(Exists(directory.path() + "/step-1/theirs/precious"));
+  // The others are removed all the same.
+  EXPECT_FALSE(Exists(directory.path() + "/step-2"));
+}
+
+TEST_F(DeleteJobTest, DoesNotFollowSymlinks) {
+  Make("elsewhere", {"precious"});
+  Make("step-1", {});
+  ASSERT_EQ(::symlink("../elsewhere/precious", (directory.path() + "/step-1/link").c_str()), 0);
+  ASSERT_EQ(::symlink("elsewhere", (directory.path() + "/step-2").c_str()), 0);
+  EXPECT_FALSE(Delete({"step-1", "step-2"}).ok());
+  EXPECT_FALSE(Exists(directory.path() + "/step-1"));
+  EXPECT_TRUE(Exists(directory.path() + "/elsewhere/precious"));
+}
+
+TEST_F(DeleteJobTest, FreesLargeFilesInSteps) {
+  Make("step-1", {"large"});
+  ASSERT_EQ(::truncate((directory.path() + "/step-1/large").c_str(), 600ll << 20), 0);  // a hole
+  sys::g_system.ftruncate = LoggedFtruncate;
+  EXPECT_TRUE(Delete({"step-1"}).ok());
+  EXPECT_EQ(log, (std::vector<std::string>{"truncate 344", "truncate 88"}));
+}
+
+TEST_F(DeleteJobTest, CancelStopsBetweenSteps) {
+  Make("step-1", {"large"});
+  ASSERT_EQ(::truncate((directory.path() + "/step-1/large").c_str(), 2ll << 30), 0);
+  sys::g_system.ftruncate = LoggedFtruncate;
+  cancel_at_truncate = true;
+  EXPECT_EQ(Delete({"step-1"}).code, FailureCode::kCancelled);
+  EXPECT_EQ(log.size(), 1u);
+}
+
+TEST_F(DeleteJobTest, FileWithAnotherNameKeepsItsBytes) {
+  Make("step-1", {"large"});
+  const std::string path = directory.path() + "/step-1/large";
+  ASSERT_EQ(::truncate(path.c_str(), 300ll << 20), 0);
+  ASSERT_EQ(::link(path.c_str(), (directory.path() + "/kept").c_str()), 0);
+  EXPECT_TRUE(Delete({"step-1"}).ok());
+  struct stat status = {};
+  ASSERT_EQ(::stat((directory.path() + "/kept").c_str(), &status), 0);
+  EXPECT_EQ(status.st_size, 300ll << 20);
+}
+
+}  // namespace
+}  // namespace holdfast::worker

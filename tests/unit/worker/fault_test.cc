@@ -1,0 +1,426 @@
+// System calls that fail, one after the other: whatever fails, a save is either durable and sound
+// or a failure that nobody can take for a checkpoint. And the order of those that succeed.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <climits>
+#include <filesystem>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "runtime/sys/system.h"
+#include "tests/unit/worker/worker_rig.h"
+
+namespace holdfast::worker {
+namespace {
+
+constexpr uint64_t kArena = 32ull << 20;
+
+// ---- The fault: the Nth call of the worker's thread fails with `g_errno`.
+
+thread_local bool g_in_worker = false;
+long g_calls = 0;
+long g_fail_at = 0;
+int g_errno = EIO;
+const char* g_failed = "";
+
+bool FailNow(const char* name) {
+  if (!g_in_worker) return false;
+  if (++g_calls != g_fail_at) return false;
+  g_failed = name;
+  errno = g_errno;
+  return true;
+}
+
+#define FAULT(type, name, failed, parameters, arguments) \
+  type Faulty_##name parameters {                        \
+    if (FailNow(#name)) return failed;                   \
+    return sys::kKernel.name arguments;                  \
+  }
+FAULT(int, openat, -1, (int d, const char* p, int f, mode_t m), (d, p, f, m))
+FAULT(ssize_t, read, -1, (int f, void* b, size_t n), (f, b, n))
+FAULT(ssize_t, write, -1, (int f, const void* b, size_t n), (f, b, n))
+FAULT(ssize_t, pread, -1, (int f, void* b, size_t n, off_t o), (f, b, n, o))
+FAULT(ssize_t, pwrite, -1, (int f, const void* b, size_t n, off_t o), (f, b, n, o))
+FAULT(int, fsync, -1, (int f), (f))
+FAULT(int, fallocate, -1, (int f, int m, off_t o, off_t n), (f, m, o, n))
+FAULT(int, ftruncate, -1, (int f, off_t n), (f, n))
+FAULT(int, fstat, -1, (int f, struct stat* s), (f, s))
+FAULT(int, fstatat, -1, (int d, const char* p, struct stat* s, int f), (d, p, s, f))
+FAULT(int, mkdirat, -1, (int d, const char* p, mode_t m), (d, p, m))
+FAULT(int, unlinkat, -1, (int d, const char* p, int f), (d, p, f))
+FAULT(int, renameat2, -1, (int a, const char* p, int b, const char* q, unsigned f), (a, p, b, q, f))
+FAULT(ssize_t, getdents64, -1, (int f, void* b, size_t n), (f, b, n))
+FAULT(void*, mmap, reinterpret_cast<void*>(-1), (void* a, size_t n, int p, int f, int d, off_t o),
+      (a, n, p, f, d, o))
+FAULT(int, poll, -1, (struct pollfd * f, nfds_t n, int t), (f, n, t))
+FAULT(int, uring_queue_init_params, -EPERM, (unsigned e, io_uring* r, io_uring_params* p),
+      (e, r, p))
+#undef FAULT
+// A close that fails has closed.
+int Faulty_close(int fd) {
+  const int result = sys::kKernel.close(fd);
+  return FailNow("close") ? -1 : result;
+}
+// The first call of a worker's thread: from here on its calls count.
+ssize_t Faulty_recvmsg(int fd, struct msghdr* message, int flags) {
+  g_in_worker = true;
+  return sys::kKernel.recvmsg(fd, message, flags);
+}
+
+void InstallFaults() {
+  sys::SystemCalls& system = sys::g_system;
+  system.openat = Faulty_openat;
+  system.close = Faulty_close;
+  system.read = Faulty_read;
+  system.write = Faulty_write;
+  system.pread = Faulty_pread;
+  system.pwrite = Faulty_pwrite;
+  system.fsync = Faulty_fsync;
+  system.fallocate = Faulty_fallocate;
+  system.ftruncate = Faulty_ftruncate;
+  system.fstat = Faulty_fstat;
+  system.fstatat = Faulty_fstatat;
+  system.mkdirat = Faulty_mkdirat;
+  system.unlinkat = Faulty_unlinkat;
+  system.renameat2 = Faulty_renameat2;
+  system.getdents64 = Faulty_getdents64;
+  system.mmap = Faulty_mmap;
+  system.poll = Faulty_poll;
+  system.recvmsg = Faulty_recvmsg;
+  system.uring_queue_init_params = Faulty_uring_queue_init_params;
+}
+
+struct FaultTest : ::testing::Test {
+  FaultTest() {
+    sys::g_system = sys::kKernel;
+    g_errno = EIO;
+  }
+  ~FaultTest() override { sys::g_system = sys::kKernel; }
+
+  Trainer trainer{kArena};
+};
+
+// One run with call `n` failing. False when the job made fewer calls.
+bool RunWithFault(Trainer* trainer, EngineRung engine, uint32_t more_flags, bool old_target,
+                  long n) {
+  TestDirectory directory;
+  TestSave save(trainer, directory.path());
+  save.parameters.engine = engine;
+  save.parameters.pwrite_threads = 0;
+  // Synchronous pwrite, so that every call is this thread's.
+  save.parameters.flags |= layout::kForkedChild | layout::kReadBack | more_flags;
+  save.AddFile("a.bin", {uint64_t{kChunkBytes} + 5}, 100);
+  save.AddFile("empty.bin", {});
+  save.AddFile("b.bin", {9});
+  save.Build();
+  save.SealAll();
+  if (old_target) {
+    ::mkdir(save.target_path().c_str(), 0755);
+    WriteFileAt(save.target_path() + "/old.manifest.json", "old");
+  }
+  const int fds_before = OpenFds();
+  g_calls = 0;
+  g_fail_at = n;
+  g_failed = "";
+  InstallFaults();
+  bool done = false;
+  {
+    TestWorker worker(Launcher::kThread, *trainer);
+    save.StartOn(&worker);
+    worker.Join();
+    sys::g_system = sys::kKernel;
+    done = save.AwaitDone(0);
+  }
+  SCOPED_TRACE("call " + std::to_string(n) + ": " + g_failed);
+  const bool exists = Exists(save.target_path());
+  if (done && save.failure().ok()) {
+    EXPECT_EQ(save.Unsound(), "");
+  } else if (exists && old_target && Exists(save.target_path() + "/old.manifest.json")) {
+    EXPECT_EQ(NamesIn(save.target_path()), std::vector<std::string>{"old.manifest.json"});
+  } else if (exists) {
+    // Only the fsync after the last rename may fail so late: what stands there is sound.
+    EXPECT_EQ(save.failure().operation, Operation::kSyncDirectory);
+    EXPECT_EQ(save.Unsound(), "");
+  } else {
+    EXPECT_FALSE(old_target) << "the old checkpoint is gone and no new one is there";
+  }
+  if (g_failed[0] != '\0' && !exists && !old_target && std::string(g_failed) != "unlinkat") {
+    // Nothing is left that could be taken for anything, unless the clean-up was what failed.
+    EXPECT_TRUE(NamesIn(directory.path()).empty() || !done) << NamesIn(directory.path())[0];
+  }
+  EXPECT_EQ(OpenFds(), fds_before);
+  return g_failed[0] != '\0';
+}
+
+void FailEveryCall(Trainer* trainer, EngineRung engine, uint32_t flags, bool old_target) {
+  long n = 1;
+  while (RunWithFault(trainer, engine, flags, old_target, n)) {
+    ++n;
+    ASSERT_LT(n, 2000);
+    if (::testing::Test::HasFailure()) return;
+  }
+  // Fewer would mean that the worker's calls were not seen.
+  EXPECT_GT(n, 50);
+}
+
+TEST_F(FaultTest, AnyFailingCallOfASaveByPwrite) {
+  FailEveryCall(&trainer, EngineRung::kPwrite, 0, false);
+}
+
+TEST_F(FaultTest, AnyFailingCallOfASaveByUring) {
+  FailEveryCall(&trainer, EngineRung::kAuto, 0, false);
+}
+
+TEST_F(FaultTest, AnyFailingCallOfAReplacement) {
+  FailEveryCall(&trainer, EngineRung::kPwrite, layout::kReplaceExisting, true);
+}
+
+TEST_F(FaultTest, AnyCallWithoutSpace) {
+  g_errno = ENOSPC;
+  FailEveryCall(&trainer, EngineRung::kPwrite, 0, false);
+}
+
+TEST_F(FaultTest, AnyInterruptedCallEndsSoundOrClean) {
+  g_errno = EINTR;
+  FailEveryCall(&trainer, EngineRung::kPwrite, 0, false);
+}
+
+// ---- fsync that fails once and would succeed after.
+
+int g_fsyncs = 0;
+int g_fsync_fails_at = 0;
+int FsyncFailingOnce(int fd) {
+  if (++g_fsyncs == g_fsync_fails_at) {
+    errno = EIO;
+    return -1;
+  }
+  return sys::kKernel.fsync(fd);
+}
+
+TEST_F(FaultTest, FirstFailedFsyncEndsTheAttempt) {
+  // parent, a.bin, directory (names), directory (manifest's file, then its name).
+  for (int n = 1; n <= 5; ++n) {
+    SCOPED_TRACE(n);
+    TestDirectory directory;
+    TestSave save(&trainer, directory.path());
+    save.AddFile("a.bin", {1000});
+    save.Build();
+    save.SealAll();
+    g_fsyncs = 0;
+    g_fsync_fails_at = n;
+    sys::g_system.fsync = FsyncFailingOnce;
+    TestWorker worker(Launcher::kThread, trainer);
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+    worker.Join();
+    sys::g_system = sys::kKernel;
+    EXPECT_EQ(save.failure().code, FailureCode::kDataLoss);
+    EXPECT_EQ(save.failure().error_number, EIO);
+    EXPECT_TRUE(NamesIn(directory.path()).empty());
+  }
+}
+
+// ---- The order of what makes a save durable.
+
+std::mutex g_order_mutex;
+std::vector<std::string> g_order;
+
+void Note(const std::string& what) {
+  const std::lock_guard<std::mutex> lock(g_order_mutex);
+  g_order.push_back(what);
+}
+std::string NameOf(int fd) {
+  char path[PATH_MAX] = {};
+  (void)!::readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), path, sizeof(path) - 1);
+  const std::string name = std::filesystem::path(path).filename();
+  return name.starts_with("holdfast-worker-") ? "parent" : name;
+}
+int NotedFsync(int fd) {
+  Note("fsync " + NameOf(fd));
+  return sys::kKernel.fsync(fd);
+}
+int NotedFtruncate(int fd, off_t bytes) {
+  Note("truncate " + NameOf(fd));
+  return sys::kKernel.ftruncate(fd, bytes);
+}
+int NotedRename(int a, const char* from, int b, const char* to, unsigned flags) {
+  Note(std::string("rename ") + from + " " + to);
+  return sys::kKernel.renameat2(a, from, b, to, flags);
+}
+int NotedUnlinkat(int directory, const char* path, int flags) {
+  Note(std::string("remove ") + path);
+  return sys::kKernel.unlinkat(directory, path, flags);
+}
+ssize_t NotedPwrite(int fd, const void* buffer, size_t bytes, off_t offset) {
+  if (bytes >= kIoAlignment) Note("write " + NameOf(fd));
+  return sys::kKernel.pwrite(fd, buffer, bytes, offset);
+}
+
+struct OrderTest : FaultTest {
+  OrderTest() {
+    g_order.clear();
+    sys::g_system.fsync = NotedFsync;
+    sys::g_system.ftruncate = NotedFtruncate;
+    sys::g_system.renameat2 = NotedRename;
+    sys::g_system.unlinkat = NotedUnlinkat;
+    sys::g_system.pwrite = NotedPwrite;
+  }
+  static std::vector<std::string> Order() {
+    // The probe of direct I/O cuts its own traces (tmpfs, where it is taken).
+    std::vector<std::string> order;
+    bool written = false;
+    for (const std::string& step : g_order) {
+      written = written || step.starts_with("write ");
+      if (written || !step.starts_with("truncate ")) order.push_back(step);
+    }
+    return order;
+  }
+};
+
+TEST_F(OrderTest, DataBeforeNamesBeforeManifestBeforeTheDirectorysName) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.parameters.engine = EngineRung::kPwrite;
+  save.parameters.partial = "partial";
+  save.AddFile("a.bin", {1000});
+  save.Build();
+  save.SealAll();
+  {
+    TestWorker worker(Launcher::kThread, trainer);
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+  }
+  ASSERT_TRUE(save.failure().ok());
+  const std::string manifest = save.manifest_name();
+  EXPECT_EQ(Order(), (std::vector<std::string>{
+                         "fsync parent",
+                         "write a.bin.tmp",
+                         "truncate a.bin.tmp",
+                         "fsync a.bin.tmp",
+                         "rename a.bin.tmp a.bin",
+                         "fsync partial",
+                         "fsync " + manifest + ".tmp",
+                         "rename " + manifest + ".tmp " + manifest,
+                         "fsync partial",
+                         "rename partial step-7",
+                         "fsync parent",
+                     }));
+}
+
+TEST_F(OrderTest, OldCheckpointGoesAfterTheNewOneIsDurable) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.parameters.engine = EngineRung::kPwrite;
+  save.parameters.partial = "partial";
+  save.parameters.flags |= layout::kReplaceExisting;
+  ::mkdir(save.target_path().c_str(), 0755);
+  WriteFileAt(save.target_path() + "/old.bin", "old");
+  WriteFileAt(save.target_path() + "/old.manifest.json", "old");
+  save.AddFile("a.bin", {1000});
+  save.Build();
+  save.SealAll();
+  {
+    TestWorker worker(Launcher::kThread, trainer);
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+  }
+  ASSERT_TRUE(save.failure().ok());
+  const std::vector<std::string> order = Order();
+  ASSERT_GE(order.size(), 8u);
+  EXPECT_EQ(std::vector<std::string>(order.end() - 8, order.end()),
+            (std::vector<std::string>{
+                "rename partial step-7",  // refused: it exists
+                "rename partial step-7",  // exchanged
+                "fsync parent",
+                "remove old.manifest.json",
+                "fsync partial",
+                "remove old.bin",
+                "remove partial",
+                "fsync parent",
+            }));
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+// ---- File systems that lack what is asked of them.
+
+int RenameWithoutFlags(int a, const char* from, int b, const char* to, unsigned flags) {
+  if (flags != 0) {
+    errno = EINVAL;
+    return -1;
+  }
+  return sys::kKernel.renameat2(a, from, b, to, 0);
+}
+int FallocateUnsupported(int, int, off_t, off_t) {
+  errno = EOPNOTSUPP;
+  return -1;
+}
+
+TEST_F(FaultTest, WorksWithoutRenameFlags) {
+  for (const bool replace : {false, true}) {
+    TestDirectory directory;
+    TestSave save(&trainer, directory.path());
+    if (replace) {
+      save.parameters.flags |= layout::kReplaceExisting;
+      ::mkdir(save.target_path().c_str(), 0755);
+      WriteFileAt(save.target_path() + "/old.manifest.json", "old");
+    }
+    save.AddFile("a.bin", {1000});
+    save.Build();
+    save.SealAll();
+    sys::g_system.renameat2 = RenameWithoutFlags;
+    {
+      TestWorker worker(Launcher::kThread, trainer);
+      save.StartOn(&worker);
+      ASSERT_TRUE(save.AwaitDone());
+    }
+    sys::g_system = sys::kKernel;
+    EXPECT_TRUE(save.failure().ok());
+    EXPECT_EQ(save.Unsound(), "");
+    EXPECT_EQ(NamesIn(directory.path()), std::vector<std::string>{"step-7"});
+  }
+}
+
+TEST_F(FaultTest, RefusesAnExistingTargetWithoutRenameFlags) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.AddFile("a.bin", {1000});
+  save.Build();
+  sys::g_system.renameat2 = RenameWithoutFlags;
+  TestWorker worker(Launcher::kThread, trainer);
+  save.StartOn(&worker);
+  while (save.job()->phase.load() != static_cast<uint32_t>(layout::Phase::kWriting)) ::usleep(500);
+  // After the early look, before the rename.
+  ::mkdir(save.target_path().c_str(), 0755);
+  WriteFileAt(save.target_path() + "/theirs", "theirs");
+  save.SealAll();
+  ASSERT_TRUE(save.AwaitDone());
+  worker.Join();
+  EXPECT_EQ(save.failure().code, FailureCode::kAlreadyExists);
+  EXPECT_EQ(save.failure().operation, Operation::kRename);
+  EXPECT_EQ(NamesIn(directory.path()), std::vector<std::string>{"step-7"});
+  EXPECT_EQ(NamesIn(save.target_path()), std::vector<std::string>{"theirs"});
+}
+
+TEST_F(FaultTest, GoesOnWithoutReservationAndSaysSo) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.AddFile("a.bin", {5'000'000});
+  save.Build();
+  save.SealAll();
+  sys::g_system.fallocate = FallocateUnsupported;
+  TestWorker worker(Launcher::kThread, trainer);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  worker.Join();
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.job()->completion.reserved_space, 0u);
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+}  // namespace
+}  // namespace holdfast::worker

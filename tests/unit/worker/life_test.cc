@@ -1,0 +1,355 @@
+// A worker's life beside its jobs: the trainer's death, messages it does not know, tables that are
+// not sound, being kept, being told to let go of the arena.
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "gtest/gtest.h"
+#include "runtime/sys/system.h"
+#include "tests/unit/worker/worker_rig.h"
+
+namespace holdfast::worker {
+namespace {
+
+constexpr uint64_t kArena = 16ull << 20;
+
+/// A process that lives until it is told to die.
+class StandIn {
+ public:
+  StandIn() {
+    pid_ = ::fork();
+    if (pid_ == 0) {
+      while (true) ::pause();
+    }
+  }
+  ~StandIn() { Die(); }
+  pid_t pid() const { return pid_; }
+  void Die() {
+    if (pid_ <= 0) return;
+    ::kill(pid_, SIGKILL);
+    int status = 0;
+    ::waitpid(pid_, &status, 0);
+    pid_ = -1;
+  }
+
+ private:
+  pid_t pid_ = -1;
+};
+
+class Life : public ::testing::TestWithParam<Launcher> {
+ protected:
+  TestDirectory directory_;
+};
+
+TEST_P(Life, FinishesWithoutItsTrainerWhenEverythingIsSealed) {
+  StandIn trainer_process;
+  Trainer trainer(kArena, trainer_process.pid());
+  TestSave save(&trainer, directory_.path());
+  // Slow enough to be under way when the trainer dies.
+  save.parameters.qos.bytes_per_second_max = 10 * uint64_t{kChunkBytes};
+  save.AddFile("model.bin", {3 * uint64_t{kChunkBytes}});
+  save.Build();
+  save.SealAll();
+  TestWorker worker(GetParam(), trainer);
+  save.StartOn(&worker);
+  while (save.job()->bytes_completed.load() == 0) ::usleep(500);
+  trainer_process.Die();
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.job()->completion.trainer_died, 1u);
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+TEST_P(Life, CleansUpAfterATrainerThatDiedTooEarly) {
+  StandIn trainer_process;
+  Trainer trainer(kArena, trainer_process.pid());
+  TestSave save(&trainer, directory_.path());
+  save.AddFile("model.bin", {3 * uint64_t{kChunkBytes}});
+  save.Build();
+  save.Seal(0);
+  TestWorker worker(GetParam(), trainer);
+  save.StartOn(&worker);
+  while (save.job()->bytes_completed.load() == 0) ::usleep(500);
+  trainer_process.Die();
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_EQ(save.failure().code, FailureCode::kAborted);
+  EXPECT_EQ(save.failure().operation, Operation::kWaitTrainer);
+  EXPECT_EQ(save.job()->completion.trainer_died, 1u);
+  EXPECT_TRUE(NamesIn(directory_.path()).empty());
+}
+
+TEST_P(Life, StopsWithItsTrainerWhenToldTo) {
+  StandIn trainer_process;
+  Trainer trainer(kArena, trainer_process.pid());
+  TestSave save(&trainer, directory_.path());
+  save.parameters.flags &= ~static_cast<uint32_t>(layout::kFinishWithoutTrainer);
+  save.parameters.qos.bytes_per_second_max = 10 * uint64_t{kChunkBytes};
+  save.AddFile("model.bin", {3 * uint64_t{kChunkBytes}});
+  save.Build();
+  save.SealAll();
+  TestWorker worker(GetParam(), trainer);
+  save.StartOn(&worker);
+  while (save.job()->bytes_completed.load() == 0) ::usleep(500);
+  trainer_process.Die();
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_EQ(save.failure().code, FailureCode::kAborted);
+  EXPECT_TRUE(NamesIn(directory_.path()).empty());
+}
+
+TEST_P(Life, RefusesAnotherLayoutVersion) {
+  Trainer trainer(kArena);
+  TestWorker worker(GetParam(), trainer, 1, layout::kLayoutVersion + 1);
+  EXPECT_EQ(worker.Join(), layout::kExitMismatch);
+}
+
+TEST_P(Life, RefusesATableOfAnotherVersion) {
+  Trainer trainer(kArena);
+  TestSave save(&trainer, directory_.path());
+  save.Build();
+  save.job()->layout_version += 1;
+  TestWorker worker(GetParam(), trainer);
+  save.StartOn(&worker);
+  EXPECT_EQ(worker.Join(), layout::kExitMismatch);
+  EXPECT_EQ(save.job()->completion.state.load(), 0u);
+}
+
+TEST_P(Life, SaysWhatIsWrongWithATable) {
+  Trainer trainer(kArena);
+  TestSave save(&trainer, directory_.path());
+  save.AddFile("model.bin", {1000});
+  save.Build();
+  layout::Files(save.job())[0].name[0] = '/';
+  TestWorker worker(GetParam(), trainer);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_EQ(save.failure().code, FailureCode::kInvalidArgument);
+  EXPECT_EQ(save.failure().operation, Operation::kAttach);
+  EXPECT_STREQ(save.job()->completion.reason, "a file's name is not a name");
+  EXPECT_TRUE(NamesIn(directory_.path()).empty());
+}
+
+TEST_P(Life, RefusesExtentsOutsideOfTheArena) {
+  Trainer trainer(kArena);
+  TestSave save(&trainer, directory_.path());
+  save.AddFile("model.bin", {2 * uint64_t{kChunkBytes}});
+  save.Build();
+  save.Seal(0);
+  save.Seal(1);
+  save.table().extent(1).arena_offset = kArena - kIoAlignment;
+  TestWorker worker(GetParam(), trainer);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_EQ(save.failure().code, FailureCode::kInternal);
+  EXPECT_TRUE(NamesIn(directory_.path()).empty());
+}
+
+TEST_P(Life, EndsWhenTheSocketDoes) {
+  Trainer trainer(kArena);
+  TestWorker worker(GetParam(), trainer, 0);
+  EXPECT_EQ(worker.Join(), 0);
+}
+
+TEST_P(Life, ArenaShorterThanSaidIsRefused) {
+  Trainer trainer(kArena);
+  ASSERT_EQ(::ftruncate(trainer.arena_fd, kArena / 2), 0);
+  TestWorker worker(GetParam(), trainer);
+  EXPECT_EQ(worker.Join(), layout::kExitAttach);
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Life,
+                         ::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kThread),
+                         [](const auto& setting) {
+                           return setting.param == Launcher::kSpawn  ? "Spawn"
+                                  : setting.param == Launcher::kFork ? "Fork"
+                                                                     : "Thread";
+                         });
+
+class KeptWorker : public ::testing::TestWithParam<Launcher> {
+ protected:
+  TestDirectory directory_;
+};
+
+TEST_P(KeptWorker, RunsJobAfterJobAndLetsGoOfTheArenaInBetween) {
+  Trainer trainer(kArena);
+  TestWorker worker(GetParam(), trainer, 0);
+  for (int i = 0; i < 6; ++i) {
+    SCOPED_TRACE(i);
+    TestSave save(&trainer, directory_.path());
+    save.parameters.target = "step-" + std::to_string(i);
+    save.parameters.queue_depth = i < 4 ? 8 : 4;  // The ring is opened anew for the fifth.
+    save.AddFile("model.bin", {5'000'000});
+    save.Build();
+    save.SealAll();
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+    EXPECT_TRUE(save.failure().ok());
+    EXPECT_EQ(save.Unsound(), "");
+    if (i == 2) {
+      worker.Send(layout::MessageKind::kDetach, 0, {});
+      EXPECT_TRUE(worker.AwaitMessage(layout::MessageKind::kDetached));
+      // The pages go, and come back as others.
+      ASSERT_EQ(::fallocate(trainer.arena_fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, 0,
+                            static_cast<off_t>(kArena)),
+                0);
+      worker.Send(layout::MessageKind::kAttach, trainer.arena_bytes,
+                  {trainer.arena_fd, trainer.pidfd, trainer.to_worker, trainer.to_trainer});
+    }
+  }
+  worker.Send(layout::MessageKind::kExit, 0, {});
+  EXPECT_EQ(worker.Join(), 0);
+}
+
+TEST_P(KeptWorker, GoesOnAfterAFailedJob) {
+  Trainer trainer(kArena);
+  TestWorker worker(GetParam(), trainer, 0);
+  for (const bool mutate : {true, false, true, false}) {
+    TestSave save(&trainer, directory_.path());
+    save.parameters.target = mutate ? "bad" : "good";
+    save.parameters.flags |= layout::kReplaceExisting;
+    save.AddFile("model.bin", {10'000'000});
+    save.Build();
+    save.SealAll();
+    if (mutate) save.Memory(1)[9] ^= 1;
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+    EXPECT_EQ(save.failure().ok(), !mutate);
+    if (!mutate) {
+      EXPECT_EQ(save.Unsound(), "");
+    }
+  }
+  EXPECT_EQ(NamesIn(directory_.path()), std::vector<std::string>{"good"});
+}
+
+TEST_P(KeptWorker, LeaksNoFds) {
+  Trainer trainer(kArena);
+  TestWorker worker(GetParam(), trainer, 0);
+  int fds = 0;
+  for (int i = 0; i < 30; ++i) {
+    TestSave save(&trainer, directory_.path());
+    save.parameters.target = "step-" + std::to_string(i);
+    save.AddFile("model.bin", {1000});
+    save.Build();
+    save.SealAll();
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+    const int now =
+        GetParam() == Launcher::kThread
+            ? OpenFds()
+            : static_cast<int>(NamesIn("/proc/" + std::to_string(worker.pid()) + "/fd").size());
+    if (i == 5) fds = now;
+    // The message's own fds are closed just after the result is there.
+    if (i > 5) {
+      EXPECT_LE(now, fds + layout::kRunFds + 1);
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, KeptWorker,
+                         ::testing::Values(Launcher::kPersistent, Launcher::kThread),
+                         [](const auto& setting) {
+                           return setting.param == Launcher::kThread ? "Thread" : "Persistent";
+                         });
+
+TEST(WorkerProcess, KeptWorkerEndsWithItsTrainer) {
+  StandIn trainer_process;
+  Trainer trainer(kArena, trainer_process.pid());
+  TestDirectory directory;
+  TestWorker worker(Launcher::kPersistent, trainer, 0);
+  TestSave save(&trainer, directory.path());
+  save.Build();
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  const Trainer watch(4096, worker.pid());
+  // The socket stays open here, as in a process that inherited it: only the pidfd tells.
+  trainer_process.Die();
+  pollfd entry = {.fd = watch.pidfd, .events = POLLIN, .revents = 0};
+  EXPECT_EQ(::poll(&entry, 1, 10'000), 1);
+}
+
+TEST(WorkerProcess, SurvivesTheSignalsOfATerminal) {
+  Trainer trainer(kArena);
+  TestDirectory directory;
+  TestWorker worker(Launcher::kSpawn, trainer);
+  TestSave save(&trainer, directory.path());
+  save.AddFile("model.bin", {2 * uint64_t{kChunkBytes}});
+  save.Build();
+  save.Seal(0);
+  save.StartOn(&worker);
+  while (save.job()->bytes_completed.load() == 0) ::usleep(500);
+  EXPECT_EQ(::getsid(worker.pid()), worker.pid());
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1}) ::kill(worker.pid(), signal);
+  save.Seal(1);
+  save.Ring();
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+TEST(WorkerProcess, ForkedChildKeepsOnlyItsSocket) {
+  Trainer trainer(kArena);
+  const int mine = ::open("/dev/null", O_RDONLY);
+  TestWorker worker(Launcher::kFork, trainer);
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.parameters.flags |= layout::kForkedChild;
+  save.AddFile("model.bin", {1000});
+  save.Build();
+  save.StartOn(&worker);
+  while (save.job()->phase.load() != static_cast<uint32_t>(layout::Phase::kWriting)) ::usleep(500);
+  // stdin, stdout, stderr, socket; attach 4; run 3; the directory; the ring.
+  const int fds = static_cast<int>(NamesIn("/proc/" + std::to_string(worker.pid()) + "/fd").size());
+  EXPECT_LE(fds, 4 + layout::kAttachFds + layout::kRunFds + 3);
+  save.SealAll();
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  ::close(mine);
+}
+
+TEST(WorkerProcess, IsPoliteAndHasATellingName) {
+  Trainer trainer(kArena);
+  TestWorker worker(Launcher::kSpawn, trainer);
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.parameters.qos.nice = 7;
+  save.parameters.qos.cpu_count = 1;
+  save.parameters.qos.cpus[0] = 0;
+  save.parameters.step = 4711;
+  save.AddFile("model.bin", {1000});
+  save.Build();
+  save.StartOn(&worker);
+  while (save.job()->phase.load() != static_cast<uint32_t>(layout::Phase::kWriting)) ::usleep(500);
+  const int own = ::getpriority(PRIO_PROCESS, 0);
+  EXPECT_EQ(::getpriority(PRIO_PROCESS, static_cast<id_t>(worker.pid())), own + 7);
+  cpu_set_t cpus;
+  ASSERT_EQ(::sched_getaffinity(worker.pid(), sizeof(cpus), &cpus), 0);
+  EXPECT_EQ(CPU_COUNT(&cpus), 1);
+  EXPECT_EQ(ReadFileOf("/proc/" + std::to_string(worker.pid()) + "/comm"), "hf:4711\n");
+  save.SealAll();
+  ASSERT_TRUE(save.AwaitDone());
+}
+
+TEST(WorkerProcess, UmaskIsTheJobs) {
+  Trainer trainer(kArena);
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.AddFile("model.bin", {1000});
+  save.Build();
+  save.job()->umask = 077;
+  save.SealAll();
+  TestWorker worker(Launcher::kSpawn, trainer);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  struct stat status = {};
+  ASSERT_EQ(::stat((save.target_path() + "/model.bin").c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0600u);
+  ASSERT_EQ(::stat(save.target_path().c_str(), &status), 0);
+  EXPECT_EQ(status.st_mode & 0777, 0700u);
+}
+
+}  // namespace
+}  // namespace holdfast::worker

@@ -1,0 +1,355 @@
+// One save, from sealed extents to a durable checkpoint, under every launcher and engine.
+#include <fcntl.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <tuple>
+
+#include "gtest/gtest.h"
+#include "tests/unit/worker/worker_rig.h"
+
+namespace holdfast::worker {
+namespace {
+
+constexpr uint64_t kArena = 32ull << 20;
+
+using Setting = std::tuple<Launcher, EngineRung>;
+
+std::string SettingName(const ::testing::TestParamInfo<Setting>& info) {
+  constexpr const char* kLaunchers[] = {"Spawn", "Fork", "Persistent", "Thread"};
+  constexpr const char* kEngines[] = {"Auto", "Fixed", "Uring", "Pwrite"};
+  return std::string(kLaunchers[static_cast<int>(std::get<0>(info.param))]) +
+         kEngines[static_cast<int>(std::get<1>(info.param))];
+}
+
+class SaveJob : public ::testing::TestWithParam<Setting> {
+ protected:
+  Launcher launcher() const { return std::get<0>(GetParam()); }
+  void Prepare(TestSave* save) const {
+    save->parameters.launcher = launcher();
+    save->parameters.engine = std::get<1>(GetParam());
+    if (launcher() == Launcher::kFork) save->parameters.flags |= layout::kForkedChild;
+  }
+
+  TestDirectory directory_;
+  Trainer trainer_{kArena};
+};
+
+TEST_P(SaveJob, WritesWhatWasSealedAndCommits) {
+  TestSave save(&trainer_, directory_.path());
+  Prepare(&save);
+  save.AddFile("model.safetensors", {5'000'000, 1, 4'000'003}, 4096);
+  save.Build();
+  save.SealAll();
+  TestWorker worker(launcher(), trainer_);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok())
+      << static_cast<int>(save.failure().operation) << " " << save.failure().error_number;
+  EXPECT_EQ(worker.Join(), 0);
+  EXPECT_EQ(save.Unsound(), "");
+  EXPECT_FALSE(Exists(save.partial_path()));
+  const layout::CompletionSlot& slot = save.job()->completion;
+  EXPECT_EQ(slot.bytes_written, save.contents()[0].size());
+  EXPECT_EQ(slot.engine == EngineRung::kPwrite, std::get<1>(GetParam()) == EngineRung::kPwrite);
+  EXPECT_NE(slot.reason[0], '\0');
+  EXPECT_EQ(slot.reserved_space, 1u);
+  EXPECT_GT(slot.times.first_submit, slot.times.started);
+  EXPECT_GE(slot.times.last_complete, slot.times.first_submit);
+  EXPECT_GE(slot.times.data_synced, slot.times.last_complete);
+  EXPECT_GE(slot.times.manifest_synced, slot.times.data_synced);
+  EXPECT_GE(slot.times.committed, slot.times.manifest_synced);
+  EXPECT_GT(slot.times.cpu, 0u);
+  if (launcher() == Launcher::kSpawn || launcher() == Launcher::kPersistent) {
+    EXPECT_GT(slot.private_bytes_peak, 0u);
+    EXPECT_LE(slot.private_bytes_peak, 32u << 20);
+  }
+}
+
+TEST_P(SaveJob, StreamsASaveLargerThanItsMemory) {
+  // Eight chunks through memory for three, each slot refilled as soon as it is acknowledged.
+  constexpr uint32_t kSlots = 3;
+  Trainer trainer(kSlots * uint64_t{kChunkBytes});
+  TestSave save(&trainer, directory_.path());
+  Prepare(&save);
+  save.parameters.flags |= layout::kStreamed;
+  save.AddFile("model.bin", {7 * uint64_t{kChunkBytes} + 77});
+  save.Build();
+  TestWorker worker(launcher(), trainer);
+  save.StartOn(&worker);
+  layout::LogReader acknowledged(
+      layout::At<layout::SharedU32>(save.job(), save.job()->acknowledged), save.extent_count());
+  uint32_t next = 0;
+  for (; next < kSlots; ++next) save.Seal(next);
+  save.Ring();
+  const uint64_t begin = static_cast<uint64_t>(::time(nullptr));
+  while (next < save.extent_count() && static_cast<uint64_t>(::time(nullptr)) < begin + 30) {
+    uint32_t freed = 0;
+    if (!acknowledged.Next(&freed)) {
+      ::usleep(200);
+      continue;
+    }
+    save.Stage(next, save.table().extent(freed).arena_offset);
+    save.Seal(next++);
+    save.Ring();
+  }
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(worker.Join(), 0);
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+TEST_P(SaveJob, WritesEveryShapeOfFile) {
+  TestSave save(&trainer_, directory_.path());
+  Prepare(&save);
+  save.AddFile("empty", {});
+  save.AddFile("one-byte", {1});
+  save.AddFile("page", {4096});
+  save.AddFile("chunk-less-one", {kChunkBytes - 1});
+  save.AddFile("chunk", {kChunkBytes});
+  save.AddFile("chunk-and-one", {kChunkBytes, 1});
+  save.AddFile("empty-too", {0});
+  save.Build();
+  // The last first: files complete in any order.
+  for (uint32_t i = save.extent_count(); i-- > 0;) save.Seal(i);
+  TestWorker worker(launcher(), trainer_);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+TEST_P(SaveJob, WritesManyMoreFilesThanItKeepsOpen) {
+  TestSave save(&trainer_, directory_.path());
+  Prepare(&save);
+  for (int i = 0; i < 150; ++i) save.AddFile("part-" + std::to_string(i), {100, 33});
+  // Two chunks each, sealed apart, so that incomplete files must make room.
+  for (int i = 0; i < 2; ++i) save.AddFile("long-" + std::to_string(i), {kChunkBytes + 5});
+  save.Build();
+  const uint32_t long_first = 150;
+  save.Seal(long_first);
+  save.Seal(long_first + 2);
+  for (uint32_t i = 0; i < 150; ++i) save.Seal(i);
+  save.Seal(long_first + 3);
+  save.Seal(long_first + 1);
+  TestWorker worker(launcher(), trainer_);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+TEST_P(SaveJob, ReadsBackWhatIsOnDisk) {
+  TestSave save(&trainer_, directory_.path());
+  Prepare(&save);
+  save.parameters.flags |= layout::kReadBack;
+  save.AddFile("model.bin", {6 * uint64_t{kChunkBytes} + 1000}, 64);
+  save.AddFile("small.bin", {10});
+  save.Build();
+  save.SealAll();
+  TestWorker worker(launcher(), trainer_);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.job()->completion.bytes_read_back,
+            save.contents()[0].size() + save.contents()[1].size());
+  EXPECT_EQ(save.Unsound(), "");
+  if (launcher() == Launcher::kSpawn) {
+    EXPECT_GT(save.job()->completion.private_bytes_peak, 16u << 20);
+    EXPECT_LE(save.job()->completion.private_bytes_peak, 32u << 20);
+  }
+}
+
+TEST_P(SaveJob, RefusesAnExistingTargetAndLeavesItAlone) {
+  TestSave save(&trainer_, directory_.path());
+  Prepare(&save);
+  ::mkdir(save.target_path().c_str(), 0755);
+  WriteFileAt(save.target_path() + "/old", "old");
+  save.AddFile("model.bin", {1000});
+  save.Build();
+  save.SealAll();
+  TestWorker worker(launcher(), trainer_);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_EQ(save.failure().code, FailureCode::kAlreadyExists);
+  EXPECT_EQ(NamesIn(directory_.path()), std::vector<std::string>{"step-7"});
+  EXPECT_EQ(ReadFileOf(save.target_path() + "/old"), "old");
+}
+
+TEST_P(SaveJob, ReplacesAnExistingTargetWhenAsked) {
+  TestSave save(&trainer_, directory_.path());
+  Prepare(&save);
+  save.parameters.flags |= layout::kReplaceExisting;
+  ::mkdir(save.target_path().c_str(), 0755);
+  WriteFileAt(save.target_path() + "/rank-00000-of-00001.manifest.json", "{}");
+  WriteFileAt(save.target_path() + "/old", "old");
+  save.AddFile("model.bin", {1000});
+  save.Build();
+  save.SealAll();
+  TestWorker worker(launcher(), trainer_);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.Unsound(), "");
+  EXPECT_EQ(NamesIn(directory_.path()), std::vector<std::string>{"step-7"});
+}
+
+TEST_P(SaveJob, CancelRemovesEveryTrace) {
+  TestSave save(&trainer_, directory_.path());
+  Prepare(&save);
+  save.AddFile("model.bin", {3 * uint64_t{kChunkBytes}});
+  save.Build();
+  TestWorker worker(launcher(), trainer_);
+  save.Seal(0);
+  save.StartOn(&worker);
+  while (save.job()->bytes_completed.load() == 0) ::usleep(1000);
+  save.job()->cancel.store(1);
+  save.Ring();
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_EQ(save.failure().code, FailureCode::kCancelled);
+  EXPECT_TRUE(NamesIn(directory_.path()).empty());
+}
+
+TEST_P(SaveJob, StagingFailureRemovesEveryTrace) {
+  TestSave save(&trainer_, directory_.path());
+  Prepare(&save);
+  save.AddFile("model.bin", {3 * uint64_t{kChunkBytes}});
+  save.Build();
+  TestWorker worker(launcher(), trainer_);
+  save.Seal(0);
+  save.StartOn(&worker);
+  while (save.job()->bytes_completed.load() == 0) ::usleep(1000);
+  save.job()->trainer_failed.store(1);
+  save.Ring();
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_EQ(save.failure().code, FailureCode::kAborted);
+  EXPECT_EQ(save.failure().operation, Operation::kWaitTrainer);
+  EXPECT_TRUE(NamesIn(directory_.path()).empty());
+}
+
+TEST_P(SaveJob, GivesUpOnATrainerThatStopsSealing) {
+  TestSave save(&trainer_, directory_.path());
+  Prepare(&save);
+  save.parameters.time_stalled_max_ns = 100'000'000;
+  save.AddFile("model.bin", {3 * uint64_t{kChunkBytes}});
+  save.Build();
+  save.Seal(1);
+  TestWorker worker(launcher(), trainer_);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_EQ(save.failure().code, FailureCode::kDeadlineExceeded);
+  EXPECT_EQ(save.failure().operation, Operation::kWaitTrainer);
+  EXPECT_TRUE(NamesIn(directory_.path()).empty());
+}
+
+TEST_P(SaveJob, FullDiskLeavesNothingBehind) {
+  const std::string disk = directory_.path() + "/disk";
+  ::mkdir(disk.c_str(), 0755);
+  if (::mount("tmpfs", disk.c_str(), "tmpfs", 0, "size=8m") != 0) {
+    GTEST_SKIP() << "no permission to mount a tmpfs";
+  }
+  {
+    TestSave save(&trainer_, disk);
+    Prepare(&save);
+    save.AddFile("small.bin", {1000});
+    save.AddFile("model.bin", {5 * uint64_t{kChunkBytes}});
+    save.Build();
+    save.SealAll();
+    TestWorker worker(launcher(), trainer_);
+    save.StartOn(&worker);
+    EXPECT_TRUE(save.AwaitDone());
+    EXPECT_EQ(save.failure().code, FailureCode::kResourceExhausted);
+    EXPECT_EQ(save.failure().error_number, ENOSPC);
+    EXPECT_EQ(save.failure().file, 1u);
+    EXPECT_TRUE(NamesIn(disk).empty());
+    worker.Join();
+  }
+  EXPECT_EQ(::umount(disk.c_str()), 0);
+}
+
+TEST_P(SaveJob, FrameworkDirectoryGetsItsFilesOneByOne) {
+  TestSave save(&trainer_, directory_.path());
+  Prepare(&save);
+  save.parameters.flags = layout::kFilesOnly | (save.parameters.flags & layout::kForkedChild);
+  save.parameters.target = "iter_0000007";
+  ::mkdir(save.target_path().c_str(), 0755);
+  WriteFileAt(save.target_path() + "/metadata.json", "theirs");
+  // Left by an attempt that was killed.
+  WriteFileAt(save.target_path() + "/__0_0.distcp.tmp", "stale");
+  save.AddFile("__0_0.distcp", {5'000'000});
+  save.AddFile("__0_1.distcp", {77});
+  save.Build();
+  save.SealAll();
+  TestWorker worker(launcher(), trainer_);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.Unsound(), "");
+  EXPECT_EQ(ReadFileOf(save.target_path() + "/metadata.json"), "theirs");
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    All, SaveJob,
+    ::testing::Combine(::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent,
+                                         Launcher::kThread),
+                       ::testing::Values(EngineRung::kUring, EngineRung::kPwrite)),
+    SettingName);
+
+TEST(SaveJobLimits, FileSizeLimitIsAnErrorAndNotASignal) {
+  TestDirectory directory;
+  Trainer trainer(kArena);
+  TestSave save(&trainer, directory.path());
+  save.AddFile("model.bin", {2 * uint64_t{kChunkBytes}});
+  save.Build();
+  save.SealAll();
+  struct rlimit before;
+  ::getrlimit(RLIMIT_FSIZE, &before);
+  // Inherited by the worker. The rig itself writes no file meanwhile.
+  const struct rlimit limit = {.rlim_cur = 1u << 20, .rlim_max = before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+  {
+    TestWorker worker(Launcher::kSpawn, trainer);
+    save.StartOn(&worker);
+    EXPECT_TRUE(save.AwaitDone());
+    EXPECT_EQ(worker.Join(), 0);
+  }
+  ::setrlimit(RLIMIT_FSIZE, &before);
+  EXPECT_EQ(save.failure().code, FailureCode::kResourceExhausted);
+  EXPECT_EQ(save.failure().error_number, EFBIG);
+  EXPECT_TRUE(NamesIn(directory.path()).empty());
+}
+
+TEST(SaveJobLimits, ByteRateIsKept) {
+  TestDirectory directory;
+  Trainer trainer(kArena);
+  TestSave save(&trainer, directory.path());
+  save.parameters.qos.bytes_per_second_max = 40 * uint64_t{kChunkBytes};
+  save.AddFile("model.bin", {5 * uint64_t{kChunkBytes}});
+  save.Build();
+  save.SealAll();
+  TestWorker worker(Launcher::kThread, trainer);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.failure().ok());
+  // The fifth chunk may start 100 ms after the first; the limit is a lower bound of the time.
+  const layout::JobTimes& times = save.job()->completion.times;
+  EXPECT_GE(times.last_complete - times.first_submit, 90'000'000u);
+}
+
+TEST(SaveJobLimits, ZeroExtentsWriteAManifestAlone) {
+  TestDirectory directory;
+  Trainer trainer(kArena);
+  TestSave save(&trainer, directory.path());
+  save.Build();
+  TestWorker worker(Launcher::kSpawn, trainer);
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+}  // namespace
+}  // namespace holdfast::worker
