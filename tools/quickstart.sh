@@ -41,6 +41,13 @@ mkdir -p "$root/build"
 }
 cmake --build "$build" --target programs -j "$(build_jobs)"
 
+# A place that the caller names among the demo's options is the caller's business.
+for argument in "$@"; do
+  case "$argument" in
+    --dir | --dir=*) exec "$build/tools/holdfast-demo" ${file:+"$file"} "$@" ;;
+  esac
+done
+
 # The demo keeps all its checkpoints to verify them: five times the state is ample.
 state=$((1500 << 20))
 [ -z "$file" ] || state=$(stat -c %s -- "$file")
