@@ -32,6 +32,7 @@ struct Transfer {
   uint32_t range = 0;
   uint64_t offset = 0;
   uint32_t bytes = 0;
+  bool direct = false;  // when it was submitted; its file may have been made buffered since
 };
 
 struct OpenedFile {
@@ -155,9 +156,11 @@ class Stream {
   }
 
   void Submit(uint32_t slot) {
-    const Transfer& transfer = transfers_[slot];
+    Transfer& transfer = transfers_[slot];
+    const OpenedFile& file = opened_[ranges_[transfer.range].file];
+    transfer.direct = file.direct != DirectIo::kNo;
     const int error = queue_->Submit({.opcode = io::Opcode::kRead,
-                                      .fd = opened_[ranges_[transfer.range].file].fd.get(),
+                                      .fd = file.fd.get(),
                                       .buffer = buffer_->slot(slot),
                                       .offset = transfer.offset,
                                       .bytes = transfer.bytes,
@@ -188,7 +191,7 @@ class Stream {
     const uint32_t slot = static_cast<uint32_t>(done.tag);
     OpenedFile& file = opened_[ranges_[transfers_[slot].range].file];
     --in_flight_;
-    if (done.error == EINVAL && file.direct != DirectIo::kNo && MakeBuffered(&file)) {
+    if (done.error == EINVAL && transfers_[slot].direct && MakeBuffered(&file)) {
       Submit(slot);
       return;
     }
@@ -199,6 +202,7 @@ class Stream {
   /// The file system took O_DIRECT at open and refuses the read (an alignment of its own): go on
   /// without. Reads in flight on the same fd are of the same bytes either way.
   bool MakeBuffered(OpenedFile* file) {
+    if (file->direct == DirectIo::kNo) return true;
     const int flags = sys::Sys().fcntl(file->fd.get(), F_GETFL, 0);
     if (flags < 0 || sys::Sys().fcntl(file->fd.get(), F_SETFL, flags & ~O_DIRECT) != 0)
       return false;

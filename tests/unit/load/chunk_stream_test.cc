@@ -126,9 +126,9 @@ class ChunkStream : public ChunkStreamBase, public ::testing::WithParamInterface
 INSTANTIATE_TEST_SUITE_P(Rungs, ChunkStream,
                          ::testing::Values(EngineRung::kAuto, EngineRung::kUring,
                                            EngineRung::kPwrite),
-                         [](const ::testing::TestParamInfo<EngineRung>& param) {
-                           return param.param == EngineRung::kAuto    ? "Auto"
-                                  : param.param == EngineRung::kUring ? "Uring"
+                         [](const auto& rung) {
+                           return rung.param == EngineRung::kAuto    ? "Auto"
+                                  : rung.param == EngineRung::kUring ? "Uring"
                                                                      : "Pwrite";
                          });
 
