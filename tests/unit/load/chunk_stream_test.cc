@@ -7,6 +7,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <condition_variable>
@@ -32,9 +33,9 @@ using testing::WriteFileBytes;
 std::string Bytes(size_t count, uint64_t seed) {
   std::string bytes(count, '\0');
   uint64_t state = seed * 2 + 1;
-  for (char& byte : bytes) {
+  for (size_t at = 0; at < count; at += sizeof(state)) {
     state = state * 6364136223846793005u + 1442695040888963407u;
-    byte = static_cast<char>(state >> 56);
+    std::memcpy(bytes.data() + at, &state, std::min(sizeof(state), count - at));
   }
   return bytes;
 }
