@@ -14,6 +14,7 @@
 #include "runtime/base/status.h"
 #include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/directory_names.h"
+#include "runtime/checkpointer/planted_bugs.h"
 #include "runtime/format/manifest.h"
 #include "runtime/sys/system.h"
 
@@ -59,7 +60,7 @@ Inspection CheckFiles(int directory, const format::Manifest& manifest,
       return Not(State::kDamaged,
                  absl::DataLossError(absl::StrCat(file.name, " is not a regular file")));
     }
-    if (static_cast<uint64_t>(found.st_size) != file.bytes) {
+    if (static_cast<uint64_t>(found.st_size) != file.bytes && !Planted(Bug::kPromoteWithoutSizes)) {
       return Not(State::kIncomplete, absl::FailedPreconditionError(absl::StrCat(
                                          "incomplete: ", file.name, " has ", found.st_size,
                                          " bytes, its manifest says ", file.bytes)));

@@ -22,6 +22,7 @@
 #include "runtime/checkpointer/directory_names.h"
 #include "runtime/checkpointer/file_system.h"
 #include "runtime/checkpointer/inspect.h"
+#include "runtime/checkpointer/planted_bugs.h"
 #include "runtime/checkpointer/rename.h"
 #include "runtime/checkpointer/retention.h"
 #include "runtime/sys/system.h"
@@ -33,6 +34,12 @@ namespace {
 constexpr absl::Duration kPoll = absl::Milliseconds(20);
 // Beyond the other's wait for orphans. Removing takes about 0.25 s/GiB.
 constexpr absl::Duration kTurnMax = absl::Minutes(10);
+#ifdef HOLDFAST_PLANTED_BUGS
+}  // namespace
+Bug g_bug = Bug::kNone;
+namespace {
+#endif
+
 constexpr char kStillAtWork[] =
     "a worker without a trainer is still at work there; recover again later";
 
@@ -100,13 +107,15 @@ class Recovery {
 absl::StatusOr<RecoveryReport> Recovery::Run() {
   std::vector<std::string> orphans;
   HOLDFAST_RETURN_IF_ERROR(PromoteAndAwaitOrphans(&orphans));
-  if (options_.clean_up) {
+  if (options_.clean_up && !Planted(Bug::kNoFence)) {
     for (const std::string& name : orphans) HOLDFAST_RETURN_IF_ERROR(Fence(name));
   }
   HOLDFAST_RETURN_IF_ERROR(CleanUp());
   // A worker may have died between its rename and its fsync. Whoever is told of a checkpoint here
   // builds on it, so it must not vanish with the next power loss.
-  HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
+  if (!Planted(Bug::kReportWithoutParentSync)) {
+    HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
+  }
   HOLDFAST_ASSIGN_OR_RETURN(report_.complete,
                             ListComplete(parent_, path_, &report_.kept_incomplete));
   return std::move(report_);
@@ -158,6 +167,12 @@ absl::Status Recovery::Fence(const std::string& name) {
 }
 
 absl::Status Recovery::CleanUp() {
+  // A worker may have died between exchanging an old checkpoint for a new one and its fsync. Were
+  // the old one's manifests removed now, power loss could undo the exchange alone and leave the
+  // final name to what is left of the old one.
+  if (!Planted(Bug::kRemoveBeforeParentSync) && !Planted(Bug::kReportWithoutParentSync)) {
+    HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
+  }
   HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names, Candidates());
   for (const std::string& name : names) {
     HOLDFAST_ASSIGN_OR_RETURN(const Visit visit, Settle(name, options_.clean_up));
@@ -201,6 +216,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool m
 absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name, int directory,
                                                         bool may_remove) {
   const DirectoryName parsed = ParseDirectoryName(name);
+  if (Planted(Bug::kRemoveBeforePromotion)) return Remove(name, true);
   const Inspection inspection = Inspect(directory);
   switch (inspection.state) {
     case Inspection::State::kUnreadable:
@@ -211,9 +227,10 @@ absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name,
     case Inspection::State::kComplete:
       break;
   }
-  const bool own = inspection.state == Inspection::State::kComplete &&
-                   inspection.info.attempt == parsed.attempt &&
-                   inspection.recorded_name == parsed.checkpoint;
+  const bool own =
+      inspection.state == Inspection::State::kComplete &&
+      (inspection.info.attempt == parsed.attempt || Planted(Bug::kPromoteOtherAttempt)) &&
+      inspection.recorded_name == parsed.checkpoint;
   if (own) return Promote(name, directory, parsed.checkpoint);
   const Inspection successor = InspectName(parsed.checkpoint);
   const bool replaced = successor.state == Inspection::State::kComplete;
@@ -235,7 +252,8 @@ absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int d
   if (!options_.promote) return Keep("complete, but promotion is switched off");
   // The last rank's worker may have died between the rename of its manifest and the fsync of this
   // directory. Without this one, power loss could leave the final name and no manifest below it.
-  const absl::Status synced = SyncDirectory(directory, name);
+  absl::Status synced;
+  if (!Planted(Bug::kPromoteWithoutDirectorySync)) synced = SyncDirectory(directory, name);
   if (!synced.ok()) return Keep(std::string(synced.message()));
   const absl::Status renamed = RenameNoReplace(parent_, name, checkpoint);
   if (absl::IsNotFound(renamed)) return Visit{};
@@ -246,6 +264,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int d
   if (!renamed.ok()) return Keep(std::string(renamed.message()));
   report_.promoted.push_back(checkpoint);
   // Promoted means that it stays promoted.
+  if (Planted(Bug::kReportWithoutParentSync)) return Visit{};
   HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   return Visit{};
 }

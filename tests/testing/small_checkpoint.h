@@ -22,10 +22,9 @@ namespace holdfast::testing {
 /// Removed with all that is in it.
 class TemporaryDirectory {
  public:
-  TemporaryDirectory() {
-    char name[] = "/tmp/holdfast-test-XXXXXX";
-    if (mkdtemp(name) == nullptr) abort();
-    path_ = name;
+  explicit TemporaryDirectory(const std::string& below = "/tmp") {
+    path_ = absl::StrCat(below, "/holdfast-test-XXXXXX");
+    if (mkdtemp(path_.data()) == nullptr) abort();
   }
   ~TemporaryDirectory() {
     std::error_code ignored;

@@ -1,0 +1,360 @@
+#include "tests/crash/campaigns.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "holdfast/recovery.h"
+#include "runtime/checkpointer/directory_access.h"
+#include "runtime/checkpointer/directory_lock.h"
+#include "runtime/checkpointer/directory_names.h"
+#include "tests/crash/kill_switch.h"
+#include "tests/crash/power_model.h"
+#include "tests/crash/scripted_writer.h"
+#include "tests/testing/small_checkpoint.h"
+
+namespace holdfast::testing {
+namespace {
+
+namespace fs = std::filesystem;
+using checkpointer::DirectoryKind;
+
+constexpr RecoveryOptions kAtOnce = {.wait_for_orphans = absl::ZeroDuration()};
+constexpr int kCallsMax = 1000;
+
+SmallRank Previous() {
+  return {.checkpoint = "step-1", .attempt = {.high = 5, .low = 1}, .world_size = 2, .step = 1};
+}
+SmallRank Old() {
+  return {.checkpoint = "step-7", .attempt = {.high = 5, .low = 6}, .world_size = 2, .step = 7};
+}
+SmallRank New() {
+  return {.checkpoint = "step-7", .attempt = {.high = 5, .low = 7}, .world_size = 2, .step = 7};
+}
+std::string NewPartial() { return checkpointer::PartialName("step-7", New().attempt); }
+
+std::set<std::string> NamesIn(const std::string& directory) {
+  std::set<std::string> names;
+  for (const auto& entry : fs::directory_iterator(directory)) names.insert(entry.path().filename());
+  return names;
+}
+
+/// By the files' bytes, not by any code under test.
+bool IsWhole(const std::string& directory, const SmallRank& like) {
+  for (uint32_t rank = 0; rank < like.world_size; ++rank) {
+    SmallRank one = like;
+    one.rank = rank;
+    if (!fs::exists(directory + "/" + one.manifest_name())) return false;
+  }
+  return HasBytesOf(directory, like);
+}
+
+/// Runs `body` in a child that is killed before its `call`th call. True if the call came.
+bool KilledAt(int call, const std::function<void()>& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    ArmKillSwitch(call);
+    body();
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFSIGNALED(status);
+}
+
+class Judge {
+ public:
+  Judge(Outcome* outcome, std::string when) : outcome_(outcome), when_(std::move(when)) {}
+
+  void Expect(bool holds, const std::string& what) {
+    if (!holds) outcome_->violations.push_back(absl::StrCat(when_, ": ", what));
+  }
+
+  /// Only what was sealed, whole, is ever listed; what was there before still is.
+  void SoundListing(const std::string& directory) {
+    const auto complete = ListCheckpoints(directory);
+    Expect(complete.ok(), "listing failed");
+    if (!complete.ok()) return;
+    for (const CheckpointInfo& info : *complete) {
+      const bool sound = (info.attempt == New().attempt && IsWhole(info.path, New())) ||
+                         (info.attempt == Old().attempt && IsWhole(info.path, Old())) ||
+                         (info.name == "step-1" && IsWhole(info.path, Previous()));
+      Expect(sound, absl::StrCat(info.name, " is listed but is not what was sealed"));
+    }
+    Expect(std::any_of(complete->begin(), complete->end(),
+                       [](const CheckpointInfo& info) { return info.name == "step-1"; }),
+           "the previous checkpoint is gone");
+  }
+
+  /// Recovers a directory in which nobody is at work any more, and holds the result against the
+  /// promises.
+  void Recovered(const std::string& directory, bool replace, bool acknowledged) {
+    ++outcome_->states;
+    const std::string final_path = directory + "/step-7";
+    const bool was_promotable =
+        IsWhole(directory + "/" + NewPartial(), New()) && !fs::exists(final_path);
+    const auto report = Recover(directory, kAtOnce);
+    Expect(report.ok(), "recovery failed");
+    if (!report.ok()) return;
+    SoundListing(directory);
+    const auto found = InspectCheckpoint(final_path);
+    if (acknowledged) {
+      Expect(found.ok() && found->attempt == New().attempt, "an acknowledged save is lost");
+    }
+    if (was_promotable) {
+      Expect(found.ok() && found->attempt == New().attempt, "a complete partial was thrown away");
+    }
+    if (replace) Expect(found.ok(), "neither the old nor the new one of a replacement is left");
+    // What is left beside complete checkpoints is a new one that must not push the old one out.
+    std::set<std::string> expected = {"step-1"};
+    if (found.ok()) expected.insert("step-7");
+    if (IsWhole(directory + "/" + NewPartial(), New())) {
+      expected.insert(NewPartial());
+      Expect(replace && report->kept_incomplete.size() == 1, "a complete partial goes unreported");
+    } else {
+      Expect(report->kept_incomplete.empty(), "something incomplete is left");
+    }
+    Expect(NamesIn(directory) == expected,
+           absl::StrCat("left behind: ", absl::StrJoin(NamesIn(directory), " ")));
+    const auto again = Recover(directory, kAtOnce);
+    Expect(again.ok() && again->promoted.empty() && again->removed.empty() &&
+               NamesIn(directory) == expected,
+           "a second recovery changed something");
+  }
+
+ private:
+  Outcome* outcome_;
+  std::string when_;
+};
+
+void Prepare(const std::string& directory, const CommitCase& commit) {
+  WriteSmallCheckpoint(directory + "/step-1", Previous());
+  if (commit.replace) WriteSmallCheckpoint(directory + "/step-7", Old());
+}
+
+}  // namespace
+
+Outcome KillCommits(const CommitCase& commit) {
+  Outcome outcome;
+  for (int call = 1; call < kCallsMax; ++call) {
+    const TemporaryDirectory directory(Scratch());
+    Prepare(directory.path(), commit);
+    int pipe_fds[2];
+    if (pipe(pipe_fds) != 0) abort();
+    const bool killed = KilledAt(call, [&] {
+      RunScript({.directory = directory.path(),
+                 .like = New(),
+                 .order = commit.order,
+                 .replace = commit.replace,
+                 .acknowledge = [&] {
+                   if (::write(pipe_fds[1], "a", 1) != 1) abort();
+                 }});
+    });
+    close(pipe_fds[1]);
+    char byte = 0;
+    const bool acknowledged = ::read(pipe_fds[0], &byte, 1) == 1;
+    close(pipe_fds[0]);
+    Judge(&outcome, absl::StrCat("killed before call ", call))
+        .Recovered(directory.path(), commit.replace, acknowledged);
+    if (!killed) {
+      if (!acknowledged) outcome.violations.push_back("the script never came to its end");
+      return outcome;
+    }
+  }
+  outcome.violations.push_back("the script has no end");
+  return outcome;
+}
+
+Outcome KillRecoveries() {
+  Outcome outcome;
+  const std::set<std::string> settled = {"step-1", "step-7", "step-8"};
+  for (int call = 1; call < kCallsMax; ++call) {
+    const TemporaryDirectory directory(Scratch());
+    const std::string path = directory.path();
+    WriteSmallCheckpoint(path + "/step-1", Previous());
+    WriteSmallCheckpoint(path + "/" + NewPartial(), New());  // to be promoted
+    // To be removed: one that is incomplete, ...
+    SmallRank half = New();
+    half.checkpoint = "step-6";
+    half.Write(path + "/" + checkpointer::PartialName("step-6", half.attempt));
+    // ... one that an exchange replaced, ...
+    SmallRank successor = New();
+    successor.checkpoint = "step-8";
+    WriteSmallCheckpoint(path + "/step-8", successor);
+    SmallRank replaced = Old();
+    replaced.checkpoint = "step-8";
+    WriteSmallCheckpoint(path + "/" + checkpointer::PartialName("step-8", successor.attempt),
+                         replaced);
+    // ... one that retention let go, and one that an orphan was kept from.
+    for (DirectoryKind kind : {DirectoryKind::kRetired, DirectoryKind::kFenced}) {
+      WriteSmallCheckpoint(path + "/" +
+                               checkpointer::FormatDirectoryName(
+                                   {.checkpoint = "step-0", .kind = kind, .attempt = {1, 1}}),
+                           Old());
+    }
+    // An orphan is at work in one more: it is fenced.
+    auto parent = checkpointer::OpenDirectory(AT_FDCWD, path);
+    auto orphan = checkpointer::MakePartialDirectory(
+        parent->get(), checkpointer::PartialName("step-9", {.high = 9, .low = 9}));
+    if (!orphan.ok()) abort();
+    orphan->trainer.Reset();
+
+    const bool killed = KilledAt(call, [&] { Recover(path, kAtOnce).status().IgnoreError(); });
+    Judge judge(&outcome, absl::StrCat("recovery killed before call ", call));
+    judge.SoundListing(path);
+    judge.Expect(IsWhole(path + "/step-7", New()) || IsWhole(path + "/" + NewPartial(), New()),
+                 "the complete partial is lost");
+    judge.Expect(IsWhole(path + "/step-8", successor), "a complete checkpoint is lost");
+    *orphan = checkpointer::PartialDirectory{};
+    const auto report = Recover(path, kAtOnce);
+    judge.Expect(report.ok() && report->kept_incomplete.empty(), "the next recovery keeps a rest");
+    judge.Expect(NamesIn(path) == settled,
+                 absl::StrCat("left behind: ", absl::StrJoin(NamesIn(path), " ")));
+    judge.Expect(IsWhole(path + "/step-7", New()), "the promoted one is not whole");
+    judge.SoundListing(path);
+    ++outcome.states;
+    if (!killed) return outcome;
+  }
+  outcome.violations.push_back("recovery has no end");
+  return outcome;
+}
+
+Outcome KillOneRankOfARunningSave() {
+  Outcome outcome;
+  for (int call = 1; call < kCallsMax; ++call) {
+    const TemporaryDirectory directory(Scratch());
+    Prepare(directory.path(), {});
+    auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory.path());
+    auto living = checkpointer::MakePartialDirectory(parent->get(), NewPartial());
+    if (!living.ok()) abort();
+    New().Write(directory / NewPartial());
+    const bool killed = KilledAt(call, [&] {
+      auto own = checkpointer::OpenDirectory(AT_FDCWD, directory.path());
+      SmallRank rank = New();
+      rank.rank = 1;
+      WriteRankDurably(own->get(), NewPartial(), rank);
+    });
+    const std::string partial = directory / NewPartial();
+    const std::set<std::string> before = NamesIn(partial);
+    const auto report = Recover(directory.path(), kAtOnce);
+    Judge judge(&outcome, absl::StrCat("rank 1 killed before call ", call));
+    judge.Expect(report.ok() && report->promoted.empty() && report->removed.empty() &&
+                     report->fenced.empty(),
+                 "recovery acted on a running save");
+    judge.Expect(fs::exists(partial) && NamesIn(partial) == before, "a running save was touched");
+    // Rank 0's trainer dies too: now it is nobody's.
+    *living = checkpointer::PartialDirectory{};
+    if (fs::exists(partial)) judge.Recovered(directory.path(), false, false);
+    if (!killed) return outcome;
+  }
+  outcome.violations.push_back("the rank has no end");
+  return outcome;
+}
+
+Outcome CutPower(const CommitCase& commit) {
+  Outcome outcome;
+  // Cuts during the save itself, after each of its calls.
+  int calls = 0;
+  {
+    const TemporaryDirectory directory(Scratch());
+    Prepare(directory.path(), commit);
+    PowerModel model(directory.path());
+    bool acknowledged = false;
+    int call = 0;
+    model.OnCall([&] {
+      ++call;
+      model.ForEachState([&](const std::string& state) {
+        Judge(&outcome, absl::StrCat("power cut after call ", call))
+            .Recovered(state, commit.replace, acknowledged);
+      });
+    });
+    RunScript({.directory = directory.path(),
+               .like = New(),
+               .order = commit.order,
+               .replace = commit.replace,
+               .acknowledge = [&] { acknowledged = true; }});
+    calls = model.calls();
+  }
+  // The processes die at some call, a recovery runs, and then power is cut: during the recovery, or
+  // after it has told what is complete.
+  for (int dies = 1; dies <= calls + 1; ++dies) {
+    const TemporaryDirectory directory(Scratch());
+    Prepare(directory.path(), commit);
+    PowerModel model(directory.path());
+    model.FailFrom(dies);
+    bool acknowledged = false;
+    RunScript({.directory = directory.path(),
+               .like = New(),
+               .order = commit.order,
+               .replace = commit.replace,
+               .acknowledge = [&] { acknowledged = true; }});
+    model.StopFailing();
+    model.OnCall([&] {
+      model.ForEachState([&](const std::string& state) {
+        Judge(&outcome, absl::StrCat("save died at call ", dies, ", power cut in its recovery"))
+            .Recovered(state, commit.replace, acknowledged);
+      });
+    });
+    const auto report = Recover(directory.path(), kAtOnce);
+    model.OnCall(nullptr);
+    Judge judge(&outcome,
+                absl::StrCat("save died at call ", dies, ", power cut after its recovery"));
+    judge.Expect(report.ok(), "recovery failed");
+    if (!report.ok()) continue;
+    model.ForEachState([&](const std::string& state) {
+      ++outcome.states;
+      for (const CheckpointInfo& info : report->complete) {
+        const auto found = InspectCheckpoint(state + "/" + info.name);
+        judge.Expect(found.ok() && found->attempt == info.attempt,
+                     absl::StrCat(info.name, " was reported complete and is lost"));
+      }
+    });
+  }
+  return outcome;
+}
+
+Outcome Oddities() {
+  Outcome outcome;
+  {
+    const TemporaryDirectory directory(Scratch());
+    Prepare(directory.path(), {});
+    WriteSmallCheckpoint(directory / NewPartial(), New());
+    fs::resize_file(directory / (NewPartial() + "/model-00001-of-00002.safetensors"), 4999);
+    Judge(&outcome, "a file is one byte short").Recovered(directory.path(), false, false);
+  }
+  {
+    const TemporaryDirectory directory(Scratch());
+    Prepare(directory.path(), {});
+    WriteSmallCheckpoint(directory / NewPartial(), Old());
+    Judge judge(&outcome, "the manifests are another attempt's");
+    const auto report = Recover(directory.path(), kAtOnce);
+    judge.Expect(report.ok() && report->promoted.empty(), "they were promoted");
+    judge.SoundListing(directory.path());
+  }
+  {
+    const TemporaryDirectory directory(Scratch());
+    Prepare(directory.path(), {});
+    auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory.path());
+    auto orphan = checkpointer::MakePartialDirectory(parent->get(), NewPartial());
+    if (!orphan.ok()) abort();
+    orphan->trainer.Reset();
+    WriteSmallCheckpoint(directory / NewPartial(), New());
+    Judge judge(&outcome, "an orphan commits after the recovery");
+    const auto report = Recover(directory.path(), kAtOnce);
+    judge.Expect(report.ok(), "recovery failed");
+    const int renamed =
+        renameat2(parent->get(), NewPartial().c_str(), parent->get(), "step-7", RENAME_NOREPLACE);
+    judge.Expect(renamed != 0, "a checkpoint appeared behind the new trainer's back");
+  }
+  return outcome;
+}
+
+}  // namespace holdfast::testing

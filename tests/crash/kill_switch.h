@@ -1,0 +1,13 @@
+// Ends a process by SIGKILL at a chosen system call.
+#ifndef HOLDFAST_TESTS_CRASH_KILL_SWITCH_H_
+#define HOLDFAST_TESTS_CRASH_KILL_SWITCH_H_
+
+namespace holdfast::testing {
+
+/// From now on this process counts its calls that change something (or take a lock) and dies right
+/// before the `call`th, counting from 1. For a forked child: it replaces the table of system calls.
+void ArmKillSwitch(int call);
+
+}  // namespace holdfast::testing
+
+#endif  // HOLDFAST_TESTS_CRASH_KILL_SWITCH_H_

@@ -1,0 +1,146 @@
+// A trainer is killed and its worker, a real process, works on: recovery waits for it or fences it.
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <stdio.h>
+#include <sys/file.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+
+#include "holdfast/recovery.h"
+#include "runtime/checkpointer/directory_access.h"
+#include "runtime/checkpointer/directory_lock.h"
+#include "runtime/checkpointer/directory_names.h"
+#include "runtime/sys/system.h"
+#include "tests/testing/small_checkpoint.h"
+
+namespace holdfast::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr AttemptId kAttempt = {.high = 1, .low = 2};
+
+struct Pipe {
+  Pipe() {
+    if (pipe2(fds, O_CLOEXEC) != 0) abort();
+  }
+  ~Pipe() {
+    close(fds[0]);
+    close(fds[1]);
+  }
+  void Tell(int value) const {
+    if (write(fds[1], &value, sizeof(value)) != sizeof(value)) _exit(3);
+  }
+  int Hear() const {
+    int value = -1;
+    if (read(fds[0], &value, sizeof(value)) != sizeof(value)) value = -2;
+    return value;
+  }
+  int fds[2];
+};
+
+class OrphanWorker : public ::testing::Test {
+ protected:
+  /// Starts a trainer with a worker, kills the trainer, and returns with the worker waiting for
+  /// `go_`. The worker then writes the manifests, commits, and tells the errno of its rename.
+  void MakeOrphan() {
+    const pid_t trainer = fork();
+    if (trainer == 0) Trainer();
+    worker_ = ready_.Hear();
+    ASSERT_GT(worker_, 0);
+    kill(trainer, SIGKILL);
+    waitpid(trainer, nullptr, 0);
+  }
+
+  [[noreturn]] void Trainer() {
+    auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory_.path());
+    auto save = checkpointer::MakePartialDirectory(parent->get(), partial_);
+    if (!save.ok()) _exit(1);
+    base::ForkScope own;
+    const pid_t worker = fork();
+    if (worker == 0) {
+      close(save->trainer.get());
+      ready_.Tell(getpid());
+      go_.Hear();
+      // By fd, as a worker does it: the directory's name may be another by now.
+      const std::string inside = "/proc/self/fd/" + std::to_string(save->in_use.get());
+      WriteSmallCheckpoint(inside, rank_);
+      const int failed =
+          renameat2(parent->get(), partial_.c_str(), parent->get(), "step-7", RENAME_NOREPLACE) == 0
+              ? 0
+              : errno;
+      result_.Tell(failed);
+      _exit(0);
+    }
+    while (true) pause();
+  }
+
+  TemporaryDirectory directory_;
+  const SmallRank rank_ = {.checkpoint = "step-7", .attempt = kAttempt, .world_size = 2, .step = 7};
+  const std::string partial_ = checkpointer::PartialName("step-7", kAttempt);
+  Pipe ready_;
+  Pipe go_;
+  Pipe result_;
+  pid_t worker_ = 0;
+};
+
+const Pipe* g_go = nullptr;
+
+TEST_F(OrphanWorker, IsWaitedForAndItsCheckpointIsTaken) {
+  MakeOrphan();
+  // It goes on only once the recovery sleeps, so the recovery has found it at work.
+  g_go = &go_;
+  sys::g_system.nanosleep = [](const struct timespec* request, struct timespec* rest) {
+    if (g_go != nullptr) g_go->Tell(1);
+    g_go = nullptr;
+    return sys::kKernel.nanosleep(request, rest);
+  };
+  const auto report = Recover(directory_.path(), {.wait_for_orphans = absl::Minutes(4)});
+  sys::g_system = sys::kKernel;
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(result_.Hear(), 0);
+  EXPECT_THAT(report->fenced, IsEmpty());
+  EXPECT_THAT(report->removed, IsEmpty());
+  ASSERT_THAT(report->complete, SizeIs(1));
+  EXPECT_TRUE(HasBytesOf(directory_ / "step-7", rank_));
+}
+
+TEST_F(OrphanWorker, IsFencedWhenItDoesNotEndAndCannotCommitAnyMore) {
+  MakeOrphan();
+  auto report = Recover(directory_.path(), {.wait_for_orphans = absl::ZeroDuration()});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->fenced, SizeIs(1));
+  EXPECT_THAT(report->complete, IsEmpty());
+  go_.Tell(1);
+  EXPECT_EQ(result_.Hear(), ENOENT);
+  EXPECT_FALSE(std::filesystem::exists(directory_ / "step-7"));
+  // It has ended, or does so now: its directory goes with the next recovery that finds it gone.
+  auto fenced = checkpointer::OpenDirectory(AT_FDCWD, directory_ / report->fenced[0]);
+  ASSERT_TRUE(fenced.ok());
+  ASSERT_EQ(flock(fenced->get(), LOCK_EX), 0);
+  *fenced = base::UniqueFd();
+  const std::string name = report->fenced[0];
+  report = Recover(directory_.path(), {.wait_for_orphans = absl::ZeroDuration()});
+  ASSERT_TRUE(report.ok());
+  EXPECT_THAT(report->removed, ElementsAre(name));
+  EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
+}
+
+TEST_F(OrphanWorker, KilledTooLeavesNothingToWaitFor) {
+  MakeOrphan();
+  kill(worker_, SIGKILL);
+  const auto report = Recover(directory_.path(), {.wait_for_orphans = absl::Minutes(4)});
+  ASSERT_TRUE(report.ok());
+  EXPECT_THAT(report->fenced, IsEmpty());
+  EXPECT_THAT(report->removed, SizeIs(1));
+}
+
+}  // namespace
+}  // namespace holdfast::testing

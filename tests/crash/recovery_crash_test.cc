@@ -1,0 +1,54 @@
+// Recovery after every crash that the model knows. recovery_planted_test.cc proves that these
+// campaigns would find the mistakes that they are for.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "tests/crash/campaigns.h"
+
+namespace holdfast::testing {
+namespace {
+
+using ::testing::IsEmpty;
+
+class Commits : public ::testing::TestWithParam<CommitCase> {};
+
+TEST_P(Commits, SurviveAKillBeforeEachCall) {
+  const Outcome outcome = KillCommits(GetParam());
+  EXPECT_THAT(outcome.violations, IsEmpty());
+  EXPECT_GT(outcome.states, 30);
+  RecordProperty("states", outcome.states);
+}
+
+TEST_P(Commits, SurviveAPowerCutAfterEachCallOfTheSaveAndOfItsRecovery) {
+  const Outcome outcome = CutPower(GetParam());
+  EXPECT_THAT(outcome.violations, IsEmpty());
+  EXPECT_GT(outcome.states, 100);
+  RecordProperty("states", outcome.states);
+}
+
+INSTANTIATE_TEST_SUITE_P(TwoRanks, Commits,
+                         ::testing::Values(CommitCase{.order = {0, 1}}, CommitCase{.order = {1, 0}},
+                                           CommitCase{.order = {0, 1}, .replace = true},
+                                           CommitCase{.order = {1, 0}, .replace = true}),
+                         [](const auto& tested) {
+                           return std::string(tested.param.order[0] == 0 ? "Rank0First"
+                                                                         : "Rank1First") +
+                                  (tested.param.replace ? "Replacing" : "");
+                         });
+
+TEST(Recoveries, SurviveAKillBeforeEachCall) {
+  const Outcome outcome = KillRecoveries();
+  EXPECT_THAT(outcome.violations, IsEmpty());
+  EXPECT_GT(outcome.states, 30);
+}
+
+TEST(Recoveries, LeaveARunningSaveUntouchedWhereverAnotherRankDied) {
+  const Outcome outcome = KillOneRankOfARunningSave();
+  EXPECT_THAT(outcome.violations, IsEmpty());
+  EXPECT_GT(outcome.states, 10);
+}
+
+TEST(Recoveries, NeverPromoteOddities) { EXPECT_THAT(Oddities().violations, IsEmpty()); }
+
+}  // namespace
+}  // namespace holdfast::testing

@@ -1,0 +1,35 @@
+// The commit protocol of a save as a script: every step of trainer and worker of all ranks, one
+// after the other in one process, through the table of system calls.
+#ifndef HOLDFAST_TESTS_CRASH_SCRIPTED_WRITER_H_
+#define HOLDFAST_TESTS_CRASH_SCRIPTED_WRITER_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "tests/testing/small_checkpoint.h"
+
+namespace holdfast::testing {
+
+/// Where campaigns work: in memory if possible. They kill processes and model power cuts; a real
+/// disk under them would only cost minutes.
+std::string Scratch();
+
+struct Script {
+  std::string directory;
+  SmallRank like;                     ///< Name, attempt, world size, step; every rank is written.
+  std::vector<uint32_t> order = {0};  ///< In which the ranks do their part. Rank 0 commits last.
+  bool replace = false;
+  std::function<void()> acknowledge;  ///< Called when "durable" would be reported.
+};
+
+/// False as soon as a call fails; locks are then given back as a dying process gives them back.
+bool RunScript(const Script& script);
+
+/// One rank's part alone, without the commit, into the partial directory `partial`.
+bool WriteRankDurably(int parent, const std::string& partial, const SmallRank& rank);
+
+}  // namespace holdfast::testing
+
+#endif  // HOLDFAST_TESTS_CRASH_SCRIPTED_WRITER_H_
