@@ -1,0 +1,98 @@
+#include "tools/demo/options.h"
+
+#include <CLI/CLI.hpp>
+
+#include "tools/words.h"
+
+namespace holdfast::demo {
+namespace {
+
+constexpr char kAbout[] =
+    "Trains a model's state and saves checkpoints of it while the training goes on.\n"
+    "\n"
+    "Every step changes every byte of the state. Saves run in the background; at the end all\n"
+    "checkpoints are verified, and the newest is loaded back and compared with the state as it was\n"
+    "when the save was asked for.";
+
+constexpr char kMore[] =
+    "Exit status: 0 everything is sound; 1 damage was found (with --mutate-sealed and\n"
+    "--mutate-and-restore: as it should be); 2 damage was done and not found; 3 a save, a load or\n"
+    "the set-up failed; 64 the command line is wrong.\n"
+    "\n"
+    "Examples:\n"
+    "  holdfast-demo --dir /data/checkpoints\n"
+    "  holdfast-demo model.safetensors --dir /data/checkpoints --saves 5 --launcher persistent\n"
+    "  holdfast-demo --arena-bytes 512M        a save larger than the staging memory streams\n"
+    "  holdfast-demo --mutate-sealed           a save whose memory was overwritten is refused\n";
+
+void Declare(CLI::App* app, Options* options) {
+  app->add_option("FILE", options->file,
+                  "A safetensors file whose tensors are trained; without it, parameters and\n"
+                  "optimizer state of the size of GPT-2 (1.4 GiB)")
+      ->check(CLI::ExistingFile);
+  app->add_option("--dir", options->directory,
+                  "Where checkpoints are kept; made if it does not exist. Without it a temporary\n"
+                  "directory, removed at the end");
+  app->add_option("--saves", options->saves, "Number of checkpoints")
+      ->check(CLI::Range(1u, 100000u))
+      ->capture_default_str();
+  app->add_option("--steps-between", options->steps_between, "Training steps from save to save")
+      ->check(CLI::Range(1u, 1000000u))
+      ->capture_default_str();
+  app->add_option("--launcher", options->launcher, "How the writing side is started")
+      ->transform(CLI::CheckedTransformer(tools::LauncherWords(), CLI::ignore_case))
+      ->default_str("spawn");
+  app->add_option("--engine", options->engine, "How bytes reach the file")
+      ->transform(CLI::CheckedTransformer(tools::EngineWords(), CLI::ignore_case))
+      ->default_str("auto");
+  app->add_option("--arena-bytes", options->arena_bytes,
+                  "Staging memory, as 512M or 2GiB; 0 is as much as the state needs")
+      ->transform(CLI::AsSizeValue(false));
+  app->add_option("--threads", options->threads, "Threads of the training step; 0 is one per CPU")
+      ->check(CLI::Range(0u, 256u));
+  app->add_option("--seed", options->seed, "Of the training's noise")->capture_default_str();
+  app->add_option("--keep-last", options->keep_last,
+                  "Keep the newest N checkpoints and delete older ones; 0 keeps all");
+  app->add_flag("--read-back", options->read_back,
+                "Compare what is really on disk before a checkpoint counts");
+  app->add_flag("--replace", options->replace, "Replace checkpoints of the same name");
+  app->add_flag("--json", options->json, "One JSON document on standard output");
+}
+
+void DeclareMischief(CLI::App* app, bool* mutate, bool* restore) {
+  CLI::Option* const sealed =
+      app->add_flag("--mutate-sealed", *mutate,
+                    "Overwrite sealed staging memory before it is written, as a framework's\n"
+                    "allocator would: the save must be refused");
+  app->add_flag("--mutate-and-restore", *restore,
+                "Overwrite it and put it back once the disk has the wrong bytes: only reading\n"
+                "back what is on disk finds that")
+      ->excludes(sealed);
+}
+
+}  // namespace
+
+std::optional<Options> ParseOptions(int argc, char** argv, int* exit_status) {
+  Options options;
+  bool mutate = false;
+  bool restore = false;
+  CLI::App app(kAbout, "holdfast-demo");
+  app.footer(kMore);
+  Declare(&app, &options);
+  DeclareMischief(&app, &mutate, &restore);
+  try {
+    app.parse(argc, argv);
+    if (restore && options.launcher == Launcher::kThread) {
+      throw CLI::ValidationError("--mutate-and-restore",
+                                 "needs a worker process: not with --launcher thread");
+    }
+  } catch (const CLI::ParseError& error) {
+    *exit_status = app.exit(error) == 0 ? kExitSound : kExitUsage;
+    return std::nullopt;
+  }
+  if (mutate) options.mischief = Mischief::kMutateSealed;
+  if (restore) options.mischief = Mischief::kMutateAndRestore;
+  return options;
+}
+
+}  // namespace holdfast::demo

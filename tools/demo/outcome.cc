@@ -1,0 +1,161 @@
+#include "tools/demo/outcome.h"
+
+#include <nlohmann/json.hpp>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "tools/progress_bar.h"
+#include "tools/words.h"
+
+namespace holdfast::demo {
+namespace {
+
+constexpr double kMsPerSecond = 1e3;
+
+double Rate(double bytes, double seconds) { return seconds > 0 ? bytes / seconds : 0; }
+
+std::string RateText(double bytes, double seconds) {
+  return tools::FormatBytes(Rate(bytes, seconds)) + "/s";
+}
+
+std::string VerifyText(const SaveRow& row) {
+  if (row.deleted) return "deleted by retention";
+  if (!row.verified) return "-";
+  if (row.verify.verdict != Verdict::kSound) {
+    return absl::StrCat(row.verify.faults_total, " fault(s)");
+  }
+  return absl::StrFormat("sound %6.2f s  %s", row.verify.seconds,
+                         RateText(static_cast<double>(row.verify.bytes), row.verify.seconds));
+}
+
+std::string RowText(const SaveRow& row) {
+  if (!row.status.ok()) return absl::StrFormat("%-14s refused\n", row.name);
+  const SaveReport& r = row.report;
+  return absl::StrFormat(
+      "%-14s %9.2f %9.2f %9.2f %9.2f | %8.3f %8.3f %8.3f %8.3f  %-12s | %s\n", row.name,
+      r.time_in_call * kMsPerSecond, r.time_copying * kMsPerSecond,
+      r.time_launching * kMsPerSecond, r.time_waiting_memory * kMsPerSecond, r.time_to_staged,
+      r.time_writing, r.time_syncing, r.time_to_durable,
+      RateText(static_cast<double>(r.bytes), r.time_to_durable), VerifyText(row));
+}
+
+const SaveRow* FirstDurable(const Outcome& outcome) {
+  for (const SaveRow& row : outcome.saves) {
+    if (row.ended && row.status.ok()) return &row;
+  }
+  return nullptr;
+}
+
+const char* OutcomeWord(int exit_status) {
+  switch (exit_status) {
+    case kExitSound:
+      return "sound";
+    case kExitFaultFound:
+      return "damage found";
+    case kExitFaultMissed:
+      return "damage missed";
+    default:
+      return "failed";
+  }
+}
+
+nlohmann::json RowJson(const SaveRow& row) {
+  const SaveReport& r = row.report;
+  nlohmann::json json = {{"name", row.name},
+                         {"step", row.step},
+                         {"attacked", row.attacked},
+                         {"status", absl::StatusCodeToString(row.status.code())},
+                         {"message", std::string(row.status.message())}};
+  if (row.ended && row.status.ok()) {
+    json["path"] = r.path;
+    json["bytes"] = r.bytes;
+    json["launcher"] = tools::LauncherWord(r.launcher);
+    json["engine"] = tools::EngineWord(r.engine);
+    json["engine_reason"] = r.engine_reason;
+    json["pages"] = tools::PagesWord(r.pages);
+    json["direct_io"] = tools::DirectWord(r.direct_io);
+    json["streamed"] = r.streamed;
+    json["stall_seconds"] = r.time_in_call;
+    json["copying_seconds"] = r.time_copying;
+    json["launching_seconds"] = r.time_launching;
+    json["waiting_memory_seconds"] = r.time_waiting_memory;
+    json["staged_seconds"] = r.time_to_staged;
+    json["writing_seconds"] = r.time_writing;
+    json["syncing_seconds"] = r.time_syncing;
+    json["durable_seconds"] = r.time_to_durable;
+    json["cpu_sealing_seconds"] = r.cpu_sealing;
+    json["cpu_worker_seconds"] = r.cpu_worker;
+  }
+  json["deleted"] = row.deleted;
+  if (row.verified) {
+    nlohmann::json faults = nlohmann::json::array();
+    for (const Fault& fault : row.verify.faults) {
+      faults.push_back({{"file", fault.file},
+                        {"tensor", fault.tensor},
+                        {"begin", fault.begin},
+                        {"end", fault.end},
+                        {"reason", fault.reason}});
+    }
+    json["verify"] = {{"sound", row.verify.verdict == Verdict::kSound},
+                      {"seconds", row.verify.seconds},
+                      {"bytes", row.verify.bytes},
+                      {"faults", faults}};
+  }
+  return json;
+}
+
+}  // namespace
+
+std::string Text(const Options& options, const Outcome& outcome) {
+  std::string out = "\n                    ---- stall: in the call, ms ----    "
+                    "---------- in the background, s ----------\n";
+  absl::StrAppendFormat(&out, "%-14s %9s %9s %9s %9s | %8s %8s %8s %8s  %-12s | %s\n", "checkpoint",
+                        "all", "copying", "launching", "waiting", "staged", "writing", "syncing",
+                        "durable", "rate", "verify");
+  for (const SaveRow& row : outcome.saves) absl::StrAppend(&out, RowText(row));
+  if (const SaveRow* row = FirstDurable(outcome); row != nullptr) {
+    absl::StrAppendFormat(
+        &out, "\nlauncher %s, engine %s (%s), pages %s (%s), direct I/O %s%s\n",
+        tools::LauncherWord(row->report.launcher), tools::EngineWord(row->report.engine),
+        row->report.engine_reason, tools::PagesWord(row->report.pages),
+        outcome.staging.pages_reason, tools::DirectWord(row->report.direct_io),
+        row->report.streamed ? ", streamed: the state is larger than the staging memory" : "");
+  }
+  absl::StrAppendFormat(&out, "training step %.0f ms; staging memory %s, at most %s of it held\n",
+                        outcome.step_seconds * kMsPerSecond,
+                        tools::FormatBytes(static_cast<double>(outcome.staging.arena_bytes)),
+                        tools::FormatBytes(static_cast<double>(outcome.staging.bytes_held_peak)));
+  for (const std::string& finding : outcome.findings) absl::StrAppend(&out, finding, "\n");
+  absl::StrAppend(&out, options.temporary ? "The checkpoints were in a temporary directory, which "
+                                            "is removed: "
+                                          : "The checkpoints are in ",
+                  options.directory, "\n");
+  return out;
+}
+
+std::string Json(const Options& options, const Outcome& outcome) {
+  nlohmann::json json;
+  json["outcome"] = OutcomeWord(outcome.exit_status);
+  json["exit_status"] = outcome.exit_status;
+  json["directory"] = options.directory;
+  json["directory_kept"] = !options.temporary;
+  json["state"] = {{"origin", outcome.state_origin},
+                   {"tensors", outcome.state_tensors},
+                   {"bytes", outcome.state_bytes},
+                   {"step_seconds", outcome.step_seconds}};
+  json["arena"] = {{"bytes", outcome.staging.arena_bytes},
+                   {"bytes_peak", outcome.staging.bytes_held_peak},
+                   {"pages", tools::PagesWord(outcome.staging.pages)},
+                   {"pages_reason", outcome.staging.pages_reason}};
+  json["deed"] = outcome.deed;
+  json["saves"] = nlohmann::json::array();
+  for (const SaveRow& row : outcome.saves) json["saves"].push_back(RowJson(row));
+  json["loaded"] = {{"name", outcome.loaded},
+                    {"equal", outcome.loaded_equal},
+                    {"seconds", outcome.load_seconds}};
+  json["findings"] = outcome.findings;
+  constexpr int kIndent = 2;
+  return json.dump(kIndent, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
+}
+
+}  // namespace holdfast::demo
