@@ -1,15 +1,28 @@
-// What a project that uses the installed package looks like: a plan of one file, checked.
+// Saves a state asynchronously while the training goes on, and proves what is on disk.
 #include <iostream>
 #include <vector>
 
-#include "holdfast/plan.h"
+#include "holdfast/checkpointer.h"
+#include "holdfast/verify.h"
 
-int main() {
-  const std::vector<float> weights(1024, 0.5f);
-  holdfast::SavePlan plan;
-  plan.tensors.push_back({"weights", "F32", {1024}, 0, 0, 4096});
-  plan.files.push_back({"model.bin", 4096, {{0, 4096, 0, weights.data(), "", nullptr, nullptr}}});
-  const absl::Status status = holdfast::ValidatePlan(plan);
-  std::cout << "plan of " << plan.total_bytes() << " bytes: " << status << "\n";
-  return status.ok() ? 0 : 1;
+int main(int argc, char** argv) {
+  auto checkpointer = holdfast::Checkpointer::Create(
+      {.directory = argc > 1 ? argv[1] : ".", .staging = {.arena_bytes = 64 << 20}});
+  if (!checkpointer.ok()) return std::cerr << checkpointer.status() << "\n", 1;
+
+  std::vector<float> weights(1 << 20, 0.5f);
+  const holdfast::TensorSource tensors[] = {{.name = "weights",
+                                             .dtype = "F32",
+                                             .shape = {1 << 20},
+                                             .data = weights.data(),
+                                             .bytes = weights.size() * sizeof(float)}};
+  auto save = (*checkpointer)->SaveAsync({.name = "step-1", .step = 1, .tensors = tensors});
+  if (!save.ok()) return std::cerr << save.status() << "\n", 1;
+  weights.assign(weights.size(), 0.25f);  // The next step: the save has a copy of its own.
+
+  auto report = save->WaitDurable(absl::Minutes(1));
+  if (!report.ok()) return std::cerr << report.status() << "\n", 1;
+  std::cout << report->path << " is durable after " << report->time_to_durable << " s\n";
+  auto verified = holdfast::Verify(report->path, {});
+  return verified.ok() && verified->verdict == holdfast::Verdict::kSound ? 0 : 1;
 }
