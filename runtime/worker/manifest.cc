@@ -130,7 +130,9 @@ Found FindManifest(const JobRun& run, int directory, const char* name, int* erro
   const int fd = sys::Sys().openat(directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
   if (fd < 0) {
     *error_number = errno;
-    return errno == ENOENT || errno == ENOTDIR ? Found::kNo : Found::kFailed;
+    // ESTALE: a network file system that saw the name and lost it in between.
+    const bool absent = errno == ENOENT || errno == ENOTDIR || errno == ESTALE;
+    return absent ? Found::kNo : Found::kFailed;
   }
   char head[kHeadBytes];
   ssize_t got = 0;

@@ -136,6 +136,15 @@ Acquired AcquireFile(JobRun* run, uint32_t file, uint16_t* slot) {
   return Acquired::kReady;
 }
 
+bool ReserveFirstFiles(JobRun* run) {
+  const uint32_t file_count = run->job->file_count;
+  for (uint32_t file = 0; file < file_count && file < kOpenFilesMax; ++file) {
+    uint16_t slot = 0;
+    if (AcquireFile(run, file, &slot) != Acquired::kReady) return false;
+  }
+  return true;
+}
+
 bool SyncAllFiles(JobRun* run) {
   for (uint32_t file = 0; file < run->job->file_count; ++file) {
     if (run->notes[file].synced != 0) continue;

@@ -22,6 +22,10 @@ enum class Acquired {
 /// Opens `file` if it is not.
 Acquired AcquireFile(JobRun* run, uint32_t file, uint16_t* slot);
 
+/// Opens and reserves the first files, as many as are kept open, so that a full disk is found
+/// before anything was written.
+bool ReserveFirstFiles(JobRun* run);
+
 /// Makes every complete file durable and closes it; creates those without bytes.
 bool SyncAllFiles(JobRun* run);
 

@@ -31,9 +31,22 @@ void Publish(layout::Job* job, const Attachment& attached) {
   RingTrainer(attached);
 }
 
+/// Registration pins for writing. An arena that was mapped read-only is mapped anew, at the same
+/// place, for a job that insists on it.
+bool MakeWritable(Attachment* attached) {
+  if (attached->writable || attached->arena == nullptr) return true;
+  void* const memory =
+      sys::Sys().mmap(attached->arena, attached->arena_bytes, PROT_READ | PROT_WRITE,
+                      MAP_SHARED | MAP_FIXED, attached->arena_fd, 0);
+  attached->writable = memory != MAP_FAILED;
+  if (attached->writable) sys::Sys().madvise(memory, attached->arena_bytes, MADV_DONTDUMP);
+  return attached->writable;
+}
+
 /// Opens the ring that this job asks for, or keeps the one of the last job.
 int OpenQueue(Server* server, const layout::Job& job) {
-  const Attachment& attached = server->attached;
+  Attachment& attached = server->attached;
+  if (job.engine == EngineRung::kUringFixed && !MakeWritable(&attached)) return errno;
   io::QueueOptions options;
   options.rung = job.engine;
   options.depth = job.queue_depth;

@@ -46,6 +46,7 @@ bool Steps(JobRun* run) {
   if (!MapScratch(run)) return false;
   PrepareWriteState(run);
   if (!OpenDirectory(run)) return false;
+  if (!ReserveFirstFiles(run)) return false;
   if (!WriteExtents(run)) return false;
   SamplePrivateBytes(run);
   if (!MakeDurable(run)) return false;

@@ -7,7 +7,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #include "gtest/gtest.h"
 #include "runtime/sys/system.h"
@@ -254,6 +257,37 @@ INSTANTIATE_TEST_SUITE_P(All, KeptWorker,
                          [](const auto& setting) {
                            return setting.param == Launcher::kThread ? "Thread" : "Persistent";
                          });
+
+// A ring whose transfers never end.
+int SubmitNever(io_uring*) { return -EBUSY; }
+
+TEST(WorkerProcess, StuckTransfersAreReportedByAWorkerThatEnds) {
+  for (const Launcher launcher : {Launcher::kSpawn, Launcher::kPersistent}) {
+    Trainer trainer(kArena);
+    TestDirectory directory;
+    TestSave save(&trainer, directory.path());
+    save.parameters.engine = EngineRung::kUring;
+    save.parameters.time_stalled_max_ns = 200'000'000;
+    save.AddFile("model.bin", {2 * uint64_t{kChunkBytes}});
+    save.Build();
+    save.SealAll();
+    sys::g_system.uring_submit = SubmitNever;
+    TestWorker worker(launcher, trainer, 0, layout::kLayoutVersion, true);
+    sys::g_system = sys::kKernel;
+    save.StartOn(&worker);
+    const Trainer watch(4096, worker.pid());
+    pollfd entry = {.fd = watch.pidfd, .events = POLLIN, .revents = 0};
+    ASSERT_EQ(::poll(&entry, 1, 20'000), 1);
+    EXPECT_EQ(save.failure().code, FailureCode::kDeadlineExceeded);
+    EXPECT_EQ(save.failure().operation, Operation::kWrite);
+    EXPECT_NE(std::string(save.job()->completion.reason).find("in flight"), std::string::npos)
+        << save.job()->completion.reason;
+    // A kept worker's result would say that its memory is free: there is none.
+    EXPECT_EQ(save.AwaitDone(0), launcher == Launcher::kSpawn);
+    EXPECT_EQ(worker.Join(), launcher == Launcher::kSpawn ? 0 : layout::kExitStuck);
+    EXPECT_FALSE(Exists(save.target_path()));
+  }
+}
 
 TEST(WorkerProcess, KeptWorkerEndsWithItsTrainer) {
   StandIn trainer_process;

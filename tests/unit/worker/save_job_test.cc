@@ -54,7 +54,7 @@ TEST_P(SaveJob, WritesWhatWasSealedAndCommits) {
   EXPECT_FALSE(Exists(save.partial_path()));
   const layout::CompletionSlot& slot = save.job()->completion;
   EXPECT_EQ(slot.bytes_written, save.contents()[0].size());
-  EXPECT_EQ(slot.engine == EngineRung::kPwrite, std::get<1>(GetParam()) == EngineRung::kPwrite);
+  EXPECT_EQ(slot.engine, std::get<1>(GetParam()));
   EXPECT_NE(slot.reason[0], '\0');
   EXPECT_EQ(slot.reserved_space, 1u);
   EXPECT_GT(slot.times.first_submit, slot.times.started);
@@ -295,7 +295,8 @@ INSTANTIATE_TEST_SUITE_P(
     All, SaveJob,
     ::testing::Combine(::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent,
                                          Launcher::kThread),
-                       ::testing::Values(EngineRung::kUring, EngineRung::kPwrite)),
+                       ::testing::Values(EngineRung::kUringFixed, EngineRung::kUring,
+                                         EngineRung::kPwrite)),
     SettingName);
 
 TEST(SaveJobLimits, FileSizeLimitIsAnErrorAndNotASignal) {

@@ -78,7 +78,7 @@ Trainer::~Trainer() {
 }
 
 TestWorker::TestWorker(Launcher launcher, const Trainer& trainer, uint32_t jobs_max,
-                       uint32_t layout_version)
+                       uint32_t layout_version, bool in_fork)
     : launcher_(launcher), layout_version_(layout_version) {
   int ends[2];
   HOLDFAST_CHECK(::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) == 0, kWhy);
@@ -88,11 +88,12 @@ TestWorker::TestWorker(Launcher launcher, const Trainer& trainer, uint32_t jobs_
     thread_ = std::thread([this, other, jobs_max] {
       exit_status_ = Serve({.socket = other, .launcher = Launcher::kThread, .jobs_max = jobs_max});
     });
-  } else if (launcher == Launcher::kFork) {
+  } else if (launcher == Launcher::kFork || in_fork) {
     pid_ = ::fork();
     HOLDFAST_CHECK(pid_ >= 0, kWhy);
     if (pid_ == 0) {
-      ::_exit(Serve({.socket = other, .launcher = Launcher::kFork, .jobs_max = jobs_max}));
+      ::close(socket_);
+      ::_exit(Serve({.socket = other, .launcher = launcher, .jobs_max = jobs_max}));
     }
     ::close(other);
   } else {

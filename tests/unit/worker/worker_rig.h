@@ -47,9 +47,10 @@ class Trainer {
 /// The socket to one worker, and the worker.
 class TestWorker {
  public:
-  /// Starts it and sends kAttach.
+  /// Starts it and sends kAttach. `in_fork`: not the program but a forked child of this test, which
+  /// has its table of system calls, serves as `launcher`.
   TestWorker(Launcher launcher, const Trainer& trainer, uint32_t jobs_max = 1,
-             uint32_t layout_version = layout::kLayoutVersion);
+             uint32_t layout_version = layout::kLayoutVersion, bool in_fork = false);
   ~TestWorker();
 
   void Run(const writer::JobTable& table, int parent, int lock);
