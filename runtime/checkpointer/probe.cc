@@ -1,0 +1,116 @@
+// holdfast-doctor's findings: everything by trying, nothing by version numbers.
+#include "holdfast/probe.h"
+
+#include <fcntl.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+
+#include "absl/strings/str_cat.h"
+#include "holdfast/device.h"
+#include "io_uring/queue.h"
+#include "runtime/base/status.h"
+#include "runtime/checkpointer/advice.h"
+#include "runtime/checkpointer/directory_access.h"
+#include "runtime/checkpointer/directory_probe.h"
+#include "runtime/checkpointer/file_system.h"
+#include "runtime/checkpointer/speed_probe.h"
+#include "runtime/digest/digest.h"
+#include "runtime/staging/arena.h"
+#include "runtime/sys/system.h"
+#include "runtime/writer/worker_program.h"
+
+namespace holdfast {
+namespace checkpointer {
+namespace {
+
+// Larger than most last-level caches' share of a core, small enough for any machine that trains.
+constexpr uint64_t kArenaBytes = uint64_t{64} << 20;
+constexpr int kGpusMax = 64;
+
+/// The arena, on the rung that saves would get; null with the reason in the report.
+std::unique_ptr<staging::Arena> TryPages(ProbeReport* report) {
+  report->base_page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  auto arena = staging::Arena::Create({.bytes = kArenaBytes});
+  if (!arena.ok()) {
+    report->pages_reason = std::string(arena.status().message());
+    return nullptr;
+  }
+  report->pages = (*arena)->pages();
+  report->pages_reason = (*arena)->reason();
+  report->page_bytes = (*arena)->page_bytes();
+  return *std::move(arena);
+}
+
+/// The queue, on the rung that a spawned worker would get.
+std::unique_ptr<io::Queue> TryEngine(const staging::Arena* arena, ProbeReport* report) {
+  auto queue = std::make_unique<io::Queue>();
+  io::QueueOptions options;
+  if (arena != nullptr) {
+    options.region = arena->base();
+    options.region_bytes = arena->bytes();
+    // On small pages registration costs a spawned worker more than it saves.
+    options.may_register = arena->page_bytes() > report->base_page_bytes;
+  }
+  const int failed = queue->Open(options);
+  report->engine_reason = queue->reason();
+  if (failed != 0) {
+    if (report->engine_reason.empty()) {
+      report->engine_reason = std::string(base::ErrnoStatus("open", "engine", failed).message());
+    }
+    return nullptr;
+  }
+  report->engine = queue->rung();
+  return queue;
+}
+
+void AskLimits(ProbeReport* report) {
+  struct rlimit limit = {};
+  if (sys::Sys().getrlimit(RLIMIT_MEMLOCK, &limit) != 0) return;
+  report->memlock_bytes =
+      limit.rlim_cur == RLIM_INFINITY ? UINT64_MAX : static_cast<uint64_t>(limit.rlim_cur);
+}
+
+void FindGpus(ProbeReport* report) {
+  for (int ordinal = 0; ordinal < kGpusMax; ++ordinal) {
+    const absl::StatusOr<Device*> device = CudaDevice(ordinal);
+    if (!device.ok()) return;
+    report->gpus.push_back((*device)->name());
+  }
+}
+
+}  // namespace
+}  // namespace checkpointer
+
+absl::StatusOr<ProbeReport> Probe(const std::string& directory, const ProbeOptions& options) {
+  using namespace checkpointer;
+  auto parent = OpenDirectory(AT_FDCWD, absl::StrCat(directory, "/."));
+  if (!parent.ok()) return base::Annotate(parent.status(), absl::StrCat("probe ", directory));
+  HOLDFAST_ASSIGN_OR_RETURN(const FileSystem file_system, IdentifyFileSystem(parent->get()));
+  ProbeReport report;
+  report.directory = directory;
+  report.file_system = file_system.name;
+  report.free_bytes = file_system.free_bytes;
+  auto scratch = ScratchDirectory::Make(parent->get());
+  if (!scratch.ok()) return base::Annotate(scratch.status(), absl::StrCat("probe ", directory));
+  HOLDFAST_RETURN_IF_ERROR(TryDirectory(scratch->fd(), &report));
+
+  const std::unique_ptr<staging::Arena> arena = TryPages(&report);
+  const std::unique_ptr<io::Queue> queue = TryEngine(arena.get(), &report);
+  AskLimits(&report);
+  const absl::StatusOr<std::string> program = writer::FindWorkerProgram("");
+  report.worker_program_found = program.ok();
+  if (program.ok()) report.worker_program = *program;
+  report.digest_unit = digest::VectorUnit();
+  FindGpus(&report);
+  if (options.speed_probe > absl::ZeroDuration() && arena != nullptr && queue != nullptr) {
+    HOLDFAST_RETURN_IF_ERROR(
+        MeasureSpeeds(scratch->fd(), queue.get(), *arena, options.speed_probe, &report));
+  }
+  report.advice = Advise(report, file_system.local, std::string(program.status().message()));
+  return report;
+}
+
+}  // namespace holdfast
