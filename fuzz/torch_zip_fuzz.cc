@@ -12,7 +12,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   const absl::string_view file(reinterpret_cast<const char*>(data), bytes);
   const size_t tail = std::min<size_t>(bytes, kZipTailBytes);
   const auto where = FindZipDirectory(file.substr(bytes - tail), bytes);
+  const auto length = ZipLength(file.substr(bytes - tail));
+  if (length.ok()) HOLDFAST_EXPECT(*length >= 22);
   if (!where.ok()) return 0;
+  HOLDFAST_EXPECT(length.ok() && *length == bytes);
   HOLDFAST_EXPECT(where->begin <= bytes && where->bytes <= bytes - where->begin);
   auto records = ParseZipDirectory(file.substr(where->begin, where->bytes), *where, bytes);
   if (!records.ok()) return 0;

@@ -204,6 +204,40 @@ TEST(TorchZip, RefusesToBeGivenTheWrongBytes) {
             absl::StatusCode::kInvalidArgument);
 }
 
+TEST(ZipLength, TakesArchivesApartThatStandOneAfterTheOther) {
+  for (const bool zip64_end : {true, false}) {
+    ZipSample first = Sample();
+    first.zip64_end = zip64_end;
+    ZipSample second = Sample();
+    second.zip64_end = zip64_end;
+    second.records.pop_back();
+    const std::string a = first.Write();
+    const std::string b = second.Write();
+    const std::string file = a + b;
+    const auto length = ZipLength(file);
+    ASSERT_TRUE(length.ok()) << length.status();
+    EXPECT_EQ(*length, b.size());
+    EXPECT_TRUE(Read(file.substr(file.size() - *length)).ok());
+    EXPECT_EQ(*ZipLength(file.substr(0, file.size() - *length)), a.size());
+  }
+}
+
+TEST(ZipLength, RefusesWhatIsNoEnd) {
+  const std::string file = Sample().Write();
+  EXPECT_EQ(ZipLength("").status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(ZipLength(file + "x").status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(ZipLength(Patch(file, kEnd64, 0, "QK")).status().code(), absl::StatusCode::kDataLoss);
+  for (const size_t field : {40, 48}) {
+    EXPECT_EQ(ZipLength(Patch(file, kEnd64, field, std::string(8, '\xff'))).status().code(),
+              absl::StatusCode::kDataLoss);
+  }
+}
+
+TEST(Crc32, IsThatOfTheWholeFromItsParts) {
+  EXPECT_EQ(Crc32Combine(Crc32(0, "1234", 4), Crc32(0, "56789", 5), 5), 0xcbf43926u);
+  EXPECT_EQ(Crc32Combine(0xcbf43926u, Crc32(0, "", 0), 0), 0xcbf43926u);
+}
+
 TEST(Crc32, IsTheOneOfZip) {
   EXPECT_EQ(Crc32(0, "123456789", 9), 0xcbf43926u);
   EXPECT_EQ(Crc32(Crc32(0, "1234", 4), "56789", 5), 0xcbf43926u);
