@@ -1,4 +1,5 @@
-// Copying into the staging memory, plain and fused with the digest, against memcpy into warm memory.
+// Copying into the staging memory, plain and fused with the digest, against memcpy into warm
+// memory.
 #include <algorithm>
 #include <cstring>
 #include <memory>

@@ -22,6 +22,7 @@ constexpr const char* kStableKeys[] = {
     "handoff.median_us.fork",
     "handoff.median_us.persistent",
     "handoff.median_us.thread",
+    "handoff.median_us.device",
     "handoff.growth_ratio.spawn",
     "handoff.growth_ratio.fork",
     "handoff.growth_ratio.persistent",
@@ -112,9 +113,8 @@ std::string Figures::Table() const {
     }
     const auto [least, most] = std::minmax_element(figure.samples.begin(), figure.samples.end());
     absl::StrAppendFormat(&out, "%-44s %12s %12s %12s %4d  %-8s %s\n", key,
-                          NumberText(Median(figure.samples)), NumberText(*least),
-                          NumberText(*most), figure.samples.size(), figure.unit,
-                          Join(figure.labels));
+                          NumberText(Median(figure.samples)), NumberText(*least), NumberText(*most),
+                          figure.samples.size(), figure.unit, Join(figure.labels));
   }
   return out;
 }

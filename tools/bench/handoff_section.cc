@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "tools/bench/late_device.h"
 #include "tools/bench/memory.h"
 #include "tools/bench/one_save.h"
 #include "tools/bench/sections.h"
@@ -61,8 +62,7 @@ absl::Status Calls(const Bench& bench, Launcher launcher, uint32_t calls,
 
 /// All launchers, once, in a trainer with `ballast` resident bytes.
 absl::Status Block(const Bench& bench, uint64_t ballast_bytes, bool large, uint32_t calls,
-                   const std::vector<TensorSource>& tensors,
-                   std::map<Launcher, Samples>* samples) {
+                   const std::vector<TensorSource>& tensors, std::map<Launcher, Samples>* samples) {
   const absl::StatusOr<Memory> ballast = Memory::Make(ballast_bytes, Pages::kBase);
   if (!ballast.ok()) return ballast.status();
   for (const Launcher launcher : kLaunchers) {
@@ -87,6 +87,17 @@ absl::Status Block(const Bench& bench, uint64_t ballast_bytes, bool large, uint3
   return absl::OkStatus();
 }
 
+/// The same call with tensors that live on a device, whose copies end after it has returned.
+void AddDevice(const Bench& bench, std::vector<TensorSource> tensors) {
+  LateDevice device;
+  for (TensorSource& tensor : tensors) tensor.device = &device;
+  Samples samples;
+  const absl::Status status =
+      Calls(bench, bench.options.launcher, bench.options.calls, tensors, &samples.small, &samples);
+  if (!status.ok()) return bench.figures.AddMissing("handoff.median_us.device", status.ToString());
+  bench.figures.Add("handoff.median_us.device", "us", samples.small, samples.labels);
+}
+
 }  // namespace
 
 absl::Status RunHandoff(const Bench& bench) {
@@ -106,8 +117,8 @@ absl::Status RunHandoff(const Bench& bench) {
   std::map<Launcher, Samples> samples;
   for (uint32_t round = 0; round < rounds; ++round) {
     for (const bool is_large : {false, true}) {
-      const absl::Status status = Block(bench, is_large ? large : kBallastSmallBytes, is_large,
-                                        calls, tensors, &samples);
+      const absl::Status status =
+          Block(bench, is_large ? large : kBallastSmallBytes, is_large, calls, tensors, &samples);
       if (!status.ok()) return status;
     }
   }
@@ -123,6 +134,7 @@ absl::Status RunHandoff(const Bench& bench) {
     bench.figures.Add("handoff.launching_us." + name, "us", of.launching, of.labels);
     bench.figures.Add("handoff.growth_ratio." + name, "ratio", of.growth, of.labels);
   }
+  AddDevice(bench, tensors);
   return absl::OkStatus();
 }
 

@@ -45,9 +45,8 @@ int Run(const Options& options, const std::string& command) {
   const Bench bench = {.options = options, .scratch = *scratch, .figures = figures};
   int exit_status = kExitOk;
   for (const Section& section : Sections()) {
-    const bool wanted = options.only.empty() ||
-                        std::find(options.only.begin(), options.only.end(), section.name) !=
-                            options.only.end();
+    const bool wanted = options.only.empty() || std::find(options.only.begin(), options.only.end(),
+                                                          section.name) != options.only.end();
     if (!wanted) continue;
     const absl::Status status = section.run(bench);
     scratch->Empty();

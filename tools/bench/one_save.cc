@@ -37,10 +37,9 @@ absl::StatusOr<SaveCost> MeasureSave(Checkpointer* checkpointer, const std::stri
   // waited for: a kept worker was not, and tells itself.
   const Launcher launcher = report->launcher;
   const bool ended = launcher == Launcher::kSpawn || launcher == Launcher::kFork;
-  cost.worker_cpu = ended ? std::max(watch.children_cpu_seconds(), report->cpu_worker)
-                          : report->cpu_worker;
-  cost.total_cpu =
-      watch.cpu_seconds() + (launcher == Launcher::kThread ? 0.0 : cost.worker_cpu);
+  cost.worker_cpu =
+      ended ? std::max(watch.children_cpu_seconds(), report->cpu_worker) : report->cpu_worker;
+  cost.total_cpu = watch.cpu_seconds() + (launcher == Launcher::kThread ? 0.0 : cost.worker_cpu);
   return cost;
 }
 

@@ -16,9 +16,9 @@ inline constexpr double kGib = 1024.0 * 1024.0 * 1024.0;
 
 struct SaveCost {
   SaveReport report;
-  double call_seconds = 0;    ///< Inside SaveAsync, by the caller's clock.
-  double worker_cpu = 0;      ///< CPU seconds of the writing side.
-  double total_cpu = 0;       ///< Of copying, sealing, supervising and writing together.
+  double call_seconds = 0;  ///< Inside SaveAsync, by the caller's clock.
+  double worker_cpu = 0;    ///< CPU seconds of the writing side.
+  double total_cpu = 0;     ///< Of copying, sealing, supervising and writing together.
 
   double gib() const { return static_cast<double>(report.bytes) / kGib; }
   /// From the first submit until the checkpoint is durable.

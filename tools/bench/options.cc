@@ -12,7 +12,8 @@ namespace {
 constexpr char kAbout[] =
     "Measures Holdfast on this machine, side by side with the limits of the disk and the memory.\n"
     "\n"
-    "What is compared is measured in turn, in one run, with old files deleted and settled between.\n"
+    "What is compared is measured in turn, in one run, with old files deleted and settled "
+    "between.\n"
     "Figures are medians, with their smallest and largest value.";
 
 constexpr char kMore[] =

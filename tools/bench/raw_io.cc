@@ -86,8 +86,7 @@ absl::StatusOr<RawResult> Run(const RawRequest& request, io::Opcode opcode) {
   const File file(opened.fd);
   // A file system that cannot reserve is measured without.
   if (write) (void)!fallocate(file.fd(), 0, 0, static_cast<off_t>(request.bytes));
-  const absl::StatusOr<Memory> buffers =
-      Memory::Make(uint64_t{kDepth} * kChunkBytes, Pages::kHuge);
+  const absl::StatusOr<Memory> buffers = Memory::Make(uint64_t{kDepth} * kChunkBytes, Pages::kHuge);
   if (!buffers.ok()) return buffers.status();
   FillWithNoise(*buffers);
   // After the memory, so that it is closed first.

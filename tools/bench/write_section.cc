@@ -35,8 +35,8 @@ struct Way {
   void Note(const std::string& figure, double value) { figures[figure].push_back(value); }
 };
 
-absl::Status Save(const Bench& bench, const std::vector<TensorSource>& tensors,
-                  EngineRung engine, Way* way) {
+absl::Status Save(const Bench& bench, const std::vector<TensorSource>& tensors, EngineRung engine,
+                  Way* way) {
   CheckpointerOptions options = OptionsFor(bench, ArenaBytesFor(bench.options.bytes));
   options.engine = engine;
   const absl::StatusOr<std::unique_ptr<Checkpointer>> checkpointer = Checkpointer::Create(options);
@@ -67,14 +67,13 @@ std::vector<Way> MakeWays(const Bench& bench, const std::vector<TensorSource>& t
       .directory = bench.scratch.fd(), .name = "raw", .bytes = bench.options.bytes};
   std::vector<Way> ways;
   ways.push_back({"fio", [&bench](Way* way) {
-                    const absl::StatusOr<double> rate = FioWrite(
-                        absl::StrCat(bench.scratch.path(), "/fio"), bench.options.bytes);
+                    const absl::StatusOr<double> rate =
+                        FioWrite(absl::StrCat(bench.scratch.path(), "/fio"), bench.options.bytes);
                     if (rate.ok()) way->Note("rate", *rate);
                     return rate.status();
                   }});
-  ways.push_back({"buffered", [raw](Way* way) {
-                    return NoteRaw(BufferedWrite(raw), raw.bytes, way);
-                  }});
+  ways.push_back(
+      {"buffered", [raw](Way* way) { return NoteRaw(BufferedWrite(raw), raw.bytes, way); }});
   for (const Rung& rung : kRungs) {
     RawRequest request = raw;
     request.engine = rung.engine;
@@ -93,8 +92,8 @@ void Measure(const Bench& bench, std::vector<Way>* ways) {
     for (size_t i = 0; i < ways->size(); ++i) {
       Way& way = (*ways)[(i + round) % ways->size()];
       if (!way.failure.empty()) continue;
-      ShowStep(absl::StrCat("write: round ", round + 1, " of ", bench.options.pairs, ": ",
-                            way.name));
+      ShowStep(
+          absl::StrCat("write: round ", round + 1, " of ", bench.options.pairs, ": ", way.name));
       const absl::Status status = way.turn(&way);
       // What does not work here does not work in the next round either.
       if (!status.ok()) way.failure = status.ToString();
@@ -129,7 +128,8 @@ std::vector<double> Ratios(const std::vector<double>& a, const std::vector<doubl
 void AddRung(const Bench& bench, const Way& fio, const Way& raw, const Way& save) {
   Figures& figures = bench.figures;
   const std::string ratio = absl::StrCat("write.ratio_to_raw.", save.name);
-  if (!raw.failure.empty()) figures.AddMissing("raw.write_bytes_per_second." + save.name, raw.failure);
+  if (!raw.failure.empty())
+    figures.AddMissing("raw.write_bytes_per_second." + save.name, raw.failure);
   if (!save.failure.empty()) return figures.AddMissing(ratio, save.failure);
   const std::vector<double> limit = Limit(fio, raw);
   const auto of = [&save](const char* figure) { return save.figures.at(figure); };
@@ -139,8 +139,8 @@ void AddRung(const Bench& bench, const Way& fio, const Way& raw, const Way& save
   figures.Add(absl::StrCat("write.bytes_per_second.", save.name), "B/s", of("rate"), save.labels);
   figures.Add(absl::StrCat("write.worker_cpu_seconds_per_gib.", save.name), "s/GiB",
               of("worker_cpu"), save.labels);
-  figures.Add(absl::StrCat("write.total_cpu_seconds_per_gib.", save.name), "s/GiB",
-              of("total_cpu"), save.labels);
+  figures.Add(absl::StrCat("write.total_cpu_seconds_per_gib.", save.name), "s/GiB", of("total_cpu"),
+              save.labels);
   if (raw.failure.empty()) {
     figures.Add(absl::StrCat("raw.write_bytes_per_second.", save.name), "B/s",
                 raw.figures.at("rate"));

@@ -25,7 +25,8 @@ class Directory {
     } else {
       // /tmp is often a file system in memory, which is no place to show writing on.
       const char* const place = std::getenv("TMPDIR");
-      std::string path = absl::StrCat(place != nullptr ? place : "/var/tmp", "/holdfast-demo-XXXXXX");
+      std::string path =
+          absl::StrCat(place != nullptr ? place : "/var/tmp", "/holdfast-demo-XXXXXX");
       if (mkdtemp(path.data()) == nullptr) error = std::error_code(errno, std::generic_category());
       options->directory = path;
       options->temporary = !error;

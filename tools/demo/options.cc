@@ -11,7 +11,8 @@ constexpr char kAbout[] =
     "Trains a model's state and saves checkpoints of it while the training goes on.\n"
     "\n"
     "Every step changes every byte of the state. Saves run in the background; at the end all\n"
-    "checkpoints are verified, and the newest is loaded back and compared with the state as it was\n"
+    "checkpoints are verified, and the newest is loaded back and compared with the state as it "
+    "was\n"
     "when the save was asked for.";
 
 constexpr char kMore[] =

@@ -18,13 +18,13 @@ enum class Mischief {
 };
 
 struct Options {
-  std::string file;           ///< A safetensors file to train on; empty: a GPT-2-sized state.
-  std::string directory;      ///< Empty: a temporary one, removed at the end.
-  bool temporary = false;     ///< `directory` was made by this program.
+  std::string file;        ///< A safetensors file to train on; empty: a GPT-2-sized state.
+  std::string directory;   ///< Empty: a temporary one, removed at the end.
+  bool temporary = false;  ///< `directory` was made by this program.
   uint32_t saves = 3;
   uint32_t steps_between = 3;
-  uint32_t threads = 0;       ///< Of the training step; 0: one per CPU, at most 8.
-  uint64_t arena_bytes = 0;   ///< 0: as much as the state needs.
+  uint32_t threads = 0;      ///< Of the training step; 0: one per CPU, at most 8.
+  uint64_t arena_bytes = 0;  ///< 0: as much as the state needs.
   uint64_t seed = 1;
   Launcher launcher = Launcher::kSpawn;
   EngineRung engine = EngineRung::kAuto;

@@ -31,12 +31,12 @@ std::string VerifyText(const SaveRow& row) {
 std::string RowText(const SaveRow& row) {
   if (!row.status.ok()) return absl::StrFormat("%-14s refused\n", row.name);
   const SaveReport& r = row.report;
-  return absl::StrFormat(
-      "%-14s %9.2f %9.2f %9.2f %9.2f | %8.3f %8.3f %8.3f %8.3f  %-12s | %s\n", row.name,
-      r.time_in_call * kMsPerSecond, r.time_copying * kMsPerSecond,
-      r.time_launching * kMsPerSecond, r.time_waiting_memory * kMsPerSecond, r.time_to_staged,
-      r.time_writing, r.time_syncing, r.time_to_durable,
-      RateText(static_cast<double>(r.bytes), r.time_to_durable), VerifyText(row));
+  return absl::StrFormat("%-14s %9.2f %9.2f %9.2f %9.2f | %8.3f %8.3f %8.3f %8.3f  %-12s | %s\n",
+                         row.name, r.time_in_call * kMsPerSecond, r.time_copying * kMsPerSecond,
+                         r.time_launching * kMsPerSecond, r.time_waiting_memory * kMsPerSecond,
+                         r.time_to_staged, r.time_writing, r.time_syncing, r.time_to_durable,
+                         RateText(static_cast<double>(r.bytes), r.time_to_durable),
+                         VerifyText(row));
 }
 
 const SaveRow* FirstDurable(const Outcome& outcome) {
@@ -107,8 +107,9 @@ nlohmann::json RowJson(const SaveRow& row) {
 }  // namespace
 
 std::string Text(const Options& options, const Outcome& outcome) {
-  std::string out = "\n                    ---- stall: in the call, ms ----    "
-                    "---------- in the background, s ----------\n";
+  std::string out =
+      "\n                    ---- stall: in the call, ms ----    "
+      "---------- in the background, s ----------\n";
   absl::StrAppendFormat(&out, "%-14s %9s %9s %9s %9s | %8s %8s %8s %8s  %-12s | %s\n", "checkpoint",
                         "all", "copying", "launching", "waiting", "staged", "writing", "syncing",
                         "durable", "rate", "verify");
@@ -126,9 +127,10 @@ std::string Text(const Options& options, const Outcome& outcome) {
                         tools::FormatBytes(static_cast<double>(outcome.staging.arena_bytes)),
                         tools::FormatBytes(static_cast<double>(outcome.staging.bytes_held_peak)));
   for (const std::string& finding : outcome.findings) absl::StrAppend(&out, finding, "\n");
-  absl::StrAppend(&out, options.temporary ? "The checkpoints were in a temporary directory, which "
-                                            "is removed: "
-                                          : "The checkpoints are in ",
+  absl::StrAppend(&out,
+                  options.temporary ? "The checkpoints were in a temporary directory, which "
+                                      "is removed: "
+                                    : "The checkpoints are in ",
                   options.directory, "\n");
   return out;
 }
@@ -150,9 +152,8 @@ std::string Json(const Options& options, const Outcome& outcome) {
   json["deed"] = outcome.deed;
   json["saves"] = nlohmann::json::array();
   for (const SaveRow& row : outcome.saves) json["saves"].push_back(RowJson(row));
-  json["loaded"] = {{"name", outcome.loaded},
-                    {"equal", outcome.loaded_equal},
-                    {"seconds", outcome.load_seconds}};
+  json["loaded"] = {
+      {"name", outcome.loaded}, {"equal", outcome.loaded_equal}, {"seconds", outcome.load_seconds}};
   json["findings"] = outcome.findings;
   constexpr int kIndent = 2;
   return json.dump(kIndent, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";

@@ -205,10 +205,10 @@ absl::Status Session::Prove() {
   if (!there.ok()) return there.status();
   for (SaveRow& row : outcome_.saves) {
     if (!row.status.ok()) continue;
-    row.deleted =
-        options_.keep_last != 0 &&
-        std::none_of(there->begin(), there->end(),
-                     [&row](const CheckpointInfo& info) { return info.name == row.name; });
+    row.deleted = options_.keep_last != 0 &&
+                  std::none_of(there->begin(), there->end(), [&row](const CheckpointInfo& info) {
+                    return info.name == row.name;
+                  });
     if (row.deleted) continue;
     if (const absl::Status status = VerifyRow(&row); !status.ok()) return status;
   }
@@ -241,14 +241,14 @@ absl::Status Session::LoadNewest() {
 }
 
 void Session::Judge() {
-  outcome_.exit_status = outcome_.loaded_equal || outcome_.loaded.empty() ? kExitSound
-                                                                          : kExitFaultMissed;
+  outcome_.exit_status =
+      outcome_.loaded_equal || outcome_.loaded.empty() ? kExitSound : kExitFaultMissed;
   uint32_t sound = 0;
   for (const SaveRow& row : outcome_.saves) {
     sound += row.verified && row.verify.verdict == Verdict::kSound ? 1 : 0;
     if (!row.status.ok()) {
-      outcome_.findings.push_back(absl::StrCat(row.name, " was refused: ",
-                                               std::string(row.status.message())));
+      outcome_.findings.push_back(
+          absl::StrCat(row.name, " was refused: ", std::string(row.status.message())));
       const bool damage = row.status.code() == absl::StatusCode::kDataLoss;
       outcome_.exit_status = std::max(outcome_.exit_status, damage ? kExitFaultFound : kExitFailed);
     }

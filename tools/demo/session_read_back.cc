@@ -18,7 +18,8 @@ constexpr uint32_t kAttemptsMax = 8;
 }  // namespace
 
 absl::StatusOr<bool> Session::AttackOnce(bool read_back, uint32_t attempt) {
-  const std::string name = absl::StrCat(read_back ? "with-read-back-" : "without-read-back-", attempt);
+  const std::string name =
+      absl::StrCat(read_back ? "with-read-back-" : "without-read-back-", attempt);
   TrainSteps(options_.steps_between);
   if (const absl::Status started = StartSave(name, true); !started.ok()) return started;
   SaveRow& row = outcome_.saves.back();
@@ -79,8 +80,9 @@ absl::Status Session::ShowReadBack() {
     progress_->Print(absl::StrCat(row.name, ": on purpose: ", outcome_.deed,
                                   ", and put them back while the worker was held still"));
     outcome_.findings.push_back(
-        absl::StrCat(row.name, ": without read-back the save passed: when the worker looked, memory "
-                               "was right again. On disk it is not:"));
+        absl::StrCat(row.name,
+                     ": without read-back the save passed: when the worker looked, memory "
+                     "was right again. On disk it is not:"));
     for (const Fault& fault : row.verify.faults) {
       outcome_.findings.push_back(absl::StrCat("  ", fault.file, " [", fault.begin, ", ", fault.end,
                                                ") tensor ", fault.tensor, ": ", fault.reason));
@@ -90,7 +92,8 @@ absl::Status Session::ShowReadBack() {
   if (const absl::Status shown = AttackUntilShown(true); !shown.ok()) return shown;
   const SaveRow& row = outcome_.saves.back();
   outcome_.findings.push_back(absl::StrCat(
-      row.name, ": with read-back the same damage was refused: ", std::string(row.status.message())));
+      row.name,
+      ": with read-back the same damage was refused: ", std::string(row.status.message())));
   checkpointer_.reset();
   return absl::OkStatus();
 }

@@ -49,12 +49,11 @@ absl::Status TrainingState::Allocate() {
     bytes_ += tensor.bytes;
     memory_bytes_ += AlignUp(tensor.bytes);
   }
-  void* const memory = mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const memory =
+      mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("allocate ", memory_bytes_, " bytes of training state: ",
-                     std::strerror(errno)));
+    return absl::ResourceExhaustedError(absl::StrCat(
+        "allocate ", memory_bytes_, " bytes of training state: ", std::strerror(errno)));
   }
   memory_ = static_cast<char*>(memory);
   uint64_t offset = 0;
@@ -161,8 +160,8 @@ void TrainingState::StepRun(const Work& work) {
   };
   // Distinct noise per tensor: equal tensors would hide a mix-up.
   const uint64_t first = work.tensor * uint64_t{0x9E3779B1} + work.begin / sizeof(float);
-  AdamStep(reinterpret_cast<float*>(begin), moment(1), moment(2), first,
-           work.bytes / sizeof(float), noise_);
+  AdamStep(reinterpret_cast<float*>(begin), moment(1), moment(2), first, work.bytes / sizeof(float),
+           noise_);
 }
 
 void TrainingState::Step() {

@@ -21,7 +21,8 @@ inline float Gradient(uint64_t element, uint32_t salt) {
 }
 
 inline uint32_t Salt(StepNoise noise) {
-  const uint64_t mixed = (noise.seed * 0x9E3779B97F4A7C15ull) ^ (noise.step * 0xD1B54A32D192ED03ull);
+  const uint64_t mixed =
+      (noise.seed * 0x9E3779B97F4A7C15ull) ^ (noise.step * 0xD1B54A32D192ED03ull);
   return static_cast<uint32_t>(mixed ^ (mixed >> 32));
 }
 
