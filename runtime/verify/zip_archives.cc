@@ -135,7 +135,7 @@ class ArchiveWalk {
   absl::StatusOr<bool> IsLocalHeader(uint64_t begin, uint64_t end) {
     if (end - begin < 4) return false;
     HOLDFAST_ASSIGN_OR_RETURN(const std::string first, load::ReadRange(file_, name_, begin, 4));
-    return first == kLocalSignature;
+    return absl::StartsWith(first, kLocalSignature);
   }
 
   const int file_;
