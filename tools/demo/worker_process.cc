@@ -1,7 +1,6 @@
 #include "tools/demo/worker_process.h"
 
 #include <signal.h>
-#include <sys/pidfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +12,11 @@
 #include <system_error>
 
 #include "absl/strings/str_cat.h"
+
+// glibc 2.36 forgot to say so itself.
+extern "C" {
+#include <sys/pidfd.h>
+}
 
 namespace holdfast::demo {
 namespace {
