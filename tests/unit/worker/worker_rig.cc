@@ -17,7 +17,6 @@
 #include <fstream>
 #include <map>
 #include <random>
-#include <sstream>
 #include <utility>
 
 #include "gtest/gtest.h"
@@ -316,10 +315,19 @@ std::vector<std::string> NamesIn(const std::string& path) {
 }
 
 std::string ReadFileOf(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream out;
-  out << file.rdbuf();
-  return out.str();
+  std::string out;
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return out;
+  while (true) {
+    constexpr size_t kStep = 1u << 20;
+    const size_t at = out.size();
+    out.resize(at + kStep);
+    const ssize_t got = ::read(fd, out.data() + at, kStep);
+    out.resize(at + static_cast<size_t>(std::max<ssize_t>(got, 0)));
+    if (got <= 0) break;
+  }
+  ::close(fd);
+  return out;
 }
 
 void WriteFileAt(const std::string& path, const std::string& bytes) {
