@@ -2,13 +2,13 @@
 #include "holdfast/checkpointer.h"
 
 #include <fcntl.h>
+#include <limits.h>
 #include <sys/stat.h>
 
 #include <cerrno>
 #include <filesystem>
 #include <map>
 #include <random>
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -48,6 +48,19 @@ absl::Status OtherProcess() {
 uint64_t Nanoseconds(absl::Duration time) {
   return time == absl::InfiniteDuration() ? UINT64_MAX / 4
                                           : static_cast<uint64_t>(absl::ToInt64Nanoseconds(time));
+}
+
+// The path from the root, for messages and reports. Whether it exists is found out by opening it.
+std::string Absolute(const std::string& directory) {
+  std::filesystem::path path(directory);
+  if (path.is_relative()) {
+    char here[PATH_MAX];
+    const ssize_t length = sys::Sys().readlinkat(AT_FDCWD, "/proc/self/cwd", here, sizeof(here));
+    if (length > 0 && length < static_cast<ssize_t>(sizeof(here))) {
+      path = std::filesystem::path(std::string(here, static_cast<size_t>(length))) / path;
+    }
+  }
+  return path.lexically_normal().string();
 }
 
 }  // namespace
@@ -96,9 +109,7 @@ class Checkpointer::Impl {
 
 absl::Status Checkpointer::Impl::Start() {
   HOLDFAST_RETURN_IF_ERROR(checkpointer::ValidateOptions(options));
-  std::error_code ignored;
-  options.directory =
-      std::filesystem::absolute(options.directory, ignored).lexically_normal().string();
+  options.directory = Absolute(options.directory);
   // By fd from here on: the trainer may change its working directory.
   directory = base::UniqueFd(sys::Sys().openat(AT_FDCWD, options.directory.c_str(),
                                                O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));

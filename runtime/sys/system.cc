@@ -129,6 +129,7 @@ constexpr SystemCalls kKernel = {
     .posix_spawn = ::posix_spawn,
     .waitid = ::waitid,
     .pidfd_send_signal = PidfdSendSignal,
+    .kill = ::kill,
     .uring_queue_init_params = ::io_uring_queue_init_params,
     .uring_register_buffers = ::io_uring_register_buffers,
     .uring_submit = ::io_uring_submit,

@@ -86,6 +86,7 @@ struct SystemCalls {
                      char* const environment[]);  // returns the errno itself
   int (*waitid)(idtype_t type, id_t id, siginfo_t* out, int options);
   int (*pidfd_send_signal)(int pidfd, int signal);
+  int (*kill)(pid_t pid, int signal);
 
   int (*uring_queue_init_params)(unsigned entries, struct io_uring* ring,
                                  struct io_uring_params* params);

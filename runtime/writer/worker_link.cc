@@ -62,7 +62,7 @@ absl::Status WorkerLink::Start(const LinkOptions& options) {
   arena_bytes_ = options.arena_bytes;
   HOLDFAST_ASSIGN_OR_RETURN(to_worker_, MakeEventFd());
   HOLDFAST_ASSIGN_OR_RETURN(to_trainer_, MakeEventFd());
-  trainer_pidfd_ = base::UniqueFd(sys::Sys().pidfd_open(getpid(), 0));
+  trainer_pidfd_ = base::UniqueFd(sys::Sys().pidfd_open(sys::Sys().getpid(), 0));
   if (!trainer_pidfd_.valid()) return base::ErrnoStatus("open", "the trainer's own pidfd", errno);
   int ends[2];
   if (sys::Sys().socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0) {
@@ -219,7 +219,7 @@ void WorkerLink::Kill() {
   } else if (pid_ > 0) {
     // Only where opening the pidfd of a child of this very call failed: the pid is still ours,
     // nobody has reaped it.
-    kill(pid_, SIGKILL);
+    sys::Sys().kill(pid_, SIGKILL);
   }
 }
 

@@ -121,6 +121,11 @@ class TidyTest(unittest.TestCase):
     def test_relatives_of_the_table_do_not_help(self):
         self.finds("system_call_rules.py", "syncfs() goes past", "io_uring/a.cc", "  syncfs(fd);\n")
 
+    def test_the_file_system_library_is_for_paths(self):
+        self.put("runtime/load/b.cc", "  std::filesystem::path path(name);\n")
+        self.finds("system_call_rules.py", "filesystem::absolute goes past", "runtime/load/a.cc",
+                   "  std::filesystem::absolute(name);\n")
+
     # ---- text_rules
 
     def test_unfinished_work(self):

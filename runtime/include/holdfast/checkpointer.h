@@ -57,9 +57,9 @@ struct CheckpointerOptions {
   absl::Duration time_stalled_max =
       absl::Minutes(10);  ///< A worker without any progress for this long has failed.
   absl::Duration time_ranks_max =
-      absl::Minutes(30);       ///< Rank 0 waits this long for the other ranks.
-  /// For proving that faults are found, never for production: called with each extent right after its digests were
-  /// taken and before the worker is told, from a sealing thread.
+      absl::Minutes(30);  ///< Rank 0 waits this long for the other ranks.
+  /// For proving that faults are found, never for production: called with each extent right after
+  /// its digests were taken and before the worker is told, from a sealing thread.
   std::function<void(const SealedExtent&)> on_sealed;
   std::string worker_program;  ///< Path of holdfast-worker; empty: $HOLDFAST_WORKER, then beside
                                ///< the library.

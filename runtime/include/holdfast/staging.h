@@ -28,8 +28,8 @@ struct StagingOptions {
   /// Give the pages back to the system after this long without a save in flight; InfiniteDuration
   /// never does.
   absl::Duration idle_trim = absl::InfiniteDuration();
-  /// For proving that nothing is reused too early, never for production: called with each run of memory the moment that
-  /// it may be handed out again, under the pool's lock.
+  /// For proving that nothing is reused too early, never for production: called with each run of
+  /// memory the moment that it may be handed out again, under the pool's lock.
   std::function<void(void* memory, uint64_t bytes)> on_released;
 };
 
