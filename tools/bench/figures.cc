@@ -37,7 +37,8 @@ constexpr const char* kStableKeys[] = {
 };
 
 std::string NumberText(double value) {
-  return value >= 1e6 ? absl::StrFormat("%.0f", value) : absl::StrFormat("%.4g", value);
+  constexpr double kManyDigits = 1e4;  // From here on whole numbers are easier to read.
+  return value >= kManyDigits ? absl::StrFormat("%.0f", value) : absl::StrFormat("%.4g", value);
 }
 
 std::string Join(const Labels& labels) {

@@ -29,9 +29,9 @@ std::string VerifyText(const SaveRow& row) {
 }
 
 std::string RowText(const SaveRow& row) {
-  if (!row.status.ok()) return absl::StrFormat("%-14s refused\n", row.name);
+  if (!row.status.ok()) return absl::StrFormat("%-20s refused\n", row.name);
   const SaveReport& r = row.report;
-  return absl::StrFormat("%-14s %9.2f %9.2f %9.2f %9.2f | %8.3f %8.3f %8.3f %8.3f  %-12s | %s\n",
+  return absl::StrFormat("%-20s %9.2f %9.2f %9.2f %9.2f | %8.3f %8.3f %8.3f %8.3f  %-12s | %s\n",
                          row.name, r.time_in_call * kMsPerSecond, r.time_copying * kMsPerSecond,
                          r.time_launching * kMsPerSecond, r.time_waiting_memory * kMsPerSecond,
                          r.time_to_staged, r.time_writing, r.time_syncing, r.time_to_durable,
@@ -107,10 +107,9 @@ nlohmann::json RowJson(const SaveRow& row) {
 }  // namespace
 
 std::string Text(const Options& options, const Outcome& outcome) {
-  std::string out =
-      "\n                    ---- stall: in the call, ms ----    "
-      "---------- in the background, s ----------\n";
-  absl::StrAppendFormat(&out, "%-14s %9s %9s %9s %9s | %8s %8s %8s %8s  %-12s | %s\n", "checkpoint",
+  std::string out = absl::StrFormat("\n%-20s %39s | %35s\n", "", "stall: time in the call, ms",
+                                    "in the background, s");
+  absl::StrAppendFormat(&out, "%-20s %9s %9s %9s %9s | %8s %8s %8s %8s  %-12s | %s\n", "checkpoint",
                         "all", "copying", "launching", "waiting", "staged", "writing", "syncing",
                         "durable", "rate", "verify");
   for (const SaveRow& row : outcome.saves) absl::StrAppend(&out, RowText(row));

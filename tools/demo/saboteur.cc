@@ -13,6 +13,8 @@ using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
 
 constexpr uint32_t kOverwriteBytesMax = 4096;
+constexpr std::chrono::microseconds kPoll{50};
+// The victim is published right after the hook has returned.
 constexpr milliseconds kPublishTime{20};
 constexpr milliseconds kSubmitTimeMax{1000};
 
@@ -32,6 +34,7 @@ void Saboteur::Arm(uint32_t victim) {
   Disarm();
   disarmed_ = false;
   hit_ = false;
+  ready_ = mischief_ != Mischief::kMutateAndRestore;
   restored_ = false;
   sealed_ = 0;
   bytes_before_ = 0;
@@ -59,6 +62,8 @@ void Saboteur::OnSealed(const SealedExtent& extent) {
     bytes_before_ += extent.bytes;
   }
   ++sealed_;
+  // Nothing is published before the worker is held still.
+  while (!ready_.load() && !disarmed_.load()) std::this_thread::sleep_for(kPoll);
   if (countdown_.fetch_sub(1) == 0) Overwrite(extent);
 }
 
@@ -80,16 +85,15 @@ void Saboteur::Overwrite(const SealedExtent& extent) {
 }
 
 void Saboteur::RestoreBehindWorker() {
-  // First hold the worker still, so that everything up to the victim waits for it and is submitted
-  // in one go: then the victim's write is under way for some time.
-  while (sealed_.load() == 0) {
-    if (disarmed_.load()) return;
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-  }
+  while (sealed_.load() == 0 && !disarmed_.load()) std::this_thread::sleep_for(kPoll);
   const WorkerProcess worker;
-  if (!worker.found()) return;
-  const uint64_t submitted_before = worker.BytesSubmitted();
+  if (!worker.found()) {
+    ready_ = true;
+    return;
+  }
   worker.Stop();
+  const uint64_t submitted_before = worker.BytesSubmitted();
+  ready_ = true;
   while (!hit_.load(std::memory_order_acquire) && !disarmed_.load()) {
     std::this_thread::sleep_for(milliseconds(1));
   }

@@ -19,7 +19,9 @@ namespace holdfast::demo {
 /// staging memory. With Mischief::kMutateAndRestore it then waits until the worker has handed that
 /// extent to the kernel, stops the worker (as a busy machine may at any time), lets the disk take
 /// the wrong bytes, puts the right ones back and lets the worker go on: by the time that it digests
-/// the extent again, memory is what it was at seal.
+/// the extent again, memory is what it was at seal. The worker is stopped before the first extent
+/// is published, too, so that all up to the victim are submitted in one go: then the victim's write
+/// is under way for some time.
 ///
 /// \threadsafety OnSealed may be called from any thread, the rest from one.
 class Saboteur {
@@ -54,6 +56,7 @@ class Saboteur {
   std::atomic<int64_t> countdown_{-1};  // Extents until the victim; negative: not armed.
   std::atomic<uint32_t> sealed_{0};     // Since Arm.
   std::atomic<bool> hit_{false};
+  std::atomic<bool> ready_{false};  // The restorer holds the worker still, or does not need to.
   std::atomic<bool> disarmed_{false};
   std::atomic<bool> restored_{false};
   uint32_t disk_ms_ = 500;

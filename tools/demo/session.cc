@@ -43,12 +43,6 @@ uint64_t ArenaBytesFor(uint64_t file_bytes) {
 
 double Seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
-double Median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 }  // namespace
 
 Session::Session(const Options& options, LiveProgress* progress)
@@ -171,10 +165,12 @@ absl::Status Session::TrainAndSave() {
       return started;
     }
     if (attack) {
-      TakeEnded(true);
+      // All sealed, so it is done; what became of the save is told next.
+      outcome_.saves.back().handle.WaitStaged(absl::InfiniteDuration()).IgnoreError();
       saboteur_->Disarm();
       outcome_.deed = saboteur_->deed();
       progress_->Print(absl::StrCat(name, ": on purpose: ", outcome_.deed));
+      TakeEnded(true);
     }
   }
   // Training goes on while the last save becomes durable.
@@ -182,7 +178,7 @@ absl::Status Session::TrainAndSave() {
   TakeEnded(true);
   checkpointer_->Flush(absl::InfiniteDuration()).IgnoreError();  // And deletions.
   outcome_.staging = checkpointer_->staging();
-  outcome_.step_seconds = Median(step_seconds_);
+  outcome_.step_seconds = MedianStepSeconds();
   checkpointer_.reset();
   if (const absl::Status proved = Prove(); !proved.ok()) return proved;
   Judge();
@@ -238,6 +234,12 @@ absl::Status Session::LoadNewest() {
       "%s was loaded back in %.2f s and is %s the state at its save call.", newest->name,
       loaded->seconds, outcome_.loaded_equal ? "equal to" : "NOT EQUAL to"));
   return absl::OkStatus();
+}
+
+double Session::MedianStepSeconds() const {
+  std::vector<double> sorted = step_seconds_;
+  std::sort(sorted.begin(), sorted.end());
+  return sorted.empty() ? 0 : sorted[sorted.size() / 2];
 }
 
 void Session::Judge() {

@@ -45,6 +45,7 @@ class Session {
   absl::Status VerifyRow(SaveRow* row);
   absl::Status LoadNewest();
   void Judge();
+  double MedianStepSeconds() const;
   /// One round of ShowReadBack; true when the damage went the way that was to be shown.
   absl::StatusOr<bool> AttackOnce(bool read_back, uint32_t attempt);
   absl::Status AttackUntilShown(bool read_back);

@@ -13,7 +13,7 @@ namespace holdfast::demo {
 namespace {
 
 // The worker may look too early, or the disk read too late: then the attempt shows nothing.
-constexpr uint32_t kAttemptsMax = 8;
+constexpr uint32_t kAttemptsMax = 10;
 
 }  // namespace
 
@@ -95,6 +95,7 @@ absl::Status Session::ShowReadBack() {
       row.name,
       ": with read-back the same damage was refused: ", std::string(row.status.message())));
   checkpointer_.reset();
+  outcome_.step_seconds = MedianStepSeconds();
   return absl::OkStatus();
 }
 
