@@ -13,7 +13,7 @@ namespace holdfast::demo {
 namespace {
 
 // The worker may look too early, or the disk read too late: then the attempt shows nothing.
-constexpr uint32_t kAttemptsMax = 10;
+constexpr uint32_t kAttemptsMax = 20;
 
 }  // namespace
 
