@@ -10,7 +10,7 @@ namespace {
 class Bytes {
  public:
   void Put(uint64_t value, size_t width) {
-    for (size_t i = 0; i < width; ++i) text.push_back(static_cast<char>(value >> (8 * i)));
+    for (; width-- > 0; value >>= 8) text.push_back(static_cast<char>(value));
   }
   std::string text;
 };
