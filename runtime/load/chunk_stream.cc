@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cerrno>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -62,7 +63,7 @@ class Stream {
         queue_(std::make_unique<io::Queue>()),
         opened_(files.size()),
         transfers_(buffer->slots()),
-        pool_(ThreadsFor(options.threads), buffer->slots(), sink) {}
+        pool_(ThreadsFor(options.threads) - 1, buffer->slots(), sink) {}
 
   absl::StatusOr<StreamReport> Run() {
     if (const int error = OpenQueue(); error != 0) {
@@ -71,13 +72,11 @@ class Stream {
     absl::Status status;
     while (status.ok()) {
       SubmitAll();
-      if (in_flight_ == 0) {
-        if (Exhausted()) break;
-        pool_.WaitForSlot();
-        continue;
-      }
+      if (LookAtHeld()) continue;
+      if (in_flight_ == 0 && Exhausted()) break;
       status = Reap();
     }
+    if (pool_.free_event() >= 0) (void)queue_->Watch(0, -1);
     pool_.Finish();
     if (pool_.keep_buffer()) buffer_->Abandon();
     if (in_flight_ != 0) Quarantine();
@@ -98,7 +97,8 @@ class Stream {
     options.region = buffer_->base();
     options.region_bytes = buffer_->bytes();
     options.may_register = ranges_.size() >= uint64_t{buffer_->slots()} * kUsesForRegistration;
-    return queue_->Open(options);
+    if (const int error = queue_->Open(options); error != 0) return error;
+    return pool_.free_event() < 0 ? 0 : queue_->Watch(0, pool_.free_event());
   }
 
   bool Exhausted() const { return next_ == ranges_.size() || pool_.stopped(); }
@@ -174,10 +174,13 @@ class Stream {
 
   absl::Status Reap() {
     io::Completion done[16];
-    const int count = queue_->Wait(done, 16, kWaitStepMs, nullptr);
+    uint32_t wakeups = 0;
+    const int count = queue_->Wait(done, 16, kWaitStepMs, &wakeups);
     if (count < 0) return base::ErrnoStatus("wait for reads:", queue_->reason(), -count);
-    if (count == 0) return CheckStalled();
-    stalled_since_ns_ = 0;
+    if (wakeups != 0) pool_.DrainFreeEvent();
+    // With nothing in flight it is the sink that takes its time, which is its own affair.
+    if (count > 0 || in_flight_ == 0) stalled_since_ns_ = 0;
+    if (count == 0) return wakeups != 0 || in_flight_ == 0 ? absl::OkStatus() : CheckStalled();
     for (int i = 0; i < count; ++i) {
       Complete(done[i]);
       // With no pool the sink has just run: the next read starts before the next sink.
@@ -185,6 +188,21 @@ class Stream {
     }
     ReportProgress();
     return absl::OkStatus();
+  }
+
+  /// One block of those that arrived together is this thread's own: as long as the disk is slower
+  /// than the sink, no other thread need be woken for any (on virtual CPUs that costs more than
+  /// the digest). When it is not, several arrive together, and the pool has its share.
+  void Hold(uint32_t slot, const StreamBlock& block) {
+    if (held_.has_value()) pool_.Push(held_->first, held_->second);
+    held_.emplace(slot, block);
+  }
+
+  bool LookAtHeld() {
+    if (!held_.has_value()) return false;
+    const std::pair<uint32_t, StreamBlock> own = *std::exchange(held_, std::nullopt);
+    pool_.LookHere(own.first, own.second);
+    return true;
   }
 
   void Complete(const io::Completion& done) {
@@ -220,7 +238,7 @@ class Stream {
     StreamBlock block{.range = range, .data = buffer_->slot(slot) + before, .error = error};
     if (error == 0 && bytes > before) block.bytes_read = std::min(bytes - before, range.bytes);
     bytes_arrived_ += range.bytes;
-    pool_.Push(slot, block);
+    Hold(slot, block);
   }
 
   absl::Status CheckStalled() {
@@ -264,6 +282,7 @@ class Stream {
   bool any_file_ = false;
   uint32_t next_ = 0;
   uint32_t in_flight_ = 0;
+  std::optional<std::pair<uint32_t, StreamBlock>> held_;
   uint64_t bytes_arrived_ = 0;
   uint64_t stalled_since_ns_ = 0;
   uint64_t progress_ns_ = 0;

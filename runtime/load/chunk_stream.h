@@ -55,7 +55,7 @@ enum class StreamVerdict {
 using StreamSink = std::function<StreamVerdict(const StreamBlock&)>;
 
 struct StreamOptions {
-  uint32_t threads = 0;  ///< That run the sink. 0: one per CPU, at most 4. 1: the calling thread.
+  uint32_t threads = 0;  ///< That run the sink, the caller's included. 0: one per CPU, at most 4.
   EngineRung engine = EngineRung::kAuto;
   bool direct_io = true;
   /// No read ends for this long: give up. What is in flight then keeps its memory and its files.

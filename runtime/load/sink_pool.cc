@@ -1,24 +1,31 @@
 #include "runtime/load/sink_pool.h"
 
 #include <signal.h>
+#include <sys/eventfd.h>
 
 #include "absl/time/time.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::load {
 
-SinkPool::SinkPool(uint32_t threads, uint32_t slots, const StreamSink& sink) : sink_(sink) {
-  {
-    base::MutexLock lock(&mutex_);
-    for (uint32_t slot = slots; slot > 0; --slot) free_.push_back(slot - 1);
+SinkPool::SinkPool(uint32_t threads, uint32_t slots, const StreamSink& sink)
+    : threads_wanted_(threads), sink_(sink) {
+  base::MutexLock lock(&mutex_);
+  for (uint32_t slot = slots; slot > 0; --slot) free_.push_back(slot - 1);
+  if (threads > 0) {
+    free_event_ = base::UniqueFd(sys::Sys().eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   }
-  if (threads < 2) return;
+}
+
+void SinkPool::Start() {
+  started_ = true;
+  if (!free_event_.valid()) return;
   // The host's signals are handled by the host's threads.
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
-  for (uint32_t i = 0; i < threads; ++i) {
+  for (uint32_t i = 0; i < threads_wanted_; ++i) {
     pthread_t thread;
     if (sys::Sys().thread_create(&thread, nullptr, ThreadBody, this) != 0) break;
     threads_.push_back(thread);
@@ -36,15 +43,21 @@ bool SinkPool::TakeSlot(uint32_t* slot) {
   return true;
 }
 
-void SinkPool::WaitForSlot() {
-  base::MutexLock lock(&mutex_);
-  while (free_.empty()) changed_.WaitUntil(&mutex_, absl::InfiniteFuture());
+void SinkPool::DrainFreeEvent() {
+  uint64_t count = 0;
+  // Nothing to read means that it was drained already.
+  (void)sys::Sys().read(free_event_.get(), &count, sizeof(count));
+}
+
+void SinkPool::LookHere(uint32_t slot, const StreamBlock& block) {
+  Look(block);
+  ReturnSlot(slot);
 }
 
 void SinkPool::Push(uint32_t slot, const StreamBlock& block) {
+  if (!started_) Start();
   if (threads_.empty()) {
-    Look(block);
-    ReturnSlot(slot);
+    LookHere(slot, block);
     return;
   }
   base::MutexLock lock(&mutex_);
@@ -55,7 +68,6 @@ void SinkPool::Push(uint32_t slot, const StreamBlock& block) {
 void SinkPool::ReturnSlot(uint32_t slot) {
   base::MutexLock lock(&mutex_);
   free_.push_back(slot);
-  changed_.NotifyAll();
 }
 
 void SinkPool::Finish() {
@@ -66,6 +78,7 @@ void SinkPool::Finish() {
   }
   for (pthread_t thread : threads_) pthread_join(thread, nullptr);
   threads_.clear();
+  free_event_.Reset();
 }
 
 void* SinkPool::ThreadBody(void* pool) {
@@ -83,8 +96,10 @@ void SinkPool::Serve() {
       work = work_.front();
       work_.pop_front();
     }
-    Look(work.block);
-    ReturnSlot(work.slot);
+    LookHere(work.slot, work.block);
+    const uint64_t one = 1;
+    // It cannot be full: that takes 2^64 - 1 slots.
+    (void)sys::Sys().write(free_event_.get(), &one, sizeof(one));
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "runtime/base/mutex.h"
+#include "runtime/base/unique_fd.h"
 #include "runtime/load/chunk_stream.h"
 
 namespace holdfast::load {
@@ -20,8 +21,8 @@ namespace holdfast::load {
 /// bounded by the number of slots.
 class SinkPool {
  public:
-  /// Starts up to `threads` threads. Fewer than two are none: the sink then runs in Push, in the
-  /// caller. A thread that cannot be started is no error, the others do its work.
+  /// Up to `threads` threads, started by the first Push. None wanted, or none to be had: the sink
+  /// runs in Push, in the caller.
   SinkPool(uint32_t threads, uint32_t slots, const StreamSink& sink);
 
   /// Finish().
@@ -32,15 +33,17 @@ class SinkPool {
   /// Takes a free slot; false when there is none now.
   bool TakeSlot(uint32_t* slot) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  /// Blocks until a slot is free. Only for when nothing is in flight: then all that are taken are
-  /// with the pool, and come back as soon as the sink returns.
-  void WaitForSlot() ABSL_LOCKS_EXCLUDED(mutex_);
+  /// Readable after a slot became free, until Drain; -1 where the sink only runs in the caller. The
+  /// reader waits for it beside its reads: a slot that is free while it sleeps is a read not in
+  /// flight.
+  int free_event() const { return free_event_.get(); }
+  void DrainFreeEvent();
+
+  /// Runs the sink here and now.
+  void LookHere(uint32_t slot, const StreamBlock& block) ABSL_LOCKS_EXCLUDED(mutex_);
 
   /// Hands a slot with its block over. It is free again when the sink has returned.
   void Push(uint32_t slot, const StreamBlock& block) ABSL_LOCKS_EXCLUDED(mutex_);
-
-  /// Gives back a slot that the reader did not use.
-  void ReturnSlot(uint32_t slot) ABSL_LOCKS_EXCLUDED(mutex_);
 
   /// Waits until everything pushed was looked at, and ends the threads.
   void Finish() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -53,10 +56,13 @@ class SinkPool {
     uint32_t slot;
     StreamBlock block;
   };
+  void Start();
+  void ReturnSlot(uint32_t slot) ABSL_LOCKS_EXCLUDED(mutex_);
   static void* ThreadBody(void* pool);
   void Serve() ABSL_LOCKS_EXCLUDED(mutex_);
   void Look(const StreamBlock& block);
 
+  const uint32_t threads_wanted_;
   const StreamSink& sink_;
   // Both are only ever set, and what they guard is ordered by mutex_ or by the join.
   std::atomic<bool> stopped_{false};
@@ -66,6 +72,8 @@ class SinkPool {
   std::vector<uint32_t> free_ ABSL_GUARDED_BY(mutex_);
   std::deque<Work> work_ ABSL_GUARDED_BY(mutex_);
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
+  base::UniqueFd free_event_;
+  bool started_ = false;
   std::vector<pthread_t> threads_;
 };
 

@@ -26,8 +26,9 @@ struct TensorTarget {
 
 struct LoadOptions {
   bool verify = true;  ///< Compare every byte that is loaded with the digests of its seal.
-  uint64_t buffer_bytes = uint64_t{32} << 20;  ///< Bounded buffer that everything streams through.
-  uint32_t threads = 0;  ///< Digesting and copying; 0 is one per CPU, at most 4.
+  uint64_t buffer_bytes = uint64_t{64} << 20;  ///< Bounded buffer that everything streams through.
+  uint32_t threads = 0;  ///< Digesting and copying, the caller's included; 0 is
+                         ///< one per CPU, at most 4.
   EngineRung engine = EngineRung::kAuto;
   bool direct_io = true;
 };
