@@ -13,7 +13,7 @@ import source_tree
 
 ARGUMENTS = (
     ("--compiler", {"required": True}),
-    ("--flags", {"default": "", "help": "separated by ;"}),
+    ("--flags", {"default": "", "help": "separated by blanks"}),
 )
 
 
@@ -27,7 +27,7 @@ def compile_alone(options, relative, scratch):
     ccache = shutil.which("ccache")
     command = ([ccache] if ccache else []) + [
         options.compiler, "-std=c++20", "-O0", f"-I{options.root}", f"-I{options.root}/runtime/include",
-        *[flag for flag in options.flags.split(";") if flag], "-c", source, "-o", source + ".o"]
+        *options.flags.split(), "-c", source, "-o", source + ".o"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == 0:
         return None
