@@ -30,6 +30,7 @@ for pass in "${passes[@]}"; do
   cmake --list-presets=test | grep -q "\"$pass\"" || fail "no pass $pass; see tools/test.sh --help"
 done
 install_missing "${packages_build[@]}" "${packages_test[@]}"
+reference_python
 
 # What a failed assertion of a sanitizer does: it ends the program, so that the test fails. A forked child's leak check
 # is off: it would wait for threads that the child does not have.

@@ -1,0 +1,123 @@
+// Files made here load in the reference safetensors library with every byte, and its files load
+// here.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "holdfast/load.h"
+#include "runtime/format/torch_zip.h"
+#include "tests/testing/training_state.h"
+
+namespace holdfast {
+namespace {
+
+using testing::ScratchDirectory;
+using testing::SmallOptions;
+using testing::TrainingState;
+
+class ReferenceLibrary : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    const char* python = std::getenv("HOLDFAST_REFERENCE_PYTHON");
+    if (python == nullptr || !std::filesystem::exists(python)) {
+      GTEST_SKIP()
+          << "no Python with the safetensors library; tools/test.sh makes one in build/venv";
+    }
+    python_ = python;
+  }
+
+  /// Runs the script; its standard output, or a failure.
+  std::string Run(const std::string& what, const std::string& file) {
+    const std::string command =
+        absl::StrCat("'", python_, "' '", HOLDFAST_REFERENCE_SCRIPT, "' ", what, " '", file, "'");
+    FILE* pipe = popen(command.c_str(), "r");
+    std::string out;
+    char buffer[65536];
+    for (size_t got = 0; (got = fread(buffer, 1, sizeof(buffer), pipe)) > 0;)
+      out.append(buffer, got);
+    EXPECT_EQ(pclose(pipe), 0) << command;
+    return out;
+  }
+
+  /// What `read` is to print for a state.
+  static std::string Expected(const TrainingState& state) {
+    std::vector<const TrainingState::Tensor*> sorted;
+    for (const auto& tensor : state.tensors()) sorted.push_back(&tensor);
+    std::sort(sorted.begin(), sorted.end(),
+              [](const auto* a, const auto* b) { return a->name < b->name; });
+    std::string text;
+    for (const auto* tensor : sorted) {
+      absl::StrAppend(&text, absl::BytesToHexString(tensor->name), " ", tensor->dtype, " ",
+                      tensor->shape.empty() ? "-" : absl::StrJoin(tensor->shape, "x"), " ",
+                      tensor->bytes.size(), " ",
+                      format::Crc32(0, tensor->bytes.data(), tensor->bytes.size()), "\n");
+    }
+    return text;
+  }
+
+  void ExpectReadBack(const TrainingState& state) {
+    auto checkpointer = Checkpointer::Create(SmallOptions(scratch_.path()));
+    ASSERT_TRUE(checkpointer.ok()) << checkpointer.status();
+    const std::vector<TensorSource> sources = state.Sources();
+    auto handle = (*checkpointer)->SaveAsync({.name = "saved", .step = 1, .tensors = sources});
+    ASSERT_TRUE(handle.ok()) << handle.status();
+    const auto report = handle->WaitDurable(absl::Minutes(2));
+    ASSERT_TRUE(report.ok()) << report.status();
+    const std::string read =
+        Run("read", absl::StrCat(report->path, "/model-00000-of-00001.safetensors"));
+    EXPECT_TRUE(read == Expected(state)) << read.substr(0, 4000);
+  }
+
+  std::string python_;
+  ScratchDirectory scratch_;
+};
+
+TEST_F(ReferenceLibrary, ReadsEveryDtypeShapeAndName) {
+  ExpectReadBack(TrainingState::Assorted(11));
+}
+
+TEST_F(ReferenceLibrary, ReadsFiftyThousandTensorsOfOneFile) {
+  constexpr uint32_t kMany = 50'000;
+  ExpectReadBack(TrainingState::Uniform(kMany, 40, 12));
+}
+
+TEST_F(ReferenceLibrary, WritesWhatIsLoadedHere) {
+  const std::string path = absl::StrCat(scratch_.path(), "/theirs.safetensors");
+  Run("write", path);
+  auto reader = CheckpointReader::OpenFile(path);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  EXPECT_EQ((*reader)->tensors().size(), 15u);
+  TrainingState loaded;
+  for (const PlannedTensor& tensor : (*reader)->tensors()) {
+    loaded.tensors().push_back({.name = tensor.name,
+                                .dtype = tensor.dtype,
+                                .shape = tensor.shape,
+                                .bytes = std::vector<char>(tensor.end - tensor.begin)});
+  }
+  std::vector<TensorTarget> targets;
+  for (auto& tensor : loaded.tensors()) {
+    targets.push_back(
+        {.name = tensor.name, .data = tensor.bytes.data(), .bytes = tensor.bytes.size()});
+  }
+  const auto report = (*reader)->Load(targets, LoadOptions());
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_FALSE(report->verified) << "a foreign file has no digests";
+  EXPECT_EQ(Run("read", path), Expected(loaded));
+}
+
+}  // namespace
+}  // namespace holdfast
