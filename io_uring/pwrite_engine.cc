@@ -10,6 +10,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::io {
@@ -71,10 +72,11 @@ int PwriteEngine::Open(const QueueOptions& options, Text* why) {
     why->Add("eventfd: ").AddError(error);
     return error;
   }
+  sys::OwnFd(done_fd_);
   const int error = StartThreads(options.threads);
   if (thread_count_ == 0) {
     why->Add("pwrite in the caller: pthread_create: ").AddError(error);
-    sys::Sys().close(done_fd_);
+    sys::CloseOwned(done_fd_);
     done_fd_ = -1;
     return 0;
   }
@@ -231,7 +233,7 @@ void PwriteEngine::Close() {
   // Without a bound: a thread that is stuck in the kernel still uses this object's memory.
   for (uint32_t i = 0; i < thread_count_; ++i) pthread_join(threads_[i], nullptr);
   thread_count_ = 0;
-  if (done_fd_ >= 0) sys::Sys().close(done_fd_);
+  if (done_fd_ >= 0) sys::CloseOwned(done_fd_);
   done_fd_ = -1;
   pthread_cond_destroy(&work_);
   pthread_mutex_destroy(&mutex_);

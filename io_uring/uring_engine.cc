@@ -7,6 +7,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::io {
@@ -51,7 +52,13 @@ int UringEngine::Setup(uint32_t entries) {
     params = {};
     result = sys::Sys().uring_queue_init_params(entries, &ring_, &params);
   }
+  if (result >= 0) sys::OwnFd(ring_.ring_fd);
   return result;
+}
+
+void UringEngine::Exit() {
+  sys::DisownFd(ring_.ring_fd);
+  io_uring_queue_exit(&ring_);
 }
 
 int UringEngine::Open(const QueueOptions& options, Text* why) {
@@ -72,7 +79,7 @@ int UringEngine::Open(const QueueOptions& options, Text* why) {
   refused_ = 0;
   // A waiting time-out must not cost a request of its own, and completions must never be dropped.
   if ((ring_.features & IORING_FEAT_EXT_ARG) == 0 || (ring_.features & IORING_FEAT_NODROP) == 0) {
-    io_uring_queue_exit(&ring_);
+    Exit();
     why->Add("io_uring of this kernel is too old (before 5.11)");
     return ENOSYS;
   }
@@ -81,7 +88,7 @@ int UringEngine::Open(const QueueOptions& options, Text* why) {
   io_uring_ring_dontfork(&ring_);
   result = Prove();
   if (result != 0) {
-    io_uring_queue_exit(&ring_);
+    Exit();
     why->Add("io_uring_enter: ").AddError(result);
   }
   return result;
@@ -326,7 +333,7 @@ void UringEngine::Close() {
   if (registered_bytes_ != 0 && slots_.in_flight() <= UnconsumedTransfers()) {
     io_uring_unregister_buffers(&ring_);
   }
-  io_uring_queue_exit(&ring_);
+  Exit();
 }
 
 }  // namespace holdfast::io

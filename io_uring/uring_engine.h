@@ -40,6 +40,7 @@ class UringEngine {
   };
 
   int Setup(uint32_t entries);
+  void Exit();
   int Prove();
   void Prepare(uint32_t index);
   struct io_uring_sqe* TakeWatchEntry();

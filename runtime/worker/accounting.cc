@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <time.h>
 
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::worker {
@@ -12,7 +13,7 @@ constexpr size_t kTextBytes = 4096;
 
 /// Reads a small file of /proc. Returns its length, terminated in `out`; 0 on failure.
 size_t ReadText(const char* path, char (&out)[kTextBytes]) {
-  const int fd = sys::Sys().openat(AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
+  const int fd = sys::OpenOwned(AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
   if (fd < 0) return 0;
   size_t length = 0;
   while (length + 1 < kTextBytes) {
@@ -20,7 +21,7 @@ size_t ReadText(const char* path, char (&out)[kTextBytes]) {
     if (got <= 0) break;
     length += static_cast<size_t>(got);
   }
-  sys::Sys().close(fd);
+  sys::CloseOwned(fd);
   out[length] = '\0';
   return length;
 }

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/server.h"
 
@@ -25,10 +26,11 @@ void TakeFds(msghdr* header, Received* out) {
     for (size_t i = 0; i < count; ++i) {
       int fd = -1;
       memcpy(&fd, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
+      sys::OwnFd(fd);
       if (out->fd_count < layout::kAttachFds) {
         out->fds[out->fd_count++] = fd;
       } else {
-        sys::Sys().close(fd);
+        sys::CloseOwned(fd);
       }
     }
   }
@@ -57,7 +59,7 @@ Receive ReadMessage(int socket, Received* out) {
 }
 
 void CloseFd(int* fd) {
-  if (*fd >= 0) sys::Sys().close(*fd);
+  if (*fd >= 0) sys::CloseOwned(*fd);
   *fd = -1;
 }
 
@@ -76,6 +78,8 @@ bool MapArena(Attachment* attached, bool may_register) {
   }
   if (memory == MAP_FAILED) return false;
   attached->arena = static_cast<char*>(memory);
+  // A worker may be a thread of the host: a child that the host forks must not hold this memory.
+  sys::Sys().madvise(memory, attached->arena_bytes, MADV_DONTFORK);
   // A core dump of a worker must not carry the model.
   sys::Sys().madvise(memory, attached->arena_bytes, MADV_DONTDUMP);
   return true;
@@ -149,7 +153,7 @@ bool IsWorkerSocket(int fd) {
 }
 
 void CloseAll(Received* received) {
-  for (int i = 0; i < received->fd_count; ++i) sys::Sys().close(received->fds[i]);
+  for (int i = 0; i < received->fd_count; ++i) sys::CloseOwned(received->fds[i]);
   received->fd_count = 0;
 }
 

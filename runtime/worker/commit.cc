@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/directory.h"
 #include "runtime/worker/manifest.h"
@@ -131,12 +132,12 @@ int RenameDirectory(JobRun* run, char (&old)[kNameBytes]) {
 /// Whether the target is this very attempt: renamed by rank 0, or promoted by a recovery that took
 /// this worker for dead.
 bool TargetIsOurs(JobRun* run) {
-  const int directory = sys::Sys().openat(run->parent, run->job->target,
-                                          O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+  const int directory = sys::OpenOwned(run->parent, run->job->target,
+                                       O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (directory < 0) return false;
   int error = 0;
   const bool ours = FindManifest(*run, directory, run->job->manifest, &error) == Found::kYes;
-  sys::Sys().close(directory);
+  sys::CloseOwned(directory);
   return ours;
 }
 

@@ -7,6 +7,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/remove_tree.h"
 
@@ -38,8 +39,8 @@ bool OpenPartial(JobRun* run) {
   if (sys::Sys().mkdirat(run->parent, job.partial, kDirectoryMode) != 0 && errno != EEXIST) {
     return FailErrno(run, Operation::kMakeDirectory, errno);
   }
-  run->directory = sys::Sys().openat(run->parent, job.partial,
-                                     O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+  run->directory =
+      sys::OpenOwned(run->parent, job.partial, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (run->directory < 0) return FailErrno(run, Operation::kMakeDirectory, errno);
   // Without it a crash can lose the directory with files in it that were fsynced one by one, and a
   // recovery could not promote what every rank had made durable.
@@ -65,7 +66,7 @@ bool OpenDirectory(JobRun* run) {
   if (!run->Has(layout::kFilesOnly)) return OpenPartial(run);
   // The framework's own, made by it: symlinks on the way are its business.
   run->directory =
-      sys::Sys().openat(run->parent, run->job->target, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
+      sys::OpenOwned(run->parent, run->job->target, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
   return run->directory >= 0 || FailErrno(run, Operation::kOpen, errno);
 }
 
@@ -121,9 +122,9 @@ void RemoveTraces(JobRun* run) {
   if (!files_only && !StillInPlace(*run)) return;
   SetPhase(run, layout::Phase::kRemoving);
   if (!files_only && run->job->world_size > 1) {
-    const int fd = sys::Sys().openat(run->directory, kAbortedName,
-                                     O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
-    if (fd >= 0) sys::Sys().close(fd);
+    const int fd = sys::OpenOwned(run->directory, kAbortedName,
+                                  O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
+    if (fd >= 0) sys::CloseOwned(fd);
   }
   char temporary[kNameBytes];
   if (run->manifest_named) {

@@ -7,6 +7,7 @@
 
 #include "runtime/digest/digest.h"
 #include "runtime/layout/manifest_slots.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/directory.h"
 
@@ -96,11 +97,11 @@ bool WriteManifest(JobRun* run) {
   char temporary[kNameBytes];
   TemporaryName(run->job->manifest, temporary);
   constexpr int kFlags = O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC;
-  int fd = sys::Sys().openat(run->directory, temporary, kFlags, kFileMode);
+  int fd = sys::OpenOwned(run->directory, temporary, kFlags, kFileMode);
   if (fd < 0 && errno == EEXIST && run->Has(layout::kFilesOnly)) {
     // Left by an attempt that was killed, as with the files.
     sys::Sys().unlinkat(run->directory, temporary, 0);
-    fd = sys::Sys().openat(run->directory, temporary, kFlags, kFileMode);
+    fd = sys::OpenOwned(run->directory, temporary, kFlags, kFileMode);
   }
   if (fd < 0) return FailManifest(run, errno);
   run->manifest_made = true;
@@ -109,7 +110,7 @@ bool WriteManifest(JobRun* run) {
   // Without it a crash after the rename leaves a manifest of length 0 under its name, and the
   // checkpoint, all of whose data is there, is lost.
   if (ok && sys::Sys().fsync(fd) != 0) ok = FailManifest(run, errno);
-  if (sys::Sys().close(fd) != 0 && ok && errno != EINTR) ok = FailManifest(run, errno);
+  if (sys::CloseOwned(fd) != 0 && ok && errno != EINTR) ok = FailManifest(run, errno);
   // A manifest is never seen half written: it appears under its name whole or not at all.
   if (ok) {
     int error = RenameNew(run, temporary, run->job->manifest);
@@ -127,7 +128,7 @@ bool WriteManifest(JobRun* run) {
 }
 
 Found FindManifest(const JobRun& run, int directory, const char* name, int* error_number) {
-  const int fd = sys::Sys().openat(directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
+  const int fd = sys::OpenOwned(directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
   if (fd < 0) {
     *error_number = errno;
     // ESTALE: a network file system that saw the name and lost it in between.
@@ -140,7 +141,7 @@ Found FindManifest(const JobRun& run, int directory, const char* name, int* erro
     got = sys::Sys().pread(fd, head, sizeof(head), 0);
   } while (got < 0 && errno == EINTR);
   *error_number = got < 0 ? errno : 0;
-  sys::Sys().close(fd);
+  sys::CloseOwned(fd);
   if (got < 0) return Found::kFailed;
 
   constexpr char kKey[] = "\"attempt\"";

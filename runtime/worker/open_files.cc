@@ -4,6 +4,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::worker {
@@ -46,10 +47,11 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   // Anything but EEXIST may have come after the file was made.
   if (error != EEXIST) run->notes[file].created = 1;
   if (error != 0) return FailErrno(run, Operation::kOpen, error, file);
+  sys::OwnFd(opened->fd);
   if (!run->opened_any || opened->direct < run->direct_io) run->direct_io = opened->direct;
   run->opened_any = true;
   if (!Reserve(run, opened->fd, file)) {
-    sys::Sys().close(opened->fd);
+    sys::CloseOwned(opened->fd);
     return false;
   }
   return true;
@@ -60,7 +62,9 @@ bool OpenAgain(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   TemporaryName(layout::Files(run->job)[file].name, name);
   const int error = io::OpenDirect(run->directory, name, O_WRONLY | O_NOFOLLOW, 0,
                                    !run->Has(layout::kBuffered), opened);
-  return error == 0 || FailErrno(run, Operation::kOpen, error, file);
+  if (error != 0) return FailErrno(run, Operation::kOpen, error, file);
+  sys::OwnFd(opened->fd);
+  return true;
 }
 
 /// Ends with the file closed, whatever happens.
@@ -85,7 +89,7 @@ bool SyncAndClose(JobRun* run, uint16_t slot) {
     ok = FailErrno(run, Operation::kSync, errno, open.file);
   }
   // Network file systems report the last write errors here.
-  if (sys::Sys().close(open.fd) != 0 && ok && errno != EINTR) {
+  if (sys::CloseOwned(open.fd) != 0 && ok && errno != EINTR) {
     ok = FailErrno(run, Operation::kSync, errno, open.file);
   }
   open.fd = -1;
@@ -159,7 +163,7 @@ bool SyncAllFiles(JobRun* run) {
 
 void CloseAllFiles(JobRun* run) {
   for (OpenFile& open : run->open) {
-    if (open.fd >= 0) sys::Sys().close(open.fd);
+    if (open.fd >= 0) sys::CloseOwned(open.fd);
     open.fd = -1;
   }
 }

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/accounting.h"
 #include "runtime/worker/proof.h"
@@ -102,10 +103,11 @@ bool ReadAll(Reader* reader) {
     const int error = io::OpenDirect(run->directory, name, O_RDONLY | O_NOFOLLOW, 0,
                                      !run->Has(layout::kBuffered), &opened);
     if (error != 0) return FailErrno(run, Operation::kOpen, error, i);
+    sys::OwnFd(opened.fd);
     const bool ok = ReadFile(reader, opened.fd, file);
     // The fd stays open while reads are under way; the buffer stays mapped with them.
     if (!ok) Drain(run, run->read_queue);
-    sys::Sys().close(opened.fd);
+    sys::CloseOwned(opened.fd);
     if (!ok) return false;
   }
   return true;

@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "runtime/sys/errno_code.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/job_run.h"
 
@@ -64,7 +65,7 @@ bool Shrink(Removal* removal, const char* name, const struct stat& status) {
   if (!S_ISREG(status.st_mode) || status.st_nlink != 1) return true;
   uint64_t bytes = static_cast<uint64_t>(status.st_size);
   if (bytes <= kTruncateStepBytes) return true;
-  const int fd = sys::Sys().openat(removal->directory, name, O_WRONLY | O_NOFOLLOW | O_CLOEXEC, 0);
+  const int fd = sys::OpenOwned(removal->directory, name, O_WRONLY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (fd < 0) return true;  // The unlink frees it in one go, or says why not.
   bool ok = true;
   while (bytes > kTruncateStepBytes) {
@@ -75,7 +76,7 @@ bool Shrink(Removal* removal, const char* name, const struct stat& status) {
     bytes -= kTruncateStepBytes;
     if (sys::Sys().ftruncate(fd, static_cast<off_t>(bytes)) != 0) break;
   }
-  sys::Sys().close(fd);
+  sys::CloseOwned(fd);
   return ok;
 }
 
@@ -100,7 +101,7 @@ bool RemoveEntry(Removal* removal, const char* name, bool* removed) {
 /// One walk over the directory. An fd of its own: entries that go while it walks may hide others,
 /// so walks are repeated from the start until one finds nothing.
 bool Pass(Removal* removal, bool manifests_only, bool* removed) {
-  const int fd = sys::Sys().openat(removal->directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
+  const int fd = sys::OpenOwned(removal->directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
   if (fd < 0) return removal->FailErrno(errno);
   bool ok = true;
   while (ok) {
@@ -116,7 +117,7 @@ bool Pass(Removal* removal, bool manifests_only, bool* removed) {
                                 : RemoveEntry(removal, entry->name, removed);
     }
   }
-  sys::Sys().close(fd);
+  sys::CloseOwned(fd);
   return ok;
 }
 
@@ -144,10 +145,10 @@ bool RemoveDirectory(int parent, const char* name, char* buffer, const layout::S
                      Failure* failure) {
   Removal removal = {.buffer = buffer, .cancel = cancel, .failure = failure};
   removal.directory =
-      sys::Sys().openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+      sys::OpenOwned(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (removal.directory < 0) return errno == ENOENT || removal.FailErrno(errno);
   const bool emptied = RemoveContents(&removal);
-  sys::Sys().close(removal.directory);
+  sys::CloseOwned(removal.directory);
   if (!emptied) return false;
   if (removal.subdirectory) {
     return removal.Fail(FailureCode::kFailedPrecondition, Operation::kRemove, 0);
@@ -161,7 +162,7 @@ bool RemoveDirectory(int parent, const char* name, char* buffer, const layout::S
 }
 
 bool HoldsOnly(int directory, const char* name, char* buffer) {
-  const int fd = sys::Sys().openat(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
+  const int fd = sys::OpenOwned(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
   if (fd < 0) return false;
   bool only = true;
   bool seen = false;
@@ -178,7 +179,7 @@ bool HoldsOnly(int directory, const char* name, char* buffer) {
       }
     }
   }
-  sys::Sys().close(fd);
+  sys::CloseOwned(fd);
   return only && seen && got == 0;
 }
 

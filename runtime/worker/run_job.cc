@@ -172,6 +172,7 @@ int RunJob(Server* server, Received* received) {
   void* const memory =
       sys::Sys().mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, control, 0);
   if (memory == MAP_FAILED) return layout::kExitAttach;
+  sys::Sys().madvise(memory, bytes, MADV_DONTFORK);  // as for the arena: see attach.cc
   layout::Job* const job = static_cast<layout::Job*>(memory);
   int exit_status = 0;
   if (job->magic != layout::kJobMagic || job->layout_version != layout::kLayoutVersion) {

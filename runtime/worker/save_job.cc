@@ -4,6 +4,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/accounting.h"
 #include "runtime/worker/commit.h"
@@ -69,7 +70,7 @@ void RunSave(JobRun* run) {
   SamplePrivateBytes(run);
   // What is stuck may still touch these; the process ends soon.
   if (run->io_stuck) return;
-  if (run->directory >= 0) sys::Sys().close(run->directory);
+  if (run->directory >= 0) sys::CloseOwned(run->directory);
   if (run->scratch != nullptr) sys::Sys().munmap(run->scratch, run->scratch_bytes);
 }
 

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <new>
 
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/process.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/server.h"
@@ -101,7 +102,7 @@ int Serve(const ServeOptions& given) {
     server->~Server();
     sys::Sys().munmap(memory, sizeof(Server));
   }
-  sys::Sys().close(options.socket);
+  sys::CloseOwned(options.socket);
   if (is_thread) sys::RestoreThreadSignals(signals_before);
   return exit_status;
 }
