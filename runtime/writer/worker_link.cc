@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/serve.h"
 #include "runtime/writer/spawn.h"
@@ -119,6 +120,7 @@ void WorkerLink::StartThread(base::UniqueFd worker_end) {
     // Serve closes the socket, so it gets a number of its own: UniqueFd's must not be closed behind
     // its back.
     const int socket = sys::Sys().fcntl(end.get(), F_DUPFD_CLOEXEC, 0);
+    sys::OwnFd(socket);
     end.Reset();
     worker::Serve({.socket = socket, .launcher = Launcher::kThread, .jobs_max = 0});
     Ring(ended_.get());
@@ -161,8 +163,18 @@ absl::Status WorkerLink::Send(layout::MessageKind kind, uint64_t bytes, const in
   do {
     sent = sys::Sys().sendmsg(socket_.get(), &header, MSG_NOSIGNAL);
   } while (sent < 0 && errno == EINTR);
-  if (sent < 0) return base::ErrnoStatus("hand a job to", "the worker", errno);
+  if (sent < 0) return WhyRefused(errno);
   return absl::OkStatus();
+}
+
+absl::Status WorkerLink::WhyRefused(int error) {
+  const absl::Status refused = base::ErrnoStatus("hand a job to", "the worker", error);
+  // Its end of the socket is closed, so the process is about to be gone. How it ended (it is of
+  // another version, it lacks a library) says more than "broken pipe".
+  constexpr int kEndMs = 1000;
+  const bool closed = error == EPIPE || error == ECONNRESET;
+  if (!closed || !pidfd_.valid() || !IsReadable(pidfd_.get(), kEndMs)) return refused;
+  return absl::AbortedError(absl::StrCat("hand a job to the worker: it ", Reap()));
 }
 
 void WorkerLink::RingDoorbell() { Ring(to_worker_.get()); }
@@ -182,7 +194,8 @@ bool WorkerLink::IsGone() const {
   return IsReadable(launcher_ == Launcher::kThread ? ended_.get() : pidfd_.get(), 0);
 }
 
-const std::string& WorkerLink::Reap() {
+std::string WorkerLink::Reap() {
+  const base::MutexLock lock(&reap_mutex_);
   if (exit_text_.empty()) exit_text_ = TakeExitStatus();
   return exit_text_;
 }
@@ -213,6 +226,20 @@ std::string WorkerLink::TakeExitStatus() {
                       info.si_status == SIGKILL ? ": the out-of-memory killer, or somebody" : "");
 }
 
+void WorkerLink::ReapKilled() {
+  // Only where no pidfd could be opened (no fd was left): Launch has killed the child, which had
+  // nothing to do yet. The pid is still ours, and it must not stay behind as a zombie.
+  siginfo_t info{};
+  while (pid_ > 0 && sys::Sys().waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED) != 0 &&
+         errno == EINTR) {
+  }
+}
+
+bool WorkerLink::IsReaped() {
+  const base::MutexLock lock(&reap_mutex_);
+  return !exit_text_.empty();
+}
+
 void WorkerLink::Kill() {
   if (pidfd_.valid()) {
     sys::Sys().pidfd_send_signal(pidfd_.get(), SIGKILL);
@@ -231,7 +258,11 @@ WorkerLink::~WorkerLink() {
   }
   if (kept_ && socket_.valid()) Exit();
   if (thread_.joinable()) thread_.join();
-  if (!pidfd_.valid() || !exit_text_.empty()) return;
+  if (!pidfd_.valid()) {
+    ReapKilled();
+    return;
+  }
+  if (IsReaped()) return;
   // Nothing is in flight any more, so a worker that does not end by itself is broken; it must not
   // become a zombie.
   constexpr int kEndMs = 10'000;

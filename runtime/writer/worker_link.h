@@ -10,6 +10,7 @@
 #include <string>
 #include <thread>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "holdfast/pod.h"
@@ -31,8 +32,7 @@ struct LinkOptions {
 
 /// Spawn and fork serve one job and exit; persistent and thread are kept between jobs.
 ///
-/// \threadsafety Run, RingDoorbell, Exit and the registrant's calls may come from any thread; Reap
-/// from one at a time.
+/// \threadsafety Run, RingDoorbell, Exit, Reap and the registrant's calls may come from any thread.
 class WorkerLink : public staging::Registrant {
  public:
   /// Starts a worker and attaches it to the arena. The worker does nothing before Run.
@@ -68,7 +68,7 @@ class WorkerLink : public staging::Registrant {
   /// Takes the exit status once IsGone, and says how it ended: "exited with status 0", "killed by
   /// signal 9 (Killed)", or that the host took the status (waited for all children, or ignores
   /// SIGCHLD).
-  const std::string& Reap();
+  std::string Reap();
 
   /// SIGKILL, by pidfd, so that no recycled pid is ever hit. No effect on a thread.
   void Kill();
@@ -85,6 +85,9 @@ class WorkerLink : public staging::Registrant {
   absl::Status StartForked(base::UniqueFd worker_end);
   void StartThread(base::UniqueFd worker_end);
   std::string TakeExitStatus();
+  bool IsReaped();
+  void ReapKilled();
+  absl::Status WhyRefused(int error);
   absl::Status Attach();
   absl::Status Send(layout::MessageKind kind, uint64_t bytes, const int* fds, int fd_count);
 
@@ -100,7 +103,8 @@ class WorkerLink : public staging::Registrant {
   base::UniqueFd to_trainer_;
   base::UniqueFd ended_;  // eventfd, a thread's stand-in for a pidfd
   std::thread thread_;
-  std::string exit_text_;
+  base::Mutex reap_mutex_;
+  std::string exit_text_ ABSL_GUARDED_BY(reap_mutex_);
   base::Mutex send_mutex_;  // one message at a time, so that a detach's answer is its own
   base::ForkGuard guard_;
 };
