@@ -28,10 +28,10 @@ size_t LengthOf(const char* text, size_t capacity) {
   return length;
 }
 
-/// A name of one path component, with room for ".tmp".
-bool IsComponent(const char* name, size_t capacity) {
+/// A name of one path component, with `room` bytes left for what is appended.
+bool IsComponent(const char* name, size_t capacity, size_t room) {
   const size_t length = LengthOf(name, capacity);
-  if (length == 0 || length + kTemporarySuffixBytes >= capacity) return false;
+  if (length == 0 || length + room >= capacity) return false;
   for (size_t i = 0; i < length; ++i) {
     if (name[i] == '/') return false;
   }
@@ -95,11 +95,11 @@ const char* CheckRanges(const Job& job) {
 
 const char* CheckNames(const Job& job) {
   const bool files_only = (job.flags & kFilesOnly) != 0;
-  if (!(files_only && IsDot(job.target)) && !IsComponent(job.target, sizeof(job.target))) {
+  if (!(files_only && IsDot(job.target)) && !IsComponent(job.target, sizeof(job.target), 0)) {
     return "the target is not a name";
   }
   if (!files_only) {
-    if (!IsComponent(job.partial, sizeof(job.partial))) return "the partial name is not a name";
+    if (!IsComponent(job.partial, sizeof(job.partial), 0)) return "the partial name is not a name";
     if (SameName(job.partial, job.target)) return "the partial name is the target";
   }
   if ((job.flags & kWriteManifest) == 0) {
@@ -107,7 +107,8 @@ const char* CheckNames(const Job& job) {
     // for.
     return job.world_size > 1 && !files_only ? "ranks without a manifest" : nullptr;
   }
-  if (!IsComponent(job.manifest, sizeof(job.manifest))) return "the manifest is not a name";
+  if (!IsComponent(job.manifest, sizeof(job.manifest), kTemporarySuffixBytes))
+    return "the manifest is not a name";
   const size_t prefix = LengthOf(job.manifest_prefix, sizeof(job.manifest_prefix));
   const size_t suffix = LengthOf(job.manifest_suffix, sizeof(job.manifest_suffix));
   if (prefix == sizeof(job.manifest_prefix) || suffix == sizeof(job.manifest_suffix)) {
@@ -150,7 +151,8 @@ const char* CheckExtents(const Job& job) {
   uint64_t extent_next = 0;
   for (uint32_t i = 0; i < job.file_count; ++i) {
     const File& file = files[i];
-    if (!IsComponent(file.name, sizeof(file.name))) return "a file's name is not a name";
+    if (!IsComponent(file.name, sizeof(file.name), kTemporarySuffixBytes))
+      return "a file's name is not a name";
     if (file.bytes > uint64_t{kExtentsMax} * kChunkBytes) return "a file is too long";
     if (file.extent_first != extent_next) return "a file's extents do not follow the last one's";
     if (file.extent_count != (file.bytes + kChunkBytes - 1) / kChunkBytes) {
