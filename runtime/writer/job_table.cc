@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <cstring>
 #include <new>
 
+#include "absl/strings/str_cat.h"
 #include "runtime/base/check.h"
 #include "runtime/base/status.h"
 #include "runtime/sys/system.h"
@@ -82,6 +84,16 @@ mode_t CurrentUmask() {
   return static_cast<mode_t>(value);
 }
 
+// ftruncate beyond the limit does not only fail, it sends SIGXFSZ, which ends the process.
+absl::Status CheckFileSizeLimit(uint64_t bytes) {
+  rlimit limit{};
+  if (sys::Sys().getrlimit(RLIMIT_FSIZE, &limit) != 0 || bytes <= limit.rlim_cur)
+    return absl::OkStatus();
+  return absl::ResourceExhaustedError(absl::StrCat("size control memory: ", bytes,
+                                                   " bytes are above the file size limit of ",
+                                                   limit.rlim_cur, "; raise it (ulimit -f)"));
+}
+
 }  // namespace
 
 uint64_t ControlBytes(const SavePlan& plan, const format::ManifestTemplate& manifest) {
@@ -93,6 +105,7 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::Map(uint64_t bytes) {
   const auto& sys = sys::Sys();
   table->fd_ = base::UniqueFd(sys.memfd_create("holdfast-job", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!table->fd_.valid()) return base::ErrnoStatus("create", "control memory", errno);
+  HOLDFAST_RETURN_IF_ERROR(CheckFileSizeLimit(bytes));
   if (sys.ftruncate(table->fd(), static_cast<off_t>(bytes)) != 0) {
     return base::ErrnoStatus("size", "control memory", errno);
   }
@@ -110,7 +123,8 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::Map(uint64_t bytes) {
 }
 
 JobTable::~JobTable() {
-  if (job_ != nullptr) sys::Sys().munmap(job_, bytes_);
+  // In a foreign child something else may be mapped there by now.
+  if (job_ != nullptr && guard_.InCreator()) sys::Sys().munmap(job_, bytes_);
 }
 
 void JobTable::FillCommon(const JobParameters& parameters) {

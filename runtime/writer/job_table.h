@@ -78,6 +78,7 @@ class JobTable {
   void FillCommon(const JobParameters& parameters);
   void FillFiles(const SavePlan& plan, const format::ManifestTemplate& manifest);
 
+  base::ForkGuard guard_;
   base::UniqueFd fd_;
   layout::Job* job_ = nullptr;
   uint64_t bytes_ = 0;
