@@ -39,6 +39,9 @@ namespace {
 // Errors of saves that nobody waited for, until a Flush asks: enough to tell the first, bounded all
 // the same.
 constexpr size_t kUnseenErrorsMax = 16;
+// A worker that has failed is gone within milliseconds; a call that failed with it waits this long
+// for its reason.
+constexpr absl::Duration kTimeToEnd = absl::Seconds(10);
 
 absl::Status OtherProcess() {
   return absl::FailedPreconditionError(
@@ -97,7 +100,9 @@ class Checkpointer::Impl {
   absl::Status OpenDirectories(const SaveRequest& request, const AttemptId& attempt,
                                SaveState* save);
   absl::Status Launch(const SaveRequest& request, const AttemptId& attempt, SaveState* save);
+  static absl::Status WhyStopped(const absl::Status& staged, SaveState* save);
   void TakeBack(SaveState* save, bool files_only);
+  bool RemoveEmptyPartial(const SaveState& save) const;
   void OnFinished(const std::shared_ptr<SaveState>& save, const absl::Status& status,
                   bool left_files);
 
@@ -332,8 +337,14 @@ void Checkpointer::Impl::TakeBack(SaveState* save, bool files_only) {
   if (save->table != nullptr) pool->ReturnControlBytes(save->table->bytes());
   save->in_use.Reset();
   save->trainer_lock.Reset();
-  // Empty, or another rank's too: then rmdir refuses, rightly.
-  if (!files_only) sys::Sys().unlinkat(directory.get(), save->partial.c_str(), AT_REMOVEDIR);
+  if (!files_only) (void)RemoveEmptyPartial(*save);
+}
+
+bool Checkpointer::Impl::RemoveEmptyPartial(const SaveState& save) const {
+  // Of several ranks one must not take away the directory that another has locked and not yet
+  // written to; Recover does, once all are gone.
+  return !save.partial.empty() && options.world_size == 1 &&
+         sys::Sys().unlinkat(directory.get(), save.partial.c_str(), AT_REMOVEDIR) == 0;
 }
 
 absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& request) {
@@ -342,7 +353,11 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<SaveState> save, Plan(request, &attempt));
   save->entered = entered;
   HOLDFAST_RETURN_IF_ERROR(Admit(*save));
-  HOLDFAST_RETURN_IF_ERROR(OpenDirectories(request, attempt, save.get()));
+  const absl::Status opened = OpenDirectories(request, attempt, save.get());
+  if (!opened.ok()) {
+    (void)RemoveEmptyPartial(*save);  // made, but not opened or locked: no fd was left
+    return base::Annotate(opened, absl::StrCat("save ", save->path));
+  }
   save->epoch = pool->OpenEpoch();
   const absl::Status launched = Launch(request, attempt, save.get());
   if (!launched.ok()) {
@@ -355,8 +370,16 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   if (!staged.ok()) save->MarkErrorReturned();
   save->MutableReport()->time_in_call = absl::ToDoubleSeconds(absl::Now() - entered);
   save->DropUser();
-  if (!staged.ok()) return staged;
+  if (!staged.ok()) return WhyStopped(staged, save.get());
   return SaveHandle(std::move(save));
+}
+
+absl::Status Checkpointer::Impl::WhyStopped(const absl::Status& staged, SaveState* save) {
+  // Staging that was stopped from outside knows no more than that: the worker has failed (a full
+  // disk, a kill), and its end, which is near, tells why.
+  if (!absl::IsAborted(staged)) return staged;
+  const absl::Status ended = save->WaitDurable(kTimeToEnd).status();
+  return save->IsDone() && !ended.ok() ? ended : staged;
 }
 
 void Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
@@ -365,8 +388,10 @@ void Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
     housekeeper->ApplyRetention();
     return;
   }
+  // What a worker left that did not even begin goes without another one, which may be no better.
+  const bool removed = RemoveEmptyPartial(*save);
   // A rank of many must not remove what the others wrote; Recover does, once all are gone.
-  if (left_files && !save->partial.empty() && options.world_size == 1)
+  if (!removed && left_files && !save->partial.empty() && options.world_size == 1)
     housekeeper->Remove(save->partial);
   const base::MutexLock lock(&mutex_);
   if (failed_.size() < kUnseenErrorsMax) failed_.push_back(save);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -236,7 +237,19 @@ absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
   if (failure.ok()) return absl::OkStatus();
   // The worker only obeyed: the reason is on this side.
   if (failure.operation == Operation::kWaitTrainer && !staging.ok()) return staging;
-  return base::ToStatus(failure, save->Names());
+  const absl::Status status = base::ToStatus(failure, save->Names());
+  const char(&reason)[sizeof(layout::CompletionSlot::reason)] =
+      save->table->job()->completion.reason;
+  // What else the worker can say: why a table is malformed, what was in flight at a stall.
+  const bool tells =
+      failure.operation == Operation::kAttach || failure.code == FailureCode::kDeadlineExceeded;
+  if (!tells || reason[0] == '\0') return status;
+  absl::Status told(status.code(),
+                    absl::StrCat(status.message(), " (",
+                                 std::string(reason, strnlen(reason, sizeof(reason))), ")"));
+  status.ForEachPayload(
+      [&told](absl::string_view url, const absl::Cord& payload) { told.SetPayload(url, payload); });
+  return told;
 }
 
 void Supervisor::TrimIfIdle() {
