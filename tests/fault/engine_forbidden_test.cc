@@ -1,0 +1,149 @@
+// Where io_uring is forbidden, as container runtimes do, the save works all the same and says why
+// it took another rung.
+#include <linux/audit.h>
+#include <linux/capability.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstddef>
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "tests/testing/child_process.h"
+#include "tests/testing/save_test.h"
+
+namespace holdfast::testing {
+namespace {
+
+using ::testing::AnyOf;
+using ::testing::HasSubstr;
+
+/// Every io_uring call fails with `error` in this process and in its children, for good.
+bool ForbidIoUring(int error) {
+  const auto deny = static_cast<uint32_t>(SECCOMP_RET_ERRNO | (error & SECCOMP_RET_DATA));
+  sock_filter code[] = {
+      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+      BPF_JUMP(BPF_JMP | BPF_JGE | BPF_K, __NR_io_uring_setup, 0, 2),
+      BPF_JUMP(BPF_JMP | BPF_JGT | BPF_K, __NR_io_uring_register, 1, 0),
+      BPF_STMT(BPF_RET | BPF_K, deny),
+      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+  };
+  const sock_fprog program = {.len = sizeof(code) / sizeof(code[0]), .filter = code};
+  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+/// Neither this process nor what it starts may lock memory beyond RLIMIT_MEMLOCK.
+bool DropLockCapability() {
+  if (prctl(PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0) != 0) return false;
+  __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
+  __user_cap_data_struct data[2] = {};
+  if (syscall(SYS_capget, &header, data) != 0) return false;
+  constexpr uint32_t kLock = 1u << CAP_IPC_LOCK;
+  data[0].effective &= ~kLock;
+  data[0].permitted &= ~kLock;
+  data[0].inheritable &= ~kLock;
+  return syscall(SYS_capset, &header, data) == 0;
+}
+
+class EngineForbidden : public LauncherTest {
+ protected:
+  /// Saves under whatever is forbidden by now and returns the report.
+  SaveReport SavedAnyway(EngineRung engine = EngineRung::kAuto) {
+    CheckpointerOptions options = Options();
+    options.engine = engine;
+    const auto checkpointer = Make(options);
+    if (checkpointer == nullptr) return {};
+    const TrainingState state = TrainingState::Uniform(3, 3u << 20, 1);
+    const auto report = Save(checkpointer.get(), "anyway", state);
+    EXPECT_TRUE(report.ok()) << report.status();
+    if (!report.ok()) return {};
+    EXPECT_TRUE(state.CompareWith(report->path).ok());
+    ExpectMemoryBack(checkpointer.get());
+    return *report;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, EngineForbidden, kEveryLauncher, LauncherName);
+
+TEST_P(EngineForbidden, BySeccomp) {
+  for (const int error : {EPERM, ENOSYS}) {
+    SCOPED_TRACE(error);
+    const ChildResult result = RunInChild([this, error] {
+      if (!ForbidIoUring(error)) return std::string("no seccomp filters here");
+      const SaveReport report = SavedAnyway();
+      EXPECT_EQ(report.engine, EngineRung::kPwrite);
+      EXPECT_THAT(report.engine_reason, HasSubstr("io_uring_setup"));
+      return std::string();
+    });
+    if (!result.skipped.empty()) GTEST_SKIP() << result.skipped;
+    EXPECT_EQ(result.status, 0);
+    std::filesystem::remove_all(absl::StrCat(directory(), "/anyway"));
+  }
+}
+
+TEST_P(EngineForbidden, ByMemoryLimit) {
+  const ChildResult result = RunInChild([this] {
+    const rlimit none = {.rlim_cur = 0, .rlim_max = 0};
+    if (setrlimit(RLIMIT_MEMLOCK, &none) != 0 || !DropLockCapability())
+      return std::string("CAP_IPC_LOCK cannot be dropped here");
+    const SaveReport report = SavedAnyway();
+    EXPECT_THAT(report.engine, AnyOf(EngineRung::kUring, EngineRung::kPwrite));
+    EXPECT_FALSE(report.engine_reason.empty());
+    if (GetParam() == Launcher::kPersistent) {
+      EXPECT_THAT(report.engine_reason, HasSubstr("memory limit"));
+    }
+    return std::string();
+  });
+  if (!result.skipped.empty()) GTEST_SKIP() << result.skipped;
+  EXPECT_EQ(result.status, 0);
+}
+
+/// A value of /proc/sys that is put back.
+class Sysctl {
+ public:
+  Sysctl(const char* path, const std::string& value) : path_(path) {
+    std::ifstream(path_) >> before_;
+    if (before_.empty()) return;
+    std::ofstream out(path_);
+    out << value << std::flush;
+    set_ = out.good();
+  }
+  ~Sysctl() {
+    if (!set_) return;
+    std::ofstream out(path_);
+    out << before_ << std::flush;
+    EXPECT_TRUE(out.good()) << path_ << " was " << before_;
+  }
+  Sysctl(const Sysctl&) = delete;
+  Sysctl& operator=(const Sysctl&) = delete;
+  bool set() const { return set_; }
+
+ private:
+  const char* path_;
+  std::string before_;
+  bool set_ = false;
+};
+
+TEST_P(EngineForbidden, BySysctl) {
+  SaveReport report;
+  {
+    const Sysctl disabled("/proc/sys/kernel/io_uring_disabled", "2");
+    if (!disabled.set()) GTEST_SKIP() << "kernel.io_uring_disabled cannot be set here";
+    report = SavedAnyway();
+  }
+  EXPECT_EQ(report.engine, EngineRung::kPwrite);
+  EXPECT_THAT(report.engine_reason, HasSubstr("kernel.io_uring_disabled"));
+}
+
+}  // namespace
+}  // namespace holdfast::testing

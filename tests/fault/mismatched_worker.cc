@@ -1,0 +1,14 @@
+// A worker program of another version of Holdfast, as an upgrade in the middle of a run leaves it:
+// it reads the first message, sees that it does not understand it, and ends as the real one does.
+#include <sys/socket.h>
+
+#include "runtime/layout/wire.h"
+
+int main() {
+  constexpr unsigned kOurVersion = holdfast::layout::kLayoutVersion + 1;
+  holdfast::layout::Message message;
+  const ssize_t got = recv(holdfast::layout::kWorkerSocketFd, &message, sizeof(message), 0);
+  const bool ours =
+      got == static_cast<ssize_t>(sizeof(message)) && message.layout_version == kOurVersion;
+  return ours ? 0 : holdfast::layout::kExitMismatch;
+}

@@ -1,0 +1,220 @@
+// Children that the host forks while saves are in flight (a DataLoader, system()) hold nothing of
+// Holdfast's and can do no harm with what they inherited.
+#include <signal.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "holdfast/recovery.h"
+#include "tests/testing/child_process.h"
+#include "tests/testing/save_test.h"
+#include "tests/testing/slow_device.h"
+
+namespace holdfast::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+class ForeignFork : public LauncherTest {
+ protected:
+  CheckpointerOptions Slow() {
+    CheckpointerOptions options = Options();
+    options.qos.bytes_per_second_max = 12u << 20;
+    return options;
+  }
+  const TrainingState state_ = TrainingState::Uniform(4, 4u << 20, 1);
+};
+INSTANTIATE_TEST_SUITE_P(All, ForeignFork, kEveryLauncher, LauncherName);
+
+void ExpectRefuses(const absl::Status& status) {
+  EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
+}
+
+TEST_P(ForeignFork, ChildHoldsNothingAndIsRefused) {
+  const Holdings before = Holdings::OfSelf();
+  SlowDevice device;
+  auto checkpointer = Make(Slow());
+  ASSERT_NE(checkpointer, nullptr);
+  auto begun = Begin(checkpointer.get(), "step-1", state_);
+  ASSERT_TRUE(begun.ok()) << begun.status();
+  SaveHandle handle = *std::move(begun);
+  begun = absl::UnknownError("moved from");
+  // A second one, whose memory is still being filled.
+  char* const memory = device.Allocate(1 << 20);
+  const std::vector<TensorSource> on_device = {{.name = "device",
+                                                .dtype = "U8",
+                                                .shape = {1 << 20},
+                                                .data = memory,
+                                                .bytes = 1 << 20,
+                                                .device = &device}};
+  auto pending = checkpointer->SaveAsync({.name = "step-2", .step = 2, .tensors = on_device});
+  ASSERT_TRUE(pending.ok()) << pending.status();
+  ASSERT_TRUE(WaitFor([&] { return handle.progress().bytes_written > 0; }));
+
+  ChildProcess child([&] {
+    const Holdings here = Holdings::OfSelf();
+    EXPECT_THAT(here.Beyond(before), IsEmpty());
+    ExpectRefuses(checkpointer->SaveAsync({.name = "child", .tensors = on_device}).status());
+    ExpectRefuses(checkpointer->Flush(absl::Seconds(1)));
+    ExpectRefuses(checkpointer->Trim());
+    ExpectRefuses(checkpointer->RegisterDevice(&device));
+    EXPECT_EQ(checkpointer->staging().arena_bytes, 0u);
+    ExpectRefuses(handle.WaitStaged(absl::Seconds(1)));
+    ExpectRefuses(handle.WaitStagedOn(&device, nullptr));
+    ExpectRefuses(handle.WaitDurable(absl::Seconds(1)).status());
+    ExpectRefuses(handle.Cancel());
+    EXPECT_FALSE(handle.IsDone());
+    EXPECT_EQ(handle.worker_pid(), 0);
+    EXPECT_EQ(handle.progress().bytes_total, 0u);
+    // Mappings of the child's own, which may lie where the parent's arena lies: destructors must
+    // leave them alone.
+    std::vector<char*> own;
+    for (int i = 0; i < 64; ++i) {
+      void* const mapped =
+          mmap(nullptr, 1 << 20, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      own.push_back(static_cast<char*>(mapped));
+      *own.back() = 'x';
+    }
+    checkpointer.reset();
+    handle = SaveHandle();
+    pending = absl::UnknownError("gone");
+    for (const char* const mapped : own) EXPECT_EQ(*mapped, 'x');
+    EXPECT_THAT(Holdings::OfSelf().children, IsEmpty());
+  });
+  EXPECT_EQ(child.Wait(kLong), 0);
+
+  device.CompleteAtOnce(true);
+  device.CompleteAll();
+  const auto report = handle.WaitDurable(kLong);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_TRUE(state_.CompareWith(report->path).ok());
+  const auto second = pending->WaitDurable(kLong);
+  EXPECT_TRUE(second.ok()) << second.status();
+  EXPECT_THAT(Names(directory()), ElementsAre("step-1", "step-2"));
+  ExpectMemoryBack(checkpointer.get());
+}
+
+TEST_P(ForeignFork, ChildMayHaveACheckpointerOfItsOwn) {
+  const auto checkpointer = Make(Slow());
+  ASSERT_NE(checkpointer, nullptr);
+  const auto begun = Begin(checkpointer.get(), "step-1", state_);
+  ASSERT_TRUE(begun.ok()) << begun.status();
+  const ChildResult result = RunInChild([this] {
+    const auto own = Make(Options());
+    if (own == nullptr) return std::string();
+    const auto report = Save(own.get(), "child", TrainingState::Uniform(2, 100'000, 3));
+    EXPECT_TRUE(report.ok()) << report.status();
+    return std::string();
+  });
+  EXPECT_EQ(result.status, 0);
+  EXPECT_TRUE(begun->WaitDurable(kLong).ok());
+  EXPECT_THAT(Names(directory()), ElementsAre("child", "step-1"));
+}
+
+TEST_P(ForeignFork, ChildThatOutlivesTheCheckpointerKeepsNothing) {
+  const Holdings before = Holdings::OfSelf();
+  Mailbox mailbox;
+  auto checkpointer = Make(Slow());
+  ASSERT_NE(checkpointer, nullptr);
+  const auto begun = Begin(checkpointer.get(), "step-1", state_);
+  ASSERT_TRUE(begun.ok()) << begun.status();
+  ASSERT_TRUE(WaitFor([&] { return begun->progress().bytes_written > 0; }));
+  // As a DataLoader's worker: it waits for work, and ends when it is told.
+  ChildProcess child([&] {
+    mailbox.ToParent("ready");
+    (void)mailbox.FromParent(absl::Minutes(2));
+  });
+  EXPECT_TRUE(mailbox.FromChild(kLong).has_value());
+  EXPECT_TRUE(begun->WaitDurable(kLong).ok());
+  checkpointer.reset();
+  const Holdings held = Holdings::Of(child.pid());
+  EXPECT_EQ(held.resident_shared_bytes, before.resident_shared_bytes);
+  EXPECT_EQ(held.shared_mappings, before.shared_mappings);
+  for (const auto& [fd, target] : held.fds) {
+    EXPECT_FALSE(absl::StrContains(target, "holdfast") || absl::StrContains(target, "pidfd") ||
+                 absl::StrContains(target, "event") || absl::StrContains(target, directory()))
+        << fd << " on " << target;
+  }
+  mailbox.ToChild("end");
+  EXPECT_EQ(child.Wait(kLong), 0);
+}
+
+// The lock of a partial directory tells recovery that somebody is at work there.
+TEST_P(ForeignFork, ChildOfADeadTrainerKeepsNoLock) {
+  SavePrevious(directory());
+  const Subreaper subreaper;
+  Mailbox mailbox;
+  ChildProcess trainer([&] {
+    auto checkpointer = Make(Slow());
+    if (checkpointer == nullptr) return;
+    const auto begun = Begin(checkpointer.get(), "step-1", state_);
+    EXPECT_TRUE(begun.ok()) << begun.status();
+    if (!begun.ok()) return;
+    WaitFor([&] { return begun->progress().bytes_written > 0; });
+    const pid_t loader = fork();
+    if (loader == 0) {
+      mailbox.ToParent(absl::StrCat(getpid()));  // behind everything that fork does in a child
+      while (true) pause();
+    }
+    EXPECT_TRUE(mailbox.FromParent(kLong).has_value());
+    mailbox.ToParent(absl::StrCat(begun->worker_pid()));
+    (void)begun->WaitDurable(kLong);
+  });
+  const pid_t loader = std::atoi(mailbox.FromChild(kLong).value_or("0").c_str());
+  ASSERT_GT(loader, 0);
+  mailbox.ToChild("go on");
+  const pid_t worker = std::atoi(mailbox.FromChild(kLong).value_or("0").c_str());
+  ASSERT_GT(worker, 0);
+  trainer.Signal(SIGSTOP);
+  if (!IsThread()) kill(worker, SIGKILL);
+  trainer.Signal(SIGKILL);
+  EXPECT_EQ(trainer.Wait(kLong), ChildProcess::kSignalBase + SIGKILL);
+  if (!IsThread()) {
+    EXPECT_EQ(subreaper.Reap(worker, kLong), ChildProcess::kSignalBase + SIGKILL);
+  }
+  ASSERT_TRUE(IsAlive(loader));
+  RecoveryOptions options;
+  options.wait_for_orphans = absl::ZeroDuration();
+  const auto recovered = Recover(directory(), options);
+  ASSERT_TRUE(recovered.ok()) << recovered.status();
+  EXPECT_THAT(recovered->kept_incomplete, IsEmpty());
+  ExpectPreviousAnd(directory(), {});
+  kill(loader, SIGKILL);
+  EXPECT_EQ(subreaper.Reap(loader, kLong), ChildProcess::kSignalBase + SIGKILL);
+}
+
+TEST_P(ForeignFork, ProgramsThatTheHostStartsInheritNothing) {
+  const auto checkpointer = Make(Slow());
+  ASSERT_NE(checkpointer, nullptr);
+  const auto begun = Begin(checkpointer.get(), "step-1", state_);
+  ASSERT_TRUE(begun.ok()) << begun.status();
+  ASSERT_TRUE(WaitFor([&] { return begun->progress().bytes_written > 0; }));
+  std::string listed;
+  FILE* const pipe = popen("ls -l /proc/self/fd", "r");
+  ASSERT_NE(pipe, nullptr);
+  char buffer[4096];
+  for (size_t got = 0; (got = fread(buffer, 1, sizeof(buffer), pipe)) > 0;)
+    listed.append(buffer, got);
+  pclose(pipe);
+  EXPECT_THAT(listed, ::testing::Not(::testing::AnyOf(::testing::HasSubstr("memfd"),
+                                                      ::testing::HasSubstr("anon_inode"),
+                                                      ::testing::HasSubstr(directory()))));
+  EXPECT_EQ(system("true"), 0);
+  EXPECT_TRUE(begun->WaitDurable(kLong).ok());
+  ExpectSound(absl::StrCat(directory(), "/step-1"));
+}
+
+}  // namespace
+}  // namespace holdfast::testing

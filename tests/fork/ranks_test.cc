@@ -1,0 +1,183 @@
+// Two ranks as two processes: one checkpoint, which is visible when both are done and never before.
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "holdfast/load.h"
+#include "holdfast/recovery.h"
+#include "holdfast/verify.h"
+#include "tests/testing/child_process.h"
+#include "tests/testing/save_test.h"
+
+namespace holdfast::testing {
+namespace {
+
+class Ranks : public LauncherTest {
+ protected:
+  CheckpointerOptions Rank(uint32_t rank) {
+    CheckpointerOptions options = Options();
+    options.rank = rank;
+    options.world_size = 2;
+    return options;
+  }
+  static TrainingState StateOf(uint32_t rank) { return TrainingState::Uniform(3, 1u << 20, rank); }
+  absl::StatusOr<SaveHandle> BeginRank(Checkpointer* checkpointer, uint32_t rank) {
+    const TrainingState state = StateOf(rank);
+    const std::vector<TensorSource> sources = state.Sources();
+    return checkpointer->SaveAsync(
+        {.name = "step-1", .step = 1, .tensors = sources, .attempt = attempt_});
+  }
+  /// Saves as `rank` and returns how it ended.
+  absl::Status SaveRank(const CheckpointerOptions& options) {
+    const auto checkpointer = Make(options);
+    if (checkpointer == nullptr) return absl::InternalError("no checkpointer");
+    const auto begun = BeginRank(checkpointer.get(), options.rank);
+    if (!begun.ok()) return begun.status();
+    const absl::Status ended = begun->WaitDurable(kLong).status();
+    ExpectMemoryBack(checkpointer.get());
+    return ended;
+  }
+  void ExpectBothRanksThere() {
+    ExpectPreviousAnd(directory(), {"step-1"});
+    const std::string path = absl::StrCat(directory(), "/step-1");
+    ExpectSound(path);
+    const auto info = InspectCheckpoint(path);
+    ASSERT_TRUE(info.ok()) << info.status();
+    EXPECT_EQ(info->world_size, 2u);
+    EXPECT_EQ(info->attempt, attempt_);
+  }
+  /// What a failed attempt left is a recovery's, and then the same name can be saved.
+  void ExpectNextAttemptWorks() {
+    EXPECT_TRUE(absl::IsNotFound(InspectCheckpoint(absl::StrCat(directory(), "/step-1")).status()));
+    RecoveryOptions recovery;
+    recovery.wait_for_orphans = absl::Seconds(30);
+    recovery.promote = false;
+    const auto recovered = Recover(directory(), recovery);
+    EXPECT_TRUE(recovered.ok()) << recovered.status();
+    ExpectPreviousAnd(directory(), {});
+    attempt_ = NewAttemptId();
+    ChildProcess other([this] { EXPECT_TRUE(SaveRank(Rank(1)).ok()); });
+    const absl::Status status = SaveRank(Rank(0));
+    EXPECT_TRUE(status.ok()) << status;
+    EXPECT_EQ(other.Wait(kLong), 0);
+    ExpectBothRanksThere();
+  }
+  AttemptId attempt_ = NewAttemptId();
+};
+INSTANTIATE_TEST_SUITE_P(All, Ranks, kEveryLauncher, LauncherName);
+
+TEST_P(Ranks, AppearTogether) {
+  SavePrevious(directory());
+  Mailbox mailbox;
+  ChildProcess other([&] {
+    EXPECT_TRUE(mailbox.FromParent(kLong).has_value());
+    const absl::Status status = SaveRank(Rank(1));
+    EXPECT_TRUE(status.ok()) << status;
+  });
+  const auto checkpointer = Make(Rank(0));
+  ASSERT_NE(checkpointer, nullptr);
+  const auto begun = BeginRank(checkpointer.get(), 0);
+  ASSERT_TRUE(begun.ok()) << begun.status();
+  ASSERT_TRUE(WaitFor([&] { return begun->progress().phase == "waiting for ranks"; }));
+  EXPECT_THAT(Names(directory()), ::testing::Not(::testing::Contains("step-1")));
+  mailbox.ToChild("go");
+  const auto report = begun->WaitDurable(kLong);
+  EXPECT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(other.Wait(kLong), 0);
+  ExpectBothRanksThere();
+}
+
+TEST_P(Ranks, OneThatNeverComesIsADeadline) {
+  SavePrevious(directory());
+  CheckpointerOptions options = Rank(0);
+  options.time_ranks_max = absl::Seconds(1);
+  const absl::Time begin = absl::Now();
+  const absl::Status status = SaveRank(options);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
+  EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("wait for the other ranks"));
+  EXPECT_LT(absl::Now() - begin, absl::Seconds(30));
+  ExpectNextAttemptWorks();
+}
+
+TEST_P(Ranks, OneThatIsKilledIsADeadlineOfTheOther) {
+  SavePrevious(directory());
+  const Subreaper subreaper;
+  Mailbox mailbox;
+  CheckpointerOptions slow = Rank(1);
+  slow.qos.bytes_per_second_max = 2u << 20;
+  ChildProcess other([&] {
+    const auto checkpointer = Make(slow);
+    ASSERT_NE(checkpointer, nullptr);
+    const auto begun = BeginRank(checkpointer.get(), 1);
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    ASSERT_TRUE(WaitFor([&] { return begun->worker_pid() != 0; }));
+    mailbox.ToParent(absl::StrCat(begun->worker_pid()));
+    (void)begun->WaitDurable(kLong);
+  });
+  const pid_t worker = std::atoi(mailbox.FromChild(kLong).value_or("0").c_str());
+  ASSERT_GT(worker, 0);
+  if (!IsThread()) kill(worker, SIGKILL);
+  other.Signal(SIGKILL);
+  EXPECT_EQ(other.Wait(kLong), ChildProcess::kSignalBase + SIGKILL);
+  // The trainer may have reaped it already.
+  if (!IsThread()) (void)subreaper.Reap(worker, absl::Seconds(10));
+  CheckpointerOptions options = Rank(0);
+  options.time_ranks_max = absl::Seconds(1);
+  const absl::Status status = SaveRank(options);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
+  ExpectNextAttemptWorks();
+}
+
+TEST_P(Ranks, AFailureOfOneIsAnErrorOfTheOtherAtOnce) {
+  SavePrevious(directory());
+  Mailbox mailbox;
+  for (const uint32_t failing : {0u, 1u}) {
+    SCOPED_TRACE(failing);
+    attempt_ = NewAttemptId();
+    ChildProcess other([&] {
+      const auto checkpointer = Make(Rank(failing));
+      ASSERT_NE(checkpointer, nullptr);
+      LimitFileSize(1u << 20);
+      ASSERT_TRUE(mailbox.FromParent(kLong).has_value());
+      const auto begun = BeginRank(checkpointer.get(), failing);
+      ASSERT_TRUE(begun.ok()) << begun.status();
+      const absl::Status status = begun->WaitDurable(kLong).status();
+      EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("File too large"));
+      ExpectMemoryBack(checkpointer.get());
+    });
+    const auto checkpointer = Make(Rank(1 - failing));
+    ASSERT_NE(checkpointer, nullptr);
+    const auto begun = BeginRank(checkpointer.get(), 1 - failing);
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    ASSERT_TRUE(WaitFor([&] { return begun->progress().phase == "waiting for ranks"; }));
+    mailbox.ToChild("go");
+    const absl::Time begin = absl::Now();
+    const absl::Status status = begun->WaitDurable(kLong).status();
+    EXPECT_TRUE(absl::IsAborted(status)) << status;
+    EXPECT_LT(absl::Now() - begin, absl::Seconds(30));
+    EXPECT_EQ(other.Wait(kLong), 0);
+    ExpectMemoryBack(checkpointer.get());
+    EXPECT_TRUE(absl::IsNotFound(InspectCheckpoint(absl::StrCat(directory(), "/step-1")).status()));
+  }
+  ExpectNextAttemptWorks();
+}
+
+TEST_P(Ranks, WithoutAnAttemptIdAreRefused) {
+  const auto checkpointer = Make(Rank(0));
+  ASSERT_NE(checkpointer, nullptr);
+  const auto begun = Begin(checkpointer.get(), "step-1", StateOf(0));
+  EXPECT_TRUE(absl::IsInvalidArgument(begun.status())) << begun.status();
+  EXPECT_THAT(std::string(begun.status().message()), ::testing::HasSubstr("attempt id"));
+}
+
+}  // namespace
+}  // namespace holdfast::testing

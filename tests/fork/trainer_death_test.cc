@@ -1,0 +1,195 @@
+// A trainer that dies takes nothing half-done with it: what was sealed becomes durable (or, if
+// asked for, goes), what was not leaves no trace. Signals to its process group kill no save.
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "tests/testing/child_process.h"
+#include "tests/testing/save_test.h"
+#include "tests/testing/slow_device.h"
+
+namespace holdfast::testing {
+namespace {
+
+class DyingTrainer : public LauncherTest {
+ protected:
+  CheckpointerOptions Slow(TrainerDeath policy) {
+    CheckpointerOptions options = Options();
+    options.trainer_death = policy;
+    options.qos.bytes_per_second_max = 12u << 20;
+    return options;
+  }
+  /// Waits for the worker, an orphan of ours by now. It has ended by itself.
+  void ExpectWorkerEnds(const Subreaper& subreaper, pid_t worker) {
+    EXPECT_EQ(subreaper.Reap(worker, kLong), 0);
+  }
+  const TrainingState state_ = TrainingState::Uniform(4, 4u << 20, 1);
+};
+using TrainerKilled = DyingTrainer;
+INSTANTIATE_TEST_SUITE_P(All, TrainerKilled, kProcessLaunchers, LauncherName);
+
+/// A trainer that is killed once everything was sealed. Returns its worker's pid.
+pid_t KillWhenSealed(const CheckpointerOptions& options, const TrainingState& state,
+                     Mailbox* mailbox) {
+  ChildProcess trainer([&] {
+    const auto checkpointer = Checkpointer::Create(options);
+    ASSERT_TRUE(checkpointer.ok()) << checkpointer.status();
+    const std::vector<TensorSource> sources = state.Sources();
+    const auto begun =
+        (*checkpointer)->SaveAsync({.name = "orphan", .step = 1, .tensors = sources});
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    WaitFor([&] {
+      const SaveProgress progress = begun->progress();
+      return progress.bytes_sealed == progress.bytes_total && progress.bytes_written > 0;
+    });
+    mailbox->ToParent(absl::StrCat(begun->worker_pid()));
+    (void)begun->WaitDurable(kLong);
+  });
+  const pid_t worker = std::atoi(mailbox->FromChild(kLong).value_or("0").c_str());
+  trainer.Signal(SIGKILL);
+  EXPECT_EQ(trainer.Wait(kLong), ChildProcess::kSignalBase + SIGKILL);
+  return worker;
+}
+
+TEST_P(TrainerKilled, WhatWasSealedBecomesDurable) {
+  SavePrevious(directory());
+  const Subreaper subreaper;
+  Mailbox mailbox;
+  const pid_t worker = KillWhenSealed(Slow(TrainerDeath::kFinish), state_, &mailbox);
+  ASSERT_GT(worker, 0);
+  ExpectWorkerEnds(subreaper, worker);
+  ExpectPreviousAnd(directory(), {"orphan"});
+  const std::string path = absl::StrCat(directory(), "/orphan");
+  ExpectSound(path);
+  EXPECT_TRUE(state_.CompareWith(path).ok()) << state_.CompareWith(path);
+}
+
+TEST_P(TrainerKilled, WhatWasSealedGoesIfTheWorkerIsToStop) {
+  SavePrevious(directory());
+  const Subreaper subreaper;
+  Mailbox mailbox;
+  const pid_t worker = KillWhenSealed(Slow(TrainerDeath::kStop), state_, &mailbox);
+  ASSERT_GT(worker, 0);
+  ExpectWorkerEnds(subreaper, worker);
+  ExpectPreviousAnd(directory(), {});
+}
+
+TEST_P(TrainerKilled, WhatWasNotSealedLeavesNoTrace) {
+  SavePrevious(directory());
+  const Subreaper subreaper;
+  Mailbox mailbox;
+  ChildProcess trainer([&] {
+    const auto checkpointer = Make(Slow(TrainerDeath::kFinish));
+    ASSERT_NE(checkpointer, nullptr);
+    SlowDevice device;  // whose copy never ends
+    std::vector<TensorSource> sources = state_.Sources();
+    sources.push_back({.name = "never",
+                       .dtype = "F32",
+                       .shape = {1000},
+                       .data = device.Allocate(4000),
+                       .bytes = 4000,
+                       .device = &device});
+    const auto begun = checkpointer->SaveAsync({.name = "orphan", .step = 1, .tensors = sources});
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    WaitFor([&] { return begun->progress().bytes_written > 0; });
+    mailbox.ToParent(absl::StrCat(begun->worker_pid()));
+    (void)begun->WaitDurable(kLong);
+  });
+  const pid_t worker = std::atoi(mailbox.FromChild(kLong).value_or("0").c_str());
+  trainer.Signal(SIGKILL);
+  EXPECT_EQ(trainer.Wait(kLong), ChildProcess::kSignalBase + SIGKILL);
+  ASSERT_GT(worker, 0);
+  ExpectWorkerEnds(subreaper, worker);
+  ExpectPreviousAnd(directory(), {});
+}
+
+TEST_P(TrainerKilled, AKeptOrWaitingWorkerEndsWithItsTrainer) {
+  if (GetParam() != Launcher::kPersistent) GTEST_SKIP() << "it has no worker between saves";
+  const Subreaper subreaper;
+  Mailbox mailbox;
+  ChildProcess trainer([&] {
+    const auto checkpointer = Make(Options());
+    ASSERT_NE(checkpointer, nullptr);
+    EXPECT_TRUE(Save(checkpointer.get(), "step-1", state_).ok());
+    mailbox.ToParent(absl::StrCat(Holdings::OfSelf().children.at(0)));
+    (void)mailbox.FromParent(kLong);
+  });
+  const pid_t worker = std::atoi(mailbox.FromChild(kLong).value_or("0").c_str());
+  trainer.Signal(SIGKILL);
+  EXPECT_EQ(trainer.Wait(kLong), ChildProcess::kSignalBase + SIGKILL);
+  ASSERT_GT(worker, 0);
+  ExpectWorkerEnds(subreaper, worker);
+  ExpectSound(absl::StrCat(directory(), "/step-1"));
+}
+
+/// Exit without a destructor having run, as sys.exit in a thread or an abort does.
+TEST_P(TrainerKilled, AnExitInTheMiddleIsAsGoodAsAKill) {
+  SavePrevious(directory());
+  const Subreaper subreaper;
+  Mailbox mailbox;
+  ChildProcess trainer([&] {
+    auto checkpointer = Make(Slow(TrainerDeath::kFinish));
+    ASSERT_NE(checkpointer, nullptr);
+    const auto begun = Begin(checkpointer.get(), "orphan", state_);
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    WaitFor([&] {
+      return begun->progress().bytes_sealed == begun->progress().bytes_total &&
+             begun->worker_pid() != 0;
+    });
+    mailbox.ToParent(absl::StrCat(begun->worker_pid()));
+    (void)checkpointer.release();
+    _exit(0);
+  });
+  const pid_t worker = std::atoi(mailbox.FromChild(kLong).value_or("0").c_str());
+  EXPECT_EQ(trainer.Wait(kLong), 0);
+  ASSERT_GT(worker, 0);
+  ExpectWorkerEnds(subreaper, worker);
+  ExpectPreviousAnd(directory(), {"orphan"});
+  EXPECT_TRUE(state_.CompareWith(absl::StrCat(directory(), "/orphan")).ok());
+}
+
+using GroupSignals = DyingTrainer;
+INSTANTIATE_TEST_SUITE_P(All, GroupSignals, kEveryLauncher, LauncherName);
+
+volatile sig_atomic_t g_signals = 0;
+
+TEST_P(GroupSignals, KillNoSaveInFlight) {
+  Mailbox mailbox;
+  ChildProcess trainer([&] {
+    setpgid(0, 0);
+    // A trainer that ends its step first, then saves and leaves.
+    struct sigaction action {};
+    action.sa_handler = [](int) { g_signals = g_signals + 1; };
+    sigaction(SIGINT, &action, nullptr);
+    sigaction(SIGTERM, &action, nullptr);
+    sigaction(SIGHUP, &action, nullptr);
+    const auto checkpointer = Make(Slow(TrainerDeath::kFinish));
+    ASSERT_NE(checkpointer, nullptr);
+    const auto begun = Begin(checkpointer.get(), "step-1", state_);
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    WaitFor([&] { return begun->progress().bytes_written > 0; });
+    mailbox.ToParent("writing");
+    EXPECT_TRUE(WaitFor([] { return g_signals >= 3; }));
+    EXPECT_FALSE(begun->IsDone());
+    const auto report = begun->WaitDurable(kLong);
+    EXPECT_TRUE(report.ok()) << report.status();
+    const auto next = Save(checkpointer.get(), "step-2", TrainingState::Uniform(2, 100'000, 2));
+    EXPECT_TRUE(next.ok()) << next.status();
+  });
+  ASSERT_TRUE(mailbox.FromChild(kLong).has_value());
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) EXPECT_EQ(kill(-trainer.pid(), signal), 0);
+  EXPECT_EQ(trainer.Wait(kLong), 0);
+  ExpectSound(absl::StrCat(directory(), "/step-1"));
+  ExpectSound(absl::StrCat(directory(), "/step-2"));
+}
+
+}  // namespace
+}  // namespace holdfast::testing

@@ -1,0 +1,82 @@
+// The frame of tests that break saves: whatever went wrong, nothing is left behind, what was there
+// before is untouched, and the next save works.
+#ifndef HOLDFAST_TESTS_TESTING_SAVE_TEST_H_
+#define HOLDFAST_TESTS_TESTING_SAVE_TEST_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "tests/testing/holdings.h"
+#include "tests/testing/training_state.h"
+
+namespace holdfast::testing {
+
+inline constexpr absl::Duration kLong = absl::Seconds(120);
+
+std::string NameOf(Launcher launcher);
+
+/// Sets RLIMIT_FSIZE of this process and of its children (a kept worker).
+void LimitFileSize(uint64_t bytes);
+
+/// Its TearDown expects that the process holds no fd, shared mapping or child that it did not hold
+/// at SetUp: every Checkpointer of the test has been destroyed by then.
+class SaveTest : public ::testing::Test {
+ protected:
+  void SetUp() override;
+  void TearDown() override;
+
+  /// Checkpoints go here, unless a test brings a file system of its own.
+  const std::string& directory() const { return scratch_->path(); }
+  static std::unique_ptr<Checkpointer> Make(const CheckpointerOptions& options);
+  /// SaveAsync and WaitDurable.
+  static absl::StatusOr<SaveReport> Save(Checkpointer* checkpointer, const std::string& name,
+                                         const TrainingState& state, uint64_t step = 1);
+  static absl::StatusOr<SaveHandle> Begin(Checkpointer* checkpointer, const std::string& name,
+                                          const TrainingState& state, uint64_t step = 1);
+
+  /// A checkpoint "previous" that whatever happens next must not touch.
+  void SavePrevious(const std::string& directory);
+  /// "previous" is whole, and the directory holds it and `others`, nothing else.
+  void ExpectPreviousAnd(const std::string& directory, const std::vector<std::string>& others);
+  static void ExpectSound(const std::string& path);
+  /// After every save has ended: no staging memory is held.
+  static void ExpectMemoryBack(Checkpointer* checkpointer);
+  /// All of it, after a save into `directory` that failed: nothing is left, and a small save works.
+  void ExpectRecovered(Checkpointer* checkpointer);
+
+  static std::vector<std::string> Names(const std::string& directory);
+
+ private:
+  std::unique_ptr<ScratchDirectory> scratch_;
+  Holdings before_;
+};
+
+/// The same for each way to start a worker.
+class LauncherTest : public SaveTest, public ::testing::WithParamInterface<Launcher> {
+ protected:
+  CheckpointerOptions Options() const { return Options(directory()); }
+  CheckpointerOptions Options(const std::string& where) const {
+    CheckpointerOptions options = SmallOptions(where);
+    options.staging.arena_bytes = 32u << 20;
+    options.launcher = GetParam();
+    return options;
+  }
+  bool IsThread() const { return GetParam() == Launcher::kThread; }
+};
+
+/// For INSTANTIATE_TEST_SUITE_P.
+std::string LauncherName(const ::testing::TestParamInfo<Launcher>& info);
+inline const auto kEveryLauncher =
+    ::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent, Launcher::kThread);
+/// Those whose workers are processes.
+inline const auto kProcessLaunchers =
+    ::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent);
+
+}  // namespace holdfast::testing
+
+#endif  // HOLDFAST_TESTS_TESTING_SAVE_TEST_H_

@@ -1,0 +1,65 @@
+#include "tests/testing/small_file_system.h"
+
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <sys/statfs.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
+#include "tests/testing/child_process.h"
+
+namespace holdfast::testing {
+
+SmallFileSystem::SmallFileSystem() : path_(absl::StrCat(scratch_.path(), "/mounted")) {
+  (void)mkdir(path_.c_str(), 0755);  // mount says it when this failed
+}
+
+SmallFileSystem::~SmallFileSystem() {
+  // Lazily: what still has a file open there must not keep the directory.
+  if (mounted_ && umount2(path_.c_str(), 0) != 0) (void)umount2(path_.c_str(), MNT_DETACH);
+}
+
+absl::StatusOr<std::unique_ptr<SmallFileSystem>> SmallFileSystem::Tmpfs(uint64_t bytes) {
+  std::unique_ptr<SmallFileSystem> made(new SmallFileSystem());
+  made->type_ = "tmpfs";
+  if (mount("tmpfs", made->path_.c_str(), "tmpfs", 0, absl::StrCat("size=", bytes).c_str()) != 0)
+    return base::ErrnoStatus("mount tmpfs at", made->path_, errno);
+  made->mounted_ = true;
+  return made;
+}
+
+absl::StatusOr<std::unique_ptr<SmallFileSystem>> SmallFileSystem::Loop(const std::string& make,
+                                                                       const std::string& type,
+                                                                       uint64_t bytes) {
+  std::unique_ptr<SmallFileSystem> made(new SmallFileSystem());
+  made->type_ = type;
+  const std::string image = absl::StrCat(made->scratch_.path(), "/image");
+  if (RunProgram(absl::StrCat("truncate -s ", bytes, " ", image)) != 0 ||
+      RunProgram(absl::StrCat(make, " ", image)) != 0) {
+    return absl::UnavailableError(absl::StrCat(make, " cannot be run here"));
+  }
+  if (RunProgram(absl::StrCat("mount -o loop -t ", type, " ", image, " ", made->path_)) != 0)
+    return absl::UnavailableError(absl::StrCat("no loop mount of ", type, " here"));
+  made->mounted_ = true;
+  return made;
+}
+
+absl::Status SmallFileSystem::SetReadOnly(bool on) {
+  const unsigned long read_only = MS_RDONLY;
+  const unsigned long flags = MS_REMOUNT | (on ? read_only : 0);
+  if (mount(nullptr, path_.c_str(), nullptr, flags, nullptr) != 0)
+    return base::ErrnoStatus("remount", path_, errno);
+  return absl::OkStatus();
+}
+
+uint64_t SmallFileSystem::FreeBytes() const {
+  struct statfs info {};
+  if (statfs(path_.c_str(), &info) != 0) return 0;
+  return static_cast<uint64_t>(info.f_bavail) * static_cast<uint64_t>(info.f_bsize);
+}
+
+}  // namespace holdfast::testing

@@ -1,0 +1,44 @@
+// File systems of a few MiB that a test mounts for itself: to be filled, to be made read-only, to
+// have what the machine's own disk has not.
+#ifndef HOLDFAST_TESTS_TESTING_SMALL_FILE_SYSTEM_H_
+#define HOLDFAST_TESTS_TESTING_SMALL_FILE_SYSTEM_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "tests/testing/training_state.h"
+
+namespace holdfast::testing {
+
+/// Unmounted and removed at its end.
+class SmallFileSystem {
+ public:
+  /// \error where mounting is not permitted, or a program is missing: the reason to skip.
+  static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Tmpfs(uint64_t bytes);
+  /// A file with a file system in it, on a loop device. `make` is a command that makes it, e.g.
+  /// "mkfs.ext4 -q -F"; the file's name is appended.
+  static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Loop(const std::string& make,
+                                                               const std::string& type,
+                                                               uint64_t bytes);
+  ~SmallFileSystem();
+  SmallFileSystem(const SmallFileSystem&) = delete;
+  SmallFileSystem& operator=(const SmallFileSystem&) = delete;
+
+  const std::string& path() const { return path_; }
+  absl::Status SetReadOnly(bool on);
+  uint64_t FreeBytes() const;
+
+ private:
+  SmallFileSystem();
+  ScratchDirectory scratch_;
+  std::string path_;
+  std::string type_;
+  bool mounted_ = false;
+};
+
+}  // namespace holdfast::testing
+
+#endif  // HOLDFAST_TESTS_TESTING_SMALL_FILE_SYSTEM_H_
