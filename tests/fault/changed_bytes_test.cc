@@ -15,6 +15,7 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/sanitizers.h"
 #include "tests/testing/save_test.h"
 
 namespace holdfast::testing {
@@ -29,9 +30,7 @@ class ChangedBytes : public LauncherTest {};
 INSTANTIATE_TEST_SUITE_P(All, ChangedBytes, kEveryLauncher, LauncherName);
 
 TEST_P(ChangedBytes, TornCopyIsFoundByTheSecondLook) {
-#ifdef __SANITIZE_THREAD__
-  GTEST_SKIP() << "the race is the test's subject";
-#endif
+  if (kThreadSanitizer) GTEST_SKIP() << "the race is the test's subject";
   SavePrevious(directory());
   for (const bool fused : {false, true}) {
     SCOPED_TRACE(fused ? "fused" : "plain");

@@ -18,6 +18,7 @@
 #include "holdfast/checkpointer.h"
 #include "holdfast/recovery.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/sanitizers.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/slow_device.h"
 
@@ -107,6 +108,7 @@ TEST_P(ForeignFork, ChildHoldsNothingAndIsRefused) {
 }
 
 TEST_P(ForeignFork, ChildMayHaveACheckpointerOfItsOwn) {
+  if (kThreadSanitizer) GTEST_SKIP() << "it stops children that start threads";
   const auto checkpointer = Make(Slow());
   ASSERT_NE(checkpointer, nullptr);
   const auto begun = Begin(checkpointer.get(), "step-1", state_);

@@ -29,7 +29,8 @@ class Ranks : public LauncherTest {
     options.world_size = 2;
     return options;
   }
-  static TrainingState StateOf(uint32_t rank) { return TrainingState::Uniform(3, 1u << 20, rank); }
+  /// Two chunks: the second one waits where the rate is limited.
+  static TrainingState StateOf(uint32_t rank) { return TrainingState::Uniform(3, 2u << 20, rank); }
   absl::StatusOr<SaveHandle> BeginRank(Checkpointer* checkpointer, uint32_t rank) {
     const TrainingState state = StateOf(rank);
     const std::vector<TensorSource> sources = state.Sources();
@@ -62,7 +63,9 @@ class Ranks : public LauncherTest {
     recovery.wait_for_orphans = absl::Seconds(30);
     recovery.promote = false;
     const auto recovered = Recover(directory(), recovery);
-    EXPECT_TRUE(recovered.ok()) << recovered.status();
+    ASSERT_TRUE(recovered.ok()) << recovered.status();
+    // Every worker has ended by itself, and nobody else holds its lock.
+    EXPECT_THAT(recovered->fenced, ::testing::IsEmpty());
     ExpectPreviousAnd(directory(), {});
     attempt_ = NewAttemptId();
     ChildProcess other([this] { EXPECT_TRUE(SaveRank(Rank(1)).ok()); });
