@@ -1,7 +1,6 @@
 #include "runtime/verify/zip_archives.h"
 
 #include <algorithm>
-#include <optional>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -23,6 +22,7 @@ constexpr char kLocalSignature[] = "PK\x03\x04";
 
 struct Archive {
   uint64_t begin = 0;
+  uint64_t end = 0;
   std::vector<format::ZipRecord> records;
 };
 
@@ -42,13 +42,14 @@ class ArchiveWalk {
       }
       if (IsReadError(archive.status())) return archive.status();
       ZipGap gap{.begin = 0, .end = end, .why = archive.status()};
-      HOLDFAST_ASSIGN_OR_RETURN(auto before, LastBefore(end));
-      if (before.has_value()) gap.begin = before->first;
+      auto before = LastBefore(end);
+      if (!before.ok() && IsReadError(before.status())) return before.status();
+      if (before.ok()) gap.begin = before->end;
       HOLDFAST_ASSIGN_OR_RETURN(gap.begins_as_zip, IsLocalHeader(gap.begin, gap.end));
       out.gaps.push_back(std::move(gap));
-      if (!before.has_value()) break;
-      end = before->second.begin;
-      Take(std::move(before->second), &out);
+      if (!before.ok()) break;
+      end = before->begin;
+      Take(*std::move(before), &out);
     }
     std::sort(out.records.begin(), out.records.end(),
               [](const auto& a, const auto& b) { return a.begin < b.begin; });
@@ -69,7 +70,7 @@ class ArchiveWalk {
                               load::ReadRange(file_, name_, end - tail_bytes, tail_bytes));
     HOLDFAST_ASSIGN_OR_RETURN(const uint64_t length, format::ZipLength(tail));
     if (length > end) return absl::DataLossError("zip: its begin is missing");
-    Archive archive{.begin = end - length, .records = {}};
+    Archive archive{.begin = end - length, .end = end, .records = {}};
     absl::string_view own = tail;
     if (own.size() > length) own.remove_prefix(own.size() - length);
     HOLDFAST_ASSIGN_OR_RETURN(const format::ZipDirectory where,
@@ -96,29 +97,26 @@ class ArchiveWalk {
     return archive;
   }
 
-  /// The last whole archive that ends before `end`, and where it ends.
-  absl::StatusOr<std::optional<std::pair<uint64_t, Archive>>> LastBefore(uint64_t end) {
-    using Found = std::optional<std::pair<uint64_t, Archive>>;
-    uint64_t high = end;
+  /// The last whole archive that ends at `limit` or before. \error kNotFound when there is none.
+  absl::StatusOr<Archive> LastBefore(uint64_t limit) {
+    uint64_t high = limit;
     while (high >= kEndRecordBytes) {
       const uint64_t low = high > kScanBytes ? high - kScanBytes : 0;
       HOLDFAST_ASSIGN_OR_RETURN(const std::string block,
                                 load::ReadRange(file_, name_, low, high - low));
-      size_t at = absl::string_view(block).rfind(kEndSignature);
-      for (; at != absl::string_view::npos;
-           at = at == 0 ? absl::string_view::npos
-                        : absl::string_view(block).rfind(kEndSignature, at - 1)) {
-        auto archive = WithEndRecordAt(low + at, end);
-        if (archive.ok()) return Found(*std::move(archive));
-        if (IsReadError(archive.status())) return archive.status();
+      size_t at = block.rfind(kEndSignature);
+      while (at != std::string::npos) {
+        auto archive = WithEndRecordAt(low + at, limit);
+        if (archive.ok() || IsReadError(archive.status())) return archive;
+        at = at == 0 ? std::string::npos : block.rfind(kEndSignature, at - 1);
       }
       if (low == 0) break;
       high = low + sizeof(kEndSignature) - 2;  // a signature may lie across the border
     }
-    return Found();
+    return absl::NotFoundError("zip: no archive ends here or before");
   }
 
-  absl::StatusOr<std::pair<uint64_t, Archive>> WithEndRecordAt(uint64_t at, uint64_t limit) {
+  absl::StatusOr<Archive> WithEndRecordAt(uint64_t at, uint64_t limit) {
     if (limit - at < kEndRecordBytes) return absl::DataLossError("zip: cut in its end record");
     HOLDFAST_ASSIGN_OR_RETURN(const std::string record,
                               load::ReadRange(file_, name_, at, kEndRecordBytes));
@@ -127,9 +125,7 @@ class ArchiveWalk {
                                        << 8;
     const uint64_t end = at + kEndRecordBytes + comment_bytes;
     if (end > limit) return absl::DataLossError("zip: cut in its comment");
-    HOLDFAST_ASSIGN_OR_RETURN(Archive archive,
-                              EndingAt(end, std::min(end, kEndRecordsBytes + comment_bytes)));
-    return std::make_pair(end, std::move(archive));
+    return EndingAt(end, std::min(end, kEndRecordsBytes + comment_bytes));
   }
 
   absl::StatusOr<bool> IsLocalHeader(uint64_t begin, uint64_t end) {
