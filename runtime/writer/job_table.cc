@@ -134,8 +134,7 @@ void JobTable::FillCommon(const JobParameters& parameters) {
   job_->engine = parameters.engine;
   job_->queue_depth = parameters.queue_depth;
   job_->pwrite_threads = parameters.pwrite_threads;
-  static const mode_t umask_at_start = CurrentUmask();
-  job_->umask = umask_at_start;
+  job_->umask = CurrentUmask();
   job_->attempt = parameters.attempt;
   job_->rank = parameters.rank;
   job_->world_size = parameters.world_size;

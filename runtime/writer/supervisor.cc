@@ -24,6 +24,7 @@ constexpr int kIdleTickMs = 1000;
 constexpr double kKillFactor = 1.5;
 // A killed process that is not gone after this long is stuck in the kernel (D state).
 constexpr uint64_t kKillGraceNs = 10'000'000'000;
+constexpr uint64_t kNsPerSecond = 1'000'000'000;
 
 bool ResultIsThere(const SaveState& save) {
   // acquire: pairs with the worker's release store; everything else in the slot is visible then.
@@ -179,13 +180,16 @@ void Supervisor::CheckStalled(SaveState* save) {
                                                                 ? job.time_ranks_max_ns
                                                                 : job.time_stalled_max_ns)) *
       kKillFactor);
+  // A limited rate is no stall: a chunk may take its time.
+  const uint64_t rate = job.qos.bytes_per_second_max;
+  const uint64_t paced = rate == 0 ? 0 : 2 * (uint64_t{kChunkBytes} * kNsPerSecond / rate);
   const uint64_t waited = now - save->progress_at_ns;
-  if (waited < allowed) return;
+  if (waited < allowed + paced) return;
   if (!save->killed) {
     save->killed = true;
     save->link->Kill();
   }
-  if (waited > allowed + kKillGraceNs && !save->quarantined) {
+  if (waited > allowed + paced + kKillGraceNs && !save->quarantined) {
     // A time-out never frees: the kernel may still read these pages for the disk.
     save->quarantined = true;
     pool_->AbortEpoch(save->epoch);

@@ -6,7 +6,8 @@ namespace holdfast::testing {
 namespace {
 
 void Put(uint64_t value, int width, std::string* out) {
-  for (int i = 0; i < width; ++i) out->push_back(static_cast<char>(value >> (8 * i)));
+  // A field may be wider than the value: a shift by its width or more is undefined.
+  for (int i = 0; i < width; ++i, value = value >> 4 >> 4) out->push_back(static_cast<char>(value));
 }
 
 }  // namespace
