@@ -164,6 +164,20 @@ TEST(TorchZip, RefusesADirectoryThatIsNotItsRecords) {
   ExpectRefused(Patch(file, kRecord, 42, "\xff\xff\xff\x7f"), "reaches into the directory");
 }
 
+TEST(TorchZip, RefusesARecordThatReachesOneByteIntoTheDirectory) {
+  // The local header has 30 bytes and the name here, nothing behind the data.
+  const auto parse = [](uint32_t bytes) {
+    std::string record = std::string("PK\x01\x02") + std::string(43, '\0');
+    for (const size_t at : {20, 24}) record[at] = static_cast<char>(bytes);
+    record[28] = 1;
+    record[46] = 'a';
+    const ZipDirectory where = {.begin = 31 + 100, .bytes = record.size(), .records = 1};
+    return ParseZipDirectory(record, where, where.begin + where.bytes + 22).status();
+  };
+  EXPECT_TRUE(parse(100).ok()) << parse(100);
+  EXPECT_EQ(parse(101).code(), absl::StatusCode::kDataLoss);
+}
+
 TEST(TorchZip, RefusesZip64FieldsThatAreTooShort) {
   ZipSample sample;
   sample.records = {{.name = "a", .data = "b", .zip64 = true}};
