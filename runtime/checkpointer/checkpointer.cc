@@ -21,9 +21,7 @@
 #include "runtime/checkpointer/directory_names.h"
 #include "runtime/checkpointer/housekeeper.h"
 #include "runtime/checkpointer/options.h"
-#include "runtime/digest/digest.h"
 #include "runtime/format/manifest.h"
-#include "runtime/format/safetensors.h"
 #include "runtime/staging/staging_pool.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/save_state.h"
@@ -74,27 +72,52 @@ AttemptId NewAttemptId() {
   return {.high = draw(), .low = draw()};
 }
 
-class Checkpointer::Impl {
+/// What all front doors to one staging arena share: the memory, the workers and the threads behind
+/// them.
+class Checkpointer::Core {
  public:
-  explicit Impl(const CheckpointerOptions& given) : options(given) {}
-  ~Impl();
+  ~Core();
 
-  absl::Status Start();
-  absl::StatusOr<SaveHandle> SaveAsync(const SaveRequest& request);
+  /// `given` with what was found out (worker program, threads).
+  absl::Status Start(CheckpointerOptions* given);
   absl::Status Register(Device* device);
-  absl::Status Flush(absl::Duration timeout);
 
-  CheckpointerOptions options;
-  base::ForkGuard guard;
-  base::UniqueFd directory;
   std::unique_ptr<staging::StagingPool> pool;
   std::unique_ptr<writer::WorkerSource> workers;
-  std::unique_ptr<checkpointer::Housekeeper> housekeeper;
   std::unique_ptr<writer::Sealer> sealer;
   std::unique_ptr<writer::Supervisor> supervisor;
   std::unique_ptr<writer::Stager> stager;
 
  private:
+  base::Mutex mutex_;
+  std::map<Device*, std::unique_ptr<checkpointer::DeviceRegistrant>> devices_
+      ABSL_GUARDED_BY(mutex_);
+};
+
+class Checkpointer::Impl {
+ public:
+  explicit Impl(const CheckpointerOptions& given) : options(given) {}
+  ~Impl();
+
+  /// With a core of its own, or another's.
+  absl::Status Start(std::shared_ptr<Core> shared);
+  absl::StatusOr<SaveHandle> SaveAsync(const SaveRequest& request);
+  absl::Status Flush(absl::Duration timeout);
+
+  CheckpointerOptions options;
+  base::ForkGuard guard;
+  base::UniqueFd directory;
+  std::shared_ptr<Core> core;
+  std::unique_ptr<checkpointer::Housekeeper> housekeeper;
+
+ private:
+  /// Lets a save that outlived its front door (its worker could not be stopped) find that it is
+  /// gone.
+  struct Door {
+    base::Mutex mutex;
+    Impl* impl ABSL_GUARDED_BY(mutex) = nullptr;
+  };
+
   absl::StatusOr<std::shared_ptr<SaveState>> Plan(const SaveRequest& request, AttemptId* attempt);
   absl::Status Admit(const SaveState& save) const;
   absl::Status OpenDirectories(const SaveRequest& request, const AttemptId& attempt,
@@ -106,20 +129,13 @@ class Checkpointer::Impl {
   void OnFinished(const std::shared_ptr<SaveState>& save, const absl::Status& status,
                   bool left_files);
 
+  std::shared_ptr<Door> door_ = std::make_shared<Door>();
   base::Mutex mutex_;
-  std::map<Device*, std::unique_ptr<checkpointer::DeviceRegistrant>> devices_
-      ABSL_GUARDED_BY(mutex_);
   std::vector<std::shared_ptr<SaveState>> failed_ ABSL_GUARDED_BY(mutex_);
 };
 
-absl::Status Checkpointer::Impl::Start() {
-  HOLDFAST_RETURN_IF_ERROR(checkpointer::ValidateOptions(options));
-  options.directory = Absolute(options.directory);
-  // By fd from here on: the trainer may change its working directory.
-  directory = base::UniqueFd(sys::Sys().openat(AT_FDCWD, options.directory.c_str(),
-                                               O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
-  if (!directory.valid())
-    return base::ErrnoStatus("open checkpoint directory", options.directory, errno);
+absl::Status Checkpointer::Core::Start(CheckpointerOptions* given) {
+  CheckpointerOptions& options = *given;
   const bool spawns =
       options.launcher == Launcher::kSpawn || options.launcher == Launcher::kPersistent;
   if (spawns) {
@@ -132,17 +148,11 @@ absl::Status Checkpointer::Impl::Start() {
   workers =
       std::make_unique<writer::WorkerSource>(pool.get(), options.launcher, options.worker_program);
   HOLDFAST_RETURN_IF_ERROR(workers->WarmUp());
-  housekeeper =
-      std::make_unique<checkpointer::Housekeeper>(options, directory.get(), workers.get());
   sealer = std::make_unique<writer::Sealer>(pool.get(), options.staging.threads, options.on_sealed);
   HOLDFAST_ASSIGN_OR_RETURN(
       supervisor,
-      writer::Supervisor::Start(
-          pool.get(),
-          {.time_stalled_max = options.time_stalled_max,
-           .idle_trim = options.staging.idle_trim,
-           .on_finished = [this](const std::shared_ptr<SaveState>& save, const absl::Status& status,
-                                 bool left_files) { OnFinished(save, status, left_files); }}));
+      writer::Supervisor::Start(pool.get(), {.time_stalled_max = options.time_stalled_max,
+                                             .idle_trim = options.staging.idle_trim}));
   stager = std::make_unique<writer::Stager>(
       pool.get(), sealer.get(),
       writer::StagerOptions{.fused_copy = options.fused_copy,
@@ -151,14 +161,43 @@ absl::Status Checkpointer::Impl::Start() {
   return absl::OkStatus();
 }
 
+absl::Status Checkpointer::Impl::Start(std::shared_ptr<Core> shared) {
+  HOLDFAST_RETURN_IF_ERROR(checkpointer::ValidateOptions(options));
+  options.directory = Absolute(options.directory);
+  // By fd from here on: the trainer may change its working directory.
+  directory = base::UniqueFd(sys::Sys().openat(AT_FDCWD, options.directory.c_str(),
+                                               O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+  if (!directory.valid())
+    return base::ErrnoStatus("open checkpoint directory", options.directory, errno);
+  if (shared == nullptr) {
+    shared = std::make_shared<Core>();
+    HOLDFAST_RETURN_IF_ERROR(shared->Start(&options));
+  }
+  core = std::move(shared);
+  {
+    const base::MutexLock lock(&door_->mutex);
+    door_->impl = this;
+  }
+  housekeeper =
+      std::make_unique<checkpointer::Housekeeper>(options, directory.get(), core->workers.get());
+  return absl::OkStatus();
+}
+
 Checkpointer::Impl::~Impl() {
+  if (core == nullptr) return;
+  // Its own saves call back; each ends by its own deadlines.
+  (void)core->supervisor->WaitIdle(this, absl::InfiniteFuture());
+  const base::MutexLock lock(&door_->mutex);
+  door_->impl = nullptr;
+}
+
+Checkpointer::Core::~Core() {
   bool all_ended = supervisor == nullptr || supervisor->Stop();
   // The stager first: it feeds the sealer; both only while saves are in flight, so they have
   // nothing left to do.
   stager.reset();
   sealer.reset();
   supervisor.reset();
-  housekeeper.reset();
   workers.reset();
   {
     const base::MutexLock lock(&mutex_);
@@ -189,39 +228,42 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
     HOLDFAST_RETURN_IF_ERROR(ValidatePlan(*request.plan));
     save->plan = *request.plan;
   } else {
-    char hex[32];
-    digest::ToHex(*attempt, hex);
-    SafetensorsOptions format_options;
-    format_options.metadata.emplace_back(format::kAttemptKey, std::string(hex, sizeof(hex)));
     HOLDFAST_ASSIGN_OR_RETURN(
         save->plan, PlanSafetensors(format::ModelFileName(options.rank, options.world_size),
-                                    request.tensors, format_options));
+                                    request.tensors, {.metadata = {}, .attempt = *attempt}));
   }
+  save->checksums = writer::Checksums::For(save->plan);
   save->checkpoint = request.name;
   save->path = absl::StrCat(options.directory, "/", request.name);
   save->step = request.step;
-  save->wake_supervisor = [raw = supervisor.get()] { raw->Wake(); };
+  save->wake_supervisor = [raw = core->supervisor.get()] { raw->Wake(); };
+  save->owner = this;
+  save->on_finished = [door = door_](const std::shared_ptr<SaveState>& ended,
+                                     const absl::Status& status, bool left_files) {
+    const base::MutexLock lock(&door->mutex);
+    if (door->impl != nullptr) door->impl->OnFinished(ended, status, left_files);
+  };
   for (const PlannedFile& file : save->plan.files) {
     save->bytes_total += file.bytes;
     for (const Segment& segment : file.segments) {
       if (segment.device != nullptr && !segment.device->is_host())
-        HOLDFAST_RETURN_IF_ERROR(Register(segment.device));
+        HOLDFAST_RETURN_IF_ERROR(core->Register(segment.device));
     }
   }
   return save;
 }
 
 absl::Status Checkpointer::Impl::Admit(const SaveState& save) const {
-  if (options.when_full == WhenFull::kWait || !pool->WouldWait(save.bytes_total))
+  if (options.when_full == WhenFull::kWait || !core->pool->WouldWait(save.bytes_total))
     return absl::OkStatus();
   if (options.when_full == WhenFull::kSkip) {
     return absl::UnavailableError(absl::StrCat("save ", save.checkpoint,
                                                ": skipped, because the staging memory is held ",
                                                "by saves in flight"));
   }
-  return absl::ResourceExhaustedError(
-      absl::StrCat("save ", save.checkpoint, ": the staging memory of ", pool->arena().bytes(),
-                   " bytes is held by saves in flight; raise arena_bytes, or wait for them"));
+  return absl::ResourceExhaustedError(absl::StrCat(
+      "save ", save.checkpoint, ": the staging memory of ", core->pool->arena().bytes(),
+      " bytes is held by saves in flight; raise arena_bytes, or wait for them"));
 }
 
 absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
@@ -256,7 +298,7 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
                                         SaveState* save) {
   uint64_t lease_bytes = 0;
   for (const PlannedFile& file : save->plan.files) lease_bytes += layout::AlignUp(file.bytes);
-  save->streamed.store(lease_bytes > pool->arena().bytes(), std::memory_order_relaxed);
+  save->streamed.store(lease_bytes > core->pool->arena().bytes(), std::memory_order_relaxed);
 
   writer::JobParameters job;
   job.flags = layout::kWriteManifest;
@@ -276,7 +318,7 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   job.world_size = options.world_size;
   job.step = request.step;
   job.epoch = save->epoch;
-  job.arena_bytes = pool->arena().bytes();
+  job.arena_bytes = core->pool->arena().bytes();
   job.target = request.name;
   job.partial = save->partial;
   job.qos = options.qos;
@@ -290,15 +332,16 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
                              .world_size = options.world_size,
                              .step = request.step,
                              .launcher = options.launcher,
-                             .pages = pool->arena().pages(),
+                             .pages = core->pool->arena().pages(),
                              .streamed = save->streamed.load(std::memory_order_relaxed),
                              .read_back = options.read_back},
                             save->plan);
-  HOLDFAST_RETURN_IF_ERROR(pool->TakeControlBytes(writer::ControlBytes(save->plan, manifest)));
+  HOLDFAST_RETURN_IF_ERROR(
+      core->pool->TakeControlBytes(writer::ControlBytes(save->plan, manifest)));
   absl::StatusOr<std::unique_ptr<writer::JobTable>> table =
       writer::JobTable::ForSave(job, save->plan, manifest);
   if (!table.ok()) {
-    pool->ReturnControlBytes(writer::ControlBytes(save->plan, manifest));
+    core->pool->ReturnControlBytes(writer::ControlBytes(save->plan, manifest));
     return table.status();
   }
   save->table = *std::move(table);
@@ -312,12 +355,13 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
       layout::LogReader(layout::At<layout::SharedU32>(save->table->job(), laid_out.acknowledged),
                         laid_out.extent_count);
 
-  HOLDFAST_RETURN_IF_ERROR(pool->Prepare());
+  HOLDFAST_RETURN_IF_ERROR(core->pool->Prepare());
   const absl::Time begin = absl::Now();
   HOLDFAST_ASSIGN_OR_RETURN(
       save->link,
-      workers->Start(absl::StrCat(request.name, " rank ", options.rank, " of ", options.world_size),
-                     save->table->fd(), save->table->bytes(), directory.get(), save->in_use.get()));
+      core->workers->Start(
+          absl::StrCat(request.name, " rank ", options.rank, " of ", options.world_size),
+          save->table->fd(), save->table->bytes(), directory.get(), save->in_use.get()));
   SaveReport* report = save->MutableReport();
   report->time_launching = absl::ToDoubleSeconds(absl::Now() - begin);
   report->path = save->path;
@@ -328,13 +372,13 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   report->files = laid_out.file_count;
   report->tensors = laid_out.tensor_count;
   report->launcher = options.launcher;
-  report->pages = pool->arena().pages();
+  report->pages = core->pool->arena().pages();
   return absl::OkStatus();
 }
 
 void Checkpointer::Impl::TakeBack(SaveState* save, bool files_only) {
-  pool->Retire(save->epoch);
-  if (save->table != nullptr) pool->ReturnControlBytes(save->table->bytes());
+  core->pool->Retire(save->epoch);
+  if (save->table != nullptr) core->pool->ReturnControlBytes(save->table->bytes());
   save->in_use.Reset();
   save->trainer_lock.Reset();
   if (!files_only) (void)RemoveEmptyPartial(*save);
@@ -358,15 +402,15 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
     (void)RemoveEmptyPartial(*save);  // made, but not opened or locked: no fd was left
     return base::Annotate(opened, absl::StrCat("save ", save->path));
   }
-  save->epoch = pool->OpenEpoch();
+  save->epoch = core->pool->OpenEpoch();
   const absl::Status launched = Launch(request, attempt, save.get());
   if (!launched.ok()) {
     TakeBack(save.get(), request.files_only);
     return base::Annotate(launched, absl::StrCat("save ", save->path));
   }
   save->AddUser();  // this thread, until everything in host memory was copied
-  supervisor->Watch(save);
-  const absl::Status staged = stager->Stage(save);
+  core->supervisor->Watch(save);
+  const absl::Status staged = core->stager->Stage(save);
   if (!staged.ok()) save->MarkErrorReturned();
   save->MutableReport()->time_in_call = absl::ToDoubleSeconds(absl::Now() - entered);
   save->DropUser();
@@ -397,7 +441,7 @@ void Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
   if (failed_.size() < kUnseenErrorsMax) failed_.push_back(save);
 }
 
-absl::Status Checkpointer::Impl::Register(Device* device) {
+absl::Status Checkpointer::Core::Register(Device* device) {
   const base::MutexLock lock(&mutex_);
   if (devices_.contains(device)) return absl::OkStatus();
   auto registrant = std::make_unique<checkpointer::DeviceRegistrant>(device, &pool->arena());
@@ -409,7 +453,7 @@ absl::Status Checkpointer::Impl::Register(Device* device) {
 
 absl::Status Checkpointer::Impl::Flush(absl::Duration timeout) {
   const absl::Time deadline = absl::Now() + timeout;
-  HOLDFAST_RETURN_IF_ERROR(supervisor->WaitIdle(deadline));
+  HOLDFAST_RETURN_IF_ERROR(core->supervisor->WaitIdle(this, deadline));
   absl::Status first = housekeeper->WaitIdle(deadline);
   std::vector<std::shared_ptr<SaveState>> failed;
   {
@@ -433,7 +477,25 @@ Checkpointer::~Checkpointer() {
 absl::StatusOr<std::unique_ptr<Checkpointer>> Checkpointer::Create(
     const CheckpointerOptions& options) {
   auto impl = std::make_unique<Impl>(options);
-  HOLDFAST_RETURN_IF_ERROR(impl->Start());
+  HOLDFAST_RETURN_IF_ERROR(impl->Start(nullptr));
+  return std::unique_ptr<Checkpointer>(new Checkpointer(std::move(impl)));
+}
+
+absl::StatusOr<std::unique_ptr<Checkpointer>> Checkpointer::CreateBeside(
+    const CheckpointerOptions& options) const {
+  if (!impl_->guard.InCreator()) return OtherProcess();
+  CheckpointerOptions mine = options;
+  const CheckpointerOptions& core = impl_->options;
+  mine.staging = core.staging;
+  mine.launcher = core.launcher;
+  mine.worker_program = core.worker_program;
+  mine.fused_copy = core.fused_copy;
+  mine.second_look = core.second_look;
+  mine.time_memory_max = core.time_memory_max;
+  mine.time_stalled_max = core.time_stalled_max;
+  mine.on_sealed = core.on_sealed;
+  auto impl = std::make_unique<Impl>(mine);
+  HOLDFAST_RETURN_IF_ERROR(impl->Start(impl_->core));
   return std::unique_ptr<Checkpointer>(new Checkpointer(std::move(impl)));
 }
 
@@ -446,16 +508,16 @@ absl::Status Checkpointer::Flush(absl::Duration timeout) {
 }
 
 absl::Status Checkpointer::Trim() {
-  return impl_->guard.InCreator() ? impl_->pool->Trim() : OtherProcess();
+  return impl_->guard.InCreator() ? impl_->core->pool->Trim() : OtherProcess();
 }
 
 absl::Status Checkpointer::RegisterDevice(Device* device) {
   if (!impl_->guard.InCreator()) return OtherProcess();
-  return device == nullptr || device->is_host() ? absl::OkStatus() : impl_->Register(device);
+  return device == nullptr || device->is_host() ? absl::OkStatus() : impl_->core->Register(device);
 }
 
 StagingStats Checkpointer::staging() const {
-  return impl_->guard.InCreator() ? impl_->pool->stats() : StagingStats();
+  return impl_->guard.InCreator() ? impl_->core->pool->stats() : StagingStats();
 }
 
 const CheckpointerOptions& Checkpointer::options() const { return impl_->options; }

@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "holdfast/pod.h"
 #include "runtime/base/status.h"
+#include "runtime/digest/digest.h"
 #include "runtime/format/dtype.h"
 #include "runtime/format/file_names.h"
 #include "runtime/format/safetensors.h"
@@ -250,7 +251,12 @@ class Planner {
 absl::StatusOr<SavePlan> PlanSafetensors(const std::string& file_name,
                                          absl::Span<const TensorSource> tensors,
                                          const SafetensorsOptions& options) {
-  return format::Planner(tensors, options).Plan(file_name);
+  if (options.attempt == AttemptId()) return format::Planner(tensors, options).Plan(file_name);
+  char hex[32];
+  digest::ToHex(options.attempt, hex);
+  SafetensorsOptions with_attempt = options;
+  with_attempt.metadata.emplace_back(format::kAttemptKey, std::string(hex, sizeof(hex)));
+  return format::Planner(tensors, with_attempt).Plan(file_name);
 }
 
 }  // namespace holdfast

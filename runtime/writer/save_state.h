@@ -18,6 +18,7 @@
 #include "runtime/base/unique_fd.h"
 #include "runtime/layout/job.h"
 #include "runtime/staging/staging_pool.h"
+#include "runtime/writer/checksums.h"
 #include "runtime/writer/job_table.h"
 #include "runtime/writer/worker_link.h"
 
@@ -31,6 +32,7 @@ class SaveState {
   SavePlan plan;  // the names of its tensors and files, and the literals that the table's sources
                   // point into
   std::unique_ptr<writer::JobTable> table;
+  std::unique_ptr<writer::Checksums> checksums;  // null if the plan has no places for any
   std::shared_ptr<writer::WorkerLink> link;
   base::UniqueFd in_use;        // the partial directory, locked: shared with the worker
   base::UniqueFd trainer_lock;  // and the lock that says that the trainer itself lives
@@ -42,6 +44,13 @@ class SaveState {
   uint64_t bytes_total = 0;
   absl::Time entered;
   std::function<void()> wake_supervisor;
+  const void* owner = nullptr;  // whose save it is, for Supervisor::WaitIdle
+  /// Called from the supervisor's thread when the save has ended and its memory was let go, before
+  /// anybody is woken. `worker_left_files`: the worker died without a result, so its partial files
+  /// are still there.
+  std::function<void(const std::shared_ptr<SaveState>&, const absl::Status&,
+                     bool worker_left_files)>
+      on_finished;
 
   // The staging side: one entry per extent, written before the extent is published.
   std::vector<staging::Lease> leases;
@@ -67,7 +76,7 @@ class SaveState {
   uint64_t progress_seen = 0;
   uint64_t progress_at_ns = 0;
   bool killed = false;
-  bool quarantined = false;
+  std::atomic<bool> quarantined{false};  // read by anybody
 
   /// Gives up staging: no further extent is published, the worker cleans up. The first failure
   /// stays.

@@ -25,6 +25,8 @@ constexpr double kKillFactor = 1.5;
 // A killed process that is not gone after this long is stuck in the kernel (D state).
 constexpr uint64_t kKillGraceNs = 10'000'000'000;
 constexpr uint64_t kNsPerSecond = 1'000'000'000;
+// Who waits for saves looks this often whether one was quarantined, which ends the wait for it.
+constexpr absl::Duration kQuarantineStep = absl::Seconds(1);
 
 bool ResultIsThere(const SaveState& save) {
   // acquire: pairs with the worker's release store; everything else in the slot is visible then.
@@ -74,15 +76,19 @@ void Supervisor::Wake() {
   (void)!sys::Sys().write(wake_.get(), &one, sizeof(one));
 }
 
-absl::Status Supervisor::WaitIdle(absl::Time deadline) {
+absl::Status Supervisor::WaitIdle(const void* owner, absl::Time deadline) {
   const base::MutexLock lock(&mutex_);
-  while (!saves_.empty()) {
-    if (!changed_.WaitUntil(&mutex_, deadline) && !saves_.empty()) {
+  while (true) {
+    const auto count = std::count_if(saves_.begin(), saves_.end(), [&](const auto& save) {
+      return save->owner == owner && !save->quarantined;
+    });
+    if (count == 0) return absl::OkStatus();
+    if (absl::Now() >= deadline) {
       return absl::DeadlineExceededError(
-          absl::StrCat("wait for ", saves_.size(), " saves in flight: not done yet"));
+          absl::StrCat("wait for ", count, " saves in flight: not done yet"));
     }
+    changed_.WaitUntil(&mutex_, std::min(deadline, absl::Now() + kQuarantineStep));
   }
-  return absl::OkStatus();
 }
 
 uint64_t Supervisor::in_flight() {
@@ -95,7 +101,7 @@ void Supervisor::Run() {
     std::vector<std::shared_ptr<SaveState>> saves;
     {
       const base::MutexLock lock(&mutex_);
-      const auto quarantined = [](const auto& save) { return save->quarantined; };
+      const auto quarantined = [](const auto& save) { return save->quarantined.load(); };
       if (stopping_ && std::all_of(saves_.begin(), saves_.end(), quarantined)) return;
       saves = saves_;
     }
@@ -217,7 +223,7 @@ bool Supervisor::End(const std::shared_ptr<SaveState>& save, bool gone) {
   pool_->ReturnControlBytes(save->table->bytes());
   save->in_use.Reset();
   save->trainer_lock.Reset();
-  if (options_.on_finished) options_.on_finished(save, status, left_files);
+  if (save->on_finished) save->on_finished(save, status, left_files);
   if (!save->quarantined) save->Finish(status);
   save->ReleaseResources();
   return true;

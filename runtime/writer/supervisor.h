@@ -4,7 +4,6 @@
 #define HOLDFAST_RUNTIME_WRITER_SUPERVISOR_H_
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -21,12 +20,6 @@ namespace holdfast::writer {
 struct SupervisorOptions {
   absl::Duration time_stalled_max = absl::Minutes(10);
   absl::Duration idle_trim = absl::InfiniteDuration();
-  /// Called from the supervisor's thread when a save has ended and its memory was let go, before
-  /// anybody is woken. `worker_left_files`: the worker died without a result, so its partial files
-  /// are still there.
-  std::function<void(const std::shared_ptr<SaveState>&, const absl::Status&,
-                     bool worker_left_files)>
-      on_finished;
 };
 
 class Supervisor {
@@ -45,8 +38,9 @@ class Supervisor {
   /// Looks at all saves soon.
   void Wake();
 
-  /// \error kDeadlineExceeded.
-  absl::Status WaitIdle(absl::Time deadline);
+  /// Waits until no save of `owner` is in flight; those that can never end (quarantined) are not
+  /// waited for. \error kDeadlineExceeded.
+  absl::Status WaitIdle(const void* owner, absl::Time deadline);
 
   uint64_t in_flight();
 

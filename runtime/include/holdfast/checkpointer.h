@@ -94,6 +94,13 @@ class Checkpointer {
   /// option to change.
   static absl::StatusOr<std::unique_ptr<Checkpointer>> Create(const CheckpointerOptions& options);
 
+  /// A second front door to the same staging memory and workers, for another directory: its saves
+  /// wait in the same queue and count against the same cap. What is shared is this one's, whatever
+  /// `options` say: staging, launcher, worker_program, fused_copy, second_look, on_sealed,
+  /// time_memory_max and time_stalled_max. Either may be destroyed first.
+  absl::StatusOr<std::unique_ptr<Checkpointer>> CreateBeside(
+      const CheckpointerOptions& options) const;
+
   /// Waits for saves in flight (bounded by their own deadlines), then gives everything back.
   ~Checkpointer();
   Checkpointer(const Checkpointer&) = delete;
@@ -121,6 +128,7 @@ class Checkpointer {
 
   const CheckpointerOptions& options() const;
 
+  class Core;
   class Impl;
 
  private:
