@@ -23,7 +23,7 @@ set(HOLDFAST_PUBLIC_LIBRARIES)
 set(HOLDFAST_PRIVATE_LIBRARIES)
 set(HOLDFAST_PC_REQUIRES)
 set(packages
-  "PkgConfig::LIBURING=liburing >= 2.3" "PkgConfig::XXHASH=libxxhash >= 0.8.1" "ZLIB::ZLIB=zlib" "Threads::Threads=")
+  "PkgConfig::LIBURING=liburing >= 2.3" "PkgConfig::ISAL=libisal >= 2.30" "PkgConfig::XXHASH=libxxhash >= 0.8.1" "ZLIB::ZLIB=zlib" "Threads::Threads=")
 foreach(library IN LISTS libraries)
   if(library MATCHES "^absl::(.*)")
     list(APPEND HOLDFAST_PUBLIC_LIBRARIES ${library})

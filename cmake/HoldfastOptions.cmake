@@ -1,5 +1,6 @@
 # The options of the build, and what every target is compiled with.
 option(HOLDFAST_TESTS "Build the tests" ${PROJECT_IS_TOP_LEVEL})
+option(HOLDFAST_PYTHON "Build the Python package's extension module (pip does)" OFF)
 option(HOLDFAST_FUZZ "Build the fuzzers (clang only)" OFF)
 set(HOLDFAST_SANITIZE "" CACHE STRING "Sanitizers, as -fsanitize= takes them: address,undefined or thread")
 # For this project's own builds: the presets turn it on. Off by default, because the next compiler warns of more.

@@ -6,8 +6,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "holdfast/pod.h"
 #include "tools/progress_bar.h"
-#include "tools/words.h"
 
 namespace holdfast::tools {
 namespace {
@@ -31,7 +31,7 @@ std::string WithReason(const std::string& word, const std::string& reason) {
 const char* YesNo(bool value) { return value ? "yes" : "no"; }
 
 std::string DirectLine(const ProbeReport& report) {
-  std::string line = DirectWord(report.direct_io);
+  std::string line = WordOf(report.direct_io);
   if (report.offset_alignment != 0) {
     absl::StrAppend(&line, " (alignment: memory ", report.memory_alignment, ", offset ",
                     report.offset_alignment, ")");
@@ -54,12 +54,11 @@ std::string DirectoryLines(const ProbeReport& report) {
 }
 
 std::string MachineLines(const ProbeReport& report) {
-  const std::string engine =
-      report.engine == EngineRung::kAuto ? "none" : EngineWord(report.engine);
+  const std::string engine = report.engine == EngineRung::kAuto ? "none" : WordOf(report.engine);
   const std::string pages =
       report.pages == PageRung::kAuto
           ? "none"
-          : absl::StrCat(PagesWord(report.pages), ", ", Bytes(report.page_bytes));
+          : absl::StrCat(WordOf(report.pages), ", ", Bytes(report.page_bytes));
   return absl::StrCat(
       Line("engine", WithReason(engine, report.engine_reason)),
       Line("arena pages", WithReason(pages, report.pages_reason)),
@@ -115,16 +114,16 @@ std::string DoctorJson(const ProbeReport& report, int exit_status) {
       {"advice", report.advice},
       {"file_system", report.file_system},
       {"free_bytes", report.free_bytes},
-      {"direct_io", DirectWord(report.direct_io)},
+      {"direct_io", WordOf(report.direct_io)},
       {"memory_alignment", report.memory_alignment},
       {"offset_alignment", report.offset_alignment},
       {"reserve", report.reserve},
       {"rename_noreplace", report.rename_noreplace},
       {"rename_exchange", report.rename_exchange},
       {"lock", report.lock},
-      {"engine", report.engine == EngineRung::kAuto ? "none" : EngineWord(report.engine)},
+      {"engine", report.engine == EngineRung::kAuto ? "none" : WordOf(report.engine)},
       {"engine_reason", report.engine_reason},
-      {"pages", report.pages == PageRung::kAuto ? "none" : PagesWord(report.pages)},
+      {"pages", report.pages == PageRung::kAuto ? "none" : WordOf(report.pages)},
       {"pages_reason", report.pages_reason},
       {"page_bytes", report.page_bytes},
       {"base_page_bytes", report.base_page_bytes},

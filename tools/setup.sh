@@ -5,7 +5,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 export DEBIAN_FRONTEND=noninteractive
 
 # Debian 12 packages, by what they are for.
-packages_build=(cmake g++ libabsl-dev libcli11-dev liburing-dev libxxhash-dev ninja-build
+packages_build=(cmake g++ libabsl-dev libcli11-dev libisal-dev liburing-dev libxxhash-dev ninja-build
   nlohmann-json3-dev pkg-config zlib1g-dev)
 packages_test=(binutils ccache clang-14 clang-format-14 libbenchmark-dev libclang-rt-14-dev libgmock-dev
   libgtest-dev python3 python3-venv)

@@ -1,13 +1,13 @@
 // verify-checkpoint: proves checkpoints on disk again, any day.
 #include <CLI/CLI.hpp>
 #include <cstdio>
-#include <map>
 #include <string>
 #include <vector>
 
 #include "holdfast/verify.h"
 #include "tools/progress_bar.h"
 #include "tools/verify_output.h"
+#include "tools/words.h"
 
 namespace holdfast::tools {
 namespace {
@@ -75,14 +75,10 @@ void Declare(CLI::App* app, Arguments* arguments) {
   app->add_option("--faults-max", arguments->options.faults_max,
                   "Faults that are listed per PATH; more are counted")
       ->capture_default_str();
-  const std::map<std::string, EngineRung> engines = {{"auto", EngineRung::kAuto},
-                                                     {"io_uring-fixed", EngineRung::kUringFixed},
-                                                     {"io_uring", EngineRung::kUring},
-                                                     {"pwrite", EngineRung::kPwrite}};
   app->add_option("--engine", arguments->options.engine,
                   "How to read: auto takes the best that works here; io_uring-fixed, io_uring, "
                   "pwrite (threads)")
-      ->transform(CLI::CheckedTransformer(engines).description(""))
+      ->transform(CLI::CheckedTransformer(EngineWords()).description(""))
       ->option_text("ENGINE");
   app->add_flag("--buffered", arguments->buffered,
                 "Read through the page cache; shows what programs see, not what is on disk");

@@ -29,32 +29,6 @@ namespace {
 /// Names come from files that may be hostile: no control character reaches the terminal.
 std::string Printable(const std::string& text) { return absl::Utf8SafeCEscape(text); }
 
-const char* EngineWord(EngineRung engine) {
-  switch (engine) {
-    case EngineRung::kUringFixed:
-      return "io_uring-fixed";
-    case EngineRung::kUring:
-      return "io_uring";
-    case EngineRung::kPwrite:
-      return "pwrite";
-    case EngineRung::kAuto:
-      break;
-  }
-  return "none";
-}
-
-const char* DirectWord(DirectIo direct_io) {
-  switch (direct_io) {
-    case DirectIo::kProven:
-      return "proven";
-    case DirectIo::kClaimed:
-      return "claimed";
-    case DirectIo::kNo:
-      break;
-  }
-  return "no";
-}
-
 double Rate(uint64_t bytes, double seconds) {
   return seconds > 0 ? static_cast<double>(bytes) / seconds : 0;
 }
@@ -88,8 +62,8 @@ nlohmann::ordered_json JsonOf(const VerifyReport& report) {
           {"bytes_per_second", Rate(report.bytes, report.seconds)},
           {"step", report.step},
           {"attempt", Hex(report.attempt)},
-          {"engine", EngineWord(report.engine)},
-          {"direct_io", DirectWord(report.direct_io)},
+          {"engine", report.engine == EngineRung::kAuto ? "none" : WordOf(report.engine)},
+          {"direct_io", WordOf(report.direct_io)},
           {"faults_total", report.faults_total},
           {"faults", std::move(faults)}};
 }

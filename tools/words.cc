@@ -1,83 +1,31 @@
 #include "tools/words.h"
 
+#include <initializer_list>
+
 namespace holdfast::tools {
+namespace {
 
-const char* LauncherWord(Launcher launcher) {
-  switch (launcher) {
-    case Launcher::kSpawn:
-      return "spawn";
-    case Launcher::kFork:
-      return "fork";
-    case Launcher::kPersistent:
-      return "persistent";
-    case Launcher::kThread:
-      return "thread";
-  }
-  return "unknown";
+template <typename Enum>
+std::map<std::string, Enum> Words(std::initializer_list<Enum> values) {
+  std::map<std::string, Enum> words;
+  for (const Enum value : values) words[WordOf(value)] = value;
+  return words;
 }
 
-const char* EngineWord(EngineRung engine) {
-  switch (engine) {
-    case EngineRung::kUringFixed:
-      return "io_uring-fixed";
-    case EngineRung::kUring:
-      return "io_uring";
-    case EngineRung::kPwrite:
-      return "pwrite";
-    case EngineRung::kAuto:
-      break;
-  }
-  return "auto";
-}
-
-const char* PagesWord(PageRung pages) {
-  switch (pages) {
-    case PageRung::kHugetlb:
-      return "hugetlb";
-    case PageRung::kTmpfsHuge:
-      return "tmpfs-huge";
-    case PageRung::kMadviseHuge:
-      return "madvise-huge";
-    case PageRung::kSmall:
-      return "small";
-    case PageRung::kAuto:
-      break;
-  }
-  return "auto";
-}
-
-const char* DirectWord(DirectIo direct_io) {
-  switch (direct_io) {
-    case DirectIo::kProven:
-      return "proven";
-    case DirectIo::kClaimed:
-      return "claimed";
-    case DirectIo::kNo:
-      break;
-  }
-  return "no";
-}
+}  // namespace
 
 std::map<std::string, Launcher> LauncherWords() {
-  return {{"spawn", Launcher::kSpawn},
-          {"fork", Launcher::kFork},
-          {"persistent", Launcher::kPersistent},
-          {"thread", Launcher::kThread}};
+  return Words({Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent, Launcher::kThread});
 }
 
 std::map<std::string, EngineRung> EngineWords() {
-  return {{"auto", EngineRung::kAuto},
-          {"io_uring-fixed", EngineRung::kUringFixed},
-          {"io_uring", EngineRung::kUring},
-          {"pwrite", EngineRung::kPwrite}};
+  return Words(
+      {EngineRung::kAuto, EngineRung::kUringFixed, EngineRung::kUring, EngineRung::kPwrite});
 }
 
 std::map<std::string, PageRung> PagesWords() {
-  return {{"auto", PageRung::kAuto},
-          {"hugetlb", PageRung::kHugetlb},
-          {"tmpfs-huge", PageRung::kTmpfsHuge},
-          {"madvise-huge", PageRung::kMadviseHuge},
-          {"small", PageRung::kSmall}};
+  return Words({PageRung::kAuto, PageRung::kHugetlb, PageRung::kTmpfsHuge, PageRung::kMadviseHuge,
+                PageRung::kSmall});
 }
 
 }  // namespace holdfast::tools

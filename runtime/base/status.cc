@@ -8,6 +8,17 @@
 #include "absl/strings/str_format.h"
 #include "runtime/sys/errno_code.h"
 
+namespace holdfast {
+
+int ErrnoOf(const absl::Status& status) {
+  const auto payload = status.GetPayload(base::kErrnoPayload);
+  int value = 0;
+  if (!payload.has_value() || !absl::SimpleAtoi(std::string(*payload), &value)) return 0;
+  return value;
+}
+
+}  // namespace holdfast
+
 namespace holdfast::base {
 namespace {
 
@@ -101,13 +112,6 @@ absl::Status ErrnoStatus(absl::string_view operation, absl::string_view object, 
                       absl::StrCat(operation, " ", object, ": ", ErrnoText(error_number)));
   AttachErrno(error_number, &status);
   return status;
-}
-
-int ErrnoOf(const absl::Status& status) {
-  const auto payload = status.GetPayload(kErrnoPayload);
-  int value = 0;
-  if (!payload.has_value() || !absl::SimpleAtoi(std::string(*payload), &value)) return 0;
-  return value;
 }
 
 absl::Status ToStatus(const Failure& failure, const FailureNames& names) {

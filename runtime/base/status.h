@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "holdfast/errors.h"
 #include "holdfast/pod.h"
 
 namespace holdfast::base {
@@ -21,8 +22,7 @@ absl::Status ErrnoStatus(absl::string_view operation, absl::string_view object, 
 /// The code that an errno maps to.
 FailureCode CodeOf(int error_number);
 
-/// errno in a status's payload, 0 when there is none.
-int ErrnoOf(const absl::Status& status);
+using ::holdfast::ErrnoOf;
 
 /// Names for the indices in a Failure.
 struct FailureNames {

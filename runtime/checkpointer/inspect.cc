@@ -16,6 +16,7 @@
 #include "runtime/checkpointer/directory_names.h"
 #include "runtime/checkpointer/planted_bugs.h"
 #include "runtime/format/manifest.h"
+#include "runtime/load/checkpoint_files.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast {
@@ -85,6 +86,9 @@ Inspection Inspect(int directory) {
   uint64_t ranks_seen = 0;
   for (const DirectoryEntry& entry : *entries) {
     if (!IsManifestName(entry.name)) continue;
+    // A framework owns the directory: its own last file says whether it is complete.
+    const auto identity = load::ParseManifestName(entry.name);
+    if (identity.has_value() && identity->attempt.has_value()) continue;
     const auto text = ReadFile(directory, entry.name, format::kManifestBytesMax);
     if (!text.ok()) return NotReadable(text.status());
     const auto manifest = format::ParseManifest(absl::string_view(text->data(), text->size()));

@@ -40,6 +40,11 @@ std::string ManifestName(uint32_t rank, uint32_t world_size) {
   return absl::StrFormat("rank-%05d-of-%05d.manifest.json", rank, world_size);
 }
 
+std::string ManifestName(uint32_t rank, uint32_t world_size, const AttemptId& attempt) {
+  return absl::StrFormat("rank-%05d-of-%05d-%016x%016x.manifest.json", rank, world_size,
+                         attempt.high, attempt.low);
+}
+
 std::string ModelFileName(uint32_t rank, uint32_t world_size) {
   return absl::StrFormat("model-%05d-of-%05d.safetensors", rank, world_size);
 }

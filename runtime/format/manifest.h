@@ -20,6 +20,9 @@ namespace holdfast::format {
 
 /// "rank-00003-of-00008.manifest.json" and its parts.
 std::string ManifestName(uint32_t rank, uint32_t world_size);
+/// In a directory that a framework owns, where the files of two attempts may stand side by side
+/// until the framework's own last file has changed: "rank-00003-of-00008-<32 hex>.manifest.json".
+std::string ManifestName(uint32_t rank, uint32_t world_size, const AttemptId& attempt);
 std::string ManifestPrefix();                     // "rank-"
 std::string ManifestSuffix(uint32_t world_size);  // "-of-00008.manifest.json"
 

@@ -15,36 +15,6 @@
 namespace holdfast::format {
 namespace {
 
-absl::string_view Word(Launcher launcher) {
-  switch (launcher) {
-    case Launcher::kSpawn:
-      return "spawn";
-    case Launcher::kFork:
-      return "fork";
-    case Launcher::kPersistent:
-      return "persistent";
-    case Launcher::kThread:
-      return "thread";
-  }
-  return "none";
-}
-
-absl::string_view Word(PageRung pages) {
-  switch (pages) {
-    case PageRung::kHugetlb:
-      return "hugetlb";
-    case PageRung::kTmpfsHuge:
-      return "tmpfs-huge";
-    case PageRung::kMadviseHuge:
-      return "madvise-huge";
-    case PageRung::kSmall:
-      return "small";
-    case PageRung::kAuto:
-      break;
-  }
-  return "none";
-}
-
 class TemplateWriter {
  public:
   TemplateWriter(const ManifestInput& input, const SavePlan& plan, ManifestTemplate* out)
@@ -89,9 +59,9 @@ class TemplateWriter {
     Add(",\"step\":");
     AppendNumber(input_.step, &text_);
     Add(",\n\"launcher\":");
-    AddString(input_.adopted ? absl::string_view("none") : Word(input_.launcher));
+    AddString(input_.adopted ? absl::string_view("none") : WordOf(input_.launcher));
     Add(",\"pages\":");
-    AddString(input_.adopted ? absl::string_view("none") : Word(input_.pages));
+    AddString(input_.adopted ? absl::string_view("none") : layout::ManifestWord(input_.pages));
     Add(",\"streamed\":");
     AddBool(input_.streamed);
     Add(",\"read_back\":");

@@ -21,6 +21,7 @@ constexpr uint64_t kFileBytesMax =
     uint64_t{std::numeric_limits<int64_t>::max()} / kIoAlignment * kIoAlignment;
 /// Extents and tensors are counted in 32 bits; the last value is "none".
 constexpr uint64_t kCountMax = 0xfffffffe;
+constexpr uint64_t kCrc32Bytes = 4;
 
 absl::Status Wrong(absl::string_view what) {
   return absl::InvalidArgumentError(absl::StrCat("plan: ", what));
@@ -74,6 +75,23 @@ absl::Status CheckTensors(const SavePlan& plan) {
   return absl::OkStatus();
 }
 
+/// What is wrong with the places for checksums in segment `index` of `file`; empty if nothing.
+std::string WrongSlots(const PlannedFile& file, size_t index) {
+  const Segment& segment = file.segments[index];
+  if (segment.crc32_slots.empty()) return "";
+  if (segment.tensor != Segment::kLiteral) return "has places for checksums and is no literal";
+  for (const Crc32Slot& slot : segment.crc32_slots) {
+    if (segment.bytes < kCrc32Bytes || slot.offset > segment.bytes - kCrc32Bytes) {
+      return absl::StrCat("has a place for a checksum at ", slot.offset, " of ", segment.bytes);
+    }
+    if (slot.segment >= index || file.segments[slot.segment].tensor == Segment::kLiteral) {
+      return absl::StrCat("has a place for the checksum of segment ", slot.segment,
+                          ", which is no tensor before it");
+    }
+  }
+  return "";
+}
+
 /// What is wrong with a segment, apart from where it stands; empty if nothing.
 std::string WrongSegment(const SavePlan& plan, size_t file, const Segment& segment) {
   if (segment.bytes == 0) return "is empty";
@@ -107,7 +125,8 @@ absl::Status CheckFile(const SavePlan& plan, size_t index, std::vector<bool>* fo
     return Wrong(absl::StrCat(FileLabel(plan, index), ": ", file.bytes, " bytes are too many"));
   }
   uint64_t end = 0;
-  for (const Segment& segment : file.segments) {
+  for (size_t i = 0; i < file.segments.size(); ++i) {
+    const Segment& segment = file.segments[i];
     if (segment.file_offset != end) {
       return Wrong(absl::StrCat(FileLabel(plan, index), ": a segment begins at byte ",
                                 segment.file_offset, ", the one before it ends at ", end,
@@ -118,7 +137,8 @@ absl::Status CheckFile(const SavePlan& plan, size_t index, std::vector<bool>* fo
                                 " bytes at byte ", end, " goes beyond the file's end at ",
                                 file.bytes));
     }
-    const std::string wrong = WrongSegment(plan, index, segment);
+    std::string wrong = WrongSegment(plan, index, segment);
+    if (wrong.empty()) wrong = WrongSlots(file, i);
     if (!wrong.empty()) {
       return Wrong(absl::StrCat(FileLabel(plan, index), ": the segment ", Range(end, segment.bytes),
                                 " ", wrong));

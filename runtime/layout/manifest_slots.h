@@ -32,30 +32,13 @@ inline constexpr uint32_t kNumberSlotBytes = 20;
 inline constexpr uint32_t kDigestSlotBytes = 32;
 inline constexpr char kNoDigest = '-';
 
-/// The words of the manifest for what the worker found out.
+/// The words of the manifest for what the worker found out; where nothing was chosen, "none".
 inline const char* ManifestWord(EngineRung engine) {
-  switch (engine) {
-    case EngineRung::kUringFixed:
-      return "io_uring-fixed";
-    case EngineRung::kUring:
-      return "io_uring";
-    case EngineRung::kPwrite:
-      return "pwrite";
-    case EngineRung::kAuto:
-      break;
-  }
-  return "none";
+  return engine == EngineRung::kAuto ? "none" : WordOf(engine);
 }
-inline const char* ManifestWord(DirectIo direct_io) {
-  switch (direct_io) {
-    case DirectIo::kProven:
-      return "proven";
-    case DirectIo::kClaimed:
-      return "claimed";
-    case DirectIo::kNo:
-      break;
-  }
-  return "no";
+inline const char* ManifestWord(DirectIo direct_io) { return WordOf(direct_io); }
+inline const char* ManifestWord(PageRung pages) {
+  return pages == PageRung::kAuto ? "none" : WordOf(pages);
 }
 
 /// Writes `text` as a JSON string into `slot`, followed by blanks. Quote and backslash are escaped,

@@ -1,6 +1,8 @@
 #include "runtime/load/checkpoint_files.h"
 
 #include <algorithm>
+#include <iterator>
+#include <map>
 #include <set>
 #include <utility>
 
@@ -14,8 +16,10 @@
 namespace holdfast::load {
 namespace {
 
+constexpr size_t kHexDigits = 32;
+
 std::string Hex(const AttemptId& id) {
-  std::string text(32, '0');
+  std::string text(kHexDigits, '0');
   digest::ToHex(id, text.data());
   return text;
 }
@@ -72,20 +76,17 @@ std::optional<Finding> CheckNamedFile(int directory, const format::Manifest::Fil
   return finding;
 }
 
-class DirectoryReader {
- public:
-  DirectoryReader(int directory, const ReadCheckpointOptions& options, CheckpointFiles* out)
-      : directory_(directory), options_(options), out_(out) {}
+using NamedManifests = std::vector<std::pair<ManifestIdentity, std::string>>;
 
-  void Read() {
-    std::vector<std::pair<ManifestIdentity, std::string>> manifests;
-    for (const std::string& name : out_->names) {
-      if (const auto identity = ParseManifestName(name)) manifests.emplace_back(*identity, name);
-    }
-    out_->manifests_found = static_cast<uint32_t>(manifests.size());
-    if (manifests.empty()) return;
-    world_size_ = manifests.front().first.world_size;
-    for (const auto& [identity, name] : manifests) {
+/// Reads the manifests of one attempt and looks at what they name.
+class AttemptReader {
+ public:
+  AttemptReader(int directory, const ReadCheckpointOptions& options)
+      : directory_(directory), options_(options) {}
+
+  void Read(const NamedManifests& named) {
+    world_size_ = named.front().first.world_size;
+    for (const auto& [identity, name] : named) {
       named_.insert(name);
       if (identity.world_size != world_size_) {
         Add(Incomplete(name, "world size", absl::StrCat(world_size_),
@@ -96,14 +97,23 @@ class DirectoryReader {
       ReadManifest(identity, name);
     }
     AddMissingRanks();
-    for (const std::string& name : out_->names) {
-      if (named_.count(name) == 0) out_->unnamed.push_back(name);
-    }
+  }
+
+  bool incomplete() const {
+    return std::any_of(findings_.begin(), findings_.end(), [](const Finding& finding) {
+      return finding.verdict == Verdict::kIncomplete;
+    });
+  }
+
+  void MoveTo(CheckpointFiles* out, std::set<std::string>* named) {
+    std::move(manifests_.begin(), manifests_.end(), std::back_inserter(out->manifests));
+    std::move(findings_.begin(), findings_.end(), std::back_inserter(out->findings));
+    named->merge(named_);
   }
 
  private:
   void Add(Finding finding) {
-    if (out_->findings.size() < options_.findings_max) out_->findings.push_back(std::move(finding));
+    if (findings_.size() < options_.findings_max) findings_.push_back(std::move(finding));
   }
 
   void ReadManifest(const ManifestIdentity& identity, const std::string& name) {
@@ -112,7 +122,8 @@ class DirectoryReader {
     auto parsed = format::ParseManifest(*text);
     if (!parsed.ok()) return Add(FindingOf(parsed.status(), name, "manifest"));
     format::Manifest manifest = *std::move(parsed);
-    if (manifest.rank != identity.rank || manifest.world_size != identity.world_size) {
+    if (manifest.rank != identity.rank || manifest.world_size != identity.world_size ||
+        manifest.attempt != identity.attempt.value_or(manifest.attempt)) {
       return Add(Corrupt(name, "manifest", name,
                          format::ManifestName(manifest.rank, manifest.world_size)));
     }
@@ -133,14 +144,14 @@ class DirectoryReader {
     }
     for (Finding& finding : CheckNamedFiles(directory_, manifest)) Add(std::move(finding));
     if (!options_.keep_rank.has_value() || *options_.keep_rank == manifest.rank) {
-      out_->manifests.push_back(std::move(manifest));
+      manifests_.push_back(std::move(manifest));
     }
   }
 
   void AddMissingRanks() {
     for (uint32_t rank = 0; rank < world_size_; ++rank) {
       if (ranks_.count(rank) != 0) continue;
-      if (out_->findings.size() >= options_.findings_max) return;
+      if (findings_.size() >= options_.findings_max) return;
       Add(Incomplete(format::ManifestName(rank, world_size_), "missing",
                      absl::StrCat("the manifest of rank ", rank), "nothing"));
     }
@@ -148,7 +159,8 @@ class DirectoryReader {
 
   const int directory_;
   const ReadCheckpointOptions& options_;
-  CheckpointFiles* const out_;
+  std::vector<format::Manifest> manifests_;
+  std::vector<Finding> findings_;
   uint32_t world_size_ = 0;
   bool first_seen_ = false;
   AttemptId attempt_;
@@ -156,6 +168,32 @@ class DirectoryReader {
   std::set<uint32_t> ranks_;
   std::set<std::string> named_;
 };
+
+/// All manifests of a directory, one attempt after the other.
+void ReadAttempts(int directory, const ReadCheckpointOptions& options, CheckpointFiles* out) {
+  std::map<std::string, NamedManifests> attempts;  // those without one in their name together
+  for (const std::string& name : out->names) {
+    const auto identity = ParseManifestName(name);
+    if (!identity.has_value()) continue;
+    ++out->manifests_found;
+    attempts[identity->attempt.has_value() ? Hex(*identity->attempt) : ""].emplace_back(*identity,
+                                                                                        name);
+  }
+  std::vector<AttemptReader> readers;
+  for (const auto& [attempt, named] : attempts) {
+    readers.emplace_back(directory, options).Read(named);
+  }
+  const bool any_complete = std::any_of(readers.begin(), readers.end(),
+                                        [](const AttemptReader& r) { return !r.incomplete(); });
+  std::set<std::string> named;
+  for (AttemptReader& reader : readers) {
+    if (!any_complete || !reader.incomplete()) reader.MoveTo(out, &named);
+  }
+  if (attempts.empty()) return;
+  for (const std::string& name : out->names) {
+    if (named.count(name) == 0) out->unnamed.push_back(name);
+  }
+}
 
 int Gravity(Verdict verdict) {
   switch (verdict) {
@@ -177,7 +215,7 @@ absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string&
                                                const ReadCheckpointOptions& options) {
   CheckpointFiles out;
   HOLDFAST_ASSIGN_OR_RETURN(out.names, ListDirectory(directory, path));
-  DirectoryReader(directory, options, &out).Read();
+  ReadAttempts(directory, options, &out);
   out.partial = IsPartialName(SplitPath(path).name);
   if (out.partial && out.manifests_found > 0) {
     out.findings.push_back(Incomplete("", "partial", "a committed checkpoint",
@@ -221,16 +259,25 @@ std::optional<ManifestIdentity> ParseManifestName(const std::string& name) {
   const size_t of = name.find("-of-", kDigitsAt);
   const size_t dot = name.find('.', kDigitsAt);
   if (of == std::string::npos || dot == std::string::npos || dot < of) return std::nullopt;
+  const size_t dash = std::min(name.find('-', of + 4), dot);
   ManifestIdentity identity;
   if (!absl::SimpleAtoi(name.substr(kDigitsAt, of - kDigitsAt), &identity.rank) ||
-      !absl::SimpleAtoi(name.substr(of + 4, dot - of - 4), &identity.world_size)) {
+      !absl::SimpleAtoi(name.substr(of + 4, dash - of - 4), &identity.world_size)) {
     return std::nullopt;
+  }
+  if (dash < dot) {
+    const std::string hex = name.substr(dash + 1, dot - dash - 1);
+    AttemptId attempt;
+    if (hex.size() != kHexDigits || !digest::FromHex(hex.c_str(), &attempt)) return std::nullopt;
+    identity.attempt = attempt;
   }
   // Only the canonical spelling is a manifest: "rank-1-of-2..." and "rank-00001.tmp" are not.
-  if (identity.world_size == 0 || identity.rank >= identity.world_size ||
-      format::ManifestName(identity.rank, identity.world_size) != name) {
-    return std::nullopt;
-  }
+  if (identity.world_size == 0 || identity.rank >= identity.world_size) return std::nullopt;
+  const std::string canonical =
+      identity.attempt.has_value()
+          ? format::ManifestName(identity.rank, identity.world_size, *identity.attempt)
+          : format::ManifestName(identity.rank, identity.world_size);
+  if (canonical != name) return std::nullopt;
   return identity;
 }
 
@@ -240,7 +287,7 @@ bool IsPartialName(const std::string& name) {
   if (mark == std::string::npos) return false;
   const std::string id = name.substr(mark + sizeof(kMark) - 1);
   AttemptId attempt;
-  return id.size() == 32 && digest::FromHex(id.c_str(), &attempt);
+  return id.size() == kHexDigits && digest::FromHex(id.c_str(), &attempt);
 }
 
 absl::Status ToStatus(const std::vector<Finding>& findings, const std::string& path) {

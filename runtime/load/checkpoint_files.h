@@ -38,6 +38,8 @@ struct ReadCheckpointOptions {
   size_t findings_max = 10'000;       ///< More than this are dropped.
 };
 
+/// In a directory that a framework owns, the files of an attempt that is not complete are left out
+/// if those of another are: it failed, or is still being written.
 /// \error when the directory itself cannot be listed.
 absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string& path,
                                                const ReadCheckpointOptions& options);
@@ -50,10 +52,12 @@ std::vector<Finding> CheckNamedFiles(int directory, const format::Manifest& mani
 absl::StatusOr<format::Manifest> FindManifestOf(int directory, const std::string& path,
                                                 const std::string& file);
 
-/// Rank and world size of a manifest's name; nothing for any other name.
+/// Rank and world size of a manifest's name, and its attempt where a framework owns the directory;
+/// nothing for any other name.
 struct ManifestIdentity {
   uint32_t rank = 0;
   uint32_t world_size = 0;
+  std::optional<AttemptId> attempt;
 };
 std::optional<ManifestIdentity> ParseManifestName(const std::string& name);
 

@@ -10,6 +10,7 @@
 #include "holdfast/load.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
+#include "runtime/format/file_names.h"
 #include "runtime/format/manifest.h"
 #include "runtime/load/checkpoint_files.h"
 #include "runtime/load/chunk_stream.h"
@@ -111,18 +112,27 @@ absl::StatusOr<std::vector<WantedTensor>> CheckpointReader::Impl::Find(
           absl::StrCat(object, ": there is none of that name in ", directory));
     }
     const PlannedTensor& tensor = tensors[found->second];
-    if (target.bytes != tensor.end - tensor.begin) {
+    const uint64_t tensor_bytes = tensor.end - tensor.begin;
+    if (target.begin.has_value()) {
+      if (*target.begin > tensor_bytes || target.bytes > tensor_bytes - *target.begin) {
+        return absl::InvalidArgumentError(absl::StrCat(object, ": bytes [", *target.begin, ", ",
+                                                       *target.begin + target.bytes,
+                                                       ") of the tensor's ", tensor_bytes));
+      }
+    } else if (target.bytes != tensor_bytes) {
       return absl::InvalidArgumentError(absl::StrCat(object, ": the target has ", target.bytes,
-                                                     " bytes, the tensor ",
-                                                     tensor.end - tensor.begin));
+                                                     " bytes, the tensor ", tensor_bytes));
     }
     if (target.data == nullptr && target.bytes != 0) {
       return absl::InvalidArgumentError(absl::StrCat(object, ": the target is null"));
     }
-    if (!taken.insert(found->second).second) {
+    if (!target.begin.has_value() && !taken.insert(found->second).second) {
       return absl::InvalidArgumentError(absl::StrCat(object, ": it is asked for twice"));
     }
-    wanted.push_back({.tensor = found->second, .target = i});
+    wanted.push_back({.tensor = found->second,
+                      .target = i,
+                      .begin = target.begin.value_or(0),
+                      .bytes = target.bytes});
   }
   return wanted;
 }
@@ -226,10 +236,55 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
   return std::unique_ptr<CheckpointReader>(new CheckpointReader(std::move(impl)));
 }
 
+absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenManifest(
+    const std::string& path, const std::string& manifest_name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, load::OpenDirectory(path));
+  HOLDFAST_ASSIGN_OR_RETURN(const std::string text, load::ReadWholeFile(fd.get(), manifest_name,
+                                                                        format::kManifestBytesMax));
+  absl::StatusOr<format::Manifest> manifest = format::ParseManifest(text);
+  if (!manifest.ok()) {
+    return base::Annotate(manifest.status(), absl::StrCat("open ", path, "/", manifest_name));
+  }
+  HOLDFAST_RETURN_IF_ERROR(load::ToStatus(load::CheckNamedFiles(fd.get(), *manifest), path));
+  auto impl = std::make_unique<Impl>();
+  impl->directory = path;
+  impl->TakeManifest(*std::move(manifest));
+  impl->IndexNames();
+  return std::unique_ptr<CheckpointReader>(new CheckpointReader(std::move(impl)));
+}
+
+absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenPlaces(
+    const std::string& path, std::vector<std::string> files, std::vector<PlannedTensor> tensors) {
+  for (const std::string& file : files) {
+    const char* const wrong = format::WrongComponent(file);
+    if (wrong != nullptr) {
+      return absl::InvalidArgumentError(absl::StrCat("open ", path, "/", file, ": ", wrong));
+    }
+  }
+  for (const PlannedTensor& tensor : tensors) {
+    if (tensor.file < files.size() && tensor.begin <= tensor.end) continue;
+    return absl::InvalidArgumentError(absl::StrCat("open ", path, ": tensor \"", tensor.name,
+                                                   "\" is in no file or ends before it begins"));
+  }
+  auto impl = std::make_unique<Impl>();
+  impl->directory = path;
+  impl->follow_symlink = true;
+  impl->files = std::move(files);
+  impl->tensors = std::move(tensors);
+  impl->IndexNames();
+  if (impl->by_name.size() != impl->tensors.size()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("open ", path, ": a tensor's name occurs twice"));
+  }
+  return std::unique_ptr<CheckpointReader>(new CheckpointReader(std::move(impl)));
+}
+
 CheckpointReader::CheckpointReader(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 CheckpointReader::~CheckpointReader() = default;
 
 const std::vector<PlannedTensor>& CheckpointReader::tensors() const { return impl_->tensors; }
+
+const std::vector<std::string>& CheckpointReader::files() const { return impl_->files; }
 
 uint64_t CheckpointReader::step() const { return impl_->manifest ? impl_->manifest->step : 0; }
 

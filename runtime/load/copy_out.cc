@@ -81,12 +81,12 @@ CopyOut::Outcome CopyOut::Copy(const StreamBlock& block, const TensorRead& read)
     const TensorPiece& piece = plan_.pieces[i];
     const TensorTarget& target = targets_[piece.target];
     char* destination = static_cast<char*>(target.data) + piece.target_offset;
-    const char* source = block.data + (piece.begin - block.range.offset);
+    const char* source = block.data + (piece.begin - block.range.offset) + piece.copy_from;
     if (target.device == nullptr || target.device->is_host()) {
-      std::memcpy(destination, source, piece.bytes);
+      std::memcpy(destination, source, piece.copy_bytes);
       continue;
     }
-    const auto ticket = target.device->CopyFromHost(destination, source, piece.bytes);
+    const auto ticket = target.device->CopyFromHost(destination, source, piece.copy_bytes);
     if (!ticket.ok()) {
       outcome.status = base::Annotate(
           ticket.status(),

@@ -17,35 +17,43 @@ Digest DigestOf(const format::Manifest& manifest, const TensorPiece& piece) {
   return file.chunks[piece.begin / kChunkBytes];
 }
 
-/// Cuts a tensor at chunk borders and finds the digest of each piece.
+/// Cuts what is wanted of a tensor at chunk borders and finds the digest of each piece. A digest
+/// proves all of the tensor that is in its chunk, so all of that is read where it is verified.
 void AppendPieces(const PlannedTensor& tensor, const WantedTensor& wanted,
                   const format::Manifest* manifest, std::vector<TensorPiece>* pieces) {
-  for (uint64_t begin = tensor.begin; begin < tensor.end;) {
-    const uint64_t border = (begin / kChunkBytes + 1) * kChunkBytes;
-    const uint64_t end = std::min(border, tensor.end);
+  const uint64_t wanted_begin = tensor.begin + wanted.begin;
+  const uint64_t wanted_end = wanted_begin + wanted.bytes;
+  for (uint64_t at = wanted_begin; at < wanted_end;) {
+    const uint64_t chunk_begin = at / kChunkBytes * kChunkBytes;
+    const uint64_t part_begin = std::max(chunk_begin, tensor.begin);
+    const uint64_t part_end = std::min<uint64_t>(chunk_begin + kChunkBytes, tensor.end);
+    const uint64_t end = std::min(part_end, wanted_end);
+    const uint64_t read_begin = manifest != nullptr ? part_begin : at;
+    const uint64_t read_end = manifest != nullptr ? part_end : end;
     TensorPiece piece{.tensor = wanted.tensor,
                       .target = wanted.target,
                       .file = tensor.file,
-                      .bytes = static_cast<uint32_t>(end - begin),
-                      .begin = begin,
-                      .target_offset = begin - tensor.begin};
+                      .bytes = static_cast<uint32_t>(read_end - read_begin),
+                      .begin = read_begin,
+                      .copy_from = static_cast<uint32_t>(at - read_begin),
+                      .copy_bytes = static_cast<uint32_t>(end - at),
+                      .target_offset = at - wanted_begin};
     if (manifest != nullptr) piece.digest = DigestOf(*manifest, piece);
     pieces->push_back(piece);
-    begin = end;
+    at = end;
   }
 }
 
-bool Joins(const TensorPiece& last, const TensorPiece& next) {
+/// `end`: of what is read so far.
+bool Joins(uint64_t end, const TensorPiece& last, const TensorPiece& next) {
   return last.file == next.file && last.begin / kChunkBytes == next.begin / kChunkBytes &&
-         next.begin - (last.begin + last.bytes) <= kGapBytesMax;
+         next.begin <= end + kGapBytesMax;
 }
 
-TensorRead ReadOf(const std::vector<TensorPiece>& pieces, uint32_t first, uint32_t count,
+TensorRead ReadOf(const TensorPiece& head, uint32_t first, uint32_t count, uint64_t end,
                   uint64_t index) {
-  const TensorPiece& head = pieces[first];
-  const TensorPiece& tail = pieces[first + count - 1];
   return {.range = {.file = head.file,
-                    .bytes = static_cast<uint32_t>(tail.begin + tail.bytes - head.begin),
+                    .bytes = static_cast<uint32_t>(end - head.begin),
                     .offset = head.begin,
                     .tag = index},
           .piece_first = first,
@@ -65,11 +73,15 @@ ReadPlan PlanReads(absl::Span<const PlannedTensor> tensors, absl::Span<const Wan
   });
   for (uint32_t first = 0; first < plan.pieces.size();) {
     uint32_t count = 1;
+    // Parts of one tensor may overlap: the end is not that of the last.
+    uint64_t end = plan.pieces[first].begin + plan.pieces[first].bytes;
     while (first + count < plan.pieces.size() &&
-           Joins(plan.pieces[first + count - 1], plan.pieces[first + count])) {
+           Joins(end, plan.pieces[first], plan.pieces[first + count])) {
+      const TensorPiece& next = plan.pieces[first + count];
+      end = std::max(end, next.begin + next.bytes);
       ++count;
     }
-    plan.reads.push_back(ReadOf(plan.pieces, first, count, plan.reads.size()));
+    plan.reads.push_back(ReadOf(plan.pieces[first], first, count, end, plan.reads.size()));
     plan.ranges.push_back(plan.reads.back().range);
     first += count;
   }

@@ -17,15 +17,17 @@
 
 namespace holdfast::load {
 
-/// The part of a wanted tensor that lies in one chunk.
+/// The part of a wanted tensor that lies in one chunk, and what of it is wanted.
 struct TensorPiece {
   uint32_t tensor = 0;  ///< Index into the reader's tensors.
   uint32_t target = 0;  ///< Index into the caller's targets.
   uint32_t file = 0;
-  uint32_t bytes = 0;
+  uint32_t bytes = 0;          ///< Read. With a manifest all that the digest covers.
   uint64_t begin = 0;          ///< In the file.
-  uint64_t target_offset = 0;  ///< In the tensor.
   Digest digest;               ///< Of exactly these bytes; only with a manifest.
+  uint32_t copy_from = 0;      ///< First byte of these that is wanted ...
+  uint32_t copy_bytes = 0;     ///< ... and how many.
+  uint64_t target_offset = 0;  ///< Where they go in the target.
 };
 
 /// One read: neighbouring pieces of one chunk with what little lies between them.
@@ -45,6 +47,8 @@ struct ReadPlan {
 struct WantedTensor {
   uint32_t tensor = 0;
   uint32_t target = 0;
+  uint64_t begin = 0;  ///< In the tensor.
+  uint64_t bytes = 0;
 };
 
 /// Reading through a gap up to this long costs less than another request.

@@ -167,8 +167,11 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(
   job->manifest_template = layout.manifest;
   job->trash = layout.trash;
   job->slots = manifest.slots;
-  CopyName(format::ManifestName(parameters.rank, parameters.world_size), job->manifest,
-           sizeof(job->manifest));
+  const bool files_only = (parameters.flags & layout::kFilesOnly) != 0;
+  CopyName(files_only
+               ? format::ManifestName(parameters.rank, parameters.world_size, parameters.attempt)
+               : format::ManifestName(parameters.rank, parameters.world_size),
+           job->manifest, sizeof(job->manifest));
   CopyName(format::ManifestPrefix(), job->manifest_prefix, sizeof(job->manifest_prefix));
   CopyName(format::ManifestSuffix(parameters.world_size), job->manifest_suffix,
            sizeof(job->manifest_suffix));

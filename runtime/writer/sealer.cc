@@ -70,10 +70,19 @@ void Sealer::Run() {
       tasks_.pop_front();
     }
     const uint64_t begin = ThreadCpuNs();
-    if (!task.save->StagingFailed()) Seal(task.save.get(), task.index);
+    if (!task.save->StagingFailed() && TakeChecksums(task)) Seal(task.save.get(), task.index);
     task.save->cpu_sealing_ns.fetch_add(ThreadCpuNs() - begin, std::memory_order_relaxed);
     task.save->DropUser();
   }
+}
+
+bool Sealer::TakeChecksums(const Task& task) {
+  if (task.save->checksums == nullptr) return true;
+  std::vector<uint32_t> ready;
+  char* memory = pool_->arena().base() + task.save->table->extent(task.index).arena_offset;
+  const bool complete = task.save->checksums->Take(task.index, memory, &ready);
+  for (const uint32_t index : ready) Enqueue(task.save, index);
+  return complete;
 }
 
 void Sealer::Seal(SaveState* save, uint32_t index) {

@@ -42,6 +42,8 @@ class Sealer {
     uint32_t index = 0;
   };
   void Run();
+  /// False: a checksum that the extent has a place for is not known yet; it is queued again then.
+  bool TakeChecksums(const Task& task);
   void Seal(SaveState* save, uint32_t index);
   void Publish(SaveState* save, uint32_t index);
 

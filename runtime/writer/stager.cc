@@ -18,10 +18,15 @@ constexpr absl::Duration kMemoryStep = absl::Milliseconds(50);
 // How long the device thread sleeps on the oldest copy before it looks for memory again.
 constexpr absl::Duration kCopyStep = absl::Milliseconds(5);
 
+/// A tensor's piece in host memory: to be copied before the call returns. (A literal is the save's
+/// own and can be copied at any time.)
 bool HasHostPiece(const JobTable& table, const layout::Extent& extent) {
   const PieceSource* sources = table.sources(extent);
-  return std::any_of(sources, sources + extent.piece_count,
-                     [](const PieceSource& s) { return s.device == nullptr; });
+  const layout::Piece* pieces = table.pieces(extent);
+  for (uint32_t i = 0; i < extent.piece_count; ++i) {
+    if (sources[i].device == nullptr && pieces[i].tensor != Failure::kNoIndex) return true;
+  }
+  return false;
 }
 
 bool HasDevicePiece(const JobTable& table, const layout::Extent& extent) {
@@ -96,16 +101,17 @@ absl::Status Stager::StageHost(SaveState* save, const std::shared_ptr<SaveState>
   absl::Status status;
   for (uint32_t i = 0; i < job.extent_count && status.ok(); ++i) {
     const layout::Extent& extent = save->table->extent(i);
-    if (!HasHostPiece(*save->table, extent)) {
+    const bool mixed = HasDevicePiece(*save->table, extent);
+    if (mixed && !HasHostPiece(*save->table, extent)) {
       work.waiting.push_back({.index = i, .leased = false, .copies = {}});
       continue;
     }
     absl::StatusOr<staging::Lease> lease = Acquire(save, i, absl::Now() + options_.time_memory_max);
     if (!lease.ok()) return lease.status();
     TakeLease(save, i, *lease);
-    const bool mixed = HasDevicePiece(*save->table, extent);
     const absl::Time begin = absl::Now();
-    if (options_.fused_copy && !mixed) {
+    const bool fused = options_.fused_copy && !mixed && save->checksums == nullptr;
+    if (fused) {
       status = CopyFused(save, i);
     } else {
       status = CopyHostPieces(save, i);
@@ -115,7 +121,7 @@ absl::Status Stager::StageHost(SaveState* save, const std::shared_ptr<SaveState>
     if (mixed) {
       // Ahead of the unleased ones: it holds memory already.
       work.waiting.push_front({.index = i, .leased = true, .copies = {}});
-    } else if (!options_.fused_copy) {
+    } else if (!fused) {
       sealer_->Enqueue(shared, i);
     }
   }
@@ -289,7 +295,13 @@ absl::Status Stager::StartCopies(SaveState* save, DeviceExtent* extent) {
   const PieceSource* sources = save->table->sources(table_extent);
   char* memory = pool_->arena().base() + table_extent.arena_offset;
   for (uint32_t i = 0; i < table_extent.piece_count; ++i) {
-    if (sources[i].device == nullptr) continue;
+    if (sources[i].device == nullptr) {
+      // A literal; of an extent with host tensors the caller's thread has copied all of these.
+      if (pieces[i].tensor == Failure::kNoIndex) {
+        std::memcpy(memory + pieces[i].offset, sources[i].data, pieces[i].bytes);
+      }
+      continue;
+    }
     absl::StatusOr<CopyTicket> ticket =
         sources[i].device->CopyToHost(memory + pieces[i].offset, sources[i].data, pieces[i].bytes);
     if (!ticket.ok()) {

@@ -29,6 +29,7 @@ LAYERS = {
                "load"),
     "checkpointer": ABOVE,
     "tools": ("include",),
+    "python": ("include",),
 }
 # Single files that are a layer of their own: the main of the spawned helper is the worker's, and the benchmark measures
 # the queue itself beside what is built on it.
@@ -53,6 +54,7 @@ LIBRARIES = {
     "xxh_x86dispatch": ("digest",),
     "nlohmann": ("format", "tools"),
     "zlib": ("format",),
+    "isa-l": ("format",),
     "cuda": ("device",),
     "cuda_runtime_api": ("device",),
     "CLI": ("tools",),

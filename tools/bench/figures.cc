@@ -1,10 +1,10 @@
 #include "tools/bench/figures.h"
+#include "holdfast/pod.h"
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_format.h"
-#include "tools/words.h"
 
 namespace holdfast::bench {
 namespace {
@@ -60,9 +60,9 @@ double Median(std::vector<double> values) {
 }
 
 Labels LabelsOf(const SaveReport& report) {
-  return {.launcher = tools::LauncherWord(report.launcher),
-          .engine = tools::EngineWord(report.engine),
-          .pages = tools::PagesWord(report.pages)};
+  return {.launcher = WordOf(report.launcher),
+          .engine = WordOf(report.engine),
+          .pages = WordOf(report.pages)};
 }
 
 void Figures::Add(const std::string& key, const std::string& unit,

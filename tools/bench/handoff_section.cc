@@ -7,11 +7,11 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "holdfast/pod.h"
 #include "tools/bench/late_device.h"
 #include "tools/bench/memory.h"
 #include "tools/bench/one_save.h"
 #include "tools/bench/sections.h"
-#include "tools/words.h"
 
 namespace holdfast::bench {
 namespace {
@@ -68,8 +68,8 @@ absl::Status Block(const Bench& bench, uint64_t ballast_bytes, bool large, uint3
   for (const Launcher launcher : kLaunchers) {
     Samples& of = (*samples)[launcher];
     if (!of.failure.empty()) continue;
-    ShowStep(absl::StrCat("handoff: ", tools::LauncherWord(launcher), ", trainer of ",
-                          ballast_bytes >> 20, " MiB"));
+    ShowStep(
+        absl::StrCat("handoff: ", WordOf(launcher), ", trainer of ", ballast_bytes >> 20, " MiB"));
     std::vector<double> block;
     const absl::Status status = Calls(bench, launcher, calls, tensors, &block, &of);
     if (!status.ok()) {
@@ -123,7 +123,7 @@ absl::Status RunHandoff(const Bench& bench) {
     }
   }
   for (const auto& [launcher, of] : samples) {
-    const std::string name = tools::LauncherWord(launcher);
+    const std::string name = WordOf(launcher);
     if (!of.failure.empty()) {
       bench.figures.AddMissing("handoff.median_us." + name, of.failure);
       bench.figures.AddMissing("handoff.growth_ratio." + name, of.failure);

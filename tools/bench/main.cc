@@ -8,12 +8,12 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "holdfast/pod.h"
 #include "tools/bench/figures.h"
 #include "tools/bench/memory.h"
 #include "tools/bench/options.h"
 #include "tools/bench/scratch.h"
 #include "tools/bench/sections.h"
-#include "tools/words.h"
 
 namespace holdfast::bench {
 namespace {
@@ -29,7 +29,7 @@ void AddFacts(const Options& options, const std::string& command, Figures* figur
   figures->AddFact("machine.cpus", absl::StrCat(std::thread::hardware_concurrency()));
   figures->AddFact("run.bytes", absl::StrCat(options.bytes));
   figures->AddFact("run.pairs", absl::StrCat(options.pairs));
-  figures->AddFact("run.launcher", tools::LauncherWord(options.launcher));
+  figures->AddFact("run.launcher", WordOf(options.launcher));
   figures->AddFact("run.command", command);
 }
 

@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "holdfast/load.h"
+#include "holdfast/pod.h"
 #include "holdfast/verify.h"
 #include "tools/bench/clock.h"
 #include "tools/bench/fio.h"
@@ -12,7 +13,6 @@
 #include "tools/bench/one_save.h"
 #include "tools/bench/raw_io.h"
 #include "tools/bench/sections.h"
-#include "tools/words.h"
 
 namespace holdfast::bench {
 namespace {
@@ -56,7 +56,7 @@ absl::StatusOr<double> VerifyRate(const Subject& subject, Labels* labels) {
   if (report->verdict != Verdict::kSound) {
     return absl::DataLossError(absl::StrCat(subject.path, " is not sound"));
   }
-  labels->engine = tools::EngineWord(report->engine);
+  labels->engine = WordOf(report->engine);
   return static_cast<double>(subject.bytes) / seconds;
 }
 
@@ -68,7 +68,7 @@ absl::StatusOr<double> LoadRate(const Subject& subject, Labels* labels) {
   const absl::StatusOr<LoadReport> report = (*reader)->Load(subject.targets, {});
   const double seconds = watch.seconds();
   if (!report.ok()) return report.status();
-  labels->engine = tools::EngineWord(report->engine);
+  labels->engine = WordOf(report->engine);
   return static_cast<double>(report->bytes) / seconds;
 }
 

@@ -4,8 +4,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "holdfast/pod.h"
 #include "tools/progress_bar.h"
-#include "tools/words.h"
 
 namespace holdfast::demo {
 namespace {
@@ -69,11 +69,11 @@ nlohmann::json RowJson(const SaveRow& row) {
   if (row.ended && row.status.ok()) {
     json["path"] = r.path;
     json["bytes"] = r.bytes;
-    json["launcher"] = tools::LauncherWord(r.launcher);
-    json["engine"] = tools::EngineWord(r.engine);
+    json["launcher"] = WordOf(r.launcher);
+    json["engine"] = WordOf(r.engine);
     json["engine_reason"] = r.engine_reason;
-    json["pages"] = tools::PagesWord(r.pages);
-    json["direct_io"] = tools::DirectWord(r.direct_io);
+    json["pages"] = WordOf(r.pages);
+    json["direct_io"] = WordOf(r.direct_io);
     json["streamed"] = r.streamed;
     json["stall_seconds"] = r.time_in_call;
     json["copying_seconds"] = r.time_copying;
@@ -116,9 +116,8 @@ std::string Text(const Options& options, const Outcome& outcome) {
   if (const SaveRow* row = FirstDurable(outcome); row != nullptr) {
     absl::StrAppendFormat(
         &out, "\nlauncher %s, engine %s (%s), pages %s (%s), direct I/O %s%s\n",
-        tools::LauncherWord(row->report.launcher), tools::EngineWord(row->report.engine),
-        row->report.engine_reason, tools::PagesWord(row->report.pages),
-        outcome.staging.pages_reason, tools::DirectWord(row->report.direct_io),
+        WordOf(row->report.launcher), WordOf(row->report.engine), row->report.engine_reason,
+        WordOf(row->report.pages), outcome.staging.pages_reason, WordOf(row->report.direct_io),
         row->report.streamed ? ", streamed: the state is larger than the staging memory" : "");
   }
   absl::StrAppendFormat(&out, "training step %.0f ms; staging memory %s, at most %s of it held\n",
@@ -146,7 +145,7 @@ std::string Json(const Options& options, const Outcome& outcome) {
                    {"step_seconds", outcome.step_seconds}};
   json["arena"] = {{"bytes", outcome.staging.arena_bytes},
                    {"bytes_peak", outcome.staging.bytes_held_peak},
-                   {"pages", tools::PagesWord(outcome.staging.pages)},
+                   {"pages", WordOf(outcome.staging.pages)},
                    {"pages_reason", outcome.staging.pages_reason}};
   json["deed"] = outcome.deed;
   json["saves"] = nlohmann::json::array();

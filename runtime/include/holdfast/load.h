@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,12 +17,14 @@
 
 namespace holdfast {
 
-/// Where a tensor goes: exactly its recorded number of bytes.
+/// Where a tensor goes: exactly its recorded number of bytes, or a part of them.
 struct TensorTarget {
   std::string name;
   void* data = nullptr;
   uint64_t bytes = 0;
   Device* device = nullptr;  ///< Null is the host.
+  /// Only bytes [begin, begin + bytes) of the tensor. The same tensor may be asked for by parts.
+  std::optional<uint64_t> begin = std::nullopt;
 };
 
 struct LoadOptions {
@@ -57,9 +60,22 @@ class CheckpointReader {
   /// loads say so.
   static absl::StatusOr<std::unique_ptr<CheckpointReader>> OpenFile(const std::string& path);
 
+  /// Opens what one manifest of the directory `path` names, whatever became of the other ranks':
+  /// for directories that a framework owns, whose own last file says what is complete.
+  /// \error as Open.
+  static absl::StatusOr<std::unique_ptr<CheckpointReader>> OpenManifest(
+      const std::string& path, const std::string& manifest_name);
+
+  /// Opens files without any manifest whose inner places the caller knows. `tensors` name the files
+  /// of the directory `path` by index and have distinct names; nothing can be verified.
+  static absl::StatusOr<std::unique_ptr<CheckpointReader>> OpenPlaces(
+      const std::string& path, std::vector<std::string> files, std::vector<PlannedTensor> tensors);
+
   ~CheckpointReader();
 
   const std::vector<PlannedTensor>& tensors() const;
+  /// Names of the files, by the index that tensors have.
+  const std::vector<std::string>& files() const;
   uint64_t step() const;
   uint32_t world_size() const;
   AttemptId attempt() const;

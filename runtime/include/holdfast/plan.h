@@ -15,6 +15,7 @@
 #include "absl/status/statusor.h"
 #include "absl/types/span.h"
 #include "holdfast/device.h"
+#include "holdfast/pod.h"
 
 namespace holdfast {
 
@@ -40,6 +41,13 @@ struct PlannedTensor {
   uint64_t end = 0;
 };
 
+/// A place in a literal for the CRC-32 of a tensor's bytes, which are not known before they are
+/// staged: zip framing.
+struct Crc32Slot {
+  uint64_t offset = 0;   ///< In the literal, of four bytes, little endian.
+  uint32_t segment = 0;  ///< Index of an earlier segment of the same file, a tensor's.
+};
+
 /// A run of a file's bytes and where they come from: a whole tensor, or bytes of the format's own
 /// (headers, framing). Never empty: a tensor without bytes has no segment.
 struct Segment {
@@ -50,7 +58,8 @@ struct Segment {
   const void* data =
       nullptr;  ///< The tensor's bytes; null for a literal, whose bytes are in `literal`.
   std::string literal;
-  Device* device = nullptr;  ///< Null is the host.
+  std::vector<Crc32Slot> crc32_slots;  ///< Filled while the save is staged; of literals only.
+  Device* device = nullptr;            ///< Null is the host.
   StreamHandle stream = nullptr;
 };
 
@@ -84,6 +93,8 @@ absl::Status ValidatePlan(const SavePlan& plan);
 struct SafetensorsOptions {
   /// Free text that goes to `__metadata__`, beside what Holdfast puts there.
   std::vector<std::pair<std::string, std::string>> metadata;
+  /// Put there, too, so that a file whose manifest is missing is known to be incomplete. None: not.
+  AttemptId attempt;
 };
 
 /// Plans one safetensors file: tensors in descending element size, then in the given order (so they

@@ -55,7 +55,7 @@ enum class Launcher : uint32_t {
 /// How bytes reach the file, best first. The ladder climbs down and says why.
 enum class EngineRung : uint32_t {
   kAuto = 0,        ///< Take the best that works here.
-  kUringFixed = 1,  ///< io_uring with registered buffers and files.
+  kUringFixed = 1,  ///< io_uring with registered buffers.
   kUring = 2,       ///< io_uring, plain.
   kPwrite = 3,      ///< pwrite(2) threads (one, synchronous, in a forked child).
 };
@@ -76,6 +76,60 @@ enum class DirectIo : uint32_t {
   kClaimed = 1,  ///< O_DIRECT was accepted, but the file system does not prove that it means it.
   kProven = 2,   ///< STATX_DIOALIGN is there and a deliberately misaligned probe was refused.
 };
+
+/// The words for these in manifests, reports, and on command lines.
+constexpr const char* WordOf(Launcher launcher) {
+  switch (launcher) {
+    case Launcher::kSpawn:
+      return "spawn";
+    case Launcher::kFork:
+      return "fork";
+    case Launcher::kPersistent:
+      return "persistent";
+    case Launcher::kThread:
+      return "thread";
+  }
+  return "unknown";
+}
+constexpr const char* WordOf(EngineRung engine) {
+  switch (engine) {
+    case EngineRung::kUringFixed:
+      return "io_uring-fixed";
+    case EngineRung::kUring:
+      return "io_uring";
+    case EngineRung::kPwrite:
+      return "pwrite";
+    case EngineRung::kAuto:
+      break;
+  }
+  return "auto";
+}
+constexpr const char* WordOf(PageRung pages) {
+  switch (pages) {
+    case PageRung::kHugetlb:
+      return "hugetlb";
+    case PageRung::kTmpfsHuge:
+      return "tmpfs-huge";
+    case PageRung::kMadviseHuge:
+      return "madvise-huge";
+    case PageRung::kSmall:
+      return "small";
+    case PageRung::kAuto:
+      break;
+  }
+  return "auto";
+}
+constexpr const char* WordOf(DirectIo direct_io) {
+  switch (direct_io) {
+    case DirectIo::kProven:
+      return "proven";
+    case DirectIo::kClaimed:
+      return "claimed";
+    case DirectIo::kNo:
+      break;
+  }
+  return "no";
+}
 
 /// What was being done when something failed; the verb of an error message.
 enum class Operation : uint32_t {

@@ -27,7 +27,11 @@ SavePlan PlanOf(std::vector<std::pair<uint64_t, uint64_t>> places, uint64_t file
 ReadPlan Reads(const SavePlan& plan, std::vector<uint32_t> tensors,
                const format::Manifest* manifest = nullptr) {
   std::vector<WantedTensor> wanted;
-  for (uint32_t i = 0; i < tensors.size(); ++i) wanted.push_back({tensors[i], i});
+  for (uint32_t i = 0; i < tensors.size(); ++i) {
+    const PlannedTensor& tensor = plan.tensors[tensors[i]];
+    wanted.push_back(
+        {.tensor = tensors[i], .target = i, .begin = 0, .bytes = tensor.end - tensor.begin});
+  }
   return PlanReads(plan.tensors, wanted, manifest);
 }
 

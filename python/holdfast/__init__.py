@@ -1,0 +1,67 @@
+"""Fork-safe asynchronous checkpoints: ``h = holdfast.save_async(state, path)``.
+
+The state is copied into pinned, shared staging memory; a writer process writes it from there with
+io_uring and O_DIRECT; digests prove that what is on disk is what was there at the call.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from holdfast._native import __version__
+from holdfast.directories import find_newest, list_checkpoints, recover, verify
+from holdfast.errors import Error, TimeoutError  # noqa: A004
+
+if TYPE_CHECKING:
+    from holdfast._runtime import configure, staging, trim
+    from holdfast.loading import Checkpoint, load, open  # noqa: A004
+    from holdfast.saving import Save, flush, save_async, wait_before_step
+
+# What needs torch comes when it is asked for.
+_LAZY = {
+    "configure": "_runtime",
+    "staging": "_runtime",
+    "trim": "_runtime",
+    "Checkpoint": "loading",
+    "load": "loading",
+    "open": "loading",
+    "Save": "saving",
+    "flush": "saving",
+    "save_async": "saving",
+    "wait_before_step": "saving",
+}
+
+__all__ = [
+    "Checkpoint",
+    "Error",
+    "Save",
+    "TimeoutError",
+    "__version__",
+    "configure",
+    "find_newest",
+    "flush",
+    "list_checkpoints",
+    "load",
+    "open",
+    "recover",
+    "save_async",
+    "staging",
+    "trim",
+    "verify",
+    "wait_before_step",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        value = getattr(importlib.import_module(f"holdfast.{_LAZY[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in ("dcp", "observe"):
+        return importlib.import_module(f"holdfast.{name}")
+    raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,45 @@
+"""Which device of the runtime a tensor's bytes live on, and the stream that last wrote them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from holdfast import _native
+from holdfast.errors import Error
+
+# A test's stand-in for the memory of a torch device type; see `stand_in`.
+_stand_ins: dict[str, _native.Device] = {}
+
+
+def device_of(device: torch.device) -> _native.Device | None:
+    """The runtime's device for tensors on `device`; None is host memory."""
+    if device.type in _stand_ins:
+        return _stand_ins[device.type]
+    if device.type == "cpu":
+        return None
+    if device.type == "cuda":
+        return _native.cuda_device(device.index or 0)
+    raise Error(
+        "UNIMPLEMENTED",
+        f"use tensors on {device}: only CPU and CUDA memory is supported; move them to the CPU",
+    )
+
+
+def stream_of(device: torch.device) -> int:
+    """Handle of the current stream of `device`; copies are ordered after it."""
+    if device.type == "cuda":
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    return 0
+
+
+@contextlib.contextmanager
+def stand_in(device_type: str, device: _native.Device) -> Iterator[None]:
+    """Treats memory of a torch device type as `device`'s: for proving what late copies do."""
+    _stand_ins[device_type] = device
+    try:
+        yield
+    finally:
+        del _stand_ins[device_type]

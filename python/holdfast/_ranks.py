@@ -1,0 +1,51 @@
+"""Who of how many this process is, and what they must agree on, without a collective."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from typing import Any
+
+from holdfast import _native
+
+_NONCE_KEY = "holdfast/nonce"
+_lock = threading.Lock()
+_nonces: dict[int, bytes] = {}
+_counts: dict[str, int] = {}
+
+
+def rank_and_world() -> tuple[int, int]:
+    """From torch.distributed where it is initialized, otherwise one of one."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _nonce() -> bytes:
+    """Random bytes that rank 0 chose for this process group, from its key-value store."""
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as c10d
+
+    store: Any = c10d._get_default_store()
+    with _lock:
+        known = _nonces.get(id(store))
+        if known is None:
+            if dist.get_rank() == 0:
+                store.set(_NONCE_KEY, _native.new_attempt())
+            known = bytes(store.get(_NONCE_KEY))  # waits for rank 0, up to the store's time-out
+            _nonces[id(store)] = known
+        return known
+
+
+def attempt_of(path: str, step: int, world_size: int) -> str:
+    """An attempt id that all ranks arrive at by themselves: same path, same count, same nonce."""
+    if world_size == 1:
+        return _native.new_attempt()
+    nonce = _nonce()
+    with _lock:
+        count = _counts.get(path, 0)
+        _counts[path] = count + 1
+    text = b"\0".join([nonce, path.encode(), str(step).encode(), str(count).encode()])
+    return hashlib.sha256(text).hexdigest()[:32]

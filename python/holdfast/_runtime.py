@@ -1,0 +1,151 @@
+"""The staging memory of this process, and a front door to it for every directory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from typing import Any
+
+from holdfast import _native
+from holdfast.commands import program
+from holdfast.errors import Error
+
+_MIB = 1 << 20
+# Automatic staging memory: the first save's bytes, between these bounds.
+_ARENA_MIN = 64 * _MIB
+_ARENA_MEMORY_SHARE = 4  # at most this part of the memory that is available
+# Beside the data: alignment of every file, and the next save's first chunks.
+_ARENA_SLACK = 64 * _MIB
+_DOORS_MAX = 8
+
+_lock = threading.RLock()
+_options: dict[str, Any] = {}
+_core: _native.Checkpointer | None = None
+_core_bytes = 0
+_doors: OrderedDict[tuple[Any, ...], _native.Checkpointer] = OrderedDict()
+
+_OPTIONS = frozenset(
+    """arena_bytes control_bytes_max threads idle_trim pages launcher engine queue_depth
+    pwrite_threads direct_io read_back second_look fused_copy trainer_death nice
+    io_priority_class io_priority_level bytes_per_second_max cpus time_memory_max
+    time_stalled_max time_ranks_max worker_program on_sealed""".split()
+)
+
+
+def configure(**options: Any) -> None:
+    """Sets how this process saves, from the next save on.
+
+    Call it before the first save, or while none is in flight: the staging memory is made anew.
+
+    Args:
+        arena_bytes: size of the staging memory, the cap of what saves hold; larger saves stream
+            through it. Default: as large as the first save, at most a quarter of the memory that is
+            available then.
+        launcher: ``"spawn"`` (a worker process per save), ``"persistent"`` (one that is kept),
+            ``"fork"`` or ``"thread"``.
+        engine: ``"auto"``, ``"io_uring-fixed"``, ``"io_uring"`` or ``"pwrite"``.
+        read_back: compare what is really on disk before committing.
+        second_look: compare host tensors again after they were copied.
+        nice, io_priority_class, io_priority_level, cpus, bytes_per_second_max: manners of the
+            worker.
+        idle_trim: give the memory back after so many seconds without a save.
+        **options: further fields of ``holdfast::CheckpointerOptions``, by their names.
+
+    Raises:
+        Error: INVALID_ARGUMENT for an unknown option, FAILED_PRECONDITION while a save is in flight.
+    """
+    unknown = sorted(set(options) - _OPTIONS)
+    if unknown:
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"configure: there is no option {', '.join(unknown)}; there is "
+            + ", ".join(sorted(_OPTIONS)),
+        )
+    with _lock:
+        if _core is not None and _core.staging()["bytes_held"]:
+            raise Error("FAILED_PRECONDITION", "configure: a save is in flight; flush() first")
+        _close()
+        _options.update(options)
+
+
+def staging() -> dict[str, Any]:
+    """Statistics of the staging memory; empty before the first save."""
+    with _lock:
+        return _core.staging() if _core is not None else {}
+
+
+def trim() -> None:
+    """Gives the staging memory back to the system; the next save takes it again."""
+    with _lock:
+        if _core is not None:
+            _core.trim()
+
+
+def flush_native(timeout: float | None) -> None:
+    """Waits for every door's saves and background deletions."""
+    with _lock:
+        doors = list(_doors.values())
+    for door in doors:
+        door.flush(timeout)
+
+
+def door(directory: str, nbytes: int, **own: Any) -> _native.Checkpointer:
+    """A Checkpointer for `directory`, with staging memory for a save of `nbytes`."""
+    key = (directory, *sorted(own.items()))
+    with _lock:
+        _make_core(nbytes)
+        found = _doors.get(key)
+        if found is None:
+            assert _core is not None
+            found = _core.create_beside(_with_defaults({**own, "directory": directory}))
+            _doors[key] = found
+            while len(_doors) > _DOORS_MAX:
+                # Dropped, not closed: closing waits for its saves, and handles keep it alive.
+                _doors.popitem(last=False)
+        _doors.move_to_end(key)
+        return found
+
+
+def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    return {"worker_program": program("holdfast-worker"), **_options, **options}
+
+
+def _available() -> int:
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 32
+
+
+def _make_core(nbytes: int) -> None:
+    global _core, _core_bytes
+    fixed = int(_options.get("arena_bytes") or os.environ.get("HOLDFAST_ARENA_BYTES") or 0)
+    wanted = fixed or max(
+        _ARENA_MIN,
+        min(nbytes + _ARENA_SLACK, (_available() + _core_bytes) // _ARENA_MEMORY_SHARE),
+    )
+    if _core is not None:
+        # A state that has grown gets more, unless saves are in flight: then it streams.
+        if fixed or wanted <= _core_bytes or _core.staging()["bytes_held"]:
+            return
+        _close()
+    _core = _native.Checkpointer(_with_defaults({"directory": "/", "arena_bytes": wanted}))
+    _core_bytes = wanted
+
+
+def _close() -> None:
+    global _core, _core_bytes
+    _doors.clear()
+    _core, _core_bytes = None, 0
+
+
+def _forget() -> None:
+    """In a forked child: all of it is the parent's; the native objects know and do nothing."""
+    global _lock
+    _lock = threading.RLock()
+    _close()
+
+
+os.register_at_fork(after_in_child=_forget)

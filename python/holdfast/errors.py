@@ -1,0 +1,58 @@
+"""What goes wrong, as one exception class: a code, a message, and the errno behind it."""
+
+from __future__ import annotations
+
+import builtins
+
+__all__ = ["Error", "TimeoutError"]
+
+# The canonical codes of absl::StatusCode.
+_CODES = (
+    "OK",
+    "CANCELLED",
+    "UNKNOWN",
+    "INVALID_ARGUMENT",
+    "DEADLINE_EXCEEDED",
+    "NOT_FOUND",
+    "ALREADY_EXISTS",
+    "PERMISSION_DENIED",
+    "RESOURCE_EXHAUSTED",
+    "FAILED_PRECONDITION",
+    "ABORTED",
+    "OUT_OF_RANGE",
+    "UNIMPLEMENTED",
+    "INTERNAL",
+    "UNAVAILABLE",
+    "DATA_LOSS",
+    "UNAUTHENTICATED",
+)
+
+
+class Error(Exception):
+    """An operation that failed. The message names operation, object and reason.
+
+    Attributes:
+        code: one of absl's canonical codes, e.g. ``"RESOURCE_EXHAUSTED"`` or ``"DATA_LOSS"``.
+        message: operation, object and reason.
+        errno: of the system call that failed; 0 when none did.
+    """
+
+    def __init__(self, code: str, message: str, errno: int = 0) -> None:
+        super().__init__(code, message, errno)
+        self.code = code
+        self.message = message
+        self.errno = errno
+
+    def __str__(self) -> str:
+        return f"{self.message} [{self.code}]"
+
+
+class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001 (it is one)
+    """A wait that ended before what it waited for; the operation itself goes on."""
+
+
+def _of_status(code: int, message: str, errno: int) -> Error:
+    """Called by the extension module for every status that is not OK."""
+    name = _CODES[code] if 0 <= code < len(_CODES) else "UNKNOWN"
+    kind = TimeoutError if name == "DEADLINE_EXCEEDED" else Error
+    return kind(name, message, errno)

@@ -1,0 +1,525 @@
+"""Saving a state asynchronously: `save_async`, the handle that it returns, and `flush`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fnmatch
+import json
+import logging
+import os
+import pickle
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+
+from holdfast import _devices, _native, _ranks, _runtime, _state
+from holdfast.errors import Error, TimeoutError
+
+logger = logging.getLogger("holdfast")
+
+STRUCTURE = "holdfast:structure"
+OBJECTS = "holdfast:objects"
+FORMAT_VERSION = 1
+# State that belongs to one rank alone, by path; everything else is the same on all.
+PER_RANK = ("*rng*", "*sampler*", "*loader*", "*generator*")
+# Device tensors that may not be copied late are cloned on their device up to this much in all;
+# beyond it the training stream waits for their copies.
+_CLONE_MAX = 64 << 20
+
+
+def structure_file(rank: int, world_size: int) -> str:
+    return f"state-{rank:05d}-of-{world_size:05d}.json"
+
+
+def objects_file(rank: int, world_size: int) -> str:
+    return f"objects-{rank:05d}-of-{world_size:05d}.pickle"
+
+
+def model_file(rank: int, world_size: int) -> str:
+    return f"model-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+class _SeenFuture(Future):
+    """A future that knows whether anybody has looked at its outcome."""
+
+    seen = False
+
+    def result(self, timeout: float | None = None) -> Any:
+        try:
+            return super().result(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        try:
+            return super().exception(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+
+class Save:
+    """One save under way. Dropping it does not stop the save.
+
+    Attributes:
+        path: where the checkpoint will stand.
+        step: the training step that it was given.
+        staged: a future, done once everything was copied out of the state; CPU tensors always are
+            when `save_async` returns. Before that, device tensors must not be changed.
+        durable: a future of the report, done once the checkpoint survives power loss. Its exception
+            is the save's.
+        objects: paths of what was pickled.
+        contiguous_copies: paths of tensors that had to be copied to be saved.
+    """
+
+    def __init__(self, native: _native.SaveHandle, path: str, step: int, extra: dict[str, Any],
+                 keep: list[Any]) -> None:
+        self.path = path
+        self.step = step
+        self.staged: Future = _SeenFuture()
+        self.durable: Future = _SeenFuture()
+        self.objects: list[str] = extra["objects"]
+        self.contiguous_copies: list[str] = extra["contiguous_copies"]
+        self.extra = extra
+        self._native = native
+        self._keep: list[Any] | None = keep
+        self._pid = os.getpid()
+        self._report: dict[str, Any] | None = None
+        self._devices = {s.device for s in keep}
+        for future in (self.staged, self.durable):
+            future.set_running_or_notify_cancel()
+        # Not a daemon: the interpreter waits for it before it exits, and so for the save.
+        self._thread = threading.Thread(target=self._watch, name=f"holdfast-save-{native.epoch}")
+        with _lock:
+            _in_flight.add(self)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        try:
+            self._native.wait_staged(None)
+            self._keep = None
+            self.staged.set_result(None)
+        except BaseException:
+            pass  # the save's own error, which follows, says why
+        report = error = None
+        try:
+            report = {**self._native.wait_durable(None), **self.extra}
+            self._report = report
+        except Error as failed:
+            error = failed
+        except BaseException as failed:
+            error = Error("INTERNAL", f"wait for {self.path}: {failed!r}")
+        self._keep = None
+        for observer in list(observers):
+            try:
+                observer(self, report, error)
+            except Exception:
+                logger.exception("an observer of saves failed on %s", self.path)
+        if error is not None:
+            if not self.staged.done():
+                self.staged.set_exception(error)
+            self.durable.set_exception(error)
+        else:
+            self.durable.set_result(report)
+        with _lock:
+            _in_flight.discard(self)
+            if error is not None:
+                _failed.append(self)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise Error(
+                "FAILED_PRECONDITION",
+                f"use of the save of {self.path} in a process that did not start it",
+            )
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """What became of it (see the documentation of reports); None while it is under way."""
+        return self._report
+
+    def progress(self) -> dict[str, Any]:
+        """``phase``, ``bytes_total``, ``bytes_sealed`` and ``bytes_written``."""
+        self._check_process()
+        return self._native.progress()
+
+    def cancel(self) -> None:
+        """Asks for the save to be given up and its partial files removed.
+
+        `durable` then fails with CANCELLED, unless the save was already committing.
+        """
+        self._check_process()
+        self._native.cancel()
+
+    def wait(self, timeout: float | None = None) -> dict[str, Any]:
+        """Blocks until the checkpoint is durable and returns the report.
+
+        Raises:
+            TimeoutError: the save goes on.
+            Error: the save's own.
+        """
+        self._check_process()
+        try:
+            return self.durable.result(timeout)
+        except TimeoutError:
+            if self.durable.done():
+                raise
+            raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not durable yet") from None
+        except BaseTimeoutError:
+            raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not durable yet") from None
+
+    def wait_staged_on(self, stream: Any = None) -> None:
+        """Makes a CUDA stream wait, not the CPU, until this save's copies have ended.
+
+        To be put in front of what changes the saved tensors, the optimizer's step: see
+        `wait_before_step`. Without CUDA tensors in the state it does nothing.
+
+        Args:
+            stream: a ``torch.cuda.Stream``; default the current one of each device.
+        """
+        self._check_process()
+        for device in self._devices:
+            native = _devices.device_of(device)
+            if native is not None:
+                handle = _devices.stream_of(device) if stream is None else int(stream.cuda_stream)
+                self._native.wait_staged_on(native, handle)
+
+
+BaseTimeoutError = __import__("builtins").TimeoutError
+
+# Called with (save, report or None, error or None) from the save's thread, before its futures end.
+observers: list[Callable[[Save, dict[str, Any] | None, Error | None], None]] = []
+
+_lock = threading.Lock()
+_in_flight: set[Save] = set()
+_failed: list[Save] = []
+
+
+def _late_memory(state: Any, late: Iterable[Any]) -> list[tuple[int, int]]:
+    """Address ranges of storages that may be copied behind the training."""
+    ranges = []
+
+    def add(tensor: torch.Tensor) -> None:
+        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+        ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+
+    def visit(value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            for parameter in value.parameters():
+                add(parameter.detach())
+        elif isinstance(value, torch.optim.Optimizer):
+            for entry in value.state.values():
+                for item in entry.values():
+                    if isinstance(item, torch.Tensor) and item.dim() > 0:
+                        add(item)
+        elif isinstance(value, torch.Tensor):
+            add(value.detach())
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+
+    def find(value: Any) -> None:
+        """Modules and optimizers wherever they stand in the state."""
+        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
+            visit(value)
+        elif isinstance(value, dict):
+            for item in value.values():
+                find(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                find(item)
+
+    find(state)
+    for value in late:
+        visit(value)
+    return sorted(ranges)
+
+
+def _is_late(stored: _state.Stored, ranges: list[tuple[int, int]]) -> bool:
+    return any(b <= stored.address and stored.address + stored.nbytes <= e for b, e in ranges)
+
+
+def _clone(stored: _state.Stored) -> None:
+    """Puts a copy on the same device, ordered into the current stream, in the tensor's place."""
+    owner = stored.keep[0] if isinstance(stored.keep, list) else stored.keep
+    storage = owner.untyped_storage()
+    view = torch.empty(0, dtype=torch.uint8, device=owner.device).set_(
+        storage, stored.address - storage.data_ptr(), (stored.nbytes,)
+    )
+    copy = view.clone()
+    stored.keep, stored.address = copy, copy.data_ptr()
+
+
+def _capture_early(stored: list[_state.Stored], ranges: list[tuple[int, int]]) -> set[torch.device]:
+    """Clones what may not be copied late; returns devices where that would be too much."""
+    early: dict[torch.device, list[_state.Stored]] = {}
+    for item in stored:
+        if item.nbytes and _devices.device_of(item.device) is not None:
+            if not _is_late(item, ranges):
+                early.setdefault(item.device, []).append(item)
+    wait = set()
+    for device, items in early.items():
+        if sum(item.nbytes for item in items) > _CLONE_MAX:
+            wait.add(device)
+        else:
+            for item in items:
+                _clone(item)
+    return wait
+
+
+def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, list[int]]]:
+    if objects and policy == "refuse":
+        raise Error(
+            "INVALID_ARGUMENT",
+            "save: " + ", ".join(f"{name} ({_state.class_name(o)})" for name, o in objects.items())
+            + ": neither tensors nor plain values, and objects='refuse'",
+        )
+    if policy not in ("pickle", "refuse"):
+        raise Error("INVALID_ARGUMENT", "save: objects is 'pickle' or 'refuse'")
+    blob, index = bytearray(), {}
+    for name, value in objects.items():
+        try:
+            data = pickle.dumps(value, protocol=4)
+        except Exception as error:
+            raise Error(
+                "INVALID_ARGUMENT",
+                f"save {name}: a {_state.class_name(value)} cannot be pickled ({error}); leave it out "
+                "of the state, or give it a state_dict()",
+            ) from error
+        index[name] = [len(blob), len(data)]
+        blob += data
+    return bytes(blob), index
+
+
+def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
+    text = os.fspath(path)
+    if isinstance(text, bytes):
+        text = os.fsdecode(text)
+    if "://" in text:
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"save {text}: only directories of mounted file systems are supported, no URLs",
+        )
+    full = os.path.abspath(text)
+    directory, name = os.path.split(full)
+    if not name:
+        raise Error("INVALID_ARGUMENT", f"save {text!r}: a checkpoint's name is expected")
+    return directory, name
+
+
+def save_async(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    step: int = 0,
+    replace: bool = False,
+    when_full: str = "wait",
+    keep_last: int = 0,
+    keep_every: int = 0,
+    late: Iterable[Any] = (),
+    objects: str = "pickle",
+    per_rank: Sequence[str] = PER_RANK,
+    rank: int | None = None,
+    world_size: int | None = None,
+    attempt: str = "",
+) -> Save:
+    """Saves a state asynchronously: ``h = save_async({"model": model, ...}, "run/step-100")``.
+
+    CPU tensors and everything that is not a tensor are captured when it returns. Tensors on a GPU
+    are copied behind the training, which may go on at once but must not change them before
+    ``h.staged`` (see `wait_before_step`): this is done for parameters of modules and state of
+    optimizers in `state`, and for what `late` adds. All other GPU tensors (buffers, amax histories,
+    RNG state) are captured in the order of the current stream, so they may be changed at once.
+
+    The checkpoint is a directory: a safetensors file of the tensors by their paths, a JSON
+    description of the state, objects, and a manifest with digests. It appears under `path` when it
+    is complete and durable, never before.
+
+    Args:
+        state: nested dicts, lists, tuples and dataclasses of tensors, plain values, modules,
+            optimizers and whatever has ``state_dict`` and ``load_state_dict``.
+        path: the checkpoint's directory; the one above it must exist.
+        step: recorded, for finding the newest and for retention.
+        replace: exchange an existing checkpoint; by default it is refused.
+        when_full: what to do while earlier saves hold the staging memory: ``"wait"``, ``"skip"``
+            (UNAVAILABLE) or ``"fail"`` (RESOURCE_EXHAUSTED).
+        keep_last: afterwards remove all but the newest so many checkpoints of the directory.
+        keep_every: but keep those whose step is a multiple of this.
+        late: further tensors, modules or optimizers whose GPU tensors may be copied late.
+        objects: ``"pickle"`` what is neither tensor nor plain value, or ``"refuse"`` it.
+        per_rank: with several ranks, patterns of paths whose tensors each rank saves for itself;
+            all others are taken to be the same everywhere and saved by rank 0. Local shards of a
+            DTensor are always each rank's own.
+        rank, world_size: default those of torch.distributed.
+        attempt: agreed by all ranks; default derived by each alone.
+
+    Raises:
+        Error: ALREADY_EXISTS, INVALID_ARGUMENT (naming the entry), NOT_FOUND (directory),
+            UNAVAILABLE, RESOURCE_EXHAUSTED, ...
+    """
+    own_rank, own_world = _ranks.rank_and_world()
+    rank = own_rank if rank is None else rank
+    world_size = own_world if world_size is None else world_size
+    directory, name = _split(path)
+    described = _state.describe(state)
+    blob, index = _pickled(described.objects, objects)
+    shards = _sharded(described.root) if world_size > 1 else set()
+    mine = [
+        s
+        for s in described.stored
+        if world_size == 1 or rank == 0 or s.name in shards
+        or any(fnmatch.fnmatch(_state.join(s.path).lower(), p) for p in per_rank)
+    ]
+    own_names = sorted(s.name for s in described.stored if s.name in shards
+                       or any(fnmatch.fnmatch(_state.join(s.path).lower(), p) for p in per_rank))
+    structure = json.dumps(
+        {
+            "holdfast_state": FORMAT_VERSION,
+            "rank": rank,
+            "world_size": world_size,
+            "per_rank": own_names if world_size > 1 else [],
+            "objects": index,
+            "root": described.root,
+        },
+        separators=(",", ":"),
+        allow_nan=False,
+    ).encode()
+    attempt = attempt or _ranks.attempt_of(os.path.join(directory, name), step, world_size)
+
+    waiting = _capture_early(mine, _late_memory(state, late))
+    plan = _native.Plan()
+    # Host tensors first: whatever is in host memory is staged before the call returns.
+    mine.sort(key=lambda s: _devices.device_of(s.device) is not None)
+    plan.add_safetensors(
+        model_file(rank, world_size),
+        [
+            (s.name, s.dtype, list(s.shape), s.address, s.nbytes, _devices.device_of(s.device),
+             _devices.stream_of(s.device))
+            for s in mine
+        ],
+        [("format", "pt")],
+        attempt,
+    )
+    buffers = []
+    for file, entry, data in (
+        (structure_file(rank, world_size), STRUCTURE, structure),
+        (objects_file(rank, world_size), OBJECTS, blob),
+    ):
+        if data:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            buffers.append(buffer)
+            plan.add_file(file)
+            plan.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
+    door = _runtime.door(
+        directory, plan.total_bytes, when_full=when_full, keep_last=keep_last,
+        keep_every=keep_every, rank=rank, world_size=world_size,
+    )
+    native = door.save(name, plan, step, replace, attempt, False)
+    extra = {
+        "rank": rank,
+        "world_size": world_size,
+        "objects": sorted(described.objects),
+        "contiguous_copies": described.contiguous_copies,
+    }
+    save = Save(native, os.path.join(directory, name), step, extra, [*mine])
+    save._door = door  # type: ignore[attr-defined]
+    for device in waiting:
+        native.wait_staged_on(_devices.device_of(device), _devices.stream_of(device))
+    return save
+
+
+def _sharded(root: _state.Node) -> set[str]:
+    """Names of what DTensors' local shards are stored under."""
+    found: set[str] = set()
+
+    def visit(node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("kind") == "dtensor":
+                found.update(n["stored"] for _, n in _state.tensor_nodes(node))
+                return
+            for value in node.values():
+                visit(value)
+        elif isinstance(node, list):
+            for value in node:
+                visit(value)
+
+    visit(root)
+    return found
+
+
+def wait_before_step(optimizer: torch.optim.Optimizer) -> Any:
+    """Puts the wait for saves in flight in front of every ``optimizer.step``.
+
+    On a GPU the training stream waits, not the CPU. Returns the hook's handle, to ``remove()`` it.
+    """
+    reference = weakref.ref(optimizer)
+
+    def hook(*_: Any) -> None:
+        if reference() is None:
+            return
+        with _lock:
+            saves = [s for s in _in_flight if not s.staged.done()]
+        for save in saves:
+            save.wait_staged_on()
+
+    return optimizer.register_step_pre_hook(hook)
+
+
+def flush(timeout: float | None = None) -> None:
+    """Waits until no save of this process is in flight, nor a deletion behind one.
+
+    Raises:
+        Error: the first of a save that nobody has asked for its outcome yet.
+        TimeoutError: saves go on.
+    """
+    with _lock:
+        saves = list(_in_flight)
+    first: BaseException | None = None
+    for save in saves:
+        try:
+            save.wait(timeout)
+        except TimeoutError:
+            if not save.durable.done():
+                raise
+        except Error:
+            pass
+        save._thread.join()
+    with _lock:
+        unseen = [s for s in _failed if not s.durable.seen or s in saves]
+        _failed.clear()
+    for save in unseen:
+        first = first or save.durable.exception()
+    with contextlib.suppress(Error):  # saves' own errors were told above
+        _runtime.flush_native(timeout)
+    if first is not None:
+        raise first
+
+
+def _at_exit() -> None:
+    """The interpreter has waited for the saves' threads; a failure that nobody saw must show."""
+    unseen = [s for s in _failed if not s.durable.seen]
+    if not unseen:
+        return
+    for save in unseen:
+        print(f"holdfast: save {save.path} failed: {save.durable.exception()}", file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(1)  # sys.exit has no effect here, and exit status 0 would say that all went well
+
+
+def _forget() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _in_flight.clear()
+    _failed.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+atexit.register(_at_exit)

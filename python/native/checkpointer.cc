@@ -1,0 +1,282 @@
+// Checkpointer and SaveHandle.
+#include "holdfast/checkpointer.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "bindings.h"
+#include "status.h"
+
+namespace nb = nanobind;
+using nb::literals::operator""_a;
+
+namespace holdfast::python {
+namespace {
+
+/// A Checkpointer whose end, which waits for saves in flight, does not hold the GIL.
+class Saver {
+ public:
+  explicit Saver(std::unique_ptr<Checkpointer> checkpointer)
+      : checkpointer_(std::move(checkpointer)) {}
+  ~Saver() { Close(); }
+  Saver(const Saver&) = delete;
+  Saver& operator=(const Saver&) = delete;
+
+  Checkpointer* operator->() const {
+    if (checkpointer_ == nullptr) throw nb::value_error("this Checkpointer is closed");
+    return checkpointer_.get();
+  }
+  void Close() {
+    const nb::gil_scoped_release release;
+    checkpointer_.reset();
+  }
+
+ private:
+  std::unique_ptr<Checkpointer> checkpointer_;
+};
+
+WhenFull WhenFullOf(const std::string& word) {
+  if (word == "wait") return WhenFull::kWait;
+  if (word == "skip") return WhenFull::kSkip;
+  if (word == "fail") return WhenFull::kFail;
+  throw nb::value_error("when_full: there is only wait, skip, fail");
+}
+
+TrainerDeath TrainerDeathOf(const std::string& word) {
+  if (word == "finish") return TrainerDeath::kFinish;
+  if (word == "stop") return TrainerDeath::kStop;
+  throw nb::value_error("trainer_death: there is only finish, stop");
+}
+
+template <typename T>
+void Take(const nb::dict& from, const char* key, T* value) {
+  if (from.contains(key)) *value = nb::cast<T>(from[key]);
+}
+
+void TakeSeconds(const nb::dict& from, const char* key, absl::Duration* value) {
+  if (from.contains(key)) *value = ToDuration(nb::cast<std::optional<double>>(from[key]));
+}
+
+/// The options by the names that they have in C++, those of `staging` and `qos` flat beside them.
+CheckpointerOptions OptionsOf(const nb::dict& given) {
+  CheckpointerOptions options;
+  std::string word;
+  const auto take_word = [&](const char* key) {
+    word.clear();
+    Take(given, key, &word);
+    return !word.empty();
+  };
+  Take(given, "directory", &options.directory);
+  Take(given, "arena_bytes", &options.staging.arena_bytes);
+  Take(given, "control_bytes_max", &options.staging.control_bytes_max);
+  Take(given, "threads", &options.staging.threads);
+  TakeSeconds(given, "idle_trim", &options.staging.idle_trim);
+  if (take_word("pages")) options.staging.pages = PagesOf(word);
+  if (take_word("launcher")) options.launcher = LauncherOf(word);
+  if (take_word("engine")) options.engine = EngineOf(word);
+  Take(given, "queue_depth", &options.queue_depth);
+  Take(given, "pwrite_threads", &options.pwrite_threads);
+  Take(given, "direct_io", &options.direct_io);
+  Take(given, "read_back", &options.read_back);
+  Take(given, "second_look", &options.second_look);
+  Take(given, "fused_copy", &options.fused_copy);
+  if (take_word("trainer_death")) options.trainer_death = TrainerDeathOf(word);
+  if (take_word("when_full")) options.when_full = WhenFullOf(word);
+  Take(given, "nice", &options.qos.nice);
+  Take(given, "io_priority_class", &options.qos.io_priority_class);
+  Take(given, "io_priority_level", &options.qos.io_priority_level);
+  Take(given, "bytes_per_second_max", &options.qos.bytes_per_second_max);
+  if (given.contains("cpus")) {
+    const auto cpus = nb::cast<std::vector<uint16_t>>(given["cpus"]);
+    if (cpus.size() > std::size(options.qos.cpus)) throw nb::value_error("cpus: at most 64");
+    std::copy(cpus.begin(), cpus.end(), options.qos.cpus);
+    options.qos.cpu_count = static_cast<uint32_t>(cpus.size());
+  }
+  Take(given, "keep_last", &options.retention.keep_last);
+  Take(given, "keep_every", &options.retention.keep_every);
+  Take(given, "rank", &options.rank);
+  Take(given, "world_size", &options.world_size);
+  TakeSeconds(given, "time_memory_max", &options.time_memory_max);
+  TakeSeconds(given, "time_stalled_max", &options.time_stalled_max);
+  TakeSeconds(given, "time_ranks_max", &options.time_ranks_max);
+  Take(given, "worker_program", &options.worker_program);
+  if (given.contains("on_sealed")) {
+    const auto hook = std::make_shared<nb::object>(nb::borrow(given["on_sealed"]));
+    options.on_sealed = [hook](const SealedExtent& extent) {
+      const nb::gil_scoped_acquire gil;
+      (*hook)(reinterpret_cast<uintptr_t>(extent.memory), extent.bytes, extent.file,
+              extent.file_offset, extent.epoch);
+    };
+  }
+  return options;
+}
+
+nb::dict DictOf(const SaveReport& report) {
+  nb::dict d;
+  d["path"] = report.path;
+  d["epoch"] = report.epoch;
+  d["step"] = report.step;
+  d["attempt"] = AttemptText(report.attempt);
+  d["bytes"] = report.bytes;
+  d["bytes_written"] = report.bytes_written;
+  d["files"] = report.files;
+  d["tensors"] = report.tensors;
+  d["launcher"] = WordOf(report.launcher);
+  d["engine"] = WordOf(report.engine);
+  d["engine_reason"] = report.engine_reason;
+  d["pages"] = WordOf(report.pages);
+  d["direct_io"] = WordOf(report.direct_io);
+  d["streamed"] = report.streamed;
+  d["space_reserved"] = report.space_reserved;
+  d["time_in_call"] = report.time_in_call;
+  d["time_copying"] = report.time_copying;
+  d["time_waiting_memory"] = report.time_waiting_memory;
+  d["time_launching"] = report.time_launching;
+  d["time_to_staged"] = report.time_to_staged;
+  d["time_to_durable"] = report.time_to_durable;
+  d["time_writing"] = report.time_writing;
+  d["time_syncing"] = report.time_syncing;
+  d["cpu_sealing"] = report.cpu_sealing;
+  d["cpu_worker"] = report.cpu_worker;
+  d["worker_private_bytes_peak"] = report.worker_private_bytes_peak;
+  return d;
+}
+
+nb::dict DictOf(const SaveProgress& progress) {
+  nb::dict d;
+  d["phase"] = progress.phase;
+  d["bytes_total"] = progress.bytes_total;
+  d["bytes_sealed"] = progress.bytes_sealed;
+  d["bytes_written"] = progress.bytes_written;
+  return d;
+}
+
+nb::dict DictOf(const StagingStats& stats) {
+  nb::dict d;
+  d["arena_bytes"] = stats.arena_bytes;
+  d["bytes_held"] = stats.bytes_held;
+  d["bytes_held_peak"] = stats.bytes_held_peak;
+  d["bytes_quarantined"] = stats.bytes_quarantined;
+  d["control_bytes_held"] = stats.control_bytes_held;
+  d["control_bytes_peak"] = stats.control_bytes_peak;
+  d["leases"] = stats.leases;
+  d["waits"] = stats.waits;
+  d["time_waiting"] = absl::ToDoubleSeconds(stats.time_waiting);
+  d["trims"] = stats.trims;
+  d["resident"] = stats.resident;
+  d["pages"] = WordOf(stats.pages);
+  d["page_bytes"] = stats.page_bytes;
+  d["pages_reason"] = stats.pages_reason;
+  nb::list epochs;
+  for (const EpochHolding& holding : stats.epochs) {
+    nb::dict epoch;
+    epoch["epoch"] = holding.epoch;
+    epoch["bytes_held"] = holding.bytes_held;
+    epoch["age"] = absl::ToDoubleSeconds(holding.age);
+    epoch["quarantined"] = holding.quarantined;
+    epochs.append(epoch);
+  }
+  d["epochs"] = epochs;
+  return d;
+}
+
+SaveHandle Save(Saver* saver, const std::string& name, const SavePlan& plan, uint64_t step,
+                bool replace, const std::string& attempt, bool files_only) {
+  SaveRequest request;
+  request.name = name;
+  request.step = step;
+  request.plan = &plan;
+  request.replace = replace;
+  request.attempt = AttemptOf(attempt);
+  request.files_only = files_only;
+  Checkpointer* const checkpointer = saver->operator->();
+  auto handle = [&] {
+    const nb::gil_scoped_release release;
+    return checkpointer->SaveAsync(request);
+  }();
+  return ValueOrThrow(std::move(handle));
+}
+
+}  // namespace
+
+void BindCheckpointer(nb::module_& module) {
+  nb::class_<SaveHandle>(module, "SaveHandle", "One save under way.")
+      .def(
+          "wait_staged",
+          [](const SaveHandle& save, std::optional<double> timeout) {
+            ThrowIfError(WaitInterruptibly(ToDuration(timeout),
+                                           [&](absl::Duration t) { return save.WaitStaged(t); }));
+          },
+          "timeout"_a.none() = nb::none())
+      .def(
+          "wait_staged_on",
+          [](const SaveHandle& save, Device* device, uintptr_t stream) {
+            const absl::Status status = [&] {
+              const nb::gil_scoped_release release;
+              return save.WaitStagedOn(device, Pointer(stream));
+            }();
+            ThrowIfError(status);
+          },
+          "device"_a, "stream"_a)
+      .def(
+          "wait_durable",
+          [](const SaveHandle& save, std::optional<double> timeout) {
+            return DictOf(ValueOrThrow(WaitInterruptibly(
+                ToDuration(timeout), [&](absl::Duration t) { return save.WaitDurable(t); })));
+          },
+          "timeout"_a.none() = nb::none())
+      .def("is_done", &SaveHandle::IsDone)
+      .def("cancel", [](const SaveHandle& save) { ThrowIfError(save.Cancel()); })
+      .def("progress", [](const SaveHandle& save) { return DictOf(save.progress()); })
+      .def_prop_ro("epoch", &SaveHandle::epoch)
+      .def_prop_ro("worker_pid", &SaveHandle::worker_pid);
+
+  nb::class_<Saver>(module, "Checkpointer", "Staging memory and the workers behind it.")
+      .def(
+          "__init__",
+          [](Saver* self, const nb::dict& options) {
+            const CheckpointerOptions given = OptionsOf(options);
+            auto made = [&] {
+              const nb::gil_scoped_release release;
+              return Checkpointer::Create(given);
+            }();
+            new (self) Saver(ValueOrThrow(std::move(made)));
+          },
+          "options"_a)
+      .def(
+          "create_beside",
+          [](const Saver& self, const nb::dict& options) {
+            return std::make_unique<Saver>(ValueOrThrow(self->CreateBeside(OptionsOf(options))));
+          },
+          "options"_a)
+      .def("save", &Save, "name"_a, "plan"_a, "step"_a, "replace"_a, "attempt"_a, "files_only"_a)
+      .def(
+          "flush",
+          [](const Saver& self, std::optional<double> timeout) {
+            ThrowIfError(WaitInterruptibly(ToDuration(timeout),
+                                           [&](absl::Duration t) { return self->Flush(t); }));
+          },
+          "timeout"_a.none() = nb::none())
+      .def("trim", [](const Saver& self) { ThrowIfError(self->Trim()); })
+      .def(
+          "register_device",
+          [](const Saver& self, Device* device) { ThrowIfError(self->RegisterDevice(device)); },
+          "device"_a)
+      .def("staging", [](const Saver& self) { return DictOf(self->staging()); })
+      .def("close", &Saver::Close);
+
+  module.def(
+      "new_attempt", [] { return AttemptText(NewAttemptId()); },
+      "A random attempt id, 32 hex digits.");
+}
+
+}  // namespace holdfast::python

@@ -1,0 +1,106 @@
+// Devices: the real ones, and those that a test writes in Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/trampoline.h>
+
+#include "bindings.h"
+#include "holdfast/device.h"
+#ifdef HOLDFAST_WITH_CUDA
+#include "holdfast/cuda.h"
+#endif
+#include "status.h"
+
+namespace nb = nanobind;
+
+namespace holdfast::python {
+namespace {
+
+/// A device whose methods are Python's. What they raise becomes a status.
+class PythonDevice : public Device {
+ public:
+  NB_TRAMPOLINE(Device, 9);
+
+  std::string name() const override { NB_OVERRIDE_PURE(name); }
+  bool is_host() const override { return false; }
+
+  absl::Status RegisterMemory(void* base, size_t bytes) override {
+    return Call([&] { Method("register_memory")(Address(base), bytes); });
+  }
+  absl::Status UnregisterMemory(void* base, size_t bytes) override {
+    return Call([&] { Method("unregister_memory")(Address(base), bytes); });
+  }
+  absl::Status OrderAfter(StreamHandle stream) override {
+    return Call([&] { Method("order_after")(Address(stream)); });
+  }
+  absl::StatusOr<CopyTicket> CopyToHost(void* destination, const void* source,
+                                        size_t bytes) override {
+    return Ticket("copy_to_host", destination, source, bytes);
+  }
+  absl::StatusOr<CopyTicket> CopyFromHost(void* destination, const void* source,
+                                          size_t bytes) override {
+    return Ticket("copy_from_host", destination, source, bytes);
+  }
+  absl::StatusOr<bool> IsDone(CopyTicket ticket) override {
+    bool done = false;
+    const absl::Status status = Call([&] { done = nb::cast<bool>(Method("is_done")(ticket)); });
+    if (!status.ok()) return status;
+    return done;
+  }
+  absl::Status Wait(CopyTicket ticket, absl::Duration timeout) override {
+    bool done = false;
+    const absl::Status status = Call(
+        [&] { done = nb::cast<bool>(Method("wait")(ticket, absl::ToDoubleSeconds(timeout))); });
+    if (!status.ok() || done) return status;
+    return absl::DeadlineExceededError("wait for a copy: not done yet");
+  }
+  absl::Status MakeStreamWait(StreamHandle stream) override {
+    return Call([&] { Method("make_stream_wait")(Address(stream)); });
+  }
+
+ private:
+  static uintptr_t Address(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+  nb::object Method(const char* name) const { return nb_trampoline.base().attr(name); }
+
+  template <typename Do>
+  absl::Status Call(Do act) const {
+    const nb::gil_scoped_acquire gil;
+    try {
+      act();
+      return absl::OkStatus();
+    } catch (const std::exception& error) {
+      return absl::InternalError(error.what());
+    }
+  }
+
+  absl::StatusOr<CopyTicket> Ticket(const char* method, void* destination, const void* source,
+                                    size_t bytes) {
+    CopyTicket ticket = 0;
+    const absl::Status status = Call([&] {
+      ticket = nb::cast<CopyTicket>(Method(method)(Address(destination), Address(source), bytes));
+    });
+    if (!status.ok()) return status;
+    return ticket;
+  }
+};
+
+Device* FindCudaDevice(int ordinal) {
+#ifdef HOLDFAST_WITH_CUDA
+  EnableCuda();
+#endif
+  return ValueOrThrow(CudaDevice(ordinal));
+}
+
+}  // namespace
+
+void BindDevice(nb::module_& module) {
+  nb::class_<Device, PythonDevice>(module, "Device", nb::is_weak_referenceable(),
+                                   "A place that tensors live in; a test's stand-in derives from "
+                                   "it.")
+      .def(nb::init<>())
+      .def("name", &Device::name);
+  module.def("cuda_device", &FindCudaDevice, nb::arg("ordinal"), nb::rv_policy::reference,
+             "The CUDA device, kept for the life of the process.");
+}
+
+}  // namespace holdfast::python

@@ -1,0 +1,59 @@
+// Errors of the library as Python exceptions, and waits that Ctrl-C ends.
+#ifndef HOLDFAST_PYTHON_NATIVE_STATUS_H_
+#define HOLDFAST_PYTHON_NATIVE_STATUS_H_
+
+#include <nanobind/nanobind.h>
+
+#include <optional>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace holdfast::python {
+
+/// Raises holdfast.Error (or its time-out) with code, message and errno. The GIL must be held.
+[[noreturn]] void Raise(const absl::Status& status);
+
+inline void ThrowIfError(const absl::Status& status) {
+  if (!status.ok()) Raise(status);
+}
+
+template <typename T>
+T ValueOrThrow(absl::StatusOr<T> value) {
+  if (!value.ok()) Raise(value.status());
+  return *std::move(value);
+}
+
+/// Seconds as Python gives them; none or infinity is for ever.
+absl::Duration ToDuration(std::optional<double> seconds);
+
+/// Calls `wait(slice)` without the GIL, in slices, until it returns anything but DEADLINE_EXCEEDED
+/// or `timeout` has passed; between slices signals are handled, so that Ctrl-C ends the wait.
+template <typename Wait>
+auto WaitInterruptibly(absl::Duration timeout, Wait wait) {
+  constexpr absl::Duration kSlice = absl::Milliseconds(100);
+  while (true) {
+    const absl::Duration slice = timeout < kSlice ? timeout : kSlice;
+    auto result = [&] {
+      const nanobind::gil_scoped_release release;
+      return wait(slice);
+    }();
+    absl::Status status;
+    if constexpr (std::is_same_v<decltype(result), absl::Status>) {
+      status = result;
+    } else {
+      status = result.status();
+    }
+    timeout -= slice;
+    if (status.code() != absl::StatusCode::kDeadlineExceeded || timeout <= absl::ZeroDuration()) {
+      return result;
+    }
+    if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
+  }
+}
+
+}  // namespace holdfast::python
+
+#endif  // HOLDFAST_PYTHON_NATIVE_STATUS_H_
