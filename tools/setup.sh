@@ -7,8 +7,9 @@ export DEBIAN_FRONTEND=noninteractive
 # Debian 12 packages, by what they are for.
 packages_build=(cmake g++ libabsl-dev libcli11-dev libisal-dev liburing-dev libxxhash-dev ninja-build
   nlohmann-json3-dev pkg-config zlib1g-dev)
+packages_python=(python3 python3-dev python3-venv)
 packages_test=(binutils ccache clang-14 clang-format-14 libbenchmark-dev libclang-rt-14-dev libgmock-dev
-  libgtest-dev python3 python3-venv)
+  libgtest-dev)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 if ! [ -t 1 ]; then
@@ -62,16 +63,4 @@ build_jobs() {
   by_memory=$(awk '/^MemAvailable:/ {print int($2 / 1572864)}' /proc/meminfo)
   [ "$by_memory" -ge 1 ] || by_memory=1
   echo $((cpus < by_memory ? cpus : by_memory))
-}
-
-# reference_python: a Python with the reference safetensors library in build/venv, which some tests read our files with.
-# Without a network those tests skip, and say why.
-reference_python() {
-  local venv=$root/build/venv
-  if [ -x "$venv/bin/python" ] && "$venv/bin/python" -c 'import numpy, safetensors' 2>/dev/null; then
-    return 0
-  fi
-  say "Installing the reference safetensors library into build/venv"
-  { python3 -m venv --clear "$venv" && "$venv/bin/pip" install -q 'numpy<3' 'safetensors>=0.5,<1'; } </dev/null ||
-    echo "It could not be installed: the tests that need it will skip."
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Counts single tests in ctest's JUnit files, one file a pass, and prints what failed and what was skipped, and why.
+"""Counts single tests in the JUnit files of ctest and pytest, one file a pass, and prints what failed and what was skipped, and why.
 
 Usage: summarize_tests.py DIRECTORY PASS...   reads DIRECTORY/PASS.xml. Exit status 1 if a test failed or none ran.
 """
@@ -19,7 +19,7 @@ UNITTEST = re.compile(r"^Ran (\d+) tests? in", re.MULTILINE)
 
 def outcome(case):
     """One of "passed", "failed", "skipped" for a program, as ctest saw it."""
-    if case.find("failure") is not None or case.get("status") == "fail":
+    if case.find("failure") is not None or case.find("error") is not None or case.get("status") == "fail":
         return "failed"
     if case.find("skipped") is not None or case.get("status") in ("notrun", "disabled"):
         return "skipped"
@@ -29,6 +29,8 @@ def outcome(case):
 def count(case, totals, failed, skipped):
     """Adds one program's tests to the totals."""
     name = case.get("name")
+    if case.get("classname") and "/" not in name:
+        name = f"{case.get('classname')}.{name}"  # pytest's
     whole = outcome(case)
     output = case.findtext("system-out") or ""
     results = RESULT.findall(output)
@@ -52,6 +54,9 @@ def count(case, totals, failed, skipped):
         totals[whole] += int(python.group(1)) if python and whole == "passed" else 1
         if whole == "skipped":
             reason = output.strip().splitlines()[-1] if output.strip() else "disabled in this pass"
+            told = case.find("skipped")
+            if told is not None and told.get("message"):
+                reason = told.get("message").removeprefix("Skipped: ")
             skipped.append((reason.removeprefix("skipped: "), name))
 
 

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds, and runs the tests.
 #
-#   tools/test.sh           release: everything; then asan+ubsan and tsan (g++): every test of the runtime. Within 25 minutes on two cores.
+#   tools/test.sh           python: the package, with PyTorch; release: everything; then asan+ubsan and tsan (g++): every
+#                           test of the runtime. Within 25 minutes on two cores.
 #   tools/test.sh --full    {g++, clang 14} x {none, asan+ubsan, tsan}, and the long runs (HOLDFAST_LONG=1). Hours.
-#   tools/test.sh PASS...   only these passes: release, asan, tsan, clang, clang-asan, clang-tsan, debug.
+#   tools/test.sh PASS...   only these passes: python, release, asan, tsan, clang, clang-asan, clang-tsan, debug.
 #
-# Each pass builds in build/PASS. Ends with one summary; exit status 0 if nothing failed.
+# Each pass builds in build/PASS (python: in build/venv). Ends with one summary; exit status 0 if nothing failed.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -19,17 +20,16 @@ case "${1:-}" in
   --full)
     [ $# = 1 ] || fail "--full runs every pass; name none"
     export HOLDFAST_LONG=1
-    passes=(release asan tsan clang clang-asan clang-tsan)
+    passes=(python release asan tsan clang clang-asan clang-tsan)
     ;;
   -*) fail "unknown option $1; see tools/test.sh --help" ;;
-  '') passes=(release asan tsan) ;;
+  '') passes=(python release asan tsan) ;;
   *) passes=("$@") ;;
 esac
 for pass in "${passes[@]}"; do
-  cmake --list-presets=test | grep -q "\"$pass\"" || fail "no pass $pass; see tools/test.sh --help"
+  [ "$pass" = python ] || cmake --list-presets=test | grep -q "\"$pass\"" || fail "no pass $pass; see tools/test.sh --help"
 done
-install_missing "${packages_build[@]}" "${packages_test[@]}"
-reference_python
+install_missing "${packages_build[@]}" "${packages_python[@]}" "${packages_test[@]}"
 
 # What a failed assertion of a sanitizer does: it ends the program, so that the test fails. A forked child's leak check
 # is off: it would wait for threads that the child does not have.
@@ -42,7 +42,26 @@ mkdir -p "$results"
 rm -f "$results"/*.xml
 jobs=$(build_jobs)
 status=0
+
+# The Python package as pip installs it, and its tests.
+python_pass() {
+  local started=$SECONDS built
+  say "== python: build"
+  "$root/tools/venv.sh" || return 1
+  built=$((SECONDS - started))
+  say "== python: tests"
+  started=$SECONDS
+  local result=0
+  "$root/build/venv/bin/python" -B -m pytest "$root/tests/python" -q --junitxml="$results/python.xml" || result=1
+  echo "python: built in $built s, tested in $((SECONDS - started)) s"
+  return "$result"
+}
+
 for pass in "${passes[@]}"; do
+  if [ "$pass" = python ]; then
+    python_pass || status=1
+    continue
+  fi
   say "== $pass: build"
   started=$SECONDS
   # The source, the package, the programs and the planted bugs are the same under a sanitizer. What forks a process with

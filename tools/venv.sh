@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Makes build/venv, the Python environment of the tests and examples: PyTorch, the reference safetensors library, test
+# tools, and this checkout's holdfast package, built and installed as `pip install .` does.
+#
+#   tools/venv.sh [PIP INSTALL OPTION...]
+#
+# HOLDFAST_TORCH   which PyTorch, as pip takes it (default torch==2.13.0). The CPU build is enough; a range that an installed
+#                  one meets installs nothing more.
+# HOLDFAST_VENV    where (default build/venv).
+# Run it again after a change: what is up to date stays.
+set -euo pipefail
+# shellcheck source=tools/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+cd "$root"
+
+case "${1:-}" in
+  -h | --help)
+    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+    exit 0
+    ;;
+esac
+install_missing "${packages_build[@]}" "${packages_python[@]}"
+venv=${HOLDFAST_VENV:-$root/build/venv}
+python=$venv/bin/python
+# Debian's own: another python3 that comes first in PATH may lack the headers.
+system_python=/usr/bin/python3
+[ -x "$system_python" ] || system_python=python3
+
+if ! { [ -x "$python" ] && "$python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; } 2>/dev/null; then
+  say "Making $venv"
+  "$system_python" -m venv --clear "$venv"
+fi
+pip() { "$python" -m pip --disable-pip-version-check install -q "$@" </dev/null; }
+say "Installing PyTorch, the test tools and holdfast into $venv"
+pip "${HOLDFAST_TORCH:-torch==2.13.0}" 'numpy<3' || fail "pip could not install PyTorch: is there a network?"
+pip 'safetensors>=0.5,<1' 'pytest>=8,<10' 'hypothesis>=6,<7' 'prometheus-client<1' 'matplotlib<4' \
+  'scikit-build-core>=0.10,<1' 'nanobind>=2.4,<3'
+# The build's own tools are in the environment, so that its folder in build/ can be used again: fast the second time.
+log=$root/build/pip-install.log
+# With the flags of the release build, so that the compiler's cache serves both.
+pip --no-build-isolation --no-deps --force-reinstall -v --config-settings=cmake.define.HOLDFAST_WERROR=ON "$@" . \
+  >"$log" 2>&1 || {
+  tail -n 60 "$log"
+  fail "pip install . failed; all of its output is in $log"
+}
+"$python" -c 'import holdfast, torch; print("holdfast", holdfast.__version__, "with PyTorch", torch.__version__)'
