@@ -75,8 +75,8 @@ for pass in "${passes[@]}"; do
       target=checked_tests
       ;;
     *tsan)
-      only=(-LE 'tidy|perf|planted|program|fork|fault')
-      target=checked_tests
+      only=(-LE 'tidy|perf|planted|program|fork|fault|pure')
+      target=threaded_tests
       ;;
   esac
   if ! { cmake --preset "$pass" >"$results/$pass.configure.log" 2>&1 || {

@@ -14,7 +14,7 @@ from holdfast.directories import find_newest, list_checkpoints, recover, verify
 from holdfast.errors import Error, TimeoutError  # noqa: A004
 
 if TYPE_CHECKING:
-    from holdfast._runtime import configure, staging, trim
+    from holdfast._runtime import configure, staging, trim, warm_up
     from holdfast.loading import Checkpoint, load, open  # noqa: A004
     from holdfast.saving import Save, flush, save_async, wait_before_step
 
@@ -23,6 +23,7 @@ _LAZY = {
     "configure": "_runtime",
     "staging": "_runtime",
     "trim": "_runtime",
+    "warm_up": "_runtime",
     "Checkpoint": "loading",
     "load": "loading",
     "open": "loading",
@@ -50,6 +51,7 @@ __all__ = [
     "trim",
     "verify",
     "wait_before_step",
+    "warm_up",
 ]
 
 

@@ -75,6 +75,16 @@ def staging() -> dict[str, Any]:
         return _core.staging() if _core is not None else {}
 
 
+def warm_up(nbytes: int = 0) -> None:
+    """Takes the staging memory now, so that the first save need not wait for its pages.
+
+    Args:
+        nbytes: of the state to come, where `configure` did not set ``arena_bytes``.
+    """
+    with _lock:
+        _make_core(nbytes)
+
+
 def trim() -> None:
     """Gives the staging memory back to the system; the next save takes it again."""
     with _lock:

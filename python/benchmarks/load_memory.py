@@ -1,0 +1,126 @@
+"""How much memory a load takes beside the tensors, and how fast it is: `python load_memory.py --dir DIR`.
+
+Loads a state into existing tensors in a fresh process and compares its peak resident memory with that before the load;
+the rate is compared with a raw O_DIRECT read of the same file, side by side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import mmap
+import os
+import queue
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from trainer_cost import parse_bytes
+
+TENSORS = 64
+BLOCK = 4 << 20
+PAGE = mmap.PAGESIZE
+READS_AT_ONCE = 4
+
+
+def status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(key)
+
+
+def raw_read(path: str) -> float:
+    """Seconds for reading a file with O_DIRECT: 4 MiB at a time, four at once, dropping what is read."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    blocks: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+    for _ in range(READS_AT_ONCE):
+        block = mmap.mmap(-1, BLOCK)
+        block.madvise(mmap.MADV_HUGEPAGE)  # small pages cost the kernel more than the disk's time
+        block[::PAGE] = bytes(BLOCK // PAGE)
+        blocks.put(block)
+
+    def read(offset: int) -> None:
+        block = blocks.get()
+        os.preadv(fd, [block], offset)
+        blocks.put(block)
+
+    try:
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(READS_AT_ONCE) as pool:
+            list(pool.map(read, range(0, os.fstat(fd).st_size, BLOCK)))
+        return time.perf_counter() - begin
+    finally:
+        os.close(fd)
+
+
+def child(path: str, nbytes: int) -> None:
+    """One load, in a process of its own."""
+    import torch
+
+    import holdfast
+    import holdfast.loading  # noqa: F401 (before the baseline)
+
+    state = {
+        f"t{i}": torch.zeros(nbytes // TENSORS // 4) for i in range(TENSORS)
+    }
+    for tensor in state.values():
+        tensor.fill_(1)  # resident before the baseline
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = status("VmRSS")
+    begin = time.perf_counter()
+    holdfast.load(path, into=state)
+    seconds = time.perf_counter() - begin
+    peak = status("VmHWM") - before
+    gc.collect()
+    print(json.dumps({"seconds": seconds, "peak": peak, "retained": status("VmRSS") - before}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--bytes", type=parse_bytes, default=2 << 30)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.child, arguments.bytes)
+        return
+
+    import torch
+
+    import holdfast
+
+    path = os.path.join(arguments.dir, f"load-{os.getpid()}")
+    state = {f"t{i}": torch.randn(arguments.bytes // TENSORS // 4) for i in range(TENSORS)}
+    holdfast.save_async(state, path).wait()
+    del state
+    file = next(Path(path).glob("*.safetensors"))
+    rows = []
+    for _ in range(arguments.rounds):
+        raw = raw_read(str(file))
+        answer = subprocess.run(
+            [sys.executable, __file__, "--dir", arguments.dir, "--bytes", str(arguments.bytes),
+             "--child", path],
+            check=True, capture_output=True, text=True,
+        )
+        rows.append({**json.loads(answer.stdout), "raw": raw})
+    shutil.rmtree(path)
+    print(json.dumps({
+        "bytes": arguments.bytes,
+        "load.ratio_to_raw": statistics.median(r["raw"] / r["seconds"] for r in rows),
+        "load.peak_bytes": max(r["peak"] for r in rows),
+        "load.retained_bytes": max(r["retained"] for r in rows),
+        "load.seconds": statistics.median(r["seconds"] for r in rows),
+        "raw.seconds": statistics.median(r["raw"] for r in rows),
+    }, indent=1))
+
+
+if __name__ == "__main__":
+    main()

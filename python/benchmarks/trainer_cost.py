@@ -1,0 +1,456 @@
+"""What a save costs the trainer, by way of saving: one run, all ways interleaved.
+
+    python trainer_cost.py --dir DIR [--bytes 1GiB] [--rounds 5] [--ways WAY,...] [--json FILE] [--plot FILE]
+
+A trainer with Adam on CPU tensors runs the same fixed window of steps again and again: without a save, and with one that
+starts in front of its first step. Every way gets a window of each kind in every round. Columns:
+
+blocked   seconds inside the call that saves
+lost      seconds that the window with the save took longer than the one without (a forked child looks free in the call
+          and costs copy-on-write faults afterwards). A save that outlives the window is waited for and not counted
+durable   seconds from the call until the data survives power loss (every way syncs its files)
+cpu       core-seconds of the whole machine above those of the window without a save
+memory    bytes of anonymous and shared memory at the peak, above those before the way was set up
+
+Every way has saved once before it is measured, so that what it keeps (staging memory, processes) is there.
+Afterwards the bytes on disk are compared with the state at the call; a way that differs is shown and excluded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import statistics
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TENSORS = 48
+PORT = 29511
+
+
+def parse_bytes(text: str) -> int:
+    """``1GiB``, ``512MiB`` or a number."""
+    for suffix, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if text.endswith(suffix):
+            return int(float(text.removesuffix(suffix)) * factor)
+    return int(text)
+
+
+class Trainer:
+    """Parameters with Adam whose whole state changes at every step."""
+
+    def __init__(self, nbytes: int) -> None:
+        elements = nbytes // 3 // 4 // TENSORS
+        generator = torch.Generator().manual_seed(0)
+        self.parameters = [
+            torch.nn.Parameter(torch.randn(elements, generator=generator)) for _ in range(TENSORS)
+        ]
+        self.gradient = torch.randn(elements, generator=generator)
+        self.optimizer = torch.optim.Adam(self.parameters, fused=True)
+        self.step()
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = self.gradient
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        tensors: dict[str, Any] = {}
+        for i, parameter in enumerate(self.parameters):
+            tensors[f"p{i}"] = parameter.detach()
+            tensors[f"m{i}"] = self.optimizer.state[parameter]["exp_avg"]
+            tensors[f"v{i}"] = self.optimizer.state[parameter]["exp_avg_sq"]
+        return tensors
+
+
+def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+    return {k: zlib.crc32(memoryview(t.numpy()).cast("B")) for k, t in tensors.items()}
+
+
+def busy_seconds() -> float:
+    """Core-seconds of the machine that were not idle, since boot."""
+    fields = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    ticks = [int(f) for f in fields[:8]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def memory_in_use() -> int:
+    """Anonymous and shared memory of the machine."""
+    total = 0
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith(("AnonPages:", "Shmem:")):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+class Peak:
+    """Samples `memory_in_use` until it is stopped."""
+
+    def __init__(self) -> None:
+        self.bytes = memory_in_use()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.02):
+            self.bytes = max(self.bytes, memory_in_use())
+
+    def stop(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        return self.bytes
+
+
+def sync_file(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class Way:
+    """A way of saving: `start` returns what waits until the save is durable."""
+
+    def __init__(self, start: Callable[[dict[str, Any], str], Callable[[], Any]],
+                 load: Callable[[dict[str, Any], str], dict[str, Any]],
+                 prepare: Callable[[], None] = lambda: None,
+                 finish: Callable[[], None] = lambda: None,
+                 before_step: Callable[[], None] = lambda: None) -> None:
+        self.start = start
+        self.load = load
+        self.prepare = prepare
+        self.finish = finish
+        self.before_step = before_step
+
+
+def load_torch(_: dict[str, Any], path: str) -> dict[str, Any]:
+    return torch.load(os.path.join(path, "state.pt"), mmap=True)
+
+
+def torch_save(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
+    os.mkdir(path)
+    file = os.path.join(path, "state.pt")
+    torch.save(tensors, file)
+    sync_file(file)
+    sync_file(path)
+    return lambda: None
+
+
+def forked_torch_save(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
+    os.mkdir(path)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            torch_save_into(tensors, path)
+            status = 0
+        finally:
+            os._exit(status)
+
+    def wait() -> None:
+        _, status = os.waitpid(pid, 0)
+        assert status == 0, f"the forked child ended with {status}"
+
+    return wait
+
+
+def torch_save_into(tensors: dict[str, Any], path: str) -> None:
+    torch.set_num_threads(1)
+    file = os.path.join(path, "state.pt")
+    torch.save(tensors, file)
+    sync_file(file)
+    sync_file(path)
+
+
+def load_dcp(tensors: dict[str, Any], path: str) -> dict[str, Any]:
+    import torch.distributed.checkpoint as dcp
+
+    target = {k: torch.empty_like(t) for k, t in tensors.items()}
+    dcp.load(target, checkpoint_id=path)
+    return target
+
+
+def dcp_writer(path: str) -> Any:
+    import torch.distributed.checkpoint as dcp
+
+    return dcp.FileSystemWriter(path, sync_files=True, single_file_per_rank=True)
+
+
+def dcp_save(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(tensors, storage_writer=dcp_writer(path))
+    return lambda: None
+
+
+def dcp_async(process: bool, tuned: bool) -> Way:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+    staging: dict[str, Any] = {"staged": None, "stager": None}
+
+    def start(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
+        options: dict[str, Any] = {}
+        if tuned:
+            # What a CPU allows of the best flags: a cache in shared memory, filled by a thread.
+            if staging["stager"] is None:
+                staging["stager"] = DefaultStager(
+                    StagingOptions(use_pinned_memory=False, use_shared_memory=True,
+                                   use_async_staging=True, use_non_blocking_copy=False)
+                )
+            options["async_stager"] = staging["stager"]
+        answer = dcp.async_save(tensors, storage_writer=dcp_writer(path),
+                                async_checkpointer_type=kind, **options)
+        if hasattr(answer, "upload_completion"):
+            staging["staged"] = answer.staging_completion
+            return answer.upload_completion.result
+        return answer.result
+
+    def before_step() -> None:
+        if staging["staged"] is not None:
+            staging["staged"].result()
+            staging["staged"] = None
+
+    def finish() -> None:
+        if staging["stager"] is not None:
+            staging["stager"].close()
+            staging["stager"] = None
+
+    return Way(start, load_dcp, finish=finish, before_step=before_step)
+
+
+def holdfast_way(cap: int, dcp: bool) -> Way:
+    import holdfast
+
+    def start(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
+        if dcp:
+            return holdfast.dcp.async_save(tensors, checkpoint_id=path).result
+        return holdfast.save_async(tensors, path).wait
+
+    def load(tensors: dict[str, Any], path: str) -> dict[str, Any]:
+        return load_dcp(tensors, path) if dcp else holdfast.load(path)
+
+    def finish() -> None:
+        holdfast.flush()
+        holdfast.trim()
+
+    return Way(start, load, prepare=lambda: holdfast.configure(arena_bytes=cap), finish=finish)
+
+
+def all_ways(nbytes: int) -> dict[str, Way]:
+    whole = nbytes + (64 << 20)
+    return {
+        "holdfast": holdfast_way(whole, dcp=False),
+        "holdfast.dcp": holdfast_way(whole, dcp=True),
+        "holdfast, cap 1/8": holdfast_way(nbytes // 8, dcp=False),
+        "torch.save": Way(torch_save, load_torch),
+        "torch.save in a forked child": Way(forked_torch_save, load_torch),
+        "dcp.save": Way(dcp_save, load_dcp),
+        "dcp.async_save thread": dcp_async(process=False, tuned=False),
+        "dcp.async_save thread, tuned": dcp_async(process=False, tuned=True),
+        "dcp.async_save process": dcp_async(process=True, tuned=False),
+        "dcp.async_save process, tuned": dcp_async(process=True, tuned=True),
+    }
+
+
+def window(trainer: Trainer, steps: int, way: Way | None) -> float:
+    begin = time.perf_counter()
+    for _ in range(steps):
+        if way is not None:
+            way.before_step()
+        trainer.step()
+    return time.perf_counter() - begin
+
+
+def measure(trainer: Trainer, steps: int, way: Way, path: str) -> dict[str, Any]:
+    """One window without a save and one with, and whether what is on disk is what was there."""
+    gc.collect()
+    baseline = memory_in_use()
+    # What a way keeps between saves (staging memory, a process) is there before its second one; it
+    # counts as memory all the same.
+    way.prepare()
+    tensors = trainer.state()
+    way.start(tensors, path)()
+    way.before_step()
+    shutil.rmtree(path)
+    os.sync()
+    busy = busy_seconds()
+    plain = window(trainer, steps, None)
+    plain_busy = busy_seconds() - busy
+
+    before = checksums(tensors)
+    peak = Peak()
+    busy = busy_seconds()
+    begin = time.perf_counter()
+    wait = way.start(tensors, path)
+    called = time.perf_counter()
+    finished: list[float] = []
+
+    def watch() -> None:
+        wait()
+        finished.append(time.perf_counter())
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    with_save = window(trainer, steps, way)
+    watcher.join()
+    memory = peak.stop()
+    # Saving may outlive the window: the trainer's own core-seconds in that time are not the save's.
+    rest = max(0.0, finished[0] - called - with_save)
+    row = {
+        "blocked": called - begin,
+        "lost": called - begin + with_save - plain,
+        "durable": finished[0] - begin,
+        "cpu": busy_seconds() - busy - plain_busy,
+        "memory": memory - baseline,
+        "window": plain,
+        "outlived": rest,
+    }
+    row["sound"] = checksums(way.load(tensors, path)) == before
+    shutil.rmtree(path)
+    way.finish()
+    return row
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def raw_write(directory: str, nbytes: int) -> float:
+    """Seconds for the raw limit: O_DIRECT writes of 4 MiB to a fresh, reserved file, and fsync."""
+    import mmap
+
+    path = os.path.join(directory, "raw")
+    block = mmap.mmap(-1, 4 << 20)
+    block.write(os.urandom(4 << 20))
+    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, nbytes)
+        begin = time.perf_counter()
+        for offset in range(0, nbytes // len(block) * len(block), len(block)):
+            os.pwrite(fd, block, offset)
+        os.fsync(fd)
+        return time.perf_counter() - begin
+    finally:
+        os.close(fd)
+        os.unlink(path)
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [
+        "| way | blocked, s | lost, s | durable, s | CPU, core-s | memory, MiB | bytes right |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for way, row in result["ways"].items():
+        cells = [
+            f"{row[k]['median'] / scale:.{digits}f} ({row[k]['min'] / scale:.{digits}f} to "
+            f"{row[k]['max'] / scale:.{digits}f})"
+            for k, scale, digits in (
+                ("blocked", 1, 2), ("lost", 1, 2), ("durable", 1, 2), ("cpu", 1, 1),
+                ("memory", 1 << 20, 0),
+            )
+        ]
+        lines.append(f"| {way} | " + " | ".join(cells) + f" | {'yes' if row['sound'] else 'NO'} |")
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ways = list(result["ways"])
+    figure, axes = plt.subplots(1, 3, figsize=(13, 0.45 * len(ways) + 1.5), sharey=True)
+    for axis, (key, title, scale) in zip(
+        axes,
+        (("lost", "trainer time lost, s", 1), ("durable", "until durable, s", 1),
+         ("memory", "extra memory, GiB", 1 << 30)),
+        strict=True,
+    ):
+        values = [result["ways"][w][key]["median"] / scale for w in ways]
+        colors = ["#1f6f8b" if w.startswith("holdfast") else "#b0b0b0" for w in ways]
+        axis.barh(ways, values, color=colors)
+        axis.set_title(title)
+        axis.invert_yaxis() if axis is axes[0] else None
+        for i, value in enumerate(values):
+            axis.text(max(value, 0), i, f" {value:.2f}", va="center", fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--bytes", type=parse_bytes, default=1 << 30)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--window", type=float, default=0,
+                        help="seconds of a window; default 4 for each GiB")
+    parser.add_argument("--ways", help="only these, separated by ';'")
+    parser.add_argument("--json")
+    parser.add_argument("--plot")
+    arguments = parser.parse_args()
+
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(PORT))
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    torch.set_num_threads(1)  # the other core is the saves'
+    trainer = Trainer(arguments.bytes)
+    begin = time.perf_counter()
+    trainer.step()
+    seconds = arguments.window or 4 * arguments.bytes / (1 << 30)
+    steps = max(4, round(seconds / (time.perf_counter() - begin)))
+    ways = all_ways(arguments.bytes)
+    if arguments.ways:
+        ways = {w: ways[w] for w in arguments.ways.split(";")}
+    rows: dict[str, list[dict[str, Any]]] = {w: [] for w in ways}
+    raw = []
+    for round_ in range(arguments.rounds):
+        raw.append(raw_write(arguments.dir, arguments.bytes))
+        for name, way in ways.items():
+            row = measure(trainer, steps, way, os.path.join(arguments.dir, f"cost-{os.getpid()}"))
+            rows[name].append(row)
+            print(f"round {round_}: {name}: lost {row['lost']:.2f} s, durable {row['durable']:.2f} s"
+                  f"{'' if row['sound'] else ', BYTES DIFFER'}", file=sys.stderr, flush=True)
+    result = {
+        "bytes": arguments.bytes,
+        "rounds": arguments.rounds,
+        "steps": steps,
+        "torch": torch.__version__,
+        "raw_write": spread(raw),
+        "ways": {
+            name: {
+                **{k: spread([r[k] for r in many]) for k in many[0] if k != "sound"},
+                "sound": all(r["sound"] for r in many),
+            }
+            for name, many in rows.items()
+        },
+    }
+    print(table(result))
+    print(f"\nraw O_DIRECT write with fsync: {result['raw_write']['median']:.2f} s; "
+          f"{steps} steps a window")
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=1))
+    if arguments.plot:
+        plot(result, arguments.plot)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
