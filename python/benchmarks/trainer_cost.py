@@ -19,6 +19,7 @@ Afterwards the bytes on disk are compared with the state at the call; a way that
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import json
 import os
@@ -279,6 +280,7 @@ def window(trainer: Trainer, steps: int, way: Way | None) -> float:
 def measure(trainer: Trainer, steps: int, way: Way, path: str) -> dict[str, Any]:
     """One window without a save and one with, and whether what is on disk is what was there."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what an earlier way's allocations left in the heap
     baseline = memory_in_use()
     # What a way keeps between saves (staging memory, a process) is there before its second one; it
     # counts as memory all the same.
