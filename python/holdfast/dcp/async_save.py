@@ -1,0 +1,315 @@
+"""``holdfast.dcp.async_save``: plan first, then copy each tensor once, straight to its place.
+
+The framework's own ``async_save`` stages the whole state, replicas included, and plans from the
+copy. Here the plan is made first, in the caller's thread, by the framework's own calls; then what
+this rank has to write, and nothing else, is captured by the runtime; a background thread waits for
+it to be durable and makes the framework's last, finishing exchange between the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import logging
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from holdfast import saving
+from holdfast.dcp.staging import Stager
+from holdfast.dcp.writer import StorageWriter, Written
+from holdfast.errors import Error, TimeoutError
+
+logger = logging.getLogger("holdfast.dcp")
+
+# By the ranks of a process group: a group of the finishing exchanges' own, and the last of them.
+_lock = threading.Lock()
+_groups: dict[Any, Any] = {}
+_last: dict[Any, Upload] = {}
+
+
+class Upload:
+    """One save until its ``.metadata`` is durable; what `holdfast.flush` waits for."""
+
+    def __init__(self, path: str, step: int, run: Callable[[], Metadata], after: Upload | None,
+                 staged: Future | None) -> None:  # fmt: skip
+        self.path = path
+        self.step = step
+        self.durable: Future = saving._SeenFuture()
+        self.durable.set_running_or_notify_cancel()
+        self.staged: Future = staged if staged is not None else self.durable
+        self._run: Callable[[], Metadata] | None = run
+        self._after: Upload | None = after
+        # Not a daemon: the interpreter waits for it before it exits, and so for the save.
+        self._thread = threading.Thread(target=self._finish, name="holdfast-dcp-finish")
+        with saving._lock:
+            saving._in_flight.add(self)  # type: ignore[arg-type]
+        self._thread.start()
+
+    def _finish(self) -> None:
+        assert self._run is not None
+        if self._after is not None:
+            # First come, first finished, on every rank: exchanges between ranks must not cross.
+            self._after._thread.join()
+            self._after = None
+        metadata, failure = None, None
+        try:
+            metadata = self._run()
+        except BaseException as error:
+            failure = error
+        self._run = None
+        with saving._lock:
+            saving._in_flight.discard(self)  # type: ignore[arg-type]
+            if failure is not None:
+                saving._failed.append(self)  # type: ignore[arg-type]
+        if failure is None:
+            self.durable.set_result(metadata)
+        else:
+            self.durable.set_exception(failure)
+
+    def wait(self, timeout: float | None = None) -> Metadata:
+        """Blocks until the checkpoint is complete.
+
+        Raises:
+            TimeoutError: the save goes on.
+            Error: this rank's own failure.
+            CheckpointException: the failures of all ranks.
+        """
+        self._thread.join(timeout)
+        if not self.durable.done():
+            raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not complete yet")
+        return self.durable.result()
+
+    def wait_staged_on(self, stream: Any = None) -> None:
+        """Nothing of its own: this rank's `Save` has the copies."""
+
+
+def _finishing_group(group: Any) -> Any:
+    """A gloo group over the same ranks, on which nothing but finishing exchanges ever goes on.
+
+    They run in the background. On a group that the caller uses as well, in another thread, they
+    could meet another rank's exchange half-way, which blocks both for ever.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    world = dist.group.WORLD
+    key = (id(world), ranks)
+    with _lock:
+        for stale in [k for k in _groups if k[0] != id(world)]:
+            del _groups[stale]
+        if key not in _groups:
+            _groups[key] = dist.new_group(
+                list(ranks), backend="gloo", use_local_synchronization=True
+            )
+        return _groups[key]
+
+
+def _state_dicts(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+
+
+def _plan(state_dict: STATE_DICT_TYPE, writer: StorageWriter, planner: SavePlanner,
+          ranks: _DistWrapper, use_collectives: bool) -> tuple[SavePlan, Metadata | None]:  # fmt: skip
+    """The framework's planning, by its own calls: local plans, the global one, and each its own."""
+    metadata: Metadata | None = None
+
+    def local_step() -> SavePlan:
+        meta = writer.storage_meta()
+        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+            planner.set_up_planner(
+                state_dict=state_dict, storage_meta=meta, is_coordinator=ranks.is_coordinator
+            )
+        else:
+            planner.set_up_planner(state_dict, ranks.is_coordinator)  # type: ignore[arg-type]
+        writer.set_up_storage_writer(
+            ranks.is_coordinator, rank=ranks.rank, use_collectives=use_collectives
+        )
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def global_step(plans: list[SavePlan]) -> list[SavePlan]:
+        nonlocal metadata
+        plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(plans)
+
+    if use_collectives:
+        mine = ranks.reduce_scatter("plan", local_step, global_step)
+    else:
+        mine = global_step([local_step()])[0]
+    return mine, metadata
+
+
+def _answers_with_both(stager: Any) -> bool | None:
+    """Whether the framework would answer a stager with both futures; None: who knows."""
+    if stager is None or isinstance(stager, (StorageWriter, BlockingAsyncStager)):
+        return False
+    if isinstance(stager, Stager):
+        return True
+    if type(stager) is DefaultStager:
+        return bool(stager._config.use_async_staging)
+    return None
+
+
+def _why_stock(checkpoint_id: Any, writer: Any, stager: Any) -> str | None:
+    if writer is not None and not isinstance(writer, StorageWriter):
+        return f"the storage writer is a {type(writer).__name__}"
+    if writer is None and checkpoint_id is not None and "://" in os.fspath(checkpoint_id):
+        return "the checkpoint id is a URL"
+    if _answers_with_both(stager) is None:
+        return f"the stager is a {type(stager).__name__}"
+    return None
+
+
+def async_save(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: _StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future | AsyncSaveResponse:
+    """Saves a state asynchronously, in place of ``torch.distributed.checkpoint.async_save``.
+
+    When it returns, CPU tensors and objects were captured. GPU tensors are copied behind it; the
+    current stream waits for the copies, so that they may be changed at once by what it does next.
+    With a `Stager` that was told what stays unchanged, only the rest is ordered into the stream.
+
+    All ranks of the group must call it, in the same order.
+
+    Args:
+        state_dict: of tensors, DTensors, ShardedTensors and objects; what is Stateful is asked for
+            its state dict.
+        checkpoint_id: the checkpoint's directory. A URL is handed on to the framework's own
+            ``async_save``, with one line in the log.
+        storage_writer: a `StorageWriter`, default one for `checkpoint_id`. Any other is handed on.
+        planner: default DCP's; plans are cached as it does.
+        process_group: the ranks that save; default all. Plans are exchanged on it.
+        async_checkpointer_type: accepted and not needed: writing is a process's work either way.
+        async_stager: decides the form of the answer. A `Stager`, or DCP's ``DefaultStager`` with
+            asynchronous staging: both futures. None, or one that stages in the call: one future.
+            Nothing is staged by it. Any other is handed on, with the writer of Holdfast.
+        no_dist, use_collectives: as of the framework's.
+
+    Returns:
+        A future of the metadata, or an ``AsyncSaveResponse`` of two: ``staging_completion``, after
+        which GPU tensors may be changed, and ``upload_completion``.
+
+    Raises:
+        CheckpointException: planning failed on some rank. What fails later, fails the future, on
+            all ranks, with the failing rank's error.
+    """
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    if storage_writer is None and checkpoint_id is None:
+        raise Error("INVALID_ARGUMENT", "async_save: pass checkpoint_id or storage_writer")
+    why = _why_stock(checkpoint_id, storage_writer, async_stager)
+    if why is not None:
+        writer_to_use = storage_writer
+        if writer_to_use is None and "://" not in os.fspath(checkpoint_id or ""):
+            writer_to_use = StorageWriter(checkpoint_id or "")
+        logger.warning("async_save: %s, so the framework's own async_save does it", why)
+        return dcp.async_save(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer_to_use,
+            planner=planner,
+            process_group=process_group,
+            async_checkpointer_type=async_checkpointer_type,
+            async_stager=async_stager,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
+    # A writer of this save's own: the caller's may be given the next save while this one goes on.
+    writer = copy.copy(storage_writer) if storage_writer else StorageWriter(checkpoint_id or "")
+    assert isinstance(writer, StorageWriter)
+    writer.reset(checkpoint_id)
+    writer._staged = False
+    planner = planner if planner is not None else DefaultSavePlanner()
+    state_dict = _state_dicts(state_dict)
+    planning = _DistWrapper(process_group, not no_dist, 0)
+    finishing = _DistWrapper(None if no_dist else _finishing_group(process_group), not no_dist, 0)
+
+    mine, metadata = _plan(state_dict, writer, planner, planning, use_collectives)
+    written, failure = None, None
+    late = async_stager.late if isinstance(async_stager, Stager) else None
+    try:
+        written = writer.begin(planner.finish_plan(mine), planner, late)
+    except BaseException as error:
+        if isinstance(error, (KeyboardInterrupt, SystemExit)) and no_dist:
+            raise
+        # The other ranks wait for this one in the finishing exchange: they learn of it there.
+        failure = error
+    run = _finisher(writer, metadata, written, failure, finishing, use_collectives)
+    key = id(finishing.group) if not no_dist else None
+    staged = written.save.staged if written is not None else None
+    with _lock:
+        after = _last.get(key)
+        upload = Upload(str(writer.path), writer.step, run, after, staged)
+        _last[key] = upload
+    if _answers_with_both(async_stager):
+        if staged is None:
+            staged = Future()
+            staged.set_exception(failure)
+        return AsyncSaveResponse(
+            staging_completion=staged,
+            upload_completion=upload.durable,
+        )
+    return upload.durable
+
+
+def _finisher(writer: StorageWriter, metadata: Metadata | None, written: Written | None,
+              failure: BaseException | None, ranks: _DistWrapper,
+              use_collectives: bool) -> Callable[[], Metadata]:  # fmt: skip
+    """The second half of a save, for the background thread."""
+
+    def write_data() -> list[WriteResult]:
+        if failure is not None:
+            raise failure
+        assert written is not None
+        return written.wait()
+
+    def finish_checkpoint(results: list[list[WriteResult]]) -> Metadata:
+        # A planner that caches its plans caches the metadata object, too.
+        own = copy.copy(metadata)
+        assert own is not None
+        writer.finish(own, results)
+        return own
+
+    def run() -> Metadata:
+        if use_collectives:
+            return ranks.all_reduce("write", write_data, finish_checkpoint)
+        # Every rank must come to the barrier, else those that succeeded wait for ever.
+        try:
+            return finish_checkpoint([write_data()])
+        finally:
+            with contextlib.suppress(RuntimeError):
+                ranks.barrier()
+
+    return run
+
+
+def _forget() -> None:
+    """In a forked child: uploads and groups are the parent's."""
+    global _lock
+    _lock = threading.Lock()
+    _groups.clear()
+    _last.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

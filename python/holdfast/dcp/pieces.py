@@ -1,0 +1,185 @@
+"""From where a tensor lies in a file to where it belongs: straight, or through a bounded buffer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from holdfast import _devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A strided tensor in a file.
+
+    Attributes:
+        reader: that reads it.
+        name: by which the reader knows the bytes.
+        base: of the tensor's first element in those bytes.
+        dtype, shape, stride: of it.
+    """
+
+    reader: Any
+    name: str
+    base: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def narrow(self, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> Source:
+        """A box of it."""
+        moved = sum(o * s for o, s in zip(offsets, self.stride, strict=True))
+        return dataclasses.replace(
+            self, base=self.base + moved * self.dtype.itemsize, shape=tuple(lengths)
+        )
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to the end of the last."""
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+    def is_run(self) -> bool:
+        """Whether it is one run of bytes, in row-major order."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclasses.dataclass
+class Piece:
+    """A part of a source and the part of a tensor that it fills."""
+
+    source: Source
+    target: torch.Tensor
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the file's bytes are the target's."""
+        target = self.target
+        return (
+            target.dtype == self.source.dtype
+            and type(target) in (torch.Tensor, torch.nn.Parameter)
+            and target.layout == torch.strided
+            and target.is_contiguous()
+            and not target.is_conj()
+            and not target.is_neg()
+            and self.source.is_run()
+        )
+
+    def direct_target(self) -> tuple[str, int, int, Any, int]:
+        return (
+            self.source.name, self.target.data_ptr(), self.target.nbytes,
+            _devices.device_of(self.target.device), self.source.base,
+        )  # fmt: skip
+
+    def halves(self) -> Iterator[Piece]:
+        """Two pieces, cut where the file's bytes are farthest apart."""
+        reach = [
+            (n - 1) * s for n, s in zip(self.source.shape, self.source.stride, strict=True)
+        ]
+        dim = reach.index(max(reach))
+        size = self.source.shape[dim]
+        for begin, end in ((0, size // 2), (size // 2, size)):
+            offsets = [0] * len(reach)
+            lengths = list(self.source.shape)
+            offsets[dim], lengths[dim] = begin, end - begin
+            yield Piece(
+                self.source.narrow(tuple(offsets), tuple(lengths)),
+                self.target.narrow(dim, begin, end - begin),
+            )
+
+
+def cut(piece: Piece, buffer_bytes: int) -> Iterator[Piece]:
+    """Parts of a piece that are direct, or whose span fits the buffer; in the file's order."""
+    if not math.prod(piece.source.shape):
+        return
+    if piece.is_direct or piece.source.span <= buffer_bytes:
+        yield piece
+    else:
+        for half in piece.halves():
+            yield from cut(half, buffer_bytes)
+
+
+class Loading:
+    """Reads pieces: direct ones together, the others a buffer full at a time."""
+
+    def __init__(self, verify: bool, buffer_bytes: int, threads: int) -> None:
+        self._verify = verify
+        self._buffer_bytes = buffer_bytes
+        self._threads = threads
+        self._direct: dict[int, tuple[Any, list[Any]]] = {}
+        self._bounced: list[Piece] = []
+        self.bytes = 0
+        self.bytes_read = 0
+        self.seconds = 0.0
+
+    def add(self, source: Source, target: torch.Tensor) -> None:
+        """Asks for a box of the same shape."""
+        for piece in cut(Piece(source, target), self._buffer_bytes):
+            if piece.is_direct:
+                reader = piece.source.reader
+                self._direct.setdefault(id(reader), (reader, []))[1].append(piece.direct_target())
+            else:
+                self._bounced.append(piece)
+
+    def run(self) -> None:
+        """Reads everything that was asked for."""
+        for reader, targets in self._direct.values():
+            self.read(reader, targets)
+        self._direct.clear()
+        if not self._bounced:
+            return
+        # In the order of the files, so that pieces of one chunk are read together.
+        self._bounced.sort(key=lambda p: (id(p.source.reader), p.source.name, p.source.base))
+        nbytes = min(self._buffer_bytes, sum(_aligned(p.source.span) for p in self._bounced))
+        buffer = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+        batch: list[tuple[Piece, int]] = []
+        filled = 0
+        for piece in self._bounced:
+            needed = _aligned(piece.source.span)
+            if batch and (filled + needed > buffer.numel()
+                          or batch[0][0].source.reader is not piece.source.reader):  # fmt: skip
+                self._bounce(buffer, batch)
+                batch, filled = [], 0
+            batch.append((piece, filled))
+            filled += needed
+        self._bounce(buffer, batch)
+        self._bounced.clear()
+
+    def _bounce(self, buffer: torch.Tensor, batch: list[tuple[Piece, int]]) -> None:
+        self.read(
+            batch[0][0].source.reader,
+            [
+                (p.source.name, buffer.data_ptr() + at, p.source.span, None, p.source.base)
+                for p, at in batch
+            ],
+        )
+        for piece, at in batch:
+            source = piece.source
+            raw = buffer[at : at + source.span].view(source.dtype)
+            with torch.no_grad():
+                piece.target.copy_(raw.as_strided(source.shape, source.stride))
+
+    def read(self, reader: Any, targets: list[Any]) -> None:
+        """Reads parts to addresses."""
+        report = reader.load(
+            targets, self._verify, self._buffer_bytes, self._threads, "auto", True
+        )
+        self.bytes += report["bytes"]
+        self.bytes_read += report["bytes_read"]
+        self.seconds += report["seconds"]
+
+
+_ALIGNMENT = 64
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,163 @@
+"""Which files one save writes: an attempt id and a generation that all its ranks agree on.
+
+The coordinator chooses both and puts them into the global plan; no call beyond the framework's own
+is needed. A planner that caches plans, though, hands `write_data` the plan of an earlier save, with
+that save's placement, when a rank's plan did not change. The coordinator's word for this save has
+arrived all the same, in a plan that the planner then dropped: so it is noted when it is unpickled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+from holdfast import _native
+from holdfast.errors import Error
+
+DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp(\.tmp)?")
+MANIFEST = re.compile(r"rank-(\d{5,})-of-(\d{5,})-([0-9a-f]{32})\.manifest\.json(\.tmp)?")
+
+_lock = threading.Lock()
+# By directory: the placement that came last, and this process's attempts and their generations.
+_newest: dict[str, Placement] = {}
+_attempts: dict[str, dict[str, int]] = {}
+_DIRECTORIES_MAX = 64
+
+
+@dataclasses.dataclass
+class Placement:
+    """One rank's part of one save.
+
+    Attributes:
+        directory: the checkpoint.
+        attempt: of the save, the same on all ranks.
+        generation: number in the data files' names, higher than that of any file that is there.
+        file_rank: number in the data files' names.
+        rank, world_size: as the manifest says.
+        used: whether data was written under it.
+    """
+
+    directory: str
+    attempt: str
+    generation: int
+    file_rank: int
+    rank: int
+    world_size: int
+    used: bool = False
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        note(self)
+
+    @property
+    def data_file(self) -> str:
+        return f"__{self.file_rank}_{self.generation}.distcp"
+
+    @property
+    def manifest(self) -> str:
+        return f"rank-{self.rank:05d}-of-{self.world_size:05d}-{self.attempt}.manifest.json"
+
+
+def note(placement: Placement) -> None:
+    """Remembers the newest word of a directory's coordinator."""
+    with _lock:
+        _newest.pop(placement.directory, None)
+        _newest[placement.directory] = placement
+        while len(_newest) > _DIRECTORIES_MAX:
+            del _newest[next(iter(_newest))]
+
+
+def take(planned: Any, directory: str) -> Placement:
+    """The placement of the save that is going on: the plan's, unless a cache has kept it.
+
+    Raises:
+        Error: INTERNAL if there is none, because some planner dropped the plan's storage data.
+    """
+    with _lock:
+        found = planned
+        if not isinstance(found, Placement) or found.used or found.directory != directory:
+            found = _newest.get(directory)
+        if found is None or found.used:
+            raise Error(
+                "INTERNAL",
+                f"save {directory}: its plan does not say where to write; does the planner keep "
+                "SavePlan.storage_data?",
+            )
+        found.used = True
+        return found
+
+
+def choose(directory: Path, attempt: str, file_ranks: list[int], alone: bool) -> list[Placement]:
+    """The placements of a new save, by its coordinator.
+
+    Args:
+        directory: the checkpoint.
+        attempt: a new attempt id.
+        file_ranks: of the ranks that save.
+        alone: each rank is its own coordinator and has its own metadata.
+    """
+    generation = 0
+    for name in os.listdir(directory):
+        match = DATA_FILE.fullmatch(name)
+        if match and (not alone or int(match[1]) in file_ranks):
+            generation = max(generation, int(match[2]) + 1)
+    key = str(directory)
+    with _lock:
+        known = _attempts.pop(key, {})
+        generation = max([generation, *(g + 1 for g in known.values())])
+        known[attempt] = generation
+        _attempts[key] = known
+        while len(_attempts) > _DIRECTORIES_MAX:
+            del _attempts[next(iter(_attempts))]
+    world = len(file_ranks)
+    return [Placement(key, attempt, generation, r, i, world) for i, r in enumerate(file_ranks)]
+
+
+def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None) -> list[str]:
+    """Files of earlier saves and failed ones in a checkpoint that was just committed.
+
+    Args:
+        directory: the checkpoint.
+        attempt: the committed one. Nothing of a younger one is named.
+        keep: names of its data files.
+        rank: only of this rank, where each has metadata of its own.
+    """
+    with _lock:
+        known = dict(_attempts.get(str(directory), {}))
+    own = known.get(attempt, 0)
+    names = os.listdir(directory)
+    result = []
+    for name in names:
+        data, manifest = DATA_FILE.fullmatch(name), MANIFEST.fullmatch(name)
+        if data:
+            mine = rank is None or int(data[1]) == rank
+            if mine and name not in keep and int(data[2]) < own:
+                result.append(name)
+        elif manifest and manifest[3] != attempt and known.get(manifest[3], -1) < own:
+            if rank is None or _is_of_rank(directory / name, rank):
+                result.append(name)
+    with _lock:
+        for older in [a for a, g in _attempts.get(str(directory), {}).items() if g <= own]:
+            del _attempts[str(directory)][older]
+    # Manifests first: a file without its manifest is known to be incomplete, not corrupt.
+    return sorted(result, key=lambda n: not n.startswith("rank-"))
+
+
+def _is_of_rank(path: Path, rank: int) -> bool:
+    """Whether a manifest names data files of a rank."""
+    try:
+        files = json.loads(path.read_bytes())["files"]
+        matches = [DATA_FILE.fullmatch(file["name"]) for file in files]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return any(m is not None and int(m[1]) == rank for m in matches)
+
+
+def new_attempt() -> str:
+    """A random attempt id."""
+    return _native.new_attempt()

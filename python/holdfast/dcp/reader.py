@@ -1,0 +1,369 @@
+"""The storage reader: DCP checkpoints, ours with their digests and anybody's without."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import io
+import logging
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
+from torch.futures import Future
+
+from holdfast import _dtypes, _native, _unpickle
+from holdfast.dcp import metadata as _metadata
+from holdfast.dcp import objects
+from holdfast.dcp.pieces import Loading, Source
+from holdfast.dcp.placement import MANIFEST, new_attempt
+from holdfast.dcp.records import NotPlain, find_tensor
+from holdfast.dcp.writer import METADATA, StorageWriter, local_path
+from holdfast.errors import Error
+
+logger = logging.getLogger("holdfast.dcp")
+
+BUFFER_BYTES = 64 << 20
+
+
+class _Proved:
+    """A rank's manifest: which tensor begins where in its files."""
+
+    def __init__(self, path: Path, manifest: str) -> None:
+        self.reader = _native.CheckpointReader.open_manifest(str(path), manifest)
+        self.files = list(self.reader.files)
+        self._tensors: dict[str, list[tuple[int, int, str, str, tuple[int, ...]]]] = {}
+        for name, dtype, shape, file, begin, end in self.reader.tensors():
+            entry = (begin, end, name, dtype, tuple(shape))
+            self._tensors.setdefault(self.files[file], []).append(entry)
+        for entries in self._tensors.values():
+            entries.sort()
+
+    def find(self, file: str, begin: int, length: int) -> tuple[int, int, str, str, tuple[int, ...]]:
+        """The one tensor inside of an item."""
+        entries = self._tensors.get(file, [])
+        at = bisect.bisect_left(entries, (begin,))
+        if at == len(entries) or entries[at][1] > begin + length:
+            raise Error(
+                "DATA_LOSS", f"load {file}: the manifest knows no tensor at {begin}, unlike the metadata"
+            )
+        return entries[at]
+
+
+class StorageReader(_StorageReader):
+    """Reads DCP checkpoints: ``dcp.load(state, storage_reader=StorageReader(path))``.
+
+    Tensors are read straight into the tensors that they belong in; what is sharded or laid out in
+    another way goes through a buffer of `buffer_bytes`. What `StorageWriter` wrote is compared with
+    its digests on the way; what other writers wrote cannot be, and `report` says so.
+
+    ``.metadata`` and objects are read through an allow-list.
+
+    Attributes:
+        path: the checkpoint's directory.
+        report: of the last load by this rank: ``bytes``, ``bytes_read``, ``seconds``, ``verified``.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        verify: bool = True,
+        allow: Iterable[Any] = (),
+        trust: bool = False,
+        buffer_bytes: int = BUFFER_BYTES,
+        threads: int = 0,
+    ) -> None:
+        """A reader for one checkpoint, or, with `reset`, for one after the other.
+
+        Args:
+            path: the checkpoint's directory.
+            verify: compare digests, where there are any.
+            allow: classes and functions (or "module:name") that objects and metadata may use beside
+                what is harmless.
+            trust: let objects use anything, as the framework's own reader does.
+            buffer_bytes: memory beside the tensors.
+            threads: of the reading; default one per CPU, at most four.
+
+        Raises:
+            Error: INVALID_ARGUMENT for a URL.
+        """
+        super().__init__()
+        self.path = local_path(path)
+        self.report: dict[str, Any] = {}
+        self._verify = verify
+        self._allow = frozenset(_unpickle.name_of(item) for item in allow)
+        self._trust = trust
+        self._buffer_bytes = buffer_bytes
+        self._threads = threads
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.load_id = new_attempt()
+        self._storage_data: dict[Any, Any] = {}
+        self._save_id = ""
+
+    # ---- What the framework calls, in this order.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.path = local_path(checkpoint_id)
+        self._fresh()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        rank = kwargs.get("rank")
+        name = METADATA if rank is None else f"__{rank}{METADATA}"
+        metadata = _metadata.read(self.path / name, self._allow)
+        assert metadata.storage_meta is not None  # the reading sees to it
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        if metadata.storage_data is None:
+            raise Error("DATA_LOSS", f"load {self.path}: its metadata does not say where things are")
+        self._storage_data = metadata.storage_data
+        self._save_id = getattr(metadata.storage_meta, "save_id", None) or ""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        proved = self._manifests()
+        loading = Loading(self._verify, self._buffer_bytes, self._threads)
+        foreign: list[ReadItem] = []
+        unproved: list[ReadItem] = []
+        done: list[tuple[ReadItem, torch.Tensor]] = []
+        for item in plan.items:
+            info = self._storage_data[item.storage_index]
+            if getattr(info, "transform_descriptors", None):
+                foreign.append(item)
+            elif info.relative_path in proved:
+                self._read_proved(item, info, proved[info.relative_path], planner, loading, done)
+            else:
+                unproved.append(item)
+        if unproved:
+            foreign += self._read_unproved(unproved, planner, loading, done)
+        loading.run()
+        for item, target in done:
+            planner.commit_tensor(item, target)
+        if foreign:
+            self._read_foreign(foreign, planner)
+        self.report = {
+            "bytes": loading.bytes,
+            "bytes_read": loading.bytes_read,
+            "seconds": loading.seconds,
+            "verified": self._verify and not unproved and not foreign,
+        }
+        if unproved:
+            logger.info(
+                "load %s: %d items without digests to compare with; they were not written by "
+                "holdfast, or their manifests are gone",
+                self.path, len(unproved),
+            )  # fmt: skip
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The checkpoint's directory."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return StorageWriter.validate_checkpoint_id(checkpoint_id)
+
+    # ---- Files with a manifest.
+
+    def _manifests(self) -> dict[str, _Proved]:
+        """By data file, the manifest of the attempt that the metadata speaks of."""
+        found: dict[str, _Proved] = {}
+        if not self._save_id:
+            return found
+        for name in sorted(os.listdir(self.path)):
+            match = MANIFEST.fullmatch(name)
+            if match and match[3] == self._save_id and not match[4]:
+                proved = _Proved(self.path, name)
+                found.update(dict.fromkeys(proved.files, proved))
+        return found
+
+    def _read_proved(self, item: ReadItem, info: Any, proved: _Proved, planner: LoadPlanner,
+                     loading: Loading, done: list[tuple[ReadItem, torch.Tensor]]) -> None:  # fmt: skip
+        begin, end, name, dtype, shape = proved.find(info.relative_path, info.offset, info.length)
+        if begin == info.offset and end - begin == info.length:
+            # The item is one run of bytes: an object, or a tensor that torch.save serialized.
+            data = self._bytes(loading, proved.reader, name, info.length)
+            if item.type == LoadItemType.BYTE_IO:
+                self._load_object(item, data, planner)
+            else:
+                whole = torch.load(data, map_location="cpu", weights_only=True)
+                target = _target(item, planner)
+                with torch.no_grad():
+                    target.copy_(_narrowed(whole, item))
+                done.append((item, target))
+            return
+        if item.type == LoadItemType.BYTE_IO:
+            raise Error("DATA_LOSS", f"load {item.storage_index.fqn}: an object, but a tensor lies there")
+        source = Source(
+            proved.reader, name, 0, _dtypes.of_file(dtype), shape, _row_major(shape)
+        )
+        done.append((item, _ask(item, source, planner, loading)))
+
+    # ---- Files without.
+
+    def _read_unproved(self, items: list[ReadItem], planner: LoadPlanner, loading: Loading,
+                       done: list[tuple[ReadItem, torch.Tensor]]) -> list[ReadItem]:  # fmt: skip
+        """Looks into the files; returns the items that only ``torch.load`` can read."""
+        foreign: list[ReadItem] = []
+        found: list[tuple[ReadItem, str, int, int, Any]] = []
+        with contextlib.ExitStack() as stack:
+            fds: dict[str, int] = {}
+            for item in items:
+                info = self._storage_data[item.storage_index]
+                if info.relative_path not in fds:
+                    fd = self._open(info.relative_path)
+                    stack.callback(os.close, fd)
+                    fds[info.relative_path] = fd
+                if item.type == LoadItemType.BYTE_IO:
+                    begin, end, record = info.offset, info.offset + info.length, None
+                else:
+                    read = functools.partial(_read_at, fds[info.relative_path], info)
+                    try:
+                        record = find_tensor(read, info.length)
+                    except NotPlain:
+                        foreign.append(item)
+                        continue
+                    begin, end = info.offset + record.begin, info.offset + record.end
+                found.append((item, info.relative_path, begin, end, record))
+        # The same bytes may be asked for several times, in parts.
+        names: dict[tuple[str, int, int], str] = {}
+        files = sorted({file for _, file, _, _, _ in found})
+        places = []
+        for _, file, begin, end, _ in found:
+            if (file, begin, end) not in names and end > begin:
+                names[file, begin, end] = f"{file}@{begin}"
+                places.append(
+                    (f"{file}@{begin}", "U8", [end - begin], files.index(file), begin, end)
+                )
+        if not places:
+            reader = None
+        else:
+            reader = _native.CheckpointReader.open_places(str(self.path), files, places)
+        for item, file, begin, end, record in found:
+            name = names.get((file, begin, end), "")
+            if record is None:
+                data = self._bytes(loading, reader, name, end - begin)
+                self._load_object(item, data, planner)
+            else:
+                source = Source(
+                    reader, name, record.storage_offset * record.dtype.itemsize, record.dtype,
+                    record.shape, record.stride,
+                )  # fmt: skip
+                done.append((item, _ask(item, source, planner, loading)))
+        return foreign
+
+    def _open(self, name: str) -> int:
+        try:
+            return os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise Error(
+                "NOT_FOUND" if error.errno == 2 else "UNAVAILABLE",
+                f"load {self.path / name}: {error.strerror}",
+                error.errno or 0,
+            ) from error
+
+    def _read_foreign(self, items: list[ReadItem], planner: LoadPlanner) -> None:
+        """What the framework alone can read: transformed streams, older formats, odd tensors."""
+        reader = FileSystemReader(self.path)
+        reader.storage_data = self._storage_data
+        wrapped = planner if self._trust else _CheckedPlanner(planner, self._allow)
+        reader.read_data(LoadPlan(items), wrapped)  # type: ignore[arg-type]
+
+    # ---- Objects.
+
+    def _bytes(self, loading: Loading, reader: Any, name: str, nbytes: int) -> io.BytesIO:
+        data = bytearray(nbytes)
+        if nbytes:
+            view = torch.frombuffer(data, dtype=torch.uint8)
+            loading.read(reader, [(name, view.data_ptr(), nbytes, None, None)])
+        return io.BytesIO(data)
+
+    def _load_object(self, item: ReadItem, data: io.BytesIO, planner: LoadPlanner) -> None:
+        if not self._trust:
+            objects.check(data, item.storage_index.fqn, self._allow)
+        planner.load_bytes(item, data)
+
+
+class _CheckedPlanner:
+    """A planner whose objects are looked at before it gets them."""
+
+    def __init__(self, planner: LoadPlanner, allow: frozenset[str]) -> None:
+        self._planner = planner
+        self._allow = allow
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
+
+    def load_bytes(self, item: ReadItem, data: io.BytesIO) -> None:
+        objects.check(data, item.storage_index.fqn, self._allow)
+        self._planner.load_bytes(item, data)
+
+
+def _read_at(fd: int, info: Any, offset: int, nbytes: int) -> bytes:
+    """Bytes of an item; fewer only at its end."""
+    if offset < 0 or nbytes < 0 or offset + nbytes > info.length:
+        nbytes = max(0, min(nbytes, info.length - offset))
+    return os.pread(fd, nbytes, info.offset + offset)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _narrowed(tensor: torch.Tensor, item: ReadItem) -> torch.Tensor:
+    for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        tensor = tensor.narrow(dim, offset, length)
+    return tensor
+
+
+def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
+    target = planner.resolve_tensor(item).detach()
+    if tuple(target.shape) != tuple(item.lengths):
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"load {item.storage_index.fqn}: the plan asks for {list(item.lengths)}, the target has "
+            f"{list(target.shape)}",
+        )
+    return target
+
+
+def _ask(item: ReadItem, source: Source, planner: LoadPlanner, loading: Loading) -> torch.Tensor:
+    offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+    fits = len(offsets) == len(source.shape) and all(
+        o + n <= s for o, n, s in zip(offsets, lengths, source.shape, strict=True)
+    )
+    if not fits:
+        raise Error(
+            "DATA_LOSS",
+            f"load {item.storage_index.fqn}: the metadata asks for {list(lengths)} at "
+            f"{list(offsets)} of what is {list(source.shape)} in the file",
+        )
+    target = _target(item, planner)
+    loading.add(source.narrow(offsets, lengths), target)
+    return target

@@ -1,0 +1,265 @@
+"""Staged copies of states in shared memory: capped, reused, never reused too early.
+
+DCP's own ``async_save`` stages a state before it plans and hands the copy on, to a thread or, with
+tensors by reference, to a process of its own. Nothing tells the stager when that copy is no longer
+needed, so the copy itself does: its tensors lie in one storage, and while any of them lives, in the
+upload's hands, its memory is held. The upload lets go of them when its writer has returned, and the
+writer returns when the worker was joined; in process mode, when the other process has answered or
+is gone.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from holdfast import _runtime
+from holdfast.errors import Error
+
+# A staged copy is stable, so it streams through this much of the runtime's staging memory.
+WINDOW_BYTES = 64 << 20
+_ALIGNMENT = 64
+_PAGE = 4096
+_SHARE = 4  # of the available memory, if nothing else is said
+
+
+class _Block:
+    """Shared memory for one staged state at a time."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.fd = os.memfd_create("holdfast-staged", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, nbytes)
+        self._lease: StorageWeakRef | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no tensor lies in it any more."""
+        return self._lease is None or self._lease.expired()
+
+    def lease(self) -> torch.UntypedStorage:
+        """A storage over it; the block is free again once nobody refers to that."""
+        fd = os.dup(self.fd)
+        try:
+            storage = torch.UntypedStorage._new_shared_fd_cpu(fd, self.nbytes)
+        finally:
+            os.close(fd)
+        self._lease = StorageWeakRef(storage)
+        return storage
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+_lock = threading.Lock()
+_blocks: list[_Block] = []
+
+
+def held_bytes() -> int:
+    """Shared memory that staged states hold now."""
+    with _lock:
+        return sum(b.nbytes for b in _blocks if not b.is_free)
+
+
+def kept_bytes() -> int:
+    """Shared memory that is kept, held or not."""
+    with _lock:
+        return sum(b.nbytes for b in _blocks)
+
+
+def trim() -> None:
+    """Gives back what no staged state holds."""
+    with _lock:
+        for block in [b for b in _blocks if b.is_free]:
+            _blocks.remove(block)
+            block.close()
+
+
+def _cap(given: int | None) -> int:
+    fixed = given or _runtime._options.get("arena_bytes") or os.environ.get("HOLDFAST_ARENA_BYTES")
+    return int(fixed) if fixed else (_runtime._available() + kept_bytes()) // _SHARE
+
+
+def _take(nbytes: int, cap: int) -> torch.UntypedStorage:
+    """Leases memory, from the blocks that are there or new."""
+    nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+    with _lock:
+        free = sorted((b for b in _blocks if b.is_free), key=lambda b: b.nbytes)
+        for block in free:
+            # A block that is much too large would keep the cap from being used by others.
+            if nbytes <= block.nbytes <= 2 * nbytes:
+                return block.lease()
+        held = sum(b.nbytes for b in _blocks if not b.is_free)
+        if held + nbytes > cap:
+            raise Error(
+                "RESOURCE_EXHAUSTED",
+                f"stage {nbytes} bytes: {held} bytes are held by uploads that go on, and the cap is "
+                f"{cap}; set staging_bytes_max to {held + nbytes} or more, wait for the uploads, or "
+                "use holdfast.dcp.async_save, which streams",
+            )
+        for block in free:  # smallest first; the new one must fit beside what is left
+            if sum(b.nbytes for b in _blocks) + nbytes > cap or block.nbytes < nbytes:
+                _blocks.remove(block)
+                block.close()
+        block = _Block(nbytes)
+        _blocks.append(block)
+        return block.lease()
+
+
+class _Copy:
+    """The walk over a state: what must be copied, then the copy."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[tuple[Any, ...], tuple[torch.Tensor, int]] = {}
+        self.nbytes = 0
+        self.storage: torch.UntypedStorage | None = None
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
+        return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(),
+                str(tensor.device))  # fmt: skip
+
+    @staticmethod
+    def _is_plain(value: Any) -> bool:
+        return (
+            type(value) in (torch.Tensor, torch.nn.Parameter)
+            and value.layout == torch.strided
+            and not value.is_quantized
+            and value.device.type != "meta"
+        )
+
+    def count(self, value: Any) -> None:
+        if self._is_plain(value):
+            tensor = value.detach()
+            key = self._key(tensor)
+            if key not in self.tensors:
+                self.tensors[key] = (tensor, self.nbytes)
+                self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+        elif isinstance(value, DTensor):
+            self.count(value._local_tensor)
+        elif isinstance(value, dict):
+            for item in value.values():
+                self.count(item)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                self.count(item)
+
+    def fill(self) -> None:
+        """Copies every tensor once to its place."""
+        for key, (tensor, offset) in self.tensors.items():
+            place = self._view(tensor, offset)
+            with torch.no_grad():
+                place.copy_(tensor)
+            self.tensors[key] = (place, offset)
+
+    def _view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        assert self.storage is not None
+        if not tensor.numel():
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        empty = torch.empty(0, dtype=tensor.dtype)
+        return empty.set_(self.storage, offset // tensor.itemsize, tensor.shape)
+
+    def build(self, value: Any) -> Any:
+        if self._is_plain(value):
+            return self.tensors[self._key(value.detach())][0]
+        if isinstance(value, DTensor):
+            return DTensor.from_local(
+                self.build(value._local_tensor), value.device_mesh, value.placements,
+                run_check=False, shape=value.shape, stride=value.stride(),
+            )  # fmt: skip
+        if isinstance(value, dict):
+            built = {k: self.build(v) for k, v in value.items()}
+            if type(value) is dict:
+                return built
+            clone = copy.copy(value)
+            clone.update(built)
+            return clone
+        if isinstance(value, (list, tuple)):
+            items = [self.build(v) for v in value]
+            if hasattr(value, "_fields"):
+                return type(value)(*items)
+            return type(value)(items) if type(value) in (list, tuple) else copy.deepcopy(value)
+        if isinstance(value, torch.Tensor):
+            # Of a kind that is no plain memory: private copies, outside of the shared memory.
+            return value.detach().to("cpu", copy=True)
+        return copy.deepcopy(value)
+
+
+def stage(state_dict: STATE_DICT_TYPE, bytes_max: int | None = None) -> STATE_DICT_TYPE:
+    """A copy of a state whose tensors lie in shared memory, in the host.
+
+    Args:
+        state_dict: nested dicts, lists and tuples of tensors and whatever can be deep-copied.
+        bytes_max: cap of what all staged states of this process hold together.
+
+    Raises:
+        Error: RESOURCE_EXHAUSTED, at once, naming the cap that would be needed.
+    """
+    walk = _Copy()
+    walk.count(state_dict)
+    if walk.nbytes:
+        walk.storage = _take(walk.nbytes, _cap(bytes_max))
+        walk.fill()
+    return walk.build(state_dict)
+
+
+class Stager:
+    """Tells `holdfast.dcp.async_save` to answer with both futures; a stager for the stock one, too.
+
+    Under `holdfast.dcp.async_save` nothing is staged here: tensors are copied straight to their
+    places in the files. ``staging_completion`` then says when GPU tensors may be changed; CPU
+    tensors may when the call returns.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, late: Iterable[Any] = (), *, staging_bytes_max: int | None = None) -> None:
+        """A stager; close it after the last save.
+
+        Args:
+            late: modules, optimizers and tensors that the training leaves alone until
+                ``staging_completion``: their GPU memory may be copied behind forward and backward.
+                All other GPU tensors are ordered into the current stream at once. Only parameters
+                and optimizer state are taken from modules and optimizers.
+            staging_bytes_max: cap under the stock ``async_save``, as of `StorageWriter`.
+        """
+        self.late = tuple(late)
+        self._staging_bytes_max = staging_bytes_max
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE]:
+        """For the stock ``async_save``: a copy in shared memory, as a future that is done."""
+        future: Future[STATE_DICT_TYPE] = Future()
+        future.set_result(stage(state_dict, self._staging_bytes_max))
+        return future
+
+    def synchronize_staging(self) -> None:
+        """Does nothing: `stage` returns when everything was copied."""
+
+    def close(self) -> None:
+        """Gives back the shared memory that no upload uses."""
+        trim()
+
+
+def _forget() -> None:
+    """In a forked child the memory is the parent's, and so is the decision about it."""
+    global _lock
+    _lock = threading.Lock()
+    for block in _blocks:
+        block.close()
+    _blocks.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

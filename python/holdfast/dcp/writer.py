@@ -1,0 +1,289 @@
+"""The storage writer: DCP's own files, written by the runtime's worker and proved by a manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from holdfast import _devices, _runtime, saving
+from holdfast.dcp import items, placement, staging
+from holdfast.dcp import metadata as _metadata
+from holdfast.errors import Error
+
+logger = logging.getLogger("holdfast.dcp")
+
+METADATA = ".metadata"
+
+
+def local_path(checkpoint_id: str | os.PathLike[str]) -> Path:
+    """The directory that a checkpoint id names.
+
+    Raises:
+        Error: INVALID_ARGUMENT for a URL.
+    """
+    text = os.fspath(checkpoint_id)
+    if "://" in text:
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"open {text}: only directories of mounted file systems are supported, no URLs; "
+            "torch.distributed.checkpoint's own reader and writer for it, or holdfast.dcp.async_save, "
+            "which hands URLs on to them, do",
+        )
+    return Path(os.path.abspath(text))
+
+
+@dataclasses.dataclass
+class Written:
+    """One rank's data on its way to the disk: the save, and what it will have written."""
+
+    save: saving.Save
+    results: list[WriteResult]
+    placement: placement.Placement
+
+    def wait(self) -> list[WriteResult]:
+        """Blocks until the rank's data is durable.
+
+        Raises:
+            Error: the save's, with the rank in its message.
+        """
+        try:
+            self.save.wait()
+        except Error as error:
+            place = self.placement
+            raise type(error)(
+                error.code,
+                f"save {place.directory}, rank {place.file_rank}: {error.message}",
+                error.errno,
+            ) from error
+        return self.results
+
+
+class StorageWriter(_StorageWriter):
+    """Writes DCP checkpoints through Holdfast: ``dcp.save(state, storage_writer=StorageWriter(path))``.
+
+    The files are ordinary: ``__R_N.distcp`` per rank and ``.metadata``, which the framework's own
+    reader loads; beside them stands a manifest per rank with digests, by which
+    `holdfast.dcp.verify` proves the checkpoint. ``.metadata`` appears, by one rename, when the data
+    of all ranks is durable; until then an older checkpoint in the same directory stays whole, and
+    its files are deleted afterwards.
+
+    Under the framework's ``async_save`` it is the stager, too; `holdfast.dcp.async_save` costs less.
+
+    Attributes:
+        path: the checkpoint's directory.
+        step: recorded in manifests and reports.
+    """
+
+    # What stock `async_save` asks of a stager.
+    _synchronize_after_execute = False
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = True,
+        step: int | None = None,
+        staging_bytes_max: int | None = None,
+    ) -> None:
+        """A writer for one checkpoint, or, with `reset`, for one after the other.
+
+        Args:
+            path: the checkpoint's directory; made if it is not there.
+            overwrite: whether a checkpoint that is there may be replaced, as DCP allows by default.
+            step: of the training; default the last number in the directory's name, else 0.
+            staging_bytes_max: cap of the shared memory that stock ``async_save`` stages in; default
+                that of the staging memory (see `holdfast.configure`), else a quarter of what is
+                available.
+
+        Raises:
+            Error: INVALID_ARGUMENT for a URL.
+        """
+        super().__init__()
+        self.path = local_path(path)
+        self.overwrite = overwrite
+        self._step = step
+        self._staging_bytes_max = staging_bytes_max
+        self._staged = False
+        self._fresh()
+
+    def _fresh(self) -> None:
+        self.save_id = placement.new_attempt()
+        self._save_id_used = False
+        self._rank: int | None = None
+        self._use_collectives = True
+
+    @property
+    def step(self) -> int:
+        if self._step is not None:
+            return self._step
+        numbers = re.findall(r"\d+", self.path.name)
+        return int(numbers[-1]) % 2**63 if numbers else 0
+
+    # ---- What the framework calls, in this order.
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        if checkpoint_id:
+            self.path = local_path(checkpoint_id)
+        self._fresh()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._rank = kwargs.get("rank")
+        self._use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        _metadata.make_directory(self.path)
+        if not self.overwrite and (self.path / self._metadata_name(reading=True)).exists():
+            raise Error(
+                "ALREADY_EXISTS",
+                f"save {self.path}: there is a checkpoint already, and overwrite=False",
+            )
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        if self._save_id_used:
+            self.save_id = placement.new_attempt()
+        self._save_id_used = True
+        alone = not self._use_collectives
+        ranks = [self._rank or 0] if alone else list(range(len(plans)))
+        places = placement.choose(self.path, self.save_id, ranks, alone)
+        if len(places) == 1:
+            placement.note(places[0])  # it may reach `write_data` without having been pickled
+        return [
+            dataclasses.replace(plan, storage_data=place)
+            for plan, place in zip(plans, places, strict=True)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results = self.begin(plan, planner).wait()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def begin(self, plan: SavePlan, planner: SavePlanner, late: Iterable[Any] | None = None) -> Written:
+        """Starts writing. Host tensors are captured when it returns.
+
+        Tensors on a device are copied behind it. What `late` does not name is cloned on the device
+        up to a bound, beyond that the current stream waits for the copies: either way it may be
+        changed at once by what the stream does next.
+
+        Args:
+            plan, planner: as of `write_data`.
+            late: tensors, modules or optimizers that stay unchanged until the save has staged. None:
+                nothing is known to, so that the current stream waits for all copies.
+
+        Raises:
+            Error: of this rank's own part.
+        """
+        place = placement.take(plan.storage_data, str(self.path))
+        ranges = None if late is None else saving._late_memory((), late)
+        file = items.plan_file(plan, planner, place.data_file, ranges)
+        nbytes = file.plan.total_bytes
+        if self._staged:
+            # The staged copy is stable: it goes through a small window of the staging memory.
+            nbytes = min(nbytes, staging.WINDOW_BYTES)
+        door = _runtime.door(
+            str(self.path.parent), nbytes, rank=place.rank, world_size=place.world_size
+        )
+        native = door.save(
+            self.path.name, file.plan, self.step, False, place.attempt, True
+        )
+        extra = {
+            "rank": place.rank,
+            "world_size": place.world_size,
+            "objects": file.pickled,
+            "contiguous_copies": file.contiguous_copies,
+        }
+        save = saving.Save(native, str(self.path), self.step, extra, file.device)
+        save._door = door  # type: ignore[attr-defined]  # it must outlive the save
+        for device in file.wait:
+            native.wait_staged_on(_devices.device_of(device), _devices.stream_of(device))
+        return Written(save, file.results, place)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
+        metadata.storage_meta = self.storage_meta()
+        name = self._metadata_name()
+        older = self._files_of(self.path / name)
+        _metadata.commit(self.path, name, metadata)
+        named = {info.relative_path for info in metadata.storage_data.values()}
+        self._delete_older(named, older - named)
+
+    def _files_of(self, path: Path) -> set[str]:
+        """What the metadata that is there names, of this directory itself."""
+        try:
+            data = _metadata.read(path).storage_data or {}
+            names = {info.relative_path for info in data.values()}
+        except Error as error:
+            if error.code != "NOT_FOUND":
+                logger.warning("%s; the files that it names will stay", error.message)
+            return set()
+        except AttributeError:  # another writer's metadata, with storage data of its own
+            return set()
+        return {n for n in names if isinstance(n, str) and os.path.basename(n) == n}
+
+    def _delete_older(self, keep: set[str], older: set[str]) -> None:
+        """Deletes what no metadata names any more. The checkpoint is durable: errors are told only."""
+        try:
+            rank = None if self._use_collectives else self._rank or 0
+            left = placement.leftovers(self.path, self.save_id, keep, rank)
+            for name in [*left, *sorted(older - set(left))]:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path / name)
+        except OSError as error:
+            logger.warning("delete older files of %s: %s", self.path, error)
+
+    def _metadata_name(self, reading: bool = False) -> str:
+        if self._use_collectives:
+            return METADATA
+        return f"__{0 if reading else self._rank or 0}{METADATA}"
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """The checkpoint's directory."""
+        return self.path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        if "://" in os.fspath(checkpoint_id):
+            return False
+        parents = Path(os.path.abspath(checkpoint_id)).parents
+        return any(p.exists() and os.access(p, os.W_OK) for p in parents)
+
+    # ---- As the stager of the framework's own async_save.
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        return self._synchronize_after_execute
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """Copies a state into shared memory that is reused once the upload has let go of it.
+
+        Raises:
+            Error: RESOURCE_EXHAUSTED naming the cap that would be needed.
+        """
+        self._staged = True
+        return staging.stage(state_dict, self._staging_bytes_max)
+
+    def synchronize_staging(self) -> None:
+        """Does nothing: `stage` returns when everything was copied."""
+
+    def close(self) -> None:
+        """Gives back the shared memory that no upload uses."""
+        staging.trim()
