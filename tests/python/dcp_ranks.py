@@ -1,0 +1,64 @@
+"""Jobs of several gloo ranks on this machine, each a process, for the tests of holdfast.dcp."""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+ARENA_BYTES = 64 << 20
+
+
+def _rank(rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple[Any, ...],
+          answers: Any) -> None:  # fmt: skip
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ["HOLDFAST_ARENA_BYTES"] = str(ARENA_BYTES)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    try:
+        answers.put((rank, body(rank, *args), ""))
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+    finally:
+        dist.destroy_process_group()
+
+
+def run_ranks(world_size: int, scratch: Path, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Runs ``body(rank, *args)`` on every rank; returns what they return, or fails."""
+    context = mp.get_context("spawn")
+    answers = context.Queue()
+    number = len(list(scratch.glob("store-*")))
+    store = str(scratch / f"store-{number}")
+    processes = [
+        context.Process(target=_rank, args=(rank, world_size, store, body, args, answers))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    got: dict[int, Any] = {}
+    failures = []
+    try:
+        for _ in processes:
+            rank, value, failure = answers.get(timeout=120)
+            got[rank] = value
+            if failure:
+                failures.append(f"rank {rank}:\n{failure}")
+    finally:
+        for process in processes:
+            process.join(30)
+            if process.is_alive():
+                process.kill()
+    assert not failures, "\n".join(failures)
+    return [got[rank] for rank in range(world_size)]
