@@ -12,9 +12,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict
+import torch.distributed.fsdp
 import torch.multiprocessing as mp
 
+import holdfast.dcp
+import holdfast.saving
+
 ARENA_BYTES = 64 << 20
+
+# Ranks are forked by a server that has imported this file, and so PyTorch, but used nothing of it.
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload([__name__])
 
 
 def _rank(rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple[Any, ...],
@@ -37,12 +46,11 @@ def _rank(rank: int, world_size: int, store: str, body: Callable[..., Any], args
 
 def run_ranks(world_size: int, scratch: Path, body: Callable[..., Any], *args: Any) -> list[Any]:
     """Runs ``body(rank, *args)`` on every rank; returns what they return, or fails."""
-    context = mp.get_context("spawn")
-    answers = context.Queue()
+    answers = _context.Queue()
     number = len(list(scratch.glob("store-*")))
     store = str(scratch / f"store-{number}")
     processes = [
-        context.Process(target=_rank, args=(rank, world_size, store, body, args, answers))
+        _context.Process(target=_rank, args=(rank, world_size, store, body, args, answers))
         for rank in range(world_size)
     ]
     for process in processes:

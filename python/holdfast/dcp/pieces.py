@@ -11,6 +11,9 @@ import torch
 
 from holdfast import _devices
 
+_ALIGNMENT = 64
+_READ_BYTES_MIN = 8 << 20  # one chunk is read while another is compared
+
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -113,7 +116,9 @@ class Loading:
 
     def __init__(self, verify: bool, buffer_bytes: int, threads: int) -> None:
         self._verify = verify
-        self._buffer_bytes = buffer_bytes
+        # Half for what must be laid out anew, half for the reading itself.
+        self._piece_bytes = buffer_bytes // 2
+        self._buffer_bytes = max(buffer_bytes // 2, _READ_BYTES_MIN)
         self._threads = threads
         self._direct: dict[int, tuple[Any, list[Any]]] = {}
         self._bounced: list[Piece] = []
@@ -123,7 +128,7 @@ class Loading:
 
     def add(self, source: Source, target: torch.Tensor) -> None:
         """Asks for a box of the same shape."""
-        for piece in cut(Piece(source, target), self._buffer_bytes):
+        for piece in cut(Piece(source, target), self._piece_bytes):
             if piece.is_direct:
                 reader = piece.source.reader
                 self._direct.setdefault(id(reader), (reader, []))[1].append(piece.direct_target())
@@ -139,7 +144,7 @@ class Loading:
             return
         # In the order of the files, so that pieces of one chunk are read together.
         self._bounced.sort(key=lambda p: (id(p.source.reader), p.source.name, p.source.base))
-        nbytes = min(self._buffer_bytes, sum(_aligned(p.source.span) for p in self._bounced))
+        nbytes = min(max(self._piece_bytes, _ALIGNMENT), sum(_aligned(p.source.span) for p in self._bounced))
         buffer = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
         batch: list[tuple[Piece, int]] = []
         filled = 0
@@ -176,9 +181,6 @@ class Loading:
         self.bytes += report["bytes"]
         self.bytes_read += report["bytes_read"]
         self.seconds += report["seconds"]
-
-
-_ALIGNMENT = 64
 
 
 def _aligned(nbytes: int) -> int:
