@@ -59,7 +59,7 @@ def run_ranks(world_size: int, scratch: Path, body: Callable[..., Any], *args: A
     failures = []
     try:
         for _ in processes:
-            rank, value, failure = answers.get(timeout=120)
+            rank, value, failure = answers.get(timeout=90)
             got[rank] = value
             if failure:
                 failures.append(f"rank {rank}:\n{failure}")

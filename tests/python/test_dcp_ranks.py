@@ -89,10 +89,6 @@ def equal(a: Any, b: Any, path: str = "") -> None:
         assert a == b, path
 
 
-def without_module_prefix(path: Path) -> list[str]:
-    return sorted(p.name for p in path.iterdir())
-
-
 def _save(rank: int, path: str, reference: str, way: str) -> None:
     model, optimizer = sharded(1)
     train(model, optimizer, 2)
@@ -148,3 +144,294 @@ def test_replicas_are_written_by_one_rank_only(tmp_path: Path) -> None:
     assert loaded["number"] == 5
     torch.manual_seed(0)
     assert torch.equal(loaded["same"], torch.randn(1000))
+
+
+# ---- Failures.
+
+
+def _fail_on_rank_1(rank: int, path: str) -> dict[str, Any]:
+    import resource
+    import signal
+    import time
+
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    state = {f"r{rank}": torch.full((5000,), float(rank)), "step": 1}
+    holdfast.dcp.async_save(state, checkpoint_id=path).result()
+    dist.barrier()
+    before = sorted(os.listdir(path))
+    result: dict[str, Any] = {}
+    for way in ("async", "sync"):
+        old = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
+        begin = time.monotonic()
+        try:
+            if way == "async":
+                holdfast.dcp.async_save({**state, "step": 2}, checkpoint_id=path).result()
+            else:
+                dcp.save({**state, "step": 2}, storage_writer=holdfast.dcp.StorageWriter(path))
+        except CheckpointException as failure:
+            (failed,) = failure.failures
+            error = failure.failures[failed][0]
+            result[way] = (failed, error.errno, str(error), time.monotonic() - begin)
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+    dist.barrier()
+    result["before"] = before
+    result["left"] = sorted(os.listdir(path))
+    loaded = {f"r{rank}": torch.zeros(5000), "step": 0}
+    dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(path))
+    result["step"] = loaded["step"]
+    holdfast.dcp.async_save({**state, "step": 3}, checkpoint_id=path).result()
+    dist.barrier()
+    dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(path))
+    result["after"] = loaded["step"]
+    result["final"] = sorted(os.listdir(path))
+    return result
+
+
+def test_a_failing_rank_fails_the_save_on_all_ranks_with_rank_file_and_errno(
+    tmp_path: Path,
+) -> None:
+    results = dcp_ranks.run_ranks(2, tmp_path, _fail_on_rank_1, str(tmp_path / "run"))
+    for result in results:
+        for way in ("async", "sync"):
+            failed, errno, message, seconds = result[way]
+            assert failed == 1
+            assert errno == 27  # EFBIG
+            assert "rank 1" in message and "__1_" in message
+            assert seconds < 20
+        # The previous checkpoint is whole; the next save removes what the failed ones left.
+        assert set(result["before"]) <= set(result["left"])
+        assert (result["step"], result["after"]) == (1, 3)
+        assert len(result["final"]) == 5, result["final"]
+    assert holdfast.dcp.verify(tmp_path / "run")["verdict"] == "sound"
+
+
+def _fail_before_writing(rank: int, path: str) -> tuple[int, str]:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    class Planner(dcp.DefaultSavePlanner):
+        def resolve_data(self, item: Any) -> Any:
+            if rank == 1:
+                raise ValueError("rank 1 has lost its data")
+            return super().resolve_data(item)
+
+    state = {f"r{rank}": torch.ones(10)}
+    future = holdfast.dcp.async_save(state, checkpoint_id=path, planner=Planner())
+    try:
+        future.result()
+    except CheckpointException as failure:
+        ((failed, (error, _)),) = failure.failures.items()
+        return failed, str(error)
+    raise AssertionError("the save did not fail")
+
+
+def test_a_rank_that_fails_before_it_writes_is_known_to_all(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    results = dcp_ranks.run_ranks(2, tmp_path, _fail_before_writing, str(path))
+    assert results == [(1, "rank 1 has lost its data")] * 2
+    assert not (path / ".metadata").exists()
+
+
+# ---- Plan caches.
+
+
+def _cached(rank: int, directory: str, ways: str) -> list[bool]:
+    from torch.distributed.checkpoint.planner import SavePlanner
+
+    usable = []
+
+    class Planner(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            usable.append(plan.usable)
+            return plan
+
+    def save(state: dict[str, Any], name: str) -> None:
+        path = os.path.join(directory, name)
+        planner = Planner(enable_plan_caching=True)
+        if ways == "async":
+            holdfast.dcp.async_save(state, checkpoint_id=path, planner=planner).result()
+        else:
+            writer = holdfast.dcp.StorageWriter(path)
+            dcp.save(state, storage_writer=writer, planner=planner)
+
+    def check(state: dict[str, Any], name: str) -> None:
+        loaded = {k: torch.zeros_like(v) for k, v in state.items()}
+        path = os.path.join(directory, name)
+        dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(path))
+        equal(state, loaded)
+        assert holdfast.dcp.verify(path)["verdict"] == "sound"
+
+    def state_of(value: float, more: int) -> dict[str, Any]:
+        return {
+            f"r{rank}.{i}": torch.full((100 + more * rank,), value + i + 10 * rank)
+            for i in range(3)
+        }
+
+    for name, value, more in (("a", 1.0, 0), ("b", 2.0, 0), ("c", 3.0, 7), ("d", 4.0, 7), ("d", 5.0, 7)):
+        # "c" changes rank 1's plan, and not rank 0's.
+        state = state_of(value, more)
+        save(state, name)
+        dist.barrier()
+        check(state, name)
+        dist.barrier()
+    for cache in ("_cached_save_plan", "_cached_all_plans", "_cached_global_plan",
+                  "_cached_metadata", "_cached_final_save_plan"):  # fmt: skip
+        getattr(SavePlanner, cache).clear()
+    return usable
+
+
+def test_cached_plans_are_used_and_never_lead_to_an_older_saves_files(tmp_path: Path) -> None:
+    for ways in ("async", "sync"):
+        directory = tmp_path / ways
+        directory.mkdir()
+        usable = dcp_ranks.run_ranks(2, tmp_path, _cached, str(directory), ways)
+        assert usable[0] == [True, False, False, False, False]
+        assert usable[1] == [True, False, True, False, False]
+
+
+# ---- The tutorial's three loops.
+
+
+def _tutorial(rank: int, directory: str, loop: str) -> None:
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+    model, optimizer = sharded(0)
+    future = None
+    stager = DefaultStager(StagingOptions(False, False, True, False))
+    group = dist.new_group()
+    for step in range(4):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        loss = model(torch.randn(8, 37)).sum()
+        loss.backward()
+        if loop == "both futures" and future is not None:
+            future.staging_completion.result()
+        optimizer.step()
+        if future is not None:
+            getattr(future, "upload_completion", future).result()
+        state = {"app": AppState(model, optimizer)}
+        path = os.path.join(directory, f"step-{step}")
+        if rank == 0:
+            os.makedirs(directory, exist_ok=True)
+        reference = whole(state["app"].state_dict())
+        if loop == "one future":
+            future = holdfast.dcp.async_save(state, checkpoint_id=path)
+        elif loop == "writer":
+            writer = holdfast.dcp.StorageWriter(path)
+            # Stock plans in the background: it needs a group that the training does not use.
+            future = dcp.async_save(state, storage_writer=writer, process_group=group)
+        else:
+            future = holdfast.dcp.async_save(
+                state,
+                checkpoint_id=path,
+                async_checkpointer_type=AsyncCheckpointerType.THREAD,
+                async_stager=stager,
+            )
+        if step == 3:
+            train(model, optimizer, 1)
+            getattr(future, "upload_completion", future).result()
+            again, fresh = sharded(5)
+            app = AppState(again, fresh)
+            dcp.load({"app": app}, storage_reader=holdfast.dcp.StorageReader(path))
+            equal(reference, whole(app.state_dict()))
+    stager.close()
+
+
+def test_the_tutorials_three_loops_run(tmp_path: Path) -> None:
+    for loop in ("one future", "writer", "both futures"):
+        dcp_ranks.run_ranks(2, tmp_path, _tutorial, str(tmp_path / loop), loop)
+        for step in range(4):
+            report = holdfast.dcp.verify(tmp_path / loop / f"step-{step}")
+            assert report["verdict"] == "sound"
+
+
+def _overlapping(rank: int, directory: str) -> None:
+    """Saves in flight while the training uses collectives of its own and plans further saves."""
+    futures = []
+    for step in range(6):
+        state = {f"r{rank}": torch.full((50_000,), float(step)), "all": torch.arange(100.0) + step}
+        path = os.path.join(directory, f"step-{step}")
+        futures.append(holdfast.dcp.async_save(state, checkpoint_id=path))
+        for _ in range(20):
+            total = torch.ones(3)
+            dist.all_reduce(total)
+            assert total[0] == dist.get_world_size()
+    for future in futures:
+        future.result()
+
+
+def test_saves_in_flight_do_not_cross_with_the_trainings_collectives(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(3, tmp_path, _overlapping, str(tmp_path / "run"))
+    for step in range(6):
+        path = tmp_path / "run" / f"step-{step}"
+        loaded = {"r0": torch.zeros(50_000), "r2": torch.zeros(50_000), "all": torch.zeros(100)}
+        reader = holdfast.dcp.StorageReader(path)
+        dcp.load(loaded, storage_reader=reader, no_dist=True)
+        equal(loaded, {"r0": torch.full((50_000,), float(step)),
+                       "r2": torch.full((50_000,), float(step)),
+                       "all": torch.arange(100.0) + step})  # fmt: skip
+
+
+def _subgroup(rank: int, directory: str) -> None:
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    mine = groups[rank % 2]
+    path = os.path.join(directory, f"group-{rank % 2}")
+    state = {f"r{rank}": torch.full((100,), float(rank))}
+    holdfast.dcp.async_save(state, checkpoint_id=path, process_group=mine).result()
+
+
+def test_a_process_groups_own_ranks_save_by_themselves(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(3, tmp_path, _subgroup, str(tmp_path))
+    for group, ranks in ((0, (0, 2)), (1, (1,))):
+        loaded = {f"r{r}": torch.zeros(100) for r in ranks}
+        reader = holdfast.dcp.StorageReader(tmp_path / f"group-{group}")
+        dcp.load(loaded, storage_reader=reader, no_dist=True)
+        for rank in ranks:
+            assert loaded[f"r{rank}"][0] == rank
+        assert holdfast.dcp.verify(tmp_path / f"group-{group}")["verdict"] == "sound"
+
+
+# ---- What a load leaves behind.
+
+
+def _load_and_look(rank: int, path: str) -> None:
+    import gc
+
+    model, optimizer = sharded(3)
+    train(model, optimizer, 1)
+    dcp.save({"app": AppState(model, optimizer)}, storage_writer=holdfast.dcp.StorageWriter(path))
+
+    def held() -> tuple[int, int]:
+        gc.collect()
+        seen = {}
+        for thing in gc.get_objects():
+            if isinstance(thing, torch.Tensor) and type(thing).__name__ != "FakeTensor":
+                local = thing._local_tensor if isinstance(thing, DTensor) else thing
+                storage = local.untyped_storage()
+                seen[storage.data_ptr()] = storage.nbytes()
+        return len(seen), sum(seen.values())
+
+    def load() -> None:
+        app = AppState(model, optimizer)
+        state = app.state_dict()
+        dcp.load({"app": state}, storage_reader=holdfast.dcp.StorageReader(path))
+        app.load_state_dict(state)
+        for entry in optimizer.state.values():  # the optimizer's state, moved to the CPU
+            for key, value in entry.items():
+                if isinstance(value, torch.Tensor):
+                    entry[key] = value.to("cpu")
+
+    load()
+    before = held()
+    for _ in range(3):
+        load()
+    assert held() == before
+
+
+def test_load_leaves_no_stale_reference(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _load_and_look, str(tmp_path / "run"))

@@ -82,18 +82,15 @@ class Upload:
         else:
             self.durable.set_exception(failure)
 
-    def wait(self, timeout: float | None = None) -> Metadata:
-        """Blocks until the checkpoint is complete.
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the save has ended, well or not: `durable` tells.
 
         Raises:
             TimeoutError: the save goes on.
-            Error: this rank's own failure.
-            CheckpointException: the failures of all ranks.
         """
         self._thread.join(timeout)
         if not self.durable.done():
             raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not complete yet")
-        return self.durable.result()
 
     def wait_staged_on(self, stream: Any = None) -> None:
         """Nothing of its own: this rank's `Save` has the copies."""
