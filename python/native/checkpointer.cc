@@ -145,6 +145,13 @@ nb::dict DictOf(const SaveReport& report) {
   d["time_to_durable"] = report.time_to_durable;
   d["time_writing"] = report.time_writing;
   d["time_syncing"] = report.time_syncing;
+  d["entered_ns"] = report.entered_ns;
+  d["at_worker_started"] = report.at_worker_started;
+  d["at_first_submit"] = report.at_first_submit;
+  d["at_last_complete"] = report.at_last_complete;
+  d["at_data_synced"] = report.at_data_synced;
+  d["at_manifest_synced"] = report.at_manifest_synced;
+  d["at_committed"] = report.at_committed;
   d["cpu_sealing"] = report.cpu_sealing;
   d["cpu_worker"] = report.cpu_worker;
   d["worker_private_bytes_peak"] = report.worker_private_bytes_peak;
