@@ -60,7 +60,7 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(f"holdfast.{_LAZY[name]}"), name)
         globals()[name] = value
         return value
-    if name in ("dcp", "observe"):
+    if name in ("dcp", "observe", "snapshots"):
         return importlib.import_module(f"holdfast.{name}")
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
 

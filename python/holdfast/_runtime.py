@@ -7,7 +7,7 @@ import threading
 from collections import OrderedDict
 from typing import Any
 
-from holdfast import _native
+from holdfast import _native, snapshots
 from holdfast.commands import program
 from holdfast.errors import Error
 
@@ -49,19 +49,25 @@ def configure(**options: Any) -> None:
         second_look: compare host tensors again after they were copied.
         nice, io_priority_class, io_priority_level, cpus, bytes_per_second_max: manners of the
             worker.
+        stale_warning: False: no warning when all tensors of a save are those of the previous one.
+            May be set at any time.
         idle_trim: give the memory back after so many seconds without a save.
         **options: further fields of ``holdfast::CheckpointerOptions``, by their names.
 
     Raises:
         Error: INVALID_ARGUMENT for an unknown option, FAILED_PRECONDITION while a save is in flight.
     """
-    unknown = sorted(set(options) - _OPTIONS)
+    unknown = sorted(set(options) - _OPTIONS - {"stale_warning"})
     if unknown:
         raise Error(
             "INVALID_ARGUMENT",
             f"configure: there is no option {', '.join(unknown)}; there is "
-            + ", ".join(sorted(_OPTIONS)),
+            + ", ".join(sorted({*_OPTIONS, "stale_warning"})),
         )
+    if "stale_warning" in options:
+        snapshots.warning = bool(options.pop("stale_warning"))
+        if not options:
+            return
     with _lock:
         if _core is not None and _core.staging()["bytes_held"]:
             raise Error("FAILED_PRECONDITION", "configure: a save is in flight; flush() first")

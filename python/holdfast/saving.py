@@ -6,22 +6,21 @@ import atexit
 import contextlib
 import fnmatch
 import json
-import logging
 import os
 import pickle
 import sys
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from holdfast import _devices, _native, _ranks, _runtime, _state
+from holdfast import _devices, _native, _ranks, _runtime, _state, events
 from holdfast.errors import Error, TimeoutError
-
-logger = logging.getLogger("holdfast")
+from holdfast.events import observers, publish  # noqa: F401 (observers: for whoever observes)
 
 STRUCTURE = "holdfast:structure"
 OBJECTS = "holdfast:objects"
@@ -93,6 +92,9 @@ class Save:
         self._devices = {s.device for s in keep}
         for future in (self.staged, self.durable):
             future.set_running_or_notify_cancel()
+        events.begin(self)
+        # The thread's start is left out, so that no report is ever without it.
+        self.extra["time_blocked"] = (time.monotonic_ns() - self.extra["called_ns"]) / 1e9
         # Not a daemon: the interpreter waits for it before it exits, and so for the save.
         self._thread = threading.Thread(target=self._watch, name=f"holdfast-save-{native.epoch}")
         with _lock:
@@ -109,17 +111,13 @@ class Save:
         report = error = None
         try:
             report = {**self._native.wait_durable(None), **self.extra}
-            self._report = report
         except Error as failed:
             error = failed
         except BaseException as failed:
             error = Error("INTERNAL", f"wait for {self.path}: {failed!r}")
         self._keep = None
-        for observer in list(observers):
-            try:
-                observer(self, report, error)
-            except Exception:
-                logger.exception("an observer of saves failed on %s", self.path)
+        publish(self, report, error)
+        self._report = report
         if error is not None:
             if not self.staged.done():
                 self.staged.set_exception(error)
@@ -191,9 +189,6 @@ class Save:
 
 
 BaseTimeoutError = __import__("builtins").TimeoutError
-
-# Called with (save, report or None, error or None) from the save's thread, before its futures end.
-observers: list[Callable[[Save, dict[str, Any] | None, Error | None], None]] = []
 
 _lock = threading.Lock()
 _in_flight: set[Save] = set()
@@ -315,6 +310,7 @@ def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
     return directory, name
 
 
+@events.tells_refusals
 def save_async(
     state: Any,
     path: str | os.PathLike[str],
@@ -365,6 +361,7 @@ def save_async(
         Error: ALREADY_EXISTS, INVALID_ARGUMENT (naming the entry), NOT_FOUND (directory),
             UNAVAILABLE, RESOURCE_EXHAUSTED, ...
     """
+    called_ns = time.monotonic_ns()
     own_rank, own_world = _ranks.rank_and_world()
     rank = own_rank if rank is None else rank
     world_size = own_world if world_size is None else world_size
@@ -424,6 +421,8 @@ def save_async(
     )
     native = door.save(name, plan, step, replace, attempt, False)
     extra = {
+        "kind": "state",
+        "called_ns": called_ns,
         "rank": rank,
         "world_size": world_size,
         "objects": sorted(described.objects),

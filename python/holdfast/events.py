@@ -1,0 +1,158 @@
+"""Who is told what became of saves: observers, called for every save of this process.
+
+Whatever saves, plain or DCP, calls `begin` when a save is under way and `publish` when it has
+ended. An observer can never fail a save; it runs in the save's own thread, not in the training's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from holdfast.errors import Error
+
+logger = logging.getLogger("holdfast")
+
+Report = dict[str, Any]
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Subject(Protocol):
+    """What an observer may ask a save for.
+
+    Attributes:
+        path: where the checkpoint stands, or would.
+        step: as the caller counts.
+        extra: ``rank`` and ``world_size``; ``kind``, ``"state"`` or ``"dcp"``; ``manifest``, the
+            name of the rank's manifest if it is not the usual one.
+    """
+
+    path: str
+    step: int
+    extra: dict[str, Any]
+
+
+@dataclasses.dataclass(eq=False)
+class Published:
+    """A `Subject` for what has no handle of its own."""
+
+    path: str
+    step: int
+    extra: dict[str, Any]
+
+
+Observer = Callable[[Any, Report | None, Error | None], None]
+
+# Called with (subject, report or None, error or None), before the save's futures end.
+observers: list[Observer] = []
+
+_lock = threading.Lock()
+_running: dict[int, Any] = {}
+
+
+def begin(subject: Subject) -> None:
+    """Counts a save as in flight, until it is published."""
+    with _lock:
+        _running[id(subject)] = subject
+
+
+def in_flight() -> int:
+    """How many saves of this process are under way."""
+    with _lock:
+        return len(_running)
+
+
+def publish(subject: Subject, report: Report | None, error: Error | None) -> None:
+    """Tells every observer what became of a save. Never raises.
+
+    Args:
+        subject: what was saved where; ``extra["refused"]`` is true if the call itself raised.
+        report: of a save that is durable; observers see it as it will be handed to the caller, and
+            the comparison with the previous save is added to it here.
+        error: of one that is not.
+    """
+    from holdfast import snapshots
+    from holdfast.observe import log
+
+    for observer in (snapshots.compare_with_previous, log.log, *observers):
+        try:
+            observer(subject, report, error)
+        except Exception:
+            logger.exception("an observer of saves failed on %s", subject.path)
+    with _lock:
+        _running.pop(id(subject), None)
+
+
+def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorates ``save(state, path, *, step=0, ...)``: an `Error` that it raises is published, too.
+
+    Otherwise a save that was skipped or refused would show in no count.
+    """
+
+    @functools.wraps(call)
+    def counted(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except Error as error:
+            rank, world_size = _rank_and_world(kwargs)
+            path = args[1] if len(args) > 1 else kwargs.get("path", "")
+            extra = {"rank": rank, "world_size": world_size, "refused": True}
+            publish(Published(str(path), int(kwargs.get("step") or 0), extra), None, error)
+            raise
+
+    return counted
+
+
+def _rank_and_world(given: dict[str, Any]) -> tuple[int, int]:
+    from holdfast import _ranks
+
+    rank, world_size = _ranks.rank_and_world()
+    own = given.get("rank"), given.get("world_size")
+    return rank if own[0] is None else own[0], world_size if own[1] is None else own[1]
+
+
+def outcome(subject: Subject, error: Error | None) -> str:
+    """``"durable"``, ``"failed"``, ``"cancelled"``, or ``"refused"`` if it never began."""
+    if error is None:
+        return "durable"
+    if subject.extra.get("refused"):
+        return "refused"
+    return "cancelled" if error.code == "CANCELLED" else "failed"
+
+
+class Handle:
+    """An observer that was added; ``close()``, or the end of a ``with``, removes it."""
+
+    def __init__(self, observer: Observer, on_close: Callable[[], None] = lambda: None) -> None:
+        self._observer: Observer | None = observer
+        self._on_close = on_close
+        observers.append(observer)
+
+    def close(self) -> None:
+        """Removes the observer; a second time does nothing."""
+        if self._observer is not None:
+            observers.remove(self._observer)
+            self._observer = None
+            self._on_close()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _forget() -> None:
+    """In a forked child: the saves are the parent's."""
+    global _lock
+    _lock = threading.Lock()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

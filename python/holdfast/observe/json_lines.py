@@ -1,0 +1,54 @@
+"""Reports as JSON lines: one line per save, written with one system call."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast import _ranks, events
+from holdfast.errors import Error
+
+
+def record(subject: Any, report: dict[str, Any] | None, error: Error | None) -> dict[str, Any]:
+    """What a line says: the report, or the error, and what both have.
+
+    The keys are in docs/python.md.
+    """
+    return {
+        "time": time.time(),
+        "outcome": events.outcome(subject, error),
+        "path": subject.path,
+        "step": subject.step,
+        **{k: v for k, v in subject.extra.items() if k != "refused"},
+        **(report or {}),
+        "error": error and {"code": error.code, "message": error.message, "errno": error.errno},
+    }
+
+
+def jsonl(path: str | os.PathLike[str]) -> events.Handle:
+    """Appends a line to a file for every save that ends, or that is refused.
+
+    Several processes may share a file: lines do not mix, and a process that is killed leaves whole
+    ones.
+
+    Args:
+        path: of the file; ``{rank}`` in it stands for the rank.
+    """
+    name = os.fspath(path).replace("{rank}", str(_ranks.rank_and_world()[0]))
+    fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def append(subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:
+        text = json.dumps(record(subject, report, error), default=str, separators=(",", ":"))
+        os.write(fd, text.encode() + b"\n")
+
+    return events.Handle(append, lambda: os.close(fd))
+
+
+def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    """The lines of a file that `jsonl` wrote."""
+    with open(path, encoding="utf-8") as file:
+        for text in file:
+            yield json.loads(text)

@@ -1,0 +1,60 @@
+"""One line per save through logging: INFO when it is durable, ERROR when it is not.
+
+No handler is added, not even a null one: with a null handler a program that has not set up logging
+would never see a warning or an error, which Python prints to stderr otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from holdfast import events
+from holdfast.errors import Error
+
+logger = logging.getLogger("holdfast")
+
+
+def size(nbytes: float) -> str:
+    """Bytes as people read them: ``1.50 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if nbytes < 1024 or unit == "GiB":
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.2f} {unit}"
+        nbytes /= 1024
+    raise AssertionError
+
+
+def line(subject: Any, report: dict[str, Any] | None, error: Error | None) -> str:
+    """The text of a save's line, without the rank."""
+    if report is None:
+        number = f", errno {error.errno}" if error is not None and error.errno else ""
+        code = error.code if error is not None else "UNKNOWN"
+        message = error.message if error is not None else "no report"
+        return f"save {subject.path} (step {subject.step}) {events.outcome(subject, error)}: " + (
+            f"{code}{number}: {message}"
+        )
+    durable = report["time_to_durable"]
+    text = f"saved {subject.path} (step {subject.step}): {size(report['bytes'])}"
+    text += f", blocked {report.get('time_blocked', report['time_in_call']):.3f} s"
+    text += f", staged after {report['time_to_staged']:.3f} s, durable after {durable:.3f} s"
+    if durable > 0:
+        text += f" ({size(report['bytes'] / durable)}/s)"
+    text += f", {report['engine']}"
+    if "previous" in report:
+        text += (
+            f"; {report['tensors_changed']} of {report['tensors_compared']} tensors changed since "
+            f"step {report['previous_step']}"
+        )
+    return text
+
+
+def log(subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:
+    """The observer that writes the line."""
+    if subject.extra.get("refused"):
+        return  # the call has raised it
+    if report is None:
+        level = logging.INFO if error is not None and error.code == "CANCELLED" else logging.ERROR
+    else:
+        level = logging.INFO
+    if logger.isEnabledFor(level):
+        logger.log(level, "[rank %d] %s", subject.extra["rank"], line(subject, report, error))

@@ -1,0 +1,77 @@
+"""A picture of one run's saves, from the file that `jsonl` wrote."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from holdfast.errors import Error
+from holdfast.observe.json_lines import read_jsonl
+
+# Parts of a save on top of each other: label, first key, last key (None: from the call), colour.
+_PARTS = (
+    ("the call blocks the trainer", None, "time_blocked", "#c44e52"),
+    ("until staged", "time_blocked", "time_to_staged", "#dd8452"),
+    ("until durable", "time_to_staged", "time_to_durable", "#4c72b0"),
+)
+
+
+def plot(lines: str | os.PathLike[str], picture: str | os.PathLike[str]) -> None:
+    """Draws when and how long each save blocked, staged and became durable, and how fast.
+
+    Args:
+        lines: a file that `jsonl` wrote.
+        picture: the file to make; its ending decides what it is (``.png``, ``.svg``, ...).
+
+    Raises:
+        Error: UNIMPLEMENTED without matplotlib, NOT_FOUND if the file has no saves.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Error(
+            "UNIMPLEMENTED", "observe.plot: matplotlib is not installed; pip install matplotlib"
+        ) from error
+    records = list(read_jsonl(lines))
+    saved = [r for r in records if r["outcome"] == "durable"]
+    if not records:
+        raise Error("NOT_FOUND", f"observe.plot {os.fspath(lines)}: it has no saves")
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    times, rates = figure.subplots(2, 1, sharex=True)
+    start = min(r["time"] - r.get("time_to_durable", 0) for r in records)
+    _bars(times, saved, start)
+    rates.plot(
+        [r["time"] - start for r in saved],
+        [r["bytes"] / max(r["time_to_durable"], 1e-9) / 2**30 for r in saved],
+        "o",
+        color="#4c72b0",
+    )
+    for r in records:
+        if r["outcome"] != "durable":
+            times.axvline(r["time"] - start, color="#c44e52", linestyle=":")
+            times.annotate(
+                f"{r['outcome']}: {r['error']['code']}",
+                (r["time"] - start, 1),
+                xycoords=("data", "axes fraction"),
+                rotation=90,
+                va="top",
+                ha="right",
+                fontsize=7,
+            )
+    times.set_ylabel("seconds since the call")
+    times.set_title(f"{len(saved)} of {len(records)} saves durable")
+    rates.set_ylabel("GiB/s until durable")
+    rates.set_ylim(bottom=0)
+    rates.set_xlabel("seconds of the run")
+    figure.savefig(os.fspath(picture), dpi=120)
+
+
+def _bars(axes: Any, saved: list[dict[str, Any]], start: float) -> None:
+    at = [r["time"] - start for r in saved]
+    width = max(min((b - a for a, b in zip(at, at[1:], strict=False)), default=1.0) * 0.6, 0.01)
+    for label, first, last, colour in _PARTS:
+        bottom = [r.get(first, 0.0) if first else 0.0 for r in saved]
+        height = [max(r.get(last, 0.0) - b, 0.0) for r, b in zip(saved, bottom, strict=True)]
+        axes.bar(at, height, width, bottom=bottom, label=label, color=colour)
+    if saved:
+        axes.legend(fontsize=8)

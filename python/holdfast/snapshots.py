@@ -1,0 +1,239 @@
+"""The stale-snapshot alarm: what a save's digests say about the one before it.
+
+A trainer that hands out a cached copy of its state saves the same bytes again and again, and every
+checkpoint is sound. Only a comparison shows it. It costs no byte of data: the manifests of both
+saves have digests of everything.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from holdfast.errors import Error
+
+logger = logging.getLogger("holdfast")
+
+CHUNK = 4 << 20
+# Of tensors that did not change, so many are named in the report.
+NAMES_MAX = 20
+# State that may well stand still, or goes on although the training's state is stale.
+_RANDOM = re.compile("rng|sampler|loader|generator", re.IGNORECASE)
+_OWN = "holdfast:"  # what Holdfast stores beside the tensors
+_REMEMBERED_MAX = 64  # saves, one for each directory and rank
+_SIBLINGS_MAX = 10_000
+
+# Whether "all tensors are identical" is a warning; see holdfast.configure.
+warning = True
+
+_lock = threading.Lock()
+_previous: OrderedDict[tuple[str, int, int], Snapshot] = OrderedDict()
+
+
+class Digest(NamedTuple):
+    """What a manifest knows about one tensor's bytes."""
+
+    layout: tuple[str, int, int]  # dtype, bytes, and where in a chunk it begins if it spans several
+    elements: int
+    digest: bytes  # of all digests that cover it, and nothing else
+
+
+class Snapshot(NamedTuple):
+    """The tensors of one save of one rank."""
+
+    path: str
+    step: int
+    attempt: str
+    tensors: dict[str, Digest]
+
+
+class Comparison(NamedTuple):
+    """Names of tensors of the later save, by what became of them since the earlier one."""
+
+    identical: list[str]
+    changed: list[str]
+    not_comparable: list[str]  # there before, but laid out differently
+    added: list[str]
+    removed: list[str]
+
+
+def snapshot_of(manifest: dict[str, Any], path: str = "") -> Snapshot:
+    """What there is to compare of a parsed manifest (FORMAT.md, section 3)."""
+    files = [f["digests"] for f in manifest["files"]]
+    tensors = {}
+    for t in manifest["tensors"]:
+        name, begin, end = t["name"], t["begin"], t["end"]
+        if name.startswith(_OWN) or begin == end:
+            continue
+        first, last = begin // CHUNK, (end - 1) // CHUNK
+        chunks = files[t["file"]]
+        head = t.get("head") or chunks[first]
+        if first == last:
+            digest, offset = bytes.fromhex(head), 0
+        else:
+            tail = t.get("tail") or chunks[last]
+            whole = hashlib.sha256("".join((head, *chunks[first + 1 : last], tail)).encode())
+            digest, offset = whole.digest()[:16], begin % CHUNK
+        elements = 1
+        for n in t["shape"]:
+            elements *= n
+        tensors[name] = Digest((t["dtype"], end - begin, offset), elements, digest)
+    return Snapshot(path, manifest["step"], manifest["attempt"], tensors)
+
+
+def compare(earlier: Snapshot, later: Snapshot) -> Comparison:
+    """Tensor by tensor, by name."""
+    result = Comparison([], [], [], [], [n for n in earlier.tensors if n not in later.tensors])
+    for name, now in later.tensors.items():
+        before = earlier.tensors.get(name)
+        if before is None:
+            result.added.append(name)
+        elif before.layout[:2] != now.layout[:2]:
+            result.changed.append(name)
+        elif before.layout != now.layout:
+            result.not_comparable.append(name)
+        elif before.digest == now.digest:
+            result.identical.append(name)
+        else:
+            result.changed.append(name)
+    return result
+
+
+# ---- The manifests of a rank.
+
+
+def _manifest_in(directory: str, rank: int, world_size: int, name: str = "") -> str | None:
+    """Path of the rank's manifest in a checkpoint: the usual one, or the newest of an attempt."""
+    stem = f"rank-{rank:05d}-of-{world_size:05d}"
+    plain = os.path.join(directory, name or f"{stem}.manifest.json")
+    if os.path.exists(plain):
+        return plain
+    found = glob.glob(os.path.join(glob.escape(directory), f"{stem}-*.manifest.json"))
+    return max(found, key=os.path.getmtime, default=None)
+
+
+def _read(manifest: str) -> Snapshot:
+    with open(manifest, "rb") as file:
+        return snapshot_of(json.loads(file.read()), os.path.dirname(manifest))
+
+
+def _newest_before(path: str, manifest: str, rank: int, world_size: int) -> Snapshot | None:
+    """The newest complete checkpoint beside `path` that is older than its manifest."""
+    directory = os.path.dirname(path)
+    own = os.stat(manifest).st_mtime_ns
+    candidates = []
+    with os.scandir(directory) as entries:
+        for number, entry in enumerate(entries):
+            if number >= _SIBLINGS_MAX:
+                break
+            if entry.path == path or ".partial-" in entry.name or not entry.is_dir():
+                continue
+            other = _manifest_in(entry.path, rank, world_size)
+            if other is not None and (age := os.stat(other).st_mtime_ns) <= own:
+                candidates.append((age, other))
+    for _, other in sorted(candidates, reverse=True)[:2]:
+        try:
+            return _read(other)
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # damaged, or removed in this moment by retention
+    return None
+
+
+# ---- At the end of every save.
+
+
+def _groups(names: Iterable[str]) -> dict[str, int]:
+    """How many tensors each entry of the state's top has."""
+    count: dict[str, int] = {}
+    for name in names:
+        group = name.split(".", 1)[0]
+        count[group] = count.get(group, 0) + 1
+    return count
+
+
+def describe(earlier: Snapshot, later: Snapshot) -> dict[str, Any]:
+    """A comparison as a report has it."""
+    found = compare(earlier, later)
+    compared = len(found.identical) + len(found.changed)
+    all_of = _groups(later.tensors)
+    return {
+        "previous": earlier.path,
+        "previous_step": earlier.step,
+        "tensors_compared": compared,
+        "tensors_identical": len(found.identical),
+        "tensors_changed": len(found.changed),
+        "tensors_not_comparable": len(found.not_comparable),
+        "tensors_added": len(found.added),
+        "tensors_removed": len(found.removed),
+        "identical": found.identical[:NAMES_MAX],
+        "identical_groups": [g for g, n in _groups(found.identical).items() if n == all_of[g]],
+        "stale": _is_stale(found, later),
+    }
+
+
+def _is_stale(found: Comparison, later: Snapshot) -> bool:
+    """Whether nothing that a step of training changes has changed.
+
+    Counters and random state are left out of the question: they also go on in a trainer whose
+    weights are a stale copy. So a state that has nothing else is never stale.
+    """
+
+    def counts(name: str) -> bool:
+        return later.tensors[name].elements > 1 and not _RANDOM.search(name)
+
+    identical = any(counts(n) for n in found.identical)
+    changed = any(counts(n) for n in found.changed)
+    others = found.not_comparable or found.added or found.removed
+    return identical and not changed and not others
+
+
+def compare_with_previous(subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:
+    """The observer that adds the comparison to a report, and warns."""
+    if report is None or error is not None:
+        return
+    rank, world_size = subject.extra["rank"], subject.extra["world_size"]
+    path = os.path.abspath(subject.path)
+    manifest = _manifest_in(path, rank, world_size, subject.extra.get("manifest") or "")
+    if manifest is None:
+        return  # a layout without one: nothing to compare
+    later = _read(manifest)._replace(path=path)
+    key = (os.path.dirname(path), rank, world_size)
+    with _lock:
+        earlier = _previous.get(key)
+    if earlier is None:
+        earlier = _newest_before(path, manifest, rank, world_size)
+    with _lock:
+        # Saves may end in another order than they began in: the latest step stays.
+        if key not in _previous or _previous[key].step <= later.step:
+            _previous[key] = later
+            _previous.move_to_end(key)
+        while len(_previous) > _REMEMBERED_MAX:
+            _previous.popitem(last=False)
+    if earlier is None or earlier.attempt == later.attempt:
+        return
+    result = describe(earlier, later)
+    report.update(result)
+    # The same step twice, as at the end of a run, is no news.
+    if result["stale"] and warning and not (later.step and later.step == earlier.step):
+        logger.warning("[rank %d] %s", rank, _sentence(later, earlier, result))
+
+
+def _sentence(later: Snapshot, earlier: Snapshot, result: dict[str, Any]) -> str:
+    compared, changed = result["tensors_compared"], result["tensors_changed"]
+    identical = result["tensors_identical"]
+    what = f"all {compared} tensors"
+    if changed:
+        what = f"{identical} of {compared} tensors, all but counters and random state,"
+    return (
+        f"{later.path} (step {later.step}): {what} are identical to the previous save, "
+        f"{earlier.path} (step {earlier.step}). Is what is saved the state that is trained, or a "
+        "cached copy of it? holdfast.configure(stale_warning=False) turns this off"
+    )
