@@ -95,6 +95,8 @@ class StagingPool::Impl {
 
   bool HoldsAlone(uint64_t epoch) const {
     const base::MutexLock lock(&mutex_);
+    const auto self = epochs_.find(epoch);
+    if (self == epochs_.end() || EpochAtTurn() != &self->second) return false;
     return std::all_of(epochs_.begin(), epochs_.end(), [epoch](const auto& entry) {
       return entry.first == epoch || entry.second.bytes_held == 0 || entry.second.quarantined;
     });

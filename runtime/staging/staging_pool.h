@@ -54,8 +54,8 @@ class StagingPool {
   /// other: a save larger than the arena waits for itself only.
   bool WouldWait(uint64_t bytes) const;
 
-  /// Whether all bytes that may ever come back are this epoch's: if it gets no lease now, only its
-  /// own Release can help.
+  /// Whether it is this epoch's turn and all bytes that may ever come back are its own: if it gets
+  /// no lease now, only its own Release can help.
   bool HoldsAlone(uint64_t epoch) const;
 
   /// Takes a lease of `bytes` (at most kChunkBytes) for `epoch`, waiting for its turn and for

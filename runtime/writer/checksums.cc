@@ -16,6 +16,10 @@ uint32_t ExtentCount(const PlannedFile& file) {
   return static_cast<uint32_t>((file.bytes + kChunkBytes - 1) / kChunkBytes);
 }
 
+bool OnDevice(const Segment& segment) {
+  return segment.device != nullptr && !segment.device->is_host();
+}
+
 }  // namespace
 
 std::unique_ptr<Checksums> Checksums::For(const SavePlan& plan) {
@@ -42,11 +46,11 @@ void Checksums::Add(const PlannedFile& file, uint32_t extent_first) {
   std::unordered_map<uint32_t, uint32_t> known;  // segment to tensor
   for (const Segment& segment : file.segments) {
     for (const Crc32Slot& slot : segment.crc32_slots) {
+      const Segment& source = file.segments[slot.segment];
       const auto [found, is_new] =
           known.emplace(slot.segment, static_cast<uint32_t>(tensors_.size()));
       if (is_new) {
         Tensor tensor;
-        const Segment& source = file.segments[slot.segment];
         const uint64_t end = source.file_offset + source.bytes;
         for (uint64_t at = source.file_offset; at < end;) {
           const uint64_t chunk = at / kChunkBytes;
@@ -66,10 +70,12 @@ void Checksums::Add(const PlannedFile& file, uint32_t extent_first) {
       // Byte by byte: a chunk may end inside of the four.
       for (uint32_t byte = 0; byte < kCrc32Bytes; ++byte) {
         const uint64_t at = segment.file_offset + slot.offset + byte;
-        extents_[extent_first + at / kChunkBytes].places.push_back(
-            {.tensor = found->second,
-             .byte = byte,
-             .offset = static_cast<uint32_t>(at % kChunkBytes)});
+        Extent& extent = extents_[extent_first + at / kChunkBytes];
+        extent.places.push_back({.tensor = found->second,
+                                 .byte = byte,
+                                 .offset = static_cast<uint32_t>(at % kChunkBytes)});
+        if (OnDevice(source) && source.file_offset / kChunkBytes != at / kChunkBytes)
+          extent.waits_for_device = true;
       }
     }
   }

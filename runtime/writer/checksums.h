@@ -24,6 +24,9 @@ class Checksums {
   /// chunk.
   static std::unique_ptr<Checksums> For(const SavePlan& plan);
 
+  /// Whether extent `index` has a place for the checksum of a device tensor that is not all in it.
+  bool WaitsForDevice(uint32_t index) const { return extents_[index].waits_for_device; }
+
   /// Takes what the staged bytes of extent `index` contribute, the first time that it is called for
   /// it. True: nothing is missing for its places, they were filled, and it can be sealed. False:
   /// it will be among the `ready` of a later call for another extent. `ready`: extents that were
@@ -52,6 +55,7 @@ class Checksums {
   struct Extent {
     std::vector<Part> parts;
     std::vector<Place> places;
+    bool waits_for_device = false;
     bool taken = false;
   };
 

@@ -98,6 +98,8 @@ void SaveState::Finish(const absl::Status& status) {
   report_.at_committed = Seconds(entered_ns, slot.times.committed);
   report_.cpu_sealing =
       static_cast<double>(cpu_sealing_ns.load(std::memory_order_relaxed)) / kNsPerSecond;
+  report_.time_waiting_memory =
+      static_cast<double>(time_waiting_memory_ns.load(std::memory_order_relaxed)) / kNsPerSecond;
   report_.cpu_worker = static_cast<double>(slot.times.cpu) / kNsPerSecond;
   report_.worker_private_bytes_peak = slot.private_bytes_peak;
   status_ = status;
@@ -170,6 +172,11 @@ SaveProgress SaveState::ReadProgress() const {
   progress.phase = PhaseName(static_cast<layout::Phase>(job.phase.load(std::memory_order_relaxed)));
   if (progress.bytes_sealed < bytes_total) progress.phase = "staging";
   return progress;
+}
+
+std::string SaveState::TensorName(uint32_t tensor) const {
+  return tensor < plan.tensors.size() ? absl::StrCat("tensor \"", plan.tensors[tensor].name, "\"")
+                                      : std::string("the file's header");
 }
 
 base::FailureNames SaveState::Names() const {

@@ -65,6 +65,7 @@ class SaveState {
   std::atomic<uint32_t> users{0};
   std::atomic<uint64_t> bytes_sealed{0};
   std::atomic<uint64_t> cpu_sealing_ns{0};
+  std::atomic<uint64_t> time_waiting_memory_ns{0};
   /// Leases are released as the worker acknowledges them: the save is larger than the memory that
   /// it can have.
   std::atomic<bool> streamed{false};
@@ -102,6 +103,8 @@ class SaveState {
   SaveProgress Progress();
   int WorkerPid();
   base::FailureNames Names() const;
+  /// For messages: the tensor of a piece, or what stands for one.
+  std::string TensorName(uint32_t tensor) const;
   SaveReport* MutableReport() { return &report_; }  // before the supervisor knows the save
   absl::Status StagingStatus();
   /// The save's own error if no WaitDurable has returned it yet; marks it as returned.

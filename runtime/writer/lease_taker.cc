@@ -1,0 +1,84 @@
+#include "runtime/writer/lease_taker.h"
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "runtime/base/status.h"
+#include "runtime/layout/job.h"
+
+namespace holdfast::writer {
+namespace {
+
+// How long a wait for memory sleeps before it looks whether the save failed or must start to
+// stream.
+constexpr absl::Duration kMemoryStep = absl::Milliseconds(50);
+
+uint32_t LeaseBytes(const SaveState& save, uint32_t index) {
+  return static_cast<uint32_t>(layout::AlignUp(save.table->extent(index).bytes));
+}
+
+bool NoRoom(const absl::Status& status) {
+  return absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status);
+}
+
+}  // namespace
+
+absl::StatusOr<bool> LeaseTaker::TryTake(SaveState* save, uint32_t index) {
+  const absl::StatusOr<staging::Lease> lease =
+      pool_->TryAcquire(save->epoch, LeaseBytes(*save, index));
+  if (lease.ok()) {
+    Note(save, index, *lease);
+    return true;
+  }
+  if (NoRoom(lease.status())) return false;
+  return lease.status();
+}
+
+absl::StatusOr<bool> LeaseTaker::WaitAndTake(SaveState* save, uint32_t index,
+                                             absl::Duration patience) {
+  HOLDFAST_ASSIGN_OR_RETURN(const bool taken, TryTake(save, index));
+  if (taken) return true;
+  // Nobody else holds a byte, and still there is no room: only this save's own bytes can make some.
+  if (!save->streamed.load(std::memory_order_relaxed) && pool_->HoldsAlone(save->epoch)) {
+    save->streamed.store(true, std::memory_order_relaxed);
+    save->wake_supervisor();
+  }
+  const absl::Time begin = absl::Now();
+  const absl::StatusOr<staging::Lease> lease =
+      pool_->Acquire(save->epoch, LeaseBytes(*save, index), begin + patience);
+  save->time_waiting_memory_ns.fetch_add(
+      static_cast<uint64_t>(absl::ToInt64Nanoseconds(absl::Now() - begin)),
+      std::memory_order_relaxed);
+  if (lease.ok()) {
+    Note(save, index, *lease);
+    return true;
+  }
+  if (NoRoom(lease.status())) return false;
+  return lease.status();
+}
+
+absl::Status LeaseTaker::Take(SaveState* save, uint32_t index) {
+  const absl::Time begin = absl::Now();
+  while (true) {
+    HOLDFAST_ASSIGN_OR_RETURN(const bool taken, WaitAndTake(save, index, kMemoryStep));
+    if (taken) return absl::OkStatus();
+    if (save->StagingFailed()) return absl::AbortedError("staging stopped: the save has failed");
+    HOLDFAST_RETURN_IF_ERROR(CheckPatience(*save, begin));
+  }
+}
+
+absl::Status LeaseTaker::CheckPatience(const SaveState& save, absl::Time since) const {
+  if (absl::Now() - since < time_memory_max_) return absl::OkStatus();
+  return absl::DeadlineExceededError(absl::StrCat(
+      "wait for staging memory for ", save.checkpoint, ": the arena of ", pool_->arena().bytes(),
+      " bytes is held by earlier saves; raise arena_bytes, save less often, or use "
+      "another when_full policy"));
+}
+
+void LeaseTaker::Note(SaveState* save, uint32_t index, const staging::Lease& lease) {
+  save->leases[index] = lease;
+  save->table->extent(index).arena_offset = lease.offset;
+  if (save->extents_to_lease.fetch_sub(1, std::memory_order_acq_rel) == 1)
+    pool_->FinishLeasing(save->epoch);
+}
+
+}  // namespace holdfast::writer

@@ -1,0 +1,43 @@
+// Taking the lease of an extent, and waiting for the memory if there is none.
+#ifndef HOLDFAST_RUNTIME_WRITER_LEASE_TAKER_H_
+#define HOLDFAST_RUNTIME_WRITER_LEASE_TAKER_H_
+
+#include <cstdint>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "runtime/staging/staging_pool.h"
+#include "runtime/writer/save_state.h"
+
+namespace holdfast::writer {
+
+/// \threadsafety All methods may be called from any thread; each extent is leased once.
+class LeaseTaker {
+ public:
+  LeaseTaker(staging::StagingPool* pool, absl::Duration time_memory_max)
+      : pool_(pool), time_memory_max_(time_memory_max) {}
+
+  /// Leases extent `index` if there is room for it now; false if not.
+  absl::StatusOr<bool> TryTake(SaveState* save, uint32_t index);
+
+  /// Waits up to `patience` for room. A save that only its own bytes could make room for begins to
+  /// stream. False: not yet.
+  absl::StatusOr<bool> WaitAndTake(SaveState* save, uint32_t index, absl::Duration patience);
+
+  /// Waits as long as the options allow.
+  absl::Status Take(SaveState* save, uint32_t index);
+
+  /// OK until the wait that began at `since` has lasted as long as the options allow.
+  absl::Status CheckPatience(const SaveState& save, absl::Time since) const;
+
+ private:
+  void Note(SaveState* save, uint32_t index, const staging::Lease& lease);
+
+  staging::StagingPool* pool_;
+  absl::Duration time_memory_max_;
+};
+
+}  // namespace holdfast::writer
+
+#endif  // HOLDFAST_RUNTIME_WRITER_LEASE_TAKER_H_
