@@ -279,12 +279,10 @@ absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
   }
   if (exists && !request.replace) {
     return absl::AlreadyExistsError(
-        absl::StrCat("save ", save->path,
-                     ": it exists already; choose another name, remove it, or ask to replace it"));
+        "it exists already; choose another name, remove it, or ask to replace it");
   }
   if (exists && !S_ISDIR(existing.st_mode)) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("save ", save->path, ": it is a file, not a checkpoint"));
+    return absl::FailedPreconditionError("it is a file, not a checkpoint");
   }
   save->partial = checkpointer::PartialName(request.name, attempt);
   HOLDFAST_ASSIGN_OR_RETURN(checkpointer::PartialDirectory partial,

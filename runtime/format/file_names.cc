@@ -9,6 +9,11 @@
 #include "runtime/format/text.h"
 
 namespace holdfast::format {
+namespace {
+
+constexpr size_t kNewNameBytesMax = kNameBytes - sizeof(".tmp");
+
+}  // namespace
 
 const char* WrongComponent(absl::string_view name) {
   if (name.empty()) return "the name is empty";
@@ -28,6 +33,13 @@ const char* WrongDataFileName(absl::string_view name) {
   }
   if (absl::EndsWith(name, ".tmp")) return "the name ends in \".tmp\"";
   return nullptr;
+}
+
+const char* WrongNewFileName(absl::string_view name) {
+  static_assert(kNewNameBytesMax == 251);
+  if (name.size() > kNewNameBytesMax && name.size() < kNameBytes)
+    return "the name has more than 251 bytes, and the file is written as NAME.tmp first";
+  return WrongDataFileName(name);
 }
 
 std::string ManifestPrefix() { return "rank-"; }

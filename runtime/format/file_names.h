@@ -15,6 +15,9 @@ const char* WrongComponent(absl::string_view name);
 /// rank manifest's, or one ending in ".tmp".
 const char* WrongDataFileName(absl::string_view name);
 
+/// As WrongDataFileName, for a file that is still to be written: it is NAME.tmp first.
+const char* WrongNewFileName(absl::string_view name);
+
 }  // namespace holdfast::format
 
 #endif  // HOLDFAST_RUNTIME_FORMAT_FILE_NAMES_H_

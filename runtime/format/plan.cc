@@ -119,7 +119,7 @@ std::string WrongSegment(const SavePlan& plan, size_t file, const Segment& segme
 /// Notes in `found`, by tensor, which of them have a segment.
 absl::Status CheckFile(const SavePlan& plan, size_t index, std::vector<bool>* found) {
   const PlannedFile& file = plan.files[index];
-  const char* const wrong_name = format::WrongDataFileName(file.name);
+  const char* const wrong_name = format::WrongNewFileName(file.name);
   if (wrong_name != nullptr) return Wrong(absl::StrCat(FileLabel(plan, index), ": ", wrong_name));
   if (file.bytes > kFileBytesMax) {
     return Wrong(absl::StrCat(FileLabel(plan, index), ": ", file.bytes, " bytes are too many"));

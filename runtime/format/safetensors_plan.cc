@@ -70,7 +70,7 @@ class Planner {
       : tensors_(tensors), options_(options) {}
 
   absl::StatusOr<SavePlan> Plan(const std::string& file_name) {
-    const char* const wrong = WrongDataFileName(file_name);
+    const char* const wrong = WrongNewFileName(file_name);
     if (wrong != nullptr) {
       return absl::InvalidArgumentError(
           absl::StrCat("plan safetensors: file ", Quoted(file_name), ": ", wrong));

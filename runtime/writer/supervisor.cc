@@ -34,6 +34,15 @@ bool ResultIsThere(const SaveState& save) {
          static_cast<uint32_t>(layout::CompletionState::kDone);
 }
 
+// A thread that is stuck uses its link's doorbells when it goes on, and waiting for it is waiting
+// for ever. Reachable, so that a leak checker does not take it for a mistake.
+void KeepForever(std::vector<std::shared_ptr<SaveState>> saves) {
+  static base::Mutex mutex;
+  static auto* const kept = new std::vector<std::shared_ptr<SaveState>>;
+  const base::MutexLock lock(&mutex);
+  kept->insert(kept->end(), saves.begin(), saves.end());
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Supervisor>> Supervisor::Start(staging::StagingPool* pool,
@@ -49,7 +58,11 @@ absl::StatusOr<std::unique_ptr<Supervisor>> Supervisor::Start(staging::StagingPo
 Supervisor::Supervisor(staging::StagingPool* pool, SupervisorOptions options)
     : pool_(pool), options_(std::move(options)) {}
 
-Supervisor::~Supervisor() { Stop(); }
+Supervisor::~Supervisor() {
+  if (Stop()) return;
+  const base::MutexLock lock(&mutex_);
+  KeepForever(std::move(saves_));
+}
 
 bool Supervisor::Stop() {
   {

@@ -26,6 +26,7 @@ class Supervisor {
  public:
   static absl::StatusOr<std::unique_ptr<Supervisor>> Start(staging::StagingPool* pool,
                                                            SupervisorOptions options);
+  /// What belongs to saves that could not be stopped stays until the process ends.
   ~Supervisor();
 
   /// Waits for every save in flight; each ends by its own deadlines. False: some worker could not

@@ -241,6 +241,7 @@ bool WorkerLink::IsReaped() {
 }
 
 void WorkerLink::Kill() {
+  given_up_.store(true, std::memory_order_relaxed);
   if (pidfd_.valid()) {
     sys::Sys().pidfd_send_signal(pidfd_.get(), SIGKILL);
   } else if (pid_ > 0) {

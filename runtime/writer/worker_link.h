@@ -70,8 +70,10 @@ class WorkerLink : public staging::Registrant {
   /// SIGCHLD).
   std::string Reap();
 
-  /// SIGKILL, by pidfd, so that no recycled pid is ever hit. No effect on a thread.
+  /// Gives the worker up: SIGKILL, by pidfd, so that no recycled pid is ever hit. A thread goes on
+  /// by itself. Neither is given another job.
   void Kill();
+  bool given_up() const { return given_up_.load(std::memory_order_relaxed); }
 
   /// Registrant: a kept worker holds the arena's pages in its ring's registration and in its
   /// mapping.
@@ -95,6 +97,7 @@ class WorkerLink : public staging::Registrant {
   bool kept_ = false;
   int arena_fd_ = -1;
   uint64_t arena_bytes_ = 0;
+  std::atomic<bool> given_up_{false};
   pid_t pid_ = -1;
   base::UniqueFd socket_;
   base::UniqueFd pidfd_;

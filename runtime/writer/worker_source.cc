@@ -38,7 +38,7 @@ void WorkerSource::ForgetKept() {
 }
 
 absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::Kept() {
-  if (kept_ != nullptr && !kept_->IsGone()) return kept_;
+  if (kept_ != nullptr && !kept_->IsGone() && !kept_->given_up()) return kept_;
   ForgetKept();
   HOLDFAST_ASSIGN_OR_RETURN(kept_, Launch(launcher_, "kept"));
   pool_->AddRegistrant(kept_.get());

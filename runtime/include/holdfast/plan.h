@@ -84,9 +84,9 @@ struct SavePlan {
 };
 
 /// Checks a plan: names, duplicates, overlapping, missing or out-of-range segments, tensors whose
-/// range is not that of their one segment. File names may not be those of rank manifests, nor end
-/// in ".tmp". \error kInvalidArgument naming the file, the range and
-/// what is wrong with it.
+/// range is not that of their one segment, places for checksums that are none. File names may not
+/// be those of rank manifests, nor end in ".tmp", nor have more than 251 bytes (a file is NAME.tmp
+/// while it is written). \error kInvalidArgument naming the file, the range and what is wrong.
 absl::Status ValidatePlan(const SavePlan& plan);
 
 /// Options of PlanSafetensors.

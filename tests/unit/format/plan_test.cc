@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include "absl/strings/str_cat.h"
 #include "tests/unit/format/sample.h"
 
 namespace holdfast {
@@ -49,13 +50,14 @@ TEST_F(ValidatePlanTest, RefusesFileNamesThatLeadElsewhere) {
            {std::string("a\0b", 3), "zero byte"},
            {"\xff", "UTF-8"},
            {std::string(256, 'x'), "255"},
+           {std::string(252, 'x'), "more than 251 bytes, and the file is written as NAME.tmp"},
            {"rank-00000-of-00001.manifest.json", "rank manifest's"},
            {"rank-x.manifest.json", "rank manifest's"},
            {"model.tmp", ".tmp"}}) {
     plan_.files[0].name = name;
     ExpectRefused(what);
   }
-  plan_.files[0].name = std::string(255, 'x');
+  plan_.files[0].name = std::string(251, 'x');
   EXPECT_TRUE(ValidatePlan(plan_).ok());
 }
 
@@ -171,6 +173,53 @@ TEST_F(ValidatePlanTest, RefusesTensorNames) {
   plan_.tensors[1].dtype = "U8";
   plan_.tensors[1].shape = {-1};
   ExpectRefused("dimension -1 is negative");
+}
+
+/// A tensor's segment, a literal with places for its checksum, another tensor's segment.
+class ChecksumPlacesTest : public ValidatePlanTest {
+ protected:
+  ChecksumPlacesTest() {
+    PlannedFile& file = plan_.files[0];
+    file.bytes = 4112 + 8 + 3;
+    Segment places;
+    places.file_offset = 4112;
+    places.literal = std::string(8, '?');
+    places.bytes = 8;
+    places.crc32_slots = {{.offset = 0, .segment = 1}, {.offset = 4, .segment = 1}};
+    file.segments[2].file_offset += 8;
+    file.segments.insert(file.segments.begin() + 2, places);
+    plan_.tensors[1].begin += 8;
+    plan_.tensors[1].end += 8;
+    plan_.tensors[2].begin = plan_.tensors[2].end = 4120;
+  }
+  Segment& places() { return plan_.files[0].segments[2]; }
+};
+
+TEST_F(ChecksumPlacesTest, AreTakenInLiteralsBehindTheirTensors) {
+  EXPECT_TRUE(ValidatePlan(plan_).ok()) << ValidatePlan(plan_);
+}
+
+TEST_F(ChecksumPlacesTest, AreRefusedInSegmentsOfTensors) {
+  plan_.files[0].segments[3].crc32_slots = places().crc32_slots;
+  ExpectRefused("the segment [4120, 4123) has places for checksums and is no literal");
+}
+
+TEST_F(ChecksumPlacesTest, AreRefusedBeyondTheLiteral) {
+  places().crc32_slots[1].offset = 5;
+  ExpectRefused("has a place for a checksum at 5 of 8");
+  places().crc32_slots[1].offset = ~uint64_t{0};
+  ExpectRefused("has a place for a checksum at 18446744073709551615 of 8");
+  places().crc32_slots[1].offset = 4;
+  plan_.files[0].segments[0].crc32_slots = {{.offset = 4093, .segment = 1}};
+  ExpectRefused("has a place for a checksum at 4093 of 4096");
+}
+
+TEST_F(ChecksumPlacesTest, AreRefusedForWhatIsNoTensorBeforeThem) {
+  for (const uint32_t segment : {0u, 2u, 3u, 4u, ~0u}) {
+    places().crc32_slots[0].segment = segment;
+    ExpectRefused(
+        absl::StrCat("the checksum of segment ", segment, ", which is no tensor before it"));
+  }
 }
 
 TEST(DtypeBytes, KnowsWholeByteDtypes) {
