@@ -105,6 +105,8 @@ class AttemptReader {
     });
   }
 
+  uint64_t step() const { return step_; }
+
   void MoveTo(CheckpointFiles* out, std::set<std::string>* named) {
     std::move(manifests_.begin(), manifests_.end(), std::back_inserter(out->manifests));
     std::move(findings_.begin(), findings_.end(), std::back_inserter(out->findings));
@@ -185,9 +187,15 @@ void ReadAttempts(int directory, const ReadCheckpointOptions& options, Checkpoin
   }
   const bool any_complete = std::any_of(readers.begin(), readers.end(),
                                         [](const AttemptReader& r) { return !r.incomplete(); });
+  // The newest first: it is the one that a reader opens.
+  std::vector<AttemptReader*> by_step;
+  for (AttemptReader& reader : readers) by_step.push_back(&reader);
+  std::stable_sort(
+      by_step.begin(), by_step.end(),
+      [](const AttemptReader* a, const AttemptReader* b) { return a->step() > b->step(); });
   std::set<std::string> named;
-  for (AttemptReader& reader : readers) {
-    if (!any_complete || !reader.incomplete()) reader.MoveTo(out, &named);
+  for (AttemptReader* reader : by_step) {
+    if (!any_complete || !reader->incomplete()) reader->MoveTo(out, &named);
   }
   if (attempts.empty()) return;
   for (const std::string& name : out->names) {

@@ -27,7 +27,7 @@ struct Finding {
 struct CheckpointFiles {
   std::vector<std::string> names;           ///< All entries of the directory, sorted.
   uint32_t manifests_found = 0;             ///< By their names; 0: no Holdfast checkpoint at all.
-  std::vector<format::Manifest> manifests;  ///< Those that parsed, by rank.
+  std::vector<format::Manifest> manifests;  ///< Those that parsed, the newest attempt's first.
   std::vector<std::string> unnamed;         ///< Entries that no manifest names.
   std::vector<Finding> findings;            ///< Empty: complete.
   bool partial = false;                     ///< The directory's name says that it is not committed.
