@@ -4,6 +4,7 @@
 #include <iterator>
 #include <map>
 #include <set>
+#include <tuple>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -94,6 +95,8 @@ class AttemptReader {
         continue;
       }
       ranks_.insert(identity.rank);
+      if (const auto entry = Look(directory_, name, /*follow_symlink=*/false); entry.ok())
+        modified_ns_ = std::max(modified_ns_, entry->modified_ns);
       ReadManifest(identity, name);
     }
     AddMissingRanks();
@@ -105,7 +108,15 @@ class AttemptReader {
     });
   }
 
-  uint64_t step() const { return step_; }
+  bool NewerThan(const AttemptReader& other) const {
+    return std::tie(step_, modified_ns_) > std::tie(other.step_, other.modified_ns_);
+  }
+
+  /// Files of it were written anew by an attempt that names `named`.
+  bool Superseded(const std::set<std::string>& named) const {
+    return std::any_of(named_.begin(), named_.end(),
+                       [&named](const std::string& name) { return named.count(name) != 0; });
+  }
 
   void MoveTo(CheckpointFiles* out, std::set<std::string>* named) {
     std::move(manifests_.begin(), manifests_.end(), std::back_inserter(out->manifests));
@@ -167,6 +178,7 @@ class AttemptReader {
   bool first_seen_ = false;
   AttemptId attempt_;
   uint64_t step_ = 0;
+  int64_t modified_ns_ = 0;  // when its last manifest was written
   std::set<uint32_t> ranks_;
   std::set<std::string> named_;
 };
@@ -187,15 +199,15 @@ void ReadAttempts(int directory, const ReadCheckpointOptions& options, Checkpoin
   }
   const bool any_complete = std::any_of(readers.begin(), readers.end(),
                                         [](const AttemptReader& r) { return !r.incomplete(); });
-  // The newest first: it is the one that a reader opens.
-  std::vector<AttemptReader*> by_step;
-  for (AttemptReader& reader : readers) by_step.push_back(&reader);
-  std::stable_sort(
-      by_step.begin(), by_step.end(),
-      [](const AttemptReader* a, const AttemptReader* b) { return a->step() > b->step(); });
+  // The newest first: a reader opens that one.
+  std::vector<AttemptReader*> newest_first;
+  for (AttemptReader& reader : readers) newest_first.push_back(&reader);
+  std::stable_sort(newest_first.begin(), newest_first.end(),
+                   [](const AttemptReader* a, const AttemptReader* b) { return a->NewerThan(*b); });
   std::set<std::string> named;
-  for (AttemptReader* reader : by_step) {
-    if (!any_complete || !reader->incomplete()) reader->MoveTo(out, &named);
+  for (AttemptReader* reader : newest_first) {
+    const bool left_out = (any_complete && reader->incomplete()) || reader->Superseded(named);
+    if (!left_out) reader->MoveTo(out, &named);
   }
   if (attempts.empty()) return;
   for (const std::string& name : out->names) {

@@ -39,8 +39,8 @@ struct ReadCheckpointOptions {
 };
 
 /// In a directory that a framework owns, the files of an attempt that is not complete are left out
-/// if those of another are: it failed, or is still being written.
-/// \error when the directory itself cannot be listed.
+/// if those of another are: it failed, or is still being written. So are those of an attempt some
+/// of whose files a newer one has written anew. \error when the directory itself cannot be listed.
 absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string& path,
                                                const ReadCheckpointOptions& options);
 

@@ -20,6 +20,7 @@ namespace {
 Entry EntryOf(const struct stat& status) {
   Entry entry;
   entry.bytes = static_cast<uint64_t>(status.st_size);
+  entry.modified_ns = int64_t{status.st_mtim.tv_sec} * 1'000'000'000 + status.st_mtim.tv_nsec;
   if (S_ISREG(status.st_mode)) {
     entry.kind = EntryKind::kFile;
   } else if (S_ISDIR(status.st_mode)) {

@@ -16,6 +16,7 @@ enum class EntryKind { kNothing, kFile, kDirectory, kSymlink, kOther };
 struct Entry {
   EntryKind kind = EntryKind::kNothing;
   uint64_t bytes = 0;
+  int64_t modified_ns = 0;
 };
 
 /// Splits "/a/b/c", "/a/b/c/" into "/a/b" and "c"; "c" into "." and "c".

@@ -100,8 +100,10 @@ absl::Status VerifyManifests(int directory, const std::vector<format::Manifest>&
         report->tensors += tensor.file == i ? 1 : 0;
       }
     }
-    report->step = manifest.step;
-    report->attempt = manifest.attempt;
+  }
+  if (!manifests.empty()) {
+    report->step = manifests.front().step;
+    report->attempt = manifests.front().attempt;
   }
   return check.Run(options, report);
 }
