@@ -61,10 +61,9 @@ def raw_read(path: str) -> float:
 
 def child(path: str, nbytes: int) -> None:
     """One load, in a process of its own."""
-    import torch
-
     import holdfast
     import holdfast.loading  # noqa: F401 (before the baseline)
+    import torch
 
     state = {
         f"t{i}": torch.zeros(nbytes // TENSORS // 4) for i in range(TENSORS)
@@ -93,9 +92,8 @@ def main() -> None:
         child(arguments.child, arguments.bytes)
         return
 
-    import torch
-
     import holdfast
+    import torch
 
     path = os.path.join(arguments.dir, f"load-{os.getpid()}")
     state = {f"t{i}": torch.randn(arguments.bytes // TENSORS // 4) for i in range(TENSORS)}

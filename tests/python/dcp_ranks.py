@@ -10,14 +10,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import holdfast.dcp
+import holdfast.saving
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.multiprocessing as mp
-
-import holdfast.dcp
-import holdfast.saving
 
 ARENA_BYTES = 64 << 20
 

@@ -10,6 +10,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import holdfast
+import holdfast.dcp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,9 +21,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-
-import holdfast
-import holdfast.dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import dcp_ranks
+import holdfast
+import holdfast.dcp
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -16,9 +18,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-
-import holdfast
-import holdfast.dcp
 
 
 class Net(torch.nn.Module):

@@ -15,7 +15,6 @@ from holdfast import _devices, _dtypes, _native
 from holdfast.dcp.framing import ALIGNMENT, can_frame, frame
 from holdfast.errors import Error
 
-
 # Device tensors that may change at once are cloned on their device up to this much in all.
 _CLONE_MAX = 64 << 20
 

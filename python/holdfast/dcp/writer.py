@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import re
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,7 @@ class StorageWriter(_StorageWriter):
         Raises:
             Error: of this rank's own part.
         """
+        called_ns = time.monotonic_ns()
         place = placement.take(plan.storage_data, str(self.path))
         ranges = None if late is None else saving._late_memory((), late)
         file = items.plan_file(plan, planner, place.data_file, ranges)
@@ -201,6 +203,8 @@ class StorageWriter(_StorageWriter):
             self.path.name, file.plan, self.step, False, place.attempt, True
         )
         extra = {
+            "kind": "dcp",
+            "called_ns": called_ns,
             "rank": place.rank,
             "world_size": place.world_size,
             "objects": file.pickled,
