@@ -20,6 +20,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -38,8 +39,10 @@ from holdfast.errors import Error, TimeoutError
 logger = logging.getLogger("holdfast.dcp")
 
 # By the ranks of a process group: a group of the finishing exchanges' own, and the last of them.
+# The group by its name: a reference would keep its threads beyond destroy_process_group(), and such a
+# thread that lets go of a tensor while the interpreter finalizes aborts the process.
 _lock = threading.Lock()
-_groups: dict[Any, Any] = {}
+_groups: dict[Any, str] = {}
 _last: dict[Any, Upload] = {}
 
 
@@ -109,10 +112,9 @@ def _finishing_group(group: Any) -> Any:
         for stale in [k for k in _groups if k[0] != id(world)]:
             del _groups[stale]
         if key not in _groups:
-            _groups[key] = dist.new_group(
-                list(ranks), backend="gloo", use_local_synchronization=True
-            )
-        return _groups[key]
+            made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+            _groups[key] = made.group_name
+        return c10d._resolve_process_group(_groups[key])
 
 
 def _state_dicts(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:

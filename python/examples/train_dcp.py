@@ -1,0 +1,101 @@
+"""Trains a sharded GPT with PyTorch Distributed Checkpoint, saved through ``holdfast.dcp``.
+
+    torchrun --nproc-per-node 2 train_dcp.py --dir run [--steps 40] [--every 10] [--size tiny]
+
+Started again, also with another number of ranks, it goes on where it was. The files are DCP's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gpt
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import holdfast.dcp
+
+KEEP = 2
+
+
+def complete(directory: str) -> list[Path]:
+    """A DCP checkpoint is complete once its ``.metadata`` is there. By step, newest last."""
+    found = [p.parent for p in Path(directory).glob("step-*/.metadata")]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", required=True, help="where the checkpoints go")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--every", type=int, default=10, help="steps between saves")
+    parser.add_argument("--size", choices=gpt.SIZES, default="tiny")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    os.makedirs(arguments.dir, exist_ok=True)
+
+    torch.manual_seed(0)
+    model = gpt.GPT(gpt.SIZES[arguments.size])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = gpt.Loader(gpt.SIZES[arguments.size], rank=rank)
+    torch.manual_seed(1 + rank)  # dropout differs by rank
+
+    def state(step: int) -> dict[str, Any]:
+        weights, moments = get_state_dict(model, optimizer)
+        return {
+            "model": weights,
+            "optimizer": moments,
+            "step": torch.tensor(step),
+            f"rng.{rank}": torch.get_rng_state(),  # of this rank alone
+        }
+
+    first = 0
+    if found := complete(arguments.dir):
+        loaded = state(0)
+        saved = holdfast.dcp.StorageReader(found[-1]).read_metadata().state_dict_metadata
+        if f"rng.{rank}" not in saved:
+            del loaded[f"rng.{rank}"]  # more ranks than saved it
+        dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(found[-1]))
+        set_state_dict(model, optimizer, model_state_dict=loaded["model"],
+                       optim_state_dict=loaded["optimizer"])
+        if f"rng.{rank}" in loaded:
+            torch.set_rng_state(loaded[f"rng.{rank}"])
+        first = loader.step = int(loaded["step"])
+        if rank == 0:
+            print(f"resumed from {found[-1]}")
+
+    future = None
+    for step in range(first + 1, arguments.steps + 1):
+        loss = gpt.train_step(model, optimizer, loader)
+        if step % arguments.every == 0:
+            if future is not None:
+                future.result()  # raises on every rank what went wrong on any
+            path = os.path.join(arguments.dir, f"step-{step}")
+            future = holdfast.dcp.async_save(state(step), checkpoint_id=path)
+            if rank == 0:
+                print(f"step {step}: loss {loss:.3f}")
+                for old in complete(arguments.dir)[:-KEEP]:
+                    (old / ".metadata").unlink()  # first: a ruin must not look complete
+                    shutil.rmtree(old)
+    if future is not None:
+        future.result()
+    if rank == 0:
+        print(f"done: {[p.name for p in complete(arguments.dir)]}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
