@@ -4,6 +4,8 @@
 #include "bindings.h"
 
 NB_MODULE(_native, module) {
+  // At exit the frames of threads may still hold handles; that is no leak of this module's.
+  nanobind::set_leak_warnings(false);
   module.doc() =
       "The C++ runtime of holdfast. Use the package; this module has no stable interface.";
   holdfast::python::BindDevice(module);

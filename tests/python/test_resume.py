@@ -1,0 +1,31 @@
+"""What a killed job resumes from is exact: three kills here, twenty with HOLDFAST_LONG=1."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from resume_campaign import campaign
+
+LONG = bool(os.environ.get("HOLDFAST_LONG"))
+KILLS = 20 if LONG else 3
+STEPS = 48 if LONG else 24
+SIZE = "272MiB"
+
+
+@pytest.mark.parametrize("way", ["plain", "dcp"])
+def test_a_killed_job_resumes_exactly(way: str, tmp_path: Path) -> None:
+    rows = campaign(way, str(tmp_path), KILLS, seed=7, steps=STEPS, size=SIZE)
+    assert len(rows) == KILLS
+    assert sum(row["phase"] != "training" for row in rows) >= 0.6 * KILLS
+    # Once something was committed no job begins anew.
+    first = next(i for i, row in enumerate(rows) if row["resumed"])
+    assert all(row["resumed"] for row in rows[first:])
+
+
+def test_a_resume_that_is_not_exact_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The campaign itself can fail: a trainer that forgets its random state is found out."""
+    monkeypatch.setenv("HOLDFAST_TEST_FORGET_RNG", "1")
+    with pytest.raises(AssertionError, match="differ from the run straight through"):
+        campaign("plain", str(tmp_path), 1, seed=7, steps=12, size="tiny")

@@ -1,0 +1,338 @@
+"""States of every kind come back as they were, bit for bit, with what shares memory sharing it."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import random
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import holdfast
+
+DTYPES = sorted(
+    (
+        d
+        for d in vars(torch).values()
+        if isinstance(d, torch.dtype) and "q" not in str(d).removeprefix("torch.") and "bits" not in str(d)
+    ),
+    key=str,
+)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """Its elements' bytes in order, whatever they mean."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bitwise equality of nested states, types and strides included."""
+    if isinstance(a, torch.Tensor):
+        return (
+            isinstance(b, torch.Tensor)
+            and a.dtype == b.dtype
+            and a.shape == b.shape
+            and (a.numel() == 0 or raw(a) == raw(b))
+        )
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.dtype == b.dtype and a.tobytes() == b.tobytes()
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    return a == b
+
+
+def through_disk(state: Any, path: Path, **options: Any) -> Any:
+    holdfast.save_async(state, path).wait(60)
+    assert holdfast.verify(path)["verdict"] == "sound"
+    return holdfast.load(path, **options)
+
+
+class Point(NamedTuple):
+    x: torch.Tensor
+    y: int
+
+
+@dataclasses.dataclass
+class Config:
+    weight: torch.Tensor
+    names: list[str]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_comes_back_bitwise(dtype: torch.dtype, tmp_path: Path) -> None:
+    item = torch.empty(0, dtype=dtype).element_size()
+    bits = torch.randint(0, 2 if dtype == torch.bool else 256, (24 * item,), dtype=torch.uint8)
+    tensor = torch.empty(0, dtype=dtype).set_(bits.untyped_storage(), 0, (2, 3, 4))
+    state = {"all": tensor, "zero_dim": tensor[0, 0, 0], "empty": torch.empty((0, 3), dtype=dtype)}
+    assert same(through_disk(state, tmp_path / "s"), state)
+
+
+def test_quantized_tensors_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
+    with pytest.raises(holdfast.Error, match=r"a\.b: quantized.*int_repr") as error:
+        holdfast.save_async({"a": {"b": quantized}}, tmp_path / "s")
+    assert error.value.code == "INVALID_ARGUMENT"
+    assert not (tmp_path / "s").exists()
+
+
+def test_containers_and_plain_values_keep_their_types(tmp_path: Path) -> None:
+    state = {
+        "ordered": collections.OrderedDict(b=1, a=2),
+        "tuple": (1, (2.5, None), [True, "text", b"\x00\xff"]),
+        "set": {1, 2},
+        "frozen": frozenset({"x"}),
+        5: "an int key",
+        (1, "a"): "a tuple key",
+        "huge": 2**80,
+        "negative zero": -0.0,
+        "infinity": -math.inf,
+        "nan": struct.unpack("d", b"\x01\x00\x00\x00\x00\x00\xf8\x7f")[0],
+        "complex": complex(1, -2.5),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "size": torch.Size([2, 3]),
+        "slice": slice(1, None, 2),
+        "array": np.arange(6, dtype=np.float16).reshape(2, 3),
+        "python rng": random.getstate(),
+        "numpy rng": np.random.get_state(),
+        "torch rng": torch.get_rng_state(),
+    }
+    loaded = through_disk(state, tmp_path / "s")
+    assert same(loaded, state)
+
+
+def test_named_tuples_and_dataclasses_need_leave_and_come_back(tmp_path: Path) -> None:
+    state = {"point": Point(torch.ones(2), 3), "config": Config(torch.zeros(3), ["a"])}
+    holdfast.save_async(state, tmp_path / "s").wait(60)
+    with pytest.raises(holdfast.Error, match="allow="):
+        holdfast.load(tmp_path / "s")
+    loaded = holdfast.load(tmp_path / "s", allow=[Point, Config])
+    assert isinstance(loaded["point"], Point)
+    assert loaded["point"].y == 3
+    assert isinstance(loaded["config"], Config)
+    assert torch.equal(loaded["config"].weight, state["config"].weight)
+
+
+def test_tied_weights_stay_one_storage_and_are_written_once(tmp_path: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(1000, 10))
+    state = {"embedding": weight, "head": {"weight": weight}, "detached": weight.detach()}
+    save = holdfast.save_async(state, tmp_path / "s")
+    assert save.wait(60)["bytes"] < 2 * weight.nbytes
+    loaded = holdfast.load(tmp_path / "s")
+    assert loaded["embedding"].data_ptr() == loaded["head"]["weight"].data_ptr()
+    assert loaded["detached"].data_ptr() == loaded["embedding"].data_ptr()
+    assert isinstance(loaded["embedding"], torch.nn.Parameter)
+    assert same(loaded, state)
+
+
+def test_overlapping_views_come_back_overlapping(tmp_path: Path) -> None:
+    base = torch.arange(100.0)
+    state = {"low": base[:60], "high": base[40:], "strided": base[::2], "bits": base[:10].view(torch.int32)}
+    loaded = through_disk(state, tmp_path / "s")
+    assert same(loaded, state)
+    loaded["low"][50] = -1.0
+    assert loaded["high"][10] == -1.0
+    assert loaded["strided"][25] == -1.0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.t(),
+        lambda x: x[:, 1],
+        lambda x: x[1:3, 2:4],
+        lambda x: x.expand(4, 6, 8),
+        lambda x: x.reshape(2, 3, 2, 4).permute(3, 1, 0, 2),
+        lambda x: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda x: x.flip(0),
+        lambda x: torch.randn(3, 4, dtype=torch.complex64).conj(),
+        lambda x: torch.randn(3, 4, dtype=torch.complex64).imag,
+        lambda x: torch.randn(3, 4, dtype=torch.complex64).conj().imag,
+    ],
+)
+def test_views_of_any_stride_come_back(make: Any, tmp_path: Path) -> None:
+    tensor = make(torch.randn(6, 8))
+    loaded = through_disk({"t": tensor}, tmp_path / "s")["t"]
+    assert same(loaded, tensor.resolve_conj().resolve_neg())
+    if tensor.is_contiguous(memory_format=torch.channels_last) and tensor.dim() == 4:
+        assert loaded.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_thin_view_does_not_write_all_of_its_storage(tmp_path: Path) -> None:
+    column = torch.randn(1000, 1000)[:, 3]
+    save = holdfast.save_async({"column": column}, tmp_path / "s")
+    assert save.wait(60)["bytes"] < 100_000
+    assert save.contiguous_copies == ["column"]
+    assert same(holdfast.load(tmp_path / "s")["column"], column)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "uncoalesced"])
+def test_sparse_layouts_come_back(layout: str, tmp_path: Path) -> None:
+    dense = torch.zeros(4, 6)
+    dense[1, 2], dense[3, 5] = 1.5, -2.0
+    sparse = {
+        "coo": lambda: dense.to_sparse(),
+        "csr": lambda: dense.to_sparse_csr(),
+        "csc": lambda: dense.to_sparse_csc(),
+        "bsr": lambda: dense.to_sparse_bsr((2, 2)),
+        "uncoalesced": lambda: torch.sparse_coo_tensor([[0, 0], [1, 1]], [1.0, 2.0], (4, 6)),
+    }[layout]()
+    loaded = through_disk({"s": sparse}, tmp_path / "s")["s"]
+    assert loaded.layout == sparse.layout
+    assert torch.equal(loaded.to_dense(), sparse.to_dense())
+    if layout == "uncoalesced":
+        assert not loaded.is_coalesced()
+
+
+def test_objects_are_pickled_listed_and_refusable(tmp_path: Path) -> None:
+    state = {"counter": collections.Counter("abc"), "when": __import__("datetime").date(2026, 1, 2)}
+    save = holdfast.save_async(state, tmp_path / "s")
+    assert save.wait(60)["objects"] == ["counter", "when"]
+    assert holdfast.load(tmp_path / "s") == state
+    with pytest.raises(holdfast.Error, match="counter.*collections:Counter"):
+        holdfast.save_async(state, tmp_path / "t", objects="refuse")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return (__import__("os").system, ("touch /tmp/holdfast-was-here",))
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    holdfast.save_async({"e": Evil(), "x": torch.ones(2)}, tmp_path / "s").wait(60)
+    with pytest.raises(holdfast.Error, match="posix:system") as error:
+        holdfast.load(tmp_path / "s")
+    assert error.value.code == "PERMISSION_DENIED"
+    assert torch.equal(holdfast.open(tmp_path / "s")["x"], torch.ones(2))  # the rest can be read
+
+
+def test_unpicklable_objects_and_cycles_are_named(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.Error, match=r"save a\.f: .*cannot be pickled"):
+        holdfast.save_async({"a": {"f": lambda: 1}}, tmp_path / "s")
+    cyclic: dict[str, Any] = {"inner": {}}
+    cyclic["inner"]["outer"] = cyclic
+    with pytest.raises(holdfast.Error, match="contains itself"):
+        holdfast.save_async(cyclic, tmp_path / "s")
+
+
+def test_paths_that_read_the_same_do_not_collide(tmp_path: Path) -> None:
+    state = {"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}
+    assert same(through_disk(state, tmp_path / "s"), state)
+
+
+def test_reference_library_reads_the_file(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    holdfast.save_async({"model": model}, tmp_path / "s").wait(60)
+    read = load_file(tmp_path / "s" / "model-00000-of-00001.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(read[f"model.{name}"], tensor)
+
+
+OPTIMIZERS = [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    torch.optim.Adam,
+    lambda p: torch.optim.Adam(p, amsgrad=True, fused=True),
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.ASGD,
+]
+
+
+def trained(make: Any, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    torch.manual_seed(3)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2))
+    optimizer = make(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4, generator=torch.Generator().manual_seed(step))).square().sum().backward()
+        optimizer.step()
+        scheduler.step()
+    return model, optimizer, scheduler
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.parametrize("steps_there", [0, 1])
+def test_optimizers_go_on_as_if_nothing_happened(make: Any, steps_there: int, tmp_path: Path) -> None:
+    """Loaded into an optimizer before its first step, and into one that has a state already."""
+    model, optimizer, scheduler = trained(make, 3)
+    saved = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    holdfast.save_async(saved, tmp_path / "s").wait(60)
+    other, its_optimizer, its_scheduler = trained(make, steps_there)
+    places = [p.data_ptr() for p in other.parameters()]
+    holdfast.load(tmp_path / "s", into={"model": other, "optimizer": its_optimizer,
+                                        "scheduler": its_scheduler})
+    assert [p.data_ptr() for p in other.parameters()] == places
+    for m, o, s in ((model, optimizer, scheduler), (other, its_optimizer, its_scheduler)):
+        o.zero_grad()
+        m(torch.ones(5, 4)).square().sum().backward()
+        o.step()
+        s.step()
+    assert same(dict(other.state_dict()), dict(model.state_dict()))
+    assert its_scheduler.state_dict()["last_epoch"] == scheduler.state_dict()["last_epoch"]
+
+
+# ---- Anything at all.
+
+scalars = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=8),
+    st.complex_numbers(allow_nan=False),
+)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool,
+                          torch.float64, torch.complex64, torch.float8_e4m3fn])
+
+
+@st.composite
+def tensors(draw: Any) -> torch.Tensor:
+    dtype = draw(dtypes)
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    item = torch.empty(0, dtype=dtype).element_size()
+    count = math.prod(shape)
+    data = draw(st.binary(min_size=count * item, max_size=count * item))
+    if dtype == torch.bool:
+        data = bytes(b & 1 for b in data)
+    storage = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+    tensor = torch.empty(0, dtype=dtype).set_(storage.untyped_storage(), 0, tuple(shape))
+    return tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
+
+
+states = st.recursive(
+    st.one_of(scalars, tensors()),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(st.text(max_size=6), st.integers()), inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(state=states)
+def test_any_state_comes_back(state: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("any") / "s"
+    holdfast.save_async({"state": state}, path).wait(60)
+    assert same(holdfast.load(path)["state"], state)
