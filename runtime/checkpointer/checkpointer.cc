@@ -427,6 +427,9 @@ absl::Status Checkpointer::Impl::WhyStopped(const absl::Status& staged, SaveStat
 void Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
                                     const absl::Status& status, bool left_files) {
   if (status.ok()) {
+    const std::string replaced = save->LeftBehind();
+    if (checkpointer::ParseDirectoryName(replaced).kind == checkpointer::DirectoryKind::kPartial)
+      housekeeper->Remove(replaced);
     housekeeper->ApplyRetention();
     return;
   }

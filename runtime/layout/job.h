@@ -19,7 +19,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 1;
+inline constexpr uint32_t kLayoutVersion = 2;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -162,6 +162,8 @@ struct CompletionSlot {
   uint64_t private_bytes_peak = 0;
   JobTimes times;
   char reason[160] = {};  // why this rung
+  // Where the checkpoint is that was replaced, for the trainer to remove; empty: there is none.
+  char left_behind[kNameBytes] = {};
 };
 
 /// The table's head. Offsets are 64-byte aligned.

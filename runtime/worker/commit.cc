@@ -109,7 +109,7 @@ int Replace(JobRun* run, char (&old)[kNameBytes]) {
   return error;
 }
 
-/// The one rename. On success `*old` names a directory to remove, or is empty.
+/// The one rename. On success `*old` names what was replaced, or is empty.
 int RenameDirectory(JobRun* run, char (&old)[kNameBytes]) {
   const layout::Job& job = *run->job;
   old[0] = '\0';
@@ -152,6 +152,18 @@ bool SyncParent(JobRun* run) {
   return true;
 }
 
+/// The replaced checkpoint. Removing takes a quarter of a second per GiB, so it is the trainer's
+/// business, in the background: neither the result nor a kept worker's next job waits for it.
+void DisposeOf(JobRun* run, const char (&old)[kNameBytes]) {
+  if (!TrainerIsDead(run)) {
+    memcpy(run->job->completion.left_behind, old, sizeof(old));
+    return;
+  }
+  SetPhase(run, layout::Phase::kRemoving);
+  Failure ignored;  // The save is durable. What is left is a recovery's.
+  RemoveDirectory(run->parent, old, run->directory_buffer, &run->job->cancel, &ignored);
+}
+
 bool CommitDirectory(JobRun* run) {
   SetPhase(run, layout::Phase::kCommitting);
   // The last moment at which a cancel counts.
@@ -167,12 +179,8 @@ bool CommitDirectory(JobRun* run) {
   // next fsync fails, the save is reported as failed and the checkpoint stays.
   run->committed = true;
   if (!SyncParent(run)) return false;
-  if (old[0] != '\0') {
-    // Only now: before the fsync a crash could bring back the names, with the old one half removed.
-    SetPhase(run, layout::Phase::kRemoving);
-    Failure ignored;  // The save is durable. What is left is a recovery's.
-    RemoveDirectory(run->parent, old, run->directory_buffer, &run->job->cancel, &ignored);
-  }
+  // Only now: before the fsync a crash could bring back the names, with the old one half removed.
+  if (old[0] != '\0') DisposeOf(run, old);
   return true;
 }
 

@@ -63,6 +63,14 @@ void NoteTrainerDeath(JobRun* run) {
   run->all_sealed = true;
 }
 
+bool TrainerIsDead(JobRun* run) {
+  if (!run->trainer_died) {
+    pollfd trainer = {.fd = run->attached->trainer, .events = POLLIN, .revents = 0};
+    if (sys::Sys().poll(&trainer, 1, 0) > 0) NoteTrainerDeath(run);
+  }
+  return run->trainer_died;
+}
+
 bool MustStop(JobRun* run, bool look) {
   const layout::Job& job = *run->job;
   if (job.cancel.load(std::memory_order_relaxed) != 0) {
@@ -73,10 +81,7 @@ bool MustStop(JobRun* run, bool look) {
     Fail(run, FailureCode::kAborted, Operation::kWaitTrainer);
     return true;
   }
-  if (look && !run->trainer_died) {
-    pollfd trainer = {.fd = run->attached->trainer, .events = POLLIN, .revents = 0};
-    if (sys::Sys().poll(&trainer, 1, 0) > 0) NoteTrainerDeath(run);
-  }
+  if (look) (void)TrainerIsDead(run);
   if (run->trainer_died && !(run->all_sealed && run->Has(layout::kFinishWithoutTrainer))) {
     Fail(run, FailureCode::kAborted, Operation::kWaitTrainer);
     return true;

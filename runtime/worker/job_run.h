@@ -128,6 +128,9 @@ void RingTrainer(const Attachment& attached);
 /// Empties this worker's doorbell after it was seen readable.
 void HearDoorbell(const Attachment& attached);
 
+/// Looks whether the trainer has died.
+bool TrainerIsDead(JobRun* run);
+
 /// Whether the job must end now: cancelled, given up by the trainer, or orphaned without leave to
 /// finish. Records why. Looks at the trainer's pidfd only if `look` is set (the write loop watches
 /// it in its queue).

@@ -199,6 +199,11 @@ void SaveState::Cancel() {
   link->RingDoorbell();
 }
 
+std::string SaveState::LeftBehind() const {
+  const char(&name)[kNameBytes] = table->job()->completion.left_behind;
+  return {name, strnlen(name, sizeof(name))};
+}
+
 void SaveState::ReleaseResources() {
   const base::MutexLock lock(&mutex_);
   table.reset();

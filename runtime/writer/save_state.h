@@ -111,6 +111,9 @@ class SaveState {
   absl::Status TakeUnseenError();
   /// The call that started the save has returned its error itself.
   void MarkErrorReturned();
+  /// The name that the replaced checkpoint has now; empty if there is none. Before
+  /// ReleaseResources.
+  std::string LeftBehind() const;
   /// Asks the worker to stop.
   void Cancel();
   /// Gives the control memory and the worker back; after Finish, by the supervisor. A handle may

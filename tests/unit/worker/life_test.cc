@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -66,6 +67,28 @@ TEST_P(Life, FinishesWithoutItsTrainerWhenEverythingIsSealed) {
   ASSERT_TRUE(save.AwaitDone());
   EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.job()->completion.trainer_died, 1u);
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+TEST_P(Life, RemovesWhatItReplacedWhenNoTrainerIsLeftToDoSo) {
+  StandIn trainer_process;
+  Trainer trainer(kArena, trainer_process.pid());
+  TestSave save(&trainer, directory_.path());
+  save.parameters.qos.bytes_per_second_max = 10 * uint64_t{kChunkBytes};
+  save.parameters.flags |= layout::kReplaceExisting;
+  std::filesystem::create_directory(save.target_path());
+  WriteFileAt(save.target_path() + "/old.manifest.json", "old");
+  save.AddFile("model.bin", {3 * uint64_t{kChunkBytes}});
+  save.Build();
+  save.SealAll();
+  TestWorker worker(GetParam(), trainer);
+  save.StartOn(&worker);
+  while (save.job()->bytes_completed.load() == 0) ::usleep(500);
+  trainer_process.Die();
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_STREQ(save.job()->completion.left_behind, "");
+  EXPECT_EQ(NamesIn(directory_.path()), std::vector<std::string>{"step-7"});
   EXPECT_EQ(save.Unsound(), "");
 }
 
@@ -225,6 +248,7 @@ TEST_P(KeptWorker, GoesOnAfterAFailedJob) {
     if (!mutate) {
       EXPECT_EQ(save.Unsound(), "");
     }
+    std::filesystem::remove_all(save.partial_path());  // what was replaced
   }
   EXPECT_EQ(NamesIn(directory_.path()), std::vector<std::string>{"good"});
 }

@@ -199,7 +199,11 @@ TEST_P(SaveJob, ReplacesAnExistingTargetWhenAsked) {
   ASSERT_TRUE(save.AwaitDone());
   EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.Unsound(), "");
-  EXPECT_EQ(NamesIn(directory_.path()), std::vector<std::string>{"step-7"});
+  // What it replaced is the trainer's to remove.
+  EXPECT_EQ(save.job()->completion.left_behind, save.parameters.partial);
+  EXPECT_EQ(NamesIn(directory_.path()),
+            (std::vector<std::string>{"step-7", save.parameters.partial}));
+  EXPECT_EQ(ReadFileOf(save.partial_path() + "/old"), "old");
 }
 
 TEST_P(SaveJob, CancelRemovesEveryTrace) {

@@ -1,0 +1,106 @@
+// Replacing a checkpoint: the new one is reported, and the next save begins, while the old one is
+// still being removed.
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "holdfast/recovery.h"
+#include "runtime/sys/system.h"
+#include "tests/testing/child_process.h"
+#include "tests/testing/save_test.h"
+
+namespace holdfast::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+
+std::atomic<bool> g_held{false};
+std::atomic<int> g_waiting{0};
+std::atomic<bool> g_failing{false};
+
+/// Every removal waits while `g_held`, and fails while `g_failing`.
+int GatedUnlink(int directory, const char* name, int flags) {
+  ++g_waiting;
+  while (g_held) absl::SleepFor(absl::Milliseconds(1));
+  --g_waiting;
+  if (g_failing && flags == 0) {
+    errno = EIO;
+    return -1;
+  }
+  return sys::kKernel.unlinkat(directory, name, flags);
+}
+
+class Replace : public SaveTest {
+ protected:
+  void SetUp() override {
+    SaveTest::SetUp();
+    CheckpointerOptions options = SmallOptions(directory());
+    // A worker whose system calls the test can hold.
+    options.launcher = Launcher::kThread;
+    checkpointer_ = Make(options);
+    ASSERT_NE(checkpointer_, nullptr);
+    ASSERT_TRUE(Save(checkpointer_.get(), "last", TrainingState::Uniform(2, 300'000, 1)).ok());
+    sys::g_system.unlinkat = GatedUnlink;
+  }
+  void TearDown() override {
+    g_held = g_failing = false;
+    checkpointer_.reset();
+    sys::g_system = sys::kKernel;
+    SaveTest::TearDown();
+  }
+  absl::Status ReplaceBy(const TrainingState& state, uint64_t step) {
+    const std::vector<TensorSource> sources = state.Sources();
+    const auto handle = checkpointer_->SaveAsync(
+        {.name = "last", .step = step, .tensors = sources, .replace = true});
+    return handle.ok() ? handle->WaitDurable(kLong).status() : handle.status();
+  }
+  std::unique_ptr<Checkpointer> checkpointer_;
+};
+
+TEST_F(Replace, NeitherTheReportNorTheNextSaveWaitsForTheRemoval) {
+  g_held = true;
+  const TrainingState second = TrainingState::Uniform(2, 400'000, 2);
+  const TrainingState third = TrainingState::Uniform(2, 500'000, 3);
+  EXPECT_EQ(ReplaceBy(second, 2), absl::OkStatus());
+  EXPECT_TRUE(second.CompareWith(directory() + "/last").ok());
+  ASSERT_TRUE(WaitFor([] { return g_waiting > 0; })) << "it is being removed in the background";
+  EXPECT_EQ(ReplaceBy(third, 3), absl::OkStatus());
+  EXPECT_TRUE(third.CompareWith(directory() + "/last").ok());
+  EXPECT_THAT(Names(directory()), SizeIs(3)) << "both that were replaced are still there";
+  EXPECT_TRUE(absl::IsDeadlineExceeded(checkpointer_->Flush(absl::Milliseconds(1))));
+  g_held = false;
+  EXPECT_EQ(checkpointer_->Flush(kLong), absl::OkStatus());
+  EXPECT_THAT(Names(directory()), ElementsAre("last"));
+  ExpectSound(directory() + "/last");
+}
+
+TEST_F(Replace, TheDestructorFinishesTheRemoval) {
+  EXPECT_EQ(ReplaceBy(TrainingState::Uniform(2, 400'000, 2), 2), absl::OkStatus());
+  checkpointer_.reset();
+  EXPECT_THAT(Names(directory()), ElementsAre("last"));
+}
+
+TEST_F(Replace, ARemovalThatFailsIsToldByFlushAndDoneByRecovery) {
+  g_failing = true;
+  EXPECT_EQ(ReplaceBy(TrainingState::Uniform(2, 400'000, 2), 2), absl::OkStatus());
+  const absl::Status told = checkpointer_->Flush(kLong);
+  EXPECT_FALSE(told.ok());
+  EXPECT_THAT(std::string(told.message()), HasSubstr("last.partial-"));
+  g_failing = false;
+  EXPECT_THAT(Names(directory()), SizeIs(2));
+  const auto recovered = Recover(directory(), {});
+  ASSERT_TRUE(recovered.ok()) << recovered.status();
+  EXPECT_THAT(Names(directory()), ElementsAre("last"));
+}
+
+}  // namespace
+}  // namespace holdfast::testing
