@@ -81,6 +81,11 @@ class Checkpointer::Core {
   /// `given` with what was found out (worker program, threads).
   absl::Status Start(CheckpointerOptions* given);
   absl::Status Register(Device* device);
+  /// Opens the save's epoch and hands its job to a worker. In one step: a kept worker that had the
+  /// job of a younger save before that of an older one would wait for memory that only the older
+  /// one is given.
+  absl::Status Launch(const std::string& title, int directory, SaveState* save)
+      ABSL_LOCKS_EXCLUDED(launch_mutex_);
 
   std::unique_ptr<staging::StagingPool> pool;
   std::unique_ptr<writer::WorkerSource> workers;
@@ -89,6 +94,7 @@ class Checkpointer::Core {
   std::unique_ptr<writer::Stager> stager;
 
  private:
+  base::Mutex launch_mutex_;
   base::Mutex mutex_;
   std::map<Device*, std::unique_ptr<checkpointer::DeviceRegistrant>> devices_
       ABSL_GUARDED_BY(mutex_);
@@ -315,7 +321,6 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   job.rank = options.rank;
   job.world_size = options.world_size;
   job.step = request.step;
-  job.epoch = save->epoch;
   job.arena_bytes = core->pool->arena().bytes();
   job.target = request.name;
   job.partial = save->partial;
@@ -353,15 +358,10 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
       layout::LogReader(layout::At<layout::SharedU32>(save->table->job(), laid_out.acknowledged),
                         laid_out.extent_count);
 
-  HOLDFAST_RETURN_IF_ERROR(core->pool->Prepare());
-  const absl::Time begin = absl::Now();
-  HOLDFAST_ASSIGN_OR_RETURN(
-      save->link,
-      core->workers->Start(
-          absl::StrCat(request.name, " rank ", options.rank, " of ", options.world_size),
-          save->table->fd(), save->table->bytes(), directory.get(), save->in_use.get()));
+  HOLDFAST_RETURN_IF_ERROR(
+      core->Launch(absl::StrCat(request.name, " rank ", options.rank, " of ", options.world_size),
+                   directory.get(), save));
   SaveReport* report = save->MutableReport();
-  report->time_launching = absl::ToDoubleSeconds(absl::Now() - begin);
   report->path = save->path;
   report->epoch = save->epoch;
   report->step = request.step;
@@ -375,7 +375,7 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
 }
 
 void Checkpointer::Impl::TakeBack(SaveState* save, bool files_only) {
-  core->pool->Retire(save->epoch);
+  if (save->epoch != 0) core->pool->Retire(save->epoch);
   if (save->table != nullptr) core->pool->ReturnControlBytes(save->table->bytes());
   save->in_use.Reset();
   save->trainer_lock.Reset();
@@ -400,7 +400,6 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
     (void)RemoveEmptyPartial(*save);  // made, but not opened or locked: no fd was left
     return base::Annotate(opened, absl::StrCat("save ", save->path));
   }
-  save->epoch = core->pool->OpenEpoch();
   const absl::Status launched = Launch(request, attempt, save.get());
   if (!launched.ok()) {
     TakeBack(save.get(), request.files_only);
@@ -440,6 +439,19 @@ void Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
     housekeeper->Remove(save->partial);
   const base::MutexLock lock(&mutex_);
   if (failed_.size() < kUnseenErrorsMax) failed_.push_back(save);
+}
+
+absl::Status Checkpointer::Core::Launch(const std::string& title, int directory, SaveState* save) {
+  const base::MutexLock lock(&launch_mutex_);
+  save->epoch = pool->OpenEpoch();
+  save->table->job()->epoch = save->epoch;
+  HOLDFAST_RETURN_IF_ERROR(pool->Prepare());
+  const absl::Time begin = absl::Now();
+  HOLDFAST_ASSIGN_OR_RETURN(
+      save->link, workers->Start(title, save->table->fd(), save->table->bytes(), directory,
+                                 save->in_use.get()));
+  save->MutableReport()->time_launching = absl::ToDoubleSeconds(absl::Now() - begin);
+  return absl::OkStatus();
 }
 
 absl::Status Checkpointer::Core::Register(Device* device) {

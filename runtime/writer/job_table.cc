@@ -139,7 +139,6 @@ void JobTable::FillCommon(const JobParameters& parameters) {
   job_->rank = parameters.rank;
   job_->world_size = parameters.world_size;
   job_->step = parameters.step;
-  job_->epoch = parameters.epoch;
   job_->arena_bytes = parameters.arena_bytes;
   job_->qos = parameters.qos;
   job_->time_stalled_max_ns = parameters.time_stalled_max_ns;

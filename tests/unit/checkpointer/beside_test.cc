@@ -108,6 +108,25 @@ TEST_P(Beside, TwoDirectoriesShareOneArenaAndItsCap) {
   ExpectMemoryBack(second_.get());
 }
 
+// A kept worker takes jobs in the order in which they come, memory goes to the older save first:
+// two callers at once must not cross.
+TEST_P(Beside, CallersAtTheSameTimeWithSavesLargerThanTheArenaAllEnd) {
+  MakeBoth();
+  const TrainingState state = TrainingState::Uniform(9, 4'000'000, 6);
+  for (int round = 0; round < 8; ++round) {
+    std::vector<std::thread> callers;
+    for (Checkpointer* checkpointer : {first_.get(), second_.get(), first_.get()}) {
+      callers.emplace_back([&, checkpointer, i = callers.size()] {
+        const absl::Status saved =
+            Save(checkpointer, absl::StrCat("round-", round, "-", i), state).status();
+        EXPECT_TRUE(saved.ok()) << saved;
+      });
+    }
+    for (std::thread& caller : callers) caller.join();
+    if (HasFailure()) return;
+  }
+}
+
 TEST_P(Beside, ItsWorkersAndMemoryAreThoseOfTheFirst) {
   first_ = Make(Options(first_directory()));
   ASSERT_NE(first_, nullptr);
