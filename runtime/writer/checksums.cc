@@ -82,8 +82,10 @@ void Checksums::Add(const PlannedFile& file, uint32_t extent_first) {
 }
 
 bool Checksums::Complete(const Extent& extent) const {
-  return std::all_of(extent.places.begin(), extent.places.end(),
-                     [this](const Place& place) { return tensors_[place.tensor].missing == 0; });
+  for (const Place& place : extent.places) {
+    if (tensors_[place.tensor].missing != 0) return false;
+  }
+  return true;
 }
 
 bool Checksums::Take(uint32_t index, char* memory, std::vector<uint32_t>* ready) {
