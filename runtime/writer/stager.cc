@@ -118,8 +118,7 @@ absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save) {
 absl::Status Stager::CopyHost(const std::shared_ptr<SaveState>& save, uint32_t index, Way way) {
   const bool fused = options_.fused_copy && way == Way::kHost && save->checksums == nullptr;
   const absl::Time begin = absl::Now();
-  const absl::Status status =
-      fused ? CopyFused(save.get(), index) : CopyHostPieces(save.get(), index);
+  absl::Status status = fused ? CopyFused(save.get(), index) : CopyHostPieces(save.get(), index);
   save->MutableReport()->time_copying += absl::ToDoubleSeconds(absl::Now() - begin);
   if (status.ok() && way == Way::kHost && !fused) sealer_->Enqueue(save, index);
   return status;

@@ -46,8 +46,8 @@ void KeepForever(std::vector<std::shared_ptr<SaveState>> saves) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<Supervisor>> Supervisor::Start(staging::StagingPool* pool,
-                                                              SupervisorOptions options) {
-  std::unique_ptr<Supervisor> supervisor(new Supervisor(pool, std::move(options)));
+                                                              const SupervisorOptions& options) {
+  std::unique_ptr<Supervisor> supervisor(new Supervisor(pool, options));
   supervisor->wake_ = base::UniqueFd(sys::Sys().eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!supervisor->wake_.valid())
     return base::ErrnoStatus("create", "eventfd of the supervisor", errno);
@@ -55,8 +55,8 @@ absl::StatusOr<std::unique_ptr<Supervisor>> Supervisor::Start(staging::StagingPo
   return supervisor;
 }
 
-Supervisor::Supervisor(staging::StagingPool* pool, SupervisorOptions options)
-    : pool_(pool), options_(std::move(options)) {}
+Supervisor::Supervisor(staging::StagingPool* pool, const SupervisorOptions& options)
+    : pool_(pool), options_(options) {}
 
 Supervisor::~Supervisor() {
   if (Stop()) return;

@@ -25,7 +25,7 @@ struct SupervisorOptions {
 class Supervisor {
  public:
   static absl::StatusOr<std::unique_ptr<Supervisor>> Start(staging::StagingPool* pool,
-                                                           SupervisorOptions options);
+                                                           const SupervisorOptions& options);
   /// What belongs to saves that could not be stopped stays until the process ends.
   ~Supervisor();
 
@@ -46,7 +46,7 @@ class Supervisor {
   uint64_t in_flight();
 
  private:
-  Supervisor(staging::StagingPool* pool, SupervisorOptions options);
+  Supervisor(staging::StagingPool* pool, const SupervisorOptions& options);
   void Run();
   void PollOnce(const std::vector<std::shared_ptr<SaveState>>& saves);
   bool Service(const std::shared_ptr<SaveState>& save);
