@@ -2,6 +2,7 @@
 // Holdfast's and can do no harm with what they inherited.
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -180,6 +181,9 @@ TEST_P(ForeignFork, ChildOfADeadTrainerKeepsNoLock) {
   const pid_t worker = std::atoi(mailbox.FromChild(kLong).value_or("0").c_str());
   ASSERT_GT(worker, 0);
   trainer.Signal(SIGSTOP);
+  // All its threads must have stopped, or one of them may take the worker's exit status.
+  siginfo_t stopped{};
+  ASSERT_EQ(waitid(P_PID, static_cast<id_t>(trainer.pid()), &stopped, WSTOPPED), 0);
   if (!IsThread()) kill(worker, SIGKILL);
   trainer.Signal(SIGKILL);
   EXPECT_EQ(trainer.Wait(kLong), ChildProcess::kSignalBase + SIGKILL);
