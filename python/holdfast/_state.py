@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import enum
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -92,6 +93,17 @@ def is_namedtuple(value: Any) -> bool:
 # ---- Plain values.
 
 
+def _float_text(value: float) -> str:
+    """Every bit of it: as C's %a, a NaN (which has a payload) as its eight bytes."""
+    return value.hex() if value == value else "nan:" + struct.pack(">d", value).hex()
+
+
+def _float_of(text: str) -> float:
+    if text.startswith("nan:"):
+        return struct.unpack(">d", bytes.fromhex(text[4:]))[0]
+    return float.fromhex(text)
+
+
 def _scalar(value: Any) -> Node | None:
     """The node of a plain value; None if it is not one."""
     kind = type(value)
@@ -101,9 +113,9 @@ def _scalar(value: Any) -> Node | None:
         # Beyond 2^53 other readers of JSON lose digits.
         return {"kind": "value", "value": value} if abs(value) < 2**53 else {"kind": "int", "value": str(value)}
     if kind is float:
-        return {"kind": "float", "value": value.hex()}
+        return {"kind": "float", "value": _float_text(value)}
     if kind is complex:
-        return {"kind": "complex", "value": [value.real.hex(), value.imag.hex()]}
+        return {"kind": "complex", "value": [_float_text(value.real), _float_text(value.imag)]}
     if kind in (bytes, bytearray):
         return {"kind": kind.__name__, "value": base64.b64encode(value).decode()}
     if kind is torch.dtype:
@@ -119,8 +131,8 @@ def _scalar(value: Any) -> Node | None:
 _FROM_SCALAR: dict[str, Callable[[Node], Any]] = {
     "value": lambda n: n["value"],
     "int": lambda n: int(n["value"]),
-    "float": lambda n: float.fromhex(n["value"]),
-    "complex": lambda n: complex(float.fromhex(n["value"][0]), float.fromhex(n["value"][1])),
+    "float": lambda n: _float_of(n["value"]),
+    "complex": lambda n: complex(_float_of(n["value"][0]), _float_of(n["value"][1])),
     "bytes": lambda n: base64.b64decode(n["value"]),
     "bytearray": lambda n: bytearray(base64.b64decode(n["value"])),
     "dtype": lambda n: _dtypes.torch_dtype(n["value"]),
