@@ -52,6 +52,11 @@ Observer = Callable[[Any, Report | None, Error | None], None]
 # Called with (subject, report or None, error or None), before the save's futures end.
 observers: list[Observer] = []
 
+_REFUSALS = frozenset(
+    """ALREADY_EXISTS FAILED_PRECONDITION INVALID_ARGUMENT NOT_FOUND RESOURCE_EXHAUSTED UNAVAILABLE
+    UNIMPLEMENTED""".split()
+)
+
 _lock = threading.Lock()
 _running: dict[int, Any] = {}
 
@@ -72,7 +77,7 @@ def publish(subject: Subject, report: Report | None, error: Error | None) -> Non
     """Tells every observer what became of a save. Never raises.
 
     Args:
-        subject: what was saved where; ``extra["refused"]`` is true if the call itself raised.
+        subject: what was saved where; ``extra["raised"]`` is true if the call itself raised.
         report: of a save that is durable; observers see it as it will be handed to the caller, and
             the comparison with the previous save is added to it here.
         error: of one that is not.
@@ -102,7 +107,7 @@ def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:
         except Error as error:
             rank, world_size = _rank_and_world(kwargs)
             path = args[1] if len(args) > 1 else kwargs.get("path", "")
-            extra = {"rank": rank, "world_size": world_size, "refused": True}
+            extra = {"rank": rank, "world_size": world_size, "raised": True}
             publish(Published(str(path), int(kwargs.get("step") or 0), extra), None, error)
             raise
 
@@ -121,9 +126,11 @@ def outcome(subject: Subject, error: Error | None) -> str:
     """``"durable"``, ``"failed"``, ``"cancelled"``, or ``"refused"`` if it never began."""
     if error is None:
         return "durable"
-    if subject.extra.get("refused"):
-        return "refused"
-    return "cancelled" if error.code == "CANCELLED" else "failed"
+    if error.code == "CANCELLED":
+        return "cancelled"
+    # A call also raises what fails while it is staging.
+    refused = subject.extra.get("raised") and error.code in _REFUSALS and not error.errno
+    return "refused" if refused else "failed"
 
 
 class Handle:

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -35,7 +36,8 @@ _SIBLINGS_MAX = 10_000
 warning = True
 
 _lock = threading.Lock()
-_previous: OrderedDict[tuple[str, int, int], Snapshot] = OrderedDict()
+# The save of each directory and rank that began last, and when it did.
+_previous: OrderedDict[tuple[str, int, int], tuple[int, Snapshot]] = OrderedDict()
 
 
 class Digest(NamedTuple):
@@ -206,17 +208,16 @@ def compare_with_previous(subject: Any, report: dict[str, Any] | None, error: Er
         return  # a layout without one: nothing to compare
     later = _read(manifest)._replace(path=path)
     key = (os.path.dirname(path), rank, world_size)
+    began = int(report.get("entered_ns") or time.monotonic_ns())
     with _lock:
-        earlier = _previous.get(key)
-    if earlier is None:
-        earlier = _newest_before(path, manifest, rank, world_size)
-    with _lock:
-        # Saves may end in another order than they began in: the latest step stays.
-        if key not in _previous or _previous[key].step <= later.step:
-            _previous[key] = later
-            _previous.move_to_end(key)
+        last = _previous.get(key)
+        if last is not None and last[0] > began:
+            return  # saves may end in another order than they began in
+        _previous[key] = began, later
+        _previous.move_to_end(key)
         while len(_previous) > _REMEMBERED_MAX:
             _previous.popitem(last=False)
+    earlier = last[1] if last is not None else _newest_before(path, manifest, rank, world_size)
     if earlier is None or earlier.attempt == later.attempt:
         return
     result = describe(earlier, later)

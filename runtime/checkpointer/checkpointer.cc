@@ -391,9 +391,11 @@ bool Checkpointer::Impl::RemoveEmptyPartial(const SaveState& save) const {
 
 absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& request) {
   const absl::Time entered = absl::Now();
+  const uint64_t entered_ns = sys::NowNs();
   AttemptId attempt;
   HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<SaveState> save, Plan(request, &attempt));
   save->entered = entered;
+  save->entered_ns = entered_ns;
   HOLDFAST_RETURN_IF_ERROR(Admit(*save));
   const absl::Status opened = OpenDirectories(request, attempt, save.get());
   if (!opened.ok()) {

@@ -5,7 +5,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "runtime/sys/system.h"
 
 namespace holdfast {
 namespace {
@@ -85,10 +84,7 @@ void SaveState::Finish(const absl::Status& status) {
   report_.time_writing = Seconds(slot.times.first_submit, slot.times.last_complete);
   report_.time_syncing =
       Seconds(slot.times.last_complete, std::max(slot.times.committed, slot.times.manifest_synced));
-  const absl::Duration elapsed = absl::Now() - entered;
-  report_.time_to_durable = absl::ToDoubleSeconds(elapsed);
-  const uint64_t entered_ns =
-      sys::NowNs() - static_cast<uint64_t>(std::max<int64_t>(absl::ToInt64Nanoseconds(elapsed), 0));
+  report_.time_to_durable = absl::ToDoubleSeconds(absl::Now() - entered);
   report_.entered_ns = entered_ns;
   report_.at_worker_started = Seconds(entered_ns, slot.times.started);
   report_.at_first_submit = Seconds(entered_ns, slot.times.first_submit);

@@ -43,6 +43,7 @@ class SaveState {
   uint64_t step = 0;
   uint64_t bytes_total = 0;
   absl::Time entered;
+  uint64_t entered_ns = 0;  // the same moment on the worker's clock
   std::function<void()> wake_supervisor;
   const void* owner = nullptr;  // whose save it is, for Supervisor::WaitIdle
   /// Called from the supervisor's thread when the save has ended and its memory was let go, before

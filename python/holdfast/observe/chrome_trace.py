@@ -126,15 +126,20 @@ class _File:
                 os.close(self._fd)
                 self._fd = -1
 
-    def span(self, name: str, row: int, begin: float, end: float, args: dict[str, Any]) -> Any:
+    def span(
+        self, name: str, row: int, begin: float, end: float, args: dict[str, Any]
+    ) -> dict[str, Any]:
+        # Whole microseconds: fractions of Unix times get lost in the doubles that readers use, and
+        # then spans overlap that follow each other.
+        first = round((begin + self._unix) * 1e6)
         return {
             "ph": "X",
             "cat": "step" if name.startswith("step ") else "save",
             "name": name,
             "pid": self._rank,
             "tid": row,
-            "ts": round((begin + self._unix) * 1e6, 3),
-            "dur": round((end - begin) * 1e6, 3),
+            "ts": first,
+            "dur": round((end + self._unix) * 1e6) - first,
             "args": args,
         }
 
@@ -162,7 +167,7 @@ class _File:
                     "name": name,
                     "pid": self._rank,
                     "tid": _TRAINER_ROW,
-                    "ts": round(now, 3),
+                    "ts": round(now),
                     "args": args,
                 }
             )

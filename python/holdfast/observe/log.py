@@ -50,7 +50,7 @@ def line(subject: Any, report: dict[str, Any] | None, error: Error | None) -> st
 
 def log(subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:
     """The observer that writes the line."""
-    if subject.extra.get("refused"):
+    if subject.extra.get("raised"):
         return  # the call has raised it
     if report is None:
         level = logging.INFO if error is not None and error.code == "CANCELLED" else logging.ERROR
