@@ -43,11 +43,13 @@ def failing_save(directory: Path) -> holdfast.Error:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _memory() -> None:
+def _memory() -> Any:
     """Staging memory is there before any limit of file sizes: it is a file, too."""
     holdfast.configure(arena_bytes=64 * MIB)
     with tempfile.TemporaryDirectory() as directory:
         save(Path(directory) / "a").wait(60)
+    yield
+    holdfast.configure(arena_bytes=0)
 
 
 def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:

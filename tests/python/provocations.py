@@ -1,0 +1,403 @@
+"""Ways to make saving and loading fail for real, by name; each returns what was said.
+
+docs/troubleshooting.md shows these messages, and `test_troubleshooting.py` compares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import argparse
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import holdfast
+import pytest
+import torch
+
+MIB = 1 << 20
+PROVOCATIONS: dict[str, Callable[[Path], str]] = {}
+
+
+def provocation(function: Callable[[Path], str]) -> Callable[[Path], str]:
+    PROVOCATIONS[function.__name__.replace("_", "-")] = function
+    return function
+
+
+def said(act: Callable[[], Any]) -> str:
+    """The error that `act` raises, as a person sees it."""
+    with pytest.raises((holdfast.Error, KeyError)) as raised:
+        act()
+    return str(raised.value)
+
+
+def save(path: Path | str, state: Any = None, **options: Any) -> dict[str, Any]:
+    state = {"w": torch.ones(1000)} if state is None else state
+    return holdfast.save_async(state, path, **options).wait(60)
+
+
+@contextlib.contextmanager
+def slow_save(directory: Path, arena: int = 16 * MIB) -> Iterator[holdfast.Save]:
+    """One that holds half of the staging memory until the block ends."""
+    holdfast.configure(arena_bytes=arena, bytes_per_second_max=64 << 10)
+    try:
+        handle = holdfast.save_async({"w": torch.ones(arena // 8)}, directory / "slow")
+        yield handle
+        with contextlib.suppress(holdfast.Error):
+            handle.cancel()
+            handle.wait(60)
+    finally:
+        holdfast.flush(60)
+        holdfast.configure(arena_bytes=0, bytes_per_second_max=0)
+
+
+# ---- Saving.
+
+
+@provocation
+def path_exists(directory: Path) -> str:
+    save(directory / "step-1")
+    return said(lambda: save(directory / "step-1"))
+
+
+@provocation
+def directory_missing(directory: Path) -> str:
+    return said(lambda: save(directory / "missing" / "step-1"))
+
+
+@provocation
+def url(directory: Path) -> str:
+    return said(lambda: save("s3://bucket/step-1"))
+
+
+@provocation
+def disk_full(directory: Path) -> str:
+    """On a file system of 8 MiB, in this test's own mount."""
+    small = directory / "small"
+    small.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        return said(lambda: save(small / "step-1", {"w": torch.ones(4 * MIB)}))
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+
+
+@provocation
+def file_size_limit(directory: Path) -> str:
+    save(directory / "before")  # the staging memory is a file, too: it is there from now on
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
+    try:
+        return said(lambda: save(directory / "step-1", {"w": torch.ones(MIB)}))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@provocation
+def memory_full_fail(directory: Path) -> str:
+    with slow_save(directory):
+        state = {"w": torch.ones(3 * MIB)}
+        return said(lambda: save(directory / "next", state, when_full="fail"))
+
+
+@provocation
+def memory_full_skip(directory: Path) -> str:
+    with slow_save(directory):
+        state = {"w": torch.ones(3 * MIB)}
+        return said(lambda: save(directory / "next", state, when_full="skip"))
+
+
+@provocation
+def not_durable_yet(directory: Path) -> str:
+    with slow_save(directory) as handle:
+        return said(lambda: handle.wait(0.05))
+
+
+@provocation
+def cancelled(directory: Path) -> str:
+    with slow_save(directory) as handle:
+        handle.cancel()
+        return said(lambda: handle.wait(60))
+
+
+@provocation
+def worker_killed(directory: Path) -> str:
+    with slow_save(directory) as handle:
+        while handle._native.worker_pid == 0:
+            pass
+        os.kill(handle._native.worker_pid, signal.SIGKILL)
+        return said(lambda: handle.wait(60))
+
+
+@provocation
+def configured_in_flight(directory: Path) -> str:
+    with slow_save(directory):
+        return said(lambda: holdfast.configure(engine="pwrite"))
+
+
+@provocation
+def unknown_option(directory: Path) -> str:
+    return said(lambda: holdfast.configure(compression="zstd")).split("; there is")[0]
+
+
+@provocation
+def unpicklable(directory: Path) -> str:
+    return said(lambda: save(directory / "step-1", {"loader": {"lock": threading.Lock()}}))
+
+
+@provocation
+def objects_refused(directory: Path) -> str:
+    state = {"w": torch.ones(2), "note": Path("x")}
+    return said(lambda: save(directory / "step-1", state, objects="refuse"))
+
+
+@provocation
+def quantized(directory: Path) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tensor = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8)
+    return said(lambda: save(directory / "step-1", {"model": {"w": tensor}}))
+
+
+@provocation
+def meta_tensor(directory: Path) -> str:
+    state = {"model": torch.nn.Linear(2, 2, device="meta")}
+    return said(lambda: save(directory / "step-1", state))
+
+
+@provocation
+def cycle(directory: Path) -> str:
+    state: dict[str, Any] = {"a": {}}
+    state["a"]["b"] = state
+    return said(lambda: save(directory / "step-1", state))
+
+
+@provocation
+def worker_program(directory: Path) -> str:
+    from holdfast.commands import program
+
+    holdfast.configure(worker_program=str(directory / "holdfast-worker"))
+    try:
+        return said(lambda: save(directory / "step-1"))
+    finally:
+        holdfast.configure(worker_program=program("holdfast-worker"))
+
+
+@provocation
+def stale(directory: Path) -> str:
+    """No error, but a warning."""
+    import logging
+
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("holdfast")
+    logger.addHandler(handler)
+    try:
+        for step in (1, 2):
+            save(directory / f"step-{step}", {"w": torch.ones(1000)}, step=step)
+    finally:
+        logger.removeHandler(handler)
+    return records[-1]
+
+
+def in_child(program: str, *arguments: Any, allowed: bool = True) -> str:
+    """What a program prints in a process of its own, in which io_uring may be forbidden."""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        preexec_fn=None if allowed else forbid_io_uring,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def forbid_io_uring() -> None:
+    """A seccomp filter as container runtimes have it: io_uring_setup gives EPERM."""
+
+    class Filter(ctypes.Structure):
+        _fields_ = [
+            ("code", ctypes.c_uint16),
+            ("jt", ctypes.c_uint8),
+            ("jf", ctypes.c_uint8),
+            ("k", ctypes.c_uint32),
+        ]
+
+    class Program(ctypes.Structure):
+        _fields_ = [("len", ctypes.c_uint16), ("filter", ctypes.POINTER(Filter))]
+
+    # Load the system call's number; is it 425? then return errno 1, else allow.
+    filters = (Filter * 4)(
+        Filter(0x20, 0, 0, 0),
+        Filter(0x15, 0, 1, 425),
+        Filter(0x06, 0, 0, 0x00050000 | 1),
+        Filter(0x06, 0, 0, 0x7FFF0000),
+    )
+    one = Program(4, filters)
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, set_seccomp, mode_filter = 38, 22, 2
+    if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(
+        set_seccomp, mode_filter, ctypes.byref(one), 0, 0
+    ):
+        os._exit(99)
+
+
+_ENGINE = """
+import sys, torch, holdfast
+holdfast.configure(engine=sys.argv[2])
+try:
+    report = holdfast.save_async({"w": torch.ones(9)}, sys.argv[1]).wait(60)
+    print(report["engine"], "because:", report["engine_reason"])
+except holdfast.Error as error:
+    print(error)
+"""
+
+
+@provocation
+def io_uring_forbidden(directory: Path) -> str:
+    return in_child(_ENGINE, directory / "step-1", "auto", allowed=False)
+
+
+@provocation
+def io_uring_demanded(directory: Path) -> str:
+    return in_child(_ENGINE, directory / "step-1", "io_uring", allowed=False)
+
+
+@provocation
+def other_process(directory: Path) -> str:
+    handle = holdfast.save_async({"w": torch.ones(9)}, directory / "step-1")
+    handle.wait(60)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            handle.wait()
+        except holdfast.Error as error:
+            os.write(write, str(error).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(write)
+    with open(read, "rb") as pipe:
+        return pipe.read().decode()
+
+
+# ---- Loading.
+
+
+@provocation
+def nothing_there(directory: Path) -> str:
+    return said(lambda: holdfast.load(directory / "step-1"))
+
+
+@provocation
+def no_manifest(directory: Path) -> str:
+    save(directory / "step-1")
+    (directory / "step-1" / "rank-00000-of-00001.manifest.json").unlink()
+    return said(lambda: holdfast.load(directory / "step-1"))
+
+
+@provocation
+def no_checkpoint(directory: Path) -> str:
+    return said(lambda: holdfast.find_newest(directory))
+
+
+@provocation
+def corrupt(directory: Path) -> str:
+    save(directory / "step-1")
+    file = directory / "step-1" / "model-00000-of-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    return said(lambda: holdfast.load(directory / "step-1"))
+
+
+@provocation
+def truncated(directory: Path) -> str:
+    save(directory / "step-1")
+    os.truncate(directory / "step-1" / "model-00000-of-00001.safetensors", 5000)
+    return said(lambda: holdfast.load(directory / "step-1"))
+
+
+@provocation
+def other_world_size(directory: Path) -> str:
+    both = [
+        holdfast.save_async(
+            {"w": torch.ones(9)}, directory / "step-1", rank=r, world_size=2, attempt="1" * 32
+        )
+        for r in (0, 1)
+    ]
+    for handle in both:
+        handle.wait(60)
+    return said(lambda: holdfast.load(directory / "step-1"))
+
+
+@provocation
+def no_cuda(directory: Path) -> str:
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA here")
+    save(directory / "step-1")
+    # As a checkpoint that was saved from a GPU describes its tensors.
+    return said(lambda: holdfast.load(directory / "step-1", map_location="cuda:0"))
+
+
+@provocation
+def other_shape(directory: Path) -> str:
+    save(directory / "step-1", {"model": torch.nn.Linear(4, 4)})
+    return said(lambda: holdfast.load(directory / "step-1", {"model": torch.nn.Linear(4, 8)}))
+
+
+@provocation
+def other_dtype(directory: Path) -> str:
+    save(directory / "step-1")
+    into = {"w": torch.ones(1000, dtype=torch.bfloat16)}
+    return said(lambda: holdfast.load(directory / "step-1", into))
+
+
+@provocation
+def other_keys(directory: Path) -> str:
+    save(directory / "step-1", {"a": torch.ones(1), "b": torch.ones(1)})
+    into = {"a": torch.ones(1), "c": torch.ones(1)}
+    return said(lambda: holdfast.load(directory / "step-1", into))
+
+
+@provocation
+def object_not_allowed(directory: Path) -> str:
+    save(directory / "step-1", {"args": argparse.Namespace(lr=0.1)})
+    return said(lambda: holdfast.load(directory / "step-1"))
+
+
+@provocation
+def not_from_python(directory: Path) -> str:
+    """Only the tensors: as a C++ program would have saved them."""
+    save(directory / "step-1")
+    manifest = directory / "step-1" / "rank-00000-of-00001.manifest.json"
+    assert "holdfast:structure" in json.dumps(json.loads(manifest.read_text()))
+    native = holdfast._native
+    plan = native.Plan()
+    memory = torch.ones(4)
+    plan.add_safetensors(
+        "model.safetensors",
+        [("w", "F32", [4], memory.data_ptr(), 16, None, 0)],
+        [],
+        native.new_attempt(),
+    )
+    door = native.Checkpointer(
+        {"directory": str(directory), "worker_program": holdfast.commands.program("holdfast-worker")}
+    )
+    door.save("other", plan, 1, False, "", False).wait_durable(60)
+    return said(lambda: holdfast.load(directory / "other"))
