@@ -29,8 +29,7 @@ class Subject(Protocol):
     Attributes:
         path: where the checkpoint stands, or would.
         step: as the caller counts.
-        extra: ``rank`` and ``world_size``; ``kind``, ``"state"`` or ``"dcp"``; ``manifest``, the
-            name of the rank's manifest if it is not the usual one.
+        extra: ``rank`` and ``world_size``; ``kind``, ``"state"`` (default) or ``"dcp"``.
     """
 
     path: str
@@ -105,10 +104,11 @@ def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:
         try:
             return call(*args, **kwargs)
         except Error as error:
-            rank, world_size = _rank_and_world(kwargs)
-            path = args[1] if len(args) > 1 else kwargs.get("path", "")
+            given: dict[str, Any] = dict(kwargs)
+            rank, world_size = _rank_and_world(given)
+            path = args[1] if len(args) > 1 else given.get("path", "")
             extra = {"rank": rank, "world_size": world_size, "raised": True}
-            publish(Published(str(path), int(kwargs.get("step") or 0), extra), None, error)
+            publish(Published(str(path), int(given.get("step") or 0), extra), None, error)
             raise
 
     return counted

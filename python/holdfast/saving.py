@@ -93,8 +93,9 @@ class Save:
         for future in (self.staged, self.durable):
             future.set_running_or_notify_cancel()
         events.begin(self)
-        # The thread's start is left out, so that no report is ever without it.
-        self.extra["time_blocked"] = (time.monotonic_ns() - self.extra["called_ns"]) / 1e9
+        if "called_ns" in extra:
+            # The thread's start is left out, so that no report is ever without it.
+            extra["time_blocked"] = (time.monotonic_ns() - extra["called_ns"]) / 1e9
         # Not a daemon: the interpreter waits for it before it exits, and so for the save.
         self._thread = threading.Thread(target=self._watch, name=f"holdfast-save-{native.epoch}")
         with _lock:

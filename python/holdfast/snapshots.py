@@ -112,13 +112,16 @@ def compare(earlier: Snapshot, later: Snapshot) -> Comparison:
 # ---- The manifests of a rank.
 
 
-def _manifest_in(directory: str, rank: int, world_size: int, name: str = "") -> str | None:
-    """Path of the rank's manifest in a checkpoint: the usual one, or the newest of an attempt."""
-    stem = f"rank-{rank:05d}-of-{world_size:05d}"
-    plain = os.path.join(directory, name or f"{stem}.manifest.json")
-    if os.path.exists(plain):
-        return plain
-    found = glob.glob(os.path.join(glob.escape(directory), f"{stem}-*.manifest.json"))
+def _manifest_in(directory: str, rank: int, world_size: int, attempt: str = "") -> str | None:
+    """Path of the rank's manifest in a checkpoint: of an attempt, the usual one, or the newest.
+
+    DCP directories have the attempt in its name, and for a moment those of two saves.
+    """
+    stem = os.path.join(directory, f"rank-{rank:05d}-of-{world_size:05d}")
+    for path in (f"{stem}-{attempt}.manifest.json", f"{stem}.manifest.json"):
+        if os.path.exists(path):
+            return path
+    found = glob.glob(f"{glob.escape(stem)}-*.manifest.json")
     return max(found, key=os.path.getmtime, default=None)
 
 
@@ -203,7 +206,7 @@ def compare_with_previous(subject: Any, report: dict[str, Any] | None, error: Er
         return
     rank, world_size = subject.extra["rank"], subject.extra["world_size"]
     path = os.path.abspath(subject.path)
-    manifest = _manifest_in(path, rank, world_size, subject.extra.get("manifest") or "")
+    manifest = _manifest_in(path, rank, world_size, report["attempt"])
     if manifest is None:
         return  # a layout without one: nothing to compare
     later = _read(manifest)._replace(path=path)

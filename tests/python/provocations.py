@@ -5,9 +5,9 @@ docs/troubleshooting.md shows these messages, and `test_troubleshooting.py` comp
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
-import argparse
 import json
 import os
 import resource
@@ -397,7 +397,10 @@ def not_from_python(directory: Path) -> str:
         native.new_attempt(),
     )
     door = native.Checkpointer(
-        {"directory": str(directory), "worker_program": holdfast.commands.program("holdfast-worker")}
+        {
+            "directory": str(directory),
+            "worker_program": holdfast.commands.program("holdfast-worker"),
+        }
     )
     door.save("other", plan, 1, False, "", False).wait_durable(60)
     return said(lambda: holdfast.load(directory / "other"))

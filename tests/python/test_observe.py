@@ -59,14 +59,34 @@ def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 # ---- Logging.
 
 
-def test_a_save_is_one_line_with_its_rank(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_is_one_line_with_its_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     save(tmp_path / "a", 7, 2 * MIB).wait(60)
     (line,) = lines(caplog, logging.INFO)
     assert line.startswith(f"[rank 0] saved {tmp_path / 'a'} (step 7): 2.0")
     assert "MiB" in line and "durable after" in line and "blocked" in line
+
+
+def test_every_rank_says_which_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    state = {"w": torch.ones(100), "rng": torch.get_rng_state()}
+    for step in (1, 2):
+        both = [
+            holdfast.save_async(
+                state,
+                tmp_path / f"s{step}",
+                step=step,
+                rank=rank,
+                world_size=2,
+                attempt=f"{step}" * 32,
+            )
+            for rank in (0, 1)
+        ]
+        reports = [handle.wait(60) for handle in both]
+    said = sorted(lines(caplog, logging.INFO))
+    assert [line[:8] for line in said] == ["[rank 0]"] * 2 + ["[rank 1]"] * 2
+    # Rank 1 has its random state alone, which may well stand still.
+    assert [r["stale"] for r in reports] == [True, False]
 
 
 def test_a_failed_save_is_an_error_with_code_and_errno(

@@ -57,9 +57,7 @@ def test_the_first_save_has_nothing_to_be_compared_with(tmp_path: Path) -> None:
     assert "previous" not in save(state_of(1), tmp_path / "a", 1)
 
 
-def test_an_identical_save_is_warned_of(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_identical_save_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = state_of(1)
     save(state, tmp_path / "a", 1)
     report = save(state, tmp_path / "b", 2)
@@ -174,9 +172,7 @@ def test_one_stale_part_of_a_state_is_named(tmp_path: Path) -> None:
     assert report["identical_groups"] == ["optimizer"] and not report["stale"]
 
 
-def test_the_same_step_again_is_no_alarm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_same_step_again_is_no_alarm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = state_of(1)
     save(state, tmp_path / "step-7", 7)
     assert save(state, tmp_path / "last", 7)["stale"]
@@ -192,9 +188,7 @@ def test_random_state_alone_is_never_stale(
     assert not warnings(caplog)
 
 
-def test_the_warning_can_be_turned_off(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_warning_can_be_turned_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     holdfast.configure(stale_warning=False)
     state = state_of(1)
     save(state, tmp_path / "a", 1)
@@ -255,26 +249,39 @@ def test_the_previous_save_may_have_been_removed(tmp_path: Path) -> None:
     assert report["stale"]
 
 
-def test_manifests_of_an_attempt_in_its_name_are_found(tmp_path: Path) -> None:
-    """Directories in which every save leaves a manifest beside those of the ranks."""
-    manifests = []
-    for name in ("a", "b"):
-        save(state_of(1), tmp_path / name, 1)
+def test_manifests_with_the_attempt_in_their_names_are_found(tmp_path: Path) -> None:
+    """As in DCP directories, also while those of two saves are there."""
+    reports = []
+    for name in ("a", "b", "c"):
+        reports.append(save(state_of(1 if name != "c" else 2), tmp_path / name, 1))
         (manifest,) = (tmp_path / name).glob("rank-*.manifest.json")
-        attempt = json.loads(manifest.read_text())["attempt"]
-        manifests.append(
-            manifest.rename(manifest.with_name(f"rank-00000-of-00001-{attempt}.manifest.json"))
-        )
+        own = f"rank-00000-of-00001-{reports[-1]['attempt']}.manifest.json"
+        manifest.rename(tmp_path / "b" / own if name == "c" else manifest.with_name(own))
     snapshots._previous.clear()
-    for name, manifest in zip(("a", "b"), manifests, strict=True):
+    for name, first in zip(("a", "b"), reports, strict=False):
         subject = holdfast.events.Published(
-            str(tmp_path / name),
-            1,
-            {"kind": "dcp", "rank": 0, "world_size": 1, "manifest": manifest.name},
+            str(tmp_path / name), 1, {"kind": "dcp", "rank": 0, "world_size": 1}
         )
-        report: dict[str, Any] = {}
+        report: dict[str, Any] = {"attempt": first["attempt"]}
         snapshots.compare_with_previous(subject, report, None)
     assert report["tensors_identical"] == 4
+
+
+def test_saves_of_dcp_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    holdfast_dcp = pytest.importorskip("holdfast.dcp")
+    import torch.distributed.checkpoint as dcp
+
+    model = {"w": torch.randn(1000), "large": torch.randn(2 * MIB)}
+    for step in (1, 2, 3):
+        if step == 3:
+            model["w"] += 1
+        writer = holdfast_dcp.StorageWriter(tmp_path / f"step-{step}", step=step)
+        dcp.save(dict(model), storage_writer=writer)
+        holdfast.flush(60)
+        if step == 2:
+            snapshots._previous.clear()  # step 3: as a new process would find it
+    (message,) = warnings(caplog)
+    assert "step 2): all 2 tensors are identical" in message
 
 
 def test_a_manifest_of_a_hundred_gigabytes_is_compared_in_a_moment(tmp_path: Path) -> None:

@@ -50,6 +50,10 @@ struct SaveReport {
   double time_writing = 0;         ///< In the worker: first submit to last completion and digest.
   double time_syncing =
       0;                   ///< In the worker: fsync of the data, manifest and directories, renames.
+  double cpu_sealing = 0;  ///< CPU seconds of the digesting threads for this save.
+  double cpu_worker = 0;   ///< CPU seconds of the worker for this save.
+  uint64_t worker_private_bytes_peak = 0;
+
   /// The entry on CLOCK_MONOTONIC, in nanoseconds: one axis for several saves and processes.
   uint64_t entered_ns = 0;
   /// Points in the worker on the same clock, in seconds from the entry. 0: not reached, or not part
@@ -60,9 +64,6 @@ struct SaveReport {
   double at_data_synced = 0;      ///< fsync of the data has returned.
   double at_manifest_synced = 0;  ///< The manifest stands under its name, durable.
   double at_committed = 0;        ///< The directory stands under its name, durable.
-  double cpu_sealing = 0;  ///< CPU seconds of the digesting threads for this save.
-  double cpu_worker = 0;   ///< CPU seconds of the worker for this save.
-  uint64_t worker_private_bytes_peak = 0;
 };
 
 class SaveState;
