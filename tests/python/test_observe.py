@@ -420,6 +420,17 @@ def test_a_run_is_drawn(tmp_path: Path) -> None:
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+def test_parts_of_a_drawn_save_follow_each_other(tmp_path: Path) -> None:
+    from holdfast.observe.picture import _ends
+
+    holdfast.configure(arena_bytes=64 * MIB)  # made anew: the first call then takes the longest
+    report = save(tmp_path / "a", 1, MIB).wait(60)
+    blocked, staged, durable = _ends(report)
+    assert 0 < report["time_blocked"] == blocked <= staged <= durable
+    entered = (report["entered_ns"] - report["called_ns"]) / 1e9
+    assert durable == pytest.approx(entered + report["time_to_durable"])
+
+
 def test_a_run_without_saves_cannot_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "run.jsonl").touch()

@@ -8,11 +8,11 @@ from typing import Any
 from holdfast.errors import Error
 from holdfast.observe.json_lines import read_jsonl
 
-# Parts of a save on top of each other: label, first key, last key (None: from the call), colour.
+# Parts of a save on top of each other, and their colours.
 _PARTS = (
-    ("the call blocks the trainer", None, "time_blocked", "#c44e52"),
-    ("until staged", "time_blocked", "time_to_staged", "#dd8452"),
-    ("until durable", "time_to_staged", "time_to_durable", "#4c72b0"),
+    ("the call blocks the trainer", "#c44e52"),
+    ("until staged", "#dd8452"),
+    ("until durable", "#4c72b0"),
 )
 
 
@@ -66,12 +66,22 @@ def plot(lines: str | os.PathLike[str], picture: str | os.PathLike[str]) -> None
     figure.savefig(os.fspath(picture), dpi=120)
 
 
+def _ends(report: dict[str, Any]) -> tuple[float, float, float]:
+    """When the parts of a save end, in seconds after the call."""
+    entered = (report["entered_ns"] - report["called_ns"]) / 1e9 if "called_ns" in report else 0.0
+    blocked = report.get("time_blocked", report["time_in_call"])
+    staged = max(blocked, entered + report["time_to_staged"])
+    return blocked, staged, max(staged, entered + report["time_to_durable"])
+
+
 def _bars(axes: Any, saved: list[dict[str, Any]], start: float) -> None:
     at = [r["time"] - start for r in saved]
     width = max(min((b - a for a, b in zip(at, at[1:], strict=False)), default=1.0) * 0.6, 0.01)
-    for label, first, last, colour in _PARTS:
-        bottom = [r.get(first, 0.0) if first else 0.0 for r in saved]
-        height = [max(r.get(last, 0.0) - b, 0.0) for r, b in zip(saved, bottom, strict=True)]
+    bottom = [0.0] * len(saved)
+    for part, (label, colour) in enumerate(_PARTS):
+        ends = [_ends(r)[part] for r in saved]
+        height = [end - low for end, low in zip(ends, bottom, strict=True)]
         axes.bar(at, height, width, bottom=bottom, label=label, color=colour)
+        bottom = ends
     if saved:
         axes.legend(fontsize=8)
