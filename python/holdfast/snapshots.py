@@ -241,3 +241,12 @@ def _sentence(later: Snapshot, earlier: Snapshot, result: dict[str, Any]) -> str
         f"{earlier.path} (step {earlier.step}). Is what is saved the state that is trained, or a "
         "cached copy of it? holdfast.configure(stale_warning=False) turns this off"
     )
+
+
+def _forget() -> None:
+    """In a forked child: the lock may be held by a thread that is not there."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -380,18 +380,27 @@ def test_a_killed_process_leaves_a_trace_that_is_json(tmp_path: Path) -> None:
     assert len(list(observe.read_jsonl(tmp_path / "lines.jsonl"))) >= 4
 
 
-def test_a_forked_child_writes_nothing_into_its_parents_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("locked", [False, True])
+def test_a_forked_child_writes_nothing_into_its_parents_trace(tmp_path: Path, locked: bool) -> None:
     file = tmp_path / "trace.json"
-    with observe.trace(file):
+    with observe.trace(file) as handle:
         with observe.step(1):
             pass
         before = file.read_bytes()
+        trace = handle._observer.__self__  # type: ignore[union-attr]
+        if locked:  # as if another thread were writing at the fork
+            trace._lock.acquire()
         child = os.fork()
         if child == 0:
+            signal.alarm(30)
             with observe.step(2):
                 pass
+            subject = events.Published("/x", 1, {"rank": 0, "world_size": 1})
+            trace.save(subject, None, holdfast.Error("ABORTED", "in a child"))
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
+        if locked:
+            trace._lock.release()
         assert file.read_bytes() == before
 
 

@@ -111,9 +111,11 @@ class _File:
 
     def add(self, *added: dict[str, Any]) -> None:
         """Appends events and closes the array again, with one system call."""
+        if os.getpid() != self._pid:
+            return  # a forked child: the file is its parent's, and the lock may be held for ever
         texts = [json.dumps(e, default=str, separators=(",", ":")) for e in added]
         with self._lock:
-            if self._fd < 0 or os.getpid() != self._pid:
+            if self._fd < 0:
                 return
             data = ("\n" if self._offset == 1 else ",\n") + ",\n".join(texts)
             body = data.encode()
@@ -155,6 +157,8 @@ class _File:
         return first, [self._name(first + i, f"save: {name}") for i, name in enumerate(_ROWS)]
 
     def save(self, subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:
+        if os.getpid() != self._pid:
+            return
         if report is None:
             name = f"{events.outcome(subject, error)}: {os.path.basename(subject.path)}"
             now = (time.monotonic() + self._unix) * 1e6
