@@ -11,8 +11,10 @@ is gone.
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
@@ -29,6 +31,7 @@ from holdfast.errors import Error
 WINDOW_BYTES = 64 << 20
 _ALIGNMENT = 64
 _PAGE = 4096
+_GRACE = 0.25  # seconds until a lack of memory is an error
 _SHARE = 4  # of the available memory, if nothing else is said
 
 
@@ -92,27 +95,43 @@ def _cap(given: int | None) -> int:
 def _take(nbytes: int, cap: int) -> torch.UntypedStorage:
     """Leases memory, from the blocks that are there or new."""
     nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+    deadline = time.monotonic() + _GRACE
+    while True:
+        storage, held = _try_to_take(nbytes, cap)
+        if storage is not None:
+            return storage
+        if not held or time.monotonic() > deadline:
+            break
+        # The framework's thread lets go of a state a moment after it said that it is saved, and
+        # an error's traceback only when it is collected.
+        gc.collect()
+        time.sleep(0.01)
+    raise Error(
+        "RESOURCE_EXHAUSTED",
+        f"stage {nbytes} bytes: {held} bytes are held by uploads that go on, and the cap is {cap}; "
+        f"set staging_bytes_max to {held + nbytes} or more, wait for the uploads, or use "
+        "holdfast.dcp.async_save, which streams",
+    )
+
+
+def _try_to_take(nbytes: int, cap: int) -> tuple[torch.UntypedStorage | None, int]:
+    """A lease, or None and how much is held."""
     with _lock:
         free = sorted((b for b in _blocks if b.is_free), key=lambda b: b.nbytes)
         for block in free:
             # A block that is much too large would keep the cap from being used by others.
             if nbytes <= block.nbytes <= 2 * nbytes:
-                return block.lease()
-        held = sum(b.nbytes for b in _blocks if not b.is_free)
+                return block.lease(), 0
+        held = sum(b.nbytes for b in _blocks if b not in free)
         if held + nbytes > cap:
-            raise Error(
-                "RESOURCE_EXHAUSTED",
-                f"stage {nbytes} bytes: {held} bytes are held by uploads that go on, and the cap is "
-                f"{cap}; set staging_bytes_max to {held + nbytes} or more, wait for the uploads, or "
-                "use holdfast.dcp.async_save, which streams",
-            )
-        for block in free:  # smallest first; the new one must fit beside what is left
-            if sum(b.nbytes for b in _blocks) + nbytes > cap or block.nbytes < nbytes:
+            return None, held
+        for block in free:  # smallest first: what is too small, and what does not fit beside
+            if block.nbytes < nbytes or sum(b.nbytes for b in _blocks) + nbytes > cap:
                 _blocks.remove(block)
                 block.close()
         block = _Block(nbytes)
         _blocks.append(block)
-        return block.lease()
+        return block.lease(), 0
 
 
 class _Copy:

@@ -1,0 +1,160 @@
+"""Device tensors that are copied behind the training: what changes at once is captured in order."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import holdfast.dcp
+from holdfast import _devices, _native, saving
+from holdfast.dcp import items
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class SlowDevice(_native.Device):
+    """Memory whose copies end only when a stream waits for them, or the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = threading.Condition()
+        self._pending: list[tuple[int, int, int]] = []
+        self._issued = self._done = 0
+        self._open = False
+        self.stream_waits = 0
+
+    def name(self) -> str:
+        return "slow"
+
+    def register_memory(self, base: int, nbytes: int) -> None:
+        pass
+
+    def unregister_memory(self, base: int, nbytes: int) -> None:
+        pass
+
+    def order_after(self, stream: int) -> None:
+        pass
+
+    def copy_to_host(self, destination: int, source: int, nbytes: int) -> int:
+        with self._changed:
+            self._pending.append((destination, source, nbytes))
+            self._issued += 1
+            if self._open:
+                self._run()
+            return self._issued
+
+    def copy_from_host(self, destination: int, source: int, nbytes: int) -> int:
+        raise NotImplementedError
+
+    def is_done(self, ticket: int) -> bool:
+        with self._changed:
+            return self._done >= ticket
+
+    def wait(self, ticket: int, timeout: float) -> bool:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._done >= ticket, min(timeout, 60.0))
+
+    def make_stream_wait(self, stream: int) -> None:
+        """What the stream does next comes after the copies: as if they were done here."""
+        with self._changed:
+            self.stream_waits += 1
+            self._run()
+
+    def open(self) -> None:
+        with self._changed:
+            self._open = True
+            self._run()
+
+    def _run(self) -> None:
+        for destination, source, nbytes in self._pending:
+            ctypes.memmove(destination, source, nbytes)
+        self._pending.clear()
+        self._done = self._issued
+        self._changed.notify_all()
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(300, 200)
+        self.norm = torch.nn.BatchNorm1d(200)
+
+
+def _save(path: Path, late: bool, mutate_late: bool = False) -> tuple[dict[str, Any], SlowDevice]:
+    """Saves a model whose BatchNorm runs on while the copies are under way; what it was before."""
+    model = Net()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    device = SlowDevice()
+    with _devices.stand_in("cpu", device):
+        stager = holdfast.dcp.Stager(late=[model]) if late else None
+        response = holdfast.dcp.async_save(
+            {"model": model.state_dict()}, checkpoint_id=path, async_stager=stager
+        )
+        if late:
+            assert not response.staging_completion.done()
+        # The next forward.
+        model.norm.running_mean.fill_(7)
+        model.norm.num_batches_tracked += 1
+        if mutate_late:
+            with torch.no_grad():
+                model.linear.weight.fill_(9)
+        device.open()
+        if late:
+            response.staging_completion.result()
+            response.upload_completion.result()
+        else:
+            response.result()
+    return before, device
+
+
+def _check(path: Path, before: dict[str, Any]) -> None:
+    loaded = {"model": {k: torch.zeros_like(v) for k, v in before.items()}}
+    dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(path))
+    for name, value in before.items():
+        assert torch.equal(loaded["model"][name], value), name
+
+
+def test_without_a_stager_the_stream_waits_and_everything_may_change(tmp_path: Path) -> None:
+    before, device = _save(tmp_path / "x", late=False, mutate_late=True)
+    assert device.stream_waits
+    _check(tmp_path / "x", before)
+
+
+def test_buffers_that_forward_changes_are_captured_before_a_late_copy(tmp_path: Path) -> None:
+    before, device = _save(tmp_path / "x", late=True)
+    assert not device.stream_waits
+    _check(tmp_path / "x", before)
+
+
+def test_copying_everything_late_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug of the test above."""
+    monkeypatch.setattr(saving, "_late_memory", lambda state, late: [(0, 1 << 63)])
+    before, _ = _save(tmp_path / "x", late=True)
+    with pytest.raises(AssertionError, match="running_mean|num_batches"):
+        _check(tmp_path / "x", before)
+
+
+def test_what_is_too_much_to_clone_makes_the_stream_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(items, "_CLONE_MAX", 0)
+    model = Net()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    device = SlowDevice()
+    with _devices.stand_in("cpu", device):
+        response = holdfast.dcp.async_save(
+            {"model": model.state_dict()},
+            checkpoint_id=tmp_path / "x",
+            async_stager=holdfast.dcp.Stager(late=[model]),
+        )
+        assert device.stream_waits
+        model.norm.running_mean.fill_(7)
+        device.open()
+        response.upload_completion.result()
+    _check(tmp_path / "x", before)
