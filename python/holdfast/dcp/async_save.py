@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -38,11 +39,12 @@ from holdfast.errors import Error, TimeoutError
 
 logger = logging.getLogger("holdfast.dcp")
 
-# By the ranks of a process group: a group of the finishing exchanges' own, and the last of them.
-# The group by its name: a reference would keep its threads beyond destroy_process_group(), and such a
-# thread that lets go of a tensor while the interpreter finalizes aborts the process.
 _lock = threading.Lock()
-_groups: dict[Any, str] = {}
+# By the ranks of a process group: the world that it belongs to, and the finishing exchanges' group.
+# Neither is held: that would keep their threads beyond destroy_process_group(), and such a thread that
+# lets go of a tensor while the interpreter finalizes aborts the process.
+_groups: dict[tuple[int, ...], tuple[weakref.ref[Any], str]] = {}
+# By the name of the finishing group: the youngest upload that goes on.
 _last: dict[Any, Upload] = {}
 
 
@@ -76,6 +78,9 @@ class Upload:
         except BaseException as error:
             failure = error
         self._run = None
+        with _lock:
+            for key in [k for k, last in _last.items() if last is self]:
+                del _last[key]
         with saving._lock:
             saving._in_flight.discard(self)  # type: ignore[arg-type]
             if failure is not None:
@@ -107,14 +112,13 @@ def _finishing_group(group: Any) -> Any:
     """
     ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     world = dist.group.WORLD
-    key = (id(world), ranks)
     with _lock:
-        for stale in [k for k in _groups if k[0] != id(world)]:
+        for stale in [r for r, (w, _) in _groups.items() if w() is not world]:
             del _groups[stale]
-        if key not in _groups:
-            made = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-            _groups[key] = made.group_name
-        return c10d._resolve_process_group(_groups[key])
+        if ranks not in _groups:
+            own = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
+            _groups[ranks] = (weakref.ref(world), own.group_name)
+        return c10d._resolve_process_group(_groups[ranks][1])
 
 
 def _state_dicts(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -255,7 +259,7 @@ def async_save(
         # The other ranks wait for this one in the finishing exchange: they learn of it there.
         failure = error
     run = _finisher(writer, metadata, written, failure, finishing, use_collectives)
-    key = id(finishing.group) if not no_dist else None
+    key = finishing.group.group_name if not no_dist else None
     staged = written.save.staged if written is not None else None
     with _lock:
         after = _last.get(key)

@@ -23,7 +23,7 @@ from holdfast import _dtypes, _native, _unpickle
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import objects
 from holdfast.dcp.pieces import Loading, Source
-from holdfast.dcp.placement import MANIFEST, new_attempt
+from holdfast.dcp.placement import DATA_FILE, MANIFEST, new_attempt
 from holdfast.dcp.records import NotPlain, find_tensor
 from holdfast.dcp.writer import METADATA, StorageWriter, local_path
 from holdfast.errors import Error
@@ -140,7 +140,7 @@ class StorageReader(_StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        proved = self._manifests()
+        proved = self._manifests(plan)
         loading = Loading(self._verify, self._buffer_bytes, self._threads)
         foreign: list[ReadItem] = []
         unproved: list[ReadItem] = []
@@ -187,14 +187,19 @@ class StorageReader(_StorageReader):
 
     # ---- Files with a manifest.
 
-    def _manifests(self) -> dict[str, _Proved]:
-        """By data file, the manifest of the attempt that the metadata speaks of."""
+    def _manifests(self, plan: LoadPlan) -> dict[str, _Proved]:
+        """By data file, the manifests of the attempt that the metadata speaks of, as far as needed."""
         found: dict[str, _Proved] = {}
         if not self._save_id:
             return found
+        files = {self._storage_data[item.storage_index].relative_path for item in plan.items}
+        ranks = {int(match[1]) for match in map(DATA_FILE.fullmatch, files) if match}
         for name in sorted(os.listdir(self.path)):
             match = MANIFEST.fullmatch(name)
-            if match and match[3] == self._save_id and not match[4]:
+            if not match or match[3] != self._save_id or match[4]:
+                continue
+            # Where each rank has metadata of its own, its manifest is that of the only one.
+            if int(match[1]) in ranks or int(match[2]) == 1:
                 proved = _Proved(self.path, name)
                 found.update(dict.fromkeys(proved.files, proved))
         return found
