@@ -62,7 +62,9 @@ def test_overwriting_uses_new_files_and_deletes_the_old_ones_last(
             older = set(os.listdir(path))
             commit = dcp_metadata.commit
 
-            def look(directory: Path, name: str, data: Any, older: Any = older, do: Any = commit) -> None:
+            def look(
+                directory: Path, name: str, data: Any, older: Any = older, do: Any = commit
+            ) -> None:
                 # The older checkpoint is untouched, the newer one's data there in full.
                 there = set(os.listdir(directory))
                 assert older <= there
@@ -104,7 +106,7 @@ def _die() -> None:
 
 
 def _save_and_die(path: str, seed: int, step: str) -> None:
-    rename, unlink, sync, commit = os.rename, os.unlink, dcp_metadata.sync_directory, dcp_metadata.commit
+    unlink, sync = os.unlink, dcp_metadata.sync_directory
     if step == "before commit":
         dcp_metadata.commit = lambda *a: _die()  # type: ignore[assignment]
     elif step == "before rename":
@@ -115,7 +117,6 @@ def _save_and_die(path: str, seed: int, step: str) -> None:
         os.unlink = lambda *a, **k: _die()  # type: ignore[assignment]
     elif step == "within deletion":
         os.unlink = lambda p, **k: (unlink(p, **k), _die())  # type: ignore[assignment]
-    del rename, commit
     dcp.save(state_of(seed), storage_writer=holdfast.dcp.StorageWriter(path))
 
 
@@ -196,9 +197,7 @@ def test_a_stager_gets_both_futures_and_others_one(tmp_path: Path) -> None:
         assert seed_of(path) == i
         stager.close()
     one = DefaultStager(StagingOptions(False, False, False, False))
-    future = holdfast.dcp.async_save(
-        state_of(7), checkpoint_id=tmp_path / "one", async_stager=one
-    )
+    future = holdfast.dcp.async_save(state_of(7), checkpoint_id=tmp_path / "one", async_stager=one)
     future.result()
     assert seed_of(tmp_path / "one") == 7
 

@@ -209,7 +209,9 @@ def test_what_torch_alone_can_serialize_is_saved_by_torch(tmp_path: Path) -> Non
     metadata = read.read_metadata()
     (info,) = metadata.storage_data.values()
     data = (path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-    assert torch.equal(torch.load(io.BytesIO(data), weights_only=True).int_repr(), quantized.int_repr())
+    assert torch.equal(
+        torch.load(io.BytesIO(data), weights_only=True).int_repr(), quantized.int_repr()
+    )
     assert holdfast.dcp.verify(path)["verdict"] == "sound"
 
 
@@ -304,9 +306,7 @@ def test_each_rank_may_have_metadata_of_its_own(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):  # the second time over the first
-            dcp.save(
-                state, storage_writer=holdfast.dcp.StorageWriter(path), use_collectives=False
-            )
+            dcp.save(state, storage_writer=holdfast.dcp.StorageWriter(path), use_collectives=False)
     assert sorted(p.name for p in path.iterdir() if "rank" not in p.name) == [
         "__0.metadata", "__0_1.distcp",
     ]  # fmt: skip

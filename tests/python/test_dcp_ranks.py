@@ -270,7 +270,13 @@ def _cached(rank: int, directory: str, ways: str) -> list[bool]:
             for i in range(3)
         }
 
-    for name, value, more in (("a", 1.0, 0), ("b", 2.0, 0), ("c", 3.0, 7), ("d", 4.0, 7), ("d", 5.0, 7)):
+    for name, value, more in (
+        ("a", 1.0, 0),
+        ("b", 2.0, 0),
+        ("c", 3.0, 7),
+        ("d", 4.0, 7),
+        ("d", 5.0, 7),
+    ):
         # "c" changes rank 1's plan, and not rank 0's.
         state = state_of(value, more)
         save(state, name)

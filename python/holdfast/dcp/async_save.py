@@ -125,8 +125,13 @@ def _state_dicts(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
     return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
 
 
-def _plan(state_dict: STATE_DICT_TYPE, writer: StorageWriter, planner: SavePlanner,
-          ranks: _DistWrapper, use_collectives: bool) -> tuple[SavePlan, Metadata | None]:  # fmt: skip
+def _plan(
+    state_dict: STATE_DICT_TYPE,
+    writer: StorageWriter,
+    planner: SavePlanner,
+    ranks: _DistWrapper,
+    use_collectives: bool,
+) -> tuple[SavePlan, Metadata | None]:
     """The framework's planning, by its own calls: local plans, the global one, and each its own."""
     metadata: Metadata | None = None
 

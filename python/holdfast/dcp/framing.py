@@ -121,7 +121,9 @@ def can_frame(tensor: torch.Tensor) -> bool:
 def _pickled(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     reduction = _reduction(dtype)
     if reduction is None:
-        raise Error("INVALID_ARGUMENT", f"frame a tensor of {dtype}: torch.save does it differently")
+        raise Error(
+            "INVALID_ARGUMENT", f"frame a tensor of {dtype}: torch.save does it differently"
+        )
     function, kind, in_bytes, more = reduction
     elements = math.prod(shape)
     strides, step = [], 1

@@ -109,7 +109,7 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory and those above it, durably: else a crash could take them with all in them."""
+    """Makes a directory and those above it, durably: else a crash takes them with all in them."""
     if path.is_dir():
         return
     if path.parent != path:

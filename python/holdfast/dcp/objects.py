@@ -86,8 +86,8 @@ def check(data: io.BytesIO, entry: str, allow: frozenset[str]) -> None:
             # Older formats are several pickles in a row, which torch reads by rules of its own.
             raise Error(
                 "PERMISSION_DENIED",
-                f"load {entry}: not in torch.save's zip format, so it cannot be looked at first; if "
-                "you trust this checkpoint, pass trust=True",
+                f"load {entry}: not in torch.save's zip format, so it cannot be looked at first; "
+                "if you trust this checkpoint, pass trust=True",
             )
         with zipfile.ZipFile(data) as archive:
             names = archive.namelist()
@@ -95,7 +95,7 @@ def check(data: io.BytesIO, entry: str, allow: frozenset[str]) -> None:
             if len(described) != 1 or any(n.endswith("constants.pkl") for n in names):
                 raise Error(
                     "PERMISSION_DENIED",
-                    f"load {entry}: not what torch.save makes of an object (a TorchScript archive?)",
+                    f"load {entry}: not what torch.save makes of an object (TorchScript?)",
                 )
             _Looker(archive.read(described[0]), entry, allow).load()
     except Error:

@@ -85,9 +85,7 @@ class Piece:
 
     def halves(self) -> Iterator[Piece]:
         """Two pieces, cut where the file's bytes are farthest apart."""
-        reach = [
-            (n - 1) * s for n, s in zip(self.source.shape, self.source.stride, strict=True)
-        ]
+        reach = [(n - 1) * s for n, s in zip(self.source.shape, self.source.stride, strict=True)]
         dim = reach.index(max(reach))
         size = self.source.shape[dim]
         for begin, end in ((0, size // 2), (size // 2, size)):
@@ -144,7 +142,9 @@ class Loading:
             return
         # In the order of the files, so that pieces of one chunk are read together.
         self._bounced.sort(key=lambda p: (id(p.source.reader), p.source.name, p.source.base))
-        nbytes = min(max(self._piece_bytes, _ALIGNMENT), sum(_aligned(p.source.span) for p in self._bounced))
+        nbytes = min(
+            max(self._piece_bytes, _ALIGNMENT), sum(_aligned(p.source.span) for p in self._bounced)
+        )
         buffer = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
         batch: list[tuple[Piece, int]] = []
         filled = 0
@@ -175,9 +175,7 @@ class Loading:
 
     def read(self, reader: Any, targets: list[Any]) -> None:
         """Reads parts to addresses."""
-        report = reader.load(
-            targets, self._verify, self._buffer_bytes, self._threads, "auto", True
-        )
+        report = reader.load(targets, self._verify, self._buffer_bytes, self._threads, "auto", True)
         self.bytes += report["bytes"]
         self.bytes_read += report["bytes_read"]
         self.seconds += report["seconds"]

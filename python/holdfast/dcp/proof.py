@@ -15,8 +15,8 @@ def verify(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
     """Reads a checkpoint again and compares it with the digests of its save.
 
     `holdfast.verify` and the command ``verify-checkpoint`` do so, too; this looks at ``.metadata``
-    besides: it must be there, and the manifests must be those of the save that it speaks of and name
-    every file that it names.
+    besides: it must be there, and the manifests must be those of the save that it speaks of and
+    name every file that it names.
 
     Args:
         path: the checkpoint's directory.

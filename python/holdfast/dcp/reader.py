@@ -46,13 +46,18 @@ class _Proved:
         for entries in self._tensors.values():
             entries.sort()
 
-    def find(self, file: str, begin: int, length: int) -> tuple[int, int, str, str, tuple[int, ...]]:
+    def find(
+        self, file: str, begin: int, length: int
+    ) -> tuple[int, int, str, str, tuple[int, ...]]:
         """The one tensor inside of an item."""
         entries = self._tensors.get(file, [])
         at = bisect.bisect_left(entries, (begin,))
+        while length and at < len(entries) and entries[at][1] == begin:
+            at += 1  # an item without bytes, at the same place
         if at == len(entries) or entries[at][1] > begin + length:
             raise Error(
-                "DATA_LOSS", f"load {file}: the manifest knows no tensor at {begin}, unlike the metadata"
+                "DATA_LOSS",
+                f"load {file}: the manifest knows no tensor at {begin}, unlike the metadata",
             )
         return entries[at]
 
@@ -129,7 +134,9 @@ class StorageReader(_StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         if metadata.storage_data is None:
-            raise Error("DATA_LOSS", f"load {self.path}: its metadata does not say where things are")
+            raise Error(
+                "DATA_LOSS", f"load {self.path}: its metadata does not say where things are"
+            )
         self._storage_data = metadata.storage_data
         self._save_id = getattr(metadata.storage_meta, "save_id", None) or ""
 
@@ -188,7 +195,7 @@ class StorageReader(_StorageReader):
     # ---- Files with a manifest.
 
     def _manifests(self, plan: LoadPlan) -> dict[str, _Proved]:
-        """By data file, the manifests of the attempt that the metadata speaks of, as far as needed."""
+        """By data file, the manifest that names it, of the save that the metadata speaks of."""
         found: dict[str, _Proved] = {}
         if not self._save_id:
             return found
@@ -204,8 +211,15 @@ class StorageReader(_StorageReader):
                 found.update(dict.fromkeys(proved.files, proved))
         return found
 
-    def _read_proved(self, item: ReadItem, info: Any, proved: _Proved, planner: LoadPlanner,
-                     loading: Loading, done: list[tuple[ReadItem, torch.Tensor]]) -> None:  # fmt: skip
+    def _read_proved(
+        self,
+        item: ReadItem,
+        info: Any,
+        proved: _Proved,
+        planner: LoadPlanner,
+        loading: Loading,
+        done: list[tuple[ReadItem, torch.Tensor]],
+    ) -> None:
         begin, end, name, dtype, shape = proved.find(info.relative_path, info.offset, info.length)
         if begin == info.offset and end - begin == info.length:
             # The item is one run of bytes: an object, or a tensor that torch.save serialized.
@@ -220,10 +234,10 @@ class StorageReader(_StorageReader):
                 done.append((item, target))
             return
         if item.type == LoadItemType.BYTE_IO:
-            raise Error("DATA_LOSS", f"load {item.storage_index.fqn}: an object, but a tensor lies there")
-        source = Source(
-            proved.reader, name, 0, _dtypes.of_file(dtype), shape, _row_major(shape)
-        )
+            raise Error(
+                "DATA_LOSS", f"load {item.storage_index.fqn}: an object, but a tensor lies there"
+            )
+        source = Source(proved.reader, name, 0, _dtypes.of_file(dtype), shape, _row_major(shape))
         done.append((item, _ask(item, source, planner, loading)))
 
     # ---- Files without.
@@ -352,8 +366,8 @@ def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     if tuple(target.shape) != tuple(item.lengths):
         raise Error(
             "INVALID_ARGUMENT",
-            f"load {item.storage_index.fqn}: the plan asks for {list(item.lengths)}, the target has "
-            f"{list(target.shape)}",
+            f"load {item.storage_index.fqn}: the plan asks for {list(item.lengths)}, the target "
+            f"has {list(target.shape)}",
         )
     return target
 

@@ -72,7 +72,7 @@ def _zip64(extra: bytes, fields: list[int]) -> list[int]:
 
 
 def _directory(read: ReadAt, length: int) -> list[_Entry]:
-    """The archive's central directory. `read(offset, n)` reads from the item, whose end is known."""
+    """The archive's central directory."""
     end_bytes = min(length, 4096)
     end = read(length - end_bytes, end_bytes)
     at = end.rfind(b"PK\5\6")

@@ -53,7 +53,7 @@ class _Block:
         """A storage over it; the block is free again once nobody refers to that."""
         fd = os.dup(self.fd)
         try:
-            storage = torch.UntypedStorage._new_shared_fd_cpu(fd, self.nbytes)
+            storage = torch.UntypedStorage._new_shared_fd_cpu(fd, self.nbytes)  # type: ignore[attr-defined]
         finally:
             os.close(fd)
         self._lease = StorageWeakRef(storage)
@@ -185,7 +185,8 @@ class _Copy:
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         empty = torch.empty(0, dtype=tensor.dtype)
-        return empty.set_(self.storage, offset // tensor.itemsize, tensor.shape)
+        strides = torch.empty(tensor.shape, device="meta").stride()
+        return empty.set_(self.storage, offset // tensor.itemsize, tensor.shape, strides)
 
     def build(self, value: Any) -> Any:
         if self._is_plain(value):

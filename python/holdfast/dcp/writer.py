@@ -40,8 +40,8 @@ def local_path(checkpoint_id: str | os.PathLike[str]) -> Path:
         raise Error(
             "INVALID_ARGUMENT",
             f"open {text}: only directories of mounted file systems are supported, no URLs; "
-            "torch.distributed.checkpoint's own reader and writer for it, or holdfast.dcp.async_save, "
-            "which hands URLs on to them, do",
+            "use the framework's own reader and writer, or holdfast.dcp.async_save, which hands "
+            "URLs on to them",
         )
     return Path(os.path.abspath(text))
 
@@ -73,7 +73,7 @@ class Written:
 
 
 class StorageWriter(_StorageWriter):
-    """Writes DCP checkpoints through Holdfast: ``dcp.save(state, storage_writer=StorageWriter(path))``.
+    """Writes DCP checkpoints: ``dcp.save(state, storage_writer=holdfast.dcp.StorageWriter(path))``.
 
     The files are ordinary: ``__R_N.distcp`` per rank and ``.metadata``, which the framework's own
     reader loads; beside them stands a manifest per rank with digests, by which
@@ -81,7 +81,7 @@ class StorageWriter(_StorageWriter):
     of all ranks is durable; until then an older checkpoint in the same directory stays whole, and
     its files are deleted afterwards.
 
-    Under the framework's ``async_save`` it is the stager, too; `holdfast.dcp.async_save` costs less.
+    Under the framework's ``async_save`` it is the stager, too; `holdfast.dcp.async_save` is better.
 
     Attributes:
         path: the checkpoint's directory.
@@ -173,7 +173,9 @@ class StorageWriter(_StorageWriter):
         future.set_result(results)
         return future
 
-    def begin(self, plan: SavePlan, planner: SavePlanner, late: Iterable[Any] | None = None) -> Written:
+    def begin(
+        self, plan: SavePlan, planner: SavePlanner, late: Iterable[Any] | None = None
+    ) -> Written:
         """Starts writing. Host tensors are captured when it returns.
 
         Tensors on a device are copied behind it. What `late` does not name is cloned on the device
@@ -182,8 +184,8 @@ class StorageWriter(_StorageWriter):
 
         Args:
             plan, planner: as of `write_data`.
-            late: tensors, modules or optimizers that stay unchanged until the save has staged. None:
-                nothing is known to, so that the current stream waits for all copies.
+            late: tensors, modules or optimizers that stay unchanged until the save has staged.
+                None: nothing is known to, so that the current stream waits for all copies.
 
         Raises:
             Error: of this rank's own part.
@@ -199,9 +201,7 @@ class StorageWriter(_StorageWriter):
         door = _runtime.door(
             str(self.path.parent), nbytes, rank=place.rank, world_size=place.world_size
         )
-        native = door.save(
-            self.path.name, file.plan, self.step, False, place.attempt, True
-        )
+        native = door.save(self.path.name, file.plan, self.step, False, place.attempt, True)
         extra = {
             "kind": "dcp",
             "called_ns": called_ns,
@@ -240,7 +240,7 @@ class StorageWriter(_StorageWriter):
         return {n for n in names if isinstance(n, str) and os.path.basename(n) == n}
 
     def _delete_older(self, keep: set[str], older: set[str]) -> None:
-        """Deletes what no metadata names any more. The checkpoint is durable: errors are told only."""
+        """Deletes what no metadata names any more. The checkpoint stands: errors are only told."""
         try:
             rank = None if self._use_collectives else self._rank or 0
             left = placement.leftovers(self.path, self.save_id, keep, rank)
