@@ -17,11 +17,16 @@ from holdfast.dcp import items
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
+# The staging memory is registered with a device until the memory goes: devices outlive it.
+_devices_used: list[Any] = []
+
+
 class SlowDevice(_native.Device):
     """Memory whose copies end only when a stream waits for them, or the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
+        _devices_used.append(self)
         self._changed = threading.Condition()
         self._pending: list[tuple[int, int, int]] = []
         self._issued = self._done = 0
