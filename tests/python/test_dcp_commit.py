@@ -227,6 +227,28 @@ def test_overlapping_saves_into_one_directory_end_with_the_last(tmp_path: Path) 
     assert len(files(path)) == 3, files(path)
 
 
+def test_a_save_that_was_overtaken_does_not_replace_the_younger_one(tmp_path: Path) -> None:
+    path = tmp_path / "same"
+    gate, reached = threading.Event(), threading.Event()
+
+    class Slow(holdfast.dcp.StorageWriter):
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            reached.set()
+            assert gate.wait(60)
+            return super().write_data(plan, planner)
+
+    slow = dcp.async_save(state_of(1), storage_writer=Slow(path))
+    assert reached.wait(60)
+    dcp.save(state_of(2), storage_writer=holdfast.dcp.StorageWriter(path))
+    gate.set()
+    with pytest.raises(CheckpointException, match="ABORTED"):
+        slow.result()
+    assert seed_of(path) == 2
+    dcp.save(state_of(3), storage_writer=holdfast.dcp.StorageWriter(path))
+    assert seed_of(path) == 3
+    assert len(files(path)) == 3, files(path)
+
+
 def test_keeping_the_newest_checkpoints_as_torchtitan_does(tmp_path: Path) -> None:
     keep, pending = 2, None
     for step in range(1, 8):

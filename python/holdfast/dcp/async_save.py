@@ -259,8 +259,6 @@ def async_save(
     try:
         written = writer.begin(planner.finish_plan(mine), planner, late)
     except BaseException as error:
-        if isinstance(error, (KeyboardInterrupt, SystemExit)) and no_dist:
-            raise
         # The other ranks wait for this one in the finishing exchange: they learn of it there.
         failure = error
     run = _finisher(writer, metadata, written, failure, finishing, use_collectives)
@@ -270,6 +268,8 @@ def async_save(
         after = _last.get(key)
         upload = Upload(str(writer.path), writer.step, run, after, staged)
         _last[key] = upload
+    if isinstance(failure, (KeyboardInterrupt, SystemExit)):
+        raise failure
     if _answers_with_both(async_stager):
         if staged is None:
             staged = Future()

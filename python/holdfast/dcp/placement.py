@@ -118,6 +118,11 @@ def choose(directory: Path, attempt: str, file_ranks: list[int], alone: bool) ->
     return [Placement(key, attempt, generation, r, i, world) for i, r in enumerate(file_ranks)]
 
 
+def generation_of(names: set[str]) -> int:
+    """The highest generation among data files' names; -1 without any."""
+    return max((int(m[2]) for m in map(DATA_FILE.fullmatch, names) if m), default=-1)
+
+
 def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None) -> list[str]:
     """Files of earlier saves and failed ones in a checkpoint that was just committed.
 

@@ -222,8 +222,14 @@ class StorageWriter(_StorageWriter):
         metadata.storage_meta = self.storage_meta()
         name = self._metadata_name()
         older = self._files_of(self.path / name)
-        _metadata.commit(self.path, name, metadata)
         named = {info.relative_path for info in metadata.storage_data.values()}
+        if named and placement.generation_of(older) > placement.generation_of(named):
+            raise Error(
+                "ABORTED",
+                f"save {self.path}: a save that began later was completed in the meantime; the "
+                "younger checkpoint stays",
+            )
+        _metadata.commit(self.path, name, metadata)
         self._delete_older(named, older - named)
 
     def _files_of(self, path: Path) -> set[str]:
