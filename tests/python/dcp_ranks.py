@@ -44,8 +44,13 @@ def _rank(rank: int, world_size: int, store: str, body: Callable[..., Any], args
         dist.destroy_process_group()
 
 
-def run_ranks(world_size: int, scratch: Path, body: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs ``body(rank, *args)`` on every rank; returns what they return, or fails."""
+def run_ranks(
+    world_size: int, scratch: Path, body: Callable[..., Any], *args: Any, dying: int | None = None
+) -> list[Any]:
+    """Runs ``body(rank, *args)`` on every rank; returns what they return, or fails.
+
+    The rank `dying` is expected to be killed, and returns None.
+    """
     answers = _context.Queue()
     number = len(list(scratch.glob("store-*")))
     store = str(scratch / f"store-{number}")
@@ -58,7 +63,7 @@ def run_ranks(world_size: int, scratch: Path, body: Callable[..., Any], *args: A
     got: dict[int, Any] = {}
     failures = []
     try:
-        for _ in processes:
+        for _ in range(world_size - (dying is not None)):
             rank, value, failure = answers.get(timeout=90)
             got[rank] = value
             if failure:
@@ -69,4 +74,4 @@ def run_ranks(world_size: int, scratch: Path, body: Callable[..., Any], *args: A
             if process.is_alive():
                 process.kill()
     assert not failures, "\n".join(failures)
-    return [got[rank] for rank in range(world_size)]
+    return [got.get(rank) for rank in range(world_size)]

@@ -234,6 +234,39 @@ def test_a_rank_that_fails_before_it_writes_is_known_to_all(tmp_path: Path) -> N
     assert not (path / ".metadata").exists()
 
 
+def _die(rank: int, path: str) -> tuple[float, bool]:
+    import signal
+    import time
+
+    state = {f"r{rank}": torch.full((5000,), float(rank)), "step": 1}
+    holdfast.dcp.async_save(state, checkpoint_id=path).result()
+    dist.barrier()
+
+    class Planner(dcp.DefaultSavePlanner):
+        def resolve_data(self, item: Any) -> Any:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return super().resolve_data(item)
+
+    begin = time.monotonic()
+    future = holdfast.dcp.async_save({**state, "step": 2}, checkpoint_id=path, planner=Planner())
+    error = future.exception(60)
+    return time.monotonic() - begin, error is not None
+
+
+def test_a_rank_that_is_killed_fails_the_others_and_keeps_the_older_checkpoint(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "run"
+    seconds, failed = dcp_ranks.run_ranks(2, tmp_path, _die, str(path), dying=1)[0]
+    assert failed
+    assert seconds < 30  # the connection is closed; no time-out has to pass
+    loaded = {"r0": torch.ones(5000), "r1": torch.zeros(5000), "step": 0}
+    dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(path), no_dist=True)
+    assert loaded["step"] == 1
+    assert (loaded["r1"] == 1).all()
+
+
 # ---- Plan caches.
 
 
@@ -556,3 +589,25 @@ def _sharded_tensor(rank: int, directory: str) -> None:
 
 def test_sharded_tensors_are_saved_and_loaded(tmp_path: Path) -> None:
     dcp_ranks.run_ranks(2, tmp_path, _sharded_tensor, str(tmp_path))
+
+
+def _same_directory(rank: int, path: str) -> list[str]:
+    futures = []
+    for step in range(8):
+        state = {f"r{rank}": torch.full((20_000 * (rank + 1),), float(step)), "step": step}
+        futures.append(holdfast.dcp.async_save(state, checkpoint_id=path))
+    for future in futures:
+        future.result()
+    dist.barrier()
+    return sorted(os.listdir(path))
+
+
+def test_saves_in_flight_into_one_directory_end_with_the_last(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    for left in dcp_ranks.run_ranks(3, tmp_path, _same_directory, str(path)):
+        assert len(left) == 7, left
+    assert holdfast.dcp.verify(path)["verdict"] == "sound"
+    loaded = {**{f"r{r}": torch.zeros(20_000 * (r + 1)) for r in range(3)}, "step": -1}
+    dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(path), no_dist=True)
+    assert loaded["step"] == 7
+    assert all((loaded[f"r{r}"] == 7).all() for r in range(3))
