@@ -12,6 +12,8 @@ from holdfast.errors import Error
 
 # A test's stand-in for the memory of a torch device type; see `stand_in`.
 _stand_ins: dict[str, _native.Device] = {}
+# The staging memory is registered with a device until its own end.
+_kept: list[_native.Device] = []
 
 
 def device_of(device: torch.device) -> _native.Device | None:
@@ -38,6 +40,7 @@ def stream_of(device: torch.device) -> int:
 @contextlib.contextmanager
 def stand_in(device_type: str, device: _native.Device) -> Iterator[None]:
     """Treats memory of a torch device type as `device`'s: for proving what late copies do."""
+    _kept.append(device)
     _stand_ins[device_type] = device
     try:
         yield

@@ -110,7 +110,12 @@ CheckpointerOptions OptionsOf(const nb::dict& given) {
   TakeSeconds(given, "time_ranks_max", &options.time_ranks_max);
   Take(given, "worker_program", &options.worker_program);
   if (given.contains("on_sealed")) {
-    const auto hook = std::make_shared<nb::object>(nb::borrow(given["on_sealed"]));
+    // The last copy goes where no thread holds the GIL.
+    const std::shared_ptr<nb::object> hook(new nb::object(nb::borrow(given["on_sealed"])),
+                                           [](nb::object* object) {
+                                             const nb::gil_scoped_acquire gil;
+                                             delete object;
+                                           });
     options.on_sealed = [hook](const SealedExtent& extent) {
       const nb::gil_scoped_acquire gil;
       (*hook)(reinterpret_cast<uintptr_t>(extent.memory), extent.bytes, extent.file,

@@ -28,4 +28,4 @@ def test_a_resume_that_is_not_exact_is_found(tmp_path: Path, monkeypatch: pytest
     """The campaign itself can fail: a trainer that forgets its random state is found out."""
     monkeypatch.setenv("HOLDFAST_TEST_FORGET_RNG", "1")
     with pytest.raises(AssertionError, match="differ from the run straight through"):
-        campaign("plain", str(tmp_path), 1, seed=7, steps=12, size="tiny")
+        campaign("plain", str(tmp_path), 3, seed=7, steps=60, size="tiny")

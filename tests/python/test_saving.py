@@ -1,0 +1,250 @@
+"""`save_async`, its handle and its policies; `load` into what is there."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def fresh_options() -> Any:
+    yield
+    holdfast.flush(60)
+    holdfast.configure(arena_bytes=0, bytes_per_second_max=0, launcher="spawn", on_sealed=lambda *_: None,
+                       read_back=False)
+
+
+def some(nbytes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_cpu_tensors_are_captured_when_the_call_returns(tmp_path: Path) -> None:
+    tensor = some(64 * MIB)
+    before = tensor.clone()
+    holdfast.configure(bytes_per_second_max=64 * MIB)  # the worker is still at it when we go on
+    save = holdfast.save_async({"t": tensor, "list": [1]}, tmp_path / "s")
+    tensor.zero_()
+    assert save.staged.result(60) is None
+    report = save.durable.result(60)
+    assert report["bytes"] >= 64 * MIB
+    assert save.report == report
+    assert torch.equal(holdfast.load(tmp_path / "s")["t"], before)
+
+
+def test_progress_counts_up_to_the_end(tmp_path: Path) -> None:
+    holdfast.configure(bytes_per_second_max=32 * MIB)
+    save = holdfast.save_async({"t": some(16 * MIB)}, tmp_path / "s")
+    progress = save.progress()
+    assert 0 <= progress["bytes_written"] <= progress["bytes_sealed"] <= progress["bytes_total"]
+    save.wait(60)
+    done = save.progress()
+    assert done["phase"] == "done"
+    assert done["bytes_written"] == done["bytes_total"] >= 16 * MIB
+
+
+def test_a_cancelled_save_leaves_nothing_and_the_next_one_works(tmp_path: Path) -> None:
+    holdfast.configure(bytes_per_second_max=4 * MIB)
+    save = holdfast.save_async({"t": some(32 * MIB)}, tmp_path / "s")
+    save.cancel()
+    with pytest.raises(holdfast.Error) as error:
+        save.wait(60)
+    assert error.value.code == "CANCELLED"
+    assert os.listdir(tmp_path) == []
+    holdfast.configure(bytes_per_second_max=0)
+    holdfast.save_async({"t": some(MIB)}, tmp_path / "s").wait(60)
+
+
+def test_waits_time_out_and_the_save_goes_on(tmp_path: Path) -> None:
+    holdfast.configure(bytes_per_second_max=16 * MIB)
+    save = holdfast.save_async({"t": some(16 * MIB)}, tmp_path / "s")
+    with pytest.raises(TimeoutError):
+        save.wait(0.01)
+    with pytest.raises(holdfast.TimeoutError):
+        holdfast.flush(0.01)
+    assert save.wait(60)["bytes"] >= 16 * MIB
+
+
+def test_policies_for_a_save_while_the_memory_is_held(tmp_path: Path) -> None:
+    holdfast.configure(arena_bytes=32 * MIB, bytes_per_second_max=16 * MIB)
+    state = {"t": some(24 * MIB)}
+    first = holdfast.save_async(state, tmp_path / "first")
+    with pytest.raises(holdfast.Error) as skipped:
+        holdfast.save_async(state, tmp_path / "skip", when_full="skip")
+    assert skipped.value.code == "UNAVAILABLE"
+    with pytest.raises(holdfast.Error, match="arena_bytes") as failed:
+        holdfast.save_async(state, tmp_path / "fail", when_full="fail")
+    assert failed.value.code == "RESOURCE_EXHAUSTED"
+    second = holdfast.save_async(state, tmp_path / "wait")
+    assert first.wait(60)["bytes"] == second.wait(60)["bytes"]
+    assert sorted(os.listdir(tmp_path)) == ["first", "wait"]
+
+
+def test_a_state_larger_than_the_memory_streams_through_it(tmp_path: Path) -> None:
+    holdfast.configure(arena_bytes=16 * MIB)
+    state = {f"t{i}": some(8 * MIB, i) for i in range(12)}
+    report = holdfast.save_async(state, tmp_path / "s").wait(60)
+    assert report["streamed"]
+    assert holdfast.staging()["bytes_held_peak"] <= 16 * MIB
+    loaded = holdfast.load(tmp_path / "s")
+    assert all(torch.equal(loaded[k], state[k]) for k in state)
+
+
+def test_an_existing_checkpoint_is_refused_or_replaced(tmp_path: Path) -> None:
+    holdfast.save_async({"x": 1}, tmp_path / "s").wait(60)
+    with pytest.raises(holdfast.Error) as error:
+        holdfast.save_async({"x": 2}, tmp_path / "s")
+    assert error.value.code == "ALREADY_EXISTS"
+    holdfast.save_async({"x": 3}, tmp_path / "s", replace=True).wait(60)
+    holdfast.flush(60)
+    assert holdfast.load(tmp_path / "s") == {"x": 3}
+    assert os.listdir(tmp_path) == ["s"]
+
+
+def test_the_newest_are_kept_and_every_kth(tmp_path: Path) -> None:
+    for step in range(1, 9):
+        holdfast.save_async({"step": step}, tmp_path / f"step-{step}", step=step, keep_last=2,
+                            keep_every=3).wait(60)
+    holdfast.flush(60)
+    kept = [c["step"] for c in holdfast.list_checkpoints(tmp_path)]
+    assert kept == [3, 6, 7, 8]
+    assert holdfast.find_newest(tmp_path)["step"] == 8
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "persistent", "thread", "fork"])
+def test_every_launcher_works_from_python(launcher: str, tmp_path: Path) -> None:
+    holdfast.configure(launcher=launcher)
+    state = {"t": some(5 * MIB)}
+    for i in range(2):
+        report = holdfast.save_async(state, tmp_path / f"s{i}").wait(60)
+        assert report["launcher"] == launcher
+    assert torch.equal(holdfast.load(tmp_path / "s1")["t"], state["t"])
+
+
+def test_memory_that_changes_under_the_writer_fails_the_save(tmp_path: Path) -> None:
+    """What a framework's allocator does when it hands a block out again too early."""
+    import ctypes
+
+    holdfast.configure(on_sealed=lambda memory, *_: ctypes.memset(memory, 0x55, 64))
+    save = holdfast.save_async({"weight": some(5 * MIB)}, tmp_path / "s")
+    with pytest.raises(holdfast.Error, match="weight|model-00000") as error:
+        save.wait(60)
+    assert error.value.code == "DATA_LOSS"
+    assert not (tmp_path / "s").exists()
+    holdfast.configure(on_sealed=lambda *_: None)
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(holdfast.Error, match="arena_size.*arena_bytes"):
+        holdfast.configure(arena_size=1)
+
+
+# ---- Loading.
+
+
+def test_tensors_are_filled_in_place(tmp_path: Path) -> None:
+    state = {"a": some(3 * MIB), "nested": [torch.randn(5, 7), {"b": torch.randn(4).t()}], "n": 5}
+    holdfast.save_async(state, tmp_path / "s").wait(60)
+    target = {"a": torch.zeros(3 * MIB, dtype=torch.uint8),
+              "nested": [torch.zeros(7, 5).t(), {"b": torch.zeros(4)}], "n": 0}
+    places = [target["a"].data_ptr(), target["nested"][0].data_ptr()]
+    assert holdfast.load(tmp_path / "s", into=target) is target
+    assert [target["a"].data_ptr(), target["nested"][0].data_ptr()] == places
+    assert torch.equal(target["a"], state["a"])
+    assert torch.equal(target["nested"][0], state["nested"][0])  # of another stride
+    assert target["n"] == 5
+
+
+def test_what_does_not_fit_is_named_and_nothing_is_touched(tmp_path: Path) -> None:
+    holdfast.save_async({"m": {"w": torch.ones(2, 3), "v": torch.ones(2)}}, tmp_path / "s").wait(60)
+
+    def target(**other: Any) -> dict[str, Any]:
+        return {"m": {"w": torch.zeros(2, 3), "v": torch.zeros(2), **other}}
+
+    for into, message in (
+        (target(w=torch.zeros(3, 2)), r"m\.w: it has shape \[2, 3\], the target \[3, 2\]"),
+        (target(w=torch.zeros(2, 3, dtype=torch.float64)), r"m\.w: it is float32, the target float64"),
+        (target(extra=torch.zeros(1)), r"not in the checkpoint: extra"),
+    ):
+        with pytest.raises(holdfast.Error, match=message):
+            holdfast.load(tmp_path / "s", into=into)
+        assert not into["m"]["v"].any()
+    into = target(extra=torch.zeros(1))
+    holdfast.load(tmp_path / "s", into=into, strict=False)
+    assert into["m"]["v"].all()
+
+
+def test_single_tensors_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+    state = {"small": torch.arange(10), "large": some(32 * MIB)}
+    holdfast.save_async(state, tmp_path / "s", step=4).wait(60)
+    checkpoint = holdfast.open(tmp_path / "s")
+    assert list(checkpoint) == ["small", "large"]
+    assert checkpoint.step == 4
+    assert torch.equal(checkpoint["small"], state["small"])
+    assert checkpoint.report["bytes_read"] < MIB
+    with pytest.raises(KeyError):
+        checkpoint["none"]
+
+
+def test_a_device_map_is_followed(tmp_path: Path) -> None:
+    holdfast.save_async({"t": torch.ones(3)}, tmp_path / "s").wait(60)
+    for where in ("cpu", torch.device("cpu"), {"cpu": "cpu"}, lambda saved: saved):
+        assert holdfast.load(tmp_path / "s", map_location=where)["t"].device.type == "cpu"
+    if not torch.cuda.is_available():
+        with pytest.raises(holdfast.Error, match="CUDA"):
+            holdfast.load(tmp_path / "s", map_location="cuda:0")
+
+
+def test_a_byte_that_rots_on_disk_is_named(tmp_path: Path) -> None:
+    holdfast.save_async({"first": some(6 * MIB), "second": some(6 * MIB, 1)}, tmp_path / "s").wait(60)
+    file = tmp_path / "s" / "model-00000-of-00001.safetensors"
+    with file.open("r+b") as f:
+        f.seek(9 * MIB)
+        byte = f.read(1)
+        f.seek(9 * MIB)
+        f.write(bytes([byte[0] ^ 1]))
+    with pytest.raises(holdfast.Error, match=r'tensor "second".*bytes \[\d+, \d+\)') as error:
+        holdfast.load(tmp_path / "s")
+    assert error.value.code == "DATA_LOSS"
+    assert holdfast.verify(tmp_path / "s")["verdict"] == "corrupt"
+    assert holdfast.open(tmp_path / "s")["first"].shape == (6 * MIB,)  # the rest can be read
+
+
+MEMORY = """
+import gc, sys, torch, holdfast, holdfast.loading
+from pathlib import Path
+def status(key):
+    return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(key))
+state = {f"t{i}": torch.ones(4 << 20) for i in range(32)}
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+holdfast.load(sys.argv[1], into=state)
+peak = status("VmHWM") - before
+gc.collect()
+assert all(int(state[f"t{i}"][0]) == i for i in range(32))
+print(peak, status("VmRSS") - before, sum(isinstance(o, torch.Tensor) for o in gc.get_objects()))
+"""
+
+
+def test_loading_takes_a_bounded_buffer_and_leaves_nothing(tmp_path: Path) -> None:
+    state = {f"t{i}": torch.full((4 << 20,), float(i)) for i in range(32)}  # 512 MiB
+    holdfast.save_async(state, tmp_path / "s").wait(60)
+    del state
+    gc.collect()
+    out = subprocess.run([sys.executable, "-c", MEMORY, str(tmp_path / "s")], check=True,
+                         capture_output=True, text=True, timeout=120).stdout
+    peak, retained, tensors = map(int, out.split())
+    assert peak <= 128 * MIB
+    assert retained <= 16 * MIB
+    assert tensors <= 33
