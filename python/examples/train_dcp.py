@@ -32,6 +32,13 @@ def complete(directory: str) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
 
 
+def remove_old(directory: str) -> None:
+    """Keeps the newest ones."""
+    for old in complete(directory)[:-KEEP]:
+        (old / ".metadata").unlink()  # first: a ruin must not look complete
+        shutil.rmtree(old)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dir", required=True, help="where the checkpoints go")
@@ -77,21 +84,23 @@ def main() -> None:
         if rank == 0:
             print(f"resumed from {found[-1]}")
 
+    def finish() -> None:
+        """Waits for the save in flight, if there is one; only then may an older one go."""
+        if future is not None:
+            future.result()  # raises on every rank what went wrong on any
+            if rank == 0:
+                remove_old(arguments.dir)
+
     future = None
     for step in range(first + 1, arguments.steps + 1):
         loss = gpt.train_step(model, optimizer, loader)
         if step % arguments.every == 0:
-            if future is not None:
-                future.result()  # raises on every rank what went wrong on any
+            finish()
             path = os.path.join(arguments.dir, f"step-{step}")
             future = holdfast.dcp.async_save(state(step), checkpoint_id=path)
             if rank == 0:
                 print(f"step {step}: loss {loss:.3f}")
-                for old in complete(arguments.dir)[:-KEEP]:
-                    (old / ".metadata").unlink()  # first: a ruin must not look complete
-                    shutil.rmtree(old)
-    if future is not None:
-        future.result()
+    finish()
     if rank == 0:
         print(f"done: {[p.name for p in complete(arguments.dir)]}")
     dist.destroy_process_group()
