@@ -1,0 +1,88 @@
+"""The examples run as their README says, go on where they were, and save what can be loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import holdfast
+import holdfast.dcp
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "python" / "examples"
+LIMIT = 120.0
+
+
+def run(example: str, directory: Path, steps: int, every: int, ranks: int = 0) -> str:
+    """What an example prints; under torchrun where it is told a number of ranks."""
+    launcher = [sys.executable]
+    if ranks:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [*launcher, str(EXAMPLES / example), "--dir", str(directory), "--steps", str(steps),
+         "--every", str(every)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HOLDFAST_ARENA_BYTES": str(64 << 20)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(output: str) -> dict[int, str]:
+    return {int(step): loss for step, loss in re.findall(r"step (\d+): loss ([0-9.]+)", output)}
+
+
+def test_the_plain_example_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    straight = losses(run("train_plain.py", tmp_path / "straight", 12, 2))
+    assert sorted(straight) == [2, 4, 6, 8, 10, 12]
+    run("train_plain.py", tmp_path / "halves", 6, 2)
+    output = run("train_plain.py", tmp_path / "halves", 12, 2)
+    assert f"resumed from {tmp_path / 'halves' / 'step-6'}" in output
+    assert losses(output) == {step: loss for step, loss in straight.items() if step > 6}
+    # Every entry, not only what the loss depends on: EMA weights, loader, random state, moments.
+    ends = [holdfast.load(tmp_path / run_ / "step-12") for run_ in ("straight", "halves")]
+    assert set(ends[0]) == {"model", "optimizer", "ema", "loader", "rng", "step"}
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=0)
+
+
+def test_the_plain_example_keeps_two_sound_checkpoints(tmp_path: Path) -> None:
+    run("train_plain.py", tmp_path, 8, 2)
+    assert [c["step"] for c in holdfast.list_checkpoints(tmp_path)] == [6, 8]
+    for checkpoint in holdfast.list_checkpoints(tmp_path):
+        assert holdfast.verify(checkpoint["path"])["verdict"] == "sound"
+
+
+def test_the_model_learns(tmp_path: Path) -> None:
+    learned = losses(run("train_plain.py", tmp_path, 150, 50))
+    # Guessing among 256 bytes costs 5.5; the first steps reach about 5.
+    assert float(learned[150]) < 4.0, learned
+
+
+def test_the_dcp_example_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> None:
+    step = 0
+    for ranks in (2, 1, 3):
+        output = run("train_dcp.py", tmp_path, step + 4, 2, ranks)
+        assert ("resumed from" in output) == (step > 0)
+        if step:
+            assert f"resumed from {tmp_path / f'step-{step}'}" in output
+        step += 4
+        assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
+            [f"step-{step - 2}", f"step-{step}"]
+        )
+        assert holdfast.dcp.verify(tmp_path / f"step-{step}")["verdict"] == "sound"
+
+
+@pytest.mark.parametrize("name", ["train_plain.py", "train_dcp.py", "gpt.py"])
+def test_every_example_is_in_the_readme(name: str) -> None:
+    assert f"`{name}`" in (EXAMPLES / "README.md").read_text()
+
+
+def test_the_readme_names_no_other_file() -> None:
+    named = set(re.findall(r"`(\w+\.py)`", (EXAMPLES / "README.md").read_text()))
+    assert named == {p.name for p in EXAMPLES.glob("*.py")}
