@@ -99,11 +99,14 @@ def trim() -> None:
 
 
 def flush_native(timeout: float | None) -> None:
-    """Waits for every door's saves and background deletions."""
+    """Waits for every door's saves and background deletions; then no directory is held open."""
     with _lock:
         doors = list(_doors.values())
     for door in doors:
         door.flush(timeout)
+    with _lock:
+        for key in [k for k, door in _doors.items() if any(door is d for d in doors)]:
+            del _doors[key]
 
 
 def door(directory: str, nbytes: int, **own: Any) -> _native.Checkpointer:

@@ -225,8 +225,9 @@ void BindCheckpointer(nb::module_& module) {
       .def(
           "wait_staged",
           [](const SaveHandle& save, std::optional<double> timeout) {
-            ThrowIfError(WaitInterruptibly(ToDuration(timeout),
-                                           [&](absl::Duration t) { return save.WaitStaged(t); }));
+            ThrowIfError(WaitInterruptibly(
+                ToDuration(timeout), [&](absl::Duration t) { return save.WaitStaged(t); },
+                [&] { return save.IsDone(); }));
           },
           "timeout"_a.none() = nb::none())
       .def(
@@ -243,7 +244,8 @@ void BindCheckpointer(nb::module_& module) {
           "wait_durable",
           [](const SaveHandle& save, std::optional<double> timeout) {
             return DictOf(ValueOrThrow(WaitInterruptibly(
-                ToDuration(timeout), [&](absl::Duration t) { return save.WaitDurable(t); })));
+                ToDuration(timeout), [&](absl::Duration t) { return save.WaitDurable(t); },
+                [&] { return save.IsDone(); })));
           },
           "timeout"_a.none() = nb::none())
       .def("is_done", &SaveHandle::IsDone)
@@ -274,8 +276,9 @@ void BindCheckpointer(nb::module_& module) {
       .def(
           "flush",
           [](const Saver& self, std::optional<double> timeout) {
-            ThrowIfError(WaitInterruptibly(ToDuration(timeout),
-                                           [&](absl::Duration t) { return self->Flush(t); }));
+            ThrowIfError(WaitInterruptibly(
+                ToDuration(timeout), [&](absl::Duration t) { return self->Flush(t); },
+                [] { return false; }));
           },
           "timeout"_a.none() = nb::none())
       .def("trim", [](const Saver& self) { ThrowIfError(self->Trim()); })

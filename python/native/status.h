@@ -29,12 +29,14 @@ T ValueOrThrow(absl::StatusOr<T> value) {
 /// Seconds as Python gives them; none or infinity is for ever.
 absl::Duration ToDuration(std::optional<double> seconds);
 
-/// Calls `wait(slice)` without the GIL, in slices, until it returns anything but DEADLINE_EXCEEDED
-/// or `timeout` has passed; between slices signals are handled, so that Ctrl-C ends the wait.
-template <typename Wait>
-auto WaitInterruptibly(absl::Duration timeout, Wait wait) {
+/// Calls `wait(slice)` without the GIL, in slices, until it returns anything but DEADLINE_EXCEEDED,
+/// `is_over()` (a deadline can be what was waited for failed of) or `timeout` has passed; between
+/// slices signals are handled, so that Ctrl-C ends the wait.
+template <typename Wait, typename IsOver>
+auto WaitInterruptibly(absl::Duration timeout, Wait wait, IsOver is_over) {
   constexpr absl::Duration kSlice = absl::Milliseconds(100);
   while (true) {
+    const bool over = is_over();  // asked first: what ends in between is told by the next round
     const absl::Duration slice = timeout < kSlice ? timeout : kSlice;
     auto result = [&] {
       const nanobind::gil_scoped_release release;
@@ -47,7 +49,8 @@ auto WaitInterruptibly(absl::Duration timeout, Wait wait) {
       status = result.status();
     }
     timeout -= slice;
-    if (status.code() != absl::StatusCode::kDeadlineExceeded || timeout <= absl::ZeroDuration()) {
+    if (over || status.code() != absl::StatusCode::kDeadlineExceeded ||
+        timeout <= absl::ZeroDuration()) {
       return result;
     }
     if (PyErr_CheckSignals() != 0) throw nanobind::python_error();

@@ -35,7 +35,7 @@ PHASES: dict[str, tuple[tuple[str, ...], float]] = {
     "staging": (("save",), 0.06),
     "writing": (("writing", "called"), 0.1),
     "commit": (("syncing", "manifest", "waiting-for-ranks", "committing"), 0.004),
-    "finalize": (("durable",), 0.01),
+    "finalize": (("manifest", "waiting-for-ranks", "done"), 0.03),
     "load": (("load",), 0.15),
     "training": (("train",), 0.05),
 }
@@ -105,8 +105,21 @@ class Job:
                 os.kill(process.pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        # What was told before the end and not read yet says where it really ended.
+        while self.next_lines(0):
+            pass
+        for process in self.processes:
             if process.stdout:
                 process.stdout.close()
+
+    def inside(self) -> bool:
+        """Whether the end came inside of a save or a load, by the last that every rank told."""
+        for rank in range(len(self.processes)):
+            called = [p for r, p, _ in self.lines if r == rank and p in ("save", "durable", "failed")]
+            loading = [p for r, p, _ in self.lines if r == rank and p in ("load", "loaded")]
+            if (called and called[-1] == "save") or (loading and loading[-1] == "load"):
+                return True
+        return False
 
     def run_to_end(self) -> list[str]:
         """Digests of all ranks at the end."""
@@ -177,7 +190,7 @@ def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: 
                     if skip < 0:
                         killed = told
         if killed is None:  # it reached its end first: begin anew, with what is there
-            job.run_to_end()
+            assert job.run_to_end() == reference, "the run that was not killed ended differently"
             shutil.rmtree(directory)
             os.mkdir(directory)
             job, seen, committed = Job(way, directory, steps, EVERY, size), 0, 0
@@ -185,9 +198,11 @@ def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: 
         time.sleep(delay)
         trained = max((int(v) for _, p, v in job.lines if p in ("train", "load")), default=0)
         job.kill(with_workers)
+        inside = job.inside()
         for _, told, value in job.lines:
             if told == "durable":
                 committed = max(committed, int(value))
+        committed = max(committed, newest(way, directory))
         job = Job(way, directory, steps, EVERY, size)
         seen = 0
         while (step := resumed_step(job)) is None:
@@ -198,18 +213,18 @@ def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: 
                 if any(p == "load" for _, p, _ in job.lines):
                     step = int(next(v for _, p, v in job.lines if p == "load"))
                     break
-        row = {"phase": phase, "at": killed, "workers_too": with_workers, "trained": trained,
+        row = {"phase": phase, "inside": inside, "at": killed, "workers_too": with_workers, "trained": trained,
                "resumed": step, "lost": max(0, trained - step)}
         rows.append(row)
         print(f"{way} kill {len(rows)}: in {phase} ({killed}{', workers too' if with_workers else ''}), "
-              f"trained to step {trained}, resumed from step {step}, {row['lost']} steps lost", flush=True)
+              f"trained to step {trained}, newest complete step {committed}, "
+              f"resumed from step {step}, {row['lost']} steps lost", flush=True)
         assert step >= committed, f"step {committed} was durable, the job resumed from {step}"
         assert step % EVERY == 0
         committed = max(committed, step)
     final = job.run_to_end()
     assert final == reference, "parameters or optimizer state differ from the run straight through"
-    inside = sum(r["phase"] != "training" for r in rows)
-    print(f"{way}: {kills} kills, {inside} of them inside of a save or a load; "
+    print(f"{way}: {kills} kills, {sum(r['inside'] for r in rows)} of them inside of a save or a load; "
           f"final state bitwise equal to the run straight through", flush=True)
     return rows
 

@@ -1,0 +1,126 @@
+"""Bad input gets a clear error at the call, and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+
+MIB = 1 << 20
+STATE = {"t": torch.arange(1000)}
+
+
+def refused(path: Any, code: str, message: str, **options: Any) -> None:
+    with pytest.raises(holdfast.Error, match=message) as error:
+        holdfast.save_async(STATE, path, **options)
+    assert error.value.code == code
+
+
+def test_paths_that_cannot_be_saved_to(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "directory")
+    for name in ("file", "directory", "link"):
+        refused(tmp_path / name, "ALREADY_EXISTS", name)
+    refused(tmp_path / "file", "FAILED_PRECONDITION", "a file", replace=True)
+    refused(tmp_path / "none" / "s", "NOT_FOUND", "No such file or directory")
+    refused(tmp_path / "file" / "s", "FAILED_PRECONDITION", "Not a directory")
+    refused("s3://bucket/run", "INVALID_ARGUMENT", "no URLs")
+    refused("/", "INVALID_ARGUMENT", "name")
+    assert (tmp_path / "file").read_text() == "precious"
+    assert sorted(os.listdir(tmp_path)) == ["directory", "file", "link"]
+
+
+def test_options_that_make_no_sense(tmp_path: Path) -> None:
+    with pytest.raises((holdfast.Error, ValueError), match="wait, skip, fail"):
+        holdfast.save_async(STATE, tmp_path / "s", when_full="maybe")
+    with pytest.raises(holdfast.Error, match="pickle"):
+        holdfast.save_async(STATE, tmp_path / "s", objects="maybe")
+    with pytest.raises((holdfast.Error, ValueError), match="launcher"):
+        holdfast.configure(launcher="rocket")
+        holdfast.save_async(STATE, tmp_path / "s")
+    holdfast.configure(launcher="spawn")
+    assert os.listdir(tmp_path) == []
+
+
+def test_meta_tensors_have_nothing_to_save(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.Error, match=r"save a\.0: .*meta"):
+        holdfast.save_async({"a": [torch.empty(2, device="meta")]}, tmp_path / "s")
+
+
+def test_a_structure_may_change_between_saves(tmp_path: Path) -> None:
+    holdfast.save_async({"a": torch.ones(3)}, tmp_path / "s1").wait(60)
+    holdfast.save_async({"a": {"b": [torch.ones(3), 1]}, "c": None}, tmp_path / "s2").wait(60)
+    assert holdfast.load(tmp_path / "s2")["a"]["b"][1] == 1
+    with pytest.raises(holdfast.Error, match="not in the target: b"):
+        holdfast.load(tmp_path / "s2", into={"a": {}, "c": 1})
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MiB."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(mount)],
+                          capture_output=True, check=False)
+    if made.returncode != 0:
+        pytest.skip("mounting a small file system needs root")
+    yield mount
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+def test_a_full_disk_keeps_the_older_checkpoint_and_leaves_nothing(small_disk: Path) -> None:
+    holdfast.save_async({"t": torch.ones(MIB)}, small_disk / "old").wait(60)
+    with pytest.raises(holdfast.Error, match="model-00000.*No space left on device") as error:
+        holdfast.save_async({"t": torch.ones(8 * MIB)}, small_disk / "new").wait(60)
+    assert error.value.code == "RESOURCE_EXHAUSTED"
+    assert error.value.errno == 28
+    holdfast.flush(60)
+    assert os.listdir(small_disk) == ["old"]
+    assert holdfast.verify(small_disk / "old")["verdict"] == "sound"
+    holdfast.save_async({"t": torch.ones(MIB)}, small_disk / "next").wait(60)
+
+
+def test_a_file_size_limit_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    holdfast.warm_up(64 * MIB)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    holdfast.save_async(STATE, tmp_path / "warm").wait(60)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8 * MIB, old[1]))
+        with pytest.raises(holdfast.Error, match="File too large"):
+            holdfast.save_async({"t": torch.ones(4 * MIB)}, tmp_path / "s").wait(60)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert os.listdir(tmp_path) == ["warm"]
+
+
+def test_what_is_no_checkpoint_is_said_to_be_none(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for path, code in ((tmp_path / "none", "NOT_FOUND"), (tmp_path / "empty", "FAILED_PRECONDITION")):
+        with pytest.raises(holdfast.Error) as error:
+            holdfast.load(path)
+        assert error.value.code == code
+    with pytest.raises(holdfast.Error) as none:
+        holdfast.find_newest(tmp_path)
+    assert none.value.code == "NOT_FOUND"
+
+
+def test_a_partial_checkpoint_is_never_loaded(tmp_path: Path) -> None:
+    holdfast.save_async(STATE, tmp_path / "s").wait(60)
+    partial = tmp_path / ("s.partial-" + "0" * 32)
+    (tmp_path / "s").rename(partial)
+    with pytest.raises(holdfast.Error) as error:
+        holdfast.load(partial)
+    assert error.value.code == "FAILED_PRECONDITION"
+    assert holdfast.list_checkpoints(tmp_path) == []

@@ -1,0 +1,175 @@
+"""Interpreters that exit, fork or are interrupted, workers that are killed, and what is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import holdfast
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def fresh_options() -> Any:
+    yield
+    holdfast.flush(60)
+    holdfast.configure(arena_bytes=0, bytes_per_second_max=0, launcher="spawn")
+
+
+def run(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    prefix = "import os, sys, signal, torch, holdfast\nMIB = 1 << 20\n"
+    return subprocess.run([sys.executable, "-c", prefix + code, *arguments], capture_output=True,
+                          text=True, timeout=120, **options)
+
+
+def test_the_last_save_is_awaited_at_exit(tmp_path: Path) -> None:
+    done = run(
+        "holdfast.configure(bytes_per_second_max=16 * MIB)\n"
+        "holdfast.save_async({'t': torch.ones(2 * MIB)}, sys.argv[1] + '/s')\n",
+        str(tmp_path),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert holdfast.verify(tmp_path / "s")["verdict"] == "sound"
+
+
+def test_a_failure_that_nobody_saw_shows_in_the_exit_status(tmp_path: Path) -> None:
+    done = run(
+        "import resource\n"
+        "holdfast.configure(arena_bytes=64 * MIB, launcher='thread')\n"
+        "holdfast.warm_up()\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))\n"
+        "save = holdfast.save_async({'t': torch.ones(MIB)}, sys.argv[1] + '/s')\n",
+        str(tmp_path),
+    )
+    assert done.returncode == 1
+    assert "File too large" in done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_interrupt_ends_the_wait_and_not_the_save(tmp_path: Path) -> None:
+    done = run(
+        "import threading\n"
+        "holdfast.configure(bytes_per_second_max=8 * MIB)\n"
+        "save = holdfast.save_async({'t': torch.ones(4 * MIB)}, sys.argv[1] + '/s')\n"
+        "threading.Timer(0.3, lambda: os.killpg(0, signal.SIGINT)).start()\n"
+        "try:\n"
+        "    save.wait()\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+        "print(save.wait()['bytes'] > 0)\n",
+        str(tmp_path),
+        start_new_session=True,  # Ctrl-C goes to the trainer's process group
+    )
+    assert done.stdout.split() == ["interrupted", "True"], done.stderr
+    assert holdfast.verify(tmp_path / "s")["verdict"] == "sound"
+
+
+def test_a_killed_worker_is_told_at_once_and_the_next_save_works(tmp_path: Path) -> None:
+    holdfast.configure(bytes_per_second_max=8 * MIB)
+    save = holdfast.save_async({"t": torch.ones(8 * MIB)}, tmp_path / "s")
+    while not save._native.worker_pid:
+        time.sleep(0.001)
+    os.kill(save._native.worker_pid, signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(holdfast.Error, match="killed|signal") as error:
+        save.wait(60)
+    assert error.value.code == "ABORTED"
+    assert time.monotonic() - begin < 10  # it is a matter of milliseconds
+    holdfast.configure(bytes_per_second_max=0)
+    holdfast.save_async({"t": torch.ones(MIB)}, tmp_path / "s").wait(60)
+    holdfast.flush(60)
+    assert os.listdir(tmp_path) == ["s"]
+
+
+def test_a_handle_is_of_no_use_in_a_forked_child(tmp_path: Path) -> None:
+    holdfast.configure(bytes_per_second_max=16 * MIB)
+    save = holdfast.save_async({"t": torch.ones(2 * MIB)}, tmp_path / "s")
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            for use in (save.wait, save.progress, save.cancel):
+                try:
+                    use()
+                except holdfast.Error as error:
+                    assert error.code == "FAILED_PRECONDITION"
+                else:
+                    raise AssertionError(use)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert save.wait(60)["bytes"] > 0
+    assert holdfast.verify(tmp_path / "s")["verdict"] == "sound"
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        return torch.full((16,), float(i))
+
+
+def test_loader_workers_may_fork_during_saves(tmp_path: Path) -> None:
+    state = {"t": torch.randn(4 * MIB)}
+    saves = [holdfast.save_async(state, tmp_path / "s0")]
+    for epoch in range(1, 4):
+        loader = torch.utils.data.DataLoader(Numbers(), batch_size=8, num_workers=2)
+        assert sum(float(batch.sum()) for batch in loader) == 16 * sum(range(64))
+        saves.append(holdfast.save_async(state, tmp_path / f"s{epoch}"))
+    for i, save in enumerate(saves):
+        save.wait(60)
+        assert holdfast.verify(tmp_path / f"s{i}")["verdict"] == "sound"
+
+
+def save_in_a_child(path: str) -> None:
+    holdfast.save_async({"t": torch.ones(1000)}, path).wait(60)
+    holdfast.flush(60)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_children_of_every_start_method_save_for_themselves(method: str, tmp_path: Path) -> None:
+    mine = holdfast.save_async({"t": torch.zeros(1000)}, tmp_path / "parent")
+    context = multiprocessing.get_context(method)
+    child = context.Process(target=save_in_a_child, args=(str(tmp_path / "child"),))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0
+    mine.wait(60)
+    assert torch.equal(holdfast.load(tmp_path / "child")["t"], torch.ones(1000))
+    assert torch.equal(holdfast.load(tmp_path / "parent")["t"], torch.zeros(1000))
+
+
+def test_hundreds_of_saves_leave_no_process_descriptor_or_memory(tmp_path: Path) -> None:
+    state = {"t": torch.randn(1000), "n": 1}
+
+    def counts() -> tuple[int, int]:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return len(os.listdir("/proc/self/fd")), len(children)
+
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+    def many(number: int) -> None:
+        for i in range(number):
+            holdfast.save_async(state, tmp_path / "s", replace=True, step=i).wait(60)
+        holdfast.flush(60)
+
+    many(30)
+    before, memory = counts(), resident()
+    many(200)
+    assert counts() == before
+    assert resident() - memory < 8 * MIB
+    assert os.listdir(tmp_path) == ["s"]

@@ -1,0 +1,142 @@
+"""Plain saves of several ranks: what is the same everywhere once, what is each rank's own by each."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import holdfast
+
+RANKS = 2
+
+
+def _begin(rank: int, ranks: int, port: int, body: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=ranks)
+    body(rank, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def on_ranks(ranks: int, body: Callable[..., None], *arguments: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(_begin, (ranks, port, body, arguments), nprocs=ranks)
+
+
+def state_of(rank: int, step: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "model": {"weight": torch.randn(1 << 18, generator=generator)},
+        "rng": torch.full((16,), rank + 10 * step, dtype=torch.uint8),
+        "sampler": {"position": torch.tensor(rank), "epoch": step},
+        "step": step,
+    }
+
+
+def save_and_load(rank: int, directory: str) -> None:
+    path = os.path.join(directory, "s1")
+    report = holdfast.save_async(state_of(rank, 1), path, step=1).wait(60)
+    assert report["world_size"] == RANKS
+    loaded = holdfast.load(path)
+    assert torch.equal(loaded["model"]["weight"], state_of(rank, 1)["model"]["weight"])
+    assert loaded["rng"].tolist() == [rank + 10] * 16
+    assert int(loaded["sampler"]["position"]) == rank
+    into = {"model": {"weight": torch.zeros(1 << 18)}, "rng": torch.zeros(16, dtype=torch.uint8),
+            "sampler": {"position": torch.tensor(-1), "epoch": 0}, "step": 0}
+    holdfast.load(path, into=into)
+    assert int(into["sampler"]["position"]) == rank
+
+
+def test_replicas_are_saved_once_and_random_state_by_each(tmp_path: Path) -> None:
+    on_ranks(RANKS, save_and_load, str(tmp_path))
+    sizes = {p.name: p.stat().st_size for p in (tmp_path / "s1").glob("*.safetensors")}
+    assert len(sizes) == RANKS
+    assert sizes["model-00000-of-00002.safetensors"] > 1 << 20
+    assert sizes["model-00001-of-00002.safetensors"] < 1 << 16
+    assert holdfast.verify(tmp_path / "s1")["verdict"] == "sound"
+    # This process is one rank of one.
+    with pytest.raises(holdfast.Error, match=r"saved by 2 ranks.*holdfast\.dcp"):
+        holdfast.load(tmp_path / "s1")
+    one = holdfast.open(tmp_path / "s1", rank=1)
+    assert one["rng"].tolist() == [11] * 16
+
+
+def save_shards(rank: int, directory: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    full = torch.arange(64.0).reshape(8, 8)
+    sharded = distribute_tensor(full, mesh, [Shard(0)])
+    path = os.path.join(directory, "s1")
+    holdfast.save_async({"w": sharded}, path).wait(60)
+    target = distribute_tensor(torch.zeros(8, 8), mesh, [Shard(0)])
+    holdfast.load(path, into={"w": target})
+    assert torch.equal(target.to_local(), sharded.to_local())
+
+
+def test_local_shards_are_each_ranks_own(tmp_path: Path) -> None:
+    on_ranks(RANKS, save_shards, str(tmp_path))
+    assert holdfast.verify(tmp_path / "s1")["verdict"] == "sound"
+
+
+def one_rank_fails(rank: int, directory: str) -> None:
+    holdfast.save_async(state_of(rank, 1), os.path.join(directory, "s1"), step=1).wait(60)
+    state: dict[str, Any] = state_of(rank, 2)
+    path = os.path.join(directory, "s2")
+    holdfast.configure(time_ranks_max=5.0)
+    if rank == 1:
+        begin = time.monotonic()
+        with pytest.raises(holdfast.Error, match="cannot be pickled"):
+            holdfast.save_async({**state, "f": lambda: 1}, path, step=2)
+        assert time.monotonic() - begin < 5
+    else:
+        with pytest.raises(holdfast.Error) as error:
+            holdfast.save_async(state, path, step=2).wait(60)
+        assert error.value.code == "DEADLINE_EXCEEDED"
+    dist.barrier()
+    # The failed save counted on one rank only: the next one, of another name, works all the same.
+    holdfast.save_async(state, os.path.join(directory, "s3"), step=3).wait(60)
+
+
+def test_a_rank_that_fails_fails_the_save_and_keeps_the_older_checkpoint(tmp_path: Path) -> None:
+    on_ranks(RANKS, one_rank_fails, str(tmp_path))
+    holdfast.recover(tmp_path, age_without_locks=0)
+    assert [c["name"] for c in holdfast.list_checkpoints(tmp_path)] == ["s1", "s3"]
+    for name in ("s1", "s3"):
+        assert holdfast.verify(tmp_path / name)["verdict"] == "sound"
+
+
+def one_rank_dies(rank: int, directory: str) -> None:
+    holdfast.configure(time_ranks_max=5.0)
+    holdfast.save_async(state_of(rank, 1), os.path.join(directory, "s1"), step=1).wait(60)
+    if rank == 1:
+        os._exit(3)
+    with pytest.raises(holdfast.Error) as error:
+        holdfast.save_async(state_of(rank, 2), os.path.join(directory, "s2"), step=2).wait(60)
+    Path(directory, "told").write_text(error.value.code)
+    os._exit(0)
+
+
+def test_a_rank_that_dies_hangs_nobody(tmp_path: Path) -> None:
+    with pytest.raises(mp.ProcessExitedException, match="exit code 3|exitcode|3"):
+        on_ranks(RANKS, one_rank_dies, str(tmp_path))
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "told").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+        if not any(p.name.startswith("s2.partial") for p in tmp_path.iterdir()):
+            break  # the other ranks are ended with it before they could tell
+    holdfast.recover(tmp_path, wait_for_orphans=30.0, age_without_locks=0)
+    assert [c["name"] for c in holdfast.list_checkpoints(tmp_path)] == ["s1"]
