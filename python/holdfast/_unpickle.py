@@ -18,7 +18,7 @@ _SAFE = frozenset(
     datetime:datetime datetime:date datetime:time datetime:timedelta datetime:timezone
     decimal:Decimal fractions:Fraction uuid:UUID uuid:SafeUUID
     pathlib:Path pathlib:PosixPath pathlib:PurePath pathlib:PurePosixPath
-    types:SimpleNamespace _codecs:encode copyreg:_reconstructor builtins:object
+    types:SimpleNamespace _io:BytesIO _codecs:encode copyreg:_reconstructor builtins:object
     numpy:dtype numpy:ndarray numpy:float64 numpy:float32 numpy:int64 numpy:int32 numpy:bool_
     numpy.core.multiarray:_reconstruct numpy.core.multiarray:scalar
     numpy._core.multiarray:_reconstruct numpy._core.multiarray:scalar
