@@ -149,7 +149,7 @@ class StorageWriter(_StorageWriter):
         if not self.overwrite and (self.path / self._metadata_name(reading=True)).exists():
             raise Error(
                 "ALREADY_EXISTS",
-                f"save {self.path}: there is a checkpoint already, and overwrite=False",
+                f"save {self.path}: Checkpoint already exists, and overwrite=False",
             )
         return plan
 
