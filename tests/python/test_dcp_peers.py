@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import io
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
+import dcp_ranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
-from holdfast.dcp import StorageReader, StorageWriter, verify
+from holdfast.dcp import StorageReader, StorageWriter, staging, verify
 
 
 def test_an_existing_checkpoint_is_refused_in_the_words_of_the_framework(tmp_path: Path) -> None:
@@ -70,3 +74,31 @@ def test_a_file_on_disk_is_still_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match="not on the list"):
         dcp.load({"o": 0}, storage_reader=StorageReader(tmp_path / "c"))
     assert not (tmp_path / "made").exists()
+
+
+def _stage_dtensors(rank: int) -> list[int]:
+    mesh = init_device_mesh("cpu", (2,))
+    state = {
+        "weight": distribute_tensor(torch.arange(12.0).view(4, 3), mesh, [Shard(0)]),
+        "bias": distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]),
+        "scale": distribute_tensor(torch.arange(3.0), mesh, [Replicate()]),
+        "short": distribute_tensor(torch.ones(1), mesh, [Shard(0)]),  # nothing of it on rank 1
+        "step": torch.tensor(7),
+    }
+    staged = staging.stage(state)
+    addresses = []
+    for name, value in state.items():
+        copy = staged[name]
+        if isinstance(value, DTensor):
+            assert copy.shape == value.shape and copy.placements == value.placements
+            assert torch.equal(copy.to_local(), value.to_local())
+            assert torch.equal(copy.full_tensor(), value.full_tensor())
+            addresses.append(copy.data_ptr())
+    # Only if they have no address, else the process would die here.
+    if not any(addresses):
+        ForkingPickler.dumps(staged)
+    return addresses
+
+
+def test_staged_dtensors_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    assert dcp_ranks.run_ranks(2, tmp_path, _stage_dtensors) == [[0] * 4] * 2

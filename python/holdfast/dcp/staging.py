@@ -192,10 +192,17 @@ class _Copy:
         if self._is_plain(value):
             return self.tensors[self._key(value.detach())][0]
         if isinstance(value, DTensor):
-            return DTensor.from_local(
-                self.build(value._local_tensor), value.device_mesh, value.placements,
+            local = self.build(value._local_tensor)
+            # A DTensor that is made from a tensor with a storage offset takes the offset over. Its
+            # address is then not 0, so that pickling takes it for a tensor with memory of its own,
+            # and crashes. It is made from one without, and given its memory afterwards.
+            stand_in = torch.empty(1, dtype=local.dtype).expand(local.shape)
+            copied = DTensor.from_local(
+                stand_in, value.device_mesh, value.placements,
                 run_check=False, shape=value.shape, stride=value.stride(),
             )  # fmt: skip
+            copied._local_tensor = local
+            return copied
         if isinstance(value, dict):
             built = {k: self.build(v) for k, v in value.items()}
             if type(value) is dict:
