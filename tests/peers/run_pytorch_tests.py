@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import fnmatch
+import importlib.util
 import json
 import os
 import signal
@@ -190,6 +191,10 @@ def main() -> int:
     parser.add_argument("--only", default="*", help="pattern of CLASS.TEST")
     parser.add_argument("--limit", type=float, default=900, help="seconds for a file")
     arguments = parser.parse_args()
+    if importlib.util.find_spec("expecttest") is None:
+        parser.error("PyTorch's test classes import expecttest: pip install expecttest")
+    if not (arguments.checkout / TESTS).is_dir():
+        parser.error(f"{arguments.checkout} is no source tree of PyTorch: no {TESTS} in it")
     import torch
 
     started = time.monotonic()
