@@ -221,6 +221,7 @@ def main() -> int:
         shown += f" --report {arguments.report}"
     report = write_report(outcomes, shown, torch.__version__, time.monotonic() - started)
     if arguments.report:
+        arguments.report.parent.mkdir(parents=True, exist_ok=True)
         arguments.report.write_text(report)
     count = Counter(o.status for o in outcomes)
     print(", ".join(f"{number} {status}" for status, number in sorted(count.items())))
