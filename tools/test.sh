@@ -52,7 +52,7 @@ python_pass() {
   say "== python: tests"
   started=$SECONDS
   local result=0
-  "$root/build/venv/bin/python" -B -m pytest "$root/tests/python" -q --junitxml="$results/python.xml" || result=1
+  "$root/build/venv/bin/python" -B -m pytest "$root/tests/python" -q -n 2 --dist loadfile --junitxml="$results/python.xml" || result=1
   echo "python: built in $built s, tested in $((SECONDS - started)) s"
   return "$result"
 }
