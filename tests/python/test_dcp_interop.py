@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import math
 import pickle
@@ -237,6 +238,47 @@ def test_objects_are_refused_unless_allowed(tmp_path: Path) -> None:
             state: dict[str, Any] = {"o": None}
             dcp.load(state, storage_reader=holdfast.dcp.StorageReader(path, **options))
             assert state["o"].value == 3
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # As Python 3.11.0 to 3.11.3 write every enum, also those in the framework's metadata.
+        return (getattr, (type(self), self.name))
+
+
+class Reach:
+    """Reaches for what an allowed class leads to."""
+
+    def __reduce__(self) -> Any:
+        return (getattr, (Colour, "__reduce_ex__"))
+
+
+def test_enums_are_read_as_every_python_writes_them(tmp_path: Path) -> None:
+    path = tmp_path / "enum"
+    dcp.save({"o": [Colour.RED]}, storage_writer=holdfast.dcp.StorageWriter(path))
+    with pytest.raises(CheckpointException, match="Colour.*not on the list"):
+        dcp.load({"o": None}, storage_reader=holdfast.dcp.StorageReader(path))
+    state: dict[str, Any] = {"o": None}
+    dcp.load(state, storage_reader=holdfast.dcp.StorageReader(path, allow=[Colour]))
+    assert state["o"] == [Colour.RED]
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.planner_data = Colour.RED
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException, match="Colour.*not on the list"):
+        dcp.load({"o": None}, storage_reader=holdfast.dcp.StorageReader(path))
+    dcp.load(state, storage_reader=holdfast.dcp.StorageReader(path, allow=[Colour]))
+    holdfast.save_async({"o": Colour.RED}, tmp_path / "plain").wait(60)
+    with pytest.raises(holdfast.Error, match="Colour.*not on the list"):
+        holdfast.load(tmp_path / "plain")
+    assert holdfast.load(tmp_path / "plain", allow=[Colour])["o"] is Colour.RED
+
+
+def test_an_allowed_class_leads_to_nothing_else(tmp_path: Path) -> None:
+    dcp.save({"o": Reach()}, storage_writer=holdfast.dcp.StorageWriter(tmp_path / "s"))
+    with pytest.raises(CheckpointException, match="no enum's member"):
+        dcp.load({"o": None}, storage_reader=holdfast.dcp.StorageReader(tmp_path / "s", allow=[Colour]))
 
 
 class Evil:

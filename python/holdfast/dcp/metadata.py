@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
+from holdfast._unpickle import AllowList
 from holdfast.errors import Error
 
 # What the framework's own writers put there; planners may add plain values.
@@ -30,31 +30,18 @@ _ALLOWED = frozenset(
     builtins:set builtins:frozenset builtins:dict builtins:list builtins:tuple builtins:int
     builtins:float builtins:complex builtins:str builtins:bool
     pathlib:Path pathlib:PosixPath pathlib:PurePosixPath
-    pathlib._local:Path pathlib._local:PosixPath pathlib._local:PurePosixPath
     """.split()
 )
 _BYTES_MAX = 4 << 30
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, path: str, allowed: frozenset[str]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._path = path
-        self._allowed = allowed
-
+class _MetadataUnpickler(AllowList):
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}:{name}"
-        if full in _ALLOWED or full in self._allowed:
-            if module == "pathlib._local":  # Python 3.13's name of what others have in pathlib
-                module = "pathlib"
-            return super().find_class(module, name)
+        if module == "pathlib._local":  # Python 3.13's name of what others have in pathlib
+            module = "pathlib"
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise Error(
-            "PERMISSION_DENIED",
-            f"load {self._path}: it needs {full}, which is not on the list of what a checkpoint's "
-            f"metadata may use; if you trust it, pass allow=[{full!r}]",
-        )
+        return super().find_class(module, name)
 
 
 def loads(data: bytes, path: str, allow: frozenset[str] = frozenset()) -> Metadata:
@@ -64,7 +51,7 @@ def loads(data: bytes, path: str, allow: frozenset[str] = frozenset()) -> Metada
         Error: PERMISSION_DENIED naming what it needs, DATA_LOSS for what is no metadata.
     """
     try:
-        metadata = _MetadataUnpickler(data, path, allow).load()
+        metadata = _MetadataUnpickler(data, f"load {path}", _ALLOWED, allow).load()
     except Error:
         raise
     except Exception as error:

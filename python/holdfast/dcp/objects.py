@@ -7,8 +7,8 @@ the list: what the planner then loads can only use what was found allowed.
 
 from __future__ import annotations
 
+import enum
 import io
-import pickle
 import zipfile
 from typing import Any
 
@@ -28,6 +28,8 @@ _TENSORS = frozenset(
     """.split()
 )
 
+# What is made while looking: it can do nothing but be itself.
+_MADE = _unpickle.SAFE | {"builtins:bytes"}
 
 # Names of Python 2, which protocol 2 uses and the unpickler translates back.
 _RENAMED = {"__builtin__": "builtins", "copy_reg": "copyreg"}
@@ -46,33 +48,22 @@ class _Opaque:
         pass
 
 
-class _Looker(pickle.Unpickler):
-    def __init__(self, data: bytes, entry: str, allowed: frozenset[str]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._entry = entry
-        self._allowed = allowed
-
+class _Looker(_unpickle.AllowList):
     def persistent_load(self, pid: Any) -> Any:
         return _Opaque()
 
     def find_class(self, module: str, name: str) -> Any:
         module = _RENAMED.get(module, module)
-        full = f"{module}:{name}"
-        if full in _TENSORS or full in self._allowed:
-            return _Opaque
         if module == "torch":
             found = getattr(torch, name, None)
             if isinstance(found, torch.dtype):
                 return found
             if isinstance(found, type) and name.endswith("Storage"):
                 return _Opaque
-        if full in _unpickle._SAFE or full == "builtins:bytes":
-            return super().find_class(module, name)
-        raise Error(
-            "PERMISSION_DENIED",
-            f"load {self._entry}: it needs {full}, which is not on the list of what objects may "
-            f"use; if you trust this checkpoint, pass allow=[{full!r}] or trust=True",
-        )
+        found = super().find_class(module, name)
+        if f"{module}:{name}" in _MADE or isinstance(found, enum.EnumMeta):
+            return found
+        return found if found is _unpickle.enum_member else _Opaque
 
 
 def check(data: io.BytesIO, entry: str, allow: frozenset[str]) -> None:
@@ -97,7 +88,7 @@ def check(data: io.BytesIO, entry: str, allow: frozenset[str]) -> None:
                     "PERMISSION_DENIED",
                     f"load {entry}: not what torch.save makes of an object (TorchScript?)",
                 )
-            _Looker(archive.read(described[0]), entry, allow).load()
+            _Looker(archive.read(described[0]), f"load {entry}", _TENSORS | _MADE, allow).load()
     except Error:
         raise
     except Exception as error:
