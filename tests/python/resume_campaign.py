@@ -2,9 +2,11 @@
 
     python resume_campaign.py --way plain|dcp --dir DIR [--kills 20] [--seed 1] [--steps 36] [--size 272MiB]
 
-A run straight through is the reference. The same run with asynchronous saves is SIGKILLed as a whole, at a phase
-that the seed chooses: in the call (staging), while the worker writes, syncs or commits, right after the commit, while
-loading, or between saves. In half of the kills the workers, which survive their trainer by design, are killed with it.
+A run straight through is the reference. The same run with asynchronous saves is SIGKILLed as a whole, in a phase whose
+turn it is and at a point of it that the seed chooses: in the call (staging), while the worker writes or commits, between
+that and the end that the trainer tells (finalize; in DCP: all data durable, `.metadata` not written), while loading, or
+between saves. The job stops there until it is killed, so that a kill is where it says. In half of the kills the
+workers, which survive their trainer by design, are killed with it; else they go on when it is dead.
 Printed for each kill: phase, newest complete step, step resumed, steps lost. The parameters and the optimizer state at
 the end must be bitwise those of the reference.
 """
@@ -30,25 +32,20 @@ import holdfast
 TRAINER = Path(__file__).with_name("resume_trainer.py")
 EVERY = 4
 RANKS = {"plain": 1, "dcp": 2}
-# Phase of a kill: the line of the trainer that it waits for, and the longest delay after it in seconds.
-PHASES: dict[str, tuple[tuple[str, ...], float]] = {
-    "staging": (("save",), 0.06),
-    "writing": (("writing", "called"), 0.1),
-    "commit": (("syncing", "manifest", "waiting-for-ranks", "committing"), 0.004),
-    "finalize": (("manifest", "waiting-for-ranks", "done"), 0.03),
-    "load": (("load",), 0.15),
-    "training": (("train",), 0.05),
-}
-# Eight of nine kills are inside of a save or a load.
-ORDER = ("commit", "writing", "load", "staging", "finalize", "commit", "training", "writing", "staging")
+# Phases of the kills, in turn; all but "training" are inside of a save or a load.
+ORDER = ("commit", "writing", "finalize", "load", "staging", "commit", "writing", "training", "staging", "finalize")
 LIMIT = 180.0
 
 
 class Job:
-    """One run of the trainer: one process for each rank, in a session of its own."""
+    """One run of the trainer: one process for each rank, in a session of its own.
 
-    def __init__(self, way: str, directory: str, steps: int, every: int, size: str) -> None:
-        ranks = RANKS[way]
+    Rank 0 stops inside of the phase that `hold` names: PHASE:SKIP:SHARE.
+    """
+
+    def __init__(self, way: str, directory: str, steps: int, every: int, size: str, hold: str = "",
+                 ranks: int = 0, digests: bool = False) -> None:
+        ranks = ranks or RANKS[way]
         self._buffers: dict[int, bytes] = {}
         self.workers: set[int] = set()
         self.lines: list[tuple[int, str, str]] = []
@@ -58,7 +55,8 @@ class Job:
         self.processes = [
             subprocess.Popen(
                 [sys.executable, str(TRAINER), "--way", way, "--dir", directory, "--steps",
-                 str(steps), "--every", str(every), "--size", size],
+                 str(steps), "--every", str(every), "--size", size,
+                 "--hold", hold if rank == 0 else "", *(["--digests"] if digests else [])],
                 stdout=subprocess.PIPE,
                 start_new_session=True,
                 env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(ranks),
@@ -93,18 +91,27 @@ class Job:
     def ended(self) -> bool:
         return all(p.poll() is not None for p in self.processes)
 
+    def run_until(self, phase: str, skip: int = 0) -> bool:
+        """Whether rank 0 told `phase`, for the `skip`-th time after the first, before it ended."""
+        deadline = time.monotonic() + LIMIT
+        while True:
+            told = [p for r, p, _ in self.lines if r == 0]
+            assert "failed" not in told, f"a save failed: {self.lines[-5:]}"
+            if told.count(phase) > skip:
+                return True
+            if "final" in told:
+                return False
+            assert time.monotonic() < deadline, f"nothing is told any more; last {self.lines[-5:]}"
+            assert self.next_lines(1.0) or not self.ended(), f"the job ended; it told {self.lines[-5:]}"
+
     def kill(self, with_workers: bool) -> None:
-        if with_workers:
-            for pid in self.workers - {0}:
-                with contextlib.suppress(ProcessLookupError, FileNotFoundError):
-                    # A number may belong to somebody else by now.
-                    if "holdfast" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace"):
-                        os.kill(pid, signal.SIGKILL)
-        for process in self.processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGKILL)
+        pids = [p.pid for p in self.processes]
+        for pid in (list(self.workers) if with_workers else []) + pids:
+            self._signal(pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
+        for pid in self.workers:  # one that was stopped
+            self._signal(pid, signal.SIGCONT)
         # What was told before the end and not read yet says where it really ended.
         while self.next_lines(0):
             pass
@@ -112,14 +119,17 @@ class Job:
             if process.stdout:
                 process.stdout.close()
 
+    def _signal(self, pid: int, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            # A worker's number may belong to somebody else by now.
+            if pid not in self.workers or "holdfast" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace"):
+                os.kill(pid, number)
+
     def inside(self) -> bool:
-        """Whether the end came inside of a save or a load, by the last that every rank told."""
-        for rank in range(len(self.processes)):
-            called = [p for r, p, _ in self.lines if r == rank and p in ("save", "durable", "failed")]
-            loading = [p for r, p, _ in self.lines if r == rank and p in ("load", "loaded")]
-            if (called and called[-1] == "save") or (loading and loading[-1] == "load"):
-                return True
-        return False
+        """Whether the end came inside of a save or a load, by the last that rank 0 told."""
+        saves = [p for r, p, _ in self.lines if r == 0 and p in ("save", "durable", "failed")]
+        loads = [p for r, p, _ in self.lines if r == 0 and p in ("load", "loaded")]
+        return "save" in saves[-1:] or "load" in loads[-1:]
 
     def run_to_end(self) -> list[str]:
         """Digests of all ranks at the end."""
@@ -146,13 +156,6 @@ def newest(way: str, directory: str) -> int:
     return max((c["step"] for c in holdfast.list_checkpoints(directory)), default=0)
 
 
-def resumed_step(job: Job) -> int | None:
-    """The first step that the job began from, once all its ranks told it."""
-    told = {int(value) for _, phase, value in job.lines if phase == "loaded"}
-    assert len(told) <= 1, f"ranks resumed from different steps: {told}"
-    return told.pop() if told else None
-
-
 def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: str) -> list[dict[str, Any]]:
     """Runs it; returns one row for each kill.
 
@@ -163,70 +166,67 @@ def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: 
     reference = Job(way, directory, steps, 0, size).run_to_end()
     rows: list[dict[str, Any]] = []
     committed = 0  # the newest step that was told durable, or seen complete
-    job = Job(way, directory, steps, EVERY, size)
-    seen = 0
     while len(rows) < kills:
         phase = ORDER[len(rows) % len(ORDER)]
-        waits_for, longest = PHASES[phase]
-        delay = choose.uniform(0, longest)
-        skip = choose.randrange(3) if phase != "load" else 0
+        # The first job commits once before it is killed: the others must find something to resume from.
+        skip = choose.randrange(2) if committed else 1
+        job = Job(way, directory, steps, EVERY, size, f"{phase}:{skip}:{choose.random():.2f}")
         with_workers = choose.random() < 0.5
-        killed = None
-        deadline = time.monotonic() + LIMIT
-        while killed is None and not job.ended():
-            assert time.monotonic() < deadline, f"nothing is told any more; last {job.lines[-5:]}"
-            job.next_lines(1.0)
-            for _, told, value in job.lines[seen:]:
-                seen += 1
-                if told == "durable":
-                    committed = max(committed, int(value))
-                if told == "loaded" and int(value) > 0:
-                    committed = max(committed, int(value))
-                assert told != "failed", f"a save failed: {job.lines[-5:]}"
-                # Only the first kill may come before anything was committed: the others must find
-                # something to resume from.
-                if told in waits_for and killed is None and (committed or not rows):
-                    skip -= 1
-                    if skip < 0:
-                        killed = told
-        if killed is None:  # it reached its end first: begin anew, with what is there
+        job.run_until("loaded" if phase != "load" else "load")
+        resumed = next(int(v) for _, p, v in job.lines if p in ("loaded", "load"))
+        if rows:
+            rows[-1] |= {"resumed": resumed, "lost": max(0, rows[-1]["trained"] - resumed)}
+            report(way, len(rows), rows[-1])
+        assert resumed >= committed, f"step {committed} was durable, the job resumed from {resumed}"
+        assert resumed % EVERY == 0
+        if job.run_until("held" if phase != "training" else "train", skip if phase == "training" else 0):
+            trained = max((int(v) for _, p, v in job.lines if p in ("train", "load")), default=0)
+            job.kill(with_workers)
+            committed = max(committed, newest(way, directory),
+                            *(int(v) for _, p, v in job.lines if p == "durable"), resumed)
+            rows.append({"phase": phase, "inside": job.inside(), "workers_too": with_workers,
+                         "trained": trained, "committed": committed})
+        else:  # it reached its end first: begin anew
             assert job.run_to_end() == reference, "the run that was not killed ended differently"
             shutil.rmtree(directory)
             os.mkdir(directory)
-            job, seen, committed = Job(way, directory, steps, EVERY, size), 0, 0
-            continue
-        time.sleep(delay)
-        trained = max((int(v) for _, p, v in job.lines if p in ("train", "load")), default=0)
-        job.kill(with_workers)
-        inside = job.inside()
-        for _, told, value in job.lines:
-            if told == "durable":
-                committed = max(committed, int(value))
-        committed = max(committed, newest(way, directory))
-        job = Job(way, directory, steps, EVERY, size)
-        seen = 0
-        while (step := resumed_step(job)) is None:
-            assert not job.ended(), "the resumed job ended before it had loaded"
-            job.next_lines(1.0)
-            # A kill inside of a load is the next row's, if that is its phase.
-            if ORDER[(len(rows) + 1) % len(ORDER)] == "load" and committed and len(rows) + 1 < kills:
-                if any(p == "load" for _, p, _ in job.lines):
-                    step = int(next(v for _, p, v in job.lines if p == "load"))
-                    break
-        row = {"phase": phase, "inside": inside, "at": killed, "workers_too": with_workers, "trained": trained,
-               "resumed": step, "lost": max(0, trained - step)}
-        rows.append(row)
-        print(f"{way} kill {len(rows)}: in {phase} ({killed}{', workers too' if with_workers else ''}), "
-              f"trained to step {trained}, newest complete step {committed}, "
-              f"resumed from step {step}, {row['lost']} steps lost", flush=True)
-        assert step >= committed, f"step {committed} was durable, the job resumed from {step}"
-        assert step % EVERY == 0
-        committed = max(committed, step)
+            committed = 0
+    job = Job(way, directory, steps, EVERY, size)
+    job.run_until("loaded")
+    resumed = next(int(v) for _, p, v in job.lines if p == "loaded")
+    assert resumed >= committed, f"step {committed} was durable, the job resumed from {resumed}"
+    rows[-1] |= {"resumed": resumed, "lost": max(0, rows[-1]["trained"] - resumed)}
+    report(way, kills, rows[-1])
     final = job.run_to_end()
     assert final == reference, "parameters or optimizer state differ from the run straight through"
     print(f"{way}: {kills} kills, {sum(r['inside'] for r in rows)} of them inside of a save or a load; "
           f"final state bitwise equal to the run straight through", flush=True)
     return rows
+
+
+def report(way: str, number: int, row: dict[str, Any]) -> None:
+    print(f"{way} kill {number}: in {row['phase']}{', workers too' if row['workers_too'] else ''}, "
+          f"trained to step {row['trained']}, newest complete step {row['committed']}, "
+          f"resumed from step {row['resumed']}, {row['lost']} steps lost", flush=True)
+
+
+def chain(directory: str, ranks: tuple[int, ...], size: str) -> None:
+    """DCP: the job is killed inside of a save and goes on with another number of ranks, again and again.
+
+    Raises:
+        AssertionError: a state that was loaded differs from the state that was saved, in any bit.
+    """
+    saved: dict[int, str] = {}
+    for count in ranks:
+        job = Job("dcp", directory, 100, 2, size, "finalize:1:0", count, digests=True)
+        assert job.run_until("held")
+        job.kill(True)
+        restored = {value for r, phase, value in job.lines if (r, phase) == (0, "restored")}
+        if saved:
+            step = next(int(v) for _, p, v in job.lines if p == "loaded")
+            assert restored == {saved[step]}, f"{count} ranks loaded step {step}, and not as it was saved"
+            print(f"dcp: {count} ranks loaded step {step}, bitwise as it was saved", flush=True)
+        saved |= {int(v.split()[0]): v.split()[1] for r, p, v in job.lines if (r, p) == (0, "saved")}
 
 
 def main() -> None:

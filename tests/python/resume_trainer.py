@@ -1,14 +1,21 @@
 """The trainer of the kill campaign: trains, saves every few steps, and tells its phases on stdout.
 
-A line is "PHASE STEP": load, loaded, train, save (in the call), called, the save's own phases as the
-worker goes through them, durable. The last line is "final DIGEST" of parameters and optimizer state.
+A line is "PHASE STEP": load, loaded, train, save (in the call), called, durable or failed; "saved" and "restored" with
+a digest of the whole state; "worker PID". The last line is "final DIGEST" of parameters and optimizer state.
+
+With --hold PHASE:SKIP:SHARE it stops inside of that phase, once it has passed SKIP of them, when about SHARE of the
+phase is over: "held PHASE" is told only when it is proven that the phase goes on, and then nothing more happens until
+somebody kills. Where the worker does the phase, the worker is what stops.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import os
+import pickle
+import signal
 import sys
 import threading
 import time
@@ -32,22 +39,73 @@ def tell(phase: str, step: int | str) -> None:
         os.write(1, f"{phase} {step}\n".encode())
 
 
-def watch_phases() -> None:
-    """Tells every new phase of the save in flight, and its worker."""
-    last = None
-    while True:
-        with saving._lock:
-            saves = [s for s in saving._in_flight if isinstance(s, saving.Save)]
-        for save in saves:
-            try:
-                now = (save.progress()["phase"], save._native.epoch)
-            except holdfast.Error:
-                continue
-            if now != last:
-                last = now
-                tell("worker", save._native.worker_pid)
-                tell(now[0].replace(" ", "-"), save._native.epoch)
-        time.sleep(0.0005)
+WORKERS = {"writing": ("writing",), "commit": ("syncing", "manifest", "waiting for ranks", "committing")}
+
+
+class Hold:
+    """Stops at a place that `--hold` names."""
+
+    def __init__(self, argument: str) -> None:
+        self.phase, skip, share = (argument or "none:0:0").split(":")
+        self._skip = int(skip)
+        self._share = float(share)
+        self._passed: set[int] = set()
+        if self.phase in (*WORKERS, "staging"):
+            threading.Thread(target=self._watch, daemon=True).start()
+
+    def _mine(self, number: int) -> bool:
+        """Whether this save's (or load's) turn has come."""
+        self._passed.add(number)
+        return len(self._passed) > self._skip
+
+    def _stop(self) -> None:
+        tell("held", self.phase)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def load(self) -> None:
+        if self.phase == "load":
+            threading.Timer(0.15 * self._share, self._stop).start()
+
+    def finalize(self, number: int) -> None:
+        """Called when all data is durable and the checkpoint is not complete, or its end not told."""
+        if self.phase == "finalize" and self._mine(number):
+            self._stop()
+
+    def _watch(self) -> None:
+        told = set()
+        while True:
+            with saving._lock:
+                saves = [s for s in saving._in_flight if isinstance(s, saving.Save)]
+            for save in saves:
+                with contextlib.suppress(holdfast.Error):
+                    pid = save._native.worker_pid
+                    if pid and pid not in told:
+                        told.add(pid)
+                        tell("worker", pid)
+                    self._look(save, pid)
+            time.sleep(0.0005)
+
+    def _look(self, save: saving.Save, pid: int) -> None:
+        now = save.progress()
+        total = max(now["bytes_total"], 1)
+        if self.phase == "staging":
+            share = now["bytes_sealed"] / total
+            if self._share * 0.9 <= share < 1 and self._mine(save._native.epoch):
+                self._stop()
+            return
+        if not pid or now["phase"] not in WORKERS[self.phase]:
+            return
+        if self.phase == "writing" and now["bytes_written"] / total < self._share:
+            return
+        if not self._mine(save._native.epoch):
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.002)
+            if save.progress()["phase"] in WORKERS[self.phase]:
+                tell("held", self.phase)
+                time.sleep(600)
+            os.kill(pid, signal.SIGCONT)  # it was over already: the next one
 
 
 def digest(tensors: dict[str, Any]) -> str:
@@ -73,7 +131,7 @@ def digest(tensors: dict[str, Any]) -> str:
     return found.hexdigest()
 
 
-def train_plain(arguments: argparse.Namespace) -> None:
+def train_plain(arguments: argparse.Namespace, hold: Hold) -> None:
     size = gpt.SIZES[arguments.size]
     torch.manual_seed(0)
     model = gpt.GPT(size)
@@ -89,6 +147,7 @@ def train_plain(arguments: argparse.Namespace) -> None:
         holdfast.recover(arguments.dir)
         if complete := holdfast.list_checkpoints(arguments.dir):
             tell("load", complete[-1]["step"])
+            hold.load()
             loaded = holdfast.load(complete[-1]["path"], into=state(0))
             if not os.environ.get("HOLDFAST_TEST_FORGET_RNG"):  # a planted bug
                 torch.set_rng_state(loaded["rng"])
@@ -102,22 +161,37 @@ def train_plain(arguments: argparse.Namespace) -> None:
             save = holdfast.save_async(state(step), os.path.join(arguments.dir, f"step-{step}"),
                                        step=step, keep_last=KEEP)
             tell("called", step)
-            save.durable.add_done_callback(
-                lambda f, step=step: tell("failed" if f.exception() else "durable", step)
-            )
+
+            def ended(future: Any, step: int = step) -> None:
+                hold.finalize(step)
+                tell("failed" if future.exception() else "durable", step)
+
+            save.durable.add_done_callback(ended)
     holdfast.flush()
     tell("final", digest({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
 
 
-def train_dcp(arguments: argparse.Namespace) -> None:
+def train_dcp(arguments: argparse.Namespace, hold: Hold) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_state_dict,
+        set_state_dict,
+    )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     import holdfast.dcp
+    from holdfast.dcp import metadata
 
+    commit = metadata.commit
+
+    def held_commit(directory: Path, *rest: Any) -> None:
+        hold.finalize(int(directory.name.removeprefix("step-")))
+        commit(directory, *rest)
+
+    metadata.commit = held_commit
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     size = gpt.SIZES[arguments.size]
@@ -136,6 +210,12 @@ def train_dcp(arguments: argparse.Namespace) -> None:
         return {"model": weights, "optimizer": moments, "step": torch.tensor(step),
                 f"rng.{rank}": torch.get_rng_state()}
 
+    def whole_digest() -> str:
+        """On rank 0, and the same for any number of ranks."""
+        weights, moments = get_state_dict(
+            model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return digest({"model": weights, "optimizer": moments})
+
     def complete() -> list[Path]:
         found = [p.parent for p in Path(arguments.dir).glob("step-*/.metadata")]
         return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
@@ -143,11 +223,18 @@ def train_dcp(arguments: argparse.Namespace) -> None:
     first = 0
     if arguments.every and (found := complete()):
         tell("load", int(found[-1].name.removeprefix("step-")))
+        hold.load()
         loaded = state(0)
+        saved = pickle.loads((found[-1] / ".metadata").read_bytes()).state_dict_metadata
+        if f"rng.{rank}" not in saved:  # there were fewer ranks
+            del loaded[f"rng.{rank}"]
         dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(found[-1]))
         set_state_dict(model, optimizer, model_state_dict=loaded["model"],
                        optim_state_dict=loaded["optimizer"])
-        torch.set_rng_state(loaded[f"rng.{rank}"])
+        if f"rng.{rank}" in loaded:
+            torch.set_rng_state(loaded[f"rng.{rank}"])
+        if arguments.digests:
+            tell("restored", whole_digest())
         first = loader.step = int(loaded["step"])
     tell("loaded", first)
     future = None
@@ -157,6 +244,8 @@ def train_dcp(arguments: argparse.Namespace) -> None:
         if arguments.every and step % arguments.every == 0:
             if future is not None:
                 future.result()
+            if arguments.digests:
+                tell("saved", f"{step} {whole_digest()}")
             tell("save", step)
             future = holdfast.dcp.async_save(
                 state(step), checkpoint_id=os.path.join(arguments.dir, f"step-{step}"))
@@ -177,11 +266,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True, help="0: straight through, no saves")
     parser.add_argument("--size", choices=gpt.SIZES, required=True)
+    parser.add_argument("--hold", default="", metavar="PHASE:SKIP:SHARE")
+    parser.add_argument("--digests", action="store_true", help="tell the whole state's digests")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    threading.Thread(target=watch_phases, daemon=True).start()
-    (train_plain if arguments.way == "plain" else train_dcp)(arguments)
+    hold = Hold(arguments.hold)
+    (train_plain if arguments.way == "plain" else train_dcp)(arguments, hold)
 
 
 if __name__ == "__main__":
