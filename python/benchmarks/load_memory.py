@@ -61,9 +61,10 @@ def raw_read(path: str) -> float:
 
 def child(path: str, nbytes: int) -> None:
     """One load, in a process of its own."""
-    import holdfast
-    import holdfast.loading  # noqa: F401 (before the baseline)
     import torch
+
+    import holdfast
+    import holdfast.loading
 
     state = {
         f"t{i}": torch.zeros(nbytes // TENSORS // 4) for i in range(TENSORS)
@@ -92,8 +93,9 @@ def main() -> None:
         child(arguments.child, arguments.bytes)
         return
 
-    import holdfast
     import torch
+
+    import holdfast
 
     path = os.path.join(arguments.dir, f"load-{os.getpid()}")
     state = {f"t{i}": torch.randn(arguments.bytes // TENSORS // 4) for i in range(TENSORS)}

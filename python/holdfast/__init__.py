@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from holdfast._native import __version__
+from holdfast._native import __version__  # type: ignore[attr-defined]  # not in its stub
 from holdfast.directories import find_newest, list_checkpoints, recover, verify
-from holdfast.errors import Error, TimeoutError  # noqa: A004
+from holdfast.errors import Error, TimeoutError
 
 if TYPE_CHECKING:
     from holdfast._runtime import configure, staging, trim, warm_up
-    from holdfast.loading import Checkpoint, load, open  # noqa: A004
+    from holdfast.loading import Checkpoint, load, open
     from holdfast.saving import Save, flush, save_async, wait_before_step
 
 # What needs torch comes when it is asked for.

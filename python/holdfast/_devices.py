@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -35,6 +36,13 @@ def stream_of(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.current_stream(device).cuda_stream)
     return 0
+
+
+def wait_staged_on(save: _native.SaveHandle, device: torch.device, stream: Any = None) -> None:
+    """Makes a stream of `device`, by default the current one, wait for a save's copies."""
+    native = device_of(device)
+    if native is not None:
+        save.wait_staged_on(native, stream_of(device) if stream is None else int(stream.cuda_stream))
 
 
 @contextlib.contextmanager

@@ -269,12 +269,13 @@ class _Walk:
             raise Error("INVALID_ARGUMENT", f"save {name}: a tensor on the meta device has no data")
         local = getattr(value, "_local_tensor", None)
         if local is not None and hasattr(value, "placements"):
+            mesh: Any = getattr(value, "device_mesh", None)
             return {
                 "kind": "dtensor",
                 "local": self._tensor(path, local),
                 "shape": list(value.shape),
                 "placements": [str(p) for p in value.placements],
-                "mesh": list(value.device_mesh.shape),
+                "mesh": list(mesh.shape),
             }
         if type(value) not in (torch.Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
             names, context = value.__tensor_flatten__()

@@ -47,7 +47,7 @@ class Error(Exception):
         return f"{self.message} [{self.code}]"
 
 
-class TimeoutError(Error, builtins.TimeoutError):  # noqa: A001 (it is one)
+class TimeoutError(Error, builtins.TimeoutError):  # type: ignore[misc]  # errno, in both
     """A wait that ended before what it waited for; the operation itself goes on."""
 
 

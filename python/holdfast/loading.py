@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import dataclasses
 import importlib
 import json
@@ -144,7 +144,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             )
         buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
         self._read([(name, buffer.data_ptr(), entry.nbytes, None, None)])
-        return buffer.numpy().tobytes() if _has_numpy() else bytes(buffer.tolist())
+        return _bytes_of(buffer)
 
     def _location(self, saved: str) -> torch.device:
         where = self._map
@@ -168,7 +168,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         begin, length = self._objects[name]
         buffer = torch.empty(length, dtype=torch.uint8)
         self._read([(OBJECTS, buffer.data_ptr(), length, None, begin)])
-        return _unpickle.loads(bytes(buffer.numpy().tobytes()), name, allow)
+        return _unpickle.loads(_bytes_of(buffer), name, allow)
 
     def _build(self, node: _state.Node, path: _state.Path, allow: tuple[Any, ...]) -> Any:
         builder = _Builder(self, allow)
@@ -177,12 +177,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return value()
 
 
-def _has_numpy() -> bool:
-    with contextlib.suppress(ImportError):
-        import numpy  # noqa: F401
-
-        return True
-    return False
+def _bytes_of(buffer: torch.Tensor) -> bytes:
+    return ctypes.string_at(buffer.data_ptr(), buffer.numel())
 
 
 def _empty_storage(nbytes: int, device: torch.device) -> torch.Tensor:
@@ -196,7 +192,7 @@ def _view(memory: torch.Tensor, node: _state.Node, offset: int) -> torch.Tensor:
     stride = node.get("stride")
     shape = tuple(node["shape"])
     if stride is None:
-        return tensor.set_(memory.untyped_storage(), offset // dtype.itemsize, shape)
+        stride = torch.empty(shape, device="meta").stride()
     return tensor.set_(memory.untyped_storage(), offset // dtype.itemsize, shape, tuple(stride))
 
 
@@ -247,8 +243,8 @@ class _Builder:
                 (_state.key_of(k), self.plan(n, (*path, str(_state.key_of(k)))))
                 for k, n in node["items"]
             ]
-            make = dict if kind == "dict" else _state.OrderedDict
-            return lambda: make((k, item()) for k, item in items)
+            make_dict = dict if kind == "dict" else _state.OrderedDict
+            return lambda: make_dict((k, item()) for k, item in items)
         if kind in ("list", "tuple", "set", "frozenset"):
             plans = [self.plan(n, (*path, str(i))) for i, n in enumerate(node["items"])]
             make = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
@@ -304,8 +300,9 @@ def _sparse(node: _state.Node, parts: dict[str, torch.Tensor]) -> torch.Tensor:
             parts["indices"], parts["values"], shape, is_coalesced=node["coalesced"]
         )
     layout = getattr(torch, node["layout"])
-    compressed = parts.get("crow_indices", parts.get("ccol_indices"))
-    plain = parts.get("col_indices", parts.get("row_indices"))
+    rows = "crow_indices" in parts
+    compressed = parts["crow_indices" if rows else "ccol_indices"]
+    plain = parts["col_indices" if rows else "row_indices"]
     return torch.sparse_compressed_tensor(compressed, plain, parts["values"], shape, layout=layout)
 
 
@@ -538,7 +535,7 @@ def _device_of_state(target: Any) -> torch.device | None:
     return None
 
 
-def open(path: str | os.PathLike[str], **options: Any) -> Checkpoint:  # noqa: A001
+def open(path: str | os.PathLike[str], **options: Any) -> Checkpoint:
     """Opens a checkpoint to read single tensors: ``holdfast.open(path)["model.weight"]``.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import fnmatch
 import json
@@ -77,16 +78,17 @@ class Save:
     """
 
     def __init__(self, native: _native.SaveHandle, path: str, step: int, extra: dict[str, Any],
-                 keep: list[Any]) -> None:
+                 keep: list[Any], door: _native.Checkpointer) -> None:
         self.path = path
         self.step = step
-        self.staged: Future = _SeenFuture()
-        self.durable: Future = _SeenFuture()
+        self.staged = _SeenFuture()
+        self.durable = _SeenFuture()
         self.objects: list[str] = extra["objects"]
         self.contiguous_copies: list[str] = extra["contiguous_copies"]
         self.extra = extra
         self._native = native
         self._keep: list[Any] | None = keep
+        self._door = door  # it must outlive the save
         self._pid = os.getpid()
         self._report: dict[str, Any] | None = None
         self._devices = {s.device for s in keep}
@@ -165,11 +167,9 @@ class Save:
         self._check_process()
         try:
             return self.durable.result(timeout)
-        except TimeoutError:
+        except builtins.TimeoutError:  # the save's own is one, too
             if self.durable.done():
-                raise
-            raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not durable yet") from None
-        except BaseTimeoutError:
+                return self.durable.result()
             raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not durable yet") from None
 
     def wait_staged_on(self, stream: Any = None) -> None:
@@ -183,13 +183,9 @@ class Save:
         """
         self._check_process()
         for device in self._devices:
-            native = _devices.device_of(device)
-            if native is not None:
-                handle = _devices.stream_of(device) if stream is None else int(stream.cuda_stream)
-                self._native.wait_staged_on(native, handle)
+            _devices.wait_staged_on(self._native, device, stream)
 
 
-BaseTimeoutError = __import__("builtins").TimeoutError
 
 _lock = threading.Lock()
 _in_flight: set[Save] = set()
@@ -248,7 +244,7 @@ def _clone(stored: _state.Stored) -> None:
     owner = stored.keep[0] if isinstance(stored.keep, list) else stored.keep
     storage = owner.untyped_storage()
     view = torch.empty(0, dtype=torch.uint8, device=owner.device).set_(
-        storage, stored.address - storage.data_ptr(), (stored.nbytes,)
+        storage, stored.address - storage.data_ptr(), (stored.nbytes,), (1,)
     )
     copy = view.clone()
     stored.keep, stored.address = copy, copy.data_ptr()
@@ -396,13 +392,14 @@ def save_async(
     plan = _native.Plan()
     # Host tensors first: whatever is in host memory is staged before the call returns.
     mine.sort(key=lambda s: _devices.device_of(s.device) is not None)
+    tensors: list[Any] = [
+        (s.name, s.dtype, list(s.shape), s.address, s.nbytes, _devices.device_of(s.device),
+         _devices.stream_of(s.device))
+        for s in mine
+    ]
     plan.add_safetensors(
         model_file(rank, world_size),
-        [
-            (s.name, s.dtype, list(s.shape), s.address, s.nbytes, _devices.device_of(s.device),
-             _devices.stream_of(s.device))
-            for s in mine
-        ],
+        tensors,
         [("format", "pt")],
         attempt,
     )
@@ -429,10 +426,9 @@ def save_async(
         "objects": sorted(described.objects),
         "contiguous_copies": described.contiguous_copies,
     }
-    save = Save(native, os.path.join(directory, name), step, extra, [*mine])
-    save._door = door  # type: ignore[attr-defined]
+    save = Save(native, os.path.join(directory, name), step, extra, [*mine], door)
     for device in waiting:
-        native.wait_staged_on(_devices.device_of(device), _devices.stream_of(device))
+        _devices.wait_staged_on(native, device)
     return save
 
 

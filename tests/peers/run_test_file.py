@@ -34,15 +34,15 @@ class _Result(unittest.TestResult):
         if self.status == "passed":
             self.status, self.reason = status, reason
 
-    def addSkip(self, test: Any, reason: str) -> None:  # noqa: N802
+    def addSkip(self, test: Any, reason: str) -> None:
         super().addSkip(test, reason)
         self._is("skipped", reason)
 
-    def addFailure(self, test: Any, err: Any) -> None:  # noqa: N802
+    def addFailure(self, test: Any, err: Any) -> None:
         super().addFailure(test, err)
         self._is("failed", self._exc_info_to_string(err, test))
 
-    def addError(self, test: Any, err: Any) -> None:  # noqa: N802
+    def addError(self, test: Any, err: Any) -> None:
         super().addError(test, err)
         self._is("failed", self._exc_info_to_string(err, test))
 

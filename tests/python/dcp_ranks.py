@@ -10,13 +10,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import holdfast.dcp  # noqa: F401  (imported once, for all ranks)
 import torch
 import torch._dynamo  # what DTensor imports at its first use; here once, for all ranks
 import torch.distributed as dist
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.multiprocessing as mp
+
+import holdfast.dcp  # noqa: F401  (imported once, for all ranks)
 
 ARENA_BYTES = 64 << 20
 

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import holdfast
 import pytest
 import torch
+
+import holdfast
 
 MIB = 1 << 20
 PROVOCATIONS: dict[str, Callable[[Path], str]] = {}

@@ -134,10 +134,8 @@ class Job:
     def run_to_end(self) -> list[str]:
         """Digests of all ranks at the end."""
         deadline = time.monotonic() + LIMIT
-        digests: dict[int, str] = {}
-        while len(digests) < len(self.processes):
+        while len(digests := {r: v for r, p, v in self.lines if p == "final"}) < len(self.processes):
             lines = self.next_lines(1.0)
-            digests.update({rank: value for rank, phase, value in lines if phase == "final"})
             if time.monotonic() > deadline or (self.ended() and not lines):
                 self.kill(True)
                 raise AssertionError(f"the job did not reach its end; it told {self.lines[-5:]}")

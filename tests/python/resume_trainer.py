@@ -24,11 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "python" / "examples"))
 
-import gpt  # noqa: E402
-import torch  # noqa: E402
+import gpt
+import torch
 
-import holdfast  # noqa: E402
-from holdfast import saving  # noqa: E402
+import holdfast
+from holdfast import saving
 
 KEEP = 2
 _lock = threading.Lock()
@@ -90,7 +90,7 @@ class Hold:
         total = max(now["bytes_total"], 1)
         if self.phase == "staging":
             share = now["bytes_sealed"] / total
-            if self._share * 0.9 <= share < 1 and self._mine(save._native.epoch):
+            if self._share * 0.7 <= share < 1 and self._mine(save._native.epoch):
                 self._stop()
             return
         if not pid or now["phase"] not in WORKERS[self.phase]:

@@ -12,15 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import dcp_ranks
-import holdfast
-import holdfast.dcp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from holdfast.dcp import metadata as dcp_metadata
-from holdfast.dcp import placement
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+import holdfast
+import holdfast.dcp
+from holdfast.dcp import metadata as dcp_metadata
+from holdfast.dcp import placement
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import dcp_ranks
-import holdfast.dcp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
+import holdfast.dcp
 from holdfast.dcp import staging
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from holdfast.dcp.framing import ALIGNMENT, can_frame, frame
 from holdfast.dcp.records import NotPlain, find_tensor
 

@@ -11,8 +11,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import holdfast
-import holdfast.dcp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,6 +20,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+import holdfast
+import holdfast.dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -7,10 +7,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import holdfast.dcp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
+import holdfast.dcp
 from holdfast import _devices, _native, saving
 from holdfast.dcp import items
 

@@ -6,10 +6,11 @@ import resource
 from pathlib import Path
 
 import dcp_ranks
-import holdfast.dcp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+
+import holdfast.dcp
 
 MIB = 1 << 20
 _ROWS = 24 * MIB // 4 // 1024

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import dcp_ranks
-import holdfast
-import holdfast.dcp
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +17,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+
+import holdfast
+import holdfast.dcp
 
 
 class Net(torch.nn.Module):

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import dcp_ranks
-import holdfast
-import holdfast.dcp
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
+
+import holdfast
+import holdfast.dcp
 
 
 def _columns(rank: int, path: str, save: bool) -> None:

@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import dcp_ranks
-import holdfast
-import holdfast.dcp
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from holdfast.dcp import staging
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+import holdfast
+import holdfast.dcp
+from holdfast.dcp import staging
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -8,9 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import holdfast
 import pytest
 import torch
+
+import holdfast
 from holdfast import observe
 
 DOCS = Path(__file__).parents[2] / "docs"

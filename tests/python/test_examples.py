@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import holdfast
-import holdfast.dcp
 import pytest
 import torch
+
+import holdfast
+import holdfast.dcp
 
 EXAMPLES = Path(__file__).parents[2] / "python" / "examples"
 LIMIT = 120.0

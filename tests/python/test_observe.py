@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import holdfast
 import pytest
 import torch
+
+import holdfast
 from holdfast import events, observe
 from holdfast.observe.chrome_trace import spans
 

@@ -10,7 +10,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "peers"))
 
-import run_pytorch_tests as runner  # noqa: E402
+import run_pytorch_tests as runner
 
 SOUND = {"kind": "save", "path": "/c", "verdict": "sound", "manifests": 2, "ranks": 2}
 

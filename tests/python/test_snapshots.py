@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import holdfast
 import pytest
 import torch
+
+import holdfast
 from holdfast import snapshots
 
 MIB = 1 << 20

@@ -118,7 +118,7 @@ def _finishing_group(group: Any) -> Any:
         if ranks not in _groups:
             own = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
             _groups[ranks] = (weakref.ref(world), own.group_name)
-        return c10d._resolve_process_group(_groups[ranks][1])
+        return c10d._resolve_process_group(_groups[ranks][1])  # type: ignore[arg-type]
 
 
 def _state_dicts(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -262,8 +262,8 @@ def async_save(
         # The other ranks wait for this one in the finishing exchange: they learn of it there.
         failure = error
     run = _finisher(writer, metadata, written, failure, finishing, use_collectives)
-    key = finishing.group.group_name if not no_dist else None
-    staged = written.save.staged if written is not None else None
+    key = finishing.group.group_name if finishing.group is not None else None
+    staged: Future[None] | None = written.save.staged if written is not None else None
     with _lock:
         after = _last.get(key)
         upload = Upload(str(writer.path), writer.step, run, after, staged)

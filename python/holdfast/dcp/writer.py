@@ -210,10 +210,9 @@ class StorageWriter(_StorageWriter):
             "objects": file.pickled,
             "contiguous_copies": file.contiguous_copies,
         }
-        save = saving.Save(native, str(self.path), self.step, extra, file.device)
-        save._door = door  # type: ignore[attr-defined]  # it must outlive the save
+        save = saving.Save(native, str(self.path), self.step, extra, file.device, door)
         for device in file.wait:
-            native.wait_staged_on(_devices.device_of(device), _devices.stream_of(device))
+            _devices.wait_staged_on(native, device)
         return Written(save, file.results, place)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
