@@ -172,7 +172,7 @@ def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: 
         with_workers = choose.random() < 0.5
         job.run_until("loaded" if phase != "load" else "load")
         resumed = next(int(v) for _, p, v in job.lines if p in ("loaded", "load"))
-        if rows:
+        if rows and "resumed" not in rows[-1]:
             rows[-1] |= {"resumed": resumed, "lost": max(0, rows[-1]["trained"] - resumed)}
             report(way, len(rows), rows[-1])
         assert resumed >= committed, f"step {committed} was durable, the job resumed from {resumed}"
