@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from holdfast._native import __version__  # type: ignore[attr-defined]  # not in its stub
+from holdfast._native import __version__  # type: ignore[attr-defined]  # its types leave it out
 from holdfast.directories import find_newest, list_checkpoints, recover, verify
 from holdfast.errors import Error, TimeoutError
 

@@ -14,18 +14,26 @@ namespace {
 // the lines that the hardware prefetches no longer share the first-level cache.
 constexpr size_t kBlockBytes = 4096;
 
-void UpdateBoth(const void* data, size_t bytes, Stream* whole, Stream* part) {
-  if (whole != nullptr) whole->Update(data, bytes);
-  if (part != nullptr) part->Update(data, bytes);
-}
+/// Those that see every byte.
+struct Readers {
+  Stream* whole;
+  Stream* part;
+  Tap tap;
+
+  bool any() const { return whole != nullptr || part != nullptr || tap.take != nullptr; }
+  void See(const void* data, size_t bytes) const {
+    if (whole != nullptr) whole->Update(data, bytes);
+    if (part != nullptr) part->Update(data, bytes);
+    if (tap.take != nullptr) tap.take(tap.state, data, bytes);
+  }
+};
 
 // Copies, then digests the destination while it is in the cache.
-void CopyThenDigest(char* destination, const char* source, size_t bytes, Stream* whole,
-                    Stream* part) {
+void CopyThenDigest(char* destination, const char* source, size_t bytes, const Readers& readers) {
   for (size_t at = 0; at < bytes; at += kBlockBytes) {
     const size_t block = bytes - at < kBlockBytes ? bytes - at : kBlockBytes;
     std::memcpy(destination + at, source + at, block);
-    UpdateBoth(destination + at, block, whole, part);
+    readers.See(destination + at, block);
   }
 }
 
@@ -63,18 +71,17 @@ void StreamOut(char* destination, const char* bounce) {
 // us: what is digested is what is stored), digested there, and stored past the cache, so that the
 // destination's lines are never read from memory only to be overwritten. That makes it faster than
 // a plain memcpy.
-void BounceAndDigest(char* destination, const char* source, size_t bytes, Stream* whole,
-                     Stream* part) {
+void BounceAndDigest(char* destination, const char* source, size_t bytes, const Readers& readers) {
   alignas(kLineBytes) char bounce[kBlockBytes];
   const size_t misaligned = reinterpret_cast<uintptr_t>(destination) % kLineBytes;
   size_t at = misaligned == 0 ? 0 : kLineBytes - misaligned;
-  CopyThenDigest(destination, source, at, whole, part);
+  CopyThenDigest(destination, source, at, readers);
   for (; bytes - at >= kBlockBytes; at += kBlockBytes) {
     CopyIn(bounce, source + at);
-    UpdateBoth(bounce, kBlockBytes, whole, part);
+    readers.See(bounce, kBlockBytes);
     StreamOut(destination + at, bounce);
   }
-  CopyThenDigest(destination + at, source + at, bytes - at, whole, part);
+  CopyThenDigest(destination + at, source + at, bytes - at, readers);
   // Streaming stores are not ordered by the release store that publishes the seal; without this a
   // worker could see the seal before the bytes.
   _mm_sfence();
@@ -84,12 +91,13 @@ void BounceAndDigest(char* destination, const char* source, size_t bytes, Stream
 
 }  // namespace
 
-void CopyAndDigest(void* destination, const void* source, size_t bytes, Stream* whole,
-                   Stream* part) {
+void CopyAndDigest(void* destination, const void* source, size_t bytes, Stream* whole, Stream* part,
+                   Tap tap) {
+  const Readers readers = {.whole = whole, .part = part, .tap = tap};
   char* to = static_cast<char*>(destination);
   const char* from = static_cast<const char*>(source);
   if (bytes == 0) return;
-  if (whole == nullptr && part == nullptr) {
+  if (!readers.any()) {
     std::memcpy(to, from, bytes);
     return;
   }
@@ -97,11 +105,11 @@ void CopyAndDigest(void* destination, const void* source, size_t bytes, Stream* 
   // Below this the stores past the cache do not pay for their fence, and what is small is still
   // wanted in the cache.
   if (bytes >= 4 * kBlockBytes) {
-    BounceAndDigest(to, from, bytes, whole, part);
+    BounceAndDigest(to, from, bytes, readers);
     return;
   }
 #endif
-  CopyThenDigest(to, from, bytes, whole, part);
+  CopyThenDigest(to, from, bytes, readers);
 }
 
 }  // namespace holdfast::digest

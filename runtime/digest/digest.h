@@ -37,10 +37,16 @@ class Stream {
   alignas(64) unsigned char state_[640];  // an XXH3_state_t; its size is asserted in digest.cc
 };
 
-/// memcpy with digests of what arrived: `whole` (the chunk's running digest, may be null) and
-/// `part` (may be null).
-void CopyAndDigest(void* destination, const void* source, size_t bytes, Stream* whole,
-                   Stream* part);
+/// Whoever else wants to see what was copied, block by block, in order.
+struct Tap {
+  void (*take)(void* state, const void* data, size_t bytes) = nullptr;
+  void* state = nullptr;
+};
+
+/// memcpy with digests of what arrived: `whole` (the chunk's running digest, may be null), `part`
+/// (may be null), and what `tap` makes of it.
+void CopyAndDigest(void* destination, const void* source, size_t bytes, Stream* whole, Stream* part,
+                   Tap tap = {});
 
 /// The root of a file: XXH3-128 over a fixed binding of attempt, rank, world size, file index, file
 /// length and chunk size, followed by the chunk digests in canonical (big-endian, high first)

@@ -35,13 +35,13 @@ std::unique_ptr<Checksums> Checksums::For(const SavePlan& plan) {
   checksums->extents_.resize(extents);
   uint32_t first = 0;
   for (const PlannedFile& file : plan.files) {
-    checksums->Add(file, first);
+    checksums->AddFile(file, first);
     first += ExtentCount(file);
   }
   return checksums;
 }
 
-void Checksums::Add(const PlannedFile& file, uint32_t extent_first) {
+void Checksums::AddFile(const PlannedFile& file, uint32_t extent_first) {
   const base::MutexLock lock(&mutex_);
   std::unordered_map<uint32_t, uint32_t> known;  // segment to tensor
   for (const Segment& segment : file.segments) {
@@ -88,15 +88,23 @@ bool Checksums::Complete(const Extent& extent) const {
   return true;
 }
 
-bool Checksums::Take(uint32_t index, char* memory, std::vector<uint32_t>* ready) {
-  Extent& extent = extents_[index];
-  std::vector<uint32_t> crcs;
-  if (!extent.taken) {
-    for (const Part& part : extent.parts) {
-      crcs.push_back(format::Crc32(0, memory + part.offset, part.bytes));
-    }
-  }
+bool Checksums::Wants(uint32_t index, uint32_t offset) const {
+  const std::vector<Part>& parts = extents_[index].parts;
+  const auto found =
+      std::lower_bound(parts.begin(), parts.end(), offset,
+                       [](const Part& part, uint32_t at) { return part.offset < at; });
+  return found != parts.end() && found->offset == offset;
+}
+
+void Checksums::Add(uint32_t index, const std::vector<uint32_t>& crcs,
+                    std::vector<uint32_t>* ready) {
   const base::MutexLock lock(&mutex_);
+  AddLocked(index, crcs, ready);
+}
+
+void Checksums::AddLocked(uint32_t index, const std::vector<uint32_t>& crcs,
+                          std::vector<uint32_t>* ready) {
+  Extent& extent = extents_[index];
   for (size_t i = 0; i < crcs.size(); ++i) {
     const Part& part = extent.parts[i];
     Tensor& tensor = tensors_[part.tensor];
@@ -116,6 +124,18 @@ bool Checksums::Take(uint32_t index, char* memory, std::vector<uint32_t>* ready)
       ++i;
     }
   }
+}
+
+bool Checksums::Take(uint32_t index, char* memory, std::vector<uint32_t>* ready) {
+  const Extent& extent = extents_[index];
+  std::vector<uint32_t> crcs;
+  if (!extent.taken) {
+    for (const Part& part : extent.parts) {
+      crcs.push_back(format::Crc32(0, memory + part.offset, part.bytes));
+    }
+  }
+  const base::MutexLock lock(&mutex_);
+  AddLocked(index, crcs, ready);
   if (!Complete(extent)) {
     parked_.push_back(index);
     return false;

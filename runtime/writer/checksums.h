@@ -1,5 +1,6 @@
 // The CRC-32s of tensors that a plan has places for: taken from staged bytes, chunk by chunk on the
-// sealer's threads, combined, and put into the literals before those are digested.
+// sealer's threads or while they are copied, combined, and put into the literals before those are
+// digested.
 #ifndef HOLDFAST_RUNTIME_WRITER_CHECKSUMS_H_
 #define HOLDFAST_RUNTIME_WRITER_CHECKSUMS_H_
 
@@ -26,6 +27,17 @@ class Checksums {
 
   /// Whether extent `index` has a place for the checksum of a device tensor that is not all in it.
   bool WaitsForDevice(uint32_t index) const { return extents_[index].waits_for_device; }
+
+  /// Whether extent `index` has places for checksums; one without can be sealed at once.
+  bool HasPlaces(uint32_t index) const { return !extents_[index].places.empty(); }
+
+  /// Whether the bytes at `offset` of extent `index` begin a part of a tensor whose checksum is
+  /// wanted.
+  bool Wants(uint32_t index, uint32_t offset) const;
+
+  /// In place of Take for an extent without places: the CRC-32 of each wanted part, in order, taken
+  /// while it was copied.
+  void Add(uint32_t index, const std::vector<uint32_t>& crcs, std::vector<uint32_t>* ready);
 
   /// Takes what the staged bytes of extent `index` contribute, the first time that it is called for
   /// it. True: nothing is missing for its places, they were filled, and it can be sealed. False:
@@ -59,7 +71,9 @@ class Checksums {
     bool taken = false;
   };
 
-  void Add(const PlannedFile& file, uint32_t extent_first);
+  void AddFile(const PlannedFile& file, uint32_t extent_first);
+  void AddLocked(uint32_t index, const std::vector<uint32_t>& crcs, std::vector<uint32_t>* ready)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool Complete(const Extent& extent) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   base::Mutex mutex_;

@@ -1,4 +1,4 @@
-// The trainer side's planted bug: there only in the archive that tests link to see themselves turn
+// The trainer side's planted bugs: there only in the archive that tests link to see themselves turn
 // red.
 #ifndef HOLDFAST_RUNTIME_WRITER_PLANTED_BUGS_H_
 #define HOLDFAST_RUNTIME_WRITER_PLANTED_BUGS_H_
@@ -9,6 +9,9 @@ namespace holdfast::writer::testing {
 /// Memory is given back as soon as the worker was told to write it, as a framework's allocator does
 /// that knows nothing of the writer process.
 extern bool release_at_submit;
+
+/// The call returns while other threads still copy the caller's tensors.
+extern bool return_while_copying;
 
 }  // namespace holdfast::writer::testing
 #endif

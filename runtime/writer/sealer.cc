@@ -54,23 +54,46 @@ Sealer::~Sealer() {
 void Sealer::Enqueue(std::shared_ptr<SaveState> save, uint32_t index) {
   save->AddUser();
   const base::MutexLock lock(&mutex_);
-  tasks_.push_back({std::move(save), index});
+  tasks_.push_back({.save = std::move(save), .index = index, .copy = nullptr});
   changed_.NotifyAll();
+}
+
+bool Sealer::TryCopy(std::shared_ptr<SaveState> save, uint32_t index, std::function<bool()> copy) {
+  const base::MutexLock lock(&mutex_);
+  if (copies_under_way_ >= threads_.size()) return false;
+  ++copies_under_way_;
+  save->AddUser();
+  copies_.push_back({.save = std::move(save), .index = index, .copy = std::move(copy)});
+  changed_.NotifyAll();
+  return true;
+}
+
+Sealer::Task Sealer::Next() {
+  const base::MutexLock lock(&mutex_);
+  while (copies_.empty() && tasks_.empty() && !stopping_)
+    changed_.WaitUntil(&mutex_, absl::Now() + absl::Hours(1));
+  // A caller waits for the copies.
+  std::deque<Task>* queue = copies_.empty() ? &tasks_ : &copies_;
+  if (queue->empty()) return {};
+  Task task = std::move(queue->front());
+  queue->pop_front();
+  return task;
 }
 
 void Sealer::Run() {
   while (true) {
-    Task task;
-    {
-      const base::MutexLock lock(&mutex_);
-      while (tasks_.empty() && !stopping_)
-        changed_.WaitUntil(&mutex_, absl::Now() + absl::Hours(1));
-      if (tasks_.empty()) return;
-      task = std::move(tasks_.front());
-      tasks_.pop_front();
-    }
+    Task task = Next();
+    if (task.save == nullptr) return;
     const uint64_t begin = ThreadCpuNs();
-    if (!task.save->StagingFailed() && TakeChecksums(task)) Seal(task.save.get(), task.index);
+    bool has_bytes = true;
+    if (task.copy != nullptr) {
+      has_bytes = task.copy();
+      task.copy = nullptr;  // with all that it refers to
+      const base::MutexLock lock(&mutex_);
+      --copies_under_way_;
+    }
+    if (has_bytes && !task.save->StagingFailed() && TakeChecksums(task))
+      Seal(task.save.get(), task.index);
     task.save->cpu_sealing_ns.fetch_add(ThreadCpuNs() - begin, std::memory_order_relaxed);
     task.save->DropUser();
   }

@@ -32,6 +32,11 @@ class Sealer {
   /// sealed.
   void Enqueue(std::shared_ptr<SaveState> save, uint32_t index);
 
+  /// Has extent `index` copied and sealed by a thread of the pool, ahead of all seals, if one of
+  /// them has no copy to make. False: none has, and `copy` is not called. `copy` brings the bytes
+  /// into the arena; false from it: there is nothing to seal.
+  bool TryCopy(std::shared_ptr<SaveState> save, uint32_t index, std::function<bool()> copy);
+
   /// Seals an extent whose digests were taken while it was copied: `whole`, and those of its
   /// pieces, already in the table.
   void SealDigested(SaveState* save, uint32_t index, const Digest& whole);
@@ -40,8 +45,10 @@ class Sealer {
   struct Task {
     std::shared_ptr<SaveState> save;
     uint32_t index = 0;
+    std::function<bool()> copy;  // null: the bytes are there
   };
   void Run();
+  Task Next();
   /// False: a checksum that the extent has a place for is not known yet; it is queued again then.
   bool TakeChecksums(const Task& task);
   void Seal(SaveState* save, uint32_t index);
@@ -51,6 +58,8 @@ class Sealer {
   std::function<void(const SealedExtent&)> on_sealed_;
   base::Mutex mutex_;
   base::Condition changed_;
+  std::deque<Task> copies_ ABSL_GUARDED_BY(mutex_);
+  uint32_t copies_under_way_ ABSL_GUARDED_BY(mutex_) = 0;  // those and what threads are copying
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<std::thread> threads_;

@@ -7,9 +7,19 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "runtime/base/mutex.h"
 #include "runtime/digest/digest.h"
+#include "runtime/format/torch_zip.h"
+#include "runtime/writer/planted_bugs.h"
 
 namespace holdfast::writer {
+
+#ifdef HOLDFAST_PLANTED_BUGS
+namespace testing {
+bool return_while_copying = false;
+}  // namespace testing
+#endif
+
 namespace {
 
 /// A tensor's piece in host memory: to be copied before the call returns. (A literal is the save's
@@ -29,6 +39,10 @@ bool HasDevicePiece(const JobTable& table, const layout::Extent& extent) {
                      [](const PieceSource& s) { return s.device != nullptr; });
 }
 
+void AddToCrc32(void* crc, const void* data, size_t bytes) {
+  *static_cast<uint32_t*>(crc) = format::Crc32(*static_cast<uint32_t*>(crc), data, bytes);
+}
+
 Way WayOf(const SaveState& save, uint32_t index) {
   const layout::Extent& extent = save.table->extent(index);
   const bool device = HasDevicePiece(*save.table, extent);
@@ -39,6 +53,33 @@ Way WayOf(const SaveState& save, uint32_t index) {
 }
 
 }  // namespace
+
+/// Copies of one call that other threads make. They read the caller's tensors, so the call must not
+/// return before they have ended.
+class Stager::HelpedCopies {
+ public:
+  void Begin() {
+    const base::MutexLock lock(&mutex_);
+    ++under_way_;
+  }
+  void End(const absl::Status& status) {
+    const base::MutexLock lock(&mutex_);
+    status_.Update(status);
+    if (--under_way_ == 0) ended_.NotifyAll();
+  }
+  /// The first failure, once all have ended.
+  absl::Status Wait() {
+    const base::MutexLock lock(&mutex_);
+    while (under_way_ != 0) ended_.WaitUntil(&mutex_, absl::Now() + absl::Hours(1));
+    return status_;
+  }
+
+ private:
+  base::Mutex mutex_;
+  base::Condition ended_;
+  uint32_t under_way_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Status status_ ABSL_GUARDED_BY(mutex_);
+};
 
 Stager::Stager(staging::StagingPool* pool, Sealer* sealer, const StagerOptions& options)
     : pool_(pool),
@@ -88,6 +129,19 @@ bool Stager::MustLeaseInOrder(const SaveState& save) const {
 }
 
 absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save) {
+  const auto helped = std::make_shared<HelpedCopies>();
+  absl::Status status = StageExtents(save, helped);
+#ifdef HOLDFAST_PLANTED_BUGS
+  if (testing::return_while_copying) return status;
+#endif
+  const absl::Time begin = absl::Now();
+  status.Update(helped->Wait());
+  save->MutableReport()->time_copying += absl::ToDoubleSeconds(absl::Now() - begin);
+  return status;
+}
+
+absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save,
+                                  const std::shared_ptr<HelpedCopies>& helped) {
   const JobTable& table = *save->table;
   const uint32_t count = table.job()->extent_count;
   std::vector<Way> ways(count);
@@ -103,6 +157,7 @@ absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save) {
   for (uint32_t i = 0; i < host_end; ++i) {
     if (ways[i] == Way::kDevice && !in_order) continue;
     HOLDFAST_RETURN_IF_ERROR(leases_.Take(save.get(), i));
+    if (ways[i] == Way::kHost && CopiesElsewhere(save, i, helped)) continue;
     if (ways[i] != Way::kDevice) HOLDFAST_RETURN_IF_ERROR(CopyHost(save, i, ways[i]));
     // At once, whatever else is still to come: in a save larger than the arena only its own extents
     // make room for the next ones.
@@ -115,10 +170,36 @@ absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save) {
   return absl::OkStatus();
 }
 
+bool Stager::IsFused(const SaveState& save, uint32_t index) const {
+  // An extent with a place for a checksum cannot be digested before that is known.
+  return options_.fused_copy && (save.checksums == nullptr || !save.checksums->HasPlaces(index));
+}
+
+bool Stager::CopiesElsewhere(const std::shared_ptr<SaveState>& save, uint32_t index,
+                             const std::shared_ptr<HelpedCopies>& helped) {
+  // A thread that is woken for less has cost more than the copy.
+  if (save->table->extent(index).bytes < kChunkBytes / 4) return false;
+  helped->Begin();
+  const bool taken = sealer_->TryCopy(save, index, [this, save, index, helped] {
+#ifdef HOLDFAST_PLANTED_BUGS
+    if (testing::return_while_copying) absl::SleepFor(absl::Milliseconds(50));
+#endif
+    const bool fused = IsFused(*save, index);
+    absl::Status status;
+    if (!save->StagingFailed())
+      status = fused ? CopyFused(save, index) : CopyHostPieces(save.get(), index);
+    const bool seal = status.ok() && !fused;
+    helped->End(status);
+    return seal;
+  });
+  if (!taken) helped->End(absl::OkStatus());
+  return taken;
+}
+
 absl::Status Stager::CopyHost(const std::shared_ptr<SaveState>& save, uint32_t index, Way way) {
-  const bool fused = options_.fused_copy && way == Way::kHost && save->checksums == nullptr;
+  const bool fused = way == Way::kHost && IsFused(*save, index);
   const absl::Time begin = absl::Now();
-  absl::Status status = fused ? CopyFused(save.get(), index) : CopyHostPieces(save.get(), index);
+  absl::Status status = fused ? CopyFused(save, index) : CopyHostPieces(save.get(), index);
   save->MutableReport()->time_copying += absl::ToDoubleSeconds(absl::Now() - begin);
   if (status.ok() && way == Way::kHost && !fused) sealer_->Enqueue(save, index);
   return status;
@@ -136,20 +217,32 @@ absl::Status Stager::CopyHostPieces(SaveState* save, uint32_t index) {
   return options_.second_look ? LookAgain(*save, index) : absl::OkStatus();
 }
 
-absl::Status Stager::CopyFused(SaveState* save, uint32_t index) {
+absl::Status Stager::CopyFused(const std::shared_ptr<SaveState>& save, uint32_t index) {
   const layout::Extent& extent = save->table->extent(index);
   layout::Piece* pieces = save->table->pieces(extent);
   const PieceSource* sources = save->table->sources(extent);
   char* memory = pool_->arena().base() + extent.arena_offset;
+  std::vector<uint32_t> crcs;
   digest::Stream whole;
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
     digest::Stream part;
+    digest::Tap tap;
+    uint32_t crc = 0;
+    const bool wanted =
+        save->checksums != nullptr && save->checksums->Wants(index, pieces[i].offset);
+    if (wanted) tap = {.take = AddToCrc32, .state = &crc};
     digest::CopyAndDigest(memory + pieces[i].offset, sources[i].data, pieces[i].bytes, &whole,
-                          pieces[i].has_digest != 0 ? &part : nullptr);
+                          pieces[i].has_digest != 0 ? &part : nullptr, tap);
     if (pieces[i].has_digest != 0) pieces[i].digest = part.Finish();
+    if (wanted) crcs.push_back(crc);
   }
   if (options_.second_look) HOLDFAST_RETURN_IF_ERROR(LookAgain(*save, index));
-  sealer_->SealDigested(save, index, whole.Finish());
+  if (save->checksums != nullptr) {
+    std::vector<uint32_t> ready;
+    save->checksums->Add(index, crcs, &ready);
+    for (const uint32_t other : ready) sealer_->Enqueue(save, other);
+  }
+  sealer_->SealDigested(save.get(), index, whole.Finish());
   return absl::OkStatus();
 }
 

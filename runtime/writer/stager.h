@@ -1,5 +1,5 @@
-// Getting a save's bytes into the arena: host tensors by the caller's thread before its call
-// returns; what has device tensors is handed to the thread behind it.
+// Getting a save's bytes into the arena: host tensors by the caller's thread, and those that seal,
+// before the call returns; what has device tensors is handed to the thread behind it.
 #ifndef HOLDFAST_RUNTIME_WRITER_STAGER_H_
 #define HOLDFAST_RUNTIME_WRITER_STAGER_H_
 
@@ -24,7 +24,7 @@ struct StagerOptions {
 
 /// Who stages an extent.
 enum class Way {
-  kHost,    ///< The caller's thread: only host tensors and literals.
+  kHost,    ///< The caller's thread or a sealer's: only host tensors and literals.
   kMixed,   ///< The caller's thread first, then the device thread.
   kDevice,  ///< The device thread: nothing that the caller may change after its call.
 };
@@ -43,10 +43,18 @@ class Stager {
   /// of them ahead of it would leave it none.
   bool MustLeaseInOrder(const SaveState& save) const;
   absl::Status StageAll(const std::shared_ptr<SaveState>& save);
+  class HelpedCopies;
+
   absl::Status StageExtents(const std::shared_ptr<SaveState>& save);
+  absl::Status StageExtents(const std::shared_ptr<SaveState>& save,
+                            const std::shared_ptr<HelpedCopies>& helped);
+  /// Whether the copy of extent `index` may be, and was, handed to another thread.
+  bool CopiesElsewhere(const std::shared_ptr<SaveState>& save, uint32_t index,
+                       const std::shared_ptr<HelpedCopies>& helped);
+  bool IsFused(const SaveState& save, uint32_t index) const;
   absl::Status CopyHost(const std::shared_ptr<SaveState>& save, uint32_t index, Way way);
   absl::Status CopyHostPieces(SaveState* save, uint32_t index);
-  absl::Status CopyFused(SaveState* save, uint32_t index);
+  absl::Status CopyFused(const std::shared_ptr<SaveState>& save, uint32_t index);
   absl::Status LookAgain(const SaveState& save, uint32_t index) const;
 
   staging::StagingPool* pool_;

@@ -47,6 +47,14 @@ TEST(PlantedBug, TrimUnderARegistrationIsRefusedByReadBack) {
   EXPECT_THAT(result.problems, Contains(AllOf(HasSubstr("DATA_LOSS"), HasSubstr("bytes ["))));
 }
 
+TEST(PlantedBug, ReturningWhileTensorsAreStillCopiedIsFoundOnDisk) {
+  writer::testing::return_while_copying = true;
+  const HostileResult result =
+      RunHostileSaves({.launcher = Launcher::kSpawn, .engine = EngineRung::kUring, .saves = 4});
+  writer::testing::return_while_copying = false;
+  EXPECT_THAT(result.problems, Contains(HasSubstr("layer.")));
+}
+
 TEST(PlantedBug, WithoutItTheSameRunsAreClean) {
   EXPECT_THAT(
       RunHostileSaves({.launcher = Launcher::kSpawn, .engine = EngineRung::kUring, .saves = 6})

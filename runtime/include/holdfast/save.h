@@ -40,9 +40,9 @@ struct SaveReport {
   DirectIo direct_io = DirectIo::kNo;
   bool streamed =
       false;  ///< The save was larger than the free arena, so parts were released before its end.
-  bool space_reserved = false;     ///< fallocate(2) worked for every file.
-  double time_in_call = 0;         ///< The caller's stall: SaveAsync from entry to return.
-  double time_copying = 0;         ///< Of that, copying host tensors (fused: and digesting).
+  bool space_reserved = false;  ///< fallocate(2) worked for every file.
+  double time_in_call = 0;      ///< The caller's stall: SaveAsync from entry to return.
+  double time_copying = 0;      ///< Of that, until host tensors were copied (fused: and digested).
   double time_waiting_memory = 0;  ///< Of that, waiting for staging memory.
   double time_launching = 0;       ///< Of that, starting the worker (or handing the job to it).
   double time_to_staged = 0;       ///< From entry until the last extent was sealed.
