@@ -60,6 +60,8 @@ def test_a_failure_that_nobody_saw_shows_in_the_exit_status(tmp_path: Path) -> N
 def test_an_interrupt_ends_the_wait_and_not_the_save(tmp_path: Path) -> None:
     done = run(
         "import threading\n"
+        # Whoever started the tests in the background had it ignored.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "holdfast.configure(bytes_per_second_max=8 * MIB)\n"
         "save = holdfast.save_async({'t': torch.ones(4 * MIB)}, sys.argv[1] + '/s')\n"
         "threading.Timer(0.3, lambda: os.killpg(0, signal.SIGINT)).start()\n"
