@@ -184,9 +184,9 @@ void Supervisor::ReleaseAcknowledged(SaveState* save) {
 void Supervisor::CheckStalled(SaveState* save) {
   const layout::Job& job = *save->table->job();
   const uint64_t now = sys::NowNs();
+  const uint32_t phase = job.phase.load(std::memory_order_relaxed);
   const uint64_t progress = job.bytes_completed.load(std::memory_order_relaxed) +
-                            job.published_count.load(std::memory_order_relaxed) +
-                            job.phase.load(std::memory_order_relaxed) +
+                            job.published_count.load(std::memory_order_relaxed) + phase +
                             job.worker_pid.load(std::memory_order_relaxed);
   if (progress != save->progress_seen) {
     save->progress_seen = progress;
@@ -194,11 +194,11 @@ void Supervisor::CheckStalled(SaveState* save) {
     return;
   }
   // Waiting for other ranks has a deadline of its own.
-  const uint64_t allowed = static_cast<uint64_t>(
-      static_cast<double>(std::max(job.time_stalled_max_ns, job.world_size > 1
-                                                                ? job.time_ranks_max_ns
-                                                                : job.time_stalled_max_ns)) *
-      kKillFactor);
+  const bool waits_for_ranks = phase == static_cast<uint32_t>(layout::Phase::kWaitingForRanks);
+  const uint64_t deadline = waits_for_ranks
+                                ? std::max(job.time_stalled_max_ns, job.time_ranks_max_ns)
+                                : job.time_stalled_max_ns;
+  const auto allowed = static_cast<uint64_t>(static_cast<double>(deadline) * kKillFactor);
   // A limited rate is no stall: a chunk may take its time.
   const uint64_t rate = job.qos.bytes_per_second_max;
   const uint64_t paced = rate == 0 ? 0 : 2 * (uint64_t{kChunkBytes} * kNsPerSecond / rate);

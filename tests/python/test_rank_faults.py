@@ -1,0 +1,201 @@
+"""A rank that dies, hangs or runs out of space, at each phase of a save by several ranks.
+
+Its own save fails with the reason, the other ranks learn of it at the end of theirs, nobody hangs, the previous
+checkpoint stays whole, and the next save works.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import dcp_ranks
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import holdfast
+import holdfast.dcp
+from holdfast.dcp import metadata
+
+MIB = 1 << 20
+ELEMENTS = 2 * MIB  # of 4 bytes, for each rank: two chunks, the second of which waits for the rate
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = tmp_path / "disk"
+    mount.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "none", str(mount)],
+                          capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"mounting needs root: {made.stderr.strip()}")
+    yield mount
+    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+
+
+def _state(rank: int, step: int) -> dict[str, Any]:
+    return {f"r{rank}": torch.full((ELEMENTS,), float(step)), "step": step}
+
+
+def _worker_of(begin: Callable[[], Any]) -> tuple[Any, int]:
+    """What `begin` returns, and the worker of the save that it began, once it writes."""
+    from holdfast import saving
+
+    holdfast.configure(bytes_per_second_max=4 * MIB)
+    future = begin()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with saving._lock:
+            saves = [s for s in saving._in_flight if isinstance(s, saving.Save)]
+        for save in saves:
+            if save._native.worker_pid and save.progress()["phase"] == "writing":
+                return future, save._native.worker_pid
+        time.sleep(0.001)
+    raise AssertionError("its worker was never seen writing")
+
+
+def _fill(directory: str, leave: int) -> Path:
+    filler = Path(directory) / "filler"
+    free = os.statvfs(directory)
+    with open(filler, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, max(4096, free.f_bavail * free.f_frsize - leave))
+    return filler
+
+
+def _survivable(rank: int, directory: str) -> list[tuple[str, str, int, float, int, int]]:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    path = os.path.join(directory, "run")
+    holdfast.configure(time_stalled_max=2.0)
+    holdfast.dcp.async_save(_state(rank, 1), checkpoint_id=path).result()
+    dist.barrier()
+    found = []
+    commit = metadata.commit
+
+    def begin(step: int) -> Any:
+        return holdfast.dcp.async_save(_state(rank, step), checkpoint_id=path)
+
+    def worker_killed(step: int) -> Any:
+        if rank != 1:
+            return begin(step)
+        future, worker = _worker_of(lambda: begin(step))
+        os.kill(worker, signal.SIGKILL)
+        return future
+
+    def worker_hangs(step: int) -> Any:
+        if rank != 1:
+            return begin(step)
+        future, worker = _worker_of(lambda: begin(step))
+        os.kill(worker, signal.SIGSTOP)
+        return future
+
+    def full_while_writing(step: int) -> Any:
+        filler = _fill(directory, 9 * MIB) if rank == 0 else None  # room for one of them
+        dist.barrier()
+        future = begin(step)
+        future.exception(30)
+        if filler is not None:
+            filler.unlink()
+        return future
+
+    def full_at_the_end(step: int) -> Any:
+        def full(*arguments: Any) -> None:
+            filler = _fill(directory, 0)
+            try:
+                commit(*arguments)
+            finally:
+                filler.unlink()
+
+        metadata.commit = full
+        future = begin(step)
+        future.exception(30)
+        return future
+
+    for step, fault in enumerate((worker_killed, worker_hangs, full_while_writing, full_at_the_end), 2):
+        since = time.monotonic()
+        future = fault(step)
+        error = future.exception(60)
+        seconds = time.monotonic() - since
+        metadata.commit = commit
+        holdfast.configure(bytes_per_second_max=0)
+        assert isinstance(error, CheckpointException), (fault, error)
+        assert len(error.failures) == 1 or fault is full_while_writing, error.failures
+        failed, (reason, _) = next(iter(error.failures.items()))
+        assert isinstance(reason, holdfast.Error), reason
+        dist.barrier()
+        loaded = {f"r{rank}": torch.zeros(ELEMENTS), "step": 0}
+        dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(path))
+        value = int(loaded[f"r{rank}"][-1])
+        found.append((fault.__name__, str(reason), failed, seconds, loaded["step"], value))
+        dist.barrier()
+    holdfast.dcp.async_save(_state(rank, 9), checkpoint_id=path).result()
+    return found
+
+
+def test_a_rank_that_fails_at_any_phase_fails_the_save_and_nothing_else(small_disk: Path) -> None:
+    results = dcp_ranks.run_ranks(2, small_disk.parent, _survivable, str(small_disk))
+    expected = {
+        "worker_killed": ((1,), "ABORTED", 20),
+        "worker_hangs": ((1,), "DEADLINE_EXCEEDED", 30),
+        "full_while_writing": ((0, 1), "No space left on device", 20),
+        "full_at_the_end": ((0,), "No space left on device", 20),
+    }
+    for rank, found in enumerate(results):
+        assert [f[0] for f in found] == list(expected)
+        for fault, reason, failed, seconds, step, value in found:
+            at, words, limit = expected[fault]
+            assert failed in at and (step, value) == (1, 1), (rank, fault, reason)
+            assert words in reason, (rank, fault, reason)
+            assert seconds < limit, (rank, fault)
+    assert holdfast.dcp.verify(small_disk / "run")["verdict"] == "sound"
+    # Of the failed saves nothing is left.
+    assert len(os.listdir(small_disk / "run")) == 5
+
+
+def _lethal(rank: int, directory: str, dying: int, phase: str) -> tuple[str, float]:
+    path = os.path.join(directory, "run")
+    holdfast.dcp.async_save(_state(rank, 1), checkpoint_id=path).result()
+    dist.barrier()
+    since = time.monotonic()
+
+    def begin() -> Any:
+        return holdfast.dcp.async_save(_state(rank, 2), checkpoint_id=path)
+
+    if rank == dying:
+        if phase == "writing":
+            _worker_of(begin)
+            os.kill(os.getpid(), signal.SIGKILL)
+        metadata.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        begin().exception(60)
+    error = begin().exception(60)
+    return repr(error), time.monotonic() - since
+
+
+@pytest.mark.parametrize(("dying", "phase"), [(1, "writing"), (0, "finalize")])
+def test_a_rank_that_is_killed_at_any_phase_hangs_nobody(dying: int, phase: str, tmp_path: Path) -> None:
+    results = dcp_ranks.run_ranks(2, tmp_path, _lethal, str(tmp_path), dying, phase, dying=dying)
+    told, seconds = results[1 - dying]
+    assert told != "None", "it was told that the save is complete"
+    assert seconds < 20
+    path = tmp_path / "run"
+    for rank in (0, 1):
+        loaded = {f"r{rank}": torch.zeros(ELEMENTS), "step": 0}
+        dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(path), no_dist=True)
+        assert loaded["step"] == 1
+        assert (loaded[f"r{rank}"] == 1).all()
+    # The orphan of the killed rank may still be at work; the next save removes what is left.
+    dcp_ranks.run_ranks(2, tmp_path, _save_again, str(path))
+    assert holdfast.dcp.verify(path)["verdict"] == "sound"
+    assert len(os.listdir(path)) == 5
+
+
+def _save_again(rank: int, path: str) -> None:
+    holdfast.dcp.async_save(_state(rank, 3), checkpoint_id=path).result()
+    holdfast.flush()
