@@ -1,7 +1,8 @@
 """How much memory a load takes beside the tensors, and how fast it is: `python load_memory.py --dir DIR`.
 
 Loads a state into existing tensors in a fresh process and compares its peak resident memory with that before the load;
-the rate is compared with a raw O_DIRECT read of the same file, side by side.
+the rate is compared with a raw O_DIRECT read of the same file, side by side. With `--bench PROGRAM` (holdfast-bench, from the
+C++ build) the raw rate is the better one of that and of the program's own raw read of as many bytes in the same round.
 """
 
 from __future__ import annotations
@@ -59,6 +60,17 @@ def raw_read(path: str) -> float:
         os.close(fd)
 
 
+def engine_read(program: str, directory: str, nbytes: int) -> float:
+    """Seconds for as many bytes by the program's raw read."""
+    done = subprocess.run(
+        [program, "--dir", directory, "--bytes", str(nbytes), "--only", "read", "--pairs", "1", "--json"],
+        check=True, capture_output=True, text=True,
+    )
+    figures = json.loads(done.stdout)
+    rates = [figures.get(f"raw.read_bytes_per_second.{k}") for k in ("engine", "fio")]
+    return nbytes / max(r for r in rates if r)
+
+
 def child(path: str, nbytes: int) -> None:
     """One load, in a process of its own."""
     import torch
@@ -87,6 +99,7 @@ def main() -> None:
     parser.add_argument("--dir", required=True)
     parser.add_argument("--bytes", type=parse_bytes, default=2 << 30)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--bench", metavar="PROGRAM", help="holdfast-bench, for its raw read")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
@@ -105,6 +118,8 @@ def main() -> None:
     rows = []
     for _ in range(arguments.rounds):
         raw = raw_read(str(file))
+        if arguments.bench:
+            raw = min(raw, engine_read(arguments.bench, arguments.dir, arguments.bytes))
         answer = subprocess.run(
             [sys.executable, __file__, "--dir", arguments.dir, "--bytes", str(arguments.bytes),
              "--child", path],

@@ -35,6 +35,8 @@ from typing import Any
 
 import torch
 
+import holdfast
+
 TENSORS = 48
 PORT = 29511
 
@@ -196,7 +198,8 @@ def dcp_save(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
     return lambda: None
 
 
-def dcp_async(process: bool, tuned: bool) -> Way:
+def dcp_async(process: bool, tuned: bool, holdfast_cap: int = 0) -> Way:
+    """The framework's own async_save; with a cap, through Holdfast's writer, which is the stager, too."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
     from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -214,8 +217,8 @@ def dcp_async(process: bool, tuned: bool) -> Way:
                                    use_async_staging=True, use_non_blocking_copy=False)
                 )
             options["async_stager"] = staging["stager"]
-        answer = dcp.async_save(tensors, storage_writer=dcp_writer(path),
-                                async_checkpointer_type=kind, **options)
+        writer = holdfast.dcp.StorageWriter(path) if holdfast_cap else dcp_writer(path)
+        answer = dcp.async_save(tensors, storage_writer=writer, async_checkpointer_type=kind, **options)
         if hasattr(answer, "upload_completion"):
             staging["staged"] = answer.staging_completion
             return answer.upload_completion.result
@@ -230,13 +233,19 @@ def dcp_async(process: bool, tuned: bool) -> Way:
         if staging["stager"] is not None:
             staging["stager"].close()
             staging["stager"] = None
+        if holdfast_cap:
+            holdfast.flush()
+            holdfast.dcp.Stager().close()
+            holdfast.trim()
 
-    return Way(start, load_dcp, finish=finish, before_step=before_step)
+    def prepare() -> None:
+        if holdfast_cap:
+            holdfast.configure(arena_bytes=holdfast_cap)
+
+    return Way(start, load_dcp, prepare=prepare, finish=finish, before_step=before_step)
 
 
 def holdfast_way(cap: int, dcp: bool) -> Way:
-    import holdfast
-
     def start(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
         if dcp:
             return holdfast.dcp.async_save(tensors, checkpoint_id=path).result
@@ -258,6 +267,8 @@ def all_ways(nbytes: int) -> dict[str, Way]:
         "holdfast": holdfast_way(whole, dcp=False),
         "holdfast.dcp": holdfast_way(whole, dcp=True),
         "holdfast, cap 1/8": holdfast_way(nbytes // 8, dcp=False),
+        "holdfast.dcp.StorageWriter, thread": dcp_async(process=False, tuned=False, holdfast_cap=whole),
+        "holdfast.dcp.StorageWriter, process": dcp_async(process=True, tuned=False, holdfast_cap=whole),
         "torch.save": Way(torch_save, load_torch),
         "torch.save in a forked child": Way(forked_torch_save, load_torch),
         "dcp.save": Way(dcp_save, load_dcp),
