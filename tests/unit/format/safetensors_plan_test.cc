@@ -86,16 +86,16 @@ TEST(PlanSafetensors, KeepsUnknownDtypesAsBytes) {
   ASSERT_TRUE(plan.ok()) << plan.status();
   const auto json = HeaderJson(*plan);
   EXPECT_EQ(json["q \"\\"]["dtype"], "U8");
-  EXPECT_EQ(json["q \"\\"]["shape"], nlohmann::json::array({6}));
+  EXPECT_EQ(json["q \"\\"]["shape"], nlohmann::ordered_json::array({6}));
   EXPECT_EQ(json["c"]["dtype"], "U8");
   EXPECT_EQ(json["half"]["dtype"], "U8");
   EXPECT_EQ(json["w"]["dtype"], "F32");
   EXPECT_EQ(json["scale"]["dtype"], "F8_E8M0");
   const auto dtypes =
-      nlohmann::json::parse(json["__metadata__"]["holdfast.dtypes"].get<std::string>());
+      nlohmann::ordered_json::parse(json["__metadata__"]["holdfast.dtypes"].get<std::string>());
   EXPECT_EQ(dtypes.size(), 3u);
   EXPECT_EQ(dtypes["q \"\\"]["dtype"], "QINT8");
-  EXPECT_EQ(dtypes["q \"\\"]["shape"], nlohmann::json::array({2, 3}));
+  EXPECT_EQ(dtypes["q \"\\"]["shape"], nlohmann::ordered_json::array({2, 3}));
   EXPECT_EQ(dtypes["c"]["dtype"], "C64");
   EXPECT_EQ(dtypes["half"]["dtype"], "F4");
 }
