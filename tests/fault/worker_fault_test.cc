@@ -224,7 +224,6 @@ TEST_P(KilledWorker, BeforeItReadsItsJob) {
     return;
   }
   const TrainingState state = TrainingState::Uniform(2, 2u << 20, 1);
-  Counts counts;
   for (int i = 0; i < 3; ++i) {
     const auto handle = Begin(checkpointer.get(), "victim", state);
     ASSERT_TRUE(handle.ok()) << handle.status();
