@@ -172,6 +172,9 @@ def test_hundreds_of_saves_leave_no_process_descriptor_or_memory(tmp_path: Path)
     many(30)
     before, memory = counts(), resident()
     many(200)
-    assert counts() == before
+    descriptors, children = counts()
+    # What earlier tests left open may be collected meanwhile.
+    assert descriptors <= before[0]
+    assert children <= before[1]
     assert resident() - memory < 8 * MIB
     assert os.listdir(tmp_path) == ["s"]

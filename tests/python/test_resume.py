@@ -30,5 +30,5 @@ def test_a_state_is_loaded_as_it_was_saved_by_other_numbers_of_ranks(tmp_path: P
 def test_a_resume_that_is_not_exact_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The campaign itself can fail: a trainer that forgets its random state is found out."""
     monkeypatch.setenv("HOLDFAST_TEST_FORGET_RNG", "1")
-    with pytest.raises(AssertionError, match="differ from the run straight through"):
+    with pytest.raises(AssertionError, match="differ from the run straight through|ended differently"):
         campaign("plain", str(tmp_path), 3, seed=7, steps=60, size="tiny")

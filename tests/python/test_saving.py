@@ -137,7 +137,7 @@ def test_memory_that_changes_under_the_writer_fails_the_save(tmp_path: Path) -> 
 
     holdfast.configure(on_sealed=lambda memory, *_: ctypes.memset(memory, 0x55, 64))
     save = holdfast.save_async({"weight": some(5 * MIB)}, tmp_path / "s")
-    with pytest.raises(holdfast.Error, match="weight|model-00000") as error:
+    with pytest.raises(holdfast.Error, match="are not what was sealed") as error:
         save.wait(60)
     assert error.value.code == "DATA_LOSS"
     assert not (tmp_path / "s").exists()
