@@ -130,6 +130,16 @@ class _Faulty:
         failed.set_exception(ValueError(f"injected failure of {name}"))
         return failed
 
+    # What writers and readers both have; the class beside this one does it.
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        self._fail_rank("fail_prepare_local_plan")
+        return super().prepare_local_plan(plan)  # type: ignore[misc]
+
+    def prepare_global_plan(self, plans: Any) -> Any:
+        self._fail_rank("fail_prepare_global_plan")
+        return super().prepare_global_plan(plans)  # type: ignore[misc]
+
 
 class FaultyWriter(_Faulty, holdfast.dcp.StorageWriter):
     """Holdfast's writer with the failures of the tests' ``FaultyStorageWriter``."""
@@ -141,14 +151,6 @@ class FaultyWriter(_Faulty, holdfast.dcp.StorageWriter):
     def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
         self._fail_rank("fail_set_up_storage_writer")
         super().set_up_storage_writer(*args, **kwargs)
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        self._fail_rank("fail_prepare_local_plan")
-        return super().prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: Any) -> Any:
-        self._fail_rank("fail_prepare_global_plan")
-        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         self._fail_rank("fail_write_data")
@@ -173,14 +175,6 @@ class FaultyReader(_Faulty, holdfast.dcp.StorageReader):
     def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
         self._fail_rank("fail_set_up_storage_reader")
         super().set_up_storage_reader(*args, **kwargs)
-
-    def prepare_local_plan(self, plan: Any) -> Any:
-        self._fail_rank("fail_prepare_local_plan")
-        return super().prepare_local_plan(plan)
-
-    def prepare_global_plan(self, plans: Any) -> Any:
-        self._fail_rank("fail_prepare_global_plan")
-        return super().prepare_global_plan(plans)
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         self._fail_rank("fail_read_data")

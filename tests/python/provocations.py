@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from small_disk import mounted
 
 import holdfast
 
@@ -83,17 +84,8 @@ def url(directory: Path) -> str:
 @provocation
 def disk_full(directory: Path) -> str:
     """On a file system of 8 MiB, in this test's own mount."""
-    small = directory / "small"
-    small.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(small)], capture_output=True
-    )
-    if mounted.returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    try:
+    with mounted(directory / "small", 8) as small:
         return said(lambda: save(small / "step-1", {"w": torch.ones(4 * MIB)}))
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
 
 
 @provocation

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_disk import mounted
 
 import holdfast
 
@@ -68,14 +68,8 @@ def test_a_structure_may_change_between_saves(tmp_path: Path) -> None:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 24 MiB."""
-    mount = tmp_path / "small"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "none", str(mount)],
-                          capture_output=True, check=False)
-    if made.returncode != 0:
-        pytest.skip("mounting a small file system needs root")
-    yield mount
-    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+    with mounted(tmp_path / "small", 24) as path:
+        yield path
 
 
 def test_a_full_disk_keeps_the_older_checkpoint_and_leaves_nothing(small_disk: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from small_disk import mounted
 
 import holdfast
 import holdfast.dcp
@@ -30,14 +30,8 @@ ELEMENTS = 2 * MIB  # of 4 bytes, for each rank: two chunks, the second of which
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = tmp_path / "disk"
-    mount.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=128m", "none", str(mount)],
-                          capture_output=True, text=True, check=False)
-    if made.returncode != 0:
-        pytest.skip(f"mounting needs root: {made.stderr.strip()}")
-    yield mount
-    subprocess.run(["umount", "--lazy", str(mount)], check=True)
+    with mounted(tmp_path / "disk", 128) as path:
+        yield path
 
 
 def _state(rank: int, step: int) -> dict[str, Any]:
@@ -82,19 +76,18 @@ def _survivable(rank: int, directory: str) -> list[tuple[str, str, int, float, i
     def begin(step: int) -> Any:
         return holdfast.dcp.async_save(_state(rank, step), checkpoint_id=path)
 
-    def worker_killed(step: int) -> Any:
+    def signalled(step: int, number: signal.Signals) -> Any:
         if rank != 1:
             return begin(step)
         future, worker = _worker_of(lambda: begin(step))
-        os.kill(worker, signal.SIGKILL)
+        os.kill(worker, number)
         return future
 
+    def worker_killed(step: int) -> Any:
+        return signalled(step, signal.SIGKILL)
+
     def worker_hangs(step: int) -> Any:
-        if rank != 1:
-            return begin(step)
-        future, worker = _worker_of(lambda: begin(step))
-        os.kill(worker, signal.SIGSTOP)
-        return future
+        return signalled(step, signal.SIGSTOP)
 
     def full_while_writing(step: int) -> Any:
         filler = _fill(directory, 9 * MIB) if rank == 0 else None  # room for one of them
