@@ -8,8 +8,8 @@ export DEBIAN_FRONTEND=noninteractive
 packages_build=(cmake g++ libabsl-dev libcli11-dev libisal-dev liburing-dev libxxhash-dev ninja-build
   nlohmann-json3-dev pkg-config zlib1g-dev)
 packages_python=(python3 python3-dev python3-venv)
-packages_test=(binutils ccache clang-14 clang-format-14 libbenchmark-dev libclang-rt-14-dev libgmock-dev
-  libgtest-dev)
+packages_test=(bindfs binutils btrfs-progs ccache clang-14 clang-format-14 libbenchmark-dev libclang-rt-14-dev
+  libgmock-dev libgtest-dev xfsprogs)
 
 say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
 if ! [ -t 1 ]; then

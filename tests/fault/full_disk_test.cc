@@ -1,4 +1,4 @@
-// Disks that are full, files that may not grow, and file systems without true direct I/O.
+// Disks that are full, and files that may not grow.
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -135,36 +135,6 @@ TEST_P(FileSizeLimit, BelowTheArenaIsToldAtCreate) {
     return std::string();
   });
   EXPECT_TRUE(result.status == 0 || !result.skipped.empty()) << result.status;
-}
-
-class WithoutDirectIo : public LauncherTest {
- protected:
-  DirectIo SavedOn(const std::string& path) {
-    SavePrevious(path);
-    const auto checkpointer = Make(Options(path));
-    if (checkpointer == nullptr) return DirectIo::kProven;
-    const TrainingState state = TrainingState::Uniform(3, 3u << 20, 1);
-    const auto report = Save(checkpointer.get(), "here", state);
-    EXPECT_TRUE(report.ok()) << report.status();
-    if (!report.ok()) return DirectIo::kProven;
-    EXPECT_EQ(report->bytes_written, report->bytes);
-    EXPECT_TRUE(state.CompareWith(absl::StrCat(path, "/here")).ok());
-    ExpectPreviousAnd(path, {"here"});
-    return report->direct_io;
-  }
-};
-INSTANTIATE_TEST_SUITE_P(All, WithoutDirectIo, kEveryLauncher, LauncherName);
-
-TEST_P(WithoutDirectIo, TmpfsWorksAndIsNotCalledProven) {
-  const auto disk = SmallFileSystem::Tmpfs(kDiskBytes);
-  if (!disk.ok()) GTEST_SKIP() << disk.status();
-  EXPECT_NE(SavedOn((*disk)->path()), DirectIo::kProven);
-}
-
-TEST_P(WithoutDirectIo, BtrfsWorksAndIsNotCalledProven) {
-  const auto disk = SmallFileSystem::Loop("mkfs.btrfs -q -f --mixed", "btrfs", 128u << 20);
-  if (!disk.ok()) GTEST_SKIP() << disk.status();
-  EXPECT_NE(SavedOn((*disk)->path()), DirectIo::kProven);
 }
 
 }  // namespace

@@ -32,9 +32,17 @@ absl::StatusOr<std::unique_ptr<SmallFileSystem>> SmallFileSystem::Tmpfs(uint64_t
   return made;
 }
 
+absl::Status SmallFileSystem::MountBy(const std::string& command) {
+  if (RunProgram(command) != 0)
+    return absl::UnavailableError(absl::StrCat("no such mount here: ", command));
+  mounted_ = true;
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::unique_ptr<SmallFileSystem>> SmallFileSystem::Loop(const std::string& make,
                                                                        const std::string& type,
-                                                                       uint64_t bytes) {
+                                                                       uint64_t bytes,
+                                                                       const std::string& options) {
   std::unique_ptr<SmallFileSystem> made(new SmallFileSystem());
   made->type_ = type;
   const std::string image = absl::StrCat(made->scratch_.path(), "/image");
@@ -42,9 +50,34 @@ absl::StatusOr<std::unique_ptr<SmallFileSystem>> SmallFileSystem::Loop(const std
       RunProgram(absl::StrCat(make, " ", image)) != 0) {
     return absl::UnavailableError(absl::StrCat(make, " cannot be run here"));
   }
-  if (RunProgram(absl::StrCat("mount -o loop -t ", type, " ", image, " ", made->path_)) != 0)
-    return absl::UnavailableError(absl::StrCat("no loop mount of ", type, " here"));
-  made->mounted_ = true;
+  const absl::Status mounted =
+      made->MountBy(absl::StrCat("mount -o loop", options.empty() ? "" : ",", options, " -t ", type,
+                                 " ", image, " ", made->path_));
+  if (!mounted.ok()) return mounted;
+  return made;
+}
+
+absl::StatusOr<std::unique_ptr<SmallFileSystem>> SmallFileSystem::Fuse(const std::string& options) {
+  std::unique_ptr<SmallFileSystem> made(new SmallFileSystem());
+  made->type_ = "fuse";
+  const std::string below = absl::StrCat(made->scratch_.path(), "/below");
+  (void)mkdir(below.c_str(), 0755);
+  const absl::Status mounted =
+      made->MountBy(absl::StrCat("bindfs ", options, " ", below, " ", made->path_));
+  if (!mounted.ok()) return mounted;
+  return made;
+}
+
+absl::StatusOr<std::unique_ptr<SmallFileSystem>> SmallFileSystem::Overlay() {
+  std::unique_ptr<SmallFileSystem> made(new SmallFileSystem());
+  made->type_ = "overlay";
+  const std::string& root = made->scratch_.path();
+  for (const char* name : {"lower", "upper", "work"})
+    (void)mkdir(absl::StrCat(root, "/", name).c_str(), 0755);
+  const absl::Status mounted =
+      made->MountBy(absl::StrCat("mount -t overlay -o lowerdir=", root, "/lower,upperdir=", root,
+                                 "/upper,workdir=", root, "/work none ", made->path_));
+  if (!mounted.ok()) return mounted;
   return made;
 }
 

@@ -19,10 +19,15 @@ class SmallFileSystem {
   /// \error where mounting is not permitted, or a program is missing: the reason to skip.
   static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Tmpfs(uint64_t bytes);
   /// A file with a file system in it, on a loop device. `make` is a command that makes it, e.g.
-  /// "mkfs.ext4 -q -F"; the file's name is appended.
+  /// "mkfs.ext4 -q -F"; the file's name is appended. `options` are more ones of mount(8).
   static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Loop(const std::string& make,
                                                                const std::string& type,
-                                                               uint64_t bytes);
+                                                               uint64_t bytes,
+                                                               const std::string& options = "");
+  /// A directory of the machine's own disk, seen through a FUSE program: bindfs with `options`.
+  static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Fuse(const std::string& options);
+  /// The same through an overlay, as in a container.
+  static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Overlay();
   ~SmallFileSystem();
   SmallFileSystem(const SmallFileSystem&) = delete;
   SmallFileSystem& operator=(const SmallFileSystem&) = delete;
@@ -33,6 +38,8 @@ class SmallFileSystem {
 
  private:
   SmallFileSystem();
+  /// Runs a mount command.
+  absl::Status MountBy(const std::string& command);
   ScratchDirectory scratch_;
   std::string path_;
   std::string type_;
