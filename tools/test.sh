@@ -70,9 +70,9 @@ for pass in "${passes[@]}"; do
   only=()
   target=all
   filter='*'
-  # Launchers and engines know nothing of each other: of their combinations, which the release pass runs all, a
-  # sanitizer gets each launcher and each engine; in the long runs all.
-  each='-*ForkUring*:*ForkPwrite*:*PersistentUring*:*PersistentPwrite*:*SpawnUring*:*SpawnPwrite*'
+  # Launchers, engines and file systems know nothing of each other: of their combinations, which the release pass runs
+  # all, a sanitizer gets each launcher, each engine and each file system; in the long runs all.
+  each='-*ForkUring*:*ForkPwrite*:*PersistentUring*:*PersistentPwrite*:*SpawnUring*:*SpawnPwrite*:*FileSystem*Pwrite'
   [ -z "${HOLDFAST_LONG:-}" ] || each='*'
   case "$pass" in
     *asan)
@@ -84,7 +84,7 @@ for pass in "${passes[@]}"; do
       only=(-LE 'tidy|perf|planted|program|fork|fault|pure')
       target=threaded_tests
       filter=$each
-      [ "$filter" = '*' ] || filter+=':*FramedSave*/Fork:*FramedSave*/Persistent'
+      [ "$filter" = '*' ] || filter+=':*FramedSave*/Fork:*FramedSave*/Persistent:*FileSystem*'
       ;;
   esac
   if ! { cmake --preset "$pass" >"$results/$pass.configure.log" 2>&1 || {
