@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <unordered_map>
+#include <utility>
 
 #include "holdfast/pod.h"
 #include "runtime/format/torch_zip.h"
@@ -37,6 +38,11 @@ std::unique_ptr<Checksums> Checksums::For(const SavePlan& plan) {
   for (const PlannedFile& file : plan.files) {
     checksums->AddFile(file, first);
     first += ExtentCount(file);
+  }
+  const auto by_offset = [](const auto& a, const auto& b) { return a.offset < b.offset; };
+  for (Extent& extent : checksums->extents_) {
+    std::sort(extent.parts.begin(), extent.parts.end(), by_offset);
+    std::sort(extent.places.begin(), extent.places.end(), by_offset);
   }
   return checksums;
 }
@@ -81,70 +87,108 @@ void Checksums::AddFile(const PlannedFile& file, uint32_t extent_first) {
   }
 }
 
-bool Checksums::Complete(const Extent& extent) const {
-  for (const Place& place : extent.places) {
-    if (tensors_[place.tensor].missing != 0) return false;
-  }
-  return true;
-}
-
-bool Checksums::Wants(uint32_t index, uint32_t offset) const {
+const Checksums::Part* Checksums::FindPart(uint32_t index, uint32_t offset) const {
   const std::vector<Part>& parts = extents_[index].parts;
   const auto found =
       std::lower_bound(parts.begin(), parts.end(), offset,
                        [](const Part& part, uint32_t at) { return part.offset < at; });
-  return found != parts.end() && found->offset == offset;
+  return found != parts.end() && found->offset == offset ? &*found : nullptr;
 }
 
-void Checksums::Add(uint32_t index, const std::vector<uint32_t>& crcs,
-                    std::vector<uint32_t>* ready) {
+bool Checksums::Wants(uint32_t index, uint32_t offset) const {
+  return FindPart(index, offset) != nullptr;
+}
+
+std::vector<Checksums::Place>::const_iterator Checksums::PlaceAt(uint32_t index,
+                                                                 uint32_t offset) const {
+  const std::vector<Place>& places = extents_[index].places;
+  return std::lower_bound(places.begin(), places.end(), offset,
+                          [](const Place& place, uint32_t at) { return place.offset < at; });
+}
+
+bool Checksums::HasPlaces(uint32_t index, uint32_t offset, uint32_t bytes) const {
+  const auto place = PlaceAt(index, offset);
+  return place != extents_[index].places.end() && place->offset - offset < bytes;
+}
+
+void Checksums::Add(uint32_t index, uint32_t offset, uint32_t crc) {
+  extents_[index].taken = true;
   const base::MutexLock lock(&mutex_);
-  AddLocked(index, crcs, ready);
+  AddLocked(*FindPart(index, offset), crc);
 }
 
-void Checksums::AddLocked(uint32_t index, const std::vector<uint32_t>& crcs,
-                          std::vector<uint32_t>* ready) {
-  Extent& extent = extents_[index];
-  for (size_t i = 0; i < crcs.size(); ++i) {
-    const Part& part = extent.parts[i];
-    Tensor& tensor = tensors_[part.tensor];
-    tensor.parts[part.part] = crcs[i];
-    if (--tensor.missing != 0) continue;
-    for (size_t k = 0; k < tensor.parts.size(); ++k) {
-      tensor.crc = format::Crc32Combine(tensor.crc, tensor.parts[k], tensor.bytes[k]);
-    }
-  }
-  extent.taken = true;
-  for (size_t i = 0; i < parked_.size() && !crcs.empty();) {
-    if (Complete(extents_[parked_[i]])) {
-      ready->push_back(parked_[i]);
+void Checksums::AddLocked(const Part& part, uint32_t crc) {
+  Tensor& tensor = tensors_[part.tensor];
+  tensor.parts[part.part] = crc;
+  if (--tensor.missing != 0) return;
+  for (size_t k = 0; k < tensor.parts.size(); ++k)
+    tensor.crc = format::Crc32Combine(tensor.crc, tensor.parts[k], tensor.bytes[k]);
+}
+
+std::vector<uint32_t> Checksums::Ready() {
+  const base::MutexLock lock(&mutex_);
+  return ReadyLocked();
+}
+
+std::vector<uint32_t> Checksums::ReadyLocked() {
+  std::vector<uint32_t> ready;
+  for (size_t i = 0; i < parked_.size();) {
+    if (Complete(parked_[i], 0, kChunkBytes)) {
+      ready.push_back(parked_[i]);
       parked_[i] = parked_.back();
       parked_.pop_back();
     } else {
       ++i;
     }
   }
+  return ready;
+}
+
+bool Checksums::Complete(uint32_t index, uint32_t begin, uint32_t end) const {
+  const auto last = PlaceAt(index, end);
+  for (auto place = PlaceAt(index, begin); place != last; ++place) {
+    if (tensors_[place->tensor].missing != 0) return false;
+  }
+  return true;
+}
+
+bool Checksums::FillLocked(uint32_t index, uint32_t begin, uint32_t end, char* memory) const {
+  if (!Complete(index, begin, end)) return false;
+  const auto last = PlaceAt(index, end);
+  for (auto place = PlaceAt(index, begin); place != last; ++place) {
+    memory[place->offset] =
+        static_cast<char>(tensors_[place->tensor].crc >> (kBitsPerByte * place->byte) & 0xff);
+  }
+  return true;
+}
+
+bool Checksums::Fill(uint32_t index, uint32_t offset, uint32_t bytes, char* memory) {
+  const base::MutexLock lock(&mutex_);
+  return FillLocked(index, offset, offset + bytes, memory);
+}
+
+void Checksums::Keep(uint32_t index, const BegunDigest& begun) {
+  extents_[index].begun = std::make_unique<BegunDigest>(begun);
+}
+
+std::unique_ptr<BegunDigest> Checksums::TakeBegun(uint32_t index) {
+  return std::move(extents_[index].begun);
 }
 
 bool Checksums::Take(uint32_t index, char* memory, std::vector<uint32_t>* ready) {
-  const Extent& extent = extents_[index];
+  Extent& extent = extents_[index];
   std::vector<uint32_t> crcs;
   if (!extent.taken) {
-    for (const Part& part : extent.parts) {
+    for (const Part& part : extent.parts)
       crcs.push_back(format::Crc32(0, memory + part.offset, part.bytes));
-    }
   }
+  extent.taken = true;
   const base::MutexLock lock(&mutex_);
-  AddLocked(index, crcs, ready);
-  if (!Complete(extent)) {
-    parked_.push_back(index);
-    return false;
-  }
-  for (const Place& place : extent.places) {
-    memory[place.offset] =
-        static_cast<char>(tensors_[place.tensor].crc >> (kBitsPerByte * place.byte) & 0xff);
-  }
-  return true;
+  for (size_t i = 0; i < crcs.size(); ++i) AddLocked(extent.parts[i], crcs[i]);
+  if (!crcs.empty()) *ready = ReadyLocked();
+  if (FillLocked(index, 0, kChunkBytes, memory)) return true;
+  parked_.push_back(index);
+  return false;
 }
 
 }  // namespace holdfast::writer

@@ -11,8 +11,16 @@
 #include "absl/base/thread_annotations.h"
 #include "holdfast/plan.h"
 #include "runtime/base/mutex.h"
+#include "runtime/digest/digest.h"
 
 namespace holdfast::writer {
+
+/// The digest of an extent that could not be finished while it was copied: a checksum that it has a
+/// place for was not known yet. Its tensors' parts have theirs.
+struct BegunDigest {
+  digest::Stream whole;
+  uint32_t bytes = 0;  ///< So much of the extent is in it.
+};
 
 /// Checksums of one save. An extent with a place for a checksum can be sealed only when all of the
 /// tensor was staged. It is not waited for: whoever takes the last part seals it.
@@ -28,16 +36,28 @@ class Checksums {
   /// Whether extent `index` has a place for the checksum of a device tensor that is not all in it.
   bool WaitsForDevice(uint32_t index) const { return extents_[index].waits_for_device; }
 
-  /// Whether extent `index` has places for checksums; one without can be sealed at once.
-  bool HasPlaces(uint32_t index) const { return !extents_[index].places.empty(); }
+  /// Whether `bytes` at `offset` of extent `index` have places for checksums.
+  bool HasPlaces(uint32_t index, uint32_t offset, uint32_t bytes) const;
 
   /// Whether the bytes at `offset` of extent `index` begin a part of a tensor whose checksum is
   /// wanted.
   bool Wants(uint32_t index, uint32_t offset) const;
 
-  /// In place of Take for an extent without places: the CRC-32 of each wanted part, in order, taken
-  /// while it was copied.
-  void Add(uint32_t index, const std::vector<uint32_t>& crcs, std::vector<uint32_t>* ready);
+  /// The CRC-32 of that part, taken while it was copied: `Take` leaves it alone then. Either all
+  /// wanted parts of an extent are told so, or none.
+  void Add(uint32_t index, uint32_t offset, uint32_t crc);
+
+  /// After `Add`: extents that `Take` turned down before and that have everything now.
+  std::vector<uint32_t> Ready();
+
+  /// Fills the places in `bytes` at `offset` of the extent at `memory`, if everything for them is
+  /// known.
+  bool Fill(uint32_t index, uint32_t offset, uint32_t bytes, char* memory);
+
+  /// Keeps what was digested of an extent until it is sealed, for whoever does that.
+  void Keep(uint32_t index, const BegunDigest& begun);
+  /// Null: nothing was.
+  std::unique_ptr<BegunDigest> TakeBegun(uint32_t index);
 
   /// Takes what the staged bytes of extent `index` contribute, the first time that it is called for
   /// it. True: nothing is missing for its places, they were filled, and it can be sealed. False:
@@ -65,16 +85,24 @@ class Checksums {
     uint32_t offset = 0;  // in the extent
   };
   struct Extent {
-    std::vector<Part> parts;
-    std::vector<Place> places;
+    std::vector<Part> parts;    // by their offsets
+    std::vector<Place> places;  // likewise
     bool waits_for_device = false;
     bool taken = false;
+    std::unique_ptr<BegunDigest> begun;
   };
 
   void AddFile(const PlannedFile& file, uint32_t extent_first);
-  void AddLocked(uint32_t index, const std::vector<uint32_t>& crcs, std::vector<uint32_t>* ready)
+  const Part* FindPart(uint32_t index, uint32_t offset) const;
+  /// The first place at `offset` or behind it.
+  std::vector<Place>::const_iterator PlaceAt(uint32_t index, uint32_t offset) const;
+  void AddLocked(const Part& part, uint32_t crc) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::vector<uint32_t> ReadyLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// False: something is missing for one of those from `begin` to before `end`.
+  bool Complete(uint32_t index, uint32_t begin, uint32_t end) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool Complete(const Extent& extent) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool FillLocked(uint32_t index, uint32_t begin, uint32_t end, char* memory) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   base::Mutex mutex_;
   std::vector<Extent> extents_;  // each touched by who seals it

@@ -112,6 +112,17 @@ void Sealer::Seal(SaveState* save, uint32_t index) {
   layout::Extent& extent = save->table->extent(index);
   layout::Piece* pieces = save->table->pieces(extent);
   const char* memory = pool_->arena().base() + extent.arena_offset;
+  if (save->checksums != nullptr) {
+    if (const std::unique_ptr<BegunDigest> begun = save->checksums->TakeBegun(index)) {
+      for (uint32_t i = 0; i < extent.piece_count; ++i) {
+        const layout::Piece& piece = pieces[i];
+        if (piece.tensor == Failure::kNoIndex && piece.has_digest != 0)
+          pieces[i].digest = digest::Of(memory + piece.offset, piece.bytes);
+      }
+      begun->whole.Update(memory + begun->bytes, extent.bytes - begun->bytes);
+      return SealDigested(save, index, begun->whole.Finish());
+    }
+  }
   absl::InlinedVector<digest::Part, 16> parts;
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
     if (pieces[i].has_digest == 0) continue;

@@ -170,11 +170,6 @@ absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save,
   return absl::OkStatus();
 }
 
-bool Stager::IsFused(const SaveState& save, uint32_t index) const {
-  // An extent with a place for a checksum cannot be digested before that is known.
-  return options_.fused_copy && (save.checksums == nullptr || !save.checksums->HasPlaces(index));
-}
-
 bool Stager::CopiesElsewhere(const std::shared_ptr<SaveState>& save, uint32_t index,
                              const std::shared_ptr<HelpedCopies>& helped) {
   // A thread that is woken for less has cost more than the copy.
@@ -184,28 +179,26 @@ bool Stager::CopiesElsewhere(const std::shared_ptr<SaveState>& save, uint32_t in
 #ifdef HOLDFAST_PLANTED_BUGS
     if (testing::return_while_copying) absl::SleepFor(absl::Milliseconds(50));
 #endif
-    const bool fused = IsFused(*save, index);
-    absl::Status status;
-    if (!save->StagingFailed())
-      status = fused ? CopyFused(save, index) : CopyHostPieces(save.get(), index);
-    const bool seal = status.ok() && !fused;
-    helped->End(status);
-    return seal;
+    absl::StatusOr<bool> sealed = true;
+    if (!save->StagingFailed()) sealed = CopyHostPieces(save, index, Way::kHost);
+    helped->End(sealed.status());
+    return sealed.ok() && !*sealed;
   });
   if (!taken) helped->End(absl::OkStatus());
   return taken;
 }
 
 absl::Status Stager::CopyHost(const std::shared_ptr<SaveState>& save, uint32_t index, Way way) {
-  const bool fused = way == Way::kHost && IsFused(*save, index);
   const absl::Time begin = absl::Now();
-  absl::Status status = fused ? CopyFused(save, index) : CopyHostPieces(save.get(), index);
+  const absl::StatusOr<bool> sealed = CopyHostPieces(save, index, way);
   save->MutableReport()->time_copying += absl::ToDoubleSeconds(absl::Now() - begin);
-  if (status.ok() && way == Way::kHost && !fused) sealer_->Enqueue(save, index);
-  return status;
+  if (sealed.ok() && way == Way::kHost && !*sealed) sealer_->Enqueue(save, index);
+  return sealed.status();
 }
 
-absl::Status Stager::CopyHostPieces(SaveState* save, uint32_t index) {
+absl::StatusOr<bool> Stager::CopyHostPieces(const std::shared_ptr<SaveState>& save, uint32_t index,
+                                            Way way) {
+  if (options_.fused_copy && way == Way::kHost) return CopyFused(save, index);
   const layout::Extent& extent = save->table->extent(index);
   const layout::Piece* pieces = save->table->pieces(extent);
   const PieceSource* sources = save->table->sources(extent);
@@ -214,36 +207,54 @@ absl::Status Stager::CopyHostPieces(SaveState* save, uint32_t index) {
     if (sources[i].device == nullptr)
       std::memcpy(memory + pieces[i].offset, sources[i].data, pieces[i].bytes);
   }
-  return options_.second_look ? LookAgain(*save, index) : absl::OkStatus();
+  if (options_.second_look) HOLDFAST_RETURN_IF_ERROR(LookAgain(*save, index));
+  return false;
 }
 
-absl::Status Stager::CopyFused(const std::shared_ptr<SaveState>& save, uint32_t index) {
+absl::StatusOr<bool> Stager::CopyFused(const std::shared_ptr<SaveState>& save, uint32_t index) {
   const layout::Extent& extent = save->table->extent(index);
   layout::Piece* pieces = save->table->pieces(extent);
   const PieceSource* sources = save->table->sources(extent);
+  Checksums* const checksums = save->checksums.get();
   char* memory = pool_->arena().base() + extent.arena_offset;
-  std::vector<uint32_t> crcs;
-  digest::Stream whole;
+  BegunDigest begun;
+  bool may_digest = true;  // no checksum is missing so far
+  bool added = false;
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
+    layout::Piece& piece = pieces[i];
     digest::Stream part;
-    digest::Tap tap;
-    uint32_t crc = 0;
-    const bool wanted =
-        save->checksums != nullptr && save->checksums->Wants(index, pieces[i].offset);
-    if (wanted) tap = {.take = AddToCrc32, .state = &crc};
-    digest::CopyAndDigest(memory + pieces[i].offset, sources[i].data, pieces[i].bytes, &whole,
-                          pieces[i].has_digest != 0 ? &part : nullptr, tap);
-    if (pieces[i].has_digest != 0) pieces[i].digest = part.Finish();
-    if (wanted) crcs.push_back(crc);
+    digest::Stream* const wanted_part = piece.has_digest != 0 ? &part : nullptr;
+    char* const to = memory + piece.offset;
+    if (checksums != nullptr && checksums->HasPlaces(index, piece.offset, piece.bytes)) {
+      std::memcpy(to, sources[i].data, piece.bytes);
+      may_digest = may_digest && checksums->Fill(index, piece.offset, piece.bytes, memory);
+      if (may_digest) {
+        begun.whole.Update(to, piece.bytes);
+        part.Update(to, piece.bytes);
+      }
+    } else {
+      uint32_t crc = 0;
+      const bool wants_crc = checksums != nullptr && checksums->Wants(index, piece.offset);
+      digest::Tap tap;
+      if (wants_crc) tap = {.take = AddToCrc32, .state = &crc};
+      digest::CopyAndDigest(to, sources[i].data, piece.bytes, may_digest ? &begun.whole : nullptr,
+                            wanted_part, tap);
+      if (wants_crc) checksums->Add(index, piece.offset, crc);
+      added = added || wants_crc;
+    }
+    if (wanted_part != nullptr) piece.digest = part.Finish();
+    if (may_digest) begun.bytes += piece.bytes;
+  }
+  if (added) {
+    for (const uint32_t other : checksums->Ready()) sealer_->Enqueue(save, other);
   }
   if (options_.second_look) HOLDFAST_RETURN_IF_ERROR(LookAgain(*save, index));
-  if (save->checksums != nullptr) {
-    std::vector<uint32_t> ready;
-    save->checksums->Add(index, crcs, &ready);
-    for (const uint32_t other : ready) sealer_->Enqueue(save, other);
+  if (may_digest) {
+    sealer_->SealDigested(save.get(), index, begun.whole.Finish());
+  } else {
+    checksums->Keep(index, begun);
   }
-  sealer_->SealDigested(save.get(), index, whole.Finish());
-  return absl::OkStatus();
+  return may_digest;
 }
 
 absl::Status Stager::LookAgain(const SaveState& save, uint32_t index) const {
@@ -252,7 +263,8 @@ absl::Status Stager::LookAgain(const SaveState& save, uint32_t index) const {
   const PieceSource* sources = save.table->sources(extent);
   const char* memory = pool_->arena().base() + extent.arena_offset;
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
-    if (sources[i].device != nullptr) continue;
+    // Literals are not the trainer's, and have their checksums by now.
+    if (sources[i].device != nullptr || pieces[i].tensor == Failure::kNoIndex) continue;
     const char* staged = memory + pieces[i].offset;
     if (std::memcmp(staged, sources[i].data, pieces[i].bytes) == 0) continue;
     const char* first = std::mismatch(staged, staged + pieces[i].bytes, sources[i].data).first;

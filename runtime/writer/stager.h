@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "runtime/staging/staging_pool.h"
 #include "runtime/writer/device_stager.h"
@@ -51,10 +52,12 @@ class Stager {
   /// Whether the copy of extent `index` may be, and was, handed to another thread.
   bool CopiesElsewhere(const std::shared_ptr<SaveState>& save, uint32_t index,
                        const std::shared_ptr<HelpedCopies>& helped);
-  bool IsFused(const SaveState& save, uint32_t index) const;
   absl::Status CopyHost(const std::shared_ptr<SaveState>& save, uint32_t index, Way way);
-  absl::Status CopyHostPieces(SaveState* save, uint32_t index);
-  absl::Status CopyFused(const std::shared_ptr<SaveState>& save, uint32_t index);
+  /// Copies what of extent `index` is in host memory. True: it was sealed as well.
+  absl::StatusOr<bool> CopyHostPieces(const std::shared_ptr<SaveState>& save, uint32_t index,
+                                      Way way);
+  /// The same, digesting while copying, up to the first place of a checksum that is not known yet.
+  absl::StatusOr<bool> CopyFused(const std::shared_ptr<SaveState>& save, uint32_t index);
   absl::Status LookAgain(const SaveState& save, uint32_t index) const;
 
   staging::StagingPool* pool_;

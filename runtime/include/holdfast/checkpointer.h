@@ -45,7 +45,8 @@ struct CheckpointerOptions {
   bool read_back = false;    ///< Compare what is really on disk before committing.
   bool second_look = false;  ///< Compare host sources again after copying: finds torn copies.
   /// Digest host tensors while they are copied, a cache's worth at a time: their bytes cross the
-  /// memory bus once less. Not for files with checksums (torch's zip framing).
+  /// memory bus once less. What stands behind a checksum that is not known by then (torch's zip
+  /// framing, a tensor over several chunks) is digested afterwards.
   bool fused_copy = true;
   TrainerDeath trainer_death = TrainerDeath::kFinish;
   WhenFull when_full = WhenFull::kWait;

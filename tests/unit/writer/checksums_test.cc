@@ -14,6 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/mutex.h"
+#include "runtime/format/torch_zip.h"
 #include "tests/testing/framed_plan.h"
 #include "tests/testing/sanitizers.h"
 #include "tests/testing/slow_device.h"
@@ -82,6 +83,40 @@ class ChecksumsTest : public ::testing::Test {
       }
       queue.insert(queue.end(), ready.begin(), ready.end());
     }
+    std::sort(sealed.begin(), sealed.end());
+    return sealed;
+  }
+
+  /// What a copy that takes checksums on its way does. Returns what was sealed: the extent, if
+  /// nothing was missing where its places are, and those that waited for its tensors.
+  std::vector<uint32_t> Copy(uint32_t index) {
+    char* const memory = file_.data() + index * kChunk;
+    const uint64_t begin = index * kChunk, end = std::min<uint64_t>(begin + kChunk, file_.size());
+    bool missing = false, added = false;
+    for (const Segment& segment : plan_.files[0].segments) {
+      const uint64_t from = std::max(begin, segment.file_offset);
+      const uint64_t to = std::min(end, segment.file_offset + segment.bytes);
+      if (from >= to) continue;
+      const auto at = static_cast<uint32_t>(from - begin), bytes = static_cast<uint32_t>(to - from);
+      if (checksums_->HasPlaces(index, at, bytes)) {
+        EXPECT_EQ(segment.tensor, Segment::kLiteral);
+        missing = missing || !checksums_->Fill(index, at, bytes, memory);
+      } else if (checksums_->Wants(index, at)) {
+        checksums_->Add(index, at, format::Crc32(0, memory + at, bytes));
+        added = true;
+      }
+    }
+    std::vector<uint32_t> sealed;
+    const auto add = [&](const std::vector<uint32_t>& more) {
+      sealed.insert(sealed.end(), more.begin(), more.end());
+    };
+    if (!missing) {
+      ++sealed_[index];
+      sealed.push_back(index);
+    }
+    for (const uint32_t ready : added ? checksums_->Ready() : std::vector<uint32_t>())
+      add(Take(ready));
+    if (missing) add(Take(index));
     std::sort(sealed.begin(), sealed.end());
     return sealed;
   }
@@ -163,6 +198,50 @@ TEST_F(ChecksumsTest, AnyOrderGivesTheSameBytes) {
     for (const uint32_t index : order) Take(index);
     SCOPED_TRACE(seed);
     ExpectAllSealedAndRight();
+  }
+}
+
+TEST_F(ChecksumsTest, CopiesThatTakeThemSealWhatHasItsTensorsBehindIt) {
+  Plan({kChunk / 2, kChunk, kChunk}, {.directory_bytes = 0});
+  EXPECT_THAT(Copy(0), ElementsAre(0));
+  EXPECT_THAT(Copy(2), IsEmpty()) << "its place is that of a tensor that begins in extent 1";
+  EXPECT_THAT(Copy(1), ElementsAre(1, 2));
+  ExpectAllSealedAndRight();
+}
+
+TEST_F(ChecksumsTest, CopiesInAnyOrderGiveTheSameBytes) {
+  const std::vector<uint64_t> sizes = {kChunk + 3, 17, 2 * kChunk - 5, 1, 1000, 3 * kChunk + 1};
+  Plan(sizes, {});
+  std::vector<uint32_t> order(extents());
+  std::iota(order.begin(), order.end(), 0u);
+  for (uint32_t seed = 0; seed < (holdfast::testing::kThreadSanitizer ? 2 : 20); ++seed) {
+    Plan(sizes, {});
+    std::mt19937 random(seed);
+    std::shuffle(order.begin(), order.end(), random);
+    // Some as the sealer takes them.
+    for (const uint32_t index : order) random() % 4 == 0 ? Take(index) : Copy(index);
+    SCOPED_TRACE(seed);
+    ExpectAllSealedAndRight();
+  }
+}
+
+TEST_F(ChecksumsTest, PlacesMayNameTheirTensorsInAnyOrder) {
+  Plan(std::vector<uint64_t>(40, 100'000), {.behind_bytes = 0, .directory_bytes = 50});
+  std::vector<Crc32Slot>& slots = plan_.files[0].segments.back().crc32_slots;
+  ASSERT_EQ(slots.size(), 40u);
+  for (Segment& segment : plan_.files[0].segments) {
+    if (&segment.crc32_slots != &slots) segment.crc32_slots.clear();
+  }
+  // The same places, told from the last to the first.
+  std::reverse(slots.begin(), slots.end());
+  checksums_ = Checksums::For(plan_);
+  for (uint32_t i = 0; i < extents(); ++i) Copy(i);
+  for (uint32_t i = 0; i < extents(); ++i) EXPECT_EQ(sealed_[i], 1) << "extent " << i;
+  const char* directory = file_.data() + plan_.files[0].segments.back().file_offset;
+  for (const Crc32Slot& slot : slots) {
+    const Segment& tensor = plan_.files[0].segments[slot.segment];
+    const uint32_t crc = format::Crc32(0, tensor.data, tensor.bytes);
+    EXPECT_EQ(std::memcmp(directory + slot.offset, &crc, sizeof(crc)), 0) << slot.segment;
   }
 }
 
