@@ -196,7 +196,7 @@ class TidyTest(unittest.TestCase):
         self.assertIn("__cxa_", self.check_fork_line("void F() { throw 1; }"))
 
     def test_static_constructors_are_found(self):
-        self.assertIn(".init_array", self.check_fork_line("int F();\nint g = F();\nint F() { return 1; }"))
+        self.assertIn(".init_array", self.check_fork_line("int F();\nint g = F();"))
 
     def test_initialization_at_first_use_is_found(self):
         self.assertIn("first use", self.check_fork_line(

@@ -88,7 +88,8 @@ TEST_F(FindWorkerProgramTest, AWishThatCannotBeMetIsAnErrorAndNothingElseIsTried
 
 TEST_F(FindWorkerProgramTest, AnEmptyVariableIsNoWish) {
   setenv("HOLDFAST_WORKER", "", 1);
-  EXPECT_EQ(*FindWorkerProgram(""), Make("bin/holdfast-worker"));
+  const std::string beside = Make("bin/holdfast-worker");
+  EXPECT_EQ(*FindWorkerProgram(""), beside);
 }
 
 TEST_F(FindWorkerProgramTest, NowhereNamesEveryPlaceThatWasTried) {
