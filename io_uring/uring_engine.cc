@@ -24,24 +24,6 @@ constexpr Kind KindOf(uint64_t data) { return static_cast<Kind>(data >> 56); }
 constexpr uint32_t IndexOf(uint64_t data) { return data & 0xff; }
 constexpr uint32_t GenerationOf(uint64_t data) { return static_cast<uint32_t>(data >> 8); }
 
-// The entries of a ring lie in memory that liburing maps behind ThreadSanitizer's back: it would
-// take whoever used those addresses before for another thread in a race (tests/tsan.supp).
-#define HOLDFAST_IN_RING_MEMORY __attribute__((no_sanitize("thread")))
-
-HOLDFAST_IN_RING_MEMORY void Mark(struct io_uring_sqe* entry, uint64_t user_data,
-                                  uint16_t io_priority = 0) {
-  entry->user_data = user_data;
-  entry->ioprio = io_priority;
-}
-
-struct Ended {
-  uint64_t user_data;
-  int32_t result;
-};
-HOLDFAST_IN_RING_MEMORY Ended Read(const struct io_uring_cqe& entry) {
-  return {.user_data = entry.user_data, .result = entry.res};
-}
-
 // Entries beyond `depth` are for watches: one to arm and one to remove each. Watches never take
 // from the first `depth`, and a transfer has at most one entry at a time, so a transfer always
 // finds one.
@@ -115,7 +97,7 @@ int UringEngine::Open(const QueueOptions& options, Text* why) {
 int UringEngine::Prove() {
   struct io_uring_sqe* entry = io_uring_get_sqe(&ring_);
   io_uring_prep_nop(entry);
-  Mark(entry, UserData(Kind::kProof, 0));
+  entry->user_data = UserData(Kind::kProof, 0);
   const uint64_t deadline = sys::NowNs() + kProofNs;
   while (!proved_) {
     Flush();
@@ -139,7 +121,7 @@ int UringEngine::Watch(uint32_t index, int fd) {
     }
     if (entry == nullptr) return EAGAIN;
     io_uring_prep_poll_remove(entry, UserData(Kind::kPoll, index, watch.generation));
-    Mark(entry, UserData(Kind::kRemoval, index));
+    entry->user_data = UserData(Kind::kRemoval, index);
     Flush();
   }
   watch = {.fd = fd, .generation = watch.generation + 1};
@@ -158,7 +140,7 @@ void UringEngine::ArmWatches() {
     struct io_uring_sqe* entry = TakeWatchEntry();
     if (entry == nullptr) return;  // the next round of Wait has room again
     io_uring_prep_poll_add(entry, watch.fd, POLLIN);
-    Mark(entry, UserData(Kind::kPoll, i, watch.generation));
+    entry->user_data = UserData(Kind::kPoll, i, watch.generation);
     watch.armed = true;
   }
 }
@@ -204,7 +186,8 @@ void UringEngine::Prepare(uint32_t index) {
   } else {
     io_uring_prep_read(entry, fd, buffer, transfer.bytes(), transfer.offset());
   }
-  Mark(entry, UserData(Kind::kTransfer, index), io_priority_);
+  entry->ioprio = io_priority_;
+  entry->user_data = UserData(Kind::kTransfer, index);
 }
 
 int UringEngine::Flush() {
@@ -227,7 +210,8 @@ int UringEngine::Reap(Completion* out, int capacity, uint32_t* wakeups) {
   int count = 0;
   struct io_uring_cqe* entry = nullptr;
   while (count < capacity && io_uring_peek_batch_cqe(&ring_, &entry, 1) == 1) {
-    const auto [data, result] = Read(*entry);
+    const uint64_t data = entry->user_data;
+    const int32_t result = entry->res;
     io_uring_cq_advance(&ring_, 1);
     const uint32_t index = IndexOf(data);
     switch (KindOf(data)) {
