@@ -223,8 +223,8 @@ void JobTable::FillFiles(const SavePlan& plan, const format::ManifestTemplate& m
               literal ? segment->literal.data() : static_cast<const char*>(segment->data);
           Device* device =
               segment->device != nullptr && !segment->device->is_host() ? segment->device : nullptr;
-          sources_.push_back(
-              {.data = data + (from - segment->file_offset), .device = literal ? nullptr : device});
+          if (data != nullptr) data += from - segment->file_offset;
+          sources_.push_back({.data = data, .device = literal ? nullptr : device});
         }
         if (segment->file_offset + segment->bytes > end) break;
         ++segment;
