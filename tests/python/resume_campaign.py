@@ -34,7 +34,9 @@ EVERY = 4
 RANKS = {"plain": 1, "dcp": 2}
 # Phases of the kills, in turn; all but "training" are inside of a save or a load.
 ORDER = ("commit", "writing", "finalize", "load", "staging", "commit", "writing", "training", "staging", "finalize")
+FIRST = {"plain": 0, "dcp": 4}  # so that a few kills of both have most phases
 LIMIT = 180.0
+MISSED_MAX = 4
 
 
 class Job:
@@ -164,8 +166,9 @@ def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: 
     reference = Job(way, directory, steps, 0, size).run_to_end()
     rows: list[dict[str, Any]] = []
     committed = 0  # the newest step that was told durable, or seen complete
+    missed = 0
     while len(rows) < kills:
-        phase = ORDER[len(rows) % len(ORDER)]
+        phase = ORDER[(FIRST[way] + len(rows)) % len(ORDER)]
         # The first job commits once before it is killed: the others must find something to resume from.
         skip = choose.randrange(2) if committed else 1
         job = Job(way, directory, steps, EVERY, size, f"{phase}:{skip}:{choose.random():.2f}")
@@ -184,7 +187,10 @@ def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: 
                             *(int(v) for _, p, v in job.lines if p == "durable"), resumed)
             rows.append({"phase": phase, "inside": job.inside(), "workers_too": with_workers,
                          "trained": trained, "committed": committed})
+            missed = 0
         else:  # it reached its end first: begin anew
+            missed += 1
+            assert missed < MISSED_MAX, f"{missed} jobs in a row ended before they were held in {phase}"
             assert job.run_to_end() == reference, "the run that was not killed ended differently"
             shutil.rmtree(directory)
             os.mkdir(directory)

@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,9 @@ class Hold:
         self._skip = int(skip)
         self._share = float(share)
         self._passed: set[int] = set()
-        if self.phase in (*WORKERS, "staging"):
+        self._calling = False
+        self._into_call = 0.02  # seconds
+        if self.phase in WORKERS:
             threading.Thread(target=self._watch, daemon=True).start()
 
     def _mine(self, number: int) -> bool:
@@ -65,6 +68,24 @@ class Hold:
     def load(self) -> None:
         if self.phase == "load":
             threading.Timer(0.15 * self._share, self._stop).start()
+
+    @contextlib.contextmanager
+    def staging(self, number: int) -> Iterator[None]:
+        """Around the call that saves: what it copies is not all staged before it returns."""
+        if self.phase != "staging" or not self._mine(number):
+            yield
+            return
+        self._calling = True
+        timer = threading.Timer(self._into_call * self._share, self._stop_in_call)
+        timer.start()
+        yield
+        self._calling = False
+        timer.cancel()
+        self._into_call /= 2  # it was over before: sooner in the next one
+
+    def _stop_in_call(self) -> None:
+        if self._calling:
+            self._stop()
 
     def finalize(self, number: int) -> None:
         """Called when all data is durable and the checkpoint is not complete, or its end not told."""
@@ -88,11 +109,6 @@ class Hold:
     def _look(self, save: saving.Save, pid: int) -> None:
         now = save.progress()
         total = max(now["bytes_total"], 1)
-        if self.phase == "staging":
-            share = now["bytes_sealed"] / total
-            if self._share * 0.7 <= share < 1 and self._mine(save._native.epoch):
-                self._stop()
-            return
         if not pid or now["phase"] not in WORKERS[self.phase]:
             return
         if self.phase == "writing" and now["bytes_written"] / total < self._share:
@@ -158,8 +174,10 @@ def train_plain(arguments: argparse.Namespace, hold: Hold) -> None:
         tell("train", step)
         if arguments.every and step % arguments.every == 0:
             tell("save", step)
-            save = holdfast.save_async(state(step), os.path.join(arguments.dir, f"step-{step}"),
-                                       step=step, keep_last=KEEP)
+            now = state(step)
+            with hold.staging(step):
+                save = holdfast.save_async(now, os.path.join(arguments.dir, f"step-{step}"),
+                                           step=step, keep_last=KEEP)
             tell("called", step)
 
             def ended(future: Any, step: int = step) -> None:
@@ -247,8 +265,10 @@ def train_dcp(arguments: argparse.Namespace, hold: Hold) -> None:
             if arguments.digests:
                 tell("saved", f"{step} {whole_digest()}")
             tell("save", step)
-            future = holdfast.dcp.async_save(
-                state(step), checkpoint_id=os.path.join(arguments.dir, f"step-{step}"))
+            now = state(step)
+            with hold.staging(step):
+                future = holdfast.dcp.async_save(
+                    now, checkpoint_id=os.path.join(arguments.dir, f"step-{step}"))
             tell("called", step)
             future.add_done_callback(
                 lambda f, step=step: tell("failed" if f.exception() else "durable", step))
