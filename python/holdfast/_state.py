@@ -170,6 +170,45 @@ def key_of(key: Any) -> Any:
     return scalar_of(key)
 
 
+# ---- What a tensor consists of.
+
+
+def _flattened(tensor: Any) -> tuple[list[str], Any] | None:
+    """Names of the tensors that it wraps, and what else it is made of, if its class says so."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return None
+    return tensor.__tensor_flatten__()
+
+
+def _sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The tensors of a sparse one by their names; none if its layout is not known."""
+    if tensor.layout == torch.sparse_coo:
+        # Not coalesced here: that would change what is loaded.
+        return {"indices": tensor._indices(), "values": tensor._values()}
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        names = ("crow_indices", "col_indices", "values")
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        names = ("ccol_indices", "row_indices", "values")
+    else:
+        return {}
+    return {name: getattr(tensor, name)() for name in names}
+
+
+def memory_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Begin and end of the memory of a tensor, or of each that it consists of."""
+    local = getattr(tensor, "_local_tensor", None)
+    if local is not None:
+        yield from memory_of(local)
+    elif (flattened := _flattened(tensor)) is not None:
+        for name in flattened[0]:
+            yield from memory_of(getattr(tensor, name))
+    elif tensor.layout != torch.strided:
+        for part in _sparse_parts(tensor.detach()).values():
+            yield from memory_of(part)
+    elif tensor.numel():
+        yield tensor.data_ptr(), tensor.data_ptr() + span_of(tensor)
+
+
 # ---- The walk down.
 
 
@@ -277,24 +316,35 @@ class _Walk:
                 "placements": [str(p) for p in value.placements],
                 "mesh": list(mesh.shape),
             }
-        if type(value) not in (torch.Tensor, torch.nn.Parameter) and hasattr(value, "__tensor_flatten__"):
-            names, context = value.__tensor_flatten__()
+        marks: Node = {}
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            marks["class"] = class_name(value)
+        if isinstance(value, torch.nn.Parameter):
+            marks["parameter"] = True
+        if value.requires_grad:
+            marks["requires_grad"] = True
+        flattened = _flattened(value)
+        if flattened is not None:
+            names, context = flattened
             inner = {n: self.node((*path, n), getattr(value, n)) for n in names}
             key = self._unique(name + "#context")
             self.objects[key] = (type(value), context, tuple(value.shape), tuple(value.stride()))
-            return {"kind": "subclass", "class": class_name(value), "inner": inner, "context": key}
+            return {"kind": "subclass", **marks, "inner": inner, "context": key}
         if value.layout != torch.strided:
-            return self._sparse(path, value)
+            return {**self._sparse(path, value), **marks}
+        if "class" in marks and value.numel() and not value.data_ptr():
+            raise Error(
+                "INVALID_ARGUMENT",
+                f"save {name}: a {marks['class']} has no memory of its own and no "
+                "__tensor_flatten__ that says what it wraps; save that instead",
+            )
         node: Node = {
             "kind": "tensor",
+            **marks,
             "dtype": _dtypes.torch_name(value.dtype),
             "shape": list(value.shape),
             "device": str(value.device),
         }
-        if isinstance(value, torch.nn.Parameter):
-            node["parameter"] = True
-        if value.requires_grad:
-            node["requires_grad"] = True
         tensor = value.detach()
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
@@ -302,10 +352,10 @@ class _Walk:
         if tensor.numel() == 0:
             self._store(path, tensor, node, tuple(tensor.shape))
             return node
-        span = _span(tensor)
+        span = span_of(tensor)
         if not tensor.is_contiguous() and span > _SPAN_MAX * tensor.numel() * tensor.itemsize:
             tensor = tensor.contiguous()
-            span = _span(tensor)
+            span = span_of(tensor)
             self.copies.append(name)
         begin = tensor.data_ptr()
         self.leaves.append(_Leaf(path, tensor, node, begin, begin + span))
@@ -313,22 +363,8 @@ class _Walk:
 
     def _sparse(self, path: Path, value: torch.Tensor) -> Node:
         value = value.detach()
-        if value.layout == torch.sparse_coo:
-            # Not coalesced here: that would change what is loaded.
-            parts = {"indices": value._indices(), "values": value._values()}
-        elif value.layout in (torch.sparse_csr, torch.sparse_bsr):
-            parts = {
-                "crow_indices": value.crow_indices(),
-                "col_indices": value.col_indices(),
-                "values": value.values(),
-            }
-        elif value.layout in (torch.sparse_csc, torch.sparse_bsc):
-            parts = {
-                "ccol_indices": value.ccol_indices(),
-                "row_indices": value.row_indices(),
-                "values": value.values(),
-            }
-        else:
+        parts = _sparse_parts(value)
+        if not parts:
             raise Error(
                 "INVALID_ARGUMENT",
                 f"save {join(path)}: tensors of layout {value.layout} are not supported; convert "
@@ -420,7 +456,7 @@ class _Walk:
                 leaf.node["stride"] = list(leaf.tensor.stride())
 
 
-def _span(tensor: torch.Tensor) -> int:
+def span_of(tensor: torch.Tensor) -> int:
     """Bytes from a strided tensor's first element to the end of its last."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize

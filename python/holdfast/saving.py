@@ -193,12 +193,11 @@ _failed: list[Save] = []
 
 
 def _late_memory(state: Any, late: Iterable[Any]) -> list[tuple[int, int]]:
-    """Address ranges of storages that may be copied behind the training."""
-    ranges = []
+    """Address ranges of tensors that may be copied behind the training."""
+    ranges: list[tuple[int, int]] = []
 
     def add(tensor: torch.Tensor) -> None:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        ranges.append((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+        ranges.extend(_state.memory_of(tensor))
 
     def visit(value: Any) -> None:
         if isinstance(value, torch.nn.Module):
@@ -232,7 +231,14 @@ def _late_memory(state: Any, late: Iterable[Any]) -> list[tuple[int, int]]:
     find(state)
     for value in late:
         visit(value)
-    return sorted(ranges)
+    # What overlaps is stored as one.
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(ranges):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((begin, end))
+    return merged
 
 
 def _is_late(stored: _state.Stored, ranges: list[tuple[int, int]]) -> bool:

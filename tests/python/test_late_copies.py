@@ -149,6 +149,32 @@ def test_parameters_are_copied_late_without_a_copy_on_the_device(
     save.wait(60)
 
 
+class Flat(torch.nn.Module):
+    """A parameter and a buffer in one storage, and a parameter without memory of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        flat = torch.zeros(80)
+        self.weight = torch.nn.Parameter(flat[:64])
+        self.register_buffer("amax", flat[64:])
+        self.sparse = torch.nn.Parameter(torch.eye(64).to_sparse())
+
+
+def test_only_what_a_parameter_consists_of_is_copied_late(slow: SlowDevice, tmp_path: Path) -> None:
+    net = Flat()
+    save = holdfast.save_async({"net": net}, tmp_path / "s")
+    net.amax.fill_(7.0)
+    with torch.no_grad():
+        net.weight.fill_(8.0)  # against the rule: shows that it is copied now
+        net.sparse._values().fill_(9.0)
+    slow.open.set()
+    save.wait(60)
+    loaded = holdfast.load(tmp_path / "s")["net"]
+    assert not loaded["amax"].any()
+    assert (loaded["weight"] == 8.0).all()
+    assert (loaded["sparse"].detach()._values() == 9.0).all()
+
+
 def test_the_optimizers_step_waits_for_the_copies_on_the_stream(
     slow: SlowDevice, tmp_path: Path
 ) -> None:
