@@ -456,6 +456,12 @@ class _Walk:
                 leaf.node["stride"] = list(leaf.tensor.stride())
 
 
+def stride_of(node: Node) -> tuple[int, ...]:
+    """A tensor node's; row-major ones are not written down."""
+    stride = node.get("stride")
+    return tuple(torch.empty(node["shape"], device="meta").stride() if stride is None else stride)
+
+
 def span_of(tensor: torch.Tensor) -> int:
     """Bytes from a strided tensor's first element to the end of its last."""
     last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

@@ -194,7 +194,7 @@ def test_any_box_of_a_tensor_is_read_into_any_layout(
 
 
 def test_sharded_reading_is_bounded_by_the_buffer(tmp_path: Path) -> None:
-    from holdfast.dcp.pieces import Piece, Source, cut
+    from holdfast._pieces import Piece, Source, cut
 
     source = Source(None, "t", 0, torch.float32, (1000, 10), (1000, 1))
     pieces = list(cut(Piece(source, torch.zeros(1000, 10)), 65536))

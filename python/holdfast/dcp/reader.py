@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
 from holdfast import _dtypes, _native, _unpickle
+from holdfast._pieces import Loading, Source
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import objects
-from holdfast.dcp.pieces import Loading, Source
 from holdfast.dcp.placement import DATA_FILE, MANIFEST, new_attempt
 from holdfast.dcp.records import NotPlain, find_tensor
 from holdfast.dcp.writer import METADATA, StorageWriter, local_path
@@ -168,9 +168,7 @@ class StorageReader(_StorageReader):
         if foreign:
             self._read_foreign(foreign, planner)
         self.report = {
-            "bytes": loading.bytes,
-            "bytes_read": loading.bytes_read,
-            "seconds": loading.seconds,
+            **{key: loading.report[key] for key in ("bytes", "bytes_read", "seconds")},
             "verified": self._verify and not unproved and not foreign,
         }
         if unproved:

@@ -110,33 +110,42 @@ def cut(piece: Piece, buffer_bytes: int) -> Iterator[Piece]:
 
 
 class Loading:
-    """Reads pieces: direct ones together, the others a buffer full at a time."""
+    """Reads pieces: direct ones together, the others a buffer full at a time.
 
-    def __init__(self, verify: bool, buffer_bytes: int, threads: int) -> None:
+    Attributes:
+        report: of all that was read so far: ``bytes``, ``bytes_read``, ``seconds``, ``verified``,
+            and the last reading's ``engine``, ``engine_reason`` and ``direct_io``.
+    """
+
+    def __init__(self, verify: bool, buffer_bytes: int, threads: int, engine: str = "auto",
+                 direct_io: bool = True) -> None:  # fmt: skip
         self._verify = verify
+        self._buffer_bytes = buffer_bytes
         # Half for what must be laid out anew, half for the reading itself.
         self._piece_bytes = buffer_bytes // 2
-        self._buffer_bytes = max(buffer_bytes // 2, _READ_BYTES_MIN)
-        self._threads = threads
-        self._direct: dict[int, tuple[Any, list[Any]]] = {}
+        self._options = (threads, engine, direct_io)
+        # By the memory that they fill: tied tensors are the same, and once is enough.
+        self._direct: dict[int, tuple[Any, dict[tuple[int, int, Any], Any]]] = {}
         self._bounced: list[Piece] = []
-        self.bytes = 0
-        self.bytes_read = 0
-        self.seconds = 0.0
+        self.report: dict[str, Any] = {
+            "bytes": 0, "bytes_read": 0, "seconds": 0.0, "verified": verify,
+        }  # fmt: skip
 
     def add(self, source: Source, target: torch.Tensor) -> None:
         """Asks for a box of the same shape."""
         for piece in cut(Piece(source, target), self._piece_bytes):
             if piece.is_direct:
-                reader = piece.source.reader
-                self._direct.setdefault(id(reader), (reader, []))[1].append(piece.direct_target())
+                reader, wanted = piece.source.reader, piece.direct_target()
+                _, address, nbytes, device, _ = wanted
+                targets = self._direct.setdefault(id(reader), (reader, {}))[1]
+                targets[address, nbytes, device] = wanted
             else:
                 self._bounced.append(piece)
 
     def run(self) -> None:
         """Reads everything that was asked for."""
         for reader, targets in self._direct.values():
-            self.read(reader, targets)
+            self.read(reader, list(targets.values()))
         self._direct.clear()
         if not self._bounced:
             return
@@ -166,6 +175,7 @@ class Loading:
                 (p.source.name, buffer.data_ptr() + at, p.source.span, None, p.source.base)
                 for p, at in batch
             ],
+            self._buffer_bytes // 2,
         )
         for piece, at in batch:
             source = piece.source
@@ -173,12 +183,14 @@ class Loading:
             with torch.no_grad():
                 piece.target.copy_(raw.as_strided(source.shape, source.stride))
 
-    def read(self, reader: Any, targets: list[Any]) -> None:
+    def read(self, reader: Any, targets: list[Any], buffer_bytes: int = 0) -> None:
         """Reads parts to addresses."""
-        report = reader.load(targets, self._verify, self._buffer_bytes, self._threads, "auto", True)
-        self.bytes += report["bytes"]
-        self.bytes_read += report["bytes_read"]
-        self.seconds += report["seconds"]
+        threads, engine, direct_io = self._options
+        nbytes = max(buffer_bytes or self._buffer_bytes, _READ_BYTES_MIN)
+        report = reader.load(targets, self._verify, nbytes, threads, engine, direct_io)
+        for key in ("bytes", "bytes_read", "seconds"):
+            report[key] += self.report[key]
+        self.report = report
 
 
 def _aligned(nbytes: int) -> int:

@@ -1,0 +1,280 @@
+"""Loading into tensors of every kind: in place, each byte once, or a clear refusal."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map
+
+import holdfast
+
+MIB = 1 << 20
+
+
+def saved(state: Any, path: Path) -> Path:
+    holdfast.save_async(state, path).wait(60)
+    return path
+
+
+class Scaled(torch.Tensor):
+    """Values times a scale, as quantized weights are: a wrapper without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor, bits: int = 8) -> Scaled:
+        return torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor, bits: int = 8) -> None:
+        self.values_, self.scale, self.bits = values, scale, bits
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["values_", "scale"], {"bits": self.bits}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Any, context: Any, *_: Any) -> Scaled:
+        return cls(inner["values_"], inner["scale"], context["bits"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].values_, args[0].scale, args[0].bits)
+        plain = [tree_map(lambda x: x.dense() if isinstance(x, Scaled) else x, a) for a in (args, kwargs or {})]
+        return function(*plain[0], **plain[1])
+
+    def dense(self) -> torch.Tensor:
+        return self.values_.to(self.scale.dtype) * self.scale
+
+
+class Tagged(torch.Tensor):
+    """A class and nothing else: its memory is a tensor's."""
+
+
+def scaled(fill: int) -> Scaled:
+    return Scaled(torch.full((6, 4), fill, dtype=torch.int8), torch.full((4,), fill / 2))
+
+
+class Graph(torch.nn.Module):
+    """Parameters and buffers of every kind."""
+
+    def __init__(self, fill: int) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.weight = torch.nn.Parameter(scaled(fill), requires_grad=False)
+        indices = torch.tensor([[0] * fill, range(fill)])
+        self.register_buffer("adjacent", torch.sparse_coo_tensor(indices, torch.full((fill,), float(fill)), (8, 8)))
+        self.sparse = torch.nn.Parameter(torch.eye(4).mul(fill).to_sparse())
+
+
+def test_a_module_is_filled_whatever_its_tensors_are(tmp_path: Path) -> None:
+    source, target = Graph(5), Graph(1)
+    weight, values = target.weight, target.weight.values_
+    loaded = holdfast.load(saved({"m": source}, tmp_path / "s"), into={"m": target})
+    assert loaded["m"] is target
+    assert torch.equal(target.linear.weight, source.linear.weight)
+    assert torch.equal(target.adjacent.to_dense(), source.adjacent.to_dense())
+    assert torch.equal(target.sparse.to_dense(), source.sparse.to_dense())
+    assert target.weight is weight and weight.values_ is values
+    assert torch.equal(weight.dense(), source.weight.dense())
+
+
+class Restored(torch.nn.Module):
+    """Its state dict has an entry that no tensor can be filled with."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.register_buffer("names", None)
+        self.known = names
+
+    def get_extra_state(self) -> Any:
+        return tuple(self.known)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.known = list(state)
+
+
+def test_a_module_gets_what_had_to_be_made_anew(tmp_path: Path) -> None:
+    target = Restored([])
+    target.known = ["x", "y"]
+    holdfast.load(saved({"m": Restored(["a", "b"])}, tmp_path / "s"), into={"m": target})
+    assert target.known == ["a", "b"]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
+def test_sparse_targets_are_filled_in_place(layout: str, tmp_path: Path) -> None:
+    def make(count: int) -> torch.Tensor:
+        dense = torch.zeros(4, 6)
+        dense.view(-1)[:count] = float(count)
+        return dense.to_sparse() if layout == "coo" else getattr(
+            dense, f"to_sparse_{layout}")(*[(2, 2)] * layout.startswith("bs"))
+
+    target = {"s": make(3)}
+    there = target["s"]
+    holdfast.load(saved({"s": make(20)}, tmp_path / "s"), into=target)
+    assert target["s"] is there
+    assert torch.equal(there.to_dense(), make(20).to_dense())
+    for other in (torch.zeros(4, 6), torch.zeros(6, 4).to_sparse(), torch.zeros(4, 6).double().to_sparse()):
+        with pytest.raises(holdfast.Error, match=r"load s: it (is|has shape) ") as error:
+            holdfast.load(tmp_path / "s", into={"s": other})
+        assert error.value.code == "INVALID_ARGUMENT"
+
+
+def test_a_dense_tensor_is_not_read_into_a_sparse_one(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.Error, match="load t: it is strided, the target sparse_coo"):
+        holdfast.load(saved({"t": torch.ones(3, 3)}, tmp_path / "s"), into={"t": torch.eye(3).to_sparse()})
+
+
+# ---- Subclasses.
+
+
+def test_a_subclass_is_filled_and_not_replaced(tmp_path: Path) -> None:
+    target = {"w": scaled(1)}
+    there = target["w"]
+    holdfast.load(saved({"w": scaled(7)}, tmp_path / "s"), into=target)
+    assert target["w"] is there
+    assert torch.equal(there.dense(), scaled(7).dense())
+    with pytest.raises(holdfast.Error, match=r"w: it has shape \[6, 4\], the target \[2, 4\]"):
+        other = Scaled(torch.zeros(2, 4, dtype=torch.int8), torch.zeros(4))
+        holdfast.load(tmp_path / "s", into={"w": other})
+
+
+def test_a_subclass_of_another_context_is_made_anew(tmp_path: Path) -> None:
+    path = saved({"w": scaled(7)}, tmp_path / "s")
+    target = {"w": Scaled(torch.zeros(6, 4, dtype=torch.int8), torch.zeros(4), bits=4)}
+    holdfast.load(path, into=target, allow=[Scaled])
+    assert target["w"].bits == 8
+    assert torch.equal(target["w"].dense(), scaled(7).dense())
+
+
+def test_a_plain_tensor_is_read_into_a_subclass_by_its_own_copy(tmp_path: Path) -> None:
+    target = {"t": torch.zeros(3, 4).as_subclass(Tagged)}
+    there = target["t"]
+    holdfast.load(saved({"t": torch.ones(3, 4)}, tmp_path / "s"), into=target)
+    assert target["t"] is there and bool((there == 1).all())
+
+
+def test_subclasses_come_back_as_what_they_were(tmp_path: Path) -> None:
+    tagged = torch.arange(6.0).reshape(2, 3).as_subclass(Tagged)
+    state = {"wrapped": torch.nn.Parameter(scaled(3), requires_grad=False), "tagged": tagged}
+    path = saved(state, tmp_path / "s")
+    with pytest.raises(holdfast.Error, match="allow=") as error:
+        holdfast.load(path)
+    assert error.value.code == "PERMISSION_DENIED"
+    loaded = holdfast.load(path, allow=[Scaled, Tagged])
+    assert type(loaded["tagged"]) is Tagged and torch.equal(loaded["tagged"], tagged)
+    assert type(loaded["wrapped"]) is Scaled and isinstance(loaded["wrapped"], torch.nn.Parameter)
+    assert not loaded["wrapped"].requires_grad
+    assert torch.equal(loaded["wrapped"].dense(), scaled(3).dense())
+    # One by one the bytes are asked for, which need no class.
+    assert type(holdfast.open(path)["tagged"]) is torch.Tensor
+
+
+class Named(torch.nn.Parameter):
+    """As libraries derive them."""
+
+
+def test_parameters_come_back_as_parameters_of_their_class(tmp_path: Path) -> None:
+    state = {"named": Named(torch.ones(3)), "sparse": torch.nn.Parameter(torch.eye(3).to_sparse())}
+    loaded = holdfast.load(saved(state, tmp_path / "s"), allow=[Named])
+    assert type(loaded["named"]) is Named and loaded["named"].is_leaf and loaded["named"].requires_grad
+    assert isinstance(loaded["sparse"], torch.nn.Parameter) and loaded["sparse"].requires_grad
+
+
+class Bare(torch.Tensor):
+    """A wrapper that does not say what it wraps."""
+
+    @staticmethod
+    def __new__(cls) -> Bare:
+        return torch.Tensor._make_wrapper_subclass(cls, (2, 3))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        raise AssertionError(f"{function} is asked of it")
+
+
+def test_a_subclass_whose_bytes_nobody_knows_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.Error, match="save w: .*:Bare has no memory of its own") as error:
+        holdfast.save_async({"w": Bare()}, tmp_path / "s")
+    assert error.value.code == "INVALID_ARGUMENT"
+
+
+# ---- Layouts.
+
+
+def test_targets_that_overlap_are_all_filled(tmp_path: Path) -> None:
+    base = torch.arange(100.0)
+    path = saved({"all": base, "low": base[:60]}, tmp_path / "s")
+    for order in (("all", "low"), ("low", "all")):
+        target = torch.zeros(100)
+        views = {"all": target, "low": target[:60]}
+        holdfast.load(path, into={name: views[name] for name in order})
+        assert torch.equal(target, base)
+
+
+@pytest.mark.parametrize(
+    "lazy", [lambda t: t.conj(), lambda t: t.conj().imag, lambda t: torch._neg_view(t)], ids=["conj", "imag", "neg"]
+)
+def test_lazily_changed_targets_get_the_values(lazy: Callable[..., torch.Tensor], tmp_path: Path) -> None:
+    source = lazy(torch.randn(3, 4, dtype=torch.complex64))
+    target = lazy(torch.zeros(3, 4, dtype=torch.complex64))
+    holdfast.load(saved({"t": source}, tmp_path / "s"), into={"t": target})
+    assert torch.equal(target.resolve_conj().resolve_neg(), source.resolve_conj().resolve_neg())
+
+
+def test_expanded_targets(tmp_path: Path) -> None:
+    row = torch.arange(4.0)
+    path = saved({"t": row.expand(3, 4), "u": torch.ones(3, 4)}, tmp_path / "s")
+    target = torch.zeros(4)
+    holdfast.load(path, into={"t": target.expand(3, 4)}, strict=False)
+    assert torch.equal(target, row)
+    with pytest.raises(holdfast.Error, match=r"load u: the target is expanded.*contiguous\(\)") as error:
+        holdfast.load(path, into={"u": torch.zeros(4).expand(3, 4)}, strict=False)
+    assert error.value.code == "INVALID_ARGUMENT"
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "target_as"),
+    [
+        (lambda x: x, lambda x: x.t()),
+        (lambda x: x.t(), lambda x: x),
+        (lambda x: x.t(), lambda x: x.t()),
+        (lambda x: x[::2, ::3], lambda x: x),
+        (lambda x: x[:, :5], lambda x: x.repeat(2, 2)[::2, ::2]),
+    ],
+)
+def test_any_stride_is_read_into_any_other(saved_as: Any, target_as: Any, tmp_path: Path) -> None:
+    source = saved_as(torch.arange(4096.0).reshape(64, 64))
+    target = target_as(torch.zeros(source.shape if target_as(torch.zeros(1, 2)).shape == (1, 2)
+                                   else source.shape[::-1]))
+    holdfast.load(saved({"t": source}, tmp_path / "s"), into={"t": target})
+    assert torch.equal(target, source)
+
+
+PEAK = """
+import sys, torch, holdfast, holdfast.loading
+from pathlib import Path
+def status(key):
+    return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(key))
+target = {"view": torch.ones(4096, 2048).t(), "turned": torch.ones(4096, 8192).t()}
+holdfast.load(sys.argv[1], into={"small": torch.zeros(10, 10).t()}, strict=False)
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+holdfast.load(sys.argv[1], into=target, strict=False, buffer_bytes=32 << 20)
+assert target["view"][3, 2] == 3 + 2 * 8192 and target["turned"][5, 7] == 7 + 5 * 4096
+print(status("VmHWM") - before)
+"""
+
+
+def test_another_layout_takes_the_buffer_and_no_second_copy(tmp_path: Path) -> None:
+    """Neither of the tensor nor of the storage that it is a view of."""
+    base = torch.arange(4096.0 * 8192).reshape(8192, 4096)
+    state = {"view": base.view(4096, 8192).t()[:2048], "turned": base.clone(), "small": torch.ones(10, 10)}
+    path = saved(state, tmp_path / "s")
+    done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= 64 * MIB
