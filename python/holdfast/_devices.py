@@ -38,6 +38,13 @@ def stream_of(device: torch.device) -> int:
     return 0
 
 
+def order_after_current(device: torch.device) -> None:
+    """Orders the runtime's next copies after what the current stream of `device` has queued."""
+    native = device_of(device)
+    if native is not None:
+        native.order_after(stream_of(device))
+
+
 def wait_staged_on(save: _native.SaveHandle, device: torch.device, stream: Any = None) -> None:
     """Makes a stream of `device`, by default the current one, wait for a save's copies."""
     native = device_of(device)

@@ -126,6 +126,7 @@ class Loading:
         self._options = (threads, engine, direct_io)
         # By the memory that they fill: tied tensors are the same, and once is enough.
         self._direct: dict[int, tuple[Any, dict[tuple[int, int, Any], Any]]] = {}
+        self._devices: set[torch.device] = set()
         self._bounced: list[Piece] = []
         self.report: dict[str, Any] = {
             "bytes": 0, "bytes_read": 0, "seconds": 0.0, "verified": verify,
@@ -139,11 +140,16 @@ class Loading:
                 _, address, nbytes, device, _ = wanted
                 targets = self._direct.setdefault(id(reader), (reader, {}))[1]
                 targets[address, nbytes, device] = wanted
+                self._devices.add(target.device)
             else:
                 self._bounced.append(piece)
 
     def run(self) -> None:
         """Reads everything that was asked for."""
+        # Memory of a device may still be written, by its last owner or by what initializes it.
+        for device in self._devices:
+            _devices.order_after_current(device)
+        self._devices.clear()
         for reader, targets in self._direct.values():
             self.read(reader, list(targets.values()))
         self._direct.clear()

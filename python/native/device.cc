@@ -98,7 +98,13 @@ void BindDevice(nb::module_& module) {
                                    "A place that tensors live in; a test's stand-in derives from "
                                    "it.")
       .def(nb::init<>())
-      .def("name", &Device::name);
+      .def("name", &Device::name)
+      .def(
+          "order_after",
+          [](Device& device, uintptr_t stream) {
+            ThrowIfError(device.OrderAfter(Pointer<void>(stream)));
+          },
+          nb::arg("stream"), "Later copies come after what the stream has queued so far.");
   module.def("cuda_device", &FindCudaDevice, nb::arg("ordinal"), nb::rv_policy::reference,
              "The CUDA device, kept for the life of the process.");
 }

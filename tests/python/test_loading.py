@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.utils._pytree import tree_map
 
 import holdfast
+import holdfast.dcp
+from holdfast import _devices, _native
 
 MIB = 1 << 20
 
@@ -278,3 +282,50 @@ def test_another_layout_takes_the_buffer_and_no_second_copy(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 64 * MIB
+
+
+# ---- Devices.
+
+
+class Ordered(_native.Device):
+    """Copies at once, and notes what came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+
+    def name(self) -> str:
+        return "ordered:0"
+
+    def order_after(self, stream: int) -> None:
+        self.events.append("order")
+
+    def copy_from_host(self, destination: int, source: int, nbytes: int) -> int:
+        ctypes.memmove(destination, source, nbytes)
+        self.events.append("copy")
+        return 0
+
+    def is_done(self, ticket: int) -> bool:
+        return True
+
+    def wait(self, ticket: int, seconds: float) -> bool:
+        return True
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", ["new", "in place", "dcp"])
+def test_copies_to_a_device_come_after_what_its_stream_has_queued(way: str, tmp_path: Path) -> None:
+    """Memory that is loaded into may still be written by a kernel, of its last owner or its own."""
+    state, target = {"t": torch.ones(1000)}, {"t": torch.zeros(1000)}
+    if way == "dcp":
+        dcp.save(state, storage_writer=holdfast.dcp.StorageWriter(tmp_path / "s"))
+    else:
+        saved(state, tmp_path / "s")
+    device = Ordered()
+    with _devices.stand_in("cpu", device):
+        if way == "dcp":
+            dcp.load(target, storage_reader=holdfast.dcp.StorageReader(tmp_path / "s"))
+        else:
+            target = holdfast.load(tmp_path / "s", into=target if way == "in place" else None)
+    assert target["t"].all()
+    assert device.events == ["order", "copy"]
