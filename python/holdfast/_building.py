@@ -20,6 +20,11 @@ def _view(memory: torch.Tensor, node: _state.Node) -> torch.Tensor:
     """The tensor of a node over the memory of what it is stored in."""
     dtype = _dtypes.torch_dtype(node["dtype"])
     offset = node.get("offset", 0)
+    if offset % dtype.itemsize:
+        raise Error(
+            "DATA_LOSS",
+            f"load {node['stored']}: a {node['dtype']} begins at byte {offset} of it, where none can",
+        )
     tensor = torch.empty(0, dtype=dtype, device=memory.device)
     return tensor.set_(
         memory.untyped_storage(), offset // dtype.itemsize, tuple(node["shape"]),

@@ -424,6 +424,11 @@ class _Walk:
     def _store_group(self, group: list[_Leaf]) -> None:
         begin = min(leaf.begin for leaf in group)
         end = max(leaf.end for leaf in group)
+        # Where the widest elements can begin, so that views over the same bytes can be made again.
+        widest = max(group, key=lambda leaf: leaf.tensor.itemsize).tensor
+        aligned = begin - (begin - widest.data_ptr()) % widest.itemsize
+        if aligned < begin and aligned >= min(x.tensor.untyped_storage().data_ptr() for x in group):
+            begin = aligned
         owner = next(
             (
                 leaf
@@ -437,10 +442,7 @@ class _Walk:
             name = owner.node["stored"]
         else:
             first = group[0].tensor
-            same = all(
-                leaf.tensor.dtype == first.dtype and (leaf.begin - begin) % first.itemsize == 0
-                for leaf in group
-            )
+            same = all(leaf.tensor.dtype == first.dtype for leaf in group)
             item = first.itemsize if same else 1
             name = self._unique(join(group[0].path) + "#storage")
             self.stored.append(
@@ -449,6 +451,13 @@ class _Walk:
                        [leaf.tensor for leaf in group], group[0].path)
             )
         for leaf in group:
+            if (leaf.begin - begin) % leaf.tensor.itemsize:
+                other = next(x for x in group if x is not leaf)
+                raise Error(
+                    "INVALID_ARGUMENT",
+                    f"save {join(leaf.path)}: it overlaps {join(other.path)} in memory, at a byte where "
+                    "no tensor of both could be made again; save its clone()",
+                )
             leaf.node["stored"] = name
             if leaf.begin != begin:
                 leaf.node["offset"] = leaf.begin - begin

@@ -259,6 +259,29 @@ def test_any_stride_is_read_into_any_other(saved_as: Any, target_as: Any, tmp_pa
     assert torch.equal(target, source)
 
 
+@pytest.mark.parametrize("begin", range(4))
+def test_views_that_overlap_at_any_byte_come_back(begin: int, tmp_path: Path) -> None:
+    memory = torch.arange(40, dtype=torch.uint8)
+    state = {"a": memory[begin : begin + 25], "b": memory[4:12].view(torch.int32), "c": memory[8:24].view(torch.int64)}
+    path = saved(state, tmp_path / "s")
+    loaded = holdfast.load(path)
+    assert all(torch.equal(loaded[k], v) for k, v in state.items())
+    loaded["b"][0] = -1
+    assert loaded["a"][4 - begin] == 255
+    into = {k: torch.zeros_like(v) for k, v in state.items()}
+    holdfast.load(path, into=into)
+    assert all(torch.equal(into[k], v) for k, v in state.items())
+
+
+def test_overlaps_that_no_memory_can_have_again_are_refused(tmp_path: Path) -> None:
+    memory = bytearray(64)
+    state = {"a": torch.frombuffer(memory, dtype=torch.int32, count=4, offset=0),
+             "b": torch.frombuffer(memory, dtype=torch.int32, count=4, offset=6)}
+    with pytest.raises(holdfast.Error, match=r"save b: it overlaps a .*clone\(\)") as error:
+        holdfast.save_async(state, tmp_path / "s")
+    assert error.value.code == "INVALID_ARGUMENT"
+
+
 PEAK = """
 import sys, torch, holdfast, holdfast.loading
 from pathlib import Path
