@@ -170,6 +170,16 @@ def key_of(key: Any) -> Any:
     return scalar_of(key)
 
 
+def unique(name: str, names: set[str]) -> str:
+    """`name`, or with a number behind it where two paths read the same; it is one of `names` now."""
+    candidate, number = name, 1
+    while candidate in names:
+        number += 1
+        candidate = f"{name}~{number}"
+    names.add(candidate)
+    return candidate
+
+
 # ---- What a tensor consists of.
 
 
@@ -282,7 +292,7 @@ class _Walk:
         if isinstance(value, Mapping) and not isinstance(value, enum.Enum):
             # defaultdict and the like: what they are beyond a mapping only pickle can keep.
             pass
-        name = self._unique(join(path))
+        name = unique(join(path), self.names)
         self.objects[name] = value
         return {"kind": "object", "name": name, "class": class_name(value)}
 
@@ -327,7 +337,7 @@ class _Walk:
         if flattened is not None:
             names, context = flattened
             inner = {n: self.node((*path, n), getattr(value, n)) for n in names}
-            key = self._unique(name + "#context")
+            key = unique(name + "#context", self.names)
             self.objects[key] = (type(value), context, tuple(value.shape), tuple(value.stride()))
             return {"kind": "subclass", **marks, "inner": inner, "context": key}
         if value.layout != torch.strided:
@@ -380,17 +390,8 @@ class _Walk:
 
     # ---- What is stored.
 
-    def _unique(self, name: str) -> str:
-        """`name`, or with a number behind it where two paths read the same."""
-        candidate, number = name, 1
-        while candidate in self.names:
-            number += 1
-            candidate = f"{name}~{number}"
-        self.names.add(candidate)
-        return candidate
-
     def _store(self, path: Path, tensor: torch.Tensor, node: Node, shape: tuple[int, ...]) -> None:
-        name = self._unique(join(path))
+        name = unique(join(path), self.names)
         nbytes = tensor.numel() * tensor.itemsize
         node["stored"] = name
         self.stored.append(
@@ -444,7 +445,7 @@ class _Walk:
             first = group[0].tensor
             same = all(leaf.tensor.dtype == first.dtype for leaf in group)
             item = first.itemsize if same else 1
-            name = self._unique(join(group[0].path) + "#storage")
+            name = unique(join(group[0].path) + "#storage", self.names)
             self.stored.append(
                 Stored(name, _dtypes.file_name(first.dtype if same else torch.uint8),
                        ((end - begin) // item,), begin, end - begin, first.device,

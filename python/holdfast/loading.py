@@ -89,7 +89,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             )
         self._root: _state.Node = structure["root"]
         self._objects: dict[str, list[int]] = structure["objects"]
-        self._views = {_state.join(p): n for p, n in _state.tensor_nodes(self._root)}
+        names: set[str] = set()
+        self._views = {
+            _state.unique(_state.join(p), names): n for p, n in _state.tensor_nodes(self._root)
+        }
 
     # ---- One by one.
 
@@ -180,6 +183,9 @@ def _read(loading: Loading, reader: Any, name: str, nbytes: int, begin: int | No
 
 def open(path: str | os.PathLike[str], **options: Any) -> Checkpoint:
     """Opens a checkpoint to read single tensors: ``holdfast.open(path)["model.weight"]``.
+
+    Where several paths read the same, the second is ``"model.weight~2"``, and so on. Tensors come
+    without their classes.
 
     Args:
         path: the checkpoint's directory.

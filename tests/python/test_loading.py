@@ -352,3 +352,13 @@ def test_copies_to_a_device_come_after_what_its_stream_has_queued(way: str, tmp_
             target = holdfast.load(tmp_path / "s", into=target if way == "in place" else None)
     assert target["t"].all()
     assert device.events == ["order", "copy"]
+
+
+# ---- Names.
+
+
+def test_paths_that_read_the_same_can_be_opened(tmp_path: Path) -> None:
+    path = saved({"a": {"b": torch.ones(2)}, "a.b": torch.zeros(2)}, tmp_path / "s")
+    checkpoint = holdfast.open(path)
+    assert list(checkpoint) == ["a.b", "a.b~2"]
+    assert checkpoint["a.b"].all() and not checkpoint["a.b~2"].any()
