@@ -6,6 +6,22 @@ import os
 from typing import Any
 
 from holdfast import _native
+from holdfast.errors import Error
+
+
+def local_path(path: str | os.PathLike[str], operation: str) -> str:
+    """A path as text.
+
+    Raises:
+        Error: INVALID_ARGUMENT for a URL.
+    """
+    text = os.fsdecode(path)
+    if "://" in text:
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"{operation} {text}: only directories of mounted file systems are supported, no URLs",
+        )
+    return text
 
 
 def find_newest(directory: str | os.PathLike[str]) -> dict[str, Any]:
@@ -14,12 +30,12 @@ def find_newest(directory: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         Error: NOT_FOUND when there is none.
     """
-    return _native.find_newest(os.fspath(directory))
+    return _native.find_newest(local_path(directory, "list"))
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """All complete checkpoints by step, newest last; changes nothing."""
-    return _native.list_checkpoints(os.fspath(directory))
+    return _native.list_checkpoints(local_path(directory, "list"))
 
 
 def recover(
@@ -44,7 +60,7 @@ def recover(
         ``kept_incomplete``.
     """
     return _native.recover(
-        os.fspath(directory), wait_for_orphans, promote, clean_up, age_without_locks
+        local_path(directory, "recover"), wait_for_orphans, promote, clean_up, age_without_locks
     )
 
 
@@ -62,4 +78,4 @@ def verify(
         ``verdict`` (``"sound"``, ``"corrupt"``, ``"incomplete"``, ``"unreadable"``), ``faults``
         (file, tensor, byte range, expected and found), ``bytes``, ``seconds``, ...
     """
-    return _native.verify(os.fspath(path), threads, buffer_bytes, engine, direct_io)
+    return _native.verify(local_path(path, "verify"), threads, buffer_bytes, engine, direct_io)

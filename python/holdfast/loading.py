@@ -16,6 +16,7 @@ from holdfast import _native, _ranks, _state, _unpickle
 from holdfast._building import Builder
 from holdfast._filling import Filling
 from holdfast._pieces import Loading
+from holdfast.directories import local_path
 from holdfast.errors import Error
 from holdfast.saving import FORMAT_VERSION, OBJECTS, STRUCTURE
 
@@ -57,7 +58,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                  map_location: MapLocation = None, verify: bool = True,
                  buffer_bytes: int = BUFFER_BYTES, threads: int = 0, engine: str = "auto",
                  direct_io: bool = True) -> None:
-        self.path = os.path.abspath(os.fspath(path))
+        self.path = os.path.abspath(local_path(path, "load"))
         self._map = map_location
         self._options = _Options(verify, buffer_bytes, threads, engine, direct_io)
         self.report: dict[str, Any] = {}

@@ -362,3 +362,13 @@ def test_paths_that_read_the_same_can_be_opened(tmp_path: Path) -> None:
     checkpoint = holdfast.open(path)
     assert list(checkpoint) == ["a.b", "a.b~2"]
     assert checkpoint["a.b"].all() and not checkpoint["a.b~2"].any()
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [holdfast.load, holdfast.open, holdfast.verify, holdfast.find_newest, holdfast.list_checkpoints, holdfast.recover],
+)
+def test_urls_are_refused_as_what_they_are(operation: Any) -> None:
+    with pytest.raises(holdfast.Error, match="s3://bucket/run: only directories.*no URLs") as error:
+        operation("s3://bucket/run")
+    assert error.value.code == "INVALID_ARGUMENT"
