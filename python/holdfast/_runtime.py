@@ -40,8 +40,8 @@ def configure(**options: Any) -> None:
 
     Args:
         arena_bytes: size of the staging memory, the cap of what saves hold; larger saves stream
-            through it. Default: as large as the first save, at most a quarter of the memory that is
-            available then.
+            through it. Default: 64 MiB more than the first save, at most a quarter of the memory
+            that is available then; made anew for a larger state while no save is in flight.
         launcher: ``"spawn"`` (a worker process per save), ``"persistent"`` (one that is kept),
             ``"fork"`` or ``"thread"``.
         engine: ``"auto"``, ``"io_uring-fixed"``, ``"io_uring"`` or ``"pwrite"``.
