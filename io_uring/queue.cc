@@ -165,16 +165,18 @@ void Queue::Describe(char* out, size_t bytes) const {
   }
 }
 
-void Queue::Close() {
+bool Queue::Close() {
   State& state = Of(storage_);
   // A forked copy owns neither the ring, nor the threads, nor the fds.
-  if (state.refusal() != 0) return;
+  if (state.refusal() != 0) return true;
+  bool ended = true;
   if (state.on_ring()) {
-    state.uring.Close();
+    ended = state.uring.Close();
   } else {
     state.pwrite.Close();
   }
   state.owner = 0;
+  return ended;
 }
 
 }  // namespace holdfast::io

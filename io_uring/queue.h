@@ -93,8 +93,9 @@ class Queue {
   void Describe(char* out, size_t bytes) const;
 
   /// Waits for what is in flight, unregisters explicitly (closing a ring whose fd lives on
-  /// elsewhere would keep the pins), closes. Idempotent.
-  void Close();
+  /// elsewhere would keep the pins), closes. Idempotent. False: the ring broke and some transfers
+  /// did not end in time, so the kernel may use their buffers for ever.
+  bool Close();
 
  private:
   static constexpr size_t kStorageBytes = 48 * 1024;

@@ -317,7 +317,7 @@ uint32_t UringEngine::UnconsumedTransfers() const {
   return count;
 }
 
-void UringEngine::Close() {
+bool UringEngine::Close() {
   closing_ = true;
   const uint64_t deadline = sys::NowNs() + kCloseNs;
   // What the kernel never took never runs, so only the rest is waited for.
@@ -330,10 +330,10 @@ void UringEngine::Close() {
   // Explicitly: the pins would otherwise last as long as any copy of the ring's fd, and a process
   // that was forked from this one may hold one. Not with transfers in flight: old kernels wait for
   // them here without a bound.
-  if (registered_bytes_ != 0 && slots_.in_flight() <= UnconsumedTransfers()) {
-    io_uring_unregister_buffers(&ring_);
-  }
+  const bool ended = slots_.in_flight() <= UnconsumedTransfers();
+  if (registered_bytes_ != 0 && ended) io_uring_unregister_buffers(&ring_);
   Exit();
+  return ended;
 }
 
 }  // namespace holdfast::io

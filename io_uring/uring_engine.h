@@ -30,7 +30,8 @@ class UringEngine {
   int Wait(Completion* out, int capacity, int timeout_ms, uint32_t* wakeups);
   uint32_t in_flight() const { return slots_.in_flight(); }
   void Describe(Text* text) const;
-  void Close();
+  /// False: some transfers did not end in time.
+  bool Close();
 
  private:
   struct Watched {

@@ -91,6 +91,10 @@ std::string Reason(const Failure& failure) {
     case FailureCode::kAlreadyExists:
       return "it exists already; choose another name, remove it, or ask to replace it";
     case FailureCode::kAborted:
+      if (failure.operation == Operation::kWaitRanks)
+        return "another rank has failed, or a recovery took the save for dead";
+      if (failure.operation == Operation::kRename || failure.operation == Operation::kOpen)
+        return "another save of the same files, or a recovery, has taken it over";
       return "stopped, because the trainer died or staging failed before everything was sealed";
     case FailureCode::kFailedPrecondition:
       return "not in the state that this operation needs";

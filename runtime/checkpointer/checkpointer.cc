@@ -17,10 +17,12 @@
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/checkpointer/device_registrant.h"
+#include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/directory_lock.h"
-#include "runtime/checkpointer/directory_names.h"
 #include "runtime/checkpointer/housekeeper.h"
+#include "runtime/checkpointer/inspect.h"
 #include "runtime/checkpointer/options.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/format/manifest.h"
 #include "runtime/staging/staging_pool.h"
 #include "runtime/sys/system.h"
@@ -134,6 +136,8 @@ class Checkpointer::Impl {
   bool RemoveEmptyPartial(const SaveState& save) const;
   void OnFinished(const std::shared_ptr<SaveState>& save, const absl::Status& status,
                   bool left_files);
+  bool IsBetweenTwoRenames(const SaveState& save) const;
+  void KeepError(const std::shared_ptr<SaveState>& save) ABSL_LOCKS_EXCLUDED(mutex_);
 
   std::shared_ptr<Door> door_ = std::make_shared<Door>();
   base::Mutex mutex_;
@@ -155,6 +159,7 @@ absl::Status Checkpointer::Core::Start(CheckpointerOptions* given) {
       std::make_unique<writer::WorkerSource>(pool.get(), options.launcher, options.worker_program);
   HOLDFAST_RETURN_IF_ERROR(workers->WarmUp());
   sealer = std::make_unique<writer::Sealer>(pool.get(), options.staging.threads, options.on_sealed);
+  HOLDFAST_RETURN_IF_ERROR(sealer->Start());
   HOLDFAST_ASSIGN_OR_RETURN(
       supervisor,
       writer::Supervisor::Start(pool.get(), {.time_stalled_max = options.time_stalled_max,
@@ -164,7 +169,7 @@ absl::Status Checkpointer::Core::Start(CheckpointerOptions* given) {
       writer::StagerOptions{.fused_copy = options.fused_copy,
                             .second_look = options.second_look,
                             .time_memory_max = options.time_memory_max});
-  return absl::OkStatus();
+  return stager->Start();
 }
 
 absl::Status Checkpointer::Impl::Start(std::shared_ptr<Core> shared) {
@@ -186,7 +191,7 @@ absl::Status Checkpointer::Impl::Start(std::shared_ptr<Core> shared) {
   }
   housekeeper =
       std::make_unique<checkpointer::Housekeeper>(options, directory.get(), core->workers.get());
-  return absl::OkStatus();
+  return housekeeper->Start();
 }
 
 Checkpointer::Impl::~Impl() {
@@ -209,7 +214,8 @@ Checkpointer::Core::~Core() {
     const base::MutexLock lock(&mutex_);
     for (auto& [device, registrant] : devices_) {
       if (pool != nullptr) pool->RemoveRegistrant(registrant.get());
-      all_ended = registrant->Close() && all_ended;
+      // With copies under way a device would wait for them, for ever if its stream hangs.
+      all_ended = all_ended && registrant->Close();
     }
   }
   // Pages that a stuck worker or a device may still write must never become somebody else's: they
@@ -249,8 +255,13 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
     const base::MutexLock lock(&door->mutex);
     if (door->impl != nullptr) door->impl->OnFinished(ended, status, left_files);
   };
+  save->on_given_up = [door = door_](const std::shared_ptr<SaveState>& given_up) {
+    const base::MutexLock lock(&door->mutex);
+    if (door->impl != nullptr) door->impl->KeepError(given_up);
+  };
   for (const PlannedFile& file : save->plan.files) {
     save->bytes_total += file.bytes;
+    save->bytes_to_lease += layout::AlignUp(file.bytes);
     for (const Segment& segment : file.segments) {
       if (segment.device != nullptr && !segment.device->is_host())
         HOLDFAST_RETURN_IF_ERROR(core->Register(segment.device));
@@ -260,7 +271,7 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
 }
 
 absl::Status Checkpointer::Impl::Admit(const SaveState& save) const {
-  if (options.when_full == WhenFull::kWait || !core->pool->WouldWait(save.bytes_total))
+  if (options.when_full == WhenFull::kWait || !core->pool->WouldWait(save.bytes_to_lease))
     return absl::OkStatus();
   if (options.when_full == WhenFull::kSkip) {
     return absl::UnavailableError(absl::StrCat("save ", save.checkpoint,
@@ -290,7 +301,7 @@ absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
   if (exists && !S_ISDIR(existing.st_mode)) {
     return absl::FailedPreconditionError("it is a file, not a checkpoint");
   }
-  save->partial = checkpointer::PartialName(request.name, attempt);
+  save->partial = format::PartialName(request.name, attempt);
   HOLDFAST_ASSIGN_OR_RETURN(checkpointer::PartialDirectory partial,
                             checkpointer::MakePartialDirectory(directory.get(), save->partial));
   save->in_use = std::move(partial.in_use);
@@ -300,9 +311,8 @@ absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
 
 absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const AttemptId& attempt,
                                         SaveState* save) {
-  uint64_t lease_bytes = 0;
-  for (const PlannedFile& file : save->plan.files) lease_bytes += layout::AlignUp(file.bytes);
-  save->streamed.store(lease_bytes > core->pool->arena().bytes(), std::memory_order_relaxed);
+  save->streamed.store(save->bytes_to_lease > core->pool->arena().bytes(),
+                       std::memory_order_relaxed);
 
   writer::JobParameters job;
   job.flags = layout::kWriteManifest;
@@ -429,17 +439,37 @@ void Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
                                     const absl::Status& status, bool left_files) {
   if (status.ok()) {
     const std::string replaced = save->LeftBehind();
-    if (checkpointer::ParseDirectoryName(replaced).kind == checkpointer::DirectoryKind::kPartial)
+    if (format::ParseDirectoryName(replaced).kind == format::DirectoryKind::kPartial)
       housekeeper->Remove(replaced);
-    housekeeper->ApplyRetention();
+    housekeeper->ApplyRetention(save->checkpoint);
     return;
   }
   // What a worker left that did not even begin goes without another one, which may be no better.
   const bool removed = RemoveEmptyPartial(*save);
   // A rank of many must not remove what the others wrote; Recover does, once all are gone.
-  if (!removed && left_files && !save->partial.empty() && options.world_size == 1)
+  if (!removed && left_files && !save->partial.empty() && options.world_size == 1 &&
+      !IsBetweenTwoRenames(*save))
     housekeeper->Remove(save->partial);
+  KeepError(save);
+}
+
+// Where directories cannot be exchanged, a worker that was killed while it replaced one leaves the
+// name free and its own directory complete: a recovery promotes it.
+bool Checkpointer::Impl::IsBetweenTwoRenames(const SaveState& save) const {
+  struct stat existing {};
+  if ((save.table->job()->flags & layout::kReplaceExisting) == 0 ||
+      sys::Sys().fstatat(directory.get(), save.checkpoint.c_str(), &existing,
+                         AT_SYMLINK_NOFOLLOW) == 0) {
+    return false;
+  }
+  const auto partial = checkpointer::OpenDirectory(directory.get(), save.partial);
+  return partial.ok() &&
+         checkpointer::Inspect(partial->get()).state == checkpointer::Inspection::State::kComplete;
+}
+
+void Checkpointer::Impl::KeepError(const std::shared_ptr<SaveState>& save) {
   const base::MutexLock lock(&mutex_);
+  std::erase_if(failed_, [&](const auto& kept) { return kept == save || kept->ErrorWasSeen(); });
   if (failed_.size() < kUnseenErrorsMax) failed_.push_back(save);
 }
 
@@ -460,8 +490,7 @@ absl::Status Checkpointer::Core::Register(Device* device) {
   const base::MutexLock lock(&mutex_);
   if (devices_.contains(device)) return absl::OkStatus();
   auto registrant = std::make_unique<checkpointer::DeviceRegistrant>(device, &pool->arena());
-  HOLDFAST_RETURN_IF_ERROR(registrant->RestoreRegistration());
-  pool->AddRegistrant(registrant.get());
+  HOLDFAST_RETURN_IF_ERROR(pool->Register(registrant.get()));
   devices_[device] = std::move(registrant);
   return absl::OkStatus();
 }

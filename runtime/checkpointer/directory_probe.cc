@@ -12,8 +12,8 @@
 #include "runtime/base/status.h"
 #include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/directory_lock.h"
-#include "runtime/checkpointer/directory_names.h"
 #include "runtime/checkpointer/retention.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::checkpointer {
@@ -61,7 +61,7 @@ void TryRenames(int scratch, ProbeReport* report) {
 
 /// Plays a save and a recovery that meets it.
 void TryLocks(int scratch, ProbeReport* report) {
-  const std::string name = PartialName("lock", {.high = 1, .low = 1});
+  const std::string name = format::PartialName("lock", {.high = 1, .low = 1});
   {
     auto save = MakePartialDirectory(scratch, name);
     auto look = OpenDirectory(scratch, name);
@@ -78,9 +78,9 @@ void TryLocks(int scratch, ProbeReport* report) {
 }  // namespace
 
 absl::StatusOr<ScratchDirectory> ScratchDirectory::Make(int parent) {
-  const std::string name = FormatDirectoryName(
+  const std::string name = format::FormatDirectoryName(
       {.checkpoint = ".holdfast-probe",
-       .kind = DirectoryKind::kRetired,
+       .kind = format::DirectoryKind::kRetired,
        .attempt = {.high = static_cast<uint64_t>(sys::Sys().getpid()), .low = sys::NowNs()}});
   if (sys::Sys().mkdirat(parent, name.c_str(), kPrivate) != 0) {
     return base::ErrnoStatus("make directory", name, errno);

@@ -10,6 +10,7 @@
 #include "absl/time/clock.h"
 #include "holdfast/recovery.h"
 #include "runtime/base/status.h"
+#include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/retention.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/job_table.h"
@@ -25,7 +26,11 @@ constexpr int kPollMs = 100;
 
 Housekeeper::Housekeeper(const CheckpointerOptions& options, int parent_fd,
                          writer::WorkerSource* workers)
-    : options_(options), parent_fd_(parent_fd), workers_(workers), thread_([this] { Run(); }) {}
+    : options_(options), parent_fd_(parent_fd), workers_(workers) {}
+
+absl::Status Housekeeper::Start() {
+  return thread_.Start([this] { Run(); });
+}
 
 Housekeeper::~Housekeeper() {
   {
@@ -33,13 +38,13 @@ Housekeeper::~Housekeeper() {
     stopping_ = true;
     changed_.NotifyAll();
   }
-  thread_.join();
+  thread_.Join();
 }
 
-void Housekeeper::ApplyRetention() {
+void Housekeeper::ApplyRetention(const std::string& name) {
   if (options_.retention.keep_last == 0 || options_.rank != 0) return;
   const base::MutexLock lock(&mutex_);
-  tasks_.push_back({.retention = true, .name = {}});
+  tasks_.push_back({.retention = true, .name = name});
   changed_.NotifyAll();
 }
 
@@ -80,20 +85,32 @@ void Housekeeper::Run() {
 }
 
 absl::Status Housekeeper::Do(const Task& task) {
-  if (!task.retention) return Delete({task.name});
+  if (task.retention) return Retire(task.name);
+  // What a replaced checkpoint, or a failed save, left: its rename may not be durable yet, and
+  // power loss must not bring back the name of what is removed here.
+  HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_fd_, options_.directory));
+  return Delete({task.name});
+}
+
+absl::Status Housekeeper::Retire(const std::string& newest) {
   HOLDFAST_ASSIGN_OR_RETURN(const std::vector<CheckpointInfo> complete,
                             ListCheckpoints(options_.directory));
   std::vector<RetiredCheckpoint> retired;
   std::vector<std::string> names;
+  absl::Status first;
   for (const std::string& name : SelectForRemoval(complete, options_.retention)) {
+    if (name == newest) continue;
     for (const CheckpointInfo& info : complete) {
       if (info.name != name) continue;
-      HOLDFAST_ASSIGN_OR_RETURN(RetiredCheckpoint gone, RetireCheckpoint(parent_fd_, info));
-      names.push_back(gone.name);
-      retired.push_back(std::move(gone));
+      absl::StatusOr<RetiredCheckpoint> gone = RetireCheckpoint(parent_fd_, info);
+      first.Update(gone.status());
+      if (!gone.ok()) continue;  // The others go all the same.
+      names.push_back(gone->name);
+      retired.push_back(*std::move(gone));
     }
   }
-  return names.empty() ? absl::OkStatus() : Delete(names);
+  if (!names.empty()) first.Update(Delete(names));
+  return first;
 }
 
 absl::Status Housekeeper::Delete(const std::vector<std::string>& names) {
@@ -123,7 +140,7 @@ absl::Status Housekeeper::Delete(const std::vector<std::string>& names) {
                          {.fd = link->doorbell_fd(), .events = POLLIN, .revents = 0}};
     sys::Sys().poll(entries, 2, kPollMs);
     link->DrainDoorbell();
-    const uint64_t progress = table->job()->bytes_completed.load(std::memory_order_relaxed);
+    const uint64_t progress = layout::Progress(*table->job());
     if (progress != seen) {
       seen = progress;
       seen_at = sys::NowNs();

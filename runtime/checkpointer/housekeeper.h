@@ -5,7 +5,6 @@
 #include <cstdint>
 #include <deque>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -13,6 +12,7 @@
 #include "absl/time/time.h"
 #include "holdfast/checkpointer.h"
 #include "runtime/base/mutex.h"
+#include "runtime/base/thread.h"
 #include "runtime/writer/worker_source.h"
 
 namespace holdfast::checkpointer {
@@ -25,8 +25,11 @@ class Housekeeper {
   Housekeeper(const CheckpointerOptions& options, int parent_fd, writer::WorkerSource* workers);
   ~Housekeeper();  // finishes what was asked for
 
-  /// A save has become durable: apply the retention options.
-  void ApplyRetention();
+  absl::Status Start();
+
+  /// Save `name` has become durable: apply the retention options. It stays itself, whatever its
+  /// step: a run that was rolled back saves below the steps that are there.
+  void ApplyRetention(const std::string& name);
 
   /// Remove a directory that no living save owns.
   void Remove(const std::string& name);
@@ -37,10 +40,11 @@ class Housekeeper {
  private:
   struct Task {
     bool retention = false;
-    std::string name;
+    std::string name;  // what to remove, or what has just become durable
   };
   void Run();
   absl::Status Do(const Task& task);
+  absl::Status Retire(const std::string& newest);
   absl::Status Delete(const std::vector<std::string>& names);
 
   const CheckpointerOptions& options_;
@@ -52,7 +56,7 @@ class Housekeeper {
   bool busy_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status first_error_ ABSL_GUARDED_BY(mutex_);
-  std::thread thread_;
+  base::Thread thread_;
 };
 
 }  // namespace holdfast::checkpointer

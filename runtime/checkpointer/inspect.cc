@@ -13,8 +13,8 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
 #include "runtime/checkpointer/directory_access.h"
-#include "runtime/checkpointer/directory_names.h"
 #include "runtime/checkpointer/planted_bugs.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/format/manifest.h"
 #include "runtime/load/checkpoint_files.h"
 #include "runtime/sys/system.h"
@@ -141,7 +141,7 @@ absl::StatusOr<std::vector<CheckpointInfo>> ListComplete(int directory, const st
   std::vector<CheckpointInfo> complete;
   for (const DirectoryEntry& entry : *entries) {
     if (!entry.is_directory) continue;
-    if (ParseDirectoryName(entry.name).kind != DirectoryKind::kFinal) continue;
+    if (format::ParseDirectoryName(entry.name).kind != format::DirectoryKind::kFinal) continue;
     auto checkpoint = OpenDirectory(directory, entry.name);
     if (absl::IsNotFound(checkpoint.status())) continue;
     if (base::ErrnoOf(checkpoint.status()) == EACCES) continue;  // somebody else's
@@ -173,8 +173,8 @@ absl::StatusOr<std::vector<CheckpointInfo>> ListComplete(int directory, const st
 
 namespace {
 
-using checkpointer::DirectoryKind;
 using checkpointer::Inspection;
+using format::DirectoryKind;
 
 std::string LastComponent(const std::string& path) {
   const size_t end = path.find_last_not_of('/');
@@ -191,7 +191,7 @@ absl::StatusOr<CheckpointInfo> InspectCheckpoint(const std::string& path) {
   auto directory = checkpointer::OpenDirectory(AT_FDCWD, absl::StrCat(path, "/."));
   if (!directory.ok()) return directory.status();
   const std::string name = LastComponent(path);
-  if (checkpointer::ParseDirectoryName(name).kind != DirectoryKind::kFinal) {
+  if (format::ParseDirectoryName(name).kind != format::DirectoryKind::kFinal) {
     return absl::FailedPreconditionError(
         absl::StrCat(path, ": incomplete: it does not stand under its final name"));
   }

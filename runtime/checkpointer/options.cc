@@ -3,7 +3,8 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "runtime/checkpointer/directory_names.h"
+#include "runtime/format/directory_names.h"
+#include "runtime/format/text.h"
 
 namespace holdfast::checkpointer {
 namespace {
@@ -77,8 +78,9 @@ absl::Status ValidateName(const std::string& name) {
   if (name.find('/') != std::string::npos)
     return refuse("has a '/': it must be one path component");
   if (name.find('\0') != std::string::npos) return refuse("has a zero byte");
+  if (!format::IsUtf8(name)) return refuse("is not UTF-8, as its manifest must be");
   if (name.size() > kNameMax) return refuse("is longer than 214 bytes");
-  if (ParseDirectoryName(name).kind != DirectoryKind::kFinal) {
+  if (format::ParseDirectoryName(name).kind != format::DirectoryKind::kFinal) {
     return refuse("looks like the name of a partial checkpoint");
   }
   return absl::OkStatus();

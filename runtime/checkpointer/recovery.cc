@@ -19,12 +19,12 @@
 #include "runtime/base/unique_fd.h"
 #include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/directory_lock.h"
-#include "runtime/checkpointer/directory_names.h"
 #include "runtime/checkpointer/file_system.h"
 #include "runtime/checkpointer/inspect.h"
 #include "runtime/checkpointer/planted_bugs.h"
 #include "runtime/checkpointer/rename.h"
 #include "runtime/checkpointer/retention.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast {
@@ -127,7 +127,7 @@ absl::StatusOr<std::vector<std::string>> Recovery::Candidates() const {
   std::vector<std::string> names;
   for (const DirectoryEntry& entry : *entries) {
     if (!entry.is_directory) continue;
-    if (ParseDirectoryName(entry.name).kind == DirectoryKind::kFinal) continue;
+    if (format::ParseDirectoryName(entry.name).kind == format::DirectoryKind::kFinal) continue;
     names.push_back(entry.name);
   }
   return names;
@@ -156,8 +156,8 @@ absl::Status Recovery::Fence(const std::string& name) {
   auto directory = OpenDirectory(parent_, name);
   if (!directory.ok()) return absl::OkStatus();  // it has committed or gone meanwhile
   if (probe_.Look(directory->get()) != Owner::kOrphan) return absl::OkStatus();
-  DirectoryName fenced = ParseDirectoryName(name);
-  fenced.kind = DirectoryKind::kFenced;
+  format::DirectoryName fenced = format::ParseDirectoryName(name);
+  fenced.kind = format::DirectoryKind::kFenced;
   auto renamed = RenameToFree(parent_, name, fenced);
   if (absl::IsNotFound(renamed.status())) return absl::OkStatus();
   if (!renamed.ok()) return absl::OkStatus();  // CleanUp tells that it is still there
@@ -194,10 +194,10 @@ absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool m
   // The name may have gone to another directory before the lock was there: that one is new and
   // somebody's.
   if (!NameRefersTo(parent_, name, directory->get())) return Visit{};
-  const DirectoryKind kind = ParseDirectoryName(name).kind;
+  const format::DirectoryKind kind = format::ParseDirectoryName(name).kind;
   if (owner == Owner::kTrainer) return Keep("a save is running there");
   if (owner == Owner::kOrphan) {
-    if (kind == DirectoryKind::kPartial) return Visit{.outcome = Outcome::kOrphan};
+    if (kind == format::DirectoryKind::kPartial) return Visit{.outcome = Outcome::kOrphan};
     // Fenced: its orphan has not noticed yet. Retired: somebody is removing it. Neither is worth
     // waiting for.
     return Keep(std::string(kStillAtWork));
@@ -209,13 +209,13 @@ absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool m
                              "than ",
                              absl::FormatDuration(options_.age_without_locks), " ago"));
   }
-  if (kind != DirectoryKind::kPartial) return Remove(name, may_remove);
+  if (kind != format::DirectoryKind::kPartial) return Remove(name, may_remove);
   return SettlePartial(name, directory->get(), may_remove);
 }
 
 absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name, int directory,
                                                         bool may_remove) {
-  const DirectoryName parsed = ParseDirectoryName(name);
+  const format::DirectoryName parsed = format::ParseDirectoryName(name);
   if (Planted(Bug::kRemoveBeforePromotion)) return Remove(name, true);
   const Inspection inspection = Inspect(directory);
   switch (inspection.state) {

@@ -39,10 +39,10 @@ absl::Status RenameNoReplace(int parent, const std::string& from, const std::str
 }
 
 absl::StatusOr<std::string> RenameToFree(int parent, const std::string& from,
-                                         DirectoryName wanted) {
+                                         format::DirectoryName wanted) {
   absl::Status status;
   for (int i = 0; i < kNamesMax; ++i, ++wanted.attempt.low) {
-    std::string name = FormatDirectoryName(wanted);
+    std::string name = format::FormatDirectoryName(wanted);
     status = RenameNoReplace(parent, from, name);
     if (status.ok()) return name;
     if (!absl::IsAlreadyExists(status)) return status;

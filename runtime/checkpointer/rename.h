@@ -6,7 +6,7 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "runtime/checkpointer/directory_names.h"
+#include "runtime/format/directory_names.h"
 
 namespace holdfast::checkpointer {
 
@@ -15,7 +15,8 @@ namespace holdfast::checkpointer {
 absl::Status RenameNoReplace(int parent, const std::string& from, const std::string& to);
 
 /// Renames to `wanted`'s name, or, where that is taken, to the next free digits. Returns the name.
-absl::StatusOr<std::string> RenameToFree(int parent, const std::string& from, DirectoryName wanted);
+absl::StatusOr<std::string> RenameToFree(int parent, const std::string& from,
+                                         format::DirectoryName wanted);
 
 }  // namespace holdfast::checkpointer
 

@@ -11,9 +11,9 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
 #include "runtime/checkpointer/directory_access.h"
-#include "runtime/checkpointer/directory_names.h"
 #include "runtime/checkpointer/inspect.h"
 #include "runtime/checkpointer/rename.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast {
@@ -51,12 +51,22 @@ absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointI
   auto directory = OpenDirectory(parent, checkpoint.name);
   if (!directory.ok()) return directory.status();
   RetiredCheckpoint retired = {.name = {}, .in_use = *std::move(directory)};
+  const auto moved_on = [&checkpoint] {
+    return absl::AbortedError(
+        absl::StrCat("remove ", checkpoint.name, ": another save has taken its place meanwhile"));
+  };
+  if (Inspect(retired.in_use.get()).info.attempt != checkpoint.attempt) return moved_on();
   // Without the lock two removals would merely run side by side, so its failure is no error.
   sys::Sys().flock(retired.in_use.get(), LOCK_SH | LOCK_NB);
   HOLDFAST_ASSIGN_OR_RETURN(retired.name, RenameToFree(parent, checkpoint.name,
                                                        {.checkpoint = checkpoint.name,
-                                                        .kind = DirectoryKind::kRetired,
+                                                        .kind = format::DirectoryKind::kRetired,
                                                         .attempt = checkpoint.attempt}));
+  if (!NameRefersTo(parent, retired.name, retired.in_use.get())) {
+    // Replaced between the look and the rename: it gets its name back.
+    HOLDFAST_RETURN_IF_ERROR(RenameNoReplace(parent, retired.name, checkpoint.name));
+    return moved_on();
+  }
   // Before the first file goes: power loss must not bring the name back to a ruin.
   HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent, absl::StrCat("of ", checkpoint.name)));
   return retired;

@@ -20,7 +20,8 @@ struct RetiredCheckpoint {
 
 /// Renames a checkpoint to its retired name and makes that durable. One atomic step: from then on
 /// no reader takes it for a checkpoint, and a crash during the slow removal leaves no nameless ruin
-/// but a directory that Recover removes. \error kNotFound, errors of rename and fsync.
+/// but a directory that Recover removes. \error kNotFound;
+/// kAborted when a save has replaced it meanwhile: the new one stays; errors of rename and fsync.
 absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointInfo& checkpoint);
 
 /// Removes a directory of files: manifests first and durably, then the rest, then the directory,

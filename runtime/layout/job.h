@@ -19,7 +19,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 2;
+inline constexpr uint32_t kLayoutVersion = 3;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -157,7 +157,9 @@ struct CompletionSlot {
   DirectIo direct_io = DirectIo::kNo;
   uint32_t trainer_died = 0;
   uint32_t reserved_space = 0;  // 1: fallocate(2) worked for every file
-  uint64_t bytes_written = 0;   // counted from completions only
+  uint32_t left_files = 0;      // 1: what was written could not be removed
+  uint32_t padding2 = 0;
+  uint64_t bytes_written = 0;  // counted from completions only
   uint64_t bytes_read_back = 0;
   uint64_t private_bytes_peak = 0;
   JobTimes times;
@@ -219,6 +221,7 @@ struct Job {
   SharedU32 worker_pid{0};
   SharedU64 bytes_completed{0};
   SharedU64 acknowledged_count{0};
+  SharedU64 steps{0};  // files synced, chunks read back, directory entries removed
 
   CompletionSlot completion;
 };
@@ -244,6 +247,14 @@ inline File* Files(Job* job) { return At<File>(job, job->files); }
 inline Extent* Extents(Job* job) { return At<Extent>(job, job->extents); }
 inline Piece* Pieces(Job* job) { return At<Piece>(job, job->pieces); }
 inline char* Manifest(Job* job) { return At<char>(job, job->manifest_template); }
+
+/// A number that changes whenever either side gets on with the job. For stall deadlines.
+inline uint64_t Progress(const Job& job) {
+  return job.published_count.load(std::memory_order_relaxed) +
+         job.bytes_completed.load(std::memory_order_relaxed) +
+         job.steps.load(std::memory_order_relaxed) + job.phase.load(std::memory_order_relaxed) +
+         job.worker_pid.load(std::memory_order_relaxed);
+}
 
 /// Checks every range, count and index of a table of `mapped_bytes` before anything is believed.
 /// Returns nullptr if sound, otherwise a static string that says what is wrong.

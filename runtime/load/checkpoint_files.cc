@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
 #include "runtime/digest/digest.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/load/directory.h"
 
 namespace holdfast::load {
@@ -236,10 +237,10 @@ absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string&
   CheckpointFiles out;
   HOLDFAST_ASSIGN_OR_RETURN(out.names, ListDirectory(directory, path));
   ReadAttempts(directory, options, &out);
-  out.partial = IsPartialName(SplitPath(path).name);
+  out.partial = IsUncommittedName(SplitPath(path).name);
   if (out.partial && out.manifests_found > 0) {
     out.findings.push_back(Incomplete("", "partial", "a committed checkpoint",
-                                      "a directory that was never given its final name"));
+                                      "a directory that lacks its final name"));
   }
   return out;
 }
@@ -301,13 +302,8 @@ std::optional<ManifestIdentity> ParseManifestName(const std::string& name) {
   return identity;
 }
 
-bool IsPartialName(const std::string& name) {
-  constexpr char kMark[] = ".partial-";
-  const size_t mark = name.rfind(kMark);
-  if (mark == std::string::npos) return false;
-  const std::string id = name.substr(mark + sizeof(kMark) - 1);
-  AttemptId attempt;
-  return id.size() == kHexDigits && digest::FromHex(id.c_str(), &attempt);
+bool IsUncommittedName(const std::string& name) {
+  return format::ParseDirectoryName(name).kind != format::DirectoryKind::kFinal;
 }
 
 absl::Status ToStatus(const std::vector<Finding>& findings, const std::string& path) {

@@ -61,8 +61,9 @@ struct ManifestIdentity {
 };
 std::optional<ManifestIdentity> ParseManifestName(const std::string& name);
 
-/// Whether a directory of this name is still being written (or was left so): NAME.partial-<32 hex>.
-bool IsPartialName(const std::string& name);
+/// Whether a directory of this name is no checkpoint, however whole it looks: still being written,
+/// or left so, fenced by a recovery, or let go by retention.
+bool IsUncommittedName(const std::string& name);
 
 /// The gravest finding as an error of `path`; OK if there is none.
 absl::Status ToStatus(const std::vector<Finding>& findings, const std::string& path);

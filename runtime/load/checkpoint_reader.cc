@@ -220,7 +220,7 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
   auto impl = std::make_unique<Impl>();
   impl->directory = parts.directory;
   auto manifest = load::FindManifestOf(directory.get(), parts.directory, parts.name);
-  if (manifest.ok() && !load::IsPartialName(load::SplitPath(parts.directory).name)) {
+  if (manifest.ok() && !load::IsUncommittedName(load::SplitPath(parts.directory).name)) {
     impl->TakeManifest(*std::move(manifest));
   } else if (!file.attempt().empty()) {
     // Bytes of a save that was never committed are nobody's checkpoint, however whole they look.

@@ -12,12 +12,10 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/base/memfd.h"
 #include "runtime/base/status.h"
 #include "runtime/sys/system.h"
 
-#ifndef MFD_NOEXEC_SEAL
-#define MFD_NOEXEC_SEAL 0x0008U
-#endif
 #ifndef MFD_HUGE_2MB
 #define MFD_HUGE_2MB (21U << 26)
 #endif
@@ -33,13 +31,7 @@ uint64_t RoundUp(uint64_t bytes, uint64_t granule) {
 }
 
 absl::StatusOr<base::UniqueFd> OpenMemfd(unsigned flags) {
-  flags |= MFD_CLOEXEC | MFD_ALLOW_SEALING;
-  // Without the seal against execution a hardened system refuses, and others log; kernels before
-  // 6.3 do not know it.
-  int fd = sys::Sys().memfd_create("holdfast-staging", flags | MFD_NOEXEC_SEAL);
-  if (fd < 0 && errno == EINVAL) fd = sys::Sys().memfd_create("holdfast-staging", flags);
-  if (fd < 0) return base::ErrnoStatus("memfd_create", kObject, errno);
-  return base::UniqueFd(fd);
+  return base::CreateMemfd("holdfast-staging", kObject, flags);
 }
 
 absl::StatusOr<base::UniqueFd> OpenHugetlb() {

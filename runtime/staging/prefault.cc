@@ -6,13 +6,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <system_error>
-#include <thread>
+#include <memory>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
-#include "runtime/sys/process.h"
+#include "runtime/base/thread.h"
 #include "runtime/sys/system.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -71,32 +70,20 @@ class Work {
   std::atomic<int> error_{0};
 };
 
-// Starts a thread that takes no signals: the host's handlers run on the host's threads. Nothing
-// when there are no threads left, then fewer do the work.
-bool StartQuietly(Work* work, std::vector<std::thread>* threads) {
-  sigset_t before;
-  sys::BlockThreadSignals(&before);
-  bool started = true;
-  try {
-    threads->emplace_back([work] { work->Run(); });
-  } catch (const std::system_error&) {
-    started = false;
-  }
-  sys::RestoreThreadSignals(before);
-  return started;
-}
-
 }  // namespace
 
 absl::Status Prefault(const MappedFile& file, const PrefaultPattern& pattern) {
   Work work(file, pattern);
-  std::vector<std::thread> threads;
+  std::vector<std::unique_ptr<base::Thread>> threads;
   const uint64_t pieces = (file.bytes + pattern.stride_bytes - 1) / pattern.stride_bytes;
   const uint64_t useful = std::min<uint64_t>(pattern.threads, pieces);
-  while (threads.size() + 1 < useful && StartQuietly(&work, &threads)) {
+  while (threads.size() + 1 < useful) {
+    auto thread = std::make_unique<base::Thread>();
+    if (!thread->Start([&work] { work.Run(); }).ok()) break;  // Then fewer do the work.
+    threads.push_back(std::move(thread));
   }
   work.Run();
-  for (std::thread& thread : threads) thread.join();
+  threads.clear();
   if (work.error() == 0) return absl::OkStatus();
   // EFAULT is the kernel's "that access would be a SIGBUS": the file has no page to give. Whatever
   // the number, to the caller it means that there is no memory.

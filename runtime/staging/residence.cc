@@ -12,6 +12,13 @@ bool trim_under_registration = false;
 }  // namespace testing
 #endif
 
+absl::Status Residence::Register(Registrant* registrant) {
+  const bool now = arena_->resident();
+  if (now) HOLDFAST_RETURN_IF_ERROR(registrant->RestoreRegistration());
+  entries_.push_back({.who = registrant, .registered = now});
+  return absl::OkStatus();
+}
+
 void Residence::Remove(Registrant* registrant) {
   std::erase_if(entries_, [registrant](const Entry& entry) { return entry.who == registrant; });
 }

@@ -27,6 +27,9 @@ class Residence {
  public:
   explicit Residence(Arena* arena) : arena_(arena) {}
 
+  /// Registers it if there are pages; otherwise the next Take does. \error Its own: not added.
+  absl::Status Register(Registrant* registrant);
+  /// One that is attached already.
   void Add(Registrant* registrant) { entries_.push_back({.who = registrant, .registered = true}); }
   void Remove(Registrant* registrant);
 

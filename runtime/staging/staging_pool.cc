@@ -196,6 +196,12 @@ class StagingPool::Impl {
     control_bytes_ -= bytes;
   }
 
+  absl::Status Register(Registrant* registrant) {
+    const base::MutexLock lock(&mutex_);
+    AwaitSteady();
+    return Unlocked([this, registrant] { return residence_.Register(registrant); });
+  }
+
   void AddRegistrant(Registrant* registrant) {
     const base::MutexLock lock(&mutex_);
     AwaitSteady();
@@ -423,6 +429,7 @@ absl::Status StagingPool::TakeControlBytes(uint64_t bytes) {
   return impl_->TakeControlBytes(bytes);
 }
 void StagingPool::ReturnControlBytes(uint64_t bytes) { impl_->ReturnControlBytes(bytes); }
+absl::Status StagingPool::Register(Registrant* registrant) { return impl_->Register(registrant); }
 void StagingPool::AddRegistrant(Registrant* registrant) { impl_->AddRegistrant(registrant); }
 void StagingPool::RemoveRegistrant(Registrant* registrant) { impl_->RemoveRegistrant(registrant); }
 absl::Status StagingPool::Trim() { return impl_->Trim(); }

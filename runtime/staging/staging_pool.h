@@ -95,10 +95,16 @@ class StagingPool {
   absl::Status TakeControlBytes(uint64_t bytes);
   void ReturnControlBytes(uint64_t bytes);
 
-  /// Add it before it registers anything: a trim in between would not know of it. Remove it after
-  /// its registration is gone and before it dies. Both wait for a trim under way, so never call
-  /// them from within a registrant.
+  /// Registers it (RestoreRegistration) with no trim in between, which would punch pages that it
+  /// has just pinned; when the pages are not there, the next Prepare or Acquire does.
+  /// \error The registrant's own; then it was not added.
+  absl::Status Register(Registrant* registrant);
+
+  /// Adds one that is attached already and pins nothing while no epoch is open.
   void AddRegistrant(Registrant* registrant);
+
+  /// After its registration is gone and before it dies. These three wait for a trim under way, so
+  /// never call them from within a registrant.
   void RemoveRegistrant(Registrant* registrant);
 
   /// Drops every registration, then punches. The next Acquire takes the pages again.

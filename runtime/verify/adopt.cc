@@ -190,7 +190,7 @@ absl::Status AdoptFiles(const std::string& directory_path, const std::string& on
         absl::StrCat("adopt ", directory_path, ": ", name, " is there already"));
   }
   const std::string checkpoint = load::SplitPath(directory_path).name;
-  if (load::IsPartialName(checkpoint)) {
+  if (load::IsUncommittedName(checkpoint)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "adopt ", directory_path, ": a save that did not end; it cannot be made complete"));
   }

@@ -122,11 +122,11 @@ absl::Status CheckFile(const std::string& path, const VerifyOptions& options, Fa
   for (const load::Finding& finding : load::CheckNamedFiles(fd->get(), manifests.front())) {
     if (only.empty() || finding.fault.file == only) log->Add(finding);
   }
-  if (load::IsPartialName(load::SplitPath(parts.directory).name)) {
+  if (load::IsUncommittedName(load::SplitPath(parts.directory).name)) {
     log->Add(Verdict::kIncomplete, {.file = parts.name,
                                     .reason = "partial",
                                     .expected = "a committed checkpoint",
-                                    .found = "a file of one that was never given its final name"});
+                                    .found = "a file of one that lacks its final name"});
   }
   return VerifyManifests(fd->get(), manifests, only, options, log, report);
 }
@@ -159,7 +159,7 @@ absl::StatusOr<VerifyReport> Verify(const std::string& path, const VerifyOptions
   }
   // No engine, no memory, a disk that does not answer: nothing is known about the bytes.
   if (!status.ok()) log.Add(load::FindingOf(status, "", "read"));
-  const bool partial = load::IsPartialName(parts.name);
+  const bool partial = load::IsUncommittedName(parts.name);
   log.MoveTo(&report);
   // What was never committed is no checkpoint, whatever else is wrong with it.
   if (partial && report.verdict != Verdict::kUnreadable) report.verdict = Verdict::kIncomplete;

@@ -78,14 +78,18 @@ bool MapArena(Attachment* attached, bool may_register) {
   }
   if (memory == MAP_FAILED) return false;
   attached->arena = static_cast<char*>(memory);
-  // A worker may be a thread of the host: a child that the host forks must not hold this memory.
-  sys::Sys().madvise(memory, attached->arena_bytes, MADV_DONTFORK);
-  // A core dump of a worker must not carry the model.
-  sys::Sys().madvise(memory, attached->arena_bytes, MADV_DONTDUMP);
+  KeepToThisProcess(*attached);
   return true;
 }
 
 }  // namespace
+
+void KeepToThisProcess(const Attachment& attached) {
+  // A worker may be a thread of the host: a child that the host forks must not hold this memory.
+  sys::Sys().madvise(attached.arena, attached.arena_bytes, MADV_DONTFORK);
+  // A core dump of a worker must not carry the model.
+  sys::Sys().madvise(attached.arena, attached.arena_bytes, MADV_DONTDUMP);
+}
 
 Receive ReceiveMessage(const Server& server, Received* out) {
   while (true) {

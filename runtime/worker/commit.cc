@@ -81,6 +81,13 @@ bool WaitForVotes(JobRun* run) {
   return true;
 }
 
+/// A vote is seen at its rename, which may be before its own rank has made that durable: without
+/// this a crash after the commit could take a manifest away from a checkpoint that was reported.
+bool KeepVotes(JobRun* run) {
+  if (run->job->world_size == 1 || sys::Sys().fsync(run->directory) == 0) return true;
+  return FailErrno(run, Operation::kSyncDirectory, errno);
+}
+
 /// The name that an old checkpoint steps aside to where directories cannot be exchanged: a partial
 /// one of no attempt, so that a recovery removes it whatever happens.
 void AsideName(const layout::Job& job, char (&out)[kNameBytes]) {
@@ -161,7 +168,7 @@ void DisposeOf(JobRun* run, const char (&old)[kNameBytes]) {
   }
   SetPhase(run, layout::Phase::kRemoving);
   Failure ignored;  // The save is durable. What is left is a recovery's.
-  RemoveDirectory(run->parent, old, run->directory_buffer, &run->job->cancel, &ignored);
+  RemoveDirectory(run->parent, old, run->directory_buffer, run->job, &ignored);
 }
 
 bool CommitDirectory(JobRun* run) {
@@ -220,8 +227,7 @@ bool Commit(JobRun* run) {
     return SyncParent(run);
   }
   SetPhase(run, layout::Phase::kWaitingForRanks);
-  if (run->Decides()) return WaitForVotes(run) && CommitDirectory(run);
-  run->voted = true;
+  if (run->Decides()) return WaitForVotes(run) && KeepVotes(run) && CommitDirectory(run);
   return WaitForTarget(run);
 }
 

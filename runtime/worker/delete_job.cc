@@ -13,8 +13,7 @@ void RunDelete(JobRun* run) {
     if (MustStop(run, true)) return;
     // One that cannot be removed does not keep the others: the first failure is reported.
     Failure failure;
-    if (!RemoveDirectory(run->parent, names + at, run->directory_buffer, &run->job->cancel,
-                         &failure)) {
+    if (!RemoveDirectory(run->parent, names + at, run->directory_buffer, run->job, &failure)) {
       failure.file = static_cast<uint32_t>(at / kNameBytes);
       Fail(run, failure);
     }

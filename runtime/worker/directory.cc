@@ -9,6 +9,7 @@
 
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/open_files.h"
 #include "runtime/worker/remove_tree.h"
 
 namespace holdfast::worker {
@@ -86,6 +87,8 @@ bool NameFiles(JobRun* run) {
   const uint64_t begin = sys::NowNs();
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
     if (MustStop(run, true)) return false;
+    // Another save of this file into the same directory has taken the temporary name over.
+    if (!IsOurs(*run, i)) return Fail(run, FailureCode::kAborted, Operation::kRename, i);
     const char* const name = layout::Files(run->job)[i].name;
     char temporary[kNameBytes];
     TemporaryName(name, temporary);
@@ -141,6 +144,7 @@ void RemoveTraces(JobRun* run) {
     if (note.created == 0) continue;
     const char* const name = layout::Files(run->job)[i].name;
     TemporaryName(name, temporary);
+    if (note.renamed == 0 && !IsOurs(*run, i)) continue;
     Unlink(*run, note.renamed != 0 ? name : temporary);
   }
   if (files_only) return;

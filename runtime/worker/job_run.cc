@@ -39,6 +39,8 @@ void SetPhase(JobRun* run, layout::Phase phase) {
   run->job->phase.store(static_cast<uint32_t>(phase), std::memory_order_relaxed);
 }
 
+void CountStep(layout::Job* job) { job->steps.fetch_add(1, std::memory_order_relaxed); }
+
 void RingTrainer(const Attachment& attached) {
   if (attached.trainer_doorbell < 0) return;
   const uint64_t one = 1;

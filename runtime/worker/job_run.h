@@ -41,6 +41,7 @@ struct FileNote {
   uint8_t created = 0;        ///< NAME.tmp may exist and is ours.
   uint8_t synced = 0;         ///< Complete, truncated, fsynced, closed.
   uint8_t renamed = 0;        ///< Stands under its name.
+  uint64_t inode = 0;         ///< Of NAME.tmp in a framework's directory; 0: not known.
 };
 
 struct OpenFile {
@@ -121,6 +122,9 @@ bool FailErrno(JobRun* run, Operation operation, int error_number,
                uint32_t file = Failure::kNoIndex, uint64_t offset = 0, uint64_t bytes = 0);
 
 void SetPhase(JobRun* run, layout::Phase phase);
+
+/// Tells the trainer's stall deadline that work other than writing goes on.
+void CountStep(layout::Job* job);
 
 /// Wakes the trainer's supervisor: progress, acknowledgments, the end.
 void RingTrainer(const Attachment& attached);

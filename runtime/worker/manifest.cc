@@ -113,8 +113,12 @@ bool WriteManifest(JobRun* run) {
   if (sys::CloseOwned(fd) != 0 && ok && errno != EINTR) ok = FailManifest(run, errno);
   // A manifest is never seen half written: it appears under its name whole or not at all.
   if (ok) {
+    // From the rename on rank 0 may see the vote, and commit: these files are not this rank's to
+    // remove any more, whatever fails here.
+    run->voted = !run->Decides() && !run->Has(layout::kFilesOnly);
     int error = RenameNew(run, temporary, run->job->manifest);
     if (error == 0) run->manifest_named = true;
+    if (error != 0) run->voted = false;
     if (error != 0) ok = FailManifest(run, error);
   }
   // Without it a crash after "durable" was reported loses the name, and with it the checkpoint.

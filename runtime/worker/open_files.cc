@@ -1,6 +1,7 @@
 #include "runtime/worker/open_files.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 
 #include <cerrno>
 
@@ -39,8 +40,7 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   constexpr int kFlags = O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW;
   int error = io::OpenDirect(run->directory, name, kFlags, kFileMode, want_direct, opened);
   if (error == EEXIST && run->Has(layout::kFilesOnly)) {
-    // Left by an attempt that was killed: a framework's directory keeps its name between attempts,
-    // and the lock that comes with the job says that no other worker is at it.
+    // Left by an attempt that was killed: a framework's directory keeps its name between attempts.
     sys::Sys().unlinkat(run->directory, name, 0);
     error = io::OpenDirect(run->directory, name, kFlags, kFileMode, want_direct, opened);
   }
@@ -48,6 +48,14 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   if (error != EEXIST) run->notes[file].created = 1;
   if (error != 0) return FailErrno(run, Operation::kOpen, error, file);
   sys::OwnFd(opened->fd);
+  if (run->Has(layout::kFilesOnly)) {
+    struct stat made = {};
+    if (sys::Sys().fstat(opened->fd, &made) != 0) {
+      sys::CloseOwned(opened->fd);
+      return FailErrno(run, Operation::kOpen, errno, file);
+    }
+    run->notes[file].inode = made.st_ino;
+  }
   if (!run->opened_any || opened->direct < run->direct_io) run->direct_io = opened->direct;
   run->opened_any = true;
   if (!Reserve(run, opened->fd, file)) {
@@ -64,7 +72,9 @@ bool OpenAgain(JobRun* run, uint32_t file, io::DirectOpen* opened) {
                                    !run->Has(layout::kBuffered), opened);
   if (error != 0) return FailErrno(run, Operation::kOpen, error, file);
   sys::OwnFd(opened->fd);
-  return true;
+  if (IsOurs(*run, file)) return true;
+  sys::CloseOwned(opened->fd);
+  return Fail(run, FailureCode::kAborted, Operation::kOpen, file);
 }
 
 /// Ends with the file closed, whatever happens.
@@ -98,6 +108,7 @@ bool SyncAndClose(JobRun* run, uint16_t slot) {
   const uint64_t end = sys::NowNs();
   run->time_syncing_ns += end - begin;
   run->write.progress_ns = end;  // A slow fsync is no stall of the transfers.
+  CountStep(run->job);
   return ok;
 }
 
@@ -123,6 +134,15 @@ Acquired FreeSlot(JobRun* run, uint16_t* slot) {
 }
 
 }  // namespace
+
+bool IsOurs(const JobRun& run, uint32_t file) {
+  if (!run.Has(layout::kFilesOnly)) return true;
+  char name[kNameBytes];
+  TemporaryName(layout::Files(run.job)[file].name, name);
+  struct stat named = {};
+  return sys::Sys().fstatat(run.directory, name, &named, AT_SYMLINK_NOFOLLOW) == 0 &&
+         (named.st_ino == run.notes[file].inode || run.notes[file].inode == 0);
+}
 
 Acquired AcquireFile(JobRun* run, uint32_t file, uint16_t* slot) {
   FileNote& note = run->notes[file];

@@ -19,6 +19,10 @@ enum class Acquired {
   kFailed,  ///< The failure is recorded.
 };
 
+/// Whether NAME.tmp is still the file that this job made. In a framework's directory another save
+/// of the same file may have taken the name over; its half-written bytes must not get ours.
+bool IsOurs(const JobRun& run, uint32_t file);
+
 /// Opens `file` if it is not.
 Acquired AcquireFile(JobRun* run, uint32_t file, uint16_t* slot);
 

@@ -65,6 +65,7 @@ bool TakeRead(Reader* reader, const io::Completion& completion) {
                      extent.bytes);
   }
   run->bytes_read_back += extent.bytes;
+  CountStep(run->job);
   return ProveExtent(run, index, reader->buffer + completion.tag * uint64_t{kChunkBytes});
 }
 

@@ -41,11 +41,11 @@ bool IsManifest(const char* name) {
 struct Removal {
   int directory = -1;
   char* buffer = nullptr;
-  const layout::SharedU32* cancel = nullptr;
+  layout::Job* job = nullptr;
   Failure* failure = nullptr;
   bool subdirectory = false;
 
-  bool Cancelled() const { return cancel->load(std::memory_order_relaxed) != 0; }
+  bool Cancelled() const { return job->cancel.load(std::memory_order_relaxed) != 0; }
   bool Fail(FailureCode code, Operation operation, int error_number) {
     if (failure->ok()) {
       failure->code = code;
@@ -75,6 +75,7 @@ bool Shrink(Removal* removal, const char* name, const struct stat& status) {
     }
     bytes -= kTruncateStepBytes;
     if (sys::Sys().ftruncate(fd, static_cast<off_t>(bytes)) != 0) break;
+    CountStep(removal->job);
   }
   sys::CloseOwned(fd);
   return ok;
@@ -95,6 +96,7 @@ bool RemoveEntry(Removal* removal, const char* name, bool* removed) {
     return removal->FailErrno(errno);
   }
   *removed = true;
+  CountStep(removal->job);
   return true;
 }
 
@@ -141,9 +143,9 @@ bool RemoveContents(Removal* removal) {
 
 }  // namespace
 
-bool RemoveDirectory(int parent, const char* name, char* buffer, const layout::SharedU32* cancel,
+bool RemoveDirectory(int parent, const char* name, char* buffer, layout::Job* job,
                      Failure* failure) {
-  Removal removal = {.buffer = buffer, .cancel = cancel, .failure = failure};
+  Removal removal = {.buffer = buffer, .job = job, .failure = failure};
   removal.directory =
       sys::OpenOwned(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (removal.directory < 0) return errno == ENOENT || removal.FailErrno(errno);

@@ -11,7 +11,7 @@ namespace holdfast::worker {
 /// Removes the flat directory `name` below `parent`: manifests, durably; then files; then itself,
 /// durably. One that is not there is removed already. A subdirectory is not Holdfast's: it and its
 /// parent stay (kFailedPrecondition). `buffer` has kDirectoryBufferBytes.
-bool RemoveDirectory(int parent, const char* name, char* buffer, const layout::SharedU32* cancel,
+bool RemoveDirectory(int parent, const char* name, char* buffer, layout::Job* job,
                      Failure* failure);
 
 /// Whether the directory has `name` and nothing else.

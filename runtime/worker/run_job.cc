@@ -39,8 +39,13 @@ bool MakeWritable(Attachment* attached) {
       sys::Sys().mmap(attached->arena, attached->arena_bytes, PROT_READ | PROT_WRITE,
                       MAP_SHARED | MAP_FIXED, attached->arena_fd, 0);
   attached->writable = memory != MAP_FAILED;
-  if (attached->writable) sys::Sys().madvise(memory, attached->arena_bytes, MADV_DONTDUMP);
+  if (attached->writable) KeepToThisProcess(*attached);
   return attached->writable;
+}
+
+void CloseQueue(Server* server) {
+  if (server->queue_open) server->queue.Close();
+  server->queue_open = false;
 }
 
 /// Opens the ring that this job asks for, or keeps the one of the last job.
@@ -65,8 +70,7 @@ int OpenQueue(Server* server, const layout::Job& job) {
                       open.region_bytes == options.region_bytes &&
                       open.io_priority == options.io_priority;
     if (same) return 0;
-    server->queue.Close();
-    server->queue_open = false;
+    CloseQueue(server);
   }
   const int error = server->queue.Open(options);
   server->queue_open = error == 0;
@@ -118,6 +122,7 @@ void FillCompletion(const Server& server, const JobRun& run, uint64_t cpu_before
     slot.engine = server.queue_open ? server.queue.rung() : EngineRung::kAuto;
     slot.direct_io = run.opened_any ? run.direct_io : DirectIo::kNo;
     slot.reserved_space = run.opened_any && run.reserved_all ? 1 : 0;
+    slot.left_files = run.io_stuck ? 1 : 0;
     // At a time-out the reason says what was in flight instead.
     if (slot.reason[0] == '\0') CopyReason(&slot, server.queue.reason());
   }
@@ -144,6 +149,10 @@ int RunSound(Server* server, layout::Job* job, int parent) {
   SettleForJob(server, *job);
   RunKind(server, run);
   FillCompletion(*server, *run, cpu_before);
+  // A ring that broke would fail every later job of a kept worker.
+  const Operation failed = run->failure.operation;
+  if (!run->io_stuck && (failed == Operation::kSetUp || failed == Operation::kWrite))
+    CloseQueue(server);
   if (run->io_stuck) {
     server->stuck = true;
     // A kept worker's result would free memory that the kernel may still read. Of a process per

@@ -18,7 +18,7 @@
 namespace holdfast::worker {
 namespace {
 
-/// The only memory whose size depends on the job: 12 bytes per file, a bit per extent.
+/// The only memory whose size depends on the job: 24 bytes per file, a bit per extent.
 bool MapScratch(JobRun* run) {
   const uint64_t notes = layout::AlignUp(run->job->file_count * sizeof(FileNote), 64);
   const uint64_t bits = (uint64_t{run->job->extent_count} + 63) / 64 * sizeof(uint64_t);

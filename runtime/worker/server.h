@@ -47,6 +47,9 @@ Receive ReceiveMessage(const Server& server, Received* out);
 /// Maps the arena. 0 or an exit status.
 int Attach(Server* server, Received* received);
 
+/// Keeps the arena's mapping out of forked children and of core dumps.
+void KeepToThisProcess(const Attachment& attached);
+
 /// Closes the ring and unmaps the arena; liveness and doorbells stay.
 void DropArena(Server* server);
 

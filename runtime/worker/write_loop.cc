@@ -264,7 +264,7 @@ bool WriteExtents(JobRun* run) {
 }
 
 void Drain(JobRun* run, io::Queue* queue) {
-  const uint64_t end = sys::NowNs() + DeadlineNs(run->job->time_stalled_max_ns);
+  const uint64_t end = sys::NowNs() + DeadlineNs(run->job->time_stalled_max_ns) / 4;
   while (queue->in_flight() != 0) {
     io::Completion completions[io::kDepthMax];
     uint32_t wakeups = 0;
@@ -272,8 +272,11 @@ void Drain(JobRun* run, io::Queue* queue) {
     queue->Watch(kTrainerWatch, -1);
     const int count = queue->Wait(completions, io::kDepthMax, kWaitMsMax, &wakeups);
     if (run->launcher == Launcher::kThread) {
-      // An engine that broke has no completions to give: closing it waits for the kernel.
-      if (count < 0) queue->Close();
+      // An engine that broke has no completions to give: closing it waits for the kernel. If that
+      // does not help either, this thread must never say that it has ended.
+      if (count < 0 && !queue->Close()) {
+        while (true) Nap(run, kWaitMsMax);
+      }
     } else if (count < 0 || sys::NowNs() > end) {
       run->io_stuck = true;
       return;

@@ -17,8 +17,9 @@ void PrepareWriteState(JobRun* run);
 bool WriteExtents(JobRun* run);
 
 /// Waits for what is in flight in `queue` without looking at results. In a process it gives up
-/// after the stall deadline (`io_stuck`); a thread waits on, because nothing but the last
-/// completion makes its buffers free.
+/// after a quarter of the stall deadline (`io_stuck`): the trainer, which kills at one and a half,
+/// must hear why. A thread waits on, for ever if need be, because nothing but the last completion
+/// makes its buffers free.
 void Drain(JobRun* run, io::Queue* queue);
 
 }  // namespace holdfast::worker

@@ -16,7 +16,11 @@ constexpr absl::Duration kMemoryStep = absl::Milliseconds(10);
 }  // namespace
 
 DeviceStager::DeviceStager(staging::StagingPool* pool, Sealer* sealer, LeaseTaker* leases)
-    : pool_(pool), sealer_(sealer), leases_(leases), thread_([this] { Run(); }) {}
+    : pool_(pool), sealer_(sealer), leases_(leases) {}
+
+absl::Status DeviceStager::Start() {
+  return thread_.Start([this] { Run(); });
+}
 
 DeviceStager::~DeviceStager() {
   {
@@ -24,7 +28,7 @@ DeviceStager::~DeviceStager() {
     stopping_ = true;
     changed_.NotifyAll();
   }
-  thread_.join();
+  thread_.Join();
 }
 
 void DeviceStager::Enqueue(std::shared_ptr<SaveState> save, uint32_t index, bool leased) {
@@ -41,6 +45,9 @@ bool DeviceStager::TakeEntries() {
     while (works_.empty() && entries_.empty() && !stopping_)
       changed_.WaitUntil(&mutex_, absl::Now() + absl::Hours(1));
     entries.swap(entries_);
+    const auto failed = [](const Work& work) { return work.failed(); };
+    if (stopping_ && entries.empty() && std::all_of(works_.begin(), works_.end(), failed))
+      return false;
   }
   if (works_.empty()) progress_at_ = absl::Now();
   for (Entry& entry : entries) {
@@ -53,7 +60,7 @@ bool DeviceStager::TakeEntries() {
     }
     (entry.leased ? work->leased : work->unleased).push_back(entry.index);
   }
-  return !works_.empty();
+  return true;
 }
 
 void DeviceStager::Run() {
@@ -75,7 +82,7 @@ void DeviceStager::Run() {
 
 absl::StatusOr<bool> DeviceStager::Step(Work* work) {
   SaveState* save = work->save.get();
-  if (save->StagingFailed()) return absl::AbortedError("staging stopped: the save has failed");
+  if (work->failed()) return GiveUp(work);
   bool progressed = false;
   if (!work->leased.empty()) {
     const uint32_t index = work->leased.front();
@@ -99,17 +106,22 @@ absl::StatusOr<bool> DeviceStager::Step(Work* work) {
 }
 
 void DeviceStager::Rest() {
-  auto work =
-      std::find_if(works_.begin(), works_.end(), [](const Work& w) { return !w.copying.empty(); });
-  // Of saves that wait for memory the oldest gets it first.
-  if (work == works_.end()) {
-    work = std::min_element(works_.begin(), works_.end(), [](const Work& a, const Work& b) {
-      return a.save->epoch < b.save->epoch;
-    });
+  Work* next = nullptr;
+  for (Work& work : works_) {
+    if (work.failed()) continue;
+    // One that copies first; of saves that wait for memory the oldest gets it first.
+    if (next == nullptr ||
+        (next->copying.empty() && (!work.copying.empty() || work.save->epoch < next->save->epoch)))
+      next = &work;
   }
-  const absl::Status status = RestWith(&*work);
-  if (!status.ok()) Fail(&*work, status);
-  if (work->empty()) works_.erase(work);
+  if (next == nullptr) {
+    const base::MutexLock lock(&mutex_);
+    if (entries_.empty() && !stopping_) changed_.WaitUntil(&mutex_, absl::Now() + kCopyStep);
+    return;
+  }
+  const absl::Status status = RestWith(next);
+  if (!status.ok()) Fail(next, status);
+  works_.remove_if([](const Work& work) { return work.empty(); });
 }
 
 absl::Status DeviceStager::RestWith(Work* work) {
@@ -179,19 +191,22 @@ void DeviceStager::Fail(Work* work, const absl::Status& status) {
   SaveState* save = work->save.get();
   save->FailStaging(status);
   pool_->AbortEpoch(save->epoch);
-  // A device may still write the leases: they stay in use until the last copy has ended, whatever
-  // it ended with.
-  for (Copying& extent : work->copying) {
-    for (auto& [device, ticket] : extent.copies) {
-      while (absl::IsDeadlineExceeded(device->Wait(ticket, absl::Seconds(1)))) {
-      }
-    }
-  }
-  const size_t users = work->leased.size() + work->unleased.size() + work->copying.size();
+}
+
+bool DeviceStager::GiveUp(Work* work) {
+  size_t users = work->leased.size() + work->unleased.size();
   work->leased.clear();
   work->unleased.clear();
-  work->copying.clear();
-  for (size_t i = 0; i < users; ++i) save->DropUser();
+  for (Copying& extent : work->copying) {
+    std::erase_if(extent.copies, [](const auto& copy) {
+      const absl::StatusOr<bool> done = copy.first->IsDone(copy.second);
+      return !done.ok() || *done;
+    });
+  }
+  users +=
+      std::erase_if(work->copying, [](const Copying& extent) { return extent.copies.empty(); });
+  for (size_t i = 0; i < users; ++i) work->save->DropUser();
+  return users != 0;
 }
 
 }  // namespace holdfast::writer

@@ -6,7 +6,6 @@
 #include <deque>
 #include <list>
 #include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "runtime/base/mutex.h"
+#include "runtime/base/thread.h"
 #include "runtime/staging/staging_pool.h"
 #include "runtime/writer/lease_taker.h"
 #include "runtime/writer/save_state.h"
@@ -27,7 +27,11 @@ namespace holdfast::writer {
 class DeviceStager {
  public:
   DeviceStager(staging::StagingPool* pool, Sealer* sealer, LeaseTaker* leases);
-  ~DeviceStager();  // after the last save was staged or failed
+  /// After the last save was staged or failed. Copies of failed ones that have not ended are left:
+  /// their memory must stay mapped.
+  ~DeviceStager();
+
+  absl::Status Start();
 
   /// Hands extent `index` over: `leased` if it has its lease, with its host tensors copied;
   /// otherwise it has no host tensors. The save gains a user until the extent went to the sealer.
@@ -46,6 +50,7 @@ class DeviceStager {
     std::deque<uint32_t> unleased;  // in order
     std::deque<Copying> copying;
     bool empty() const { return leased.empty() && unleased.empty() && copying.empty(); }
+    bool failed() const { return save->StagingFailed(); }  // not to be asked when empty
   };
   struct Entry {
     std::shared_ptr<SaveState> save;
@@ -64,6 +69,9 @@ class DeviceStager {
   absl::Status StartCopies(Work* work, uint32_t index);
   absl::StatusOr<bool> FinishOldest(Work* work, absl::Duration timeout);
   void Fail(Work* work, const absl::Status& status);
+  /// For a save that has failed: drops what has not begun. What a device has begun to copy stays in
+  /// use until it has ended, whatever it ended with. True: something has.
+  bool GiveUp(Work* work);
 
   staging::StagingPool* pool_;
   Sealer* sealer_;
@@ -74,7 +82,7 @@ class DeviceStager {
   base::Condition changed_;
   std::deque<Entry> entries_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;
+  base::Thread thread_;
 };
 
 }  // namespace holdfast::writer

@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/check.h"
+#include "runtime/base/memfd.h"
 #include "runtime/base/status.h"
 #include "runtime/sys/system.h"
 
@@ -103,8 +104,7 @@ uint64_t ControlBytes(const SavePlan& plan, const format::ManifestTemplate& mani
 absl::StatusOr<std::unique_ptr<JobTable>> JobTable::Map(uint64_t bytes) {
   std::unique_ptr<JobTable> table(new JobTable());
   const auto& sys = sys::Sys();
-  table->fd_ = base::UniqueFd(sys.memfd_create("holdfast-job", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (!table->fd_.valid()) return base::ErrnoStatus("create", "control memory", errno);
+  HOLDFAST_ASSIGN_OR_RETURN(table->fd_, base::CreateMemfd("holdfast-job", "control memory"));
   HOLDFAST_RETURN_IF_ERROR(CheckFileSizeLimit(bytes));
   if (sys.ftruncate(table->fd(), static_cast<off_t>(bytes)) != 0) {
     return base::ErrnoStatus("size", "control memory", errno);

@@ -183,6 +183,11 @@ base::FailureNames SaveState::Names() const {
   return names;
 }
 
+bool SaveState::ErrorWasSeen() {
+  const base::MutexLock lock(&mutex_);
+  return seen_;
+}
+
 void SaveState::MarkErrorReturned() {
   const base::MutexLock lock(&mutex_);
   seen_ = true;

@@ -42,6 +42,7 @@ class SaveState {
   uint64_t epoch = 0;
   uint64_t step = 0;
   uint64_t bytes_total = 0;
+  uint64_t bytes_to_lease = 0;  // each file rounded up
   absl::Time entered;
   uint64_t entered_ns = 0;  // the same moment on the worker's clock
   std::function<void()> wake_supervisor;
@@ -52,6 +53,8 @@ class SaveState {
   std::function<void(const std::shared_ptr<SaveState>&, const absl::Status&,
                      bool worker_left_files)>
       on_finished;
+  /// Called likewise when the save was given up though it has not ended (it is quarantined).
+  std::function<void(const std::shared_ptr<SaveState>&)> on_given_up;
 
   // The staging side: one entry per extent, written before the extent is published.
   std::vector<staging::Lease> leases;
@@ -110,6 +113,7 @@ class SaveState {
   absl::Status StagingStatus();
   /// The save's own error if no WaitDurable has returned it yet; marks it as returned.
   absl::Status TakeUnseenError();
+  bool ErrorWasSeen();
   /// The call that started the save has returned its error itself.
   void MarkErrorReturned();
   /// The name that the replaced checkpoint has now; empty if there is none. Before

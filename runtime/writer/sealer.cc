@@ -38,8 +38,16 @@ void FillSlot(layout::Job* job, uint64_t slot, const Digest& digest) {
 
 Sealer::Sealer(staging::StagingPool* pool, uint32_t threads,
                std::function<void(const SealedExtent&)> on_sealed)
-    : pool_(pool), on_sealed_(std::move(on_sealed)) {
-  for (uint32_t i = 0; i < threads; ++i) threads_.emplace_back([this] { Run(); });
+    : pool_(pool), on_sealed_(std::move(on_sealed)), threads_max_(threads) {}
+
+absl::Status Sealer::Start() {
+  while (threads_.size() < threads_max_) {
+    auto thread = std::make_unique<base::Thread>();
+    const absl::Status started = thread->Start([this] { Run(); });
+    if (!started.ok()) return threads_.empty() ? started : absl::OkStatus();
+    threads_.push_back(std::move(thread));
+  }
+  return absl::OkStatus();
 }
 
 Sealer::~Sealer() {
@@ -48,7 +56,7 @@ Sealer::~Sealer() {
     stopping_ = true;
     changed_.NotifyAll();
   }
-  for (std::thread& thread : threads_) thread.join();
+  for (const auto& thread : threads_) thread->Join();
 }
 
 void Sealer::Enqueue(std::shared_ptr<SaveState> save, uint32_t index) {

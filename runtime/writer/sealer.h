@@ -8,13 +8,13 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "holdfast/pod.h"
 #include "holdfast/staging.h"
 #include "runtime/base/mutex.h"
+#include "runtime/base/thread.h"
 #include "runtime/staging/staging_pool.h"
 #include "runtime/writer/save_state.h"
 
@@ -27,6 +27,9 @@ class Sealer {
   Sealer(staging::StagingPool* pool, uint32_t threads,
          std::function<void(const SealedExtent&)> on_sealed);
   ~Sealer();  // finishes what was queued
+
+  /// Starts the threads, as many as there can be. \error Not even one.
+  absl::Status Start();
 
   /// Queues extent `index`, whose bytes are all in the arena. The save gains a user until it is
   /// sealed.
@@ -62,7 +65,8 @@ class Sealer {
   uint32_t copies_under_way_ ABSL_GUARDED_BY(mutex_) = 0;  // those and what threads are copying
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::vector<std::thread> threads_;
+  uint32_t threads_max_;
+  std::vector<std::unique_ptr<base::Thread>> threads_;
 };
 
 }  // namespace holdfast::writer

@@ -33,6 +33,7 @@ enum class Way {
 class Stager {
  public:
   Stager(staging::StagingPool* pool, Sealer* sealer, const StagerOptions& options);
+  absl::Status Start() { return devices_.Start(); }
 
   /// Copies everything that lives in host memory and queues the rest. On an error the save's
   /// staging has failed (see SaveState::FailStaging) and the error is returned as well.

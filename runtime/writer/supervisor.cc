@@ -34,6 +34,10 @@ bool ResultIsThere(const SaveState& save) {
          static_cast<uint32_t>(layout::CompletionState::kDone);
 }
 
+std::string Reason(const char* reason) {
+  return {reason, strnlen(reason, sizeof(layout::CompletionSlot::reason))};
+}
+
 // A thread that is stuck uses its link's doorbells when it goes on, and waiting for it is waiting
 // for ever. Reachable, so that a leak checker does not take it for a mistake.
 void KeepForever(std::vector<std::shared_ptr<SaveState>> saves) {
@@ -51,7 +55,7 @@ absl::StatusOr<std::unique_ptr<Supervisor>> Supervisor::Start(staging::StagingPo
   supervisor->wake_ = base::UniqueFd(sys::Sys().eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!supervisor->wake_.valid())
     return base::ErrnoStatus("create", "eventfd of the supervisor", errno);
-  supervisor->thread_ = std::thread([raw = supervisor.get()] { raw->Run(); });
+  HOLDFAST_RETURN_IF_ERROR(supervisor->thread_.Start([raw = supervisor.get()] { raw->Run(); }));
   return supervisor;
 }
 
@@ -70,7 +74,7 @@ bool Supervisor::Stop() {
     stopping_ = true;
   }
   if (wake_.valid()) Wake();
-  if (thread_.joinable()) thread_.join();
+  thread_.Join();
   const base::MutexLock lock(&mutex_);
   return saves_.empty();
 }
@@ -111,7 +115,7 @@ uint64_t Supervisor::in_flight() {
 
 void Supervisor::Run() {
   while (true) {
-    std::vector<std::shared_ptr<SaveState>> saves;
+    Saves saves;
     {
       const base::MutexLock lock(&mutex_);
       const auto quarantined = [](const auto& save) { return save->quarantined.load(); };
@@ -121,7 +125,7 @@ void Supervisor::Run() {
     PollOnce(saves);
     std::vector<std::shared_ptr<SaveState>> ended;
     for (const auto& save : saves) {
-      if (Service(save)) ended.push_back(save);
+      if (Service(save, saves)) ended.push_back(save);
     }
     if (!ended.empty()) {
       const base::MutexLock lock(&mutex_);
@@ -132,7 +136,7 @@ void Supervisor::Run() {
   }
 }
 
-void Supervisor::PollOnce(const std::vector<std::shared_ptr<SaveState>>& saves) {
+void Supervisor::PollOnce(const Saves& saves) {
   std::vector<pollfd> fds;
   fds.push_back({.fd = wake_.get(), .events = POLLIN, .revents = 0});
   for (const auto& save : saves) {
@@ -154,7 +158,7 @@ void Supervisor::PollOnce(const std::vector<std::shared_ptr<SaveState>>& saves) 
   }
 }
 
-bool Supervisor::Service(const std::shared_ptr<SaveState>& save) {
+bool Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& saves) {
   ReleaseAcknowledged(save.get());
   // Order matters: a worker that is seen gone first has stored all that it will ever store.
   const bool gone = save->link->IsGone();
@@ -166,8 +170,25 @@ bool Supervisor::Service(const std::shared_ptr<SaveState>& save) {
     // It failed early (a full disk) and is about to exit: no use in staging the rest.
     pool_->AbortEpoch(save->epoch);
   }
-  CheckStalled(save.get());
+  if (IsQueued(*save, saves)) {
+    save->progress_at_ns = sys::NowNs();
+  } else {
+    CheckStalled(save);
+  }
   return false;
+}
+
+// A kept worker does one job after the other: the wait for those before it is no stall.
+bool Supervisor::IsQueued(const SaveState& save, const Saves& saves) {
+  const auto begun = [](const SaveState& state) {
+    return state.table->job()->worker_pid.load(std::memory_order_relaxed) != 0;
+  };
+  if (!save.link->kept() || begun(save)) return false;
+  return std::any_of(saves.begin(), saves.end(), [&](const std::shared_ptr<SaveState>& other) {
+    // Without a table it has ended in this very round.
+    return other->table != nullptr && other->link == save.link && !other->quarantined &&
+           begun(*other);
+  });
 }
 
 void Supervisor::ReleaseAcknowledged(SaveState* save) {
@@ -181,18 +202,21 @@ void Supervisor::ReleaseAcknowledged(SaveState* save) {
   }
 }
 
-void Supervisor::CheckStalled(SaveState* save) {
-  const layout::Job& job = *save->table->job();
+uint64_t Supervisor::TimeWithoutProgress(SaveState* save) {
   const uint64_t now = sys::NowNs();
-  const uint32_t phase = job.phase.load(std::memory_order_relaxed);
-  const uint64_t progress = job.bytes_completed.load(std::memory_order_relaxed) +
-                            job.published_count.load(std::memory_order_relaxed) + phase +
-                            job.worker_pid.load(std::memory_order_relaxed);
+  const uint64_t progress =
+      layout::Progress(*save->table->job()) - save->users.load(std::memory_order_relaxed);
   if (progress != save->progress_seen) {
     save->progress_seen = progress;
     save->progress_at_ns = now;
-    return;
   }
+  return now - save->progress_at_ns;
+}
+
+void Supervisor::CheckStalled(const std::shared_ptr<SaveState>& save) {
+  const layout::Job& job = *save->table->job();
+  const uint64_t waited = TimeWithoutProgress(save.get());
+  const uint32_t phase = job.phase.load(std::memory_order_relaxed);
   // Waiting for other ranks has a deadline of its own.
   const bool waits_for_ranks = phase == static_cast<uint32_t>(layout::Phase::kWaitingForRanks);
   const uint64_t deadline = waits_for_ranks
@@ -202,36 +226,35 @@ void Supervisor::CheckStalled(SaveState* save) {
   // A limited rate is no stall: a chunk may take its time.
   const uint64_t rate = job.qos.bytes_per_second_max;
   const uint64_t paced = rate == 0 ? 0 : 2 * (uint64_t{kChunkBytes} * kNsPerSecond / rate);
-  const uint64_t waited = now - save->progress_at_ns;
   if (waited < allowed + paced) return;
   if (!save->killed) {
     save->killed = true;
     save->link->Kill();
   }
-  if (waited > allowed + paced + kKillGraceNs && !save->quarantined) {
-    // A time-out never frees: the kernel may still read these pages for the disk.
-    save->quarantined = true;
-    pool_->AbortEpoch(save->epoch);
-    pool_->Quarantine(save->epoch);
-    save->Finish(absl::DeadlineExceededError(
-        absl::StrCat("save ", save->path,
-                     ": its worker makes no progress and cannot be stopped; its staging memory is ",
-                     "quarantined until it ends")));
+  if (waited > allowed + paced + kKillGraceNs) {
+    // The kernel may still read these pages for the disk.
+    Quarantine(save, absl::DeadlineExceededError(absl::StrCat(
+                         "save ", save->path, ": its worker makes no progress and cannot be ",
+                         "stopped; its staging memory is quarantined until it ends")));
   }
 }
 
+// A time-out never frees. The save stays watched, and its memory comes back if it ends after all.
+void Supervisor::Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why) {
+  if (save->quarantined.exchange(true)) return;
+  pool_->AbortEpoch(save->epoch);
+  pool_->Quarantine(save->epoch);
+  if (save->on_given_up) save->on_given_up(save);
+  save->Finish(why);
+}
+
 bool Supervisor::End(const std::shared_ptr<SaveState>& save, bool gone) {
-  if (save->users.load(std::memory_order_acquire) != 0) {
-    // The caller, a sealer or a device still touches the leases: stop them first.
-    if (gone || !save->table->job()->completion.failure.ok()) {
-      save->FailStaging(
-          absl::AbortedError(absl::StrCat("save ", save->path, ": its worker has ended")));
-      pool_->AbortEpoch(save->epoch);
-    }
-    return false;
-  }
   bool left_files = false;
   const absl::Status status = Outcome(save.get(), gone, &left_files);
+  if (save->users.load(std::memory_order_acquire) != 0) {
+    StopStaging(save, status);
+    return false;
+  }
   pool_->Retire(save->epoch);
   pool_->ReturnControlBytes(save->table->bytes());
   save->in_use.Reset();
@@ -242,15 +265,37 @@ bool Supervisor::End(const std::shared_ptr<SaveState>& save, bool gone) {
   return true;
 }
 
+// The caller, a sealer or a device still touches the leases of a save whose worker has ended.
+void Supervisor::StopStaging(const std::shared_ptr<SaveState>& save, const absl::Status& outcome) {
+  // The last sealer may be between its last publication and its leave: nothing to stop.
+  if (outcome.ok()) return;
+  if (!save->StagingFailed()) {
+    save->FailStaging(outcome);
+    pool_->AbortEpoch(save->epoch);
+  }
+  // What a device has begun to copy cannot be taken back. If its stream hangs, so would everybody
+  // who waits for this save.
+  if (TimeWithoutProgress(save.get()) < save->table->job()->time_stalled_max_ns) return;
+  Quarantine(save, base::Annotate(outcome, absl::StrCat("copies into its staging memory do not ",
+                                                        "end; it is quarantined until they do")));
+}
+
 absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
   const std::string how = gone ? save->link->Reap() : std::string();
   const absl::Status staging = save->StagingStatus();
   if (!ResultIsThere(*save)) {
     *left_files = true;
+    const char* const told = save->table->job()->completion.reason;
     if (save->killed) {
       return absl::DeadlineExceededError(
           absl::StrCat("save ", save->path, ": its worker made no progress for ",
-                       absl::FormatDuration(options_.time_stalled_max), " and was killed"));
+                       absl::FormatDuration(options_.time_stalled_max), " and was killed",
+                       told[0] == '\0' ? "" : absl::StrCat(" (", Reason(told), ")")));
+    }
+    if (save->link->given_up()) {
+      return absl::AbortedError(
+          absl::StrCat("save ", save->path,
+                       ": its worker was stopped, because it made no progress with another save"));
     }
     return absl::AbortedError(absl::StrCat("save ", save->path, ": its worker ",
                                            how.empty() ? "is gone" : how,
@@ -258,18 +303,16 @@ absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
   }
   const Failure& failure = save->table->job()->completion.failure;
   if (failure.ok()) return absl::OkStatus();
+  *left_files = save->table->job()->completion.left_files != 0;
   // The worker only obeyed: the reason is on this side.
   if (failure.operation == Operation::kWaitTrainer && !staging.ok()) return staging;
   const absl::Status status = base::ToStatus(failure, save->Names());
-  const char(&reason)[sizeof(layout::CompletionSlot::reason)] =
-      save->table->job()->completion.reason;
+  const char* const reason = save->table->job()->completion.reason;
   // What else the worker can say: why a table is malformed, what was in flight at a stall.
   const bool tells =
       failure.operation == Operation::kAttach || failure.code == FailureCode::kDeadlineExceeded;
   if (!tells || reason[0] == '\0') return status;
-  absl::Status told(status.code(),
-                    absl::StrCat(status.message(), " (",
-                                 std::string(reason, strnlen(reason, sizeof(reason))), ")"));
+  absl::Status told(status.code(), absl::StrCat(status.message(), " (", Reason(reason), ")"));
   status.ForEachPayload(
       [&told](absl::string_view url, const absl::Cord& payload) { told.SetPayload(url, payload); });
   return told;

@@ -5,12 +5,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/time/time.h"
 #include "runtime/base/mutex.h"
+#include "runtime/base/thread.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/staging/staging_pool.h"
 #include "runtime/writer/save_state.h"
@@ -48,10 +48,16 @@ class Supervisor {
  private:
   Supervisor(staging::StagingPool* pool, const SupervisorOptions& options);
   void Run();
-  void PollOnce(const std::vector<std::shared_ptr<SaveState>>& saves);
-  bool Service(const std::shared_ptr<SaveState>& save);
+  using Saves = std::vector<std::shared_ptr<SaveState>>;
+  void PollOnce(const Saves& saves);
+  bool Service(const std::shared_ptr<SaveState>& save, const Saves& saves);
+  static bool IsQueued(const SaveState& save, const Saves& saves);
+  /// For how long neither side of the save has got on, in ns.
+  static uint64_t TimeWithoutProgress(SaveState* save);
   void ReleaseAcknowledged(SaveState* save);
-  void CheckStalled(SaveState* save);
+  void CheckStalled(const std::shared_ptr<SaveState>& save);
+  void Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why);
+  void StopStaging(const std::shared_ptr<SaveState>& save, const absl::Status& outcome);
   bool End(const std::shared_ptr<SaveState>& save, bool gone);
   absl::Status Outcome(SaveState* save, bool gone, bool* left_files);
   void TrimIfIdle();
@@ -61,9 +67,9 @@ class Supervisor {
   base::UniqueFd wake_;
   base::Mutex mutex_;
   base::Condition changed_;
-  std::vector<std::shared_ptr<SaveState>> saves_ ABSL_GUARDED_BY(mutex_);
+  Saves saves_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread thread_;
+  base::Thread thread_;
 };
 
 }  // namespace holdfast::writer

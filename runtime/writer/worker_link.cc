@@ -81,7 +81,7 @@ absl::Status WorkerLink::Start(const LinkOptions& options) {
       break;
     case Launcher::kThread: {
       HOLDFAST_ASSIGN_OR_RETURN(ended_, MakeEventFd());
-      StartThread(std::move(worker_end));
+      HOLDFAST_RETURN_IF_ERROR(StartThread(std::move(worker_end)));
       break;
     }
   }
@@ -111,21 +111,19 @@ absl::Status WorkerLink::StartForked(base::UniqueFd worker_end) {
   return absl::OkStatus();
 }
 
-void WorkerLink::StartThread(base::UniqueFd worker_end) {
-  thread_ = std::thread([this, end = std::move(worker_end)]() mutable {
-    // Signals are the host's: its handlers must not find themselves on a worker's stack.
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_BLOCK, &all, nullptr);
-    // Serve closes the socket, so it gets a number of its own: UniqueFd's must not be closed behind
-    // its back.
-    const int socket = sys::Sys().fcntl(end.get(), F_DUPFD_CLOEXEC, 0);
-    sys::OwnFd(socket);
-    end.Reset();
+absl::Status WorkerLink::StartThread(base::UniqueFd worker_end) {
+  // Serve closes the socket, so it gets a number of its own: UniqueFd's must not be closed behind
+  // its back.
+  const int socket = sys::Sys().fcntl(worker_end.get(), F_DUPFD_CLOEXEC, 0);
+  if (socket < 0) return base::ErrnoStatus("duplicate", "the worker's socket", errno);
+  sys::OwnFd(socket);
+  const absl::Status started = thread_.Start([this, socket] {
     worker::Serve({.socket = socket, .launcher = Launcher::kThread, .jobs_max = 0});
     Ring(ended_.get());
     Ring(to_trainer_.get());
   });
+  if (!started.ok()) sys::CloseOwned(socket);
+  return started;
 }
 
 absl::Status WorkerLink::Attach() {
@@ -254,11 +252,11 @@ void WorkerLink::Kill() {
 WorkerLink::~WorkerLink() {
   if (!guard_.InCreator()) {
     // A foreign child inherited the object: the worker and the thread are not its own.
-    if (thread_.joinable()) thread_.detach();
+    thread_.Forget();
     return;
   }
   if (kept_ && socket_.valid()) Exit();
-  if (thread_.joinable()) thread_.join();
+  thread_.Join();
   if (!pidfd_.valid()) {
     ReapKilled();
     return;
@@ -273,12 +271,15 @@ WorkerLink::~WorkerLink() {
 
 absl::Status WorkerLink::DropRegistration() {
   const base::MutexLock lock(&send_mutex_);
-  HOLDFAST_RETURN_IF_ERROR(Send(layout::MessageKind::kDetach, 0, nullptr, 0));
+  const absl::Status asked = Send(layout::MessageKind::kDetach, 0, nullptr, 0);
+  if (!asked.ok()) return UnlessGone(asked);
   constexpr int kAnswerMs = 10'000;
   layout::Message answer;
   if (!IsReadable(socket_.get(), kAnswerMs)) {
+    // Its answer, if it came, would be taken for that to a later question.
+    Kill();
     return absl::DeadlineExceededError(
-        "detach the kept worker from the arena: no answer; the pages stay");
+        "detach the kept worker from the arena: no answer; it was killed, and the pages stay");
   }
   const ssize_t got = sys::Sys().read(socket_.get(), &answer, sizeof(answer));
   if (got != sizeof(answer) || answer.magic != layout::kWireMagic ||
@@ -293,7 +294,12 @@ absl::Status WorkerLink::DropRegistration() {
 
 absl::Status WorkerLink::RestoreRegistration() {
   const base::MutexLock lock(&send_mutex_);
-  return Attach();
+  return UnlessGone(Attach());
+}
+
+absl::Status WorkerLink::UnlessGone(const absl::Status& status) const {
+  // One that is gone holds no registration and needs none; the next save starts another.
+  return status.ok() || IsGone() ? absl::OkStatus() : status;
 }
 
 }  // namespace holdfast::writer

@@ -8,13 +8,13 @@
 #include <cstdint>
 #include <memory>
 #include <string>
-#include <thread>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "holdfast/pod.h"
 #include "runtime/base/mutex.h"
+#include "runtime/base/thread.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/layout/wire.h"
 #include "runtime/staging/staging_pool.h"
@@ -85,12 +85,13 @@ class WorkerLink : public staging::Registrant {
   absl::Status Start(const LinkOptions& options);
   absl::Status StartSpawned(const LinkOptions& options, base::UniqueFd worker_end);
   absl::Status StartForked(base::UniqueFd worker_end);
-  void StartThread(base::UniqueFd worker_end);
+  absl::Status StartThread(base::UniqueFd worker_end);
   std::string TakeExitStatus();
   bool IsReaped();
   void ReapKilled();
   absl::Status WhyRefused(int error);
   absl::Status Attach();
+  absl::Status UnlessGone(const absl::Status& status) const;
   absl::Status Send(layout::MessageKind kind, uint64_t bytes, const int* fds, int fd_count);
 
   Launcher launcher_ = Launcher::kSpawn;
@@ -105,7 +106,7 @@ class WorkerLink : public staging::Registrant {
   base::UniqueFd to_worker_;  // eventfds
   base::UniqueFd to_trainer_;
   base::UniqueFd ended_;  // eventfd, a thread's stand-in for a pidfd
-  std::thread thread_;
+  base::Thread thread_;
   base::Mutex reap_mutex_;
   std::string exit_text_ ABSL_GUARDED_BY(reap_mutex_);
   base::Mutex send_mutex_;  // one message at a time, so that a detach's answer is its own

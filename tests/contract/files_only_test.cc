@@ -14,6 +14,7 @@
 #include "holdfast/verify.h"
 #include "runtime/format/manifest.h"
 #include "tests/testing/checkpoint_files.h"
+#include "tests/testing/child_process.h"
 #include "tests/testing/framed_plan.h"
 #include "tests/testing/save_test.h"
 
@@ -110,6 +111,27 @@ TEST_P(FilesOnly, OneAttemptIsReadAsACheckpoint) {
     EXPECT_TRUE(CheckpointReader::OpenManifest(path(), rank.manifest()).ok());
   }
   ExpectLeftAlone();
+}
+
+TEST_P(FilesOnly, AFileThatAnotherSaveTookOverIsNotGivenItsName) {
+  CheckpointerOptions options = Options();
+  options.qos.bytes_per_second_max = 8u << 20;
+  const auto checkpointer = Make(options);
+  ASSERT_NE(checkpointer, nullptr);
+  const TrainingState state = TrainingState::Uniform(3, 4u << 20, 1);
+  const std::vector<TensorSource> sources = state.Sources();
+  const SavePlan plan = FramedPlan(sources, {.file_name = "__0_0"});
+  const auto handle = checkpointer->SaveAsync(
+      {.name = "framework", .step = 1, .plan = &plan, .attempt = kOlder, .files_only = true});
+  ASSERT_TRUE(handle.ok()) << handle.status();
+  ASSERT_TRUE(WaitFor([&] { return handle->progress().bytes_written > 0; }));
+  // As a second save of the same file does, which takes the temporary name for a dead one's.
+  std::filesystem::remove(path() + "/__0_0.tmp");
+  WriteFileBytes(path() + "/__0_0.tmp", "half written");
+  const auto report = handle->WaitDurable(kLong);
+  EXPECT_TRUE(absl::IsAborted(report.status())) << report.status();
+  EXPECT_THAT(std::string(report.status().message()), HasSubstr("another save"));
+  EXPECT_THAT(Names(path()), ElementsAre("__0_0.tmp")) << "the other one's";
 }
 
 TEST_P(FilesOnly, AnIncompleteAttemptBesideACompleteOneIsLeftOut) {

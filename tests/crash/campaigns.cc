@@ -15,7 +15,7 @@
 #include "holdfast/recovery.h"
 #include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/directory_lock.h"
-#include "runtime/checkpointer/directory_names.h"
+#include "runtime/format/directory_names.h"
 #include "tests/crash/kill_switch.h"
 #include "tests/crash/power_model.h"
 #include "tests/crash/scripted_writer.h"
@@ -25,7 +25,7 @@ namespace holdfast::testing {
 namespace {
 
 namespace fs = std::filesystem;
-using checkpointer::DirectoryKind;
+using format::DirectoryKind;
 
 constexpr RecoveryOptions kAtOnce = {.wait_for_orphans = absl::ZeroDuration()};
 constexpr int kCallsMax = 1000;
@@ -39,7 +39,7 @@ SmallRank Old() {
 SmallRank New() {
   return {.checkpoint = "step-7", .attempt = {.high = 5, .low = 7}, .world_size = 2, .step = 7};
 }
-std::string NewPartial() { return checkpointer::PartialName("step-7", New().attempt); }
+std::string NewPartial() { return format::PartialName("step-7", New().attempt); }
 
 std::set<std::string> NamesIn(const std::string& directory) {
   std::set<std::string> names;
@@ -184,26 +184,25 @@ Outcome KillRecoveries() {
     // To be removed: one that is incomplete, ...
     SmallRank half = New();
     half.checkpoint = "step-6";
-    half.Write(path + "/" + checkpointer::PartialName("step-6", half.attempt));
+    half.Write(path + "/" + format::PartialName("step-6", half.attempt));
     // ... one that an exchange replaced, ...
     SmallRank successor = New();
     successor.checkpoint = "step-8";
     WriteSmallCheckpoint(path + "/step-8", successor);
     SmallRank replaced = Old();
     replaced.checkpoint = "step-8";
-    WriteSmallCheckpoint(path + "/" + checkpointer::PartialName("step-8", successor.attempt),
-                         replaced);
+    WriteSmallCheckpoint(path + "/" + format::PartialName("step-8", successor.attempt), replaced);
     // ... one that retention let go, and one that an orphan was kept from.
     for (DirectoryKind kind : {DirectoryKind::kRetired, DirectoryKind::kFenced}) {
       WriteSmallCheckpoint(path + "/" +
-                               checkpointer::FormatDirectoryName(
+                               format::FormatDirectoryName(
                                    {.checkpoint = "step-0", .kind = kind, .attempt = {1, 1}}),
                            Old());
     }
     // An orphan is at work in one more: it is fenced.
     auto parent = checkpointer::OpenDirectory(AT_FDCWD, path);
     auto orphan = checkpointer::MakePartialDirectory(
-        parent->get(), checkpointer::PartialName("step-9", {.high = 9, .low = 9}));
+        parent->get(), format::PartialName("step-9", {.high = 9, .low = 9}));
     if (!orphan.ok()) abort();
     orphan->trainer.Reset();
 

@@ -14,7 +14,7 @@
 #include "holdfast/recovery.h"
 #include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/directory_lock.h"
-#include "runtime/checkpointer/directory_names.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/small_checkpoint.h"
 
@@ -84,7 +84,7 @@ class OrphanWorker : public ::testing::Test {
 
   TemporaryDirectory directory_;
   const SmallRank rank_ = {.checkpoint = "step-7", .attempt = kAttempt, .world_size = 2, .step = 7};
-  const std::string partial_ = checkpointer::PartialName("step-7", kAttempt);
+  const std::string partial_ = format::PartialName("step-7", kAttempt);
   Pipe ready_;
   Pipe go_;
   Pipe result_;

@@ -6,8 +6,8 @@
 
 #include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/directory_lock.h"
-#include "runtime/checkpointer/directory_names.h"
 #include "runtime/checkpointer/retention.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::testing {
@@ -49,8 +49,7 @@ bool RunScript(const Script& script) {
   const sys::SystemCalls& sys = sys::Sys();
   auto parent = checkpointer::OpenDirectory(AT_FDCWD, script.directory);
   if (!parent.ok()) return false;
-  const std::string partial =
-      checkpointer::PartialName(script.like.checkpoint, script.like.attempt);
+  const std::string partial = format::PartialName(script.like.checkpoint, script.like.attempt);
   std::vector<checkpointer::PartialDirectory> held;
   for (uint32_t i : script.order) {
     SmallRank rank = script.like;

@@ -136,6 +136,7 @@ TEST_P(DirectoryFault, NamesThatAreNoNameAreRefused) {
                                           "/absolute",
                                           "a/..",
                                           std::string("zero\0byte", 9),
+                                          "not utf-8 \xff",
                                           std::string(215, 'n'),
                                           "step-1.partial-0123456789abcdef0123456789abcdef"};
   for (const std::string& name : names) {

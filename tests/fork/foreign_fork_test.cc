@@ -108,6 +108,23 @@ TEST_P(ForeignFork, ChildHoldsNothingAndIsRefused) {
   ExpectMemoryBack(checkpointer.get());
 }
 
+TEST_P(ForeignFork, ChildHoldsNothingOfAnArenaThatWasRegistered) {
+  const Holdings before = Holdings::OfSelf();
+  CheckpointerOptions options = Slow();
+  options.engine = EngineRung::kUringFixed;
+  options.staging.pages = PageRung::kSmall;  // a thread maps it anew to register it
+  const auto checkpointer = Make(options);
+  ASSERT_NE(checkpointer, nullptr);
+  const auto begun = Begin(checkpointer.get(), "step-1", state_);
+  ASSERT_TRUE(begun.ok()) << begun.status();
+  WaitFor([&] { return begun->IsDone() || begun->progress().bytes_written > 0; });
+  ChildProcess child([&] { EXPECT_THAT(Holdings::OfSelf().Beyond(before), IsEmpty()); });
+  EXPECT_EQ(child.Wait(kLong), 0);
+  const auto report = begun->WaitDurable(kLong);
+  if (!report.ok()) GTEST_SKIP() << report.status();
+  EXPECT_TRUE(state_.CompareWith(report->path).ok());
+}
+
 TEST_P(ForeignFork, ChildMayHaveACheckpointerOfItsOwn) {
   if (kThreadSanitizer) GTEST_SKIP() << "it stops children that start threads";
   const auto checkpointer = Make(Slow());

@@ -11,7 +11,7 @@
 #include <fstream>
 
 #include "holdfast/recovery.h"
-#include "runtime/checkpointer/directory_names.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/small_checkpoint.h"
 
@@ -69,7 +69,7 @@ TEST_F(InspectCheckpointTest, RefusesAnEmptyDirectory) {
 }
 
 TEST_F(InspectCheckpointTest, RefusesACompleteDirectoryUnderAPartialName) {
-  const std::string partial = directory_ / checkpointer::PartialName("step-7", kAttempt);
+  const std::string partial = directory_ / format::PartialName("step-7", kAttempt);
   WriteSmallCheckpoint(partial, Two());
   EXPECT_TRUE(absl::IsFailedPrecondition(StatusOf(partial)));
 }
@@ -150,7 +150,7 @@ TEST_F(InspectCheckpointTest, ListsByStepAndSkipsEverythingElse) {
     WriteSmallCheckpoint(directory_ / name,
                          {.checkpoint = name, .attempt = {.high = 0, .low = step}, .step = step});
   }
-  WriteSmallCheckpoint(directory_ / checkpointer::PartialName("step-7", kAttempt), Two());
+  WriteSmallCheckpoint(directory_ / format::PartialName("step-7", kAttempt), Two());
   SmallRank half = Two();
   half.Write(directory_ / "step-2000");
   std::filesystem::create_directory(directory_ / "logs");

@@ -15,14 +15,14 @@
 #include "absl/time/clock.h"
 #include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/directory_lock.h"
-#include "runtime/checkpointer/directory_names.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/small_checkpoint.h"
 
 namespace holdfast {
 namespace {
 
-using checkpointer::DirectoryKind;
+using format::DirectoryKind;
 using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
@@ -37,8 +37,7 @@ constexpr AttemptId kNew = {.high = 1, .low = 2};
 constexpr AttemptId kOld = {.high = 3, .low = 4};
 
 std::string NameOf(DirectoryKind kind, const AttemptId& attempt) {
-  return checkpointer::FormatDirectoryName(
-      {.checkpoint = "step-7", .kind = kind, .attempt = attempt});
+  return format::FormatDirectoryName({.checkpoint = "step-7", .kind = kind, .attempt = attempt});
 }
 
 class RecoveryTest : public ::testing::Test {
@@ -214,7 +213,7 @@ TEST_F(RecoveryTest, KeepsAPartialWithADamagedManifestForAPersonToSee) {
 }
 
 TEST_F(RecoveryTest, NeverPromotesUnderANameThatTheManifestsDoNotCarry) {
-  const std::string moved = checkpointer::PartialName("other", kNew);
+  const std::string moved = format::PartialName("other", kNew);
   WriteSmallCheckpoint(directory_ / moved, Step7(kNew));
   EXPECT_THAT(Recovered().promoted, IsEmpty());
   EXPECT_FALSE(Exists("other"));

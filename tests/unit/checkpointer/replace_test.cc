@@ -1,6 +1,10 @@
 // Replacing a checkpoint: the new one is reported, and the next save begins, while the old one is
 // still being removed.
+#include <signal.h>
+
 #include <atomic>
+#include <cerrno>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -100,6 +104,38 @@ TEST_F(Replace, ARemovalThatFailsIsToldByFlushAndDoneByRecovery) {
   const auto recovered = Recover(directory(), {});
   ASSERT_TRUE(recovered.ok()) << recovered.status();
   EXPECT_THAT(Names(directory()), ElementsAre("last"));
+}
+
+/// As a file system that cannot exchange, whose machine kills the worker between its two renames.
+int KilledBetweenRenames(int a, const char* from, int b, const char* to, unsigned flags) {
+  if (flags != 0) {
+    errno = EINVAL;
+    return -1;
+  }
+  static bool moved_aside = false;
+  if (moved_aside) raise(SIGKILL);
+  moved_aside = std::string(from) == "last";
+  return sys::kKernel.renameat2(a, from, b, to, 0);
+}
+
+TEST_F(Replace, AWorkerKilledBetweenTwoRenamesLeavesTheNewOneToRecovery) {
+  sys::g_system = sys::kKernel;
+  CheckpointerOptions options = SmallOptions(directory());
+  options.launcher = Launcher::kFork;  // the child inherits the table, and can be killed
+  checkpointer_ = Make(options);
+  ASSERT_NE(checkpointer_, nullptr);
+  sys::g_system.renameat2 = KilledBetweenRenames;
+  const TrainingState second = TrainingState::Uniform(2, 400'000, 2);
+  const absl::Status told = ReplaceBy(second, 2);
+  sys::g_system = sys::kKernel;
+  EXPECT_TRUE(absl::IsAborted(told)) << told;
+  EXPECT_EQ(checkpointer_->Flush(kLong), absl::OkStatus());
+  EXPECT_FALSE(std::filesystem::exists(directory() + "/last"));
+  checkpointer_.reset();
+  const auto recovered = Recover(directory(), {});
+  ASSERT_TRUE(recovered.ok()) << recovered.status();
+  EXPECT_THAT(recovered->promoted, ElementsAre("last"));
+  EXPECT_TRUE(second.CompareWith(directory() + "/last").ok());
 }
 
 }  // namespace

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "runtime/checkpointer/directory_access.h"
-#include "runtime/checkpointer/directory_names.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/small_checkpoint.h"
 
@@ -136,8 +136,7 @@ TEST_F(RemovalTest, RetiresUnderANameThatRecoveryRemovesWhenNobodyIsAtWork) {
   {
     const auto retired = checkpointer::RetireCheckpoint(parent_.get(), *info);
     ASSERT_TRUE(retired.ok()) << retired.status();
-    EXPECT_EQ(checkpointer::ParseDirectoryName(retired->name).kind,
-              checkpointer::DirectoryKind::kRetired);
+    EXPECT_EQ(format::ParseDirectoryName(retired->name).kind, format::DirectoryKind::kRetired);
     EXPECT_FALSE(std::filesystem::exists(directory_ / "step-7"));
     // Its lock makes a second removal keep away.
     const int fd = open((directory_ / retired->name).c_str(), O_RDONLY);
@@ -148,6 +147,37 @@ TEST_F(RemovalTest, RetiresUnderANameThatRecoveryRemovesWhenNobodyIsAtWork) {
   ASSERT_TRUE(report.ok()) << report.status();
   EXPECT_EQ(report->removed.size(), 1u);
   EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
+}
+
+TEST_F(RemovalTest, DoesNotRetireWhatHasReplacedItMeanwhile) {
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok());
+  std::filesystem::remove_all(directory_ / "step-7");
+  SmallRank successor = rank_;
+  successor.attempt = {.high = 77, .low = 77};
+  WriteSmallCheckpoint(directory_ / "step-7", successor);
+  EXPECT_TRUE(absl::IsAborted(checkpointer::RetireCheckpoint(parent_.get(), *info).status()));
+  EXPECT_TRUE(InspectCheckpoint(directory_ / "step-7").ok());
+}
+
+TEST_F(RemovalTest, GivesTheNameBackToWhatReplacedItAtTheLastMoment) {
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok());
+  static std::string path;
+  path = directory_.path();
+  static SmallRank successor;
+  successor = rank_;
+  successor.attempt = {.high = 77, .low = 77};
+  sys::g_system.renameat2 = [](int a, const char* from, int b, const char* to, unsigned flags) {
+    sys::g_system.renameat2 = sys::kKernel.renameat2;
+    std::filesystem::rename(path + "/step-7", path + "/old");
+    WriteSmallCheckpoint(path + "/step-7", successor);
+    return sys::kKernel.renameat2(a, from, b, to, flags);
+  };
+  EXPECT_TRUE(absl::IsAborted(checkpointer::RetireCheckpoint(parent_.get(), *info).status()));
+  const auto still = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(still.ok()) << still.status();
+  EXPECT_TRUE(still->attempt == successor.attempt);
 }
 
 TEST_F(RemovalTest, RetiresTheSameAttemptTwice) {

@@ -285,6 +285,60 @@ TEST_F(StagingTrimTest, GivesNoLeaseWhileATrimIsUnderWayAndBlocksNobodyElse) {
   pool_->RemoveRegistrant(&slow);
 }
 
+// A device registers while no save is in flight. Pages that were punched behind its back would live
+// on in its registration: the copies would land there, and the file would get the new pages' zeros.
+TEST_F(StagingTrimTest, WaitsForARegistrationUnderWayAndKnowsOfItAfterwards) {
+  class Device : public Registrant {
+   public:
+    explicit Device(StagingPool* pool) : pool_(pool) {}
+    absl::Status DropRegistration() override {
+      EXPECT_TRUE(pool_->stats().resident);
+      dropped = true;
+      return absl::OkStatus();
+    }
+    absl::Status RestoreRegistration() override {
+      registering = true;
+      while (!let_go) std::this_thread::yield();
+      return absl::OkStatus();
+    }
+    std::atomic<bool> registering{false};
+    std::atomic<bool> let_go{false};
+    std::atomic<bool> dropped{false};
+
+   private:
+    StagingPool* pool_;
+  };
+  Device device(pool_.get());
+  std::thread registers([&] { EXPECT_TRUE(pool_->Register(&device).ok()); });
+  while (!device.registering) std::this_thread::yield();
+  std::thread trims([&] { EXPECT_TRUE(pool_->Trim().ok()); });
+  for (int i = 0; i < 1000; ++i) std::this_thread::yield();
+  EXPECT_TRUE(pool_->stats().resident);
+  device.let_go = true;
+  registers.join();
+  trims.join();
+  EXPECT_TRUE(device.dropped);
+  EXPECT_FALSE(pool_->stats().resident);
+  pool_->RemoveRegistrant(&device);
+}
+
+TEST_F(StagingTrimTest, RegistersWhatCameWithoutPagesWhenTheyAreTakenAgain) {
+  ASSERT_TRUE(pool_->Trim().ok());
+  log_.clear();
+  ASSERT_TRUE(pool_->Register(first_.get()).ok());
+  EXPECT_TRUE(log_.empty());
+  EXPECT_TRUE(TakeAndRetire().ok());
+  EXPECT_THAT(log_, ElementsAre("restore first"));
+}
+
+TEST_F(StagingTrimTest, DoesNotAddARegistrantThatCannotRegister) {
+  first_->restore_status = absl::InternalError("no");
+  EXPECT_FALSE(pool_->Register(first_.get()).ok());
+  log_.clear();
+  EXPECT_TRUE(pool_->Trim().ok());
+  EXPECT_THAT(log_, ElementsAre("punch"));
+}
+
 TEST_F(StagingTrimTest, DoesNotLetARegistrantGoWhileItIsBeingCalled) {
   auto slow = std::make_unique<SlowRegistrant>();
   pool_->AddRegistrant(slow.get());

@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "absl/strings/str_replace.h"
+#include "holdfast/load.h"
 #include "holdfast/verify.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/checkpoint_files.h"
@@ -239,6 +240,20 @@ TEST_F(VerifyCheckpoint, IsIncompleteUnderAPartialNameHoweverWholeItIs) {
   report = Verified(partial);
   EXPECT_EQ(report.verdict, Verdict::kIncomplete);
   EXPECT_THAT(report.faults, SizeIs(2));
+}
+
+TEST_F(VerifyCheckpoint, IsIncompleteWhenARecoveryOrRetentionHasTakenItsNameAway) {
+  const TrainingState state = TrainingState::Uniform(2, 10'000, 12);
+  for (const char* const kind : {"fenced", "retired"}) {
+    const std::string taken =
+        scratch_.path() + "/step-7." + kind + "-00112233445566778899aabbccddeeff";
+    std::filesystem::create_directories(taken);
+    WriteRank(taken, {}, state.Sources());
+    EXPECT_EQ(Verified(taken).verdict, Verdict::kIncomplete) << kind;
+    EXPECT_EQ(Verified(taken + "/" + model_).verdict, Verdict::kIncomplete) << kind;
+    EXPECT_FALSE(CheckpointReader::Open(taken).ok()) << kind;
+    EXPECT_FALSE(CheckpointReader::OpenFile(taken + "/" + model_).ok()) << kind;
+  }
 }
 
 TEST_F(VerifyCheckpoint, FindsManifestsThatLieUnderASoundSelfDigest) {

@@ -90,6 +90,7 @@ TEST_F(DeleteJobTest, RemovesManyFilesAndMissingDirectories) {
   Make("step-2", {});
   EXPECT_TRUE(Delete({"step-1", "gone", "step-2"}).ok());
   EXPECT_TRUE(NamesIn(directory.path()).empty());
+  EXPECT_GE(table->job()->steps.load(), files.size()) << "no stall deadline hears of the removal";
 }
 
 TEST_F(DeleteJobTest, LeavesWhatIsNotHoldfasts) {

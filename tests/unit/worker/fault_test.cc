@@ -345,6 +345,35 @@ TEST_F(OrderTest, OldCheckpointIsLeftToTheTrainerOnceTheNewOneIsDurable) {
   EXPECT_EQ(save.Unsound(), "");
 }
 
+TEST_F(OrderTest, RankZeroMakesTheVotesOfTheOthersDurableBeforeItCommits) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.parameters.engine = EngineRung::kPwrite;
+  save.parameters.partial = "partial";
+  save.parameters.world_size = 2;
+  save.AddFile("a.bin", {1000});
+  save.Build();
+  save.SealAll();
+  ::mkdir(save.partial_path().c_str(), 0755);
+  WriteFileAt(save.partial_path() + "/rank-00001-of-00002.manifest.json",
+              R"({"attempt":"112233445566778899aabbccddeeff00"})");
+  {
+    TestWorker worker(Launcher::kThread, trainer);
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+  }
+  ASSERT_TRUE(save.failure().ok());
+  const std::vector<std::string> order = Order();
+  ASSERT_GE(order.size(), 5u);
+  EXPECT_EQ(std::vector<std::string>(order.end() - 4, order.end()),
+            (std::vector<std::string>{
+                "fsync partial",  // its own manifest's name
+                "fsync partial",  // the other's
+                "rename partial step-7",
+                "fsync parent",
+            }));
+}
+
 // ---- File systems that lack what is asked of them.
 
 int RenameWithoutFlags(int a, const char* from, int b, const char* to, unsigned flags) {

@@ -2,9 +2,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <memory>
+#include <string>
 
 #include "gtest/gtest.h"
+#include "runtime/sys/system.h"
 #include "tests/unit/worker/worker_rig.h"
 
 namespace holdfast::worker {
@@ -156,6 +159,32 @@ TEST_F(RankTest, RankThatVotedKeepsItsFilesWhateverHappens) {
   one.save.Ring();
   ASSERT_TRUE(one.save.AwaitDone(10));
   EXPECT_EQ(one.save.failure().code, FailureCode::kDeadlineExceeded);
+  EXPECT_EQ(one.save.UnsoundAt(one.save.partial_path()), "");
+}
+
+bool g_vote_is_seen = false;
+
+TEST_F(RankTest, RankWhoseVoteWasSeenKeepsItsFilesThoughItCannotMakeItDurable) {
+  g_vote_is_seen = false;
+  sys::g_system.renameat2 = [](int a, const char* from, int b, const char* to, unsigned flags) {
+    g_vote_is_seen = g_vote_is_seen || std::string(to).ends_with(".manifest.json");
+    return sys::kKernel.renameat2(a, from, b, to, flags);
+  };
+  sys::g_system.fsync = [](int fd) {
+    if (!g_vote_is_seen) return sys::kKernel.fsync(fd);
+    errno = EIO;
+    return -1;
+  };
+  Rank one(directory.path(), 1, 2);
+  one.save.Build();
+  one.save.SealAll();
+  one.Start();
+  const bool done = one.save.AwaitDone(10);
+  one.worker.reset();
+  sys::g_system = sys::kKernel;
+  ASSERT_TRUE(done);
+  EXPECT_EQ(one.save.failure().operation, Operation::kSyncDirectory);
+  // Rank 0 may have renamed by now.
   EXPECT_EQ(one.save.UnsoundAt(one.save.partial_path()), "");
 }
 

@@ -1,13 +1,13 @@
 // The names that directories of checkpoints carry while they are not checkpoints.
-#ifndef HOLDFAST_RUNTIME_CHECKPOINTER_DIRECTORY_NAMES_H_
-#define HOLDFAST_RUNTIME_CHECKPOINTER_DIRECTORY_NAMES_H_
+#ifndef HOLDFAST_RUNTIME_FORMAT_DIRECTORY_NAMES_H_
+#define HOLDFAST_RUNTIME_FORMAT_DIRECTORY_NAMES_H_
 
 #include <string>
 
 #include "absl/strings/string_view.h"
 #include "holdfast/pod.h"
 
-namespace holdfast::checkpointer {
+namespace holdfast::format {
 
 /// What a directory is, by its name alone: CHECKPOINT, or CHECKPOINT.KIND-<32 hex digits>.
 enum class DirectoryKind {
@@ -32,6 +32,6 @@ std::string FormatDirectoryName(const DirectoryName& name);
 /// "step-7.partial-<attempt>"
 std::string PartialName(absl::string_view checkpoint, const AttemptId& attempt);
 
-}  // namespace holdfast::checkpointer
+}  // namespace holdfast::format
 
-#endif  // HOLDFAST_RUNTIME_CHECKPOINTER_DIRECTORY_NAMES_H_
+#endif  // HOLDFAST_RUNTIME_FORMAT_DIRECTORY_NAMES_H_

@@ -1,10 +1,10 @@
-#include "runtime/checkpointer/directory_names.h"
+#include "runtime/format/directory_names.h"
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/digest/digest.h"
 
-namespace holdfast::checkpointer {
+namespace holdfast::format {
 namespace {
 
 constexpr size_t kHexDigits = 32;
@@ -52,4 +52,4 @@ std::string PartialName(absl::string_view checkpoint, const AttemptId& attempt) 
       {.checkpoint = std::string(checkpoint), .kind = DirectoryKind::kPartial, .attempt = attempt});
 }
 
-}  // namespace holdfast::checkpointer
+}  // namespace holdfast::format

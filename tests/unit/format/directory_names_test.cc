@@ -1,9 +1,9 @@
 // Names of partial, fenced and retired directories, and what must not be taken for one.
-#include "runtime/checkpointer/directory_names.h"
+#include "runtime/format/directory_names.h"
 
 #include <gtest/gtest.h>
 
-namespace holdfast::checkpointer {
+namespace holdfast::format {
 namespace {
 
 constexpr AttemptId kAttempt = {.high = 0x0123456789abcdef, .low = 0xfedcba9876543210};
@@ -46,4 +46,4 @@ TEST(DirectoryNames, LeavesEveryOtherNameAlone) {
 }
 
 }  // namespace
-}  // namespace holdfast::checkpointer
+}  // namespace holdfast::format

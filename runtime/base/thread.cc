@@ -1,0 +1,42 @@
+#include "runtime/base/thread.h"
+
+#include <cstring>
+#include <memory>
+#include <utility>
+
+#include "runtime/base/check.h"
+#include "runtime/base/status.h"
+#include "runtime/sys/process.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast::base {
+namespace {
+
+void* Run(void* given) {
+  const std::unique_ptr<std::function<void()>> work(static_cast<std::function<void()>*>(given));
+  (*work)();
+  return nullptr;
+}
+
+}  // namespace
+
+absl::Status Thread::Start(std::function<void()> body) {
+  HOLDFAST_CHECK(!started_, "a thread is started once");
+  auto given = std::make_unique<std::function<void()>>(std::move(body));
+  // The host's handlers must not find themselves on this thread's stack; the mask is inherited.
+  sigset_t before;
+  sys::BlockThreadSignals(&before);
+  const int error = sys::Sys().thread_create(&thread_, nullptr, Run, given.get());
+  sys::RestoreThreadSignals(before);
+  if (error != 0) return ErrnoStatus("start", "a thread (ulimit -u, pids.max)", error);
+  (void)given.release();
+  started_ = true;
+  return absl::OkStatus();
+}
+
+void Thread::Join() {
+  if (started_) pthread_join(thread_, nullptr);
+  started_ = false;
+}
+
+}  // namespace holdfast::base

@@ -1,0 +1,37 @@
+// A thread of the library's own inside the host: it takes no signals, and that it cannot be started
+// is an error and not, as with std::thread, an exception.
+#ifndef HOLDFAST_RUNTIME_BASE_THREAD_H_
+#define HOLDFAST_RUNTIME_BASE_THREAD_H_
+
+#include <pthread.h>
+
+#include <functional>
+
+#include "absl/status/status.h"
+
+namespace holdfast::base {
+
+class Thread {
+ public:
+  Thread() = default;
+  ~Thread() { Join(); }
+  Thread(const Thread&) = delete;
+  Thread& operator=(const Thread&) = delete;
+
+  /// Runs `body`; once. \error kResourceExhausted: a limit on threads, or no memory.
+  absl::Status Start(std::function<void()> body);
+
+  /// Waits for the end of `body`, if it was started.
+  void Join();
+
+  /// In a forked child: the thread is the parent's.
+  void Forget() { started_ = false; }
+
+ private:
+  pthread_t thread_{};
+  bool started_ = false;
+};
+
+}  // namespace holdfast::base
+
+#endif  // HOLDFAST_RUNTIME_BASE_THREAD_H_

@@ -1,0 +1,253 @@
+// What does not get on: copies that never end, saves behind a slow one, threads that cannot be had,
+// a ring that broke. Nobody waits for ever, nothing healthy is stopped, and the next save works.
+#include <pthread.h>
+#include <signal.h>
+
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "runtime/sys/system.h"
+#include "tests/testing/child_process.h"
+#include "tests/testing/save_test.h"
+#include "tests/testing/slow_device.h"
+
+namespace holdfast::testing {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+std::string Text(const absl::Status& status) { return std::string(status.message()); }
+
+/// A GPU whose stream hangs, as behind a collective that the other ranks never enter.
+class HungDevice : public LauncherTest {
+ protected:
+  absl::StatusOr<SaveHandle> BeginOn(SlowDevice* device, Checkpointer* checkpointer,
+                                     const std::string& name) {
+    const TrainingState state = TrainingState::Uniform(2, 3'000'000, 1);
+    std::vector<TensorSource> sources = state.Sources();
+    for (TensorSource& source : sources) {
+      char* const memory = device->Allocate(source.bytes);
+      std::memcpy(memory, source.data, source.bytes);
+      source.data = memory;
+      source.device = device;
+    }
+    return checkpointer->SaveAsync({.name = name, .step = 1, .tensors = sources});
+  }
+  CheckpointerOptions Impatient() const {
+    CheckpointerOptions options = Options();
+    options.time_stalled_max = absl::Seconds(1);
+    return options;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, HungDevice, kEveryLauncher, LauncherName);
+
+TEST_P(HungDevice, EndsTheSaveKeepsTheMemoryAndHoldsUpNobodyElse) {
+  SavePrevious(directory());
+  SlowDevice hung("hung:0");
+  SlowDevice sound("sound:0");
+  sound.CompleteAtOnce(true);
+  const auto checkpointer = Make(Impatient());
+  ASSERT_NE(checkpointer, nullptr);
+  const auto handle = BeginOn(&hung, checkpointer.get(), "hung");
+  ASSERT_TRUE(handle.ok()) << handle.status();
+  const auto report = handle->WaitDurable(absl::Seconds(60));
+  EXPECT_TRUE(absl::IsDeadlineExceeded(report.status())) << report.status();
+  EXPECT_TRUE(handle->IsDone());
+  EXPECT_THAT(Text(report.status()), AllOf(HasSubstr("hung"), HasSubstr("quarantined")));
+  EXPECT_GT(checkpointer->staging().bytes_quarantined, 0u);
+  EXPECT_TRUE(checkpointer->Flush(absl::Seconds(60)).ok()) << "its error was returned already";
+  // The device thread serves others meanwhile.
+  const auto other = BeginOn(&sound, checkpointer.get(), "other");
+  ASSERT_TRUE(other.ok()) << other.status();
+  EXPECT_TRUE(other->WaitDurable(kLong).ok());
+  ExpectSound(absl::StrCat(directory(), "/other"));
+  std::filesystem::remove_all(absl::StrCat(directory(), "/other"));
+
+  hung.CompleteAll();
+  ASSERT_TRUE(WaitFor([&] { return checkpointer->staging().bytes_held == 0; }));
+  EXPECT_EQ(checkpointer->staging().bytes_quarantined, 0u);
+  ExpectRecovered(checkpointer.get());
+}
+
+TEST_P(HungDevice, NobodyLooksAndFlushTells) {
+  SlowDevice hung("hung:0");
+  const auto checkpointer = Make(Impatient());
+  ASSERT_NE(checkpointer, nullptr);
+  ASSERT_TRUE(BeginOn(&hung, checkpointer.get(), "hung").ok());
+  const absl::Status told = checkpointer->Flush(absl::Seconds(60));
+  EXPECT_TRUE(absl::IsDeadlineExceeded(told)) << told;
+  EXPECT_THAT(Text(told), HasSubstr("quarantined"));
+  hung.CompleteAll();
+  ASSERT_TRUE(WaitFor([&] { return checkpointer->staging().bytes_held == 0; }));
+}
+
+TEST_P(HungDevice, TheDestructorDoesNotWaitForItAndItsMemoryStays) {
+  const ChildResult result = RunInChild([this] {
+    SlowDevice hung("hung:0");
+    auto checkpointer = Make(Impatient());
+    if (checkpointer == nullptr) return std::string();
+    const auto handle = BeginOn(&hung, checkpointer.get(), "hung");
+    EXPECT_TRUE(handle.ok()) << handle.status();
+    EXPECT_TRUE(hung.WaitForPending(2, absl::Seconds(60)));
+    checkpointer.reset();
+    EXPECT_TRUE(absl::IsDeadlineExceeded(handle->WaitDurable(absl::Seconds(1)).status()));
+    hung.CompleteAll();  // Into memory that is still mapped.
+    return std::string();
+  });
+  EXPECT_EQ(result.status, 0);
+  std::filesystem::remove_all(directory() + "/" + "hung");
+}
+
+/// Kept workers do one job after the other.
+class Queued : public LauncherTest {};
+INSTANTIATE_TEST_SUITE_P(All, Queued, ::testing::Values(Launcher::kPersistent, Launcher::kThread),
+                         LauncherName);
+
+TEST_P(Queued, BehindASlowSaveIsNoStall) {
+  CheckpointerOptions options = Options();
+  options.time_stalled_max = absl::Milliseconds(500);
+  options.qos.bytes_per_second_max = 16u << 20;
+  const auto checkpointer = Make(options);
+  ASSERT_NE(checkpointer, nullptr);
+  const TrainingState slow = TrainingState::Uniform(7, 4u << 20, 1);
+  const auto first = Begin(checkpointer.get(), "slow", slow);
+  ASSERT_TRUE(first.ok()) << first.status();
+  // It waits for 1.7 s; without the one before it, 1.25 s are a stall.
+  const auto second = Begin(checkpointer.get(), "queued", TrainingState::Uniform(1, 1000, 2), 2);
+  ASSERT_TRUE(second.ok()) << second.status();
+  const auto report = first->WaitDurable(kLong);
+  EXPECT_TRUE(report.ok()) << report.status();
+  EXPECT_TRUE(second->WaitDurable(kLong).ok());
+  EXPECT_TRUE(slow.CompareWith(absl::StrCat(directory(), "/slow")).ok());
+  ExpectSound(absl::StrCat(directory(), "/queued"));
+}
+
+TEST(KeptWorker, ThatDiedAfterATrimIsReplaced) {
+  const ScratchDirectory scratch;
+  CheckpointerOptions options = SmallOptions(scratch.path());
+  options.launcher = Launcher::kPersistent;
+  auto checkpointer = Checkpointer::Create(options);
+  ASSERT_TRUE(checkpointer.ok()) << checkpointer.status();
+  const TrainingState state = TrainingState::Uniform(2, 100'000, 1);
+  const auto save = [&](const std::string& name) {
+    const std::vector<TensorSource> sources = state.Sources();
+    const auto handle = (*checkpointer)->SaveAsync({.name = name, .step = 1, .tensors = sources});
+    return handle.ok() ? handle->WaitDurable(kLong).status() : handle.status();
+  };
+  ASSERT_TRUE(save("step-1").ok());
+  ASSERT_TRUE((*checkpointer)->Trim().ok());
+  const std::vector<pid_t> children = Holdings::OfSelf().children;
+  ASSERT_EQ(children.size(), 1u);
+  kill(children[0], SIGKILL);
+  ASSERT_TRUE(WaitFor([&] { return !IsAlive(children[0]); }));
+  EXPECT_TRUE(save("step-2").ok());
+  // And before one: a trim has nobody to ask.
+  kill(Holdings::OfSelf().children.at(0), SIGKILL);
+  EXPECT_TRUE(WaitFor([&] { return (*checkpointer)->Trim().ok(); }));
+  EXPECT_TRUE(save("step-3").ok());
+}
+
+std::atomic<int> g_threads_left{0};
+int LimitedThreadCreate(pthread_t* out, const pthread_attr_t* attributes, void* (*body)(void*),
+                        void* argument) {
+  if (g_threads_left.fetch_sub(1) <= 0) return EAGAIN;
+  return sys::kKernel.thread_create(out, attributes, body, argument);
+}
+
+class ThreadLimit : public LauncherTest {
+ protected:
+  void TearDown() override {
+    sys::g_system = sys::kKernel;
+    LauncherTest::TearDown();
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, ThreadLimit, kEveryLauncher, LauncherName);
+
+TEST_P(ThreadLimit, IsAnErrorAndNoDeath) {
+  int refused = 0;
+  bool worked = false;
+  for (int allowed = 0; !worked && allowed < 20; ++allowed) {
+    SCOPED_TRACE(allowed);
+    g_threads_left = allowed;
+    sys::g_system.thread_create = LimitedThreadCreate;
+    auto made = Checkpointer::Create(Options());
+    absl::Status status = made.status();
+    if (made.ok())
+      status = Save(made->get(), "step-1", TrainingState::Uniform(2, 100'000, 1)).status();
+    sys::g_system = sys::kKernel;
+    worked = status.ok();
+    if (worked) continue;
+    ++refused;
+    EXPECT_TRUE(absl::IsResourceExhausted(status) || absl::IsUnavailable(status)) << status;
+    if (made.ok()) ExpectMemoryBack(made->get());
+    EXPECT_THAT(Names(directory()), ::testing::IsEmpty());
+  }
+  EXPECT_TRUE(worked);
+  EXPECT_GE(refused, 3);  // a sealer, the supervisor, the device's, the housekeeper's
+}
+
+std::atomic<int> g_waits_to_fail{0};
+int BreakingWait(struct io_uring* ring, struct io_uring_cqe** out, int64_t timeout_ns) {
+  if (g_waits_to_fail.load() > 0 && g_waits_to_fail.fetch_sub(1) > 0) return -EBADR;
+  return sys::kKernel.uring_wait(ring, out, timeout_ns);
+}
+
+class BrokenRing : public SaveTest {
+ protected:
+  void TearDown() override {
+    sys::g_system = sys::kKernel;
+    SaveTest::TearDown();
+  }
+};
+
+TEST_F(BrokenRing, FailsOneSaveOfAKeptWorkerAndNotTheNext) {
+  SavePrevious(directory());
+  CheckpointerOptions options = SmallOptions(directory());
+  options.launcher = Launcher::kThread;
+  options.engine = EngineRung::kUring;
+  const auto made = Checkpointer::Create(options);
+  if (!made.ok()) GTEST_SKIP() << made.status();
+  const TrainingState state = TrainingState::Uniform(3, 1u << 20, 1);
+  const auto first = Save(made->get(), "first", state);
+  if (!first.ok()) GTEST_SKIP() << first.status();
+  std::filesystem::remove_all(absl::StrCat(directory(), "/first"));
+  g_waits_to_fail = 1;
+  sys::g_system.uring_wait = BreakingWait;
+  const auto broken = Save(made->get(), "broken", state);
+  EXPECT_FALSE(broken.ok());
+  ExpectRecovered(made->get());
+}
+
+TEST_F(BrokenRing, FlushTellsTheErrorThatNobodySawHoweverManyWereSeen) {
+  CheckpointerOptions options = SmallOptions(directory());
+  options.launcher = Launcher::kThread;
+  options.qos.bytes_per_second_max = 1u << 20;
+  const auto checkpointer = Make(options);
+  ASSERT_NE(checkpointer, nullptr);
+  const TrainingState state = TrainingState::Uniform(3, 1u << 20, 1);
+  for (int i = 0; i < 20; ++i) {
+    const auto seen = Begin(checkpointer.get(), "seen", state);
+    ASSERT_TRUE(seen.ok()) << seen.status();
+    ASSERT_TRUE(seen->Cancel().ok());
+    EXPECT_FALSE(seen->WaitDurable(kLong).ok());
+  }
+  const auto unseen = Begin(checkpointer.get(), "unseen", state);
+  ASSERT_TRUE(unseen.ok()) << unseen.status();
+  ASSERT_TRUE(unseen->Cancel().ok());
+  const absl::Status told = checkpointer->Flush(kLong);
+  EXPECT_TRUE(absl::IsCancelled(told)) << told;
+  EXPECT_THAT(Text(told), HasSubstr("unseen"));
+}
+
+}  // namespace
+}  // namespace holdfast::testing
