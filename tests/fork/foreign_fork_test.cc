@@ -1,7 +1,9 @@
 // Children that the host forks while saves are in flight (a DataLoader, system()) hold nothing of
 // Holdfast's and can do no harm with what they inherited.
+#include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -123,6 +125,30 @@ TEST_P(ForeignFork, ChildHoldsNothingOfAnArenaThatWasRegistered) {
   const auto report = begun->WaitDurable(kLong);
   if (!report.ok()) GTEST_SKIP() << report.status();
   EXPECT_TRUE(state_.CompareWith(report->path).ok());
+}
+
+TEST_P(ForeignFork, ChildHoldsNothingThoughTheTrainerHasManyFilesOpen) {
+  constexpr rlim_t kMany = 5000;
+  rlimit limit{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &limit), 0);
+  if (limit.rlim_max < kMany + 100) GTEST_SKIP() << "the limit on fds is too low";
+  rlimit raised = limit;
+  raised.rlim_cur = limit.rlim_max;
+  ASSERT_EQ(setrlimit(RLIMIT_NOFILE, &raised), 0);
+  std::vector<int> files;
+  while (files.size() < kMany) files.push_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  const Holdings before = Holdings::OfSelf();
+  {
+    const auto checkpointer = Make(Slow());
+    ASSERT_NE(checkpointer, nullptr);
+    const auto begun = Begin(checkpointer.get(), "step-1", state_);
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    ChildProcess child([&] { EXPECT_THAT(Holdings::OfSelf().Beyond(before), IsEmpty()); });
+    EXPECT_EQ(child.Wait(kLong), 0);
+    EXPECT_TRUE(begun->WaitDurable(kLong).ok());
+  }
+  for (const int file : files) close(file);
+  setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 TEST_P(ForeignFork, ChildMayHaveACheckpointerOfItsOwn) {
