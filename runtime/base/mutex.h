@@ -8,8 +8,8 @@
 #include <mutex>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "runtime/base/clock.h"
 
 namespace holdfast::base {
 
@@ -45,12 +45,12 @@ class Condition {
   bool WaitUntil(Mutex* mutex, absl::Time deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     std::unique_lock<std::mutex> lock(mutex->mutex_, std::adopt_lock);
     // Bounded steps: an infinite deadline must not overflow the clock's arithmetic.
-    const absl::Duration left = deadline - absl::Now();
+    const absl::Duration left = deadline - base::Now();
     const absl::Duration step = left < absl::Hours(1) ? left : absl::Hours(1);
     bool in_time = step > absl::ZeroDuration();
     if (in_time) {
       condition_.wait_for(lock, absl::ToChronoNanoseconds(step));
-      in_time = absl::Now() < deadline;
+      in_time = base::Now() < deadline;
     }
     lock.release();
     return in_time;

@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/checkpointer/device_registrant.h"
@@ -400,7 +400,7 @@ bool Checkpointer::Impl::RemoveEmptyPartial(const SaveState& save) const {
 }
 
 absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& request) {
-  const absl::Time entered = absl::Now();
+  const absl::Time entered = base::Now();
   const uint64_t entered_ns = sys::NowNs();
   AttemptId attempt;
   HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<SaveState> save, Plan(request, &attempt));
@@ -421,7 +421,7 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   core->supervisor->Watch(save);
   const absl::Status staged = core->stager->Stage(save);
   if (!staged.ok()) save->MarkErrorReturned();
-  save->MutableReport()->time_in_call = absl::ToDoubleSeconds(absl::Now() - entered);
+  save->MutableReport()->time_in_call = absl::ToDoubleSeconds(base::Now() - entered);
   save->DropUser();
   if (!staged.ok()) return WhyStopped(staged, save.get());
   return SaveHandle(std::move(save));
@@ -478,11 +478,11 @@ absl::Status Checkpointer::Core::Launch(const std::string& title, int directory,
   save->epoch = pool->OpenEpoch();
   save->table->job()->epoch = save->epoch;
   HOLDFAST_RETURN_IF_ERROR(pool->Prepare());
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = base::Now();
   HOLDFAST_ASSIGN_OR_RETURN(
       save->link, workers->Start(title, save->table->fd(), save->table->bytes(), directory,
                                  save->in_use.get()));
-  save->MutableReport()->time_launching = absl::ToDoubleSeconds(absl::Now() - begin);
+  save->MutableReport()->time_launching = absl::ToDoubleSeconds(base::Now() - begin);
   return absl::OkStatus();
 }
 
@@ -496,7 +496,7 @@ absl::Status Checkpointer::Core::Register(Device* device) {
 }
 
 absl::Status Checkpointer::Impl::Flush(absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = base::Now() + timeout;
   HOLDFAST_RETURN_IF_ERROR(core->supervisor->WaitIdle(this, deadline));
   absl::Status first = housekeeper->WaitIdle(deadline);
   std::vector<std::shared_ptr<SaveState>> failed;

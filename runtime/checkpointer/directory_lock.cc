@@ -6,7 +6,7 @@
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/file_system.h"
@@ -68,7 +68,7 @@ absl::StatusOr<base::UniqueFd> MakeAndOpen(int parent, const std::string& name) 
 
 absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::string& name) {
   HOLDFAST_ASSIGN_OR_RETURN(const FileSystem file_system, IdentifyFileSystem(parent));
-  const absl::Time deadline = absl::Now() + kHeldMax;
+  const absl::Time deadline = base::Now() + kHeldMax;
   // Recovery trusts the locks of local file systems, so there a missing lock must not be shrugged
   // off: the save could be taken for a dead one.
   const auto tolerable = [&file_system](int error_number) {
@@ -92,7 +92,7 @@ absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::str
       return base::ErrnoStatus("lock", name, no_trainer_lock);
     }
     int no_lock = Flock(directory.in_use.get(), LOCK_SH);
-    while (no_lock == EWOULDBLOCK && absl::Now() < deadline) {
+    while (no_lock == EWOULDBLOCK && base::Now() < deadline) {
       Pause(kPoll);
       no_lock = Flock(directory.in_use.get(), LOCK_SH);
     }
@@ -134,12 +134,12 @@ Owner OwnerProbe::Look(int directory) const {
 }
 
 absl::Status TakeTurn(int parent, absl::string_view path, absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = base::Now() + timeout;
   while (true) {
     const int held = Flock(parent, LOCK_EX);
     // No locks here: recoveries run side by side, and each step of theirs tolerates the other's.
     if (held != EWOULDBLOCK) return absl::OkStatus();
-    if (absl::Now() >= deadline) {
+    if (base::Now() >= deadline) {
       return absl::DeadlineExceededError(
           absl::StrCat("recover ", path, ": another recovery of it was not done within ",
                        absl::FormatDuration(timeout)));

@@ -7,8 +7,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "holdfast/recovery.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/retention.h"
@@ -70,7 +70,7 @@ void Housekeeper::Run() {
     {
       const base::MutexLock lock(&mutex_);
       while (tasks_.empty() && !stopping_)
-        changed_.WaitUntil(&mutex_, absl::Now() + absl::Hours(1));
+        changed_.WaitUntil(&mutex_, base::Now() + absl::Hours(1));
       if (tasks_.empty()) return;
       task = std::move(tasks_.front());
       tasks_.pop_front();

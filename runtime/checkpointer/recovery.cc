@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/checkpointer/directory_access.h"
@@ -136,7 +136,7 @@ absl::StatusOr<std::vector<std::string>> Recovery::Candidates() const {
 /// Promotes whatever is complete before anything is removed: a crash in between must find more
 /// checkpoints than before, never fewer.
 absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans) {
-  const absl::Time deadline = absl::Now() + options_.wait_for_orphans;
+  const absl::Time deadline = base::Now() + options_.wait_for_orphans;
   HOLDFAST_ASSIGN_OR_RETURN(std::vector<std::string> names, Candidates());
   while (true) {
     orphans->clear();
@@ -144,7 +144,7 @@ absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans)
       HOLDFAST_ASSIGN_OR_RETURN(const Visit visit, Settle(name, /*may_remove=*/false));
       if (visit.outcome == Outcome::kOrphan) orphans->push_back(name);
     }
-    if (orphans->empty() || absl::Now() >= deadline) return absl::OkStatus();
+    if (orphans->empty() || base::Now() >= deadline) return absl::OkStatus();
     Pause(kPoll);
     names = *orphans;
   }

@@ -28,6 +28,7 @@
 #include "absl/time/clock.h"
 #include "holdfast/cuda.h"
 #include "holdfast/device.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/mutex.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
@@ -516,12 +517,12 @@ absl::StatusOr<bool> Cuda::IsDone(CopyTicket ticket) {
 absl::Status Cuda::Wait(CopyTicket ticket, absl::Duration timeout) {
   // CUDA has no wait with a time-out, so this asks again and again: often at first, for short
   // copies, then every half millisecond, which costs next to no CPU.
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = base::Now() + timeout;
   absl::Duration pause = absl::Microseconds(10);
   for (;;) {
     HOLDFAST_ASSIGN_OR_RETURN(const bool done, IsDone(ticket));
     if (done) return absl::OkStatus();
-    const absl::Duration left = deadline - absl::Now();
+    const absl::Duration left = deadline - base::Now();
     if (left <= absl::ZeroDuration()) {
       return absl::DeadlineExceededError(absl::StrCat(
           "wait for a copy on ", name_, ": not done in ", absl::FormatDuration(timeout)));

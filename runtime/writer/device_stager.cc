@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "runtime/base/clock.h"
 
 namespace holdfast::writer {
 namespace {
@@ -43,13 +43,13 @@ bool DeviceStager::TakeEntries() {
   {
     const base::MutexLock lock(&mutex_);
     while (works_.empty() && entries_.empty() && !stopping_)
-      changed_.WaitUntil(&mutex_, absl::Now() + absl::Hours(1));
+      changed_.WaitUntil(&mutex_, base::Now() + absl::Hours(1));
     entries.swap(entries_);
     const auto failed = [](const Work& work) { return work.failed(); };
     if (stopping_ && entries.empty() && std::all_of(works_.begin(), works_.end(), failed))
       return false;
   }
-  if (works_.empty()) progress_at_ = absl::Now();
+  if (works_.empty()) progress_at_ = base::Now();
   for (Entry& entry : entries) {
     auto work = std::find_if(works_.begin(), works_.end(),
                              [&entry](const Work& w) { return w.save == entry.save; });
@@ -73,7 +73,7 @@ void DeviceStager::Run() {
       work = work->empty() ? works_.erase(work) : std::next(work);
     }
     if (progressed) {
-      progress_at_ = absl::Now();
+      progress_at_ = base::Now();
     } else {
       Rest();
     }
@@ -116,7 +116,7 @@ void DeviceStager::Rest() {
   }
   if (next == nullptr) {
     const base::MutexLock lock(&mutex_);
-    if (entries_.empty() && !stopping_) changed_.WaitUntil(&mutex_, absl::Now() + kCopyStep);
+    if (entries_.empty() && !stopping_) changed_.WaitUntil(&mutex_, base::Now() + kCopyStep);
     return;
   }
   const absl::Status status = RestWith(next);

@@ -73,15 +73,17 @@ void CopyName(const std::string& name, char* out, size_t bytes) {
 mode_t CurrentUmask() {
   // umask(2) can only be read by setting it, which another thread's open would see; /proc tells it
   // without.
-  FILE* status = std::fopen("/proc/self/status", "re");
-  unsigned value = 022;
-  if (status != nullptr) {
-    char line[128];
-    while (std::fgets(line, sizeof(line), status) != nullptr) {
-      if (std::sscanf(line, "Umask: %o", &value) == 1) break;
-    }
-    std::fclose(status);
-  }
+  constexpr mode_t kUsual = 022;
+  const base::UniqueFd status(
+      sys::Sys().openat(AT_FDCWD, "/proc/self/status", O_RDONLY | O_CLOEXEC, 0));
+  if (!status.valid()) return kUsual;
+  char text[1024];  // it is the second line
+  const ssize_t bytes = sys::Sys().read(status.get(), text, sizeof(text) - 1);
+  if (bytes <= 0) return kUsual;
+  text[bytes] = '\0';
+  const char* const line = std::strstr(text, "\nUmask:");
+  unsigned value = kUsual;
+  if (line != nullptr) (void)std::sscanf(line, "\nUmask: %o", &value);
   return static_cast<mode_t>(value);
 }
 

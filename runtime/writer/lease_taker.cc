@@ -1,7 +1,7 @@
 #include "runtime/writer/lease_taker.h"
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/layout/job.h"
 
@@ -42,11 +42,11 @@ absl::StatusOr<bool> LeaseTaker::WaitAndTake(SaveState* save, uint32_t index,
     save->streamed.store(true, std::memory_order_relaxed);
     save->wake_supervisor();
   }
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = base::Now();
   const absl::StatusOr<staging::Lease> lease =
       pool_->Acquire(save->epoch, LeaseBytes(*save, index), begin + patience);
   save->time_waiting_memory_ns.fetch_add(
-      static_cast<uint64_t>(absl::ToInt64Nanoseconds(absl::Now() - begin)),
+      static_cast<uint64_t>(absl::ToInt64Nanoseconds(base::Now() - begin)),
       std::memory_order_relaxed);
   if (lease.ok()) {
     Note(save, index, *lease);
@@ -57,7 +57,7 @@ absl::StatusOr<bool> LeaseTaker::WaitAndTake(SaveState* save, uint32_t index,
 }
 
 absl::Status LeaseTaker::Take(SaveState* save, uint32_t index) {
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = base::Now();
   while (true) {
     HOLDFAST_ASSIGN_OR_RETURN(const bool taken, WaitAndTake(save, index, kMemoryStep));
     if (taken) return absl::OkStatus();
@@ -67,7 +67,7 @@ absl::Status LeaseTaker::Take(SaveState* save, uint32_t index) {
 }
 
 absl::Status LeaseTaker::CheckPatience(const SaveState& save, absl::Time since) const {
-  if (absl::Now() - since < time_memory_max_) return absl::OkStatus();
+  if (base::Now() - since < time_memory_max_) return absl::OkStatus();
   return absl::DeadlineExceededError(absl::StrCat(
       "wait for staging memory for ", save.checkpoint, ": the arena of ", pool_->arena().bytes(),
       " bytes is held by earlier saves; raise arena_bytes, save less often, or use "

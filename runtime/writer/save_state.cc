@@ -4,7 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "runtime/base/clock.h"
 
 namespace holdfast {
 namespace {
@@ -60,7 +60,7 @@ void SaveState::DropUser() {
 void SaveState::MarkStaged() {
   const base::MutexLock lock(&mutex_);
   staged_ = true;
-  report_.time_to_staged = absl::ToDoubleSeconds(absl::Now() - entered);
+  report_.time_to_staged = absl::ToDoubleSeconds(base::Now() - entered);
   changed_.NotifyAll();
 }
 
@@ -84,7 +84,7 @@ void SaveState::Finish(const absl::Status& status) {
   report_.time_writing = Seconds(slot.times.first_submit, slot.times.last_complete);
   report_.time_syncing =
       Seconds(slot.times.last_complete, std::max(slot.times.committed, slot.times.manifest_synced));
-  report_.time_to_durable = absl::ToDoubleSeconds(absl::Now() - entered);
+  report_.time_to_durable = absl::ToDoubleSeconds(base::Now() - entered);
   report_.entered_ns = entered_ns;
   report_.at_worker_started = Seconds(entered_ns, slot.times.started);
   report_.at_first_submit = Seconds(entered_ns, slot.times.first_submit);
@@ -105,7 +105,7 @@ void SaveState::Finish(const absl::Status& status) {
 }
 
 absl::Status SaveState::WaitStaged(absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = base::Now() + timeout;
   const base::MutexLock lock(&mutex_);
   while (!staged_ && !done_ && staging_status_.ok()) {
     if (!changed_.WaitUntil(&mutex_, deadline) && !staged_ && !done_ && staging_status_.ok()) {
@@ -118,7 +118,7 @@ absl::Status SaveState::WaitStaged(absl::Duration timeout) {
 }
 
 absl::Status SaveState::WaitQueued(absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = base::Now() + timeout;
   const base::MutexLock lock(&mutex_);
   while (device_extents_to_queue.load(std::memory_order_acquire) != 0 && !done_ &&
          staging_status_.ok()) {
@@ -131,7 +131,7 @@ absl::Status SaveState::WaitQueued(absl::Duration timeout) {
 }
 
 absl::StatusOr<SaveReport> SaveState::WaitDurable(absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = base::Now() + timeout;
   const base::MutexLock lock(&mutex_);
   while (!done_) {
     if (!changed_.WaitUntil(&mutex_, deadline) && !done_) {

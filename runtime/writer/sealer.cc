@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "absl/container/inlined_vector.h"
-#include "absl/time/clock.h"
+#include "runtime/base/clock.h"
 #include "runtime/digest/digest.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/planted_bugs.h"
@@ -79,7 +79,7 @@ bool Sealer::TryCopy(std::shared_ptr<SaveState> save, uint32_t index, std::funct
 Sealer::Task Sealer::Next() {
   const base::MutexLock lock(&mutex_);
   while (copies_.empty() && tasks_.empty() && !stopping_)
-    changed_.WaitUntil(&mutex_, absl::Now() + absl::Hours(1));
+    changed_.WaitUntil(&mutex_, base::Now() + absl::Hours(1));
   // A caller waits for the copies.
   std::deque<Task>* queue = copies_.empty() ? &tasks_ : &copies_;
   if (queue->empty()) return {};

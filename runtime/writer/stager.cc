@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/mutex.h"
 #include "runtime/digest/digest.h"
 #include "runtime/format/torch_zip.h"
@@ -70,7 +71,7 @@ class Stager::HelpedCopies {
   /// The first failure, once all have ended.
   absl::Status Wait() {
     const base::MutexLock lock(&mutex_);
-    while (under_way_ != 0) ended_.WaitUntil(&mutex_, absl::Now() + absl::Hours(1));
+    while (under_way_ != 0) ended_.WaitUntil(&mutex_, base::Now() + absl::Hours(1));
     return status_;
   }
 
@@ -134,9 +135,9 @@ absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save) {
 #ifdef HOLDFAST_PLANTED_BUGS
   if (testing::return_while_copying) return status;
 #endif
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = base::Now();
   status.Update(helped->Wait());
-  save->MutableReport()->time_copying += absl::ToDoubleSeconds(absl::Now() - begin);
+  save->MutableReport()->time_copying += absl::ToDoubleSeconds(base::Now() - begin);
   return status;
 }
 
@@ -189,9 +190,9 @@ bool Stager::CopiesElsewhere(const std::shared_ptr<SaveState>& save, uint32_t in
 }
 
 absl::Status Stager::CopyHost(const std::shared_ptr<SaveState>& save, uint32_t index, Way way) {
-  const absl::Time begin = absl::Now();
+  const absl::Time begin = base::Now();
   const absl::StatusOr<bool> sealed = CopyHostPieces(save, index, way);
-  save->MutableReport()->time_copying += absl::ToDoubleSeconds(absl::Now() - begin);
+  save->MutableReport()->time_copying += absl::ToDoubleSeconds(base::Now() - begin);
   if (sealed.ok() && way == Way::kHost && !*sealed) sealer_->Enqueue(save, index);
   return sealed.status();
 }

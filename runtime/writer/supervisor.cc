@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/planted_bugs.h"
@@ -100,11 +100,11 @@ absl::Status Supervisor::WaitIdle(const void* owner, absl::Time deadline) {
       return save->owner == owner && !save->quarantined;
     });
     if (count == 0) return absl::OkStatus();
-    if (absl::Now() >= deadline) {
+    if (base::Now() >= deadline) {
       return absl::DeadlineExceededError(
           absl::StrCat("wait for ", count, " saves in flight: not done yet"));
     }
-    changed_.WaitUntil(&mutex_, std::min(deadline, absl::Now() + kQuarantineStep));
+    changed_.WaitUntil(&mutex_, std::min(deadline, base::Now() + kQuarantineStep));
   }
 }
 

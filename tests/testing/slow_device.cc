@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/check.h"
+#include "runtime/base/clock.h"
 
 namespace holdfast::testing {
 
@@ -66,7 +67,7 @@ std::vector<SlowDevice::PendingCopy> SlowDevice::pending() const {
 }
 
 bool SlowDevice::WaitForPending(size_t count, absl::Duration timeout) const {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = base::Now() + timeout;
   MutexLock lock(&mutex_);
   while (copies_.size() < count) {
     if (!changed_.WaitUntil(&mutex_, deadline)) return copies_.size() >= count;
@@ -335,7 +336,7 @@ absl::StatusOr<bool> SlowDevice::IsDone(CopyTicket ticket) {
 }
 
 absl::Status SlowDevice::Wait(CopyTicket ticket, absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = base::Now() + timeout;
   for (;;) {
     absl::StatusOr<bool> done = IsDone(ticket);
     if (!done.ok()) return done.status();

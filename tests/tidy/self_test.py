@@ -121,6 +121,12 @@ class TidyTest(unittest.TestCase):
     def test_relatives_of_the_table_do_not_help(self):
         self.finds("system_call_rules.py", "syncfs() goes past", "io_uring/a.cc", "  syncfs(fd);\n")
 
+    def test_the_standard_library_does_not_help_either(self):
+        self.finds("system_call_rules.py", "fopen() goes past", "runtime/load/a.cc", '  std::fopen(name, "re");\n')
+
+    def test_deadlines_are_on_the_monotonic_clock(self):
+        self.finds("system_call_rules.py", "absl::Now()", "runtime/load/a.cc", "  const auto end = absl::Now();\n")
+
     def test_the_file_system_library_is_for_paths(self):
         self.put("runtime/load/b.cc", "  std::filesystem::path path(name);\n")
         self.finds("system_call_rules.py", "filesystem::absolute goes past", "runtime/load/a.cc",

@@ -23,7 +23,7 @@ def check(options):
     table = (options.root / TABLE).read_text(encoding="utf-8")
     names = set(re.findall(r"\(\*(\w+)\)\(", table)) - {"thread_create"} | set(RELATIVES)
     # A call by its bare or global name; `Sys().close(`, `x->close(` and `Type::close(` are not.
-    call = re.compile(r"(?<![\w.>:])(?:::)?(" + "|".join(sorted(names)) + r")\(")
+    call = re.compile(r"(?:(?<![\w.>:])(?:::)?|\bstd::)(" + "|".join(sorted(names)) + r")\(")
     for path in source_tree.files(options.root, (".h", ".cc")):
         relative = path.relative_to(options.root).as_posix()
         if not relative.startswith(("runtime/", "io_uring/")) or relative.startswith("runtime/sys/"):
@@ -33,6 +33,8 @@ def check(options):
             # Paths are text; the rest of the library asks the kernel.
             for match in re.finditer(r"filesystem::(?!path\b)(\w+)", code):
                 yield f"{relative}:{number}: filesystem::{match.group(1)} goes past sys::Sys()"
+            if "absl::Now(" in code:
+                yield f"{relative}:{number}: absl::Now() follows the machine's clock; base::Now() does not"
             for match in call.finditer(code):
                 if (relative, match.group(1)) not in ALLOWED:
                     yield f"{relative}:{number}: {match.group(1)}() goes past sys::Sys()"

@@ -6,6 +6,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "runtime/base/clock.h"
 #include "runtime/staging/staging_pool.h"
 
 namespace holdfast::staging {
@@ -89,7 +90,7 @@ TEST_F(StagingAdmissionTest, GivesWaitersTheirTurnWhenItComes) {
 TEST_F(StagingAdmissionTest, CountsTheTimeOfAWaitThatFails) {
   const uint64_t epoch = pool_->OpenEpoch();
   for (int i = 0; i < 4; ++i) Take(epoch);
-  EXPECT_EQ(pool_->Acquire(epoch, 1, absl::Now() + absl::Milliseconds(2)).status().code(),
+  EXPECT_EQ(pool_->Acquire(epoch, 1, base::Now() + absl::Milliseconds(2)).status().code(),
             absl::StatusCode::kDeadlineExceeded);
   EXPECT_GE(pool_->stats().time_waiting, absl::Milliseconds(2));
   EXPECT_EQ(pool_->stats().waits, 0u) << "it got no lease";

@@ -1,5 +1,6 @@
 // Leases and epochs: what is held, by whom, in which state, and every illegal edge.
 #include "runtime/staging/staging_pool.h"
+#include "runtime/base/clock.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -64,7 +65,7 @@ TEST_F(StagingPoolTest, ReusesBytesOnlyAfterEpochRetires) {
   pool_->FinishLeasing(first);
   const uint64_t second = pool_->OpenEpoch();
   EXPECT_EQ(pool_->TryAcquire(second, 1).status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(pool_->Acquire(second, 1, absl::Now()).status().code(),
+  EXPECT_EQ(pool_->Acquire(second, 1, base::Now()).status().code(),
             absl::StatusCode::kDeadlineExceeded);
   pool_->Retire(first);
   EXPECT_TRUE(pool_->TryAcquire(second, 1).ok());

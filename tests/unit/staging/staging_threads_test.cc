@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/mutex.h"
 #include "runtime/staging/staging_pool.h"
 
@@ -77,7 +78,7 @@ class Saver {
  private:
   void AcquireStreaming(uint64_t epoch, uint32_t bytes, std::vector<Lease>* held, Lease* out) {
     while (true) {
-      const absl::Time deadline = absl::Now() + absl::Milliseconds(static_cast<int>(random_() % 3));
+      const absl::Time deadline = base::Now() + absl::Milliseconds(static_cast<int>(random_() % 3));
       const absl::StatusOr<Lease> lease = random_() % 2 == 0
                                               ? pool_.TryAcquire(epoch, bytes)
                                               : pool_.Acquire(epoch, bytes, deadline);

@@ -13,6 +13,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/staging/staging_pool.h"
 #include "tests/unit/staging/scoped_system.h"
@@ -272,7 +273,7 @@ TEST_F(StagingTrimTest, GivesNoLeaseWhileATrimIsUnderWayAndBlocksNobodyElse) {
   while (!slow.dropping) std::this_thread::yield();
   const uint64_t epoch = pool_->OpenEpoch();
   EXPECT_EQ(pool_->TryAcquire(epoch, 1).status().code(), absl::StatusCode::kUnavailable);
-  EXPECT_EQ(pool_->Acquire(epoch, 1, absl::Now()).status().code(),
+  EXPECT_EQ(pool_->Acquire(epoch, 1, base::Now()).status().code(),
             absl::StatusCode::kDeadlineExceeded);
   EXPECT_TRUE(pool_->stats().resident);
   std::thread waiter([&] {
