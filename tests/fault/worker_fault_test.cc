@@ -1,12 +1,16 @@
 // Workers that are not there, are of another version, are killed at any point, or stop.
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <new>
 #include <random>
 #include <string>
 #include <thread>
@@ -20,6 +24,7 @@
 #include "holdfast/checkpointer.h"
 #include "holdfast/recovery.h"
 #include "runtime/layout/wire.h"
+#include "runtime/sys/system.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
 
@@ -175,15 +180,15 @@ TEST_P(KilledWorker, InEachPhase) {
   ASSERT_NE(checkpointer, nullptr);
   const TrainingState state = TrainingState::Uniform(3, 3u << 20, 1);
   Counts counts;
-  for (const char* phase : {"queued", "staging", "writing", "syncing", "reading back", "manifest",
-                            "waiting for ranks", "committing"}) {
+  for (const char* phase :
+       {"queued", "staging", "writing", "syncing", "reading back", "manifest", "committing"}) {
     SCOPED_TRACE(phase);
     KillOnce(
         checkpointer.get(), state,
         [phase](const SaveHandle& handle) { return handle.progress().phase == phase; }, &counts);
     if (HasFatalFailure()) return;
   }
-  EXPECT_GT(counts.failed, 0);
+  EXPECT_GE(counts.failed, 3);
   ExpectRecovered(checkpointer.get());
 }
 
@@ -198,7 +203,8 @@ TEST_P(KilledWorker, AtRandomMoments) {
   std::mt19937 random(seed);
   Counts counts;
   const int rounds = std::getenv("HOLDFAST_LONG") != nullptr ? 300 : 12;
-  for (int i = 0; i < rounds; ++i) {
+  constexpr int kFailedMin = 4;  // on a machine so fast that most saves get away
+  for (int i = 0; i < rounds || (counts.failed < kFailedMin && i < 20 * rounds); ++i) {
     SCOPED_TRACE(absl::StrCat("seed ", seed, ", round ", i));
     // From the worker's first step on: most saves of this size take 10 to 40 ms.
     const absl::Time at =
@@ -207,6 +213,7 @@ TEST_P(KilledWorker, AtRandomMoments) {
         checkpointer.get(), state, [at](const SaveHandle&) { return absl::Now() >= at; }, &counts);
     if (HasFatalFailure()) return;
   }
+  EXPECT_GE(counts.failed, kFailedMin);
   ExpectRecovered(checkpointer.get());
 }
 
@@ -224,18 +231,21 @@ TEST_P(KilledWorker, BeforeItReadsItsJob) {
     return;
   }
   const TrainingState state = TrainingState::Uniform(2, 2u << 20, 1);
-  for (int i = 0; i < 3; ++i) {
+  int failed = 0;
+  for (int i = 0; i < 3 || (failed == 0 && i < 50); ++i) {
     const auto handle = Begin(checkpointer.get(), "victim", state);
     ASSERT_TRUE(handle.ok()) << handle.status();
     for (const pid_t child : Holdings::OfSelf().children) kill(child, SIGKILL);
     const auto report = handle->WaitDurable(kLong);
     if (!report.ok()) {
+      ++failed;
       EXPECT_TRUE(absl::IsAborted(report.status())) << report.status();
     }
     ExpectMemoryBack(checkpointer.get());
     std::filesystem::remove_all(absl::StrCat(directory(), "/victim"));
     ExpectPreviousAnd(directory(), {});
   }
+  EXPECT_GT(failed, 0);
   ExpectRecovered(checkpointer.get());
 }
 
@@ -258,6 +268,109 @@ TEST_P(KilledWorker, StreamingSaveEndsInTheCallWithTheWorkersDeath) {
   EXPECT_THAT(Text(report.status()), AllOf(HasSubstr("victim"), HasSubstr("signal 9")));
   ExpectRecovered(checkpointer.get());
 }
+
+// ---- At every system call that makes or names something: a forked worker inherits the table.
+
+pid_t g_trainer = 0;
+long g_calls = 0;
+long g_kill_at = 0;
+// Shared with the children: only the save's worker dies, not the one that clears up behind it.
+std::atomic<bool>* g_killed = nullptr;
+
+void CountCall() {
+  if (getpid() == g_trainer || ++g_calls != g_kill_at || g_killed->exchange(true)) return;
+  kill(getpid(), SIGKILL);
+}
+#define KILLING(type, name, parameters, arguments) \
+  type Killing_##name parameters {                 \
+    CountCall();                                   \
+    return sys::kKernel.name arguments;            \
+  }
+KILLING(int, openat, (int d, const char* p, int f, mode_t m), (d, p, f, m))
+KILLING(ssize_t, write, (int f, const void* b, size_t n), (f, b, n))
+KILLING(ssize_t, pwrite, (int f, const void* b, size_t n, off_t o), (f, b, n, o))
+KILLING(int, fsync, (int f), (f))
+KILLING(int, fallocate, (int f, int m, off_t o, off_t n), (f, m, o, n))
+KILLING(int, ftruncate, (int f, off_t n), (f, n))
+KILLING(int, mkdirat, (int d, const char* p, mode_t m), (d, p, m))
+KILLING(int, unlinkat, (int d, const char* p, int f), (d, p, f))
+KILLING(int, renameat2, (int a, const char* p, int b, const char* q, unsigned f), (a, p, b, q, f))
+KILLING(int, close, (int f), (f))
+#undef KILLING
+
+class KilledForkedWorker : public SaveTest {
+ protected:
+  /// Saves "victim" with a worker that dies at its call number 1, 2, ... until one gets through.
+  void KillAtEveryCall(bool replace) {
+    SavePrevious(directory());
+    CheckpointerOptions options = SmallOptions(directory());
+    options.launcher = Launcher::kFork;
+    options.engine = EngineRung::kPwrite;
+    options.read_back = true;
+    const auto checkpointer = Make(options);
+    ASSERT_NE(checkpointer, nullptr);
+    const TrainingState older = TrainingState::Uniform(2, 100'000, 1);
+    const TrainingState newer = TrainingState::Uniform(2, 100'000, 2);
+    const std::string path = absl::StrCat(directory(), "/victim");
+    const std::vector<TensorSource> sources = newer.Sources();
+    int failed = 0;
+    bool saved = false;
+    g_trainer = getpid();
+    void* const shared =
+        mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    ASSERT_NE(shared, MAP_FAILED);
+    g_killed = new (shared) std::atomic<bool>(false);
+    for (g_kill_at = 1; !saved && g_kill_at < 1000; ++g_kill_at) {
+      SCOPED_TRACE(g_kill_at);
+      if (replace) {
+        ASSERT_TRUE(Save(checkpointer.get(), "victim", older).ok());
+      }
+      g_calls = 0;
+      *g_killed = false;
+      Install();
+      const auto handle = checkpointer->SaveAsync(
+          {.name = "victim", .step = 2, .tensors = sources, .replace = replace});
+      ASSERT_TRUE(handle.ok()) << handle.status();
+      saved = handle->WaitDurable(kLong).ok();
+      sys::g_system = sys::kKernel;
+      if (!saved) ++failed;
+      const absl::Status cleared = checkpointer->Flush(kLong);
+      ASSERT_TRUE(cleared.ok()) << cleared;
+      ExpectMemoryBack(checkpointer.get());
+      // At every moment one of the two stands under the name, whole.
+      const bool exists = std::filesystem::exists(path);
+      EXPECT_TRUE(exists || (!replace && !saved));
+      if (exists) {
+        ExpectSound(path);
+        EXPECT_TRUE(newer.CompareWith(path).ok() || (replace && older.CompareWith(path).ok()));
+        EXPECT_TRUE(!saved || newer.CompareWith(path).ok());
+        std::filesystem::remove_all(path);
+      }
+      ExpectPreviousAnd(directory(), {});
+      if (HasFailure()) return;
+    }
+    munmap(shared, 4096);
+    EXPECT_TRUE(saved);
+    EXPECT_GT(failed, 20) << "files, names, manifest, directory";
+  }
+
+ private:
+  static void Install() {
+    sys::g_system.openat = Killing_openat;
+    sys::g_system.write = Killing_write;
+    sys::g_system.pwrite = Killing_pwrite;
+    sys::g_system.fsync = Killing_fsync;
+    sys::g_system.fallocate = Killing_fallocate;
+    sys::g_system.ftruncate = Killing_ftruncate;
+    sys::g_system.mkdirat = Killing_mkdirat;
+    sys::g_system.unlinkat = Killing_unlinkat;
+    sys::g_system.renameat2 = Killing_renameat2;
+    sys::g_system.close = Killing_close;
+  }
+};
+
+TEST_F(KilledForkedWorker, AtEveryCallOfASave) { KillAtEveryCall(false); }
+TEST_F(KilledForkedWorker, AtEveryCallOfAReplacement) { KillAtEveryCall(true); }
 
 TEST_P(KilledWorker, StoppedOneIsKilledAtTheStallDeadline) {
   SavePrevious(directory());

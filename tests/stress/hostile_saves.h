@@ -24,7 +24,7 @@ struct HostileOptions {
 
 struct HostileResult {
   uint64_t saves = 0;
-  uint64_t refills = 0;  ///< Of released runs while some save was in flight.
+  uint64_t refills = 0;  ///< Released runs, each overwritten at once.
   /// What went wrong: refused saves, and checkpoints whose bytes on disk are not the state's.
   std::vector<std::string> problems;
 };
