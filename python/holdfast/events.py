@@ -105,21 +105,21 @@ def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:
             return call(*args, **kwargs)
         except Error as error:
             given: dict[str, Any] = dict(kwargs)
-            rank, world_size = _rank_and_world(given)
             path = args[1] if len(args) > 1 else given.get("path", "")
-            extra = {"rank": rank, "world_size": world_size, "raised": True}
-            publish(Published(str(path), int(given.get("step") or 0), extra), None, error)
+            who = {k: given[k] for k in ("rank", "world_size") if given.get(k) is not None}
+            publish_raised(str(path), int(given.get("step") or 0), error, **who)
             raise
 
     return counted
 
 
-def _rank_and_world(given: dict[str, Any]) -> tuple[int, int]:
+def publish_raised(path: str, step: int, error: Error, **extra: Any) -> None:
+    """Publishes what a call raises, of a save that has no handle."""
     from holdfast import _ranks
 
     rank, world_size = _ranks.rank_and_world()
-    own = given.get("rank"), given.get("world_size")
-    return rank if own[0] is None else own[0], world_size if own[1] is None else own[1]
+    who = {"rank": rank, "world_size": world_size, "raised": True}
+    publish(Published(path, step, {**who, **extra}), None, error)
 
 
 def outcome(subject: Subject, error: Error | None) -> str:

@@ -78,7 +78,7 @@ class Save:
     """
 
     def __init__(self, native: _native.SaveHandle, path: str, step: int, extra: dict[str, Any],
-                 keep: list[Any], door: _native.Checkpointer) -> None:
+                 keep: list[Any], door: _native.Checkpointer, *, publishes: bool = True) -> None:
         self.path = path
         self.step = step
         self.staged = _SeenFuture()
@@ -90,11 +90,13 @@ class Save:
         self._keep: list[Any] | None = keep
         self._door = door  # it must outlive the save
         self._pid = os.getpid()
+        self._publishes = publishes  # False: it is a part of what its owner publishes
         self._report: dict[str, Any] | None = None
         self._devices = {s.device for s in keep}
         for future in (self.staged, self.durable):
             future.set_running_or_notify_cancel()
-        events.begin(self)
+        if publishes:
+            events.begin(self)
         if "called_ns" in extra:
             # The thread's start is left out, so that no report is ever without it.
             extra["time_blocked"] = (time.monotonic_ns() - extra["called_ns"]) / 1e9
@@ -119,7 +121,8 @@ class Save:
         except BaseException as failed:
             error = Error("INTERNAL", f"wait for {self.path}: {failed!r}")
         self._keep = None
-        publish(self, report, error)
+        if self._publishes:
+            publish(self, report, error)
         self._report = report
         if error is not None:
             if not self.staged.done():

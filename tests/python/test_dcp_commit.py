@@ -20,8 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import holdfast
 import holdfast.dcp
+from holdfast import events
 from holdfast.dcp import metadata as dcp_metadata
-from holdfast.dcp import placement
+from holdfast.dcp import placement, staging
+from holdfast.observe.chrome_trace import spans
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -305,20 +307,74 @@ def test_a_url_goes_to_the_framework_with_one_line(
     assert len(lines) == 1 and "URL" in lines[0].getMessage()
 
 
-def test_the_report_of_a_save_reaches_observers(tmp_path: Path) -> None:
-    from holdfast import saving
+@contextlib.contextmanager
+def observed() -> Any:
+    """What observers are told meanwhile."""
+    told: list[tuple[Any, Any, Any]] = []
+    with events.Handle(lambda *what: told.append(what)):
+        yield told
+    assert events.in_flight() == 0
 
-    reports = []
-    saving.observers.append(lambda save, report, error: reports.append((save, report, error)))
-    try:
-        holdfast.dcp.async_save(state_of(1), checkpoint_id=tmp_path / "step-42").result()
-    finally:
-        saving.observers.pop()
-    ((save, report, error),) = reports
+
+def test_the_report_of_a_save_reaches_observers(tmp_path: Path) -> None:
+    path = tmp_path / "step-42"
+    with observed() as told:
+        holdfast.dcp.async_save(state_of(1), checkpoint_id=path).result()
+    ((save, report, error),) = told
     assert error is None
     assert report["step"] == 42
     assert report["files"] == 1
-    assert save.path == str(tmp_path / "step-42")
+    assert save.path == str(path)
+    assert save.extra["kind"] == "dcp"
+    assert report["at_complete"] >= report["time_to_durable"]
+    (metadata,) = [s for s in spans(report) if s.name == "metadata"]
+    assert metadata.end > metadata.begin
+
+
+def test_a_save_whose_metadata_fails_is_told_as_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, name: str, *_: Any) -> None:
+        raise holdfast.Error("RESOURCE_EXHAUSTED", f"write {path / name}: no space", 28)
+
+    monkeypatch.setattr(dcp_metadata, "commit", full)
+    with observed() as told:
+        future = holdfast.dcp.async_save(state_of(1), checkpoint_id=tmp_path / "step-1")
+        assert future.exception(60) is not None
+    ((save, report, error),) = told
+    assert report is None
+    assert events.outcome(save, error) == "failed"
+    assert error.errno == 28
+
+
+def test_failures_before_there_is_a_save_reach_observers(tmp_path: Path) -> None:
+    class Planner(dcp.DefaultSavePlanner):
+        def create_local_plan(self) -> Any:
+            raise ValueError("no plan today")
+
+    class Resolver(dcp.DefaultSavePlanner):
+        def resolve_data(self, item: Any) -> Any:
+            raise ValueError("no data today")
+
+    with observed() as told:
+        with pytest.raises(CheckpointException):
+            holdfast.dcp.async_save(state_of(1), checkpoint_id=tmp_path / "a", planner=Planner())
+        future = holdfast.dcp.async_save(
+            state_of(1), checkpoint_id=tmp_path / "b", planner=Resolver()
+        )
+        assert future.exception(60) is not None
+        staging.trim()  # what is there already is not asked for
+        with pytest.raises(holdfast.Error):
+            dcp.async_save(
+                state_of(1),
+                storage_writer=holdfast.dcp.StorageWriter(tmp_path / "c", staging_bytes_max=1),
+            )
+    assert [(Path(save.path).name, events.outcome(save, error)) for save, _, error in told] == [
+        ("a", "failed"),
+        ("b", "failed"),
+        ("c", "refused"),
+    ]
+    assert "no plan today" in str(told[0][2]) and "no data today" in str(told[1][2])
 
 
 def test_writers_are_pickled_without_what_they_hold(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import holdfast
 import holdfast.dcp
+from holdfast import events
 
 
 class Net(torch.nn.Module):
@@ -168,6 +169,8 @@ def _fail_on_rank_1(rank: int, path: str) -> dict[str, Any]:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
         begin = time.monotonic()
+        told: list[str] = []
+        observer = events.Handle(lambda s, _, e, told=told: told.append(events.outcome(s, e)))
         try:
             if way == "async":
                 holdfast.dcp.async_save({**state, "step": 2}, checkpoint_id=path).result()
@@ -177,6 +180,8 @@ def _fail_on_rank_1(rank: int, path: str) -> dict[str, Any]:
             (failed,) = failure.failures
             error = failure.failures[failed][0]
             result[way] = (failed, error.errno, str(error), time.monotonic() - begin)
+        observer.close()
+        result["told", way] = told
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
     dist.barrier()
     result["before"] = before
@@ -203,6 +208,8 @@ def test_a_failing_rank_fails_the_save_on_all_ranks_with_rank_file_and_errno(
             assert errno == 27  # EFBIG
             assert "rank 1" in message and "__1_" in message
             assert seconds < 20
+        # A rank whose own data is durable says no better of the checkpoint.
+        assert result["told", "async"] == ["failed"]
         # The previous checkpoint is whole; the next save removes what the failed ones left.
         assert set(result["before"]) <= set(result["left"])
         assert (result["step"], result["after"]) == (1, 3)

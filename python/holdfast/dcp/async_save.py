@@ -14,6 +14,7 @@ import inspect
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -22,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -32,7 +34,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from holdfast import saving
+from holdfast import events, saving
 from holdfast.dcp.staging import Stager
 from holdfast.dcp.writer import StorageWriter, Written
 from holdfast.errors import Error, TimeoutError
@@ -48,20 +50,41 @@ _groups: dict[tuple[int, ...], tuple[weakref.ref[Any], str]] = {}
 _last: dict[Any, Upload] = {}
 
 
+def _error_of(failure: BaseException, path: str) -> Error:
+    """A failure as observers take it; of several ranks' failures the first."""
+    if isinstance(failure, Error):
+        return failure
+    of = ""
+    if isinstance(failure, CheckpointException) and failure.failures:
+        rank = min(failure.failures)
+        failure, of = failure.failures[rank][0], f", rank {rank}"
+        if isinstance(failure, Error):
+            return failure
+    number = failure.errno or 0 if isinstance(failure, OSError) else 0
+    return Error("UNKNOWN", f"save {path}{of}: {failure!r}", number)
+
+
 class Upload:
-    """One save until its ``.metadata`` is durable; what `holdfast.flush` waits for."""
+    """One save until its ``.metadata`` is durable; what `holdfast.flush` waits for.
+
+    Observers are told of it, and not of this rank's `Save`: that may well be durable without the
+    checkpoint being complete.
+    """
 
     def __init__(self, path: str, step: int, run: Callable[[], Metadata], after: Upload | None,
-                 staged: Future | None) -> None:  # fmt: skip
+                 save: saving.Save | None, extra: dict[str, Any]) -> None:  # fmt: skip
         self.path = path
         self.step = step
+        self.extra = extra if save is None else save.extra
         self.durable: Future = saving._SeenFuture()
         self.durable.set_running_or_notify_cancel()
-        self.staged: Future = staged if staged is not None else self.durable
+        self.staged: Future = save.staged if save is not None else self.durable
+        self._save: saving.Save | None = save
         self._run: Callable[[], Metadata] | None = run
         self._after: Upload | None = after
         # Not a daemon: the interpreter waits for it before it exits, and so for the save.
         self._thread = threading.Thread(target=self._finish, name="holdfast-dcp-finish")
+        events.begin(self)
         with saving._lock:
             saving._in_flight.add(self)  # type: ignore[arg-type]
         self._thread.start()
@@ -78,6 +101,7 @@ class Upload:
         except BaseException as error:
             failure = error
         self._run = None
+        self._publish(failure)
         with _lock:
             for key in [k for k, last in _last.items() if last is self]:
                 del _last[key]
@@ -89,6 +113,15 @@ class Upload:
             self.durable.set_result(metadata)
         else:
             self.durable.set_exception(failure)
+
+    def _publish(self, failure: BaseException | None) -> None:
+        if failure is not None:
+            events.publish(self, None, _error_of(failure, self.path))
+            return
+        assert self._save is not None and self._save.report is not None
+        report = dict(self._save.report)
+        report["at_complete"] = (time.monotonic_ns() - report["entered_ns"]) / 1e9
+        events.publish(self, report, None)
 
     def wait(self, timeout: float | None = None) -> None:
         """Blocks until the save has ended, well or not: `durable` tells.
@@ -252,27 +285,33 @@ def async_save(
     state_dict = _state_dicts(state_dict)
     planning = _DistWrapper(process_group, not no_dist, 0)
     finishing = _DistWrapper(None if no_dist else _finishing_group(process_group), not no_dist, 0)
+    who = {"kind": "dcp", "rank": planning.get_rank(), "world_size": planning.get_world_size()}
 
-    mine, metadata = _plan(state_dict, writer, planner, planning, use_collectives)
+    try:
+        mine, metadata = _plan(state_dict, writer, planner, planning, use_collectives)
+    except BaseException as error:
+        told = _error_of(error, str(writer.path))
+        events.publish_raised(str(writer.path), writer.step, told, **who)
+        raise
     written, failure = None, None
     late = async_stager.late if isinstance(async_stager, Stager) else None
     try:
-        written = writer.begin(planner.finish_plan(mine), planner, late)
+        written = writer.begin(planner.finish_plan(mine), planner, late, publishes=False)
     except BaseException as error:
         # The other ranks wait for this one in the finishing exchange: they learn of it there.
         failure = error
     run = _finisher(writer, metadata, written, failure, finishing, use_collectives)
     key = finishing.group.group_name if finishing.group is not None else None
-    staged: Future[None] | None = written.save.staged if written is not None else None
+    save = written.save if written is not None else None
     with _lock:
         after = _last.get(key)
-        upload = Upload(str(writer.path), writer.step, run, after, staged)
+        upload = Upload(str(writer.path), writer.step, run, after, save, who)
         _last[key] = upload
     if isinstance(failure, (KeyboardInterrupt, SystemExit)):
         raise failure
     if _answers_with_both(async_stager):
-        if staged is None:
-            staged = Future()
+        staged: Future[None] = save.staged if save is not None else Future()
+        if save is None:
             staged.set_exception(failure)
         return AsyncSaveResponse(
             staging_completion=staged,

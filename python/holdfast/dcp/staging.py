@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from holdfast import _runtime
+from holdfast import _runtime, events
 from holdfast.errors import Error
 
 # A staged copy is stable, so it streams through this much of the runtime's staging memory.
@@ -269,7 +269,11 @@ class Stager:
     def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE]:
         """For the stock ``async_save``: a copy in shared memory, as a future that is done."""
         future: Future[STATE_DICT_TYPE] = Future()
-        future.set_result(stage(state_dict, self._staging_bytes_max))
+        try:
+            future.set_result(stage(state_dict, self._staging_bytes_max))
+        except Error as error:
+            events.publish_raised("", 0, error, kind="dcp")  # a stager is not told the path
+            raise
         return future
 
     def synchronize_staging(self) -> None:

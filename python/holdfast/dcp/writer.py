@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from holdfast import _devices, _runtime, saving
+from holdfast import _devices, _runtime, events, saving
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
 from holdfast.errors import Error
@@ -174,8 +174,9 @@ class StorageWriter(_StorageWriter):
         return future
 
     def begin(
-        self, plan: SavePlan, planner: SavePlanner, late: Iterable[Any] | None = None
-    ) -> Written:
+        self, plan: SavePlan, planner: SavePlanner, late: Iterable[Any] | None = None,
+        *, publishes: bool = True,
+    ) -> Written:  # fmt: skip
         """Starts writing. Host tensors are captured when it returns.
 
         Tensors on a device are copied behind it. What `late` does not name is cloned on the device
@@ -186,6 +187,8 @@ class StorageWriter(_StorageWriter):
             plan, planner: as of `write_data`.
             late: tensors, modules or optimizers that stay unchanged until the save has staged.
                 None: nothing is known to, so that the current stream waits for all copies.
+            publishes: whether observers are told of this rank's data. Not by whoever tells them of
+                the checkpoint.
 
         Raises:
             Error: of this rank's own part.
@@ -210,7 +213,9 @@ class StorageWriter(_StorageWriter):
             "objects": file.pickled,
             "contiguous_copies": file.contiguous_copies,
         }
-        save = saving.Save(native, str(self.path), self.step, extra, file.device, door)
+        save = saving.Save(
+            native, str(self.path), self.step, extra, file.device, door, publishes=publishes
+        )
         for device in file.wait:
             _devices.wait_staged_on(native, device)
         return Written(save, file.results, place)
@@ -288,7 +293,11 @@ class StorageWriter(_StorageWriter):
             Error: RESOURCE_EXHAUSTED naming the cap that would be needed.
         """
         self._staged = True
-        return staging.stage(state_dict, self._staging_bytes_max)
+        try:
+            return staging.stage(state_dict, self._staging_bytes_max)
+        except Error as error:
+            events.publish_raised(str(self.path), self.step, error, kind="dcp")
+            raise
 
     def synchronize_staging(self) -> None:
         """Does nothing: `stage` returns when everything was copied."""

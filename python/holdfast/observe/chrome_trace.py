@@ -82,6 +82,7 @@ def spans(report: dict[str, Any]) -> list[Span]:
         Span("sync", 2, at("last_complete"), at("data_synced"), {}),
         Span("manifest", 2, at("data_synced"), at("manifest_synced"), {}),
         Span("commit", 2, at("manifest_synced"), at("committed"), {}),
+        Span("metadata", 2, entered + report["time_to_durable"], at("complete"), {}),
     ]
     return [s for s in found if s.begin and s.end >= s.begin]
 
