@@ -372,6 +372,8 @@ def save_async(
     rank = own_rank if rank is None else rank
     world_size = own_world if world_size is None else world_size
     directory, name = _split(path)
+    # First of all that may fail on one rank alone: every rank has to count every save.
+    attempt = attempt or _ranks.attempt_of(os.path.join(directory, name), step, world_size)
     described = _state.describe(state)
     blob, index = _pickled(described.objects, objects)
     shards = _sharded(described.root) if world_size > 1 else set()
@@ -395,7 +397,6 @@ def save_async(
         separators=(",", ":"),
         allow_nan=False,
     ).encode()
-    attempt = attempt or _ranks.attempt_of(os.path.join(directory, name), step, world_size)
 
     waiting = _capture_early(mine, _late_memory(state, late))
     plan = _native.Plan()
