@@ -99,6 +99,15 @@ def test_a_staged_state_is_a_copy_in_shared_memory_with_ties_kept() -> None:
     del again
 
 
+def test_lazily_conjugated_views_are_staged_as_what_they_show() -> None:
+    c = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"a": c, "conj": c.conj(), "imag": c.imag, "neg": c.conj().imag}
+    staged = staging.stage(state)
+    for name, tensor in state.items():
+        assert torch.equal(staged[name], tensor.resolve_conj().resolve_neg()), name
+        assert not staged[name].is_conj() and not staged[name].is_neg()
+
+
 def _two_overlapping_uploads(directory: Path) -> None:
     gate = threading.Event()
     state = state_of(1)

@@ -145,7 +145,7 @@ class _Copy:
     @staticmethod
     def _key(tensor: torch.Tensor) -> tuple[Any, ...]:
         return (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(),
-                str(tensor.device))  # fmt: skip
+                str(tensor.device), tensor.is_conj(), tensor.is_neg())  # fmt: skip
 
     @staticmethod
     def _is_plain(value: Any) -> bool:
