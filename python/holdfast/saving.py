@@ -130,10 +130,7 @@ class Save:
             self.durable.set_exception(error)
         else:
             self.durable.set_result(report)
-        with _lock:
-            _in_flight.discard(self)
-            if error is not None:
-                _failed.append(self)
+        _ended(self, failed=error is not None)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -193,6 +190,14 @@ class Save:
 _lock = threading.Lock()
 _in_flight: set[Save] = set()
 _failed: list[Save] = []
+
+
+def _ended(save: Any, *, failed: bool) -> None:
+    """Takes a save off the list. Of those that failed, what somebody has looked at is forgotten."""
+    with _lock:
+        _in_flight.discard(save)
+        if failed:
+            _failed[:] = [s for s in _failed if not s.durable.seen] + [save]
 
 
 def _late_memory(state: Any, late: Iterable[Any]) -> list[tuple[int, int]]:
@@ -488,21 +493,20 @@ def flush(timeout: float | None = None) -> None:
     """
     with _lock:
         saves = list(_in_flight)
-    first: BaseException | None = None
+    waited: list[BaseException] = []
     for save in saves:
         try:
             save.wait(timeout)
         except TimeoutError:
             if not save.durable.done():
                 raise
-        except Error:
-            pass
+        except Error as error:
+            waited.append(error)
         save._thread.join()
     with _lock:
-        unseen = [s for s in _failed if not s.durable.seen or s in saves]
+        unseen = [s.durable.exception() for s in _failed if not s.durable.seen]
         _failed.clear()
-    for save in unseen:
-        first = first or save.durable.exception()
+    first = next(iter([*unseen, *waited]), None)
     with contextlib.suppress(Error):  # saves' own errors were told above
         _runtime.flush_native(timeout)
     if first is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import pickle
 import shutil
 import signal
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import holdfast
 import holdfast.dcp
-from holdfast import events
+from holdfast import events, saving
 from holdfast.dcp import metadata as dcp_metadata
 from holdfast.dcp import placement, staging
 from holdfast.observe.chrome_trace import spans
@@ -425,6 +427,27 @@ def test_flush_tells_a_failure_that_nobody_has_seen(tmp_path: Path) -> None:
         with pytest.raises((CheckpointException, holdfast.Error), match="__0_0"):
             holdfast.flush(60)
     assert future.done()
+    holdfast.flush()
+
+
+def test_a_failed_save_does_not_keep_the_state(tmp_path: Path) -> None:
+    class Planner(dcp.DefaultSavePlanner):
+        def resolve_data(self, item: Any) -> Any:
+            try:
+                raise KeyError("nothing here")
+            except KeyError as error:
+                raise ValueError("no data today") from error
+
+    kept = []
+    for seed in range(3):
+        state = state_of(seed)
+        kept.append(weakref.ref(state["model"]["weight"]))
+        future = holdfast.dcp.async_save(state, checkpoint_id=tmp_path / "x", planner=Planner())
+        assert "resolve_data" in str(future.exception(60))  # the lines are told all the same
+        del future, state
+        gc.collect()
+    assert [r() for r in kept] == [None] * 3
+    assert len(saving._failed) <= 1  # this loop has looked at all of them
     holdfast.flush()
 
 

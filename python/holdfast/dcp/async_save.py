@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -105,10 +106,7 @@ class Upload:
         with _lock:
             for key in [k for k, last in _last.items() if last is self]:
                 del _last[key]
-        with saving._lock:
-            saving._in_flight.discard(self)  # type: ignore[arg-type]
-            if failure is not None:
-                saving._failed.append(self)  # type: ignore[arg-type]
+        saving._ended(self, failed=failure is not None)
         if failure is None:
             self.durable.set_result(metadata)
         else:
@@ -152,6 +150,17 @@ def _finishing_group(group: Any) -> Any:
             own = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
             _groups[ranks] = (weakref.ref(world), own.group_name)
         return c10d._resolve_process_group(_groups[ranks][1])  # type: ignore[arg-type]
+
+
+def _without_state(failure: BaseException) -> BaseException:
+    """A failure with its traceback as text: its frames, and those above them, keep the state."""
+    if not isinstance(failure, Error):  # which says itself what failed
+        failure.add_note("".join(traceback.format_tb(failure.__traceback__)))
+    one: BaseException | None = failure
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return failure
 
 
 def _state_dicts(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -299,7 +308,7 @@ def async_save(
         written = writer.begin(planner.finish_plan(mine), planner, late, publishes=False)
     except BaseException as error:
         # The other ranks wait for this one in the finishing exchange: they learn of it there.
-        failure = error
+        failure = _without_state(error)
     run = _finisher(writer, metadata, written, failure, finishing, use_collectives)
     key = finishing.group.group_name if finishing.group is not None else None
     save = written.save if written is not None else None
