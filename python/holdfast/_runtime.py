@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 from holdfast import _native, snapshots
 from holdfast.commands import program
-from holdfast.errors import Error
+from holdfast.errors import Error, TimeoutError
 
 _MIB = 1 << 20
 # Automatic staging memory: the first save's bytes, between these bounds.
@@ -98,12 +100,31 @@ def trim() -> None:
             _core.trim()
 
 
-def flush_native(timeout: float | None) -> None:
-    """Waits for every door's saves and background deletions; then no directory is held open."""
+class Deadline:
+    """A time-out that several waits share."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def left(self) -> float | None:
+        """Seconds until then; None: for ever."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+
+def flush_native(left: Callable[[], float | None]) -> None:
+    """Waits for every door's saves and background deletions; then no directory is held open.
+
+    Raises:
+        TimeoutError: they go on.
+    """
     with _lock:
         doors = list(_doors.values())
     for door in doors:
-        door.flush(timeout)
+        try:
+            door.flush(left())
+        except Error as error:  # another one is a save's own, which its handle tells
+            if error.code == "DEADLINE_EXCEEDED":
+                raise TimeoutError(error.code, f"flush: {error.message}") from None
     with _lock:
         for key in [k for k, door in _doors.items() if any(door is d for d in doors)]:
             del _doors[key]

@@ -48,11 +48,14 @@ class Error(Exception):
 
 
 class TimeoutError(Error, builtins.TimeoutError):  # type: ignore[misc]  # errno, in both
-    """A wait that ended before what it waited for; the operation itself goes on."""
+    """A wait that ended before what it waited for; the operation itself goes on.
+
+    What has failed of a deadline of its own (a stalled worker, ranks that did not come) is an
+    `Error` with the code DEADLINE_EXCEEDED, and no TimeoutError.
+    """
 
 
 def _of_status(code: int, message: str, errno: int) -> Error:
     """Called by the extension module for every status that is not OK."""
     name = _CODES[code] if 0 <= code < len(_CODES) else "UNKNOWN"
-    kind = TimeoutError if name == "DEADLINE_EXCEEDED" else Error
-    return kind(name, message, errno)
+    return Error(name, message, errno)

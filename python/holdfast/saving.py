@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import contextlib
 import fnmatch
 import json
 import os
@@ -167,9 +166,7 @@ class Save:
         self._check_process()
         try:
             return self.durable.result(timeout)
-        except builtins.TimeoutError:  # the save's own is one, too
-            if self.durable.done():
-                return self.durable.result()
+        except builtins.TimeoutError:
             raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not durable yet") from None
 
     def wait_staged_on(self, stream: Any = None) -> None:
@@ -489,17 +486,17 @@ def flush(timeout: float | None = None) -> None:
 
     Raises:
         Error: the first of a save that nobody has asked for its outcome yet.
-        TimeoutError: saves go on.
+        TimeoutError: saves, or deletions, go on after `timeout` seconds in all.
     """
     with _lock:
         saves = list(_in_flight)
     waited: list[BaseException] = []
+    left = _runtime.Deadline(timeout).left
     for save in saves:
         try:
-            save.wait(timeout)
+            save.wait(left())
         except TimeoutError:
-            if not save.durable.done():
-                raise
+            raise
         except Error as error:
             waited.append(error)
         save._thread.join()
@@ -507,8 +504,7 @@ def flush(timeout: float | None = None) -> None:
         unseen = [s.durable.exception() for s in _failed if not s.durable.seen]
         _failed.clear()
     first = next(iter([*unseen, *waited]), None)
-    with contextlib.suppress(Error):  # saves' own errors were told above
-        _runtime.flush_native(timeout)
+    _runtime.flush_native(left)
     if first is not None:
         raise first
 

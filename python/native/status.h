@@ -13,7 +13,7 @@
 
 namespace holdfast::python {
 
-/// Raises holdfast.Error (or its time-out) with code, message and errno. The GIL must be held.
+/// Raises holdfast.Error with code, message and errno. The GIL must be held.
 [[noreturn]] void Raise(const absl::Status& status);
 
 inline void ThrowIfError(const absl::Status& status) {

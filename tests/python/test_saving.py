@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast import _runtime
 
 MIB = 1 << 20
 
@@ -22,7 +23,7 @@ def fresh_options() -> Any:
     yield
     holdfast.flush(60)
     holdfast.configure(arena_bytes=0, bytes_per_second_max=0, launcher="spawn", on_sealed=lambda *_: None,
-                       read_back=False)
+                       read_back=False, time_memory_max=600.0)
 
 
 def some(nbytes: int, seed: int = 0) -> torch.Tensor:
@@ -73,6 +74,35 @@ def test_waits_time_out_and_the_save_goes_on(tmp_path: Path) -> None:
     with pytest.raises(holdfast.TimeoutError):
         holdfast.flush(0.01)
     assert save.wait(60)["bytes"] >= 16 * MIB
+
+
+def test_flush_has_one_deadline_for_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = []
+
+    class Door:
+        """Deletes for ever."""
+
+        def flush(self, timeout: float) -> None:
+            given.append(timeout)
+            raise holdfast.Error("DEADLINE_EXCEEDED", "wait for background deletion: not done yet")
+
+    holdfast.flush(60)
+    holdfast.configure(bytes_per_second_max=16 * MIB)
+    holdfast.save_async({"t": some(8 * MIB)}, tmp_path / "s")
+    monkeypatch.setattr(_runtime, "_doors", {"door": Door()})
+    with pytest.raises(holdfast.TimeoutError, match="deletion"):
+        holdfast.flush(60)
+    assert given[0] < 59.9, "what the save took is not counted"
+
+
+def test_a_save_that_waited_in_vain_has_failed_and_is_no_time_out(tmp_path: Path) -> None:
+    holdfast.configure(arena_bytes=16 * MIB, bytes_per_second_max=16 * MIB, time_memory_max=0.2)
+    first = holdfast.save_async({"t": some(16 * MIB)}, tmp_path / "first")
+    with pytest.raises(holdfast.Error, match="staging memory") as error:
+        holdfast.save_async({"t": some(16 * MIB)}, tmp_path / "second")
+    assert error.value.code == "DEADLINE_EXCEEDED"
+    assert not isinstance(error.value, TimeoutError)
+    first.wait(60)
 
 
 def test_policies_for_a_save_while_the_memory_is_held(tmp_path: Path) -> None:

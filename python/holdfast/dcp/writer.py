@@ -64,7 +64,7 @@ class Written:
             self.save.wait()
         except Error as error:
             place = self.placement
-            raise type(error)(
+            raise Error(
                 error.code,
                 f"save {place.directory}, rank {place.file_rank}: {error.message}",
                 error.errno,
