@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import threading
 from typing import Any
 
 from holdfast import _native
 
 _NONCE_KEY = "holdfast/nonce"
+_WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_OWN = re.compile(r"rng\w*|\w*rng|\w*loaders?")
+_OWN_UNLESS_FLOATS = re.compile(_OWN.pattern + "|(data|batch|distributed)?samplers?|generators?")
+
 _lock = threading.Lock()
 _nonces: dict[int, bytes] = {}
 _counts: dict[str, int] = {}
@@ -37,6 +42,17 @@ def _nonce() -> bytes:
             known = bytes(store.get(_NONCE_KEY))  # waits for rank 0, up to the store's time-out
             _nonces[id(store)] = known
         return known
+
+
+def is_own(name: str, dtype: str) -> bool:
+    """Whether a tensor is random state, or where data loading stands: each rank's own, by its name.
+
+    Words count, at dots, underscores and changes of case: ``upsamplers`` are layers. So are floats
+    under ``generator`` or ``sampler``: what these have for a state is made of integers.
+    """
+    floats = dtype.startswith(("F", "BF", "C"))
+    pattern = _OWN if floats else _OWN_UNLESS_FLOATS
+    return any(pattern.fullmatch(word.lower()) for word in _WORD.findall(name))
 
 
 def attempt_of(path: str, step: int, world_size: int) -> str:

@@ -25,8 +25,6 @@ from holdfast.events import observers, publish  # noqa: F401 (observers: for who
 STRUCTURE = "holdfast:structure"
 OBJECTS = "holdfast:objects"
 FORMAT_VERSION = 1
-# State that belongs to one rank alone, by path; everything else is the same on all.
-PER_RANK = ("*rng*", "*sampler*", "*loader*", "*generator*")
 # Device tensors that may not be copied late are cloned on their device up to this much in all;
 # beyond it the training stream waits for their copies.
 _CLONE_MAX = 64 << 20
@@ -330,7 +328,7 @@ def save_async(
     keep_every: int = 0,
     late: Iterable[Any] = (),
     objects: str = "pickle",
-    per_rank: Sequence[str] = PER_RANK,
+    per_rank: Sequence[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     attempt: str = "",
@@ -359,9 +357,11 @@ def save_async(
         keep_every: but keep those whose step is a multiple of this.
         late: further tensors, modules or optimizers whose GPU tensors may be copied late.
         objects: ``"pickle"`` what is neither tensor nor plain value, or ``"refuse"`` it.
-        per_rank: with several ranks, patterns of paths whose tensors each rank saves for itself;
-            all others are taken to be the same everywhere and saved by rank 0. Local shards of a
-            DTensor are always each rank's own.
+        per_rank: with several ranks, patterns of paths (of `fnmatch`, in lower case) whose tensors
+            each rank saves for itself; all others are taken to be the same everywhere and saved by
+            rank 0. Default: what a word of its path, ``rng``, ``sampler``, ``loader`` or
+            ``generator``, calls random state or a loader's; floats of a ``sampler`` or
+            ``generator`` are weights. Local shards of a DTensor are always each rank's own.
         rank, world_size: default those of torch.distributed.
         attempt: agreed by all ranks; default derived by each alone.
 
@@ -378,21 +378,14 @@ def save_async(
     attempt = attempt or _ranks.attempt_of(os.path.join(directory, name), step, world_size)
     described = _state.describe(state)
     blob, index = _pickled(described.objects, objects)
-    shards = _sharded(described.root) if world_size > 1 else set()
-    mine = [
-        s
-        for s in described.stored
-        if world_size == 1 or rank == 0 or s.name in shards
-        or any(fnmatch.fnmatch(_state.join(s.path).lower(), p) for p in per_rank)
-    ]
-    own_names = sorted(s.name for s in described.stored if s.name in shards
-                       or any(fnmatch.fnmatch(_state.join(s.path).lower(), p) for p in per_rank))
+    own = _own_of_rank(described, per_rank) if world_size > 1 else set()
+    mine = [s for s in described.stored if world_size == 1 or rank == 0 or s.name in own]
     structure = json.dumps(
         {
             "holdfast_state": FORMAT_VERSION,
             "rank": rank,
             "world_size": world_size,
-            "per_rank": own_names if world_size > 1 else [],
+            "per_rank": sorted(own),
             "objects": index,
             "root": described.root,
         },
@@ -442,6 +435,18 @@ def save_async(
     for device in waiting:
         _devices.wait_staged_on(native, device)
     return save
+
+
+def _own_of_rank(described: _state.Description, patterns: Sequence[str] | None) -> set[str]:
+    """Names of what each rank saves for itself."""
+
+    def is_own(stored: _state.Stored) -> bool:
+        path = _state.join(stored.path)
+        if patterns is None:
+            return _ranks.is_own(path, stored.dtype)
+        return any(fnmatch.fnmatch(path.lower(), p) for p in patterns)
+
+    return _sharded(described.root) | {s.name for s in described.stored if is_own(s)}
 
 
 def _sharded(root: _state.Node) -> set[str]:

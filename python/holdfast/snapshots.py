@@ -12,13 +12,13 @@ import hashlib
 import json
 import logging
 import os
-import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from holdfast import _ranks
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast")
@@ -26,8 +26,6 @@ logger = logging.getLogger("holdfast")
 CHUNK = 4 << 20
 # Of tensors that did not change, so many are named in the report.
 NAMES_MAX = 20
-# State that may well stand still, or goes on although the training's state is stale.
-_RANDOM = re.compile("rng|sampler|loader|generator", re.IGNORECASE)
 _OWN = "holdfast:"  # what Holdfast stores beside the tensors
 _REMEMBERED_MAX = 64  # saves, one for each directory and rank
 _SIBLINGS_MAX = 10_000
@@ -192,7 +190,8 @@ def _is_stale(found: Comparison, later: Snapshot) -> bool:
     """
 
     def counts(name: str) -> bool:
-        return later.tensors[name].elements > 1 and not _RANDOM.search(name)
+        tensor = later.tensors[name]
+        return tensor.elements > 1 and not _ranks.is_own(name, tensor.layout[0])
 
     identical = any(counts(n) for n in found.identical)
     changed = any(counts(n) for n in found.changed)

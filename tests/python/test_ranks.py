@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import holdfast
+from holdfast import _ranks
 
 RANKS = 2
 
@@ -71,6 +72,19 @@ def test_replicas_are_saved_once_and_random_state_by_each(tmp_path: Path) -> Non
         holdfast.load(tmp_path / "s1")
     one = holdfast.open(tmp_path / "s1", rank=1)
     assert one["rng"].tolist() == [11] * 16
+
+
+def test_whole_words_and_integers_name_what_is_a_ranks_own() -> None:
+    own = ("rng", "rng.cuda.0", "torch_rng_state", "state.cudaRNGState", "train_loader.position",
+           "dataloader.0", "trainLoader", "sampler.perm", "DistributedSampler", "generators.1", "generator")
+    for name in own:
+        assert _ranks.is_own(name, "U8"), name
+    assert _ranks.is_own("loader.prefetched", "F32")
+    for name in ("upsamplers.0.w", "model.resampler.w", "wrong", "regenerator", "uploaded"):
+        assert not _ranks.is_own(name, "U8") and not _ranks.is_own(name, "F32"), name
+    for name in ("generator.w", "model.sampler.w"):  # layers
+        for dtype in ("F32", "BF16", "F8_E4M3", "C64"):
+            assert not _ranks.is_own(name, dtype), name
 
 
 def save_shards(rank: int, directory: str) -> None:

@@ -189,6 +189,17 @@ def test_random_state_alone_is_never_stale(
     assert not warnings(caplog)
 
 
+@pytest.mark.parametrize("name", ["generator", "upsamplers", "resampler"])
+def test_layers_are_not_taken_for_random_state(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for step in (1, 2):  # the weights are a cached copy, random state goes on
+        state = {name: {"w": torch.ones(100)}, "torch_rng": torch.full((16,), step)}
+        report = save(state, tmp_path / str(step), step)
+    assert report["stale"]
+    assert warnings(caplog)
+
+
 def test_the_warning_can_be_turned_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     holdfast.configure(stale_warning=False)
     state = state_of(1)
