@@ -481,7 +481,12 @@ def wait_before_step(optimizer: torch.optim.Optimizer) -> Any:
         with _lock:
             saves = [s for s in _in_flight if not s.staged.done()]
         for save in saves:
-            save.wait_staged_on()
+            try:
+                save.wait_staged_on()
+            except Error as error:
+                # A step is not the place to learn of a failed save: its futures and flush() tell.
+                events.logger.warning("wait for %s before the step: %s", save.path, error)
+                save.staged.exception()  # should the save go on, this thread waits for its copies
 
     return optimizer.register_step_pre_hook(hook)
 

@@ -175,6 +175,30 @@ def test_only_what_a_parameter_consists_of_is_copied_late(slow: SlowDevice, tmp_
     assert (loaded["sparse"].detach()._values() == 9.0).all()
 
 
+def test_a_save_that_fails_in_staging_does_not_end_the_step(
+    slow: SlowDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(*_: object) -> None:
+        raise holdfast.Error("ABORTED", "staging stopped: the save has failed")
+
+    monkeypatch.setattr(_devices, "wait_staged_on", failed)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.randn(8, 64)).sum().backward()
+    hook = holdfast.wait_before_step(optimizer)
+    save = holdfast.save_async({"net": net}, tmp_path / "s")
+    save.cancel()
+    timer = threading.Timer(0.2, slow.open.set)  # what the device has begun is read until then
+    timer.start()
+    optimizer.step()
+    hook.remove()
+    timer.join()
+    assert save.staged.done()  # nothing is copied any more from what the step has changed
+    with pytest.raises(holdfast.Error) as error:
+        save.durable.result(60)
+    assert error.value.code == "CANCELLED"
+
+
 def test_the_optimizers_step_waits_for_the_copies_on_the_stream(
     slow: SlowDevice, tmp_path: Path
 ) -> None:
