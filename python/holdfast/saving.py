@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import fnmatch
 import json
 import os
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -74,8 +75,11 @@ class Save:
         contiguous_copies: paths of tensors that had to be copied to be saved.
     """
 
-    def __init__(self, native: _native.SaveHandle, path: str, step: int, extra: dict[str, Any],
-                 keep: list[Any], door: _native.Checkpointer, *, publishes: bool = True) -> None:
+    def __init__(self, start: Callable[[], _native.SaveHandle], path: str, step: int,
+                 extra: dict[str, Any], keep: list[Any], door: _native.Checkpointer, *,
+                 publishes: bool = True) -> None:
+        # `start` may wait for memory. It is called in the thread that sees the save through: Ctrl-C
+        # ends the caller's wait for it, and never gets between a save that began and its handle.
         self.path = path
         self.step = step
         self.staged = _SeenFuture()
@@ -83,7 +87,11 @@ class Save:
         self.objects: list[str] = extra["objects"]
         self.contiguous_copies: list[str] = extra["contiguous_copies"]
         self.extra = extra
-        self._native = native
+        self._native: Any = None  # there once it has begun
+        self._start: Callable[[], _native.SaveHandle] | None = start
+        self._begun = threading.Event()
+        self._refusal: BaseException | None = None
+        self._raised = False  # whether the call has raised, so that nobody has this handle
         self._keep: list[Any] | None = keep
         self._door = door  # it must outlive the save
         self._pid = os.getpid()
@@ -92,18 +100,54 @@ class Save:
         self._devices = {s.device for s in keep}
         for future in (self.staged, self.durable):
             future.set_running_or_notify_cancel()
-        if publishes:
-            events.begin(self)
-        if "called_ns" in extra:
-            # The thread's start is left out, so that no report is ever without it.
-            extra["time_blocked"] = (time.monotonic_ns() - extra["called_ns"]) / 1e9
         # Not a daemon: the interpreter waits for it before it exits, and so for the save.
-        self._thread = threading.Thread(target=self._watch, name=f"holdfast-save-{native.epoch}")
+        self._thread = threading.Thread(target=self._run, name="holdfast-save")
+        try:
+            self._thread.start()
+            self._begun.wait()
+        except BaseException:
+            self._raised = True
+            self._give_up()
+            raise
+        if self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            try:
+                raise refusal
+            finally:
+                del refusal  # its traceback has this frame
+
+    def _run(self) -> None:
         with _lock:
             _in_flight.add(self)
-        self._thread.start()
+        start, self._start = self._start, None
+        assert start is not None
+        try:
+            self._native = start()
+        except BaseException as refusal:
+            refusal.__traceback__ = None  # it would keep what `start` was made of
+            self._refusal, self._raised, self._keep = refusal, True, None
+            _ended(self, failed=False)
+            for future in (self.staged, self.durable):
+                future.set_exception(Error("CANCELLED", f"save {self.path}: it did not begin"))
+        else:
+            if self._publishes:
+                events.begin(self)
+            if "called_ns" in self.extra:
+                self.extra["time_blocked"] = (time.monotonic_ns() - self.extra["called_ns"]) / 1e9
+        del start  # and all that it was made of
+        self._begun.set()
+        if self._native is not None:
+            self._thread.name = f"holdfast-save-{self._native.epoch}"
+            self._watch()
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(Error):
+            if self._native is not None:
+                self._native.cancel()
 
     def _watch(self) -> None:
+        if self._raised:
+            self._give_up()
         try:
             self._native.wait_staged(None)
             self._keep = None
@@ -127,7 +171,7 @@ class Save:
             self.durable.set_exception(error)
         else:
             self.durable.set_result(report)
-        _ended(self, failed=error is not None)
+        _ended(self, failed=error is not None and not self._raised)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -177,7 +221,7 @@ class Save:
             stream: a ``torch.cuda.Stream``; default the current one of each device.
         """
         self._check_process()
-        for device in self._devices:
+        for device in self._devices if self._native is not None else ():
             _devices.wait_staged_on(self._native, device, stream)
 
 
@@ -422,7 +466,6 @@ def save_async(
         directory, plan.total_bytes, when_full=when_full, keep_last=keep_last,
         keep_every=keep_every, rank=rank, world_size=world_size,
     )
-    native = door.save(name, plan, step, replace, attempt, False)
     extra = {
         "kind": "state",
         "called_ns": called_ns,
@@ -431,9 +474,13 @@ def save_async(
         "objects": sorted(described.objects),
         "contiguous_copies": described.contiguous_copies,
     }
-    save = Save(native, os.path.join(directory, name), step, extra, [*mine], door)
+
+    def start() -> _native.SaveHandle:
+        return door.save(name, plan, step, replace, attempt, False)
+
+    save = Save(start, os.path.join(directory, name), step, extra, [*mine, *buffers], door)
     for device in waiting:
-        _devices.wait_staged_on(native, device)
+        _devices.wait_staged_on(save._native, device)
     return save
 
 
@@ -508,7 +555,8 @@ def flush(timeout: float | None = None) -> None:
         except TimeoutError:
             raise
         except Error as error:
-            waited.append(error)
+            if not save._raised:
+                waited.append(error)
         save._thread.join()
     with _lock:
         unseen = [s.durable.exception() for s in _failed if not s.durable.seen]

@@ -77,6 +77,49 @@ def test_an_interrupt_ends_the_wait_and_not_the_save(tmp_path: Path) -> None:
     assert holdfast.verify(tmp_path / "s")["verdict"] == "sound"
 
 
+def test_an_interrupt_in_the_call_gives_the_save_up(tmp_path: Path) -> None:
+    done = run(
+        "import threading, time\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "holdfast.configure(bytes_per_second_max=8 * MIB, arena_bytes=32 * MIB)\n"
+        "state = {'t': torch.ones(6 * MIB)}\n"
+        "optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])\n"
+        "hook = holdfast.wait_before_step(optimizer)\n"
+        "first = holdfast.save_async(state, sys.argv[1] + '/first')\n"
+        "threading.Timer(0.3, lambda: os.killpg(0, signal.SIGINT)).start()\n"
+        "begin = time.monotonic()\n"
+        "try:\n"
+        "    holdfast.save_async(state, sys.argv[1] + '/second')\n"  # waits for the memory
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', time.monotonic() - begin < 1.5)\n"
+        "optimizer.step()\n"  # a save that has not begun has no copies to wait for
+        "holdfast.flush()\n"
+        "print(first.durable.done(), os.listdir(sys.argv[1]))\n",
+        str(tmp_path),
+        start_new_session=True,
+    )
+    assert done.stdout.split("\n")[:2] == ["interrupted True", "True ['first']"], done.stdout + done.stderr
+    assert done.returncode == 0
+    assert holdfast.verify(tmp_path / "first")["verdict"] == "sound"
+
+
+def test_an_interrupt_that_nobody_catches_awaits_the_save(tmp_path: Path) -> None:
+    done = run(
+        "import threading\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "holdfast.configure(bytes_per_second_max=16 * MIB)\n"
+        "holdfast.save_async({'t': torch.ones(4 * MIB)}, sys.argv[1] + '/s')\n"
+        "threading.Timer(0.1, lambda: os.killpg(0, signal.SIGINT)).start()\n"
+        "while True:\n"
+        "    torch.ones(10).sum()\n",
+        str(tmp_path),
+        start_new_session=True,
+    )
+    assert "KeyboardInterrupt" in done.stderr
+    assert done.returncode != 0 and "holdfast" not in done.stderr
+    assert holdfast.verify(tmp_path / "s")["verdict"] == "sound"
+
+
 def test_a_killed_worker_is_told_at_once_and_the_next_save_works(tmp_path: Path) -> None:
     holdfast.configure(bytes_per_second_max=8 * MIB)
     save = holdfast.save_async({"t": torch.ones(8 * MIB)}, tmp_path / "s")

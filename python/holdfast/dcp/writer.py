@@ -204,7 +204,6 @@ class StorageWriter(_StorageWriter):
         door = _runtime.door(
             str(self.path.parent), nbytes, rank=place.rank, world_size=place.world_size
         )
-        native = door.save(self.path.name, file.plan, self.step, False, place.attempt, True)
         extra = {
             "kind": "dcp",
             "called_ns": called_ns,
@@ -213,11 +212,15 @@ class StorageWriter(_StorageWriter):
             "objects": file.pickled,
             "contiguous_copies": file.contiguous_copies,
         }
+
+        def start() -> Any:
+            return door.save(self.path.name, file.plan, self.step, False, place.attempt, True)
+
         save = saving.Save(
-            native, str(self.path), self.step, extra, file.device, door, publishes=publishes
+            start, str(self.path), self.step, extra, file.device, door, publishes=publishes
         )
         for device in file.wait:
-            _devices.wait_staged_on(native, device)
+            _devices.wait_staged_on(save._native, device)
         return Written(save, file.results, place)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
