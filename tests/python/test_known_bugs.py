@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 import holdfast.dcp
 
-ELEMENTS = 1 << 20
+ELEMENTS = 3 << 20
 
 
 def test_staging_memory_reused_under_a_forked_writer(tmp_path: Path) -> None:
@@ -39,15 +39,16 @@ def test_staging_memory_reused_under_a_forked_writer(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "peer.pt")[0] == 2.0, "the peer's way wrote the bytes of the call"
 
     source = torch.full((ELEMENTS,), 1.0)
-    holdfast.configure(bytes_per_second_max=16 << 20)
+    # A forked writer here, too, and memory for one save only.
+    holdfast.configure(launcher="fork", arena_bytes=16 << 20, bytes_per_second_max=32 << 20)
     try:
         first = holdfast.save_async({"t": source}, tmp_path / "first")
         source.fill_(2.0)
         second = holdfast.save_async({"t": source}, tmp_path / "second")  # wants memory as well
-        first.wait(60)
-        second.wait(60)
+        assert first.wait(60)["launcher"] == "fork"
+        assert second.wait(60)["time_waiting_memory"] > 0, "the memory was not wanted again"
     finally:
-        holdfast.configure(bytes_per_second_max=0)
+        holdfast.configure(launcher="spawn", arena_bytes=0, bytes_per_second_max=0)
     assert torch.equal(holdfast.load(tmp_path / "first")["t"], torch.full((ELEMENTS,), 1.0))
     assert torch.equal(holdfast.load(tmp_path / "second")["t"], source)
 

@@ -168,11 +168,14 @@ class Numbers(torch.utils.data.Dataset):
 
 
 def test_loader_workers_may_fork_during_saves(tmp_path: Path) -> None:
+    holdfast.configure(bytes_per_second_max=32 * MIB)
     state = {"t": torch.randn(4 * MIB)}
     saves = [holdfast.save_async(state, tmp_path / "s0")]
     for epoch in range(1, 4):
         loader = torch.utils.data.DataLoader(Numbers(), batch_size=8, num_workers=2)
-        assert sum(float(batch.sum()) for batch in loader) == 16 * sum(range(64))
+        batches = iter(loader)  # forks
+        assert not saves[-1].durable.done()
+        assert sum(float(batch.sum()) for batch in batches) == 16 * sum(range(64))
         saves.append(holdfast.save_async(state, tmp_path / f"s{epoch}"))
     for i, save in enumerate(saves):
         save.wait(60)
@@ -186,15 +189,17 @@ def save_in_a_child(path: str) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_children_of_every_start_method_save_for_themselves(method: str, tmp_path: Path) -> None:
-    mine = holdfast.save_async({"t": torch.zeros(1000)}, tmp_path / "parent")
+    holdfast.configure(bytes_per_second_max=8 * MIB)
+    mine = holdfast.save_async({"t": torch.zeros(4 * MIB)}, tmp_path / "parent")
     context = multiprocessing.get_context(method)
     child = context.Process(target=save_in_a_child, args=(str(tmp_path / "child"),))
     child.start()
+    assert not mine.durable.done()
     child.join(60)
     assert child.exitcode == 0
     mine.wait(60)
     assert torch.equal(holdfast.load(tmp_path / "child")["t"], torch.ones(1000))
-    assert torch.equal(holdfast.load(tmp_path / "parent")["t"], torch.zeros(1000))
+    assert torch.equal(holdfast.load(tmp_path / "parent")["t"], torch.zeros(4 * MIB))
 
 
 def test_hundreds_of_saves_leave_no_process_descriptor_or_memory(tmp_path: Path) -> None:
