@@ -57,7 +57,7 @@ def configure(**options: Any) -> None:
         **options: further fields of ``holdfast::CheckpointerOptions``, by their names.
 
     Raises:
-        Error: INVALID_ARGUMENT for an unknown option, FAILED_PRECONDITION while a save is in flight.
+        Error: INVALID_ARGUMENT for an unknown option or a value that cannot be, FAILED_PRECONDITION while a save is in flight.
     """
     unknown = sorted(set(options) - _OPTIONS - {"stale_warning"})
     if unknown:
@@ -66,6 +66,8 @@ def configure(**options: Any) -> None:
             f"configure: there is no option {', '.join(unknown)}; there is "
             + ", ".join(sorted({*_OPTIONS, "stale_warning"})),
         )
+    automatic = ("stale_warning", *(() if options.get("arena_bytes") else ("arena_bytes",)))
+    _native.check_options({k: v for k, v in options.items() if k not in automatic})
     if "stale_warning" in options:
         snapshots.warning = bool(options.pop("stale_warning"))
         if not options:

@@ -26,11 +26,11 @@ T* Pointer(uintptr_t address) {
 
 /// 32 lower-case hex digits, the text form of an attempt id; empty for none.
 std::string AttemptText(const AttemptId& attempt);
-/// \throws ValueError for anything but 32 hex digits or "".
+/// \throws holdfast.Error for anything but 32 hex digits or "".
 AttemptId AttemptOf(const std::string& text);
 
 /// The value that a word of pod.h stands for.
-/// \throws ValueError naming the option and what there is.
+/// \throws holdfast.Error naming the option and what there is.
 Launcher LauncherOf(const std::string& word);
 EngineRung EngineOf(const std::string& word);
 PageRung PagesOf(const std::string& word);

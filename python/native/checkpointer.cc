@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "bindings.h"
+#include "runtime/checkpointer/options.h"
 #include "status.h"
 
 namespace nb = nanobind;
@@ -48,22 +49,35 @@ WhenFull WhenFullOf(const std::string& word) {
   if (word == "wait") return WhenFull::kWait;
   if (word == "skip") return WhenFull::kSkip;
   if (word == "fail") return WhenFull::kFail;
-  throw nb::value_error("when_full: there is only wait, skip, fail");
+  Raise(absl::InvalidArgumentError("when_full: there is only wait, skip, fail"));
 }
 
 TrainerDeath TrainerDeathOf(const std::string& word) {
   if (word == "finish") return TrainerDeath::kFinish;
   if (word == "stop") return TrainerDeath::kStop;
-  throw nb::value_error("trainer_death: there is only finish, stop");
+  Raise(absl::InvalidArgumentError("trainer_death: there is only finish, stop"));
 }
 
 template <typename T>
 void Take(const nb::dict& from, const char* key, T* value) {
-  if (from.contains(key)) *value = nb::cast<T>(from[key]);
+  if (!from.contains(key) || nb::try_cast(from[key], *value)) return;
+  Raise(absl::InvalidArgumentError(std::string("option ") + key + " = " +
+                                   nb::repr(from[key]).c_str() +
+                                   ": of a wrong type, or too large or small for it"));
 }
 
 void TakeSeconds(const nb::dict& from, const char* key, absl::Duration* value) {
-  if (from.contains(key)) *value = ToDuration(nb::cast<std::optional<double>>(from[key]));
+  if (!from.contains(key)) return;
+  std::optional<double> seconds;
+  Take(from, key, &seconds);
+  *value = ToDuration(seconds);
+}
+
+/// Calls `call` without the GIL: what may take a while, or wait for a thread that wants it.
+template <typename Call>
+auto WithoutGil(Call call) {
+  const nb::gil_scoped_release release;
+  return call();
 }
 
 /// The options by the names that they have in C++, those of `staging` and `qos` flat beside them.
@@ -96,8 +110,10 @@ CheckpointerOptions OptionsOf(const nb::dict& given) {
   Take(given, "io_priority_level", &options.qos.io_priority_level);
   Take(given, "bytes_per_second_max", &options.qos.bytes_per_second_max);
   if (given.contains("cpus")) {
-    const auto cpus = nb::cast<std::vector<uint16_t>>(given["cpus"]);
-    if (cpus.size() > std::size(options.qos.cpus)) throw nb::value_error("cpus: at most 64");
+    std::vector<uint16_t> cpus;
+    Take(given, "cpus", &cpus);
+    if (cpus.size() > std::size(options.qos.cpus))
+      Raise(absl::InvalidArgumentError("cpus: at most 64"));
     std::copy(cpus.begin(), cpus.end(), options.qos.cpus);
     options.qos.cpu_count = static_cast<uint32_t>(cpus.size());
   }
@@ -211,11 +227,7 @@ SaveHandle Save(Saver* saver, const std::string& name, const SavePlan& plan, uin
   request.attempt = AttemptOf(attempt);
   request.files_only = files_only;
   Checkpointer* const checkpointer = saver->operator->();
-  auto handle = [&] {
-    const nb::gil_scoped_release release;
-    return checkpointer->SaveAsync(request);
-  }();
-  return ValueOrThrow(std::move(handle));
+  return ValueOrThrow(WithoutGil([&] { return checkpointer->SaveAsync(request); }));
 }
 
 }  // namespace
@@ -233,11 +245,7 @@ void BindCheckpointer(nb::module_& module) {
       .def(
           "wait_staged_on",
           [](const SaveHandle& save, Device* device, uintptr_t stream) {
-            const absl::Status status = [&] {
-              const nb::gil_scoped_release release;
-              return save.WaitStagedOn(device, Pointer(stream));
-            }();
-            ThrowIfError(status);
+            ThrowIfError(WithoutGil([&] { return save.WaitStagedOn(device, Pointer(stream)); }));
           },
           "device"_a, "stream"_a)
       .def(
@@ -259,17 +267,16 @@ void BindCheckpointer(nb::module_& module) {
           "__init__",
           [](Saver* self, const nb::dict& options) {
             const CheckpointerOptions given = OptionsOf(options);
-            auto made = [&] {
-              const nb::gil_scoped_release release;
-              return Checkpointer::Create(given);
-            }();
-            new (self) Saver(ValueOrThrow(std::move(made)));
+            new (self) Saver(ValueOrThrow(WithoutGil([&] { return Checkpointer::Create(given); })));
           },
           "options"_a)
       .def(
           "create_beside",
           [](const Saver& self, const nb::dict& options) {
-            return std::make_unique<Saver>(ValueOrThrow(self->CreateBeside(OptionsOf(options))));
+            const CheckpointerOptions given = OptionsOf(options);
+            const Checkpointer* const checkpointer = self.operator->();
+            return std::make_unique<Saver>(
+                ValueOrThrow(WithoutGil([&] { return checkpointer->CreateBeside(given); })));
           },
           "options"_a)
       .def("save", &Save, "name"_a, "plan"_a, "step"_a, "replace"_a, "attempt"_a, "files_only"_a)
@@ -281,14 +288,29 @@ void BindCheckpointer(nb::module_& module) {
                 [] { return false; }));
           },
           "timeout"_a.none() = nb::none())
-      .def("trim", [](const Saver& self) { ThrowIfError(self->Trim()); })
+      .def("trim",
+           [](const Saver& self) {
+             Checkpointer* const checkpointer = self.operator->();
+             ThrowIfError(WithoutGil([&] { return checkpointer->Trim(); }));
+           })
       .def(
           "register_device",
-          [](const Saver& self, Device* device) { ThrowIfError(self->RegisterDevice(device)); },
+          [](const Saver& self, Device* device) {
+            Checkpointer* const checkpointer = self.operator->();
+            ThrowIfError(WithoutGil([&] { return checkpointer->RegisterDevice(device); }));
+          },
           "device"_a)
       .def("staging", [](const Saver& self) { return DictOf(self->staging()); })
       .def("close", &Saver::Close);
 
+  module.def(
+      "check_options",
+      [](const nb::dict& options) {
+        CheckpointerOptions given = OptionsOf(options);
+        given.directory = "/";
+        ThrowIfError(checkpointer::ValidateOptions(given));
+      },
+      "options"_a, "Refuses what no Checkpointer would take.");
   module.def(
       "new_attempt", [] { return AttemptText(NewAttemptId()); },
       "A random attempt id, 32 hex digits.");

@@ -4,7 +4,9 @@
 #include <initializer_list>
 #include <string>
 
+#include "absl/status/status.h"
 #include "bindings.h"
+#include "status.h"
 
 namespace nb = nanobind;
 
@@ -22,7 +24,7 @@ Enum Find(const char* option, const std::string& word, std::initializer_list<Enu
     known += (known.empty() ? "" : ", ") + std::string(WordOf(value));
   }
   const std::string message = std::string(option) + " \"" + word + "\": there is only " + known;
-  throw nb::value_error(message.c_str());
+  Raise(absl::InvalidArgumentError(message));
 }
 
 }  // namespace
@@ -44,7 +46,7 @@ AttemptId AttemptOf(const std::string& text) {
   if (text.size() != 2 * kHalfDigits ||
       std::from_chars(text.data(), middle, attempt.high, kHex).ptr != middle ||
       std::from_chars(middle, end, attempt.low, kHex).ptr != end) {
-    throw nb::value_error("attempt: 32 hex digits are expected");
+    Raise(absl::InvalidArgumentError("attempt: 32 hex digits are expected"));
   }
   return attempt;
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from small_disk import mounted
 
 import holdfast
+from holdfast import _runtime, snapshots
 
 MIB = 1 << 20
 STATE = {"t": torch.arange(1000)}
@@ -41,14 +43,31 @@ def test_paths_that_cannot_be_saved_to(tmp_path: Path) -> None:
 
 
 def test_options_that_make_no_sense(tmp_path: Path) -> None:
-    with pytest.raises((holdfast.Error, ValueError), match="wait, skip, fail"):
-        holdfast.save_async(STATE, tmp_path / "s", when_full="maybe")
+    refused(tmp_path / "s", "INVALID_ARGUMENT", "wait, skip, fail", when_full="maybe")
+    refused(tmp_path / "s", "INVALID_ARGUMENT", "32 hex digits", attempt="1234")
     with pytest.raises(holdfast.Error, match="pickle"):
         holdfast.save_async(STATE, tmp_path / "s", objects="maybe")
-    with pytest.raises((holdfast.Error, ValueError), match="launcher"):
-        holdfast.configure(launcher="rocket")
-        holdfast.save_async(STATE, tmp_path / "s")
-    holdfast.configure(launcher="spawn")
+    before = dict(_runtime._options)
+    for options, message in (
+        ({"launcher": "rocket"}, 'launcher "rocket": there is only spawn'),
+        ({"threads": "x"}, "threads = 'x'"),
+        ({"cpus": 3}, "cpus = 3"),
+        ({"nice": -5}, "qos.nice = -5: must be 0 to 19"),
+        ({"queue_depth": -1}, "queue_depth = -1"),
+        ({"arena_bytes": 1000}, "staging.arena_bytes = 1000: must be at least"),
+        ({"time_memory_max": "long"}, "time_memory_max = 'long'"),
+        ({"time_ranks_max": 0.0, "stale_warning": False}, "time_ranks_max = 0: must be positive"),
+    ):
+        with pytest.raises(holdfast.Error, match=message) as error:
+            holdfast.configure(**options)
+        assert error.value.code == "INVALID_ARGUMENT"
+    assert _runtime._options == before and snapshots.warning, "it was taken all the same"
+    holdfast.save_async(STATE, tmp_path / "s").wait(60)
+    holdfast.configure(arena_bytes=0, idle_trim=None)
+    with pytest.raises(holdfast.Error, match="engine") as error:
+        holdfast.verify(tmp_path / "s", engine="steam")
+    assert error.value.code == "INVALID_ARGUMENT"
+    shutil.rmtree(tmp_path / "s")
     assert os.listdir(tmp_path) == []
 
 
