@@ -24,7 +24,7 @@ from holdfast.errors import Error
 logger = logging.getLogger("holdfast")
 
 CHUNK = 4 << 20
-# Of tensors that did not change, so many are named in the report.
+# So many of the tensors that did not change, and of those that did, are named in the report.
 NAMES_MAX = 20
 _OWN = "holdfast:"  # what Holdfast stores beside the tensors
 _REMEMBERED_MAX = 64  # saves, one for each directory and rank
@@ -177,6 +177,7 @@ def describe(earlier: Snapshot, later: Snapshot) -> dict[str, Any]:
         "tensors_added": len(found.added),
         "tensors_removed": len(found.removed),
         "identical": found.identical[:NAMES_MAX],
+        "changed": found.changed[:NAMES_MAX],
         "identical_groups": [g for g, n in _groups(found.identical).items() if n == all_of[g]],
         "stale": _is_stale(found, later),
     }

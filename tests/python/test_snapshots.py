@@ -82,6 +82,7 @@ def test_one_changed_element_is_seen_in_its_tensor_alone(
     state["model"][name][where] += 1
     report = save(state, tmp_path / "b", 2)
     assert report["tensors_changed"] == 1
+    assert report["changed"] == [f"model.{name}"]
     assert report["tensors_identical"] == 3
     assert f"model.{name}" not in report["identical"] and len(report["identical"]) == 3
     assert report["identical_groups"] == ["optimizer"]
@@ -220,6 +221,9 @@ def test_names_in_the_report_are_bounded(tmp_path: Path) -> None:
     report = save(state, tmp_path / "b", 2)
     assert report["tensors_identical"] == 100
     assert len(report["identical"]) == snapshots.NAMES_MAX
+    report = save({name: tensor + 1 for name, tensor in state.items()}, tmp_path / "c", 3)
+    assert report["tensors_changed"] == 100
+    assert len(report["changed"]) == snapshots.NAMES_MAX
 
 
 _ONE_SAVE = """
