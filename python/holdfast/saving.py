@@ -575,7 +575,10 @@ def _at_exit() -> None:
     for save in unseen:
         print(f"holdfast: save {save.path} failed: {save.durable.exception()}", file=sys.stderr)
     sys.stderr.flush()
-    os._exit(1)  # sys.exit has no effect here, and exit status 0 would say that all went well
+    # sys.exit has no effect here, and exit status 0 would say that all went well. Handlers that were
+    # registered before this one have yet to run.
+    if not _native.fail_at_exit():
+        os._exit(1)
 
 
 def _forget() -> None:

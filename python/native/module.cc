@@ -1,6 +1,8 @@
 // holdfast._native: the C++ library's public interface for the Python package, and nothing more.
 #include <nanobind/nanobind.h>
 
+#include <cstdlib>
+
 #include "bindings.h"
 
 NB_MODULE(_native, module) {
@@ -14,5 +16,8 @@ NB_MODULE(_native, module) {
   holdfast::python::BindLoad(module);
   holdfast::python::BindRecovery(module);
   holdfast::python::BindVerify(module);
+  module.def(
+      "fail_at_exit", [] { return Py_AtExit([] { std::exit(1); }) == 0; },
+      "Makes 1 the exit status once the interpreter has ended; whether it could.");
   module.attr("__version__") = HOLDFAST_VERSION;
 }

@@ -26,8 +26,8 @@ def fresh_options() -> Any:
     holdfast.configure(arena_bytes=0, bytes_per_second_max=0, launcher="spawn")
 
 
-def run(code: str, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    prefix = "import os, sys, signal, torch, holdfast\nMIB = 1 << 20\n"
+def run(code: str, *arguments: str, before: str = "", **options: Any) -> subprocess.CompletedProcess[str]:
+    prefix = before + "import os, sys, signal, torch, holdfast\nMIB = 1 << 20\n"
     return subprocess.run([sys.executable, "-c", prefix + code, *arguments], capture_output=True,
                           text=True, timeout=120, **options)
 
@@ -51,9 +51,12 @@ def test_a_failure_that_nobody_saw_shows_in_the_exit_status(tmp_path: Path) -> N
         "resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))\n"
         "save = holdfast.save_async({'t': torch.ones(MIB)}, sys.argv[1] + '/s')\n",
         str(tmp_path),
+        # Registered before holdfast's own, so it comes after that.
+        before="import atexit; atexit.register(print, 'the last handler')\n",
     )
     assert done.returncode == 1
     assert "File too large" in done.stderr
+    assert done.stdout == "the last handler\n"
     assert os.listdir(tmp_path) == []
 
 
