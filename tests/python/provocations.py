@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -22,9 +23,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from small_disk import mounted
+from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
+import holdfast.dcp
+from holdfast.dcp import staging
 
 MIB = 1 << 20
 PROVOCATIONS: dict[str, Callable[[Path], str]] = {}
@@ -397,3 +402,53 @@ def not_from_python(directory: Path) -> str:
     )
     door.save("other", plan, 1, False, "", False).wait_durable(60)
     return said(lambda: holdfast.load(directory / "other"))
+
+
+# ---- With PyTorch's Distributed Checkpoint.
+
+
+def the_error_in(failure: BaseException) -> str:
+    """An exception of the framework has tracebacks of all ranks around it."""
+    found = re.search(r"(load|reserve) .*?\[[A-Z_]+\]", str(failure))
+    assert found, failure
+    return found.group()
+
+
+@provocation
+def dcp_failed(directory: Path) -> str:
+    """A rank whose data does not fit: what the framework's exception says of it."""
+    with mounted(directory / "small", 8) as small:
+        future = holdfast.dcp.async_save({"w": torch.ones(4 * MIB)}, checkpoint_id=small / "step-1")
+        failure = future.exception(60)
+        del future
+    assert isinstance(failure, CheckpointException)
+    return the_error_in(failure)
+
+
+@provocation
+def dcp_staging_cap(directory: Path) -> str:
+    staging.trim()
+    writer = holdfast.dcp.StorageWriter(directory / "step-1", staging_bytes_max=MIB)
+    return said(lambda: dcp.async_save({"w": torch.ones(MIB)}, storage_writer=writer))
+
+
+def load_dcp(path: Path, state: dict[str, Any]) -> str:
+    with pytest.raises(BaseException) as raised:
+        dcp.load(state, storage_reader=holdfast.dcp.StorageReader(path))
+    return the_error_in(raised.value)
+
+
+@provocation
+def dcp_never_completed(directory: Path) -> str:
+    path = directory / "step-1"
+    holdfast.dcp.async_save({"w": torch.ones(4)}, checkpoint_id=path).result(60)
+    (path / ".metadata").unlink()
+    return load_dcp(path, {"w": torch.ones(4)})
+
+
+@provocation
+def dcp_object_not_allowed(directory: Path) -> str:
+    path = directory / "step-1"
+    state = {"args": argparse.Namespace(lr=0.1)}
+    holdfast.dcp.async_save(state, checkpoint_id=path).result(60)
+    return load_dcp(path, state)
