@@ -132,8 +132,8 @@ def test_a_killed_worker_is_told_at_once_and_the_next_save_works(tmp_path: Path)
     begin = time.monotonic()
     with pytest.raises(holdfast.Error, match="killed|signal") as error:
         save.wait(60)
+    assert time.monotonic() - begin < 1
     assert error.value.code == "ABORTED"
-    assert time.monotonic() - begin < 10  # it is a matter of milliseconds
     holdfast.configure(bytes_per_second_max=0)
     holdfast.save_async({"t": torch.ones(MIB)}, tmp_path / "s").wait(60)
     holdfast.flush(60)

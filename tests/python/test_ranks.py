@@ -115,7 +115,7 @@ def one_rank_fails(rank: int, directory: str) -> None:
         begin = time.monotonic()
         with pytest.raises(holdfast.Error, match="cannot be pickled"):
             holdfast.save_async({**state, "f": lambda: 1}, path, step=2)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 1
     else:
         with pytest.raises(holdfast.Error) as error:
             holdfast.save_async(state, path, step=2).wait(60)
