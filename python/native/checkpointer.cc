@@ -14,7 +14,6 @@
 #include <utility>
 
 #include "bindings.h"
-#include "runtime/checkpointer/options.h"
 #include "status.h"
 
 namespace nb = nanobind;
@@ -308,7 +307,7 @@ void BindCheckpointer(nb::module_& module) {
       [](const nb::dict& options) {
         CheckpointerOptions given = OptionsOf(options);
         given.directory = "/";
-        ThrowIfError(checkpointer::ValidateOptions(given));
+        ThrowIfError(ValidateOptions(given));
       },
       "options"_a, "Refuses what no Checkpointer would take.");
   module.def(

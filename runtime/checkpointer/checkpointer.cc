@@ -173,7 +173,7 @@ absl::Status Checkpointer::Core::Start(CheckpointerOptions* given) {
 }
 
 absl::Status Checkpointer::Impl::Start(std::shared_ptr<Core> shared) {
-  HOLDFAST_RETURN_IF_ERROR(checkpointer::ValidateOptions(options));
+  HOLDFAST_RETURN_IF_ERROR(ValidateOptions(options));
   options.directory = Absolute(options.directory);
   // By fd from here on: the trainer may change its working directory.
   directory = base::UniqueFd(sys::Sys().openat(AT_FDCWD, options.directory.c_str(),

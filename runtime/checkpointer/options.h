@@ -9,9 +9,6 @@
 
 namespace holdfast::checkpointer {
 
-/// \error kInvalidArgument naming the option, its value and what is allowed.
-absl::Status ValidateOptions(const CheckpointerOptions& options);
-
 /// A checkpoint's name: one path component, short enough for what is appended while it is written,
 /// and not one that recovery would take for something else.
 absl::Status ValidateName(const std::string& name);

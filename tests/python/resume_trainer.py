@@ -96,7 +96,7 @@ class Hold:
         told = set()
         while True:
             with saving._lock:
-                saves = [s for s in saving._in_flight if isinstance(s, saving.Save)]
+                saves = [s for s in saving._in_flight if isinstance(s, saving.Save) and s._native]
             for save in saves:
                 with contextlib.suppress(holdfast.Error):
                     pid = save._native.worker_pid

@@ -47,7 +47,7 @@ def _worker_of(begin: Callable[[], Any]) -> tuple[Any, int]:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         with saving._lock:
-            saves = [s for s in saving._in_flight if isinstance(s, saving.Save)]
+            saves = [s for s in saving._in_flight if isinstance(s, saving.Save) and s._native]
         for save in saves:
             if save._native.worker_pid and save.progress()["phase"] == "writing":
                 return future, save._native.worker_pid

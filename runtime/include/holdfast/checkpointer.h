@@ -67,6 +67,10 @@ struct CheckpointerOptions {
                                ///< the library.
 };
 
+/// What Create refuses whatever the machine and the directory are like. It makes and opens nothing.
+/// \error kInvalidArgument naming the option, its value and what is allowed.
+absl::Status ValidateOptions(const CheckpointerOptions& options);
+
 /// One save.
 struct SaveRequest {
   std::string name;  ///< Of the checkpoint's directory, one path component, e.g. "step-1200".
