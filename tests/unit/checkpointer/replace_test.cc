@@ -18,6 +18,7 @@
 #include "holdfast/recovery.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/sanitizers.h"
 #include "tests/testing/save_test.h"
 
 namespace holdfast::testing {
@@ -119,6 +120,7 @@ int KilledBetweenRenames(int a, const char* from, int b, const char* to, unsigne
 }
 
 TEST_F(Replace, AWorkerKilledBetweenTwoRenamesLeavesTheNewOneToRecovery) {
+  if (kThreadSanitizer) GTEST_SKIP() << "it changes the table of system calls under running threads";
   sys::g_system = sys::kKernel;
   CheckpointerOptions options = SmallOptions(directory());
   options.launcher = Launcher::kFork;  // the child inherits the table, and can be killed
