@@ -120,7 +120,8 @@ int KilledBetweenRenames(int a, const char* from, int b, const char* to, unsigne
 }
 
 TEST_F(Replace, AWorkerKilledBetweenTwoRenamesLeavesTheNewOneToRecovery) {
-  if (kThreadSanitizer) GTEST_SKIP() << "it changes the table of system calls under running threads";
+  if (kThreadSanitizer)
+    GTEST_SKIP() << "it changes the table of system calls under running threads";
   sys::g_system = sys::kKernel;
   CheckpointerOptions options = SmallOptions(directory());
   options.launcher = Launcher::kFork;  // the child inherits the table, and can be killed
