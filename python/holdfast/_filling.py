@@ -56,6 +56,11 @@ class Filling:
         if kind == "ndarray" and type(target).__name__ == "ndarray" and target.flags.writeable:
             self._tensor(node["tensor"], torch.from_numpy(target), path)
             return target
+        if kind == "tensor" and not isinstance(target, torch.Tensor):
+            array = _state.foreign_array(target)
+            if array is not None:
+                self._tensor(node, array, path)
+                return target
         if kind == "stateful" and _state.is_stateful(target):
             return self._stateful(node, target, path)
         if kind == "stateful" and isinstance(target, Mapping):

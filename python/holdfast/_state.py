@@ -204,6 +204,16 @@ def _sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: getattr(tensor, name)() for name in names}
 
 
+def foreign_array(value: Any) -> torch.Tensor | None:
+    """The memory of another framework's array (DLPack) as a tensor; None if it is none."""
+    if not (hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__")):
+        return None
+    try:
+        return torch.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError):  # a dtype or a device that torch lacks
+        return None
+
+
 def memory_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Begin and end of the memory of a tensor, or of each that it consists of."""
     local = getattr(tensor, "_local_tensor", None)
@@ -289,6 +299,9 @@ class _Walk:
             array = self._array(path, value)
             if array is not None:
                 return array
+        foreign = foreign_array(value)
+        if foreign is not None:
+            return self._tensor(path, foreign)
         if isinstance(value, Mapping) and not isinstance(value, enum.Enum):
             # defaultdict and the like: what they are beyond a mapping only pickle can keep.
             pass

@@ -561,11 +561,11 @@ def flush(timeout: float | None = None) -> None:
             if not save._raised:
                 waited.append(error)
         save._thread.join()
+    _runtime.flush_native(left)  # a time-out here leaves the failures to the next call
     with _lock:
         unseen = [s.durable.exception() for s in _failed if not s.durable.seen]
         _failed.clear()
     first = next(iter([*unseen, *waited]), None)
-    _runtime.flush_native(left)
     if first is not None:
         raise first
 

@@ -354,6 +354,51 @@ def test_copies_to_a_device_come_after_what_its_stream_has_queued(way: str, tmp_
     assert device.events == ["order", "copy"]
 
 
+# ---- Arrays of other frameworks.
+
+
+class Foreign:
+    """An array of which nothing is known but DLPack."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.memory = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.memory.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.memory.__dlpack_device__()
+
+
+def test_arrays_of_other_frameworks_come_back_bitwise(tmp_path: Path) -> None:
+    values = torch.randn(50, 7).t()
+    save = holdfast.save_async({"a": Foreign(values)}, tmp_path / "s", objects="refuse")
+    kept = values.clone()
+    values.zero_()
+    save.wait(60)
+    target = Foreign(torch.zeros(50, 7).t())
+    loaded = holdfast.load(tmp_path / "s", into={"a": target})
+    assert loaded["a"] is target
+    assert torch.equal(target.memory, kept)
+    assert torch.equal(holdfast.load(tmp_path / "s")["a"], kept)
+
+
+def test_an_array_that_torch_cannot_take_is_an_object(tmp_path: Path) -> None:
+    save = holdfast.save_async({"a": Refusing()}, tmp_path / "s")
+    save.wait(60)
+    assert save.objects == ["a"]
+
+
+class Refusing:
+    """As an array of a dtype that torch lacks."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("no such dtype")
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (1, 0)
+
+
 # ---- Names.
 
 
