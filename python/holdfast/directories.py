@@ -9,8 +9,8 @@ from holdfast import _native
 from holdfast.errors import Error
 
 
-def local_path(path: str | os.PathLike[str], operation: str) -> str:
-    """A path as text.
+def local_path(path: str | os.PathLike[str], operation: str, instead: str = "") -> str:
+    """A path as text; `instead` is what to do with a URL.
 
     Raises:
         Error: INVALID_ARGUMENT for a URL.
@@ -19,7 +19,8 @@ def local_path(path: str | os.PathLike[str], operation: str) -> str:
     if "://" in text:
         raise Error(
             "INVALID_ARGUMENT",
-            f"{operation} {text}: only directories of mounted file systems are supported, no URLs",
+            f"{operation} {text}: only directories of mounted file systems are supported, no URLs"
+            + (instead and f"; {instead}"),
         )
     return text
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from holdfast import _devices, _native, _ranks, _runtime, _state, events
+from holdfast import _devices, _native, _ranks, _runtime, _state, directories, events
 from holdfast.errors import Error, TimeoutError
 from holdfast.events import observers, publish  # noqa: F401 (observers: for whoever observes)
 
@@ -348,14 +348,7 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
 
 
 def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
-    text = os.fspath(path)
-    if isinstance(text, bytes):
-        text = os.fsdecode(text)
-    if "://" in text:
-        raise Error(
-            "INVALID_ARGUMENT",
-            f"save {text}: only directories of mounted file systems are supported, no URLs",
-        )
+    text = directories.local_path(path, "save")
     full = os.path.abspath(text)
     directory, name = os.path.split(full)
     if not name:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from holdfast import _devices, _runtime, events, saving
+from holdfast import _devices, _runtime, directories, events, saving
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
 from holdfast.errors import Error
@@ -35,14 +35,11 @@ def local_path(checkpoint_id: str | os.PathLike[str]) -> Path:
     Raises:
         Error: INVALID_ARGUMENT for a URL.
     """
-    text = os.fspath(checkpoint_id)
-    if "://" in text:
-        raise Error(
-            "INVALID_ARGUMENT",
-            f"open {text}: only directories of mounted file systems are supported, no URLs; "
-            "use the framework's own reader and writer, or holdfast.dcp.async_save, which hands "
-            "URLs on to them",
-        )
+    text = directories.local_path(
+        checkpoint_id,
+        "open",
+        "use the framework's own reader and writer, or holdfast.dcp.async_save, which hands URLs on to them",
+    )
     return Path(os.path.abspath(text))
 
 
