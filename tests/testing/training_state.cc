@@ -79,8 +79,8 @@ TrainingState TrainingState::Assorted(uint64_t seed) {
                               .shape = std::move(shape),
                               .bytes = std::vector<char>(bytes)});
   };
-  for (const char* dtype : {"BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16", "F16", "BF16",
-                            "I32", "U32", "F32", "F64", "I64", "U64"}) {
+  for (const char* dtype : {"BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "I16", "U16",
+                            "F16", "BF16", "I32", "U32", "F32", "F64", "I64", "U64"}) {
     add(absl::StrCat("every.", dtype), dtype, {3, 5, 7});
   }
   add("scalar", "F32", {});
