@@ -9,6 +9,7 @@ import pickle
 import shutil
 import signal
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -365,8 +366,10 @@ def test_failures_before_there_is_a_save_reach_observers(tmp_path: Path) -> None
             state_of(1), checkpoint_id=tmp_path / "b", planner=Resolver()
         )
         assert future.exception(60) is not None
-        while staging.held_bytes():  # a thread of an earlier save lets go of its state
+        end = time.monotonic() + 30
+        while staging.held_bytes() and time.monotonic() < end:  # by a thread of an earlier save
             gc.collect()
+            time.sleep(0.01)
         staging.trim()  # what is there already is not asked for
         with pytest.raises(holdfast.Error):
             dcp.async_save(
