@@ -108,7 +108,8 @@ class Job:
 
     def kill(self, with_workers: bool) -> None:
         pids = [p.pid for p in self.processes]
-        for pid in (list(self.workers) if with_workers else []) + pids:
+        # The trainers first: one whose worker dies would still tell that its save has failed.
+        for pid in pids + (list(self.workers) if with_workers else []):
             self._signal(pid, signal.SIGKILL)
         for process in self.processes:
             process.wait()
