@@ -1,6 +1,5 @@
 #include "runtime/base/thread.h"
 
-#include <cstring>
 #include <memory>
 #include <utility>
 

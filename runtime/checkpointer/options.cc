@@ -7,7 +7,6 @@
 #include "runtime/format/text.h"
 
 namespace holdfast {
-namespace checkpointer {
 namespace {
 
 // ".partial-" and 32 hex digits are appended; the whole must stay below NAME_MAX.
@@ -26,54 +25,46 @@ absl::Status Refuse(const char* option, const Value& value, const char* allowed)
 }
 
 }  // namespace
-}  // namespace checkpointer
 
 absl::Status ValidateOptions(const CheckpointerOptions& options) {
   if (options.directory.empty())
-    return checkpointer::Refuse("directory", "\"\"", "the path of an existing directory");
-  if (options.staging.arena_bytes < checkpointer::kArenaMin) {
-    return checkpointer::Refuse("staging.arena_bytes", options.staging.arena_bytes,
-                                "at least 16777216 (four chunks)");
+    return Refuse("directory", "\"\"", "the path of an existing directory");
+  if (options.staging.arena_bytes < kArenaMin) {
+    return Refuse("staging.arena_bytes", options.staging.arena_bytes,
+                  "at least 16777216 (four chunks)");
   }
-  if (options.world_size == 0)
-    return checkpointer::Refuse("world_size", options.world_size, "at least 1");
+  if (options.world_size == 0) return Refuse("world_size", options.world_size, "at least 1");
   if (options.rank >= options.world_size)
-    return checkpointer::Refuse("rank", options.rank, "less than world_size");
-  if (options.world_size > 99999)
-    return checkpointer::Refuse("world_size", options.world_size, "at most 99999");
-  if (options.queue_depth == 0 || options.queue_depth > checkpointer::kDepthMax) {
-    return checkpointer::Refuse("queue_depth", options.queue_depth, "1 to 64");
+    return Refuse("rank", options.rank, "less than world_size");
+  if (options.world_size > 99999) return Refuse("world_size", options.world_size, "at most 99999");
+  if (options.queue_depth == 0 || options.queue_depth > kDepthMax) {
+    return Refuse("queue_depth", options.queue_depth, "1 to 64");
   }
-  if (options.pwrite_threads == 0 || options.pwrite_threads > checkpointer::kPwriteThreadsMax) {
-    return checkpointer::Refuse("pwrite_threads", options.pwrite_threads, "1 to 16");
+  if (options.pwrite_threads == 0 || options.pwrite_threads > kPwriteThreadsMax) {
+    return Refuse("pwrite_threads", options.pwrite_threads, "1 to 16");
   }
   const Qos& qos = options.qos;
-  if (qos.nice < 0 || qos.nice > checkpointer::kNiceMax)
-    return checkpointer::Refuse("qos.nice", qos.nice, "0 to 19");
-  if (qos.io_priority_class < 0 || qos.io_priority_class > checkpointer::kIoPriorityClassMax) {
-    return checkpointer::Refuse("qos.io_priority_class", qos.io_priority_class,
-                                "0 (none) to 3 (idle)");
+  if (qos.nice < 0 || qos.nice > kNiceMax) return Refuse("qos.nice", qos.nice, "0 to 19");
+  if (qos.io_priority_class < 0 || qos.io_priority_class > kIoPriorityClassMax) {
+    return Refuse("qos.io_priority_class", qos.io_priority_class, "0 (none) to 3 (idle)");
   }
-  if (qos.io_priority_level < 0 || qos.io_priority_level > checkpointer::kIoPriorityLevelMax) {
-    return checkpointer::Refuse("qos.io_priority_level", qos.io_priority_level, "0 to 7");
+  if (qos.io_priority_level < 0 || qos.io_priority_level > kIoPriorityLevelMax) {
+    return Refuse("qos.io_priority_level", qos.io_priority_level, "0 to 7");
   }
   if (qos.cpu_count > sizeof(qos.cpus) / sizeof(qos.cpus[0]))
-    return checkpointer::Refuse("qos.cpu_count", qos.cpu_count, "at most 64");
+    return Refuse("qos.cpu_count", qos.cpu_count, "at most 64");
   if (options.time_memory_max <= absl::ZeroDuration()) {
-    return checkpointer::Refuse("time_memory_max", absl::FormatDuration(options.time_memory_max),
-                                "positive");
+    return Refuse("time_memory_max", absl::FormatDuration(options.time_memory_max), "positive");
   }
   if (options.time_stalled_max <= absl::ZeroDuration()) {
-    return checkpointer::Refuse("time_stalled_max", absl::FormatDuration(options.time_stalled_max),
-                                "positive");
+    return Refuse("time_stalled_max", absl::FormatDuration(options.time_stalled_max), "positive");
   }
   if (options.time_ranks_max <= absl::ZeroDuration()) {
-    return checkpointer::Refuse("time_ranks_max", absl::FormatDuration(options.time_ranks_max),
-                                "positive");
+    return Refuse("time_ranks_max", absl::FormatDuration(options.time_ranks_max), "positive");
   }
   if (options.staging.idle_trim < absl::ZeroDuration()) {
-    return checkpointer::Refuse("staging.idle_trim",
-                                absl::FormatDuration(options.staging.idle_trim), "not negative");
+    return Refuse("staging.idle_trim", absl::FormatDuration(options.staging.idle_trim),
+                  "not negative");
   }
   return absl::OkStatus();
 }
