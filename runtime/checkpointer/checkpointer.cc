@@ -400,11 +400,9 @@ bool Checkpointer::Impl::RemoveEmptyPartial(const SaveState& save) const {
 }
 
 absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& request) {
-  const absl::Time entered = base::Now();
   const uint64_t entered_ns = sys::NowNs();
   AttemptId attempt;
   HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<SaveState> save, Plan(request, &attempt));
-  save->entered = entered;
   save->entered_ns = entered_ns;
   HOLDFAST_RETURN_IF_ERROR(Admit(*save));
   const absl::Status opened = OpenDirectories(request, attempt, save.get());
@@ -421,7 +419,8 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   core->supervisor->Watch(save);
   const absl::Status staged = core->stager->Stage(save);
   if (!staged.ok()) save->MarkErrorReturned();
-  save->MutableReport()->time_in_call = absl::ToDoubleSeconds(base::Now() - entered);
+  save->MutableReport()->time_in_call =
+      absl::ToDoubleSeconds(absl::Nanoseconds(sys::NowNs() - entered_ns));
   save->DropUser();
   if (!staged.ok()) return WhyStopped(staged, save.get());
   return SaveHandle(std::move(save));

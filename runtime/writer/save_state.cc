@@ -5,6 +5,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
+#include "runtime/sys/system.h"
 
 namespace holdfast {
 namespace {
@@ -60,7 +61,7 @@ void SaveState::DropUser() {
 void SaveState::MarkStaged() {
   const base::MutexLock lock(&mutex_);
   staged_ = true;
-  report_.time_to_staged = absl::ToDoubleSeconds(base::Now() - entered);
+  report_.time_to_staged = Seconds(entered_ns, sys::NowNs());
   changed_.NotifyAll();
 }
 
@@ -84,7 +85,7 @@ void SaveState::Finish(const absl::Status& status) {
   report_.time_writing = Seconds(slot.times.first_submit, slot.times.last_complete);
   report_.time_syncing =
       Seconds(slot.times.last_complete, std::max(slot.times.committed, slot.times.manifest_synced));
-  report_.time_to_durable = absl::ToDoubleSeconds(base::Now() - entered);
+  report_.time_to_durable = Seconds(entered_ns, sys::NowNs());
   report_.entered_ns = entered_ns;
   report_.at_worker_started = Seconds(entered_ns, slot.times.started);
   report_.at_first_submit = Seconds(entered_ns, slot.times.first_submit);

@@ -43,8 +43,7 @@ class SaveState {
   uint64_t step = 0;
   uint64_t bytes_total = 0;
   uint64_t bytes_to_lease = 0;  // each file rounded up
-  absl::Time entered;
-  uint64_t entered_ns = 0;  // the same moment on the worker's clock
+  uint64_t entered_ns = 0;      // on the monotonic clock, as the worker's times
   std::function<void()> wake_supervisor;
   const void* owner = nullptr;  // whose save it is, for Supervisor::WaitIdle
   /// Called from the supervisor's thread when the save has ended and its memory was let go, before
