@@ -129,10 +129,12 @@ class Job:
                 os.kill(pid, number)
 
     def inside(self) -> bool:
-        """Whether the end came inside of a save or a load, by the last that rank 0 told."""
-        saves = [p for r, p, _ in self.lines if r == 0 and p in ("save", "durable", "failed")]
-        loads = [p for r, p, _ in self.lines if r == 0 and p in ("load", "loaded")]
-        return "save" in saves[-1:] or "load" in loads[-1:]
+        """Whether the end came inside of a save or a load, by what rank 0 told."""
+        told = [(p, v) for r, p, v in self.lines if r == 0]
+        # A save may begin before the one before it is durable.
+        saves = {v for p, v in told if p == "save"} - {v for p, v in told if p in ("durable", "failed")}
+        loads = [p for p, _ in told if p in ("load", "loaded")]
+        return bool(saves) or "load" in loads[-1:]
 
     def run_to_end(self) -> list[str]:
         """Digests of all ranks at the end."""
