@@ -157,6 +157,7 @@ nb::dict DictOf(const SaveReport& report) {
   d["direct_io"] = WordOf(report.direct_io);
   d["streamed"] = report.streamed;
   d["space_reserved"] = report.space_reserved;
+  d["write_attempts"] = report.write_attempts;
   d["time_in_call"] = report.time_in_call;
   d["time_copying"] = report.time_copying;
   d["time_waiting_memory"] = report.time_waiting_memory;

@@ -311,9 +311,6 @@ absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
 
 absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const AttemptId& attempt,
                                         SaveState* save) {
-  save->streamed.store(save->bytes_to_lease > core->pool->arena().bytes(),
-                       std::memory_order_relaxed);
-
   writer::JobParameters job;
   job.flags = layout::kWriteManifest;
   if (request.replace) job.flags |= layout::kReplaceExisting;
@@ -321,12 +318,12 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   if (options.read_back) job.flags |= layout::kReadBack;
   if (options.trainer_death == TrainerDeath::kFinish) job.flags |= layout::kFinishWithoutTrainer;
   if (!options.direct_io) job.flags |= layout::kBuffered;
-  if (save->streamed.load(std::memory_order_relaxed)) job.flags |= layout::kStreamed;
   if (options.launcher == Launcher::kFork) job.flags |= layout::kForkedChild;
   job.launcher = options.launcher;
   job.engine = options.engine;
   job.queue_depth = options.queue_depth;
   job.pwrite_threads = options.pwrite_threads;
+  job.streams = save->bytes_to_lease > core->pool->arena().bytes();
   job.attempt = attempt;
   job.rank = options.rank;
   job.world_size = options.world_size;
@@ -346,7 +343,6 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
                              .step = request.step,
                              .launcher = options.launcher,
                              .pages = core->pool->arena().pages(),
-                             .streamed = save->streamed.load(std::memory_order_relaxed),
                              .read_back = options.read_back},
                             save->plan);
   HOLDFAST_RETURN_IF_ERROR(

@@ -38,7 +38,6 @@ struct ManifestInput {
   uint64_t step = 0;
   Launcher launcher = Launcher::kSpawn;
   PageRung pages = PageRung::kSmall;
-  bool streamed = false;
   bool read_back = false;
   bool adopted = false;  ///< Made from files on disk, not by a save: see Manifest::adopted.
 };

@@ -63,7 +63,7 @@ class TemplateWriter {
     Add(",\"pages\":");
     AddString(input_.adopted ? absl::string_view("none") : layout::ManifestWord(input_.pages));
     Add(",\"streamed\":");
-    AddBool(input_.streamed);
+    out_.slots.streamed = AddBlank(layout::kBoolSlotBytes);
     Add(",\"read_back\":");
     AddBool(input_.read_back);
     Add(",\"adopted\":");

@@ -132,7 +132,7 @@ const char* CheckManifest(const Job& job) {
   const uint64_t bytes = job.manifest_template.bytes;
   const ManifestSlots& slots = job.slots;
   for (const Slot& slot :
-       {slots.engine, slots.engine_reason, slots.direct_io, slots.bytes_written,
+       {slots.engine, slots.engine_reason, slots.direct_io, slots.streamed, slots.bytes_written,
         slots.time_writing_ns, slots.time_syncing_ns, slots.time_total_ns, slots.self_digest}) {
     if (!SlotFits(slot, bytes)) return "a slot lies outside of the manifest";
   }

@@ -19,7 +19,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 3;
+inline constexpr uint32_t kLayoutVersion = 4;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -43,15 +43,13 @@ enum JobFlags : uint32_t {
   kFilesOnly = 1u << 3,
   /// Do not ask for O_DIRECT.
   kBuffered = 1u << 4,
-  /// Extents are released before the job ends (the trainer waits on the acknowledgment log).
-  kStreamed = 1u << 5,
   /// Single-threaded: the job runs in a forked child, where starting threads is not allowed.
-  kForkedChild = 1u << 6,
+  kForkedChild = 1u << 5,
   /// Do not re-digest after the write. For measuring the engine alone; the front door never sets
   /// it.
-  kNoRedigest = 1u << 7,
+  kNoRedigest = 1u << 6,
   /// A rank manifest is written and fsynced after the files.
-  kWriteManifest = 1u << 8,
+  kWriteManifest = 1u << 7,
 };
 
 /// Where a run of bytes lies within the table.
@@ -112,6 +110,7 @@ struct ManifestSlots {
   Slot engine;  // JSON string and blanks
   Slot engine_reason;
   Slot direct_io;
+  Slot streamed;  // true or false and blanks
   Slot bytes_written;
   Slot time_writing_ns;
   Slot time_syncing_ns;
@@ -133,6 +132,14 @@ struct JobTimes {
 enum class CompletionState : uint32_t {
   kEmpty = 0,  ///< No result: if the worker is gone, it failed.
   kDone = 1,   ///< `failure` says how it went; everything else is filled as far as known.
+};
+
+/// What becomes of staged bytes that were written, while the job goes on. Decided once, by
+/// whichever side comes first: see Claim.
+enum class Written : uint32_t {
+  kHeld = 0,   ///< Nothing yet: they are held to the job's end.
+  kReleased,   ///< The save streams: the trainer releases them as they are acknowledged.
+  kRewritten,  ///< The worker writes them once more, so they are held to the end for good.
 };
 
 /// Where a job is, for progress displays.
@@ -158,8 +165,8 @@ struct CompletionSlot {
   uint32_t trainer_died = 0;
   uint32_t reserved_space = 0;  // 1: fallocate(2) worked for every file
   uint32_t left_files = 0;      // 1: what was written could not be removed
-  uint32_t padding2 = 0;
-  uint64_t bytes_written = 0;  // counted from completions only
+  uint32_t write_attempts = 0;  // how often the files were written: 2 after an fsync that failed
+  uint64_t bytes_written = 0;   // counted from completions only
   uint64_t bytes_read_back = 0;
   uint64_t private_bytes_peak = 0;
   JobTimes times;
@@ -210,6 +217,9 @@ struct Job {
   Range trash;              // char[kNameBytes][n]: directories that a kDelete job removes
   ManifestSlots slots;
 
+  // Written by either side while the job runs, once.
+  SharedU32 written{0};  // Written
+
   // Written by the trainer while the job runs.
   SharedU32 cancel{
       0};  // 1: stop and remove what was written. Read by the worker, relaxed + doorbell
@@ -220,7 +230,6 @@ struct Job {
   SharedU32 phase{0};
   SharedU32 worker_pid{0};
   SharedU64 bytes_completed{0};
-  SharedU64 acknowledged_count{0};
   SharedU64 steps{0};  // files synced, chunks read back, directory entries removed
 
   CompletionSlot completion;
@@ -236,6 +245,17 @@ inline constexpr uint32_t kEmptyEntry = 0xffffffffu;
 /// Rounds up to the alignment of direct I/O.
 constexpr uint64_t AlignUp(uint64_t bytes, uint64_t alignment = kIoAlignment) {
   return (bytes + alignment - 1) / alignment * alignment;
+}
+
+/// Decides what becomes of bytes that were written. False if it was decided otherwise.
+inline bool Claim(Job* job, Written what) {
+  uint32_t found = static_cast<uint32_t>(Written::kHeld);
+  const auto wanted = static_cast<uint32_t>(what);
+  return job->written.compare_exchange_strong(found, wanted, std::memory_order_acq_rel) ||
+         found == wanted;
+}
+inline bool Streams(const Job& job) {
+  return job.written.load(std::memory_order_acquire) == static_cast<uint32_t>(Written::kReleased);
 }
 
 /// Typed views of a mapped table. Do no checks: ValidateJob has done them once.

@@ -27,6 +27,7 @@ namespace holdfast::layout {
 inline constexpr uint32_t kEngineSlotBytes = 20;
 inline constexpr uint32_t kReasonSlotBytes = 192;
 inline constexpr uint32_t kDirectIoSlotBytes = 12;
+inline constexpr uint32_t kBoolSlotBytes = 5;
 inline constexpr uint32_t kNumberSlotBytes = 20;
 /// Hex digits of a digest, and what stands in their place until there is one.
 inline constexpr uint32_t kDigestSlotBytes = 32;
@@ -59,6 +60,13 @@ inline void FillText(char* manifest, const Slot& slot, const char* text) {
   }
   *out++ = '"';
   while (out < end) *out++ = ' ';
+}
+
+/// Writes `true` and a blank, or `false`, into a slot of kBoolSlotBytes. Another one is left alone.
+inline void FillBool(char* manifest, const Slot& slot, bool value) {
+  if (slot.width != kBoolSlotBytes) return;
+  const char* const word = value ? "true " : "false";
+  for (uint32_t i = 0; i < kBoolSlotBytes; ++i) manifest[slot.offset + i] = word[i];
 }
 
 /// Writes `value` in decimal, blanks in front. A number that does not fit leaves only blanks, which

@@ -70,6 +70,7 @@ std::string ManifestFill::Finish(EngineRung engine, const char* reason, DirectIo
   layout::FillText(text, slots.engine, layout::ManifestWord(engine));
   layout::FillText(text, slots.engine_reason, reason);
   layout::FillText(text, slots.direct_io, layout::ManifestWord(direct_io));
+  layout::FillBool(text, slots.streamed, false);
   layout::FillNumber(text, slots.bytes_written, 0);
   layout::FillNumber(text, slots.time_writing_ns, 0);
   layout::FillNumber(text, slots.time_syncing_ns, 0);

@@ -113,6 +113,19 @@ bool SomeoneAborted(const JobRun& run) {
   return sys::Sys().fstatat(run.directory, kAbortedName, &status, AT_SYMLINK_NOFOLLOW) == 0;
 }
 
+void RemoveFiles(JobRun* run) {
+  for (uint32_t i = 0; i < run->job->file_count; ++i) {
+    FileNote& note = run->notes[i];
+    if (note.created == 0) continue;
+    const char* const name = layout::Files(run->job)[i].name;
+    char temporary[kNameBytes];
+    TemporaryName(name, temporary);
+    if (note.renamed == 0 && !IsOurs(*run, i)) continue;
+    Unlink(*run, note.renamed != 0 ? name : temporary);
+    note.created = 0;
+  }
+}
+
 void RemoveTraces(JobRun* run) {
   if (run->committed || run->voted) return;
   const bool files_only = run->Has(layout::kFilesOnly);
@@ -129,24 +142,17 @@ void RemoveTraces(JobRun* run) {
                                   O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
     if (fd >= 0) sys::CloseOwned(fd);
   }
-  char temporary[kNameBytes];
   if (run->manifest_named) {
     Unlink(*run, run->job->manifest);
     // First and durably: a crash while the files go must not leave a manifest that names them, nor
     // (the names of the files may be older than their removal) a checkpoint that looks complete.
     sys::Sys().fsync(run->directory);
   } else if (run->manifest_made) {
+    char temporary[kNameBytes];
     TemporaryName(run->job->manifest, temporary);
     Unlink(*run, temporary);
   }
-  for (uint32_t i = 0; i < run->job->file_count; ++i) {
-    const FileNote& note = run->notes[i];
-    if (note.created == 0) continue;
-    const char* const name = layout::Files(run->job)[i].name;
-    TemporaryName(name, temporary);
-    if (note.renamed == 0 && !IsOurs(*run, i)) continue;
-    Unlink(*run, note.renamed != 0 ? name : temporary);
-  }
+  RemoveFiles(run);
   if (files_only) return;
   // Whoever clears the last file away also takes the marker; a rank that comes later finds no
   // directory, or makes one of its own and fails at its deadline.

@@ -21,6 +21,9 @@ int RenameNew(JobRun* run, const char* from, const char* to);
 /// Gives every file its name, then makes the names durable.
 bool NameFiles(JobRun* run);
 
+/// Removes every file that this job made, by whichever name it stands.
+void RemoveFiles(JobRun* run);
+
 /// After a failure: removes what this job made, the manifest first and durably, and the directory
 /// if nothing is left in it. Does nothing when the directory was taken away (fenced or promoted by
 /// a recovery), or when the save was committed or is in another rank's hands.

@@ -96,6 +96,7 @@ struct JobRun {
   bool voted = false;      ///< Another rank decides now; see commit.h.
   bool committed = false;  ///< The final name stands: nothing is removed any more.
   bool io_stuck = false;   ///< Transfers did not end within the deadline.
+  uint32_t write_attempts = 0;
 
   OpenFile open[kOpenFilesMax];
   WriteState write;

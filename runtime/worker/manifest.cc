@@ -37,6 +37,7 @@ void FillSlots(JobRun* run) {
   layout::FillText(text, slots.engine, layout::ManifestWord(run->queue->rung()));
   layout::FillText(text, slots.engine_reason, run->queue->reason());
   layout::FillText(text, slots.direct_io, layout::ManifestWord(run->direct_io));
+  layout::FillBool(text, slots.streamed, layout::Streams(*job));
   layout::FillNumber(text, slots.bytes_written, run->bytes_written);
   layout::FillNumber(text, slots.time_writing_ns, times.last_complete - times.first_submit);
   layout::FillNumber(text, slots.time_syncing_ns, run->time_syncing_ns);

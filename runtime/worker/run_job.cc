@@ -123,6 +123,7 @@ void FillCompletion(const Server& server, const JobRun& run, uint64_t cpu_before
     slot.direct_io = run.opened_any ? run.direct_io : DirectIo::kNo;
     slot.reserved_space = run.opened_any && run.reserved_all ? 1 : 0;
     slot.left_files = run.io_stuck ? 1 : 0;
+    slot.write_attempts = run.write_attempts;
     // At a time-out the reason says what was in flight instead.
     if (slot.reason[0] == '\0') CopyReason(&slot, server.queue.reason());
   }

@@ -34,11 +34,33 @@ bool MapScratch(JobRun* run) {
   return true;
 }
 
-bool MakeDurable(JobRun* run) {
+/// Every extent written and digested, every file fsynced.
+bool WriteFiles(JobRun* run) {
+  ++run->write_attempts;
+  if (!ReserveFirstFiles(run)) return false;
+  if (!WriteExtents(run)) return false;
+  SamplePrivateBytes(run);
   SetPhase(run, layout::Phase::kSyncing);
   if (!SyncAllFiles(run)) return false;
   run->times.data_synced = sys::NowNs();
   return true;
+}
+
+/// What an fsync could not keep is written once more, from the sealed memory, which is still held
+/// unless the save streams. Into new files: of the old ones the kernel may have dropped pages and
+/// counts them as clean, so that nothing they say later proves anything.
+bool WriteFilesAgain(JobRun* run) {
+  if (run->failure.operation != Operation::kSync) return false;
+  if (run->io_stuck || !layout::Claim(run->job, layout::Written::kRewritten)) return false;
+  for (uint32_t i = 0; i < run->job->file_count; ++i) {
+    // Another save into a framework's directory has taken the temporary name over.
+    if (run->notes[i].created != 0 && !IsOurs(*run, i)) return false;
+  }
+  CloseAllFiles(run);
+  RemoveFiles(run);
+  PrepareWriteState(run);
+  run->failure = Failure();
+  return WriteFiles(run);
 }
 
 bool Steps(JobRun* run) {
@@ -47,10 +69,7 @@ bool Steps(JobRun* run) {
   if (!MapScratch(run)) return false;
   PrepareWriteState(run);
   if (!OpenDirectory(run)) return false;
-  if (!ReserveFirstFiles(run)) return false;
-  if (!WriteExtents(run)) return false;
-  SamplePrivateBytes(run);
-  if (!MakeDurable(run)) return false;
+  if (!WriteFiles(run) && !WriteFilesAgain(run)) return false;
   // Before any name is given, so that nothing wrong ever has one.
   if (run->Has(layout::kReadBack) && !ReadBackFiles(run)) return false;
   if (!NameFiles(run)) return false;

@@ -28,11 +28,11 @@ constexpr uint64_t kProgressRingNs = 50 * kNsPerMs;
 constexpr uint64_t kRateSlackNs = kNsPerMs;
 
 void Acknowledge(JobRun* run, uint32_t extent) {
-  run->write.acknowledged.Append(extent);
-  run->job->acknowledged_count.fetch_add(1, std::memory_order_relaxed);
+  // A second attempt gives nothing back, and an entry of the log is written once.
+  if (run->write_attempts == 1) run->write.acknowledged.Append(extent);
   const uint64_t now = sys::NowNs();
   // A save that streams waits for every one; others only show progress.
-  if (run->Has(layout::kStreamed) || now - run->write.rang_ns >= kProgressRingNs) {
+  if (layout::Streams(*run->job) || now - run->write.rang_ns >= kProgressRingNs) {
     run->write.rang_ns = now;
     RingTrainer(*run->attached);
   }
@@ -239,15 +239,22 @@ bool Loop(JobRun* run) {
 
 void PrepareWriteState(JobRun* run) {
   layout::Job* const job = run->job;
-  run->write.published =
-      layout::LogReader(layout::At<layout::SharedU32>(job, job->published), job->extent_count);
+  uint64_t* const taken_bits = run->write.taken_bits;
+  for (uint32_t i = 0; i < job->extent_count; i += 64) taken_bits[i / 64] = 0;
   // Not assignable, for the atomic inside: made in place.
-  new (&run->write.acknowledged)
-      layout::LogWriter(layout::At<layout::SharedU32>(job, job->acknowledged), job->extent_count);
+  WriteState& write = *new (&run->write) WriteState();
+  write.taken_bits = taken_bits;
+  // From its first entry: an extent that was published stays so.
+  write.published =
+      layout::LogReader(layout::At<layout::SharedU32>(job, job->published), job->extent_count);
+  write.acknowledged.Reset(layout::At<layout::SharedU32>(job, job->acknowledged),
+                           job->extent_count);
+  run->bytes_written = 0;
+  job->bytes_completed.store(0, std::memory_order_relaxed);
   for (uint32_t i = 0; i < job->file_count; ++i) {
     run->notes[i] = FileNote{.extents_left = layout::Files(job)[i].extent_count};
   }
-  run->all_sealed = job->extent_count == 0;
+  run->all_sealed = run->all_sealed || job->extent_count == 0;
   run->write.progress_ns = sys::NowNs();
 }
 

@@ -9,7 +9,8 @@ namespace holdfast::worker {
 inline constexpr uint32_t kDoorbellWatch = 0;
 inline constexpr uint32_t kTrainerWatch = 1;
 
-/// Sets up the loop's part of `run`; its notes and bits are mapped, zeroed.
+/// Sets up the loop's part of `run`, for the first time or to write everything once more. Its notes
+/// and bits are mapped; nothing is in flight.
 void PrepareWriteState(JobRun* run);
 
 /// Writes and proves every extent. On failure nothing is in flight when it returns, unless

@@ -143,6 +143,7 @@ void JobTable::FillCommon(const JobParameters& parameters) {
   job_->step = parameters.step;
   job_->arena_bytes = parameters.arena_bytes;
   job_->qos = parameters.qos;
+  if (parameters.streams) layout::Claim(job_, layout::Written::kReleased);
   job_->time_stalled_max_ns = parameters.time_stalled_max_ns;
   job_->time_ranks_max_ns = parameters.time_ranks_max_ns;
   CopyName(parameters.target, job_->target, sizeof(job_->target));

@@ -26,6 +26,7 @@ struct JobParameters {
   EngineRung engine = EngineRung::kAuto;
   uint32_t queue_depth = 8;
   uint32_t pwrite_threads = 2;
+  bool streams = false;  ///< From the start; a save that runs out of memory begins to by itself.
   AttemptId attempt;
   uint32_t rank = 0;
   uint32_t world_size = 1;

@@ -38,8 +38,13 @@ absl::StatusOr<bool> LeaseTaker::WaitAndTake(SaveState* save, uint32_t index,
   HOLDFAST_ASSIGN_OR_RETURN(const bool taken, TryTake(save, index));
   if (taken) return true;
   // Nobody else holds a byte, and still there is no room: only this save's own bytes can make some.
-  if (!save->streamed.load(std::memory_order_relaxed) && pool_->HoldsAlone(save->epoch)) {
-    save->streamed.store(true, std::memory_order_relaxed);
+  layout::Job* const job = save->table->job();
+  if (!layout::Streams(*job) && pool_->HoldsAlone(save->epoch)) {
+    if (!layout::Claim(job, layout::Written::kReleased)) {
+      return absl::ResourceExhaustedError(
+          "an fsync failed, so that all of its staging memory is needed to write it once more, and "
+          "there is no room for the rest of it; raise arena_bytes");
+    }
     save->wake_supervisor();
   }
   const absl::Time begin = base::Now();

@@ -80,8 +80,9 @@ void SaveState::Finish(const absl::Status& status) {
   report_.engine = slot.engine;
   report_.engine_reason = std::string(slot.reason, strnlen(slot.reason, sizeof(slot.reason)));
   report_.direct_io = slot.direct_io;
-  report_.streamed = streamed.load(std::memory_order_relaxed);
+  report_.streamed = layout::Streams(job);
   report_.space_reserved = slot.reserved_space != 0;
+  report_.write_attempts = slot.write_attempts;
   report_.time_writing = Seconds(slot.times.first_submit, slot.times.last_complete);
   report_.time_syncing =
       Seconds(slot.times.last_complete, std::max(slot.times.committed, slot.times.manifest_synced));

@@ -69,9 +69,6 @@ class SaveState {
   std::atomic<uint64_t> bytes_sealed{0};
   std::atomic<uint64_t> cpu_sealing_ns{0};
   std::atomic<uint64_t> time_waiting_memory_ns{0};
-  /// Leases are released as the worker acknowledges them: the save is larger than the memory that
-  /// it can have.
-  std::atomic<bool> streamed{false};
   /// Device copies that were not queued yet; 0 lets WaitStagedOn record its event.
   std::atomic<uint32_t> device_extents_to_queue{0};
 

@@ -192,7 +192,7 @@ bool Supervisor::IsQueued(const SaveState& save, const Saves& saves) {
 }
 
 void Supervisor::ReleaseAcknowledged(SaveState* save) {
-  if (!save->streamed.load(std::memory_order_relaxed)) return;
+  if (!layout::Streams(*save->table->job())) return;
 #ifdef HOLDFAST_PLANTED_BUGS
   if (testing::release_at_submit) return;
 #endif
@@ -311,8 +311,16 @@ absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
   // What else the worker can say: why a table is malformed, what was in flight at a stall.
   const bool tells =
       failure.operation == Operation::kAttach || failure.code == FailureCode::kDeadlineExceeded;
-  if (!tells || reason[0] == '\0') return status;
-  absl::Status told(status.code(), absl::StrCat(status.message(), " (", Reason(reason), ")"));
+  std::string more;
+  if (tells && reason[0] != '\0') {
+    more = Reason(reason);
+  } else if (save->table->job()->completion.write_attempts > 1) {
+    more = "at the second attempt, after an fsync that failed";
+  } else if (failure.operation == Operation::kSync && layout::Streams(*save->table->job())) {
+    more = "no second attempt: the save streamed, its staging memory was reused";
+  }
+  if (more.empty()) return status;
+  absl::Status told(status.code(), absl::StrCat(status.message(), " (", more, ")"));
   status.ForEachPayload(
       [&told](absl::string_view url, const absl::Cord& payload) { told.SetPayload(url, payload); });
   return told;

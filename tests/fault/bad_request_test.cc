@@ -21,8 +21,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::string Text(const absl::Status& status) { return std::string(status.message()); }
-
 class BadRequest : public LauncherTest {};
 INSTANTIATE_TEST_SUITE_P(All, BadRequest, kEveryLauncher, LauncherName);
 

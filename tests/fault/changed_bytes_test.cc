@@ -24,8 +24,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::string Text(const absl::Status& status) { return std::string(status.message()); }
-
 class ChangedBytes : public LauncherTest {};
 INSTANTIATE_TEST_SUITE_P(All, ChangedBytes, kEveryLauncher, LauncherName);
 

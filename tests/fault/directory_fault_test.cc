@@ -23,8 +23,6 @@ using ::testing::IsEmpty;
 class DirectoryFault : public LauncherTest {};
 INSTANTIATE_TEST_SUITE_P(All, DirectoryFault, kEveryLauncher, LauncherName);
 
-std::string Text(const absl::Status& status) { return std::string(status.message()); }
-
 TEST_P(DirectoryFault, MissingIsToldAtCreate) {
   const auto made = Checkpointer::Create(Options(absl::StrCat(directory(), "/nowhere")));
   EXPECT_TRUE(absl::IsNotFound(made.status())) << made.status();

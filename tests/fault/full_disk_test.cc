@@ -26,8 +26,6 @@ constexpr uint64_t kDiskBytes = 40u << 20;
 constexpr uint64_t kTensorBytes = 4u << 20;
 constexpr uint32_t kTooMany = 12;  // tensors: 48 MiB
 
-std::string Text(const absl::Status& status) { return std::string(status.message()); }
-
 class FullDisk : public LauncherTest {
  protected:
   /// A save that does not fit on `disk`, staged at once (`arena_bytes` large) or streamed.

@@ -25,8 +25,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-std::string Text(const absl::Status& status) { return std::string(status.message()); }
-
 class HostProcess : public LauncherTest {
  protected:
   /// Saves work, and a killed worker is told.

@@ -26,8 +26,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::string Text(const absl::Status& status) { return std::string(status.message()); }
-
 /// A GPU whose stream hangs, as behind a collective that the other ranks never enter.
 class HungDevice : public LauncherTest {
  protected:

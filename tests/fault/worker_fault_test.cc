@@ -34,8 +34,6 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-std::string Text(const absl::Status& status) { return std::string(status.message()); }
-
 class WorkerProgram : public LauncherTest {
  protected:
   void ExpectRefusedAtCreate(const std::string& program, const std::string& reason) {

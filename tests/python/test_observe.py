@@ -20,6 +20,7 @@ import torch
 
 import holdfast
 from holdfast import events, observe
+from holdfast.observe import log
 from holdfast.observe.chrome_trace import spans
 
 MIB = 1 << 20
@@ -66,6 +67,19 @@ def test_a_save_is_one_line_with_its_rank(tmp_path: Path, caplog: pytest.LogCapt
     (line,) = lines(caplog, logging.INFO)
     assert line.startswith(f"[rank 0] saved {tmp_path / 'a'} (step 7): 2.0")
     assert "MiB" in line and "durable after" in line and "blocked" in line
+
+
+def test_a_second_attempt_at_writing_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    ended: list[Any] = []
+    with events.Handle(lambda *event: ended.append(event)):
+        assert save(tmp_path / "a").wait(60)["write_attempts"] == 1
+    ((subject, report, error),) = ended
+    log.log(subject, {**report, "write_attempts": 2}, error)
+    (line,) = lines(caplog, logging.WARNING)
+    assert "an fsync failed at first" in line
 
 
 def test_every_rank_says_which_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

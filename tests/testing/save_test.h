@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "gtest/gtest.h"
@@ -17,6 +18,8 @@
 namespace holdfast::testing {
 
 inline constexpr absl::Duration kLong = absl::Seconds(120);
+
+inline std::string Text(const absl::Status& status) { return std::string(status.message()); }
 
 std::string NameOf(Launcher launcher);
 

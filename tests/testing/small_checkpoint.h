@@ -95,6 +95,7 @@ struct SmallRank {
     layout::FillText(text, made.slots.engine, layout::ManifestWord(EngineRung::kPwrite));
     layout::FillText(text, made.slots.engine_reason, "test");
     layout::FillText(text, made.slots.direct_io, layout::ManifestWord(DirectIo::kNo));
+    layout::FillBool(text, made.slots.streamed, false);
     layout::FillNumber(text, made.slots.bytes_written, bytes);
     layout::FillNumber(text, made.slots.time_writing_ns, 1);
     layout::FillNumber(text, made.slots.time_syncing_ns, 1);

@@ -1,4 +1,5 @@
-"""One line per save through logging: INFO when it is durable, ERROR when it is not.
+"""One line per save through logging: INFO when it is durable, WARNING when that took a second
+attempt, ERROR when it is not.
 
 No handler is added, not even a null one: with a null handler a program that has not set up logging
 would never see a warning or an error, which Python prints to stderr otherwise.
@@ -40,6 +41,8 @@ def line(subject: Any, report: dict[str, Any] | None, error: Error | None) -> st
     if durable > 0:
         text += f" ({size(report['bytes'] / durable)}/s)"
     text += f", {report['engine']}"
+    if report["write_attempts"] > 1:
+        text += ", written again into new files, because an fsync failed at first: look at the disk"
     if "previous" in report:
         text += (
             f"; {report['tensors_changed']} of {report['tensors_compared']} tensors changed since "
@@ -55,6 +58,6 @@ def log(subject: Any, report: dict[str, Any] | None, error: Error | None) -> Non
     if report is None:
         level = logging.INFO if error is not None and error.code == "CANCELLED" else logging.ERROR
     else:
-        level = logging.INFO
+        level = logging.WARNING if report["write_attempts"] > 1 else logging.INFO
     if logger.isEnabledFor(level):
         logger.log(level, "[rank %d] %s", subject.extra["rank"], line(subject, report, error))

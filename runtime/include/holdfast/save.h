@@ -41,8 +41,10 @@ struct SaveReport {
   bool streamed =
       false;  ///< The save was larger than the free arena, so parts were released before its end.
   bool space_reserved = false;  ///< fallocate(2) worked for every file.
-  double time_in_call = 0;      ///< The caller's stall: SaveAsync from entry to return.
-  double time_copying = 0;      ///< Of that, until host tensors were copied (fused: and digested).
+  /// 1, or 2 when an fsync failed and everything was written once more, into new files.
+  uint32_t write_attempts = 0;
+  double time_in_call = 0;  ///< The caller's stall: SaveAsync from entry to return.
+  double time_copying = 0;  ///< Of that, until host tensors were copied (fused: and digested).
   double time_waiting_memory = 0;  ///< Of that, waiting for staging memory.
   double time_launching = 0;       ///< Of that, starting the worker (or handing the job to it).
   double time_to_staged = 0;       ///< From entry until the last extent was sealed.

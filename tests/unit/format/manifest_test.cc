@@ -124,8 +124,9 @@ TEST(ManifestTemplate, IsNoManifestUntilEverySlotIsFilled) {
     EXPECT_FALSE(ParseManifest(Reseal(text)).ok()) << "slot at " << offset;
   };
   for (const layout::Slot& slot :
-       {made.slots.engine, made.slots.engine_reason, made.slots.direct_io, made.slots.bytes_written,
-        made.slots.time_writing_ns, made.slots.time_syncing_ns, made.slots.time_total_ns}) {
+       {made.slots.engine, made.slots.engine_reason, made.slots.direct_io, made.slots.streamed,
+        made.slots.bytes_written, made.slots.time_writing_ns, made.slots.time_syncing_ns,
+        made.slots.time_total_ns}) {
     ASSERT_GT(slot.width, 0u);
     blank(slot.offset, slot.width);
   }
@@ -149,15 +150,14 @@ TEST(ManifestTemplate, SaysWhatTheSaveWas) {
   ManifestInput input = SampleInput();
   input.launcher = Launcher::kFork;
   input.pages = PageRung::kTmpfsHuge;
-  input.streamed = true;
   input.read_back = true;
-  auto read = ParseManifest(CompleteManifest(input, ExamplePlan()));
+  auto read = ParseManifest(CompleteManifest(input, ExamplePlan(), /*streamed=*/true));
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(read->launcher, "fork");
   EXPECT_EQ(read->pages, "tmpfs-huge");
   EXPECT_TRUE(read->streamed && read->read_back);
   input.adopted = true;
-  read = ParseManifest(CompleteManifest(input, ExamplePlan()));
+  read = ParseManifest(CompleteManifest(input, ExamplePlan(), /*streamed=*/true));
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_TRUE(read->adopted);
   EXPECT_EQ(read->launcher, "none");

@@ -49,7 +49,7 @@ ManifestInput SampleInput() {
   return input;
 }
 
-std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan) {
+std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan, bool streamed) {
   const ManifestTemplate made = BuildManifest(input, plan);
   std::string text = made.text;
   const auto put = [&text](uint64_t place, const Digest& digest) {
@@ -91,6 +91,7 @@ std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan) {
   layout::FillText(text.data(), slots.engine, layout::ManifestWord(EngineRung::kUringFixed));
   layout::FillText(text.data(), slots.engine_reason, "registered buffers on huge pages");
   layout::FillText(text.data(), slots.direct_io, layout::ManifestWord(DirectIo::kProven));
+  layout::FillBool(text.data(), slots.streamed, streamed);
   layout::FillNumber(text.data(), slots.bytes_written, plan.total_bytes());
   layout::FillNumber(text.data(), slots.time_writing_ns, 1'234'567);
   layout::FillNumber(text.data(), slots.time_syncing_ns, 456'789);

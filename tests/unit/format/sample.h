@@ -29,7 +29,8 @@ std::string FileBytes(const SavePlan& plan, size_t index);
 ManifestInput SampleInput();
 
 /// Fills every slot: digests of the plan's real bytes, and the worker's fields with made-up values.
-std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan);
+std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan,
+                             bool streamed = false);
 
 /// The same plan and manifest that FORMAT.md shows.
 SavePlan ExamplePlan();

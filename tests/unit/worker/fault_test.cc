@@ -191,41 +191,6 @@ TEST_F(FaultTest, AnyInterruptedCallEndsSoundOrClean) {
   FailEveryCall(&trainer, EngineRung::kPwrite, kSmall, false);
 }
 
-// ---- fsync that fails once and would succeed after.
-
-int g_fsyncs = 0;
-int g_fsync_fails_at = 0;
-int FsyncFailingOnce(int fd) {
-  if (++g_fsyncs == g_fsync_fails_at) {
-    errno = EIO;
-    return -1;
-  }
-  return sys::kKernel.fsync(fd);
-}
-
-TEST_F(FaultTest, FirstFailedFsyncEndsTheAttempt) {
-  // parent, a.bin, directory (names), directory (manifest's file, then its name).
-  for (int n = 1; n <= 5; ++n) {
-    SCOPED_TRACE(n);
-    TestDirectory directory;
-    TestSave save(&trainer, directory.path());
-    save.AddFile("a.bin", {1000});
-    save.Build();
-    save.SealAll();
-    g_fsyncs = 0;
-    g_fsync_fails_at = n;
-    sys::g_system.fsync = FsyncFailingOnce;
-    TestWorker worker(Launcher::kThread, trainer);
-    save.StartOn(&worker);
-    ASSERT_TRUE(save.AwaitDone());
-    worker.Join();
-    sys::g_system = sys::kKernel;
-    EXPECT_EQ(save.failure().code, FailureCode::kDataLoss);
-    EXPECT_EQ(save.failure().error_number, EIO);
-    EXPECT_TRUE(NamesIn(directory.path()).empty());
-  }
-}
-
 // ---- The order of what makes a save durable.
 
 std::mutex g_order_mutex;

@@ -28,7 +28,7 @@ Failure SaveUnderAHostileTrainer(bool bug) {
   TestDirectory directory;
   Trainer trainer(4 * uint64_t{kChunkBytes});
   TestSave save(&trainer, directory.path());
-  save.parameters.flags |= layout::kStreamed;
+  save.parameters.streams = true;
   save.parameters.engine = EngineRung::kPwrite;
   save.parameters.pwrite_threads = 1;
   save.AddFile("model.bin", {2 * uint64_t{kChunkBytes}});

@@ -78,7 +78,7 @@ TEST_P(SaveJob, StreamsASaveLargerThanItsMemory) {
   Trainer trainer(kSlots * uint64_t{kChunkBytes});
   TestSave save(&trainer, directory_.path());
   Prepare(&save);
-  save.parameters.flags |= layout::kStreamed;
+  save.parameters.streams = true;
   save.AddFile("model.bin", {7 * uint64_t{kChunkBytes} + 77});
   save.Build();
   TestWorker worker(launcher(), trainer);
