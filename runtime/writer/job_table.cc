@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -61,7 +62,8 @@ Layout LayOut(const SavePlan& plan, uint64_t manifest_bytes, uint64_t trash_coun
   layout.acknowledged = Take(uint64_t{layout.extents} * sizeof(layout::SharedU32), &at);
   layout.manifest = Take(manifest_bytes, &at);
   layout.trash = Take(trash_count * kNameBytes, &at);
-  layout.bytes = at;
+  // Whole pages, as the kernel gives them: what is accounted is what is taken.
+  layout.bytes = layout::AlignUp(at, static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)));
   return layout;
 }
 

@@ -13,6 +13,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
@@ -61,6 +63,7 @@ absl::Status WorkerLink::Start(const LinkOptions& options) {
   kept_ = options.kept || launcher_ == Launcher::kPersistent || launcher_ == Launcher::kThread;
   arena_fd_ = options.arena_fd;
   arena_bytes_ = options.arena_bytes;
+  time_take_max_ = options.time_take_max;
   HOLDFAST_ASSIGN_OR_RETURN(to_worker_, MakeEventFd());
   HOLDFAST_ASSIGN_OR_RETURN(to_trainer_, MakeEventFd());
   trainer_pidfd_ = base::UniqueFd(sys::Sys().pidfd_open(sys::Sys().getpid(), 0));
@@ -157,11 +160,19 @@ absl::Status WorkerLink::Send(layout::MessageKind kind, uint64_t bytes, const in
     rights->cmsg_len = CMSG_LEN(sizeof(int) * static_cast<size_t>(fd_count));
     std::memcpy(CMSG_DATA(rights), fds, sizeof(int) * static_cast<size_t>(fd_count));
   }
-  ssize_t sent = 0;
-  do {
-    sent = sys::Sys().sendmsg(socket_.get(), &header, MSG_NOSIGNAL);
-  } while (sent < 0 && errno == EINTR);
-  if (sent < 0) return WhyRefused(errno);
+  const absl::Time end = base::Now() + time_take_max_;
+  while (sys::Sys().sendmsg(socket_.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
+    if (errno == EINTR) continue;
+    if (errno != EAGAIN) return WhyRefused(errno);
+    // Hundreds of jobs wait for it already.
+    if (base::Now() > end) {
+      return absl::DeadlineExceededError(absl::StrCat("hand a job to the worker: it took none for ",
+                                                      absl::FormatDuration(time_take_max_)));
+    }
+    constexpr int kLookMs = 100;  // A thread that has ended does not close its end at once.
+    pollfd room{.fd = socket_.get(), .events = POLLOUT, .revents = 0};
+    sys::Sys().poll(&room, 1, kLookMs);
+  }
   return absl::OkStatus();
 }
 

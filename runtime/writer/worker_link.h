@@ -12,6 +12,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 #include "holdfast/pod.h"
 #include "runtime/base/mutex.h"
 #include "runtime/base/thread.h"
@@ -28,6 +29,8 @@ struct LinkOptions {
   bool kept = false;    ///< Serves any number of jobs (always so for persistent and thread).
   int arena_fd = -1;
   uint64_t arena_bytes = 0;
+  /// A kept worker must take a job within this time; hundreds may wait for it.
+  absl::Duration time_take_max = absl::Minutes(10);
 };
 
 /// Spawn and fork serve one job and exit; persistent and thread are kept between jobs.
@@ -97,6 +100,7 @@ class WorkerLink : public staging::Registrant {
   Launcher launcher_ = Launcher::kSpawn;
   bool kept_ = false;
   int arena_fd_ = -1;
+  absl::Duration time_take_max_;
   uint64_t arena_bytes_ = 0;
   std::atomic<bool> given_up_{false};
   pid_t pid_ = -1;

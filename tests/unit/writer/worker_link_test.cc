@@ -1,0 +1,48 @@
+// A kept worker that takes no job any more.
+#include "runtime/writer/worker_link.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <string>
+
+#include "absl/time/time.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "runtime/writer/worker_program.h"
+
+namespace holdfast::writer {
+namespace {
+
+using ::testing::HasSubstr;
+
+TEST(WorkerLink, WaitsNotForEverForAWorkerThatTakesNothing) {
+  const auto program = FindWorkerProgram("");
+  ASSERT_TRUE(program.ok()) << program.status();
+  constexpr uint64_t kBytes = 4096;
+  const int arena = ::memfd_create("test-arena", MFD_CLOEXEC);
+  ASSERT_EQ(::ftruncate(arena, kBytes), 0);
+  const auto link = WorkerLink::Launch({.launcher = Launcher::kPersistent,
+                                        .program = *program,
+                                        .title = "test",
+                                        .arena_fd = arena,
+                                        .arena_bytes = kBytes,
+                                        .time_take_max = absl::Milliseconds(200)});
+  ASSERT_TRUE(link.ok()) << link.status();
+  ASSERT_EQ(::syscall(SYS_pidfd_send_signal, (*link)->pidfd(), SIGSTOP, nullptr, 0), 0);
+  const int parent = ::open("/tmp", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  absl::Status refused;
+  for (int i = 0; i < 10'000 && refused.ok(); ++i)
+    refused = (*link)->Run(arena, 4096, parent, arena);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("it took none for 200ms"));
+  (*link)->Kill();
+  ::close(parent);
+  ::close(arena);
+}
+
+}  // namespace
+}  // namespace holdfast::writer
