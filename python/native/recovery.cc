@@ -48,6 +48,17 @@ auto WithoutGil(Do act) {
 
 void BindRecovery(nb::module_& module) {
   module.def(
+      "abandon_save",
+      [](const std::string& directory, const std::string& name, const std::string& attempt) {
+        const AttemptId id = AttemptOf(attempt);
+        ThrowIfError([&] {
+          const nb::gil_scoped_release release;
+          return AbandonSave(directory, name, id);
+        }());
+      },
+      "directory"_a, "name"_a, "attempt"_a,
+      "Tells the other ranks of a save that this one takes no part in it.");
+  module.def(
       "recover",
       [](const std::string& directory, std::optional<double> wait_for_orphans, bool promote,
          bool clean_up, std::optional<double> age_without_locks) {

@@ -16,6 +16,7 @@
 #include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
+#include "runtime/checkpointer/abandon.h"
 #include "runtime/checkpointer/device_registrant.h"
 #include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/directory_lock.h"
@@ -133,6 +134,7 @@ class Checkpointer::Impl {
   absl::Status Launch(const SaveRequest& request, const AttemptId& attempt, SaveState* save);
   static absl::Status WhyStopped(const absl::Status& staged, SaveState* save);
   void TakeBack(SaveState* save, bool files_only);
+  void TellOtherRanks(const SaveRequest& request, const AttemptId& attempt) const;
   bool RemoveEmptyPartial(const SaveState& save) const;
   void OnFinished(const std::shared_ptr<SaveState>& save, const absl::Status& status,
                   bool left_files);
@@ -400,15 +402,21 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   AttemptId attempt;
   HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<SaveState> save, Plan(request, &attempt));
   save->entered_ns = entered_ns;
-  HOLDFAST_RETURN_IF_ERROR(Admit(*save));
+  if (const absl::Status admitted = Admit(*save); !admitted.ok()) {
+    TellOtherRanks(request, attempt);
+    return admitted;
+  }
   const absl::Status opened = OpenDirectories(request, attempt, save.get());
   if (!opened.ok()) {
     (void)RemoveEmptyPartial(*save);  // made, but not opened or locked: no fd was left
+    // What stands under the name already is in every rank's way.
+    if (!save->partial.empty()) TellOtherRanks(request, attempt);
     return base::Annotate(opened, absl::StrCat("save ", save->path));
   }
   const absl::Status launched = Launch(request, attempt, save.get());
   if (!launched.ok()) {
     TakeBack(save.get(), request.files_only);
+    TellOtherRanks(request, attempt);
     return base::Annotate(launched, absl::StrCat("save ", save->path));
   }
   save->AddUser();  // this thread, until everything in host memory was copied
@@ -420,6 +428,13 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   save->DropUser();
   if (!staged.ok()) return WhyStopped(staged, save.get());
   return SaveHandle(std::move(save));
+}
+
+// A framework's directory has an owner who does it.
+void Checkpointer::Impl::TellOtherRanks(const SaveRequest& request,
+                                        const AttemptId& attempt) const {
+  if (options.world_size < 2 || request.files_only) return;
+  (void)checkpointer::LeaveAbortedMark(directory.get(), format::PartialName(request.name, attempt));
 }
 
 absl::Status Checkpointer::Impl::WhyStopped(const absl::Status& staged, SaveState* save) {

@@ -25,6 +25,11 @@ using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
 static_assert(SharedU32::is_always_lock_free && SharedU64::is_always_lock_free);
 
+/// In the partial directory of a save of several ranks: one of them has given up, so that the
+/// others need not wait for their deadline. Made only by a rank that has not voted
+/// (runtime/worker/commit.h), so a directory that has it can never be committed.
+inline constexpr char kAbortedName[] = "aborted";
+
 enum class JobKind : uint32_t {
   kSave = 1,    ///< Write extents, prove them, commit.
   kDelete = 2,  ///< Remove retired checkpoint directories, crash-safely and in steps.

@@ -110,7 +110,7 @@ bool NameFiles(JobRun* run) {
 bool SomeoneAborted(const JobRun& run) {
   if (run.job->world_size < 2 || run.Has(layout::kFilesOnly)) return false;
   struct stat status = {};
-  return sys::Sys().fstatat(run.directory, kAbortedName, &status, AT_SYMLINK_NOFOLLOW) == 0;
+  return sys::Sys().fstatat(run.directory, layout::kAbortedName, &status, AT_SYMLINK_NOFOLLOW) == 0;
 }
 
 void RemoveFiles(JobRun* run) {
@@ -138,7 +138,7 @@ void RemoveTraces(JobRun* run) {
   if (!files_only && !StillInPlace(*run)) return;
   SetPhase(run, layout::Phase::kRemoving);
   if (!files_only && run->job->world_size > 1) {
-    const int fd = sys::OpenOwned(run->directory, kAbortedName,
+    const int fd = sys::OpenOwned(run->directory, layout::kAbortedName,
                                   O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
     if (fd >= 0) sys::CloseOwned(fd);
   }
@@ -156,8 +156,8 @@ void RemoveTraces(JobRun* run) {
   if (files_only) return;
   // Whoever clears the last file away also takes the marker; a rank that comes later finds no
   // directory, or makes one of its own and fails at its deadline.
-  if (run->job->world_size > 1 && HoldsOnly(run->directory, kAbortedName, run->directory_buffer)) {
-    Unlink(*run, kAbortedName);
+  if (run->job->world_size > 1 && HoldsOnly(run->directory, layout::kAbortedName, run->directory_buffer)) {
+    Unlink(*run, layout::kAbortedName);
   }
   // Refused while other ranks' files are there.
   sys::Sys().unlinkat(run->parent, run->job->partial, AT_REMOVEDIR);

@@ -6,11 +6,6 @@
 
 namespace holdfast::worker {
 
-/// In the partial directory of a save of several ranks: one of them has given up, so that the
-/// others need not wait for their deadline. Made only by a rank that has not voted (commit.h), so a
-/// directory that has it can never be committed.
-inline constexpr char kAbortedName[] = "aborted";
-
 /// Makes (or finds) the directory and opens it. Refuses an existing target early.
 bool OpenDirectory(JobRun* run);
 

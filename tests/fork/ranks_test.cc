@@ -174,6 +174,38 @@ TEST_P(Ranks, AFailureOfOneIsAnErrorOfTheOtherAtOnce) {
   ExpectNextAttemptWorks();
 }
 
+TEST_P(Ranks, OneWhoseCallIsRefusedIsAnErrorOfTheOtherAtOnce) {
+  SavePrevious(directory());
+  for (const uint32_t failing : {0u, 1u}) {
+    SCOPED_TRACE(failing);
+    attempt_ = NewAttemptId();
+    const auto checkpointer = Make(Rank(1 - failing));
+    ASSERT_NE(checkpointer, nullptr);
+    const auto begun = BeginRank(checkpointer.get(), 1 - failing);
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    ChildProcess other([&] {
+      CheckpointerOptions options = Rank(failing);
+      options.staging.control_bytes_max = 1;
+      EXPECT_TRUE(absl::IsResourceExhausted(SaveRank(options)));
+    });
+    EXPECT_EQ(other.Wait(kLong), 0);
+    const absl::Status status = begun->WaitDurable(kLong).status();
+    EXPECT_TRUE(absl::IsAborted(status)) << status;
+  }
+  ExpectNextAttemptWorks();
+}
+
+TEST_P(Ranks, OneThatAbandonsTheSaveIsAnErrorOfTheOtherAtOnce) {
+  SavePrevious(directory());
+  // Before the other comes: nothing stands there yet.
+  ASSERT_TRUE(AbandonSave(directory(), "step-1", attempt_).ok());
+  const absl::Status status = SaveRank(Rank(0));
+  EXPECT_TRUE(absl::IsAborted(status)) << status;
+  EXPECT_TRUE(absl::IsInvalidArgument(AbandonSave(directory(), "a/b", attempt_)));
+  EXPECT_TRUE(absl::IsNotFound(AbandonSave("/nowhere", "step-1", attempt_)));
+  ExpectNextAttemptWorks();
+}
+
 TEST_P(Ranks, WithoutAnAttemptIdAreRefused) {
   const auto checkpointer = Make(Rank(0));
   ASSERT_NE(checkpointer, nullptr);

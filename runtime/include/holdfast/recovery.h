@@ -54,6 +54,13 @@ struct RecoveryReport {
 absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
                                        const RecoveryOptions& options);
 
+/// Tells the other ranks of a save that this one takes no part in it: they end at once with
+/// kAborted, not when `time_ranks_max` has passed. For a rank that fails before it calls SaveAsync,
+/// which does it by itself when it refuses a save. What stands there then, a partial directory with
+/// a mark, goes with the last rank that ends, or with Recover.
+absl::Status AbandonSave(const std::string& directory, const std::string& name,
+                         const AttemptId& attempt);
+
 /// Complete checkpoints of a directory by step, newest last; changes nothing.
 absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& directory);
 
