@@ -19,20 +19,24 @@ namespace {
 constexpr uint32_t kTensors = 300;
 constexpr uint64_t kTensorBytes = 256;
 constexpr uint64_t kArenaBytes = uint64_t{16} << 20;
-constexpr uint32_t kRounds = 3;
+constexpr uint32_t kRounds = 9;
 constexpr double kUsPerSecond = 1e6;
 // A directory with many entries would be part of what is measured.
 constexpr uint32_t kSavesBetweenEmptying = 50;
 
-constexpr Launcher kLaunchers[] = {Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent,
-                                   Launcher::kThread};
+/// One kind of call: by a launcher from host memory, or from a device by the launcher of the run.
+struct Way {
+  std::string name;
+  Launcher launcher = Launcher::kSpawn;
+  const std::vector<TensorSource>* tensors = nullptr;
+};
 
 /// Microseconds per call, in one size of the trainer.
 struct Samples {
   std::vector<double> small;
   std::vector<double> large;
   std::vector<double> launching;
-  std::vector<double> growth;  // Of the medians, one per round.
+  std::vector<double> medians[2];  // One per round: in the small trainer, in the large one.
   Labels labels;
   std::string failure;
 };
@@ -60,42 +64,33 @@ absl::Status Calls(const Bench& bench, Launcher launcher, uint32_t calls,
   return absl::OkStatus();
 }
 
-/// All launchers, once, in a trainer with `ballast` resident bytes.
+/// All ways, once, in a trainer with `ballast` resident bytes.
 absl::Status Block(const Bench& bench, uint64_t ballast_bytes, bool large, uint32_t calls,
-                   const std::vector<TensorSource>& tensors, std::map<Launcher, Samples>* samples) {
+                   const std::vector<Way>& ways, std::map<std::string, Samples>* samples) {
   const absl::StatusOr<Memory> ballast = Memory::Make(ballast_bytes, Pages::kBase);
   if (!ballast.ok()) return ballast.status();
-  for (const Launcher launcher : kLaunchers) {
-    Samples& of = (*samples)[launcher];
+  for (const Way& way : ways) {
+    Samples& of = (*samples)[way.name];
     if (!of.failure.empty()) continue;
-    ShowStep(
-        absl::StrCat("handoff: ", WordOf(launcher), ", trainer of ", ballast_bytes >> 20, " MiB"));
+    ShowStep(absl::StrCat("handoff: ", way.name, ", trainer of ", ballast_bytes >> 20, " MiB"));
     std::vector<double> block;
-    const absl::Status status = Calls(bench, launcher, calls, tensors, &block, &of);
+    const absl::Status status = Calls(bench, way.launcher, calls, *way.tensors, &block, &of);
     if (!status.ok()) {
       of.failure = status.ToString();
       continue;
     }
     std::vector<double>& all = large ? of.large : of.small;
     all.insert(all.end(), block.begin(), block.end());
-    if (large) {
-      const std::vector<double> before(of.small.end() - static_cast<long>(block.size()),
-                                       of.small.end());
-      of.growth.push_back(Median(block) / Median(before));
-    }
+    of.medians[large ? 1 : 0].push_back(Median(block));
   }
   return absl::OkStatus();
 }
 
-/// The same call with tensors that live on a device, whose copies end after it has returned.
-void AddDevice(const Bench& bench, std::vector<TensorSource> tensors) {
-  LateDevice device;
-  for (TensorSource& tensor : tensors) tensor.device = &device;
-  Samples samples;
-  const absl::Status status =
-      Calls(bench, bench.options.launcher, bench.options.calls, tensors, &samples.small, &samples);
-  if (!status.ok()) return bench.figures.AddMissing("handoff.median_us.device", status.ToString());
-  bench.figures.Add("handoff.median_us.device", "us", samples.small, samples.labels);
+/// Of two ways, or of two sizes of the trainer, round by round.
+std::vector<double> Ratios(const std::vector<double>& of, const std::vector<double>& to) {
+  std::vector<double> ratios;
+  for (size_t i = 0; i < of.size() && i < to.size(); ++i) ratios.push_back(of[i] / to[i]);
+  return ratios;
 }
 
 }  // namespace
@@ -114,16 +109,25 @@ absl::Status RunHandoff(const Bench& bench) {
 
   const uint32_t rounds = std::min(kRounds, bench.options.pairs);
   const uint32_t calls = std::max(1u, (bench.options.calls + rounds - 1) / rounds);
-  std::map<Launcher, Samples> samples;
+  LateDevice device;
+  std::vector<TensorSource> on_device = tensors;
+  for (TensorSource& tensor : on_device) tensor.device = &device;
+  std::vector<Way> ways;
+  for (const Launcher launcher :
+       {Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent, Launcher::kThread}) {
+    ways.push_back({.name = WordOf(launcher), .launcher = launcher, .tensors = &tensors});
+  }
+  // The same call with tensors that live on a device, whose copies end after it has returned.
+  ways.push_back({.name = "device", .launcher = bench.options.launcher, .tensors = &on_device});
+  std::map<std::string, Samples> samples;
   for (uint32_t round = 0; round < rounds; ++round) {
     for (const bool is_large : {false, true}) {
       const absl::Status status =
-          Block(bench, is_large ? large : kBallastSmallBytes, is_large, calls, tensors, &samples);
+          Block(bench, is_large ? large : kBallastSmallBytes, is_large, calls, ways, &samples);
       if (!status.ok()) return status;
     }
   }
-  for (const auto& [launcher, of] : samples) {
-    const std::string name = WordOf(launcher);
+  for (const auto& [name, of] : samples) {
     if (!of.failure.empty()) {
       bench.figures.AddMissing("handoff.median_us." + name, of.failure);
       bench.figures.AddMissing("handoff.growth_ratio." + name, of.failure);
@@ -132,9 +136,15 @@ absl::Status RunHandoff(const Bench& bench) {
     bench.figures.Add("handoff.median_us." + name, "us", of.small, of.labels);
     bench.figures.Add("handoff.median_us_large_trainer." + name, "us", of.large, of.labels);
     bench.figures.Add("handoff.launching_us." + name, "us", of.launching, of.labels);
-    bench.figures.Add("handoff.growth_ratio." + name, "ratio", of.growth, of.labels);
+    bench.figures.Add("handoff.growth_ratio." + name, "ratio", Ratios(of.medians[1], of.medians[0]),
+                      of.labels);
   }
-  AddDevice(bench, tensors);
+  const Samples& late = samples["device"];
+  const Samples& host = samples[WordOf(bench.options.launcher)];
+  if (late.failure.empty() && host.failure.empty()) {
+    bench.figures.Add("handoff.device_ratio", "ratio", Ratios(late.medians[0], host.medians[0]),
+                      late.labels);
+  }
   return absl::OkStatus();
 }
 

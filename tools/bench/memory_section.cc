@@ -14,7 +14,7 @@ constexpr uint32_t kTensors = 64;
 constexpr uint64_t kTimesArena = 8;
 constexpr uint64_t kArenaBytesMin = uint64_t{16} << 20;
 constexpr uint64_t kArenaGranule = uint64_t{2} << 20;
-constexpr uint32_t kSaves = 3;
+constexpr uint32_t kSaves = 9;
 
 }  // namespace
 

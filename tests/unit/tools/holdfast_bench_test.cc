@@ -47,6 +47,8 @@ TEST_F(BenchProgram, HasAllItsKeysAndLeavesNothingBehind) {
                           "handoff.growth_ratio.fork",
                           "handoff.growth_ratio.persistent",
                           "handoff.growth_ratio.thread",
+                          "handoff.median_us.device",
+                          "handoff.device_ratio",
                           "verify.ratio_to_raw",
                           "load.ratio_to_raw",
                           "worker.private_bytes",

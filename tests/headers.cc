@@ -1,0 +1,1 @@
+// Nothing: an object that the headers of the tests are compiled with once (CMakeLists.txt).
