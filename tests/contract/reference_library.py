@@ -2,6 +2,7 @@
 
     reference_library.py read FILE     a line per tensor: name in hex, dtype, shape, length, CRC-32 of the bytes
     reference_library.py write FILE    tensors whose bytes follow from their names
+    reference_library.py train FILE    a model and its optimizer's state after a few steps of training (with PyTorch)
 """
 
 import sys
@@ -32,5 +33,23 @@ def write(path):
     safetensors.numpy.save_file(tensors, path, metadata={"made": "by the reference library"})
 
 
+def train(path):
+    import safetensors.torch
+    import torch
+
+    torch.manual_seed(0)
+    model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        batch = torch.randn(4, 16, 64)
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model(batch), batch).backward()
+        optimizer.step()
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for number, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{number}.{name}": tensor for name, tensor in state.items()}
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+
+
 if __name__ == "__main__":
-    {"read": read, "write": write}[sys.argv[1]](sys.argv[2])
+    {"read": read, "write": write, "train": train}[sys.argv[1]](sys.argv[2])

@@ -19,6 +19,7 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/load.h"
+#include "holdfast/recovery.h"
 #include "runtime/format/torch_zip.h"
 #include "tests/testing/training_state.h"
 
@@ -117,6 +118,31 @@ TEST_F(ReferenceLibrary, WritesWhatIsLoadedHere) {
   ASSERT_TRUE(report.ok()) << report.status();
   EXPECT_FALSE(report->verified) << "a foreign file has no digests";
   EXPECT_EQ(Run("read", path), Expected(loaded));
+}
+
+/// The lines of `read` without their last column, the bytes' checksum.
+std::string NamesAndShapes(const std::string& read) {
+  std::string text;
+  for (const absl::string_view line : absl::StrSplit(read, '\n', absl::SkipEmpty()))
+    absl::StrAppend(&text, line.substr(0, line.rfind(' ')), "\n");
+  return text;
+}
+
+TEST_F(ReferenceLibrary, TheDemoTrainsOnAModelsStateWithItsOptimizer) {
+  const std::string path = absl::StrCat(scratch_.path(), "/trained.safetensors");
+  Run("train", path);
+  const std::string directory = absl::StrCat(scratch_.path(), "/demo");
+  const std::string command =
+      absl::StrCat("'", HOLDFAST_DEMO_PROGRAM, "' '", path, "' --dir '", directory,
+                   "' --saves 2 --steps-between 1 --json >/dev/null");
+  // 0: both were saved and verified, and the newest is equal to the state at its call.
+  ASSERT_EQ(std::system(command.c_str()), 0);
+  const auto newest = FindNewest(directory);
+  ASSERT_TRUE(newest.ok()) << newest.status();
+  const std::string saved = absl::StrCat(newest->path, "/model-00000-of-00001.safetensors");
+  const std::string trained = NamesAndShapes(Run("read", path));
+  EXPECT_THAT(trained, ::testing::HasSubstr(absl::BytesToHexString("optimizer.0.exp_avg_sq")));
+  EXPECT_EQ(NamesAndShapes(Run("read", saved)), trained);
 }
 
 }  // namespace
