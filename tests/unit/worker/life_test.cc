@@ -5,7 +5,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,29 +22,6 @@ namespace holdfast::worker {
 namespace {
 
 constexpr uint64_t kArena = 16ull << 20;
-
-/// A process that lives until it is told to die.
-class StandIn {
- public:
-  StandIn() {
-    pid_ = ::fork();
-    if (pid_ == 0) {
-      while (true) ::pause();
-    }
-  }
-  ~StandIn() { Die(); }
-  pid_t pid() const { return pid_; }
-  void Die() {
-    if (pid_ <= 0) return;
-    ::kill(pid_, SIGKILL);
-    int status = 0;
-    ::waitpid(pid_, &status, 0);
-    pid_ = -1;
-  }
-
- private:
-  pid_t pid_ = -1;
-};
 
 class Life : public ::testing::TestWithParam<Launcher> {
  protected:

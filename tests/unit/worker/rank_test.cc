@@ -17,8 +17,8 @@ constexpr uint64_t kArena = 16ull << 20;
 
 /// One rank with its own trainer and worker.
 struct Rank {
-  Rank(const std::string& directory, uint32_t rank, uint32_t world)
-      : trainer(kArena), save(&trainer, directory) {
+  Rank(const std::string& directory, uint32_t rank, uint32_t world, pid_t trainer_process = 0)
+      : trainer(kArena, trainer_process), save(&trainer, directory) {
     save.parameters.rank = rank;
     save.parameters.world_size = world;
     save.AddFile("model-" + std::to_string(rank), {5'000'000});
@@ -27,9 +27,7 @@ struct Rank {
     worker = std::make_unique<TestWorker>(launcher, trainer);
     save.StartOn(worker.get());
   }
-  void AwaitPhase(layout::Phase phase) {
-    while (save.job()->phase.load() != static_cast<uint32_t>(phase)) ::usleep(500);
-  }
+  void AwaitPhase(layout::Phase phase) const { EXPECT_TRUE(save.AwaitPhase(phase)); }
   Trainer trainer;
   TestSave save;
   std::unique_ptr<TestWorker> worker;
@@ -58,6 +56,36 @@ TEST_F(RankTest, AppearsOnceAllRanksHaveVoted) {
   EXPECT_EQ(one.save.Unsound(), "");
   EXPECT_GT(one.save.job()->completion.times.committed, 0u);
   EXPECT_EQ(NamesIn(directory.path()), std::vector<std::string>{"step-7"});
+}
+
+TEST_F(RankTest, RankZeroStillWaitsAndRenamesAfterItsTrainersDeath) {
+  for (const Launcher launcher : {Launcher::kSpawn, Launcher::kFork}) {
+    TestDirectory below(directory.path());
+    StandIn trainer_process;
+    Rank zero(below.path(), 0, 2, trainer_process.pid());
+    Rank one(below.path(), 1, 2);
+    zero.save.Build();
+    one.save.Build();
+    zero.save.SealAll();
+    one.save.SealAll();
+    zero.Start(launcher);
+    zero.AwaitPhase(layout::Phase::kWaitingForRanks);
+    trainer_process.Die();
+    // It has looked at its trainer by then, at least once.
+    ::usleep(300'000);
+    EXPECT_FALSE(zero.save.AwaitDone(0)) << "it waits for the vote of rank 1";
+    EXPECT_FALSE(Exists(zero.save.target_path()));
+    one.Start(launcher);
+    ASSERT_TRUE(zero.save.AwaitDone());
+    ASSERT_TRUE(one.save.AwaitDone());
+    EXPECT_TRUE(zero.save.failure().ok());
+    EXPECT_TRUE(one.save.failure().ok());
+    EXPECT_EQ(zero.save.job()->completion.trainer_died, 1u);
+    EXPECT_EQ(one.save.job()->completion.trainer_died, 0u);
+    EXPECT_EQ(zero.save.Unsound(), "");
+    EXPECT_EQ(one.save.Unsound(), "");
+    EXPECT_EQ(NamesIn(below.path()), std::vector<std::string>{"step-7"});
+  }
 }
 
 TEST_F(RankTest, ReplacesAnExistingCheckpointOfTheSameRanks) {

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <signal.h>
 #include <spawn.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -58,6 +59,22 @@ TestDirectory::TestDirectory(const std::string& below) {
 }
 
 TestDirectory::~TestDirectory() { std::filesystem::remove_all(path_); }
+
+StandIn::StandIn() : pid_(::fork()) {
+  if (pid_ == 0) {
+    while (true) ::pause();
+  }
+}
+
+StandIn::~StandIn() { Die(); }
+
+void StandIn::Die() {
+  if (pid_ <= 0) return;
+  ::kill(pid_, SIGKILL);
+  int status = 0;
+  ::waitpid(pid_, &status, 0);
+  pid_ = -1;
+}
 
 Trainer::Trainer(uint64_t bytes, pid_t pid) : arena_bytes(bytes) {
   arena_fd = ::memfd_create("test-arena", MFD_CLOEXEC);
@@ -263,6 +280,14 @@ void TestSave::Ring() const {
 }
 
 void TestSave::StartOn(TestWorker* worker) const { worker->Run(*table_, parent_, parent_); }
+
+bool TestSave::AwaitPhase(layout::Phase phase) const {
+  while (job()->phase.load() != static_cast<uint32_t>(phase)) {
+    if (AwaitDone(0)) return false;
+    ::usleep(500);
+  }
+  return true;
+}
 
 bool TestSave::AwaitDone(int seconds) const {
   const uint64_t end = sys::NowNs() + static_cast<uint64_t>(seconds) * 1'000'000'000;

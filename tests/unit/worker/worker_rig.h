@@ -30,6 +30,18 @@ class TestDirectory {
   std::string path_;
 };
 
+/// A trainer's process: it lives until it is told to die.
+class StandIn {
+ public:
+  StandIn();
+  ~StandIn();
+  pid_t pid() const { return pid_; }
+  void Die();
+
+ private:
+  pid_t pid_ = -1;
+};
+
 /// The staging memory and the doorbells of one stand-in trainer; several jobs may share it.
 class Trainer {
  public:
@@ -96,6 +108,8 @@ class TestSave {
   void Ring() const;
 
   void StartOn(TestWorker* worker) const;
+  /// False if the job ends without having been in this phase, as far as a look now and then tells.
+  bool AwaitPhase(layout::Phase phase) const;
   /// False if there is no result within `seconds`.
   bool AwaitDone(int seconds = 30) const;
   const Failure& failure() const { return job()->completion.failure; }
