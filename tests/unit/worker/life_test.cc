@@ -6,6 +6,7 @@
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -360,12 +361,18 @@ TEST(WorkerProcess, ForkedChildKeepsOnlyItsSocket) {
   ::close(mine);
 }
 
+// ioprio_get(2); no header of the C library has them.
+constexpr int kProcess = 1;
+constexpr int kBestEffort = 2;
+
 TEST(WorkerProcess, IsPoliteAndHasATellingName) {
   Trainer trainer(kArena);
   TestWorker worker(Launcher::kSpawn, trainer);
   TestDirectory directory;
   TestSave save(&trainer, directory.path());
   save.parameters.qos.nice = 7;
+  save.parameters.qos.io_priority_class = kBestEffort;
+  save.parameters.qos.io_priority_level = 6;
   save.parameters.qos.cpu_count = 1;
   save.parameters.qos.cpus[0] = 0;
   save.parameters.step = 4711;
@@ -375,6 +382,7 @@ TEST(WorkerProcess, IsPoliteAndHasATellingName) {
   while (save.job()->phase.load() != static_cast<uint32_t>(layout::Phase::kWriting)) ::usleep(500);
   const int own = ::getpriority(PRIO_PROCESS, 0);
   EXPECT_EQ(::getpriority(PRIO_PROCESS, static_cast<id_t>(worker.pid())), std::min(own + 7, 19));
+  EXPECT_EQ(::syscall(SYS_ioprio_get, kProcess, worker.pid()), kBestEffort << 13 | 6);
   cpu_set_t cpus;
   ASSERT_EQ(::sched_getaffinity(worker.pid(), sizeof(cpus), &cpus), 0);
   EXPECT_EQ(CPU_COUNT(&cpus), 1);
