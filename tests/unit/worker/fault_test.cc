@@ -1,13 +1,11 @@
 // System calls that fail, one after the other: whatever fails, a save is either durable and sound
-// or a failure that nobody can take for a checkpoint. And the order of those that succeed.
+// or a failure that nobody can take for a checkpoint. (The order of those that succeed:
+// order_test.)
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <climits>
-#include <filesystem>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -189,154 +187,6 @@ TEST_F(FaultTest, AnyCallWithoutSpace) {
 TEST_F(FaultTest, AnyInterruptedCallEndsSoundOrClean) {
   g_errno = EINTR;
   FailEveryCall(&trainer, EngineRung::kPwrite, kSmall, false);
-}
-
-// ---- The order of what makes a save durable.
-
-std::mutex g_order_mutex;
-std::vector<std::string> g_order;
-
-void Note(const std::string& what) {
-  const std::lock_guard<std::mutex> lock(g_order_mutex);
-  g_order.push_back(what);
-}
-std::string NameOf(int fd) {
-  char path[PATH_MAX] = {};
-  (void)!::readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), path, sizeof(path) - 1);
-  const std::string name = std::filesystem::path(path).filename();
-  return name.starts_with("holdfast-worker-") ? "parent" : name;
-}
-int NotedFsync(int fd) {
-  Note("fsync " + NameOf(fd));
-  return sys::kKernel.fsync(fd);
-}
-int NotedFtruncate(int fd, off_t bytes) {
-  Note("truncate " + NameOf(fd));
-  return sys::kKernel.ftruncate(fd, bytes);
-}
-int NotedRename(int a, const char* from, int b, const char* to, unsigned flags) {
-  Note(std::string("rename ") + from + " " + to);
-  return sys::kKernel.renameat2(a, from, b, to, flags);
-}
-int NotedUnlinkat(int directory, const char* path, int flags) {
-  Note(std::string("remove ") + path);
-  return sys::kKernel.unlinkat(directory, path, flags);
-}
-ssize_t NotedPwrite(int fd, const void* buffer, size_t bytes, off_t offset) {
-  if (bytes >= kIoAlignment) Note("write " + NameOf(fd));
-  return sys::kKernel.pwrite(fd, buffer, bytes, offset);
-}
-
-struct OrderTest : FaultTest {
-  OrderTest() {
-    g_order.clear();
-    sys::g_system.fsync = NotedFsync;
-    sys::g_system.ftruncate = NotedFtruncate;
-    sys::g_system.renameat2 = NotedRename;
-    sys::g_system.unlinkat = NotedUnlinkat;
-    sys::g_system.pwrite = NotedPwrite;
-  }
-  static std::vector<std::string> Order() {
-    // The probe of direct I/O cuts its own traces (tmpfs, where it is taken).
-    std::vector<std::string> order;
-    bool written = false;
-    for (const std::string& step : g_order) {
-      written = written || step.starts_with("write ");
-      if (written || !step.starts_with("truncate ")) order.push_back(step);
-    }
-    return order;
-  }
-};
-
-TEST_F(OrderTest, DataBeforeNamesBeforeManifestBeforeTheDirectorysName) {
-  TestDirectory directory;
-  TestSave save(&trainer, directory.path());
-  save.parameters.engine = EngineRung::kPwrite;
-  save.parameters.partial = "partial";
-  save.AddFile("a.bin", {1000});
-  save.Build();
-  save.SealAll();
-  {
-    TestWorker worker(Launcher::kThread, trainer);
-    save.StartOn(&worker);
-    ASSERT_TRUE(save.AwaitDone());
-  }
-  ASSERT_TRUE(save.failure().ok());
-  const std::string manifest = save.manifest_name();
-  EXPECT_EQ(Order(), (std::vector<std::string>{
-                         "fsync parent",
-                         "write a.bin.tmp",
-                         "truncate a.bin.tmp",
-                         "fsync a.bin.tmp",
-                         "rename a.bin.tmp a.bin",
-                         "fsync partial",
-                         "fsync " + manifest + ".tmp",
-                         "rename " + manifest + ".tmp " + manifest,
-                         "fsync partial",
-                         "rename partial step-7",
-                         "fsync parent",
-                     }));
-}
-
-TEST_F(OrderTest, OldCheckpointIsLeftToTheTrainerOnceTheNewOneIsDurable) {
-  TestDirectory directory;
-  TestSave save(&trainer, directory.path());
-  save.parameters.engine = EngineRung::kPwrite;
-  save.parameters.partial = "partial";
-  save.parameters.flags |= layout::kReplaceExisting;
-  ::mkdir(save.target_path().c_str(), 0755);
-  WriteFileAt(save.target_path() + "/old.bin", "old");
-  WriteFileAt(save.target_path() + "/old.manifest.json", "old");
-  save.AddFile("a.bin", {1000});
-  save.Build();
-  save.SealAll();
-  {
-    TestWorker worker(Launcher::kThread, trainer);
-    save.StartOn(&worker);
-    ASSERT_TRUE(save.AwaitDone());
-  }
-  ASSERT_TRUE(save.failure().ok());
-  const std::vector<std::string> order = Order();
-  ASSERT_GE(order.size(), 3u);
-  EXPECT_EQ(std::vector<std::string>(order.end() - 3, order.end()),
-            (std::vector<std::string>{
-                "rename partial step-7",  // refused: it exists
-                "rename partial step-7",  // exchanged
-                "fsync parent",
-            }));
-  EXPECT_STREQ(save.job()->completion.left_behind, "partial");
-  EXPECT_EQ(NamesIn(save.partial_path()),
-            (std::vector<std::string>{"old.bin", "old.manifest.json"}));
-  EXPECT_EQ(save.Unsound(), "");
-}
-
-TEST_F(OrderTest, RankZeroMakesTheVotesOfTheOthersDurableBeforeItCommits) {
-  TestDirectory directory;
-  TestSave save(&trainer, directory.path());
-  save.parameters.engine = EngineRung::kPwrite;
-  save.parameters.partial = "partial";
-  save.parameters.world_size = 2;
-  save.AddFile("a.bin", {1000});
-  save.Build();
-  save.SealAll();
-  ::mkdir(save.partial_path().c_str(), 0755);
-  WriteFileAt(save.partial_path() + "/rank-00001-of-00002.manifest.json",
-              R"({"attempt":"112233445566778899aabbccddeeff00"})");
-  {
-    TestWorker worker(Launcher::kThread, trainer);
-    save.StartOn(&worker);
-    ASSERT_TRUE(save.AwaitDone());
-  }
-  ASSERT_TRUE(save.failure().ok());
-  const std::vector<std::string> order = Order();
-  ASSERT_GE(order.size(), 5u);
-  EXPECT_EQ(std::vector<std::string>(order.end() - 4, order.end()),
-            (std::vector<std::string>{
-                "fsync partial",  // its own manifest's name
-                "fsync partial",  // the other's
-                "rename partial step-7",
-                "fsync parent",
-            }));
 }
 
 // ---- File systems that lack what is asked of them.

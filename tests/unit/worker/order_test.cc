@@ -1,0 +1,247 @@
+// The order of the system calls that make a save durable, and of those that undo one that is not.
+#include <stdio.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <filesystem>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "gtest/gtest.h"
+#include "runtime/sys/system.h"
+#include "tests/unit/worker/worker_rig.h"
+
+namespace holdfast::worker {
+namespace {
+
+constexpr uint64_t kArena = 16ull << 20;
+
+std::mutex g_order_mutex;
+std::vector<std::string> g_order;
+
+void Note(const std::string& what) {
+  const std::lock_guard<std::mutex> lock(g_order_mutex);
+  g_order.push_back(what);
+}
+std::string NameOf(int fd) {
+  char path[PATH_MAX] = {};
+  (void)!::readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), path, sizeof(path) - 1);
+  const std::string name = std::filesystem::path(path).filename();
+  return name.starts_with("holdfast-worker-") ? "parent" : name;
+}
+int NotedFsync(int fd) {
+  Note("fsync " + NameOf(fd));
+  return sys::kKernel.fsync(fd);
+}
+int NotedFtruncate(int fd, off_t bytes) {
+  Note("truncate " + NameOf(fd));
+  return sys::kKernel.ftruncate(fd, bytes);
+}
+int NotedRename(int a, const char* from, int b, const char* to, unsigned flags) {
+  Note(std::string("rename ") + from + " " + to);
+  return sys::kKernel.renameat2(a, from, b, to, flags);
+}
+int NotedUnlinkat(int directory, const char* path, int flags) {
+  Note(std::string("remove ") + path);
+  return sys::kKernel.unlinkat(directory, path, flags);
+}
+ssize_t NotedPwrite(int fd, const void* buffer, size_t bytes, off_t offset) {
+  if (bytes >= kIoAlignment) Note("write " + NameOf(fd));
+  return sys::kKernel.pwrite(fd, buffer, bytes, offset);
+}
+
+struct OrderTest : ::testing::Test {
+  OrderTest() {
+    g_order.clear();
+    sys::g_system = sys::kKernel;
+    sys::g_system.fsync = NotedFsync;
+    sys::g_system.ftruncate = NotedFtruncate;
+    sys::g_system.renameat2 = NotedRename;
+    sys::g_system.unlinkat = NotedUnlinkat;
+    sys::g_system.pwrite = NotedPwrite;
+  }
+  ~OrderTest() override { sys::g_system = sys::kKernel; }
+  static std::vector<std::string> Order() {
+    // The probe of direct I/O cuts its own traces (tmpfs, where it is taken).
+    std::vector<std::string> order;
+    bool written = false;
+    for (const std::string& step : g_order) {
+      written = written || step.starts_with("write ");
+      if (written || !step.starts_with("truncate ")) order.push_back(step);
+    }
+    return order;
+  }
+  static std::vector<std::string> Tail(size_t count) {
+    std::vector<std::string> order = Order();
+    EXPECT_GE(order.size(), count);
+    order.erase(order.begin(), order.end() - static_cast<long>(std::min(count, order.size())));
+    return order;
+  }
+
+  Trainer trainer{kArena};
+};
+
+TEST_F(OrderTest, DataBeforeNamesBeforeManifestBeforeTheDirectorysName) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.parameters.engine = EngineRung::kPwrite;
+  save.parameters.partial = "partial";
+  save.AddFile("a.bin", {1000});
+  save.Build();
+  save.SealAll();
+  {
+    TestWorker worker(Launcher::kThread, trainer);
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+  }
+  ASSERT_TRUE(save.failure().ok());
+  const std::string manifest = save.manifest_name();
+  EXPECT_EQ(Order(), (std::vector<std::string>{
+                         "fsync parent",
+                         "write a.bin.tmp",
+                         "truncate a.bin.tmp",
+                         "fsync a.bin.tmp",
+                         "rename a.bin.tmp a.bin",
+                         "fsync partial",
+                         "fsync " + manifest + ".tmp",
+                         "rename " + manifest + ".tmp " + manifest,
+                         "fsync partial",
+                         "rename partial step-7",
+                         "fsync parent",
+                     }));
+}
+
+TEST_F(OrderTest, OldCheckpointIsLeftToTheTrainerOnceTheNewOneIsDurable) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.parameters.engine = EngineRung::kPwrite;
+  save.parameters.partial = "partial";
+  save.parameters.flags |= layout::kReplaceExisting;
+  ::mkdir(save.target_path().c_str(), 0755);
+  WriteFileAt(save.target_path() + "/old.bin", "old");
+  WriteFileAt(save.target_path() + "/old.manifest.json", "old");
+  save.AddFile("a.bin", {1000});
+  save.Build();
+  save.SealAll();
+  {
+    TestWorker worker(Launcher::kThread, trainer);
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+  }
+  ASSERT_TRUE(save.failure().ok());
+  EXPECT_EQ(Tail(3), (std::vector<std::string>{
+                         "rename partial step-7",  // refused: it exists
+                         "rename partial step-7",  // exchanged
+                         "fsync parent",
+                     }));
+  EXPECT_STREQ(save.job()->completion.left_behind, "partial");
+  EXPECT_EQ(NamesIn(save.partial_path()),
+            (std::vector<std::string>{"old.bin", "old.manifest.json"}));
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+TEST_F(OrderTest, RankZeroMakesTheVotesOfTheOthersDurableBeforeItCommits) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.parameters.engine = EngineRung::kPwrite;
+  save.parameters.partial = "partial";
+  save.parameters.world_size = 2;
+  save.AddFile("a.bin", {1000});
+  save.Build();
+  save.SealAll();
+  ::mkdir(save.partial_path().c_str(), 0755);
+  WriteFileAt(save.partial_path() + "/rank-00001-of-00002.manifest.json",
+              R"({"attempt":"112233445566778899aabbccddeeff00"})");
+  {
+    TestWorker worker(Launcher::kThread, trainer);
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+  }
+  ASSERT_TRUE(save.failure().ok());
+  EXPECT_EQ(Tail(4), (std::vector<std::string>{
+                         "fsync partial",  // its own manifest's name
+                         "fsync partial",  // the other's
+                         "rename partial step-7",
+                         "fsync parent",
+                     }));
+}
+
+// Of rank 1 of 2, and what the worker reports once rank 0 has renamed.
+Failure ReportOfRankOne(Trainer* trainer) {
+  TestDirectory directory;
+  TestSave save(trainer, directory.path());
+  save.parameters.engine = EngineRung::kPwrite;
+  save.parameters.partial = "partial";
+  save.parameters.rank = 1;
+  save.parameters.world_size = 2;
+  save.AddFile("a.bin", {1000});
+  save.Build();
+  save.SealAll();
+  TestWorker worker(Launcher::kThread, *trainer);
+  save.StartOn(&worker);
+  EXPECT_TRUE(save.AwaitPhase(layout::Phase::kWaitingForRanks));
+  EXPECT_EQ(::rename(save.partial_path().c_str(), save.target_path().c_str()), 0);
+  EXPECT_TRUE(save.AwaitDone());
+  worker.Join();
+  EXPECT_EQ(save.Unsound(), "") << "it is not this rank's to undo";
+  return save.failure();
+}
+
+TEST_F(OrderTest, EveryRankMakesTheFinalNameDurable) {
+  EXPECT_TRUE(ReportOfRankOne(&trainer).ok());
+  EXPECT_EQ(Tail(2), (std::vector<std::string>{
+                         "fsync partial",  // its own manifest's name: the vote
+                         "fsync parent",   // the checkpoint's, which rank 0 gave it
+                     }));
+}
+
+TEST_F(OrderTest, RankReportsNothingDurableWhoseNameIsNot) {
+  // The first one of the parent is that of the new directory, before anything is written.
+  static int parents = 0;
+  parents = 0;
+  sys::g_system.fsync = [](int fd) {
+    if (NameOf(fd) != "parent" || ++parents == 1) return sys::kKernel.fsync(fd);
+    errno = EIO;
+    return -1;
+  };
+  const Failure failure = ReportOfRankOne(&trainer);
+  EXPECT_EQ(failure.code, FailureCode::kDataLoss);
+  EXPECT_EQ(failure.operation, Operation::kSyncDirectory);
+}
+
+TEST_F(OrderTest, AbortRemovesTheManifestDurablyBeforeTheFilesThatItNames) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.parameters.engine = EngineRung::kPwrite;
+  save.parameters.partial = "partial";
+  save.AddFile("a.bin", {1000});
+  save.Build();
+  {
+    TestWorker worker(Launcher::kThread, trainer);
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitPhase(layout::Phase::kWriting));
+    // After the early look, so that only the last rename is refused.
+    ::mkdir(save.target_path().c_str(), 0755);
+    save.SealAll();
+    ASSERT_TRUE(save.AwaitDone());
+  }
+  EXPECT_EQ(save.failure().code, FailureCode::kAlreadyExists);
+  const std::string manifest = save.manifest_name();
+  EXPECT_EQ(Tail(7), (std::vector<std::string>{
+                         "rename " + manifest + ".tmp " + manifest,
+                         "fsync partial",
+                         "rename partial step-7",  // refused
+                         "remove " + manifest,
+                         "fsync partial",
+                         "remove a.bin",
+                         "remove partial",
+                     }));
+  EXPECT_EQ(NamesIn(directory.path()), std::vector<std::string>{"step-7"});
+}
+
+}  // namespace
+}  // namespace holdfast::worker
