@@ -180,8 +180,11 @@ TEST_F(FaultTest, AnyFailingCallOfAReplacement) {
 }
 
 TEST_F(FaultTest, AnyCallWithoutSpace) {
-  g_errno = ENOSPC;
-  FailEveryCall(&trainer, EngineRung::kPwrite, kSmall, false);
+  for (const int error : {ENOSPC, EDQUOT, EFBIG}) {
+    SCOPED_TRACE(error);
+    g_errno = error;
+    FailEveryCall(&trainer, EngineRung::kPwrite, kSmall, false);
+  }
 }
 
 TEST_F(FaultTest, AnyInterruptedCallEndsSoundOrClean) {
