@@ -1,0 +1,115 @@
+// What a worker's process has of its trainer's: the descriptors that it was given and no more,
+// and no threads where it may have none.
+#include <fcntl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <system_error>
+#include <tuple>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "runtime/layout/wire.h"
+#include "tests/testing/child_process.h"
+#include "tests/testing/holdings.h"
+#include "tests/testing/sanitizers.h"
+#include "tests/testing/save_test.h"
+
+namespace holdfast::testing {
+namespace {
+
+/// Descriptors of a host that never heard of close-on-exec: a file, a pipe, a socket, and one with
+/// a high number.
+class HostFds {
+ public:
+  explicit HostFds(const std::string& file) {
+    int pipe_ends[2] = {-1, -1};
+    int socket_ends[2] = {-1, -1};
+    EXPECT_EQ(pipe(pipe_ends), 0);
+    EXPECT_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, socket_ends), 0);
+    const int opened = open(file.c_str(), O_CREAT | O_WRONLY, 0600);
+    constexpr int kHigh = 200;
+    fds_ = {pipe_ends[0],   pipe_ends[1], socket_ends[0],
+            socket_ends[1], opened,       fcntl(opened, F_DUPFD, kHigh)};
+    for (const int fd : fds_) {
+      EXPECT_GE(fd, 0);
+      std::error_code error;
+      targets_.push_back(
+          std::filesystem::read_symlink(absl::StrCat("/proc/self/fd/", fd), error).string());
+    }
+  }
+  ~HostFds() {
+    for (const int fd : fds_) close(fd);
+  }
+  HostFds(const HostFds&) = delete;
+  HostFds& operator=(const HostFds&) = delete;
+  bool Have(const std::string& target) const {
+    return std::find(targets_.begin(), targets_.end(), target) != targets_.end();
+  }
+
+ private:
+  std::vector<int> fds_;
+  std::vector<std::string> targets_;
+};
+
+class WorkerProcess : public SaveTest,
+                      public ::testing::WithParamInterface<std::tuple<Launcher, EngineRung>> {
+ protected:
+  static bool IsFork() { return std::get<0>(GetParam()) == Launcher::kFork; }
+  static bool IsPwrite() { return std::get<1>(GetParam()) == EngineRung::kPwrite; }
+  CheckpointerOptions Options() const {
+    CheckpointerOptions options = SmallOptions(directory());
+    options.launcher = std::get<0>(GetParam());
+    options.engine = std::get<1>(GetParam());
+    // The first chunk is written at once, the next ones only after the look.
+    options.qos.bytes_per_second_max = 1u << 20;
+    return options;
+  }
+};
+INSTANTIATE_TEST_SUITE_P(
+    All, WorkerProcess,
+    ::testing::Combine(kProcessLaunchers,
+                       ::testing::Values(EngineRung::kUringFixed, EngineRung::kPwrite)),
+    [](const auto& setting) {
+      return absl::StrCat(NameOf(std::get<0>(setting.param)),
+                          std::get<1>(setting.param) == EngineRung::kPwrite ? "Pwrite" : "Uring");
+    });
+
+TEST_P(WorkerProcess, HoldsOnlyWhatItWasGiven) {
+  // Before a kept worker is started, and before the others are.
+  const HostFds early(directory() + "/early");
+  const auto checkpointer = Make(Options());
+  ASSERT_NE(checkpointer, nullptr);
+  const HostFds late(directory() + "/late");
+  const auto handle = Begin(checkpointer.get(), "slow", TrainingState::Uniform(4, 4u << 20, 1));
+  ASSERT_TRUE(handle.ok()) << handle.status();
+  ASSERT_TRUE(WaitFor([&] { return handle->progress().bytes_written > 0; }));
+  const pid_t worker = handle->worker_pid();
+  std::map<int, std::string> fds = Holdings::Of(worker).fds;
+  const size_t threads = Names(absl::StrCat("/proc/", worker, "/task")).size();
+  ASSERT_TRUE(handle->Cancel().ok());
+  EXPECT_TRUE(absl::IsCancelled(handle->WaitDurable(kLong).status()));
+
+  EXPECT_EQ(fds[STDIN_FILENO], "/dev/null");
+  EXPECT_EQ(fds[STDOUT_FILENO], "/dev/null");
+  EXPECT_EQ(fds[STDERR_FILENO], Holdings::OfSelf().fds[STDERR_FILENO]) << "the trainer's own";
+  for (const auto& [fd, target] : fds) {
+    EXPECT_FALSE(early.Have(target) || late.Have(target)) << fd << " " << target;
+  }
+  // Those three, the socket, the ring or the doorbell of threads, the directory, the file, and what
+  // is sent.
+  EXPECT_LE(fds.size(), 3 + 1 + 1 + 1 + 1 + layout::kAttachFds + layout::kRunFds);
+  // A child of a process with threads may not start any: they would call what may be locked.
+  if (!kThreadSanitizer && IsPwrite()) {
+    EXPECT_EQ(threads, IsFork() ? 1 : 1 + checkpointer->options().pwrite_threads);
+  }
+}
+
+}  // namespace
+}  // namespace holdfast::testing
