@@ -57,9 +57,9 @@ bool MeansNoLocks(int error_number) {
 /// Makes and opens the directory once more. NotFound: it went away between the two.
 absl::StatusOr<base::UniqueFd> MakeAndOpen(int parent, const std::string& name) {
   if (sys::Sys().mkdirat(parent, name.c_str(), kDirectoryMode) != 0 && errno != EEXIST) {
-    // ENOENT here means that the parent was removed: retrying could not help.
-    return absl::FailedPreconditionError(
-        base::ErrnoStatus("make directory", name, errno).message());
+    const absl::Status failed = base::ErrnoStatus("make directory", name, errno);
+    // The parent was removed: retrying, as after a kNotFound of the open, could not help.
+    return absl::IsNotFound(failed) ? absl::FailedPreconditionError(failed.message()) : failed;
   }
   return OpenDirectory(parent, name);
 }
