@@ -54,6 +54,7 @@ HostileResult RunHostileSaves(const HostileOptions& options) {
   checkpointer_options.engine = options.engine;
   checkpointer_options.read_back = options.read_back;
   checkpointer_options.staging.arena_bytes = (options.streamed ? 16u : 48u) << 20;
+  checkpointer_options.staging.pages = options.pages;
   checkpointer_options.staging.on_released = [&refills](void* memory, uint64_t bytes) {
     std::memset(memory, kGarbage, bytes);
     refills.fetch_add(1, std::memory_order_relaxed);
@@ -103,6 +104,7 @@ HostileResult RunHostileSaves(const HostileOptions& options) {
   }
   while (!in_flight.empty()) finish_oldest();
   result.refills = refills.load();
+  result.pages = (*checkpointer)->staging().pages;
   return result;
 }
 

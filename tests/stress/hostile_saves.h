@@ -14,6 +14,7 @@ namespace holdfast::testing {
 struct HostileOptions {
   Launcher launcher = Launcher::kSpawn;
   EngineRung engine = EngineRung::kAuto;
+  PageRung pages = PageRung::kAuto;
   uint32_t saves = 10;
   bool read_back = false;
   /// Larger saves than the arena, so that extents are reused while the save goes on.
@@ -24,7 +25,8 @@ struct HostileOptions {
 
 struct HostileResult {
   uint64_t saves = 0;
-  uint64_t refills = 0;  ///< Released runs, each overwritten at once.
+  uint64_t refills = 0;              ///< Released runs, each overwritten at once.
+  PageRung pages = PageRung::kAuto;  ///< What the arena was made of.
   /// What went wrong: refused saves, and checkpoints whose bytes on disk are not the state's.
   std::vector<std::string> problems;
 };
