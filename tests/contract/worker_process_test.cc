@@ -78,7 +78,7 @@ INSTANTIATE_TEST_SUITE_P(
                        ::testing::Values(EngineRung::kUringFixed, EngineRung::kPwrite)),
     [](const auto& setting) {
       return absl::StrCat(NameOf(std::get<0>(setting.param)),
-                          std::get<1>(setting.param) == EngineRung::kPwrite ? "Pwrite" : "Uring");
+                          std::get<1>(setting.param) == EngineRung::kPwrite ? "Pwrite" : "Fixed");
     });
 
 TEST_P(WorkerProcess, HoldsOnlyWhatItWasGiven) {
