@@ -4,8 +4,9 @@
 #   tools/test.sh           python: the package, with PyTorch; release: everything; then asan+ubsan and tsan (g++): the
 #                           tests of the runtime that can run under them (below, and tests/README.md). About 25 minutes
 #                           on two cores.
-#   tools/test.sh --full    {g++, clang 14} x {none, asan+ubsan, tsan}, and the long runs (HOLDFAST_LONG=1). Hours.
-#   tools/test.sh PASS...   only these passes: python, release, asan, tsan, clang, clang-asan, clang-tsan, debug.
+#   tools/test.sh --full    {g++, clang 14} x {none, asan+ubsan, tsan}, the fuzzers for a moment, and the long runs
+#                           (HOLDFAST_LONG=1). Hours.
+#   tools/test.sh PASS...   only these passes: python, release, asan, tsan, clang, clang-asan, clang-tsan, fuzz, debug.
 #
 # Each pass builds in build/PASS (python: in build/venv). Ends with one summary; exit status 0 if nothing failed.
 set -euo pipefail
@@ -21,7 +22,7 @@ case "${1:-}" in
   --full)
     [ $# = 1 ] || fail "--full runs every pass; name none"
     export HOLDFAST_LONG=1
-    passes=(python release asan tsan clang clang-asan clang-tsan)
+    passes=(python release asan tsan clang clang-asan clang-tsan fuzz)
     ;;
   -*) fail "unknown option $1; see tools/test.sh --help" ;;
   '') passes=(python release asan tsan) ;;
