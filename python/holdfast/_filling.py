@@ -39,10 +39,27 @@ class Filling:
         if saved != there:
             raise self._complain(path, f"it {has} {saved}, the target {there}")
 
+    def _compare_layouts(self, node: _state.Node, target: torch.Tensor, path: _state.Path) -> None:
+        """What a rank has of a DTensor goes only to where the same elements of it belong."""
+        there = _state.layout_of(target)
+        if node["kind"] == "dtensor":
+            saved = node
+        elif there["placements"] and "shape" in node:
+            saved = {"shape": node["shape"], "placements": [], "mesh": [], "coordinate": []}
+        else:
+            return
+        if saved["shape"] != there["shape"] or _state.share_of(saved) != _state.share_of(there):
+            raise self._complain(
+                path,
+                f"it was saved as {_described(saved)}, the target is {_described(there)}; load it into the "
+                "layout that it was saved in, or save with holdfast.dcp, which loads into any",
+            )
+
     def fill(self, node: _state.Node, target: Any, path: _state.Path) -> Any:
         """Plans the filling of `target`; returns what belongs in its place."""
         kind = node["kind"]
         if isinstance(target, torch.Tensor):
+            self._compare_layouts(node, target, path)
             if kind == "tensor":
                 self._tensor(node, getattr(target, "_local_tensor", target), path)
                 return target
@@ -239,6 +256,15 @@ def _some(keys: set[Any]) -> str:
 
 def _layout(tensor: torch.Tensor) -> str:
     return str(tensor.layout).removeprefix("torch.")
+
+
+def _described(layout: _state.Node) -> str:
+    if not layout["placements"]:
+        return f"a tensor of shape {layout['shape']}"
+    return (
+        f"a DTensor of shape {layout['shape']}, placed ({', '.join(layout['placements'])}) on a mesh of "
+        f"{layout['mesh']} with this rank at {layout['coordinate']}"
+    )
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

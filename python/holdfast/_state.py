@@ -229,6 +229,31 @@ def memory_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         yield tensor.data_ptr(), tensor.data_ptr() + span_of(tensor)
 
 
+# ---- How a tensor lies over the ranks.
+
+
+def layout_of(tensor: torch.Tensor) -> Node:
+    """A DTensor's placements on its mesh, and where in that this rank is; a plain tensor has none."""
+    mesh: Any = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return {"shape": list(tensor.shape), "placements": [], "mesh": [], "coordinate": []}
+    return {
+        "shape": list(tensor.shape),
+        "placements": [str(p) for p in tensor.placements],  # type: ignore[attr-defined]
+        "mesh": list(mesh.shape),
+        "coordinate": list(mesh.get_coordinate() or [None] * mesh.ndim),
+    }
+
+
+def share_of(layout: Node) -> list[tuple[str, int, int]]:
+    """Which share of the tensor a rank has: placements that divide it, among how many, and its place.
+
+    Of tensors of one shape, equal shares are the same elements.
+    """
+    axes = zip(layout["placements"], layout["mesh"], layout["coordinate"], strict=True)
+    return [axis for axis in axes if axis[0] != "R" and axis[1] > 1]
+
+
 # ---- The walk down.
 
 
@@ -331,14 +356,7 @@ class _Walk:
             raise Error("INVALID_ARGUMENT", f"save {name}: a tensor on the meta device has no data")
         local = getattr(value, "_local_tensor", None)
         if local is not None and hasattr(value, "placements"):
-            mesh: Any = getattr(value, "device_mesh", None)
-            return {
-                "kind": "dtensor",
-                "local": self._tensor(path, local),
-                "shape": list(value.shape),
-                "placements": [str(p) for p in value.placements],
-                "mesh": list(mesh.shape),
-            }
+            return {"kind": "dtensor", "local": self._tensor(path, local), **layout_of(value)}
         marks: Node = {}
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
             marks["class"] = class_name(value)

@@ -345,6 +345,25 @@ def other_world_size(directory: Path) -> str:
 
 
 @provocation
+def other_layout(directory: Path) -> str:
+    """As the first of two ranks, without the other."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        rows, all_rows = (DTensor.from_local(torch.ones(4, 8), mesh, [p]) for p in (Shard(0), Replicate()))
+        save(directory / "step-1", {"model": {"w": rows}}, rank=0, world_size=1)
+        into = {"model": {"w": all_rows}}
+        return said(lambda: holdfast.load(directory / "step-1", into, rank=0))
+    finally:
+        dist.destroy_process_group()
+
+
+@provocation
 def no_cuda(directory: Path) -> str:
     if torch.cuda.is_available():
         pytest.skip("there is CUDA here")

@@ -1,0 +1,61 @@
+"""Plain saves of DTensors: what each rank has of one comes back only to where it belongs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import dcp_ranks
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import holdfast
+
+WHOLE = torch.arange(64.0).reshape(8, 8)
+
+
+def _into_other_layouts(rank: int, directory: str) -> dict[str, str]:
+    square = DeviceMesh("cpu", [[0, 1], [2, 3]])
+    turned = DeviceMesh("cpu", [[0, 2], [1, 3]])
+    row = DeviceMesh("cpu", [0, 1, 2, 3])
+    saved = distribute_tensor(WHOLE, square, [Shard(0), Shard(1)])
+    path = os.path.join(directory, "sharded")
+    holdfast.save_async({"w": saved}, path).wait(60)
+    whole = os.path.join(directory, "whole")
+    holdfast.save_async({"w": WHOLE[:4, :4].contiguous()}, whole).wait(60)
+    told = {}
+    for name, source, target in (
+        ("other placements", path, distribute_tensor(torch.zeros(8, 8), square, [Shard(1), Shard(0)])),
+        ("other order of ranks", path, distribute_tensor(torch.zeros(8, 8), turned, [Shard(0), Shard(1)])),
+        ("replicas", path, distribute_tensor(torch.zeros(4, 4), row, [Replicate()])),
+        ("plain", path, torch.zeros(4, 4)),
+        ("from plain", whole, distribute_tensor(torch.zeros(8, 8), square, [Shard(0), Shard(1)])),
+    ):
+        try:
+            holdfast.load(source, into={"w": target})
+            told[name] = "loaded"
+        except holdfast.Error as error:
+            told[name] = str(error)
+    # The same elements on every rank, written in another way.
+    again = distribute_tensor(torch.zeros(8, 8), DeviceMesh("cpu", [[[0], [1]], [[2], [3]]]),
+                              [Shard(0), Shard(1), Shard(0)])
+    holdfast.load(path, into={"w": again})
+    assert torch.equal(again.to_local(), saved.to_local())
+    replicas = distribute_tensor(torch.zeros(4, 4), row, [Replicate()])
+    holdfast.load(whole, into={"w": replicas})
+    assert torch.equal(replicas.to_local(), WHOLE[:4, :4])
+    return told
+
+
+def test_a_shard_is_not_loaded_into_another_layout(tmp_path: Path) -> None:
+    for rank, told in enumerate(dcp_ranks.run_ranks(4, tmp_path, _into_other_layouts, str(tmp_path))):
+        for name, said in told.items():
+            if name == "other order of ranks" and rank in (0, 3):
+                assert said == "loaded"  # they are where they were
+                continue
+            assert said.startswith("load w: it was saved as a "), (rank, name, said)
+            assert "holdfast.dcp" in said and said.endswith("[INVALID_ARGUMENT]")
+        assert "placed (S(0), S(1)) on a mesh of [2, 2]" in told["other placements"]
+        assert "placed (S(1), S(0)) on a mesh of [2, 2]" in told["other placements"]
+        assert "the target is a tensor of shape [4, 4]" in told["plain"]
