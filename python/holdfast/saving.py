@@ -7,6 +7,7 @@ import builtins
 import contextlib
 import fnmatch
 import json
+import math
 import os
 import pickle
 import sys
@@ -401,7 +402,8 @@ def save_async(
             each rank saves for itself; all others are taken to be the same everywhere and saved by
             rank 0. Default: what a word of its path, ``rng``, ``sampler``, ``loader`` or
             ``generator``, calls random state or a loader's; floats of a ``sampler`` or
-            ``generator`` are weights. Local shards of a DTensor are always each rank's own.
+            ``generator`` are weights. DTensors are always each rank's own, but for replicas over all
+            ranks.
         rank, world_size: default those of torch.distributed.
         attempt: agreed by all ranks; default derived by each alone.
 
@@ -418,7 +420,7 @@ def save_async(
     attempt = attempt or _ranks.attempt_of(os.path.join(directory, name), step, world_size)
     described = _state.describe(state)
     blob, index = _pickled(described.objects, objects)
-    own = _own_of_rank(described, per_rank) if world_size > 1 else set()
+    own = _own_of_rank(described, per_rank, world_size) if world_size > 1 else set()
     mine = [s for s in described.stored if world_size == 1 or rank == 0 or s.name in own]
     structure = json.dumps(
         {
@@ -480,7 +482,8 @@ def save_async(
     return save
 
 
-def _own_of_rank(described: _state.Description, patterns: Sequence[str] | None) -> set[str]:
+def _own_of_rank(described: _state.Description, patterns: Sequence[str] | None,
+                 world_size: int) -> set[str]:
     """Names of what each rank saves for itself."""
 
     def is_own(stored: _state.Stored) -> bool:
@@ -489,17 +492,19 @@ def _own_of_rank(described: _state.Description, patterns: Sequence[str] | None) 
             return _ranks.is_own(path, stored.dtype)
         return any(fnmatch.fnmatch(path.lower(), p) for p in patterns)
 
-    return _sharded(described.root) | {s.name for s in described.stored if is_own(s)}
+    return _local(described.root, world_size) | {s.name for s in described.stored if is_own(s)}
 
 
-def _sharded(root: _state.Node) -> set[str]:
-    """Names of what DTensors' local shards are stored under."""
+def _local(root: _state.Node, world_size: int) -> set[str]:
+    """Names of what DTensors are stored under, but for those that every rank has a replica of."""
     found: set[str] = set()
 
     def visit(node: Any) -> None:
         if isinstance(node, dict):
             if node.get("kind") == "dtensor":
-                found.update(n["stored"] for _, n in _state.tensor_nodes(node))
+                # Over a part of the ranks, as in a pipeline, rank 0 may not have it, or one like it.
+                if _state.share_of(node) or math.prod(node["mesh"]) < world_size:
+                    found.update(n["stored"] for _, n in _state.tensor_nodes(node))
                 return
             for value in node.values():
                 visit(value)

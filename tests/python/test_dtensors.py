@@ -8,7 +8,7 @@ from pathlib import Path
 import dcp_ranks
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
 
@@ -59,3 +59,31 @@ def test_a_shard_is_not_loaded_into_another_layout(tmp_path: Path) -> None:
         assert "placed (S(0), S(1)) on a mesh of [2, 2]" in told["other placements"]
         assert "placed (S(1), S(0)) on a mesh of [2, 2]" in told["other placements"]
         assert "the target is a tensor of shape [4, 4]" in told["plain"]
+
+
+def _replicas_and_shards(rank: int, directory: str) -> None:
+    mesh = DeviceMesh("cpu", [[0], [1]])
+    alone = DeviceMesh("cpu", [rank], _init_backend=False)  # as a stage of a pipeline has one
+    everywhere = torch.randn(1 << 18, generator=torch.Generator().manual_seed(1))
+
+    def state_of(value: float) -> dict[str, DTensor]:
+        return {
+            "replicas": distribute_tensor(everywhere * value, mesh, [Replicate(), Shard(0)]),
+            "shards": distribute_tensor(WHOLE * value, mesh, [Shard(0), Replicate()]),
+            "stage": DTensor.from_local(torch.full((9,), value * (rank + 1)), alone, [Replicate()]),
+        }
+
+    path = os.path.join(directory, "s1")
+    saved, into = state_of(1), state_of(0)
+    holdfast.save_async(saved, path).wait(60)
+    holdfast.load(path, into=into)
+    for name, tensor in saved.items():
+        assert torch.equal(into[name].to_local(), tensor.to_local()), name
+
+
+def test_replicas_of_a_dtensor_are_saved_once(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _replicas_and_shards, str(tmp_path))
+    sizes = {p.name: p.stat().st_size for p in (tmp_path / "s1").glob("*.safetensors")}
+    assert sizes["model-00000-of-00002.safetensors"] > 1 << 20
+    assert sizes["model-00001-of-00002.safetensors"] < 1 << 16
+    assert holdfast.verify(tmp_path / "s1")["verdict"] == "sound"
