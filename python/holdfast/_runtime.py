@@ -79,6 +79,11 @@ def configure(**options: Any) -> None:
         _options.update(options)
 
 
+def configured(option: str) -> Any:
+    """What `configure` set an option to; None: nothing."""
+    return _options.get(option)
+
+
 def staging() -> dict[str, Any]:
     """Statistics of the staging memory; empty before the first save."""
     with _lock:

@@ -6,10 +6,12 @@ checkpoint stays whole, and the next save works.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +194,45 @@ def test_a_rank_that_is_killed_at_any_phase_hangs_nobody(dying: int, phase: str,
 def _save_again(rank: int, path: str) -> None:
     holdfast.dcp.async_save(_state(rank, 3), checkpoint_id=path).result()
     holdfast.flush()
+
+
+def _one_hangs(rank: int, directory: str, way: str) -> tuple[str, float]:
+    limit = timedelta(seconds=3)
+    if way == "group":
+        group = dist.new_group(timeout=limit)
+    else:
+        group = dist.group.WORLD
+        holdfast.configure(time_ranks_max=limit.total_seconds())
+    pids: list[Any] = [None, None, None]
+    dist.all_gather_object(pids, os.getpid())
+    path = os.path.join(directory, "run")
+    holdfast.dcp.async_save(_state(rank, 1), checkpoint_id=path).result()
+
+    class Planner(dcp.DefaultSavePlanner):
+        def resolve_data(self, item: Any) -> Any:
+            if rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return super().resolve_data(item)
+
+    future = holdfast.dcp.async_save(
+        _state(rank, 2), checkpoint_id=path, planner=Planner(), process_group=group
+    )
+    since = time.monotonic()
+    error = future.exception(60)
+    seconds = time.monotonic() - since
+    time.sleep(3)  # so that the other rank has its own error before any connection ends
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pids[1], signal.SIGKILL)
+    return str(error), seconds
+
+
+@pytest.mark.parametrize("way", ["group", "configured"])
+def test_a_rank_that_hangs_fails_the_others_within_the_jobs_time_out(way: str, tmp_path: Path) -> None:
+    results = dcp_ranks.run_ranks(3, tmp_path, _one_hangs, str(tmp_path), way, dying=1)
+    for rank in (0, 2):
+        told, seconds = results[rank]
+        assert "exchange with the other ranks" in told and told.endswith("[UNAVAILABLE]"), told
+        assert seconds < 10, (rank, told)
+    loaded = {"r1": torch.zeros(ELEMENTS), "step": 0}
+    dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(tmp_path / "run"), no_dist=True)
+    assert loaded["step"] == 1

@@ -19,6 +19,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from holdfast import events, saving
+from holdfast import _runtime, events, saving
 from holdfast.dcp.staging import Stager
 from holdfast.dcp.writer import StorageWriter, Written
 from holdfast.errors import Error, TimeoutError
@@ -135,21 +136,35 @@ class Upload:
         """Nothing of its own: this rank's `Save` has the copies."""
 
 
+def _timeout_of(group: Any) -> timedelta:
+    """How long an exchange waits for a rank: as configured, else as the job's own exchanges do."""
+    configured = _runtime.configured("time_ranks_max")
+    if configured is not None:
+        return timedelta(seconds=configured)
+    for device in group._device_types:
+        with contextlib.suppress(AttributeError, RuntimeError):  # a backend that does not tell
+            return group._get_backend(device).options._timeout
+    return dist.default_pg_timeout
+
+
 def _finishing_group(group: Any) -> Any:
     """A gloo group over the same ranks, on which nothing but finishing exchanges ever goes on.
 
     They run in the background. On a group that the caller uses as well, in another thread, they
     could meet another rank's exchange half-way, which blocks both for ever.
     """
-    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
     world = dist.group.WORLD
+    group = group or world
+    ranks, timeout = tuple(dist.get_process_group_ranks(group)), _timeout_of(group)
     with _lock:
         for stale in [r for r, (w, _) in _groups.items() if w() is not world]:
             del _groups[stale]
         if ranks not in _groups:
-            own = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True)
-            _groups[ranks] = (weakref.ref(world), own.group_name)
-        return c10d._resolve_process_group(_groups[ranks][1])  # type: ignore[arg-type]
+            made = dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
+            _groups[ranks] = (weakref.ref(world), made.group_name)
+        own = c10d._resolve_process_group(_groups[ranks][1])  # type: ignore[arg-type]
+        c10d._set_pg_timeout(timeout, own)  # one that was made for another may wait otherwise
+        return own
 
 
 def _without_state(failure: BaseException) -> BaseException:
@@ -349,7 +364,13 @@ def _finisher(writer: StorageWriter, metadata: Metadata | None, written: Written
 
     def run() -> Metadata:
         if use_collectives:
-            return ranks.all_reduce("write", write_data, finish_checkpoint)
+            try:
+                return ranks.all_reduce("write", write_data, finish_checkpoint)
+            except RuntimeError as error:  # of the exchange: what fails on a rank comes as its own
+                raise Error(
+                    "UNAVAILABLE",
+                    f"save {writer.path}: exchange with the other ranks: {error}; a rank has died or hangs",
+                ) from error
         # Every rank must come to the barrier, else those that succeeded wait for ever.
         try:
             return finish_checkpoint([write_data()])
