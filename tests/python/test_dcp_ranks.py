@@ -340,6 +340,25 @@ def test_cached_plans_are_used_and_never_lead_to_an_older_saves_files(tmp_path: 
         assert usable[1] == [True, False, True, False, False]
 
 
+def test_plans_of_a_save_that_failed_are_not_used_for_the_next(tmp_path: Path) -> None:
+    class Full(holdfast.dcp.StorageWriter):
+        def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+            raise OSError(28, "No space left on device")
+
+    def save(state: dict[str, Any], name: str, writer: type = holdfast.dcp.StorageWriter) -> None:
+        planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+        holdfast.dcp.async_save(state, storage_writer=writer(tmp_path / name), planner=planner).result()
+
+    state = {"w": torch.arange(10.0), "more": torch.arange(5.0)}
+    save(state, "a")
+    with pytest.raises(dcp.api.CheckpointException, match="No space left"):
+        save({"other": torch.ones(20)}, "b", Full)
+    save(state, "c")
+    loaded = {k: torch.zeros_like(v) for k, v in state.items()}
+    dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(tmp_path / "c"))
+    equal(state, loaded)
+
+
 # ---- The tutorial's three loops.
 
 

@@ -217,6 +217,17 @@ def _plan(
     return mine, metadata
 
 
+def _forget_plans(planner: SavePlanner) -> None:
+    """Drops what a planner has cached: of a failed planning its coordinator has kept the global plan.
+
+    It would take that for the plan of the next save whose ranks all say "unchanged".
+    """
+    key = getattr(planner, "_cached_plans_key", None)
+    for name, cache in vars(SavePlanner).items():
+        if name.startswith("_cached_"):
+            cache.pop(key, None)
+
+
 def _answers_with_both(stager: Any) -> bool | None:
     """Whether the framework would answer a stager with both futures; None: who knows."""
     if stager is None or isinstance(stager, (StorageWriter, BlockingAsyncStager)):
@@ -314,6 +325,8 @@ def async_save(
     try:
         mine, metadata = _plan(state_dict, writer, planner, planning, use_collectives)
     except BaseException as error:
+        if isinstance(error, CheckpointException):  # on every rank, so that all forget alike
+            _forget_plans(planner)
         told = _error_of(error, str(writer.path))
         events.publish_raised(str(writer.path), writer.step, told, **who)
         raise
