@@ -48,22 +48,13 @@ def test_the_examples_of_a_page_run_in_their_order(page: str, tmp_path: Path) ->
     assert done.returncode == 0, done.stderr
 
 
-README = """
-import torch
-import torch.distributed.checkpoint as dcp
-model, step, path = torch.nn.Linear(4, 4), 30, "run/whole"
-optimizer = torch.optim.Adam(model.parameters())
-state_dict = {"model": model.state_dict()}
-"""
-
-
-def test_the_examples_of_the_first_page_run_given_a_model(tmp_path: Path) -> None:
+def test_the_examples_of_the_first_page_run_as_they_are(tmp_path: Path) -> None:
     program = program_of(DOCS.parent / "README.md")
     assert "save_async" in program and "StorageReader" in program
-    done = subprocess.run([sys.executable, "-c", README + program], cwd=tmp_path, capture_output=True,
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True,
                           text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "step-30").is_dir()
+    assert (tmp_path / "run" / "step-10").is_dir()
 
 
 def keys_of(page: Path) -> set[str]:
