@@ -57,30 +57,35 @@ def main() -> None:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    average = gpt.Average(model)  # sharded as the model is
     loader = gpt.Loader(gpt.SIZES[arguments.size], rank=rank)
     torch.manual_seed(1 + rank)  # dropout differs by rank
 
     def state(step: int) -> dict[str, Any]:
+        """All that a run needs to go on. EMA weights and the loader are ordinary entries."""
         weights, moments = get_state_dict(model, optimizer)
         return {
             "model": weights,
             "optimizer": moments,
+            "ema": average,
             "step": torch.tensor(step),
-            f"rng.{rank}": torch.get_rng_state(),  # of this rank alone
+            # Of this rank alone.
+            f"loader.{rank}": loader,
+            f"rng.{rank}": torch.get_rng_state(),
         }
 
     first = 0
     if found := complete(arguments.dir):
         loaded = state(0)
         saved = holdfast.dcp.StorageReader(found[-1]).read_metadata().state_dict_metadata
-        if f"rng.{rank}" not in saved:
-            del loaded[f"rng.{rank}"]  # more ranks than saved it
+        if f"rng.{rank}" not in saved:  # more ranks than saved it
+            del loaded[f"rng.{rank}"], loaded[f"loader.{rank}"]
         dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(found[-1]))
         set_state_dict(model, optimizer, model_state_dict=loaded["model"],
                        optim_state_dict=loaded["optimizer"])
         if f"rng.{rank}" in loaded:
             torch.set_rng_state(loaded[f"rng.{rank}"])
-        first = loader.step = int(loaded["step"])
+        first = loader.step = int(loaded["step"])  # every rank's loader, new ones too
         if rank == 0:
             print(f"resumed from {found[-1]}")
 
@@ -94,6 +99,7 @@ def main() -> None:
     future = None
     for step in range(first + 1, arguments.steps + 1):
         loss = gpt.train_step(model, optimizer, loader)
+        average.update(model)
         if step % arguments.every == 0:
             finish()
             path = os.path.join(arguments.dir, f"step-{step}")

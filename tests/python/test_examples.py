@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_dcp_ranks import equal
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import holdfast
 import holdfast.dcp
@@ -77,6 +79,21 @@ def test_the_dcp_example_goes_on_with_other_numbers_of_ranks(tmp_path: Path) -> 
             [f"step-{step - 2}", f"step-{step}"]
         )
         assert holdfast.dcp.verify(tmp_path / f"step-{step}")["verdict"] == "sound"
+
+
+def test_the_dcp_example_goes_on_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    """Every entry, not only what the loss depends on: EMA weights, loaders, random state, moments."""
+    for directory, ends in (("straight", (8,)), ("halves", (4, 8))):
+        for steps in ends:
+            run("train_dcp.py", tmp_path / directory, steps, 2, ranks=2)
+    whole = []
+    for directory in ("straight", "halves"):
+        dcp_to_torch_save(tmp_path / directory / "step-8", tmp_path / f"{directory}.pt")
+        whole.append(torch.load(tmp_path / f"{directory}.pt"))
+    assert {"model", "optimizer", "ema", "step", "loader.0", "loader.1", "rng.0", "rng.1"} == set(whole[0])
+    assert whole[0]["ema"].keys() == whole[0]["model"].keys() - {"head.weight"}  # it is tokens.weight
+    assert whole[0]["loader.1"]["step"] == 8
+    equal(whole[0], whole[1])
 
 
 @pytest.mark.parametrize("name", ["train_plain.py", "train_dcp.py", "gpt.py"])
