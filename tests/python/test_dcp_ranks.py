@@ -232,6 +232,7 @@ def _fail_before_writing(rank: int, path: str) -> tuple[int, str]:
         future.result()
     except CheckpointException as failure:
         ((failed, (error, _)),) = failure.failures.items()
+        holdfast.flush()  # rank 1 was told at once: only now do the others know why
         return failed, str(error)
     raise AssertionError("the save did not fail")
 

@@ -7,7 +7,9 @@ checkpoint stays whole, and the next save works.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -24,6 +26,7 @@ from small_disk import mounted
 
 import holdfast
 import holdfast.dcp
+from holdfast import events
 from holdfast.dcp import metadata
 
 MIB = 1 << 20
@@ -236,3 +239,33 @@ def test_a_rank_that_hangs_fails_the_others_within_the_jobs_time_out(way: str, t
     loaded = {"r1": torch.zeros(ELEMENTS), "step": 0}
     dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(tmp_path / "run"), no_dist=True)
     assert loaded["step"] == 1
+
+
+def _one_fails_early(rank: int, directory: str) -> tuple[float, Any, list[str]]:
+    path = os.path.join(directory, "run")
+    holdfast.dcp.async_save(_state(rank, 1), checkpoint_id=path).result()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if rank == 0:
+        holdfast.configure(bytes_per_second_max=2 * MIB)
+    else:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, limits[1]))
+    dist.barrier()
+    told: list[str] = []
+    with events.Handle(lambda s, _, e: told.append(events.outcome(s, e))):
+        since = time.monotonic()
+        error = holdfast.dcp.async_save(_state(rank, 2), checkpoint_id=path).exception(60)
+        seconds = time.monotonic() - since
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        holdfast.flush()  # nobody has missed it, and the exchange has ended
+        assert time.monotonic() - since > 2
+    return seconds, error.failures, told
+
+
+def test_a_rank_hears_of_its_own_failure_at_once(tmp_path: Path) -> None:
+    slow, failing = dcp_ranks.run_ranks(2, tmp_path, _one_fails_early, str(tmp_path))
+    assert failing[0] < 1 < 2 < slow[0]
+    for _, failures, told in (slow, failing):
+        ((rank, (reason, _)),) = failures.items()
+        assert (rank, reason.errno) == (1, errno.EFBIG)
+        assert told == ["failed"]

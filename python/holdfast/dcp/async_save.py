@@ -25,7 +25,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -70,11 +70,12 @@ class Upload:
     """One save until its ``.metadata`` is durable; what `holdfast.flush` waits for.
 
     Observers are told of it, and not of this rank's `Save`: that may well be durable without the
-    checkpoint being complete.
+    checkpoint being complete. A failure of this rank's own is told at once, to them and by
+    `durable`, while the exchange, by which the other ranks learn of it, goes on behind.
     """
 
-    def __init__(self, path: str, step: int, run: Callable[[], Metadata], after: Upload | None,
-                 save: saving.Save | None, extra: dict[str, Any]) -> None:  # fmt: skip
+    def __init__(self, path: str, step: int, own: Callable[[], None], run: Callable[[], Metadata],
+                 after: Upload | None, save: saving.Save | None, extra: dict[str, Any]) -> None:  # fmt: skip
         self.path = path
         self.step = step
         self.extra = extra if save is None else save.extra
@@ -82,6 +83,7 @@ class Upload:
         self.durable.set_running_or_notify_cancel()
         self.staged: Future = save.staged if save is not None else self.durable
         self._save: saving.Save | None = save
+        self._own: Callable[[], None] | None = own
         self._run: Callable[[], Metadata] | None = run
         self._after: Upload | None = after
         # Not a daemon: the interpreter waits for it before it exits, and so for the save.
@@ -92,25 +94,32 @@ class Upload:
         self._thread.start()
 
     def _finish(self) -> None:
-        assert self._run is not None
+        assert self._own is not None and self._run is not None
+        metadata, failure = None, None
+        try:
+            self._own()
+        except BaseException as error:
+            failure = error
+            self._publish(failure)
+            self.durable.set_exception(failure)
         if self._after is not None:
             # First come, first finished, on every rank: exchanges between ranks must not cross.
             self._after._thread.join()
             self._after = None
-        metadata, failure = None, None
         try:
             metadata = self._run()
         except BaseException as error:
-            failure = error
-        self._run = None
-        self._publish(failure)
+            failure = failure or error
+        self._own = self._run = None
+        if not self.durable.done():
+            self._publish(failure)
         with _lock:
             for key in [k for k, last in _last.items() if last is self]:
                 del _last[key]
         saving._ended(self, failed=failure is not None)
         if failure is None:
             self.durable.set_result(metadata)
-        else:
+        elif not self.durable.done():
             self.durable.set_exception(failure)
 
     def _publish(self, failure: BaseException | None) -> None:
@@ -289,7 +298,8 @@ def async_save(
 
     Raises:
         CheckpointException: planning failed on some rank. What fails later, fails the future, on
-            all ranks, with the failing rank's error.
+            all ranks, with the failing rank's error: on that rank at once, on the others when
+            they have written what is theirs.
     """
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     if storage_writer is None and checkpoint_id is None:
@@ -337,12 +347,12 @@ def async_save(
     except BaseException as error:
         # The other ranks wait for this one in the finishing exchange: they learn of it there.
         failure = _without_state(error)
-    run = _finisher(writer, metadata, written, failure, finishing, use_collectives)
+    own, run = _finisher(writer, metadata, written, failure, finishing, use_collectives)
     key = finishing.group.group_name if finishing.group is not None else None
     save = written.save if written is not None else None
     with _lock:
         after = _last.get(key)
-        upload = Upload(str(writer.path), writer.step, run, after, save, who)
+        upload = Upload(str(writer.path), writer.step, own, run, after, save, who)
         _last[key] = upload
     if isinstance(failure, (KeyboardInterrupt, SystemExit)):
         raise failure
@@ -359,14 +369,22 @@ def async_save(
 
 def _finisher(writer: StorageWriter, metadata: Metadata | None, written: Written | None,
               failure: BaseException | None, ranks: _DistWrapper,
-              use_collectives: bool) -> Callable[[], Metadata]:  # fmt: skip
-    """The second half of a save, for the background thread."""
+              use_collectives: bool) -> tuple[Callable[[], None], Callable[[], Metadata]]:  # fmt: skip
+    """The second half of a save, for the background thread: its own rank's part, and all ranks'."""
 
     def write_data() -> list[WriteResult]:
         if failure is not None:
             raise failure
         assert written is not None
         return written.wait()
+
+    def own() -> None:
+        try:
+            write_data()
+        except BaseException as error:
+            if not use_collectives:
+                raise
+            raise CheckpointException("write", {ranks.get_rank(): _wrap_exception(error)}) from None
 
     def finish_checkpoint(results: list[list[WriteResult]]) -> Metadata:
         # A planner that caches its plans caches the metadata object, too.
@@ -391,7 +409,7 @@ def _finisher(writer: StorageWriter, metadata: Metadata | None, written: Written
             with contextlib.suppress(RuntimeError):
                 ranks.barrier()
 
-    return run
+    return own, run
 
 
 def _forget() -> None:
