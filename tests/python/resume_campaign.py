@@ -32,7 +32,8 @@ import holdfast
 TRAINER = Path(__file__).with_name("resume_trainer.py")
 EVERY = 4
 RANKS = {"plain": 1, "dcp": 2}
-# Phases of the kills, in turn; all but "training" are inside of a save or a load.
+# Phases of the kills, in turn.
+IN_SAVES = ("staging", "writing", "commit", "finalize")
 ORDER = ("commit", "writing", "finalize", "load", "staging", "commit", "writing", "training", "staging", "finalize")
 FIRST = {"plain": 0, "dcp": 4}  # so that a few kills of both have most phases
 LIMIT = 180.0
@@ -128,13 +129,14 @@ class Job:
             if pid not in self.workers or "holdfast" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace"):
                 os.kill(pid, number)
 
-    def inside(self) -> bool:
-        """Whether the end came inside of a save or a load, by what rank 0 told."""
+    def inside(self) -> str:
+        """Whether the end came inside of a "save" or a "load", by what rank 0 told, or of neither: ""."""
         told = [(p, v) for r, p, v in self.lines if r == 0]
         # A save may begin before the one before it is durable.
-        saves = {v for p, v in told if p == "save"} - {v for p, v in told if p in ("durable", "failed")}
+        if {v for p, v in told if p == "save"} - {v for p, v in told if p in ("durable", "failed")}:
+            return "save"
         loads = [p for p, _ in told if p in ("load", "loaded")]
-        return bool(saves) or "load" in loads[-1:]
+        return "load" if "load" in loads[-1:] else ""
 
     def run_to_end(self) -> list[str]:
         """Digests of all ranks at the end."""
@@ -206,7 +208,8 @@ def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: 
     report(way, kills, rows[-1])
     final = job.run_to_end()
     assert final == reference, "parameters or optimizer state differ from the run straight through"
-    print(f"{way}: {kills} kills, {sum(r['inside'] for r in rows)} of them inside of a save or a load; "
+    inside = [row["inside"] for row in rows]
+    print(f"{way}: {kills} kills, {inside.count('save')} of them inside of a save, {inside.count('load')} of a load; "
           f"final state bitwise equal to the run straight through", flush=True)
     return rows
 
