@@ -1,19 +1,23 @@
 """What a save costs the trainer, by way of saving: one run, all ways interleaved.
 
-    python trainer_cost.py --dir DIR [--bytes 1GiB] [--rounds 5] [--ways WAY,...] [--json FILE] [--plot FILE]
+    python trainer_cost.py --dir DIR [--bytes 1GiB] [--rounds 5] [--ways "WAY;..."] [--json FILE] [--plot FILE] [--bench PROGRAM]
 
 A trainer with Adam on CPU tensors runs the same fixed window of steps again and again: without a save, and with one that
 starts in front of its first step. Every way gets a window of each kind in every round. Columns:
 
 blocked   seconds inside the call that saves
 lost      seconds that the window with the save took longer than the one without (a forked child looks free in the call
-          and costs copy-on-write faults afterwards). A save that outlives the window is waited for and not counted
+          and costs copy-on-write faults afterwards). A save that outlives the window is waited for and not counted:
+          windows must be longer than the uploads, as the default is on a disk of a GB/s, and the output says where one was not
 durable   seconds from the call until the data survives power loss (every way syncs its files)
 cpu       core-seconds of the whole machine above those of the window without a save
 memory    bytes of anonymous and shared memory at the peak, above those before the way was set up
 
-Every way has saved once before it is measured, so that what it keeps (staging memory, processes) is there.
-Afterwards the bytes on disk are compared with the state at the call; a way that differs is shown and excluded.
+Every way has saved once before it is measured, so that what it keeps (staging memory, processes) is there; it gives that back
+before the next way's turn. Afterwards the bytes on disk are compared with the state at the call; a way that differs is shown in the
+table, and left out of ratios and plot. A second table has the time lost with Holdfast as a part of that with each way, and the time
+until durable as a multiple of a raw write's: O_DIRECT, 4 MiB at a time, four at once, with `--bench PROGRAM` (holdfast-bench, from the
+C++ build) the better one of that and of the program's own of as many bytes in the same round.
 """
 
 from __future__ import annotations
@@ -23,13 +27,16 @@ import ctypes
 import gc
 import json
 import os
+import queue
 import shutil
 import statistics
+import subprocess
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +45,9 @@ import torch
 import holdfast
 
 TENSORS = 48
+BLOCK = 4 << 20
+WRITES_AT_ONCE = 4
+OURS = ("holdfast", "holdfast.dcp")
 PORT = 29511
 
 
@@ -198,6 +208,16 @@ def dcp_save(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
     return lambda: None
 
 
+def end_checkpoint_process() -> None:
+    """Ends the process that the framework keeps for its process mode, and waits until it is gone."""
+    from torch.distributed.checkpoint import _async_process_executor as executor
+
+    kept, executor._CHECKPOINT_PROCESS = executor._CHECKPOINT_PROCESS, None
+    if kept is not None:
+        kept._send(executor._CheckpointSaveProcessControlOpts.TERMINATE)
+        kept._save_process.join()
+
+
 def dcp_async(process: bool, tuned: bool, holdfast_cap: int = 0) -> Way:
     """The framework's own async_save; with a cap, through Holdfast's writer, which is the stager, too."""
     import torch.distributed.checkpoint as dcp
@@ -230,6 +250,7 @@ def dcp_async(process: bool, tuned: bool, holdfast_cap: int = 0) -> Way:
             staging["staged"] = None
 
     def finish() -> None:
+        end_checkpoint_process()
         if staging["stager"] is not None:
             staging["stager"].close()
             staging["stager"] = None
@@ -262,11 +283,12 @@ def holdfast_way(cap: int, dcp: bool) -> Way:
 
 
 def all_ways(nbytes: int) -> dict[str, Way]:
-    whole = nbytes + (64 << 20)
+    whole, eighth = nbytes + (64 << 20), max(16 << 20, nbytes // 8)
     return {
         "holdfast": holdfast_way(whole, dcp=False),
         "holdfast.dcp": holdfast_way(whole, dcp=True),
-        "holdfast, cap 1/8": holdfast_way(nbytes // 8, dcp=False),
+        "holdfast, cap 1/8": holdfast_way(eighth, dcp=False),
+        "holdfast.dcp, cap 1/8": holdfast_way(eighth, dcp=True),
         "holdfast.dcp.StorageWriter, thread": dcp_async(process=False, tuned=False, holdfast_cap=whole),
         "holdfast.dcp.StorageWriter, process": dcp_async(process=True, tuned=False, holdfast_cap=whole),
         "torch.save": Way(torch_save, load_torch),
@@ -344,23 +366,44 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def raw_write(directory: str, nbytes: int) -> float:
-    """Seconds for the raw limit: O_DIRECT writes of 4 MiB to a fresh, reserved file, and fsync."""
+    """Seconds for the raw limit: O_DIRECT writes to a fresh, reserved file, and fsync."""
     import mmap
 
     path = os.path.join(directory, "raw")
-    block = mmap.mmap(-1, 4 << 20)
-    block.write(os.urandom(4 << 20))
+    blocks: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
+    for _ in range(WRITES_AT_ONCE):
+        block = mmap.mmap(-1, BLOCK)
+        block.madvise(mmap.MADV_HUGEPAGE)  # small pages cost the kernel more than the disk's time
+        block.write(os.urandom(BLOCK))
+        blocks.put(block)
     fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
+
+    def write(offset: int) -> None:
+        block = blocks.get()
+        os.pwrite(fd, block, offset)
+        blocks.put(block)
+
     try:
         os.posix_fallocate(fd, 0, nbytes)
         begin = time.perf_counter()
-        for offset in range(0, nbytes // len(block) * len(block), len(block)):
-            os.pwrite(fd, block, offset)
+        with ThreadPoolExecutor(WRITES_AT_ONCE) as pool:
+            list(pool.map(write, range(0, nbytes // BLOCK * BLOCK, BLOCK)))
         os.fsync(fd)
         return time.perf_counter() - begin
     finally:
         os.close(fd)
         os.unlink(path)
+
+
+def engine_write(program: str, directory: str, nbytes: int) -> float:
+    """Seconds for as many bytes by the program's raw write."""
+    done = subprocess.run(
+        [program, "--dir", directory, "--bytes", str(nbytes), "--only", "write", "--pairs", "1", "--json"],
+        check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    figures = json.loads(done.stdout)
+    rates = [figures.get(f"raw.write_bytes_per_second.{k}") for k in ("fixed", "plain", "pwrite", "fio")]
+    return nbytes / max(r for r in rates if r)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -377,7 +420,35 @@ def table(result: dict[str, Any]) -> str:
                 ("memory", 1 << 20, 0),
             )
         ]
-        lines.append(f"| {way} | " + " | ".join(cells) + f" | {'yes' if row['sound'] else 'NO'} |")
+        lines.append(f"| {way} | " + " | ".join(cells) + f" | {'yes' if row['sound'] else 'NO: excluded'} |")
+    return "\n".join(lines)
+
+
+def sound_ways(result: dict[str, Any]) -> dict[str, Any]:
+    return {way: row for way, row in result["ways"].items() if row["sound"]}
+
+
+def ratios(result: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """By way: time lost with ours as a part of that with it, None if it lost none; durable by raw write."""
+    sound = sound_ways(result)
+    lost = {way: row["lost"]["median"] for way, row in sound.items()}
+    return {
+        way: {
+            **{f"lost of {ours} / its": max(0.0, lost[ours]) / lost[way] if lost[way] > 0 else None
+               for ours in OURS if ours in sound},
+            "durable / raw": row["durable"]["median"] / result["raw_write"]["median"],
+        }
+        for way, row in sound.items()
+    }
+
+
+def ratio_table(result: dict[str, Any]) -> str:
+    rows = ratios(result)
+    names = list(next(iter(rows.values()), {}))
+    lines = ["| way | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
+    for way, row in rows.items():
+        cells = ["-" if row[n] is None else f"{row[n]:.2f}" for n in names]
+        lines.append(f"| {way} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -387,7 +458,7 @@ def plot(result: dict[str, Any], path: str) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    ways = list(result["ways"])
+    ways = list(sound_ways(result))
     figure, axes = plt.subplots(1, 3, figsize=(13, 0.45 * len(ways) + 1.5), sharey=True)
     for axis, (key, title, scale) in zip(
         axes,
@@ -414,10 +485,11 @@ def main() -> None:
     parser.add_argument("--bytes", type=parse_bytes, default=1 << 30)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--window", type=float, default=0,
-                        help="seconds of a window; default 4 for each GiB")
+                        help="seconds of a window, longer than any way's upload; default 4 for each GiB")
     parser.add_argument("--ways", help="only these, separated by ';'")
     parser.add_argument("--json")
     parser.add_argument("--plot")
+    parser.add_argument("--bench", metavar="PROGRAM", help="holdfast-bench, for its raw write")
     arguments = parser.parse_args()
 
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -436,6 +508,8 @@ def main() -> None:
     raw = []
     for round_ in range(arguments.rounds):
         raw.append(raw_write(arguments.dir, arguments.bytes))
+        if arguments.bench:
+            raw[-1] = min(raw[-1], engine_write(arguments.bench, arguments.dir, arguments.bytes))
         for name, way in ways.items():
             row = measure(trainer, steps, way, os.path.join(arguments.dir, f"cost-{os.getpid()}"))
             rows[name].append(row)
@@ -455,9 +529,13 @@ def main() -> None:
             for name, many in rows.items()
         },
     }
-    print(table(result))
+    result["ratios"] = ratios(result)
+    print(table(result), ratio_table(result), sep="\n\n")
     print(f"\nraw O_DIRECT write with fsync: {result['raw_write']['median']:.2f} s; "
           f"{steps} steps a window")
+    outlived = [way for way, row in result["ways"].items() if row["outlived"]["median"] > 0]
+    if outlived:
+        print(f"too short a window, more is lost than the table says: {', '.join(outlived)}")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=1))
     if arguments.plot:
