@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from holdfast.errors import Error
+
 _SAFETENSORS = {
     "bool": "BOOL",
     "uint8": "U8",
@@ -31,10 +33,18 @@ def torch_name(dtype: torch.dtype) -> str:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a name that `torch_name` gave."""
+    """The dtype of a name that `torch_name` gave.
+
+    Raises:
+        Error: UNIMPLEMENTED if this PyTorch lacks it.
+    """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"this PyTorch ({torch.__version__}) has no dtype {name!r}")
+        raise Error(
+            "UNIMPLEMENTED",
+            f"load a tensor of dtype {name!r}: this PyTorch ({torch.__version__}) has none; load it with a "
+            "newer one",
+        )
     return dtype
 
 

@@ -137,3 +137,12 @@ def test_a_partial_checkpoint_is_never_loaded(tmp_path: Path) -> None:
         holdfast.load(partial)
     assert error.value.code == "FAILED_PRECONDITION"
     assert holdfast.list_checkpoints(tmp_path) == []
+
+
+def test_a_dtype_that_this_pytorch_lacks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {"scale": torch.ones(4, dtype=torch.float8_e8m0fnu)}
+    holdfast.save_async(state, tmp_path / "s").wait(60)
+    monkeypatch.delattr(torch, "float8_e8m0fnu")
+    with pytest.raises(holdfast.Error, match="'float8_e8m0fnu'.*newer") as error:
+        holdfast.load(tmp_path / "s")
+    assert error.value.code == "UNIMPLEMENTED"
