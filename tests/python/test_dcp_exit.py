@@ -104,3 +104,40 @@ def test_a_checkpoint_process_that_is_killed_leaves_no_memory_and_no_checkpoint(
     loaded = {"w": torch.zeros(1_000_000)}
     dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(tmp_path / "first"))
     assert (loaded["w"] == 1).all()
+
+
+_INTERRUPTED = """
+import os, signal, sys, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed.checkpoint as dcp, holdfast.dcp
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+class Planner(dcp.DefaultSavePlanner):
+    def create_local_plan(self):
+        if sys.argv[2] == "planning":
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().create_local_plan()
+
+    def resolve_data(self, item):
+        if sys.argv[2] == "staging":
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().resolve_data(item)
+
+state = {"w": torch.arange(2_000_000.0)}
+try:
+    holdfast.dcp.async_save(state, checkpoint_id=sys.argv[1], planner=Planner())
+except KeyboardInterrupt:
+    print("interrupted")
+holdfast.flush(60)
+print(os.path.exists(sys.argv[1] + "/.metadata"))
+holdfast.dcp.async_save(state, checkpoint_id=sys.argv[1]).result(60)
+print(holdfast.dcp.verify(sys.argv[1])["verdict"])
+"""
+
+
+@pytest.mark.parametrize("when", ["planning", "staging"])
+def test_an_interrupt_in_the_call_is_raised_and_leaves_nothing_behind(when: str, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _INTERRUPTED, str(tmp_path / "run"), when],
+                          capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    assert done.stdout.split() == ["interrupted", "False", "sound"], done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr

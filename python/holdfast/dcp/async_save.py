@@ -66,6 +66,14 @@ def _error_of(failure: BaseException, path: str) -> Error:
     return Error("UNKNOWN", f"save {path}{of}: {failure!r}", number)
 
 
+def _interrupt_of(failure: BaseException, rank: int) -> BaseException | None:
+    """The interrupt of this rank that the framework has wrapped, if it is one: Ctrl-C is no failure."""
+    if isinstance(failure, CheckpointException) and rank in failure.failures:
+        own = failure.failures[rank][0]
+        return own if isinstance(own, (KeyboardInterrupt, SystemExit)) else None
+    return None
+
+
 class Upload:
     """One save until its ``.metadata`` is durable; what `holdfast.flush` waits for.
 
@@ -79,7 +87,7 @@ class Upload:
         self.path = path
         self.step = step
         self.extra = extra if save is None else save.extra
-        self.durable: Future = saving._SeenFuture()
+        self.durable = saving._SeenFuture()
         self.durable.set_running_or_notify_cancel()
         self.staged: Future = save.staged if save is not None else self.durable
         self._save: saving.Save | None = save
@@ -339,6 +347,9 @@ def async_save(
             _forget_plans(planner)
         told = _error_of(error, str(writer.path))
         events.publish_raised(str(writer.path), writer.step, told, **who)
+        interrupt = _interrupt_of(error, planning.get_rank())
+        if interrupt is not None:
+            raise interrupt from error
         raise
     written, failure = None, None
     late = async_stager.late if isinstance(async_stager, Stager) else None
@@ -355,6 +366,7 @@ def async_save(
         upload = Upload(str(writer.path), writer.step, own, run, after, save, who)
         _last[key] = upload
     if isinstance(failure, (KeyboardInterrupt, SystemExit)):
+        upload.durable.seen = True  # nobody has it
         raise failure
     if _answers_with_both(async_stager):
         staged: Future[None] = save.staged if save is not None else Future()
