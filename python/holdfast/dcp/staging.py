@@ -41,7 +41,13 @@ class _Block:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.fd = os.memfd_create("holdfast-staged", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, nbytes)
+        try:
+            os.ftruncate(self.fd, nbytes)
+        except OSError as error:  # a limit of file sizes is one of such memory, too
+            os.close(self.fd)
+            raise Error(
+                "RESOURCE_EXHAUSTED", f"stage {nbytes} bytes: {error.strerror}", error.errno or 0
+            ) from error
         self._lease: StorageWeakRef | None = None
 
     @property
