@@ -49,7 +49,7 @@ def run_ranks(
 ) -> list[Any]:
     """Runs ``body(rank, *args)`` on every rank; returns what they return, or fails.
 
-    The rank `dying` is expected to be killed, and returns None.
+    The rank `dying` is expected to be killed or to stop for good, and returns None.
     """
     answers = _context.Queue()
     number = len(list(scratch.glob("store-*")))
@@ -69,6 +69,8 @@ def run_ranks(
             if failure:
                 failures.append(f"rank {rank}:\n{failure}")
     finally:
+        if dying is not None:
+            processes[dying].kill()  # stopped, it would be waited for
         for process in processes:
             process.join(30)
             if process.is_alive():

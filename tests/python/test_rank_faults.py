@@ -13,6 +13,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from small_disk import mounted
 import holdfast
 import holdfast.dcp
 from holdfast import events
-from holdfast.dcp import metadata
+from holdfast.dcp import metadata, writer
 
 MIB = 1 << 20
+GROUP_TIMEOUT = 5.0  # seconds, of the process group of ranks that stop
 ELEMENTS = 2 * MIB  # of 4 bytes, for each rank: two chunks, the second of which waits for the rate
 
 
@@ -103,6 +105,16 @@ def _survivable(rank: int, directory: str) -> list[tuple[str, str, int, float, i
             filler.unlink()
         return future
 
+    def full_on_one_rank(step: int) -> Any:
+        filler = _fill(directory, 4 * MIB) if rank == 0 else None  # room for what the other writes
+        dist.barrier()
+        small = {f"r{rank}": torch.ones(1000), "step": step}
+        future = begin(step) if rank == 1 else holdfast.dcp.async_save(small, checkpoint_id=path)
+        future.exception(30)
+        if filler is not None:
+            filler.unlink()
+        return future
+
     def full_at_the_end(step: int) -> Any:
         def full(*arguments: Any) -> None:
             filler = _fill(directory, 0)
@@ -116,7 +128,8 @@ def _survivable(rank: int, directory: str) -> list[tuple[str, str, int, float, i
         future.exception(30)
         return future
 
-    for step, fault in enumerate((worker_killed, worker_hangs, full_while_writing, full_at_the_end), 2):
+    faults = (worker_killed, worker_hangs, full_while_writing, full_on_one_rank, full_at_the_end)
+    for step, fault in enumerate(faults, 2):
         since = time.monotonic()
         future = fault(step)
         error = future.exception(60)
@@ -143,6 +156,7 @@ def test_a_rank_that_fails_at_any_phase_fails_the_save_and_nothing_else(small_di
         "worker_killed": ((1,), "ABORTED", 20),
         "worker_hangs": ((1,), "DEADLINE_EXCEEDED", 30),
         "full_while_writing": ((0, 1), "No space left on device", 20),
+        "full_on_one_rank": ((1,), "No space left on device", 20),
         "full_at_the_end": ((0,), "No space left on device", 20),
     }
     for rank, found in enumerate(results):
@@ -157,46 +171,107 @@ def test_a_rank_that_fails_at_any_phase_fails_the_save_and_nothing_else(small_di
     assert len(os.listdir(small_disk / "run")) == 5
 
 
-def _lethal(rank: int, directory: str, dying: int, phase: str) -> tuple[str, float]:
-    path = os.path.join(directory, "run")
-    holdfast.dcp.async_save(_state(rank, 1), checkpoint_id=path).result()
+class _Saving(dcp.DefaultSavePlanner):
+    """Calls `end` where a plan is made, or where the data of one is asked for."""
+
+    def __init__(self, phase: str, end: Callable[[], None]) -> None:
+        super().__init__()
+        self.phase, self.end = phase, end
+
+    def create_local_plan(self) -> Any:
+        if self.phase == "planning":
+            self.end()
+        return super().create_local_plan()
+
+    def resolve_data(self, item: Any) -> Any:
+        if self.phase == "staging":
+            self.end()
+        return super().resolve_data(item)
+
+
+class _Loading(dcp.DefaultLoadPlanner):
+    def __init__(self, end: Callable[[], None]) -> None:
+        super().__init__()
+        self.end = end
+
+    def resolve_tensor(self, item: Any) -> Any:
+        self.end()
+        return super().resolve_tensor(item)
+
+
+def _lethal(rank: int, path: str, dying: int, phase: str, number: signal.Signals) -> tuple[str, float]:
+    """What a rank is told when the rank `dying` sends itself a signal in a phase, and after how long."""
+    group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT))
+    dist.barrier()
+
+    def end() -> None:
+        if rank == dying:
+            os.kill(os.getpid(), number)
+
+    def begin(step: int, phase: str = "") -> Any:
+        planner = _Saving(phase, end)
+        state = _state(rank, step)
+        return holdfast.dcp.async_save(state, checkpoint_id=path, planner=planner, process_group=group)
+
+    begin(1).result()
     dist.barrier()
     since = time.monotonic()
+    if rank == dying and phase == "writing":
+        _worker_of(lambda: begin(2))
+        end()
+    elif rank == dying and phase == "finalize":
+        wait = writer.Written.wait
+        # Rank 0 has heard of all data then; another one has told of its own to nobody.
+        if rank == 0:
+            metadata.commit = lambda *_: end()
+        else:
+            writer.Written.wait = lambda self: (wait(self), end())[0]  # type: ignore[method-assign]
+    try:
+        if phase == "loading":
+            reader = holdfast.dcp.StorageReader(path)
+            dcp.load(_state(rank, 0), storage_reader=reader, planner=_Loading(end), process_group=group)
+            return "None", 0.0
+        return repr(begin(2, phase).exception(40)), time.monotonic() - since
+    except TimeoutError:
+        return "None", time.monotonic() - since
+    except Exception as error:
+        return repr(error), time.monotonic() - since
 
-    def begin() -> Any:
-        return holdfast.dcp.async_save(_state(rank, 2), checkpoint_id=path)
 
-    if rank == dying:
-        if phase == "writing":
-            _worker_of(begin)
-            os.kill(os.getpid(), signal.SIGKILL)
-        metadata.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-        begin().exception(60)
-    error = begin().exception(60)
-    return repr(error), time.monotonic() - since
+# Each phase with each signal, and each phase with each rank. A rank that is killed while it stages: test_dcp_ranks.py.
+LETHAL = {
+    signal.SIGKILL: [(0, "planning"), (1, "writing"), (0, "finalize"), (1, "loading")],
+    signal.SIGSTOP: [(1, "planning"), (0, "staging"), (0, "writing"), (1, "finalize"), (0, "loading")],
+}
 
 
-@pytest.mark.parametrize(("dying", "phase"), [(1, "writing"), (0, "finalize")])
-def test_a_rank_that_is_killed_at_any_phase_hangs_nobody(dying: int, phase: str, tmp_path: Path) -> None:
-    results = dcp_ranks.run_ranks(2, tmp_path, _lethal, str(tmp_path), dying, phase, dying=dying)
-    told, seconds = results[1 - dying]
-    assert told != "None", "it was told that the save is complete"
-    assert seconds < 20
-    path = tmp_path / "run"
-    for rank in (0, 1):
-        loaded = {f"r{rank}": torch.zeros(ELEMENTS), "step": 0}
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("number", LETHAL, ids=["killed", "stopped"])
+def test_a_rank_that_ends_at_any_phase_hangs_nobody(number: signal.Signals, tmp_path: Path) -> None:
+    cases = LETHAL[number]
+
+    def run(case: tuple[int, str]) -> tuple[str, float]:
+        dying, phase = case
+        scratch = tmp_path / phase
+        scratch.mkdir()
+        path = str(scratch / "run")
+        return dcp_ranks.run_ranks(2, scratch, _lethal, path, dying, phase, number, dying=dying)[1 - dying]
+
+    with ThreadPoolExecutor(len(cases)) as pool:  # they wait most of the time
+        answers = list(pool.map(run, cases))
+    limit = 20 if number == signal.SIGKILL else GROUP_TIMEOUT + 25
+    for (dying, phase), (told, seconds) in zip(cases, answers, strict=True):
+        assert told != "None", f"{phase}: nobody was told that rank {dying} has ended"
+        assert seconds < limit, (phase, told)
+        path = tmp_path / phase / "run"
+        loaded = {"r0": torch.zeros(ELEMENTS), "r1": torch.zeros(ELEMENTS), "step": 0}
         dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(path), no_dist=True)
-        assert loaded["step"] == 1
-        assert (loaded[f"r{rank}"] == 1).all()
-    # The orphan of the killed rank may still be at work; the next save removes what is left.
-    dcp_ranks.run_ranks(2, tmp_path, _save_again, str(path))
-    assert holdfast.dcp.verify(path)["verdict"] == "sound"
-    assert len(os.listdir(path)) == 5
-
-
-def _save_again(rank: int, path: str) -> None:
-    holdfast.dcp.async_save(_state(rank, 3), checkpoint_id=path).result()
-    holdfast.flush()
+        assert loaded["step"] == 1, phase
+        assert (loaded["r0"] == 1).all() and (loaded["r1"] == 1).all(), phase
+        # The orphan of the rank that has ended may still be at work; the next save removes what is left.
+        holdfast.dcp.async_save({"w": torch.ones(9)}, checkpoint_id=path).result(60)
+        assert holdfast.dcp.verify(path)["verdict"] == "sound", phase
+        assert len(os.listdir(path)) == 3, (phase, os.listdir(path))
 
 
 def _one_hangs(rank: int, directory: str, way: str) -> tuple[str, float]:
