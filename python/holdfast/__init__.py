@@ -56,12 +56,17 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        value = getattr(importlib.import_module(f"holdfast.{_LAZY[name]}"), name)
-        globals()[name] = value
-        return value
-    if name in ("dcp", "observe", "snapshots"):
-        return importlib.import_module(f"holdfast.{name}")
+    try:
+        if name in _LAZY:
+            value = getattr(importlib.import_module(f"holdfast.{_LAZY[name]}"), name)
+            globals()[name] = value
+            return value
+        if name in ("dcp", "observe", "snapshots"):
+            return importlib.import_module(f"holdfast.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"holdfast.{name} needs PyTorch: install torch", name="torch") from error
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
 
 
