@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -357,6 +357,18 @@ def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
     return directory, name
 
 
+@contextlib.contextmanager
+def _telling_other_ranks(directory: str, name: str, attempt: str, world_size: int) -> Iterator[None]:
+    """Around what may fail on this rank alone: the others need not wait for it until their deadline."""
+    try:
+        yield
+    except BaseException:
+        if world_size > 1:
+            with contextlib.suppress(Error):
+                _native.abandon_save(directory, name, attempt)
+        raise
+
+
 @events.tells_refusals
 def save_async(
     state: Any,
@@ -418,52 +430,53 @@ def save_async(
     directory, name = _split(path)
     # First of all that may fail on one rank alone: every rank has to count every save.
     attempt = attempt or _ranks.attempt_of(os.path.join(directory, name), step, world_size)
-    described = _state.describe(state)
-    blob, index = _pickled(described.objects, objects)
-    own = _own_of_rank(described, per_rank, world_size) if world_size > 1 else set()
-    mine = [s for s in described.stored if world_size == 1 or rank == 0 or s.name in own]
-    structure = json.dumps(
-        {
-            "holdfast_state": FORMAT_VERSION,
-            "rank": rank,
-            "world_size": world_size,
-            "per_rank": sorted(own),
-            "objects": index,
-            "root": described.root,
-        },
-        separators=(",", ":"),
-        allow_nan=False,
-    ).encode()
+    with _telling_other_ranks(directory, name, attempt, world_size):
+        described = _state.describe(state)
+        blob, index = _pickled(described.objects, objects)
+        own = _own_of_rank(described, per_rank, world_size) if world_size > 1 else set()
+        mine = [s for s in described.stored if world_size == 1 or rank == 0 or s.name in own]
+        structure = json.dumps(
+            {
+                "holdfast_state": FORMAT_VERSION,
+                "rank": rank,
+                "world_size": world_size,
+                "per_rank": sorted(own),
+                "objects": index,
+                "root": described.root,
+            },
+            separators=(",", ":"),
+            allow_nan=False,
+        ).encode()
 
-    waiting = _capture_early(mine, _late_memory(state, late))
-    plan = _native.Plan()
-    # Host tensors first: whatever is in host memory is staged before the call returns.
-    mine.sort(key=lambda s: _devices.device_of(s.device) is not None)
-    tensors: list[Any] = [
-        (s.name, s.dtype, list(s.shape), s.address, s.nbytes, _devices.device_of(s.device),
-         _devices.stream_of(s.device))
-        for s in mine
-    ]
-    plan.add_safetensors(
-        model_file(rank, world_size),
-        tensors,
-        [("format", "pt")],
-        attempt,
-    )
-    buffers = []
-    for file, entry, data in (
-        (structure_file(rank, world_size), STRUCTURE, structure),
-        (objects_file(rank, world_size), OBJECTS, blob),
-    ):
-        if data:
-            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            buffers.append(buffer)
-            plan.add_file(file)
-            plan.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
-    door = _runtime.door(
-        directory, plan.total_bytes, when_full=when_full, keep_last=keep_last,
-        keep_every=keep_every, rank=rank, world_size=world_size,
-    )
+        waiting = _capture_early(mine, _late_memory(state, late))
+        plan = _native.Plan()
+        # Host tensors first: whatever is in host memory is staged before the call returns.
+        mine.sort(key=lambda s: _devices.device_of(s.device) is not None)
+        tensors: list[Any] = [
+            (s.name, s.dtype, list(s.shape), s.address, s.nbytes, _devices.device_of(s.device),
+             _devices.stream_of(s.device))
+            for s in mine
+        ]
+        plan.add_safetensors(
+            model_file(rank, world_size),
+            tensors,
+            [("format", "pt")],
+            attempt,
+        )
+        buffers = []
+        for file, entry, data in (
+            (structure_file(rank, world_size), STRUCTURE, structure),
+            (objects_file(rank, world_size), OBJECTS, blob),
+        ):
+            if data:
+                buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+                buffers.append(buffer)
+                plan.add_file(file)
+                plan.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
+        door = _runtime.door(
+            directory, plan.total_bytes, when_full=when_full, keep_last=keep_last,
+            keep_every=keep_every, rank=rank, world_size=world_size,
+        )
     extra = {
         "kind": "state",
         "called_ns": called_ns,

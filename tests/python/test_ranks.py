@@ -110,17 +110,16 @@ def one_rank_fails(rank: int, directory: str) -> None:
     holdfast.save_async(state_of(rank, 1), os.path.join(directory, "s1"), step=1).wait(60)
     state: dict[str, Any] = state_of(rank, 2)
     path = os.path.join(directory, "s2")
-    holdfast.configure(time_ranks_max=5.0)
+    begin = time.monotonic()
     if rank == 1:
-        begin = time.monotonic()
         with pytest.raises(holdfast.Error, match="cannot be pickled"):
             holdfast.save_async({**state, "f": lambda: 1}, path, step=2)
         assert time.monotonic() - begin < 1
-    else:
+    else:  # it hears of that, and does not wait for half an hour
         with pytest.raises(holdfast.Error) as error:
             holdfast.save_async(state, path, step=2).wait(60)
-        assert error.value.code == "DEADLINE_EXCEEDED"
-        assert not isinstance(error.value, TimeoutError)  # the save has ended, not only the wait
+        assert error.value.code == "ABORTED"
+        assert time.monotonic() - begin < 30
     dist.barrier()
     # The failed save counts on both ranks: the next one works, of the same name and of another.
     holdfast.save_async(state, path, step=2).wait(60)

@@ -35,7 +35,8 @@ struct Retention {
 
 /// How a Checkpointer works. The defaults suit one rank on a local disk.
 struct CheckpointerOptions {
-  std::string directory;  ///< Checkpoints are made below it. It must exist and be writable.
+  std::string directory;  ///< Checkpoints are made below it. It must exist; the first save finds
+  ///< out whether it can be written to.
   StagingOptions staging;
   Launcher launcher = Launcher::kSpawn;
   EngineRung engine = EngineRung::kAuto;
