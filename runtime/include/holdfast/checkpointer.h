@@ -35,8 +35,9 @@ struct Retention {
 
 /// How a Checkpointer works. The defaults suit one rank on a local disk.
 struct CheckpointerOptions {
-  std::string directory;  ///< Checkpoints are made below it. It must exist; the first save finds
-  ///< out whether it can be written to.
+  /// Checkpoints are made below it. It must exist; the first save finds out whether it can be
+  /// written to.
+  std::string directory;
   StagingOptions staging;
   Launcher launcher = Launcher::kSpawn;
   EngineRung engine = EngineRung::kAuto;
