@@ -124,9 +124,9 @@ def counts() -> collections.Counter[str]:
     )
     held["threads"] = len(os.listdir("/proc/self/task"))
     for line in Path("/proc/self/maps").read_text().splitlines():
-        name = line.split(maxsplit=5)[5:]
-        if name and name[0].startswith(("/memfd:", "/dev/shm", "/dev/zero")):
-            held["mapping of " + name[0]] += 1
+        _, rights, _, _, _, *name = line.split(maxsplit=5)
+        if rights.endswith("s"):
+            held["shared mapping of " + "".join(name)] += 1
     held["staging memory held"] = holdfast.staging().get("bytes_held", 0)
     held["staged copies held"] = staging.held_bytes()
     held["saves in flight"] = len(saving._in_flight)
