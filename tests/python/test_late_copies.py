@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -199,11 +200,18 @@ def test_a_save_that_fails_in_staging_does_not_end_the_step(
     assert error.value.code == "CANCELLED"
 
 
-def test_the_optimizers_step_waits_for_the_copies_on_the_stream(
+def test_the_stream_waits_for_the_copies_before_the_optimizers_step(
     slow: SlowDevice, tmp_path: Path
 ) -> None:
+    class Looking(torch.optim.SGD):
+        waits_before: int | None = None
+
+        def step(self, *arguments: Any) -> Any:
+            self.waits_before = len(slow.waits)  # what comes afterwards comes too late
+            return super().step(*arguments)
+
     net = Net()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = Looking(net.parameters(), lr=0.1)
     hook = holdfast.wait_before_step(optimizer)
     save = holdfast.save_async({"net": net}, tmp_path / "s")
     net(torch.randn(8, 64)).sum().backward()
@@ -212,7 +220,8 @@ def test_the_optimizers_step_waits_for_the_copies_on_the_stream(
     stepped.start()
     stepped.join(30)
     assert not stepped.is_alive(), "the CPU waited for the copies"
-    assert len(slow.waits) > waits, "the stream does not wait for the copies"
+    assert optimizer.waits_before is not None
+    assert optimizer.waits_before > waits, "the stream does not wait for the copies"
     hook.remove()
     slow.open.set()
     save.wait(60)
