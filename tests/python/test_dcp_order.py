@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,7 @@ def _slow_second(rank: int, path: str) -> list[tuple[int, list[list[str]]]]:
     metadata.commit = look
     if rank == 1:  # its second chunk waits for the rate
         holdfast.configure(bytes_per_second_max=8 * MIB)
-    state = {f"r{rank}": torch.full(((2 * MIB if rank else 1000),), 1.0), "step": 1}
+    state = {f"r{rank}": torch.full((2 * MIB if rank else 1000,), 1.0), "step": 1}
     for way in ("async_save", "save"):
         watch = Watch(path)
         dist.barrier()
@@ -128,7 +127,6 @@ def _slow_second(rank: int, path: str) -> list[tuple[int, list[list[str]]]]:
             dcp.save({**state, "step": 2}, storage_writer=holdfast.dcp.StorageWriter(path))
         seen.append(watch.stop())
         dist.barrier()
-        time.sleep(0.05)
     return seen
 
 
