@@ -3,6 +3,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/trampoline.h>
 
+#include <string>
+
 #include "bindings.h"
 #include "holdfast/device.h"
 #ifdef HOLDFAST_WITH_CUDA
@@ -87,8 +89,13 @@ class PythonDevice : public Device {
 Device* FindCudaDevice(int ordinal) {
 #ifdef HOLDFAST_WITH_CUDA
   EnableCuda();
-#endif
   return ValueOrThrow(CudaDevice(ordinal));
+#else
+  Raise(absl::UnimplementedError(
+      "use tensors on cuda:" + std::to_string(ordinal) +
+      ": this holdfast was built without the CUDA toolkit; install it again where the build finds "
+      "one (nvcc in PATH, or CUDAToolkit_ROOT), or move them to the CPU"));
+#endif
 }
 
 }  // namespace

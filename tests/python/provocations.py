@@ -177,6 +177,19 @@ def meta_tensor(directory: Path) -> str:
 
 
 @provocation
+def built_without_cuda(directory: Path) -> str:
+    """As for a tensor on a GPU, which need not be there for it."""
+    from holdfast import _devices
+
+    if torch.cuda.is_available():
+        pytest.skip("there is CUDA here")
+    message = said(lambda: _devices.device_of(torch.device("cuda", 0)))
+    if "built without" not in message:
+        pytest.skip("this package was built with CUDA")
+    return message
+
+
+@provocation
 def cycle(directory: Path) -> str:
     state: dict[str, Any] = {"a": {}}
     state["a"]["b"] = state
