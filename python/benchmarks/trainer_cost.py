@@ -45,6 +45,7 @@ import torch
 import holdfast
 
 TENSORS = 48
+WINDOW = 64 << 20  # of staging memory, through which staged tensors are written
 BLOCK = 4 << 20
 WRITES_AT_ONCE = 4
 OURS = ("holdfast", "holdfast.dcp")
@@ -218,7 +219,7 @@ def end_checkpoint_process() -> None:
         kept._save_process.join()
 
 
-def dcp_async(process: bool, tuned: bool, holdfast_cap: int = 0) -> Way:
+def dcp_async(process: bool, tuned: bool, staged_max: int = 0) -> Way:
     """The framework's own async_save; with a cap, through Holdfast's writer, which is the stager, too."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -237,7 +238,7 @@ def dcp_async(process: bool, tuned: bool, holdfast_cap: int = 0) -> Way:
                                    use_async_staging=True, use_non_blocking_copy=False)
                 )
             options["async_stager"] = staging["stager"]
-        writer = holdfast.dcp.StorageWriter(path) if holdfast_cap else dcp_writer(path)
+        writer = holdfast.dcp.StorageWriter(path, staging_bytes_max=staged_max) if staged_max else dcp_writer(path)
         answer = dcp.async_save(tensors, storage_writer=writer, async_checkpointer_type=kind, **options)
         if hasattr(answer, "upload_completion"):
             staging["staged"] = answer.staging_completion
@@ -254,14 +255,14 @@ def dcp_async(process: bool, tuned: bool, holdfast_cap: int = 0) -> Way:
         if staging["stager"] is not None:
             staging["stager"].close()
             staging["stager"] = None
-        if holdfast_cap:
+        if staged_max:
             holdfast.flush()
             holdfast.dcp.Stager().close()
             holdfast.trim()
 
     def prepare() -> None:
-        if holdfast_cap:
-            holdfast.configure(arena_bytes=holdfast_cap)
+        if staged_max:
+            holdfast.configure(arena_bytes=WINDOW)
 
     return Way(start, load_dcp, prepare=prepare, finish=finish, before_step=before_step)
 
@@ -289,8 +290,8 @@ def all_ways(nbytes: int) -> dict[str, Way]:
         "holdfast.dcp": holdfast_way(whole, dcp=True),
         "holdfast, cap 1/8": holdfast_way(eighth, dcp=False),
         "holdfast.dcp, cap 1/8": holdfast_way(eighth, dcp=True),
-        "holdfast.dcp.StorageWriter, thread": dcp_async(process=False, tuned=False, holdfast_cap=whole),
-        "holdfast.dcp.StorageWriter, process": dcp_async(process=True, tuned=False, holdfast_cap=whole),
+        "holdfast.dcp.StorageWriter, thread": dcp_async(process=False, tuned=False, staged_max=nbytes + WINDOW),
+        "holdfast.dcp.StorageWriter, process": dcp_async(process=True, tuned=False, staged_max=nbytes + WINDOW),
         "torch.save": Way(torch_save, load_torch),
         "torch.save in a forked child": Way(forked_torch_save, load_torch),
         "dcp.save": Way(dcp_save, load_dcp),

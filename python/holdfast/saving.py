@@ -453,16 +453,10 @@ def save_async(
         # Host tensors first: whatever is in host memory is staged before the call returns.
         mine.sort(key=lambda s: _devices.device_of(s.device) is not None)
         tensors: list[Any] = [
-            (s.name, s.dtype, list(s.shape), s.address, s.nbytes, _devices.device_of(s.device),
-             _devices.stream_of(s.device))
-            for s in mine
+            (s.name, s.dtype, list(s.shape), s.address, s.nbytes,
+             _devices.device_of(s.device), _devices.stream_of(s.device)) for s in mine
         ]
-        plan.add_safetensors(
-            model_file(rank, world_size),
-            tensors,
-            [("format", "pt")],
-            attempt,
-        )
+        plan.add_safetensors(model_file(rank, world_size), tensors, [("format", "pt")], attempt)
         buffers = []
         for file, entry, data in (
             (structure_file(rank, world_size), STRUCTURE, structure),
