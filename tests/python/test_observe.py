@@ -125,7 +125,7 @@ def test_a_refused_save_is_raised_and_not_logged_as_well(
     assert not lines(caplog, logging.ERROR)
 
 
-def test_the_root_logger_is_left_alone() -> None:
+def test_the_root_logger_is_left_alone(tmp_path: Path) -> None:
     program = (
         "import logging, sys, torch, holdfast\n"
         "root = logging.getLogger()\n"
@@ -134,12 +134,9 @@ def test_the_root_logger_is_left_alone() -> None:
         "assert (list(root.handlers), root.level) == before\n"
         "assert not logging.getLogger('holdfast').handlers\n"
     )
-    path = f"/tmp/holdfast-observe-{os.getpid()}"
-    done = subprocess.run(
-        [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=120
-    )
-    subprocess.run(["rm", "-rf", path], check=True)
-    assert done.returncode == 0 and done.stdout == "" and done.stderr == ""
+    command = [sys.executable, "-c", program, str(tmp_path / "s")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 # ---- Observers as such.
