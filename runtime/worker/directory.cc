@@ -156,7 +156,8 @@ void RemoveTraces(JobRun* run) {
   if (files_only) return;
   // Whoever clears the last file away also takes the marker; a rank that comes later finds no
   // directory, or makes one of its own and fails at its deadline.
-  if (run->job->world_size > 1 && HoldsOnly(run->directory, layout::kAbortedName, run->directory_buffer)) {
+  if (run->job->world_size > 1 &&
+      HoldsOnly(run->directory, layout::kAbortedName, run->directory_buffer)) {
     Unlink(*run, layout::kAbortedName);
   }
   // Refused while other ranks' files are there.
