@@ -13,6 +13,8 @@ FILES = {
     "test_dtensor_checkpoint.py": False,
     "test_dtensor_resharding.py": False,
     "test_state_dict_stager.py": False,
+    "test_file_system_checkpoint.py": False,
+    "test_fsspec.py": False,
 }
 ASYNC = "*_async_*"
 
@@ -69,6 +71,8 @@ IMPOSSIBLE = {
     "planner; no writer, reader or stager takes part",
     "test_state_dict_stager.py::*": "tests the private class StateDictStager, which no AsyncStager "
     "has; Holdfast's stager is tested through async_save",
+    "test_file_system_checkpoint.py::*": "test_file_system_checkpoint_cpu.py again, on two GPUs",
+    "test_fsspec.py::*": "writes to URLs, which Holdfast leaves to the framework",
 }
 
 # Tests that want a newer PyTorch than the installed one: pattern, what they look for.

@@ -7,6 +7,7 @@ saves were is in the journal.
 from __future__ import annotations
 
 import argparse
+import ast
 import fnmatch
 import importlib
 import inspect
@@ -75,6 +76,15 @@ def _lacking(name: str) -> str | None:
     return f"needs a newer PyTorch: {attribute} has no {needs[1]}"
 
 
+def _tests_in(file: Path) -> list[str]:
+    """CLASS.TEST, of a file that is not imported; without what a decorator makes of them."""
+    if not file.exists():
+        return []
+    classes = [n for n in ast.parse(file.read_text()).body if isinstance(n, ast.ClassDef)]
+    return [f"{c.name}.{f.name}" for c in classes for f in c.body
+            if isinstance(f, ast.FunctionDef) and f.name.startswith("test")]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
@@ -89,7 +99,8 @@ def main() -> None:
 
     whole = adaptations.IMPOSSIBLE.get(f"{arguments.name}::*")
     if whole is not None:
-        tell("(all of the file)", "impossible", whole)
+        for test in _tests_in(arguments.file) or ["(all of the file)"]:
+            tell(test, "impossible", whole)
         return
 
     import pytorch_substitutes as substitutes
