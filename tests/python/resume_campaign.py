@@ -36,7 +36,7 @@ RANKS = {"plain": 1, "dcp": 2}
 IN_SAVES = ("staging", "writing", "commit", "finalize")
 ORDER = ("commit", "writing", "finalize", "load", "staging", "commit", "writing", "training", "staging", "finalize")
 FIRST = {"plain": 0, "dcp": 4}  # so that a few kills of both have most phases
-LIMIT = 180.0
+LIMIT = 180.0  # seconds in which nothing is told
 MISSED_MAX = 4
 
 
@@ -105,7 +105,10 @@ class Job:
             if "final" in told:
                 return False
             assert time.monotonic() < deadline, f"nothing is told any more; last {self.lines[-5:]}"
-            assert self.next_lines(1.0) or not self.ended(), f"the job ended; it told {self.lines[-5:]}"
+            if self.next_lines(1.0):
+                deadline = time.monotonic() + LIMIT
+            else:
+                assert not self.ended(), f"the job ended; it told {self.lines[-5:]}"
 
     def kill(self, with_workers: bool) -> None:
         pids = [p.pid for p in self.processes]
@@ -143,7 +146,9 @@ class Job:
         deadline = time.monotonic() + LIMIT
         while len(digests := {r: v for r, p, v in self.lines if p == "final"}) < len(self.processes):
             lines = self.next_lines(1.0)
-            if time.monotonic() > deadline or (self.ended() and not lines):
+            if lines:
+                deadline = time.monotonic() + LIMIT
+            elif time.monotonic() > deadline or self.ended():
                 self.kill(True)
                 raise AssertionError(f"the job did not reach its end; it told {self.lines[-5:]}")
         for process in self.processes:
