@@ -284,14 +284,14 @@ def holdfast_way(cap: int, dcp: bool) -> Way:
 
 
 def all_ways(nbytes: int) -> dict[str, Way]:
-    whole, eighth = nbytes + (64 << 20), max(16 << 20, nbytes // 8)
+    whole, eighth = nbytes + WINDOW, max(16 << 20, nbytes // 8)
     return {
         "holdfast": holdfast_way(whole, dcp=False),
         "holdfast.dcp": holdfast_way(whole, dcp=True),
         "holdfast, cap 1/8": holdfast_way(eighth, dcp=False),
         "holdfast.dcp, cap 1/8": holdfast_way(eighth, dcp=True),
-        "holdfast.dcp.StorageWriter, thread": dcp_async(process=False, tuned=False, staged_max=nbytes + WINDOW),
-        "holdfast.dcp.StorageWriter, process": dcp_async(process=True, tuned=False, staged_max=nbytes + WINDOW),
+        "holdfast.dcp.StorageWriter, thread": dcp_async(process=False, tuned=False, staged_max=whole),
+        "holdfast.dcp.StorageWriter, process": dcp_async(process=True, tuned=False, staged_max=whole),
         "torch.save": Way(torch_save, load_torch),
         "torch.save in a forked child": Way(forked_torch_save, load_torch),
         "dcp.save": Way(dcp_save, load_dcp),

@@ -18,21 +18,13 @@
 
 namespace holdfast {
 namespace checkpointer {
-namespace {
-
-constexpr mode_t kDirectoryMode = 0777;  // the umask takes its part
-constexpr mode_t kFileMode = 0666;
-
-}  // namespace
 
 absl::Status LeaveAbortedMark(int parent, const std::string& partial) {
+  constexpr mode_t kMode = 0666;  // the umask takes its part
   // The first rank that comes makes the directory, also for a mark.
-  if (sys::Sys().mkdirat(parent, partial.c_str(), kDirectoryMode) != 0 && errno != EEXIST)
-    return base::ErrnoStatus("make directory", partial, errno);
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd directory, OpenDirectory(parent, partial));
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd directory, MakeDirectory(parent, partial));
   const base::UniqueFd mark(sys::Sys().openat(directory.get(), layout::kAbortedName,
-                                              O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC,
-                                              kFileMode));
+                                              O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kMode));
   if (!mark.valid()) {
     return base::ErrnoStatus("make", absl::StrCat(partial, "/", layout::kAbortedName), errno);
   }

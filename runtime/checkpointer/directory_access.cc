@@ -50,6 +50,16 @@ absl::StatusOr<base::UniqueFd> OpenDirectory(int parent, const std::string& name
   return base::UniqueFd(fd);
 }
 
+absl::StatusOr<base::UniqueFd> MakeDirectory(int parent, const std::string& name) {
+  constexpr mode_t kMode = 0777;  // less the umask, as mkdir(1)
+  if (sys::Sys().mkdirat(parent, name.c_str(), kMode) != 0 && errno != EEXIST) {
+    const absl::Status failed = base::ErrnoStatus("make directory", name, errno);
+    // The parent was removed: retrying, as after a kNotFound of the open, could not help.
+    return absl::IsNotFound(failed) ? absl::FailedPreconditionError(failed.message()) : failed;
+  }
+  return OpenDirectory(parent, name);
+}
+
 absl::StatusOr<std::vector<DirectoryEntry>> ListDirectory(int directory) {
   // An open file description of its own: getdents64 moves the offset, and `directory` may be shared
   // with another process.

@@ -18,6 +18,10 @@ namespace holdfast::checkpointer {
 /// `parent` may be AT_FDCWD.
 absl::StatusOr<base::UniqueFd> OpenDirectory(int parent, const std::string& name);
 
+/// Makes a directory, or finds it, and opens it. \error kNotFound when it went away between the
+/// two, kFailedPrecondition when `parent` was removed; errors of mkdir and open.
+absl::StatusOr<base::UniqueFd> MakeDirectory(int parent, const std::string& name);
+
 struct DirectoryEntry {
   std::string name;
   bool is_directory = false;  ///< Asked from the inode where the listing does not tell.

@@ -19,7 +19,6 @@ namespace {
 constexpr absl::Duration kPoll = absl::Milliseconds(10);
 constexpr absl::Duration kHeldMax = absl::Seconds(30);
 constexpr int kRoundsMax = 100;
-constexpr mode_t kDirectoryMode = 0777;  // less the umask, as mkdir(1)
 
 /// 0, or the errno. EWOULDBLOCK: somebody holds a lock in the way.
 int Flock(int fd, int operation) {
@@ -54,16 +53,6 @@ bool MeansNoLocks(int error_number) {
          error_number == ENOLCK;
 }
 
-/// Makes and opens the directory once more. NotFound: it went away between the two.
-absl::StatusOr<base::UniqueFd> MakeAndOpen(int parent, const std::string& name) {
-  if (sys::Sys().mkdirat(parent, name.c_str(), kDirectoryMode) != 0 && errno != EEXIST) {
-    const absl::Status failed = base::ErrnoStatus("make directory", name, errno);
-    // The parent was removed: retrying, as after a kNotFound of the open, could not help.
-    return absl::IsNotFound(failed) ? absl::FailedPreconditionError(failed.message()) : failed;
-  }
-  return OpenDirectory(parent, name);
-}
-
 }  // namespace
 
 absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::string& name) {
@@ -75,7 +64,7 @@ absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::str
     return !file_system.local && MeansNoLocks(error_number);
   };
   for (int round = 0; round < kRoundsMax; ++round) {
-    auto in_use = MakeAndOpen(parent, name);
+    auto in_use = MakeDirectory(parent, name);
     if (absl::IsNotFound(in_use.status())) continue;
     if (!in_use.ok()) return in_use.status();
     auto trainer = OpenDirectory(parent, name);

@@ -115,14 +115,13 @@ bool SomeoneAborted(const JobRun& run) {
 
 void RemoveFiles(JobRun* run) {
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
-    FileNote& note = run->notes[i];
+    const FileNote& note = run->notes[i];
     if (note.created == 0) continue;
     const char* const name = layout::Files(run->job)[i].name;
     char temporary[kNameBytes];
     TemporaryName(name, temporary);
     if (note.renamed == 0 && !IsOurs(*run, i)) continue;
     Unlink(*run, note.renamed != 0 ? name : temporary);
-    note.created = 0;
   }
 }
 
