@@ -18,6 +18,7 @@ import dcp_ranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from faults import file_size_limit
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
@@ -394,26 +395,12 @@ def test_writers_are_pickled_without_what_they_hold(tmp_path: Path) -> None:
 # ---- Failures.
 
 
-@contextlib.contextmanager
-def _file_size_limit(nbytes: int) -> Any:
-    import resource
-
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
 def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_cleans_up(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "run"
     dcp.save(state_of(1), storage_writer=holdfast.dcp.StorageWriter(path))
-    with _file_size_limit(4096):
+    with file_size_limit(4096):
         with pytest.raises(CheckpointException, match=r"rank 0.*__0_1\.distcp") as caught:
             holdfast.dcp.async_save(state_of(2), checkpoint_id=path).result()
     (error,) = [e for e, _ in caught.value.failures.values()]
@@ -427,7 +414,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_cleans_up(
 
 
 def test_flush_tells_a_failure_that_nobody_has_seen(tmp_path: Path) -> None:
-    with _file_size_limit(4096):
+    with file_size_limit(4096):
         future = holdfast.dcp.async_save(state_of(2), checkpoint_id=tmp_path / "run")
         with pytest.raises((CheckpointException, holdfast.Error), match="__0_0"):
             holdfast.flush(60)

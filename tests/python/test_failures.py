@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from faults import file_size_limit, save_that_writes
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
@@ -39,31 +40,6 @@ def fresh_options() -> Iterator[None]:
     yield
     holdfast.flush(60)
     holdfast.configure(arena_bytes=0, bytes_per_second_max=0, launcher="spawn")
-
-
-@contextlib.contextmanager
-def file_size_limit(nbytes: int) -> Iterator[None]:
-    old = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, old[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old)
-        signal.signal(signal.SIGXFSZ, handler)
-
-
-def the_save() -> saving.Save:
-    """The one that goes on, once its worker writes."""
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        with saving._lock:
-            saves = [s for s in saving._in_flight if isinstance(s, saving.Save) and s._native]
-        for save in saves:
-            if save._native.worker_pid and save.progress()["phase"] == "writing":
-                return save
-        time.sleep(0.001)
-    raise AssertionError("its worker was never seen writing")
 
 
 def state() -> dict[str, Any]:
@@ -99,13 +75,13 @@ def too_large_to_stage(begin: Callable[[Path], Any], path: Path) -> BaseExceptio
 
 def killed(begin: Callable[[Path], Any], path: Path) -> BaseException | None:
     future = begin(path)
-    os.kill(the_save()._native.worker_pid, signal.SIGKILL)
+    os.kill(save_that_writes()._native.worker_pid, signal.SIGKILL)
     return future.exception(60)
 
 
 def cancelled(begin: Callable[[Path], Any], path: Path) -> BaseException | None:
     future = begin(path)
-    the_save().cancel()
+    save_that_writes().cancel()
     return future.exception(60)
 
 

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from faults import save_that_writes
 from small_disk import mounted
 
 import holdfast
@@ -47,19 +48,9 @@ def _state(rank: int, step: int) -> dict[str, Any]:
 
 def _worker_of(begin: Callable[[], Any]) -> tuple[Any, int]:
     """What `begin` returns, and the worker of the save that it began, once it writes."""
-    from holdfast import saving
-
     holdfast.configure(bytes_per_second_max=4 * MIB)
     future = begin()
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        with saving._lock:
-            saves = [s for s in saving._in_flight if isinstance(s, saving.Save) and s._native]
-        for save in saves:
-            if save._native.worker_pid and save.progress()["phase"] == "writing":
-                return future, save._native.worker_pid
-        time.sleep(0.001)
-    raise AssertionError("its worker was never seen writing")
+    return future, save_that_writes()._native.worker_pid
 
 
 def _fill(directory: str, leave: int) -> Path:
