@@ -10,23 +10,18 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import mmap
 import os
-import queue
 import shutil
 import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import raw_disk
 from trainer_cost import parse_bytes
 
 TENSORS = 64
-BLOCK = 4 << 20
-PAGE = mmap.PAGESIZE
-READS_AT_ONCE = 4
 
 
 def status(key: str) -> int:
@@ -34,41 +29,6 @@ def status(key: str) -> int:
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
     raise KeyError(key)
-
-
-def raw_read(path: str) -> float:
-    """Seconds for reading a file with O_DIRECT: 4 MiB at a time, four at once, dropping what is read."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    blocks: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-    for _ in range(READS_AT_ONCE):
-        block = mmap.mmap(-1, BLOCK)
-        block.madvise(mmap.MADV_HUGEPAGE)  # small pages cost the kernel more than the disk's time
-        block[::PAGE] = bytes(BLOCK // PAGE)
-        blocks.put(block)
-
-    def read(offset: int) -> None:
-        block = blocks.get()
-        os.preadv(fd, [block], offset)
-        blocks.put(block)
-
-    try:
-        begin = time.perf_counter()
-        with ThreadPoolExecutor(READS_AT_ONCE) as pool:
-            list(pool.map(read, range(0, os.fstat(fd).st_size, BLOCK)))
-        return time.perf_counter() - begin
-    finally:
-        os.close(fd)
-
-
-def engine_read(program: str, directory: str, nbytes: int) -> float:
-    """Seconds for as many bytes by the program's raw read."""
-    done = subprocess.run(
-        [program, "--dir", directory, "--bytes", str(nbytes), "--only", "read", "--pairs", "1", "--json"],
-        check=True, capture_output=True, text=True,
-    )
-    figures = json.loads(done.stdout)
-    rates = [figures.get(f"raw.read_bytes_per_second.{k}") for k in ("engine", "fio")]
-    return nbytes / max(r for r in rates if r)
 
 
 def child(path: str, nbytes: int) -> None:
@@ -117,9 +77,9 @@ def main() -> None:
     file = next(Path(path).glob("*.safetensors"))
     rows = []
     for _ in range(arguments.rounds):
-        raw = raw_read(str(file))
+        raw = raw_disk.read(str(file))
         if arguments.bench:
-            raw = min(raw, engine_read(arguments.bench, arguments.dir, arguments.bytes))
+            raw = min(raw, raw_disk.by_program(arguments.bench, "read", arguments.dir, arguments.bytes))
         answer = subprocess.run(
             [sys.executable, __file__, "--dir", arguments.dir, "--bytes", str(arguments.bytes),
              "--child", path],

@@ -27,27 +27,23 @@ import ctypes
 import gc
 import json
 import os
-import queue
 import shutil
 import statistics
-import subprocess
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import raw_disk
 import torch
 
 import holdfast
 
 TENSORS = 48
 WINDOW = 64 << 20  # of staging memory, through which staged tensors are written
-BLOCK = 4 << 20
-WRITES_AT_ONCE = 4
 OURS = ("holdfast", "holdfast.dcp")
 PORT = 29511
 
@@ -366,47 +362,6 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def raw_write(directory: str, nbytes: int) -> float:
-    """Seconds for the raw limit: O_DIRECT writes to a fresh, reserved file, and fsync."""
-    import mmap
-
-    path = os.path.join(directory, "raw")
-    blocks: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
-    for _ in range(WRITES_AT_ONCE):
-        block = mmap.mmap(-1, BLOCK)
-        block.madvise(mmap.MADV_HUGEPAGE)  # small pages cost the kernel more than the disk's time
-        block.write(os.urandom(BLOCK))
-        blocks.put(block)
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
-
-    def write(offset: int) -> None:
-        block = blocks.get()
-        os.pwrite(fd, block, offset)
-        blocks.put(block)
-
-    try:
-        os.posix_fallocate(fd, 0, nbytes)
-        begin = time.perf_counter()
-        with ThreadPoolExecutor(WRITES_AT_ONCE) as pool:
-            list(pool.map(write, range(0, nbytes // BLOCK * BLOCK, BLOCK)))
-        os.fsync(fd)
-        return time.perf_counter() - begin
-    finally:
-        os.close(fd)
-        os.unlink(path)
-
-
-def engine_write(program: str, directory: str, nbytes: int) -> float:
-    """Seconds for as many bytes by the program's raw write."""
-    done = subprocess.run(
-        [program, "--dir", directory, "--bytes", str(nbytes), "--only", "write", "--pairs", "1", "--json"],
-        check=True, capture_output=True, text=True,
-    )  # fmt: skip
-    figures = json.loads(done.stdout)
-    rates = [figures.get(f"raw.write_bytes_per_second.{k}") for k in ("fixed", "plain", "pwrite", "fio")]
-    return nbytes / max(r for r in rates if r)
-
-
 def table(result: dict[str, Any]) -> str:
     lines = [
         "| way | blocked, s | lost, s | durable, s | CPU, core-s | memory, MiB | bytes right |",
@@ -508,9 +463,9 @@ def main() -> None:
     rows: dict[str, list[dict[str, Any]]] = {w: [] for w in ways}
     raw = []
     for round_ in range(arguments.rounds):
-        raw.append(raw_write(arguments.dir, arguments.bytes))
+        raw.append(raw_disk.write(arguments.dir, arguments.bytes))
         if arguments.bench:
-            raw[-1] = min(raw[-1], engine_write(arguments.bench, arguments.dir, arguments.bytes))
+            raw[-1] = min(raw[-1], raw_disk.by_program(arguments.bench, "write", arguments.dir, arguments.bytes))
         for name, way in ways.items():
             row = measure(trainer, steps, way, os.path.join(arguments.dir, f"cost-{os.getpid()}"))
             rows[name].append(row)
