@@ -219,11 +219,7 @@ TEST_F(FaultTest, WorksWithoutRenameFlags) {
     save.Build();
     save.SealAll();
     sys::g_system.renameat2 = RenameWithoutFlags;
-    {
-      TestWorker worker(Launcher::kThread, trainer);
-      save.StartOn(&worker);
-      ASSERT_TRUE(save.AwaitDone());
-    }
+    ASSERT_TRUE(save.Run(Launcher::kThread));
     sys::g_system = sys::kKernel;
     EXPECT_TRUE(save.failure().ok());
     EXPECT_EQ(save.Unsound(), "");
@@ -265,10 +261,7 @@ TEST_F(FaultTest, GoesOnWithoutReservationAndSaysSo) {
   save.Build();
   save.SealAll();
   sys::g_system.fallocate = FallocateUnsupported;
-  TestWorker worker(Launcher::kThread, trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
-  worker.Join();
+  ASSERT_TRUE(save.Run(Launcher::kThread));
   EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.job()->completion.reserved_space, 0u);
   EXPECT_EQ(save.Unsound(), "");

@@ -129,9 +129,7 @@ TEST_P(Life, SaysWhatIsWrongWithATable) {
   save.AddFile("model.bin", {1000});
   save.Build();
   layout::Files(save.job())[0].name[0] = '/';
-  TestWorker worker(GetParam(), trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(GetParam()));
   EXPECT_EQ(save.failure().code, FailureCode::kInvalidArgument);
   EXPECT_EQ(save.failure().operation, Operation::kAttach);
   EXPECT_STREQ(save.job()->completion.reason, "a file's name is not a name");
@@ -146,9 +144,7 @@ TEST_P(Life, RefusesExtentsOutsideOfTheArena) {
   save.Seal(0);
   save.Seal(1);
   save.table().extent(1).arena_offset = kArena - kIoAlignment;
-  TestWorker worker(GetParam(), trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(GetParam()));
   EXPECT_EQ(save.failure().code, FailureCode::kInternal);
   EXPECT_TRUE(NamesIn(directory_.path()).empty());
 }
@@ -399,9 +395,7 @@ TEST(WorkerProcess, UmaskIsTheJobs) {
   save.Build();
   save.job()->umask = 077;
   save.SealAll();
-  TestWorker worker(Launcher::kSpawn, trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(Launcher::kSpawn));
   struct stat status = {};
   ASSERT_EQ(::stat((save.target_path() + "/model.bin").c_str(), &status), 0);
   EXPECT_EQ(status.st_mode & 0777, 0600u);

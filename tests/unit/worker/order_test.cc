@@ -93,11 +93,7 @@ TEST_F(OrderTest, DataBeforeNamesBeforeManifestBeforeTheDirectorysName) {
   save.AddFile("a.bin", {1000});
   save.Build();
   save.SealAll();
-  {
-    TestWorker worker(Launcher::kThread, trainer);
-    save.StartOn(&worker);
-    ASSERT_TRUE(save.AwaitDone());
-  }
+  ASSERT_TRUE(save.Run(Launcher::kThread));
   ASSERT_TRUE(save.failure().ok());
   const std::string manifest = save.manifest_name();
   EXPECT_EQ(Order(), (std::vector<std::string>{
@@ -127,11 +123,7 @@ TEST_F(OrderTest, OldCheckpointIsLeftToTheTrainerOnceTheNewOneIsDurable) {
   save.AddFile("a.bin", {1000});
   save.Build();
   save.SealAll();
-  {
-    TestWorker worker(Launcher::kThread, trainer);
-    save.StartOn(&worker);
-    ASSERT_TRUE(save.AwaitDone());
-  }
+  ASSERT_TRUE(save.Run(Launcher::kThread));
   ASSERT_TRUE(save.failure().ok());
   EXPECT_EQ(Tail(3), (std::vector<std::string>{
                          "rename partial step-7",  // refused: it exists
@@ -156,11 +148,7 @@ TEST_F(OrderTest, RankZeroMakesTheVotesOfTheOthersDurableBeforeItCommits) {
   ::mkdir(save.partial_path().c_str(), 0755);
   WriteFileAt(save.partial_path() + "/rank-00001-of-00002.manifest.json",
               R"({"attempt":"112233445566778899aabbccddeeff00"})");
-  {
-    TestWorker worker(Launcher::kThread, trainer);
-    save.StartOn(&worker);
-    ASSERT_TRUE(save.AwaitDone());
-  }
+  ASSERT_TRUE(save.Run(Launcher::kThread));
   ASSERT_TRUE(save.failure().ok());
   EXPECT_EQ(Tail(4), (std::vector<std::string>{
                          "fsync partial",  // its own manifest's name

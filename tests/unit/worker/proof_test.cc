@@ -39,9 +39,7 @@ TEST_F(ProofTest, MutationAfterTheSealNamesTensorAndRange) {
   const layout::Extent& extent = save.table().extent(0);
   const Digest sealed_piece = save.table().pieces(extent)[2].digest;
   save.Memory(0)[512 + 1000 + 500] ^= 0x40;
-  TestWorker worker(Launcher::kSpawn, trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(Launcher::kSpawn));
   const Failure& failure = save.failure();
   EXPECT_EQ(failure.code, FailureCode::kDataLoss);
   EXPECT_EQ(failure.operation, Operation::kDigest);
@@ -59,9 +57,7 @@ TEST_F(ProofTest, MutationOfAChunkOfOneTensorNamesIt) {
   save.Build();
   save.SealAll();
   save.Memory(1)[7] ^= 1;
-  TestWorker worker(Launcher::kThread, trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(Launcher::kThread));
   EXPECT_EQ(save.failure().code, FailureCode::kDataLoss);
   EXPECT_EQ(save.failure().tensor, 0u);
   EXPECT_EQ(save.failure().offset, uint64_t{kChunkBytes});
@@ -74,9 +70,7 @@ TEST_F(ProofTest, MutationOfTheHeaderNamesNoTensor) {
   save.Build();
   save.SealAll();
   save.Memory(0)[3] ^= 1;
-  TestWorker worker(Launcher::kThread, trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(Launcher::kThread));
   EXPECT_EQ(save.failure().code, FailureCode::kDataLoss);
   EXPECT_EQ(save.failure().tensor, Failure::kNoIndex);
   EXPECT_EQ(save.failure().offset, 0u);
@@ -95,10 +89,7 @@ TEST_F(ProofTest, MutateAndRestoreIsFoundByReadBackOnly) {
     one.SealAll();
     g_arena = trainer.arena;
     sys::g_system.pwrite = PwriteOfMutatedBytes;
-    TestWorker worker(Launcher::kThread, trainer);
-    one.StartOn(&worker);
-    ASSERT_TRUE(one.AwaitDone());
-    worker.Join();
+    ASSERT_TRUE(one.Run(Launcher::kThread));
     sys::g_system = sys::kKernel;
     if (read_back) {
       EXPECT_EQ(one.failure().code, FailureCode::kDataLoss);
@@ -120,9 +111,7 @@ TEST_F(ProofTest, ManifestThatDoesNotSayWhatWasSealedIsNotWritten) {
   save.SealAll();
   char* const digit = layout::Manifest(save.job()) + save.table().extent(0).digest_slot;
   *digit = *digit == '0' ? '1' : '0';
-  TestWorker worker(Launcher::kThread, trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(Launcher::kThread));
   EXPECT_EQ(save.failure().code, FailureCode::kInternal);
   EXPECT_EQ(save.failure().operation, Operation::kManifest);
   EXPECT_TRUE(NamesIn(directory.path()).empty());
@@ -134,9 +123,7 @@ TEST_F(ProofTest, WithoutTheSecondLookAChangeGoesToDisk) {
   save.Build();
   save.SealAll();
   save.Memory(0)[3] ^= 1;
-  TestWorker worker(Launcher::kThread, trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(Launcher::kThread));
   EXPECT_TRUE(save.failure().ok());
   EXPECT_NE(save.Unsound(), "");
 }

@@ -118,9 +118,7 @@ TEST_P(SaveJob, WritesEveryShapeOfFile) {
   save.Build();
   // The last first: files complete in any order.
   for (uint32_t i = save.extent_count(); i-- > 0;) save.Seal(i);
-  TestWorker worker(launcher(), trainer_);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(launcher()));
   EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.Unsound(), "");
 }
@@ -138,9 +136,7 @@ TEST_P(SaveJob, WritesManyMoreFilesThanItKeepsOpen) {
   for (uint32_t i = 0; i < 150; ++i) save.Seal(i);
   save.Seal(long_first + 3);
   save.Seal(long_first + 1);
-  TestWorker worker(launcher(), trainer_);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(launcher()));
   EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.Unsound(), "");
 }
@@ -153,9 +149,7 @@ TEST_P(SaveJob, ReadsBackWhatIsOnDisk) {
   save.AddFile("small.bin", {10});
   save.Build();
   save.SealAll();
-  TestWorker worker(launcher(), trainer_);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(launcher()));
   EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.job()->completion.bytes_read_back,
             save.contents()[0].size() + save.contents()[1].size());
@@ -176,9 +170,7 @@ TEST_P(SaveJob, RefusesAnExistingTargetAndLeavesItAlone) {
   save.AddFile("model.bin", {1000});
   save.Build();
   save.SealAll();
-  TestWorker worker(launcher(), trainer_);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(launcher()));
   EXPECT_EQ(save.failure().code, FailureCode::kAlreadyExists);
   EXPECT_EQ(NamesIn(directory_.path()), std::vector<std::string>{"step-7"});
   EXPECT_EQ(ReadFileOf(save.target_path() + "/old"), "old");
@@ -194,9 +186,7 @@ TEST_P(SaveJob, ReplacesAnExistingTargetWhenAsked) {
   save.AddFile("model.bin", {1000});
   save.Build();
   save.SealAll();
-  TestWorker worker(launcher(), trainer_);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(launcher()));
   EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.Unsound(), "");
   // What it replaced is the trainer's to remove.
@@ -246,9 +236,7 @@ TEST_P(SaveJob, GivesUpOnATrainerThatStopsSealing) {
   save.AddFile("model.bin", {3 * uint64_t{kChunkBytes}});
   save.Build();
   save.Seal(1);
-  TestWorker worker(launcher(), trainer_);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(launcher()));
   EXPECT_EQ(save.failure().code, FailureCode::kDeadlineExceeded);
   EXPECT_EQ(save.failure().operation, Operation::kWaitTrainer);
   EXPECT_TRUE(NamesIn(directory_.path()).empty());
@@ -292,9 +280,7 @@ TEST_P(SaveJob, FrameworkDirectoryGetsItsFilesOneByOne) {
   save.AddFile("__0_1.distcp", {77});
   save.Build();
   save.SealAll();
-  TestWorker worker(launcher(), trainer_);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(launcher()));
   EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.Unsound(), "");
   EXPECT_EQ(ReadFileOf(save.target_path() + "/metadata.json"), "theirs");
@@ -340,9 +326,7 @@ TEST(SaveJobLimits, ByteRateIsKept) {
   save.AddFile("model.bin", {5 * uint64_t{kChunkBytes}});
   save.Build();
   save.SealAll();
-  TestWorker worker(Launcher::kThread, trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(Launcher::kThread));
   ASSERT_TRUE(save.failure().ok());
   // The fifth chunk may start 100 ms after the first; the limit is a lower bound of the time.
   const layout::JobTimes& times = save.job()->completion.times;
@@ -354,9 +338,7 @@ TEST(SaveJobLimits, ZeroExtentsWriteAManifestAlone) {
   Trainer trainer(kArena);
   TestSave save(&trainer, directory.path());
   save.Build();
-  TestWorker worker(Launcher::kSpawn, trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
+  ASSERT_TRUE(save.Run(Launcher::kSpawn));
   EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.Unsound(), "");
 }

@@ -87,10 +87,7 @@ TEST_P(FailedFsync, EverythingIsWrittenOnceMoreIntoNewFiles) {
     save.SealAll();
     g_data_fsyncs = 0;
     g_data_fails_at = n;
-    TestWorker worker(Launcher::kThread, trainer);
-    save.StartOn(&worker);
-    ASSERT_TRUE(save.AwaitDone());
-    worker.Join();
+    ASSERT_TRUE(save.Run(Launcher::kThread));
     EXPECT_TRUE(save.failure().ok());
     EXPECT_EQ(save.Unsound(), "");
     EXPECT_EQ(Attempts(save), 2u);
@@ -106,10 +103,7 @@ TEST_P(FailedFsync, ASecondFailureEndsTheSave) {
   save.SealAll();
   g_data_fails_at = 2;
   g_always = true;
-  TestWorker worker(Launcher::kThread, trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
-  worker.Join();
+  ASSERT_TRUE(save.Run(Launcher::kThread));
   EXPECT_EQ(save.failure().code, FailureCode::kDataLoss);
   EXPECT_EQ(save.failure().operation, Operation::kSync);
   EXPECT_EQ(save.failure().error_number, EIO);
@@ -149,10 +143,7 @@ TEST_P(FailedFsync, OfADirectoryOrManifestEndsTheSave) {
     save.SealAll();
     g_other_fsyncs = 0;
     g_other_fails_at = n;
-    TestWorker worker(Launcher::kThread, trainer);
-    save.StartOn(&worker);
-    ASSERT_TRUE(save.AwaitDone());
-    worker.Join();
+    ASSERT_TRUE(save.Run(Launcher::kThread));
     EXPECT_EQ(save.failure().code, FailureCode::kDataLoss);
     EXPECT_EQ(save.failure().error_number, EIO);
     EXPECT_LE(Attempts(save), 1u);
@@ -170,10 +161,7 @@ TEST_P(FailedFsync, ASaveThatStreamsHasNothingToWriteAgain) {
     save.Seal(i);
   }
   g_data_fails_at = 1;
-  TestWorker worker(Launcher::kThread, trainer);
-  save.StartOn(&worker);
-  ASSERT_TRUE(save.AwaitDone());
-  worker.Join();
+  ASSERT_TRUE(save.Run(Launcher::kThread));
   EXPECT_EQ(save.failure().operation, Operation::kSync);
   EXPECT_EQ(Attempts(save), 1u);
   EXPECT_TRUE(NamesIn(directory.path()).empty());

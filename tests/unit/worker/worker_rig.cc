@@ -281,6 +281,12 @@ void TestSave::Ring() const {
 
 void TestSave::StartOn(TestWorker* worker) const { worker->Run(*table_, parent_, parent_); }
 
+bool TestSave::Run(Launcher launcher) const {
+  TestWorker worker(launcher, *trainer_);
+  StartOn(&worker);
+  return AwaitDone();
+}
+
 bool TestSave::AwaitPhase(layout::Phase phase) const {
   while (job()->phase.load() != static_cast<uint32_t>(phase)) {
     if (AwaitDone(0)) return false;
