@@ -37,7 +37,8 @@ pip 'safetensors>=0.5,<1' 'pytest>=8,<10' 'pytest-xdist>=3,<4' 'hypothesis>=6,<7
   'scikit-build-core>=0.10,<1' 'nanobind>=2.4,<3'
 # The build's own tools are in the environment, so that its folder in build/ can be used again: fast the second time.
 log=$root/build/pip-install.log
-# With the flags of the release build, so that the compiler's cache serves both.
+# The release build's compiler, under the same name, and its flags, so that the compiler's cache serves both.
+export CC=${CC:-cc} CXX=${CXX:-c++}
 pip --no-build-isolation --no-deps --force-reinstall -v --config-settings=cmake.define.HOLDFAST_WERROR=ON "$@" . \
   >"$log" 2>&1 || {
   tail -n 60 "$log"
