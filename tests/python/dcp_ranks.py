@@ -11,19 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # what DTensor imports at its first use; here once, for all ranks
 import torch.distributed as dist
-import torch.distributed.checkpoint.state_dict
-import torch.distributed.fsdp
 import torch.multiprocessing as mp
-
-import holdfast.dcp  # noqa: F401  (imported once, for all ranks)
 
 ARENA_BYTES = 64 << 20
 
-# Ranks are forked by a server that has imported this file, and so PyTorch, but used nothing of it.
+# Ranks are forked by a server that has imported this, and used nothing of it. Not the tests' own modules: the server does
+# not have their directory in its path, and is silent about a module that it does not find.
 _context = mp.get_context("forkserver")
-_context.set_forkserver_preload([__name__])
+_context.set_forkserver_preload([
+    "torch._dynamo",  # what DTensor imports at its first use
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "holdfast.dcp",
+    "holdfast.observe",
+])  # fmt: skip
 
 
 def _rank(rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple[Any, ...],

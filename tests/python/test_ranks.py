@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import dcp_ranks  # noqa: F401  (its server, which has imported PyTorch, forks the ranks)
 import pytest
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ def on_ranks(ranks: int, body: Callable[..., None], *arguments: Any, join: bool 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return mp.spawn(_begin, (ranks, port, body, arguments), nprocs=ranks, join=join)
+    return mp.start_processes(_begin, (ranks, port, body, arguments), nprocs=ranks, join=join, start_method="forkserver")
 
 
 def state_of(rank: int, step: int) -> dict[str, Any]:
@@ -146,7 +147,7 @@ def one_rank_dies(rank: int, directory: str) -> None:
 
 
 def test_a_rank_that_dies_hangs_nobody(tmp_path: Path) -> None:
-    # Joined one by one: mp.spawn's own join would end the other rank as soon as one is dead.
+    # Joined one by one: PyTorch's own join would end the other rank as soon as one is dead.
     ranks = on_ranks(RANKS, one_rank_dies, str(tmp_path), join=False).processes
     for process in ranks:
         process.join(60)

@@ -10,7 +10,7 @@ from resume_campaign import IN_SAVES, campaign, chain
 
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
 KILLS = 20 if LONG else 3
-STEPS = 160 if LONG else 24
+STEPS = 160 if LONG else 16
 SIZE = "272MiB"
 
 
