@@ -328,9 +328,12 @@ class KilledForkedWorker : public SaveTest {
       Install();
       const auto handle = checkpointer->SaveAsync(
           {.name = "victim", .step = 2, .tensors = sources, .replace = replace});
-      ASSERT_TRUE(handle.ok()) << handle.status();
-      saved = handle->WaitDurable(kLong).ok();
+      // A worker that dies before all is copied fails the call itself.
+      const absl::Status ended =
+          handle.ok() ? handle->WaitDurable(kLong).status() : handle.status();
       sys::g_system = sys::kKernel;
+      saved = ended.ok();
+      EXPECT_TRUE(saved || absl::IsAborted(ended)) << ended;
       if (!saved) ++failed;
       const absl::Status cleared = checkpointer->Flush(kLong);
       ASSERT_TRUE(cleared.ok()) << cleared;

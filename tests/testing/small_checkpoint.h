@@ -16,6 +16,7 @@
 #include "runtime/digest/digest.h"
 #include "runtime/format/manifest.h"
 #include "runtime/layout/manifest_slots.h"
+#include "tests/testing/random_bytes.h"
 
 namespace holdfast::testing {
 
@@ -52,15 +53,7 @@ struct SmallRank {
   std::string manifest_name() const { return format::ManifestName(rank, world_size); }
 
   /// Different for every attempt and rank.
-  std::string file_bytes() const {
-    std::string content(bytes, '\0');
-    uint64_t state = attempt.low * 31 + rank + 1;
-    for (char& byte : content) {
-      state = state * 6364136223846793005u + 1442695040888963407u;
-      byte = static_cast<char>(state >> 56);
-    }
-    return content;
-  }
+  std::string file_bytes() const { return RandomBytes(bytes, attempt.low * 31 + rank + 1); }
 
   std::string manifest_text() const {
     SavePlan plan;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <memory>
 
@@ -10,29 +9,12 @@
 #include "holdfast/load.h"
 #include "runtime/base/check.h"
 #include "runtime/base/status.h"
+#include "tests/testing/random_bytes.h"
 
 namespace holdfast::testing {
 namespace {
 
 namespace fs = std::filesystem;
-
-/// splitmix64: cheap, and every 8 bytes differ from every other's.
-uint64_t Mix(uint64_t value) {
-  value += 0x9e3779b97f4a7c15;
-  value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
-  value = (value ^ (value >> 27)) * 0x94d049bb133111eb;
-  return value ^ (value >> 31);
-}
-
-void Fill(std::vector<char>* bytes, uint64_t seed) {
-  size_t at = 0;
-  for (uint64_t i = 0; at < bytes->size(); ++i) {
-    const uint64_t word = Mix(seed + i);
-    const size_t part = std::min(sizeof(word), bytes->size() - at);
-    std::memcpy(bytes->data() + at, &word, part);
-    at += part;
-  }
-}
 
 }  // namespace
 
@@ -98,7 +80,7 @@ TrainingState TrainingState::Assorted(uint64_t seed) {
 
 void TrainingState::Step(uint64_t seed) {
   for (size_t i = 0; i < tensors_.size(); ++i)
-    Fill(&tensors_[i].bytes, Mix(seed) + (uint64_t{i} << 40));
+    FillRandom(tensors_[i].bytes.data(), tensors_[i].bytes.size(), Mix(seed) + i);
 }
 
 std::vector<TensorSource> TrainingState::Sources() const {

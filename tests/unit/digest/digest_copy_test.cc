@@ -5,19 +5,13 @@
 
 #include "gtest/gtest.h"
 #include "runtime/digest/digest.h"
+#include "tests/testing/random_bytes.h"
 
 namespace holdfast::digest {
 namespace {
 
 constexpr char kUntouched = '\x5a';
 constexpr size_t kMargin = 128;
-
-std::vector<char> Source() {
-  std::vector<char> out((size_t{1} << 20) + 4096);
-  std::mt19937_64 random(1);
-  for (char& c : out) c = static_cast<char>(random());
-  return out;
-}
 
 class CopyAndDigestTest : public ::testing::Test {
  protected:
@@ -38,7 +32,7 @@ class CopyAndDigestTest : public ::testing::Test {
     ASSERT_EQ(part.Finish(), expected);
   }
 
-  std::vector<char> source_ = Source();
+  std::string source_ = testing::RandomBytes((size_t{1} << 20) + 4096, 1);
   std::vector<char> destination_ = std::vector<char>(source_.size() + 4 * kMargin);
 };
 

@@ -3,12 +3,14 @@
 
 #include <xxhash.h>
 
+#include <algorithm>
 #include <cstring>
 #include <random>
 #include <string>
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "tests/testing/random_bytes.h"
 
 namespace holdfast::digest {
 namespace {
@@ -16,16 +18,6 @@ namespace {
 Digest Plain(const void* data, size_t bytes) {
   const XXH128_hash_t hash = XXH3_128bits(data, bytes);
   return {.low = hash.low64, .high = hash.high64};
-}
-
-std::vector<char> RandomBytes(size_t bytes, uint64_t seed) {
-  std::vector<char> out(bytes);
-  std::mt19937_64 random(seed);
-  for (size_t i = 0; i < bytes; i += 8) {
-    const uint64_t word = random();
-    std::memcpy(&out[i], &word, std::min<size_t>(8, bytes - i));
-  }
-  return out;
 }
 
 std::vector<size_t> Lengths() {
@@ -38,7 +30,7 @@ std::vector<size_t> Lengths() {
 }
 
 TEST(Digest, IsPlainXxh3AtEveryLengthAndAlignment) {
-  const std::vector<char> bytes = RandomBytes(kChunkBytes + 256, 1);
+  const std::string bytes = testing::RandomBytes(kChunkBytes + 256, 1);
   for (const size_t length : Lengths()) {
     for (const size_t offset : {0, 1, 7, 63}) {
       ASSERT_EQ(Of(&bytes[offset], length), Plain(&bytes[offset], length))
@@ -48,7 +40,7 @@ TEST(Digest, IsPlainXxh3AtEveryLengthAndAlignment) {
 }
 
 TEST(Digest, StreamIsIndependentOfHowTheBytesAreCut) {
-  const std::vector<char> bytes = RandomBytes(300000, 2);
+  const std::string bytes = testing::RandomBytes(300000, 2);
   std::mt19937 random(3);
   for (int round = 0; round < 100; ++round) {
     Stream stream;
@@ -63,7 +55,7 @@ TEST(Digest, StreamIsIndependentOfHowTheBytesAreCut) {
 }
 
 TEST(Digest, StreamMayBeFinishedInBetweenCopiedAndReset) {
-  const std::vector<char> bytes = RandomBytes(10000, 4);
+  const std::string bytes = testing::RandomBytes(10000, 4);
   Stream stream;
   stream.Update(bytes.data(), 5000);
   EXPECT_EQ(stream.Finish(), Plain(bytes.data(), 5000));
@@ -78,13 +70,13 @@ TEST(Digest, StreamMayBeFinishedInBetweenCopiedAndReset) {
 }
 
 TEST(DigestOfChunk, WithoutPartsIsTheDigestOfTheChunk) {
-  const std::vector<char> bytes = RandomBytes(kChunkBytes, 5);
+  const std::string bytes = testing::RandomBytes(kChunkBytes, 5);
   EXPECT_EQ(OfChunk(bytes.data(), bytes.size(), nullptr, 0), Plain(bytes.data(), bytes.size()));
   EXPECT_EQ(OfChunk(bytes.data(), 0, nullptr, 0), Plain(bytes.data(), 0));
 }
 
 TEST(DigestOfChunk, GivesAPartThatIsTheWholeChunkTheSameDigest) {
-  const std::vector<char> bytes = RandomBytes(kChunkBytes, 6);
+  const std::string bytes = testing::RandomBytes(kChunkBytes, 6);
   Digest part;
   const Part parts[] = {{.offset = 0, .bytes = kChunkBytes, .out = &part}};
   const Digest whole = OfChunk(bytes.data(), bytes.size(), parts, 1);
@@ -93,7 +85,7 @@ TEST(DigestOfChunk, GivesAPartThatIsTheWholeChunkTheSameDigest) {
 }
 
 TEST(DigestOfChunk, DigestsRandomPartsInOnePass) {
-  const std::vector<char> bytes = RandomBytes(kChunkBytes, 7);
+  const std::string bytes = testing::RandomBytes(kChunkBytes, 7);
   for (uint64_t seed = 0; seed < 60; ++seed) {
     std::mt19937_64 random(seed);
     const size_t chunk = random() % 3 == 0 ? kChunkBytes : random() % 200000;
@@ -124,7 +116,7 @@ TEST(DigestOfChunk, DigestsRandomPartsInOnePass) {
 }
 
 TEST(DigestOfChunk, DigestsEmptyPartsAtEitherEnd) {
-  const std::vector<char> bytes = RandomBytes(50000, 8);
+  const std::string bytes = testing::RandomBytes(50000, 8);
   Digest first, middle, last;
   const Part parts[] = {{.offset = 0, .bytes = 0, .out = &first},
                         {.offset = 16384, .bytes = 20000, .out = &middle},

@@ -54,7 +54,7 @@ class PartialReads : public ::testing::Test {
   std::string Path(const std::string& name) const { return scratch_.path() + "/" + name; }
   std::string BytesOf(const std::string& name) const {
     for (const TrainingState::Tensor& tensor : state_.tensors()) {
-      if (tensor.name == name) return {tensor.bytes.begin(), tensor.bytes.end()};
+      if (tensor.name == name) return {tensor.bytes.data(), tensor.bytes.size()};
     }
     ADD_FAILURE() << "no tensor " << name;
     return "";

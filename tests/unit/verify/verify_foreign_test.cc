@@ -11,6 +11,7 @@
 #include "holdfast/verify.h"
 #include "runtime/format/torch_zip.h"
 #include "tests/testing/checkpoint_files.h"
+#include "tests/testing/random_bytes.h"
 #include "tests/testing/training_state.h"
 #include "tests/testing/zip_files.h"
 
@@ -20,21 +21,13 @@ namespace {
 using testing::FlipBit;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using testing::RandomBytes;
 using testing::ReadFileBytes;
 using testing::ScratchDirectory;
 using ::testing::SizeIs;
 using testing::WriteFileBytes;
 using testing::ZipArchive;
 using testing::ZipEntry;
-
-std::string Pattern(size_t bytes, uint32_t seed) {
-  std::string out(bytes, '\0');
-  for (char& byte : out) {
-    seed = seed * 1664525u + 1013904223u;
-    byte = static_cast<char>(seed >> 24);
-  }
-  return out;
-}
 
 class VerifyForeign : public ::testing::Test {
  protected:
@@ -44,8 +37,8 @@ class VerifyForeign : public ::testing::Test {
     EXPECT_TRUE(report.ok()) << report.status();
     return report.ok() ? *std::move(report) : VerifyReport{};
   }
-  const std::vector<ZipEntry> entries_ = {{"archive/data.pkl", Pattern(500, 1)},
-                                          {"archive/data/0", Pattern(9'000'000, 2)},
+  const std::vector<ZipEntry> entries_ = {{"archive/data.pkl", RandomBytes(500, 1)},
+                                          {"archive/data/0", RandomBytes(9'000'000, 2)},
                                           {"archive/data/1", ""},
                                           {"archive/version", "3\n"}};
   ScratchDirectory scratch_;
@@ -87,7 +80,8 @@ TEST_F(VerifyForeign, AFlippedBitOfARecordIsFoundAndNamed) {
 }
 
 TEST_F(VerifyForeign, FramingThatIsCutOrDamagedIsCorrupt) {
-  const std::string whole = ZipArchive({{"a", Pattern(3000, 1)}, {"b", Pattern(50, 2)}}, {});
+  const std::string whole =
+      ZipArchive({{"a", RandomBytes(3000, 1)}, {"b", RandomBytes(50, 2)}}, {});
   for (size_t kept : {whole.size() - 1, whole.size() - 30, whole.size() / 2, size_t{100}}) {
     WriteFileBytes(Path("model.pt"), whole.substr(0, kept));
     EXPECT_EQ(Verified("model.pt").verdict, Verdict::kCorrupt) << kept;
@@ -120,10 +114,10 @@ TEST_F(VerifyForeign, CompressedRecordsCannotBeJudged) {
 }
 
 TEST_F(VerifyForeign, SeveralArchivesInADistcpFileAreAllChecked) {
-  const std::string first = ZipArchive({{"archive/data/0", Pattern(5000, 1)}}, {});
-  const std::string second = ZipArchive({{"archive/data/0", Pattern(6000, 2)}}, {});
+  const std::string first = ZipArchive({{"archive/data/0", RandomBytes(5000, 1)}}, {});
+  const std::string second = ZipArchive({{"archive/data/0", RandomBytes(6000, 2)}}, {});
   const std::string third =
-      ZipArchive({{"archive/data/0", Pattern(7000, 3)}}, {.zip64_end = false});
+      ZipArchive({{"archive/data/0", RandomBytes(7000, 3)}}, {.zip64_end = false});
   const std::string name = "__0_0.distcp";
   WriteFileBytes(Path(name), first + second + third);
   VerifyReport report = Verified(name);
@@ -158,7 +152,7 @@ TEST_F(VerifyForeign, SeveralArchivesInADistcpFileAreAllChecked) {
 }
 
 TEST_F(VerifyForeign, FindsArchivesFarInFrontOfARawItem) {
-  const std::string zip = ZipArchive({{"a", Pattern(5000, 1)}}, {});
+  const std::string zip = ZipArchive({{"a", RandomBytes(5000, 1)}}, {});
   // Longer than one step of the search, and the end record lies across its border.
   for (size_t raw : {(size_t{1} << 20) - 2, (size_t{3} << 20) + 11}) {
     WriteFileBytes(Path("x.distcp"), zip + std::string(raw, 'r'));
@@ -232,7 +226,7 @@ TEST_F(VerifyForeign, ReadsZipFilesOfAnotherWriter) {
 }
 
 TEST(Crc32Combine, IsTheCrc32OfBothTogether) {
-  const std::string text = Pattern(10'000, 3);
+  const std::string text = RandomBytes(10'000, 3);
   for (size_t cut : {size_t{0}, size_t{1}, size_t{4096}, text.size()}) {
     EXPECT_EQ(format::Crc32Combine(format::Crc32(0, text.data(), cut),
                                    format::Crc32(0, text.data() + cut, text.size() - cut),
@@ -244,7 +238,7 @@ TEST(Crc32Combine, IsTheCrc32OfBothTogether) {
 TEST(ZipLength, IsTheArchivesOwnWhateverStandsInFrontOfIt) {
   for (bool zip64 : {true, false}) {
     const std::string zip =
-        ZipArchive({{"a", Pattern(50, 1)}}, {.zip64_end = zip64, .comment = "c"});
+        ZipArchive({{"a", RandomBytes(50, 1)}}, {.zip64_end = zip64, .comment = "c"});
     const auto length = format::ZipLength("something in front" + zip);
     ASSERT_TRUE(length.ok()) << length.status();
     EXPECT_EQ(*length, zip.size());

@@ -16,8 +16,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <map>
-#include <random>
 #include <utility>
 
 #include "gtest/gtest.h"
@@ -26,25 +24,12 @@
 #include "runtime/format/manifest.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/serve.h"
+#include "tests/testing/random_bytes.h"
 
 namespace holdfast::worker {
 namespace {
 
 constexpr char kWhy[] = "the rig itself must work";
-
-/// Bytes that follow from a seed; kept, because tests that fail every call build hundreds of saves.
-const std::string& RandomBytes(uint64_t bytes, uint64_t seed) {
-  static auto* const made = new std::map<std::pair<uint64_t, uint64_t>, std::string>();
-  std::string& out = (*made)[{bytes, seed}];
-  if (!out.empty()) return out;
-  std::mt19937_64 random(seed);
-  out.resize(bytes);
-  for (uint64_t at = 0; at < bytes; at += 8) {
-    const uint64_t value = random();
-    std::memcpy(out.data() + at, &value, std::min<uint64_t>(8, bytes - at));
-  }
-  return out;
-}
 
 void FillSlot(layout::Job* job, uint64_t slot, const Digest& digest) {
   if (slot != 0) digest::ToHex(digest, layout::Manifest(job) + slot);
@@ -214,7 +199,7 @@ void TestSave::AddFile(const std::string& name, const std::vector<uint64_t>& ten
                              .begin = content.size(),
                              .end = content.size() + bytes});
     file.segments.push_back({.file_offset = content.size(), .bytes = bytes, .tensor = tensor});
-    content += RandomBytes(bytes, 1000 * contents_.size() + tensor + 1 + parameters.rank);
+    content += testing::RandomBytes(bytes, 1000 * contents_.size() + tensor + 1 + parameters.rank);
   }
   file.bytes = content.size();
   plan_.files.push_back(std::move(file));

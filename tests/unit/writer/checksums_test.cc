@@ -16,6 +16,7 @@
 #include "runtime/base/mutex.h"
 #include "runtime/format/torch_zip.h"
 #include "tests/testing/framed_plan.h"
+#include "tests/testing/random_bytes.h"
 #include "tests/testing/sanitizers.h"
 #include "tests/testing/slow_device.h"
 
@@ -35,12 +36,10 @@ constexpr uint64_t kChunk = kChunkBytes;
 class ChecksumsTest : public ::testing::Test {
  protected:
   void Plan(const std::vector<uint64_t>& sizes, const Framing& framing) {
-    std::mt19937_64 random(7);
     contents_.clear();
     std::vector<TensorSource> sources;
     for (const uint64_t bytes : sizes) {
-      std::string& content = contents_.emplace_back(bytes, '\0');
-      for (char& byte : content) byte = static_cast<char>(random());
+      contents_.push_back(testing::RandomBytes(bytes, contents_.size()));
     }
     for (size_t i = 0; i < sizes.size(); ++i) {
       sources.push_back({.name = absl::StrCat("t", i),
