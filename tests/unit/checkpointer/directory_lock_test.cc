@@ -102,23 +102,16 @@ TEST_F(DirectoryLockTest, ATrainersDeathReleasesItsLockAndTheWorkersRemains) {
     const pid_t worker = fork();
     if (worker == 0) {
       close(save->trainer.get());  // as a forked worker must
-      write(pipes[1], "w", 1);
+      const pid_t self = getpid();
+      write(pipes[1], &self, sizeof(self));
       pause();
       _exit(0);
     }
-    write(pipes[1], &worker, sizeof(worker));
     pause();
     _exit(0);
   }
-  char message[1 + sizeof(pid_t)];
-  size_t got = 0;
-  while (got < sizeof(message)) {
-    const ssize_t more = read(pipes[0], message + got, sizeof(message) - got);
-    ASSERT_GT(more, 0);
-    got += static_cast<size_t>(more);
-  }
   pid_t worker = 0;
-  memcpy(&worker, message[0] == 'w' ? message + 1 : message, sizeof(worker));
+  ASSERT_EQ(read(pipes[0], &worker, sizeof(worker)), ssize_t{sizeof(worker)});
   EXPECT_EQ(Look(), Owner::kTrainer);
   kill(trainer, SIGKILL);
   waitpid(trainer, nullptr, 0);
