@@ -82,7 +82,7 @@ TEST_P(FramedSave, OfBothWithFusedCopiesAndAReadBack) {
 }
 
 TEST_P(FramedSave, OfHostTensorsLargerThanTheArena) {
-  const TrainingState state = TrainingState::Uniform(20, 5'000'000, 4);
+  const TrainingState state = TrainingState::Uniform(8, 5'000'000, 4);
   Place(state, [](size_t) { return false; });
   CheckpointerOptions options = Options();
   options.staging.arena_bytes = 16u << 20;
@@ -90,12 +90,12 @@ TEST_P(FramedSave, OfHostTensorsLargerThanTheArena) {
 }
 
 TEST_P(FramedSave, OfDeviceTensorsLargerThanTheArena) {
-  const TrainingState state = TrainingState::Uniform(20, 5'000'000, 5);
+  const TrainingState state = TrainingState::Uniform(8, 5'000'000, 5);
   Place(state, [](size_t) { return true; });
   CheckpointerOptions options = Options();
   options.staging.arena_bytes = 16u << 20;
   // A directory that is itself larger than the arena, and all of it waits for the tensors.
-  ExpectSavedRight(options, state, {.directory_bytes = 1'000'000}, /*streamed=*/true);
+  ExpectSavedRight(options, state, {.directory_bytes = 2'500'000}, /*streamed=*/true);
 }
 
 // Host extents that hold memory until a device tensor before them is there, more of them than the

@@ -2,7 +2,8 @@
 
 #include <cstdlib>
 #include <fstream>
-#include <iterator>
+#include <sstream>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "runtime/digest/digest.h"
@@ -84,8 +85,9 @@ const PlannedTensor& TensorOf(const SavePlan& plan, const std::string& name) {
 }
 
 std::string ReadFileBytes(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  return std::string(std::istreambuf_iterator<char>(file), {});
+  std::ostringstream bytes;
+  bytes << std::ifstream(path, std::ios::binary).rdbuf();
+  return std::move(bytes).str();
 }
 
 void WriteFileBytes(const std::string& path, const std::string& bytes) {

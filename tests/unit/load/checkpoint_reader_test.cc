@@ -48,7 +48,8 @@ class Targets {
   void ExpectEqual(const TrainingState& state) const {
     ASSERT_EQ(bytes_.size(), state.tensors().size());
     for (const TrainingState::Tensor& tensor : state.tensors()) {
-      EXPECT_TRUE(bytes_.at(tensor.name) == std::string(tensor.bytes.begin(), tensor.bytes.end()))
+      EXPECT_TRUE(bytes_.at(tensor.name) ==
+                  std::string_view(tensor.bytes.data(), tensor.bytes.size()))
           << tensor.name;
     }
   }
@@ -134,7 +135,7 @@ TEST_F(CheckpointReaderTest, ReadsLittleMoreThanASmallTensorItself) {
   EXPECT_LE(report->bytes_read, bytes.size() + 4 * kIoAlignment);
   for (const TrainingState::Tensor& tensor : state.tensors()) {
     if (tensor.name == wanted.name) {
-      EXPECT_TRUE(bytes == std::string(tensor.bytes.begin(), tensor.bytes.end()));
+      EXPECT_TRUE(bytes == std::string_view(tensor.bytes.data(), tensor.bytes.size()));
     }
   }
 }
