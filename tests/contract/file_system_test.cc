@@ -59,8 +59,7 @@ class FileSystem : public SaveTest,
                    public ::testing::WithParamInterface<std::tuple<Kind, EngineRung>> {};
 
 std::string NameOfCase(const ::testing::TestParamInfo<std::tuple<Kind, EngineRung>>& info) {
-  return absl::StrCat(std::get<0>(info.param).name,
-                      std::get<1>(info.param) == EngineRung::kPwrite ? "Pwrite" : "Uring");
+  return absl::StrCat(std::get<0>(info.param).name, NameOf(std::get<1>(info.param)));
 }
 INSTANTIATE_TEST_SUITE_P(All, FileSystem,
                          ::testing::Combine(::testing::ValuesIn(kKinds),

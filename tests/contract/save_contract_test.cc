@@ -8,7 +8,6 @@
 #include <memory>
 #include <string>
 #include <thread>
-#include <tuple>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -19,6 +18,7 @@
 #include "holdfast/recovery.h"
 #include "holdfast/verify.h"
 #include "tests/testing/sanitizers.h"
+#include "tests/testing/settings.h"
 #include "tests/testing/slow_device.h"
 #include "tests/testing/training_state.h"
 
@@ -35,7 +35,7 @@ using ::testing::UnorderedElementsAre;
 
 constexpr absl::Duration kLong = absl::Seconds(120);
 
-class Save : public ::testing::TestWithParam<std::tuple<Launcher, EngineRung>> {
+class Save : public ::testing::TestWithParam<testing::Setting> {
  protected:
   CheckpointerOptions Options() {
     CheckpointerOptions options = SmallOptions(scratch_.path());
@@ -67,20 +67,9 @@ class Save : public ::testing::TestWithParam<std::tuple<Launcher, EngineRung>> {
   ScratchDirectory scratch_;
 };
 
-std::string NameOf(const ::testing::TestParamInfo<std::tuple<Launcher, EngineRung>>& info) {
-  static const char* const kLaunchers[] = {"Spawn", "Fork", "Persistent", "Thread"};
-  static const char* const kEngines[] = {"Auto", "Fixed", "Uring", "Pwrite"};
-  return absl::StrCat(kLaunchers[static_cast<int>(std::get<0>(info.param))],
-                      kEngines[static_cast<int>(std::get<1>(info.param))]);
-}
-
-INSTANTIATE_TEST_SUITE_P(
-    All, Save,
-    ::testing::Combine(::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent,
-                                         Launcher::kThread),
-                       ::testing::Values(EngineRung::kUringFixed, EngineRung::kUring,
-                                         EngineRung::kPwrite)),
-    NameOf);
+INSTANTIATE_TEST_SUITE_P(All, Save,
+                         ::testing::Combine(testing::kEveryLauncher, testing::kEveryEngine),
+                         testing::SettingName);
 
 TEST_P(Save, WritesWhatWasThereAtTheCall) {
   auto checkpointer = Make(Options());

@@ -58,8 +58,7 @@ class HostFds {
   std::vector<std::string> targets_;
 };
 
-class WorkerProcess : public SaveTest,
-                      public ::testing::WithParamInterface<std::tuple<Launcher, EngineRung>> {
+class WorkerProcess : public SaveTest, public ::testing::WithParamInterface<Setting> {
  protected:
   static bool IsFork() { return std::get<0>(GetParam()) == Launcher::kFork; }
   static bool IsPwrite() { return std::get<1>(GetParam()) == EngineRung::kPwrite; }
@@ -72,14 +71,11 @@ class WorkerProcess : public SaveTest,
     return options;
   }
 };
-INSTANTIATE_TEST_SUITE_P(
-    All, WorkerProcess,
-    ::testing::Combine(kProcessLaunchers,
-                       ::testing::Values(EngineRung::kUringFixed, EngineRung::kPwrite)),
-    [](const auto& setting) {
-      return absl::StrCat(NameOf(std::get<0>(setting.param)),
-                          std::get<1>(setting.param) == EngineRung::kPwrite ? "Pwrite" : "Fixed");
-    });
+INSTANTIATE_TEST_SUITE_P(All, WorkerProcess,
+                         ::testing::Combine(kProcessLaunchers,
+                                            ::testing::Values(EngineRung::kUringFixed,
+                                                              EngineRung::kPwrite)),
+                         SettingName);
 
 TEST_P(WorkerProcess, HoldsOnlyWhatItWasGiven) {
   // Before a kept worker is started, and before the others are.

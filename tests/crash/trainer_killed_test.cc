@@ -14,6 +14,7 @@
 #include "absl/time/clock.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/recovery.h"
+#include "tests/testing/settings.h"
 #include "tests/testing/training_state.h"
 
 namespace holdfast {
@@ -80,15 +81,7 @@ class TrainerKilled : public ::testing::TestWithParam<Launcher> {
   pid_t trainer_ = 0;
 };
 
-std::string NameOf(const ::testing::TestParamInfo<Launcher>& tested) {
-  if (tested.param == Launcher::kSpawn) return "Spawn";
-  return tested.param == Launcher::kFork ? "Fork" : "Persistent";
-}
-
-INSTANTIATE_TEST_SUITE_P(All, TrainerKilled,
-                         ::testing::Values(Launcher::kSpawn, Launcher::kFork,
-                                           Launcher::kPersistent),
-                         NameOf);
+INSTANTIATE_TEST_SUITE_P(All, TrainerKilled, testing::kProcessLaunchers, testing::LauncherName);
 
 TEST_P(TrainerKilled, TheOrphanFinishesAndRecoveryWaitsForIt) {
   StartSaving(16u << 20);

@@ -38,13 +38,6 @@ std::string WhatVerifySays(const std::string& path) {
 
 }  // namespace
 
-std::string NameOf(Launcher launcher, EngineRung engine) {
-  static const char* const kLaunchers[] = {"spawn", "fork", "persistent", "thread"};
-  static const char* const kEngines[] = {"auto", "io_uring-fixed", "io_uring", "pwrite"};
-  return absl::StrCat(kLaunchers[static_cast<int>(launcher)], "/",
-                      kEngines[static_cast<int>(engine)]);
-}
-
 HostileResult RunHostileSaves(const HostileOptions& options) {
   HostileResult result;
   const ScratchDirectory scratch;

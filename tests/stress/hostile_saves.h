@@ -33,9 +33,6 @@ struct HostileResult {
 
 HostileResult RunHostileSaves(const HostileOptions& options);
 
-/// "spawn/io_uring-fixed"
-std::string NameOf(Launcher launcher, EngineRung engine);
-
 }  // namespace holdfast::testing
 
 #endif  // HOLDFAST_TESTS_STRESS_HOSTILE_SAVES_H_

@@ -6,6 +6,7 @@
 
 #include "gtest/gtest.h"
 #include "tests/stress/hostile_saves.h"
+#include "tests/testing/settings.h"
 
 namespace holdfast::testing {
 namespace {
@@ -18,7 +19,7 @@ uint32_t SavesPerCombination() {
                                                  : 8;
 }
 
-class Lifetime : public ::testing::TestWithParam<std::tuple<Launcher, EngineRung>> {
+class Lifetime : public ::testing::TestWithParam<Setting> {
  protected:
   static void ExpectClean(HostileOptions options) {
     options.launcher = std::get<0>(GetParam());
@@ -38,20 +39,8 @@ class Lifetime : public ::testing::TestWithParam<std::tuple<Launcher, EngineRung
   }
 };
 
-std::string CaseName(const ::testing::TestParamInfo<std::tuple<Launcher, EngineRung>>& parameters) {
-  std::string name = NameOf(std::get<0>(parameters.param), std::get<1>(parameters.param));
-  for (char& letter : name)
-    letter = std::isalnum(static_cast<unsigned char>(letter)) != 0 ? letter : '_';
-  return name;
-}
-
-INSTANTIATE_TEST_SUITE_P(
-    All, Lifetime,
-    ::testing::Combine(::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent,
-                                         Launcher::kThread),
-                       ::testing::Values(EngineRung::kUringFixed, EngineRung::kUring,
-                                         EngineRung::kPwrite)),
-    CaseName);
+INSTANTIATE_TEST_SUITE_P(All, Lifetime, ::testing::Combine(kEveryLauncher, kEveryEngine),
+                         SettingName);
 
 TEST_P(Lifetime, NoDirtyByteReachesTheDiskWithSeveralSavesInFlight) {
   ExpectClean({.saves = SavesPerCombination()});

@@ -21,15 +21,6 @@ TrainingState PreviousState() { return TrainingState::Uniform(3, 300'000, kPrevi
 
 }  // namespace
 
-std::string NameOf(Launcher launcher) {
-  static const char* const kNames[] = {"Spawn", "Fork", "Persistent", "Thread"};
-  return kNames[static_cast<int>(launcher)];
-}
-
-std::string LauncherName(const ::testing::TestParamInfo<Launcher>& info) {
-  return NameOf(info.param);
-}
-
 void LimitFileSize(uint64_t bytes) {
   const rlimit limit = {.rlim_cur = bytes, .rlim_max = RLIM_INFINITY};
   ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &limit), 0);

@@ -13,6 +13,7 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "tests/testing/holdings.h"
+#include "tests/testing/settings.h"
 #include "tests/testing/training_state.h"
 
 namespace holdfast::testing {
@@ -20,8 +21,6 @@ namespace holdfast::testing {
 inline constexpr absl::Duration kLong = absl::Seconds(120);
 
 inline std::string Text(const absl::Status& status) { return std::string(status.message()); }
-
-std::string NameOf(Launcher launcher);
 
 /// Sets RLIMIT_FSIZE of this process and of its children (a kept worker).
 void LimitFileSize(uint64_t bytes);
@@ -71,14 +70,6 @@ class LauncherTest : public SaveTest, public ::testing::WithParamInterface<Launc
   }
   bool IsThread() const { return GetParam() == Launcher::kThread; }
 };
-
-/// For INSTANTIATE_TEST_SUITE_P.
-std::string LauncherName(const ::testing::TestParamInfo<Launcher>& info);
-inline const auto kEveryLauncher =
-    ::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent, Launcher::kThread);
-/// Those whose workers are processes.
-inline const auto kProcessLaunchers =
-    ::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent);
 
 }  // namespace holdfast::testing
 

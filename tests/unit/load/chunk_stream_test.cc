@@ -21,6 +21,7 @@
 #include "runtime/load/directory.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/checkpoint_files.h"
+#include "tests/testing/settings.h"
 #include "tests/testing/training_state.h"
 
 namespace holdfast::load {
@@ -127,11 +128,7 @@ class ChunkStream : public ChunkStreamBase, public ::testing::WithParamInterface
 INSTANTIATE_TEST_SUITE_P(Rungs, ChunkStream,
                          ::testing::Values(EngineRung::kAuto, EngineRung::kUring,
                                            EngineRung::kPwrite),
-                         [](const auto& rung) {
-                           return rung.param == EngineRung::kAuto    ? "Auto"
-                                  : rung.param == EngineRung::kUring ? "Uring"
-                                                                     : "Pwrite";
-                         });
+                         testing::EngineName);
 
 TEST_P(ChunkStream, DeliversEveryByteOfEveryFileOnce) {
   const std::vector<std::string> contents = {Bytes(3 * kChunkBytes + 12345, 1), Bytes(1, 2),

@@ -10,6 +10,7 @@
 
 #include "gtest/gtest.h"
 #include "tests/testing/sanitizers.h"
+#include "tests/testing/settings.h"
 #include "tests/unit/worker/worker_rig.h"
 
 namespace holdfast::worker {
@@ -17,16 +18,7 @@ namespace {
 
 constexpr uint64_t kArena = 32ull << 20;
 
-using Setting = std::tuple<Launcher, EngineRung>;
-
-std::string SettingName(const ::testing::TestParamInfo<Setting>& info) {
-  constexpr const char* kLaunchers[] = {"Spawn", "Fork", "Persistent", "Thread"};
-  constexpr const char* kEngines[] = {"Auto", "Fixed", "Uring", "Pwrite"};
-  return std::string(kLaunchers[static_cast<int>(std::get<0>(info.param))]) +
-         kEngines[static_cast<int>(std::get<1>(info.param))];
-}
-
-class SaveJob : public ::testing::TestWithParam<Setting> {
+class SaveJob : public ::testing::TestWithParam<testing::Setting> {
  protected:
   Launcher launcher() const { return std::get<0>(GetParam()); }
   void Prepare(TestSave* save) const {
@@ -286,13 +278,9 @@ TEST_P(SaveJob, FrameworkDirectoryGetsItsFilesOneByOne) {
   EXPECT_EQ(ReadFileOf(save.target_path() + "/metadata.json"), "theirs");
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    All, SaveJob,
-    ::testing::Combine(::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent,
-                                         Launcher::kThread),
-                       ::testing::Values(EngineRung::kUringFixed, EngineRung::kUring,
-                                         EngineRung::kPwrite)),
-    SettingName);
+INSTANTIATE_TEST_SUITE_P(All, SaveJob,
+                         ::testing::Combine(testing::kEveryLauncher, testing::kEveryEngine),
+                         testing::SettingName);
 
 TEST(SaveJobLimits, FileSizeLimitIsAnErrorAndNotASignal) {
   TestDirectory directory;

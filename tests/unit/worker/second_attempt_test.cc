@@ -12,6 +12,7 @@
 
 #include "gtest/gtest.h"
 #include "runtime/sys/system.h"
+#include "tests/testing/settings.h"
 #include "tests/unit/worker/worker_rig.h"
 
 namespace holdfast::worker {
@@ -71,11 +72,9 @@ struct FailedFsync : ::testing::TestWithParam<EngineRung> {
   Trainer trainer{kArena};
   TestDirectory directory;
 };
-std::string EngineName(const ::testing::TestParamInfo<EngineRung>& info) {
-  return info.param == EngineRung::kUring ? "Uring" : "Pwrite";
-}
 INSTANTIATE_TEST_SUITE_P(Engines, FailedFsync,
-                         ::testing::Values(EngineRung::kUring, EngineRung::kPwrite), EngineName);
+                         ::testing::Values(EngineRung::kUring, EngineRung::kPwrite),
+                         testing::EngineName);
 
 TEST_P(FailedFsync, EverythingIsWrittenOnceMoreIntoNewFiles) {
   for (int n = 1; n <= 3; ++n) {
