@@ -192,9 +192,12 @@ def save_in_a_child(path: str) -> None:
 
 @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
 def test_children_of_every_start_method_save_for_themselves(method: str, tmp_path: Path) -> None:
+    context = multiprocessing.get_context(method)
+    first = context.Process(target=int)  # "forkserver" starts its server with the first child, and that may take seconds
+    first.start()
+    first.join()
     holdfast.configure(bytes_per_second_max=8 * MIB)
     mine = holdfast.save_async({"t": torch.zeros(4 * MIB)}, tmp_path / "parent")
-    context = multiprocessing.get_context(method)
     child = context.Process(target=save_in_a_child, args=(str(tmp_path / "child"),))
     child.start()
     assert not mine.durable.done()
