@@ -2,8 +2,8 @@
 # Installs what is missing, builds, and runs the tests.
 #
 #   tools/test.sh           python: the package, with PyTorch; release: everything; then asan+ubsan and tsan (g++): the
-#                           tests of the runtime that can run under them (below, and tests/README.md). Half an hour on
-#                           two cores.
+#                           tests of the runtime that can run under them (below, and tests/README.md). 25 to 30 minutes
+#                           on two cores.
 #   tools/test.sh --full    {g++, clang 14} x {none, asan+ubsan, tsan}, the fuzzers for a moment, and the long runs
 #                           (HOLDFAST_LONG=1). Hours.
 #   tools/test.sh PASS...   only these passes: python, release, asan, tsan, clang, clang-asan, clang-tsan, fuzz, debug.
