@@ -4,8 +4,11 @@
 # tests/tidy (the compiler sees the whole tree). PLANTED: the layer has bugs under HOLDFAST_PLANTED_BUGS that tests turn
 # on to prove that they would find them; it is compiled a second time, with them, for the tests alone.
 function(holdfast_layer name)
-  cmake_parse_arguments(LAYER "PLANTED" "" "SOURCES;USES;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(LAYER "PLANTED;BELOW" "" "SOURCES;USES;LIBRARIES" ${ARGN})
   holdfast_layer_objects(holdfast_${name} "" ${ARGN})
+  if(HOLDFAST_SANITIZE AND NOT LAYER_BELOW)
+    target_precompile_headers(holdfast_${name} REUSE_FROM holdfast_headers)
+  endif()
   set_property(GLOBAL APPEND PROPERTY HOLDFAST_LAYERS ${name})
   set_property(GLOBAL APPEND PROPERTY HOLDFAST_LIBRARIES ${LAYER_LIBRARIES})
   if(LAYER_PLANTED AND HOLDFAST_TESTS)
@@ -18,7 +21,7 @@ endfunction()
 # holdfast_below(NAME ...): as holdfast_layer, for code below the fork line. No exceptions, no RTTI, no guards around
 # function-local statics: nothing there may allocate or lock.
 function(holdfast_below name)
-  holdfast_layer(${name} ${ARGN})
+  holdfast_layer(${name} BELOW ${ARGN})
   foreach(target holdfast_${name} holdfast_${name}_planted)
     if(TARGET ${target})
       target_compile_options(${target} PRIVATE -fno-exceptions -fno-rtti -fno-threadsafe-statics
@@ -29,7 +32,7 @@ function(holdfast_below name)
 endfunction()
 
 function(holdfast_layer_objects target definition)
-  cmake_parse_arguments(LAYER "PLANTED" "" "SOURCES;USES;LIBRARIES" ${ARGN})
+  cmake_parse_arguments(LAYER "PLANTED;BELOW" "" "SOURCES;USES;LIBRARIES" ${ARGN})
   add_library(${target} OBJECT ${LAYER_SOURCES})
   target_include_directories(${target} PUBLIC ${PROJECT_SOURCE_DIR} ${PROJECT_SOURCE_DIR}/runtime/include)
   target_link_libraries(${target} PRIVATE holdfast_flags PUBLIC ${LAYER_LIBRARIES})
@@ -54,3 +57,14 @@ function(holdfast_objects out)
   endforeach()
   set(${out} ${result} PARENT_SCOPE)
 endfunction()
+
+# The libraries' headers, compiled once for all layers above the fork line. Only under a sanitizer: in every other build a
+# file must bring what it uses.
+if(HOLDFAST_SANITIZE)
+  file(WRITE ${PROJECT_BINARY_DIR}/headers.cc "")
+  add_library(holdfast_headers OBJECT ${PROJECT_BINARY_DIR}/headers.cc)
+  target_link_libraries(holdfast_headers PRIVATE holdfast_flags)
+  target_precompile_headers(holdfast_headers PRIVATE <algorithm> <functional> <memory> <string> <vector>
+                            <absl/container/inlined_vector.h> <absl/status/statusor.h> <absl/strings/str_cat.h>
+                            <absl/strings/str_format.h> <absl/time/time.h>)
+endif()
