@@ -244,7 +244,8 @@ class StagingPool::Impl {
                           .waits = waits_,
                           .time_waiting = time_waiting_,
                           .trims = trims_,
-                          .resident = arena_->resident(),
+                          // A trim under way has given nothing back until it is counted.
+                          .resident = arena_->resident() || changing_,
                           .pages = arena_->pages(),
                           .page_bytes = arena_->page_bytes(),
                           .pages_reason = arena_->reason()};
