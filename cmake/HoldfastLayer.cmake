@@ -61,7 +61,7 @@ endfunction()
 # The libraries' headers, compiled once for all layers above the fork line. Only under a sanitizer: in every other build a
 # file must bring what it uses.
 if(HOLDFAST_SANITIZE)
-  file(WRITE ${PROJECT_BINARY_DIR}/headers.cc "")
+  file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/headers.cc CONTENT "")  # Written once: what is built of it stays.
   add_library(holdfast_headers OBJECT ${PROJECT_BINARY_DIR}/headers.cc)
   target_link_libraries(holdfast_headers PRIVATE holdfast_flags)
   target_precompile_headers(holdfast_headers PRIVATE <algorithm> <functional> <memory> <string> <vector>

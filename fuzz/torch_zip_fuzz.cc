@@ -21,7 +21,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   if (!records.ok()) return 0;
   for (ZipRecord& record : *records) {
     HOLDFAST_EXPECT(record.begin <= where->begin && record.bytes <= where->begin - record.begin);
-    const auto header = LocalHeaderBytes(file.substr(record.begin));
+    const auto header = LocalHeaderBytes(file.substr(record.begin), record.name);
     if (!header.ok()) return 0;
     record.begin += *header;
   }

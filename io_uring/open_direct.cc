@@ -8,21 +8,17 @@
 #include <sys/stat.h>
 
 #include "io_uring/queue.h"
+#include "runtime/sys/owned_fds.h"
+#include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::io {
 namespace {
 
-constexpr int kInterruptionsMax = 100;
-
 int OpenAt(int directory, const char* name, int flags, uint32_t mode) {
-  int fd = -1;
   // Some network file systems let open(2) be interrupted.
-  for (int i = 0; i < kInterruptionsMax; ++i) {
-    fd = sys::Sys().openat(directory, name, flags | O_CLOEXEC, mode);
-    if (fd >= 0 || errno != EINTR) break;
-  }
-  return fd;
+  return sys::Uninterrupted(
+      [&] { return sys::OpenOwned(directory, name, flags | O_CLOEXEC, mode); });
 }
 
 // After a file system refused O_DIRECT with EINVAL. The kernel finds out only once the file exists,
@@ -38,7 +34,7 @@ int OpenBuffered(int directory, const char* name, int flags, uint32_t mode, int*
   if (sys::Sys().fstat(*out, &status) == 0 && S_ISREG(status.st_mode) && status.st_size == 0) {
     return 0;
   }
-  sys::Sys().close(*out);
+  sys::CloseOwned(*out);
   *out = -1;
   return EEXIST;
 }
@@ -74,11 +70,8 @@ int ProbeMisaligned(int fd, Probe* result) {
   if (sys::Sys().fstat(fd, &status) != 0) return 0;
   if (!S_ISREG(status.st_mode) || status.st_size != 0) return 0;
   alignas(kIoAlignment) static constexpr unsigned char kBytes[128] = {};
-  ssize_t written = -1;
-  for (int i = 0; i < kInterruptionsMax; ++i) {
-    written = sys::Sys().pwrite(fd, kBytes + 1, 100, 1);
-    if (written >= 0 || errno != EINTR) break;
-  }
+  const ssize_t written =
+      sys::Uninterrupted([&] { return sys::Sys().pwrite(fd, kBytes + 1, 100, 1); });
   if (written < 0) {
     // Any other error (no space, a quota) will meet the real writes too, and be reported there.
     if (errno == EINVAL) *result = Probe::kRefused;
@@ -132,7 +125,7 @@ int OpenDirect(int directory, const char* name, int flags, uint32_t mode, bool w
   }
   const int error = Judge(flags, out);
   if (error != 0) {
-    sys::Sys().close(out->fd);
+    sys::CloseOwned(out->fd);
     *out = DirectOpen{};
   }
   return error;

@@ -6,7 +6,6 @@
 
 #include <poll.h>
 #include <signal.h>
-#include <sys/eventfd.h>
 
 #include <cerrno>
 
@@ -66,13 +65,12 @@ int PwriteEngine::Open(const QueueOptions& options, Text* why) {
     why->Add("pwrite in the caller");
     return 0;
   }
-  done_fd_ = sys::Sys().eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  done_fd_ = sys::EventFdOwned();
   if (done_fd_ < 0) {
     const int error = errno;
     why->Add("eventfd: ").AddError(error);
     return error;
   }
-  sys::OwnFd(done_fd_);
   const int error = StartThreads(options.threads);
   if (thread_count_ == 0) {
     why->Add("pwrite in the caller: pthread_create: ").AddError(error);

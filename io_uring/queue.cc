@@ -114,6 +114,13 @@ int Queue::Watch(uint32_t index, int fd) {
   return state.on_ring() ? state.uring.Watch(index, fd) : state.pwrite.Watch(index, fd);
 }
 
+int Queue::Hold(uint32_t index, int fd) {
+  State& state = Of(storage_);
+  if (const int refusal = state.refusal(); refusal != 0) return refusal;
+  if (index >= kHeldFdsMax) return EINVAL;
+  return state.on_ring() ? state.uring.Hold(index, fd) : 0;
+}
+
 bool Queue::CanSubmit() const {
   // The pwrite engine looks under its lock, which changes nothing that a caller can see.
   State& state = const_cast<State&>(Of(storage_));

@@ -15,6 +15,7 @@ namespace holdfast::io {
 
 inline constexpr uint32_t kDepthMax = 64;
 inline constexpr uint32_t kWatchesMax = 4;
+inline constexpr uint32_t kHeldFdsMax = 2;
 inline constexpr uint32_t kPwriteThreadsMax = 16;
 
 enum class Opcode : uint8_t { kWrite = 1, kRead = 2 };
@@ -47,6 +48,8 @@ struct QueueOptions {
   size_t region_bytes = 0;
   bool may_register =
       false;  ///< kAuto tries the fixed rung only if set (huge pages, or a kept worker).
+  /// The queue has places for `Hold`. A ring that cannot give them is refused.
+  bool holds_fds = false;
   /// ioprio value for each request, one that ioprio_set(2) grants this process; 0 is the process's
   /// own. The synchronous pwrite rung leaves the caller's as it is.
   uint16_t io_priority = 0;
@@ -70,6 +73,14 @@ class Queue {
   /// Wakes Wait when `fd` becomes readable: eventfds and pidfds. Slot `index` < kWatchesMax; fd -1
   /// removes it (do so before closing the fd). Returns 0 or an errno.
   int Watch(uint32_t index, int fd);
+
+  /// Keeps the open file description of `fd` open until the last transfer of this queue has landed,
+  /// whatever ends the process before that. The kernel runs the direct writes of a ring to their
+  /// end after its process was killed, and reads their buffers until then; it closes what the ring
+  /// holds only afterwards. So the other end of a socket, or a lock, shows that the buffers are
+  /// free. Slot `index` < kHeldFdsMax; fd -1 empties it. The pwrite rung needs no copy: its
+  /// transfers end before its process does. Returns 0 or an errno.
+  int Hold(uint32_t index, int fd);
 
   bool CanSubmit() const;
 
@@ -114,7 +125,8 @@ struct DirectOpen {
 /// Opens `name` below `directory` with O_DIRECT where possible (and `want_direct`), without where
 /// the file system refuses, and proves what it got by a deliberately misaligned probe on files
 /// opened for writing that are still empty (and by STATX_DIOALIGN alone on files opened for
-/// reading). `flags` and `mode` as open(2); O_CLOEXEC is added. Returns 0 or an errno.
+/// reading). `flags` and `mode` as open(2); O_CLOEXEC is added. Returns 0 or an errno. The fd is an
+/// owned one: sys::CloseOwned closes it.
 int OpenDirect(int directory, const char* name, int flags, uint32_t mode, bool want_direct,
                DirectOpen* out);
 

@@ -1,6 +1,6 @@
 // The engine on io_uring: submission, completion and the end.
 //
-// Registered files are not used: see README.md.
+// Transfers use no registered files: see README.md.
 #include "io_uring/uring_engine.h"
 
 #include <poll.h>
@@ -47,19 +47,15 @@ int UringEngine::Setup(uint32_t entries) {
   // when it asks. Linux 6.0 and 6.1; older kernels refuse with EINVAL.
   struct io_uring_params params = {};
   params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
-  int result = sys::Sys().uring_queue_init_params(entries, &ring_, &params);
+  int result = sys::InitRingOwned(entries, &ring_, &params);
   if (result == -EINVAL) {
     params = {};
-    result = sys::Sys().uring_queue_init_params(entries, &ring_, &params);
+    result = sys::InitRingOwned(entries, &ring_, &params);
   }
-  if (result >= 0) sys::OwnFd(ring_.ring_fd);
   return result;
 }
 
-void UringEngine::Exit() {
-  sys::DisownFd(ring_.ring_fd);
-  io_uring_queue_exit(&ring_);
-}
+void UringEngine::Exit() { sys::ExitRingOwned(&ring_); }
 
 int UringEngine::Open(const QueueOptions& options, Text* why) {
   int result = Setup(options.depth + kWatchEntries);
@@ -90,8 +86,27 @@ int UringEngine::Open(const QueueOptions& options, Text* why) {
   if (result != 0) {
     Exit();
     why->Add("io_uring_enter: ").AddError(result);
+    return result;
+  }
+  result = options.holds_fds ? MakeHeldFds() : 0;
+  if (result != 0) {
+    Exit();
+    why->Add("registering files: ").AddError(result);
   }
   return result;
+}
+
+int UringEngine::MakeHeldFds() {
+  int none[kHeldFdsMax];
+  for (int& fd : none) fd = -1;
+  return -sys::Sys().uring_register_files(&ring_, none, kHeldFdsMax);
+}
+
+// The table of registered files lives as long as the ring, and the ring as long as its requests.
+// Transfers use plain descriptors: see README.md.
+int UringEngine::Hold(uint32_t index, int fd) {
+  const int replaced = sys::Sys().uring_register_files_update(&ring_, index, &fd, 1);
+  return replaced < 0 ? -replaced : 0;
 }
 
 int UringEngine::Prove() {

@@ -25,6 +25,7 @@ class UringEngine {
   int Register(void* region, size_t region_bytes, Text* why);
 
   int Watch(uint32_t index, int fd);
+  int Hold(uint32_t index, int fd);
   bool CanSubmit() const { return broken_ == 0 && !slots_.full(); }
   int Submit(const Request& request);
   int Wait(Completion* out, int capacity, int timeout_ms, uint32_t* wakeups);
@@ -41,6 +42,7 @@ class UringEngine {
   };
 
   int Setup(uint32_t entries);
+  int MakeHeldFds();
   void Exit();
   int Prove();
   void Prepare(uint32_t index);

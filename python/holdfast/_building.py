@@ -90,8 +90,14 @@ class Builder:
                 (_state.key_of(k), self.plan(n, (*path, str(_state.key_of(k)))))
                 for k, n in node["items"]
             ]
-            make_dict = dict if kind == "dict" else _state.OrderedDict
-            return lambda: make_dict((k, item()) for k, item in items)
+
+            def make_dict() -> Any:
+                made: dict[Any, Any] = {} if kind == "dict" else _state.OrderedDict()
+                made.update((k, item()) for k, item in items)
+                _state.put_metadata(node, made)
+                return made
+
+            return make_dict
         if kind in ("list", "tuple", "set", "frozenset"):
             plans = [self.plan(n, (*path, str(i))) for i, n in enumerate(node["items"])]
             make = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]

@@ -60,6 +60,7 @@ class Filling:
         kind = node["kind"]
         if isinstance(target, torch.Tensor):
             self._compare_layouts(node, target, path)
+            self._loading.changes(target)  # a wrapper counts its changes apart from what it wraps
             if kind == "tensor":
                 self._tensor(node, getattr(target, "_local_tensor", target), path)
                 return target
@@ -135,6 +136,7 @@ class Filling:
         def assign() -> None:
             for k, v in later.items():
                 target[k] = v.value()
+            _state.put_metadata(node, target)
 
         self._after.append(assign)
         return bool(later)
@@ -151,6 +153,12 @@ class Filling:
 
     def _module(self, node: _state.Node, module: torch.nn.Module, path: _state.Path) -> Any:
         there = module.state_dict(keep_vars=True)
+        if _state.is_of_other_version(node, there):  # only the module can convert it
+            value = self._new(node, path)
+            self._after.append(
+                lambda: _ignore(module.load_state_dict(value.value(), strict=self._strict))
+            )
+            return module
         anew = self._mapping(node, there, path)
         if anew or any(not isinstance(v, torch.Tensor) for v in there.values()):  # extra state
             self._after.append(lambda: _ignore(module.load_state_dict(there, strict=self._strict)))

@@ -128,12 +128,14 @@ class Loading:
         self._direct: dict[int, tuple[Any, dict[tuple[int, int, Any], Any]]] = {}
         self._devices: set[torch.device] = set()
         self._bounced: list[Piece] = []
+        self._targets: list[torch.Tensor] = []
         self.report: dict[str, Any] = {
             "bytes": 0, "bytes_read": 0, "seconds": 0.0, "verified": verify,
         }  # fmt: skip
 
     def add(self, source: Source, target: torch.Tensor) -> None:
         """Asks for a box of the same shape."""
+        self.changes(target)
         for piece in cut(Piece(source, target), self._piece_bytes):
             if piece.is_direct:
                 reader, wanted = piece.source.reader, piece.direct_target()
@@ -144,8 +146,24 @@ class Loading:
             else:
                 self._bounced.append(piece)
 
+    def changes(self, target: torch.Tensor) -> None:
+        """Notes a tensor whose values change: a backward pass that has saved the old ones raises."""
+        self._targets.append(target)
+
     def run(self) -> None:
-        """Reads everything that was asked for."""
+        """Reads everything that was asked for.
+
+        A reading that fails may have filled a part of the targets.
+        """
+        try:
+            self._read_all()
+        finally:
+            for target in self._targets:
+                if not target.is_inference():
+                    torch.autograd.graph.increment_version(target)
+            self._targets.clear()
+
+    def _read_all(self) -> None:
         # Memory of a device may still be written, by its last owner or by what initializes it.
         for device in self._devices:
             _devices.order_after_current(device)

@@ -65,3 +65,27 @@ def attempt_of(path: str, step: int, world_size: int) -> str:
         _counts[path] = count + 1
     text = b"\0".join([nonce, path.encode(), str(step).encode(), str(count).encode()])
     return hashlib.sha256(text).hexdigest()[:32]
+
+
+class Announcement:
+    """From the call on the other ranks see that this one has begun the save.
+
+    What fails on this rank alone, before the save has begun, ends theirs with its reason.
+    """
+
+    def __init__(self, directory: str, name: str, attempt: str, rank: int, world_size: int,
+                 time_liveness_max: float | None) -> None:
+        self.begun = False  # from then on the save says itself how it ends
+        self._native: _native.RankAnnouncement | None = None
+        if world_size > 1:
+            self._native = _native.announce_save(
+                directory, name, attempt, rank, world_size, time_liveness_max
+            )
+
+    def __enter__(self) -> Announcement:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        announcement, self._native = self._native, None
+        if announcement is not None and error is not None and not self.begun:
+            announcement.abandon(str(error) or repr(error))

@@ -9,16 +9,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from holdfast import _native, snapshots
+from holdfast import _native, events, snapshots
 from holdfast.commands import program
 from holdfast.errors import Error, TimeoutError
 
-_MIB = 1 << 20
-# Automatic staging memory: the first save's bytes, between these bounds.
-_ARENA_MIN = 64 * _MIB
-_ARENA_MEMORY_SHARE = 4  # at most this part of the memory that is available
-# Beside the data: alignment of every file, and the next save's first chunks.
-_ARENA_SLACK = 64 * _MIB
+# What launchers say of the number of processes on a node.
+_LOCAL_WORLD = (
+    "LOCAL_WORLD_SIZE",  # torchrun
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "SLURM_NTASKS_PER_NODE",
+)
 _DOORS_MAX = 8
 
 _lock = threading.RLock()
@@ -31,7 +32,7 @@ _OPTIONS = frozenset(
     """arena_bytes control_bytes_max threads idle_trim pages launcher engine queue_depth
     pwrite_threads direct_io read_back second_look fused_copy trainer_death nice
     io_priority_class io_priority_level bytes_per_second_max cpus time_memory_max
-    time_stalled_max time_ranks_max worker_program on_sealed""".split()
+    time_stalled_max time_ranks_max time_liveness_max worker_program on_sealed""".split()
 )
 
 
@@ -42,8 +43,10 @@ def configure(**options: Any) -> None:
 
     Args:
         arena_bytes: size of the staging memory, the cap of what saves hold; larger saves stream
-            through it. Default: 64 MiB more than the first save, at most a quarter of the memory
-            that is available then; made anew for a larger state while no save is in flight.
+            through it. Default: 64 MiB more than the first save, at most this process's share of
+            a quarter of the memory that the machine and its control groups have available then;
+            made anew for a larger state while no save is in flight. ``LOCAL_WORLD_SIZE`` (or what
+            MPI and Slurm set) tells how many processes share the node.
         launcher: ``"spawn"`` (a worker process per save), ``"persistent"`` (one that is kept),
             ``"fork"`` or ``"thread"``.
         engine: ``"auto"``, ``"io_uring-fixed"``, ``"io_uring"`` or ``"pwrite"``.
@@ -53,6 +56,9 @@ def configure(**options: Any) -> None:
             worker.
         stale_warning: False: no warning when all tensors of a save are those of the previous one.
             May be set at any time.
+        time_liveness_max: seconds without a sign of life after which another rank counts as gone;
+            the same on all ranks. Default 30.
+        time_ranks_max: seconds that a rank which lives is waited for by those that are done.
         idle_trim: give the memory back after so many seconds without a save.
         **options: further fields of ``holdfast::CheckpointerOptions``, by their names.
 
@@ -73,7 +79,7 @@ def configure(**options: Any) -> None:
         if not options:
             return
     with _lock:
-        if _core is not None and _core.staging()["bytes_held"]:
+        if _core is not None and _is_busy(_core):
             raise Error("FAILED_PRECONDITION", "configure: a save is in flight; flush() first")
         _close()
         _options.update(options)
@@ -129,9 +135,11 @@ def flush_native(left: Callable[[], float | None]) -> None:
     for door in doors:
         try:
             door.flush(left())
-        except Error as error:  # another one is a save's own, which its handle tells
+        except Error as error:
             if error.code == "DEADLINE_EXCEEDED":
                 raise TimeoutError(error.code, f"flush: {error.message}") from None
+            # A save's own error is raised by its handle. This one is a removal's: no save failed.
+            events.logger.warning("flush: an old checkpoint was kept: %s", error)
     with _lock:
         for key in [k for k, door in _doors.items() if any(door is d for d in doors)]:
             del _doors[key]
@@ -158,24 +166,31 @@ def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
     return {"worker_program": program("holdfast-worker"), **_options, **options}
 
 
-def _available() -> int:
-    with open("/proc/meminfo", encoding="ascii") as meminfo:
-        for line in meminfo:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 32
+def fixed_arena_bytes() -> int:
+    """The size of staging memory that the user has chosen; 0: none."""
+    return int(_options.get("arena_bytes") or os.environ.get("HOLDFAST_ARENA_BYTES") or 0)
+
+
+def default_arena_bytes(nbytes: int, owned: int) -> int:
+    """The size of shared memory for states of `nbytes`, in place of `owned` bytes."""
+    said = (os.environ.get(name, "") for name in _LOCAL_WORLD)
+    processes = next((int(text) for text in said if text.isdecimal() and int(text) > 0), 1)
+    return _native.default_arena_bytes(nbytes, processes, owned)
+
+
+def _is_busy(core: _native.Checkpointer) -> bool:
+    """Whether a save goes on, or memory of one that has ended may still be touched."""
+    stats = core.staging()
+    return bool(stats["saves_in_flight"] or stats["bytes_held"])
 
 
 def _make_core(nbytes: int) -> None:
     global _core, _core_bytes
-    fixed = int(_options.get("arena_bytes") or os.environ.get("HOLDFAST_ARENA_BYTES") or 0)
-    wanted = fixed or max(
-        _ARENA_MIN,
-        min(nbytes + _ARENA_SLACK, (_available() + _core_bytes) // _ARENA_MEMORY_SHARE),
-    )
+    fixed = fixed_arena_bytes()
+    wanted = fixed or default_arena_bytes(nbytes, _core_bytes)
     if _core is not None:
         # A state that has grown gets more, unless saves are in flight: then it streams.
-        if fixed or wanted <= _core_bytes or _core.staging()["bytes_held"]:
+        if fixed or wanted <= _core_bytes or _is_busy(_core):
             return
         _close()
     _core = _native.Checkpointer(_with_defaults({"directory": "/", "arena_bytes": wanted}))

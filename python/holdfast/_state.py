@@ -229,6 +229,36 @@ def memory_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         yield tensor.data_ptr(), tensor.data_ptr() + span_of(tensor)
 
 
+# ---- What a module's state dict notes beside its entries.
+
+
+def _metadata(value: Any) -> dict[str, dict[str, Node]]:
+    """The plain values that a state dict has of each module, such as its version, as nodes."""
+    noted = getattr(value, "_metadata", None)
+    if not isinstance(noted, Mapping):
+        return {}
+    return {
+        prefix: {k: node for k, v in own.items() if (node := _scalar(v)) is not None}
+        for prefix, own in noted.items()
+        if isinstance(prefix, str) and isinstance(own, Mapping)
+    }
+
+
+def put_metadata(node: Node, target: Any) -> None:
+    """Gives a state dict the metadata that was saved; `load_state_dict` asks it for versions."""
+    if "metadata" in node and isinstance(target, OrderedDict):
+        target._metadata = OrderedDict(  # type: ignore[attr-defined]
+            (prefix, {k: scalar_of(v) for k, v in own.items()})
+            for prefix, own in node["metadata"].items()
+        )
+
+
+def is_of_other_version(node: Node, state_dict: Any) -> bool:
+    """Whether the metadata of a module in both, the saved and this state dict, differ."""
+    saved, there = node.get("metadata", {}), _metadata(state_dict)
+    return any(saved[prefix] != there[prefix] for prefix in saved.keys() & there.keys())
+
+
 # ---- How a tensor lies over the ranks.
 
 
@@ -292,12 +322,14 @@ class _Walk:
         if type(value) in (dict, OrderedDict):
             keys = [_key(k) for k in value]
             if None not in keys:
+                noted = _metadata(value)
                 return {
                     "kind": "dict" if type(value) is dict else "ordered_dict",
                     "items": [
                         [k, self.node((*path, str(key)), item)]
                         for k, (key, item) in zip(keys, value.items(), strict=True)
                     ],
+                    **({"metadata": noted} if noted else {}),
                 }
         if type(value) in (list, tuple):
             return {"kind": type(value).__name__, "items": self._items(path, value)}
@@ -522,6 +554,19 @@ def describe(state: Any) -> Description:
 
 
 # ---- Over a description.
+
+
+def nodes(description: Any) -> Iterator[Node]:
+    """All nodes of a description, of every kind."""
+    left = [description]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            if "kind" in value:
+                yield value
+            left.extend(value.values())
+        elif isinstance(value, list):
+            left.extend(value)
 
 
 def tensor_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:

@@ -1,31 +1,51 @@
-"""Objects are read back through an allow-list: a pickle may otherwise run any code."""
+"""Objects are read back through an allow-list: a pickle may otherwise run any code.
+
+The list holds for every opcode and not for names alone. Only what the list has is called, only what
+the list's calls have made is given a state or items, and never a class, a function or a dtype.
+"""
 
 from __future__ import annotations
 
+import _compat_pickle
 import enum
+import importlib
 import io
 import pickle
-from collections.abc import Iterable
+import pickletools
+import sys
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
+import torch
+
+from holdfast._constructors import CONSTRUCTORS, STATES, Constructor, built_dtype, set_array
 from holdfast.errors import Error
 
-# What common training states hold and what can do nothing but be itself.
-SAFE = frozenset(
-    """
-    builtins:complex builtins:set builtins:frozenset builtins:bytearray builtins:slice builtins:range
-    builtins:list builtins:dict builtins:tuple builtins:int builtins:float builtins:bool builtins:str
-    collections:OrderedDict collections:defaultdict collections:deque collections:Counter
-    datetime:datetime datetime:date datetime:time datetime:timedelta datetime:timezone
-    decimal:Decimal fractions:Fraction uuid:UUID uuid:SafeUUID
-    pathlib:Path pathlib:PosixPath pathlib:PurePath pathlib:PurePosixPath
-    types:SimpleNamespace _io:BytesIO _codecs:encode copyreg:_reconstructor builtins:object
-    numpy:dtype numpy:ndarray numpy:float64 numpy:float32 numpy:int64 numpy:int32 numpy:bool_
-    numpy.core.multiarray:_reconstruct numpy.core.multiarray:scalar
-    numpy._core.multiarray:_reconstruct numpy._core.multiarray:scalar
-    torch:Size torch:device torch:dtype torch.serialization:_get_layout
-    """.split()
-)
+_TUPLE_DEPTH_MAX = 200
+# What a pickle may have copied and hashed, for each of its bytes and at the least.
+_UNITS_PER_BYTE = 64
+_UNITS_MIN = 16 << 20
+_UNITS_PER_COPY = 16
+
+_TORCH_VALUES = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+# Results of a call that a state would change for the whole process.
+_SHARED = (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types.ModuleType,
+           *_TORCH_VALUES)  # fmt: skip
+_BUILD: Callable[[Any], None] = pickle._Unpickler.dispatch[pickle.BUILD[0]]
+_NESTING = (tuple, slice)
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+
+# Opcodes that put together plain values, or keep and find them. What is neither here nor below is
+# refused: instances of old classes, extension codes, buffers from outside of the pickle.
+_PLAIN_OPCODES = """
+    PROTO FRAME STOP POP POP_MARK DUP MARK NONE NEWTRUE NEWFALSE INT BININT BININT1 BININT2
+    LONG LONG1 LONG4 FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING BINBYTES SHORT_BINBYTES
+    BINBYTES8 UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 EMPTY_TUPLE EMPTY_LIST EMPTY_DICT
+    EMPTY_SET LIST GLOBAL STACK_GLOBAL PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MEMOIZE
+    BINPERSID
+""".split()
 
 
 def name_of(item: Any) -> str:
@@ -33,7 +53,17 @@ def name_of(item: Any) -> str:
     return item if isinstance(item, str) else f"{item.__module__}:{item.__qualname__}"
 
 
-def enum_member(owner: Any, name: Any) -> Any:
+def refusal(subject: str, names: Iterable[str]) -> Error:
+    """That `names` are not on the list, all in one error."""
+    listed = sorted(names)
+    return Error(
+        "PERMISSION_DENIED",
+        f"{subject}: it needs {', '.join(listed)}, which {'is' if len(listed) == 1 else 'are'} not "
+        f"on the list of what may be made; if you trust this checkpoint, pass allow={listed!r}",
+    )
+
+
+def _enum_member(pickle: Any, owner: Any, name: Any) -> Any:
     """Stands in for ``getattr``, by which Python 3.11.0 to 3.11.3 pickle a member of an enum.
 
     Raises:
@@ -44,37 +74,318 @@ def enum_member(owner: Any, name: Any) -> Any:
     raise Error("PERMISSION_DENIED", f"it asks {owner!r} for {name!r}, which is no enum's member")
 
 
-class AllowList(pickle.Unpickler):
-    """Makes what is on a list, members of enums on it included, and refuses all else."""
+def _full_name(module: str, name: str, protocol: int) -> str:
+    """The name of today: up to protocol 2, pickles have those of Python 2."""
+    if protocol < 3:
+        module, name = _compat_pickle.NAME_MAPPING.get((module, name), (module, name))
+        module = _compat_pickle.IMPORT_MAPPING.get(module, module)
+    # Python 3.13's name of what others have in pathlib.
+    return f"{'pathlib' if module == 'pathlib._local' else module}:{name}"
 
-    def __init__(self, data: bytes, operation: str, listed: frozenset[str], allow: frozenset[str]):
+
+def names(data: bytes) -> set[str]:
+    """All names that a pickle asks for, found without making anything."""
+    found: set[str] = set()
+    pushed: deque[Any] = deque([None, None], maxlen=2)
+    memo: dict[int, Any] = {}
+    protocol = 0
+    for opcode, given, _place in pickletools.genops(data):
+        argument: Any = given
+        if opcode.name == "PROTO":
+            protocol = argument
+        elif opcode.name == "GLOBAL":
+            module, _, name = argument.partition(" ")
+            found.add(_full_name(module, name, protocol))
+        elif opcode.name == "STACK_GLOBAL":
+            found.add(_full_name(str(pushed[0]), str(pushed[1]), protocol))
+        elif opcode.name == "MEMOIZE":
+            memo[len(memo)] = pushed[-1]
+        elif opcode.name.endswith("PUT"):
+            memo[argument] = pushed[-1]
+        else:
+            pushed.append(memo.get(argument) if opcode.name.endswith("GET") else argument)
+    return found
+
+
+def unlisted(data: bytes, listed: Container[str] = CONSTRUCTORS) -> set[str]:
+    """The names that a pickle asks for and that are not on the list."""
+    return {
+        n for n in names(data)
+        if n not in listed and n != "builtins:getattr" and not _is_torch_value(n)
+    }  # fmt: skip
+
+
+class Unpickler(pickle._Unpickler):
+    """Makes what is on the list, members of enums on it included, and refuses all else.
+
+    Args:
+        data: the pickle.
+        operation: begins each message, "load NAME".
+        allow: names ("module:Class") that the caller trusts with any arguments and any state.
+    """
+
+    dispatch = {
+        getattr(pickle, code)[0]: pickle._Unpickler.dispatch[getattr(pickle, code)[0]] for code in _PLAIN_OPCODES
+    }
+    constructors: Mapping[str, Constructor | None] = CONSTRUCTORS
+    states = STATES
+
+    # Of the class above, while it loads.
+    proto: int
+    stack: list[Any]
+    memo: dict[int, Any]
+    append: Callable[[Any], None]
+    read: Callable[[int], bytes]
+    pop_mark: Callable[[], list[Any]]
+
+    def __init__(self, data: bytes, operation: str, allow: frozenset[str] = frozenset()) -> None:
         super().__init__(io.BytesIO(data))
+        self._data = data
         self._operation = operation
-        self._listed = listed | allow
+        self._allow = allow
+        self._units = _UNITS_MIN + _UNITS_PER_BYTE * len(data)
+        self._calls: dict[int, tuple[Any, Constructor | None]] = {}  # by id; None: as it is
+        self._trusted: set[type] = set()  # of what allowed calls have made
+        self._nested: dict[int, tuple[Any, int, int]] = {}  # by id, of tuples: depth, leaves
+
+    # ---- Budget.
+
+    def _charge(self, units: int) -> None:
+        self._units -= units
+        if self._units < 0:
+            raise Error(
+                "DATA_LOSS",
+                f"{self._operation}: its pickle of {len(self._data)} bytes copies or hashes the same "
+                "values over and over; no save writes that",
+            )
+
+    def charge_copy(self, count: int) -> None:
+        self._charge(_UNITS_PER_COPY * count)
+
+    def charge_keys(self, keys: Iterable[Any]) -> None:
+        for key in keys:
+            if isinstance(key, _NESTING):
+                self._charge(self._shape(key)[1])
+            elif isinstance(key, int):
+                self._charge(key.bit_length() >> 6)
+
+    def _shape(self, value: Any) -> tuple[int, int]:
+        """Depth and leaves of what a hash goes through."""
+        _, depth, leaves = self._nested.get(id(value), (value, 1, len(_parts(value))))
+        return depth, leaves
+
+    def _checked(self, made: Any) -> Any:
+        """Bounds the depth: the hash of a tuple is recursive, and overflows the stack of C."""
+        parts = _parts(made)
+        for part in parts:
+            if isinstance(part, _NESTING):
+                break
+        else:
+            return made  # nearly all of them
+        inner = [self._shape(part) for part in parts if isinstance(part, _NESTING)]
+        depth = 1 + max(depth for depth, _ in inner)
+        if depth > _TUPLE_DEPTH_MAX:
+            raise pickle.UnpicklingError(f"tuples in tuples, {depth} deep")
+        self._nested[id(made)] = (made, depth, len(parts) + sum(leaves for _, leaves in inner))
+        return made
+
+    # ---- Names.
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module}:{name}"
-        if full in self._listed:
-            return super().find_class(module, name)
+        full = _full_name(module, name, self.proto)
         if full == "builtins:getattr":
-            return enum_member
-        raise Error(
-            "PERMISSION_DENIED",
-            f"{self._operation}: it needs {full}, which is not on the list of what may be made; "
-            f"if you trust this checkpoint, pass allow=[{full!r}]",
-        )
+            return self._callable(getattr, _enum_member)
+        if full not in self.constructors and full not in self._allow:
+            if _is_torch_value(full):
+                return vars(torch)[name]
+            raise refusal(self._operation, self._missing() | {full})
+        module, _, path = full.partition(":")
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+        if full not in self.constructors:
+            return self._callable(found, None)
+        constructor = self.constructors[full]
+        return found if constructor is None else self._callable(found, constructor)
+
+    def _callable(self, found: Any, constructor: Constructor | None) -> Any:
+        self._calls[id(found)] = (found, constructor)
+        return found
+
+    def _missing(self) -> set[str]:
+        try:
+            return unlisted(self._data, self.constructors) - self._allow
+        except Exception:  # damaged further on; the one that was found is named
+            return set()
+
+    # ---- Calls.
+
+    def _call(self, function: Any, args: Any, make: Callable[..., Any]) -> Any:
+        entry = self._calls.get(id(function))
+        if entry is None:
+            raise pickle.UnpicklingError(f"it calls {function!r:.80}")
+        if type(args) is not tuple:
+            raise pickle.UnpicklingError("it calls with something that is no tuple")
+        if entry[1] is not None:
+            made = entry[1](self, *args)
+        else:
+            made = make(*args)
+            if not isinstance(made, _SHARED):
+                self._trusted.add(type(made))
+        return self._checked(made) if isinstance(made, _NESTING) else made
+
+    def call(self, function: Any, args: Any) -> Any:
+        return self._call(function, args, function)
+
+    def _reduce(self) -> None:
+        args = self.stack.pop()
+        self.stack[-1] = self.call(self.stack[-1], args)
+
+    def _new(self) -> None:
+        args = self.stack.pop()
+        cls = self.stack.pop()
+        self.append(self._call(cls, args, lambda *a: cls.__new__(cls, *a)))
+
+    def _new_ex(self) -> None:
+        named, args, cls = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        if type(named) is not dict or named and self._calls.get(id(cls), (None, cls))[1]:
+            raise pickle.UnpicklingError(f"arguments by name for {cls!r:.80}")
+        self.append(self._call(cls, args, lambda *a: cls.__new__(cls, *a, **named)))
+
+    # ---- States and items.
+
+    def _build(self) -> None:
+        state = self.stack.pop()
+        target = self.stack[-1]
+        kind = type(target)
+        numpy = sys.modules.get("numpy")
+        if kind in self.states:
+            self.check_names(state)
+            self.states[kind](self, target, state)
+        elif numpy is not None and isinstance(target, numpy.dtype):
+            self._replace(target, built_dtype(target, state))
+        elif numpy is not None and isinstance(target, numpy.ndarray):
+            set_array(self, target, state)
+        elif kind in self._trusted:
+            self.check_names(state)
+            self.stack.append(state)
+            _BUILD(self)
+        else:
+            raise pickle.UnpicklingError(f"it gives a state to {target!r:.80}")
+
+    def check_names(self, state: Any) -> None:
+        """Attributes are no methods: copying calls ``__reduce_ex__`` wherever it finds it."""
+        for part in state if type(state) is tuple else (state,):
+            for name in part if type(part) is dict else ():
+                if isinstance(name, str) and name[:2] == "__" == name[-2:]:
+                    raise pickle.UnpicklingError(f"an attribute {name!r:.80}")
+
+    def _replace(self, old: Any, new: Any) -> None:
+        self.stack[-1] = new
+        for key in reversed(self.memo):  # it was put there just before its state
+            self._charge(1)
+            if self.memo[key] is old:
+                self.memo[key] = new
+                return
+
+    def _append_to(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) not in (list, deque) and type(target) not in self._trusted:
+            raise pickle.UnpicklingError(f"it appends to {target!r:.80}")
+        if hasattr(target, "extend"):
+            target.extend(items)
+        else:
+            for item in items:
+                target.append(item)
+
+    def _set_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) not in _MAPPINGS and type(target) not in self._trusted:
+            raise pickle.UnpicklingError(f"it sets items of {target!r:.80}")
+        self.charge_keys(items[::2])
+        for i in range(0, len(items), 2):
+            target[items[i]] = items[i + 1]
+
+    def _add_items(self, items: list[Any]) -> None:
+        target = self.stack[-1]
+        if type(target) is not set and type(target) not in self._trusted:
+            raise pickle.UnpicklingError(f"it adds to {target!r:.80}")
+        self.charge_keys(items)
+        for item in items:
+            target.add(item)
+
+    def _pop(self, count: int) -> list[Any]:
+        items = self.stack[-count:]
+        del self.stack[-count:]
+        return items
+
+    def _dict(self) -> None:
+        items = self.pop_mark()
+        self.append({})
+        self._set_items(items)
+
+    def _frozenset(self) -> None:
+        items = self.pop_mark()
+        self.charge_keys(items)
+        self.append(frozenset(items))
+
+    def _bytearray8(self) -> None:
+        # The bytes first: the length may be any, and memory for it would be taken before.
+        self.append(bytearray(self.read(int.from_bytes(self.read(8), "little"))))
+
+    def _push_tuple(self, items: Iterable[Any]) -> None:
+        self.append(self._checked(tuple(items)))
+
+    for _code, _method in {
+        pickle.REDUCE: _reduce,
+        pickle.NEWOBJ: _new,
+        pickle.NEWOBJ_EX: _new_ex,
+        pickle.BUILD: _build,
+        pickle.APPEND: lambda self: self._append_to(self._pop(1)),
+        pickle.APPENDS: lambda self: self._append_to(self.pop_mark()),
+        pickle.SETITEM: lambda self: self._set_items(self._pop(2)),
+        pickle.SETITEMS: lambda self: self._set_items(self.pop_mark()),
+        pickle.ADDITEMS: lambda self: self._add_items(self.pop_mark()),
+        pickle.DICT: _dict,
+        pickle.FROZENSET: _frozenset,
+        pickle.BYTEARRAY8: _bytearray8,
+        pickle.TUPLE: lambda self: self._push_tuple(self.pop_mark()),
+        pickle.TUPLE1: lambda self: self._push_tuple(self._pop(1)),
+        pickle.TUPLE2: lambda self: self._push_tuple(self._pop(2)),
+        pickle.TUPLE3: lambda self: self._push_tuple(self._pop(3)),
+    }.items():
+        dispatch[_code[0]] = _method
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return (value.start, value.stop, value.step) if isinstance(value, slice) else value
+
+
+def _is_torch_value(full: str) -> bool:
+    module, _, name = full.partition(":")
+    return module == "torch" and isinstance(vars(torch).get(name), _TORCH_VALUES)
+
+
+def run(unpickler: Unpickler, operation: str) -> Any:
+    """Unpickles; what is wrong with the pickle is an error of `operation`.
+
+    Raises:
+        Error: PERMISSION_DENIED naming all that it needs, DATA_LOSS for what is no pickle.
+    """
+    try:
+        return unpickler.load()
+    except Error:
+        raise
+    except Exception as error:
+        raise Error("DATA_LOSS", f"{operation}: its pickle cannot be read: {error}") from error
 
 
 def loads(data: bytes, entry: str, allow: Iterable[Any] = ()) -> Any:
     """Unpickles one object.
 
     Raises:
-        Error: PERMISSION_DENIED naming what it needs, DATA_LOSS for what is no pickle.
+        Error: as of `run`.
     """
+    operation = f"load {entry}"
     allowed = frozenset(name_of(item) for item in allow)
-    try:
-        return AllowList(data, f"load {entry}", SAFE, allowed).load()
-    except Error:
-        raise
-    except Exception as error:
-        raise Error("DATA_LOSS", f"load {entry}: its pickle cannot be read: {error}") from error
+    return run(Unpickler(data, operation, allowed), operation)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
 from holdfast import _native
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
+
+logger = logging.getLogger("holdfast")
 
 
 def local_path(path: str | os.PathLike[str], operation: str, instead: str = "") -> str:
@@ -25,18 +28,47 @@ def local_path(path: str | os.PathLike[str], operation: str, instead: str = "") 
     return text
 
 
-def find_newest(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """The newest complete checkpoint: name, path, step, attempt, world_size, bytes.
+def absolute_path(path: str, operation: str) -> str:
+    """A path from the root.
 
     Raises:
-        Error: NOT_FOUND when there is none.
+        Error: NOT_FOUND for a relative one where the working directory was removed.
     """
-    return _native.find_newest(local_path(directory, "list"))
+    with of_system(f"{operation} {path}: find the working directory"):
+        return os.path.abspath(path)
+
+
+def find_newest(directory: str | os.PathLike[str]) -> dict[str, Any]:
+    """The newest complete checkpoint: name, path, step, saved_at, attempt, parent, world_size, bytes.
+
+    The newest is the one whose save was called last (``saved_at``, seconds since 1970), whatever
+    its step and name. Checkpoints that cannot be read or are damaged are passed over, each with a
+    warning in the log.
+
+    Raises:
+        Error: NOT_FOUND when there is none. What reading says, when none is complete and at least
+            one cannot be read.
+    """
+    path = local_path(directory, "list")
+    newest, passed_over = _native.find_newest(path)
+    _warn_of(passed_over, path)
+    return newest
 
 
 def list_checkpoints(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """All complete checkpoints by step, newest last; changes nothing."""
-    return _native.list_checkpoints(local_path(directory, "list"))
+    """All complete checkpoints by the time of their saves, newest last; changes nothing.
+
+    Others are passed over as `find_newest` does it.
+    """
+    path = local_path(directory, "list")
+    complete, passed_over = _native.list_checkpoints(path)
+    _warn_of(passed_over, path)
+    return complete
+
+
+def _warn_of(passed_over: list[str], path: str) -> None:
+    for entry in passed_over:
+        logger.warning("list %s: passed over %s", path, entry)
 
 
 def recover(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import errno as errno_
+from collections.abc import Iterator
 
 __all__ = ["Error", "TimeoutError"]
 
@@ -53,6 +56,28 @@ class TimeoutError(Error, builtins.TimeoutError):  # type: ignore[misc]  # errno
     What has failed of a deadline of its own (a stalled worker, ranks that did not come) is an
     `Error` with the code DEADLINE_EXCEEDED, and no TimeoutError.
     """
+
+
+# By errno; what else the system refuses is UNAVAILABLE.
+_CODE_OF_ERRNO = {
+    errno_.ENOENT: "NOT_FOUND",
+    **dict.fromkeys(
+        (errno_.ENOSPC, errno_.EDQUOT, errno_.EMFILE, errno_.ENFILE, errno_.ENOMEM, errno_.EFBIG),
+        "RESOURCE_EXHAUSTED",
+    ),
+}
+
+
+@contextlib.contextmanager
+def of_system(operation: str) -> Iterator[None]:
+    """Raises what the system refuses inside as an `Error`; `operation` names the object, too."""
+    try:
+        yield
+    except OSError as error:
+        number = error.errno or 0
+        raise Error(
+            _CODE_OF_ERRNO.get(number, "UNAVAILABLE"), f"{operation}: {error.strerror}", number
+        ) from error
 
 
 def _of_status(code: int, message: str, errno: int) -> Error:

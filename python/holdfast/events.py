@@ -14,6 +14,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+# Here and not where they are called: an import in the save's thread can fail there, for want of
+# descriptors or on a bad disk.
+from holdfast import _completion, _log, _ranks, snapshots
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast")
@@ -81,16 +84,16 @@ def publish(subject: Subject, report: Report | None, error: Error | None) -> Non
             the comparison with the previous save is added to it here.
         error: of one that is not.
     """
-    from holdfast import snapshots
-    from holdfast.observe import log
-
-    for observer in (snapshots.compare_with_previous, log.log, *observers):
-        try:
-            observer(subject, report, error)
-        except Exception:
-            logger.exception("an observer of saves failed on %s", subject.path)
-    with _lock:
-        _running.pop(id(subject), None)
+    try:
+        with _completion.telling():
+            for observer in (snapshots.compare_with_previous, _log.log, *observers):
+                try:
+                    observer(subject, report, error)
+                except BaseException:  # SystemExit, too, would end the save's thread
+                    _completion.log_failure("an observer of saves failed on %s", subject.path)
+    finally:
+        with _lock:
+            _running.pop(id(subject), None)
 
 
 def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:
@@ -115,8 +118,6 @@ def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:
 
 def publish_raised(path: str, step: int, error: Error, **extra: Any) -> None:
     """Publishes what a call raises, of a save that has no handle."""
-    from holdfast import _ranks
-
     rank, world_size = _ranks.rank_and_world()
     who = {"rank": rank, "world_size": world_size, "raised": True}
     publish(Published(path, step, {**who, **extra}), None, error)

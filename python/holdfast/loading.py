@@ -16,7 +16,7 @@ from holdfast import _native, _ranks, _state, _unpickle
 from holdfast._building import Builder
 from holdfast._filling import Filling
 from holdfast._pieces import Loading
-from holdfast.directories import local_path
+from holdfast.directories import absolute_path, local_path
 from holdfast.errors import Error
 from holdfast.saving import FORMAT_VERSION, OBJECTS, STRUCTURE
 
@@ -58,7 +58,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                  map_location: MapLocation = None, verify: bool = True,
                  buffer_bytes: int = BUFFER_BYTES, threads: int = 0, engine: str = "auto",
                  direct_io: bool = True) -> None:
-        self.path = os.path.abspath(local_path(path, "load"))
+        self.path = absolute_path(local_path(path, "load"), "load")
         self._map = map_location
         self._options = _Options(verify, buffer_bytes, threads, engine, direct_io)
         self.report: dict[str, Any] = {}
@@ -119,10 +119,23 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def state(self, allow: Iterable[Any] = ()) -> Any:
         """The state as it was saved, in new tensors. See `load`."""
+        allow = tuple(allow)
         with self._reading() as loading:
-            value = Builder(self, loading, tuple(allow)).plan(self._root, ())
-            loading.run()
-            return value()
+            try:
+                value = Builder(self, loading, allow).plan(self._root, ())
+                loading.run()
+                return value()
+            except Error as error:
+                if error.code != "PERMISSION_DENIED" or error.errno:
+                    raise
+                given = {_unpickle.name_of(item) for item in allow}
+                needed = self._needed(loading)
+                if len(needed - given) < 2:
+                    raise
+                everything = sorted(needed | given)
+                raise Error(
+                    error.code, f"{error.message}; the whole checkpoint needs allow={everything!r}"
+                ) from error
 
     def into(self, target: Any, *, strict: bool = True, allow: Iterable[Any] = ()) -> Any:
         """Reads into the tensors of `target`, and returns it. See `load`."""
@@ -170,10 +183,23 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             )
         return device
 
-    def _object(self, loading: Loading, name: str, allow: tuple[Any, ...]) -> Any:
+    def _pickle(self, loading: Loading, name: str) -> bytes:
         begin, length = self._objects[name]
-        data = _read(loading, self._entries[OBJECTS].reader, OBJECTS, length, begin)
-        return _unpickle.loads(data, name, allow)
+        return _read(loading, self._entries[OBJECTS].reader, OBJECTS, length, begin)
+
+    def _object(self, loading: Loading, name: str, allow: tuple[Any, ...]) -> Any:
+        return _unpickle.loads(self._pickle(loading, name), name, allow)
+
+    def _needed(self, loading: Loading) -> set[str]:
+        """All names that a load of the whole state needs `allow` for."""
+        needed = {
+            node["class"]
+            for node in _state.nodes(self._root)
+            if "class" in node and node["kind"] in ("tensor", "namedtuple", "dataclass")
+        }
+        for name in self._objects:
+            needed |= _unpickle.unlisted(self._pickle(loading, name))
+        return needed
 
 
 def _read(loading: Loading, reader: Any, name: str, nbytes: int, begin: int | None = None) -> bytes:

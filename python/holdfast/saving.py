@@ -14,22 +14,28 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from holdfast import _devices, _native, _ranks, _runtime, _state, directories, events
+from holdfast import (
+    _completion,
+    _devices,
+    _late,
+    _native,
+    _ranks,
+    _runtime,
+    _state,
+    directories,
+    events,
+)
 from holdfast.errors import Error, TimeoutError
 from holdfast.events import observers, publish  # noqa: F401 (observers: for whoever observes)
 
 STRUCTURE = "holdfast:structure"
 OBJECTS = "holdfast:objects"
 FORMAT_VERSION = 1
-# Device tensors that may not be copied late are cloned on their device up to this much in all;
-# beyond it the training stream waits for their copies.
-_CLONE_MAX = 64 << 20
 
 
 def structure_file(rank: int, world_size: int) -> str:
@@ -42,24 +48,6 @@ def objects_file(rank: int, world_size: int) -> str:
 
 def model_file(rank: int, world_size: int) -> str:
     return f"model-{rank:05d}-of-{world_size:05d}.safetensors"
-
-
-class _SeenFuture(Future):
-    """A future that knows whether anybody has looked at its outcome."""
-
-    seen = False
-
-    def result(self, timeout: float | None = None) -> Any:
-        try:
-            return super().result(timeout)
-        finally:
-            self.seen = self.seen or self.done()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        try:
-            return super().exception(timeout)
-        finally:
-            self.seen = self.seen or self.done()
 
 
 class Save:
@@ -78,13 +66,13 @@ class Save:
 
     def __init__(self, start: Callable[[], _native.SaveHandle], path: str, step: int,
                  extra: dict[str, Any], keep: list[Any], door: _native.Checkpointer, *,
-                 publishes: bool = True) -> None:
+                 ordered: Iterable[torch.device] = (), publishes: bool = True) -> None:
         # `start` may wait for memory. It is called in the thread that sees the save through: Ctrl-C
         # ends the caller's wait for it, and never gets between a save that began and its handle.
         self.path = path
         self.step = step
-        self.staged = _SeenFuture()
-        self.durable = _SeenFuture()
+        self.staged = _completion.SeenFuture()
+        self.durable = _completion.SeenFuture()
         self.objects: list[str] = extra["objects"]
         self.contiguous_copies: list[str] = extra["contiguous_copies"]
         self.extra = extra
@@ -100,13 +88,11 @@ class Save:
         self._publishes = publishes  # False: it is a part of what its owner publishes
         self._report: dict[str, Any] | None = None
         self._devices = {s.device for s in keep}
-        for future in (self.staged, self.durable):
-            future.set_running_or_notify_cancel()
-        # Not a daemon: the interpreter waits for it before it exits, and so for the save.
-        self._thread = threading.Thread(target=self._run, name="holdfast-save")
+        self._completion = _completion.Completion(self._run, "holdfast-save")
         try:
-            self._thread.start()
+            self._completion.start()
             self._begun.wait()
+            self.hold_back(ordered)
         except BaseException:
             self._raised = True
             self._give_up()
@@ -119,6 +105,20 @@ class Save:
                 del refusal  # its traceback has this frame
 
     def _run(self) -> None:
+        """The save's own thread. Whatever is raised here, `_end` ends the futures."""
+        report = None
+        error: Error | None = None
+        try:
+            self._begin()
+            report = self._watch()
+        except Error as failed:
+            error = failed
+        except BaseException as failed:
+            error = Error("INTERNAL", f"wait for {self.path}: {failed!r}")
+        finally:
+            self._end(report, error)
+
+    def _begin(self) -> None:
         with _lock:
             _in_flight.add(self)
         start, self._start = self._start, None
@@ -128,54 +128,46 @@ class Save:
         except BaseException as refusal:
             refusal.__traceback__ = None  # it would keep what `start` was made of
             self._refusal, self._raised = refusal, True
-            self._keep = self._door = None
-            _ended(self, failed=False)
-            for future in (self.staged, self.durable):
-                future.set_exception(Error("CANCELLED", f"save {self.path}: it did not begin"))
-        else:
-            if self._publishes:
-                events.begin(self)
-            if "called_ns" in self.extra:
-                self.extra["time_blocked"] = (time.monotonic_ns() - self.extra["called_ns"]) / 1e9
-        del start  # and all that it was made of
+            raise Error("CANCELLED", f"save {self.path}: it did not begin") from None
+        finally:
+            del start  # and all that it was made of
+        if self._publishes:
+            events.begin(self)
+        if "called_ns" in self.extra:
+            self.extra["time_blocked"] = (time.monotonic_ns() - self.extra["called_ns"]) / 1e9
         self._begun.set()
-        if self._native is not None:
-            self._thread.name = f"holdfast-save-{self._native.epoch}"
-            self._watch()
+        self._completion.name(f"holdfast-save-{self._native.epoch}")
 
     def _give_up(self) -> None:
         with contextlib.suppress(Error):
             if self._native is not None:
                 self._native.cancel()
 
-    def _watch(self) -> None:
+    def _watch(self) -> dict[str, Any]:
         if self._raised:
             self._give_up()
         try:
             self._native.wait_staged(None)
             self._keep = None
-            self.staged.set_result(None)
+            _completion.end(self.staged, None, None)
         except BaseException:
             pass  # the save's own error, which follows, says why
-        report = error = None
-        try:
-            report = {**self._native.wait_durable(None), **self.extra}
-        except Error as failed:
-            error = failed
-        except BaseException as failed:
-            error = Error("INTERNAL", f"wait for {self.path}: {failed!r}")
+        return {**self._native.wait_durable(None), **self.extra}
+
+    def _end(self, report: dict[str, Any] | None, error: Error | None) -> None:
         self._keep = None
-        if self._publishes:
-            publish(self, report, error)
-        self._report = report
-        if error is not None:
-            if not self.staged.done():
-                self.staged.set_exception(error)
-            self.durable.set_exception(error)
-        else:
-            self.durable.set_result(report)
-        _ended(self, failed=error is not None and not self._raised)
-        self._door = None
+        try:
+            if self._publishes and self._native is not None:
+                publish(self, report, error)
+        finally:
+            self._report = report
+            if report is None and error is None:
+                error = Error("INTERNAL", f"save {self.path}: its thread has died")
+            _completion.end(self.staged, None, error)
+            _completion.end(self.durable, report, error)
+            _ended(self, failed=error is not None and not self._raised)
+            self._door = None
+            self._begun.set()
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -207,7 +199,8 @@ class Save:
 
         Raises:
             TimeoutError: the save goes on.
-            Error: the save's own.
+            Error: the save's own; FAILED_PRECONDITION inside of an observer, where the save has not
+                ended.
         """
         self._check_process()
         try:
@@ -228,7 +221,17 @@ class Save:
         for device in self._devices if self._native is not None else ():
             _devices.wait_staged_on(self._native, device, stream)
 
+    def hold_back(self, devices: Iterable[torch.device]) -> None:
+        """Makes the current stream of some devices wait for the copies, or else this thread.
 
+        A failed save raises nothing here: its futures and `flush` tell of it.
+        """
+        try:
+            for device in devices if self._native is not None else ():
+                _devices.wait_staged_on(self._native, device)
+        except Error as error:
+            events.logger.warning("wait for the copies of %s: %s", self.path, error)
+            self.staged.exception()  # should the save go on, its tensors stay as they are
 
 _lock = threading.Lock()
 _in_flight: set[Save] = set()
@@ -243,59 +246,6 @@ def _ended(save: Any, *, failed: bool) -> None:
             _failed[:] = [s for s in _failed if not s.durable.seen] + [save]
 
 
-def _late_memory(state: Any, late: Iterable[Any]) -> list[tuple[int, int]]:
-    """Address ranges of tensors that may be copied behind the training."""
-    ranges: list[tuple[int, int]] = []
-
-    def add(tensor: torch.Tensor) -> None:
-        ranges.extend(_state.memory_of(tensor))
-
-    def visit(value: Any) -> None:
-        if isinstance(value, torch.nn.Module):
-            for parameter in value.parameters():
-                add(parameter.detach())
-        elif isinstance(value, torch.optim.Optimizer):
-            for entry in value.state.values():
-                for item in entry.values():
-                    if isinstance(item, torch.Tensor) and item.dim() > 0:
-                        add(item)
-        elif isinstance(value, torch.Tensor):
-            add(value.detach())
-        elif isinstance(value, dict):
-            for item in value.values():
-                visit(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                visit(item)
-
-    def find(value: Any) -> None:
-        """Modules and optimizers wherever they stand in the state."""
-        if isinstance(value, (torch.nn.Module, torch.optim.Optimizer)):
-            visit(value)
-        elif isinstance(value, dict):
-            for item in value.values():
-                find(item)
-        elif isinstance(value, (list, tuple)):
-            for item in value:
-                find(item)
-
-    find(state)
-    for value in late:
-        visit(value)
-    # What overlaps is stored as one.
-    merged: list[tuple[int, int]] = []
-    for begin, end in sorted(ranges):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((begin, end))
-    return merged
-
-
-def _is_late(stored: _state.Stored, ranges: list[tuple[int, int]]) -> bool:
-    return any(b <= stored.address and stored.address + stored.nbytes <= e for b, e in ranges)
-
-
 def _clone(stored: _state.Stored) -> None:
     """Puts a copy on the same device, ordered into the current stream, in the tensor's place."""
     owner = stored.keep[0] if isinstance(stored.keep, list) else stored.keep
@@ -307,20 +257,17 @@ def _clone(stored: _state.Stored) -> None:
     stored.keep, stored.address = copy, copy.data_ptr()
 
 
-def _capture_early(stored: list[_state.Stored], ranges: list[tuple[int, int]]) -> set[torch.device]:
+def _capture_early(stored: list[_state.Stored], late: _late.Late) -> set[torch.device]:
     """Clones what may not be copied late; returns devices where that would be too much."""
-    early: dict[torch.device, list[_state.Stored]] = {}
-    for item in stored:
-        if item.nbytes and _devices.device_of(item.device) is not None:
-            if not _is_late(item, ranges):
-                early.setdefault(item.device, []).append(item)
-    wait = set()
-    for device, items in early.items():
-        if sum(item.nbytes for item in items) > _CLONE_MAX:
-            wait.add(device)
-        else:
-            for item in items:
-                _clone(item)
+    early = [
+        s for s in stored
+        if s.nbytes and _devices.device_of(s.device) is not None
+        and not late.covers(s.address, s.address + s.nbytes)
+    ]
+    wait = _late.too_much_to_clone((s.device, s.nbytes) for s in early)
+    for item in early:
+        if item.device not in wait:
+            _clone(item)
     return wait
 
 
@@ -350,23 +297,11 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
 
 def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
     text = directories.local_path(path, "save")
-    full = os.path.abspath(text)
+    full = directories.absolute_path(text, "save")
     directory, name = os.path.split(full)
     if not name:
         raise Error("INVALID_ARGUMENT", f"save {text!r}: a checkpoint's name is expected")
     return directory, name
-
-
-@contextlib.contextmanager
-def _telling_other_ranks(directory: str, name: str, attempt: str, world_size: int) -> Iterator[None]:
-    """Around what may fail on this rank alone: the others need not wait for it until their deadline."""
-    try:
-        yield
-    except BaseException:
-        if world_size > 1:
-            with contextlib.suppress(Error):
-                _native.abandon_save(directory, name, attempt)
-        raise
 
 
 @events.tells_refusals
@@ -388,11 +323,10 @@ def save_async(
 ) -> Save:
     """Saves a state asynchronously: ``h = save_async({"model": model, ...}, "run/step-100")``.
 
-    CPU tensors and everything that is not a tensor are captured when it returns. Tensors on a GPU
-    are copied behind the training, which may go on at once but must not change them before
-    ``h.staged`` (see `wait_before_step`): this is done for parameters of modules and state of
-    optimizers in `state`, and for what `late` adds. All other GPU tensors (buffers, amax histories,
-    RNG state) are captured in the order of the current stream, so they may be changed at once.
+    Everything is captured as it is at the call, and may be changed at once: CPU tensors, and what is
+    not a tensor, when it returns; GPU tensors in the order of the current stream, which waits for
+    their copies if they are too large to be cloned. Only what `late` names is copied behind the
+    training.
 
     The checkpoint is a directory: a safetensors file of the tensors by their paths, a JSON
     description of the state, objects, and a manifest with digests. It appears under `path` when it
@@ -402,13 +336,17 @@ def save_async(
         state: nested dicts, lists, tuples and dataclasses of tensors, plain values, modules,
             optimizers and whatever has ``state_dict`` and ``load_state_dict``.
         path: the checkpoint's directory; the one above it must exist.
-        step: recorded, for finding the newest and for retention.
-        replace: exchange an existing checkpoint; by default it is refused.
+        step: recorded, for ``keep_every`` and for a run that resumes.
+        replace: exchange an existing checkpoint that holds nothing else; by default it
+            is refused.
         when_full: what to do while earlier saves hold the staging memory: ``"wait"``, ``"skip"``
             (UNAVAILABLE) or ``"fail"`` (RESOURCE_EXHAUSTED).
-        keep_last: afterwards remove all but the newest so many checkpoints of the directory.
+        keep_last: afterwards remove all but the newest so many of this one's series (``step-{}``).
         keep_every: but keep those whose step is a multiple of this.
-        late: further tensors, modules or optimizers whose GPU tensors may be copied late.
+        late: optimizers, or tensors, whose GPU memory stays unchanged until ``h.staged``; it is copied
+            behind forward and backward. Of an optimizer: the parameters with ``requires_grad`` that
+            it owns, and its moments. Call `wait_before_step` for each one, else its next step
+            tears the checkpoint without any error.
         objects: ``"pickle"`` what is neither tensor nor plain value, or ``"refuse"`` it.
         per_rank: with several ranks, patterns of paths (of `fnmatch`, in lower case) whose tensors
             each rank saves for itself; all others are taken to be the same everywhere and saved by
@@ -430,7 +368,8 @@ def save_async(
     directory, name = _split(path)
     # First of all that may fail on one rank alone: every rank has to count every save.
     attempt = attempt or _ranks.attempt_of(os.path.join(directory, name), step, world_size)
-    with _telling_other_ranks(directory, name, attempt, world_size):
+    liveness = _runtime.configured("time_liveness_max")
+    with _ranks.Announcement(directory, name, attempt, rank, world_size, liveness) as announced:
         described = _state.describe(state)
         blob, index = _pickled(described.objects, objects)
         own = _own_of_rank(described, per_rank, world_size) if world_size > 1 else set()
@@ -448,7 +387,7 @@ def save_async(
             allow_nan=False,
         ).encode()
 
-        waiting = _capture_early(mine, _late_memory(state, late))
+        waiting = _capture_early(mine, _late.Late(late))
         plan = _native.Plan()
         # Host tensors first: whatever is in host memory is staged before the call returns.
         mine.sort(key=lambda s: _devices.device_of(s.device) is not None)
@@ -471,22 +410,21 @@ def save_async(
             directory, plan.total_bytes, when_full=when_full, keep_last=keep_last,
             keep_every=keep_every, rank=rank, world_size=world_size,
         )
-    extra = {
-        "kind": "state",
-        "called_ns": called_ns,
-        "rank": rank,
-        "world_size": world_size,
-        "objects": sorted(described.objects),
-        "contiguous_copies": described.contiguous_copies,
-    }
+        extra = {
+            "kind": "state",
+            "called_ns": called_ns,
+            "rank": rank,
+            "world_size": world_size,
+            "objects": sorted(described.objects),
+            "contiguous_copies": described.contiguous_copies,
+        }
 
-    def start() -> _native.SaveHandle:
-        return door.save(name, plan, step, replace, attempt, False)
+        def start() -> _native.SaveHandle:
+            announced.begun = True
+            return door.save(name, plan, step, replace, attempt, False)
 
-    save = Save(start, os.path.join(directory, name), step, extra, [*mine, *buffers], door)
-    for device in waiting:
-        _devices.wait_staged_on(save._native, device)
-    return save
+        return Save(start, os.path.join(directory, name), step, extra, [*mine, *buffers], door,
+                    ordered=waiting)
 
 
 def _own_of_rank(described: _state.Description, patterns: Sequence[str] | None,
@@ -526,7 +464,8 @@ def _local(root: _state.Node, world_size: int) -> set[str]:
 def wait_before_step(optimizer: torch.optim.Optimizer) -> Any:
     """Puts the wait for saves in flight in front of every ``optimizer.step``.
 
-    On a GPU the training stream waits, not the CPU. Returns the hook's handle, to ``remove()`` it.
+    Required, once, for every optimizer that ``save_async(late=)`` or `holdfast.dcp.Stager` names. On
+    a GPU the training stream waits, not the CPU. Returns the hook's handle, to ``remove()`` it.
     """
     reference = weakref.ref(optimizer)
 
@@ -536,12 +475,7 @@ def wait_before_step(optimizer: torch.optim.Optimizer) -> Any:
         with _lock:
             saves = [s for s in _in_flight if not s.staged.done()]
         for save in saves:
-            try:
-                save.wait_staged_on()
-            except Error as error:
-                # A step is not the place to learn of a failed save: its futures and flush() tell.
-                events.logger.warning("wait for %s before the step: %s", save.path, error)
-                save.staged.exception()  # should the save go on, this thread waits for its copies
+            save.hold_back(save._devices)
 
     return optimizer.register_step_pre_hook(hook)
 
@@ -550,9 +484,11 @@ def flush(timeout: float | None = None) -> None:
     """Waits until no save of this process is in flight, nor a deletion behind one.
 
     Raises:
-        Error: the first of a save that nobody has asked for its outcome yet.
+        Error: the first of a save that nobody has asked for its outcome yet; FAILED_PRECONDITION
+            inside of an observer or a done-callback, where it would wait for itself.
         TimeoutError: saves, or deletions, go on after `timeout` seconds in all.
     """
+    _completion.check_may_wait("flush")
     with _lock:
         saves = list(_in_flight)
     waited: list[BaseException] = []
@@ -565,7 +501,7 @@ def flush(timeout: float | None = None) -> None:
         except Error as error:
             if not save._raised:
                 waited.append(error)
-        save._thread.join()
+        save._completion.join()
     _runtime.flush_native(left)  # a time-out here leaves the failures to the next call
     with _lock:
         unseen = [s.durable.exception() for s in _failed if not s.durable.seen]
@@ -576,12 +512,23 @@ def flush(timeout: float | None = None) -> None:
 
 
 def _at_exit() -> None:
-    """The interpreter has waited for the saves' threads; a failure that nobody saw must show."""
+    """The interpreter has waited for the saves' threads; an unseen failure must show.
+
+    A save is still in flight only where Ctrl-C has ended that wait.
+    """
+    with _lock:
+        left = list(_in_flight)
     unseen = [s for s in _failed if not s.durable.seen]
-    if not unseen:
+    if not unseen and not left:
         return
     for save in unseen:
         print(f"holdfast: save {save.path} failed: {save.durable.exception()}", file=sys.stderr)
+    for save in left:
+        print(
+            f"holdfast: save {save.path}: the wait for it was interrupted; it may be incomplete, see "
+            "holdfast.list_checkpoints and holdfast.recover",
+            file=sys.stderr,
+        )
     sys.stderr.flush()
     # sys.exit has no effect here, and exit status 0 would say that all went well. Handlers that were
     # registered before this one have yet to run.

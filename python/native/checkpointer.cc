@@ -36,7 +36,7 @@ class Saver {
     return checkpointer_.get();
   }
   void Close() {
-    const nb::gil_scoped_release release;
+    const GilReleased released;
     checkpointer_.reset();
   }
 
@@ -75,7 +75,7 @@ void TakeSeconds(const nb::dict& from, const char* key, absl::Duration* value) {
 /// Calls `call` without the GIL: what may take a while, or wait for a thread that wants it.
 template <typename Call>
 auto WithoutGil(Call call) {
-  const nb::gil_scoped_release release;
+  const GilReleased released;
   return call();
 }
 
@@ -123,6 +123,7 @@ CheckpointerOptions OptionsOf(const nb::dict& given) {
   TakeSeconds(given, "time_memory_max", &options.time_memory_max);
   TakeSeconds(given, "time_stalled_max", &options.time_stalled_max);
   TakeSeconds(given, "time_ranks_max", &options.time_ranks_max);
+  TakeSeconds(given, "time_liveness_max", &options.time_liveness_max);
   Take(given, "worker_program", &options.worker_program);
   if (given.contains("on_sealed")) {
     // The last copy goes where no thread holds the GIL.
@@ -194,6 +195,7 @@ nb::dict DictOf(const StagingStats& stats) {
   d["bytes_held"] = stats.bytes_held;
   d["bytes_held_peak"] = stats.bytes_held_peak;
   d["bytes_quarantined"] = stats.bytes_quarantined;
+  d["saves_in_flight"] = stats.saves_in_flight;
   d["control_bytes_held"] = stats.control_bytes_held;
   d["control_bytes_peak"] = stats.control_bytes_peak;
   d["leases"] = stats.leases;
@@ -311,6 +313,13 @@ void BindCheckpointer(nb::module_& module) {
         ThrowIfError(ValidateOptions(given));
       },
       "options"_a, "Refuses what no Checkpointer would take.");
+  module.def(
+      "default_arena_bytes",
+      [](uint64_t state_bytes, uint32_t processes, uint64_t bytes_owned) {
+        return DefaultArenaBytes(
+            {.state_bytes = state_bytes, .processes = processes, .bytes_owned = bytes_owned});
+      },
+      "state_bytes"_a, "processes"_a, "bytes_owned"_a, "See holdfast/staging.h.");
   module.def(
       "new_attempt", [] { return AttemptText(NewAttemptId()); },
       "A random attempt id, 32 hex digits.");

@@ -44,7 +44,7 @@ nb::dict Load(const CheckpointReader& reader, const std::vector<Target>& given, 
   options.engine = EngineOf(engine);
   options.direct_io = direct_io;
   auto loaded = [&] {
-    const nb::gil_scoped_release release;
+    const GilReleased released;
     return reader.Load(targets, options);
   }();
   const LoadReport report = ValueOrThrow(std::move(loaded));
@@ -62,7 +62,7 @@ nb::dict Load(const CheckpointReader& reader, const std::vector<Target>& given, 
 template <typename Open>
 std::unique_ptr<CheckpointReader> Opened(Open open) {
   auto reader = [&] {
-    const nb::gil_scoped_release release;
+    const GilReleased released;
     return open();
   }();
   return ValueOrThrow(std::move(reader));

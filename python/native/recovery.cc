@@ -1,9 +1,11 @@
 // Which checkpoints are complete, and cleaning up after crashes.
 #include "holdfast/recovery.h"
+#include "holdfast/ranks.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <optional>
@@ -23,7 +25,9 @@ nb::dict DictOf(const CheckpointInfo& info) {
   d["name"] = info.name;
   d["path"] = info.path;
   d["step"] = info.step;
+  d["saved_at"] = absl::ToDoubleSeconds(info.saved_at - absl::UnixEpoch());
   d["attempt"] = AttemptText(info.attempt);
+  d["parent"] = info.parent == AttemptId{} ? nb::none() : nb::cast(AttemptText(info.parent));
   d["world_size"] = info.world_size;
   d["bytes"] = info.bytes;
   return d;
@@ -38,7 +42,7 @@ nb::list ListOf(const std::vector<CheckpointInfo>& infos) {
 template <typename Do>
 auto WithoutGil(Do act) {
   auto result = [&] {
-    const nb::gil_scoped_release release;
+    const GilReleased released;
     return act();
   }();
   return ValueOrThrow(std::move(result));
@@ -47,17 +51,28 @@ auto WithoutGil(Do act) {
 }  // namespace
 
 void BindRecovery(nb::module_& module) {
+  nb::class_<RankAnnouncement>(module, "RankAnnouncement",
+                               "Says to the other ranks of a save that this one has begun it.")
+      .def(
+          "abandon",
+          [](RankAnnouncement& self, const std::string& why) {
+            const GilReleased released;
+            self.Abandon(absl::UnknownError(why));
+          },
+          "why"_a, "This rank takes no part; not once its save has begun.");
   module.def(
-      "abandon_save",
-      [](const std::string& directory, const std::string& name, const std::string& attempt) {
-        const AttemptId id = AttemptOf(attempt);
-        ThrowIfError([&] {
-          const nb::gil_scoped_release release;
-          return AbandonSave(directory, name, id);
-        }());
+      "announce_save",
+      [](const std::string& directory, const std::string& name, const std::string& attempt,
+         uint32_t rank, uint32_t world_size, std::optional<double> time_liveness_max) {
+        RankInSave who = {.directory = directory,
+                          .name = name,
+                          .attempt = AttemptOf(attempt),
+                          .rank = rank,
+                          .world_size = world_size};
+        if (time_liveness_max.has_value()) who.time_liveness_max = ToDuration(time_liveness_max);
+        return WithoutGil([&] { return RankAnnouncement::Make(who); });
       },
-      "directory"_a, "name"_a, "attempt"_a,
-      "Tells the other ranks of a save that this one takes no part in it.");
+      "directory"_a, "name"_a, "attempt"_a, "rank"_a, "world_size"_a, "time_liveness_max"_a.none());
   module.def(
       "recover",
       [](const std::string& directory, std::optional<double> wait_for_orphans, bool promote,
@@ -81,15 +96,20 @@ void BindRecovery(nb::module_& module) {
   module.def(
       "list_checkpoints",
       [](const std::string& directory) {
-        return ListOf(WithoutGil([&] { return ListCheckpoints(directory); }));
+        std::vector<std::string> passed_over;
+        const auto complete = WithoutGil([&] { return ListCheckpoints(directory, &passed_over); });
+        return nb::make_tuple(ListOf(complete), passed_over);
       },
-      "directory"_a);
+      "directory"_a, "The complete ones, and why others were passed over.");
   module.def(
       "find_newest",
       [](const std::string& directory) {
-        return DictOf(WithoutGil([&] { return FindNewest(directory); }));
+        std::vector<std::string> passed_over;
+        const CheckpointInfo newest =
+            WithoutGil([&] { return FindNewest(directory, &passed_over); });
+        return nb::make_tuple(DictOf(newest), passed_over);
       },
-      "directory"_a);
+      "directory"_a, "The newest one, and why others were passed over.");
   module.def(
       "inspect",
       [](const std::string& path) {

@@ -1,8 +1,9 @@
-// Errors of the library as Python exceptions, and waits that Ctrl-C ends.
+// Errors of the library as Python exceptions, calls without the GIL, and waits that Ctrl-C ends.
 #ifndef HOLDFAST_PYTHON_NATIVE_STATUS_H_
 #define HOLDFAST_PYTHON_NATIVE_STATUS_H_
 
 #include <nanobind/nanobind.h>
+#include <unistd.h>
 
 #include <optional>
 #include <utility>
@@ -29,6 +30,27 @@ T ValueOrThrow(absl::StatusOr<T> value) {
 /// Seconds as Python gives them; none or infinity is for ever.
 absl::Duration ToDuration(std::optional<double> seconds);
 
+/// Releases the GIL, as nanobind::gil_scoped_release does, for any thread at any time. Before
+/// CPython 3.14 a thread that takes the GIL while the interpreter is finalized is unwound by
+/// pthread_exit: in a destructor, or through nanobind's noexcept frames, that aborts the process.
+/// Here such a thread stops, until the process has ended.
+class GilReleased {
+ public:
+  GilReleased() : state_(PyEval_SaveThread()) {}
+  ~GilReleased() {
+    try {
+      PyEval_RestoreThread(state_);
+    } catch (...) {  // glibc's forced unwinding; it must not leave this handler
+      while (true) pause();
+    }
+  }
+  GilReleased(const GilReleased&) = delete;
+  GilReleased& operator=(const GilReleased&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
 /// Calls `wait(slice)` without the GIL, in slices, until it returns anything but DEADLINE_EXCEEDED,
 /// `is_over()` (a deadline can be what was waited for failed of) or `timeout` has passed; between
 /// slices signals are handled, so that Ctrl-C ends the wait.
@@ -39,7 +61,7 @@ auto WaitInterruptibly(absl::Duration timeout, Wait wait, IsOver is_over) {
     const bool over = is_over();  // asked first: what ends in between is told by the next round
     const absl::Duration slice = timeout < kSlice ? timeout : kSlice;
     auto result = [&] {
-      const nanobind::gil_scoped_release release;
+      const GilReleased released;
       return wait(slice);
     }();
     absl::Status status;

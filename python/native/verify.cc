@@ -37,7 +37,7 @@ nb::dict VerifyPath(const std::string& path, uint32_t threads, uint64_t buffer_b
   options.engine = EngineOf(engine);
   options.direct_io = direct_io;
   auto verified = [&] {
-    const nb::gil_scoped_release release;
+    const GilReleased released;
     return Verify(path, options);
   }();
   const VerifyReport report = ValueOrThrow(std::move(verified));

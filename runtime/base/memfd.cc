@@ -5,7 +5,7 @@
 #include <cerrno>
 
 #include "runtime/base/status.h"
-#include "runtime/sys/system.h"
+#include "runtime/sys/owned_fds.h"
 
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 0x0008U
@@ -17,8 +17,8 @@ absl::StatusOr<UniqueFd> CreateMemfd(const char* name, const char* what, unsigne
   flags |= MFD_CLOEXEC | MFD_ALLOW_SEALING;
   // Without the seal against execution a hardened system refuses, and others log; kernels before
   // 6.3 do not know it.
-  int fd = sys::Sys().memfd_create(name, flags | MFD_NOEXEC_SEAL);
-  if (fd < 0 && errno == EINVAL) fd = sys::Sys().memfd_create(name, flags);
+  int fd = sys::MemfdOwned(name, flags | MFD_NOEXEC_SEAL);
+  if (fd < 0 && errno == EINVAL) fd = sys::MemfdOwned(name, flags);
   if (fd < 0) return ErrnoStatus("memfd_create", what, errno);
   return UniqueFd(fd);
 }

@@ -73,6 +73,10 @@ const char* Verb(Operation operation) {
       return "cancel";
     case Operation::kLock:
       return "lock";
+    case Operation::kReplace:
+      return "replace";
+    case Operation::kJoinRanks:
+      return "join the other ranks of";
   }
   return "save";
 }
@@ -91,17 +95,26 @@ std::string Reason(const Failure& failure) {
     case FailureCode::kAlreadyExists:
       return "it exists already; choose another name, remove it, or ask to replace it";
     case FailureCode::kAborted:
-      if (failure.operation == Operation::kWaitRanks)
-        return "another rank has failed, or a recovery took the save for dead";
+      if (failure.operation == Operation::kWaitRanks) return "another rank has failed";
       if (failure.operation == Operation::kRename || failure.operation == Operation::kOpen)
         return "another save of the same files, or a recovery, has taken it over";
+      if (failure.operation == Operation::kReplace)
+        return "a save that began later was completed in the meantime; the younger one stays";
       return "stopped, because the trainer died or staging failed before everything was sealed";
     case FailureCode::kFailedPrecondition:
+      if (failure.operation == Operation::kReplace)
+        return "it holds an entry that is no part of a checkpoint; move the entry elsewhere, or "
+               "save under another name";
+      if (failure.operation == Operation::kRemove)
+        return "it holds an entry that is no part of a checkpoint; move the entry elsewhere, then "
+               "remove the rest";
       return "not in the state that this operation needs";
     case FailureCode::kInvalidArgument:
       return "the job is malformed";
     case FailureCode::kInternal:
       return "internal error";
+    case FailureCode::kDataLoss:
+      return "its bytes are not what was sealed";
     default:
       return "failed";
   }
@@ -144,6 +157,37 @@ absl::Status ToStatus(const Failure& failure, const FailureNames& names) {
   absl::Status status(static_cast<absl::StatusCode>(failure.code), message);
   AttachErrno(failure.error_number, &status);
   return status;
+}
+
+std::string Describe(const layout::RankFailure& failure) {
+  const std::string rank = absl::StrCat("rank ", failure.rank);
+  switch (static_cast<layout::RankFailureKind>(failure.kind)) {
+    case layout::RankFailureKind::kFailed: {
+      const std::string text(failure.text, strnlen(failure.text, sizeof(failure.text)));
+      if (failure.is_message != 0) return absl::StrCat(rank, " failed: ", text);
+      Failure own;
+      own.code = static_cast<FailureCode>(failure.code);
+      own.operation = static_cast<Operation>(failure.operation);
+      return absl::StrCat(
+          rank, " failed: ", Verb(own.operation), " ", text.empty() ? "its part" : text, ": ",
+          failure.error_number != 0 ? ErrnoText(failure.error_number) : Reason(own));
+    }
+    case layout::RankFailureKind::kSilent:
+      return absl::StrCat(rank, " has given no sign of life for ", failure.seconds,
+                          " s (time_liveness_max): neither its trainer nor its worker runs");
+    case layout::RankFailureKind::kAbsent:
+      return absl::StrCat(rank, " has not begun this save, and others have waited for it for ",
+                          failure.seconds, " s; if ranks call so far apart, raise ",
+                          "time_liveness_max");
+    case layout::RankFailureKind::kSlow:
+      return absl::StrCat(rank, " lives, but has not ended its part within ", failure.seconds,
+                          " s (time_ranks_max)");
+    case layout::RankFailureKind::kFenced:
+      return "a recovery has taken the save's directory away, because its trainer was dead";
+    case layout::RankFailureKind::kUnknown:
+      break;
+  }
+  return absl::StrCat(rank, " failed");
 }
 
 absl::Status Annotate(const absl::Status& status, absl::string_view context) {

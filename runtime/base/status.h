@@ -10,6 +10,7 @@
 #include "absl/strings/string_view.h"
 #include "holdfast/errors.h"
 #include "holdfast/pod.h"
+#include "runtime/layout/board.h"
 
 namespace holdfast::base {
 
@@ -31,6 +32,9 @@ struct FailureNames {
   std::vector<std::string> tensors;
 };
 absl::Status ToStatus(const Failure& failure, const FailureNames& names);
+
+/// "rank 3 failed: ...": which rank of a save has failed, and why.
+std::string Describe(const layout::RankFailure& failure);
 
 /// Puts "OPERATION OBJECT: " in front of a status's message, keeping code and payloads.
 absl::Status Annotate(const absl::Status& status, absl::string_view context);

@@ -1,4 +1,4 @@
-// The handler by which foreign children close what is owned; the table itself is below the fork
+// The handlers by which foreign children close what is owned; the table itself is below the fork
 // line, see runtime/sys/owned_fds.h.
 #include "runtime/base/unique_fd.h"
 
@@ -8,7 +8,6 @@
 
 #include "runtime/base/check.h"
 #include "runtime/sys/owned_fds.h"
-#include "runtime/sys/system.h"
 
 namespace holdfast::base {
 namespace {
@@ -19,34 +18,28 @@ thread_local int t_own_forks = 0;
 void InChild() {
   // relaxed: the child has one thread.
   g_generation.fetch_add(1, std::memory_order_relaxed);
-  if (t_own_forks > 0) return;
-  sys::CloseOwnedFds();
+  sys::EndForkInChild(t_own_forks > 0);
 }
 
-void RegisterOnce() {
-  static const int registered = pthread_atfork(nullptr, nullptr, InChild);
-  HOLDFAST_CHECK(registered == 0,
-                 "without the fork handler children would keep locks and memory alive");
-}
+// Before the first fd is made, so that no fork comes between them.
+[[maybe_unused]] const bool g_registered = [] {
+  HOLDFAST_CHECK(pthread_atfork(sys::BeginFork, sys::EndForkInParent, InChild) == 0,
+                 "without the fork handlers children would keep locks and memory alive");
+  return true;
+}();
 
 }  // namespace
 
-UniqueFd::UniqueFd(int fd) : fd_(fd) {
-  RegisterOnce();
-  sys::OwnFd(fd);
-}
-
 void UniqueFd::Reset() {
   if (fd_ < 0) return;
-  // In a child the handler has closed it already and the number may be somebody else's by now.
-  if (sys::DisownFd(fd_)) sys::Sys().close(fd_);
+  sys::CloseOwned(fd_);
   fd_ = -1;
 }
 
 ForkScope::ForkScope() { ++t_own_forks; }
 ForkScope::~ForkScope() { --t_own_forks; }
 
-ForkGuard::ForkGuard() : generation_(Generation()) { RegisterOnce(); }
+ForkGuard::ForkGuard() : generation_(Generation()) {}
 
 unsigned ForkGuard::Generation() { return g_generation.load(std::memory_order_relaxed); }
 

@@ -6,13 +6,14 @@
 
 namespace holdfast::base {
 
-/// Owns an fd. While it is owned, an atfork child handler closes the child's copy of it, so that a
-/// DataLoader's forked workers keep neither the arena, nor a socket, nor a lock alive. (The fork
-/// launcher keeps what it needs by dup'ing it in the child before: see ForkScope.)
+/// Owns an fd that a call of runtime/sys/owned_fds.h has made. While it is owned, an atfork child
+/// handler closes the child's copy of it, so that a DataLoader's forked workers keep neither the
+/// arena, nor a socket, nor a lock alive. (The fork launcher keeps what it needs by dup'ing it in
+/// the child before: see ForkScope.)
 class UniqueFd {
  public:
   UniqueFd() = default;
-  explicit UniqueFd(int fd);
+  explicit UniqueFd(int owned) : fd_(owned) {}
   ~UniqueFd() { Reset(); }
   UniqueFd(UniqueFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   UniqueFd& operator=(UniqueFd&& other) noexcept {

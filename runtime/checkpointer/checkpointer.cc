@@ -2,37 +2,34 @@
 #include "holdfast/checkpointer.h"
 
 #include <fcntl.h>
-#include <limits.h>
 #include <sys/stat.h>
 
 #include <cerrno>
-#include <filesystem>
-#include <map>
 #include <random>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
-#include "runtime/checkpointer/abandon.h"
-#include "runtime/checkpointer/device_registrant.h"
-#include "runtime/checkpointer/directory_access.h"
-#include "runtime/checkpointer/directory_lock.h"
+#include "runtime/checkpointer/core.h"
 #include "runtime/checkpointer/housekeeper.h"
-#include "runtime/checkpointer/inspect.h"
+#include "runtime/checkpointer/lineage.h"
 #include "runtime/checkpointer/options.h"
+#include "runtime/checkpointer/rank_presence.h"
+#include "runtime/directory/completeness.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/file_system.h"
+#include "runtime/directory/locks.h"
+#include "runtime/directory/replacement.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/format/manifest.h"
 #include "runtime/staging/staging_pool.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/save_state.h"
-#include "runtime/writer/sealer.h"
 #include "runtime/writer/stager.h"
 #include "runtime/writer/supervisor.h"
-#include "runtime/writer/worker_program.h"
-#include "runtime/writer/worker_source.h"
 
 namespace holdfast {
 namespace {
@@ -54,17 +51,16 @@ uint64_t Nanoseconds(absl::Duration time) {
                                           : static_cast<uint64_t>(absl::ToInt64Nanoseconds(time));
 }
 
-// The path from the root, for messages and reports. Whether it exists is found out by opening it.
-std::string Absolute(const std::string& directory) {
-  std::filesystem::path path(directory);
-  if (path.is_relative()) {
-    char here[PATH_MAX];
-    const ssize_t length = sys::Sys().readlinkat(AT_FDCWD, "/proc/self/cwd", here, sizeof(here));
-    if (length > 0 && length < static_cast<ssize_t>(sizeof(here))) {
-      path = std::filesystem::path(std::string(here, static_cast<size_t>(length))) / path;
-    }
+// Who holds the staging memory, for messages.
+std::string Holders(const StagingStats& stats) {
+  if (stats.bytes_quarantined == 0) return "by saves in flight";
+  std::string text =
+      absl::StrCat(stats.bytes_held - stats.bytes_quarantined, " bytes by saves in flight, ",
+                   stats.bytes_quarantined, " bytes quarantined");
+  for (const EpochHolding& epoch : stats.epochs) {
+    if (!epoch.quarantined.empty()) absl::StrAppend(&text, " (", epoch.quarantined, ")");
   }
-  return path.lexically_normal().string();
+  return text;
 }
 
 }  // namespace
@@ -74,34 +70,6 @@ AttemptId NewAttemptId() {
   const auto draw = [&random] { return (uint64_t{random()} << 32) | random(); };
   return {.high = draw(), .low = draw()};
 }
-
-/// What all front doors to one staging arena share: the memory, the workers and the threads behind
-/// them.
-class Checkpointer::Core {
- public:
-  ~Core();
-
-  /// `given` with what was found out (worker program, threads).
-  absl::Status Start(CheckpointerOptions* given);
-  absl::Status Register(Device* device);
-  /// Opens the save's epoch and hands its job to a worker. In one step: a kept worker that had the
-  /// job of a younger save before that of an older one would wait for memory that only the older
-  /// one is given.
-  absl::Status Launch(const std::string& title, int directory, SaveState* save)
-      ABSL_LOCKS_EXCLUDED(launch_mutex_);
-
-  std::unique_ptr<staging::StagingPool> pool;
-  std::unique_ptr<writer::WorkerSource> workers;
-  std::unique_ptr<writer::Sealer> sealer;
-  std::unique_ptr<writer::Supervisor> supervisor;
-  std::unique_ptr<writer::Stager> stager;
-
- private:
-  base::Mutex launch_mutex_;
-  base::Mutex mutex_;
-  std::map<Device*, std::unique_ptr<checkpointer::DeviceRegistrant>> devices_
-      ABSL_GUARDED_BY(mutex_);
-};
 
 class Checkpointer::Impl {
  public:
@@ -115,7 +83,6 @@ class Checkpointer::Impl {
 
   CheckpointerOptions options;
   base::ForkGuard guard;
-  base::UniqueFd directory;
   std::shared_ptr<Core> core;
   std::unique_ptr<checkpointer::Housekeeper> housekeeper;
 
@@ -127,73 +94,64 @@ class Checkpointer::Impl {
     Impl* impl ABSL_GUARDED_BY(mutex) = nullptr;
   };
 
+  absl::StatusOr<std::shared_ptr<const base::UniqueFd>> OpenParent() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::StatusOr<std::shared_ptr<SaveState>> Plan(const SaveRequest& request, AttemptId* attempt);
   absl::Status Admit(const SaveState& save) const;
+  using Presence = std::shared_ptr<checkpointer::RankPresence>;  // null where there is one rank
   absl::Status OpenDirectories(const SaveRequest& request, const AttemptId& attempt,
                                SaveState* save);
   absl::Status Launch(const SaveRequest& request, const AttemptId& attempt, SaveState* save);
   static absl::Status WhyStopped(const absl::Status& staged, SaveState* save);
   void TakeBack(SaveState* save, bool files_only);
-  void TellOtherRanks(const SaveRequest& request, const AttemptId& attempt) const;
+  RankInSave Rank(const SaveRequest& request, const AttemptId& attempt) const;
+  void Attach(const Presence& presence, SaveState* save);
   bool RemoveEmptyPartial(const SaveState& save) const;
-  void OnFinished(const std::shared_ptr<SaveState>& save, const absl::Status& status,
-                  bool left_files);
+  absl::Status OnFinished(const std::shared_ptr<SaveState>& save, const Presence& presence,
+                          const absl::Status& outcome, bool left_files);
+  static absl::Status Unreported(const SaveState& save, const absl::Status& outcome);
   bool IsBetweenTwoRenames(const SaveState& save) const;
   void KeepError(const std::shared_ptr<SaveState>& save) ABSL_LOCKS_EXCLUDED(mutex_);
 
   std::shared_ptr<Door> door_ = std::make_shared<Door>();
+  checkpointer::Lineage lineage_;
   base::Mutex mutex_;
   std::vector<std::shared_ptr<SaveState>> failed_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<const base::UniqueFd> parent_ ABSL_GUARDED_BY(mutex_);
 };
-
-absl::Status Checkpointer::Core::Start(CheckpointerOptions* given) {
-  CheckpointerOptions& options = *given;
-  const bool spawns =
-      options.launcher == Launcher::kSpawn || options.launcher == Launcher::kPersistent;
-  if (spawns) {
-    HOLDFAST_ASSIGN_OR_RETURN(options.worker_program,
-                              writer::FindWorkerProgram(options.worker_program));
-  }
-  const uint32_t cpus = std::max(1u, std::thread::hardware_concurrency());
-  if (options.staging.threads == 0) options.staging.threads = std::min(4u, cpus);
-  HOLDFAST_ASSIGN_OR_RETURN(pool, staging::StagingPool::Create(options.staging));
-  workers =
-      std::make_unique<writer::WorkerSource>(pool.get(), options.launcher, options.worker_program);
-  HOLDFAST_RETURN_IF_ERROR(workers->WarmUp());
-  sealer = std::make_unique<writer::Sealer>(pool.get(), options.staging.threads, options.on_sealed);
-  HOLDFAST_RETURN_IF_ERROR(sealer->Start());
-  HOLDFAST_ASSIGN_OR_RETURN(
-      supervisor,
-      writer::Supervisor::Start(pool.get(), {.time_stalled_max = options.time_stalled_max,
-                                             .idle_trim = options.staging.idle_trim}));
-  stager = std::make_unique<writer::Stager>(
-      pool.get(), sealer.get(),
-      writer::StagerOptions{.fused_copy = options.fused_copy,
-                            .second_look = options.second_look,
-                            .time_memory_max = options.time_memory_max});
-  return stager->Start();
-}
 
 absl::Status Checkpointer::Impl::Start(std::shared_ptr<Core> shared) {
   HOLDFAST_RETURN_IF_ERROR(ValidateOptions(options));
-  options.directory = Absolute(options.directory);
-  // By fd from here on: the trainer may change its working directory.
-  directory = base::UniqueFd(sys::Sys().openat(AT_FDCWD, options.directory.c_str(),
-                                               O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
-  if (!directory.valid())
-    return base::ErrnoStatus("open checkpoint directory", options.directory, errno);
+  options.directory = directory::AbsolutePath(options.directory);
+  HOLDFAST_ASSIGN_OR_RETURN(const std::shared_ptr<const base::UniqueFd> parent, OpenParent());
   if (shared == nullptr) {
     shared = std::make_shared<Core>();
     HOLDFAST_RETURN_IF_ERROR(shared->Start(&options));
   }
   core = std::move(shared);
+  if (options.rank == 0) lineage_.Begin(parent->get());
   {
     const base::MutexLock lock(&door_->mutex);
     door_->impl = this;
   }
-  housekeeper =
-      std::make_unique<checkpointer::Housekeeper>(options, directory.get(), core->workers.get());
+  housekeeper = std::make_unique<checkpointer::Housekeeper>(options, core->workers.get());
   return housekeeper->Start();
+}
+
+/// The directory that the path leads to now. It may have been renamed and made anew, or mounted
+/// over, since the last save; saves in flight keep theirs.
+absl::StatusOr<std::shared_ptr<const base::UniqueFd>> Checkpointer::Impl::OpenParent() {
+  const base::MutexLock lock(&mutex_);
+  // "/.": of a symbolic link the directory that it leads to.
+  if (parent_ != nullptr &&
+      directory::NameRefersTo(AT_FDCWD, absl::StrCat(options.directory, "/."), parent_->get())) {
+    return parent_;
+  }
+  base::UniqueFd opened(
+      sys::OpenOwned(AT_FDCWD, options.directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+  if (!opened.valid())
+    return base::ErrnoStatus("open checkpoint directory", options.directory, errno);
+  parent_ = std::make_shared<const base::UniqueFd>(std::move(opened));
+  return parent_;
 }
 
 Checkpointer::Impl::~Impl() {
@@ -202,27 +160,6 @@ Checkpointer::Impl::~Impl() {
   (void)core->supervisor->WaitIdle(this, absl::InfiniteFuture());
   const base::MutexLock lock(&door_->mutex);
   door_->impl = nullptr;
-}
-
-Checkpointer::Core::~Core() {
-  bool all_ended = supervisor == nullptr || supervisor->Stop();
-  // The stager first: it feeds the sealer; both only while saves are in flight, so they have
-  // nothing left to do.
-  stager.reset();
-  sealer.reset();
-  supervisor.reset();
-  workers.reset();
-  {
-    const base::MutexLock lock(&mutex_);
-    for (auto& [device, registrant] : devices_) {
-      if (pool != nullptr) pool->RemoveRegistrant(registrant.get());
-      // With copies under way a device would wait for them, for ever if its stream hangs.
-      all_ended = all_ended && registrant->Close();
-    }
-  }
-  // Pages that a stuck worker or a device may still write must never become somebody else's: they
-  // stay until the process ends.
-  if (!all_ended) (void)pool.release();
 }
 
 absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRequest& request,
@@ -252,15 +189,6 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
   save->step = request.step;
   save->wake_supervisor = [raw = core->supervisor.get()] { raw->Wake(); };
   save->owner = this;
-  save->on_finished = [door = door_](const std::shared_ptr<SaveState>& ended,
-                                     const absl::Status& status, bool left_files) {
-    const base::MutexLock lock(&door->mutex);
-    if (door->impl != nullptr) door->impl->OnFinished(ended, status, left_files);
-  };
-  save->on_given_up = [door = door_](const std::shared_ptr<SaveState>& given_up) {
-    const base::MutexLock lock(&door->mutex);
-    if (door->impl != nullptr) door->impl->KeepError(given_up);
-  };
   for (const PlannedFile& file : save->plan.files) {
     save->bytes_total += file.bytes;
     save->bytes_to_lease += layout::AlignUp(file.bytes);
@@ -278,34 +206,30 @@ absl::Status Checkpointer::Impl::Admit(const SaveState& save) const {
   if (options.when_full == WhenFull::kSkip) {
     return absl::UnavailableError(absl::StrCat("save ", save.checkpoint,
                                                ": skipped, because the staging memory is held ",
-                                               "by saves in flight"));
+                                               Holders(core->pool->stats())));
   }
   return absl::ResourceExhaustedError(absl::StrCat(
       "save ", save.checkpoint, ": the staging memory of ", core->pool->arena().bytes(),
-      " bytes is held by saves in flight; raise arena_bytes, or wait for them"));
+      " bytes is held ", Holders(core->pool->stats()), "; raise arena_bytes, or wait for them"));
 }
 
 absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
                                                  const AttemptId& attempt, SaveState* save) {
-  struct stat existing {};
-  const bool exists = sys::Sys().fstatat(directory.get(), request.name.c_str(), &existing,
-                                         AT_SYMLINK_NOFOLLOW) == 0;
+  HOLDFAST_ASSIGN_OR_RETURN(const directory::FileSystem file_system,
+                            directory::IdentifyFileSystem(save->parent->get()));
+  save->writes_end_with_process = file_system.writes_end_with_process;
   if (request.files_only) {
-    save->in_use = base::UniqueFd(sys::Sys().openat(directory.get(), request.name.c_str(),
-                                                    O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+    save->in_use = base::UniqueFd(sys::OpenOwned(save->parent->get(), request.name.c_str(),
+                                                 O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
     if (!save->in_use.valid()) return base::ErrnoStatus("open directory", save->path, errno);
     return absl::OkStatus();
   }
-  if (exists && !request.replace) {
-    return absl::AlreadyExistsError(
-        "it exists already; choose another name, remove it, or ask to replace it");
-  }
-  if (exists && !S_ISDIR(existing.st_mode)) {
-    return absl::FailedPreconditionError("it is a file, not a checkpoint");
-  }
+  HOLDFAST_RETURN_IF_ERROR(
+      directory::CheckTarget(save->parent->get(), request.name,
+                             {.replace = request.replace, .decides = options.rank == 0}));
   save->partial = format::PartialName(request.name, attempt);
-  HOLDFAST_ASSIGN_OR_RETURN(checkpointer::PartialDirectory partial,
-                            checkpointer::MakePartialDirectory(directory.get(), save->partial));
+  HOLDFAST_ASSIGN_OR_RETURN(directory::PartialDirectory partial,
+                            directory::MakePartialDirectory(save->parent->get(), save->partial));
   save->in_use = std::move(partial.in_use);
   save->trainer_lock = std::move(partial.trainer);
   return absl::OkStatus();
@@ -333,26 +257,35 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   job.arena_bytes = core->pool->arena().bytes();
   job.target = request.name;
   job.partial = save->partial;
+  if (request.replace && !request.files_only && options.rank == 0) {
+    HOLDFAST_ASSIGN_OR_RETURN(job.older,
+                              directory::OlderAttempts(save->parent->get(), request.name));
+  }
   job.qos = options.qos;
   job.time_stalled_max_ns = Nanoseconds(options.time_stalled_max);
   job.time_ranks_max_ns = Nanoseconds(options.time_ranks_max);
+  job.time_liveness_max_ns = Nanoseconds(options.time_liveness_max);
 
+  const auto saved_at_ns = static_cast<uint64_t>(absl::ToUnixNanos(base::WallTime()));
   const format::ManifestTemplate manifest =
       format::BuildManifest({.checkpoint = request.name,
                              .attempt = attempt,
                              .rank = options.rank,
                              .world_size = options.world_size,
                              .step = request.step,
+                             .saved_at_ns = saved_at_ns,
                              .launcher = options.launcher,
                              .pages = core->pool->arena().pages(),
                              .read_back = options.read_back},
                             save->plan);
-  HOLDFAST_RETURN_IF_ERROR(
-      core->pool->TakeControlBytes(writer::ControlBytes(save->plan, manifest)));
+  const format::CommitTemplate commit = lineage_.RecordOf(options, request, attempt, saved_at_ns);
+  const uint64_t control_bytes =
+      writer::ControlBytes(save->plan, manifest, commit, job.older.size());
+  HOLDFAST_RETURN_IF_ERROR(core->pool->TakeControlBytes(control_bytes));
   absl::StatusOr<std::unique_ptr<writer::JobTable>> table =
-      writer::JobTable::ForSave(job, save->plan, manifest);
+      writer::JobTable::ForSave(job, save->plan, manifest, commit);
   if (!table.ok()) {
-    core->pool->ReturnControlBytes(writer::ControlBytes(save->plan, manifest));
+    core->pool->ReturnControlBytes(control_bytes);
     return table.status();
   }
   save->table = *std::move(table);
@@ -368,7 +301,7 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
 
   HOLDFAST_RETURN_IF_ERROR(
       core->Launch(absl::StrCat(request.name, " rank ", options.rank, " of ", options.world_size),
-                   directory.get(), save));
+                   save->parent->get(), save));
   SaveReport* report = save->MutableReport();
   report->path = save->path;
   report->epoch = save->epoch;
@@ -394,30 +327,43 @@ bool Checkpointer::Impl::RemoveEmptyPartial(const SaveState& save) const {
   // Of several ranks one must not take away the directory that another has locked and not yet
   // written to; Recover does, once all are gone.
   return !save.partial.empty() && options.world_size == 1 &&
-         sys::Sys().unlinkat(directory.get(), save.partial.c_str(), AT_REMOVEDIR) == 0;
+         sys::Sys().unlinkat(save.parent->get(), save.partial.c_str(), AT_REMOVEDIR) == 0;
 }
 
 absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& request) {
   const uint64_t entered_ns = sys::NowNs();
   AttemptId attempt;
-  HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<SaveState> save, Plan(request, &attempt));
-  save->entered_ns = entered_ns;
-  if (const absl::Status admitted = Admit(*save); !admitted.ok()) {
-    TellOtherRanks(request, attempt);
-    return admitted;
+  Presence presence;
+  auto parent = OpenParent();
+  if (!parent.ok()) {
+    return base::Annotate(parent.status(),
+                          absl::StrCat("save ", options.directory, "/", request.name));
   }
+  const auto refuse = [&](const absl::Status& why) {
+    return checkpointer::RefuseSave((*parent)->get(), presence, Rank(request, attempt), why);
+  };
+  absl::StatusOr<std::shared_ptr<SaveState>> planned = Plan(request, &attempt);
+  if (!planned.ok()) return refuse(planned.status());
+  std::shared_ptr<SaveState> save = *std::move(planned);
+  save->entered_ns = entered_ns;
+  save->parent = *parent;
+  if (const absl::Status admitted = Admit(*save); !admitted.ok()) return refuse(admitted);
   const absl::Status opened = OpenDirectories(request, attempt, save.get());
   if (!opened.ok()) {
     (void)RemoveEmptyPartial(*save);  // made, but not opened or locked: no fd was left
-    // What stands under the name already is in every rank's way.
-    if (!save->partial.empty()) TellOtherRanks(request, attempt);
-    return base::Annotate(opened, absl::StrCat("save ", save->path));
+    return refuse(base::Annotate(opened, absl::StrCat("save ", save->path)));
   }
+  if (const RankInSave rank = Rank(request, attempt); rank.world_size > 1) {
+    // Behind the locks: a directory that a recovery takes away has no board to join.
+    auto joined = checkpointer::RankPresence::Join(save->parent->get(), rank);
+    if (!joined.ok()) return base::Annotate(joined.status(), absl::StrCat("save ", save->path));
+    presence = *std::move(joined);
+  }
+  Attach(presence, save.get());
   const absl::Status launched = Launch(request, attempt, save.get());
   if (!launched.ok()) {
     TakeBack(save.get(), request.files_only);
-    TellOtherRanks(request, attempt);
-    return base::Annotate(launched, absl::StrCat("save ", save->path));
+    return refuse(base::Annotate(launched, absl::StrCat("save ", save->path)));
   }
   save->AddUser();  // this thread, until everything in host memory was copied
   core->supervisor->Watch(save);
@@ -430,11 +376,30 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   return SaveHandle(std::move(save));
 }
 
-// A framework's directory has an owner who does it.
-void Checkpointer::Impl::TellOtherRanks(const SaveRequest& request,
-                                        const AttemptId& attempt) const {
-  if (options.world_size < 2 || request.files_only) return;
-  (void)checkpointer::LeaveAbortedMark(directory.get(), format::PartialName(request.name, attempt));
+RankInSave Checkpointer::Impl::Rank(const SaveRequest& request, const AttemptId& attempt) const {
+  return {.directory = options.directory,
+          .name = request.name,
+          .attempt = attempt,
+          .rank = options.rank,
+          // A framework's directory has an owner who commits.
+          .world_size = request.files_only ? 1 : options.world_size,
+          .time_liveness_max = options.time_liveness_max};
+}
+
+void Checkpointer::Impl::Attach(const Presence& presence, SaveState* save) {
+  save->on_finished = [door = door_, presence](const std::shared_ptr<SaveState>& ended,
+                                               const absl::Status& outcome, bool left_files) {
+    const base::MutexLock lock(&door->mutex);
+    if (door->impl != nullptr) return door->impl->OnFinished(ended, presence, outcome, left_files);
+    if (presence != nullptr) presence->Leave();
+    return outcome;
+  };
+  save->on_given_up = [door = door_, presence](const std::shared_ptr<SaveState>& given_up,
+                                               const absl::Status& why) {
+    if (presence != nullptr) presence->GiveUp(why);
+    const base::MutexLock lock(&door->mutex);
+    if (door->impl != nullptr) door->impl->KeepError(given_up);
+  };
 }
 
 absl::Status Checkpointer::Impl::WhyStopped(const absl::Status& staged, SaveState* save) {
@@ -445,22 +410,40 @@ absl::Status Checkpointer::Impl::WhyStopped(const absl::Status& staged, SaveStat
   return save->IsDone() && !ended.ok() ? ended : staged;
 }
 
-void Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
-                                    const absl::Status& status, bool left_files) {
+absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
+                                            const Presence& presence, const absl::Status& outcome,
+                                            bool left_files) {
+  const bool reported = save->table->HasResult();
+  const absl::Status status = presence == nullptr
+                                  ? Unreported(*save, outcome)
+                                  : presence->Conclude(save->parent->get(), outcome, reported);
   if (status.ok()) {
-    const std::string replaced = save->LeftBehind();
+    // An exchange left the replaced checkpoint under the partial name.
+    const std::string replaced = reported ? save->LeftBehind() : save->partial;
     if (format::ParseDirectoryName(replaced).kind == format::DirectoryKind::kPartial)
-      housekeeper->Remove(replaced);
-    housekeeper->ApplyRetention(save->checkpoint);
-    return;
+      housekeeper->Remove(save->parent, replaced);
+    if (!save->partial.empty()) lineage_.Committed(save->table->job()->attempt);
+    housekeeper->ApplyRetention(save->parent, save->checkpoint);
+    return status;
   }
   // What a worker left that did not even begin goes without another one, which may be no better.
   const bool removed = RemoveEmptyPartial(*save);
   // A rank of many must not remove what the others wrote; Recover does, once all are gone.
   if (!removed && left_files && !save->partial.empty() && options.world_size == 1 &&
       !IsBetweenTwoRenames(*save))
-    housekeeper->Remove(save->partial);
+    housekeeper->Remove(save->parent, save->partial);
   KeepError(save);
+  return status;
+}
+
+// A worker that was killed behind the commit could not report it: its directory has the final name.
+absl::Status Checkpointer::Impl::Unreported(const SaveState& save, const absl::Status& outcome) {
+  if (outcome.ok() || save.partial.empty() || save.table->HasResult() ||
+      !directory::NameRefersTo(save.parent->get(), save.checkpoint, save.in_use.get())) {
+    return outcome;
+  }
+  // As the worker would have: durable is reported once the final name is.
+  return directory::SyncDirectory(save.parent->get(), absl::StrCat("of ", save.checkpoint));
 }
 
 // Where directories cannot be exchanged, a worker that was killed while it replaced one leaves the
@@ -468,41 +451,19 @@ void Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
 bool Checkpointer::Impl::IsBetweenTwoRenames(const SaveState& save) const {
   struct stat existing {};
   if ((save.table->job()->flags & layout::kReplaceExisting) == 0 ||
-      sys::Sys().fstatat(directory.get(), save.checkpoint.c_str(), &existing,
+      sys::Sys().fstatat(save.parent->get(), save.checkpoint.c_str(), &existing,
                          AT_SYMLINK_NOFOLLOW) == 0) {
     return false;
   }
-  const auto partial = checkpointer::OpenDirectory(directory.get(), save.partial);
+  const auto partial = directory::OpenDirectory(save.parent->get(), save.partial);
   return partial.ok() &&
-         checkpointer::Inspect(partial->get()).state == checkpointer::Inspection::State::kComplete;
+         directory::Inspect(partial->get()).state == directory::Inspection::State::kComplete;
 }
 
 void Checkpointer::Impl::KeepError(const std::shared_ptr<SaveState>& save) {
   const base::MutexLock lock(&mutex_);
   std::erase_if(failed_, [&](const auto& kept) { return kept == save || kept->ErrorWasSeen(); });
   if (failed_.size() < kUnseenErrorsMax) failed_.push_back(save);
-}
-
-absl::Status Checkpointer::Core::Launch(const std::string& title, int directory, SaveState* save) {
-  const base::MutexLock lock(&launch_mutex_);
-  save->epoch = pool->OpenEpoch();
-  save->table->job()->epoch = save->epoch;
-  HOLDFAST_RETURN_IF_ERROR(pool->Prepare());
-  const absl::Time begin = base::Now();
-  HOLDFAST_ASSIGN_OR_RETURN(
-      save->link, workers->Start(title, save->table->fd(), save->table->bytes(), directory,
-                                 save->in_use.get()));
-  save->MutableReport()->time_launching = absl::ToDoubleSeconds(base::Now() - begin);
-  return absl::OkStatus();
-}
-
-absl::Status Checkpointer::Core::Register(Device* device) {
-  const base::MutexLock lock(&mutex_);
-  if (devices_.contains(device)) return absl::OkStatus();
-  auto registrant = std::make_unique<checkpointer::DeviceRegistrant>(device, &pool->arena());
-  HOLDFAST_RETURN_IF_ERROR(pool->Register(registrant.get()));
-  devices_[device] = std::move(registrant);
-  return absl::OkStatus();
 }
 
 absl::Status Checkpointer::Impl::Flush(absl::Duration timeout) {
@@ -562,7 +523,14 @@ absl::Status Checkpointer::Flush(absl::Duration timeout) {
 }
 
 absl::Status Checkpointer::Trim() {
-  return impl_->guard.InCreator() ? impl_->core->pool->Trim() : OtherProcess();
+  if (!impl_->guard.InCreator()) return OtherProcess();
+  // A kept worker that waits for other ranks holds no lease, but its registration, which it cannot
+  // drop before the save's end.
+  if (const uint64_t saves = impl_->core->supervisor->in_flight(); saves != 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("trim staging memory: ", saves, " saves are in flight; flush first"));
+  }
+  return impl_->core->pool->Trim();
 }
 
 absl::Status Checkpointer::RegisterDevice(Device* device) {
@@ -571,7 +539,10 @@ absl::Status Checkpointer::RegisterDevice(Device* device) {
 }
 
 StagingStats Checkpointer::staging() const {
-  return impl_->guard.InCreator() ? impl_->core->pool->stats() : StagingStats();
+  if (!impl_->guard.InCreator()) return {};
+  StagingStats stats = impl_->core->pool->stats();
+  stats.saves_in_flight = impl_->core->supervisor->in_flight();
+  return stats;
 }
 
 const CheckpointerOptions& Checkpointer::options() const { return impl_->options; }

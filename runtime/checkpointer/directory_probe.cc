@@ -10,13 +10,21 @@
 
 #include "io_uring/queue.h"
 #include "runtime/base/status.h"
-#include "runtime/checkpointer/directory_access.h"
-#include "runtime/checkpointer/directory_lock.h"
-#include "runtime/checkpointer/retention.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/locks.h"
+#include "runtime/directory/removal.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::checkpointer {
+
+using directory::MakePartialDirectory;
+using directory::OpenDirectory;
+using directory::Owner;
+using directory::OwnerProbe;
+using directory::PartialDirectory;
+using directory::RemoveDirectory;
+using directory::SyncDirectory;
 namespace {
 
 constexpr mode_t kPrivate = 0700;

@@ -3,6 +3,7 @@
 #include <poll.h>
 
 #include <cerrno>
+#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -10,12 +11,17 @@
 #include "holdfast/recovery.h"
 #include "runtime/base/clock.h"
 #include "runtime/base/status.h"
-#include "runtime/checkpointer/directory_access.h"
-#include "runtime/checkpointer/retention.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/listing.h"
+#include "runtime/directory/removal.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/job_table.h"
 
 namespace holdfast::checkpointer {
+
+using directory::RetireCheckpoint;
+using directory::RetiredCheckpoint;
+using directory::SyncDirectory;
 namespace {
 
 // Deleting yields to everything else on the machine.
@@ -24,9 +30,8 @@ constexpr int kPollMs = 100;
 
 }  // namespace
 
-Housekeeper::Housekeeper(const CheckpointerOptions& options, int parent_fd,
-                         writer::WorkerSource* workers)
-    : options_(options), parent_fd_(parent_fd), workers_(workers) {}
+Housekeeper::Housekeeper(const CheckpointerOptions& options, writer::WorkerSource* workers)
+    : options_(options), workers_(workers) {}
 
 absl::Status Housekeeper::Start() {
   return thread_.Start([this] { Run(); });
@@ -41,16 +46,16 @@ Housekeeper::~Housekeeper() {
   thread_.Join();
 }
 
-void Housekeeper::ApplyRetention(const std::string& name) {
+void Housekeeper::ApplyRetention(const Parent& parent, const std::string& name) {
   if (options_.retention.keep_last == 0 || options_.rank != 0) return;
   const base::MutexLock lock(&mutex_);
-  tasks_.push_back({.retention = true, .name = name});
+  tasks_.push_back({.retention = true, .parent = parent, .name = name});
   changed_.NotifyAll();
 }
 
-void Housekeeper::Remove(const std::string& name) {
+void Housekeeper::Remove(const Parent& parent, const std::string& name) {
   const base::MutexLock lock(&mutex_);
-  tasks_.push_back({.retention = false, .name = name});
+  tasks_.push_back({.retention = false, .parent = parent, .name = name});
   changed_.NotifyAll();
 }
 
@@ -85,35 +90,35 @@ void Housekeeper::Run() {
 }
 
 absl::Status Housekeeper::Do(const Task& task) {
-  if (task.retention) return Retire(task.name);
+  if (task.retention) return Retire(task.parent->get(), task.name);
   // What a replaced checkpoint, or a failed save, left: its rename may not be durable yet, and
   // power loss must not bring back the name of what is removed here.
-  HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_fd_, options_.directory));
-  return Delete({task.name});
+  HOLDFAST_RETURN_IF_ERROR(SyncDirectory(task.parent->get(), options_.directory));
+  return Delete(task.parent->get(), {task.name});
 }
 
-absl::Status Housekeeper::Retire(const std::string& newest) {
-  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<CheckpointInfo> complete,
-                            ListCheckpoints(options_.directory));
+absl::Status Housekeeper::Retire(int parent, const std::string& saved) {
+  HOLDFAST_ASSIGN_OR_RETURN(const directory::Listing listing,
+                            directory::ListComplete(parent, options_.directory));
+  const std::vector<CheckpointInfo>& complete = listing.complete;
   std::vector<RetiredCheckpoint> retired;
   std::vector<std::string> names;
   absl::Status first;
-  for (const std::string& name : SelectForRemoval(complete, options_.retention)) {
-    if (name == newest) continue;
+  for (const std::string& name : SelectForRemoval(complete, options_.retention, saved)) {
     for (const CheckpointInfo& info : complete) {
       if (info.name != name) continue;
-      absl::StatusOr<RetiredCheckpoint> gone = RetireCheckpoint(parent_fd_, info);
+      absl::StatusOr<RetiredCheckpoint> gone = RetireCheckpoint(parent, info);
       first.Update(gone.status());
       if (!gone.ok()) continue;  // The others go all the same.
       names.push_back(gone->name);
       retired.push_back(*std::move(gone));
     }
   }
-  if (!names.empty()) first.Update(Delete(names));
+  if (!names.empty()) first.Update(Delete(parent, names));
   return first;
 }
 
-absl::Status Housekeeper::Delete(const std::vector<std::string>& names) {
+absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& names) {
   writer::JobParameters parameters;
   parameters.kind = layout::JobKind::kDelete;
   parameters.launcher =
@@ -126,7 +131,7 @@ absl::Status Housekeeper::Delete(const std::vector<std::string>& names) {
   const std::string object = absl::StrCat(options_.directory, "/", names.front());
   HOLDFAST_ASSIGN_OR_RETURN(const std::shared_ptr<writer::WorkerLink> link,
                             workers_->StartBackground(absl::StrCat("delete ", names.front()),
-                                                      table->fd(), table->bytes(), parent_fd_));
+                                                      table->fd(), table->bytes(), parent));
   const layout::CompletionSlot& slot = table->job()->completion;
   const auto result_is_there = [&slot] {
     return slot.state.load(std::memory_order_acquire) ==
@@ -145,7 +150,7 @@ absl::Status Housekeeper::Delete(const std::vector<std::string>& names) {
       seen = progress;
       seen_at = sys::NowNs();
     } else if (sys::NowNs() - seen_at > parameters.time_stalled_max_ns) {
-      link->Kill();
+      writer::WorkerLink::Abandon(link);
       return absl::DeadlineExceededError(
           absl::StrCat("remove ", object, ": no progress; Recover removes the rest"));
     }
@@ -156,6 +161,9 @@ absl::Status Housekeeper::Delete(const std::vector<std::string>& names) {
   }
   base::FailureNames failure_names;
   failure_names.checkpoint = object;
+  if (slot.foreign[0] != '\0')
+    absl::StrAppend(&failure_names.checkpoint, "/",
+                    std::string(slot.foreign, strnlen(slot.foreign, kNameBytes)));
   return base::ToStatus(slot.failure, failure_names);
 }
 

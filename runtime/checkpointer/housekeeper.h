@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "holdfast/checkpointer.h"
 #include "runtime/base/mutex.h"
 #include "runtime/base/thread.h"
+#include "runtime/base/unique_fd.h"
 #include "runtime/writer/worker_source.h"
 
 namespace holdfast::checkpointer {
@@ -21,18 +23,19 @@ namespace holdfast::checkpointer {
 /// for: a thread of the housekeeper's decides, a worker of its own deletes.
 class Housekeeper {
  public:
-  /// `parent_fd` is the checkpoints' directory and outlives the housekeeper.
-  Housekeeper(const CheckpointerOptions& options, int parent_fd, writer::WorkerSource* workers);
+  /// The directory of the checkpoints that a task is about, open.
+  using Parent = std::shared_ptr<const base::UniqueFd>;
+
+  Housekeeper(const CheckpointerOptions& options, writer::WorkerSource* workers);
   ~Housekeeper();  // finishes what was asked for
 
   absl::Status Start();
 
-  /// Save `name` has become durable: apply the retention options. It stays itself, whatever its
-  /// step: a run that was rolled back saves below the steps that are there.
-  void ApplyRetention(const std::string& name);
+  /// Save `name` has become durable: apply the retention options to its series.
+  void ApplyRetention(const Parent& parent, const std::string& name);
 
   /// Remove a directory that no living save owns.
-  void Remove(const std::string& name);
+  void Remove(const Parent& parent, const std::string& name);
 
   /// \error kDeadlineExceeded; otherwise the first error since the last call.
   absl::Status WaitIdle(absl::Time deadline);
@@ -40,15 +43,15 @@ class Housekeeper {
  private:
   struct Task {
     bool retention = false;
+    Parent parent;
     std::string name;  // what to remove, or what has just become durable
   };
   void Run();
   absl::Status Do(const Task& task);
-  absl::Status Retire(const std::string& newest);
-  absl::Status Delete(const std::vector<std::string>& names);
+  absl::Status Retire(int parent, const std::string& saved);
+  absl::Status Delete(int parent, const std::vector<std::string>& names);
 
   const CheckpointerOptions& options_;
-  int parent_fd_;
   writer::WorkerSource* workers_;
   base::Mutex mutex_;
   base::Condition changed_;

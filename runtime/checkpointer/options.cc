@@ -62,6 +62,9 @@ absl::Status ValidateOptions(const CheckpointerOptions& options) {
   if (options.time_ranks_max <= absl::ZeroDuration()) {
     return Refuse("time_ranks_max", absl::FormatDuration(options.time_ranks_max), "positive");
   }
+  if (options.time_liveness_max <= absl::ZeroDuration()) {
+    return Refuse("time_liveness_max", absl::FormatDuration(options.time_liveness_max), "positive");
+  }
   if (options.staging.idle_trim < absl::ZeroDuration()) {
     return Refuse("staging.idle_trim", absl::FormatDuration(options.staging.idle_trim),
                   "not negative");

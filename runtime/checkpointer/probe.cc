@@ -13,17 +13,21 @@
 #include "io_uring/queue.h"
 #include "runtime/base/status.h"
 #include "runtime/checkpointer/advice.h"
-#include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/directory_probe.h"
-#include "runtime/checkpointer/file_system.h"
 #include "runtime/checkpointer/speed_probe.h"
 #include "runtime/digest/digest.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/file_system.h"
 #include "runtime/staging/arena.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/worker_program.h"
 
 namespace holdfast {
 namespace checkpointer {
+
+using directory::FileSystem;
+using directory::IdentifyFileSystem;
+using directory::OpenDirectory;
 namespace {
 
 // Larger than most last-level caches' share of a core, small enough for any machine that trains.

@@ -9,6 +9,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <iterator>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,37 +18,46 @@
 #include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
-#include "runtime/checkpointer/directory_access.h"
-#include "runtime/checkpointer/directory_lock.h"
-#include "runtime/checkpointer/file_system.h"
-#include "runtime/checkpointer/inspect.h"
-#include "runtime/checkpointer/planted_bugs.h"
-#include "runtime/checkpointer/rename.h"
-#include "runtime/checkpointer/retention.h"
+#include "runtime/directory/completeness.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/file_system.h"
+#include "runtime/directory/listing.h"
+#include "runtime/directory/locks.h"
+#include "runtime/directory/planted_bugs.h"
+#include "runtime/directory/removal.h"
+#include "runtime/directory/rename.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast {
 namespace checkpointer {
+
+using directory::Bug;
+using directory::DirectoryEntry;
+using directory::FileSystem;
+using directory::Inspect;
+using directory::Inspection;
+using directory::ListComplete;
+using directory::ListDirectory;
+using directory::Listing;
+using directory::NameRefersTo;
+using directory::OpenDirectory;
+using directory::Owner;
+using directory::OwnerProbe;
+using directory::Pause;
+using directory::Planted;
+using directory::RemoveDirectory;
+using directory::RenameNoReplace;
+using directory::RenameToFree;
+using directory::SyncDirectory;
 namespace {
 
 constexpr absl::Duration kPoll = absl::Milliseconds(20);
 // Beyond the other's wait for orphans. Removing takes about 0.25 s/GiB.
 constexpr absl::Duration kTurnMax = absl::Minutes(10);
-#ifdef HOLDFAST_PLANTED_BUGS
-}  // namespace
-Bug g_bug = Bug::kNone;
-namespace {
-#endif
 
 constexpr char kStillAtWork[] =
     "a worker without a trainer is still at work there; recover again later";
-
-absl::Time Now() {
-  struct timespec now = {};
-  sys::Sys().clock_gettime(CLOCK_REALTIME, &now);
-  return absl::TimeFromTimespec(now);
-}
 
 /// When something in a directory, or its listing, last changed. InfiniteFuture when that cannot be
 /// told.
@@ -116,8 +126,10 @@ absl::StatusOr<RecoveryReport> Recovery::Run() {
   if (!Planted(Bug::kReportWithoutParentSync)) {
     HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   }
-  HOLDFAST_ASSIGN_OR_RETURN(report_.complete,
-                            ListComplete(parent_, path_, &report_.kept_incomplete));
+  HOLDFAST_ASSIGN_OR_RETURN(Listing listing, ListComplete(parent_, path_));
+  report_.complete = std::move(listing.complete);
+  std::move(listing.passed_over.begin(), listing.passed_over.end(),
+            std::back_inserter(report_.kept_incomplete));
   return std::move(report_);
 }
 
@@ -203,7 +215,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool m
     return Keep(std::string(kStillAtWork));
   }
   if (owner == Owner::kUnknown &&
-      Now() - LastChange(directory->get()) < options_.age_without_locks) {
+      base::WallTime() - LastChange(directory->get()) < options_.age_without_locks) {
     return Keep(absl::StrCat("locks on ", file_system_.name,
                              " do not tell whether a save is running there, and it changed less "
                              "than ",
@@ -288,14 +300,14 @@ Inspection Recovery::InspectName(const std::string& checkpoint) const {
 
 absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
                                        const RecoveryOptions& options) {
-  auto parent = checkpointer::OpenDirectory(AT_FDCWD, absl::StrCat(directory, "/."));
+  auto parent = directory::OpenDirectory(absl::StrCat(directory, "/."));
   if (!parent.ok()) return base::Annotate(parent.status(), absl::StrCat("recover ", directory));
-  auto file_system = checkpointer::IdentifyFileSystem(parent->get());
+  auto file_system = directory::IdentifyFileSystem(parent->get());
   if (!file_system.ok()) return base::Annotate(file_system.status(), directory);
   // Ranks of one job recover at the same time. One must not take the lock that another holds while
   // it removes for an orphan's.
-  HOLDFAST_RETURN_IF_ERROR(checkpointer::TakeTurn(
-      parent->get(), directory, options.wait_for_orphans + checkpointer::kTurnMax));
+  HOLDFAST_RETURN_IF_ERROR(directory::TakeTurn(parent->get(), directory,
+                                               options.wait_for_orphans + checkpointer::kTurnMax));
   checkpointer::Recovery recovery(parent->get(), directory, *file_system, options);
   return recovery.Run();
 }

@@ -307,7 +307,7 @@ absl::Status Cuda::Error(const char* operation, cudaError_t error) {
   absl::Status status = ToStatus(name_, operation, error);
   if (IsFatal(error) && lost_.ok()) {
     // From the next call on; this one returns the fault itself, so it is reported once.
-    lost_ = absl::FailedPreconditionError(
+    lost_ = absl::AbortedError(
         absl::StrCat(name_, " is unusable since an earlier fault: ", cudaGetErrorName(error)));
   }
   return status;

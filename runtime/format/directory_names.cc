@@ -37,6 +37,10 @@ DirectoryName ParseDirectoryName(absl::string_view name) {
   return parsed;
 }
 
+bool IsUncommittedName(absl::string_view name) {
+  return ParseDirectoryName(name).kind != DirectoryKind::kFinal;
+}
+
 std::string FormatDirectoryName(const DirectoryName& name) {
   for (const Kind& kind : kKinds) {
     if (kind.kind != name.kind) continue;
@@ -45,6 +49,15 @@ std::string FormatDirectoryName(const DirectoryName& name) {
     return absl::StrCat(name.checkpoint, kind.infix, absl::string_view(digits, kHexDigits));
   }
   return name.checkpoint;
+}
+
+std::string SeriesOf(absl::string_view checkpoint) {
+  constexpr char kDigits[] = "0123456789";
+  const size_t last = checkpoint.find_last_of(kDigits);
+  if (last == absl::string_view::npos) return std::string(checkpoint);
+  const size_t before = checkpoint.find_last_not_of(kDigits, last);
+  const size_t first = before == absl::string_view::npos ? 0 : before + 1;
+  return absl::StrCat(checkpoint.substr(0, first), "{}", checkpoint.substr(last + 1));
 }
 
 std::string PartialName(absl::string_view checkpoint, const AttemptId& attempt) {

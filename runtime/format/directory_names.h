@@ -26,8 +26,16 @@ struct DirectoryName {
 /// Never fails: what does not end in a known kind and exactly 32 lower-case hex digits is kFinal.
 DirectoryName ParseDirectoryName(absl::string_view name);
 
-/// The inverse.
+/// Whether a directory of this name is no checkpoint, however whole it looks: still being written,
+/// or left so, fenced by a recovery, or let go by retention.
+bool IsUncommittedName(absl::string_view name);
+
+/// The inverse of ParseDirectoryName.
 std::string FormatDirectoryName(const DirectoryName& name);
+
+/// The series that a checkpoint belongs to: its name with the last run of digits replaced, so that
+/// "step-80" and "step-100" are of "step-{}". A name without digits is a series of its own.
+std::string SeriesOf(absl::string_view checkpoint);
 
 /// "step-7.partial-<attempt>"
 std::string PartialName(absl::string_view checkpoint, const AttemptId& attempt);

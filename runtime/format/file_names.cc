@@ -1,17 +1,24 @@
 #include "runtime/format/file_names.h"
 
+#include <algorithm>
 #include <string>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
 #include "holdfast/pod.h"
-#include "runtime/format/manifest.h"
+#include "runtime/digest/digest.h"
 #include "runtime/format/text.h"
+#include "runtime/layout/board.h"
+#include "runtime/layout/job.h"
 
 namespace holdfast::format {
 namespace {
 
 constexpr size_t kNewNameBytesMax = kNameBytes - sizeof(".tmp");
+constexpr size_t kHexDigits = 32;
+constexpr absl::string_view kManifestPrefix = "rank-";
+constexpr absl::string_view kManifestSuffix = ".manifest.json";
 
 }  // namespace
 
@@ -28,9 +35,10 @@ const char* WrongComponent(absl::string_view name) {
 const char* WrongDataFileName(absl::string_view name) {
   const char* const wrong = WrongComponent(name);
   if (wrong != nullptr) return wrong;
-  if (absl::StartsWith(name, "rank-") && absl::EndsWith(name, ".manifest.json")) {
+  if (absl::StartsWith(name, kManifestPrefix) && absl::EndsWith(name, kManifestSuffix)) {
     return "the name is a rank manifest's";
   }
+  if (name == layout::kCommitRecordName) return "the name is the commit record's";
   if (absl::EndsWith(name, ".tmp")) return "the name ends in \".tmp\"";
   return nullptr;
 }
@@ -39,10 +47,11 @@ const char* WrongNewFileName(absl::string_view name) {
   static_assert(kNewNameBytesMax == 251);
   if (name.size() > kNewNameBytesMax && name.size() < kNameBytes)
     return "the name has more than 251 bytes, and the file is written as NAME.tmp first";
+  if (name == layout::kBoardName) return "the name is the rank board's";
   return WrongDataFileName(name);
 }
 
-std::string ManifestPrefix() { return "rank-"; }
+std::string ManifestPrefix() { return std::string(kManifestPrefix); }
 
 std::string ManifestSuffix(uint32_t world_size) {
   return absl::StrFormat("-of-%05d.manifest.json", world_size);
@@ -55,6 +64,38 @@ std::string ManifestName(uint32_t rank, uint32_t world_size) {
 std::string ManifestName(uint32_t rank, uint32_t world_size, const AttemptId& attempt) {
   return absl::StrFormat("rank-%05d-of-%05d-%016x%016x.manifest.json", rank, world_size,
                          attempt.high, attempt.low);
+}
+
+std::optional<ManifestIdentity> ParseManifestName(const std::string& name) {
+  constexpr size_t kDigitsAt = kManifestPrefix.size();
+  if (!absl::StartsWith(name, kManifestPrefix)) return std::nullopt;
+  const size_t of = name.find("-of-", kDigitsAt);
+  const size_t dot = name.find('.', kDigitsAt);
+  if (of == std::string::npos || dot == std::string::npos || dot < of) return std::nullopt;
+  const size_t dash = std::min(name.find('-', of + 4), dot);
+  ManifestIdentity identity;
+  if (!absl::SimpleAtoi(name.substr(kDigitsAt, of - kDigitsAt), &identity.rank) ||
+      !absl::SimpleAtoi(name.substr(of + 4, dash - of - 4), &identity.world_size)) {
+    return std::nullopt;
+  }
+  if (dash < dot) {
+    const std::string hex = name.substr(dash + 1, dot - dash - 1);
+    AttemptId attempt;
+    if (hex.size() != kHexDigits || !digest::FromHex(hex.c_str(), &attempt)) return std::nullopt;
+    identity.attempt = attempt;
+  }
+  // Only the canonical spelling is a manifest: "rank-1-of-2..." and "rank-00001.tmp" are not.
+  if (identity.world_size == 0 || identity.rank >= identity.world_size) return std::nullopt;
+  const std::string canonical =
+      identity.attempt.has_value()
+          ? ManifestName(identity.rank, identity.world_size, *identity.attempt)
+          : ManifestName(identity.rank, identity.world_size);
+  if (canonical != name) return std::nullopt;
+  return identity;
+}
+
+bool IsCommitFile(const std::string& name) {
+  return name == layout::kCommitRecordName || ParseManifestName(name).has_value();
 }
 
 std::string ModelFileName(uint32_t rank, uint32_t world_size) {

@@ -1,4 +1,4 @@
-// The rank manifest: the commit record of one rank, as JSON that people and jq can read.
+// The rank manifest: the record of what one rank wrote, as JSON that people and jq can read.
 //
 // Built by the trainer as a template with fixed-width slots; sealers and the worker fill the slots
 // in place. Described byte by byte in runtime/layout/FORMAT.md.
@@ -6,6 +6,7 @@
 #define HOLDFAST_RUNTIME_FORMAT_MANIFEST_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -14,20 +15,14 @@
 #include "absl/strings/string_view.h"
 #include "holdfast/plan.h"
 #include "holdfast/pod.h"
+#include "runtime/format/file_names.h"
 #include "runtime/layout/job.h"
 
 namespace holdfast::format {
 
-/// "rank-00003-of-00008.manifest.json" and its parts.
-std::string ManifestName(uint32_t rank, uint32_t world_size);
-/// In a directory that a framework owns, where the files of two attempts may stand side by side
-/// until the framework's own last file has changed: "rank-00003-of-00008-<32 hex>.manifest.json".
-std::string ManifestName(uint32_t rank, uint32_t world_size, const AttemptId& attempt);
-std::string ManifestPrefix();                     // "rank-"
-std::string ManifestSuffix(uint32_t world_size);  // "-of-00008.manifest.json"
-
-/// "model-00003-of-00008.safetensors"
-std::string ModelFileName(uint32_t rank, uint32_t world_size);
+/// The version that is written. Version 1, without `saved_at_ns` and `files_bytes`, is read as
+/// well.
+inline constexpr uint32_t kManifestVersion = 2;
 
 /// What the template is made from, beside the plan.
 struct ManifestInput {
@@ -36,6 +31,7 @@ struct ManifestInput {
   uint32_t rank = 0;
   uint32_t world_size = 1;
   uint64_t step = 0;
+  uint64_t saved_at_ns = 0;  ///< The save's call, in nanoseconds since 1970.
   Launcher launcher = Launcher::kSpawn;
   PageRung pages = PageRung::kSmall;
   bool read_back = false;
@@ -84,12 +80,14 @@ struct Manifest {
     Digest head;
     Digest tail;
   };
-  uint32_t version = 1;
+  uint32_t version = kManifestVersion;
   std::string checkpoint;
   AttemptId attempt;
   uint32_t rank = 0;
   uint32_t world_size = 1;
   uint64_t step = 0;
+  std::optional<uint64_t> saved_at_ns;  ///< As ManifestInput's; version 1 lacks it.
+  std::optional<uint64_t> files_bytes;  ///< Of all its files; version 1 lacks it.
   std::string launcher;
   std::string pages;
   bool streamed = false;

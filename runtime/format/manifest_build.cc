@@ -48,16 +48,25 @@ class TemplateWriter {
   void WriteHead() {
     char attempt[32];
     digest::ToHex(input_.attempt, attempt);
-    Add("{\"format\":\"holdfast.manifest\",\"version\":1,\n\"checkpoint\":");
-    AddString(input_.checkpoint);
-    Add(",\"attempt\":\"");
+    Add("{\"format\":\"holdfast.manifest\",\"version\":");
+    AppendNumber(kManifestVersion, &text_);
+    // The attempt comes first: rank 0 looks for it in the first bytes, and a name has any length.
+    Add(",\n\"attempt\":\"");
     text_.append(attempt, sizeof(attempt));
-    Add("\",\n\"rank\":");
+    Add("\",\"checkpoint\":");
+    AddString(input_.checkpoint);
+    Add(",\n\"rank\":");
     AppendNumber(input_.rank, &text_);
     Add(",\"world_size\":");
     AppendNumber(input_.world_size, &text_);
     Add(",\"step\":");
     AppendNumber(input_.step, &text_);
+    Add(",\"saved_at_ns\":");
+    AppendNumber(input_.saved_at_ns, &text_);
+    uint64_t bytes = 0;
+    for (const PlannedFile& file : plan_.files) bytes += file.bytes;
+    Add(",\"files_bytes\":");
+    AppendNumber(bytes, &text_);
     Add(",\n\"launcher\":");
     AddString(input_.adopted ? absl::string_view("none") : WordOf(input_.launcher));
     Add(",\"pages\":");

@@ -12,47 +12,15 @@
 #include "runtime/format/file_names.h"
 #include "runtime/format/json_reader.h"
 #include "runtime/format/manifest.h"
+#include "runtime/format/self_digest.h"
 #include "runtime/format/tensor_parts.h"
 #include "runtime/format/text.h"
 
 namespace holdfast::format {
 namespace {
 
-constexpr absl::string_view kSelfDigestKey = "\"self_digest\":\"";
-constexpr absl::string_view kEnd = "\"}\n";
-constexpr size_t kTrailerBytes = kSelfDigestKey.size() + 32 + kEnd.size();
-
 absl::Status Wrong(absl::string_view where, absl::string_view what) {
   return absl::DataLossError(absl::StrCat("manifest: ", where, ": ", what));
-}
-
-/// Over the raw bytes and before anything else is believed. The last field stands at a fixed place,
-/// so no parsing is needed to find it.
-absl::Status CheckSelfDigest(absl::string_view text) {
-  if (text.size() > kManifestBytesMax) {
-    return Wrong("size", absl::StrCat(text.size(), " bytes are over the limit of 1 GiB"));
-  }
-  if (text.size() < kTrailerBytes + 1 || text.front() != '{') {
-    return Wrong("byte 0", "this is not a manifest, or its end is missing");
-  }
-  const absl::string_view trailer = text.substr(text.size() - kTrailerBytes);
-  if (trailer.substr(0, kSelfDigestKey.size()) != kSelfDigestKey ||
-      trailer.substr(kTrailerBytes - kEnd.size()) != kEnd) {
-    return Wrong("end", "it does not end in a self-digest");
-  }
-  const size_t covered = text.size() - 32 - kEnd.size();
-  Digest recorded;
-  if (!digest::FromHex(text.data() + covered, &recorded)) {
-    return Wrong("self_digest", "not 32 hex digits: the manifest was never completed");
-  }
-  const Digest found = digest::Of(text.data(), covered);
-  if (found != recorded) {
-    char hex[32];
-    digest::ToHex(found, hex);
-    return Wrong("self_digest", absl::StrCat("it is of other bytes than these, whose digest is ",
-                                             absl::string_view(hex, sizeof(hex))));
-  }
-  return absl::OkStatus();
 }
 
 class ManifestReader {
@@ -77,6 +45,8 @@ class ManifestReader {
     kRank,
     kWorldSize,
     kStep,
+    kSavedAt,
+    kFilesBytes,
     kLauncher,
     kPages,
     kStreamed,
@@ -93,33 +63,20 @@ class ManifestReader {
     kTensors,
     kSelfDigest,
   };
-  static constexpr absl::string_view kTopNames[] = {"format",
-                                                    "version",
-                                                    "checkpoint",
-                                                    "attempt",
-                                                    "rank",
-                                                    "world_size",
-                                                    "step",
-                                                    "launcher",
-                                                    "pages",
-                                                    "streamed",
-                                                    "read_back",
-                                                    "adopted",
-                                                    "engine",
-                                                    "direct_io",
-                                                    "engine_reason",
-                                                    "bytes_written",
-                                                    "time_writing_ns",
-                                                    "time_syncing_ns",
-                                                    "time_total_ns",
-                                                    "files",
-                                                    "tensors",
-                                                    "self_digest"};
+  static constexpr absl::string_view kTopNames[] = {
+      "format",        "version",       "checkpoint",    "attempt",         "rank",
+      "world_size",    "step",          "saved_at_ns",   "files_bytes",     "launcher",
+      "pages",         "streamed",      "read_back",     "adopted",         "engine",
+      "direct_io",     "engine_reason", "bytes_written", "time_writing_ns", "time_syncing_ns",
+      "time_total_ns", "files",         "tensors",       "self_digest"};
 
   void ReadTop() {
     uint64_t seen = 0;
     if (!json_.EnterObject()) return;
-    for (int field; (field = json_.NextField(kTopNames, 0, &seen)) >= 0;) ReadTopField(field);
+    constexpr uint64_t kOptional = uint64_t{1} << kSavedAt | uint64_t{1} << kFilesBytes;
+    for (int field; (field = json_.NextField(kTopNames, kOptional, &seen)) >= 0;) {
+      ReadTopField(field);
+    }
   }
 
   void ReadTopField(int field) {
@@ -130,8 +87,10 @@ class ManifestReader {
         if (json_.String(&text) && text != "holdfast.manifest") json_.Fail("unknown format");
         return;
       case kVersion:
-        if (json_.Unsigned32(&out_.version) && out_.version != 1) {
-          json_.Fail(absl::StrCat("version ", out_.version, ", only 1 is known"));
+        if (json_.Unsigned32(&out_.version) &&
+            (out_.version == 0 || out_.version > kManifestVersion)) {
+          json_.Fail(absl::StrCat("version ", out_.version, ", only 1 to ", kManifestVersion,
+                                  " are known"));
         }
         return;
       case kCheckpoint:
@@ -148,6 +107,12 @@ class ManifestReader {
         return;
       case kStep:
         json_.Unsigned(&out_.step);
+        return;
+      case kSavedAt:
+        json_.Unsigned(&out_.saved_at_ns.emplace());
+        return;
+      case kFilesBytes:
+        json_.Unsigned(&out_.files_bytes.emplace());
         return;
       case kLauncher:
         json_.String(&out_.launcher);
@@ -283,6 +248,12 @@ absl::Status CheckHead(const Manifest& manifest) {
     return Wrong("rank", absl::StrCat("rank ", manifest.rank, " of ", manifest.world_size));
   }
   if (manifest.attempt == AttemptId{}) return Wrong("attempt", "no attempt id");
+  for (const auto& [key, value] : {std::pair("saved_at_ns", manifest.saved_at_ns),
+                                   std::pair("files_bytes", manifest.files_bytes)}) {
+    if (value.has_value() != (manifest.version >= 2)) {
+      return Wrong(key, "version 2 has it, version 1 lacks it");
+    }
+  }
   const char* const wrong = WrongComponent(manifest.checkpoint);
   if (wrong != nullptr) return Wrong("checkpoint", wrong);
   return absl::OkStatus();
@@ -290,6 +261,7 @@ absl::Status CheckHead(const Manifest& manifest) {
 
 absl::Status CheckFiles(const Manifest& manifest) {
   absl::flat_hash_set<absl::string_view> names;
+  uint64_t bytes = 0;
   for (size_t i = 0; i < manifest.files.size(); ++i) {
     const Manifest::File& file = manifest.files[i];
     const char* const wrong = WrongDataFileName(file.name);
@@ -312,6 +284,10 @@ absl::Status CheckFiles(const Manifest& manifest) {
     if (root.Finish() != file.root) {
       return Wrong(FileLabel(i, file), "the root is not that of its digests");
     }
+    bytes += file.bytes;
+  }
+  if (manifest.files_bytes.value_or(bytes) != bytes) {
+    return Wrong("files_bytes", absl::StrCat("not the ", bytes, " bytes of its files"));
   }
   return absl::OkStatus();
 }
@@ -366,7 +342,7 @@ absl::Status CheckTensors(const Manifest& manifest) {
 }  // namespace
 
 absl::StatusOr<Manifest> ParseManifest(absl::string_view text) {
-  HOLDFAST_RETURN_IF_ERROR(CheckSelfDigest(text));
+  HOLDFAST_RETURN_IF_ERROR(CheckSelfDigest("manifest", text, kManifestBytesMax));
   HOLDFAST_ASSIGN_OR_RETURN(Manifest manifest, ManifestReader(text).Read());
   HOLDFAST_RETURN_IF_ERROR(CheckHead(manifest));
   HOLDFAST_RETURN_IF_ERROR(CheckFiles(manifest));

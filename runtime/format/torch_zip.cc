@@ -28,7 +28,7 @@ constexpr size_t kEndBytes = 22;
 constexpr size_t kEnd64Bytes = 56;
 constexpr size_t kLocatorBytes = 20;
 constexpr size_t kRecordBytes = 46;
-constexpr size_t kLocalBytes = 30;
+constexpr size_t kLocalBytes = kZipLocalHeaderBytes;
 constexpr uint32_t kIn64 = 0xffffffff;  // "see the zip64 field"
 constexpr uint16_t kZip64Field = 1;
 
@@ -205,6 +205,7 @@ absl::StatusOr<std::vector<ZipRecord>> ParseZipDirectory(absl::string_view direc
     if (record_bytes > rest.size()) return wrong("it goes beyond the directory");
     ZipRecord record;
     record.name = std::string(rest.substr(kRecordBytes, name_bytes));
+    if (!IsUtf8(record.name)) return wrong("its name is no UTF-8");
     record.crc32 = Get32(rest, 16);
     uint64_t packed = Get32(rest, 20);
     record.bytes = Get32(rest, 24);
@@ -236,11 +237,14 @@ absl::StatusOr<std::vector<ZipRecord>> ParseZipDirectory(absl::string_view direc
   return records;
 }
 
-absl::StatusOr<uint64_t> LocalHeaderBytes(absl::string_view first30) {
-  if (first30.size() < kLocalBytes || Get32(first30, 0) != kLocalSignature) {
+absl::StatusOr<uint64_t> LocalHeaderBytes(absl::string_view first, absl::string_view name) {
+  if (first.size() < kLocalBytes || Get32(first, 0) != kLocalSignature) {
     return Wrong("no local header");
   }
-  return kLocalBytes + Get16(first30, 26) + Get16(first30, 28);
+  if (Get16(first, 26) != name.size() || first.substr(kLocalBytes, name.size()) != name) {
+    return Wrong(absl::StrCat("the local header of ", Quoted(name), " has another name"));
+  }
+  return kLocalBytes + Get16(first, 26) + Get16(first, 28);
 }
 
 absl::Status CheckZipLayout(const std::vector<ZipRecord>& records, const ZipDirectory& where) {

@@ -47,8 +47,12 @@ absl::StatusOr<std::vector<ZipRecord>> ParseZipDirectory(absl::string_view direc
                                                          const ZipDirectory& where,
                                                          uint64_t file_bytes);
 
-/// Length of a local header (30 + name + extra) from its first 30 bytes.
-absl::StatusOr<uint64_t> LocalHeaderBytes(absl::string_view first30);
+/// How many bytes of a local header LocalHeaderBytes wants to see, beside the record's name.
+inline constexpr uint64_t kZipLocalHeaderBytes = 30;
+
+/// Length of a local header (30 + name + extra) from its first bytes. \error kDataLoss if there is
+/// none, or if it names another record than `name`: readers differ in which name they believe.
+absl::StatusOr<uint64_t> LocalHeaderBytes(absl::string_view first, absl::string_view name);
 
 /// Whether the records lie one after the other in front of the directory; `begin` is the first byte
 /// of data or of the local header, either way no two may overlap.

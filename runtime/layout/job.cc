@@ -69,7 +69,9 @@ const char* CheckRanges(const Job& job) {
       {job.published, job.extent_count, sizeof(SharedU32)},
       {job.acknowledged, job.extent_count, sizeof(SharedU32)},
       {job.manifest_template, job.manifest_template.bytes, 1},
+      {job.older, job.older.bytes / sizeof(AttemptId), sizeof(AttemptId)},
       {job.trash, job.trash.bytes / kNameBytes, kNameBytes},
+      {job.commit_template, job.commit_template.bytes, 1},
   };
   for (const auto& array : arrays) {
     if (array.range.bytes == 0 && array.count == 0) continue;
@@ -138,6 +140,32 @@ const char* CheckManifest(const Job& job) {
   }
   if (slots.self_digest.width != 0 && slots.self_digest.width != kDigestDigits) {
     return "the self-digest's slot has not 32 digits";
+  }
+  return nullptr;
+}
+
+const char* CheckCommitRecord(const Job& job) {
+  const uint64_t bytes = job.commit_template.bytes;
+  if (bytes == 0) return nullptr;
+  if (job.rank != 0 || (job.flags & kFilesOnly) != 0 || (job.flags & kWriteManifest) == 0) {
+    return "a commit record that is not this job's to write";
+  }
+  const CommitSlots& slots = job.commit_slots;
+  for (const Slot& slot :
+       {slots.committed_at_ns, slots.bytes, slots.manifest_bytes, slots.self_digest}) {
+    if (!SlotFits(slot, bytes)) return "a slot lies outside of the commit record";
+  }
+  if (slots.self_digest.width != kDigestDigits) return "the commit record has no self-digest";
+  // The last row; the others stand in front of it.
+  const uint64_t rows = job.world_size - 1;
+  if (slots.row_bytes == 0 || slots.row_bytes > bytes / job.world_size) {
+    return "the rows of the commit record have the wrong length";
+  }
+  const Slot last = {slots.manifest_bytes.offset + rows * slots.row_bytes,
+                     slots.manifest_bytes.width};
+  if (!SlotFits(last, bytes) || slots.manifest_digest > bytes ||
+      !DigestSlotFits(slots.manifest_digest + rows * slots.row_bytes, bytes)) {
+    return "a row lies outside of the commit record";
   }
   return nullptr;
 }
@@ -236,6 +264,7 @@ const char* ValidateJob(const Job* job, uint64_t mapped_bytes) {
   if (job->rank >= job->world_size) return "the rank is outside of the world";
   if (const char* wrong = CheckNames(*job)) return wrong;
   if (const char* wrong = CheckManifest(*job)) return wrong;
+  if (const char* wrong = CheckCommitRecord(*job)) return wrong;
   return CheckExtents(*job);
 }
 

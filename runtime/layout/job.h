@@ -13,22 +13,21 @@
 #include <type_traits>
 
 #include "holdfast/pod.h"
+#include "runtime/layout/board.h"
 
 namespace holdfast::layout {
 
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 4;
+inline constexpr uint32_t kLayoutVersion = 7;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
 static_assert(SharedU32::is_always_lock_free && SharedU64::is_always_lock_free);
 
-/// In the partial directory of a save of several ranks: one of them has given up, so that the
-/// others need not wait for their deadline. Made only by a rank that has not voted
-/// (runtime/worker/commit.h), so a directory that has it can never be committed.
-inline constexpr char kAbortedName[] = "aborted";
+/// Rank 0's commit record, in the directory of a checkpoint (FORMAT.md, section 5).
+inline constexpr char kCommitRecordName[] = "holdfast.commit.json";
 
 enum class JobKind : uint32_t {
   kSave = 1,    ///< Write extents, prove them, commit.
@@ -123,6 +122,17 @@ struct ManifestSlots {
   Slot self_digest;  // 32 hex digits, over all bytes of the file before them
 };
 
+/// The fields of the commit record that only rank 0's worker knows, as places in its template. The
+/// row of rank r stands r * row_bytes behind that of rank 0.
+struct CommitSlots {
+  Slot committed_at_ns;
+  Slot bytes;                    // of all ranks' files
+  Slot manifest_bytes;           // of rank 0's manifest
+  uint64_t manifest_digest = 0;  // of rank 0's manifest: where its 32 hex digits go
+  uint64_t row_bytes = 0;
+  Slot self_digest;
+};
+
 /// Times of one job as the worker saw them, CLOCK_MONOTONIC, in nanoseconds. 0: not reached.
 struct JobTimes {
   uint64_t started = 0;
@@ -175,9 +185,15 @@ struct CompletionSlot {
   uint64_t bytes_read_back = 0;
   uint64_t private_bytes_peak = 0;
   JobTimes times;
-  char reason[160] = {};  // why this rung
+  char reason[160] = {};     // why this rung
+  RankFailure rank_failure;  // with Operation::kWaitRanks: which rank, and why
   // Where the checkpoint is that was replaced, for the trainer to remove; empty: there is none.
   char left_behind[kNameBytes] = {};
+  // An entry of others that keeps a directory from being replaced or removed; empty: there is none.
+  char foreign[kNameBytes] = {};
+  // The save that this one gave way to; zero: there is none.
+  AttemptId newer;
+  uint64_t newer_step = 0;
 };
 
 /// The table's head. Offsets are 64-byte aligned.
@@ -207,8 +223,9 @@ struct Job {
   char manifest_prefix[32] = {};
   char manifest_suffix[64] = {};
   Qos qos;
-  uint64_t time_stalled_max_ns = 0;  // no completion and no seal for this long: give up
-  uint64_t time_ranks_max_ns = 0;    // rank 0 waits this long for the others
+  uint64_t time_stalled_max_ns = 0;   // no completion and no seal for this long: give up
+  uint64_t time_ranks_max_ns = 0;     // a rank that lives is waited for this long
+  uint64_t time_liveness_max_ns = 0;  // a rank without a sign of life for this long has failed
   uint32_t file_count = 0;
   uint32_t extent_count = 0;
   uint32_t piece_count = 0;
@@ -219,8 +236,11 @@ struct Job {
   Range published;          // SharedU32[extent_count]: the log of sealed extents, see PublishLog
   Range acknowledged;       // SharedU32[extent_count]: the log of extents whose bytes are reusable
   Range manifest_template;  // the manifest's bytes, its digest slots filled in place at seal
+  Range older;              // AttemptId[n]: what a replacing save may take the place of
   Range trash;              // char[kNameBytes][n]: directories that a kDelete job removes
   ManifestSlots slots;
+  Range commit_template;  // the commit record's bytes; none: this job writes no record
+  CommitSlots commit_slots;
 
   // Written by either side while the job runs, once.
   SharedU32 written{0};  // Written
@@ -228,14 +248,20 @@ struct Job {
   // Written by the trainer while the job runs.
   SharedU32 cancel{
       0};  // 1: stop and remove what was written. Read by the worker, relaxed + doorbell
-  SharedU32 trainer_failed{0};   // 1: staging failed, no further extent will come; clean up
+  SharedU32 trainer_failed{0};  // 1: staging failed, no further extent will come; clean up
+  // Why, for the other ranks: written once, before `trainer_failed`.
+  char staging_error[sizeof(RankFailure::text)] = {};
   SharedU64 published_count{0};  // hint for progress; the log itself is authoritative
 
   // Written by the worker while the job runs (progress; relaxed).
   SharedU32 phase{0};
   SharedU32 worker_pid{0};
   SharedU64 bytes_completed{0};
-  SharedU64 steps{0};  // files synced, chunks read back, directory entries removed
+  SharedU64 steps{0};        // files synced, chunks read back, directory entries removed
+  SharedU32 engine_used{0};  // EngineRung, before the first transfer; kAuto: no engine was opened
+  // 1 (release): every transfer of the job has landed and none follows. The worker neither reads
+  // nor writes staging memory any more.
+  SharedU32 staging_released{0};
 
   CompletionSlot completion;
 };
@@ -271,6 +297,8 @@ T* At(Job* job, Range range) {
 inline File* Files(Job* job) { return At<File>(job, job->files); }
 inline Extent* Extents(Job* job) { return At<Extent>(job, job->extents); }
 inline Piece* Pieces(Job* job) { return At<Piece>(job, job->pieces); }
+inline AttemptId* Older(Job* job) { return At<AttemptId>(job, job->older); }
+inline char* CommitRecord(Job* job) { return At<char>(job, job->commit_template); }
 inline char* Manifest(Job* job) { return At<char>(job, job->manifest_template); }
 
 /// A number that changes whenever either side gets on with the job. For stall deadlines.

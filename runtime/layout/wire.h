@@ -1,9 +1,12 @@
 // The messages between a trainer and its workers: one SOCK_SEQPACKET socket per worker, file
 // descriptors beside each.
 //
-// The socket carries work, never liveness: a copy of its other end may live on in a process that
-// the trainer forked. Liveness is the pidfds' (the trainer's own, passed with kAttach; the
-// worker's, held by the trainer).
+// The socket carries work, and the proof that a worker's transfers have landed: the worker
+// registers its end with each ring, and the kernel closes what a ring holds only after the ring's
+// last transfer. So the trainer's end hangs up when the process and its rings are gone. Liveness is
+// the pidfds' (the trainer's own, passed with kAttach; the worker's, held by the trainer): a copy
+// of the trainer's end may live on in a process that the trainer forked. Without pidfd_open(2) the
+// trainer's is a socket of its own.
 #ifndef HOLDFAST_RUNTIME_LAYOUT_WIRE_H_
 #define HOLDFAST_RUNTIME_LAYOUT_WIRE_H_
 
@@ -16,8 +19,8 @@ namespace holdfast::layout {
 inline constexpr uint64_t kWireMagic = 0x3145'5249'5746'4c48;
 
 enum class MessageKind : uint32_t {
-  kAttach = 1,  ///< fds: arena, trainer pidfd, doorbell to the worker, doorbell to the trainer.
-                ///< First, once.
+  kAttach = 1,  ///< fds: arena, the trainer's life, doorbell to the worker, doorbell to the
+                ///< trainer. First, once.
   kRun = 2,  ///< fds: control memory, parent directory, lock (the directory whose flock this save
              ///< holds; the parent again where none). The worker may start: this message is the
              ///< trainer's "go".
@@ -45,8 +48,7 @@ struct Message {
 /// when there is none.
 inline constexpr int kExitMismatch = 70;  ///< A trainer of another layout version.
 inline constexpr int kExitAttach = 71;    ///< The arena or a job table could not be mapped.
-inline constexpr int kExitStuck = 72;     ///< Transfers did not end within the deadline: the kernel
-                                          ///< ends them before the process is gone.
+inline constexpr int kExitStuck = 72;     ///< Transfers did not end within the deadline.
 inline constexpr int kExitUsage = 64;     ///< Started by hand.
 
 }  // namespace holdfast::layout

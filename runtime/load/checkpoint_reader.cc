@@ -10,12 +10,13 @@
 #include "holdfast/load.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
+#include "runtime/directory/completeness.h"
+#include "runtime/directory/entries.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/format/file_names.h"
 #include "runtime/format/manifest.h"
-#include "runtime/load/checkpoint_files.h"
 #include "runtime/load/chunk_stream.h"
 #include "runtime/load/copy_out.h"
-#include "runtime/load/directory.h"
 #include "runtime/load/safetensors_file.h"
 #include "runtime/load/tensor_reads.h"
 #include "runtime/sys/system.h"
@@ -160,7 +161,7 @@ absl::StatusOr<LoadReport> CheckpointReader::Impl::Load(absl::Span<const TensorT
 absl::Status CheckpointReader::Impl::Stream(const ReadPlan& plan,
                                             absl::Span<const TensorTarget> targets,
                                             const LoadOptions& options, LoadReport* report) const {
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, load::OpenDirectory(directory));
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(directory));
   std::vector<StreamFile> sources;
   std::vector<std::string> paths;
   for (const std::string& name : files) {
@@ -191,14 +192,14 @@ absl::Status CheckpointReader::Impl::Stream(const ReadPlan& plan,
 
 absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const std::string& path,
                                                                          uint32_t rank) {
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, load::OpenDirectory(path));
-  HOLDFAST_ASSIGN_OR_RETURN(load::CheckpointFiles checkpoint,
-                            load::ReadCheckpoint(fd.get(), path, {.keep_rank = rank}));
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(path));
+  HOLDFAST_ASSIGN_OR_RETURN(directory::CheckpointFiles checkpoint,
+                            directory::ReadCheckpoint(fd.get(), path, {.keep_rank = rank}));
   if (checkpoint.manifests_found == 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("open ", path, ": no manifest is there: no complete checkpoint"));
   }
-  HOLDFAST_RETURN_IF_ERROR(load::ToStatus(checkpoint.findings, path));
+  HOLDFAST_RETURN_IF_ERROR(directory::ToStatus(checkpoint.findings, path));
   if (checkpoint.manifests.empty()) {
     return absl::NotFoundError(absl::StrCat("open ", path, ": it has no rank ", rank, ", only ",
                                             checkpoint.manifests_found, " ranks from 0"));
@@ -212,15 +213,17 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const s
 
 absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
     const std::string& path) {
-  const load::PathParts parts = load::SplitPath(path);
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd directory, load::OpenDirectory(parts.directory));
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd,
-                            load::OpenFile(directory.get(), parts.name, /*follow_symlink=*/true));
+  const directory::PathParts parts = directory::SplitPath(path);
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd directory,
+                            directory::OpenDirectory(parts.directory));
+  HOLDFAST_ASSIGN_OR_RETURN(
+      const base::UniqueFd fd,
+      directory::OpenFile(directory.get(), parts.name, /*follow_symlink=*/true));
   HOLDFAST_ASSIGN_OR_RETURN(load::SafetensorsFile file, load::ReadSafetensorsFile(fd.get(), path));
   auto impl = std::make_unique<Impl>();
   impl->directory = parts.directory;
-  auto manifest = load::FindManifestOf(directory.get(), parts.directory, parts.name);
-  if (manifest.ok() && !load::IsUncommittedName(load::SplitPath(parts.directory).name)) {
+  auto manifest = directory::FindManifestOf(directory.get(), parts.directory, parts.name);
+  if (manifest.ok() && !format::IsUncommittedName(directory::SplitPath(parts.directory).name)) {
     impl->TakeManifest(*std::move(manifest));
   } else if (!file.attempt().empty()) {
     // Bytes of a save that was never committed are nobody's checkpoint, however whole they look.
@@ -238,14 +241,16 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
 
 absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenManifest(
     const std::string& path, const std::string& manifest_name) {
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, load::OpenDirectory(path));
-  HOLDFAST_ASSIGN_OR_RETURN(const std::string text, load::ReadWholeFile(fd.get(), manifest_name,
-                                                                        format::kManifestBytesMax));
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(path));
+  HOLDFAST_ASSIGN_OR_RETURN(
+      const std::string text,
+      directory::ReadWholeFile(fd.get(), manifest_name, format::kManifestBytesMax));
   absl::StatusOr<format::Manifest> manifest = format::ParseManifest(text);
   if (!manifest.ok()) {
     return base::Annotate(manifest.status(), absl::StrCat("open ", path, "/", manifest_name));
   }
-  HOLDFAST_RETURN_IF_ERROR(load::ToStatus(load::CheckNamedFiles(fd.get(), *manifest), path));
+  HOLDFAST_RETURN_IF_ERROR(
+      directory::ToStatus(directory::CheckNamedFiles(fd.get(), *manifest), path));
   auto impl = std::make_unique<Impl>();
   impl->directory = path;
   impl->TakeManifest(*std::move(manifest));

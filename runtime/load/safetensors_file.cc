@@ -7,7 +7,7 @@
 #include <utility>
 
 #include "runtime/base/status.h"
-#include "runtime/load/directory.h"
+#include "runtime/directory/entries.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::load {
@@ -26,11 +26,11 @@ absl::StatusOr<SafetensorsFile> ReadSafetensorsFile(int fd, const std::string& n
   file.bytes = static_cast<uint64_t>(status.st_size);
   constexpr uint64_t kLengthBytes = 8;
   HOLDFAST_ASSIGN_OR_RETURN(const std::string first,
-                            ReadRange(fd, name, 0, std::min(file.bytes, kLengthBytes)));
+                            directory::ReadRange(fd, name, 0, std::min(file.bytes, kLengthBytes)));
   const auto length = format::HeaderLength(first, file.bytes);
   if (!length.ok()) return base::Annotate(length.status(), name);
   HOLDFAST_ASSIGN_OR_RETURN(const std::string prefix,
-                            ReadRange(fd, name, 0, kLengthBytes + *length));
+                            directory::ReadRange(fd, name, 0, kLengthBytes + *length));
   auto header = format::ParseSafetensors(prefix, file.bytes);
   if (!header.ok()) return base::Annotate(header.status(), name);
   file.header = *std::move(header);

@@ -1,9 +1,9 @@
 #include "runtime/load/sink_pool.h"
 
 #include <signal.h>
-#include <sys/eventfd.h>
 
 #include "absl/time/time.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::load {
@@ -13,7 +13,7 @@ SinkPool::SinkPool(uint32_t threads, uint32_t slots, const StreamSink& sink)
   base::MutexLock lock(&mutex_);
   for (uint32_t slot = slots; slot > 0; --slot) free_.push_back(slot - 1);
   if (threads > 0) {
-    free_event_ = base::UniqueFd(sys::Sys().eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+    free_event_ = base::UniqueFd(sys::EventFdOwned());
   }
 }
 

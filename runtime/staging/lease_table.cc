@@ -28,6 +28,12 @@ void LeaseTable::Move(const Lease& lease, LeaseState from, LeaseState to) {
   if (to == LeaseState::kFree) free_.push_back(lease.index);
 }
 
+bool LeaseTable::Is(const Lease& lease, LeaseState state) const {
+  if (lease.index >= entries_.size()) return false;
+  const Entry& entry = entries_[lease.index];
+  return entry.state == state && entry.lease == lease;
+}
+
 std::vector<Lease> LeaseTable::RemoveAll(uint64_t epoch) {
   std::vector<Lease> removed;
   for (Entry& entry : entries_) {

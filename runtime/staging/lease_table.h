@@ -21,6 +21,9 @@ class LeaseTable {
   /// Aborts unless `lease` is one of the table's, unchanged, and in state `from`.
   void Move(const Lease& lease, LeaseState from, LeaseState to);
 
+  /// Whether `lease` is one of the table's, unchanged, and in state `state`.
+  bool Is(const Lease& lease, LeaseState state) const;
+
   /// Takes the leases of `epoch` out, whatever their state.
   std::vector<Lease> RemoveAll(uint64_t epoch);
 

@@ -14,6 +14,9 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "holdfast/staging.h"
+#include "runtime/sys/owned_fds.h"
+#include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::staging {
@@ -28,18 +31,17 @@ constexpr uint64_t kNoLimit = uint64_t{1} << 62;
 constexpr size_t kFileBytesMax = 64 * 1024;
 
 std::optional<std::string> ReadFile(const std::string& path) {
-  const int fd = sys::Sys().openat(AT_FDCWD, path.c_str(), O_RDONLY | O_CLOEXEC, 0);
+  const int fd = sys::OpenOwned(AT_FDCWD, path.c_str(), O_RDONLY | O_CLOEXEC, 0);
   if (fd < 0) return std::nullopt;
   std::string text(kFileBytesMax, '\0');
   size_t have = 0;
   ssize_t got = 0;
   while (have < text.size()) {
-    got = sys::Sys().read(fd, &text[have], text.size() - have);
-    if (got < 0 && errno == EINTR) continue;
+    got = sys::Uninterrupted([&] { return sys::Sys().read(fd, &text[have], text.size() - have); });
     if (got <= 0) break;
     have += static_cast<size_t>(got);
   }
-  (void)sys::Sys().close(fd);  // Read only: nothing can be lost.
+  (void)sys::CloseOwned(fd);  // Read only: nothing can be lost.
   if (got < 0) return std::nullopt;
   text.resize(have);
   return text;
@@ -135,3 +137,22 @@ absl::Status CheckMemoryRoom(uint64_t bytes) {
 }
 
 }  // namespace holdfast::staging
+
+namespace holdfast {
+
+uint64_t MemoryAvailable() { return staging::FindMemoryRoom().bytes; }
+
+uint64_t DefaultArenaBytes(const ArenaNeed& need) {
+  constexpr uint64_t kLeast = 4 * uint64_t{kChunkBytes};
+  // The alignment of every file, and the first chunks of the next save.
+  constexpr uint64_t kSlack = uint64_t{64} << 20;
+  constexpr uint64_t kShare = 4;
+  constexpr uint64_t kGranule = uint64_t{2} << 20;  // a huge page
+  const uint64_t available = MemoryAvailable();
+  const uint64_t room = std::max(available, available + need.bytes_owned);  // no overflow
+  const uint64_t most = room / kShare / std::max(1u, need.processes);
+  const uint64_t wanted = std::max(need.state_bytes, need.state_bytes + kSlack);
+  return std::max(kLeast, std::min(wanted, most) / kGranule * kGranule);
+}
+
+}  // namespace holdfast

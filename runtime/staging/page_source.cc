@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/memfd.h"
 #include "runtime/base/status.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
 #ifndef MFD_HUGE_2MB
@@ -49,17 +50,17 @@ absl::Status Configure(int fd, unsigned command, const char* key, const char* va
 // A tmpfs of our own that is never attached to any directory: it needs no mount point, nobody else
 // can see it, and it goes when the last fd goes.
 absl::StatusOr<base::UniqueFd> OpenDetachedTmpfs(uint64_t bytes) {
-  const base::UniqueFd fs(sys::Sys().fsopen("tmpfs", FSOPEN_CLOEXEC));
+  const base::UniqueFd fs(sys::FsOpenOwned("tmpfs", FSOPEN_CLOEXEC));
   if (!fs.valid()) return base::ErrnoStatus("fsopen", "tmpfs", errno);
   // By default half of the machine's memory, which may be less than what was asked for.
   const std::string size = absl::StrCat(bytes);
   HOLDFAST_RETURN_IF_ERROR(Configure(fs.get(), FSCONFIG_SET_STRING, "huge", "always"));
   HOLDFAST_RETURN_IF_ERROR(Configure(fs.get(), FSCONFIG_SET_STRING, "size", size.c_str()));
   HOLDFAST_RETURN_IF_ERROR(Configure(fs.get(), FSCONFIG_CMD_CREATE, nullptr, nullptr));
-  const base::UniqueFd mount(sys::Sys().fsmount(
+  const base::UniqueFd mount(sys::FsMountOwned(
       fs.get(), FSMOUNT_CLOEXEC, MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV | MOUNT_ATTR_NOEXEC));
   if (!mount.valid()) return base::ErrnoStatus("fsmount", "tmpfs", errno);
-  const int fd = sys::Sys().openat(mount.get(), ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
+  const int fd = sys::OpenOwned(mount.get(), ".", O_TMPFILE | O_RDWR | O_CLOEXEC, 0600);
   if (fd < 0) return base::ErrnoStatus("open O_TMPFILE", "tmpfs", errno);
   return base::UniqueFd(fd);
 }

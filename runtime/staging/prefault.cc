@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
 #include "runtime/base/thread.h"
+#include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 
 #ifndef MADV_POPULATE_WRITE
@@ -38,11 +39,13 @@ int ReserveAndTouch(const MappedFile& file, uint64_t offset, uint64_t bytes) {
 }
 
 int PrefaultRange(const MappedFile& file, uint64_t offset, uint64_t bytes) {
-  while (sys::Sys().madvise(file.base + offset, bytes, MADV_POPULATE_WRITE) != 0) {
-    if (errno == EINVAL) return ReserveAndTouch(file, offset, bytes);
-    if (errno != EINTR && errno != EAGAIN) return errno;
-  }
-  return 0;
+  const int result = sys::Uninterrupted([&] {
+    const int populated = sys::Sys().madvise(file.base + offset, bytes, MADV_POPULATE_WRITE);
+    if (populated != 0 && errno == EAGAIN) errno = EINTR;  // madvise(2): to be tried again as well
+    return populated;
+  });
+  if (result == 0) return 0;
+  return errno == EINVAL ? ReserveAndTouch(file, offset, bytes) : errno;
 }
 
 // What the threads share: the next piece of work, and the first error.

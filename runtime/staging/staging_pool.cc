@@ -46,7 +46,7 @@ void KeepForever(std::unique_ptr<Arena> arena) {
 struct Epoch {
   bool leasing_done = false;
   bool aborted = false;
-  bool quarantined = false;
+  std::string quarantined;  // why; empty: it is not
   uint64_t bytes_held = 0;
   uint64_t first_lease_ns = 0;   // 0: none yet
   std::deque<uint64_t> tickets;  // of those who wait in Acquire, first come first
@@ -89,8 +89,12 @@ class StagingPool::Impl {
 
   bool WouldWait(uint64_t bytes) const {
     const base::MutexLock lock(&mutex_);
-    if (bytes_held_ == 0 && EpochAtTurn() == nullptr) return false;
-    return EpochAtTurn() != nullptr || RoundUp(bytes) > allocator_.CertainBytes(kChunkBytes);
+    if (EpochAtTurn() != nullptr) return true;
+    const uint64_t quarantined = BytesQuarantined();
+    // With no other save in flight it streams through what is free.
+    const uint64_t least = std::min(RoundUp(bytes), uint64_t{kChunkBytes});
+    const uint64_t wanted = bytes_held_ == quarantined ? least : RoundUp(bytes);
+    return bytes_held_ != 0 && wanted > allocator_.CertainBytes(kChunkBytes);
   }
 
   bool HoldsAlone(uint64_t epoch) const {
@@ -98,7 +102,8 @@ class StagingPool::Impl {
     const auto self = epochs_.find(epoch);
     if (self == epochs_.end() || EpochAtTurn() != &self->second) return false;
     return std::all_of(epochs_.begin(), epochs_.end(), [epoch](const auto& entry) {
-      return entry.first == epoch || entry.second.bytes_held == 0 || entry.second.quarantined;
+      return entry.first == epoch || entry.second.bytes_held == 0 ||
+             !entry.second.quarantined.empty();
     });
   }
 
@@ -154,11 +159,13 @@ class StagingPool::Impl {
   void Seal(const Lease& lease) { Move(lease, LeaseState::kFilling, LeaseState::kSealed); }
   void StartWriting(const Lease& lease) { Move(lease, LeaseState::kSealed, LeaseState::kWriting); }
 
-  void Release(const Lease& lease) {
+  bool Release(const Lease& lease) {
     const base::MutexLock lock(&mutex_);
+    if (!leases_.Is(lease, LeaseState::kWriting)) return false;
     leases_.Move(lease, LeaseState::kWriting, LeaseState::kFree);
     GiveBack(lease);
     changed_.NotifyAll();
+    return true;
   }
 
   void Retire(uint64_t epoch) {
@@ -170,11 +177,13 @@ class StagingPool::Impl {
     changed_.NotifyAll();
   }
 
-  void Quarantine(uint64_t epoch) {
+  void Quarantine(uint64_t epoch, const std::string& why) {
+    HOLDFAST_CHECK(!why.empty(), "quarantined bytes have a reason");
     const base::MutexLock lock(&mutex_);
     Epoch* self = Find(epoch);
     HOLDFAST_CHECK(self != nullptr, "an epoch that has retired holds nothing to quarantine");
-    self->quarantined = self->aborted = self->leasing_done = true;
+    self->quarantined = why;
+    self->aborted = self->leasing_done = true;
     changed_.NotifyAll();
   }
 
@@ -238,6 +247,7 @@ class StagingPool::Impl {
     StagingStats stats = {.arena_bytes = arena_->bytes(),
                           .bytes_held = bytes_held_,
                           .bytes_held_peak = bytes_held_peak_,
+                          .bytes_quarantined = BytesQuarantined(),
                           .control_bytes_held = control_bytes_,
                           .control_bytes_peak = control_bytes_peak_,
                           .leases = leases_.added(),
@@ -250,7 +260,6 @@ class StagingPool::Impl {
                           .page_bytes = arena_->page_bytes(),
                           .pages_reason = arena_->reason()};
     for (const auto& [epoch, self] : epochs_) {
-      if (self.quarantined) stats.bytes_quarantined += self.bytes_held;
       stats.epochs.push_back(
           {.epoch = epoch,
            .bytes_held = self.bytes_held,
@@ -266,6 +275,14 @@ class StagingPool::Impl {
     HOLDFAST_CHECK(epoch > 0 && epoch < next_epoch_, "an epoch that was never opened");
     const auto found = epochs_.find(epoch);
     return found == epochs_.end() ? nullptr : &found->second;
+  }
+
+  uint64_t BytesQuarantined() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    uint64_t bytes = 0;
+    for (const auto& [epoch, self] : epochs_) {
+      if (!self.quarantined.empty()) bytes += self.bytes_held;
+    }
+    return bytes;
   }
 
   // The oldest epoch that may still ask for leases; only it gets any. All before it hold all they
@@ -356,14 +373,12 @@ class StagingPool::Impl {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     std::string text = absl::StrCat("take ", bytes, " bytes of staging memory for save ", epoch,
                                     ": ", bytes_held_, " of ", arena_->bytes(), " are held");
-    uint64_t quarantined = 0;
     for (const auto& [other, self] : epochs_) {
-      if (self.quarantined) quarantined += self.bytes_held;
       if (other < epoch && !self.leasing_done)
         absl::StrAppend(&text, ", save ", other, " goes first");
     }
-    if (quarantined > 0)
-      absl::StrAppend(&text, ", ", quarantined, " of them by workers that cannot be proven gone");
+    if (const uint64_t quarantined = BytesQuarantined(); quarantined > 0)
+      absl::StrAppend(&text, ", ", quarantined, " of them quarantined");
     return text;
   }
 
@@ -423,9 +438,11 @@ void StagingPool::FinishLeasing(uint64_t epoch) { impl_->FinishLeasing(epoch); }
 void StagingPool::AbortEpoch(uint64_t epoch) { impl_->AbortEpoch(epoch); }
 void StagingPool::Seal(const Lease& lease) { impl_->Seal(lease); }
 void StagingPool::StartWriting(const Lease& lease) { impl_->StartWriting(lease); }
-void StagingPool::Release(const Lease& lease) { impl_->Release(lease); }
+bool StagingPool::Release(const Lease& lease) { return impl_->Release(lease); }
 void StagingPool::Retire(uint64_t epoch) { impl_->Retire(epoch); }
-void StagingPool::Quarantine(uint64_t epoch) { impl_->Quarantine(epoch); }
+void StagingPool::Quarantine(uint64_t epoch, const std::string& why) {
+  impl_->Quarantine(epoch, why);
+}
 absl::Status StagingPool::TakeControlBytes(uint64_t bytes) {
   return impl_->TakeControlBytes(bytes);
 }

@@ -14,6 +14,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -51,7 +52,8 @@ class StagingPool {
 
   /// Whether a save of `bytes` (the sum of its leases, each rounded up to kIoAlignment) would have
   /// to wait for any other if it began now (for WhenFull::kSkip and kFail). Never when there is no
-  /// other: a save larger than the arena waits for itself only.
+  /// other: a save larger than what is free waits for itself only. Quarantined bytes belong to no
+  /// save in flight; a save waits for them only where they leave no room for a chunk.
   bool WouldWait(uint64_t bytes) const;
 
   /// Whether it is this epoch's turn and all bytes that may ever come back are its own: if it gets
@@ -79,17 +81,18 @@ class StagingPool {
   void StartWriting(const Lease& lease);  ///< sealed -> writing
 
   /// writing -> free: the worker of a streaming save has acknowledged it after its completion and
-  /// re-digest.
-  void Release(const Lease& lease);
+  /// re-digest. False, and nothing changes, if it is in another state: what another process says
+  /// must not end this one.
+  bool Release(const Lease& lease);
 
   /// The epoch's worker is provably gone (or never was): whatever it still holds is free, in any
   /// state, and the epoch is over. The only way that filling and sealed leases of a failed save
   /// come back.
   void Retire(uint64_t epoch);
 
-  /// A time-out passed and the worker is not provably gone: keep the bytes, report them. Retire may
-  /// still follow.
-  void Quarantine(uint64_t epoch);
+  /// The save has ended, but a transfer may still touch its bytes: keeps them and reports `why`.
+  /// Retire may still follow.
+  void Quarantine(uint64_t epoch, const std::string& why);
 
   /// Accounts control memory against its cap. \error kResourceExhausted naming the cap.
   absl::Status TakeControlBytes(uint64_t bytes);

@@ -1,10 +1,16 @@
 // A fixed table of atomic bits: the child's handler runs in a process whose other threads are gone,
-// so it must not take a lock that one of them may have held.
+// so it must not take a lock that one of them may have held. For the same reason what keeps fork(2)
+// out of a section is two counters, which the child sets back.
 #include "runtime/sys/owned_fds.h"
+
+#include <fcntl.h>
+#include <liburing.h>
+#include <sys/eventfd.h>
 
 #include <atomic>
 #include <bit>
 #include <cstdint>
+#include <cstring>
 
 #include "runtime/sys/system.h"
 
@@ -17,21 +23,57 @@ constexpr int kTracked = 1 << 20;
 constexpr int kBits = 64;
 std::atomic<uint64_t> g_owned[kTracked / kBits];
 
-uint64_t BitOf(int fd) { return uint64_t{1} << (fd % kBits); }
+// Sections under way, and forks. All accesses are seq_cst: each side announces itself first and
+// looks at the other's counter then, so that at least one of them sees the other.
+std::atomic<uint32_t> g_sections{0};
+std::atomic<uint32_t> g_forks{0};
 
-}  // namespace
+constexpr uint64_t kWaitMaxNs = 5'000'000'000;
+constexpr timespec kStep = {.tv_sec = 0, .tv_nsec = 20'000};
 
-void OwnFd(int fd) {
-  if (fd >= 0 && fd < kTracked) g_owned[fd / kBits].fetch_or(BitOf(fd), std::memory_order_relaxed);
+/// False when the time has passed.
+bool AwaitZero(const std::atomic<uint32_t>& count) {
+  if (count.load() == 0) return true;
+  const uint64_t end = NowNs() + kWaitMaxNs;
+  while (count.load() != 0) {
+    if (NowNs() > end) return false;
+    Sys().nanosleep(&kStep, nullptr);
+  }
+  return true;
 }
 
-bool DisownFd(int fd) {
+/// While one lives, no fork of another thread begins. Holds one or two system calls and nothing
+/// that takes a lock.
+class Section {
+ public:
+  Section() {
+    g_sections.fetch_add(1);
+    while (g_forks.load() != 0) {
+      g_sections.fetch_sub(1);
+      const bool waited = AwaitZero(g_forks);
+      g_sections.fetch_add(1);
+      if (!waited) break;
+    }
+  }
+  ~Section() { g_sections.fetch_sub(1); }
+  Section(const Section&) = delete;
+  Section& operator=(const Section&) = delete;
+};
+
+uint64_t BitOf(int fd) { return uint64_t{1} << (fd % kBits); }
+
+int Own(int fd) {
+  if (fd >= 0 && fd < kTracked) g_owned[fd / kBits].fetch_or(BitOf(fd), std::memory_order_relaxed);
+  return fd;
+}
+
+bool Disown(int fd) {
   if (fd < 0 || fd >= kTracked) return fd >= kTracked;
   const uint64_t before = g_owned[fd / kBits].fetch_and(~BitOf(fd), std::memory_order_relaxed);
   return (before & BitOf(fd)) != 0;
 }
 
-void CloseOwnedFds() {
+void CloseAllOwned() {
   for (int word = 0; word < kTracked / kBits; ++word) {
     // A look first: a store would make the page.
     if (g_owned[word].load(std::memory_order_relaxed) == 0) continue;
@@ -42,15 +84,99 @@ void CloseOwnedFds() {
   }
 }
 
+}  // namespace
+
 int OpenOwned(int directory, const char* path, int flags, mode_t mode) {
-  const int fd = Sys().openat(directory, path, flags, mode);
-  OwnFd(fd);
-  return fd;
+  const Section section;
+  return Own(Sys().openat(directory, path, flags, mode));
 }
 
+int MemfdOwned(const char* name, unsigned flags) {
+  const Section section;
+  return Own(Sys().memfd_create(name, flags));
+}
+
+int FsOpenOwned(const char* type, unsigned flags) {
+  const Section section;
+  return Own(Sys().fsopen(type, flags));
+}
+
+int FsMountOwned(int fs, unsigned flags, unsigned attributes) {
+  const Section section;
+  return Own(Sys().fsmount(fs, flags, attributes));
+}
+
+int EventFdOwned() {
+  const Section section;
+  return Own(Sys().eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+}
+
+int PidfdOwned(pid_t pid) {
+  const Section section;
+  return Own(Sys().pidfd_open(pid, 0));
+}
+
+int DuplicateOwned(int fd) {
+  const Section section;
+  return Own(Sys().fcntl(fd, F_DUPFD_CLOEXEC, 0));
+}
+
+int SocketPairOwned(int type, int ends[2]) {
+  const Section section;
+  const int result = Sys().socketpair(AF_UNIX, type | SOCK_CLOEXEC, 0, ends);
+  if (result != 0) return result;
+  Own(ends[0]);
+  Own(ends[1]);
+  return 0;
+}
+
+ssize_t ReceiveOwned(int socket, msghdr* message) {
+  const Section section;
+  const ssize_t got = Sys().recvmsg(socket, message, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  if (got < 0) return got;
+  for (cmsghdr* part = CMSG_FIRSTHDR(message); part != nullptr; part = CMSG_NXTHDR(message, part)) {
+    if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
+    const size_t count = (part->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    for (size_t i = 0; i < count; ++i) {
+      int fd = -1;
+      memcpy(&fd, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
+      Own(fd);
+    }
+  }
+  return got;
+}
+
+int InitRingOwned(unsigned entries, struct io_uring* ring, struct io_uring_params* params) {
+  const Section section;
+  const int result = Sys().uring_queue_init_params(entries, ring, params);
+  if (result >= 0) Own(ring->ring_fd);
+  return result;
+}
+
+void ExitRingOwned(struct io_uring* ring) {
+  const Section section;
+  Disown(ring->ring_fd);
+  io_uring_queue_exit(ring);
+}
+
+void AdoptFd(int fd) { Own(fd); }
+
 int CloseOwned(int fd) {
-  DisownFd(fd);
-  return Sys().close(fd);
+  const Section section;
+  return Disown(fd) ? Sys().close(fd) : 0;
+}
+
+void BeginFork() {
+  g_forks.fetch_add(1);
+  AwaitZero(g_sections);
+}
+
+void EndForkInParent() { g_forks.fetch_sub(1); }
+
+void EndForkInChild(bool keep) {
+  g_forks.store(0);
+  g_sections.store(0);
+  if (!keep) CloseAllOwned();
 }
 
 }  // namespace holdfast::sys

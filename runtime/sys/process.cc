@@ -1,7 +1,5 @@
 #include "runtime/sys/process.h"
 
-#include <initializer_list>
-
 #include <errno.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -61,11 +59,12 @@ int CloseAllBut(int keep) {
   // trainer stay open for the job's length, no worse than any foreign fork.
   ::syscall(SYS_close_range, kKeptFd + 1, ~0u, 0);
   const int null = ::open("/dev/null", O_RDWR | O_CLOEXEC);
-  if (null >= 0) {
-    ::dup2(null, 0);
-    ::dup2(null, 1);
-    if (null > kKeptFd) ::close(null);
+  for (const int standard : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    // Without a /dev/null (an empty chroot) they are closed.
+    if (null < 0) ::close(standard);
+    if (null >= 0 && null != standard) ::dup2(null, standard);
   }
+  if (null > kKeptFd) ::close(null);
   return kKeptFd;
 }
 

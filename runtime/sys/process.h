@@ -29,9 +29,9 @@ void SettleProcessSignals();
 void BlockThreadSignals(sigset_t* before);
 void RestoreThreadSignals(const sigset_t& before);
 
-/// Moves `keep` to fd 3 and closes every other fd but standard error; standard input and output
-/// become /dev/null, so that pipes of the trainer's do not live on here. Returns the new fd of
-/// `keep`, or -1.
+/// Moves `keep` to fd 3 and closes every other fd; standard input, output and error become
+/// /dev/null, so that pipes of the trainer's do not live on here. Returns the new fd of `keep`, or
+/// -1.
 int CloseAllBut(int keep);
 
 void SetUmask(uint32_t mask);

@@ -91,6 +91,10 @@ struct SystemCalls {
   int (*uring_queue_init_params)(unsigned entries, struct io_uring* ring,
                                  struct io_uring_params* params);
   int (*uring_register_buffers)(struct io_uring* ring, const struct iovec* buffers, unsigned count);
+  int (*uring_register_files)(struct io_uring* ring, const int* fds, unsigned count);
+  /// Returns the number of entries that were replaced.
+  int (*uring_register_files_update)(struct io_uring* ring, unsigned index, const int* fds,
+                                     unsigned count);
   int (*uring_submit)(struct io_uring* ring);
   /// io_uring_wait_cqe_timeout with a relative time-out; -ETIME when it passes. Submits nothing.
   int (*uring_wait)(struct io_uring* ring, struct io_uring_cqe** out, int64_t timeout_ns);

@@ -12,11 +12,15 @@
 #include "holdfast/verify.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
+#include "runtime/directory/completeness.h"
+#include "runtime/directory/entries.h"
+#include "runtime/format/directory_names.h"
+#include "runtime/format/file_names.h"
 #include "runtime/format/manifest.h"
 #include "runtime/format/text.h"
-#include "runtime/load/checkpoint_files.h"
 #include "runtime/load/chunk_stream.h"
-#include "runtime/load/directory.h"
+#include "runtime/sys/owned_fds.h"
+#include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 #include "runtime/verify/fault_log.h"
 #include "runtime/verify/manifest_fill.h"
@@ -31,7 +35,7 @@ using load::StreamBlock;
 using load::StreamVerdict;
 
 absl::StatusOr<AttemptId> RandomAttempt() {
-  const base::UniqueFd fd(sys::Sys().openat(AT_FDCWD, "/dev/urandom", O_RDONLY | O_CLOEXEC, 0));
+  const base::UniqueFd fd(sys::OpenOwned(AT_FDCWD, "/dev/urandom", O_RDONLY | O_CLOEXEC, 0));
   AttemptId attempt;
   if (!fd.valid() ||
       sys::Sys().read(fd.get(), &attempt, sizeof(attempt)) != ssize_t{sizeof(attempt)}) {
@@ -47,10 +51,10 @@ absl::StatusOr<std::vector<std::string>> FilesToAdopt(int directory, const std::
   std::vector<std::string> files;
   for (const std::string& name : names) {
     const std::string object = absl::StrCat("adopt ", path, "/", format::Quoted(name));
-    HOLDFAST_ASSIGN_OR_RETURN(const load::Entry entry,
-                              load::Look(directory, name, /*follow_symlink=*/false));
-    if (entry.kind == load::EntryKind::kDirectory) continue;
-    if (entry.kind != load::EntryKind::kFile) {
+    HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry entry,
+                              directory::Look(directory, name, /*follow_symlink=*/false));
+    if (entry.kind == directory::EntryKind::kDirectory) continue;
+    if (entry.kind != directory::EntryKind::kFile) {
       return absl::FailedPreconditionError(absl::StrCat(
           object, ": not a regular file; a manifest names only what lies in its own directory"));
     }
@@ -89,7 +93,8 @@ absl::StatusOr<SavePlan> PlanOf(int directory, const std::vector<std::string>& f
   SavePlan plan;
   std::set<std::string> taken;
   for (uint32_t i = 0; i < files.size(); ++i) {
-    HOLDFAST_ASSIGN_OR_RETURN(const load::Entry entry, load::Look(directory, files[i], false));
+    HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry entry,
+                              directory::Look(directory, files[i], false));
     plan.files.push_back({.name = files[i], .bytes = entry.bytes, .segments = {}});
     for (const ForeignCheck::Understood& understood : check.understood()) {
       if (understood.name != files[i]) continue;
@@ -137,8 +142,8 @@ absl::StatusOr<std::string> DigestFiles(int directory, const SavePlan& plan,
 
 absl::Status WriteAll(int fd, const std::string& name, const std::string& text) {
   for (size_t done = 0; done < text.size();) {
-    const ssize_t bytes = sys::Sys().write(fd, text.data() + done, text.size() - done);
-    if (bytes < 0 && errno == EINTR) continue;
+    const ssize_t bytes = sys::Uninterrupted(
+        [&] { return sys::Sys().write(fd, text.data() + done, text.size() - done); });
     if (bytes < 0) return base::ErrnoStatus("write", name, errno);
     done += static_cast<size_t>(bytes);
   }
@@ -146,7 +151,7 @@ absl::Status WriteAll(int fd, const std::string& name, const std::string& text) 
 }
 
 absl::Status Sync(int directory, const std::string& name) {
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, load::OpenFile(directory, name, false));
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenFile(directory, name, false));
   if (sys::Sys().fsync(fd.get()) != 0) return base::ErrnoStatus("fsync", name, errno);
   return absl::OkStatus();
 }
@@ -159,8 +164,8 @@ absl::Status Commit(int directory, const SavePlan& plan, const std::string& text
   for (const PlannedFile& file : plan.files) {
     HOLDFAST_RETURN_IF_ERROR(Sync(directory, file.name));
   }
-  base::UniqueFd fd(sys::Sys().openat(directory, temporary.c_str(),
-                                      O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666));
+  base::UniqueFd fd(sys::OpenOwned(directory, temporary.c_str(),
+                                   O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC | O_NOFOLLOW, 0666));
   if (!fd.valid()) return base::ErrnoStatus("create", temporary, errno);
   auto remove =
       absl::MakeCleanup([&] { (void)sys::Sys().unlinkat(directory, temporary.c_str(), 0); });
@@ -181,16 +186,16 @@ absl::Status Commit(int directory, const SavePlan& plan, const std::string& text
 }
 
 absl::Status AdoptFiles(const std::string& directory_path, const std::string& only) {
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, load::OpenDirectory(directory_path));
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(directory_path));
   HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
-                            load::ListDirectory(fd.get(), directory_path));
+                            directory::ListNames(fd.get(), directory_path));
   for (const std::string& name : names) {
-    if (!load::ParseManifestName(name).has_value()) continue;
+    if (!format::ParseManifestName(name).has_value()) continue;
     return absl::AlreadyExistsError(
         absl::StrCat("adopt ", directory_path, ": ", name, " is there already"));
   }
-  const std::string checkpoint = load::SplitPath(directory_path).name;
-  if (load::IsUncommittedName(checkpoint)) {
+  const std::string checkpoint = directory::SplitPath(directory_path).name;
+  if (format::IsUncommittedName(checkpoint)) {
     return absl::FailedPreconditionError(absl::StrCat(
         "adopt ", directory_path, ": a save that did not end; it cannot be made complete"));
   }
@@ -206,6 +211,13 @@ absl::Status AdoptFiles(const std::string& directory_path, const std::string& on
   input.checkpoint = checkpoint;
   input.adopted = true;
   HOLDFAST_ASSIGN_OR_RETURN(input.attempt, RandomAttempt());
+  // The program that wrote the files saved the state, not this one.
+  for (const PlannedFile& file : plan.files) {
+    HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry entry,
+                              directory::Look(fd.get(), file.name, false));
+    input.saved_at_ns =
+        std::max(input.saved_at_ns, static_cast<uint64_t>(std::max<int64_t>(entry.modified_ns, 0)));
+  }
   HOLDFAST_ASSIGN_OR_RETURN(const std::string text, DigestFiles(fd.get(), plan, input));
   const auto parsed = format::ParseManifest(text);
   if (!parsed.ok()) {
@@ -218,12 +230,12 @@ absl::Status AdoptFiles(const std::string& directory_path, const std::string& on
 }  // namespace verify
 
 absl::Status Adopt(const std::string& path) {
-  const load::PathParts parts = load::SplitPath(path);
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd parent, load::OpenDirectory(parts.directory));
-  HOLDFAST_ASSIGN_OR_RETURN(const load::Entry entry,
-                            load::Look(parent.get(), parts.name, /*follow_symlink=*/true));
-  if (entry.kind == load::EntryKind::kDirectory) return verify::AdoptFiles(path, "");
-  if (entry.kind == load::EntryKind::kNothing) {
+  const directory::PathParts parts = directory::SplitPath(path);
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd parent, directory::OpenDirectory(parts.directory));
+  HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry entry,
+                            directory::Look(parent.get(), parts.name, /*follow_symlink=*/true));
+  if (entry.kind == directory::EntryKind::kDirectory) return verify::AdoptFiles(path, "");
+  if (entry.kind == directory::EntryKind::kNothing) {
     return absl::NotFoundError(absl::StrCat("adopt ", path, ": nothing of that name"));
   }
   return verify::AdoptFiles(parts.directory, parts.name);

@@ -8,7 +8,7 @@
 #include "absl/base/thread_annotations.h"
 #include "holdfast/verify.h"
 #include "runtime/base/mutex.h"
-#include "runtime/load/checkpoint_files.h"
+#include "runtime/directory/completeness.h"
 
 namespace holdfast::verify {
 
@@ -18,7 +18,7 @@ class FaultLog {
   explicit FaultLog(uint64_t faults_max) : faults_max_(faults_max) {}
 
   void Add(Verdict verdict, Fault fault) ABSL_LOCKS_EXCLUDED(mutex_);
-  void Add(const load::Finding& finding) { Add(finding.verdict, finding.fault); }
+  void Add(const directory::Finding& finding) { Add(finding.verdict, finding.fault); }
 
   bool empty() const ABSL_LOCKS_EXCLUDED(mutex_);
 

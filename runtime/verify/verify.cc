@@ -7,9 +7,11 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
-#include "runtime/load/checkpoint_files.h"
+#include "runtime/directory/completeness.h"
+#include "runtime/directory/entries.h"
+#include "runtime/format/directory_names.h"
+#include "runtime/format/file_names.h"
 #include "runtime/load/chunk_stream.h"
-#include "runtime/load/directory.h"
 #include "runtime/sys/system.h"
 #include "runtime/verify/fault_log.h"
 #include "runtime/verify/verify_foreign.h"
@@ -38,8 +40,8 @@ absl::Status CheckForeignDirectory(int directory, const std::vector<std::string>
                                    VerifyReport* report) {
   ForeignCheck check(directory, log, ForeignCheck::Unknown::kFault);
   for (const std::string& name : names) {
-    const auto entry = load::Look(directory, name, /*follow_symlink=*/true);
-    if (entry.ok() && entry->kind == load::EntryKind::kDirectory) continue;
+    const auto entry = directory::Look(directory, name, /*follow_symlink=*/true);
+    if (entry.ok() && entry->kind == directory::EntryKind::kDirectory) continue;
     check.AddFile(name, /*asked_for=*/false);
   }
   if (check.understood().empty() && log->empty()) {
@@ -53,14 +55,14 @@ absl::Status CheckForeignDirectory(int directory, const std::vector<std::string>
 
 absl::Status CheckDirectory(const std::string& path, const VerifyOptions& options, FaultLog* log,
                             VerifyReport* report) {
-  const auto fd = load::OpenDirectory(path);
+  const auto fd = directory::OpenDirectory(path);
   if (!fd.ok()) {
-    log->Add(load::FindingOf(fd.status(), "", "read"));
+    log->Add(directory::FindingOf(fd.status(), "", "read"));
     return absl::OkStatus();
   }
-  const auto checkpoint = load::ReadCheckpoint(fd->get(), path, {});
+  const auto checkpoint = directory::ReadCheckpoint(fd->get(), path, {});
   if (!checkpoint.ok()) {
-    log->Add(load::FindingOf(checkpoint.status(), "", "read"));
+    log->Add(directory::FindingOf(checkpoint.status(), "", "read"));
     return absl::OkStatus();
   }
   if (checkpoint->manifests_found == 0) {
@@ -72,7 +74,7 @@ absl::Status CheckDirectory(const std::string& path, const VerifyOptions& option
     }
     return CheckForeignDirectory(fd->get(), checkpoint->names, options, log, report);
   }
-  for (const load::Finding& finding : checkpoint->findings) log->Add(finding);
+  for (const directory::Finding& finding : checkpoint->findings) log->Add(finding);
   SayWhatWasChecked(checkpoint->manifests, report);
   if (!checkpoint->unnamed.empty()) {
     AddNote(absl::StrCat("Not part of the checkpoint, because no manifest names them: ",
@@ -89,23 +91,23 @@ absl::Status CheckDirectory(const std::string& path, const VerifyOptions& option
 /// all files of its rank.
 absl::Status CheckFile(const std::string& path, const VerifyOptions& options, FaultLog* log,
                        VerifyReport* report) {
-  const load::PathParts parts = load::SplitPath(path);
-  const auto fd = load::OpenDirectory(parts.directory);
+  const directory::PathParts parts = directory::SplitPath(path);
+  const auto fd = directory::OpenDirectory(parts.directory);
   if (!fd.ok()) {
-    log->Add(load::FindingOf(fd.status(), parts.name, "read"));
+    log->Add(directory::FindingOf(fd.status(), parts.name, "read"));
     return absl::OkStatus();
   }
-  const bool is_manifest = load::ParseManifestName(parts.name).has_value();
+  const bool is_manifest = format::ParseManifestName(parts.name).has_value();
   absl::StatusOr<format::Manifest> manifest = absl::UnknownError("");
   if (is_manifest) {
-    const auto text = load::ReadWholeFile(fd->get(), parts.name, format::kManifestBytesMax);
+    const auto text = directory::ReadWholeFile(fd->get(), parts.name, format::kManifestBytesMax);
     manifest = text.ok() ? format::ParseManifest(*text) : text.status();
   } else {
-    manifest = load::FindManifestOf(fd->get(), parts.directory, parts.name);
+    manifest = directory::FindManifestOf(fd->get(), parts.directory, parts.name);
   }
   if (!manifest.ok()) {
     if (is_manifest || manifest.status().code() != absl::StatusCode::kNotFound) {
-      log->Add(load::FindingOf(manifest.status(), is_manifest ? parts.name : "", "manifest"));
+      log->Add(directory::FindingOf(manifest.status(), is_manifest ? parts.name : "", "manifest"));
     }
     if (is_manifest) return absl::OkStatus();
     ForeignCheck check(fd->get(), log, ForeignCheck::Unknown::kFault);
@@ -119,10 +121,11 @@ absl::Status CheckFile(const std::string& path, const VerifyOptions& options, Fa
   manifests.push_back(*std::move(manifest));
   SayWhatWasChecked(manifests, report);
   const std::string only = is_manifest ? "" : parts.name;
-  for (const load::Finding& finding : load::CheckNamedFiles(fd->get(), manifests.front())) {
+  for (const directory::Finding& finding :
+       directory::CheckNamedFiles(fd->get(), manifests.front())) {
     if (only.empty() || finding.fault.file == only) log->Add(finding);
   }
-  if (load::IsUncommittedName(load::SplitPath(parts.directory).name)) {
+  if (format::IsUncommittedName(directory::SplitPath(parts.directory).name)) {
     log->Add(Verdict::kIncomplete, {.file = parts.name,
                                     .reason = "partial",
                                     .expected = "a committed checkpoint",
@@ -141,25 +144,27 @@ absl::StatusOr<VerifyReport> Verify(const std::string& path, const VerifyOptions
   report.path = path;
   report.checked = "nothing";
   verify::FaultLog log(options.faults_max);
-  const load::PathParts parts = load::SplitPath(path);
+  const directory::PathParts parts = directory::SplitPath(path);
   absl::Status status;
-  const auto parent = load::OpenDirectory(parts.directory);
-  const auto entry = parent.ok() ? load::Look(parent->get(), parts.name, /*follow_symlink=*/true)
-                                 : absl::StatusOr<load::Entry>(parent.status());
+  const auto parent = directory::OpenDirectory(parts.directory);
+  const auto entry = parent.ok()
+                         ? directory::Look(parent->get(), parts.name, /*follow_symlink=*/true)
+                         : absl::StatusOr<directory::Entry>(parent.status());
   if (!entry.ok()) {
-    log.Add(load::FindingOf(entry.status(), "", "read"));
-  } else if (entry->kind == load::EntryKind::kDirectory) {
+    log.Add(directory::FindingOf(entry.status(), "", "read"));
+  } else if (entry->kind == directory::EntryKind::kDirectory) {
     status = verify::CheckDirectory(path, options, &log, &report);
-  } else if (entry->kind == load::EntryKind::kFile) {
+  } else if (entry->kind == directory::EntryKind::kFile) {
     status = verify::CheckFile(path, options, &log, &report);
   } else {
-    const char* found = entry->kind == load::EntryKind::kNothing ? "nothing of that name"
-                                                                 : "neither a file nor a directory";
+    const char* found = entry->kind == directory::EntryKind::kNothing
+                            ? "nothing of that name"
+                            : "neither a file nor a directory";
     log.Add(Verdict::kUnreadable, {.reason = "read", .expected = "a checkpoint", .found = found});
   }
   // No engine, no memory, a disk that does not answer: nothing is known about the bytes.
-  if (!status.ok()) log.Add(load::FindingOf(status, "", "read"));
-  const bool partial = load::IsUncommittedName(parts.name);
+  if (!status.ok()) log.Add(directory::FindingOf(status, "", "read"));
+  const bool partial = format::IsUncommittedName(parts.name);
   log.MoveTo(&report);
   // What was never committed is no checkpoint, whatever else is wrong with it.
   if (partial && report.verdict != Verdict::kUnreadable) report.verdict = Verdict::kIncomplete;

@@ -11,9 +11,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "runtime/base/status.h"
-#include "runtime/format/text.h"
-#include "runtime/load/checkpoint_files.h"
-#include "runtime/load/directory.h"
+#include "runtime/directory/completeness.h"
+#include "runtime/directory/entries.h"
 #include "runtime/sys/system.h"
 #include "runtime/verify/read_faults.h"
 
@@ -51,8 +50,7 @@ absl::StatusOr<uint64_t> FileBytes(int fd, const std::string& name) {
 
 /// A record's name where a manifest can carry it.
 std::string NameOf(const format::ZipRecord& record, size_t index) {
-  if (!record.name.empty() && format::IsUtf8(record.name)) return record.name;
-  return absl::StrCat("record ", index);
+  return record.name.empty() ? absl::StrCat("record ", index) : record.name;
 }
 
 }  // namespace
@@ -61,14 +59,14 @@ void ForeignCheck::AddFile(const std::string& name, bool asked_for) {
   const bool is_safetensors = absl::EndsWith(name, ".safetensors");
   const bool expected = asked_for || is_safetensors || HasTensorSuffix(name);
   const auto add_error = [&](const absl::Status& status) {
-    if (expected) log_->Add(load::FindingOf(status, name, "structure"));
+    if (expected) log_->Add(directory::FindingOf(status, name, "structure"));
     if (!expected) passed_over_.push_back(name);
   };
-  const auto fd = load::OpenFile(directory_, name, /*follow_symlink=*/true);
+  const auto fd = directory::OpenFile(directory_, name, /*follow_symlink=*/true);
   if (!fd.ok()) return add_error(fd.status());
   const auto bytes = FileBytes(fd->get(), name);
   if (!bytes.ok()) return add_error(bytes.status());
-  const auto first = load::ReadRange(fd->get(), name, 0, std::min<uint64_t>(*bytes, 4));
+  const auto first = directory::ReadRange(fd->get(), name, 0, std::min<uint64_t>(*bytes, 4));
   if (!first.ok()) return add_error(first.status());
   if (*first == kLocalSignature || absl::EndsWith(name, kDistributedSuffix)) {
     auto archives = FindZipArchives(fd->get(), name, *bytes);
@@ -122,7 +120,7 @@ void ForeignCheck::AddGap(const std::string& name, const ZipGap& gap, bool sever
   if (gap.why.code() == absl::StatusCode::kUnimplemented) {
     log_->Add(Verdict::kUnreadable, StructureFault(name, gap.begin, gap.end, "stored records",
                                                    std::string(gap.why.message())));
-  } else if (several_archives && !gap.begins_as_zip) {
+  } else if (several_archives && !gap.begins_as_zip && !absl::IsResourceExhausted(gap.why)) {
     // Such files may hold items without any framing between the archives.
     bytes_unframed_ += gap.end - gap.begin;
   } else {

@@ -7,8 +7,8 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
 #include "runtime/digest/digest.h"
+#include "runtime/directory/entries.h"
 #include "runtime/load/chunk_stream.h"
-#include "runtime/load/directory.h"
 #include "runtime/verify/narrow.h"
 #include "runtime/verify/read_faults.h"
 
@@ -28,9 +28,9 @@ class ManifestCheck {
     const uint32_t at = static_cast<uint32_t>(maps_.size());
     maps_.emplace_back(manifest, index);
     files_.push_back({.directory = directory_, .name = file.name});
-    const auto entry = load::Look(directory_, file.name, /*follow_symlink=*/false);
+    const auto entry = directory::Look(directory_, file.name, /*follow_symlink=*/false);
     // What is wrong here was found when the manifests were read.
-    if (!entry.ok() || entry->kind != load::EntryKind::kFile) return;
+    if (!entry.ok() || entry->kind != directory::EntryKind::kFile) return;
     if (entry->bytes >= file.bytes) {
       load::AppendRanges(at, 0, file.bytes, 0, &ranges_);
     } else {

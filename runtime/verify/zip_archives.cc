@@ -7,18 +7,23 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "runtime/base/status.h"
-#include "runtime/load/directory.h"
+#include "runtime/directory/entries.h"
 
 namespace holdfast::verify {
 namespace {
 
 constexpr uint64_t kEndRecordBytes = 22;
 constexpr uint64_t kEndRecordsBytes = 22 + 20 + 56;  // with the zip64 end record and its locator
-constexpr uint64_t kLocalHeaderBytes = 30;
-constexpr uint64_t kScanBytes = 1 << 20;
-constexpr uint64_t kDirectoryBytesMax = uint64_t{1} << 30;
+constexpr uint64_t kSignatureBytes = 4;
+constexpr uint64_t kWindowBytesMin = 64 << 10;
+constexpr uint64_t kWindowBytesMax = 1 << 20;
 constexpr char kEndSignature[] = "PK\x05\x06";
 constexpr char kLocalSignature[] = "PK\x03\x04";
+constexpr char kRecordSignature[] = "PK\x01\x02";
+// What a sound file needs: its directories and local headers once, and each byte once in a window.
+constexpr uint64_t kWorkPerByte = 4;
+constexpr uint64_t kWorkMin = 1 << 20;
+constexpr uint64_t kWorkPerRead = 64;  // a system call takes as long as that many bytes, or longer
 
 struct Archive {
   uint64_t begin = 0;
@@ -28,28 +33,30 @@ struct Archive {
 
 class ArchiveWalk {
  public:
-  ArchiveWalk(int file, const std::string& name) : file_(file), name_(name) {}
+  ArchiveWalk(int file, const std::string& name, uint64_t file_bytes)
+      : file_(file),
+        name_(name),
+        file_bytes_(file_bytes),
+        work_left_(kWorkMin + kWorkPerByte * file_bytes) {}
 
-  absl::StatusOr<ZipArchives> Walk(uint64_t file_bytes) {
+  absl::StatusOr<ZipArchives> Walk() {
     ZipArchives out;
-    uint64_t end = file_bytes;
+    uint64_t end = file_bytes_;
     while (end > 0) {
-      auto archive = EndingAt(end, std::min(end, format::kZipTailBytes));
-      if (archive.ok()) {
-        end = archive->begin;
-        Take(*std::move(archive), &out);
-        continue;
+      absl::Status why;
+      auto archive = LastBefore(end, &why);
+      if (!archive.ok() && IsReadError(archive.status())) return archive.status();
+      if (!archive.ok() || archive->end < end) {
+        ZipGap gap{.begin = archive.ok() ? archive->end : 0, .end = end, .why = why};
+        // Without work left nothing was found, and what stands there is not what it seems.
+        if (absl::IsResourceExhausted(archive.status())) gap.why = archive.status();
+        HOLDFAST_ASSIGN_OR_RETURN(gap.begins_as_zip, IsLocalHeader(gap.begin, gap.end));
+        out.gaps.push_back(std::move(gap));
       }
-      if (IsReadError(archive.status())) return archive.status();
-      ZipGap gap{.begin = 0, .end = end, .why = archive.status()};
-      auto before = LastBefore(end);
-      if (!before.ok() && IsReadError(before.status())) return before.status();
-      if (before.ok()) gap.begin = before->end;
-      HOLDFAST_ASSIGN_OR_RETURN(gap.begins_as_zip, IsLocalHeader(gap.begin, gap.end));
-      out.gaps.push_back(std::move(gap));
-      if (!before.ok()) break;
-      end = before->begin;
-      Take(*std::move(before), &out);
+      if (!archive.ok()) break;
+      end = archive->begin;
+      ++out.archives;
+      for (format::ZipRecord& record : archive->records) out.records.push_back(std::move(record));
     }
     std::sort(out.records.begin(), out.records.end(),
               [](const auto& a, const auto& b) { return a.begin < b.begin; });
@@ -59,90 +66,146 @@ class ArchiveWalk {
  private:
   static bool IsReadError(const absl::Status& status) { return base::ErrnoOf(status) != 0; }
 
-  static void Take(Archive archive, ZipArchives* out) {
-    ++out->archives;
-    for (format::ZipRecord& record : archive.records) out->records.push_back(std::move(record));
+  /// Bounds the walk: end records that cannot be trusted may all lead to the same bytes.
+  absl::Status Spend(uint64_t bytes) {
+    if (bytes > work_left_) {
+      work_left_ = 0;
+      return absl::ResourceExhaustedError(
+          absl::StrCat("zip: its end records lead to more than ", kWorkPerByte,
+                       " times the file's bytes; torch.save writes one for each archive"));
+    }
+    work_left_ -= bytes;
+    return absl::OkStatus();
   }
 
-  /// The archive that ends at byte `end`; its end records are within the last `tail_bytes`.
-  absl::StatusOr<Archive> EndingAt(uint64_t end, uint64_t tail_bytes) {
-    HOLDFAST_ASSIGN_OR_RETURN(std::string tail,
-                              load::ReadRange(file_, name_, end - tail_bytes, tail_bytes));
-    HOLDFAST_ASSIGN_OR_RETURN(const uint64_t length, format::ZipLength(tail));
-    if (length > end) return absl::DataLossError("zip: its begin is missing");
-    Archive archive{.begin = end - length, .end = end, .records = {}};
-    absl::string_view own = tail;
-    if (own.size() > length) own.remove_prefix(own.size() - length);
-    HOLDFAST_ASSIGN_OR_RETURN(const format::ZipDirectory where,
-                              format::FindZipDirectory(own, length));
-    if (where.bytes > kDirectoryBytesMax) {
-      return absl::DataLossError(absl::StrCat("zip: a directory of ", where.bytes, " bytes"));
+  /// Bytes anywhere in the file.
+  absl::StatusOr<std::string> Read(uint64_t begin, uint64_t bytes) {
+    HOLDFAST_RETURN_IF_ERROR(Spend(std::max(bytes, kWorkPerRead)));
+    if (begin >= window_begin_ && begin - window_begin_ <= window_.size() &&
+        bytes <= window_.size() - (begin - window_begin_)) {
+      return window_.substr(begin - window_begin_, bytes);
     }
-    HOLDFAST_ASSIGN_OR_RETURN(
-        const std::string directory,
-        load::ReadRange(file_, name_, archive.begin + where.begin, where.bytes));
-    HOLDFAST_ASSIGN_OR_RETURN(archive.records, format::ParseZipDirectory(directory, where, length));
-    for (format::ZipRecord& record : archive.records) {
-      HOLDFAST_ASSIGN_OR_RETURN(
-          const std::string local,
-          load::ReadRange(file_, name_, archive.begin + record.begin, kLocalHeaderBytes));
-      const auto header = format::LocalHeaderBytes(local);
-      if (!header.ok()) {
-        return base::Annotate(header.status(), absl::StrCat("byte ", archive.begin + record.begin));
-      }
-      record.begin += *header;
-    }
-    HOLDFAST_RETURN_IF_ERROR(format::CheckZipLayout(archive.records, where));
-    for (format::ZipRecord& record : archive.records) record.begin += archive.begin;
-    return archive;
+    return directory::ReadRange(file_, name_, begin, bytes);
   }
 
-  /// The last whole archive that ends at `limit` or before. \error kNotFound when there is none.
-  absl::StatusOr<Archive> LastBefore(uint64_t limit) {
+  /// Moves the window so that it has these bytes, and those in front of them.
+  absl::Status Show(uint64_t begin, uint64_t end) {
+    if (begin >= window_begin_ && end <= window_begin_ + window_.size()) return absl::OkStatus();
+    const uint64_t bytes = std::min(end, std::max(end - begin, window_bytes_));
+    HOLDFAST_RETURN_IF_ERROR(Spend(bytes));
+    HOLDFAST_ASSIGN_OR_RETURN(window_, directory::ReadRange(file_, name_, end - bytes, bytes));
+    window_begin_ = end - bytes;
+    return absl::OkStatus();
+  }
+
+  absl::string_view Shown(uint64_t begin, uint64_t end) const {
+    return absl::string_view(window_).substr(begin - window_begin_, end - begin);
+  }
+
+  /// The last whole archive that ends at `limit` or before; `why` is why none ends at `limit`.
+  absl::StatusOr<Archive> LastBefore(uint64_t limit, absl::Status* why) {
+    *why = format::ZipLength("").status();  // no end record
+    bool ends_at_limit = false;
+    window_bytes_ = kWindowBytesMin;
     uint64_t high = limit;
-    while (high >= kEndRecordBytes) {
-      const uint64_t low = high > kScanBytes ? high - kScanBytes : 0;
-      HOLDFAST_ASSIGN_OR_RETURN(const std::string block,
-                                load::ReadRange(file_, name_, low, high - low));
-      size_t at = block.rfind(kEndSignature);
-      while (at != std::string::npos) {
-        auto archive = WithEndRecordAt(low + at, limit);
-        if (archive.ok() || IsReadError(archive.status())) return archive;
-        at = at == 0 ? std::string::npos : block.rfind(kEndSignature, at - 1);
+    while (high >= kSignatureBytes) {
+      HOLDFAST_RETURN_IF_ERROR(Show(high - kSignatureBytes, high));
+      const size_t at = Shown(window_begin_, high).rfind(kEndSignature);
+      if (at == absl::string_view::npos) {
+        if (window_begin_ == 0) break;
+        high = window_begin_ + kSignatureBytes - 1;  // a signature may lie across the border
+        window_bytes_ = std::min(2 * window_bytes_, kWindowBytesMax);
+        continue;
       }
-      if (low == 0) break;
-      high = low + sizeof(kEndSignature) - 2;  // a signature may lie across the border
+      const uint64_t place = window_begin_ + at;
+      uint64_t end = 0;
+      auto archive = WithEndRecordAt(place, limit, &end);
+      if (archive.ok() || IsReadError(archive.status()) ||
+          absl::IsResourceExhausted(archive.status())) {
+        return archive;
+      }
+      if (end == limit && !ends_at_limit) *why = archive.status();
+      ends_at_limit = ends_at_limit || end == limit;
+      high = place + kSignatureBytes - 1;
     }
     return absl::NotFoundError("zip: no archive ends here or before");
   }
 
-  absl::StatusOr<Archive> WithEndRecordAt(uint64_t at, uint64_t limit) {
+  absl::StatusOr<Archive> WithEndRecordAt(uint64_t at, uint64_t limit, uint64_t* end) {
     if (limit - at < kEndRecordBytes) return absl::DataLossError("zip: cut in its end record");
-    HOLDFAST_ASSIGN_OR_RETURN(const std::string record,
-                              load::ReadRange(file_, name_, at, kEndRecordBytes));
+    HOLDFAST_RETURN_IF_ERROR(Show(at, at + kEndRecordBytes));
+    const absl::string_view record = Shown(at, at + kEndRecordBytes);
     const uint64_t comment_bytes = static_cast<unsigned char>(record[20]) |
                                    static_cast<uint64_t>(static_cast<unsigned char>(record[21]))
                                        << 8;
-    const uint64_t end = at + kEndRecordBytes + comment_bytes;
-    if (end > limit) return absl::DataLossError("zip: cut in its comment");
-    return EndingAt(end, std::min(end, kEndRecordsBytes + comment_bytes));
+    *end = at + kEndRecordBytes + comment_bytes;
+    if (*end > limit) return absl::DataLossError("zip: cut in its comment");
+    return EndingAt(*end, std::min(*end, kEndRecordsBytes + comment_bytes));
+  }
+
+  /// The archive that ends at byte `end`; its end records are within the last `tail_bytes`.
+  absl::StatusOr<Archive> EndingAt(uint64_t end, uint64_t tail_bytes) {
+    HOLDFAST_RETURN_IF_ERROR(Spend(tail_bytes));
+    HOLDFAST_RETURN_IF_ERROR(Show(end - tail_bytes, end));
+    absl::string_view tail = Shown(end - tail_bytes, end);
+    HOLDFAST_ASSIGN_OR_RETURN(const uint64_t length, format::ZipLength(tail));
+    if (length > end) return absl::DataLossError("zip: its begin is missing");
+    if (tail.size() > length) tail.remove_prefix(tail.size() - length);
+    HOLDFAST_ASSIGN_OR_RETURN(const format::ZipDirectory where,
+                              format::FindZipDirectory(tail, length));
+    Archive archive{.begin = end - length, .end = end, .records = {}};
+    HOLDFAST_RETURN_IF_ERROR(ReadRecords(where, length, &archive));
+    return archive;
+  }
+
+  absl::Status ReadRecords(const format::ZipDirectory& where, uint64_t length, Archive* archive) {
+    const uint64_t begin = archive->begin + where.begin;
+    if (where.bytes > 0) {
+      // Most of what only looks like an end record ends here, without a directory in memory.
+      HOLDFAST_ASSIGN_OR_RETURN(const std::string first,
+                                Read(begin, std::min(where.bytes, kSignatureBytes)));
+      if (first != kRecordSignature) {
+        return absl::DataLossError(absl::StrCat("zip: no directory record at byte ", begin));
+      }
+    }
+    HOLDFAST_ASSIGN_OR_RETURN(const std::string directory, Read(begin, where.bytes));
+    HOLDFAST_ASSIGN_OR_RETURN(archive->records,
+                              format::ParseZipDirectory(directory, where, length));
+    for (format::ZipRecord& record : archive->records) {
+      const uint64_t place = archive->begin + record.begin;
+      // The directory's reader has seen to it that header and name lie in front of the directory.
+      HOLDFAST_ASSIGN_OR_RETURN(const std::string local,
+                                Read(place, format::kZipLocalHeaderBytes + record.name.size()));
+      const auto header = format::LocalHeaderBytes(local, record.name);
+      if (!header.ok()) return base::Annotate(header.status(), absl::StrCat("byte ", place));
+      record.begin += *header;
+    }
+    HOLDFAST_RETURN_IF_ERROR(format::CheckZipLayout(archive->records, where));
+    for (format::ZipRecord& record : archive->records) record.begin += archive->begin;
+    return absl::OkStatus();
   }
 
   absl::StatusOr<bool> IsLocalHeader(uint64_t begin, uint64_t end) {
-    if (end - begin < 4) return false;
-    HOLDFAST_ASSIGN_OR_RETURN(const std::string first, load::ReadRange(file_, name_, begin, 4));
+    if (end - begin < kSignatureBytes) return false;
+    HOLDFAST_ASSIGN_OR_RETURN(const std::string first,
+                              directory::ReadRange(file_, name_, begin, kSignatureBytes));
     return absl::StartsWith(first, kLocalSignature);
   }
 
   const int file_;
   const std::string& name_;
+  const uint64_t file_bytes_;
+  uint64_t work_left_;
+  std::string window_;
+  uint64_t window_begin_ = 0;
+  uint64_t window_bytes_ = kWindowBytesMin;
 };
 
 }  // namespace
 
 absl::StatusOr<ZipArchives> FindZipArchives(int file, const std::string& name,
                                             uint64_t file_bytes) {
-  return ArchiveWalk(file, name).Walk(file_bytes);
+  return ArchiveWalk(file, name, file_bytes).Walk();
 }
 
 }  // namespace holdfast::verify

@@ -28,7 +28,9 @@ struct ZipArchives {
 };
 
 /// Walks from the file's end to its begin, because only an archive's end says where it begins.
-/// \error when reading fails; what is wrong with the structure is in the gaps.
+/// Reads a small multiple of the file's bytes, whatever they are: beyond it, the rest of the file
+/// is a gap with the code kResourceExhausted. \error when reading fails; what is wrong with the
+/// structure is in the gaps.
 absl::StatusOr<ZipArchives> FindZipArchives(int file, const std::string& name, uint64_t file_bytes);
 
 }  // namespace holdfast::verify

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "runtime/sys/owned_fds.h"
+#include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/server.h"
 
@@ -17,6 +18,7 @@ namespace {
 constexpr uint64_t kHugePageBytes = 2ull << 20;
 // Before kAttach there is no pidfd of the trainer's: nobody is waited for longer than this.
 constexpr int kFirstMessageMs = 30'000;
+constexpr int kLookMs = 10'000;
 
 /// Takes the fds out of a message's control data, whatever their number.
 void TakeFds(msghdr* header, Received* out) {
@@ -26,7 +28,6 @@ void TakeFds(msghdr* header, Received* out) {
     for (size_t i = 0; i < count; ++i) {
       int fd = -1;
       memcpy(&fd, CMSG_DATA(part) + i * sizeof(int), sizeof(int));
-      sys::OwnFd(fd);
       if (out->fd_count < layout::kAttachFds) {
         out->fds[out->fd_count++] = fd;
       } else {
@@ -44,10 +45,7 @@ Receive ReadMessage(int socket, Received* out) {
   header.msg_iovlen = 1;
   header.msg_control = control;
   header.msg_controllen = sizeof(control);
-  ssize_t got = 0;
-  do {
-    got = sys::Sys().recvmsg(socket, &header, MSG_CMSG_CLOEXEC);
-  } while (got < 0 && errno == EINTR);
+  const ssize_t got = sys::Uninterrupted([&] { return sys::ReceiveOwned(socket, &header); });
   if (got <= 0) return Receive::kEnd;
   TakeFds(&header, out);
   if (got != static_cast<ssize_t>(sizeof(out->message)) || (header.msg_flags & MSG_TRUNC) != 0 ||
@@ -96,9 +94,10 @@ Receive ReceiveMessage(const Server& server, Received* out) {
     // A negative fd is ignored: before kAttach only the socket is there.
     pollfd fds[2] = {{.fd = server.options.socket, .events = POLLIN, .revents = 0},
                      {.fd = server.attached.trainer, .events = POLLIN, .revents = 0}};
-    const int timeout_ms = server.attached.trainer >= 0 ? -1 : kFirstMessageMs;
-    const int ready = sys::Sys().poll(fds, 2, timeout_ms);
-    if (ready < 0 && errno == EINTR) continue;
+    const bool attached = server.attached.trainer >= 0;
+    const int ready = sys::PollFor(fds, 2, attached ? kLookMs : kFirstMessageMs);
+    if (ready == 0 && attached) continue;
+    // A poll that never comes through would not show the trainer's death either.
     if (ready <= 0) return Receive::kEnd;
     if ((fds[0].revents & POLLIN) != 0) return ReadMessage(server.options.socket, out);
     return Receive::kEnd;
@@ -141,6 +140,18 @@ void DropArena(Server* server) {
   attached.arena = nullptr;
   attached.arena_bytes = 0;
   CloseFd(&attached.arena_fd);
+}
+
+void ReleaseStaging(JobRun* run) {
+  if (run->staging_released) return;
+  run->staging_released = true;
+  // release: pairs with the supervisor's load, which lets the next save write these bytes.
+  run->job->staging_released.store(1, std::memory_order_release);
+  RingTrainer(*run->attached);
+  const bool kept = run->launcher == Launcher::kPersistent || run->launcher == Launcher::kThread;
+  // Ranks may wait for each other for minutes. A worker of one job attaches only once, and the
+  // arena of a trainer that is dead serves no later job.
+  if ((!kept && run->job->world_size > 1) || run->trainer_died) DropArena(run->server);
 }
 
 void Detach(Server* server) {

@@ -2,89 +2,103 @@
 
 #include <fcntl.h>
 #include <stdio.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 
 #include <cerrno>
 #include <cstring>
 
 #include "runtime/sys/owned_fds.h"
+#include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/commit_record.h"
+#include "runtime/worker/contents.h"
 #include "runtime/worker/directory.h"
 #include "runtime/worker/manifest.h"
+#include "runtime/worker/ranks.h"
 #include "runtime/worker/remove_tree.h"
 
 namespace holdfast::worker {
 namespace {
 
-constexpr int kNapMsMin = 1;
-constexpr int kNapMsMax = 100;
+constexpr uint64_t kNsPerMs = 1'000'000;
+// While another save replaces the checkpoint under the same name.
+constexpr int kReplaceNapMs = 10;
+constexpr uint64_t kNsPerSecond = 1'000'000'000;
+// Of rank 0, which every other rank waits for.
+constexpr uint64_t kNapMaxNs = 200 * kNsPerMs;
+// Of the others: each nap ends with one read of the board, by every rank of the job.
+constexpr uint64_t kFollowerNapMaxNs = kNsPerSecond;
 
-/// Bounded waiting with growing naps: ranks end within milliseconds of each other, or not at all.
+/// Bounded waiting whose naps are a share of the time that was waited: ranks that end within
+/// milliseconds of each other lose none, and a long wait costs few reads.
 class Patience {
  public:
   explicit Patience(JobRun* run)
-      : run_(run), end_ns_(sys::NowNs() + DeadlineNs(run->job->time_ranks_max_ns)) {}
-  /// False, with the failure recorded, when the deadline has passed.
-  bool Wait() {
-    if (sys::NowNs() >= end_ns_) {
-      return Fail(run_, FailureCode::kDeadlineExceeded, Operation::kWaitRanks);
+      : run_(run),
+        begin_ns_(sys::NowNs()),
+        nap_max_ns_(run->Decides() ? kNapMaxNs : kFollowerNapMaxNs) {
+    const uint64_t liveness = LivenessNs(*run->job) / 4;
+    if (liveness < nap_max_ns_) nap_max_ns_ = liveness;
+    BeginWaiting(run);
+  }
+  /// False, with the reason in `ranks.seen`, when `rank` was waited for until the deadline.
+  bool Wait(uint32_t rank) {
+    constexpr uint64_t kShare = 8;
+    const uint64_t waited = sys::NowNs() - begin_ns_;
+    const uint64_t limit = DeadlineNs(run_->job->time_ranks_max_ns);
+    if (waited >= limit) {
+      RankWatch& watch = run_->ranks;
+      watch.seen = layout::RankFailure{};
+      watch.seen.rank = rank;
+      const PulseNote& note = watch.notes[run_->Decides() ? rank : 0];
+      watch.seen.kind = static_cast<uint32_t>(note.state == layout::RankState::kAbsent
+                                                  ? layout::RankFailureKind::kAbsent
+                                                  : layout::RankFailureKind::kSlow);
+      watch.seen.seconds = static_cast<uint32_t>((limit + kNsPerSecond / 2) / kNsPerSecond);
+      watch.found_here = true;
+      return false;
     }
-    Nap(run_, nap_ms_);
-    nap_ms_ = nap_ms_ * 2 < kNapMsMax ? nap_ms_ * 2 : kNapMsMax;
+    const uint64_t nap = waited / kShare < nap_max_ns_ ? waited / kShare : nap_max_ns_;
+    Nap(run_, static_cast<int>(nap / kNsPerMs) + 1);
+    run_->ranks.look_at_ns = 0;
     return true;
   }
-  void Reset() { nap_ms_ = kNapMsMin; }
 
  private:
   JobRun* run_;
-  uint64_t end_ns_;
-  int nap_ms_ = kNapMsMin;
+  uint64_t begin_ns_;
+  uint64_t nap_max_ns_;
 };
 
-/// "PREFIX00042SUFFIX"
-void RankManifestName(const layout::Job& job, uint32_t rank, char (&out)[kNameBytes]) {
-  constexpr uint32_t kDigits = 5;
-  size_t at = strlen(job.manifest_prefix);
-  memcpy(out, job.manifest_prefix, at);
-  for (uint32_t digit = kDigits; digit-- > 0; rank /= 10) {
-    out[at + digit] = static_cast<char>('0' + rank % 10);
-  }
-  at += kDigits;
-  memcpy(out + at, job.manifest_suffix, strlen(job.manifest_suffix) + 1);
-}
-
-/// Rank 0: all votes are there.
+/// Rank 0: all votes are there. The board says when to look for one; the manifest is the vote.
 bool WaitForVotes(JobRun* run) {
   const layout::Job& job = *run->job;
+  if (job.world_size == 1) return true;
   Patience patience(run);
-  for (uint32_t rank = 1; rank < job.world_size;) {
+  for (uint32_t rank = 1; rank < job.world_size && !run->ranks.promoted;) {
     if (MustStop(run, true)) return false;
-    char name[kNameBytes];
-    RankManifestName(job, rank, name);
     int error = 0;
-    switch (FindManifest(*run, run->directory, name, &error)) {
-      case Found::kYes:
-        ++rank;
-        patience.Reset();
-        continue;
-      case Found::kOther:
-        // Two attempts in one directory: a mistake in the launch of the ranks.
-        return Fail(run, FailureCode::kFailedPrecondition, Operation::kWaitRanks);
-      case Found::kFailed:
-        return FailErrno(run, Operation::kWaitRanks, error);
-      case Found::kNo:
-        break;
+    while (rank < job.world_size && run->ranks.notes[rank].state == layout::RankState::kVoted) {
+      const Found found = FindVote(*run, rank, &error);
+      // Two attempts in one directory: a mistake in the launch of the ranks.
+      if (found == Found::kOther)
+        return Fail(run, FailureCode::kFailedPrecondition, Operation::kJoinRanks);
+      if (found == Found::kFailed) return FailErrno(run, Operation::kJoinRanks, error);
+      if (found == Found::kNo) break;
+      ++rank;
     }
-    if (SomeoneAborted(*run)) return Fail(run, FailureCode::kAborted, Operation::kWaitRanks);
-    if (!patience.Wait()) return false;
+    if (rank < job.world_size && !patience.Wait(rank)) return FailAsSeen(run);
   }
   return true;
 }
 
 /// A vote is seen at its rename, which may be before its own rank has made that durable: without
 /// this a crash after the commit could take a manifest away from a checkpoint that was reported.
+/// The name of the commit record goes with it.
 bool KeepVotes(JobRun* run) {
-  if (run->job->world_size == 1 || sys::Sys().fsync(run->directory) == 0) return true;
+  if (run->job->world_size == 1 && !run->record_made) return true;
+  if (sys::Sys().fsync(run->directory) == 0) return true;
   return FailErrno(run, Operation::kSyncDirectory, errno);
 }
 
@@ -116,36 +130,89 @@ int Replace(JobRun* run, char (&old)[kNameBytes]) {
   return error;
 }
 
-/// The one rename. On success `*old` names what was replaced, or is empty.
-int RenameDirectory(JobRun* run, char (&old)[kNameBytes]) {
-  const layout::Job& job = *run->job;
-  old[0] = '\0';
-  if (sys::Sys().renameat2(run->parent, job.partial, run->parent, job.target, RENAME_NOREPLACE) ==
-      0) {
-    return 0;
+enum class Try { kDone, kAgain, kFailed };
+
+/// Whether the attempt stood under the name, or was under way, when this save was asked for.
+bool IsOlder(layout::Job* job, const AttemptId& attempt) {
+  const AttemptId* const older = layout::Older(job);
+  for (uint64_t i = 0; i < job->older.bytes / sizeof(AttemptId); ++i) {
+    if (older[i] == attempt) return true;
   }
-  int error = errno;
-  if (error == EINVAL || error == ENOSYS) {
-    // Without the flag rename(2) refuses a directory that is not empty, and one with nothing in it
-    // is no checkpoint.
-    if (sys::Sys().renameat2(run->parent, job.partial, run->parent, job.target, 0) == 0) return 0;
-    error = errno;
-  }
-  const bool exists = error == EEXIST || error == ENOTEMPTY;
-  if (!exists) return error;
-  return run->Has(layout::kReplaceExisting) ? Replace(run, old) : EEXIST;
+  return false;
 }
 
-/// Whether the target is this very attempt: renamed by rank 0, or promoted by a recovery that took
-/// this worker for dead.
-bool TargetIsOurs(JobRun* run) {
-  const int directory = sys::OpenOwned(run->parent, run->job->target,
-                                       O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
-  if (directory < 0) return false;
-  int error = 0;
-  const bool ours = FindManifest(*run, directory, run->job->manifest, &error) == Found::kYes;
-  sys::CloseOwned(directory);
-  return ours;
+/// A lock on rank 0's manifest is the right to replace its checkpoint, so that no other save comes
+/// between a look and its rename. False: another save has it now. Where the file system has no
+/// locks, the look alone decides.
+bool LockManifest(int directory, const char* name, int* lock) {
+  *lock = sys::OpenOwned(directory, name, O_RDONLY | O_NOFOLLOW | O_CLOEXEC, 0);
+  if (*lock < 0) return true;
+  return sys::Uninterrupted([&] { return sys::Sys().flock(*lock, LOCK_EX | LOCK_NB); }) == 0 ||
+         errno != EWOULDBLOCK;
+}
+
+/// One look at what stands under the name, open as `standing`, and the exchange.
+Try ReplaceStanding(JobRun* run, int standing, char (&old)[kNameBytes]) {
+  layout::CompletionSlot& slot = run->job->completion;
+  const auto failed = [](bool) { return Try::kFailed; };
+  const Contents contents = LookInto(standing, run->directory_buffer);
+  if (contents.error_number != 0) {
+    return failed(FailErrno(run, Operation::kReplace, contents.error_number));
+  }
+  if (contents.empty) return Try::kAgain;
+  if (contents.foreign[0] != '\0') {
+    memcpy(slot.foreign, contents.foreign, sizeof(slot.foreign));
+    return failed(Fail(run, FailureCode::kFailedPrecondition, Operation::kReplace));
+  }
+  if (!IsOlder(run->job, contents.attempt)) {
+    slot.newer = contents.attempt;
+    slot.newer_step = contents.step;
+    return failed(Fail(run, FailureCode::kAborted, Operation::kReplace));
+  }
+  int lock = -1;
+  Try outcome = Try::kAgain;
+  if (LockManifest(standing, contents.manifest, &lock) &&
+      LeadsTo(run->parent, run->job->target, standing) == 0) {
+    const int error = Replace(run, old);
+    outcome = error == 0 ? Try::kDone : failed(FailErrno(run, Operation::kRename, error));
+  }
+  if (lock >= 0) sys::CloseOwned(lock);
+  return outcome;
+}
+
+Try ReplaceTarget(JobRun* run, char (&old)[kNameBytes]) {
+  const int standing = sys::OpenOwned(run->parent, run->job->target,
+                                      O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+  if (standing < 0 && errno == ENOENT) return Try::kAgain;
+  if (standing < 0) {
+    FailErrno(run, Operation::kReplace, errno);
+    return Try::kFailed;
+  }
+  const Try outcome = ReplaceStanding(run, standing, old);
+  sys::CloseOwned(standing);
+  return outcome;
+}
+
+/// The one rename. On success `*old` names what was replaced, or is empty.
+Try TakeName(JobRun* run, char (&old)[kNameBytes]) {
+  const layout::Job& job = *run->job;
+  old[0] = '\0';
+  // What another program has put in the directory's place is not what was written and proven.
+  int error = LeadsTo(run->parent, job.partial, run->directory);
+  // rename(2) takes a free name or that of an empty directory, whose maker wants it filled.
+  if (error == 0 && sys::Sys().renameat2(run->parent, job.partial, run->parent, job.target, 0) != 0)
+    error = errno;
+  if (error == 0 || (error == ENOENT && TargetIsOurs(run))) return Try::kDone;
+  if (error == ENOENT || error == ESTALE) {
+    // A recovery fenced this worker; the files are its now.
+    Fail(run, FailureCode::kAborted, Operation::kRename);
+    return Try::kFailed;
+  }
+  const bool exists = error == EEXIST || error == ENOTEMPTY;
+  if (exists && run->Has(layout::kReplaceExisting)) return ReplaceTarget(run, old);
+  // ENOTDIR: it is a file.
+  FailErrno(run, Operation::kRename, exists || error == ENOTDIR ? EEXIST : error);
+  return Try::kFailed;
 }
 
 bool SyncParent(JobRun* run) {
@@ -171,49 +238,103 @@ void DisposeOf(JobRun* run, const char (&old)[kNameBytes]) {
   RemoveDirectory(run->parent, old, run->directory_buffer, run->job, &ignored);
 }
 
-bool CommitDirectory(JobRun* run) {
-  SetPhase(run, layout::Phase::kCommitting);
-  // The last moment at which a cancel counts.
-  if (MustStop(run, true)) return false;
-  char old[kNameBytes];
-  const int error = RenameDirectory(run, old);
-  if (error != 0 && !(error == ENOENT && TargetIsOurs(run))) {
-    // ENOENT: a recovery fenced this worker; the files are its now.
-    return error == ENOENT ? Fail(run, FailureCode::kAborted, Operation::kRename)
-                           : FailErrno(run, Operation::kRename, error);
-  }
-  // From here on nothing is undone: others see the checkpoint, and it is complete and sound. If the
-  // next fsync fails, the save is reported as failed and the checkpoint stays.
+/// Publishes that the rename is next, and looks once more. A rank that takes its vote back does it
+/// the other way round, so that one of the two sees the other.
+bool AnnounceCommit(JobRun* run) {
+  if (!run->ranks.board.is_open()) return true;
+  (void)WriteDecision(run->ranks.board, layout::Decision::kCommitting);
+  run->ranks.look_at_ns = 0;
+  return !RanksHaveFailed(run);
+}
+
+/// The board has done its service. Ranks that wait have it open; one whose network file system
+/// forgets such a file finds the final name.
+void RemoveBoard(JobRun* run) {
+  if (!run->ranks.board.is_open()) return;
+  CloseBoard(&run->ranks.board);
+  sys::Sys().unlinkat(run->directory, layout::kBoardName, 0);
+}
+
+/// From here on nothing is undone: others see the checkpoint, and it is complete and sound. If the
+/// next fsync fails, the save is reported as failed and the checkpoint stays.
+bool KeepName(JobRun* run, const char (&old)[kNameBytes]) {
   run->committed = true;
-  if (!SyncParent(run)) return false;
+  // The directory may have been swapped between the look and the rename, or be retired already.
+  if (LeadsTo(run->parent, run->job->target, run->directory) == ESTALE) {
+    return Fail(run, FailureCode::kAborted, Operation::kRename);
+  }
+  if (run->ranks.board.is_open()) {
+    (void)WriteDecision(run->ranks.board, layout::Decision::kCommitted);
+  }
+  const bool synced = SyncParent(run);
+  RemoveBoard(run);
+  if (!synced) return false;
   // Only now: before the fsync a crash could bring back the names, with the old one half removed.
   if (old[0] != '\0') DisposeOf(run, old);
   return true;
 }
 
+bool CommitDirectory(JobRun* run) {
+  SetPhase(run, layout::Phase::kCommitting);
+  // The last moment at which a cancel counts.
+  if (MustStop(run, true) || !AnnounceCommit(run)) return false;
+  // Until the name was looked at again no other save may replace this one.
+  int lock = -1;
+  LockManifest(run->directory, run->job->manifest, &lock);
+  char old[kNameBytes];
+  Try outcome = TakeName(run, old);
+  const uint64_t end_ns = sys::NowNs() + DeadlineNs(run->job->time_stalled_max_ns);
+  while (outcome == Try::kAgain && !MustStop(run, true)) {
+    if (sys::NowNs() > end_ns) {
+      Fail(run, FailureCode::kDeadlineExceeded, Operation::kReplace);
+      break;
+    }
+    Nap(run, kReplaceNapMs);
+    outcome = TakeName(run, old);
+  }
+  const bool kept = outcome == Try::kDone && KeepName(run, old);
+  if (lock >= 0) sys::CloseOwned(lock);
+  return kept;
+}
+
+/// The end of a wait that rank 0 has not answered.
+bool GiveUp(JobRun* run) {
+  if (TargetIsOurs(run)) {
+    run->committed = true;
+    return SyncParent(run);
+  }
+  return FailAsSeen(run);
+}
+
+/// A voted rank that is to stop asks rank 0 for it, by a failure that is not final: its files are
+/// in rank 0's hands until rank 0 has answered.
+void TakeVoteBack(JobRun* run) {
+  const Failure before = run->failure;
+  if (!run->ranks.left && MustStop(run, true)) LeaveRanks(run);
+  run->failure = before;
+}
+
 /// Other ranks: rank 0 has decided.
-bool WaitForTarget(JobRun* run) {
+bool WaitForDecision(JobRun* run) {
   Patience patience(run);
-  bool vanished = false;
   while (true) {
-    if (TargetIsOurs(run)) {
-      run->committed = true;
-      return SyncParent(run);
+    switch (LookAtRanks(run)) {
+      case Sight::kCommitted:
+        run->committed = true;
+        return SyncParent(run);
+      case Sight::kFailure:
+        if (run->ranks.seen.is_final != 0) {
+          run->voted = false;  // Nothing can commit any more, so these files are this rank's again.
+          return FailAsSeen(run);
+        }
+        // A failure that is not final of another rank than 0: rank 0 sees it, and answers.
+        if (run->ranks.found_here || run->ranks.said_by == 0) return GiveUp(run);
+        break;
+      case Sight::kNothing:
+        break;
     }
-    if (vanished) {
-      // Neither under one name nor under the other: a recovery fenced it.
-      return Fail(run, FailureCode::kAborted, Operation::kWaitRanks);
-    }
-    if (SomeoneAborted(*run)) {
-      run->voted = false;  // Nobody can commit any more, so these files are this rank's again.
-      return Fail(run, FailureCode::kAborted, Operation::kWaitRanks);
-    }
-    struct stat status = {};
-    vanished =
-        sys::Sys().fstatat(run->parent, run->job->partial, &status, AT_SYMLINK_NOFOLLOW) != 0 &&
-        errno == ENOENT;
-    if (vanished) continue;  // The rename may have come between the two looks: look once more.
-    if (!patience.Wait()) return false;
+    TakeVoteBack(run);
+    if (!patience.Wait(0)) return GiveUp(run);
   }
 }
 
@@ -227,8 +348,19 @@ bool Commit(JobRun* run) {
     return SyncParent(run);
   }
   SetPhase(run, layout::Phase::kWaitingForRanks);
-  if (run->Decides()) return WaitForVotes(run) && KeepVotes(run) && CommitDirectory(run);
-  return WaitForTarget(run);
+  if (run->Decides())
+    return WaitForVotes(run) && WriteCommitRecord(run) && KeepVotes(run) && CommitDirectory(run);
+  return WaitForDecision(run);
+}
+
+bool TargetIsOurs(JobRun* run) {
+  const int directory = sys::OpenOwned(run->parent, run->job->target,
+                                       O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+  if (directory < 0) return false;
+  int error = 0;
+  const bool ours = FindManifest(*run, directory, run->job->manifest, &error) == Found::kYes;
+  sys::CloseOwned(directory);
+  return ours;
 }
 
 }  // namespace holdfast::worker

@@ -1,6 +1,5 @@
 #include "runtime/worker/directory.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <stdio.h>
 #include <sys/stat.h>
@@ -10,6 +9,7 @@
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/open_files.h"
+#include "runtime/worker/ranks.h"
 #include "runtime/worker/remove_tree.h"
 
 namespace holdfast::worker {
@@ -29,10 +29,21 @@ bool NameIsFree(int directory, const char* name, int* error_number) {
   return errno == ENOENT;
 }
 
+/// An empty directory that a launcher made beforehand is in no save's way.
+bool TargetIsEmpty(const JobRun& run) {
+  const int target = sys::OpenOwned(run.parent, run.job->target,
+                                    O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+  if (target < 0) return false;
+  const bool empty = IsEmpty(target, run.directory_buffer);
+  sys::CloseOwned(target);
+  return empty;
+}
+
 bool OpenPartial(JobRun* run) {
   const layout::Job& job = *run->job;
   int error = 0;
-  if (!run->Has(layout::kReplaceExisting) && !NameIsFree(run->parent, job.target, &error)) {
+  if (!run->Has(layout::kReplaceExisting) && !NameIsFree(run->parent, job.target, &error) &&
+      !TargetIsEmpty(*run)) {
     // Before gigabytes are written. The rename at the end checks again.
     return FailErrno(run, Operation::kRename, error);
   }
@@ -46,17 +57,7 @@ bool OpenPartial(JobRun* run) {
   // Without it a crash can lose the directory with files in it that were fsynced one by one, and a
   // recovery could not promote what every rank had made durable.
   if (sys::Sys().fsync(run->parent) != 0) return FailErrno(run, Operation::kSyncDirectory, errno);
-  if (SomeoneAborted(*run)) return Fail(run, FailureCode::kAborted, Operation::kWaitRanks);
-  return true;
-}
-
-/// Whether the partial name still leads to the directory that is open.
-bool StillInPlace(const JobRun& run) {
-  struct stat named = {};
-  struct stat open = {};
-  return sys::Sys().fstatat(run.parent, run.job->partial, &named, AT_SYMLINK_NOFOLLOW) == 0 &&
-         sys::Sys().fstat(run.directory, &open) == 0 && named.st_ino == open.st_ino &&
-         named.st_dev == open.st_dev;
+  return JoinRanks(run);
 }
 
 void Unlink(const JobRun& run, const char* name) { sys::Sys().unlinkat(run.directory, name, 0); }
@@ -69,6 +70,16 @@ bool OpenDirectory(JobRun* run) {
   run->directory =
       sys::OpenOwned(run->parent, run->job->target, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
   return run->directory >= 0 || FailErrno(run, Operation::kOpen, errno);
+}
+
+int LeadsTo(int parent, const char* name, int directory) {
+  struct stat named = {};
+  struct stat open = {};
+  if (sys::Sys().fstatat(parent, name, &named, AT_SYMLINK_NOFOLLOW) != 0 ||
+      sys::Sys().fstat(directory, &open) != 0) {
+    return errno;
+  }
+  return named.st_ino == open.st_ino && named.st_dev == open.st_dev ? 0 : ESTALE;
 }
 
 int RenameNew(JobRun* run, const char* from, const char* to) {
@@ -107,13 +118,8 @@ bool NameFiles(JobRun* run) {
   return true;
 }
 
-bool SomeoneAborted(const JobRun& run) {
-  if (run.job->world_size < 2 || run.Has(layout::kFilesOnly)) return false;
-  struct stat status = {};
-  return sys::Sys().fstatat(run.directory, layout::kAbortedName, &status, AT_SYMLINK_NOFOLLOW) == 0;
-}
-
 void RemoveFiles(JobRun* run) {
+  if (run->notes == nullptr) return;  // It failed before it made any.
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
     const FileNote& note = run->notes[i];
     if (note.created == 0) continue;
@@ -134,12 +140,13 @@ void RemoveTraces(JobRun* run) {
     return;
   }
   // A recovery that fenced this directory, or promoted it, owns it now.
-  if (!files_only && !StillInPlace(*run)) return;
+  if (!files_only && LeadsTo(run->parent, run->job->partial, run->directory) != 0) return;
   SetPhase(run, layout::Phase::kRemoving);
-  if (!files_only && run->job->world_size > 1) {
-    const int fd = sys::OpenOwned(run->directory, layout::kAbortedName,
-                                  O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
-    if (fd >= 0) sys::CloseOwned(fd);
+  if (run->record_made) {
+    char temporary[kNameBytes];
+    TemporaryName(layout::kCommitRecordName, temporary);
+    // Durable with the manifest's removal.
+    Unlink(*run, run->record_named ? layout::kCommitRecordName : temporary);
   }
   if (run->manifest_named) {
     Unlink(*run, run->job->manifest);
@@ -153,11 +160,11 @@ void RemoveTraces(JobRun* run) {
   }
   RemoveFiles(run);
   if (files_only) return;
-  // Whoever clears the last file away also takes the marker; a rank that comes later finds no
-  // directory, or makes one of its own and fails at its deadline.
-  if (run->job->world_size > 1 &&
-      HoldsOnly(run->directory, layout::kAbortedName, run->directory_buffer)) {
-    Unlink(*run, layout::kAbortedName);
+  // The last rank to fail takes the board away. Before, a rank that comes late finds in it why the
+  // save is over.
+  if (run->ranks.board.is_open() &&
+      AllHaveFailed(run->ranks.board, run->directory_buffer, kDirectoryBufferBytes)) {
+    Unlink(*run, layout::kBoardName);
   }
   // Refused while other ranks' files are there.
   sys::Sys().unlinkat(run->parent, run->job->partial, AT_REMOVEDIR);

@@ -6,7 +6,8 @@
 
 namespace holdfast::worker {
 
-/// Makes (or finds) the directory and opens it. Refuses an existing target early.
+/// Makes (or finds) the directory and opens it. Refuses an existing target early, unless it is an
+/// empty directory.
 bool OpenDirectory(JobRun* run);
 
 /// Renames within the job's directory; an existing `to` is EEXIST unless the job replaces files.
@@ -20,12 +21,14 @@ bool NameFiles(JobRun* run);
 void RemoveFiles(JobRun* run);
 
 /// After a failure: removes what this job made, the manifest first and durably, and the directory
-/// if nothing is left in it. Does nothing when the directory was taken away (fenced or promoted by
-/// a recovery), or when the save was committed or is in another rank's hands.
+/// if nothing is left in it but the board, and no rank can come late. Does nothing when the
+/// directory was taken away (fenced or promoted by a recovery), or when the save was committed or
+/// is in another rank's hands.
 void RemoveTraces(JobRun* run);
 
-/// Whether a rank has given up.
-bool SomeoneAborted(const JobRun& run);
+/// 0 if `name` below `parent` leads to the open `directory`, ESTALE if to another one, or the errno
+/// of the look.
+int LeadsTo(int parent, const char* name, int directory);
 
 }  // namespace holdfast::worker
 

@@ -6,6 +6,8 @@
 
 #include "runtime/sys/errno_code.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/ranks.h"
+#include "runtime/worker/server.h"
 
 namespace holdfast::worker {
 
@@ -56,6 +58,8 @@ void HearDoorbell(const Attachment& attached) {
 void NoteTrainerDeath(JobRun* run) {
   if (run->trainer_died) return;
   run->trainer_died = true;
+  // The memory of an orphan that only waits for other ranks would be missed by the next trainer.
+  if (run->staging_released) DropArena(run->server);
   if (run->all_sealed) return;
   // Its last stores are in the shared memory: what it published before it died counts.
   const layout::SharedU32* const log = layout::At<layout::SharedU32>(run->job, run->job->published);
@@ -79,7 +83,8 @@ bool MustStop(JobRun* run, bool look) {
     Fail(run, FailureCode::kCancelled, Operation::kCancel);
     return true;
   }
-  if (job.trainer_failed.load(std::memory_order_relaxed) != 0) {
+  // acquire: the trainer's reason, in staging_error, was written before.
+  if (job.trainer_failed.load(std::memory_order_acquire) != 0) {
     Fail(run, FailureCode::kAborted, Operation::kWaitTrainer);
     return true;
   }
@@ -88,13 +93,13 @@ bool MustStop(JobRun* run, bool look) {
     Fail(run, FailureCode::kAborted, Operation::kWaitTrainer);
     return true;
   }
-  return false;
+  return RanksHaveFailed(run);
 }
 
 void Nap(JobRun* run, int timeout_ms) {
   pollfd fds[2] = {{.fd = run->attached->doorbell, .events = POLLIN, .revents = 0},
                    {.fd = run->attached->trainer, .events = POLLIN, .revents = 0}};
-  // A dead trainer's pidfd stays readable: watching it on would make this a busy loop.
+  // A dead trainer's fd stays readable: watching it on would make this a busy loop.
   const nfds_t count = run->trainer_died ? 1 : 2;
   if (sys::Sys().poll(fds, count, timeout_ms) <= 0) return;
   if ((fds[0].revents & POLLIN) != 0) HearDoorbell(*run->attached);

@@ -10,9 +10,13 @@
 
 #include "holdfast/pod.h"
 #include "io_uring/queue.h"
+#include "runtime/layout/board.h"
 #include "runtime/layout/job.h"
+#include "runtime/worker/rank_board.h"
 
 namespace holdfast::worker {
+
+struct Server;
 
 inline constexpr uint32_t kOpenFilesMax = 64;
 /// Extents that were written and wait for their digest, at most; beyond, nothing is submitted.
@@ -24,7 +28,7 @@ inline constexpr uint64_t kDeadlineDefaultNs = 600ull * 1'000'000'000;
 /// What kAttach brought. `arena` is null for a worker that only deletes.
 struct Attachment {
   int arena_fd = -1;
-  int trainer = -1;           ///< pidfd
+  int trainer = -1;           ///< pidfd, or a socket that hangs up with the trainer's death
   int doorbell = -1;          ///< eventfd, rung by the trainer
   int trainer_doorbell = -1;  ///< eventfd, rung here
   char* arena = nullptr;
@@ -41,7 +45,10 @@ struct FileNote {
   uint8_t created = 0;        ///< NAME.tmp may exist and is ours.
   uint8_t synced = 0;         ///< Complete, truncated, fsynced, closed.
   uint8_t renamed = 0;        ///< Stands under its name.
-  uint64_t inode = 0;         ///< Of NAME.tmp in a framework's directory; 0: not known.
+  // Of NAME.tmp in a framework's directory, where another attempt may take that name over. An inode
+  // number alone names a file only while it is open: ext4 gives the number out again at once.
+  uint64_t inode = 0;     ///< 0: not known.
+  uint64_t stamp_ns = 0;  ///< Of its birth, else of its last change; 0: it was not closed yet.
 };
 
 struct OpenFile {
@@ -73,8 +80,32 @@ struct WriteState {
   uint64_t rang_ns = 0;
 };
 
+/// What was last seen of another rank on the board.
+struct PulseNote {
+  uint64_t beats = 0;
+  uint64_t changed_ns = 0;  ///< On this process's clock: no other one is asked.
+  uint32_t silent_s_max = 0;
+  layout::RankState state = layout::RankState::kAbsent;
+};
+
+/// How this worker takes part in a save of several ranks: see ranks.h.
+struct RankWatch {
+  RankBoard board;
+  PulseNote* notes = nullptr;  ///< At rank 0 one per rank, elsewhere one of rank 0.
+  uint64_t look_at_ns = 0;     ///< When the next look at the board is due; likewise below.
+  uint64_t beat_at_ns = 0;
+  uint64_t place_at_ns = 0;
+  uint64_t waiting_since_ns = 0;  ///< 0: this rank is still busy with its own part.
+  layout::RankFailure seen;       ///< Why the save cannot go on.
+  uint32_t said_by = 0;           ///< The rank in whose slot `seen` stands.
+  bool found_here = false;        ///< `seen` is this rank's own finding, and stands nowhere yet.
+  bool promoted = false;          ///< Rank 0: a recovery has given the directory its final name.
+  bool left = false;              ///< This rank's failure stands on the board.
+};
+
 struct JobRun {
   // Given.
+  Server* server = nullptr;
   layout::Job* job = nullptr;
   const Attachment* attached = nullptr;
   io::Queue* queue = nullptr;       ///< Open for a save.
@@ -82,20 +113,26 @@ struct JobRun {
   char* directory_buffer = nullptr;
   Launcher launcher = Launcher::kSpawn;
   int parent = -1;
+  int lock = -1;  ///< The flock that it carries lasts while any copy of the descriptor is open.
+  EngineRung engine = EngineRung::kAuto;  ///< Of `queue`; kAuto: it was not opened.
 
   // Found on the way.
   Failure failure;
+  RankWatch ranks;
   int directory = -1;  ///< Where the files are written.
   FileNote* notes = nullptr;
-  void* scratch = nullptr;  ///< The mapping that holds `notes` and `taken_bits`.
+  void* scratch = nullptr;  ///< The mapping of `notes`, `taken_bits` and `ranks.notes`.
   uint64_t scratch_bytes = 0;
   bool trainer_died = false;
   bool all_sealed = false;     ///< Every extent was published: the trainer is not needed any more.
   bool manifest_made = false;  ///< MANIFEST.tmp may exist and is ours.
   bool manifest_named = false;
+  bool record_made = false;  ///< The commit record's .tmp may exist and is ours.
+  bool record_named = false;
   bool voted = false;      ///< Another rank decides now; see commit.h.
   bool committed = false;  ///< The final name stands: nothing is removed any more.
   bool io_stuck = false;   ///< Transfers did not end within the deadline.
+  bool staging_released = false;
   uint32_t write_attempts = 0;
 
   OpenFile open[kOpenFilesMax];
@@ -114,6 +151,10 @@ struct JobRun {
   bool Has(layout::JobFlags flag) const { return (job->flags & flag) != 0; }
   /// Rank 0, and a job of one rank, decide; the others follow.
   bool Decides() const { return job->rank == 0; }
+  /// Whether other ranks write into the same directory, and commit with this one.
+  bool HasRanks() const {
+    return job->kind == layout::JobKind::kSave && job->world_size > 1 && !Has(layout::kFilesOnly);
+  }
 };
 
 /// Records `failure` unless there is one already. Returns false.
@@ -136,9 +177,9 @@ void HearDoorbell(const Attachment& attached);
 /// Looks whether the trainer has died.
 bool TrainerIsDead(JobRun* run);
 
-/// Whether the job must end now: cancelled, given up by the trainer, or orphaned without leave to
-/// finish. Records why. Looks at the trainer's pidfd only if `look` is set (the write loop watches
-/// it in its queue).
+/// Whether the job must end now: cancelled, given up by the trainer, orphaned without leave to
+/// finish, or in vain because another rank has failed. Records why. Looks at the trainer's pidfd
+/// only if `look` is set (the write loop watches it in its queue).
 bool MustStop(JobRun* run, bool look);
 
 /// What MustStop does about a trainer that was seen dead.

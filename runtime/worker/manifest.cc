@@ -8,13 +8,14 @@
 #include "runtime/digest/digest.h"
 #include "runtime/layout/manifest_slots.h"
 #include "runtime/sys/owned_fds.h"
+#include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/directory.h"
 
 namespace holdfast::worker {
 namespace {
 
-// The attempt id stands near the beginning of a manifest.
+// The attempt id stands before all that has a variable length.
 constexpr size_t kHeadBytes = 512;
 constexpr size_t kHexDigits = 32;
 constexpr mode_t kFileMode = 0666;
@@ -34,7 +35,7 @@ void FillSlots(JobRun* run) {
   char* const text = layout::Manifest(job);
   const layout::ManifestSlots& slots = job->slots;
   const layout::JobTimes& times = run->times;
-  layout::FillText(text, slots.engine, layout::ManifestWord(run->queue->rung()));
+  layout::FillText(text, slots.engine, layout::ManifestWord(run->engine));
   layout::FillText(text, slots.engine_reason, run->queue->reason());
   layout::FillText(text, slots.direct_io, layout::ManifestWord(run->direct_io));
   layout::FillBool(text, slots.streamed, layout::Streams(*job));
@@ -52,12 +53,10 @@ bool FailManifest(JobRun* run, int error_number) {
   return FailErrno(run, Operation::kManifest, error_number);
 }
 
-bool WriteAll(JobRun* run, int fd) {
-  const char* const text = layout::Manifest(run->job);
-  const uint64_t bytes = run->job->manifest_template.bytes;
+bool WriteAll(JobRun* run, int fd, const char* text, uint64_t bytes) {
   for (uint64_t done = 0; done < bytes;) {
-    const ssize_t wrote = sys::Sys().write(fd, text + done, bytes - done);
-    if (wrote < 0 && errno == EINTR) continue;
+    const ssize_t wrote =
+        sys::Uninterrupted([&] { return sys::Sys().write(fd, text + done, bytes - done); });
     if (wrote < 0) return FailManifest(run, errno);
     if (wrote == 0) return FailManifest(run, EIO);
     done += static_cast<uint64_t>(wrote);
@@ -92,6 +91,17 @@ bool ComputeRoots(JobRun* run) {
   return true;
 }
 
+bool WriteSynced(JobRun* run, int fd, const char* text, uint64_t bytes) {
+  bool ok = WriteAll(run, fd, text, bytes);
+  const uint64_t begin = sys::NowNs();
+  // Without it a crash after the rename leaves a file of length 0 under its name, and the
+  // checkpoint, all of whose data is there, is lost.
+  if (ok && sys::Sys().fsync(fd) != 0) ok = FailManifest(run, errno);
+  if (sys::CloseOwned(fd) != 0 && ok && errno != EINTR) ok = FailManifest(run, errno);
+  run->time_syncing_ns += sys::NowNs() - begin;
+  return ok;
+}
+
 bool WriteManifest(JobRun* run) {
   SetPhase(run, layout::Phase::kWritingManifest);
   FillSlots(run);
@@ -106,12 +116,8 @@ bool WriteManifest(JobRun* run) {
   }
   if (fd < 0) return FailManifest(run, errno);
   run->manifest_made = true;
-  bool ok = WriteAll(run, fd);
+  bool ok = WriteSynced(run, fd, layout::Manifest(run->job), run->job->manifest_template.bytes);
   const uint64_t begin = sys::NowNs();
-  // Without it a crash after the rename leaves a manifest of length 0 under its name, and the
-  // checkpoint, all of whose data is there, is lost.
-  if (ok && sys::Sys().fsync(fd) != 0) ok = FailManifest(run, errno);
-  if (sys::CloseOwned(fd) != 0 && ok && errno != EINTR) ok = FailManifest(run, errno);
   // A manifest is never seen half written: it appears under its name whole or not at all.
   if (ok) {
     // From the rename on rank 0 may see the vote, and commit: these files are not this rank's to
@@ -132,6 +138,23 @@ bool WriteManifest(JobRun* run) {
   return ok;
 }
 
+void RankManifestName(const layout::Job& job, uint32_t rank, char (&out)[kNameBytes]) {
+  constexpr uint32_t kDigits = 5;
+  size_t at = strlen(job.manifest_prefix);
+  memcpy(out, job.manifest_prefix, at);
+  for (uint32_t digit = kDigits; digit-- > 0; rank /= 10) {
+    out[at + digit] = static_cast<char>('0' + rank % 10);
+  }
+  at += kDigits;
+  memcpy(out + at, job.manifest_suffix, strlen(job.manifest_suffix) + 1);
+}
+
+Found FindVote(const JobRun& run, uint32_t rank, int* error_number) {
+  char name[kNameBytes];
+  RankManifestName(*run.job, rank, name);
+  return FindManifest(run, run.directory, name, error_number);
+}
+
 Found FindManifest(const JobRun& run, int directory, const char* name, int* error_number) {
   const int fd = sys::OpenOwned(directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
   if (fd < 0) {
@@ -141,10 +164,8 @@ Found FindManifest(const JobRun& run, int directory, const char* name, int* erro
     return absent ? Found::kNo : Found::kFailed;
   }
   char head[kHeadBytes];
-  ssize_t got = 0;
-  do {
-    got = sys::Sys().pread(fd, head, sizeof(head), 0);
-  } while (got < 0 && errno == EINTR);
+  const ssize_t got =
+      sys::Uninterrupted([&] { return sys::Sys().pread(fd, head, sizeof(head), 0); });
   *error_number = got < 0 ? errno : 0;
   sys::CloseOwned(fd);
   if (got < 0) return Found::kFailed;

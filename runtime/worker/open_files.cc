@@ -6,7 +6,9 @@
 #include <cerrno>
 
 #include "runtime/sys/owned_fds.h"
+#include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/ranks.h"
 
 namespace holdfast::worker {
 namespace {
@@ -18,10 +20,8 @@ constexpr mode_t kFileMode = 0666;  // the umask takes its part
 bool Reserve(JobRun* run, int fd, uint32_t file) {
   const uint64_t bytes = layout::AlignUp(layout::Files(run->job)[file].bytes);
   if (bytes == 0) return true;
-  int result = 0;
-  do {
-    result = sys::Sys().fallocate(fd, 0, 0, static_cast<off_t>(bytes));
-  } while (result != 0 && errno == EINTR);
+  const int result =
+      sys::Uninterrupted([&] { return sys::Sys().fallocate(fd, 0, 0, static_cast<off_t>(bytes)); });
   if (result == 0) return true;
   // posix_fallocate would write every block instead; a file system that cannot reserve is gone on
   // with, and the report says so.
@@ -31,6 +31,30 @@ bool Reserve(JobRun* run, int fd, uint32_t file) {
   }
   // ext4 leaves the blocks that it found allocated: the clean-up's unlink gives them back.
   return FailErrno(run, Operation::kReserve, errno, file, 0, bytes);
+}
+
+constexpr uint64_t kNsPerSecond = 1'000'000'000;
+
+/// Asks for what tells a file from every other one, past and future. False: it is not there.
+bool Identify(int directory, const char* name, int flags, uint64_t* inode, uint64_t* stamp_ns) {
+  struct statx found = {};
+  constexpr unsigned kMask = STATX_INO | STATX_BTIME | STATX_CTIME;
+  if (sys::Sys().statx(directory, name, flags, kMask, &found) != 0) return false;
+  const bool born = (found.stx_mask & STATX_BTIME) != 0;
+  const statx_timestamp& time = born ? found.stx_btime : found.stx_ctime;
+  *inode = found.stx_ino;
+  *stamp_ns = static_cast<uint64_t>(time.tv_sec) * kNsPerSecond + time.tv_nsec;
+  return true;
+}
+
+/// Closes NAME.tmp of `file`. IsOurs then says whether the name still leads to it.
+int CloseFile(JobRun* run, uint32_t file, int fd) {
+  FileNote& note = run->notes[file];
+  note.slot = FileNote::kNoSlot;
+  if (run->Has(layout::kFilesOnly)) {
+    Identify(fd, "", AT_EMPTY_PATH, &note.inode, &note.stamp_ns);
+  }
+  return sys::CloseOwned(fd);
 }
 
 bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
@@ -47,19 +71,18 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   // Anything but EEXIST may have come after the file was made.
   if (error != EEXIST) run->notes[file].created = 1;
   if (error != 0) return FailErrno(run, Operation::kOpen, error, file);
-  sys::OwnFd(opened->fd);
   if (run->Has(layout::kFilesOnly)) {
-    struct stat made = {};
-    if (sys::Sys().fstat(opened->fd, &made) != 0) {
+    uint64_t unused = 0;
+    if (!Identify(opened->fd, "", AT_EMPTY_PATH, &run->notes[file].inode, &unused)) {
+      const int failed = errno;
       sys::CloseOwned(opened->fd);
-      return FailErrno(run, Operation::kOpen, errno, file);
+      return FailErrno(run, Operation::kOpen, failed, file);
     }
-    run->notes[file].inode = made.st_ino;
   }
   if (!run->opened_any || opened->direct < run->direct_io) run->direct_io = opened->direct;
   run->opened_any = true;
   if (!Reserve(run, opened->fd, file)) {
-    sys::CloseOwned(opened->fd);
+    CloseFile(run, file, opened->fd);
     return false;
   }
   return true;
@@ -71,7 +94,6 @@ bool OpenAgain(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   const int error = io::OpenDirect(run->directory, name, O_WRONLY | O_NOFOLLOW, 0,
                                    !run->Has(layout::kBuffered), opened);
   if (error != 0) return FailErrno(run, Operation::kOpen, error, file);
-  sys::OwnFd(opened->fd);
   if (IsOurs(*run, file)) return true;
   sys::CloseOwned(opened->fd);
   return Fail(run, FailureCode::kAborted, Operation::kOpen, file);
@@ -95,15 +117,17 @@ bool SyncAndClose(JobRun* run, uint16_t slot) {
   // Without it a crash after the commit leaves a manifest that names a file whose blocks, length or
   // extent map were still in a cache. The first failure ends the attempt: the kernel drops what it
   // could not write, so a second fsync that returns 0 would prove nothing.
+  BeginSilence(run);
   if (ok && sys::Sys().fsync(open.fd) != 0) {
     ok = FailErrno(run, Operation::kSync, errno, open.file);
   }
+  EndSilence(run);
   // Network file systems report the last write errors here.
-  if (sys::CloseOwned(open.fd) != 0 && ok && errno != EINTR) {
+  const int closed = CloseFile(run, open.file, open.fd);
+  open.fd = -1;
+  if (closed != 0 && ok && errno != EINTR) {
     ok = FailErrno(run, Operation::kSync, errno, open.file);
   }
-  open.fd = -1;
-  note.slot = FileNote::kNoSlot;
   if (ok && complete) note.synced = 1;
   const uint64_t end = sys::NowNs();
   run->time_syncing_ns += end - begin;
@@ -139,9 +163,13 @@ bool IsOurs(const JobRun& run, uint32_t file) {
   if (!run.Has(layout::kFilesOnly)) return true;
   char name[kNameBytes];
   TemporaryName(layout::Files(run.job)[file].name, name);
-  struct stat named = {};
-  return sys::Sys().fstatat(run.directory, name, &named, AT_SYMLINK_NOFOLLOW) == 0 &&
-         (named.st_ino == run.notes[file].inode || run.notes[file].inode == 0);
+  const FileNote& note = run.notes[file];
+  uint64_t inode = 0;
+  uint64_t stamp_ns = 0;
+  if (!Identify(run.directory, name, AT_SYMLINK_NOFOLLOW, &inode, &stamp_ns)) return false;
+  if (note.inode == 0) return true;
+  const bool open = note.slot != FileNote::kNoSlot;
+  return inode == note.inode && (open || stamp_ns == note.stamp_ns);
 }
 
 Acquired AcquireFile(JobRun* run, uint32_t file, uint16_t* slot) {
@@ -183,7 +211,7 @@ bool SyncAllFiles(JobRun* run) {
 
 void CloseAllFiles(JobRun* run) {
   for (OpenFile& open : run->open) {
-    if (open.fd >= 0) sys::CloseOwned(open.fd);
+    if (open.fd >= 0) CloseFile(run, open.file, open.fd);
     open.fd = -1;
   }
 }

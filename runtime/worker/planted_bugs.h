@@ -7,6 +7,12 @@ namespace holdfast::worker::testing {
 /// Releases an extent's bytes when its write is submitted, rather than after its completion and its
 /// re-digest.
 extern bool g_acknowledge_at_submit;
+/// A rank that fails does not say so on the board.
+extern bool g_leave_ranks_silently;
+/// Rank 0 does not look whether its directory was taken away.
+extern bool g_never_look_at_place;
+/// A rank without a sign of life is waited for on.
+extern bool g_never_miss_a_rank;
 }  // namespace holdfast::worker::testing
 
 #endif  // HOLDFAST_RUNTIME_WORKER_PLANTED_BUGS_H_

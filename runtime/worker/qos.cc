@@ -2,6 +2,8 @@
 
 #include <sys/resource.h>
 
+#include <cerrno>
+
 #include "runtime/sys/process.h"
 #include "runtime/sys/system.h"
 
@@ -13,6 +15,19 @@ constexpr int kIoPriorityWhoProcess = 1;
 constexpr int kIoPriorityClassShift = 13;
 constexpr int kNiceMax = 19;
 
+uint16_t IoPriority(const Qos& qos) {
+  if (qos.io_priority_class <= 0 || qos.io_priority_class > 3) return 0;
+  return static_cast<uint16_t>(qos.io_priority_class << kIoPriorityClassShift |
+                               (qos.io_priority_level & 7));
+}
+
+bool Granted(int result, const char* what, Manners* manners) {
+  if (result == 0) return true;
+  manners->refused = what;
+  manners->refused_error = errno;
+  return false;
+}
+
 }  // namespace
 
 void RememberManners(Manners* manners) {
@@ -20,23 +35,20 @@ void RememberManners(Manners* manners) {
   manners->has_cpus = sys::AffinityNow(&manners->cpus);
 }
 
-uint16_t IoPriority(const Qos& qos) {
-  if (qos.io_priority_class <= 0 || qos.io_priority_class > 3) return 0;
-  return static_cast<uint16_t>(qos.io_priority_class << kIoPriorityClassShift |
-                               (qos.io_priority_level & 7));
-}
-
 void ApplyQos(const Qos& qos, Manners* manners) {
+  manners->refused = nullptr;
   // 0 is the calling thread, everywhere: a thread of the host's changes nobody but itself.
   if (qos.nice != 0 || manners->changed_nice) {
     const int wanted = manners->nice + qos.nice;
-    sys::Sys().setpriority(PRIO_PROCESS, 0, wanted < kNiceMax ? wanted : kNiceMax);
+    Granted(sys::Sys().setpriority(PRIO_PROCESS, 0, wanted < kNiceMax ? wanted : kNiceMax), "nice",
+            manners);
     manners->changed_nice = qos.nice != 0;
   }
-  const uint16_t io_priority = IoPriority(qos);
-  if (io_priority != 0 || manners->changed_io) {
-    sys::Sys().ioprio_set(kIoPriorityWhoProcess, 0, io_priority);
-    manners->changed_io = io_priority != 0;
+  manners->io_priority = IoPriority(qos);
+  if (manners->io_priority != 0 || manners->changed_io) {
+    const int result = sys::Sys().ioprio_set(kIoPriorityWhoProcess, 0, manners->io_priority);
+    if (!Granted(result, "I/O priority", manners)) manners->io_priority = 0;
+    manners->changed_io = manners->io_priority != 0;
   }
   if (qos.cpu_count != 0) {
     cpu_set_t cpus;
@@ -44,7 +56,7 @@ void ApplyQos(const Qos& qos, Manners* manners) {
     for (uint32_t i = 0; i < qos.cpu_count; ++i) {
       if (qos.cpus[i] < CPU_SETSIZE) CPU_SET(qos.cpus[i], &cpus);
     }
-    sys::Sys().sched_setaffinity(0, sizeof(cpus), &cpus);
+    Granted(sys::Sys().sched_setaffinity(0, sizeof(cpus), &cpus), "CPUs", manners);
     manners->changed_cpus = true;
   } else if (manners->changed_cpus && manners->has_cpus) {
     sys::Sys().sched_setaffinity(0, sizeof(manners->cpus), &manners->cpus);

@@ -18,16 +18,18 @@ struct Manners {
   bool changed_nice = false;
   bool changed_io = false;
   bool changed_cpus = false;
+  // Of the present job.
+  uint16_t io_priority = 0;       ///< As granted, for the requests; 0 is "as the process".
+  const char* refused = nullptr;  ///< The last setting that was refused, and why.
+  int refused_error = 0;
 };
 
 void RememberManners(Manners* manners);
 
-/// Nice value, I/O priority and CPUs of the calling thread. What is refused is left as it is: a
-/// less polite save is better than none.
+/// Nice value, I/O priority and CPUs of the calling thread. What is refused is left as it is and
+/// noted: a save without its priority is better than none. An I/O priority that was refused must
+/// not be put on requests either, which the kernel would refuse one by one.
 void ApplyQos(const Qos& qos, Manners* manners);
-
-/// The ioprio value of a job; 0 is "as the process".
-uint16_t IoPriority(const Qos& qos);
 
 }  // namespace holdfast::worker
 

@@ -8,6 +8,7 @@
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/accounting.h"
+#include "runtime/worker/open_files.h"
 #include "runtime/worker/proof.h"
 #include "runtime/worker/write_loop.h"
 
@@ -104,8 +105,9 @@ bool ReadAll(Reader* reader) {
     const int error = io::OpenDirect(run->directory, name, O_RDONLY | O_NOFOLLOW, 0,
                                      !run->Has(layout::kBuffered), &opened);
     if (error != 0) return FailErrno(run, Operation::kOpen, error, i);
-    sys::OwnFd(opened.fd);
-    const bool ok = ReadFile(reader, opened.fd, file);
+    // Another save of this file into the same directory has taken the temporary name over.
+    const bool ours = IsOurs(*run, i) || Fail(run, FailureCode::kAborted, Operation::kRename, i);
+    const bool ok = ours && ReadFile(reader, opened.fd, file);
     // The fd stays open while reads are under way; the buffer stays mapped with them.
     if (!ok) Drain(run, run->read_queue);
     sys::CloseOwned(opened.fd);
@@ -122,11 +124,17 @@ bool ReadBackFiles(JobRun* run) {
   void* const memory = sys::Sys().mmap(nullptr, kBufferBytes, PROT_READ | PROT_WRITE,
                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (memory == MAP_FAILED) return FailErrno(run, Operation::kSetUp, errno);
+  // A worker may be a thread of the host: a child that is forked during a read would make the
+  // pages copy-on-write, and the kernel could then write to the child's (open(2), NOTES).
+  if (sys::Sys().madvise(memory, kBufferBytes, MADV_DONTFORK) != 0) {
+    FailErrno(run, Operation::kSetUp, errno);
+    sys::Sys().munmap(memory, kBufferBytes);
+    return false;
+  }
   Reader reader = {.run = run, .buffer = static_cast<char*>(memory)};
   io::QueueOptions options;
   // The rung that wrote, without registration: the registered region is the arena.
-  options.rung =
-      run->queue->rung() == EngineRung::kPwrite ? EngineRung::kPwrite : EngineRung::kUring;
+  options.rung = run->engine == EngineRung::kPwrite ? EngineRung::kPwrite : EngineRung::kUring;
   options.depth = kBuffers;
   options.threads = run->Has(layout::kForkedChild) ? 0 : run->job->pwrite_threads;
   int error = run->read_queue->Open(options);

@@ -1,42 +1,24 @@
 #include "runtime/worker/remove_tree.h"
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <sys/stat.h>
 
 #include <cerrno>
-#include <cstddef>
 #include <cstring>
 
 #include "runtime/sys/errno_code.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/contents.h"
 #include "runtime/worker/job_run.h"
+#include "runtime/worker/listing.h"
 
 namespace holdfast::worker {
 namespace {
 
 constexpr uint64_t kTruncateStepBytes = 256ull << 20;
-constexpr char kManifestSuffix[] = ".manifest.json";
 // Entries that come while others are removed: not Holdfast's doing, so the passes are bounded.
 constexpr int kPassesMax = 1000;
-
-// The kernel's record (getdents64(2)); the C library has no name for it.
-struct Entry {
-  uint64_t inode;
-  int64_t next;
-  uint16_t bytes;
-  uint8_t type;
-  char name[1];
-};
-
-bool IsDots(const char* name) { return strcmp(name, ".") == 0 || strcmp(name, "..") == 0; }
-
-bool IsManifest(const char* name) {
-  const size_t length = strlen(name);
-  constexpr size_t kSuffixBytes = sizeof(kManifestSuffix) - 1;
-  return length >= kSuffixBytes && strcmp(name + length - kSuffixBytes, kManifestSuffix) == 0;
-}
 
 struct Removal {
   int directory = -1;
@@ -100,41 +82,39 @@ bool RemoveEntry(Removal* removal, const char* name, bool* removed) {
   return true;
 }
 
-/// One walk over the directory. An fd of its own: entries that go while it walks may hide others,
-/// so walks are repeated from the start until one finds nothing.
-bool Pass(Removal* removal, bool manifests_only, bool* removed) {
-  const int fd = sys::OpenOwned(removal->directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
-  if (fd < 0) return removal->FailErrno(errno);
+/// One walk over the directory. Entries that go while it walks may hide others, so walks are
+/// repeated from the start until one finds nothing.
+bool Pass(Removal* removal, bool commit_files_only, bool* removed) {
   bool ok = true;
-  while (ok) {
-    const ssize_t got = sys::Sys().getdents64(fd, removal->buffer, kDirectoryBufferBytes);
-    if (got < 0) ok = removal->FailErrno(errno);
-    if (got <= 0) break;
-    for (ssize_t at = 0; ok && at < got;) {
-      const Entry* const entry = reinterpret_cast<const Entry*>(removal->buffer + at);
-      at += entry->bytes;
-      if (IsDots(entry->name)) continue;
-      if (manifests_only && !IsManifest(entry->name)) continue;
-      ok = removal->Cancelled() ? removal->FailCancelled()
-                                : RemoveEntry(removal, entry->name, removed);
-    }
-  }
-  sys::CloseOwned(fd);
-  return ok;
+  const int error = ForEachEntry(removal->directory, removal->buffer, [&](const char* name) {
+    if (commit_files_only && !IsCommitFile(name)) return true;
+    ok = removal->Cancelled() ? removal->FailCancelled() : RemoveEntry(removal, name, removed);
+    return ok;
+  });
+  return ok && (error == 0 || removal->FailErrno(error));
+}
+
+/// Before anything is removed: what once was a checkpoint may hold entries of others by now.
+bool IsRemovable(Removal* removal, const char* name) {
+  const Contents contents = LookInto(removal->directory, removal->buffer);
+  if (contents.error_number != 0) return removal->FailErrno(contents.error_number);
+  if (!MustKeep(contents, name)) return true;
+  memcpy(removal->job->completion.foreign, contents.foreign, sizeof(contents.foreign));
+  return removal->Fail(FailureCode::kFailedPrecondition, Operation::kRemove, 0);
 }
 
 bool RemoveContents(Removal* removal) {
-  for (const bool manifests_only : {true, false}) {
+  for (const bool commit_files_only : {true, false}) {
     bool any = false;
     for (int pass = 0; pass < kPassesMax; ++pass) {
       bool removed = false;
-      if (!Pass(removal, manifests_only, &removed)) return false;
+      if (!Pass(removal, commit_files_only, &removed)) return false;
       if (!removed) break;
       any = true;
     }
     // Without it a crash could keep the manifest and lose files that it names; by its name such a
     // directory would still pass for a checkpoint until somebody looked closer.
-    if (manifests_only && any && sys::Sys().fsync(removal->directory) != 0) {
+    if (commit_files_only && any && sys::Sys().fsync(removal->directory) != 0) {
       return removal->FailErrno(errno);
     }
   }
@@ -149,7 +129,7 @@ bool RemoveDirectory(int parent, const char* name, char* buffer, layout::Job* jo
   removal.directory =
       sys::OpenOwned(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (removal.directory < 0) return errno == ENOENT || removal.FailErrno(errno);
-  const bool emptied = RemoveContents(&removal);
+  const bool emptied = IsRemovable(&removal, name) && RemoveContents(&removal);
   sys::CloseOwned(removal.directory);
   if (!emptied) return false;
   if (removal.subdirectory) {
@@ -163,26 +143,10 @@ bool RemoveDirectory(int parent, const char* name, char* buffer, layout::Job* jo
   return true;
 }
 
-bool HoldsOnly(int directory, const char* name, char* buffer) {
-  const int fd = sys::OpenOwned(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
-  if (fd < 0) return false;
-  bool only = true;
-  bool seen = false;
-  ssize_t got = 0;
-  while (only && (got = sys::Sys().getdents64(fd, buffer, kDirectoryBufferBytes)) > 0) {
-    for (ssize_t at = 0; at < got;) {
-      const Entry* const entry = reinterpret_cast<const Entry*>(buffer + at);
-      at += entry->bytes;
-      if (IsDots(entry->name)) continue;
-      if (strcmp(entry->name, name) == 0) {
-        seen = true;
-      } else {
-        only = false;
-      }
-    }
-  }
-  sys::CloseOwned(fd);
-  return only && seen && got == 0;
+bool IsEmpty(int directory, char* buffer) {
+  bool empty = true;
+  const int error = ForEachEntry(directory, buffer, [&](const char*) { return empty = false; });
+  return empty && error == 0;
 }
 
 }  // namespace holdfast::worker

@@ -9,13 +9,14 @@
 namespace holdfast::worker {
 
 /// Removes the flat directory `name` below `parent`: manifests, durably; then files; then itself,
-/// durably. One that is not there is removed already. A subdirectory is not Holdfast's: it and its
-/// parent stay (kFailedPrecondition). `buffer` has kDirectoryBufferBytes.
+/// durably. One that is not there is removed already. kFailedPrecondition: a checkpoint that holds
+/// an entry of others stays whole (`job->completion.foreign` names the entry), and so does a
+/// subdirectory, with its parent. `buffer` has kDirectoryBufferBytes.
 bool RemoveDirectory(int parent, const char* name, char* buffer, layout::Job* job,
                      Failure* failure);
 
-/// Whether the directory has `name` and nothing else.
-bool HoldsOnly(int directory, const char* name, char* buffer);
+/// Whether the directory has no entry.
+bool IsEmpty(int directory, char* buffer);
 
 }  // namespace holdfast::worker
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <new>
 
+#include "io_uring/text.h"
 #include "runtime/layout/job.h"
 #include "runtime/sys/process.h"
 #include "runtime/sys/system.h"
@@ -16,13 +17,24 @@
 namespace holdfast::worker {
 namespace {
 
+// What the queue holds for as long as a transfer may be in flight.
+constexpr uint32_t kHeldSocket = 0;
+constexpr uint32_t kHeldLock = 1;
+
 void CopyReason(layout::CompletionSlot* slot, const char* text) {
-  size_t i = 0;
-  for (; text[i] != '\0' && i + 1 < sizeof(slot->reason); ++i) slot->reason[i] = text[i];
-  slot->reason[i] = '\0';
+  io::Text(slot->reason, sizeof(slot->reason)).Add(text);
 }
 
-/// The result, and with it the right to reuse every byte of the job.
+/// Why this rung, and which setting of the worker was refused.
+void ExplainRung(const Server& server, layout::CompletionSlot* slot) {
+  io::Text text(slot->reason, sizeof(slot->reason));
+  text.Add(server.queue.reason());
+  if (server.manners.refused == nullptr) return;
+  text.Add("; refused: ").Add(server.manners.refused).Add(": ");
+  text.AddError(server.manners.refused_error);
+}
+
+/// The job's result; the staged bytes were released before.
 void Publish(layout::Job* job, const Attachment& attached) {
   job->phase.store(static_cast<uint32_t>(layout::Phase::kDone), std::memory_order_relaxed);
   // release: whoever reads kDone with acquire sees all of the slot and of the file table.
@@ -31,16 +43,18 @@ void Publish(layout::Job* job, const Attachment& attached) {
   RingTrainer(attached);
 }
 
-/// Registration pins for writing. An arena that was mapped read-only is mapped anew, at the same
-/// place, for a job that insists on it.
+/// Registration pins for writing. An arena that was mapped read-only is mapped anew for a job that
+/// insists on it. Beside the old mapping: one that MAP_FIXED replaces may be gone when it fails.
 bool MakeWritable(Attachment* attached) {
   if (attached->writable || attached->arena == nullptr) return true;
-  void* const memory =
-      sys::Sys().mmap(attached->arena, attached->arena_bytes, PROT_READ | PROT_WRITE,
-                      MAP_SHARED | MAP_FIXED, attached->arena_fd, 0);
-  attached->writable = memory != MAP_FAILED;
-  if (attached->writable) KeepToThisProcess(*attached);
-  return attached->writable;
+  void* const memory = sys::Sys().mmap(nullptr, attached->arena_bytes, PROT_READ | PROT_WRITE,
+                                       MAP_SHARED, attached->arena_fd, 0);
+  if (memory == MAP_FAILED) return false;
+  sys::Sys().munmap(attached->arena, attached->arena_bytes);
+  attached->arena = static_cast<char*>(memory);
+  attached->writable = true;
+  KeepToThisProcess(*attached);
+  return true;
 }
 
 void CloseQueue(Server* server) {
@@ -62,7 +76,8 @@ int OpenQueue(Server* server, const layout::Job& job) {
   options.region = attached.arena;
   options.region_bytes = attached.arena_bytes;
   options.may_register = attached.writable;
-  options.io_priority = IoPriority(job.qos);
+  options.holds_fds = true;
+  options.io_priority = server->manners.io_priority;
   const io::QueueOptions& open = server->queue_options;
   if (server->queue_open) {
     const bool same = open.rung == options.rung && open.depth == options.depth &&
@@ -72,9 +87,12 @@ int OpenQueue(Server* server, const layout::Job& job) {
     if (same) return 0;
     CloseQueue(server);
   }
-  const int error = server->queue.Open(options);
+  int error = server->queue.Open(options);
   server->queue_open = error == 0;
   server->queue_options = options;
+  // The trainer's end hangs up when this process and its rings are gone: see wire.h.
+  if (error == 0) error = server->queue.Hold(kHeldSocket, server->options.socket);
+  if (error != 0) CloseQueue(server);
   return error;
 }
 
@@ -99,13 +117,17 @@ void RunKind(Server* server, JobRun* run) {
     RunDelete(run);
     return;
   }
-  if (const int error = OpenQueue(server, *run->job); error != 0) {
+  int error = OpenQueue(server, *run->job);
+  // Until the last transfer has landed no recovery takes the directory for an abandoned one.
+  if (error == 0) error = server->queue.Hold(kHeldLock, run->lock);
+  if (error != 0) {
     FailErrno(run, Operation::kSetUp, error);
-    return;
-  }
-  if (run->job->extent_count != 0 && run->attached->arena == nullptr) {
-    Fail(run, FailureCode::kFailedPrecondition, Operation::kAttach);
-    return;
+  } else {
+    run->engine = server->queue.rung();
+    run->job->engine_used.store(static_cast<uint32_t>(run->engine), std::memory_order_relaxed);
+    if (run->job->extent_count != 0 && run->attached->arena == nullptr) {
+      Fail(run, FailureCode::kFailedPrecondition, Operation::kAttach);
+    }
   }
   RunSave(run);
 }
@@ -119,26 +141,27 @@ void FillCompletion(const Server& server, const JobRun& run, uint64_t cpu_before
   slot.bytes_read_back = run.bytes_read_back;
   slot.private_bytes_peak = run.private_bytes_peak;
   if (save) {
-    slot.engine = server.queue_open ? server.queue.rung() : EngineRung::kAuto;
+    slot.engine = run.engine;
     slot.direct_io = run.opened_any ? run.direct_io : DirectIo::kNo;
     slot.reserved_space = run.opened_any && run.reserved_all ? 1 : 0;
     slot.left_files = run.io_stuck ? 1 : 0;
     slot.write_attempts = run.write_attempts;
     // At a time-out the reason says what was in flight instead.
-    if (slot.reason[0] == '\0') CopyReason(&slot, server.queue.reason());
+    if (slot.reason[0] == '\0') ExplainRung(server, &slot);
   }
   slot.times = run.times;
   slot.times.cpu = CpuNs(server.options.launcher) - cpu_before;
 }
 
 /// Runs a table that was found sound. 0 or an exit status.
-int RunSound(Server* server, layout::Job* job, int parent) {
+int RunSound(Server* server, layout::Job* job, int parent, int lock) {
   const Launcher launcher = server->options.launcher;
   // A process per save did nothing else: its start counts too.
   const bool own_process = launcher == Launcher::kSpawn || launcher == Launcher::kFork;
   const uint64_t cpu_before = own_process ? 0 : CpuNs(launcher);
   JobRun* const run = new (&server->run) JobRun();
   run->times.started = sys::NowNs();
+  run->server = server;
   run->job = job;
   run->attached = &server->attached;
   run->queue = &server->queue;
@@ -146,6 +169,7 @@ int RunSound(Server* server, layout::Job* job, int parent) {
   run->directory_buffer = server->directory_buffer;
   run->launcher = launcher;
   run->parent = parent;
+  run->lock = lock;
   job->worker_pid.store(static_cast<uint32_t>(sys::Sys().getpid()), std::memory_order_relaxed);
   SettleForJob(server, *job);
   RunKind(server, run);
@@ -156,9 +180,12 @@ int RunSound(Server* server, layout::Job* job, int parent) {
     CloseQueue(server);
   if (run->io_stuck) {
     server->stuck = true;
-    // A kept worker's result would free memory that the kernel may still read. Of a process per
-    // save the trainer waits for the end anyway, which comes after the last transfer's.
+    // A kept worker must not take another job. The trainer waits for the last transfer either way.
     if (launcher == Launcher::kPersistent) return layout::kExitStuck;
+  } else {
+    ReleaseStaging(run);
+    // A lock that outlives its save would look like a save that is still running.
+    if (server->queue_open) server->queue.Hold(kHeldLock, -1);
   }
   Publish(job, server->attached);
   return 0;
@@ -172,7 +199,6 @@ int RunJob(Server* server, Received* received) {
   }
   const int control = received->fds[0];
   const int parent = received->fds[1];
-  // fds[2], the lock, is only held: the flock lasts while any copy of its fd is open.
   const uint64_t bytes = received->message.bytes;
   struct stat status = {};
   if (sys::Sys().fstat(control, &status) != 0 || static_cast<uint64_t>(status.st_size) < bytes ||
@@ -191,9 +217,10 @@ int RunJob(Server* server, Received* received) {
     job->completion.failure.code = FailureCode::kInvalidArgument;
     job->completion.failure.operation = Operation::kAttach;
     CopyReason(&job->completion, wrong);
+    job->staging_released.store(1, std::memory_order_release);
     Publish(job, server->attached);
   } else {
-    exit_status = RunSound(server, job, parent);
+    exit_status = RunSound(server, job, parent, received->fds[2]);
   }
   sys::Sys().munmap(memory, bytes);
   return exit_status;

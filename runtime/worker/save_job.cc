@@ -1,5 +1,6 @@
 // A save, step by step. The order is the promise: data, fsync, read-back, names, fsync of the
-// directory, manifest, fsync of the directory, the one rename, fsync of the parent.
+// directory, manifest, fsync of the directory, commit record, fsync of the directory, the one
+// rename, fsync of the parent.
 #include <sys/mman.h>
 
 #include <cerrno>
@@ -12,17 +13,20 @@
 #include "runtime/worker/jobs.h"
 #include "runtime/worker/manifest.h"
 #include "runtime/worker/open_files.h"
+#include "runtime/worker/ranks.h"
 #include "runtime/worker/read_back.h"
+#include "runtime/worker/server.h"
 #include "runtime/worker/write_loop.h"
 
 namespace holdfast::worker {
 namespace {
 
-/// The only memory whose size depends on the job: 24 bytes per file, a bit per extent.
+/// The only memory whose size depends on the job: 24 bytes per file, a bit per extent, and at rank
+/// 0 24 bytes per rank.
 bool MapScratch(JobRun* run) {
   const uint64_t notes = layout::AlignUp(run->job->file_count * sizeof(FileNote), 64);
   const uint64_t bits = (uint64_t{run->job->extent_count} + 63) / 64 * sizeof(uint64_t);
-  run->scratch_bytes = layout::AlignUp(notes + bits + 1);
+  run->scratch_bytes = layout::AlignUp(notes + bits + RankNoteBytes(*run->job));
   run->scratch = sys::Sys().mmap(nullptr, run->scratch_bytes, PROT_READ | PROT_WRITE,
                                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (run->scratch == MAP_FAILED) {
@@ -30,7 +34,9 @@ bool MapScratch(JobRun* run) {
     return FailErrno(run, Operation::kSetUp, errno);
   }
   run->notes = static_cast<FileNote*>(run->scratch);
-  run->write.taken_bits = reinterpret_cast<uint64_t*>(static_cast<char*>(run->scratch) + notes);
+  char* const behind = static_cast<char*>(run->scratch) + notes;
+  run->write.taken_bits = reinterpret_cast<uint64_t*>(behind);
+  run->ranks.notes = reinterpret_cast<PulseNote*>(behind + bits);
   return true;
 }
 
@@ -64,14 +70,16 @@ bool WriteFilesAgain(JobRun* run) {
 }
 
 bool Steps(JobRun* run) {
-  // A job that was cancelled before it started leaves nothing to clean up.
-  if (MustStop(run, false)) return false;
+  // A job that failed or was cancelled before it started leaves nothing to clean up.
+  if (!run->ok() || MustStop(run, false)) return false;
   if (!MapScratch(run)) return false;
   PrepareWriteState(run);
   if (!OpenDirectory(run)) return false;
   if (!WriteFiles(run) && !WriteFilesAgain(run)) return false;
   // Before any name is given, so that nothing wrong ever has one.
   if (run->Has(layout::kReadBack) && !ReadBackFiles(run)) return false;
+  // Names, manifests, votes and the commit need no staged byte.
+  ReleaseStaging(run);
   if (!NameFiles(run)) return false;
   if (!ComputeRoots(run)) return false;
   if (run->Has(layout::kWriteManifest) && !WriteManifest(run)) return false;
@@ -82,13 +90,20 @@ bool Steps(JobRun* run) {
 
 void RunSave(JobRun* run) {
   if (!Steps(run) && !run->io_stuck) {
+    // First: the other ranks stop now, and not after gigabytes were removed here.
+    LeaveRanks(run);
     CloseAllFiles(run);
+    // Removing takes a quarter of a second per GiB.
+    ReleaseStaging(run);
     // Without notes nothing was made but perhaps the trainer's empty directory.
-    if (run->notes != nullptr || run->directory < 0) RemoveTraces(run);
+    if (run->notes != nullptr || run->directory < 0 || run->ranks.left) RemoveTraces(run);
+    // Once more where that failed for want of space, which there may be now.
+    LeaveRanks(run);
   }
   SamplePrivateBytes(run);
   // What is stuck may still touch these; the process ends soon.
   if (run->io_stuck) return;
+  CloseBoard(&run->ranks.board);
   if (run->directory >= 0) sys::CloseOwned(run->directory);
   if (run->scratch != nullptr) sys::Sys().munmap(run->scratch, run->scratch_bytes);
 }

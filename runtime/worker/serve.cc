@@ -86,6 +86,7 @@ int Serve(const ServeOptions& given) {
   } else if (!SettleProcess(&options)) {
     return layout::kExitAttach;
   }
+  sys::AdoptFd(options.socket);
   int exit_status = layout::kExitAttach;
   // Not on the stack, which may be a small one of the host's, and not from the heap.
   void* const memory = sys::Sys().mmap(nullptr, sizeof(Server), PROT_READ | PROT_WRITE,

@@ -31,7 +31,7 @@ struct Server {
   uint32_t jobs_done = 0;
   bool stuck = false;  ///< Transfers did not end: leave everything as it is and exit.
   JobRun run;
-  char directory_buffer[kDirectoryBufferBytes];
+  alignas(64) char directory_buffer[kDirectoryBufferBytes];
 };
 
 enum class Receive {
@@ -52,6 +52,11 @@ void KeepToThisProcess(const Attachment& attached);
 
 /// Closes the ring and unmaps the arena; liveness and doorbells stay.
 void DropArena(Server* server);
+
+/// Gives the staged bytes back to the trainer, with the save still going on: once every file is
+/// durable and proven, or once a failed save has no transfer in flight. Not for a job whose
+/// transfers are stuck.
+void ReleaseStaging(JobRun* run);
 
 /// The same, and closes everything that kAttach brought.
 void Detach(Server* server);

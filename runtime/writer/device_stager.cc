@@ -200,7 +200,7 @@ bool DeviceStager::GiveUp(Work* work) {
   for (Copying& extent : work->copying) {
     std::erase_if(extent.copies, [](const auto& copy) {
       const absl::StatusOr<bool> done = copy.first->IsDone(copy.second);
-      return !done.ok() || *done;
+      return done.ok() ? *done : absl::IsAborted(done.status());
     });
   }
   users +=

@@ -15,6 +15,7 @@
 #include "runtime/base/check.h"
 #include "runtime/base/memfd.h"
 #include "runtime/base/status.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::writer {
@@ -26,7 +27,8 @@ constexpr uint64_t kTableAlignment = 64;
 struct Layout {
   uint32_t extents = 0;
   uint32_t pieces = 0;
-  layout::Range files, extent_range, piece_range, published, acknowledged, manifest, trash;
+  layout::Range files, extent_range, piece_range, published, acknowledged, manifest, commit, older,
+      trash;
   uint64_t bytes = 0;
 };
 
@@ -48,7 +50,8 @@ uint32_t PieceCount(const Segment& segment) {
   return static_cast<uint32_t>(last - first + 1);
 }
 
-Layout LayOut(const SavePlan& plan, uint64_t manifest_bytes, uint64_t trash_count) {
+Layout LayOut(const SavePlan& plan, uint64_t manifest_bytes, uint64_t commit_bytes,
+              uint64_t older_count, uint64_t trash_count) {
   Layout layout;
   for (const PlannedFile& file : plan.files) {
     layout.extents += ExtentCount(file.bytes);
@@ -61,6 +64,8 @@ Layout LayOut(const SavePlan& plan, uint64_t manifest_bytes, uint64_t trash_coun
   layout.published = Take(uint64_t{layout.extents} * sizeof(layout::SharedU32), &at);
   layout.acknowledged = Take(uint64_t{layout.extents} * sizeof(layout::SharedU32), &at);
   layout.manifest = Take(manifest_bytes, &at);
+  layout.commit = Take(commit_bytes, &at);
+  layout.older = Take(older_count * sizeof(AttemptId), &at);
   layout.trash = Take(trash_count * kNameBytes, &at);
   // Whole pages, as the kernel gives them: what is accounted is what is taken.
   layout.bytes = layout::AlignUp(at, static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)));
@@ -77,7 +82,7 @@ mode_t CurrentUmask() {
   // without.
   constexpr mode_t kUsual = 022;
   const base::UniqueFd status(
-      sys::Sys().openat(AT_FDCWD, "/proc/self/status", O_RDONLY | O_CLOEXEC, 0));
+      sys::OpenOwned(AT_FDCWD, "/proc/self/status", O_RDONLY | O_CLOEXEC, 0));
   if (!status.valid()) return kUsual;
   char text[1024];  // it is the second line
   const ssize_t bytes = sys::Sys().read(status.get(), text, sizeof(text) - 1);
@@ -101,8 +106,9 @@ absl::Status CheckFileSizeLimit(uint64_t bytes) {
 
 }  // namespace
 
-uint64_t ControlBytes(const SavePlan& plan, const format::ManifestTemplate& manifest) {
-  return LayOut(plan, manifest.text.size(), 0).bytes;
+uint64_t ControlBytes(const SavePlan& plan, const format::ManifestTemplate& manifest,
+                      const format::CommitTemplate& commit, uint64_t older_count) {
+  return LayOut(plan, manifest.text.size(), commit.text.size(), older_count, 0).bytes;
 }
 
 absl::StatusOr<std::unique_ptr<JobTable>> JobTable::Map(uint64_t bytes) {
@@ -148,14 +154,16 @@ void JobTable::FillCommon(const JobParameters& parameters) {
   if (parameters.streams) layout::Claim(job_, layout::Written::kReleased);
   job_->time_stalled_max_ns = parameters.time_stalled_max_ns;
   job_->time_ranks_max_ns = parameters.time_ranks_max_ns;
+  job_->time_liveness_max_ns = parameters.time_liveness_max_ns;
   CopyName(parameters.target, job_->target, sizeof(job_->target));
   CopyName(parameters.partial, job_->partial, sizeof(job_->partial));
 }
 
 absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(
-    const JobParameters& parameters, const SavePlan& plan,
-    const format::ManifestTemplate& manifest) {
-  const Layout layout = LayOut(plan, manifest.text.size(), 0);
+    const JobParameters& parameters, const SavePlan& plan, const format::ManifestTemplate& manifest,
+    const format::CommitTemplate& commit) {
+  const Layout layout =
+      LayOut(plan, manifest.text.size(), commit.text.size(), parameters.older.size(), 0);
   HOLDFAST_ASSIGN_OR_RETURN(std::unique_ptr<JobTable> table, Map(layout.bytes));
   table->FillCommon(parameters);
   layout::Job* job = table->job_;
@@ -169,8 +177,11 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(
   job->published = layout.published;
   job->acknowledged = layout.acknowledged;
   job->manifest_template = layout.manifest;
+  job->older = layout.older;
   job->trash = layout.trash;
   job->slots = manifest.slots;
+  job->commit_template = layout.commit;
+  job->commit_slots = commit.slots;
   const bool files_only = (parameters.flags & layout::kFilesOnly) != 0;
   CopyName(files_only
                ? format::ManifestName(parameters.rank, parameters.world_size, parameters.attempt)
@@ -182,6 +193,8 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(
   std::memset(layout::At<char>(job, layout.published), 0xff, layout.published.bytes);
   std::memset(layout::At<char>(job, layout.acknowledged), 0xff, layout.acknowledged.bytes);
   std::memcpy(layout::Manifest(job), manifest.text.data(), manifest.text.size());
+  std::memcpy(layout::CommitRecord(job), commit.text.data(), commit.text.size());
+  std::copy(parameters.older.begin(), parameters.older.end(), layout::Older(job));
   table->sources_.reserve(layout.pieces);
   table->FillFiles(plan, manifest);
   return table;
@@ -243,7 +256,7 @@ void JobTable::FillFiles(const SavePlan& plan, const format::ManifestTemplate& m
 
 absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForDelete(
     const JobParameters& parameters, const std::vector<std::string>& names) {
-  const Layout layout = LayOut(SavePlan(), 0, names.size());
+  const Layout layout = LayOut(SavePlan(), 0, 0, 0, names.size());
   HOLDFAST_ASSIGN_OR_RETURN(std::unique_ptr<JobTable> table, Map(layout.bytes));
   table->FillCommon(parameters);
   layout::Job* job = table->job_;
@@ -254,6 +267,7 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForDelete(
   job->published = layout.published;
   job->acknowledged = layout.acknowledged;
   job->manifest_template = layout.manifest;
+  job->older = layout.older;
   job->trash = layout.trash;
   char* trash = layout::At<char>(job, layout.trash);
   for (size_t i = 0; i < names.size(); ++i) CopyName(names[i], trash + i * kNameBytes, kNameBytes);

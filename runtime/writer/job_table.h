@@ -13,6 +13,7 @@
 #include "holdfast/plan.h"
 #include "holdfast/pod.h"
 #include "runtime/base/unique_fd.h"
+#include "runtime/format/commit_record.h"
 #include "runtime/format/manifest.h"
 #include "runtime/layout/job.h"
 
@@ -34,9 +35,11 @@ struct JobParameters {
   uint64_t arena_bytes = 0;
   std::string target;
   std::string partial;
+  std::vector<AttemptId> older;
   Qos qos;
   uint64_t time_stalled_max_ns = 0;
   uint64_t time_ranks_max_ns = 0;
+  uint64_t time_liveness_max_ns = 0;
 };
 
 /// Where the bytes of one piece come from. Parallel to the table's pieces; never leaves the
@@ -51,9 +54,10 @@ struct PieceSource {
 class JobTable {
  public:
   /// `plan` must outlive the table: literals are copied from it when their extent is staged.
-  static absl::StatusOr<std::unique_ptr<JobTable>> ForSave(
-      const JobParameters& parameters, const SavePlan& plan,
-      const format::ManifestTemplate& manifest);
+  static absl::StatusOr<std::unique_ptr<JobTable>> ForSave(const JobParameters& parameters,
+                                                           const SavePlan& plan,
+                                                           const format::ManifestTemplate& manifest,
+                                                           const format::CommitTemplate& commit);
   /// A job that removes retired checkpoint directories.
   static absl::StatusOr<std::unique_ptr<JobTable>> ForDelete(const JobParameters& parameters,
                                                              const std::vector<std::string>& names);
@@ -71,6 +75,12 @@ class JobTable {
   }
   int fd() const { return fd_.get(); }
   uint64_t bytes() const { return bytes_; }
+  /// Whether the worker has reported how it ended.
+  bool HasResult() const {
+    // acquire: pairs with the worker's release store; everything else in the slot is visible then.
+    return job_->completion.state.load(std::memory_order_acquire) ==
+           static_cast<uint32_t>(layout::CompletionState::kDone);
+  }
 
  private:
   JobTable() = default;
@@ -86,7 +96,8 @@ class JobTable {
 };
 
 /// How many bytes of control memory a save of this plan takes.
-uint64_t ControlBytes(const SavePlan& plan, const format::ManifestTemplate& manifest);
+uint64_t ControlBytes(const SavePlan& plan, const format::ManifestTemplate& manifest,
+                      const format::CommitTemplate& commit, uint64_t older_count);
 
 }  // namespace holdfast::writer
 

@@ -10,6 +10,9 @@ namespace holdfast::writer::testing {
 /// that knows nothing of the writer process.
 extern bool release_at_submit;
 
+/// The end of a worker's process counts as the end of its transfers.
+extern bool trust_the_pidfd;
+
 /// The call returns while other threads still copy the caller's tensors.
 extern bool return_while_copying;
 

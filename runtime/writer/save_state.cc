@@ -6,6 +6,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/rank_board.h"
 
 namespace holdfast {
 namespace {
@@ -45,9 +46,14 @@ const char* PhaseName(layout::Phase phase) {
 void SaveState::FailStaging(const absl::Status& why) {
   {
     const base::MutexLock lock(&mutex_);
-    if (staging_status_.ok()) staging_status_ = why;
+    if (staging_status_.ok()) {
+      staging_status_ = why;
+      char(&text)[sizeof(layout::Job::staging_error)] = table->job()->staging_error;
+      worker::CopyText(std::string(why.message()).c_str(), text, sizeof(text));
+    }
   }
-  table->job()->trainer_failed.store(1, std::memory_order_relaxed);
+  // release: the worker reads the text behind it.
+  table->job()->trainer_failed.store(1, std::memory_order_release);
   if (link != nullptr) link->RingDoorbell();
   changed_.NotifyAll();
 }

@@ -34,6 +34,7 @@ class SaveState {
   std::unique_ptr<writer::JobTable> table;
   std::unique_ptr<writer::Checksums> checksums;  // null if the plan has no places for any
   std::shared_ptr<writer::WorkerLink> link;
+  std::shared_ptr<const base::UniqueFd> parent;  // the directory above the checkpoint
   base::UniqueFd in_use;        // the partial directory, locked: shared with the worker
   base::UniqueFd trainer_lock;  // and the lock that says that the trainer itself lives
   std::string checkpoint;
@@ -44,16 +45,19 @@ class SaveState {
   uint64_t bytes_total = 0;
   uint64_t bytes_to_lease = 0;  // each file rounded up
   uint64_t entered_ns = 0;      // on the monotonic clock, as the worker's times
+  // A process that was killed in a direct write ends after that write on this file system.
+  bool writes_end_with_process = false;
   std::function<void()> wake_supervisor;
   const void* owner = nullptr;  // whose save it is, for Supervisor::WaitIdle
   /// Called from the supervisor's thread when the save has ended and its memory was let go, before
+  /// Called from the supervisor's thread when the save has ended and its memory was let go, before
   /// anybody is woken. `worker_left_files`: the worker died without a result, so its partial files
-  /// are still there.
-  std::function<void(const std::shared_ptr<SaveState>&, const absl::Status&,
-                     bool worker_left_files)>
+  /// are still there. Returns how the save has ended: OK where a worker that died had committed it.
+  std::function<absl::Status(const std::shared_ptr<SaveState>&, const absl::Status&,
+                             bool worker_left_files)>
       on_finished;
   /// Called likewise when the save was given up though it has not ended (it is quarantined).
-  std::function<void(const std::shared_ptr<SaveState>&)> on_given_up;
+  std::function<void(const std::shared_ptr<SaveState>&, const absl::Status&)> on_given_up;
 
   // The staging side: one entry per extent, written before the extent is published.
   std::vector<staging::Lease> leases;
@@ -76,7 +80,10 @@ class SaveState {
   layout::LogReader acknowledged;
   uint64_t progress_seen = 0;
   uint64_t progress_at_ns = 0;
+  uint64_t gone_at_ns = 0;  // 0: the worker was not seen gone yet
   bool killed = false;
+  bool retired = false;                  // its staging memory was given back
+  absl::Status worker_damage;            // its log holds what no sound worker writes
   std::atomic<bool> quarantined{false};  // read by anybody
 
   /// Gives up staging: no further extent is published, the worker cleans up. The first failure

@@ -32,6 +32,10 @@ absl::StatusOr<pid_t> SpawnWorker(const std::string& program, const std::string&
     error = posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
   if (error == 0)
     error = posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, "/dev/null", O_WRONLY, 0);
+  // A launcher, a CI job or a log collector reads the trainer's standard error to its end, and a
+  // worker may outlive its trainer.
+  if (error == 0)
+    error = posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
   // Not only ours are close-on-exec: the host's fds (a listening socket, a CUDA device) must not
   // live on in a worker.
   if (error == 0)

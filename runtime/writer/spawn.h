@@ -11,10 +11,10 @@
 
 namespace holdfast::writer {
 
-/// Starts `program` with `socket` at layout::kWorkerSocketFd, standard input and output at
-/// /dev/null, standard error as here, default signals, and a session of its own (Ctrl-C does not
-/// reach it). `kept`: it serves more than one job. \error kNotFound or kPermissionDenied naming the
-/// program, kResourceExhausted when no process can be made.
+/// Starts `program` with `socket` at layout::kWorkerSocketFd, standard input, output and error at
+/// /dev/null, default signals, and a session of its own (Ctrl-C does not reach it). `kept`: it
+/// serves more than one job. \error kNotFound or kPermissionDenied naming the program,
+/// kResourceExhausted when no process can be made.
 absl::StatusOr<pid_t> SpawnWorker(const std::string& program, const std::string& title, bool kept,
                                   int socket);
 

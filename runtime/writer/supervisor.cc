@@ -1,7 +1,6 @@
 #include "runtime/writer/supervisor.h"
 
 #include <poll.h>
-#include <sys/eventfd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -10,11 +9,21 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
+#include "runtime/base/keep_forever.h"
 #include "runtime/base/status.h"
+#include "runtime/digest/digest.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/planted_bugs.h"
 
 namespace holdfast::writer {
+
+#ifdef HOLDFAST_PLANTED_BUGS
+namespace testing {
+bool trust_the_pidfd = false;
+}
+#endif
+
 namespace {
 
 // With saves in flight the supervisor looks at their deadlines this often even if nobody wakes it.
@@ -25,26 +34,27 @@ constexpr double kKillFactor = 1.5;
 // A killed process that is not gone after this long is stuck in the kernel (D state).
 constexpr uint64_t kKillGraceNs = 10'000'000'000;
 constexpr uint64_t kNsPerSecond = 1'000'000'000;
+// The ring of a killed process is taken down behind its end. A save ends with its memory
+// quarantined when that takes longer.
+constexpr uint64_t kLandingGraceNs = 500'000'000;
 // Who waits for saves looks this often whether one was quarantined, which ends the wait for it.
 constexpr absl::Duration kQuarantineStep = absl::Seconds(1);
 
-bool ResultIsThere(const SaveState& save) {
-  // acquire: pairs with the worker's release store; everything else in the slot is visible then.
-  return save.table->job()->completion.state.load(std::memory_order_acquire) ==
-         static_cast<uint32_t>(layout::CompletionState::kDone);
-}
+bool ResultIsThere(const SaveState& save) { return save.table->HasResult(); }
 
 std::string Reason(const char* reason) {
   return {reason, strnlen(reason, sizeof(layout::CompletionSlot::reason))};
 }
 
-// A thread that is stuck uses its link's doorbells when it goes on, and waiting for it is waiting
-// for ever. Reachable, so that a leak checker does not take it for a mistake.
-void KeepForever(std::vector<std::shared_ptr<SaveState>> saves) {
-  static base::Mutex mutex;
-  static auto* const kept = new std::vector<std::shared_ptr<SaveState>>;
-  const base::MutexLock lock(&mutex);
-  kept->insert(kept->end(), saves.begin(), saves.end());
+// What kept a save from replacing a checkpoint; empty where an errno tells.
+std::string InTheWay(const layout::CompletionSlot& slot) {
+  if (slot.foreign[0] != '\0')
+    return absl::StrCat("entry ", std::string(slot.foreign, strnlen(slot.foreign, kNameBytes)));
+  if (slot.newer == AttemptId()) return "";
+  char attempt[32];
+  digest::ToHex(slot.newer, attempt);
+  return absl::StrCat("step ", slot.newer_step, ", attempt ",
+                      absl::string_view(attempt, sizeof(attempt)));
 }
 
 }  // namespace
@@ -52,7 +62,7 @@ void KeepForever(std::vector<std::shared_ptr<SaveState>> saves) {
 absl::StatusOr<std::unique_ptr<Supervisor>> Supervisor::Start(staging::StagingPool* pool,
                                                               const SupervisorOptions& options) {
   std::unique_ptr<Supervisor> supervisor(new Supervisor(pool, options));
-  supervisor->wake_ = base::UniqueFd(sys::Sys().eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  supervisor->wake_ = base::UniqueFd(sys::EventFdOwned());
   if (!supervisor->wake_.valid())
     return base::ErrnoStatus("create", "eventfd of the supervisor", errno);
   HOLDFAST_RETURN_IF_ERROR(supervisor->thread_.Start([raw = supervisor.get()] { raw->Run(); }));
@@ -65,7 +75,10 @@ Supervisor::Supervisor(staging::StagingPool* pool, const SupervisorOptions& opti
 Supervisor::~Supervisor() {
   if (Stop()) return;
   const base::MutexLock lock(&mutex_);
-  KeepForever(std::move(saves_));
+  // A thread that is stuck uses its link's doorbells when it goes on, and waiting for it is waiting
+  // for ever.
+  for (std::shared_ptr<SaveState>& save : saves_) base::KeepForever(std::move(save));
+  saves_.clear();
 }
 
 bool Supervisor::Stop() {
@@ -110,7 +123,8 @@ absl::Status Supervisor::WaitIdle(const void* owner, absl::Time deadline) {
 
 uint64_t Supervisor::in_flight() {
   const base::MutexLock lock(&mutex_);
-  return saves_.size();
+  const auto goes_on = [](const auto& save) { return !save->IsDone(); };
+  return static_cast<uint64_t>(std::count_if(saves_.begin(), saves_.end(), goes_on));
 }
 
 void Supervisor::Run() {
@@ -141,12 +155,12 @@ void Supervisor::PollOnce(const Saves& saves) {
   fds.push_back({.fd = wake_.get(), .events = POLLIN, .revents = 0});
   for (const auto& save : saves) {
     fds.push_back({.fd = save->link->doorbell_fd(), .events = POLLIN, .revents = 0});
-    // Negative fds (a thread has no pidfd) are ignored by poll(2). A worker that is gone stays
-    // readable, so it is left out while its save waits for the trainer's own side.
-    const bool waiting_for_us = save->users.load(std::memory_order_acquire) != 0;
-    fds.push_back({.fd = waiting_for_us && save->link->IsGone() ? -1 : save->link->pidfd(),
-                   .events = POLLIN,
-                   .revents = 0});
+    // Negative fds (a thread has no pidfd) are ignored by poll(2). The pidfd of a worker that is
+    // gone stays readable, and so does the hang-up: each is left out once it was seen.
+    const bool gone = save->gone_at_ns != 0;
+    const bool lands = gone && !save->retired && !save->link->HasHungUp();
+    fds.push_back({.fd = gone ? -1 : save->link->pidfd(), .events = POLLIN, .revents = 0});
+    fds.push_back({.fd = lands ? save->link->socket() : -1, .events = 0, .revents = 0});
   }
   const bool trims = options_.idle_trim != absl::InfiniteDuration();
   const int timeout_ms = !saves.empty() ? kTickMs : trims ? kIdleTickMs : -1;
@@ -154,7 +168,7 @@ void Supervisor::PollOnce(const Saves& saves) {
   uint64_t count = 0;
   if ((fds[0].revents & POLLIN) != 0) (void)!sys::Sys().read(wake_.get(), &count, sizeof(count));
   for (size_t i = 0; i < saves.size(); ++i) {
-    if ((fds[1 + 2 * i].revents & POLLIN) != 0) saves[i]->link->DrainDoorbell();
+    if ((fds[1 + 3 * i].revents & POLLIN) != 0) saves[i]->link->DrainDoorbell();
   }
 }
 
@@ -163,19 +177,39 @@ bool Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& sa
   // Order matters: a worker that is seen gone first has stored all that it will ever store.
   const bool gone = save->link->IsGone();
   const bool result = ResultIsThere(*save);
-  // Promise 1: a process per save is joined; a kept worker's job has ended with its result, stored
-  // after its last completion.
+  if (gone && save->gone_at_ns == 0) save->gone_at_ns = sys::NowNs();
+  RetireIfLanded(save.get(), gone);
+  // A process per save is joined; a kept worker's job has ended with its result.
   if (gone || (result && save->link->kept())) return End(save, gone);
-  if (result && !save->StagingFailed() && save->users.load(std::memory_order_acquire) != 0) {
-    // It failed early (a full disk) and is about to exit: no use in staging the rest.
-    pool_->AbortEpoch(save->epoch);
-  }
   if (IsQueued(*save, saves)) {
     save->progress_at_ns = sys::NowNs();
   } else {
     CheckStalled(save);
   }
   return false;
+}
+
+bool Supervisor::HasLanded(const SaveState& save, bool gone) {
+#ifdef HOLDFAST_PLANTED_BUGS
+  if (testing::trust_the_pidfd) return gone;
+#endif
+  const layout::Job& job = *save.table->job();
+  // acquire: pairs with the worker's release; its reads of these bytes come before their reuse.
+  if (job.staging_released.load(std::memory_order_acquire) != 0) return true;
+  if (!gone || !save.link->HasHungUp()) return false;
+  const auto engine = static_cast<EngineRung>(job.engine_used.load(std::memory_order_relaxed));
+  return engine != EngineRung::kPwrite || save.writes_end_with_process;
+}
+
+void Supervisor::RetireIfLanded(SaveState* save, bool gone) {
+  if (save->retired || !HasLanded(*save, gone)) return;
+  if (save->users.load(std::memory_order_acquire) != 0) {
+    // The worker failed early (a full disk): no use in staging the rest.
+    pool_->AbortEpoch(save->epoch);
+    return;
+  }
+  pool_->Retire(save->epoch);
+  save->retired = true;
 }
 
 // A kept worker does one job after the other: the wait for those before it is no stall.
@@ -192,13 +226,21 @@ bool Supervisor::IsQueued(const SaveState& save, const Saves& saves) {
 }
 
 void Supervisor::ReleaseAcknowledged(SaveState* save) {
+  if (save->retired || !save->worker_damage.ok()) return;
   if (!layout::Streams(*save->table->job())) return;
 #ifdef HOLDFAST_PLANTED_BUGS
   if (testing::release_at_submit) return;
 #endif
   uint32_t index = 0;
   while (save->acknowledged.Next(&index)) {
-    if (index < save->leases.size()) pool_->Release(save->leases[index]);
+    if (index < save->leases.size() && pool_->Release(save->leases[index])) continue;
+    // Nothing was freed. The worker stops as for any failure of the trainer's side.
+    save->worker_damage = absl::InternalError(absl::StrCat(
+        "save ", save->path, ": its worker acknowledged extent ", index, " of ",
+        save->leases.size(), " twice or without having been given it; its memory is damaged"));
+    save->FailStaging(save->worker_damage);
+    pool_->AbortEpoch(save->epoch);
+    return;
   }
 }
 
@@ -239,27 +281,30 @@ void Supervisor::CheckStalled(const std::shared_ptr<SaveState>& save) {
   }
 }
 
-// A time-out never frees. The save stays watched, and its memory comes back if it ends after all.
+// A time-out never frees. The save stays watched, and its memory comes back when it has provably
+// landed after all.
 void Supervisor::Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why) {
   if (save->quarantined.exchange(true)) return;
-  pool_->AbortEpoch(save->epoch);
-  pool_->Quarantine(save->epoch);
-  if (save->on_given_up) save->on_given_up(save);
+  if (!save->retired) pool_->Quarantine(save->epoch, std::string(why.message()));
+  if (save->on_given_up) save->on_given_up(save, why);
   save->Finish(why);
 }
 
 bool Supervisor::End(const std::shared_ptr<SaveState>& save, bool gone) {
   bool left_files = false;
-  const absl::Status status = Outcome(save.get(), gone, &left_files);
+  absl::Status status = Outcome(save.get(), gone, &left_files);
   if (save->users.load(std::memory_order_acquire) != 0) {
     StopStaging(save, status);
     return false;
   }
-  pool_->Retire(save->epoch);
+  if (!save->retired) {
+    AwaitLanding(save, status);
+    return false;
+  }
   pool_->ReturnControlBytes(save->table->bytes());
+  if (save->on_finished) status = save->on_finished(save, status, left_files);
   save->in_use.Reset();
   save->trainer_lock.Reset();
-  if (save->on_finished) save->on_finished(save, status, left_files);
   if (!save->quarantined) save->Finish(status);
   save->ReleaseResources();
   return true;
@@ -280,9 +325,24 @@ void Supervisor::StopStaging(const std::shared_ptr<SaveState>& save, const absl:
                                                         "end; it is quarantined until they do")));
 }
 
+void Supervisor::AwaitLanding(const std::shared_ptr<SaveState>& save, const absl::Status& outcome) {
+  if (sys::NowNs() - save->gone_at_ns < kLandingGraceNs) return;
+  const bool shown = save->writes_end_with_process || !save->link->HasHungUp();
+  Quarantine(save,
+             base::Annotate(outcome, shown ? "its staging memory is quarantined until the last of "
+                                             "its writes has landed"
+                                           : "its staging memory is quarantined for good: this "
+                                             "file system does not show when a killed process's "
+                                             "last write has landed"));
+}
+
 absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
   const std::string how = gone ? save->link->Reap() : std::string();
   const absl::Status staging = save->StagingStatus();
+  if (!save->worker_damage.ok()) {
+    *left_files = !ResultIsThere(*save);
+    return save->worker_damage;
+  }
   if (!ResultIsThere(*save)) {
     *left_files = true;
     const char* const told = save->table->job()->completion.reason;
@@ -306,6 +366,11 @@ absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
   *left_files = save->table->job()->completion.left_files != 0;
   // The worker only obeyed: the reason is on this side.
   if (failure.operation == Operation::kWaitTrainer && !staging.ok()) return staging;
+  if (failure.operation == Operation::kWaitRanks) {
+    const layout::RankFailure& other = save->table->job()->completion.rank_failure;
+    return absl::Status(static_cast<absl::StatusCode>(failure.code),
+                        absl::StrCat("save ", save->path, ": ", base::Describe(other)));
+  }
   const absl::Status status = base::ToStatus(failure, save->Names());
   const char* const reason = save->table->job()->completion.reason;
   // What else the worker can say: why a table is malformed, what was in flight at a stall.
@@ -314,6 +379,8 @@ absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
   std::string more;
   if (tells && reason[0] != '\0') {
     more = Reason(reason);
+  } else if (failure.operation == Operation::kReplace) {
+    more = InTheWay(save->table->job()->completion);
   } else if (save->table->job()->completion.write_attempts > 1) {
     more = "at the second attempt, after an fsync that failed";
   } else if (failure.operation == Operation::kSync && layout::Streams(*save->table->job())) {

@@ -43,6 +43,7 @@ class Supervisor {
   /// waited for. \error kDeadlineExceeded.
   absl::Status WaitIdle(const void* owner, absl::Time deadline);
 
+  /// Saves that go on. One that has ended may still have memory in quarantine.
   uint64_t in_flight();
 
  private:
@@ -59,6 +60,12 @@ class Supervisor {
   void Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why);
   void StopStaging(const std::shared_ptr<SaveState>& save, const absl::Status& outcome);
   bool End(const std::shared_ptr<SaveState>& save, bool gone);
+  /// Whether every transfer that can touch the save's staging memory has provably landed.
+  static bool HasLanded(const SaveState& save, bool gone);
+  /// Gives the staging memory back once nothing can touch it any more, the trainer included.
+  void RetireIfLanded(SaveState* save, bool gone);
+  /// The worker is gone, but its transfers may not have landed: ends the save, keeps its memory.
+  void AwaitLanding(const std::shared_ptr<SaveState>& save, const absl::Status& outcome);
   absl::Status Outcome(SaveState* save, bool gone, bool* left_files);
   void TrimIfIdle();
 

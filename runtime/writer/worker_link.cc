@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
-#include <sys/eventfd.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -15,8 +14,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "runtime/base/clock.h"
+#include "runtime/base/keep_forever.h"
 #include "runtime/base/status.h"
 #include "runtime/sys/owned_fds.h"
+#include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/serve.h"
 #include "runtime/writer/spawn.h"
@@ -26,11 +27,7 @@ namespace {
 
 bool IsReadable(int fd, int timeout_ms) {
   pollfd entry{.fd = fd, .events = POLLIN, .revents = 0};
-  int ready = 0;
-  do {
-    ready = sys::Sys().poll(&entry, 1, timeout_ms);
-  } while (ready < 0 && errno == EINTR);
-  return ready > 0;
+  return sys::PollFor(&entry, 1, timeout_ms) > 0;
 }
 
 void Ring(int eventfd) {
@@ -40,7 +37,7 @@ void Ring(int eventfd) {
 }
 
 absl::StatusOr<base::UniqueFd> MakeEventFd() {
-  base::UniqueFd fd(sys::Sys().eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  base::UniqueFd fd(sys::EventFdOwned());
   if (!fd.valid()) return base::ErrnoStatus("create", "eventfd", errno);
   return fd;
 }
@@ -66,10 +63,9 @@ absl::Status WorkerLink::Start(const LinkOptions& options) {
   time_take_max_ = options.time_take_max;
   HOLDFAST_ASSIGN_OR_RETURN(to_worker_, MakeEventFd());
   HOLDFAST_ASSIGN_OR_RETURN(to_trainer_, MakeEventFd());
-  trainer_pidfd_ = base::UniqueFd(sys::Sys().pidfd_open(sys::Sys().getpid(), 0));
-  if (!trainer_pidfd_.valid()) return base::ErrnoStatus("open", "the trainer's own pidfd", errno);
+  HOLDFAST_RETURN_IF_ERROR(WatchTrainer());
   int ends[2];
-  if (sys::Sys().socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, ends) != 0) {
+  if (sys::SocketPairOwned(SOCK_SEQPACKET, ends) != 0) {
     return base::ErrnoStatus("create", "the worker's socket", errno);
   }
   socket_ = base::UniqueFd(ends[0]);
@@ -91,12 +87,34 @@ absl::Status WorkerLink::Start(const LinkOptions& options) {
   return Attach();
 }
 
+absl::Status WorkerLink::WatchTrainer() {
+  trainer_watch_ = base::UniqueFd(sys::PidfdOwned(sys::Sys().getpid()));
+  if (trainer_watch_.valid()) return absl::OkStatus();
+  // The rung below, where pidfd_open is forbidden or not there: a socket whose other end this
+  // process alone holds (foreign children close it) hangs up with its death.
+  int ends[2];
+  if (sys::SocketPairOwned(SOCK_STREAM, ends) != 0) {
+    return base::ErrnoStatus("create", "the socket by which a worker sees the trainer's end",
+                             errno);
+  }
+  trainer_end_ = base::UniqueFd(ends[0]);
+  trainer_watch_ = base::UniqueFd(ends[1]);
+  return absl::OkStatus();
+}
+
+absl::Status WorkerLink::WatchWorker() {
+  pidfd_ = base::UniqueFd(sys::PidfdOwned(pid_));
+  if (pidfd_.valid()) return absl::OkStatus();
+  // No rung below: without it nothing proves that the worker is gone.
+  return base::ErrnoStatus("watch by pidfd_open",
+                           "the worker that was just started (the launcher thread needs none)",
+                           errno);
+}
+
 absl::Status WorkerLink::StartSpawned(const LinkOptions& options, base::UniqueFd worker_end) {
   HOLDFAST_ASSIGN_OR_RETURN(pid_,
                             SpawnWorker(options.program, options.title, kept_, worker_end.get()));
-  pidfd_ = base::UniqueFd(sys::Sys().pidfd_open(pid_, 0));
-  if (!pidfd_.valid()) return base::ErrnoStatus("watch", "the worker that was just started", errno);
-  return absl::OkStatus();
+  return WatchWorker();
 }
 
 absl::Status WorkerLink::StartForked(base::UniqueFd worker_end) {
@@ -109,17 +127,14 @@ absl::Status WorkerLink::StartForked(base::UniqueFd worker_end) {
     _exit(worker::Serve({.socket = worker_end.get(), .launcher = Launcher::kFork, .jobs_max = 1}));
   }
   pid_ = pid;
-  pidfd_ = base::UniqueFd(sys::Sys().pidfd_open(pid_, 0));
-  if (!pidfd_.valid()) return base::ErrnoStatus("watch", "the worker that was just forked", errno);
-  return absl::OkStatus();
+  return WatchWorker();
 }
 
 absl::Status WorkerLink::StartThread(base::UniqueFd worker_end) {
   // Serve closes the socket, so it gets a number of its own: UniqueFd's must not be closed behind
   // its back.
-  const int socket = sys::Sys().fcntl(worker_end.get(), F_DUPFD_CLOEXEC, 0);
+  const int socket = sys::DuplicateOwned(worker_end.get());
   if (socket < 0) return base::ErrnoStatus("duplicate", "the worker's socket", errno);
-  sys::OwnFd(socket);
   const absl::Status started = thread_.Start([this, socket] {
     worker::Serve({.socket = socket, .launcher = Launcher::kThread, .jobs_max = 0});
     Ring(ended_.get());
@@ -130,7 +145,7 @@ absl::Status WorkerLink::StartThread(base::UniqueFd worker_end) {
 }
 
 absl::Status WorkerLink::Attach() {
-  const int fds[layout::kAttachFds] = {arena_fd_, trainer_pidfd_.get(), to_worker_.get(),
+  const int fds[layout::kAttachFds] = {arena_fd_, trainer_watch_.get(), to_worker_.get(),
                                        to_trainer_.get()};
   return Send(layout::MessageKind::kAttach, arena_bytes_, fds, layout::kAttachFds);
 }
@@ -162,8 +177,7 @@ absl::Status WorkerLink::Send(layout::MessageKind kind, uint64_t bytes, const in
   }
   const absl::Time end = base::Now() + time_take_max_;
   while (sys::Sys().sendmsg(socket_.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
-    if (errno == EINTR) continue;
-    if (errno != EAGAIN) return WhyRefused(errno);
+    if (errno != EAGAIN && errno != EINTR) return WhyRefused(errno);
     // Hundreds of jobs wait for it already.
     if (base::Now() > end) {
       return absl::DeadlineExceededError(absl::StrCat("hand a job to the worker: it took none for ",
@@ -203,6 +217,11 @@ bool WorkerLink::IsGone() const {
   return IsReadable(launcher_ == Launcher::kThread ? ended_.get() : pidfd_.get(), 0);
 }
 
+bool WorkerLink::HasHungUp() const {
+  pollfd entry{.fd = socket_.get(), .events = 0, .revents = 0};
+  return sys::Sys().poll(&entry, 1, 0) > 0 && (entry.revents & POLLHUP) != 0;
+}
+
 std::string WorkerLink::Reap() {
   const base::MutexLock lock(&reap_mutex_);
   if (exit_text_.empty()) exit_text_ = TakeExitStatus();
@@ -212,10 +231,8 @@ std::string WorkerLink::Reap() {
 std::string WorkerLink::TakeExitStatus() {
   if (launcher_ == Launcher::kThread) return "ended: its thread returned";
   siginfo_t info{};
-  int result = 0;
-  do {
-    result = sys::Sys().waitid(P_PIDFD, static_cast<id_t>(pidfd_.get()), &info, WEXITED);
-  } while (result != 0 && errno == EINTR);
+  const int result = sys::Uninterrupted(
+      [&] { return sys::Sys().waitid(P_PIDFD, static_cast<id_t>(pidfd_.get()), &info, WEXITED); });
   if (result != 0) return "ended, and the host process took its exit status";
   if (info.si_code == CLD_EXITED) {
     switch (info.si_status) {
@@ -239,9 +256,9 @@ void WorkerLink::ReapKilled() {
   // Only where no pidfd could be opened (no fd was left): Launch has killed the child, which had
   // nothing to do yet. The pid is still ours, and it must not stay behind as a zombie.
   siginfo_t info{};
-  while (pid_ > 0 && sys::Sys().waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED) != 0 &&
-         errno == EINTR) {
-  }
+  if (pid_ <= 0) return;
+  (void)sys::Uninterrupted(
+      [&] { return sys::Sys().waitid(P_PID, static_cast<id_t>(pid_), &info, WEXITED); });
 }
 
 bool WorkerLink::IsReaped() {
@@ -258,6 +275,13 @@ void WorkerLink::Kill() {
     // nobody has reaped it.
     sys::Sys().kill(pid_, SIGKILL);
   }
+}
+
+void WorkerLink::Abandon(std::shared_ptr<WorkerLink> link) {
+  link->Kill();
+  if (link->launcher_ != Launcher::kThread) return;
+  link->Exit();
+  base::KeepForever(std::move(link));
 }
 
 WorkerLink::~WorkerLink() {

@@ -65,8 +65,14 @@ class WorkerLink : public staging::Registrant {
   int doorbell_fd() const { return to_trainer_.get(); }  ///< Readable when the worker has news.
   void DrainDoorbell();
 
-  /// Whether the worker is provably gone: its pidfd is readable (its thread was joined).
+  /// Whether the worker has ended: its pidfd is readable (its thread has returned). Direct writes
+  /// of its ring may still be under way in the kernel, and read staging memory.
   bool IsGone() const;
+
+  /// Whether the worker's end of the socket is closed, in its process and in its rings, which hold
+  /// it until their last transfer has landed.
+  bool HasHungUp() const;
+  int socket() const { return socket_.get(); }
 
   /// Takes the exit status once IsGone, and says how it ended: "exited with status 0", "killed by
   /// signal 9 (Killed)", or that the host took the status (waited for all children, or ignores
@@ -76,6 +82,9 @@ class WorkerLink : public staging::Registrant {
   /// Gives the worker up: SIGKILL, by pidfd, so that no recycled pid is ever hit. A thread goes on
   /// by itself. Neither is given another job.
   void Kill();
+  /// Kill, for a caller that waits no longer. A thread is asked to end after its job, and its link
+  /// is kept for good: the destructor would wait for the thread.
+  static void Abandon(std::shared_ptr<WorkerLink> link);
   bool given_up() const { return given_up_.load(std::memory_order_relaxed); }
 
   /// Registrant: a kept worker holds the arena's pages in its ring's registration and in its
@@ -86,6 +95,8 @@ class WorkerLink : public staging::Registrant {
  private:
   WorkerLink() = default;
   absl::Status Start(const LinkOptions& options);
+  absl::Status WatchTrainer();
+  absl::Status WatchWorker();
   absl::Status StartSpawned(const LinkOptions& options, base::UniqueFd worker_end);
   absl::Status StartForked(base::UniqueFd worker_end);
   absl::Status StartThread(base::UniqueFd worker_end);
@@ -106,8 +117,9 @@ class WorkerLink : public staging::Registrant {
   pid_t pid_ = -1;
   base::UniqueFd socket_;
   base::UniqueFd pidfd_;
-  base::UniqueFd trainer_pidfd_;
-  base::UniqueFd to_worker_;  // eventfds
+  base::UniqueFd trainer_watch_;  // the worker's: readable or hung up when the trainer has died
+  base::UniqueFd trainer_end_;    // the other end, where the watch is a socket and no pidfd
+  base::UniqueFd to_worker_;      // eventfds
   base::UniqueFd to_trainer_;
   base::UniqueFd ended_;  // eventfd, a thread's stand-in for a pidfd
   base::Thread thread_;

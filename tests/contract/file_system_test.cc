@@ -14,6 +14,7 @@
 #include "holdfast/checkpointer.h"
 #include "holdfast/probe.h"
 #include "holdfast/recovery.h"
+#include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/small_file_system.h"
 
@@ -117,6 +118,46 @@ TEST_P(FileSystem, CheckpointsLiveThroughTheirWholeLife) {
   const auto newest = FindNewest(path);
   ASSERT_TRUE(newest.ok()) << newest.status();
   EXPECT_EQ(newest->name, "step-3");
+}
+
+TEST_P(FileSystem, RanksCommitAndFailTogether) {
+  const auto disk = std::get<0>(GetParam()).make();
+  if (!disk.ok()) GTEST_SKIP() << disk.status();
+  const std::string& path = (*disk)->path();
+  CheckpointerOptions options = SmallOptions(path);
+  options.staging.arena_bytes = 16u << 20;
+  options.engine = std::get<1>(GetParam());
+  options.world_size = 2;
+  const auto zero = Make(options);
+  options.rank = 1;
+  const auto one = Make(options);
+  ASSERT_TRUE(zero != nullptr && one != nullptr);
+  for (const bool fails : {false, true}) {
+    const AttemptId attempt = NewAttemptId();
+    const auto begin = [&](Checkpointer* checkpointer, uint64_t seed) {
+      const TrainingState state = TrainingState::Uniform(3, 1u << 20, seed);
+      const std::vector<TensorSource> sources = state.Sources();
+      return checkpointer->SaveAsync(
+          {.name = fails ? "failed" : "whole", .step = 1, .tensors = sources, .attempt = attempt});
+    };
+    const auto first = begin(zero.get(), 1);
+    ASSERT_TRUE(first.ok()) << first.status();
+    if (fails) {
+      ASSERT_TRUE(WaitFor([&] { return first->progress().phase == "waiting for ranks"; }));
+    }
+    const auto second = begin(one.get(), 2);
+    ASSERT_TRUE(second.ok()) << second.status();
+    if (fails) (void)second->Cancel();
+    const absl::Status ended = first->WaitDurable(kLong).status();
+    const absl::Status other = second->WaitDurable(kLong).status();
+    if (fails && ended.ok()) continue;  // it was committing already
+    EXPECT_EQ(ended.ok(), !fails) << ended;
+    EXPECT_EQ(other.ok(), !fails) << other;
+    if (fails) {
+      EXPECT_THAT(Text(ended), ::testing::HasSubstr("rank 1 failed: cancel"));
+    }
+  }
+  ExpectSound(absl::StrCat(path, "/whole"));
 }
 
 }  // namespace

@@ -1,5 +1,8 @@
 // Saves into a directory that a framework owns: its files stand side by side with those of other
 // attempts, and nothing of Holdfast's takes the directory for a checkpoint of its own.
+#include <signal.h>
+#include <sys/stat.h>
+
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -131,6 +134,50 @@ TEST_P(FilesOnly, AFileThatAnotherSaveTookOverIsNotGivenItsName) {
   const auto report = handle->WaitDurable(kLong);
   EXPECT_TRUE(absl::IsAborted(report.status())) << report.status();
   EXPECT_THAT(std::string(report.status().message()), HasSubstr("another save"));
+  EXPECT_THAT(Names(path()), ElementsAre("__0_0.tmp")) << "the other one's";
+}
+
+class FilesOnlyClosed : public FilesOnly {};
+INSTANTIATE_TEST_SUITE_P(Launchers, FilesOnlyClosed, kProcessLaunchers, LauncherName);
+
+TEST_P(FilesOnlyClosed, AFileThatWasTakenOverWithItsInodeNumberIsNotGivenItsName) {
+  CheckpointerOptions options = Options();
+  options.read_back = true;
+  const auto checkpointer = Make(options);
+  ASSERT_NE(checkpointer, nullptr);
+  const TrainingState small = TrainingState::Uniform(1, 100'000, 1);
+  const TrainingState large = TrainingState::Uniform(1, 100u << 20, 2);
+  const std::vector<TensorSource> small_sources = small.Sources();
+  const std::vector<TensorSource> large_sources = large.Sources();
+  SavePlan plan = FramedPlan(small_sources, {.file_name = "__0_0"});
+  const SavePlan second = FramedPlan(large_sources, {.file_name = "__0_1"});
+  for (PlannedTensor tensor : second.tensors) {
+    tensor.name += ".large";
+    tensor.file = 1;
+    plan.tensors.push_back(tensor);
+  }
+  plan.files.push_back(second.files[0]);
+  for (Segment& segment : plan.files[1].segments) {
+    if (segment.tensor != Segment::kLiteral) segment.tensor += 1;
+  }
+  const std::string victim = path() + "/__0_0.tmp";
+  const auto handle = checkpointer->SaveAsync(
+      {.name = "framework", .step = 1, .plan = &plan, .attempt = kOlder, .files_only = true});
+  ASSERT_TRUE(handle.ok()) << handle.status();
+  ASSERT_TRUE(WaitFor([&] { return handle->progress().phase == "reading back"; }));
+  kill(handle->worker_pid(), SIGSTOP);
+  struct stat before {};
+  struct stat after {};
+  ASSERT_EQ(stat(victim.c_str(), &before), 0);
+  for (int tries = 0; tries < 100 && after.st_ino != before.st_ino; ++tries) {
+    std::filesystem::remove(victim);
+    WriteFileBytes(victim, "half written");
+    ASSERT_EQ(stat(victim.c_str(), &after), 0);
+  }
+  kill(handle->worker_pid(), SIGCONT);
+  if (after.st_ino != before.st_ino) GTEST_SKIP() << "inode numbers are not given out again here";
+  const auto report = handle->WaitDurable(kLong);
+  EXPECT_TRUE(absl::IsAborted(report.status())) << report.status();
   EXPECT_THAT(Names(path()), ElementsAre("__0_0.tmp")) << "the other one's";
 }
 

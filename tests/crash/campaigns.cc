@@ -13,8 +13,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "holdfast/recovery.h"
-#include "runtime/checkpointer/directory_access.h"
-#include "runtime/checkpointer/directory_lock.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/locks.h"
 #include "runtime/format/directory_names.h"
 #include "tests/crash/kill_switch.h"
 #include "tests/crash/power_model.h"
@@ -154,6 +154,7 @@ Outcome KillCommits(const CommitCase& commit) {
                  .like = New(),
                  .order = commit.order,
                  .replace = commit.replace,
+                 .sync_record = commit.sync_record,
                  .acknowledge = [&] {
                    if (::write(pipe_fds[1], "a", 1) != 1) abort();
                  }});
@@ -200,8 +201,8 @@ Outcome KillRecoveries() {
                            Old());
     }
     // An orphan is at work in one more: it is fenced.
-    auto parent = checkpointer::OpenDirectory(AT_FDCWD, path);
-    auto orphan = checkpointer::MakePartialDirectory(
+    auto parent = directory::OpenDirectory(AT_FDCWD, path);
+    auto orphan = directory::MakePartialDirectory(
         parent->get(), format::PartialName("step-9", {.high = 9, .low = 9}));
     if (!orphan.ok()) abort();
     orphan->trainer.Reset();
@@ -212,7 +213,7 @@ Outcome KillRecoveries() {
     judge.Expect(IsWhole(path + "/step-7", New()) || IsWhole(path + "/" + NewPartial(), New()),
                  "the complete partial is lost");
     judge.Expect(IsWhole(path + "/step-8", successor), "a complete checkpoint is lost");
-    *orphan = checkpointer::PartialDirectory{};
+    *orphan = directory::PartialDirectory{};
     const auto report = Recover(path, kAtOnce);
     judge.Expect(report.ok() && report->kept_incomplete.empty(), "the next recovery keeps a rest");
     judge.Expect(NamesIn(path) == settled,
@@ -231,12 +232,12 @@ Outcome KillOneRankOfARunningSave() {
   for (int call = 1; call < kCallsMax; ++call) {
     const TemporaryDirectory directory(Scratch());
     Prepare(directory.path(), {});
-    auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory.path());
-    auto living = checkpointer::MakePartialDirectory(parent->get(), NewPartial());
+    auto parent = directory::OpenDirectory(AT_FDCWD, directory.path());
+    auto living = directory::MakePartialDirectory(parent->get(), NewPartial());
     if (!living.ok()) abort();
     New().Write(directory / NewPartial());
     const bool killed = KilledAt(call, [&] {
-      auto own = checkpointer::OpenDirectory(AT_FDCWD, directory.path());
+      auto own = directory::OpenDirectory(AT_FDCWD, directory.path());
       SmallRank rank = New();
       rank.rank = 1;
       WriteRankDurably(own->get(), NewPartial(), rank);
@@ -250,7 +251,7 @@ Outcome KillOneRankOfARunningSave() {
                  "recovery acted on a running save");
     judge.Expect(fs::exists(partial) && NamesIn(partial) == before, "a running save was touched");
     // Rank 0's trainer dies too: now it is nobody's.
-    *living = checkpointer::PartialDirectory{};
+    *living = directory::PartialDirectory{};
     if (fs::exists(partial)) judge.Recovered(directory.path(), false, false);
     if (!killed) return outcome;
   }
@@ -279,6 +280,7 @@ Outcome CutPower(const CommitCase& commit) {
                .like = New(),
                .order = commit.order,
                .replace = commit.replace,
+               .sync_record = commit.sync_record,
                .acknowledge = [&] { acknowledged = true; }});
     calls = model.calls();
   }
@@ -294,6 +296,7 @@ Outcome CutPower(const CommitCase& commit) {
                .like = New(),
                .order = commit.order,
                .replace = commit.replace,
+               .sync_record = commit.sync_record,
                .acknowledge = [&] { acknowledged = true; }});
     model.StopFailing();
     model.OnCall([&] {
@@ -327,7 +330,10 @@ Outcome Oddities() {
     Prepare(directory.path(), {});
     WriteSmallCheckpoint(directory / NewPartial(), New());
     fs::resize_file(directory / (NewPartial() + "/model-00001-of-00002.safetensors"), 4999);
-    Judge(&outcome, "a file is one byte short").Recovered(directory.path(), false, false);
+    Judge judge(&outcome, "a file is one byte short");
+    const auto report = Recover(directory.path(), kAtOnce);
+    judge.Expect(report.ok() && report->kept_incomplete.size() == 1, "it goes unreported");
+    judge.SoundListing(directory.path());
   }
   {
     const TemporaryDirectory directory(Scratch());
@@ -341,8 +347,8 @@ Outcome Oddities() {
   {
     const TemporaryDirectory directory(Scratch());
     Prepare(directory.path(), {});
-    auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory.path());
-    auto orphan = checkpointer::MakePartialDirectory(parent->get(), NewPartial());
+    auto parent = directory::OpenDirectory(AT_FDCWD, directory.path());
+    auto orphan = directory::MakePartialDirectory(parent->get(), NewPartial());
     if (!orphan.ok()) abort();
     orphan->trainer.Reset();
     WriteSmallCheckpoint(directory / NewPartial(), New());

@@ -18,6 +18,7 @@ struct Outcome {
 struct CommitCase {
   std::vector<uint32_t> order = {0, 1};  ///< Of two ranks.
   bool replace = false;
+  bool sync_record = true;  ///< As Script's.
 };
 
 /// A save is killed before each of its calls; then recovery runs, twice.

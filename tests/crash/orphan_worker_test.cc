@@ -12,8 +12,8 @@
 #include <filesystem>
 
 #include "holdfast/recovery.h"
-#include "runtime/checkpointer/directory_access.h"
-#include "runtime/checkpointer/directory_lock.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/locks.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/small_checkpoint.h"
@@ -60,8 +60,8 @@ class OrphanWorker : public ::testing::Test {
   }
 
   [[noreturn]] void Trainer() {
-    auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory_.path());
-    auto save = checkpointer::MakePartialDirectory(parent->get(), partial_);
+    auto parent = directory::OpenDirectory(AT_FDCWD, directory_.path());
+    auto save = directory::MakePartialDirectory(parent->get(), partial_);
     if (!save.ok()) _exit(1);
     base::ForkScope own;
     const pid_t worker = fork();
@@ -122,7 +122,7 @@ TEST_F(OrphanWorker, IsFencedWhenItDoesNotEndAndCannotCommitAnyMore) {
   EXPECT_EQ(result_.Hear(), ENOENT);
   EXPECT_FALSE(std::filesystem::exists(directory_ / "step-7"));
   // It has ended, or does so now: its directory goes with the next recovery that finds it gone.
-  auto fenced = checkpointer::OpenDirectory(AT_FDCWD, directory_ / report->fenced[0]);
+  auto fenced = directory::OpenDirectory(AT_FDCWD, directory_ / report->fenced[0]);
   ASSERT_TRUE(fenced.ok());
   ASSERT_EQ(flock(fenced->get(), LOCK_EX), 0);
   *fenced = base::UniqueFd();

@@ -8,10 +8,10 @@
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 
 #include "runtime/sys/system.h"
 #include "tests/crash/scripted_writer.h"
+#include "tests/testing/checkpoint_files.h"
 #include "tests/testing/small_checkpoint.h"
 
 namespace holdfast::testing {
@@ -159,8 +159,7 @@ PowerModel::Id PowerModel::Import(const std::string& path) {
   inodes_.push_back({.is_directory = S_ISDIR(found.st_mode)});
   by_number_[found.st_ino] = id;
   if (!S_ISDIR(found.st_mode)) {
-    std::ifstream file(path);
-    inodes_[id].content.assign(std::istreambuf_iterator<char>(file), {});
+    inodes_[id].content = ReadFileBytes(path);
     inodes_[id].durable_content = inodes_[id].content;
     return id;
   }

@@ -3,63 +3,68 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "runtime/checkpointer/planted_bugs.h"
+#include "runtime/directory/planted_bugs.h"
 #include "tests/crash/campaigns.h"
 
 namespace holdfast::testing {
 namespace {
 
-using checkpointer::Bug;
+using directory::Bug;
 using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 class PlantedBug : public ::testing::Test {
  protected:
-  void TearDown() override { checkpointer::g_bug = Bug::kNone; }
+  void TearDown() override { directory::g_bug = Bug::kNone; }
 };
 
 TEST_F(PlantedBug, NoneIsNotSeen) { EXPECT_THAT(Oddities().violations, IsEmpty()); }
 
 TEST_F(PlantedBug, PromotionWithoutTheSizesIsSeen) {
-  checkpointer::g_bug = Bug::kPromoteWithoutSizes;
+  directory::g_bug = Bug::kPromoteWithoutSizes;
   EXPECT_THAT(Oddities().violations, Contains(HasSubstr("not what was sealed")));
 }
 
 TEST_F(PlantedBug, PromotionOfAnotherAttemptIsSeen) {
-  checkpointer::g_bug = Bug::kPromoteOtherAttempt;
+  directory::g_bug = Bug::kPromoteOtherAttempt;
   EXPECT_THAT(Oddities().violations, Contains(HasSubstr("they were promoted")));
 }
 
 TEST_F(PlantedBug, CleaningUpBeforePromotingIsSeen) {
-  checkpointer::g_bug = Bug::kRemoveBeforePromotion;
+  directory::g_bug = Bug::kRemoveBeforePromotion;
   EXPECT_THAT(KillCommits({}).violations, Contains(HasSubstr("was thrown away")));
 }
 
 TEST_F(PlantedBug, PromotionWithoutSyncingTheDirectoryIsSeen) {
-  checkpointer::g_bug = Bug::kPromoteWithoutDirectorySync;
+  directory::g_bug = Bug::kPromoteWithoutDirectorySync;
   EXPECT_THAT(CutPower({}).violations, Contains(HasSubstr("was reported complete and is lost")));
 }
 
+TEST_F(PlantedBug, ACommitRecordThatIsNamedBeforeItsFsyncIsSeen) {
+  EXPECT_THAT(CutPower({.sync_record = false}).violations,
+              Contains(HasSubstr("an acknowledged save is lost")));
+}
+
 TEST_F(PlantedBug, ReportingWithoutSyncingTheParentIsSeen) {
-  checkpointer::g_bug = Bug::kReportWithoutParentSync;
+  directory::g_bug = Bug::kReportWithoutParentSync;
   EXPECT_THAT(CutPower({}).violations, Contains(HasSubstr("was reported complete and is lost")));
 }
 
 TEST_F(PlantedBug, RemovingTheReplacedOneBeforeTheExchangeIsDurableIsSeen) {
-  checkpointer::g_bug = Bug::kRemoveBeforeParentSync;
+  directory::g_bug = Bug::kRemoveBeforeParentSync;
   EXPECT_THAT(CutPower({.replace = true}).violations,
               Contains(HasSubstr("neither the old nor the new one")));
 }
 
 TEST_F(PlantedBug, IgnoringLocksIsSeen) {
-  checkpointer::g_bug = Bug::kIgnoreLocks;
+  directory::g_bug = Bug::kIgnoreLocks;
   EXPECT_THAT(KillOneRankOfARunningSave().violations,
               Contains(HasSubstr("acted on a running save")));
 }
 
 TEST_F(PlantedBug, LettingAnOrphanGoOnIsSeen) {
-  checkpointer::g_bug = Bug::kNoFence;
+  directory::g_bug = Bug::kNoFence;
   EXPECT_THAT(Oddities().violations, Contains(HasSubstr("behind the new trainer's back")));
 }
 

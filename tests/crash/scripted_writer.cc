@@ -4,27 +4,30 @@
 #include <stdio.h>
 #include <unistd.h>
 
-#include "runtime/checkpointer/directory_access.h"
-#include "runtime/checkpointer/directory_lock.h"
-#include "runtime/checkpointer/retention.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/locks.h"
+#include "runtime/directory/removal.h"
 #include "runtime/format/directory_names.h"
+#include "runtime/layout/job.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::testing {
 namespace {
 
 /// Makes NAME.tmp, writes it in two parts (so that a kill can come between), fsyncs it, renames it.
-bool WriteNamed(int directory, const std::string& name, const std::string& content) {
+bool WriteNamed(int directory, const std::string& name, const std::string& content,
+                bool sync = true) {
   const sys::SystemCalls& sys = sys::Sys();
   const std::string temporary = name + ".tmp";
   const base::UniqueFd fd(
-      sys.openat(directory, temporary.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0666));
+      sys::OpenOwned(directory, temporary.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0666));
   if (!fd.valid()) return false;
   const size_t half = content.size() / 2;
   return sys.write(fd.get(), content.data(), half) == static_cast<ssize_t>(half) &&
          sys.write(fd.get(), content.data() + half, content.size() - half) ==
              static_cast<ssize_t>(content.size() - half) &&
-         sys.fsync(fd.get()) == 0 &&
+         (!sync || sys.fsync(fd.get()) == 0) &&
          sys.renameat2(directory, temporary.c_str(), directory, name.c_str(), RENAME_NOREPLACE) ==
              0;
 }
@@ -41,32 +44,39 @@ bool WriteRank(int directory, const SmallRank& rank) {
 std::string Scratch() { return access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp"; }
 
 bool WriteRankDurably(int parent, const std::string& partial, const SmallRank& rank) {
-  auto made = checkpointer::MakePartialDirectory(parent, partial);
+  auto made = directory::MakePartialDirectory(parent, partial);
   return made.ok() && WriteRank(made->in_use.get(), rank);
 }
 
 bool RunScript(const Script& script) {
   const sys::SystemCalls& sys = sys::Sys();
-  auto parent = checkpointer::OpenDirectory(AT_FDCWD, script.directory);
+  auto parent = directory::OpenDirectory(AT_FDCWD, script.directory);
   if (!parent.ok()) return false;
   const std::string partial = format::PartialName(script.like.checkpoint, script.like.attempt);
-  std::vector<checkpointer::PartialDirectory> held;
+  std::vector<directory::PartialDirectory> held;
   for (uint32_t i : script.order) {
     SmallRank rank = script.like;
     rank.rank = i;
-    auto made = checkpointer::MakePartialDirectory(parent->get(), partial);
+    auto made = directory::MakePartialDirectory(parent->get(), partial);
     if (!made.ok()) return false;
     held.push_back(*std::move(made));
     // Each rank's worker makes the directory's own entry durable first.
     if (sys.fsync(parent->get()) != 0) return false;
     if (!WriteRank(held.back().in_use.get(), rank)) return false;
   }
+  // Rank 0's record, once all ranks have voted.
+  const int directory = held.front().in_use.get();
+  if (!WriteNamed(directory, layout::kCommitRecordName, script.like.record_text(),
+                  script.sync_record) ||
+      sys.fsync(directory) != 0) {
+    return false;
+  }
   const char* const target = script.like.checkpoint.c_str();
   const unsigned how = script.replace ? RENAME_EXCHANGE : RENAME_NOREPLACE;
   if (sys.renameat2(parent->get(), partial.c_str(), parent->get(), target, how) != 0) return false;
   if (sys.fsync(parent->get()) != 0) return false;
   if (script.acknowledge) script.acknowledge();
-  return !script.replace || checkpointer::RemoveDirectory(parent->get(), partial).ok();
+  return !script.replace || directory::RemoveDirectory(parent->get(), partial).ok();
 }
 
 }  // namespace holdfast::testing

@@ -21,6 +21,8 @@ struct Script {
   SmallRank like;                     ///< Name, attempt, world size, step; every rank is written.
   std::vector<uint32_t> order = {0};  ///< In which the ranks do their part. Rank 0 commits last.
   bool replace = false;
+  bool sync_record =
+      true;  ///< False: the planted bug of a record that is renamed before its fsync.
   std::function<void()> acknowledge;  ///< Called when "durable" would be reported.
 };
 

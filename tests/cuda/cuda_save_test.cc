@@ -107,10 +107,8 @@ std::string CaseName(const ::testing::TestParamInfo<std::tuple<Launcher, PageRun
 }
 INSTANTIATE_TEST_SUITE_P(
     All, CudaSave,
-    ::testing::Combine(::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent,
-                                         Launcher::kThread),
-                       ::testing::Values(PageRung::kHugetlb, PageRung::kTmpfsHuge,
-                                         PageRung::kMadviseHuge, PageRung::kSmall)),
+    ::testing::Combine(kEveryLauncher, ::testing::Values(PageRung::kHugetlb, PageRung::kTmpfsHuge,
+                                                         PageRung::kMadviseHuge, PageRung::kSmall)),
     CaseName);
 
 TEST_P(CudaSave, WhatTheStreamWroteIsSavedAndComesBackToTheGpu) {

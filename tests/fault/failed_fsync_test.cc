@@ -4,8 +4,6 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <fstream>
-#include <iterator>
 #include <string>
 #include <vector>
 
@@ -14,6 +12,7 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "runtime/sys/system.h"
+#include "tests/testing/checkpoint_files.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/slow_device.h"
@@ -138,9 +137,8 @@ TEST_P(LateStream, IsReportedAndStandsInTheManifest) {
   ASSERT_TRUE(report.ok()) << report.status();
   EXPECT_TRUE(report->streamed);
   ExpectSound(report->path);
-  std::ifstream file(report->path + "/rank-00000-of-00001.manifest.json");
-  const std::string manifest((std::istreambuf_iterator<char>(file)), {});
-  EXPECT_THAT(manifest, HasSubstr("\"streamed\":true"));
+  EXPECT_THAT(ReadFileBytes(report->path + "/rank-00000-of-00001.manifest.json"),
+              HasSubstr("\"streamed\":true"));
 }
 
 TEST_P(LateStream, IsNotWrittenAgainAfterAFailedFsync) {

@@ -1,12 +1,16 @@
 // Hosts with manners of their own: they ignore SIGCHLD, wait for all children, or run out of fds.
 #include <fcntl.h>
+#include <linux/capability.h>
 #include <signal.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <cerrno>
+#include <cstdint>
 #include <filesystem>
 #include <string>
 #include <thread>
@@ -17,6 +21,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
+#include "runtime/sys/system.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
 
@@ -55,6 +60,69 @@ class HostProcess : public LauncherTest {
   }
 };
 INSTANTIATE_TEST_SUITE_P(All, HostProcess, kEveryLauncher, LauncherName);
+
+// As a container without CAP_SYS_NICE. Not from the bounding set alone: a thread of this process
+// has what the process has, and a program that root starts has the bounding set.
+std::string DropPriorityRights() {
+  __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
+  __user_cap_data_struct rights[2] = {};
+  if (syscall(SYS_capget, &header, rights) != 0) return "capget is forbidden";
+  for (const unsigned right : {CAP_SYS_NICE, CAP_SYS_ADMIN}) {
+    const uint32_t bit = 1u << (right % 32);
+    if ((rights[0].permitted & bit) != 0) prctl(PR_CAPBSET_DROP, right, 0, 0, 0);
+    rights[0].effective &= ~bit;
+    rights[0].permitted &= ~bit;
+    rights[0].inheritable &= ~bit;
+  }
+  return syscall(SYS_capset, &header, rights) == 0 ? "" : "capset is forbidden";
+}
+
+TEST_P(HostProcess, MayNotRaiseItsIoPriorityAndLosesNoSave) {
+  for (const EngineRung engine : {EngineRung::kUring, EngineRung::kPwrite}) {
+    const ChildResult result = RunInChild([this, engine] {
+      if (std::string why = DropPriorityRights(); !why.empty()) return why;
+      CheckpointerOptions options = Options();
+      options.engine = engine;
+      options.qos.io_priority_class = 1;  // real-time
+      const auto checkpointer = Make(options);
+      if (checkpointer == nullptr) return std::string();
+      const auto report =
+          Save(checkpointer.get(), NameOf(engine), TrainingState::Uniform(2, 1'000'000, 1));
+      EXPECT_TRUE(report.ok()) << report.status();
+      if (report.ok()) {
+        EXPECT_THAT(report->engine_reason, HasSubstr("I/O priority: EPERM"));
+      }
+      return std::string();
+    });
+    if (!result.skipped.empty()) GTEST_SKIP() << result.skipped;
+    EXPECT_EQ(result.status, 0);
+  }
+}
+
+template <int kError>
+int NoPidfd(pid_t, unsigned) {
+  errno = kError;
+  return -1;
+}
+
+TEST_P(HostProcess, HasNoPidfds) {
+  for (const auto refuse : {NoPidfd<ENOSYS>, NoPidfd<EPERM>}) {
+    sys::g_system.pidfd_open = refuse;
+    auto made = Checkpointer::Create(Options());  // starts a kept worker
+    absl::Status status = made.status();
+    if (made.ok()) {
+      status = Save(made->get(), "step-1", TrainingState::Uniform(3, 1u << 20, 1)).status();
+      ExpectMemoryBack(made->get());
+      made->reset();
+    }
+    EXPECT_EQ(status.ok(), IsThread()) << status;
+    if (!IsThread()) {
+      EXPECT_THAT(Text(status), HasSubstr("launcher thread"));
+    }
+    sys::g_system = sys::kKernel;
+    std::filesystem::remove_all(absl::StrCat(directory(), "/step-1"));
+  }
+}
 
 TEST_P(HostProcess, IgnoresSigchld) {
   const ChildResult result = RunInChild([this] {

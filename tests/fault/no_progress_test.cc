@@ -3,13 +3,18 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <cstring>
 #include <filesystem>
+#include <iterator>
 #include <memory>
 #include <string>
+#include <system_error>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
@@ -26,6 +31,20 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
+/// A stall deadline of at least `least` that a sound save does not pass on this machine as busy as
+/// it is now.
+class SoundSave {
+ public:
+  absl::Duration StallDeadline(absl::Duration least) const {
+    constexpr int kManyTimes = 8;
+    constexpr absl::Duration kMost = absl::Seconds(15);
+    return std::clamp(kManyTimes * (absl::Now() - began_), least, kMost);
+  }
+
+ private:
+  absl::Time began_ = absl::Now();
+};
+
 /// A GPU whose stream hangs, as behind a collective that the other ranks never enter.
 class HungDevice : public LauncherTest {
  protected:
@@ -41,17 +60,18 @@ class HungDevice : public LauncherTest {
     }
     return checkpointer->SaveAsync({.name = name, .step = 1, .tensors = sources});
   }
-  CheckpointerOptions Impatient() const {
+  /// Saves "previous" and measures by it what is no stall.
+  CheckpointerOptions Impatient() {
     CheckpointerOptions options = Options();
-    // A busy disk must not take this long for a small write.
-    options.time_stalled_max = absl::Milliseconds(1500);
+    const SoundSave sound;
+    SavePrevious(directory());
+    options.time_stalled_max = sound.StallDeadline(absl::Milliseconds(1500));
     return options;
   }
 };
 INSTANTIATE_TEST_SUITE_P(All, HungDevice, kEveryLauncher, LauncherName);
 
 TEST_P(HungDevice, EndsTheSaveKeepsTheMemoryAndHoldsUpNobodyElse) {
-  SavePrevious(directory());
   SlowDevice hung("hung:0");
   SlowDevice sound("sound:0");
   sound.CompleteAtOnce(true);
@@ -59,12 +79,12 @@ TEST_P(HungDevice, EndsTheSaveKeepsTheMemoryAndHoldsUpNobodyElse) {
   ASSERT_NE(checkpointer, nullptr);
   const auto handle = BeginOn(&hung, checkpointer.get(), "hung");
   ASSERT_TRUE(handle.ok()) << handle.status();
-  const auto report = handle->WaitDurable(absl::Seconds(60));
+  const auto report = handle->WaitDurable(kLong);
   EXPECT_TRUE(absl::IsDeadlineExceeded(report.status())) << report.status();
   EXPECT_TRUE(handle->IsDone());
   EXPECT_THAT(Text(report.status()), AllOf(HasSubstr("hung"), HasSubstr("quarantined")));
   EXPECT_GT(checkpointer->staging().bytes_quarantined, 0u);
-  EXPECT_TRUE(checkpointer->Flush(absl::Seconds(60)).ok()) << "its error was returned already";
+  EXPECT_TRUE(checkpointer->Flush(kLong).ok()) << "its error was returned already";
   // The device thread serves others meanwhile.
   const auto other = BeginOn(&sound, checkpointer.get(), "other");
   ASSERT_TRUE(other.ok()) << other.status();
@@ -87,7 +107,7 @@ TEST_P(HungDeviceAtTheEnd, NobodyLooksAndFlushTells) {
   const auto checkpointer = Make(Impatient());
   ASSERT_NE(checkpointer, nullptr);
   ASSERT_TRUE(BeginOn(&hung, checkpointer.get(), "hung").ok());
-  const absl::Status told = checkpointer->Flush(absl::Seconds(60));
+  const absl::Status told = checkpointer->Flush(kLong);
   EXPECT_TRUE(absl::IsDeadlineExceeded(told)) << told;
   EXPECT_THAT(Text(told), HasSubstr("quarantined"));
   hung.CompleteAll();
@@ -118,14 +138,22 @@ INSTANTIATE_TEST_SUITE_P(All, Queued, ::testing::Values(Launcher::kPersistent, L
 
 TEST_P(Queued, BehindASlowSaveIsNoStall) {
   CheckpointerOptions options = Options();
-  options.time_stalled_max = absl::Seconds(1);
-  options.qos.bytes_per_second_max = 8u << 20;
+  const SoundSave sound;
+  SavePrevious(directory());
+  options.time_stalled_max = sound.StallDeadline(absl::Seconds(1));
+  constexpr uint64_t kChunksPerSecond = 2;
+  options.qos.bytes_per_second_max = kChunksPerSecond * kChunkBytes;
+  // A save that waits without one before it is stopped after 1.5 deadlines and the second that its
+  // rate allows; this one waits for another second.
+  const auto stopped =
+      static_cast<uint64_t>(absl::ToInt64Milliseconds(options.time_stalled_max) * 3 / 2 + 1000);
+  const auto chunks = static_cast<uint32_t>((stopped + 1000) * kChunksPerSecond / 1000);
+  options.staging.arena_bytes = (chunks + 2) * kChunkBytes;
   const auto checkpointer = Make(options);
   ASSERT_NE(checkpointer, nullptr);
-  const TrainingState slow = TrainingState::Uniform(7, 4u << 20, 1);
+  const TrainingState slow = TrainingState::Uniform(chunks, kChunkBytes, 1);
   const auto first = Begin(checkpointer.get(), "slow", slow);
   ASSERT_TRUE(first.ok()) << first.status();
-  // It waits for 3.5 s; without the one before it, 2.5 s are a stall.
   const auto second = Begin(checkpointer.get(), "queued", TrainingState::Uniform(1, 1000, 2), 2);
   ASSERT_TRUE(second.ok()) << second.status();
   const auto report = first->WaitDurable(kLong);
@@ -158,6 +186,46 @@ TEST(KeptWorker, ThatDiedAfterATrimIsReplaced) {
   kill(Holdings::OfSelf().children.at(0), SIGKILL);
   EXPECT_TRUE(WaitFor([&] { return (*checkpointer)->Trim().ok(); }));
   EXPECT_TRUE(save("step-3").ok());
+}
+
+/// A removal on a file system that has gone: unlink(2) of data does not come back.
+std::atomic<bool> g_removal_hangs{false};
+int HangingUnlink(int directory, const char* path, int flags) {
+  while (g_removal_hangs && absl::EndsWith(path, ".safetensors"))
+    absl::SleepFor(absl::Milliseconds(5));
+  return sys::kKernel.unlinkat(directory, path, flags);
+}
+
+TEST(HungRemoval, ByAThreadHoldsUpNobody) {
+  const ScratchDirectory scratch;
+  const ChildResult result = RunInChild([&] {
+    CheckpointerOptions options = SmallOptions(scratch.path());
+    options.launcher = Launcher::kThread;
+    options.time_stalled_max = absl::Seconds(2);
+    auto checkpointer = *Checkpointer::Create(options);
+    const TrainingState state = TrainingState::Uniform(2, 100'000, 1);
+    const std::vector<TensorSource> sources = state.Sources();
+    g_removal_hangs = true;
+    sys::g_system.unlinkat = HangingUnlink;
+    for (uint64_t step = 1; step <= 2; ++step) {
+      const auto handle = checkpointer->SaveAsync(
+          {.name = "latest", .step = step, .tensors = sources, .replace = true});
+      EXPECT_TRUE(handle.ok() && handle->WaitDurable(kLong).ok());
+    }
+    const absl::Status told = checkpointer->Flush(kLong);
+    EXPECT_TRUE(absl::IsDeadlineExceeded(told)) << told;
+    EXPECT_THAT(Text(told), HasSubstr("no progress"));
+    checkpointer.reset();  // does not wait for the thread
+    EXPECT_TRUE(g_removal_hangs);
+    g_removal_hangs = false;  // and it may go on
+    EXPECT_TRUE(WaitFor([&] {
+      std::error_code error;
+      const auto begin = std::filesystem::directory_iterator(scratch.path(), error);
+      return std::distance(begin, std::filesystem::directory_iterator()) == 1;
+    }));
+    return std::string();
+  });
+  EXPECT_EQ(result.status, 0);
 }
 
 std::atomic<int> g_threads_left{0};
@@ -234,10 +302,11 @@ TEST_F(BrokenRing, FailsOneSaveOfAKeptWorkerAndNotTheNext) {
 TEST_F(BrokenRing, FlushTellsTheErrorThatNobodySawHoweverManyWereSeen) {
   CheckpointerOptions options = SmallOptions(directory());
   options.launcher = Launcher::kThread;
-  options.qos.bytes_per_second_max = 1u << 20;
+  // The second chunk may start a minute after the first: no save ends before its Cancel.
+  options.qos.bytes_per_second_max = 64u << 10;
   const auto checkpointer = Make(options);
   ASSERT_NE(checkpointer, nullptr);
-  const TrainingState state = TrainingState::Uniform(3, 1u << 20, 1);
+  const TrainingState state = TrainingState::Uniform(2, kChunkBytes, 1);
   for (int i = 0; i < 20; ++i) {
     const auto seen = Begin(checkpointer.get(), "seen", state);
     ASSERT_TRUE(seen.ok()) << seen.status();

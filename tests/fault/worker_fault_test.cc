@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -23,10 +24,12 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/recovery.h"
+#include "runtime/layout/job.h"
 #include "runtime/layout/wire.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
+#include "tests/testing/slow_device.h"
 
 namespace holdfast::testing {
 namespace {
@@ -156,9 +159,11 @@ class KilledWorker : public LauncherTest {
       EXPECT_THAT(Text(report.status()), AllOf(HasSubstr("victim"), HasSubstr("signal 9")));
     }
     ExpectMemoryBack(checkpointer);
-    // Killed right behind its rename it could not say so, but what stands under the name is whole.
+    // Killed right behind its rename the worker could not report it: the trainer finds it
+    // committed.
     const std::string path = absl::StrCat(directory(), "/victim");
     if (std::filesystem::exists(path)) {
+      EXPECT_TRUE(report.ok()) << report.status();
       ExpectSound(path);
       EXPECT_TRUE(state.CompareWith(path).ok());
       std::filesystem::remove_all(path);
@@ -388,6 +393,81 @@ TEST_P(KilledWorker, StoppedOneIsKilledAtTheStallDeadline) {
   EXPECT_TRUE(absl::IsDeadlineExceeded(report.status())) << report.status();
   EXPECT_THAT(Text(report.status()), AllOf(HasSubstr("stopped"), HasSubstr("killed")));
   ExpectRecovered(checkpointer.get());
+}
+
+/// The job table of the last save that was begun, by its memfd: what a damaged worker writes there.
+std::atomic<int> g_job_fd{-1};
+int NoteJobFd(const char* name, unsigned flags) {
+  const int fd = sys::kKernel.memfd_create(name, flags);
+  if (absl::StrContains(name, "job")) g_job_fd = fd;
+  return fd;
+}
+
+class DamagedWorker : public LauncherTest {
+ protected:
+  void SetUp() override {
+    LauncherTest::SetUp();
+    sys::g_system.memfd_create = NoteJobFd;
+  }
+  void TearDown() override {
+    sys::g_system = sys::kKernel;
+    LauncherTest::TearDown();
+  }
+
+  /// A save of device tensors that streams and of which one extent was acknowledged; `damage` then
+  /// writes to the second entry of that log.
+  void ExpectOneFailedSave(
+      const std::function<uint32_t(uint32_t first, uint32_t extents)>& damage) {
+    SavePrevious(directory());
+    SlowDevice device;
+    CheckpointerOptions options = Options();
+    options.staging.arena_bytes = 4 * kChunkBytes;
+    const auto checkpointer = Make(options);
+    ASSERT_NE(checkpointer, nullptr);
+    constexpr uint64_t kBytes = 12 * uint64_t{kChunkBytes};
+    const std::vector<TensorSource> sources = {{.name = "device",
+                                                .dtype = "U8",
+                                                .shape = {int64_t{kBytes}},
+                                                .data = device.Allocate(kBytes),
+                                                .bytes = kBytes,
+                                                .device = &device}};
+    const auto begun = checkpointer->SaveAsync({.name = "damaged", .step = 1, .tensors = sources});
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    struct stat size = {};
+    ASSERT_EQ(fstat(g_job_fd, &size), 0);
+    void* const table = mmap(nullptr, static_cast<size_t>(size.st_size), PROT_READ | PROT_WRITE,
+                             MAP_SHARED, g_job_fd, 0);
+    ASSERT_NE(table, MAP_FAILED);
+    auto* const job = static_cast<layout::Job*>(table);
+    auto* const log = layout::At<layout::SharedU32>(job, job->acknowledged);
+    ASSERT_TRUE(device.WaitForPending(1, kLong));
+    device.CompleteOldest();
+    ASSERT_TRUE(WaitFor([&] { return log[0].load() != layout::kEmptyEntry; }));
+    log[1] = damage(log[0], job->extent_count);
+    // Its copies hold the save; they are refused from here on.
+    ASSERT_TRUE(WaitFor([&] { return job->trainer_failed.load() != 0; }));
+    munmap(table, static_cast<size_t>(size.st_size));
+    device.CompleteAtOnce(true);
+    device.CompleteAll();
+    const auto report = begun->WaitDurable(kLong);
+    EXPECT_TRUE(absl::IsInternal(report.status())) << report.status();
+    EXPECT_THAT(Text(report.status()),
+                AllOf(HasSubstr("damaged"), HasSubstr("worker"), HasSubstr("acknowledged extent")));
+    ExpectRecovered(checkpointer.get());
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, DamagedWorker, kEveryLauncher, LauncherName);
+
+TEST_P(DamagedWorker, AcknowledgesAnExtentTwice) {
+  ExpectOneFailedSave([](uint32_t first, uint32_t) { return first; });
+}
+
+TEST_P(DamagedWorker, AcknowledgesAnExtentThatThereIsNot) {
+  ExpectOneFailedSave([](uint32_t, uint32_t extents) { return extents; });
+}
+
+TEST_P(DamagedWorker, AcknowledgesAnExtentThatItWasNotGiven) {
+  ExpectOneFailedSave([](uint32_t, uint32_t extents) { return extents - 1; });
 }
 
 }  // namespace

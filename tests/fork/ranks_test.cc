@@ -1,8 +1,13 @@
 // Two ranks as two processes: one checkpoint, which is visible when both are done and never before.
 #include <signal.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <string>
@@ -13,8 +18,11 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/load.h"
+#include "holdfast/ranks.h"
 #include "holdfast/recovery.h"
 #include "holdfast/verify.h"
+#include "runtime/layout/board.h"
+#include "runtime/sys/system.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
 
@@ -50,8 +58,15 @@ class Ranks : public LauncherTest {
   void ExpectBothRanksThere() {
     ExpectPreviousAnd(directory(), {"step-1"});
     const std::string path = absl::StrCat(directory(), "/step-1");
-    ExpectSound(path);
+    EXPECT_THAT(Names(path), ::testing::Not(::testing::Contains(layout::kBoardName)));
+    // A rank 0 that dies right after its rename leaves the board.
+    std::ofstream(absl::StrCat(path, "/", layout::kBoardName)) << "the board";
+    const auto verified = Verify(path, {});
+    ASSERT_TRUE(verified.ok()) << verified.status();
+    EXPECT_EQ(verified->verdict, Verdict::kSound);
+    EXPECT_THAT(verified->note, ::testing::Not(::testing::HasSubstr("Not part")));
     const auto info = InspectCheckpoint(path);
+    EXPECT_TRUE(std::filesystem::exists(path + "/holdfast.commit.json")) << "of all its manifests";
     ASSERT_TRUE(info.ok()) << info.status();
     EXPECT_EQ(info->world_size, 2u);
     EXPECT_EQ(info->attempt, attempt_);
@@ -102,11 +117,12 @@ TEST_P(Ranks, AppearTogether) {
 TEST_P(Ranks, OneThatNeverComesIsADeadline) {
   SavePrevious(directory());
   CheckpointerOptions options = Rank(0);
-  options.time_ranks_max = absl::Seconds(1);
+  options.time_liveness_max = absl::Seconds(1);
   const absl::Time begin = absl::Now();
   const absl::Status status = SaveRank(options);
   EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
-  EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("wait for the other ranks"));
+  EXPECT_THAT(std::string(status.message()),
+              ::testing::HasSubstr("rank 1 has not begun this save"));
   EXPECT_LT(absl::Now() - begin, absl::Seconds(30));
   ExpectNextAttemptWorks();
 }
@@ -134,10 +150,34 @@ TEST_P(Ranks, OneThatIsKilledIsADeadlineOfTheOther) {
   // The trainer may have reaped it already.
   if (!IsThread()) (void)subreaper.Reap(worker, absl::Seconds(10));
   CheckpointerOptions options = Rank(0);
-  options.time_ranks_max = absl::Seconds(1);
+  options.time_liveness_max = absl::Seconds(1);
   const absl::Status status = SaveRank(options);
   EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
+  EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("rank 1 has given no sign"));
   ExpectNextAttemptWorks();
+}
+
+TEST_P(Ranks, OneThatLivesIsWaitedForUntilTheDeadline) {
+  SavePrevious(directory());
+  CheckpointerOptions options = Rank(0);
+  options.time_liveness_max = absl::Seconds(2);
+  options.time_ranks_max = absl::Seconds(5);
+  RankInSave who = {.directory = directory(),
+                    .name = "step-1",
+                    .attempt = attempt_,
+                    .rank = 1,
+                    .world_size = 2,
+                    .time_liveness_max = absl::Seconds(2)};
+  const auto announced = RankAnnouncement::Make(who);
+  ASSERT_TRUE(announced.ok()) << announced.status();
+  const absl::Time begin = absl::Now();
+  const absl::Status status = SaveRank(options);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
+  EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("rank 1 lives"));
+  EXPECT_GE(absl::Now() - begin, absl::Seconds(5));
+  // The other is told when it abandons the save, and is the last.
+  (*announced)->Abandon(absl::UnknownError("too late"));
+  ExpectPreviousAnd(directory(), {});
 }
 
 TEST_P(Ranks, AFailureOfOneIsAnErrorOfTheOtherAtOnce) {
@@ -166,6 +206,8 @@ TEST_P(Ranks, AFailureOfOneIsAnErrorOfTheOtherAtOnce) {
     const absl::Time begin = absl::Now();
     const absl::Status status = begun->WaitDurable(kLong).status();
     EXPECT_TRUE(absl::IsAborted(status)) << status;
+    EXPECT_THAT(std::string(status.message()),
+                ::testing::HasSubstr(absl::StrCat("rank ", failing, " failed: ")));
     EXPECT_LT(absl::Now() - begin, absl::Seconds(30));
     EXPECT_EQ(other.Wait(kLong), 0);
     ExpectMemoryBack(checkpointer.get());
@@ -198,12 +240,53 @@ TEST_P(Ranks, OneWhoseCallIsRefusedIsAnErrorOfTheOtherAtOnce) {
 TEST_P(Ranks, OneThatAbandonsTheSaveIsAnErrorOfTheOtherAtOnce) {
   SavePrevious(directory());
   // Before the other comes: nothing stands there yet.
-  ASSERT_TRUE(AbandonSave(directory(), "step-1", attempt_).ok());
+  RankInSave who = {
+      .directory = directory(), .name = "step-1", .attempt = attempt_, .rank = 1, .world_size = 2};
+  ASSERT_TRUE(AbandonSave(who, absl::UnknownError("no such tensor")).ok());
   const absl::Status status = SaveRank(Rank(0));
   EXPECT_TRUE(absl::IsAborted(status)) << status;
-  EXPECT_TRUE(absl::IsInvalidArgument(AbandonSave(directory(), "a/b", attempt_)));
-  EXPECT_TRUE(absl::IsNotFound(AbandonSave("/nowhere", "step-1", attempt_)));
+  EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("rank 1 failed: no such tensor"));
+  ExpectPreviousAnd(directory(), {});  // both have come, and left
+  who.name = "a/b";
+  EXPECT_TRUE(absl::IsInvalidArgument(AbandonSave(who, absl::UnknownError(""))));
+  who = {.directory = "/nowhere", .name = "step-1", .attempt = attempt_, .world_size = 2};
+  EXPECT_TRUE(absl::IsNotFound(AbandonSave(who, absl::UnknownError(""))));
   ExpectNextAttemptWorks();
+}
+
+std::atomic<int> g_fsyncs_to_fail{0};
+std::string g_committed;
+
+TEST_P(Ranks, AnFsyncThatFailedBehindTheCommitStaysAnError) {
+  if (!IsThread()) GTEST_SKIP() << "another process has its own table of system calls";
+  SavePrevious(directory());
+  g_committed = absl::StrCat(directory(), "/step-1");
+  g_fsyncs_to_fail = 2;  // the workers'; a later one that succeeds proves nothing
+  sys::g_system.fsync = [](int fd) {
+    struct stat synced {};
+    struct stat parent {};
+    const std::string above = g_committed.substr(0, g_committed.rfind('/'));
+    const bool behind = ::access(g_committed.c_str(), F_OK) == 0 &&
+                        ::stat(above.c_str(), &parent) == 0 && ::fstat(fd, &synced) == 0 &&
+                        parent.st_ino == synced.st_ino;
+    if (!behind || g_fsyncs_to_fail.fetch_sub(1) <= 0) return sys::kKernel.fsync(fd);
+    errno = EIO;
+    return -1;
+  };
+  {
+    const auto zero = Make(Rank(0));
+    const auto one = Make(Rank(1));
+    ASSERT_TRUE(zero != nullptr && one != nullptr);
+    const auto first = BeginRank(zero.get(), 0);
+    const auto second = BeginRank(one.get(), 1);
+    ASSERT_TRUE(first.ok() && second.ok());
+    for (const auto& save : {*first, *second}) {
+      const absl::Status ended = save.WaitDurable(kLong).status();
+      EXPECT_TRUE(absl::IsDataLoss(ended)) << ended;
+    }
+  }
+  sys::g_system = sys::kKernel;
+  ExpectBothRanksThere();
 }
 
 TEST_P(Ranks, WithoutAnAttemptIdAreRefused) {

@@ -1,17 +1,23 @@
 // A trainer that dies takes nothing half-done with it: what was sealed becomes durable (or, if
 // asked for, goes), what was not leaves no trace. Signals to its process group kill no save.
+#include <fcntl.h>
+#include <poll.h>
 #include <signal.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
+#include "runtime/sys/system.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/slow_device.h"
@@ -36,10 +42,13 @@ class DyingTrainer : public LauncherTest {
 using TrainerKilled = DyingTrainer;
 INSTANTIATE_TEST_SUITE_P(All, TrainerKilled, kProcessLaunchers, LauncherName);
 
-/// A trainer that is killed once everything was sealed. Returns its worker's pid.
-pid_t KillWhenSealed(const CheckpointerOptions& options, const TrainingState& state,
-                     Mailbox* mailbox) {
+/// A trainer that is killed once everything was sealed; `settle` is its first call. Returns its
+/// worker's pid.
+pid_t KillWhenSealed(
+    const CheckpointerOptions& options, const TrainingState& state, Mailbox* mailbox,
+    const std::function<void()>& settle = [] {}) {
   ChildProcess trainer([&] {
+    settle();
     const auto checkpointer = Checkpointer::Create(options);
     ASSERT_TRUE(checkpointer.ok()) << checkpointer.status();
     const std::vector<TensorSource> sources = state.Sources();
@@ -70,6 +79,49 @@ TEST_P(TrainerKilled, WhatWasSealedBecomesDurable) {
   const std::string path = absl::StrCat(directory(), "/orphan");
   ExpectSound(path);
   EXPECT_TRUE(state_.CompareWith(path).ok()) << state_.CompareWith(path);
+}
+
+// gVisor, kernels before 5.3, strict seccomp filters.
+int NoPidfdOfItself(pid_t pid, unsigned flags) {
+  if (pid != getpid()) return sys::kKernel.pidfd_open(pid, flags);
+  errno = EPERM;
+  return -1;
+}
+
+TEST_P(TrainerKilled, IsSeenWithoutAPidfd) {
+  SavePrevious(directory());
+  const Subreaper subreaper;
+  for (const TrainerDeath policy : {TrainerDeath::kStop, TrainerDeath::kFinish}) {
+    Mailbox mailbox;
+    const pid_t worker = KillWhenSealed(Slow(policy), state_, &mailbox,
+                                        [] { sys::g_system.pidfd_open = NoPidfdOfItself; });
+    ASSERT_GT(worker, 0);
+    ExpectWorkerEnds(subreaper, worker);
+    if (policy == TrainerDeath::kStop) ExpectPreviousAnd(directory(), {});
+  }
+  ExpectPreviousAnd(directory(), {"orphan"});
+}
+
+// A launcher, a CI job or a log collector reads the trainer's output to its end.
+TEST_P(TrainerKilled, ItsStandardStreamsEndThoughTheWorkerWrites) {
+  const Subreaper subreaper;
+  Mailbox mailbox;
+  int pipe_ends[2] = {-1, -1};
+  ASSERT_EQ(pipe2(pipe_ends, O_CLOEXEC), 0);
+  CheckpointerOptions options = Slow(TrainerDeath::kFinish);
+  options.qos.bytes_per_second_max = 256u << 10;
+  const pid_t worker = KillWhenSealed(options, state_, &mailbox, [&] {
+    for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) dup2(pipe_ends[1], fd);
+  });
+  ASSERT_GT(worker, 0);
+  close(pipe_ends[1]);
+  pollfd end{.fd = pipe_ends[0], .events = 0, .revents = 0};
+  EXPECT_EQ(poll(&end, 1, static_cast<int>(absl::ToInt64Milliseconds(kLong))), 1);
+  EXPECT_NE(end.revents & POLLHUP, 0);
+  EXPECT_TRUE(IsAlive(worker)) << "the end of file is the worker's";
+  close(pipe_ends[0]);
+  kill(worker, SIGKILL);
+  EXPECT_EQ(subreaper.Reap(worker, kLong), ChildProcess::kSignalBase + SIGKILL);
 }
 
 TEST_P(TrainerKilled, WhatWasSealedGoesIfTheWorkerIsToStop) {

@@ -16,6 +16,7 @@
 #include <memory>
 
 #include "io_uring/queue.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::io {
@@ -142,7 +143,7 @@ int Main(int argc, char** argv) {
     failed |=
         Measure("pwrite 0", huge, {.rung = EngineRung::kPwrite, .threads = 0}, file.fd, bytes);
   }
-  close(file.fd);
+  sys::CloseOwned(file.fd);
   unlink(argv[1]);
   return failed != 0;
 }

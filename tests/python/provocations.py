@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 import holdfast.dcp
+from holdfast import _native
 from holdfast.dcp import staging
 
 MIB = 1 << 20
@@ -74,6 +75,13 @@ def slow_save(directory: Path, arena: int = 16 * MIB) -> Iterator[holdfast.Save]
 def path_exists(directory: Path) -> str:
     save(directory / "step-1")
     return said(lambda: save(directory / "step-1"))
+
+
+@provocation
+def not_a_checkpoint(directory: Path) -> str:
+    (directory / "step-1").mkdir()
+    (directory / "step-1/notes.txt").write_text("mine")
+    return said(lambda: save(directory / "step-1", replace=True))
 
 
 @provocation
@@ -138,6 +146,21 @@ def worker_killed(directory: Path) -> str:
             pass
         os.kill(handle._native.worker_pid, signal.SIGKILL)
         return said(lambda: handle.wait(60))
+
+
+@provocation
+def rank_failed(directory: Path) -> str:
+    attempt = _native.new_attempt()
+    of_rank_1 = _native.announce_save(str(directory), "step-1", attempt, 1, 2, None)
+    of_rank_1.abandon("a disk that is full")
+    return said(lambda: save(directory / "step-1", {}, rank=0, world_size=2, attempt=attempt))
+
+
+@provocation
+def rank_never_calls(directory: Path) -> str:
+    holdfast.configure(time_liveness_max=1.0)
+    attempt = _native.new_attempt()
+    return said(lambda: save(directory / "step-1", {}, rank=0, world_size=2, attempt=attempt))
 
 
 @provocation

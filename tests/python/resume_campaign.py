@@ -129,7 +129,8 @@ class Job:
     def _signal(self, pid: int, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             # A worker's number may belong to somebody else by now.
-            if pid not in self.workers or "holdfast" in Path(f"/proc/{pid}/cmdline").read_text(errors="replace"):
+            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[0]
+            if pid not in self.workers or command == "holdfast-worker":
                 os.kill(pid, number)
 
     def inside(self) -> str:

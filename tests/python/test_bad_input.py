@@ -30,6 +30,7 @@ def refused(path: Any, code: str, message: str, **options: Any) -> None:
 def test_paths_that_cannot_be_saved_to(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("precious")
     (tmp_path / "directory").mkdir()
+    (tmp_path / "directory" / "file").write_text("precious")
     (tmp_path / "link").symlink_to(tmp_path / "directory")
     for name in ("file", "directory", "link"):
         refused(tmp_path / name, "ALREADY_EXISTS", name)
@@ -57,6 +58,7 @@ def test_options_that_make_no_sense(tmp_path: Path) -> None:
         ({"arena_bytes": 1000}, "staging.arena_bytes = 1000: must be at least"),
         ({"time_memory_max": "long"}, "time_memory_max = 'long'"),
         ({"time_ranks_max": 0.0, "stale_warning": False}, "time_ranks_max = 0: must be positive"),
+        ({"time_liveness_max": 0.0}, "time_liveness_max = 0: must be positive"),
     ):
         with pytest.raises(holdfast.Error, match=message) as error:
             holdfast.configure(**options)

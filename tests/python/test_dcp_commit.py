@@ -400,7 +400,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_cleans_up(
 ) -> None:
     path = tmp_path / "run"
     dcp.save(state_of(1), storage_writer=holdfast.dcp.StorageWriter(path))
-    with file_size_limit(4096):
+    with file_size_limit(8192):
         with pytest.raises(CheckpointException, match=r"rank 0.*__0_1\.distcp") as caught:
             holdfast.dcp.async_save(state_of(2), checkpoint_id=path).result()
     (error,) = [e for e, _ in caught.value.failures.values()]
@@ -414,7 +414,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_cleans_up(
 
 
 def test_flush_tells_a_failure_that_nobody_has_seen(tmp_path: Path) -> None:
-    with file_size_limit(4096):
+    with file_size_limit(8192):
         future = holdfast.dcp.async_save(state_of(2), checkpoint_id=tmp_path / "run")
         with pytest.raises((CheckpointException, holdfast.Error), match="__0_0"):
             holdfast.flush(60)

@@ -167,7 +167,7 @@ def _fail_on_rank_1(rank: int, path: str) -> dict[str, Any]:
         old = resource.getrlimit(resource.RLIMIT_FSIZE)
         if rank == 1:
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (4096, old[1]))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (8192, old[1]))  # above the job table, below the file
         begin = time.monotonic()
         told: list[str] = []
         observer = events.Handle(lambda s, _, e, told=told: told.append(events.outcome(s, e)))

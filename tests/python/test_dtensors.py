@@ -87,3 +87,21 @@ def test_replicas_of_a_dtensor_are_saved_once(tmp_path: Path) -> None:
     assert sizes["model-00000-of-00002.safetensors"] > 1 << 20
     assert sizes["model-00001-of-00002.safetensors"] < 1 << 16
     assert holdfast.verify(tmp_path / "s1")["verdict"] == "sound"
+
+
+def _into_a_saved_one(rank: int, directory: str) -> str:
+    weight = distribute_tensor(WHOLE, DeviceMesh("cpu", [0]), [Replicate()]).requires_grad_()
+    path = os.path.join(directory, "s")
+    holdfast.save_async({"w": weight}, path).wait(60)
+    squares = (weight * weight).sum()
+    holdfast.load(path, into={"w": weight})
+    try:
+        squares.backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_a_load_between_forward_and_backward_is_seen_by_backward(tmp_path: Path) -> None:
+    (told,) = dcp_ranks.run_ranks(1, tmp_path, _into_a_saved_one, str(tmp_path))
+    assert "modified by an inplace operation" in told

@@ -58,19 +58,24 @@ def stock_dcp(path: Path) -> Any:
     return dcp.async_save(state(), storage_writer=holdfast.dcp.StorageWriter(path))
 
 
+def failure_of(begin: Callable[[Path], Any], path: Path) -> BaseException | None:
+    """Of the save, or of the call: a worker may fail while the call still copies."""
+    try:
+        return begin(path).exception(60)
+    except holdfast.Error as raised:
+        return raised
+
+
 def too_large(begin: Callable[[Path], Any], path: Path) -> BaseException | None:
     staging.stage(state())  # the framework's staging memory is a file, too: it is there from now on
     with file_size_limit(MIB):
-        return begin(path).exception(60)
+        return failure_of(begin, path)
 
 
 def too_large_to_stage(begin: Callable[[Path], Any], path: Path) -> BaseException | None:
     staging.trim()
     with file_size_limit(MIB):
-        try:
-            return begin(path).exception(60)
-        except holdfast.Error as refused:
-            return refused
+        return failure_of(begin, path)
 
 
 def killed(begin: Callable[[Path], Any], path: Path) -> BaseException | None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import _devices, _native, saving
+from holdfast import _devices, _late, _native, _state
 
 
 class SlowDevice(_native.Device):
@@ -57,17 +57,24 @@ class SlowDevice(_native.Device):
             return ticket in self.done
         with self._lock:
             if ticket in self.pending:
-                destination, source, nbytes = self.pending.pop(ticket)
-                ctypes.memmove(destination, source, nbytes)
-                self.done.add(ticket)
+                self._run(ticket)
         return True
+
+    def _run(self, ticket: int) -> None:
+        destination, source, nbytes = self.pending.pop(ticket)
+        ctypes.memmove(destination, source, nbytes)
+        self.done.add(ticket)
 
     def wait(self, ticket: int, seconds: float) -> bool:
         self.open.wait(seconds)
         return self.is_done(ticket)
 
     def make_stream_wait(self, stream: int) -> None:
+        """What the stream does next comes after the copies: as if they were done here."""
         self.waits.append(stream)
+        with self._lock:
+            for ticket in list(self.pending):
+                self._run(ticket)
 
 
 @pytest.fixture
@@ -97,13 +104,95 @@ class Net(torch.nn.Module):
         return x
 
 
+def trained() -> tuple[Net, torch.optim.Optimizer]:
+    """A model after one step, with the gradients of the next."""
+    net = Net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        net(torch.randn(8, 64)).square().sum().backward()
+        optimizer.step()
+    return net, optimizer
+
+
+def copies_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Every tensor of a state by its path, as it is now."""
+    walk = _state._Walk()
+    walk.node((), state)
+    return {_state.join(leaf.path): leaf.tensor.clone() for leaf in walk.leaves}
+
+
+def differing(path: Path, before: dict[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors of a checkpoint that are not as they were."""
+    checkpoint = holdfast.open(path)
+    return [name for name, value in before.items() if not torch.equal(checkpoint[name], value)]
+
+
+@pytest.mark.parametrize("clone_max", [64 << 20, 0], ids=["cloned", "the stream waits"])
+def test_by_default_a_checkpoint_holds_the_values_at_the_call(
+    slow: SlowDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clone_max: int
+) -> None:
+    monkeypatch.setattr(_late, "CLONE_MAX", clone_max)
+    net, optimizer = trained()
+    state = {"net": net, "optimizer": optimizer}
+    before = copies_of(state)
+    save = holdfast.save_async(state, tmp_path / "s")
+    net(torch.randn(8, 64)).square().sum().backward()
+    optimizer.step()  # and nothing of ours before it
+    slow.open.set()
+    save.wait(60)
+    assert len(before) > 8
+    assert differing(tmp_path / "s", before) == []
+
+
+class Frozen(Net):
+    """With a codebook that forward changes: a parameter that no optimizer does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codebook = torch.nn.Parameter(torch.zeros(16), requires_grad=False)
+        self.average = torch.optim.swa_utils.AveragedModel(self.linear)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.codebook += 1
+        return super().forward(x)
+
+
+def test_only_what_an_optimizers_step_changes_is_copied_late(slow: SlowDevice, tmp_path: Path) -> None:
+    net = Frozen()
+    optimizer = torch.optim.Adam([*net.linear.parameters(), net.codebook])
+    net(torch.randn(8, 64)).sum().backward()
+    optimizer.step()
+    state = {"net": net, "optimizer": optimizer}
+    before = copies_of(state)
+    save = holdfast.save_async(state, tmp_path / "s", late=[optimizer])
+    net(torch.randn(8, 64)).sum().backward()
+    net.average.update_parameters(torch.nn.Linear(64, 64))
+    optimizer.step()  # against the rule: shows what is copied now
+    slow.open.set()
+    save.wait(60)
+    late = differing(tmp_path / "s", before)
+    own = [f"net.linear.{n}" for n, _ in net.linear.named_parameters()]
+    moments = [n for n in before if "exp_avg" in n]
+    assert len(moments) == 4
+    assert sorted(late) == sorted([*own, *moments])
+
+
+def test_a_module_says_nothing_of_when_it_changes(tmp_path: Path) -> None:
+    net = Net()
+    with pytest.raises(holdfast.Error, match="late=.*Net.*optimizer") as error:
+        holdfast.save_async({"net": net}, tmp_path / "s", late=[net])
+    assert error.value.code == "INVALID_ARGUMENT"
+
+
 def test_statistics_that_the_next_forward_changes_are_those_of_the_call(
     slow: SlowDevice, tmp_path: Path
 ) -> None:
     net = Net()
     net(torch.randn(8, 64))
     before = {k: v.clone() for k, v in net.state_dict().items()}
-    save = holdfast.save_async({"net": net}, tmp_path / "s")
+    save = holdfast.save_async({"net": net}, tmp_path / "s", late=[torch.optim.SGD(net.parameters())])
     net(100 * torch.randn(8, 64))  # the copies are still under way
     assert not save.staged.done()
     assert not torch.equal(net.norm.running_var, before["norm.running_var"])
@@ -117,7 +206,7 @@ def test_statistics_that_the_next_forward_changes_are_those_of_the_call(
 def test_the_planted_bug_copies_statistics_late_and_is_found(
     slow: SlowDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "_is_late", lambda *_: True)
+    monkeypatch.setattr(_late.Late, "covers", lambda *_: True)
     net = Net()
     before = net.amax.clone()
     save = holdfast.save_async({"net": net}, tmp_path / "s")
@@ -134,7 +223,9 @@ def test_parameters_are_copied_late_without_a_copy_on_the_device(
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.randn(8, 64)).sum().backward()
     optimizer.step()
-    save = holdfast.save_async({"net": net, "optimizer": optimizer}, tmp_path / "s")
+    save = holdfast.save_async(
+        {"net": net, "optimizer": optimizer}, tmp_path / "s", late=[optimizer]
+    )
 
     def is_source(tensor: torch.Tensor) -> bool:
         return any(s <= tensor.data_ptr() < s + n for _, s, n in list(slow.pending.values()))
@@ -163,7 +254,8 @@ class Flat(torch.nn.Module):
 
 def test_only_what_a_parameter_consists_of_is_copied_late(slow: SlowDevice, tmp_path: Path) -> None:
     net = Flat()
-    save = holdfast.save_async({"net": net}, tmp_path / "s")
+    optimizer = torch.optim.SGD(net.parameters())
+    save = holdfast.save_async({"net": net}, tmp_path / "s", late=[optimizer])
     net.amax.fill_(7.0)
     with torch.no_grad():
         net.weight.fill_(8.0)  # against the rule: shows that it is copied now
@@ -187,7 +279,7 @@ def test_a_save_that_fails_in_staging_does_not_end_the_step(
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     net(torch.randn(8, 64)).sum().backward()
     hook = holdfast.wait_before_step(optimizer)
-    save = holdfast.save_async({"net": net}, tmp_path / "s")
+    save = holdfast.save_async({"net": net}, tmp_path / "s", late=[optimizer])
     save.cancel()
     timer = threading.Timer(0.2, slow.open.set)  # what the device has begun is read until then
     timer.start()
@@ -213,7 +305,7 @@ def test_the_stream_waits_for_the_copies_before_the_optimizers_step(
     net = Net()
     optimizer = Looking(net.parameters(), lr=0.1)
     hook = holdfast.wait_before_step(optimizer)
-    save = holdfast.save_async({"net": net}, tmp_path / "s")
+    save = holdfast.save_async({"net": net}, tmp_path / "s", late=[optimizer])
     net(torch.randn(8, 64)).sum().backward()
     waits = len(slow.waits)
     stepped = threading.Thread(target=optimizer.step)
@@ -225,3 +317,29 @@ def test_the_stream_waits_for_the_copies_before_the_optimizers_step(
     hook.remove()
     slow.open.set()
     save.wait(60)
+
+
+def test_whether_memory_is_late_takes_no_longer_the_more_of_it_there_is() -> None:
+    """Counted, not timed: comparisons per question."""
+    compared = 0
+
+    class Address(int):
+        def __lt__(self, other: int) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) < int(other)
+
+        def __le__(self, other: int) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) <= int(other)
+
+        __gt__, __ge__ = None, None  # type: ignore[assignment]
+
+    tensors = [torch.zeros(64) for _ in range(4096)]
+    late = _late.Late(tensors)
+    for tensor in tensors:
+        begin = tensor.data_ptr()
+        assert late.covers(Address(begin), Address(begin + tensor.nbytes))
+    assert not late.covers(Address(1), Address(2))
+    assert compared <= 20 * len(tensors)

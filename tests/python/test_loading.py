@@ -417,3 +417,41 @@ def test_urls_are_refused_as_what_they_are(operation: Any) -> None:
     with pytest.raises(holdfast.Error, match="s3://bucket/run: only directories.*no URLs") as error:
         operation("s3://bucket/run")
     assert error.value.code == "INVALID_ARGUMENT"
+
+
+# ---- What a graph of autograd and a module's own versions see of a load.
+
+
+def into_plainly(values: dict[str, Any], path: Path) -> None:
+    holdfast.load(path, into=values)
+
+
+def into_under_dcp(values: dict[str, Any], path: Path) -> None:
+    dcp.load(values, storage_reader=holdfast.dcp.StorageReader(path))
+
+
+@pytest.mark.parametrize("target", ["direct", "through the buffer"])
+@pytest.mark.parametrize("way", [into_plainly, into_under_dcp])
+def test_a_load_between_forward_and_backward_is_seen_by_backward(
+    way: Callable[..., None], target: str, tmp_path: Path
+) -> None:
+    weight = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    if target == "through the buffer":
+        weight = weight.detach().t().contiguous().t().requires_grad_()
+    if way is into_plainly:
+        saved({"w": torch.ones(2, 3)}, tmp_path / "s")
+    else:
+        dcp.save({"w": torch.ones(2, 3)}, storage_writer=holdfast.dcp.StorageWriter(tmp_path / "s"))
+    squares = (weight * weight).sum()
+    way({"w": weight}, tmp_path / "s")
+    assert (weight == 1).all()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squares.backward()
+
+
+def test_tensors_of_inference_are_filled(tmp_path: Path) -> None:
+    saved({"w": torch.ones(3)}, tmp_path / "s")
+    with torch.inference_mode():
+        target = torch.zeros(3)
+    holdfast.load(tmp_path / "s", into={"w": target})
+    assert (target == 1).all()

@@ -19,8 +19,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import events, observe
-from holdfast.observe import log
+from holdfast import _log, events, observe
 from holdfast.observe.chrome_trace import spans
 
 MIB = 1 << 20
@@ -77,7 +76,7 @@ def test_a_second_attempt_at_writing_is_a_warning(
     with events.Handle(lambda *event: ended.append(event)):
         assert save(tmp_path / "a").wait(60)["write_attempts"] == 1
     ((subject, report, error),) = ended
-    log.log(subject, {**report, "write_attempts": 2}, error)
+    _log.log(subject, {**report, "write_attempts": 2}, error)
     (line,) = lines(caplog, logging.WARNING)
     assert "an fsync failed at first" in line
 

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,24 @@ def test_the_newest_are_kept_and_every_kth(tmp_path: Path) -> None:
     kept = [c["step"] for c in holdfast.list_checkpoints(tmp_path)]
     assert kept == [3, 6, 7, 8]
     assert holdfast.find_newest(tmp_path)["step"] == 8
+
+
+def test_the_newest_is_the_last_saved_whatever_its_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = time.time()
+    for name in ("best", "step-8", "step-9", "step-10"):
+        holdfast.save_async({"x": 1}, tmp_path / name, keep_last=2 if "-" in name else 0).wait(60)
+    holdfast.flush(60)
+    listed = holdfast.list_checkpoints(tmp_path)
+    assert [c["name"] for c in listed] == ["best", "step-9", "step-10"]
+    assert before < listed[0]["saved_at"] < listed[-1]["saved_at"] < time.time()
+    assert listed[0]["parent"] is None and listed[2]["parent"] == listed[1]["attempt"]
+    record = tmp_path / "best" / "holdfast.commit.json"
+    record.write_bytes(record.read_bytes()[:200])
+    assert not caplog.records
+    assert holdfast.find_newest(tmp_path) == listed[-1]
+    assert "passed over best: " in caplog.text
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "persistent", "thread", "fork"])

@@ -260,8 +260,8 @@ def test_a_damaged_previous_manifest_fails_nothing(tmp_path: Path) -> None:
 
 def test_the_previous_save_may_have_been_removed(tmp_path: Path) -> None:
     state = state_of(1)
-    save(state, tmp_path / "a", 1, keep_last=1)
-    report = save(state, tmp_path / "b", 2, keep_last=1)
+    save(state, tmp_path / "step-1", 1, keep_last=1)
+    report = save(state, tmp_path / "step-2", 2, keep_last=1)
     assert report["stale"]
 
 

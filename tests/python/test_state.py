@@ -336,3 +336,64 @@ def test_any_state_comes_back(state: Any, tmp_path_factory: pytest.TempPathFacto
     path = tmp_path_factory.mktemp("any") / "s"
     holdfast.save_async({"state": state}, path).wait(60)
     assert same(holdfast.load(path)["state"], state)
+
+
+# ---- Versions of modules.
+
+
+class Renamed(torch.nn.Module):
+    """Version 3 of a module: until 2 its weight was stored transposed."""
+
+    _version = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(2, 2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        self.seen = metadata.get("version")
+        if self.seen is None or self.seen < 3:
+            state[prefix + "weight"] = state[prefix + "weight"].detach().t().clone()
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+
+def old_state() -> dict[str, Any]:
+    """What version 2 has saved."""
+    state = torch.nn.ModuleDict({"inner": Renamed()}).state_dict()
+    state["inner.weight"] = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    state._metadata["inner"]["version"] = 2
+    return state
+
+
+def test_versions_of_modules_come_back_with_their_state(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"inner": Renamed()})
+    for name, state in (("module", model), ("dict", model.state_dict()), ("old", old_state())):
+        loaded = through_disk({"m": state}, tmp_path / name)["m"]
+        model.load_state_dict(loaded)
+        assert model["inner"].seen == (2 if name == "old" else 3), name
+    assert torch.equal(model["inner"].weight, torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
+    target = model.state_dict()
+    holdfast.load(tmp_path / "old", into={"m": target})
+    assert target._metadata["inner"]["version"] == 2
+
+
+def test_a_module_that_is_filled_takes_over_an_older_version(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"inner": Renamed()})
+    holdfast.save_async({"m": old_state()}, tmp_path / "s").wait(60)
+    holdfast.load(tmp_path / "s", into={"m": model})
+    assert torch.equal(model["inner"].weight, torch.tensor([[1.0, 3.0], [2.0, 4.0]]))
+
+
+class Noted(torch.nn.Module):
+    """With more than plain values beside its state."""
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination._metadata[prefix[:-1]]["note"] = object()
+
+
+def test_of_metadata_plain_values_are_saved(tmp_path: Path) -> None:
+    save = holdfast.save_async({"m": Noted()}, tmp_path / "s")
+    save.wait(60)
+    assert save.objects == []
+    assert holdfast.load(tmp_path / "s")["m"]._metadata == {"": {"version": 1}}

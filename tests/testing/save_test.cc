@@ -102,6 +102,8 @@ void SaveTest::ExpectPreviousAnd(const std::string& directory,
 
 void SaveTest::ExpectMemoryBack(Checkpointer* checkpointer) {
   (void)checkpointer->Flush(kLong);  // its status is that of the save that failed
+  // A killed worker's last writes may take longer than its save's end.
+  WaitFor([&] { return checkpointer->staging().epochs.empty(); });
   const StagingStats stats = checkpointer->staging();
   EXPECT_EQ(stats.bytes_held, 0u);
   EXPECT_EQ(stats.bytes_quarantined, 0u);

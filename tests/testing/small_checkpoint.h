@@ -8,14 +8,15 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <string>
 
 #include "absl/strings/str_cat.h"
 #include "holdfast/pod.h"
 #include "runtime/digest/digest.h"
+#include "runtime/format/commit_record.h"
 #include "runtime/format/manifest.h"
 #include "runtime/layout/manifest_slots.h"
+#include "tests/testing/checkpoint_files.h"
 #include "tests/testing/random_bytes.h"
 
 namespace holdfast::testing {
@@ -47,6 +48,7 @@ struct SmallRank {
   uint32_t rank = 0;
   uint32_t world_size = 1;
   uint64_t step = 0;
+  uint64_t saved_at_ns = 0;
   uint64_t bytes = 5000;
 
   std::string file_name() const { return format::ModelFileName(rank, world_size); }
@@ -69,7 +71,8 @@ struct SmallRank {
                                                            .attempt = attempt,
                                                            .rank = rank,
                                                            .world_size = world_size,
-                                                           .step = step},
+                                                           .step = step,
+                                                           .saved_at_ns = saved_at_ns},
                                                           plan);
     char* text = made.text.data();
     digest::RootStream root({.attempt = attempt,
@@ -98,6 +101,32 @@ struct SmallRank {
     return made.text;
   }
 
+  /// What rank 0 adds when all ranks' manifests are there.
+  std::string record_text() const {
+    const format::CommitTemplate made = format::BuildCommitRecord({.checkpoint = checkpoint,
+                                                                   .attempt = attempt,
+                                                                   .world_size = world_size,
+                                                                   .step = step,
+                                                                   .saved_at_ns = saved_at_ns});
+    std::string text = made.text;
+    const layout::CommitSlots& slots = made.slots;
+    layout::FillNumber(text.data(), slots.committed_at_ns, saved_at_ns);
+    layout::FillNumber(text.data(), slots.bytes, world_size * bytes);
+    SmallRank each = *this;
+    for (each.rank = 0; each.rank < world_size; ++each.rank) {
+      const std::string manifest = each.manifest_text();
+      const uint64_t row = each.rank * slots.row_bytes;
+      layout::FillNumber(text.data(),
+                         {slots.manifest_bytes.offset + row, slots.manifest_bytes.width},
+                         manifest.size());
+      digest::ToHex(digest::Of(manifest.data(), manifest.size()),
+                    text.data() + slots.manifest_digest + row);
+    }
+    digest::ToHex(digest::Of(text.data(), slots.self_digest.offset),
+                  text.data() + slots.self_digest.offset);
+    return text;
+  }
+
   /// Puts file and manifest into an existing or new directory.
   void Write(const std::string& directory) const {
     std::filesystem::create_directories(directory);
@@ -118,9 +147,8 @@ inline void WriteSmallCheckpoint(const std::string& directory, SmallRank like) {
 inline bool HasBytesOf(const std::string& directory, SmallRank like) {
   for (uint32_t rank = 0; rank < like.world_size; ++rank) {
     like.rank = rank;
-    std::ifstream file(absl::StrCat(directory, "/", like.file_name()));
-    const std::string content((std::istreambuf_iterator<char>(file)), {});
-    if (content != like.file_bytes()) return false;
+    if (ReadFileBytes(absl::StrCat(directory, "/", like.file_name())) != like.file_bytes())
+      return false;
   }
   return true;
 }

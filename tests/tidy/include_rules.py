@@ -9,7 +9,7 @@ import source_tree
 POD = "holdfast/pod.h"
 # A layer may include itself and the layers listed. "include" is the whole public API.
 ABOVE = ("include", "base", "sys", "layout", "digest", "format", "device", "staging", "writer",
-         "load", "verify", "worker", "io_uring")
+         "directory", "load", "verify", "worker", "io_uring")
 LAYERS = {
     "include": ("pod",),
     # Below the fork line.
@@ -21,12 +21,13 @@ LAYERS = {
     # Above it.
     "base": ("include", "sys", "layout"),
     "format": ("include", "base", "layout", "digest"),
+    "directory": ("include", "base", "sys", "layout", "digest", "format", "worker"),
     "device": ("include", "base"),
     "staging": ("include", "base", "sys", "device", "digest"),
     "writer": ("include", "base", "sys", "layout", "digest", "format", "staging", "worker"),
-    "load": ("include", "base", "sys", "layout", "digest", "format", "io_uring", "device"),
-    "verify": ("include", "base", "sys", "layout", "digest", "format", "io_uring", "device",
-               "load"),
+    "load": ("include", "base", "sys", "layout", "digest", "format", "directory", "io_uring", "device"),
+    "verify": ("include", "base", "sys", "layout", "digest", "format", "directory", "io_uring",
+               "device", "load"),
     "checkpointer": ABOVE,
     "tools": ("include",),
     "python": ("include",),
@@ -35,7 +36,7 @@ LAYERS = {
 # the queue itself beside what is built on it.
 FILES = {"tools/holdfast_worker.cc": "worker_program", "tools/bench/raw_io.cc": "raw_io"}
 LAYERS["worker_program"] = ("pod", "layout", "worker", "sys")
-LAYERS["raw_io"] = ("include", "io_uring", "tools")
+LAYERS["raw_io"] = ("include", "io_uring", "sys", "tools")
 BELOW = ("sys", "layout", "digest", "io_uring", "worker", "worker_program")
 
 # Standard headers whose contents allocate, lock or throw: not below the fork line.

@@ -118,6 +118,15 @@ class TidyTest(unittest.TestCase):
         self.put("runtime/load/b.cc", '  Sys().fsync(fd); call->fsync(fd); File::fsync(fd); Log("fsync(fd)");\n')
         self.finds("system_call_rules.py", "fsync() goes past", "runtime/load/a.cc", "  if (::fsync(fd) != 0) {}\n")
 
+    def test_descriptors_are_made_and_owned_at_once(self):
+        self.put("runtime/sys/owned_fds.cc", "  return Own(Sys().openat(directory, path, flags, mode));\n")
+        self.finds("system_call_rules.py", "openat goes past runtime/sys/owned_fds.h", "runtime/load/a.cc",
+                   "  const int fd = sys::Sys().openat(directory, name, flags, 0);\n")
+
+    def test_descriptors_are_not_duplicated_elsewhere(self):
+        self.finds("system_call_rules.py", "F_DUPFD_CLOEXEC goes past", "io_uring/a.cc",
+                   "  fd = sys::Sys().fcntl(fd, F_DUPFD_CLOEXEC, 0);\n")
+
     def test_relatives_of_the_table_do_not_help(self):
         self.finds("system_call_rules.py", "syncfs() goes past", "io_uring/a.cc", "  syncfs(fd);\n")
 
@@ -126,6 +135,10 @@ class TidyTest(unittest.TestCase):
 
     def test_deadlines_are_on_the_monotonic_clock(self):
         self.finds("system_call_rules.py", "absl::Now()", "runtime/load/a.cc", "  const auto end = absl::Now();\n")
+
+    def test_retries_have_a_clock(self):
+        self.finds("system_call_rules.py", "a retry without a clock", "runtime/load/a.cc",
+                   "  } while (got < 0 && errno == EINTR);\n")
 
     def test_the_file_system_library_is_for_paths(self):
         self.put("runtime/load/b.cc", "  std::filesystem::path path(name);\n")
@@ -139,6 +152,12 @@ class TidyTest(unittest.TestCase):
 
     def test_long_files(self):
         self.finds("text_rules.py", "longer than", "runtime/load/a.cc", "int a;\n" * 601)
+
+    def test_the_first_page_stays_short(self):
+        self.finds("text_rules.py", "belong to docs/", "README.md", "a\n" * 111)
+
+    def test_the_first_page_stays_narrow(self):
+        self.finds("text_rules.py", "wider than", "README.md", "a" * 101 + "\n")
 
     def test_header_guards(self):
         self.finds("text_rules.py", "the header guard is HOLDFAST_RUNTIME_LOAD_A_H_", "runtime/load/a.h",

@@ -6,6 +6,9 @@ import re
 import source_tree
 
 LINES_MAX = 600
+# The first page is read on a terminal, in one sitting.
+README_LINES_MAX = 110
+README_COLUMNS_MAX = 100
 # Written apart so that this file does not complain of itself.
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX", "HA" + "CK", "st" + "ub",
                                            "not " + "implemented")) + r")\b")
@@ -33,6 +36,12 @@ def check(options):
                 yield f"{relative}:{number}: blanks at the end of the line"
         if path.suffix in CODE and count > LINES_MAX:
             yield f"{relative}:{count}: longer than {LINES_MAX} lines: a file holds one idea"
+        if relative == "README.md":
+            if count > README_LINES_MAX:
+                yield f"README.md:{count}: longer than {README_LINES_MAX} lines: figures and limits belong to docs/"
+            for number, line in enumerate(text, 1):
+                if len(line) > README_COLUMNS_MAX:
+                    yield f"README.md:{number}: wider than {README_COLUMNS_MAX} columns"
         if path.suffix == ".h":
             guard = guard_of(relative)
             if f"#ifndef {guard}" not in text or f"#define {guard}" not in text:

@@ -61,7 +61,7 @@ absl::Status RunCopy(const Bench& bench) {
 
   Kind kinds[] = {{"plain", false}, {"fused", true}};
   for (Kind& kind : kinds) {
-    CheckpointerOptions options = OptionsFor(bench, ArenaBytesFor(bytes));
+    CheckpointerOptions options = OptionsFor(bench, DefaultArenaBytes({.state_bytes = bytes}));
     options.fused_copy = kind.fused;
     absl::StatusOr<std::unique_ptr<Checkpointer>> made = Checkpointer::Create(options);
     if (!made.ok()) return made.status();

@@ -101,10 +101,7 @@ absl::Status RunHandoff(const Bench& bench) {
   FillWithNoise(*memory);
   const std::vector<TensorSource> tensors = CutTensors(*memory, kTensors);
   // The machine must keep some memory of its own.
-  uint64_t large = bench.options.ballast_bytes;
-  if (const uint64_t available = MemoryAvailable(); available != 0) {
-    large = std::min(large, available / 4 * 3);
-  }
+  const uint64_t large = std::min(bench.options.ballast_bytes, MemoryAvailable() / 4 * 3);
   bench.figures.AddFact("handoff.ballast_bytes", absl::StrCat(large));
 
   const uint32_t rounds = std::min(kRounds, bench.options.pairs);

@@ -4,7 +4,6 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <string>
 #include <utility>
 
@@ -65,17 +64,6 @@ std::vector<TensorSource> CutTensors(const Memory& memory, uint32_t count) {
     tensors[i].bytes = each;
   }
   return tensors;
-}
-
-uint64_t MemoryAvailable() {
-  std::ifstream file("/proc/meminfo");
-  std::string key;
-  std::string rest;
-  uint64_t value = 0;
-  while (file >> key >> value && std::getline(file, rest)) {
-    if (key == "MemAvailable:") return value * 1024;
-  }
-  return 0;
 }
 
 }  // namespace holdfast::bench

@@ -39,9 +39,6 @@ void FillWithNoise(const Memory& memory);
 /// `count` tensors that share `memory` evenly.
 std::vector<TensorSource> CutTensors(const Memory& memory, uint32_t count);
 
-/// MemAvailable; 0 if the kernel does not say.
-uint64_t MemoryAvailable();
-
 }  // namespace holdfast::bench
 
 #endif  // HOLDFAST_TOOLS_BENCH_MEMORY_H_

@@ -6,11 +6,7 @@
 #include "tools/bench/memory.h"
 
 namespace holdfast::bench {
-namespace {
-
-constexpr uint64_t kArenaBytesMin = uint64_t{16} << 20;
-
-}  // namespace
+namespace {}  // namespace
 
 CheckpointerOptions OptionsFor(const Bench& bench, uint64_t arena_bytes) {
   CheckpointerOptions options;
@@ -41,14 +37,6 @@ absl::StatusOr<SaveCost> MeasureSave(Checkpointer* checkpointer, const std::stri
       ended ? std::max(watch.children_cpu_seconds(), report->cpu_worker) : report->cpu_worker;
   cost.total_cpu = watch.cpu_seconds() + (launcher == Launcher::kThread ? 0.0 : cost.worker_cpu);
   return cost;
-}
-
-uint64_t ArenaBytesFor(uint64_t bytes) {
-  uint64_t arena = bytes + kArenaBytesMin;
-  if (const uint64_t available = MemoryAvailable(); available != 0) {
-    arena = std::min(arena, available / 3);
-  }
-  return std::max(arena, kArenaBytesMin);
 }
 
 }  // namespace holdfast::bench

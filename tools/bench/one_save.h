@@ -32,10 +32,6 @@ CheckpointerOptions OptionsFor(const Bench& bench, uint64_t arena_bytes);
 absl::StatusOr<SaveCost> MeasureSave(Checkpointer* checkpointer, const std::string& name,
                                      const std::vector<TensorSource>& tensors);
 
-/// Room for a whole save of `bytes` in the staging memory, as far as a third of the free memory
-/// goes; a smaller arena streams.
-uint64_t ArenaBytesFor(uint64_t bytes);
-
 }  // namespace holdfast::bench
 
 #endif  // HOLDFAST_TOOLS_BENCH_ONE_SAVE_H_

@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "io_uring/queue.h"
+#include "runtime/sys/owned_fds.h"
 #include "tools/bench/clock.h"
 #include "tools/bench/memory.h"
 
@@ -31,9 +32,7 @@ absl::Status Error(const RawRequest& request, const char* what, int error) {
 class File {
  public:
   explicit File(int fd) : fd_(fd) {}
-  ~File() {
-    if (fd_ >= 0) close(fd_);
-  }
+  ~File() { sys::CloseOwned(fd_); }
   File(const File&) = delete;
   File& operator=(const File&) = delete;
   int fd() const { return fd_; }
@@ -120,8 +119,8 @@ absl::StatusOr<RawResult> BufferedWrite(const RawRequest& request) {
   const absl::StatusOr<Memory> buffer = Memory::Make(kChunkBytes, Pages::kHuge);
   if (!buffer.ok()) return buffer.status();
   FillWithNoise(*buffer);
-  const File file(openat(request.directory, request.name.c_str(),
-                         O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, kFileMode));
+  const File file(sys::OpenOwned(request.directory, request.name.c_str(),
+                                 O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, kFileMode));
   if (file.fd() < 0) return Error(request, "open", errno);
   const Stopwatch watch;
   for (uint64_t done = 0; done < request.bytes;) {

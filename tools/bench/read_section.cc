@@ -29,8 +29,8 @@ struct Subject {
 
 absl::StatusOr<Subject> Prepare(const Bench& bench, const Memory& memory) {
   const std::vector<TensorSource> tensors = CutTensors(memory, kTensors);
-  const absl::StatusOr<std::unique_ptr<Checkpointer>> checkpointer =
-      Checkpointer::Create(OptionsFor(bench, ArenaBytesFor(bench.options.bytes)));
+  const absl::StatusOr<std::unique_ptr<Checkpointer>> checkpointer = Checkpointer::Create(
+      OptionsFor(bench, DefaultArenaBytes({.state_bytes = bench.options.bytes})));
   if (!checkpointer.ok()) return checkpointer.status();
   const absl::StatusOr<SaveCost> cost = MeasureSave(checkpointer->get(), "subject", tensors);
   if (!cost.ok()) return cost.status();

@@ -37,7 +37,8 @@ struct Way {
 
 absl::Status Save(const Bench& bench, const std::vector<TensorSource>& tensors, EngineRung engine,
                   Way* way) {
-  CheckpointerOptions options = OptionsFor(bench, ArenaBytesFor(bench.options.bytes));
+  CheckpointerOptions options =
+      OptionsFor(bench, DefaultArenaBytes({.state_bytes = bench.options.bytes}));
   options.engine = engine;
   const absl::StatusOr<std::unique_ptr<Checkpointer>> checkpointer = Checkpointer::Create(options);
   if (!checkpointer.ok()) return checkpointer.status();

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <fstream>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -16,30 +15,6 @@ namespace holdfast::demo {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-constexpr uint64_t kArenaBytesMin = 16u << 20;
-constexpr uint64_t kArenaGranule = 2u << 20;
-
-/// MemAvailable of /proc/meminfo in bytes; 0 if the kernel does not say.
-uint64_t MemoryAvailable() {
-  std::ifstream file("/proc/meminfo");
-  std::string key;
-  std::string rest;
-  uint64_t value = 0;
-  while (file >> key >> value && std::getline(file, rest)) {
-    if (key == "MemAvailable:") return value * 1024;
-  }
-  return 0;
-}
-
-/// Room for one whole save, as far as half of the free memory allows; a smaller arena streams.
-uint64_t ArenaBytesFor(uint64_t file_bytes) {
-  uint64_t bytes = file_bytes + kArenaBytesMin;
-  if (const uint64_t available = MemoryAvailable(); available != 0) {
-    bytes = std::min(bytes, available / 2);
-  }
-  return std::max(kArenaBytesMin, (bytes + kArenaGranule - 1) / kArenaGranule * kArenaGranule);
-}
 
 double Seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
@@ -76,8 +51,9 @@ CheckpointerOptions Session::MakeOptions() const {
   options.engine = options_.engine;
   options.read_back = options_.read_back;
   options.retention.keep_last = options_.keep_last;
-  options.staging.arena_bytes =
-      options_.arena_bytes != 0 ? options_.arena_bytes : ArenaBytesFor(file_bytes_);
+  options.staging.arena_bytes = options_.arena_bytes != 0
+                                    ? options_.arena_bytes
+                                    : DefaultArenaBytes({.state_bytes = file_bytes_});
   if (options_.mischief != Mischief::kNone) {
     Saboteur* const saboteur = saboteur_.get();
     options.on_sealed = [saboteur](const SealedExtent& extent) { saboteur->OnSealed(extent); };

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from holdfast import _runtime, events, saving
+from holdfast import _completion, _runtime, events, saving
 from holdfast.dcp.staging import Stager
 from holdfast.dcp.writer import StorageWriter, Written
 from holdfast.errors import Error, TimeoutError
@@ -87,53 +87,76 @@ class Upload:
         self.path = path
         self.step = step
         self.extra = extra if save is None else save.extra
-        self.durable = saving._SeenFuture()
-        self.durable.set_running_or_notify_cancel()
+        self.durable = _completion.SeenFuture()
         self.staged: Future = save.staged if save is not None else self.durable
         self._save: saving.Save | None = save
         self._own: Callable[[], None] | None = own
         self._run: Callable[[], Metadata] | None = run
         self._after: Upload | None = after
-        # Not a daemon: the interpreter waits for it before it exits, and so for the save.
-        self._thread = threading.Thread(target=self._finish, name="holdfast-dcp-finish")
+        self._exchanged = threading.Event()
+        self._completion = _completion.Completion(self._run_to_the_end, "holdfast-dcp-finish")
         events.begin(self)
         with saving._lock:
             saving._in_flight.add(self)  # type: ignore[arg-type]
-        self._thread.start()
 
-    def _finish(self) -> None:
-        assert self._own is not None and self._run is not None
-        metadata, failure = None, None
+    def start(self) -> None:
+        self._completion.start()
+
+    def _run_to_the_end(self) -> None:
+        """The upload's own thread. Whatever is raised here, its future ends."""
+        metadata = None
+        failure: BaseException | None = None
         try:
-            self._own()
-        except BaseException as error:
-            failure = error
-            self._publish(failure)
-            self.durable.set_exception(failure)
-        if self._after is not None:
-            # First come, first finished, on every rank: exchanges between ranks must not cross.
-            self._after._thread.join()
-            self._after = None
-        try:
-            metadata = self._run()
+            failure = self._write()
+            metadata = self._exchange()
+            if failure is None:
+                self._publish_report()
         except BaseException as error:
             failure = failure or error
-        self._own = self._run = None
-        if not self.durable.done():
-            self._publish(failure)
+        finally:
+            self._end(metadata, failure)
+
+    def _write(self) -> BaseException | None:
+        """Waits for this rank's part. Its own failure ends the future before the exchange."""
+        own, self._own = self._own, None
+        assert own is not None
+        try:
+            own()
+        except BaseException as failure:
+            with contextlib.suppress(BaseException):  # the other ranks wait in the exchange
+                self._fail(failure)
+            return failure
+        return None
+
+    def _exchange(self) -> Metadata:
+        run, self._run = self._run, None
+        assert run is not None
+        if self._after is not None:
+            # First come, first finished, on every rank: exchanges between ranks must not cross.
+            self._after._exchanged.wait()
+            self._after = None
+        return run()
+
+    def _end(self, metadata: Metadata | None, failure: BaseException | None) -> None:
+        self._exchanged.set()
         with _lock:
             for key in [k for k, last in _last.items() if last is self]:
                 del _last[key]
-        saving._ended(self, failed=failure is not None)
-        if failure is None:
-            self.durable.set_result(metadata)
-        elif not self.durable.done():
-            self.durable.set_exception(failure)
+        try:
+            if failure is not None:
+                self._fail(failure)
+        finally:
+            saving._ended(self, failed=failure is not None)
+            _completion.end(self.durable, metadata, failure)
 
-    def _publish(self, failure: BaseException | None) -> None:
-        if failure is not None:
-            events.publish(self, None, _error_of(failure, self.path))
-            return
+    def _fail(self, failure: BaseException) -> None:
+        if not self.durable.done():
+            try:
+                events.publish(self, None, _error_of(failure, self.path))
+            finally:
+                _completion.end(self.durable, None, failure)
+
+    def _publish_report(self) -> None:
         assert self._save is not None and self._save.report is not None
         report = dict(self._save.report)
         report["at_complete"] = (time.monotonic_ns() - report["entered_ns"]) / 1e9
@@ -145,7 +168,7 @@ class Upload:
         Raises:
             TimeoutError: the save goes on.
         """
-        self._thread.join(timeout)
+        self._completion.join(timeout)
         if not self.durable.done():
             raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not complete yet")
 
@@ -352,7 +375,7 @@ def async_save(
             raise interrupt from error
         raise
     written, failure = None, None
-    late = async_stager.late if isinstance(async_stager, Stager) else None
+    late = async_stager.late if isinstance(async_stager, Stager) else ()
     try:
         written = writer.begin(planner.finish_plan(mine), planner, late, publishes=False)
     except BaseException as error:
@@ -365,6 +388,7 @@ def async_save(
         after = _last.get(key)
         upload = Upload(str(writer.path), writer.step, own, run, after, save, who)
         _last[key] = upload
+    upload.start()
     if isinstance(failure, (KeyboardInterrupt, SystemExit)):
         upload.durable.seen = True  # nobody has it
         raise failure

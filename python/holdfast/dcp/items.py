@@ -11,12 +11,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from holdfast import _devices, _dtypes, _native
+from holdfast import _devices, _dtypes, _late, _native, _state
 from holdfast.dcp.framing import ALIGNMENT, can_frame, frame
 from holdfast.errors import Error
-
-# Device tensors that may change at once are cloned on their device up to this much in all.
-_CLONE_MAX = 64 << 20
 
 
 @dataclasses.dataclass
@@ -111,16 +108,13 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> Any:
     return data.detach()
 
 
-def plan_file(
-    plan: SavePlan, planner: SavePlanner, name: str, late: list[tuple[int, int]] | None
-) -> FilePlan:
+def plan_file(plan: SavePlan, planner: SavePlanner, name: str, late: _late.Late) -> FilePlan:
     """Plans the file of one rank. Host memory comes first: it is captured in the runtime's call.
 
     Args:
         plan, planner: the framework's.
         name: of the file.
-        late: address ranges of device memory that stays unchanged until the save has staged; None:
-            nothing was said, so that the devices' streams wait.
+        late: device memory that stays unchanged until the save has staged.
     """
     file = _File(name)
     out = FilePlan(file.plan, [], [], [], set(), [], [])
@@ -132,23 +126,17 @@ def plan_file(
             later.append((item, data))
         else:
             _add(file, out, names.of(item), item, data)
-    cloned = 0
-    for item, data in later:
-        if not late or not any(b <= data.data_ptr() and _end(data) <= e for b, e in late):
-            # Ordered into the stream at once: a clone, if that is not too much, or the wait.
-            if late is not None and cloned + data.nbytes <= _CLONE_MAX:
-                data = data.clone()
-                cloned += data.nbytes
-            else:
-                out.wait.add(data.device)
+    early = {
+        i for i, (_, data) in enumerate(later)
+        if not all(late.covers(begin, end) for begin, end in _state.memory_of(data))
+    }  # fmt: skip
+    out.wait = _late.too_much_to_clone((later[i][1].device, later[i][1].nbytes) for i in early)
+    for i, (item, data) in enumerate(later):
+        if i in early and data.device not in out.wait:
+            data = data.clone()
         _add(file, out, names.of(item), item, data)
     file.flush()
     return out
-
-
-def _end(tensor: torch.Tensor) -> int:
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
 def _add(file: _File, out: FilePlan, name: str, item: WriteItem, data: Any) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import pickle
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from holdfast._unpickle import AllowList
-from holdfast.errors import Error
+from holdfast import _unpickle
+from holdfast.errors import Error, of_system
 
 # What the framework's own writers put there; planners may add plain values.
 _ALLOWED = frozenset(
@@ -25,23 +23,9 @@ _ALLOWED = frozenset(
     torch.distributed.checkpoint.metadata:StorageMeta
     torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING
     torch.distributed.checkpoint.filesystem:_StorageInfo
-    torch.serialization:_get_layout torch:Size torch:device
-    collections:OrderedDict collections:defaultdict
-    builtins:set builtins:frozenset builtins:dict builtins:list builtins:tuple builtins:int
-    builtins:float builtins:complex builtins:str builtins:bool
-    pathlib:Path pathlib:PosixPath pathlib:PurePosixPath
     """.split()
 )
 _BYTES_MAX = 4 << 30
-
-
-class _MetadataUnpickler(AllowList):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "pathlib._local":  # Python 3.13's name of what others have in pathlib
-            module = "pathlib"
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        return super().find_class(module, name)
 
 
 def loads(data: bytes, path: str, allow: frozenset[str] = frozenset()) -> Metadata:
@@ -50,12 +34,7 @@ def loads(data: bytes, path: str, allow: frozenset[str] = frozenset()) -> Metada
     Raises:
         Error: PERMISSION_DENIED naming what it needs, DATA_LOSS for what is no metadata.
     """
-    try:
-        metadata = _MetadataUnpickler(data, f"load {path}", _ALLOWED, allow).load()
-    except Error:
-        raise
-    except Exception as error:
-        raise Error("DATA_LOSS", f"load {path}: its pickle cannot be read: {error}") from error
+    metadata = _unpickle.loads(data, path, _ALLOWED | allow)
     if not isinstance(metadata, Metadata):
         raise Error("DATA_LOSS", f"load {path}: it holds a {type(metadata).__name__}, no Metadata")
     if getattr(metadata, "storage_meta", None) is None:
@@ -101,13 +80,9 @@ def make_directory(path: Path) -> None:
         return
     if path.parent != path:
         make_directory(path.parent)
-    try:
+    with of_system(f"make directory {path}"):
         path.mkdir(exist_ok=True)
         sync_directory(path.parent)
-    except OSError as error:
-        raise Error(
-            "UNAVAILABLE", f"make directory {path}: {error.strerror}", error.errno or 0
-        ) from error
 
 
 def commit(directory: Path, name: str, metadata: Metadata) -> None:
@@ -116,7 +91,7 @@ def commit(directory: Path, name: str, metadata: Metadata) -> None:
     To be called only when everything that the metadata names is durable.
     """
     temporary = directory / f"{name}.tmp"
-    try:
+    with of_system(f"write {directory / name}"):
         with open(temporary, "wb") as file:
             pickle.dump(metadata, file)
             file.flush()
@@ -125,9 +100,3 @@ def commit(directory: Path, name: str, metadata: Metadata) -> None:
         os.rename(temporary, directory / name)
         # Before anything that the older metadata names is deleted: a crash could bring it back.
         sync_directory(directory)
-    except OSError as error:
-        raise Error(
-            "RESOURCE_EXHAUSTED" if error.errno in (28, 122) else "UNAVAILABLE",
-            f"write {directory / name}: {error.strerror}",
-            error.errno or 0,
-        ) from error

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import _native
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
 
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp(\.tmp)?")
 MANIFEST = re.compile(r"rank-(\d{5,})-of-(\d{5,})-([0-9a-f]{32})\.manifest\.json(\.tmp)?")
@@ -102,7 +102,9 @@ def choose(directory: Path, attempt: str, file_ranks: list[int], alone: bool) ->
         alone: each rank is its own coordinator and has its own metadata.
     """
     generation = 0
-    for name in os.listdir(directory):
+    with of_system(f"save {directory}: list it"):
+        names = os.listdir(directory)
+    for name in names:
         match = DATA_FILE.fullmatch(name)
         if match and (not alone or int(match[1]) in file_ranks):
             generation = max(generation, int(match[2]) + 1)

@@ -9,6 +9,7 @@ from holdfast import directories
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp.placement import MANIFEST
 from holdfast.dcp.writer import METADATA, local_path
+from holdfast.errors import of_system
 
 
 def verify(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
@@ -32,7 +33,8 @@ def verify(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
     metadata = _metadata.read(directory / METADATA)
     report = directories.verify(directory, **options)
     save_id = getattr(metadata.storage_meta, "save_id", None) or ""
-    matches = [MANIFEST.fullmatch(name) for name in sorted(os.listdir(directory))]
+    with of_system(f"verify {directory}: list it"):
+        matches = [MANIFEST.fullmatch(name) for name in sorted(os.listdir(directory))]
     found = [m for m in matches if m and m[3] == save_id and not m[4]]
     named = {info.relative_path for info in (metadata.storage_data or {}).values()}
     from holdfast.dcp.reader import _Proved

@@ -26,7 +26,7 @@ from holdfast.dcp import objects
 from holdfast.dcp.placement import DATA_FILE, MANIFEST, new_attempt
 from holdfast.dcp.records import NotPlain, find_tensor
 from holdfast.dcp.writer import METADATA, StorageWriter, local_path
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast.dcp")
 
@@ -199,7 +199,9 @@ class StorageReader(_StorageReader):
             return found
         files = {self._storage_data[item.storage_index].relative_path for item in plan.items}
         ranks = {int(match[1]) for match in map(DATA_FILE.fullmatch, files) if match}
-        for name in sorted(os.listdir(self.path)):
+        with of_system(f"load {self.path}: list it"):
+            names = sorted(os.listdir(self.path))
+        for name in names:
             match = MANIFEST.fullmatch(name)
             if not match or match[3] != self._save_id or match[4]:
                 continue
@@ -292,14 +294,8 @@ class StorageReader(_StorageReader):
         return foreign
 
     def _open(self, name: str) -> int:
-        try:
+        with of_system(f"load {self.path / name}"):
             return os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise Error(
-                "NOT_FOUND" if error.errno == 2 else "UNAVAILABLE",
-                f"load {self.path / name}: {error.strerror}",
-                error.errno or 0,
-            ) from error
 
     def _read_foreign(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         """What the framework alone can read: transformed streams, older formats, odd tensors."""
@@ -319,12 +315,12 @@ class StorageReader(_StorageReader):
 
     def _load_object(self, item: ReadItem, data: io.BytesIO, planner: LoadPlanner) -> None:
         if not self._trust:
-            objects.check(data, item.storage_index.fqn, self._allow)
+            data = objects.resaved(data, item.storage_index.fqn, self._allow)
         planner.load_bytes(item, data)
 
 
 class _CheckedPlanner:
-    """A planner whose objects are looked at before it gets them."""
+    """A planner that gets objects serialized anew, and never their bytes in the file."""
 
     def __init__(self, planner: LoadPlanner, allow: frozenset[str]) -> None:
         self._planner = planner
@@ -334,8 +330,8 @@ class _CheckedPlanner:
         return getattr(self._planner, name)
 
     def load_bytes(self, item: ReadItem, data: io.BytesIO) -> None:
-        objects.check(data, item.storage_index.fqn, self._allow)
-        self._planner.load_bytes(item, data)
+        name = item.storage_index.fqn
+        self._planner.load_bytes(item, objects.resaved(data, name, self._allow))
 
 
 def _read_at(fd: int, info: Any, offset: int, nbytes: int) -> bytes:

@@ -15,7 +15,7 @@ import torch
 from holdfast.errors import Error
 
 _END_BYTES_MAX = 1 << 16
-_DIRECTORY_BYTES_MAX = 1 << 20
+_DIRECTORY_BYTES_MAX = 1 << 26
 _PICKLE_BYTES_MAX = 1 << 20
 
 ReadAt = Callable[[int, int], bytes]
@@ -121,6 +121,36 @@ def _content(read: ReadAt, entry: _Entry, length: int) -> tuple[int, int]:
     return begin, begin + entry.size
 
 
+class Archive:
+    """What ``torch.save`` wrote: stored records, by their names below the archive's own.
+
+    Raises:
+        NotPlain: it is none, or not in this machine's byte order.
+    """
+
+    def __init__(self, read: ReadAt, length: int) -> None:
+        self.read = read
+        self._length = length
+        entries = _directory(read, length)
+        self._entries = {entry.name.partition("/")[2]: entry for entry in entries}
+        if sum(entry.size for entry in entries) > length:
+            raise NotPlain("its records overlap")
+        if "byteorder" in self._entries and self.record("byteorder", 16) != b"little":
+            raise NotPlain("its byte order is not this machine's")
+
+    def find(self, name: str) -> tuple[int, int]:
+        """The range of a record's bytes."""
+        if name not in self._entries:
+            raise NotPlain(f"no record {name}")
+        return _content(self.read, self._entries[name], self._length)
+
+    def record(self, name: str, bytes_max: int | None = None) -> bytes:
+        begin, end = self.find(name)
+        if bytes_max is not None and end - begin > bytes_max:
+            raise NotPlain(f"its {name} is too long")
+        return self.read(begin, end - begin)
+
+
 @dataclasses.dataclass
 class _Storage:
     key: str
@@ -194,18 +224,9 @@ def find_tensor(read: ReadAt, length: int) -> TensorRecord:
 
 
 def _find_tensor(read: ReadAt, length: int) -> TensorRecord:
-    entries = {entry.name.partition("/")[2]: entry for entry in _directory(read, length)}
-    for name in ("data.pkl", "data/0"):
-        if name not in entries:
-            raise NotPlain(f"no record {name}")
-    begin, end = _content(read, entries["data.pkl"], length)
-    if end - begin > _PICKLE_BYTES_MAX:
-        raise NotPlain("its description is too long")
-    if "byteorder" in entries:
-        order_begin, order_end = _content(read, entries["byteorder"], length)
-        if read(order_begin, min(order_end - order_begin, 16)) != b"little":
-            raise NotPlain("its byte order is not this machine's")
-    described = _TensorUnpickler(io.BytesIO(read(begin, end - begin))).load()
+    archive = Archive(read, length)
+    archive.find("data/0")
+    described = _TensorUnpickler(io.BytesIO(archive.record("data.pkl", _PICKLE_BYTES_MAX))).load()
     if not isinstance(described, tuple) or len(described) != 5:
         raise NotPlain("it is no tensor")
     storage, dtype, offset, shape, stride = described
@@ -213,7 +234,7 @@ def _find_tensor(read: ReadAt, length: int) -> TensorRecord:
     (offset,) = _check((offset,))
     if storage.key != "0" or len(shape) != len(stride):
         raise NotPlain("it is no tensor")
-    begin, end = _content(read, entries["data/0"], length)
+    begin, end = archive.find("data/0")
     elements = offset + 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
     if math.prod(shape) and elements * dtype.itemsize > end - begin:
         raise Error("DATA_LOSS", f"a tensor of shape {list(shape)} is larger than its storage")

@@ -25,14 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from holdfast import _runtime, events
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
 
 # A staged copy is stable, so it streams through this much of the runtime's staging memory.
 WINDOW_BYTES = 64 << 20
 _ALIGNMENT = 64
 _PAGE = 4096
+_ANY_STATE = 1 << 62  # bytes: as much as one process may take
 _GRACE = 0.25  # seconds until a lack of memory is an error
-_SHARE = 4  # of the available memory, if nothing else is said
 
 
 class _Block:
@@ -40,14 +40,13 @@ class _Block:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.fd = os.memfd_create("holdfast-staged", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self.fd, nbytes)
-        except OSError as error:  # a limit of file sizes is one of such memory, too
-            os.close(self.fd)
-            raise Error(
-                "RESOURCE_EXHAUSTED", f"stage {nbytes} bytes: {error.strerror}", error.errno or 0
-            ) from error
+        with of_system(f"stage {nbytes} bytes: make shared memory"):
+            self.fd = os.memfd_create("holdfast-staged", os.MFD_CLOEXEC)
+            try:
+                os.ftruncate(self.fd, nbytes)  # a limit of file sizes is one of such memory, too
+            except OSError:
+                os.close(self.fd)
+                raise
         self._lease: StorageWeakRef | None = None
 
     @property
@@ -57,9 +56,12 @@ class _Block:
 
     def lease(self) -> torch.UntypedStorage:
         """A storage over it; the block is free again once nobody refers to that."""
-        fd = os.dup(self.fd)
+        with of_system(f"stage {self.nbytes} bytes: share memory"):
+            fd = os.dup(self.fd)
         try:
             storage = torch.UntypedStorage._new_shared_fd_cpu(fd, self.nbytes)  # type: ignore[attr-defined]
+        except RuntimeError as error:  # it duplicates the descriptor, too
+            raise Error("RESOURCE_EXHAUSTED", f"stage {self.nbytes} bytes: {error}") from error
         finally:
             os.close(fd)
         self._lease = StorageWeakRef(storage)
@@ -94,8 +96,8 @@ def trim() -> None:
 
 
 def _cap(given: int | None) -> int:
-    fixed = given or _runtime._options.get("arena_bytes") or os.environ.get("HOLDFAST_ARENA_BYTES")
-    return int(fixed) if fixed else (_runtime._available() + kept_bytes()) // _SHARE
+    fixed = given or _runtime.fixed_arena_bytes()
+    return fixed or _runtime.default_arena_bytes(_ANY_STATE, kept_bytes())
 
 
 def _take(nbytes: int, cap: int) -> torch.UntypedStorage:
@@ -259,10 +261,11 @@ class Stager:
         """A stager; close it after the last save.
 
         Args:
-            late: modules, optimizers and tensors that the training leaves alone until
-                ``staging_completion``: their GPU memory may be copied behind forward and backward.
-                All other GPU tensors are ordered into the current stream at once. Only parameters
-                and optimizer state are taken from modules and optimizers.
+            late: optimizers, or tensors, whose GPU memory stays unchanged until
+                ``staging_completion``: it is copied behind forward and backward. Of an optimizer:
+                the parameters with ``requires_grad`` that it owns, and its moments. Call
+                `holdfast.wait_before_step` for each one, or wait for ``staging_completion`` before
+                its step. All other GPU tensors are ordered into the current stream at once.
             staging_bytes_max: cap under the stock ``async_save``, as of `StorageWriter`.
         """
         self.late = tuple(late)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from holdfast import _devices, _runtime, directories, events, saving
+from holdfast import _late, _runtime, directories, events, saving
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
 from holdfast.errors import Error
@@ -40,7 +40,7 @@ def local_path(checkpoint_id: str | os.PathLike[str]) -> Path:
         "open",
         "use the framework's own reader and writer, or holdfast.dcp.async_save, which hands URLs on to them",
     )
-    return Path(os.path.abspath(text))
+    return Path(directories.absolute_path(text, "open"))
 
 
 @dataclasses.dataclass
@@ -171,7 +171,7 @@ class StorageWriter(_StorageWriter):
         return future
 
     def begin(
-        self, plan: SavePlan, planner: SavePlanner, late: Iterable[Any] | None = None,
+        self, plan: SavePlan, planner: SavePlanner, late: Iterable[Any] = (),
         *, publishes: bool = True,
     ) -> Written:  # fmt: skip
         """Starts writing. Host tensors are captured when it returns.
@@ -182,8 +182,7 @@ class StorageWriter(_StorageWriter):
 
         Args:
             plan, planner: as of `write_data`.
-            late: tensors, modules or optimizers that stay unchanged until the save has staged.
-                None: nothing is known to, so that the current stream waits for all copies.
+            late: optimizers or tensors whose memory stays unchanged until the save has staged.
             publishes: whether observers are told of this rank's data. Not by whoever tells them of
                 the checkpoint.
 
@@ -192,8 +191,7 @@ class StorageWriter(_StorageWriter):
         """
         called_ns = time.monotonic_ns()
         place = placement.take(plan.storage_data, str(self.path))
-        ranges = None if late is None else saving._late_memory((), late)
-        file = items.plan_file(plan, planner, place.data_file, ranges)
+        file = items.plan_file(plan, planner, place.data_file, _late.Late(late))
         nbytes = file.plan.total_bytes
         if self._staged:
             # The staged copy is stable: it goes through a small window of the staging memory.
@@ -214,10 +212,9 @@ class StorageWriter(_StorageWriter):
             return door.save(self.path.name, file.plan, self.step, False, place.attempt, True)
 
         save = saving.Save(
-            start, str(self.path), self.step, extra, file.device, door, publishes=publishes
-        )
-        for device in file.wait:
-            _devices.wait_staged_on(save._native, device)
+            start, str(self.path), self.step, extra, file.device, door, ordered=file.wait,
+            publishes=publishes,
+        )  # fmt: skip
         return Written(save, file.results, place)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -26,10 +26,11 @@ enum class WhenFull { kWait, kSkip, kFail };
 /// its partial files.)
 enum class TrainerDeath { kFinish, kStop };
 
-/// Which checkpoints of the directory stay. Deleting happens in the background, after the successor
-/// is durable.
+/// Which checkpoints of a series stay. A series is the checkpoints whose names differ in their last
+/// run of digits alone: "step-80" and "step-100". "best" is a series of its own, and no other save
+/// removes it. Deleting happens in the background, after the successor is durable.
 struct Retention {
-  uint32_t keep_last = 0;   ///< Keep the newest N; 0 keeps all.
+  uint32_t keep_last = 0;   ///< Keep the newest N by the time of their saves; 0 keeps all.
   uint64_t keep_every = 0;  ///< Besides, keep every step that is a multiple of this; 0 is none.
 };
 
@@ -60,8 +61,11 @@ struct CheckpointerOptions {
       absl::Minutes(10);  ///< SaveAsync waits this long for staging memory.
   absl::Duration time_stalled_max =
       absl::Minutes(10);  ///< A worker without any progress for this long has failed.
-  absl::Duration time_ranks_max =
-      absl::Minutes(30);  ///< Rank 0 waits this long for the other ranks.
+  /// A rank that lives is waited for this long by the others, which are done.
+  absl::Duration time_ranks_max = absl::Minutes(30);
+  /// A rank without a sign of life for this long has failed: nothing of it runs any more, or it
+  /// has not begun the save while others wait for it. The same on all ranks.
+  absl::Duration time_liveness_max = absl::Seconds(30);
   /// For proving that faults are found, never for production: called with each extent right after
   /// its digests were taken and before the worker is told, from a sealing thread.
   std::function<void(const SealedExtent&)> on_sealed;
@@ -79,8 +83,14 @@ struct SaveRequest {
   uint64_t step = 0;
   absl::Span<const TensorSource> tensors;  ///< Written as one safetensors file of this rank ...
   const SavePlan* plan = nullptr;          ///< ... or a plan of the caller's own, if not null.
-  bool replace = false;  ///< Exchange an existing checkpoint of that name instead of refusing.
-  AttemptId attempt;     ///< Agreed by all ranks; none: random (world size 1 only).
+  /// Exchange an existing checkpoint of that name instead of refusing. It must hold nothing else
+  /// (kFailedPrecondition names the entry). Of two saves of one name the one that began later
+  /// stays; the other ends with kAborted.
+  bool replace = false;
+  AttemptId attempt;  ///< Agreed by all ranks; none: random (world size 1 only).
+  /// The checkpoint that the state descends from, for the commit record. None: the last one that
+  /// was committed through this Checkpointer, else the newest of the directory when it was created.
+  AttemptId parent;
   /// A framework owns the directory: files are committed one by one into `directory`/`name`, which
   /// exists, and nothing is renamed; the framework's own last file commits.
   bool files_only = false;
@@ -125,7 +135,7 @@ class Checkpointer {
   absl::Status Flush(absl::Duration timeout);
 
   /// Gives the arena's pages back to the system; the next save takes them again.
-  /// \error kFailedPrecondition while any byte is held.
+  /// \error kFailedPrecondition while a save is in flight.
   absl::Status Trim();
 
   /// Makes `device`'s copies into the arena fast (registers it) ahead of the first save; also done

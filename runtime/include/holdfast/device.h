@@ -60,6 +60,9 @@ class Device {
                                                   size_t bytes) = 0;
 
   /// Whether the copy has ended; an error of the copy itself is reported here, once.
+  /// \error kAborted when the device's context is lost: no copy of it is under way any more. Any
+  /// other error says nothing about the end; the copy's memory stays in use until a later call
+  /// says more.
   virtual absl::StatusOr<bool> IsDone(CopyTicket ticket) = 0;
 
   /// Blocks until the copy has ended.

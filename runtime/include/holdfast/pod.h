@@ -149,9 +149,11 @@ enum class Operation : uint32_t {
   kDigest,  ///< A digest that is not the one taken at seal.
   kManifest,
   kWaitTrainer,  ///< The trainer died or stopped sealing.
-  kWaitRanks,    ///< Rank 0 waiting for the manifests of the others.
+  kWaitRanks,    ///< Waiting for the other ranks, one of which has failed.
   kCancel,
   kLock,
+  kReplace,    ///< Taking the place of a checkpoint that stands under the name.
+  kJoinRanks,  ///< Opening the rank board, or writing to it.
 };
 
 /// Why a job failed; the codes are those of absl::StatusCode, so that the trainer's side can pass
@@ -194,7 +196,8 @@ struct Failure {
 };
 
 /// Manners of a worker towards the rest of the machine, applied by system calls in the worker
-/// itself.
+/// itself. A setting that the kernel refuses is left out, and the report's `engine_reason` names
+/// it.
 struct Qos {
   int32_t nice = 0;  ///< Added to the worker's nice value, 0 to 19.
   int32_t io_priority_class =

@@ -20,7 +20,10 @@ struct CheckpointInfo {
   std::string name;  ///< Below the directory.
   std::string path;
   uint64_t step = 0;
+  /// The call of its save, by rank 0's clock; where that is not recorded, when it was written.
+  absl::Time saved_at;
   AttemptId attempt;
+  AttemptId parent;  ///< As SaveRequest::parent; zero: none, or not recorded.
   uint32_t world_size = 1;
   uint64_t bytes = 0;  ///< Of all ranks' files.
 };
@@ -38,7 +41,7 @@ struct RecoveryOptions {
 };
 
 struct RecoveryReport {
-  std::vector<CheckpointInfo> complete;      ///< By step, newest last.
+  std::vector<CheckpointInfo> complete;      ///< As ListCheckpoints.
   std::vector<std::string> promoted;         ///< Names.
   std::vector<std::string> removed;          ///< Partial, fenced and retired directories.
   std::vector<std::string> fenced;           ///< Their new names.
@@ -54,27 +57,29 @@ struct RecoveryReport {
 absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
                                        const RecoveryOptions& options);
 
-/// Tells the other ranks of a save that this one takes no part in it: they end at once with
-/// kAborted, not when `time_ranks_max` has passed. For a rank that fails before it calls SaveAsync,
-/// which does it by itself when it refuses a save. What stands there then, a partial directory with
-/// a mark, goes with the last rank that ends, or with Recover.
-absl::Status AbandonSave(const std::string& directory, const std::string& name,
-                         const AttemptId& attempt);
+/// Complete checkpoints of a directory by the time of their saves, newest last; changes nothing.
+/// Neither step nor name counts: after a rollback the newest has a lower step than others. Of a
+/// checkpoint with a commit record that record alone is read, whatever the number of ranks. A
+/// checkpoint that cannot be read, or is not complete, is passed over: `passed_over`, if not null,
+/// gets "NAME: why".
+/// \error what reading says, when no checkpoint is complete and at least one cannot be read.
+absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(
+    const std::string& directory, std::vector<std::string>* passed_over = nullptr);
 
-/// Complete checkpoints of a directory by step, newest last; changes nothing.
-absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& directory);
-
-/// The newest complete checkpoint.
+/// The newest complete checkpoint, as ListCheckpoints has it, and held against its files: where one
+/// has gone or shrunk since the commit, the next one is the newest.
 /// \error kNotFound when there is none.
-absl::StatusOr<CheckpointInfo> FindNewest(const std::string& directory);
+absl::StatusOr<CheckpointInfo> FindNewest(const std::string& directory,
+                                          std::vector<std::string>* passed_over = nullptr);
 
 /// Whether `path` is a complete checkpoint; kNotFound, kDataLoss (manifest does not parse) or
 /// kFailedPrecondition (incomplete) otherwise, with the reason.
 absl::StatusOr<CheckpointInfo> InspectCheckpoint(const std::string& path);
 
-/// Names that `retention` lets go, oldest first.
+/// Names that `retention` removes once `saved` is durable, oldest first: of the series of `saved`,
+/// and never `saved` itself.
 std::vector<std::string> SelectForRemoval(const std::vector<CheckpointInfo>& complete,
-                                          const Retention& retention);
+                                          const Retention& retention, const std::string& saved);
 
 }  // namespace holdfast
 

@@ -33,23 +33,45 @@ struct StagingOptions {
   std::function<void(void* memory, uint64_t bytes)> on_released;
 };
 
+/// Memory that this process could take now without being killed for it, in bytes: the least of what
+/// the machine has available (MemAvailable) and what the control groups above the process leave.
+/// UINT64_MAX where the system says neither.
+uint64_t MemoryAvailable();
+
+/// For whom an arena is: see DefaultArenaBytes.
+struct ArenaNeed {
+  uint64_t state_bytes = 0;
+  /// Processes on this node, this one counted, that each take an arena.
+  uint32_t processes = 1;
+  /// Of the process's present arena, which the new one replaces.
+  uint64_t bytes_owned = 0;
+};
+
+/// The size of arena that fits a state: one save and the first chunks of the next, but no more than
+/// the process's share of a quarter of the memory that is available. Larger saves stream through
+/// it. At least 16 MiB.
+uint64_t DefaultArenaBytes(const ArenaNeed& need);
+
 /// What one epoch (one save) holds.
 struct EpochHolding {
   uint64_t epoch = 0;
   uint64_t bytes_held = 0;
   absl::Duration age;  ///< Since its first lease.
-  bool quarantined =
-      false;  ///< A time-out passed while its worker could not be proven gone; never reused.
+  /// Why its bytes are quarantined; empty when they are not. Its save has ended, but a transfer may
+  /// still touch them. They come back when the last one has provably landed.
+  std::string quarantined;
 };
 
 /// A snapshot of the staging memory; readable at any time.
 struct StagingStats {
   uint64_t arena_bytes = 0;
-  uint64_t bytes_held = 0;       ///< In leases of any state, now.
-  uint64_t bytes_held_peak = 0;  ///< The most there ever was.
-  uint64_t bytes_quarantined = 0;
+  uint64_t bytes_held = 0;         ///< In leases of any state, now; quarantined ones included.
+  uint64_t bytes_held_peak = 0;    ///< The most there ever was.
+  uint64_t bytes_quarantined = 0;  ///< Of `bytes_held`: not of a save in flight.
   uint64_t control_bytes_held = 0;
   uint64_t control_bytes_peak = 0;
+  /// Of all front doors to the arena; also those that hold no memory any more.
+  uint64_t saves_in_flight = 0;
   uint64_t leases = 0;          ///< Handed out since Create.
   uint64_t waits = 0;           ///< Leases that had to wait for memory.
   absl::Duration time_waiting;  ///< Sum over those.

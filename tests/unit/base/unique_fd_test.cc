@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include "gtest/gtest.h"
+#include "runtime/sys/owned_fds.h"
 
 namespace holdfast::base {
 namespace {
@@ -24,7 +25,7 @@ int InChild(Body body) {
 TEST(UniqueFd, ClosesAtTheEndOfItsScope) {
   int number = -1;
   {
-    UniqueFd fd(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    UniqueFd fd(sys::OpenOwned(AT_FDCWD, "/dev/null", O_RDONLY | O_CLOEXEC, 0));
     number = fd.get();
     EXPECT_TRUE(IsOpen(number));
   }
@@ -32,19 +33,19 @@ TEST(UniqueFd, ClosesAtTheEndOfItsScope) {
 }
 
 TEST(UniqueFd, ForeignForkClosesTheChildsCopyOnly) {
-  UniqueFd fd(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  UniqueFd fd(sys::OpenOwned(AT_FDCWD, "/dev/null", O_RDONLY | O_CLOEXEC, 0));
   EXPECT_EQ(InChild([&] { return IsOpen(fd.get()) ? 1 : 0; }), 0);
   EXPECT_TRUE(IsOpen(fd.get()));
 }
 
 TEST(UniqueFd, OwnForkKeepsTheChildsCopy) {
-  UniqueFd fd(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  UniqueFd fd(sys::OpenOwned(AT_FDCWD, "/dev/null", O_RDONLY | O_CLOEXEC, 0));
   const ForkScope own;
   EXPECT_EQ(InChild([&] { return IsOpen(fd.get()) ? 0 : 1; }), 0);
 }
 
 TEST(UniqueFd, ChildDoesNotCloseANumberThatIsSomebodyElsesByNow) {
-  UniqueFd fd(open("/dev/null", O_RDONLY | O_CLOEXEC));
+  UniqueFd fd(sys::OpenOwned(AT_FDCWD, "/dev/null", O_RDONLY | O_CLOEXEC, 0));
   EXPECT_EQ(InChild([&] {
               const int reused = dup2(STDERR_FILENO, fd.get());
               fd.Reset();

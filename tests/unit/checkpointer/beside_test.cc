@@ -142,14 +142,14 @@ TEST_P(Beside, ItsWorkersAndMemoryAreThoseOfTheFirst) {
   EXPECT_EQ(second_->options().launcher, GetParam());
   EXPECT_EQ(second_->options().staging.arena_bytes, first_->options().staging.arena_bytes);
   EXPECT_TRUE(second_->options().read_back);
-  for (const char* name : {"one", "two"}) {
+  for (const char* name : {"step-1", "step-2"}) {
     ExpectSavesTo(first_.get(), name);
     ExpectSavesTo(second_.get(), name);
   }
   EXPECT_TRUE(first_->Flush(kLong).ok());
   EXPECT_TRUE(second_->Flush(kLong).ok());
-  EXPECT_THAT(Names(first_directory()), ElementsAre("one", "two"));
-  EXPECT_THAT(Names(second_directory()), ElementsAre("two")) << "retention is its own";
+  EXPECT_THAT(Names(first_directory()), ElementsAre("step-1", "step-2"));
+  EXPECT_THAT(Names(second_directory()), ElementsAre("step-2")) << "retention is its own";
 }
 
 TEST_P(Beside, TheFirstMayGoFirst) {

@@ -13,8 +13,8 @@
 #include <fstream>
 
 #include "holdfast/recovery.h"
-#include "runtime/checkpointer/directory_access.h"
 #include "runtime/checkpointer/directory_probe.h"
+#include "runtime/directory/entries.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/small_checkpoint.h"
 
@@ -193,7 +193,7 @@ TEST_F(ProbeTest, SeesTheWorkerProgram) {
 
 TEST_F(ProbeTest, WhatAKilledProbeLeavesIsRemovedByTheNextRecoveryAndNotBefore) {
   {
-    auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory_.path());
+    auto parent = directory::OpenDirectory(AT_FDCWD, directory_.path());
     const auto alive = checkpointer::ScratchDirectory::Make(parent->get());
     ASSERT_TRUE(alive.ok()) << alive.status();
     const auto report = Recover(directory_.path(), {});
@@ -202,7 +202,7 @@ TEST_F(ProbeTest, WhatAKilledProbeLeavesIsRemovedByTheNextRecoveryAndNotBefore) 
   }
   const pid_t child = fork();
   if (child == 0) {
-    auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory_.path());
+    auto parent = directory::OpenDirectory(AT_FDCWD, directory_.path());
     const auto killed = checkpointer::ScratchDirectory::Make(parent->get());
     _exit(0);
   }

@@ -13,8 +13,8 @@
 #include <fstream>
 
 #include "absl/time/clock.h"
-#include "runtime/checkpointer/directory_access.h"
-#include "runtime/checkpointer/directory_lock.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/locks.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/small_checkpoint.h"
@@ -112,12 +112,13 @@ TEST_F(RecoveryTest, RepeatingItChangesNothing) {
   EXPECT_THAT(again.complete, SizeIs(1));
 }
 
-TEST_F(RecoveryTest, PromotesNothingWhoseFilesHaveAnotherSizeThanRecorded) {
+TEST_F(RecoveryTest, KeepsAPartialWhoseFilesHaveAnotherSizeThanRecordedForAPersonToSee) {
   WriteSmallCheckpoint(directory_ / complete_, Step7(kNew));
   std::filesystem::resize_file(directory_ / (complete_ + "/model-00001-of-00002.safetensors"), 17);
   const RecoveryReport report = Recovered();
   EXPECT_THAT(report.promoted, IsEmpty());
-  EXPECT_THAT(report.removed, ElementsAre(complete_));
+  EXPECT_THAT(report.removed, IsEmpty());
+  EXPECT_THAT(report.kept_incomplete, ElementsAre(AllOf(StartsWith(complete_), HasSubstr("size"))));
   EXPECT_FALSE(Exists("step-7"));
 }
 
@@ -191,8 +192,18 @@ TEST_F(RecoveryTest, RemovesWhatSteppedAsideWhereDirectoriesCannotBeExchanged) {
 TEST_F(RecoveryTest, RemovesADamagedOneThatAnExchangeReplaced) {
   WriteSmallCheckpoint(directory_ / "step-7", Step7(kNew));
   WriteSmallCheckpoint(directory_ / complete_, Step7(kOld));
-  std::ofstream(directory_ / (complete_ + "/rank-00000-of-00002.manifest.json")) << "{}";
+  const std::string manifest = directory_ / (complete_ + "/rank-00000-of-00002.manifest.json");
+  std::ofstream(manifest, std::ios::app) << "x";
   EXPECT_THAT(Recovered().removed, ElementsAre(complete_));
+}
+
+TEST_F(RecoveryTest, KeepsWhatWasReplacedAndHoldsAFileThatNoManifestNames) {
+  WriteSmallCheckpoint(directory_ / "step-7", Step7(kNew));
+  WriteSmallCheckpoint(directory_ / complete_, Step7(kOld));
+  std::ofstream(directory_ / (complete_ + "/config.json")) << "{}";
+  EXPECT_THAT(Recovered().kept_incomplete,
+              ElementsAre(AllOf(HasSubstr(complete_), HasSubstr("config.json"))));
+  EXPECT_TRUE(std::filesystem::exists(directory_ / (complete_ + "/config.json")));
 }
 
 TEST_F(RecoveryTest, NeverPromotesACheckpointOfAnotherAttemptAndNeverRemovesTheOnlyOne) {
@@ -249,15 +260,15 @@ TEST_F(RecoveryTest, TellsOfAFinalNameThatIsIncomplete) {
   Step7(kNew).Write(directory_ / "step-7");
   const RecoveryReport report = Recovered();
   EXPECT_THAT(report.kept_incomplete,
-              ElementsAre(AllOf(StartsWith("step-7: "), HasSubstr("1 of 2"))));
+              ElementsAre(AllOf(StartsWith("step-7: "), HasSubstr("manifest of rank 1"))));
   EXPECT_TRUE(Exists("step-7"));
 }
 
 TEST_F(RecoveryTest, LeavesARunningSaveUntouched) {
-  auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory_.path());
+  auto parent = directory::OpenDirectory(AT_FDCWD, directory_.path());
   ASSERT_TRUE(parent.ok());
   // The nastiest moment: everything is complete and only the rename is missing.
-  auto save = checkpointer::MakePartialDirectory(parent->get(), complete_);
+  auto save = directory::MakePartialDirectory(parent->get(), complete_);
   ASSERT_TRUE(save.ok());
   WriteSmallCheckpoint(directory_ / complete_, Step7(kNew));
   const RecoveryReport report = Recovered();
@@ -267,8 +278,8 @@ TEST_F(RecoveryTest, LeavesARunningSaveUntouched) {
 }
 
 TEST_F(RecoveryTest, FencesAnOrphanThatDoesNotEndAndRemovesItsDirectoryLater) {
-  auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory_.path());
-  auto save = checkpointer::MakePartialDirectory(parent->get(), complete_);
+  auto parent = directory::OpenDirectory(AT_FDCWD, directory_.path());
+  auto save = directory::MakePartialDirectory(parent->get(), complete_);
   ASSERT_TRUE(save.ok());
   save->trainer.Reset();  // the trainer is dead, its worker is not
   WriteSmallCheckpoint(directory_ / complete_, Step7(kNew));
@@ -281,24 +292,24 @@ TEST_F(RecoveryTest, FencesAnOrphanThatDoesNotEndAndRemovesItsDirectoryLater) {
   report = Recovered({.wait_for_orphans = absl::Hours(1)});
   EXPECT_THAT(report.fenced, IsEmpty());
   EXPECT_THAT(report.kept_incomplete, ElementsAre(StartsWith(fenced)));
-  *save = checkpointer::PartialDirectory{};
+  *save = directory::PartialDirectory{};
   EXPECT_THAT(Recovered().removed, ElementsAre(fenced));
   EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
 }
 
 TEST_F(RecoveryTest, WaitsForAnOrphanAndPromotesWhatItCompleted) {
-  auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory_.path());
-  auto save = checkpointer::MakePartialDirectory(parent->get(), complete_);
+  auto parent = directory::OpenDirectory(AT_FDCWD, directory_.path());
+  auto save = directory::MakePartialDirectory(parent->get(), complete_);
   ASSERT_TRUE(save.ok());
   save->trainer.Reset();
   // The orphan makes its last manifest and ends while the recovery sleeps.
-  static checkpointer::PartialDirectory* orphan;
+  static directory::PartialDirectory* orphan;
   static std::string path;
   orphan = &*save;
   path = directory_ / complete_;
   sys::g_system.nanosleep = [](const struct timespec*, struct timespec*) {
     WriteSmallCheckpoint(path, Step7(kNew));
-    *orphan = checkpointer::PartialDirectory{};
+    *orphan = directory::PartialDirectory{};
     return 0;
   };
   const RecoveryReport report = Recovered({.wait_for_orphans = absl::Hours(1)});
@@ -307,8 +318,8 @@ TEST_F(RecoveryTest, WaitsForAnOrphanAndPromotesWhatItCompleted) {
 }
 
 TEST_F(RecoveryTest, FencesNothingWhenNotCleaningUp) {
-  auto parent = checkpointer::OpenDirectory(AT_FDCWD, directory_.path());
-  auto save = checkpointer::MakePartialDirectory(parent->get(), complete_);
+  auto parent = directory::OpenDirectory(AT_FDCWD, directory_.path());
+  auto save = directory::MakePartialDirectory(parent->get(), complete_);
   ASSERT_TRUE(save.ok());
   save->trainer.Reset();
   const RecoveryReport report =
@@ -319,7 +330,7 @@ TEST_F(RecoveryTest, FencesNothingWhenNotCleaningUp) {
 
 TEST_F(RecoveryTest, NoErrorOfTheMachineLeadsToARemoval) {
   WriteSmallCheckpoint(directory_ / complete_, Step7(kNew));
-  sys::g_system.read = [](int, void*, size_t) -> ssize_t {
+  sys::g_system.pread = [](int, void*, size_t, off_t) -> ssize_t {
     errno = EIO;
     return -1;
   };

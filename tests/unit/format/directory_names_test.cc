@@ -23,6 +23,15 @@ TEST(DirectoryNames, ReadsBackWhatItFormats) {
   }
 }
 
+TEST(SeriesOf, ReplacesTheLastRunOfDigits) {
+  EXPECT_EQ(SeriesOf("step-80"), "step-{}");
+  EXPECT_EQ(SeriesOf("step-100"), "step-{}");
+  EXPECT_EQ(SeriesOf("1200"), "{}");
+  EXPECT_EQ(SeriesOf("llama-8b-step-7-final"), "llama-8b-step-{}-final");
+  EXPECT_EQ(SeriesOf("best"), "best");
+  EXPECT_EQ(SeriesOf(""), "");
+}
+
 TEST(DirectoryNames, TakesOnlyTheLastSuffix) {
   const std::string inner = PartialName("x", kAttempt);
   const DirectoryName name = ParseDirectoryName(PartialName(inner, {.high = 1, .low = 2}));

@@ -53,6 +53,11 @@ TEST(FormatDocument, ShowsTheCompletedManifest) {
   EXPECT_TRUE(read.ok()) << read.status();
 }
 
+TEST(FormatDocument, ShowsTheCommitRecord) {
+  EXPECT_EQ(Example("commit template"), BuildCommitRecord(SampleCommit()).text);
+  EXPECT_EQ(Example("commit record"), CompleteCommitRecord(SampleCommit()));
+}
+
 TEST(FormatDocument, ShowsTheFilesHeaderAndData) {
   const std::string file = FileBytes(ExamplePlan(), 0);
   const size_t blank = file.find_last_not_of(' ', 4095) + 1;

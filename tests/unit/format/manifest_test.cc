@@ -54,6 +54,7 @@ TEST_F(ManifestOfManyChunks, ComesBackAsItWasBuilt) {
   EXPECT_EQ(read->rank, 0u);
   EXPECT_EQ(read->world_size, 2u);
   EXPECT_EQ(read->step, 1200u);
+  EXPECT_EQ(read->saved_at_ns, 1'700'000'000'123'456'789u);
   EXPECT_EQ(read->launcher, "spawn");
   EXPECT_EQ(read->pages, "hugetlb");
   EXPECT_EQ(read->engine, "io_uring-fixed");
@@ -187,7 +188,8 @@ TEST_F(ParseManifestRefuses, WrongSelfDigestBeforeAnythingElse) {
 
 TEST_F(ParseManifestRefuses, OtherFormatsAndVersions) {
   ExpectRefused(With("holdfast.manifest", "holdfast.manifesto"), "unknown format");
-  ExpectRefused(With("\"version\":1", "\"version\":2"), "version 2, only 1 is known");
+  ExpectRefused(With("\"version\":2", "\"version\":3"), "version 3, only 1 to 2 are known");
+  ExpectRefused(With("\"version\":2", "\"version\":0"), "version 0");
 }
 
 TEST_F(ParseManifestRefuses, WrongSyntax) {
@@ -203,6 +205,25 @@ TEST_F(ParseManifestRefuses, WrongSyntax) {
   ExpectRefused(With("\"step\":1200", "\"step\":1200,\"step\":1200"), "second time");
   ExpectRefused(With("\"step\":1200,", ""), "no key \"step\"");
   ExpectRefused(With(",\"file\":0,\"begin\":4120", ",\"begin\":4120"), "no key \"file\"");
+}
+
+TEST_F(ParseManifestRefuses, AnotherSumOfItsFiles) {
+  ExpectRefused(With("\"files_bytes\":4126", "\"files_bytes\":4127"), "files_bytes");
+}
+
+TEST_F(ParseManifestRefuses, ATimeThatDoesNotBelongToTheVersion) {
+  ExpectRefused(With("\"version\":2", "\"version\":1"), "saved_at_ns");
+  ExpectRefused(With(",\"saved_at_ns\":1700000000123456789,\"files_bytes\":4126", ""),
+                "saved_at_ns");
+}
+
+TEST_F(ParseManifestRefuses, NotVersionOneThatLacksTheTime) {
+  const auto read = ParseManifest(Reseal(
+      Replace(Replace(good_, ",\"saved_at_ns\":1700000000123456789,\"files_bytes\":4126", ""),
+              "version\":2", "version\":1")));
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->version, 1u);
+  EXPECT_FALSE(read->saved_at_ns.has_value() || read->files_bytes.has_value());
 }
 
 TEST_F(ParseManifestRefuses, SomethingInFrontOrBehind) {

@@ -186,8 +186,8 @@ TEST_F(Mutation, OfAZipStaysInBounds) {
     }
     if (CheckZipLayout(*records, *where).ok()) {
       for (size_t i = 0; i < records->size(); ++i) {
-        const auto ignored =
-            LocalHeaderBytes(absl::string_view(file).substr((*records)[i].begin, 30));
+        const auto ignored = LocalHeaderBytes(absl::string_view(file).substr((*records)[i].begin),
+                                              (*records)[i].name);
         if (ignored.ok()) {
           ASSERT_GE(*ignored, 30u);
         }

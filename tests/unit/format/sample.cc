@@ -44,9 +44,39 @@ ManifestInput SampleInput() {
   input.rank = 0;
   input.world_size = 2;
   input.step = 1200;
+  input.saved_at_ns = 1'700'000'000'123'456'789;
   input.launcher = Launcher::kSpawn;
   input.pages = PageRung::kHugetlb;
   return input;
+}
+
+CommitInput SampleCommit() {
+  const ManifestInput save = SampleInput();
+  return {.checkpoint = save.checkpoint,
+          .attempt = save.attempt,
+          .parent = {.high = 0xffeeddccbbaa9988, .low = 0x7766554433221100},
+          .world_size = save.world_size,
+          .step = save.step,
+          .saved_at_ns = save.saved_at_ns};
+}
+
+std::string CompleteCommitRecord(const CommitInput& input) {
+  const CommitTemplate made = BuildCommitRecord(input);
+  const std::string manifest = CompleteManifest(SampleInput(), ExamplePlan());
+  std::string text = made.text;
+  const layout::CommitSlots& slots = made.slots;
+  layout::FillNumber(text.data(), slots.committed_at_ns, 1'700'000'002'000'000'000);
+  layout::FillNumber(text.data(), slots.bytes, input.world_size * uint64_t{4126});
+  for (uint32_t rank = 0; rank < input.world_size; ++rank) {
+    const uint64_t row = rank * slots.row_bytes;
+    layout::FillNumber(text.data(), {slots.manifest_bytes.offset + row, slots.manifest_bytes.width},
+                       manifest.size() + rank);
+    digest::ToHex(digest::Of(manifest.data(), manifest.size() - rank % 2),
+                  text.data() + slots.manifest_digest + row);
+  }
+  digest::ToHex(digest::Of(text.data(), slots.self_digest.offset),
+                text.data() + slots.self_digest.offset);
+  return text;
 }
 
 std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan, bool streamed) {

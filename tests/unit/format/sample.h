@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "holdfast/plan.h"
+#include "runtime/format/commit_record.h"
 #include "runtime/format/manifest.h"
 
 namespace holdfast::format {
@@ -25,12 +26,19 @@ struct SampleTensors {
 /// The bytes of the plan's file `index`.
 std::string FileBytes(const SavePlan& plan, size_t index);
 
-/// Input of an example: attempt 00112233445566778899aabbccddeeff, rank 0 of 2, step 1200.
+/// Input of an example: attempt 00112233445566778899aabbccddeeff, rank 0 of 2, step 1200,
+/// saved on 14 November 2023.
 ManifestInput SampleInput();
 
 /// Fills every slot: digests of the plan's real bytes, and the worker's fields with made-up values.
 std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan,
                              bool streamed = false);
+
+/// The commit record of the same save, descended from attempt ffee...00.
+CommitInput SampleCommit();
+
+/// Fills every slot: rank r's manifest is r bytes longer than that of the example.
+std::string CompleteCommitRecord(const CommitInput& input);
 
 /// The same plan and manifest that FORMAT.md shows.
 SavePlan ExamplePlan();

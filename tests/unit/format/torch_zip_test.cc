@@ -29,7 +29,7 @@ absl::StatusOr<std::vector<ZipRecord>> Read(const std::string& file) {
       absl::string_view(file).substr(directory->begin, directory->bytes), *directory, file.size());
   if (!records.ok()) return records.status();
   for (ZipRecord& record : *records) {
-    const auto header = LocalHeaderBytes(absl::string_view(file).substr(record.begin, 30));
+    const auto header = LocalHeaderBytes(absl::string_view(file).substr(record.begin), record.name);
     if (!header.ok()) return header.status();
     record.begin += *header;
   }
@@ -204,12 +204,29 @@ TEST(TorchZip, RefusesOverlap) {
 }
 
 TEST(TorchZip, RefusesLocalHeadersThatAreNone) {
-  EXPECT_FALSE(LocalHeaderBytes("PK\x03\x04").ok());
-  EXPECT_FALSE(LocalHeaderBytes(std::string(30, 'x')).ok());
+  EXPECT_FALSE(LocalHeaderBytes("PK\x03\x04", "").ok());
+  EXPECT_FALSE(LocalHeaderBytes(std::string(30, 'x'), "").ok());
   std::string header = std::string("PK\x03\x04") + std::string(26, '\0');
   header[26] = 3;
   header[29] = 1;
-  EXPECT_EQ(*LocalHeaderBytes(header), 30u + 3 + 256);
+  EXPECT_EQ(*LocalHeaderBytes(header + "abc", "abc"), 30u + 3 + 256);
+  EXPECT_FALSE(LocalHeaderBytes(header + "ab", "abc").ok());
+  EXPECT_FALSE(LocalHeaderBytes(header + "abcd", "abcd").ok());
+}
+
+TEST(TorchZip, RefusesARecordOfTwoNames) {
+  const std::string file = Sample().Write();
+  const size_t local = file.find("archive/data/0");
+  for (const std::string name : {"archive/data/1", "archive/DATA/0"}) {
+    std::string other = file;
+    ExpectRefused(other.replace(local, name.size(), name), "has another name");
+  }
+}
+
+TEST(TorchZip, RefusesANameThatIsNoUtf8) {
+  ZipSample sample = Sample();
+  sample.records[1].name = "archive/\xff\xfe";
+  ExpectRefused(sample.Write(), "no UTF-8");
 }
 
 TEST(TorchZip, RefusesToBeGivenTheWrongBytes) {

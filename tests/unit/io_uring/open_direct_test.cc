@@ -80,10 +80,10 @@ TEST_F(OpenDirectTest, ProvesDirectIoOnExt4AndXfs) {
     EXPECT_TRUE(IsDirect(file.fd));
     EXPECT_EQ(Size(file.fd), 0);
     EXPECT_NE(fcntl(file.fd, F_GETFD) & FD_CLOEXEC, 0);
-    close(file.fd);
+    sys::CloseOwned(file.fd);
     ASSERT_EQ(Open(mounted.File("a"), O_RDONLY, &file), 0);
     EXPECT_EQ(file.direct, DirectIo::kProven);
-    close(file.fd);
+    sys::CloseOwned(file.fd);
   }
 }
 
@@ -97,7 +97,7 @@ TEST_F(OpenDirectTest, ClaimsOnlyOnBtrfs) {
   EXPECT_NE(file.direct, DirectIo::kProven);
   EXPECT_EQ(file.memory_alignment, 0u);
   EXPECT_EQ(Size(file.fd), 0) << "the probe must leave nothing";
-  close(file.fd);
+  sys::CloseOwned(file.fd);
 }
 
 TEST_F(OpenDirectTest, ProvesNothingOnTmpfs) {
@@ -107,7 +107,7 @@ TEST_F(OpenDirectTest, ProvesNothingOnTmpfs) {
   ASSERT_EQ(Open(mounted.File("a"), kMake, &file), 0);
   EXPECT_NE(file.direct, DirectIo::kProven);
   EXPECT_EQ(Size(file.fd), 0) << "the probe must leave nothing";
-  close(file.fd);
+  sys::CloseOwned(file.fd);
 }
 
 TEST_F(OpenDirectTest, IsBufferedIfNotAskedForMore) {
@@ -116,7 +116,7 @@ TEST_F(OpenDirectTest, IsBufferedIfNotAskedForMore) {
   ASSERT_EQ(Open(path, kMake, &file, /*want_direct=*/false), 0);
   EXPECT_EQ(file.direct, DirectIo::kNo);
   EXPECT_FALSE(IsDirect(file.fd));
-  close(file.fd);
+  sys::CloseOwned(file.fd);
 }
 
 TEST_F(OpenDirectTest, ReportsTheErrorsOfOpen) {
@@ -126,7 +126,7 @@ TEST_F(OpenDirectTest, ReportsTheErrorsOfOpen) {
   EXPECT_EQ(Open(scratch_.path() + "/absent", O_RDONLY, &file, false), ENOENT);
   const std::string path = scratch_.File("a");
   ASSERT_EQ(Open(path, kMake, &file), 0);
-  close(file.fd);
+  sys::CloseOwned(file.fd);
   EXPECT_EQ(Open(path, kMake, &file), EEXIST);
   EXPECT_EQ(Open(path, kMake, &file, false), EEXIST);
 }
@@ -136,7 +136,7 @@ TEST_F(OpenDirectTest, DoesNotProbeAFileThatHasBytes) {
   DirectOpen file;
   ASSERT_EQ(Open(path, kMake, &file, false), 0);
   ASSERT_EQ(write(file.fd, "precious", 8), 8);
-  close(file.fd);
+  sys::CloseOwned(file.fd);
   Planted planted;
   planted->pwrite = [](int, const void*, size_t, off_t) -> ssize_t {
     ADD_FAILURE() << "probed";
@@ -144,7 +144,7 @@ TEST_F(OpenDirectTest, DoesNotProbeAFileThatHasBytes) {
   };
   ASSERT_EQ(Open(path, O_WRONLY, &file), 0);
   EXPECT_NE(file.direct, DirectIo::kProven);
-  close(file.fd);
+  sys::CloseOwned(file.fd);
   EXPECT_EQ(Contents(path), "precious");
 }
 
@@ -166,7 +166,7 @@ TEST_F(OpenDirectTest, FallsBackToBufferedWhereDirectIoIsRefused) {
   ASSERT_EQ(Open(path, kMake, &file), 0);
   EXPECT_EQ(file.direct, DirectIo::kNo);
   EXPECT_EQ(write(file.fd, "x", 1), 1);
-  close(file.fd);
+  sys::CloseOwned(file.fd);
   EXPECT_EQ(Open(path, kMake, &file), EEXIST);
 }
 
@@ -212,7 +212,7 @@ TEST_F(OpenDirectTest, IsBufferedWhereTheAlignmentIsMoreThanOurs) {
     EXPECT_EQ(file.direct, DirectIo::kNo);
     EXPECT_EQ(file.offset_alignment, offset);
     EXPECT_FALSE(IsDirect(file.fd));
-    close(file.fd);
+    sys::CloseOwned(file.fd);
   }
 }
 
@@ -229,7 +229,7 @@ TEST_F(OpenDirectTest, DoesNotBelieveAnAlignmentThatIsNotEnforced) {
   ASSERT_EQ(Open(path, kMake, &file), 0);
   EXPECT_EQ(file.direct, DirectIo::kClaimed);
   EXPECT_EQ(Size(file.fd), 0);
-  close(file.fd);
+  sys::CloseOwned(file.fd);
 }
 
 TEST_F(OpenDirectTest, ClaimsWhereStatxDoesNotSay) {
@@ -242,10 +242,10 @@ TEST_F(OpenDirectTest, ClaimsWhereStatxDoesNotSay) {
   DirectOpen file;
   ASSERT_EQ(Open(path, kMake, &file), 0);
   EXPECT_EQ(file.direct, DirectIo::kClaimed);
-  close(file.fd);
+  sys::CloseOwned(file.fd);
   ASSERT_EQ(Open(path, O_RDONLY, &file), 0);
   EXPECT_EQ(file.direct, DirectIo::kClaimed);
-  close(file.fd);
+  sys::CloseOwned(file.fd);
 }
 
 TEST_F(OpenDirectTest, FailsIfTheProbeCannotBeUndone) {
@@ -273,7 +273,7 @@ TEST_F(OpenDirectTest, LeavesAFailingProbeToTheRealWrites) {
   DirectOpen file;
   ASSERT_EQ(Open(path, kMake, &file), 0);
   EXPECT_NE(file.direct, DirectIo::kProven);
-  close(file.fd);
+  sys::CloseOwned(file.fd);
 }
 
 TEST_F(OpenDirectTest, OutlastsInterruptions) {
@@ -290,7 +290,7 @@ TEST_F(OpenDirectTest, OutlastsInterruptions) {
   const std::string path = scratch_.File("a");
   DirectOpen file;
   ASSERT_EQ(Open(path, kMake, &file), 0);
-  close(file.fd);
+  sys::CloseOwned(file.fd);
 }
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "io_uring/queue.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::io {
@@ -142,7 +143,7 @@ class QueueTest : public testing::TestWithParam<Rung> {
   }
   void TearDown() override {
     queue_.reset();
-    if (fd_ >= 0) close(fd_);
+    sys::CloseOwned(fd_);
   }
 
   QueueOptions Options() const {

@@ -29,6 +29,7 @@ class Table {
     const Range published = take(2 * sizeof(SharedU32));
     const Range acknowledged = take(2 * sizeof(SharedU32));
     const Range manifest = take(1000);
+    commit_ = take(400);
     bytes_ = at;
     // Exactly as long as the table, so that a sanitizer sees every step beside it.
     memory_.reset(new (std::align_val_t{64}) char[bytes_]());
@@ -71,6 +72,18 @@ class Table {
     piece[2] = {.tensor = 1, .offset = 60, .bytes = 40, .has_digest = 1, .digest_slot = 160};
   }
 
+  /// Of one rank or two.
+  Table& WithCommitRecord() {
+    job_->commit_template = commit_;
+    job_->commit_slots = {.committed_at_ns = {.offset = 100, .width = 20},
+                          .bytes = {.offset = 130, .width = 20},
+                          .manifest_bytes = {.offset = 160, .width = 20},
+                          .manifest_digest = 200,
+                          .row_bytes = 80,
+                          .self_digest = {.offset = 360, .width = 32}};
+    return *this;
+  }
+
   Job& job() { return *job_; }
   uint64_t bytes() const { return bytes_; }
   std::string Verdict() const {
@@ -85,6 +98,7 @@ class Table {
   std::unique_ptr<char[], Free> memory_;
   uint64_t bytes_ = 0;
   Job* job_ = nullptr;
+  Range commit_;
 };
 
 TEST(ValidateJob, AcceptsASoundTable) { EXPECT_EQ(Table().Verdict(), "sound"); }
@@ -180,6 +194,43 @@ TEST(ValidateJob, NamesEveryMistake) {
     one.spoil(table.job());
     EXPECT_EQ(table.Verdict(), one.verdict);
   }
+}
+
+TEST(ValidateJob, NamesEveryMistakeInACommitRecord) {
+  const struct {
+    const char* verdict;
+    std::function<void(Job&)> spoil;
+  } cases[] = {
+      {"a commit record that is not this job's to write",
+       [](Job& job) { job.flags |= kFilesOnly; }},
+      {"a slot lies outside of the commit record",
+       [](Job& job) { job.commit_slots.bytes.offset = 381; }},
+      {"the commit record has no self-digest",
+       [](Job& job) { job.commit_slots.self_digest.width = 0; }},
+      {"the rows of the commit record have the wrong length",
+       [](Job& job) { job.commit_slots.row_bytes = 0; }},
+      {"the rows of the commit record have the wrong length",
+       [](Job& job) { job.commit_slots.row_bytes = 401; }},
+      {"a row lies outside of the commit record",
+       [](Job& job) { job.commit_slots.manifest_digest = 369; }},
+      {"a row lies outside of the commit record",
+       [](Job& job) { job.commit_slots.manifest_digest = UINT64_MAX; }},
+      {"two ranges overlap", [](Job& job) { job.commit_template = job.manifest_template; }},
+  };
+  for (const auto& one : cases) {
+    Table table;
+    table.WithCommitRecord();
+    one.spoil(table.job());
+    EXPECT_EQ(table.Verdict(), one.verdict);
+  }
+  Table table;
+  EXPECT_EQ(table.WithCommitRecord().Verdict(), "sound");
+  table.job().world_size = 2;
+  std::strcpy(table.job().manifest, "rank-00000-of-00002.manifest.json");
+  std::strcpy(table.job().manifest_suffix, "-of-00002.manifest.json");
+  EXPECT_EQ(table.Verdict(), "sound");
+  table.job().commit_slots.manifest_bytes.offset = 301;
+  EXPECT_EQ(table.Verdict(), "a row lies outside of the commit record");
 }
 
 TEST(ValidateJob, AcceptsTheFrameworksDirectoryItself) {

@@ -7,20 +7,19 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <mutex>
 #include <set>
 
 #include "io_uring/queue.h"
-#include "runtime/load/directory.h"
+#include "runtime/directory/entries.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/checkpoint_files.h"
+#include "tests/testing/random_bytes.h"
 #include "tests/testing/settings.h"
 #include "tests/testing/training_state.h"
 
@@ -28,18 +27,9 @@ namespace holdfast::load {
 namespace {
 
 using ::testing::HasSubstr;
+using testing::RandomBytes;
 using testing::ScratchDirectory;
 using testing::WriteFileBytes;
-
-std::string Bytes(size_t count, uint64_t seed) {
-  std::string bytes(count, '\0');
-  uint64_t state = seed * 2 + 1;
-  for (size_t at = 0; at < count; at += sizeof(state)) {
-    state = state * 6364136223846793005u + 1442695040888963407u;
-    std::memcpy(bytes.data() + at, &state, std::min(sizeof(state), count - at));
-  }
-  return bytes;
-}
 
 size_t OpenFds() {
   size_t count = 0;
@@ -82,7 +72,7 @@ class Seen {
 class ChunkStreamBase : public ::testing::Test {
  protected:
   void SetUp() override {
-    auto fd = OpenDirectory(scratch_.path());
+    auto fd = directory::OpenDirectory(scratch_.path());
     ASSERT_TRUE(fd.ok()) << fd.status();
     directory_ = *std::move(fd);
   }
@@ -131,8 +121,9 @@ INSTANTIATE_TEST_SUITE_P(Rungs, ChunkStream,
                          testing::EngineName);
 
 TEST_P(ChunkStream, DeliversEveryByteOfEveryFileOnce) {
-  const std::vector<std::string> contents = {Bytes(3 * kChunkBytes + 12345, 1), Bytes(1, 2),
-                                             Bytes(kChunkBytes, 3), Bytes(4096, 4)};
+  const std::vector<std::string> contents = {RandomBytes(3 * kChunkBytes + 12345, 1),
+                                             RandomBytes(1, 2), RandomBytes(kChunkBytes, 3),
+                                             RandomBytes(4096, 4)};
   for (uint32_t i = 0; i < contents.size(); ++i) {
     Add("f" + std::to_string(i), contents[i]);
     AppendRanges(i, 0, contents[i].size(), 0, &ranges_);
@@ -153,7 +144,7 @@ TEST_P(ChunkStream, DeliversEveryByteOfEveryFileOnce) {
 }
 
 TEST_P(ChunkStream, ReadsRangesThatBeginAndEndAnywhere) {
-  const std::string content = Bytes(2 * kChunkBytes + 777, 5);
+  const std::string content = RandomBytes(2 * kChunkBytes + 777, 5);
   Add("f", content);
   const std::vector<std::pair<uint64_t, uint64_t>> places = {
       {0, 1},
@@ -172,7 +163,7 @@ TEST_P(ChunkStream, ReadsRangesThatBeginAndEndAnywhere) {
 }
 
 TEST_P(ChunkStream, TellsHowMuchIsThereWhereAFileEndsEarly) {
-  Add("f", Bytes(kChunkBytes + 100, 6));
+  Add("f", RandomBytes(kChunkBytes + 100, 6));
   AppendRanges(0, 0, 3 * kChunkBytes, 0, &ranges_);
   Seen seen;
   ASSERT_TRUE(Stream(4, std::ref(seen)).ok());
@@ -184,7 +175,7 @@ TEST_P(ChunkStream, TellsHowMuchIsThereWhereAFileEndsEarly) {
 
 TEST_P(ChunkStream, ReportsAFileThatCannotBeOpenedOnceAndGoesOn) {
   AddName("missing");
-  Add("there", Bytes(10, 7));
+  Add("there", RandomBytes(10, 7));
   AppendRanges(0, 0, 5 * kChunkBytes, 0, &ranges_);
   AppendRanges(1, 0, 10, 0, &ranges_);
   Seen seen;
@@ -192,7 +183,7 @@ TEST_P(ChunkStream, ReportsAFileThatCannotBeOpenedOnceAndGoesOn) {
   ASSERT_EQ(seen.blocks.size(), 2u);
   EXPECT_EQ((seen.blocks[{0, 0}].error), ENOENT);
   EXPECT_TRUE((seen.blocks[{0, 0}].failed_to_open));
-  EXPECT_EQ((seen.bytes[{1, 0}]), Bytes(10, 7));
+  EXPECT_EQ((seen.bytes[{1, 0}]), RandomBytes(10, 7));
 }
 
 TEST_P(ChunkStream, ReportsAnErrorOfReading) {
@@ -219,7 +210,7 @@ TEST_P(ChunkStream, RefusesASymlinkUnlessAskedToFollow) {
 }
 
 TEST_P(ChunkStream, StopsWhenTheSinkSaysSo) {
-  Add("f", Bytes(20 * kChunkBytes, 8));
+  Add("f", RandomBytes(20 * kChunkBytes, 8));
   AppendRanges(0, 0, 20 * kChunkBytes, 0, &ranges_);
   std::atomic<int> calls{0};
   const size_t fds = OpenFds();
@@ -234,25 +225,25 @@ TEST_P(ChunkStream, StopsWhenTheSinkSaysSo) {
 }
 
 TEST_P(ChunkStream, KeepsTheBufferWhenTheSinkSaysSo) {
-  Add("f", Bytes(10, 9));
+  Add("f", RandomBytes(10, 9));
   AppendRanges(0, 0, 10, 0, &ranges_);
   ASSERT_TRUE(Stream(1, [](const StreamBlock&) { return StreamVerdict::kKeepBuffer; }).ok());
   EXPECT_TRUE(abandoned_);
 }
 
 TEST_P(ChunkStream, ReadsBufferedWhenAsked) {
-  Add("f", Bytes(5000, 10));
+  Add("f", RandomBytes(5000, 10));
   AppendRanges(0, 0, 5000, 0, &ranges_);
   options_.direct_io = false;
   Seen seen;
   const auto report = Stream(2, std::ref(seen));
   ASSERT_TRUE(report.ok());
   EXPECT_EQ(report->direct_io, DirectIo::kNo);
-  EXPECT_EQ((seen.bytes[{0, 0}]), Bytes(5000, 10));
+  EXPECT_EQ((seen.bytes[{0, 0}]), RandomBytes(5000, 10));
 }
 
 TEST_P(ChunkStream, CallsTheSinkInTheCallingThreadWhenThatIsTheOnlyOne) {
-  Add("f", Bytes(3 * kChunkBytes, 11));
+  Add("f", RandomBytes(3 * kChunkBytes, 11));
   AppendRanges(0, 0, 3 * kChunkBytes, 0, &ranges_);
   options_.threads = 1;
   Seen seen;
@@ -261,7 +252,7 @@ TEST_P(ChunkStream, CallsTheSinkInTheCallingThreadWhenThatIsTheOnlyOne) {
 }
 
 TEST_P(ChunkStream, ReportsProgressUpToTheEnd) {
-  Add("f", Bytes(3 * kChunkBytes + 5, 12));
+  Add("f", RandomBytes(3 * kChunkBytes + 5, 12));
   AppendRanges(0, 0, 3 * kChunkBytes + 5, 0, &ranges_);
   uint64_t last = 0;
   options_.progress = [&last](uint64_t done) {
@@ -275,7 +266,7 @@ TEST_P(ChunkStream, ReportsProgressUpToTheEnd) {
 class ChunkStreamTrouble : public ChunkStreamBase {};
 
 TEST_F(ChunkStreamTrouble, ReadsInTheCallerWhenNoThreadCanBeStarted) {
-  Add("f", Bytes(3 * kChunkBytes, 13));
+  Add("f", RandomBytes(3 * kChunkBytes, 13));
   AppendRanges(0, 0, 3 * kChunkBytes, 0, &ranges_);
   options_.threads = 4;
   options_.engine = EngineRung::kUring;
@@ -291,7 +282,7 @@ TEST_F(ChunkStreamTrouble, ReadsInTheCallerWhenNoThreadCanBeStarted) {
 }
 
 TEST_F(ChunkStreamTrouble, ReportsAnInjectedErrorOfOneRange) {
-  Add("f", Bytes(4 * kChunkBytes, 14));
+  Add("f", RandomBytes(4 * kChunkBytes, 14));
   AppendRanges(0, 0, 4 * kChunkBytes, 0, &ranges_);
   options_.engine = EngineRung::kPwrite;
   sys::g_system.pread = [](int fd, void* buffer, size_t bytes, off_t offset) -> ssize_t {
@@ -310,7 +301,7 @@ TEST_F(ChunkStreamTrouble, ReportsAnInjectedErrorOfOneRange) {
 }
 
 TEST_F(ChunkStreamTrouble, ReadsOnWithoutDirectIoWhereReadsOfItAreRefused) {
-  const std::string content = Bytes(3 * kChunkBytes, 15);
+  const std::string content = RandomBytes(3 * kChunkBytes, 15);
   Add("f", content);
   AppendRanges(0, 0, content.size(), 0, &ranges_);
   options_.engine = EngineRung::kPwrite;
@@ -346,7 +337,7 @@ TEST_F(ChunkStreamTrouble, SaysWhyNoEngineCouldBeOpened) {
 // to stays mapped. In a process of its own, because the thread that reads is never seen again.
 TEST_F(ChunkStreamTrouble, GivesUpOnAReadThatNeverEndsAndKeepsItsMemory) {
   ::testing::GTEST_FLAG(death_test_style) = "threadsafe";
-  Add("f", Bytes(10, 16));
+  Add("f", RandomBytes(10, 16));
   AppendRanges(0, 0, 10, 0, &ranges_);
   const auto stall = [this] {
     options_.engine = EngineRung::kPwrite;

@@ -11,6 +11,7 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "holdfast/staging.h"
 #include "tests/unit/staging/scoped_system.h"
 
 namespace holdfast::staging {
@@ -74,6 +75,23 @@ TEST_F(MemoryRoomTest, TakesTheTightestGroupOfVersion2) {
   const MemoryRoom room = FindMemoryRoom();
   EXPECT_EQ(room.bytes, (1024 - 600 + 100) * kMiB);
   EXPECT_THAT(room.limit, HasSubstr("/sys/fs/cgroup/kubepods/pod1/memory.max"));
+}
+
+TEST_F(MemoryRoomTest, BoundsTheArenaByTheProcesssShareOfAQuarter) {
+  files_["/proc/meminfo"] = "MemAvailable: 16777216 kB\n";
+  files_["/proc/self/cgroup"] = "0::/job\n";
+  files_["/sys/fs/cgroup/job/memory.max"] = "734003200\n";      // 700 MiB
+  files_["/sys/fs/cgroup/job/memory.current"] = "314572800\n";  // 300 MiB
+  EXPECT_EQ(MemoryAvailable(), 400 * kMiB);
+  EXPECT_EQ(DefaultArenaBytes({.state_bytes = 300 * kMiB}), 100 * kMiB);
+  EXPECT_EQ(DefaultArenaBytes({.state_bytes = 300 * kMiB, .processes = 2}), 50 * kMiB);
+  EXPECT_EQ(DefaultArenaBytes({.state_bytes = 300 * kMiB, .bytes_owned = 100 * kMiB}), 124 * kMiB);
+  EXPECT_EQ(DefaultArenaBytes({.state_bytes = 10 * kMiB}), 74 * kMiB);
+  EXPECT_EQ(DefaultArenaBytes({.state_bytes = 300 * kMiB, .processes = 64}), 16 * kMiB)
+      << "smaller ones are refused";
+  files_.clear();
+  EXPECT_EQ(DefaultArenaBytes({.state_bytes = 300 * kMiB}), 364 * kMiB);
+  EXPECT_EQ(DefaultArenaBytes({.state_bytes = UINT64_MAX}), UINT64_MAX / 4 / (2 * kMiB) * 2 * kMiB);
 }
 
 TEST_F(MemoryRoomTest, ReadsVersion1) {

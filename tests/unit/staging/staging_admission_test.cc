@@ -71,7 +71,7 @@ TEST_F(StagingAdmissionTest, PassesTheTurnWhenTheOldestIsAbortedRetiredOrQuarant
   EXPECT_TRUE(Refused(last));
   pool_->Retire(retired);
   EXPECT_TRUE(Refused(last));
-  pool_->Quarantine(quarantined);
+  pool_->Quarantine(quarantined, "a test");
   EXPECT_FALSE(Refused(last));
 }
 
@@ -129,7 +129,7 @@ TEST_F(StagingAdmissionTest, WakesAWaiterWhoseEpochEnds) {
                 absl::StatusCode::kAborted);
     });
     if (how == 0) pool_->AbortEpoch(epoch);
-    if (how == 1) pool_->Quarantine(epoch);
+    if (how == 1) pool_->Quarantine(epoch, "a test");
     if (how == 2) absl::SleepFor(absl::Milliseconds(5));  // retire while it waits, most likely
     pool_->Retire(epoch);
     waiter.join();
@@ -192,7 +192,7 @@ TEST_F(StagingAdmissionTest, KnowsWhenOnlyAnEpochItselfCanHelp) {
   EXPECT_FALSE(pool_->HoldsAlone(second));
   Take(second);
   EXPECT_FALSE(pool_->HoldsAlone(first));
-  pool_->Quarantine(first);
+  pool_->Quarantine(first, "a test");
   EXPECT_TRUE(pool_->HoldsAlone(second)) << "what is quarantined may never come back";
   pool_->Retire(first);
   EXPECT_TRUE(pool_->HoldsAlone(second));

@@ -71,7 +71,7 @@ class Saver {
     }
     pool_.FinishLeasing(epoch);
     for (const Lease& lease : held) ASSERT_NO_FATAL_FAILURE(ExpectMark(pool_, lease));
-    if (random_() % 8 == 0) pool_.Quarantine(epoch);
+    if (random_() % 8 == 0) pool_.Quarantine(epoch, "a test");
     pool_.Retire(epoch);
   }
 

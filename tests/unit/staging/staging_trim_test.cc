@@ -145,7 +145,7 @@ TEST_F(StagingTrimTest, RefusesWhileAnyByteIsHeld) {
   const uint64_t epoch = pool_->OpenEpoch();
   ASSERT_TRUE(pool_->TryAcquire(epoch, 1).ok());
   EXPECT_EQ(pool_->Trim().code(), absl::StatusCode::kFailedPrecondition);
-  pool_->Quarantine(epoch);
+  pool_->Quarantine(epoch, "a test");
   EXPECT_EQ(pool_->Trim().code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(log_, IsEmpty());
   EXPECT_GE(BytesInFile(), kArenaBytes);

@@ -6,10 +6,10 @@
 #include <sys/wait.h>
 
 #include <cstdlib>
-#include <fstream>
-#include <iterator>
 #include <string>
 #include <vector>
+
+#include "tests/testing/checkpoint_files.h"
 
 namespace holdfast::testing {
 
@@ -27,16 +27,12 @@ inline std::string ProgramUnderTest() {
 
 /// Runs it with `arguments`, as a shell takes them; what it prints goes through files in `scratch`.
 inline ProgramRun RunProgram(const std::string& arguments, const std::string& scratch) {
-  const auto read = [](const std::string& path) {
-    std::ifstream file(path, std::ios::binary);
-    return std::string(std::istreambuf_iterator<char>(file), {});
-  };
   const std::string out = scratch + "/.out";
   const std::string error = scratch + "/.error";
   const std::string command =
       ProgramUnderTest() + " " + arguments + " >" + out + " 2>" + error + " </dev/null";
   const int status = std::system(command.c_str());
-  return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, read(out), read(error)};
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, ReadFileBytes(out), ReadFileBytes(error)};
 }
 
 }  // namespace holdfast::testing

@@ -301,6 +301,15 @@ TEST_F(VerifyCheckpoint, NotesFilesThatNoManifestNames) {
   EXPECT_THAT(report.note, HasSubstr("a, b, c and 1 more"));
 }
 
+TEST_F(VerifyCheckpoint, PassesOverWhatARankZeroThatDiedInItsCommitLeft) {
+  Write(TrainingState::Uniform(2, 1'000, 14));
+  for (const char* name : {"ranks.board", "holdfast.commit.json.tmp"})
+    WriteFileBytes(Path(name), "x");
+  const VerifyReport report = Verified();
+  EXPECT_EQ(report.verdict, Verdict::kSound);
+  EXPECT_EQ(report.note, "");
+}
+
 TEST_F(VerifyCheckpoint, ChecksOneFileThroughItsManifest) {
   const TrainingState state = TrainingState::Uniform(2, 10'000, 15);
   const RankFiles second = {.rank = 1, .world_size = 2};

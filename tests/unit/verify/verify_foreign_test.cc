@@ -4,12 +4,14 @@
 
 #include <sys/stat.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"
 #include "holdfast/verify.h"
 #include "runtime/format/torch_zip.h"
+#include "runtime/sys/system.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/random_bytes.h"
 #include "tests/testing/training_state.h"
@@ -162,6 +164,46 @@ TEST_F(VerifyForeign, FindsArchivesFarInFrontOfARawItem) {
   }
 }
 
+TEST_F(VerifyForeign, ARecordOfTwoNamesAndANameThatIsNoUtf8AreFaults) {
+  const std::string zip = ZipArchive({{"archive/data/0", RandomBytes(5000, 1)}}, {});
+  const size_t local = zip.find("archive/data/0");
+  const size_t directory = zip.rfind("archive/data/0");
+  ASSERT_LT(local, directory);
+  std::string two_names = zip;
+  two_names.replace(local, 14, "archive/DATA/0");
+  std::string no_utf8 = zip;
+  no_utf8[local] = no_utf8[directory] = '\xff';
+  for (const std::string& bytes : {two_names, no_utf8}) {
+    WriteFileBytes(Path("model.pt"), bytes);
+    const VerifyReport report = Verified("model.pt");
+    EXPECT_EQ(report.verdict, Verdict::kCorrupt);
+    ASSERT_THAT(report.faults, SizeIs(1));
+    EXPECT_EQ(report.faults[0].reason, "structure");
+    EXPECT_THAT(report.faults[0].found, HasSubstr("name"));
+  }
+}
+
+TEST_F(VerifyForeign, EndRecordsThatAllLeadToTheSameBytesAreAFault) {
+  std::string file = "PK\x01\x02" + std::string(8 << 20, '\0');
+  for (int i = 0; i < 1000; ++i) {
+    const auto length = static_cast<uint32_t>(file.size());
+    file += std::string("PK\x05\x06\0\0\0\0\1\0\1\0", 12);
+    for (const uint32_t value : {length, uint32_t{0}}) {
+      for (int shift = 0; shift < 32; shift += 8) file += static_cast<char>(value >> shift);
+    }
+    file += std::string(2, '\0');
+  }
+  const std::string archive = ZipArchive({{"archive/data/0", RandomBytes(5000, 1)}}, {});
+  WriteFileBytes(Path("x.distcp"), file + archive);
+  const VerifyReport report = Verified("x.distcp");
+  EXPECT_EQ(report.verdict, Verdict::kCorrupt);
+  ASSERT_THAT(report.faults, SizeIs(1));
+  EXPECT_EQ(report.faults[0].begin, 0u);
+  EXPECT_EQ(report.faults[0].end, file.size());
+  EXPECT_THAT(report.faults[0].found, HasSubstr("lead to more than 4 times"));
+  EXPECT_EQ(report.bytes, 5000u);
+}
+
 TEST_F(VerifyForeign, ASafetensorsFileHasItsStructureChecked) {
   const std::string header = R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}})";
   std::string bytes = {static_cast<char>(header.size()), 0, 0, 0, 0, 0, 0, 0};
@@ -180,6 +222,25 @@ TEST_F(VerifyForeign, ASafetensorsFileHasItsStructureChecked) {
     EXPECT_EQ(report.verdict, Verdict::kCorrupt);
     EXPECT_EQ(report.faults[0].reason, "structure");
   }
+}
+
+TEST_F(VerifyForeign, AHeaderBeyondItsLimitIsNotRead) {
+  static std::atomic<uint64_t> bytes_read;
+  constexpr uint64_t kHeaderBytes = uint64_t{1} << 30;
+  const std::string path = Path("model.safetensors");
+  WriteFileBytes(path, std::string("\0\0\0\x40\0\0\0\0{", 9));
+  std::filesystem::resize_file(path, 8 + kHeaderBytes);
+  bytes_read = 0;
+  sys::g_system.pread = [](int fd, void* buffer, size_t bytes, off_t offset) -> ssize_t {
+    bytes_read += bytes;
+    return sys::kKernel.pread(fd, buffer, bytes, offset);
+  };
+  const VerifyReport report = Verified("model.safetensors");
+  sys::g_system = sys::kKernel;
+  EXPECT_EQ(report.verdict, Verdict::kCorrupt);
+  ASSERT_THAT(report.faults, SizeIs(1));
+  EXPECT_THAT(report.faults[0].found, HasSubstr("over the limit"));
+  EXPECT_LE(bytes_read, 1u << 20);
 }
 
 TEST_F(VerifyForeign, ADirectoryHasEveryFileChecked) {

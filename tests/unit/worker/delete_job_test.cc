@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -44,7 +45,7 @@ struct DeleteJobTest : ::testing::Test {
   void Make(const std::string& name, const std::vector<std::string>& files) {
     const std::string path = directory.path() + "/" + name;
     ::mkdir(path.c_str(), 0755);
-    for (const std::string& file : files) WriteFileAt(path + "/" + file, "bytes");
+    for (const std::string& file : files) WriteFileAt(path + "/" + file, ManifestNaming(files));
   }
   Failure Delete(const std::vector<std::string>& names) {
     auto made = writer::JobTable::ForDelete({.launcher = Launcher::kThread}, names);
@@ -69,17 +70,19 @@ struct DeleteJobTest : ::testing::Test {
 };
 
 TEST_F(DeleteJobTest, RemovesManifestsFirstAndDurably) {
-  Make("step-1",
-       {"a", "rank-00001-of-00002.manifest.json", "b", "rank-00000-of-00002.manifest.json"});
+  Make("step-1", {"a", "rank-00001-of-00002.manifest.json", "b",
+                  "rank-00000-of-00002.manifest.json", layout::kCommitRecordName});
   sys::g_system.unlinkat = LoggedUnlinkat;
   sys::g_system.fsync = LoggedFsync;
   EXPECT_TRUE(Delete({"step-1"}).ok());
-  ASSERT_EQ(log.size(), 7u);
-  EXPECT_TRUE(log[0].ends_with(".manifest.json")) << log[0];
-  EXPECT_TRUE(log[1].ends_with(".manifest.json")) << log[1];
-  EXPECT_EQ(log[2], "fsync");
-  EXPECT_EQ(log[5], "remove step-1");
-  EXPECT_EQ(log[6], "fsync");
+  ASSERT_EQ(log.size(), 8u);
+  std::sort(log.begin(), log.begin() + 3);
+  EXPECT_EQ(log[0], "remove " + std::string(layout::kCommitRecordName));
+  EXPECT_EQ(log[1], "remove rank-00000-of-00002.manifest.json");
+  EXPECT_EQ(log[2], "remove rank-00001-of-00002.manifest.json");
+  EXPECT_EQ(log[3], "fsync");
+  EXPECT_EQ(log[6], "remove step-1");
+  EXPECT_EQ(log[7], "fsync");
   EXPECT_TRUE(NamesIn(directory.path()).empty());
 }
 
@@ -103,6 +106,43 @@ TEST_F(DeleteJobTest, LeavesWhatIsNotHoldfasts) {
   EXPECT_TRUE(Exists(directory.path() + "/step-1/theirs/precious"));
   // The others are removed all the same.
   EXPECT_FALSE(Exists(directory.path() + "/step-2"));
+}
+
+TEST_F(DeleteJobTest, KeepsACheckpointWithAFileOfOthersWhole) {
+  const std::string manifest = "rank-00000-of-00001.manifest.json";
+  const std::vector<std::string> all = {"a", "config.json", manifest};
+  for (const std::string name : {"step-1", "step-1.retired-00000000000000050000000000000006",
+                                 "step-1.partial-00000000000000050000000000000007"}) {
+    Make(name, {"a"});
+    WriteFileAt(directory.path() + "/" + name + "/" + manifest, ManifestNaming({"a"}));
+    WriteFileAt(directory.path() + "/" + name + "/config.json", "precious");
+    const Failure failure = Delete({name});
+    EXPECT_EQ(failure.code, FailureCode::kFailedPrecondition);
+    EXPECT_STREQ(table->job()->completion.foreign, "config.json");
+    EXPECT_EQ(NamesIn(directory.path() + "/" + name), all) << name;
+  }
+}
+
+TEST_F(DeleteJobTest, TakesCommitRecordAndBoardForHoldfasts) {
+  const std::string record = layout::kCommitRecordName;
+  const std::string manifest = "rank-00000-of-00001.manifest.json";
+  Make("step-1", {"a"});
+  for (const std::string& name :
+       {manifest, record, record + ".tmp", std::string(layout::kBoardName)})
+    WriteFileAt(directory.path() + "/step-1/" + name, ManifestNaming({"a"}));
+  EXPECT_TRUE(Delete({"step-1"}).ok()) << table->job()->completion.foreign;
+  EXPECT_TRUE(NamesIn(directory.path()).empty());
+}
+
+TEST_F(DeleteJobTest, RemovesWhatAnAttemptWroteThatNeverCommitted) {
+  const std::string name = "step-1.partial-00000000000000050000000000000006";
+  Make(name, {"a", "of-a-rank-without-a-manifest"});
+  WriteFileAt(directory.path() + "/" + name + "/rank-00000-of-00002.manifest.json",
+              ManifestNaming({"a"}));
+  WriteFileAt(directory.path() + "/" + name + "/rank-00001-of-00002.manifest.json",
+              ManifestNaming({}));
+  EXPECT_TRUE(Delete({name}).ok());
+  EXPECT_TRUE(NamesIn(directory.path()).empty());
 }
 
 TEST_F(DeleteJobTest, DoesNotFollowSymlinks) {

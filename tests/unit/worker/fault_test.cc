@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -104,6 +105,8 @@ struct FaultTest : ::testing::Test {
   Trainer trainer{kArena};
 };
 
+const std::string kOldManifest = "rank-00003-of-00004.manifest.json";
+
 // One run with call `n` failing. False when the job made fewer calls.
 bool RunWithFault(Trainer* trainer, EngineRung engine, uint64_t bytes, bool old_target, long n) {
   TestDirectory directory;
@@ -113,6 +116,7 @@ bool RunWithFault(Trainer* trainer, EngineRung engine, uint64_t bytes, bool old_
   // Synchronous pwrite, so that every call is this thread's.
   save.parameters.flags |= layout::kForkedChild | layout::kReadBack;
   if (old_target) save.parameters.flags |= layout::kReplaceExisting;
+  save.parameters.older = {kManifestAttempt};
   save.AddFile("a.bin", {bytes}, 100);
   save.AddFile("empty.bin", {});
   save.AddFile("b.bin", {9});
@@ -120,7 +124,7 @@ bool RunWithFault(Trainer* trainer, EngineRung engine, uint64_t bytes, bool old_
   save.SealAll();
   if (old_target) {
     ::mkdir(save.target_path().c_str(), 0755);
-    WriteFileAt(save.target_path() + "/old.manifest.json", "old");
+    WriteFileAt(save.target_path() + "/" + kOldManifest, ManifestNaming({}));
   }
   const int fds_before = OpenFds();
   g_calls = 0;
@@ -139,8 +143,8 @@ bool RunWithFault(Trainer* trainer, EngineRung engine, uint64_t bytes, bool old_
   const bool exists = Exists(save.target_path());
   if (done && save.failure().ok()) {
     EXPECT_EQ(save.Unsound(), "");
-  } else if (exists && old_target && Exists(save.target_path() + "/old.manifest.json")) {
-    EXPECT_EQ(NamesIn(save.target_path()), std::vector<std::string>{"old.manifest.json"});
+  } else if (exists && old_target && Exists(save.target_path() + "/" + kOldManifest)) {
+    EXPECT_EQ(NamesIn(save.target_path()), std::vector<std::string>{kOldManifest});
   } else if (exists) {
     // Only the fsync after the last rename may fail so late: what stands there is sound.
     EXPECT_EQ(save.failure().operation, Operation::kSyncDirectory);
@@ -206,14 +210,52 @@ int FallocateUnsupported(int, int, off_t, off_t) {
   return -1;
 }
 
+std::string g_swapped_directory;
+
+/// As another program that puts a copy in the partial directory's place.
+void SwapPartial() {
+  const std::string partial = g_swapped_directory + "/partial";
+  const std::string aside = g_swapped_directory + "/aside";
+  std::filesystem::rename(partial, aside);
+  std::filesystem::copy(aside, partial);
+}
+int SwapBeforeTheLook(int a, const char* from, int b, const char* to, unsigned flags) {
+  const int done = sys::kKernel.renameat2(a, from, b, to, flags);
+  if (std::string(to).ends_with(".manifest.json")) SwapPartial();
+  return done;
+}
+int SwapBeforeTheRename(int a, const char* from, int b, const char* to, unsigned flags) {
+  if (std::string(from) == "partial") SwapPartial();
+  return sys::kKernel.renameat2(a, from, b, to, flags);
+}
+
+TEST_F(FaultTest, ADirectoryThatWasSwappedIsNotReportedDurable) {
+  for (const auto hook : {SwapBeforeTheLook, SwapBeforeTheRename}) {
+    TestDirectory directory;
+    g_swapped_directory = directory.path();
+    TestSave save(&trainer, directory.path());
+    save.parameters.partial = "partial";
+    save.AddFile("a.bin", {1000});
+    save.Build();
+    save.SealAll();
+    sys::g_system.renameat2 = hook;
+    ASSERT_TRUE(save.Run(Launcher::kThread));
+    sys::g_system = sys::kKernel;
+    EXPECT_EQ(save.failure().code, FailureCode::kAborted);
+    EXPECT_EQ(save.failure().operation, Operation::kRename);
+    EXPECT_TRUE(Exists(directory.path() + "/aside/a.bin"));
+  }
+}
+
 TEST_F(FaultTest, WorksWithoutRenameFlags) {
   for (const bool replace : {false, true}) {
     TestDirectory directory;
     TestSave save(&trainer, directory.path());
     if (replace) {
       save.parameters.flags |= layout::kReplaceExisting;
+      save.parameters.older = {kManifestAttempt};
       ::mkdir(save.target_path().c_str(), 0755);
-      WriteFileAt(save.target_path() + "/old.manifest.json", "old");
+      WriteFileAt(save.target_path() + "/" + kOldManifest, ManifestNaming({}));
     }
     save.AddFile("a.bin", {1000});
     save.Build();

@@ -4,12 +4,15 @@
 #include <liburing.h>
 #include <poll.h>
 #include <signal.h>
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <string>
@@ -55,7 +58,8 @@ TEST_P(Life, RemovesWhatItReplacedWhenNoTrainerIsLeftToDoSo) {
   save.parameters.qos.bytes_per_second_max = 10 * uint64_t{kChunkBytes};
   save.parameters.flags |= layout::kReplaceExisting;
   std::filesystem::create_directory(save.target_path());
-  WriteFileAt(save.target_path() + "/old.manifest.json", "old");
+  WriteFileAt(save.target_path() + "/rank-00000-of-00001.manifest.json", ManifestNaming({}));
+  save.parameters.older = {kManifestAttempt};
   save.AddFile("model.bin", {3 * uint64_t{kChunkBytes}});
   save.Build();
   save.SealAll();
@@ -212,6 +216,7 @@ TEST_P(KeptWorker, GoesOnAfterAFailedJob) {
     TestSave save(&trainer, directory_.path());
     save.parameters.target = mutate ? "bad" : "good";
     save.parameters.flags |= layout::kReplaceExisting;
+    save.parameters.older = {save.parameters.attempt};  // the one before has the same
     save.AddFile("model.bin", {10'000'000});
     save.Build();
     save.SealAll();
@@ -249,6 +254,97 @@ TEST_P(KeptWorker, LeaksNoFds) {
       EXPECT_LE(now, fds + layout::kRunFds + 1);
     }
   }
+}
+
+int PollIsInterrupted(pollfd*, nfds_t, int) {
+  errno = EINTR;
+  return -1;
+}
+
+bool HasEnded(pid_t pid) {
+  siginfo_t info = {};
+  return ::waitid(P_PID, static_cast<id_t>(pid), &info, WEXITED | WNOHANG | WNOWAIT) == 0 &&
+         info.si_pid == pid;
+}
+
+TEST(InterruptedWorker, EndsThoughItCannotSeeThatItsTrainerDied) {
+  StandIn trainer_process;
+  Trainer trainer(kArena, trainer_process.pid());
+  sys::g_system.poll = PollIsInterrupted;
+  TestWorker worker(Launcher::kPersistent, trainer, 0, layout::kLayoutVersion, true);
+  sys::g_system = sys::kKernel;
+  trainer_process.Die();
+  for (int i = 0; i < 60'000 && !HasEnded(worker.pid()); ++i) ::usleep(1000);
+  const bool ended = HasEnded(worker.pid());
+  EXPECT_TRUE(ended);
+  if (!ended) ::kill(worker.pid(), SIGKILL);
+}
+
+// The kernel may take the old mapping of MAP_FIXED away and then find no memory for the new one.
+void* MapForWritingFails(void* address, size_t bytes, int protection, int flags, int fd,
+                         off_t offset) {
+  const bool for_registration = (protection & PROT_WRITE) != 0 && bytes == kArena;
+  if (!for_registration) return sys::kKernel.mmap(address, bytes, protection, flags, fd, offset);
+  if ((flags & MAP_FIXED) != 0) sys::kKernel.munmap(address, bytes);
+  errno = ENOMEM;
+  return MAP_FAILED;
+}
+
+TEST(KeptThread, KeepsItsMappingWhenItCannotMapForRegistration) {
+  Trainer trainer(kArena);
+  TestDirectory directory;
+  sys::g_system.mmap = MapForWritingFails;
+  TestWorker worker(Launcher::kThread, trainer, 0);
+  for (const EngineRung engine : {EngineRung::kUringFixed, EngineRung::kPwrite}) {
+    TestSave save(&trainer, directory.path());
+    save.parameters.engine = engine;
+    save.AddFile("model.bin", {1'000'000});
+    save.Build();
+    save.SealAll();
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+    const bool registers = engine == EngineRung::kUringFixed;
+    EXPECT_EQ(save.failure().ok(), !registers);
+    EXPECT_EQ(save.failure().error_number, registers ? ENOMEM : 0);
+    if (!registers) {
+      EXPECT_EQ(save.Unsound(), "");
+    }
+  }
+  EXPECT_EQ(worker.Join(), 0);
+  sys::g_system = sys::kKernel;
+}
+
+// Of a child that the host forks while the worker, a thread of it, reads back: 1 if the child has
+// the buffer, whose pages a copy-on-write would then exchange under the kernel's read.
+int g_buffer_in_child = -1;
+ssize_t ReadAndFork(int fd, void* buffer, size_t bytes, off_t offset) {
+  if (g_buffer_in_child < 0) {
+    const pid_t child = ::fork();
+    if (child == 0) ::_exit(::msync(buffer, 4096, MS_ASYNC) == 0 ? 1 : 0);
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    g_buffer_in_child = WEXITSTATUS(status);
+  }
+  return sys::kKernel.pread(fd, buffer, bytes, offset);
+}
+
+TEST(KeptThread, ReadsBackIntoMemoryThatNoChildHas) {
+  Trainer trainer(kArena);
+  TestDirectory directory;
+  TestWorker worker(Launcher::kThread, trainer, 0);
+  sys::g_system.pread = ReadAndFork;
+  TestSave save(&trainer, directory.path());
+  save.parameters.engine = EngineRung::kPwrite;
+  save.parameters.flags |= layout::kReadBack;
+  save.AddFile("model.bin", {1'000'000});
+  save.Build();
+  save.SealAll();
+  save.StartOn(&worker);
+  ASSERT_TRUE(save.AwaitDone());
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(worker.Join(), 0);
+  sys::g_system = sys::kKernel;
+  EXPECT_EQ(g_buffer_in_child, 0);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, KeptWorker,

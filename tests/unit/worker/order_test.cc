@@ -54,6 +54,8 @@ ssize_t NotedPwrite(int fd, const void* buffer, size_t bytes, off_t offset) {
   return sys::kKernel.pwrite(fd, buffer, bytes, offset);
 }
 
+const std::string record = layout::kCommitRecordName;
+
 struct OrderTest : ::testing::Test {
   OrderTest() {
     g_order.clear();
@@ -106,6 +108,9 @@ TEST_F(OrderTest, DataBeforeNamesBeforeManifestBeforeTheDirectorysName) {
                          "fsync " + manifest + ".tmp",
                          "rename " + manifest + ".tmp " + manifest,
                          "fsync partial",
+                         "fsync " + record + ".tmp",
+                         "rename " + record + ".tmp " + record,
+                         "fsync partial",
                          "rename partial step-7",
                          "fsync parent",
                      }));
@@ -119,7 +124,9 @@ TEST_F(OrderTest, OldCheckpointIsLeftToTheTrainerOnceTheNewOneIsDurable) {
   save.parameters.flags |= layout::kReplaceExisting;
   ::mkdir(save.target_path().c_str(), 0755);
   WriteFileAt(save.target_path() + "/old.bin", "old");
-  WriteFileAt(save.target_path() + "/old.manifest.json", "old");
+  WriteFileAt(save.target_path() + "/rank-00000-of-00001.manifest.json",
+              ManifestNaming({"old.bin"}));
+  save.parameters.older = {kManifestAttempt};
   save.AddFile("a.bin", {1000});
   save.Build();
   save.SealAll();
@@ -132,7 +139,7 @@ TEST_F(OrderTest, OldCheckpointIsLeftToTheTrainerOnceTheNewOneIsDurable) {
                      }));
   EXPECT_STREQ(save.job()->completion.left_behind, "partial");
   EXPECT_EQ(NamesIn(save.partial_path()),
-            (std::vector<std::string>{"old.bin", "old.manifest.json"}));
+            (std::vector<std::string>{"old.bin", "rank-00000-of-00001.manifest.json"}));
   EXPECT_EQ(save.Unsound(), "");
 }
 
@@ -145,17 +152,59 @@ TEST_F(OrderTest, RankZeroMakesTheVotesOfTheOthersDurableBeforeItCommits) {
   save.AddFile("a.bin", {1000});
   save.Build();
   save.SealAll();
-  ::mkdir(save.partial_path().c_str(), 0755);
-  WriteFileAt(save.partial_path() + "/rank-00001-of-00002.manifest.json",
-              R"({"attempt":"112233445566778899aabbccddeeff00"})");
+  VoteAs(save, 1);
   ASSERT_TRUE(save.Run(Launcher::kThread));
   ASSERT_TRUE(save.failure().ok());
-  EXPECT_EQ(Tail(4), (std::vector<std::string>{
+  EXPECT_EQ(Tail(7), (std::vector<std::string>{
                          "fsync partial",  // its own manifest's name
-                         "fsync partial",  // the other's
+                         "fsync " + record + ".tmp",
+                         "rename " + record + ".tmp " + record,
+                         "fsync partial",  // the other's, and the record's
                          "rename partial step-7",
                          "fsync parent",
+                         "remove ranks.board",
                      }));
+}
+
+const TestSave* g_voted = nullptr;
+
+TEST_F(OrderTest, VoteTakenBackBehindTheRecordTakesTheRecordAwayFirst) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.parameters.engine = EngineRung::kPwrite;
+  save.parameters.partial = "partial";
+  save.parameters.world_size = 2;
+  save.AddFile("a.bin", {1000});
+  save.Build();
+  save.SealAll();
+  VoteAs(save, 1);
+  g_voted = &save;
+  sys::g_system.renameat2 = [](int a, const char* from, int b, const char* to, unsigned flags) {
+    if (to == record) {
+      layout::RankFailure failure;
+      failure.rank = 1;
+      failure.kind = static_cast<uint32_t>(layout::RankFailureKind::kFailed);
+      failure.code = static_cast<int32_t>(FailureCode::kCancelled);
+      RankBoard board;
+      OpenBoardOf(*g_voted, g_voted->partial_path(), 1, &board);
+      EXPECT_TRUE(WriteFailure(board, Side::kTrainer, failure, /*raise=*/true));
+      CloseBoard(&board);
+    }
+    return NotedRename(a, from, b, to, flags);
+  };
+  ASSERT_TRUE(save.Run(Launcher::kThread));
+  EXPECT_EQ(save.failure().code, FailureCode::kAborted);
+  EXPECT_EQ(save.seen().rank, 1u);
+  const std::vector<std::string> tail = Tail(8);
+  EXPECT_EQ(std::vector<std::string>(tail.begin(), tail.begin() + 6),
+            (std::vector<std::string>{
+                "rename " + record + ".tmp " + record,
+                "fsync partial",
+                "remove " + record,
+                "remove " + save.manifest_name(),
+                "fsync partial",
+                "remove a.bin",
+            }));
 }
 
 // Of rank 1 of 2, and what the worker reports once rank 0 has renamed.
@@ -173,6 +222,10 @@ Failure ReportOfRankOne(Trainer* trainer) {
   save.StartOn(&worker);
   EXPECT_TRUE(save.AwaitPhase(layout::Phase::kWaitingForRanks));
   EXPECT_EQ(::rename(save.partial_path().c_str(), save.target_path().c_str()), 0);
+  RankBoard board;
+  OpenBoardOf(save, save.target_path(), 0, &board);
+  EXPECT_TRUE(WriteDecision(board, layout::Decision::kCommitted));
+  CloseBoard(&board);
   EXPECT_TRUE(save.AwaitDone());
   worker.Join();
   EXPECT_EQ(save.Unsound(), "") << "it is not this rank's to undo";
@@ -214,15 +267,17 @@ TEST_F(OrderTest, AbortRemovesTheManifestDurablyBeforeTheFilesThatItNames) {
     ASSERT_TRUE(save.AwaitPhase(layout::Phase::kWriting));
     // After the early look, so that only the last rename is refused.
     ::mkdir(save.target_path().c_str(), 0755);
+    WriteFileAt(save.target_path() + "/theirs", "bytes");
     save.SealAll();
     ASSERT_TRUE(save.AwaitDone());
   }
   EXPECT_EQ(save.failure().code, FailureCode::kAlreadyExists);
   const std::string manifest = save.manifest_name();
-  EXPECT_EQ(Tail(7), (std::vector<std::string>{
-                         "rename " + manifest + ".tmp " + manifest,
+  EXPECT_EQ(Tail(8), (std::vector<std::string>{
+                         "rename " + record + ".tmp " + record,
                          "fsync partial",
                          "rename partial step-7",  // refused
+                         "remove " + record,
                          "remove " + manifest,
                          "fsync partial",
                          "remove a.bin",

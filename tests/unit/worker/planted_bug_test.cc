@@ -4,6 +4,8 @@
 
 #include <atomic>
 #include <cstring>
+#include <memory>
+#include <string>
 #include <thread>
 
 #include "gtest/gtest.h"
@@ -67,6 +69,94 @@ TEST(PlantedBug, ReleaseAtSubmitIsCaughtAndNamesTheChunk) {
 
 TEST(PlantedBug, WithoutItTheSameTrainerDoesNoHarm) {
   EXPECT_TRUE(SaveUnderAHostileTrainer(false).ok());
+}
+
+// ---- Ranks: without each step of theirs another rank waits on.
+
+struct PlantedRank {
+  PlantedRank(const std::string& directory, uint32_t rank)
+      : trainer(kArena), save(&trainer, directory) {
+    save.parameters.rank = rank;
+    save.parameters.world_size = 2;
+    save.parameters.time_liveness_max_ns = 500'000'000;
+    save.AddFile("model-" + std::to_string(rank), {1000});
+    save.Build();
+    save.SealAll();
+  }
+  void Start() {
+    worker = std::make_unique<TestWorker>(Launcher::kThread, trainer);
+    save.StartOn(worker.get());
+  }
+  /// Ends it without a word to others.
+  void End() {
+    save.job()->cancel.store(1);
+    save.Ring();
+    EXPECT_TRUE(save.AwaitDone(30));
+  }
+  static constexpr uint64_t kArena = 16ull << 20;
+  Trainer trainer;
+  TestSave save;
+  std::unique_ptr<TestWorker> worker;
+};
+
+constexpr int kSoon = 3;
+
+/// Whether rank 0 ends soon after rank 1 has failed.
+bool RankZeroIsToldOfAFailure(bool bug) {
+  TestDirectory directory;
+  PlantedRank zero(directory.path(), 0);
+  PlantedRank one(directory.path(), 1);
+  zero.save.job()->time_liveness_max_ns = 60'000'000'000;
+  zero.Start();
+  EXPECT_TRUE(zero.save.AwaitPhase(layout::Phase::kWaitingForRanks));
+  testing::g_leave_ranks_silently = bug;
+  one.save.Memory(0)[0] ^= 1;
+  one.Start();
+  EXPECT_TRUE(one.save.AwaitDone());
+  const bool told = zero.save.AwaitDone(kSoon);
+  if (!told) zero.End();
+  testing::g_leave_ranks_silently = false;
+  return told;
+}
+
+bool RankZeroMissesARank(bool bug) {
+  TestDirectory directory;
+  PlantedRank zero(directory.path(), 0);
+  testing::g_never_miss_a_rank = bug;
+  zero.Start();
+  const bool missed = zero.save.AwaitDone(kSoon);
+  if (!missed) zero.End();
+  testing::g_never_miss_a_rank = false;
+  return missed;
+}
+
+bool RankZeroStopsWhenFenced(bool bug) {
+  TestDirectory directory;
+  PlantedRank zero(directory.path(), 0);
+  zero.save.job()->time_liveness_max_ns = 60'000'000'000;
+  testing::g_never_look_at_place = bug;
+  zero.Start();
+  EXPECT_TRUE(zero.save.AwaitPhase(layout::Phase::kWaitingForRanks));
+  EXPECT_EQ(::rename(zero.save.partial_path().c_str(), (directory.path() + "/fenced").c_str()), 0);
+  const bool stopped = zero.save.AwaitDone(kSoon);
+  if (!stopped) zero.End();
+  testing::g_never_look_at_place = false;
+  return stopped;
+}
+
+TEST(PlantedBug, RankThatFailsSilentlyIsWaitedFor) {
+  EXPECT_TRUE(RankZeroIsToldOfAFailure(false));
+  EXPECT_FALSE(RankZeroIsToldOfAFailure(true));
+}
+
+TEST(PlantedBug, RankThatNeverComesIsWaitedForWithoutTheLivenessDeadline) {
+  EXPECT_TRUE(RankZeroMissesARank(false));
+  EXPECT_FALSE(RankZeroMissesARank(true));
+}
+
+TEST(PlantedBug, FencedRankZeroWaitsOnWithoutALookAtItsPlace) {
+  EXPECT_TRUE(RankZeroStopsWhenFenced(false));
+  EXPECT_FALSE(RankZeroStopsWhenFenced(true));
 }
 
 }  // namespace

@@ -2,7 +2,12 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cerrno>
+#include <climits>
+#include <cstring>
+#include <filesystem>
 #include <memory>
 #include <string>
 
@@ -14,6 +19,12 @@ namespace holdfast::worker {
 namespace {
 
 constexpr uint64_t kArena = 16ull << 20;
+
+std::string NameOf(int fd) {
+  char path[PATH_MAX] = {};
+  (void)!::readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), path, sizeof(path) - 1);
+  return std::filesystem::path(path).filename();
+}
 
 /// One rank with its own trainer and worker.
 struct Rank {
@@ -58,6 +69,24 @@ TEST_F(RankTest, AppearsOnceAllRanksHaveVoted) {
   EXPECT_EQ(NamesIn(directory.path()), std::vector<std::string>{"step-7"});
 }
 
+TEST_F(RankTest, SeesTheVoteOfASaveWithALongEscapedName) {
+  // Each of these bytes takes six in the manifest's JSON.
+  const std::string name(200, '\x01');
+  Rank zero(directory.path(), 0, 2);
+  Rank one(directory.path(), 1, 2);
+  for (Rank* rank : {&zero, &one}) {
+    rank->save.parameters.target = name;
+    rank->save.Build();
+    rank->save.SealAll();
+    rank->Start();
+  }
+  ASSERT_TRUE(zero.save.AwaitDone());
+  ASSERT_TRUE(one.save.AwaitDone());
+  EXPECT_TRUE(zero.save.failure().ok());
+  EXPECT_TRUE(one.save.failure().ok());
+  EXPECT_EQ(NamesIn(directory.path()), std::vector<std::string>{name});
+}
+
 TEST_F(RankTest, RankZeroStillWaitsAndRenamesAfterItsTrainersDeath) {
   for (const Launcher launcher : {Launcher::kSpawn, Launcher::kFork}) {
     TestDirectory below(directory.path());
@@ -96,6 +125,7 @@ TEST_F(RankTest, ReplacesAnExistingCheckpointOfTheSameRanks) {
       rank->save.parameters.attempt = {.high = 0, .low = attempt};
       rank->save.parameters.partial = "step-7.partial-" + std::to_string(attempt);
       rank->save.parameters.flags |= layout::kReplaceExisting;
+      rank->save.parameters.older = {{.high = 0, .low = attempt - 1}};
       rank->save.Build();
       rank->save.SealAll();
     }
@@ -132,10 +162,131 @@ TEST_F(RankTest, RankZeroGivesUpAtItsDeadlineAndTheOthersFollow) {
   ASSERT_TRUE(zero.save.AwaitDone());
   EXPECT_EQ(zero.save.failure().code, FailureCode::kDeadlineExceeded);
   EXPECT_EQ(zero.save.failure().operation, Operation::kWaitRanks);
+  EXPECT_EQ(zero.save.seen().rank, 2u);
+  EXPECT_EQ(zero.save.seen().kind, static_cast<uint32_t>(layout::RankFailureKind::kAbsent));
   // Rank 1 would wait for 20 s, but rank 0 left word.
-  ASSERT_TRUE(one.save.AwaitDone(10));
+  ASSERT_TRUE(one.save.AwaitDone(30));
   EXPECT_EQ(one.save.failure().code, FailureCode::kAborted);
+  EXPECT_EQ(one.save.seen().rank, 2u);
+  // For a rank that comes late; it ends at once and is the last.
+  EXPECT_EQ(NamesIn(zero.save.partial_path()), std::vector<std::string>{layout::kBoardName});
+  Rank two(directory.path(), 2, 3);
+  two.save.Build();
+  two.Start();
+  ASSERT_TRUE(two.save.AwaitDone(30));
+  EXPECT_EQ(two.save.failure().code, FailureCode::kAborted);
+  EXPECT_EQ(two.save.failure().operation, Operation::kWaitRanks);
   EXPECT_TRUE(NamesIn(directory.path()).empty());
+}
+
+TEST_F(RankTest, SilentRankIsMissedAndOneInsideAnFsyncIsNot) {
+  for (const bool in_fsync : {false, true}) {
+    TestDirectory below(directory.path());
+    Rank zero(below.path(), 0, 2);
+    zero.save.parameters.time_liveness_max_ns = 300'000'000;
+    zero.save.parameters.time_ranks_max_ns = 1'500'000'000;
+    zero.save.Build();
+    zero.save.SealAll();
+    ::mkdir(zero.save.partial_path().c_str(), 0755);
+    RankBoard board;
+    OpenBoardOf(zero.save, zero.save.partial_path(), 1, &board);
+    ASSERT_TRUE(WritePulse(board, Side::kWorker, layout::RankState::kJoined, in_fsync ? 60 : 0));
+    CloseBoard(&board);
+    zero.Start();
+    ASSERT_TRUE(zero.save.AwaitDone(30));
+    EXPECT_EQ(zero.save.failure().code, FailureCode::kDeadlineExceeded);
+    EXPECT_EQ(zero.save.seen().rank, 1u);
+    EXPECT_EQ(zero.save.seen().kind,
+              static_cast<uint32_t>(in_fsync ? layout::RankFailureKind::kSlow
+                                             : layout::RankFailureKind::kSilent));
+  }
+}
+
+TEST_F(RankTest, OrphanSaysBeforeAnFsyncThatItWillBeSilent) {
+  static std::atomic<bool> job_has_begun;
+  static std::atomic<bool> trainer_is_dead;
+  job_has_begun = false;
+  trainer_is_dead = false;
+  // The trainer dies between the start of the job and its first fsync.
+  sys::g_system.fallocate = [](int fd, int mode, off_t offset, off_t bytes) {
+    job_has_begun = true;
+    while (!trainer_is_dead) ::usleep(500);
+    return sys::kKernel.fallocate(fd, mode, offset, bytes);
+  };
+  static uint32_t silent_s_max = 0;
+  silent_s_max = 0;
+  static std::string partial;
+  sys::g_system.fsync = [](int fd) {
+    if (NameOf(fd).ends_with(".tmp")) {
+      const std::string bytes = ReadFileOf(partial + "/" + layout::kBoardName);
+      layout::RankPulse pulse;
+      EXPECT_GE(bytes.size(), layout::WorkerPulseAt(1) + sizeof(pulse));
+      if (bytes.size() >= layout::WorkerPulseAt(1) + sizeof(pulse)) {
+        memcpy(&pulse, bytes.data() + layout::WorkerPulseAt(1), sizeof(pulse));
+      }
+      silent_s_max = std::max(silent_s_max, pulse.silent_s_max);
+    }
+    return sys::kKernel.fsync(fd);
+  };
+  StandIn trainer_process;
+  Rank one(directory.path(), 1, 2, trainer_process.pid());
+  partial = one.save.partial_path();
+  one.save.parameters.time_ranks_max_ns = 100'000'000;
+  one.save.Build();
+  one.save.SealAll();
+  one.Start();
+  while (!job_has_begun) ::usleep(500);
+  trainer_process.Die();
+  trainer_is_dead = true;
+  const bool done = one.save.AwaitDone(30);
+  one.worker.reset();
+  sys::g_system = sys::kKernel;
+  ASSERT_TRUE(done);
+  EXPECT_GT(silent_s_max, 0u);
+}
+
+TEST_F(RankTest, RankZeroThatNeverComesIsMissedWithoutItsDeadline) {
+  Rank one(directory.path(), 1, 2);
+  one.save.parameters.time_liveness_max_ns = 300'000'000;
+  one.save.Build();
+  one.save.SealAll();
+  one.Start();
+  ASSERT_TRUE(one.save.AwaitDone(30));
+  EXPECT_EQ(one.save.failure().code, FailureCode::kDeadlineExceeded);
+  EXPECT_EQ(one.save.seen().kind, static_cast<uint32_t>(layout::RankFailureKind::kAbsent));
+  EXPECT_EQ(one.save.UnsoundAt(one.save.partial_path()), "") << "it has voted";
+}
+
+TEST_F(RankTest, CommitWhoseRankZeroDiedBeforeItSaidSoIsFound) {
+  Rank one(directory.path(), 1, 2);
+  one.save.parameters.time_liveness_max_ns = 300'000'000;
+  one.save.Build();
+  one.save.SealAll();
+  one.Start();
+  one.AwaitPhase(layout::Phase::kWaitingForRanks);
+  ASSERT_EQ(::rename(one.save.partial_path().c_str(), one.save.target_path().c_str()), 0);
+  ASSERT_TRUE(one.save.AwaitDone(30));
+  EXPECT_TRUE(one.save.failure().ok());
+}
+
+TEST_F(RankTest, VoteIsTakenBackByACancelWhileRankZeroWaits) {
+  Rank zero(directory.path(), 0, 3);
+  Rank one(directory.path(), 1, 3);
+  for (Rank* rank : {&zero, &one}) {
+    rank->save.Build();
+    rank->save.SealAll();
+    rank->Start();
+    rank->AwaitPhase(layout::Phase::kWaitingForRanks);
+  }
+  one.save.job()->cancel.store(1);
+  one.save.Ring();
+  ASSERT_TRUE(zero.save.AwaitDone(30));
+  EXPECT_EQ(zero.save.failure().code, FailureCode::kAborted);
+  EXPECT_EQ(zero.save.seen().rank, 1u);
+  EXPECT_EQ(zero.save.seen().code, static_cast<int32_t>(FailureCode::kCancelled));
+  ASSERT_TRUE(one.save.AwaitDone(30));
+  EXPECT_FALSE(one.save.failure().ok());
+  EXPECT_EQ(NamesIn(zero.save.partial_path()), std::vector<std::string>{layout::kBoardName});
 }
 
 TEST_F(RankTest, RankThatFailsBeforeItsVoteStopsTheOthers) {
@@ -151,7 +302,7 @@ TEST_F(RankTest, RankThatFailsBeforeItsVoteStopsTheOthers) {
   one.Start();
   ASSERT_TRUE(one.save.AwaitDone());
   EXPECT_EQ(one.save.failure().code, FailureCode::kDataLoss);
-  ASSERT_TRUE(zero.save.AwaitDone(10));
+  ASSERT_TRUE(zero.save.AwaitDone(30));
   EXPECT_EQ(zero.save.failure().code, FailureCode::kAborted);
   EXPECT_EQ(zero.save.failure().operation, Operation::kWaitRanks);
   EXPECT_TRUE(NamesIn(directory.path()).empty());
@@ -168,11 +319,12 @@ TEST_F(RankTest, CancelOfRankZeroStopsTheOthers) {
   }
   zero.save.job()->cancel.store(1);
   zero.save.Ring();
-  ASSERT_TRUE(zero.save.AwaitDone(10));
+  ASSERT_TRUE(zero.save.AwaitDone(30));
   EXPECT_EQ(zero.save.failure().code, FailureCode::kCancelled);
-  ASSERT_TRUE(one.save.AwaitDone(10));
+  ASSERT_TRUE(one.save.AwaitDone(30));
   EXPECT_EQ(one.save.failure().code, FailureCode::kAborted);
-  EXPECT_TRUE(NamesIn(directory.path()).empty());
+  EXPECT_EQ(one.save.seen().rank, 0u);
+  EXPECT_EQ(NamesIn(zero.save.partial_path()), std::vector<std::string>{layout::kBoardName});
 }
 
 TEST_F(RankTest, RankThatVotedKeepsItsFilesWhateverHappens) {
@@ -185,7 +337,7 @@ TEST_F(RankTest, RankThatVotedKeepsItsFilesWhateverHappens) {
   // Too late: rank 0 may be renaming.
   one.save.job()->cancel.store(1);
   one.save.Ring();
-  ASSERT_TRUE(one.save.AwaitDone(10));
+  ASSERT_TRUE(one.save.AwaitDone(30));
   EXPECT_EQ(one.save.failure().code, FailureCode::kDeadlineExceeded);
   EXPECT_EQ(one.save.UnsoundAt(one.save.partial_path()), "");
 }
@@ -207,7 +359,7 @@ TEST_F(RankTest, RankWhoseVoteWasSeenKeepsItsFilesThoughItCannotMakeItDurable) {
   one.save.Build();
   one.save.SealAll();
   one.Start();
-  const bool done = one.save.AwaitDone(10);
+  const bool done = one.save.AwaitDone(30);
   one.worker.reset();
   sys::g_system = sys::kKernel;
   ASSERT_TRUE(done);
@@ -220,13 +372,11 @@ TEST_F(RankTest, RefusesAManifestOfAnotherAttempt) {
   Rank zero(directory.path(), 0, 2);
   zero.save.Build();
   zero.save.SealAll();
-  ::mkdir(zero.save.partial_path().c_str(), 0755);
-  WriteFileAt(zero.save.partial_path() + "/rank-00001-of-00002.manifest.json",
-              R"({"format":"x","attempt":"00000000000000000000000000000000"})");
+  VoteAs(zero.save, 1, "00000000000000000000000000000000");
   zero.Start();
   ASSERT_TRUE(zero.save.AwaitDone());
   EXPECT_EQ(zero.save.failure().code, FailureCode::kFailedPrecondition);
-  EXPECT_EQ(zero.save.failure().operation, Operation::kWaitRanks);
+  EXPECT_EQ(zero.save.failure().operation, Operation::kJoinRanks);
   EXPECT_FALSE(Exists(zero.save.target_path()));
 }
 
@@ -242,10 +392,12 @@ TEST_F(RankTest, FencedWorkerTouchesNothing) {
   // What a recovery does with a directory whose owner it gave up on.
   const std::string fenced = directory.path() + "/fenced";
   ASSERT_EQ(::rename(zero.save.partial_path().c_str(), fenced.c_str()), 0);
-  WriteFileAt(fenced + "/rank-00001-of-00002.manifest.json",
-              R"({"attempt":"112233445566778899aabbccddeeff00"})");
-  ASSERT_TRUE(zero.save.AwaitDone());
+  // The missing vote never comes.
+  const uint64_t begin = sys::NowNs();
+  ASSERT_TRUE(zero.save.AwaitDone(30));
+  EXPECT_LT(sys::NowNs() - begin, 5'000'000'000u) << "the promise is one second";
   EXPECT_EQ(zero.save.failure().code, FailureCode::kAborted);
+  EXPECT_EQ(zero.save.seen().kind, static_cast<uint32_t>(layout::RankFailureKind::kFenced));
   EXPECT_FALSE(Exists(zero.save.target_path()));
   EXPECT_TRUE(Exists(fenced + "/" + zero.save.manifest_name()));
   EXPECT_TRUE(Exists(fenced + "/model-0"));

@@ -173,7 +173,8 @@ TEST_P(SaveJob, ReplacesAnExistingTargetWhenAsked) {
   Prepare(&save);
   save.parameters.flags |= layout::kReplaceExisting;
   ::mkdir(save.target_path().c_str(), 0755);
-  WriteFileAt(save.target_path() + "/rank-00000-of-00001.manifest.json", "{}");
+  WriteFileAt(save.target_path() + "/rank-00000-of-00001.manifest.json", ManifestNaming({"old"}));
+  save.parameters.older = {kManifestAttempt};
   WriteFileAt(save.target_path() + "/old", "old");
   save.AddFile("model.bin", {1000});
   save.Build();

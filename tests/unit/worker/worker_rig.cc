@@ -7,11 +7,13 @@
 #include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
@@ -215,7 +217,15 @@ void TestSave::Build() {
                              .step = parameters.step,
                              .launcher = parameters.launcher},
                             plan_);
-  auto table = writer::JobTable::ForSave(parameters, plan_, manifest);
+  format::CommitTemplate commit;
+  if (parameters.rank == 0 && (parameters.flags & layout::kFilesOnly) == 0 &&
+      (parameters.flags & layout::kWriteManifest) != 0) {
+    commit = format::BuildCommitRecord({.checkpoint = parameters.target,
+                                        .attempt = parameters.attempt,
+                                        .world_size = parameters.world_size,
+                                        .step = parameters.step});
+  }
+  auto table = writer::JobTable::ForSave(parameters, plan_, manifest, commit);
   HOLDFAST_CHECK(table.ok(), kWhy);
   table_ = *std::move(table);
   published_ = std::make_unique<layout::LogWriter>(
@@ -308,7 +318,7 @@ std::string TestSave::UnsoundAt(const std::string& path) const {
     }
   }
   for (const std::string& name : names) {
-    if (name.ends_with(".tmp") || name == "aborted") return "left over: " + name;
+    if (name.ends_with(".tmp")) return "left over: " + name;
   }
   if ((parameters.flags & layout::kWriteManifest) == 0) return "";
   if (!has(manifest_name())) return "no manifest";
@@ -316,8 +326,14 @@ std::string TestSave::UnsoundAt(const std::string& path) const {
   if (!manifest.ok()) return std::string(manifest.status().message());
   if (manifest->attempt != parameters.attempt) return "manifest of another attempt";
   if (manifest->files.size() != plan_.files.size()) return "manifest of other files";
-  if (parameters.world_size == 1 && names.size() != plan_.files.size() + 1) return "too many names";
-  return "";
+  if (!has(layout::kCommitRecordName)) return job()->commit_template.bytes != 0 ? "no record" : "";
+  if (parameters.world_size == 1 && names.size() != plan_.files.size() + 2) return "too many names";
+  const auto record = format::ParseCommitRecord(ReadFileOf(path + "/" + layout::kCommitRecordName));
+  if (!record.ok()) return std::string(record.status().message());
+  const std::string text = ReadFileOf(path + "/" + manifest_name());
+  const auto& row = record->manifests[parameters.rank];
+  const bool same = row.bytes == text.size() && row.digest == digest::Of(text.data(), text.size());
+  return same && record->attempt == parameters.attempt ? "" : "a record of other manifests";
 }
 
 std::vector<std::string> NamesIn(const std::string& path) {
@@ -346,11 +362,40 @@ std::string ReadFileOf(const std::string& path) {
   return out;
 }
 
+void OpenBoardOf(const TestSave& save, const std::string& directory, uint32_t rank,
+                 RankBoard* board) {
+  const int fd = ::open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  HOLDFAST_CHECK(fd >= 0, kWhy);
+  const writer::JobParameters& job = save.parameters;
+  HOLDFAST_CHECK(OpenBoard(fd, job.attempt, rank, job.world_size, board) == 0, kWhy);
+  ::close(fd);
+}
+
+void VoteAs(const TestSave& save, uint32_t rank, const std::string& attempt) {
+  ::mkdir(save.partial_path().c_str(), 0755);
+  char name[64];
+  std::snprintf(name, sizeof(name), "/rank-%05u-of-%05u.manifest.json", rank,
+                save.parameters.world_size);
+  WriteFileAt(save.partial_path() + name, "{\"attempt\":\"" + attempt + "\",\"files_bytes\":7}");
+  RankBoard board;
+  OpenBoardOf(save, save.partial_path(), rank, &board);
+  HOLDFAST_CHECK(WritePulse(board, Side::kWorker, layout::RankState::kVoted), kWhy);
+  CloseBoard(&board);
+}
+
 void WriteFileAt(const std::string& path, const std::string& bytes) {
   std::ofstream(path, std::ios::binary) << bytes;
 }
 
 bool Exists(const std::string& path) { return std::filesystem::exists(path); }
+
+std::string ManifestNaming(const std::vector<std::string>& files) {
+  std::string text = R"({"attempt":"00000000000000050000000000000006","step":3,"files":[)";
+  for (const std::string& file : files) {
+    text += R"({"name":")" + file + R"(","bytes":1,"digests":[]},)";
+  }
+  return text + "]}";
+}
 
 int OpenFds() { return static_cast<int>(NamesIn("/proc/self/fd").size()); }
 

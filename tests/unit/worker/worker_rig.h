@@ -15,6 +15,7 @@
 #include "holdfast/pod.h"
 #include "runtime/layout/job.h"
 #include "runtime/layout/wire.h"
+#include "runtime/worker/rank_board.h"
 #include "runtime/writer/job_table.h"
 
 namespace holdfast::worker {
@@ -115,6 +116,8 @@ class TestSave {
   /// False if there is no result within `seconds`.
   bool AwaitDone(int seconds = 30) const;
   const Failure& failure() const { return job()->completion.failure; }
+  /// What a failure of kWaitRanks says of the rank at fault.
+  const layout::RankFailure& seen() const { return job()->completion.rank_failure; }
 
   std::string target_path() const;
   std::string partial_path() const;
@@ -137,11 +140,22 @@ class TestSave {
   std::unique_ptr<layout::LogWriter> published_;
 };
 
+/// The rank board of `save` in `directory`, as `rank` has it. To be closed.
+void OpenBoardOf(const TestSave& save, const std::string& directory, uint32_t rank,
+                 RankBoard* board);
+
+/// Another rank of `save` votes: a manifest that carries `attempt`, and the word on the board.
+void VoteAs(const TestSave& save, uint32_t rank,
+            const std::string& attempt = "112233445566778899aabbccddeeff00");
+
 /// Names in a directory, sorted; empty if it is not there.
 std::vector<std::string> NamesIn(const std::string& path);
 std::string ReadFileOf(const std::string& path);
 void WriteFileAt(const std::string& path, const std::string& bytes);
 bool Exists(const std::string& path);
+/// As much of a manifest as a worker reads of another attempt's: its attempt and its files.
+inline constexpr AttemptId kManifestAttempt = {.high = 5, .low = 6};
+std::string ManifestNaming(const std::vector<std::string>& files);
 /// Number of open fds of this process.
 int OpenFds();
 

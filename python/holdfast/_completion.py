@@ -1,0 +1,153 @@
+"""How a save ends: in a thread that sees it through, with futures that end whatever happens there."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from holdfast.errors import Error
+
+logger = logging.getLogger("holdfast")
+
+_here = threading.local()
+
+
+@contextlib.contextmanager
+def telling() -> Iterator[None]:
+    """Around observers and done-callbacks: no wait for a save may begin in this thread meanwhile."""
+    before, _here.telling = getattr(_here, "telling", False), True
+    try:
+        yield
+    finally:
+        _here.telling = before
+
+
+def check_may_wait(what: str) -> None:
+    """Refuses a wait inside of an observer or a done-callback.
+
+    The thread there is the one that ends the save, and younger saves may wait for it in turn.
+
+    Raises:
+        Error: FAILED_PRECONDITION.
+    """
+    if getattr(_here, "telling", False):
+        raise Error(
+            "FAILED_PRECONDITION",
+            f"{what} inside of an observer or a done-callback: it would wait for itself; use the "
+            "arguments that the observer is given, or wait in another thread",
+        )
+
+
+class SeenFuture(Future):
+    """A future of a save, with `seen`: whether its outcome was asked for."""
+
+    seen = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            check_may_wait("wait for a save")
+        try:
+            return super().result(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.done():
+            check_may_wait("wait for a save")
+        try:
+            return super().exception(timeout)
+        finally:
+            self.seen = self.seen or self.done()
+
+
+def log_failure(message: str, *arguments: Any) -> None:
+    """Logs the exception that is being handled. A handler that raises ends no save either."""
+    with contextlib.suppress(BaseException):
+        logger.exception(message, *arguments)
+
+
+def end(future: Future, value: Any, error: BaseException | None) -> None:
+    """Ends a future, if it has not ended. Never raises, whatever its done-callbacks do."""
+    if future.done():
+        return
+    try:
+        with telling():
+            if error is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(value)
+    except BaseException:  # the base class catches only Exception of a callback
+        log_failure("a done-callback of a save failed")
+
+
+class _Thread(threading.Thread):
+    """A thread whose `start` raises if the thread ends before it has signalled that it runs.
+
+    A new thread takes memory for its first frame. Without any, it ends at once, and the `start` of
+    the base class waits for its signal for ever.
+    """
+
+    def __init__(self, run: Callable[[], None], name: str) -> None:
+        super().__init__(target=run, name=name)
+        self._started: threading.Event = _Started(self)
+        self.entry: weakref.ref[Any] | None = None
+
+    @property
+    def _bootstrap(self) -> Callable[[], None]:
+        # The new thread alone holds this object, until its end.
+        entry = functools.partial(threading.Thread._bootstrap, self)  # type: ignore[attr-defined]
+        self.entry = weakref.ref(entry)
+        return entry
+
+
+class _Started(threading.Event):
+    def __init__(self, thread: _Thread) -> None:
+        super().__init__()
+        self._thread = weakref.ref(thread)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        while not super().wait(0.05):
+            thread = self._thread()
+            ended = thread is None or thread.entry is None or thread.entry() is None
+            if ended and not self.is_set():  # asked last: it may have run, and ended, meanwhile
+                raise RuntimeError("the new thread ended before it ran")
+        return True
+
+
+class Completion:
+    """Calls `run` in a thread of its own, for which the interpreter waits before it exits.
+
+    Where there can be no such thread, at the end of the interpreter or at a limit, `start` itself
+    calls `run`: the caller waits for the save, and the save still ends.
+    """
+
+    def __init__(self, run: Callable[[], None], name: str) -> None:
+        self._thread = _Thread(run, name)
+
+    def start(self) -> None:
+        # The interpreter has waited for its threads once the main thread counts as ended.
+        if threading.main_thread().is_alive():
+            try:
+                self._thread.start()
+                return
+            except (RuntimeError, MemoryError) as error:
+                logger.warning("%s: %s; the call waits for the save", self._thread.name, error)
+        self._thread.run()
+
+    def name(self, name: str) -> None:
+        self._thread.name = name
+
+    def join(self, timeout: float | None = None) -> None:
+        """Waits for the thread to end."""
+        if self._thread.is_alive():  # not if `start` has called `run` itself
+            self._thread.join(timeout)

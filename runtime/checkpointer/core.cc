@@ -1,0 +1,84 @@
+#include "runtime/checkpointer/core.h"
+
+#include <algorithm>
+#include <thread>
+#include <utility>
+
+#include "runtime/base/clock.h"
+#include "runtime/base/status.h"
+#include "runtime/writer/worker_program.h"
+
+namespace holdfast {
+
+absl::Status Checkpointer::Core::Start(CheckpointerOptions* given) {
+  CheckpointerOptions& options = *given;
+  const bool spawns =
+      options.launcher == Launcher::kSpawn || options.launcher == Launcher::kPersistent;
+  if (spawns) {
+    HOLDFAST_ASSIGN_OR_RETURN(options.worker_program,
+                              writer::FindWorkerProgram(options.worker_program));
+  }
+  const uint32_t cpus = std::max(1u, std::thread::hardware_concurrency());
+  if (options.staging.threads == 0) options.staging.threads = std::min(4u, cpus);
+  HOLDFAST_ASSIGN_OR_RETURN(pool, staging::StagingPool::Create(options.staging));
+  workers =
+      std::make_unique<writer::WorkerSource>(pool.get(), options.launcher, options.worker_program);
+  HOLDFAST_RETURN_IF_ERROR(workers->WarmUp());
+  sealer = std::make_unique<writer::Sealer>(pool.get(), options.staging.threads, options.on_sealed);
+  HOLDFAST_RETURN_IF_ERROR(sealer->Start());
+  HOLDFAST_ASSIGN_OR_RETURN(
+      supervisor,
+      writer::Supervisor::Start(pool.get(), {.time_stalled_max = options.time_stalled_max,
+                                             .idle_trim = options.staging.idle_trim}));
+  stager = std::make_unique<writer::Stager>(
+      pool.get(), sealer.get(),
+      writer::StagerOptions{.fused_copy = options.fused_copy,
+                            .second_look = options.second_look,
+                            .time_memory_max = options.time_memory_max});
+  return stager->Start();
+}
+
+Checkpointer::Core::~Core() {
+  bool all_ended = supervisor == nullptr || supervisor->Stop();
+  // The stager first: it feeds the sealer; both only while saves are in flight, so they have
+  // nothing left to do.
+  stager.reset();
+  sealer.reset();
+  supervisor.reset();
+  workers.reset();
+  {
+    const base::MutexLock lock(&mutex_);
+    for (auto& [device, registrant] : devices_) {
+      if (pool != nullptr) pool->RemoveRegistrant(registrant.get());
+      // With copies under way a device would wait for them, for ever if its stream hangs.
+      all_ended = all_ended && registrant->Close();
+    }
+  }
+  // Pages that a stuck worker or a device may still write must never become somebody else's: they
+  // stay until the process ends.
+  if (!all_ended) (void)pool.release();
+}
+
+absl::Status Checkpointer::Core::Register(Device* device) {
+  const base::MutexLock lock(&mutex_);
+  if (devices_.contains(device)) return absl::OkStatus();
+  auto registrant = std::make_unique<checkpointer::DeviceRegistrant>(device, &pool->arena());
+  HOLDFAST_RETURN_IF_ERROR(pool->Register(registrant.get()));
+  devices_[device] = std::move(registrant);
+  return absl::OkStatus();
+}
+
+absl::Status Checkpointer::Core::Launch(const std::string& title, int directory, SaveState* save) {
+  const base::MutexLock lock(&launch_mutex_);
+  save->epoch = pool->OpenEpoch();
+  save->table->job()->epoch = save->epoch;
+  HOLDFAST_RETURN_IF_ERROR(pool->Prepare());
+  const absl::Time begin = base::Now();
+  HOLDFAST_ASSIGN_OR_RETURN(
+      save->link, workers->Start(title, save->table->fd(), save->table->bytes(), directory,
+                                 save->in_use.get()));
+  save->MutableReport()->time_launching = absl::ToDoubleSeconds(base::Now() - begin);
+  return absl::OkStatus();
+}
+
+}  // namespace holdfast

@@ -1,0 +1,34 @@
+// Which checkpoint a save descends from, and the commit record that says so.
+#ifndef HOLDFAST_RUNTIME_CHECKPOINTER_LINEAGE_H_
+#define HOLDFAST_RUNTIME_CHECKPOINTER_LINEAGE_H_
+
+#include <cstdint>
+
+#include "absl/base/thread_annotations.h"
+#include "holdfast/checkpointer.h"
+#include "runtime/base/mutex.h"
+#include "runtime/format/commit_record.h"
+
+namespace holdfast::checkpointer {
+
+/// \threadsafety All methods may be called from any thread.
+class Lineage {
+ public:
+  /// Begins with the newest committed checkpoint of an open directory.
+  void Begin(int directory);
+
+  /// A save through this front door has committed.
+  void Committed(const AttemptId& attempt);
+
+  /// The template of a save's record; an empty one for a rank that does not commit.
+  format::CommitTemplate RecordOf(const CheckpointerOptions& options, const SaveRequest& request,
+                                  const AttemptId& attempt, uint64_t saved_at_ns) const;
+
+ private:
+  mutable base::Mutex mutex_;
+  AttemptId last_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace holdfast::checkpointer
+
+#endif  // HOLDFAST_RUNTIME_CHECKPOINTER_LINEAGE_H_

@@ -1,0 +1,329 @@
+#include "runtime/checkpointer/rank_presence.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/base/clock.h"
+#include "runtime/base/status.h"
+#include "runtime/base/thread.h"
+#include "runtime/checkpointer/options.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/planted_bugs.h"
+#include "runtime/format/directory_names.h"
+#include "runtime/format/manifest.h"
+#include "runtime/sys/owned_fds.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast {
+namespace checkpointer {
+namespace {
+
+using layout::Decision;
+using layout::RankState;
+using worker::Side;
+
+// Two of three signs of life may be lost, or late: as the worker's.
+constexpr int kBeatsPerLiveness = 3;
+// A rename and its fsync, of a rank 0 that has said that they come next.
+constexpr absl::Duration kCommitMax = absl::Seconds(2);
+constexpr absl::Duration kPoll = absl::Milliseconds(5);
+constexpr uint32_t kBufferBytes = 32 * 1024;
+
+/// Gives the signs of life of all presences of this process, in one thread that runs while there
+/// are any. Never destroyed: a presence may end while the process does.
+class Keeper {
+ public:
+  static Keeper& Get() {
+    // A forked child has neither the thread nor, perhaps, a mutex that is free.
+    static std::atomic<Keeper*> instance{new Keeper};
+    Keeper* keeper = instance.load(std::memory_order_acquire);
+    if (keeper->guard_.InCreator()) return *keeper;
+    auto* const fresh = new Keeper;
+    if (instance.compare_exchange_strong(keeper, fresh, std::memory_order_acq_rel)) return *fresh;
+    delete fresh;
+    return *keeper;
+  }
+
+  absl::Status Add(const std::shared_ptr<RankPresence>& presence) {
+    const base::MutexLock lock(&mutex_);
+    entries_.push_back({presence.get(), presence, base::Now() + presence->interval()});
+    changed_.NotifyAll();
+    if (running_) return absl::OkStatus();
+    thread_ = std::make_unique<base::Thread>();  // joins the last one, which has ended
+    const absl::Status started = thread_->Start([this] { Run(); });
+    running_ = started.ok();
+    if (!started.ok()) entries_.pop_back();
+    return started;
+  }
+
+  void Remove(const RankPresence* presence) {
+    const base::MutexLock lock(&mutex_);
+    std::erase_if(entries_, [presence](const Entry& e) { return e.key == presence; });
+    changed_.NotifyAll();
+  }
+
+ private:
+  struct Entry {
+    const RankPresence* key;
+    std::weak_ptr<RankPresence> presence;
+    absl::Time due;
+  };
+
+  void Run() {
+    while (true) {
+      std::vector<std::shared_ptr<RankPresence>> due;
+      // Outside of the lock, too: the last reference may be one of these, and its end takes it.
+      std::vector<std::shared_ptr<RankPresence>> others;
+      {
+        const base::MutexLock lock(&mutex_);
+        if (entries_.empty()) {
+          running_ = false;
+          return;
+        }
+        const absl::Time now = base::Now();
+        absl::Time next = absl::InfiniteFuture();
+        for (Entry& entry : entries_) {
+          auto presence = entry.presence.lock();
+          if (presence == nullptr) continue;
+          const bool is_due = entry.due <= now;
+          if (is_due) entry.due = now + presence->interval();
+          next = std::min(next, entry.due);
+          (is_due ? due : others).push_back(std::move(presence));
+        }
+        if (due.empty()) changed_.WaitUntil(&mutex_, next);
+      }
+      // Outside of the lock: a file system that hangs must not hold up those who leave.
+      for (const auto& presence : due) presence->Beat();
+    }
+  }
+
+  base::ForkGuard guard_;
+  base::Mutex mutex_;
+  base::Condition changed_;
+  std::vector<Entry> entries_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<base::Thread> thread_ ABSL_GUARDED_BY(mutex_);
+  bool running_ ABSL_GUARDED_BY(mutex_) = false;
+};
+
+}  // namespace
+
+RankPresence::RankPresence(const RankInSave& who, base::UniqueFd directory)
+    : who_(who),
+      partial_(format::PartialName(who.name, who.attempt)),
+      directory_(std::move(directory)) {}
+
+absl::StatusOr<std::shared_ptr<RankPresence>> RankPresence::Join(int parent,
+                                                                 const RankInSave& who) {
+  const std::string partial = format::PartialName(who.name, who.attempt);
+  HOLDFAST_ASSIGN_OR_RETURN(base::UniqueFd directory, directory::MakeDirectory(parent, partial));
+  std::shared_ptr<RankPresence> presence(new RankPresence(who, std::move(directory)));
+  worker::RankBoard& board = presence->board_;
+  const std::string object = absl::StrCat(partial, "/", layout::kBoardName);
+  const int error =
+      worker::OpenBoard(presence->directory_.get(), who.attempt, who.rank, who.world_size, &board);
+  if (error == EPROTO) {
+    return absl::FailedPreconditionError(absl::StrCat(
+        "join ", object, ": it is of another world size or another version of Holdfast; start all ",
+        "ranks of a job alike"));
+  }
+  if (error != 0) return base::ErrnoStatus("join", object, error);
+  if (!worker::WritePulse(board, Side::kTrainer, RankState::kJoined)) {
+    return base::ErrnoStatus("join", object, errno);
+  }
+  layout::BoardTop top;
+  if (worker::ReadTop(board, &top) && top.alarm.failed != 0 && top.alarm.failed <= who.world_size) {
+    layout::RankFailure failure = worker::ReadFailure(board, top.alarm.failed - 1);
+    failure.is_final = 1;
+    (void)worker::WriteFailure(board, Side::kTrainer, failure, /*raise=*/false);
+    presence->RemoveIfLast(parent);
+    return absl::AbortedError(base::Describe(failure));
+  }
+  HOLDFAST_RETURN_IF_ERROR(Keeper::Get().Add(presence));
+  return presence;
+}
+
+RankPresence::~RankPresence() {
+  if (!guard_.InCreator()) return;
+  Leave();
+  worker::CloseBoard(&board_);
+}
+
+absl::Duration RankPresence::interval() const { return who_.time_liveness_max / kBeatsPerLiveness; }
+
+void RankPresence::Beat() {
+  const base::MutexLock lock(&mutex_);
+  if (failed_ || left_ || directory::Planted(directory::Bug::kTrainerGivesNoSigns)) return;
+  // A sign of life behind a failure, which may be another presence's of this rank, would take the
+  // failure back.
+  layout::RankSlot slot;
+  if (worker::ReadSlots(board_, who_.rank, 1, &slot)) {
+    failed_ = slot.trainer.state == static_cast<uint32_t>(RankState::kFailed);
+  }
+  if (!failed_) (void)worker::WritePulse(board_, Side::kTrainer, RankState::kJoined);
+}
+
+void RankPresence::Leave() {
+  {
+    const base::MutexLock lock(&mutex_);
+    left_ = true;
+  }
+  Keeper::Get().Remove(this);
+}
+
+void RankPresence::Publish(const absl::Status& why, bool is_final) {
+  if (failed_ || directory::Planted(directory::Bug::kTrainerKeepsFailures)) return;
+  layout::RankFailure failure;
+  failure.rank = who_.rank;
+  failure.kind = static_cast<uint32_t>(layout::RankFailureKind::kFailed);
+  failure.code = static_cast<int32_t>(why.code());
+  failure.error_number = base::ErrnoOf(why);
+  failure.is_final = is_final ? 1 : 0;
+  failure.is_message = 1;
+  worker::SetText(&failure, std::string(why.message()).c_str());
+  failed_ = worker::WriteFailure(board_, Side::kTrainer, failure, /*raise=*/true);
+}
+
+void RankPresence::RemoveIfLast(int parent) {
+  alignas(layout::RankSlot) char buffer[kBufferBytes];
+  if (!worker::AllHaveFailed(board_, buffer, sizeof(buffer)) ||
+      !directory::NameRefersTo(parent, partial_, directory_.get())) {
+    return;
+  }
+  sys::Sys().unlinkat(directory_.get(), layout::kBoardName, 0);
+  // Refused while files of a rank are there that its worker did not come to remove.
+  sys::Sys().unlinkat(parent, partial_.c_str(), AT_REMOVEDIR);
+}
+
+void RankPresence::Fail(int parent, const absl::Status& why) {
+  {
+    const base::MutexLock lock(&mutex_);
+    Publish(why, /*is_final=*/true);
+  }
+  Leave();
+  RemoveIfLast(parent);
+}
+
+void RankPresence::GiveUp(const absl::Status& why) {
+  {
+    const base::MutexLock lock(&mutex_);
+    Publish(why, /*is_final=*/false);
+  }
+  Leave();
+}
+
+absl::Status RankPresence::Conclude(int parent, const absl::Status& outcome, bool reported) {
+  absl::Status status = outcome;
+  if (!outcome.ok()) {
+    const base::MutexLock lock(&mutex_);
+    status = ConcludeFailed(parent, outcome, reported);
+  }
+  Leave();
+  if (!status.ok()) RemoveIfLast(parent);
+  return status;
+}
+
+absl::Status RankPresence::ConcludeFailed(int parent, const absl::Status& outcome, bool reported) {
+  layout::RankSlot slot;
+  if (worker::ReadSlots(board_, who_.rank, 1, &slot) &&
+      slot.worker.state == static_cast<uint32_t>(RankState::kFailed)) {
+    failed_ = true;
+    return outcome;
+  }
+  const auto is_committed = [&] {
+    return directory::NameRefersTo(parent, who_.name, directory_.get());
+  };
+  if (!is_committed()) {
+    // Of rank 0 the worker that alone could rename is gone. Another rank's vote is in rank 0's
+    // hands: the failure asks it to stop, and if it has announced its rename before, it may not
+    // have seen that.
+    const bool voted = who_.rank != 0 && HasVoted();
+    Publish(outcome, /*is_final=*/!voted);
+    if (voted) AwaitDecision();
+  } else if (who_.rank == 0) {
+    (void)worker::WriteDecision(board_, Decision::kCommitted);
+  }
+  // What a worker reports behind the commit stays: a second fsync of what it could not make durable
+  // would prove nothing.
+  if (reported || !is_committed()) return outcome;
+  return directory::SyncDirectory(parent, absl::StrCat("of ", who_.name));
+}
+
+bool RankPresence::HasVoted() const {
+  struct stat found {};
+  const std::string manifest = format::ManifestName(who_.rank, who_.world_size);
+  return sys::Sys().fstatat(directory_.get(), manifest.c_str(), &found, AT_SYMLINK_NOFOLLOW) == 0;
+}
+
+/// Waits while rank 0 is between its announcement and its rename.
+void RankPresence::AwaitDecision() const {
+  const absl::Time deadline = base::Now() + kCommitMax;
+  layout::BoardTop top;
+  while (worker::ReadTop(board_, &top) &&
+         top.decision.decision == static_cast<uint32_t>(Decision::kCommitting) &&
+         layout::StateOf(top.rank_zero) != RankState::kFailed && base::Now() < deadline) {
+    directory::Pause(kPoll);
+  }
+}
+
+absl::Status RefuseSave(int parent, const std::shared_ptr<RankPresence>& presence,
+                        const RankInSave& who, const absl::Status& why) {
+  if (who.world_size < 2 || who.attempt == AttemptId()) return why;
+  if (presence != nullptr) {
+    presence->Fail(parent, why);
+  } else {
+    (void)AbandonSave(who, why);
+  }
+  return why;
+}
+
+}  // namespace checkpointer
+
+class RankAnnouncement::Impl {
+ public:
+  base::ForkGuard guard;
+  base::UniqueFd parent;
+  std::shared_ptr<checkpointer::RankPresence> presence;
+};
+
+RankAnnouncement::RankAnnouncement(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+RankAnnouncement::~RankAnnouncement() = default;
+
+absl::StatusOr<std::unique_ptr<RankAnnouncement>> RankAnnouncement::Make(const RankInSave& who) {
+  HOLDFAST_RETURN_IF_ERROR(checkpointer::ValidateName(who.name));
+  if (who.rank >= who.world_size) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("rank ", who.rank, " of a world of ", who.world_size, ": must be less"));
+  }
+  auto impl = std::make_unique<Impl>();
+  impl->parent = base::UniqueFd(
+      sys::OpenOwned(AT_FDCWD, who.directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+  if (!impl->parent.valid())
+    return base::ErrnoStatus("open checkpoint directory", who.directory, errno);
+  auto joined = checkpointer::RankPresence::Join(impl->parent.get(), who);
+  if (!joined.ok())
+    return base::Annotate(joined.status(), absl::StrCat("save ", who.directory, "/", who.name));
+  impl->presence = *std::move(joined);
+  return std::unique_ptr<RankAnnouncement>(new RankAnnouncement(std::move(impl)));
+}
+
+void RankAnnouncement::Abandon(const absl::Status& why) {
+  if (impl_->guard.InCreator()) impl_->presence->Fail(impl_->parent.get(), why);
+}
+
+absl::Status AbandonSave(const RankInSave& who, const absl::Status& why) {
+  auto announcement = RankAnnouncement::Make(who);
+  // Another one has failed before: all others have been told.
+  if (absl::IsAborted(announcement.status())) return absl::OkStatus();
+  if (!announcement.ok()) return announcement.status();
+  (*announcement)->Abandon(why);
+  return absl::OkStatus();
+}
+
+}  // namespace holdfast

@@ -1,0 +1,90 @@
+// Directories and small files by fd: open, look, list, read, sync, all through the table of system
+// calls.
+#ifndef HOLDFAST_RUNTIME_DIRECTORY_ENTRIES_H_
+#define HOLDFAST_RUNTIME_DIRECTORY_ENTRIES_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "runtime/base/unique_fd.h"
+
+namespace holdfast::directory {
+
+/// What stands at a name.
+enum class EntryKind { kNothing, kFile, kDirectory, kSymlink, kOther };
+struct Entry {
+  EntryKind kind = EntryKind::kNothing;
+  uint64_t bytes = 0;
+  int64_t modified_ns = 0;
+};
+
+/// Splits "/a/b/c", "/a/b/c/" into "/a/b" and "c"; "c" into "." and "c".
+struct PathParts {
+  std::string directory;
+  std::string name;
+};
+PathParts SplitPath(const std::string& path);
+
+/// Follows symbolic links. \error as open(2): kNotFound, kFailedPrecondition for what is no
+/// directory, ...
+absl::StatusOr<base::UniqueFd> OpenDirectory(const std::string& path);
+
+/// Opens a directory for reading, without following a symbolic link in the last component.
+/// `parent` may be AT_FDCWD.
+absl::StatusOr<base::UniqueFd> OpenDirectory(int parent, const std::string& name);
+
+/// Makes a directory, or finds it, and opens it. \error kNotFound when it went away between the
+/// two, kFailedPrecondition when `parent` was removed; errors of mkdir and open.
+absl::StatusOr<base::UniqueFd> MakeDirectory(int parent, const std::string& name);
+
+struct DirectoryEntry {
+  std::string name;
+  bool is_directory = false;  ///< Asked from the inode where the listing does not tell.
+};
+
+/// Everything but "." and "..", sorted by name. `path` is for messages.
+/// \error kResourceExhausted beyond `kEntriesMax`.
+absl::StatusOr<std::vector<DirectoryEntry>> ListDirectory(int directory,
+                                                          absl::string_view path = "directory");
+inline constexpr size_t kEntriesMax = 4'000'000;
+
+/// The names alone.
+absl::StatusOr<std::vector<std::string>> ListNames(int directory, absl::string_view path);
+
+/// What stands at `name`. Nothing there is not an error.
+absl::StatusOr<Entry> Look(int directory, const std::string& name, bool follow_symlink);
+
+/// Bytes [begin, begin + bytes) of a regular file, all of it or an error.
+/// \error kDataLoss when the file ends before.
+absl::StatusOr<std::string> ReadRange(int file, const std::string& name, uint64_t begin,
+                                      uint64_t bytes);
+
+/// Opens a regular file for reading; never blocks on a FIFO.
+absl::StatusOr<base::UniqueFd> OpenFile(int directory, const std::string& name,
+                                        bool follow_symlink);
+
+/// A whole file of at most `bytes_max`, no symlink followed.
+absl::StatusOr<std::string> ReadWholeFile(int directory, const std::string& name,
+                                          uint64_t bytes_max);
+
+/// fsync(2) of a directory: its entries survive power loss.
+absl::Status SyncDirectory(int directory, absl::string_view name);
+
+/// Whether `name` below `parent` is the inode that `fd` has open. A directory's name may have been
+/// taken away between opening and locking it.
+bool NameRefersTo(int parent, const std::string& name, int fd);
+
+/// The path from the root, for messages and reports. Whether it exists is found out by opening it.
+std::string AbsolutePath(const std::string& path);
+
+/// Sleeps, through the table.
+void Pause(absl::Duration time);
+
+}  // namespace holdfast::directory
+
+#endif  // HOLDFAST_RUNTIME_DIRECTORY_ENTRIES_H_

@@ -1,0 +1,139 @@
+#include "runtime/directory/locks.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <cerrno>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/base/clock.h"
+#include "runtime/base/status.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/file_system.h"
+#include "runtime/directory/planted_bugs.h"
+#include "runtime/sys/retry.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast::directory {
+namespace {
+
+constexpr absl::Duration kPoll = absl::Milliseconds(10);
+constexpr absl::Duration kHeldMax = absl::Seconds(30);
+constexpr int kRoundsMax = 100;
+
+/// 0, or the errno. EWOULDBLOCK: somebody holds a lock in the way.
+int Flock(int fd, int operation) {
+  const int result = sys::Uninterrupted([&] { return sys::Sys().flock(fd, operation | LOCK_NB); });
+  return result == 0 ? 0 : errno;
+}
+
+/// 0, or the errno.
+int LockAsTrainer(int fd) {
+  // A read lock, because a directory cannot be opened for writing; one is enough, since recovery
+  // only asks.
+  struct flock lock = {};
+  lock.l_type = F_RDLCK;
+  lock.l_whence = SEEK_SET;
+  return sys::Sys().fcntl(fd, F_OFD_SETLK, reinterpret_cast<long>(&lock)) == 0 ? 0 : errno;
+}
+
+/// Whether some other open file description holds a trainer's lock. False also when asking fails.
+bool TrainerHolds(int fd) {
+  // Asks whether a write lock would be refused; asking needs no fd that is open for writing.
+  struct flock lock = {};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  return sys::Sys().fcntl(fd, F_OFD_GETLK, reinterpret_cast<long>(&lock)) == 0 &&
+         lock.l_type != F_UNLCK;
+}
+
+bool MeansNoLocks(int error_number) {
+  return error_number == ENOSYS || error_number == EOPNOTSUPP || error_number == EINVAL ||
+         error_number == ENOLCK;
+}
+
+}  // namespace
+
+absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const FileSystem file_system, IdentifyFileSystem(parent));
+  const absl::Time deadline = base::Now() + kHeldMax;
+  // Recovery trusts the locks of local file systems, so there a missing lock must not be shrugged
+  // off: the save could be taken for a dead one.
+  const auto tolerable = [&file_system](int error_number) {
+    return !file_system.local && MeansNoLocks(error_number);
+  };
+  for (int round = 0; round < kRoundsMax; ++round) {
+    auto in_use = MakeDirectory(parent, name);
+    if (absl::IsNotFound(in_use.status())) continue;
+    if (!in_use.ok()) return in_use.status();
+    auto trainer = OpenDirectory(parent, name);
+    if (absl::IsNotFound(trainer.status())) continue;
+    if (!trainer.ok()) return trainer.status();
+    PartialDirectory directory = {.in_use = *std::move(in_use), .trainer = *std::move(trainer)};
+
+    // The trainer's lock first: a recovery that sees the other one alone would take this save for
+    // an orphan's.
+    const int no_trainer_lock = LockAsTrainer(directory.trainer.get());
+    // EINVAL: this kernel or file system has no such locks. Recovery finds the same and then never
+    // takes a directory that is in use from anybody.
+    if (no_trainer_lock != 0 && no_trainer_lock != EINVAL && !tolerable(no_trainer_lock)) {
+      return base::ErrnoStatus("lock", name, no_trainer_lock);
+    }
+    int no_lock = Flock(directory.in_use.get(), LOCK_SH);
+    while (no_lock == EWOULDBLOCK && base::Now() < deadline) {
+      Pause(kPoll);
+      no_lock = Flock(directory.in_use.get(), LOCK_SH);
+    }
+    if (no_lock == EWOULDBLOCK) {
+      return absl::UnavailableError(absl::StrCat("lock ", name, ": a recovery has held it for ",
+                                                 absl::FormatDuration(kHeldMax),
+                                                 "; try again when it is done"));
+    }
+    if (no_lock != 0 && !tolerable(no_lock)) return base::ErrnoStatus("lock", name, no_lock);
+    directory.locked = no_lock == 0;
+
+    // A recovery that came between open and lock has promoted, removed or fenced the directory:
+    // what is locked then is not what the name says, and nobody would see this save's lock.
+    if (NameRefersTo(parent, name, directory.in_use.get()) &&
+        NameRefersTo(parent, name, directory.trainer.get())) {
+      return directory;
+    }
+  }
+  return absl::UnavailableError(
+      absl::StrCat("make directory ", name, ": it was taken away ", kRoundsMax, " times"));
+}
+
+OwnerProbe::OwnerProbe(int parent, bool local) : local_(local) {
+  auto holder = OpenDirectory(parent, ".");
+  auto asker = OpenDirectory(parent, ".");
+  if (!holder.ok() || !asker.ok()) return;
+  sees_trainers_ = LockAsTrainer(holder->get()) == 0 && TrainerHolds(asker->get());
+}
+
+Owner OwnerProbe::Look(int directory) const {
+  const int held = Flock(directory, LOCK_EX);
+  if (Planted(Bug::kIgnoreLocks)) return Owner::kNobody;
+  if (held == 0) return local_ ? Owner::kNobody : Owner::kUnknown;
+  if (held != EWOULDBLOCK) return Owner::kUnknown;
+  // Somebody on this machine is in there. On a file system that others mount too, a rank's trainer
+  // may live elsewhere: never call that an orphan.
+  if (!local_ || !sees_trainers_ || TrainerHolds(directory)) return Owner::kTrainer;
+  return Owner::kOrphan;
+}
+
+absl::Status TakeTurn(int parent, absl::string_view path, absl::Duration timeout) {
+  const absl::Time deadline = base::Now() + timeout;
+  while (true) {
+    const int held = Flock(parent, LOCK_EX);
+    // No locks here: recoveries run side by side, and each step of theirs tolerates the other's.
+    if (held != EWOULDBLOCK) return absl::OkStatus();
+    if (base::Now() >= deadline) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("recover ", path, ": another recovery of it was not done within ",
+                       absl::FormatDuration(timeout)));
+    }
+    Pause(kPoll);
+  }
+}
+
+}  // namespace holdfast::directory

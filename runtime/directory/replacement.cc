@@ -1,0 +1,96 @@
+#include "runtime/directory/replacement.h"
+
+#include <fcntl.h>
+#include <limits.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/directory/entries.h"
+#include "runtime/format/directory_names.h"
+#include "runtime/sys/system.h"
+#include "runtime/worker/contents.h"
+#include "runtime/worker/job_run.h"
+
+namespace holdfast::directory {
+namespace {
+
+absl::StatusOr<worker::Contents> Look(int directory, const std::string& name) {
+  std::vector<char> buffer(worker::kDirectoryBufferBytes);
+  const worker::Contents contents = worker::LookInto(directory, buffer.data());
+  if (contents.error_number != 0) return base::ErrnoStatus("read", name, contents.error_number);
+  return contents;
+}
+
+absl::Status RefuseLink(int parent, const std::string& name) {
+  char target[PATH_MAX];
+  const ssize_t bytes = sys::Sys().readlinkat(parent, name.c_str(), target, sizeof(target));
+  return absl::FailedPreconditionError(
+      absl::StrCat("it is a symbolic link to ",
+                   absl::string_view(target, bytes < 0 ? 0 : static_cast<size_t>(bytes)),
+                   ", and a save replaces no link; save under the path that it leads to, or remove "
+                   "the link"));
+}
+
+}  // namespace
+
+absl::Status CheckTarget(int parent, const std::string& name, const Wanted& wanted) {
+  struct stat found = {};
+  if (sys::Sys().fstatat(parent, name.c_str(), &found, AT_SYMLINK_NOFOLLOW) != 0) {
+    return errno == ENOENT ? absl::OkStatus() : base::ErrnoStatus("look at", name, errno);
+  }
+  const absl::Status exists = absl::AlreadyExistsError(
+      "it exists already; choose another name, remove it, or ask to replace it");
+  if (!S_ISDIR(found.st_mode) && !wanted.replace) return exists;
+  if (S_ISLNK(found.st_mode)) return RefuseLink(parent, name);
+  if (!S_ISDIR(found.st_mode)) {
+    return absl::FailedPreconditionError(
+        "it is a file, not a checkpoint; remove it, or save under "
+        "another name");
+  }
+  const auto directory = OpenDirectory(parent, name);
+  if (absl::IsNotFound(directory.status())) return absl::OkStatus();
+  if (!directory.ok()) return directory.status();
+  if (!wanted.replace) {
+    HOLDFAST_ASSIGN_OR_RETURN(const auto entries, ListDirectory(directory->get()));
+    return entries.empty() ? absl::OkStatus() : exists;
+  }
+  if (!wanted.decides) return absl::OkStatus();
+  HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(directory->get(), name));
+  if (contents.foreign[0] == '\0') return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("replace it: it holds ", contents.foreign,
+                   ", which is no part of a checkpoint; nothing was removed; move the entry "
+                   "elsewhere, or save under another name"));
+}
+
+absl::Status CheckRemovable(int directory, const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(directory, name));
+  if (!worker::MustKeep(contents, name.c_str())) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("remove ", name, ": it holds ", contents.foreign,
+                   ", which is no part of a checkpoint; nothing was removed; move the entry "
+                   "elsewhere"));
+}
+
+absl::StatusOr<std::vector<AttemptId>> OlderAttempts(int parent, const std::string& name) {
+  std::vector<AttemptId> older;
+  HOLDFAST_ASSIGN_OR_RETURN(const auto entries, ListDirectory(parent));
+  for (const DirectoryEntry& entry : entries) {
+    const format::DirectoryName parsed = format::ParseDirectoryName(entry.name);
+    if (parsed.kind == format::DirectoryKind::kPartial && parsed.checkpoint == name)
+      older.push_back(parsed.attempt);
+  }
+  // After the list: an attempt that commits in between is under its final name here.
+  const auto standing = OpenDirectory(parent, name);
+  if (absl::IsNotFound(standing.status())) return older;
+  if (!standing.ok()) return standing.status();
+  HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(standing->get(), name));
+  older.push_back(contents.attempt);
+  return older;
+}
+
+}  // namespace holdfast::directory

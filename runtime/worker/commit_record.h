@@ -1,0 +1,18 @@
+// Rank 0's commit record: one small file that says what the checkpoint is, so that a reader need
+// not read the manifests of all ranks.
+#ifndef HOLDFAST_RUNTIME_WORKER_COMMIT_RECORD_H_
+#define HOLDFAST_RUNTIME_WORKER_COMMIT_RECORD_H_
+
+#include "runtime/worker/job_run.h"
+
+namespace holdfast::worker {
+
+/// Digests every rank's manifest into the record's template, then writes RECORD.tmp, fsyncs it and
+/// gives it its name. The caller fsyncs the directory. All votes are there. Writes nothing where
+/// the job has no template, where a recovery has promoted the directory, or where a rank's manifest
+/// is of a version that does not say its bytes.
+bool WriteCommitRecord(JobRun* run);
+
+}  // namespace holdfast::worker
+
+#endif  // HOLDFAST_RUNTIME_WORKER_COMMIT_RECORD_H_

@@ -1,0 +1,267 @@
+#include "runtime/worker/contents.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "runtime/digest/digest.h"
+#include "runtime/layout/job.h"
+#include "runtime/sys/owned_fds.h"
+#include "runtime/sys/retry.h"
+#include "runtime/sys/system.h"
+#include "runtime/worker/listing.h"
+
+namespace holdfast::worker {
+namespace {
+
+constexpr char kManifestPrefix[] = "rank-";
+constexpr char kManifestSuffix[] = ".manifest.json";
+constexpr char kTemporarySuffix[] = ".tmp";
+// An element of a manifest's `files`, as it is written: {"name":"NAME","bytes":N,...
+constexpr char kElement[] = "{\"name\":\"";
+constexpr char kBytes[] = "\",\"bytes\":";
+constexpr size_t kElementBytes = sizeof(kElement) - 1;
+constexpr size_t kBytesBytes = sizeof(kBytes) - 1;
+// FORMAT.md: no larger manifest is read.
+constexpr uint64_t kManifestBytesMax = uint64_t{1} << 30;
+constexpr size_t kHexDigits = 32;
+constexpr size_t kRankDigits = 5;
+
+bool EndsWith(const char* text, size_t length, const char* suffix) {
+  const size_t bytes = strlen(suffix);
+  return length >= bytes && memcmp(text + length - bytes, suffix, bytes) == 0;
+}
+
+uint64_t KeyOf(const char* name, size_t bytes) { return digest::Of(name, bytes).low; }
+
+/// The first place of `what` in [at, end), or `end`.
+const char* Find(const char* at, const char* end, const char* what, size_t bytes) {
+  while (static_cast<size_t>(end - at) >= bytes) {
+    at = static_cast<const char*>(memchr(at, what[0], static_cast<size_t>(end - at) - bytes + 1));
+    if (at == nullptr) return end;
+    if (memcmp(at, what, bytes) == 0) return at;
+    ++at;
+  }
+  return end;
+}
+
+/// The value behind `"KEY":` in a manifest's head, quotes and blanks skipped, or `end`.
+const char* ValueOf(const char* text, const char* end, const char* key) {
+  const char* at = Find(text, end, key, strlen(key));
+  if (at == end) return end;
+  at += strlen(key);
+  while (at < end && (*at == ':' || *at == ' ' || *at == '"')) ++at;
+  return at;
+}
+
+uint64_t HexValue(const char* digits, bool* ok) {
+  uint64_t value = 0;
+  for (size_t i = 0; i < kHexDigits / 2; ++i) {
+    const char digit = digits[i];
+    const bool decimal = digit >= '0' && digit <= '9';
+    if (!decimal && (digit < 'a' || digit > 'f')) *ok = false;
+    value = value << 4 | static_cast<uint64_t>(decimal ? digit - '0' : digit - 'a' + 10);
+  }
+  return value;
+}
+
+void ReadHead(const char* text, const char* end, Contents* contents) {
+  const char* const digits = ValueOf(text, end, "\"attempt\"");
+  bool ok = static_cast<size_t>(end - digits) >= kHexDigits;
+  if (ok) {
+    const AttemptId attempt = {.high = HexValue(digits, &ok),
+                               .low = HexValue(digits + kHexDigits / 2, &ok)};
+    if (ok) contents->attempt = attempt;
+  }
+  for (const char* at = ValueOf(text, end, "\"step\""); at < end && *at >= '0' && *at <= '9'; ++at)
+    contents->step = contents->step * 10 + static_cast<uint64_t>(*at - '0');
+}
+
+/// "rank-RRRRR-of-WWWWW..." : W. 0 if the name is another.
+uint64_t WorldOf(const char* manifest) {
+  const size_t at = sizeof(kManifestPrefix) - 1 + kRankDigits;
+  if (strnlen(manifest, kNameBytes) <= at || strncmp(manifest + at, "-of-", 4) != 0) return 0;
+  uint64_t world = 0;
+  for (const char* digit = manifest + at + 4; *digit >= '0' && *digit <= '9'; ++digit)
+    world = world * 10 + static_cast<uint64_t>(*digit - '0');
+  return world;
+}
+
+/// The manifests of a directory, one after the other, and the names of files in them, as sorted
+/// keys.
+class Manifests {
+ public:
+  Manifests(int directory, char* buffer) : directory_(directory), buffer_(buffer) {}
+  ~Manifests() {
+    if (memory_ != nullptr) sys::Sys().munmap(memory_, memory_bytes_);
+  }
+  Manifests(const Manifests&) = delete;
+  Manifests& operator=(const Manifests&) = delete;
+
+  /// Returns 0 or an errno.
+  int Read(Contents* contents);
+
+  /// Whether one of them names this file.
+  bool Names(const char* name, size_t bytes) const {
+    return std::binary_search(keys_, keys_ + key_count_, KeyOf(name, bytes));
+  }
+
+ private:
+  int Map(Contents* contents);
+  int ReadOne(const char* name, Contents* contents);
+  void AddNames(const char* at, const char* end);
+
+  const int directory_;
+  char* const buffer_;
+  void* memory_ = nullptr;
+  uint64_t memory_bytes_ = 0;
+  uint64_t* keys_ = nullptr;
+  uint64_t key_count_ = 0;
+  uint64_t keys_max_ = 0;
+  uint64_t count_ = 0;
+  char* text_ = nullptr;
+  uint64_t text_max_ = 0;
+};
+
+/// Room for the largest manifest, and for a key of each element that could stand in all of them.
+int Manifests::Map(Contents* contents) {
+  uint64_t total = 0;
+  int error = 0;
+  const int listed = ForEachEntry(directory_, buffer_, [&](const char* name) {
+    contents->empty = false;
+    struct stat status = {};
+    if (!IsManifestName(name)) return true;
+    if (sys::Sys().fstatat(directory_, name, &status, AT_SYMLINK_NOFOLLOW) != 0) error = errno;
+    if (error != 0 || !S_ISREG(status.st_mode)) return error == 0;
+    const auto bytes = static_cast<uint64_t>(status.st_size);
+    if (bytes > kManifestBytesMax) error = EFBIG;
+    total += bytes;
+    text_max_ = std::max(text_max_, bytes);
+    ++count_;
+    if (contents->manifest[0] == '\0' || strcmp(name, contents->manifest) < 0)
+      memcpy(contents->manifest, name, strlen(name) + 1);
+    return error == 0;
+  });
+  if (listed != 0 || error != 0) return listed != 0 ? listed : error;
+  contents->whole = count_ != 0 && count_ == WorldOf(contents->manifest);
+  if (text_max_ == 0) return 0;
+  keys_max_ = total / (kElementBytes + kBytesBytes) + 1;
+  memory_bytes_ = keys_max_ * sizeof(uint64_t) + text_max_;
+  void* const memory = sys::Sys().mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE,
+                                       MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) return errno;
+  memory_ = memory;
+  keys_ = static_cast<uint64_t*>(memory);
+  text_ = static_cast<char*>(memory) + keys_max_ * sizeof(uint64_t);
+  return 0;
+}
+
+int Manifests::ReadOne(const char* name, Contents* contents) {
+  const int fd =
+      sys::OpenOwned(directory_, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0);
+  if (fd < 0) return errno;
+  uint64_t bytes = 0;
+  int error = 0;
+  while (bytes < text_max_) {
+    const ssize_t got = sys::Uninterrupted([&] {
+      return sys::Sys().pread(fd, text_ + bytes, text_max_ - bytes, static_cast<off_t>(bytes));
+    });
+    if (got < 0) error = errno;
+    if (got <= 0) break;
+    bytes += static_cast<uint64_t>(got);
+  }
+  sys::CloseOwned(fd);
+  if (error != 0) return error;
+  if (strcmp(name, contents->manifest) == 0) ReadHead(text_, text_ + bytes, contents);
+  AddNames(text_, text_ + bytes);
+  return 0;
+}
+
+void Manifests::AddNames(const char* at, const char* end) {
+  while ((at = Find(at, end, kElement, kElementBytes)) != end) {
+    at += kElementBytes;
+    const char* last = at;
+    while (last < end && *last != '"') last += *last == '\\' ? 2 : 1;
+    const auto left = static_cast<size_t>(last < end ? end - last : 0);
+    // A tensor's name has "dtype" behind it. A name with escapes matches no entry: its file counts
+    // as foreign, which keeps it.
+    const bool names_file = left >= kBytesBytes && memcmp(last, kBytes, kBytesBytes) == 0;
+    if (names_file && key_count_ < keys_max_)
+      keys_[key_count_++] = KeyOf(at, static_cast<size_t>(last - at));
+  }
+}
+
+int Manifests::Read(Contents* contents) {
+  int error = Map(contents);
+  if (error != 0 || memory_ == nullptr) return error;
+  const int listed = ForEachEntry(directory_, buffer_, [&](const char* name) {
+    if (IsManifestName(name)) error = ReadOne(name, contents);
+    return error == 0;
+  });
+  std::sort(keys_, keys_ + key_count_);
+  return listed != 0 ? listed : error;
+}
+
+bool IsOurs(const Manifests& manifests, const char* name) {
+  char bare[kNameBytes] = {};
+  size_t length = strnlen(name, sizeof(bare) - 1);
+  if (EndsWith(name, length, kTemporarySuffix)) length -= sizeof(kTemporarySuffix) - 1;
+  memcpy(bare, name, length);
+  return strcmp(bare, layout::kBoardName) == 0 || IsCommitFile(bare) ||
+         manifests.Names(bare, length);
+}
+
+/// Whether the directory's name says that `attempt` was written there and never committed.
+bool IsUncommitted(const char* directory_name, const AttemptId& attempt) {
+  constexpr size_t kKindBytes = 9;  // of ".partial-"; ".fenced-" has one less
+  const size_t length = strlen(directory_name);
+  if (length <= kKindBytes + kHexDigits) return false;
+  const char* const digits = directory_name + length - kHexDigits;
+  char expected[kHexDigits];
+  digest::ToHex(attempt, expected);
+  if (memcmp(digits, expected, kHexDigits) != 0) return false;
+  return memcmp(digits - kKindBytes, ".partial-", kKindBytes) == 0 ||
+         memcmp(digits - kKindBytes + 1, ".fenced-", kKindBytes - 1) == 0;
+}
+
+}  // namespace
+
+bool IsManifestName(const char* name) {
+  return strncmp(name, kManifestPrefix, sizeof(kManifestPrefix) - 1) == 0 &&
+         EndsWith(name, strlen(name), kManifestSuffix);
+}
+
+bool IsCommitFile(const char* name) {
+  return strcmp(name, layout::kCommitRecordName) == 0 || IsManifestName(name);
+}
+
+bool MustKeep(const Contents& contents, const char* directory_name) {
+  return contents.whole && contents.foreign[0] != '\0' &&
+         !IsUncommitted(directory_name, contents.attempt);
+}
+
+Contents LookInto(int directory, char* buffer) {
+  Contents contents;
+  Manifests manifests(directory, buffer);
+  contents.error_number = manifests.Read(&contents);
+  if (contents.error_number != 0) return contents;
+  int error = 0;
+  const int listed = ForEachEntry(directory, buffer, [&](const char* name) {
+    struct stat status = {};
+    if (sys::Sys().fstatat(directory, name, &status, AT_SYMLINK_NOFOLLOW) != 0) {
+      error = errno == ENOENT ? 0 : errno;  // It went away since it was listed.
+      return error == 0;
+    }
+    if (S_ISREG(status.st_mode) && IsOurs(manifests, name)) return true;
+    memcpy(contents.foreign, name, strlen(name) + 1);
+    return false;
+  });
+  contents.error_number = listed != 0 ? listed : error;
+  return contents;
+}
+
+}  // namespace holdfast::worker

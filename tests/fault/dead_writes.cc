@@ -1,0 +1,171 @@
+#include "tests/fault/dead_writes.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <optional>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "holdfast/checkpointer.h"
+#include "runtime/base/unique_fd.h"
+#include "tests/testing/checkpoint_files.h"
+#include "tests/testing/child_process.h"
+#include "tests/testing/slow_disk.h"
+#include "tests/testing/training_state.h"
+
+namespace holdfast::testing {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr uint64_t kStateBytes = 12u << 20;
+constexpr uint64_t kArenaBytes = 16u << 20;  // the least; two such states do not fit
+// The state takes three quarters of a second.
+constexpr uint64_t kBytesPerSecond = 16u << 20;
+constexpr uint64_t kPageBytes = 4096;
+constexpr char kModel[] = "model-00000-of-00001.safetensors";
+constexpr absl::Duration kLong = absl::Seconds(120);
+
+// The data file of the save that is under way, once all of its blocks are reserved: its first
+// writes follow at once.
+std::optional<base::UniqueFd> OpenVictim(const std::string& directory) {
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    if (!absl::StartsWith(entry.path().filename().string(), "victim.partial-")) continue;
+    base::UniqueFd fd(open((entry.path() / (std::string(kModel) + ".tmp")).c_str(),
+                           O_RDWR | O_DIRECT | O_CLOEXEC));
+    struct stat found {};
+    if (!fd.valid() || fstat(fd.get(), &found) != 0) continue;
+    if (static_cast<uint64_t>(found.st_size) >= kStateBytes) return fd;
+  }
+  return std::nullopt;
+}
+
+struct Pages {
+  uint64_t written = 0;
+  uint64_t dirty = 0;
+};
+
+// `header` bytes, then `data`, is what the file may hold; a page of zeros was never written.
+Pages Compare(int fd, uint64_t header, const std::vector<char>& data) {
+  // Waits for the direct writes that are in flight on the file.
+  (void)fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, kPageBytes);
+  void* memory = nullptr;
+  if (posix_memalign(&memory, kPageBytes, kPageBytes) != 0) return {};
+  const std::unique_ptr<char, decltype(&free)> page(static_cast<char*>(memory), free);
+  std::vector<char> expected(kPageBytes);
+  Pages pages;
+  for (uint64_t at = 0; at < data.size(); at += kPageBytes) {
+    const ssize_t got = pread(fd, page.get(), kPageBytes, static_cast<off_t>(header + at));
+    if (got != static_cast<ssize_t>(kPageBytes)) break;
+    if (std::all_of(page.get(), page.get() + kPageBytes, [](char c) { return c == 0; })) continue;
+    const uint64_t bytes = std::min<uint64_t>(kPageBytes, data.size() - at);
+    std::fill(expected.begin(), expected.end(), '\0');
+    std::memcpy(expected.data(), data.data() + at, bytes);
+    ++pages.written;
+    if (std::memcmp(page.get(), expected.data(), kPageBytes) != 0) ++pages.dirty;
+  }
+  return pages;
+}
+
+class Campaign {
+ public:
+  explicit Campaign(const DeadWritesOptions& options) {
+    CheckpointerOptions given = SmallOptions(scratch_.path());
+    given.launcher = options.launcher;
+    given.engine = options.engine;
+    given.staging.arena_bytes = kArenaBytes;
+    given.time_stalled_max = kLong;
+    given.time_memory_max = kLong;
+    auto made = Checkpointer::Create(given);
+    if (made.ok()) {
+      checkpointer_ = *std::move(made);
+      MeasureHeader();
+    } else {
+      problems.push_back(made.status().ToString());
+    }
+  }
+
+  const std::string& directory() const { return scratch_.path(); }
+  bool ok() const { return problems.empty(); }
+
+  void KillOne(uint64_t round, DeadWritesResult* result) {
+    const TrainingState victim = TrainingState::Uniform(1, kStateBytes, 2 * round + 1);
+    const TrainingState next = TrainingState::Uniform(1, kStateBytes, 2 * round + 2);
+    const auto handle = Begin("victim", victim);
+    if (!handle.ok()) return Problem(handle.status());
+    std::optional<base::UniqueFd> file;
+    if (!WaitFor([&] { return (file = OpenVictim(directory())).has_value(); }))
+      return problems.push_back("the victim's file did not appear");
+    absl::SleepFor(absl::Milliseconds(10 + 5 * (round % 8)));
+    kill(handle->worker_pid(), SIGKILL);
+    const absl::Status ended = handle->WaitDurable(kLong).status();
+    if (ended.ok()) problems.push_back("the save of a killed worker is durable");
+    const auto after = Begin("next", next);
+    if (!after.ok()) return Problem(after.status());
+    if (const auto report = after->WaitDurable(kLong); !report.ok()) {
+      return Problem(report.status());
+    }
+    if (const absl::Status same = next.CompareWith(directory() + "/next"); !same.ok())
+      Problem(same);
+    const Pages pages = Compare(file->get(), header_bytes_, victim.tensors()[0].bytes);
+    result->pages_written += pages.written;
+    result->pages_dirty += pages.dirty;
+    if (!WaitFor([&] { return checkpointer_->staging().bytes_held == 0; }))
+      problems.push_back("memory is still held");
+    fs::remove_all(directory() + "/next");
+  }
+
+  std::vector<std::string> problems;
+
+ private:
+  void Problem(const absl::Status& status) { problems.push_back(status.ToString()); }
+
+  absl::StatusOr<SaveHandle> Begin(const std::string& name, const TrainingState& state) {
+    const std::vector<TensorSource> sources = state.Sources();
+    return checkpointer_->SaveAsync({.name = name, .step = 1, .tensors = sources});
+  }
+
+  // How long the header of such a file is: the same for all.
+  void MeasureHeader() {
+    const TrainingState state = TrainingState::Uniform(1, kStateBytes, 0);
+    const auto handle = Begin("first", state);
+    if (!handle.ok()) return Problem(handle.status());
+    if (const auto report = handle->WaitDurable(kLong); !report.ok())
+      return Problem(report.status());
+    const std::string path = directory() + "/first/" + kModel;
+    header_bytes_ = fs::file_size(path) - state.tensors()[0].bytes.size();
+    fs::remove_all(directory() + "/first");
+  }
+
+  ScratchDirectory scratch_;
+  std::unique_ptr<Checkpointer> checkpointer_;
+  uint64_t header_bytes_ = 0;
+};
+
+}  // namespace
+
+DeadWritesResult KillWorkersInWrites(const DeadWritesOptions& options) {
+  DeadWritesResult result;
+  const ScratchDirectory probe;
+  const auto slow = SlowDisk::Limit(probe.path(), kBytesPerSecond);
+  if (!slow.ok()) {
+    result.skipped = std::string(slow.status().message());
+    return result;
+  }
+  Campaign campaign(options);
+  for (uint32_t round = 0; round < options.kills && campaign.ok(); ++round) {
+    campaign.KillOne(round, &result);
+  }
+  result.problems = std::move(campaign.problems);
+  return result;
+}
+
+}  // namespace holdfast::testing

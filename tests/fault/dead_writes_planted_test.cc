@@ -1,0 +1,24 @@
+// The test of dead writes can fail: where the end of the process counts as the end of its writes,
+// the next save's bytes are found in the dead worker's file.
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "runtime/writer/planted_bugs.h"
+#include "tests/fault/dead_writes.h"
+
+namespace holdfast::testing {
+namespace {
+
+TEST(PlantedBug, TrustInThePidfdIsFoundInTheDeadFile) {
+  for (const EngineRung engine : {EngineRung::kUring, EngineRung::kUringFixed}) {
+    writer::testing::trust_the_pidfd = true;
+    const DeadWritesResult result =
+        KillWorkersInWrites({.launcher = Launcher::kSpawn, .engine = engine, .kills = 1});
+    writer::testing::trust_the_pidfd = false;
+    if (!result.skipped.empty()) GTEST_SKIP() << result.skipped;
+    EXPECT_THAT(result.problems, ::testing::IsEmpty());
+    EXPECT_GT(result.pages_dirty, 0u);
+  }
+}
+
+}  // namespace
+}  // namespace holdfast::testing

@@ -1,0 +1,31 @@
+// A killed process's direct writes live on in its ring. No byte of a later save travels with them,
+// on any launcher and rung.
+#include <cstdlib>
+#include <tuple>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/fault/dead_writes.h"
+#include "tests/testing/settings.h"
+
+namespace holdfast::testing {
+namespace {
+
+class DeadWrites : public ::testing::TestWithParam<Setting> {};
+INSTANTIATE_TEST_SUITE_P(All, DeadWrites, ::testing::Combine(kProcessLaunchers, kEveryEngine),
+                         SettingName);
+
+TEST_P(DeadWrites, CarryNoByteOfTheNextSave) {
+  const DeadWritesResult result =
+      KillWorkersInWrites({.launcher = std::get<0>(GetParam()),
+                           .engine = std::get<1>(GetParam()),
+                           .kills = std::getenv("HOLDFAST_LONG") != nullptr ? 200u : 1u});
+  if (!result.skipped.empty()) GTEST_SKIP() << result.skipped;
+  EXPECT_THAT(result.problems, ::testing::IsEmpty());
+  EXPECT_GT(result.pages_written, 0u);
+  EXPECT_EQ(result.pages_dirty, 0u) << "of " << result.pages_written;
+  RecordProperty("pages_written", static_cast<int>(result.pages_written));
+}
+
+}  // namespace
+}  // namespace holdfast::testing

@@ -1,0 +1,142 @@
+// How long staging memory is held: until nothing can touch it any more, and no longer.
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "tests/testing/child_process.h"
+#include "tests/testing/holdings.h"
+#include "tests/testing/save_test.h"
+#include "tests/testing/slow_device.h"
+
+namespace holdfast::testing {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr uint64_t kArenaBytes = 32u << 20;
+
+class DeviceMemory : public SaveTest {
+ protected:
+  void SetUp() override {
+    SaveTest::SetUp();
+    device_ = std::make_unique<SlowDevice>("slow:0");
+    CheckpointerOptions options = SmallOptions(directory());
+    options.staging.arena_bytes = kArenaBytes;
+    options.time_stalled_max = absl::Milliseconds(500);
+    options.when_full = WhenFull::kSkip;
+    checkpointer_ = Make(options);
+    ASSERT_NE(checkpointer_, nullptr);
+  }
+  void TearDown() override {
+    checkpointer_.reset();
+    device_.reset();
+    SaveTest::TearDown();
+  }
+  /// A save of three quarters of the arena whose copies are under way.
+  SaveHandle BeginCopies() {
+    const TrainingState state = TrainingState::Uniform(1, kArenaBytes / 4 * 3, 1);
+    std::vector<TensorSource> sources = state.Sources();
+    char* const memory = device_->Allocate(sources[0].bytes);
+    std::memcpy(memory, sources[0].data, sources[0].bytes);
+    sources[0].data = memory;
+    sources[0].device = device_.get();
+    auto handle = checkpointer_->SaveAsync({.name = "copied", .step = 1, .tensors = sources});
+    EXPECT_TRUE(handle.ok()) << handle.status();
+    EXPECT_TRUE(device_->WaitForPending(1, absl::Seconds(60)));
+    return handle.ok() ? *std::move(handle) : SaveHandle();
+  }
+
+  std::unique_ptr<SlowDevice> device_;
+  std::unique_ptr<Checkpointer> checkpointer_;
+};
+
+TEST_F(DeviceMemory, OfADeviceThatCannotBeAskedIsQuarantinedUntilItSaysEnded) {
+  const SaveHandle handle = BeginCopies();
+  device_->FailCall(SlowDevice::Call::kIsDone, absl::UnavailableError("no answer"), 0, 1u << 30);
+  const auto report = handle.WaitDurable(kLong);
+  EXPECT_FALSE(report.ok());
+  ASSERT_TRUE(WaitFor([&] { return checkpointer_->staging().bytes_quarantined > 0; }));
+  const StagingStats stats = checkpointer_->staging();
+  EXPECT_GT(device_->pending().size(), 0u);
+  ASSERT_EQ(stats.epochs.size(), 1u);
+  EXPECT_THAT(stats.epochs[0].quarantined, HasSubstr("copies"));
+  device_->FailCall(SlowDevice::Call::kIsDone, absl::OkStatus(), 0, 0);
+  device_->CompleteAll();
+  EXPECT_TRUE(WaitFor([&] { return checkpointer_->staging().bytes_held == 0; }));
+}
+
+TEST_F(DeviceMemory, OfALostContextComesBackAtOnce) {
+  const SaveHandle handle = BeginCopies();
+  device_->FailCall(SlowDevice::Call::kIsDone, absl::AbortedError("context lost"), 0, 1u << 30);
+  EXPECT_FALSE(handle.WaitDurable(kLong).ok());
+  EXPECT_TRUE(WaitFor([&] { return checkpointer_->staging().bytes_held == 0; }));
+  device_->CompleteAll();  // so that the stand-in lets go of the arena
+}
+
+TEST_F(DeviceMemory, InQuarantineIsNotHeldBySavesInFlight) {
+  const SaveHandle handle = BeginCopies();
+  EXPECT_FALSE(handle.WaitDurable(kLong).ok());  // the copies do not end
+  ASSERT_TRUE(WaitFor([&] { return checkpointer_->staging().bytes_quarantined > 0; }));
+  // More than is left streams through it: nothing is skipped.
+  const TrainingState state = TrainingState::Uniform(2, kArenaBytes / 2, 2);
+  const auto report = Save(checkpointer_.get(), "beside", state);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_TRUE(report->streamed);
+  EXPECT_TRUE(state.CompareWith(report->path).ok());
+  device_->CompleteAll();
+  EXPECT_TRUE(WaitFor([&] { return checkpointer_->staging().bytes_held == 0; }));
+}
+
+/// Rank 0 of two, whose other rank never comes.
+class LoneRank : public LauncherTest {
+ protected:
+  CheckpointerOptions Rank() const {
+    CheckpointerOptions options = Options();
+    options.world_size = 2;
+    return options;
+  }
+  static absl::StatusOr<SaveHandle> BeginRank(Checkpointer* checkpointer, const std::string& name,
+                                              const AttemptId& attempt) {
+    const TrainingState state = TrainingState::Uniform(3, 8u << 20, 3);
+    const std::vector<TensorSource> sources = state.Sources();
+    return checkpointer->SaveAsync(
+        {.name = name, .step = 1, .tensors = sources, .attempt = attempt});
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, LoneRank, kEveryLauncher, LauncherName);
+
+TEST_P(LoneRank, HoldsNoStagingMemoryWhileItWaitsForVotes) {
+  const auto checkpointer = Make(Rank());
+  ASSERT_NE(checkpointer, nullptr);
+  const auto first = BeginRank(checkpointer.get(), "step-1", NewAttemptId());
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_TRUE(WaitFor([&] { return checkpointer->staging().bytes_held == 0; }));
+  EXPECT_FALSE(first->IsDone());
+  EXPECT_TRUE(WaitFor([&] { return first->progress().phase == "waiting for ranks"; }));
+  EXPECT_EQ(checkpointer->staging().saves_in_flight, 1u);
+  EXPECT_TRUE(absl::IsFailedPrecondition(checkpointer->Trim())) << "its worker cannot answer now";
+  EXPECT_FALSE(first->IsDone());
+  const bool one_job = GetParam() == Launcher::kSpawn || GetParam() == Launcher::kFork;
+  if (one_job) {
+    // A page that only the worker still maps is missing to the next trainer.
+    EXPECT_TRUE(WaitFor(
+        [&] { return Holdings::Of(first->worker_pid()).resident_shared_bytes < kArenaBytes / 4; }));
+    // Two such states do not fit: the next call would wait for the first save's end.
+    const auto second = BeginRank(checkpointer.get(), "step-2", NewAttemptId());
+    EXPECT_TRUE(second.ok()) << second.status();
+    EXPECT_FALSE(first->IsDone());
+    EXPECT_TRUE(second->Cancel().ok());
+    EXPECT_FALSE(second->WaitDurable(kLong).ok());
+  }
+  EXPECT_TRUE(first->Cancel().ok());
+  EXPECT_FALSE(first->WaitDurable(kLong).ok());
+  (void)checkpointer->Flush(kLong);
+}
+
+}  // namespace
+}  // namespace holdfast::testing

@@ -1,0 +1,91 @@
+#include "tests/testing/slow_disk.h"
+
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "tests/testing/child_process.h"
+
+namespace holdfast::testing {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Where the groups of either version are: the block controller's own tree, or the one tree.
+constexpr char kVersion1[] = "/sys/fs/cgroup/blkio";
+constexpr char kVersion2[] = "/sys/fs/cgroup";
+
+bool Write(const std::string& path, const std::string& text) {
+  std::ofstream file(path);
+  file << text << std::flush;
+  return file.good();
+}
+
+// "254:0", the whole disk where the directory is on a partition. Empty: not on a disk.
+std::string DiskOf(const std::string& directory) {
+  struct stat found {};
+  if (stat(directory.c_str(), &found) != 0) return {};
+  const std::string device = absl::StrCat(major(found.st_dev), ":", minor(found.st_dev));
+  std::error_code error;
+  fs::path entry = fs::canonical("/sys/dev/block/" + device, error);
+  if (error) return {};
+  if (fs::exists(entry / "partition")) entry = entry.parent_path();
+  std::ifstream file(entry / "dev");
+  std::string disk;
+  file >> disk;
+  return disk;
+}
+
+// The group of this process in the tree of `controller` ("" for version 2), from its root.
+std::string OwnGroup(const std::string& controller) {
+  std::ifstream file("/proc/self/cgroup");
+  for (std::string line; std::getline(file, line);) {
+    const std::vector<std::string> parts = absl::StrSplit(line, absl::MaxSplits(':', 2));
+    if (parts.size() == 3 && parts[1] == controller) return parts[2];
+  }
+  return "/";
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<SlowDisk>> SlowDisk::Limit(const std::string& directory,
+                                                          uint64_t bytes_per_second) {
+  const std::string disk = DiskOf(directory);
+  if (disk.empty()) return absl::UnavailableError(directory + " is on no disk of its own");
+  const bool version1 = fs::exists(kVersion1);
+  const std::string root = version1 ? kVersion1 : kVersion2;
+  std::unique_ptr<SlowDisk> made(new SlowDisk());
+  made->before_ = root + OwnGroup(version1 ? "blkio" : "");
+  made->group_ = absl::StrCat(root, "/holdfast-test-", getpid());
+  std::error_code error;
+  fs::create_directory(made->group_, error);
+  bool limited = !error;
+  if (version1) {
+    limited = limited && Write(made->group_ + "/blkio.throttle.write_bps_device",
+                               absl::StrCat(disk, " ", bytes_per_second));
+  } else {
+    limited = limited && Write(root + "/cgroup.subtree_control", "+io") &&
+              Write(made->group_ + "/io.max", absl::StrCat(disk, " wbps=", bytes_per_second));
+  }
+  if (!limited || !Write(made->group_ + "/cgroup.procs", "0")) {
+    return absl::UnavailableError("no control group with an I/O limit can be made here");
+  }
+  return made;
+}
+
+SlowDisk::~SlowDisk() {
+  (void)Write(before_ + "/cgroup.procs", "0");
+  // A group is removed once the last of its processes has been reaped.
+  WaitFor([this] { return rmdir(group_.c_str()) == 0 || errno == ENOENT; }, absl::Seconds(10));
+}
+
+}  // namespace holdfast::testing

@@ -1,0 +1,182 @@
+// Which checkpoint is the newest and which ones retention removes: by time and by series, not by
+// step or name, and whatever else stands in the directory.
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "holdfast/recovery.h"
+#include "holdfast/verify.h"
+#include "runtime/sys/system.h"
+#include "tests/testing/save_test.h"
+
+namespace holdfast::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::UnorderedElementsAre;
+
+class Newest : public SaveTest {
+ protected:
+  void TearDown() override {
+    sys::g_system = sys::kKernel;
+    SaveTest::TearDown();
+  }
+  /// Each save ends, with its retention, before the next begins.
+  void SaveEach(const std::vector<std::string>& names, const std::vector<uint64_t>& steps,
+                Retention retention) {
+    CheckpointerOptions options = SmallOptions(directory());
+    options.launcher = Launcher::kThread;
+    options.retention = retention;
+    const std::unique_ptr<Checkpointer> checkpointer = Make(options);
+    ASSERT_NE(checkpointer, nullptr);
+    const TrainingState state = TrainingState::Uniform(1, 1000, 1);
+    for (size_t i = 0; i < names.size(); ++i) {
+      const auto saved = Save(checkpointer.get(), names[i], state, steps.empty() ? 0 : steps[i]);
+      ASSERT_TRUE(saved.ok()) << saved.status();
+      ASSERT_TRUE(checkpointer->Flush(kLong).ok());
+    }
+  }
+  std::string NewestName() const {
+    const auto newest = FindNewest(directory());
+    return newest.ok() ? newest->name : std::string(newest.status().message());
+  }
+};
+
+TEST_F(Newest, IsTheLastSavedWithoutSteps) {
+  SaveEach({"step-8", "step-9", "step-10", "step-11", "step-12"}, {}, {.keep_last = 2});
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre("step-11", "step-12"));
+  EXPECT_EQ(NewestName(), "step-12");
+}
+
+TEST_F(Newest, IsTheLastSavedAfterARollback) {
+  SaveEach({"step-100", "step-200", "step-300"}, {100, 200, 300}, {});
+  SaveEach({"step-110", "step-120", "step-130"}, {110, 120, 130}, {.keep_last = 2});
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre("step-120", "step-130"));
+  EXPECT_EQ(NewestName(), "step-130");
+}
+
+TEST_F(Newest, RetentionLeavesOtherSeriesAlone) {
+  SaveEach({"best", "epoch-1"}, {10, 20}, {});
+  SaveEach({"step-60", "step-70", "step-80"}, {60, 70, 80}, {.keep_last = 1});
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre("best", "epoch-1", "step-80"));
+}
+
+/// As a file whose permissions or whose disk keep it from being read.
+template <int kErrno>
+int FailsForOld(int directory, const char* path, int flags, mode_t mode) {
+  if (strstr(path, ".json") != nullptr) {  // the commit record, and the manifests
+    char link[64];
+    char where[4096];
+    snprintf(link, sizeof(link), "/proc/self/fd/%d", directory);
+    const ssize_t length = sys::kKernel.readlinkat(-1, link, where, sizeof(where));
+    if (length > 0 && std::string(where, static_cast<size_t>(length)).ends_with("/step-1")) {
+      errno = kErrno;
+      return -1;
+    }
+  }
+  return sys::kKernel.openat(directory, path, flags, mode);
+}
+
+TEST_F(Newest, IsFoundBesideOneThatCannotBeRead) {
+  SaveEach({"step-1", "step-2", "step-3"}, {1, 2, 3}, {});
+  for (const auto failing : {FailsForOld<EIO>, FailsForOld<EACCES>}) {
+    sys::g_system.openat = failing;
+    EXPECT_EQ(NewestName(), "step-3");
+    const auto recovered = Recover(directory(), {});
+    ASSERT_TRUE(recovered.ok()) << recovered.status();
+    EXPECT_EQ(recovered->complete.size(), 2u);
+    ASSERT_EQ(recovered->kept_incomplete.size(), 1u);
+    EXPECT_THAT(recovered->kept_incomplete[0], ::testing::StartsWith("step-1: "));
+  }
+}
+
+TEST_F(Newest, IsHeldAgainstItsFilesThoughTheRecordIsSound) {
+  SaveEach({"step-1", "step-2"}, {1, 2}, {});
+  std::filesystem::remove(directory() + "/step-2/model-00000-of-00001.safetensors");
+  std::vector<std::string> passed_over;
+  const auto newest = FindNewest(directory(), &passed_over);
+  ASSERT_TRUE(newest.ok()) << newest.status();
+  EXPECT_EQ(newest->name, "step-1");
+  EXPECT_THAT(passed_over, ElementsAre(::testing::StartsWith("step-2: model-00000")));
+}
+
+TEST_F(Newest, IsNotARecordAlone) {
+  SaveEach({"step-1", "step-2"}, {1, 2}, {});
+  std::filesystem::remove(directory() + "/step-2/rank-00000-of-00001.manifest.json");
+  std::vector<std::string> passed_over;
+  const auto newest = FindNewest(directory(), &passed_over);
+  ASSERT_TRUE(newest.ok()) << newest.status();
+  EXPECT_EQ(newest->name, "step-1");
+  EXPECT_THAT(passed_over, ElementsAre(::testing::StartsWith("step-2: ")));
+}
+
+TEST_F(Newest, IsFoundByOneSmallReadForEachCheckpoint) {
+  SaveEach({"step-1", "step-2", "step-3"}, {1, 2, 3}, {});
+  static std::vector<std::string> opened;
+  opened.clear();
+  sys::g_system.openat = [](int parent, const char* path, int flags, mode_t mode) {
+    if (strstr(path, ".json") != nullptr) opened.push_back(path);
+    return sys::kKernel.openat(parent, path, flags, mode);
+  };
+  EXPECT_EQ(ListCheckpoints(directory())->size(), 3u);
+  EXPECT_THAT(opened,
+              ElementsAre("holdfast.commit.json", "holdfast.commit.json", "holdfast.commit.json"));
+}
+
+TEST_F(Newest, SaysWhatItDescendsFrom) {
+  SaveEach({"step-1", "step-2"}, {1, 2}, {});
+  SaveEach({"step-3"}, {3}, {});
+  const auto listed = ListCheckpoints(directory());
+  ASSERT_TRUE(listed.ok()) << listed.status();
+  ASSERT_EQ(listed->size(), 3u);
+  EXPECT_EQ((*listed)[0].parent, AttemptId{});
+  EXPECT_EQ((*listed)[1].parent, (*listed)[0].attempt) << "the last one of the same front door";
+  EXPECT_EQ((*listed)[2].parent, (*listed)[1].attempt) << "the newest when it was created";
+  const auto whole = InspectCheckpoint(directory() + "/step-3");
+  ASSERT_TRUE(whole.ok()) << whole.status();
+  EXPECT_EQ(whole->parent, (*listed)[2].parent);
+  EXPECT_EQ(whole->bytes, (*listed)[2].bytes);
+  EXPECT_EQ(whole->saved_at, (*listed)[2].saved_at);
+
+  CheckpointerOptions options = SmallOptions(directory());
+  options.launcher = Launcher::kThread;
+  const std::unique_ptr<Checkpointer> checkpointer = Make(options);
+  const TrainingState state = TrainingState::Uniform(1, 1000, 1);
+  const std::vector<TensorSource> sources = state.Sources();
+  const auto save = checkpointer->SaveAsync(
+      {.name = "step-4", .tensors = sources, .parent = (*listed)[0].attempt});
+  ASSERT_TRUE(save.ok() && save->WaitDurable(kLong).ok());
+  EXPECT_EQ(InspectCheckpoint(directory() + "/step-4")->parent, (*listed)[0].attempt)
+      << "as the caller says";
+}
+
+TEST_F(Newest, IsNotOneWhoseRecordIsDamaged) {
+  SaveEach({"step-1", "step-2"}, {1, 2}, {});
+  std::filesystem::resize_file(directory() + "/step-2/holdfast.commit.json", 100);
+  EXPECT_EQ(NewestName(), "step-1");
+  EXPECT_TRUE(absl::IsDataLoss(InspectCheckpoint(directory() + "/step-2").status()));
+  const auto verified = Verify(directory() + "/step-2", {});
+  ASSERT_TRUE(verified.ok()) << verified.status();
+  EXPECT_EQ(verified->verdict, Verdict::kCorrupt);
+}
+
+TEST_F(Newest, IsFoundWithAForeignFileThatIsCalledLikeAManifest) {
+  SaveEach({"step-1", "step-2"}, {1, 2}, {});
+  std::ofstream(directory() + "/step-2/rank-notes.manifest.json") << "notes";
+  ExpectSound(directory() + "/step-2");
+  EXPECT_EQ(NewestName(), "step-2");
+}
+
+}  // namespace
+}  // namespace holdfast::testing

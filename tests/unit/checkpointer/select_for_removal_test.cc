@@ -1,0 +1,79 @@
+// Which checkpoints retention removes.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "holdfast/recovery.h"
+
+namespace holdfast {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
+/// Checkpoints "s-STEP", saved in this order.
+std::vector<CheckpointInfo> Saved(const std::vector<uint64_t>& steps) {
+  std::vector<CheckpointInfo> complete;
+  for (uint64_t step : steps) {
+    CheckpointInfo info;
+    info.name = absl::StrCat("s-", step);
+    info.step = step;
+    info.saved_at = absl::FromUnixSeconds(1'700'000'000) + absl::Seconds(complete.size());
+    complete.push_back(info);
+  }
+  return complete;
+}
+
+TEST(SelectForRemoval, KeepsEverythingByDefault) {
+  EXPECT_THAT(SelectForRemoval(Saved({1, 2, 3}), {}, "s-3"), IsEmpty());
+  EXPECT_THAT(SelectForRemoval(Saved({1, 2, 3}), {.keep_last = 0, .keep_every = 2}, "s-3"),
+              IsEmpty());
+}
+
+TEST(SelectForRemoval, LetsTheOldestGoFirst) {
+  EXPECT_THAT(SelectForRemoval(Saved({1, 2, 3, 4}), {.keep_last = 2}, "s-4"),
+              ElementsAre("s-1", "s-2"));
+}
+
+TEST(SelectForRemoval, GoesByTheTimeOfTheSaves) {
+  EXPECT_THAT(SelectForRemoval(Saved({100, 200, 300, 110}), {.keep_last = 2}, "s-110"),
+              ElementsAre("s-100", "s-200"));
+  std::vector<CheckpointInfo> listed = Saved({100, 200, 300, 110});
+  std::reverse(listed.begin(), listed.end());
+  EXPECT_THAT(SelectForRemoval(listed, {.keep_last = 2}, "s-110"), ElementsAre("s-100", "s-200"));
+}
+
+TEST(SelectForRemoval, KeepsMultiplesBesides) {
+  EXPECT_THAT(SelectForRemoval(Saved({0, 50, 100, 150, 200, 250}),
+                               {.keep_last = 1, .keep_every = 100}, "s-250"),
+              ElementsAre("s-50", "s-150"));
+}
+
+TEST(SelectForRemoval, NeverLetsTheNewestGo) {
+  for (uint32_t keep = 1; keep < 5; ++keep) {
+    const auto names = SelectForRemoval(Saved({1, 2, 3}), {.keep_last = keep}, "s-3");
+    EXPECT_THAT(names, ::testing::Not(::testing::Contains("s-3")));
+  }
+  EXPECT_THAT(SelectForRemoval(Saved({5}), {.keep_last = 1}, "s-5"), IsEmpty());
+  EXPECT_THAT(SelectForRemoval({}, {.keep_last = 1}, "s-5"), IsEmpty());
+}
+
+TEST(SelectForRemoval, NeverLetsGoWhatHasJustBecomeDurable) {
+  EXPECT_THAT(SelectForRemoval(Saved({1, 2, 3}), {.keep_last = 1}, "s-1"), ElementsAre("s-2"))
+      << "a long save that ended after younger ones";
+}
+
+TEST(SelectForRemoval, LeavesOtherSeriesAlone) {
+  std::vector<CheckpointInfo> complete = Saved({1, 2, 3});
+  complete[0].name = "best";
+  complete[1].name = "s-2-final";
+  EXPECT_THAT(SelectForRemoval(complete, {.keep_last = 1}, "s-3"), IsEmpty());
+}
+
+}  // namespace
+}  // namespace holdfast

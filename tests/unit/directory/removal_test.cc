@@ -1,0 +1,156 @@
+// How a checkpoint is retired and removed.
+#include "runtime/directory/removal.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <fstream>
+#include <vector>
+
+#include "runtime/directory/entries.h"
+#include "runtime/format/directory_names.h"
+#include "runtime/sys/system.h"
+#include "tests/testing/small_checkpoint.h"
+
+namespace holdfast {
+namespace {
+
+using ::testing::ElementsAre;
+using testing::SmallRank;
+using testing::TemporaryDirectory;
+using testing::WriteSmallCheckpoint;
+
+class RemovalTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    auto opened = directory::OpenDirectory(AT_FDCWD, directory_.path());
+    ASSERT_TRUE(opened.ok());
+    parent_ = *std::move(opened);
+    WriteSmallCheckpoint(directory_ / "step-7", rank_);
+  }
+  void TearDown() override { sys::g_system = sys::kKernel; }
+
+  TemporaryDirectory directory_;
+  const SmallRank rank_ = {
+      .checkpoint = "step-7", .attempt = {.high = 3, .low = 4}, .world_size = 2, .step = 7};
+  base::UniqueFd parent_;
+};
+
+// Calls in the order that they were made, for the hooks, which are plain functions.
+std::vector<std::string>* g_calls = nullptr;
+
+TEST_F(RemovalTest, RemovesManifestsDurablyBeforeAnythingElse) {
+  std::vector<std::string> calls;
+  g_calls = &calls;
+  sys::g_system.unlinkat = [](int directory, const char* name, int flags) {
+    g_calls->push_back(name);
+    return sys::kKernel.unlinkat(directory, name, flags);
+  };
+  sys::g_system.fsync = [](int fd) {
+    g_calls->push_back("fsync");
+    return sys::kKernel.fsync(fd);
+  };
+  std::ofstream(directory_ / "step-7/holdfast.commit.json") << rank_.record_text();
+  ASSERT_TRUE(directory::RemoveDirectory(parent_.get(), "step-7").ok());
+  EXPECT_THAT(calls, ElementsAre("holdfast.commit.json", "rank-00000-of-00002.manifest.json",
+                                 "rank-00001-of-00002.manifest.json", "fsync",
+                                 "model-00000-of-00002.safetensors",
+                                 "model-00001-of-00002.safetensors", "step-7", "fsync"));
+  EXPECT_FALSE(std::filesystem::exists(directory_ / "step-7"));
+}
+
+TEST_F(RemovalTest, CanBeRepeated) {
+  ASSERT_TRUE(directory::RemoveDirectory(parent_.get(), "step-7").ok());
+  EXPECT_TRUE(directory::RemoveDirectory(parent_.get(), "step-7").ok());
+}
+
+TEST_F(RemovalTest, LeavesADirectoryWithAForeignDirectoryInsideWhole) {
+  std::filesystem::create_directory(directory_ / "step-7/mine");
+  EXPECT_TRUE(absl::IsFailedPrecondition(directory::RemoveDirectory(parent_.get(), "step-7")));
+  EXPECT_TRUE(InspectCheckpoint(directory_ / "step-7").ok());
+}
+
+TEST_F(RemovalTest, TouchesNoDataFileWhenTheManifestsRemovalIsNotDurable) {
+  sys::g_system.fsync = [](int) {
+    errno = EIO;
+    return -1;
+  };
+  EXPECT_TRUE(absl::IsDataLoss(directory::RemoveDirectory(parent_.get(), "step-7")));
+  EXPECT_TRUE(std::filesystem::exists(directory_ / "step-7/model-00000-of-00002.safetensors"));
+}
+
+TEST_F(RemovalTest, LeavesACheckpointWithALinkInsideWhole) {
+  WriteSmallCheckpoint(directory_ / "other", rank_);
+  std::filesystem::create_symlink("../other", directory_ / "step-7/link");
+  EXPECT_TRUE(absl::IsFailedPrecondition(directory::RemoveDirectory(parent_.get(), "step-7")));
+  EXPECT_TRUE(InspectCheckpoint(directory_ / "step-7").ok());
+  EXPECT_TRUE(std::filesystem::exists(directory_ / "other/model-00000-of-00002.safetensors"));
+}
+
+TEST_F(RemovalTest, RetiresUnderANameThatRecoveryRemovesWhenNobodyIsAtWork) {
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok());
+  {
+    const auto retired = directory::RetireCheckpoint(parent_.get(), *info);
+    ASSERT_TRUE(retired.ok()) << retired.status();
+    EXPECT_EQ(format::ParseDirectoryName(retired->name).kind, format::DirectoryKind::kRetired);
+    EXPECT_FALSE(std::filesystem::exists(directory_ / "step-7"));
+    // Its lock makes a second removal keep away.
+    const int fd = open((directory_ / retired->name).c_str(), O_RDONLY);
+    EXPECT_NE(flock(fd, LOCK_EX | LOCK_NB), 0);
+    close(fd);
+  }
+  const auto report = Recover(directory_.path(), {});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(report->removed.size(), 1u);
+  EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
+}
+
+TEST_F(RemovalTest, DoesNotRetireWhatHasReplacedItMeanwhile) {
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok());
+  std::filesystem::remove_all(directory_ / "step-7");
+  SmallRank successor = rank_;
+  successor.attempt = {.high = 77, .low = 77};
+  WriteSmallCheckpoint(directory_ / "step-7", successor);
+  EXPECT_TRUE(absl::IsAborted(directory::RetireCheckpoint(parent_.get(), *info).status()));
+  EXPECT_TRUE(InspectCheckpoint(directory_ / "step-7").ok());
+}
+
+TEST_F(RemovalTest, GivesTheNameBackToWhatReplacedItAtTheLastMoment) {
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok());
+  static std::string path;
+  path = directory_.path();
+  static SmallRank successor;
+  successor = rank_;
+  successor.attempt = {.high = 77, .low = 77};
+  sys::g_system.renameat2 = [](int a, const char* from, int b, const char* to, unsigned flags) {
+    sys::g_system.renameat2 = sys::kKernel.renameat2;
+    std::filesystem::rename(path + "/step-7", path + "/old");
+    WriteSmallCheckpoint(path + "/step-7", successor);
+    return sys::kKernel.renameat2(a, from, b, to, flags);
+  };
+  EXPECT_TRUE(absl::IsAborted(directory::RetireCheckpoint(parent_.get(), *info).status()));
+  const auto still = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(still.ok()) << still.status();
+  EXPECT_TRUE(still->attempt == successor.attempt);
+}
+
+TEST_F(RemovalTest, RetiresTheSameAttemptTwice) {
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok());
+  const auto first = directory::RetireCheckpoint(parent_.get(), *info);
+  WriteSmallCheckpoint(directory_ / "step-7", rank_);
+  const auto second = directory::RetireCheckpoint(parent_.get(), *info);
+  ASSERT_TRUE(first.ok() && second.ok());
+  EXPECT_NE(first->name, second->name);
+}
+
+}  // namespace
+}  // namespace holdfast
