@@ -99,8 +99,13 @@ Receive ReceiveMessage(const Server& server, Received* out) {
     if (ready == 0 && attached) continue;
     // A poll that never comes through would not show the trainer's death either.
     if (ready <= 0) return Receive::kEnd;
-    if ((fds[0].revents & POLLIN) != 0) return ReadMessage(server.options.socket, out);
-    return Receive::kEnd;
+    if ((fds[0].revents & POLLIN) == 0) {
+      // poll looks at one fd after the other: a job that was sent, and then the trainer's death,
+      // may both have come in between. What a dead trainer has sent is all there by now.
+      const bool trainer_died = (fds[1].revents & POLLIN) != 0;
+      if (!trainer_died || sys::PollFor(fds, 1, 0) <= 0) return Receive::kEnd;
+    }
+    return ReadMessage(server.options.socket, out);
   }
 }
 

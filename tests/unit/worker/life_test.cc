@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
@@ -48,6 +49,39 @@ TEST_P(Life, FinishesWithoutItsTrainerWhenEverythingIsSealed) {
   ASSERT_TRUE(save.AwaitDone());
   EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.job()->completion.trainer_died, 1u);
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+TEST(WorkerThread, RunsAJobThatWasSentBeforeTheTrainersDeath) {
+  static std::atomic<bool> trainer_is_dead;
+  static bool once;
+  trainer_is_dead = false;
+  once = false;
+  // poll(2) looks at the socket, the job and the death come, and it looks at the pidfd.
+  sys::g_system.poll = [](pollfd* fds, nfds_t count, int timeout) {
+    if (count != 2 || once || fds[1].fd < 0) return sys::kKernel.poll(fds, count, timeout);
+    once = true;
+    while (!trainer_is_dead) ::usleep(500);
+    fds[0].revents = 0;
+    fds[1].revents = POLLIN;
+    return 1;
+  };
+  TestDirectory directory;
+  StandIn trainer_process;
+  Trainer trainer(kArena, trainer_process.pid());
+  TestSave save(&trainer, directory.path());
+  save.AddFile("model.bin", {uint64_t{kChunkBytes}});
+  save.Build();
+  save.SealAll();
+  {
+    TestWorker worker(Launcher::kThread, trainer);
+    save.StartOn(&worker);
+    trainer_process.Die();
+    trainer_is_dead = true;
+  }
+  sys::g_system = sys::kKernel;
+  ASSERT_TRUE(save.AwaitDone(0));
+  EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.Unsound(), "");
 }
 
