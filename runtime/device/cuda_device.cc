@@ -19,7 +19,6 @@
 #include <iterator>
 #include <map>
 #include <memory>
-#include <set>
 #include <string>
 #include <utility>
 
@@ -168,12 +167,25 @@ class Scope {
 // book before it is unregistered, so that the book never claims what is not there.
 struct Registration {
   size_t bytes = 0;
-  bool foreign = false;    ///< Somebody else registered it; it is not ours to take back.
-  std::set<int> ordinals;  ///< Devices that asked for it.
+  bool foreign = false;  ///< Somebody else registered it; it is not ours to take back.
+  /// Devices that asked for it, each with its newest copy into or out of it.
+  std::map<int, CopyTicket> newest_copy;
 };
 struct Book {
   Mutex mutex;
   std::map<char*, Registration> ranges ABSL_GUARDED_BY(mutex);
+
+  /// Notes that copy `ticket` of device `ordinal` uses the byte at `host`.
+  void NoteCopy(const void* host, int ordinal, CopyTicket ticket) {
+    const char* const address = static_cast<const char*>(host);
+    MutexLock lock(&mutex);
+    auto range = ranges.upper_bound(const_cast<char*>(address));
+    if (range == ranges.begin()) return;
+    Registration& registration = (--range)->second;
+    if (address >= range->first + registration.bytes) return;
+    const auto device = registration.newest_copy.find(ordinal);
+    if (device != registration.newest_copy.end()) device->second = ticket;
+  }
 };
 Book& TheBook() {
   static Book* const book = new Book;  // Never destroyed: statics may unregister late.
@@ -341,7 +353,7 @@ absl::Status Cuda::RegisterMemory(void* base, size_t bytes) {
   if (next != book.ranges.begin()) {
     auto& [other, registration] = *std::prev(next);
     if (other == begin && registration.bytes == bytes) {
-      registration.ordinals.insert(ordinal_);
+      registration.newest_copy.try_emplace(ordinal_, CopyTicket{0});
       return absl::OkStatus();
     }
     if (other + registration.bytes > begin) {
@@ -364,7 +376,7 @@ absl::Status Cuda::RegisterMemory(void* base, size_t bytes) {
   } else {
     HOLDFAST_RETURN_IF_ERROR(Error("register memory on", error));
   }
-  book.ranges[begin] = {bytes, foreign, {ordinal_}};
+  book.ranges[begin] = {bytes, foreign, {{ordinal_, CopyTicket{0}}}};
   return absl::OkStatus();
 }
 
@@ -375,21 +387,21 @@ absl::Status Cuda::UnregisterMemory(void* base, size_t bytes) {
   Scope scope(driver_, context_, name_);
   HOLDFAST_RETURN_IF_ERROR(scope.status());
   HOLDFAST_RETURN_IF_ERROR(Poll());
-  if (done_ < issued_) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("unregister memory of ", name_, ": copies are under way"));
-  }
   Book& book = TheBook();
   MutexLock book_lock(&book.mutex);
   const auto found = book.ranges.find(static_cast<char*>(base));
   if (found == book.ranges.end() || found->second.bytes != bytes ||
-      found->second.ordinals.count(ordinal_) == 0) {
+      found->second.newest_copy.count(ordinal_) == 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("unregister memory of ", name_, ": that range is not registered"));
   }
   Registration& registration = found->second;
-  if (registration.ordinals.size() > 1) {
-    registration.ordinals.erase(ordinal_);
+  if (registration.newest_copy[ordinal_] > done_) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("unregister memory of ", name_, ": copies of that range are under way"));
+  }
+  if (registration.newest_copy.size() > 1) {
+    registration.newest_copy.erase(ordinal_);
     return absl::OkStatus();
   }
   const bool foreign = registration.foreign;
@@ -469,6 +481,7 @@ absl::StatusOr<CopyTicket> Cuda::Copy(void* destination, const void* source, siz
   HOLDFAST_RETURN_IF_ERROR(
       Error("copy on", cudaMemcpyAsync(destination, source, bytes, kind, stream_)));
   ++issued_;
+  TheBook().NoteCopy(kind == cudaMemcpyDeviceToHost ? destination : source, ordinal_, issued_);
   // The copy is under way, so the caller must get its ticket: an error here shows up again when
   // the ticket is asked for, because the copy stays unmarked.
   (void)MarkNewest();

@@ -44,6 +44,7 @@ class Device {
 
   /// Takes the registration back. On failure the memory must be neither unmapped nor reused: the
   /// arena quarantines it.
+  /// \error kFailedPrecondition while a copy into or out of this range is under way.
   virtual absl::Status UnregisterMemory(void* base, size_t bytes) = 0;
 
   /// From now on copies are ordered after what the caller has queued on `stream` so far. Never

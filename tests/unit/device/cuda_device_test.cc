@@ -257,6 +257,20 @@ TEST_F(CudaDeviceTest, MemoryThatCopiesUseIsNotUnregistered) {
   EXPECT_TRUE(device->UnregisterMemory(arena_, 4096).ok());
 }
 
+TEST_F(CudaDeviceTest, CopiesOfOtherMemoryHoldNoRegistration) {
+  Device* const device = Open();
+  ASSERT_TRUE(device->RegisterMemory(arena_, 2048).ok());
+  ASSERT_TRUE(device->RegisterMemory(arena_ + 2048, 2048).ok());
+  ASSERT_TRUE(device->CopyToHost(arena_, tensor_, 4).ok());
+  Fake().RunAll();
+  ASSERT_TRUE(device->CopyFromHost(tensor_, arena_ + 2048, 4).ok());
+  EXPECT_TRUE(device->UnregisterMemory(arena_, 2048).ok());
+  EXPECT_EQ(device->UnregisterMemory(arena_ + 2048, 2048).code(),
+            absl::StatusCode::kFailedPrecondition);
+  Fake().RunAll();
+  EXPECT_TRUE(device->UnregisterMemory(arena_ + 2048, 2048).ok());
+}
+
 TEST_F(CudaDeviceTest, ErrorsOfCallsAreReportedOnceAndTheDeviceGoesOn) {
   Device* const device = Open();
   cudaStream_t caller = CallerStream();
