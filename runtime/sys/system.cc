@@ -90,6 +90,7 @@ constexpr SystemCalls kKernel = {
     .pread = ::pread,
     .pwrite = ::pwrite,
     .fsync = ::fsync,
+    .sync_file_range = ::sync_file_range,
     .fallocate = ::fallocate,
     .ftruncate = ::ftruncate,
     .fstat = ::fstat,

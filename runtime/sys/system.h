@@ -39,6 +39,7 @@ struct SystemCalls {
   ssize_t (*pread)(int fd, void* buffer, size_t bytes, off_t offset);
   ssize_t (*pwrite)(int fd, const void* buffer, size_t bytes, off_t offset);
   int (*fsync)(int fd);
+  int (*sync_file_range)(int fd, off_t offset, off_t bytes, unsigned flags);
   int (*fallocate)(int fd, int mode, off_t offset, off_t bytes);
   int (*ftruncate)(int fd, off_t bytes);
   int (*fstat)(int fd, struct stat* out);

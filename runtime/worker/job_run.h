@@ -55,6 +55,7 @@ struct OpenFile {
   int fd = -1;
   uint32_t file = 0;
   uint32_t in_flight = 0;
+  DirectIo direct = DirectIo::kNo;
 };
 
 struct InFlight {

@@ -47,6 +47,7 @@ FAULT(ssize_t, write, -1, (int f, const void* b, size_t n), (f, b, n))
 FAULT(ssize_t, pread, -1, (int f, void* b, size_t n, off_t o), (f, b, n, o))
 FAULT(ssize_t, pwrite, -1, (int f, const void* b, size_t n, off_t o), (f, b, n, o))
 FAULT(int, fsync, -1, (int f), (f))
+FAULT(int, sync_file_range, -1, (int f, off_t o, off_t n, unsigned w), (f, o, n, w))
 FAULT(int, fallocate, -1, (int f, int m, off_t o, off_t n), (f, m, o, n))
 FAULT(int, ftruncate, -1, (int f, off_t n), (f, n))
 FAULT(int, fstat, -1, (int f, struct stat* s), (f, s))
@@ -81,6 +82,7 @@ void InstallFaults() {
   system.pread = Faulty_pread;
   system.pwrite = Faulty_pwrite;
   system.fsync = Faulty_fsync;
+  system.sync_file_range = Faulty_sync_file_range;
   system.fallocate = Faulty_fallocate;
   system.ftruncate = Faulty_ftruncate;
   system.fstat = Faulty_fstat;
@@ -294,6 +296,76 @@ TEST_F(FaultTest, RefusesAnExistingTargetWithoutRenameFlags) {
   EXPECT_EQ(save.failure().operation, Operation::kRename);
   EXPECT_EQ(NamesIn(directory.path()), std::vector<std::string>{"step-7"});
   EXPECT_EQ(NamesIn(save.target_path()), std::vector<std::string>{"theirs"});
+}
+
+// A file through the page cache, larger than what is written back at once.
+struct WriteBackTest : ::testing::Test {
+  WriteBackTest() {
+    save.parameters.flags |= layout::kBuffered;
+    save.AddFile("a.bin", {100ull << 20});
+    save.Build();
+    save.SealAll();
+    g_job = save.job();
+    g_steps = 0;
+    g_steps_at_fsync = -1;
+    sys::g_system.fsync = [](int fd) {
+      struct stat status = {};
+      if (::fstat(fd, &status) == 0 && S_ISREG(status.st_mode) && g_steps_at_fsync < 0) {
+        g_steps_at_fsync = static_cast<int>(g_job->steps.load());
+      }
+      return sys::kKernel.fsync(fd);
+    };
+  }
+  ~WriteBackTest() override { sys::g_system = sys::kKernel; }
+
+  Trainer trainer{128ull << 20};
+  TestDirectory directory;
+  TestSave save{&trainer, directory.path()};
+  static inline layout::Job* g_job = nullptr;
+  static inline int g_steps = 0;
+  static inline int g_steps_at_fsync = -1;
+};
+
+TEST_F(WriteBackTest, ShowsProgressBeforeTheFsync) {
+  ASSERT_TRUE(save.Run(Launcher::kThread));
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.Unsound(), "");
+  EXPECT_GE(g_steps_at_fsync, 3);
+}
+
+TEST_F(WriteBackTest, ObeysACancelBeforeTheFsync) {
+  sys::g_system.sync_file_range = [](int fd, off_t offset, off_t bytes, unsigned flags) {
+    g_job->cancel = 1;
+    return sys::kKernel.sync_file_range(fd, offset, bytes, flags);
+  };
+  ASSERT_TRUE(save.Run(Launcher::kThread));
+  EXPECT_EQ(save.failure().code, FailureCode::kCancelled);
+  EXPECT_EQ(g_steps_at_fsync, -1) << "no fsync before the cancel was obeyed";
+}
+
+TEST_F(WriteBackTest, AnErrorIsAnswered) {
+  // Pages that the kernel could not keep are written once more, into a new file.
+  sys::g_system.sync_file_range = [](int fd, off_t offset, off_t bytes, unsigned flags) {
+    if (++g_steps != 2) return sys::kKernel.sync_file_range(fd, offset, bytes, flags);
+    errno = EIO;
+    return -1;
+  };
+  ASSERT_TRUE(save.Run(Launcher::kThread));
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.job()->completion.write_attempts, 2u);
+  EXPECT_EQ(save.Unsound(), "");
+}
+
+TEST_F(WriteBackTest, GoesOnWhereTheCallIsRefused) {
+  sys::g_system.sync_file_range = [](int, off_t, off_t, unsigned) {
+    ++g_steps;
+    errno = ENOSYS;
+    return -1;
+  };
+  ASSERT_TRUE(save.Run(Launcher::kThread));
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(g_steps, 1);
+  EXPECT_EQ(save.Unsound(), "");
 }
 
 TEST_F(FaultTest, GoesOnWithoutReservationAndSaysSo) {
