@@ -56,6 +56,7 @@ int PwriteEngine::Open(const QueueOptions& options, Text* why) {
   queued_ = done_ = Fifo{};
   for (int& fd : watched_) fd = -1;
   io_priority_ = options.io_priority;
+  last_words_ = sys::GetLastWords();
   stop_ = false;
   thread_count_ = 0;
   done_fd_ = -1;
@@ -109,6 +110,7 @@ void* PwriteEngine::ThreadMain(void* engine) {
 }
 
 void PwriteEngine::ServeQueue() {
+  sys::SetLastWords(last_words_);
   // A wish: where it is not granted, the process's own priority holds.
   if (io_priority_ != 0) sys::Sys().ioprio_set(kIoPriorityWhoProcess, 0, io_priority_);
   for (;;) {

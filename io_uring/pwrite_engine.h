@@ -9,6 +9,7 @@
 #include "io_uring/queue.h"
 #include "io_uring/slots.h"
 #include "io_uring/text.h"
+#include "runtime/sys/assert.h"
 
 namespace holdfast::io {
 
@@ -58,7 +59,8 @@ class PwriteEngine {
   pthread_t threads_[kPwriteThreadsMax];
   uint32_t thread_count_ = 0;
   uint16_t io_priority_ = 0;
-  int done_fd_ = -1;  // eventfd: something was pushed to done_
+  const sys::LastWords* last_words_ = nullptr;  // of the thread that opened it
+  int done_fd_ = -1;                            // eventfd: something was pushed to done_
   int watched_[kWatchesMax] = {-1, -1, -1, -1};
 };
 

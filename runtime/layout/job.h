@@ -20,7 +20,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 7;
+inline constexpr uint32_t kLayoutVersion = 8;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -262,6 +262,9 @@ struct Job {
   // 1 (release): every transfer of the job has landed and none follows. The worker neither reads
   // nor writes staging memory any more.
   SharedU32 staging_released{0};
+  // 1 (release): an assertion of the worker failed; `completion.reason` is its text. There will be
+  // no result.
+  SharedU32 assertion_failed{0};
 
   CompletionSlot completion;
 };

@@ -7,6 +7,8 @@ namespace holdfast::worker::testing {
 /// Releases an extent's bytes when its write is submitted, rather than after its completion and its
 /// re-digest.
 extern bool g_acknowledge_at_submit;
+/// A transfer that was submitted is not counted as one of its file's.
+extern bool g_forget_transfer;
 /// A rank that fails does not say so on the board.
 extern bool g_leave_ranks_silently;
 /// Rank 0 does not look whether its directory was taken away.

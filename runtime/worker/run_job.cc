@@ -210,6 +210,7 @@ int RunJob(Server* server, Received* received) {
   if (memory == MAP_FAILED) return layout::kExitAttach;
   sys::Sys().madvise(memory, bytes, MADV_DONTFORK);  // as for the arena: see attach.cc
   layout::Job* const job = static_cast<layout::Job*>(memory);
+  sys::LastWords& words = server->last_words;
   int exit_status = 0;
   if (job->magic != layout::kJobMagic || job->layout_version != layout::kLayoutVersion) {
     exit_status = layout::kExitMismatch;
@@ -220,7 +221,11 @@ int RunJob(Server* server, Received* received) {
     job->staging_released.store(1, std::memory_order_release);
     Publish(job, server->attached);
   } else {
+    words.bytes = sizeof(job->completion.reason);
+    words.said = &job->assertion_failed;
+    words.text = job->completion.reason;
     exit_status = RunSound(server, job, parent, received->fds[2]);
+    words.text = nullptr;
   }
   sys::Sys().munmap(memory, bytes);
   return exit_status;

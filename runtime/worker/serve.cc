@@ -95,11 +95,14 @@ int Serve(const ServeOptions& given) {
     Server* const server = new (memory) Server;
     server->options = options;
     RememberManners(&server->manners);
+    server->last_words.in_trainer = is_thread;
+    sys::SetLastWords(&server->last_words);
     exit_status = ServeJobs(server);
     // With transfers that do not end nothing can be closed or unmapped; the process's end waits
     // for them in the kernel.
     if (server->stuck && !is_thread) return exit_status;
     Detach(server);
+    sys::SetLastWords(nullptr);
     server->~Server();
     sys::Sys().munmap(memory, sizeof(Server));
   }

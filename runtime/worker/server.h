@@ -7,6 +7,7 @@
 
 #include "io_uring/queue.h"
 #include "runtime/layout/wire.h"
+#include "runtime/sys/assert.h"
 #include "runtime/worker/job_run.h"
 #include "runtime/worker/qos.h"
 #include "runtime/worker/serve.h"
@@ -29,6 +30,7 @@ struct Server {
   bool queue_open = false;
   io::Queue read_queue;
   uint32_t jobs_done = 0;
+  sys::LastWords last_words;
   bool stuck = false;  ///< Transfers did not end: leave everything as it is and exit.
   JobRun run;
   alignas(64) char directory_buffer[kDirectoryBufferBytes];

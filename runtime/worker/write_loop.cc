@@ -3,6 +3,7 @@
 #include <bit>
 #include <cerrno>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/open_files.h"
 #include "runtime/worker/planted_bugs.h"
@@ -13,7 +14,8 @@ namespace holdfast::worker {
 #ifdef HOLDFAST_PLANTED_BUGS
 namespace testing {
 bool g_acknowledge_at_submit = false;
-}
+bool g_forget_transfer = false;
+}  // namespace testing
 #endif
 
 namespace {
@@ -116,6 +118,9 @@ bool Fill(JobRun* run) {
     write.in_flight[tag] = {.extent = index, .slot = slot};
     write.in_flight_used |= uint64_t{1} << tag;
     ++run->open[slot].in_flight;
+#ifdef HOLDFAST_PLANTED_BUGS
+    if (testing::g_forget_transfer) --run->open[slot].in_flight;
+#endif
     write.has_next = false;
     ChargeRate(run, extent.bytes);
 #ifdef HOLDFAST_PLANTED_BUGS
@@ -135,6 +140,8 @@ bool TakeCompletion(JobRun* run, const io::Completion& completion) {
   const InFlight done = write.in_flight[completion.tag];
   write.in_flight_used &= ~(uint64_t{1} << completion.tag);
   const layout::Extent& extent = layout::Extents(run->job)[done.extent];
+  HOLDFAST_ASSERT(done.slot < kOpenFilesMax && run->open[done.slot].file == extent.file);
+  HOLDFAST_ASSERT(run->open[done.slot].in_flight > 0);
   --run->open[done.slot].in_flight;
   write.progress_ns = sys::NowNs();
   if (completion.error != 0) {

@@ -181,6 +181,7 @@ bool Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& sa
   RetireIfLanded(save.get(), gone);
   // A process per save is joined; a kept worker's job has ended with its result.
   if (gone || (result && save->link->kept())) return End(save, gone);
+  EndAsserted(save);
   if (IsQueued(*save, saves)) {
     save->progress_at_ns = sys::NowNs();
   } else {
@@ -242,6 +243,22 @@ void Supervisor::ReleaseAcknowledged(SaveState* save) {
     pool_->AbortEpoch(save->epoch);
     return;
   }
+}
+
+// A thread whose assertion failed neither ends nor goes on: see sys::AssertionFailed. A process
+// ends.
+void Supervisor::EndAsserted(const std::shared_ptr<SaveState>& save) {
+  const layout::Job& job = *save->table->job();
+  if (save->quarantined || job.launcher != Launcher::kThread) return;
+  // acquire: the text was written before.
+  if (job.assertion_failed.load(std::memory_order_acquire) == 0) return;
+  save->link->Kill();  // It gets no further job.
+  const absl::Status why = absl::InternalError(
+      absl::StrCat("save ", save->path, ": its worker found its own state wrong (",
+                   Reason(job.completion.reason), ")"));
+  save->FailStaging(why);
+  pool_->AbortEpoch(save->epoch);
+  Quarantine(save, base::Annotate(why, "its staging memory is quarantined for good"));
 }
 
 uint64_t Supervisor::TimeWithoutProgress(SaveState* save) {
@@ -357,9 +374,10 @@ absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
           absl::StrCat("save ", save->path,
                        ": its worker was stopped, because it made no progress with another save"));
     }
-    return absl::AbortedError(absl::StrCat("save ", save->path, ": its worker ",
-                                           how.empty() ? "is gone" : how,
-                                           " before it reported a result"));
+    return absl::AbortedError(
+        absl::StrCat("save ", save->path, ": its worker ", how.empty() ? "is gone" : how,
+                     " before it reported a result",
+                     told[0] == '\0' ? "" : absl::StrCat(" (", Reason(told), ")")));
   }
   const Failure& failure = save->table->job()->completion.failure;
   if (failure.ok()) return absl::OkStatus();

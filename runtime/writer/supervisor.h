@@ -61,6 +61,7 @@ class Supervisor {
   void StopStaging(const std::shared_ptr<SaveState>& save, const absl::Status& outcome);
   bool End(const std::shared_ptr<SaveState>& save, bool gone);
   /// Whether every transfer that can touch the save's staging memory has provably landed.
+  void EndAsserted(const std::shared_ptr<SaveState>& save);
   static bool HasLanded(const SaveState& save, bool gone);
   /// Gives the staging memory back once nothing can touch it any more, the trainer included.
   void RetireIfLanded(SaveState* save, bool gone);

@@ -16,6 +16,7 @@
 #include "runtime/base/clock.h"
 #include "runtime/base/keep_forever.h"
 #include "runtime/base/status.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
@@ -240,6 +241,8 @@ std::string WorkerLink::TakeExitStatus() {
         return "exited: the worker program is of another version than this library";
       case layout::kExitAttach:
         return "exited: it could not map the staging memory";
+      case sys::kExitAssertion:
+        return "exited: it found its own state wrong";
       case 127:
         return "exited with status 127: the worker program could not be started (missing shared "
                "library?)";
