@@ -9,6 +9,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
@@ -133,6 +134,7 @@ void PwriteEngine::ServeQueue() {
 }
 
 int PwriteEngine::Watch(uint32_t index, int fd) {
+  HOLDFAST_ASSERT(index < kWatchesMax);
   watched_[index] = fd;
   return 0;
 }
@@ -167,6 +169,7 @@ int PwriteEngine::Collect(Completion* out, int capacity) {
   int count = 0;
   while (count < capacity && done_.count > 0) {
     const uint32_t index = done_.Pop();
+    HOLDFAST_ASSERT(slots_.busy(index));
     out[count++] = slots_.at(index).End();
     slots_.Release(index);
   }
@@ -233,6 +236,7 @@ void PwriteEngine::Close() {
   // Without a bound: a thread that is stuck in the kernel still uses this object's memory.
   for (uint32_t i = 0; i < thread_count_; ++i) pthread_join(threads_[i], nullptr);
   thread_count_ = 0;
+  HOLDFAST_ASSERT(queued_.count == 0);  // the threads run what is queued before they end
   if (done_fd_ >= 0) sys::CloseOwned(done_fd_);
   done_fd_ = -1;
   pthread_cond_destroy(&work_);

@@ -34,9 +34,11 @@ class PwriteEngine {
     uint32_t first = 0;
     uint32_t count = 0;
     void Push(uint32_t index) {
+      HOLDFAST_ASSERT(count < kDepthMax && index < kDepthMax);
       entries[(first + count++) % kDepthMax] = static_cast<uint8_t>(index);
     }
     uint32_t Pop() {
+      HOLDFAST_ASSERT(count > 0);
       const uint32_t index = entries[first];
       first = (first + 1) % kDepthMax;
       --count;

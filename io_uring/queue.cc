@@ -9,6 +9,7 @@
 #include "io_uring/pwrite_engine.h"
 #include "io_uring/text.h"
 #include "io_uring/uring_engine.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::io {
@@ -99,6 +100,8 @@ int Queue::Open(const QueueOptions& options) {
   if (state.owner != 0) return state.foreign() ? EXDEV : EBUSY;
   const int error = OpenLadder(options, &state);
   if (error == 0) {
+    HOLDFAST_ASSERT(state.rung != EngineRung::kAuto);
+    HOLDFAST_ASSERT(in_flight() == 0);
     state.owner = sys::Sys().getpid();
   } else {
     state.rung = EngineRung::kAuto;

@@ -6,6 +6,7 @@
 #include <cerrno>
 
 #include "io_uring/uring_engine.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::io {
@@ -28,6 +29,7 @@ bool ExceedsLockLimit(uint64_t region_bytes, uint64_t* limit) {
 }  // namespace
 
 int UringEngine::Register(void* region, size_t region_bytes, Text* why) {
+  HOLDFAST_ASSERT(registered_bytes_ == 0);
   const uint64_t count = (region_bytes + kRegisteredBufferBytes - 1) / kRegisteredBufferBytes;
   if (region == nullptr || count == 0) {
     why->Add("no region to register");

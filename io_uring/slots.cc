@@ -1,19 +1,23 @@
 // The fixed table of transfers in flight, and the text about them.
 #include "io_uring/slots.h"
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::io {
 
 void Slots::Reset(uint32_t depth) {
+  HOLDFAST_ASSERT(depth >= 1 && depth <= kDepthMax);
   for (bool& busy : busy_) busy = false;
   depth_ = depth;
   in_flight_ = 0;
 }
 
 uint32_t Slots::Take(const Request& request) {
+  HOLDFAST_ASSERT(!full());
   uint32_t index = 0;
   while (busy_[index]) ++index;
+  HOLDFAST_ASSERT(index < depth_);
   transfers_[index] = Transfer{.request = request, .started_ns = sys::NowNs()};
   busy_[index] = true;
   ++in_flight_;
@@ -21,6 +25,8 @@ uint32_t Slots::Take(const Request& request) {
 }
 
 void Slots::Release(uint32_t index) {
+  HOLDFAST_ASSERT(busy(index));
+  HOLDFAST_ASSERT(in_flight_ > 0);
   busy_[index] = false;
   --in_flight_;
 }

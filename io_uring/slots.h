@@ -6,6 +6,7 @@
 
 #include "io_uring/text.h"
 #include "io_uring/transfer.h"
+#include "runtime/sys/assert.h"
 
 namespace holdfast::io {
 
@@ -18,7 +19,10 @@ class Slots {
   uint32_t in_flight() const { return in_flight_; }
   uint32_t depth() const { return depth_; }
   bool busy(uint32_t index) const { return index < depth_ && busy_[index]; }
-  Transfer& at(uint32_t index) { return transfers_[index]; }
+  Transfer& at(uint32_t index) {
+    HOLDFAST_ASSERT(index < depth_);
+    return transfers_[index];
+  }
 
   /// Puts the request in a free slot and returns its index; the table must not be full.
   uint32_t Take(const Request& request);

@@ -3,6 +3,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::io {
@@ -21,6 +22,8 @@ Next Transfer::Fail(int32_t number) {
 }
 
 Next Transfer::Advance(int32_t result) {
+  HOLDFAST_ASSERT(from <= done && done < request.bytes);
+  HOLDFAST_ASSERT(error == 0);
   if (result == -EINTR || result == -EAGAIN) {
     if (++refusals > kRefusalsMax) return Fail(-result);
     if (refusals > kRefusalsUnslept) {
@@ -38,12 +41,14 @@ Next Transfer::Advance(int32_t result) {
   refusals = 0;
   const auto transferred = static_cast<uint32_t>(result);
   const uint32_t reached = from + (transferred < bytes() ? transferred : bytes());
+  HOLDFAST_ASSERT(reached <= request.bytes);
   if (reached > done) {
     done = reached;
     if (done == request.bytes) return Next::kFinished;
     // The rest starts at a block boundary, as O_DIRECT asks; the bytes up to `done` are transferred
     // once more, the same ones, because the buffer is immutable until the completion.
     from = AlignDown(done);
+    HOLDFAST_ASSERT(bytes() > 0);
     return Next::kAgain;
   }
   // No progress: for a read that is how the end of the file looks.

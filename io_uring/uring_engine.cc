@@ -7,6 +7,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
@@ -105,6 +106,7 @@ int UringEngine::MakeHeldFds() {
 // The table of registered files lives as long as the ring, and the ring as long as its requests.
 // Transfers use plain descriptors: see README.md.
 int UringEngine::Hold(uint32_t index, int fd) {
+  HOLDFAST_ASSERT(index < kHeldFdsMax);
   const int replaced = sys::Sys().uring_register_files_update(&ring_, index, &fd, 1);
   return replaced < 0 ? -replaced : 0;
 }
@@ -127,6 +129,7 @@ int UringEngine::Prove() {
 }
 
 int UringEngine::Watch(uint32_t index, int fd) {
+  HOLDFAST_ASSERT(index < kWatchesMax);
   Watched& watch = watches_[index];
   if (watch.armed) {
     struct io_uring_sqe* entry = TakeWatchEntry();
@@ -164,6 +167,7 @@ int UringEngine::Submit(const Request& request) {
   if (broken_ != 0) return broken_;
   if (slots_.full()) return EAGAIN;
   const uint32_t index = slots_.Take(request);
+  HOLDFAST_ASSERT(index <= 0xff);  // as user data has it
   Prepare(index);
   // Now, not at the next Wait: the caller digests in between, and the disk should not idle.
   const int result = Flush();
@@ -182,7 +186,9 @@ void UringEngine::Prepare(uint32_t index) {
     broken_ = EOVERFLOW;
     return;
   }
+  HOLDFAST_ASSERT(slots_.busy(index));
   const Transfer& transfer = slots_.at(index);
+  HOLDFAST_ASSERT(transfer.bytes() > 0);
   const bool write = transfer.request.opcode == Opcode::kWrite;
   const int fd = transfer.request.fd;
   void* const buffer = transfer.buffer();
@@ -192,6 +198,7 @@ void UringEngine::Prepare(uint32_t index) {
   const bool fixed = last < registered_bytes_ && first <= last &&
                      first / kRegisteredBufferBytes == last / kRegisteredBufferBytes;
   const auto buffer_index = static_cast<int>(first / kRegisteredBufferBytes);
+  HOLDFAST_ASSERT(!fixed || buffer_index < static_cast<int>(kBuffersMax));
   if (fixed && write) {
     io_uring_prep_write_fixed(entry, fd, buffer, transfer.bytes(), transfer.offset(), buffer_index);
   } else if (fixed) {
@@ -231,6 +238,7 @@ int UringEngine::Reap(Completion* out, int capacity, uint32_t* wakeups) {
     const uint32_t index = IndexOf(data);
     switch (KindOf(data)) {
       case Kind::kTransfer:
+        HOLDFAST_ASSERT(slots_.in_flight() > 0);
         if (Finish(index, result, &out[count])) ++count;
         break;
       case Kind::kPoll:
@@ -265,6 +273,8 @@ bool UringEngine::Finish(uint32_t index, int32_t result, Completion* out) {
     }
     transfer.error = broken_ != 0 ? broken_ : ECANCELED;
   }
+  HOLDFAST_ASSERT(transfer.error != 0 || transfer.done == transfer.request.bytes ||
+                  transfer.request.opcode == Opcode::kRead);
   *out = transfer.End();
   slots_.Release(index);
   return true;
@@ -278,6 +288,7 @@ int UringEngine::Wait(Completion* out, int capacity, int timeout_ms, uint32_t* w
     ArmWatches();
     Flush();
     const int count = Reap(out, capacity, &woken);
+    HOLDFAST_ASSERT(count <= capacity);
     if (wakeups != nullptr) *wakeups = woken;
     if (count > 0 || woken != 0 || last) return count;
     if (broken_ != 0) return -broken_;
@@ -329,6 +340,7 @@ uint32_t UringEngine::UnconsumedTransfers() const {
   for (unsigned i = head; i != ring_.sq.sqe_tail; ++i) {
     if (KindOf(ring_.sq.sqes[i & ring_.sq.ring_mask].user_data) == Kind::kTransfer) ++count;
   }
+  HOLDFAST_ASSERT(count <= slots_.in_flight());
   return count;
 }
 

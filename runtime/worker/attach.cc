@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
@@ -75,6 +76,7 @@ bool MapArena(Attachment* attached, bool may_register) {
                              attached->arena_fd, 0);
   }
   if (memory == MAP_FAILED) return false;
+  HOLDFAST_ASSERT(attached->arena == nullptr);
   attached->arena = static_cast<char*>(memory);
   KeepToThisProcess(*attached);
   return true;
@@ -110,6 +112,7 @@ Receive ReceiveMessage(const Server& server, Received* out) {
 }
 
 int Attach(Server* server, Received* received) {
+  HOLDFAST_ASSERT(received->fd_count >= 0 && received->fd_count <= layout::kAttachFds);
   if (received->fd_count != layout::kAttachFds) return layout::kExitAttach;
   Detach(server);
   Attachment& attached = server->attached;
@@ -136,6 +139,7 @@ int Attach(Server* server, Received* received) {
 }
 
 void DropArena(Server* server) {
+  HOLDFAST_ASSERT(!server->stuck);
   // Unregisters first: pages that are punched under a registration live on in the registration
   // only, and the disk would get old bytes.
   if (server->queue_open) server->queue.Close();
@@ -150,6 +154,9 @@ void DropArena(Server* server) {
 void ReleaseStaging(JobRun* run) {
   if (run->staging_released) return;
   run->staging_released = true;
+  // The trainer may write these bytes from here on.
+  HOLDFAST_ASSERT(!run->io_stuck);
+  HOLDFAST_ASSERT(run->engine == EngineRung::kAuto || run->queue->in_flight() == 0);
   // release: pairs with the supervisor's load, which lets the next save write these bytes.
   run->job->staging_released.store(1, std::memory_order_release);
   RingTrainer(*run->attached);

@@ -4,6 +4,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/errno_code.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/ranks.h"
@@ -38,6 +39,7 @@ bool FailErrno(JobRun* run, Operation operation, int error_number, uint32_t file
 }
 
 void SetPhase(JobRun* run, layout::Phase phase) {
+  HOLDFAST_ASSERT(phase != layout::Phase::kQueued && phase != layout::Phase::kDone);
   run->job->phase.store(static_cast<uint32_t>(phase), std::memory_order_relaxed);
 }
 

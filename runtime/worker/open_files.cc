@@ -5,6 +5,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
@@ -129,7 +130,10 @@ bool WriteBack(JobRun* run, const OpenFile& open) {
 
 /// Ends with the file closed, whatever happens.
 bool SyncAndClose(JobRun* run, uint16_t slot) {
+  HOLDFAST_ASSERT(slot < kOpenFilesMax);
   OpenFile& open = run->open[slot];
+  HOLDFAST_ASSERT(open.fd >= 0 && open.in_flight == 0);
+  HOLDFAST_ASSERT(open.file < run->job->file_count && run->notes[open.file].slot == slot);
   FileNote& note = run->notes[open.file];
   const layout::File& file = layout::Files(run->job)[open.file];
   const bool complete = note.extents_left == 0;
@@ -202,18 +206,22 @@ bool IsOurs(const JobRun& run, uint32_t file) {
 }
 
 Acquired AcquireFile(JobRun* run, uint32_t file, uint16_t* slot) {
+  HOLDFAST_ASSERT(file < run->job->file_count);
   FileNote& note = run->notes[file];
   if (note.slot != FileNote::kNoSlot) {
     *slot = note.slot;
+    HOLDFAST_ASSERT(*slot < kOpenFilesMax && run->open[*slot].file == file);
     return Acquired::kReady;
   }
   const Acquired freed = FreeSlot(run, slot);
   if (freed != Acquired::kReady) return freed;
+  HOLDFAST_ASSERT(*slot < kOpenFilesMax && run->open[*slot].fd < 0);
   io::DirectOpen opened;
   const bool ok = note.created == 0 ? OpenFirst(run, file, &opened) : OpenAgain(run, file, &opened);
   if (!ok) return Acquired::kFailed;
   run->open[*slot] = {.fd = opened.fd, .file = file, .direct = opened.direct};
   note.slot = *slot;
+  HOLDFAST_ASSERT(note.created != 0);
   return Acquired::kReady;
 }
 
@@ -232,7 +240,9 @@ bool SyncAllFiles(JobRun* run) {
     uint16_t slot = 0;
     // Nothing is in flight any more, so there is always a slot.
     if (AcquireFile(run, file, &slot) != Acquired::kReady) return false;
+    HOLDFAST_ASSERT(run->notes[file].extents_left == 0);
     if (!SyncAndClose(run, slot)) return false;
+    HOLDFAST_ASSERT(run->notes[file].synced != 0);
     if (MustStop(run, true)) return false;
   }
   return true;

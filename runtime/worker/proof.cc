@@ -1,6 +1,7 @@
 #include "runtime/worker/proof.h"
 
 #include "runtime/digest/digest.h"
+#include "runtime/sys/assert.h"
 
 namespace holdfast::worker {
 namespace {
@@ -18,6 +19,7 @@ Failure Blame(const JobRun& run, const layout::Extent& extent, const char* bytes
   failure.found = found;
 
   const layout::Piece* const pieces = layout::Pieces(run.job) + extent.piece_first;
+  HOLDFAST_ASSERT(uint64_t{extent.piece_first} + extent.piece_count <= run.job->piece_count);
   const layout::Piece* undigested = nullptr;
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
     const layout::Piece& piece = pieces[i];
@@ -47,6 +49,7 @@ Failure Blame(const JobRun& run, const layout::Extent& extent, const char* bytes
 }  // namespace
 
 bool ProveExtent(JobRun* run, uint32_t index, const char* bytes) {
+  HOLDFAST_ASSERT(index < run->job->extent_count);
   const layout::Extent& extent = layout::Extents(run->job)[index];
   const Digest found = digest::Of(bytes, extent.bytes);
   if (found == extent.sealed) return true;

@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
@@ -107,6 +108,7 @@ uint64_t PulseAt(const RankBoard& board, Side side) {
 
 int OpenBoard(int directory, const AttemptId& attempt, uint32_t rank, uint32_t world_size,
               RankBoard* board) {
+  HOLDFAST_ASSERT(rank < world_size);
   *board = {.fd = -1, .rank = rank, .world_size = world_size};
   // Not O_EXCL: every rank writes the same head, and ranges of its own behind it.
   board->fd = sys::OpenOwned(directory, layout::kBoardName,
@@ -138,6 +140,8 @@ bool WritePulse(const RankBoard& board, Side side, layout::RankState state, uint
 }
 
 bool WriteFailure(const RankBoard& board, Side side, layout::RankFailure failure, bool raise) {
+  HOLDFAST_ASSERT(board.is_open() && board.rank < board.world_size);
+  HOLDFAST_ASSERT(failure.rank < board.world_size);
   failure.check = CheckOf(failure);
   // The record before the state that makes readers look for it, and both before the alarm.
   if (!WriteAt(board, &failure, sizeof(failure),
@@ -160,6 +164,7 @@ bool ReadTop(const RankBoard& board, layout::BoardTop* top) {
 }
 
 bool ReadSlots(const RankBoard& board, uint32_t first, uint32_t count, layout::RankSlot* slots) {
+  HOLDFAST_ASSERT(uint64_t{first} + count <= board.world_size);
   return ReadAt(board, slots, count * sizeof(layout::RankSlot), layout::SlotAt(first));
 }
 
@@ -191,6 +196,7 @@ bool AllHaveFailed(const RankBoard& board, char* buffer, uint32_t buffer_bytes) 
 }
 
 void CopyText(const char* text, char* out, size_t bytes) {
+  HOLDFAST_ASSERT(bytes > 0);
   size_t length = 0;
   while (text[length] != '\0' && length < bytes - 1) ++length;
   if (text[length] != '\0') {

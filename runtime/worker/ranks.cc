@@ -4,6 +4,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/commit.h"
@@ -61,6 +62,7 @@ void Note(const layout::RankSlot& slot, uint64_t now, PulseNote* note) {
 
 Sight Found(JobRun* run, uint32_t rank, RankFailureKind kind, uint64_t ns) {
   RankWatch& watch = run->ranks;
+  HOLDFAST_ASSERT(rank < run->job->world_size);
   watch.seen = layout::RankFailure{};
   watch.seen.rank = rank;
   watch.seen.kind = static_cast<uint32_t>(kind);
@@ -110,6 +112,7 @@ Sight LookAtSlots(JobRun* run, uint64_t now) {
     const uint32_t left = run->job->world_size - first;
     const uint32_t count = left < kAtOnce ? left : kAtOnce;
     // What cannot be read has not changed.
+    HOLDFAST_ASSERT(first + count <= run->job->world_size);
     const bool read = ReadSlots(watch.board, first, count, slots);
     for (uint32_t i = 0; i < count; ++i) {
       const uint32_t rank = first + i;
@@ -179,6 +182,7 @@ bool JoinRanks(JobRun* run) {
   if (!run->HasRanks()) return true;
   const layout::Job& job = *run->job;
   RankWatch& watch = run->ranks;
+  HOLDFAST_ASSERT(!watch.board.is_open() && watch.notes != nullptr);
   const int error = OpenBoard(run->directory, job.attempt, job.rank, job.world_size, &watch.board);
   // Ranks of two jobs, or of two builds, in one directory: a mistake in the launch of the ranks.
   if (error == EPROTO) return Fail(run, FailureCode::kFailedPrecondition, Operation::kJoinRanks);
@@ -205,6 +209,7 @@ bool RanksHaveFailed(JobRun* run) {
 
 Sight LookAtRanks(JobRun* run) {
   RankWatch& watch = run->ranks;
+  HOLDFAST_ASSERT(watch.board.is_open());
   const uint64_t now = sys::NowNs();
   Beat(run, now);
   if (run->Decides()) {
@@ -230,12 +235,15 @@ Sight LookAtRanks(JobRun* run) {
 
 void BeginWaiting(JobRun* run) {
   RankWatch& watch = run->ranks;
+  HOLDFAST_ASSERT(watch.waiting_since_ns == 0);
+  HOLDFAST_ASSERT(run->staging_released);
   watch.waiting_since_ns = sys::NowNs();
   watch.beat_at_ns = 0;  // the vote is published at once
 }
 
 bool FailAsSeen(JobRun* run) {
   const RankWatch& watch = run->ranks;
+  HOLDFAST_ASSERT(watch.seen.rank < run->job->world_size);
   run->job->completion.rank_failure = watch.seen;
   const bool fenced = watch.seen.kind == static_cast<uint32_t>(RankFailureKind::kFenced);
   return Fail(run,

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/accounting.h"
@@ -34,6 +35,7 @@ bool SubmitReads(Reader* reader, int fd, uint32_t* next, uint32_t end) {
   for (uint32_t i = 0; i < kBuffers && *next < end; ++i) {
     if (reader->extent_in[i] != kNone) continue;
     const layout::Extent& extent = layout::Extents(run->job)[*next];
+    HOLDFAST_ASSERT(extent.bytes <= kChunkBytes);
     const int error = run->read_queue->Submit({
         .opcode = io::Opcode::kRead,
         .fd = fd,
@@ -52,7 +54,9 @@ bool SubmitReads(Reader* reader, int fd, uint32_t* next, uint32_t end) {
 
 bool TakeRead(Reader* reader, const io::Completion& completion) {
   JobRun* const run = reader->run;
+  HOLDFAST_ASSERT(completion.tag < kBuffers);
   const uint32_t index = reader->extent_in[completion.tag];
+  HOLDFAST_ASSERT(index < run->job->extent_count);
   reader->extent_in[completion.tag] = kNone;
   reader->progress_ns = sys::NowNs();
   const layout::Extent& extent = layout::Extents(run->job)[index];
@@ -74,6 +78,8 @@ bool ReadFile(Reader* reader, int fd, const layout::File& file) {
   JobRun* const run = reader->run;
   uint32_t next = file.extent_first;
   const uint32_t end = file.extent_first + file.extent_count;
+  HOLDFAST_ASSERT(next <= end && end <= run->job->extent_count);
+  HOLDFAST_ASSERT(run->read_queue->in_flight() == 0);
   reader->progress_ns = sys::NowNs();
   while (next < end || run->read_queue->in_flight() != 0) {
     if (MustStop(run, true)) return false;
@@ -119,6 +125,7 @@ bool ReadAll(Reader* reader) {
 }  // namespace
 
 bool ReadBackFiles(JobRun* run) {
+  HOLDFAST_ASSERT(!run->staging_released && run->write.proven == run->job->extent_count);
   SetPhase(run, layout::Phase::kReadingBack);
   // Anonymous and private: counted as this worker's own, and given back below.
   void* const memory = sys::Sys().mmap(nullptr, kBufferBytes, PROT_READ | PROT_WRITE,

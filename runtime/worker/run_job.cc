@@ -8,6 +8,7 @@
 
 #include "io_uring/text.h"
 #include "runtime/layout/job.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/process.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/accounting.h"
@@ -36,6 +37,9 @@ void ExplainRung(const Server& server, layout::CompletionSlot* slot) {
 
 /// The job's result; the staged bytes were released before.
 void Publish(layout::Job* job, const Attachment& attached) {
+  // A result is written once.
+  HOLDFAST_ASSERT(job->completion.state.load(std::memory_order_relaxed) ==
+                  static_cast<uint32_t>(layout::CompletionState::kEmpty));
   job->phase.store(static_cast<uint32_t>(layout::Phase::kDone), std::memory_order_relaxed);
   // release: whoever reads kDone with acquire sees all of the slot and of the file table.
   job->completion.state.store(static_cast<uint32_t>(layout::CompletionState::kDone),
@@ -124,6 +128,7 @@ void RunKind(Server* server, JobRun* run) {
     FailErrno(run, Operation::kSetUp, error);
   } else {
     run->engine = server->queue.rung();
+    HOLDFAST_ASSERT(run->engine != EngineRung::kAuto && server->queue.in_flight() == 0);
     run->job->engine_used.store(static_cast<uint32_t>(run->engine), std::memory_order_relaxed);
     if (run->job->extent_count != 0 && run->attached->arena == nullptr) {
       Fail(run, FailureCode::kFailedPrecondition, Operation::kAttach);

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/accounting.h"
@@ -43,6 +44,7 @@ bool MapScratch(JobRun* run) {
 /// Every extent written and digested, every file fsynced.
 bool WriteFiles(JobRun* run) {
   ++run->write_attempts;
+  HOLDFAST_ASSERT(run->write_attempts <= 2);
   if (!ReserveFirstFiles(run)) return false;
   if (!WriteExtents(run)) return false;
   SamplePrivateBytes(run);
@@ -62,6 +64,7 @@ bool WriteFilesAgain(JobRun* run) {
     // Another save into a framework's directory has taken the temporary name over.
     if (run->notes[i].created != 0 && !IsOurs(*run, i)) return false;
   }
+  HOLDFAST_ASSERT(!run->staging_released && run->queue->in_flight() == 0);
   CloseAllFiles(run);
   RemoveFiles(run);
   PrepareWriteState(run);
@@ -70,6 +73,7 @@ bool WriteFilesAgain(JobRun* run) {
 }
 
 bool Steps(JobRun* run) {
+  HOLDFAST_ASSERT(run->write_attempts == 0 && !run->staging_released && run->directory < 0);
   // A job that failed or was cancelled before it started leaves nothing to clean up.
   if (!run->ok() || MustStop(run, false)) return false;
   if (!MapScratch(run)) return false;
@@ -80,6 +84,7 @@ bool Steps(JobRun* run) {
   if (run->Has(layout::kReadBack) && !ReadBackFiles(run)) return false;
   // Names, manifests, votes and the commit need no staged byte.
   ReleaseStaging(run);
+  HOLDFAST_ASSERT(run->write.proven == run->job->extent_count && run->staging_released);
   if (!NameFiles(run)) return false;
   if (!ComputeRoots(run)) return false;
   if (run->Has(layout::kWriteManifest) && !WriteManifest(run)) return false;
@@ -89,7 +94,10 @@ bool Steps(JobRun* run) {
 }  // namespace
 
 void RunSave(JobRun* run) {
-  if (!Steps(run) && !run->io_stuck) {
+  const bool done = Steps(run);
+  HOLDFAST_ASSERT(done == run->ok());
+  HOLDFAST_ASSERT(!done || run->committed);
+  if (!done && !run->io_stuck) {
     // First: the other ranks stop now, and not after gigabytes were removed here.
     LeaveRanks(run);
     CloseAllFiles(run);

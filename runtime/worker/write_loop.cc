@@ -30,6 +30,7 @@ constexpr uint64_t kProgressRingNs = 50 * kNsPerMs;
 constexpr uint64_t kRateSlackNs = kNsPerMs;
 
 void Acknowledge(JobRun* run, uint32_t extent) {
+  HOLDFAST_ASSERT(extent < run->job->extent_count);
   // A second attempt gives nothing back, and an entry of the log is written once.
   if (run->write_attempts == 1) run->write.acknowledged.Append(extent);
   const uint64_t now = sys::NowNs();
@@ -47,6 +48,7 @@ bool TakeNext(JobRun* run) {
   uint32_t index = 0;
   if (!write.published.Next(&index)) return false;
   const layout::Job& job = *run->job;
+  HOLDFAST_ASSERT(write.published.taken() <= job.extent_count);
   if (index >= job.extent_count) {
     return Fail(run, FailureCode::kInternal, Operation::kWaitTrainer);
   }
@@ -98,7 +100,12 @@ bool Fill(JobRun* run) {
     if (acquired == Acquired::kBusy) break;
     if (acquired == Acquired::kFailed) return false;
 
+    HOLDFAST_ASSERT(slot < kOpenFilesMax && run->open[slot].fd >= 0);
+    HOLDFAST_ASSERT(run->open[slot].file == extent.file && run->notes[extent.file].slot == slot);
+    HOLDFAST_ASSERT(run->notes[extent.file].extents_left > 0);
+
     const uint32_t tag = static_cast<uint32_t>(std::countr_one(write.in_flight_used));
+    HOLDFAST_ASSERT(tag < io::kDepthMax);
     // The padding behind the file's last byte is written too (the trainer zeroed it) and cut off
     // before the fsync.
     const int error = run->queue->Submit({
@@ -139,6 +146,7 @@ bool TakeCompletion(JobRun* run, const io::Completion& completion) {
   }
   const InFlight done = write.in_flight[completion.tag];
   write.in_flight_used &= ~(uint64_t{1} << completion.tag);
+  HOLDFAST_ASSERT(done.extent < run->job->extent_count);
   const layout::Extent& extent = layout::Extents(run->job)[done.extent];
   HOLDFAST_ASSERT(done.slot < kOpenFilesMax && run->open[done.slot].file == extent.file);
   HOLDFAST_ASSERT(run->open[done.slot].in_flight > 0);
@@ -152,10 +160,12 @@ bool TakeCompletion(JobRun* run, const io::Completion& completion) {
     return FailErrno(run, Operation::kWrite, EIO, extent.file,
                      extent.file_offset + completion.bytes, extent.bytes);
   }
+  HOLDFAST_ASSERT(run->notes[extent.file].extents_left > 0);
   --run->notes[extent.file].extents_left;
   run->times.last_complete = write.progress_ns;
   run->bytes_written += extent.bytes;
   run->job->bytes_completed.store(run->bytes_written, std::memory_order_relaxed);
+  HOLDFAST_ASSERT(write.undigested_count < kUndigestedMax);
   write.undigested[(write.undigested_first + write.undigested_count) % kUndigestedMax] =
       done.extent;
   ++write.undigested_count;
@@ -167,6 +177,7 @@ bool TakeCompletion(JobRun* run, const io::Completion& completion) {
 /// the seal would go unnoticed.
 bool ProveNext(JobRun* run) {
   WriteState& write = run->write;
+  HOLDFAST_ASSERT(write.undigested_count > 0);
   const uint32_t index = write.undigested[write.undigested_first];
   write.undigested_first = (write.undigested_first + 1) % kUndigestedMax;
   --write.undigested_count;
@@ -175,6 +186,7 @@ bool ProveNext(JobRun* run) {
     if (!ProveExtent(run, index, bytes)) return false;
   }
   ++write.proven;
+  HOLDFAST_ASSERT(write.proven <= run->job->extent_count);
 #ifdef HOLDFAST_PLANTED_BUGS
   if (testing::g_acknowledge_at_submit) return true;
 #endif
@@ -239,12 +251,16 @@ bool Loop(JobRun* run) {
       return false;
     }
   }
+  // Every extent is written and proven, and none is on its way.
+  HOLDFAST_ASSERT(write.in_flight_used == 0 && write.undigested_count == 0);
+  HOLDFAST_ASSERT(!write.has_next && run->queue->in_flight() == 0);
   return true;
 }
 
 }  // namespace
 
 void PrepareWriteState(JobRun* run) {
+  HOLDFAST_ASSERT(run->queue->in_flight() == 0);
   layout::Job* const job = run->job;
   uint64_t* const taken_bits = run->write.taken_bits;
   for (uint32_t i = 0; i < job->extent_count; i += 64) taken_bits[i / 64] = 0;
