@@ -38,6 +38,13 @@ struct Rank {
     worker = std::make_unique<TestWorker>(launcher, trainer);
     save.StartOn(worker.get());
   }
+  /// Everything sealed, voted, and waiting.
+  void StartAndVote() {
+    save.Build();
+    save.SealAll();
+    Start();
+    AwaitPhase(layout::Phase::kWaitingForRanks);
+  }
   void AwaitPhase(layout::Phase phase) const { EXPECT_TRUE(save.AwaitPhase(phase)); }
   Trainer trainer;
   TestSave save;
@@ -165,7 +172,7 @@ TEST_F(RankTest, RankZeroGivesUpAtItsDeadlineAndTheOthersFollow) {
   EXPECT_EQ(zero.save.seen().rank, 2u);
   EXPECT_EQ(zero.save.seen().kind, static_cast<uint32_t>(layout::RankFailureKind::kAbsent));
   // Rank 1 would wait for 20 s, but rank 0 left word.
-  ASSERT_TRUE(one.save.AwaitDone(30));
+  ASSERT_TRUE(one.save.AwaitDone());
   EXPECT_EQ(one.save.failure().code, FailureCode::kAborted);
   EXPECT_EQ(one.save.seen().rank, 2u);
   // For a rank that comes late; it ends at once and is the last.
@@ -173,7 +180,7 @@ TEST_F(RankTest, RankZeroGivesUpAtItsDeadlineAndTheOthersFollow) {
   Rank two(directory.path(), 2, 3);
   two.save.Build();
   two.Start();
-  ASSERT_TRUE(two.save.AwaitDone(30));
+  ASSERT_TRUE(two.save.AwaitDone());
   EXPECT_EQ(two.save.failure().code, FailureCode::kAborted);
   EXPECT_EQ(two.save.failure().operation, Operation::kWaitRanks);
   EXPECT_TRUE(NamesIn(directory.path()).empty());
@@ -193,7 +200,7 @@ TEST_F(RankTest, SilentRankIsMissedAndOneInsideAnFsyncIsNot) {
     ASSERT_TRUE(WritePulse(board, Side::kWorker, layout::RankState::kJoined, in_fsync ? 60 : 0));
     CloseBoard(&board);
     zero.Start();
-    ASSERT_TRUE(zero.save.AwaitDone(30));
+    ASSERT_TRUE(zero.save.AwaitDone());
     EXPECT_EQ(zero.save.failure().code, FailureCode::kDeadlineExceeded);
     EXPECT_EQ(zero.save.seen().rank, 1u);
     EXPECT_EQ(zero.save.seen().kind,
@@ -238,7 +245,7 @@ TEST_F(RankTest, OrphanSaysBeforeAnFsyncThatItWillBeSilent) {
   while (!job_has_begun) ::usleep(500);
   trainer_process.Die();
   trainer_is_dead = true;
-  const bool done = one.save.AwaitDone(30);
+  const bool done = one.save.AwaitDone();
   one.worker.reset();
   sys::g_system = sys::kKernel;
   ASSERT_TRUE(done);
@@ -251,7 +258,7 @@ TEST_F(RankTest, RankZeroThatNeverComesIsMissedWithoutItsDeadline) {
   one.save.Build();
   one.save.SealAll();
   one.Start();
-  ASSERT_TRUE(one.save.AwaitDone(30));
+  ASSERT_TRUE(one.save.AwaitDone());
   EXPECT_EQ(one.save.failure().code, FailureCode::kDeadlineExceeded);
   EXPECT_EQ(one.save.seen().kind, static_cast<uint32_t>(layout::RankFailureKind::kAbsent));
   EXPECT_EQ(one.save.UnsoundAt(one.save.partial_path()), "") << "it has voted";
@@ -260,31 +267,24 @@ TEST_F(RankTest, RankZeroThatNeverComesIsMissedWithoutItsDeadline) {
 TEST_F(RankTest, CommitWhoseRankZeroDiedBeforeItSaidSoIsFound) {
   Rank one(directory.path(), 1, 2);
   one.save.parameters.time_liveness_max_ns = 300'000'000;
-  one.save.Build();
-  one.save.SealAll();
-  one.Start();
-  one.AwaitPhase(layout::Phase::kWaitingForRanks);
+  one.StartAndVote();
   ASSERT_EQ(::rename(one.save.partial_path().c_str(), one.save.target_path().c_str()), 0);
-  ASSERT_TRUE(one.save.AwaitDone(30));
+  ASSERT_TRUE(one.save.AwaitDone());
   EXPECT_TRUE(one.save.failure().ok());
 }
 
 TEST_F(RankTest, VoteIsTakenBackByACancelWhileRankZeroWaits) {
   Rank zero(directory.path(), 0, 3);
   Rank one(directory.path(), 1, 3);
-  for (Rank* rank : {&zero, &one}) {
-    rank->save.Build();
-    rank->save.SealAll();
-    rank->Start();
-    rank->AwaitPhase(layout::Phase::kWaitingForRanks);
-  }
+  zero.StartAndVote();
+  one.StartAndVote();
   one.save.job()->cancel.store(1);
   one.save.Ring();
-  ASSERT_TRUE(zero.save.AwaitDone(30));
+  ASSERT_TRUE(zero.save.AwaitDone());
   EXPECT_EQ(zero.save.failure().code, FailureCode::kAborted);
   EXPECT_EQ(zero.save.seen().rank, 1u);
   EXPECT_EQ(zero.save.seen().code, static_cast<int32_t>(FailureCode::kCancelled));
-  ASSERT_TRUE(one.save.AwaitDone(30));
+  ASSERT_TRUE(one.save.AwaitDone());
   EXPECT_FALSE(one.save.failure().ok());
   EXPECT_EQ(NamesIn(zero.save.partial_path()), std::vector<std::string>{layout::kBoardName});
 }
@@ -302,7 +302,7 @@ TEST_F(RankTest, RankThatFailsBeforeItsVoteStopsTheOthers) {
   one.Start();
   ASSERT_TRUE(one.save.AwaitDone());
   EXPECT_EQ(one.save.failure().code, FailureCode::kDataLoss);
-  ASSERT_TRUE(zero.save.AwaitDone(30));
+  ASSERT_TRUE(zero.save.AwaitDone());
   EXPECT_EQ(zero.save.failure().code, FailureCode::kAborted);
   EXPECT_EQ(zero.save.failure().operation, Operation::kWaitRanks);
   EXPECT_TRUE(NamesIn(directory.path()).empty());
@@ -311,17 +311,13 @@ TEST_F(RankTest, RankThatFailsBeforeItsVoteStopsTheOthers) {
 TEST_F(RankTest, CancelOfRankZeroStopsTheOthers) {
   Rank zero(directory.path(), 0, 3);
   Rank one(directory.path(), 1, 3);
-  for (Rank* rank : {&zero, &one}) {
-    rank->save.Build();
-    rank->save.SealAll();
-    rank->Start();
-    rank->AwaitPhase(layout::Phase::kWaitingForRanks);
-  }
+  zero.StartAndVote();
+  one.StartAndVote();
   zero.save.job()->cancel.store(1);
   zero.save.Ring();
-  ASSERT_TRUE(zero.save.AwaitDone(30));
+  ASSERT_TRUE(zero.save.AwaitDone());
   EXPECT_EQ(zero.save.failure().code, FailureCode::kCancelled);
-  ASSERT_TRUE(one.save.AwaitDone(30));
+  ASSERT_TRUE(one.save.AwaitDone());
   EXPECT_EQ(one.save.failure().code, FailureCode::kAborted);
   EXPECT_EQ(one.save.seen().rank, 0u);
   EXPECT_EQ(NamesIn(zero.save.partial_path()), std::vector<std::string>{layout::kBoardName});
@@ -330,14 +326,11 @@ TEST_F(RankTest, CancelOfRankZeroStopsTheOthers) {
 TEST_F(RankTest, RankThatVotedKeepsItsFilesWhateverHappens) {
   Rank one(directory.path(), 1, 2);
   one.save.parameters.time_ranks_max_ns = 200'000'000;
-  one.save.Build();
-  one.save.SealAll();
-  one.Start();
-  one.AwaitPhase(layout::Phase::kWaitingForRanks);
+  one.StartAndVote();
   // Too late: rank 0 may be renaming.
   one.save.job()->cancel.store(1);
   one.save.Ring();
-  ASSERT_TRUE(one.save.AwaitDone(30));
+  ASSERT_TRUE(one.save.AwaitDone());
   EXPECT_EQ(one.save.failure().code, FailureCode::kDeadlineExceeded);
   EXPECT_EQ(one.save.UnsoundAt(one.save.partial_path()), "");
 }
@@ -359,7 +352,7 @@ TEST_F(RankTest, RankWhoseVoteWasSeenKeepsItsFilesThoughItCannotMakeItDurable) {
   one.save.Build();
   one.save.SealAll();
   one.Start();
-  const bool done = one.save.AwaitDone(30);
+  const bool done = one.save.AwaitDone();
   one.worker.reset();
   sys::g_system = sys::kKernel;
   ASSERT_TRUE(done);
@@ -394,7 +387,7 @@ TEST_F(RankTest, FencedWorkerTouchesNothing) {
   ASSERT_EQ(::rename(zero.save.partial_path().c_str(), fenced.c_str()), 0);
   // The missing vote never comes.
   const uint64_t begin = sys::NowNs();
-  ASSERT_TRUE(zero.save.AwaitDone(30));
+  ASSERT_TRUE(zero.save.AwaitDone());
   EXPECT_LT(sys::NowNs() - begin, 5'000'000'000u) << "the promise is one second";
   EXPECT_EQ(zero.save.failure().code, FailureCode::kAborted);
   EXPECT_EQ(zero.save.seen().kind, static_cast<uint32_t>(layout::RankFailureKind::kFenced));
@@ -405,10 +398,7 @@ TEST_F(RankTest, FencedWorkerTouchesNothing) {
 
 TEST_F(RankTest, PromotedByARecoveryIsDurable) {
   Rank zero(directory.path(), 0, 2);
-  zero.save.Build();
-  zero.save.SealAll();
-  zero.Start();
-  zero.AwaitPhase(layout::Phase::kWaitingForRanks);
+  zero.StartAndVote();
   WriteFileAt(zero.save.partial_path() + "/new",
               R"({"attempt":"112233445566778899aabbccddeeff00"})");
   ASSERT_EQ(::rename(zero.save.partial_path().c_str(), zero.save.target_path().c_str()), 0);

@@ -114,7 +114,7 @@ class TestSave {
   /// False if the job ends without having been in this phase, as far as a look now and then tells.
   bool AwaitPhase(layout::Phase phase) const;
   /// False if there is no result within `seconds`.
-  bool AwaitDone(int seconds = 30) const;
+  bool AwaitDone(int seconds = 120) const;
   const Failure& failure() const { return job()->completion.failure; }
   /// What a failure of kWaitRanks says of the rank at fault.
   const layout::RankFailure& seen() const { return job()->completion.rank_failure; }
