@@ -206,7 +206,7 @@ TEST_P(HeldMemory, TheCallGivesUpAtItsDeadlineAndTheFirstSaveGoesOn) {
   const auto second = Begin(checkpointer_.get(), "second", second_, 2);
   EXPECT_TRUE(absl::IsDeadlineExceeded(second.status())) << second.status();
   EXPECT_THAT(Text(second.status()), AllOf(HasSubstr("second"), HasSubstr("arena_bytes")));
-  EXPECT_LT(absl::Now() - begin, absl::Seconds(5));
+  EXPECT_LT(absl::Now() - begin, kLong);
   EXPECT_FALSE(first_.IsDone());
   End();
 }

@@ -57,7 +57,7 @@ class WorkerProgram : public LauncherTest {
     if (made.ok()) {
       const absl::Time begin = absl::Now();
       status = Save(made->get(), "step-1", TrainingState::Uniform(2, 100'000, 1)).status();
-      EXPECT_LT(absl::Now() - begin, absl::Seconds(10));  // a second, on a machine that has time
+      EXPECT_LT(absl::Now() - begin, kLong);  // not after a deadline
       EXPECT_THAT(Text(status), HasSubstr("step-1"));
       ExpectMemoryBack(made->get());
       made->reset();
