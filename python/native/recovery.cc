@@ -76,11 +76,13 @@ void BindRecovery(nb::module_& module) {
   module.def(
       "recover",
       [](const std::string& directory, std::optional<double> wait_for_orphans, bool promote,
-         bool clean_up, std::optional<double> age_without_locks) {
+         bool clean_up, std::optional<double> silence_without_locks,
+         std::optional<double> age_without_locks) {
         RecoveryOptions options;
         options.wait_for_orphans = ToDuration(wait_for_orphans);
         options.promote = promote;
         options.clean_up = clean_up;
+        options.silence_without_locks = ToDuration(silence_without_locks);
         options.age_without_locks = ToDuration(age_without_locks);
         const RecoveryReport report = WithoutGil([&] { return Recover(directory, options); });
         nb::dict d;
@@ -92,7 +94,7 @@ void BindRecovery(nb::module_& module) {
         return d;
       },
       "directory"_a, "wait_for_orphans"_a.none(), "promote"_a, "clean_up"_a,
-      "age_without_locks"_a.none());
+      "silence_without_locks"_a.none(), "age_without_locks"_a.none());
   module.def(
       "list_checkpoints",
       [](const std::string& directory) {

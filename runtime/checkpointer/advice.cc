@@ -40,7 +40,9 @@ void AdviseOnSafety(const ProbeReport& report, bool local, std::vector<std::stri
     advice->push_back(absl::StrCat(
         "Locks on ", report.file_system, local ? " do not work" : " may not reach other machines",
         ", so Recover cannot tell a running save from a dead one and leaves partial checkpoints "
-        "alone for 24 hours. Where no save runs, set RecoveryOptions::age_without_locks to zero."));
+        "alone: incomplete ones for 24 hours, complete ones for two minutes. Where no save runs, "
+        "set "
+        "RecoveryOptions::age_without_locks to zero."));
   }
   if (!report.rename_exchange) {
     advice->push_back(

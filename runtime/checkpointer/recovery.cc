@@ -53,6 +53,8 @@ using directory::SyncDirectory;
 namespace {
 
 constexpr absl::Duration kPoll = absl::Milliseconds(20);
+// The same where every look is a question to a server.
+constexpr absl::Duration kPollSilence = absl::Seconds(1);
 // Beyond the other's wait for orphans. Removing takes about 0.25 s/GiB.
 constexpr absl::Duration kTurnMax = absl::Minutes(10);
 
@@ -75,6 +77,13 @@ absl::Time LastChange(int directory) {
   return last;
 }
 
+/// A complete checkpoint of the attempt and under the name that its directory's name says.
+bool IsOwn(const Inspection& inspection, const format::DirectoryName& name) {
+  return inspection.state == Inspection::State::kComplete &&
+         (inspection.info.attempt == name.attempt || Planted(Bug::kPromoteOtherAttempt)) &&
+         inspection.recorded_name == name.checkpoint;
+}
+
 class Recovery {
  public:
   Recovery(int parent, const std::string& path, const FileSystem& file_system,
@@ -88,10 +97,10 @@ class Recovery {
   absl::StatusOr<RecoveryReport> Run();
 
  private:
-  enum class Outcome { kSettled, kOrphan, kKept };
+  enum class Outcome { kSettled, kOrphan, kNotYetSilent, kKept };
   struct Visit {
     Outcome outcome = Outcome::kSettled;
-    std::string why;  // for kKept
+    std::string why;  // for kNotYetSilent and kKept
   };
   static Visit Keep(std::string why) { return {.outcome = Outcome::kKept, .why = std::move(why)}; }
 
@@ -104,6 +113,7 @@ class Recovery {
   absl::StatusOr<Visit> Promote(const std::string& name, int directory,
                                 const std::string& checkpoint);
   Visit Remove(const std::string& name, bool may_remove);
+  Visit JudgeByAge(const format::DirectoryName& name, int directory) const;
   Inspection InspectName(const std::string& checkpoint) const;
 
   const int parent_;
@@ -149,16 +159,23 @@ absl::StatusOr<std::vector<std::string>> Recovery::Candidates() const {
 /// checkpoints than before, never fewer.
 absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans) {
   const absl::Time deadline = base::Now() + options_.wait_for_orphans;
+  const bool waits = options_.wait_for_orphans > absl::ZeroDuration();
+  const absl::Time silence_deadline =
+      waits ? base::Now() + options_.silence_without_locks + kPollSilence : base::Now();
   HOLDFAST_ASSIGN_OR_RETURN(std::vector<std::string> names, Candidates());
   while (true) {
     orphans->clear();
+    std::vector<std::string> not_yet_silent;
     for (const std::string& name : names) {
       HOLDFAST_ASSIGN_OR_RETURN(const Visit visit, Settle(name, /*may_remove=*/false));
       if (visit.outcome == Outcome::kOrphan) orphans->push_back(name);
+      if (visit.outcome == Outcome::kNotYetSilent) not_yet_silent.push_back(name);
     }
-    if (orphans->empty() || base::Now() >= deadline) return absl::OkStatus();
-    Pause(kPoll);
+    const bool silence_may_come = !not_yet_silent.empty() && base::Now() < silence_deadline;
+    if (!silence_may_come && (orphans->empty() || base::Now() >= deadline)) return absl::OkStatus();
+    Pause(orphans->empty() ? kPollSilence : kPoll);
     names = *orphans;
+    names.insert(names.end(), not_yet_silent.begin(), not_yet_silent.end());
   }
 }
 
@@ -214,15 +231,30 @@ absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool m
     // waiting for.
     return Keep(std::string(kStillAtWork));
   }
-  if (owner == Owner::kUnknown &&
-      base::WallTime() - LastChange(directory->get()) < options_.age_without_locks) {
-    return Keep(absl::StrCat("locks on ", file_system_.name,
-                             " do not tell whether a save is running there, and it changed less "
-                             "than ",
-                             absl::FormatDuration(options_.age_without_locks), " ago"));
+  if (owner == Owner::kUnknown) {
+    Visit visit = JudgeByAge(format::ParseDirectoryName(name), directory->get());
+    if (visit.outcome != Outcome::kSettled) return visit;
   }
   if (kind != format::DirectoryKind::kPartial) return Remove(name, may_remove);
   return SettlePartial(name, directory->get(), may_remove);
+}
+
+/// kSettled: nothing has changed there for long enough. A complete checkpoint needs minutes:
+/// promoting it beside a worker that lives after all does no harm, because that worker finds its
+/// own checkpoint under the final name. What would be removed needs a day.
+Recovery::Visit Recovery::JudgeByAge(const format::DirectoryName& name, int directory) const {
+  const absl::Duration age = directory::TimeOnFileSystem(parent_) - LastChange(directory);
+  if (age >= options_.age_without_locks) return Visit{};
+  const bool promotes = options_.promote && name.kind == format::DirectoryKind::kPartial &&
+                        IsOwn(Inspect(directory), name);
+  const absl::Duration needed =
+      promotes ? options_.silence_without_locks : options_.age_without_locks;
+  if (age >= needed) return Visit{};
+  return {.outcome = promotes ? Outcome::kNotYetSilent : Outcome::kKept,
+          .why = absl::StrCat("locks on ", file_system_.name,
+                              " do not tell whether a save is running there, and it changed less "
+                              "than ",
+                              absl::FormatDuration(needed), " ago; recover again later")};
 }
 
 absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name, int directory,
@@ -239,11 +271,7 @@ absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name,
     case Inspection::State::kComplete:
       break;
   }
-  const bool own =
-      inspection.state == Inspection::State::kComplete &&
-      (inspection.info.attempt == parsed.attempt || Planted(Bug::kPromoteOtherAttempt)) &&
-      inspection.recorded_name == parsed.checkpoint;
-  if (own) return Promote(name, directory, parsed.checkpoint);
+  if (IsOwn(inspection, parsed)) return Promote(name, directory, parsed.checkpoint);
   const Inspection successor = InspectName(parsed.checkpoint);
   const bool replaced = successor.state == Inspection::State::kComplete;
   if (inspection.state == Inspection::State::kDamaged) {

@@ -1,10 +1,13 @@
 #include "runtime/directory/file_system.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/vfs.h>
 
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
@@ -60,6 +63,16 @@ absl::StatusOr<FileSystem> IdentifyFileSystem(int fd) {
   }
   file_system.name = absl::StrCat("0x", absl::Hex(magic));
   return file_system;
+}
+
+absl::Time TimeOnFileSystem(int directory) {
+  const struct timespec now = {.tv_sec = 0, .tv_nsec = UTIME_NOW};
+  const struct timespec times[2] = {{.tv_sec = 0, .tv_nsec = UTIME_OMIT}, now};
+  struct stat found = {};
+  if (sys::Sys().futimens(directory, times) != 0 || sys::Sys().fstat(directory, &found) != 0) {
+    return base::WallTime();
+  }
+  return absl::TimeFromTimespec(found.st_mtim);
 }
 
 }  // namespace holdfast::directory

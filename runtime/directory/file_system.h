@@ -6,6 +6,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
 
 namespace holdfast::directory {
 
@@ -23,6 +24,11 @@ struct FileSystem {
 
 /// Asks statfs(2) about the file system that `fd` lies on.
 absl::StatusOr<FileSystem> IdentifyFileSystem(int fd);
+
+/// The time by the file system's own clock, which the times of its entries follow: the clock of a
+/// server may differ from this machine's. Touches `directory`. Where that is refused, the time of
+/// this machine.
+absl::Time TimeOnFileSystem(int directory);
 
 }  // namespace holdfast::directory
 

@@ -96,6 +96,7 @@ constexpr SystemCalls kKernel = {
     .fstat = ::fstat,
     .fstatat = ::fstatat,
     .fstatfs = ::fstatfs,
+    .futimens = ::futimens,
     .statx = ::statx,
     .readlinkat = ::readlinkat,
     .mkdirat = ::mkdirat,

@@ -45,6 +45,7 @@ struct SystemCalls {
   int (*fstat)(int fd, struct stat* out);
   int (*fstatat)(int directory, const char* path, struct stat* out, int flags);
   int (*fstatfs)(int fd, struct statfs* out);
+  int (*futimens)(int fd, const struct timespec times[2]);
   int (*statx)(int directory, const char* path, int flags, unsigned mask, struct statx* out);
   ssize_t (*readlinkat)(int directory, const char* path, char* buffer, size_t bytes);
   int (*mkdirat)(int directory, const char* path, mode_t mode);

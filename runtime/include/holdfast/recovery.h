@@ -35,8 +35,13 @@ struct RecoveryOptions {
   bool promote =
       true;  ///< Give complete partial checkpoints without a living owner their final name.
   bool clean_up = true;  ///< Remove incomplete partial ones without a living owner.
-  /// Where locks do not tell who is at work (network file systems), a partial directory is left
-  /// alone until nothing in it has changed for this long. Zero: the caller knows that no save runs.
+  /// Where locks do not tell who is at work (network file systems): a complete partial checkpoint
+  /// is promoted once nothing in it has changed for this long, by the file system's clock. Recovery
+  /// waits for that, unless `wait_for_orphans` is zero. Ranks that live change a file of theirs
+  /// every ten seconds; a client's cache of file times may be a minute old.
+  absl::Duration silence_without_locks = absl::Minutes(2);
+  /// The same for what is incomplete, which is then removed. Zero: the caller knows that no save
+  /// runs.
   absl::Duration age_without_locks = absl::Hours(24);
 };
 

@@ -16,6 +16,7 @@
 #include "runtime/directory/entries.h"
 #include "runtime/directory/locks.h"
 #include "runtime/format/directory_names.h"
+#include "runtime/layout/board.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/small_checkpoint.h"
 
@@ -24,6 +25,7 @@ namespace {
 
 using format::DirectoryKind;
 using ::testing::AllOf;
+using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -401,7 +403,7 @@ TEST_F(RecoveryTest, OnANetworkFileSystemLeavesYoungDirectoriesAlone) {
   PretendNfs();
   const RecoveryReport report = Recovered();
   EXPECT_THAT(report.kept_incomplete, SizeIs(2));
-  EXPECT_THAT(report.kept_incomplete[0], AllOf(HasSubstr("nfs"), HasSubstr("24h")));
+  EXPECT_THAT(report.kept_incomplete, Contains(AllOf(HasSubstr("nfs"), HasSubstr("24h"))));
   EXPECT_TRUE(Exists(complete_) && Exists(incomplete_));
 }
 
@@ -421,6 +423,66 @@ TEST_F(RecoveryTest, OnANetworkFileSystemOneYoungFileMakesTheDirectoryYoung) {
   std::ofstream(directory_ / (incomplete_ + "/model-00000-of-00002.safetensors")) << "still going";
   PretendNfs();
   EXPECT_THAT(Recovered().removed, IsEmpty());
+}
+
+TEST_F(RecoveryTest, OnANetworkFileSystemPromotesWhatWasSilentForMinutes) {
+  MakeOneOfEach();
+  MakeOld(complete_, absl::Minutes(3));
+  MakeOld(incomplete_, absl::Minutes(3));
+  PretendNfs();
+  const RecoveryReport report = Recovered();
+  EXPECT_THAT(report.promoted, ElementsAre("step-7"));
+  EXPECT_THAT(report.removed, IsEmpty());
+  EXPECT_THAT(report.kept_incomplete, ElementsAre(HasSubstr("24h")));
+}
+
+TEST_F(RecoveryTest, OnANetworkFileSystemWaitsForTheSilence) {
+  MakeOneOfEach();
+  PretendNfs();
+  const RecoveryReport report = Recovered(
+      {.wait_for_orphans = absl::Milliseconds(1), .silence_without_locks = absl::Seconds(2)});
+  EXPECT_THAT(report.promoted, ElementsAre("step-7"));
+  EXPECT_TRUE(Exists(incomplete_));
+}
+
+TEST_F(RecoveryTest, OnANetworkFileSystemSignsOfLifePutThePromotionOff) {
+  MakeOneOfEach();
+  const std::string board = directory_ / (complete_ + "/" + layout::kBoardName);
+  std::ofstream(board) << "alive";
+  MakeOld(complete_, absl::Minutes(3));
+  std::ofstream(board) << "alive again";
+  PretendNfs();
+  EXPECT_THAT(Recovered().promoted, IsEmpty());
+}
+
+TEST_F(RecoveryTest, OnANetworkFileSystemTheServersClockCounts) {
+  static absl::Duration ahead;
+  MakeOneOfEach();
+  MakeOld(complete_, absl::Minutes(10));
+  PretendNfs();
+  const auto shift = [](struct stat* out) {
+    out->st_mtim = absl::ToTimespec(absl::TimeFromTimespec(out->st_mtim) + ahead);
+  };
+  static const auto kShift = shift;
+  sys::g_system.fstat = [](int fd, struct stat* out) {
+    const int result = sys::kKernel.fstat(fd, out);
+    kShift(out);
+    return result;
+  };
+  sys::g_system.fstatat = [](int directory, const char* name, struct stat* out, int flags) {
+    const int result = sys::kKernel.fstatat(directory, name, out, flags);
+    kShift(out);
+    return result;
+  };
+  // Ten minutes by the server's clock, whatever this machine's says.
+  for (const absl::Duration difference : {-absl::Hours(1), absl::Hours(1)}) {
+    ahead = difference;
+    const RecoveryReport report = Recovered(
+        {.wait_for_orphans = absl::ZeroDuration(), .silence_without_locks = absl::Minutes(20)});
+    EXPECT_THAT(report.promoted, IsEmpty());
+  }
+  ahead = absl::Hours(1);
+  EXPECT_THAT(Recovered().promoted, ElementsAre("step-7"));
 }
 
 TEST_F(RecoveryTest, OnANetworkFileSystemTheCallerMayVouchThatNothingRuns) {
