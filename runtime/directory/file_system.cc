@@ -1,6 +1,5 @@
 #include "runtime/directory/file_system.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
 
@@ -66,10 +65,8 @@ absl::StatusOr<FileSystem> IdentifyFileSystem(int fd) {
 }
 
 absl::Time TimeOnFileSystem(int directory) {
-  const struct timespec now = {.tv_sec = 0, .tv_nsec = UTIME_NOW};
-  const struct timespec times[2] = {{.tv_sec = 0, .tv_nsec = UTIME_OMIT}, now};
   struct stat found = {};
-  if (sys::Sys().futimens(directory, times) != 0 || sys::Sys().fstat(directory, &found) != 0) {
+  if (sys::Sys().futimens(directory, nullptr) != 0 || sys::Sys().fstat(directory, &found) != 0) {
     return base::WallTime();
   }
   return absl::TimeFromTimespec(found.st_mtim);

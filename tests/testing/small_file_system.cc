@@ -57,11 +57,14 @@ absl::StatusOr<std::unique_ptr<SmallFileSystem>> SmallFileSystem::Loop(const std
   return made;
 }
 
-absl::StatusOr<std::unique_ptr<SmallFileSystem>> SmallFileSystem::Fuse(const std::string& options) {
+absl::StatusOr<std::unique_ptr<SmallFileSystem>> SmallFileSystem::Fuse(const std::string& options,
+                                                                       std::string below) {
   std::unique_ptr<SmallFileSystem> made(new SmallFileSystem());
   made->type_ = "fuse";
-  const std::string below = absl::StrCat(made->scratch_.path(), "/below");
-  (void)mkdir(below.c_str(), 0755);
+  if (below.empty()) {
+    below = absl::StrCat(made->scratch_.path(), "/below");
+    (void)mkdir(below.c_str(), 0755);
+  }
   const absl::Status mounted =
       made->MountBy(absl::StrCat("bindfs ", options, " ", below, " ", made->path_));
   if (!mounted.ok()) return mounted;

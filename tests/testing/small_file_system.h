@@ -25,7 +25,9 @@ class SmallFileSystem {
                                                                uint64_t bytes,
                                                                const std::string& options = "");
   /// A directory of the machine's own disk, seen through a FUSE program: bindfs with `options`.
-  static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Fuse(const std::string& options);
+  /// `below`: that directory, in place of one of its own; it outlives this object.
+  static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Fuse(const std::string& options,
+                                                               std::string below = "");
   /// The same through an overlay, as in a container.
   static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Overlay();
   ~SmallFileSystem();
