@@ -19,11 +19,11 @@ constexpr int kLooksMax = 5;
 constexpr long kPauseNs = 1'000'000;
 
 /// Reads until `bytes` are there or the file ends; what lies behind its end reads as zeros.
-bool ReadAt(const RankBoard& board, void* out, uint64_t bytes, uint64_t offset) {
+bool ReadFrom(int fd, void* out, uint64_t bytes, uint64_t offset) {
   uint64_t done = 0;
   while (done < bytes) {
     const ssize_t got = sys::Uninterrupted([&] {
-      return sys::Sys().pread(board.fd, static_cast<char*>(out) + done, bytes - done,
+      return sys::Sys().pread(fd, static_cast<char*>(out) + done, bytes - done,
                               static_cast<off_t>(offset + done));
     });
     if (got < 0) return false;
@@ -31,6 +31,21 @@ bool ReadAt(const RankBoard& board, void* out, uint64_t bytes, uint64_t offset) 
     done += static_cast<uint64_t>(got);
   }
   memset(static_cast<char*>(out) + done, 0, bytes - done);
+  return true;
+}
+
+bool ReadAt(const RankBoard& board, void* out, uint64_t bytes, uint64_t offset) {
+  if (board.block_fd < 0) return ReadFrom(board.fd, out, bytes, offset);
+  alignas(kIoAlignment) char block[kIoAlignment];
+  for (uint64_t done = 0; done < bytes;) {
+    const uint64_t at = offset + done;
+    const uint64_t begin = at / kIoAlignment * kIoAlignment;
+    if (!ReadFrom(board.block_fd, block, kIoAlignment, begin)) return false;
+    const uint64_t there = begin + kIoAlignment - at;
+    const uint64_t part = there < bytes - done ? there : bytes - done;
+    memcpy(static_cast<char*>(out) + done, block + (at - begin), part);
+    done += part;
+  }
   return true;
 }
 
@@ -44,6 +59,10 @@ bool WriteAt(const RankBoard& board, const void* from, uint64_t bytes, uint64_t 
     if (wrote <= 0) return false;
     done += static_cast<uint64_t>(wrote);
   }
+  // What a page cache keeps back, no other machine sees.
+  constexpr unsigned kNow =
+      SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
+  if (board.block_fd >= 0) (void)sys::Sys().sync_file_range(board.fd, 0, 0, kNow);
   return true;
 }
 
@@ -85,18 +104,25 @@ int AgreeOnHead(const RankBoard& board, const AttemptId& attempt) {
   return EPROTO;
 }
 
-/// Opens the file once more past the cache. False where that, or transfers of a few bytes by it,
-/// are refused: then the first fd stays.
+/// Opens the file once more past the cache, where that is possible. True: the heads agree. Some
+/// file systems transfer only whole blocks past it: then reads do, and writes are pushed out.
 bool OpenPastCache(int directory, const AttemptId& attempt, RankBoard* board) {
   if (!CachesAlone(board->fd)) return false;
   RankBoard direct = *board;
   direct.fd =
       sys::OpenOwned(directory, layout::kBoardName, O_RDWR | O_DIRECT | O_NOFOLLOW | O_CLOEXEC, 0);
   if (!direct.is_open()) return false;
-  const bool works = AgreeOnHead(direct, attempt) == 0;
-  sys::CloseOwned(works ? board->fd : direct.fd);
-  if (works) board->fd = direct.fd;
-  return works;
+  if (AgreeOnHead(direct, attempt) == 0) {
+    sys::CloseOwned(board->fd);
+    board->fd = direct.fd;
+    return true;
+  }
+  board->block_fd = direct.fd;
+  layout::BoardHead head;
+  if (ReadAt(*board, &head, sizeof(head), 0)) return false;
+  sys::CloseOwned(board->block_fd);
+  board->block_fd = -1;
+  return false;
 }
 
 uint64_t PulseAt(const RankBoard& board, Side side) {
@@ -128,7 +154,8 @@ int OpenBoard(int directory, const AttemptId& attempt, uint32_t rank, uint32_t w
 
 void CloseBoard(RankBoard* board) {
   if (board->is_open()) sys::CloseOwned(board->fd);
-  board->fd = -1;
+  if (board->block_fd >= 0) sys::CloseOwned(board->block_fd);
+  board->fd = board->block_fd = -1;
 }
 
 bool WritePulse(const RankBoard& board, Side side, layout::RankState state, uint32_t silent_s_max) {

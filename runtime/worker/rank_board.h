@@ -15,6 +15,9 @@ namespace holdfast::worker {
 
 struct RankBoard {
   int fd = -1;
+  /// For reads of whole blocks past a page cache that may hide other machines' writes; -1: `fd`
+  /// needs no help.
+  int block_fd = -1;
   uint32_t rank = 0;
   uint32_t world_size = 0;
 
