@@ -1,72 +1,109 @@
 // holdfast-demo: the main job, to be watched.
+#include <CLI/CLI.hpp>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <optional>
 #include <string>
 #include <system_error>
 
-#include "absl/strings/str_cat.h"
-#include "tools/demo/live_progress.h"
-#include "tools/demo/options.h"
-#include "tools/demo/outcome.h"
+#include "absl/cleanup/cleanup.h"
 #include "tools/demo/session.h"
+#include "tools/words.h"
 
 namespace holdfast::demo {
 namespace {
 
-/// The directory of the checkpoints: given, or a temporary one that goes with this object.
-class Directory {
- public:
-  explicit Directory(Options* options) : options_(*options) {
-    std::error_code error;
-    if (!options->directory.empty()) {
-      std::filesystem::create_directories(options->directory, error);
-    } else {
-      // /tmp is often a file system in memory, which is no place to show writing on.
-      const char* const place = std::getenv("TMPDIR");
-      std::string path =
-          absl::StrCat(place != nullptr ? place : "/var/tmp", "/holdfast-demo-XXXXXX");
-      if (mkdtemp(path.data()) == nullptr) error = std::error_code(errno, std::generic_category());
-      options->directory = path;
-      options->temporary = !error;
-    }
-    if (error) error_ = absl::StrCat(options->directory, ": ", error.message());
-    options_ = *options;
+constexpr char kAbout[] =
+    "Trains a model's state and saves checkpoints of it while the training goes on.\n"
+    "\n"
+    "Every step changes every element of the state. Saves run in the background; at the end all\n"
+    "checkpoints are verified, and the newest is loaded back and compared with the state as it "
+    "was\n"
+    "when the save was asked for.";
+
+constexpr char kMore[] =
+    "Exit status: 0 everything is sound; 1 damage was found (with --mutate-sealed: as it should\n"
+    "be); 2 damage was done and not found; 3 a save, a load or the set-up failed; 64 the command\n"
+    "line is wrong.\n"
+    "\n"
+    "Examples:\n"
+    "  holdfast-demo --dir /data/checkpoints\n"
+    "  holdfast-demo model.safetensors --dir /data/checkpoints --saves 5 --launcher persistent\n"
+    "  holdfast-demo --arena-bytes 512M        a save larger than the staging memory streams\n"
+    "  holdfast-demo --mutate-sealed           a save whose memory was overwritten is refused\n";
+
+void Declare(CLI::App* app, Options* options) {
+  app->add_option("FILE", options->file,
+                  "A safetensors file whose tensors are trained; without it, parameters and\n"
+                  "optimizer state of the size of GPT-2 (1.4 GiB)")
+      ->check(CLI::ExistingFile);
+  app->add_option("--dir", options->directory,
+                  "Where checkpoints are kept; made if it does not exist. Without it a temporary\n"
+                  "directory, removed at the end");
+  app->add_option("--saves", options->saves, "Number of checkpoints")
+      ->check(CLI::Range(1u, 100000u))
+      ->capture_default_str();
+  app->add_option("--steps-between", options->steps_between, "Training steps from save to save")
+      ->check(CLI::Range(1u, 1000000u))
+      ->capture_default_str();
+  app->add_option("--launcher", options->launcher, "How the writing side is started")
+      ->transform(CLI::CheckedTransformer(tools::LauncherWords(), CLI::ignore_case))
+      ->default_str("spawn");
+  app->add_option("--engine", options->engine, "How bytes reach the file")
+      ->transform(CLI::CheckedTransformer(tools::EngineWords(), CLI::ignore_case))
+      ->default_str("auto");
+  app->add_option("--arena-bytes", options->arena_bytes,
+                  "Staging memory, as 512M or 2GiB; 0 is as much as the state needs")
+      ->transform(CLI::AsSizeValue(false));
+  app->add_option("--threads", options->threads, "Threads of the training step; 0 is one per CPU")
+      ->check(CLI::Range(0u, 256u));
+  app->add_option("--seed", options->seed, "Of the training's noise")->capture_default_str();
+  app->add_option("--keep-last", options->keep_last,
+                  "Keep the newest N checkpoints and delete older ones; 0 keeps all");
+  app->add_flag("--read-back", options->read_back,
+                "Compare what is really on disk before a checkpoint counts");
+  app->add_flag("--replace", options->replace, "Replace checkpoints of the same name");
+  app->add_flag("--json", options->json, "One JSON document on standard output");
+  app->add_flag("--mutate-sealed", options->mutate_sealed,
+                "Overwrite sealed staging memory before it is written, as a framework's\n"
+                "allocator would: the save must be refused");
+}
+
+/// Makes the directory of the checkpoints, a temporary one if none was given.
+std::error_code MakeDirectory(Options* options) {
+  std::error_code error;
+  if (!options->directory.empty()) {
+    std::filesystem::create_directories(options->directory, error);
+    return error;
   }
-  ~Directory() {
+  // /tmp is often a file system in memory, which is no place to show writing on.
+  const char* const place = std::getenv("TMPDIR");
+  options->directory = std::string(place != nullptr ? place : "/var/tmp") + "/holdfast-demo-XXXXXX";
+  options->temporary = mkdtemp(options->directory.data()) != nullptr;
+  return options->temporary ? error : std::error_code(errno, std::generic_category());
+}
+
+int Main(int argc, char** argv) {
+  Options options;
+  CLI::App app(kAbout, "holdfast-demo");
+  app.footer(kMore);
+  Declare(&app, &options);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error) == 0 ? kExitSound : kExitUsage;
+  }
+  if (const std::error_code error = MakeDirectory(&options); error) {
+    std::fprintf(stderr, "holdfast-demo: %s: %s\n", options.directory.c_str(),
+                 error.message().c_str());
+    return kExitFailed;
+  }
+  const absl::Cleanup remove = [&options] {
     std::error_code ignored;
-    if (options_.temporary) std::filesystem::remove_all(options_.directory, ignored);
-  }
-  Directory(const Directory&) = delete;
-  Directory& operator=(const Directory&) = delete;
-
-  const std::string& error() const { return error_; }
-
- private:
-  Options options_;
-  std::string error_;
-};
-
-int Run(const Options& options) {
-  std::FILE* const lines = options.json ? stderr : stdout;
-  Outcome outcome;
-  absl::Status status;
-  {
-    LiveProgress progress(lines);
-    Session session(options, &progress);
-    status = session.Prepare();
-    if (status.ok()) {
-      status = options.mischief == Mischief::kMutateAndRestore ? session.ShowReadBack()
-                                                               : session.TrainAndSave();
-    }
-    outcome = session.outcome();
-  }
-  if (!status.ok()) {
-    if (outcome.exit_status != kExitFaultMissed) outcome.exit_status = kExitFailed;
-    outcome.findings.push_back(absl::StrCat("failed: ", status.ToString()));
-  }
-  std::fputs(Text(options, outcome).c_str(), lines);
+    if (options.temporary) std::filesystem::remove_all(options.directory, ignored);
+  };
+  const Outcome outcome = RunSession(options);
+  std::fputs(Text(options, outcome).c_str(), Lines(options));
   if (options.json) std::fputs(Json(options, outcome).c_str(), stdout);
   return outcome.exit_status;
 }
@@ -74,15 +111,4 @@ int Run(const Options& options) {
 }  // namespace
 }  // namespace holdfast::demo
 
-int main(int argc, char** argv) {
-  int exit_status = 0;
-  std::optional<holdfast::demo::Options> options =
-      holdfast::demo::ParseOptions(argc, argv, &exit_status);
-  if (!options.has_value()) return exit_status;
-  const holdfast::demo::Directory directory(&*options);
-  if (!directory.error().empty()) {
-    std::fprintf(stderr, "holdfast-demo: %s\n", directory.error().c_str());
-    return holdfast::demo::kExitFailed;
-  }
-  return holdfast::demo::Run(*options);
-}
+int main(int argc, char** argv) { return holdfast::demo::Main(argc, argv); }

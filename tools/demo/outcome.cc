@@ -1,10 +1,10 @@
-#include "tools/demo/outcome.h"
-
+// What came of a run: a table for people, a document for machines.
 #include <nlohmann/json.hpp>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "holdfast/pod.h"
+#include "tools/demo/session.h"
 #include "tools/progress_bar.h"
 
 namespace holdfast::demo {

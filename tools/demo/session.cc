@@ -2,13 +2,17 @@
 
 #include <algorithm>
 #include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "holdfast/checkpointer.h"
 #include "holdfast/load.h"
 #include "holdfast/recovery.h"
-#include "holdfast/verify.h"
+#include "tools/demo/training_state.h"
 #include "tools/progress_bar.h"
 
 namespace holdfast::demo {
@@ -16,35 +20,95 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-double Seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
+/// Damage on purpose: a stand-in for an allocator that hands out memory which is still in use.
+///
+/// \threadsafety All methods may be called from any thread.
+class Saboteur {
+ public:
+  /// Attacks the next extent that is sealed.
+  void Arm() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    armed_ = true;
+  }
 
-}  // namespace
+  /// For CheckpointerOptions::on_sealed.
+  void OnSealed(const SealedExtent& extent) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!std::exchange(armed_, false)) return;
+    // The end of the extent: tensor bytes also where the extent begins with the file's header.
+    const uint32_t bytes = std::clamp(extent.bytes / 16, 1u, 4096u);
+    char* const at = static_cast<char*>(extent.memory) + extent.bytes - bytes;
+    // Every bit, so that it is a change whatever was there.
+    for (uint32_t i = 0; i < bytes; ++i) at[i] = static_cast<char>(~at[i]);
+    const uint64_t end = extent.file_offset + extent.bytes;
+    deed_ = absl::StrCat("overwrote ", bytes, " sealed bytes of ", extent.file, " [", end - bytes,
+                         ", ", end, ") in staging memory");
+  }
 
-Session::Session(const Options& options, LiveProgress* progress)
-    : options_(options),
-      progress_(progress),
-      saboteur_(std::make_unique<Saboteur>(options.mischief)) {}
+  /// What was done, for people; empty if nothing was.
+  std::string deed() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return deed_;
+  }
 
-absl::Status Session::Prepare() {
-  absl::StatusOr<std::unique_ptr<TrainingState>> state =
-      options_.file.empty()
-          ? TrainingState::Gpt2(options_.threads, options_.seed)
-          : TrainingState::FromFile(options_.file, options_.threads, options_.seed);
-  if (!state.ok()) return state.status();
-  state_ = *std::move(state);
-  const absl::StatusOr<SavePlan> plan = PlanSafetensors("model", state_->tensors(), {});
-  if (!plan.ok()) return plan.status();
-  file_bytes_ = plan->total_bytes();
-  outcome_.state_bytes = state_->bytes();
-  outcome_.state_tensors = state_->tensors().size();
-  outcome_.state_origin = state_->origin();
-  progress_->Print(absl::StrFormat("state: %s, %d tensors, %s", state_->origin(),
-                                   outcome_.state_tensors,
-                                   tools::FormatBytes(static_cast<double>(state_->bytes()))));
+ private:
+  mutable std::mutex mutex_;
+  bool armed_ = false;
+  std::string deed_;
+};
+
+class Session {
+ public:
+  explicit Session(const Options& options) : options_(options) {}
+
+  /// \error what kept it from going on; faults that were found are in the outcome.
+  absl::Status Run();
+  Outcome TakeOutcome() { return std::move(outcome_); }
+
+ private:
+  absl::Status Prepare();
+  void TrainAndSave();
+  void StartSave(bool attack);
+  void TrainSteps(uint32_t steps);
+  void Print(const std::string& line);
+  void DrawProgress();
+  void TakeEnded(bool wait);
+  absl::Status Prove();
+  absl::Status LoadNewest();
+  void Judge();
+
+  const Options options_;
+  Outcome outcome_;
+  std::vector<double> step_seconds_;
+  std::unique_ptr<TrainingState> state_;
+  std::optional<tools::ProgressBar> bar_;
+  std::string bar_of_;
+  // After what a checkpointer's threads call, so that they end first.
+  Saboteur saboteur_;
+  std::unique_ptr<Checkpointer> checkpointer_;
+};
+
+absl::Status Session::Run() {
+  if (const absl::Status prepared = Prepare(); !prepared.ok()) return prepared;
+  TrainAndSave();
+  if (const absl::Status proved = Prove(); !proved.ok()) return proved;
+  if (const absl::Status loaded = LoadNewest(); !loaded.ok()) return loaded;
+  Judge();
   return absl::OkStatus();
 }
 
-CheckpointerOptions Session::MakeOptions() const {
+absl::Status Session::Prepare() {
+  absl::StatusOr<std::unique_ptr<TrainingState>> state =
+      TrainingState::Make(options_.file, options_.threads, options_.seed);
+  if (!state.ok()) return state.status();
+  state_ = *std::move(state);
+  outcome_.state_bytes = state_->bytes();
+  outcome_.state_tensors = state_->tensors().size();
+  outcome_.state_origin = state_->origin();
+  Print(absl::StrFormat("state: %s, %d tensors, %s", state_->origin(), outcome_.state_tensors,
+                        tools::FormatBytes(static_cast<double>(state_->bytes()))));
+  const absl::StatusOr<SavePlan> plan = PlanSafetensors("model", state_->tensors(), {});
+  if (!plan.ok()) return plan.status();
   CheckpointerOptions options;
   options.directory = options_.directory;
   options.launcher = options_.launcher;
@@ -53,54 +117,88 @@ CheckpointerOptions Session::MakeOptions() const {
   options.retention.keep_last = options_.keep_last;
   options.staging.arena_bytes = options_.arena_bytes != 0
                                     ? options_.arena_bytes
-                                    : DefaultArenaBytes({.state_bytes = file_bytes_});
-  if (options_.mischief != Mischief::kNone) {
-    Saboteur* const saboteur = saboteur_.get();
-    options.on_sealed = [saboteur](const SealedExtent& extent) { saboteur->OnSealed(extent); };
+                                    : DefaultArenaBytes({.state_bytes = plan->total_bytes()});
+  if (options_.mutate_sealed) {
+    options.on_sealed = [this](const SealedExtent& extent) { saboteur_.OnSealed(extent); };
   }
-  return options;
+  absl::StatusOr<std::unique_ptr<Checkpointer>> made = Checkpointer::Create(options);
+  if (made.ok()) checkpointer_ = *std::move(made);
+  return made.status();
 }
 
-absl::Status Session::Open(const CheckpointerOptions& options) {
-  checkpointer_.reset();  // Its memory first, then the next one's.
-  absl::StatusOr<std::unique_ptr<Checkpointer>> checkpointer = Checkpointer::Create(options);
-  if (!checkpointer.ok()) return checkpointer.status();
-  checkpointer_ = *std::move(checkpointer);
-  return absl::OkStatus();
+void Session::TrainAndSave() {
+  // The second save if there are two, so that a sound one stands beside the refused one.
+  const uint32_t attacked = std::min(1u, options_.saves - 1);
+  for (uint32_t i = 0; i < options_.saves; ++i) {
+    TrainSteps(options_.steps_between);
+    StartSave(options_.mutate_sealed && i == attacked);
+  }
+  // Training goes on while the last save becomes durable.
+  while (!outcome_.saves.back().ended) TrainSteps(1);
+  TakeEnded(true);
+  checkpointer_->Flush(absl::InfiniteDuration()).IgnoreError();  // And deletions.
+  outcome_.staging = checkpointer_->staging();
+  checkpointer_.reset();
+  std::sort(step_seconds_.begin(), step_seconds_.end());
+  outcome_.step_seconds = step_seconds_[step_seconds_.size() / 2];
+}
+
+void Session::StartSave(bool attack) {
+  if (attack) {
+    // Alone, so that the extent that is sealed next is this save's. The handles of earlier saves
+    // report their failures.
+    checkpointer_->Flush(absl::InfiniteDuration()).IgnoreError();
+    saboteur_.Arm();
+  }
+  SaveRow row;
+  row.step = state_->steps();
+  row.name = absl::StrFormat("step-%07d", row.step);
+  row.attacked = attack;
+  row.fingerprints = state_->Fingerprints();
+  SaveRequest request;
+  request.name = row.name;
+  request.step = row.step;
+  request.tensors = state_->tensors();
+  request.replace = options_.replace;
+  absl::StatusOr<SaveHandle> handle = checkpointer_->SaveAsync(request);
+  row.status = handle.status();
+  row.ended = !handle.ok();
+  if (handle.ok()) row.handle = *std::move(handle);
+  outcome_.saves.push_back(std::move(row));
+  if (attack) {
+    TakeEnded(true);
+    outcome_.deed = saboteur_.deed();
+    Print(absl::StrCat(outcome_.saves.back().name, ": on purpose: ", outcome_.deed));
+  }
 }
 
 void Session::TrainSteps(uint32_t steps) {
   for (uint32_t i = 0; i < steps; ++i) {
     const Clock::time_point begin = Clock::now();
     state_->Step();
-    step_seconds_.push_back(Seconds(Clock::now() - begin));
+    step_seconds_.push_back(std::chrono::duration<double>(Clock::now() - begin).count());
     TakeEnded(false);
+    DrawProgress();
   }
 }
 
-absl::Status Session::StartSave(const std::string& name, bool attack) {
-  if (attack) {
-    // Alone, so that the extents that are sealed from now on are this save's. Earlier saves that
-    // failed are told about by their own handles.
-    checkpointer_->Flush(absl::InfiniteDuration()).IgnoreError();
-    saboteur_->Arm(Victim());
+void Session::Print(const std::string& line) {
+  bar_.reset();
+  std::fprintf(Lines(options_), "%s\n", line.c_str());
+  std::fflush(Lines(options_));
+}
+
+/// Shows the oldest save in flight.
+void Session::DrawProgress() {
+  const auto row = std::find_if(outcome_.saves.begin(), outcome_.saves.end(),
+                                [](const SaveRow& save) { return !save.ended; });
+  if (row == outcome_.saves.end()) return bar_.reset();
+  if (!bar_.has_value() || bar_of_ != row->name) {
+    bar_of_ = row->name;
+    bar_.emplace("saving " + row->name, stderr, true);
   }
-  SaveRow row;
-  row.name = name;
-  row.step = state_->steps();
-  row.attacked = attack;
-  row.fingerprints = state_->Fingerprints();
-  SaveRequest request;
-  request.name = name;
-  request.step = row.step;
-  request.tensors = state_->tensors();
-  request.replace = options_.replace;
-  absl::StatusOr<SaveHandle> handle = checkpointer_->SaveAsync(request);
-  if (!handle.ok()) return handle.status();
-  row.handle = *handle;
-  progress_->Watch(name, *handle);
-  outcome_.saves.push_back(std::move(row));
-  return absl::OkStatus();
+  const SaveProgress progress = row->handle.progress();
+  bar_->Update(progress.bytes_written, progress.bytes_total);
 }
 
 void Session::TakeEnded(bool wait) {
@@ -110,66 +208,13 @@ void Session::TakeEnded(bool wait) {
     row.ended = true;
     row.status = report.status();
     if (!report.ok()) {
-      progress_->Print(absl::StrCat(row.name, ": refused: ", report.status().ToString()));
+      Print(absl::StrCat(row.name, ": refused: ", report.status().ToString()));
       continue;
     }
     row.report = *std::move(report);
-    progress_->Print(absl::StrFormat("%s: durable after %.2f s; the call took %.0f ms", row.name,
-                                     row.report.time_to_durable, row.report.time_in_call * 1e3));
+    Print(absl::StrFormat("%s: durable after %.2f s; the call took %.0f ms", row.name,
+                          row.report.time_to_durable, row.report.time_in_call * 1e3));
   }
-}
-
-uint32_t Session::Victim() const {
-  // Enough in front of it to keep the disk busy for a while, and within the staging memory: the
-  // first extents of a save that streams must be written before there is room for later ones.
-  constexpr uint64_t kExtentsBefore = 15;
-  const uint64_t extents = (file_bytes_ + kChunkBytes - 1) / kChunkBytes;
-  const uint64_t arena = checkpointer_->options().staging.arena_bytes / kChunkBytes;
-  return static_cast<uint32_t>(std::min({kExtentsBefore, extents - 1, arena - 1}));
-}
-
-absl::Status Session::TrainAndSave() {
-  if (const absl::Status opened = Open(MakeOptions()); !opened.ok()) return opened;
-  // The second save if there are two, so that a sound one stands beside the refused one.
-  const uint32_t attacked = std::min(1u, options_.saves - 1);
-  for (uint32_t i = 0; i < options_.saves; ++i) {
-    TrainSteps(options_.steps_between);
-    const bool attack = options_.mischief == Mischief::kMutateSealed && i == attacked;
-    const std::string name = absl::StrFormat("step-%07d", state_->steps());
-    if (const absl::Status started = StartSave(name, attack); !started.ok()) {
-      TakeEnded(true);
-      return started;
-    }
-    if (attack) {
-      // All sealed, so it is done; what became of the save is told next.
-      outcome_.saves.back().handle.WaitStaged(absl::InfiniteDuration()).IgnoreError();
-      saboteur_->Disarm();
-      outcome_.deed = saboteur_->deed();
-      progress_->Print(absl::StrCat(name, ": on purpose: ", outcome_.deed));
-      TakeEnded(true);
-    }
-  }
-  // Training goes on while the last save becomes durable.
-  while (!outcome_.saves.back().handle.IsDone()) TrainSteps(1);
-  TakeEnded(true);
-  checkpointer_->Flush(absl::InfiniteDuration()).IgnoreError();  // And deletions.
-  outcome_.staging = checkpointer_->staging();
-  outcome_.step_seconds = MedianStepSeconds();
-  checkpointer_.reset();
-  if (const absl::Status proved = Prove(); !proved.ok()) return proved;
-  Judge();
-  return absl::OkStatus();
-}
-
-absl::Status Session::VerifyRow(SaveRow* row) {
-  tools::ProgressBar bar("verifying " + row->name, stderr, true);
-  VerifyOptions options;
-  options.progress = [&bar](uint64_t done, uint64_t total) { bar.Update(done, total); };
-  absl::StatusOr<VerifyReport> report = Verify(row->report.path, options);
-  if (!report.ok()) return report.status();
-  row->verify = *std::move(report);
-  row->verified = true;
-  return absl::OkStatus();
 }
 
 absl::Status Session::Prove() {
@@ -182,9 +227,15 @@ absl::Status Session::Prove() {
                     return info.name == row.name;
                   });
     if (row.deleted) continue;
-    if (const absl::Status status = VerifyRow(&row); !status.ok()) return status;
+    tools::ProgressBar bar("verifying " + row.name, stderr, true);
+    VerifyOptions options;
+    options.progress = [&bar](uint64_t done, uint64_t total) { bar.Update(done, total); };
+    absl::StatusOr<VerifyReport> report = Verify(row.report.path, options);
+    if (!report.ok()) return report.status();
+    row.verify = *std::move(report);
+    row.verified = true;
   }
-  return LoadNewest();
+  return absl::OkStatus();
 }
 
 absl::Status Session::LoadNewest() {
@@ -196,13 +247,7 @@ absl::Status Session::LoadNewest() {
   if (!reader.ok()) return reader.status();
   outcome_.loaded = newest->name;
   state_->Poison();
-  std::vector<TensorTarget> targets;
-  for (const TensorSource& tensor : state_->tensors()) {
-    targets.push_back({.name = tensor.name,
-                       .data = const_cast<void*>(tensor.data),  // The state's own memory.
-                       .bytes = tensor.bytes});
-  }
-  const absl::StatusOr<LoadReport> loaded = (*reader)->Load(targets, {});
+  const absl::StatusOr<LoadReport> loaded = (*reader)->Load(state_->Targets(), {});
   if (!loaded.ok()) return loaded.status();
   outcome_.load_seconds = loaded->seconds;
   outcome_.loaded_equal = state_->Fingerprints() == newest->fingerprints;
@@ -212,35 +257,42 @@ absl::Status Session::LoadNewest() {
   return absl::OkStatus();
 }
 
-double Session::MedianStepSeconds() const {
-  std::vector<double> sorted = step_seconds_;
-  std::sort(sorted.begin(), sorted.end());
-  return sorted.empty() ? 0 : sorted[sorted.size() / 2];
-}
-
 void Session::Judge() {
-  outcome_.exit_status =
-      outcome_.loaded_equal || outcome_.loaded.empty() ? kExitSound : kExitFaultMissed;
+  int* const exit_status = &outcome_.exit_status;
+  *exit_status = outcome_.loaded_equal || outcome_.loaded.empty() ? kExitSound : kExitFaultMissed;
   uint32_t sound = 0;
   for (const SaveRow& row : outcome_.saves) {
-    sound += row.verified && row.verify.verdict == Verdict::kSound ? 1 : 0;
     if (!row.status.ok()) {
       outcome_.findings.push_back(
           absl::StrCat(row.name, " was refused: ", std::string(row.status.message())));
       const bool damage = row.status.code() == absl::StatusCode::kDataLoss;
-      outcome_.exit_status = std::max(outcome_.exit_status, damage ? kExitFaultFound : kExitFailed);
-    }
-    if (row.verified && row.verify.verdict != Verdict::kSound) {
-      outcome_.exit_status = std::max(outcome_.exit_status, kExitFaultFound);
+      *exit_status = std::max(*exit_status, damage ? kExitFaultFound : kExitFailed);
+    } else if (row.verified && row.verify.verdict == Verdict::kSound) {
+      ++sound;
+    } else if (row.verified) {
+      *exit_status = std::max(*exit_status, kExitFaultFound);
       outcome_.findings.push_back(absl::StrCat(row.name, ": verifying found damage on disk"));
     }
     if (row.attacked && row.status.ok()) {
-      outcome_.exit_status = kExitFaultMissed;
+      *exit_status = kExitFaultMissed;
       outcome_.findings.push_back(absl::StrCat(row.name, " was attacked and NOT refused"));
     }
   }
   outcome_.findings.push_back(
       absl::StrCat(sound, " of ", outcome_.saves.size(), " checkpoints verified sound."));
+}
+
+}  // namespace
+
+Outcome RunSession(const Options& options) {
+  Session session(options);
+  const absl::Status status = session.Run();
+  Outcome outcome = session.TakeOutcome();
+  if (!status.ok()) {
+    outcome.exit_status = kExitFailed;
+    outcome.findings.push_back(absl::StrCat("failed: ", status.ToString()));
+  }
+  return outcome;
 }
 
 }  // namespace holdfast::demo

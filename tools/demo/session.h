@@ -1,66 +1,86 @@
-// One run of the demo: a training loop whose state is saved while it goes on.
+// One run of the demo: a training loop whose state is saved while it goes on, and what came of it.
 #ifndef HOLDFAST_TOOLS_DEMO_SESSION_H_
 #define HOLDFAST_TOOLS_DEMO_SESSION_H_
 
 #include <cstdint>
-#include <memory>
+#include <cstdio>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
-#include "absl/status/statusor.h"
-#include "holdfast/checkpointer.h"
-#include "tools/demo/live_progress.h"
-#include "tools/demo/options.h"
-#include "tools/demo/outcome.h"
-#include "tools/demo/saboteur.h"
-#include "tools/demo/training_state.h"
+#include "holdfast/save.h"
+#include "holdfast/staging.h"
+#include "holdfast/verify.h"
 
 namespace holdfast::demo {
 
-/// \threadsafety One thread.
-class Session {
- public:
-  Session(const Options& options, LiveProgress* progress);
-
-  /// Makes the state. Before anything else.
-  absl::Status Prepare();
-
-  /// Trains and saves (with Mischief::kMutateSealed one of the saves is attacked), then proves what
-  /// was saved. \error what kept it from going on; faults that were found are in the outcome.
-  absl::Status TrainAndSave();
-
-  /// Shows what only read-back finds: the same damage without and with it.
-  absl::Status ShowReadBack();
-
-  const Outcome& outcome() const { return outcome_; }
-
- private:
-  CheckpointerOptions MakeOptions() const;
-  absl::Status Open(const CheckpointerOptions& options);
-  void TrainSteps(uint32_t steps);
-  absl::Status StartSave(const std::string& name, bool attack);
-  void TakeEnded(bool wait);
-  absl::Status Prove();
-  absl::Status VerifyRow(SaveRow* row);
-  absl::Status LoadNewest();
-  void Judge();
-  double MedianStepSeconds() const;
-  /// One round of ShowReadBack; true when the damage went the way that was to be shown.
-  absl::StatusOr<bool> AttackOnce(bool read_back, uint32_t attempt);
-  absl::Status AttackUntilShown(bool read_back);
-  uint32_t Victim() const;
-
-  const Options options_;
-  LiveProgress* const progress_;
-  Outcome outcome_;
-  std::vector<double> step_seconds_;
-  uint64_t file_bytes_ = 0;
-  std::unique_ptr<TrainingState> state_;
-  // After what a checkpointer's threads call, so that they end first.
-  std::unique_ptr<Saboteur> saboteur_;
-  std::unique_ptr<Checkpointer> checkpointer_;
+struct Options {
+  std::string file;        ///< A safetensors file to train on; empty: a GPT-2-sized state.
+  std::string directory;   ///< Where the checkpoints are.
+  bool temporary = false;  ///< `directory` was made by this program.
+  uint32_t saves = 3;
+  uint32_t steps_between = 3;
+  uint32_t threads = 0;      ///< Of the training step; 0: one per CPU, at most 8.
+  uint64_t arena_bytes = 0;  ///< 0: as much as the state needs.
+  uint64_t seed = 1;
+  Launcher launcher = Launcher::kSpawn;
+  EngineRung engine = EngineRung::kAuto;
+  uint32_t keep_last = 0;
+  bool read_back = false;
+  bool replace = false;
+  bool json = false;
+  bool mutate_sealed =
+      false;  ///< Sealed bytes of one save are overwritten before they are written.
 };
+
+/// Exit statuses, as --help lists them.
+inline constexpr int kExitSound = 0;
+inline constexpr int kExitFaultFound = 1;
+inline constexpr int kExitFaultMissed = 2;
+inline constexpr int kExitFailed = 3;
+inline constexpr int kExitUsage = 64;
+
+struct SaveRow {
+  std::string name;
+  uint64_t step = 0;
+  SaveHandle handle;
+  bool attacked = false;
+  bool ended = false;
+  absl::Status status;    ///< Of the save.
+  SaveReport report;      ///< If it is durable.
+  bool deleted = false;   ///< Retention took it.
+  bool verified = false;  ///< `verify` is filled.
+  VerifyReport verify;
+  std::vector<uint64_t> fingerprints;  ///< Of the tensors when the save was asked for.
+};
+
+struct Outcome {
+  std::vector<SaveRow> saves;
+  StagingStats staging;
+  uint64_t state_bytes = 0;
+  uint64_t state_tensors = 0;
+  std::string state_origin;
+  double step_seconds = 0;  ///< Median of a training step.
+  std::string deed;         ///< What was damaged on purpose.
+  std::string loaded;       ///< The checkpoint that was loaded back; empty: none.
+  double load_seconds = 0;
+  bool loaded_equal = false;
+  std::vector<std::string> findings;  ///< What a person should know, one line each.
+  int exit_status = kExitSound;
+};
+
+/// Trains and saves (with `mutate_sealed` one of the saves is attacked), then proves what was
+/// saved. Prints a line whenever a save ends.
+Outcome RunSession(const Options& options);
+
+/// Where lines for people go: standard output, unless that is the JSON document's.
+inline std::FILE* Lines(const Options& options) { return options.json ? stderr : stdout; }
+
+/// The table of saves and what follows it, for people.
+std::string Text(const Options& options, const Outcome& outcome);
+
+/// The same for machines.
+std::string Json(const Options& options, const Outcome& outcome);
 
 }  // namespace holdfast::demo
 

@@ -4,68 +4,61 @@
 #define HOLDFAST_TOOLS_DEMO_TRAINING_STATE_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "holdfast/load.h"
 #include "holdfast/plan.h"
-#include "tools/demo/update_rule.h"
 
 namespace holdfast::demo {
 
 /// \threadsafety One caller at a time; steps and fingerprints use threads of their own.
 class TrainingState {
  public:
-  /// The tensors of a safetensors file, with its values.
-  static absl::StatusOr<std::unique_ptr<TrainingState>> FromFile(const std::string& path,
-                                                                 uint32_t threads, uint64_t seed);
-  /// GPT-2 small with its Adam moments, freshly initialised.
-  static absl::StatusOr<std::unique_ptr<TrainingState>> Gpt2(uint32_t threads, uint64_t seed);
-
+  /// The tensors of a safetensors file, with its values; or, if `file` is empty, GPT-2 small with
+  /// its Adam moments, freshly initialised. `threads` 0: one per CPU, at most 8.
+  static absl::StatusOr<std::unique_ptr<TrainingState>> Make(const std::string& file,
+                                                             uint32_t threads, uint64_t seed);
   ~TrainingState();
   TrainingState(const TrainingState&) = delete;
   TrainingState& operator=(const TrainingState&) = delete;
 
   /// One training step: changes every element of every tensor.
   void Step();
-  uint64_t steps() const { return noise_.step; }
+  uint64_t steps() const { return steps_; }
 
-  /// What it consists of, for SaveRequest::tensors.
+  /// What the state consists of, for SaveRequest::tensors.
   const std::vector<TensorSource>& tensors() const { return tensors_; }
+  /// The same memory, to load into.
+  std::vector<TensorTarget> Targets() const;
   uint64_t bytes() const { return bytes_; }
   const std::string& origin() const { return origin_; }
 
-  /// One fingerprint per tensor, in their order.
+  /// One fingerprint per tensor, in their order. Shares no code with the runtime's digests.
   std::vector<uint64_t> Fingerprints() const;
 
   /// Fills every tensor with a pattern, so that nothing of it can be mistaken for loaded bytes.
   void Poison();
 
  private:
-  struct Work {  // a run of a tensor, small enough that threads share the load evenly
-    uint32_t tensor;
-    uint64_t begin;
-    uint64_t bytes;
-  };
-
-  TrainingState(uint32_t threads, uint64_t seed);
+  TrainingState(uint32_t threads, uint64_t seed) : threads_(threads), seed_(seed) {}
+  void Add(const std::string& name, const std::string& dtype, std::vector<int64_t> shape,
+           uint64_t bytes);
+  void AddGpt2();
   absl::Status Allocate();
-  void CutWork();
-  void StepRun(const Work& work);
-  template <typename Body>
-  void InParallel(uint64_t count, const Body& body) const;
+  void InParallel(uint64_t count, const std::function<void(uint64_t)>& body) const;
 
   std::vector<TensorSource> tensors_;
-  std::vector<Work> work_;
-  /// Adam: tensor i < adam_ is a parameter, its moments are i + adam_ and i + 2 * adam_.
-  uint32_t adam_ = 0;
   char* memory_ = nullptr;
   uint64_t memory_bytes_ = 0;
   uint64_t bytes_ = 0;
   uint32_t threads_;
-  StepNoise noise_;
+  uint64_t seed_;
+  uint64_t steps_ = 0;
   std::string origin_;
 };
 

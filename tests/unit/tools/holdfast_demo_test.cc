@@ -92,20 +92,6 @@ INSTANTIATE_TEST_SUITE_P(All, DemoLaunchers,
                          ::testing::Values("spawn", "fork", "persistent", "thread"),
                          [](const auto& parameter) { return std::string(parameter.param); });
 
-TEST_F(DemoProgram, ShowsWhatOnlyReadBackFinds) {
-  const ProgramRun run = RunHere("--mutate-and-restore --json");
-  if (run.status == 3 && run.error.find("right moment") != std::string::npos) {
-    GTEST_SKIP() << "the machine is too busy to meet the moment";
-  }
-  ASSERT_EQ(run.status, 1) << run.error;
-  const nlohmann::json json = nlohmann::json::parse(run.out);
-  ASSERT_EQ(json["saves"].size(), 2u);
-  EXPECT_EQ(json["saves"][0]["status"], "OK") << "without read-back it passed";
-  EXPECT_EQ(json["saves"][0]["verify"]["sound"], false) << "but the disk is wrong";
-  EXPECT_FALSE(json["saves"][0]["verify"]["faults"].empty());
-  EXPECT_EQ(json["saves"][1]["status"], "DATA_LOSS") << "with read-back it was refused";
-}
-
 TEST_F(DemoProgram, StreamsAStateLargerThanItsStagingMemory) {
   WriteSafetensors(file_, TrainingState::Uniform(5, 9'000'001, 2));
   const ProgramRun run =
@@ -143,9 +129,8 @@ TEST_F(DemoProgram, PrintsATableForPeople) {
 }
 
 TEST_F(DemoProgram, ExitsWith64ForAWrongCommandLine) {
-  for (const char* arguments :
-       {"--no-such-option", "--saves 0", "--launcher magic", "--arena-bytes many", "/no/such/file",
-        "--mutate-sealed --mutate-and-restore", "--mutate-and-restore --launcher thread"}) {
+  for (const char* arguments : {"--no-such-option", "--saves 0", "--launcher magic",
+                                "--arena-bytes many", "/no/such/file"}) {
     EXPECT_EQ(Run(arguments).status, 64) << arguments;
   }
 }
