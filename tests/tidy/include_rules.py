@@ -34,9 +34,9 @@ LAYERS = {
 }
 # Single files that are a layer of their own: the main of the spawned helper is the worker's, and the benchmark measures
 # the queue itself beside what is built on it.
-FILES = {"tools/holdfast_worker.cc": "worker_program", "tools/bench/raw_io.cc": "raw_io"}
+FILES = {"tools/holdfast_worker.cc": "worker_program", "tools/bench/limits.cc": "bench_limits"}
 LAYERS["worker_program"] = ("pod", "layout", "worker", "sys")
-LAYERS["raw_io"] = ("include", "io_uring", "sys", "tools")
+LAYERS["bench_limits"] = ("include", "io_uring", "sys", "tools")
 BELOW = ("sys", "layout", "digest", "io_uring", "worker", "worker_program")
 
 # Standard headers whose contents allocate, lock or throw: not below the fork line.
@@ -53,7 +53,7 @@ LIBRARIES = {
     "liburing": ("sys", "io_uring"),
     "xxhash": ("digest",),
     "xxh_x86dispatch": ("digest",),
-    "nlohmann": ("format", "tools"),
+    "nlohmann": ("format", "tools", "bench_limits"),
     "zlib": ("format",),
     "isa-l": ("format",),
     "cuda": ("device",),
@@ -87,7 +87,7 @@ def complaint_about(layer, quoted, target):
         return None if layer in LIBRARIES[stem] else f"<{target}> is not for this layer"
     if target in NOT_ANYWHERE:
         return f"<{target}> is not for this project"
-    if layer not in ("tools", "raw_io") and target in NOT_IN_LIBRARY:
+    if layer not in ("tools", "bench_limits") and target in NOT_IN_LIBRARY:
         return f"<{target}> is not for the library"
     if stem == "absl":
         if layer in BELOW or layer == "pod":

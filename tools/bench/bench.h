@@ -1,18 +1,32 @@
-// The sections of the bench. Each measures one question and puts its figures in the document.
-#ifndef HOLDFAST_TOOLS_BENCH_SECTIONS_H_
-#define HOLDFAST_TOOLS_BENCH_SECTIONS_H_
+// What every section of the bench gets, and the sections.
+#ifndef HOLDFAST_TOOLS_BENCH_BENCH_H_
+#define HOLDFAST_TOOLS_BENCH_BENCH_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "holdfast/pod.h"
 #include "tools/bench/figures.h"
-#include "tools/bench/options.h"
-#include "tools/bench/scratch.h"
 
 namespace holdfast::bench {
 
-/// What a section gets.
+class Scratch;
+
+struct Options {
+  std::string directory = ".";
+  uint64_t bytes = uint64_t{4} << 30;  ///< Of the state that is written, verified and loaded.
+  uint32_t pairs = 9;                  ///< Samples per figure, taken in turn.
+  uint32_t calls = 200;                ///< Save calls per launcher and trainer size for the stall.
+  uint64_t ballast_bytes = uint64_t{8} << 30;  ///< The large trainer of the growth figures.
+  uint32_t settle_ms = 300;                    ///< After deleting, before the next sample.
+  Launcher launcher = Launcher::kSpawn;
+  bool json = false;
+  bool quick = false;
+  std::vector<std::string> only;  ///< Sections; empty: all.
+};
+
 struct Bench {
   const Options& options;
   const Scratch& scratch;
@@ -30,16 +44,9 @@ absl::Status RunHandoff(const Bench& bench);
 /// A save eight times its staging memory: the cap, and the worker's own memory.
 absl::Status RunMemory(const Bench& bench);
 
-struct Section {
-  const char* name;
-  absl::Status (*run)(const Bench& bench);
-};
-const std::vector<Section>& Sections();
-std::vector<std::string> SectionNames();
-
 /// On a terminal, one line that says what is being measured; elsewhere nothing.
 void ShowStep(const std::string& text);
 
 }  // namespace holdfast::bench
 
-#endif  // HOLDFAST_TOOLS_BENCH_SECTIONS_H_
+#endif  // HOLDFAST_TOOLS_BENCH_BENCH_H_
