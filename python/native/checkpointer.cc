@@ -11,6 +11,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "bindings.h"
@@ -143,40 +144,16 @@ CheckpointerOptions OptionsOf(const nb::dict& given) {
 
 nb::dict DictOf(const SaveReport& report) {
   nb::dict d;
-  d["path"] = report.path;
-  d["epoch"] = report.epoch;
-  d["step"] = report.step;
-  d["attempt"] = AttemptText(report.attempt);
-  d["bytes"] = report.bytes;
-  d["bytes_written"] = report.bytes_written;
-  d["files"] = report.files;
-  d["tensors"] = report.tensors;
-  d["launcher"] = WordOf(report.launcher);
-  d["engine"] = WordOf(report.engine);
-  d["engine_reason"] = report.engine_reason;
-  d["pages"] = WordOf(report.pages);
-  d["direct_io"] = WordOf(report.direct_io);
-  d["streamed"] = report.streamed;
-  d["space_reserved"] = report.space_reserved;
-  d["write_attempts"] = report.write_attempts;
-  d["time_in_call"] = report.time_in_call;
-  d["time_copying"] = report.time_copying;
-  d["time_waiting_memory"] = report.time_waiting_memory;
-  d["time_launching"] = report.time_launching;
-  d["time_to_staged"] = report.time_to_staged;
-  d["time_to_durable"] = report.time_to_durable;
-  d["time_writing"] = report.time_writing;
-  d["time_syncing"] = report.time_syncing;
-  d["entered_ns"] = report.entered_ns;
-  d["at_worker_started"] = report.at_worker_started;
-  d["at_first_submit"] = report.at_first_submit;
-  d["at_last_complete"] = report.at_last_complete;
-  d["at_data_synced"] = report.at_data_synced;
-  d["at_manifest_synced"] = report.at_manifest_synced;
-  d["at_committed"] = report.at_committed;
-  d["cpu_sealing"] = report.cpu_sealing;
-  d["cpu_worker"] = report.cpu_worker;
-  d["worker_private_bytes_peak"] = report.worker_private_bytes_peak;
+  ForEachField(report, [&d](const char* name, const auto& value) {
+    using Value = std::decay_t<decltype(value)>;
+    if constexpr (std::is_enum_v<Value>) {
+      d[name] = WordOf(value);
+    } else if constexpr (std::is_same_v<Value, AttemptId>) {
+      d[name] = AttemptText(value);
+    } else {
+      d[name] = value;
+    }
+  });
   return d;
 }
 

@@ -20,7 +20,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 8;
+inline constexpr uint32_t kLayoutVersion = 9;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -175,15 +175,10 @@ struct CompletionSlot {
   SharedU32 state{0};
   uint32_t padding = 0;
   Failure failure;
-  EngineRung engine = EngineRung::kAuto;
-  DirectIo direct_io = DirectIo::kNo;
+  WorkerFigures figures;
   uint32_t trainer_died = 0;
-  uint32_t reserved_space = 0;  // 1: fallocate(2) worked for every file
-  uint32_t left_files = 0;      // 1: what was written could not be removed
-  uint32_t write_attempts = 0;  // how often the files were written: 2 after an fsync that failed
-  uint64_t bytes_written = 0;   // counted from completions only
+  uint32_t left_files = 0;  // 1: what was written could not be removed
   uint64_t bytes_read_back = 0;
-  uint64_t private_bytes_peak = 0;
   JobTimes times;
   char reason[160] = {};     // why this rung
   RankFailure rank_failure;  // with Operation::kWaitRanks: which rank, and why

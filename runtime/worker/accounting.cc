@@ -79,7 +79,8 @@ void SamplePrivateBytes(JobRun* run) {
       break;
     }
   }
-  if (bytes > run->private_bytes_peak) run->private_bytes_peak = bytes;
+  uint64_t* const peak = &run->figures.worker_private_bytes_peak;
+  if (bytes > *peak) *peak = bytes;
 }
 
 }  // namespace holdfast::worker

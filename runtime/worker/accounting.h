@@ -12,8 +12,8 @@ namespace holdfast::worker {
 /// (its pwrite threads, if there are any, are then not counted).
 uint64_t CpuNs(Launcher launcher);
 
-/// Raises `run->private_bytes_peak` to what this process has for itself now. Nothing for a thread,
-/// whose memory is the host's.
+/// Raises `run->figures.worker_private_bytes_peak` to what this process has for itself now. Nothing
+/// for a thread, whose memory is the host's.
 void SamplePrivateBytes(JobRun* run);
 
 }  // namespace holdfast::worker

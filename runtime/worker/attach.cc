@@ -156,7 +156,7 @@ void ReleaseStaging(JobRun* run) {
   run->staging_released = true;
   // The trainer may write these bytes from here on.
   HOLDFAST_ASSERT(!run->io_stuck);
-  HOLDFAST_ASSERT(run->engine == EngineRung::kAuto || run->queue->in_flight() == 0);
+  HOLDFAST_ASSERT(run->figures.engine == EngineRung::kAuto || run->queue->in_flight() == 0);
   // release: pairs with the supervisor's load, which lets the next save write these bytes.
   run->job->staging_released.store(1, std::memory_order_release);
   RingTrainer(*run->attached);

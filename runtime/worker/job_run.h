@@ -115,7 +115,6 @@ struct JobRun {
   Launcher launcher = Launcher::kSpawn;
   int parent = -1;
   int lock = -1;  ///< The flock that it carries lasts while any copy of the descriptor is open.
-  EngineRung engine = EngineRung::kAuto;  ///< Of `queue`; kAuto: it was not opened.
 
   // Found on the way.
   Failure failure;
@@ -134,17 +133,13 @@ struct JobRun {
   bool committed = false;  ///< The final name stands: nothing is removed any more.
   bool io_stuck = false;   ///< Transfers did not end within the deadline.
   bool staging_released = false;
-  uint32_t write_attempts = 0;
 
   OpenFile open[kOpenFilesMax];
   WriteState write;
 
-  DirectIo direct_io = DirectIo::kProven;
+  WorkerFigures figures;  ///< `engine` is kAuto until the queue was opened.
   bool opened_any = false;
-  bool reserved_all = true;
-  uint64_t bytes_written = 0;
   uint64_t bytes_read_back = 0;
-  uint64_t private_bytes_peak = 0;
   uint64_t time_syncing_ns = 0;
   layout::JobTimes times;
 

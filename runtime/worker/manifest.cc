@@ -35,11 +35,11 @@ void FillSlots(JobRun* run) {
   char* const text = layout::Manifest(job);
   const layout::ManifestSlots& slots = job->slots;
   const layout::JobTimes& times = run->times;
-  layout::FillText(text, slots.engine, layout::ManifestWord(run->engine));
+  layout::FillText(text, slots.engine, layout::ManifestWord(run->figures.engine));
   layout::FillText(text, slots.engine_reason, run->queue->reason());
-  layout::FillText(text, slots.direct_io, layout::ManifestWord(run->direct_io));
+  layout::FillText(text, slots.direct_io, layout::ManifestWord(run->figures.direct_io));
   layout::FillBool(text, slots.streamed, layout::Streams(*job));
-  layout::FillNumber(text, slots.bytes_written, run->bytes_written);
+  layout::FillNumber(text, slots.bytes_written, run->figures.bytes_written);
   layout::FillNumber(text, slots.time_writing_ns, times.last_complete - times.first_submit);
   layout::FillNumber(text, slots.time_syncing_ns, run->time_syncing_ns);
   layout::FillNumber(text, slots.time_total_ns, sys::NowNs() - times.started);

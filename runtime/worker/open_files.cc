@@ -27,7 +27,7 @@ bool Reserve(JobRun* run, int fd, uint32_t file) {
   // posix_fallocate would write every block instead; a file system that cannot reserve is gone on
   // with, and the report says so.
   if (errno == EOPNOTSUPP || errno == ENOSYS) {
-    run->reserved_all = false;
+    run->figures.space_reserved = false;
     return true;
   }
   // ext4 leaves the blocks that it found allocated: the clean-up's unlink gives them back.
@@ -80,7 +80,9 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
       return FailErrno(run, Operation::kOpen, failed, file);
     }
   }
-  if (!run->opened_any || opened->direct < run->direct_io) run->direct_io = opened->direct;
+  WorkerFigures& figures = run->figures;
+  if (!run->opened_any || opened->direct < figures.direct_io) figures.direct_io = opened->direct;
+  figures.space_reserved = figures.space_reserved || !run->opened_any;
   run->opened_any = true;
   if (!Reserve(run, opened->fd, file)) {
     CloseFile(run, file, opened->fd);

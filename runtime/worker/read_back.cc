@@ -141,7 +141,8 @@ bool ReadBackFiles(JobRun* run) {
   Reader reader = {.run = run, .buffer = static_cast<char*>(memory)};
   io::QueueOptions options;
   // The rung that wrote, without registration: the registered region is the arena.
-  options.rung = run->engine == EngineRung::kPwrite ? EngineRung::kPwrite : EngineRung::kUring;
+  options.rung =
+      run->figures.engine == EngineRung::kPwrite ? EngineRung::kPwrite : EngineRung::kUring;
   options.depth = kBuffers;
   options.threads = run->Has(layout::kForkedChild) ? 0 : run->job->pwrite_threads;
   int error = run->read_queue->Open(options);

@@ -127,9 +127,10 @@ void RunKind(Server* server, JobRun* run) {
   if (error != 0) {
     FailErrno(run, Operation::kSetUp, error);
   } else {
-    run->engine = server->queue.rung();
-    HOLDFAST_ASSERT(run->engine != EngineRung::kAuto && server->queue.in_flight() == 0);
-    run->job->engine_used.store(static_cast<uint32_t>(run->engine), std::memory_order_relaxed);
+    run->figures.engine = server->queue.rung();
+    HOLDFAST_ASSERT(run->figures.engine != EngineRung::kAuto && server->queue.in_flight() == 0);
+    run->job->engine_used.store(static_cast<uint32_t>(run->figures.engine),
+                                std::memory_order_relaxed);
     if (run->job->extent_count != 0 && run->attached->arena == nullptr) {
       Fail(run, FailureCode::kFailedPrecondition, Operation::kAttach);
     }
@@ -142,15 +143,10 @@ void FillCompletion(const Server& server, const JobRun& run, uint64_t cpu_before
   const bool save = run.job->kind == layout::JobKind::kSave;
   slot.failure = run.failure;
   slot.trainer_died = run.trainer_died ? 1 : 0;
-  slot.bytes_written = run.bytes_written;
+  slot.figures = run.figures;
   slot.bytes_read_back = run.bytes_read_back;
-  slot.private_bytes_peak = run.private_bytes_peak;
   if (save) {
-    slot.engine = run.engine;
-    slot.direct_io = run.opened_any ? run.direct_io : DirectIo::kNo;
-    slot.reserved_space = run.opened_any && run.reserved_all ? 1 : 0;
     slot.left_files = run.io_stuck ? 1 : 0;
-    slot.write_attempts = run.write_attempts;
     // At a time-out the reason says what was in flight instead.
     if (slot.reason[0] == '\0') ExplainRung(server, &slot);
   }

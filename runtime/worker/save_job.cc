@@ -43,8 +43,8 @@ bool MapScratch(JobRun* run) {
 
 /// Every extent written and digested, every file fsynced.
 bool WriteFiles(JobRun* run) {
-  ++run->write_attempts;
-  HOLDFAST_ASSERT(run->write_attempts <= 2);
+  ++run->figures.write_attempts;
+  HOLDFAST_ASSERT(run->figures.write_attempts <= 2);
   if (!ReserveFirstFiles(run)) return false;
   if (!WriteExtents(run)) return false;
   SamplePrivateBytes(run);
@@ -73,7 +73,7 @@ bool WriteFilesAgain(JobRun* run) {
 }
 
 bool Steps(JobRun* run) {
-  HOLDFAST_ASSERT(run->write_attempts == 0 && !run->staging_released && run->directory < 0);
+  HOLDFAST_ASSERT(run->figures.write_attempts == 0 && !run->staging_released && run->directory < 0);
   // A job that failed or was cancelled before it started leaves nothing to clean up.
   if (!run->ok() || MustStop(run, false)) return false;
   if (!MapScratch(run)) return false;

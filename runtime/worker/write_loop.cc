@@ -32,7 +32,7 @@ constexpr uint64_t kRateSlackNs = kNsPerMs;
 void Acknowledge(JobRun* run, uint32_t extent) {
   HOLDFAST_ASSERT(extent < run->job->extent_count);
   // A second attempt gives nothing back, and an entry of the log is written once.
-  if (run->write_attempts == 1) run->write.acknowledged.Append(extent);
+  if (run->figures.write_attempts == 1) run->write.acknowledged.Append(extent);
   const uint64_t now = sys::NowNs();
   // A save that streams waits for every one; others only show progress.
   if (layout::Streams(*run->job) || now - run->write.rang_ns >= kProgressRingNs) {
@@ -163,8 +163,8 @@ bool TakeCompletion(JobRun* run, const io::Completion& completion) {
   HOLDFAST_ASSERT(run->notes[extent.file].extents_left > 0);
   --run->notes[extent.file].extents_left;
   run->times.last_complete = write.progress_ns;
-  run->bytes_written += extent.bytes;
-  run->job->bytes_completed.store(run->bytes_written, std::memory_order_relaxed);
+  run->figures.bytes_written += extent.bytes;
+  run->job->bytes_completed.store(run->figures.bytes_written, std::memory_order_relaxed);
   HOLDFAST_ASSERT(write.undigested_count < kUndigestedMax);
   write.undigested[(write.undigested_first + write.undigested_count) % kUndigestedMax] =
       done.extent;
@@ -272,7 +272,7 @@ void PrepareWriteState(JobRun* run) {
       layout::LogReader(layout::At<layout::SharedU32>(job, job->published), job->extent_count);
   write.acknowledged.Reset(layout::At<layout::SharedU32>(job, job->acknowledged),
                            job->extent_count);
-  run->bytes_written = 0;
+  run->figures.bytes_written = 0;
   job->bytes_completed.store(0, std::memory_order_relaxed);
   for (uint32_t i = 0; i < job->file_count; ++i) {
     run->notes[i] = FileNote{.extents_left = layout::Files(job)[i].extent_count};

@@ -82,13 +82,9 @@ void SaveState::Finish(const absl::Status& status) {
   const base::MutexLock lock(&mutex_);
   last_progress_ = ReadProgress();
   if (status.ok()) last_progress_.phase = "done";
-  report_.bytes_written = slot.bytes_written;
-  report_.engine = slot.engine;
+  static_cast<WorkerFigures&>(report_) = slot.figures;
   report_.engine_reason = std::string(slot.reason, strnlen(slot.reason, sizeof(slot.reason)));
-  report_.direct_io = slot.direct_io;
   report_.streamed = layout::Streams(job);
-  report_.space_reserved = slot.reserved_space != 0;
-  report_.write_attempts = slot.write_attempts;
   report_.time_writing = Seconds(slot.times.first_submit, slot.times.last_complete);
   report_.time_syncing =
       Seconds(slot.times.last_complete, std::max(slot.times.committed, slot.times.manifest_synced));
@@ -105,7 +101,6 @@ void SaveState::Finish(const absl::Status& status) {
   report_.time_waiting_memory =
       static_cast<double>(time_waiting_memory_ns.load(std::memory_order_relaxed)) / kNsPerSecond;
   report_.cpu_worker = static_cast<double>(slot.times.cpu) / kNsPerSecond;
-  report_.worker_private_bytes_peak = slot.private_bytes_peak;
   status_ = status;
   done_ = true;
   staged_ = staged_ || !status.ok();

@@ -399,7 +399,7 @@ absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
     more = Reason(reason);
   } else if (failure.operation == Operation::kReplace) {
     more = InTheWay(save->table->job()->completion);
-  } else if (save->table->job()->completion.write_attempts > 1) {
+  } else if (save->table->job()->completion.figures.write_attempts > 1) {
     more = "at the second attempt, after an fsync that failed";
   } else if (failure.operation == Operation::kSync && layout::Streams(*save->table->job())) {
     more = "no second attempt: the save streamed, its staging memory was reused";

@@ -1,5 +1,6 @@
 // What came of a run: a table for people, a document for machines.
 #include <nlohmann/json.hpp>
+#include <type_traits>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -60,31 +61,20 @@ const char* OutcomeWord(int exit_status) {
 }
 
 nlohmann::json RowJson(const SaveRow& row) {
-  const SaveReport& r = row.report;
   nlohmann::json json = {{"name", row.name},
                          {"step", row.step},
                          {"attacked", row.attacked},
                          {"status", absl::StatusCodeToString(row.status.code())},
                          {"message", std::string(row.status.message())}};
   if (row.ended && row.status.ok()) {
-    json["path"] = r.path;
-    json["bytes"] = r.bytes;
-    json["launcher"] = WordOf(r.launcher);
-    json["engine"] = WordOf(r.engine);
-    json["engine_reason"] = r.engine_reason;
-    json["pages"] = WordOf(r.pages);
-    json["direct_io"] = WordOf(r.direct_io);
-    json["streamed"] = r.streamed;
-    json["stall_seconds"] = r.time_in_call;
-    json["copying_seconds"] = r.time_copying;
-    json["launching_seconds"] = r.time_launching;
-    json["waiting_memory_seconds"] = r.time_waiting_memory;
-    json["staged_seconds"] = r.time_to_staged;
-    json["writing_seconds"] = r.time_writing;
-    json["syncing_seconds"] = r.time_syncing;
-    json["durable_seconds"] = r.time_to_durable;
-    json["cpu_sealing_seconds"] = r.cpu_sealing;
-    json["cpu_worker_seconds"] = r.cpu_worker;
+    ForEachField(row.report, [&json](const char* name, const auto& value) {
+      using Value = std::decay_t<decltype(value)>;
+      if constexpr (std::is_enum_v<Value>) {
+        json[name] = WordOf(value);
+      } else if constexpr (!std::is_same_v<Value, AttemptId>) {
+        json[name] = value;
+      }
+    });
   }
   json["deleted"] = row.deleted;
   if (row.verified) {

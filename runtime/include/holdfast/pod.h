@@ -195,6 +195,17 @@ struct Failure {
   bool ok() const { return code == FailureCode::kOk; }
 };
 
+/// What a worker finds out about one save: part of its result in shared memory, and of SaveReport.
+struct WorkerFigures {
+  uint64_t bytes_written = 0;  ///< Counted from completions.
+  uint64_t worker_private_bytes_peak = 0;
+  EngineRung engine = EngineRung::kAuto;
+  DirectIo direct_io = DirectIo::kNo;
+  /// 1, or 2 when an fsync failed and everything was written once more, into new files.
+  uint32_t write_attempts = 0;
+  bool space_reserved = false;  ///< fallocate(2) worked for every file.
+};
+
 /// Manners of a worker towards the rest of the machine, applied by system calls in the worker
 /// itself. A setting that the kernel refuses is left out, and the report's `engine_reason` names
 /// it.

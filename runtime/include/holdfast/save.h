@@ -24,37 +24,29 @@ struct SaveProgress {
 };
 
 /// What became of a save. Times are in seconds of the caller's clock.
-struct SaveReport {
+struct SaveReport : WorkerFigures {
   std::string path;  ///< The checkpoint's final path.
   uint64_t epoch = 0;
   uint64_t step = 0;
   AttemptId attempt;
-  uint64_t bytes = 0;          ///< Of all files of this rank, the manifest not counted.
-  uint64_t bytes_written = 0;  ///< Counted from completions.
+  uint64_t bytes = 0;  ///< Of all files of this rank, the manifest not counted.
   uint32_t files = 0;
   uint32_t tensors = 0;
   Launcher launcher = Launcher::kSpawn;
-  EngineRung engine = EngineRung::kAuto;
   std::string engine_reason;
   PageRung pages = PageRung::kAuto;
-  DirectIo direct_io = DirectIo::kNo;
-  bool streamed =
-      false;  ///< The save was larger than the free arena, so parts were released before its end.
-  bool space_reserved = false;  ///< fallocate(2) worked for every file.
-  /// 1, or 2 when an fsync failed and everything was written once more, into new files.
-  uint32_t write_attempts = 0;
-  double time_in_call = 0;  ///< The caller's stall: SaveAsync from entry to return.
-  double time_copying = 0;  ///< Of that, until host tensors were copied (fused: and digested).
+  /// The save was larger than the free arena, so parts were released before its end.
+  bool streamed = false;
+  double time_in_call = 0;         ///< The caller's stall: SaveAsync from entry to return.
+  double time_copying = 0;         ///< Of that, until host tensors were copied (fused: digested).
   double time_waiting_memory = 0;  ///< Of that, waiting for staging memory.
   double time_launching = 0;       ///< Of that, starting the worker (or handing the job to it).
   double time_to_staged = 0;       ///< From entry until the last extent was sealed.
   double time_to_durable = 0;      ///< From entry until the worker reported durable.
   double time_writing = 0;         ///< In the worker: first submit to last completion and digest.
-  double time_syncing =
-      0;                   ///< In the worker: fsync of the data, manifest and directories, renames.
-  double cpu_sealing = 0;  ///< CPU seconds of the digesting threads for this save.
-  double cpu_worker = 0;   ///< CPU seconds of the worker for this save.
-  uint64_t worker_private_bytes_peak = 0;
+  double time_syncing = 0;         ///< In the worker: every fsync, and the renames.
+  double cpu_sealing = 0;          ///< CPU seconds of the digesting threads for this save.
+  double cpu_worker = 0;           ///< CPU seconds of the worker for this save.
 
   /// The entry on CLOCK_MONOTONIC, in nanoseconds: one axis for several saves and processes.
   uint64_t entered_ns = 0;
@@ -67,6 +59,46 @@ struct SaveReport {
   double at_manifest_synced = 0;  ///< The manifest stands under its name, durable.
   double at_committed = 0;        ///< The directory stands under its name, durable.
 };
+
+/// Calls `visit(name, value)` for every field of `report`. Python's reports and JSON documents are
+/// made from this table, so a field that is added here appears in all of them.
+template <typename Visit>
+void ForEachField(const SaveReport& report, Visit&& visit) {
+  visit("path", report.path);
+  visit("epoch", report.epoch);
+  visit("step", report.step);
+  visit("attempt", report.attempt);
+  visit("bytes", report.bytes);
+  visit("bytes_written", report.bytes_written);
+  visit("files", report.files);
+  visit("tensors", report.tensors);
+  visit("launcher", report.launcher);
+  visit("engine", report.engine);
+  visit("engine_reason", report.engine_reason);
+  visit("pages", report.pages);
+  visit("direct_io", report.direct_io);
+  visit("streamed", report.streamed);
+  visit("space_reserved", report.space_reserved);
+  visit("write_attempts", report.write_attempts);
+  visit("time_in_call", report.time_in_call);
+  visit("time_copying", report.time_copying);
+  visit("time_waiting_memory", report.time_waiting_memory);
+  visit("time_launching", report.time_launching);
+  visit("time_to_staged", report.time_to_staged);
+  visit("time_to_durable", report.time_to_durable);
+  visit("time_writing", report.time_writing);
+  visit("time_syncing", report.time_syncing);
+  visit("entered_ns", report.entered_ns);
+  visit("at_worker_started", report.at_worker_started);
+  visit("at_first_submit", report.at_first_submit);
+  visit("at_last_complete", report.at_last_complete);
+  visit("at_data_synced", report.at_data_synced);
+  visit("at_manifest_synced", report.at_manifest_synced);
+  visit("at_committed", report.at_committed);
+  visit("cpu_sealing", report.cpu_sealing);
+  visit("cpu_worker", report.cpu_worker);
+  visit("worker_private_bytes_peak", report.worker_private_bytes_peak);
+}
 
 class SaveState;
 

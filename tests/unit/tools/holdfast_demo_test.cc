@@ -64,7 +64,7 @@ TEST_P(DemoLaunchers, SavesVerifiesAndLoadsBack) {
   for (const nlohmann::json& save : json["saves"]) {
     EXPECT_EQ(save["launcher"], GetParam());
     EXPECT_EQ(save["verify"]["sound"], true);
-    EXPECT_GT(save["stall_seconds"], 0.0);
+    EXPECT_GT(save["time_in_call"], 0.0);
     EXPECT_TRUE(std::filesystem::exists(save["path"]));
   }
   EXPECT_EQ(json["loaded"]["equal"], true);

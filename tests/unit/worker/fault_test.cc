@@ -352,7 +352,7 @@ TEST_F(WriteBackTest, AnErrorIsAnswered) {
   };
   ASSERT_TRUE(save.Run(Launcher::kThread));
   EXPECT_TRUE(save.failure().ok());
-  EXPECT_EQ(save.job()->completion.write_attempts, 2u);
+  EXPECT_EQ(save.job()->completion.figures.write_attempts, 2u);
   EXPECT_EQ(save.Unsound(), "");
 }
 
@@ -377,7 +377,7 @@ TEST_F(FaultTest, GoesOnWithoutReservationAndSaysSo) {
   sys::g_system.fallocate = FallocateUnsupported;
   ASSERT_TRUE(save.Run(Launcher::kThread));
   EXPECT_TRUE(save.failure().ok());
-  EXPECT_EQ(save.job()->completion.reserved_space, 0u);
+  EXPECT_FALSE(save.job()->completion.figures.space_reserved);
   EXPECT_EQ(save.Unsound(), "");
 }
 

@@ -46,10 +46,10 @@ TEST_P(SaveJob, WritesWhatWasSealedAndCommits) {
   EXPECT_EQ(save.Unsound(), "");
   EXPECT_FALSE(Exists(save.partial_path()));
   const layout::CompletionSlot& slot = save.job()->completion;
-  EXPECT_EQ(slot.bytes_written, save.contents()[0].size());
-  EXPECT_EQ(slot.engine, std::get<1>(GetParam()));
+  EXPECT_EQ(slot.figures.bytes_written, save.contents()[0].size());
+  EXPECT_EQ(slot.figures.engine, std::get<1>(GetParam()));
   EXPECT_NE(slot.reason[0], '\0');
-  EXPECT_EQ(slot.reserved_space, 1u);
+  EXPECT_TRUE(slot.figures.space_reserved);
   EXPECT_GT(slot.times.first_submit, slot.times.started);
   EXPECT_GE(slot.times.last_complete, slot.times.first_submit);
   EXPECT_GE(slot.times.data_synced, slot.times.last_complete);
@@ -57,9 +57,9 @@ TEST_P(SaveJob, WritesWhatWasSealedAndCommits) {
   EXPECT_GE(slot.times.committed, slot.times.manifest_synced);
   EXPECT_GT(slot.times.cpu, 0u);
   if (launcher() == Launcher::kSpawn || launcher() == Launcher::kPersistent) {
-    EXPECT_GT(slot.private_bytes_peak, 0u);
+    EXPECT_GT(slot.figures.worker_private_bytes_peak, 0u);
     if (!testing::kAnySanitizer) {
-      EXPECT_LE(slot.private_bytes_peak, 32u << 20);
+      EXPECT_LE(slot.figures.worker_private_bytes_peak, 32u << 20);
     }
   }
 }
@@ -147,9 +147,9 @@ TEST_P(SaveJob, ReadsBackWhatIsOnDisk) {
             save.contents()[0].size() + save.contents()[1].size());
   EXPECT_EQ(save.Unsound(), "");
   if (launcher() == Launcher::kSpawn) {
-    EXPECT_GT(save.job()->completion.private_bytes_peak, 16u << 20);
+    EXPECT_GT(save.job()->completion.figures.worker_private_bytes_peak, 16u << 20);
     if (!testing::kAnySanitizer) {
-      EXPECT_LE(save.job()->completion.private_bytes_peak, 32u << 20);
+      EXPECT_LE(save.job()->completion.figures.worker_private_bytes_peak, 32u << 20);
     }
   }
 }

@@ -67,7 +67,7 @@ struct FailedFsync : ::testing::TestWithParam<EngineRung> {
     save->AddFile("empty.bin", {});
     save->AddFile("b.bin", {9});
   }
-  uint32_t Attempts(const TestSave& save) { return save.job()->completion.write_attempts; }
+  uint32_t Attempts(const TestSave& save) { return save.job()->completion.figures.write_attempts; }
 
   Trainer trainer{kArena};
   TestDirectory directory;
@@ -91,7 +91,7 @@ TEST_P(FailedFsync, EverythingIsWrittenOnceMoreIntoNewFiles) {
     EXPECT_EQ(save.Unsound(), "");
     EXPECT_EQ(Attempts(save), 2u);
     EXPECT_EQ(g_data_fsyncs, n + 3);
-    EXPECT_EQ(save.job()->completion.bytes_written, uint64_t{kChunkBytes} + 5 + 100 + 9);
+    EXPECT_EQ(save.job()->completion.figures.bytes_written, uint64_t{kChunkBytes} + 5 + 100 + 9);
   }
 }
 
