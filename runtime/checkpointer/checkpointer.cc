@@ -244,7 +244,6 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   if (options.read_back) job.flags |= layout::kReadBack;
   if (options.trainer_death == TrainerDeath::kFinish) job.flags |= layout::kFinishWithoutTrainer;
   if (!options.direct_io) job.flags |= layout::kBuffered;
-  if (options.launcher == Launcher::kFork) job.flags |= layout::kForkedChild;
   job.launcher = options.launcher;
   job.engine = options.engine;
   job.queue_depth = options.queue_depth;

@@ -6,15 +6,14 @@
 
 #include "runtime/base/clock.h"
 #include "runtime/base/status.h"
+#include "runtime/layout/launcher.h"
 #include "runtime/writer/worker_program.h"
 
 namespace holdfast {
 
 absl::Status Checkpointer::Core::Start(CheckpointerOptions* given) {
   CheckpointerOptions& options = *given;
-  const bool spawns =
-      options.launcher == Launcher::kSpawn || options.launcher == Launcher::kPersistent;
-  if (spawns) {
+  if (layout::TraitsOf(options.launcher).program) {
     HOLDFAST_ASSIGN_OR_RETURN(options.worker_program,
                               writer::FindWorkerProgram(options.worker_program));
   }

@@ -14,6 +14,7 @@
 #include "runtime/directory/entries.h"
 #include "runtime/directory/listing.h"
 #include "runtime/directory/removal.h"
+#include "runtime/layout/launcher.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/job_table.h"
 
@@ -121,8 +122,7 @@ absl::Status Housekeeper::Retire(int parent, const std::string& saved) {
 absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& names) {
   writer::JobParameters parameters;
   parameters.kind = layout::JobKind::kDelete;
-  parameters.launcher =
-      options_.launcher == Launcher::kPersistent ? Launcher::kSpawn : options_.launcher;
+  parameters.launcher = layout::BackgroundLauncher(options_.launcher);
   parameters.qos.nice = kDeleteNice;
   parameters.time_stalled_max_ns =
       static_cast<uint64_t>(absl::ToInt64Nanoseconds(options_.time_stalled_max));

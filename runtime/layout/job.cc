@@ -6,6 +6,8 @@
 
 #include <cstddef>
 
+#include "runtime/layout/launcher.h"
+
 namespace holdfast::layout {
 namespace {
 
@@ -246,7 +248,7 @@ const char* ValidateJob(const Job* job, uint64_t mapped_bytes) {
     return "the table is longer than what was mapped";
   }
   if (job->kind != JobKind::kSave && job->kind != JobKind::kDelete) return "unknown kind of job";
-  if (job->launcher > Launcher::kThread) return "unknown launcher";
+  if (!IsLauncher(job->launcher)) return "unknown launcher";
   if (job->engine > EngineRung::kPwrite) return "unknown engine";
   if (job->qos.cpu_count > sizeof(job->qos.cpus) / sizeof(job->qos.cpus[0])) {
     return "more CPUs than the table holds";

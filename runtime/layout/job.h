@@ -47,8 +47,6 @@ enum JobFlags : uint32_t {
   kFilesOnly = 1u << 3,
   /// Do not ask for O_DIRECT.
   kBuffered = 1u << 4,
-  /// Single-threaded: the job runs in a forked child, where starting threads is not allowed.
-  kForkedChild = 1u << 5,
   /// Do not re-digest after the write. For measuring the engine alone; the front door never sets
   /// it.
   kNoRedigest = 1u << 6,

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <time.h>
 
+#include "runtime/layout/launcher.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
@@ -52,7 +53,7 @@ uint64_t Field(const char* text, const char* key) {
 uint64_t CpuNs(Launcher launcher) {
   timespec time = {};
   const clockid_t clock =
-      launcher == Launcher::kThread ? CLOCK_THREAD_CPUTIME_ID : CLOCK_PROCESS_CPUTIME_ID;
+      layout::TraitsOf(launcher).process ? CLOCK_PROCESS_CPUTIME_ID : CLOCK_THREAD_CPUTIME_ID;
   if (sys::Sys().clock_gettime(clock, &time) != 0) return 0;
   return static_cast<uint64_t>(time.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(time.tv_nsec);
 }
@@ -60,24 +61,18 @@ uint64_t CpuNs(Launcher launcher) {
 void SamplePrivateBytes(JobRun* run) {
   char text[kTextBytes];
   uint64_t bytes = 0;
-  switch (run->launcher) {
-    case Launcher::kThread:
-      return;
-    case Launcher::kSpawn:
-    case Launcher::kPersistent: {
-      // Everything shared here is the arena, the table and program text. A counter, so its cost
-      // does not grow with the arena's page tables, as reading smaps would.
-      if (ReadText("/proc/self/status", text) == 0) return;
-      bytes = Field(text, "RssAnon");
-      break;
-    }
-    case Launcher::kFork: {
-      // Nearly all anonymous pages are the trainer's, shared copy-on-write: only a walk tells the
-      // ones that were copied.
-      if (ReadText("/proc/self/smaps_rollup", text) == 0) return;
-      bytes = Field(text, "Private_Clean") + Field(text, "Private_Dirty");
-      break;
-    }
+  const layout::LauncherTraits traits = layout::TraitsOf(run->launcher);
+  if (!traits.process) return;
+  if (traits.forked()) {
+    // Nearly all anonymous pages are the trainer's, shared copy-on-write: only a walk tells the
+    // ones that were copied.
+    if (ReadText("/proc/self/smaps_rollup", text) == 0) return;
+    bytes = Field(text, "Private_Clean") + Field(text, "Private_Dirty");
+  } else {
+    // Everything shared here is the arena, the table and program text. A counter, so its cost
+    // does not grow with the arena's page tables, as reading smaps would.
+    if (ReadText("/proc/self/status", text) == 0) return;
+    bytes = Field(text, "RssAnon");
   }
   uint64_t* const peak = &run->figures.worker_private_bytes_peak;
   if (bytes > *peak) *peak = bytes;

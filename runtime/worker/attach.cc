@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "runtime/layout/launcher.h"
 #include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
@@ -133,8 +134,8 @@ int Attach(Server* server, Received* received) {
   // hugetlbfs and huge tmpfs say their page's size here.
   attached.huge_pages = static_cast<uint64_t>(status.st_blksize) >= kHugePageBytes;
   // Registering small pages costs 20 ms per GiB: worth it only where it is done once.
-  const bool may_register =
-      attached.huge_pages || server->options.launcher == Launcher::kPersistent;
+  const layout::LauncherTraits traits = layout::TraitsOf(server->options.launcher);
+  const bool may_register = attached.huge_pages || (traits.process && traits.kept);
   return MapArena(&attached, may_register) ? 0 : layout::kExitAttach;
 }
 
@@ -160,7 +161,7 @@ void ReleaseStaging(JobRun* run) {
   // release: pairs with the supervisor's load, which lets the next save write these bytes.
   run->job->staging_released.store(1, std::memory_order_release);
   RingTrainer(*run->attached);
-  const bool kept = run->launcher == Launcher::kPersistent || run->launcher == Launcher::kThread;
+  const bool kept = layout::TraitsOf(run->launcher).kept;
   // Ranks may wait for each other for minutes. A worker of one job attaches only once, and the
   // arena of a trainer that is dead serves no later job.
   if ((!kept && run->job->world_size > 1) || run->trainer_died) DropArena(run->server);

@@ -5,6 +5,7 @@
 
 #include <cerrno>
 
+#include "runtime/layout/launcher.h"
 #include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
@@ -144,7 +145,7 @@ bool ReadBackFiles(JobRun* run) {
   options.rung =
       run->figures.engine == EngineRung::kPwrite ? EngineRung::kPwrite : EngineRung::kUring;
   options.depth = kBuffers;
-  options.threads = run->Has(layout::kForkedChild) ? 0 : run->job->pwrite_threads;
+  options.threads = layout::TraitsOf(run->job->launcher).forked() ? 0 : run->job->pwrite_threads;
   int error = run->read_queue->Open(options);
   if (error != 0 && options.rung == EngineRung::kUring && run->job->engine == EngineRung::kAuto) {
     // A second ring may be one too many (locked memory, a limit on fds): slower, never a failure.

@@ -8,6 +8,7 @@
 
 #include "io_uring/text.h"
 #include "runtime/layout/job.h"
+#include "runtime/layout/launcher.h"
 #include "runtime/sys/assert.h"
 #include "runtime/sys/process.h"
 #include "runtime/sys/system.h"
@@ -74,9 +75,7 @@ int OpenQueue(Server* server, const layout::Job& job) {
   options.rung = job.engine;
   options.depth = job.queue_depth;
   // A forked child may not start threads: the pwrite rung then works in its caller.
-  const bool forked =
-      server->options.launcher == Launcher::kFork || (job.flags & layout::kForkedChild) != 0;
-  options.threads = forked ? 0 : job.pwrite_threads;
+  options.threads = layout::TraitsOf(job.launcher).forked() ? 0 : job.pwrite_threads;
   options.region = attached.arena;
   options.region_bytes = attached.arena_bytes;
   options.may_register = attached.writable;
@@ -102,7 +101,7 @@ int OpenQueue(Server* server, const layout::Job& job) {
 
 void SettleForJob(Server* server, const layout::Job& job) {
   ApplyQos(job.qos, &server->manners);
-  if (server->options.launcher == Launcher::kThread) return;
+  if (!layout::TraitsOf(server->options.launcher).process) return;
   sys::SetUmask(job.umask);
   char name[16] = "hf:";  // what the kernel keeps of a name
   char digits[20];
@@ -157,9 +156,9 @@ void FillCompletion(const Server& server, const JobRun& run, uint64_t cpu_before
 /// Runs a table that was found sound. 0 or an exit status.
 int RunSound(Server* server, layout::Job* job, int parent, int lock) {
   const Launcher launcher = server->options.launcher;
+  const layout::LauncherTraits traits = layout::TraitsOf(launcher);
   // A process per save did nothing else: its start counts too.
-  const bool own_process = launcher == Launcher::kSpawn || launcher == Launcher::kFork;
-  const uint64_t cpu_before = own_process ? 0 : CpuNs(launcher);
+  const uint64_t cpu_before = traits.kept ? CpuNs(launcher) : 0;
   JobRun* const run = new (&server->run) JobRun();
   run->times.started = sys::NowNs();
   run->server = server;
@@ -182,7 +181,7 @@ int RunSound(Server* server, layout::Job* job, int parent, int lock) {
   if (run->io_stuck) {
     server->stuck = true;
     // A kept worker must not take another job. The trainer waits for the last transfer either way.
-    if (launcher == Launcher::kPersistent) return layout::kExitStuck;
+    if (traits.process && traits.kept) return layout::kExitStuck;
   } else {
     ReleaseStaging(run);
     // A lock that outlives its save would look like a save that is still running.

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <new>
 
+#include "runtime/layout/launcher.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/process.h"
 #include "runtime/sys/system.h"
@@ -65,7 +66,7 @@ int ServeJobs(Server* server) {
 
 /// Makes the process a worker's. False if it cannot be one.
 bool SettleProcess(ServeOptions* options) {
-  if (options->launcher == Launcher::kFork) {
+  if (layout::TraitsOf(options->launcher).forked()) {
     const int socket = sys::CloseAllBut(options->socket);
     if (socket < 0) return false;
     options->socket = socket;
@@ -79,7 +80,7 @@ bool SettleProcess(ServeOptions* options) {
 
 int Serve(const ServeOptions& given) {
   ServeOptions options = given;
-  const bool is_thread = options.launcher == Launcher::kThread;
+  const bool is_thread = !layout::TraitsOf(options.launcher).process;
   sigset_t signals_before;
   if (is_thread) {
     sys::BlockThreadSignals(&signals_before);

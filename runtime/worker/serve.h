@@ -14,8 +14,8 @@ namespace holdfast::worker {
 
 struct ServeOptions {
   int socket = -1;  ///< SOCK_SEQPACKET, see layout/wire.h. Closed at the end.
-  Launcher launcher =
-      Launcher::kSpawn;   ///< kThread: process-wide settings (umask, session, name) are left alone.
+  /// A thread leaves process-wide settings (umask, session, name) alone.
+  Launcher launcher = Launcher::kSpawn;
   uint32_t jobs_max = 1;  ///< End after this many jobs; 0 is no bound.
 };
 

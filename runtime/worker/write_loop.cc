@@ -3,6 +3,7 @@
 #include <bit>
 #include <cerrno>
 
+#include "runtime/layout/launcher.h"
 #include "runtime/sys/assert.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/open_files.h"
@@ -301,7 +302,7 @@ void Drain(JobRun* run, io::Queue* queue) {
     queue->Watch(kDoorbellWatch, -1);
     queue->Watch(kTrainerWatch, -1);
     const int count = queue->Wait(completions, io::kDepthMax, kWaitMsMax, &wakeups);
-    if (run->launcher == Launcher::kThread) {
+    if (!layout::TraitsOf(run->launcher).process) {
       // An engine that broke has no completions to give: closing it waits for the kernel. If that
       // does not help either, this thread must never say that it has ended.
       if (count < 0 && !queue->Close()) {

@@ -12,6 +12,7 @@
 #include "runtime/base/keep_forever.h"
 #include "runtime/base/status.h"
 #include "runtime/digest/digest.h"
+#include "runtime/layout/launcher.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/planted_bugs.h"
@@ -249,7 +250,7 @@ void Supervisor::ReleaseAcknowledged(SaveState* save) {
 // ends.
 void Supervisor::EndAsserted(const std::shared_ptr<SaveState>& save) {
   const layout::Job& job = *save->table->job();
-  if (save->quarantined || job.launcher != Launcher::kThread) return;
+  if (save->quarantined || layout::TraitsOf(save->link->launcher()).process) return;
   // acquire: the text was written before.
   if (job.assertion_failed.load(std::memory_order_acquire) == 0) return;
   save->link->Kill();  // It gets no further job.

@@ -58,7 +58,8 @@ absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerLink::Launch(const LinkOptions
 
 absl::Status WorkerLink::Start(const LinkOptions& options) {
   launcher_ = options.launcher;
-  kept_ = options.kept || launcher_ == Launcher::kPersistent || launcher_ == Launcher::kThread;
+  traits_ = layout::TraitsOf(launcher_);
+  kept_ = options.kept || traits_.kept;
   arena_fd_ = options.arena_fd;
   arena_bytes_ = options.arena_bytes;
   time_take_max_ = options.time_take_max;
@@ -71,19 +72,13 @@ absl::Status WorkerLink::Start(const LinkOptions& options) {
   }
   socket_ = base::UniqueFd(ends[0]);
   base::UniqueFd worker_end(ends[1]);
-  switch (launcher_) {
-    case Launcher::kSpawn:
-    case Launcher::kPersistent:
-      HOLDFAST_RETURN_IF_ERROR(StartSpawned(options, std::move(worker_end)));
-      break;
-    case Launcher::kFork:
-      HOLDFAST_RETURN_IF_ERROR(StartForked(std::move(worker_end)));
-      break;
-    case Launcher::kThread: {
-      HOLDFAST_ASSIGN_OR_RETURN(ended_, MakeEventFd());
-      HOLDFAST_RETURN_IF_ERROR(StartThread(std::move(worker_end)));
-      break;
-    }
+  if (traits_.program) {
+    HOLDFAST_RETURN_IF_ERROR(StartSpawned(options, std::move(worker_end)));
+  } else if (traits_.process) {
+    HOLDFAST_RETURN_IF_ERROR(StartForked(std::move(worker_end)));
+  } else {
+    HOLDFAST_ASSIGN_OR_RETURN(ended_, MakeEventFd());
+    HOLDFAST_RETURN_IF_ERROR(StartThread(std::move(worker_end)));
   }
   return Attach();
 }
@@ -125,7 +120,7 @@ absl::Status WorkerLink::StartForked(base::UniqueFd worker_end) {
   if (pid == 0) {
     // The child: below the fork line from here on. _exit, never exit: the trainer's atexit handlers
     // (CUDA's, Python's) belong to the trainer.
-    _exit(worker::Serve({.socket = worker_end.get(), .launcher = Launcher::kFork, .jobs_max = 1}));
+    _exit(worker::Serve({.socket = worker_end.get(), .launcher = launcher_, .jobs_max = 1}));
   }
   pid_ = pid;
   return WatchWorker();
@@ -137,7 +132,7 @@ absl::Status WorkerLink::StartThread(base::UniqueFd worker_end) {
   const int socket = sys::DuplicateOwned(worker_end.get());
   if (socket < 0) return base::ErrnoStatus("duplicate", "the worker's socket", errno);
   const absl::Status started = thread_.Start([this, socket] {
-    worker::Serve({.socket = socket, .launcher = Launcher::kThread, .jobs_max = 0});
+    worker::Serve({.socket = socket, .launcher = launcher_, .jobs_max = 0});
     Ring(ended_.get());
     Ring(to_trainer_.get());
   });
@@ -215,7 +210,7 @@ void WorkerLink::Exit() {
 }
 
 bool WorkerLink::IsGone() const {
-  return IsReadable(launcher_ == Launcher::kThread ? ended_.get() : pidfd_.get(), 0);
+  return IsReadable(traits_.process ? pidfd_.get() : ended_.get(), 0);
 }
 
 bool WorkerLink::HasHungUp() const {
@@ -230,7 +225,7 @@ std::string WorkerLink::Reap() {
 }
 
 std::string WorkerLink::TakeExitStatus() {
-  if (launcher_ == Launcher::kThread) return "ended: its thread returned";
+  if (!traits_.process) return "ended: its thread returned";
   siginfo_t info{};
   const int result = sys::Uninterrupted(
       [&] { return sys::Sys().waitid(P_PIDFD, static_cast<id_t>(pidfd_.get()), &info, WEXITED); });
@@ -282,7 +277,7 @@ void WorkerLink::Kill() {
 
 void WorkerLink::Abandon(std::shared_ptr<WorkerLink> link) {
   link->Kill();
-  if (link->launcher_ != Launcher::kThread) return;
+  if (link->traits_.process) return;
   link->Exit();
   base::KeepForever(std::move(link));
 }

@@ -17,6 +17,7 @@
 #include "runtime/base/mutex.h"
 #include "runtime/base/thread.h"
 #include "runtime/base/unique_fd.h"
+#include "runtime/layout/launcher.h"
 #include "runtime/layout/wire.h"
 #include "runtime/staging/staging_pool.h"
 
@@ -26,14 +27,14 @@ struct LinkOptions {
   Launcher launcher = Launcher::kSpawn;
   std::string program;  ///< Of the spawned launchers.
   std::string title;    ///< What `ps` shows beside the program's name.
-  bool kept = false;    ///< Serves any number of jobs (always so for persistent and thread).
+  bool kept = false;  ///< Serves any number of jobs (always so where the launcher's traits say so).
   int arena_fd = -1;
   uint64_t arena_bytes = 0;
   /// A kept worker must take a job within this time; hundreds may wait for it.
   absl::Duration time_take_max = absl::Minutes(10);
 };
 
-/// Spawn and fork serve one job and exit; persistent and thread are kept between jobs.
+/// One worker, started by its launcher: see layout/launcher.h.
 ///
 /// \threadsafety Run, RingDoorbell, Exit, Reap and the registrant's calls may come from any thread.
 class WorkerLink : public staging::Registrant {
@@ -109,6 +110,7 @@ class WorkerLink : public staging::Registrant {
   absl::Status Send(layout::MessageKind kind, uint64_t bytes, const int* fds, int fd_count);
 
   Launcher launcher_ = Launcher::kSpawn;
+  layout::LauncherTraits traits_;
   bool kept_ = false;
   int arena_fd_ = -1;
   absl::Duration time_take_max_;

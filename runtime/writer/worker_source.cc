@@ -3,16 +3,9 @@
 #include <utility>
 
 #include "runtime/base/status.h"
+#include "runtime/layout/launcher.h"
 
 namespace holdfast::writer {
-namespace {
-
-bool IsKept(Launcher launcher) {
-  return launcher == Launcher::kPersistent || launcher == Launcher::kThread;
-}
-
-}  // namespace
-
 WorkerSource::WorkerSource(staging::StagingPool* pool, Launcher launcher, std::string program)
     : pool_(pool), launcher_(launcher), program_(std::move(program)) {}
 
@@ -26,7 +19,6 @@ absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::Launch(Launcher launch
   return WorkerLink::Launch({.launcher = launcher,
                              .program = program_,
                              .title = title,
-                             .kept = IsKept(launcher),
                              .arena_fd = pool_->arena().fd(),
                              .arena_bytes = pool_->arena().bytes()});
 }
@@ -46,7 +38,7 @@ absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::Kept() {
 }
 
 absl::Status WorkerSource::WarmUp() {
-  if (!IsKept(launcher_)) return absl::OkStatus();
+  if (!layout::TraitsOf(launcher_).kept) return absl::OkStatus();
   const base::MutexLock lock(&mutex_);
   return Kept().status();
 }
@@ -55,7 +47,7 @@ absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::Start(const std::strin
                                                                 int control_fd,
                                                                 uint64_t control_bytes,
                                                                 int parent_fd, int lock_fd) {
-  if (!IsKept(launcher_)) {
+  if (!layout::TraitsOf(launcher_).kept) {
     HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<WorkerLink> link, Launch(launcher_, title));
     HOLDFAST_RETURN_IF_ERROR(link->Run(control_fd, control_bytes, parent_fd, lock_fd));
     return link;
@@ -77,7 +69,7 @@ absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::StartBackground(const 
                                                                           int control_fd,
                                                                           uint64_t control_bytes,
                                                                           int parent_fd) {
-  const Launcher launcher = launcher_ == Launcher::kPersistent ? Launcher::kSpawn : launcher_;
+  const Launcher launcher = layout::BackgroundLauncher(launcher_);
   HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<WorkerLink> link, Launch(launcher, title));
   HOLDFAST_RETURN_IF_ERROR(link->Run(control_fd, control_bytes, parent_fd, parent_fd));
   return link;

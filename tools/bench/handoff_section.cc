@@ -11,6 +11,7 @@
 #include "holdfast/device.h"
 #include "tools/bench/turns.h"
 #include "tools/bench/workload.h"
+#include "tools/words.h"
 
 namespace holdfast::bench {
 namespace {
@@ -140,17 +141,14 @@ absl::Status RunHandoff(const Bench& bench) {
 
   std::string size;  // Of the trainer.
   std::vector<Way> ways;
-  const auto add = [&](const char* name, Launcher launcher,
+  const auto add = [&](const std::string& name, Launcher launcher,
                        const std::vector<TensorSource>& sources) {
     ways.push_back({name, [&, launcher](Way* way) {
                       ShowStep(absl::StrCat("handoff: ", way->name, ", ", size, " trainer"));
                       return Calls(bench, launcher, calls, sources, size, way);
                     }});
   };
-  for (const Launcher launcher :
-       {Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent, Launcher::kThread}) {
-    add(WordOf(launcher), launcher, tensors);
-  }
+  for (const auto& [word, launcher] : tools::LauncherWords()) add(word, launcher, tensors);
   // The same call with tensors that live on a device, whose copies end after it has returned.
   add("device", bench.options.launcher, on_device);
   // Not in turn: one ballast serves all ways of a round.

@@ -116,7 +116,8 @@ bool RunWithFault(Trainer* trainer, EngineRung engine, uint64_t bytes, bool old_
   save.parameters.engine = engine;
   save.parameters.pwrite_threads = 0;
   // Synchronous pwrite, so that every call is this thread's.
-  save.parameters.flags |= layout::kForkedChild | layout::kReadBack;
+  save.parameters.launcher = Launcher::kFork;
+  save.parameters.flags |= layout::kReadBack;
   if (old_target) save.parameters.flags |= layout::kReplaceExisting;
   save.parameters.older = {kManifestAttempt};
   save.AddFile("a.bin", {bytes}, 100);

@@ -473,7 +473,7 @@ TEST(WorkerProcess, ForkedChildKeepsOnlyItsSocket) {
   TestWorker worker(Launcher::kFork, trainer);
   TestDirectory directory;
   TestSave save(&trainer, directory.path());
-  save.parameters.flags |= layout::kForkedChild;
+  save.parameters.launcher = Launcher::kFork;
   save.AddFile("model.bin", {1000});
   save.Build();
   save.StartOn(&worker);

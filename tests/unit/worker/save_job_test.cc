@@ -24,7 +24,6 @@ class SaveJob : public ::testing::TestWithParam<testing::Setting> {
   void Prepare(TestSave* save) const {
     save->parameters.launcher = launcher();
     save->parameters.engine = std::get<1>(GetParam());
-    if (launcher() == Launcher::kFork) save->parameters.flags |= layout::kForkedChild;
   }
 
   TestDirectory directory_;
@@ -263,7 +262,7 @@ TEST_P(SaveJob, FullDiskLeavesNothingBehind) {
 TEST_P(SaveJob, FrameworkDirectoryGetsItsFilesOneByOne) {
   TestSave save(&trainer_, directory_.path());
   Prepare(&save);
-  save.parameters.flags = layout::kFilesOnly | (save.parameters.flags & layout::kForkedChild);
+  save.parameters.flags = layout::kFilesOnly;
   save.parameters.target = "iter_0000007";
   ::mkdir(save.target_path().c_str(), 0755);
   WriteFileAt(save.target_path() + "/metadata.json", "theirs");
