@@ -28,12 +28,15 @@ _core: _native.Checkpointer | None = None
 _core_bytes = 0
 _doors: OrderedDict[tuple[Any, ...], _native.Checkpointer] = OrderedDict()
 
-_OPTIONS = frozenset(
-    """arena_bytes control_bytes_max threads idle_trim pages launcher engine queue_depth
-    pwrite_threads direct_io read_back second_look fused_copy trainer_death nice
-    io_priority_class io_priority_level bytes_per_second_max cpus time_memory_max
-    time_stalled_max time_ranks_max time_liveness_max worker_program on_sealed""".split()
-)
+# What a save or its directory says is no option of the process.
+_OPTIONS = frozenset(_native.option_names()) - {
+    "directory",
+    "when_full",
+    "keep_last",
+    "keep_every",
+    "rank",
+    "world_size",
+}
 
 
 def configure(**options: Any) -> None:

@@ -13,6 +13,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "status.h"
@@ -58,20 +59,37 @@ TrainerDeath TrainerDeathOf(const std::string& word) {
   Raise(absl::InvalidArgumentError("trainer_death: there is only finish, stop"));
 }
 
-template <typename T>
-void Take(const nb::dict& from, const char* key, T* value) {
-  if (!from.contains(key) || nb::try_cast(from[key], *value)) return;
-  Raise(absl::InvalidArgumentError(std::string("option ") + key + " = " +
-                                   nb::repr(from[key]).c_str() +
-                                   ": of a wrong type, or too large or small for it"));
-}
+/// Options by name, as Python gives them; notes every name that it is asked for.
+class Given {
+ public:
+  explicit Given(nb::dict from) : from_(std::move(from)) {}
 
-void TakeSeconds(const nb::dict& from, const char* key, absl::Duration* value) {
-  if (!from.contains(key)) return;
-  std::optional<double> seconds;
-  Take(from, key, &seconds);
-  *value = ToDuration(seconds);
-}
+  /// Leaves `*value` where the option is not given. True if it is.
+  template <typename T>
+  bool Take(const char* key, T* value) {
+    names_.emplace_back(key);
+    if (!from_.contains(key)) return false;
+    if (nb::try_cast(from_[key], *value)) return true;
+    Raise(absl::InvalidArgumentError(std::string("option ") + key + " = " +
+                                     nb::repr(from_[key]).c_str() +
+                                     ": of a wrong type, or too large or small for it"));
+  }
+  void Take(const char* key, absl::Duration* value) {
+    std::optional<double> seconds;
+    if (Take(key, &seconds)) *value = ToDuration(seconds);
+  }
+  /// A choice by its word.
+  template <typename T>
+  void Take(const char* key, T* value, T (*of_word)(const std::string&)) {
+    std::string word;
+    if (Take(key, &word)) *value = of_word(word);
+  }
+  const std::vector<std::string>& names() const { return names_; }
+
+ private:
+  const nb::dict from_;
+  std::vector<std::string> names_;
+};
 
 /// Calls `call` without the GIL: what may take a while, or wait for a thread that wants it.
 template <typename Call>
@@ -81,54 +99,48 @@ auto WithoutGil(Call call) {
 }
 
 /// The options by the names that they have in C++, those of `staging` and `qos` flat beside them.
-CheckpointerOptions OptionsOf(const nb::dict& given) {
+CheckpointerOptions OptionsOf(Given* given) {
   CheckpointerOptions options;
-  std::string word;
-  const auto take_word = [&](const char* key) {
-    word.clear();
-    Take(given, key, &word);
-    return !word.empty();
-  };
-  Take(given, "directory", &options.directory);
-  Take(given, "arena_bytes", &options.staging.arena_bytes);
-  Take(given, "control_bytes_max", &options.staging.control_bytes_max);
-  Take(given, "threads", &options.staging.threads);
-  TakeSeconds(given, "idle_trim", &options.staging.idle_trim);
-  if (take_word("pages")) options.staging.pages = PagesOf(word);
-  if (take_word("launcher")) options.launcher = LauncherOf(word);
-  if (take_word("engine")) options.engine = EngineOf(word);
-  Take(given, "queue_depth", &options.queue_depth);
-  Take(given, "pwrite_threads", &options.pwrite_threads);
-  Take(given, "direct_io", &options.direct_io);
-  Take(given, "read_back", &options.read_back);
-  Take(given, "second_look", &options.second_look);
-  Take(given, "fused_copy", &options.fused_copy);
-  if (take_word("trainer_death")) options.trainer_death = TrainerDeathOf(word);
-  if (take_word("when_full")) options.when_full = WhenFullOf(word);
-  Take(given, "nice", &options.qos.nice);
-  Take(given, "io_priority_class", &options.qos.io_priority_class);
-  Take(given, "io_priority_level", &options.qos.io_priority_level);
-  Take(given, "bytes_per_second_max", &options.qos.bytes_per_second_max);
-  if (given.contains("cpus")) {
-    std::vector<uint16_t> cpus;
-    Take(given, "cpus", &cpus);
+  given->Take("directory", &options.directory);
+  given->Take("arena_bytes", &options.staging.arena_bytes);
+  given->Take("control_bytes_max", &options.staging.control_bytes_max);
+  given->Take("threads", &options.staging.threads);
+  given->Take("idle_trim", &options.staging.idle_trim);
+  given->Take("pages", &options.staging.pages, PagesOf);
+  given->Take("launcher", &options.launcher, LauncherOf);
+  given->Take("engine", &options.engine, EngineOf);
+  given->Take("queue_depth", &options.queue_depth);
+  given->Take("pwrite_threads", &options.pwrite_threads);
+  given->Take("direct_io", &options.direct_io);
+  given->Take("read_back", &options.read_back);
+  given->Take("second_look", &options.second_look);
+  given->Take("fused_copy", &options.fused_copy);
+  given->Take("trainer_death", &options.trainer_death, TrainerDeathOf);
+  given->Take("when_full", &options.when_full, WhenFullOf);
+  given->Take("nice", &options.qos.nice);
+  given->Take("io_priority_class", &options.qos.io_priority_class);
+  given->Take("io_priority_level", &options.qos.io_priority_level);
+  given->Take("bytes_per_second_max", &options.qos.bytes_per_second_max);
+  std::vector<uint16_t> cpus;
+  if (given->Take("cpus", &cpus)) {
     if (cpus.size() > std::size(options.qos.cpus))
       Raise(absl::InvalidArgumentError("cpus: at most 64"));
     std::copy(cpus.begin(), cpus.end(), options.qos.cpus);
     options.qos.cpu_count = static_cast<uint32_t>(cpus.size());
   }
-  Take(given, "keep_last", &options.retention.keep_last);
-  Take(given, "keep_every", &options.retention.keep_every);
-  Take(given, "rank", &options.rank);
-  Take(given, "world_size", &options.world_size);
-  TakeSeconds(given, "time_memory_max", &options.time_memory_max);
-  TakeSeconds(given, "time_stalled_max", &options.time_stalled_max);
-  TakeSeconds(given, "time_ranks_max", &options.time_ranks_max);
-  TakeSeconds(given, "time_liveness_max", &options.time_liveness_max);
-  Take(given, "worker_program", &options.worker_program);
-  if (given.contains("on_sealed")) {
+  given->Take("keep_last", &options.retention.keep_last);
+  given->Take("keep_every", &options.retention.keep_every);
+  given->Take("rank", &options.rank);
+  given->Take("world_size", &options.world_size);
+  given->Take("time_memory_max", &options.time_memory_max);
+  given->Take("time_stalled_max", &options.time_stalled_max);
+  given->Take("time_ranks_max", &options.time_ranks_max);
+  given->Take("time_liveness_max", &options.time_liveness_max);
+  given->Take("worker_program", &options.worker_program);
+  nb::object on_sealed;
+  if (given->Take("on_sealed", &on_sealed)) {
     // The last copy goes where no thread holds the GIL.
-    const std::shared_ptr<nb::object> hook(new nb::object(nb::borrow(given["on_sealed"])),
+    const std::shared_ptr<nb::object> hook(new nb::object(std::move(on_sealed)),
                                            [](nb::object* object) {
                                              const nb::gil_scoped_acquire gil;
                                              delete object;
@@ -140,6 +152,11 @@ CheckpointerOptions OptionsOf(const nb::dict& given) {
     };
   }
   return options;
+}
+
+CheckpointerOptions OptionsOf(const nb::dict& options) {
+  Given given(options);
+  return OptionsOf(&given);
 }
 
 nb::dict DictOf(const SaveReport& report) {
@@ -290,6 +307,14 @@ void BindCheckpointer(nb::module_& module) {
         ThrowIfError(ValidateOptions(given));
       },
       "options"_a, "Refuses what no Checkpointer would take.");
+  module.def(
+      "option_names",
+      [] {
+        Given none{nb::dict()};
+        OptionsOf(&none);
+        return none.names();
+      },
+      "Every option's name.");
   module.def(
       "default_arena_bytes",
       [](uint64_t state_bytes, uint32_t processes, uint64_t bytes_owned) {
