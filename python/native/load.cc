@@ -86,10 +86,12 @@ void BindLoad(nb::module_& module) {
           "path"_a)
       .def_static(
           "open_manifest",
-          [](const std::string& path, const std::string& manifest_name) {
-            return Opened([&] { return CheckpointReader::OpenManifest(path, manifest_name); });
+          [](const std::string& path, const std::string& manifest_name,
+             const std::optional<Digest>& digest) {
+            return Opened(
+                [&] { return CheckpointReader::OpenManifest(path, manifest_name, digest); });
           },
-          "path"_a, "manifest_name"_a)
+          "path"_a, "manifest_name"_a, "digest"_a = nb::none())
       .def_static(
           "open_places",
           [](const std::string& path, const std::vector<std::string>& files,

@@ -1,10 +1,16 @@
 // Proving checkpoints on disk.
 #include "holdfast/verify.h"
+#include "holdfast/commit_file.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "status.h"
@@ -71,9 +77,41 @@ nb::dict VerifyPath(const std::string& path, uint32_t threads, uint64_t buffer_b
   return d;
 }
 
+CommitFile CommitFileOf(const std::string& name, const nb::bytes& contents) {
+  return {.name = name, .contents = {contents.c_str(), contents.size()}};
+}
+
+nb::tuple MakeRecord(const std::string& path, const std::string& attempt, uint32_t world_size,
+                     const std::string& name, const nb::bytes& contents) {
+  const AttemptId id = AttemptOf(attempt);
+  const CommitFile file = CommitFileOf(name, contents);
+  auto made = [&] {
+    const GilReleased released;
+    return MakeCommitRecord(path, id, world_size, file);
+  }();
+  const CommitRecordFile record = ValueOrThrow(std::move(made));
+  return nb::make_tuple(record.name, nb::bytes(record.text.data(), record.text.size()));
+}
+
+std::optional<std::vector<Digest>> CheckFile(const std::string& path, const std::string& attempt,
+                                             const std::string& name, const nb::bytes& contents) {
+  const AttemptId id = AttemptOf(attempt);
+  const CommitFile file = CommitFileOf(name, contents);
+  auto checked = [&] {
+    const GilReleased released;
+    return CheckCommitFile(path, id, file);
+  }();
+  return ValueOrThrow(std::move(checked));
+}
+
 }  // namespace
 
 void BindVerify(nb::module_& module) {
+  nb::class_<Digest>(module, "Digest", "XXH3-128 of a file.");
+  module.def("make_commit_record", &MakeRecord, "path"_a, "attempt"_a, "world_size"_a, "name"_a,
+             "contents"_a, "Name and text of a commit record.");
+  module.def("check_commit_file", &CheckFile, "path"_a, "attempt"_a, "name"_a, "contents"_a,
+             "Digests of the manifests by rank; None without a commit record.");
   module.def("verify", &VerifyPath, "path"_a, "threads"_a, "buffer_bytes"_a, "engine"_a,
              "direct_io"_a);
 }

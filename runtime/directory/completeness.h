@@ -7,24 +7,18 @@
 
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "holdfast/recovery.h"
-#include "holdfast/verify.h"
+#include "runtime/directory/findings.h"
+#include "runtime/format/commit_record.h"
 #include "runtime/format/manifest.h"
 
 namespace holdfast::directory {
-
-/// A fault and what it makes of the checkpoint.
-struct Finding {
-  Verdict verdict = Verdict::kCorrupt;
-  absl::StatusCode code = absl::StatusCode::kDataLoss;
-  Fault fault;
-  int error_number = 0;  ///< Of the system call that failed, if one did.
-};
 
 /// A directory's manifests, and what is wrong with them and with the files that they name. Files'
 /// contents are not looked at.
@@ -34,17 +28,26 @@ struct CheckpointFiles {
   std::vector<format::Manifest> manifests;  ///< Those that parsed, the newest attempt's first.
   std::vector<std::string> unnamed;         ///< Entries that no manifest names.
   std::vector<Finding> findings;            ///< Empty: complete.
-  bool partial = false;                     ///< The directory's name says that it is not committed.
+  std::optional<format::CommitRecord> record;  ///< Of the newest attempt, if it is sound.
+  /// By which a framework has committed; those of `unproven` have no digest in any record.
+  std::set<std::string> commit_files;
+  std::set<std::string> unproven;
+  bool partial = false;  ///< The directory's name says that it is not committed.
 };
 
 struct ReadCheckpointOptions {
   std::optional<uint32_t> keep_rank;  ///< Keep only this rank's manifest; all are checked.
-  size_t findings_max = 10'000;       ///< More than this are dropped.
+  /// Under a sound commit record read no manifest but that of `keep_rank`. The others need be
+  /// there.
+  bool trust_record = false;
+  size_t findings_max = 10'000;  ///< More than this are dropped.
 };
 
 /// In a directory that a framework owns, the files of an attempt that is not complete are left out
 /// if those of another are: it failed, or is still being written. So are those of an attempt some
-/// of whose files a newer one has written anew. \error when the directory itself cannot be listed.
+/// of whose files a newer one has written anew. An attempt is complete there if its commit record
+/// has the digest of the framework's commit file; without a record, if such a file is there.
+/// \error when the directory itself cannot be listed.
 absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string& path,
                                                const ReadCheckpointOptions& options);
 
@@ -74,23 +77,16 @@ std::optional<Inspection> InspectRecord(int directory);
 /// InspectRecord, and where there is no sound record, Inspect.
 Inspection InspectCommitted(int directory);
 
-/// What is wrong with the files that a manifest names: not there, no file, of another size.
-std::vector<Finding> CheckNamedFiles(int directory, const format::Manifest& manifest);
+/// Reads one manifest and looks at the files that it names. `digest`: of the manifest, as a commit
+/// record has it. \error kDataLoss: damaged, or another one than the record's; as ToStatus.
+absl::StatusOr<format::Manifest> ReadManifest(int directory, const std::string& path,
+                                              const std::string& name,
+                                              const std::optional<Digest>& digest);
 
 /// The manifest in `directory` that names `file`.
 /// \error kNotFound when none does; the damage, where none does but one cannot be read.
 absl::StatusOr<format::Manifest> FindManifestOf(int directory, const std::string& path,
                                                 const std::string& file);
-
-/// The gravest finding as an error of `path`; OK if there is none.
-absl::Status ToStatus(const std::vector<Finding>& findings, const std::string& path);
-
-/// Corrupt before unreadable before incomplete before sound: proven damage is said first, then
-/// what could not be judged.
-Verdict Worse(Verdict a, Verdict b);
-
-/// What the status of reading `file` makes of it: its damage, or that it cannot be read.
-Finding FindingOf(const absl::Status& status, const std::string& file, const char* reason);
 
 }  // namespace holdfast::directory
 

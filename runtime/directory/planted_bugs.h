@@ -15,6 +15,7 @@ enum class Bug {
   kReportWithoutParentSync,
   kIgnoreLocks,           ///< Every directory is nobody's.
   kNoFence,               ///< An orphan may commit after the recovery.
+  kIgnoreCommitFile,      ///< Manifests alone make a framework's checkpoint complete.
   kTrainerKeepsFailures,  ///< A trainer does not publish the failure that its worker could not.
   kTrainerGivesNoSigns,   ///< A trainer gives no signs of life for its rank.
 };

@@ -1,5 +1,6 @@
 #include "runtime/format/commit_record.h"
 
+#include <iterator>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -54,6 +55,14 @@ class RecordWriter {
     out_.slots.committed_at_ns = AddNumber();
     Add(",\"bytes\":");
     out_.slots.bytes = AddNumber();
+    if (!input_.commit_file.has_value()) return;
+    Add(",\n\"commit_file\":{\"name\":");
+    AppendJsonString(input_.commit_file->name, &out_.text);
+    Add(",\"bytes\":");
+    AppendNumber(input_.commit_file->bytes, &out_.text);
+    Add(",\"digest\":");
+    AddId(input_.commit_file->digest);
+    Add("}");
   }
 
   void WriteRow(uint32_t rank) {
@@ -71,7 +80,8 @@ class RecordWriter {
   }
 
   void Add(absl::string_view text) { out_.text.append(text.data(), text.size()); }
-  void AddId(const AttemptId& id) {
+  template <typename Id>
+  void AddId(const Id& id) {
     char digits[32];
     digest::ToHex(id, digits);
     AppendJsonString(absl::string_view(digits, sizeof(digits)), &out_.text);
@@ -103,12 +113,15 @@ class RecordReader {
 
   absl::StatusOr<CommitRecord> Read() {
     static constexpr absl::string_view kNames[] = {
-        "format",          "version",    "checkpoint", "series", "attempt",
-        "parent",          "world_size", "step",       "bytes",  "saved_at_ns",
-        "committed_at_ns", "manifests",  "self_digest"};
+        "format",          "version",    "checkpoint",  "series",     "attempt",
+        "parent",          "world_size", "step",        "bytes",      "saved_at_ns",
+        "committed_at_ns", "manifests",  "self_digest", "commit_file"};
+    constexpr uint64_t kOptional = uint64_t{1} << (std::size(kNames) - 1);
     uint64_t seen = 0;
     if (json_.EnterObject()) {
-      for (int field; (field = json_.NextField(kNames, 0, &seen)) >= 0;) ReadField(kNames[field]);
+      for (int field; (field = json_.NextField(kNames, kOptional, &seen)) >= 0;) {
+        ReadField(kNames[field]);
+      }
     }
     json_.AtEnd();
     if (!json_.status().ok()) return base::Annotate(json_.status(), "commit record");
@@ -146,6 +159,8 @@ class RecordReader {
     } else if (name == "manifests") {
       if (!json_.EnterArray()) return;
       while (json_.NextElement()) ReadRow();
+    } else if (name == "commit_file") {
+      ReadCommitFile();
     } else {
       Digest ignored;  // It was checked over the raw bytes.
       json_.Hex(&ignored);
@@ -162,6 +177,20 @@ class RecordReader {
     }
   }
 
+  void ReadCommitFile() {
+    static constexpr absl::string_view kNames[] = {"name", "bytes", "digest"};
+    CommitFileDigest& file = out_.commit_file.emplace();
+    uint64_t seen = 0;
+    if (!json_.EnterObject()) return;
+    for (int field; (field = json_.NextField(kNames, 0, &seen)) >= 0;) {
+      if (field == 0) {
+        json_.String(&file.name);
+      } else {
+        field == 1 ? json_.Unsigned(&file.bytes) : json_.Hex(&file.digest);
+      }
+    }
+  }
+
   JsonReader json_;
   CommitRecord out_;
 };
@@ -170,12 +199,34 @@ class RecordReader {
 
 CommitTemplate BuildCommitRecord(const CommitInput& input) { return RecordWriter(input).Write(); }
 
+std::string CompleteCommitRecord(const CommitInput& input, uint64_t committed_at_ns, uint64_t bytes,
+                                 absl::Span<const CommitRecord::RankManifest> manifests) {
+  CommitTemplate made = BuildCommitRecord(input);
+  char* const text = made.text.data();
+  const layout::CommitSlots& slots = made.slots;
+  layout::FillNumber(text, slots.committed_at_ns, committed_at_ns);
+  layout::FillNumber(text, slots.bytes, bytes);
+  for (size_t rank = 0; rank < manifests.size(); ++rank) {
+    const uint64_t row = rank * slots.row_bytes;
+    layout::FillNumber(text, {slots.manifest_bytes.offset + row, slots.manifest_bytes.width},
+                       manifests[rank].bytes);
+    digest::ToHex(manifests[rank].digest, text + slots.manifest_digest + row);
+  }
+  digest::ToHex(digest::Of(text, slots.self_digest.offset), text + slots.self_digest.offset);
+  return std::move(made.text);
+}
+
 absl::StatusOr<CommitRecord> ParseCommitRecord(absl::string_view text) {
   HOLDFAST_RETURN_IF_ERROR(CheckSelfDigest("commit record", text, kCommitRecordBytesMax));
   HOLDFAST_ASSIGN_OR_RETURN(CommitRecord record, RecordReader(text).Read());
   if (record.attempt == AttemptId{}) return Wrong("attempt", "no attempt id");
   if (const char* const wrong = WrongComponent(record.checkpoint)) {
     return Wrong("checkpoint", wrong);
+  }
+  if (record.commit_file.has_value()) {
+    if (const char* const wrong = WrongDataFileName(record.commit_file->name)) {
+      return Wrong("commit_file", wrong);
+    }
   }
   if (record.world_size == 0 || record.manifests.size() != record.world_size) {
     return Wrong("manifests",

@@ -1,20 +1,30 @@
 // The commit record: what rank 0 adds to a checkpoint, so that one small file says what it is.
 //
 // Built by the trainer as a template with fixed-width slots; rank 0's worker fills them before the
-// rename that commits. Described byte by byte in runtime/layout/FORMAT.md.
+// rename that commits. In a directory that a framework owns, the trainer fills them, and the record
+// proves the framework's own last file. Described byte by byte in runtime/layout/FORMAT.md.
 #ifndef HOLDFAST_RUNTIME_FORMAT_COMMIT_RECORD_H_
 #define HOLDFAST_RUNTIME_FORMAT_COMMIT_RECORD_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "holdfast/pod.h"
 #include "runtime/layout/job.h"
 
 namespace holdfast::format {
+
+/// The file by which a framework commits, as it was written.
+struct CommitFileDigest {
+  std::string name;
+  uint64_t bytes = 0;
+  Digest digest;
+};
 
 /// What the template is made from.
 struct CommitInput {
@@ -24,6 +34,7 @@ struct CommitInput {
   uint32_t world_size = 1;
   uint64_t step = 0;
   uint64_t saved_at_ns = 0;
+  std::optional<CommitFileDigest> commit_file = std::nullopt;  ///< Where a framework commits.
 };
 
 struct CommitTemplate {
@@ -47,9 +58,14 @@ struct CommitRecord {
   uint64_t step = 0;
   uint64_t saved_at_ns = 0;
   uint64_t committed_at_ns = 0;
-  uint64_t bytes = 0;                   ///< Of all ranks' files.
-  std::vector<RankManifest> manifests;  ///< By rank.
+  uint64_t bytes = 0;                                          ///< Of all ranks' files.
+  std::optional<CommitFileDigest> commit_file = std::nullopt;  ///< Where a framework commits.
+  std::vector<RankManifest> manifests;                         ///< By rank.
 };
+
+/// A record with all slots filled. `bytes`: of all ranks' files; `manifests`: one for each rank.
+std::string CompleteCommitRecord(const CommitInput& input, uint64_t committed_at_ns, uint64_t bytes,
+                                 absl::Span<const CommitRecord::RankManifest> manifests);
 
 /// Reads and checks a record: the self-digest over the raw bytes first, then strict JSON, then
 /// meaning: as many rows as ranks. \error kDataLoss saying where and why.

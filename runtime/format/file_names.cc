@@ -19,6 +19,8 @@ constexpr size_t kNewNameBytesMax = kNameBytes - sizeof(".tmp");
 constexpr size_t kHexDigits = 32;
 constexpr absl::string_view kManifestPrefix = "rank-";
 constexpr absl::string_view kManifestSuffix = ".manifest.json";
+constexpr absl::string_view kCommitPrefix = "holdfast.commit-";
+constexpr absl::string_view kCommitSuffix = ".json";
 
 }  // namespace
 
@@ -38,7 +40,9 @@ const char* WrongDataFileName(absl::string_view name) {
   if (absl::StartsWith(name, kManifestPrefix) && absl::EndsWith(name, kManifestSuffix)) {
     return "the name is a rank manifest's";
   }
-  if (name == layout::kCommitRecordName) return "the name is the commit record's";
+  if (name == layout::kCommitRecordName || ParseCommitRecordName(std::string(name)).has_value()) {
+    return "the name is a commit record's";
+  }
   if (absl::EndsWith(name, ".tmp")) return "the name ends in \".tmp\"";
   return nullptr;
 }
@@ -94,8 +98,23 @@ std::optional<ManifestIdentity> ParseManifestName(const std::string& name) {
   return identity;
 }
 
+std::string CommitRecordName(const AttemptId& attempt) {
+  return absl::StrFormat("%s%016x%016x%s", kCommitPrefix, attempt.high, attempt.low, kCommitSuffix);
+}
+
+std::optional<AttemptId> ParseCommitRecordName(const std::string& name) {
+  AttemptId attempt;
+  if (name.size() != kCommitPrefix.size() + kHexDigits + kCommitSuffix.size() ||
+      !absl::StartsWith(name, kCommitPrefix) || !absl::EndsWith(name, kCommitSuffix) ||
+      !digest::FromHex(name.c_str() + kCommitPrefix.size(), &attempt)) {
+    return std::nullopt;
+  }
+  return attempt;
+}
+
 bool IsCommitFile(const std::string& name) {
-  return name == layout::kCommitRecordName || ParseManifestName(name).has_value();
+  return name == layout::kCommitRecordName || ParseManifestName(name).has_value() ||
+         ParseCommitRecordName(name).has_value();
 }
 
 std::string ModelFileName(uint32_t rank, uint32_t world_size) {

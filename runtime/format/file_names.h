@@ -17,7 +17,7 @@ namespace holdfast::format {
 const char* WrongComponent(absl::string_view name);
 
 /// As WrongComponent, and not a name that Holdfast itself gives to files in the same directory: a
-/// rank manifest's, the commit record's, or one ending in ".tmp".
+/// rank manifest's, a commit record's, or one ending in ".tmp".
 const char* WrongDataFileName(absl::string_view name);
 
 /// As WrongDataFileName, for a file that is still to be written: it is NAME.tmp first.
@@ -31,7 +31,12 @@ std::string ManifestName(uint32_t rank, uint32_t world_size, const AttemptId& at
 std::string ManifestPrefix();                     // "rank-"
 std::string ManifestSuffix(uint32_t world_size);  // "-of-00008.manifest.json"
 
-/// Whether a file of this name speaks for the others: a rank manifest or the commit record. These
+/// "holdfast.commit-<32 hex>.json": the commit record in a directory that a framework owns.
+std::string CommitRecordName(const AttemptId& attempt);
+/// The attempt in such a name; nothing for any other name.
+std::optional<AttemptId> ParseCommitRecordName(const std::string& name);
+
+/// Whether a file of this name speaks for the others: a rank manifest or a commit record. These
 /// go first when a checkpoint is removed.
 bool IsCommitFile(const std::string& name);
 

@@ -240,20 +240,14 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
 }
 
 absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenManifest(
-    const std::string& path, const std::string& manifest_name) {
+    const std::string& path, const std::string& manifest_name,
+    const std::optional<Digest>& digest) {
   HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(path));
-  HOLDFAST_ASSIGN_OR_RETURN(
-      const std::string text,
-      directory::ReadWholeFile(fd.get(), manifest_name, format::kManifestBytesMax));
-  absl::StatusOr<format::Manifest> manifest = format::ParseManifest(text);
-  if (!manifest.ok()) {
-    return base::Annotate(manifest.status(), absl::StrCat("open ", path, "/", manifest_name));
-  }
-  HOLDFAST_RETURN_IF_ERROR(
-      directory::ToStatus(directory::CheckNamedFiles(fd.get(), *manifest), path));
+  HOLDFAST_ASSIGN_OR_RETURN(format::Manifest manifest,
+                            directory::ReadManifest(fd.get(), path, manifest_name, digest));
   auto impl = std::make_unique<Impl>();
   impl->directory = path;
-  impl->TakeManifest(*std::move(manifest));
+  impl->TakeManifest(std::move(manifest));
   impl->IndexNames();
   return std::unique_ptr<CheckpointReader>(new CheckpointReader(std::move(impl)));
 }

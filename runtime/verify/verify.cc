@@ -65,7 +65,7 @@ absl::Status CheckDirectory(const std::string& path, const VerifyOptions& option
     log->Add(directory::FindingOf(checkpoint.status(), "", "read"));
     return absl::OkStatus();
   }
-  if (checkpoint->manifests_found == 0) {
+  if (checkpoint->manifests_found == 0 && checkpoint->findings.empty()) {
     if (checkpoint->partial) {
       log->Add(Verdict::kIncomplete, {.reason = "partial",
                                       .expected = "a committed checkpoint",
@@ -76,6 +76,13 @@ absl::Status CheckDirectory(const std::string& path, const VerifyOptions& option
   }
   for (const directory::Finding& finding : checkpoint->findings) log->Add(finding);
   SayWhatWasChecked(checkpoint->manifests, report);
+  if (!checkpoint->unproven.empty()) {
+    AddNote(
+        absl::StrCat("Not proven: the save made no commit record, so that nothing has a digest "
+                     "of the file by which the framework commits, ",
+                     Enumerate({checkpoint->unproven.begin(), checkpoint->unproven.end()}), "."),
+        report);
+  }
   if (!checkpoint->unnamed.empty()) {
     AddNote(absl::StrCat("Not part of the checkpoint, because no manifest names them: ",
                          Enumerate(checkpoint->unnamed), "."),

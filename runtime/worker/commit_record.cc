@@ -27,24 +27,6 @@ struct RankManifest {
   Digest digest;
 };
 
-/// The number behind "files_bytes" near the beginning of a manifest. A name cannot imitate the key:
-/// its quotes are escaped.
-bool FindFilesBytes(const char* head, size_t length, uint64_t* out) {
-  constexpr char kKey[] = "\"files_bytes\":";
-  constexpr size_t kKeyBytes = sizeof(kKey) - 1;
-  for (size_t at = 0; at + kKeyBytes < length; ++at) {
-    if (memcmp(head + at, kKey, kKeyBytes) != 0) continue;
-    uint64_t value = 0;
-    size_t digit = at + kKeyBytes;
-    for (; digit < length && head[digit] >= '0' && head[digit] <= '9'; ++digit) {
-      value = value * 10 + static_cast<uint64_t>(head[digit] - '0');
-    }
-    *out = value;
-    return digit > at + kKeyBytes;
-  }
-  return false;
-}
-
 bool ReadManifest(JobRun* run, const char* name, RankManifest* out) {
   const int fd = sys::OpenOwned(run->directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
   if (fd < 0) return FailErrno(run, Operation::kManifest, errno);
@@ -105,6 +87,22 @@ void FillHead(JobRun* run, uint64_t files_bytes) {
 }
 
 }  // namespace
+
+bool FindFilesBytes(const char* head, size_t length, uint64_t* out) {
+  constexpr char kKey[] = "\"files_bytes\":";
+  constexpr size_t kKeyBytes = sizeof(kKey) - 1;
+  for (size_t at = 0; at + kKeyBytes < length; ++at) {
+    if (memcmp(head + at, kKey, kKeyBytes) != 0) continue;
+    uint64_t value = 0;
+    size_t digit = at + kKeyBytes;
+    for (; digit < length && head[digit] >= '0' && head[digit] <= '9'; ++digit) {
+      value = value * 10 + static_cast<uint64_t>(head[digit] - '0');
+    }
+    *out = value;
+    return digit > at + kKeyBytes;
+  }
+  return false;
+}
 
 bool WriteCommitRecord(JobRun* run) {
   layout::Job* const job = run->job;

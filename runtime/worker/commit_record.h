@@ -3,6 +3,9 @@
 #ifndef HOLDFAST_RUNTIME_WORKER_COMMIT_RECORD_H_
 #define HOLDFAST_RUNTIME_WORKER_COMMIT_RECORD_H_
 
+#include <cstddef>
+#include <cstdint>
+
 #include "runtime/worker/job_run.h"
 
 namespace holdfast::worker {
@@ -12,6 +15,10 @@ namespace holdfast::worker {
 /// the job has no template, where a recovery has promoted the directory, or where a rank's manifest
 /// is of a version that does not say its bytes.
 bool WriteCommitRecord(JobRun* run);
+
+/// The number behind "files_bytes" near the beginning of a manifest. A name cannot imitate the key:
+/// its quotes are escaped.
+bool FindFilesBytes(const char* head, size_t length, uint64_t* out);
 
 }  // namespace holdfast::worker
 

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import json
 import os
+import pickle
 import re
 import resource
 import signal
@@ -464,7 +465,7 @@ def not_from_python(directory: Path) -> str:
 
 def the_error_in(failure: BaseException) -> str:
     """An exception of the framework has tracebacks of all ranks around it."""
-    found = re.search(r"(load|reserve) .*?\[[A-Z_]+\]", str(failure))
+    found = re.search(r"(load|open|reserve) .*?\[[A-Z_]+\]", str(failure))
     assert found, failure
     return found.group()
 
@@ -498,6 +499,16 @@ def dcp_never_completed(directory: Path) -> str:
     path = directory / "step-1"
     holdfast.dcp.async_save({"w": torch.ones(4)}, checkpoint_id=path).result(60)
     (path / ".metadata").unlink()
+    return load_dcp(path, {"w": torch.ones(4)})
+
+
+@provocation
+def dcp_metadata_changed(directory: Path) -> str:
+    path = directory / "step-1"
+    holdfast.dcp.async_save({"w": torch.ones(4)}, checkpoint_id=path).result(60)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.planner_data = None
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
     return load_dcp(path, {"w": torch.ones(4)})
 
 

@@ -69,21 +69,19 @@ def test_overwriting_uses_new_files_and_deletes_the_old_ones_last(
             older = set(os.listdir(path))
             commit = dcp_metadata.commit
 
-            def look(
-                directory: Path, name: str, data: Any, older: Any = older, do: Any = commit
-            ) -> None:
+            def look(directory: Path, *of: Any, older: Any = older, do: Any = commit) -> None:
                 # The older checkpoint is untouched, the newer one's data there in full.
                 there = set(os.listdir(directory))
                 assert older <= there
                 assert any(n.endswith(".distcp") for n in there - older)
                 assert not any(n.endswith(".tmp") for n in there)
-                do(directory, name, data)
+                do(directory, *of)
 
             monkeypatch.setattr(dcp_metadata, "commit", look)
         dcp.save(state_of(seed), storage_writer=holdfast.dcp.StorageWriter(path))
         monkeypatch.undo()
         assert seed_of(path) == seed
-        assert files(path) == [".metadata", f"__0_{seed}.distcp", "rank"]
+        assert files(path) == [".metadata", f"__0_{seed}.distcp", "holdfast.commit", "rank"]
 
 
 def test_overwriting_the_stock_writers_checkpoint_removes_its_files(tmp_path: Path) -> None:
@@ -91,7 +89,7 @@ def test_overwriting_the_stock_writers_checkpoint_removes_its_files(tmp_path: Pa
     dcp.save(state_of(1), storage_writer=dcp.FileSystemWriter(path, single_file_per_rank=False))
     (path / "mine.txt").write_text("stays")
     dcp.save(state_of(2), storage_writer=holdfast.dcp.StorageWriter(path))
-    assert files(path) == [".metadata", "__0_3.distcp", "mine.txt", "rank"]
+    assert files(path) == [".metadata", "__0_3.distcp", "holdfast.commit", "mine.txt", "rank"]
     assert seed_of(path) == 2
 
 
@@ -105,7 +103,10 @@ def test_overwriting_can_be_forbidden(tmp_path: Path) -> None:
 
 # ---- Crashes.
 
-_STEPS = ["before commit", "before rename", "before sync", "before deletion", "within deletion"]
+_STEPS = [
+    "before commit", "before record", "before rename", "before sync", "before deletion",
+    "within deletion",
+]  # fmt: skip
 
 
 def _die() -> None:
@@ -113,13 +114,15 @@ def _die() -> None:
 
 
 def _save_and_die(path: str, seed: int, step: str) -> None:
-    unlink, sync = os.unlink, dcp_metadata.sync_directory
+    unlink, rename = os.unlink, os.rename
     if step == "before commit":
         dcp_metadata.commit = lambda *a: _die()  # type: ignore[assignment]
-    elif step == "before rename":
+    elif step == "before record":
         os.rename = lambda *a, **k: _die()  # type: ignore[assignment]
+    elif step == "before rename":
+        os.rename = lambda a, b: _die() if str(b).endswith(".metadata") else rename(a, b)
     elif step == "before sync":
-        dcp_metadata.sync_directory = lambda p: _die() if str(p) == path else sync(p)
+        os.rename = lambda a, b: (rename(a, b), _die() if str(b).endswith(".metadata") else None)
     elif step == "before deletion":
         os.unlink = lambda *a, **k: _die()  # type: ignore[assignment]
     elif step == "within deletion":
@@ -138,10 +141,11 @@ def test_a_crash_at_any_step_leaves_the_old_or_the_new_checkpoint(
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
     found = seed_of(path)
-    assert found == (1 if step in ("before commit", "before rename") else 2)
+    assert found == (1 if step in _STEPS[:3] else 2)
+    assert holdfast.verify(path)["verdict"] == "sound"
     dcp.save(state_of(3), storage_writer=holdfast.dcp.StorageWriter(path))
     assert seed_of(path) == 3
-    assert len(files(path)) == 3, files(path)
+    assert len(files(path)) == 4, files(path)
 
 
 def test_a_first_save_that_died_is_no_checkpoint(tmp_path: Path) -> None:
@@ -154,7 +158,7 @@ def test_a_first_save_that_died_is_no_checkpoint(tmp_path: Path) -> None:
             check(path)
     dcp.save(state_of(3), storage_writer=holdfast.dcp.StorageWriter(path))
     assert seed_of(path) == 3
-    assert len(files(path)) == 3, files(path)
+    assert len(files(path)) == 4, files(path)
 
 
 def test_without_sorting_out_names_a_crash_would_lose_the_checkpoint(
@@ -231,7 +235,7 @@ def test_overlapping_saves_into_one_directory_end_with_the_last(tmp_path: Path) 
     for future in futures:
         future.result()
     assert seed_of(path) == 4
-    assert len(files(path)) == 3, files(path)
+    assert len(files(path)) == 4, files(path)
 
 
 def test_a_save_that_was_overtaken_does_not_replace_the_younger_one(tmp_path: Path) -> None:
@@ -253,7 +257,7 @@ def test_a_save_that_was_overtaken_does_not_replace_the_younger_one(tmp_path: Pa
     assert seed_of(path) == 2
     dcp.save(state_of(3), storage_writer=holdfast.dcp.StorageWriter(path))
     assert seed_of(path) == 3
-    assert len(files(path)) == 3, files(path)
+    assert len(files(path)) == 4, files(path)
 
 
 def test_keeping_the_newest_checkpoints_as_torchtitan_does(tmp_path: Path) -> None:
@@ -287,16 +291,16 @@ def test_the_metadata_never_comes_before_the_data(
     seen = []
     commit = dcp_metadata.commit
 
-    def look(directory: Path, name: str, data: Any) -> None:
+    def look(directory: Path, name: str, data: Any, *of: Any) -> None:
         assert not (directory / name).exists()
         for info in data.storage_data.values():
             assert (directory / info.relative_path).stat().st_size >= info.offset + info.length
-        seen.append(holdfast.verify(directory)["verdict"])
-        commit(directory, name, data)
+        seen.append([f["file"] for f in holdfast.verify(directory)["faults"]])
+        commit(directory, name, data, *of)
 
     monkeypatch.setattr(dcp_metadata, "commit", look)
     holdfast.dcp.async_save(state_of(1), checkpoint_id=path).result()
-    assert seen == ["sound"]
+    assert seen == [[".metadata"]]  # all but that is there
 
 
 def test_a_url_goes_to_the_framework_with_one_line(
@@ -407,7 +411,7 @@ def test_a_failed_save_leaves_the_previous_checkpoint_and_the_next_cleans_up(
     assert isinstance(error, holdfast.Error)
     assert error.errno == 27  # EFBIG
     assert seed_of(path) == 1
-    assert len(files(path)) == 3, files(path)
+    assert len(files(path)) == 4, files(path)
     holdfast.flush()  # the failure was seen
     dcp.save(state_of(3), storage_writer=holdfast.dcp.StorageWriter(path))
     assert seed_of(path) == 3

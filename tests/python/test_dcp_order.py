@@ -51,7 +51,6 @@ def test_metadata_is_synced_renamed_and_synced_again_before_anything_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "run"
-    commit = [("fsync", ".metadata.tmp"), ("rename", ".metadata.tmp", ".metadata"), ("fsync", "run")]
     # The directory's own name first: else all of it could vanish in a crash.
     before, deleted = [("fsync", tmp_path.name)], []
     for step, way in enumerate(("save", "async_save", "save"), 1):
@@ -61,13 +60,20 @@ def test_metadata_is_synced_renamed_and_synced_again_before_anything_is_deleted(
                 dcp.save(_state(step), storage_writer=holdfast.dcp.StorageWriter(path))
             else:
                 holdfast.dcp.async_save(_state(step), checkpoint_id=path).result(60)
-        assert calls.seen == [*before, *commit, *deleted], way
+        (record,) = (p.name for p in path.glob("holdfast.commit-*.json"))
+        # The proof first: metadata without it could be damaged and nobody would know.
+        commit = [
+            (("fsync", f"{name}.tmp"), ("rename", f"{name}.tmp", name), ("fsync", "run"))
+            for name in (record, ".metadata")
+        ]
+        assert calls.seen == [*before, *commit[0], *commit[1], *deleted], way
         # All of it was in the file when that was synced, not in a buffer.
         assert calls.at_fsync[".metadata.tmp"] == (path / ".metadata").read_bytes()
         assert set(metadata.read(path / ".metadata").state_dict_metadata) == {"w", "step"}
         (manifest,) = path.glob("rank-*.manifest.json")
         # A file without its manifest is known to be incomplete, not corrupt.
-        before, deleted = [], [("unlink", manifest.name), ("unlink", f"__0_{step - 1}.distcp")]
+        before = []
+        deleted = [("unlink", n) for n in (record, manifest.name, f"__0_{step - 1}.distcp")]
 
 
 class Watch:
@@ -108,11 +114,12 @@ def _slow_second(rank: int, path: str) -> list[tuple[int, list[list[str]]]]:
     seen = []
     commit = metadata.commit
 
-    def look(directory: Path, name: str, data: Any) -> None:
-        assert holdfast.verify(directory)["verdict"] == "sound"
+    def look(directory: Path, name: str, data: Any, *of: Any) -> None:
+        # Either all is there but the metadata, or the older save's.
+        assert {f["file"] for f in holdfast.verify(directory)["faults"]} <= {".metadata"}
         for info in data.storage_data.values():
             assert (directory / info.relative_path).stat().st_size >= info.offset + info.length
-        commit(directory, name, data)
+        commit(directory, name, data, *of)
 
     metadata.commit = look
     if rank == 1:  # its second chunk waits for the rate

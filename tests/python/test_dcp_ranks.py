@@ -213,7 +213,7 @@ def test_a_failing_rank_fails_the_save_on_all_ranks_with_rank_file_and_errno(
         # The previous checkpoint is whole; the next save removes what the failed ones left.
         assert set(result["before"]) <= set(result["left"])
         assert (result["step"], result["after"]) == (1, 3)
-        assert len(result["final"]) == 5, result["final"]
+        assert len(result["final"]) == 6, result["final"]
     assert holdfast.dcp.verify(tmp_path / "run")["verdict"] == "sound"
 
 
@@ -575,7 +575,7 @@ def test_another_number_of_ranks_overwrites_and_leaves_nothing(tmp_path: Path) -
     path = tmp_path / "run"
     for seed, world in enumerate((2, 3, 1)):
         left = dcp_ranks.run_ranks(world, tmp_path, _overwrite, str(path), seed)[0]
-        assert len(left) == 2 * world + 1, left
+        assert len(left) == 2 * world + 2, left
         loaded = {"w": torch.zeros(31, 5), "seed": -1}
         reader = holdfast.dcp.StorageReader(path)
         dcp.load(loaded, storage_reader=reader, no_dist=True)

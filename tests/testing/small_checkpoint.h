@@ -8,7 +8,9 @@
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "holdfast/pod.h"
@@ -50,9 +52,18 @@ struct SmallRank {
   uint64_t step = 0;
   uint64_t saved_at_ns = 0;
   uint64_t bytes = 5000;
+  /// As PyTorch's distributed checkpoints are: the number in its files' names. None: Holdfast's
+  /// own.
+  std::optional<uint32_t> dcp_generation = std::nullopt;
 
-  std::string file_name() const { return format::ModelFileName(rank, world_size); }
-  std::string manifest_name() const { return format::ManifestName(rank, world_size); }
+  std::string file_name() const {
+    return dcp_generation.has_value() ? absl::StrCat("__", rank, "_", *dcp_generation, ".distcp")
+                                      : format::ModelFileName(rank, world_size);
+  }
+  std::string manifest_name() const {
+    return dcp_generation.has_value() ? format::ManifestName(rank, world_size, attempt)
+                                      : format::ManifestName(rank, world_size);
+  }
 
   /// Different for every attempt and rank.
   std::string file_bytes() const { return RandomBytes(bytes, attempt.low * 31 + rank + 1); }
@@ -103,28 +114,18 @@ struct SmallRank {
 
   /// What rank 0 adds when all ranks' manifests are there.
   std::string record_text() const {
-    const format::CommitTemplate made = format::BuildCommitRecord({.checkpoint = checkpoint,
-                                                                   .attempt = attempt,
-                                                                   .world_size = world_size,
-                                                                   .step = step,
-                                                                   .saved_at_ns = saved_at_ns});
-    std::string text = made.text;
-    const layout::CommitSlots& slots = made.slots;
-    layout::FillNumber(text.data(), slots.committed_at_ns, saved_at_ns);
-    layout::FillNumber(text.data(), slots.bytes, world_size * bytes);
+    std::vector<format::CommitRecord::RankManifest> manifests;
     SmallRank each = *this;
     for (each.rank = 0; each.rank < world_size; ++each.rank) {
       const std::string manifest = each.manifest_text();
-      const uint64_t row = each.rank * slots.row_bytes;
-      layout::FillNumber(text.data(),
-                         {slots.manifest_bytes.offset + row, slots.manifest_bytes.width},
-                         manifest.size());
-      digest::ToHex(digest::Of(manifest.data(), manifest.size()),
-                    text.data() + slots.manifest_digest + row);
+      manifests.push_back({manifest.size(), digest::Of(manifest.data(), manifest.size())});
     }
-    digest::ToHex(digest::Of(text.data(), slots.self_digest.offset),
-                  text.data() + slots.self_digest.offset);
-    return text;
+    return format::CompleteCommitRecord({.checkpoint = checkpoint,
+                                         .attempt = attempt,
+                                         .world_size = world_size,
+                                         .step = step,
+                                         .saved_at_ns = saved_at_ns},
+                                        saved_at_ns, world_size * bytes, manifests);
   }
 
   /// Puts file and manifest into an existing or new directory.

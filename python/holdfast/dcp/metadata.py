@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from pathlib import Path
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from holdfast import _unpickle
+from holdfast import _native, _unpickle
 from holdfast.errors import Error, of_system
 
 # What the framework's own writers put there; planners may add plain values.
@@ -26,6 +28,7 @@ _ALLOWED = frozenset(
     """.split()
 )
 _BYTES_MAX = 4 << 30
+_ATTEMPT = re.compile(r"[0-9a-f]{32}")
 
 
 def loads(data: bytes, path: str, allow: frozenset[str] = frozenset()) -> Metadata:
@@ -48,6 +51,37 @@ def read(path: Path, allow: frozenset[str] = frozenset()) -> Metadata:
     Raises:
         Error: NOT_FOUND (the save did not end, or this is no checkpoint), and as of `loads`.
     """
+    return loads(read_bytes(path), str(path), allow)
+
+
+def save_id_of(metadata: Metadata) -> str:
+    """The attempt id of the save that wrote it; empty where another program did."""
+    save_id = getattr(metadata.storage_meta, "save_id", None)
+    return save_id if isinstance(save_id, str) and _ATTEMPT.fullmatch(save_id) else ""
+
+
+def manifest_digests(path: Path, data: bytes, metadata: Metadata) -> list[Any] | None:
+    """Compares a metadata file with the commit record of its save.
+
+    Returns:
+        The digests of the manifests, by rank. None without a record: an earlier version or another
+        program wrote it.
+
+    Raises:
+        Error: DATA_LOSS for metadata that is not as it was written.
+    """
+    attempt = save_id_of(metadata)
+    if not attempt:
+        return None
+    return _native.check_commit_file(str(path.parent), attempt, path.name, data)
+
+
+def read_bytes(path: Path) -> bytes:
+    """The bytes of a metadata file.
+
+    Raises:
+        Error: NOT_FOUND (the save did not end, or this is no checkpoint), DATA_LOSS (too long).
+    """
     try:
         with open(path, "rb") as file:
             data = file.read(_BYTES_MAX + 1)
@@ -62,7 +96,7 @@ def read(path: Path, allow: frozenset[str] = frozenset()) -> Metadata:
         raise Error("UNAVAILABLE", f"load {path}: {error.strerror}", error.errno or 0) from error
     if len(data) > _BYTES_MAX:
         raise Error("DATA_LOSS", f"load {path}: longer than {_BYTES_MAX} bytes")
-    return loads(data, str(path), allow)
+    return data
 
 
 def sync_directory(path: Path) -> None:
@@ -85,18 +119,30 @@ def make_directory(path: Path) -> None:
         sync_directory(path.parent)
 
 
-def commit(directory: Path, name: str, metadata: Metadata) -> None:
+def commit(directory: Path, name: str, metadata: Metadata, attempt: str, world_size: int) -> None:
     """Writes `directory`/`name` durably, whole or not at all, in the place of an older one.
 
     To be called only when everything that the metadata names is durable.
+
+    Args:
+        directory, name, metadata: what is written where.
+        attempt, world_size: of the save. Its commit record is written first.
     """
+    data = pickle.dumps(metadata)
+    record = _native.make_commit_record(str(directory), attempt, world_size, name, data)
+    # The record's name before the metadata's: else a crash could leave metadata without its proof.
+    _write(directory, *record)
+    # Before anything that the older metadata names is deleted: a crash could bring it back.
+    _write(directory, name, data)
+
+
+def _write(directory: Path, name: str, data: bytes) -> None:
     temporary = directory / f"{name}.tmp"
     with of_system(f"write {directory / name}"):
         with open(temporary, "wb") as file:
-            pickle.dump(metadata, file)
+            file.write(data)
             file.flush()
             # Before the rename: else a crash could leave the name with no bytes behind it.
             os.fsync(file.fileno())
         os.rename(temporary, directory / name)
-        # Before anything that the older metadata names is deleted: a crash could bring it back.
         sync_directory(directory)

@@ -21,6 +21,7 @@ from holdfast.errors import Error, of_system
 
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp(\.tmp)?")
 MANIFEST = re.compile(r"rank-(\d{5,})-of-(\d{5,})-([0-9a-f]{32})\.manifest\.json(\.tmp)?")
+RECORD = re.compile(r"holdfast\.commit-([0-9a-f]{32})\.json(\.tmp)?")
 
 _lock = threading.Lock()
 # By directory: the placement that came last, and this process's attempts and their generations.
@@ -140,27 +141,31 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None) -
     names = os.listdir(directory)
     result = []
     for name in names:
-        data, manifest = DATA_FILE.fullmatch(name), MANIFEST.fullmatch(name)
+        data = DATA_FILE.fullmatch(name)
+        manifest, record = MANIFEST.fullmatch(name), RECORD.fullmatch(name)
+        saved_by = manifest[3] if manifest else record[1] if record else None
         if data:
             mine = rank is None or int(data[1]) == rank
             if mine and name not in keep and int(data[2]) < own:
                 result.append(name)
-        elif manifest and manifest[3] != attempt and known.get(manifest[3], -1) < own:
+        elif saved_by not in (None, attempt) and known.get(saved_by, -1) < own:
             if rank is None or _is_of_rank(directory / name, rank):
                 result.append(name)
     with _lock:
         for older in [a for a, g in _attempts.get(str(directory), {}).items() if g <= own]:
             del _attempts[str(directory)][older]
-    # Manifests first: a file without its manifest is known to be incomplete, not corrupt.
-    return sorted(result, key=lambda n: not n.startswith("rank-"))
+    # Data last: a file without its manifest is known to be incomplete, not corrupt.
+    return sorted(result, key=lambda n: (bool(DATA_FILE.fullmatch(n)), n))
 
 
 def _is_of_rank(path: Path, rank: int) -> bool:
-    """Whether a manifest names data files of a rank."""
+    """Whether a manifest names data files of a rank, or a commit record its metadata."""
     try:
-        files = json.loads(path.read_bytes())["files"]
-        matches = [DATA_FILE.fullmatch(file["name"]) for file in files]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = json.loads(path.read_bytes())
+        if "commit_file" in found:
+            return found["commit_file"]["name"].startswith(f"__{rank}.")
+        matches = [DATA_FILE.fullmatch(file["name"]) for file in found["files"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return any(m is not None and int(m[1]) == rank for m in matches)
 

@@ -15,9 +15,9 @@ from holdfast.errors import of_system
 def verify(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
     """Reads a checkpoint again and compares it with the digests of its save.
 
-    `holdfast.verify` and the command ``verify-checkpoint`` do so, too; this looks at ``.metadata``
-    besides: it must be there, and the manifests must be those of the save that it speaks of and
-    name every file that it names.
+    `holdfast.verify` and the command ``verify-checkpoint`` do so, too. This reads ``.metadata``
+    besides: the manifests must be those of the save that it speaks of and name every file that it
+    names.
 
     Args:
         path: the checkpoint's directory.
@@ -32,7 +32,7 @@ def verify(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
     directory = local_path(path)
     metadata = _metadata.read(directory / METADATA)
     report = directories.verify(directory, **options)
-    save_id = getattr(metadata.storage_meta, "save_id", None) or ""
+    save_id = _metadata.save_id_of(metadata)
     with of_system(f"verify {directory}: list it"):
         matches = [MANIFEST.fullmatch(name) for name in sorted(os.listdir(directory))]
     found = [m for m in matches if m and m[3] == save_id and not m[4]]

@@ -36,8 +36,8 @@ BUFFER_BYTES = 64 << 20
 class _Proved:
     """A rank's manifest: which tensor begins where in its files."""
 
-    def __init__(self, path: Path, manifest: str) -> None:
-        self.reader = _native.CheckpointReader.open_manifest(str(path), manifest)
+    def __init__(self, path: Path, manifest: str, digest: Any = None) -> None:
+        self.reader = _native.CheckpointReader.open_manifest(str(path), manifest, digest)
         self.files = list(self.reader.files)
         self._tensors: dict[str, list[tuple[int, int, str, str, tuple[int, ...]]]] = {}
         for name, dtype, shape, file, begin, end in self.reader.tensors():
@@ -69,7 +69,8 @@ class StorageReader(_StorageReader):
     another way goes through a buffer of `buffer_bytes`. What `StorageWriter` wrote is compared with
     its digests on the way; what other writers wrote cannot be, and `report` says so.
 
-    ``.metadata`` and objects are read through an allow-list.
+    ``.metadata`` and objects are read through an allow-list. ``.metadata`` and manifests are compared
+    with the save's commit record, where there is one.
 
     Attributes:
         path: the checkpoint's directory.
@@ -114,6 +115,7 @@ class StorageReader(_StorageReader):
         self.load_id = new_attempt()
         self._storage_data: dict[Any, Any] = {}
         self._save_id = ""
+        self._manifest_digests: list[Any] | None = None
 
     # ---- What the framework calls, in this order.
 
@@ -125,7 +127,11 @@ class StorageReader(_StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
         name = METADATA if rank is None else f"__{rank}{METADATA}"
-        metadata = _metadata.read(self.path / name, self._allow)
+        path = self.path / name
+        data = _metadata.read_bytes(path)
+        metadata = _metadata.loads(data, str(path), self._allow)
+        if self._verify:
+            self._manifest_digests = _metadata.manifest_digests(path, data, metadata)
         assert metadata.storage_meta is not None  # the reading sees to it
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -138,7 +144,7 @@ class StorageReader(_StorageReader):
                 "DATA_LOSS", f"load {self.path}: its metadata does not say where things are"
             )
         self._storage_data = metadata.storage_data
-        self._save_id = getattr(metadata.storage_meta, "save_id", None) or ""
+        self._save_id = _metadata.save_id_of(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -205,9 +211,11 @@ class StorageReader(_StorageReader):
             match = MANIFEST.fullmatch(name)
             if not match or match[3] != self._save_id or match[4]:
                 continue
+            rank, world_size = int(match[1]), int(match[2])
+            digests = self._manifest_digests or [None] * world_size
             # Where each rank has metadata of its own, its manifest is that of the only one.
-            if int(match[1]) in ranks or int(match[2]) == 1:
-                proved = _Proved(self.path, name)
+            if (rank in ranks or world_size == 1) and len(digests) == world_size:
+                proved = _Proved(self.path, name, digests[rank])
                 found.update(dict.fromkeys(proved.files, proved))
         return found
 

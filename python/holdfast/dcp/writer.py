@@ -73,8 +73,8 @@ class StorageWriter(_StorageWriter):
     """Writes DCP checkpoints: ``dcp.save(state, storage_writer=holdfast.dcp.StorageWriter(path))``.
 
     The files are ordinary: ``__R_N.distcp`` per rank and ``.metadata``, which the framework's own
-    reader loads; beside them stands a manifest per rank with digests, by which
-    `holdfast.dcp.verify` proves the checkpoint. ``.metadata`` appears, by one rename, when the data
+    reader loads; beside them stand a manifest per rank and a commit record with digests, by which
+    `holdfast.verify` proves the checkpoint. ``.metadata`` appears, by one rename, when the data
     of all ranks is durable; until then an older checkpoint in the same directory stays whole, and
     its files are deleted afterwards.
 
@@ -230,7 +230,7 @@ class StorageWriter(_StorageWriter):
                 f"save {self.path}: a save that began later was completed in the meantime; the "
                 "younger checkpoint stays",
             )
-        _metadata.commit(self.path, name, metadata)
+        _metadata.commit(self.path, name, metadata, self.save_id, len(results))
         self._delete_older(named, older - named)
 
     def _files_of(self, path: Path) -> set[str]:

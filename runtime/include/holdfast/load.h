@@ -61,10 +61,11 @@ class CheckpointReader {
   static absl::StatusOr<std::unique_ptr<CheckpointReader>> OpenFile(const std::string& path);
 
   /// Opens what one manifest of the directory `path` names, whatever became of the other ranks':
-  /// for directories that a framework owns, whose own last file says what is complete.
-  /// \error as Open.
+  /// for directories that a framework owns, whose own last file says what is complete. `digest`: of
+  /// the manifest, as the commit record has it (CheckCommitFile). \error as Open.
   static absl::StatusOr<std::unique_ptr<CheckpointReader>> OpenManifest(
-      const std::string& path, const std::string& manifest_name);
+      const std::string& path, const std::string& manifest_name,
+      const std::optional<Digest>& digest = std::nullopt);
 
   /// Opens files without any manifest whose inner places the caller knows. `tensors` name the files
   /// of the directory `path` by index and have distinct names; nothing can be verified.

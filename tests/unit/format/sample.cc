@@ -61,22 +61,14 @@ CommitInput SampleCommit() {
 }
 
 std::string CompleteCommitRecord(const CommitInput& input) {
-  const CommitTemplate made = BuildCommitRecord(input);
   const std::string manifest = CompleteManifest(SampleInput(), ExamplePlan());
-  std::string text = made.text;
-  const layout::CommitSlots& slots = made.slots;
-  layout::FillNumber(text.data(), slots.committed_at_ns, 1'700'000'002'000'000'000);
-  layout::FillNumber(text.data(), slots.bytes, input.world_size * uint64_t{4126});
+  std::vector<CommitRecord::RankManifest> manifests;
   for (uint32_t rank = 0; rank < input.world_size; ++rank) {
-    const uint64_t row = rank * slots.row_bytes;
-    layout::FillNumber(text.data(), {slots.manifest_bytes.offset + row, slots.manifest_bytes.width},
-                       manifest.size() + rank);
-    digest::ToHex(digest::Of(manifest.data(), manifest.size() - rank % 2),
-                  text.data() + slots.manifest_digest + row);
+    manifests.push_back(
+        {manifest.size() + rank, digest::Of(manifest.data(), manifest.size() - rank % 2)});
   }
-  digest::ToHex(digest::Of(text.data(), slots.self_digest.offset),
-                text.data() + slots.self_digest.offset);
-  return text;
+  return CompleteCommitRecord(input, 1'700'000'002'000'000'000, input.world_size * uint64_t{4126},
+                              manifests);
 }
 
 std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan, bool streamed) {

@@ -1,0 +1,95 @@
+// One attempt's manifests in a directory, and what is wrong with them and with what they name.
+#ifndef HOLDFAST_RUNTIME_DIRECTORY_ATTEMPT_READER_H_
+#define HOLDFAST_RUNTIME_DIRECTORY_ATTEMPT_READER_H_
+
+#include <cstdint>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "holdfast/recovery.h"
+#include "runtime/directory/completeness.h"
+#include "runtime/directory/findings.h"
+#include "runtime/format/commit_record.h"
+#include "runtime/format/file_names.h"
+#include "runtime/format/manifest.h"
+
+namespace holdfast::directory {
+
+/// Manifests by their names.
+using NamedManifests = std::vector<std::pair<format::ManifestIdentity, std::string>>;
+
+/// A time that a manifest or a record has.
+absl::Time FromNanoseconds(uint64_t since_1970);
+
+class AttemptReader {
+ public:
+  /// `attempt`: as it stands in the names of the files; none in a directory of Holdfast's own.
+  AttemptReader(int directory, const ReadCheckpointOptions& options,
+                std::optional<AttemptId> attempt)
+      : directory_(directory), options_(options), framework_attempt_(attempt) {}
+
+  /// Reads the commit record and the manifests `named`, and looks at what they name.
+  void Read(const NamedManifests& named);
+
+  /// The commit file that is proven to be of this attempt; empty: none.
+  std::string committed_by() const { return committed_ ? record_->commit_file->name : ""; }
+
+  /// Complete, and without a commit record.
+  bool unrecorded() const { return unrecorded_ && !incomplete(); }
+
+  /// Judges a commit file that is not proven to be of this attempt, when all attempts are read.
+  /// `committed_by`: the commit files that are proven to be of others. `unrecorded`: an attempt
+  /// without a record may have written what differs from this one's.
+  void JudgeCommitFile(const std::set<std::string>& committed_by, bool unrecorded);
+
+  const std::vector<Finding>& findings() const { return findings_; }
+  const CheckpointInfo& info() const { return info_; }
+  const std::string& recorded_name() const { return recorded_name_; }
+  bool incomplete() const;
+  bool NewerThan(const AttemptReader& other) const;
+
+  /// Files of it were written anew by an attempt that names `named`.
+  bool Superseded(const std::set<std::string>& named) const;
+
+  void MoveTo(CheckpointFiles* out, std::set<std::string>* named);
+
+ private:
+  void Add(Finding finding);
+  std::string record_name() const;
+  std::string ManifestName(uint32_t rank) const;
+  bool TrustsRecord() const;
+  void TakeRecord(bool any_manifest);
+  void CompareWithRecord(const std::string& name, uint32_t rank, const std::string& text);
+  void ReadManifest(const format::ManifestIdentity& identity, const std::string& name,
+                    int64_t modified_ns);
+  void TakeManifest(format::Manifest manifest, const std::string& name, int64_t modified_ns);
+  void AddMissingRanks();
+  void CheckCommitFile();
+  void LookForCommitFile();
+
+  const int directory_;
+  const ReadCheckpointOptions& options_;
+  const std::optional<AttemptId> framework_attempt_;
+  std::vector<format::Manifest> manifests_;
+  std::vector<Finding> findings_;
+  bool first_seen_ = false;
+  CheckpointInfo info_;  // as the first manifest says; bytes of all
+  std::string recorded_name_;
+  std::optional<format::CommitRecord> record_;
+  bool unrecorded_ = false;                      // a framework's directory, and no record is there
+  std::set<std::string> possible_commit_files_;  // without a record
+  std::set<std::string> commit_files_;  // of this attempt, or of one that commits by the same
+  bool committed_ = false;              // by the file that the record has
+  std::optional<Finding> differs_;      // what is wrong with that file otherwise
+  int64_t modified_ns_ = 0;             // when its last manifest was written
+  std::set<uint32_t> ranks_;
+  std::set<std::string> named_;
+};
+
+}  // namespace holdfast::directory
+
+#endif  // HOLDFAST_RUNTIME_DIRECTORY_ATTEMPT_READER_H_

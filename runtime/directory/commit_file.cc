@@ -1,0 +1,149 @@
+#include "runtime/directory/commit_file.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "runtime/base/status.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/digest/digest.h"
+#include "runtime/directory/entries.h"
+#include "runtime/format/file_names.h"
+#include "runtime/sys/retry.h"
+#include "runtime/sys/system.h"
+#include "runtime/worker/commit_record.h"
+
+namespace holdfast::directory {
+namespace {
+
+constexpr size_t kBufferBytes = size_t{1} << 20;
+constexpr char kDcpCommitFile[] = ".metadata";
+constexpr absl::string_view kDcpDataPrefix = "__";
+constexpr absl::string_view kDcpDataSuffix = ".distcp";
+
+uint64_t WallNs() {
+  struct timespec now = {};
+  sys::Sys().clock_gettime(CLOCK_REALTIME, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
+}
+
+absl::StatusOr<std::string> ReadManifestText(int directory, const std::string& path,
+                                             const std::string& name) {
+  auto text = ReadWholeFile(directory, name, format::kManifestBytesMax);
+  if (!text.ok()) return base::Annotate(text.status(), absl::StrCat("commit ", path));
+  return text;
+}
+
+}  // namespace
+
+absl::StatusOr<std::optional<format::CommitRecord>> ReadCommitRecord(int directory,
+                                                                     const std::string& name) {
+  const auto text = ReadWholeFile(directory, name, format::kCommitRecordBytesMax);
+  if (base::ErrnoOf(text.status()) == ENOENT) return std::nullopt;
+  if (!text.ok()) return text.status();
+  HOLDFAST_ASSIGN_OR_RETURN(format::CommitRecord record, format::ParseCommitRecord(*text));
+  return record;
+}
+
+std::vector<std::string> CommitFileNames(const format::Manifest& manifest) {
+  for (const format::Manifest::File& file : manifest.files) {
+    absl::string_view rank = file.name;
+    if (!absl::ConsumePrefix(&rank, kDcpDataPrefix) ||
+        !absl::ConsumeSuffix(&rank, kDcpDataSuffix)) {
+      continue;
+    }
+    std::vector<std::string> names = {kDcpCommitFile};
+    // A rank that saves without collectives commits by a file of its own.
+    rank = rank.substr(0, rank.find('_'));
+    uint32_t number = 0;
+    if (manifest.world_size == 1 && absl::SimpleAtoi(rank, &number)) {
+      names.push_back(absl::StrCat(kDcpDataPrefix, number, kDcpCommitFile));
+    }
+    return names;
+  }
+  return {};
+}
+
+absl::StatusOr<Digest> DigestOfFile(int directory, const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd,
+                            OpenFile(directory, name, /*follow_symlink=*/false));
+  std::string buffer(kBufferBytes, '\0');
+  digest::Stream stream;
+  for (uint64_t at = 0;;) {
+    const ssize_t got = sys::Uninterrupted([&] {
+      return sys::Sys().pread(fd.get(), buffer.data(), buffer.size(), static_cast<off_t>(at));
+    });
+    if (got < 0) return base::ErrnoStatus("read", name, errno);
+    if (got == 0) return stream.Finish();
+    stream.Update(buffer.data(), static_cast<size_t>(got));
+    at += static_cast<uint64_t>(got);
+  }
+}
+
+}  // namespace holdfast::directory
+
+namespace holdfast {
+
+absl::StatusOr<CommitRecordFile> MakeCommitRecord(const std::string& path, const AttemptId& attempt,
+                                                  uint32_t world_size, const CommitFile& file) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(path));
+  format::CommitInput input = {.attempt = attempt, .world_size = world_size};
+  input.commit_file = {.name = file.name,
+                       .bytes = file.contents.size(),
+                       .digest = digest::Of(file.contents.data(), file.contents.size())};
+  uint64_t bytes = 0;
+  std::vector<format::CommitRecord::RankManifest> manifests;
+  for (uint32_t rank = 0; rank < world_size; ++rank) {
+    const std::string name = format::ManifestName(rank, world_size, attempt);
+    HOLDFAST_ASSIGN_OR_RETURN(const std::string text,
+                              directory::ReadManifestText(fd.get(), path, name));
+    uint64_t files_bytes = 0;
+    if (!worker::FindFilesBytes(text.data(), text.size(), &files_bytes)) {
+      return absl::DataLossError(
+          absl::StrCat("commit ", path, "/", name, ": it has no files_bytes"));
+    }
+    bytes += files_bytes;
+    manifests.push_back({text.size(), digest::Of(text.data(), text.size())});
+    if (rank != 0) continue;
+    const auto manifest = format::ParseManifest(text);
+    if (!manifest.ok()) {
+      return base::Annotate(manifest.status(), absl::StrCat("commit ", path, "/", name));
+    }
+    input.checkpoint = manifest->checkpoint;
+    input.step = manifest->step;
+    input.saved_at_ns = manifest->saved_at_ns.value_or(0);
+  }
+  return CommitRecordFile{
+      format::CommitRecordName(attempt),
+      format::CompleteCommitRecord(input, directory::WallNs(), bytes, manifests)};
+}
+
+absl::StatusOr<std::optional<std::vector<Digest>>> CheckCommitFile(const std::string& path,
+                                                                   const AttemptId& attempt,
+                                                                   const CommitFile& file) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(path));
+  const std::string name = format::CommitRecordName(attempt);
+  const auto record = directory::ReadCommitRecord(fd.get(), name);
+  if (!record.ok()) {
+    return base::Annotate(record.status(), absl::StrCat("open ", path, "/", name));
+  }
+  if (!record->has_value()) return std::nullopt;
+  const auto& recorded = (*record)->commit_file;
+  if ((*record)->attempt != attempt || !recorded.has_value() || recorded->name != file.name ||
+      recorded->bytes != file.contents.size() ||
+      recorded->digest != digest::Of(file.contents.data(), file.contents.size())) {
+    return absl::DataLossError(absl::StrCat("open ", path, "/", file.name,
+                                            ": it is not as the save's commit record has it"));
+  }
+  std::vector<Digest> manifests;
+  for (const auto& manifest : (*record)->manifests) manifests.push_back(manifest.digest);
+  return manifests;
+}
+
+}  // namespace holdfast

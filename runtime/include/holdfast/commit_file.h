@@ -1,0 +1,45 @@
+// Proof of the file by which a framework commits, in a directory that the framework owns.
+#ifndef HOLDFAST_COMMIT_FILE_H_
+#define HOLDFAST_COMMIT_FILE_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "holdfast/pod.h"
+
+namespace holdfast {
+
+/// The last file of a framework's save, which says that the checkpoint is complete: `.metadata` of
+/// PyTorch's distributed checkpoints.
+struct CommitFile {
+  std::string name;
+  absl::string_view contents;
+};
+
+/// A commit record, ready to be written. runtime/layout/FORMAT.md describes it.
+struct CommitRecordFile {
+  std::string name;
+  std::string text;
+};
+
+/// Makes the commit record of a save with SaveRequest::files_only, when the manifests of all ranks
+/// are durable in the directory `path`. The caller makes the record durable before the commit file
+/// gets its name: from then on Verify proves the commit file and every manifest.
+/// \error kNotFound (a rank's manifest), kDataLoss (damaged).
+absl::StatusOr<CommitRecordFile> MakeCommitRecord(const std::string& path, const AttemptId& attempt,
+                                                  uint32_t world_size, const CommitFile& file);
+
+/// Compares a commit file that was read with the record of `attempt`. Returns the digests of the
+/// manifests, by rank; nothing where that save made no record.
+/// \error kDataLoss: the commit file or the record is damaged.
+absl::StatusOr<std::optional<std::vector<Digest>>> CheckCommitFile(const std::string& path,
+                                                                   const AttemptId& attempt,
+                                                                   const CommitFile& file);
+
+}  // namespace holdfast
+
+#endif  // HOLDFAST_COMMIT_FILE_H_

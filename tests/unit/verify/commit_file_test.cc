@@ -1,0 +1,235 @@
+// The file by which a framework commits: without it, or with another one, manifests prove nothing.
+#include "holdfast/commit_file.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <string>
+
+#include "holdfast/verify.h"
+#include "runtime/directory/planted_bugs.h"
+#include "tests/testing/checkpoint_files.h"
+#include "tests/testing/small_checkpoint.h"
+
+namespace holdfast {
+namespace {
+
+using testing::FlipBit;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using testing::ReadFileBytes;
+using ::testing::SizeIs;
+using testing::SmallRank;
+using testing::TemporaryDirectory;
+using testing::WriteFileBytes;
+using testing::WriteSmallCheckpoint;
+
+class CommitFileTest : public ::testing::Test {
+ protected:
+  void TearDown() override { directory::g_bug = directory::Bug::kNone; }
+
+  /// A save of two ranks into the directory, its `generation`-th.
+  static SmallRank Save(uint32_t generation) {
+    return {.checkpoint = "run",
+            .attempt = {.high = 5, .low = 100 - generation},
+            .world_size = 2,
+            .step = generation,
+            .saved_at_ns = uint64_t{1'700'000'000'000'000'000} + generation,
+            .dcp_generation = generation};
+  }
+  static std::string MetadataOf(const SmallRank& save) {
+    return absl::StrCat("metadata of generation ", *save.dcp_generation);
+  }
+  void WriteData(const SmallRank& save) { WriteSmallCheckpoint(path(), save); }
+  void Record(const SmallRank& save) {
+    const std::string contents = MetadataOf(save);
+    const auto record = MakeCommitRecord(path(), save.attempt, save.world_size,
+                                         {.name = ".metadata", .contents = contents});
+    ASSERT_TRUE(record.ok()) << record.status();
+    WriteFileBytes(path(record->name), record->text);
+  }
+  void Commit(const SmallRank& save) { WriteFileBytes(path(".metadata"), MetadataOf(save)); }
+  void WriteAll(const SmallRank& save) {
+    WriteData(save);
+    Record(save);
+    Commit(save);
+  }
+
+  std::string path(const std::string& name = "") const {
+    return (directory_ / "run") + (name.empty() ? "" : "/" + name);
+  }
+  VerifyReport Verified() const {
+    auto report = Verify(path(), {});
+    EXPECT_TRUE(report.ok()) << report.status();
+    return report.ok() ? *std::move(report) : VerifyReport{};
+  }
+  void ExpectFault(Verdict verdict, const std::string& reason) const {
+    const VerifyReport report = Verified();
+    EXPECT_EQ(report.verdict, verdict);
+    ASSERT_THAT(report.faults, Not(IsEmpty()));
+    EXPECT_EQ(report.faults[0].file, ".metadata");
+    EXPECT_EQ(report.faults[0].reason, reason);
+  }
+  void ExpectSound(const SmallRank& save) const {
+    const VerifyReport report = Verified();
+    EXPECT_EQ(report.verdict, Verdict::kSound) << report.note;
+    EXPECT_EQ(report.attempt, save.attempt);
+    EXPECT_EQ(report.files, save.world_size);
+  }
+
+  const TemporaryDirectory directory_;
+};
+
+TEST_F(CommitFileTest, IsProvenWithTheRest) {
+  WriteAll(Save(1));
+  ExpectSound(Save(1));
+  EXPECT_THAT(Verified().note, IsEmpty());
+  FlipBit(path("__1_1.distcp"), 77);
+  EXPECT_EQ(Verified().verdict, Verdict::kCorrupt);
+}
+
+TEST_F(CommitFileTest, IsMissedInASaveThatNeverCommitted) {
+  WriteData(Save(1));
+  ExpectFault(Verdict::kIncomplete, "missing");
+  Record(Save(1));
+  ExpectFault(Verdict::kIncomplete, "missing");
+}
+
+TEST_F(CommitFileTest, IsDamagedByOneBitOneByteOrAnotherFileInItsPlace) {
+  WriteAll(Save(1));
+  const std::string contents = ReadFileBytes(path(".metadata"));
+  for (uint64_t byte = 0; byte < contents.size(); ++byte) {
+    FlipBit(path(".metadata"), byte);
+    ExpectFault(Verdict::kCorrupt, "digest");
+    FlipBit(path(".metadata"), byte);
+  }
+  ExpectSound(Save(1));
+  for (const std::string& other : {contents.substr(1), contents + "x", std::string()}) {
+    WriteFileBytes(path(".metadata"), other);
+    ExpectFault(Verdict::kCorrupt, "size");
+  }
+  Commit(Save(2));
+  ExpectFault(Verdict::kCorrupt, "digest");
+  std::filesystem::remove(path(".metadata"));
+  WriteFileBytes(path("elsewhere"), contents);
+  std::filesystem::create_symlink("elsewhere", path(".metadata"));
+  ExpectFault(Verdict::kCorrupt, "structure");
+}
+
+TEST_F(CommitFileTest, SaysWhichOfTwoSavesIsCommitted) {
+  WriteAll(Save(1));
+  WriteData(Save(2));
+  ExpectSound(Save(1));
+  Record(Save(2));
+  ExpectSound(Save(1));
+  Commit(Save(2));
+  ExpectSound(Save(2));
+  FlipBit(path(".metadata"), 0);
+  ExpectFault(Verdict::kCorrupt, "digest");
+  std::filesystem::remove(path(".metadata"));
+  ExpectFault(Verdict::kIncomplete, "missing");
+}
+
+TEST_F(CommitFileTest, SaysSoThoughTheOtherSavesRecordIsDamaged) {
+  WriteAll(Save(1));
+  WriteData(Save(2));
+  Record(Save(2));
+  FlipBit(path(format::CommitRecordName(Save(2).attempt)), 99);
+  ExpectSound(Save(1));
+  FlipBit(path(format::CommitRecordName(Save(1).attempt)), 99);
+  EXPECT_EQ(Verified().verdict, Verdict::kCorrupt);
+}
+
+TEST_F(CommitFileTest, IsOnlyLookedForWhereNoRecordWasMade) {
+  WriteData(Save(1));
+  Commit(Save(1));
+  ExpectSound(Save(1));
+  EXPECT_THAT(Verified().note, HasSubstr("Not proven"));
+  // The next save's record must not make the older checkpoint corrupt before it has committed.
+  WriteData(Save(2));
+  Record(Save(2));
+  ExpectSound(Save(1));
+  Commit(Save(2));
+  ExpectSound(Save(2));
+  EXPECT_THAT(Verified().note, Not(HasSubstr("Not proven")));
+}
+
+TEST_F(CommitFileTest, MayBeOfEachRankAlone) {
+  for (uint32_t rank : {0u, 1u}) {
+    SmallRank alone = Save(rank);
+    alone.world_size = 1;
+    alone.dcp_generation = 10 + rank;  // a file name of its own
+    WriteSmallCheckpoint(path(), alone);
+    const std::string name = absl::StrCat("__", rank, ".metadata");
+    const auto record =
+        MakeCommitRecord(path(), alone.attempt, 1, {.name = name, .contents = "own"});
+    ASSERT_TRUE(record.ok()) << record.status();
+    WriteFileBytes(path(record->name), record->text);
+    WriteFileBytes(path(name), "own");
+  }
+  EXPECT_EQ(Verified().verdict, Verdict::kSound);
+  EXPECT_EQ(Verified().files, 2u);
+  WriteFileBytes(path("__1.metadata"), "odd");
+  EXPECT_EQ(Verified().verdict, Verdict::kCorrupt);
+}
+
+TEST_F(CommitFileTest, ProvesTheManifestsToo) {
+  WriteAll(Save(1));
+  // Sound by itself, and not the one of the save.
+  SmallRank other = Save(1);
+  other.rank = 1;
+  other.bytes = 4000;
+  other.Write(path());
+  EXPECT_EQ(Verified().verdict, Verdict::kCorrupt);
+  other.bytes = 5000;
+  other.Write(path());
+  ExpectSound(Save(1));
+  for (uint32_t rank : {0u, 1u}) {
+    other.rank = rank;
+    std::filesystem::remove(path(other.manifest_name()));
+    EXPECT_EQ(Verified().verdict, Verdict::kIncomplete);
+  }
+}
+
+TEST_F(CommitFileTest, IsNotRecordedWithoutAllManifests) {
+  WriteData(Save(1));
+  SmallRank second = Save(1);
+  second.rank = 1;
+  std::filesystem::remove(path(second.manifest_name()));
+  EXPECT_EQ(MakeCommitRecord(path(), second.attempt, 2, {.name = ".metadata"}).status().code(),
+            absl::StatusCode::kNotFound);
+}
+
+TEST_F(CommitFileTest, IsComparedWithTheRecordOfItsSave) {
+  WriteAll(Save(1));
+  const std::string contents = MetadataOf(Save(1));
+  const CommitFile file = {.name = ".metadata", .contents = contents};
+  const auto manifests = CheckCommitFile(path(), Save(1).attempt, file);
+  ASSERT_TRUE(manifests.ok()) << manifests.status();
+  ASSERT_TRUE(manifests->has_value());
+  EXPECT_THAT(**manifests, SizeIs(2));
+  const auto unrecorded = CheckCommitFile(path(), Save(2).attempt, file);
+  ASSERT_TRUE(unrecorded.ok()) << unrecorded.status();
+  EXPECT_FALSE(unrecorded->has_value());
+  for (const CommitFile& other : {CommitFile{".metadata", "another"}, CommitFile{"x", contents}}) {
+    EXPECT_EQ(CheckCommitFile(path(), Save(1).attempt, other).status().code(),
+              absl::StatusCode::kDataLoss);
+  }
+}
+
+// Mistakes on purpose: the tests above would not pass with them.
+
+TEST_F(CommitFileTest, APlantedBugThatIgnoresItIsSeen) {
+  directory::g_bug = directory::Bug::kIgnoreCommitFile;
+  WriteData(Save(1));
+  ExpectSound(Save(1));
+  Record(Save(1));
+  ExpectSound(Save(1));
+  Commit(Save(2));
+  ExpectSound(Save(1));
+}
+
+}  // namespace
+}  // namespace holdfast
