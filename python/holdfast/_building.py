@@ -58,7 +58,7 @@ class Builder:
             memory = torch.empty(entry.nbytes, dtype=torch.uint8, device=device)
             self._memory[key] = memory
             self._loading.add(
-                Source(entry.reader, name, 0, torch.uint8, (entry.nbytes,), (1,)), memory
+                Source(self._checkpoint._reader, name, 0, torch.uint8, (entry.nbytes,), (1,)), memory
             )
         return self._memory[key]
 

@@ -194,7 +194,7 @@ class Filling:
                 path, "the target is expanded, so that elements share memory; load into its contiguous()"
             )
         source = Source(
-            self._checkpoint._entries[node["stored"]].reader, node["stored"], node.get("offset", 0),
+            self._checkpoint._reader, node["stored"], node.get("offset", 0),
             target.dtype, shape, stride,
         )
         self._loading.add(source, target)

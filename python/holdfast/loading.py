@@ -27,9 +27,8 @@ MapLocation = None | str | torch.device | Mapping[str, Any] | Callable[[str], An
 
 @dataclasses.dataclass
 class _Entry:
-    """One stored run of bytes, and the reader that has it."""
+    """One stored run of bytes."""
 
-    reader: _native.CheckpointReader
     dtype: str
     shape: list[int]
     nbytes: int
@@ -63,8 +62,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self._options = _Options(verify, buffer_bytes, threads, engine, direct_io)
         self.report: dict[str, Any] = {}
         own_rank, own_world = _ranks.rank_and_world()
-        zero = _native.CheckpointReader.open(self.path, 0)
-        self.world_size = zero.world_size
+        self._reader = _native.CheckpointReader.open(self.path, 0)
+        self.world_size = self._reader.world_size
         if rank is None:
             if self.world_size != own_world:
                 raise Error(
@@ -75,12 +74,13 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 )
             rank = own_rank
         self.rank = rank
-        own = zero if rank == 0 else _native.CheckpointReader.open(self.path, rank)
-        self.step = own.step
-        self._entries: dict[str, _Entry] = {}
-        for reader in {id(r): r for r in (zero, own)}.values():  # own wins
-            for name, dtype, shape, _, begin, end in reader.tensors():
-                self._entries[name] = _Entry(reader, dtype, shape, end - begin)
+        if rank != 0:
+            self._reader.add(rank)  # what both have is the own one
+        self.step = self._reader.step
+        self._entries = {
+            name: _Entry(dtype, shape, end - begin)
+            for name, dtype, shape, _, begin, end in self._reader.tensors()
+        }
         structure = json.loads(self._bytes(STRUCTURE))
         if structure.get("holdfast_state") != FORMAT_VERSION:
             raise Error(
@@ -163,7 +163,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 "tensors are ordinary safetensors files",
             )
         with self._reading() as loading:
-            return _read(loading, entry.reader, name, entry.nbytes)
+            return _read(loading, self._reader, name, entry.nbytes)
 
     def _location(self, saved: str) -> torch.device:
         where = self._map
@@ -185,7 +185,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def _pickle(self, loading: Loading, name: str) -> bytes:
         begin, length = self._objects[name]
-        return _read(loading, self._entries[OBJECTS].reader, OBJECTS, length, begin)
+        return _read(loading, self._reader, OBJECTS, length, begin)
 
     def _object(self, loading: Loading, name: str, allow: tuple[Any, ...]) -> Any:
         return _unpickle.loads(self._pickle(loading, name), name, allow)

@@ -71,7 +71,8 @@ std::unique_ptr<CheckpointReader> Opened(Open open) {
 }  // namespace
 
 void BindLoad(nb::module_& module) {
-  nb::class_<CheckpointReader>(module, "CheckpointReader", "An open checkpoint of one rank.")
+  nb::class_<CheckpointReader>(module, "CheckpointReader",
+                               "An open checkpoint of one rank, or several.")
       .def_static(
           "open",
           [](const std::string& path, uint32_t rank) {
@@ -120,6 +121,15 @@ void BindLoad(nb::module_& module) {
             return tensors;
           },
           "(name, dtype, shape, file, begin, end) of each.")
+      .def(
+          "add",
+          [](CheckpointReader& reader, uint32_t rank) {
+            ThrowIfError([&] {
+              const GilReleased released;
+              return reader.Add(rank);
+            }());
+          },
+          "rank"_a, "Adds the tensors of another rank, which count before those of one name.")
       .def_prop_ro("files", &CheckpointReader::files)
       .def_prop_ro("step", &CheckpointReader::step)
       .def_prop_ro("world_size", &CheckpointReader::world_size)

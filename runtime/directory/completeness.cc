@@ -186,6 +186,12 @@ absl::StatusOr<format::Manifest> ReadManifest(int directory, const std::string& 
     return absl::DataLossError(
         absl::StrCat("open ", path, "/", name, ": it is not as the save's commit record has it"));
   }
+  const auto identity = format::ParseManifestName(name);
+  if (identity.has_value() &&
+      (manifest->rank != identity->rank || manifest->world_size != identity->world_size ||
+       manifest->attempt != identity->attempt.value_or(manifest->attempt))) {
+    return absl::DataLossError(absl::StrCat("open ", path, "/", name, ": it is another rank's"));
+  }
   HOLDFAST_RETURN_IF_ERROR(ToStatus(CheckNamedFiles(directory, *manifest), path));
   return manifest;
 }

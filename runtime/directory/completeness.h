@@ -78,7 +78,7 @@ std::optional<Inspection> InspectRecord(int directory);
 Inspection InspectCommitted(int directory);
 
 /// Reads one manifest and looks at the files that it names. `digest`: of the manifest, as a commit
-/// record has it. \error kDataLoss: damaged, or another one than the record's; as ToStatus.
+/// record has it. \error kDataLoss: damaged, or not the one of its name or record; as ToStatus.
 absl::StatusOr<format::Manifest> ReadManifest(int directory, const std::string& path,
                                               const std::string& name,
                                               const std::optional<Digest>& digest);

@@ -37,20 +37,38 @@ class CheckpointReader::Impl {
   std::vector<std::string> files;  // names, by file index
   std::vector<PlannedTensor> tensors;
   std::unordered_map<std::string, uint32_t> by_name;
-  std::optional<format::Manifest> manifest;
+  std::optional<format::Manifest> manifest;  // of all ranks that were opened, as one
+  std::vector<format::CommitRecord::RankManifest> recorded;  // by rank; empty: no commit record
   base::ForkGuard guard;
 
+  /// Adds a rank's files and tensors. Of two tensors of one name this rank's counts.
   void TakeManifest(format::Manifest read) {
-    for (const format::Manifest::File& file : read.files) files.push_back(file.name);
-    for (const format::Manifest::Tensor& tensor : read.tensors) {
-      tensors.push_back({.name = tensor.name,
-                         .dtype = tensor.dtype,
-                         .shape = tensor.shape,
-                         .file = tensor.file,
-                         .begin = tensor.begin,
-                         .end = tensor.end});
+    std::vector<format::Manifest::File> read_files = std::move(read.files);
+    std::vector<format::Manifest::Tensor> read_tensors = std::move(read.tensors);
+    read.files.clear();
+    read.tensors.clear();
+    if (!manifest.has_value()) manifest = std::move(read);
+    const uint32_t first = static_cast<uint32_t>(files.size());
+    for (format::Manifest::File& file : read_files) {
+      files.push_back(file.name);
+      manifest->files.push_back(std::move(file));
     }
-    manifest = std::move(read);
+    for (format::Manifest::Tensor& tensor : read_tensors) {
+      tensor.file += first;
+      const auto [at, is_new] =
+          by_name.try_emplace(tensor.name, static_cast<uint32_t>(tensors.size()));
+      if (is_new) {
+        tensors.emplace_back();
+        manifest->tensors.emplace_back();
+      }
+      tensors[at->second] = {.name = tensor.name,
+                             .dtype = tensor.dtype,
+                             .shape = tensor.shape,
+                             .file = tensor.file,
+                             .begin = tensor.begin,
+                             .end = tensor.end};
+      manifest->tensors[at->second] = std::move(tensor);
+    }
   }
 
   void IndexNames() {
@@ -97,6 +115,11 @@ class BufferRegistration {
   StreamBuffer* buffer_;
   std::vector<Device*> registered_;
 };
+
+absl::Status NoRank(const std::string& path, uint32_t rank, uint32_t ranks) {
+  return absl::NotFoundError(
+      absl::StrCat("open ", path, ": it has no rank ", rank, ", only ", ranks, " ranks from 0"));
+}
 
 }  // namespace
 
@@ -193,22 +216,41 @@ absl::Status CheckpointReader::Impl::Stream(const ReadPlan& plan,
 absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const std::string& path,
                                                                          uint32_t rank) {
   HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(path));
-  HOLDFAST_ASSIGN_OR_RETURN(directory::CheckpointFiles checkpoint,
-                            directory::ReadCheckpoint(fd.get(), path, {.keep_rank = rank}));
+  HOLDFAST_ASSIGN_OR_RETURN(
+      directory::CheckpointFiles checkpoint,
+      directory::ReadCheckpoint(fd.get(), path, {.keep_rank = rank, .trust_record = true}));
   if (checkpoint.manifests_found == 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("open ", path, ": no manifest is there: no complete checkpoint"));
   }
   HOLDFAST_RETURN_IF_ERROR(directory::ToStatus(checkpoint.findings, path));
-  if (checkpoint.manifests.empty()) {
-    return absl::NotFoundError(absl::StrCat("open ", path, ": it has no rank ", rank, ", only ",
-                                            checkpoint.manifests_found, " ranks from 0"));
-  }
+  if (checkpoint.manifests.empty()) return NoRank(path, rank, checkpoint.manifests_found);
   auto impl = std::make_unique<Impl>();
   impl->directory = path;
   impl->TakeManifest(std::move(checkpoint.manifests.front()));
-  impl->IndexNames();
+  if (checkpoint.record.has_value()) impl->recorded = std::move(checkpoint.record->manifests);
   return std::unique_ptr<CheckpointReader>(new CheckpointReader(std::move(impl)));
+}
+
+absl::Status CheckpointReader::Add(uint32_t rank) {
+  if (!impl_->manifest.has_value()) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("open ", impl_->directory, ": its files have no manifest"));
+  }
+  const format::Manifest& opened = *impl_->manifest;
+  if (rank >= opened.world_size) return NoRank(impl_->directory, rank, opened.world_size);
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(impl_->directory));
+  std::optional<Digest> digest;
+  if (rank < impl_->recorded.size()) digest = impl_->recorded[rank].digest;
+  const std::string name = format::ManifestName(rank, opened.world_size);
+  HOLDFAST_ASSIGN_OR_RETURN(format::Manifest manifest,
+                            directory::ReadManifest(fd.get(), impl_->directory, name, digest));
+  if (manifest.attempt != opened.attempt) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("open ", impl_->directory, "/", name, ": it is of another save"));
+  }
+  impl_->TakeManifest(std::move(manifest));
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
@@ -234,8 +276,8 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
     impl->follow_symlink = true;
     impl->files.push_back(parts.name);
     impl->tensors = std::move(file.header.tensors);
+    impl->IndexNames();
   }
-  impl->IndexNames();
   return std::unique_ptr<CheckpointReader>(new CheckpointReader(std::move(impl)));
 }
 
@@ -248,7 +290,6 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenManifest
   auto impl = std::make_unique<Impl>();
   impl->directory = path;
   impl->TakeManifest(std::move(manifest));
-  impl->IndexNames();
   return std::unique_ptr<CheckpointReader>(new CheckpointReader(std::move(impl)));
 }
 

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dcp_ranks  # noqa: F401  (its server, which has imported PyTorch, forks the ranks)
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import holdfast
-from holdfast import _ranks
+from holdfast import _native, _ranks, loading
 
 RANKS = 2
 
@@ -61,7 +62,9 @@ def save_and_load(rank: int, directory: str) -> None:
     assert int(into["sampler"]["position"]) == rank
 
 
-def test_replicas_are_saved_once_and_random_state_by_each(tmp_path: Path) -> None:
+def test_replicas_are_saved_once_and_random_state_by_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     on_ranks(RANKS, save_and_load, str(tmp_path))
     sizes = {p.name: p.stat().st_size for p in (tmp_path / "s1").glob("*.safetensors")}
     assert len(sizes) == RANKS
@@ -71,7 +74,17 @@ def test_replicas_are_saved_once_and_random_state_by_each(tmp_path: Path) -> Non
     # This process is one rank of one.
     with pytest.raises(holdfast.Error, match=r"saved by 2 ranks.*holdfast\.dcp"):
         holdfast.load(tmp_path / "s1")
+    opened: list[int] = []
+    real = _native.CheckpointReader.open
+
+    def count(path: str, rank: int) -> _native.CheckpointReader:
+        opened.append(rank)
+        return real(path, rank)
+
+    # The manifest of every rank was read for each reader.
+    monkeypatch.setattr(loading, "_native", SimpleNamespace(CheckpointReader=SimpleNamespace(open=count)))
     one = holdfast.open(tmp_path / "s1", rank=1)
+    assert opened == [0]
     assert one["rng"].tolist() == [11] * 16
 
 

@@ -46,13 +46,14 @@ struct LoadReport {
   DirectIo direct_io = DirectIo::kNo;
 };
 
-/// An open checkpoint of one rank: a manifest that parsed and names what is there. Holds no file
-/// open and no tensor.
+/// An open checkpoint of one rank, or of several as one: manifests that parsed and name what is
+/// there. Holds no file open and no tensor.
 class CheckpointReader {
  public:
-  /// Opens the checkpoint directory `path`, as rank `rank` of it. The manifest's self-digest and
-  /// the files' sizes are checked. \error kNotFound, kDataLoss (manifest damaged),
-  /// kFailedPrecondition (incomplete).
+  /// Opens the checkpoint directory `path`, as rank `rank` of it. The manifest's digests and the
+  /// files' sizes are checked. Of the other ranks' manifests a sound commit record vouches; without
+  /// one they and their files' sizes are checked, too. \error kNotFound, kDataLoss (manifest
+  /// damaged), kFailedPrecondition (incomplete).
   static absl::StatusOr<std::unique_ptr<CheckpointReader>> Open(const std::string& path,
                                                                 uint32_t rank = 0);
 
@@ -73,6 +74,11 @@ class CheckpointReader {
       const std::string& path, std::vector<std::string> files, std::vector<PlannedTensor> tensors);
 
   ~CheckpointReader();
+
+  /// Adds the tensors of another rank of a checkpoint that Open has opened, no framework's, and
+  /// checks what they need. Of two tensors of one name the added one counts. Not beside other calls
+  /// of this reader. \error as Open; then nothing was added.
+  absl::Status Add(uint32_t rank);
 
   const std::vector<PlannedTensor>& tensors() const;
   /// Names of the files, by the index that tensors have.
