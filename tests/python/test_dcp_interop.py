@@ -150,6 +150,36 @@ def _box(name: str, shape: tuple[int, ...], dest: Any, source: Any, lengths: Any
     )
 
 
+def test_metadata_of_older_torch_is_read(tmp_path: Path) -> None:
+    """As PyTorch wrote it before the properties of tensors moved, and before `StorageMeta`."""
+    from torch.distributed._shard.sharded_tensor import metadata as old
+    from torch.distributed.checkpoint import metadata as new
+
+    path = tmp_path / "old"
+    state = {"a": torch.randn(10, 3), "b": torch.arange(5, dtype=torch.int16), "n": 5}
+    dcp.save(state, checkpoint_id=path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    for name in ("a", "b"):
+        stored = metadata.state_dict_metadata[name]
+        p = stored.properties
+        stored.properties = old.TensorProperties(
+            p.dtype, p.layout, p.requires_grad, p.memory_format, p.pin_memory
+        )
+    del metadata.storage_meta, metadata.version
+    for protocol in (2, 3, pickle.DEFAULT_PROTOCOL):
+        data = pickle.dumps(metadata, protocol)
+        assert b"sharded_tensor.metadata" in data and b"save_id" not in data
+        (path / ".metadata").write_bytes(data)
+        for reader in (dcp.FileSystemReader(path), holdfast.dcp.StorageReader(path)):
+            loaded = empty_like(state)
+            dcp.load(loaded, storage_reader=reader)
+            assert_same(state, loaded)
+        read = holdfast.dcp.StorageReader(path).read_metadata()
+        assert type(read.state_dict_metadata["a"].properties) is new.TensorProperties
+        assert read.state_dict_metadata["b"].properties.dtype is torch.int16
+        assert holdfast.dcp.verify(path)["verdict"] != "corrupt"
+
+
 @pytest.mark.parametrize("writer", ["ours", "stock", "stock transposed"])
 @pytest.mark.parametrize("buffer_bytes", [256, 4096, 1 << 20])
 def test_any_box_of_a_tensor_is_read_into_any_layout(

@@ -27,8 +27,19 @@ _ALLOWED = frozenset(
     torch.distributed.checkpoint.filesystem:_StorageInfo
     """.split()
 )
+# Where older PyTorch had them. Its own reader still finds the old classes there.
+_METADATA, _SHARDS = "torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata"
+_MOVED = {
+    (_SHARDS, "TensorProperties"): (_METADATA, "TensorProperties"),
+    (_SHARDS, "MEM_FORMAT_ENCODING"): (_METADATA, "_MEM_FORMAT_ENCODING"),
+}
 _BYTES_MAX = 4 << 30
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
+
+
+class _Unpickler(_unpickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(*_MOVED.get((module, name), (module, name)))
 
 
 def loads(data: bytes, path: str, allow: frozenset[str] = frozenset()) -> Metadata:
@@ -37,7 +48,8 @@ def loads(data: bytes, path: str, allow: frozenset[str] = frozenset()) -> Metada
     Raises:
         Error: PERMISSION_DENIED naming what it needs, DATA_LOSS for what is no metadata.
     """
-    metadata = _unpickle.loads(data, path, _ALLOWED | allow)
+    operation = f"load {path}"
+    metadata = _unpickle.run(_Unpickler(data, operation, _ALLOWED | allow), operation)
     if not isinstance(metadata, Metadata):
         raise Error("DATA_LOSS", f"load {path}: it holds a {type(metadata).__name__}, no Metadata")
     if getattr(metadata, "storage_meta", None) is None:
