@@ -9,7 +9,6 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
 #include "runtime/digest/digest.h"
-#include "runtime/directory/commit_file.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/planted_bugs.h"
 #include "runtime/layout/board.h"
@@ -217,15 +216,16 @@ void AttemptReader::CheckCommitFile() {
   const format::CommitFileDigest& recorded = *record_->commit_file;
   commit_files_.insert(recorded.name);
   if (Planted(Bug::kIgnoreCommitFile)) return;
-  differs_ = CheckNamedFile(directory_, recorded.name, recorded.bytes);
-  if (!differs_.has_value()) {
-    const auto found = DigestOfFile(directory_, recorded.name);
-    if (!found.ok()) {
-      differs_ = FindingOf(found.status(), recorded.name, "read");
-    } else if (*found != recorded.digest) {
-      differs_ = Corrupt(recorded.name, "digest", Hex(recorded.digest), Hex(*found));
-      differs_->fault.end = recorded.bytes;
-    }
+  const auto& found = commit_files_read_->Read(recorded.name);
+  if (!found.ok()) {
+    differs_ = CheckNamedFile(directory_, recorded.name, recorded.bytes)
+                   .value_or(FindingOf(found.status(), recorded.name, "read"));
+  } else if (found->bytes != recorded.bytes) {
+    differs_ = Corrupt(recorded.name, "size", absl::StrCat(recorded.bytes, " bytes"),
+                       absl::StrCat(found->bytes, " bytes"));
+  } else if (found->digest != recorded.digest) {
+    differs_ = Corrupt(recorded.name, "digest", Hex(recorded.digest), Hex(found->digest));
+    differs_->fault.end = recorded.bytes;
   }
   committed_ = !differs_.has_value();
 }

@@ -11,6 +11,7 @@
 
 #include "absl/time/time.h"
 #include "holdfast/recovery.h"
+#include "runtime/directory/commit_file.h"
 #include "runtime/directory/completeness.h"
 #include "runtime/directory/findings.h"
 #include "runtime/format/commit_record.h"
@@ -29,8 +30,11 @@ class AttemptReader {
  public:
   /// `attempt`: as it stands in the names of the files; none in a directory of Holdfast's own.
   AttemptReader(int directory, const ReadCheckpointOptions& options,
-                std::optional<AttemptId> attempt)
-      : directory_(directory), options_(options), framework_attempt_(attempt) {}
+                std::optional<AttemptId> attempt, CommitFiles* commit_files)
+      : directory_(directory),
+        options_(options),
+        framework_attempt_(attempt),
+        commit_files_read_(commit_files) {}
 
   /// Reads the commit record and the manifests `named`, and looks at what they name.
   void Read(const NamedManifests& named);
@@ -74,6 +78,7 @@ class AttemptReader {
   const int directory_;
   const ReadCheckpointOptions& options_;
   const std::optional<AttemptId> framework_attempt_;
+  CommitFiles* const commit_files_read_;
   std::vector<format::Manifest> manifests_;
   std::vector<Finding> findings_;
   bool first_seen_ = false;

@@ -40,6 +40,24 @@ absl::StatusOr<std::string> ReadManifestText(int directory, const std::string& p
   return text;
 }
 
+absl::StatusOr<format::CommitFileDigest> DigestOfFile(int directory, const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd,
+                            OpenFile(directory, name, /*follow_symlink=*/false));
+  std::string buffer(kBufferBytes, '\0');
+  digest::Stream stream;
+  for (uint64_t at = 0;;) {
+    const ssize_t got = sys::Uninterrupted([&] {
+      return sys::Sys().pread(fd.get(), buffer.data(), buffer.size(), static_cast<off_t>(at));
+    });
+    if (got < 0) return base::ErrnoStatus("read", name, errno);
+    if (got == 0) {
+      return format::CommitFileDigest{.name = name, .bytes = at, .digest = stream.Finish()};
+    }
+    stream.Update(buffer.data(), static_cast<size_t>(got));
+    at += static_cast<uint64_t>(got);
+  }
+}
+
 }  // namespace
 
 absl::StatusOr<std::optional<format::CommitRecord>> ReadCommitRecord(int directory,
@@ -70,20 +88,10 @@ std::vector<std::string> CommitFileNames(const format::Manifest& manifest) {
   return {};
 }
 
-absl::StatusOr<Digest> DigestOfFile(int directory, const std::string& name) {
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd,
-                            OpenFile(directory, name, /*follow_symlink=*/false));
-  std::string buffer(kBufferBytes, '\0');
-  digest::Stream stream;
-  for (uint64_t at = 0;;) {
-    const ssize_t got = sys::Uninterrupted([&] {
-      return sys::Sys().pread(fd.get(), buffer.data(), buffer.size(), static_cast<off_t>(at));
-    });
-    if (got < 0) return base::ErrnoStatus("read", name, errno);
-    if (got == 0) return stream.Finish();
-    stream.Update(buffer.data(), static_cast<size_t>(got));
-    at += static_cast<uint64_t>(got);
-  }
+const absl::StatusOr<format::CommitFileDigest>& CommitFiles::Read(const std::string& name) {
+  const auto found = read_.find(name);
+  if (found != read_.end()) return found->second;
+  return read_.emplace(name, DigestOfFile(directory_, name)).first->second;
 }
 
 }  // namespace holdfast::directory

@@ -7,6 +7,7 @@
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_COMMIT_FILE_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_COMMIT_FILE_H_
 
+#include <map>
 #include <optional>
 #include <string>
 #include <vector>
@@ -27,8 +28,19 @@ absl::StatusOr<std::optional<format::CommitRecord>> ReadCommitRecord(int directo
 /// record. Empty: it is no framework whose names are known.
 std::vector<std::string> CommitFileNames(const format::Manifest& manifest);
 
-/// XXH3-128 of a whole file, through a small buffer.
-absl::StatusOr<Digest> DigestOfFile(int directory, const std::string& name);
+/// The commit files of a directory, each read once: attempts that are judged by one file must see
+/// the same, although a save may put another one in its place meanwhile.
+class CommitFiles {
+ public:
+  explicit CommitFiles(int directory) : directory_(directory) {}
+
+  /// Size and digest of the whole file, read through a small buffer; an error of the machine.
+  const absl::StatusOr<format::CommitFileDigest>& Read(const std::string& name);
+
+ private:
+  const int directory_;
+  std::map<std::string, absl::StatusOr<format::CommitFileDigest>> read_;
+};
 
 }  // namespace holdfast::directory
 

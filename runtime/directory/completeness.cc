@@ -62,9 +62,10 @@ void ReadAttempts(int directory, const ReadCheckpointOptions& options, Checkpoin
     attempt.id = identity->attempt;
     attempt.named.emplace_back(*identity, name);
   }
+  CommitFiles commit_files(directory);
   std::vector<AttemptReader> readers;
   for (const auto& [id, attempt] : attempts) {
-    readers.emplace_back(directory, options, attempt.id).Read(attempt.named);
+    readers.emplace_back(directory, options, attempt.id, &commit_files).Read(attempt.named);
   }
   JudgeCommitFiles(&readers);
   const bool any_complete = std::any_of(readers.begin(), readers.end(),
@@ -141,7 +142,7 @@ Inspection Inspect(int directory) {
   }
   inspection.has_manifest = true;
   const ReadCheckpointOptions options = {.keep_rank = kNoRank};
-  AttemptReader reader(directory, options, std::nullopt);
+  AttemptReader reader(directory, options, std::nullopt, nullptr);
   reader.Read(own);
   inspection.info = reader.info();
   inspection.recorded_name = reader.recorded_name();

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "runtime/digest/digest.h"
+#include "runtime/format/file_names.h"
 #include "runtime/layout/manifest_slots.h"
 #include "tests/unit/format/sample.h"
 
@@ -75,6 +76,37 @@ TEST(CommitRecord, IsRefusedWithAnotherMeaning) {
   EXPECT_TRUE(refused("\"step\":1200", "\"step\":-1"));
   EXPECT_TRUE(refused(",\"step\":1200", ""));
   EXPECT_FALSE(refused("\"step\":1200", "\"step\":1201"));
+}
+
+TEST(CommitRecord, MayHaveTheFileByWhichAFrameworkCommits) {
+  CommitInput input = SampleCommit();
+  EXPECT_FALSE(ParseCommitRecord(CompleteCommitRecord(input))->commit_file.has_value());
+  input.commit_file = {.name = ".metadata", .bytes = 77, .digest = {.low = 5, .high = 6}};
+  const std::string text = CompleteCommitRecord(input);
+  const auto read = ParseCommitRecord(text);
+  ASSERT_TRUE(read.ok()) << read.status();
+  ASSERT_TRUE(read->commit_file.has_value());
+  EXPECT_EQ(read->commit_file->name, ".metadata");
+  EXPECT_EQ(read->commit_file->bytes, 77u);
+  EXPECT_EQ(read->commit_file->digest, input.commit_file->digest);
+  for (const std::string name : {"", "..", "a/b", "holdfast.commit.json", "x.tmp"}) {
+    EXPECT_FALSE(ParseCommitRecord(Reseal(Replace(text, ".metadata", name))).ok()) << name;
+  }
+  EXPECT_FALSE(ParseCommitRecord(Reseal(Replace(text, ",\"bytes\":77", ""))).ok());
+}
+
+TEST(CommitRecord, HasTheAttemptInItsNameWhereAFrameworkOwnsTheDirectory) {
+  const AttemptId attempt = SampleCommit().attempt;
+  const std::string name = CommitRecordName(attempt);
+  EXPECT_EQ(name, "holdfast.commit-00112233445566778899aabbccddeeff.json");
+  EXPECT_EQ(ParseCommitRecordName(name), attempt);
+  EXPECT_TRUE(IsCommitFile(name));
+  EXPECT_NE(WrongDataFileName(name), nullptr);
+  for (const std::string& other :
+       {std::string("holdfast.commit.json"), name + ".tmp", name.substr(1),
+        Replace(name, "aabb", "AABB"), Replace(name, "aabb", "")}) {
+    EXPECT_FALSE(ParseCommitRecordName(other).has_value()) << other;
+  }
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 
 #include "holdfast/verify.h"
 #include "runtime/directory/planted_bugs.h"
+#include "runtime/sys/system.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/small_checkpoint.h"
 
@@ -28,7 +29,10 @@ using testing::WriteSmallCheckpoint;
 
 class CommitFileTest : public ::testing::Test {
  protected:
-  void TearDown() override { directory::g_bug = directory::Bug::kNone; }
+  void TearDown() override {
+    directory::g_bug = directory::Bug::kNone;
+    sys::g_system = sys::kKernel;
+  }
 
   /// A save of two ranks into the directory, its `generation`-th.
   static SmallRank Save(uint32_t generation) {
@@ -217,6 +221,27 @@ TEST_F(CommitFileTest, IsComparedWithTheRecordOfItsSave) {
     EXPECT_EQ(CheckCommitFile(path(), Save(1).attempt, other).status().code(),
               absl::StatusCode::kDataLoss);
   }
+}
+
+TEST_F(CommitFileTest, IsReadOnceHoweverManySavesItMayBeOf) {
+  WriteAll(Save(1));
+  WriteData(Save(2));
+  Record(Save(2));
+  // The second save commits between two looks at the file.
+  static int opened;
+  static std::string metadata;
+  opened = 0;
+  metadata = path(".metadata");
+  sys::g_system.openat = [](int directory, const char* name, int flags, mode_t mode) {
+    const int fd = sys::kKernel.openat(directory, name, flags, mode);
+    if (std::string(name) == ".metadata" && ++opened == 1) {
+      std::filesystem::remove(metadata);
+      WriteFileBytes(metadata, MetadataOf(Save(2)));
+    }
+    return fd;
+  };
+  EXPECT_EQ(Verified().verdict, Verdict::kSound);
+  EXPECT_EQ(opened, 1);
 }
 
 // Mistakes on purpose: the tests above would not pass with them.
