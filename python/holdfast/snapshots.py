@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -29,6 +30,8 @@ NAMES_MAX = 20
 _OWN = "holdfast:"  # what Holdfast stores beside the tensors
 _REMEMBERED_MAX = 64  # saves, one for each directory and rank
 _SIBLINGS_MAX = 10_000
+# Names of directories that are no checkpoints (any more): runtime/layout/FORMAT.md, section 1.
+_UNCOMMITTED = re.compile(r"\.(partial|fenced|retired)-[0-9a-f]{32}$")
 
 # Whether "all tensors are identical" is a warning; see holdfast.configure.
 warning = True
@@ -137,7 +140,7 @@ def _newest_before(path: str, manifest: str, rank: int, world_size: int) -> Snap
         for number, entry in enumerate(entries):
             if number >= _SIBLINGS_MAX:
                 break
-            if entry.path == path or ".partial-" in entry.name or not entry.is_dir():
+            if entry.path == path or _UNCOMMITTED.search(entry.name) or not entry.is_dir():
                 continue
             other = _manifest_in(entry.path, rank, world_size)
             if other is not None and (age := os.stat(other).st_mtime_ns) <= own:

@@ -108,6 +108,8 @@ class Checkpointer::Impl {
   bool RemoveEmptyPartial(const SaveState& save) const;
   absl::Status OnFinished(const std::shared_ptr<SaveState>& save, const Presence& presence,
                           const absl::Status& outcome, bool left_files);
+  /// Removes, in the background, the checkpoint whose place a committed save has taken.
+  void RemoveReplaced(const SaveState& save, bool reported);
   static absl::Status Unreported(const SaveState& save, const absl::Status& outcome);
   bool IsBetweenTwoRenames(const SaveState& save) const;
   void KeepError(const std::shared_ptr<SaveState>& save) ABSL_LOCKS_EXCLUDED(mutex_);
@@ -417,10 +419,7 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
                                   ? Unreported(*save, outcome)
                                   : presence->Conclude(save->parent->get(), outcome, reported);
   if (status.ok()) {
-    // An exchange left the replaced checkpoint under the partial name.
-    const std::string replaced = reported ? save->LeftBehind() : save->partial;
-    if (format::ParseDirectoryName(replaced).kind == format::DirectoryKind::kPartial)
-      housekeeper->Remove(save->parent, replaced);
+    RemoveReplaced(*save, reported);
     if (!save->partial.empty()) lineage_.Committed(save->table->job()->attempt);
     housekeeper->ApplyRetention(save->parent, save->checkpoint);
     return status;
@@ -433,6 +432,25 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
     housekeeper->Remove(save->parent, save->partial);
   KeepError(save);
   return status;
+}
+
+void Checkpointer::Impl::RemoveReplaced(const SaveState& save, bool reported) {
+  std::vector<std::string> names;
+  if (reported) {
+    names = {save.LeftBehind()};
+  } else if ((save.table->job()->flags & layout::kReplaceExisting) != 0) {
+    // The worker was killed behind its exchange. Where the old one is, it did not say.
+    names = {save.partial};
+    layout::Job* const job = save.table->job();
+    for (size_t i = 0; i < job->older.bytes / sizeof(AttemptId); ++i) {
+      names.push_back(format::FormatDirectoryName({.checkpoint = save.checkpoint,
+                                                   .kind = format::DirectoryKind::kRetired,
+                                                   .attempt = layout::Older(job)[i]}));
+    }
+  }
+  for (const std::string& name : names) {
+    if (format::IsUncommittedName(name)) housekeeper->Remove(save.parent, name);
+  }
 }
 
 // A worker that was killed behind the commit could not report it: its directory has the final name.

@@ -14,7 +14,7 @@ namespace holdfast::directory {
 
 /// A checkpoint that has lost its name and waits for its removal.
 struct RetiredCheckpoint {
-  std::string name;       ///< "step-7.retired-<its attempt>", for a kDelete job's trash.
+  std::string name;       ///< ".step-7.retired-<its attempt>", for a kDelete job's trash.
   base::UniqueFd in_use;  ///< Locked (flock, LOCK_SH) against a recovery removing it side by side.
 };
 

@@ -12,10 +12,12 @@ constexpr size_t kHexDigits = 32;
 struct Kind {
   DirectoryKind kind;
   absl::string_view infix;
+  bool hidden = false;
 };
+// A complete checkpoint that is to be removed would mislead whoever lists the directory.
 constexpr Kind kKinds[] = {{DirectoryKind::kPartial, ".partial-"},
-                           {DirectoryKind::kFenced, ".fenced-"},
-                           {DirectoryKind::kRetired, ".retired-"}};
+                           {DirectoryKind::kFenced, ".fenced-", true},
+                           {DirectoryKind::kRetired, ".retired-", true}};
 
 }  // namespace
 
@@ -29,7 +31,9 @@ DirectoryName ParseDirectoryName(absl::string_view name) {
   if (!digest::FromHex(digits.data(), &attempt)) return parsed;
   for (const Kind& kind : kKinds) {
     if (rest.size() <= kind.infix.size() || !absl::EndsWith(rest, kind.infix)) continue;
-    parsed.checkpoint = std::string(rest.substr(0, rest.size() - kind.infix.size()));
+    const size_t length = rest.size() - kind.infix.size();
+    const size_t dot = kind.hidden && length > 1 && rest[0] == '.' ? 1 : 0;
+    parsed.checkpoint = std::string(rest.substr(dot, length - dot));
     parsed.kind = kind.kind;
     parsed.attempt = attempt;
     return parsed;
@@ -46,7 +50,10 @@ std::string FormatDirectoryName(const DirectoryName& name) {
     if (kind.kind != name.kind) continue;
     char digits[kHexDigits];
     digest::ToHex(name.attempt, digits);
-    return absl::StrCat(name.checkpoint, kind.infix, absl::string_view(digits, kHexDigits));
+    std::string formatted =
+        absl::StrCat(name.checkpoint, kind.infix, absl::string_view(digits, kHexDigits));
+    if (kind.hidden && formatted.size() + 1 < kNameBytes) formatted.insert(0, 1, '.');
+    return formatted;
   }
   return name.checkpoint;
 }

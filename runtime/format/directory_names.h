@@ -9,16 +9,19 @@
 
 namespace holdfast::format {
 
-/// What a directory is, by its name alone: CHECKPOINT, or CHECKPOINT.KIND-<32 hex digits>.
+/// What a directory is, by its name alone: CHECKPOINT, or CHECKPOINT.KIND-<32 hex digits>. A name
+/// of what is only to be removed begins with a dot, so that listings pass over it; names of earlier
+/// versions do not.
 enum class DirectoryKind {
   kFinal,    ///< Any other name: a checkpoint if it is complete.
-  kPartial,  ///< Being written by the attempt in its name; after an exchange, what was replaced.
+  kPartial,  ///< Being written by the attempt in its name; between an exchange and the rename that
+             ///< follows, what was replaced.
   kFenced,   ///< Taken away from an orphan worker; never promoted.
-  kRetired,  ///< A checkpoint that retention let go; never promoted.
+  kRetired,  ///< A checkpoint that was replaced, or that retention let go; never promoted.
 };
 
 struct DirectoryName {
-  std::string checkpoint;  ///< The name without kind and digits.
+  std::string checkpoint;  ///< The name without dot, kind and digits.
   DirectoryKind kind = DirectoryKind::kFinal;
   AttemptId attempt;  ///< The digits; none for kFinal.
 };
@@ -30,7 +33,7 @@ DirectoryName ParseDirectoryName(absl::string_view name);
 /// or left so, fenced by a recovery, or let go by retention.
 bool IsUncommittedName(absl::string_view name);
 
-/// The inverse of ParseDirectoryName.
+/// The inverse of ParseDirectoryName. A name that its dot would make too long has none.
 std::string FormatDirectoryName(const DirectoryName& name);
 
 /// The series that a checkpoint belongs to: its name with the last run of digits replaced, so that

@@ -1,19 +1,17 @@
 #include "runtime/worker/commit.h"
 
 #include <fcntl.h>
-#include <stdio.h>
-#include <sys/file.h>
 #include <sys/stat.h>
 
 #include <cerrno>
 #include <cstring>
 
 #include "runtime/sys/owned_fds.h"
-#include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/commit_record.h"
 #include "runtime/worker/contents.h"
 #include "runtime/worker/directory.h"
+#include "runtime/worker/exchange.h"
 #include "runtime/worker/manifest.h"
 #include "runtime/worker/ranks.h"
 #include "runtime/worker/remove_tree.h"
@@ -102,34 +100,6 @@ bool KeepVotes(JobRun* run) {
   return FailErrno(run, Operation::kSyncDirectory, errno);
 }
 
-/// The name that an old checkpoint steps aside to where directories cannot be exchanged: a partial
-/// one of no attempt, so that a recovery removes it whatever happens.
-void AsideName(const layout::Job& job, char (&out)[kNameBytes]) {
-  memcpy(out, job.partial, sizeof(out));
-  char* const last = out + strlen(out) - 1;
-  *last = *last == '0' ? '1' : '0';
-}
-
-/// Puts the new directory in the place of an existing one. Returns 0 or an errno; `*old` is where
-/// the old one is now.
-int Replace(JobRun* run, char (&old)[kNameBytes]) {
-  const layout::Job& job = *run->job;
-  memcpy(old, job.partial, sizeof(old));
-  // At every moment one of the two stands under the name, whole.
-  if (sys::Sys().renameat2(run->parent, job.partial, run->parent, job.target, RENAME_EXCHANGE) ==
-      0) {
-    return 0;
-  }
-  if (errno != EINVAL && errno != ENOSYS) return errno;
-  AsideName(job, old);
-  if (sys::Sys().renameat2(run->parent, job.target, run->parent, old, 0) != 0) return errno;
-  // A crash here leaves the name empty and the new checkpoint complete: a recovery promotes it.
-  if (sys::Sys().renameat2(run->parent, job.partial, run->parent, job.target, 0) == 0) return 0;
-  const int error = errno;
-  sys::Sys().renameat2(run->parent, old, run->parent, job.target, 0);
-  return error;
-}
-
 enum class Try { kDone, kAgain, kFailed };
 
 /// Whether the attempt stood under the name, or was under way, when this save was asked for.
@@ -139,16 +109,6 @@ bool IsOlder(layout::Job* job, const AttemptId& attempt) {
     if (older[i] == attempt) return true;
   }
   return false;
-}
-
-/// A lock on rank 0's manifest is the right to replace its checkpoint, so that no other save comes
-/// between a look and its rename. False: another save has it now. Where the file system has no
-/// locks, the look alone decides.
-bool LockManifest(int directory, const char* name, int* lock) {
-  *lock = sys::OpenOwned(directory, name, O_RDONLY | O_NOFOLLOW | O_CLOEXEC, 0);
-  if (*lock < 0) return true;
-  return sys::Uninterrupted([&] { return sys::Sys().flock(*lock, LOCK_EX | LOCK_NB); }) == 0 ||
-         errno != EWOULDBLOCK;
 }
 
 /// One look at what stands under the name, open as `standing`, and the exchange.
@@ -173,7 +133,8 @@ Try ReplaceStanding(JobRun* run, int standing, char (&old)[kNameBytes]) {
   Try outcome = Try::kAgain;
   if (LockManifest(standing, contents.manifest, &lock) &&
       LeadsTo(run->parent, run->job->target, standing) == 0) {
-    const int error = Replace(run, old);
+    const int error =
+        Exchange(run->parent, run->job->partial, run->job->target, contents.attempt, old);
     outcome = error == 0 ? Try::kDone : failed(FailErrno(run, Operation::kRename, error));
   }
   if (lock >= 0) sys::CloseOwned(lock);

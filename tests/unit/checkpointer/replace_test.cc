@@ -24,9 +24,12 @@
 namespace holdfast::testing {
 namespace {
 
+using ::testing::AnyOf;
+using ::testing::Each;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::SizeIs;
+using ::testing::StartsWith;
 
 std::atomic<bool> g_held{false};
 std::atomic<int> g_waiting{0};
@@ -81,6 +84,8 @@ TEST_F(Replace, NeitherTheReportNorTheNextSaveWaitsForTheRemoval) {
   EXPECT_EQ(ReplaceBy(third, 3), absl::OkStatus());
   EXPECT_TRUE(third.CompareWith(directory() + "/last").ok());
   EXPECT_THAT(Names(directory()), SizeIs(3)) << "both that were replaced are still there";
+  EXPECT_THAT(Names(directory()), Each(AnyOf("last", StartsWith(".last.retired-"))))
+      << "hidden from whoever lists the directory";
   EXPECT_TRUE(absl::IsDeadlineExceeded(checkpointer_->Flush(absl::Milliseconds(1))));
   g_held = false;
   EXPECT_EQ(checkpointer_->Flush(kLong), absl::OkStatus());
@@ -99,7 +104,7 @@ TEST_F(Replace, ARemovalThatFailsIsToldByFlushAndDoneByRecovery) {
   EXPECT_EQ(ReplaceBy(TrainingState::Uniform(2, 400'000, 2), 2), absl::OkStatus());
   const absl::Status told = checkpointer_->Flush(kLong);
   EXPECT_FALSE(told.ok());
-  EXPECT_THAT(std::string(told.message()), HasSubstr("last.partial-"));
+  EXPECT_THAT(std::string(told.message()), HasSubstr("/.last.retired-"));
   g_failing = false;
   EXPECT_THAT(Names(directory()), SizeIs(2));
   const auto recovered = Recover(directory(), {});

@@ -3,6 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+#include <utility>
+
 namespace holdfast::format {
 namespace {
 
@@ -20,6 +23,30 @@ TEST(DirectoryNames, ReadsBackWhatItFormats) {
     EXPECT_EQ(name.checkpoint, "a.b-c");
     EXPECT_EQ(name.kind, kind);
     EXPECT_EQ(name.attempt, kAttempt);
+  }
+}
+
+TEST(DirectoryNames, HidesWhatIsToBeRemovedAndReadsTheNamesOfEarlierVersions) {
+  const std::string digits = "0123456789abcdeffedcba9876543210";
+  for (const auto& [kind, infix] : {std::pair(DirectoryKind::kFenced, ".fenced-"),
+                                    std::pair(DirectoryKind::kRetired, ".retired-")}) {
+    const DirectoryName wanted = {.checkpoint = "step-7", .kind = kind, .attempt = kAttempt};
+    EXPECT_EQ(FormatDirectoryName(wanted), ".step-7" + (infix + digits));
+    const DirectoryName earlier = ParseDirectoryName("step-7" + (infix + digits));
+    EXPECT_EQ(earlier.kind, kind);
+    EXPECT_EQ(earlier.checkpoint, "step-7");
+  }
+}
+
+TEST(DirectoryNames, AreNeverLongerThanAFileSystemAllows) {
+  const std::string longest(kNameBytes - 1 - PartialName("", kAttempt).size(), 'x');
+  for (DirectoryKind kind :
+       {DirectoryKind::kPartial, DirectoryKind::kFenced, DirectoryKind::kRetired}) {
+    const std::string name =
+        FormatDirectoryName({.checkpoint = longest, .kind = kind, .attempt = kAttempt});
+    EXPECT_LT(name.size(), kNameBytes);
+    EXPECT_EQ(ParseDirectoryName(name).kind, kind);
+    EXPECT_EQ(ParseDirectoryName(name).checkpoint, longest);
   }
 }
 

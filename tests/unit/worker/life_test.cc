@@ -261,7 +261,8 @@ TEST_P(KeptWorker, GoesOnAfterAFailedJob) {
     if (!mutate) {
       EXPECT_EQ(save.Unsound(), "");
     }
-    std::filesystem::remove_all(save.partial_path());  // what was replaced
+    const std::string replaced = save.job()->completion.left_behind;
+    if (!replaced.empty()) std::filesystem::remove_all(directory_.path() + "/" + replaced);
   }
   EXPECT_EQ(NamesIn(directory_.path()), std::vector<std::string>{"good"});
 }

@@ -182,10 +182,10 @@ TEST_P(SaveJob, ReplacesAnExistingTargetWhenAsked) {
   EXPECT_TRUE(save.failure().ok());
   EXPECT_EQ(save.Unsound(), "");
   // What it replaced is the trainer's to remove.
-  EXPECT_EQ(save.job()->completion.left_behind, save.parameters.partial);
-  EXPECT_EQ(NamesIn(directory_.path()),
-            (std::vector<std::string>{"step-7", save.parameters.partial}));
-  EXPECT_EQ(ReadFileOf(save.partial_path() + "/old"), "old");
+  const std::string hidden = RetiredName("step-7", kManifestAttempt);
+  EXPECT_EQ(save.job()->completion.left_behind, hidden);
+  EXPECT_EQ(NamesIn(directory_.path()), (std::vector<std::string>{hidden, "step-7"}));
+  EXPECT_EQ(ReadFileOf(directory_.path() + "/" + hidden + "/old"), "old");
 }
 
 TEST_P(SaveJob, CancelRemovesEveryTrace) {

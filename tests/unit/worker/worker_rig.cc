@@ -23,6 +23,7 @@
 #include "gtest/gtest.h"
 #include "runtime/base/check.h"
 #include "runtime/digest/digest.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/format/manifest.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/serve.h"
@@ -334,6 +335,11 @@ std::string TestSave::UnsoundAt(const std::string& path) const {
   const auto& row = record->manifests[parameters.rank];
   const bool same = row.bytes == text.size() && row.digest == digest::Of(text.data(), text.size());
   return same && record->attempt == parameters.attempt ? "" : "a record of other manifests";
+}
+
+std::string RetiredName(const std::string& checkpoint, const AttemptId& attempt) {
+  return format::FormatDirectoryName(
+      {.checkpoint = checkpoint, .kind = format::DirectoryKind::kRetired, .attempt = attempt});
 }
 
 std::vector<std::string> NamesIn(const std::string& path) {

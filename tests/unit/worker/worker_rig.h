@@ -153,6 +153,8 @@ std::vector<std::string> NamesIn(const std::string& path);
 std::string ReadFileOf(const std::string& path);
 void WriteFileAt(const std::string& path, const std::string& bytes);
 bool Exists(const std::string& path);
+/// The name of a checkpoint that was replaced.
+std::string RetiredName(const std::string& checkpoint, const AttemptId& attempt);
 /// As much of a manifest as a worker reads of another attempt's: its attempt and its files.
 inline constexpr AttemptId kManifestAttempt = {.high = 5, .low = 6};
 std::string ManifestNaming(const std::vector<std::string>& files);

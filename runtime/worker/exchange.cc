@@ -1,0 +1,74 @@
+#include "runtime/worker/exchange.h"
+
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/file.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "runtime/digest/digest.h"
+#include "runtime/sys/owned_fds.h"
+#include "runtime/sys/retry.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast::worker {
+namespace {
+
+constexpr char kRetired[] = ".retired-";
+constexpr size_t kRetiredBytes = sizeof(kRetired) - 1;
+constexpr size_t kHexDigits = 32;
+
+int Rename(int parent, const char* from, const char* to, unsigned flags) {
+  return sys::Sys().renameat2(parent, from, parent, to, flags) == 0 ? 0 : errno;
+}
+
+/// The name that an old checkpoint steps aside to where directories cannot be exchanged: a partial
+/// one of no attempt, so that a recovery keeps it until its successor stands.
+void AsideName(const char* partial, char (&out)[kNameBytes]) {
+  strncpy(out, partial, sizeof(out) - 1);
+  char* const last = out + strlen(out) - 1;
+  *last = *last == '0' ? '1' : '0';
+}
+
+}  // namespace
+
+bool LockManifest(int directory, const char* name, int* lock) {
+  *lock = sys::OpenOwned(directory, name, O_RDONLY | O_NOFOLLOW | O_CLOEXEC, 0);
+  if (*lock < 0) return true;
+  return sys::Uninterrupted([&] { return sys::Sys().flock(*lock, LOCK_EX | LOCK_NB); }) == 0 ||
+         errno != EWOULDBLOCK;
+}
+
+int Exchange(int parent, const char* partial, const char* target, const AttemptId& replaced,
+             char (&old)[kNameBytes]) {
+  memset(old, 0, sizeof(old));
+  strncpy(old, partial, sizeof(old) - 1);
+  // At every moment one of the two stands under the name, whole.
+  int error = Rename(parent, partial, target, RENAME_EXCHANGE);
+  if (error == EINVAL || error == ENOSYS) {
+    AsideName(partial, old);
+    error = Rename(parent, target, old, 0);
+    if (error != 0) return error;
+    // A crash here leaves the name empty and the new checkpoint complete: a recovery promotes it.
+    error = Rename(parent, partial, target, 0);
+    if (error != 0) Rename(parent, old, target, 0);
+  }
+  // Only now: a recovery removes what is retired, whatever stands under the name.
+  if (error == 0) Hide(parent, target, replaced, old);
+  return error;
+}
+
+void Hide(int parent, const char* checkpoint, const AttemptId& attempt, char (&name)[kNameBytes]) {
+  const size_t length = strnlen(checkpoint, kNameBytes);
+  if (1 + length + kRetiredBytes + kHexDigits >= kNameBytes) return;
+  char hidden[kNameBytes] = ".";
+  char* at = hidden + 1;
+  memcpy(at, checkpoint, length);
+  memcpy(at += length, kRetired, kRetiredBytes);
+  digest::ToHex(attempt, at + kRetiredBytes);
+  // A plain rename refuses the name of a directory that is not empty.
+  if (Rename(parent, name, hidden, 0) == 0) memcpy(name, hidden, sizeof(hidden));
+}
+
+}  // namespace holdfast::worker
