@@ -63,6 +63,13 @@ std::string Holders(const StagingStats& stats) {
   return text;
 }
 
+/// The attempts of a list that are known, but for a save's own.
+std::vector<AttemptId> Others(std::vector<AttemptId> attempts, const AttemptId& own) {
+  std::erase_if(attempts,
+                [&own](const AttemptId& each) { return each == AttemptId{} || each == own; });
+  return attempts;
+}
+
 }  // namespace
 
 AttemptId NewAttemptId() {
@@ -275,6 +282,7 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
                              .world_size = options.world_size,
                              .step = request.step,
                              .saved_at_ns = saved_at_ns,
+                             .replaces = Others(job.older, attempt),
                              .launcher = options.launcher,
                              .pages = core->pool->arena().pages(),
                              .read_back = options.read_back},

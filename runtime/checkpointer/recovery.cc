@@ -26,6 +26,7 @@
 #include "runtime/directory/planted_bugs.h"
 #include "runtime/directory/removal.h"
 #include "runtime/directory/rename.h"
+#include "runtime/directory/replacement.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 
@@ -35,6 +36,7 @@ namespace checkpointer {
 using directory::Bug;
 using directory::DirectoryEntry;
 using directory::FileSystem;
+using directory::FinishReplace;
 using directory::Inspect;
 using directory::Inspection;
 using directory::ListComplete;
@@ -111,7 +113,11 @@ class Recovery {
   absl::StatusOr<Visit> Settle(const std::string& name, bool may_remove);
   absl::StatusOr<Visit> SettlePartial(const std::string& name, int directory, bool may_remove);
   absl::StatusOr<Visit> Promote(const std::string& name, int directory,
-                                const std::string& checkpoint);
+                                const std::string& checkpoint, const Inspection& inspection,
+                                bool may_remove);
+  absl::StatusOr<Visit> Replace(const std::string& name, const std::string& checkpoint,
+                                const Inspection& inspection, bool may_remove);
+  absl::StatusOr<Visit> Promoted(const std::string& checkpoint);
   Visit Remove(const std::string& name, bool may_remove);
   Visit JudgeByAge(const format::DirectoryName& name, int directory) const;
   Inspection InspectName(const std::string& checkpoint) const;
@@ -271,7 +277,9 @@ absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name,
     case Inspection::State::kComplete:
       break;
   }
-  if (IsOwn(inspection, parsed)) return Promote(name, directory, parsed.checkpoint);
+  if (IsOwn(inspection, parsed)) {
+    return Promote(name, directory, parsed.checkpoint, inspection, may_remove);
+  }
   const Inspection successor = InspectName(parsed.checkpoint);
   const bool replaced = successor.state == Inspection::State::kComplete;
   if (inspection.state == Inspection::State::kDamaged) {
@@ -288,7 +296,8 @@ absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name,
 }
 
 absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int directory,
-                                                  const std::string& checkpoint) {
+                                                  const std::string& checkpoint,
+                                                  const Inspection& inspection, bool may_remove) {
   if (!options_.promote) return Keep("complete, but promotion is switched off");
   // The last rank's worker may have died between the rename of its manifest and the fsync of this
   // directory. Without this one, power loss could leave the final name and no manifest below it.
@@ -297,11 +306,30 @@ absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int d
   if (!synced.ok()) return Keep(std::string(synced.message()));
   const absl::Status renamed = RenameNoReplace(parent_, name, checkpoint);
   if (absl::IsNotFound(renamed)) return Visit{};
-  if (absl::IsAlreadyExists(renamed)) {
-    return Keep(
-        absl::StrCat("complete, but ", checkpoint, " exists; remove or rename one of them"));
-  }
+  if (absl::IsAlreadyExists(renamed)) return Replace(name, checkpoint, inspection, may_remove);
   if (!renamed.ok()) return Keep(std::string(renamed.message()));
+  return Promoted(checkpoint);
+}
+
+/// Two complete checkpoints of one name. The manifest of the newer one says that it may replace the
+/// older one; without that both are kept.
+absl::StatusOr<Recovery::Visit> Recovery::Replace(const std::string& name,
+                                                  const std::string& checkpoint,
+                                                  const Inspection& inspection, bool may_remove) {
+  const absl::Status replaced = FinishReplace(parent_, name, checkpoint, inspection.replaces);
+  if (replaced.ok()) return Promoted(checkpoint);
+  const std::string both = absl::StrCat("complete, but ", checkpoint, " exists");
+  if (!absl::IsAlreadyExists(replaced)) return Keep(absl::StrCat(both, ": ", replaced.message()));
+  const Inspection standing = InspectName(checkpoint);
+  const bool newer = standing.state == Inspection::State::kComplete &&
+                     (Planted(Bug::kRemoveUnproven) ||
+                      std::find(standing.replaces.begin(), standing.replaces.end(),
+                                inspection.info.attempt) != standing.replaces.end());
+  if (newer) return Remove(name, may_remove);
+  return Keep(absl::StrCat(both, "; remove or rename one of them"));
+}
+
+absl::StatusOr<Recovery::Visit> Recovery::Promoted(const std::string& checkpoint) {
   report_.promoted.push_back(checkpoint);
   // Promoted means that it stays promoted.
   if (Planted(Bug::kReportWithoutParentSync)) return Visit{};

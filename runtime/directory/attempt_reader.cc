@@ -180,7 +180,10 @@ void AttemptReader::TakeManifest(format::Manifest manifest, const std::string& n
     info_.step = manifest.step;
     recorded_name_ = manifest.checkpoint;
   }
-  if (manifest.rank == 0) info_.saved_at = SavedAt(manifest, modified_ns);
+  if (manifest.rank == 0) {
+    info_.saved_at = SavedAt(manifest, modified_ns);
+    replaces_ = manifest.replaces;
+  }
   if (manifest.attempt != info_.attempt) {
     Add(Incomplete(name, "attempt", Hex(info_.attempt), Hex(manifest.attempt)));
   } else if (manifest.step != info_.step) {

@@ -53,6 +53,7 @@ class AttemptReader {
   const std::vector<Finding>& findings() const { return findings_; }
   const CheckpointInfo& info() const { return info_; }
   const std::string& recorded_name() const { return recorded_name_; }
+  const std::vector<AttemptId>& replaces() const { return replaces_; }
   bool incomplete() const;
   bool NewerThan(const AttemptReader& other) const;
 
@@ -84,6 +85,7 @@ class AttemptReader {
   bool first_seen_ = false;
   CheckpointInfo info_;  // as the first manifest says; bytes of all
   std::string recorded_name_;
+  std::vector<AttemptId> replaces_;
   std::optional<format::CommitRecord> record_;
   bool unrecorded_ = false;                      // a framework's directory, and no record is there
   std::set<std::string> possible_commit_files_;  // without a record

@@ -146,6 +146,7 @@ Inspection Inspect(int directory) {
   reader.Read(own);
   inspection.info = reader.info();
   inspection.recorded_name = reader.recorded_name();
+  inspection.replaces = reader.replaces();
   const Finding* const gravest = Gravest(reader.findings());
   inspection.state = gravest == nullptr ? Inspection::State::kComplete : StateOf(gravest->verdict);
   inspection.reason = ToStatus(reader.findings(), "");

@@ -63,7 +63,8 @@ struct Inspection {
   absl::Status reason;        ///< Why it is not complete; OK if it is.
   bool has_manifest = false;  ///< A file has a rank manifest's name, or the commit record's.
   CheckpointInfo info;  ///< Without `name` and `path`; of what is sound as far as it is known.
-  std::string recorded_name;  ///< The final name that its manifests carry.
+  std::string recorded_name;        ///< The final name that its manifests carry.
+  std::vector<AttemptId> replaces;  ///< What it may take the place of; a record does not say it.
 };
 
 /// The gravest finding decides. Manifests with an attempt in their name do not count: a framework

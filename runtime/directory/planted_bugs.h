@@ -9,6 +9,8 @@ enum class Bug {
   kNone,
   kPromoteWithoutSizes,     ///< A manifest alone makes a checkpoint complete.
   kPromoteOtherAttempt,     ///< Whatever attempt the manifests carry.
+  kReplaceUnproven,         ///< Whatever stands under the name is replaced.
+  kRemoveUnproven,          ///< Whatever stands beside a complete checkpoint was replaced by it.
   kRemoveBeforeParentSync,  ///< An exchange that is not durable is built on.
   kRemoveBeforePromotion,   ///< Partial directories go unseen.
   kPromoteWithoutDirectorySync,

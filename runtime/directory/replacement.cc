@@ -4,15 +4,18 @@
 #include <limits.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/directory/entries.h"
+#include "runtime/directory/planted_bugs.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/contents.h"
+#include "runtime/worker/exchange.h"
 #include "runtime/worker/job_run.h"
 
 namespace holdfast::directory {
@@ -91,6 +94,32 @@ absl::StatusOr<std::vector<AttemptId>> OlderAttempts(int parent, const std::stri
   HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(standing->get(), name));
   older.push_back(contents.attempt);
   return older;
+}
+
+absl::Status FinishReplace(int parent, const std::string& partial, const std::string& name,
+                           const std::vector<AttemptId>& replaces) {
+  const auto standing = OpenDirectory(parent, name);
+  if (!standing.ok()) return absl::AlreadyExistsError(standing.status().message());
+  HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(standing->get(), name));
+  const bool proven =
+      contents.attempt != AttemptId{} &&
+      std::find(replaces.begin(), replaces.end(), contents.attempt) != replaces.end();
+  if (!proven && !Planted(Bug::kReplaceUnproven)) {
+    return absl::AlreadyExistsError("it is no checkpoint that the save was to replace");
+  }
+  if (contents.foreign[0] != '\0') {
+    return absl::FailedPreconditionError(
+        absl::StrCat("it holds ", contents.foreign, ", which is no part of a checkpoint"));
+  }
+  int lock = -1;
+  const bool locked = worker::LockManifest(standing->get(), contents.manifest, &lock);
+  const base::UniqueFd held(lock);
+  if (!locked || !NameRefersTo(parent, name, standing->get())) {
+    return absl::UnavailableError("another save is replacing it");
+  }
+  char old[kNameBytes];
+  const int error = worker::Exchange(parent, partial.c_str(), name.c_str(), contents.attempt, old);
+  return error == 0 ? absl::OkStatus() : base::ErrnoStatus("replace", name, error);
 }
 
 }  // namespace holdfast::directory

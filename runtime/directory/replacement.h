@@ -31,6 +31,13 @@ absl::Status CheckRemovable(int directory, const std::string& name);
 /// one that began later has the other on its list, and not the other way round.
 absl::StatusOr<std::vector<AttemptId>> OlderAttempts(int parent, const std::string& name);
 
+/// Finishes what a crash ended: gives `name` to the complete directory `partial`, whose save may
+/// replace the attempts `replaces`, and retires what stands there. Durable with the next fsync of
+/// `parent`. \error kAlreadyExists when something else stands there; kFailedPrecondition when it
+/// holds an entry of others; kUnavailable when a running save is replacing it.
+absl::Status FinishReplace(int parent, const std::string& partial, const std::string& name,
+                           const std::vector<AttemptId>& replaces);
+
 }  // namespace holdfast::directory
 
 #endif  // HOLDFAST_RUNTIME_DIRECTORY_REPLACEMENT_H_

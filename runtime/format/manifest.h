@@ -31,7 +31,8 @@ struct ManifestInput {
   uint32_t rank = 0;
   uint32_t world_size = 1;
   uint64_t step = 0;
-  uint64_t saved_at_ns = 0;  ///< The save's call, in nanoseconds since 1970.
+  uint64_t saved_at_ns = 0;         ///< The save's call, in nanoseconds since 1970.
+  std::vector<AttemptId> replaces;  ///< What the save may take the place of: rank 0's alone.
   Launcher launcher = Launcher::kSpawn;
   PageRung pages = PageRung::kSmall;
   bool read_back = false;
@@ -88,6 +89,7 @@ struct Manifest {
   uint64_t step = 0;
   std::optional<uint64_t> saved_at_ns;  ///< As ManifestInput's; version 1 lacks it.
   std::optional<uint64_t> files_bytes;  ///< Of all its files; version 1 lacks it.
+  std::vector<AttemptId> replaces;      ///< As ManifestInput's.
   std::string launcher;
   std::string pages;
   bool streamed = false;

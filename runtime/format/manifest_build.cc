@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "runtime/digest/digest.h"
 #include "runtime/format/manifest.h"
@@ -45,6 +46,17 @@ class TemplateWriter {
     return bytes;
   }
 
+  void WriteReplaces() {
+    const char* before = ",\n\"replaces\":[\"";
+    for (const AttemptId& attempt : input_.replaces) {
+      char digits[32];
+      digest::ToHex(attempt, digits);
+      Add(std::exchange(before, "\",\""));
+      text_.append(digits, sizeof(digits));
+    }
+    if (!input_.replaces.empty()) Add("\"]");
+  }
+
   void WriteHead() {
     char attempt[32];
     digest::ToHex(input_.attempt, attempt);
@@ -67,6 +79,7 @@ class TemplateWriter {
     for (const PlannedFile& file : plan_.files) bytes += file.bytes;
     Add(",\"files_bytes\":");
     AppendNumber(bytes, &text_);
+    WriteReplaces();
     Add(",\n\"launcher\":");
     AddString(input_.adopted ? absl::string_view("none") : WordOf(input_.launcher));
     Add(",\"pages\":");

@@ -47,6 +47,7 @@ class ManifestReader {
     kStep,
     kSavedAt,
     kFilesBytes,
+    kReplaces,
     kLauncher,
     kPages,
     kStreamed,
@@ -64,16 +65,17 @@ class ManifestReader {
     kSelfDigest,
   };
   static constexpr absl::string_view kTopNames[] = {
-      "format",        "version",       "checkpoint",    "attempt",         "rank",
-      "world_size",    "step",          "saved_at_ns",   "files_bytes",     "launcher",
-      "pages",         "streamed",      "read_back",     "adopted",         "engine",
-      "direct_io",     "engine_reason", "bytes_written", "time_writing_ns", "time_syncing_ns",
-      "time_total_ns", "files",         "tensors",       "self_digest"};
+      "format",          "version",       "checkpoint",    "attempt",       "rank",
+      "world_size",      "step",          "saved_at_ns",   "files_bytes",   "replaces",
+      "launcher",        "pages",         "streamed",      "read_back",     "adopted",
+      "engine",          "direct_io",     "engine_reason", "bytes_written", "time_writing_ns",
+      "time_syncing_ns", "time_total_ns", "files",         "tensors",       "self_digest"};
 
   void ReadTop() {
     uint64_t seen = 0;
     if (!json_.EnterObject()) return;
-    constexpr uint64_t kOptional = uint64_t{1} << kSavedAt | uint64_t{1} << kFilesBytes;
+    constexpr uint64_t kOptional =
+        uint64_t{1} << kSavedAt | uint64_t{1} << kFilesBytes | uint64_t{1} << kReplaces;
     for (int field; (field = json_.NextField(kTopNames, kOptional, &seen)) >= 0;) {
       ReadTopField(field);
     }
@@ -113,6 +115,10 @@ class ManifestReader {
         return;
       case kFilesBytes:
         json_.Unsigned(&out_.files_bytes.emplace());
+        return;
+      case kReplaces:
+        if (!json_.EnterArray()) return;
+        while (json_.NextElement()) json_.Hex(&out_.replaces.emplace_back());
         return;
       case kLauncher:
         json_.String(&out_.launcher);
@@ -253,6 +259,9 @@ absl::Status CheckHead(const Manifest& manifest) {
     if (value.has_value() != (manifest.version >= 2)) {
       return Wrong(key, "version 2 has it, version 1 lacks it");
     }
+  }
+  if (!manifest.replaces.empty() && manifest.version < 2) {
+    return Wrong("replaces", "version 1 lacks it");
   }
   const char* const wrong = WrongComponent(manifest.checkpoint);
   if (wrong != nullptr) return Wrong("checkpoint", wrong);

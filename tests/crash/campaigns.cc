@@ -37,7 +37,11 @@ SmallRank Old() {
   return {.checkpoint = "step-7", .attempt = {.high = 5, .low = 6}, .world_size = 2, .step = 7};
 }
 SmallRank New() {
-  return {.checkpoint = "step-7", .attempt = {.high = 5, .low = 7}, .world_size = 2, .step = 7};
+  return {.checkpoint = "step-7",
+          .attempt = {.high = 5, .low = 7},
+          .world_size = 2,
+          .step = 7,
+          .replaces = {Old().attempt}};
 }
 std::string NewPartial() { return format::PartialName("step-7", New().attempt); }
 
@@ -96,11 +100,11 @@ class Judge {
 
   /// Recovers a directory in which nobody is at work any more, and holds the result against the
   /// promises.
-  void Recovered(const std::string& directory, bool replace, bool acknowledged) {
+  void Recovered(const std::string& directory, const CommitCase& commit, bool acknowledged) {
     ++outcome_->states;
+    const WithoutExchange without(!commit.exchange);
     const std::string final_path = directory + "/step-7";
-    const bool was_promotable =
-        IsWhole(directory + "/" + NewPartial(), New()) && !fs::exists(final_path);
+    const bool was_promotable = IsWhole(directory + "/" + NewPartial(), New());
     const auto report = Recover(directory, kAtOnce);
     Expect(report.ok(), "recovery failed");
     if (!report.ok()) return;
@@ -112,16 +116,12 @@ class Judge {
     if (was_promotable) {
       Expect(found.ok() && found->attempt == New().attempt, "a complete partial was thrown away");
     }
-    if (replace) Expect(found.ok(), "neither the old nor the new one of a replacement is left");
-    // What is left beside complete checkpoints is a new one that must not push the old one out.
+    if (commit.replace) {
+      Expect(found.ok(), "neither the old nor the new one of a replacement is left");
+    }
     std::set<std::string> expected = {"step-1"};
     if (found.ok()) expected.insert("step-7");
-    if (IsWhole(directory + "/" + NewPartial(), New())) {
-      expected.insert(NewPartial());
-      Expect(replace && report->kept_incomplete.size() == 1, "a complete partial goes unreported");
-    } else {
-      Expect(report->kept_incomplete.empty(), "something incomplete is left");
-    }
+    Expect(report->kept_incomplete.empty(), "something is left beside the complete checkpoints");
     Expect(NamesIn(directory) == expected,
            absl::StrCat("left behind: ", absl::StrJoin(NamesIn(directory), " ")));
     const auto again = Recover(directory, kAtOnce);
@@ -154,6 +154,7 @@ Outcome KillCommits(const CommitCase& commit) {
                  .like = New(),
                  .order = commit.order,
                  .replace = commit.replace,
+                 .exchange = commit.exchange,
                  .sync_record = commit.sync_record,
                  .acknowledge = [&] {
                    if (::write(pipe_fds[1], "a", 1) != 1) abort();
@@ -164,7 +165,7 @@ Outcome KillCommits(const CommitCase& commit) {
     const bool acknowledged = ::read(pipe_fds[0], &byte, 1) == 1;
     close(pipe_fds[0]);
     Judge(&outcome, absl::StrCat("killed before call ", call))
-        .Recovered(directory.path(), commit.replace, acknowledged);
+        .Recovered(directory.path(), commit, acknowledged);
     if (!killed) {
       if (!acknowledged) outcome.violations.push_back("the script never came to its end");
       return outcome;
@@ -174,14 +175,26 @@ Outcome KillCommits(const CommitCase& commit) {
   return outcome;
 }
 
-Outcome KillRecoveries() {
+Outcome KillRecoveries(bool exchange) {
   Outcome outcome;
-  const std::set<std::string> settled = {"step-1", "step-7", "step-8"};
+  const std::set<std::string> settled = {"step-1", "step-4", "step-5", "step-7", "step-8"};
   for (int call = 1; call < kCallsMax; ++call) {
     const TemporaryDirectory directory(Scratch());
     const std::string path = directory.path();
     WriteSmallCheckpoint(path + "/step-1", Previous());
     WriteSmallCheckpoint(path + "/" + NewPartial(), New());  // to be promoted
+    // To be given the place of an older one, ...
+    SmallRank newer = New();
+    SmallRank older = Old();
+    newer.checkpoint = older.checkpoint = "step-5";
+    WriteSmallCheckpoint(path + "/" + format::PartialName("step-5", newer.attempt), newer);
+    WriteSmallCheckpoint(path + "/step-5", older);
+    // ... and the other way round.
+    SmallRank stands = New();
+    SmallRank late = Old();
+    stands.checkpoint = late.checkpoint = "step-4";
+    WriteSmallCheckpoint(path + "/step-4", stands);
+    WriteSmallCheckpoint(path + "/" + format::PartialName("step-4", late.attempt), late);
     // To be removed: one that is incomplete, ...
     SmallRank half = New();
     half.checkpoint = "step-6";
@@ -207,18 +220,26 @@ Outcome KillRecoveries() {
     if (!orphan.ok()) abort();
     orphan->trainer.Reset();
 
-    const bool killed = KilledAt(call, [&] { Recover(path, kAtOnce).status().IgnoreError(); });
+    const bool killed = KilledAt(call, [&] {
+      const WithoutExchange without(!exchange);
+      Recover(path, kAtOnce).status().IgnoreError();
+    });
     Judge judge(&outcome, absl::StrCat("recovery killed before call ", call));
     judge.SoundListing(path);
     judge.Expect(IsWhole(path + "/step-7", New()) || IsWhole(path + "/" + NewPartial(), New()),
                  "the complete partial is lost");
     judge.Expect(IsWhole(path + "/step-8", successor), "a complete checkpoint is lost");
+    judge.Expect(IsWhole(path + "/step-4", stands), "what replaced another one is lost");
+    judge.Expect(IsWhole(path + "/step-5", newer) ||
+                     IsWhole(path + "/" + format::PartialName("step-5", newer.attempt), newer),
+                 "what is to replace another one is lost");
     *orphan = directory::PartialDirectory{};
     const auto report = Recover(path, kAtOnce);
     judge.Expect(report.ok() && report->kept_incomplete.empty(), "the next recovery keeps a rest");
     judge.Expect(NamesIn(path) == settled,
                  absl::StrCat("left behind: ", absl::StrJoin(NamesIn(path), " ")));
     judge.Expect(IsWhole(path + "/step-7", New()), "the promoted one is not whole");
+    judge.Expect(IsWhole(path + "/step-5", newer), "a replace was not finished");
     judge.SoundListing(path);
     ++outcome.states;
     if (!killed) return outcome;
@@ -252,7 +273,7 @@ Outcome KillOneRankOfARunningSave() {
     judge.Expect(fs::exists(partial) && NamesIn(partial) == before, "a running save was touched");
     // Rank 0's trainer dies too: now it is nobody's.
     *living = directory::PartialDirectory{};
-    if (fs::exists(partial)) judge.Recovered(directory.path(), false, false);
+    if (fs::exists(partial)) judge.Recovered(directory.path(), {}, false);
     if (!killed) return outcome;
   }
   outcome.violations.push_back("the rank has no end");
@@ -273,13 +294,14 @@ Outcome CutPower(const CommitCase& commit) {
       ++call;
       model.ForEachState([&](const std::string& state) {
         Judge(&outcome, absl::StrCat("power cut after call ", call))
-            .Recovered(state, commit.replace, acknowledged);
+            .Recovered(state, commit, acknowledged);
       });
     });
     RunScript({.directory = directory.path(),
                .like = New(),
                .order = commit.order,
                .replace = commit.replace,
+               .exchange = commit.exchange,
                .sync_record = commit.sync_record,
                .acknowledge = [&] { acknowledged = true; }});
     calls = model.calls();
@@ -296,16 +318,21 @@ Outcome CutPower(const CommitCase& commit) {
                .like = New(),
                .order = commit.order,
                .replace = commit.replace,
+               .exchange = commit.exchange,
                .sync_record = commit.sync_record,
                .acknowledge = [&] { acknowledged = true; }});
     model.StopFailing();
     model.OnCall([&] {
       model.ForEachState([&](const std::string& state) {
         Judge(&outcome, absl::StrCat("save died at call ", dies, ", power cut in its recovery"))
-            .Recovered(state, commit.replace, acknowledged);
+            .Recovered(state, commit, acknowledged);
       });
     });
-    const auto report = Recover(directory.path(), kAtOnce);
+    absl::StatusOr<RecoveryReport> report;
+    {
+      const WithoutExchange without(!commit.exchange);
+      report = Recover(directory.path(), kAtOnce);
+    }
     model.OnCall(nullptr);
     Judge judge(&outcome,
                 absl::StrCat("save died at call ", dies, ", power cut after its recovery"));
@@ -343,6 +370,18 @@ Outcome Oddities() {
     const auto report = Recover(directory.path(), kAtOnce);
     judge.Expect(report.ok() && report->promoted.empty(), "they were promoted");
     judge.SoundListing(directory.path());
+  }
+  {
+    const TemporaryDirectory directory(Scratch());
+    Prepare(directory.path(), {.replace = true});
+    SmallRank stranger = New();
+    stranger.replaces = {{.high = 9, .low = 9}};
+    WriteSmallCheckpoint(directory / NewPartial(), stranger);
+    Judge judge(&outcome, "two complete ones of one name");
+    const auto report = Recover(directory.path(), kAtOnce);
+    judge.Expect(report.ok() && report->kept_incomplete.size() == 1, "it goes unreported");
+    judge.Expect(IsWhole(directory / "step-7", Old()), "one was replaced without proof");
+    judge.Expect(IsWhole(directory / NewPartial(), stranger), "one was removed without proof");
   }
   {
     const TemporaryDirectory directory(Scratch());

@@ -18,6 +18,7 @@ struct Outcome {
 struct CommitCase {
   std::vector<uint32_t> order = {0, 1};  ///< Of two ranks.
   bool replace = false;
+  bool exchange = true;     ///< As Script's; likewise for the recovery.
   bool sync_record = true;  ///< As Script's.
 };
 
@@ -26,7 +27,7 @@ Outcome KillCommits(const CommitCase& commit);
 
 /// A recovery is killed before each of its calls, on a directory with one of everything; then
 /// another recovery runs.
-Outcome KillRecoveries();
+Outcome KillRecoveries(bool exchange);
 
 /// Rank 1 is killed before each of its calls while rank 0's trainer lives; recovery must not touch
 /// the save.
@@ -37,7 +38,8 @@ Outcome KillOneRankOfARunningSave();
 Outcome CutPower(const CommitCase& commit);
 
 /// A save that a crash left with a file too short under a complete set of manifests, one whose
-/// manifests are another attempt's, and an orphan that goes on after the recovery.
+/// manifests are another attempt's, two complete ones of one name of which neither replaces the
+/// other, and an orphan that goes on after the recovery.
 Outcome Oddities();
 
 }  // namespace holdfast::testing

@@ -29,17 +29,21 @@ TEST_P(Commits, SurviveAPowerCutAfterEachCallOfTheSaveAndOfItsRecovery) {
 INSTANTIATE_TEST_SUITE_P(TwoRanks, Commits,
                          ::testing::Values(CommitCase{.order = {0, 1}}, CommitCase{.order = {1, 0}},
                                            CommitCase{.order = {0, 1}, .replace = true},
-                                           CommitCase{.order = {1, 0}, .replace = true}),
+                                           CommitCase{.order = {1, 0}, .replace = true},
+                                           CommitCase{.replace = true, .exchange = false}),
                          [](const auto& tested) {
                            return std::string(tested.param.order[0] == 0 ? "Rank0First"
                                                                          : "Rank1First") +
-                                  (tested.param.replace ? "Replacing" : "");
+                                  (tested.param.replace ? "Replacing" : "") +
+                                  (tested.param.exchange ? "" : "WithoutExchange");
                          });
 
 TEST(Recoveries, SurviveAKillBeforeEachCall) {
-  const Outcome outcome = KillRecoveries();
-  EXPECT_THAT(outcome.violations, IsEmpty());
-  EXPECT_GT(outcome.states, 30);
+  for (const bool exchange : {true, false}) {
+    const Outcome outcome = KillRecoveries(exchange);
+    EXPECT_THAT(outcome.violations, IsEmpty());
+    EXPECT_GT(outcome.states, 30);
+  }
 }
 
 TEST(Recoveries, LeaveARunningSaveUntouchedWhereverAnotherRankDied) {

@@ -31,6 +31,16 @@ TEST_F(PlantedBug, PromotionOfAnotherAttemptIsSeen) {
   EXPECT_THAT(Oddities().violations, Contains(HasSubstr("they were promoted")));
 }
 
+TEST_F(PlantedBug, ReplacingWithoutProofIsSeen) {
+  directory::g_bug = Bug::kReplaceUnproven;
+  EXPECT_THAT(Oddities().violations, Contains(HasSubstr("replaced without proof")));
+}
+
+TEST_F(PlantedBug, RemovingWithoutProofIsSeen) {
+  directory::g_bug = Bug::kRemoveUnproven;
+  EXPECT_THAT(Oddities().violations, Contains(HasSubstr("removed without proof")));
+}
+
 TEST_F(PlantedBug, CleaningUpBeforePromotingIsSeen) {
   directory::g_bug = Bug::kRemoveBeforePromotion;
   EXPECT_THAT(KillCommits({}).violations, Contains(HasSubstr("was thrown away")));

@@ -4,6 +4,9 @@
 #include <stdio.h>
 #include <unistd.h>
 
+#include <cerrno>
+#include <utility>
+
 #include "runtime/directory/entries.h"
 #include "runtime/directory/locks.h"
 #include "runtime/directory/removal.h"
@@ -11,6 +14,7 @@
 #include "runtime/layout/job.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/exchange.h"
 
 namespace holdfast::testing {
 namespace {
@@ -39,7 +43,23 @@ bool WriteRank(int directory, const SmallRank& rank) {
          sys.fsync(directory) == 0;
 }
 
+decltype(sys::SystemCalls::renameat2) g_renameat2 = nullptr;
+
+int RenameOnly(int a, const char* from, int b, const char* to, unsigned flags) {
+  if ((flags & RENAME_EXCHANGE) == 0) return g_renameat2(a, from, b, to, flags);
+  errno = EINVAL;
+  return -1;
+}
+
 }  // namespace
+
+WithoutExchange::WithoutExchange(bool active) : active_(active), outer_(g_renameat2) {
+  if (active_) g_renameat2 = std::exchange(sys::g_system.renameat2, RenameOnly);
+}
+
+WithoutExchange::~WithoutExchange() {
+  if (active_) sys::g_system.renameat2 = std::exchange(g_renameat2, outer_);
+}
 
 std::string Scratch() { return access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp"; }
 
@@ -71,12 +91,20 @@ bool RunScript(const Script& script) {
       sys.fsync(directory) != 0) {
     return false;
   }
+  const WithoutExchange without(!script.exchange);
   const char* const target = script.like.checkpoint.c_str();
-  const unsigned how = script.replace ? RENAME_EXCHANGE : RENAME_NOREPLACE;
-  if (sys.renameat2(parent->get(), partial.c_str(), parent->get(), target, how) != 0) return false;
+  char old[kNameBytes] = {};
+  if (script.replace) {
+    if (worker::Exchange(parent->get(), partial.c_str(), target, script.like.replaces.at(0), old) !=
+        0)
+      return false;
+  } else if (sys.renameat2(parent->get(), partial.c_str(), parent->get(), target,
+                           RENAME_NOREPLACE) != 0) {
+    return false;
+  }
   if (sys.fsync(parent->get()) != 0) return false;
   if (script.acknowledge) script.acknowledge();
-  return !script.replace || directory::RemoveDirectory(parent->get(), partial).ok();
+  return !script.replace || directory::RemoveDirectory(parent->get(), old).ok();
 }
 
 }  // namespace holdfast::testing

@@ -16,11 +16,26 @@ namespace holdfast::testing {
 /// disk under them would only cost minutes.
 std::string Scratch();
 
+/// While it lives, directories cannot be exchanged, as on some file systems. Around one table of
+/// calls another one may be put, with one of these of its own.
+class WithoutExchange {
+ public:
+  explicit WithoutExchange(bool active);
+  ~WithoutExchange();
+  WithoutExchange(const WithoutExchange&) = delete;
+  WithoutExchange& operator=(const WithoutExchange&) = delete;
+
+ private:
+  const bool active_;
+  int (*const outer_)(int, const char*, int, const char*, unsigned);
+};
+
 struct Script {
   std::string directory;
   SmallRank like;                     ///< Name, attempt, world size, step; every rank is written.
   std::vector<uint32_t> order = {0};  ///< In which the ranks do their part. Rank 0 commits last.
   bool replace = false;
+  bool exchange = true;  ///< False: the file system cannot exchange two directories.
   bool sync_record =
       true;  ///< False: the planted bug of a record that is renamed before its fsync.
   std::function<void()> acknowledge;  ///< Called when "durable" would be reported.

@@ -55,6 +55,7 @@ struct SmallRank {
   /// As PyTorch's distributed checkpoints are: the number in its files' names. None: Holdfast's
   /// own.
   std::optional<uint32_t> dcp_generation = std::nullopt;
+  std::vector<AttemptId> replaces = {};
 
   std::string file_name() const {
     return dcp_generation.has_value() ? absl::StrCat("__", rank, "_", *dcp_generation, ".distcp")
@@ -83,7 +84,8 @@ struct SmallRank {
                                                            .rank = rank,
                                                            .world_size = world_size,
                                                            .step = step,
-                                                           .saved_at_ns = saved_at_ns},
+                                                           .saved_at_ns = saved_at_ns,
+                                                           .replaces = replaces},
                                                           plan);
     char* text = made.text.data();
     digest::RootStream root({.attempt = attempt,

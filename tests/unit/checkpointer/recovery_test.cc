@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
 #include <unistd.h>
@@ -11,6 +12,7 @@
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
 
 #include "absl/time/clock.h"
 #include "runtime/directory/entries.h"
@@ -59,6 +61,16 @@ class RecoveryTest : public ::testing::Test {
   void MakeOneOfEach() {
     WriteSmallCheckpoint(directory_ / complete_, Step7(kNew));
     Step7(kOld).Write(directory_ / incomplete_);
+  }
+  /// As a file system without the flags of renameat2(2).
+  static int WithoutFlags(int a, const char* b, int c, const char* d, unsigned flags) {
+    if (flags == 0) return sys::kKernel.renameat2(a, b, c, d, 0);
+    errno = EINVAL;
+    return -1;
+  }
+  int Entries() const {
+    return static_cast<int>(std::distance(std::filesystem::directory_iterator(directory_.path()),
+                                          std::filesystem::directory_iterator()));
   }
   /// Makes statfs(2) tell of a network file system.
   static void PretendNfs() {
@@ -168,6 +180,82 @@ TEST_F(RecoveryTest, KeepsBothWhenTheFinalNameIsTaken) {
               ElementsAre(AllOf(StartsWith(complete_), HasSubstr("step-7 exists"))));
   EXPECT_TRUE(HasBytesOf(directory_ / "step-7", Step7(kOld)));
   EXPECT_TRUE(HasBytesOf(directory_ / complete_, Step7(kNew)));
+}
+
+TEST_F(RecoveryTest, FinishesAReplaceThatACrashEnded) {
+  // With and without RENAME_EXCHANGE.
+  for (const bool exchange : {true, false}) {
+    SmallRank newer = Step7(kNew);
+    newer.replaces = {{.high = 9, .low = 9}, kOld};
+    WriteSmallCheckpoint(directory_ / complete_, newer);
+    WriteSmallCheckpoint(directory_ / "step-7", Step7(kOld));
+    if (!exchange) sys::g_system.renameat2 = WithoutFlags;
+    const RecoveryReport report = Recovered();
+    sys::g_system = sys::kKernel;
+    EXPECT_THAT(report.promoted, ElementsAre("step-7"));
+    EXPECT_THAT(report.removed, ElementsAre(NameOf(DirectoryKind::kRetired, kOld)));
+    EXPECT_THAT(report.kept_incomplete, IsEmpty());
+    EXPECT_TRUE(HasBytesOf(directory_ / "step-7", newer));
+    EXPECT_EQ(Entries(), 1);
+    std::filesystem::remove_all(directory_ / "step-7");
+  }
+}
+
+TEST_F(RecoveryTest, RemovesTheOlderOneThatACrashKeptFromGivingWay) {
+  SmallRank newer = Step7(kNew);
+  newer.replaces = {kOld};
+  WriteSmallCheckpoint(directory_ / "step-7", newer);
+  WriteSmallCheckpoint(directory_ / incomplete_, Step7(kOld));
+  const RecoveryReport report = Recovered();
+  EXPECT_THAT(report.removed, ElementsAre(incomplete_));
+  EXPECT_TRUE(HasBytesOf(directory_ / "step-7", newer));
+  EXPECT_EQ(Entries(), 1);
+}
+
+TEST_F(RecoveryTest, EndsWithTheNewestOfSeveralThatReplaceEachOther) {
+  const AttemptId third = {.high = 0, .low = 1};  // the first in the order of names
+  SmallRank newer = Step7(kNew);
+  newer.replaces = {kOld};
+  SmallRank newest = Step7(third);
+  newest.replaces = {kNew, kOld};
+  for (const bool stands : {true, false}) {
+    if (stands) WriteSmallCheckpoint(directory_ / "step-7", Step7(kOld));
+    WriteSmallCheckpoint(directory_ / complete_, newer);
+    WriteSmallCheckpoint(directory_ / NameOf(DirectoryKind::kPartial, third), newest);
+    Recovered();
+    EXPECT_TRUE(HasBytesOf(directory_ / "step-7", newest));
+    EXPECT_EQ(Entries(), 1);
+    std::filesystem::remove_all(directory_ / "step-7");
+  }
+}
+
+TEST_F(RecoveryTest, ReplacesNothingThatHoldsAFileOfOthersOrIsNoCheckpoint) {
+  SmallRank newer = Step7(kNew);
+  newer.replaces = {kOld};
+  WriteSmallCheckpoint(directory_ / complete_, newer);
+  WriteSmallCheckpoint(directory_ / "step-7", Step7(kOld));
+  std::ofstream(directory_ / "step-7/config.json") << "{}";
+  EXPECT_THAT(Recovered().kept_incomplete,
+              ElementsAre(AllOf(StartsWith(complete_), HasSubstr("config.json"))));
+  std::filesystem::remove_all(directory_ / "step-7");
+  std::filesystem::create_symlink("/elsewhere", directory_ / "step-7");
+  EXPECT_THAT(Recovered().kept_incomplete,
+              ElementsAre(AllOf(StartsWith(complete_), HasSubstr("step-7 exists"))));
+}
+
+TEST_F(RecoveryTest, LeavesAReplaceThatIsUnderWayAlone) {
+  SmallRank newer = Step7(kNew);
+  newer.replaces = {kOld};
+  WriteSmallCheckpoint(directory_ / complete_, newer);
+  WriteSmallCheckpoint(directory_ / "step-7", Step7(kOld));
+  // As a worker between its look and its exchange.
+  const int lock =
+      open((directory_ / "step-7/rank-00000-of-00002.manifest.json").c_str(), O_RDONLY);
+  ASSERT_EQ(flock(lock, LOCK_EX), 0);
+  EXPECT_THAT(Recovered().kept_incomplete, ElementsAre(HasSubstr("another save is replacing it")));
+  EXPECT_TRUE(HasBytesOf(directory_ / "step-7", Step7(kOld)));
+  close(lock);
+  EXPECT_THAT(Recovered().promoted, ElementsAre("step-7"));
 }
 
 TEST_F(RecoveryTest, RemovesWhatAnExchangeReplaced) {
@@ -344,13 +432,7 @@ TEST_F(RecoveryTest, NoErrorOfTheMachineLeadsToARemoval) {
 
 TEST_F(RecoveryTest, PromotesWithoutTheFlagWhereTheFileSystemLacksIt) {
   WriteSmallCheckpoint(directory_ / complete_, Step7(kNew));
-  sys::g_system.renameat2 = [](int a, const char* b, int c, const char* d, unsigned flags) {
-    if (flags != 0) {
-      errno = EINVAL;
-      return -1;
-    }
-    return sys::kKernel.renameat2(a, b, c, d, flags);
-  };
+  sys::g_system.renameat2 = WithoutFlags;
   EXPECT_THAT(Recovered().promoted, ElementsAre("step-7"));
   WriteSmallCheckpoint(directory_ / incomplete_, Step7(kOld));
   EXPECT_THAT(Recovered().kept_incomplete, ElementsAre(HasSubstr("step-7 exists")));

@@ -16,6 +16,8 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/recovery.h"
+#include "runtime/directory/completeness.h"
+#include "runtime/directory/entries.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/sanitizers.h"
@@ -91,6 +93,15 @@ TEST_F(Replace, NeitherTheReportNorTheNextSaveWaitsForTheRemoval) {
   EXPECT_EQ(checkpointer_->Flush(kLong), absl::OkStatus());
   EXPECT_THAT(Names(directory()), ElementsAre("last"));
   ExpectSound(directory() + "/last");
+}
+
+TEST_F(Replace, TheManifestSaysWhatTheSaveMayReplace) {
+  const auto first = InspectCheckpoint(directory() + "/last");
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(ReplaceBy(TrainingState::Uniform(2, 400'000, 2), 2), absl::OkStatus());
+  const auto last = directory::OpenDirectory(directory() + "/last");
+  ASSERT_TRUE(last.ok()) << last.status();
+  EXPECT_THAT(directory::Inspect(last->get()).replaces, ElementsAre(first->attempt));
 }
 
 TEST_F(Replace, TheDestructorFinishesTheRemoval) {

@@ -152,11 +152,13 @@ TEST(ManifestTemplate, SaysWhatTheSaveWas) {
   input.launcher = Launcher::kFork;
   input.pages = PageRung::kTmpfsHuge;
   input.read_back = true;
+  input.replaces = {{.high = 1, .low = 2}, {.high = 3, .low = 4}};
   auto read = ParseManifest(CompleteManifest(input, ExamplePlan(), /*streamed=*/true));
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(read->launcher, "fork");
   EXPECT_EQ(read->pages, "tmpfs-huge");
   EXPECT_TRUE(read->streamed && read->read_back);
+  EXPECT_EQ(read->replaces, input.replaces);
   input.adopted = true;
   read = ParseManifest(CompleteManifest(input, ExamplePlan(), /*streamed=*/true));
   ASSERT_TRUE(read.ok()) << read.status();
@@ -224,6 +226,16 @@ TEST_F(ParseManifestRefuses, NotVersionOneThatLacksTheTime) {
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(read->version, 1u);
   EXPECT_FALSE(read->saved_at_ns.has_value() || read->files_bytes.has_value());
+}
+
+TEST_F(ParseManifestRefuses, AListOfWhatItReplacesThatCannotBe) {
+  const std::string with = "\"step\":1200,\"replaces\":[\"00112233445566778899aabbccddeeff\"]";
+  EXPECT_TRUE(ParseManifest(Reseal(Replace(good_, "\"step\":1200", with))).ok());
+  ExpectRefused(With("\"step\":1200", "\"step\":1200,\"replaces\":[12]"), "expected a string");
+  const std::string one =
+      Replace(Replace(good_, ",\"saved_at_ns\":1700000000123456789,\"files_bytes\":4126", ""),
+              "version\":2", "version\":1");
+  ExpectRefused(Replace(one, "\"step\":1200", with), "version 1 lacks it");
 }
 
 TEST_F(ParseManifestRefuses, SomethingInFrontOrBehind) {
