@@ -4,7 +4,7 @@
 #include <sys/file.h>
 
 #include <cerrno>
-#include <cstdio>
+#include <memory>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -14,21 +14,12 @@
 #include "runtime/directory/rename.h"
 #include "runtime/directory/replacement.h"
 #include "runtime/format/directory_names.h"
-#include "runtime/format/file_names.h"
+#include "runtime/layout/job.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/job_run.h"
+#include "runtime/worker/remove_tree.h"
 
 namespace holdfast::directory {
-namespace {
-
-absl::Status Unlink(int directory, const std::string& name, int flags) {
-  if (sys::Sys().unlinkat(directory, name.c_str(), flags) == 0 || errno == ENOENT) {
-    return absl::OkStatus();
-  }
-  return base::ErrnoStatus("remove", name, errno);
-}
-
-}  // namespace
-
 absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointInfo& checkpoint) {
   auto directory = OpenDirectory(parent, checkpoint.name);
   if (!directory.ok()) return directory.status();
@@ -56,36 +47,16 @@ absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointI
 }
 
 absl::Status RemoveDirectory(int parent, const std::string& name) {
-  auto directory = OpenDirectory(parent, name);
-  if (absl::IsNotFound(directory.status())) return absl::OkStatus();
-  if (!directory.ok()) return directory.status();
-  HOLDFAST_RETURN_IF_ERROR(CheckRemovable(directory->get(), name));
-  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
-                            ListDirectory(directory->get()));
-  bool has_manifest = false;
-  for (const DirectoryEntry& entry : entries) {
-    if (entry.is_directory) {
-      return absl::FailedPreconditionError(absl::StrCat("remove ", name, ": it holds a directory, ",
-                                                        entry.name, ", that is not Holdfast's"));
-    }
-    has_manifest |= format::IsCommitFile(entry.name);
+  std::vector<char> buffer(worker::kDirectoryBufferBytes);
+  const auto job = std::make_unique<layout::Job>();  // Counts its steps for nobody.
+  Failure failure;
+  if (worker::RemoveDirectory(parent, name.c_str(), buffer.data(), job.get(), &failure)) {
+    return absl::OkStatus();
   }
-  if (has_manifest) {
-    for (const DirectoryEntry& entry : entries) {
-      if (!format::IsCommitFile(entry.name)) continue;
-      HOLDFAST_RETURN_IF_ERROR(Unlink(directory->get(), entry.name, 0));
-    }
-    // Power loss from here on: data files may come back or not, but no manifest that speaks for
-    // them does.
-    HOLDFAST_RETURN_IF_ERROR(SyncDirectory(directory->get(), name));
+  if (failure.code != FailureCode::kFailedPrecondition) {
+    return base::ErrnoStatus("remove", name, failure.error_number);
   }
-  for (const DirectoryEntry& entry : entries) {
-    if (format::IsCommitFile(entry.name)) continue;
-    HOLDFAST_RETURN_IF_ERROR(Unlink(directory->get(), entry.name, 0));
-  }
-  HOLDFAST_RETURN_IF_ERROR(Unlink(parent, name, AT_REMOVEDIR));
-  // Otherwise power loss brings an empty directory back. Harmless, but "removed" was reported.
-  return SyncDirectory(parent, absl::StrCat("of ", name));
+  return RefuseForeign(name, job->completion.foreign);
 }
 
 }  // namespace holdfast::directory

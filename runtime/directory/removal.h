@@ -24,10 +24,9 @@ struct RetiredCheckpoint {
 /// kAborted when a save has replaced it meanwhile: the new one stays; errors of rename and fsync.
 absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointInfo& checkpoint);
 
-/// Removes a directory of files: manifests and commit record first and durably, then the rest, then
-/// the directory, durably. What is gone already is no error, so that it can be repeated after a
-/// crash at any point, and run by two at once. \error kFailedPrecondition, with nothing removed,
-/// when it holds a directory: Holdfast makes none there.
+/// Removes a directory of files as the worker does: durably, large files in steps. What is gone
+/// already is no error, so that it can be repeated after a crash at any point, and run by two at
+/// once. \error kFailedPrecondition, naming the entry, when it holds one of others.
 absl::Status RemoveDirectory(int parent, const std::string& name);
 
 }  // namespace holdfast::directory

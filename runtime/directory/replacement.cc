@@ -70,13 +70,16 @@ absl::Status CheckTarget(int parent, const std::string& name, const Wanted& want
                    "elsewhere, or save under another name"));
 }
 
+absl::Status RefuseForeign(const std::string& name, const char* entry) {
+  return absl::FailedPreconditionError(absl::StrCat("remove ", name, ": it holds ", entry,
+                                                    ", which is no part of a checkpoint and was "
+                                                    "kept; move the entry elsewhere"));
+}
+
 absl::Status CheckRemovable(int directory, const std::string& name) {
   HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(directory, name));
   if (!worker::MustKeep(contents, name.c_str())) return absl::OkStatus();
-  return absl::FailedPreconditionError(
-      absl::StrCat("remove ", name, ": it holds ", contents.foreign,
-                   ", which is no part of a checkpoint; nothing was removed; move the entry "
-                   "elsewhere"));
+  return RefuseForeign(name, contents.foreign);
 }
 
 absl::StatusOr<std::vector<AttemptId>> OlderAttempts(int parent, const std::string& name) {

@@ -22,6 +22,9 @@ struct Wanted {
 /// kFailedPrecondition when it is a file, a symbolic link, or holds an entry of others.
 absl::Status CheckTarget(int parent, const std::string& name, const Wanted& wanted);
 
+/// The answer to a removal that found `entry` of others in the directory `name`.
+absl::Status RefuseForeign(const std::string& name, const char* entry);
+
 /// Refuses the removal of a directory that once was a checkpoint and holds an entry of others.
 /// `directory` is open, `name` its name. \error kFailedPrecondition, naming the entry.
 absl::Status CheckRemovable(int directory, const std::string& name);

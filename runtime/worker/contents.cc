@@ -21,6 +21,10 @@ namespace {
 constexpr char kManifestPrefix[] = "rank-";
 constexpr char kManifestSuffix[] = ".manifest.json";
 constexpr char kTemporarySuffix[] = ".tmp";
+// As format/directory_names, which this side of the fork line cannot use.
+constexpr char kPartial[] = ".partial-";
+constexpr char kFenced[] = ".fenced-";
+constexpr char kRetired[] = ".retired-";
 // An element of a manifest's `files`, as it is written: {"name":"NAME","bytes":N,...
 constexpr char kElement[] = "{\"name\":\"";
 constexpr char kBytes[] = "\",\"bytes\":";
@@ -91,51 +95,21 @@ uint64_t WorldOf(const char* manifest) {
   return world;
 }
 
-/// The manifests of a directory, one after the other, and the names of files in them, as sorted
-/// keys.
-class Manifests {
- public:
-  Manifests(int directory, char* buffer) : directory_(directory), buffer_(buffer) {}
-  ~Manifests() {
-    if (memory_ != nullptr) sys::Sys().munmap(memory_, memory_bytes_);
-  }
-  Manifests(const Manifests&) = delete;
-  Manifests& operator=(const Manifests&) = delete;
+}  // namespace
 
-  /// Returns 0 or an errno.
-  int Read(Contents* contents);
-
-  /// Whether one of them names this file.
-  bool Names(const char* name, size_t bytes) const {
-    return std::binary_search(keys_, keys_ + key_count_, KeyOf(name, bytes));
-  }
-
- private:
-  int Map(Contents* contents);
-  int ReadOne(const char* name, Contents* contents);
-  void AddNames(const char* at, const char* end);
-
-  const int directory_;
-  char* const buffer_;
-  void* memory_ = nullptr;
-  uint64_t memory_bytes_ = 0;
-  uint64_t* keys_ = nullptr;
-  uint64_t key_count_ = 0;
-  uint64_t keys_max_ = 0;
-  uint64_t count_ = 0;
-  char* text_ = nullptr;
-  uint64_t text_max_ = 0;
-};
+Inventory::~Inventory() {
+  if (memory_ != nullptr) sys::Sys().munmap(memory_, memory_bytes_);
+}
 
 /// Room for the largest manifest, and for a key of each element that could stand in all of them.
-int Manifests::Map(Contents* contents) {
+int Inventory::Map(int directory, char* buffer, Contents* contents) {
   uint64_t total = 0;
   int error = 0;
-  const int listed = ForEachEntry(directory_, buffer_, [&](const char* name) {
+  const int listed = ForEachEntry(directory, buffer, [&](const char* name) {
     contents->empty = false;
     struct stat status = {};
     if (!IsManifestName(name)) return true;
-    if (sys::Sys().fstatat(directory_, name, &status, AT_SYMLINK_NOFOLLOW) != 0) error = errno;
+    if (sys::Sys().fstatat(directory, name, &status, AT_SYMLINK_NOFOLLOW) != 0) error = errno;
     if (error != 0 || !S_ISREG(status.st_mode)) return error == 0;
     const auto bytes = static_cast<uint64_t>(status.st_size);
     if (bytes > kManifestBytesMax) error = EFBIG;
@@ -160,9 +134,8 @@ int Manifests::Map(Contents* contents) {
   return 0;
 }
 
-int Manifests::ReadOne(const char* name, Contents* contents) {
-  const int fd =
-      sys::OpenOwned(directory_, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0);
+int Inventory::ReadOne(int directory, const char* name, Contents* contents) {
+  const int fd = sys::OpenOwned(directory, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0);
   if (fd < 0) return errno;
   uint64_t bytes = 0;
   int error = 0;
@@ -181,7 +154,7 @@ int Manifests::ReadOne(const char* name, Contents* contents) {
   return 0;
 }
 
-void Manifests::AddNames(const char* at, const char* end) {
+void Inventory::AddNames(const char* at, const char* end) {
   while ((at = Find(at, end, kElement, kElementBytes)) != end) {
     at += kElementBytes;
     const char* last = at;
@@ -195,37 +168,50 @@ void Manifests::AddNames(const char* at, const char* end) {
   }
 }
 
-int Manifests::Read(Contents* contents) {
-  int error = Map(contents);
+int Inventory::Read(int directory, char* buffer, Contents* contents) {
+  int error = Map(directory, buffer, contents);
   if (error != 0 || memory_ == nullptr) return error;
-  const int listed = ForEachEntry(directory_, buffer_, [&](const char* name) {
-    if (IsManifestName(name)) error = ReadOne(name, contents);
+  const int listed = ForEachEntry(directory, buffer, [&](const char* name) {
+    if (IsManifestName(name)) error = ReadOne(directory, name, contents);
     return error == 0;
   });
   std::sort(keys_, keys_ + key_count_);
   return listed != 0 ? listed : error;
 }
 
-bool IsOurs(const Manifests& manifests, const char* name) {
+bool Inventory::Holds(const char* name) const {
   char bare[kNameBytes] = {};
   size_t length = strnlen(name, sizeof(bare) - 1);
   if (EndsWith(name, length, kTemporarySuffix)) length -= sizeof(kTemporarySuffix) - 1;
   memcpy(bare, name, length);
   return strcmp(bare, layout::kBoardName) == 0 || IsCommitFile(bare) ||
-         manifests.Names(bare, length);
+         std::binary_search(keys_, keys_ + key_count_, KeyOf(bare, length));
+}
+
+namespace {
+
+/// Bytes of `name` before ".KIND-<32 digits>", 0 if it is no such name.
+size_t BytesBefore(const char* name, const char* infix) {
+  const size_t length = strlen(name);
+  const size_t kind = strlen(infix);
+  if (length <= kind + kHexDigits) return 0;
+  bool ok = true;
+  HexValue(name + length - kHexDigits, &ok);
+  HexValue(name + length - kHexDigits / 2, &ok);
+  const size_t before = length - kHexDigits - kind;
+  return ok && memcmp(name + before, infix, kind) == 0 ? before : 0;
+}
+
+bool CarriesAttempt(const char* name, const AttemptId& attempt) {
+  char digits[kHexDigits];
+  digest::ToHex(attempt, digits);
+  return memcmp(name + strlen(name) - kHexDigits, digits, kHexDigits) == 0;
 }
 
 /// Whether the directory's name says that `attempt` was written there and never committed.
-bool IsUncommitted(const char* directory_name, const AttemptId& attempt) {
-  constexpr size_t kKindBytes = 9;  // of ".partial-"; ".fenced-" has one less
-  const size_t length = strlen(directory_name);
-  if (length <= kKindBytes + kHexDigits) return false;
-  const char* const digits = directory_name + length - kHexDigits;
-  char expected[kHexDigits];
-  digest::ToHex(attempt, expected);
-  if (memcmp(digits, expected, kHexDigits) != 0) return false;
-  return memcmp(digits - kKindBytes, ".partial-", kKindBytes) == 0 ||
-         memcmp(digits - kKindBytes + 1, ".fenced-", kKindBytes - 1) == 0;
+bool IsUncommitted(const char* name, const AttemptId& attempt) {
+  return (BytesBefore(name, kPartial) != 0 || BytesBefore(name, kFenced) != 0) &&
+         CarriesAttempt(name, attempt);
 }
 
 }  // namespace
@@ -244,10 +230,26 @@ bool MustKeep(const Contents& contents, const char* directory_name) {
          !IsUncommitted(directory_name, contents.attempt);
 }
 
+size_t CommittedBytes(const Contents& contents, const char* directory_name) {
+  if (contents.attempt == AttemptId{}) return 0;
+  if (const size_t bytes = BytesBefore(directory_name, kPartial); bytes != 0) {
+    return CarriesAttempt(directory_name, contents.attempt) ? 0 : bytes;
+  }
+  return IsRetiredName(directory_name) ? 0 : BytesBefore(directory_name, kRetired);
+}
+
+bool IsRetiredName(const char* directory_name) {
+  return directory_name[0] == '.' && BytesBefore(directory_name, kRetired) > 1;
+}
+
 Contents LookInto(int directory, char* buffer) {
+  Inventory inventory;
+  return LookInto(directory, buffer, &inventory);
+}
+
+Contents LookInto(int directory, char* buffer, Inventory* inventory) {
   Contents contents;
-  Manifests manifests(directory, buffer);
-  contents.error_number = manifests.Read(&contents);
+  contents.error_number = inventory->Read(directory, buffer, &contents);
   if (contents.error_number != 0) return contents;
   int error = 0;
   const int listed = ForEachEntry(directory, buffer, [&](const char* name) {
@@ -256,9 +258,11 @@ Contents LookInto(int directory, char* buffer) {
       error = errno == ENOENT ? 0 : errno;  // It went away since it was listed.
       return error == 0;
     }
-    if (S_ISREG(status.st_mode) && IsOurs(manifests, name)) return true;
-    memcpy(contents.foreign, name, strlen(name) + 1);
-    return false;
+    contents.holds_directory = S_ISDIR(status.st_mode);
+    if (S_ISREG(status.st_mode) && inventory->Holds(name)) return true;
+    if (contents.holds_directory || contents.foreign[0] == '\0')
+      memcpy(contents.foreign, name, strlen(name) + 1);
+    return !contents.holds_directory;
   });
   contents.error_number = listed != 0 ? listed : error;
   return contents;

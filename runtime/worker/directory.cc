@@ -10,6 +10,7 @@
 #include "runtime/sys/system.h"
 #include "runtime/worker/open_files.h"
 #include "runtime/worker/ranks.h"
+#include "runtime/worker/remove_file.h"
 #include "runtime/worker/remove_tree.h"
 
 namespace holdfast::worker {
@@ -127,7 +128,7 @@ void RemoveFiles(JobRun* run) {
     char temporary[kNameBytes];
     TemporaryName(name, temporary);
     if (note.renamed == 0 && !IsOurs(*run, i)) continue;
-    Unlink(*run, note.renamed != 0 ? name : temporary);
+    RemoveFile(run->directory, note.renamed != 0 ? name : temporary, run->job, OnCancel::kGoOn);
   }
 }
 

@@ -10,6 +10,7 @@
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/ranks.h"
+#include "runtime/worker/remove_file.h"
 
 namespace holdfast::worker {
 namespace {
@@ -66,7 +67,7 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   int error = io::OpenDirect(run->directory, name, kFlags, kFileMode, want_direct, opened);
   if (error == EEXIST && run->Has(layout::kFilesOnly)) {
     // Left by an attempt that was killed: a framework's directory keeps its name between attempts.
-    sys::Sys().unlinkat(run->directory, name, 0);
+    RemoveFile(run->directory, name, run->job, OnCancel::kStop);
     error = io::OpenDirect(run->directory, name, kFlags, kFileMode, want_direct, opened);
   }
   // Anything but EEXIST may have come after the file was made.

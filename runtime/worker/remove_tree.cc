@@ -1,7 +1,6 @@
 #include "runtime/worker/remove_tree.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 
 #include <cerrno>
 #include <cstring>
@@ -10,13 +9,22 @@
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/contents.h"
+#include "runtime/worker/exchange.h"
 #include "runtime/worker/job_run.h"
 #include "runtime/worker/listing.h"
+#include "runtime/worker/planted_bugs.h"
+#include "runtime/worker/remove_file.h"
 
 namespace holdfast::worker {
+
+#ifdef HOLDFAST_PLANTED_BUGS
+namespace testing {
+bool g_remove_unnamed_files = false;
+}  // namespace testing
+#endif
+
 namespace {
 
-constexpr uint64_t kTruncateStepBytes = 256ull << 20;
 // Entries that come while others are removed: not Holdfast's doing, so the passes are bounded.
 constexpr int kPassesMax = 1000;
 
@@ -25,9 +33,8 @@ struct Removal {
   char* buffer = nullptr;
   layout::Job* job = nullptr;
   Failure* failure = nullptr;
-  bool subdirectory = false;
+  Inventory inventory;
 
-  bool Cancelled() const { return job->cancel.load(std::memory_order_relaxed) != 0; }
   bool Fail(FailureCode code, Operation operation, int error_number) {
     if (failure->ok()) {
       failure->code = code;
@@ -37,105 +44,114 @@ struct Removal {
     return false;
   }
   bool FailErrno(int error_number) {
+    if (error_number == ECANCELED) return Fail(FailureCode::kCancelled, Operation::kCancel, 0);
     return Fail(sys::CodeOfErrno(error_number), Operation::kRemove, error_number);
   }
-  bool FailCancelled() { return Fail(FailureCode::kCancelled, Operation::kCancel, 0); }
+  bool FailForeign(const char* name) {
+    memcpy(job->completion.foreign, name, strlen(name) + 1);
+    return Fail(FailureCode::kFailedPrecondition, Operation::kRemove, 0);
+  }
 };
 
-/// Frees a large file's blocks in steps. A file with another name elsewhere keeps its bytes.
-bool Shrink(Removal* removal, const char* name, const struct stat& status) {
-  if (!S_ISREG(status.st_mode) || status.st_nlink != 1) return true;
-  uint64_t bytes = static_cast<uint64_t>(status.st_size);
-  if (bytes <= kTruncateStepBytes) return true;
-  const int fd = sys::OpenOwned(removal->directory, name, O_WRONLY | O_NOFOLLOW | O_CLOEXEC, 0);
-  if (fd < 0) return true;  // The unlink frees it in one go, or says why not.
-  bool ok = true;
-  while (bytes > kTruncateStepBytes) {
-    if (removal->Cancelled()) {
-      ok = removal->FailCancelled();
-      break;
-    }
-    bytes -= kTruncateStepBytes;
-    if (sys::Sys().ftruncate(fd, static_cast<off_t>(bytes)) != 0) break;
-    CountStep(removal->job);
+/// Removes every file whose name `wanted` takes, in walks over the directory. Entries that go while
+/// one walks may hide others, so walks are repeated from the start until one finds nothing.
+template <typename Wanted>
+bool Sweep(Removal* removal, Wanted&& wanted) {
+  for (int pass = 0; pass < kPassesMax; ++pass) {
+    bool removed = false;
+    int error = 0;
+    const int listed = ForEachEntry(removal->directory, removal->buffer, [&](const char* name) {
+      if (!wanted(name)) return true;
+      if (removal->job->cancel.load(std::memory_order_relaxed) != 0) {
+        error = ECANCELED;
+        return false;
+      }
+      error = RemoveFile(removal->directory, name, removal->job, OnCancel::kStop);
+      removed |= error == 0;
+      if (error == ENOENT || error == EISDIR) error = 0;
+      return error == 0;
+    });
+    if (error != 0 || listed != 0) return removal->FailErrno(error != 0 ? error : listed);
+    if (!removed) return true;
   }
-  sys::CloseOwned(fd);
-  return ok;
-}
-
-/// Removes one entry. False ends the pass.
-bool RemoveEntry(Removal* removal, const char* name, bool* removed) {
-  struct stat status = {};
-  if (sys::Sys().fstatat(removal->directory, name, &status, AT_SYMLINK_NOFOLLOW) != 0) {
-    return errno == ENOENT || removal->FailErrno(errno);
-  }
-  if (S_ISDIR(status.st_mode)) {
-    removal->subdirectory = true;
-    return true;
-  }
-  if (!Shrink(removal, name, status)) return false;
-  if (sys::Sys().unlinkat(removal->directory, name, 0) != 0 && errno != ENOENT) {
-    return removal->FailErrno(errno);
-  }
-  *removed = true;
-  CountStep(removal->job);
   return true;
 }
 
-/// One walk over the directory. Entries that go while it walks may hide others, so walks are
-/// repeated from the start until one finds nothing.
-bool Pass(Removal* removal, bool commit_files_only, bool* removed) {
-  bool ok = true;
-  const int error = ForEachEntry(removal->directory, removal->buffer, [&](const char* name) {
-    if (commit_files_only && !IsCommitFile(name)) return true;
-    ok = removal->Cancelled() ? removal->FailCancelled() : RemoveEntry(removal, name, removed);
-    return ok;
-  });
-  return ok && (error == 0 || removal->FailErrno(error));
+bool Sync(Removal* removal) {
+  return sys::Sys().fsync(removal->directory) == 0 || removal->FailErrno(errno);
 }
 
-/// Before anything is removed: what once was a checkpoint may hold entries of others by now.
-bool IsRemovable(Removal* removal, const char* name) {
-  const Contents contents = LookInto(removal->directory, removal->buffer);
+/// What never was a checkpoint, under a name that a recovery may take for a complete one. The
+/// manifests go first and durably: a crash could keep them and lose files that they name.
+bool RemoveUncommitted(Removal* removal) {
+  bool any = false;
+  return Sweep(removal,
+               [&any](const char* name) {
+                 const bool wanted = IsCommitFile(name);
+                 any |= wanted;
+                 return wanted;
+               }) &&
+         (!any || Sync(removal)) && Sweep(removal, [](const char*) { return true; });
+}
+
+/// What once was a checkpoint, under a name that no reader takes for one. The manifests go last:
+/// until then they tell, also after a crash, which files are others'. The record goes first: it
+/// speaks for the files without a look at them.
+bool RemoveCommitted(Removal* removal) {
+  const auto is_record = [](const char* name) {
+    return strcmp(name, layout::kCommitRecordName) == 0;
+  };
+  const auto is_data = [removal](const char* name) {
+#ifdef HOLDFAST_PLANTED_BUGS
+    if (testing::g_remove_unnamed_files) return true;
+#endif
+    return !IsCommitFile(name) && removal->inventory.Holds(name);
+  };
+  return Sweep(removal, is_record) && Sweep(removal, is_data) && Sync(removal) &&
+         Sweep(removal, IsCommitFile);
+}
+
+/// Removes what is in the open directory `*name`, which may get another name before.
+bool RemoveContents(Removal* removal, int parent, char (&name)[kNameBytes]) {
+  const Contents contents = LookInto(removal->directory, removal->buffer, &removal->inventory);
   if (contents.error_number != 0) return removal->FailErrno(contents.error_number);
-  if (!MustKeep(contents, name)) return true;
-  memcpy(removal->job->completion.foreign, contents.foreign, sizeof(contents.foreign));
-  return removal->Fail(FailureCode::kFailedPrecondition, Operation::kRemove, 0);
-}
-
-bool RemoveContents(Removal* removal) {
-  for (const bool commit_files_only : {true, false}) {
-    bool any = false;
-    for (int pass = 0; pass < kPassesMax; ++pass) {
-      bool removed = false;
-      if (!Pass(removal, commit_files_only, &removed)) return false;
-      if (!removed) break;
-      any = true;
-    }
-    // Without it a crash could keep the manifest and lose files that it names; by its name such a
-    // directory would still pass for a checkpoint until somebody looked closer.
-    if (commit_files_only && any && sys::Sys().fsync(removal->directory) != 0) {
-      return removal->FailErrno(errno);
-    }
+  if (contents.holds_directory || MustKeep(contents, name)) {
+    return removal->FailForeign(contents.foreign);
   }
-  return true;
+  if (const size_t bytes = CommittedBytes(contents, name); bytes != 0) {
+    char checkpoint[kNameBytes] = {};
+    memcpy(checkpoint, name, bytes);
+    Hide(parent, checkpoint, contents.attempt, name);
+    // Before the first file goes: power loss must not bring the other name back to a ruin.
+    if (sys::Sys().fsync(parent) != 0) return removal->FailErrno(errno);
+  }
+  if (!(IsRetiredName(name) ? RemoveCommitted(removal) : RemoveUncommitted(removal))) return false;
+  char left[kNameBytes] = {};
+  const int error = ForEachEntry(removal->directory, removal->buffer, [&left](const char* entry) {
+    memcpy(left, entry, strlen(entry) + 1);
+    return false;
+  });
+  if (error != 0) return removal->FailErrno(error);
+  return left[0] == '\0' || removal->FailForeign(left);
 }
 
 }  // namespace
 
 bool RemoveDirectory(int parent, const char* name, char* buffer, layout::Job* job,
                      Failure* failure) {
-  Removal removal = {.buffer = buffer, .job = job, .failure = failure};
+  Removal removal;
+  removal.buffer = buffer;
+  removal.job = job;
+  removal.failure = failure;
   removal.directory =
       sys::OpenOwned(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (removal.directory < 0) return errno == ENOENT || removal.FailErrno(errno);
-  const bool emptied = IsRemovable(&removal, name) && RemoveContents(&removal);
+  char now[kNameBytes] = {};
+  strncpy(now, name, sizeof(now) - 1);
+  const bool emptied = RemoveContents(&removal, parent, now);
   sys::CloseOwned(removal.directory);
   if (!emptied) return false;
-  if (removal.subdirectory) {
-    return removal.Fail(FailureCode::kFailedPrecondition, Operation::kRemove, 0);
-  }
-  if (sys::Sys().unlinkat(parent, name, AT_REMOVEDIR) != 0 && errno != ENOENT) {
+  if (sys::Sys().unlinkat(parent, now, AT_REMOVEDIR) != 0 && errno != ENOENT) {
     return removal.FailErrno(errno);
   }
   // So that what was reported as removed does not come back as an empty directory.

@@ -8,10 +8,12 @@
 
 namespace holdfast::worker {
 
-/// Removes the flat directory `name` below `parent`: manifests, durably; then files; then itself,
-/// durably. One that is not there is removed already. kFailedPrecondition: a checkpoint that holds
-/// an entry of others stays whole (`job->completion.foreign` names the entry), and so does a
-/// subdirectory, with its parent. `buffer` has kDirectoryBufferBytes.
+/// Removes the flat directory `name` below `parent` durably, in an order that leaves no wrong
+/// checkpoint and takes no file of others, wherever a crash ends it. One that is not there is
+/// removed already. What was committed goes under its retired name, which it gets here where it
+/// lacks it. kFailedPrecondition: `job->completion.foreign` is an entry of others. A subdirectory,
+/// and any such entry of a whole checkpoint, keeps all of it; of others the rest goes. Stops when
+/// `job` is cancelled. `buffer` has kDirectoryBufferBytes.
 bool RemoveDirectory(int parent, const char* name, char* buffer, layout::Job* job,
                      Failure* failure);
 

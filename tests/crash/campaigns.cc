@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <fstream>
 #include <functional>
 #include <set>
 
@@ -15,6 +16,7 @@
 #include "holdfast/recovery.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/locks.h"
+#include "runtime/directory/removal.h"
 #include "runtime/format/directory_names.h"
 #include "tests/crash/kill_switch.h"
 #include "tests/crash/power_model.h"
@@ -245,6 +247,42 @@ Outcome KillRecoveries(bool exchange) {
     if (!killed) return outcome;
   }
   outcome.violations.push_back("recovery has no end");
+  return outcome;
+}
+
+Outcome KillRemovals() {
+  Outcome outcome;
+  const std::string retired = format::FormatDirectoryName(
+      {.checkpoint = "step-7", .kind = DirectoryKind::kRetired, .attempt = Old().attempt});
+  for (const std::string& name : {retired, NewPartial()}) {
+    bool killed = true;
+    for (int call = 1; killed && call < kCallsMax; ++call) {
+      const TemporaryDirectory directory(Scratch());
+      Prepare(directory.path(), {});
+      WriteSmallCheckpoint(directory / "step-7", New());
+      WriteSmallCheckpoint(directory / name, Old());
+      killed = KilledAt(call, [&] {
+        auto parent = directory::OpenDirectory(AT_FDCWD, directory.path());
+        directory::RemoveDirectory(parent->get(), name).IgnoreError();
+      });
+      const std::string left =
+          fs::exists(directory / name) ? directory / name : directory / retired;
+      const bool any_left = fs::exists(left);
+      if (any_left) std::ofstream(left + "/config.json") << "precious";
+      Judge judge(&outcome, absl::StrCat("removal of ", name, " killed before call ", call));
+      auto report = Recover(directory.path(), kAtOnce);
+      judge.Expect(report.ok() && report->kept_incomplete.size() == (any_left ? 1 : 0),
+                   "what is kept goes unreported");
+      const std::string kept = fs::exists(left) ? left : directory / retired;
+      judge.Expect(!any_left || fs::exists(kept + "/config.json"), "a file of others was removed");
+      fs::remove(kept + "/config.json");
+      report = Recover(directory.path(), kAtOnce);
+      judge.Expect(NamesIn(directory.path()) == std::set<std::string>({"step-1", "step-7"}),
+                   "something is left behind");
+      judge.SoundListing(directory.path());
+      ++outcome.states;
+    }
+  }
   return outcome;
 }
 

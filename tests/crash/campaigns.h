@@ -29,6 +29,10 @@ Outcome KillCommits(const CommitCase& commit);
 /// another recovery runs.
 Outcome KillRecoveries(bool exchange);
 
+/// A removal of a retired checkpoint, or of a replaced one, is killed before each of its calls;
+/// then another program puts a file into what is left, and recovery runs.
+Outcome KillRemovals();
+
 /// Rank 1 is killed before each of its calls while rank 0's trainer lives; recovery must not touch
 /// the save.
 Outcome KillOneRankOfARunningSave();

@@ -46,6 +46,12 @@ TEST(Recoveries, SurviveAKillBeforeEachCall) {
   }
 }
 
+TEST(Removals, TakeNoFileOfOthersWhereverACrashEndedThem) {
+  const Outcome outcome = KillRemovals();
+  EXPECT_THAT(outcome.violations, IsEmpty());
+  EXPECT_GT(outcome.states, 15);
+}
+
 TEST(Recoveries, LeaveARunningSaveUntouchedWhereverAnotherRankDied) {
   const Outcome outcome = KillOneRankOfARunningSave();
   EXPECT_THAT(outcome.violations, IsEmpty());

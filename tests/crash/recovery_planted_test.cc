@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "runtime/directory/planted_bugs.h"
+#include "runtime/worker/planted_bugs.h"
 #include "tests/crash/campaigns.h"
 
 namespace holdfast::testing {
@@ -16,7 +17,10 @@ using ::testing::IsEmpty;
 
 class PlantedBug : public ::testing::Test {
  protected:
-  void TearDown() override { directory::g_bug = Bug::kNone; }
+  void TearDown() override {
+    directory::g_bug = Bug::kNone;
+    worker::testing::g_remove_unnamed_files = false;
+  }
 };
 
 TEST_F(PlantedBug, NoneIsNotSeen) { EXPECT_THAT(Oddities().violations, IsEmpty()); }
@@ -39,6 +43,11 @@ TEST_F(PlantedBug, ReplacingWithoutProofIsSeen) {
 TEST_F(PlantedBug, RemovingWithoutProofIsSeen) {
   directory::g_bug = Bug::kRemoveUnproven;
   EXPECT_THAT(Oddities().violations, Contains(HasSubstr("removed without proof")));
+}
+
+TEST_F(PlantedBug, RemovingFilesOfOthersIsSeen) {
+  worker::testing::g_remove_unnamed_files = true;
+  EXPECT_THAT(KillRemovals().violations, Contains(HasSubstr("a file of others was removed")));
 }
 
 TEST_F(PlantedBug, CleaningUpBeforePromotingIsSeen) {

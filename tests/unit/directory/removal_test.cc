@@ -7,6 +7,7 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
@@ -43,10 +44,8 @@ class RemovalTest : public ::testing::Test {
 
 // Calls in the order that they were made, for the hooks, which are plain functions.
 std::vector<std::string>* g_calls = nullptr;
-
-TEST_F(RemovalTest, RemovesManifestsDurablyBeforeAnythingElse) {
-  std::vector<std::string> calls;
-  g_calls = &calls;
+void LogInto(std::vector<std::string>* calls) {
+  g_calls = calls;
   sys::g_system.unlinkat = [](int directory, const char* name, int flags) {
     g_calls->push_back(name);
     return sys::kKernel.unlinkat(directory, name, flags);
@@ -55,13 +54,69 @@ TEST_F(RemovalTest, RemovesManifestsDurablyBeforeAnythingElse) {
     g_calls->push_back("fsync");
     return sys::kKernel.fsync(fd);
   };
+}
+
+TEST_F(RemovalTest, RemovesManifestsDurablyBeforeAnythingElse) {
+  std::vector<std::string> calls;
+  LogInto(&calls);
   std::ofstream(directory_ / "step-7/holdfast.commit.json") << rank_.record_text();
   ASSERT_TRUE(directory::RemoveDirectory(parent_.get(), "step-7").ok());
+  ASSERT_EQ(calls.size(), 8u);
+  std::sort(calls.begin(), calls.begin() + 3);
+  std::sort(calls.begin() + 4, calls.begin() + 6);
   EXPECT_THAT(calls, ElementsAre("holdfast.commit.json", "rank-00000-of-00002.manifest.json",
                                  "rank-00001-of-00002.manifest.json", "fsync",
                                  "model-00000-of-00002.safetensors",
                                  "model-00001-of-00002.safetensors", "step-7", "fsync"));
   EXPECT_FALSE(std::filesystem::exists(directory_ / "step-7"));
+}
+
+TEST_F(RemovalTest, RemovesTheManifestsOfARetiredOneDurablyAfterAnythingElse) {
+  std::ofstream(directory_ / "step-7/holdfast.commit.json") << rank_.record_text();
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok()) << info.status();
+  const auto retired = directory::RetireCheckpoint(parent_.get(), *info);
+  ASSERT_TRUE(retired.ok()) << retired.status();
+  std::vector<std::string> calls;
+  LogInto(&calls);
+  ASSERT_TRUE(directory::RemoveDirectory(parent_.get(), retired->name).ok());
+  ASSERT_EQ(calls.size(), 8u);
+  std::sort(calls.begin() + 1, calls.begin() + 3);
+  std::sort(calls.begin() + 4, calls.begin() + 6);
+  EXPECT_THAT(calls, ElementsAre("holdfast.commit.json", "model-00000-of-00002.safetensors",
+                                 "model-00001-of-00002.safetensors", "fsync",
+                                 "rank-00000-of-00002.manifest.json",
+                                 "rank-00001-of-00002.manifest.json", retired->name, "fsync"));
+}
+
+TEST_F(RemovalTest, KeepsAFileThatComesWhileARetiredOneIsRemoved) {
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok()) << info.status();
+  const auto retired = directory::RetireCheckpoint(parent_.get(), *info);
+  ASSERT_TRUE(retired.ok()) << retired.status();
+  static std::string path;
+  path = directory_ / retired->name;
+  sys::g_system.unlinkat = [](int directory, const char* name, int flags) {
+    std::ofstream(path + "/config.json") << "precious";
+    return sys::kKernel.unlinkat(directory, name, flags);
+  };
+  const absl::Status told = directory::RemoveDirectory(parent_.get(), retired->name);
+  EXPECT_TRUE(absl::IsFailedPrecondition(told)) << told;
+  EXPECT_THAT(std::string(told.message()), ::testing::HasSubstr("config.json"));
+  EXPECT_EQ(testing::ReadFileBytes(path + "/config.json"), "precious");
+  EXPECT_FALSE(std::filesystem::exists(path + "/model-00000-of-00002.safetensors"));
+}
+
+TEST_F(RemovalTest, FreesLargeFilesInSteps) {
+  std::filesystem::resize_file(directory_ / "step-7/model-00000-of-00002.safetensors", 600 << 20);
+  static int steps;
+  steps = 0;
+  sys::g_system.ftruncate = [](int fd, off_t bytes) {
+    ++steps;
+    return sys::kKernel.ftruncate(fd, bytes);
+  };
+  EXPECT_TRUE(directory::RemoveDirectory(parent_.get(), "step-7").ok());
+  EXPECT_EQ(steps, 2);
 }
 
 TEST_F(RemovalTest, CanBeRepeated) {

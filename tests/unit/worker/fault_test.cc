@@ -276,6 +276,36 @@ TEST_F(FaultTest, WorksWithoutRenameFlags) {
   }
 }
 
+std::vector<off_t>* g_lengths = nullptr;
+int LoggedFtruncate(int fd, off_t bytes) {
+  g_lengths->push_back(bytes >> 20);
+  return sys::kKernel.ftruncate(fd, bytes);
+}
+
+TEST_F(FaultTest, FreesALargeFileOfACancelledSaveInSteps) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.AddFile("a.bin", {1000});
+  save.Build();
+  TestWorker worker(Launcher::kThread, trainer);
+  save.StartOn(&worker);
+  const std::string file = save.partial_path() + "/a.bin.tmp";
+  while (!Exists(file)) ::usleep(500);
+  ASSERT_EQ(::truncate(file.c_str(), 600ll << 20), 0);  // as if so much had been written
+  std::vector<off_t> lengths;
+  g_lengths = &lengths;
+  sys::g_system.ftruncate = LoggedFtruncate;
+  const uint64_t steps = save.job()->steps.load();
+  save.job()->cancel.store(1);
+  save.Ring();
+  ASSERT_TRUE(save.AwaitDone());
+  worker.Join();
+  sys::g_system = sys::kKernel;
+  EXPECT_EQ(lengths, (std::vector<off_t>{344, 88}));
+  EXPECT_GE(save.job()->steps.load() - steps, 3u) << "no stall deadline hears of the removal";
+  EXPECT_TRUE(NamesIn(directory.path()).empty());
+}
+
 TEST_F(FaultTest, RefusesAnExistingTargetWithoutRenameFlags) {
   TestDirectory directory;
   TestSave save(&trainer, directory.path());
