@@ -23,10 +23,15 @@ int Rename(int parent, const char* from, const char* to, unsigned flags) {
   return sys::Sys().renameat2(parent, from, parent, to, flags) == 0 ? 0 : errno;
 }
 
+void CopyName(const char* name, char (&out)[kNameBytes]) {
+  memset(out, 0, sizeof(out));
+  memcpy(out, name, strnlen(name, sizeof(out) - 1));
+}
+
 /// The name that an old checkpoint steps aside to where directories cannot be exchanged: a partial
 /// one of no attempt, so that a recovery keeps it until its successor stands.
 void AsideName(const char* partial, char (&out)[kNameBytes]) {
-  strncpy(out, partial, sizeof(out) - 1);
+  CopyName(partial, out);
   char* const last = out + strlen(out) - 1;
   *last = *last == '0' ? '1' : '0';
 }
@@ -42,8 +47,7 @@ bool LockManifest(int directory, const char* name, int* lock) {
 
 int Exchange(int parent, const char* partial, const char* target, const AttemptId& replaced,
              char (&old)[kNameBytes]) {
-  memset(old, 0, sizeof(old));
-  strncpy(old, partial, sizeof(old) - 1);
+  CopyName(partial, old);
   // At every moment one of the two stands under the name, whole.
   int error = Rename(parent, partial, target, RENAME_EXCHANGE);
   if (error == EINVAL || error == ENOSYS) {

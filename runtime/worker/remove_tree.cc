@@ -147,7 +147,7 @@ bool RemoveDirectory(int parent, const char* name, char* buffer, layout::Job* jo
       sys::OpenOwned(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (removal.directory < 0) return errno == ENOENT || removal.FailErrno(errno);
   char now[kNameBytes] = {};
-  strncpy(now, name, sizeof(now) - 1);
+  memcpy(now, name, strnlen(name, sizeof(now) - 1));
   const bool emptied = RemoveContents(&removal, parent, now);
   sys::CloseOwned(removal.directory);
   if (!emptied) return false;

@@ -342,7 +342,8 @@ TEST_F(RecoveryTest, LeavesForeignDirectoriesAndFilesAlone) {
 TEST_F(RecoveryTest, KeepsAPartialDirectoryThatHoldsADirectory) {
   Step7(kNew).Write(directory_ / complete_);
   std::filesystem::create_directory(directory_ / (complete_ + "/mine"));
-  EXPECT_THAT(Recovered().kept_incomplete, ElementsAre(HasSubstr("it holds mine, which is no part")));
+  EXPECT_THAT(Recovered().kept_incomplete,
+              ElementsAre(HasSubstr("it holds mine, which is no part")));
   EXPECT_TRUE(Exists(complete_ + "/model-00000-of-00002.safetensors"));
 }
 
