@@ -87,8 +87,9 @@ void TryLocks(int scratch, ProbeReport* report) {
 
 absl::StatusOr<ScratchDirectory> ScratchDirectory::Make(int parent) {
   const std::string name = format::FormatDirectoryName(
-      {.checkpoint = ".holdfast-probe",
-       .kind = format::DirectoryKind::kRetired,
+      {.checkpoint = "holdfast-probe",
+       // Hidden, and recovery removes all of it: no manifest names its files.
+       .kind = format::DirectoryKind::kFenced,
        .attempt = {.high = static_cast<uint64_t>(sys::Sys().getpid()), .low = sys::NowNs()}});
   if (sys::Sys().mkdirat(parent, name.c_str(), kPrivate) != 0) {
     return base::ErrnoStatus("make directory", name, errno);
