@@ -41,6 +41,8 @@ absl::Status RunRead(const Bench& bench);
 absl::Status RunCopy(const Bench& bench);
 /// What a save call costs beside the copies, and whether that grows with the trainer.
 absl::Status RunHandoff(const Bench& bench);
+/// What a save call costs per tensor beside the copies.
+absl::Status RunCall(const Bench& bench);
 /// A save eight times its staging memory: the cap, and the worker's own memory.
 absl::Status RunMemory(const Bench& bench);
 

@@ -35,6 +35,7 @@ constexpr Section kSections[] = {{"write", RunWrite},
                                  {"read", RunRead},
                                  {"copy", RunCopy},
                                  {"handoff", RunHandoff},
+                                 {"call", RunCall},
                                  {"memory", RunMemory}};
 
 constexpr char kAbout[] =
