@@ -14,6 +14,7 @@
 #include "runtime/base/unique_fd.h"
 #include "runtime/checkpointer/core.h"
 #include "runtime/checkpointer/housekeeper.h"
+#include "runtime/checkpointer/last_structure.h"
 #include "runtime/checkpointer/lineage.h"
 #include "runtime/checkpointer/options.h"
 #include "runtime/checkpointer/rank_presence.h"
@@ -24,6 +25,8 @@
 #include "runtime/directory/replacement.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/format/manifest.h"
+#include "runtime/format/packed_plan.h"
+#include "runtime/format/safetensors.h"
 #include "runtime/staging/staging_pool.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
@@ -70,6 +73,15 @@ std::vector<AttemptId> Others(std::vector<AttemptId> attempts, const AttemptId& 
   return attempts;
 }
 
+/// Of a tensor or of its segment.
+template <typename Tensor>
+writer::PieceSource SourceOf(const Tensor& tensor, SaveState* save) {
+  Device* const device =
+      tensor.device != nullptr && !tensor.device->is_host() ? tensor.device : nullptr;
+  if (device != nullptr && tensor.bytes != 0) save->streams.insert({device, tensor.stream});
+  return {.data = static_cast<const char*>(tensor.data), .device = device};
+}
+
 }  // namespace
 
 AttemptId NewAttemptId() {
@@ -102,12 +114,17 @@ class Checkpointer::Impl {
   };
 
   absl::StatusOr<std::shared_ptr<const base::UniqueFd>> OpenParent() ABSL_LOCKS_EXCLUDED(mutex_);
-  absl::StatusOr<std::shared_ptr<SaveState>> Plan(const SaveRequest& request, AttemptId* attempt);
+  absl::StatusOr<std::shared_ptr<SaveState>> Plan(const SaveRequest& request, AttemptId* attempt,
+                                                  writer::Sources* sources);
+  absl::StatusOr<writer::Sources> PlanTensors(const SaveRequest& request, const AttemptId& attempt,
+                                              SaveState* save);
+  static absl::StatusOr<writer::Sources> TakePlan(const SavePlan& plan, SaveState* save);
   absl::Status Admit(const SaveState& save) const;
   using Presence = std::shared_ptr<checkpointer::RankPresence>;  // null where there is one rank
   absl::Status OpenDirectories(const SaveRequest& request, const AttemptId& attempt,
                                SaveState* save);
-  absl::Status Launch(const SaveRequest& request, const AttemptId& attempt, SaveState* save);
+  absl::Status Launch(const SaveRequest& request, const AttemptId& attempt, writer::Sources sources,
+                      SaveState* save);
   static absl::Status WhyStopped(const absl::Status& staged, SaveState* save);
   void TakeBack(SaveState* save, bool files_only);
   RankInSave Rank(const SaveRequest& request, const AttemptId& attempt) const;
@@ -123,6 +140,7 @@ class Checkpointer::Impl {
 
   std::shared_ptr<Door> door_ = std::make_shared<Door>();
   checkpointer::Lineage lineage_;
+  checkpointer::LastStructure last_structure_;
   base::Mutex mutex_;
   std::vector<std::shared_ptr<SaveState>> failed_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const base::UniqueFd> parent_ ABSL_GUARDED_BY(mutex_);
@@ -172,7 +190,8 @@ Checkpointer::Impl::~Impl() {
 }
 
 absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRequest& request,
-                                                                    AttemptId* attempt) {
+                                                                    AttemptId* attempt,
+                                                                    writer::Sources* sources) {
   HOLDFAST_RETURN_IF_ERROR(checkpointer::ValidateName(request.name));
   *attempt = request.attempt;
   if (*attempt == AttemptId()) {
@@ -185,28 +204,58 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
   }
   auto save = std::make_shared<SaveState>();
   if (request.plan != nullptr) {
-    HOLDFAST_RETURN_IF_ERROR(ValidatePlan(*request.plan));
-    save->plan = *request.plan;
+    HOLDFAST_ASSIGN_OR_RETURN(*sources, TakePlan(*request.plan, save.get()));
   } else {
-    HOLDFAST_ASSIGN_OR_RETURN(
-        save->plan, PlanSafetensors(format::ModelFileName(options.rank, options.world_size),
-                                    request.tensors, {.metadata = {}, .attempt = *attempt}));
+    HOLDFAST_ASSIGN_OR_RETURN(*sources, PlanTensors(request, *attempt, save.get()));
   }
-  save->checksums = writer::Checksums::For(save->plan);
   save->checkpoint = request.name;
   save->path = absl::StrCat(options.directory, "/", request.name);
   save->step = request.step;
   save->wake_supervisor = [raw = core->supervisor.get()] { raw->Wake(); };
   save->owner = this;
-  for (const PlannedFile& file : save->plan.files) {
+  for (const format::PackedFile& file : save->plan->files) {
     save->bytes_total += file.bytes;
     save->bytes_to_lease += layout::AlignUp(file.bytes);
+  }
+  for (const auto& [device, stream] : save->streams)
+    HOLDFAST_RETURN_IF_ERROR(core->Register(device));
+  return save;
+}
+
+absl::StatusOr<writer::Sources> Checkpointer::Impl::PlanTensors(const SaveRequest& request,
+                                                                const AttemptId& attempt,
+                                                                SaveState* save) {
+  HOLDFAST_ASSIGN_OR_RETURN(
+      const std::shared_ptr<const format::SafetensorsStructure> structure,
+      last_structure_.Of(format::ModelFileName(options.rank, options.world_size), request.tensors));
+  save->plan = std::shared_ptr<const format::PackedPlan>(structure, &structure->plan);
+  save->head = structure->HeadFor(attempt);
+  writer::Sources sources;
+  sources.literals = {save->head.data(), save->plan->literals[1].data()};
+  sources.tensors.reserve(request.tensors.size());
+  for (const uint32_t index : structure->order) {
+    const TensorSource& tensor = request.tensors[index];
+    sources.tensors.push_back(SourceOf(tensor, save));
+  }
+  return sources;
+}
+
+absl::StatusOr<writer::Sources> Checkpointer::Impl::TakePlan(const SavePlan& plan,
+                                                             SaveState* save) {
+  HOLDFAST_RETURN_IF_ERROR(ValidatePlan(plan));
+  save->checksums = writer::Checksums::For(plan);
+  save->plan = std::make_shared<const format::PackedPlan>(format::Pack(plan));
+  writer::Sources sources;
+  for (const std::string& literal : save->plan->literals)
+    sources.literals.push_back(literal.data());
+  sources.tensors.resize(plan.tensors.size());
+  for (const PlannedFile& file : plan.files) {
     for (const Segment& segment : file.segments) {
-      if (segment.device != nullptr && !segment.device->is_host())
-        HOLDFAST_RETURN_IF_ERROR(core->Register(segment.device));
+      if (segment.tensor != Segment::kLiteral)
+        sources.tensors[segment.tensor] = SourceOf(segment, save);
     }
   }
-  return save;
+  return sources;
 }
 
 absl::Status Checkpointer::Impl::Admit(const SaveState& save) const {
@@ -245,7 +294,7 @@ absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
 }
 
 absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const AttemptId& attempt,
-                                        SaveState* save) {
+                                        writer::Sources sources, SaveState* save) {
   writer::JobParameters job;
   job.flags = layout::kWriteManifest;
   if (request.replace) job.flags |= layout::kReplaceExisting;
@@ -275,24 +324,23 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   job.time_liveness_max_ns = Nanoseconds(options.time_liveness_max);
 
   const auto saved_at_ns = static_cast<uint64_t>(absl::ToUnixNanos(base::WallTime()));
-  const format::ManifestTemplate manifest =
-      format::BuildManifest({.checkpoint = request.name,
-                             .attempt = attempt,
-                             .rank = options.rank,
-                             .world_size = options.world_size,
-                             .step = request.step,
-                             .saved_at_ns = saved_at_ns,
-                             .replaces = Others(job.older, attempt),
-                             .launcher = options.launcher,
-                             .pages = core->pool->arena().pages(),
-                             .read_back = options.read_back},
-                            save->plan);
-  const format::CommitTemplate commit = lineage_.RecordOf(options, request, attempt, saved_at_ns);
-  const uint64_t control_bytes =
-      writer::ControlBytes(save->plan, manifest, commit, job.older.size());
+  const writer::SaveContents contents = {
+      .plan = save->plan,
+      .sources = std::move(sources),
+      .manifest = {.checkpoint = request.name,
+                   .attempt = attempt,
+                   .rank = options.rank,
+                   .world_size = options.world_size,
+                   .step = request.step,
+                   .saved_at_ns = saved_at_ns,
+                   .launcher = options.launcher,
+                   .pages = core->pool->arena().pages(),
+                   .read_back = options.read_back},
+      .commit = lineage_.RecordOf(options, request, attempt, saved_at_ns)};
+  const uint64_t control_bytes = writer::ControlBytes(contents, job.older.size());
   HOLDFAST_RETURN_IF_ERROR(core->pool->TakeControlBytes(control_bytes));
   absl::StatusOr<std::unique_ptr<writer::JobTable>> table =
-      writer::JobTable::ForSave(job, save->plan, manifest, commit);
+      writer::JobTable::ForSave(job, contents);
   if (!table.ok()) {
     core->pool->ReturnControlBytes(control_bytes);
     return table.status();
@@ -351,7 +399,8 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   const auto refuse = [&](const absl::Status& why) {
     return checkpointer::RefuseSave((*parent)->get(), presence, Rank(request, attempt), why);
   };
-  absl::StatusOr<std::shared_ptr<SaveState>> planned = Plan(request, &attempt);
+  writer::Sources sources;
+  absl::StatusOr<std::shared_ptr<SaveState>> planned = Plan(request, &attempt, &sources);
   if (!planned.ok()) return refuse(planned.status());
   std::shared_ptr<SaveState> save = *std::move(planned);
   save->entered_ns = entered_ns;
@@ -369,7 +418,7 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
     presence = *std::move(joined);
   }
   Attach(presence, save.get());
-  const absl::Status launched = Launch(request, attempt, save.get());
+  const absl::Status launched = Launch(request, attempt, std::move(sources), save.get());
   if (!launched.ok()) {
     TakeBack(save.get(), request.files_only);
     return refuse(base::Annotate(launched, absl::StrCat("save ", save->path)));

@@ -16,6 +16,7 @@
 #include "holdfast/plan.h"
 #include "holdfast/pod.h"
 #include "runtime/format/file_names.h"
+#include "runtime/format/packed_plan.h"
 #include "runtime/layout/job.h"
 
 namespace holdfast::format {
@@ -57,8 +58,39 @@ struct ManifestTemplate {
   std::vector<TensorSlots> tensors;                  ///< By tensor.
 };
 
-/// Builds the template. The plan is valid (ValidatePlan). Fast: it is inside the caller's stall.
+/// Builds the template. The plan is valid (ValidatePlan); its segments are not looked at.
 ManifestTemplate BuildManifest(const ManifestInput& input, const SavePlan& plan);
+
+/// Length of a manifest and the places in it, known before it is written.
+struct ManifestPlaces {
+  uint64_t bytes = 0;
+  layout::ManifestSlots slots;
+  std::vector<uint64_t> file_roots;  ///< By file: place of the root's 32 hex digits.
+  /// By file: place of the first chunk's 32 hex digits. Those of chunk k stand k * kChunkStride
+  /// behind it.
+  std::vector<uint64_t> chunk_digests;
+};
+inline constexpr uint64_t kChunkStride = 36;
+
+/// Takes a time that does not grow with the number of tensors: it is inside the caller's stall.
+ManifestPlaces MeasureManifest(const ManifestInput& input, const PackedPlan& plan);
+
+/// Length of the array `tensors`; PackedPlan::manifest_tensor_bytes keeps it.
+uint64_t ManifestTensorBytes(const PackedPlan& plan);
+
+/// The digests that go into a manifest while it is written.
+class ManifestDigests {
+ public:
+  virtual ~ManifestDigests() = default;
+  virtual Digest OfChunk(uint32_t file, uint64_t chunk) = 0;
+  /// Of the part of a tensor that begins at byte `begin` of its file. In the order of the tensors.
+  virtual Digest OfPart(uint32_t tensor, uint64_t begin) = 0;
+};
+
+/// Writes a manifest of MeasureManifest's length with all but the roots and the worker's fields.
+/// Returns its length.
+uint64_t WriteManifest(const ManifestInput& input, const PackedPlan& plan, ManifestDigests* digests,
+                       char* text);
 
 /// A manifest that was read.
 struct Manifest {

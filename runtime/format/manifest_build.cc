@@ -1,7 +1,7 @@
-// Writing a rank manifest's template.
+// Writing a rank manifest.
 //
-// Text is appended straight to one string, without a JSON library: this runs inside the training
-// loop's stall, and every place that is filled later must be known to the byte.
+// Text goes straight to its memory, without a JSON library: every place that is filled later must
+// be known to the byte, and a save with many tensors writes hundreds of megabytes of it.
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -16,188 +16,256 @@
 namespace holdfast::format {
 namespace {
 
-class TemplateWriter {
+constexpr char kNoDigits[] = "--------------------------------";
+static_assert(sizeof(kNoDigits) - 1 == layout::kDigestSlotBytes);
+static_assert(kNoDigits[0] == layout::kNoDigest);
+// Two quotes, a comma and a line feed stand between the digits of two chunks.
+static_assert(kChunkStride == layout::kDigestSlotBytes + 4);
+
+/// The text but for the digests in it. `Sink` is a TextCounter or a TextWriter.
+template <typename Sink>
+class Text {
  public:
-  TemplateWriter(const ManifestInput& input, const SavePlan& plan, ManifestTemplate* out)
-      : input_(input), plan_(plan), out_(*out), text_(out->text) {}
+  Text(const ManifestInput& input, const PackedPlan& plan, Sink* sink)
+      : input_(input), plan_(plan), sink_(*sink) {}
 
-  void Write() {
-    text_.reserve(BytesExpected());
-    WriteHead();
-    WriteFiles();
-    WriteTensors();
-    // Readers find the self-digest from the file's end, so it is the last field, followed by
-    // exactly these three bytes.
-    Add(",\n\"self_digest\":");
-    out_.slots.self_digest = {AddDigest(), layout::kDigestSlotBytes};
-    Add("}\n");
-  }
-
- private:
-  // Names with escapes can be longer; then the string grows once or twice more.
-  size_t BytesExpected() const {
-    size_t bytes = 2048 + input_.checkpoint.size();
-    for (const PlannedFile& file : plan_.files) {
-      bytes += 256 + file.name.size() + 36 * ChunkCount(file.bytes);
-    }
-    for (const PlannedTensor& tensor : plan_.tensors) {
-      bytes += 224 + tensor.name.size() + tensor.dtype.size() + 21 * tensor.shape.size();
-    }
-    return bytes;
-  }
-
-  void WriteReplaces() {
-    const char* before = ",\n\"replaces\":[\"";
-    for (const AttemptId& attempt : input_.replaces) {
-      char digits[32];
-      digest::ToHex(attempt, digits);
-      Add(std::exchange(before, "\",\""));
-      text_.append(digits, sizeof(digits));
-    }
-    if (!input_.replaces.empty()) Add("\"]");
-  }
-
-  void WriteHead() {
-    char attempt[32];
+  template <typename Blank>
+  void Head(const Blank& blank) {
+    char attempt[layout::kDigestSlotBytes];
     digest::ToHex(input_.attempt, attempt);
     Add("{\"format\":\"holdfast.manifest\",\"version\":");
-    AppendNumber(kManifestVersion, &text_);
+    sink_.AddNumber(kManifestVersion);
     // The attempt comes first: rank 0 looks for it in the first bytes, and a name has any length.
     Add(",\n\"attempt\":\"");
-    text_.append(attempt, sizeof(attempt));
+    Add({attempt, sizeof(attempt)});
     Add("\",\"checkpoint\":");
-    AddString(input_.checkpoint);
+    sink_.AddJsonString(input_.checkpoint);
     Add(",\n\"rank\":");
-    AppendNumber(input_.rank, &text_);
+    sink_.AddNumber(input_.rank);
     Add(",\"world_size\":");
-    AppendNumber(input_.world_size, &text_);
+    sink_.AddNumber(input_.world_size);
     Add(",\"step\":");
-    AppendNumber(input_.step, &text_);
+    sink_.AddNumber(input_.step);
     Add(",\"saved_at_ns\":");
-    AppendNumber(input_.saved_at_ns, &text_);
-    uint64_t bytes = 0;
-    for (const PlannedFile& file : plan_.files) bytes += file.bytes;
+    sink_.AddNumber(input_.saved_at_ns);
     Add(",\"files_bytes\":");
-    AppendNumber(bytes, &text_);
-    WriteReplaces();
+    sink_.AddNumber(plan_.total_bytes());
+    Replaces();
     Add(",\n\"launcher\":");
-    AddString(input_.adopted ? absl::string_view("none") : WordOf(input_.launcher));
+    sink_.AddJsonString(input_.adopted ? absl::string_view("none") : WordOf(input_.launcher));
     Add(",\"pages\":");
-    AddString(input_.adopted ? absl::string_view("none") : layout::ManifestWord(input_.pages));
+    sink_.AddJsonString(input_.adopted ? absl::string_view("none")
+                                       : layout::ManifestWord(input_.pages));
     Add(",\"streamed\":");
-    out_.slots.streamed = AddBlank(layout::kBoolSlotBytes);
+    blank(&layout::ManifestSlots::streamed, layout::kBoolSlotBytes);
     Add(",\"read_back\":");
-    AddBool(input_.read_back);
+    Add(input_.read_back ? "true" : "false");
     Add(",\"adopted\":");
-    AddBool(input_.adopted);
+    Add(input_.adopted ? "true" : "false");
     Add(",\n\"engine\":");
-    out_.slots.engine = AddBlank(layout::kEngineSlotBytes);
+    blank(&layout::ManifestSlots::engine, layout::kEngineSlotBytes);
     Add(",\"direct_io\":");
-    out_.slots.direct_io = AddBlank(layout::kDirectIoSlotBytes);
+    blank(&layout::ManifestSlots::direct_io, layout::kDirectIoSlotBytes);
     Add(",\n\"engine_reason\":");
-    out_.slots.engine_reason = AddBlank(layout::kReasonSlotBytes);
+    blank(&layout::ManifestSlots::engine_reason, layout::kReasonSlotBytes);
     Add(",\n\"bytes_written\":");
-    out_.slots.bytes_written = AddBlank(layout::kNumberSlotBytes);
+    blank(&layout::ManifestSlots::bytes_written, layout::kNumberSlotBytes);
     Add(",\"time_writing_ns\":");
-    out_.slots.time_writing_ns = AddBlank(layout::kNumberSlotBytes);
+    blank(&layout::ManifestSlots::time_writing_ns, layout::kNumberSlotBytes);
     Add(",\n\"time_syncing_ns\":");
-    out_.slots.time_syncing_ns = AddBlank(layout::kNumberSlotBytes);
+    blank(&layout::ManifestSlots::time_syncing_ns, layout::kNumberSlotBytes);
     Add(",\"time_total_ns\":");
-    out_.slots.time_total_ns = AddBlank(layout::kNumberSlotBytes);
+    blank(&layout::ManifestSlots::time_total_ns, layout::kNumberSlotBytes);
   }
 
-  void WriteFiles() {
+  /// `root(file)` and `chunks(file)` add the digits, the latter all of a file's with what stands
+  /// between them.
+  template <typename Root, typename Chunks>
+  void Files(const Root& root, const Chunks& chunks) {
     Add(",\n\"files\":[");
-    out_.file_roots.reserve(plan_.files.size());
-    out_.chunk_digests.reserve(plan_.files.size());
     for (size_t i = 0; i < plan_.files.size(); ++i) {
-      const PlannedFile& file = plan_.files[i];
+      const PackedFile& file = plan_.files[i];
       Add(i == 0 ? "\n{\"name\":" : ",\n{\"name\":");
-      AddString(file.name);
+      sink_.AddJsonString(file.name);
       Add(",\"bytes\":");
-      AppendNumber(file.bytes, &text_);
+      sink_.AddNumber(file.bytes);
       Add(",\"chunk_bytes\":");
-      AppendNumber(kChunkBytes, &text_);
-      Add(",\"root\":");
-      out_.file_roots.push_back(AddDigest());
-      Add(",\"digests\":[");
-      const uint64_t chunks = ChunkCount(file.bytes);
-      std::vector<uint64_t>& places = out_.chunk_digests.emplace_back();
-      places.reserve(chunks);
-      for (uint64_t chunk = 0; chunk < chunks; ++chunk) {
-        Add(chunk == 0 ? "\n" : ",\n");
-        places.push_back(AddDigest());
+      sink_.AddNumber(kChunkBytes);
+      Add(",\"root\":\"");
+      root(i);
+      Add("\",\"digests\":[");
+      if (file.bytes != 0) {
+        Add("\n\"");
+        chunks(i);
+        Add("\"");
       }
       Add("]}");
     }
     Add("]");
   }
 
-  void WriteTensors() {
+  /// `part(tensor, begin, is_head)` adds the digits of a part.
+  template <typename Part>
+  void Tensors(const Part& part) {
+    const TensorTable& tensors = plan_.tensors;
     Add(",\n\"tensors\":[");
-    out_.tensors.reserve(plan_.tensors.size());
-    for (size_t i = 0; i < plan_.tensors.size(); ++i) {
-      const PlannedTensor& tensor = plan_.tensors[i];
+    for (size_t i = 0; i < tensors.size(); ++i) {
       Add(i == 0 ? "\n{\"name\":" : ",\n{\"name\":");
-      AddString(tensor.name);
+      sink_.AddJsonString(tensors.name(i));
       Add(",\"dtype\":");
-      AddString(tensor.dtype);
+      sink_.AddJsonString(tensors.dtype(i));
       Add(",\"shape\":");
-      AppendShape(tensor.shape, &text_);
+      sink_.AddShape(tensors.shape(i));
       Add(",\"file\":");
-      AppendNumber(tensor.file, &text_);
+      sink_.AddNumber(tensors.file(i));
       Add(",\"begin\":");
-      AppendNumber(tensor.begin, &text_);
+      sink_.AddNumber(tensors.begin(i));
       Add(",\"end\":");
-      AppendNumber(tensor.end, &text_);
-      const TensorParts parts = PartsOf(tensor.begin, tensor.end, plan_.files[tensor.file].bytes);
-      TensorSlots& places = out_.tensors.emplace_back();
+      sink_.AddNumber(tensors.end(i));
+      const TensorParts parts =
+          PartsOf(tensors.begin(i), tensors.end(i), plan_.files[tensors.file(i)].bytes);
       if (parts.has_head) {
-        Add(",\"head\":");
-        places.head = AddDigest();
+        Add(",\"head\":\"");
+        part(i, tensors.begin(i), true);
+        Add("\"");
       }
       if (parts.has_tail) {
-        Add(",\"tail\":");
-        places.tail = AddDigest();
+        Add(",\"tail\":\"");
+        part(i, parts.tail_begin, false);
+        Add("\"");
       }
       Add("}");
     }
     Add("]");
   }
 
-  void Add(absl::string_view text) { text_.append(text.data(), text.size()); }
-  void AddBool(bool value) { Add(value ? "true" : "false"); }
-  void AddString(absl::string_view text) { AppendJsonString(text, &text_); }
-
-  /// A place that the worker fills; blank until then, which is not JSON.
-  layout::Slot AddBlank(uint32_t width) {
-    const layout::Slot slot = {text_.size(), width};
-    text_.append(width, ' ');
-    return slot;
+ private:
+  void Replaces() {
+    absl::string_view before = ",\n\"replaces\":[\"";
+    for (const AttemptId& attempt : input_.replaces) {
+      char digits[layout::kDigestSlotBytes];
+      digest::ToHex(attempt, digits);
+      Add(std::exchange(before, "\",\""));
+      Add({digits, sizeof(digits)});
+    }
+    if (!input_.replaces.empty()) Add("\"]");
   }
 
-  /// A place for 32 hex digits, within its quotes; returns where the first of them goes.
-  uint64_t AddDigest() {
-    static constexpr char kEmpty[] = "\"--------------------------------\"";
-    static_assert(sizeof(kEmpty) - 1 == layout::kDigestSlotBytes + 2);
-    static_assert(kEmpty[1] == layout::kNoDigest);
-    const uint64_t place = text_.size() + 1;
-    text_.append(kEmpty, sizeof(kEmpty) - 1);
-    return place;
-  }
+  void Add(absl::string_view text) { sink_.Add(text); }
 
   const ManifestInput& input_;
-  const SavePlan& plan_;
-  ManifestTemplate& out_;
-  std::string& text_;
+  const PackedPlan& plan_;
+  Sink& sink_;
 };
+
+// Readers find the self-digest from the file's end, so it is the last field, followed by exactly
+// these three bytes.
+constexpr absl::string_view kSelfDigest = ",\n\"self_digest\":\"";
+constexpr absl::string_view kEnd = "\"}\n";
+
+void AddDigits(const Digest& digest, TextWriter* out) {
+  char digits[layout::kDigestSlotBytes];
+  digest::ToHex(digest, digits);
+  out->Add({digits, sizeof(digits)});
+}
+
+/// All of a manifest. `chunk(file, chunk)` and `part(tensor, begin, is_head)` add digits.
+template <typename Chunk, typename Part>
+void WriteAll(const ManifestInput& input, const PackedPlan& plan, TextWriter* out,
+              const Chunk& chunk, const Part& part) {
+  Text<TextWriter> text(input, plan, out);
+  text.Head([out](layout::Slot layout::ManifestSlots::*, uint32_t width) {
+    // Blank until the worker fills it, which is not JSON.
+    out->AddBlanks(width);
+  });
+  text.Files([out](size_t) { out->Add(kNoDigits); },
+             [&](size_t file) {
+               const uint64_t count = ChunkCount(plan.files[file].bytes);
+               for (uint64_t k = 0; k < count; ++k) {
+                 if (k != 0) out->Add("\",\n\"");
+                 chunk(file, k);
+               }
+             });
+  text.Tensors(part);
+  out->Add(kSelfDigest);
+  out->Add(kNoDigits);
+  out->Add(kEnd);
+}
 
 }  // namespace
 
+uint64_t ManifestTensorBytes(const PackedPlan& plan) {
+  TextCounter counter;
+  const ManifestInput none;
+  Text<TextCounter>(none, plan, &counter).Tensors([&counter](size_t, uint64_t, bool) {
+    counter.AddBlanks(layout::kDigestSlotBytes);
+  });
+  return counter.bytes();
+}
+
+ManifestPlaces MeasureManifest(const ManifestInput& input, const PackedPlan& plan) {
+  ManifestPlaces places;
+  TextCounter counter;
+  Text<TextCounter> text(input, plan, &counter);
+  text.Head([&](layout::Slot layout::ManifestSlots::*slot, uint32_t width) {
+    places.slots.*slot = {.offset = counter.bytes(), .width = width};
+    counter.AddBlanks(width);
+  });
+  places.chunk_digests.resize(plan.files.size());
+  text.Files(
+      [&](size_t) {
+        places.file_roots.push_back(counter.bytes());
+        counter.AddBlanks(layout::kDigestSlotBytes);
+      },
+      [&](size_t file) {
+        places.chunk_digests[file] = counter.bytes();
+        counter.AddBlanks((ChunkCount(plan.files[file].bytes) - 1) * kChunkStride +
+                          layout::kDigestSlotBytes);
+      });
+  counter.AddBlanks(plan.manifest_tensor_bytes);
+  counter.Add(kSelfDigest);
+  places.slots.self_digest = {.offset = counter.bytes(), .width = layout::kDigestSlotBytes};
+  places.bytes = counter.bytes() + layout::kDigestSlotBytes + kEnd.size();
+  return places;
+}
+
+uint64_t WriteManifest(const ManifestInput& input, const PackedPlan& plan, ManifestDigests* digests,
+                       char* text) {
+  TextWriter out(text);
+  WriteAll(
+      input, plan, &out,
+      [&](size_t file, uint64_t chunk) {
+        AddDigits(digests->OfChunk(static_cast<uint32_t>(file), chunk), &out);
+      },
+      [&](size_t tensor, uint64_t begin, bool) {
+        AddDigits(digests->OfPart(static_cast<uint32_t>(tensor), begin), &out);
+      });
+  return static_cast<uint64_t>(out.at() - text);
+}
+
 ManifestTemplate BuildManifest(const ManifestInput& input, const SavePlan& plan) {
-  ManifestTemplate out;
-  TemplateWriter(input, plan, &out).Write();
-  return out;
+  const PackedPlan packed = Pack(plan);
+  ManifestPlaces places = MeasureManifest(input, packed);
+  ManifestTemplate made;
+  made.text.resize(places.bytes);
+  made.tensors.resize(plan.tensors.size());
+  for (size_t i = 0; i < plan.files.size(); ++i) {
+    std::vector<uint64_t>& chunks = made.chunk_digests.emplace_back();
+    for (uint64_t k = 0; k < ChunkCount(plan.files[i].bytes); ++k) {
+      chunks.push_back(places.chunk_digests[i] + k * kChunkStride);
+    }
+  }
+  made.slots = places.slots;
+  made.file_roots = std::move(places.file_roots);
+  TextWriter out(made.text.data());
+  WriteAll(
+      input, packed, &out, [&](size_t, uint64_t) { out.Add(kNoDigits); },
+      [&](size_t tensor, uint64_t, bool is_head) {
+        TensorSlots& slots = made.tensors[tensor];
+        (is_head ? slots.head : slots.tail) = static_cast<uint64_t>(out.at() - made.text.data());
+        out.Add(kNoDigits);
+      });
+  return made;
 }
 
 }  // namespace holdfast::format

@@ -1,4 +1,5 @@
-// Reading safetensors headers, strictly. (Planning them is the public PlanSafetensors.)
+// Reading safetensors headers, strictly, and planning them for saves. (The public PlanSafetensors
+// is in plan.h.)
 #ifndef HOLDFAST_RUNTIME_FORMAT_SAFETENSORS_H_
 #define HOLDFAST_RUNTIME_FORMAT_SAFETENSORS_H_
 
@@ -9,7 +10,10 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "absl/types/span.h"
 #include "holdfast/plan.h"
+#include "holdfast/pod.h"
+#include "runtime/format/packed_plan.h"
 
 namespace holdfast::format {
 
@@ -22,6 +26,23 @@ inline constexpr char kAttemptKey[] = "holdfast.attempt";
 /// Key of `__metadata__` that carries true dtypes and shapes of tensors that safetensors has no
 /// dtype for, as JSON.
 inline constexpr char kDtypesKey[] = "holdfast.dtypes";
+
+/// One rank's safetensors file without its attempt id and its tensors' bytes: what saves of the
+/// same tensors share.
+struct SafetensorsStructure {
+  PackedPlan plan;              // literals[0] ends behind the quoted attempt id, see HeadFor.
+  std::vector<uint32_t> order;  // By tensor of the plan: index into the given tensors.
+
+  /// Whether it is what PackSafetensors returns for these. Compares everything.
+  bool Describes(const std::string& file_name, absl::Span<const TensorSource> tensors) const;
+  /// literals[0] of a save.
+  std::string HeadFor(const AttemptId& attempt) const;
+  size_t memory_bytes() const { return plan.memory_bytes() + order.size() * sizeof(uint32_t); }
+};
+
+/// Plans and refuses as PlanSafetensors does with an attempt id and no metadata.
+absl::StatusOr<SafetensorsStructure> PackSafetensors(const std::string& file_name,
+                                                     absl::Span<const TensorSource> tensors);
 
 struct SafetensorsHeader {
   uint64_t data_begin = 0;  ///< Of the file: 8 + header length.

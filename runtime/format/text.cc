@@ -37,30 +37,66 @@ bool NeedsEscape(char character) {
   return static_cast<unsigned char>(character) < 0x20 || character == '"' || character == '\\';
 }
 
-void AppendEscape(char character, std::string* out) {
+/// Length of the front of `text` that stands in a JSON string as it is. Names have no escapes
+/// nearly always: eight bytes at a time.
+size_t PlainBytes(absl::string_view text) {
+  constexpr uint64_t kOnes = 0x0101010101010101u;
+  constexpr uint64_t kHighs = 0x8080808080808080u;
+  size_t at = 0;
+  for (; at + 8 <= text.size(); at += 8) {
+    uint64_t word;
+    std::memcpy(&word, text.data() + at, sizeof(word));
+    // A byte of `word - low` borrows into its highest bit where it is below; of a difference, where
+    // it is zero.
+    const uint64_t quotes = word ^ (kOnes * '"');
+    const uint64_t backslashes = word ^ (kOnes * '\\');
+    const uint64_t escapes = ((word - kOnes * 0x20) & ~word) | ((quotes - kOnes) & ~quotes) |
+                             ((backslashes - kOnes) & ~backslashes);
+    if ((escapes & kHighs) != 0) break;
+  }
+  while (at < text.size() && !NeedsEscape(text[at])) ++at;
+  return at;
+}
+
+absl::string_view EscapeOf(char character, char (&buffer)[6]) {
   switch (character) {
     case '"':
-      out->append("\\\"");
-      return;
+      return "\\\"";
     case '\\':
-      out->append("\\\\");
-      return;
+      return "\\\\";
     case '\n':
-      out->append("\\n");
-      return;
+      return "\\n";
     case '\t':
-      out->append("\\t");
-      return;
+      return "\\t";
     case '\r':
-      out->append("\\r");
-      return;
+      return "\\r";
     default:
       break;
   }
   constexpr char kHex[] = "0123456789abcdef";
   const unsigned byte = static_cast<unsigned char>(character);
   const char escape[] = {'\\', 'u', '0', '0', kHex[byte >> 4], kHex[byte & 15]};
-  out->append(escape, sizeof(escape));
+  std::memcpy(buffer, escape, sizeof(escape));
+  return {buffer, sizeof(buffer)};
+}
+
+/// Calls `add` with the parts of `text` as a JSON string, between its quotes.
+template <typename Add>
+void ForEachPart(absl::string_view text, const Add& add) {
+  while (true) {
+    const size_t plain = PlainBytes(text);
+    add(text.substr(0, plain));
+    if (plain == text.size()) return;
+    char buffer[6];
+    add(EscapeOf(text[plain], buffer));
+    text.remove_prefix(plain + 1);
+  }
+}
+
+size_t DigitsOf(uint64_t value) {
+  size_t digits = 1;
+  for (; value >= 10'000; value /= 10'000) digits += 4;
+  return digits + (value >= 10 ? 1 : 0) + (value >= 100 ? 1 : 0) + (value >= 1000 ? 1 : 0);
 }
 
 }  // namespace
@@ -84,14 +120,7 @@ bool IsUtf8(absl::string_view text) {
 
 void AppendJsonString(absl::string_view text, std::string* out) {
   out->push_back('"');
-  size_t plain = 0;
-  for (size_t i = 0; i < text.size(); ++i) {
-    if (!NeedsEscape(text[i])) continue;
-    out->append(text.data() + plain, i - plain);
-    AppendEscape(text[i], out);
-    plain = i + 1;
-  }
-  out->append(text.data() + plain, text.size() - plain);
+  ForEachPart(text, [out](absl::string_view part) { out->append(part.data(), part.size()); });
   out->push_back('"');
 }
 
@@ -110,6 +139,34 @@ void AppendShape(absl::Span<const int64_t> shape, std::string* out) {
     AppendNumber(static_cast<uint64_t>(dimension), out);
   }
   out->push_back(']');
+}
+
+size_t JsonStringBytes(absl::string_view text) {
+  size_t bytes = 2;
+  ForEachPart(text, [&bytes](absl::string_view part) { bytes += part.size(); });
+  return bytes;
+}
+
+void TextWriter::AddJsonString(absl::string_view text) {
+  Add("\"");
+  ForEachPart(text, [this](absl::string_view part) { Add(part); });
+  Add("\"");
+}
+
+void TextWriter::AddShape(absl::Span<const int64_t> shape) {
+  Add("[");
+  for (size_t i = 0; i < shape.size(); ++i) {
+    if (i != 0) Add(",");
+    AddNumber(static_cast<uint64_t>(shape[i]));
+  }
+  Add("]");
+}
+
+void TextCounter::AddNumber(uint64_t value) { bytes_ += DigitsOf(value); }
+
+void TextCounter::AddShape(absl::Span<const int64_t> shape) {
+  bytes_ += shape.empty() ? 2 : 1 + shape.size();
+  for (const int64_t dimension : shape) AddNumber(static_cast<uint64_t>(dimension));
 }
 
 std::string Quoted(absl::string_view name) {

@@ -20,7 +20,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 9;
+inline constexpr uint32_t kLayoutVersion = 10;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -90,9 +90,8 @@ struct Piece {
   uint32_t tensor = Failure::kNoIndex;  // kNoIndex: header or framing bytes
   uint32_t offset = 0;                  // within the extent
   uint32_t bytes = 0;
-  uint32_t has_digest = 0;   // 1: `digest` is taken at seal (the piece is not the whole extent)
-  uint64_t digest_slot = 0;  // in the manifest; 0 is none
-  Digest digest;             // written by the sealer
+  uint32_t has_digest = 0;  // 1: `digest` is taken at seal (the piece is not the whole extent)
+  Digest digest;            // written by the sealer
 };
 
 /// One file of the save.
@@ -228,7 +227,7 @@ struct Job {
   Range pieces;             // Piece[piece_count]
   Range published;          // SharedU32[extent_count]: the log of sealed extents, see PublishLog
   Range acknowledged;       // SharedU32[extent_count]: the log of extents whose bytes are reusable
-  Range manifest_template;  // the manifest's bytes, its digest slots filled in place at seal
+  Range manifest_template;  // the manifest's bytes, there before the last extent is published
   Range older;              // AttemptId[n]: what a replacing save may take the place of
   Range trash;              // char[kNameBytes][n]: directories that a kDelete job removes
   ManifestSlots slots;
@@ -264,7 +263,7 @@ struct Job {
 
 static_assert(std::is_trivially_copyable_v<Extent> && std::is_trivially_copyable_v<Piece>);
 static_assert(std::is_trivially_copyable_v<File> && std::is_standard_layout_v<Job>);
-static_assert(sizeof(Extent) == 56 && sizeof(Piece) == 40 && sizeof(Slot) == 16);
+static_assert(sizeof(Extent) == 56 && sizeof(Piece) == 32 && sizeof(Slot) == 16);
 
 /// A log entry that was not written yet.
 inline constexpr uint32_t kEmptyEntry = 0xffffffffu;

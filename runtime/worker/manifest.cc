@@ -20,7 +20,7 @@ constexpr size_t kHeadBytes = 512;
 constexpr size_t kHexDigits = 32;
 constexpr mode_t kFileMode = 0666;
 
-/// The digest of a chunk stands in the template twice: as the sealer's text and, in binary, as what
+/// The digest of a chunk stands in the table twice: as the manifest's text and, in binary, as what
 /// this worker proved the bytes against. A manifest that says something else would condemn a sound
 /// file later.
 bool SlotSays(const layout::Job& job, const char* manifest, uint64_t slot, const Digest& digest) {

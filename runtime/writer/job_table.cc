@@ -42,21 +42,11 @@ uint32_t ExtentCount(uint64_t file_bytes) {
   return static_cast<uint32_t>((file_bytes + kChunkBytes - 1) / kChunkBytes);
 }
 
-/// Pieces of a segment: one per chunk that it touches.
-uint32_t PieceCount(const Segment& segment) {
-  if (segment.bytes == 0) return 0;
-  const uint64_t first = segment.file_offset / kChunkBytes;
-  const uint64_t last = (segment.file_offset + segment.bytes - 1) / kChunkBytes;
-  return static_cast<uint32_t>(last - first + 1);
-}
-
-Layout LayOut(const SavePlan& plan, uint64_t manifest_bytes, uint64_t commit_bytes,
+Layout LayOut(const format::PackedPlan& plan, uint64_t manifest_bytes, uint64_t commit_bytes,
               uint64_t older_count, uint64_t trash_count) {
   Layout layout;
-  for (const PlannedFile& file : plan.files) {
-    layout.extents += ExtentCount(file.bytes);
-    for (const Segment& segment : file.segments) layout.pieces += PieceCount(segment);
-  }
+  for (const format::PackedFile& file : plan.files) layout.extents += ExtentCount(file.bytes);
+  layout.pieces = static_cast<uint32_t>(plan.piece_count);
   uint64_t at = layout::AlignUp(sizeof(layout::Job), kTableAlignment);
   layout.files = Take(plan.files.size() * sizeof(layout::File), &at);
   layout.extent_range = Take(uint64_t{layout.extents} * sizeof(layout::Extent), &at);
@@ -106,9 +96,9 @@ absl::Status CheckFileSizeLimit(uint64_t bytes) {
 
 }  // namespace
 
-uint64_t ControlBytes(const SavePlan& plan, const format::ManifestTemplate& manifest,
-                      const format::CommitTemplate& commit, uint64_t older_count) {
-  return LayOut(plan, manifest.text.size(), commit.text.size(), older_count, 0).bytes;
+uint64_t ControlBytes(const SaveContents& contents, uint64_t older_count) {
+  const uint64_t manifest_bytes = format::MeasureManifest(contents.manifest, *contents.plan).bytes;
+  return LayOut(*contents.plan, manifest_bytes, contents.commit.text.size(), older_count, 0).bytes;
 }
 
 absl::StatusOr<std::unique_ptr<JobTable>> JobTable::Map(uint64_t bytes) {
@@ -159,11 +149,12 @@ void JobTable::FillCommon(const JobParameters& parameters) {
   CopyName(parameters.partial, job_->partial, sizeof(job_->partial));
 }
 
-absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(
-    const JobParameters& parameters, const SavePlan& plan, const format::ManifestTemplate& manifest,
-    const format::CommitTemplate& commit) {
-  const Layout layout =
-      LayOut(plan, manifest.text.size(), commit.text.size(), parameters.older.size(), 0);
+absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(const JobParameters& parameters,
+                                                            const SaveContents& contents) {
+  const format::PackedPlan& plan = *contents.plan;
+  const format::CommitTemplate& commit = contents.commit;
+  const format::ManifestPlaces places = format::MeasureManifest(contents.manifest, plan);
+  const Layout layout = LayOut(plan, places.bytes, commit.text.size(), parameters.older.size(), 0);
   HOLDFAST_ASSIGN_OR_RETURN(std::unique_ptr<JobTable> table, Map(layout.bytes));
   table->FillCommon(parameters);
   layout::Job* job = table->job_;
@@ -179,7 +170,7 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(
   job->manifest_template = layout.manifest;
   job->older = layout.older;
   job->trash = layout.trash;
-  job->slots = manifest.slots;
+  job->slots = places.slots;
   job->commit_template = layout.commit;
   job->commit_slots = commit.slots;
   const bool files_only = (parameters.flags & layout::kFilesOnly) != 0;
@@ -192,71 +183,138 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(
            sizeof(job->manifest_suffix));
   std::memset(layout::At<char>(job, layout.published), 0xff, layout.published.bytes);
   std::memset(layout::At<char>(job, layout.acknowledged), 0xff, layout.acknowledged.bytes);
-  std::memcpy(layout::Manifest(job), manifest.text.data(), manifest.text.size());
   std::memcpy(layout::CommitRecord(job), commit.text.data(), commit.text.size());
   std::copy(parameters.older.begin(), parameters.older.end(), layout::Older(job));
-  table->sources_.reserve(layout.pieces);
-  table->FillFiles(plan, manifest);
+  table->plan_ = contents.plan;
+  table->manifest_ = contents.manifest;
+  table->FillFiles(contents.sources, places);
+  if (layout.extents == 0) table->WriteManifest();
   return table;
 }
 
-void JobTable::FillFiles(const SavePlan& plan, const format::ManifestTemplate& manifest) {
-  uint32_t extent_at = 0;
-  uint32_t piece_at = 0;
-  for (uint32_t f = 0; f < plan.files.size(); ++f) {
-    const PlannedFile& planned = plan.files[f];
-    layout::File& file = layout::Files(job_)[f];
-    CopyName(planned.name, file.name, sizeof(file.name));
-    file.bytes = planned.bytes;
-    file.extent_first = extent_at;
-    file.extent_count = ExtentCount(planned.bytes);
-    file.root_slot = f < manifest.file_roots.size() ? manifest.file_roots[f] : 0;
-    auto segment = planned.segments.begin();
-    for (uint32_t chunk = 0; chunk < file.extent_count; ++chunk, ++extent_at) {
-      layout::Extent& extent = layout::Extents(job_)[extent_at];
-      const uint64_t begin = uint64_t{chunk} * kChunkBytes;
-      const uint64_t end = std::min<uint64_t>(begin + kChunkBytes, planned.bytes);
-      extent.file = f;
-      extent.file_offset = begin;
-      extent.bytes = static_cast<uint32_t>(end - begin);
-      extent.piece_first = piece_at;
-      extent.digest_slot = f < manifest.chunk_digests.size() ? manifest.chunk_digests[f][chunk] : 0;
-      // Segments are in order and without gaps: walk on until one reaches past this chunk.
-      while (segment != planned.segments.end() && segment->file_offset < end) {
-        const uint64_t from = std::max(begin, segment->file_offset);
-        const uint64_t to = std::min(end, segment->file_offset + segment->bytes);
-        if (to > from) {
-          layout::Piece& piece = layout::Pieces(job_)[piece_at++];
-          const bool literal = segment->tensor == Segment::kLiteral;
-          piece.tensor = literal ? Failure::kNoIndex : segment->tensor;
-          piece.offset = static_cast<uint32_t>(from - begin);
-          piece.bytes = static_cast<uint32_t>(to - from);
-          piece.has_digest = piece.bytes != extent.bytes ? 1 : 0;
-          if (!literal && piece.has_digest != 0 && segment->tensor < manifest.tensors.size()) {
-            const PlannedTensor& tensor = plan.tensors[segment->tensor];
-            const format::TensorSlots& slots = manifest.tensors[segment->tensor];
-            piece.digest_slot = tensor.begin / kChunkBytes == chunk ? slots.head : slots.tail;
-          }
-          const char* data =
-              literal ? segment->literal.data() : static_cast<const char*>(segment->data);
-          Device* device =
-              segment->device != nullptr && !segment->device->is_host() ? segment->device : nullptr;
-          if (data != nullptr) data += from - segment->file_offset;
-          sources_.push_back({.data = data, .device = literal ? nullptr : device});
-        }
-        if (segment->file_offset + segment->bytes > end) break;
-        ++segment;
-      }
-      extent.piece_count = piece_at - extent.piece_first;
+/// Cuts runs of files at the chunks' borders, in order.
+class JobTable::Filler {
+ public:
+  explicit Filler(JobTable* table)
+      : extents_(layout::Extents(table->job_)),
+        pieces_(layout::Pieces(table->job_)),
+        sources_(table->sources_) {
+    sources_.reserve(table->job_->piece_count);
+  }
+
+  void BeginFile(uint32_t extent_first) {
+    extent_first_ = extent_first;
+    at_ = 0;
+  }
+
+  /// The next bytes of the file; they are of a tensor, or of none.
+  void Add(uint64_t bytes, uint32_t tensor, PieceSource source) {
+    while (bytes != 0) {
+      layout::Extent& extent = extents_[extent_first_ + at_ / kChunkBytes];
+      const auto offset = static_cast<uint32_t>(at_ % kChunkBytes);
+      const auto part = static_cast<uint32_t>(std::min<uint64_t>(bytes, kChunkBytes - offset));
+      if (offset == 0) extent.piece_first = pieces();
+      ++extent.piece_count;
+      pieces_[pieces()] = {.tensor = tensor,
+                           .offset = offset,
+                           .bytes = part,
+                           .has_digest = part != extent.bytes ? 1u : 0u,
+                           .digest = {}};
+      sources_.push_back(source);
+      if (source.data != nullptr) source.data += part;
+      at_ += part;
+      bytes -= part;
     }
   }
-  HOLDFAST_CHECK(extent_at == job_->extent_count && piece_at == job_->piece_count,
+
+  uint32_t pieces() const { return static_cast<uint32_t>(sources_.size()); }
+
+ private:
+  layout::Extent* const extents_;
+  layout::Piece* const pieces_;
+  std::vector<PieceSource>& sources_;
+  uint32_t extent_first_ = 0;
+  uint64_t at_ = 0;  // in the file
+};
+
+void JobTable::FillFiles(const Sources& sources, const format::ManifestPlaces& places) {
+  const format::PackedPlan& plan = *plan_;
+  Filler filler(this);
+  uint32_t extent_at = 0;
+  for (uint32_t f = 0; f < plan.files.size(); ++f) {
+    const format::PackedFile& packed = plan.files[f];
+    layout::File& file = layout::Files(job_)[f];
+    CopyName(packed.name, file.name, sizeof(file.name));
+    file.bytes = packed.bytes;
+    file.extent_first = extent_at;
+    file.extent_count = ExtentCount(packed.bytes);
+    file.root_slot = places.file_roots[f];
+    for (uint64_t chunk = 0; chunk < file.extent_count; ++chunk, ++extent_at) {
+      layout::Extent& extent = layout::Extents(job_)[extent_at];
+      extent.file = f;
+      extent.file_offset = chunk * kChunkBytes;
+      extent.bytes =
+          static_cast<uint32_t>(std::min<uint64_t>(kChunkBytes, packed.bytes - extent.file_offset));
+      extent.digest_slot = places.chunk_digests[f] + chunk * format::kChunkStride;
+    }
+    filler.BeginFile(file.extent_first);
+    for (const format::PackedRun& run : packed.runs) {
+      if (run.literal != format::PackedRun::kTensors) {
+        filler.Add(plan.literals[run.literal].size(), Failure::kNoIndex,
+                   {.data = sources.literals[run.literal], .device = nullptr});
+      }
+      for (uint32_t i = run.tensor_first; i < run.tensor_first + run.tensor_count; ++i)
+        filler.Add(plan.tensors.end(i) - plan.tensors.begin(i), i, sources.tensors[i]);
+    }
+  }
+  HOLDFAST_CHECK(extent_at == job_->extent_count && filler.pieces() == job_->piece_count,
                  "the table's arrays were sized by the same plan");
+}
+
+/// What the sealers have put into the table.
+class JobTable::SealedDigests final : public format::ManifestDigests {
+ public:
+  explicit SealedDigests(const JobTable& table) : table_(table) {}
+
+  Digest OfChunk(uint32_t file, uint64_t chunk) override {
+    return Extents()[layout::Files(table_.job_)[file].extent_first + chunk].sealed;
+  }
+
+  Digest OfPart(uint32_t tensor, uint64_t begin) override {
+    const layout::Piece* const pieces = layout::Pieces(table_.job_);
+    // Tensors mostly stand in the files as they do in the table.
+    while (next_ < table_.job_->piece_count && pieces[next_].tensor == Failure::kNoIndex) ++next_;
+    const uint32_t file = table_.plan_->tensors.file(tensor);
+    const layout::Extent& extent =
+        Extents()[layout::Files(table_.job_)[file].extent_first + begin / kChunkBytes];
+    const uint32_t offset = static_cast<uint32_t>(begin % kChunkBytes);
+    const uint32_t last = extent.piece_first + extent.piece_count;
+    if (next_ < extent.piece_first || next_ >= last || pieces[next_].tensor != tensor ||
+        pieces[next_].offset != offset) {
+      next_ = static_cast<uint32_t>(
+          std::lower_bound(pieces + extent.piece_first, pieces + last, offset,
+                           [](const layout::Piece& p, uint32_t at) { return p.offset < at; }) -
+          pieces);
+    }
+    return pieces[next_++].digest;
+  }
+
+ private:
+  layout::Extent* Extents() const { return layout::Extents(table_.job_); }
+
+  const JobTable& table_;
+  uint32_t next_ = 0;
+};
+
+void JobTable::WriteManifest() {
+  SealedDigests digests(*this);
+  const uint64_t bytes = format::WriteManifest(manifest_, *plan_, &digests, layout::Manifest(job_));
+  HOLDFAST_CHECK(bytes == job_->manifest_template.bytes, "a manifest is as long as was measured");
 }
 
 absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForDelete(
     const JobParameters& parameters, const std::vector<std::string>& names) {
-  const Layout layout = LayOut(SavePlan(), 0, 0, 0, names.size());
+  const Layout layout = LayOut(format::PackedPlan(), 0, 0, 0, names.size());
   HOLDFAST_ASSIGN_OR_RETURN(std::unique_ptr<JobTable> table, Map(layout.bytes));
   table->FillCommon(parameters);
   layout::Job* job = table->job_;

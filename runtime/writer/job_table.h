@@ -10,11 +10,11 @@
 
 #include "absl/status/statusor.h"
 #include "holdfast/device.h"
-#include "holdfast/plan.h"
 #include "holdfast/pod.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/format/commit_record.h"
 #include "runtime/format/manifest.h"
+#include "runtime/format/packed_plan.h"
 #include "runtime/layout/job.h"
 
 namespace holdfast::writer {
@@ -42,22 +42,33 @@ struct JobParameters {
   uint64_t time_liveness_max_ns = 0;
 };
 
-/// Where the bytes of one piece come from. Parallel to the table's pieces; never leaves the
-/// trainer.
+/// Where the bytes of a tensor, or of one piece, come from. Never leaves the trainer.
 struct PieceSource {
   const char* data = nullptr;
   Device* device = nullptr;  ///< Null: host memory.
+};
+
+/// Where the bytes of one save come from; parallel to the plan's tensors and literals.
+struct Sources {
+  std::vector<PieceSource> tensors;
+  std::vector<const char*> literals;  ///< They outlive the table.
+};
+
+/// What a save's table is made from.
+struct SaveContents {
+  std::shared_ptr<const format::PackedPlan> plan;
+  Sources sources;
+  format::ManifestInput manifest;
+  format::CommitTemplate commit;
 };
 
 /// One control mapping (a memfd, DONTFORK here, sealed against resizing) and what the trainer keeps
 /// beside it.
 class JobTable {
  public:
-  /// `plan` must outlive the table: literals are copied from it when their extent is staged.
+  /// Takes as much control memory as ControlBytes says.
   static absl::StatusOr<std::unique_ptr<JobTable>> ForSave(const JobParameters& parameters,
-                                                           const SavePlan& plan,
-                                                           const format::ManifestTemplate& manifest,
-                                                           const format::CommitTemplate& commit);
+                                                           const SaveContents& contents);
   /// A job that removes retired checkpoint directories.
   static absl::StatusOr<std::unique_ptr<JobTable>> ForDelete(const JobParameters& parameters,
                                                              const std::vector<std::string>& names);
@@ -75,6 +86,9 @@ class JobTable {
   }
   int fd() const { return fd_.get(); }
   uint64_t bytes() const { return bytes_; }
+  /// Writes the manifest but for what the worker fills in. Once, after every extent was sealed and
+  /// before the last one is published. (A table without extents has its manifest already.)
+  void WriteManifest();
   /// Whether the worker has reported how it ended.
   bool HasResult() const {
     // acquire: pairs with the worker's release store; everything else in the slot is visible then.
@@ -86,18 +100,21 @@ class JobTable {
   JobTable() = default;
   static absl::StatusOr<std::unique_ptr<JobTable>> Map(uint64_t bytes);
   void FillCommon(const JobParameters& parameters);
-  void FillFiles(const SavePlan& plan, const format::ManifestTemplate& manifest);
+  void FillFiles(const Sources& sources, const format::ManifestPlaces& places);
+  class Filler;
+  class SealedDigests;
 
   base::ForkGuard guard_;
   base::UniqueFd fd_;
   layout::Job* job_ = nullptr;
   uint64_t bytes_ = 0;
   std::vector<PieceSource> sources_;
+  std::shared_ptr<const format::PackedPlan> plan_;
+  format::ManifestInput manifest_;
 };
 
-/// How many bytes of control memory a save of this plan takes.
-uint64_t ControlBytes(const SavePlan& plan, const format::ManifestTemplate& manifest,
-                      const format::CommitTemplate& commit, uint64_t older_count);
+/// How many bytes of control memory such a save takes.
+uint64_t ControlBytes(const SaveContents& contents, uint64_t older_count);
 
 }  // namespace holdfast::writer
 

@@ -174,15 +174,16 @@ SaveProgress SaveState::ReadProgress() const {
 }
 
 std::string SaveState::TensorName(uint32_t tensor) const {
-  return tensor < plan.tensors.size() ? absl::StrCat("tensor \"", plan.tensors[tensor].name, "\"")
-                                      : std::string("the file's header");
+  return tensor < plan->tensors.size() ? absl::StrCat("tensor \"", plan->tensors.name(tensor), "\"")
+                                       : std::string("the file's header");
 }
 
 base::FailureNames SaveState::Names() const {
   base::FailureNames names;
   names.checkpoint = path;
-  for (const PlannedFile& file : plan.files) names.files.push_back(file.name);
-  for (const PlannedTensor& tensor : plan.tensors) names.tensors.push_back(tensor.name);
+  for (const format::PackedFile& file : plan->files) names.files.push_back(file.name);
+  for (size_t i = 0; i < plan->tensors.size(); ++i)
+    names.tensors.emplace_back(plan->tensors.name(i));
   return names;
 }
 
@@ -212,7 +213,7 @@ void SaveState::ReleaseResources() {
   const base::MutexLock lock(&mutex_);
   table.reset();
   link.reset();
-  plan = SavePlan();
+  plan.reset();
   leases = std::vector<staging::Lease>();
 }
 

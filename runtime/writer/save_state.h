@@ -6,16 +6,19 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-#include "holdfast/plan.h"
+#include "holdfast/device.h"
 #include "holdfast/save.h"
 #include "runtime/base/mutex.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
+#include "runtime/format/packed_plan.h"
 #include "runtime/layout/job.h"
 #include "runtime/staging/staging_pool.h"
 #include "runtime/writer/checksums.h"
@@ -29,8 +32,9 @@ namespace holdfast {
 class SaveState {
  public:
   base::ForkGuard guard;
-  SavePlan plan;  // the names of its tensors and files, and the literals that the table's sources
-                  // point into
+  std::shared_ptr<const format::PackedPlan> plan;  // shared with saves of the same structure
+  std::string head;  // a literal of this save alone: see SafetensorsStructure::HeadFor
+  std::set<std::pair<Device*, StreamHandle>> streams;  // that last wrote its tensors
   std::unique_ptr<writer::JobTable> table;
   std::unique_ptr<writer::Checksums> checksums;  // null if the plan has no places for any
   std::shared_ptr<writer::WorkerLink> link;

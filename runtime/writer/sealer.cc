@@ -29,9 +29,13 @@ uint64_t ThreadCpuNs() {
   return static_cast<uint64_t>(now.tv_sec * kNsPerSecond + now.tv_nsec);
 }
 
-/// Puts a digest at its place in the manifest template; slot 0 is "none".
-void FillSlot(layout::Job* job, uint64_t slot, const Digest& digest) {
-  if (slot != 0) digest::ToHex(digest, layout::Manifest(job) + slot);
+// The manifest of so many tensors takes some tens of microseconds: no longer than to wake a thread.
+constexpr size_t kTensorsAtOnce = 256;
+
+void Append(SaveState* save, uint32_t index) {
+  save->published.Append(index);
+  save->table->job()->published_count.fetch_add(1, std::memory_order_relaxed);
+  save->link->RingDoorbell();
 }
 
 }  // namespace
@@ -62,7 +66,7 @@ Sealer::~Sealer() {
 void Sealer::Enqueue(std::shared_ptr<SaveState> save, uint32_t index) {
   save->AddUser();
   const base::MutexLock lock(&mutex_);
-  tasks_.push_back({.save = std::move(save), .index = index, .copy = nullptr});
+  tasks_.push_back({.save = std::move(save), .index = index});
   changed_.NotifyAll();
 }
 
@@ -100,10 +104,17 @@ void Sealer::Run() {
       const base::MutexLock lock(&mutex_);
       --copies_under_way_;
     }
-    if (has_bytes && !task.save->StagingFailed() && TakeChecksums(task))
-      Seal(task.save.get(), task.index);
+    if (has_bytes && !task.save->StagingFailed()) Do(task);
     task.save->cpu_sealing_ns.fetch_add(ThreadCpuNs() - begin, std::memory_order_relaxed);
     task.save->DropUser();
+  }
+}
+
+void Sealer::Do(const Task& task) {
+  if (task.sealed) {
+    PublishLast(task.save.get(), task.index);
+  } else if (TakeChecksums(task)) {
+    Seal(task.save, task.index);
   }
 }
 
@@ -116,7 +127,7 @@ bool Sealer::TakeChecksums(const Task& task) {
   return complete;
 }
 
-void Sealer::Seal(SaveState* save, uint32_t index) {
+void Sealer::Seal(const std::shared_ptr<SaveState>& save, uint32_t index) {
   layout::Extent& extent = save->table->extent(index);
   layout::Piece* pieces = save->table->pieces(extent);
   const char* memory = pool_->arena().base() + extent.arena_offset;
@@ -140,44 +151,55 @@ void Sealer::Seal(SaveState* save, uint32_t index) {
   SealDigested(save, index, digest::OfChunk(memory, extent.bytes, parts.data(), parts.size()));
 }
 
-void Sealer::SealDigested(SaveState* save, uint32_t index, const Digest& whole) {
-  layout::Job* job = save->table->job();
+void Sealer::SealDigested(const std::shared_ptr<SaveState>& save, uint32_t index,
+                          const Digest& whole) {
   layout::Extent& extent = save->table->extent(index);
   char* memory = pool_->arena().base() + extent.arena_offset;
   // The I/O length is a multiple of the alignment: what is behind the end must not be an older
   // save's bytes.
   std::memset(memory + extent.bytes, 0, layout::AlignUp(extent.bytes) - extent.bytes);
   extent.sealed = whole;
-  FillSlot(job, extent.digest_slot, whole);
-  const layout::Piece* pieces = save->table->pieces(extent);
-  for (uint32_t i = 0; i < extent.piece_count; ++i) {
-    if (pieces[i].has_digest != 0) FillSlot(job, pieces[i].digest_slot, pieces[i].digest);
-  }
   pool_->Seal(save->leases[index]);
   if (on_sealed_) {
     on_sealed_({.memory = memory,
                 .bytes = extent.bytes,
-                .file = save->plan.files[extent.file].name,
+                .file = save->plan->files[extent.file].name,
                 .file_offset = extent.file_offset,
                 .epoch = save->epoch});
   }
   Publish(save, index);
 }
 
-void Sealer::Publish(SaveState* save, uint32_t index) {
+void Sealer::Publish(const std::shared_ptr<SaveState>& save, uint32_t index) {
   const uint32_t bytes = save->table->extent(index).bytes;
   pool_->StartWriting(save->leases[index]);
   // Before the append: the worker may finish, and the progress display read, as soon as the index
   // is in the log.
   save->bytes_sealed.fetch_add(bytes, std::memory_order_relaxed);
+  // acq_rel: whoever seals the last extent sees the digests of all others.
   const bool last = save->extents_to_seal.fetch_sub(1, std::memory_order_acq_rel) == 1;
-  if (last) save->MarkStaged();
-  save->published.Append(index);
-  save->table->job()->published_count.fetch_add(1, std::memory_order_relaxed);
-  save->link->RingDoorbell();
+  if (!last) {
+    Append(save.get(), index);
+  } else if (save->plan->tensors.size() <= kTensorsAtOnce) {
+    PublishLast(save.get(), index);
+  } else {
+    // Not by this thread, which may be the caller's.
+    save->AddUser();
+    const base::MutexLock lock(&mutex_);
+    tasks_.push_front({.save = save, .index = index, .copy = nullptr, .sealed = true});
+    changed_.NotifyAll();
+  }
 #ifdef HOLDFAST_PLANTED_BUGS
   if (testing::release_at_submit) pool_->Release(save->leases[index]);
 #endif
+}
+
+// Only with its last extent a save is whole, and a worker whose trainer dies finishes what is: the
+// manifest must be there by then.
+void Sealer::PublishLast(SaveState* save, uint32_t index) {
+  save->table->WriteManifest();
+  save->MarkStaged();
+  Append(save, index);
 }
 
 }  // namespace holdfast::writer

@@ -20,8 +20,9 @@
 
 namespace holdfast::writer {
 
-/// Seals extents: digests (whole and by piece) into the job table and the manifest template, then
-/// the lease's state, then publication to the worker, in that order.
+/// Seals extents: digests (whole and by piece) into the job table, then the lease's state, then
+/// publication to the worker, in that order. The last extent of a save is published behind its
+/// manifest.
 class Sealer {
  public:
   Sealer(staging::StagingPool* pool, uint32_t threads,
@@ -42,20 +43,23 @@ class Sealer {
 
   /// Seals an extent whose digests were taken while it was copied: `whole`, and those of its
   /// pieces, already in the table.
-  void SealDigested(SaveState* save, uint32_t index, const Digest& whole);
+  void SealDigested(const std::shared_ptr<SaveState>& save, uint32_t index, const Digest& whole);
 
  private:
   struct Task {
     std::shared_ptr<SaveState> save;
     uint32_t index = 0;
     std::function<bool()> copy;  // null: the bytes are there
+    bool sealed = false;         // the save's last extent, to be published
   };
   void Run();
   Task Next();
   /// False: a checksum that the extent has a place for is not known yet; it is queued again then.
   bool TakeChecksums(const Task& task);
-  void Seal(SaveState* save, uint32_t index);
-  void Publish(SaveState* save, uint32_t index);
+  void Do(const Task& task);
+  void Seal(const std::shared_ptr<SaveState>& save, uint32_t index);
+  void Publish(const std::shared_ptr<SaveState>& save, uint32_t index);
+  void PublishLast(SaveState* save, uint32_t index);
 
   staging::StagingPool* pool_;
   std::function<void(const SealedExtent&)> on_sealed_;

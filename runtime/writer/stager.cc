@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <set>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -106,13 +105,8 @@ absl::Status Stager::StageAll(const std::shared_ptr<SaveState>& save) {
   }
   // Order every device behind what its stream holds now, before anything else of the trainer's is
   // queued on it.
-  std::set<std::pair<Device*, StreamHandle>> streams;
-  for (const PlannedFile& file : save->plan.files) {
-    for (const Segment& segment : file.segments) {
-      if (segment.device == nullptr || segment.device->is_host()) continue;
-      if (!streams.insert({segment.device, segment.stream}).second) continue;
-      HOLDFAST_RETURN_IF_ERROR(segment.device->OrderAfter(segment.stream));
-    }
+  for (const auto& [device, stream] : save->streams) {
+    HOLDFAST_RETURN_IF_ERROR(device->OrderAfter(stream));
   }
   return StageExtents(save);
 }
@@ -251,7 +245,7 @@ absl::StatusOr<bool> Stager::CopyFused(const std::shared_ptr<SaveState>& save, u
   }
   if (options_.second_look) HOLDFAST_RETURN_IF_ERROR(LookAgain(*save, index));
   if (may_digest) {
-    sealer_->SealDigested(save.get(), index, begun.whole.Finish());
+    sealer_->SealDigested(save, index, begun.whole.Finish());
   } else {
     checksums->Keep(index, begun);
   }
@@ -274,7 +268,7 @@ absl::Status Stager::LookAgain(const SaveState& save, uint32_t index) const {
     return absl::DataLossError(absl::StrCat(
         "copy ", save.TensorName(pieces[i].tensor), " for ", save.checkpoint,
         ": it was changed while it was being copied, from byte ", at, " of ",
-        save.plan.files[extent.file].name, " on; do not change tensors inside the save call"));
+        save.plan->files[extent.file].name, " on; do not change tensors inside the save call"));
   }
   return absl::OkStatus();
 }

@@ -12,7 +12,10 @@ namespace holdfast::format {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::ElementsAreArray;
 using ::testing::HasSubstr;
+
+constexpr AttemptId kAttempt = {.high = 0x0123456789abcdef, .low = 0xfedcba9876543210};
 
 void ExpectRefused(const std::vector<TensorSource>& tensors, const SafetensorsOptions& options,
                    const std::string& what) {
@@ -177,6 +180,73 @@ TEST(PlanSafetensors, RefusesMetadata) {
 
 TEST(PlanSafetensors, RefusesAHeaderOverTheFormatsLimit) {
   ExpectRefused({}, {.metadata = {{"a", std::string(kSafetensorsHeaderMax, 'x')}}}, "limit");
+}
+
+SampleTensors TensorsOfAllKinds() {
+  SampleTensors tensors;
+  tensors.Add("u8", "U8", {3}, 3);
+  tensors.Add("a \"name\" with\tescapes", "F32", {1}, 4);
+  tensors.Add("odd", "MYSTERY", {5}, 15);
+  tensors.Add("empty", "F32", {2, 0}, 0);
+  tensors.Add("f64", "F64", {1, 1}, 8);
+  return tensors;
+}
+
+TEST(SafetensorsStructure, IsThePlanWithoutTheAttempt) {
+  const SampleTensors tensors = TensorsOfAllKinds();
+  const auto structure = PackSafetensors("f.safetensors", tensors.sources);
+  ASSERT_TRUE(structure.ok()) << structure.status();
+  const PackedPlan& packed = structure->plan;
+  const auto plan = PlanSafetensors("f.safetensors", tensors.sources, {.attempt = kAttempt});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  ASSERT_EQ(packed.files.size(), 1u);
+  EXPECT_EQ(packed.files[0].name, plan->files[0].name);
+  EXPECT_EQ(packed.files[0].bytes, plan->files[0].bytes);
+  ASSERT_EQ(packed.literals.size(), 2u);
+  EXPECT_EQ(structure->HeadFor(kAttempt) + packed.literals[1], plan->files[0].segments[0].literal);
+  ASSERT_EQ(packed.tensors.size(), plan->tensors.size());
+  ASSERT_EQ(structure->order.size(), plan->tensors.size());
+  for (size_t i = 0; i < plan->tensors.size(); ++i) {
+    const PlannedTensor& tensor = plan->tensors[i];
+    EXPECT_EQ(packed.tensors.name(i), tensor.name);
+    EXPECT_EQ(packed.tensors.dtype(i), tensor.dtype);
+    EXPECT_THAT(packed.tensors.shape(i), ElementsAreArray(tensor.shape));
+    EXPECT_EQ(packed.tensors.begin(i), tensor.begin);
+    EXPECT_EQ(packed.tensors.end(i), tensor.end);
+    EXPECT_EQ(tensors.sources[structure->order[i]].name, tensor.name);
+  }
+}
+
+TEST(SafetensorsStructure, DescribesNothingThatDiffersInAnyPart) {
+  const SampleTensors tensors = TensorsOfAllKinds();
+  const auto structure = PackSafetensors("f.safetensors", tensors.sources);
+  ASSERT_TRUE(structure.ok()) << structure.status();
+  EXPECT_TRUE(structure->Describes("f.safetensors", tensors.sources));
+  EXPECT_FALSE(structure->Describes("g.safetensors", tensors.sources));
+  const auto with = [&](auto change) {
+    std::vector<TensorSource> changed = tensors.sources;
+    change(changed);
+    return structure->Describes("f.safetensors", changed);
+  };
+  static const char kElsewhere[16] = {};
+  EXPECT_TRUE(with([](auto& t) { t[4].data = kElsewhere; }));
+  EXPECT_FALSE(with([](auto& t) { t[4].data = nullptr; }));
+  EXPECT_FALSE(with([](auto& t) { t[4].name = "f65"; }));
+  EXPECT_FALSE(with([](auto& t) { t[4].name = "f6"; }));
+  EXPECT_FALSE(with([](auto& t) { t[4].dtype = "I64"; }));
+  EXPECT_FALSE(with([](auto& t) { t[4].shape = {1}; }));
+  EXPECT_FALSE(with([](auto& t) { t[4].bytes = 9; }));
+  EXPECT_FALSE(with([](auto& t) { t[3].shape = {3, 0}; }));
+  EXPECT_FALSE(with([](auto& t) { std::swap(t[0], t[1]); }));
+  EXPECT_FALSE(with([](auto& t) { t.pop_back(); }));
+  EXPECT_FALSE(with([](auto& t) { t.push_back(Source("more", "U8", {1}, 1)); }));
+}
+
+TEST(SafetensorsStructure, RefusesWhatThePlanRefuses) {
+  const std::vector<TensorSource> twice = {Source("x", "U8", {1}, 1), Source("x", "U8", {1}, 1)};
+  EXPECT_THAT(std::string(PackSafetensors("f.safetensors", twice).status().message()),
+              HasSubstr("\"x\": the name occurs twice"));
+  EXPECT_FALSE(PackSafetensors("a/b", {}).ok());
 }
 
 }  // namespace

@@ -68,8 +68,8 @@ class Table {
                  .digest_slot = 96};
     Piece* const piece = Pieces(job_);
     piece[0] = {.tensor = 0, .bytes = kChunkBytes};
-    piece[1] = {.tensor = 0, .bytes = 60, .has_digest = 1, .digest_slot = 128};
-    piece[2] = {.tensor = 1, .offset = 60, .bytes = 40, .has_digest = 1, .digest_slot = 160};
+    piece[1] = {.tensor = 0, .bytes = 60, .has_digest = 1};
+    piece[2] = {.tensor = 1, .offset = 60, .bytes = 40, .has_digest = 1};
   }
 
   /// Of one rank or two.
@@ -181,7 +181,6 @@ TEST(ValidateJob, NamesEveryMistake) {
       {"a piece is outside of its extent or overlaps another",
        [](Job& job) { Pieces(&job)[2].offset = 59; }},
       {"a piece names no tensor", [](Job& job) { Pieces(&job)[2].tensor = 2; }},
-      {"a piece's slot is outside", [](Job& job) { Pieces(&job)[2].digest_slot = 2000; }},
       {"an extent belongs to no file",
        [](Job& job) {
          Files(&job)[0].bytes = kChunkBytes;

@@ -34,10 +34,6 @@ namespace {
 
 constexpr char kWhy[] = "the rig itself must work";
 
-void FillSlot(layout::Job* job, uint64_t slot, const Digest& digest) {
-  if (slot != 0) digest::ToHex(digest, layout::Manifest(job) + slot);
-}
-
 }  // namespace
 
 TestDirectory::TestDirectory(const std::string& below) {
@@ -210,23 +206,24 @@ void TestSave::AddFile(const std::string& name, const std::vector<uint64_t>& ten
 }
 
 void TestSave::Build() {
-  const format::ManifestTemplate manifest =
-      format::BuildManifest({.checkpoint = parameters.target,
-                             .attempt = parameters.attempt,
-                             .rank = parameters.rank,
-                             .world_size = parameters.world_size,
-                             .step = parameters.step,
-                             .launcher = parameters.launcher},
-                            plan_);
-  format::CommitTemplate commit;
+  writer::SaveContents contents;
+  contents.plan = std::make_shared<const format::PackedPlan>(format::Pack(plan_));
+  contents.sources.tensors.resize(plan_.tensors.size());
+  contents.sources.literals.resize(contents.plan->literals.size());
+  contents.manifest = {.checkpoint = parameters.target,
+                       .attempt = parameters.attempt,
+                       .rank = parameters.rank,
+                       .world_size = parameters.world_size,
+                       .step = parameters.step,
+                       .launcher = parameters.launcher};
   if (parameters.rank == 0 && (parameters.flags & layout::kFilesOnly) == 0 &&
       (parameters.flags & layout::kWriteManifest) != 0) {
-    commit = format::BuildCommitRecord({.checkpoint = parameters.target,
-                                        .attempt = parameters.attempt,
-                                        .world_size = parameters.world_size,
-                                        .step = parameters.step});
+    contents.commit = format::BuildCommitRecord({.checkpoint = parameters.target,
+                                                 .attempt = parameters.attempt,
+                                                 .world_size = parameters.world_size,
+                                                 .step = parameters.step});
   }
-  auto table = writer::JobTable::ForSave(parameters, plan_, manifest, commit);
+  auto table = writer::JobTable::ForSave(parameters, contents);
   HOLDFAST_CHECK(table.ok(), kWhy);
   table_ = *std::move(table);
   published_ = std::make_unique<layout::LogWriter>(
@@ -255,13 +252,12 @@ void TestSave::Stage(uint32_t index, uint64_t offset) {
 void TestSave::Seal(uint32_t index) {
   layout::Extent& extent = table_->extent(index);
   extent.sealed = digest::Of(Memory(index), extent.bytes);
-  FillSlot(job(), extent.digest_slot, extent.sealed);
   layout::Piece* pieces = table_->pieces(extent);
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
     if (pieces[i].has_digest == 0) continue;
     pieces[i].digest = digest::Of(Memory(index) + pieces[i].offset, pieces[i].bytes);
-    FillSlot(job(), pieces[i].digest_slot, pieces[i].digest);
   }
+  if (++sealed_ == extent_count()) table_->WriteManifest();
   published_->Append(index);
 }
 

@@ -138,6 +138,7 @@ class TestSave {
   std::vector<std::string> contents_;
   std::unique_ptr<writer::JobTable> table_;
   std::unique_ptr<layout::LogWriter> published_;
+  uint32_t sealed_ = 0;
 };
 
 /// The rank board of `save` in `directory`, as `rank` has it. To be closed.
