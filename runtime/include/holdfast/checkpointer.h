@@ -98,8 +98,8 @@ struct SaveRequest {
 
 /// Saves checkpoints asynchronously.
 ///
-/// A save of the tensors of the save before (names, dtypes, shapes, order) is planned from what that
-/// one has kept: about 200 bytes a tensor between saves, 256 MiB at most.
+/// A save of the tensors of the save before (names, dtypes, shapes, order) is planned from what
+/// that one has kept: about 200 bytes a tensor between saves, 256 MiB at most.
 ///
 /// Several saves may be in flight; they share the staging memory first come first served. Bytes
 /// that a save uses are reused only after its worker is provably gone (or, for saves larger than
