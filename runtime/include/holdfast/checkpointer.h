@@ -1,4 +1,4 @@
-// The front door: tensors in, a durable, verified checkpoint out.
+// Saves tensors as durable, verified checkpoints in the background.
 #ifndef HOLDFAST_CHECKPOINTER_H_
 #define HOLDFAST_CHECKPOINTER_H_
 
@@ -19,25 +19,25 @@
 
 namespace holdfast {
 
-/// What to do with a save that arrives while earlier ones hold the staging memory.
+/// Action for a save that finds the staging memory held by earlier saves.
 enum class WhenFull { kWait, kSkip, kFail };
 
-/// What a worker does when the trainer dies after everything was sealed. (If not, it always removes
-/// its partial files.)
+/// Action of a worker whose trainer dies after the last extent was sealed. A worker whose trainer
+/// dies earlier always removes its partial files.
 enum class TrainerDeath { kFinish, kStop };
 
-/// Which checkpoints of a series stay. A series is the checkpoints whose names differ in their last
-/// run of digits alone: "step-80" and "step-100". "best" is a series of its own, and no other save
-/// removes it. Deleting happens in the background, after the successor is durable.
+/// Selects the checkpoints of a series that stay. The names of a series differ in their last run of
+/// digits alone: "step-80" and "step-100". "best" is a series by itself, and saves of other series
+/// never remove it. Deletion runs in the background, after the successor is durable.
 struct Retention {
   uint32_t keep_last = 0;   ///< Keep the newest N by the time of their saves; 0 keeps all.
-  uint64_t keep_every = 0;  ///< Besides, keep every step that is a multiple of this; 0 is none.
+  uint64_t keep_every = 0;  ///< Also keep steps that are multiples of this number; 0: none.
 };
 
-/// How a Checkpointer works. The defaults suit one rank on a local disk.
+/// Options of a Checkpointer. The defaults suit one rank on a local disk.
 struct CheckpointerOptions {
-  /// Checkpoints are made below it. It must exist; the first save finds out whether it can be
-  /// written to.
+  /// Parent directory of the checkpoints. The directory must exist; the first save finds out
+  /// whether the directory is writable.
   std::string directory;
   StagingOptions staging;
   Launcher launcher = Launcher::kSpawn;
@@ -45,11 +45,11 @@ struct CheckpointerOptions {
   uint32_t queue_depth = 8;  ///< Chunks in flight in the worker.
   uint32_t pwrite_threads = 2;
   bool direct_io = true;
-  bool read_back = false;    ///< Compare what is really on disk before committing.
-  bool second_look = false;  ///< Compare host sources again after copying: finds torn copies.
-  /// Digest host tensors while they are copied, a cache's worth at a time: their bytes cross the
-  /// memory bus once less. What stands behind a checksum that is not known by then (torch's zip
-  /// framing, a tensor over several chunks) is digested afterwards.
+  bool read_back = false;    ///< Read the files back from disk before committing.
+  bool second_look = false;  ///< Compare host sources again after copying; finds torn copies.
+  /// Digest host tensors while copying, one cache-sized block at a time: the bytes cross the memory
+  /// bus once less. Bytes behind an unknown checksum (torch's zip framing, a tensor over several
+  /// chunks) are digested after the copy.
   bool fused_copy = true;
   TrainerDeath trainer_death = TrainerDeath::kFinish;
   WhenFull when_full = WhenFull::kWait;
@@ -57,42 +57,42 @@ struct CheckpointerOptions {
   Retention retention;
   uint32_t rank = 0;
   uint32_t world_size = 1;
-  absl::Duration time_memory_max =
-      absl::Minutes(10);  ///< SaveAsync waits this long for staging memory.
-  absl::Duration time_stalled_max =
-      absl::Minutes(10);  ///< A worker without any progress for this long has failed.
-  /// A rank that lives is waited for this long by the others, which are done.
+  /// Longest wait of SaveAsync for staging memory.
+  absl::Duration time_memory_max = absl::Minutes(10);
+  /// A worker without progress for this long has failed.
+  absl::Duration time_stalled_max = absl::Minutes(10);
+  /// Longest wait of finished ranks for a live rank.
   absl::Duration time_ranks_max = absl::Minutes(30);
-  /// A rank without a sign of life for this long has failed: nothing of it runs any more, or it
-  /// has not begun the save while others wait for it. The same on all ranks.
+  /// A rank without a sign of life for this long has failed: its process is gone, or its save has
+  /// not begun while other ranks wait. Must be equal on all ranks.
   absl::Duration time_liveness_max = absl::Seconds(30);
-  /// For proving that faults are found, never for production: called with each extent right after
-  /// its digests were taken and before the worker is told, from a sealing thread.
+  /// For fault injection in tests only. A sealing thread calls it with each extent, after the
+  /// digests are taken and before the worker is notified.
   std::function<void(const SealedExtent&)> on_sealed;
-  std::string worker_program;  ///< Path of holdfast-worker; empty: $HOLDFAST_WORKER, then beside
-                               ///< the library.
+  /// Path of holdfast-worker. Empty: $HOLDFAST_WORKER, then the directory of the library.
+  std::string worker_program;
 };
 
-/// What Create refuses whatever the machine and the directory are like. It makes and opens nothing.
-/// \error kInvalidArgument naming the option, its value and what is allowed.
+/// Checks `options` without touching the machine or the directory. Create refuses the same options.
+/// \error kInvalidArgument naming the option, its value and the allowed range.
 absl::Status ValidateOptions(const CheckpointerOptions& options);
 
 /// One save.
 struct SaveRequest {
-  std::string name;  ///< Of the checkpoint's directory, one path component, e.g. "step-1200".
+  std::string name;  ///< Directory name of the checkpoint, one path component, e.g. "step-1200".
   uint64_t step = 0;
-  absl::Span<const TensorSource> tensors;  ///< Written as one safetensors file of this rank ...
-  const SavePlan* plan = nullptr;          ///< ... or a plan of the caller's own, if not null.
-  /// Exchange an existing checkpoint of that name instead of refusing. It must hold nothing else
-  /// (kFailedPrecondition names the entry). Of two saves of one name the one that began later
-  /// stays; the other ends with kAborted.
+  absl::Span<const TensorSource> tensors;  ///< Written as one safetensors file, if `plan` is null.
+  const SavePlan* plan = nullptr;          ///< A plan made by the caller, in place of `tensors`.
+  /// Replace an existing checkpoint of that name. Its directory must hold no foreign entry
+  /// (kFailedPrecondition names the entry). Without `replace` an existing name is refused. Of two
+  /// saves of one name the later one stays; the earlier one ends with kAborted.
   bool replace = false;
-  AttemptId attempt;  ///< Agreed by all ranks; none: random (world size 1 only).
-  /// The checkpoint that the state descends from, for the commit record. None: the last one that
-  /// was committed through this Checkpointer, else the newest of the directory when it was created.
+  AttemptId attempt;  ///< Equal on all ranks; zero: random (world size 1 only).
+  /// Attempt id of the parent checkpoint, for the commit record. Zero: the last checkpoint
+  /// committed through this Checkpointer, else the newest in the directory at Create.
   AttemptId parent;
-  /// A framework owns the directory: files are committed one by one into `directory`/`name`, which
-  /// exists, and nothing is renamed; the framework's own last file commits.
+  /// For a directory that a framework owns: files are committed one by one into the existing
+  /// `directory`/`name`, and no directory is renamed. The framework's last file commits.
   bool files_only = false;
 };
 
@@ -106,7 +106,7 @@ struct SaveRequest {
 /// the arena, has acknowledged them).
 ///
 /// \threadsafety All methods may be called from any thread.
-/// \forksafety In a child of the creating process every call returns FAILED_PRECONDITION, the
+/// \forksafety In a child of the creating process every call returns kFailedPrecondition, and the
 /// destructor does nothing.
 class Checkpointer {
  public:
@@ -115,34 +115,34 @@ class Checkpointer {
   /// option to change.
   static absl::StatusOr<std::unique_ptr<Checkpointer>> Create(const CheckpointerOptions& options);
 
-  /// A second front door to the same staging memory and workers, for another directory: its saves
-  /// wait in the same queue and count against the same cap. What is shared is this one's, whatever
-  /// `options` say: staging, launcher, worker_program, fused_copy, second_look, on_sealed,
-  /// time_memory_max and time_stalled_max. Either may be destroyed first.
+  /// Makes a Checkpointer for another directory that shares this one's staging memory and workers:
+  /// saves wait in one queue and count against one cap. Shared settings are taken from this
+  /// Checkpointer, not from `options`: staging, launcher, worker_program, fused_copy, second_look,
+  /// on_sealed, time_memory_max and time_stalled_max. Either object may be destroyed first.
   absl::StatusOr<std::unique_ptr<Checkpointer>> CreateBeside(
       const CheckpointerOptions& options) const;
 
-  /// Waits for saves in flight (bounded by their own deadlines), then gives everything back.
+  /// Waits for saves in flight (bounded by their own deadlines), then releases the staging memory.
   ~Checkpointer();
   Checkpointer(const Checkpointer&) = delete;
   Checkpointer& operator=(const Checkpointer&) = delete;
 
-  /// Starts a save. Host tensors are captured when it returns; tensors on a device when the handle
-  /// says *staged*. Errors that are known by then are returned here: kAlreadyExists,
-  /// kInvalidArgument, kUnavailable (skipped because the memory is held, WhenFull::kSkip),
-  /// kResourceExhausted (WhenFull::kFail), kDeadlineExceeded, ...
+  /// Starts a save. Host tensors are captured when the call returns; device tensors when the handle
+  /// reports *staged*. Errors of the start are returned here, errors of the save by the handle.
+  /// \error kAlreadyExists, kInvalidArgument, kUnavailable (skipped because the memory is held,
+  /// WhenFull::kSkip), kResourceExhausted (WhenFull::kFail), kDeadlineExceeded, ...
   absl::StatusOr<SaveHandle> SaveAsync(const SaveRequest& request);
 
-  /// Waits until no save and no background deletion is in flight. Returns the first error of any
-  /// save since the last Flush that no WaitDurable has returned.
+  /// Waits until no save and no background deletion is in flight. Returns the first error since the
+  /// last Flush that no WaitDurable has returned.
   absl::Status Flush(absl::Duration timeout);
 
-  /// Gives the arena's pages back to the system; the next save takes them again.
+  /// Returns the arena's pages to the system; the next save takes new pages.
   /// \error kFailedPrecondition while a save is in flight.
   absl::Status Trim();
 
-  /// Makes `device`'s copies into the arena fast (registers it) ahead of the first save; also done
-  /// on demand.
+  /// Registers the arena with `device` ahead of the first save, for fast copies. Without this call
+  /// the first save from `device` registers the arena.
   absl::Status RegisterDevice(Device* device);
 
   StagingStats staging() const;

@@ -1,4 +1,4 @@
-// Where a tensor's bytes live, and the few things that are asked of that place.
+// The memory that holds tensors (host or CUDA device), and the operations on that memory.
 #ifndef HOLDFAST_DEVICE_H_
 #define HOLDFAST_DEVICE_H_
 
@@ -13,17 +13,17 @@
 
 namespace holdfast {
 
-/// A stream of the device that a caller's work is queued on; for CUDA a cudaStream_t. Null is the
-/// default stream.
+/// A device stream with queued work of the caller; for CUDA a cudaStream_t. Null is the default
+/// stream.
 using StreamHandle = void*;
 
-/// A copy that may still be under way. Plain value; 0 is "already done".
+/// Names a copy that may still be under way. Plain value; 0 names a finished copy.
 using CopyTicket = uint64_t;
 
-/// A place that tensors live in: host memory, a CUDA device, or a test's stand-in for one.
+/// Memory that holds tensors: the host's, a CUDA device's, or a test double's.
 ///
-/// A device copies into and out of the staging arena, tells when a copy has ended, and lets a
-/// stream of the caller wait for copies without blocking the CPU. It must outlive every
+/// A device copies into and out of the staging arena and reports the end of each copy. A stream of
+/// the caller can wait for copies without blocking the CPU. The device must outlive every
 /// Checkpointer and load that uses it.
 ///
 /// \threadsafety All methods may be called from any thread.
@@ -34,21 +34,19 @@ class Device {
   /// "host", "cuda:0", ...
   virtual std::string name() const = 0;
 
-  /// True where a pointer can be read by the CPU, so that copies are plain memory copies, done when
-  /// the call returns.
+  /// True where the CPU can read the memory: copies are then plain memory copies, done on return.
   virtual bool is_host() const = 0;
 
-  /// Makes `bytes` at `base` (the arena) fast and safe as a target of copies: cudaHostRegister.
-  /// Registering what is registered already is no error.
+  /// Prepares `bytes` at `base` (the arena) for fast and safe copies: cudaHostRegister. Repeated
+  /// registration is no error.
   virtual absl::Status RegisterMemory(void* base, size_t bytes) = 0;
 
-  /// Takes the registration back. On failure the memory must be neither unmapped nor reused: the
-  /// arena quarantines it.
+  /// Removes the registration. On failure the memory must be neither unmapped nor reused: the arena
+  /// quarantines it.
   /// \error kFailedPrecondition while a copy into or out of this range is under way.
   virtual absl::Status UnregisterMemory(void* base, size_t bytes) = 0;
 
-  /// From now on copies are ordered after what the caller has queued on `stream` so far. Never
-  /// blocks the CPU.
+  /// Orders later copies after the work queued on `stream` so far. Never blocks the CPU.
   virtual absl::Status OrderAfter(StreamHandle stream) = 0;
 
   /// Starts a copy of `bytes` from device memory to the arena.
@@ -60,18 +58,17 @@ class Device {
   virtual absl::StatusOr<CopyTicket> CopyFromHost(void* destination, const void* source,
                                                   size_t bytes) = 0;
 
-  /// Whether the copy has ended; an error of the copy itself is reported here, once.
-  /// \error kAborted when the device's context is lost: no copy of it is under way any more. Any
-  /// other error says nothing about the end; the copy's memory stays in use until a later call
-  /// says more.
+  /// Returns true when the copy has ended. An error of the copy itself is reported here, once.
+  /// \error kAborted when the device's context is lost: all its copies have ended. Any other error
+  /// leaves the end unknown; the copy's memory stays in use until a later call reports the end.
   virtual absl::StatusOr<bool> IsDone(CopyTicket ticket) = 0;
 
   /// Blocks until the copy has ended.
   /// \error kDeadlineExceeded when `timeout` passes first; the copy goes on.
   virtual absl::Status Wait(CopyTicket ticket, absl::Duration timeout) = 0;
 
-  /// Makes `stream` (not the CPU) wait until all copies started so far have ended: to be put in
-  /// front of the optimizer step that changes the parameters.
+  /// Makes `stream` (not the CPU) wait until all copies started so far have ended. Call it before
+  /// the optimizer step that changes the parameters.
   virtual absl::Status MakeStreamWait(StreamHandle stream) = 0;
 };
 

@@ -1,4 +1,4 @@
-// What a status of this library carries beside its code and message.
+// Data that a status carries beside its code and message.
 #ifndef HOLDFAST_ERRORS_H_
 #define HOLDFAST_ERRORS_H_
 
@@ -6,8 +6,8 @@
 
 namespace holdfast {
 
-/// The errno of the system call that failed, 0 when none did. It is the status's payload
-/// "holdfast/errno", as decimal text.
+/// Returns the errno of the failed system call, 0 where no system call failed. The payload
+/// "holdfast/errno" holds the same number as decimal text.
 int ErrnoOf(const absl::Status& status);
 
 }  // namespace holdfast

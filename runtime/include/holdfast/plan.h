@@ -1,7 +1,7 @@
-// What to write: tensors, the files that they go to, and the exact place of every byte.
+// Plans a save: tensors, their files, and the exact place of every byte.
 //
-// A plan is pure data. The layout in memory is the layout in the file: a tensor is copied to the
-// place in the staging arena that corresponds to its place in the file, so there is no
+// A plan is pure data. The layout in memory equals the layout in the file: each tensor is copied to
+// the place in the staging arena that corresponds to its place in the file. There is no
 // serialization step.
 #ifndef HOLDFAST_PLAN_H_
 #define HOLDFAST_PLAN_H_
@@ -22,13 +22,15 @@ namespace holdfast {
 /// A tensor to save: contiguous, row-major bytes at `data`.
 struct TensorSource {
   std::string name;  ///< UTF-8, unique in the checkpoint, not empty.
-  std::string
-      dtype;  ///< safetensors' names: "F32", "BF16", "I64", "BOOL", ... Others are kept as bytes.
-  std::vector<int64_t> shape;     ///< Elements per dimension; empty for a 0-d tensor.
-  const void* data = nullptr;     ///< May be null when `bytes` is 0.
-  uint64_t bytes = 0;             ///< For known dtypes: product(shape) * element size, checked.
-  Device* device = nullptr;       ///< Where `data` lives; null is the host.
-  StreamHandle stream = nullptr;  ///< The stream that last wrote it; copies are ordered after that.
+  /// safetensors' names: "F32", "BF16", "I64", "BOOL", ... Tensors of other dtypes are kept as
+  /// bytes.
+  std::string dtype;
+  std::vector<int64_t> shape;  ///< Elements per dimension; empty for a 0-d tensor.
+  const void* data = nullptr;  ///< May be null when `bytes` is 0.
+  uint64_t bytes = 0;          ///< For known dtypes: product(shape) * element size, checked.
+  Device* device = nullptr;    ///< Memory of `data`; null is the host.
+  /// Stream of the last write to `data`; copies are ordered after that write.
+  StreamHandle stream = nullptr;
 };
 
 /// A tensor's place: bytes [begin, end) of a file.
@@ -41,24 +43,23 @@ struct PlannedTensor {
   uint64_t end = 0;
 };
 
-/// A place in a literal for the CRC-32 of a tensor's bytes, which are not known before they are
-/// staged: zip framing.
+/// Four bytes of a literal (zip framing) for the CRC-32 of a tensor's bytes. The CRC is unknown
+/// until the tensor is staged.
 struct Crc32Slot {
   uint64_t offset = 0;   ///< In the literal, of four bytes, little endian.
-  uint32_t segment = 0;  ///< Index of an earlier segment of the same file, a tensor's.
+  uint32_t segment = 0;  ///< Index of the tensor's segment, earlier in the same file.
 };
 
-/// A run of a file's bytes and where they come from: a whole tensor, or bytes of the format's own
-/// (headers, framing). Never empty: a tensor without bytes has no segment.
+/// A run of a file's bytes and its source: a whole tensor, or bytes of the format (headers,
+/// framing). Never empty: a tensor without bytes has no segment.
 struct Segment {
   static constexpr uint32_t kLiteral = 0xffffffffu;
   uint64_t file_offset = 0;
   uint64_t bytes = 0;
   uint32_t tensor = kLiteral;  ///< Index into SavePlan::tensors, or kLiteral.
-  const void* data =
-      nullptr;  ///< The tensor's bytes; null for a literal, whose bytes are in `literal`.
+  const void* data = nullptr;  ///< The tensor's bytes; null for a literal.
   std::string literal;
-  std::vector<Crc32Slot> crc32_slots;  ///< Filled while the save is staged; of literals only.
+  std::vector<Crc32Slot> crc32_slots;  ///< For literals only; filled while the save is staged.
   Device* device = nullptr;            ///< Null is the host.
   StreamHandle stream = nullptr;
 };
@@ -70,8 +71,8 @@ struct PlannedFile {
   std::vector<Segment> segments;
 };
 
-/// Everything that one rank writes in one save. The tensors' data must stay valid and unchanged
-/// until the save has *staged*, the plan itself only until the call that takes it returns.
+/// The files that one rank writes in one save. The tensors' data must stay valid and unchanged
+/// until the save has *staged*, the plan itself only until the call returns.
 struct SavePlan {
   std::vector<PlannedFile> files;
   std::vector<PlannedTensor> tensors;
@@ -84,25 +85,27 @@ struct SavePlan {
 };
 
 /// Checks a plan: names, duplicates, overlapping, missing or out-of-range segments, tensors whose
-/// range is not that of their one segment, places for checksums that are none. File names may not
-/// be those of rank manifests, nor end in ".tmp", nor have more than 251 bytes (a file is NAME.tmp
-/// while it is written). \error kInvalidArgument naming the file, the range and what is wrong.
+/// range differs from their segment's, CRC slots outside their literal. A file name must not be a
+/// rank manifest's name, must not end in ".tmp", and has at most 251 bytes (a file is NAME.tmp
+/// until complete).
+/// \error kInvalidArgument naming the file, the range and the reason.
 absl::Status ValidatePlan(const SavePlan& plan);
 
 /// Options of PlanSafetensors.
 struct SafetensorsOptions {
-  /// Free text that goes to `__metadata__`, beside what Holdfast puts there.
+  /// Free text for `__metadata__`, beside Holdfast's own entries.
   std::vector<std::pair<std::string, std::string>> metadata;
-  /// Put there, too, so that a file whose manifest is missing is known to be incomplete. None: not.
+  /// Attempt id for `__metadata__`: a file without a manifest is then known to be incomplete. Zero:
+  /// left out.
   AttemptId attempt;
 };
 
-/// Plans one safetensors file: tensors in descending element size, then in the given order (so they
-/// stand in the plan, too); the header padded with blanks so that data starts at a multiple of
-/// kIoAlignment. A dtype that safetensors 0.6 does not read is written as bytes, with the true one
-/// in `__metadata__` and in the manifest. \error kInvalidArgument for duplicate or empty names,
-/// names that are not UTF-8, sizes that do not match shape and dtype, or a header over safetensors'
-/// limit of 100 MB. Source of the format: the safetensors README, "Format".
+/// Plans one safetensors file. Tensors are ordered by descending element size, then in the given
+/// order, in the file and in the plan. Blanks pad the header, so that data starts at a multiple of
+/// kIoAlignment. A dtype unknown to safetensors 0.6 is written as bytes; `__metadata__` and the
+/// manifest hold the true dtype. Source of the format: the safetensors README, "Format".
+/// \error kInvalidArgument for duplicate or empty names, names that are not UTF-8, sizes that do
+/// not match shape and dtype, or a header over safetensors' limit of 100 MB.
 absl::StatusOr<SavePlan> PlanSafetensors(const std::string& file_name,
                                          absl::Span<const TensorSource> tensors,
                                          const SafetensorsOptions& options);

@@ -1,8 +1,7 @@
-// The plain-old-data words that both sides of the fork line share.
+// Plain-old-data types shared by both sides of the fork line.
 //
-// Everything here is trivially copyable, has the same bytes in every process of one build, and
-// needs nothing but the standard library, so that code that may run in a forked child can include
-// it.
+// Each type is trivially copyable and has the same bytes in every process of one build. The header
+// needs only the standard library, so that code in a forked child can include it.
 #ifndef HOLDFAST_POD_H_
 #define HOLDFAST_POD_H_
 
@@ -11,18 +10,16 @@
 
 namespace holdfast {
 
-/// Bytes that one digest covers: files are digested in chunks of this size, the last one may be
-/// shorter.
+/// Bytes per digest: files are digested in chunks of this size; the last chunk may be shorter.
 ///
-/// 4 MiB is one request to the block layer from 2 MiB pages, deep enough in the flat part of every
-/// disk's curve, and small enough that a fault names a useful range.
+/// 4 MiB is one request to the block layer from 2 MiB pages and is deep enough in the flat part of
+/// every disk's curve. A chunk is also small enough for a fault report to name a useful range.
 inline constexpr uint32_t kChunkBytes = 4u << 20;
 
-/// Alignment of every file offset, length and memory address that is handed to direct I/O, in
-/// bytes.
+/// Alignment of every file offset, length and memory address of direct I/O, in bytes.
 ///
-/// A multiple of all logical block sizes in use (512 and 4096); what the file system asks for
-/// beyond that is an error that the engine ladder answers with buffered I/O.
+/// A multiple of all logical block sizes in use (512 and 4096). A file system that asks for a
+/// larger alignment returns an error, and the engine falls back to buffered I/O.
 inline constexpr uint32_t kIoAlignment = 4096;
 
 /// Longest name of a file or directory, the terminating zero included (NAME_MAX + 1).
@@ -35,7 +32,7 @@ struct Digest {
   friend bool operator==(const Digest&, const Digest&) = default;
 };
 
-/// 128 random bits that name one attempt to save; all ranks of one save carry the same. All zero is
+/// 128 random bits that name one attempt to save; equal on all ranks of one save. All zero is
 /// "none".
 struct AttemptId {
   uint64_t high = 0;
@@ -43,24 +40,24 @@ struct AttemptId {
   friend bool operator==(const AttemptId&, const AttemptId&) = default;
 };
 
-/// How the writing side of a save is started.
+/// How the worker of a save is started.
 enum class Launcher : uint32_t {
   kSpawn = 0,  ///< A helper program per save, by posix_spawn: the default.
-  kFork =
-      1,  ///< A forked child of this process per save. Costs about 10 ms per GiB of private memory.
-  kPersistent = 2,  ///< A spawned helper that is kept between saves.
+  /// A forked child of this process per save. Costs about 10 ms per GiB of private memory.
+  kFork = 1,
+  kPersistent = 2,  ///< A spawned helper, kept between saves.
   kThread = 3,      ///< A thread of this process, where child processes are forbidden.
 };
 
-/// How bytes reach the file, best first. The ladder climbs down and says why.
+/// Write engines, best first. The worker takes the first rung that works and reports the reason.
 enum class EngineRung : uint32_t {
-  kAuto = 0,        ///< Take the best that works here.
+  kAuto = 0,        ///< The best rung that works here.
   kUringFixed = 1,  ///< io_uring with registered buffers.
   kUring = 2,       ///< io_uring, plain.
   kPwrite = 3,      ///< pwrite(2) threads (one, synchronous, in a forked child).
 };
 
-/// What the staging arena's pages are, best first.
+/// Page kinds of the staging arena, best first.
 enum class PageRung : uint32_t {
   kAuto = 0,
   kHugetlb = 1,  ///< memfd with MFD_HUGETLB: reserved huge pages.
@@ -73,11 +70,11 @@ enum class PageRung : uint32_t {
 /// Whether writes bypass the page cache.
 enum class DirectIo : uint32_t {
   kNo = 0,       ///< Buffered: the file system refuses O_DIRECT, or it was switched off.
-  kClaimed = 1,  ///< O_DIRECT was accepted, but the file system does not prove that it means it.
-  kProven = 2,   ///< STATX_DIOALIGN is there and a deliberately misaligned probe was refused.
+  kClaimed = 1,  ///< O_DIRECT was accepted, but without proof that the page cache is bypassed.
+  kProven = 2,   ///< STATX_DIOALIGN is reported, and a misaligned probe was refused.
 };
 
-/// The words for these in manifests, reports, and on command lines.
+/// Words for launchers, engines, pages and direct I/O in manifests, reports, and on command lines.
 constexpr const char* WordOf(Launcher launcher) {
   switch (launcher) {
     case Launcher::kSpawn:
@@ -131,7 +128,7 @@ constexpr const char* WordOf(DirectIo direct_io) {
   return "no";
 }
 
-/// What was being done when something failed; the verb of an error message.
+/// The operation that failed; the verb of an error message.
 enum class Operation : uint32_t {
   kNone = 0,
   kAttach,  ///< Mapping the arena or the job table.
@@ -146,18 +143,17 @@ enum class Operation : uint32_t {
   kSyncDirectory,
   kRename,
   kRemove,
-  kDigest,  ///< A digest that is not the one taken at seal.
+  kDigest,  ///< A digest differs from the digest taken at seal.
   kManifest,
   kWaitTrainer,  ///< The trainer died or stopped sealing.
-  kWaitRanks,    ///< Waiting for the other ranks, one of which has failed.
+  kWaitRanks,    ///< Waiting for the other ranks; a rank has failed.
   kCancel,
   kLock,
-  kReplace,    ///< Taking the place of a checkpoint that stands under the name.
+  kReplace,    ///< Replacing an existing checkpoint of the name.
   kJoinRanks,  ///< Opening the rank board, or writing to it.
 };
 
-/// Why a job failed; the codes are those of absl::StatusCode, so that the trainer's side can pass
-/// them on.
+/// Why a job failed. The codes equal absl::StatusCode's, so that the trainer converts by value.
 enum class FailureCode : int32_t {
   kOk = 0,
   kCancelled = 1,
@@ -177,7 +173,7 @@ enum class FailureCode : int32_t {
   kDataLoss = 15,
 };
 
-/// One failure, as the side below the fork line can say it: no text is made there.
+/// One failure in numbers; code below the fork line makes no text.
 struct Failure {
   static constexpr uint32_t kNoIndex = 0xffffffffu;
 
@@ -195,27 +191,26 @@ struct Failure {
   bool ok() const { return code == FailureCode::kOk; }
 };
 
-/// What a worker finds out about one save: part of its result in shared memory, and of SaveReport.
+/// A worker's findings about one save: part of its result in shared memory, and of SaveReport.
 struct WorkerFigures {
   uint64_t bytes_written = 0;  ///< Counted from completions.
   uint64_t worker_private_bytes_peak = 0;
   EngineRung engine = EngineRung::kAuto;
   DirectIo direct_io = DirectIo::kNo;
-  /// 1, or 2 when an fsync failed and everything was written once more, into new files.
+  /// 1, or 2 when an fsync failed and all files were written once more, as new files.
   uint32_t write_attempts = 0;
   bool space_reserved = false;  ///< fallocate(2) worked for every file.
 };
 
-/// Manners of a worker towards the rest of the machine, applied by system calls in the worker
-/// itself. A setting that the kernel refuses is left out, and the report's `engine_reason` names
-/// it.
+/// Priorities and limits of a worker, applied by system calls in the worker itself. A setting that
+/// the kernel refuses is left out and named in the report's `engine_reason`.
 struct Qos {
   int32_t nice = 0;  ///< Added to the worker's nice value, 0 to 19.
   int32_t io_priority_class =
       0;  ///< IOPRIO_CLASS_*: 0 none, 1 realtime, 2 best effort, 3 idle (ioprio_set(2)).
   int32_t io_priority_level = 0;      ///< 0 (highest) to 7, within real-time and best effort.
   uint32_t cpu_count = 0;             ///< Entries used in `cpus`; 0 leaves the affinity as it is.
-  uint16_t cpus[64] = {};             ///< CPUs that the worker may run on.
+  uint16_t cpus[64] = {};             ///< Affinity of the worker.
   uint64_t bytes_per_second_max = 0;  ///< Upper bound of the write rate; 0 is none.
 };
 

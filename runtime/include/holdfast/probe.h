@@ -1,4 +1,4 @@
-// What this machine and one directory can do, found by trying.
+// Probes the abilities of this machine and of one directory.
 #ifndef HOLDFAST_PROBE_H_
 #define HOLDFAST_PROBE_H_
 
@@ -28,7 +28,7 @@ struct ProbeReport {
   uint64_t page_bytes = 0;       ///< Of the staging arena.
   uint64_t base_page_bytes = 0;  ///< Of the machine.
   DirectIo direct_io = DirectIo::kNo;
-  uint32_t memory_alignment = 0;  ///< From STATX_DIOALIGN, 0 where it is not told.
+  uint32_t memory_alignment = 0;  ///< From STATX_DIOALIGN, 0 where the kernel reports none.
   uint32_t offset_alignment = 0;
   bool reserve = false;  ///< fallocate(2) works.
   bool rename_noreplace = false;
@@ -43,7 +43,7 @@ struct ProbeReport {
   double write_bytes_per_second = 0;  ///< Speed probe; 0 when skipped.
   double digest_bytes_per_second = 0;
   double copy_bytes_per_second = 0;
-  std::vector<std::string> advice;  ///< What to change, most useful first.
+  std::vector<std::string> advice;  ///< Proposed changes, most useful first.
 };
 
 absl::StatusOr<ProbeReport> Probe(const std::string& directory, const ProbeOptions& options);

@@ -1,4 +1,4 @@
-// A rank's part in a save of several ranks, before and instead of Checkpointer::SaveAsync.
+// Announces or abandons a rank's part in a save of several ranks, before Checkpointer::SaveAsync.
 #ifndef HOLDFAST_RANKS_H_
 #define HOLDFAST_RANKS_H_
 
@@ -13,9 +13,9 @@
 
 namespace holdfast {
 
-/// Which rank takes part in which save.
+/// A rank and its save.
 struct RankInSave {
-  std::string directory;  ///< Above the checkpoint, as CheckpointerOptions::directory.
+  std::string directory;  ///< Parent of the checkpoint, as CheckpointerOptions::directory.
   std::string name;       ///< As SaveRequest::name.
   AttemptId attempt;
   uint32_t rank = 0;
@@ -23,24 +23,24 @@ struct RankInSave {
   absl::Duration time_liveness_max = absl::Seconds(30);  ///< As in CheckpointerOptions.
 };
 
-/// Says to the other ranks of a save that this one has begun it, as long as the object lives.
+/// Announces to the other ranks of a save that this rank has begun, as long as the object lives.
 ///
-/// SaveAsync does it by itself. What takes long before it, as making the first Checkpointer, would
-/// else look like a rank that never comes, which the others wait for no longer than
+/// SaveAsync announces the rank by itself. A long step before SaveAsync, such as making the first
+/// Checkpointer, needs this object: other ranks wait for an unannounced rank no longer than
 /// `time_liveness_max`.
 ///
-/// \forksafety In a child of the creating process it does nothing.
+/// \forksafety In a child of the creating process the object does nothing.
 class RankAnnouncement {
  public:
-  /// \error kAborted when another rank has failed already, naming it and its reason;
-  /// kInvalidArgument (name), kNotFound (directory), and what making a file there says.
+  /// \error kAborted when another rank has failed already, naming the rank and its reason;
+  /// kInvalidArgument (name), kNotFound (directory), and errors of making a file in the directory.
   static absl::StatusOr<std::unique_ptr<RankAnnouncement>> Make(const RankInSave& who);
   ~RankAnnouncement();
   RankAnnouncement(const RankAnnouncement&) = delete;
   RankAnnouncement& operator=(const RankAnnouncement&) = delete;
 
-  /// This rank takes no part: the other ranks' saves end at once with kAborted and `why`. Not after
-  /// SaveAsync has returned a handle, whose save says itself how it ends.
+  /// Withdraws this rank: the other ranks' saves end at once with kAborted and `why`. Not to be
+  /// called after SaveAsync has returned a handle; that save reports its own end.
   void Abandon(const absl::Status& why);
 
   class Impl;
@@ -50,9 +50,9 @@ class RankAnnouncement {
   std::unique_ptr<Impl> impl_;
 };
 
-/// Make and Abandon in one, for a rank that fails before it calls SaveAsync. SaveAsync does it by
-/// itself when it refuses a save. The last rank to fail removes the partial directory with the
-/// board; if not all ranks come, Recover does.
+/// Announces and abandons in one call, for a rank that fails before SaveAsync. A SaveAsync that
+/// refuses a save abandons by itself. The last rank to fail removes the partial directory with the
+/// board; if ranks are missing, Recover removes both.
 absl::Status AbandonSave(const RankInSave& who, const absl::Status& why);
 
 }  // namespace holdfast

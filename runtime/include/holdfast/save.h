@@ -1,4 +1,4 @@
-// One save under way: what a caller can wait for, ask, and stop.
+// A handle to one save: waits for it, reports its progress, cancels it.
 #ifndef HOLDFAST_SAVE_H_
 #define HOLDFAST_SAVE_H_
 
@@ -14,50 +14,51 @@
 
 namespace holdfast {
 
-/// Where a save is. Bytes count the files' bytes, not padding.
+/// Progress of a save. Bytes count the files' bytes, not padding.
 struct SaveProgress {
   std::string
       phase;  ///< "staging", "writing", "syncing", "manifest", "waiting for ranks", "done", ...
   uint64_t bytes_total = 0;
   uint64_t bytes_sealed = 0;
-  uint64_t bytes_written = 0;  ///< From completions only.
+  uint64_t bytes_written = 0;  ///< Counted from completions.
 };
 
-/// What became of a save. Times are in seconds of the caller's clock.
+/// Result of a save. Times are in seconds of the caller's clock.
 struct SaveReport : WorkerFigures {
   std::string path;  ///< The checkpoint's final path.
   uint64_t epoch = 0;
   uint64_t step = 0;
   AttemptId attempt;
-  uint64_t bytes = 0;  ///< Of all files of this rank, the manifest not counted.
+  uint64_t bytes = 0;  ///< All files of this rank without the manifest.
   uint32_t files = 0;
   uint32_t tensors = 0;
   Launcher launcher = Launcher::kSpawn;
   std::string engine_reason;
   PageRung pages = PageRung::kAuto;
-  /// The save was larger than the free arena, so parts were released before its end.
+  /// The save exceeded the free arena, so that parts were released before its end.
   bool streamed = false;
-  double time_in_call = 0;         ///< The caller's stall: SaveAsync from entry to return.
-  double time_copying = 0;         ///< Of that, until host tensors were copied (fused: digested).
-  double time_waiting_memory = 0;  ///< Of that, waiting for staging memory.
-  double time_launching = 0;       ///< Of that, starting the worker (or handing the job to it).
-  double time_to_staged = 0;       ///< From entry until the last extent was sealed.
-  double time_to_durable = 0;      ///< From entry until the worker reported durable.
-  double time_writing = 0;         ///< In the worker: first submit to last completion and digest.
-  double time_syncing = 0;         ///< In the worker: every fsync, and the renames.
-  double cpu_sealing = 0;          ///< CPU seconds of the digesting threads for this save.
-  double cpu_worker = 0;           ///< CPU seconds of the worker for this save.
+  double time_in_call = 0;  ///< The caller's stall: SaveAsync from entry to return.
+  double time_copying = 0;  ///< Part of time_in_call: copying host tensors (fused: digesting).
+  double time_waiting_memory = 0;  ///< Part of time_in_call: waiting for staging memory.
+  /// Part of time_in_call: starting the worker, or handing over the job.
+  double time_launching = 0;
+  double time_to_staged = 0;   ///< From entry until the last extent was sealed.
+  double time_to_durable = 0;  ///< From entry until the worker reported durable.
+  double time_writing = 0;     ///< In the worker: first submit to last completion and digest.
+  double time_syncing = 0;     ///< In the worker: every fsync, and the renames.
+  double cpu_sealing = 0;      ///< CPU seconds of the digesting threads for this save.
+  double cpu_worker = 0;       ///< CPU seconds of the worker for this save.
 
   /// The entry on CLOCK_MONOTONIC, in nanoseconds: one axis for several saves and processes.
   uint64_t entered_ns = 0;
-  /// Points in the worker on the same clock, in seconds from the entry. 0: not reached, or not part
+  /// Points in the worker on the same clock, in seconds from the entry. 0: not reached, or no step
   /// of this save.
   double at_worker_started = 0;
   double at_first_submit = 0;
-  double at_last_complete = 0;    ///< Of the data's writes, and of their digests.
+  double at_last_complete = 0;    ///< End of the last data write and its digest.
   double at_data_synced = 0;      ///< fsync of the data has returned.
-  double at_manifest_synced = 0;  ///< The manifest stands under its name, durable.
-  double at_committed = 0;        ///< The directory stands under its name, durable.
+  double at_manifest_synced = 0;  ///< The manifest has its name and is durable.
+  double at_committed = 0;        ///< The directory has its final name and is durable.
 };
 
 /// Calls `visit(name, value)` for every field of `report`. Python's reports and JSON documents are
@@ -102,26 +103,27 @@ void ForEachField(const SaveReport& report, Visit&& visit) {
 
 class SaveState;
 
-/// A reference to one save; copies refer to the same. Dropping all of them does not stop the save.
+/// A reference to one save; copies refer to the same save. The save continues without any handle.
 ///
 /// \threadsafety All methods may be called from any thread.
-/// \forksafety In a process that did not create it every method returns FAILED_PRECONDITION and
-/// does nothing.
+/// \forksafety In a child of the creating process every method returns kFailedPrecondition and does
+/// nothing.
 class SaveHandle {
  public:
   SaveHandle() = default;
   explicit SaveHandle(std::shared_ptr<SaveState> state) : state_(std::move(state)) {}
 
-  /// Blocks until every tensor was copied out: the sources may be changed from then on. Host
-  /// tensors are always staged when SaveAsync returns. \error kDeadlineExceeded the save goes on.
+  /// Blocks until every tensor is copied: the caller may then change the tensors. Host tensors are
+  /// already staged when SaveAsync returns.
+  /// \error kDeadlineExceeded: the save goes on.
   absl::Status WaitStaged(absl::Duration timeout) const;
 
   /// Makes a stream of `device` (not the CPU) wait until this save's copies from that device have
   /// ended.
   absl::Status WaitStagedOn(Device* device, StreamHandle stream) const;
 
-  /// Blocks until the checkpoint is durable (it survives power loss) and its worker was joined.
-  /// \error kDeadlineExceeded the save goes on; any other error is the save's own and final:
+  /// Blocks until the checkpoint is durable (survives power loss) and its worker is joined.
+  /// \error kDeadlineExceeded: the save goes on. Any other error is the save's final result:
   /// kDataLoss when a digest differs (with tensor, file and range), kResourceExhausted for a full
   /// disk, kAborted for a killed worker, ...
   absl::StatusOr<SaveReport> WaitDurable(absl::Duration timeout) const;
@@ -129,15 +131,15 @@ class SaveHandle {
   /// True once WaitDurable would not block.
   bool IsDone() const;
 
-  /// Asks the worker to stop and to remove this save's partial files; WaitDurable then returns
-  /// kCancelled, unless the save was already committing.
+  /// Stops the save and removes its partial files; WaitDurable then returns kCancelled. A save that
+  /// is already committing completes.
   absl::Status Cancel() const;
 
   SaveProgress progress() const;
   uint64_t epoch() const;
 
-  /// Process id of the worker, for a person who wants to look at it; this process's own for
-  /// Launcher::kThread. 0 before the worker has begun and after the save has ended.
+  /// Returns the worker's process id, for diagnosis; this process's id for Launcher::kThread. 0
+  /// before the worker has begun and after the save has ended.
   int worker_pid() const;
 
  private:

@@ -1,4 +1,4 @@
-// Proving a checkpoint on disk again, any day.
+// Verifies a checkpoint on disk.
 #ifndef HOLDFAST_VERIFY_H_
 #define HOLDFAST_VERIFY_H_
 
@@ -13,13 +13,13 @@
 
 namespace holdfast {
 
-/// How a path was found. The values are verify-checkpoint's exit statuses.
+/// Result of Verify. The values are verify-checkpoint's exit statuses.
 enum class Verdict { kSound = 0, kCorrupt = 1, kIncomplete = 2, kUnreadable = 3 };
 
 /// One finding.
 struct Fault {
   std::string file;
-  std::string tensor;  ///< Empty where it is not about one.
+  std::string tensor;  ///< Empty where the fault concerns no tensor.
   uint64_t begin = 0;  ///< Byte range of the file.
   uint64_t end = 0;
   std::string reason;  ///< "digest", "size", "missing", "structure", "crc32", "read", ...
@@ -32,16 +32,16 @@ struct VerifyOptions {
   uint64_t buffer_bytes = uint64_t{64} << 20;
   EngineRung engine = EngineRung::kAuto;
   bool direct_io = true;
-  uint64_t faults_max = 1000;  ///< More are counted, not kept.
-  std::function<void(uint64_t bytes_done, uint64_t bytes_total)>
-      progress;  ///< Called now and then; may be empty.
+  uint64_t faults_max = 1000;  ///< Further faults are only counted.
+  /// Called at intervals; may be empty.
+  std::function<void(uint64_t bytes_done, uint64_t bytes_total)> progress;
 };
 
 struct VerifyReport {
   std::string path;
   Verdict verdict = Verdict::kUnreadable;
-  std::string checked;  ///< What the verdict rests on: "XXH3-128 digests of the seal", "safetensors
-                        ///< structure", ...
+  /// Basis of the verdict: "XXH3-128 digests of the seal", "safetensors structure", ...
+  std::string checked;
   std::vector<Fault> faults;
   uint64_t faults_total = 0;
   uint64_t bytes = 0;  ///< Read and compared.
@@ -52,18 +52,19 @@ struct VerifyReport {
   AttemptId attempt;
   EngineRung engine = EngineRung::kAuto;
   DirectIo direct_io = DirectIo::kNo;
-  std::string note;  ///< For a person: what is less than full proof, and why.
+  std::string note;  ///< Limits of the proof, and their reason, as text.
 };
 
 /// Verifies a checkpoint directory (all ranks), one file of it, or a foreign safetensors or torch
-/// zip file. Never throws, never executes or unpickles anything; what is wrong with the checkpoint
-/// is in the report, not in the status. \error only for bad options; a path that cannot be read is
-/// Verdict::kUnreadable.
+/// zip file. Never throws, executes or unpickles. Faults of the checkpoint are in the report; an
+/// unreadable path is Verdict::kUnreadable.
+/// \error kInvalidArgument for bad options only.
 absl::StatusOr<VerifyReport> Verify(const std::string& path, const VerifyOptions& options);
 
-/// Writes a manifest for foreign files that have none (`path` is a file or a directory of them),
-/// from what is on disk now. Never makes a partial Holdfast checkpoint complete: files that carry
-/// an attempt id are refused. \error kFailedPrecondition, kAlreadyExists.
+/// Writes a manifest for foreign files without one, from their bytes on disk. `path` is a file or a
+/// directory. Files with an attempt id are refused: a partial Holdfast checkpoint never becomes
+/// complete.
+/// \error kFailedPrecondition, kAlreadyExists.
 absl::Status Adopt(const std::string& path);
 
 }  // namespace holdfast
