@@ -1,8 +1,8 @@
-// Opening a file for direct I/O, and finding out whether it is.
+// Opens a file for direct I/O and tests the result.
 //
-// That open(2) takes O_DIRECT proves nothing: btrfs with checksums, tmpfs and FUSE take it and go
-// through the page cache. Real direct I/O refuses a misaligned write, and says what it needs in
-// statx(2).
+// An open(2) with O_DIRECT proves nothing: btrfs with checksums, tmpfs and FUSE accept the flag and
+// use the page cache. Real direct I/O refuses a misaligned write, and statx(2) reports its
+// alignment.
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/stat.h>
@@ -16,13 +16,13 @@ namespace holdfast::io {
 namespace {
 
 int OpenAt(int directory, const char* name, int flags, uint32_t mode) {
-  // Some network file systems let open(2) be interrupted.
+  // open(2) can be interrupted on some network file systems.
   return sys::Uninterrupted(
       [&] { return sys::OpenOwned(directory, name, flags | O_CLOEXEC, mode); });
 }
 
-// After a file system refused O_DIRECT with EINVAL. The kernel finds out only once the file exists,
-// so a file that O_EXCL asked to make is there now: it is taken over, if it is as we left it.
+// Opens again after a file system refused O_DIRECT with EINVAL. The kernel refuses only after
+// creating the file, so a file of an O_EXCL call exists now; reuse the file if unchanged.
 int OpenBuffered(int directory, const char* name, int flags, uint32_t mode, int* out) {
   const bool exclusive = (flags & O_EXCL) != 0 && (flags & O_CREAT) != 0;
   *out = OpenAt(directory, name, flags, mode);
@@ -39,7 +39,7 @@ int OpenBuffered(int directory, const char* name, int flags, uint32_t mode, int*
   return EEXIST;
 }
 
-// What the file system says it needs. False where it does not say.
+// Reads the file system's alignment. Returns false where none is reported.
 bool AskAlignment(int fd, DirectOpen* out) {
 #ifdef STATX_DIOALIGN
   struct statx status = {};
@@ -62,7 +62,7 @@ bool ForWriting(int flags) {
 
 enum class Probe { kRefused, kAccepted, kNotPossible };
 
-// A write whose memory, length and offset are all misaligned. Returns 0, or an errno if it was
+// Tries a write with misaligned memory, length and offset. Returns 0, or an errno if the write was
 // accepted and could not be undone.
 int ProbeMisaligned(int fd, Probe* result) {
   *result = Probe::kNotPossible;
@@ -73,7 +73,7 @@ int ProbeMisaligned(int fd, Probe* result) {
   const ssize_t written =
       sys::Uninterrupted([&] { return sys::Sys().pwrite(fd, kBytes + 1, 100, 1); });
   if (written < 0) {
-    // Any other error (no space, a quota) will meet the real writes too, and be reported there.
+    // Another error (no space, a quota) also fails the real writes, with a report.
     if (errno == EINVAL) *result = Probe::kRefused;
     return 0;
   }
@@ -87,13 +87,13 @@ int SwitchOffDirect(int fd) {
   return sys::Sys().fcntl(fd, F_SETFL, flags & ~O_DIRECT) == 0 ? 0 : errno;
 }
 
-// Decides what the O_DIRECT fd in `out` is worth. Returns 0 or an errno.
+// Classifies the O_DIRECT fd in `out`. Returns 0 or an errno.
 int Judge(int flags, DirectOpen* out) {
   const bool says = AskAlignment(out->fd, out);
   if (says) {
     const uint32_t memory = out->memory_alignment;
     const uint32_t offset = out->offset_alignment;
-    // Zero is "not on this file" (encrypted, inline data, data journaling).
+    // Zero: no direct I/O on this file (encrypted, inline data, data journaling).
     const bool usable =
         memory != 0 && offset != 0 && memory <= kIoAlignment && offset <= kIoAlignment;
     if (!usable) return SwitchOffDirect(out->fd);

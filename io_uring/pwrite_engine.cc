@@ -1,7 +1,7 @@
 // The engine on pread(2) and pwrite(2).
 //
-// The lock is the engine's own, made by Open, and held for a few instructions. A forked child that
-// opens a queue of its own without threads never waits for it.
+// Open makes the lock, and threads hold the lock for a few instructions only. A forked child opens
+// its own queue without threads and never waits for the lock.
 #include "io_uring/pwrite_engine.h"
 
 #include <poll.h>
@@ -21,11 +21,11 @@ constexpr size_t kStackBytes = 256 * 1024;  // sanitizers need most of it
 // ioprio_set(2); not in the C library's headers.
 constexpr int kIoPriorityWhoProcess = 1;
 
-// One attempt, its result as io_uring would give it.
+// Makes one attempt and returns io_uring's result: bytes or -errno.
 int32_t Attempt(const Transfer& transfer) {
   const int fd = transfer.request.fd;
   const auto offset = static_cast<off_t>(transfer.offset());
-  // At most what a result can say; the rest is a short transfer like any other.
+  // At most the largest result; the rest is a short transfer.
   constexpr uint32_t kBytesMax = 1u << 30;
   const size_t bytes = transfer.bytes() < kBytesMax ? transfer.bytes() : kBytesMax;
   const ssize_t result = transfer.request.opcode == Opcode::kWrite
@@ -86,8 +86,8 @@ int PwriteEngine::Open(const QueueOptions& options, Text* why) {
 }
 
 int PwriteEngine::StartThreads(uint32_t wanted) {
-  // The host's signal handlers must not run on these threads; nor may SIGXFSZ, which a file size
-  // limit raises here, end the process.
+  // The host's signal handlers must not run on these threads, and SIGXFSZ, raised by a file size
+  // limit, must not end the process.
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
@@ -112,7 +112,7 @@ void* PwriteEngine::ThreadMain(void* engine) {
 
 void PwriteEngine::ServeQueue() {
   sys::SetLastWords(last_words_);
-  // A wish: where it is not granted, the process's own priority holds.
+  // Optional: without the grant the process's own priority holds.
   if (io_priority_ != 0) sys::Sys().ioprio_set(kIoPriorityWhoProcess, 0, io_priority_);
   for (;;) {
     uint32_t index = 0;
@@ -127,7 +127,7 @@ void PwriteEngine::ServeQueue() {
       const Locked lock(&mutex_);
       done_.Push(index);
     }
-    // Can only fail when 2^64 - 2 are pending, and then Wait wakes anyway.
+    // Fails only with 2^64 - 2 pending; Wait then wakes anyway.
     const uint64_t one = 1;
     sys::Sys().write(done_fd_, &one, sizeof one);
   }
@@ -176,10 +176,10 @@ int PwriteEngine::Collect(Completion* out, int capacity) {
   return count;
 }
 
-// Sleeps until a completion may be there or a watched fd is readable: the latter's bits go to
-// `wakeups`. Returns -errno if it could not.
+// Sleeps until a completion may be ready or a watched fd is readable, and sets the bits of such
+// watches in `wakeups`. Returns 0 or -errno.
 int PwriteEngine::Poll(int timeout_ms, uint32_t* wakeups) {
-  // Slots without an fd keep their place: poll(2) ignores negative ones.
+  // Slots without an fd keep their place: poll(2) ignores negative fds.
   struct pollfd fds[kWatchesMax + 1] = {};
   for (uint32_t i = 0; i < kWatchesMax; ++i) fds[i] = {.fd = watched_[i], .events = POLLIN};
   fds[kWatchesMax] = {.fd = done_fd_, .events = POLLIN};
@@ -202,7 +202,7 @@ int PwriteEngine::Wait(Completion* out, int capacity, int timeout_ms, uint32_t* 
   for (const int fd : watched_) watching |= fd >= 0;
   uint32_t woken = 0;
   int count = 0;
-  int sleep_ms = 0;  // the first look must not miss a watch while completions keep coming
+  int sleep_ms = 0;  // the first poll must not miss a watch between completions
   for (;;) {
     const int polled = Poll(sleep_ms, &woken);
     count = Collect(out, capacity);

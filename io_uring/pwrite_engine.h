@@ -1,4 +1,4 @@
-// The engine on pread(2) and pwrite(2): threads of its own, or none and in the caller.
+// The engine on pread(2) and pwrite(2), with its own threads, or synchronous in the caller.
 #ifndef HOLDFAST_IO_URING_PWRITE_ENGINE_H_
 #define HOLDFAST_IO_URING_PWRITE_ENGINE_H_
 
@@ -15,8 +15,8 @@ namespace holdfast::io {
 
 class PwriteEngine {
  public:
-  /// Starts `options.threads` threads, as many as the system gives; with none it works in Submit.
-  /// Returns 0 or an errno; `why` says what it is.
+  /// Starts up to `options.threads` threads, as many as the system allows; without threads Submit
+  /// does the transfers. Returns 0 or an errno; `why` names the reason.
   int Open(const QueueOptions& options, Text* why);
 
   int Watch(uint32_t index, int fd);
@@ -28,7 +28,7 @@ class PwriteEngine {
   void Close();
 
  private:
-  // Indices of slots, first in first out. Never more than there are slots.
+  // Indices of slots, first in first out, at most one per slot.
   struct Fifo {
     uint8_t entries[kDepthMax] = {};
     uint32_t first = 0;
@@ -61,8 +61,8 @@ class PwriteEngine {
   pthread_t threads_[kPwriteThreadsMax];
   uint32_t thread_count_ = 0;
   uint16_t io_priority_ = 0;
-  const sys::LastWords* last_words_ = nullptr;  // of the thread that opened it
-  int done_fd_ = -1;                            // eventfd: something was pushed to done_
+  const sys::LastWords* last_words_ = nullptr;  // of the thread that called Open
+  int done_fd_ = -1;                            // eventfd: signals a push to done_
   int watched_[kWatchesMax] = {-1, -1, -1, -1};
 };
 

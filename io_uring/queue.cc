@@ -1,4 +1,4 @@
-// The ladder: which engine a queue runs on, and why; and the guard against forked copies.
+// The ladder of engines with the reason for each rung, and the guard against forked copies.
 #include "io_uring/queue.h"
 
 #include <fcntl.h>
@@ -15,10 +15,10 @@
 namespace holdfast::io {
 namespace {
 
-constexpr size_t kReasonBytes = 160;  // as the completion slot has
+constexpr size_t kReasonBytes = 160;  // as in the completion slot
 
 struct State {
-  pid_t owner = 0;  // process that opened it; 0: not open
+  pid_t owner = 0;  // process that called Open; 0: not open
   EngineRung rung = EngineRung::kAuto;
   char reason[kReasonBytes] = "not opened";
   UringEngine uring;
@@ -26,7 +26,7 @@ struct State {
 
   bool foreign() const { return owner != 0 && owner != sys::Sys().getpid(); }
   bool on_ring() const { return rung != EngineRung::kPwrite; }
-  // What a call on this object is refused with; 0 if it may go on.
+  // Errno that refuses a call on this object; 0: allowed.
   int refusal() const { return owner == 0 ? EBADF : foreign() ? EXDEV : 0; }
 };
 static_assert(alignof(State) <= 64);
@@ -40,7 +40,7 @@ bool Valid(const QueueOptions& options) {
   return options.depth >= 1 && options.depth <= kDepthMax && options.threads <= kPwriteThreadsMax;
 }
 
-// Tries the two io_uring rungs as far as they are asked for. 0 and the rung, or an errno.
+// Tries the requested io_uring rungs. Returns 0 and sets the rung, or returns an errno.
 int OpenUring(const QueueOptions& options, State* state, Text* why) {
   const EngineRung asked = options.rung;
   const int error = state->uring.Open(options, why);
@@ -62,7 +62,7 @@ int OpenUring(const QueueOptions& options, State* state, Text* why) {
     why->Add("io_uring with registered buffers");
     return 0;
   }
-  // Costs some CPU time per request, never the save.
+  // A failure costs some CPU time per request, never the save.
   why->Add("io_uring; ").Add(registering);
   if (asked == EngineRung::kAuto) return 0;
   state->uring.Close();
@@ -125,7 +125,7 @@ int Queue::Hold(uint32_t index, int fd) {
 }
 
 bool Queue::CanSubmit() const {
-  // The pwrite engine looks under its lock, which changes nothing that a caller can see.
+  // The pwrite engine locks; the lock changes no state that a caller can see.
   State& state = const_cast<State&>(Of(storage_));
   if (state.refusal() != 0) return false;
   return state.on_ring() ? state.uring.CanSubmit() : state.pwrite.CanSubmit();

@@ -1,8 +1,7 @@
 // A queue of aligned reads and writes with completions, on the best engine that works here.
 //
-// Knows files and bytes, never saves. Below the fork line: no heap, no locks of the host's, no
-// exceptions; all its memory is inside the object, which the caller places (it is some tens of KiB:
-// not on a small stack).
+// Handles files and bytes, not saves. Below the fork line: no heap, no locks of the host, no
+// exceptions. All memory is inside the object, which has some tens of KiB: not for a small stack.
 #ifndef HOLDFAST_IO_URING_QUEUE_H_
 #define HOLDFAST_IO_URING_QUEUE_H_
 
@@ -28,10 +27,10 @@ struct Request {
   void* buffer = nullptr;
   uint64_t offset = 0;
   uint32_t bytes = 0;
-  uint64_t tag = 0;  ///< Comes back in the completion.
+  uint64_t tag = 0;  ///< Copied to the completion.
 };
 
-/// The end of one transfer. Short transfers were continued by the queue: `bytes` is less than asked
+/// The end of one transfer. The queue continues short transfers: `bytes` falls short of the request
 /// only with an error, or where a read met the end of the file.
 struct Completion {
   uint64_t tag = 0;
@@ -40,25 +39,25 @@ struct Completion {
 };
 
 struct QueueOptions {
-  EngineRung rung =
-      EngineRung::kAuto;   ///< Anything but kAuto: that one or an error, no climbing down.
+  /// kAuto takes the best rung; another value takes that rung or fails.
+  EngineRung rung = EngineRung::kAuto;
   uint32_t depth = 8;      ///< Requests in flight, 1 to kDepthMax.
-  uint32_t threads = 2;    ///< Of the pwrite rung; 0: synchronous, in the caller (forked children).
-  void* region = nullptr;  ///< Memory that all buffers lie in, for registration; may be null.
+  uint32_t threads = 2;    ///< pwrite rung only; 0: synchronous, in the caller (forked children).
+  void* region = nullptr;  ///< Memory of all buffers, for registration; may be null.
   size_t region_bytes = 0;
   bool may_register =
       false;  ///< kAuto tries the fixed rung only if set (huge pages, or a kept worker).
-  /// The queue has places for `Hold`. A ring that cannot give them is refused.
+  /// Reserve places for `Hold`. A ring without such places is refused.
   bool holds_fds = false;
-  /// ioprio value for each request, one that ioprio_set(2) grants this process; 0 is the process's
-  /// own. The synchronous pwrite rung leaves the caller's as it is.
+  /// ioprio value for each request, within this process's rights by ioprio_set(2); 0 is the
+  /// process's own. The synchronous pwrite rung keeps the caller's priority.
   uint16_t io_priority = 0;
 };
 
-/// \threadsafety One thread, the one that called Open (the ring refuses any other, and so saves
-/// locking).
-/// \forksafety Not usable in a child of the process that opened it: every call there returns
-/// EXDEV-like failures rather than touching the parent's ring.
+/// \threadsafety One thread, the caller of Open. The ring refuses other threads and so saves
+/// locking.
+/// \forksafety Not usable in a child of the process that called Open: every call there returns
+/// EXDEV-like failures and leaves the parent's ring alone.
 class Queue {
  public:
   Queue();
@@ -66,46 +65,46 @@ class Queue {
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
 
-  /// Opens the best engine. Returns 0 or an errno; `reason()` then says which rung and why, also on
-  /// failure.
+  /// Opens the best engine. Returns 0 or an errno; `reason()` then names the rung and the reason,
+  /// also on failure.
   int Open(const QueueOptions& options);
 
-  /// Wakes Wait when `fd` becomes readable: eventfds and pidfds. Slot `index` < kWatchesMax; fd -1
-  /// removes it (do so before closing the fd). Returns 0 or an errno.
+  /// Wakes Wait when `fd` (an eventfd or pidfd) becomes readable. Slot `index` < kWatchesMax; fd -1
+  /// removes the watch, before the caller closes the fd. Returns 0 or an errno.
   int Watch(uint32_t index, int fd);
 
-  /// Keeps the open file description of `fd` open until the last transfer of this queue has landed,
-  /// whatever ends the process before that. The kernel runs the direct writes of a ring to their
-  /// end after its process was killed, and reads their buffers until then; it closes what the ring
-  /// holds only afterwards. So the other end of a socket, or a lock, shows that the buffers are
-  /// free. Slot `index` < kHeldFdsMax; fd -1 empties it. The pwrite rung needs no copy: its
-  /// transfers end before its process does. Returns 0 or an errno.
+  /// Keeps the open file description of `fd` open until the queue's last transfer has ended, also
+  /// after the death of the process. The kernel completes a ring's direct writes after its process
+  /// was killed, reads their buffers until then, and closes the ring's files only afterwards. So
+  /// the other end of a socket, or a lock, shows that the buffers are free. Slot `index` <
+  /// kHeldFdsMax; fd -1 empties the slot. The pwrite rung needs no copy: its transfers end before
+  /// its process. Returns 0 or an errno.
   int Hold(uint32_t index, int fd);
 
   bool CanSubmit() const;
 
-  /// Starts a transfer. Returns 0, EAGAIN when `depth` are in flight, or another errno (nothing was
-  /// started).
+  /// Starts a transfer. Returns 0, EAGAIN when `depth` transfers are in flight, or another errno;
+  /// on failure no transfer starts.
   int Submit(const Request& request);
 
-  /// Collects finished transfers, at least one unless the time passes or a watched fd is readable.
-  /// Returns the number of completions; `*wakeups` gets bit i for watched slot i. `timeout_ms` 0
-  /// polls, -1 has no bound of its own (callers use it only with a watch that is sure to fire;
-  /// -EDEADLK with nothing in flight and no watch). A watch is level-triggered: its bit is set
-  /// again until the fd is drained. `wakeups` may be null. Returns -errno if the engine itself
-  /// broke; what was in flight is then unknown and its buffers stay in use until Close.
+  /// Collects finished transfers: at least one, unless the time passes or a watched fd is readable.
+  /// Returns the number of completions; `*wakeups` (may be null) gets bit i for watched slot i. A
+  /// watch is level-triggered: its bit is set again until the fd is drained. `timeout_ms` 0 polls.
+  /// -1 has no bound and is for callers with a watch that is sure to fire; -EDEADLK with no
+  /// transfer in flight and no watch. Returns -errno if the engine itself broke: transfers in
+  /// flight are then unknown, and their buffers stay in use until Close.
   int Wait(Completion* out, int capacity, int timeout_ms, uint32_t* wakeups);
 
   uint32_t in_flight() const;
   EngineRung rung() const;
   const char* reason() const;
 
-  /// One line about what is in flight, for time-out reports; always terminated.
+  /// Writes one line about transfers in flight, for time-out reports; always terminated.
   void Describe(char* out, size_t bytes) const;
 
-  /// Waits for what is in flight, unregisters explicitly (closing a ring whose fd lives on
-  /// elsewhere would keep the pins), closes. Idempotent. False: the ring broke and some transfers
-  /// did not end in time, so the kernel may use their buffers for ever.
+  /// Waits for transfers in flight, unregisters, closes. Explicit unregistering matters: closing a
+  /// ring whose fd is open elsewhere would keep the pins. Idempotent. Returns false when the ring
+  /// broke and some transfers did not end in time: the kernel may use their buffers for ever.
   bool Close();
 
  private:
@@ -113,20 +112,18 @@ class Queue {
   alignas(64) unsigned char storage_[kStorageBytes];
 };
 
-/// What opening a file for direct I/O really gave.
+/// Result of opening a file for direct I/O.
 struct DirectOpen {
   int fd = -1;
   DirectIo direct = DirectIo::kNo;
-  uint32_t memory_alignment =
-      0;  ///< Asked from STATX_DIOALIGN; 0 where the file system does not say.
+  uint32_t memory_alignment = 0;  ///< From STATX_DIOALIGN; 0 where the file system reports none.
   uint32_t offset_alignment = 0;
 };
 
-/// Opens `name` below `directory` with O_DIRECT where possible (and `want_direct`), without where
-/// the file system refuses, and proves what it got by a deliberately misaligned probe on files
-/// opened for writing that are still empty (and by STATX_DIOALIGN alone on files opened for
-/// reading). `flags` and `mode` as open(2); O_CLOEXEC is added. Returns 0 or an errno. The fd is an
-/// owned one: sys::CloseOwned closes it.
+/// Opens `name` below `directory` with O_DIRECT if `want_direct`, and without O_DIRECT where the
+/// file system refuses. Proof of direct I/O for an empty file opened for writing is a misaligned
+/// probe; for a file opened for reading, STATX_DIOALIGN alone. `flags` and `mode` as open(2);
+/// O_CLOEXEC is added. Returns 0 or an errno. The fd is owned: sys::CloseOwned closes the fd.
 int OpenDirect(int directory, const char* name, int flags, uint32_t mode, bool want_direct,
                DirectOpen* out);
 

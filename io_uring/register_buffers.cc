@@ -1,5 +1,4 @@
-// Registering the staging region with a ring, so that its pages are pinned once and not per
-// request.
+// Registers the staging region with a ring, so that its pages are pinned once and not per request.
 #include <linux/capability.h>
 #include <sys/resource.h>
 
@@ -13,8 +12,9 @@ namespace holdfast::io {
 namespace {
 
 // Registered memory is charged to RLIMIT_MEMLOCK unless the process has CAP_IPC_LOCK
-// (io_uring_register(2)). The kernel pins everything before it notices (some 30 ms per GiB), so
-// what cannot fit is not tried. What passes here may still be refused: others count too.
+// (io_uring_register(2)). The kernel pins all pages before the check (some 30 ms per GiB), so a
+// region over the limit is not tried. The kernel may still refuse: other users of the limit count
+// too.
 bool ExceedsLockLimit(uint64_t region_bytes, uint64_t* limit) {
   struct rlimit locked = {};
   if (sys::Sys().getrlimit(RLIMIT_MEMLOCK, &locked) != 0) return false;

@@ -1,4 +1,4 @@
-// The fixed table of transfers in flight, and the text about them.
+// The fixed table of transfers in flight, and its description.
 #include "io_uring/slots.h"
 
 #include "runtime/sys/assert.h"

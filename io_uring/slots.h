@@ -12,7 +12,7 @@ namespace holdfast::io {
 
 class Slots {
  public:
-  /// Empties the table and bounds it. `depth` is at most kDepthMax.
+  /// Empties the table and sets its size. `depth` is at most kDepthMax.
   void Reset(uint32_t depth);
 
   bool full() const { return in_flight_ >= depth_; }
@@ -28,7 +28,7 @@ class Slots {
   uint32_t Take(const Request& request);
   void Release(uint32_t index);
 
-  /// Says what is in flight: number, the oldest transfer and its age.
+  /// Describes transfers in flight: number, the oldest one and its age.
   void Describe(Text* text) const;
 
  private:

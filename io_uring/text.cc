@@ -1,4 +1,4 @@
-// Names of errors, without the locale that strerror(3) looks at.
+// Names of errors without strerror(3), which reads the locale.
 #include "io_uring/text.h"
 
 #include <string.h>

@@ -1,6 +1,6 @@
-// Bounded text for reasons and state dumps: what does not fit is cut, the end is always terminated.
+// Bounded text for reasons and state dumps: long text is cut, the end is always terminated.
 //
-// Below the fork line there is no snprintf: it may take the locale's lock.
+// Below the fork line there is no snprintf, which may take the locale's lock.
 #ifndef HOLDFAST_IO_URING_TEXT_H_
 #define HOLDFAST_IO_URING_TEXT_H_
 
@@ -31,7 +31,7 @@ class Text {
     return Add(first);
   }
 
-  /// The symbolic name of an errno, its number where it has none.
+  /// Appends the symbolic name of an errno, or its number without a name.
   Text& AddError(int error);
 
  private:

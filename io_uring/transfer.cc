@@ -1,4 +1,4 @@
-// How a transfer goes on after each result.
+// The next step of a transfer after each result.
 #include "io_uring/transfer.h"
 
 #include <cerrno>
@@ -34,8 +34,8 @@ Next Transfer::Advance(int32_t result) {
   }
   const bool unaligned = from != AlignDown(from);
   if (result < 0) {
-    // Direct I/O does not take an attempt from the middle of a block; it was made because the
-    // aligned one before it got nowhere, and that is the failure.
+    // Direct I/O refuses an attempt from the middle of a block. The aligned attempt before made no
+    // progress, and that is the failure.
     return Fail(unaligned && result == -EINVAL ? EIO : -result);
   }
   refusals = 0;
@@ -45,16 +45,16 @@ Next Transfer::Advance(int32_t result) {
   if (reached > done) {
     done = reached;
     if (done == request.bytes) return Next::kFinished;
-    // The rest starts at a block boundary, as O_DIRECT asks; the bytes up to `done` are transferred
-    // once more, the same ones, because the buffer is immutable until the completion.
+    // The rest starts at a block boundary, for O_DIRECT. The bytes up to `done` are transferred
+    // again; the immutable buffer makes them equal.
     from = AlignDown(done);
     HOLDFAST_ASSERT(bytes() > 0);
     return Next::kAgain;
   }
-  // No progress: for a read that is how the end of the file looks.
+  // No progress: a read is at the end of the file.
   if (request.opcode == Opcode::kRead) return Next::kFinished;
-  // A limit in the middle of a block (RLIMIT_FSIZE, a quota) lets the repeated part through and
-  // stops at the same byte; from exactly there, a buffered write gets the real error.
+  // A limit in the middle of a block (RLIMIT_FSIZE, a quota) admits the repeated part and stops at
+  // the same byte. A buffered write from exactly there gets the real error.
   if (from != done) {
     from = done;
     return Next::kAgain;

@@ -14,8 +14,8 @@
 namespace holdfast::io {
 namespace {
 
-// What a completion belongs to, in the top byte of its user data; below it the index (8 bits) and,
-// for polls, the generation, by which completions of a removed watch are told from its successor's.
+// Origin of a completion, in the top byte of its user data. The lower bytes hold the index (8 bits)
+// and, for polls, the generation: completions of a removed watch differ from its successor's.
 enum class Kind : uint64_t { kTransfer = 1, kPoll, kProof, kRemoval };
 
 constexpr uint64_t UserData(Kind kind, uint32_t index, uint32_t generation = 0) {
@@ -25,9 +25,9 @@ constexpr Kind KindOf(uint64_t data) { return static_cast<Kind>(data >> 56); }
 constexpr uint32_t IndexOf(uint64_t data) { return data & 0xff; }
 constexpr uint32_t GenerationOf(uint64_t data) { return static_cast<uint32_t>(data >> 8); }
 
-// Entries beyond `depth` are for watches: one to arm and one to remove each. Watches never take
-// from the first `depth`, and a transfer has at most one entry at a time, so a transfer always
-// finds one.
+// Entries beyond `depth` are for watches: one to arm and one to remove each. Watches never use the
+// first `depth` entries, and a transfer has at most one entry at a time. So a transfer always finds
+// a free entry.
 constexpr uint32_t kWatchEntries = 2 * kWatchesMax;
 
 constexpr uint32_t kFlushTries = 16;
@@ -35,7 +35,7 @@ constexpr uint64_t kNsPerMs = 1'000'000;
 constexpr uint64_t kProofNs = 1'000 * kNsPerMs;
 constexpr uint64_t kCloseNs = 10'000 * kNsPerMs;
 constexpr uint64_t kSleepNsMax = 60'000 * kNsPerMs;
-// While the kernel refuses to take what was submitted, it is asked again this often.
+// Retries of a refused submission.
 constexpr uint64_t kRefusedSleepNs = 10 * kNsPerMs;
 
 bool IsRefusal(int result) { return result == -EINTR || result == -EAGAIN || result == -EBUSY; }
@@ -43,9 +43,9 @@ bool IsRefusal(int result) { return result == -EINTR || result == -EAGAIN || res
 }  // namespace
 
 int UringEngine::Setup(uint32_t entries) {
-  // The task that made the ring is the only one that may submit (in a forked child every call on an
-  // inherited copy then fails with EEXIST instead of taking part), and completions are delivered
-  // when it asks. Linux 6.0 and 6.1; older kernels refuse with EINVAL.
+  // Only the task that made the ring may submit, and the kernel delivers completions on request. In
+  // a forked child every call on an inherited copy then fails with EEXIST. Linux 6.0 and 6.1; older
+  // kernels refuse with EINVAL.
   struct io_uring_params params = {};
   params.flags = IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN;
   int result = sys::InitRingOwned(entries, &ring_, &params);
@@ -80,8 +80,8 @@ int UringEngine::Open(const QueueOptions& options, Text* why) {
     why->Add("io_uring of this kernel is too old (before 5.11)");
     return ENOSYS;
   }
-  // A child that touches the ring dies instead of writing the parent's memory. If the kernel does
-  // not do this, the process id that Queue checks is what is left.
+  // A child that touches the ring dies instead of writing the parent's memory. On kernels without
+  // DONTFORK support the process id check of Queue remains.
   io_uring_ring_dontfork(&ring_);
   result = Prove();
   if (result != 0) {
@@ -169,10 +169,11 @@ int UringEngine::Submit(const Request& request) {
   const uint32_t index = slots_.Take(request);
   HOLDFAST_ASSERT(index <= 0xff);  // as user data has it
   Prepare(index);
-  // Now, not at the next Wait: the caller digests in between, and the disk should not idle.
+  // Submit now, not at the next Wait: the caller digests in between, and the disk should not idle.
   const int result = Flush();
   if (result != 0) {
-    // Nothing is handed over any more, so the entry is still ours: it must not count as a transfer.
+    // The broken engine submits no more, so the entry is free again and must not count as a
+    // transfer.
     ring_.sq.sqes[(ring_.sq.sqe_tail - 1) & ring_.sq.ring_mask].user_data =
         UserData(Kind::kRemoval, 0);
     slots_.Release(index);
@@ -182,7 +183,7 @@ int UringEngine::Submit(const Request& request) {
 
 void UringEngine::Prepare(uint32_t index) {
   struct io_uring_sqe* entry = io_uring_get_sqe(&ring_);
-  if (entry == nullptr) {  // cannot happen, see kWatchEntries
+  if (entry == nullptr) {  // impossible, see kWatchEntries
     broken_ = EOVERFLOW;
     return;
   }
@@ -192,7 +193,7 @@ void UringEngine::Prepare(uint32_t index) {
   const bool write = transfer.request.opcode == Opcode::kWrite;
   const int fd = transfer.request.fd;
   void* const buffer = transfer.buffer();
-  // A transfer that lies in no registered buffer, or across two, goes unregistered.
+  // A transfer outside the registered buffers, or across two, is unregistered.
   const uint64_t first = reinterpret_cast<uintptr_t>(buffer) - registered_;
   const uint64_t last = first + transfer.bytes() - 1;
   const bool fixed = last < registered_bytes_ && first <= last &&
@@ -213,8 +214,8 @@ void UringEngine::Prepare(uint32_t index) {
 }
 
 int UringEngine::Flush() {
-  // What the kernel does not take stays in the submission queue, and a wait does not hand it over:
-  // without this loop an interrupted submission would be waited for forever.
+  // Refused entries stay in the submission queue, and a wait does not submit entries: without this
+  // loop Wait would wait for an interrupted submission for ever.
   for (uint32_t tries = 0; broken_ == 0 && !closing_ && tries < kFlushTries; ++tries) {
     if (io_uring_sq_ready(&ring_) == 0) return 0;
     const int result = sys::Sys().uring_submit(&ring_);
@@ -225,7 +226,7 @@ int UringEngine::Flush() {
       broken_ = -result;
     }
   }
-  return broken_;  // the rest, if any, is handed over by Wait
+  return broken_;  // Wait submits the rest
 }
 
 int UringEngine::Reap(Completion* out, int capacity, uint32_t* wakeups) {
@@ -244,7 +245,7 @@ int UringEngine::Reap(Completion* out, int capacity, uint32_t* wakeups) {
       case Kind::kPoll:
         if (index >= kWatchesMax || watches_[index].generation != GenerationOf(data)) break;
         watches_[index].armed = false;
-        // An error wakes as well: whoever reads the fd will see it.
+        // An error wakes as well; a read of the fd returns the error.
         if (wakeups != nullptr) *wakeups |= 1u << index;
         break;
       case Kind::kProof:
@@ -305,9 +306,9 @@ bool UringEngine::Idle() const {
   return slots_.in_flight() == 0;
 }
 
-// Sleeps until a completion is there (or something else may have changed): 0, or -ETIME at the
-// deadline, or another -errno, which breaks the engine. Enters the kernel even if the deadline has
-// passed, because deferred completions are delivered only there.
+// Sleeps until a completion is ready (or another change is possible). Returns 0, -ETIME at the
+// deadline, or another -errno, which breaks the engine. Enters the kernel even after the deadline,
+// because only there deferred completions are delivered.
 int UringEngine::Sleep(uint64_t deadline_ns) {
   const uint64_t now = sys::NowNs();
   const uint64_t left = deadline_ns > now ? deadline_ns - now : 0;
@@ -347,16 +348,16 @@ uint32_t UringEngine::UnconsumedTransfers() const {
 bool UringEngine::Close() {
   closing_ = true;
   const uint64_t deadline = sys::NowNs() + kCloseNs;
-  // What the kernel never took never runs, so only the rest is waited for.
+  // Unsubmitted entries never run, so wait only for the others.
   while (slots_.in_flight() > UnconsumedTransfers()) {
     Completion dropped[8];
     if (Reap(dropped, 8, nullptr) > 0) continue;
     const int slept = Sleep(deadline);
     if (slept < 0) break;
   }
-  // Explicitly: the pins would otherwise last as long as any copy of the ring's fd, and a process
-  // that was forked from this one may hold one. Not with transfers in flight: old kernels wait for
-  // them here without a bound.
+  // Unregister explicitly: otherwise the pins last as long as any copy of the ring's fd, and a
+  // process forked from this one may hold a copy. Not with transfers in flight: old kernels wait
+  // for transfers here without a bound.
   const bool ended = slots_.in_flight() <= UnconsumedTransfers();
   if (registered_bytes_ != 0 && ended) io_uring_unregister_buffers(&ring_);
   Exit();

@@ -18,7 +18,7 @@ inline constexpr uint64_t kRegisteredBufferBytes = 1ull << 30;
 
 class UringEngine {
  public:
-  /// Makes a ring and proves it by a round trip. Returns 0 or an errno; then `why` says more.
+  /// Makes a ring and tests one round trip. Returns 0 or an errno with the reason in `why`.
   int Open(const QueueOptions& options, Text* why);
 
   /// Registers the region's memory. On failure (an errno) the ring is as usable as before.
@@ -63,10 +63,10 @@ class UringEngine {
   uint16_t io_priority_ = 0;
   bool closing_ = false;
   bool proved_ = false;
-  int broken_ = 0;            // errno after which nothing is submitted any more
+  int broken_ = 0;            // errno that ended all submission
   uintptr_t registered_ = 0;  // first byte of the registered region
   uint64_t registered_bytes_ = 0;
-  uint32_t refused_ = 0;  // submissions that the kernel answered with EINTR, EAGAIN or EBUSY
+  uint32_t refused_ = 0;  // submissions refused with EINTR, EAGAIN or EBUSY
   struct iovec buffers_[kBuffersMax];
 };
 

@@ -9,11 +9,11 @@
 
 namespace holdfast::base {
 
-/// Now on the monotonic clock: whoever sets the machine's time ends no wait and stretches none.
-/// Only differences and comparisons with others of its kind mean anything.
+/// Returns the monotonic time: setting the machine's clock neither ends nor extends a wait. Only
+/// differences and comparisons between such times are meaningful.
 inline absl::Time Now() { return absl::UnixEpoch() + absl::Nanoseconds(sys::NowNs()); }
 
-/// The time of day, for what is recorded on disk and compared between processes.
+/// Returns the time of day, for records on disk and comparisons between processes.
 inline absl::Time WallTime() {
   struct timespec now = {};
   sys::Sys().clock_gettime(CLOCK_REALTIME, &now);

@@ -1,4 +1,4 @@
-// Objects that may still be used by a thread or a device that cannot be stopped.
+// Keeps objects that an unstoppable thread or device may still use.
 #ifndef HOLDFAST_RUNTIME_BASE_KEEP_FOREVER_H_
 #define HOLDFAST_RUNTIME_BASE_KEEP_FOREVER_H_
 
@@ -6,8 +6,7 @@
 
 namespace holdfast::base {
 
-/// Keeps `object` until the process ends. Reachable, so that a leak checker does not take it for a
-/// mistake.
+/// Keeps `object` until the process ends. Reachable, so that a leak checker reports no leak.
 void KeepForever(std::shared_ptr<const void> object);
 
 }  // namespace holdfast::base

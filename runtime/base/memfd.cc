@@ -15,8 +15,8 @@ namespace holdfast::base {
 
 absl::StatusOr<UniqueFd> CreateMemfd(const char* name, const char* what, unsigned flags) {
   flags |= MFD_CLOEXEC | MFD_ALLOW_SEALING;
-  // Without the seal against execution a hardened system refuses, and others log; kernels before
-  // 6.3 do not know it.
+  // Hardened systems refuse or log a memfd without the seal against execution; kernels before 6.3
+  // lack the flag.
   int fd = sys::MemfdOwned(name, flags | MFD_NOEXEC_SEAL);
   if (fd < 0 && errno == EINVAL) fd = sys::MemfdOwned(name, flags);
   if (fd < 0) return ErrnoStatus("memfd_create", what, errno);

@@ -1,4 +1,4 @@
-// Memory with an fd, to be handed to another process.
+// Memory with an fd, for sharing with another process.
 #ifndef HOLDFAST_RUNTIME_BASE_MEMFD_H_
 #define HOLDFAST_RUNTIME_BASE_MEMFD_H_
 
@@ -7,8 +7,9 @@
 
 namespace holdfast::base {
 
-/// A new file in memory, sealable, not executable, closed by exec. `flags` for memfd_create(2),
-/// such as MFD_HUGETLB. \error Its errno; `what` names the object.
+/// Makes a sealable, non-executable file in memory, closed by exec. `flags` for memfd_create(2),
+/// such as MFD_HUGETLB. `what` names the object in the error.
+/// \error The errno of memfd_create(2).
 absl::StatusOr<UniqueFd> CreateMemfd(const char* name, const char* what, unsigned flags = 0);
 
 }  // namespace holdfast::base

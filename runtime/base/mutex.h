@@ -1,5 +1,5 @@
-// A thin annotated wrapper over std::mutex: clang's thread-safety analysis sees it, and so does
-// TSan (Debian's absl::Mutex is not instrumented and gives false races).
+// An annotated wrapper over std::mutex for clang's thread-safety analysis and TSan. Debian's
+// absl::Mutex is not instrumented and gives false races.
 #ifndef HOLDFAST_RUNTIME_BASE_MUTEX_H_
 #define HOLDFAST_RUNTIME_BASE_MUTEX_H_
 
@@ -36,12 +36,12 @@ class ABSL_SCOPED_LOCKABLE MutexLock {
   Mutex* mutex_;
 };
 
-/// Waits are always in a loop over the caller's own condition, and always have a deadline.
+/// Callers wait in a loop over a condition, always with a deadline.
 class Condition {
  public:
   void NotifyAll() { condition_.notify_all(); }
 
-  /// False when `deadline` passed. `mutex` is held before and after.
+  /// Returns false when `deadline` has passed. `mutex` is held before and after.
   bool WaitUntil(Mutex* mutex, absl::Time deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     std::unique_lock<std::mutex> lock(mutex->mutex_, std::adopt_lock);
     // Bounded steps: an infinite deadline must not overflow the clock's arithmetic.

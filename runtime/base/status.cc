@@ -24,8 +24,7 @@ namespace {
 
 std::string ErrnoText(int error_number) {
   char buffer[128];
-  // GNU's strerror_r: returns the text, which need not be in `buffer`. strerror itself is not
-  // thread-safe.
+  // GNU's strerror_r returns the text, which need not be in `buffer`. strerror is not thread-safe.
   return strerror_r(error_number, buffer, sizeof(buffer));
 }
 
@@ -85,7 +84,7 @@ std::string Hex(const Digest& digest) {
   return absl::StrFormat("%016x%016x", digest.high, digest.low);
 }
 
-/// The part after "OPERATION OBJECT: ", where there is no errno to say it.
+/// The part after "OPERATION OBJECT: " for a failure without errno.
 std::string Reason(const Failure& failure) {
   switch (failure.code) {
     case FailureCode::kCancelled:
@@ -138,8 +137,8 @@ absl::Status ToStatus(const Failure& failure, const FailureNames& names) {
     object = absl::StrCat(object, "/", names.files[failure.file]);
   std::string message = absl::StrCat(Verb(failure.operation), " ", object);
   if (failure.operation == Operation::kDigest) {
-    // The one error that people must be able to act on without the code at hand: what, where, and
-    // both digests.
+    // A user must be able to act on a digest error without the source: name file, range and both
+    // digests.
     const std::string what = failure.tensor < names.tensors.size()
                                  ? absl::StrCat("tensor \"", names.tensors[failure.tensor], "\"")
                                  : std::string("bytes of the file's own header or framing");

@@ -1,4 +1,4 @@
-// The one place where an errno or a worker's Failure becomes an absl::Status.
+// Turns an errno or a worker's Failure into an absl::Status.
 #ifndef HOLDFAST_RUNTIME_BASE_STATUS_H_
 #define HOLDFAST_RUNTIME_BASE_STATUS_H_
 
@@ -14,13 +14,13 @@
 
 namespace holdfast::base {
 
-/// Payload that carries the errno as decimal text.
+/// Payload with the errno as decimal text.
 inline constexpr char kErrnoPayload[] = "holdfast/errno";
 
 /// "OPERATION OBJECT: REASON" with the errno as payload: `ErrnoStatus("open", path, ENOENT)`.
 absl::Status ErrnoStatus(absl::string_view operation, absl::string_view object, int error_number);
 
-/// The code that an errno maps to.
+/// Returns the status code of an errno.
 FailureCode CodeOf(int error_number);
 
 using ::holdfast::ErrnoOf;
@@ -33,10 +33,10 @@ struct FailureNames {
 };
 absl::Status ToStatus(const Failure& failure, const FailureNames& names);
 
-/// "rank 3 failed: ...": which rank of a save has failed, and why.
+/// "rank 3 failed: ...": the failed rank of a save and the reason.
 std::string Describe(const layout::RankFailure& failure);
 
-/// Puts "OPERATION OBJECT: " in front of a status's message, keeping code and payloads.
+/// Prefixes a status's message with "OPERATION OBJECT: "; code and payloads stay.
 absl::Status Annotate(const absl::Status& status, absl::string_view context);
 
 }  // namespace holdfast::base

@@ -22,7 +22,7 @@ void* Run(void* given) {
 absl::Status Thread::Start(std::function<void()> body) {
   HOLDFAST_CHECK(!started_, "a thread is started once");
   auto given = std::make_unique<std::function<void()>>(std::move(body));
-  // The host's handlers must not find themselves on this thread's stack; the mask is inherited.
+  // The host's handlers must not run on this thread's stack; the mask is inherited.
   sigset_t before;
   sys::BlockThreadSignals(&before);
   const int error = sys::Sys().thread_create(&thread_, nullptr, Run, given.get());

@@ -1,5 +1,5 @@
-// A thread of the library's own inside the host: it takes no signals, and that it cannot be started
-// is an error and not, as with std::thread, an exception.
+// A thread of the library inside the host. The thread takes no signals, and a failed start is an
+// error, not an exception as with std::thread.
 #ifndef HOLDFAST_RUNTIME_BASE_THREAD_H_
 #define HOLDFAST_RUNTIME_BASE_THREAD_H_
 
@@ -18,10 +18,11 @@ class Thread {
   Thread(const Thread&) = delete;
   Thread& operator=(const Thread&) = delete;
 
-  /// Runs `body`; once. \error kResourceExhausted: a limit on threads, or no memory.
+  /// Starts a thread that runs `body`, once.
+  /// \error kResourceExhausted: a limit on threads, or no memory.
   absl::Status Start(std::function<void()> body);
 
-  /// Waits for the end of `body`, if it was started.
+  /// Waits for the end of a started `body`.
   void Join();
 
   /// In a forked child: the thread is the parent's.

@@ -1,5 +1,5 @@
-// The handlers by which foreign children close what is owned; the table itself is below the fork
-// line, see runtime/sys/owned_fds.h.
+// The handlers that close owned fds in foreign children. The table is below the fork line, in
+// runtime/sys/owned_fds.h.
 #include "runtime/base/unique_fd.h"
 
 #include <pthread.h>
@@ -21,7 +21,7 @@ void InChild() {
   sys::EndForkInChild(t_own_forks > 0);
 }
 
-// Before the first fd is made, so that no fork comes between them.
+// Installed before the first fd is made, so that no fork falls between.
 [[maybe_unused]] const bool g_registered = [] {
   HOLDFAST_CHECK(pthread_atfork(sys::BeginFork, sys::EndForkInParent, InChild) == 0,
                  "without the fork handlers children would keep locks and memory alive");

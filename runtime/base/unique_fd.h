@@ -1,4 +1,4 @@
-// A file descriptor that closes itself, here and in foreign children.
+// A file descriptor that closes itself, also in foreign children.
 #ifndef HOLDFAST_RUNTIME_BASE_UNIQUE_FD_H_
 #define HOLDFAST_RUNTIME_BASE_UNIQUE_FD_H_
 
@@ -6,10 +6,9 @@
 
 namespace holdfast::base {
 
-/// Owns an fd that a call of runtime/sys/owned_fds.h has made. While it is owned, an atfork child
-/// handler closes the child's copy of it, so that a DataLoader's forked workers keep neither the
-/// arena, nor a socket, nor a lock alive. (The fork launcher keeps what it needs by dup'ing it in
-/// the child before: see ForkScope.)
+/// Owns an fd made by a call of runtime/sys/owned_fds.h. An atfork child handler closes the child's
+/// copy, so that a DataLoader's forked workers keep no arena, socket or lock alive. The fork
+/// launcher duplicates its fds in the child before (see ForkScope).
 class UniqueFd {
  public:
   UniqueFd() = default;
@@ -31,16 +30,15 @@ class UniqueFd {
   int fd_ = -1;
 };
 
-/// While one is alive on this thread, a fork() by this thread is Holdfast's own: the child keeps
-/// its fds.
+/// Marks fork() calls of this thread as Holdfast's own during its lifetime: the child keeps its
+/// fds.
 class ForkScope {
  public:
   ForkScope();
   ~ForkScope();
 };
 
-/// Tells whether this process is still the one that made the object holding it. A child of fork()
-/// sees false.
+/// Tells the process that made the enclosing object from its fork() children, which get false.
 class ForkGuard {
  public:
   ForkGuard();

@@ -1,14 +1,14 @@
-// A CUDA device: the only file that knows CUDA. Host code only, no kernels; any C++ compiler will
+// A CUDA device: the only file with CUDA calls. Host code only, no kernels; any C++ compiler will
 // do.
 //
-// - One non-blocking stream per device carries all copies, so they end in the order in which they
-//   were started. A ticket is a copy's ordinal; a bounded ring of events says how far the stream
-//   has come. When the ring is full a copy gets no event of its own and is covered by a later one.
+// - One non-blocking stream per device carries all copies, so that copies end in the order of their
+//   start. A ticket is a copy's ordinal; a bounded ring of events shows the progress of the stream.
+//   When the ring is full a copy gets no event and is covered by a later one.
 // - Every call runs in the device's primary context, pushed and popped. cudaSetDevice and back
-//   would do for a thread that had a device, but on one that had none "back" is device 0, and
-//   since CUDA 12 that creates a context there: half a gigabyte of GPU 0 for each rank of a node.
-// - Every call runs in relaxed capture mode: a query or a registration must not break a graph
-//   that another thread captures at that moment.
+//   would set device 0 on a thread that had no device. Since CUDA 12 that call creates a context
+//   there: half a gigabyte of GPU 0 for each rank of a node.
+// - Every call runs in relaxed capture mode: a query or a registration must not break a graph that
+//   another thread captures at that moment.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
@@ -41,8 +41,8 @@ using base::MutexLock;
 
 constexpr size_t kEventsMax = 256;
 
-// True once exit handlers run: CUDA may be torn down already, by a handler that ran before or by
-// another copy of its runtime, and calling it then crashes. relaxed: set and read on their own.
+// True once exit handlers run. An earlier handler or another copy of the CUDA runtime may have torn
+// CUDA down, and a CUDA call then crashes. relaxed: the flag is set and read on its own.
 std::atomic<bool> g_exiting{false};
 
 absl::StatusCode CodeOf(cudaError_t error) {
@@ -63,8 +63,8 @@ absl::StatusCode CodeOf(cudaError_t error) {
   }
 }
 
-// The one place where a CUDA error becomes a Status. It is taken out of the runtime's per-thread
-// latch here; left there, the framework would find it after its next kernel and blame that one.
+// Turns a CUDA error into a Status and clears the runtime's per-thread error. An uncleared error
+// would appear after the framework's next kernel.
 absl::Status ToStatus(const std::string& device, const char* operation, cudaError_t error) {
   if (error == cudaSuccess) return absl::OkStatus();
   (void)cudaGetLastError();
@@ -73,7 +73,7 @@ absl::Status ToStatus(const std::string& device, const char* operation, cudaErro
                                    cudaGetErrorName(error), ")"));
 }
 
-// After these the context is gone for good and nothing can be known of the copies in it.
+// After these errors the context is lost, and the state of its copies is unknown.
 bool IsFatal(cudaError_t error) {
   switch (error) {
     case cudaErrorIllegalAddress:
@@ -95,8 +95,8 @@ bool IsFatal(cudaError_t error) {
   }
 }
 
-// The four driver calls, found at run time: linking libcuda would keep the program from starting
-// on machines without a driver.
+// The four driver calls, found at run time: a program linked to libcuda would not start on a
+// machine without a driver.
 struct Driver {
   CUresult (*device_get)(CUdevice*, int) = nullptr;
   CUresult (*retain)(CUcontext*, CUdevice) = nullptr;
@@ -109,7 +109,7 @@ absl::Status FindDriverCall(const char* symbol, Function* out) {
   void* address = nullptr;
   cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
 #if CUDART_VERSION >= 12050
-  // 11030: the oldest version whose signatures are those used here.
+  // 11030: the oldest version with the signatures used here.
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion(symbol, &address, 11030, cudaEnableDefault, &result);
 #else
@@ -132,7 +132,7 @@ absl::StatusOr<Driver> FindDriver() {
   return driver;
 }
 
-// While one is alive, this thread is in `context`, and does not break captures of other threads.
+// Puts this thread in `context` during its lifetime, without breaking captures of other threads.
 class Scope {
  public:
   Scope(const Driver& driver, CUcontext context, const std::string& device) : driver_(driver) {
@@ -162,13 +162,13 @@ class Scope {
   absl::Status status_;
 };
 
-// Host ranges that are registered, process-wide: a registration is portable, so the second device
-// that wants the same range only counts. A range is entered after it was registered and leaves the
-// book before it is unregistered, so that the book never claims what is not there.
+// Registered host ranges, process-wide. A registration is portable, so a second device only adds a
+// user. A range enters the book after its registration and leaves before its removal, so that the
+// book lists no unregistered range.
 struct Registration {
   size_t bytes = 0;
-  bool foreign = false;  ///< Somebody else registered it; it is not ours to take back.
-  /// Devices that asked for it, each with its newest copy into or out of it.
+  bool foreign = false;  ///< Registered outside Holdfast; never unregistered here.
+  /// Devices that use the range, each with its newest copy into or out of the range.
   std::map<int, CopyTicket> newest_copy;
 };
 struct Book {
@@ -211,7 +211,7 @@ class Cuda final : public Device {
 
  private:
   struct Mark {
-    CopyTicket through = 0;  ///< All copies up to this one have ended when `event` has.
+    CopyTicket through = 0;  ///< Copies up to this ticket have ended when `event` has.
     cudaEvent_t event = nullptr;
   };
 
@@ -222,7 +222,7 @@ class Cuda final : public Device {
         context_(context) {}
 
   absl::Status SetUp();
-  /// Refuses in a forked child (CUDA's state there is undefined) and while the process exits.
+  /// Fails in a forked child (CUDA's state there is undefined) and while the process exits.
   absl::Status CheckUsable() const;
   absl::Status Error(const char* operation, cudaError_t error)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -231,9 +231,9 @@ class Cuda final : public Device {
   absl::Status CheckOwnMemory(const void* address) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<CopyTicket> Copy(void* destination, const void* source, size_t bytes,
                                   cudaMemcpyKind kind);
-  /// Puts an event behind the newest copy, if one is free and it has none.
+  /// Records an event behind the newest copy, if the copy has none and an event is free.
   absl::Status MarkNewest() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  /// Sees how far the stream has come.
+  /// Updates the progress of the stream.
   absl::Status Poll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
   const int ordinal_;
@@ -243,15 +243,15 @@ class Cuda final : public Device {
   const base::ForkGuard fork_guard_;
   Mutex mutex_;
   cudaStream_t stream_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  // A wait refers to the record that was newest when it was queued, so one event can serve all.
+  // A wait refers to the newest record at the time of its queueing, so one event serves all waits.
   cudaEvent_t order_event_ ABSL_GUARDED_BY(mutex_) = nullptr;
   cudaEvent_t wait_event_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::deque<cudaEvent_t> free_events_ ABSL_GUARDED_BY(mutex_);
   std::deque<Mark> marks_ ABSL_GUARDED_BY(mutex_);  ///< Oldest first.
   CopyTicket issued_ ABSL_GUARDED_BY(mutex_) = 0;   ///< The newest copy.
-  CopyTicket marked_ ABSL_GUARDED_BY(mutex_) = 0;   ///< The newest that has an event behind it.
-  CopyTicket done_ ABSL_GUARDED_BY(mutex_) = 0;     ///< All up to this one have ended.
-  absl::Status lost_ ABSL_GUARDED_BY(mutex_);       ///< Why the context is gone, once it is.
+  CopyTicket marked_ ABSL_GUARDED_BY(mutex_) = 0;   ///< The newest copy with an event behind it.
+  CopyTicket done_ ABSL_GUARDED_BY(mutex_) = 0;     ///< Copies up to this ticket have ended.
+  absl::Status lost_ ABSL_GUARDED_BY(mutex_);       ///< Why the context is lost; OK before.
 };
 
 absl::StatusOr<Device*> Cuda::Create(int ordinal) {
@@ -266,15 +266,15 @@ absl::StatusOr<Device*> Cuda::Create(int ordinal) {
   CUdevice device = 0;
   CUcontext context = nullptr;
   CUresult result = driver.device_get(&device, ordinal);
-  // Never released: the device is kept for the life of the process, and at its end the driver is
-  // not to be called.
+  // Never released: the device lives as long as the process, and exit code must not call the
+  // driver.
   if (result == CUDA_SUCCESS) result = driver.retain(&context, device);
   if (result != CUDA_SUCCESS) {
     return absl::Status(result == CUDA_ERROR_OUT_OF_MEMORY ? absl::StatusCode::kResourceExhausted
                                                            : absl::StatusCode::kUnavailable,
                         absl::StrCat("open ", name, ": driver error ", result));
   }
-  // Registered after CUDA has set itself up, so it runs before CUDA takes itself down.
+  // Registered after CUDA's setup, so that this handler runs before CUDA's teardown.
   static const int registered =
       std::atexit([] { g_exiting.store(true, std::memory_order_relaxed); });
   if (registered != 0) return absl::ResourceExhaustedError("no exit handler left");
@@ -292,7 +292,7 @@ absl::Status Cuda::SetUp() {
                                     cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)));
   for (size_t i = 0; i < kEventsMax + 2; ++i) {
     cudaEvent_t event = nullptr;
-    // Without timing: the cheap kind.
+    // Without timing: cheaper.
     HOLDFAST_RETURN_IF_ERROR(ToStatus(name_, "make an event on",
                                       cudaEventCreateWithFlags(&event, cudaEventDisableTiming)));
     free_events_.push_back(event);
@@ -318,7 +318,7 @@ absl::Status Cuda::CheckUsable() const {
 absl::Status Cuda::Error(const char* operation, cudaError_t error) {
   absl::Status status = ToStatus(name_, operation, error);
   if (IsFatal(error) && lost_.ok()) {
-    // From the next call on; this one returns the fault itself, so it is reported once.
+    // Returned from the next call on; the current call returns the fault itself, once.
     lost_ = absl::AbortedError(
         absl::StrCat(name_, " is unusable since an earlier fault: ", cudaGetErrorName(error)));
   }
@@ -329,7 +329,7 @@ absl::Status Cuda::CheckNotCapturing(const char* operation, StreamHandle stream)
   cudaStreamCaptureStatus capturing = cudaStreamCaptureStatusNone;
   HOLDFAST_RETURN_IF_ERROR(
       Error(operation, cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capturing)));
-  // An event recorded there would pull our stream, and the copies with it, into the graph.
+  // An event recorded on a capturing stream would pull the copy stream into the graph.
   if (capturing != cudaStreamCaptureStatusNone) {
     return absl::FailedPreconditionError(
         absl::StrCat(operation, " ", name_, ": the stream is capturing a graph"));
@@ -367,7 +367,8 @@ absl::Status Cuda::RegisterMemory(void* base, size_t bytes) {
   }
   Scope scope(driver_, context_, name_);
   HOLDFAST_RETURN_IF_ERROR(scope.status());
-  // Portable: pinned for every device's context. Mapped: a kernel may read it through its address.
+  // Portable: pinned for every device's context. Mapped: kernels may read the memory by its
+  // address.
   const cudaError_t error =
       cudaHostRegister(base, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped);
   const bool foreign = error == cudaErrorHostMemoryAlreadyRegistered;
@@ -405,8 +406,8 @@ absl::Status Cuda::UnregisterMemory(void* base, size_t bytes) {
     return absl::OkStatus();
   }
   const bool foreign = registration.foreign;
-  // Erased first and on failure as well: what a failed unregister left behind is unknown, so
-  // nobody may count on it, and the caller quarantines the range.
+  // Erased first, and also on failure: the state after a failed unregister is unknown, so no device
+  // may use the range, and the caller quarantines the range.
   book.ranges.erase(found);
   if (foreign) {
     return absl::FailedPreconditionError(absl::StrCat(
@@ -475,15 +476,15 @@ absl::StatusOr<CopyTicket> Cuda::Copy(void* destination, const void* source, siz
   HOLDFAST_RETURN_IF_ERROR(lost_);
   Scope scope(driver_, context_, name_);
   HOLDFAST_RETURN_IF_ERROR(scope.status());
-  // Both ends: a length that runs out of the allocation is caught where the next byte is free.
+  // Check both ends: a length beyond the allocation shows up where the next byte is free.
   HOLDFAST_RETURN_IF_ERROR(CheckOwnMemory(on_device));
   HOLDFAST_RETURN_IF_ERROR(CheckOwnMemory(on_device + bytes - 1));
   HOLDFAST_RETURN_IF_ERROR(
       Error("copy on", cudaMemcpyAsync(destination, source, bytes, kind, stream_)));
   ++issued_;
   TheBook().NoteCopy(kind == cudaMemcpyDeviceToHost ? destination : source, ordinal_, issued_);
-  // The copy is under way, so the caller must get its ticket: an error here shows up again when
-  // the ticket is asked for, because the copy stays unmarked.
+  // The copy is under way, so the caller must get its ticket. The copy stays unmarked, and a query
+  // of the ticket returns the error again.
   (void)MarkNewest();
   return issued_;
 }
@@ -502,7 +503,7 @@ absl::Status Cuda::Poll() {
   while (!marks_.empty()) {
     const cudaError_t error = cudaEventQuery(marks_.front().event);
     if (error == cudaErrorNotReady) {
-      (void)cudaGetLastError();  // An answer, not an error; some runtimes latch it all the same.
+      (void)cudaGetLastError();  // Not an error, but some runtimes latch the code.
       break;
     }
     HOLDFAST_RETURN_IF_ERROR(Error("copy on", error));
@@ -528,8 +529,8 @@ absl::StatusOr<bool> Cuda::IsDone(CopyTicket ticket) {
 }
 
 absl::Status Cuda::Wait(CopyTicket ticket, absl::Duration timeout) {
-  // CUDA has no wait with a time-out, so this asks again and again: often at first, for short
-  // copies, then every half millisecond, which costs next to no CPU.
+  // CUDA has no wait with a time-out, so poll: often at first, for short copies, then every half
+  // millisecond, at almost no CPU cost.
   const absl::Time deadline = base::Now() + timeout;
   absl::Duration pause = absl::Microseconds(10);
   for (;;) {

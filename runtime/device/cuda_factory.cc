@@ -1,4 +1,4 @@
-// CudaDevice(): whatever holdfast::cuda put in place, or a clear refusal.
+// CudaDevice(): calls the factory of holdfast::cuda, or fails without one.
 #include "runtime/device/cuda_factory.h"
 
 #include <atomic>
@@ -9,8 +9,8 @@ namespace holdfast {
 namespace device {
 namespace {
 
-// Constant-initialized. Release in SetCudaFactory pairs with acquire in CudaDevice: whoever sees
-// the function sees everything that was set up before.
+// Constant-initialized. Release in SetCudaFactory pairs with acquire in CudaDevice: a reader of the
+// function also sees its earlier setup.
 std::atomic<CudaFactory> g_factory{nullptr};
 
 }  // namespace

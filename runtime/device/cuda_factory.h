@@ -1,7 +1,7 @@
-// The seam between the library, which knows no CUDA, and holdfast::cuda, which adds it.
+// The link between the library, which has no CUDA code, and holdfast::cuda.
 //
-// An explicit call rather than a static constructor: a linker drops the object files of an archive
-// that nobody refers to, and their constructors with them.
+// An explicit call rather than a static constructor: a linker drops unreferenced object files of an
+// archive with their constructors.
 #ifndef HOLDFAST_RUNTIME_DEVICE_CUDA_FACTORY_H_
 #define HOLDFAST_RUNTIME_DEVICE_CUDA_FACTORY_H_
 
@@ -12,7 +12,7 @@ namespace holdfast::device {
 
 using CudaFactory = absl::StatusOr<Device*> (*)(int ordinal);
 
-/// What CudaDevice() calls from now on; null takes CUDA away again (tests).
+/// Sets the function behind CudaDevice(); null removes CUDA again (tests).
 void SetCudaFactory(CudaFactory factory);
 
 }  // namespace holdfast::device

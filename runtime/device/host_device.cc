@@ -11,11 +11,11 @@ class Host final : public Device {
   std::string name() const override { return "host"; }
   bool is_host() const override { return true; }
 
-  // The CPU reaches the arena as it is; there is nothing to register, so nothing can be left over.
+  // The CPU reaches the arena without registration.
   absl::Status RegisterMemory(void*, size_t) override { return absl::OkStatus(); }
   absl::Status UnregisterMemory(void*, size_t) override { return absl::OkStatus(); }
 
-  // The host has no streams: what the caller did is done, and so are our copies.
+  // The host has no streams: the caller's work and the copies are done on return.
   absl::Status OrderAfter(StreamHandle) override { return absl::OkStatus(); }
   absl::Status MakeStreamWait(StreamHandle) override { return absl::OkStatus(); }
 
@@ -50,7 +50,8 @@ class Host final : public Device {
 }  // namespace
 
 Device* HostDevice() {
-  static Host* const host = new Host;  // Never destroyed: it outlives every static that uses it.
+  // Never destroyed: the device outlives every static that uses it.
+  static Host* const host = new Host;
   return host;
 }
 

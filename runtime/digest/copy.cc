@@ -10,11 +10,11 @@
 namespace holdfast::digest {
 namespace {
 
-// 4 KiB pays best: 8 KiB and more were up to 40 % slower on Zen 4, where the block, its source and
-// the lines that the hardware prefetches no longer share the first-level cache.
+// 4 KiB is fastest: 8 KiB and more were up to 40 % slower on Zen 4, where the block, its source and
+// the prefetched lines no longer share the first-level cache.
 constexpr size_t kBlockBytes = 4096;
 
-/// Those that see every byte.
+/// Consumers of every byte.
 struct Readers {
   Stream* whole;
   Stream* part;
@@ -67,10 +67,10 @@ void StreamOut(char* destination, const char* bounce) {
   }
 }
 
-// Through a block in the first-level cache: read once from the source (which may be changing under
-// us: what is digested is what is stored), digested there, and stored past the cache, so that the
-// destination's lines are never read from memory only to be overwritten. That makes it faster than
-// a plain memcpy.
+// Copies through a block in the first-level cache: reads the source once, digests the block, and
+// stores the block past the cache. The digest covers the stored bytes, also while the source
+// changes. The destination's lines are never read from memory before the write, so the copy is
+// faster than a plain memcpy.
 void BounceAndDigest(char* destination, const char* source, size_t bytes, const Readers& readers) {
   alignas(kLineBytes) char bounce[kBlockBytes];
   const size_t misaligned = reinterpret_cast<uintptr_t>(destination) % kLineBytes;
@@ -82,7 +82,7 @@ void BounceAndDigest(char* destination, const char* source, size_t bytes, const 
     StreamOut(destination + at, bounce);
   }
   CopyThenDigest(destination + at, source + at, bytes - at, readers);
-  // Streaming stores are not ordered by the release store that publishes the seal; without this a
+  // The release store that publishes the seal does not order streaming stores. Without the fence a
   // worker could see the seal before the bytes.
   _mm_sfence();
 }
@@ -102,8 +102,8 @@ void CopyAndDigest(void* destination, const void* source, size_t bytes, Stream* 
     return;
   }
 #if defined(__SSE2__)
-  // Below this the stores past the cache do not pay for their fence, and what is small is still
-  // wanted in the cache.
+  // Below this size the fence costs more than stores past the cache save, and the caller soon reads
+  // a small range from the cache.
   if (bytes >= 4 * kBlockBytes) {
     BounceAndDigest(to, from, bytes, readers);
     return;

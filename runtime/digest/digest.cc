@@ -13,9 +13,9 @@
 namespace holdfast::digest {
 namespace {
 
-// What the whole chunk's digest has just pulled in is still in the first-level cache when the
-// part's digest reads it again. 16 to 32 KiB were a quarter slower: with the lines that the
-// hardware prefetches they no longer fit.
+// The whole chunk's digest has just loaded the block into the first-level cache, where the part's
+// digest reads the bytes again. 16 to 32 KiB were a quarter slower: with the prefetched lines such
+// blocks no longer fit.
 constexpr size_t kBlockBytes = 4096;
 
 Digest FromXxh(XXH128_hash_t hash) { return {.low = hash.low64, .high = hash.high64}; }
@@ -24,7 +24,7 @@ XXH3_state_t* StateIn(unsigned char* bytes) {
   return std::launder(reinterpret_cast<XXH3_state_t*>(bytes));
 }
 
-// Feeds parts with the bytes of a chunk as they pass by, block by block.
+// Adds the bytes of a chunk to the digests of its parts, block by block.
 class PartFeeder {
  public:
   PartFeeder(const char* chunk, const Part* parts, size_t count)
@@ -61,7 +61,7 @@ class PartFeeder {
   Stream stream_;
 };
 
-// A part that needs bytes of its own to be digested a second time.
+// A part that needs a second pass over its bytes.
 bool NeedsPass(const Part& part, size_t chunk_bytes) {
   return part.out != nullptr && part.bytes != 0 && part.bytes != chunk_bytes;
 }
@@ -97,12 +97,12 @@ Digest OfChunk(const void* chunk, size_t bytes, const Part* parts, size_t part_c
 
 void Stream::Reset() {
   static_assert(sizeof(state_) >= sizeof(XXH3_state_t));
-  // Cannot fail: it does so for a null state only.
+  // Fails only for a null state.
   (void)XXH3_128bits_reset(new (state_) XXH3_state_t);
 }
 
 void Stream::Update(const void* data, size_t bytes) {
-  if (bytes == 0) return;  // XXH3 takes a null pointer for an error, an empty span may carry one.
+  if (bytes == 0) return;  // XXH3 refuses a null pointer, which an empty span may have.
   (void)XXH3_128bits_update(StateIn(state_), data, bytes);
 }
 

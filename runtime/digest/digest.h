@@ -1,5 +1,5 @@
-// XXH3-128 over chunks: with the widest vector unit of the running CPU, in one pass over memory,
-// fused with the copy where that is asked for. Below the fork line: pure functions, no heap.
+// XXH3-128 over chunks with the widest vector unit of the running CPU, in one pass over memory,
+// optionally fused with the copy. Below the fork line: pure functions, no heap.
 #ifndef HOLDFAST_RUNTIME_DIGEST_DIGEST_H_
 #define HOLDFAST_RUNTIME_DIGEST_DIGEST_H_
 
@@ -13,7 +13,7 @@ namespace holdfast::digest {
 /// XXH3-128 of `bytes` at `data`.
 Digest Of(const void* data, size_t bytes);
 
-/// A part of a chunk that gets a digest of its own, in the same pass over memory.
+/// A part of a chunk with its own digest, in the same pass over memory.
 struct Part {
   uint32_t offset = 0;  ///< Within the chunk.
   uint32_t bytes = 0;
@@ -25,7 +25,7 @@ struct Part {
 Digest OfChunk(const void* chunk, size_t bytes, const Part* parts, size_t part_count);
 
 /// Copies `bytes` from `source` to `destination` in blocks that stay in the first-level cache, and
-/// feeds what was copied (the destination's bytes) to a running digest.
+/// adds the destination's bytes to a running digest.
 class Stream {
  public:
   Stream() { Reset(); }
@@ -37,20 +37,20 @@ class Stream {
   alignas(64) unsigned char state_[640];  // an XXH3_state_t; its size is asserted in digest.cc
 };
 
-/// Whoever else wants to see what was copied, block by block, in order.
+/// A consumer of the copied bytes, block by block, in order.
 struct Tap {
   void (*take)(void* state, const void* data, size_t bytes) = nullptr;
   void* state = nullptr;
 };
 
-/// memcpy with digests of what arrived: `whole` (the chunk's running digest, may be null), `part`
-/// (may be null), and what `tap` makes of it.
+/// memcpy with digests of the destination's bytes: `whole` (the chunk's running digest, may be
+/// null) and `part` (may be null). `tap` gets each block.
 void CopyAndDigest(void* destination, const void* source, size_t bytes, Stream* whole, Stream* part,
                    Tap tap = {});
 
-/// The root of a file: XXH3-128 over a fixed binding of attempt, rank, world size, file index, file
-/// length and chunk size, followed by the chunk digests in canonical (big-endian, high first)
-/// order. FORMAT.md gives the bytes.
+/// Returns the root of a file: XXH3-128 over a fixed binding of attempt, rank, world size, file
+/// index, file length and chunk size, followed by the chunk digests in canonical (big-endian, high
+/// first) order. FORMAT.md gives the bytes.
 struct RootInput {
   AttemptId attempt;
   uint32_t rank = 0;
@@ -76,7 +76,7 @@ void ToHex(const AttemptId& id, char* out);
 bool FromHex(const char* text, Digest* out);
 bool FromHex(const char* text, AttemptId* out);
 
-/// Name of the vector unit in use, for reports: "avx512", "avx2", "sse2", "neon", "scalar".
+/// Returns the vector unit in use, for reports: "avx512", "avx2", "sse2", "neon", "scalar".
 const char* VectorUnit();
 
 }  // namespace holdfast::digest

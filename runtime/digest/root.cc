@@ -1,5 +1,5 @@
-// The root digest of a file: what binds its chunks to one attempt, rank, file and length, so that
-// sound chunks in the wrong place do not pass for a sound file.
+// The root digest of a file binds its chunks to one attempt, rank, file and length: sound chunks in
+// the wrong place do not pass for a sound file.
 //
 // XXH3-128 over these 56 bytes, integers little-endian,
 //
@@ -13,8 +13,8 @@
 //       44      4  chunk size (4194304)
 //       48      8  length of the file in bytes
 //
-// followed by 16 bytes per chunk, in file order: its digest in xxHash's canonical form, which is
-// big-endian with the high half first (the bytes that its 32 hex digits spell).
+// followed by 16 bytes per chunk, in file order: its digest in xxHash's canonical form, big-endian
+// with the high half first (the bytes of its 32 hex digits).
 #include <cstring>
 
 #include "runtime/digest/digest.h"

@@ -1,5 +1,5 @@
-// Which vector unit the digests run on: libxxhash's own choice, made again by the same test,
-// because the library does not tell.
+// Names the vector unit of the digests. libxxhash does not report its choice, so the same test is
+// repeated here.
 #include "runtime/digest/digest.h"
 
 #if HOLDFAST_XXHASH_DISPATCH

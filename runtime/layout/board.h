@@ -1,10 +1,10 @@
-// The rank board: one small file in the partial directory of a save of several ranks, in which
-// every rank says how its part stands.
+// The rank board: a small file in the partial directory of a save of several ranks, with the state
+// of every rank.
 //
-// Workers and trainers read and write it by pread(2) and pwrite(2) on an fd that stays open, so
-// that waiting costs data calls and no lookups. Each range has one writer: a rank's trainer, a
-// rank's worker, or rank 0. Nothing in it is fsynced and nothing on disk is judged by it: a vote is
-// a durable manifest, and a checkpoint is what FORMAT.md section 1 says. FORMAT.md has the bytes.
+// Workers and trainers read and write the board by pread(2) and pwrite(2) on an open fd, so that
+// waiting costs data calls and no lookups. Each range has one writer: a rank's trainer, a rank's
+// worker, or rank 0. The board is never fsynced and never decides completeness: a vote is a durable
+// manifest, and FORMAT.md section 1 defines a checkpoint. FORMAT.md has the bytes.
 #ifndef HOLDFAST_RUNTIME_LAYOUT_BOARD_H_
 #define HOLDFAST_RUNTIME_LAYOUT_BOARD_H_
 
@@ -20,7 +20,7 @@ inline constexpr uint64_t kBoardMagic = 0x314b'4e52'4246'4c48;  // "HLFBRNK1" in
 /// Raised with any change of the bytes below. A rank refuses a board of another version.
 inline constexpr uint32_t kBoardVersion = 1;
 
-/// The first bytes. Every rank writes the same ones, so that it does not matter who comes first.
+/// The first bytes, written alike by every rank in any order.
 struct BoardHead {
   uint64_t magic = kBoardMagic;
   uint32_t version = kBoardVersion;
@@ -29,8 +29,8 @@ struct BoardHead {
   uint64_t reserved[4] = {};
 };
 
-/// Points at the slot of a rank that has failed. Written by the failing rank; of several the last
-/// one stays, and any of them is right.
+/// Points at the slot of a failed rank. Written by the failing rank; of several writes the last
+/// stays, and each is right.
 struct BoardAlarm {
   uint32_t failed = 0;  ///< 1 + the rank; 0: none.
   uint32_t reserved = 0;
@@ -38,8 +38,8 @@ struct BoardAlarm {
 
 enum class Decision : uint32_t {
   kNone = 0,
-  kCommitting = 1,  ///< Rank 0 has all votes and renames unless it finds a failure now.
-  kCommitted = 2,   ///< The final name stands.
+  kCommitting = 1,  ///< Rank 0 has all votes and renames unless a failure shows up now.
+  kCommitted = 2,   ///< The directory has its final name.
 };
 
 /// Written by rank 0 alone.
@@ -51,45 +51,45 @@ struct BoardDecision {
 enum class RankState : uint32_t {
   kAbsent = 0,
   kJoined = 1,
-  kVoted = 2,   ///< The rank's manifest is durable. Written by workers alone.
+  kVoted = 2,   ///< The rank's manifest is durable. Written only by workers.
   kFailed = 3,  ///< The rank's RankFailure was written before.
 };
 
 /// A sign of life of one process of one rank.
 struct RankPulse {
   uint32_t state = 0;  ///< RankState
-  /// While it is not 0, this process may be silent for so many seconds: it is inside one fsync.
+  /// If not 0: the process is inside one fsync and may be silent for so many seconds.
   uint32_t silent_s_max = 0;
-  uint64_t beat = 0;  ///< Any value; each sign of life changes it.
+  uint64_t beat = 0;  ///< Changes with each sign of life.
   uint64_t reserved[2] = {};
 };
 
-/// A rank: each of its two processes has a range of its own.
+/// A rank, with a range for each of its two processes.
 struct RankSlot {
   RankPulse trainer;
   RankPulse worker;
 };
 
 enum class RankFailureKind : uint32_t {
-  kUnknown = 0,  ///< What was read is torn or damaged.
-  kFailed = 1,   ///< It failed by itself: code, operation, error_number, text.
-  kSilent = 2,   ///< None of its processes gives a sign of life.
-  kAbsent = 3,   ///< It has not begun the save.
-  kSlow = 4,     ///< It lives and has not voted within time_ranks_max.
-  kFenced = 5,   ///< A recovery has taken the directory away; said by rank 0.
+  kUnknown = 0,  ///< The record is torn or damaged.
+  kFailed = 1,   ///< The rank failed: code, operation, error_number, text.
+  kSilent = 2,   ///< No process of the rank gives a sign of life.
+  kAbsent = 3,   ///< The rank has not begun the save.
+  kSlow = 4,     ///< The live rank has not voted within time_ranks_max.
+  kFenced = 5,   ///< A recovery has renamed the directory; written by rank 0.
 };
 
-/// Why the save cannot go on, in the words of the rank that says it.
+/// Why the save cannot go on, in the words of the reporting rank.
 struct RankFailure {
-  uint64_t check = 0;  ///< CheckOf the rest: a record that is read while it is written is refused.
-  uint32_t rank = 0;   ///< The rank at fault, which need not be the one that says it.
-  uint32_t kind = 0;   ///< RankFailureKind
-  int32_t code = 0;    ///< FailureCode
+  uint64_t check = 0;      ///< CheckOf the other bytes; refuses a record read during its write.
+  uint32_t rank = 0;       ///< The rank at fault; another rank may report.
+  uint32_t kind = 0;       ///< RankFailureKind
+  int32_t code = 0;        ///< FailureCode
   uint32_t operation = 0;  ///< Operation
   int32_t error_number = 0;
-  uint32_t seconds = 0;  ///< The time that has passed, for the kinds that are a deadline's.
+  uint32_t seconds = 0;  ///< Elapsed time, for kinds with a deadline.
   /// 1: the slot's rank has not voted and never will (rank 0: has not renamed and never will), so
-  /// that the save cannot be committed any more.
+  /// that the save cannot be committed.
   uint32_t is_final = 0;
   uint32_t is_message = 0;  ///< 1: `text` is the whole message; 0: the object of `operation`.
   char text[216] = {};      ///< UTF-8, terminated.
@@ -106,14 +106,14 @@ inline constexpr uint64_t kBoardSlotsAt = 256;
 constexpr uint64_t SlotAt(uint32_t rank) { return kBoardSlotsAt + uint64_t{rank} * 64; }
 constexpr uint64_t TrainerPulseAt(uint32_t rank) { return SlotAt(rank); }
 constexpr uint64_t WorkerPulseAt(uint32_t rank) { return SlotAt(rank) + sizeof(RankPulse); }
-/// Failures stand behind all slots, so that one read of slots has nothing else.
+/// Failures follow the slots, so that one read returns slots only.
 constexpr uint64_t RankFailureAt(uint32_t rank, uint32_t world_size) {
   constexpr uint64_t kAlignment = 4096;
   const uint64_t begin = (SlotAt(world_size) + kAlignment - 1) / kAlignment * kAlignment;
   return begin + uint64_t{rank} * sizeof(RankFailure);
 }
 
-/// What a waiting rank reads each time: the head, the words behind it, and the slot of rank 0.
+/// The part that a waiting rank reads: the head, the words behind it, and rank 0's slot.
 struct BoardTop {
   BoardHead head;
   BoardAlarm alarm;
@@ -124,7 +124,7 @@ struct BoardTop {
 };
 static_assert(sizeof(BoardTop) == kBoardSlotsAt + sizeof(RankSlot));
 
-/// What both processes of a rank say together.
+/// Combined state of a rank's two processes.
 constexpr RankState StateOf(const RankSlot& slot) {
   const auto is = [&slot](RankState state) {
     return slot.trainer.state == static_cast<uint32_t>(state) ||
@@ -135,7 +135,7 @@ constexpr RankState StateOf(const RankSlot& slot) {
   return is(RankState::kJoined) ? RankState::kJoined : RankState::kAbsent;
 }
 
-/// FNV-1a of all bytes behind `check`. Against torn reads, not against damage by design.
+/// FNV-1a of all bytes behind `check`. Detects torn reads, not deliberate damage.
 inline uint64_t CheckOf(const RankFailure& failure) {
   constexpr uint64_t kBasis = 0xcbf2'9ce4'8422'2325;
   constexpr uint64_t kPrime = 0x100'0000'01b3;

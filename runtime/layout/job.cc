@@ -1,7 +1,7 @@
-// Checking a job table once, before anything in it is believed.
+// Checks a job table once, before its first use.
 //
-// The table comes from the same build's trainer (the version says so), so this finds the mistakes
-// of a table builder, not an attacker: every later use may then index without looking.
+// The table comes from the same build's trainer (by its version), so the checks find mistakes of a
+// table builder, not an attacker. Later uses index without checks.
 #include "runtime/layout/job.h"
 
 #include <cstddef>
@@ -22,15 +22,15 @@ constexpr uint32_t kDigestDigits = 32;
 constexpr uint32_t kTemporarySuffixBytes = 4;  // ".tmp"
 constexpr uint64_t kRangeAlignment = 64;
 
-/// Length of a zero-terminated string in a field of `capacity` bytes, or `capacity` if it is not
-/// terminated.
+/// Returns the length of a zero-terminated string in a field of `capacity` bytes, or `capacity`
+/// without a terminator.
 size_t LengthOf(const char* text, size_t capacity) {
   size_t length = 0;
   while (length < capacity && text[length] != '\0') ++length;
   return length;
 }
 
-/// A name of one path component, with `room` bytes left for what is appended.
+/// Checks a name of one path component, with `room` bytes left for a suffix.
 bool IsComponent(const char* name, size_t capacity, size_t room) {
   const size_t length = LengthOf(name, capacity);
   if (length == 0 || length + room >= capacity) return false;
@@ -48,7 +48,7 @@ bool SameName(const char* a, const char* b) {
   return a[i] == b[i];
 }
 
-/// A slot in the manifest that holds the digits of a digest; 0 is none.
+/// Checks a manifest slot for the digits of a digest; 0 is none.
 bool DigestSlotFits(uint64_t slot, uint64_t manifest_bytes) {
   return slot == 0 || (slot <= manifest_bytes && manifest_bytes - slot >= kDigestDigits);
 }
@@ -58,7 +58,7 @@ bool SlotFits(const Slot& slot, uint64_t manifest_bytes) {
          (slot.offset <= manifest_bytes && manifest_bytes - slot.offset >= slot.width);
 }
 
-/// The table's arrays, as places in it.
+/// Ranges of the table's arrays.
 const char* CheckRanges(const Job& job) {
   const struct {
     Range range;
@@ -107,8 +107,7 @@ const char* CheckNames(const Job& job) {
     if (SameName(job.partial, job.target)) return "the partial name is the target";
   }
   if ((job.flags & kWriteManifest) == 0) {
-    // A directory without manifests is no checkpoint; with ranks there would be nothing to wait
-    // for.
+    // A directory without manifests is no checkpoint, and ranks would have no vote to wait for.
     return job.world_size > 1 && !files_only ? "ranks without a manifest" : nullptr;
   }
   if (!IsComponent(job.manifest, sizeof(job.manifest), kTemporarySuffixBytes))
@@ -158,7 +157,7 @@ const char* CheckCommitRecord(const Job& job) {
     if (!SlotFits(slot, bytes)) return "a slot lies outside of the commit record";
   }
   if (slots.self_digest.width != kDigestDigits) return "the commit record has no self-digest";
-  // The last row; the others stand in front of it.
+  // The last row; earlier rows precede it.
   const uint64_t rows = job.world_size - 1;
   if (slots.row_bytes == 0 || slots.row_bytes > bytes / job.world_size) {
     return "the rows of the commit record have the wrong length";
@@ -226,7 +225,7 @@ const char* CheckTrash(const Job& job) {
   for (uint64_t at = 0; at < job.trash.bytes; at += kNameBytes) {
     const size_t length = LengthOf(names + at, kNameBytes);
     if (length >= kNameBytes) return "a name to delete is not terminated";
-    // Without ".tmp": any name that a directory can have.
+    // No ".tmp" is appended: any directory name fits.
     for (size_t i = 0; i < length; ++i) {
       if (names[at + i] == '/') return "a name to delete has a slash";
     }

@@ -1,9 +1,8 @@
-// The job table: everything that the trainer tells a worker about one save, and everything that
-// comes back.
+// The job table: the input and the result of a worker's job for one save.
 //
-// One table per save, in a memfd of its own (the control memory). The trainer lays it out and fills
-// it before the worker sees it; from then on each field has one writer, named beside it. All
-// offsets are from the table's first byte. Below the fork line: plain data and lock-free atomics,
+// One table per save, in its own memfd (the control memory). The trainer lays out and fills the
+// table before the worker attaches; afterwards each field has one writer, named beside the field.
+// Offsets count from the table's first byte. Below the fork line: plain data and lock-free atomics,
 // no code that allocates.
 #ifndef HOLDFAST_RUNTIME_LAYOUT_JOB_H_
 #define HOLDFAST_RUNTIME_LAYOUT_JOB_H_
@@ -35,26 +34,25 @@ enum class JobKind : uint32_t {
 };
 
 enum JobFlags : uint32_t {
-  /// An existing target is exchanged for the new checkpoint and removed afterwards; without it, it
-  /// is an error.
+  /// Exchange an existing target for the new checkpoint, then remove it; otherwise an existing
+  /// target is an error.
   kReplaceExisting = 1u << 0,
-  /// Read every chunk back (O_DIRECT where proven) and compare what is really on disk.
+  /// Read every chunk back (O_DIRECT where proven) and compare the bytes on disk.
   kReadBack = 1u << 1,
-  /// If the trainer dies after everything was sealed, finish; without it, stop and clean up.
+  /// If the trainer dies after the last seal, finish; otherwise stop and clean up.
   kFinishWithoutTrainer = 1u << 2,
-  /// A framework owns the directory: files are committed one by one, no directory is made or
-  /// renamed.
+  /// A framework owns the directory: commit files one by one; make and rename no directory.
   kFilesOnly = 1u << 3,
-  /// Do not ask for O_DIRECT.
+  /// Do not use O_DIRECT.
   kBuffered = 1u << 4,
-  /// Do not re-digest after the write. For measuring the engine alone; the front door never sets
-  /// it.
+  /// Do not re-digest after the write. For engine measurements only; Checkpointer never sets the
+  /// flag.
   kNoRedigest = 1u << 6,
-  /// A rank manifest is written and fsynced after the files.
+  /// Write and fsync a rank manifest after the files.
   kWriteManifest = 1u << 7,
 };
 
-/// Where a run of bytes lies within the table.
+/// A run of bytes within the table.
 struct Range {
   uint64_t offset = 0;
   uint64_t bytes = 0;
@@ -76,16 +74,16 @@ struct Extent {
   uint32_t file = 0;
   uint32_t bytes =
       0;  // true length; the I/O length is this rounded up to kIoAlignment, the rest is zero
-  uint32_t piece_first = 0;  // the tensors (or parts) inside, in order of their offset
+  uint32_t piece_first = 0;  // the tensors (or parts) inside, by offset
   uint32_t piece_count = 0;
-  uint64_t digest_slot = 0;  // where in the manifest the 32 hex digits of `sealed` stand; 0 is none
+  uint64_t digest_slot = 0;  // manifest offset of the 32 hex digits of `sealed`; 0 is none
   // Written by the trainer (a sealer) before the extent's index is published.
-  uint64_t arena_offset = 0;  // of the lease that holds the bytes, a multiple of kIoAlignment
+  uint64_t arena_offset = 0;  // of the lease, a multiple of kIoAlignment
   Digest sealed;
 };
 
-/// A part of a tensor inside one extent. Tensors that own a chunk alone have one piece there, as
-/// long as the chunk.
+/// A part of a tensor inside one extent. A tensor that fills a chunk alone has one piece, as long
+/// as the chunk.
 struct Piece {
   uint32_t tensor = Failure::kNoIndex;  // kNoIndex: header or framing bytes
   uint32_t offset = 0;                  // within the extent
@@ -106,7 +104,7 @@ struct File {
   Digest root;
 };
 
-/// The fields of the manifest that only the worker knows, as places in the template.
+/// Template places of the manifest fields that the worker fills.
 struct ManifestSlots {
   Slot engine;  // JSON string and blanks
   Slot engine_reason;
@@ -119,8 +117,8 @@ struct ManifestSlots {
   Slot self_digest;  // 32 hex digits, over all bytes of the file before them
 };
 
-/// The fields of the commit record that only rank 0's worker knows, as places in its template. The
-/// row of rank r stands r * row_bytes behind that of rank 0.
+/// Template places of the commit record's fields that rank 0's worker fills. The row of rank r
+/// begins r * row_bytes after rank 0's.
 struct CommitSlots {
   Slot committed_at_ns;
   Slot bytes;                    // of all ranks' files
@@ -130,7 +128,7 @@ struct CommitSlots {
   Slot self_digest;
 };
 
-/// Times of one job as the worker saw them, CLOCK_MONOTONIC, in nanoseconds. 0: not reached.
+/// Times of one job in the worker, CLOCK_MONOTONIC, in nanoseconds. 0: not reached.
 struct JobTimes {
   uint64_t started = 0;
   uint64_t first_submit = 0;
@@ -142,19 +140,18 @@ struct JobTimes {
 };
 
 enum class CompletionState : uint32_t {
-  kEmpty = 0,  ///< No result: if the worker is gone, it failed.
-  kDone = 1,   ///< `failure` says how it went; everything else is filled as far as known.
+  kEmpty = 0,  ///< No result: a worker that is gone has failed.
+  kDone = 1,   ///< `failure` is the result; other fields are filled as far as known.
 };
 
-/// What becomes of staged bytes that were written, while the job goes on. Decided once, by
-/// whichever side comes first: see Claim.
+/// Use of staged bytes after their write, while the job runs. Decided once, by the first Claim.
 enum class Written : uint32_t {
-  kHeld = 0,   ///< Nothing yet: they are held to the job's end.
-  kReleased,   ///< The save streams: the trainer releases them as they are acknowledged.
-  kRewritten,  ///< The worker writes them once more, so they are held to the end for good.
+  kHeld = 0,   ///< Undecided: held to the job's end.
+  kReleased,   ///< The save streams: the trainer releases bytes on acknowledgment.
+  kRewritten,  ///< The worker writes the bytes once more; held to the job's end.
 };
 
-/// Where a job is, for progress displays.
+/// Phase of a job, for progress displays.
 enum class Phase : uint32_t {
   kQueued = 0,
   kWriting,
@@ -167,23 +164,23 @@ enum class Phase : uint32_t {
   kDone,
 };
 
-/// Written by the worker alone, once; `state` is stored last (release) and read first (acquire).
+/// Written once, by the worker only; `state` is stored last (release) and read first (acquire).
 struct CompletionSlot {
   SharedU32 state{0};
   uint32_t padding = 0;
   Failure failure;
   WorkerFigures figures;
   uint32_t trainer_died = 0;
-  uint32_t left_files = 0;  // 1: what was written could not be removed
+  uint32_t left_files = 0;  // 1: written files could not be removed
   uint64_t bytes_read_back = 0;
   JobTimes times;
-  char reason[160] = {};     // why this rung
-  RankFailure rank_failure;  // with Operation::kWaitRanks: which rank, and why
-  // Where the checkpoint is that was replaced, for the trainer to remove; empty: there is none.
+  char reason[160] = {};     // reason for the rung
+  RankFailure rank_failure;  // with Operation::kWaitRanks: failed rank and reason
+  // Name of the replaced checkpoint, removed by the trainer; empty: none.
   char left_behind[kNameBytes] = {};
-  // An entry of others that keeps a directory from being replaced or removed; empty: there is none.
+  // A foreign entry that prevents replacing or removing a directory; empty: no such entry.
   char foreign[kNameBytes] = {};
-  // The save that this one gave way to; zero: there is none.
+  // The later save that superseded this save; zero: no such save.
   AttemptId newer;
   uint64_t newer_step = 0;
 };
@@ -208,16 +205,16 @@ struct Job {
   uint64_t epoch = 0;
   uint64_t arena_bytes = 0;
   char target[kNameBytes] = {};    // final directory name, relative to the parent directory fd
-  char partial[kNameBytes] = {};   // the directory while it is being written
+  char partial[kNameBytes] = {};   // directory name during the write
   char manifest[kNameBytes] = {};  // this rank's manifest file name
   // The manifest of rank r is `manifest_prefix` + five digits of r + `manifest_suffix`; rank 0
-  // waits for all.
+  // waits for every rank's manifest.
   char manifest_prefix[32] = {};
   char manifest_suffix[64] = {};
   Qos qos;
-  uint64_t time_stalled_max_ns = 0;   // no completion and no seal for this long: give up
-  uint64_t time_ranks_max_ns = 0;     // a rank that lives is waited for this long
-  uint64_t time_liveness_max_ns = 0;  // a rank without a sign of life for this long has failed
+  uint64_t time_stalled_max_ns = 0;   // limit without completion or seal
+  uint64_t time_ranks_max_ns = 0;     // longest wait for a live rank
+  uint64_t time_liveness_max_ns = 0;  // a rank silent for this long has failed
   uint32_t file_count = 0;
   uint32_t extent_count = 0;
   uint32_t piece_count = 0;
@@ -231,17 +228,16 @@ struct Job {
   Range older;              // AttemptId[n]: what a replacing save may take the place of
   Range trash;              // char[kNameBytes][n]: directories that a kDelete job removes
   ManifestSlots slots;
-  Range commit_template;  // the commit record's bytes; none: this job writes no record
+  Range commit_template;  // the commit record's bytes; empty: no record is written
   CommitSlots commit_slots;
 
   // Written by either side while the job runs, once.
   SharedU32 written{0};  // Written
 
   // Written by the trainer while the job runs.
-  SharedU32 cancel{
-      0};  // 1: stop and remove what was written. Read by the worker, relaxed + doorbell
-  SharedU32 trainer_failed{0};  // 1: staging failed, no further extent will come; clean up
-  // Why, for the other ranks: written once, before `trainer_failed`.
+  SharedU32 cancel{0};  // 1: stop and remove written files. Read by the worker, relaxed + doorbell
+  SharedU32 trainer_failed{0};  // 1: staging failed, no extent follows; clean up
+  // Reason for the other ranks, written once, before `trainer_failed`.
   char staging_error[sizeof(RankFailure::text)] = {};
   SharedU64 published_count{0};  // hint for progress; the log itself is authoritative
 
@@ -251,11 +247,11 @@ struct Job {
   SharedU64 bytes_completed{0};
   SharedU64 steps{0};        // files synced, chunks read back, directory entries removed
   SharedU32 engine_used{0};  // EngineRung, before the first transfer; kAuto: no engine was opened
-  // 1 (release): every transfer of the job has landed and none follows. The worker neither reads
-  // nor writes staging memory any more.
+  // 1 (release): every transfer of the job has ended and none follows. The worker no longer reads
+  // or writes staging memory.
   SharedU32 staging_released{0};
-  // 1 (release): an assertion of the worker failed; `completion.reason` is its text. There will be
-  // no result.
+  // 1 (release): an assertion of the worker failed; `completion.reason` is its text. No result
+  // follows.
   SharedU32 assertion_failed{0};
 
   CompletionSlot completion;
@@ -265,7 +261,7 @@ static_assert(std::is_trivially_copyable_v<Extent> && std::is_trivially_copyable
 static_assert(std::is_trivially_copyable_v<File> && std::is_standard_layout_v<Job>);
 static_assert(sizeof(Extent) == 56 && sizeof(Piece) == 32 && sizeof(Slot) == 16);
 
-/// A log entry that was not written yet.
+/// A log entry that is not yet written.
 inline constexpr uint32_t kEmptyEntry = 0xffffffffu;
 
 /// Rounds up to the alignment of direct I/O.
@@ -273,7 +269,7 @@ constexpr uint64_t AlignUp(uint64_t bytes, uint64_t alignment = kIoAlignment) {
   return (bytes + alignment - 1) / alignment * alignment;
 }
 
-/// Decides what becomes of bytes that were written. False if it was decided otherwise.
+/// Decides the use of written bytes. Returns false after a different decision.
 inline bool Claim(Job* job, Written what) {
   uint32_t found = static_cast<uint32_t>(Written::kHeld);
   const auto wanted = static_cast<uint32_t>(what);
@@ -284,7 +280,7 @@ inline bool Streams(const Job& job) {
   return job.written.load(std::memory_order_acquire) == static_cast<uint32_t>(Written::kReleased);
 }
 
-/// Typed views of a mapped table. Do no checks: ValidateJob has done them once.
+/// Typed views of a mapped table, unchecked: ValidateJob has checked the table once.
 template <typename T>
 T* At(Job* job, Range range) {
   return reinterpret_cast<T*>(reinterpret_cast<char*>(job) + range.offset);
@@ -296,7 +292,7 @@ inline AttemptId* Older(Job* job) { return At<AttemptId>(job, job->older); }
 inline char* CommitRecord(Job* job) { return At<char>(job, job->commit_template); }
 inline char* Manifest(Job* job) { return At<char>(job, job->manifest_template); }
 
-/// A number that changes whenever either side gets on with the job. For stall deadlines.
+/// Returns a number that changes with any progress of either side. For stall deadlines.
 inline uint64_t Progress(const Job& job) {
   return job.published_count.load(std::memory_order_relaxed) +
          job.bytes_completed.load(std::memory_order_relaxed) +
@@ -304,22 +300,21 @@ inline uint64_t Progress(const Job& job) {
          job.worker_pid.load(std::memory_order_relaxed);
 }
 
-/// Checks every range, count and index of a table of `mapped_bytes` before anything is believed.
-/// Returns nullptr if sound, otherwise a static string that says what is wrong.
+/// Checks every range, count and index of a table of `mapped_bytes` before first use. Returns
+/// nullptr if sound, otherwise a static string with the reason.
 const char* ValidateJob(const Job* job, uint64_t mapped_bytes);
 
 /// An append-only log of extent indices in shared memory: many writers on one side, one reader on
 /// the other.
 ///
 /// Entry i goes from kEmptyEntry to its value once. A writer reserves i by `next_` (process-local,
-/// so a log has all its writers in one process), then stores the index with release; the reader's
-/// acquire load of entry i therefore sees everything that was written about that extent before it
-/// was appended.
+/// so that a log has all its writers in one process), then stores the index with release. The
+/// reader's acquire load of entry i therefore sees every earlier write to that extent.
 class LogWriter {
  public:
   LogWriter() = default;
   LogWriter(SharedU32* entries, uint32_t capacity) : entries_(entries), capacity_(capacity) {}
-  /// Points it at its log, before the first Append.
+  /// Attaches the log, before the first Append.
   void Reset(SharedU32* entries, uint32_t capacity) {
     entries_ = entries;
     capacity_ = capacity;
@@ -339,7 +334,7 @@ class LogReader {
  public:
   LogReader() = default;
   LogReader(const SharedU32* entries, uint32_t capacity) : entries_(entries), capacity_(capacity) {}
-  /// Takes the next index if it is there.
+  /// Returns the next index, if written.
   bool Next(uint32_t* index) {
     if (next_ >= capacity_) return false;
     const uint32_t value = entries_[next_].load(std::memory_order_acquire);

@@ -1,17 +1,16 @@
-// Filling the fixed-width slots of a manifest template in place: what the worker does to the fields
-// that only it knows.
+// Fills the fixed-width slots of a manifest template in place, with the worker's values.
 //
-// A slot is blank until it is filled, and a digest slot holds '-', so a template that was not
-// filled completely is neither JSON nor has it digests: no reader takes it for a manifest. Below
-// the fork line: no heap, nothing but byte stores.
+// An unfilled slot is blank, and an unfilled digest slot holds '-'. An incomplete template is
+// neither JSON nor has digests, so no reader accepts it as a manifest. Below the fork line: no
+// heap, only byte stores.
 //
-// The order for whoever completes a manifest: the sealers' digests (digest::ToHex) stand in it
-// already; fill the file roots, then every slot of ManifestSlots but the last, and last of all
+// Order of completion: the sealers' digests (digest::ToHex) are already present. Fill the file
+// roots, then every slot of ManifestSlots but the last, and finally
 //
 //   digest::ToHex(digest::Of(manifest, slots.self_digest.offset),
 //                 manifest + slots.self_digest.offset);
 //
-// because the self-digest covers every byte in front of its own 32 digits.
+// The self-digest covers every byte in front of its own 32 digits.
 #ifndef HOLDFAST_RUNTIME_LAYOUT_MANIFEST_SLOTS_H_
 #define HOLDFAST_RUNTIME_LAYOUT_MANIFEST_SLOTS_H_
 
@@ -22,18 +21,19 @@
 
 namespace holdfast::layout {
 
-/// Widths of the slots, the quotes of a text included. A reason is at most 159 bytes long
-/// (CompletionSlot::reason), the rest of its slot is room for escapes; a number needs 20 digits.
+/// Widths of the slots, including the quotes of a text. A reason has at most 159 bytes
+/// (CompletionSlot::reason); the rest of its slot leaves room for escapes. A number needs 20
+/// digits.
 inline constexpr uint32_t kEngineSlotBytes = 20;
 inline constexpr uint32_t kReasonSlotBytes = 192;
 inline constexpr uint32_t kDirectIoSlotBytes = 12;
 inline constexpr uint32_t kBoolSlotBytes = 5;
 inline constexpr uint32_t kNumberSlotBytes = 20;
-/// Hex digits of a digest, and what stands in their place until there is one.
+/// Hex digits of a digest, and their placeholder.
 inline constexpr uint32_t kDigestSlotBytes = 32;
 inline constexpr char kNoDigest = '-';
 
-/// The words of the manifest for what the worker found out; where nothing was chosen, "none".
+/// Manifest words for engine, direct I/O and pages; "none" before a choice.
 inline const char* ManifestWord(EngineRung engine) {
   return engine == EngineRung::kAuto ? "none" : WordOf(engine);
 }
@@ -42,9 +42,9 @@ inline const char* ManifestWord(PageRung pages) {
   return pages == PageRung::kAuto ? "none" : WordOf(pages);
 }
 
-/// Writes `text` as a JSON string into `slot`, followed by blanks. Quote and backslash are escaped,
-/// control characters become blanks, bytes beyond ASCII '?' (a cut sequence would not be UTF-8);
-/// what does not fit is left out at a character's border. A slot without room for "" is left alone.
+/// Writes `text` as a JSON string into `slot`, followed by blanks. Quote and backslash are escaped;
+/// control characters become blanks; bytes beyond ASCII become '?' (a cut sequence would not be
+/// UTF-8). A long text is cut at a character's border. A slot without room for "" stays unchanged.
 inline void FillText(char* manifest, const Slot& slot, const char* text) {
   if (slot.width < 2) return;
   char* const begin = manifest + slot.offset;
@@ -62,7 +62,8 @@ inline void FillText(char* manifest, const Slot& slot, const char* text) {
   while (out < end) *out++ = ' ';
 }
 
-/// Writes `true` and a blank, or `false`, into a slot of kBoolSlotBytes. Another one is left alone.
+/// Writes `true` and a blank, or `false`, into a slot of kBoolSlotBytes. A slot of another width
+/// stays unchanged.
 inline void FillBool(char* manifest, const Slot& slot, bool value) {
   if (slot.width != kBoolSlotBytes) return;
   const char* const word = value ? "true " : "false";
@@ -70,7 +71,7 @@ inline void FillBool(char* manifest, const Slot& slot, bool value) {
 }
 
 /// Writes `value` in decimal, blanks in front. A number that does not fit leaves only blanks, which
-/// is not JSON: a wrong figure is never written.
+/// is not JSON: a wrong number is never written.
 inline void FillNumber(char* manifest, const Slot& slot, uint64_t value) {
   char* const begin = manifest + slot.offset;
   char* out = begin + slot.width;

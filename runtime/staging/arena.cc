@@ -30,9 +30,9 @@ absl::StatusOr<uint64_t> BytesInFile(int fd) {
   return static_cast<uint64_t>(info.st_blocks) * kStatBlockBytes;
 }
 
-// Huge pages are mapped as such only where address and file offset agree modulo their size, and
-// older kernels place a mapping anywhere: an address range with room to spare, and the file put
-// into the middle.
+// A huge page needs an address and a file offset that agree modulo its size, and older kernels
+// place a mapping anywhere. So reserve a larger address range and map the file at an aligned
+// address inside.
 absl::StatusOr<char*> MapAligned(int fd, uint64_t bytes, uint64_t alignment) {
   const sys::SystemCalls& sys = sys::Sys();
   const uint64_t room = bytes + alignment;
@@ -46,10 +46,10 @@ absl::StatusOr<char*> MapAligned(int fd, uint64_t bytes, uint64_t alignment) {
       sys.mmap(begin + head, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
   if (mapped == MAP_FAILED) {
     const int error = errno;
-    (void)sys.munmap(begin, room);  // Addresses without memory; the first error is what counts.
+    (void)sys.munmap(begin, room);  // Addresses without memory; the first error is reported.
     return base::ErrnoStatus("mmap", kObject, error);
   }
-  // As above: nothing but addresses stays behind if these fail.
+  // A failure here leaves only addresses behind.
   if (head > 0) (void)sys.munmap(begin, head);
   (void)sys.munmap(begin + head + bytes, alignment - head);
   return begin + head;
@@ -64,7 +64,7 @@ absl::StatusOr<std::unique_ptr<Arena>> Arena::Create(const ArenaOptions& options
   bool room_checked = false;
   for (const PageRung rung : Ladder(options.pages)) {
     if (rung != PageRung::kHugetlb && !room_checked) {
-      // The pool of huge pages stands apart; everything else comes out of the common memory.
+      // Reserved huge pages have a pool of their own; other pages use the common memory.
       HOLDFAST_RETURN_IF_ERROR(CheckMemoryRoom(options.bytes));
       room_checked = true;
     }
@@ -121,10 +121,10 @@ absl::Status Arena::Map(const PageSource& source) {
   }
   base_ = *base;
   bytes_ = source.bytes;
-  // A child of fork() that is none of ours (a DataLoader's) must neither hold nor see this memory.
+  // A child forked by the host (a DataLoader's) must neither keep nor see this memory.
   if (sys::Sys().madvise(base_, bytes_, MADV_DONTFORK) != 0)
     return base::ErrnoStatus("madvise DONTFORK", kObject, errno);
-  // A core dump would be larger by a checkpoint, and slow to write.
+  // Without DONTDUMP a core dump would hold a checkpoint and be slow to write.
   if (sys::Sys().madvise(base_, bytes_, MADV_DONTDUMP) != 0)
     return base::ErrnoStatus("madvise DONTDUMP", kObject, errno);
   return absl::OkStatus();
@@ -135,9 +135,9 @@ absl::Status Arena::AdviseHuge() {
   return base::ErrnoStatus("madvise HUGEPAGE", kObject, errno);
 }
 
-// Both rungs give huge pages as far as there are any, and say nothing when there are none. But the
-// file's size tells: one small touch brings in a huge page or a small one. First one page, so that
-// a machine which gives none costs nothing; then one touch in every page's place, and the sum.
+// Both rungs fall back to small pages without an error, but the file's size shows the page size:
+// one small touch allocates a huge page or a small one. Touch one page first, so that a machine
+// without huge pages pays almost nothing; then touch each page's place once and compare the sum.
 absl::Status Arena::ProveHuge() {
   const uint64_t touch_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   const MappedFile first = {.base = base_, .fd = fd(), .bytes = page_bytes_};
@@ -162,9 +162,9 @@ absl::Status Arena::ProveHuge() {
 }
 
 Arena::~Arena() {
-  // In a foreign child something else may be mapped at these addresses by now.
+  // In a foreign child another mapping may have these addresses.
   if (base_ == nullptr || !guard_.InCreator()) return;
-  (void)sys::Sys().munmap(base_, bytes_);  // Cannot fail for a whole mapping; nobody could act.
+  (void)sys::Sys().munmap(base_, bytes_);  // Cannot fail for a whole mapping.
 }
 
 absl::Status Arena::Punch() {
@@ -181,7 +181,7 @@ absl::Status Arena::Populate() {
   if (pages_ != PageRung::kHugetlb) HOLDFAST_RETURN_IF_ERROR(CheckMemoryRoom(bytes_));
   const absl::Status status = PrefaultAll({.base = base_, .fd = fd(), .bytes = bytes_}, threads_);
   if (!status.ok()) {
-    // What was taken before the failure goes back: half an arena helps nobody.
+    // Return the pages allocated before the failure.
     (void)Punch();
     return base::Annotate(status, "take staging memory again");
   }

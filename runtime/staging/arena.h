@@ -1,4 +1,4 @@
-// The one shared mapping that all staging memory comes from.
+// The shared mapping of all staging memory.
 #ifndef HOLDFAST_RUNTIME_STAGING_ARENA_H_
 #define HOLDFAST_RUNTIME_STAGING_ARENA_H_
 
@@ -18,19 +18,19 @@ namespace holdfast::staging {
 struct ArenaOptions {
   uint64_t bytes = 0;
   PageRung pages = PageRung::kAuto;
-  uint32_t threads = 1;  ///< That pre-fault in parallel.
+  uint32_t threads = 1;  ///< Threads that pre-fault in parallel.
 };
 
-/// MAP_SHARED, pre-faulted, on the largest pages that the machine gives; DONTFORK and DONTDUMP
-/// here; attachable elsewhere by its fd. Sealed against shrinking and growing where the rung allows
-/// (memfd), so that no other holder of the fd can turn an access into a SIGBUS.
+/// A MAP_SHARED mapping, pre-faulted on the largest available pages. The mapping is DONTFORK and
+/// DONTDUMP in this process; other processes attach by its fd. Where the rung allows (memfd), seals
+/// prevent shrinking and growing: another holder of the fd cannot turn an access into a SIGBUS.
 ///
-/// \forksafety In a child of fork() the mapping is not there and the fd is closed; the destructor
-/// does nothing.
+/// \forksafety In a child of fork() the mapping is absent and the fd is closed; the destructor does
+/// nothing.
 class Arena {
  public:
-  /// \error kResourceExhausted when the memory is not there; the message says what to change.
-  /// \error kFailedPrecondition and others when the rung that was asked for cannot be had.
+  /// \error kResourceExhausted when memory is short; the message names the option to change.
+  /// \error kFailedPrecondition and others when the required rung is unavailable.
   static absl::StatusOr<std::unique_ptr<Arena>> Create(const ArenaOptions& options);
   ~Arena();
   Arena(const Arena&) = delete;
@@ -44,12 +44,12 @@ class Arena {
   const std::string& reason() const { return reason_; }
   bool resident() const { return resident_.load(std::memory_order_acquire); }
 
-  /// Gives all pages back (punches the file). The caller has dropped every registration first
-  /// (promise 4): a page punched under a registration lives on in the registration only.
+  /// Returns all pages to the system (punches the file). The caller must have dropped every
+  /// registration (promise 4): a punched page lives on in its registration.
   absl::Status Punch();
 
-  /// Takes the pages again after Punch. \error kResourceExhausted when the machine has them no
-  /// more; the arena is as it was.
+  /// Allocates the pages again after Punch.
+  /// \error kResourceExhausted when pages are short; the arena is unchanged.
   absl::Status Populate();
 
  private:
@@ -66,7 +66,8 @@ class Arena {
   PageRung pages_ = PageRung::kSmall;
   uint64_t page_bytes_ = 0;
   uint32_t threads_ = 1;
-  // Read by stats without the pool's lock; release and acquire, so that who sees true sees pages.
+  // Stats read the flag without the pool's lock. Release and acquire: pages exist for a reader of
+  // true.
   std::atomic<bool> resident_{false};
   std::string reason_;
   base::ForkGuard guard_;

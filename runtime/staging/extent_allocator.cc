@@ -16,7 +16,7 @@ ExtentAllocator::ExtentAllocator(uint64_t bytes, uint64_t granule) : granule_(gr
 
 std::optional<uint64_t> ExtentAllocator::Allocate(uint64_t bytes) {
   HOLDFAST_CHECK(bytes > 0, "an empty run has no owner");
-  // Before rounding up, which could overflow.
+  // Checked before rounding up, which could overflow.
   if (bytes > free_bytes_) return std::nullopt;
   const uint64_t need = RoundUp(bytes);
   const auto best = by_size_.lower_bound({need, 0});
@@ -58,9 +58,9 @@ uint64_t ExtentAllocator::largest_free() const {
   return by_size_.empty() ? 0 : by_size_.rbegin()->first;
 }
 
-// A request can fail only when every run has less than `request_bytes_max` left, so each has given
-// away all but that much before the first failure. And whatever does not fit into the other runs
-// fits into the largest, as long as the sum does.
+// A request fails only when every run has less than `request_bytes_max` left, so each run has given
+// away its other bytes by then. A request that fits no other run fits the largest run, as long as
+// the sum does.
 uint64_t ExtentAllocator::CertainBytes(uint64_t request_bytes_max) const {
   const uint64_t left_over = RoundUp(request_bytes_max) - granule_;
   uint64_t sum = 0;

@@ -1,4 +1,4 @@
-// Which runs of the arena are free: pure arithmetic on offsets, no memory is touched.
+// Free runs of the arena: arithmetic on offsets, without touching memory.
 #ifndef HOLDFAST_RUNTIME_STAGING_EXTENT_ALLOCATOR_H_
 #define HOLDFAST_RUNTIME_STAGING_EXTENT_ALLOCATOR_H_
 
@@ -10,27 +10,27 @@
 
 namespace holdfast::staging {
 
-/// Best fit over free runs that are merged as soon as they touch. \threadsafety None: StagingPool
-/// locks around it.
+/// Best fit over free runs; adjacent runs are merged at once. \threadsafety None: StagingPool
+/// locks.
 class ExtentAllocator {
  public:
   /// `bytes` is the arena's size, `granule` the alignment of every offset and length; both in
   /// bytes.
   ExtentAllocator(uint64_t bytes, uint64_t granule);
 
-  /// Takes a run of at least `bytes`, rounded up to the granule. Nothing when no free run is long
-  /// enough.
+  /// Allocates a run of at least `bytes`, rounded up to the granule. Returns nothing when no free
+  /// run is long enough.
   std::optional<uint64_t> Allocate(uint64_t bytes);
 
-  /// Gives a run back; it must be exactly one that was allocated (aborts otherwise: the caller
-  /// would corrupt memory).
+  /// Frees a run. Aborts unless the run is exactly an allocated one: the caller would corrupt
+  /// memory.
   void Free(uint64_t offset, uint64_t bytes);
 
   uint64_t free_bytes() const { return free_bytes_; }
   uint64_t largest_free() const;
 
-  /// Bytes that can be allocated now, whatever the order and sizes of the requests, as long as none
-  /// is larger than `request_bytes_max`.
+  /// Returns the bytes that any sequence of requests can allocate now, if no request is larger than
+  /// `request_bytes_max`.
   uint64_t CertainBytes(uint64_t request_bytes_max) const;
 
  private:

@@ -9,22 +9,22 @@
 
 namespace holdfast::staging {
 
-/// As in staging_pool.h; a retired lease is free at once.
+/// States of staging_pool.h; a retired lease is free at once.
 enum class LeaseState : uint8_t { kFree, kFilling, kSealed, kWriting };
 
-/// \threadsafety None: StagingPool locks around it.
+/// \threadsafety None: StagingPool locks.
 class LeaseTable {
  public:
-  /// free -> filling. `lease.index` and `lease.serial` are given here.
+  /// free -> filling. Assigns `lease.index` and `lease.serial`.
   Lease Add(Lease lease);
 
-  /// Aborts unless `lease` is one of the table's, unchanged, and in state `from`.
+  /// Moves a lease between states. Aborts unless `lease` equals its entry and is in state `from`.
   void Move(const Lease& lease, LeaseState from, LeaseState to);
 
-  /// Whether `lease` is one of the table's, unchanged, and in state `state`.
+  /// Returns true when `lease` equals its entry and is in state `state`.
   bool Is(const Lease& lease, LeaseState state) const;
 
-  /// Takes the leases of `epoch` out, whatever their state.
+  /// Removes and returns the leases of `epoch` in any state.
   std::vector<Lease> RemoveAll(uint64_t epoch);
 
   uint64_t added() const { return added_; }

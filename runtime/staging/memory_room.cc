@@ -22,10 +22,10 @@
 namespace holdfast::staging {
 namespace {
 
-// Left to everybody else. MemAvailable is an estimate, and page tables and rings come on top.
+// Reserve for other processes, page tables and rings. MemAvailable is an estimate.
 constexpr uint64_t kReserveBytes = uint64_t{64} << 20;
 
-// Limits at and above this are "none": version 1 says 2^63 rounded down to a page.
+// Limits from here up mean "none": version 1 reports 2^63 rounded down to a page.
 constexpr uint64_t kNoLimit = uint64_t{1} << 62;
 
 constexpr size_t kFileBytesMax = 64 * 1024;
@@ -41,7 +41,7 @@ std::optional<std::string> ReadFile(const std::string& path) {
     if (got <= 0) break;
     have += static_cast<size_t>(got);
   }
-  (void)sys::CloseOwned(fd);  // Read only: nothing can be lost.
+  (void)sys::CloseOwned(fd);  // Read only: no data can be lost.
   if (got < 0) return std::nullopt;
   text.resize(have);
   return text;
@@ -51,10 +51,10 @@ std::optional<uint64_t> ReadNumber(const std::string& path) {
   const std::optional<std::string> text = ReadFile(path);
   uint64_t value = 0;
   if (!text.has_value() || !absl::SimpleAtoi(*text, &value)) return std::nullopt;
-  return value;  // "max" is no number and so no limit.
+  return value;  // "max" is no limit.
 }
 
-// The number behind `key` in lines of "key value" or "key: value kB".
+// Returns the number behind `key` in lines of "key value" or "key: value kB".
 std::optional<uint64_t> FindNumber(absl::string_view text, absl::string_view key) {
   for (const absl::string_view line : absl::StrSplit(text, '\n')) {
     const std::vector<absl::string_view> words =
@@ -69,15 +69,14 @@ std::optional<uint64_t> FindNumber(absl::string_view text, absl::string_view key
 struct GroupFiles {
   const char* limit;
   const char* used;
-  const char* reclaimable;  // in memory.stat: file pages that the kernel gives up first
+  const char* reclaimable;  // in memory.stat: file pages, reclaimed first
 };
 constexpr GroupFiles kVersion2 = {"memory.max", "memory.current", "inactive_file"};
 constexpr GroupFiles kVersion1 = {"memory.limit_in_bytes", "memory.usage_in_bytes",
                                   "total_inactive_file"};
 
-// Every group from `path` up to the root limits. Inside a container the path may be that of the
-// host while the mount shows the container's own group as its root: levels that are not there are
-// passed over.
+// Every group from `path` up to the root limits. Inside a container the path may be the host's
+// while the mount shows the container's group as its root: missing levels are skipped.
 void LowerByGroups(const std::string& mount, absl::string_view path, const GroupFiles& files,
                    MemoryRoom* room) {
   while (true) {

@@ -1,4 +1,4 @@
-// How much memory this process could take now without being killed for it.
+// Memory that this process can allocate without waking the OOM killer.
 #ifndef HOLDFAST_RUNTIME_STAGING_MEMORY_ROOM_H_
 #define HOLDFAST_RUNTIME_STAGING_MEMORY_ROOM_H_
 
@@ -9,16 +9,16 @@
 
 namespace holdfast::staging {
 
-/// The tightest of what the machine has available (MemAvailable) and what the control groups above
-/// this process (version 1 or 2) still allow.
+/// The least of MemAvailable and the room in the control groups (version 1 or 2) above this
+/// process.
 struct MemoryRoom {
-  uint64_t bytes = UINT64_MAX;  ///< UINT64_MAX where nothing could be read.
-  std::string limit;            ///< What sets it: "MemAvailable", or the control group's file.
+  uint64_t bytes = UINT64_MAX;  ///< UINT64_MAX where no limit could be read.
+  std::string limit;  ///< Source of the limit: "MemAvailable" or the control group's file.
 };
 MemoryRoom FindMemoryRoom();
 
-/// \error kResourceExhausted when taking `bytes` more would leave next to nothing: shared memory is
-/// not refused by the kernel in time, it is answered by the OOM killer.
+/// \error kResourceExhausted when `bytes` more would leave next to no memory: the kernel does not
+/// refuse shared memory in time, the OOM killer ends a process.
 absl::Status CheckMemoryRoom(uint64_t bytes);
 
 }  // namespace holdfast::staging

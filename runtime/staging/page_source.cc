@@ -47,12 +47,11 @@ absl::Status Configure(int fd, unsigned command, const char* key, const char* va
                            errno);
 }
 
-// A tmpfs of our own that is never attached to any directory: it needs no mount point, nobody else
-// can see it, and it goes when the last fd goes.
+// A private tmpfs without a mount point: invisible to other processes and gone with the last fd.
 absl::StatusOr<base::UniqueFd> OpenDetachedTmpfs(uint64_t bytes) {
   const base::UniqueFd fs(sys::FsOpenOwned("tmpfs", FSOPEN_CLOEXEC));
   if (!fs.valid()) return base::ErrnoStatus("fsopen", "tmpfs", errno);
-  // By default half of the machine's memory, which may be less than what was asked for.
+  // The default, half of the machine's memory, may be less than `bytes`.
   const std::string size = absl::StrCat(bytes);
   HOLDFAST_RETURN_IF_ERROR(Configure(fs.get(), FSCONFIG_SET_STRING, "huge", "always"));
   HOLDFAST_RETURN_IF_ERROR(Configure(fs.get(), FSCONFIG_SET_STRING, "size", size.c_str()));
@@ -91,7 +90,7 @@ absl::StatusOr<uint64_t> PageBytes(PageRung rung, int fd) {
   }
 }
 
-// ftruncate beyond the limit does not only fail, it sends SIGXFSZ, which ends the process.
+// ftruncate beyond RLIMIT_FSIZE sends SIGXFSZ, which ends the process.
 absl::Status CheckFileSizeLimit(uint64_t bytes) {
   struct rlimit limit = {};
   if (sys::Sys().getrlimit(RLIMIT_FSIZE, &limit) != 0)
@@ -129,7 +128,7 @@ absl::StatusOr<PageSource> OpenPages(PageRung rung, uint64_t bytes) {
   if (sys::Sys().ftruncate(source.fd.get(), static_cast<off_t>(source.bytes)) != 0)
     return base::ErrnoStatus("ftruncate", kObject, errno);
   if (rung == PageRung::kTmpfsHuge) return source;  // tmpfs files have no seals
-  // Whoever holds the fd could otherwise shrink the file and turn our next access into a SIGBUS.
+  // Unsealed, another holder of the fd could shrink the file and turn an access into a SIGBUS.
   if (sys::Sys().fcntl(source.fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) !=
       0) {
     return base::ErrnoStatus("seal", kObject, errno);

@@ -12,15 +12,15 @@ namespace holdfast::staging {
 
 struct PageSource {
   base::UniqueFd fd;
-  uint64_t bytes = 0;       ///< Size of the file: what was asked for, rounded up to a page.
-  uint64_t page_bytes = 0;  ///< That the rung can give; the kernel may still give smaller ones.
+  uint64_t bytes = 0;       ///< Size of the file: the request rounded up to a page.
+  uint64_t page_bytes = 0;  ///< Largest page of the rung; the kernel may allocate smaller pages.
 };
 
 /// "memfd hugetlb", "tmpfs huge=always", ...
 const char* NameOf(PageRung rung);
 
-/// Makes an unnamed shared-memory file of `bytes`, close-on-exec, sealed against any change of its
-/// size where the rung can be sealed. `rung` is not kAuto. No page is taken yet.
+/// Makes an unnamed shared-memory file of `bytes`, close-on-exec, with a sealed size where the rung
+/// has seals. `rung` is not kAuto. Allocates no page.
 absl::StatusOr<PageSource> OpenPages(PageRung rung, uint64_t bytes);
 
 }  // namespace holdfast::staging

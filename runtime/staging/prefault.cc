@@ -22,7 +22,7 @@
 namespace holdfast::staging {
 namespace {
 
-// Large enough that the calls do not count, small enough that threads end together.
+// Large enough to hide the cost of a call, small enough that threads end together.
 constexpr uint64_t kSliceBytes = uint64_t{32} << 20;
 
 // Before Linux 5.14 there is no MADV_POPULATE_WRITE. Reserving the pages in the file first turns
@@ -41,20 +41,20 @@ int ReserveAndTouch(const MappedFile& file, uint64_t offset, uint64_t bytes) {
 int PrefaultRange(const MappedFile& file, uint64_t offset, uint64_t bytes) {
   const int result = sys::Uninterrupted([&] {
     const int populated = sys::Sys().madvise(file.base + offset, bytes, MADV_POPULATE_WRITE);
-    if (populated != 0 && errno == EAGAIN) errno = EINTR;  // madvise(2): to be tried again as well
+    if (populated != 0 && errno == EAGAIN) errno = EINTR;  // madvise(2): try again
     return populated;
   });
   if (result == 0) return 0;
   return errno == EINVAL ? ReserveAndTouch(file, offset, bytes) : errno;
 }
 
-// What the threads share: the next piece of work, and the first error.
+// State shared by the threads: the next piece of work, and the first error.
 class Work {
  public:
   Work(const MappedFile& file, const PrefaultPattern& pattern) : file_(file), pattern_(pattern) {}
 
   void Run() {
-    // relaxed: the threads exchange nothing but these two numbers, and join orders the rest.
+    // relaxed: the threads share only these two numbers, and join orders other writes.
     while (error_.load(std::memory_order_relaxed) == 0) {
       const uint64_t offset = next_.fetch_add(1, std::memory_order_relaxed) * pattern_.stride_bytes;
       if (offset >= file_.bytes) return;
@@ -82,14 +82,14 @@ absl::Status Prefault(const MappedFile& file, const PrefaultPattern& pattern) {
   const uint64_t useful = std::min<uint64_t>(pattern.threads, pieces);
   while (threads.size() + 1 < useful) {
     auto thread = std::make_unique<base::Thread>();
-    if (!thread->Start([&work] { work.Run(); }).ok()) break;  // Then fewer do the work.
+    if (!thread->Start([&work] { work.Run(); }).ok()) break;  // Fewer threads do the work.
     threads.push_back(std::move(thread));
   }
   work.Run();
   threads.clear();
   if (work.error() == 0) return absl::OkStatus();
-  // EFAULT is the kernel's "that access would be a SIGBUS": the file has no page to give. Whatever
-  // the number, to the caller it means that there is no memory.
+  // EFAULT stands for a SIGBUS: the file has no page to give. Every errno here means that memory is
+  // short.
   absl::Status status = absl::ResourceExhaustedError(absl::StrCat(
       "provide pages: ", base::ErrnoStatus("madvise", "staging arena", work.error()).message()));
   status.SetPayload(base::kErrnoPayload, absl::Cord(absl::StrCat(work.error())));

@@ -1,5 +1,4 @@
-// Making the kernel provide pages now, on several threads, with an error instead of a signal when
-// it cannot.
+// Allocates pages on several threads and returns an error, not a signal, when pages are short.
 #ifndef HOLDFAST_RUNTIME_STAGING_PREFAULT_H_
 #define HOLDFAST_RUNTIME_STAGING_PREFAULT_H_
 
@@ -23,11 +22,11 @@ struct PrefaultPattern {
   uint32_t threads = 1;
 };
 
-/// Nobody else writes the memory meanwhile. \error kResourceExhausted when there are no pages left;
-/// some may have been taken by then.
+/// Allocates the pages of `pattern`. No other thread may write the memory meanwhile.
+/// \error kResourceExhausted when no pages are left; some pages may be allocated by then.
 absl::Status Prefault(const MappedFile& file, const PrefaultPattern& pattern);
 
-/// All of it. A page that is there already costs next to nothing.
+/// Allocates all pages of the file. A present page costs next to nothing.
 absl::Status PrefaultAll(const MappedFile& file, uint32_t threads);
 
 }  // namespace holdfast::staging

@@ -33,9 +33,9 @@ bool Residence::Empty() const {
                                              [](const Entry& entry) { return entry.registered; });
 }
 
-// A page that is punched while somebody has it registered lives on in that registration: the disk
-// would get the old page while memory shows a new one, and no digest of memory could see it. So all
-// of them first, each acknowledged, and the punch last.
+// A page punched under a registration lives on in the registration: the disk would get the old page
+// while memory shows a new one, and no digest of memory could find the difference. So drop all
+// registrations first, wait for each acknowledgment, and punch last.
 absl::Status Residence::GiveBack() {
 #ifdef HOLDFAST_PLANTED_BUGS
   if (testing::trim_under_registration) return arena_->Punch();
@@ -43,7 +43,7 @@ absl::Status Residence::GiveBack() {
   absl::Status status = DropAll();
   if (status.ok()) status = arena_->Punch();
   if (status.ok()) return status;
-  // The pages stayed. What cannot be restored now is tried again with the next lease.
+  // The pages stayed. The next lease retries a failed restore.
   (void)RestoreAll();
   return base::Annotate(status, "trim staging memory");
 }

@@ -1,4 +1,4 @@
-// Giving the arena's pages back and taking them again, with everybody who has them registered.
+// Returns and reallocates the arena's pages together with all registrations of them.
 #ifndef HOLDFAST_RUNTIME_STAGING_RESIDENCE_H_
 #define HOLDFAST_RUNTIME_STAGING_RESIDENCE_H_
 
@@ -9,40 +9,43 @@
 
 namespace holdfast::staging {
 
-/// Somebody who has pinned or registered the arena's pages: a device, a kept worker.
+/// A holder of pinned or registered arena pages: a device, a kept worker.
 class Registrant {
  public:
   virtual ~Registrant() = default;
-  /// Drops the registration and returns only when that is done (acknowledged). On an error the
-  /// pages stay. Dropping what is not registered is no error.
+  /// Drops the registration and returns after the acknowledgment. On an error the pages stay. A
+  /// missing registration is no error.
   virtual absl::Status DropRegistration() = 0;
-  /// Registers anew, after the pages were taken again. On an error the lease that needed the pages
-  /// fails, and the next one tries again: a registrant that can do without returns OK.
+  /// Registers again after the pages are reallocated. On an error the lease that needs the pages
+  /// fails, and the next lease tries again. A registrant that works without registration returns
+  /// OK.
   virtual absl::Status RestoreRegistration() = 0;
 };
 
-/// \threadsafety None: one thread at a time (StagingPool sees to it without holding its lock, since
-/// both calls into registrants and taking pages are slow).
+/// \threadsafety None. StagingPool admits one thread at a time, without holding its lock: calls
+/// into registrants and page allocation are slow.
 class Residence {
  public:
   explicit Residence(Arena* arena) : arena_(arena) {}
 
-  /// Registers it if there are pages; otherwise the next Take does. \error Its own: not added.
+  /// Adds `registrant`, and registers at once if the arena has pages; otherwise the next Take
+  /// registers.
+  /// \error The registrant's error; the registrant is then not added.
   absl::Status Register(Registrant* registrant);
-  /// One that is attached already.
+  /// Adds a registrant that is attached already.
   void Add(Registrant* registrant) { entries_.push_back({.who = registrant, .registered = true}); }
   void Remove(Registrant* registrant);
 
-  /// Whether there are pages, and every registration of them stands.
+  /// Returns true when the arena has pages and every registration is in place.
   bool Complete() const;
-  /// Whether nobody holds a page: neither the arena nor a registration.
+  /// Returns true when neither the arena nor a registration holds a page.
   bool Empty() const;
 
-  /// Drops every registration; only when all are acknowledged, punches. Otherwise the pages stay
-  /// and what was dropped is restored.
+  /// Drops every registration, then punches. If a drop fails, the pages stay and dropped
+  /// registrations are restored.
   absl::Status GiveBack();
 
-  /// Takes the pages, then restores the registrations.
+  /// Allocates the pages, then restores the registrations.
   absl::Status Take();
 
   /// Drops every registration, for good.
@@ -61,7 +64,7 @@ class Residence {
 
 #ifdef HOLDFAST_PLANTED_BUGS
 namespace testing {
-/// Pages are punched while they are still registered, the bug that promise 4 is about.
+/// Punches pages under a registration: the bug that promise 4 rules out.
 extern bool trim_under_registration;
 }  // namespace testing
 #endif

@@ -35,7 +35,7 @@ uint32_t ThreadCount(uint32_t asked) {
 
 absl::Duration Since(uint64_t then_ns) { return absl::Nanoseconds(sys::NowNs() - then_ns); }
 
-// Reachable until the process ends, so that a leak checker does not take it for a mistake.
+// Reachable until the process ends, so that a leak checker reports no leak.
 void KeepForever(std::unique_ptr<Arena> arena) {
   static base::Mutex mutex;
   static std::vector<std::unique_ptr<Arena>>* const kept = new std::vector<std::unique_ptr<Arena>>;
@@ -46,10 +46,10 @@ void KeepForever(std::unique_ptr<Arena> arena) {
 struct Epoch {
   bool leasing_done = false;
   bool aborted = false;
-  std::string quarantined;  // why; empty: it is not
+  std::string quarantined;  // reason; empty: not quarantined
   uint64_t bytes_held = 0;
   uint64_t first_lease_ns = 0;   // 0: none yet
-  std::deque<uint64_t> tickets;  // of those who wait in Acquire, first come first
+  std::deque<uint64_t> tickets;  // waiting calls of Acquire, in order
 };
 
 }  // namespace
@@ -65,10 +65,10 @@ class StagingPool::Impl {
         idle_since_ns_(sys::NowNs()) {}
 
   ~Impl() {
-    // In a foreign child the mapping is not here and the registrants are not ours to call; the
-    // arena knows by itself.
+    // In a foreign child the mapping is absent, and the parent owns the registrants; the arena
+    // checks for a foreign child itself.
     if (!guard_.InCreator()) return;
-    // A worker's thread may be reading, or a device writing: that memory is never unmapped.
+    // A worker's thread may be reading, or a device writing: keep the memory mapped.
     if (bytes_held_ != 0 || !residence_.DropAll().ok()) KeepForever(std::move(arena_));
   }
 
@@ -91,7 +91,7 @@ class StagingPool::Impl {
     const base::MutexLock lock(&mutex_);
     if (EpochAtTurn() != nullptr) return true;
     const uint64_t quarantined = BytesQuarantined();
-    // With no other save in flight it streams through what is free.
+    // With no other save in flight the save streams through the free bytes.
     const uint64_t least = std::min(RoundUp(bytes), uint64_t{kChunkBytes});
     const uint64_t wanted = bytes_held_ == quarantined ? least : RoundUp(bytes);
     return bytes_held_ != 0 && wanted > allocator_.CertainBytes(kChunkBytes);
@@ -254,7 +254,7 @@ class StagingPool::Impl {
                           .waits = waits_,
                           .time_waiting = time_waiting_,
                           .trims = trims_,
-                          // A trim under way has given nothing back until it is counted.
+                          // Pages count as resident until a trim completes.
                           .resident = arena_->resident() || changing_,
                           .pages = arena_->pages(),
                           .page_bytes = arena_->page_bytes(),
@@ -270,7 +270,7 @@ class StagingPool::Impl {
   }
 
  private:
-  // The epoch, null when it has retired.
+  // Returns the epoch, null when retired.
   Epoch* Find(uint64_t epoch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     HOLDFAST_CHECK(epoch > 0 && epoch < next_epoch_, "an epoch that was never opened");
     const auto found = epochs_.find(epoch);
@@ -285,8 +285,9 @@ class StagingPool::Impl {
     return bytes;
   }
 
-  // The oldest epoch that may still ask for leases; only it gets any. All before it hold all they
-  // need and so will end without more memory: that is why saves cannot deadlock on the cap.
+  // Returns the oldest epoch that may still ask for leases; only this epoch gets leases. Earlier
+  // epochs hold all leases that they need and end without more memory: saves cannot deadlock on the
+  // cap.
   const Epoch* EpochAtTurn() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     for (const auto& [epoch, self] : epochs_) {
       if (!self.leasing_done) return &self;
@@ -303,11 +304,11 @@ class StagingPool::Impl {
     Epoch* self = Find(epoch);
     if (self == nullptr) return;
     std::erase(self->tickets, ticket);
-    if (!self->tickets.empty()) changed_.NotifyAll();  // The next in line may be first now.
+    if (!self->tickets.empty()) changed_.NotifyAll();  // The next ticket may be first now.
   }
 
-  // Nothing when the ticket's holder has to wait. May give up the lock for a while to take the
-  // pages; the ticket keeps its place meanwhile.
+  // Returns nothing when the ticket has to wait. May release the lock while reallocating pages; the
+  // ticket keeps its place.
   absl::StatusOr<std::optional<Lease>> TakeIfPossible(uint64_t epoch, uint64_t ticket,
                                                       uint32_t bytes)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -338,7 +339,7 @@ class StagingPool::Impl {
     leases_.Move(lease, from, to);
   }
 
-  // The bytes of a lease that has left the table.
+  // Frees the bytes of a lease removed from the table.
   void GiveBack(const Lease& lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (on_released_) on_released_(arena_->base() + lease.offset, lease.bytes);
     allocator_.Free(lease.offset, lease.bytes);
@@ -346,8 +347,8 @@ class StagingPool::Impl {
     Find(lease.epoch)->bytes_held -= lease.bytes;
   }
 
-  // Runs something slow that uses residence_, alone, without the lock: stats and the edges of
-  // leases must not wait for it.
+  // Runs slow work on residence_, exclusively and without the lock: stats and edges of leases do
+  // not wait.
   template <typename Work>
   absl::Status Unlocked(Work work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     changing_ = true;
@@ -360,7 +361,7 @@ class StagingPool::Impl {
   }
 
   void AwaitSteady() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    // Bounded by the registrants' own deadlines and by the time that pages take.
+    // Bounded by the registrants' deadlines and by page allocation.
     while (changing_) changed_.WaitUntil(&mutex_, absl::InfiniteFuture());
   }
 
@@ -388,8 +389,8 @@ class StagingPool::Impl {
   base::ForkGuard guard_;
   mutable base::Mutex mutex_;
   base::Condition changed_;
-  // Not guarded by mutex_: used by the thread that has set changing_, and with the lock by others
-  // while it is not set.
+  // Not guarded by mutex_: used by the thread that has set changing_, and under the lock while
+  // changing_ is not set.
   Residence residence_;
   bool changing_ ABSL_GUARDED_BY(mutex_) = false;
   ExtentAllocator allocator_ ABSL_GUARDED_BY(mutex_);

@@ -30,7 +30,7 @@ void AssertionFailed(const char* text) {
     const size_t length = strnlen(text, words->bytes - 1);
     memcpy(words->text, text, length);
     words->text[length] = '\0';
-    // release: the trainer that sees it reads the text.
+    // release: a trainer that reads 1 also reads the text.
     words->said->store(1, std::memory_order_release);
   }
   if (!words->in_trainer) ExitNow(kExitAssertion);

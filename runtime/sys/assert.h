@@ -1,7 +1,7 @@
-// HOLDFAST_ASSERT: for what cannot be false unless this code, or the memory that it stands in, is
-// wrong. On in every build type, below the fork line, where nothing may abort the trainer.
+// HOLDFAST_ASSERT, for conditions that only wrong code or damaged memory can break. Active in every
+// build type, below the fork line, where no failure may abort the trainer.
 //
-// Bad input, a full disk and a damaged shared index are no assertion's matter: they are errors.
+// Bad input, a full disk and a damaged shared index are errors, not assertions.
 #ifndef HOLDFAST_RUNTIME_SYS_ASSERT_H_
 #define HOLDFAST_RUNTIME_SYS_ASSERT_H_
 
@@ -11,24 +11,24 @@
 
 namespace holdfast::sys {
 
-/// What a failed assertion of a worker leaves behind, and how the worker ends.
+/// The text that a failed assertion of a worker leaves, and the way in which the worker ends.
 struct LastWords {
   char* text = nullptr;  ///< Shared with the trainer; null between two jobs.
   size_t bytes = 0;
-  std::atomic<uint32_t>* said = nullptr;  ///< Becomes 1 (release) once `text` is there.
+  std::atomic<uint32_t>* said = nullptr;  ///< Set to 1 (release) after `text` is written.
   bool in_trainer = false;                ///< The worker is a thread of the trainer's process.
 };
 
-/// Makes `words` those of the calling thread; null: it is no worker's. They must outlive it.
+/// Sets the calling thread's last words, which must outlive the thread; null: not a worker.
 void SetLastWords(const LastWords* words);
 const LastWords* GetLastWords();
 
-/// Ends the worker: its process by kExitAssertion, its thread by sleeping for ever, because memory
-/// that its transfers may touch must never be taken for free. A thread of no worker (a load)
+/// Ends the worker. A worker process ends with kExitAssertion. A worker thread sleeps for ever:
+/// memory in reach of its transfers must never count as free. A thread without a worker (a load)
 /// prints the text and aborts the process.
 [[noreturn]] void AssertionFailed(const char* text);
 
-/// Status of a worker's process that an assertion ended.
+/// Exit status of a worker process after a failed assertion.
 inline constexpr int kExitAssertion = 73;
 
 }  // namespace holdfast::sys

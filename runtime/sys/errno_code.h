@@ -1,4 +1,4 @@
-// What an errno means as a failure code: the one mapping, for both sides of the fork line.
+// Maps an errno to a failure code, for both sides of the fork line.
 #ifndef HOLDFAST_RUNTIME_SYS_ERRNO_CODE_H_
 #define HOLDFAST_RUNTIME_SYS_ERRNO_CODE_H_
 

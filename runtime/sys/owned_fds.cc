@@ -1,6 +1,6 @@
-// A fixed table of atomic bits: the child's handler runs in a process whose other threads are gone,
-// so it must not take a lock that one of them may have held. For the same reason what keeps fork(2)
-// out of a section is two counters, which the child sets back.
+// A fixed table of atomic bits. The child's handler runs in a process without its other threads and
+// must not take a lock that such a thread may have held. For the same reason two counters keep
+// fork(2) out of sections; the child resets both.
 #include "runtime/sys/owned_fds.h"
 
 #include <fcntl.h>
@@ -17,21 +17,21 @@
 namespace holdfast::sys {
 namespace {
 
-// As many as a process may have by the kernel's default (fs.nr_open); any above are left to
-// close-on-exec alone. 128 KiB, of which only the pages in use exist.
+// The kernel's default limit of fds per process (fs.nr_open). Higher fds rely on close-on-exec
+// alone. 128 KiB, of which only the pages in use exist.
 constexpr int kTracked = 1 << 20;
 constexpr int kBits = 64;
 std::atomic<uint64_t> g_owned[kTracked / kBits];
 
-// Sections under way, and forks. All accesses are seq_cst: each side announces itself first and
-// looks at the other's counter then, so that at least one of them sees the other.
+// Sections under way, and forks. All accesses are seq_cst: each side announces itself and then
+// reads the other side's counter, so that at least one side sees the other.
 std::atomic<uint32_t> g_sections{0};
 std::atomic<uint32_t> g_forks{0};
 
 constexpr uint64_t kWaitMaxNs = 5'000'000'000;
 constexpr timespec kStep = {.tv_sec = 0, .tv_nsec = 20'000};
 
-/// False when the time has passed.
+/// Returns false when the time has passed.
 bool AwaitZero(const std::atomic<uint32_t>& count) {
   if (count.load() == 0) return true;
   const uint64_t end = NowNs() + kWaitMaxNs;
@@ -42,7 +42,7 @@ bool AwaitZero(const std::atomic<uint32_t>& count) {
   return true;
 }
 
-/// While one lives, no fork of another thread begins. Holds one or two system calls and nothing
+/// Keeps forks of other threads out during its lifetime. Holds one or two system calls and no code
 /// that takes a lock.
 class Section {
  public:
@@ -75,7 +75,7 @@ bool Disown(int fd) {
 
 void CloseAllOwned() {
   for (int word = 0; word < kTracked / kBits; ++word) {
-    // A look first: a store would make the page.
+    // Read first: a store would allocate the page.
     if (g_owned[word].load(std::memory_order_relaxed) == 0) continue;
     for (uint64_t owned = g_owned[word].exchange(0, std::memory_order_relaxed); owned != 0;
          owned &= owned - 1) {

@@ -16,8 +16,8 @@ namespace {
 
 constexpr int kKeptFd = 3;
 
-// Sent to whole process trees by terminals, batch systems and service managers, or by the kernel
-// for an error that is also an errno.
+// Sent to process trees by terminals, batch systems and service managers, or by the kernel for an
+// error that is also an errno.
 constexpr int kIgnored[] = {SIGINT,  SIGTERM, SIGHUP,  SIGQUIT, SIGPIPE, SIGXFSZ,
                             SIGUSR1, SIGUSR2, SIGALRM, SIGTSTP, SIGTTIN, SIGTTOU};
 
@@ -28,8 +28,8 @@ void LeaveSession() { ::setsid(); }
 void SetThreadName(const char* name) { ::prctl(PR_SET_NAME, name, 0, 0, 0); }
 
 void SettleProcessSignals() {
-  // A forked child still has the host's handlers, which belong to an interpreter or a framework
-  // that does not exist here.
+  // A forked child inherits the host's handlers, whose interpreter or framework does not exist
+  // here.
   struct sigaction action = {};
   action.sa_handler = SIG_DFL;
   for (int signal = 1; signal < _NSIG; ++signal) ::sigaction(signal, &action, nullptr);
@@ -55,12 +55,12 @@ int CloseAllBut(int keep) {
   if (keep != kKeptFd) {
     if (::dup3(keep, kKeptFd, O_CLOEXEC) < 0) return -1;
   }
-  // Raw: older C libraries lack the wrapper. Without the call (before Linux 5.9) the fds of the
-  // trainer stay open for the job's length, no worse than any foreign fork.
+  // Raw: older C libraries lack the wrapper. Without the call (before Linux 5.9) the trainer's fds
+  // stay open during the job, as in any foreign fork.
   ::syscall(SYS_close_range, kKeptFd + 1, ~0u, 0);
   const int null = ::open("/dev/null", O_RDWR | O_CLOEXEC);
   for (const int standard : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
-    // Without a /dev/null (an empty chroot) they are closed.
+    // Without a /dev/null (an empty chroot) close the standard fds.
     if (null < 0) ::close(standard);
     if (null >= 0 && null != standard) ::dup2(null, standard);
   }

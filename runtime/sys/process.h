@@ -1,8 +1,7 @@
-// Settings of the calling process or thread that a worker makes once, before its first job.
+// Settings of a worker's process or thread, made once, before its first job.
 //
-// Not in the table of system calls: none of them can fail in a way that a save must react to (what
-// fails leaves a worker that is less polite or less hidden, never one that writes wrong bytes).
-// Below the fork line.
+// Not in the table of system calls: no failure here needs a reaction of the save. A failed call
+// leaves a worker with other priorities or visibility, never wrong bytes. Below the fork line.
 #ifndef HOLDFAST_RUNTIME_SYS_PROCESS_H_
 #define HOLDFAST_RUNTIME_SYS_PROCESS_H_
 
@@ -13,36 +12,36 @@
 
 namespace holdfast::sys {
 
-/// Leaves the caller's session, so that what a terminal or a job manager sends to the trainer's
-/// process group does not reach this process.
+/// Leaves the caller's session: signals of a terminal or a job manager to the trainer's process
+/// group do not reach this process.
 void LeaveSession();
 
-/// The name in `ps` and `top`, cut to 15 bytes.
+/// Sets the name in `ps` and `top`, cut to 15 bytes.
 void SetThreadName(const char* name);
 
-/// Every signal gets its default, then those that would end or stop a save in flight are ignored:
-/// the process ends when its job ends, or by SIGKILL. Nothing stays blocked.
+/// Resets every signal to its default, then ignores the signals that would end or stop a save: the
+/// process ends with its job or by SIGKILL. Unblocks all signals.
 void SettleProcessSignals();
 
-/// For a thread of the host: blocks every signal but those of the thread's own faults. SIGXFSZ and
-/// SIGPIPE, which the kernel sends to the writing thread, then become mere errnos.
+/// For a thread of the host: blocks every signal but the faults of the thread itself. SIGXFSZ and
+/// SIGPIPE, sent to the writing thread, then become errnos only.
 void BlockThreadSignals(sigset_t* before);
 void RestoreThreadSignals(const sigset_t& before);
 
-/// Moves `keep` to fd 3 and closes every other fd; standard input, output and error become
-/// /dev/null, so that pipes of the trainer's do not live on here. Returns the new fd of `keep`, or
+/// Moves `keep` to fd 3 and closes every other fd. Standard input, output and error become
+/// /dev/null, so that pipes of the trainer do not stay open here. Returns the new fd of `keep`, or
 /// -1.
 int CloseAllBut(int keep);
 
 void SetUmask(uint32_t mask);
 
-/// The nice value of the calling thread.
+/// Returns the nice value of the calling thread.
 int NiceNow();
 
-/// The CPUs that the calling thread may run on. False if unknown.
+/// Reads the affinity of the calling thread. Returns false if unknown.
 bool AffinityNow(cpu_set_t* out);
 
-/// Ends the process at once: no atexit handlers, which belong to the host in a forked child.
+/// Ends the process at once, without atexit handlers: in a forked child they belong to the host.
 [[noreturn]] void ExitNow(int status);
 
 }  // namespace holdfast::sys

@@ -1,5 +1,5 @@
-// Calls that a signal interrupted, made again for a limited time: a call that always says EINTR (a
-// broken filter, a tracer) must end its caller, not keep it for good.
+// Retries of interrupted calls, for a limited time: a call that always fails with EINTR (a broken
+// filter, a tracer) must not hold its caller for ever.
 #ifndef HOLDFAST_RUNTIME_SYS_RETRY_H_
 #define HOLDFAST_RUNTIME_SYS_RETRY_H_
 
@@ -14,8 +14,7 @@ namespace holdfast::sys {
 
 inline constexpr uint64_t kInterruptedMaxNs = 10'000'000'000;
 
-/// `call()`, and again while it fails with EINTR; after kInterruptedMaxNs its result and errno are
-/// EINTR's.
+/// Repeats `call()` while the call fails with EINTR. Fails with EINTR after kInterruptedMaxNs.
 template <typename Call>
 auto Uninterrupted(const Call& call) {
   auto result = call();
@@ -27,8 +26,8 @@ auto Uninterrupted(const Call& call) {
   return result;
 }
 
-/// poll(2) for `timeout_ms` (not negative), whatever interrupts it. -1 and EINTR when not even the
-/// last calls came through: then nothing is known of the fds.
+/// poll(2) for `timeout_ms` (not negative), across interruptions. -1 and EINTR when even the last
+/// calls were interrupted: the state of the fds is then unknown.
 int PollFor(struct pollfd* fds, nfds_t count, int timeout_ms);
 
 }  // namespace holdfast::sys

@@ -1,4 +1,4 @@
-// The kernel's entries of the table of system calls: one forwarding function each, nothing added.
+// The kernel's entries of the table of system calls: one forwarding function each.
 #include "runtime/sys/system.h"
 
 #include <fcntl.h>
@@ -19,8 +19,8 @@ namespace {
 
 constexpr int64_t kNsPerSecond = 1'000'000'000;
 
-// The ones that are variadic, that the C library lacks or has under another type, or that need an
-// argument translated. What is left is in the table by its own name.
+// Forwarders for variadic calls, for calls that the C library lacks or types differently, and for
+// calls with a translated argument. Other entries point at the C library directly.
 int OpenAt(int directory, const char* path, int flags, mode_t mode) {
   return ::openat(directory, path, flags, mode);
 }
@@ -59,7 +59,7 @@ ssize_t ReadDirectory(int fd, void* buffer, size_t bytes) {
   return static_cast<ssize_t>(::syscall(SYS_getdents64, fd, buffer, bytes));
 }
 
-// By number: the C library has had these since 2.36 only, and musl has none.
+// By number: the C library has these calls only since 2.36, musl has none.
 int FsOpen(const char* type, unsigned flags) {
   return static_cast<int>(::syscall(SYS_fsopen, type, flags));
 }
@@ -141,12 +141,12 @@ constexpr SystemCalls kKernel = {
     .uring_result = nullptr,
 };
 
-// A constant initializer: the table is right before any constructor runs, in every process.
+// A constant initializer: the table is valid before any constructor runs, in every process.
 constinit SystemCalls g_system = kKernel;
 
 uint64_t NowNs() {
   struct timespec now = {};
-  // CLOCK_MONOTONIC with a valid pointer has no way to fail: clock_gettime(2).
+  // CLOCK_MONOTONIC with a valid pointer cannot fail: clock_gettime(2).
   Sys().clock_gettime(CLOCK_MONOTONIC, &now);
   return static_cast<uint64_t>(now.tv_sec) * kNsPerSecond + static_cast<uint64_t>(now.tv_nsec);
 }

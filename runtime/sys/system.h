@@ -1,8 +1,8 @@
-// The table of system calls: every call that Holdfast makes goes through it, so that a test can
-// make the Nth one fail.
+// The table of system calls. Every call of Holdfast goes through the table, so that a test can make
+// the Nth one fail.
 //
-// A table of plain function pointers rather than an interface, because it must work below the fork
-// line (no heap, no constructors) and in code that liburing calls are part of.
+// Plain function pointers rather than an interface: the table works below the fork line (no heap,
+// no constructors) and for calls inside liburing.
 #ifndef HOLDFAST_RUNTIME_SYS_SYSTEM_H_
 #define HOLDFAST_RUNTIME_SYS_SYSTEM_H_
 
@@ -29,8 +29,8 @@ struct statx;
 
 namespace holdfast::sys {
 
-/// Each entry has the contract of the call of its name: -1 and errno on failure, except the
-/// `uring_` ones, which return -errno as liburing does.
+/// Each entry has the contract of the call of its name: -1 and errno on failure. The `uring_`
+/// entries return -errno, as liburing does.
 struct SystemCalls {
   int (*openat)(int directory, const char* path, int flags, mode_t mode);
   int (*close)(int fd);
@@ -80,7 +80,7 @@ struct SystemCalls {
   int (*thread_create)(pthread_t* out, const pthread_attr_t* attributes, void* (*body)(void*),
                        void* argument);
 
-  // The trainer's side alone: starting, watching and reaping workers.
+  // Trainer only: starting, watching and reaping workers.
   int (*socketpair)(int domain, int type, int protocol, int ends[2]);
   pid_t (*fork)();
   int (*posix_spawn)(pid_t* pid, const char* path, const posix_spawn_file_actions_t* actions,
@@ -94,21 +94,21 @@ struct SystemCalls {
                                  struct io_uring_params* params);
   int (*uring_register_buffers)(struct io_uring* ring, const struct iovec* buffers, unsigned count);
   int (*uring_register_files)(struct io_uring* ring, const int* fds, unsigned count);
-  /// Returns the number of entries that were replaced.
+  /// Returns the number of replaced entries.
   int (*uring_register_files_update)(struct io_uring* ring, unsigned index, const int* fds,
                                      unsigned count);
   int (*uring_submit)(struct io_uring* ring);
   /// io_uring_wait_cqe_timeout with a relative time-out; -ETIME when it passes. Submits nothing.
   int (*uring_wait)(struct io_uring* ring, struct io_uring_cqe** out, int64_t timeout_ns);
-  /// Sees every transfer's result as the ring gives it (bytes or -errno) and may change it;
+  /// Receives every transfer's result from the ring (bytes or -errno) and may change the result;
   /// `opcode` is an io::Opcode, `tag` the request's. Null in production.
   int32_t (*uring_result)(uint8_t opcode, uint64_t tag, int32_t result);
 };
 
-/// The table in force. Replaced by tests only, before any thread or process of Holdfast's exists.
+/// The current table. Replaced only by tests, before any thread or process of Holdfast exists.
 extern SystemCalls g_system;
 
-/// The kernel's own.
+/// The kernel's entries.
 extern const SystemCalls kKernel;
 
 inline const SystemCalls& Sys() { return g_system; }

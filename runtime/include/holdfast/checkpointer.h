@@ -66,7 +66,7 @@ struct CheckpointerOptions {
   /// A rank without a sign of life for this long has failed: its process is gone, or its save has
   /// not begun while other ranks wait. Must be equal on all ranks.
   absl::Duration time_liveness_max = absl::Seconds(30);
-  /// For fault injection in tests only. A sealing thread calls it with each extent, after the
+  /// For fault injection in tests only. Called by a sealing thread with each extent, after the
   /// digests are taken and before the worker is notified.
   std::function<void(const SealedExtent&)> on_sealed;
   /// Path of holdfast-worker. Empty: $HOLDFAST_WORKER, then the directory of the library.
