@@ -53,7 +53,7 @@ std::set<std::string> NamesIn(const std::string& directory) {
   return names;
 }
 
-/// By the files' bytes, not by any code under test.
+/// Judged by the files' bytes, without code under test.
 bool IsWhole(const std::string& directory, const SmallRank& like) {
   for (uint32_t rank = 0; rank < like.world_size; ++rank) {
     SmallRank one = like;
@@ -63,7 +63,8 @@ bool IsWhole(const std::string& directory, const SmallRank& like) {
   return HasBytesOf(directory, like);
 }
 
-/// Runs `body` in a child that is killed before its `call`th call. True if the call came.
+/// Runs `body` in a child that is killed before its `call`th call. Returns true if the call was
+/// reached.
 bool KilledAt(int call, const std::function<void()>& body) {
   const pid_t child = fork();
   if (child == 0) {
@@ -84,7 +85,7 @@ class Judge {
     if (!holds) outcome_->violations.push_back(absl::StrCat(when_, ": ", what));
   }
 
-  /// Only what was sealed, whole, is ever listed; what was there before still is.
+  /// Only whole, sealed checkpoints are listed, and earlier checkpoints stay listed.
   void SoundListing(const std::string& directory) {
     const auto complete = ListCheckpoints(directory);
     Expect(complete.ok(), "listing failed");
@@ -201,21 +202,21 @@ Outcome KillRecoveries(bool exchange) {
     SmallRank half = New();
     half.checkpoint = "step-6";
     half.Write(path + "/" + format::PartialName("step-6", half.attempt));
-    // ... one that an exchange replaced, ...
+    // ... a checkpoint replaced by an exchange, ...
     SmallRank successor = New();
     successor.checkpoint = "step-8";
     WriteSmallCheckpoint(path + "/step-8", successor);
     SmallRank replaced = Old();
     replaced.checkpoint = "step-8";
     WriteSmallCheckpoint(path + "/" + format::PartialName("step-8", successor.attempt), replaced);
-    // ... one that retention let go, and one that an orphan was kept from.
+    // ... a checkpoint retired by retention, and a fenced checkpoint of an orphan.
     for (DirectoryKind kind : {DirectoryKind::kRetired, DirectoryKind::kFenced}) {
       WriteSmallCheckpoint(path + "/" +
                                format::FormatDirectoryName(
                                    {.checkpoint = "step-0", .kind = kind, .attempt = {1, 1}}),
                            Old());
     }
-    // An orphan is at work in one more: it is fenced.
+    // An orphan still works in a further directory, which is fenced.
     auto parent = directory::OpenDirectory(AT_FDCWD, path);
     auto orphan = directory::MakePartialDirectory(
         parent->get(), format::PartialName("step-9", {.high = 9, .low = 9}));
@@ -309,7 +310,7 @@ Outcome KillOneRankOfARunningSave() {
                      report->fenced.empty(),
                  "recovery acted on a running save");
     judge.Expect(fs::exists(partial) && NamesIn(partial) == before, "a running save was touched");
-    // Rank 0's trainer dies too: now it is nobody's.
+    // Rank 0's trainer dies too: the save has no live owner now.
     *living = directory::PartialDirectory{};
     if (fs::exists(partial)) judge.Recovered(directory.path(), {}, false);
     if (!killed) return outcome;
@@ -320,7 +321,7 @@ Outcome KillOneRankOfARunningSave() {
 
 Outcome CutPower(const CommitCase& commit) {
   Outcome outcome;
-  // Cuts during the save itself, after each of its calls.
+  // Power cuts during the save, after each of its calls.
   int calls = 0;
   {
     const TemporaryDirectory directory(Scratch());
@@ -344,8 +345,8 @@ Outcome CutPower(const CommitCase& commit) {
                .acknowledge = [&] { acknowledged = true; }});
     calls = model.calls();
   }
-  // The processes die at some call, a recovery runs, and then power is cut: during the recovery, or
-  // after it has told what is complete.
+  // The processes die at a call, a recovery runs, and then power is cut: during the recovery, or
+  // after its report.
   for (int dies = 1; dies <= calls + 1; ++dies) {
     const TemporaryDirectory directory(Scratch());
     Prepare(directory.path(), commit);

@@ -1,5 +1,5 @@
-// Crash campaigns against the commit protocol and recovery: every step killed, every state of a
-// power cut visited, and what must hold afterwards.
+// Crash campaigns against the commit protocol and recovery: kills at every step, every state of a
+// power cut, and the promises afterwards.
 #ifndef HOLDFAST_TESTS_CRASH_CAMPAIGNS_H_
 #define HOLDFAST_TESTS_CRASH_CAMPAIGNS_H_
 
@@ -9,9 +9,9 @@
 
 namespace holdfast::testing {
 
-/// What a campaign saw. `violations` is empty if recovery keeps its promises.
+/// Result of a campaign. `violations` is empty if recovery keeps its promises.
 struct Outcome {
-  int states = 0;  ///< Crashes that were recovered from.
+  int states = 0;  ///< Crashes with a recovery.
   std::vector<std::string> violations;
 };
 
@@ -22,7 +22,7 @@ struct CommitCase {
   bool sync_record = true;  ///< As Script's.
 };
 
-/// A save is killed before each of its calls; then recovery runs, twice.
+/// Kills a save before each of its calls, then runs recovery twice.
 Outcome KillCommits(const CommitCase& commit);
 
 /// A recovery is killed before each of its calls, on a directory with one of everything; then
@@ -33,12 +33,12 @@ Outcome KillRecoveries(bool exchange);
 /// then another program puts a file into what is left, and recovery runs.
 Outcome KillRemovals();
 
-/// Rank 1 is killed before each of its calls while rank 0's trainer lives; recovery must not touch
-/// the save.
+/// Kills rank 1 before each of its calls while rank 0's trainer lives; recovery must not touch the
+/// save.
 Outcome KillOneRankOfARunningSave();
 
-/// Power is cut after each call of a save, and after each call of a recovery of what the save left
-/// when it died at some call.
+/// Cuts power after each call of a save, and after each call of a recovery from a save that died at
+/// some call.
 Outcome CutPower(const CommitCase& commit);
 
 /// A save that a crash left with a file too short under a complete set of manifests, one whose

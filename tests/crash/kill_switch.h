@@ -4,8 +4,8 @@
 
 namespace holdfast::testing {
 
-/// From now on this process counts its calls that change something (or take a lock) and dies right
-/// before the `call`th, counting from 1. For a forked child: it replaces the table of system calls.
+/// Makes this process count its calls that change state or take a lock, and die right before the
+/// `call`th, counting from 1. For a forked child: replaces the table of system calls.
 void ArmKillSwitch(int call);
 
 }  // namespace holdfast::testing

@@ -1,4 +1,5 @@
-// A trainer is killed and its worker, a real process, works on: recovery waits for it or fences it.
+// Kills a trainer while its worker, a real process, continues: recovery waits for the worker or
+// fences it.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -49,7 +50,7 @@ struct Pipe {
 class OrphanWorker : public ::testing::Test {
  protected:
   /// Starts a trainer with a worker, kills the trainer, and returns with the worker waiting for
-  /// `go_`. The worker then writes the manifests, commits, and tells the errno of its rename.
+  /// `go_`. The worker then writes the manifests, commits, and reports the errno of its rename.
   void MakeOrphan() {
     const pid_t trainer = fork();
     if (trainer == 0) Trainer();
@@ -69,7 +70,7 @@ class OrphanWorker : public ::testing::Test {
       close(save->trainer.get());
       ready_.Tell(getpid());
       go_.Hear();
-      // By fd, as a worker does it: the directory's name may be another by now.
+      // By fd, as in a worker: the directory's name may have changed.
       const std::string inside = "/proc/self/fd/" + std::to_string(save->in_use.get());
       WriteSmallCheckpoint(inside, rank_);
       const int failed =
@@ -95,7 +96,8 @@ const Pipe* g_go = nullptr;
 
 TEST_F(OrphanWorker, IsWaitedForAndItsCheckpointIsTaken) {
   MakeOrphan();
-  // It goes on only once the recovery sleeps, so the recovery has found it at work.
+  // The worker continues only after the recovery sleeps, so the recovery has found the worker
+  // running.
   g_go = &go_;
   sys::g_system.nanosleep = [](const struct timespec* request, struct timespec* rest) {
     if (g_go != nullptr) g_go->Tell(1);
@@ -121,7 +123,7 @@ TEST_F(OrphanWorker, IsFencedWhenItDoesNotEndAndCannotCommitAnyMore) {
   go_.Tell(1);
   EXPECT_EQ(result_.Hear(), ENOENT);
   EXPECT_FALSE(std::filesystem::exists(directory_ / "step-7"));
-  // It has ended, or does so now: its directory goes with the next recovery that finds it gone.
+  // The worker ends by now; the next recovery removes its directory.
   auto fenced = directory::OpenDirectory(AT_FDCWD, directory_ / report->fenced[0]);
   ASSERT_TRUE(fenced.ok());
   ASSERT_EQ(flock(fenced->get(), LOCK_EX), 0);

@@ -137,10 +137,10 @@ bool PowerModel::Before() {
 
 void PowerModel::After() {
   if (!observer_) return;
-  // The observer looks at states with the real calls, unrecorded.
+  // The observer reads states with the real calls, unrecorded.
   const sys::SystemCalls hooked = sys::g_system;
   sys::g_system = sys::kKernel;
-  // No power is cut in earnest: the copies need not reach a disk.
+  // The power cut is a model: the copies need not reach a disk.
   sys::g_system.fsync = [](int) { return 0; };
   observer_();
   sys::g_system = hooked;

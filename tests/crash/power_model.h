@@ -1,9 +1,9 @@
-// A model of what a power cut leaves: files keep what was fsynced, directories keep what was
-// fsynced and any prefix of what was done to them since.
+// A model of the state after a power cut: files keep fsynced bytes, directories keep fsynced
+// entries and any prefix of later operations.
 //
-// Calls go to the real file system and are recorded beside it. Then every state that a power cut
-// could have left is written out as a real directory, for recovery to be run on. Stricter than
-// journaling file systems, which keep the order between directories too.
+// Calls go to the real file system and are recorded. Then every state that a power cut could leave
+// is written out as a real directory, for recovery. Stricter than journaling file systems, which
+// also keep the order between directories.
 #ifndef HOLDFAST_TESTS_CRASH_POWER_MODEL_H_
 #define HOLDFAST_TESTS_CRASH_POWER_MODEL_H_
 
@@ -17,23 +17,23 @@ namespace holdfast::testing {
 
 class PowerModel {
  public:
-  /// Takes over the table of system calls until destruction. What is in `directory` now counts as
+  /// Replaces the table of system calls until destruction. Present entries of `directory` count as
   /// durable.
   explicit PowerModel(const std::string& directory);
   ~PowerModel();
   PowerModel(const PowerModel&) = delete;
   PowerModel& operator=(const PowerModel&) = delete;
 
-  /// From the `call`th recorded call on (counting from 1) every one fails with EIO; 0 is never.
+  /// Makes every recorded call from the `call`th on (counting from 1) fail with EIO; 0 is never.
   void FailFrom(int call) { fail_from_ = call; }
   void StopFailing() { fail_from_ = 0; }
   int calls() const { return calls_; }
 
-  /// Called after every recorded call that worked.
+  /// Called after every successful recorded call.
   void OnCall(std::function<void()> observer) { observer_ = std::move(observer); }
 
   /// Writes out each state that a power cut now could leave, one after the other, to a fresh
-  /// directory, and calls `visit` with its path. At most a few hundred states; it says so if more.
+  /// directory, and calls `visit` with its path. At most a few hundred states; reports an excess.
   void ForEachState(const std::function<void(const std::string& path)>& visit) const;
 
  private:

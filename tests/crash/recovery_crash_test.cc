@@ -1,5 +1,5 @@
-// Recovery after every crash that the model knows. recovery_planted_test.cc proves that these
-// campaigns would find the mistakes that they are for.
+// Recovery after every crash of the model. recovery_planted_test.cc proves that these campaigns
+// find planted bugs.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

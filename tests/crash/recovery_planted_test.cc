@@ -1,5 +1,4 @@
-// Each mistake that recovery must not make is made once on purpose, and the campaign that is there
-// for it must see it.
+// Plants each mistake that recovery must not make; the campaign for the mistake must find the bug.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -19,7 +19,7 @@
 namespace holdfast::testing {
 namespace {
 
-/// Makes NAME.tmp, writes it in two parts (so that a kill can come between), fsyncs it, renames it.
+/// Makes NAME.tmp, writes two parts (so that a kill can fall between), fsyncs and renames the file.
 bool WriteNamed(int directory, const std::string& name, const std::string& content,
                 bool sync = true) {
   const sys::SystemCalls& sys = sys::Sys();
@@ -80,7 +80,7 @@ bool RunScript(const Script& script) {
     auto made = directory::MakePartialDirectory(parent->get(), partial);
     if (!made.ok()) return false;
     held.push_back(*std::move(made));
-    // Each rank's worker makes the directory's own entry durable first.
+    // Each rank's worker first makes the directory's entry durable.
     if (sys.fsync(parent->get()) != 0) return false;
     if (!WriteRank(held.back().in_use.get(), rank)) return false;
   }

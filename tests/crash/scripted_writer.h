@@ -12,8 +12,8 @@
 
 namespace holdfast::testing {
 
-/// Where campaigns work: in memory if possible. They kill processes and model power cuts; a real
-/// disk under them would only cost minutes.
+/// Directory of the campaigns, in memory if possible. The campaigns kill processes and model power
+/// cuts; a real disk would only cost minutes.
 std::string Scratch();
 
 /// While it lives, directories cannot be exchanged, as on some file systems. Around one table of
@@ -33,7 +33,7 @@ class WithoutExchange {
 struct Script {
   std::string directory;
   SmallRank like;                     ///< Name, attempt, world size, step; every rank is written.
-  std::vector<uint32_t> order = {0};  ///< In which the ranks do their part. Rank 0 commits last.
+  std::vector<uint32_t> order = {0};  ///< Order of the ranks' parts. Rank 0 commits last.
   bool replace = false;
   bool exchange = true;  ///< False: the file system cannot exchange two directories.
   bool sync_record =
@@ -41,10 +41,10 @@ struct Script {
   std::function<void()> acknowledge;  ///< Called when "durable" would be reported.
 };
 
-/// False as soon as a call fails; locks are then given back as a dying process gives them back.
+/// Returns false after the first failed call; locks are then released as by a dying process.
 bool RunScript(const Script& script);
 
-/// One rank's part alone, without the commit, into the partial directory `partial`.
+/// Writes one rank's part, without the commit, into the partial directory `partial`.
 bool WriteRankDurably(int parent, const std::string& partial, const SmallRank& rank);
 
 }  // namespace holdfast::testing

@@ -1,5 +1,5 @@
-// A real trainer is killed in the middle of a real save, by every launcher that has a process of
-// its own; what recovery then does with the orphan worker.
+// Kills a real trainer in the middle of a real save, for every launcher with a worker process, and
+// recovers from the orphan worker.
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -36,8 +36,8 @@ class TrainerKilled : public ::testing::TestWithParam<Launcher> {
  protected:
   void TearDown() override { Kill(); }
 
-  /// A trainer in a process of its own that has staged one save whose worker then writes at
-  /// `bytes_per_second` at most. Returns once everything was sealed.
+  /// Starts a trainer process with one staged save whose worker writes at most `bytes_per_second`.
+  /// Returns after the last extent was sealed.
   void StartSaving(uint64_t bytes_per_second) {
     int ready[2];
     ASSERT_EQ(pipe2(ready, O_CLOEXEC), 0);
@@ -51,7 +51,7 @@ class TrainerKilled : public ::testing::TestWithParam<Launcher> {
       const TrainingState state = State();
       const std::vector<TensorSource> sources = state.Sources();
       auto handle = (*checkpointer)->SaveAsync({.name = "step-1", .step = 1, .tensors = sources});
-      // Captured is not sealed: only what was sealed can be finished without the trainer.
+      // Captured is not sealed: a worker without its trainer can finish only sealed extents.
       while (handle.ok() && handle->progress().bytes_sealed < handle->progress().bytes_total) {
         absl::SleepFor(absl::Milliseconds(1));
       }
@@ -95,7 +95,7 @@ TEST_P(TrainerKilled, TheOrphanFinishesAndRecoveryWaitsForIt) {
 }
 
 TEST_P(TrainerKilled, WhileItLivesItsSaveIsLeftAloneAndAfterwardsTheOrphanIsFenced) {
-  // Slow enough to be still at it when recovery looks, fast enough not to outlive the test.
+  // Slow enough to run until recovery looks, fast enough to end before the test.
   StartSaving(2u << 20);
   RecoveryReport report = Recovered(absl::ZeroDuration());
   EXPECT_THAT(report.fenced, IsEmpty());
@@ -106,7 +106,7 @@ TEST_P(TrainerKilled, WhileItLivesItsSaveIsLeftAloneAndAfterwardsTheOrphanIsFenc
   report = Recovered(absl::ZeroDuration());
   ASSERT_THAT(report.fenced, SizeIs(1)) << "the orphan ended sooner than its rate allows";
   EXPECT_THAT(report.complete, IsEmpty());
-  // Its end shows by its lock. It must not have committed.
+  // The lock shows the worker's end. The worker must not have committed.
   const int fenced = open((scratch_.path() + "/" + report.fenced[0]).c_str(), O_RDONLY);
   ASSERT_GE(fenced, 0);
   ASSERT_EQ(flock(fenced, LOCK_EX), 0);

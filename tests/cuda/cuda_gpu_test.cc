@@ -22,7 +22,7 @@ TEST(CudaWithoutGpu, IsNotFoundAndNeverACrash) {
   EXPECT_EQ(CudaDevice(1 << 20).status().code(), absl::StatusCode::kNotFound);
 }
 
-// A memfd mapping as the arena makes it, and a tensor on the GPU.
+// A memfd mapping as in the arena, and a tensor on the GPU.
 class CudaGpuTest : public ::testing::Test {
  protected:
   static constexpr size_t kBytes = size_t{64} << 20;
@@ -127,7 +127,7 @@ TEST_F(CudaGpuTest, AForeignRegistrationIsUsedAndNotTakenBack) {
 TEST_F(CudaGpuTest, AStreamThatCapturesAGraphIsRefusedAndItsCaptureLives) {
   ASSERT_EQ(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeGlobal), cudaSuccess);
   EXPECT_EQ(device_->OrderAfter(stream_).code(), absl::StatusCode::kFailedPrecondition);
-  // Copies of other tensors, and asking for them, go on beside the capture.
+  // Copies of other tensors, and queries of copies, go on beside the capture.
   const auto ticket = device_->CopyToHost(arena_, tensor_, 4096);
   EXPECT_TRUE(ticket.ok()) << ticket.status();
   EXPECT_TRUE(device_->Wait(*ticket, absl::Seconds(60)).ok());

@@ -13,12 +13,12 @@ namespace {
 using ::testing::HasSubstr;
 
 class FailedAssertion : public LauncherTest {};
-// The planted bug is in this process's memory: a program that is started has none.
+// The planted bug is in this process's memory; a started program has no planted bug.
 INSTANTIATE_TEST_SUITE_P(InThisProgram, FailedAssertion,
                          ::testing::Values(Launcher::kFork, Launcher::kThread), LauncherName);
 
 TEST_P(FailedAssertion, EndsTheWorkerAndNotTheTrainer) {
-  // In a child: memory that a sleeping thread may touch is never given back.
+  // In a child: memory in reach of a sleeping thread is never freed.
   ChildProcess child([this] {
     CheckpointerOptions options = Options();
     options.staging.arena_bytes = 96u << 20;

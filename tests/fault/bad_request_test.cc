@@ -1,4 +1,4 @@
-// Plans that are not sound, limits of memory, and saves that arrive when there is none.
+// Unsound plans, limits of memory, and saves without free memory.
 #include <cstring>
 #include <filesystem>
 #include <functional>
@@ -212,7 +212,7 @@ TEST_P(HeldMemory, TheCallGivesUpAtItsDeadlineAndTheFirstSaveGoesOn) {
 }
 
 TEST_P(HeldMemory, TheCallWaitsAndBothAreSaved) {
-  // Slowly: on a busy disk the second call's directories take a second.
+  // Slow: on a busy disk the second call's directories take a second.
   Start(WhenFull::kWait, absl::Seconds(60), 4);
   if (HasFatalFailure()) return;
   const auto second = Begin(checkpointer_.get(), "second", second_, 2);

@@ -1,5 +1,4 @@
-// Bytes that change where nobody looks: in the source while it is being copied, and on the disk
-// behind the worker's back.
+// Bytes that change without notice: in the source during the copy, and on the disk after the write.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -41,7 +40,7 @@ TEST_P(ChangedBytes, TornCopyIsFoundByTheSecondLook) {
     std::vector<char>& bytes = state.tensors()[0].bytes;
     std::atomic<bool> stop{false};
     std::thread mutator([&] {
-      // A trainer that does not wait for the call: one byte per page, all the time.
+      // A trainer that does not wait for the call: changes one byte per page, all the time.
       constexpr size_t kStep = 4096;
       for (char value = 1; !stop.load(std::memory_order_relaxed); ++value) {
         for (size_t i = 0; i < bytes.size(); i += kStep)
@@ -49,7 +48,7 @@ TEST_P(ChangedBytes, TornCopyIsFoundByTheSecondLook) {
       }
     });
     absl::Status found;
-    // On few CPUs the two may take turns for a while.
+    // On few CPUs the threads may take turns for a while.
     const absl::Time deadline = absl::Now() + absl::Seconds(60);
     while (found.ok() && absl::Now() < deadline) {
       found = Save(checkpointer.get(), "torn", state).status();
@@ -65,7 +64,7 @@ TEST_P(ChangedBytes, TornCopyIsFoundByTheSecondLook) {
   }
 }
 
-/// The one file below `partial` whose name ends in ".safetensors.tmp".
+/// Returns the file below `partial` with a name in ".safetensors.tmp".
 std::string FindTemporary(const std::string& directory) {
   std::error_code ignored;
   for (const auto& entry : std::filesystem::recursive_directory_iterator(directory, ignored)) {
@@ -84,8 +83,8 @@ TEST_P(ChangedBytes, FileOverwrittenBehindTheWorkerIsFoundByReadBack) {
   const auto handle =
       Begin(checkpointer.get(), "overwritten", TrainingState::Uniform(3, 4u << 20, 1));
   ASSERT_TRUE(handle.ok()) << handle.status();
-  // Chunks are written in the order in which they are sealed, so it may be any two of the three
-  // that are there; the worker has compared their memory with the seal already.
+  // Chunks are written in the order of sealing, so any two of the three may be on disk; the worker
+  // has compared their memory with the seal already.
   ASSERT_TRUE(WaitFor([&] { return handle->progress().bytes_written >= 2 * kChunkBytes; }));
   const int fd = open(FindTemporary(directory()).c_str(), O_WRONLY | O_CLOEXEC);
   ASSERT_GE(fd, 0);

@@ -34,8 +34,8 @@ constexpr uint64_t kPageBytes = 4096;
 constexpr char kModel[] = "model-00000-of-00001.safetensors";
 constexpr absl::Duration kLong = absl::Seconds(120);
 
-// The data file of the save that is under way, once all of its blocks are reserved: its first
-// writes follow at once.
+// The data file of the save under way, after all of its blocks are reserved: its first writes
+// follow at once.
 std::optional<base::UniqueFd> OpenVictim(const std::string& directory) {
   for (const auto& entry : fs::directory_iterator(directory)) {
     if (!absl::StartsWith(entry.path().filename().string(), "victim.partial-")) continue;
@@ -53,9 +53,9 @@ struct Pages {
   uint64_t dirty = 0;
 };
 
-// `header` bytes, then `data`, is what the file may hold; a page of zeros was never written.
+// The file may hold `header` bytes, then `data`; a page of zeros is unwritten.
 Pages Compare(int fd, uint64_t header, const std::vector<char>& data) {
-  // Waits for the direct writes that are in flight on the file.
+  // Waits for direct writes in flight on the file.
   (void)fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, kPageBytes);
   void* memory = nullptr;
   if (posix_memalign(&memory, kPageBytes, kPageBytes) != 0) return {};
@@ -133,7 +133,7 @@ class Campaign {
     return checkpointer_->SaveAsync({.name = name, .step = 1, .tensors = sources});
   }
 
-  // How long the header of such a file is: the same for all.
+  // Length of the header, equal in all such files.
   void MeasureHeader() {
     const TrainingState state = TrainingState::Uniform(1, kStateBytes, 0);
     const auto handle = Begin("first", state);

@@ -1,4 +1,4 @@
-// Workers that are killed with writes in flight, and a next save that wants their memory at once.
+// Workers killed with writes in flight, and a next save that needs their memory at once.
 #ifndef HOLDFAST_TESTS_FAULT_DEAD_WRITES_H_
 #define HOLDFAST_TESTS_FAULT_DEAD_WRITES_H_
 
@@ -17,15 +17,15 @@ struct DeadWritesOptions {
 };
 
 struct DeadWritesResult {
-  std::string skipped;         ///< Why nothing was shown; empty otherwise.
-  uint64_t pages_written = 0;  ///< By the killed workers, as found in their files.
-  uint64_t pages_dirty = 0;    ///< Of those: not the bytes of the save that they belong to.
+  std::string skipped;         ///< Reason for a skip; empty otherwise.
+  uint64_t pages_written = 0;  ///< Pages of the killed workers, as found in their files.
+  uint64_t pages_dirty = 0;    ///< Pages among these with bytes of another save.
   std::vector<std::string> problems;
 };
 
-/// On a disk with a limit: a save's worker is killed while its writes are in flight; the next save,
-/// which needs the same memory, begins at once; afterwards the dead worker's file is read through a
-/// descriptor that was opened before the kill.
+/// On a disk with a limited rate: kills a save's worker with writes in flight, starts the next
+/// save, which needs the same memory, at once, and reads the dead worker's file through a
+/// descriptor opened before the kill.
 DeadWritesResult KillWorkersInWrites(const DeadWritesOptions& options);
 
 }  // namespace holdfast::testing

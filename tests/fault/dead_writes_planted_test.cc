@@ -1,5 +1,5 @@
-// The test of dead writes can fail: where the end of the process counts as the end of its writes,
-// the next save's bytes are found in the dead worker's file.
+// Proof that the test of dead writes can fail: if the end of the process counts as the end of its
+// writes, the next save's bytes appear in the dead worker's file.
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "runtime/writer/planted_bugs.h"

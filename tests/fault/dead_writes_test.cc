@@ -1,5 +1,5 @@
-// A killed process's direct writes live on in its ring. No byte of a later save travels with them,
-// on any launcher and rung.
+// A killed process's direct writes continue in its ring. No byte of a later save enters them, on
+// any launcher and rung.
 #include <cstdlib>
 #include <tuple>
 

@@ -1,4 +1,4 @@
-// Directories that cannot be saved to, and names that may not be: told at once, nothing touched.
+// Unusable directories and forbidden names: an error at once, without any change on disk.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -109,7 +109,7 @@ TEST_P(DirectoryFault, TheNameIsTakenWhileTheSaveRuns) {
   ASSERT_NE(checkpointer, nullptr);
   const auto handle = Begin(checkpointer.get(), "taken", TrainingState::Uniform(3, 4u << 20, 1));
   ASSERT_TRUE(handle.ok()) << handle.status();
-  // Somebody else's directory appears under the name; it stays theirs.
+  // A foreign directory appears under the name and stays.
   const std::string theirs = absl::StrCat(directory(), "/taken");
   ASSERT_TRUE(std::filesystem::create_directory(theirs));
   std::ofstream(theirs + "/file") << "theirs";

@@ -1,5 +1,5 @@
-// Where io_uring is forbidden, as container runtimes do, the save works all the same and says why
-// it took another rung.
+// Where io_uring is forbidden (container runtimes), the save works and reports the reason for
+// another rung.
 #include <linux/audit.h>
 #include <linux/capability.h>
 #include <linux/filter.h>
@@ -28,7 +28,7 @@ namespace {
 using ::testing::AnyOf;
 using ::testing::HasSubstr;
 
-/// Every io_uring call fails with `error` in this process and in its children, for good.
+/// Makes every io_uring call fail with `error` in this process and its children, permanently.
 bool ForbidIoUring(int error) {
   const auto deny = static_cast<uint32_t>(SECCOMP_RET_ERRNO | (error & SECCOMP_RET_DATA));
   sock_filter code[] = {
@@ -43,7 +43,7 @@ bool ForbidIoUring(int error) {
          prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
 }
 
-/// Neither this process nor what it starts may lock memory beyond RLIMIT_MEMLOCK.
+/// Forbids this process and its children to lock memory beyond RLIMIT_MEMLOCK.
 bool DropLockCapability() {
   if (prctl(PR_CAPBSET_DROP, CAP_IPC_LOCK, 0, 0, 0) != 0) return false;
   __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
@@ -58,7 +58,7 @@ bool DropLockCapability() {
 
 class EngineForbidden : public LauncherTest {
  protected:
-  /// Saves under whatever is forbidden by now and returns the report.
+  /// Saves under the present restrictions and returns the report.
   SaveReport SavedAnyway(EngineRung engine = EngineRung::kAuto) {
     CheckpointerOptions options = Options();
     options.engine = engine;
@@ -108,7 +108,7 @@ TEST_P(EngineForbidden, ByMemoryLimit) {
   EXPECT_EQ(result.status, 0);
 }
 
-/// A value of /proc/sys that is put back.
+/// A value of /proc/sys, restored by the destructor.
 class Sysctl {
  public:
   Sysctl(const char* path, const std::string& value) : path_(path) {

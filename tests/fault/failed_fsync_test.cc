@@ -1,5 +1,5 @@
-// An fsync that fails: what is told, and that a second attempt is reported as one. How the worker
-// goes about it is in tests/unit/worker/second_attempt_test.cc.
+// A failed fsync: its error, and the report of a second attempt.
+// tests/unit/worker/second_attempt_test.cc tests the worker's steps.
 #include <linux/limits.h>
 #include <unistd.h>
 
@@ -23,7 +23,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-// Of files of tensors, in this process and in the children that are forked from now on.
+// For files of tensors, in this process and in later forked children.
 int g_failures_left = 0;
 
 int FailingFsync(int fd) {
@@ -55,7 +55,7 @@ class FailedFsync : public LauncherTest {
     return report;
   }
 };
-// Those whose workers have this process's table of system calls.
+// Launchers whose workers inherit this process's table of system calls.
 INSTANTIATE_TEST_SUITE_P(All, FailedFsync, ::testing::Values(Launcher::kFork, Launcher::kThread),
                          LauncherName);
 
@@ -95,8 +95,8 @@ TEST_P(FailedFsync, OfASaveThatStreamsIsToldWithTheReason) {
   ExpectRecovered(checkpointer.get());
 }
 
-/// A save that had room enough when it began, and must stream after all: part of the memory is held
-/// by copies that never end.
+/// A save with enough room at its start that must stream: copies that never end hold a part of the
+/// memory.
 class LateStream : public FailedFsync {
  protected:
   absl::StatusOr<SaveReport> SaveBesideAHungDevice(Checkpointer* checkpointer, int failures) {
@@ -126,7 +126,7 @@ class LateStream : public FailedFsync {
   }
 
  private:
-  SlowDevice hung_{"hung:0"};  // It outlives the Checkpointer, which knows it.
+  SlowDevice hung_{"hung:0"};  // Must outlive the Checkpointer.
 };
 INSTANTIATE_TEST_SUITE_P(All, LateStream, ::testing::Values(Launcher::kThread), LauncherName);
 

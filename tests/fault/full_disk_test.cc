@@ -1,4 +1,4 @@
-// Disks that are full, and files that may not grow.
+// Full disks, and files with a size limit.
 #include <signal.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -28,7 +28,7 @@ constexpr uint32_t kTooMany = 12;  // tensors: 48 MiB
 
 class FullDisk : public LauncherTest {
  protected:
-  /// A save that does not fit on `disk`, staged at once (`arena_bytes` large) or streamed.
+  /// A save too large for `disk`, staged at once (`arena_bytes` large) or streamed.
   void ExpectRefused(SmallFileSystem* disk, uint64_t arena_bytes, const std::string& operation) {
     SavePrevious(disk->path());
     CheckpointerOptions options = Options(disk->path());
@@ -43,7 +43,7 @@ class FullDisk : public LauncherTest {
                 AllOf(HasSubstr(operation), HasSubstr("big"), HasSubstr(".safetensors"),
                       HasSubstr("No space left on device")));
     ExpectMemoryBack(checkpointer.get());
-    // No leaked block: a file system may keep one of a directory.
+    // No leaked block, except one of a directory.
     EXPECT_GE(disk->FreeBytes() + (64u << 10), free_before);
     ExpectRecovered(checkpointer.get());
   }
@@ -87,7 +87,7 @@ TEST_P(FullDisk, IsToldInTheMiddleWithItsReasonWhenTheSaveStreams) {
 class FileSizeLimit : public LauncherTest {};
 INSTANTIATE_TEST_SUITE_P(All, FileSizeLimit, kEveryLauncher, LauncherName);
 
-// The signal that comes with it would end the trainer.
+// The signal of the limit would end the trainer.
 TEST_P(FileSizeLimit, IsAnErrorAndNoDeath) {
   SavePrevious(directory());
   const ChildResult result = RunInChild([this] {

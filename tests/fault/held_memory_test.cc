@@ -1,4 +1,4 @@
-// How long staging memory is held: until nothing can touch it any more, and no longer.
+// Staging memory is held until no transfer can touch it, and no longer.
 #include <cstring>
 #include <memory>
 #include <string>
@@ -37,7 +37,7 @@ class DeviceMemory : public SaveTest {
     device_.reset();
     SaveTest::TearDown();
   }
-  /// A save of three quarters of the arena whose copies are under way.
+  /// A save of three quarters of the arena with copies in flight.
   SaveHandle BeginCopies() {
     const TrainingState state = TrainingState::Uniform(1, kArenaBytes / 4 * 3, 1);
     std::vector<TensorSource> sources = state.Sources();
@@ -75,14 +75,14 @@ TEST_F(DeviceMemory, OfALostContextComesBackAtOnce) {
   device_->FailCall(SlowDevice::Call::kIsDone, absl::AbortedError("context lost"), 0, 1u << 30);
   EXPECT_FALSE(handle.WaitDurable(kLong).ok());
   EXPECT_TRUE(WaitFor([&] { return checkpointer_->staging().bytes_held == 0; }));
-  device_->CompleteAll();  // so that the stand-in lets go of the arena
+  device_->CompleteAll();  // so that the fake device releases the arena
 }
 
 TEST_F(DeviceMemory, InQuarantineIsNotHeldBySavesInFlight) {
   const SaveHandle handle = BeginCopies();
   EXPECT_FALSE(handle.WaitDurable(kLong).ok());  // the copies do not end
   ASSERT_TRUE(WaitFor([&] { return checkpointer_->staging().bytes_quarantined > 0; }));
-  // More than is left streams through it: nothing is skipped.
+  // A save above the free memory streams: no save is skipped.
   const TrainingState state = TrainingState::Uniform(2, kArenaBytes / 2, 2);
   const auto report = Save(checkpointer_.get(), "beside", state);
   ASSERT_TRUE(report.ok()) << report.status();
@@ -92,7 +92,7 @@ TEST_F(DeviceMemory, InQuarantineIsNotHeldBySavesInFlight) {
   EXPECT_TRUE(WaitFor([&] { return checkpointer_->staging().bytes_held == 0; }));
 }
 
-/// Rank 0 of two, whose other rank never comes.
+/// Rank 0 of two; rank 1 never comes.
 class LoneRank : public LauncherTest {
  protected:
   CheckpointerOptions Rank() const {
@@ -123,7 +123,7 @@ TEST_P(LoneRank, HoldsNoStagingMemoryWhileItWaitsForVotes) {
   EXPECT_FALSE(first->IsDone());
   const bool one_job = GetParam() == Launcher::kSpawn || GetParam() == Launcher::kFork;
   if (one_job) {
-    // A page that only the worker still maps is missing to the next trainer.
+    // A page mapped only by the worker is missing to the next trainer.
     EXPECT_TRUE(WaitFor(
         [&] { return Holdings::Of(first->worker_pid()).resident_shared_bytes < kArenaBytes / 4; }));
     // Two such states do not fit: the next call would wait for the first save's end.

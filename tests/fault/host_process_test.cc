@@ -1,4 +1,4 @@
-// Hosts with manners of their own: they ignore SIGCHLD, wait for all children, or run out of fds.
+// Unusual hosts: ignoring SIGCHLD, waiting for all children, or out of fds.
 #include <fcntl.h>
 #include <linux/capability.h>
 #include <signal.h>
@@ -32,7 +32,7 @@ using ::testing::HasSubstr;
 
 class HostProcess : public LauncherTest {
  protected:
-  /// Saves work, and a killed worker is told.
+  /// Saves work, and a killed worker is reported.
   void ExpectNeitherHungNorFooled() {
     CheckpointerOptions options = Options();
     options.qos.bytes_per_second_max = 32u << 20;
@@ -61,8 +61,8 @@ class HostProcess : public LauncherTest {
 };
 INSTANTIATE_TEST_SUITE_P(All, HostProcess, kEveryLauncher, LauncherName);
 
-// As a container without CAP_SYS_NICE. Not from the bounding set alone: a thread of this process
-// has what the process has, and a program that root starts has the bounding set.
+// As in a container without CAP_SYS_NICE. Dropped not only from the bounding set: a thread of this
+// process has the process's capabilities, and a program started by root has the bounding set.
 std::string DropPriorityRights() {
   __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3, .pid = 0};
   __user_cap_data_struct rights[2] = {};

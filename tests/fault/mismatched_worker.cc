@@ -1,5 +1,5 @@
-// A worker program of another version of Holdfast, as an upgrade in the middle of a run leaves it:
-// it reads the first message, sees that it does not understand it, and ends as the real one does.
+// A worker program of another version of Holdfast, as after an upgrade during a run: reads the
+// first message, finds another version, and ends like the real program.
 #include <sys/socket.h>
 
 #include "runtime/layout/wire.h"

@@ -1,5 +1,5 @@
-// What does not get on: copies that never end, saves behind a slow one, threads that cannot be had,
-// a ring that broke. Nobody waits for ever, nothing healthy is stopped, and the next save works.
+// Missing progress: copies that never end, saves behind a slow save, threads that cannot start, a
+// broken ring. No wait is unbounded, no healthy save is stopped, and the next save works.
 #include <pthread.h>
 #include <signal.h>
 
@@ -31,8 +31,8 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-/// A stall deadline of at least `least` that a sound save does not pass on this machine as busy as
-/// it is now.
+/// Returns a stall deadline of at least `least` that a sound save meets on this machine under its
+/// present load.
 class SoundSave {
  public:
   absl::Duration StallDeadline(absl::Duration least) const {
@@ -45,7 +45,7 @@ class SoundSave {
   absl::Time began_ = absl::Now();
 };
 
-/// A GPU whose stream hangs, as behind a collective that the other ranks never enter.
+/// A GPU with a hanging stream, as behind a collective that other ranks never enter.
 class HungDevice : public LauncherTest {
  protected:
   absl::StatusOr<SaveHandle> BeginOn(SlowDevice* device, Checkpointer* checkpointer,
@@ -60,7 +60,7 @@ class HungDevice : public LauncherTest {
     }
     return checkpointer->SaveAsync({.name = name, .step = 1, .tensors = sources});
   }
-  /// Saves "previous" and measures by it what is no stall.
+  /// Saves "previous" and measures the time of a sound save.
   CheckpointerOptions Impatient() {
     CheckpointerOptions options = Options();
     const SoundSave sound;
@@ -85,7 +85,7 @@ TEST_P(HungDevice, EndsTheSaveKeepsTheMemoryAndHoldsUpNobodyElse) {
   EXPECT_THAT(Text(report.status()), AllOf(HasSubstr("hung"), HasSubstr("quarantined")));
   EXPECT_GT(checkpointer->staging().bytes_quarantined, 0u);
   EXPECT_TRUE(checkpointer->Flush(kLong).ok()) << "its error was returned already";
-  // The device thread serves others meanwhile.
+  // The device thread serves other saves meanwhile.
   const auto other = BeginOn(&sound, checkpointer.get(), "other");
   ASSERT_TRUE(other.ok()) << other.status();
   EXPECT_TRUE(other->WaitDurable(kLong).ok());
@@ -124,14 +124,14 @@ TEST_P(HungDeviceAtTheEnd, TheDestructorDoesNotWaitForItAndItsMemoryStays) {
     EXPECT_TRUE(hung.WaitForPending(2, absl::Seconds(60)));
     checkpointer.reset();
     EXPECT_TRUE(absl::IsDeadlineExceeded(handle->WaitDurable(absl::Seconds(1)).status()));
-    hung.CompleteAll();  // Into memory that is still mapped.
+    hung.CompleteAll();  // The memory is still mapped.
     return std::string();
   });
   EXPECT_EQ(result.status, 0);
   std::filesystem::remove_all(directory() + "/" + "hung");
 }
 
-/// Kept workers do one job after the other.
+/// Kept workers run jobs one after the other.
 class Queued : public LauncherTest {};
 INSTANTIATE_TEST_SUITE_P(All, Queued, ::testing::Values(Launcher::kPersistent, Launcher::kThread),
                          LauncherName);
@@ -143,8 +143,8 @@ TEST_P(Queued, BehindASlowSaveIsNoStall) {
   options.time_stalled_max = sound.StallDeadline(absl::Seconds(1));
   constexpr uint64_t kChunksPerSecond = 2;
   options.qos.bytes_per_second_max = kChunksPerSecond * kChunkBytes;
-  // A save that waits without one before it is stopped after 1.5 deadlines and the second that its
-  // rate allows; this one waits for another second.
+  // A waiting save at the head of the queue is stopped after 1.5 deadlines and the second that its
+  // rate allows; this save waits for another second.
   const auto stopped =
       static_cast<uint64_t>(absl::ToInt64Milliseconds(options.time_stalled_max) * 3 / 2 + 1000);
   const auto chunks = static_cast<uint32_t>((stopped + 1000) * kChunksPerSecond / 1000);
@@ -182,13 +182,13 @@ TEST(KeptWorker, ThatDiedAfterATrimIsReplaced) {
   kill(children[0], SIGKILL);
   ASSERT_TRUE(WaitFor([&] { return !IsAlive(children[0]); }));
   EXPECT_TRUE(save("step-2").ok());
-  // And before one: a trim has nobody to ask.
+  // And before a job: a trim has no worker to ask.
   kill(Holdings::OfSelf().children.at(0), SIGKILL);
   EXPECT_TRUE(WaitFor([&] { return (*checkpointer)->Trim().ok(); }));
   EXPECT_TRUE(save("step-3").ok());
 }
 
-/// A removal on a file system that has gone: unlink(2) of data does not come back.
+/// A removal on a dead file system: unlink(2) of data does not return.
 std::atomic<bool> g_removal_hangs{false};
 int HangingUnlink(int directory, const char* path, int flags) {
   while (g_removal_hangs && absl::EndsWith(path, ".safetensors"))
@@ -217,7 +217,7 @@ TEST(HungRemoval, ByAThreadHoldsUpNobody) {
     EXPECT_THAT(Text(told), HasSubstr("no progress"));
     checkpointer.reset();  // does not wait for the thread
     EXPECT_TRUE(g_removal_hangs);
-    g_removal_hangs = false;  // and it may go on
+    g_removal_hangs = false;  // let the removal go on
     EXPECT_TRUE(WaitFor([&] {
       std::error_code error;
       const auto begin = std::filesystem::directory_iterator(scratch.path(), error);

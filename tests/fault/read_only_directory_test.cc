@@ -1,4 +1,4 @@
-// A directory that this user may not write to. Root may write anywhere, so the tests give root up.
+// A directory without write permission. Root may write anywhere, so the tests drop root.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -33,7 +33,7 @@ constexpr mode_t kWritable = 0755;
 
 class ReadOnlyDirectory : public LauncherTest {
  protected:
-  /// In a child that is not root. It owns the directory, so that it can change the mode.
+  /// In a child without root that owns the directory and so can change the mode.
   void RunAsNobody(const std::function<void()>& body) {
     const ChildResult result = RunInChild([&]() -> std::string {
       if (geteuid() != 0) {

@@ -1,5 +1,5 @@
-// A run of many saves holds no more at its end than at its beginning, and never more than it was
-// given.
+// A run of many saves holds no more resources at its end than at its beginning, and never more than
+// its limits.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -28,7 +28,7 @@ class SteadyResources : public LauncherTest {
  protected:
   void SetUp() override {
     LauncherTest::SetUp();
-    // Memory: what is counted does not depend on the disk, and a thousand fsyncs take minutes.
+    // In memory: the counts do not depend on the disk, and a thousand fsyncs take minutes.
     auto made = SmallFileSystem::Tmpfs(256u << 20);
     if (made.ok()) file_system_ = *std::move(made);
   }
@@ -111,8 +111,8 @@ TEST_P(SteadyResources, ASaveOfEightArenasStaysBelowTheCap) {
   EXPECT_LE(stats.bytes_held_peak, kArena);
   EXPECT_LE(report->worker_private_bytes_peak,
             kAnySanitizer ? 8 * kWorkerPrivateMax : kWorkerPrivateMax);
-  // To the page: nothing shared but the arena and the job table. A worker that is a thread of this
-  // process maps the arena once more, and the kernel counts both mappings.
+  // Exact to the page: only the arena and the job table are shared. A worker thread of this process
+  // maps the arena once more, and the kernel counts both mappings.
   const uint64_t mappings = IsThread() ? 2 : 1;
   EXPECT_LE(shared_peak.load(),
             shared_before + mappings * (kArena + stats.control_bytes_peak + 4096));

@@ -1,4 +1,4 @@
-// Workers that are not there, are of another version, are killed at any point, or stop.
+// Workers that are missing, of another version, killed at any point, or stopped.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -47,7 +47,7 @@ class WorkerProgram : public LauncherTest {
     EXPECT_THAT(Text(made.status()),
                 AllOf(HasSubstr("worker program"), HasSubstr(program), HasSubstr(reason)));
   }
-  /// Whatever ends at once instead of serving: told within a second, and not as a broken pipe.
+  /// A program that ends at once instead of serving: an error within a second, not a broken pipe.
   void ExpectTold(const std::string& program, const std::string& reason) {
     SavePrevious(directory());
     CheckpointerOptions options = Options();
@@ -121,7 +121,7 @@ TEST_P(WorkerProgram, RemovedBetweenSavesIsToldAndMayComeBack) {
   std::filesystem::rename(program, away);
   const auto report = Save(checkpointer.get(), "step-1", TrainingState::Uniform(2, 100'000, 1));
   if (GetParam() == Launcher::kPersistent) {
-    EXPECT_TRUE(report.ok()) << report.status();  // it was started before
+    EXPECT_TRUE(report.ok()) << report.status();  // the worker was started before
     std::filesystem::remove_all(absl::StrCat(directory(), "/step-1"));
   } else {
     EXPECT_TRUE(absl::IsNotFound(report.status())) << report.status();
@@ -137,7 +137,7 @@ class KilledWorker : public LauncherTest {
     int failed = 0;
     int saved = 0;
   };
-  /// One save, whose worker is killed when `now` says so (or, at the latest, has ended by itself).
+  /// Runs one save and kills its worker once `now` returns true, or lets the worker end by itself.
   void KillOnce(Checkpointer* checkpointer, const TrainingState& state,
                 const std::function<bool(const SaveHandle&)>& now, Counts* counts) {
     const auto handle = Begin(checkpointer, "victim", state);
@@ -148,7 +148,7 @@ class KilledWorker : public LauncherTest {
       if (pid != 0) worker = pid;
       return handle->IsDone() || (worker != 0 && now(*handle));
     });
-    // Still ours, or a zombie of ours: nobody else can have that pid while the save is in flight.
+    // Still this process's child or zombie: no other process can have the pid during the save.
     if (!handle->IsDone() && worker != 0) kill(worker, SIGKILL);
     const auto report = handle->WaitDurable(kLong);
     if (report.ok()) {
@@ -159,8 +159,7 @@ class KilledWorker : public LauncherTest {
       EXPECT_THAT(Text(report.status()), AllOf(HasSubstr("victim"), HasSubstr("signal 9")));
     }
     ExpectMemoryBack(checkpointer);
-    // Killed right behind its rename the worker could not report it: the trainer finds it
-    // committed.
+    // A worker killed right after its rename cannot report: the trainer finds the save committed.
     const std::string path = absl::StrCat(directory(), "/victim");
     if (std::filesystem::exists(path)) {
       EXPECT_TRUE(report.ok()) << report.status();
@@ -206,10 +205,10 @@ TEST_P(KilledWorker, AtRandomMoments) {
   std::mt19937 random(seed);
   Counts counts;
   const int rounds = std::getenv("HOLDFAST_LONG") != nullptr ? 300 : 12;
-  constexpr int kFailedMin = 4;  // on a machine so fast that most saves get away
+  constexpr int kFailedMin = 4;  // on a machine so fast that most saves end before the kill
   for (int i = 0; i < rounds || (counts.failed < kFailedMin && i < 20 * rounds); ++i) {
     SCOPED_TRACE(absl::StrCat("seed ", seed, ", round ", i));
-    // From the worker's first step on: most saves of this size take 10 to 40 ms.
+    // From the worker's first step: most saves of this size take 10 to 40 ms.
     const absl::Time at =
         absl::Now() + absl::Microseconds(std::uniform_int_distribution<int>(0, 40'000)(random));
     KillOnce(
@@ -225,7 +224,7 @@ TEST_P(KilledWorker, BeforeItReadsItsJob) {
   const auto checkpointer = Make(Options());
   ASSERT_NE(checkpointer, nullptr);
   if (GetParam() == Launcher::kPersistent) {
-    // Between two saves: the next one starts another.
+    // Between two saves: the next save starts another worker.
     const std::vector<pid_t> children = Holdings::OfSelf().children;
     ASSERT_EQ(children.size(), 1u);
     kill(children[0], SIGKILL);
@@ -259,7 +258,7 @@ TEST_P(KilledWorker, StreamingSaveEndsInTheCallWithTheWorkersDeath) {
   options.qos.bytes_per_second_max = 32u << 20;
   const auto checkpointer = Make(options);
   ASSERT_NE(checkpointer, nullptr);
-  // The call itself waits for the worker, so somebody else must kill it.
+  // The call itself waits for the worker, so another thread must kill the worker.
   ASSERT_TRUE(GetParam() != Launcher::kPersistent || !Holdings::OfSelf().children.empty());
   std::thread killer([&] {
     WaitFor([&] { return checkpointer->staging().waits > 0; });
@@ -272,12 +271,12 @@ TEST_P(KilledWorker, StreamingSaveEndsInTheCallWithTheWorkersDeath) {
   ExpectRecovered(checkpointer.get());
 }
 
-// ---- At every system call that makes or names something: a forked worker inherits the table.
+// ---- At every system call that makes or names an entry: a forked worker inherits the table.
 
 pid_t g_trainer = 0;
 long g_calls = 0;
 long g_kill_at = 0;
-// Shared with the children: only the save's worker dies, not the one that clears up behind it.
+// Shared with the children: only the save's worker dies, not the worker that cleans up afterwards.
 std::atomic<bool>* g_killed = nullptr;
 
 void CountCall() {
@@ -303,7 +302,7 @@ KILLING(int, close, (int f), (f))
 
 class KilledForkedWorker : public SaveTest {
  protected:
-  /// Saves "victim" with a worker that dies at its call number 1, 2, ... until one gets through.
+  /// Saves "victim" with a worker that dies at its call number 1, 2, ... until a save succeeds.
   void KillAtEveryCall(bool replace) {
     SavePrevious(directory());
     CheckpointerOptions options = SmallOptions(directory());
@@ -333,7 +332,7 @@ class KilledForkedWorker : public SaveTest {
       Install();
       const auto handle = checkpointer->SaveAsync(
           {.name = "victim", .step = 2, .tensors = sources, .replace = replace});
-      // A worker that dies before all is copied fails the call itself.
+      // A worker that dies before the last copy fails the call itself.
       const absl::Status ended =
           handle.ok() ? handle->WaitDurable(kLong).status() : handle.status();
       sys::g_system = sys::kKernel;
@@ -343,7 +342,7 @@ class KilledForkedWorker : public SaveTest {
       const absl::Status cleared = checkpointer->Flush(kLong);
       ASSERT_TRUE(cleared.ok()) << cleared;
       ExpectMemoryBack(checkpointer.get());
-      // At every moment one of the two stands under the name, whole.
+      // At every moment the old or the new checkpoint has the name, whole.
       const bool exists = std::filesystem::exists(path);
       EXPECT_TRUE(exists || (!replace && !saved));
       if (exists) {
@@ -395,7 +394,7 @@ TEST_P(KilledWorker, StoppedOneIsKilledAtTheStallDeadline) {
   ExpectRecovered(checkpointer.get());
 }
 
-/// The job table of the last save that was begun, by its memfd: what a damaged worker writes there.
+/// The job table of the last save, by its memfd, for writes of a damaged worker.
 std::atomic<int> g_job_fd{-1};
 int NoteJobFd(const char* name, unsigned flags) {
   const int fd = sys::kKernel.memfd_create(name, flags);
@@ -414,8 +413,8 @@ class DamagedWorker : public LauncherTest {
     LauncherTest::TearDown();
   }
 
-  /// A save of device tensors that streams and of which one extent was acknowledged; `damage` then
-  /// writes to the second entry of that log.
+  /// Starts a streaming save of device tensors with one acknowledged extent; `damage` then writes
+  /// to the second entry of that log.
   void ExpectOneFailedSave(
       const std::function<uint32_t(uint32_t first, uint32_t extents)>& damage) {
     SavePrevious(directory());
@@ -444,7 +443,7 @@ class DamagedWorker : public LauncherTest {
     device.CompleteOldest();
     ASSERT_TRUE(WaitFor([&] { return log[0].load() != layout::kEmptyEntry; }));
     log[1] = damage(log[0], job->extent_count);
-    // Its copies hold the save; they are refused from here on.
+    // The copies hold the save; further copies are refused.
     ASSERT_TRUE(WaitFor([&] { return job->trainer_failed.load() != 0; }));
     munmap(table, static_cast<size_t>(size.st_size));
     device.CompleteAtOnce(true);

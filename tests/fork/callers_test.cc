@@ -29,7 +29,7 @@ TEST_P(Callers, ThreadsOfOneTrainerSaveSideBySide) {
   for (int i = 0; i < kThreads; ++i) {
     threads.emplace_back([&, i] {
       for (int k = 0; k < kSaves && ended[i].ok(); ++k) {
-        // Together more than the arena holds.
+        // Together larger than the arena.
         const TrainingState state = TrainingState::Uniform(3, 3u << 20, seed(i, k));
         ended[i] = Save(checkpointer.get(), name(i, k), state).status();
       }

@@ -1,5 +1,5 @@
-// Children that the host forks while saves are in flight (a DataLoader, system()) hold nothing of
-// Holdfast's and can do no harm with what they inherited.
+// Children that the host forks during saves (a DataLoader, system()) hold no resource of Holdfast
+// and can do no harm with inherited memory.
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/mman.h>
@@ -57,7 +57,7 @@ TEST_P(ForeignFork, ChildHoldsNothingAndIsRefused) {
   ASSERT_TRUE(begun.ok()) << begun.status();
   SaveHandle handle = *std::move(begun);
   begun = absl::UnknownError("moved from");
-  // A second one, whose memory is still being filled.
+  // A second save, whose memory is still being filled.
   char* const memory = device.Allocate(1 << 20);
   const std::vector<TensorSource> on_device = {{.name = "device",
                                                 .dtype = "U8",
@@ -84,8 +84,8 @@ TEST_P(ForeignFork, ChildHoldsNothingAndIsRefused) {
     EXPECT_FALSE(handle.IsDone());
     EXPECT_EQ(handle.worker_pid(), 0);
     EXPECT_EQ(handle.progress().bytes_total, 0u);
-    // Mappings of the child's own, which may lie where the parent's arena lies: destructors must
-    // leave them alone.
+    // The child's own mappings may lie at the parent's arena addresses: destructors must not unmap
+    // them.
     std::vector<char*> own;
     for (int i = 0; i < 64; ++i) {
       void* const mapped =
@@ -116,7 +116,8 @@ TEST_P(ForeignFork, ChildHoldsNothingOfAnArenaThatWasRegistered) {
   const Holdings before = Holdings::OfSelf();
   CheckpointerOptions options = Slow();
   options.engine = EngineRung::kUringFixed;
-  options.staging.pages = PageRung::kSmall;  // a thread maps it anew to register it
+  // a worker thread maps the arena again for its registration
+  options.staging.pages = PageRung::kSmall;
   const auto checkpointer = Make(options);
   ASSERT_NE(checkpointer, nullptr);
   const auto begun = Begin(checkpointer.get(), "step-1", state_);
@@ -179,7 +180,7 @@ TEST_P(ForeignFork, ChildThatOutlivesTheCheckpointerKeepsNothing) {
   const auto begun = Begin(checkpointer.get(), "step-1", state_);
   ASSERT_TRUE(begun.ok()) << begun.status();
   ASSERT_TRUE(WaitFor([&] { return begun->progress().bytes_written > 0; }));
-  // As a DataLoader's worker: it waits for work, and ends when it is told.
+  // Like a DataLoader's worker: waits for work and ends on request.
   ChildProcess child([&] {
     mailbox.ToParent("ready");
     (void)mailbox.FromParent(absl::Minutes(2));
@@ -194,8 +195,8 @@ TEST_P(ForeignFork, ChildThatOutlivesTheCheckpointerKeepsNothing) {
   EXPECT_EQ(child.Wait(kLong), 0);
 }
 
-// Between the call that makes a descriptor and its place in the table of owned ones, and between
-// that table and close(2), a fork of another thread must not come.
+// A fork of another thread must not fall between the call that makes a descriptor and the table of
+// owned fds, nor between the table and close(2).
 TEST_P(ForeignFork, ChildHoldsNothingWhenASaveBeginsOrEnds) {
   const Holdings before = Holdings::OfSelf();
   const auto checkpointer = Make(Options());
@@ -223,7 +224,7 @@ TEST_P(ForeignFork, ChildHoldsNothingWhenASaveBeginsOrEnds) {
   EXPECT_EQ(holding, 0) << "of " << kForks << " children";
 }
 
-// The lock of a partial directory tells recovery that somebody is at work there.
+// The lock of a partial directory shows recovery a running save.
 TEST_P(ForeignFork, ChildOfADeadTrainerKeepsNoLock) {
   SavePrevious(directory());
   const Subreaper subreaper;
@@ -237,7 +238,7 @@ TEST_P(ForeignFork, ChildOfADeadTrainerKeepsNoLock) {
     WaitFor([&] { return begun->progress().bytes_written > 0; });
     const pid_t loader = fork();
     if (loader == 0) {
-      mailbox.ToParent(absl::StrCat(getpid()));  // behind everything that fork does in a child
+      mailbox.ToParent(absl::StrCat(getpid()));  // after fork's work in the child
       while (true) pause();
     }
     EXPECT_TRUE(mailbox.FromParent(kLong).has_value());
@@ -250,7 +251,7 @@ TEST_P(ForeignFork, ChildOfADeadTrainerKeepsNoLock) {
   const pid_t worker = std::atoi(mailbox.FromChild(kLong).value_or("0").c_str());
   ASSERT_GT(worker, 0);
   trainer.Signal(SIGSTOP);
-  // All its threads must have stopped, or one of them may take the worker's exit status.
+  // All threads must have stopped, or a thread may reap the worker's exit status.
   siginfo_t stopped{};
   ASSERT_EQ(waitid(P_PID, static_cast<id_t>(trainer.pid()), &stopped, WSTOPPED), 0);
   if (!IsThread()) kill(worker, SIGKILL);

@@ -1,5 +1,5 @@
-// Any failure of any rank ends the save of all, with the rank and its reason in every error: in
-// each phase, with real trainers and workers, and the next save does not wait for the failed one.
+// Any failure of any rank ends the save of all ranks, with the rank and its reason in every error:
+// in each phase, with real trainers and workers. The next save does not wait for the failed one.
 #include <signal.h>
 #include <unistd.h>
 
@@ -45,9 +45,9 @@ struct Row {
   Fault fault;
   const char* name;
   const char* reason;    // in the error of every other rank
-  bool by_liveness;      // nothing of the rank is left that could say it
-  bool survives = true;  // its trainer takes part in the next save
-  bool late = true;      // it calls when all others wait for it
+  bool by_liveness;      // no process of the rank is left to report
+  bool survives = true;  // the trainer takes part in the next save
+  bool late = true;      // the rank calls while all other ranks wait
 };
 constexpr Row kRows[] = {
     {Fault::kCallRefused, "CallRefused", "control memory", false},
@@ -92,7 +92,7 @@ class RankFailures : public SaveTest, public ::testing::WithParamInterface<Case>
   const Row& row() const { return std::get<0>(GetParam()); }
   uint32_t ranks() const { return std::get<1>(GetParam()); }
   uint32_t failing() const { return std::get<2>(GetParam()) ? 0 : ranks() - 1; }
-  /// Has not voted when the fault comes, so that the save cannot be committed before.
+  /// Has not voted at the fault, so that the save cannot be committed before.
   uint32_t holder() const {
     if (row().fault != Fault::kWorkerKilledAfterItsVote) return failing();
     return failing() == 0 ? 1 : 0;
@@ -130,7 +130,7 @@ class RankFailures : public SaveTest, public ::testing::WithParamInterface<Case>
         {.name = name, .step = 1, .tensors = sources, .attempt = attempt});
   }
 
-  /// The failing rank's own part in the fault, in its process.
+  /// Makes the fault in the failing rank's process.
   absl::Status FailingSave(Checkpointer* checkpointer, SlowDevice* device, Mailbox* mailbox) {
     const bool on_device = Is(Fault::kStagingFails) || Is(Fault::kTrainerKilledWhileStaging);
     if (Is(Fault::kStagingFails)) {
@@ -184,11 +184,11 @@ class RankFailures : public SaveTest, public ::testing::WithParamInterface<Case>
     Next(checkpointer.get(), rank);
   }
 
-  /// At once, in the arena that has room for one save only.
+  /// Saves at once, in an arena with room for one save only.
   void Next(Checkpointer* checkpointer, uint32_t rank) {
     std::unique_ptr<Checkpointer> beside;
     if (rank == failing() || rank == holder()) {
-      // Without the limits that made the fault.
+      // Without the limits of the fault.
       CheckpointerOptions options = SmallOptions(directory());
       options.rank = rank;
       options.world_size = ranks();
@@ -202,7 +202,7 @@ class RankFailures : public SaveTest, public ::testing::WithParamInterface<Case>
     if (row().survives) {
       ASSERT_TRUE(begun.ok()) << begun.status();
       EXPECT_TRUE(begun->WaitDurable(kLong).ok()) << begun->WaitDurable(kLong).status();
-    } else if (begun.ok()) {  // it cannot be whole, and another rank has cancelled it if not
+    } else if (begun.ok()) {  // the save cannot be whole; otherwise another rank has cancelled it
       (void)begun->Cancel();
       EXPECT_FALSE(begun->WaitDurable(kLong).ok());
     }
@@ -254,7 +254,7 @@ class RankFailures : public SaveTest, public ::testing::WithParamInterface<Case>
         (void)subreaper.Reap(rank.worker, absl::Seconds(10));
         return;
       case Fault::kNodeLostWhileWriting:
-        // Both stop before either could say something about the other.
+        // Both stop before either can report the other's fault.
         kill(rank.worker, SIGSTOP);
         rank.trainer->Signal(SIGKILL);
         EXPECT_GT(rank.trainer->Wait(kLong), ChildProcess::kSignalBase);
@@ -305,7 +305,7 @@ TEST_P(RankFailures, EndTheSaveOfAllAndHoldNothing) {
     EXPECT_EQ(all_[rank]->trainer->Wait(kLong), 0) << rank;
   }
   if (row().survives) ExpectSound(absl::StrCat(directory(), "/step-2"));
-  // What could not be removed, of ranks that died, is a recovery's.
+  // Recovery removes the remaining files of dead ranks.
   const auto recovered = Recover(directory(), {.wait_for_orphans = absl::Seconds(30)});
   ASSERT_TRUE(recovered.ok()) << recovered.status();
   EXPECT_THAT(recovered->kept_incomplete, ::testing::IsEmpty());

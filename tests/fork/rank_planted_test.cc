@@ -1,5 +1,5 @@
-// Proof that the tests of failing ranks can fail: a trainer that keeps what its worker could not
-// say, or that gives no signs of life, is found out by the other rank.
+// Proof that the tests of failing ranks can fail: the other rank finds a trainer that withholds its
+// dead worker's failure, or gives no signs of life.
 #include <signal.h>
 
 #include <memory>
@@ -37,7 +37,7 @@ class PlantedRanks : public SaveTest {
     return checkpointer->SaveAsync(
         {.name = "step-1", .step = 1, .tensors = sources, .attempt = attempt_});
   }
-  /// Whether rank 0 has the reason soon after the worker of rank 1 was killed.
+  /// Returns true if rank 0 has the reason soon after the worker of rank 1 was killed.
   bool ToldOfAKilledWorker() {
     const auto zero = Make(Rank(0));
     CheckpointerOptions slow = Rank(1);
@@ -58,7 +58,7 @@ class PlantedRanks : public SaveTest {
     (void)first->WaitDurable(kLong);
     return told;
   }
-  /// Whether rank 0 waits for a rank that has announced itself and takes its time.
+  /// Returns true if rank 0 waits for a rank that is announced and slow.
   bool WaitsForABusyRank() {
     CheckpointerOptions options = Rank(0);
     options.time_liveness_max = absl::Seconds(2);

@@ -1,4 +1,4 @@
-// Two ranks as two processes: one checkpoint, which is visible when both are done and never before.
+// Two ranks as two processes: one checkpoint, visible after both are done, never before.
 #include <signal.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -37,7 +37,7 @@ class Ranks : public LauncherTest {
     options.world_size = 2;
     return options;
   }
-  /// Two chunks: the second one waits where the rate is limited.
+  /// Two chunks: the second chunk waits under a rate limit.
   static TrainingState StateOf(uint32_t rank) { return TrainingState::Uniform(3, 2u << 20, rank); }
   absl::StatusOr<SaveHandle> BeginRank(Checkpointer* checkpointer, uint32_t rank) {
     const TrainingState state = StateOf(rank);
@@ -45,7 +45,7 @@ class Ranks : public LauncherTest {
     return checkpointer->SaveAsync(
         {.name = "step-1", .step = 1, .tensors = sources, .attempt = attempt_});
   }
-  /// Saves as `rank` and returns how it ended.
+  /// Saves as `rank` and returns the result.
   absl::Status SaveRank(const CheckpointerOptions& options) {
     const auto checkpointer = Make(options);
     if (checkpointer == nullptr) return absl::InternalError("no checkpointer");
@@ -59,7 +59,7 @@ class Ranks : public LauncherTest {
     ExpectPreviousAnd(directory(), {"step-1"});
     const std::string path = absl::StrCat(directory(), "/step-1");
     EXPECT_THAT(Names(path), ::testing::Not(::testing::Contains(layout::kBoardName)));
-    // A rank 0 that dies right after its rename leaves the board.
+    // A rank 0 killed right after its rename leaves the board.
     std::ofstream(absl::StrCat(path, "/", layout::kBoardName)) << "the board";
     const auto verified = Verify(path, {});
     ASSERT_TRUE(verified.ok()) << verified.status();
@@ -71,7 +71,7 @@ class Ranks : public LauncherTest {
     EXPECT_EQ(info->world_size, 2u);
     EXPECT_EQ(info->attempt, attempt_);
   }
-  /// What a failed attempt left is a recovery's, and then the same name can be saved.
+  /// Recovery removes the files of a failed attempt; then the name can be saved again.
   void ExpectNextAttemptWorks() {
     EXPECT_TRUE(absl::IsNotFound(InspectCheckpoint(absl::StrCat(directory(), "/step-1")).status()));
     RecoveryOptions recovery;
@@ -79,7 +79,7 @@ class Ranks : public LauncherTest {
     recovery.promote = false;
     const auto recovered = Recover(directory(), recovery);
     ASSERT_TRUE(recovered.ok()) << recovered.status();
-    // Every worker has ended by itself, and nobody else holds its lock.
+    // Every worker has ended by itself, and no other process holds its lock.
     EXPECT_THAT(recovered->fenced, ::testing::IsEmpty());
     ExpectPreviousAnd(directory(), {});
     attempt_ = NewAttemptId();
@@ -147,7 +147,7 @@ TEST_P(Ranks, OneThatIsKilledIsADeadlineOfTheOther) {
   if (!IsThread()) kill(worker, SIGKILL);
   other.Signal(SIGKILL);
   EXPECT_EQ(other.Wait(kLong), ChildProcess::kSignalBase + SIGKILL);
-  // The trainer may have reaped it already.
+  // The trainer may have reaped the worker already.
   if (!IsThread()) (void)subreaper.Reap(worker, absl::Seconds(10));
   CheckpointerOptions options = Rank(0);
   options.time_liveness_max = absl::Seconds(1);
@@ -175,7 +175,7 @@ TEST_P(Ranks, OneThatLivesIsWaitedForUntilTheDeadline) {
   EXPECT_TRUE(absl::IsDeadlineExceeded(status)) << status;
   EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("rank 1 lives"));
   EXPECT_GE(absl::Now() - begin, absl::Seconds(5));
-  // The other is told when it abandons the save, and is the last.
+  // The other rank gets the error when it abandons the save as the last rank.
   (*announced)->Abandon(absl::UnknownError("too late"));
   ExpectPreviousAnd(directory(), {});
 }
@@ -192,7 +192,7 @@ TEST_P(Ranks, AFailureOfOneIsAnErrorOfTheOtherAtOnce) {
       LimitFileSize(1u << 20);
       ASSERT_TRUE(mailbox.FromParent(kLong).has_value());
       const auto begun = BeginRank(checkpointer.get(), failing);
-      // Known to the call already, or only to the wait: both are in time.
+      // The error comes from the call or from the wait: both are in time.
       const absl::Status status = begun.ok() ? begun->WaitDurable(kLong).status() : begun.status();
       EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("File too large"));
       ExpectMemoryBack(checkpointer.get());
@@ -239,14 +239,14 @@ TEST_P(Ranks, OneWhoseCallIsRefusedIsAnErrorOfTheOtherAtOnce) {
 
 TEST_P(Ranks, OneThatAbandonsTheSaveIsAnErrorOfTheOtherAtOnce) {
   SavePrevious(directory());
-  // Before the other comes: nothing stands there yet.
+  // Before the other rank comes: no directory yet.
   RankInSave who = {
       .directory = directory(), .name = "step-1", .attempt = attempt_, .rank = 1, .world_size = 2};
   ASSERT_TRUE(AbandonSave(who, absl::UnknownError("no such tensor")).ok());
   const absl::Status status = SaveRank(Rank(0));
   EXPECT_TRUE(absl::IsAborted(status)) << status;
   EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("rank 1 failed: no such tensor"));
-  ExpectPreviousAnd(directory(), {});  // both have come, and left
+  ExpectPreviousAnd(directory(), {});  // both ranks have come and left
   who.name = "a/b";
   EXPECT_TRUE(absl::IsInvalidArgument(AbandonSave(who, absl::UnknownError(""))));
   who = {.directory = "/nowhere", .name = "step-1", .attempt = attempt_, .world_size = 2};
@@ -261,7 +261,7 @@ TEST_P(Ranks, AnFsyncThatFailedBehindTheCommitStaysAnError) {
   if (!IsThread()) GTEST_SKIP() << "another process has its own table of system calls";
   SavePrevious(directory());
   g_committed = absl::StrCat(directory(), "/step-1");
-  g_fsyncs_to_fail = 2;  // the workers'; a later one that succeeds proves nothing
+  g_fsyncs_to_fail = 2;  // in the workers; a later success proves nothing
   sys::g_system.fsync = [](int fd) {
     struct stat synced {};
     struct stat parent {};

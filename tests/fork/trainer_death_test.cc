@@ -1,5 +1,5 @@
-// A trainer that dies takes nothing half-done with it: what was sealed becomes durable (or, if
-// asked for, goes), what was not leaves no trace. Signals to its process group kill no save.
+// A trainer that dies leaves no half-done save: sealed saves become durable (or, on request, are
+// removed), unsealed saves leave no trace. Signals to its process group kill no save.
 #include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
@@ -33,7 +33,7 @@ class DyingTrainer : public LauncherTest {
     options.qos.bytes_per_second_max = 12u << 20;
     return options;
   }
-  /// Waits for the worker, an orphan of ours by now. It has ended by itself.
+  /// Waits for the worker, now this process's orphan. The worker has ended by itself.
   void ExpectWorkerEnds(const Subreaper& subreaper, pid_t worker) {
     EXPECT_EQ(subreaper.Reap(worker, kLong), 0);
   }
@@ -42,7 +42,7 @@ class DyingTrainer : public LauncherTest {
 using TrainerKilled = DyingTrainer;
 INSTANTIATE_TEST_SUITE_P(All, TrainerKilled, kProcessLaunchers, LauncherName);
 
-/// A trainer that is killed once everything was sealed; `settle` is its first call. Returns its
+/// Runs a trainer that is killed after the last seal; `settle` is its first call. Returns its
 /// worker's pid.
 pid_t KillWhenSealed(
     const CheckpointerOptions& options, const TrainingState& state, Mailbox* mailbox,
@@ -141,7 +141,7 @@ TEST_P(TrainerKilled, WhatWasNotSealedLeavesNoTrace) {
   ChildProcess trainer([&] {
     const auto checkpointer = Make(Slow(TrainerDeath::kFinish));
     ASSERT_NE(checkpointer, nullptr);
-    SlowDevice device;  // whose copy never ends
+    SlowDevice device;  // with a copy that never ends
     std::vector<TensorSource> sources = state_.Sources();
     sources.push_back({.name = "never",
                        .dtype = "F32",
@@ -182,7 +182,7 @@ TEST_P(TrainerKilled, AKeptOrWaitingWorkerEndsWithItsTrainer) {
   ExpectSound(absl::StrCat(directory(), "/step-1"));
 }
 
-/// Exit without a destructor having run, as sys.exit in a thread or an abort does.
+/// Exit without destructors, like sys.exit in a thread or an abort.
 TEST_P(TrainerKilled, AnExitInTheMiddleIsAsGoodAsAKill) {
   SavePrevious(directory());
   const Subreaper subreaper;

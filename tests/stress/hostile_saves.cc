@@ -24,7 +24,7 @@ struct InFlight {
   TrainingState state;
 };
 
-/// Names the chunk at fault where the disk differs.
+/// Names the chunk that differs on disk.
 std::string WhatVerifySays(const std::string& path) {
   const auto report = Verify(path, VerifyOptions());
   if (!report.ok()) return std::string(report.status().message());
@@ -76,7 +76,7 @@ HostileResult RunHostileSaves(const HostileOptions& options) {
     std::error_code ignored;
     std::filesystem::remove_all(path, ignored);
   };
-  // Five chunks a save: I/O is in flight while others are filled, sealed and released.
+  // Five chunks a save: I/O is in flight while other chunks are filled, sealed and released.
   TrainingState state = TrainingState::Uniform(options.streamed ? 12 : 5, 3'400'000, 1);
   for (uint32_t i = 0; i < options.saves; ++i) {
     state.Step(i);

@@ -1,5 +1,5 @@
-// Many saves under an allocator that refills every byte the moment it is released, each read back
-// from the disk and compared with the state at its call.
+// Many saves under an allocator that refills every released byte at once; each checkpoint is read
+// from disk and compared with the state at its call.
 #ifndef HOLDFAST_TESTS_STRESS_HOSTILE_SAVES_H_
 #define HOLDFAST_TESTS_STRESS_HOSTILE_SAVES_H_
 
@@ -17,17 +17,17 @@ struct HostileOptions {
   PageRung pages = PageRung::kAuto;
   uint32_t saves = 10;
   bool read_back = false;
-  /// Larger saves than the arena, so that extents are reused while the save goes on.
+  /// Saves larger than the arena, so that extents are reused during the save.
   bool streamed = false;
-  /// Give the pages back between saves.
+  /// Return the pages between saves.
   bool trim_between = false;
 };
 
 struct HostileResult {
   uint64_t saves = 0;
   uint64_t refills = 0;              ///< Released runs, each overwritten at once.
-  PageRung pages = PageRung::kAuto;  ///< What the arena was made of.
-  /// What went wrong: refused saves, and checkpoints whose bytes on disk are not the state's.
+  PageRung pages = PageRung::kAuto;  ///< Page kind of the arena.
+  /// Refused saves, and checkpoints whose bytes on disk differ from the state's.
   std::vector<std::string> problems;
 };
 

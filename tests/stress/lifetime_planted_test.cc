@@ -1,4 +1,4 @@
-// The lifetime tests can fail: with each planted bug they do, and name the chunk.
+// Proof that the lifetime tests can fail: each planted bug is found, with its chunk.
 #include <algorithm>
 
 #include "gmock/gmock.h"
@@ -31,8 +31,8 @@ TEST(PlantedBug, TrimUnderARegistrationIsFoundOnDisk) {
                                                 .saves = 4,
                                                 .trim_between = true});
   staging::testing::trim_under_registration = false;
-  // The worker's second look at memory agrees with the seal: the registration wrote other pages.
-  // Only the disk tells.
+  // The worker's second look at memory agrees with the seal, because the registration wrote other
+  // pages. Only the bytes on disk show the bug.
   EXPECT_THAT(result.problems, Contains(HasSubstr("layer.")));
 }
 

@@ -1,6 +1,6 @@
-// Nothing is reused before its writer is provably done with it: over all launchers and engines, on
-// the best pages of the machine and on small ones, under an allocator stand-in that refills
-// whatever is released at once. HOLDFAST_LONG=1 makes it ten thousand saves.
+// No memory is reused before its writer is provably done: for all launchers and engines, on the
+// best pages of the machine and on small pages, under an allocator that refills released memory at
+// once. HOLDFAST_LONG=1 runs ten thousand saves.
 #include <cstdlib>
 #include <tuple>
 
@@ -24,8 +24,8 @@ class Lifetime : public ::testing::TestWithParam<Setting> {
   static void ExpectClean(HostileOptions options) {
     options.launcher = std::get<0>(GetParam());
     options.engine = std::get<1>(GetParam());
-    // Every other case, and of each combination at least one: every engine and every launcher meets
-    // both kinds.
+    // Every other case, and of each combination at least one: every engine and every launcher runs
+    // on both kinds of pages.
     const int square = static_cast<int>(options.launcher) + static_cast<int>(options.engine) +
                        static_cast<int>(options.streamed);
     options.pages = square % 2 == 0 ? PageRung::kAuto : PageRung::kSmall;

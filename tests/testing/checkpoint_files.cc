@@ -71,7 +71,7 @@ std::string ManifestText(const RankFiles& rank, const SavePlan& plan,
 }
 
 std::string Resealed(std::string manifest) {
-  // The 32 digits stand in front of the last three bytes: a quote, a brace, a line feed.
+  // The 32 digits precede the last three bytes: a quote, a brace, a line feed.
   const size_t place = manifest.size() - 35;
   digest::ToHex(digest::Of(manifest.data(), place), manifest.data() + place);
   return manifest;

@@ -1,5 +1,4 @@
-// Checkpoints with several tensors, written without a save: for tests of what reads them, and for
-// damaging them.
+// Checkpoints with several tensors, written without a save, for tests of readers and of damage.
 #ifndef HOLDFAST_TESTS_TESTING_CHECKPOINT_FILES_H_
 #define HOLDFAST_TESTS_TESTING_CHECKPOINT_FILES_H_
 
@@ -13,7 +12,7 @@
 
 namespace holdfast::testing {
 
-/// Which rank of which save the files are of.
+/// The rank and the save of the files.
 struct RankFiles {
   std::string checkpoint = "step-7";
   AttemptId attempt = {.high = 7, .low = 8};
@@ -25,19 +24,19 @@ struct RankFiles {
   std::string manifest_name() const;
 };
 
-/// Writes the safetensors file and the manifest of one rank into `directory`, which exists. Returns
-/// the plan: where every tensor is.
+/// Writes the safetensors file and the manifest of one rank into the existing `directory`. Returns
+/// the plan with every tensor's place.
 SavePlan WriteRank(const std::string& directory, const RankFiles& rank,
                    absl::Span<const TensorSource> tensors);
 
-/// The manifest of files that have the given contents.
+/// Returns the manifest of files with the given contents.
 std::string ManifestText(const RankFiles& rank, const SavePlan& plan,
                          const std::vector<std::string>& contents);
 
-/// Recomputes the self-digest of an edited manifest: damage that only its meaning shows.
+/// Recomputes the self-digest of an edited manifest, for damage in the meaning only.
 std::string Resealed(std::string manifest);
 
-/// A tensor's place; aborts if there is none of that name.
+/// Returns a tensor's place; aborts for an unknown name.
 const PlannedTensor& TensorOf(const SavePlan& plan, const std::string& name);
 
 std::string ReadFileBytes(const std::string& path);

@@ -74,7 +74,7 @@ std::optional<std::string> Mailbox::Receive(int end, absl::Duration timeout) {
 }
 
 ChildProcess::ChildProcess(const std::function<void()>& body) {
-  std::fflush(nullptr);  // or the child would print the parent's lines again
+  std::fflush(nullptr);  // otherwise the child prints the parent's lines again
   pid_ = fork();
   HOLDFAST_CHECK(pid_ >= 0, "tests need a child process");
   if (pid_ == 0) {

@@ -1,4 +1,5 @@
-// Processes of a test's own: trainers that are killed, hosts with limits that must die with them.
+// Child processes of a test: trainers to be killed, and hosts with limits that must end with the
+// host.
 #ifndef HOLDFAST_TESTS_TESTING_CHILD_PROCESS_H_
 #define HOLDFAST_TESTS_TESTING_CHILD_PROCESS_H_
 
@@ -12,7 +13,7 @@
 
 namespace holdfast::testing {
 
-/// Messages between a test and a child of its own; made before the fork, used from both sides.
+/// Messages between a test and its child; made before the fork, used from both sides.
 class Mailbox {
  public:
   Mailbox();
@@ -21,7 +22,7 @@ class Mailbox {
   Mailbox& operator=(const Mailbox&) = delete;
   void ToParent(const std::string& message) { Send(1, message); }
   void ToChild(const std::string& message) { Send(0, message); }
-  /// Nothing when the time has passed.
+  /// Returns nothing when the time has passed.
   std::optional<std::string> FromChild(absl::Duration timeout) { return Receive(0, timeout); }
   std::optional<std::string> FromParent(absl::Duration timeout) { return Receive(1, timeout); }
 
@@ -31,23 +32,23 @@ class Mailbox {
   int ends_[2] = {-1, -1};
 };
 
-/// A forked child that runs a function. Expectations of gtest may be used in it: what they say is
-/// printed, and its exit status is 1 when one has failed.
+/// A forked child that runs a function. gtest expectations may be used in the child: failures are
+/// printed, and the exit status is then 1.
 class ChildProcess {
  public:
   static constexpr int kNotEnded = -1;
   static constexpr int kFailed = 1;
-  static constexpr int kSignalBase = 128;  ///< As shells have it: 137 is "killed by SIGKILL".
+  static constexpr int kSignalBase = 128;  ///< As in shells: 137 is "killed by SIGKILL".
 
   explicit ChildProcess(const std::function<void()>& body);
-  /// Kills what has not ended, and waits for it.
+  /// Kills the child if still running, and waits for it.
   ~ChildProcess();
   ChildProcess(const ChildProcess&) = delete;
   ChildProcess& operator=(const ChildProcess&) = delete;
 
   pid_t pid() const { return pid_; }
   void Signal(int signal) const;
-  /// The exit status, kSignalBase + signal, or kNotEnded.
+  /// Returns the exit status, kSignalBase + signal, or kNotEnded.
   int Wait(absl::Duration timeout);
 
  private:
@@ -55,35 +56,35 @@ class ChildProcess {
   int status_ = kNotEnded;
 };
 
-/// What became of RunInChild: `skipped` says why nothing was shown.
+/// Result of RunInChild; `skipped` is the reason for a missing result.
 struct ChildResult {
   int status = ChildProcess::kNotEnded;
   std::string skipped;
 };
 
-/// Runs `body` in a child and waits for it. `body` returns an empty string, or why it cannot run
-/// here.
+/// Runs `body` in a child and waits for its end. `body` returns an empty string, or the reason for
+/// a skip.
 ChildResult RunInChild(const std::function<std::string()>& body,
                        absl::Duration timeout = absl::Seconds(120));
 
-/// Runs a program found in PATH, silently. Its exit status; -1 if there is no such program.
+/// Runs a program found in PATH, silently. Returns its exit status, or -1 without such a program.
 int RunProgram(const std::string& command);
 
-/// Whether a process of that id exists, a zombie not counted.
+/// Returns true if a process of that id exists and is no zombie.
 bool IsAlive(pid_t pid);
 
-/// Polls `condition` until it holds. False when the time has passed first.
+/// Polls `condition` until true. Returns false when the time has passed first.
 bool WaitFor(const std::function<bool()>& condition, absl::Duration timeout = absl::Seconds(60));
 
-/// While one lives, processes whose parent dies become children of this process, which can then
-/// wait for them.
+/// Adopts orphans during its lifetime: a process whose parent dies becomes a child of this process,
+/// which can wait for its end.
 class Subreaper {
  public:
   Subreaper();
   ~Subreaper();
   Subreaper(const Subreaper&) = delete;
   Subreaper& operator=(const Subreaper&) = delete;
-  /// Waits for an orphan. Its status as ChildProcess::Wait has it.
+  /// Waits for an orphan. Returns its status as ChildProcess::Wait.
   int Reap(pid_t pid, absl::Duration timeout) const;
 };
 

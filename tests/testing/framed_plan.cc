@@ -12,7 +12,7 @@ namespace holdfast::testing {
 namespace {
 
 constexpr uint32_t kCrcBytes = 4;
-// Not zero, so that a place that was not filled is not taken for the checksum of nothing.
+// Not zero, so that an unfilled place differs from the checksum of no bytes.
 constexpr char kFill = 'f';
 constexpr char kUnfilled = '?';
 
@@ -38,7 +38,7 @@ class FileWriter {
     if (literal.bytes != 0) Add(std::move(literal));
   }
 
-  /// Index of its segment.
+  /// Index of the tensor's segment.
   uint32_t AddTensor(const TensorSource& source) {
     PlannedTensor tensor;
     tensor.name = source.name;

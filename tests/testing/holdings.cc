@@ -25,14 +25,14 @@ std::map<int, std::string> OpenFds(const std::string& process) {
   const std::string directory = process + "/fd";
   for (const auto& entry : fs::directory_iterator(directory, error)) {
     const std::string target = fs::read_symlink(entry.path(), error).string();
-    // The one of this very listing.
+    // The fd of this listing.
     if (error || absl::EndsWith(target, "/fd")) continue;
     fds[std::atoi(entry.path().filename().c_str())] = target;
   }
   return fds;
 }
 
-// The parent's pid is the second field behind the name, which may hold anything.
+// The parent's pid is the second field behind the name, which may hold any character.
 pid_t ParentOf(const fs::path& process) {
   std::ifstream stat(process / "stat");
   std::string line;

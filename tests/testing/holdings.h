@@ -1,4 +1,4 @@
-// What a process holds of the system, by /proc: to show that nothing of it is left behind.
+// Resources of a process, by /proc: shows that a save leaves none behind.
 #ifndef HOLDFAST_TESTS_TESTING_HOLDINGS_H_
 #define HOLDFAST_TESTS_TESTING_HOLDINGS_H_
 
@@ -12,18 +12,18 @@
 namespace holdfast::testing {
 
 struct Holdings {
-  std::map<int, std::string> fds;  ///< Number to what it is open on.
+  std::map<int, std::string> fds;  ///< Number to open file.
   std::vector<std::string>
       shared_mappings;          ///< Lines of maps; private ones come and go with malloc.
   std::vector<pid_t> children;  ///< Zombies included.
-  uint64_t mappings = 0;        ///< All of them.
+  uint64_t mappings = 0;        ///< Private mappings included.
   uint64_t resident_private_bytes = 0;
   uint64_t resident_shared_bytes = 0;  ///< Shared memory: arenas, job tables.
 
   static Holdings OfSelf();
   static Holdings Of(pid_t pid);
 
-  /// What is here that was not there `before`: a line each.
+  /// Returns resources that are not in `before`, one line each.
   std::vector<std::string> Beyond(const Holdings& before) const;
 };
 

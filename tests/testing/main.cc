@@ -1,5 +1,5 @@
-// The main of every test program: as gtest's own, but a program whose tests all skipped says so by
-// its exit status, so that "nothing ran" never counts as "passed".
+// The main of every test program. Like gtest's, but a program whose tests all skipped has its own
+// exit status, so that "nothing ran" never counts as "passed".
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -7,7 +7,7 @@ int main(int argc, char** argv) {
   ::testing::InitGoogleMock(&argc, argv);
   const int result = RUN_ALL_TESTS();
   const ::testing::UnitTest& tests = *::testing::UnitTest::GetInstance();
-  constexpr int kSkipped = 77;  // As automake has it; SKIP_RETURN_CODE in CMake.
+  constexpr int kSkipped = 77;  // As in automake; SKIP_RETURN_CODE in CMake.
   const bool all_skipped =
       tests.test_to_run_count() > 0 && tests.skipped_test_count() == tests.test_to_run_count();
   return result == 0 && all_skipped ? kSkipped : result;

@@ -1,4 +1,4 @@
-// Bytes that look random, fast enough for tens of MiB under a sanitizer.
+// Pseudo-random bytes, fast enough for tens of MiB under a sanitizer.
 #ifndef HOLDFAST_TESTS_TESTING_RANDOM_BYTES_H_
 #define HOLDFAST_TESTS_TESTING_RANDOM_BYTES_H_
 
@@ -9,7 +9,7 @@
 
 namespace holdfast::testing {
 
-/// splitmix64: a bijection whose neighbours have nothing in common.
+/// splitmix64: a bijection with unrelated values for neighbours.
 inline uint64_t Mix(uint64_t value) {
   value += 0x9e3779b97f4a7c15;
   value = (value ^ (value >> 30)) * 0xbf58476d1ce4e5b9;
@@ -17,12 +17,12 @@ inline uint64_t Mix(uint64_t value) {
   return value ^ (value >> 31);
 }
 
-/// Every seed gives other bytes, and every 8 of them differ from every other 8.
+/// Every seed gives other bytes, and every 8 bytes differ from every other 8.
 inline void FillRandom(char* out, size_t bytes, uint64_t seed) {
   const uint64_t begin = Mix(seed);
   uint64_t word = 0;
   size_t at = 0;
-  // Whole words apart: a copy of a length that the compiler knows is a store.
+  // Whole words separately: the compiler turns a copy of constant length into a store.
   for (; at + sizeof(word) <= bytes; at += sizeof(word)) {
     word = Mix(begin + at);
     std::memcpy(out + at, &word, sizeof(word));

@@ -1,4 +1,4 @@
-// Which sanitizer a test runs under, for the few that cannot say anything then.
+// The sanitizer of a test run, for the few tests without meaning under a sanitizer.
 #ifndef HOLDFAST_TESTS_TESTING_SANITIZERS_H_
 #define HOLDFAST_TESTS_TESTING_SANITIZERS_H_
 
@@ -10,7 +10,7 @@ namespace holdfast::testing {
 #define HOLDFAST_TEST_HAS_FEATURE(feature) 0
 #endif
 
-/// Races are errors, and a child of a process with threads may not start any.
+/// Races are errors, and a child of a process with threads may not start threads.
 inline constexpr bool kThreadSanitizer =
 #if defined(__SANITIZE_THREAD__) || HOLDFAST_TEST_HAS_FEATURE(thread_sanitizer)
     true;
@@ -18,7 +18,7 @@ inline constexpr bool kThreadSanitizer =
     false;
 #endif
 
-/// Memory that is freed is kept for a while, and every byte has a shadow: sizes mean nothing.
+/// Freed memory is kept for a while, and every byte has a shadow: sizes have no meaning.
 inline constexpr bool kAnySanitizer =
 #if defined(__SANITIZE_ADDRESS__) || HOLDFAST_TEST_HAS_FEATURE(address_sanitizer)
     true;

@@ -34,7 +34,7 @@ void SaveTest::SetUp() {
 }
 
 void SaveTest::TearDown() {
-  // Bounded waiting: the kernel closes the last fds of a process after its parent has been told.
+  // Bounded waiting: the kernel closes the last fds of a process after notifying its parent.
   std::vector<std::string> more;
   WaitFor(
       [&] {
@@ -83,7 +83,7 @@ std::vector<std::string> SaveTest::Names(const std::string& directory) {
   std::vector<std::string> names;
   std::error_code ignored;
   for (const auto& entry : std::filesystem::directory_iterator(directory, ignored)) {
-    // What mkfs makes.
+    // Made by mkfs.
     if (entry.path().filename() != "lost+found") names.push_back(entry.path().filename());
   }
   std::sort(names.begin(), names.end());
@@ -101,7 +101,7 @@ void SaveTest::ExpectPreviousAnd(const std::string& directory,
 }
 
 void SaveTest::ExpectMemoryBack(Checkpointer* checkpointer) {
-  (void)checkpointer->Flush(kLong);  // its status is that of the save that failed
+  (void)checkpointer->Flush(kLong);  // returns the failed save's status
   // A killed worker's last writes may take longer than its save's end.
   WaitFor([&] { return checkpointer->staging().epochs.empty(); });
   const StagingStats stats = checkpointer->staging();

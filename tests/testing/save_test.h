@@ -1,5 +1,5 @@
-// The frame of tests that break saves: whatever went wrong, nothing is left behind, what was there
-// before is untouched, and the next save works.
+// The fixture of tests that break saves: no resource is left behind, earlier checkpoints are
+// unchanged, and the next save works.
 #ifndef HOLDFAST_TESTS_TESTING_SAVE_TEST_H_
 #define HOLDFAST_TESTS_TESTING_SAVE_TEST_H_
 
@@ -25,14 +25,14 @@ inline std::string Text(const absl::Status& status) { return std::string(status.
 /// Sets RLIMIT_FSIZE of this process and of its children (a kept worker).
 void LimitFileSize(uint64_t bytes);
 
-/// Its TearDown expects that the process holds no fd, shared mapping or child that it did not hold
-/// at SetUp: every Checkpointer of the test has been destroyed by then.
+/// TearDown expects no fd, shared mapping or child beyond those at SetUp: every Checkpointer of the
+/// test must be destroyed by then.
 class SaveTest : public ::testing::Test {
  protected:
   void SetUp() override;
   void TearDown() override;
 
-  /// Checkpoints go here, unless a test brings a file system of its own.
+  /// Directory of the checkpoints, unless a test uses its own file system.
   const std::string& directory() const { return scratch_->path(); }
   static std::unique_ptr<Checkpointer> Make(const CheckpointerOptions& options);
   /// SaveAsync and WaitDurable.
@@ -41,14 +41,15 @@ class SaveTest : public ::testing::Test {
   static absl::StatusOr<SaveHandle> Begin(Checkpointer* checkpointer, const std::string& name,
                                           const TrainingState& state, uint64_t step = 1);
 
-  /// A checkpoint "previous" that whatever happens next must not touch.
+  /// Saves a checkpoint "previous" that no later step may touch.
   void SavePrevious(const std::string& directory);
-  /// "previous" is whole, and the directory holds it and `others`, nothing else.
+  /// Expects a whole "previous", and no entry in the directory but "previous" and `others`.
   void ExpectPreviousAnd(const std::string& directory, const std::vector<std::string>& others);
   static void ExpectSound(const std::string& path);
-  /// After every save has ended: no staging memory is held.
+  /// Expects no held staging memory after the end of every save.
   static void ExpectMemoryBack(Checkpointer* checkpointer);
-  /// All of it, after a save into `directory` that failed: nothing is left, and a small save works.
+  /// Makes these checks after a failed save into `directory`: no files are left, and a small save
+  /// works.
   void ExpectRecovered(Checkpointer* checkpointer);
 
   static std::vector<std::string> Names(const std::string& directory);
@@ -58,7 +59,7 @@ class SaveTest : public ::testing::Test {
   Holdings before_;
 };
 
-/// The same for each way to start a worker.
+/// The same fixture for each launcher.
 class LauncherTest : public SaveTest, public ::testing::WithParamInterface<Launcher> {
  protected:
   CheckpointerOptions Options() const { return Options(directory()); }

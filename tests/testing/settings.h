@@ -1,5 +1,5 @@
-// The launchers and engines that tests run over, and how the names of their cases call them:
-// SpawnFixed, ThreadPwrite. tools/test.sh chooses cases by these names.
+// The launchers and engines of tests, and their words in the names of cases: SpawnFixed,
+// ThreadPwrite. tools/test.sh selects cases by these names.
 #ifndef HOLDFAST_TESTS_TESTING_SETTINGS_H_
 #define HOLDFAST_TESTS_TESTING_SETTINGS_H_
 
@@ -13,7 +13,7 @@ namespace holdfast::testing {
 
 inline const auto kEveryLauncher =
     ::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent, Launcher::kThread);
-/// Those whose workers are processes.
+/// Launchers with worker processes.
 inline const auto kProcessLaunchers =
     ::testing::Values(Launcher::kSpawn, Launcher::kFork, Launcher::kPersistent);
 inline const auto kEveryEngine =

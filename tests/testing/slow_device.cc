@@ -18,7 +18,7 @@ SlowDevice::SlowDevice(std::string name) : name_(std::move(name)) {}
 
 SlowDevice::~SlowDevice() { StopCompleter(); }
 
-// ---- Its memory.
+// ---- Memory.
 
 char* SlowDevice::Allocate(size_t bytes) {
   MutexLock lock(&mutex_);
@@ -81,7 +81,7 @@ void SlowDevice::RunUntil(Stream* stream, uint64_t position) {
     if (work.run) {
       work.run();
     } else if (!copies_.empty() && copies_.begin()->first <= work.copies_through) {
-      return;  // Waits for a copy that has not ended.
+      return;  // Waits for a copy in flight.
     }
     ++stream->done;
   }
@@ -188,7 +188,7 @@ void SlowDevice::RunCompleter(uint64_t seed) {
     auto chosen = copies_.begin();
     std::advance(chosen, static_cast<std::ptrdiff_t>(random() % copies_.size()));
     End(chosen->first, absl::OkStatus());
-    // Lets other threads in between two completions, so that "some have ended" is really seen.
+    // Lets other threads run between two completions, so that partly ended copies are observed.
     mutex_.Unlock();
     std::this_thread::yield();
     mutex_.Lock();

@@ -1,7 +1,7 @@
-// A stand-in for a GPU whose copies end when the test says so, in the order that the test says.
+// A fake GPU whose copies end on the test's command, in the test's order.
 //
-// Its memory is a heap of its own and a copy's bytes are read and arrive only at completion, like
-// DMA at its latest: whoever reads the destination, or changes the source, too early is found out.
+// Its memory is a heap of its own. The device reads and delivers a copy's bytes only at completion,
+// like the slowest DMA: a test finds a destination read too early and a source changed too early.
 #ifndef HOLDFAST_TESTS_TESTING_SLOW_DEVICE_H_
 #define HOLDFAST_TESTS_TESTING_SLOW_DEVICE_H_
 
@@ -32,7 +32,7 @@ class SlowDevice final : public Device {
     kMakeStreamWait,
   };
 
-  /// A copy that has been started and has not ended.
+  /// A copy in flight.
   struct PendingCopy {
     CopyTicket ticket = 0;
     char* destination = nullptr;
@@ -42,7 +42,7 @@ class SlowDevice final : public Device {
     bool to_host = true;
   };
 
-  /// One successful call, in order; fields that the call does not have are zero.
+  /// One successful call, in order; fields without a value are zero.
   struct LogEntry {
     Call call;
     const void* address = nullptr;
@@ -54,12 +54,12 @@ class SlowDevice final : public Device {
   explicit SlowDevice(std::string name = "slow:0");
   ~SlowDevice() override;
 
-  // ---- Its memory.
+  // ---- Memory.
 
-  /// Bytes of the device, filled with kFresh. Freed with the device at the latest.
+  /// Allocates bytes of the device, filled with kFresh. Freed with the device at the latest.
   char* Allocate(size_t bytes);
-  /// Overwrites with kReleased at once and hands the bytes out again at the next Allocate of that
-  /// size: as hostile as a caching allocator can be.
+  /// Overwrites the bytes with kReleased at once and returns them at the next Allocate of that
+  /// size, like a hostile caching allocator.
   void Release(char* memory);
   static constexpr char kFresh = static_cast<char>(0xdd);
   static constexpr char kReleased = static_cast<char>(0xee);
@@ -67,44 +67,44 @@ class SlowDevice final : public Device {
   // ---- Ending copies.
 
   std::vector<PendingCopy> pending() const;
-  /// Waits until at least `count` copies are pending; false when `timeout` passes first.
+  /// Waits until at least `count` copies are pending; returns false when `timeout` passes first.
   bool WaitForPending(size_t count, absl::Duration timeout) const;
-  /// The copy's bytes arrive now, and it ends. Work that the copy was ordered after runs first.
+  /// Delivers the copy's bytes and ends the copy, after running the work ordered before the copy.
   void Complete(CopyTicket ticket);
-  /// The first `bytes` arrive; the copy goes on.
+  /// Delivers the first `bytes`; the copy goes on.
   void CompletePart(CopyTicket ticket, size_t bytes);
-  /// The copy ends with an error. Half of its bytes arrive, as on a real fault.
+  /// Ends the copy with an error and half of its bytes, as on a real fault.
   void Fail(CopyTicket ticket, absl::Status status);
-  /// False when nothing is pending.
+  /// Returns false when no copy is pending.
   bool CompleteOldest();
   bool CompleteNewest();
   void CompleteAll();
   void CompleteAllShuffled(uint64_t seed);
-  /// From now on copies end as they are started.
+  /// Makes later copies end at their start.
   void CompleteAtOnce(bool on);
-  /// A thread of its own ends copies in a random order, until StopCompleter or the destructor.
+  /// Starts a thread that ends copies in a random order, until StopCompleter or the destructor.
   void StartCompleter(uint64_t seed);
   void StopCompleter();
 
   // ---- Errors on demand.
 
-  /// After `skip` more calls of that kind, the next `times` return `status` and do nothing.
+  /// Makes `times` calls of that kind return `status` without effect, after `skip` more calls.
   void FailCall(Call call, absl::Status status, uint32_t skip = 0, uint32_t times = 1);
 
   // ---- The caller's streams.
 
   StreamHandle CreateStream();
-  /// Queues work; it must not call the device. Null is the default stream.
+  /// Queues work, which must not call the device. Null is the default stream.
   void Enqueue(StreamHandle stream, std::function<void()> work);
-  /// Runs queued work up to the first wait for a copy that has not ended. Returns what is left.
+  /// Runs queued work up to the first wait for a copy in flight. Returns the rest.
   size_t RunStream(StreamHandle stream);
 
-  // ---- What happened.
+  // ---- Records.
 
   std::vector<LogEntry> log() const;
   /// Registered ranges by base address.
   std::map<char*, size_t> registered() const;
-  /// Copies to memory that was not registered then: right, but slow on a real GPU.
+  /// Copies to unregistered memory: correct, but slow on a real GPU.
   uint64_t copies_unregistered() const;
 
   // ---- Device.
@@ -118,8 +118,8 @@ class SlowDevice final : public Device {
                                         size_t bytes) override;
   absl::StatusOr<CopyTicket> CopyFromHost(void* destination, const void* source,
                                           size_t bytes) override;
-  /// A failed copy's error is returned once; asked again, the copy counts as ended. (Whoever drops
-  /// the first answer takes garbage for data.)
+  /// Returns a failed copy's error once; afterwards the copy counts as ended. A caller that drops
+  /// the error takes garbage for data.
   absl::StatusOr<bool> IsDone(CopyTicket ticket) override;
   absl::Status Wait(CopyTicket ticket, absl::Duration timeout) override;
   absl::Status MakeStreamWait(StreamHandle stream) override;
@@ -127,15 +127,15 @@ class SlowDevice final : public Device {
  private:
   struct Copy {
     PendingCopy copy;
-    std::map<StreamHandle, uint64_t> after;  ///< Stream to the position that must have run.
+    std::map<StreamHandle, uint64_t> after;  ///< Stream to required position.
   };
   struct Work {
     std::function<void()> run;      ///< Empty for a wait.
-    CopyTicket copies_through = 0;  ///< A wait: all copies up to this one.
+    CopyTicket copies_through = 0;  ///< A wait: copies up to this ticket.
   };
   struct Stream {
     std::vector<Work> work;
-    uint64_t done = 0;  ///< Of `work`, from its front.
+    uint64_t done = 0;  ///< Done entries of `work`, from the front.
   };
   struct Planned {
     absl::Status status;
@@ -147,7 +147,7 @@ class SlowDevice final : public Device {
   bool IsDeviceMemory(const char* begin, size_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   bool IsRegistered(const char* begin, size_t bytes) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::StatusOr<CopyTicket> Start(Call call, void* destination, const void* source, size_t bytes);
-  /// Runs `stream` until `position` or until it has to wait for a copy.
+  /// Runs `stream` until `position` or until a wait for a copy.
   void RunUntil(Stream* stream, uint64_t position) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Arrive(Copy* copy, size_t through) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void End(CopyTicket ticket, absl::Status status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

@@ -20,7 +20,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Where the groups of either version are: the block controller's own tree, or the one tree.
+// Root of the groups: the block controller's tree (version 1) or the unified tree (version 2).
 constexpr char kVersion1[] = "/sys/fs/cgroup/blkio";
 constexpr char kVersion2[] = "/sys/fs/cgroup";
 
@@ -30,7 +30,7 @@ bool Write(const std::string& path, const std::string& text) {
   return file.good();
 }
 
-// "254:0", the whole disk where the directory is on a partition. Empty: not on a disk.
+// Returns "254:0", the whole disk for a directory on a partition. Empty: not on a disk.
 std::string DiskOf(const std::string& directory) {
   struct stat found {};
   if (stat(directory.c_str(), &found) != 0) return {};
@@ -84,7 +84,7 @@ absl::StatusOr<std::unique_ptr<SlowDisk>> SlowDisk::Limit(const std::string& dir
 
 SlowDisk::~SlowDisk() {
   (void)Write(before_ + "/cgroup.procs", "0");
-  // A group is removed once the last of its processes has been reaped.
+  // A group can be removed after its last process was reaped.
   WaitFor([this] { return rmdir(group_.c_str()) == 0 || errno == ENOENT; }, absl::Seconds(10));
 }
 

@@ -1,5 +1,5 @@
-// A limit on what this process and its children write to one disk, so that writes are in flight for
-// as long as a test needs.
+// A limit on the write rate of this process and its children to one disk, so that writes are in
+// flight as long as a test needs.
 #ifndef HOLDFAST_TESTS_TESTING_SLOW_DISK_H_
 #define HOLDFAST_TESTS_TESTING_SLOW_DISK_H_
 
@@ -11,13 +11,12 @@
 
 namespace holdfast::testing {
 
-/// A control group with an I/O limit. The process is a member while the object lives; workers that
-/// it starts meanwhile are members for good.
+/// A control group with an I/O limit. The process is a member during the object's lifetime; workers
+/// started meanwhile stay members.
 class SlowDisk {
  public:
   /// Limits the disk that holds `directory`.
-  /// \error where control groups cannot be made, or the directory is on no disk: the reason to
-  /// skip.
+  /// \error Without control groups, or with the directory on no disk: the reason for a skip.
   static absl::StatusOr<std::unique_ptr<SlowDisk>> Limit(const std::string& directory,
                                                          uint64_t bytes_per_second);
   ~SlowDisk();
@@ -27,7 +26,7 @@ class SlowDisk {
  private:
   SlowDisk() = default;
   std::string group_;   // the directory of the group with the limit
-  std::string before_;  // and of the group that the process came from
+  std::string before_;  // the process's former group
 };
 
 }  // namespace holdfast::testing

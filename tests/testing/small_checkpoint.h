@@ -1,4 +1,4 @@
-// Small checkpoints with true manifests, written by hand: for tests of what reads them.
+// Small checkpoints with correct manifests, written directly, for tests of readers.
 #ifndef HOLDFAST_TESTS_TESTING_SMALL_CHECKPOINT_H_
 #define HOLDFAST_TESTS_TESTING_SMALL_CHECKPOINT_H_
 
@@ -23,7 +23,7 @@
 
 namespace holdfast::testing {
 
-/// Removed with all that is in it.
+/// A directory that is removed with its contents.
 class TemporaryDirectory {
  public:
   explicit TemporaryDirectory(const std::string& below = "/tmp") {
@@ -114,7 +114,7 @@ struct SmallRank {
     return made.text;
   }
 
-  /// What rank 0 adds when all ranks' manifests are there.
+  /// Writes rank 0's record after all ranks' manifests.
   std::string record_text() const {
     std::vector<format::CommitRecord::RankManifest> manifests;
     SmallRank each = *this;
@@ -130,7 +130,7 @@ struct SmallRank {
                                         saved_at_ns, world_size * bytes, manifests);
   }
 
-  /// Puts file and manifest into an existing or new directory.
+  /// Writes file and manifest into an existing or new directory.
   void Write(const std::string& directory) const {
     std::filesystem::create_directories(directory);
     std::ofstream(absl::StrCat(directory, "/", file_name())) << file_bytes();
@@ -138,7 +138,7 @@ struct SmallRank {
   }
 };
 
-/// All ranks of a checkpoint, complete, into `directory`.
+/// Writes the complete checkpoint of all ranks into `directory`.
 inline void WriteSmallCheckpoint(const std::string& directory, SmallRank like) {
   for (uint32_t rank = 0; rank < like.world_size; ++rank) {
     like.rank = rank;
@@ -146,7 +146,7 @@ inline void WriteSmallCheckpoint(const std::string& directory, SmallRank like) {
   }
 }
 
-/// Whether every file of the checkpoint in `directory` has the bytes that `like` had sealed.
+/// Returns true if every file of the checkpoint in `directory` has the sealed bytes of `like`.
 inline bool HasBytesOf(const std::string& directory, SmallRank like) {
   for (uint32_t rank = 0; rank < like.world_size; ++rank) {
     like.rank = rank;

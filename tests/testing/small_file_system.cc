@@ -15,11 +15,11 @@
 namespace holdfast::testing {
 
 SmallFileSystem::SmallFileSystem() : path_(absl::StrCat(scratch_.path(), "/mounted")) {
-  (void)mkdir(path_.c_str(), 0755);  // mount says it when this failed
+  (void)mkdir(path_.c_str(), 0755);  // a failure shows up in mount
 }
 
 SmallFileSystem::~SmallFileSystem() {
-  // Lazily: what still has a file open there must not keep the directory.
+  // Lazily: a process with an open file must not keep the directory.
   if (mounted_ && umount2(path_.c_str(), 0) != 0) (void)umount2(path_.c_str(), MNT_DETACH);
 }
 

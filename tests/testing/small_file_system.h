@@ -1,5 +1,5 @@
-// File systems of a few MiB that a test mounts for itself: to be filled, to be made read-only, to
-// have what the machine's own disk has not.
+// File systems of a few MiB, mounted by a test: to be filled, to be read-only, or to have features
+// that the machine's disk lacks.
 #ifndef HOLDFAST_TESTS_TESTING_SMALL_FILE_SYSTEM_H_
 #define HOLDFAST_TESTS_TESTING_SMALL_FILE_SYSTEM_H_
 
@@ -13,22 +13,23 @@
 
 namespace holdfast::testing {
 
-/// Unmounted and removed at its end.
+/// A mounted file system, unmounted and removed by the destructor.
 class SmallFileSystem {
  public:
-  /// \error where mounting is not permitted, or a program is missing: the reason to skip.
+  /// \error Without the permission to mount, or without a program: the reason for a skip.
   static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Tmpfs(uint64_t bytes);
-  /// A file with a file system in it, on a loop device. `make` is a command that makes it, e.g.
-  /// "mkfs.ext4 -q -F"; the file's name is appended. `options` are more ones of mount(8).
+  /// Mounts a file with a file system on a loop device. `make` is the command that formats the
+  /// file, e.g. "mkfs.ext4 -q -F"; the file's name is appended. `options` are further options of
+  /// mount(8).
   static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Loop(const std::string& make,
                                                                const std::string& type,
                                                                uint64_t bytes,
                                                                const std::string& options = "");
-  /// A directory of the machine's own disk, seen through a FUSE program: bindfs with `options`.
-  /// `below`: that directory, in place of one of its own; it outlives this object.
+  /// Mounts a directory of the machine's disk through a FUSE program: bindfs with `options`.
+  /// `below` replaces the object's own directory and must outlive the object.
   static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Fuse(const std::string& options,
                                                                std::string below = "");
-  /// The same through an overlay, as in a container.
+  /// Mounts a directory through an overlay, as in a container.
   static absl::StatusOr<std::unique_ptr<SmallFileSystem>> Overlay();
   ~SmallFileSystem();
   SmallFileSystem(const SmallFileSystem&) = delete;

@@ -1,5 +1,4 @@
-// A small training state, a directory to save it to, and the way back: what tests of whole saves
-// share.
+// A small training state, its directory, and its loading: shared by tests of whole saves.
 #ifndef HOLDFAST_TESTS_TESTING_TRAINING_STATE_H_
 #define HOLDFAST_TESTS_TESTING_TRAINING_STATE_H_
 
@@ -13,7 +12,7 @@
 
 namespace holdfast::testing {
 
-/// A directory below TMPDIR (default /tmp) that is removed with all its contents.
+/// A directory below TMPDIR (default /tmp), removed with its contents.
 class ScratchDirectory {
  public:
   ScratchDirectory();
@@ -21,15 +20,14 @@ class ScratchDirectory {
   ScratchDirectory(const ScratchDirectory&) = delete;
   ScratchDirectory& operator=(const ScratchDirectory&) = delete;
   const std::string& path() const { return path_; }
-  /// Names in it, sorted.
+  /// Names of its entries, sorted.
   std::vector<std::string> Names() const;
 
  private:
   std::string path_;
 };
 
-/// Named host tensors whose bytes follow from a seed, so that a copy of what was saved need not be
-/// kept.
+/// Named host tensors with bytes made from a seed, so that a test needs no copy of a saved state.
 class TrainingState {
  public:
   struct Tensor {

@@ -1,4 +1,4 @@
-// The CUDA device over a stand-in for the CUDA runtime: order, bookkeeping, and every error path.
+// The CUDA device over a fake CUDA runtime: order, bookkeeping, and every error path.
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -19,7 +19,7 @@ namespace {
 using testing::Fake;
 using testing::FakeCuda;
 
-// Every test has devices of its own, because a device lives as long as the process.
+// Every test has its own devices, because a device lives as long as the process.
 class CudaDeviceTest : public ::testing::Test {
  protected:
   CudaDeviceTest() : ordinal_(next_ordinal_++) {
@@ -29,7 +29,7 @@ class CudaDeviceTest : public ::testing::Test {
     Fake().registered.clear();
   }
   ~CudaDeviceTest() override {
-    // What the framework's own next call would stumble over.
+    // The error that the framework's next call would find.
     EXPECT_EQ(Fake().latched, cudaSuccess) << "an error was left latched";
     EXPECT_EQ(Fake().contexts_pushed, 0u) << "a context was left pushed";
     EXPECT_EQ(Fake().calls_outside_context, 0u);
@@ -55,7 +55,7 @@ class CudaDeviceTest : public ::testing::Test {
 
   static int next_ordinal_;
   const int ordinal_;
-  char tensor_[16] = "abcdefghijklmno";  ///< Plays device memory.
+  char tensor_[16] = "abcdefghijklmno";  ///< Stands for device memory.
   char arena_[4096] = {};
 };
 int CudaDeviceTest::next_ordinal_ = 0;
@@ -162,7 +162,7 @@ TEST_F(CudaDeviceTest, MoreCopiesThanEventsAreStillTracked) {
   EXPECT_FALSE(*device->IsDone(tickets.back()));
   Fake().RunAll();
   EXPECT_TRUE(*device->IsDone(tickets.front()));
-  // The newest copy was started when no event was free: it is marked now, and done after that.
+  // The newest copy started without a free event: marked now, and done after that.
   EXPECT_FALSE(*device->IsDone(tickets.back()));
   Fake().RunAll();
   for (const CopyTicket ticket : tickets) EXPECT_TRUE(*device->IsDone(ticket));
@@ -324,7 +324,7 @@ TEST_F(CudaDeviceTest, AFaultOfTheDeviceIsReportedOnceAndNoCopyCountsAsDoneAfter
   EXPECT_TRUE(*device->IsDone(before));
 }
 
-// Runs `body` in a forked child and returns whether it returned true there.
+// Runs `body` in a forked child and returns its result.
 template <typename Body>
 bool HoldsInChild(Body body) {
   const pid_t child = fork();
@@ -357,8 +357,8 @@ char g_arena_at_exit[64];
 TEST_F(CudaDeviceTest, NoCallIsMadeOnceTheProcessExits) {
   EXPECT_EXIT(
       {
-        // Registered before the device is made, so it runs after the device's own exit handler, as
-        // the destructor of a static Checkpointer would.
+        // Registered before the device is made, so that the handler runs after the device's own
+        // exit handler, like the destructor of a static Checkpointer.
         std::atexit([] {
           Fake().counts.clear();
           const absl::Status status =

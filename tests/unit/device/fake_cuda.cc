@@ -1,4 +1,4 @@
-// See fake_cuda.h. The definitions below take the place of libcudart's.
+// See fake_cuda.h. The definitions below replace libcudart's.
 #include "tests/unit/device/fake_cuda.h"
 
 #include <cuda.h>
@@ -13,7 +13,7 @@ namespace {
 
 cudaStreamCaptureMode g_mode = cudaStreamCaptureModeGlobal;
 
-// A handle is a number dressed up as a pointer.
+// A handle is a number, cast to a pointer.
 template <typename Handle>
 Handle NewHandle() {
   static uintptr_t next = 0x1000;
@@ -21,7 +21,7 @@ Handle NewHandle() {
   return reinterpret_cast<Handle>(next);
 }
 
-// What every call begins with; an error is latched as the runtime does.
+// The start of every call; latches an error like the runtime.
 cudaError_t Enter(const char* function, bool in_context = true) {
   FakeCuda& fake = Fake();
   ++fake.counts[function];

@@ -1,5 +1,5 @@
-// A stand-in for the CUDA runtime, linked in its place: streams run when the test says so, any
-// call can be made to fail, and what a real GPU would not tell (a call outside the device's
+// A fake CUDA runtime, linked in place of the real one: streams run on the test's command, any call
+// can fail on demand, and misuse that a real GPU does not report (a call outside the device's
 // context, an error left latched) is counted.
 #ifndef HOLDFAST_TESTS_UNIT_DEVICE_FAKE_CUDA_H_
 #define HOLDFAST_TESTS_UNIT_DEVICE_FAKE_CUDA_H_
@@ -13,7 +13,7 @@
 namespace holdfast::testing {
 
 struct FakeCuda {
-  static constexpr int kDevices = 64;  ///< Each test takes a fresh one.
+  static constexpr int kDevices = 64;  ///< Each test uses a new device.
 
   struct Operation {
     enum Kind { kCopy, kRecord, kWait } kind = kCopy;
@@ -38,11 +38,11 @@ struct FakeCuda {
     int times = 0;
   };
 
-  /// Runs `stream` until it has to wait for an event.
+  /// Runs `stream` until a wait for an event.
   void Run(cudaStream_t stream);
-  /// Runs all streams until nothing moves.
+  /// Runs all streams until no stream can continue.
   void RunAll();
-  /// After `skip` more calls, the next `times` calls of `function` return `error`.
+  /// Makes `times` calls of `function` return `error`, after `skip` more calls.
   void Fail(const std::string& function, cudaError_t error, int skip = 0, int times = 1);
   uint64_t count(const std::string& function) const;
 
@@ -59,7 +59,7 @@ struct FakeCuda {
   size_t contexts_pushed = 0;
 };
 
-/// The one that the runtime's functions act on. Not thread-safe.
+/// Returns the state behind the runtime's functions. Not thread-safe.
 FakeCuda& Fake();
 
 }  // namespace holdfast::testing

@@ -1,4 +1,4 @@
-// The slow device itself: what other tests rest on must be able to show a copy that is not done.
+// The slow device itself: other tests depend on its unfinished copies.
 #include "tests/testing/slow_device.h"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ TEST_F(SlowDeviceTest, BytesArriveOnlyWhenTheTestSaysSo) {
   device_.CompletePart(ticket, 2);
   EXPECT_EQ(Arena(0, 4), std::string("ab\0\0", 4));
   EXPECT_FALSE(*device_.IsDone(ticket));
-  // A source that changes before the end is seen, as with DMA.
+  // A source change before the end reaches the copy, as with DMA.
   std::memcpy(tensor, "ABCD", 4);
   device_.Complete(ticket);
   EXPECT_TRUE(*device_.IsDone(ticket));

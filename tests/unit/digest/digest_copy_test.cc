@@ -1,4 +1,4 @@
-// CopyAndDigest: the same bytes as memcpy, the same digests as a pass of their own.
+// CopyAndDigest: the same bytes as memcpy, the same digests as a separate pass.
 #include <cstring>
 #include <random>
 #include <vector>

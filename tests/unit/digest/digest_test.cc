@@ -1,4 +1,4 @@
-// Digests of spans, chunks and parts, held against libxxhash's plain entry points.
+// Digests of spans, chunks and parts, compared with libxxhash's plain entry points.
 #include "runtime/digest/digest.h"
 
 #include <xxhash.h>

@@ -1,4 +1,4 @@
-// What OpenDirect finds out about real file systems, and what it does when they misbehave.
+// OpenDirect on real file systems, and on file systems that misbehave.
 #include <sys/mount.h>
 #include <sys/stat.h>
 
@@ -27,7 +27,7 @@ class OpenDirectTest : public testing::Test {
 
 constexpr int kMake = O_CREAT | O_EXCL | O_WRONLY;
 
-/// A file system of its own, on tmpfs or on a loop device.
+/// A file system of the test, on tmpfs or on a loop device.
 class Mounted {
  public:
   explicit Mounted(const std::string& directory) : point_(directory + "/mount") {
@@ -45,8 +45,8 @@ class Mounted {
     mounted_ = mount("none", point_.c_str(), "tmpfs", 0, "size=8m") == 0;
     return mounted_;
   }
-  /// Formats an image by `mkfs` (with its options) and mounts it by mount(8), which finds a loop
-  /// device.
+  /// Formats an image by `mkfs` (with its options) and mounts the image by mount(8), which finds a
+  /// loop device.
   bool Loop(const std::string& mkfs, uint64_t bytes) {
     image_ = point_ + ".image";
     const int fd = open(image_.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
@@ -148,7 +148,7 @@ TEST_F(OpenDirectTest, DoesNotProbeAFileThatHasBytes) {
   EXPECT_EQ(Contents(path), "precious");
 }
 
-// A file system without O_DIRECT: the kernel makes the file first and refuses then.
+// A file system without O_DIRECT: the kernel makes the file and then refuses.
 int RefusesDirect(int directory, const char* path, int flags, mode_t mode) {
   if ((flags & O_DIRECT) == 0) return openat(directory, path, flags, mode);
   const int fd = openat(directory, path, flags & ~O_DIRECT, mode);
@@ -174,7 +174,7 @@ TEST_F(OpenDirectTest, DoesNotTakeOverAFileThatIsNotItsOwn) {
   const std::string path = scratch_.File("a");
   Planted planted;
   planted->openat = [](int directory, const char* name, int flags, mode_t mode) {
-    if ((flags & O_DIRECT) != 0) {  // somebody else is faster, and we never made it
+    if ((flags & O_DIRECT) != 0) {  // another process made the file first
       const int other = openat(directory, name, O_CREAT | O_WRONLY, mode);
       EXPECT_EQ(write(other, "other", 5), 5);
       close(other);
@@ -189,7 +189,7 @@ TEST_F(OpenDirectTest, DoesNotTakeOverAFileThatIsNotItsOwn) {
   EXPECT_EQ(Contents(path), "other");
 }
 
-// What statx answers in the tests below.
+// Results of statx in the tests below.
 uint32_t told_memory = 0;
 uint32_t told_offset = 0;
 int TellAlignment(int, const char*, int, unsigned, struct statx* out) {

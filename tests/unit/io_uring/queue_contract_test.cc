@@ -1,4 +1,4 @@
-// What every rung of the queue promises: data, depth, watches, closing, forks.
+// The promises of every rung of the queue: data, depth, watches, closing, forks.
 #include <poll.h>
 #include <signal.h>
 #include <sys/eventfd.h>
@@ -103,7 +103,7 @@ TEST_P(QueueTest, ReadPastTheEndIsShortWithoutAnError) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   ASSERT_NO_FATAL_FAILURE(MakeFile());
   ASSERT_EQ(Run(WriteAt(0, 12288)).error, 0);
-  ASSERT_EQ(ftruncate(fd_, 10'000), 0);  // an unaligned tail, as files of a save have
+  ASSERT_EQ(ftruncate(fd_, 10'000), 0);  // an unaligned tail, as in files of a save
   Region back(16384);
   Request read = {.opcode = Opcode::kRead, .fd = fd_, .buffer = back.data(), .bytes = 16384};
   Completion end = Run(read);
@@ -190,7 +190,7 @@ TEST_P(QueueTest, WatchWakesUntilDrainedAndAgainWhenRefilled) {
     }
     eventfd_t drained = 0;
     ASSERT_EQ(eventfd_read(bell, &drained), 0);
-    // A bit from before the drain may still be on its way; after it there is silence.
+    // A bit from before the drain may still be under way; no bit follows.
     queue_->Wait(&one, 1, 0, &wakeups);
     EXPECT_EQ(queue_->Wait(&one, 1, 1, &wakeups), 0);
     EXPECT_EQ(wakeups, 0u);
@@ -253,7 +253,7 @@ TEST_P(QueueTest, RemovedAndReplacedWatchesStaySilent) {
   ASSERT_EQ(queue_->Watch(0, -1), 0);
   EXPECT_EQ(queue_->Wait(&one, 1, 1, &wakeups), 0);
   EXPECT_EQ(wakeups, 0u);
-  // More changes than the ring has entries for.
+  // More changes than the ring has entries.
   for (int i = 0; i < 1000; ++i) {
     ASSERT_EQ(queue_->Watch(0, i % 2 == 0 ? first : second), 0);
     queue_->Wait(&one, 1, 0, &wakeups);
@@ -273,7 +273,7 @@ TEST_P(QueueTest, RemovedWatchLetsGoOfItsFile) {
   EXPECT_EQ(queue_->Wait(&one, 1, 1, nullptr), 0);
   ASSERT_EQ(queue_->Watch(0, -1), 0);
   close(ends[0]);
-  // A pipe is broken when nobody holds its other end any more.
+  // A pipe is broken when no process holds its other end.
   bool broken = false;
   for (int i = 0; i < 1000 && !broken; ++i) {
     EXPECT_EQ(queue_->Wait(&one, 1, 1, nullptr), 0);
@@ -307,7 +307,7 @@ TEST_P(QueueTest, CloseWaitsForWhatIsInFlight) {
     ASSERT_EQ(queue_->Submit(WriteAt(i << 21, 1u << 21)), 0);
   }
   queue_->Close();
-  // Immediately: what is read here had been written when Close returned.
+  // At once: the bytes read here were written before Close returned.
   EXPECT_TRUE(FileHolds(0, kRegionBytes));
   queue_->Close();
   EXPECT_EQ(queue_->Submit(WriteAt(0, 4096)), EBADF);

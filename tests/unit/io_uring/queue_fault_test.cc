@@ -1,4 +1,4 @@
-// What every rung of the queue does when the kernel interrupts, refuses, falls short or fails.
+// Every rung of the queue under interrupted, refused, short and failed calls.
 #include <signal.h>
 #include <sys/eventfd.h>
 #include <sys/mount.h>
@@ -24,10 +24,9 @@ INSTANTIATE_TEST_SUITE_P(Rungs, RingTest, testing::Values(kRungs[0], kRungs[1]),
 
 // --- Results of transfers ------------------------------------------------------------------------
 
-// A device that takes only the first 5000 bytes of each request the first time it sees it, and
-// really only those.
+// A device that takes only the first 5000 bytes of each request on its first attempt.
 struct ShortDevice {
-  int second_fd = -1;  // buffered, to wipe what a short write must not have written
+  int second_fd = -1;  // buffered, to erase bytes that a short write must not have written
   std::mutex mutex;
   std::set<uint64_t> seen;
   static constexpr int32_t kShort = 5000;
@@ -38,7 +37,7 @@ struct ShortDevice {
 };
 ShortDevice* short_device = nullptr;
 
-// The tag of these requests is their offset; all have 1 MiB.
+// The tag of these requests is their offset; each has 1 MiB.
 int32_t ShortResult(uint8_t opcode, uint64_t tag, int32_t result) {
   if (!short_device->FirstTime(tag)) return result;
   if (opcode == static_cast<uint8_t>(Opcode::kWrite)) {
@@ -54,7 +53,7 @@ ssize_t ShortWrite(int fd, const void* buffer, size_t bytes, off_t offset) {
   if (!short_device->FirstTime(static_cast<uint64_t>(offset))) {
     return pwrite(fd, buffer, bytes, offset);
   }
-  // Direct I/O takes whole blocks only, so the rest of the last one is left unwritten.
+  // Direct I/O takes whole blocks only, so the rest of the last block stays unwritten.
   const ssize_t written = pwrite(fd, buffer, 4096, offset);
   return written < 0 ? written : ShortDevice::kShort;
 }
@@ -175,12 +174,12 @@ TEST_P(QueueTest, ReportsAFullFileSystem) {
 }
 
 TEST_P(QueueTest, ReportsAFileSizeLimit) {
-  // One limit on a block boundary, and, for buffered files, one in the middle of a block.
+  // A limit on a block boundary, and, for buffered files, in the middle of a block.
   for (const bool direct : {true, false}) {
     const uint64_t limit = (1u << 20) + (direct ? 0 : 100);
     const std::string path = scratch_.File(direct ? "direct" : "buffered");
     const int status = InChild([&] {
-      // The limit's signal is the caller's to ignore; worker and threads do.
+      // The caller must ignore the limit's signal; worker and threads do.
       signal(SIGXFSZ, SIG_IGN);
       const rlimit bound = {limit, limit};
       if (setrlimit(RLIMIT_FSIZE, &bound) != 0) return 1;
@@ -217,7 +216,7 @@ TEST_P(RingTest, HandsOverWhatWasRefusedHoweverOften) {
   Planted planted(queue_.get());
   planted->uring_submit = RefusingSubmit;
   for (const int error : {EINTR, EAGAIN, EBUSY}) {
-    for (const int times : {1, 5, 100}) {  // 100: more than Submit tries itself
+    for (const int times : {1, 5, 100}) {  // 100: more than Submit's own attempts
       refusal = error;
       refusals_left = times;
       region_.FillRandom(static_cast<uint64_t>(error * 1000 + times));
@@ -244,7 +243,7 @@ TEST_P(RingTest, WaitKeepsItsDeadlineWhileSubmissionIsRefused) {
   queue_->Describe(text, sizeof text);
   EXPECT_NE(strstr(text, "1 not taken by the kernel"), nullptr) << text;
   EXPECT_EQ(queue_->in_flight(), 1u);
-  // Nothing is with the kernel, so closing has nothing to wait for.
+  // The kernel has no request, so Close need not wait.
   planted->uring_wait = [](io_uring*, io_uring_cqe**, int64_t) {
     ADD_FAILURE() << "waited";
     return -ETIME;
@@ -261,7 +260,7 @@ TEST_P(RingTest, WatchesNeverTakeTheEntriesOfTransfers) {
   planted->uring_submit = RefusingSubmit;
   refusal = EAGAIN;
   refusals_left = 1'000'000'000;
-  // Many changes that the kernel does not take: the entries set aside for them run out.
+  // Many changes that the kernel refuses: the entries for watches run out.
   int refused = 0;
   Completion one;
   for (uint32_t i = 0; i < 50; ++i) {
@@ -333,7 +332,7 @@ TEST_P(RingTest, CloseGivesUpOnAStuckTransferAfterItsBound) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   int pipe_fds[2];
   ASSERT_EQ(pipe2(pipe_fds, O_CLOEXEC), 0);
-  // A read that never ends by itself.
+  // A read without end.
   Request request = {
       .opcode = Opcode::kRead, .fd = pipe_fds[0], .buffer = region_.data(), .bytes = 4096};
   ASSERT_EQ(queue_->Submit(request), 0);
@@ -367,19 +366,19 @@ TEST_P(RingTest, CloseDropsThePinsEvenIfAForkedChildHoldsTheRing) {
     _exit(0);
   }
   queue_->Close();
-  // A ring of a test before this one may still be taken down.
+  // The ring of an earlier test may still be closing.
   for (int tries = 0; tries < 1000 && PinnedKiB() != 0; ++tries) usleep(10'000);
   EXPECT_EQ(PinnedKiB(), 0u);
   kill(child, SIGKILL);
   EXPECT_EQ(waitpid(child, nullptr, 0), child);
 }
 
-// The kernel takes at most 1 GiB per registered buffer; a transfer across two of them must work.
+// The kernel accepts at most 1 GiB per registered buffer; a transfer across two buffers must work.
 TEST_P(RingTest, MovesDataAcrossTheBoundaryOfRegisteredBuffers) {
   constexpr size_t kGiB = 1u << 30;
   constexpr size_t kPiece = 64u << 20;
   constexpr size_t kBytes = kGiB + kPiece;
-  // The same 64 MiB over and over, so that the test needs no more memory than that.
+  // The same 64 MiB repeatedly, so that the test needs only 64 MiB.
   const int memory = memfd_create("pieces", MFD_CLOEXEC);
   ASSERT_EQ(ftruncate(memory, kPiece), 0);
   void* reserved = mmap(nullptr, kBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);

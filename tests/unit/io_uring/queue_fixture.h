@@ -1,4 +1,4 @@
-// What the queue's contract tests share: the rungs, a scratch file, staging memory and planted
+// Shared by the queue's contract tests: the rungs, a scratch file, staging memory and planted
 // system calls.
 #ifndef HOLDFAST_TESTS_UNIT_IO_URING_QUEUE_FIXTURE_H_
 #define HOLDFAST_TESTS_UNIT_IO_URING_QUEUE_FIXTURE_H_
@@ -25,7 +25,7 @@
 
 namespace holdfast::io {
 
-/// One way to run the queue; the contract is the same on all of them.
+/// One way to run the queue; the contract is the same for every way.
 struct Rung {
   const char* name;
   EngineRung rung;
@@ -44,7 +44,7 @@ inline const Rung kRungs[] = {
 inline std::string RungName(const testing::TestParamInfo<Rung>& info) { return info.param.name; }
 
 /// Replaces entries of the table of system calls for one scope. A queue with threads is closed
-/// before they are put back, because its threads read the table.
+/// before the entries are restored, because its threads read the table.
 class Planted {
  public:
   explicit Planted(Queue* queue = nullptr) : queue_(queue) {}
@@ -60,7 +60,7 @@ class Planted {
   Queue* queue_;
 };
 
-/// A directory that is removed with all files in it.
+/// A directory, removed with its files.
 class ScratchDirectory {
  public:
   ScratchDirectory() {
@@ -75,7 +75,7 @@ class ScratchDirectory {
   ScratchDirectory& operator=(const ScratchDirectory&) = delete;
 
   const std::string& path() const { return path_; }
-  /// Path of a file that is removed at the end.
+  /// Path of a file, removed at the end.
   std::string File(const std::string& name) {
     files_.push_back(name);
     return path_ + "/" + name;
@@ -86,7 +86,7 @@ class ScratchDirectory {
   std::vector<std::string> files_;
 };
 
-/// Shared memory as the staging arena has it.
+/// Shared memory as in the staging arena.
 class Region {
  public:
   explicit Region(size_t bytes) : bytes_(bytes) {
@@ -121,7 +121,7 @@ inline int InChild(const std::function<int()>& body) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
-/// All bytes of the file, by ordinary reads.
+/// Returns the bytes of the file by ordinary reads.
 inline std::string Contents(const std::string& path) {
   std::string out;
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -154,7 +154,7 @@ class QueueTest : public testing::TestWithParam<Rung> {
             .region_bytes = region_.bytes()};
   }
 
-  // Opens the queue; false where this rung does not work here, and then the caller skips.
+  // Opens the queue; returns false where this rung is unavailable, and the caller skips.
   bool OpenQueue(const QueueOptions& options) {
     const int error = queue_->Open(options);
     if (error == 0) {
@@ -163,7 +163,7 @@ class QueueTest : public testing::TestWithParam<Rung> {
     return error == 0;
   }
 
-  // A fresh file, opened for direct I/O where the file system has it and `direct` is set.
+  // Opens a new file, for direct I/O where the file system allows and `direct` is set.
   void MakeFile(bool direct = true) {
     path_ = scratch_.File("data");
     DirectOpen opened;
@@ -182,7 +182,7 @@ class QueueTest : public testing::TestWithParam<Rung> {
             .tag = tag};
   }
 
-  // Collects until nothing is in flight; a minute is for machines that are busy.
+  // Collects until no transfer is in flight; a minute allows for busy machines.
   std::vector<Completion> Drain() {
     std::vector<Completion> out;
     while (queue_->in_flight() > 0) {
@@ -199,7 +199,7 @@ class QueueTest : public testing::TestWithParam<Rung> {
     return out;
   }
 
-  // Submits, waits, returns the one completion.
+  // Submits, waits, and returns the completion.
   Completion Run(const Request& request) {
     EXPECT_EQ(queue_->Submit(request), 0);
     const std::vector<Completion> all = Drain();

@@ -1,4 +1,4 @@
-// Which rung the queue takes when parts of the machine are missing or forbidden, and what it says.
+// The queue's rung and reason when features of the machine are missing or forbidden.
 #include <grp.h>
 #include <liburing.h>
 #include <linux/filter.h>
@@ -21,7 +21,7 @@ class QueueLadderTest : public testing::Test {
     return {.region = region_.data(), .region_bytes = region_.bytes(), .may_register = true};
   }
 
-  // Writes a block and reads it back: whatever the rung, it must work.
+  // Writes a block and reads the block back, which must work on any rung.
   static bool Works(Queue* queue, const Region& region) {
     const int fd = memfd_create("ladder", MFD_CLOEXEC);
     Completion end;
@@ -104,7 +104,7 @@ TEST_F(QueueLadderTest, DoesNotPinWhatTheLockLimitCannotHold) {
     *out = {4096, 4096};
     return 0;
   };
-  planted->capget = [](void*, void*) { return 0; };  // leaves the capabilities empty
+  planted->capget = [](void*, void*) { return 0; };  // no capabilities
   planted->uring_register_buffers = [](io_uring*, const iovec*, unsigned) {
     asked = true;
     return 0;
@@ -171,7 +171,7 @@ TEST_F(QueueLadderTest, ClimbsDownIfTheRingCannotBeEntered) {
   planted->uring_submit = [](io_uring*) { return -error; };
   error = EPERM;
   ExpectRung(EngineRung::kPwrite, "io_uring_enter: EPERM");
-  error = EAGAIN;  // for ever
+  error = EAGAIN;  // permanently
   ExpectRung(EngineRung::kPwrite, "io_uring_enter: ETIMEDOUT");
 }
 
@@ -212,7 +212,7 @@ TEST_F(QueueLadderTest, RefusesOptionsOutOfRange) {
   EXPECT_EQ(queue_->Open({.rung = EngineRung::kUringFixed}) == 0, false);
 }
 
-// A filter as container runtimes install it: `number` fails with `error`, all else passes.
+// A filter as in container runtimes: `number` fails with `error`, other calls pass.
 bool Forbid(int number, int error) {
   sock_filter filter[] = {
       BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),

@@ -1,4 +1,4 @@
-// How a transfer goes on after each result.
+// The next step of a transfer after each result.
 #include "io_uring/transfer.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,5 @@
-// Checking job tables: every mistake of a table builder is found and named, and nothing outside of
-// the table is looked at meanwhile.
+// Checks of job tables: every mistake of a table builder is found and named, without a read outside
+// the table.
 #include "runtime/layout/job.h"
 
 #include <cstring>
@@ -13,7 +13,7 @@
 namespace holdfast::layout {
 namespace {
 
-/// A sound table of two files: one of two chunks with three pieces, one that is empty.
+/// A sound table of two files: a file of two chunks with three pieces, and an empty file.
 class Table {
  public:
   Table() {
@@ -31,7 +31,7 @@ class Table {
     const Range manifest = take(1000);
     commit_ = take(400);
     bytes_ = at;
-    // Exactly as long as the table, so that a sanitizer sees every step beside it.
+    // Exactly as long as the table, so that a sanitizer finds every access outside.
     memory_.reset(new (std::align_val_t{64}) char[bytes_]());
     job_ = new (memory_.get()) Job();
     job_->table_bytes = bytes_;
@@ -72,7 +72,7 @@ class Table {
     piece[2] = {.tensor = 1, .offset = 60, .bytes = 40, .has_digest = 1};
   }
 
-  /// Of one rank or two.
+  /// Makes a table of one rank or two.
   Table& WithCommitRecord() {
     job_->commit_template = commit_;
     job_->commit_slots = {.committed_at_ns = {.offset = 100, .width = 20},
@@ -275,7 +275,7 @@ TEST(Log, ReaderSeesEntriesInOrderAndOnce) {
   EXPECT_EQ(index, 0u);
   EXPECT_FALSE(reader.Next(&index));
   writer.Append(1);
-  writer.Append(1);  // One too many: dropped, never written behind the log.
+  writer.Append(1);  // Beyond the last entry: dropped, never written behind the log.
   ASSERT_TRUE(reader.Next(&index));
   EXPECT_FALSE(reader.Next(&index));
   EXPECT_EQ(reader.taken(), 3u);

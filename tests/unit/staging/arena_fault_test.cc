@@ -68,7 +68,7 @@ template <int kAdvice>
 int NoAdvice(void* address, size_t bytes, int advice) {
   return advice == kAdvice ? Fail(EINVAL) : sys::kKernel.madvise(address, bytes, advice);
 }
-// The Nth attempt to provide pages fails.
+// The Nth page allocation fails.
 int FailingPopulate(void* address, size_t bytes, int advice) {
   if (advice == MADV_POPULATE_WRITE && ++g_calls == g_fail_at) return Fail(g_errno);
   return sys::kKernel.madvise(address, bytes, advice);
@@ -96,10 +96,10 @@ class ArenaFaultTest : public ::testing::Test {
   static absl::StatusOr<std::unique_ptr<Arena>> Make(PageRung rung) {
     return Arena::Create({.bytes = kBytes, .pages = rung, .threads = 2});
   }
-  // On small pages, which every machine has.
+  // On small pages, available on every machine.
   static absl::Status MakeSmall() { return Make(PageRung::kSmall).status(); }
 
-  // kAuto goes on to a rung below `failed` and says why.
+  // kAuto takes a rung below `failed` and gives the reason.
   static void ExpectNextRung(const char* failed, const char* why) {
     const auto arena = Make(PageRung::kAuto);
     ASSERT_TRUE(arena.ok()) << arena.status();
@@ -148,7 +148,7 @@ TEST_F(ArenaFaultTest, GoesOnToSmallPagesWhereHugeOnesAreUnknown) {
 }
 
 TEST_F(ArenaFaultTest, DoesNotClaimHugePagesThatItDidNotGet) {
-  // A file of the kernel's own kind, in which the first touch brings in 4 KiB.
+  // A file of the kernel whose first touch allocates 4 KiB.
   system_->fsconfig = [](int fd, unsigned command, const char* key, const void* value,
                          int auxiliary) {
     const bool huge = key != nullptr && std::string(key) == "huge";
@@ -195,7 +195,7 @@ TEST_F(ArenaFaultTest, ReportsEveryCallThatSmallPagesNeed) {
   EXPECT_EQ(MakeSmall().code(), absl::StatusCode::kResourceExhausted);
   system_->mmap = sys::kKernel.mmap;
 
-  // Without these the arena would leak into foreign children or core dumps: no arena then.
+  // Without these calls the arena would leak into foreign children or core dumps: Create fails.
   system_->madvise = NoAdvice<MADV_DONTFORK>;
   EXPECT_THAT(MakeSmall().message(), HasSubstr("DONTFORK"));
   system_->madvise = NoAdvice<MADV_DONTDUMP>;
@@ -245,7 +245,7 @@ TEST_F(ArenaFaultTest, TakesPagesTheOldWayOnOldKernels) {
   struct stat info = {};
   ASSERT_EQ(fstat((*arena)->fd(), &info), 0);
   EXPECT_EQ(static_cast<uint64_t>(info.st_blocks) * 512, kBytes);
-  // Populating must not change what a registrant put there meanwhile.
+  // Populating must not change bytes that a registrant wrote meanwhile.
   ASSERT_TRUE((*arena)->Punch().ok());
   (*arena)->base()[5 * 4096] = 'x';
   ASSERT_TRUE((*arena)->Populate().ok());
@@ -305,7 +305,8 @@ TEST_F(ArenaFaultTest, WorksWhereProcIsNotMounted) {
 }
 
 int LittleMemory(int directory, const char* path, int flags, mode_t mode) {
-  if (std::string(path) == "/proc/meminfo") path = "/proc/self/stat";  // no MemAvailable in it
+  // a file without MemAvailable
+  if (std::string(path) == "/proc/meminfo") path = "/proc/self/stat";
   if (std::string(path) == "/proc/self/cgroup") {
     const int fd = sys::kKernel.memfd_create("cgroup", MFD_CLOEXEC);
     EXPECT_EQ(pwrite(fd, "0::/\n", 5, 0), 5);

@@ -1,4 +1,4 @@
-// The arena on every rung that this machine has: what it is made of, who sees it, giving it back.
+// The arena on every rung of this machine: pages, visibility, and return of the pages.
 #include "runtime/staging/arena.h"
 
 #include <fcntl.h>
@@ -25,7 +25,7 @@ using ::testing::HasSubstr;
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 constexpr uint64_t kBytes = 32 * kMiB;
 
-// The lines of /proc/self/smaps about the mapping that begins at `base`; empty when there is none.
+// Returns the lines of /proc/self/smaps for the mapping at `base`; empty without a mapping.
 std::string Smaps(const void* base) {
   std::ostringstream start;
   start << std::hex << reinterpret_cast<uintptr_t>(base) << "-";
@@ -107,7 +107,7 @@ TEST_P(ArenaTest, SaysTheTruthAboutItsPages) {
       break;
     case PageRung::kTmpfsHuge:
     case PageRung::kMadviseHuge: {
-      // The reason begins with the number that the kernel confirms here.
+      // The reason begins with a number, confirmed here by the kernel.
       std::ostringstream expected;
       expected << SmapsBytes(smaps, "ShmemPmdMapped") / kMiB << " of " << arena_->bytes() / kMiB
                << " MiB in pages of 2048 KiB";
@@ -134,7 +134,7 @@ TEST_P(ArenaTest, IsNotInAForeignChild) {
   if (child == 0) {
     const bool mapped = !Smaps(arena_->base()).empty();
     const bool fd_open = fcntl(arena_->fd(), F_GETFD) >= 0;
-    // What the child maps at that address must survive the destructor.
+    // The child's mapping at that address must survive the destructor.
     void* own = mmap(arena_->base(), 4096, PROT_READ | PROT_WRITE,
                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
     const bool free_address = own == arena_->base();

@@ -18,7 +18,7 @@ TEST(ExtentAllocator, RoundsUpToTheGranule) {
   EXPECT_EQ(allocator.Allocate(1), 0u);
   EXPECT_EQ(allocator.Allocate(kGranule + 1), kGranule);
   EXPECT_EQ(allocator.free_bytes(), 13 * kGranule);
-  allocator.Free(0, 1);  // the length that was asked for stands for the run
+  allocator.Free(0, 1);  // the requested length stands for the run
   EXPECT_EQ(allocator.free_bytes(), 14 * kGranule);
 }
 
@@ -73,7 +73,7 @@ uint64_t Seed() {
   return text != nullptr ? std::strtoull(text, nullptr, 10) : std::random_device()();
 }
 
-// One flag per granule says what is taken; the allocator must agree at every step.
+// One flag per granule marks taken granules; the allocator must agree at every step.
 class Model {
  public:
   explicit Model(size_t granules) : taken_(granules, false) {}
@@ -162,7 +162,7 @@ TEST(ExtentAllocator, KeepsThePromiseOfCertainBytes) {
     for (const HeldRun& run : held) {
       if (random() % 3 != 0) allocator.Free(run.offset, run.granules * kGranule);
     }
-    // In any sizes and any order, up to the last byte of what was promised.
+    // In any sizes and any order, up to the last promised byte.
     uint64_t left = allocator.CertainBytes(request_max * kGranule) / kGranule;
     while (left > 0) {
       const uint64_t granules = std::min(left, 1 + random() % request_max);

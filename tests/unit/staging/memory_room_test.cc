@@ -1,4 +1,4 @@
-// What may be taken, read from files of every kind of machine.
+// The memory room, read from files of every kind of machine.
 #include "runtime/staging/memory_room.h"
 
 #include <fcntl.h>
@@ -21,7 +21,7 @@ using ::testing::HasSubstr;
 
 constexpr uint64_t kMiB = uint64_t{1} << 20;
 
-// The files of the machine in question; everything else is not there.
+// The files of the machine; other files do not exist.
 std::map<std::string, std::string>* g_files = nullptr;
 
 int OpenFake(int, const char* path, int, mode_t) {

@@ -1,4 +1,4 @@
-// Who gets memory next: first come first served, and never a deadlock on the cap.
+// Admission to memory: first come first served, and never a deadlock on the cap.
 #include <atomic>
 #include <deque>
 #include <thread>
@@ -41,7 +41,7 @@ class StagingAdmissionTest : public ::testing::Test {
     pool_->StartWriting(lease);
     pool_->Release(lease);
   }
-  // Until a thread is known to wait in Acquire: it takes its place in line before it waits.
+  // Waits until a thread waits in Acquire, which takes a ticket before its wait.
   void AwaitBlocked(const std::atomic<bool>& done, uint64_t epoch) {
     while (!done && pool_->TryAcquire(epoch, 1).status().code() != absl::StatusCode::kUnavailable)
       std::this_thread::yield();
@@ -101,7 +101,7 @@ TEST_F(StagingAdmissionTest, CountsLeasesThatHadToWait) {
   std::deque<Lease> held;
   for (int i = 0; i < 4; ++i) held.push_back(Take(epoch));
   uint64_t rounds = 0;
-  // Which of the two threads comes first is the scheduler's choice: until it was the waiter.
+  // The scheduler chooses the first thread: repeat until the waiter was first.
   while (pool_->stats().waits == 0) {
     ++rounds;
     std::thread waiter([&] {
@@ -130,7 +130,7 @@ TEST_F(StagingAdmissionTest, WakesAWaiterWhoseEpochEnds) {
     });
     if (how == 0) pool_->AbortEpoch(epoch);
     if (how == 1) pool_->Quarantine(epoch, "a test");
-    if (how == 2) absl::SleepFor(absl::Milliseconds(5));  // retire while it waits, most likely
+    if (how == 2) absl::SleepFor(absl::Milliseconds(5));  // retire during the wait, most likely
     pool_->Retire(epoch);
     waiter.join();
   }
@@ -146,7 +146,7 @@ TEST_F(StagingAdmissionTest, LetsNobodyOvertakeWithinAnEpoch) {
     EXPECT_TRUE(pool_->Acquire(epoch, kChunkBytes, absl::InfiniteFuture()).ok());
     done = true;
   });
-  // Half a chunk is free, but the one who came first needs a whole one.
+  // Half a chunk is free, but the first waiter needs a whole chunk.
   AwaitBlocked(done, epoch);
   EXPECT_TRUE(Refused(epoch, 1));
   MakeWritten(held[0]);
@@ -198,7 +198,7 @@ TEST_F(StagingAdmissionTest, KnowsWhenOnlyAnEpochItselfCanHelp) {
   EXPECT_TRUE(pool_->HoldsAlone(second));
 }
 
-// Two saves, each three times the arena, each with a writer that gives leases back in order.
+// Two saves, each three times the arena, each with a writer that releases leases in order.
 TEST_F(StagingAdmissionTest, TwoStreamingSavesUnderOneCapBothEnd) {
   constexpr int kLeases = 12;
   const uint64_t epochs[] = {pool_->OpenEpoch(), pool_->OpenEpoch()};
@@ -237,8 +237,8 @@ TEST_F(StagingAdmissionTest, TwoStreamingSavesUnderOneCapBothEnd) {
   EXPECT_LE(stats.bytes_held_peak, kArenaBytes);
 }
 
-// The case that deadlocks where memory is given to whoever asks: both saves hold half of it, and
-// neither can give anything back before it has got more.
+// The case that deadlocks without admission by epoch: both saves hold half of the memory, and each
+// needs more before its first release.
 TEST_F(StagingAdmissionTest, TwoSavesThatHoldAllTheyTakeDoNotDeadlock) {
   const uint64_t epochs[] = {pool_->OpenEpoch(), pool_->OpenEpoch()};
   std::vector<std::thread> savers;

@@ -1,5 +1,5 @@
-// The planted bug of this layer does what it is for: pages go while they are registered, and the
-// registration goes on with the old ones.
+// The planted bug of this layer has its effect: pages are punched under a registration, and the
+// registration keeps the old pages.
 #include <fcntl.h>
 #include <liburing.h>
 #include <sys/mman.h>
@@ -16,7 +16,7 @@ namespace {
 
 constexpr uint64_t kArenaBytes = 4 * uint64_t{kChunkBytes};
 
-// The arena's first page, registered with a ring of its own.
+// The arena's first page, registered with a separate ring.
 class RingRegistrant final : public Registrant {
  public:
   explicit RingRegistrant(char* base) : page_{.iov_base = base, .iov_len = kIoAlignment} {}
@@ -39,7 +39,7 @@ class RingRegistrant final : public Registrant {
     return absl::OkStatus();
   }
 
-  // Writes the registered page to `fd`, as the worker does.
+  // Writes the registered page to `fd`, like the worker.
   void WriteTo(int fd) {
     io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
     io_uring_prep_write_fixed(sqe, fd, page_.iov_base, kIoAlignment, 0, 0);
@@ -76,7 +76,8 @@ class StagingPlantedTest : public ::testing::Test {
     ASSERT_GE(file_, 0);
   }
 
-  // Save one byte value, trim, save another; returns what the second write left in the file.
+  // Saves one byte value, trims, saves another value; returns the file's bytes after the second
+  // write.
   char SaveTrimSave() {
     for (const char value : {'1', '2'}) {
       const uint64_t epoch = pool_->OpenEpoch();
@@ -94,7 +95,8 @@ class StagingPlantedTest : public ::testing::Test {
     return found;
   }
 
-  std::unique_ptr<RingRegistrant> registrant_;  // before the pool, which drops it at its end
+  // before the pool, whose destructor drops the registrant
+  std::unique_ptr<RingRegistrant> registrant_;
   std::unique_ptr<StagingPool> pool_;
   int file_ = -1;
 };

@@ -1,4 +1,4 @@
-// Leases and epochs: what is held, by whom, in which state, and every illegal edge.
+// Leases and epochs: holdings, holders, states, and every illegal edge.
 #include "runtime/staging/staging_pool.h"
 #include "runtime/base/clock.h"
 
@@ -113,7 +113,7 @@ TEST_F(StagingPoolTest, GivesNothingToAnAbortedEpochButKeepsWhatItHolds) {
   EXPECT_EQ(pool_->Acquire(epoch, 1, absl::InfiniteFuture()).status().code(),
             absl::StatusCode::kAborted);
   EXPECT_EQ(pool_->stats().bytes_held, kChunkBytes);
-  pool_->Seal(lease);  // copies that were under way may still end
+  pool_->Seal(lease);  // copies in flight may still end
   pool_->Retire(epoch);
   EXPECT_EQ(pool_->stats().bytes_held, 0u);
   EXPECT_EQ(pool_->TryAcquire(epoch, 1).status().code(), absl::StatusCode::kAborted);
@@ -136,7 +136,7 @@ TEST_F(StagingPoolTest, KeepsAndReportsQuarantinedBytes) {
   ASSERT_EQ(stats.epochs.size(), 2u);
   EXPECT_EQ(stats.epochs[0].quarantined, "a test");
   EXPECT_EQ(stats.epochs[1].quarantined, "");
-  pool_->Retire(stuck);  // its worker was proven gone after all
+  pool_->Retire(stuck);  // its worker is provably gone
   EXPECT_EQ(pool_->stats().bytes_quarantined, 0u);
   EXPECT_TRUE(pool_->TryAcquire(next, kChunkBytes).ok());
 }
@@ -232,7 +232,7 @@ TEST_F(StagingPoolDeathTest, AbortsOnALeaseThatWasGivenBack) {
   const Lease lease = TakeWriting(epoch);
   EXPECT_TRUE(pool_->Release(lease));
   EXPECT_FALSE(pool_->Release(lease));
-  // The same bytes, the same place in the table, the same epoch; only the serial differs.
+  // Equal bytes, table index and epoch; only the serial differs.
   const Lease again = Take(epoch);
   ASSERT_EQ(again.offset, lease.offset);
   ASSERT_EQ(again.index, lease.index);
@@ -263,7 +263,7 @@ TEST_F(StagingPoolDeathTest, AbortsOnMisusedEpochsAndSizes) {
   EXPECT_DEATH(pool_->ReturnControlBytes(1), "more control memory");
 }
 
-// ---- Its end.
+// ---- Destruction.
 
 bool IsMapped(const char* base) {
   std::ostringstream start;

@@ -1,5 +1,5 @@
-// Many saves at once, from many threads: bytes have one owner at any time, the cap holds, and
-// everybody ends.
+// Many saves at once, from many threads: bytes have one owner at any time, the cap holds, and every
+// save ends.
 #include <atomic>
 #include <cstdlib>
 #include <random>
@@ -24,8 +24,8 @@ uint64_t Seed() {
   return text != nullptr ? std::strtoull(text, nullptr, 10) : std::random_device()();
 }
 
-// Marks the first and the last bytes of a lease as its owner's. Whoever finds another mark has
-// found two owners; under TSan, so has the write itself.
+// Marks the first and the last bytes of a lease with its owner. Another mark proves two owners;
+// under TSan the write itself does, too.
 void Mark(StagingPool& pool, const Lease& lease) {
   char* const base = pool.arena().base() + lease.offset;
   *reinterpret_cast<uint64_t*>(base) = lease.serial;

@@ -1,4 +1,4 @@
-// Giving memory back: every registration first, the pages after, and everything restored.
+// Returning memory: every registration first, the pages afterwards, and both restored later.
 #include <sys/stat.h>
 
 #include <algorithm>
@@ -29,7 +29,7 @@ constexpr uint64_t kArenaBytes = 4 * uint64_t{kChunkBytes};
 
 std::vector<std::string>* g_log = nullptr;
 
-// Writes down when it is called, and whether the pages were there then.
+// Records its calls and the presence of pages at each call.
 class Recorder final : public Registrant {
  public:
   Recorder(std::string name, const Arena& arena) : name_(std::move(name)), fd_(arena.fd()) {}
@@ -97,7 +97,7 @@ class StagingTrimTest : public ::testing::Test {
   ScopedSystem system_;
   std::unique_ptr<Recorder> first_;
   std::unique_ptr<Recorder> second_;
-  std::unique_ptr<StagingPool> pool_;  // ends first: it drops the registrations that are left
+  std::unique_ptr<StagingPool> pool_;  // destroyed first: drops the remaining registrations
 };
 
 TEST_F(StagingTrimTest, DropsEveryRegistrationThenPunches) {
@@ -216,7 +216,7 @@ TEST_F(StagingTrimTest, DoesNotRestoreWhoWasRemoved) {
 TEST_F(StagingTrimTest, TrimsAgainForWhoRegisteredWithoutASave) {
   ASSERT_TRUE(pool_->Trim().ok());
   pool_->AddRegistrant(first_.get());
-  pool_->arena().base()[0] = 'x';  // what registering does: the page is there again
+  pool_->arena().base()[0] = 'x';  // as registering does: the page is present again
   log_.clear();
   ASSERT_TRUE(pool_->Trim().ok());
   EXPECT_THAT(log_, ElementsAre("drop first", "punch"));
@@ -248,7 +248,7 @@ TEST_F(StagingTrimTest, NeverUnmapsWhatIsStillRegistered) {
   EXPECT_TRUE(IsMapped(base));
 }
 
-// Blocks in DropRegistration until it is let go.
+// Blocks in DropRegistration until released.
 class SlowRegistrant final : public Registrant {
  public:
   absl::Status DropRegistration() override {
@@ -286,8 +286,8 @@ TEST_F(StagingTrimTest, GivesNoLeaseWhileATrimIsUnderWayAndBlocksNobodyElse) {
   pool_->RemoveRegistrant(&slow);
 }
 
-// A device registers while no save is in flight. Pages that were punched behind its back would live
-// on in its registration: the copies would land there, and the file would get the new pages' zeros.
+// A device registers while no save is in flight. A page punched without notice would live on in its
+// registration: copies would go there, and the file would get the new pages' zeros.
 TEST_F(StagingTrimTest, WaitsForARegistrationUnderWayAndKnowsOfItAfterwards) {
   class Device : public Registrant {
    public:
