@@ -14,7 +14,7 @@ HERE = pathlib.Path(__file__).parent
 REPOSITORY = HERE.parent.parent
 COMPILER = "c++"
 
-POD = "// What both sides share.\n#ifndef HOLDFAST_POD_H_\n#define HOLDFAST_POD_H_\n\n#include <cstdint>\n\n#endif  // HOLDFAST_POD_H_\n"
+POD = "// Plain data.\n#ifndef HOLDFAST_POD_H_\n#define HOLDFAST_POD_H_\n\n#include <cstdint>\n\n#endif  // HOLDFAST_POD_H_\n"
 TABLE = "// The table.\n#ifndef HOLDFAST_RUNTIME_SYS_SYSTEM_H_\n#define HOLDFAST_RUNTIME_SYS_SYSTEM_H_\n\nstruct SystemCalls {\n  int (*fsync)(int fd);\n};\n\n#endif  // HOLDFAST_RUNTIME_SYS_SYSTEM_H_\n"
 EXAMPLE = "int main() { return 0; }\n"
 
@@ -169,6 +169,12 @@ class TidyTest(unittest.TestCase):
 
     def test_blanks_at_the_end(self):
         self.finds("text_rules.py", "blanks at the end", "tools/a.sh", "true \n")
+
+    def test_subjects_of_comments_are_nouns(self):
+        self.finds("text_rules.py", "indefinite words", "runtime/load/a.cc", "// " + "extent " * 40 + "what\n")
+
+    def test_comments_name_their_subjects(self):
+        self.finds("text_rules.py", "pronouns", "runtime/load/a.cc", "int a;  ///< This is it.\n")
 
     # ---- format_rules
 

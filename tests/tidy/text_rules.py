@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks what no compiler sees: length of files, header guards, a first comment, marks of unfinished work."""
+"""Checks the text of the tree: length of files, header guards, first comments, unfinished work, words of comments."""
 
 import re
 
@@ -13,6 +13,12 @@ README_COLUMNS_MAX = 100
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX", "HA" + "CK", "st" + "ub",
                                            "not " + "implemented")) + r")\b")
 CODE = (".cc", ".h", ".py", ".sh", ".cmake")
+# The subject of a comment is a noun. Each bound is the tree's share of such words, per 100 words of C++ comments,
+# rounded up: lower the bound with the share.
+COMMENT = re.compile(r"(?:^|\s)///?<?\s(.*)")
+INDEFINITE = set("who whom whoever what whatever somebody nobody anybody everybody others ones none".split())
+PRONOUNS = INDEFINITE | set("it its itself they them their this these that those which one other both all".split())
+SHARES_MAX = (("indefinite words", INDEFINITE, 1.1), ("pronouns", PRONOUNS, 8.3))
 
 
 def guard_of(relative):
@@ -21,7 +27,22 @@ def guard_of(relative):
     return "HOLDFAST_" + re.sub(r"[/.-]", "_", path).upper() + "_"
 
 
+def check_comments(root):
+    """One complaint for each kind of word with too large a share, at the file with most of them."""
+    words = {}
+    for path in source_tree.files(root, (".h", ".cc", ".cu")):
+        text = " ".join(part for _, line in source_tree.lines(path) for part in COMMENT.findall(line))
+        words[path.relative_to(root).as_posix()] = re.findall(r"[a-z']+", text.lower())
+    total = sum(len(found) for found in words.values())
+    for kind, chosen, share_max in SHARES_MAX:
+        counts = {name: sum(word in chosen for word in found) for name, found in words.items()}
+        if sum(counts.values()) * 100 > share_max * total:
+            yield (f"{max(counts, key=counts.get)}:1: C++ comments have {sum(counts.values()) * 100 / total:.2f} "
+                   f"{kind} in 100 words, at most {share_max}: write the noun")
+
+
 def check(options):
+    yield from check_comments(options.root)
     for path in source_tree.files(options.root):
         relative = path.relative_to(options.root).as_posix()
         count = 0
