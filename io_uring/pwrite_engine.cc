@@ -236,7 +236,7 @@ void PwriteEngine::Close() {
   // Without a bound: a thread that is stuck in the kernel still uses this object's memory.
   for (uint32_t i = 0; i < thread_count_; ++i) pthread_join(threads_[i], nullptr);
   thread_count_ = 0;
-  HOLDFAST_ASSERT(queued_.count == 0);  // the threads run what is queued before they end
+  HOLDFAST_ASSERT(queued_.count == 0);  // the threads run queued transfers before their end
   if (done_fd_ >= 0) sys::CloseOwned(done_fd_);
   done_fd_ = -1;
   pthread_cond_destroy(&work_);

@@ -411,7 +411,7 @@ absl::Status Cuda::UnregisterMemory(void* base, size_t bytes) {
   book.ranges.erase(found);
   if (foreign) {
     return absl::FailedPreconditionError(absl::StrCat(
-        "unregister memory of ", name_, ": somebody else registered it and still may use it"));
+        "unregister memory of ", name_, ": registered outside Holdfast, may be in use"));
   }
   return Error("unregister memory of", cudaHostUnregister(base));
 }

@@ -243,7 +243,7 @@ const char* ValidateJob(const Job* job, uint64_t mapped_bytes) {
   if (job->magic != kJobMagic) return "this is not a job table";
   if (job->layout_version != kLayoutVersion) return "the table has another layout version";
   if (job->table_bytes < sizeof(Job) || job->table_bytes > mapped_bytes) {
-    return "the table is longer than what was mapped";
+    return "the table is longer than its mapping";
   }
   if (job->kind != JobKind::kSave && job->kind != JobKind::kDelete) return "unknown kind of job";
   if (!IsLauncher(job->launcher)) return "unknown launcher";

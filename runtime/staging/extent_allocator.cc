@@ -31,7 +31,7 @@ std::optional<uint64_t> ExtentAllocator::Allocate(uint64_t bytes) {
 
 void ExtentAllocator::Free(uint64_t offset, uint64_t bytes) {
   const auto taken = taken_.find(offset);
-  HOLDFAST_CHECK(taken != taken_.end(), "freeing bytes that nobody holds, or twice");
+  HOLDFAST_CHECK(taken != taken_.end(), "freeing bytes that are not allocated");
   HOLDFAST_CHECK(taken->second == RoundUp(bytes), "freeing a part of a run, or more than it");
   const uint64_t freed = taken->second;
   taken_.erase(taken);

@@ -395,7 +395,7 @@ class StagingPool::Impl {
   bool changing_ ABSL_GUARDED_BY(mutex_) = false;
   ExtentAllocator allocator_ ABSL_GUARDED_BY(mutex_);
   LeaseTable leases_ ABSL_GUARDED_BY(mutex_);
-  std::map<uint64_t, Epoch> epochs_ ABSL_GUARDED_BY(mutex_);  // open ones, oldest first
+  std::map<uint64_t, Epoch> epochs_ ABSL_GUARDED_BY(mutex_);  // open epochs, oldest first
   uint64_t next_epoch_ ABSL_GUARDED_BY(mutex_) = 1;
   uint64_t last_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
   uint64_t bytes_held_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -63,8 +63,8 @@ struct CheckpointerOptions {
   absl::Duration time_stalled_max = absl::Minutes(10);
   /// Longest wait of finished ranks for a live rank.
   absl::Duration time_ranks_max = absl::Minutes(30);
-  /// A rank without a sign of life for this long has failed: its process is gone, or its save has
-  /// not begun while other ranks wait. Must be equal on all ranks.
+  /// A rank without a sign of life for this long has failed: its processes are gone, or its save
+  /// has not begun while other ranks wait. Must be equal on all ranks.
   absl::Duration time_liveness_max = absl::Seconds(30);
   /// For fault injection in tests only. Called by a sealing thread with each extent, after the
   /// digests are taken and before the worker is notified.

@@ -110,7 +110,7 @@ TEST(ValidateJob, NamesEveryMistake) {
   } cases[] = {
       {"this is not a job table", [](Job& job) { job.magic = 1; }},
       {"the table has another layout version", [](Job& job) { ++job.layout_version; }},
-      {"the table is longer than what was mapped", [](Job& job) { ++job.table_bytes; }},
+      {"the table is longer than its mapping", [](Job& job) { ++job.table_bytes; }},
       {"unknown kind of job", [](Job& job) { job.kind = static_cast<JobKind>(9); }},
       {"unknown launcher", [](Job& job) { job.launcher = static_cast<Launcher>(4); }},
       {"unknown engine", [](Job& job) { job.engine = static_cast<EngineRung>(4); }},
