@@ -15,12 +15,13 @@ bool trim_under_registration = false;
 absl::Status Residence::Register(Registrant* registrant) {
   const bool now = arena_->resident();
   if (now) HOLDFAST_RETURN_IF_ERROR(registrant->RestoreRegistration());
-  entries_.push_back({.who = registrant, .registered = now});
+  entries_.push_back({.registrant = registrant, .registered = now});
   return absl::OkStatus();
 }
 
 void Residence::Remove(Registrant* registrant) {
-  std::erase_if(entries_, [registrant](const Entry& entry) { return entry.who == registrant; });
+  std::erase_if(entries_,
+                [registrant](const Entry& entry) { return entry.registrant == registrant; });
 }
 
 bool Residence::Complete() const {
@@ -56,7 +57,7 @@ absl::Status Residence::Take() {
 absl::Status Residence::DropAll() {
   for (Entry& entry : entries_) {
     if (!entry.registered) continue;
-    HOLDFAST_RETURN_IF_ERROR(entry.who->DropRegistration());
+    HOLDFAST_RETURN_IF_ERROR(entry.registrant->DropRegistration());
     entry.registered = false;
   }
   return absl::OkStatus();
@@ -66,7 +67,7 @@ absl::Status Residence::RestoreAll() {
   absl::Status first_error;
   for (Entry& entry : entries_) {
     if (entry.registered) continue;
-    const absl::Status status = entry.who->RestoreRegistration();
+    const absl::Status status = entry.registrant->RestoreRegistration();
     entry.registered = status.ok();
     first_error.Update(status);
   }

@@ -33,7 +33,9 @@ class Residence {
   /// \error The registrant's error; the registrant is then not added.
   absl::Status Register(Registrant* registrant);
   /// Adds a registrant that is attached already.
-  void Add(Registrant* registrant) { entries_.push_back({.who = registrant, .registered = true}); }
+  void Add(Registrant* registrant) {
+    entries_.push_back({.registrant = registrant, .registered = true});
+  }
   void Remove(Registrant* registrant);
 
   /// Returns true when the arena has pages and every registration is in place.
@@ -53,7 +55,7 @@ class Residence {
 
  private:
   struct Entry {
-    Registrant* who = nullptr;
+    Registrant* registrant = nullptr;
     bool registered = false;
   };
   absl::Status RestoreAll();
