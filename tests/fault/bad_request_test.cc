@@ -181,7 +181,7 @@ class HeldMemory : public LauncherTest {
 };
 INSTANTIATE_TEST_SUITE_P(All, HeldMemory, kEveryLauncher, LauncherName);
 
-TEST_P(HeldMemory, SkipsWhatArrives) {
+TEST_P(HeldMemory, SkipsLaterSaves) {
   Start(WhenFull::kSkip, absl::Seconds(60));
   if (HasFatalFailure()) return;
   const auto second = Begin(checkpointer_.get(), "second", second_, 2);
@@ -190,7 +190,7 @@ TEST_P(HeldMemory, SkipsWhatArrives) {
   End();
 }
 
-TEST_P(HeldMemory, FailsWhatArrives) {
+TEST_P(HeldMemory, FailsLaterSaves) {
   Start(WhenFull::kFail, absl::Seconds(60));
   if (HasFatalFailure()) return;
   const auto second = Begin(checkpointer_.get(), "second", second_, 2);

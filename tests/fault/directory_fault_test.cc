@@ -23,7 +23,7 @@ using ::testing::IsEmpty;
 class DirectoryFault : public LauncherTest {};
 INSTANTIATE_TEST_SUITE_P(All, DirectoryFault, kEveryLauncher, LauncherName);
 
-TEST_P(DirectoryFault, MissingIsToldAtCreate) {
+TEST_P(DirectoryFault, MissingIsAnErrorOfCreate) {
   const auto made = Checkpointer::Create(Options(absl::StrCat(directory(), "/nowhere")));
   EXPECT_TRUE(absl::IsNotFound(made.status())) << made.status();
   EXPECT_THAT(Text(made.status()),
@@ -31,7 +31,7 @@ TEST_P(DirectoryFault, MissingIsToldAtCreate) {
                     HasSubstr("No such file or directory")));
 }
 
-TEST_P(DirectoryFault, AFileIsToldAtCreate) {
+TEST_P(DirectoryFault, AFileIsAnErrorOfCreate) {
   const std::string file = absl::StrCat(directory(), "/file");
   std::ofstream(file) << "mine";
   const auto made = Checkpointer::Create(Options(file));
@@ -42,7 +42,7 @@ TEST_P(DirectoryFault, AFileIsToldAtCreate) {
   EXPECT_EQ(content, "mine");
 }
 
-TEST_P(DirectoryFault, RemovedBetweenSavesIsTold) {
+TEST_P(DirectoryFault, RemovedBetweenSavesIsAnError) {
   const std::string path = absl::StrCat(directory(), "/run");
   std::filesystem::create_directory(path);
   const auto checkpointer = Make(Options(path));
@@ -56,7 +56,7 @@ TEST_P(DirectoryFault, RemovedBetweenSavesIsTold) {
   EXPECT_THAT(Names(directory()), IsEmpty());
 }
 
-TEST_P(DirectoryFault, ReadOnlyFileSystemIsToldAndCanBeMadeWritableAgain) {
+TEST_P(DirectoryFault, ReadOnlyFileSystemIsAnErrorUntilWritable) {
   const auto small = SmallFileSystem::Tmpfs(64u << 20);
   if (!small.ok()) GTEST_SKIP() << small.status();
   SavePrevious((*small)->path());

@@ -72,7 +72,7 @@ TEST_P(FailedFsync, IsMadeGoodByASecondAttempt) {
   ExpectPreviousAnd(directory(), {"step-1", "step-2"});
 }
 
-TEST_P(FailedFsync, TwiceIsToldAndTheNextSaveWorks) {
+TEST_P(FailedFsync, TwiceEndsTheSaveAndTheNextSaveWorks) {
   const auto checkpointer = Make(Options());
   ASSERT_NE(checkpointer, nullptr);
   const auto report = SaveWith(checkpointer.get(), 2, 2);
@@ -84,7 +84,7 @@ TEST_P(FailedFsync, TwiceIsToldAndTheNextSaveWorks) {
   ExpectRecovered(checkpointer.get());
 }
 
-TEST_P(FailedFsync, OfASaveThatStreamsIsToldWithTheReason) {
+TEST_P(FailedFsync, OfAStreamingSaveIsAnErrorWithTheReason) {
   const auto checkpointer = Make(Options());
   ASSERT_NE(checkpointer, nullptr);
   const auto report = SaveWith(checkpointer.get(), 1, 12);  // 48 MiB through 32

@@ -53,32 +53,32 @@ INSTANTIATE_TEST_SUITE_P(All, FullDisk, kEveryLauncher, LauncherName);
 constexpr uint64_t kEverythingBytes = 64u << 20;
 constexpr uint64_t kStreamedBytes = 16u << 20;
 
-TEST_P(FullDisk, IsToldBeforeAnythingIsWrittenOnTmpfs) {
+TEST_P(FullDisk, FailsBeforeTheFirstWriteOnTmpfs) {
   const auto disk = SmallFileSystem::Tmpfs(kDiskBytes);
   if (!disk.ok()) GTEST_SKIP() << disk.status();
   ExpectRefused(disk->get(), kEverythingBytes, "reserve space for");
 }
 
-TEST_P(FullDisk, IsToldBeforeAnythingIsWrittenOnExt4) {
+TEST_P(FullDisk, FailsBeforeTheFirstWriteOnExt4) {
   const auto disk = SmallFileSystem::Loop("mkfs.ext4 -q -F", "ext4", kDiskBytes);
   if (!disk.ok()) GTEST_SKIP() << disk.status();
   ExpectRefused(disk->get(), kEverythingBytes, "reserve space for");
 }
 
-TEST_P(FullDisk, IsToldWithItsReasonWhenTheSaveStreams) {
+TEST_P(FullDisk, FailsAStreamingSaveWithTheReason) {
   const auto disk = SmallFileSystem::Tmpfs(kDiskBytes);
   if (!disk.ok()) GTEST_SKIP() << disk.status();
   ExpectRefused(disk->get(), kStreamedBytes, "reserve space for");
 }
 
-TEST_P(FullDisk, IsToldInTheMiddleWhereNothingCanBeReserved) {
+TEST_P(FullDisk, FailsDuringTheWritesWithoutReservation) {
   // Without extents ext4 has no fallocate.
   const auto disk = SmallFileSystem::Loop("mkfs.ext4 -q -F -O ^extent,^64bit", "ext4", kDiskBytes);
   if (!disk.ok()) GTEST_SKIP() << disk.status();
   ExpectRefused(disk->get(), kEverythingBytes, "write");
 }
 
-TEST_P(FullDisk, IsToldInTheMiddleWithItsReasonWhenTheSaveStreams) {
+TEST_P(FullDisk, FailsAStreamingSaveDuringItsWritesWithTheReason) {
   const auto disk = SmallFileSystem::Loop("mkfs.ext4 -q -F -O ^extent,^64bit", "ext4", kDiskBytes);
   if (!disk.ok()) GTEST_SKIP() << disk.status();
   ExpectRefused(disk->get(), kStreamedBytes, "write");
@@ -119,7 +119,7 @@ TEST_P(FileSizeLimit, BelowTheJobTableIsAnErrorAndNoDeath) {
   EXPECT_EQ(result.status, 0);
 }
 
-TEST_P(FileSizeLimit, BelowTheArenaIsToldAtCreate) {
+TEST_P(FileSizeLimit, BelowTheArenaIsAnErrorOfCreate) {
   SavePrevious(directory());
   const ChildResult result = RunInChild([this] {
     LimitFileSize(5u << 20);

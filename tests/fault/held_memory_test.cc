@@ -55,7 +55,7 @@ class DeviceMemory : public SaveTest {
   std::unique_ptr<Checkpointer> checkpointer_;
 };
 
-TEST_F(DeviceMemory, OfADeviceThatCannotBeAskedIsQuarantinedUntilItSaysEnded) {
+TEST_F(DeviceMemory, OfAFailingDeviceIsQuarantinedUntilTheCopiesEnd) {
   const SaveHandle handle = BeginCopies();
   device_->FailCall(SlowDevice::Call::kIsDone, absl::UnavailableError("no answer"), 0, 1u << 30);
   const auto report = handle.WaitDurable(kLong);

@@ -71,7 +71,7 @@ class HungDevice : public LauncherTest {
 };
 INSTANTIATE_TEST_SUITE_P(All, HungDevice, kEveryLauncher, LauncherName);
 
-TEST_P(HungDevice, EndsTheSaveKeepsTheMemoryAndHoldsUpNobodyElse) {
+TEST_P(HungDevice, EndsTheSaveKeepsTheMemoryAndDelaysNoOtherSave) {
   SlowDevice hung("hung:0");
   SlowDevice sound("sound:0");
   sound.CompleteAtOnce(true);
@@ -102,7 +102,7 @@ class HungDeviceAtTheEnd : public HungDevice {};
 INSTANTIATE_TEST_SUITE_P(All, HungDeviceAtTheEnd,
                          ::testing::Values(Launcher::kSpawn, Launcher::kThread), LauncherName);
 
-TEST_P(HungDeviceAtTheEnd, NobodyLooksAndFlushTells) {
+TEST_P(HungDeviceAtTheEnd, FlushReturnsTheUnreadError) {
   SlowDevice hung("hung:0");
   const auto checkpointer = Make(Impatient());
   ASSERT_NE(checkpointer, nullptr);
@@ -196,7 +196,7 @@ int HangingUnlink(int directory, const char* path, int flags) {
   return sys::kKernel.unlinkat(directory, path, flags);
 }
 
-TEST(HungRemoval, ByAThreadHoldsUpNobody) {
+TEST(HungRemoval, ByAThreadDelaysNoSave) {
   const ScratchDirectory scratch;
   const ChildResult result = RunInChild([&] {
     CheckpointerOptions options = SmallOptions(scratch.path());
@@ -299,7 +299,7 @@ TEST_F(BrokenRing, FailsOneSaveOfAKeptWorkerAndNotTheNext) {
   ExpectRecovered(made->get());
 }
 
-TEST_F(BrokenRing, FlushTellsTheErrorThatNobodySawHoweverManyWereSeen) {
+TEST_F(BrokenRing, FlushReturnsTheUnreadErrorAmongManyReadOnes) {
   CheckpointerOptions options = SmallOptions(directory());
   options.launcher = Launcher::kThread;
   // The second chunk may start a minute after the first: no save ends before its Cancel.

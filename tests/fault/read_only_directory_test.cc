@@ -55,7 +55,7 @@ class ReadOnlyDirectory : public LauncherTest {
 };
 INSTANTIATE_TEST_SUITE_P(All, ReadOnlyDirectory, kEveryLauncher, LauncherName);
 
-TEST_P(ReadOnlyDirectory, BetweenSavesIsToldAndCanBeMadeWritableAgain) {
+TEST_P(ReadOnlyDirectory, BetweenSavesIsAnErrorUntilWritable) {
   RunAsNobody([this] {
     SavePrevious(directory());
     const auto checkpointer = Make(Options());
@@ -71,7 +71,7 @@ TEST_P(ReadOnlyDirectory, BetweenSavesIsToldAndCanBeMadeWritableAgain) {
   });
 }
 
-TEST_P(ReadOnlyDirectory, DuringASaveIsToldAndAnEmptyDirectoryIsLeftToARecovery) {
+TEST_P(ReadOnlyDirectory, DuringASaveIsAnErrorAndLeavesAnEmptyDirectoryToRecovery) {
   RunAsNobody([this] {
     SavePrevious(directory());
     CheckpointerOptions options = Options();

@@ -47,8 +47,9 @@ class WorkerProgram : public LauncherTest {
     EXPECT_THAT(Text(made.status()),
                 AllOf(HasSubstr("worker program"), HasSubstr(program), HasSubstr(reason)));
   }
-  /// A program that ends at once instead of serving: an error within a second, not a broken pipe.
-  void ExpectTold(const std::string& program, const std::string& reason) {
+  /// Saves with a program that ends at once instead of serving; expects `reason`, not a broken
+  /// pipe.
+  void ExpectError(const std::string& program, const std::string& reason) {
     SavePrevious(directory());
     CheckpointerOptions options = Options();
     options.worker_program = program;
@@ -72,43 +73,43 @@ class WorkerProgram : public LauncherTest {
 INSTANTIATE_TEST_SUITE_P(All, WorkerProgram,
                          ::testing::Values(Launcher::kSpawn, Launcher::kPersistent), LauncherName);
 
-TEST_P(WorkerProgram, MissingIsToldAtCreate) {
+TEST_P(WorkerProgram, MissingIsAnErrorOfCreate) {
   ExpectRefusedAtCreate("/nowhere/holdfast-worker", "No such file or directory");
 }
 
-TEST_P(WorkerProgram, ADirectoryIsToldAtCreate) {
+TEST_P(WorkerProgram, ADirectoryIsAnErrorOfCreate) {
   ExpectRefusedAtCreate(directory(), "not a file");
 }
 
-TEST_P(WorkerProgram, NotExecutableIsToldAtCreate) {
+TEST_P(WorkerProgram, NotExecutableIsAnErrorOfCreate) {
   const std::string file = absl::StrCat(directory(), "/worker");
   std::ofstream(file) << "#!/bin/sh\n";
   ExpectRefusedAtCreate(file, "not executable");
 }
 
-TEST_P(WorkerProgram, NotAProgramIsTold) {
+TEST_P(WorkerProgram, NotAProgramIsAnError) {
   const ScratchDirectory elsewhere;
   const std::string file = absl::StrCat(elsewhere.path(), "/worker");
   std::ofstream(file) << std::string(100, '\1');
   ASSERT_EQ(chmod(file.c_str(), 0755), 0);
-  ExpectTold(file, "Exec format error");
+  ExpectError(file, "Exec format error");
 }
 
-TEST_P(WorkerProgram, OfAnotherVersionIsTold) {
-  ExpectTold(HOLDFAST_MISMATCHED_WORKER, "another version");
+TEST_P(WorkerProgram, OfAnotherVersionIsAnError) {
+  ExpectError(HOLDFAST_MISMATCHED_WORKER, "another version");
 }
 
-TEST_P(WorkerProgram, OfAnotherVersionThatDoesNotReadIsTold) {
+TEST_P(WorkerProgram, OfAnotherVersionThatDoesNotReadIsAnError) {
   const ScratchDirectory elsewhere;
   const std::string script = absl::StrCat(elsewhere.path(), "/worker");
   std::ofstream(script) << "#!/bin/sh\nexit " << layout::kExitMismatch << "\n";
   ASSERT_EQ(chmod(script.c_str(), 0755), 0);
-  ExpectTold(script, "another version");
+  ExpectError(script, "another version");
 }
 
-TEST_P(WorkerProgram, OneThatJustEndsIsTold) { ExpectTold("/bin/false", "exited with status 1"); }
+TEST_P(WorkerProgram, EndingAtOnceIsAnError) { ExpectError("/bin/false", "exited with status 1"); }
 
-TEST_P(WorkerProgram, RemovedBetweenSavesIsToldAndMayComeBack) {
+TEST_P(WorkerProgram, RemovedBetweenSavesIsAnErrorUntilRestored) {
   SavePrevious(directory());
   const ScratchDirectory elsewhere;
   const std::string program = absl::StrCat(elsewhere.path(), "/worker");

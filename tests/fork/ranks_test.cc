@@ -216,7 +216,7 @@ TEST_P(Ranks, AFailureOfOneIsAnErrorOfTheOtherAtOnce) {
   ExpectNextAttemptWorks();
 }
 
-TEST_P(Ranks, OneWhoseCallIsRefusedIsAnErrorOfTheOtherAtOnce) {
+TEST_P(Ranks, RefusedCallOfOneRankFailsTheOtherAtOnce) {
   SavePrevious(directory());
   for (const uint32_t failing : {0u, 1u}) {
     SCOPED_TRACE(failing);

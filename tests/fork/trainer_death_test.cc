@@ -68,7 +68,7 @@ pid_t KillWhenSealed(
   return worker;
 }
 
-TEST_P(TrainerKilled, WhatWasSealedBecomesDurable) {
+TEST_P(TrainerKilled, SealedSaveBecomesDurable) {
   SavePrevious(directory());
   const Subreaper subreaper;
   Mailbox mailbox;
@@ -124,7 +124,7 @@ TEST_P(TrainerKilled, ItsStandardStreamsEndThoughTheWorkerWrites) {
   EXPECT_EQ(subreaper.Reap(worker, kLong), ChildProcess::kSignalBase + SIGKILL);
 }
 
-TEST_P(TrainerKilled, WhatWasSealedGoesIfTheWorkerIsToStop) {
+TEST_P(TrainerKilled, SealedSaveIsRemovedUnderStop) {
   SavePrevious(directory());
   const Subreaper subreaper;
   Mailbox mailbox;
@@ -134,7 +134,7 @@ TEST_P(TrainerKilled, WhatWasSealedGoesIfTheWorkerIsToStop) {
   ExpectPreviousAnd(directory(), {});
 }
 
-TEST_P(TrainerKilled, WhatWasNotSealedLeavesNoTrace) {
+TEST_P(TrainerKilled, UnsealedSaveLeavesNoTrace) {
   SavePrevious(directory());
   const Subreaper subreaper;
   Mailbox mailbox;

@@ -44,7 +44,7 @@ TEST(UniqueFd, OwnForkKeepsTheChildsCopy) {
   EXPECT_EQ(InChild([&] { return IsOpen(fd.get()) ? 0 : 1; }), 0);
 }
 
-TEST(UniqueFd, ChildDoesNotCloseANumberThatIsSomebodyElsesByNow) {
+TEST(UniqueFd, ChildDoesNotCloseAReusedNumber) {
   UniqueFd fd(sys::OpenOwned(AT_FDCWD, "/dev/null", O_RDONLY | O_CLOEXEC, 0));
   EXPECT_EQ(InChild([&] {
               const int reused = dup2(STDERR_FILENO, fd.get());

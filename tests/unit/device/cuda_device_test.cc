@@ -106,7 +106,7 @@ TEST_F(CudaDeviceTest, ACopyIsDoneOnlyOnceItsStreamHasRun) {
   EXPECT_TRUE(*device->IsDone(0));
 }
 
-TEST_F(CudaDeviceTest, CopiesComeAfterWhatTheCallerQueued) {
+TEST_F(CudaDeviceTest, CopiesComeAfterTheCallersQueuedWork) {
   Device* const device = Open();
   cudaStream_t caller = CallerStream();
   char updated = 'X';

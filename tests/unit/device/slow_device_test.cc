@@ -25,7 +25,7 @@ class SlowDeviceTest : public ::testing::Test {
   char arena_[64] = {};
 };
 
-TEST_F(SlowDeviceTest, BytesArriveOnlyWhenTheTestSaysSo) {
+TEST_F(SlowDeviceTest, BytesArriveOnlyAtTheTestsCommand) {
   char* const tensor = device_.Allocate(4);
   std::memcpy(tensor, "abcd", 4);
   const CopyTicket ticket = Start(arena_, tensor, 4);
@@ -116,7 +116,7 @@ TEST_F(SlowDeviceTest, CopiesSeeTheWorkThatTheyWereOrderedAfter) {
   EXPECT_EQ(arena_[0], 1);
 }
 
-TEST_F(SlowDeviceTest, AStreamWaitsForTheCopiesThatItWasTold) {
+TEST_F(SlowDeviceTest, AStreamWaitsForItsCopies) {
   char* const tensor = device_.Allocate(1);
   *tensor = 1;
   const StreamHandle stream = device_.CreateStream();

@@ -75,7 +75,7 @@ TEST(DigestOfChunk, WithoutPartsIsTheDigestOfTheChunk) {
   EXPECT_EQ(OfChunk(bytes.data(), 0, nullptr, 0), Plain(bytes.data(), 0));
 }
 
-TEST(DigestOfChunk, GivesAPartThatIsTheWholeChunkTheSameDigest) {
+TEST(DigestOfChunk, GivesAPartOfTheWholeChunkTheSameDigest) {
   const std::string bytes = testing::RandomBytes(kChunkBytes, 6);
   Digest part;
   const Part parts[] = {{.offset = 0, .bytes = kChunkBytes, .out = &part}};
@@ -149,7 +149,7 @@ TEST(DigestHex, IsXxhashsCanonicalForm) {
   EXPECT_EQ(text, expected);
 }
 
-TEST(DigestHex, ReadsBackWhatItWrites) {
+TEST(DigestHex, ReadsItsOwnOutput) {
   std::mt19937_64 random(9);
   for (int i = 0; i < 100; ++i) {
     const Digest digest{.low = random(), .high = random()};

@@ -138,7 +138,7 @@ TEST_P(QueueTest, TakesMemoryOutsideTheRegion) {
   EXPECT_EQ(Contents(path_), std::string(other.data(), 8192));
 }
 
-TEST_P(QueueTest, RefusesWhatIsNoRequest) {
+TEST_P(QueueTest, RefusesAnInvalidRequest) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   ASSERT_NO_FATAL_FAILURE(MakeFile());
   Request request = WriteAt(0, 4096);
@@ -300,7 +300,7 @@ TEST_P(QueueTest, WatchIsSeenWhileCompletionsKeepComing) {
   close(bell);
 }
 
-TEST_P(QueueTest, CloseWaitsForWhatIsInFlight) {
+TEST_P(QueueTest, CloseWaitsForTransfersInFlight) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   ASSERT_NO_FATAL_FAILURE(MakeFile());
   for (uint64_t i = 0; i < 8; ++i) {

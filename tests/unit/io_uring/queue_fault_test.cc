@@ -210,7 +210,7 @@ int RefusingSubmit(io_uring* ring) {
   return sys::kKernel.uring_submit(ring);
 }
 
-TEST_P(RingTest, HandsOverWhatWasRefusedHoweverOften) {
+TEST_P(RingTest, SubmitsRefusedRequestsAgain) {
   HOLDFAST_OPEN_OR_SKIP(Options());
   ASSERT_NO_FATAL_FAILURE(MakeFile());
   Planted planted(queue_.get());

@@ -50,7 +50,7 @@ class QueueLadderTest : public testing::Test {
   std::unique_ptr<Queue> queue_ = std::make_unique<Queue>();
 };
 
-TEST_F(QueueLadderTest, TakesTheBestRungAndSaysSo) {
+TEST_F(QueueLadderTest, TakesAndNamesTheBestRung) {
   ASSERT_EQ(queue_->Open(Options()), 0);
   EXPECT_NE(queue_->rung(), EngineRung::kAuto);
   EXPECT_GT(strlen(queue_->reason()), 0u);
@@ -96,7 +96,7 @@ TEST_F(QueueLadderTest, DoesNotClimbDownFromARungThatWasAskedFor) {
   EXPECT_EQ(queue_->Submit({.fd = 0, .buffer = region_.data(), .bytes = 1}), EBADF);
 }
 
-TEST_F(QueueLadderTest, DoesNotPinWhatTheLockLimitCannotHold) {
+TEST_F(QueueLadderTest, DoesNotPinMoreThanTheLockLimit) {
   if (!RingWorksHere()) GTEST_SKIP() << "no io_uring here";
   static bool asked = false;
   Planted planted(queue_.get());

@@ -262,7 +262,7 @@ TEST_F(ArenaFaultTest, ReportsThatPagesRanOutOnOldKernels) {
   EXPECT_EQ(base::ErrnoOf(status), ENOSPC);
 }
 
-TEST_F(ArenaFaultTest, GivesBackWhatItTookWhenPopulatingAgainFails) {
+TEST_F(ArenaFaultTest, ReturnsItsPagesWhenPopulatingAgainFails) {
   const auto arena = Make(PageRung::kSmall);
   ASSERT_TRUE(arena.ok()) << arena.status();
   ASSERT_TRUE((*arena)->Punch().ok());

@@ -99,7 +99,7 @@ TEST_P(ArenaTest, IsFaultedInAlready) {
   EXPECT_EQ(mapped, arena_->bytes()) << smaps;
 }
 
-TEST_P(ArenaTest, SaysTheTruthAboutItsPages) {
+TEST_P(ArenaTest, ReportsItsPagesCorrectly) {
   const std::string smaps = Smaps(arena_->base());
   switch (arena_->pages()) {
     case PageRung::kHugetlb:

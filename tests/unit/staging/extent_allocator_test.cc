@@ -41,7 +41,7 @@ TEST(ExtentAllocator, MergesRunsThatTouch) {
   EXPECT_EQ(allocator.Allocate(8 * kGranule), 0u);
 }
 
-TEST(ExtentAllocator, RefusesWhatIsTooLongWithoutOverflow) {
+TEST(ExtentAllocator, RefusesTooLongRunsWithoutOverflow) {
   ExtentAllocator allocator(8 * kGranule, kGranule);
   EXPECT_EQ(allocator.Allocate(8 * kGranule + 1), std::nullopt);
   EXPECT_EQ(allocator.Allocate(UINT64_MAX), std::nullopt);

@@ -53,7 +53,7 @@ TEST_F(MemoryRoomTest, KnowsNoLimitWhereNothingCanBeRead) {
   EXPECT_TRUE(CheckMemoryRoom(uint64_t{1} << 50).ok());
 }
 
-TEST_F(MemoryRoomTest, ReadsWhatTheMachineHasAvailable) {
+TEST_F(MemoryRoomTest, ReadsTheAvailableMemory) {
   files_["/proc/meminfo"] =
       "MemTotal:       24683836 kB\nMemFree:          123 kB\nMemAvailable:    2097152 kB\n";
   const MemoryRoom room = FindMemoryRoom();
@@ -127,7 +127,7 @@ TEST_F(MemoryRoomTest, SurvivesFilesThatMakeNoSense) {
   EXPECT_EQ(FindMemoryRoom().bytes, UINT64_MAX);
 }
 
-TEST_F(MemoryRoomTest, SaysWhatToChange) {
+TEST_F(MemoryRoomTest, NamesTheOptionToChange) {
   files_["/proc/meminfo"] = "MemAvailable: 1048576 kB\n";
   EXPECT_TRUE(CheckMemoryRoom(960 * kMiB).ok());
   const absl::Status status = CheckMemoryRoom(961 * kMiB);

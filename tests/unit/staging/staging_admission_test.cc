@@ -136,7 +136,7 @@ TEST_F(StagingAdmissionTest, WakesAWaiterWhoseEpochEnds) {
   }
 }
 
-TEST_F(StagingAdmissionTest, LetsNobodyOvertakeWithinAnEpoch) {
+TEST_F(StagingAdmissionTest, KeepsTheOrderOfCallsWithinAnEpoch) {
   const uint64_t epoch = pool_->OpenEpoch();
   std::vector<Lease> held;
   for (int i = 0; i < 3; ++i) held.push_back(Take(epoch));
@@ -153,7 +153,7 @@ TEST_F(StagingAdmissionTest, LetsNobodyOvertakeWithinAnEpoch) {
   large.join();
 }
 
-TEST_F(StagingAdmissionTest, KnowsWhoWouldWait) {
+TEST_F(StagingAdmissionTest, PredictsWaits) {
   EXPECT_FALSE(pool_->WouldWait(kArenaBytes));
   EXPECT_FALSE(pool_->WouldWait(100 * kArenaBytes)) << "it streams, but waits for nobody else";
   const uint64_t first = pool_->OpenEpoch();
@@ -166,7 +166,7 @@ TEST_F(StagingAdmissionTest, KnowsWhoWouldWait) {
   EXPECT_FALSE(pool_->WouldWait(kArenaBytes));
 }
 
-TEST_F(StagingAdmissionTest, PromisesOnlyWhatFragmentationLeaves) {
+TEST_F(StagingAdmissionTest, PromisesOnlyBytesUsableUnderFragmentation) {
   // 4 KiB of an older save in the middle: two runs of just under two chunks.
   const uint64_t filler = pool_->OpenEpoch();
   Take(filler);

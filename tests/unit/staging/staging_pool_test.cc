@@ -105,7 +105,7 @@ TEST_F(StagingPoolTest, RetiresOneEpochAlone) {
   pool_->Seal(kept);
 }
 
-TEST_F(StagingPoolTest, GivesNothingToAnAbortedEpochButKeepsWhatItHolds) {
+TEST_F(StagingPoolTest, GivesNothingToAnAbortedEpochButKeepsItsLeases) {
   const uint64_t epoch = pool_->OpenEpoch();
   const Lease lease = Take(epoch);
   pool_->AbortEpoch(epoch);
@@ -149,7 +149,7 @@ TEST_F(StagingPoolTest, RefusesALeaseAfterFinishLeasing) {
             absl::StatusCode::kFailedPrecondition);
 }
 
-TEST_F(StagingPoolTest, CountsWhatWasHeld) {
+TEST_F(StagingPoolTest, CountsHeldBytes) {
   const uint64_t epoch = pool_->OpenEpoch();
   const Lease first = TakeWriting(epoch);
   TakeWriting(epoch);
@@ -284,7 +284,7 @@ TEST_F(StagingPoolTest, UnmapsTheArenaAtItsEnd) {
   EXPECT_FALSE(IsMapped(base));
 }
 
-TEST_F(StagingPoolTest, NeverUnmapsMemoryThatSomebodyMayStillUse) {
+TEST_F(StagingPoolTest, NeverUnmapsMemoryInUse) {
   const char* const base = pool_->arena().base();
   const uint64_t stuck = pool_->OpenEpoch();
   TakeWriting(stuck);

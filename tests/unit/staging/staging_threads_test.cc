@@ -100,7 +100,7 @@ class Saver {
   std::mt19937_64 random_;
 };
 
-TEST(StagingThreads, BytesHaveOneOwnerWhateverHappens) {
+TEST(StagingThreads, BytesHaveOneOwnerAtAnyTime) {
   const uint64_t seed = Seed();
   SCOPED_TRACE(::testing::Message() << "HOLDFAST_TEST_SEED=" << seed);
   // A quarter of the leases stays sealed to the end of its save, which must therefore fit.

@@ -169,7 +169,7 @@ TEST_F(StagingTrimTest, KeepsThePagesWhenARegistrationCannotBeDropped) {
   EXPECT_TRUE(pool_->Trim().ok());
 }
 
-TEST_F(StagingTrimTest, RestoresWhatItDroppedWhenPunchingFails) {
+TEST_F(StagingTrimTest, RestoresDroppedRegistrationsWhenPunchingFails) {
   AddBoth();
   system_->fallocate = FailingFallocate;
   const absl::Status status = pool_->Trim();
@@ -204,7 +204,7 @@ TEST_F(StagingTrimTest, TriesARegistrationAgainWithTheNextLease) {
   EXPECT_THAT(log_, ElementsAre("restore first", "restore second", "restore first"));
 }
 
-TEST_F(StagingTrimTest, DoesNotRestoreWhoWasRemoved) {
+TEST_F(StagingTrimTest, DoesNotRestoreARemovedRegistrant) {
   AddBoth();
   ASSERT_TRUE(pool_->Trim().ok());
   pool_->RemoveRegistrant(first_.get());
@@ -213,7 +213,7 @@ TEST_F(StagingTrimTest, DoesNotRestoreWhoWasRemoved) {
   EXPECT_THAT(log_, ElementsAre("restore second"));
 }
 
-TEST_F(StagingTrimTest, TrimsAgainForWhoRegisteredWithoutASave) {
+TEST_F(StagingTrimTest, TrimsAgainAfterARegistrationWithoutASave) {
   ASSERT_TRUE(pool_->Trim().ok());
   pool_->AddRegistrant(first_.get());
   pool_->arena().base()[0] = 'x';  // as registering does: the page is present again
@@ -240,7 +240,7 @@ bool IsMapped(const char* base) {
   return false;
 }
 
-TEST_F(StagingTrimTest, NeverUnmapsWhatIsStillRegistered) {
+TEST_F(StagingTrimTest, NeverUnmapsRegisteredMemory) {
   AddBoth();
   first_->drop_status = absl::InternalError("cudaHostUnregister");
   const char* const base = pool_->arena().base();
@@ -266,7 +266,7 @@ class SlowRegistrant final : public Registrant {
   std::atomic<bool> restored{false};
 };
 
-TEST_F(StagingTrimTest, GivesNoLeaseWhileATrimIsUnderWayAndBlocksNobodyElse) {
+TEST_F(StagingTrimTest, GivesNoLeaseDuringATrimAndBlocksNoOtherCall) {
   SlowRegistrant slow;
   pool_->AddRegistrant(&slow);
   std::thread trimmer([&] { EXPECT_TRUE(pool_->Trim().ok()); });
@@ -323,7 +323,7 @@ TEST_F(StagingTrimTest, WaitsForARegistrationUnderWayAndKnowsOfItAfterwards) {
   pool_->RemoveRegistrant(&device);
 }
 
-TEST_F(StagingTrimTest, RegistersWhatCameWithoutPagesWhenTheyAreTakenAgain) {
+TEST_F(StagingTrimTest, RegistersLateRegistrantsWhenPagesAreTakenAgain) {
   ASSERT_TRUE(pool_->Trim().ok());
   log_.clear();
   ASSERT_TRUE(pool_->Register(first_.get()).ok());
