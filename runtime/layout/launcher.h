@@ -11,7 +11,7 @@ namespace holdfast::layout {
 
 struct LauncherTraits {
   bool process = false;  ///< The worker is a process of its own, not a thread of the trainer.
-  bool program = false;  ///< It runs the worker program, with a heap and threads of its own.
+  bool program = false;  ///< The worker program runs, with its own heap and threads.
   bool kept = false;     ///< It serves any number of jobs.
 
   /// A copy of the trainer's memory: no heap, no threads, anonymous pages that are the trainer's.

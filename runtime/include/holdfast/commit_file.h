@@ -1,4 +1,4 @@
-// Proof of the file by which a framework commits, in a directory that the framework owns.
+// Proves a framework's commit file, in a directory owned by the framework.
 #ifndef HOLDFAST_COMMIT_FILE_H_
 #define HOLDFAST_COMMIT_FILE_H_
 
@@ -13,7 +13,7 @@
 
 namespace holdfast {
 
-/// The last file of a framework's save, which says that the checkpoint is complete: `.metadata` of
+/// The last file of a framework's save, which marks the checkpoint complete: `.metadata` of
 /// PyTorch's distributed checkpoints.
 struct CommitFile {
   std::string name;

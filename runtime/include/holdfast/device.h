@@ -1,4 +1,4 @@
-// The memory that holds tensors (host or CUDA device), and the operations on that memory.
+// Memory of tensors (host or CUDA device), with its operations.
 #ifndef HOLDFAST_DEVICE_H_
 #define HOLDFAST_DEVICE_H_
 

@@ -1,4 +1,4 @@
-// Data that a status carries beside its code and message.
+// Data of a status beside code and message.
 #ifndef HOLDFAST_ERRORS_H_
 #define HOLDFAST_ERRORS_H_
 

@@ -47,7 +47,7 @@ struct LoadReport {
   DirectIo direct_io = DirectIo::kNo;
 };
 
-/// Reads the checkpoint of one rank, or of several ranks as one, by their manifests. Holds no file
+/// Reads the checkpoint of one rank, or of several ranks as one, by their manifests. Keeps no file
 /// open and no tensor.
 class CheckpointReader {
  public:

@@ -1,8 +1,8 @@
 // Plans a save: tensors, their files, and the exact place of every byte.
 //
 // A plan is pure data. The layout in memory equals the layout in the file: each tensor is copied to
-// the place in the staging arena that corresponds to its place in the file. There is no
-// serialization step.
+// the place in the staging arena that corresponds to the place in the file, without a serialization
+// step.
 #ifndef HOLDFAST_PLAN_H_
 #define HOLDFAST_PLAN_H_
 

@@ -1,4 +1,4 @@
-// Probes the abilities of this machine and of one directory.
+// Probes the abilities of a machine and a directory.
 #ifndef HOLDFAST_PROBE_H_
 #define HOLDFAST_PROBE_H_
 

@@ -23,10 +23,11 @@ struct RankInSave {
   absl::Duration time_liveness_max = absl::Seconds(30);  ///< As in CheckpointerOptions.
 };
 
-/// Announces to the other ranks of a save that this rank has begun, as long as the object lives.
+/// Announces the begin of this rank's part to the other ranks of a save, during the object's
+/// lifetime.
 ///
 /// SaveAsync announces the rank by itself. A long step before SaveAsync, such as making the first
-/// Checkpointer, needs this object: other ranks wait for an unannounced rank no longer than
+/// Checkpointer, needs this object: the other ranks' wait for an unannounced rank ends after
 /// `time_liveness_max`.
 ///
 /// \forksafety In a child of the creating process the object does nothing.

@@ -1,4 +1,4 @@
-// A handle to one save: waits for it, reports its progress, cancels it.
+// A handle to a save: wait, progress, cancel.
 #ifndef HOLDFAST_SAVE_H_
 #define HOLDFAST_SAVE_H_
 
@@ -62,7 +62,7 @@ struct SaveReport : WorkerFigures {
 };
 
 /// Calls `visit(name, value)` for every field of `report`. Python's reports and JSON documents are
-/// made from this table, so a field that is added here appears in all of them.
+/// made from this table: a new field here appears in both.
 template <typename Visit>
 void ForEachField(const SaveReport& report, Visit&& visit) {
   visit("path", report.path);

@@ -41,7 +41,7 @@ uint64_t MemoryAvailable();
 /// Input of DefaultArenaBytes.
 struct ArenaNeed {
   uint64_t state_bytes = 0;
-  /// Processes on this node that each make an arena, this process included.
+  /// Processes on the node with an arena each, the caller's process included.
   uint32_t processes = 1;
   /// Bytes of the process's present arena, which the new arena replaces.
   uint64_t bytes_owned = 0;
@@ -71,7 +71,7 @@ struct StagingStats {
   uint64_t bytes_quarantined = 0;  ///< Part of `bytes_held` that belongs to ended saves.
   uint64_t control_bytes_held = 0;
   uint64_t control_bytes_peak = 0;
-  /// Saves of all Checkpointers on the arena, also those without memory.
+  /// Saves of every Checkpointer on the arena, also saves without memory.
   uint64_t saves_in_flight = 0;
   uint64_t leases = 0;          ///< Handed out since Create.
   uint64_t waits = 0;           ///< Leases that waited for memory.
