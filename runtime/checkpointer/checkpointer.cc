@@ -333,6 +333,7 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
                    .world_size = options.world_size,
                    .step = request.step,
                    .saved_at_ns = saved_at_ns,
+                   .replaces = Others(job.older, attempt),
                    .launcher = options.launcher,
                    .pages = core->pool->arena().pages(),
                    .read_back = options.read_back},
