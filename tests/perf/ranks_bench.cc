@@ -60,7 +60,7 @@ struct Rank {
     save.parameters.rank = rank;
     save.parameters.world_size = world;
     save.parameters.engine = EngineRung::kPwrite;
-    save.parameters.flags |= layout::kForkedChild;  // no threads of its own
+    save.parameters.pwrite_threads = 0;
     save.parameters.time_ranks_max_ns = 600 * kNsPerSecond;
     save.parameters.time_stalled_max_ns = 600 * kNsPerSecond;
     save.AddFile("data-" + std::to_string(rank), {kFileBytes});
