@@ -31,12 +31,8 @@ struct Section {
   const char* name;
   absl::Status (*run)(const Bench& bench);
 };
-constexpr Section kSections[] = {{"write", RunWrite},
-                                 {"read", RunRead},
-                                 {"copy", RunCopy},
-                                 {"handoff", RunHandoff},
-                                 {"call", RunCall},
-                                 {"memory", RunMemory}};
+constexpr Section kSections[] = {{"write", RunWrite},     {"read", RunRead}, {"copy", RunCopy},
+                                 {"handoff", RunHandoff}, {"call", RunCall}, {"memory", RunMemory}};
 
 constexpr char kAbout[] =
     "Measures Holdfast on this machine, side by side with the limits of the disk and the memory.\n"
