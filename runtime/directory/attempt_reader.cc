@@ -26,7 +26,7 @@ std::string Hex(const Id& id) {
   return text;
 }
 
-/// As recorded. Version 1 of the manifest lacks it: there, when the manifest was written.
+/// The recorded time. A manifest of version 1 lacks the field: there the manifest's file time.
 absl::Time SavedAt(const format::Manifest& manifest, int64_t modified_ns) {
   return FromNanoseconds(manifest.saved_at_ns.value_or(static_cast<uint64_t>(modified_ns)));
 }
@@ -49,7 +49,7 @@ void AttemptReader::Read(const NamedManifests& named) {
       continue;
     }
     ranks_.insert(identity.rank);
-    // The record was made of durable manifests; a rank's own is all that it needs to read.
+    // Rank 0 writes the record when all manifests are durable; a rank needs only its own manifest.
     if (TrustsRecord() && identity.rank != options_.keep_rank) continue;
     int64_t modified_ns = 0;
     if (const auto entry = Look(directory_, name, /*follow_symlink=*/false); entry.ok())
@@ -71,7 +71,7 @@ void AttemptReader::JudgeCommitFile(const std::set<std::string>& committed_by, b
     return Add(Incomplete(name, "commit", "of this save", "of another save"));
   }
   if (!differs_.has_value()) return;
-  // What is there may be its; no record can tell.
+  // The commit file may be this attempt's; without a record there is no proof.
   if (unrecorded) {
     return Add(Incomplete(differs_->fault.file, "commit", "of this save", "of another save"));
   }
@@ -156,7 +156,7 @@ void AttemptReader::ReadManifest(const format::ManifestIdentity& identity, const
                                  int64_t modified_ns) {
   auto text = ReadWholeFile(directory_, name, format::kManifestBytesMax);
   if (base::ErrnoOf(text.status()) == ENOENT) {
-    // Removed since it was listed: the directory is being retired or cleaned up.
+    // Removed since the listing: the directory is being retired or cleaned up.
     return Add(Incomplete(name, "missing", "a manifest", "nothing"));
   }
   if (!text.ok()) return Add(FindingOf(text.status(), name, "manifest"));

@@ -1,4 +1,4 @@
-// One attempt's manifests in a directory, and what is wrong with them and with what they name.
+// The manifests of one attempt in a directory, and the findings about them and their files.
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_ATTEMPT_READER_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_ATTEMPT_READER_H_
 
@@ -23,12 +23,12 @@ namespace holdfast::directory {
 /// Manifests by their names.
 using NamedManifests = std::vector<std::pair<format::ManifestIdentity, std::string>>;
 
-/// A time that a manifest or a record has.
+/// The time in a manifest or a record.
 absl::Time FromNanoseconds(uint64_t since_1970);
 
 class AttemptReader {
  public:
-  /// `attempt`: as it stands in the names of the files; none in a directory of Holdfast's own.
+  /// `attempt`: the attempt in the files' names; none in a directory that Holdfast owns.
   AttemptReader(int directory, const ReadCheckpointOptions& options,
                 std::optional<AttemptId> attempt, CommitFiles* commit_files)
       : directory_(directory),
@@ -36,18 +36,18 @@ class AttemptReader {
         framework_attempt_(attempt),
         commit_files_read_(commit_files) {}
 
-  /// Reads the commit record and the manifests `named`, and looks at what they name.
+  /// Reads the commit record and the manifests `named`, and checks the files that they name.
   void Read(const NamedManifests& named);
 
-  /// The commit file that is proven to be of this attempt; empty: none.
+  /// The commit file that a record proves to be of this attempt; empty: none.
   std::string committed_by() const { return committed_ ? record_->commit_file->name : ""; }
 
   /// Complete, and without a commit record.
   bool unrecorded() const { return unrecorded_ && !incomplete(); }
 
-  /// Judges a commit file that is not proven to be of this attempt, when all attempts are read.
-  /// `committed_by`: the commit files that are proven to be of others. `unrecorded`: an attempt
-  /// without a record may have written what differs from this one's.
+  /// Judges a commit file that no record proves to be of this attempt. Called after all attempts
+  /// are read. `committed_by`: commit files proven to be of other attempts. `unrecorded`: an
+  /// attempt without a record exists and may have written the differing file.
   void JudgeCommitFile(const std::set<std::string>& committed_by, bool unrecorded);
 
   const std::vector<Finding>& findings() const { return findings_; }
@@ -57,7 +57,7 @@ class AttemptReader {
   bool incomplete() const;
   bool NewerThan(const AttemptReader& other) const;
 
-  /// Files of it were written anew by an attempt that names `named`.
+  /// True when an attempt that names `named` has replaced files of this attempt.
   bool Superseded(const std::set<std::string>& named) const;
 
   void MoveTo(CheckpointFiles* out, std::set<std::string>* named);
@@ -83,16 +83,17 @@ class AttemptReader {
   std::vector<format::Manifest> manifests_;
   std::vector<Finding> findings_;
   bool first_seen_ = false;
-  CheckpointInfo info_;  // as the first manifest says; bytes of all
+  CheckpointInfo info_;  // from the first manifest; bytes of all manifests
   std::string recorded_name_;
   std::vector<AttemptId> replaces_;
   std::optional<format::CommitRecord> record_;
-  bool unrecorded_ = false;                      // a framework's directory, and no record is there
+  bool unrecorded_ = false;                      // a framework's directory without a commit record
   std::set<std::string> possible_commit_files_;  // without a record
-  std::set<std::string> commit_files_;  // of this attempt, or of one that commits by the same
-  bool committed_ = false;              // by the file that the record has
-  std::optional<Finding> differs_;      // what is wrong with that file otherwise
-  int64_t modified_ns_ = 0;             // when its last manifest was written
+  // of this attempt, or of an attempt with the same commit file
+  std::set<std::string> commit_files_;
+  bool committed_ = false;          // proven by the digest in the record
+  std::optional<Finding> differs_;  // the finding about the commit file, if not committed
+  int64_t modified_ns_ = 0;         // when the last manifest was written
   std::set<uint32_t> ranks_;
   std::set<std::string> named_;
 };

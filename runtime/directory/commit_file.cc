@@ -77,7 +77,7 @@ std::vector<std::string> CommitFileNames(const format::Manifest& manifest) {
       continue;
     }
     std::vector<std::string> names = {kDcpCommitFile};
-    // A rank that saves without collectives commits by a file of its own.
+    // A rank that saves without collectives commits by its own file.
     rank = rank.substr(0, rank.find('_'));
     uint32_t number = 0;
     if (manifest.world_size == 1 && absl::SimpleAtoi(rank, &number)) {

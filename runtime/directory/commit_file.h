@@ -1,9 +1,9 @@
 // Commit records on disk, and the file by which a framework commits.
 //
-// In a directory that a framework owns, complete manifests say that a save's data is durable, and
-// the framework's own last file says that it counts. The save's commit record has that file's
-// digest, because nobody here can read it. Files by which two saves commit have one name: of two
-// saves at most one is committed.
+// In a directory that a framework owns, complete manifests prove that a save's data is durable. The
+// framework's own last file commits the save. Holdfast cannot read that file, so the save's commit
+// record holds its digest. The commit files of two saves have one name: of two saves at most one is
+// committed.
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_COMMIT_FILE_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_COMMIT_FILE_H_
 
@@ -19,22 +19,23 @@
 
 namespace holdfast::directory {
 
-/// The commit record of that name. Nothing where there is none: a save of an earlier version, or
-/// files that were adopted. \error kDataLoss; errors of the machine.
+/// Reads the commit record `name`. Returns nothing where no record exists: a save of an earlier
+/// version, or adopted files.
+/// \error kDataLoss; errors of the machine.
 absl::StatusOr<std::optional<format::CommitRecord>> ReadCommitRecord(int directory,
                                                                      const std::string& name);
 
-/// Names under which the framework may have committed what `manifest` names, where there is no
-/// record. Empty: it is no framework whose names are known.
+/// Returns the names under which the framework may have committed `manifest` without a record.
+/// Empty for an unknown framework.
 std::vector<std::string> CommitFileNames(const format::Manifest& manifest);
 
-/// The commit files of a directory, each read once: attempts that are judged by one file must see
-/// the same, although a save may put another one in its place meanwhile.
+/// The commit files of a directory, each read once. Attempts with one commit file must be judged by
+/// the same bytes, even if a running save replaces the file meanwhile.
 class CommitFiles {
  public:
   explicit CommitFiles(int directory) : directory_(directory) {}
 
-  /// Size and digest of the whole file, read through a small buffer; an error of the machine.
+  /// Size and digest of the whole file, read through a small buffer; or an error of the machine.
   const absl::StatusOr<format::CommitFileDigest>& Read(const std::string& name);
 
  private:

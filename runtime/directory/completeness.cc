@@ -24,13 +24,13 @@ namespace {
 
 constexpr uint32_t kNoRank = std::numeric_limits<uint32_t>::max();
 
-/// What a rank 0 that died in its commit left: the board right after its rename, or a record that
-/// it was writing when a recovery took over.
+/// The leftovers of a rank 0 that died in its commit: the board right after the rename, or a record
+/// being written when a recovery took over.
 bool IsLeftOfCommit(const std::string& name) {
   return name == layout::kBoardName || name == absl::StrCat(layout::kCommitRecordName, ".tmp");
 }
 
-/// Of the saves that commit by one file at most one is committed: the others are incomplete.
+/// Of several saves with one commit file at most one is committed: the other saves are incomplete.
 void JudgeCommitFiles(std::vector<AttemptReader>* readers) {
   std::set<std::string> committed_by;
   bool unrecorded = false;
@@ -47,10 +47,10 @@ void ReadAttempts(int directory, const ReadCheckpointOptions& options, Checkpoin
     std::optional<AttemptId> id;
     NamedManifests named;
   };
-  // Those without one in their name together, under 0.
+  // Manifests without an attempt in their name are grouped under 0.
   std::map<std::pair<uint64_t, uint64_t>, Attempt> attempts;
   for (const std::string& name : out->names) {
-    // A framework's record speaks of manifests even if all are gone.
+    // A framework's record announces manifests even if all manifests are missing.
     if (const auto recorded = format::ParseCommitRecordName(name)) {
       attempts[{recorded->high, recorded->low}].id = recorded;
     }
@@ -70,7 +70,7 @@ void ReadAttempts(int directory, const ReadCheckpointOptions& options, Checkpoin
   JudgeCommitFiles(&readers);
   const bool any_complete = std::any_of(readers.begin(), readers.end(),
                                         [](const AttemptReader& r) { return !r.incomplete(); });
-  // The newest first: a reader opens that one.
+  // The newest first: a reader opens the newest.
   std::vector<AttemptReader*> newest_first;
   for (AttemptReader& reader : readers) newest_first.push_back(&reader);
   std::stable_sort(newest_first.begin(), newest_first.end(),
@@ -124,7 +124,7 @@ Inspection Inspect(int directory) {
   Inspection inspection;
   const auto names = ListNames(directory, "directory");
   if (!names.ok()) {
-    // ENOENT: it was removed since it was opened.
+    // ENOENT: the directory was removed since it was opened.
     if (base::ErrnoOf(names.status()) != ENOENT) inspection.state = Inspection::State::kUnreadable;
     inspection.reason = names.status();
     return inspection;
@@ -133,7 +133,7 @@ Inspection Inspect(int directory) {
   for (const std::string& name : *names) {
     const auto identity = format::ParseManifestName(name);
     if (identity.has_value() && !identity->attempt.has_value()) own.emplace_back(*identity, name);
-    // Alone it says what the directory was.
+    // A commit record alone proves that the directory was a checkpoint.
     if (name == layout::kCommitRecordName) inspection.has_manifest = true;
   }
   if (own.empty()) {

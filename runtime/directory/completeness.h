@@ -1,7 +1,7 @@
-// What makes a directory a complete checkpoint: the manifests of all ranks of one attempt are
-// there, parse, and name files of exactly the recorded sizes. One answer in two views: all findings
-// (ReadCheckpoint, for load and verify), and one state (Inspect, for listing and recovery). Rank
-// 0's commit record, where there is one, says the same in one small read (InspectCommitted).
+// The rule of a complete checkpoint: the manifests of all ranks of one attempt exist, parse, and
+// name files of exactly the recorded sizes. The rule has two views: all findings (ReadCheckpoint,
+// for load and verify), and one state (Inspect, for listing and recovery). Rank 0's commit record,
+// if present, gives the same answer in one small read (InspectCommitted).
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_COMPLETENESS_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_COMPLETENESS_H_
 
@@ -20,72 +20,79 @@
 
 namespace holdfast::directory {
 
-/// A directory's manifests, and what is wrong with them and with the files that they name. Files'
-/// contents are not looked at.
+/// A directory's manifests, and the findings about them and their files. File contents are not
+/// read.
 struct CheckpointFiles {
-  std::vector<std::string> names;           ///< All entries of the directory, sorted.
-  uint32_t manifests_found = 0;             ///< By their names; 0: no Holdfast checkpoint at all.
-  std::vector<format::Manifest> manifests;  ///< Those that parsed, the newest attempt's first.
-  std::vector<std::string> unnamed;         ///< Entries that no manifest names.
-  std::vector<Finding> findings;            ///< Empty: complete.
-  std::optional<format::CommitRecord> record;  ///< Of the newest attempt, if it is sound.
-  /// By which a framework has committed; those of `unproven` have no digest in any record.
+  std::vector<std::string> names;  ///< All entries of the directory, sorted.
+  uint32_t manifests_found = 0;    ///< Counted by name; 0: not a Holdfast checkpoint.
+  /// The manifests that parsed, the newest attempt's first.
+  std::vector<format::Manifest> manifests;
+  std::vector<std::string> unnamed;            ///< Entries that no manifest names.
+  std::vector<Finding> findings;               ///< Empty: complete.
+  std::optional<format::CommitRecord> record;  ///< Of the newest attempt, if the record is sound.
+  /// Commit files of a framework; no record has a digest of the `unproven` files.
   std::set<std::string> commit_files;
   std::set<std::string> unproven;
-  bool partial = false;  ///< The directory's name says that it is not committed.
+  bool partial = false;  ///< The directory has a name of an uncommitted checkpoint.
 };
 
 struct ReadCheckpointOptions {
   std::optional<uint32_t> keep_rank;  ///< Keep only this rank's manifest; all are checked.
-  /// Under a sound commit record read no manifest but that of `keep_rank`. The others need be
-  /// there.
+  /// Under a sound commit record reads only the manifest of `keep_rank`. The other manifests must
+  /// exist.
   bool trust_record = false;
-  size_t findings_max = 10'000;  ///< More than this are dropped.
+  size_t findings_max = 10'000;  ///< Further findings are dropped.
 };
 
-/// In a directory that a framework owns, the files of an attempt that is not complete are left out
-/// if those of another are: it failed, or is still being written. So are those of an attempt some
-/// of whose files a newer one has written anew. An attempt is complete there if its commit record
-/// has the digest of the framework's commit file; without a record, if such a file is there.
+/// Reads the manifests of a directory and checks sizes and commit files. In a directory that a
+/// framework owns:
+/// - An incomplete attempt (failed, or still being written) is left out beside a complete attempt.
+/// - An attempt is left out when a newer attempt has replaced some of its files.
+/// - An attempt is complete if its commit record has the digest of the framework's commit file.
+///   Without a record, a commit file must exist.
 /// \error when the directory itself cannot be listed.
 absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string& path,
                                                const ReadCheckpointOptions& options);
 
-/// What a directory holds, whatever its own name is.
+/// The state of a directory, regardless of the directory's own name.
 struct Inspection {
   enum class State {
     kComplete,
-    kIncomplete,  ///< Manifests or files are missing: it was never committed.
-    kDamaged,     ///< A manifest or a file's size is not as it was written: storage is at fault.
-    kUnreadable,  ///< An error of the machine (EIO, EMFILE, ...): nothing is known.
+    kIncomplete,  ///< Manifests or files are missing: the save never committed.
+    kDamaged,     ///< A manifest or a file's size is not as written: a storage fault.
+    kUnreadable,  ///< An error of the machine (EIO, EMFILE, ...): the state is unknown.
   };
   State state = State::kIncomplete;
-  absl::Status reason;        ///< Why it is not complete; OK if it is.
+  absl::Status reason;        ///< Why the directory is not complete; OK if complete.
   bool has_manifest = false;  ///< A file has a rank manifest's name, or the commit record's.
-  CheckpointInfo info;  ///< Without `name` and `path`; of what is sound as far as it is known.
-  std::string recorded_name;        ///< The final name that its manifests carry.
-  std::vector<AttemptId> replaces;  ///< What it may take the place of; a record does not say it.
+  CheckpointInfo info;        ///< Without `name` and `path`; filled from the sound manifests.
+  std::string recorded_name;  ///< The final name in the manifests.
+  /// The attempts that the save may replace; absent from a commit record.
+  std::vector<AttemptId> replaces;
 };
 
-/// The gravest finding decides. Manifests with an attempt in their name do not count: a framework
-/// owns the directory, and the framework's own last file says whether it is complete.
+/// Returns the state of the gravest finding. Manifests with an attempt in their name do not count:
+/// the framework's own last file commits that directory.
 Inspection Inspect(int directory);
 
-/// What a sound commit record says, by one small read: rank 0 wrote it when all manifests were
-/// durable. What happened to the files since is not looked at. None without a sound record.
+/// Returns the content of a sound commit record, by one small read. Rank 0 writes the record when
+/// all manifests are durable. Later damage of the files is not detected. Returns nothing without a
+/// sound record.
 std::optional<Inspection> InspectRecord(int directory);
 
 /// InspectRecord, and where there is no sound record, Inspect.
 Inspection InspectCommitted(int directory);
 
-/// Reads one manifest and looks at the files that it names. `digest`: of the manifest, as a commit
-/// record has it. \error kDataLoss: damaged, or not the one of its name or record; as ToStatus.
+/// Reads one manifest and checks the files that it names. `digest`: of the manifest, from a commit
+/// record.
+/// \error kDataLoss: damaged, or another manifest than its name or record says; as ToStatus.
 absl::StatusOr<format::Manifest> ReadManifest(int directory, const std::string& path,
                                               const std::string& name,
                                               const std::optional<Digest>& digest);
 
-/// The manifest in `directory` that names `file`.
-/// \error kNotFound when none does; the damage, where none does but one cannot be read.
+/// Returns the manifest in `directory` that names `file`.
+/// \error kNotFound when no manifest names `file`; the damage, when a manifest is unreadable as
+/// well.
 absl::StatusOr<format::Manifest> FindManifestOf(int directory, const std::string& path,
                                                 const std::string& file);
 

@@ -62,7 +62,7 @@ bool IsDirectory(int directory, const char* name, uint8_t type) {
 /// Calls `add` with the name and the DT_ type of each entry but "." and "..".
 absl::Status ForEachEntry(int directory, absl::string_view path,
                           absl::FunctionRef<void(int fd, const char* name, uint8_t type)> add) {
-  // An open file description of its own: getdents64 moves the offset, and `directory` may be shared
+  // A separate open file description: getdents64 moves the offset, and `directory` may be shared
   // with another process.
   base::UniqueFd fd(OpenRetrying(directory, ".", O_DIRECTORY));
   if (!fd.valid()) return base::ErrnoStatus("open", path, errno);
@@ -115,7 +115,7 @@ absl::StatusOr<base::UniqueFd> MakeDirectory(int parent, const std::string& name
   constexpr mode_t kMode = 0777;  // less the umask, as mkdir(1)
   if (sys::Sys().mkdirat(parent, name.c_str(), kMode) != 0 && errno != EEXIST) {
     const absl::Status failed = base::ErrnoStatus("make directory", name, errno);
-    // The parent was removed: retrying, as after a kNotFound of the open, could not help.
+    // The parent was removed: a retry, as after a kNotFound of the open, could not help.
     return absl::IsNotFound(failed) ? absl::FailedPreconditionError(failed.message()) : failed;
   }
   return OpenDirectory(parent, name);
@@ -173,7 +173,7 @@ absl::StatusOr<std::string> ReadRange(int file, const std::string& name, uint64_
 
 absl::StatusOr<base::UniqueFd> OpenFile(int directory, const std::string& name,
                                         bool follow_symlink) {
-  // O_NONBLOCK: opening a FIFO would wait for a writer; it means nothing to a regular file.
+  // O_NONBLOCK: opening a FIFO would wait for a writer. The flag has no effect on a regular file.
   const int flags = O_NONBLOCK | (follow_symlink ? 0 : O_NOFOLLOW);
   base::UniqueFd fd(OpenRetrying(directory, name.c_str(), flags));
   if (!fd.valid()) return base::ErrnoStatus("open", name, errno);
@@ -200,8 +200,8 @@ absl::StatusOr<std::string> ReadWholeFile(int directory, const std::string& name
 
 absl::Status SyncDirectory(int directory, absl::string_view name) {
   if (sys::Sys().fsync(directory) == 0) return absl::OkStatus();
-  // fsync(2): EROFS or EINVAL is a file that "does not support synchronization". There is nothing
-  // to wait for then (a read-only mount), or nothing better to ask for (CIFS).
+  // fsync(2): EROFS or EINVAL is a file that "does not support synchronization". A read-only mount
+  // has no pending write, and CIFS has no better call.
   if (errno == EINVAL || errno == EROFS) return absl::OkStatus();
   return base::ErrnoStatus("fsync directory", name, errno);
 }

@@ -1,5 +1,5 @@
-// Directories and small files by fd: open, look, list, read, sync, all through the table of system
-// calls.
+// Directories and small files by fd: open, look, list, read, sync. All calls go through the table
+// of system calls.
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_ENTRIES_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_ENTRIES_H_
 
@@ -15,7 +15,7 @@
 
 namespace holdfast::directory {
 
-/// What stands at a name.
+/// The kind of entry at a name.
 enum class EntryKind { kNothing, kFile, kDirectory, kSymlink, kOther };
 struct Entry {
   EntryKind kind = EntryKind::kNothing;
@@ -30,37 +30,38 @@ struct PathParts {
 };
 PathParts SplitPath(const std::string& path);
 
-/// Follows symbolic links. \error as open(2): kNotFound, kFailedPrecondition for what is no
-/// directory, ...
+/// Opens a directory and follows symbolic links.
+/// \error as open(2): kNotFound, kFailedPrecondition for another kind of entry, ...
 absl::StatusOr<base::UniqueFd> OpenDirectory(const std::string& path);
 
 /// Opens a directory for reading, without following a symbolic link in the last component.
 /// `parent` may be AT_FDCWD.
 absl::StatusOr<base::UniqueFd> OpenDirectory(int parent, const std::string& name);
 
-/// Makes a directory, or finds it, and opens it. \error kNotFound when it went away between the
-/// two, kFailedPrecondition when `parent` was removed; errors of mkdir and open.
+/// Makes a directory, or finds an existing one, and opens it.
+/// \error kNotFound when the directory was removed between mkdir and open, kFailedPrecondition when
+/// `parent` was removed; errors of mkdir and open.
 absl::StatusOr<base::UniqueFd> MakeDirectory(int parent, const std::string& name);
 
 struct DirectoryEntry {
   std::string name;
-  bool is_directory = false;  ///< Asked from the inode where the listing does not tell.
+  bool is_directory = false;  ///< Read from the inode when the listing lacks the type.
 };
 
-/// Everything but "." and "..", sorted by name. `path` is for messages.
+/// Lists all entries but "." and "..", sorted by name. `path` is for messages.
 /// \error kResourceExhausted beyond `kEntriesMax`.
 absl::StatusOr<std::vector<DirectoryEntry>> ListDirectory(int directory,
                                                           absl::string_view path = "directory");
 inline constexpr size_t kEntriesMax = 4'000'000;
 
-/// The names alone.
+/// As ListDirectory, names only.
 absl::StatusOr<std::vector<std::string>> ListNames(int directory, absl::string_view path);
 
-/// What stands at `name`. Nothing there is not an error.
+/// Returns the entry at `name`. A missing entry is kNothing, not an error.
 absl::StatusOr<Entry> Look(int directory, const std::string& name, bool follow_symlink);
 
-/// Bytes [begin, begin + bytes) of a regular file, all of it or an error.
-/// \error kDataLoss when the file ends before.
+/// Reads bytes [begin, begin + bytes) of a regular file, completely.
+/// \error kDataLoss when the file is shorter.
 absl::StatusOr<std::string> ReadRange(int file, const std::string& name, uint64_t begin,
                                       uint64_t bytes);
 
@@ -68,21 +69,21 @@ absl::StatusOr<std::string> ReadRange(int file, const std::string& name, uint64_
 absl::StatusOr<base::UniqueFd> OpenFile(int directory, const std::string& name,
                                         bool follow_symlink);
 
-/// A whole file of at most `bytes_max`, no symlink followed.
+/// Reads a whole file of at most `bytes_max`; follows no symbolic link.
 absl::StatusOr<std::string> ReadWholeFile(int directory, const std::string& name,
                                           uint64_t bytes_max);
 
 /// fsync(2) of a directory: its entries survive power loss.
 absl::Status SyncDirectory(int directory, absl::string_view name);
 
-/// Whether `name` below `parent` is the inode that `fd` has open. A directory's name may have been
-/// taken away between opening and locking it.
+/// True when `name` below `parent` is the inode that `fd` has open. A recovery may rename a
+/// directory between opening and locking.
 bool NameRefersTo(int parent, const std::string& name, int fd);
 
-/// The path from the root, for messages and reports. Whether it exists is found out by opening it.
+/// Returns the path from the root, for messages and reports. The path need not exist.
 std::string AbsolutePath(const std::string& path);
 
-/// Sleeps, through the table.
+/// Sleeps, through the table of system calls.
 void Pause(absl::Duration time);
 
 }  // namespace holdfast::directory

@@ -22,9 +22,9 @@ struct Known {
 
 constexpr uint32_t kFuseMagic = 0x65735546;
 
-// statfs(2) and linux/magic.h. Locality is a promise about locks, so it is given only where it is
-// sure: FUSE and virtiofs share one magic number, and their locks are known to the server only if
-// it asks for that.
+// statfs(2) and linux/magic.h. Locality is a promise about locks, so only certain file systems get
+// it. FUSE and virtiofs share one magic number, and their locks reach the server only on its
+// request.
 constexpr Known kKnown[] = {
     {0x0000ef53, "ext4", true},  // ext2 and ext3 have the same number
     {0x58465342, "xfs", true},       {0x9123683e, "btrfs", true},   {0x01021994, "tmpfs", true},
@@ -55,8 +55,8 @@ absl::StatusOr<FileSystem> IdentifyFileSystem(int fd) {
     if (known.magic != magic) continue;
     file_system.name = known.name;
     file_system.local = known.local;
-    // FUSE waits for the answer to a request that the server has read, whatever happens to the
-    // process (fs/fuse/dev.c, request_wait_answer).
+    // FUSE waits for the answer to a request that the server has read, even for a dying process
+    // (fs/fuse/dev.c, request_wait_answer).
     file_system.writes_end_with_process = known.local || magic == kFuseMagic;
     return file_system;
   }

@@ -1,4 +1,4 @@
-// What is known about a file system by its name.
+// Properties of a file system, looked up by its name.
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_FILE_SYSTEM_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_FILE_SYSTEM_H_
 
@@ -12,12 +12,12 @@ namespace holdfast::directory {
 
 struct FileSystem {
   std::string name;  ///< "ext4", "nfs", ..., or the magic number in hex.
-  /// Only this machine's kernel writes to it, so that flock(2) on a directory is seen by everyone
-  /// who could be writing there. On a network file system flock(2) on a directory may succeed and
-  /// yet be known to one machine only (NFS has no lock operation for directories).
+  /// Only this machine's kernel writes to the file system, so flock(2) on a directory reaches every
+  /// possible writer. On a network file system flock(2) on a directory may succeed on one machine
+  /// only (NFS has no lock operation for directories).
   bool local = false;
-  /// A process that is killed in a direct write ends after that write. NFS lets the process end
-  /// first (its wait is killable), with the write still reading the process's memory.
+  /// A process that is killed in a direct write ends after that write. On NFS the process ends
+  /// first (the wait is killable), while the write still reads the process's memory.
   bool writes_end_with_process = false;
   uint64_t free_bytes = 0;  ///< For an unprivileged caller.
 };
@@ -25,9 +25,9 @@ struct FileSystem {
 /// Asks statfs(2) about the file system that `fd` lies on.
 absl::StatusOr<FileSystem> IdentifyFileSystem(int fd);
 
-/// The time by the file system's own clock, which the times of its entries follow: the clock of a
-/// server may differ from this machine's. Touches `directory`. Where that is refused, the time of
-/// this machine.
+/// Returns the time by the file system's own clock, which sets the times of entries. A server's
+/// clock may differ from this machine's. Touches `directory`. Returns this machine's time where
+/// touching is refused.
 absl::Time TimeOnFileSystem(int directory);
 
 }  // namespace holdfast::directory

@@ -65,7 +65,7 @@ Finding Corrupt(const std::string& file, const char* reason, std::string expecte
 Finding FindingOf(const absl::Status& status, const std::string& file, const char* reason) {
   const bool io_error = base::ErrnoOf(status) != 0;
   const bool damaged = status.code() == absl::StatusCode::kDataLoss && !io_error;
-  // An error of the system says nothing about the bytes, only that nobody could look at them.
+  // An error of the system proves nothing about the bytes.
   Finding finding;
   finding.verdict = damaged ? Verdict::kCorrupt : Verdict::kUnreadable;
   finding.code = status.code();

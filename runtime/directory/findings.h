@@ -1,4 +1,4 @@
-// What is wrong with a checkpoint's files, and what that makes of it.
+// Faults of a checkpoint's files, and the verdict that follows.
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_FINDINGS_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_FINDINGS_H_
 
@@ -13,39 +13,40 @@
 
 namespace holdfast::directory {
 
-/// A fault and what it makes of the checkpoint.
+/// A fault and the resulting verdict on the checkpoint.
 struct Finding {
   Verdict verdict = Verdict::kCorrupt;
   absl::StatusCode code = absl::StatusCode::kDataLoss;
   Fault fault;
-  int error_number = 0;  ///< Of the system call that failed, if one did.
+  int error_number = 0;  ///< Of the failed system call, if any.
 };
 
-/// Something of the checkpoint is not there, or is another save's.
+/// A part of the checkpoint is missing, or is another save's.
 Finding Incomplete(const std::string& file, const char* reason, std::string expected,
                    std::string found);
 
-/// Something is not as it was written.
+/// A part of the checkpoint differs from the written one.
 Finding Corrupt(const std::string& file, const char* reason, std::string expected,
                 std::string found);
 
-/// What the status of reading `file` makes of it: its damage, or that it cannot be read.
+/// The finding for a failed read of `file`: damaged, or unreadable.
 Finding FindingOf(const absl::Status& status, const std::string& file, const char* reason);
 
-/// What keeps one file from being the recorded one: not there, no file, of another size.
+/// Checks that the entry is a regular file of the recorded size. Returns the finding otherwise.
 std::optional<Finding> CheckNamedFile(int directory, const std::string& name, uint64_t bytes);
 
-/// CheckNamedFile of all files that a manifest names.
+/// CheckNamedFile for all files of a manifest.
 std::vector<Finding> CheckNamedFiles(int directory, const format::Manifest& manifest);
 
-/// Corrupt before unreadable before incomplete before sound: proven damage is said first, then
-/// what could not be judged.
+/// Order: corrupt, unreadable, incomplete, sound. Proven damage precedes files that could not be
+/// judged.
 Verdict Worse(Verdict a, Verdict b);
 
-/// The gravest one; null if there is none.
+/// Returns the gravest finding; null for an empty list.
 const Finding* Gravest(const std::vector<Finding>& findings);
 
-/// The gravest one as an error of opening `path`, which may be empty; OK if there is none.
+/// Returns the gravest finding as an error of opening `path`, which may be empty; OK for an empty
+/// list.
 absl::Status ToStatus(const std::vector<Finding>& findings, const std::string& path);
 
 }  // namespace holdfast::directory

@@ -24,7 +24,7 @@ bool IsOfThisProcess(const absl::Status& status) {
   return error_number == EMFILE || error_number == ENFILE || error_number == ENOMEM;
 }
 
-/// Adds an entry of `parent` to what is complete, or to what is passed over.
+/// Adds an entry of `parent` to the complete checkpoints, or to the entries passed over.
 /// \error of this process.
 absl::Status Add(int parent, const std::string& path, const std::string& name,
                  Inspection (*inspect)(int directory), Listing* listing) {
@@ -43,10 +43,10 @@ absl::Status Add(int parent, const std::string& path, const std::string& name,
     return absl::OkStatus();
   }
   const absl::Status reason = base::Annotate(inspection.reason, absl::StrCat(path, "/", name));
-  // The newest checkpoint must not look absent for lack of descriptors or memory: training would
-  // go on from an older one, and a second call may succeed.
+  // The newest checkpoint must not look absent for lack of descriptors or memory. Training would go
+  // on from an older one, and a second call may succeed.
   if (IsOfThisProcess(reason)) return reason;
-  // A directory that may not be opened (lost+found) is mostly no checkpoint.
+  // A directory that may not be opened (lost+found) is rarely a checkpoint.
   const bool unreadable = inspection.state == Inspection::State::kUnreadable;
   if (unreadable) listing->unreadable.Update(reason);
   if (unreadable || inspection.has_manifest || !checkpoint.ok()) {
@@ -55,7 +55,7 @@ absl::Status Add(int parent, const std::string& path, const std::string& name,
   return absl::OkStatus();
 }
 
-/// Names that may be checkpoints'.
+/// Names that may belong to checkpoints.
 absl::StatusOr<std::vector<std::string>> Candidates(int directory, const std::string& path) {
   HOLDFAST_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
                             ListDirectory(directory, path));
@@ -100,7 +100,7 @@ AttemptId NewestAttempt(int directory) {
 }  // namespace directory
 
 absl::StatusOr<CheckpointInfo> InspectCheckpoint(const std::string& path) {
-  // "/.": the path itself may be a symbolic link, as "latest" often is.
+  // "/.": the path itself may be a symbolic link, for example "latest".
   auto opened = directory::OpenDirectory(absl::StrCat(path, "/."));
   if (!opened.ok()) return opened.status();
   const std::string name = directory::SplitPath(path).name;
@@ -123,7 +123,7 @@ absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& d
   if (!opened.ok()) return base::Annotate(opened.status(), absl::StrCat("list ", directory));
   HOLDFAST_ASSIGN_OR_RETURN(directory::Listing listing,
                             directory::ListComplete(opened->get(), directory));
-  // An empty list would say that training may begin anew.
+  // An empty list would make training begin anew.
   if (listing.complete.empty() && !listing.unreadable.ok()) return listing.unreadable;
   if (passed_over != nullptr) *passed_over = std::move(listing.passed_over);
   return std::move(listing.complete);
@@ -137,7 +137,7 @@ absl::StatusOr<CheckpointInfo> FindNewest(const std::string& directory,
                             directory::ListComplete(opened->get(), directory));
   directory::Listing proven;
   for (; proven.complete.empty() && !listing.complete.empty(); listing.complete.pop_back()) {
-    // A record says what was committed. What is going to be loaded is held against its files.
+    // The record proves the commit only. The returned checkpoint's files are checked here.
     HOLDFAST_RETURN_IF_ERROR(directory::Add(opened->get(), directory, listing.complete.back().name,
                                             directory::Inspect, &proven));
   }
@@ -145,7 +145,7 @@ absl::StatusOr<CheckpointInfo> FindNewest(const std::string& directory,
             std::back_inserter(listing.passed_over));
   if (proven.complete.empty()) {
     listing.unreadable.Update(proven.unreadable);
-    // "None" would say that training may begin anew.
+    // An empty answer would make training begin anew.
     if (!listing.unreadable.ok()) return listing.unreadable;
     return absl::NotFoundError(absl::StrCat(directory, ": no complete checkpoint",
                                             listing.passed_over.empty() ? "" : "; passed over ",

@@ -1,4 +1,4 @@
-// Which checkpoints a directory has, the oldest first.
+// The checkpoints of a directory, the oldest first.
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_LISTING_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_LISTING_H_
 
@@ -11,19 +11,19 @@
 
 namespace holdfast::directory {
 
-/// What stands below a directory of checkpoints.
+/// The content of a directory of checkpoints.
 struct Listing {
   std::vector<CheckpointInfo> complete;  ///< The oldest first.
-  /// "NAME: why" for directories that cannot be read, or have manifests and are not complete.
+  /// "NAME: why" for unreadable directories, and for incomplete directories with manifests.
   std::vector<std::string> passed_over;
-  absl::Status unreadable;  ///< The first one with manifests that cannot be read.
+  absl::Status unreadable;  ///< The first unreadable directory with manifests.
 };
 
-/// Lists an open directory. One entry that cannot be read is passed over, the others are listed.
-/// \error of this process (no descriptor, no memory): every entry may have met it.
+/// Lists an open directory. An unreadable entry is passed over; the other entries are listed.
+/// \error of this process (no descriptor, no memory), because every entry may be affected.
 absl::StatusOr<Listing> ListComplete(int directory, const std::string& path);
 
-/// The attempt of the newest checkpoint that has a commit record; none: zero.
+/// Returns the attempt of the newest checkpoint with a commit record; zero: no such checkpoint.
 AttemptId NewestAttempt(int directory);
 
 /// Order of checkpoints: by the time of their saves; equal times by step, then by name.

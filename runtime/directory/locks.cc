@@ -21,7 +21,7 @@ constexpr absl::Duration kPoll = absl::Milliseconds(10);
 constexpr absl::Duration kHeldMax = absl::Seconds(30);
 constexpr int kRoundsMax = 100;
 
-/// 0, or the errno. EWOULDBLOCK: somebody holds a lock in the way.
+/// 0, or the errno. EWOULDBLOCK: a conflicting lock is held.
 int Flock(int fd, int operation) {
   const int result = sys::Uninterrupted([&] { return sys::Sys().flock(fd, operation | LOCK_NB); });
   return result == 0 ? 0 : errno;
@@ -29,17 +29,17 @@ int Flock(int fd, int operation) {
 
 /// 0, or the errno.
 int LockAsTrainer(int fd) {
-  // A read lock, because a directory cannot be opened for writing; one is enough, since recovery
-  // only asks.
+  // A read lock, because a directory cannot be opened for writing. A read lock suffices: recovery
+  // only queries.
   struct flock lock = {};
   lock.l_type = F_RDLCK;
   lock.l_whence = SEEK_SET;
   return sys::Sys().fcntl(fd, F_OFD_SETLK, reinterpret_cast<long>(&lock)) == 0 ? 0 : errno;
 }
 
-/// Whether some other open file description holds a trainer's lock. False also when asking fails.
+/// True when another open file description holds a trainer's lock. False also when the query fails.
 bool TrainerHolds(int fd) {
-  // Asks whether a write lock would be refused; asking needs no fd that is open for writing.
+  // Queries whether a write lock would be refused; a query needs no fd open for writing.
   struct flock lock = {};
   lock.l_type = F_WRLCK;
   lock.l_whence = SEEK_SET;
@@ -57,8 +57,8 @@ bool MeansNoLocks(int error_number) {
 absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::string& name) {
   HOLDFAST_ASSIGN_OR_RETURN(const FileSystem file_system, IdentifyFileSystem(parent));
   const absl::Time deadline = base::Now() + kHeldMax;
-  // Recovery trusts the locks of local file systems, so there a missing lock must not be shrugged
-  // off: the save could be taken for a dead one.
+  // Recovery trusts the locks of local file systems, so a missing lock there is an error: the save
+  // could be taken for a dead one.
   const auto tolerable = [&file_system](int error_number) {
     return !file_system.local && MeansNoLocks(error_number);
   };
@@ -71,11 +71,11 @@ absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::str
     if (!trainer.ok()) return trainer.status();
     PartialDirectory directory = {.in_use = *std::move(in_use), .trainer = *std::move(trainer)};
 
-    // The trainer's lock first: a recovery that sees the other one alone would take this save for
-    // an orphan's.
+    // The trainer's lock first: with the other lock alone, a recovery would take this save for an
+    // orphan's.
     const int no_trainer_lock = LockAsTrainer(directory.trainer.get());
-    // EINVAL: this kernel or file system has no such locks. Recovery finds the same and then never
-    // takes a directory that is in use from anybody.
+    // EINVAL: this kernel or file system lacks such locks. Recovery gets the same error and then
+    // leaves directories in use alone.
     if (no_trainer_lock != 0 && no_trainer_lock != EINVAL && !tolerable(no_trainer_lock)) {
       return base::ErrnoStatus("lock", name, no_trainer_lock);
     }
@@ -92,8 +92,8 @@ absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::str
     if (no_lock != 0 && !tolerable(no_lock)) return base::ErrnoStatus("lock", name, no_lock);
     directory.locked = no_lock == 0;
 
-    // A recovery that came between open and lock has promoted, removed or fenced the directory:
-    // what is locked then is not what the name says, and nobody would see this save's lock.
+    // A recovery between open and lock has promoted, removed or fenced the directory. The name no
+    // longer refers to the locked directory, and this save's lock would have no effect.
     if (NameRefersTo(parent, name, directory.in_use.get()) &&
         NameRefersTo(parent, name, directory.trainer.get())) {
       return directory;
@@ -115,8 +115,8 @@ Owner OwnerProbe::Look(int directory) const {
   if (Planted(Bug::kIgnoreLocks)) return Owner::kNobody;
   if (held == 0) return local_ ? Owner::kNobody : Owner::kUnknown;
   if (held != EWOULDBLOCK) return Owner::kUnknown;
-  // Somebody on this machine is in there. On a file system that others mount too, a rank's trainer
-  // may live elsewhere: never call that an orphan.
+  // A process of this machine uses the directory. On a shared file system a rank's trainer may run
+  // on another machine: the owner is never called an orphan.
   if (!local_ || !sees_trainers_ || TrainerHolds(directory)) return Owner::kTrainer;
   return Owner::kOrphan;
 }
@@ -125,7 +125,7 @@ absl::Status TakeTurn(int parent, absl::string_view path, absl::Duration timeout
   const absl::Time deadline = base::Now() + timeout;
   while (true) {
     const int held = Flock(parent, LOCK_EX);
-    // No locks here: recoveries run side by side, and each step of theirs tolerates the other's.
+    // No locks here: recoveries run concurrently, and their steps tolerate each other.
     if (held != EWOULDBLOCK) return absl::OkStatus();
     if (base::Now() >= deadline) {
       return absl::DeadlineExceededError(

@@ -1,14 +1,14 @@
-// Who is at work in a partial directory: the locks that a save holds on it, and how recovery reads
-// them.
+// The locks that a save holds on its partial directory, and how recovery reads them.
 //
-// Two locks of different kinds lie on the partial directory itself, so that there is no file to
-// forget:
-//  - *in use*: flock(LOCK_SH), on an open file description that trainer and worker share (the fd
-//    travels with the job). Held until both are gone, for every rank.
-//  - *trainer lives*: an open-file-description read lock (F_OFD_SETLK, fcntl(2)), on a description
-//    that never leaves the trainer. Held until the trainer is gone.
-// In use, but no trainer lives: what works there is an orphan. A process's death releases both
-// kinds, however it died. README.md tells why these two.
+// The partial directory itself carries two locks of different kinds, so no lock file can be left
+// over:
+// - *in use*: flock(LOCK_SH), on an open file description that trainer and worker share (the fd
+//   travels with the job). Held until both processes have ended, for every rank.
+// - *trainer lives*: an open-file-description read lock (F_OFD_SETLK, fcntl(2)), on a description
+//   that never leaves the trainer. Held until the trainer has ended.
+//
+// A directory in use without a living trainer belongs to an orphan worker. The death of a process
+// releases its locks of both kinds. README.md gives the reasons for these two kinds.
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_LOCKS_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_LOCKS_H_
 
@@ -21,36 +21,38 @@
 
 namespace holdfast::directory {
 
-/// A partial directory that this process's trainer owns a share of.
+/// A partial directory with this trainer's locks.
 struct PartialDirectory {
-  base::UniqueFd in_use;   ///< Goes to the worker; keep it until the worker was joined.
-  base::UniqueFd trainer;  ///< Stays here, as long as `in_use`. A forked worker closes its copy.
-  bool locked = false;     ///< False where the file system has no such locks: see Recover.
+  base::UniqueFd in_use;  ///< Passed to the worker; kept until the worker was joined.
+  /// Kept by the trainer as long as `in_use`. A forked worker closes its copy.
+  base::UniqueFd trainer;
+  bool locked = false;  ///< False where the file system lacks such locks: see Recover.
 };
 
-/// Makes `name` below `parent`, or opens it if another rank has made it, and locks it. When it
-/// returns, the name refers to what was locked: a recovery that takes the directory away first is
-/// answered by making it anew.
+/// Makes `name` below `parent`, or opens the directory that another rank made, and locks it. On
+/// return the name refers to the locked directory. A directory that a recovery took away before the
+/// lock is made anew.
 /// \error kUnavailable when a recovery keeps holding it for 30 seconds; errors of mkdir, open and
 /// locks.
 absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::string& name);
 
-/// Who is at work in a directory.
+/// The owner of a directory at work.
 enum class Owner {
-  kNobody,   ///< And nobody can come in while the `exclusive` lock is held.
-  kTrainer,  ///< A trainer of some rank lives: a running save.
-  kOrphan,   ///< Workers only; all their trainers are dead.
-  kUnknown,  ///< The locks of this file system do not tell.
+  kNobody,   ///< No process; the `exclusive` lock keeps it so.
+  kTrainer,  ///< A trainer of any rank lives: a running save.
+  kOrphan,   ///< Only workers; all their trainers have ended.
+  kUnknown,  ///< The file system's locks give no answer.
 };
 
-/// Looks at the locks of directories of one parent.
+/// Reads the locks of directories of one parent.
 class OwnerProbe {
  public:
-  /// `local`: see FileSystem. Tries out on `parent` whether the trainers' kind of lock can be seen.
+  /// `local`: see FileSystem. Tests on `parent` whether trainers' locks are visible.
   OwnerProbe(int parent, bool local);
 
-  /// For kNobody, `directory` (opened by this process alone) holds LOCK_EX afterwards, until it is
-  /// closed. kUnknown on a file system that is not local: nobody holds it on this machine.
+  /// Returns the owner. For kNobody, `directory` (opened by this process alone) holds LOCK_EX until
+  /// closed. Returns kUnknown on a file system that is not local when no process of this machine
+  /// holds a lock.
   Owner Look(int directory) const;
 
  private:
@@ -58,8 +60,9 @@ class OwnerProbe {
   bool sees_trainers_ = false;
 };
 
-/// Serializes recoveries of one parent directory, by flock(LOCK_EX) on it. Where there is no such
-/// lock it does nothing. \error kDeadlineExceeded
+/// Serializes recoveries of one parent directory, by flock(LOCK_EX) on the parent. Does nothing
+/// where the file system lacks such a lock.
+/// \error kDeadlineExceeded
 absl::Status TakeTurn(int parent, absl::string_view path, absl::Duration timeout);
 
 }  // namespace holdfast::directory

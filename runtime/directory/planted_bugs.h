@@ -1,5 +1,5 @@
-// Mistakes on purpose, for tests that prove that they can fail. Only in builds with
-// HOLDFAST_PLANTED_BUGS, which no library that is installed has.
+// Deliberate mistakes, for tests that must fail with each. Only in builds with
+// HOLDFAST_PLANTED_BUGS, never in an installed library.
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_PLANTED_BUGS_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_PLANTED_BUGS_H_
 
@@ -7,22 +7,23 @@ namespace holdfast::directory {
 
 enum class Bug {
   kNone,
-  kPromoteWithoutSizes,     ///< A manifest alone makes a checkpoint complete.
-  kPromoteOtherAttempt,     ///< Whatever attempt the manifests carry.
-  kReplaceUnproven,         ///< Whatever stands under the name is replaced.
-  kRemoveUnproven,          ///< Whatever stands beside a complete checkpoint was replaced by it.
-  kRemoveBeforeParentSync,  ///< An exchange that is not durable is built on.
-  kRemoveBeforePromotion,   ///< Partial directories go unseen.
+  kPromoteWithoutSizes,  ///< A manifest alone makes a checkpoint complete.
+  kPromoteOtherAttempt,  ///< The attempt in the manifests is ignored.
+  kReplaceUnproven,      ///< Recovery replaces any directory under the name.
+  /// Recovery takes any directory beside a complete checkpoint for a replaced one.
+  kRemoveUnproven,
+  kRemoveBeforeParentSync,  ///< Recovery relies on an exchange that is not durable.
+  kRemoveBeforePromotion,   ///< Recovery overlooks partial directories.
   kPromoteWithoutDirectorySync,
   kReportWithoutParentSync,
-  kIgnoreLocks,           ///< Every directory is nobody's.
+  kIgnoreLocks,           ///< Every directory counts as unowned.
   kNoFence,               ///< An orphan may commit after the recovery.
   kIgnoreCommitFile,      ///< Manifests alone make a framework's checkpoint complete.
-  kTrainerKeepsFailures,  ///< A trainer does not publish the failure that its worker could not.
+  kTrainerKeepsFailures,  ///< A trainer does not publish a failure in its worker's place.
   kTrainerGivesNoSigns,   ///< A trainer gives no signs of life for its rank.
 };
 
-/// Which one is made; defined only in builds with HOLDFAST_PLANTED_BUGS.
+/// The bug to make; defined only in builds with HOLDFAST_PLANTED_BUGS.
 extern Bug g_bug;
 
 #ifdef HOLDFAST_PLANTED_BUGS

@@ -30,25 +30,26 @@ absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointI
   };
   if (InspectCommitted(retired.in_use.get()).info.attempt != checkpoint.attempt) return moved_on();
   HOLDFAST_RETURN_IF_ERROR(CheckRemovable(retired.in_use.get(), checkpoint.name));
-  // Without the lock two removals would merely run side by side, so its failure is no error.
+  // Without the lock two removals would run concurrently, so its failure is no error.
   sys::Sys().flock(retired.in_use.get(), LOCK_SH | LOCK_NB);
   HOLDFAST_ASSIGN_OR_RETURN(retired.name, RenameToFree(parent, checkpoint.name,
                                                        {.checkpoint = checkpoint.name,
                                                         .kind = format::DirectoryKind::kRetired,
                                                         .attempt = checkpoint.attempt}));
   if (!NameRefersTo(parent, retired.name, retired.in_use.get())) {
-    // Replaced between the look and the rename: it gets its name back.
+    // Replaced between look and rename: the new checkpoint gets its name back.
     HOLDFAST_RETURN_IF_ERROR(RenameNoReplace(parent, retired.name, checkpoint.name));
     return moved_on();
   }
-  // Before the first file goes: power loss must not bring the name back to a ruin.
+  // Before the first file is removed: power loss must not give the name back to a damaged
+  // directory.
   HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent, absl::StrCat("of ", checkpoint.name)));
   return retired;
 }
 
 absl::Status RemoveDirectory(int parent, const std::string& name) {
   std::vector<char> buffer(worker::kDirectoryBufferBytes);
-  const auto job = std::make_unique<layout::Job>();  // Counts its steps for nobody.
+  const auto job = std::make_unique<layout::Job>();  // The job's counters are not read.
   Failure failure;
   if (worker::RemoveDirectory(parent, name.c_str(), buffer.data(), job.get(), &failure)) {
     return absl::OkStatus();

@@ -1,5 +1,5 @@
-// Letting checkpoints go in a way that a crash at any moment leaves either a checkpoint or
-// something that recovery removes.
+// Removal of checkpoints. A crash at any moment leaves a checkpoint or a directory that recovery
+// removes.
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_REMOVAL_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_REMOVAL_H_
 
@@ -12,21 +12,23 @@
 
 namespace holdfast::directory {
 
-/// A checkpoint that has lost its name and waits for its removal.
+/// A checkpoint that was renamed for its removal.
 struct RetiredCheckpoint {
   std::string name;       ///< ".step-7.retired-<its attempt>", for a kDelete job's trash.
-  base::UniqueFd in_use;  ///< Locked (flock, LOCK_SH) against a recovery removing it side by side.
+  base::UniqueFd in_use;  ///< Locked (flock, LOCK_SH) against a concurrent removal by a recovery.
 };
 
-/// Renames a checkpoint to its retired name and makes that durable. One atomic step: from then on
-/// no reader takes it for a checkpoint, and a crash during the slow removal leaves no nameless ruin
-/// but a directory that Recover removes. \error kNotFound;
-/// kAborted when a save has replaced it meanwhile: the new one stays; errors of rename and fsync.
+/// Renames a checkpoint to its retired name and makes the rename durable, in one atomic step.
+/// Readers no longer find the checkpoint. After a crash during the slow removal, Recover removes
+/// the retired directory.
+/// \error kNotFound; kAborted when a save has replaced the checkpoint meanwhile: the new one stays;
+/// errors of rename and fsync.
 absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointInfo& checkpoint);
 
-/// Removes a directory of files as the worker does: durably, large files in steps. What is gone
-/// already is no error, so that it can be repeated after a crash at any point, and run by two at
-/// once. \error kFailedPrecondition, naming the entry, when it holds one of others.
+/// Removes a directory of files as the worker does: durably, large files in steps. Missing entries
+/// are no error, so the removal can be repeated after a crash at any point, or run by two processes
+/// at once.
+/// \error kFailedPrecondition, naming the entry, for a foreign entry.
 absl::Status RemoveDirectory(int parent, const std::string& name);
 
 }  // namespace holdfast::directory

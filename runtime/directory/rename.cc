@@ -24,8 +24,8 @@ int Rename(int parent, const std::string& from, const std::string& to, unsigned 
 absl::Status RenameNoReplace(int parent, const std::string& from, const std::string& to) {
   int failed = Rename(parent, from, to, RENAME_NOREPLACE);
   if (failed == EINVAL || failed == ENOSYS || failed == EOPNOTSUPP) {
-    // The file system lacks the flag. A plain rename refuses a directory that is not empty (and an
-    // empty one is nothing to lose); the look before gives files of that name the same answer.
+    // The file system lacks the flag. A plain rename refuses a directory with entries, and an empty
+    // directory is no loss. The check before the rename refuses files of that name.
     struct stat found = {};
     if (sys::Sys().fstatat(parent, to.c_str(), &found, AT_SYMLINK_NOFOLLOW) == 0) {
       failed = EEXIST;

@@ -1,4 +1,4 @@
-// Renames of directories that never replace anything.
+// Renames of directories that replace nothing.
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_RENAME_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_RENAME_H_
 
@@ -14,7 +14,7 @@ namespace holdfast::directory {
 /// \error kAlreadyExists when `to` exists, kNotFound when `from` does not.
 absl::Status RenameNoReplace(int parent, const std::string& from, const std::string& to);
 
-/// Renames to `wanted`'s name, or, where that is taken, to the next free digits. Returns the name.
+/// Renames to `wanted`'s name, or, if the name is taken, to the next free digits. Returns the name.
 absl::StatusOr<std::string> RenameToFree(int parent, const std::string& from,
                                          format::DirectoryName wanted);
 

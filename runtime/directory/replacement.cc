@@ -90,7 +90,7 @@ absl::StatusOr<std::vector<AttemptId>> OlderAttempts(int parent, const std::stri
     if (parsed.kind == format::DirectoryKind::kPartial && parsed.checkpoint == name)
       older.push_back(parsed.attempt);
   }
-  // After the list: an attempt that commits in between is under its final name here.
+  // After the list: an attempt that commits in between has its final name here.
   const auto standing = OpenDirectory(parent, name);
   if (absl::IsNotFound(standing.status())) return older;
   if (!standing.ok()) return standing.status();
