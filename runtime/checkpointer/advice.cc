@@ -6,7 +6,7 @@ namespace holdfast::checkpointer {
 namespace {
 
 constexpr uint64_t kFewFreeBytes = uint64_t{1} << 30;
-// What a registered arena of the default size locks.
+// The locked memory of a registered arena of the default size.
 constexpr uint64_t kMemlockBytes = uint64_t{1} << 30;
 
 bool HugePages(PageRung pages) {

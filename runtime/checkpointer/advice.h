@@ -1,4 +1,4 @@
-// What to change, from what the probe has found.
+// Advice derived from the findings of the probe.
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_ADVICE_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_ADVICE_H_
 
@@ -9,7 +9,7 @@
 
 namespace holdfast::checkpointer {
 
-/// Most useful first: what does not work, then what costs safety, then what costs speed.
+/// Returns advice, the most useful first: missing features, then lost safety, then lost speed.
 /// `local`: see FileSystem. `worker_why`: why the worker program was not found.
 std::vector<std::string> Advise(const ProbeReport& report, bool local,
                                 const std::string& worker_why);

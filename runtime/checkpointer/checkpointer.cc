@@ -1,4 +1,4 @@
-// The front door: one object that puts staging, writing and housekeeping together.
+// The front door: combines staging, writing and housekeeping in one object.
 #include "holdfast/checkpointer.h"
 
 #include <fcntl.h>
@@ -37,11 +37,11 @@
 namespace holdfast {
 namespace {
 
-// Errors of saves that nobody waited for, until a Flush asks: enough to tell the first, bounded all
-// the same.
+// Errors of saves without a waiting caller, kept until a Flush. The first errors suffice, so the
+// number is bounded.
 constexpr size_t kUnseenErrorsMax = 16;
-// A worker that has failed is gone within milliseconds; a call that failed with it waits this long
-// for its reason.
+// A failed worker ends within milliseconds. A call that failed with the worker waits up to this
+// time for the worker's error.
 constexpr absl::Duration kTimeToEnd = absl::Seconds(10);
 
 absl::Status OtherProcess() {
@@ -54,7 +54,7 @@ uint64_t Nanoseconds(absl::Duration time) {
                                           : static_cast<uint64_t>(absl::ToInt64Nanoseconds(time));
 }
 
-// Who holds the staging memory, for messages.
+// The holders of the staging memory, for messages.
 std::string Holders(const StagingStats& stats) {
   if (stats.bytes_quarantined == 0) return "by saves in flight";
   std::string text =
@@ -66,7 +66,7 @@ std::string Holders(const StagingStats& stats) {
   return text;
 }
 
-/// The attempts of a list that are known, but for a save's own.
+/// The nonzero attempts of a list, except a save's own.
 std::vector<AttemptId> Others(std::vector<AttemptId> attempts, const AttemptId& own) {
   std::erase_if(attempts,
                 [&own](const AttemptId& each) { return each == AttemptId{} || each == own; });
@@ -95,7 +95,7 @@ class Checkpointer::Impl {
   explicit Impl(const CheckpointerOptions& given) : options(given) {}
   ~Impl();
 
-  /// With a core of its own, or another's.
+  /// `shared`: null for a core of its own.
   absl::Status Start(std::shared_ptr<Core> shared);
   absl::StatusOr<SaveHandle> SaveAsync(const SaveRequest& request);
   absl::Status Flush(absl::Duration timeout);
@@ -106,8 +106,8 @@ class Checkpointer::Impl {
   std::unique_ptr<checkpointer::Housekeeper> housekeeper;
 
  private:
-  /// Lets a save that outlived its front door (its worker could not be stopped) find that it is
-  /// gone.
+  /// Shows a save whether its front door still exists. A save with an unstoppable worker outlives
+  /// its door.
   struct Door {
     base::Mutex mutex;
     Impl* impl ABSL_GUARDED_BY(mutex) = nullptr;
@@ -120,7 +120,7 @@ class Checkpointer::Impl {
                                               SaveState* save);
   static absl::StatusOr<writer::Sources> TakePlan(const SavePlan& plan, SaveState* save);
   absl::Status Admit(const SaveState& save) const;
-  using Presence = std::shared_ptr<checkpointer::RankPresence>;  // null where there is one rank
+  using Presence = std::shared_ptr<checkpointer::RankPresence>;  // null with one rank
   absl::Status OpenDirectories(const SaveRequest& request, const AttemptId& attempt,
                                SaveState* save);
   absl::Status Launch(const SaveRequest& request, const AttemptId& attempt, writer::Sources sources,
@@ -132,7 +132,7 @@ class Checkpointer::Impl {
   bool RemoveEmptyPartial(const SaveState& save) const;
   absl::Status OnFinished(const std::shared_ptr<SaveState>& save, const Presence& presence,
                           const absl::Status& outcome, bool left_files);
-  /// Removes, in the background, the checkpoint whose place a committed save has taken.
+  /// Removes, in the background, the checkpoint that a committed save has replaced.
   void RemoveReplaced(const SaveState& save, bool reported);
   static absl::Status Unreported(const SaveState& save, const absl::Status& outcome);
   bool IsBetweenTwoRenames(const SaveState& save) const;
@@ -164,11 +164,11 @@ absl::Status Checkpointer::Impl::Start(std::shared_ptr<Core> shared) {
   return housekeeper->Start();
 }
 
-/// The directory that the path leads to now. It may have been renamed and made anew, or mounted
-/// over, since the last save; saves in flight keep theirs.
+/// Returns the directory that the path leads to now. Since the last save the directory may have
+/// been renamed and made anew, or mounted over. Saves in flight keep their directory.
 absl::StatusOr<std::shared_ptr<const base::UniqueFd>> Checkpointer::Impl::OpenParent() {
   const base::MutexLock lock(&mutex_);
-  // "/.": of a symbolic link the directory that it leads to.
+  // "/.": follows a symbolic link to its directory.
   if (parent_ != nullptr &&
       directory::NameRefersTo(AT_FDCWD, absl::StrCat(options.directory, "/."), parent_->get())) {
     return parent_;
@@ -183,7 +183,7 @@ absl::StatusOr<std::shared_ptr<const base::UniqueFd>> Checkpointer::Impl::OpenPa
 
 Checkpointer::Impl::~Impl() {
   if (core == nullptr) return;
-  // Its own saves call back; each ends by its own deadlines.
+  // The callbacks of the door's saves use this object. Each save ends by its own deadlines.
   (void)core->supervisor->WaitIdle(this, absl::InfiniteFuture());
   const base::MutexLock lock(&door_->mutex);
   door_->impl = nullptr;
@@ -382,8 +382,8 @@ void Checkpointer::Impl::TakeBack(SaveState* save, bool files_only) {
 }
 
 bool Checkpointer::Impl::RemoveEmptyPartial(const SaveState& save) const {
-  // Of several ranks one must not take away the directory that another has locked and not yet
-  // written to; Recover does, once all are gone.
+  // A rank must not remove a directory that another rank has locked but not yet written to. Recover
+  // removes the directory once all ranks have ended.
   return !save.partial.empty() && options.world_size == 1 &&
          sys::Sys().unlinkat(save.parent->get(), save.partial.c_str(), AT_REMOVEDIR) == 0;
 }
@@ -413,7 +413,7 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
     return refuse(base::Annotate(opened, absl::StrCat("save ", save->path)));
   }
   if (const RankInSave rank = Rank(request, attempt); rank.world_size > 1) {
-    // Behind the locks: a directory that a recovery takes away has no board to join.
+    // After the locks: a directory that a recovery takes away has no board to join.
     auto joined = checkpointer::RankPresence::Join(save->parent->get(), rank);
     if (!joined.ok()) return base::Annotate(joined.status(), absl::StrCat("save ", save->path));
     presence = *std::move(joined);
@@ -424,7 +424,7 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
     TakeBack(save.get(), request.files_only);
     return refuse(base::Annotate(launched, absl::StrCat("save ", save->path)));
   }
-  save->AddUser();  // this thread, until everything in host memory was copied
+  save->AddUser();  // the calling thread, until the host memory is copied
   core->supervisor->Watch(save);
   const absl::Status staged = core->stager->Stage(save);
   if (!staged.ok()) save->MarkErrorReturned();
@@ -440,7 +440,7 @@ RankInSave Checkpointer::Impl::Rank(const SaveRequest& request, const AttemptId&
           .name = request.name,
           .attempt = attempt,
           .rank = options.rank,
-          // A framework's directory has an owner who commits.
+          // In a framework's directory the framework commits.
           .world_size = request.files_only ? 1 : options.world_size,
           .time_liveness_max = options.time_liveness_max};
 }
@@ -462,8 +462,8 @@ void Checkpointer::Impl::Attach(const Presence& presence, SaveState* save) {
 }
 
 absl::Status Checkpointer::Impl::WhyStopped(const absl::Status& staged, SaveState* save) {
-  // Staging that was stopped from outside knows no more than that: the worker has failed (a full
-  // disk, a kill), and its end, which is near, tells why.
+  // Staging stopped from outside lacks the cause: the worker has failed (a full disk, a kill). The
+  // worker's end, which is near, gives the cause.
   if (!absl::IsAborted(staged)) return staged;
   const absl::Status ended = save->WaitDurable(kTimeToEnd).status();
   return save->IsDone() && !ended.ok() ? ended : staged;
@@ -482,9 +482,9 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
     housekeeper->ApplyRetention(save->parent, save->checkpoint);
     return status;
   }
-  // What a worker left that did not even begin goes without another one, which may be no better.
+  // A worker that never began left an empty directory. Its removal needs no other worker.
   const bool removed = RemoveEmptyPartial(*save);
-  // A rank of many must not remove what the others wrote; Recover does, once all are gone.
+  // A rank must not remove other ranks' files. Recover removes the files once every rank has ended.
   if (!removed && left_files && !save->partial.empty() && options.world_size == 1 &&
       !IsBetweenTwoRenames(*save))
     housekeeper->Remove(save->parent, save->partial);
@@ -497,7 +497,7 @@ void Checkpointer::Impl::RemoveReplaced(const SaveState& save, bool reported) {
   if (reported) {
     names = {save.LeftBehind()};
   } else if ((save.table->job()->flags & layout::kReplaceExisting) != 0) {
-    // The worker was killed behind its exchange. Where the old one is, it did not say.
+    // The worker was killed after its exchange and did not report the name of the old checkpoint.
     names = {save.partial};
     layout::Job* const job = save.table->job();
     for (size_t i = 0; i < job->older.bytes / sizeof(AttemptId); ++i) {
@@ -511,18 +511,18 @@ void Checkpointer::Impl::RemoveReplaced(const SaveState& save, bool reported) {
   }
 }
 
-// A worker that was killed behind the commit could not report it: its directory has the final name.
+// A worker killed after the commit could not report the commit: its directory has the final name.
 absl::Status Checkpointer::Impl::Unreported(const SaveState& save, const absl::Status& outcome) {
   if (outcome.ok() || save.partial.empty() || save.table->HasResult() ||
       !directory::NameRefersTo(save.parent->get(), save.checkpoint, save.in_use.get())) {
     return outcome;
   }
-  // As the worker would have: durable is reported once the final name is.
+  // As in the worker: a save is durable only when its final name is durable.
   return directory::SyncDirectory(save.parent->get(), absl::StrCat("of ", save.checkpoint));
 }
 
-// Where directories cannot be exchanged, a worker that was killed while it replaced one leaves the
-// name free and its own directory complete: a recovery promotes it.
+// Without an exchange of directories, a worker killed in a replacement leaves the name free and its
+// own directory complete. A recovery promotes the directory.
 bool Checkpointer::Impl::IsBetweenTwoRenames(const SaveState& save) const {
   struct stat existing {};
   if ((save.table->job()->flags & layout::kReplaceExisting) == 0 ||
@@ -560,7 +560,7 @@ absl::Status Checkpointer::Impl::Flush(absl::Duration timeout) {
 Checkpointer::Checkpointer(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
 
 Checkpointer::~Checkpointer() {
-  // In a forked child the threads, the worker and the memory are the parent's: touch nothing.
+  // In a forked child the threads, the worker and the memory belong to the parent.
   if (impl_ != nullptr && !impl_->guard.InCreator()) (void)impl_.release();
 }
 
@@ -599,8 +599,8 @@ absl::Status Checkpointer::Flush(absl::Duration timeout) {
 
 absl::Status Checkpointer::Trim() {
   if (!impl_->guard.InCreator()) return OtherProcess();
-  // A kept worker that waits for other ranks holds no lease, but its registration, which it cannot
-  // drop before the save's end.
+  // A kept worker waiting for other ranks holds no lease but a registration, which the worker
+  // cannot drop before the save's end.
   if (const uint64_t saves = impl_->core->supervisor->in_flight(); saves != 0) {
     return absl::FailedPreconditionError(
         absl::StrCat("trim staging memory: ", saves, " saves are in flight; flush first"));

@@ -39,8 +39,7 @@ absl::Status Checkpointer::Core::Start(CheckpointerOptions* given) {
 
 Checkpointer::Core::~Core() {
   bool all_ended = supervisor == nullptr || supervisor->Stop();
-  // The stager first: it feeds the sealer; both only while saves are in flight, so they have
-  // nothing left to do.
+  // The stager first: it feeds the sealer. Without saves in flight, both threads are idle.
   stager.reset();
   sealer.reset();
   supervisor.reset();
@@ -49,12 +48,12 @@ Checkpointer::Core::~Core() {
     const base::MutexLock lock(&mutex_);
     for (auto& [device, registrant] : devices_) {
       if (pool != nullptr) pool->RemoveRegistrant(registrant.get());
-      // With copies under way a device would wait for them, for ever if its stream hangs.
+      // With copies under way a device would wait for the copies, for ever if its stream hangs.
       all_ended = all_ended && registrant->Close();
     }
   }
-  // Pages that a stuck worker or a device may still write must never become somebody else's: they
-  // stay until the process ends.
+  // A stuck worker or a device may still write these pages. The pages stay mapped until the process
+  // ends.
   if (!all_ended) (void)pool.release();
 }
 

@@ -1,4 +1,4 @@
-// What the front doors to one staging arena share.
+// The shared state of front doors to one staging arena.
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_CORE_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_CORE_H_
 
@@ -20,17 +20,17 @@
 
 namespace holdfast {
 
-/// The memory, the workers and the threads behind all front doors to one staging arena.
+/// The memory, the workers and the threads of one staging arena.
 class Checkpointer::Core {
  public:
   ~Core();
 
-  /// `given` with what was found out (worker program, threads).
+  /// Completes `given` with detected values (worker program, threads).
   absl::Status Start(CheckpointerOptions* given);
   absl::Status Register(Device* device);
-  /// Opens the save's epoch and hands its job to a worker. In one step: a kept worker that had the
-  /// job of a younger save before that of an older one would wait for memory that only the older
-  /// one is given.
+  /// Opens the save's epoch and hands its job to a worker, in one step. Otherwise a kept worker
+  /// could get a younger save's job before an older save's. The worker would then wait for memory
+  /// reserved for the older save.
   absl::Status Launch(const std::string& title, int directory, SaveState* save)
       ABSL_LOCKS_EXCLUDED(launch_mutex_);
 

@@ -1,4 +1,4 @@
-// A device's registration of the arena, as the staging pool sees it.
+// Adapts a device's registration of the arena to the staging pool.
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_DEVICE_REGISTRANT_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_DEVICE_REGISTRANT_H_
 
@@ -23,7 +23,7 @@ class DeviceRegistrant : public staging::Registrant {
     return restored;
   }
 
-  /// For the end of the arena: false if the device did not let go of it.
+  /// Drops the registration at the end of the arena. Returns false when the device refuses.
   bool Close() { return !registered_ || DropRegistration().ok(); }
 
  private:

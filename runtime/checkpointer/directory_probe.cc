@@ -51,7 +51,7 @@ void TryRenames(int scratch, ProbeReport* report) {
   for (const char* name : {"a", "b"}) {
     if (sys.mkdirat(scratch, name, kPrivate) != 0) return;
   }
-  // It must refuse, and for the right reason; a file system without the flag says EINVAL.
+  // The rename must fail with EEXIST; a file system without the flag returns EINVAL.
   const bool refused =
       sys.renameat2(scratch, "a", scratch, "b", RENAME_NOREPLACE) != 0 && errno == EEXIST;
   report->rename_noreplace =
@@ -63,11 +63,11 @@ void TryRenames(int scratch, ProbeReport* report) {
                             sys.renameat2(scratch, "b", scratch, "c", RENAME_EXCHANGE) == 0 &&
                             sys.fstatat(scratch, "c", &after, AT_SYMLINK_NOFOLLOW) == 0 &&
                             before.st_ino == after.st_ino;
-  // RemoveDirectory leaves what holds directories alone.
+  // RemoveDirectory keeps a directory that contains directories.
   for (const char* name : {"a", "b", "c"}) sys.unlinkat(scratch, name, AT_REMOVEDIR);
 }
 
-/// Plays a save and a recovery that meets it.
+/// Simulates a save and a recovery that meets the save.
 void TryLocks(int scratch, ProbeReport* report) {
   const std::string name = format::PartialName("lock", {.high = 1, .low = 1});
   {
@@ -88,7 +88,7 @@ void TryLocks(int scratch, ProbeReport* report) {
 absl::StatusOr<ScratchDirectory> ScratchDirectory::Make(int parent) {
   const std::string name = format::FormatDirectoryName(
       {.checkpoint = "holdfast-probe",
-       // Hidden, and recovery removes all of it: no manifest names its files.
+       // A hidden directory without a manifest: recovery removes its files and the directory.
        .kind = format::DirectoryKind::kFenced,
        .attempt = {.high = static_cast<uint64_t>(sys::Sys().getpid()), .low = sys::NowNs()}});
   if (sys::Sys().mkdirat(parent, name.c_str(), kPrivate) != 0) {
@@ -101,7 +101,8 @@ absl::StatusOr<ScratchDirectory> ScratchDirectory::Make(int parent) {
 }
 
 ScratchDirectory::~ScratchDirectory() {
-  // What cannot be removed stays under a name that the next recovery removes.
+  // A directory left by a failed removal keeps its hidden name. The next recovery removes the
+  // directory.
   if (fd_.valid()) RemoveDirectory(parent_, name_).IgnoreError();
 }
 

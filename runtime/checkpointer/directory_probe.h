@@ -1,4 +1,4 @@
-// What one directory can do, found by trying in a directory of its own below it.
+// Tests of a directory's features, in a scratch directory below it.
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_DIRECTORY_PROBE_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_DIRECTORY_PROBE_H_
 
@@ -11,8 +11,8 @@
 
 namespace holdfast::checkpointer {
 
-/// A directory to try things in, removed at the end with all that is in it. Its name is one that
-/// Recover removes, should this process be killed; its lock keeps a recovery away until then.
+/// A scratch directory, removed with its content at the end. Recover removes the directory after a
+/// kill of the process. Until then the directory's lock keeps a recovery away.
 class ScratchDirectory {
  public:
   static absl::StatusOr<ScratchDirectory> Make(int parent);
@@ -31,7 +31,7 @@ class ScratchDirectory {
 };
 
 /// Fills direct_io, the alignments, reserve, rename_noreplace, rename_exchange and lock.
-/// \error when a file cannot be made or a directory cannot be synced there: nothing works then.
+/// \error when a file cannot be made or a directory cannot be synced: saves cannot work there.
 absl::Status TryDirectory(int scratch, ProbeReport* report);
 
 }  // namespace holdfast::checkpointer

@@ -25,7 +25,7 @@ using directory::RetiredCheckpoint;
 using directory::SyncDirectory;
 namespace {
 
-// Deleting yields to everything else on the machine.
+// Deleting yields to all other work on the machine.
 constexpr int kDeleteNice = 10;
 constexpr int kPollMs = 100;
 
@@ -92,8 +92,8 @@ void Housekeeper::Run() {
 
 absl::Status Housekeeper::Do(const Task& task) {
   if (task.retention) return Retire(task.parent->get(), task.name);
-  // What a replaced checkpoint, or a failed save, left: its rename may not be durable yet, and
-  // power loss must not bring back the name of what is removed here.
+  // The rename of a replaced checkpoint or a failed save may not be durable yet. Power loss must
+  // not give the name back to a directory that is removed here.
   HOLDFAST_RETURN_IF_ERROR(SyncDirectory(task.parent->get(), options_.directory));
   return Delete(task.parent->get(), {task.name});
 }
@@ -110,7 +110,7 @@ absl::Status Housekeeper::Retire(int parent, const std::string& saved) {
       if (info.name != name) continue;
       absl::StatusOr<RetiredCheckpoint> gone = RetireCheckpoint(parent, info);
       first.Update(gone.status());
-      if (!gone.ok()) continue;  // The others go all the same.
+      if (!gone.ok()) continue;  // The remaining checkpoints are deleted all the same.
       names.push_back(gone->name);
       retired.push_back(*std::move(gone));
     }
@@ -137,7 +137,8 @@ absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& nam
     return slot.state.load(std::memory_order_acquire) ==
            static_cast<uint32_t>(layout::CompletionState::kDone);
   };
-  // Progress, not total time, is bounded: a directory may be of any size.
+  // The bound is on the time without progress, not on the total time: a directory may have any
+  // size.
   uint64_t seen = 0;
   uint64_t seen_at = sys::NowNs();
   while (!(link->IsGone() || (link->kept() && result_is_there()))) {

@@ -1,4 +1,4 @@
-// Deleting in the background: what retention lets go, and what killed workers left behind.
+// Background deletion of checkpoints that retention removes, and of killed workers' leftovers.
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_HOUSEKEEPER_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_HOUSEKEEPER_H_
 
@@ -19,32 +19,33 @@
 
 namespace holdfast::checkpointer {
 
-/// Deleting costs a quarter of a second per GiB, so it is never done by anybody that a save waits
-/// for: a thread of the housekeeper's decides, a worker of its own deletes.
+/// Deleting costs a quarter of a second per GiB, so no thread on a save's path deletes. A thread of
+/// the housekeeper decides, and a separate worker deletes.
 class Housekeeper {
  public:
-  /// The directory of the checkpoints that a task is about, open.
+  /// The open directory of a task's checkpoints.
   using Parent = std::shared_ptr<const base::UniqueFd>;
 
   Housekeeper(const CheckpointerOptions& options, writer::WorkerSource* workers);
-  ~Housekeeper();  // finishes what was asked for
+  ~Housekeeper();  // finishes the queued tasks
 
   absl::Status Start();
 
-  /// Save `name` has become durable: apply the retention options to its series.
+  /// Applies the retention options to the series of save `name`, which has become durable.
   void ApplyRetention(const Parent& parent, const std::string& name);
 
-  /// Remove a directory that no living save owns.
+  /// Removes a directory without a living save.
   void Remove(const Parent& parent, const std::string& name);
 
-  /// \error kDeadlineExceeded; otherwise the first error since the last call.
+  /// Waits for the queued tasks. \error kDeadlineExceeded; otherwise the first error since the last
+  /// call.
   absl::Status WaitIdle(absl::Time deadline);
 
  private:
   struct Task {
     bool retention = false;
     Parent parent;
-    std::string name;  // what to remove, or what has just become durable
+    std::string name;  // directory to remove, or name of the durable save
   };
   void Run();
   absl::Status Do(const Task& task);

@@ -17,7 +17,7 @@ absl::StatusOr<std::shared_ptr<const format::SafetensorsStructure>> LastStructur
   HOLDFAST_ASSIGN_OR_RETURN(format::SafetensorsStructure made,
                             format::PackSafetensors(file_name, tensors));
   auto structure = std::make_shared<const format::SafetensorsStructure>(std::move(made));
-  // The one before is destroyed behind the lock.
+  // The previous structure is destroyed after the unlock.
   last = structure->memory_bytes() <= kKeptBytesMax ? structure : nullptr;
   const base::MutexLock lock(&mutex_);
   kept_.swap(last);

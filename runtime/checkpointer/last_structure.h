@@ -1,4 +1,4 @@
-// The plan of the last save's tensors, for the next save: a training loop saves the same tensors
+// The plan of the last save's tensors, for the next save. A training loop saves the same tensors
 // again and again.
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_LAST_STRUCTURE_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_LAST_STRUCTURE_H_
@@ -19,11 +19,11 @@ namespace holdfast::checkpointer {
 /// \threadsafety Any thread.
 class LastStructure {
  public:
-  /// A larger one is not kept: its next save is planned anew.
+  /// A larger structure is not kept; the next save plans anew.
   static constexpr size_t kKeptBytesMax = size_t{256} << 20;
 
-  /// The structure of these tensors: the kept one if it describes them, else a new one, which is
-  /// kept in its place. \error As PlanSafetensors.
+  /// Returns the kept structure if it describes `tensors`. Otherwise plans and keeps a new
+  /// structure. \error As PlanSafetensors.
   absl::StatusOr<std::shared_ptr<const format::SafetensorsStructure>> Of(
       const std::string& file_name, absl::Span<const TensorSource> tensors)
       ABSL_LOCKS_EXCLUDED(mutex_);

@@ -1,4 +1,4 @@
-// Which checkpoint a save descends from, and the commit record that says so.
+// The parent checkpoint of a save, and the commit record that names the parent.
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_LINEAGE_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_LINEAGE_H_
 
@@ -17,10 +17,10 @@ class Lineage {
   /// Begins with the newest committed checkpoint of an open directory.
   void Begin(int directory);
 
-  /// A save through this front door has committed.
+  /// Sets the parent of later saves to `attempt`, which has committed through this front door.
   void Committed(const AttemptId& attempt);
 
-  /// The template of a save's record; an empty one for a rank that does not commit.
+  /// Builds the template of a save's record; empty for a rank that does not commit.
   format::CommitTemplate RecordOf(const CheckpointerOptions& options, const SaveRequest& request,
                                   const AttemptId& attempt, uint64_t saved_at_ns) const;
 

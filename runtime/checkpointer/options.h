@@ -1,4 +1,4 @@
-// Checking what callers hand in, before anything is taken or made.
+// Checks of the caller's arguments, before any resource is taken.
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_OPTIONS_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_OPTIONS_H_
 
@@ -9,8 +9,8 @@
 
 namespace holdfast::checkpointer {
 
-/// A checkpoint's name: one path component, short enough for what is appended while it is written,
-/// and not one that recovery would take for something else.
+/// Checks a checkpoint's name: one path component, short enough for the suffix of a partial
+/// directory, and no name with a meaning for recovery.
 absl::Status ValidateName(const std::string& name);
 
 }  // namespace holdfast::checkpointer

@@ -1,4 +1,4 @@
-// holdfast-doctor's findings: everything by trying, nothing by version numbers.
+// The findings of holdfast-doctor: every feature is tested, version numbers are ignored.
 #include "holdfast/probe.h"
 
 #include <fcntl.h>
@@ -30,11 +30,11 @@ using directory::IdentifyFileSystem;
 using directory::OpenDirectory;
 namespace {
 
-// Larger than most last-level caches' share of a core, small enough for any machine that trains.
+// Larger than most last-level caches' share of a core, small enough for any training machine.
 constexpr uint64_t kArenaBytes = uint64_t{64} << 20;
 constexpr int kGpusMax = 64;
 
-/// The arena, on the rung that saves would get; null with the reason in the report.
+/// Creates the arena on the rung that saves would get. Returns null with the reason in the report.
 std::unique_ptr<staging::Arena> TryPages(ProbeReport* report) {
   report->base_page_bytes = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   auto arena = staging::Arena::Create({.bytes = kArenaBytes});
@@ -48,7 +48,7 @@ std::unique_ptr<staging::Arena> TryPages(ProbeReport* report) {
   return *std::move(arena);
 }
 
-/// The queue, on the rung that a spawned worker would get.
+/// Creates the queue on the rung that a spawned worker would get.
 std::unique_ptr<io::Queue> TryEngine(const staging::Arena* arena, ProbeReport* report) {
   auto queue = std::make_unique<io::Queue>();
   io::QueueOptions options;

@@ -29,19 +29,19 @@ using layout::Decision;
 using layout::RankState;
 using worker::Side;
 
-// Two of three signs of life may be lost, or late: as the worker's.
+// As in the worker: two of three signs of life may be lost, or late.
 constexpr int kBeatsPerLiveness = 3;
-// A rename and its fsync, of a rank 0 that has said that they come next.
+// The time of a rename and its fsync, after rank 0 has announced them.
 constexpr absl::Duration kCommitMax = absl::Seconds(2);
 constexpr absl::Duration kPoll = absl::Milliseconds(5);
 constexpr uint32_t kBufferBytes = 32 * 1024;
 
-/// Gives the signs of life of all presences of this process, in one thread that runs while there
-/// are any. Never destroyed: a presence may end while the process does.
+/// Writes the signs of life for the process's presences, in one thread. The thread runs while any
+/// presence exists. Never destroyed: a presence may end during process exit.
 class Keeper {
  public:
   static Keeper& Get() {
-    // A forked child has neither the thread nor, perhaps, a mutex that is free.
+    // A forked child has no such thread, and the mutex may be locked for ever.
     static std::atomic<Keeper*> instance{new Keeper};
     Keeper* keeper = instance.load(std::memory_order_acquire);
     if (keeper->guard_.InCreator()) return *keeper;
@@ -56,7 +56,7 @@ class Keeper {
     entries_.push_back({presence.get(), presence, base::Now() + presence->interval()});
     changed_.NotifyAll();
     if (running_) return absl::OkStatus();
-    thread_ = std::make_unique<base::Thread>();  // joins the last one, which has ended
+    thread_ = std::make_unique<base::Thread>();  // joins the previous thread, which has ended
     const absl::Status started = thread_->Start([this] { Run(); });
     running_ = started.ok();
     if (!started.ok()) entries_.pop_back();
@@ -79,7 +79,7 @@ class Keeper {
   void Run() {
     while (true) {
       std::vector<std::shared_ptr<RankPresence>> due;
-      // Outside of the lock, too: the last reference may be one of these, and its end takes it.
+      // Declared outside the lock: destroying the last reference takes the lock.
       std::vector<std::shared_ptr<RankPresence>> others;
       {
         const base::MutexLock lock(&mutex_);
@@ -99,7 +99,7 @@ class Keeper {
         }
         if (due.empty()) changed_.WaitUntil(&mutex_, next);
       }
-      // Outside of the lock: a file system that hangs must not hold up those who leave.
+      // Outside the lock: a hanging file system must not block Leave.
       for (const auto& presence : due) presence->Beat();
     }
   }
@@ -160,8 +160,8 @@ absl::Duration RankPresence::interval() const { return who_.time_liveness_max / 
 void RankPresence::Beat() {
   const base::MutexLock lock(&mutex_);
   if (failed_ || left_ || directory::Planted(directory::Bug::kTrainerGivesNoSigns)) return;
-  // A sign of life behind a failure, which may be another presence's of this rank, would take the
-  // failure back.
+  // Another presence of this rank may have published a failure. A later sign of life would
+  // overwrite the failure.
   layout::RankSlot slot;
   if (worker::ReadSlots(board_, who_.rank, 1, &slot)) {
     failed_ = slot.trainer.state == static_cast<uint32_t>(RankState::kFailed);
@@ -197,7 +197,7 @@ void RankPresence::RemoveIfLast(int parent) {
     return;
   }
   sys::Sys().unlinkat(directory_.get(), layout::kBoardName, 0);
-  // Refused while files of a rank are there that its worker did not come to remove.
+  // Refused while the directory holds files of a rank whose worker did not remove them.
   sys::Sys().unlinkat(parent, partial_.c_str(), AT_REMOVEDIR);
 }
 
@@ -240,17 +240,16 @@ absl::Status RankPresence::ConcludeFailed(int parent, const absl::Status& outcom
     return directory::NameRefersTo(parent, who_.name, directory_.get());
   };
   if (!is_committed()) {
-    // Of rank 0 the worker that alone could rename is gone. Another rank's vote is in rank 0's
-    // hands: the failure asks it to stop, and if it has announced its rename before, it may not
-    // have seen that.
+    // On rank 0 only the worker could rename, and the worker has ended. Another rank's vote binds
+    // rank 0: the failure asks rank 0 to stop. A rank 0 past its announcement may miss the failure.
     const bool voted = who_.rank != 0 && HasVoted();
     Publish(outcome, /*is_final=*/!voted);
     if (voted) AwaitDecision();
   } else if (who_.rank == 0) {
     (void)worker::WriteDecision(board_, Decision::kCommitted);
   }
-  // What a worker reports behind the commit stays: a second fsync of what it could not make durable
-  // would prove nothing.
+  // A worker's report after the commit stays: a second fsync proves nothing about data that the
+  // worker could not make durable.
   if (reported || !is_committed()) return outcome;
   return directory::SyncDirectory(parent, absl::StrCat("of ", who_.name));
 }
@@ -319,7 +318,7 @@ void RankAnnouncement::Abandon(const absl::Status& why) {
 
 absl::Status AbandonSave(const RankInSave& who, const absl::Status& why) {
   auto announcement = RankAnnouncement::Make(who);
-  // Another one has failed before: all others have been told.
+  // Another rank has failed before and has informed all ranks.
   if (absl::IsAborted(announcement.status())) return absl::OkStatus();
   if (!announcement.ok()) return announcement.status();
   (*announcement)->Abandon(why);

@@ -1,5 +1,5 @@
-// The trainer's part in a save of several ranks: its signs of life on the rank board, and the
-// failure that its worker cannot publish any more.
+// The trainer's part in a save of several ranks: signs of life on the rank board, and failures that
+// its worker cannot publish.
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_RANK_PRESENCE_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_RANK_PRESENCE_H_
 
@@ -16,33 +16,34 @@
 
 namespace holdfast::checkpointer {
 
-/// From Join to Conclude one thread of this process gives a sign of life for it, every third of
-/// `time_liveness_max`: a worker that is not there yet, is queued, or is inside of a long fsync
-/// cannot.
+/// From Join to Conclude one thread of the process writes a sign of life for the rank, every third
+/// of `time_liveness_max`. A worker cannot write signs of life before its start, in a queue, or
+/// inside a long fsync.
 ///
 /// \threadsafety All methods may be called from any thread.
 class RankPresence {
  public:
-  /// Makes the partial directory below `parent` if it is not there. The directories of `who` are
-  /// not used. \error kAborted when another rank has failed already; errors of mkdir, open, write.
+  /// Joins the save of `who`, whose directories are not used. Makes the partial directory below
+  /// `parent` if missing. \error kAborted when another rank has failed already; errors of mkdir,
+  /// open, write.
   static absl::StatusOr<std::shared_ptr<RankPresence>> Join(int parent, const RankInSave& who);
   ~RankPresence();
   RankPresence(const RankPresence&) = delete;
   RankPresence& operator=(const RankPresence&) = delete;
 
-  /// Ends the signs of life of a rank whose save goes on, or is over, without them.
+  /// Ends the signs of life of this rank. The save continues or has ended.
   void Leave();
 
-  /// Publishes that this rank has failed and will not vote (rank 0: not rename). Only where no
-  /// worker serves it. The last rank to fail removes the directory.
+  /// Publishes the failure of the rank, which will not vote (rank 0: not rename). Only for a rank
+  /// without a worker. The last rank to fail removes the directory.
   void Fail(int parent, const absl::Status& why);
 
-  /// The save was given up, but its worker cannot be stopped and may still vote.
+  /// Publishes that the save was given up. The worker cannot be stopped and may still vote.
   void GiveUp(const absl::Status& why);
 
-  /// The worker has ended and `outcome` is what its trainer knows. Publishes what the worker could
-  /// not. `reported`: the worker itself has said how it ended. If not, returns OK where the
-  /// checkpoint was committed all the same.
+  /// Publishes results that the ended worker could not publish. `outcome`: the trainer's result.
+  /// `reported`: the worker itself has reported its end. Without a report, returns OK if the
+  /// checkpoint was committed.
   absl::Status Conclude(int parent, const absl::Status& outcome, bool reported);
 
   /// The time between two signs of life.
@@ -68,7 +69,7 @@ class RankPresence {
   bool left_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-/// Publishes that SaveAsync refuses its part, if the save has other ranks. Returns `why`.
+/// Publishes the refusal of a save to its other ranks, if any. Returns `why`.
 absl::Status RefuseSave(int parent, const std::shared_ptr<RankPresence>& presence,
                         const RankInSave& who, const absl::Status& why);
 

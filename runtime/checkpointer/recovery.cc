@@ -1,8 +1,9 @@
-// After a crash: promote what is complete, wait for orphans or fence them, then remove the rest.
+// After a crash: promote complete directories, wait for orphans or fence them, then remove the
+// rest.
 //
-// Every directory is judged anew under its lock at the moment that it is acted on; nothing is
-// carried over from an earlier look. So a crash of the recovery itself, at any call, leaves work
-// for the next one and no wrong state.
+// Recovery judges every directory anew under its lock at the moment of the action. No earlier
+// result is carried over. So a crash of the recovery itself, at any call, leaves work for the next
+// recovery and no wrong state.
 #include "holdfast/recovery.h"
 
 #include <fcntl.h>
@@ -55,16 +56,15 @@ using directory::SyncDirectory;
 namespace {
 
 constexpr absl::Duration kPoll = absl::Milliseconds(20);
-// The same where every look is a question to a server.
+// The interval on file systems where each check is a request to a server.
 constexpr absl::Duration kPollSilence = absl::Seconds(1);
-// Beyond the other's wait for orphans. Removing takes about 0.25 s/GiB.
+// Longer than another recovery's wait for orphans. Removing takes about 0.25 s/GiB.
 constexpr absl::Duration kTurnMax = absl::Minutes(10);
 
 constexpr char kStillAtWork[] =
     "a worker without a trainer is still at work there; recover again later";
 
-/// When something in a directory, or its listing, last changed. InfiniteFuture when that cannot be
-/// told.
+/// The last change of a directory's entries or its listing. InfiniteFuture when unknown.
 absl::Time LastChange(int directory) {
   struct stat found = {};
   if (sys::Sys().fstat(directory, &found) != 0) return absl::InfiniteFuture();
@@ -79,7 +79,7 @@ absl::Time LastChange(int directory) {
   return last;
 }
 
-/// A complete checkpoint of the attempt and under the name that its directory's name says.
+/// True for a complete checkpoint with the attempt and the name in its directory's name.
 bool IsOwn(const Inspection& inspection, const format::DirectoryName& name) {
   return inspection.state == Inspection::State::kComplete &&
          (inspection.info.attempt == name.attempt || Planted(Bug::kPromoteOtherAttempt)) &&
@@ -137,8 +137,8 @@ absl::StatusOr<RecoveryReport> Recovery::Run() {
     for (const std::string& name : orphans) HOLDFAST_RETURN_IF_ERROR(Fence(name));
   }
   HOLDFAST_RETURN_IF_ERROR(CleanUp());
-  // A worker may have died between its rename and its fsync. Whoever is told of a checkpoint here
-  // builds on it, so it must not vanish with the next power loss.
+  // A worker may have died between rename and fsync. Callers build on the reported checkpoints,
+  // which must survive the next power loss.
   if (!Planted(Bug::kReportWithoutParentSync)) {
     HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   }
@@ -161,7 +161,7 @@ absl::StatusOr<std::vector<std::string>> Recovery::Candidates() const {
   return names;
 }
 
-/// Promotes whatever is complete before anything is removed: a crash in between must find more
+/// Promotes all complete directories before any removal: a crash in between must leave more
 /// checkpoints than before, never fewer.
 absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans) {
   const absl::Time deadline = base::Now() + options_.wait_for_orphans;
@@ -185,26 +185,27 @@ absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans)
   }
 }
 
-/// Takes a directory away from its orphan: the orphan's own rename to the final name then finds
-/// nothing, so that it cannot commit behind the back of whoever trains on from here.
+/// Renames an orphan's directory. The orphan's own rename to the final name then fails, so the
+/// orphan cannot commit while training continues from an older checkpoint.
 absl::Status Recovery::Fence(const std::string& name) {
   auto directory = OpenDirectory(parent_, name);
-  if (!directory.ok()) return absl::OkStatus();  // it has committed or gone meanwhile
+  if (!directory.ok()) return absl::OkStatus();  // committed or removed meanwhile
   if (probe_.Look(directory->get()) != Owner::kOrphan) return absl::OkStatus();
   format::DirectoryName fenced = format::ParseDirectoryName(name);
   fenced.kind = format::DirectoryKind::kFenced;
   auto renamed = RenameToFree(parent_, name, fenced);
   if (absl::IsNotFound(renamed.status())) return absl::OkStatus();
-  if (!renamed.ok()) return absl::OkStatus();  // CleanUp tells that it is still there
+  if (!renamed.ok()) return absl::OkStatus();  // CleanUp reports the directory
   report_.fenced.push_back(*std::move(renamed));
-  // Power loss must not give the orphan's directory its name back: it may look complete then.
+  // Power loss must not give the orphan's directory its name back: the directory may look complete
+  // then.
   return SyncDirectory(parent_, path_);
 }
 
 absl::Status Recovery::CleanUp() {
-  // A worker may have died between exchanging an old checkpoint for a new one and its fsync. Were
-  // the old one's manifests removed now, power loss could undo the exchange alone and leave the
-  // final name to what is left of the old one.
+  // A worker may have died between exchanging an old checkpoint for a new one and the fsync. If the
+  // old manifests were removed now, power loss could undo the exchange alone. The final name would
+  // then lead to the damaged old checkpoint.
   if (!Planted(Bug::kRemoveBeforeParentSync) && !Planted(Bug::kReportWithoutParentSync)) {
     HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   }
@@ -219,22 +220,20 @@ absl::Status Recovery::CleanUp() {
   return absl::OkStatus();
 }
 
-/// Does with one directory what can be done now. Only an fsync of the parent that fails is an
-/// error.
+/// Settles one directory as far as possible now. \error only when the fsync of the parent fails.
 absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool may_remove) {
   auto directory = OpenDirectory(parent_, name);
   if (absl::IsNotFound(directory.status())) return Visit{};
   if (!directory.ok()) return Keep(std::string(directory.status().message()));
   const Owner owner = probe_.Look(directory->get());
-  // The name may have gone to another directory before the lock was there: that one is new and
-  // somebody's.
+  // Another directory may have got the name before the lock: a new directory in use.
   if (!NameRefersTo(parent_, name, directory->get())) return Visit{};
   const format::DirectoryKind kind = format::ParseDirectoryName(name).kind;
   if (owner == Owner::kTrainer) return Keep("a save is running there");
   if (owner == Owner::kOrphan) {
     if (kind == format::DirectoryKind::kPartial) return Visit{.outcome = Outcome::kOrphan};
-    // Fenced: its orphan has not noticed yet. Retired: somebody is removing it. Neither is worth
-    // waiting for.
+    // Fenced: the orphan still runs. Retired: another process is removing the directory. Recovery
+    // waits for neither.
     return Keep(std::string(kStillAtWork));
   }
   if (owner == Owner::kUnknown) {
@@ -245,9 +244,9 @@ absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool m
   return SettlePartial(name, directory->get(), may_remove);
 }
 
-/// kSettled: nothing has changed there for long enough. A complete checkpoint needs minutes:
-/// promoting it beside a worker that lives after all does no harm, because that worker finds its
-/// own checkpoint under the final name. What would be removed needs a day.
+/// Returns kSettled when the directory has not changed for long enough. A complete checkpoint needs
+/// minutes. Promoting beside a living worker does no harm, because the worker finds its own
+/// checkpoint under the final name. A directory to be removed needs a day.
 Recovery::Visit Recovery::JudgeByAge(const format::DirectoryName& name, int directory) const {
   const absl::Duration age = directory::TimeOnFileSystem(parent_) - LastChange(directory);
   if (age >= options_.age_without_locks) return Visit{};
@@ -283,14 +282,14 @@ absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name,
   const Inspection successor = InspectName(parsed.checkpoint);
   const bool replaced = successor.state == Inspection::State::kComplete;
   if (inspection.state == Inspection::State::kDamaged) {
-    // The attempt of this name has committed, so its own files stand under the final name and these
-    // are what they were exchanged for. Otherwise storage has damaged a manifest: a person should
-    // see that.
+    // The attempt of this name has committed: its own files have the final name, and the directory
+    // holds the replaced files. Otherwise storage has damaged a manifest, and the directory is kept
+    // for inspection.
     if (replaced && successor.info.attempt == parsed.attempt) return Remove(name, may_remove);
     return Keep(std::string(inspection.reason.message()));
   }
-  // An old checkpoint that stepped aside. While no successor stands under its name it may be the
-  // only one: not ours to throw away.
+  // A replaced checkpoint. Without a successor under its name, the old checkpoint may be the only
+  // one and is kept.
   if (replaced) return Remove(name, may_remove);
   return Keep("it holds a complete checkpoint of another attempt than its name says");
 }
@@ -300,7 +299,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int d
                                                   const Inspection& inspection, bool may_remove) {
   if (!options_.promote) return Keep("complete, but promotion is switched off");
   // The last rank's worker may have died between the rename of its manifest and the fsync of this
-  // directory. Without this one, power loss could leave the final name and no manifest below it.
+  // directory. Without this fsync, power loss could leave the final name without a manifest.
   absl::Status synced;
   if (!Planted(Bug::kPromoteWithoutDirectorySync)) synced = SyncDirectory(directory, name);
   if (!synced.ok()) return Keep(std::string(synced.message()));
@@ -311,8 +310,8 @@ absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int d
   return Promoted(checkpoint);
 }
 
-/// Two complete checkpoints of one name. The manifest of the newer one says that it may replace the
-/// older one; without that both are kept.
+/// Two complete checkpoints of one name. The newer manifest may list the older attempt as
+/// replaceable; otherwise both checkpoints are kept.
 absl::StatusOr<Recovery::Visit> Recovery::Replace(const std::string& name,
                                                   const std::string& checkpoint,
                                                   const Inspection& inspection, bool may_remove) {
@@ -331,7 +330,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Replace(const std::string& name,
 
 absl::StatusOr<Recovery::Visit> Recovery::Promoted(const std::string& checkpoint) {
   report_.promoted.push_back(checkpoint);
-  // Promoted means that it stays promoted.
+  // A promotion must survive power loss.
   if (Planted(Bug::kReportWithoutParentSync)) return Visit{};
   HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   return Visit{};
@@ -345,7 +344,7 @@ Recovery::Visit Recovery::Remove(const std::string& name, bool may_remove) {
   return Visit{};
 }
 
-/// What stands under a final name.
+/// Inspects the directory under a final name.
 Inspection Recovery::InspectName(const std::string& checkpoint) const {
   auto directory = OpenDirectory(parent_, checkpoint);
   return directory.ok() ? Inspect(directory->get()) : Inspection{};
@@ -360,8 +359,8 @@ absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
   if (!parent.ok()) return base::Annotate(parent.status(), absl::StrCat("recover ", directory));
   auto file_system = directory::IdentifyFileSystem(parent->get());
   if (!file_system.ok()) return base::Annotate(file_system.status(), directory);
-  // Ranks of one job recover at the same time. One must not take the lock that another holds while
-  // it removes for an orphan's.
+  // Ranks of one job recover at the same time. A recovery must not take another recovery's lock
+  // during a removal for an orphan's.
   HOLDFAST_RETURN_IF_ERROR(directory::TakeTurn(parent->get(), directory,
                                                options.wait_for_orphans + checkpointer::kTurnMax));
   checkpointer::Recovery recovery(parent->get(), directory, *file_system, options);

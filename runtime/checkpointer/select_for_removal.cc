@@ -1,4 +1,4 @@
-// Which checkpoints retention removes.
+// Selects the checkpoints that retention removes.
 #include <algorithm>
 #include <string>
 #include <vector>

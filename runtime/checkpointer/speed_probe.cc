@@ -22,7 +22,7 @@ constexpr char kName[] = "speed";
 
 double Seconds(uint64_t since_ns) { return static_cast<double>(sys::NowNs() - since_ns) * 1e-9; }
 
-/// Chunks in flight until the time or the file ends.
+/// Keeps chunks in flight until the time or the file ends.
 absl::Status WriteChunks(int fd, io::Queue* queue, const staging::Arena& arena, uint64_t bytes_max,
                          double seconds, uint64_t* bytes_written) {
   const uint64_t chunks_in_arena = arena.bytes() / kChunkBytes;
@@ -67,19 +67,19 @@ absl::Status MeasureWriting(int scratch, io::Queue* queue, const staging::Arena&
   const int failed = io::OpenDirect(scratch, kName, O_CREAT | O_EXCL | O_RDWR, 0600, true, &opened);
   if (failed != 0) return base::ErrnoStatus("make", kName, failed);
   const base::UniqueFd fd(opened.fd);
-  // A file system that cannot reserve is measured as it is.
+  // A file system without reservation is measured without it.
   sys::Sys().fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes_max));
   const uint64_t begin = sys::NowNs();
   uint64_t bytes_written = 0;
   HOLDFAST_RETURN_IF_ERROR(WriteChunks(fd.get(), queue, arena, bytes_max, seconds, &bytes_written));
-  // Cut before the fsync: blocks that were reserved and not used are not to be paid for.
+  // Truncated before the fsync: the measurement must not include reserved, unused blocks.
   sys::Sys().ftruncate(fd.get(), static_cast<off_t>(bytes_written));
   if (sys::Sys().fsync(fd.get()) != 0) return base::ErrnoStatus("fsync", kName, errno);
   report->write_bytes_per_second = static_cast<double>(bytes_written) / Seconds(begin);
   return absl::OkStatus();
 }
 
-/// Calls `step` with chunk after chunk of the arena; bytes per second.
+/// Calls `step` with chunk after chunk of the arena. Returns bytes per second.
 template <typename Step>
 double Rate(const staging::Arena& arena, double seconds, const Step& step) {
   const uint64_t chunks = arena.bytes() / kChunkBytes;
@@ -97,13 +97,13 @@ double Rate(const staging::Arena& arena, double seconds, const Step& step) {
 absl::Status MeasureSpeeds(int scratch, io::Queue* queue, const staging::Arena& arena,
                            absl::Duration time, ProbeReport* report) {
   const double seconds = absl::ToDoubleSeconds(time);
-  // The arena is larger than most caches in this probe, so that these two are of memory.
+  // The arena is larger than most caches, so both rates are of memory.
   const auto source = std::make_unique<char[]>(arena.bytes());
   std::fill_n(source.get(), arena.bytes(), '\x5a');
   report->copy_bytes_per_second = Rate(arena, seconds / 6, [&source](char* chunk, uint64_t at) {
     memcpy(chunk, &source[at], kChunkBytes);
   });
-  // Kept from being optimized away by its place in the report's memory.
+  // Stored in the report's memory, so the compiler cannot remove the work.
   volatile uint64_t sink = 0;
   report->digest_bytes_per_second = Rate(arena, seconds / 6, [&sink](char* chunk, uint64_t) {
     sink = digest::Of(chunk, kChunkBytes).low;

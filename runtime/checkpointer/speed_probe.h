@@ -10,10 +10,12 @@
 
 namespace holdfast::checkpointer {
 
-/// Fills the three rates of `report` in about `time`: of writing a fresh, reserved file with
-/// `queue` from `arena`, its fsync included; of one thread's digests; of one thread's copies into
-/// the arena. Takes at most a quarter of the free space and 2 GiB, and gives it back. \error of the
-/// disk.
+/// Fills the three rates of `report` in about `time`:
+/// - writing a fresh, reserved file with `queue` from `arena`, fsync included;
+/// - digests of one thread;
+/// - copies of one thread into the arena.
+/// Takes at most a quarter of the free space and 2 GiB, and frees the space afterwards. \error of
+/// the disk.
 absl::Status MeasureSpeeds(int scratch, io::Queue* queue, const staging::Arena& arena,
                            absl::Duration time, ProbeReport* report);
 
