@@ -32,16 +32,16 @@ using load::WantedTensor;
 
 class CheckpointReader::Impl {
  public:
-  std::string directory;           // that the files lie in
-  bool follow_symlink = false;     // a file that was named by the caller, not by a manifest
+  std::string directory;           // that contains the files
+  bool follow_symlink = false;     // a file named by the caller, not by a manifest
   std::vector<std::string> files;  // names, by file index
   std::vector<PlannedTensor> tensors;
   std::unordered_map<std::string, uint32_t> by_name;
-  std::optional<format::Manifest> manifest;  // of all ranks that were opened, as one
+  std::optional<format::Manifest> manifest;                  // of all opened ranks, merged
   std::vector<format::CommitRecord::RankManifest> recorded;  // by rank; empty: no commit record
   base::ForkGuard guard;
 
-  /// Adds a rank's files and tensors. Of two tensors of one name this rank's counts.
+  /// Adds a rank's files and tensors. Of two tensors of one name this rank's tensor counts.
   void TakeManifest(format::Manifest read) {
     std::vector<format::Manifest::File> read_files = std::move(read.files);
     std::vector<format::Manifest::Tensor> read_tensors = std::move(read.tensors);
@@ -85,7 +85,7 @@ class CheckpointReader::Impl {
 
 namespace {
 
-/// Makes the buffer fast for the devices of a load, and gives that back.
+/// Registers the buffer with the devices of a load, and drops the registration at the end.
 class BufferRegistration {
  public:
   BufferRegistration(absl::Span<const TensorTarget> targets, StreamBuffer* buffer)
@@ -95,7 +95,7 @@ class BufferRegistration {
       if (target.device != nullptr && !target.device->is_host()) devices.insert(target.device);
     }
     for (Device* device : devices) {
-      // Only speed hangs on it: copies from unregistered memory are right too.
+      // Registration only adds speed: copies from unregistered memory are correct too.
       if (device->RegisterMemory(buffer->base(), buffer->bytes()).ok()) {
         registered_.push_back(device);
       }
@@ -103,7 +103,8 @@ class BufferRegistration {
   }
   ~BufferRegistration() {
     for (Device* device : registered_) {
-      // After a copy that never ended the driver still has the memory; else a failure says so.
+      // After a copy that never ended, the memory stays registered and mapped. So does memory with
+      // a failed unregistration.
       if (buffer_->abandoned()) continue;
       if (!device->UnregisterMemory(buffer_->base(), buffer_->bytes()).ok()) buffer_->Abandon();
     }
@@ -268,7 +269,7 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
   if (manifest.ok() && !format::IsUncommittedName(directory::SplitPath(parts.directory).name)) {
     impl->TakeManifest(*std::move(manifest));
   } else if (!file.attempt().empty()) {
-    // Bytes of a save that was never committed are nobody's checkpoint, however whole they look.
+    // Files of a save that never committed are no checkpoint, however complete they look.
     return absl::FailedPreconditionError(absl::StrCat(
         "open ", path, ": written by a save that did not end: ",
         manifest.ok() ? "its directory is partial" : std::string(manifest.status().message())));

@@ -23,17 +23,17 @@ namespace {
 
 constexpr int kWaitStepMs = 200;
 constexpr uint64_t kProgressStepNs = 50'000'000;
-// Registering the buffer costs 3 ms/GiB on huge pages and 20 on small ones; it pays once each slot
-// is used several times.
+// Registering the buffer costs 3 ms/GiB on huge pages and 20 on small ones. Registration pays once
+// each slot is used several times.
 constexpr uint64_t kUsesForRegistration = 4;
 constexpr uint32_t kReadThreads = 4;  // of the pwrite rung, which reads with pread(2)
 
-/// A range on its way: what was really asked for, aligned outwards.
+/// A range in flight: the requested bytes, aligned outwards.
 struct Transfer {
   uint32_t range = 0;
   uint64_t offset = 0;
   uint32_t bytes = 0;
-  bool direct = false;  // when it was submitted; its file may have been made buffered since
+  bool direct = false;  // at submission; the file may have become buffered since
 };
 
 struct OpenedFile {
@@ -43,8 +43,8 @@ struct OpenedFile {
   bool all_submitted = false;
 };
 
-/// What a read that never ended may still touch. Kept for good, and reachable, so that a leak
-/// checker knows it is meant.
+/// The objects that a read without an end may still access. Kept for good, and reachable for leak
+/// checkers.
 struct Quarantined {
   std::unique_ptr<io::Queue> queue;
   std::vector<OpenedFile> files;
@@ -108,14 +108,14 @@ class Stream {
     while (!Exhausted() && queue_->CanSubmit() && pool_.TakeSlot(&slot)) {
       const uint32_t index = next_++;
       if (!Start(slot, index)) {
-        // The rest of a file that cannot be opened is not tried again.
+        // After a failed open the file's other ranges are not tried.
         const uint32_t file = ranges_[index].file;
         while (next_ < ranges_.size() && ranges_[next_].file == file) ++next_;
       }
     }
   }
 
-  /// False when the range's file cannot be opened; the sink is told.
+  /// Returns false when the range's file cannot be opened; the sink gets the error.
   bool Start(uint32_t slot, uint32_t index) {
     const StreamRange& range = ranges_[index];
     OpenedFile& file = opened_[range.file];
@@ -178,21 +178,21 @@ class Stream {
     const int count = queue_->Wait(done, 16, kWaitStepMs, &wakeups);
     if (count < 0) return base::ErrnoStatus("wait for reads:", queue_->reason(), -count);
     if (wakeups != 0) pool_.DrainFreeEvent();
-    // With nothing in flight it is the sink that takes its time, which is its own affair.
+    // With no read in flight only the sink is slow: no stall.
     if (count > 0 || in_flight_ == 0) stalled_since_ns_ = 0;
     if (count == 0) return wakeups != 0 || in_flight_ == 0 ? absl::OkStatus() : CheckStalled();
     for (int i = 0; i < count; ++i) {
       Complete(done[i]);
-      // With no pool the sink has just run: the next read starts before the next sink.
+      // Without a pool the sink has just run: submit the next read before the next sink call.
       SubmitAll();
     }
     ReportProgress();
     return absl::OkStatus();
   }
 
-  /// One block of those that arrived together is this thread's own: as long as the disk is slower
-  /// than the sink, no other thread need be woken for any (on virtual CPUs that costs more than
-  /// the digest). When it is not, several arrive together, and the pool has its share.
+  /// This thread processes one block of each batch. While the disk is slower than the sink, a batch
+  /// has one block, and no other thread is woken. On virtual CPUs a wake-up costs more than the
+  /// digest. While the disk is faster, the pool processes the rest of the batch.
   void Hold(uint32_t slot, const StreamBlock& block) {
     if (held_.has_value()) pool_.Push(held_->first, held_->second);
     held_.emplace(slot, block);
@@ -217,8 +217,8 @@ class Stream {
     Deliver(slot, done.bytes, done.error);
   }
 
-  /// The file system took O_DIRECT at open and refuses the read (an alignment of its own): go on
-  /// without. Reads in flight on the same fd are of the same bytes either way.
+  /// The file system accepted O_DIRECT at open and refuses the read (a stricter alignment): the
+  /// file becomes buffered. Reads in flight on the same fd return the same bytes either way.
   bool MakeBuffered(OpenedFile* file) {
     if (file->direct == DirectIo::kNo) return true;
     const int flags = sys::Sys().fcntl(file->fd.get(), F_GETFL, 0);
@@ -252,12 +252,12 @@ class Stream {
         "read: nothing arrived for ", absl::FormatDuration(stalled), " (", state, ")"));
   }
 
-  /// Reads that never ended may still land: their memory, files and queue are kept for good.
+  /// Reads without an end may still land: their memory, files and queue are kept for good.
   void Quarantine() {
     buffer_->Abandon();
     auto* kept = new Quarantined{std::move(queue_), std::move(opened_), nullptr};
     kept->next = g_quarantine.load(std::memory_order_relaxed);
-    // Nobody follows the list, so relaxed will do.
+    // The list is never read, so relaxed suffices.
     while (!g_quarantine.compare_exchange_weak(kept->next, kept, std::memory_order_relaxed)) {
     }
   }

@@ -1,7 +1,7 @@
-// Reads ranges of files, many at once, and hands each to a small pool of threads as it arrives.
+// Reads ranges of files, many at once, and passes each range to a small pool of threads on arrival.
 //
-// The calling thread only submits and reaps, so that the next reads are always in flight;
-// digesting, comparing and copying out happen in the pool. At most the buffer's slots are resident.
+// The calling thread only submits and reaps, so the next reads are always in flight. The pool
+// digests, compares and copies out. At most the buffer's slots are resident.
 #ifndef HOLDFAST_RUNTIME_LOAD_CHUNK_STREAM_H_
 #define HOLDFAST_RUNTIME_LOAD_CHUNK_STREAM_H_
 
@@ -19,59 +19,62 @@
 
 namespace holdfast::load {
 
-/// A file to read. It is opened when its first range is due and closed after its last one, so
-/// that the number of open files does not grow with the checkpoint.
+/// A file to read. The stream opens the file for its first range and closes it after the last. So
+/// the number of open files does not grow with the checkpoint.
 struct StreamFile {
   int directory = -1;
   std::string name;
-  bool follow_symlink = false;  ///< Files named by a manifest must be what they seem.
+  bool follow_symlink = false;  ///< False for files that a manifest names: a link is a fault.
 };
 
-/// Bytes to read; they must not cross a multiple of kChunkBytes. Ranges of one file stand together.
+/// A range to read; it crosses no multiple of kChunkBytes. Ranges of one file are adjacent.
 struct StreamRange {
   uint32_t file = 0;
   uint32_t bytes = 0;
   uint64_t offset = 0;
-  uint64_t tag = 0;  ///< The caller's own.
+  uint64_t tag = 0;  ///< For the caller's use.
 };
 
-/// A range that was read, or could not be.
+/// A range after its read, successful or failed.
 struct StreamBlock {
   StreamRange range;
-  const char* data = nullptr;  ///< Of `range.offset`; valid during the call of the sink.
+  const char* data = nullptr;  ///< At `range.offset`; valid during the call of the sink.
   uint32_t bytes_read = 0;     ///< Less than `range.bytes` where the file ended early.
   int error = 0;               ///< errno of opening or reading; then `bytes_read` is 0.
   bool failed_to_open = false;
 };
 
-/// What the sink wants next.
+/// The sink's verdict on further reading.
 enum class StreamVerdict {
   kContinue,
-  kStop,        ///< Read nothing more; what is in flight is waited for and dropped.
-  kKeepBuffer,  ///< As kStop, and the buffer must stay mapped: a device may still read from it.
+  kStop,  ///< Starts no further read; reads in flight are waited for and dropped.
+  /// As kStop, and the buffer must stay mapped: a device may still read from the buffer.
+  kKeepBuffer,
 };
 
 /// Called from several threads at once.
 using StreamSink = std::function<StreamVerdict(const StreamBlock&)>;
 
 struct StreamOptions {
-  uint32_t threads = 0;  ///< That run the sink, the caller's included. 0: one per CPU, at most 4.
+  /// Threads that run the sink, the caller's included. 0: one per CPU, at most 4.
+  uint32_t threads = 0;
   EngineRung engine = EngineRung::kAuto;
   bool direct_io = true;
-  /// No read ends for this long: give up. What is in flight then keeps its memory and its files.
+  /// Longest time without the end of a read; then the stream fails. Reads in flight keep their
+  /// memory and files.
   absl::Duration time_stalled_max = absl::Minutes(10);
-  /// Called in the calling thread with the bytes that have arrived so far; may be empty.
+  /// Called in the calling thread with the bytes read so far; may be empty.
   std::function<void(uint64_t bytes_done)> progress;
 };
 
 struct StreamReport {
-  uint64_t bytes_read = 0;  ///< From the files, with what alignment added.
+  uint64_t bytes_read = 0;  ///< From the files, alignment included.
   EngineRung engine = EngineRung::kAuto;
   std::string engine_reason;
-  DirectIo direct_io = DirectIo::kNo;  ///< The least that any file gave.
+  DirectIo direct_io = DirectIo::kNo;  ///< The lowest value of any file.
 };
 
-/// Reads all ranges through `buffer`. Errors of files go to the sink; the status is about the
+/// Reads all ranges through `buffer`. Errors of files go to the sink. The status is about the
 /// mechanism itself: no engine, no thread, a stalled read.
 absl::StatusOr<StreamReport> StreamChunks(absl::Span<const StreamFile> files,
                                           absl::Span<const StreamRange> ranges,
@@ -85,7 +88,7 @@ void AppendRanges(uint32_t file, uint64_t begin, uint64_t end, uint64_t tag,
 /// Threads for `wanted` (0 is one per CPU, at most 4).
 uint32_t ThreadsFor(uint32_t wanted);
 
-/// \error kInvalidArgument for options that cannot work, naming the one to change.
+/// Checks the options of a read. \error kInvalidArgument, naming the option to change.
 absl::Status CheckReadOptions(uint64_t buffer_bytes, uint32_t threads);
 
 }  // namespace holdfast::load

@@ -11,7 +11,7 @@
 namespace holdfast::load {
 namespace {
 
-// A copy of at most one chunk to a device that has not ended by then is taken for lost.
+// Bound for a copy of at most one chunk to a device; after this time the copy counts as lost.
 constexpr absl::Duration kCopyTimeMax = absl::Minutes(10);
 
 std::string Hex(const Digest& digest) {
@@ -95,7 +95,7 @@ CopyOut::Outcome CopyOut::Copy(const StreamBlock& block, const TensorRead& read)
     }
     started.push_back({target.device, *ticket});
   }
-  // The slot is read into again as soon as this returns: every copy out of it must have ended.
+  // The slot is reused on return: every copy out of the slot must have ended.
   for (const Started& copy : started) {
     absl::Status ended = copy.device->Wait(copy.ticket, kCopyTimeMax);
     if (ended.ok()) continue;

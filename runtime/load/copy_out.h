@@ -1,4 +1,4 @@
-// The sink of a load: proves what was read, then copies it to where it belongs.
+// The sink of a load: proves the bytes of a read, then copies them to their targets.
 #ifndef HOLDFAST_RUNTIME_LOAD_COPY_OUT_H_
 #define HOLDFAST_RUNTIME_LOAD_COPY_OUT_H_
 
@@ -18,7 +18,7 @@ namespace holdfast::load {
 /// \threadsafety Sink() may be called from any thread.
 class CopyOut {
  public:
-  /// All views must outlive it. `paths` are the files' names for messages.
+  /// All views must outlive the object. `paths` are the files' names for messages.
   CopyOut(const ReadPlan& plan, bool verify, absl::Span<const TensorTarget> targets,
           const std::vector<std::string>& paths)
       : plan_(plan), verify_(verify), targets_(targets), paths_(paths) {}

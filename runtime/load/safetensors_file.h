@@ -14,12 +14,12 @@ struct SafetensorsFile {
   uint64_t bytes = 0;  ///< Of the whole file.
   format::SafetensorsHeader header;
 
-  /// The attempt id in its metadata, "" where there is none: not written by Holdfast.
+  /// The attempt id in the metadata; "" for a file of another writer.
   std::string attempt() const;
 };
 
 /// Reads and checks the header of the regular file `fd`.
-/// \error kDataLoss when the structure is wrong; else what reading failed with.
+/// \error kDataLoss when the structure is wrong; errors of reading.
 absl::StatusOr<SafetensorsFile> ReadSafetensorsFile(int fd, const std::string& name);
 
 }  // namespace holdfast::load

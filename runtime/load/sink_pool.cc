@@ -20,7 +20,7 @@ SinkPool::SinkPool(uint32_t threads, uint32_t slots, const StreamSink& sink)
 void SinkPool::Start() {
   started_ = true;
   if (!free_event_.valid()) return;
-  // The host's signals are handled by the host's threads.
+  // Signals of the host process are left to its own threads.
   sigset_t all;
   sigset_t before;
   sigfillset(&all);
@@ -45,7 +45,7 @@ bool SinkPool::TakeSlot(uint32_t* slot) {
 
 void SinkPool::DrainFreeEvent() {
   uint64_t count = 0;
-  // Nothing to read means that it was drained already.
+  // An empty event was drained already.
   (void)sys::Sys().read(free_event_.get(), &count, sizeof(count));
 }
 
@@ -98,13 +98,13 @@ void SinkPool::Serve() {
     }
     LookHere(work.slot, work.block);
     const uint64_t one = 1;
-    // It cannot be full: that takes 2^64 - 1 slots.
+    // The counter cannot overflow: that takes 2^64 - 1 slots.
     (void)sys::Sys().write(free_event_.get(), &one, sizeof(one));
   }
 }
 
 void SinkPool::Look(const StreamBlock& block) {
-  // After a stop nothing more is looked at: the caller has its answer.
+  // After a stop the sink sees no further block: the caller has its result.
   if (stopped()) return;
   const StreamVerdict verdict = sink_(block);
   if (verdict == StreamVerdict::kContinue) return;

@@ -1,5 +1,4 @@
-// The small pool of threads that looks at what was read, and the exchange of slots with the thread
-// that reads.
+// The small pool of threads that run the sink, and the exchange of slots with the reading thread.
 #ifndef HOLDFAST_RUNTIME_LOAD_SINK_POOL_H_
 #define HOLDFAST_RUNTIME_LOAD_SINK_POOL_H_
 
@@ -17,35 +16,33 @@
 
 namespace holdfast::load {
 
-/// Every slot is at any time either free, with the reader, or with the pool; so the queue here is
-/// bounded by the number of slots.
+/// Every slot is free, with the reader, or with the pool. So the number of slots bounds the queue.
 class SinkPool {
  public:
-  /// Up to `threads` threads, started by the first Push. None wanted, or none to be had: the sink
-  /// runs in Push, in the caller.
+  /// Up to `threads` threads, started by the first Push. With no thread, wanted or available, the
+  /// sink runs in Push, in the caller.
   SinkPool(uint32_t threads, uint32_t slots, const StreamSink& sink);
 
-  /// Finish().
+  /// Calls Finish().
   ~SinkPool();
   SinkPool(const SinkPool&) = delete;
   SinkPool& operator=(const SinkPool&) = delete;
 
-  /// Takes a free slot; false when there is none now.
+  /// Takes a free slot. Returns false when no slot is free.
   bool TakeSlot(uint32_t* slot) ABSL_LOCKS_EXCLUDED(mutex_);
 
   /// Readable after a slot became free, until Drain; -1 where the sink only runs in the caller. The
-  /// reader waits for it beside its reads: a slot that is free while it sleeps is a read not in
-  /// flight.
+  /// reader waits for the event beside its reads, so that a free slot does not stay idle.
   int free_event() const { return free_event_.get(); }
   void DrainFreeEvent();
 
-  /// Runs the sink here and now.
+  /// Runs the sink in the calling thread.
   void LookHere(uint32_t slot, const StreamBlock& block) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  /// Hands a slot with its block over. It is free again when the sink has returned.
+  /// Passes a slot with its block to the pool. The slot is free again after the sink's return.
   void Push(uint32_t slot, const StreamBlock& block) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  /// Waits until everything pushed was looked at, and ends the threads.
+  /// Waits until the sink has seen every pushed block, and ends the threads.
   void Finish() ABSL_LOCKS_EXCLUDED(mutex_);
 
   bool stopped() const { return stopped_.load(std::memory_order_relaxed); }
@@ -64,7 +61,7 @@ class SinkPool {
 
   const uint32_t threads_wanted_;
   const StreamSink& sink_;
-  // Both are only ever set, and what they guard is ordered by mutex_ or by the join.
+  // Both flags are only ever set; mutex_ or the join orders the data that they guard.
   std::atomic<bool> stopped_{false};
   std::atomic<bool> keep_buffer_{false};
   base::Mutex mutex_;

@@ -14,15 +14,15 @@
 namespace holdfast::load {
 namespace {
 
-// The huge page of x86-64 and of aarch64 with 4 KiB base pages. Elsewhere it is only an alignment.
+// The huge page of x86-64 and of aarch64 with 4 KiB base pages. Elsewhere only an alignment.
 constexpr size_t kHugeAlignment = size_t{2} << 20;
 
 }  // namespace
 
 absl::StatusOr<StreamBuffer> StreamBuffer::Create(uint32_t slots) {
   const size_t bytes = size_t{slots} * kChunkBytes;
-  // One huge page more, so that the slots can begin on a huge page's border wherever the kernel
-  // puts the mapping; what is never touched costs nothing.
+  // One more huge page, so that the slots can begin at a huge page's border in any mapping.
+  // Untouched pages cost nothing.
   const size_t mapping_bytes = bytes + kHugeAlignment;
   void* mapping = sys::Sys().mmap(nullptr, mapping_bytes, PROT_READ | PROT_WRITE,
                                   MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -30,12 +30,12 @@ absl::StatusOr<StreamBuffer> StreamBuffer::Create(uint32_t slots) {
     return base::ErrnoStatus("map read buffer of", absl::StrCat(bytes, " bytes"), errno);
   }
   if (sys::Sys().madvise(mapping, mapping_bytes, MADV_DONTFORK) != 0) {
-    // Without it a concurrent fork could divert O_DIRECT reads: better no read than a wrong one.
+    // Without MADV_DONTFORK a concurrent fork could divert O_DIRECT reads: fail instead.
     const int error = errno;
     sys::Sys().munmap(mapping, mapping_bytes);
     return base::ErrnoStatus("madvise(MADV_DONTFORK)", "read buffer", error);
   }
-  // Both are wishes: huge pages make pinning cheap, and core dumps need no checkpoint in them.
+  // Both calls are optional: huge pages make pinning cheap, and core dumps need no checkpoint.
   (void)sys::Sys().madvise(mapping, mapping_bytes, MADV_HUGEPAGE);
   (void)sys::Sys().madvise(mapping, mapping_bytes, MADV_DONTDUMP);
   const uintptr_t address = reinterpret_cast<uintptr_t>(mapping);
@@ -52,7 +52,7 @@ StreamBuffer::StreamBuffer(StreamBuffer&& other) noexcept
       abandoned_(other.abandoned_) {}
 
 StreamBuffer::~StreamBuffer() {
-  // munmap of one's own whole mapping fails only for a range that was never valid.
+  // munmap of a whole own mapping fails only for an invalid range.
   if (mapping_ != nullptr && !abandoned_) (void)sys::Sys().munmap(mapping_, mapping_bytes_);
 }
 

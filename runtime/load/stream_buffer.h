@@ -1,5 +1,5 @@
-// The bounded memory that everything read streams through: aligned, on huge pages where the kernel
-// gives them, gone when the read ends.
+// The bounded memory for streaming reads: aligned, on huge pages if available, unmapped after the
+// read.
 #ifndef HOLDFAST_RUNTIME_LOAD_STREAM_BUFFER_H_
 #define HOLDFAST_RUNTIME_LOAD_STREAM_BUFFER_H_
 
@@ -11,9 +11,9 @@
 
 namespace holdfast::load {
 
-/// `slots` areas of one chunk each. Private memory that no child of a fork inherits: an O_DIRECT
-/// read into a private page that a concurrent fork has made copy-on-write may land in the child's
-/// copy (open(2), NOTES).
+/// `slots` areas of one chunk each, in private memory that a child of a fork does not inherit. An
+/// O_DIRECT read into a private page that a concurrent fork has made copy-on-write may land in the
+/// child's copy (open(2), NOTES).
 class StreamBuffer {
  public:
   /// \error kResourceExhausted when the memory cannot be mapped.
@@ -28,8 +28,8 @@ class StreamBuffer {
   uint32_t slots() const { return slots_; }
   char* slot(uint32_t index) const { return base_ + size_t{index} * kChunkBytes; }
 
-  /// Keeps the memory mapped for good: a transfer into or out of it could not be proven ended, so
-  /// that unmapping would let it hit whatever is mapped there next.
+  /// Keeps the memory mapped for good, after a transfer without a proven end. Such a transfer could
+  /// otherwise hit the next mapping of the address.
   void Abandon() { abandoned_ = true; }
   bool abandoned() const { return abandoned_; }
 
@@ -43,8 +43,8 @@ class StreamBuffer {
   bool abandoned_ = false;
 };
 
-/// Slots that fit into `buffer_bytes`, at least 2 (one is read while the other is digested) and at
-/// most `needed` (but at least 1).
+/// Returns the number of slots that fit into `buffer_bytes`. At least 2: one is read during the
+/// digest of the other. At most `needed`, but at least 1.
 uint32_t SlotsFor(uint64_t buffer_bytes, uint64_t needed);
 
 }  // namespace holdfast::load

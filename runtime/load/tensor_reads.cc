@@ -17,8 +17,8 @@ Digest DigestOf(const format::Manifest& manifest, const TensorPiece& piece) {
   return file.chunks[piece.begin / kChunkBytes];
 }
 
-/// Cuts what is wanted of a tensor at chunk borders and finds the digest of each piece. A digest
-/// proves all of the tensor that is in its chunk, so all of that is read where it is verified.
+/// Cuts the wanted bytes of a tensor at chunk borders and finds the digest of each piece. A digest
+/// proves the whole part of a tensor in its chunk, so verification reads the whole part.
 void AppendPieces(const PlannedTensor& tensor, const WantedTensor& wanted,
                   const format::Manifest* manifest, std::vector<TensorPiece>* pieces) {
   const uint64_t wanted_begin = tensor.begin + wanted.begin;
@@ -44,7 +44,7 @@ void AppendPieces(const PlannedTensor& tensor, const WantedTensor& wanted,
   }
 }
 
-/// `end`: of what is read so far.
+/// `end`: of the bytes read so far.
 bool Joins(uint64_t end, const TensorPiece& last, const TensorPiece& next) {
   return last.file == next.file && last.begin / kChunkBytes == next.begin / kChunkBytes &&
          next.begin <= end + kGapBytesMax;
@@ -73,7 +73,7 @@ ReadPlan PlanReads(absl::Span<const PlannedTensor> tensors, absl::Span<const Wan
   });
   for (uint32_t first = 0; first < plan.pieces.size();) {
     uint32_t count = 1;
-    // Parts of one tensor may overlap: the end is not that of the last.
+    // Parts of one tensor may overlap: the last piece need not have the largest end.
     uint64_t end = plan.pieces[first].begin + plan.pieces[first].bytes;
     while (first + count < plan.pieces.size() &&
            Joins(end, plan.pieces[first], plan.pieces[first + count])) {
