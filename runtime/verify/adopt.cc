@@ -1,4 +1,4 @@
-// Adopt: a manifest for files that somebody else wrote, from what is on disk now.
+// Adopt: a manifest for another program's files, made from their bytes on disk.
 #include <fcntl.h>
 #include <linux/fs.h>
 
@@ -41,11 +41,11 @@ absl::StatusOr<AttemptId> RandomAttempt() {
       sys::Sys().read(fd.get(), &attempt, sizeof(attempt)) != ssize_t{sizeof(attempt)}) {
     return base::ErrnoStatus("read", "/dev/urandom", errno);
   }
-  attempt.low |= 1;  // all zero is "none"
+  attempt.low |= 1;  // zero means "no attempt"
   return attempt;
 }
 
-/// The files to adopt: regular ones, named as a manifest can name them.
+/// Returns the files to adopt: regular files, with names that a manifest allows.
 absl::StatusOr<std::vector<std::string>> FilesToAdopt(int directory, const std::string& path,
                                                       const std::vector<std::string>& names) {
   std::vector<std::string> files;
@@ -69,7 +69,7 @@ absl::StatusOr<std::vector<std::string>> FilesToAdopt(int directory, const std::
   return files;
 }
 
-/// What is wrong already is not made right by a digest of it.
+/// Refuses damaged files: a digest of damaged bytes would declare them right.
 absl::Status CheckForeign(const std::string& path, ForeignCheck* check, FaultLog* log) {
   VerifyReport report;
   HOLDFAST_RETURN_IF_ERROR(check->Run(VerifyOptions{}, &report));
@@ -102,7 +102,7 @@ absl::StatusOr<SavePlan> PlanOf(int directory, const std::vector<std::string>& f
         // Shards of one model have different tensors; torch zips all have "archive/data/0".
         if (!taken.insert(tensor.name).second) {
           tensor.name = absl::StrCat(files[i], ":", tensor.name);
-          if (!taken.insert(tensor.name).second) continue;  // its bytes have chunk digests anyway
+          if (!taken.insert(tensor.name).second) continue;  // the bytes have chunk digests anyway
         }
         tensor.file = i;
         plan.tensors.push_back(std::move(tensor));
@@ -156,11 +156,11 @@ absl::Status Sync(int directory, const std::string& name) {
   return absl::OkStatus();
 }
 
-/// Puts the manifest beside its files, whole or not at all.
+/// Writes the manifest beside its files, atomically.
 absl::Status Commit(int directory, const SavePlan& plan, const std::string& text) {
   const std::string name = format::ManifestName(0, 1);
   const std::string temporary = absl::StrCat(".", name, ".adopting");
-  // The files first: a manifest that survives a power loss must not name bytes that do not.
+  // The files first: a manifest that survives a power loss must not name lost bytes.
   for (const PlannedFile& file : plan.files) {
     HOLDFAST_RETURN_IF_ERROR(Sync(directory, file.name));
   }
@@ -170,17 +170,17 @@ absl::Status Commit(int directory, const SavePlan& plan, const std::string& text
   auto remove =
       absl::MakeCleanup([&] { (void)sys::Sys().unlinkat(directory, temporary.c_str(), 0); });
   HOLDFAST_RETURN_IF_ERROR(WriteAll(fd.get(), temporary, text));
-  // Its bytes before its name: else a crash could leave an empty manifest of that name.
+  // The bytes before the name: otherwise a crash could leave an empty manifest of that name.
   if (sys::Sys().fsync(fd.get()) != 0) return base::ErrnoStatus("fsync", temporary, errno);
   int renamed =
       sys::Sys().renameat2(directory, temporary.c_str(), directory, name.c_str(), RENAME_NOREPLACE);
   if (renamed != 0 && (errno == EINVAL || errno == ENOSYS)) {
-    // A file system without RENAME_NOREPLACE; that no manifest is there was checked before.
+    // A file system without RENAME_NOREPLACE. An earlier check found no such manifest.
     renamed = sys::Sys().renameat2(directory, temporary.c_str(), directory, name.c_str(), 0);
   }
   if (renamed != 0) return base::ErrnoStatus("rename", temporary, errno);
   std::move(remove).Cancel();
-  // The name itself: without it the rename may be undone by a crash after we said "adopted".
+  // The name itself: without the fsync a crash could undo the rename after the report of success.
   if (sys::Sys().fsync(directory) != 0) return base::ErrnoStatus("fsync directory of", name, errno);
   return absl::OkStatus();
 }
@@ -211,7 +211,7 @@ absl::Status AdoptFiles(const std::string& directory_path, const std::string& on
   input.checkpoint = checkpoint;
   input.adopted = true;
   HOLDFAST_ASSIGN_OR_RETURN(input.attempt, RandomAttempt());
-  // The program that wrote the files saved the state, not this one.
+  // The state was saved by the program that wrote the files: use the newest file time.
   for (const PlannedFile& file : plan.files) {
     HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry entry,
                               directory::Look(fd.get(), file.name, false));

@@ -25,7 +25,7 @@ void FaultLog::MoveTo(VerifyReport* report) {
   report->verdict = verdict_;
   report->faults_total = total_;
   report->faults = std::move(faults_);
-  // Threads finish in any order; the report does not show it.
+  // Threads finish in any order; the report has a fixed order.
   std::stable_sort(report->faults.begin(), report->faults.end(),
                    [](const Fault& a, const Fault& b) {
                      return std::tie(a.file, a.begin, a.end, a.tensor) <

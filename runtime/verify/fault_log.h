@@ -1,4 +1,4 @@
-// Where findings are collected while several threads look at a checkpoint.
+// Collects findings while several threads check a checkpoint.
 #ifndef HOLDFAST_RUNTIME_VERIFY_FAULT_LOG_H_
 #define HOLDFAST_RUNTIME_VERIFY_FAULT_LOG_H_
 
@@ -22,7 +22,8 @@ class FaultLog {
 
   bool empty() const ABSL_LOCKS_EXCLUDED(mutex_);
 
-  /// Puts the faults, by file and offset, and the worst verdict into `report`. Ends the log.
+  /// Moves the faults, sorted by file and offset, and the worst verdict into `report`. Ends the
+  /// log.
   void MoveTo(VerifyReport* report) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -36,7 +37,7 @@ class FaultLog {
 /// Appends a sentence to the report's note.
 void AddNote(const std::string& sentence, VerifyReport* report);
 
-/// The first few of `names`, and how many more there are.
+/// Returns the first few of `names`, and the number of further names.
 std::string Enumerate(const std::vector<std::string>& names);
 
 }  // namespace holdfast::verify

@@ -1,5 +1,5 @@
-// A manifest made of digests that are known one by one, in any order, from any thread: what a
-// save's sealers and worker do in shared memory, for files that are on disk already.
+// A manifest made of digests that arrive one by one, in any order, from any thread. For files on
+// disk, the equivalent of a save's sealers and worker in shared memory.
 #ifndef HOLDFAST_RUNTIME_VERIFY_MANIFEST_FILL_H_
 #define HOLDFAST_RUNTIME_VERIFY_MANIFEST_FILL_H_
 
@@ -15,14 +15,14 @@ namespace holdfast::verify {
 
 class ManifestFill {
  public:
-  /// `plan` must outlive it; its segments are not looked at.
+  /// `plan` must outlive the object; its segments are not read.
   ManifestFill(const format::ManifestInput& input, const SavePlan& plan);
 
   /// Digests chunk `chunk` of a file and all parts of tensors in it. \threadsafety Any thread, each
   /// chunk once.
   void AddChunk(uint32_t file, uint64_t chunk, const char* data, uint64_t bytes);
 
-  /// The manifest, once every chunk was added.
+  /// Returns the manifest, once every chunk was added.
   std::string Finish(EngineRung engine, const char* reason, DirectIo direct_io);
 
  private:

@@ -18,7 +18,7 @@ std::string Hex(const Digest& digest) {
   return text;
 }
 
-/// What a tensor has in one chunk, and its digest; null where the chunk is its own.
+/// The part of a tensor in one chunk, and its digest; null where the tensor fills the chunk.
 struct Part {
   uint64_t begin = 0;
   uint64_t end = 0;
@@ -62,7 +62,7 @@ std::vector<Fault> Narrow(const FileMap& map, uint64_t chunk, const char* data, 
   const uint64_t begin = chunk * kChunkBytes;
   const uint64_t end = begin + bytes;
   std::vector<Fault> faults;
-  // The bytes of the chunk that belong to no tensor: from the first to the last of them.
+  // The bytes of the chunk outside all tensors: from the first to the last such byte.
   uint64_t rest_begin = end;
   uint64_t rest_end = begin;
   uint64_t covered = begin;
@@ -90,7 +90,7 @@ std::vector<Fault> Narrow(const FileMap& map, uint64_t chunk, const char* data, 
   }
   add_rest(covered, end);
   if (!faults.empty()) return faults;
-  // All tensors are what they should be: it is the header, or framing between them.
+  // All tensors are right: the damage is in the header, or in framing between tensors.
   if (rest_begin >= rest_end) {
     rest_begin = begin;
     rest_end = end;

@@ -1,4 +1,4 @@
-// From a chunk whose digest is wrong to the tensors that are damaged in it: pure arithmetic.
+// Narrows a chunk with a wrong digest to its damaged tensors: pure arithmetic.
 #ifndef HOLDFAST_RUNTIME_VERIFY_NARROW_H_
 #define HOLDFAST_RUNTIME_VERIFY_NARROW_H_
 
@@ -11,7 +11,7 @@
 
 namespace holdfast::verify {
 
-/// One file of a manifest with its tensors in the order of their places.
+/// One file of a manifest with its tensors, sorted by place.
 class FileMap {
  public:
   FileMap(const format::Manifest& manifest, uint32_t file);
@@ -27,8 +27,8 @@ class FileMap {
   std::vector<const format::Manifest::Tensor*> tensors_;
 };
 
-/// The faults of chunk `chunk`, whose bytes `data` have the digest `found` and not the recorded
-/// one. Tensors whose own parts are what they should be are not named. At least one fault.
+/// Returns the faults of chunk `chunk`, whose bytes `data` have the digest `found` instead of the
+/// recorded digest. Tensors whose own parts are right are not named. At least one fault.
 std::vector<Fault> Narrow(const FileMap& map, uint64_t chunk, const char* data, uint64_t bytes,
                           const Digest& found);
 

@@ -41,7 +41,7 @@ bool AddReadFault(const load::StreamBlock& block, const std::string& file, Fault
     return true;
   }
   if (block.bytes_read == block.range.bytes) return false;
-  // It had its full size when this began: somebody is cutting it.
+  // The file had its full size at the start: another process is truncating it.
   fault.begin += block.bytes_read;
   fault.expected = absl::StrCat(fault.end - fault.begin, " bytes");
   fault.found = "the file's end";

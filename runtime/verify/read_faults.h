@@ -1,4 +1,4 @@
-// Reading everything that is to be checked, and what a failed read says about a checkpoint.
+// Reads all ranges of a verification, and turns failed reads into faults.
 #ifndef HOLDFAST_RUNTIME_VERIFY_READ_FAULTS_H_
 #define HOLDFAST_RUNTIME_VERIFY_READ_FAULTS_H_
 
@@ -12,13 +12,13 @@
 
 namespace holdfast::verify {
 
-/// Streams all ranges through `sink` with the options of a verification; engine and direct I/O go
+/// Streams all ranges through `sink` with the options of a verification. Engine and direct I/O go
 /// to the report, progress to the caller.
 absl::Status StreamAll(absl::Span<const load::StreamFile> files,
                        absl::Span<const load::StreamRange> ranges, const VerifyOptions& options,
                        const load::StreamSink& sink, VerifyReport* report);
 
-/// Logs a block that could not be read, or not to its end. False: it was read.
+/// Logs a failed or short read of a block. Returns false for a complete read.
 bool AddReadFault(const load::StreamBlock& block, const std::string& file, FaultLog* log);
 
 }  // namespace holdfast::verify

@@ -1,4 +1,4 @@
-// Verify: which of the ways to check a path applies to it.
+// Verify: selects the checks that apply to a path.
 #include "holdfast/verify.h"
 
 #include <algorithm>
@@ -94,8 +94,8 @@ absl::Status CheckDirectory(const std::string& path, const VerifyOptions& option
   return VerifyManifests(fd->get(), checkpoint->manifests, "", options, log, report);
 }
 
-/// One file of a checkpoint: its manifest is read, and only it is compared. A manifest stands for
-/// all files of its rank.
+/// Checks one file of a checkpoint by its manifest. For a manifest's path, checks all files of its
+/// rank.
 absl::Status CheckFile(const std::string& path, const VerifyOptions& options, FaultLog* log,
                        VerifyReport* report) {
   const directory::PathParts parts = directory::SplitPath(path);
@@ -169,11 +169,11 @@ absl::StatusOr<VerifyReport> Verify(const std::string& path, const VerifyOptions
                             : "neither a file nor a directory";
     log.Add(Verdict::kUnreadable, {.reason = "read", .expected = "a checkpoint", .found = found});
   }
-  // No engine, no memory, a disk that does not answer: nothing is known about the bytes.
+  // No engine, no memory, an unresponsive disk: the state of the bytes is unknown.
   if (!status.ok()) log.Add(directory::FindingOf(status, "", "read"));
   const bool partial = format::IsUncommittedName(parts.name);
   log.MoveTo(&report);
-  // What was never committed is no checkpoint, whatever else is wrong with it.
+  // An uncommitted directory is no checkpoint, regardless of further faults.
   if (partial && report.verdict != Verdict::kUnreadable) report.verdict = Verdict::kIncomplete;
   report.seconds = static_cast<double>(sys::NowNs() - started) / 1e9;
   return report;

@@ -48,7 +48,7 @@ absl::StatusOr<uint64_t> FileBytes(int fd, const std::string& name) {
   return static_cast<uint64_t>(status.st_size);
 }
 
-/// A record's name where a manifest can carry it.
+/// Returns a record's name. An empty name becomes "record N", because a manifest needs names.
 std::string NameOf(const format::ZipRecord& record, size_t index) {
   return record.name.empty() ? absl::StrCat("record ", index) : record.name;
 }
@@ -82,7 +82,7 @@ void ForeignCheck::AddFile(const std::string& name, bool asked_for) {
     passed_over_.push_back(name);
     return;
   }
-  // Not damage: a pickle, or whatever else. Nothing can be said about it, and that is said.
+  // A pickle or another unknown structure: not damage, but not checkable.
   log_->Add(Verdict::kUnreadable, StructureFault(name, 0, *bytes, "safetensors or a torch zip",
                                                  "a structure that is not known here"));
 }
@@ -148,7 +148,7 @@ StreamVerdict ForeignCheck::Sum(const StreamBlock& block) {
 void ForeignCheck::CompareRecord(const Record& record, VerifyReport* report) {
   uint32_t crc32 = 0;
   for (size_t i = record.range_first; i < record.range_first + record.range_count; ++i) {
-    if (!parts_[i].read) return;  // reported as unreadable
+    if (!parts_[i].read) return;  // already reported as unreadable
     crc32 = format::Crc32Combine(crc32, parts_[i].crc32, ranges_[i].bytes);
   }
   report->bytes += record.record.bytes;

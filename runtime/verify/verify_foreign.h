@@ -1,4 +1,4 @@
-// Files that no manifest names: what their own formats allow to check, which is less than a digest.
+// Checks files that no manifest names by their own formats. Such checks prove less than a digest.
 #ifndef HOLDFAST_RUNTIME_VERIFY_VERIFY_FOREIGN_H_
 #define HOLDFAST_RUNTIME_VERIFY_VERIFY_FOREIGN_H_
 
@@ -18,24 +18,25 @@ namespace holdfast::verify {
 /// Checks foreign files: the structure of safetensors, the CRC32s of torch zips.
 class ForeignCheck {
  public:
-  /// What a file of unknown structure is, whose name promises tensors.
+  /// The handling of a file of unknown structure with a checkpoint's suffix.
   enum class Unknown { kFault, kPassOver };
   ForeignCheck(int directory, FaultLog* log, Unknown unknown)
       : directory_(directory), log_(log), unknown_(unknown) {}
 
-  /// Looks at the structure of one file and queues what is to be read of it. `asked_for`: the file
-  /// was named by the caller; other files are only looked at if they look like a checkpoint's.
+  /// Checks the structure of one file and queues its ranges for reading. `asked_for`: the caller
+  /// named the file. Otherwise a file of unknown structure without a checkpoint's suffix is passed
+  /// over.
   void AddFile(const std::string& name, bool asked_for);
 
-  /// Reads and compares what was queued; fills the report's counts and what the verdict rests on.
+  /// Reads and compares the queued ranges. Fills the report's counts and the basis of the verdict.
   absl::Status Run(const VerifyOptions& options, VerifyReport* report);
 
-  /// What was understood so far.
+  /// A file of known structure.
   struct Understood {
     std::string name;
     uint64_t bytes = 0;
     bool is_zip = false;
-    std::vector<PlannedTensor> tensors;  ///< Of a zip: its records, as bytes.
+    std::vector<PlannedTensor> tensors;  ///< For a zip: its records, as bytes.
   };
   const std::vector<Understood>& understood() const { return understood_; }
   /// Files that were passed over.
@@ -66,7 +67,7 @@ class ForeignCheck {
   std::vector<Record> records_;
   std::vector<load::StreamFile> files_;
   std::vector<load::StreamRange> ranges_;
-  // By range, each written by the thread that was handed it, read after all have ended.
+  // By range. The thread of a range writes its entry; all entries are read after the threads' end.
   struct Part {
     uint32_t crc32 = 0;
     bool read = false;

@@ -29,12 +29,12 @@ class ManifestCheck {
     maps_.emplace_back(manifest, index);
     files_.push_back({.directory = directory_, .name = file.name});
     const auto entry = directory::Look(directory_, file.name, /*follow_symlink=*/false);
-    // What is wrong here was found when the manifests were read.
+    // Reading the manifests has reported the fault.
     if (!entry.ok() || entry->kind != directory::EntryKind::kFile) return;
     if (entry->bytes >= file.bytes) {
       load::AppendRanges(at, 0, file.bytes, 0, &ranges_);
     } else {
-      // Only chunks that are still whole have a digest to be compared with.
+      // Only complete chunks have a comparable digest.
       const uint64_t whole = entry->bytes / kChunkBytes * kChunkBytes;
       load::AppendRanges(at, 0, whole, 0, &ranges_);
       ReportLost(maps_.back(), entry->bytes);
@@ -50,7 +50,7 @@ class ManifestCheck {
   }
 
  private:
-  /// Names the tensors that a file cut at `bytes` has lost, with what they have lost.
+  /// Names the tensors that lost bytes in a file cut at `bytes`, with the lost ranges.
   void ReportLost(const FileMap& map, uint64_t bytes) {
     for (const format::Manifest::Tensor* tensor : map.Overlapping(bytes, map.file().bytes)) {
       const uint64_t begin = std::max(tensor->begin, bytes);

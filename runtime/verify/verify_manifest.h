@@ -1,4 +1,4 @@
-// Every chunk of the files that manifests name, against the digests in them.
+// Compares every chunk of the files in manifests with the recorded digests.
 #ifndef HOLDFAST_RUNTIME_VERIFY_VERIFY_MANIFEST_H_
 #define HOLDFAST_RUNTIME_VERIFY_VERIFY_MANIFEST_H_
 
@@ -12,9 +12,10 @@
 
 namespace holdfast::verify {
 
-/// Reads the files of `manifests` (only the one named `only`, if that is not empty) and compares.
-/// Files that are not there, or of another size, were reported before; what is there of them is
-/// compared. Fills the report's counts. \error of the reading mechanism.
+/// Reads the files of `manifests` (only the file `only`, if not empty) and compares. Missing files
+/// and files of another size were reported before; their remaining chunks are compared. Fills the
+/// report's counts.
+/// \error of the reading mechanism.
 absl::Status VerifyManifests(int directory, const std::vector<format::Manifest>& manifests,
                              const std::string& only, const VerifyOptions& options, FaultLog* log,
                              VerifyReport* report);

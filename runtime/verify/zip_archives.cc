@@ -20,10 +20,11 @@ constexpr uint64_t kWindowBytesMax = 1 << 20;
 constexpr char kEndSignature[] = "PK\x05\x06";
 constexpr char kLocalSignature[] = "PK\x03\x04";
 constexpr char kRecordSignature[] = "PK\x01\x02";
-// What a sound file needs: its directories and local headers once, and each byte once in a window.
+// The reads of a sound file: its directories and local headers once, and each byte once in a
+// window.
 constexpr uint64_t kWorkPerByte = 4;
 constexpr uint64_t kWorkMin = 1 << 20;
-constexpr uint64_t kWorkPerRead = 64;  // a system call takes as long as that many bytes, or longer
+constexpr uint64_t kWorkPerRead = 64;  // a system call costs at least as much as 64 bytes
 
 struct Archive {
   uint64_t begin = 0;
@@ -48,7 +49,7 @@ class ArchiveWalk {
       if (!archive.ok() && IsReadError(archive.status())) return archive.status();
       if (!archive.ok() || archive->end < end) {
         ZipGap gap{.begin = archive.ok() ? archive->end : 0, .end = end, .why = why};
-        // Without work left nothing was found, and what stands there is not what it seems.
+        // Without work left the search ended early, and the structure of the bytes is suspect.
         if (absl::IsResourceExhausted(archive.status())) gap.why = archive.status();
         HOLDFAST_ASSIGN_OR_RETURN(gap.begins_as_zip, IsLocalHeader(gap.begin, gap.end));
         out.gaps.push_back(std::move(gap));
@@ -66,7 +67,7 @@ class ArchiveWalk {
  private:
   static bool IsReadError(const absl::Status& status) { return base::ErrnoOf(status) != 0; }
 
-  /// Bounds the walk: end records that cannot be trusted may all lead to the same bytes.
+  /// Bounds the walk: crafted end records may all lead to the same bytes.
   absl::Status Spend(uint64_t bytes) {
     if (bytes > work_left_) {
       work_left_ = 0;
@@ -78,7 +79,7 @@ class ArchiveWalk {
     return absl::OkStatus();
   }
 
-  /// Bytes anywhere in the file.
+  /// Reads bytes anywhere in the file.
   absl::StatusOr<std::string> Read(uint64_t begin, uint64_t bytes) {
     HOLDFAST_RETURN_IF_ERROR(Spend(std::max(bytes, kWorkPerRead)));
     if (begin >= window_begin_ && begin - window_begin_ <= window_.size() &&
@@ -88,7 +89,7 @@ class ArchiveWalk {
     return directory::ReadRange(file_, name_, begin, bytes);
   }
 
-  /// Moves the window so that it has these bytes, and those in front of them.
+  /// Moves the window over these bytes and preceding bytes.
   absl::Status Show(uint64_t begin, uint64_t end) {
     if (begin >= window_begin_ && end <= window_begin_ + window_.size()) return absl::OkStatus();
     const uint64_t bytes = std::min(end, std::max(end - begin, window_bytes_));
@@ -102,7 +103,8 @@ class ArchiveWalk {
     return absl::string_view(window_).substr(begin - window_begin_, end - begin);
   }
 
-  /// The last whole archive that ends at `limit` or before; `why` is why none ends at `limit`.
+  /// Returns the last whole archive that ends at `limit` or before. `why`: why no archive ends at
+  /// `limit`.
   absl::StatusOr<Archive> LastBefore(uint64_t limit, absl::Status* why) {
     *why = format::ZipLength("").status();  // no end record
     bool ends_at_limit = false;
@@ -143,7 +145,7 @@ class ArchiveWalk {
     return EndingAt(*end, std::min(*end, kEndRecordsBytes + comment_bytes));
   }
 
-  /// The archive that ends at byte `end`; its end records are within the last `tail_bytes`.
+  /// Returns the archive that ends at byte `end`. Its end records are within the last `tail_bytes`.
   absl::StatusOr<Archive> EndingAt(uint64_t end, uint64_t tail_bytes) {
     HOLDFAST_RETURN_IF_ERROR(Spend(tail_bytes));
     HOLDFAST_RETURN_IF_ERROR(Show(end - tail_bytes, end));
@@ -161,7 +163,7 @@ class ArchiveWalk {
   absl::Status ReadRecords(const format::ZipDirectory& where, uint64_t length, Archive* archive) {
     const uint64_t begin = archive->begin + where.begin;
     if (where.bytes > 0) {
-      // Most of what only looks like an end record ends here, without a directory in memory.
+      // Rejects most false end records before a directory is read into memory.
       HOLDFAST_ASSIGN_OR_RETURN(const std::string first,
                                 Read(begin, std::min(where.bytes, kSignatureBytes)));
       if (first != kRecordSignature) {
@@ -173,7 +175,7 @@ class ArchiveWalk {
                               format::ParseZipDirectory(directory, where, length));
     for (format::ZipRecord& record : archive->records) {
       const uint64_t place = archive->begin + record.begin;
-      // The directory's reader has seen to it that header and name lie in front of the directory.
+      // The directory's parser has checked that header and name lie in front of the directory.
       HOLDFAST_ASSIGN_OR_RETURN(const std::string local,
                                 Read(place, format::kZipLocalHeaderBytes + record.name.size()));
       const auto header = format::LocalHeaderBytes(local, record.name);

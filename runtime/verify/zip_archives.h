@@ -1,5 +1,5 @@
-// Where the zip archives of a file lie and what their records must sum to. A torch.save file is one
-// archive; a .distcp file of PyTorch DCP is several, one after the other.
+// Finds the zip archives of a file, and the CRC32s of their records. A torch.save file is one
+// archive. A .distcp file of PyTorch DCP is a sequence of archives.
 #ifndef HOLDFAST_RUNTIME_VERIFY_ZIP_ARCHIVES_H_
 #define HOLDFAST_RUNTIME_VERIFY_ZIP_ARCHIVES_H_
 
@@ -13,24 +13,25 @@
 
 namespace holdfast::verify {
 
-/// Bytes that belong to no archive that can be understood.
+/// Bytes outside every readable archive.
 struct ZipGap {
   uint64_t begin = 0;
   uint64_t end = 0;
-  absl::Status why;            ///< Why no archive ends there.
-  bool begins_as_zip = false;  ///< There once was one: a local header stands at its begin.
+  absl::Status why;            ///< Why no archive ends at the gap's end.
+  bool begins_as_zip = false;  ///< A former archive: a local header stands at the gap's begin.
 };
 
 struct ZipArchives {
   uint32_t archives = 0;
-  std::vector<format::ZipRecord> records;  ///< By place in the file; `begin` is of the data.
+  /// By place in the file; `begin` is the first byte of data.
+  std::vector<format::ZipRecord> records;
   std::vector<ZipGap> gaps;
 };
 
-/// Walks from the file's end to its begin, because only an archive's end says where it begins.
-/// Reads a small multiple of the file's bytes, whatever they are: beyond it, the rest of the file
-/// is a gap with the code kResourceExhausted. \error when reading fails; what is wrong with the
-/// structure is in the gaps.
+/// Walks from the file's end to its begin, because only the end of an archive records its begin.
+/// Reads at most a small multiple of the file's bytes. Beyond the limit, the rest of the file is a
+/// gap with the code kResourceExhausted. Faults of the structure are in the gaps.
+/// \error when reading fails.
 absl::StatusOr<ZipArchives> FindZipArchives(int file, const std::string& name, uint64_t file_bytes);
 
 }  // namespace holdfast::verify
