@@ -66,7 +66,7 @@ class RecordWriter {
   }
 
   void WriteRow(uint32_t rank) {
-    // Of one length whatever the rank, so that the worker finds each by its number.
+    // Rows have one length, so the worker finds a row by the rank's number.
     const uint64_t begin = out_.text.size();
     Add(rank == 0 ? "[\n{\"bytes\":" : ",\n{\"bytes\":");
     const layout::Slot bytes = AddNumber();
@@ -162,7 +162,7 @@ class RecordReader {
     } else if (name == "commit_file") {
       ReadCommitFile();
     } else {
-      Digest ignored;  // It was checked over the raw bytes.
+      Digest ignored;  // Checked before over the raw bytes.
       json_.Hex(&ignored);
     }
   }

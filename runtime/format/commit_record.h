@@ -1,8 +1,8 @@
-// The commit record: what rank 0 adds to a checkpoint, so that one small file says what it is.
+// The commit record: rank 0's summary of a checkpoint in one small file.
 //
-// Built by the trainer as a template with fixed-width slots; rank 0's worker fills them before the
-// rename that commits. In a directory that a framework owns, the trainer fills them, and the record
-// proves the framework's own last file. Described byte by byte in runtime/layout/FORMAT.md.
+// The trainer builds a template with fixed-width slots; rank 0's worker fills the slots before the
+// rename that commits. In a directory that a framework owns, the trainer fills the slots, and the
+// record proves the framework's own last file. Described byte by byte in runtime/layout/FORMAT.md.
 #ifndef HOLDFAST_RUNTIME_FORMAT_COMMIT_RECORD_H_
 #define HOLDFAST_RUNTIME_FORMAT_COMMIT_RECORD_H_
 
@@ -19,18 +19,19 @@
 
 namespace holdfast::format {
 
-/// The file by which a framework commits, as it was written.
+/// Name, size and digest of the file by which a framework commits.
 struct CommitFileDigest {
   std::string name;
   uint64_t bytes = 0;
   Digest digest;
 };
 
-/// What the template is made from.
+/// The input of the template.
 struct CommitInput {
-  std::string checkpoint;  ///< Its final directory name.
+  std::string checkpoint;  ///< The final directory name.
   AttemptId attempt;
-  AttemptId parent;  ///< The checkpoint that this run saved before or resumed from; none: zero.
+  /// The checkpoint that this run saved before or resumed from; zero: no parent.
+  AttemptId parent;
   uint32_t world_size = 1;
   uint64_t step = 0;
   uint64_t saved_at_ns = 0;
@@ -38,13 +39,13 @@ struct CommitInput {
 };
 
 struct CommitTemplate {
-  std::string text;  ///< As long as the file will be; empty: no record is written.
+  std::string text;  ///< As long as the final file; empty: no record is written.
   layout::CommitSlots slots;
 };
 
 CommitTemplate BuildCommitRecord(const CommitInput& input);
 
-/// A record that was read.
+/// A parsed record.
 struct CommitRecord {
   struct RankManifest {
     uint64_t bytes = 0;
@@ -63,12 +64,13 @@ struct CommitRecord {
   std::vector<RankManifest> manifests;                         ///< By rank.
 };
 
-/// A record with all slots filled. `bytes`: of all ranks' files; `manifests`: one for each rank.
+/// Builds a record with all slots filled. `bytes`: of all ranks' files; `manifests`: one for each
+/// rank.
 std::string CompleteCommitRecord(const CommitInput& input, uint64_t committed_at_ns, uint64_t bytes,
                                  absl::Span<const CommitRecord::RankManifest> manifests);
 
-/// Reads and checks a record: the self-digest over the raw bytes first, then strict JSON, then
-/// meaning: as many rows as ranks. \error kDataLoss saying where and why.
+/// Reads and checks a record: the self-digest over the raw bytes, then strict JSON, then the
+/// meaning: as many rows as ranks. \error kDataLoss with place and cause.
 absl::StatusOr<CommitRecord> ParseCommitRecord(absl::string_view text);
 
 /// Largest record that is read, in bytes: 100,000 ranks.

@@ -14,7 +14,7 @@ struct Kind {
   absl::string_view infix;
   bool hidden = false;
 };
-// A complete checkpoint that is to be removed would mislead whoever lists the directory.
+// A complete checkpoint awaiting removal must not appear in listings.
 constexpr Kind kKinds[] = {{DirectoryKind::kPartial, ".partial-"},
                            {DirectoryKind::kFenced, ".fenced-", true},
                            {DirectoryKind::kRetired, ".retired-", true}};

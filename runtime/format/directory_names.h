@@ -1,4 +1,4 @@
-// The names that directories of checkpoints carry while they are not checkpoints.
+// The names of directories before a checkpoint's commit and after its retirement.
 #ifndef HOLDFAST_RUNTIME_FORMAT_DIRECTORY_NAMES_H_
 #define HOLDFAST_RUNTIME_FORMAT_DIRECTORY_NAMES_H_
 
@@ -9,35 +9,36 @@
 
 namespace holdfast::format {
 
-/// What a directory is, by its name alone: CHECKPOINT, or CHECKPOINT.KIND-<32 hex digits>. A name
-/// of what is only to be removed begins with a dot, so that listings pass over it; names of earlier
-/// versions do not.
+/// The kind of a directory by its name alone: CHECKPOINT, or CHECKPOINT.KIND-<32 hex digits>. The
+/// name of a directory to be removed begins with a dot, so listings pass over it; names of earlier
+/// versions lack the dot.
 enum class DirectoryKind {
-  kFinal,    ///< Any other name: a checkpoint if it is complete.
-  kPartial,  ///< Being written by the attempt in its name; between an exchange and the rename that
-             ///< follows, what was replaced.
-  kFenced,   ///< Taken away from an orphan worker; never promoted.
-  kRetired,  ///< A checkpoint that was replaced, or that retention let go; never promoted.
+  kFinal,  ///< Any other name: a checkpoint if it is complete.
+  /// Being written by the attempt in the name. Between an exchange and the following rename, the
+  /// replaced directory.
+  kPartial,
+  kFenced,   ///< Taken from an orphan worker; never promoted.
+  kRetired,  ///< A checkpoint that a save replaced or retention removed; never promoted.
 };
 
 struct DirectoryName {
   std::string checkpoint;  ///< The name without dot, kind and digits.
   DirectoryKind kind = DirectoryKind::kFinal;
-  AttemptId attempt;  ///< The digits; none for kFinal.
+  AttemptId attempt;  ///< From the digits; zero for kFinal.
 };
 
-/// Never fails: what does not end in a known kind and exactly 32 lower-case hex digits is kFinal.
+/// Never fails: a name without a known kind and exactly 32 lower-case hex digits is kFinal.
 DirectoryName ParseDirectoryName(absl::string_view name);
 
-/// Whether a directory of this name is no checkpoint, however whole it looks: still being written,
-/// or left so, fenced by a recovery, or let go by retention.
+/// True for a directory that is no checkpoint by its name, however complete its files: partial,
+/// fenced or retired.
 bool IsUncommittedName(absl::string_view name);
 
-/// The inverse of ParseDirectoryName. A name that its dot would make too long has none.
+/// The inverse of ParseDirectoryName. A name too long for the dot lacks the dot.
 std::string FormatDirectoryName(const DirectoryName& name);
 
-/// The series that a checkpoint belongs to: its name with the last run of digits replaced, so that
-/// "step-80" and "step-100" are of "step-{}". A name without digits is a series of its own.
+/// Returns the series of a checkpoint: its name with the last run of digits replaced. "step-80" and
+/// "step-100" are of "step-{}". A name without digits is its own series.
 std::string SeriesOf(absl::string_view checkpoint);
 
 /// "step-7.partial-<attempt>"

@@ -22,7 +22,7 @@ constexpr Dtype kDtypes[] = {
     {"U32", 32, true},         {"U64", 64, true},
     {"C64", 64, false},  // since 0.7
     {"F8_E4M3FNUZ", 8, false}, {"F8_E5M2FNUZ", 8, false},
-    {"F4", 4, false},  // since 0.6, but frameworks disagree about what its shape counts
+    {"F4", 4, false},  // since 0.6, but frameworks disagree about the unit of its shape
     {"F6_E2M3", 6, false},     {"F6_E3M2", 6, false},
 };
 

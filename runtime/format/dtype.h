@@ -1,4 +1,4 @@
-// The dtypes of the safetensors format: how large an element is, and which of them are written.
+// The dtypes of the safetensors format: element sizes, and the dtypes that are written natively.
 #ifndef HOLDFAST_RUNTIME_FORMAT_DTYPE_H_
 #define HOLDFAST_RUNTIME_FORMAT_DTYPE_H_
 
@@ -13,13 +13,12 @@ namespace holdfast::format {
 struct Dtype {
   absl::string_view name;
   uint32_t bits = 0;  ///< Of one element; some are smaller than a byte.
-  /// Written under its own name. The others are written as bytes, because a reader that does not
-  /// know one dtype refuses the whole file: what safetensors 0.6 (2025-06) reads is written as
-  /// itself.
+  /// Written under its own name. A reader with one unknown dtype refuses the whole file. So dtypes
+  /// that safetensors 0.6 (2025-06) lacks are written as bytes.
   bool native = false;
 };
 
-/// Null for a name that safetensors (0.8) does not have.
+/// Returns null for a name that safetensors (0.8) does not have.
 const Dtype* FindDtype(absl::string_view name);
 
 /// product(shape). \error kInvalidArgument for a negative dimension or a product over 2^64 - 1.

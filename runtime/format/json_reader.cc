@@ -17,7 +17,7 @@ int HexDigit(char character) {
   return -1;
 }
 
-/// The number of the four hex digits at the front, -1 if they are not there.
+/// The number of the four hex digits at the front, -1 without four digits.
 int32_t CodeUnit(absl::string_view text) {
   if (text.size() < 4) return -1;
   int32_t unit = 0;
@@ -89,7 +89,7 @@ bool JsonReader::NextItem(char closing) {
   if (at_ < text_.size() && text_[at_] == closing) {
     ++at_;
     --depth_;
-    first_ = false;  // Of whatever surrounds what just ended: that has at least this item.
+    first_ = false;  // of the surrounding container, which has at least this item
     return false;
   }
   if (!first_ && !Take(',')) return false;
@@ -152,7 +152,7 @@ bool JsonReader::Unescape(absl::string_view raw, std::string* value) {
       break;
     }
     value->append(raw.data() + i, plain - i);
-    i = plain + 2;  // RawString saw to it that a character follows.
+    i = plain + 2;  // RawString has checked that a character follows
     switch (raw[plain + 1]) {
       case '"':
       case '\\':

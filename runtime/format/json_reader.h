@@ -1,10 +1,10 @@
-// A strict, bounded reader of the little JSON that our files are made of: objects with known keys,
-// arrays, strings, booleans and whole numbers.
+// A strict, bounded reader of a small subset of JSON: objects with known keys, arrays, strings,
+// booleans and whole numbers.
 //
-// Pulled rather than called back, so that a parser reads like the format, an error knows its byte,
-// and nothing is allocated but what the caller asks for. What it accepts is a subset of RFC 8259
-// (tests compare with nlohmann::json): no fractions, exponents, signs or null, no lone surrogates,
-// UTF-8 checked, no nesting beyond kDepthMax.
+// A pull reader: a parser reads like the format, an error has its byte, and only the caller's
+// values are allocated. The reader accepts a subset of RFC 8259 (tests compare with
+// nlohmann::json): no fractions, exponents, signs or null, no lone surrogates, UTF-8 checked, no
+// nesting beyond kDepthMax.
 #ifndef HOLDFAST_RUNTIME_FORMAT_JSON_READER_H_
 #define HOLDFAST_RUNTIME_FORMAT_JSON_READER_H_
 
@@ -20,8 +20,8 @@
 
 namespace holdfast::format {
 
-/// The first error sticks: from then on every call does nothing and returns false (or -1), so a
-/// parser checks once, at the end of a loop.
+/// The first error sticks: every later call does nothing and returns false (or -1). So a parser
+/// checks once, at the end of a loop.
 class JsonReader {
  public:
   static constexpr int kDepthMax = 8;
@@ -31,16 +31,16 @@ class JsonReader {
   bool EnterObject() { return Enter('{'); }
   bool EnterArray() { return Enter('['); }
 
-  /// Moves to the next element of the array; false at its end, which is consumed.
+  /// Moves to the next element of the array. Returns false at the array's end, which is consumed.
   bool NextElement();
 
-  /// Reads the next key and its colon; false at the object's end, which is consumed. The caller
-  /// tells duplicates apart.
+  /// Reads the next key and its colon. Returns false at the object's end, which is consumed. The
+  /// caller checks for duplicates.
   bool NextKey(std::string* key);
 
-  /// As NextKey for an object whose keys are known: the index of the next key in `names`, -1 at the
-  /// object's end. An unknown key, a repeated one, or one that is missing at the end (unless its
-  /// bit is in `optional`) is an error. `seen` starts as 0.
+  /// As NextKey, for an object with known keys. Returns the index of the next key in `names`, -1 at
+  /// the object's end. An unknown key, a repeated key, or a missing key at the end (unless its bit
+  /// is in `optional`) is an error. `seen` starts as 0.
   int NextField(absl::Span<const absl::string_view> names, uint64_t optional, uint64_t* seen);
 
   bool String(std::string* value);
@@ -53,7 +53,7 @@ class JsonReader {
   bool Hex(Digest* value);
   bool Hex(AttemptId* value);
 
-  /// True if nothing but blanks is left.
+  /// True if only blanks are left.
   bool AtEnd();
 
   /// Records an error here. \error kDataLoss "byte 17: WHAT".
@@ -63,12 +63,12 @@ class JsonReader {
 
  private:
   bool Enter(char bracket);
-  /// Handles commas and the closing bracket; true if another item follows.
+  /// Handles commas and the closing bracket. Returns true if another item follows.
   bool NextItem(char closing);
   void SkipBlanks();
   bool Take(char expected);
   bool TakeWord(absl::string_view word);
-  /// The characters between the quotes, escapes still in them.
+  /// The characters between the quotes, with their escapes.
   bool RawString(absl::string_view* raw);
   bool Unescape(absl::string_view raw, std::string* value);
   bool Fail(size_t at, absl::string_view what);

@@ -1,7 +1,7 @@
-// The rank manifest: the record of what one rank wrote, as JSON that people and jq can read.
+// The rank manifest: the record of one rank's files, as JSON for people and jq.
 //
-// Built by the trainer as a template with fixed-width slots; sealers and the worker fill the slots
-// in place. Described byte by byte in runtime/layout/FORMAT.md.
+// The trainer builds a template with fixed-width slots; sealers and the worker fill the slots in
+// place. Described byte by byte in runtime/layout/FORMAT.md.
 #ifndef HOLDFAST_RUNTIME_FORMAT_MANIFEST_H_
 #define HOLDFAST_RUNTIME_FORMAT_MANIFEST_H_
 
@@ -21,78 +21,81 @@
 
 namespace holdfast::format {
 
-/// The version that is written. Version 1, without `saved_at_ns` and `files_bytes`, is read as
+/// The version of new manifests. Version 1, without `saved_at_ns` and `files_bytes`, is read as
 /// well.
 inline constexpr uint32_t kManifestVersion = 2;
 
-/// What the template is made from, beside the plan.
+/// The input of the template, beside the plan.
 struct ManifestInput {
-  std::string checkpoint;  ///< Its final directory name.
+  std::string checkpoint;  ///< The final directory name.
   AttemptId attempt;
   uint32_t rank = 0;
   uint32_t world_size = 1;
   uint64_t step = 0;
   uint64_t saved_at_ns = 0;         ///< The save's call, in nanoseconds since 1970.
-  std::vector<AttemptId> replaces;  ///< What the save may take the place of: rank 0's alone.
+  std::vector<AttemptId> replaces;  ///< The attempts that the save may replace; rank 0 only.
   Launcher launcher = Launcher::kSpawn;
   PageRung pages = PageRung::kSmall;
   bool read_back = false;
   bool adopted = false;  ///< Made from files on disk, not by a save: see Manifest::adopted.
 };
 
-/// Where the sealers' digests of a tensor's own parts go. A tensor that begins or ends inside a
-/// chunk that it shares has a digest of that part: `head` up to the first chunk border (or its
-/// end), `tail` from the last chunk border. Chunks in between are its own. 0 is "no such part".
-/// tensor_parts.h computes the ranges.
+/// The places of the sealers' digests of a tensor's own parts. A tensor that begins or ends inside
+/// a shared chunk has a digest of that part: `head` up to the first chunk border (or the tensor's
+/// end), `tail` from the last chunk border. Chunks in between are the tensor's own. 0 is "no such
+/// part". tensor_parts.h computes the ranges.
 struct TensorSlots {
   uint64_t head = 0;
   uint64_t tail = 0;
 };
 
 struct ManifestTemplate {
-  std::string text;  ///< As long as the file will be. Its slots are blank, its digests '-': until
-                     ///< all are filled (layout/manifest_slots.h), ParseManifest refuses it.
+  /// As long as the final file. Slots are blank, digests '-': ParseManifest refuses the text until
+  /// all are filled (layout/manifest_slots.h).
+  std::string text;
   layout::ManifestSlots slots;
   std::vector<uint64_t> file_roots;  ///< By file: place of the root's 32 hex digits.
   std::vector<std::vector<uint64_t>> chunk_digests;  ///< By file and chunk: place of 32 hex digits.
   std::vector<TensorSlots> tensors;                  ///< By tensor.
 };
 
-/// Builds the template. The plan is valid (ValidatePlan); its segments are not looked at.
+/// Builds the template. The plan is valid (ValidatePlan); its segments are not read.
 ManifestTemplate BuildManifest(const ManifestInput& input, const SavePlan& plan);
 
-/// Length of a manifest and the places in it, known before it is written.
+/// The length of a manifest and the places in it, known before writing.
 struct ManifestPlaces {
   uint64_t bytes = 0;
   layout::ManifestSlots slots;
   std::vector<uint64_t> file_roots;  ///< By file: place of the root's 32 hex digits.
-  /// By file: place of the first chunk's 32 hex digits. Those of chunk k stand k * kChunkStride
-  /// behind it.
+  /// By file: place of the first chunk's 32 hex digits. The digits of chunk k stand k *
+  /// kChunkStride behind.
   std::vector<uint64_t> chunk_digests;
 };
 inline constexpr uint64_t kChunkStride = 36;
 
-/// Takes a time that does not grow with the number of tensors: it is inside the caller's stall.
+/// Computes the places in a time that does not grow with the number of tensors, inside the caller's
+/// stall.
 ManifestPlaces MeasureManifest(const ManifestInput& input, const PackedPlan& plan);
 
 /// Length of the array `tensors`; PackedPlan::manifest_tensor_bytes keeps it.
 uint64_t ManifestTensorBytes(const PackedPlan& plan);
 
-/// The digests that go into a manifest while it is written.
+/// The digests for a manifest during writing.
 class ManifestDigests {
  public:
   virtual ~ManifestDigests() = default;
   virtual Digest OfChunk(uint32_t file, uint64_t chunk) = 0;
-  /// Of the part of a tensor that begins at byte `begin` of its file. In the order of the tensors.
+  /// The digest of the part of a tensor that begins at byte `begin` of its file. Called in the
+  /// order of the tensors.
   virtual Digest OfPart(uint32_t tensor, uint64_t begin) = 0;
 };
 
-/// Writes a manifest of MeasureManifest's length with all but the roots and the worker's fields.
-/// Returns its length.
+/// Writes a manifest of MeasureManifest's length, without the roots and the worker's fields.
+/// Returns the length.
 uint64_t WriteManifest(const ManifestInput& input, const PackedPlan& plan, ManifestDigests* digests,
                        char* text);
 
-/// A manifest that was read.
+/// A parsed manifest.
 struct Manifest {
   struct File {
     std::string name;
@@ -120,7 +123,7 @@ struct Manifest {
   uint32_t world_size = 1;
   uint64_t step = 0;
   std::optional<uint64_t> saved_at_ns;  ///< As ManifestInput's; version 1 lacks it.
-  std::optional<uint64_t> files_bytes;  ///< Of all its files; version 1 lacks it.
+  std::optional<uint64_t> files_bytes;  ///< Of the rank's files together; version 1 lacks it.
   std::vector<AttemptId> replaces;      ///< As ManifestInput's.
   std::string launcher;
   std::string pages;
@@ -133,18 +136,19 @@ struct Manifest {
   uint64_t time_writing_ns = 0;
   uint64_t time_syncing_ns = 0;
   uint64_t time_total_ns = 0;
-  /// Written by --adopt: digests are of what was on disk then, not of a seal.
+  /// Written by --adopt: digests are of the bytes on disk at that time, not of a seal.
   bool adopted = false;
   std::vector<File> files;
   std::vector<Tensor> tensors;
 };
 
-/// Reads and checks a manifest: the self-digest over the raw bytes first, then strict JSON (no
-/// unknown or duplicate key, nothing after the end), then meaning: names of one component, ranges
-/// inside files, no overlap, chunk counts that match sizes, roots that match chunks, heads and
-/// tails where their place asks for them.
-/// Allocates no more than a small multiple of `text`. \error kDataLoss saying where (byte or key)
-/// and why.
+/// Reads and checks a manifest, in this order:
+/// - the self-digest over the raw bytes;
+/// - strict JSON: no unknown or duplicate key, nothing after the end;
+/// - the meaning: names of one component, ranges inside files, no overlap, chunk counts that match
+///   sizes, roots that match chunks, heads and tails at their places.
+/// Allocates at most a small multiple of `text`. \error kDataLoss with place (byte or key) and
+/// cause.
 absl::StatusOr<Manifest> ParseManifest(absl::string_view text);
 
 /// Largest manifest that is read, in bytes.

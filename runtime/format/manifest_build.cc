@@ -1,7 +1,7 @@
-// Writing a rank manifest.
+// Writes a rank manifest.
 //
-// Text goes straight to its memory, without a JSON library: every place that is filled later must
-// be known to the byte, and a save with many tensors writes hundreds of megabytes of it.
+// The writer puts text directly into memory, without a JSON library. The place of every later field
+// must be known to the byte. A save with many tensors writes hundreds of megabytes.
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -22,7 +22,7 @@ static_assert(kNoDigits[0] == layout::kNoDigest);
 // Two quotes, a comma and a line feed stand between the digits of two chunks.
 static_assert(kChunkStride == layout::kDigestSlotBytes + 4);
 
-/// The text but for the digests in it. `Sink` is a TextCounter or a TextWriter.
+/// The text except its digests. `Sink` is a TextCounter or a TextWriter.
 template <typename Sink>
 class Text {
  public:
@@ -35,7 +35,8 @@ class Text {
     digest::ToHex(input_.attempt, attempt);
     Add("{\"format\":\"holdfast.manifest\",\"version\":");
     sink_.AddNumber(kManifestVersion);
-    // The attempt comes first: rank 0 looks for it in the first bytes, and a name has any length.
+    // The attempt comes first: rank 0 searches for it in the first bytes, and a name has any
+    // length.
     Add(",\n\"attempt\":\"");
     Add({attempt, sizeof(attempt)});
     Add("\",\"checkpoint\":");
@@ -78,8 +79,8 @@ class Text {
     blank(&layout::ManifestSlots::time_total_ns, layout::kNumberSlotBytes);
   }
 
-  /// `root(file)` and `chunks(file)` add the digits, the latter all of a file's with what stands
-  /// between them.
+  /// `root(file)` adds the digits of a file's root. `chunks(file)` adds the digits of all its
+  /// chunks, with the separators.
   template <typename Root, typename Chunks>
   void Files(const Root& root, const Chunks& chunks) {
     Add(",\n\"files\":[");
@@ -158,8 +159,8 @@ class Text {
   Sink& sink_;
 };
 
-// Readers find the self-digest from the file's end, so it is the last field, followed by exactly
-// these three bytes.
+// Readers find the self-digest from the file's end. So the digest is the last field, followed by
+// exactly these three bytes.
 constexpr absl::string_view kSelfDigest = ",\n\"self_digest\":\"";
 constexpr absl::string_view kEnd = "\"}\n";
 
@@ -169,13 +170,13 @@ void AddDigits(const Digest& digest, TextWriter* out) {
   out->Add({digits, sizeof(digits)});
 }
 
-/// All of a manifest. `chunk(file, chunk)` and `part(tensor, begin, is_head)` add digits.
+/// A whole manifest. `chunk(file, chunk)` and `part(tensor, begin, is_head)` add digits.
 template <typename Chunk, typename Part>
 void WriteAll(const ManifestInput& input, const PackedPlan& plan, TextWriter* out,
               const Chunk& chunk, const Part& part) {
   Text<TextWriter> text(input, plan, out);
   text.Head([out](layout::Slot layout::ManifestSlots::*, uint32_t width) {
-    // Blank until the worker fills it, which is not JSON.
+    // Blank until the worker fills the slot; blanks are not JSON.
     out->AddBlanks(width);
   });
   text.Files([out](size_t) { out->Add(kNoDigits); },

@@ -1,4 +1,4 @@
-// Reading a rank manifest: self-digest, then syntax, then meaning.
+// Parses a rank manifest: self-digest, then syntax, then meaning.
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -83,7 +83,7 @@ class ManifestReader {
 
   void ReadTopField(int field) {
     std::string text;
-    Digest ignored;  // The self-digest was checked over the raw bytes.
+    Digest ignored;  // Checked before over the raw bytes.
     switch (field) {
       case kFormat:
         if (json_.String(&text) && text != "holdfast.manifest") json_.Fail("unknown format");
@@ -301,7 +301,7 @@ absl::Status CheckFiles(const Manifest& manifest) {
   return absl::OkStatus();
 }
 
-/// What is wrong with one tensor; empty if nothing.
+/// Returns the fault of one tensor; empty for a valid tensor.
 std::string WrongTensor(const Manifest& manifest, const Manifest::Tensor& tensor) {
   if (tensor.name.empty()) return "the name is empty";
   if (tensor.file >= manifest.files.size()) {

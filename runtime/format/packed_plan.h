@@ -1,5 +1,5 @@
-// A plan as a save keeps it: what does not change from one save of a structure to the next, packed
-// into a few runs of memory. Where the tensors' bytes are is not part of it.
+// A plan as kept between saves: the constant data of a structure, packed into a few runs of memory.
+// The addresses of the tensors' bytes are not included.
 #ifndef HOLDFAST_RUNTIME_FORMAT_PACKED_PLAN_H_
 #define HOLDFAST_RUNTIME_FORMAT_PACKED_PLAN_H_
 
@@ -17,7 +17,7 @@ namespace holdfast::format {
 /// Names, dtypes, shapes and places: 48 bytes for each tensor, its text, and 8 for each dimension.
 class TensorTable {
  public:
-  /// Room for so much in all.
+  /// Reserves memory for these totals.
   void Reserve(size_t tensors, size_t text_bytes, size_t dimensions);
   void Add(absl::string_view name, absl::string_view dtype, absl::Span<const int64_t> shape,
            uint32_t file, uint64_t begin, uint64_t end);
@@ -37,15 +37,15 @@ class TensorTable {
   uint64_t begin(size_t i) const { return rows_[i].begin; }
   uint64_t end(size_t i) const { return rows_[i].end; }
 
-  /// Memory that it takes.
+  /// The memory of the table.
   size_t memory_bytes() const;
 
  private:
   struct Row {
     uint64_t begin = 0;
     uint64_t end = 0;
-    uint64_t text = 0;        // of the name, behind it the dtype
-    uint64_t dimensions = 0;  // the first of them
+    uint64_t text = 0;        // of the name; the dtype follows
+    uint64_t dimensions = 0;  // of the first dimension
     uint32_t name_bytes = 0;
     uint32_t dtype_bytes = 0;
     uint32_t rank = 0;
@@ -56,8 +56,8 @@ class TensorTable {
   std::vector<int64_t> dimensions_;
 };
 
-/// A run of a file's bytes: a literal, or tensors that follow each other in the table and in the
-/// file. Tensors without bytes may be among them.
+/// A run of a file's bytes: a literal, or tensors that are adjacent in the table and in the file.
+/// Tensors without bytes may be included.
 struct PackedRun {
   static constexpr uint32_t kTensors = 0xffffffffu;
   uint32_t literal = kTensors;  // Index into PackedPlan::literals, or kTensors.
@@ -68,14 +68,14 @@ struct PackedRun {
 struct PackedFile {
   std::string name;
   uint64_t bytes = 0;
-  std::vector<PackedRun> runs;  // They cover [0, bytes) in order.
+  std::vector<PackedRun> runs;  // The runs cover [0, bytes) in order.
 };
 
 struct PackedPlan {
   std::vector<PackedFile> files;
   std::vector<std::string> literals;
   TensorTable tensors;
-  /// What CountPacked finds.
+  /// Filled by CountPacked.
   uint64_t piece_count = 0;            // Parts of literals and tensors, cut at the chunks' borders.
   uint64_t manifest_tensor_bytes = 0;  // Length of the array `tensors` in a manifest.
 
@@ -83,10 +83,10 @@ struct PackedPlan {
   size_t memory_bytes() const;
 };
 
-/// Fills the counts of a plan that is complete but for them.
+/// Fills the counts of an otherwise complete plan.
 void CountPacked(PackedPlan* plan);
 
-/// Packs a valid plan. One without segments gets files without runs.
+/// Packs a valid plan. A plan without segments gets files without runs.
 PackedPlan Pack(const SavePlan& plan);
 
 }  // namespace holdfast::format

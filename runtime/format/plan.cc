@@ -1,4 +1,4 @@
-// Checking a plan before anything is made from it.
+// Checks a plan before its first use.
 #include "holdfast/plan.h"
 
 #include <limits>
@@ -19,7 +19,7 @@ namespace {
 /// Files end below this: offsets are signed in system calls, and the last write is rounded up.
 constexpr uint64_t kFileBytesMax =
     uint64_t{std::numeric_limits<int64_t>::max()} / kIoAlignment * kIoAlignment;
-/// Extents and tensors are counted in 32 bits; the last value is "none".
+/// Extents and tensors are counted in 32 bits; the last value means "no extent" or "no tensor".
 constexpr uint64_t kCountMax = 0xfffffffe;
 constexpr uint64_t kCrc32Bytes = 4;
 
@@ -75,7 +75,7 @@ absl::Status CheckTensors(const SavePlan& plan) {
   return absl::OkStatus();
 }
 
-/// What is wrong with the places for checksums in segment `index` of `file`; empty if nothing.
+/// Returns the fault of the checksum places in segment `index` of `file`; empty if valid.
 std::string WrongSlots(const PlannedFile& file, size_t index) {
   const Segment& segment = file.segments[index];
   if (segment.crc32_slots.empty()) return "";
@@ -92,7 +92,7 @@ std::string WrongSlots(const PlannedFile& file, size_t index) {
   return "";
 }
 
-/// What is wrong with a segment, apart from where it stands; empty if nothing.
+/// Returns the fault of a segment, apart from its place; empty if valid.
 std::string WrongSegment(const SavePlan& plan, size_t file, const Segment& segment) {
   if (segment.bytes == 0) return "is empty";
   if (segment.tensor == Segment::kLiteral) {
@@ -103,7 +103,7 @@ std::string WrongSegment(const SavePlan& plan, size_t file, const Segment& segme
     return absl::StrCat("is of tensor ", segment.tensor, " of ", plan.tensors.size());
   }
   const PlannedTensor& tensor = plan.tensors[segment.tensor];
-  // One segment is one tensor: the digests of a tensor's parts are taken in one piece each.
+  // One segment is one tensor: each part of a tensor is digested in one piece.
   if (tensor.file != file || segment.file_offset != tensor.begin ||
       segment.bytes != tensor.end - tensor.begin) {
     return absl::StrCat("is not the place of tensor ", format::Quoted(tensor.name),
@@ -116,7 +116,7 @@ std::string WrongSegment(const SavePlan& plan, size_t file, const Segment& segme
   return "";
 }
 
-/// Notes in `found`, by tensor, which of them have a segment.
+/// Marks in `found` the tensors that have a segment.
 absl::Status CheckFile(const SavePlan& plan, size_t index, std::vector<bool>* found) {
   const PlannedFile& file = plan.files[index];
   const char* const wrong_name = format::WrongNewFileName(file.name);

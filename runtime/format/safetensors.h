@@ -1,5 +1,5 @@
-// Reading safetensors headers, strictly, and planning them for saves. (The public PlanSafetensors
-// is in plan.h.)
+// Parses safetensors headers, strictly, and plans them for saves. (plan.h has the public
+// PlanSafetensors.)
 #ifndef HOLDFAST_RUNTIME_FORMAT_SAFETENSORS_H_
 #define HOLDFAST_RUNTIME_FORMAT_SAFETENSORS_H_
 
@@ -20,22 +20,22 @@ namespace holdfast::format {
 /// safetensors' own limit of a header, in bytes.
 inline constexpr uint64_t kSafetensorsHeaderMax = 100'000'000;
 
-/// Key of `__metadata__` that carries the attempt id, so that a Holdfast file whose manifest is
-/// missing is known to be incomplete.
+/// Key of `__metadata__` for the attempt id. A Holdfast file without its manifest is thereby known
+/// to be incomplete.
 inline constexpr char kAttemptKey[] = "holdfast.attempt";
-/// Key of `__metadata__` that carries true dtypes and shapes of tensors that safetensors has no
-/// dtype for, as JSON.
+/// Key of `__metadata__` for the true dtypes and shapes, as JSON, of tensors without a safetensors
+/// dtype.
 inline constexpr char kDtypesKey[] = "holdfast.dtypes";
 
-/// One rank's safetensors file without its attempt id and its tensors' bytes: what saves of the
-/// same tensors share.
+/// One rank's safetensors file without the attempt id and the tensors' bytes: shared by saves of
+/// the same tensors.
 struct SafetensorsStructure {
   PackedPlan plan;              // literals[0] ends behind the quoted attempt id, see HeadFor.
   std::vector<uint32_t> order;  // By tensor of the plan: index into the given tensors.
 
-  /// Whether it is what PackSafetensors returns for these. Compares everything.
+  /// True if PackSafetensors returns an equal structure for these arguments. Compares everything.
   bool Describes(const std::string& file_name, absl::Span<const TensorSource> tensors) const;
-  /// literals[0] of a save.
+  /// Returns literals[0] of a save.
   std::string HeadFor(const AttemptId& attempt) const;
   size_t memory_bytes() const { return plan.memory_bytes() + order.size() * sizeof(uint32_t); }
 };
@@ -51,14 +51,15 @@ struct SafetensorsHeader {
   std::vector<std::pair<std::string, std::string>> metadata;
 };
 
-/// `prefix` is the first 8 + N bytes of a file of `file_bytes`, N the header's length (see
-/// HeaderLength). Tensors come back in file order, those that were stored as bytes with their true
-/// dtype and shape. \error kDataLoss saying where: length over the limit or the file, bad JSON,
-/// duplicate or unknown keys, overlap, holes, a size that does not match shape and dtype, trailing
-/// bytes; kUnimplemented for a dtype that this version does not know.
+/// Parses a header. `prefix` is the first 8 + N bytes of a file of `file_bytes`, N the header's
+/// length (see HeaderLength). Tensors are in file order; tensors stored as bytes have their true
+/// dtype and shape.
+/// \error kDataLoss with the place: length over the limit or the file, bad JSON, duplicate or
+/// unknown keys, overlap, holes, a size that does not match shape and dtype, trailing bytes;
+/// kUnimplemented for an unknown dtype.
 absl::StatusOr<SafetensorsHeader> ParseSafetensors(absl::string_view prefix, uint64_t file_bytes);
 
-/// N from the first 8 bytes, checked against both limits.
+/// Returns N from the first 8 bytes, checked against both limits.
 absl::StatusOr<uint64_t> HeaderLength(absl::string_view first8, uint64_t file_bytes);
 
 }  // namespace holdfast::format

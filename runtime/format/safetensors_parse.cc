@@ -1,5 +1,5 @@
-// Reading a safetensors header. Stricter than the reference in one point: keys that occur twice and
-// keys that the format does not have are refused, because readers disagree about what they mean.
+// Parses a safetensors header. Stricter than the reference in one point: duplicate and unknown keys
+// are refused, because readers disagree about their meaning.
 #include "runtime/format/safetensors.h"
 
 #include <algorithm>
@@ -34,7 +34,7 @@ class HeaderReader {
   absl::Status Read(SafetensorsHeader* header) {
     ReadTop(header);
     json_.AtEnd();
-    // Bytes count from the header's text; the message says where the file's own count begins.
+    // Bytes count from the header's text; the message names the offset of the text in the file.
     return base::Annotate(json_.status(), "safetensors header: after the first 8 bytes");
   }
 
@@ -121,12 +121,12 @@ absl::Status CheckSize(const PlannedTensor& tensor) {
   return absl::OkStatus();
 }
 
-/// The tensors, in file order, cover [0, data_bytes) without hole or overlap; their offsets become
-/// the file's.
+/// Checks that the tensors, in file order, cover [0, data_bytes) without hole or overlap. Turns
+/// their offsets into the file's.
 absl::Status Place(uint64_t data_bytes, SafetensorsHeader* header) {
   std::vector<PlannedTensor>& tensors = header->tensors;
   for (const PlannedTensor& tensor : tensors) HOLDFAST_RETURN_IF_ERROR(CheckSize(tensor));
-  // By end, too: an empty tensor stands in front of the one that begins where it does.
+  // Sorted by end, too: an empty tensor precedes the tensor that begins at the same byte.
   std::stable_sort(tensors.begin(), tensors.end(),
                    [](const PlannedTensor& a, const PlannedTensor& b) {
                      return std::pair(a.begin, a.end) < std::pair(b.begin, b.end);
@@ -153,7 +153,7 @@ absl::Status Place(uint64_t data_bytes, SafetensorsHeader* header) {
   return absl::OkStatus();
 }
 
-/// Gives tensors that were stored as bytes their dtype and shape back.
+/// Restores dtype and shape of tensors that were stored as bytes.
 absl::Status RestoreDtypes(absl::string_view text, SafetensorsHeader* header) {
   absl::flat_hash_map<std::string, PlannedTensor*> stored;  // as bytes, not restored yet
   for (PlannedTensor& tensor : header->tensors) {

@@ -1,5 +1,5 @@
-// Planning a safetensors file: the order of the tensors and the header that tells it.
-// Source of the format: the safetensors README, "Format".
+// Plans a safetensors file: the order of the tensors and the header. Source of the format: the
+// safetensors README, "Format".
 #include <algorithm>
 #include <bit>
 #include <cstdint>
@@ -32,21 +32,21 @@ absl::Status Wrong(const TensorSource& tensor, absl::string_view what) {
       absl::StrCat("plan safetensors: tensor ", Quoted(tensor.name), ": ", what));
 }
 
-/// What the planner knows about one tensor.
+/// The planner's data of one tensor.
 struct Item {
   uint8_t level = 0;    // log2 of the largest power of two that divides the element size, at most 6
   bool native = false;  // written under its own dtype
 };
 constexpr int kLevels = 7;
 
-/// Finds a name that occurs twice. A slot is an index and a part of the name's hash, so that one
-/// cache line is touched for a name, and that one is fetched ahead.
+/// Finds a duplicate name. A slot is an index and a part of the name's hash, so a name touches one
+/// cache line, which is fetched ahead.
 class NameCheck {
  public:
   explicit NameCheck(absl::Span<const TensorSource> tensors)
       : tensors_(tensors), slots_(std::bit_ceil(2 * tensors.size() + 1)) {}
 
-  /// The first tensor whose name another one has before it; null if there is none.
+  /// Returns the first tensor whose name an earlier tensor has; null without a duplicate.
   const TensorSource* FindDuplicate() {
     uint64_t hashes[kAhead];
     for (size_t first = 0; first < tensors_.size(); first += kAhead) {
@@ -140,7 +140,7 @@ class Planner {
     items_.reserve(tensors_.size());
     for (const TensorSource& tensor : tensors_) {
       HOLDFAST_RETURN_IF_ERROR(ExamineOne(tensor));
-      // Room for the header and for rounding up is kept below the largest file offset.
+      // Header and rounding keep their room below the largest file offset.
       if (__builtin_add_overflow(data_bytes_, tensor.bytes, &data_bytes_) ||
           data_bytes_ > uint64_t{std::numeric_limits<int64_t>::max()} - (uint64_t{1} << 30)) {
         return Wrong(tensor, "the file would have more than 2^63 - 1 bytes");
@@ -156,7 +156,7 @@ class Planner {
     if (tensor.name.empty()) return Wrong(tensor, "the name is empty");
     if (tensor.name == kMetadataName) return Wrong(tensor, "the name is the format's own");
     if (!IsUtf8(tensor.name)) return Wrong(tensor, "the name is not UTF-8");
-    // Most tensors have the dtype of the one before.
+    // Most tensors have the dtype of the previous tensor.
     if (dtype_ == nullptr || tensor.dtype != dtype_->name) dtype_ = FindDtype(tensor.dtype);
     if (dtype_ == nullptr && !IsUtf8(tensor.dtype)) {
       return Wrong(tensor, "the dtype is not UTF-8");
@@ -186,8 +186,8 @@ class Planner {
     return absl::OkStatus();
   }
 
-  /// Descending powers of two, so that what stands before a tensor is a multiple of its alignment;
-  /// within one, the given order.
+  /// Sorts by descending powers of two, so that the bytes before a tensor are a multiple of its
+  /// alignment. Tensors of one power keep the given order.
   void Order() {
     size_t counts[kLevels] = {};
     for (const Item& item : items_) ++counts[item.level];
@@ -252,9 +252,9 @@ class Planner {
     rest->push_back('}');
   }
 
-  /// The file's first bytes: the length, the JSON, and blanks up to the alignment of direct I/O, so
-  /// that the data of the first tensor can be read and written without a detour. `head` and `rest`
-  /// are empty, and may be the same.
+  /// Writes the file's first bytes: the length, the JSON, and blanks up to the alignment of direct
+  /// I/O. So direct I/O can read and write the data of the first tensor. `head` and `rest` are
+  /// empty, and may be the same.
   absl::Status WriteHeader(std::string* head, std::string* rest) const {
     rest->reserve(2 * kIoAlignment + text_bytes_ + kDigitsMax * dimensions_ +
                   kEntryBytes * tensors_.size());
@@ -285,7 +285,7 @@ class Planner {
   void AppendEntry(uint32_t index, uint64_t begin, std::string* json) const {
     const TensorSource& tensor = tensors_[index];
     AppendJsonString(tensor.name, json);
-    // The rest at once: one growth of the string instead of ten.
+    // One growth of the string instead of ten.
     const size_t at = json->size();
     json->resize(at + kEntryBytes + tensor.dtype.size() + kDigitsMax * tensor.shape.size());
     TextWriter entry(json->data() + at);
@@ -307,7 +307,7 @@ class Planner {
     json->resize(static_cast<size_t>(entry.at() - json->data()));
   }
 
-  /// Adds everything but the header to `plan`, which has it.
+  /// Adds the tensors and their segments to `plan`, which has the header already.
   void Assemble(const std::string& file_name, SavePlan* plan) const {
     PlannedFile& file = plan->files.front();
     file.name = file_name;
@@ -336,8 +336,8 @@ class Planner {
     file.bytes = begin;
   }
 
-  /// Of an entry of the header, its name, dtype and dimensions not counted: 45 characters at most,
-  /// and three numbers.
+  /// The bytes of a header entry without name, dtype and dimensions: 45 characters at most, and
+  /// three numbers.
   static constexpr size_t kEntryBytes = 112;
   static constexpr size_t kDigitsMax = 21;  // with a comma
 

@@ -9,9 +9,9 @@
 
 namespace holdfast::format {
 
-/// Compares the digits at the end with the bytes in front of them, before anything else is
-/// believed. They stand at a fixed place, so no parsing is needed to find them. `what` names the
-/// text in messages. \error kDataLoss
+/// Compares the digits at the end with the preceding bytes, before any field is trusted. The digits
+/// stand at a fixed place, so no parsing is needed. `what` names the text in messages. \error
+/// kDataLoss
 absl::Status CheckSelfDigest(absl::string_view what, absl::string_view text, uint64_t bytes_max);
 
 }  // namespace holdfast::format

@@ -1,4 +1,4 @@
-// Which parts of a tensor need a digest of their own, because chunk digests do not cover exactly
+// The parts of a tensor that need their own digest, because chunk digests do not cover exactly
 // them.
 #ifndef HOLDFAST_RUNTIME_FORMAT_TENSOR_PARTS_H_
 #define HOLDFAST_RUNTIME_FORMAT_TENSOR_PARTS_H_
@@ -15,10 +15,10 @@ constexpr uint64_t ChunkCount(uint64_t file_bytes) {
   return file_bytes / kChunkBytes + (file_bytes % kChunkBytes != 0 ? 1 : 0);
 }
 
-/// `head` is the bytes from the tensor's begin up to the first chunk border or its end, `tail`
-/// those from the last chunk border to its end; each only if it is not the whole chunk that it lies
-/// in. So a tensor within one chunk has a head or nothing, and the chunks between head and tail are
-/// the tensor's own.
+/// `head` is the bytes from the tensor's begin up to the first chunk border or the tensor's end.
+/// `tail` is the bytes from the last chunk border to the tensor's end. A part that is a whole chunk
+/// has no digest of its own. So a tensor within one chunk has a head or nothing, and the chunks
+/// between head and tail are the tensor's own.
 struct TensorParts {
   bool has_head = false;
   bool has_tail = false;
@@ -33,7 +33,8 @@ constexpr TensorParts PartsOf(uint64_t begin, uint64_t end, uint64_t file_bytes)
   const uint64_t first = begin / kChunkBytes;
   const uint64_t last = (end - 1) / kChunkBytes;
   const bool at_border = begin % kChunkBytes == 0;
-  // The file's last chunk ends with the file: a tensor that ends there owns it, if it begins it.
+  // The file's last chunk ends with the file: a tensor that begins the chunk and ends the file owns
+  // it.
   const bool to_border = end % kChunkBytes == 0 || end == file_bytes;
   parts.head_end = first == last ? end : (first + 1) * kChunkBytes;
   parts.tail_begin = last * kChunkBytes;

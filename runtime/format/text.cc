@@ -10,8 +10,8 @@
 namespace holdfast::format {
 namespace {
 
-/// Length of the UTF-8 sequence at the front of `text`, 0 if there is none. Source: Unicode 15,
-/// table 3-7, "Well-Formed UTF-8 Byte Sequences".
+/// Length of the UTF-8 sequence at the front of `text`, 0 for an invalid sequence. Source: Unicode
+/// 15, table 3-7, "Well-Formed UTF-8 Byte Sequences".
 size_t SequenceBytes(absl::string_view text) {
   const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
   const auto follows = [&](size_t i, unsigned low, unsigned high) {
@@ -37,8 +37,8 @@ bool NeedsEscape(char character) {
   return static_cast<unsigned char>(character) < 0x20 || character == '"' || character == '\\';
 }
 
-/// Length of the front of `text` that stands in a JSON string as it is. Names have no escapes
-/// nearly always: eight bytes at a time.
+/// Length of the front of `text` that needs no escapes in a JSON string. Most names need no
+/// escapes, so the loop tests eight bytes at a time.
 size_t PlainBytes(absl::string_view text) {
   constexpr uint64_t kOnes = 0x0101010101010101u;
   constexpr uint64_t kHighs = 0x8080808080808080u;
@@ -46,8 +46,8 @@ size_t PlainBytes(absl::string_view text) {
   for (; at + 8 <= text.size(); at += 8) {
     uint64_t word;
     std::memcpy(&word, text.data() + at, sizeof(word));
-    // A byte of `word - low` borrows into its highest bit where it is below; of a difference, where
-    // it is zero.
+    // A byte of `word - low` borrows into its highest bit if the byte is below `low`; a byte of a
+    // difference, if the byte is zero.
     const uint64_t quotes = word ^ (kOnes * '"');
     const uint64_t backslashes = word ^ (kOnes * '\\');
     const uint64_t escapes = ((word - kOnes * 0x20) & ~word) | ((quotes - kOnes) & ~quotes) |
@@ -103,7 +103,7 @@ size_t DigitsOf(uint64_t value) {
 
 bool IsUtf8(absl::string_view text) {
   while (!text.empty()) {
-    // Names are ASCII nearly always: eight bytes at a time while they are.
+    // Most names are ASCII: eight bytes at a time while ASCII.
     while (text.size() >= 8) {
       uint64_t word;
       std::memcpy(&word, text.data(), sizeof(word));
@@ -174,7 +174,7 @@ std::string Quoted(absl::string_view name) {
   const bool cut = name.size() > kBytesMax;
   if (cut) {
     name = name.substr(0, kBytesMax);
-    // Not within a sequence: a message stays UTF-8.
+    // Cut between sequences: a message stays UTF-8.
     while (!name.empty() && (static_cast<unsigned char>(name.back()) & 0xc0) == 0x80) {
       name.remove_suffix(1);
     }

@@ -1,4 +1,4 @@
-// Text that goes into headers, manifests and messages: UTF-8, JSON strings, quoted names.
+// Text in headers, manifests and messages: UTF-8, JSON strings, quoted names.
 #ifndef HOLDFAST_RUNTIME_FORMAT_TEXT_H_
 #define HOLDFAST_RUNTIME_FORMAT_TEXT_H_
 
@@ -13,12 +13,12 @@
 
 namespace holdfast::format {
 
-/// Whether `text` is UTF-8 as the Unicode standard has it: shortest forms only, no surrogates,
-/// nothing over U+10FFFF.
+/// True if `text` is UTF-8 as in the Unicode standard: shortest forms only, no surrogates, nothing
+/// over U+10FFFF.
 bool IsUtf8(absl::string_view text);
 
-/// Appends `text`, which is UTF-8, as a JSON string, quotes included. Quote, backslash and control
-/// characters are escaped, everything else stands as it is.
+/// Appends `text`, which is UTF-8, as a JSON string with quotes. Escapes quotes, backslashes and
+/// control characters only.
 void AppendJsonString(absl::string_view text, std::string* out);
 
 /// Appends `value` in decimal.
@@ -30,7 +30,7 @@ void AppendShape(absl::Span<const int64_t> shape, std::string* out);
 /// Length of `text` as AppendJsonString writes it, quotes included.
 size_t JsonStringBytes(absl::string_view text);
 
-/// Writes into memory that has room for all of it.
+/// Writes text into memory of sufficient size.
 class TextWriter {
  public:
   explicit TextWriter(char* at) : at_(at) {}
@@ -53,7 +53,7 @@ class TextWriter {
   char* at_;
 };
 
-/// Counts what a TextWriter would write.
+/// Counts the bytes that a TextWriter would write.
 class TextCounter {
  public:
   void Add(absl::string_view text) { bytes_ += text.size(); }

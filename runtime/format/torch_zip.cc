@@ -1,6 +1,6 @@
 // The zip framing of torch.save. Source: PKWARE APPNOTE 6.3.10, sections 4.3 and 4.5.3.
 //
-// Only the central directory is believed: torch's writer leaves sizes and CRCs of local headers to
+// Only the central directory is trusted: torch's writer leaves sizes and CRCs of local headers to
 // data descriptors.
 #include "runtime/format/torch_zip.h"
 
@@ -61,8 +61,8 @@ absl::StatusOr<size_t> FindEnd(absl::string_view tail) {
   return Wrong("no end record: this is not a zip file, or its end is missing");
 }
 
-/// The zip64 end record says what the old one has no room for; where the old one has a value, they
-/// agree.
+/// The zip64 end record has the values that the old record has no room for. A value in the old
+/// record must agree.
 absl::StatusOr<ZipDirectory> ReadEnd64(absl::string_view tail, size_t end, uint64_t tail_begin) {
   const size_t locator = end - kLocatorBytes;
   const uint64_t place = Get(tail, locator + 8, 8);
@@ -110,7 +110,7 @@ absl::StatusOr<ZipDirectory> ReadEnd(absl::string_view tail, size_t end) {
   return directory;
 }
 
-/// Replaces the values that the record left to its zip64 field.
+/// Replaces the record's values that stand in its zip64 field.
 absl::Status ReadZip64(absl::string_view extra, uint64_t* unpacked, uint64_t* packed,
                        uint64_t* local) {
   bool found = false;
@@ -132,7 +132,7 @@ absl::Status ReadZip64(absl::string_view extra, uint64_t* unpacked, uint64_t* pa
     }
     extra.remove_prefix(bytes);
   }
-  // A few writers pad with less than a field's head; it means nothing.
+  // Some writers pad with less than a field's head; the padding has no meaning.
   return absl::OkStatus();
 }
 
@@ -147,8 +147,8 @@ absl::StatusOr<ZipDirectory> FindZipDirectory(absl::string_view tail, uint64_t f
   const bool zip64 = end >= kLocatorBytes && Get32(tail, end - kLocatorBytes) == kLocatorSignature;
   HOLDFAST_ASSIGN_OR_RETURN(const ZipDirectory directory,
                             zip64 ? ReadEnd64(tail, end, tail_begin) : ReadEnd(tail, end));
-  // The directory ends exactly where the end records begin: nothing hides in between, and nothing
-  // was put in front of the file.
+  // The directory must end exactly at the end records' begin: no bytes in between, and no bytes
+  // added in front of the file.
   const uint64_t ends = tail_begin + (zip64 ? end - kLocatorBytes - kEnd64Bytes : end);
   if (directory.begin > ends || directory.bytes != ends - directory.begin) {
     return Wrong(absl::StrCat("a directory of ", directory.bytes, " bytes at byte ",
@@ -218,7 +218,7 @@ absl::StatusOr<std::vector<ZipRecord>> ParseZipDirectory(absl::string_view direc
                                          &record.bytes, &packed, &record.begin);
     if (!zip64.ok()) return base::Annotate(zip64, Quoted(record.name));
     if (packed != record.bytes) return wrong("it is stored, but its two sizes differ");
-    // Its local header is at least as long as the fixed part and the name.
+    // The local header is at least as long as the fixed part and the name.
     const uint64_t header_bytes = kLocalBytes + name_bytes;
     if (record.begin > where.begin || where.begin - record.begin < header_bytes ||
         record.bytes > where.begin - record.begin - header_bytes) {
@@ -265,7 +265,7 @@ absl::Status CheckZipLayout(const std::vector<ZipRecord>& records, const ZipDire
 }
 
 uint32_t Crc32(uint32_t crc, const void* data, size_t bytes) {
-  // The widest carry-less multiply of this CPU: five times as fast as zlib's.
+  // Uses the widest carry-less multiply of this CPU: five times as fast as zlib's.
   return crc32_gzip_refl(crc, static_cast<const unsigned char*>(data), bytes);
 }
 
