@@ -12,7 +12,7 @@ namespace {
 
 constexpr size_t kTextBytes = 4096;
 
-/// Reads a small file of /proc. Returns its length, terminated in `out`; 0 on failure.
+/// Reads a small file of /proc into `out`, terminated. Returns its length; 0 on failure.
 size_t ReadText(const char* path, char (&out)[kTextBytes]) {
   const int fd = sys::OpenOwned(AT_FDCWD, path, O_RDONLY | O_CLOEXEC, 0);
   if (fd < 0) return 0;
@@ -35,7 +35,7 @@ uint64_t Number(const char** text) {
   return value;
 }
 
-/// The value in bytes of a line "KEY:  N kB"; 0 if it is not there.
+/// Returns the value in bytes of a line "KEY:  N kB"; 0 if the line is absent.
 uint64_t Field(const char* text, const char* key) {
   for (const char* line = text; *line != '\0';) {
     const char* a = line;
@@ -64,8 +64,8 @@ void SamplePrivateBytes(JobRun* run) {
   const layout::LauncherTraits traits = layout::TraitsOf(run->launcher);
   if (!traits.process) return;
   if (traits.forked()) {
-    // Nearly all anonymous pages are the trainer's, shared copy-on-write: only a walk tells the
-    // ones that were copied.
+    // Nearly all anonymous pages are shared copy-on-write with the trainer. Only a walk counts the
+    // copied pages.
     if (ReadText("/proc/self/smaps_rollup", text) == 0) return;
     bytes = Field(text, "Private_Clean") + Field(text, "Private_Dirty");
   } else {

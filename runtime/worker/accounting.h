@@ -8,12 +8,12 @@
 
 namespace holdfast::worker {
 
-/// CPU time of the worker in ns: of the process, or of the thread where it is one of the host's
-/// (its pwrite threads, if there are any, are then not counted).
+/// Returns the worker's CPU time in ns: of the process, or of the thread where the worker is a
+/// thread of the host. Threads of the pwrite engine are not counted for a thread.
 uint64_t CpuNs(Launcher launcher);
 
-/// Raises `run->figures.worker_private_bytes_peak` to what this process has for itself now. Nothing
-/// for a thread, whose memory is the host's.
+/// Raises `run->figures.worker_private_bytes_peak` to this process's current private bytes. Does
+/// nothing for a thread, whose memory is the host's.
 void SamplePrivateBytes(JobRun* run);
 
 }  // namespace holdfast::worker

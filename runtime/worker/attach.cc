@@ -18,11 +18,11 @@ namespace holdfast::worker {
 namespace {
 
 constexpr uint64_t kHugePageBytes = 2ull << 20;
-// Before kAttach there is no pidfd of the trainer's: nobody is waited for longer than this.
+// Before kAttach the worker has no pidfd of the trainer, so the wait is bounded.
 constexpr int kFirstMessageMs = 30'000;
 constexpr int kLookMs = 10'000;
 
-/// Takes the fds out of a message's control data, whatever their number.
+/// Takes all fds from a message's control data.
 void TakeFds(msghdr* header, Received* out) {
   for (cmsghdr* part = CMSG_FIRSTHDR(header); part != nullptr; part = CMSG_NXTHDR(header, part)) {
     if (part->cmsg_level != SOL_SOCKET || part->cmsg_type != SCM_RIGHTS) continue;
@@ -63,8 +63,8 @@ void CloseFd(int* fd) {
   *fd = -1;
 }
 
-/// Maps the arena for writing where it may be registered (the kernel pins for writing only),
-/// read-only otherwise: then not even a wild store of this process could change sealed bytes.
+/// Maps the arena for writing where it may be registered, because the kernel pins for writing only.
+/// Maps it read-only otherwise: a wild store of this process then cannot change sealed bytes.
 bool MapArena(Attachment* attached, bool may_register) {
   void* memory = MAP_FAILED;
   if (may_register) {
@@ -86,7 +86,7 @@ bool MapArena(Attachment* attached, bool may_register) {
 }  // namespace
 
 void KeepToThisProcess(const Attachment& attached) {
-  // A worker may be a thread of the host: a child that the host forks must not hold this memory.
+  // The worker may be a thread of the host: a child that the host forks must not hold this memory.
   sys::Sys().madvise(attached.arena, attached.arena_bytes, MADV_DONTFORK);
   // A core dump of a worker must not carry the model.
   sys::Sys().madvise(attached.arena, attached.arena_bytes, MADV_DONTDUMP);
@@ -100,11 +100,11 @@ Receive ReceiveMessage(const Server& server, Received* out) {
     const bool attached = server.attached.trainer >= 0;
     const int ready = sys::PollFor(fds, 2, attached ? kLookMs : kFirstMessageMs);
     if (ready == 0 && attached) continue;
-    // A poll that never comes through would not show the trainer's death either.
+    // A failing poll would not show the trainer's death either.
     if (ready <= 0) return Receive::kEnd;
     if ((fds[0].revents & POLLIN) == 0) {
-      // poll looks at one fd after the other: a job that was sent, and then the trainer's death,
-      // may both have come in between. What a dead trainer has sent is all there by now.
+      // poll looks at the fds one after the other. A job and then the trainer's death may have
+      // arrived in between. All messages of a dead trainer have arrived by now.
       const bool trainer_died = (fds[1].revents & POLLIN) != 0;
       if (!trainer_died || sys::PollFor(fds, 1, 0) <= 0) return Receive::kEnd;
     }
@@ -122,7 +122,7 @@ int Attach(Server* server, Received* received) {
   attached.trainer = received->fds[1];
   attached.doorbell = received->fds[2];
   attached.trainer_doorbell = received->fds[3];
-  received->fd_count = 0;  // They are the attachment's now.
+  received->fd_count = 0;  // The attachment owns the fds now.
   attached.arena_bytes = received->message.bytes;
   if (attached.arena_bytes == 0) return 0;
   struct stat status = {};
@@ -131,9 +131,9 @@ int Attach(Server* server, Received* received) {
       static_cast<uint64_t>(status.st_size) < attached.arena_bytes) {
     return layout::kExitAttach;
   }
-  // hugetlbfs and huge tmpfs say their page's size here.
+  // hugetlbfs and huge tmpfs report their page size here.
   attached.huge_pages = static_cast<uint64_t>(status.st_blksize) >= kHugePageBytes;
-  // Registering small pages costs 20 ms per GiB: worth it only where it is done once.
+  // Registering small pages costs 20 ms per GiB, so only a kept worker registers them.
   const layout::LauncherTraits traits = layout::TraitsOf(server->options.launcher);
   const bool may_register = attached.huge_pages || (traits.process && traits.kept);
   return MapArena(&attached, may_register) ? 0 : layout::kExitAttach;
@@ -155,15 +155,15 @@ void DropArena(Server* server) {
 void ReleaseStaging(JobRun* run) {
   if (run->staging_released) return;
   run->staging_released = true;
-  // The trainer may write these bytes from here on.
+  // The trainer may write these bytes after the store.
   HOLDFAST_ASSERT(!run->io_stuck);
   HOLDFAST_ASSERT(run->figures.engine == EngineRung::kAuto || run->queue->in_flight() == 0);
-  // release: pairs with the supervisor's load, which lets the next save write these bytes.
+  // release: pairs with the supervisor's load, after which the next save writes these bytes.
   run->job->staging_released.store(1, std::memory_order_release);
   RingTrainer(*run->attached);
   const bool kept = layout::TraitsOf(run->launcher).kept;
   // Ranks may wait for each other for minutes. A worker of one job attaches only once, and the
-  // arena of a trainer that is dead serves no later job.
+  // arena of a dead trainer serves no later job.
   if ((!kept && run->job->world_size > 1) || run->trainer_died) DropArena(run->server);
 }
 

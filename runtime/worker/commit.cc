@@ -23,13 +23,13 @@ constexpr uint64_t kNsPerMs = 1'000'000;
 // While another save replaces the checkpoint under the same name.
 constexpr int kReplaceNapMs = 10;
 constexpr uint64_t kNsPerSecond = 1'000'000'000;
-// Of rank 0, which every other rank waits for.
+// For rank 0, because every other rank waits for rank 0.
 constexpr uint64_t kNapMaxNs = 200 * kNsPerMs;
-// Of the others: each nap ends with one read of the board, by every rank of the job.
+// For the other ranks: each nap ends with one read of the board by every rank of the job.
 constexpr uint64_t kFollowerNapMaxNs = kNsPerSecond;
 
-/// Bounded waiting whose naps are a share of the time that was waited: ranks that end within
-/// milliseconds of each other lose none, and a long wait costs few reads.
+/// A bounded wait whose naps are a share of the elapsed wait. Ranks that end within milliseconds of
+/// each other lose no time, and a long wait costs few reads.
 class Patience {
  public:
   explicit Patience(JobRun* run)
@@ -69,7 +69,8 @@ class Patience {
   uint64_t nap_max_ns_;
 };
 
-/// Rank 0: all votes are there. The board says when to look for one; the manifest is the vote.
+/// Rank 0: waits until all votes are present. The board hints when to look for a vote; the manifest
+/// is the vote.
 bool WaitForVotes(JobRun* run) {
   const layout::Job& job = *run->job;
   if (job.world_size == 1) return true;
@@ -79,7 +80,7 @@ bool WaitForVotes(JobRun* run) {
     int error = 0;
     while (rank < job.world_size && run->ranks.notes[rank].state == layout::RankState::kVoted) {
       const Found found = FindVote(*run, rank, &error);
-      // Two attempts in one directory: a mistake in the launch of the ranks.
+      // Two attempts in one directory: the ranks were launched with different attempts.
       if (found == Found::kOther)
         return Fail(run, FailureCode::kFailedPrecondition, Operation::kJoinRanks);
       if (found == Found::kFailed) return FailErrno(run, Operation::kJoinRanks, error);
@@ -91,9 +92,9 @@ bool WaitForVotes(JobRun* run) {
   return true;
 }
 
-/// A vote is seen at its rename, which may be before its own rank has made that durable: without
-/// this a crash after the commit could take a manifest away from a checkpoint that was reported.
-/// The name of the commit record goes with it.
+/// Makes all votes durable. Rank 0 sees a vote at its rename, possibly before the voting rank has
+/// made the rename durable. Without the fsync a crash after the commit could remove a manifest from
+/// a reported checkpoint. The fsync also covers the name of the commit record.
 bool KeepVotes(JobRun* run) {
   if (run->job->world_size == 1 && !run->record_made) return true;
   if (sys::Sys().fsync(run->directory) == 0) return true;
@@ -102,7 +103,8 @@ bool KeepVotes(JobRun* run) {
 
 enum class Try { kDone, kAgain, kFailed };
 
-/// Whether the attempt stood under the name, or was under way, when this save was asked for.
+/// Returns true when the attempt stood under the name, or was under way, at the time of this save's
+/// request.
 bool IsOlder(layout::Job* job, const AttemptId& attempt) {
   const AttemptId* const older = layout::Older(job);
   for (uint64_t i = 0; i < job->older.bytes / sizeof(AttemptId); ++i) {
@@ -111,7 +113,7 @@ bool IsOlder(layout::Job* job, const AttemptId& attempt) {
   return false;
 }
 
-/// One look at what stands under the name, open as `standing`, and the exchange.
+/// Checks the checkpoint under the name, open as `standing`, and exchanges it.
 Try ReplaceStanding(JobRun* run, int standing, char (&old)[kNameBytes]) {
   layout::CompletionSlot& slot = run->job->completion;
   const auto failed = [](bool) { return Try::kFailed; };
@@ -154,32 +156,32 @@ Try ReplaceTarget(JobRun* run, char (&old)[kNameBytes]) {
   return outcome;
 }
 
-/// The one rename. On success `*old` names what was replaced, or is empty.
+/// The commit rename. On success `*old` names the replaced checkpoint, or is empty.
 Try TakeName(JobRun* run, char (&old)[kNameBytes]) {
   const layout::Job& job = *run->job;
   old[0] = '\0';
-  // What another program has put in the directory's place is not what was written and proven.
+  // A directory that another program has put in place holds other bytes than the worker proved.
   int error = LeadsTo(run->parent, job.partial, run->directory);
-  // rename(2) takes a free name or that of an empty directory, whose maker wants it filled.
+  // rename(2) takes a free name or the name of an empty directory, whose creator wants it filled.
   if (error == 0 && sys::Sys().renameat2(run->parent, job.partial, run->parent, job.target, 0) != 0)
     error = errno;
   if (error == 0 || (error == ENOENT && TargetIsOurs(run))) return Try::kDone;
   if (error == ENOENT || error == ESTALE) {
-    // A recovery fenced this worker; the files are its now.
+    // A recovery fenced this worker and owns the files now.
     Fail(run, FailureCode::kAborted, Operation::kRename);
     return Try::kFailed;
   }
   const bool exists = error == EEXIST || error == ENOTEMPTY;
   if (exists && run->Has(layout::kReplaceExisting)) return ReplaceTarget(run, old);
-  // ENOTDIR: it is a file.
+  // ENOTDIR: the target is a file.
   FailErrno(run, Operation::kRename, exists || error == ENOTDIR ? EEXIST : error);
   return Try::kFailed;
 }
 
 bool SyncParent(JobRun* run) {
   const uint64_t begin = sys::NowNs();
-  // Without it a crash right after "durable" was reported brings the old name back. The checkpoint
-  // is complete then too, but only a recovery would find it.
+  // Without the fsync a crash right after "durable" was reported brings the old name back. The
+  // checkpoint is complete then too, but only a recovery would find it.
   if (sys::Sys().fsync(run->parent) != 0) return FailErrno(run, Operation::kSyncDirectory, errno);
   const uint64_t end = sys::NowNs();
   run->time_syncing_ns += end - begin;
@@ -187,20 +189,20 @@ bool SyncParent(JobRun* run) {
   return true;
 }
 
-/// The replaced checkpoint. Removing takes a quarter of a second per GiB, so it is the trainer's
-/// business, in the background: neither the result nor a kept worker's next job waits for it.
+/// Hands the replaced checkpoint to the trainer, which removes it in the background. Removal takes
+/// a quarter of a second per GiB, so neither the result nor a kept worker's next job waits for it.
 void DisposeOf(JobRun* run, const char (&old)[kNameBytes]) {
   if (!TrainerIsDead(run)) {
     memcpy(run->job->completion.left_behind, old, sizeof(old));
     return;
   }
   SetPhase(run, layout::Phase::kRemoving);
-  Failure ignored;  // The save is durable. What is left is a recovery's.
+  Failure ignored;  // The save is durable; a recovery removes the rest.
   RemoveDirectory(run->parent, old, run->directory_buffer, run->job, &ignored);
 }
 
-/// Publishes that the rename is next, and looks once more. A rank that takes its vote back does it
-/// the other way round, so that one of the two sees the other.
+/// Publishes that the rename is next, and looks at the board once more. A rank that withdraws its
+/// vote does both in the reverse order, so that one of the two sees the other.
 bool AnnounceCommit(JobRun* run) {
   if (!run->ranks.board.is_open()) return true;
   (void)WriteDecision(run->ranks.board, layout::Decision::kCommitting);
@@ -208,16 +210,16 @@ bool AnnounceCommit(JobRun* run) {
   return !RanksHaveFailed(run);
 }
 
-/// The board has done its service. Ranks that wait have it open; one whose network file system
-/// forgets such a file finds the final name.
+/// Removes the board after the decision. Waiting ranks have the board open. Where a network file
+/// system drops an open file that was removed, they find the final name.
 void RemoveBoard(JobRun* run) {
   if (!run->ranks.board.is_open()) return;
   CloseBoard(&run->ranks.board);
   sys::Sys().unlinkat(run->directory, layout::kBoardName, 0);
 }
 
-/// From here on nothing is undone: others see the checkpoint, and it is complete and sound. If the
-/// next fsync fails, the save is reported as failed and the checkpoint stays.
+/// Makes the final name durable. Readers see the complete checkpoint from here on, so nothing is
+/// undone. If the next fsync fails, the save is reported as failed and the checkpoint stays.
 bool KeepName(JobRun* run, const char (&old)[kNameBytes]) {
   run->committed = true;
   // The directory may have been swapped between the look and the rename, or be retired already.
@@ -230,16 +232,17 @@ bool KeepName(JobRun* run, const char (&old)[kNameBytes]) {
   const bool synced = SyncParent(run);
   RemoveBoard(run);
   if (!synced) return false;
-  // Only now: before the fsync a crash could bring back the names, with the old one half removed.
+  // After the fsync: a crash before it could restore the names with the old checkpoint half
+  // removed.
   if (old[0] != '\0') DisposeOf(run, old);
   return true;
 }
 
 bool CommitDirectory(JobRun* run) {
   SetPhase(run, layout::Phase::kCommitting);
-  // The last moment at which a cancel counts.
+  // The last moment at which a cancel takes effect.
   if (MustStop(run, true) || !AnnounceCommit(run)) return false;
-  // Until the name was looked at again no other save may replace this one.
+  // The lock keeps other saves from replacing this checkpoint until the name was checked again.
   int lock = -1;
   LockManifest(run->directory, run->job->manifest, &lock);
   char old[kNameBytes];
@@ -258,7 +261,7 @@ bool CommitDirectory(JobRun* run) {
   return kept;
 }
 
-/// The end of a wait that rank 0 has not answered.
+/// The end of a wait without an answer from rank 0.
 bool GiveUp(JobRun* run) {
   if (TargetIsOurs(run)) {
     run->committed = true;
@@ -267,15 +270,15 @@ bool GiveUp(JobRun* run) {
   return FailAsSeen(run);
 }
 
-/// A voted rank that is to stop asks rank 0 for it, by a failure that is not final: its files are
-/// in rank 0's hands until rank 0 has answered.
+/// Asks rank 0 to stop, by a failure that is not final, when a voted rank must stop. The rank's
+/// files are in rank 0's hands until rank 0 has answered.
 void TakeVoteBack(JobRun* run) {
   const Failure before = run->failure;
   if (!run->ranks.left && MustStop(run, true)) LeaveRanks(run);
   run->failure = before;
 }
 
-/// Other ranks: rank 0 has decided.
+/// Other ranks: wait for rank 0's decision.
 bool WaitForDecision(JobRun* run) {
   Patience patience(run);
   while (true) {
@@ -285,10 +288,11 @@ bool WaitForDecision(JobRun* run) {
         return SyncParent(run);
       case Sight::kFailure:
         if (run->ranks.seen.is_final != 0) {
-          run->voted = false;  // Nothing can commit any more, so these files are this rank's again.
+          // No commit is possible any more, so these files belong to this rank again.
+          run->voted = false;
           return FailAsSeen(run);
         }
-        // A failure that is not final of another rank than 0: rank 0 sees it, and answers.
+        // A failure that is not final of a rank other than 0: rank 0 sees it and answers.
         if (run->ranks.found_here || run->ranks.said_by == 0) return GiveUp(run);
         break;
       case Sight::kNothing:

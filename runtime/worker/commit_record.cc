@@ -19,7 +19,7 @@ namespace {
 
 constexpr mode_t kFileMode = 0666;
 
-/// What the record says of one rank.
+/// One rank in the commit record.
 struct RankManifest {
   uint64_t bytes = 0;
   uint64_t files_bytes = 0;
@@ -53,7 +53,7 @@ bool ReadManifest(JobRun* run, const char* name, RankManifest* out) {
   return true;
 }
 
-/// False with no failure recorded: a manifest does not say what the record needs.
+/// Returns false without a recorded failure when a manifest lacks data that the record needs.
 bool FillRows(JobRun* run, uint64_t* files_bytes) {
   layout::Job* const job = run->job;
   char* const text = layout::CommitRecord(job);
@@ -117,8 +117,8 @@ bool WriteCommitRecord(JobRun* run) {
                                 O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
   if (fd < 0) return FailErrno(run, Operation::kManifest, errno);
   run->record_made = true;
-  // Durable before the rename that commits: a checkpoint with an empty record is damaged, though
-  // all its data is there.
+  // Durable before the rename that commits: a checkpoint with an empty record counts as damaged,
+  // although all its data is present.
   if (!WriteSynced(run, fd, layout::CommitRecord(job), job->commit_template.bytes)) return false;
   const int error = RenameNew(run, temporary, layout::kCommitRecordName);
   run->record_named = error == 0;

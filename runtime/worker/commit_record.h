@@ -1,5 +1,5 @@
-// Rank 0's commit record: one small file that says what the checkpoint is, so that a reader need
-// not read the manifests of all ranks.
+// Rank 0's commit record: one small file that describes the checkpoint. A reader of the record does
+// not need the manifests of all ranks.
 #ifndef HOLDFAST_RUNTIME_WORKER_COMMIT_RECORD_H_
 #define HOLDFAST_RUNTIME_WORKER_COMMIT_RECORD_H_
 
@@ -10,10 +10,10 @@
 
 namespace holdfast::worker {
 
-/// Digests every rank's manifest into the record's template, then writes RECORD.tmp, fsyncs it and
-/// gives it its name. The caller fsyncs the directory. All votes are there. Writes nothing where
-/// the job has no template, where a recovery has promoted the directory, or where a rank's manifest
-/// is of a version that does not say its bytes.
+/// Digests every rank's manifest into the record's template, writes and fsyncs RECORD.tmp, and
+/// renames it. The caller fsyncs the directory. All votes must be present. Writes nothing where the
+/// job has no template, where a recovery has promoted the directory, or where the version of a
+/// rank's manifest does not state its bytes.
 bool WriteCommitRecord(JobRun* run);
 
 /// The number behind "files_bytes" near the beginning of a manifest. A name cannot imitate the key:

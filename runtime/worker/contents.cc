@@ -21,11 +21,11 @@ namespace {
 constexpr char kManifestPrefix[] = "rank-";
 constexpr char kManifestSuffix[] = ".manifest.json";
 constexpr char kTemporarySuffix[] = ".tmp";
-// As format/directory_names, which this side of the fork line cannot use.
+// As format/directory_names, which is unavailable below the fork line.
 constexpr char kPartial[] = ".partial-";
 constexpr char kFenced[] = ".fenced-";
 constexpr char kRetired[] = ".retired-";
-// An element of a manifest's `files`, as it is written: {"name":"NAME","bytes":N,...
+// An element of a manifest's `files` in its written form: {"name":"NAME","bytes":N,...
 constexpr char kElement[] = "{\"name\":\"";
 constexpr char kBytes[] = "\",\"bytes\":";
 constexpr size_t kElementBytes = sizeof(kElement) - 1;
@@ -42,7 +42,7 @@ bool EndsWith(const char* text, size_t length, const char* suffix) {
 
 uint64_t KeyOf(const char* name, size_t bytes) { return digest::Of(name, bytes).low; }
 
-/// The first place of `what` in [at, end), or `end`.
+/// Returns the first place of `what` in [at, end), or `end`.
 const char* Find(const char* at, const char* end, const char* what, size_t bytes) {
   while (static_cast<size_t>(end - at) >= bytes) {
     at = static_cast<const char*>(memchr(at, what[0], static_cast<size_t>(end - at) - bytes + 1));
@@ -101,7 +101,7 @@ Inventory::~Inventory() {
   if (memory_ != nullptr) sys::Sys().munmap(memory_, memory_bytes_);
 }
 
-/// Room for the largest manifest, and for a key of each element that could stand in all of them.
+/// Maps room for the largest manifest, and for a key of each element that all manifests could hold.
 int Inventory::Map(int directory, char* buffer, Contents* contents) {
   uint64_t total = 0;
   int error = 0;
@@ -160,8 +160,8 @@ void Inventory::AddNames(const char* at, const char* end) {
     const char* last = at;
     while (last < end && *last != '"') last += *last == '\\' ? 2 : 1;
     const auto left = static_cast<size_t>(last < end ? end - last : 0);
-    // A tensor's name has "dtype" behind it. A name with escapes matches no entry: its file counts
-    // as foreign, which keeps it.
+    // "dtype" follows a tensor's name. A name with escapes matches no entry: its file counts as
+    // foreign and is kept.
     const bool names_file = left >= kBytesBytes && memcmp(last, kBytes, kBytesBytes) == 0;
     if (names_file && key_count_ < keys_max_)
       keys_[key_count_++] = KeyOf(at, static_cast<size_t>(last - at));
@@ -190,7 +190,7 @@ bool Inventory::Holds(const char* name) const {
 
 namespace {
 
-/// Bytes of `name` before ".KIND-<32 digits>", 0 if it is no such name.
+/// Returns the bytes of `name` before ".KIND-<32 digits>", or 0 if `name` has another form.
 size_t BytesBefore(const char* name, const char* infix) {
   const size_t length = strlen(name);
   const size_t kind = strlen(infix);
@@ -208,7 +208,7 @@ bool CarriesAttempt(const char* name, const AttemptId& attempt) {
   return memcmp(name + strlen(name) - kHexDigits, digits, kHexDigits) == 0;
 }
 
-/// Whether the directory's name says that `attempt` was written there and never committed.
+/// Returns true when the directory's name says that `attempt` wrote there and never committed.
 bool IsUncommitted(const char* name, const AttemptId& attempt) {
   return (BytesBefore(name, kPartial) != 0 || BytesBefore(name, kFenced) != 0) &&
          CarriesAttempt(name, attempt);
@@ -255,7 +255,7 @@ Contents LookInto(int directory, char* buffer, Inventory* inventory) {
   const int listed = ForEachEntry(directory, buffer, [&](const char* name) {
     struct stat status = {};
     if (sys::Sys().fstatat(directory, name, &status, AT_SYMLINK_NOFOLLOW) != 0) {
-      error = errno == ENOENT ? 0 : errno;  // It went away since it was listed.
+      error = errno == ENOENT ? 0 : errno;  // Removed since the listing.
       return error == 0;
     }
     contents.holds_directory = S_ISDIR(status.st_mode);

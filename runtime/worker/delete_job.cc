@@ -1,5 +1,5 @@
-// Removing retired checkpoints, one after the other: slow (a quarter of a second per GiB), so it is
-// a job of its own that a save never waits for.
+// Removes retired checkpoints, one after the other. Removal is slow (a quarter of a second per
+// GiB), so a separate job does it and no save waits for it.
 #include "runtime/worker/jobs.h"
 #include "runtime/worker/remove_tree.h"
 
@@ -11,7 +11,7 @@ void RunDelete(JobRun* run) {
   const char* const names = layout::At<char>(run->job, run->job->trash);
   for (uint64_t at = 0; at < run->job->trash.bytes; at += kNameBytes) {
     if (MustStop(run, true)) return;
-    // One that cannot be removed does not keep the others: the first failure is reported.
+    // A directory that cannot be removed does not keep the rest: the first failure is reported.
     Failure failure;
     if (!RemoveDirectory(run->parent, names + at, run->directory_buffer, run->job, &failure)) {
       failure.file = static_cast<uint32_t>(at / kNameBytes);

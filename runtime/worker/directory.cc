@@ -16,10 +16,10 @@
 namespace holdfast::worker {
 namespace {
 
-constexpr mode_t kDirectoryMode = 0777;  // the umask takes its part
+constexpr mode_t kDirectoryMode = 0777;  // the umask applies
 constexpr mode_t kFileMode = 0666;
 
-/// A rename must not replace what another program put there meanwhile.
+/// Refuses a name in use: a rename must not replace the file of another program.
 bool NameIsFree(int directory, const char* name, int* error_number) {
   struct stat status = {};
   if (sys::Sys().fstatat(directory, name, &status, AT_SYMLINK_NOFOLLOW) == 0) {
@@ -30,7 +30,7 @@ bool NameIsFree(int directory, const char* name, int* error_number) {
   return errno == ENOENT;
 }
 
-/// An empty directory that a launcher made beforehand is in no save's way.
+/// An empty directory that a launcher made beforehand does not block a save.
 bool TargetIsEmpty(const JobRun& run) {
   const int target = sys::OpenOwned(run.parent, run.job->target,
                                     O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
@@ -48,15 +48,15 @@ bool OpenPartial(JobRun* run) {
     // Before gigabytes are written. The rename at the end checks again.
     return FailErrno(run, Operation::kRename, error);
   }
-  // The trainer (for its lock) or another rank may have made it already.
+  // The trainer (for its lock) or another rank may have made the directory already.
   if (sys::Sys().mkdirat(run->parent, job.partial, kDirectoryMode) != 0 && errno != EEXIST) {
     return FailErrno(run, Operation::kMakeDirectory, errno);
   }
   run->directory =
       sys::OpenOwned(run->parent, job.partial, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (run->directory < 0) return FailErrno(run, Operation::kMakeDirectory, errno);
-  // Without it a crash can lose the directory with files in it that were fsynced one by one, and a
-  // recovery could not promote what every rank had made durable.
+  // Without the fsync a crash can lose the directory with its files, which were fsynced one by one.
+  // A recovery could then not promote files that every rank had made durable.
   if (sys::Sys().fsync(run->parent) != 0) return FailErrno(run, Operation::kSyncDirectory, errno);
   return JoinRanks(run);
 }
@@ -67,7 +67,7 @@ void Unlink(const JobRun& run, const char* name) { sys::Sys().unlinkat(run.direc
 
 bool OpenDirectory(JobRun* run) {
   if (!run->Has(layout::kFilesOnly)) return OpenPartial(run);
-  // The framework's own, made by it: symlinks on the way are its business.
+  // The framework made this directory and may reach it through symlinks.
   run->directory =
       sys::OpenOwned(run->parent, run->job->target, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
   return run->directory >= 0 || FailErrno(run, Operation::kOpen, errno);
@@ -89,7 +89,7 @@ int RenameNew(JobRun* run, const char* from, const char* to) {
   if (sys::Sys().renameat2(run->directory, from, run->directory, to, flags) == 0) return 0;
   if (flags == 0 || (errno != EINVAL && errno != ENOSYS)) return errno;
   // A file system without RENAME_NOREPLACE (NFS, some FUSE): look first. In a directory that this
-  // attempt alone writes to, nothing can come between.
+  // attempt alone writes to, no other rename can come between.
   int error = 0;
   if (!NameIsFree(run->directory, to, &error)) return error;
   return sys::Sys().renameat2(run->directory, from, run->directory, to, 0) == 0 ? 0 : errno;
@@ -99,7 +99,7 @@ bool NameFiles(JobRun* run) {
   const uint64_t begin = sys::NowNs();
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
     if (MustStop(run, true)) return false;
-    // Another save of this file into the same directory has taken the temporary name over.
+    // Another save of this file into the same directory has taken over the temporary name.
     if (!IsOurs(*run, i)) return Fail(run, FailureCode::kAborted, Operation::kRename, i);
     const char* const name = layout::Files(run->job)[i].name;
     char temporary[kNameBytes];
@@ -110,8 +110,8 @@ bool NameFiles(JobRun* run) {
     }
     run->notes[i].renamed = 1;
   }
-  // Before the manifest: without it a crash could leave a durable manifest beside files that are
-  // still called NAME.tmp.
+  // Before the manifest: without the fsync a crash could leave a durable manifest beside files that
+  // are still called NAME.tmp.
   if (sys::Sys().fsync(run->directory) != 0) {
     return FailErrno(run, Operation::kSyncDirectory, errno);
   }
@@ -120,7 +120,7 @@ bool NameFiles(JobRun* run) {
 }
 
 void RemoveFiles(JobRun* run) {
-  if (run->notes == nullptr) return;  // It failed before it made any.
+  if (run->notes == nullptr) return;  // Failed before any file was made.
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
     const FileNote& note = run->notes[i];
     if (note.created == 0) continue;
@@ -136,11 +136,11 @@ void RemoveTraces(JobRun* run) {
   if (run->committed || run->voted) return;
   const bool files_only = run->Has(layout::kFilesOnly);
   if (run->directory < 0) {
-    // Nothing was written. The trainer may have made the directory, for its lock.
+    // No file was written. The trainer may have made the directory, for its lock.
     if (!files_only) sys::Sys().unlinkat(run->parent, run->job->partial, AT_REMOVEDIR);
     return;
   }
-  // A recovery that fenced this directory, or promoted it, owns it now.
+  // A recovery that fenced or promoted this directory owns it now.
   if (!files_only && LeadsTo(run->parent, run->job->partial, run->directory) != 0) return;
   SetPhase(run, layout::Phase::kRemoving);
   if (run->record_made) {
@@ -151,8 +151,9 @@ void RemoveTraces(JobRun* run) {
   }
   if (run->manifest_named) {
     Unlink(*run, run->job->manifest);
-    // First and durably: a crash while the files go must not leave a manifest that names them, nor
-    // (the names of the files may be older than their removal) a checkpoint that looks complete.
+    // The manifest goes first and durably. After a crash during the removal no manifest may name
+    // removed files. Names of files can be older than their removal on disk, so the directory could
+    // look complete.
     sys::Sys().fsync(run->directory);
   } else if (run->manifest_made) {
     char temporary[kNameBytes];
@@ -161,13 +162,13 @@ void RemoveTraces(JobRun* run) {
   }
   RemoveFiles(run);
   if (files_only) return;
-  // The last rank to fail takes the board away. Before, a rank that comes late finds in it why the
-  // save is over.
+  // The last rank to fail removes the board. Until then a late rank finds the reason of the failure
+  // in it.
   if (run->ranks.board.is_open() &&
       AllHaveFailed(run->ranks.board, run->directory_buffer, kDirectoryBufferBytes)) {
     Unlink(*run, layout::kBoardName);
   }
-  // Refused while other ranks' files are there.
+  // Fails while other ranks' files are present.
   sys::Sys().unlinkat(run->parent, run->job->partial, AT_REMOVEDIR);
 }
 

@@ -1,4 +1,4 @@
-// The directory that a save writes into: made, filled with names, and cleared after a failure.
+// The directory of a save: creates it, names its files, and clears it after a failure.
 #ifndef HOLDFAST_RUNTIME_WORKER_DIRECTORY_H_
 #define HOLDFAST_RUNTIME_WORKER_DIRECTORY_H_
 
@@ -6,24 +6,24 @@
 
 namespace holdfast::worker {
 
-/// Makes (or finds) the directory and opens it. Refuses an existing target early, unless it is an
-/// empty directory.
+/// Creates or finds the directory and opens it. Refuses an existing target early, unless the target
+/// is an empty directory.
 bool OpenDirectory(JobRun* run);
 
 /// Renames within the job's directory; an existing `to` is EEXIST unless the job replaces files.
 /// Returns 0 or an errno.
 int RenameNew(JobRun* run, const char* from, const char* to);
 
-/// Gives every file its name, then makes the names durable.
+/// Renames every file to its final name, then makes the names durable.
 bool NameFiles(JobRun* run);
 
-/// Removes every file that this job made, by whichever name it stands.
+/// Removes every file that this job made, under its temporary or final name.
 void RemoveFiles(JobRun* run);
 
-/// After a failure: removes what this job made, the manifest first and durably, and the directory
-/// if nothing is left in it but the board, and no rank can come late. Does nothing when the
-/// directory was taken away (fenced or promoted by a recovery), or when the save was committed or
-/// is in another rank's hands.
+/// Cleans up after a failure: removes the manifest first and durably, then this job's other files.
+/// Removes the directory when only the board is left and no rank can come late. Does nothing when a
+/// recovery has fenced or promoted the directory, when the save was committed, or when the files
+/// are in rank 0's hands.
 void RemoveTraces(JobRun* run);
 
 /// 0 if `name` below `parent` leads to the open `directory`, ESTALE if to another one, or the errno

@@ -28,8 +28,8 @@ void CopyName(const char* name, char (&out)[kNameBytes]) {
   memcpy(out, name, strnlen(name, sizeof(out) - 1));
 }
 
-/// The name that an old checkpoint steps aside to where directories cannot be exchanged: a partial
-/// one of no attempt, so that a recovery keeps it until its successor stands.
+/// Forms the name for an old checkpoint where directories cannot be exchanged: a partial directory
+/// of no attempt. A recovery keeps such a directory until its successor stands.
 void AsideName(const char* partial, char (&out)[kNameBytes]) {
   CopyName(partial, out);
   char* const last = out + strlen(out) - 1;
@@ -48,7 +48,7 @@ bool LockManifest(int directory, const char* name, int* lock) {
 int Exchange(int parent, const char* partial, const char* target, const AttemptId& replaced,
              char (&old)[kNameBytes]) {
   CopyName(partial, old);
-  // At every moment one of the two stands under the name, whole.
+  // At every moment one complete checkpoint stands under the name.
   int error = Rename(parent, partial, target, RENAME_EXCHANGE);
   if (error == EINVAL || error == ENOSYS) {
     AsideName(partial, old);
@@ -58,7 +58,7 @@ int Exchange(int parent, const char* partial, const char* target, const AttemptI
     error = Rename(parent, partial, target, 0);
     if (error != 0) Rename(parent, old, target, 0);
   }
-  // Only now: a recovery removes what is retired, whatever stands under the name.
+  // After the rename: a recovery removes retired directories without a look at the name.
   if (error == 0) Hide(parent, target, replaced, old);
   return error;
 }

@@ -1,5 +1,5 @@
-// Putting a checkpoint in the place of another: the renames, and the lock that orders them. The
-// worker does it at its commit; a recovery finishes what a crash ended.
+// The replacement of a checkpoint: the renames, and the lock that orders them. The worker replaces
+// at its commit; a recovery finishes a replacement that a crash interrupted.
 #ifndef HOLDFAST_RUNTIME_WORKER_EXCHANGE_H_
 #define HOLDFAST_RUNTIME_WORKER_EXCHANGE_H_
 
@@ -7,19 +7,20 @@
 
 namespace holdfast::worker {
 
-/// A lock on a checkpoint's lowest manifest is the right to replace it, so that no other save comes
-/// between a look and its rename. False: another save has it now. Where the file system has no
-/// locks, the look alone decides. `*lock` is the caller's to close, if it is not negative.
+/// Locks a checkpoint's lowest manifest. The lock is the right to replace the checkpoint: no other
+/// save can come between a look and its rename. Returns false when another save holds the lock. On
+/// a file system without locks the look alone decides. The caller closes `*lock` unless it is
+/// negative.
 bool LockManifest(int directory, const char* name, int* lock);
 
-/// Gives `target` to `partial`, both below `parent`. The checkpoint of attempt `replaced` that
-/// stands there is retired: `*old` is its new name. Returns 0 or an errno; then `target` is as it
-/// was. Durable with the next fsync of `parent`.
+/// Renames `partial` to `target`, both below `parent`. Retires the checkpoint of attempt `replaced`
+/// that stood at `target`; `*old` is its new name. Returns 0, or an errno with `target` unchanged.
+/// Durable with the next fsync of `parent`.
 int Exchange(int parent, const char* partial, const char* target, const AttemptId& replaced,
              char (&old)[kNameBytes]);
 
-/// Renames what stands at `*name`, to be removed, to ".CHECKPOINT.retired-<attempt>", so that no
-/// listing shows it. Where that fails it keeps its name.
+/// Renames the entry at `*name`, which is to be removed, to ".CHECKPOINT.retired-<attempt>", so
+/// that no listing shows it. On failure the entry keeps its name.
 void Hide(int parent, const char* checkpoint, const AttemptId& attempt, char (&name)[kNameBytes]);
 
 }  // namespace holdfast::worker

@@ -48,7 +48,7 @@ void CountStep(layout::Job* job) { job->steps.fetch_add(1, std::memory_order_rel
 void RingTrainer(const Attachment& attached) {
   if (attached.trainer_doorbell < 0) return;
   const uint64_t one = 1;
-  // The only error is a counter that is full, and then the trainer is awake already.
+  // The only error is a full counter, and the trainer is awake in that case.
   (void)!sys::Sys().write(attached.trainer_doorbell, &one, sizeof(one));
 }
 
@@ -60,10 +60,10 @@ void HearDoorbell(const Attachment& attached) {
 void NoteTrainerDeath(JobRun* run) {
   if (run->trainer_died) return;
   run->trainer_died = true;
-  // The memory of an orphan that only waits for other ranks would be missed by the next trainer.
+  // An orphan that only waits for other ranks must not hold memory that the next trainer needs.
   if (run->staging_released) DropArena(run->server);
   if (run->all_sealed) return;
-  // Its last stores are in the shared memory: what it published before it died counts.
+  // The trainer's last stores are in the shared memory: extents published before its death count.
   const layout::SharedU32* const log = layout::At<layout::SharedU32>(run->job, run->job->published);
   for (uint32_t i = run->write.published.taken(); i < run->job->extent_count; ++i) {
     if (log[i].load(std::memory_order_acquire) == layout::kEmptyEntry) return;
@@ -101,7 +101,7 @@ bool MustStop(JobRun* run, bool look) {
 void Nap(JobRun* run, int timeout_ms) {
   pollfd fds[2] = {{.fd = run->attached->doorbell, .events = POLLIN, .revents = 0},
                    {.fd = run->attached->trainer, .events = POLLIN, .revents = 0}};
-  // A dead trainer's fd stays readable: watching it on would make this a busy loop.
+  // A dead trainer's fd stays readable: watching it further would make this a busy loop.
   const nfds_t count = run->trainer_died ? 1 : 2;
   if (sys::Sys().poll(fds, count, timeout_ms) <= 0) return;
   if ((fds[0].revents & POLLIN) != 0) HearDoorbell(*run->attached);

@@ -19,36 +19,37 @@ namespace holdfast::worker {
 struct Server;
 
 inline constexpr uint32_t kOpenFilesMax = 64;
-/// Extents that were written and wait for their digest, at most; beyond, nothing is submitted.
+/// Maximum number of written extents without a digest; no further write is submitted beyond.
 inline constexpr uint32_t kUndigestedMax = 2 * io::kDepthMax;
 inline constexpr uint32_t kDirectoryBufferBytes = 32 * 1024;
-/// Where the table gives no deadline: nothing here waits without one.
+/// Used where the table gives no deadline, so that every wait is bounded.
 inline constexpr uint64_t kDeadlineDefaultNs = 600ull * 1'000'000'000;
 
-/// What kAttach brought. `arena` is null for a worker that only deletes.
+/// The contents of kAttach. `arena` is null for a worker that only deletes.
 struct Attachment {
   int arena_fd = -1;
-  int trainer = -1;           ///< pidfd, or a socket that hangs up with the trainer's death
+  int trainer = -1;           ///< A pidfd, or a socket that hangs up with the trainer's death.
   int doorbell = -1;          ///< eventfd, rung by the trainer
   int trainer_doorbell = -1;  ///< eventfd, rung here
   char* arena = nullptr;
   uint64_t arena_bytes = 0;
   bool huge_pages = false;
-  bool writable = false;  ///< Mapped for writing, which registration needs.
+  bool writable = false;  ///< Mapped for writing, as registration requires.
 };
 
-/// What is known of each file of the save, in an array as long as the file table.
+/// State of one file of the save; the array is as long as the file table.
 struct FileNote {
   static constexpr uint16_t kNoSlot = 0xffff;
   uint32_t extents_left = 0;  ///< Not yet completed.
   uint16_t slot = kNoSlot;    ///< In JobRun::open.
   uint8_t created = 0;        ///< NAME.tmp may exist and is ours.
   uint8_t synced = 0;         ///< Complete, truncated, fsynced, closed.
-  uint8_t renamed = 0;        ///< Stands under its name.
-  // Of NAME.tmp in a framework's directory, where another attempt may take that name over. An inode
-  // number alone names a file only while it is open: ext4 gives the number out again at once.
+  uint8_t renamed = 0;        ///< Has its final name.
+  // Identifies NAME.tmp in a framework's directory, where another attempt may take over the name.
+  // An inode number alone identifies a file only while the file is open: ext4 reuses the number at
+  // once.
   uint64_t inode = 0;     ///< 0: not known.
-  uint64_t stamp_ns = 0;  ///< Of its birth, else of its last change; 0: it was not closed yet.
+  uint64_t stamp_ns = 0;  ///< Time of birth, else of the last change; 0: not closed yet.
 };
 
 struct OpenFile {
@@ -67,7 +68,7 @@ struct InFlight {
 struct WriteState {
   layout::LogReader published;
   layout::LogWriter acknowledged;
-  uint64_t* taken_bits = nullptr;  ///< One per extent: none is written twice.
+  uint64_t* taken_bits = nullptr;  ///< One bit per extent; no extent is written twice.
   InFlight in_flight[io::kDepthMax];
   uint64_t in_flight_used = 0;  ///< One bit per entry.
   uint32_t undigested[kUndigestedMax] = {};
@@ -75,33 +76,33 @@ struct WriteState {
   uint32_t undigested_count = 0;
   uint32_t next_extent = 0;  ///< Taken from the log, not yet submitted.
   bool has_next = false;
-  uint32_t proven = 0;       ///< Extents that were written and re-digested.
+  uint32_t proven = 0;       ///< Extents written and re-digested.
   uint64_t progress_ns = 0;  ///< When something was last published or completed.
   uint64_t allowed_ns = 0;   ///< The byte-rate limit lets the next write start then.
   uint64_t rang_ns = 0;
 };
 
-/// What was last seen of another rank on the board.
+/// The last observation of another rank on the board.
 struct PulseNote {
   uint64_t beats = 0;
-  uint64_t changed_ns = 0;  ///< On this process's clock: no other one is asked.
+  uint64_t changed_ns = 0;  ///< On this process's clock alone.
   uint32_t silent_s_max = 0;
   layout::RankState state = layout::RankState::kAbsent;
 };
 
-/// How this worker takes part in a save of several ranks: see ranks.h.
+/// This worker's part in a save of several ranks: see ranks.h.
 struct RankWatch {
   RankBoard board;
-  PulseNote* notes = nullptr;  ///< At rank 0 one per rank, elsewhere one of rank 0.
+  PulseNote* notes = nullptr;  ///< At rank 0 one per rank, elsewhere only of rank 0.
   uint64_t look_at_ns = 0;     ///< When the next look at the board is due; likewise below.
   uint64_t beat_at_ns = 0;
   uint64_t place_at_ns = 0;
-  uint64_t waiting_since_ns = 0;  ///< 0: this rank is still busy with its own part.
+  uint64_t waiting_since_ns = 0;  ///< 0: this rank still works on its own part.
   layout::RankFailure seen;       ///< Why the save cannot go on.
   uint32_t said_by = 0;           ///< The rank in whose slot `seen` stands.
-  bool found_here = false;        ///< `seen` is this rank's own finding, and stands nowhere yet.
-  bool promoted = false;          ///< Rank 0: a recovery has given the directory its final name.
-  bool left = false;              ///< This rank's failure stands on the board.
+  bool found_here = false;  ///< `seen` is this rank's own finding and is not on the board yet.
+  bool promoted = false;    ///< Rank 0: a recovery has given the directory its final name.
+  bool left = false;        ///< This rank's failure is on the board.
 };
 
 struct JobRun {
@@ -110,11 +111,11 @@ struct JobRun {
   layout::Job* job = nullptr;
   const Attachment* attached = nullptr;
   io::Queue* queue = nullptr;       ///< Open for a save.
-  io::Queue* read_queue = nullptr;  ///< Closed; read-back opens it.
+  io::Queue* read_queue = nullptr;  ///< Closed until read-back opens the queue.
   char* directory_buffer = nullptr;
   Launcher launcher = Launcher::kSpawn;
   int parent = -1;
-  int lock = -1;  ///< The flock that it carries lasts while any copy of the descriptor is open.
+  int lock = -1;  ///< The flock lasts while any copy of the descriptor is open.
 
   // Found on the way.
   Failure failure;
@@ -145,15 +146,15 @@ struct JobRun {
 
   bool ok() const { return failure.ok(); }
   bool Has(layout::JobFlags flag) const { return (job->flags & flag) != 0; }
-  /// Rank 0, and a job of one rank, decide; the others follow.
+  /// Returns true for rank 0, the rank that decides; a job of one rank is rank 0.
   bool Decides() const { return job->rank == 0; }
-  /// Whether other ranks write into the same directory, and commit with this one.
+  /// Returns true when other ranks write into the same directory and commit with this rank.
   bool HasRanks() const {
     return job->kind == layout::JobKind::kSave && job->world_size > 1 && !Has(layout::kFilesOnly);
   }
 };
 
-/// Records `failure` unless there is one already. Returns false.
+/// Records `failure` unless a failure is recorded already. Returns false.
 bool Fail(JobRun* run, const Failure& failure);
 bool Fail(JobRun* run, FailureCode code, Operation operation, uint32_t file = Failure::kNoIndex);
 bool FailErrno(JobRun* run, Operation operation, int error_number,
@@ -161,13 +162,13 @@ bool FailErrno(JobRun* run, Operation operation, int error_number,
 
 void SetPhase(JobRun* run, layout::Phase phase);
 
-/// Tells the trainer's stall deadline that work other than writing goes on.
+/// Counts a step of work other than writing, for the trainer's stall deadline.
 void CountStep(layout::Job* job);
 
 /// Wakes the trainer's supervisor: progress, acknowledgments, the end.
 void RingTrainer(const Attachment& attached);
 
-/// Empties this worker's doorbell after it was seen readable.
+/// Empties this worker's readable doorbell.
 void HearDoorbell(const Attachment& attached);
 
 /// Looks whether the trainer has died.
@@ -178,18 +179,18 @@ bool TrainerIsDead(JobRun* run);
 /// only if `look` is set (the write loop watches it in its queue).
 bool MustStop(JobRun* run, bool look);
 
-/// What MustStop does about a trainer that was seen dead.
+/// Handles a dead trainer as MustStop does.
 void NoteTrainerDeath(JobRun* run);
 
 /// Sleeps up to `timeout_ms`, woken by the doorbell and by the trainer's death.
 void Nap(JobRun* run, int timeout_ms);
 
-/// The deadline that the table gives, or the default.
+/// Returns the deadline of the table, or the default.
 inline uint64_t DeadlineNs(uint64_t from_table) {
   return from_table != 0 ? from_table : kDeadlineDefaultNs;
 }
 
-/// `name` + ".tmp" into `out`; ValidateJob saw to it that it fits.
+/// Writes `name` + ".tmp" to `out`; ValidateJob has checked the length.
 void TemporaryName(const char* name, char (&out)[kNameBytes]);
 
 }  // namespace holdfast::worker

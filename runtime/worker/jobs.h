@@ -10,7 +10,7 @@ namespace holdfast::worker {
 /// in flight any more, unless `run->io_stuck`.
 void RunSave(JobRun* run);
 
-/// Removes the directories that the table names.
+/// Removes the directories of the table.
 void RunDelete(JobRun* run);
 
 }  // namespace holdfast::worker

@@ -1,5 +1,5 @@
-// Walking over a directory's entries without the C library's stream, which takes its memory from
-// the heap.
+// Iteration over a directory's entries without the C library's stream, which allocates from the
+// heap.
 #ifndef HOLDFAST_RUNTIME_WORKER_LISTING_H_
 #define HOLDFAST_RUNTIME_WORKER_LISTING_H_
 
@@ -16,7 +16,7 @@
 
 namespace holdfast::worker {
 
-/// The kernel's record (getdents64(2)); the C library has no name for it.
+/// The kernel's record (getdents64(2)), unnamed in the C library.
 struct ListedEntry {
   uint64_t inode;
   int64_t next;
@@ -29,7 +29,7 @@ struct ListedEntry {
 /// kDirectoryBufferBytes. Returns 0 or an errno.
 template <typename Visit>
 int ForEachEntry(int directory, char* buffer, Visit&& visit) {
-  // An open file description of its own: the offset of `directory` may be shared.
+  // A separate open file description: the offset of `directory` may be shared.
   const int fd = sys::OpenOwned(directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
   if (fd < 0) return errno;
   int error = 0;

@@ -15,14 +15,13 @@
 namespace holdfast::worker {
 namespace {
 
-// The attempt id stands before all that has a variable length.
+// The attempt id stands before all fields of variable length.
 constexpr size_t kHeadBytes = 512;
 constexpr size_t kHexDigits = 32;
 constexpr mode_t kFileMode = 0666;
 
-/// The digest of a chunk stands in the table twice: as the manifest's text and, in binary, as what
-/// this worker proved the bytes against. A manifest that says something else would condemn a sound
-/// file later.
+/// Compares the table's two copies of a chunk's digest: the manifest's text, and the binary digest
+/// that proved the bytes. A manifest with another digest would condemn a sound file later.
 bool SlotSays(const layout::Job& job, const char* manifest, uint64_t slot, const Digest& digest) {
   if (slot == 0 || job.manifest_template.bytes == 0) return true;
   char hex[kHexDigits];
@@ -44,7 +43,7 @@ void FillSlots(JobRun* run) {
   layout::FillNumber(text, slots.time_syncing_ns, run->time_syncing_ns);
   layout::FillNumber(text, slots.time_total_ns, sys::NowNs() - times.started);
   if (slots.self_digest.width == kHexDigits) {
-    // Over everything in front of its own digits, so it comes last.
+    // Last, because the digest covers all text before its own digits.
     digest::ToHex(digest::Of(text, slots.self_digest.offset), text + slots.self_digest.offset);
   }
 }
@@ -94,8 +93,8 @@ bool ComputeRoots(JobRun* run) {
 bool WriteSynced(JobRun* run, int fd, const char* text, uint64_t bytes) {
   bool ok = WriteAll(run, fd, text, bytes);
   const uint64_t begin = sys::NowNs();
-  // Without it a crash after the rename leaves a file of length 0 under its name, and the
-  // checkpoint, all of whose data is there, is lost.
+  // Without the fsync a crash after the rename leaves a file of length 0 under the name. The
+  // checkpoint is lost then, although all its data is present.
   if (ok && sys::Sys().fsync(fd) != 0) ok = FailManifest(run, errno);
   if (sys::CloseOwned(fd) != 0 && ok && errno != EINTR) ok = FailManifest(run, errno);
   run->time_syncing_ns += sys::NowNs() - begin;
@@ -110,7 +109,7 @@ bool WriteManifest(JobRun* run) {
   constexpr int kFlags = O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC;
   int fd = sys::OpenOwned(run->directory, temporary, kFlags, kFileMode);
   if (fd < 0 && errno == EEXIST && run->Has(layout::kFilesOnly)) {
-    // Left by an attempt that was killed, as with the files.
+    // An attempt that was killed may have left the file.
     sys::Sys().unlinkat(run->directory, temporary, 0);
     fd = sys::OpenOwned(run->directory, temporary, kFlags, kFileMode);
   }
@@ -118,17 +117,18 @@ bool WriteManifest(JobRun* run) {
   run->manifest_made = true;
   bool ok = WriteSynced(run, fd, layout::Manifest(run->job), run->job->manifest_template.bytes);
   const uint64_t begin = sys::NowNs();
-  // A manifest is never seen half written: it appears under its name whole or not at all.
+  // The rename makes the manifest appear whole or not at all.
   if (ok) {
-    // From the rename on rank 0 may see the vote, and commit: these files are not this rank's to
-    // remove any more, whatever fails here.
+    // From the rename on rank 0 may see the vote and commit. This rank must not remove its files
+    // any more, even if a later step fails.
     run->voted = !run->Decides() && !run->Has(layout::kFilesOnly);
     int error = RenameNew(run, temporary, run->job->manifest);
     if (error == 0) run->manifest_named = true;
     if (error != 0) run->voted = false;
     if (error != 0) ok = FailManifest(run, error);
   }
-  // Without it a crash after "durable" was reported loses the name, and with it the checkpoint.
+  // Without the fsync a crash after "durable" was reported loses the name, and with it the
+  // checkpoint.
   if (ok && sys::Sys().fsync(run->directory) != 0) {
     ok = FailErrno(run, Operation::kSyncDirectory, errno);
   }
@@ -159,7 +159,7 @@ Found FindManifest(const JobRun& run, int directory, const char* name, int* erro
   const int fd = sys::OpenOwned(directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
   if (fd < 0) {
     *error_number = errno;
-    // ESTALE: a network file system that saw the name and lost it in between.
+    // ESTALE: a network file system saw the name and lost it in between.
     const bool absent = errno == ENOENT || errno == ENOTDIR || errno == ESTALE;
     return absent ? Found::kNo : Found::kFailed;
   }

@@ -15,10 +15,10 @@
 namespace holdfast::worker {
 namespace {
 
-constexpr mode_t kFileMode = 0666;  // the umask takes its part
+constexpr mode_t kFileMode = 0666;  // the umask applies
 
-/// Reserves the file's blocks, so that a full disk is an error now and not after gigabytes, and so
-/// that extending writes do not serialize in the file system.
+/// Reserves the file's blocks. A full disk is then an error now and not after gigabytes, and
+/// extending writes do not serialize in the file system.
 bool Reserve(JobRun* run, int fd, uint32_t file) {
   const uint64_t bytes = layout::AlignUp(layout::Files(run->job)[file].bytes);
   if (bytes == 0) return true;
@@ -31,13 +31,14 @@ bool Reserve(JobRun* run, int fd, uint32_t file) {
     run->figures.space_reserved = false;
     return true;
   }
-  // ext4 leaves the blocks that it found allocated: the clean-up's unlink gives them back.
+  // ext4 keeps the blocks allocated before the error: the clean-up's unlink frees them.
   return FailErrno(run, Operation::kReserve, errno, file, 0, bytes);
 }
 
 constexpr uint64_t kNsPerSecond = 1'000'000'000;
 
-/// Asks for what tells a file from every other one, past and future. False: it is not there.
+/// Reads the file's identity, unique among past and future files. Returns false if the file is
+/// absent.
 bool Identify(int directory, const char* name, int flags, uint64_t* inode, uint64_t* stamp_ns) {
   struct statx found = {};
   constexpr unsigned kMask = STATX_INO | STATX_BTIME | STATX_CTIME;
@@ -49,7 +50,7 @@ bool Identify(int directory, const char* name, int flags, uint64_t* inode, uint6
   return true;
 }
 
-/// Closes NAME.tmp of `file`. IsOurs then says whether the name still leads to it.
+/// Closes NAME.tmp of `file` and records its identity for IsOurs.
 int CloseFile(JobRun* run, uint32_t file, int fd) {
   FileNote& note = run->notes[file];
   note.slot = FileNote::kNoSlot;
@@ -66,7 +67,8 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   constexpr int kFlags = O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW;
   int error = io::OpenDirect(run->directory, name, kFlags, kFileMode, want_direct, opened);
   if (error == EEXIST && run->Has(layout::kFilesOnly)) {
-    // Left by an attempt that was killed: a framework's directory keeps its name between attempts.
+    // A killed attempt may have left the file: a framework's directory keeps its name between
+    // attempts.
     RemoveFile(run->directory, name, run->job, OnCancel::kStop);
     error = io::OpenDirect(run->directory, name, kFlags, kFileMode, want_direct, opened);
   }
@@ -107,7 +109,7 @@ bool OpenAgain(JobRun* run, uint32_t file, io::DirectOpen* opened) {
 /// and no cancel or failure of another rank ends it.
 bool WriteBack(JobRun* run, const OpenFile& open) {
   constexpr uint64_t kStepBytes = 32 << 20;
-  // Direct I/O that is proven leaves no pages.
+  // Proven direct I/O leaves no pages.
   if (open.direct == DirectIo::kProven) return true;
   const uint64_t bytes = layout::Files(run->job)[open.file].bytes;
   const auto range = [&](uint64_t offset, unsigned flags) {
@@ -118,10 +120,10 @@ bool WriteBack(JobRun* run, const OpenFile& open) {
   constexpr unsigned kWait =
       SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
   for (uint64_t offset = 0; offset + kStepBytes < bytes; offset += kStepBytes) {
-    // The next step starts before the wait for this one, so that the disk is never idle.
+    // The next step starts before the wait for the present step, so that the disk is never idle.
     const int result = range(offset + kStepBytes, SYNC_FILE_RANGE_WRITE);
     if (result != 0 || range(offset, kWait) != 0) {
-      // Without the call, or leave for it, the fsync does all.
+      // Where the call is missing or forbidden, the fsync writes everything back.
       if (errno == ENOSYS || errno == EPERM || errno == EINVAL || errno == ESPIPE) return true;
       return FailErrno(run, Operation::kSync, errno, open.file);
     }
@@ -131,7 +133,7 @@ bool WriteBack(JobRun* run, const OpenFile& open) {
   return true;
 }
 
-/// Ends with the file closed, whatever happens.
+/// Syncs and closes the file. The file is closed also on failure.
 bool SyncAndClose(JobRun* run, uint16_t slot) {
   HOLDFAST_ASSERT(slot < kOpenFilesMax);
   OpenFile& open = run->open[slot];
@@ -142,16 +144,16 @@ bool SyncAndClose(JobRun* run, uint16_t slot) {
   const bool complete = note.extents_left == 0;
   const uint64_t begin = sys::NowNs();
   bool ok = true;
-  // Direct I/O wrote whole blocks. The cut comes before the fsync, so that no crash leaves a
+  // Direct I/O wrote whole blocks. The truncation precedes the fsync, so that no crash leaves a
   // durable file with padding at its end.
   if (complete && file.bytes != layout::AlignUp(file.bytes)) {
     if (sys::Sys().ftruncate(open.fd, static_cast<off_t>(file.bytes)) != 0) {
       ok = FailErrno(run, Operation::kTruncate, errno, open.file);
     }
   }
-  // Without it a crash after the commit leaves a manifest that names a file whose blocks, length or
-  // extent map were still in a cache. The first failure ends the attempt: the kernel drops what it
-  // could not write, so a second fsync that returns 0 would prove nothing.
+  // Without the fsync a crash after the commit leaves a manifest that names a file whose blocks,
+  // length or extent map were still in a cache. The first failure ends the attempt: the kernel
+  // drops pages that it could not write, so a second fsync that returns 0 would prove nothing.
   ok = ok && WriteBack(run, open);
   BeginSilence(run);
   if (ok && sys::Sys().fsync(open.fd) != 0) {
@@ -172,7 +174,8 @@ bool SyncAndClose(JobRun* run, uint16_t slot) {
   return ok;
 }
 
-/// A slot for one more file. Complete files go first; an incomplete one is written on later.
+/// Finds a slot for one more file. Evicts complete files first; writing resumes later for an
+/// incomplete file.
 Acquired FreeSlot(JobRun* run, uint16_t* slot) {
   uint16_t incomplete = FileNote::kNoSlot;
   for (uint16_t i = 0; i < kOpenFilesMax; ++i) {

@@ -1,9 +1,9 @@
-// The files of the save that are open: a bounded set, whatever the number of files.
+// The open files of a save: a bounded set for any number of files.
 //
-// A file is created as NAME.tmp, reserved, written, cut to its true length, fsynced and closed; it
-// gets its name when all are durable (commit.h). One that must make room before it is complete is
-// fsynced first: an error of the write-back is reported to fds that were open when it happened, so
-// a close without fsync could lose it.
+// A file is created as NAME.tmp, reserved, written, truncated to its true length, fsynced and
+// closed. Files get their names when all are durable (commit.h). A file that leaves the set before
+// completion is fsynced first. The kernel reports a write-back error to descriptors that were open
+// at the error, so a close without fsync could lose the error.
 #ifndef HOLDFAST_RUNTIME_WORKER_OPEN_FILES_H_
 #define HOLDFAST_RUNTIME_WORKER_OPEN_FILES_H_
 
@@ -19,21 +19,22 @@ enum class Acquired {
   kFailed,  ///< The failure is recorded.
 };
 
-/// Whether NAME.tmp is still the file that this job made. In a framework's directory another save
-/// of the same file may have taken the name over; its half-written bytes must not get ours.
+/// Returns true while NAME.tmp is the file that this job made. In a framework's directory another
+/// save of the same file may have taken over the name; the other save's half-written bytes must not
+/// get the final name.
 bool IsOurs(const JobRun& run, uint32_t file);
 
-/// Opens `file` if it is not.
+/// Opens `file` unless it is open.
 Acquired AcquireFile(JobRun* run, uint32_t file, uint16_t* slot);
 
 /// Opens and reserves the first files, as many as are kept open, so that a full disk is found
 /// before anything was written.
 bool ReserveFirstFiles(JobRun* run);
 
-/// Makes every complete file durable and closes it; creates those without bytes.
+/// Makes every complete file durable and closes it; creates empty files.
 bool SyncAllFiles(JobRun* run);
 
-/// After a failure: closes what is open, proves nothing.
+/// Closes all open files after a failure, without a proof of durability.
 void CloseAllFiles(JobRun* run);
 
 }  // namespace holdfast::worker

@@ -1,17 +1,17 @@
-// Mistakes on purpose, for tests that prove that they can fail. Defined only in builds with
-// HOLDFAST_PLANTED_BUGS, which no library that is installed has.
+// Deliberate bugs, for tests that prove that they can fail. Defined only in builds with
+// HOLDFAST_PLANTED_BUGS, never in an installed library.
 #ifndef HOLDFAST_RUNTIME_WORKER_PLANTED_BUGS_H_
 #define HOLDFAST_RUNTIME_WORKER_PLANTED_BUGS_H_
 
 namespace holdfast::worker::testing {
-/// Releases an extent's bytes when its write is submitted, rather than after its completion and its
+/// Releases an extent's bytes when the write is submitted, instead of after its completion and
 /// re-digest.
 extern bool g_acknowledge_at_submit;
-/// A transfer that was submitted is not counted as one of its file's.
+/// Leaves a submitted transfer out of its file's count.
 extern bool g_forget_transfer;
-/// A rank that fails does not say so on the board.
+/// A failing rank does not publish its failure on the board.
 extern bool g_leave_ranks_silently;
-/// Rank 0 does not look whether its directory was taken away.
+/// Rank 0 does not check that its directory is still in place.
 extern bool g_never_look_at_place;
 /// A rank without a sign of life is waited for on.
 extern bool g_never_miss_a_rank;

@@ -6,7 +6,7 @@
 namespace holdfast::worker {
 namespace {
 
-/// What to blame for a chunk that is not what was sealed.
+/// Returns the failure for a chunk that differs from its seal.
 Failure Blame(const JobRun& run, const layout::Extent& extent, const char* bytes,
               const Digest& found) {
   Failure failure;
@@ -36,8 +36,8 @@ Failure Blame(const JobRun& run, const layout::Extent& extent, const char* bytes
     failure.found = now;
     return failure;
   }
-  // Every digest of a part agrees, so the difference is in what has none of its own: a tensor that
-  // owns the chunk alone, the file's header, or the gaps between.
+  // Every digest of a part agrees. The difference is therefore in a part without a digest: a tensor
+  // that owns the chunk alone, the file's header, or the gaps between.
   if (undigested != nullptr) {
     failure.tensor = undigested->tensor;
     failure.offset = extent.file_offset + undigested->offset;

@@ -1,4 +1,4 @@
-// Comparing bytes with the digest that was taken when they were sealed.
+// Comparison of bytes with the digest of their seal.
 #ifndef HOLDFAST_RUNTIME_WORKER_PROOF_H_
 #define HOLDFAST_RUNTIME_WORKER_PROOF_H_
 
@@ -8,9 +8,9 @@
 
 namespace holdfast::worker {
 
-/// Digests extent `index`, whose bytes stand at `bytes` (in the arena, or read back from disk). A
-/// difference is kDataLoss with tensor, file and range: the first piece whose own digest differs,
-/// else the first that has none.
+/// Digests extent `index`, whose bytes are at `bytes` (in the arena, or read back from disk). A
+/// difference is kDataLoss with tensor, file and range of the first piece whose own digest differs,
+/// else of the first piece without a digest.
 bool ProveExtent(JobRun* run, uint32_t index, const char* bytes);
 
 }  // namespace holdfast::worker

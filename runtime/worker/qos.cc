@@ -10,7 +10,7 @@
 namespace holdfast::worker {
 namespace {
 
-// ioprio_set(2); no header of the C library has them.
+// ioprio_set(2); the C library's headers lack these constants.
 constexpr int kIoPriorityWhoProcess = 1;
 constexpr int kIoPriorityClassShift = 13;
 constexpr int kNiceMax = 19;
@@ -37,7 +37,7 @@ void RememberManners(Manners* manners) {
 
 void ApplyQos(const Qos& qos, Manners* manners) {
   manners->refused = nullptr;
-  // 0 is the calling thread, everywhere: a thread of the host's changes nobody but itself.
+  // 0 is the calling thread in every call: a thread of the host changes only itself.
   if (qos.nice != 0 || manners->changed_nice) {
     const int wanted = manners->nice + qos.nice;
     Granted(sys::Sys().setpriority(PRIO_PROCESS, 0, wanted < kNiceMax ? wanted : kNiceMax), "nice",

@@ -1,4 +1,5 @@
-// A worker's manners, applied by itself so that the trainer never waits for them.
+// The worker's scheduling settings. The worker applies them, so that the trainer never waits for
+// the calls.
 #ifndef HOLDFAST_RUNTIME_WORKER_QOS_H_
 #define HOLDFAST_RUNTIME_WORKER_QOS_H_
 
@@ -10,7 +11,8 @@
 
 namespace holdfast::worker {
 
-/// How the worker was started: a kept one goes back to it between jobs, as far as it may.
+/// The settings at the worker's start. A kept worker restores them between jobs, as far as
+/// permitted.
 struct Manners {
   int nice = 0;
   cpu_set_t cpus;
@@ -20,15 +22,15 @@ struct Manners {
   bool changed_cpus = false;
   // Of the present job.
   uint16_t io_priority = 0;       ///< As granted, for the requests; 0 is "as the process".
-  const char* refused = nullptr;  ///< The last setting that was refused, and why.
+  const char* refused = nullptr;  ///< The last refused setting, with the reason.
   int refused_error = 0;
 };
 
 void RememberManners(Manners* manners);
 
-/// Nice value, I/O priority and CPUs of the calling thread. What is refused is left as it is and
-/// noted: a save without its priority is better than none. An I/O priority that was refused must
-/// not be put on requests either, which the kernel would refuse one by one.
+/// Sets nice value, I/O priority and CPUs of the calling thread. A refused setting is left
+/// unchanged and noted: a save without its priority is better than no save. A refused I/O priority
+/// must not be set on requests either, because the kernel would refuse each request.
 void ApplyQos(const Qos& qos, Manners* manners);
 
 }  // namespace holdfast::worker

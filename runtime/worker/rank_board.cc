@@ -14,11 +14,11 @@
 namespace holdfast::worker {
 namespace {
 
-constexpr mode_t kFileMode = 0666;  // the umask takes its part
+constexpr mode_t kFileMode = 0666;  // the umask applies
 constexpr int kLooksMax = 5;
 constexpr long kPauseNs = 1'000'000;
 
-/// Reads until `bytes` are there or the file ends; what lies behind its end reads as zeros.
+/// Reads `bytes` or up to the end of the file; fills the rest with zeros.
 bool ReadFrom(int fd, void* out, uint64_t bytes, uint64_t offset) {
   uint64_t done = 0;
   while (done < bytes) {
@@ -59,15 +59,15 @@ bool WriteAt(const RankBoard& board, const void* from, uint64_t bytes, uint64_t 
     if (wrote <= 0) return false;
     done += static_cast<uint64_t>(wrote);
   }
-  // What a page cache keeps back, no other machine sees.
+  // Data held back in a page cache is invisible to other machines.
   constexpr unsigned kNow =
       SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
   if (board.block_fd >= 0) (void)sys::Sys().sync_file_range(board.fd, 0, 0, kNow);
   return true;
 }
 
-/// Whether the page cache of this machine may hide for seconds what another one has written. There
-/// O_DIRECT is the only way around it, and it needs no alignment.
+/// Returns true when this machine's page cache may hide another machine's writes for seconds.
+/// O_DIRECT is the only way around the cache there, and needs no alignment.
 bool CachesAlone(int fd) {
   constexpr uint32_t kNfs = 0x6969;
   constexpr uint32_t kFuse = 0x65735546;
@@ -87,12 +87,13 @@ bool HasOnlyZeros(const layout::BoardHead& head) {
   return true;
 }
 
-/// Writes the head where there is none yet, or compares it. 0 or an errno.
+/// Writes the head of a new board, or compares the head of an existing board. Returns 0 or an
+/// errno.
 int AgreeOnHead(const RankBoard& board, const AttemptId& attempt) {
   layout::BoardHead head;
   head.world_size = board.world_size;
   head.attempt = attempt;
-  // A head that another rank is just writing may be read in part.
+  // A read may see part of a head that another rank is writing.
   for (int look = 0; look < kLooksMax; ++look) {
     layout::BoardHead found;
     if (!ReadAt(board, &found, sizeof(found), 0)) return errno;
@@ -104,8 +105,9 @@ int AgreeOnHead(const RankBoard& board, const AttemptId& attempt) {
   return EPROTO;
 }
 
-/// Opens the file once more past the cache, where that is possible. True: the heads agree. Some
-/// file systems transfer only whole blocks past it: then reads do, and writes are pushed out.
+/// Opens the file once more past the cache, where possible. Returns true when the heads agree. Some
+/// file systems transfer only whole blocks past the cache: reads use the second descriptor there,
+/// and writes are flushed.
 bool OpenPastCache(int directory, const AttemptId& attempt, RankBoard* board) {
   if (!CachesAlone(board->fd)) return false;
   RankBoard direct = *board;
@@ -136,14 +138,14 @@ int OpenBoard(int directory, const AttemptId& attempt, uint32_t rank, uint32_t w
               RankBoard* board) {
   HOLDFAST_ASSERT(rank < world_size);
   *board = {.fd = -1, .rank = rank, .world_size = world_size};
-  // Not O_EXCL: every rank writes the same head, and ranges of its own behind it.
+  // Not O_EXCL: every rank writes the same head, and separate ranges behind it.
   board->fd = sys::OpenOwned(directory, layout::kBoardName,
                              O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, kFileMode);
   if (!board->is_open()) return errno;
   int error = OpenPastCache(directory, attempt, board) ? 0 : AgreeOnHead(*board, attempt);
   if (error == 0) {
-    // Takes the blocks of this rank's record now: a rank that fails of a full disk could not say
-    // so. A record that stands there is the trainer's, or the worker's, and stays.
+    // Allocates the blocks of this rank's record now: a rank that fails of a full disk could not
+    // publish its failure. An existing record of the trainer or the worker stays.
     const layout::RankFailure there = ReadFailure(*board, rank);
     const uint64_t at = layout::RankFailureAt(rank, world_size);
     if (there.check == 0 && !WriteAt(*board, &there, sizeof(there), at)) error = errno;
@@ -170,7 +172,7 @@ bool WriteFailure(const RankBoard& board, Side side, layout::RankFailure failure
   HOLDFAST_ASSERT(board.is_open() && board.rank < board.world_size);
   HOLDFAST_ASSERT(failure.rank < board.world_size);
   failure.check = CheckOf(failure);
-  // The record before the state that makes readers look for it, and both before the alarm.
+  // The record precedes the state that makes readers look for it, and both precede the alarm.
   if (!WriteAt(board, &failure, sizeof(failure),
                layout::RankFailureAt(board.rank, board.world_size)) ||
       !WritePulse(board, side, layout::RankState::kFailed)) {

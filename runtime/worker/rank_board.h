@@ -1,7 +1,7 @@
-// The rank board as a file: opening it, and reading and writing its ranges.
+// The rank board as a file: opens it, and reads and writes its ranges.
 //
-// Used by workers and by trainers (runtime/checkpointer/rank_presence.cc). What the ranges mean is
-// in runtime/layout/board.h; what a worker does about them in ranks.cc.
+// Workers and trainers use the board (runtime/checkpointer/rank_presence.cc).
+// runtime/layout/board.h defines the ranges; ranks.cc holds the worker's reactions.
 #ifndef HOLDFAST_RUNTIME_WORKER_RANK_BOARD_H_
 #define HOLDFAST_RUNTIME_WORKER_RANK_BOARD_H_
 
@@ -15,8 +15,7 @@ namespace holdfast::worker {
 
 struct RankBoard {
   int fd = -1;
-  /// For reads of whole blocks past a page cache that may hide other machines' writes; -1: `fd`
-  /// needs no help.
+  /// Reads whole blocks past a page cache that may hide other machines' writes; -1: `fd` suffices.
   int block_fd = -1;
   uint32_t rank = 0;
   uint32_t world_size = 0;
@@ -30,28 +29,29 @@ int OpenBoard(int directory, const AttemptId& attempt, uint32_t rank, uint32_t w
               RankBoard* board);
 void CloseBoard(RankBoard* board);
 
-/// Which process of the rank writes.
+/// The writing process of the rank.
 enum class Side { kTrainer, kWorker };
 
-/// Publishes this rank's state as `side` sees it, and a sign of life. False with errno.
+/// Publishes this rank's state as `side` sees it, and a heartbeat. Returns false with errno.
 bool WritePulse(const RankBoard& board, Side side, layout::RankState state,
                 uint32_t silent_s_max = 0);
 
-/// Publishes that this rank has failed. `raise`: other ranks are to see it; not for a rank that
-/// ends because of a failure that they see already. False with errno.
+/// Publishes this rank's failure. `raise` shows the failure to other ranks; false for a rank that
+/// ends because of a failure that is on the board already. Returns false with errno.
 bool WriteFailure(const RankBoard& board, Side side, layout::RankFailure failure, bool raise);
 
 /// Rank 0's word. False with errno.
 bool WriteDecision(const RankBoard& board, layout::Decision decision);
 
-/// False if less than all of it could be read.
+/// Returns false if the read is short.
 bool ReadTop(const RankBoard& board, layout::BoardTop* top);
-/// Slots of the ranks from `first` on, as many as `count`. False if not all could be read.
+/// Reads `count` slots of the ranks from `first` on. Returns false if the read is short.
 bool ReadSlots(const RankBoard& board, uint32_t first, uint32_t count, layout::RankSlot* slots);
-/// The failure that stands in the slot of `rank`; kUnknown if it is torn or names no rank.
+/// Returns the failure in the slot of `rank`; kUnknown if the record is torn or names no rank.
 layout::RankFailure ReadFailure(const RankBoard& board, uint32_t rank);
 
-/// Whether every rank has failed, so that none can come late: the board may go.
+/// Returns true when every rank has failed. No rank can come late then, and the board may be
+/// removed.
 bool AllHaveFailed(const RankBoard& board, char* buffer, uint32_t buffer_bytes);
 
 /// Copies `text`, UTF-8, to `bytes` bytes at `out`, cut at a character's border and terminated.

@@ -29,7 +29,7 @@ using layout::RankState;
 
 constexpr uint64_t kNsPerSecond = 1'000'000'000;
 constexpr uint64_t kLivenessDefaultNs = 30 * kNsPerSecond;
-// A failure is seen after one look, and the promise is two seconds.
+// A failure is seen after one look; the promised bound is two seconds.
 constexpr uint64_t kLookNs = kNsPerSecond;
 // Two of three signs of life may be lost, or late.
 constexpr uint64_t kBeatsPerLiveness = 3;
@@ -47,12 +47,12 @@ void Beat(JobRun* run, uint64_t now) {
   RankWatch& watch = run->ranks;
   if (watch.left || now < watch.beat_at_ns) return;
   watch.beat_at_ns = now + LivenessNs(*run->job) / kBeatsPerLiveness;
-  // A write that fails is made again with the next beat.
+  // The next beat repeats a failed write.
   (void)WritePulse(watch.board, Side::kWorker, OwnState(*run));
 }
 
 void Note(const layout::RankSlot& slot, uint64_t now, PulseNote* note) {
-  // Signs of life are compared with the last ones seen, and their age is taken on this clock.
+  // A changed heartbeat is dated by this process's clock.
   const uint64_t beats = slot.trainer.beat + slot.worker.beat;
   if (beats != note->beats) note->changed_ns = now;
   note->beats = beats;
@@ -79,7 +79,7 @@ Sight Read(JobRun* run, uint32_t rank) {
   return Sight::kFailure;
 }
 
-/// Whether a rank is gone. Its vote counts also where its worker could not publish it.
+/// Reports whether a rank is gone. A vote counts also where the rank's worker could not publish it.
 Sight Miss(JobRun* run, uint32_t rank, uint64_t now, PulseNote* note) {
 #ifdef HOLDFAST_PLANTED_BUGS
   if (testing::g_never_miss_a_rank) return Sight::kNothing;
@@ -88,7 +88,7 @@ Sight Miss(JobRun* run, uint32_t rank, uint64_t now, PulseNote* note) {
   const uint64_t liveness = LivenessNs(*run->job);
   const bool absent = note->state == RankState::kAbsent;
   if (!absent && note->state != RankState::kJoined) return Sight::kNothing;
-  // A rank may begin later than this one, but not when nothing else is left to wait for.
+  // A rank may begin later than this rank. Its absence counts once this rank only waits.
   if (absent && watch.waiting_since_ns == 0) return Sight::kNothing;
   uint64_t allowed = liveness;
   if (!absent && note->silent_s_max * kNsPerSecond > allowed) {
@@ -103,7 +103,7 @@ Sight Miss(JobRun* run, uint32_t rank, uint64_t now, PulseNote* note) {
   return Found(run, rank, absent ? RankFailureKind::kAbsent : RankFailureKind::kSilent, allowed);
 }
 
-/// Rank 0: all slots, some hundreds with each read.
+/// Rank 0: reads all slots, some hundreds with each read.
 Sight LookAtSlots(JobRun* run, uint64_t now) {
   RankWatch& watch = run->ranks;
   auto* const slots = reinterpret_cast<layout::RankSlot*>(run->directory_buffer);
@@ -111,7 +111,7 @@ Sight LookAtSlots(JobRun* run, uint64_t now) {
   for (uint32_t first = 0; first < run->job->world_size; first += kAtOnce) {
     const uint32_t left = run->job->world_size - first;
     const uint32_t count = left < kAtOnce ? left : kAtOnce;
-    // What cannot be read has not changed.
+    // A slot that cannot be read counts as unchanged.
     HOLDFAST_ASSERT(first + count <= run->job->world_size);
     const bool read = ReadSlots(watch.board, first, count, slots);
     for (uint32_t i = 0; i < count; ++i) {
@@ -125,8 +125,8 @@ Sight LookAtSlots(JobRun* run, uint64_t now) {
   return Sight::kNothing;
 }
 
-/// Rank 0 alone looks whether the directory still has its partial name: one lookup for the whole
-/// job, whatever the number of ranks.
+/// Only rank 0 checks that the directory still has its partial name: one lookup for the whole job,
+/// for any number of ranks.
 Sight LookAtPlace(JobRun* run, uint64_t now) {
   RankWatch& watch = run->ranks;
 #ifdef HOLDFAST_PLANTED_BUGS
@@ -155,7 +155,7 @@ layout::RankFailure OwnFailure(const JobRun& run) {
   return failure;
 }
 
-/// The board of a rank that failed before it opened the partial directory.
+/// Opens the board of a rank that failed before it opened the partial directory.
 bool OpenToLeave(JobRun* run) {
   constexpr mode_t kDirectoryMode = 0777;
   const layout::Job& job = *run->job;
@@ -222,9 +222,9 @@ Sight LookAtRanks(JobRun* run) {
       return Sight::kCommitted;
     }
     Note(top.rank_zero, now, &watch.notes[0]);
-    // Rank 0's word first: it is the one that decides.
+    // Rank 0's failure first, because rank 0 decides.
     if (watch.notes[0].state == RankState::kFailed) return Read(run, 0);
-    // Next whether it can still decide: a voted rank leaves all others' failures to it.
+    // Next rank 0's absence: a voted rank leaves failures of other ranks to rank 0.
     if (Miss(run, 0, now, &watch.notes[0]) == Sight::kFailure) return Sight::kFailure;
     const uint32_t failed = top.alarm.failed;
     if (failed != 0 && failed <= run->job->world_size) return Read(run, failed - 1);

@@ -1,8 +1,10 @@
-// A worker's part in a save of several ranks: its slot on the rank board, and what it sees there.
+// A worker's part in a save of several ranks: its slot on the rank board, and its looks at the
+// board.
 //
 // A rank joins when it opens the partial directory, votes by its durable manifest, and leaves with
-// a failure. From joining to the end the worker looks at the board about once a second, in every
-// phase, so that a failure of any rank ends all. Without other ranks every function does nothing.
+// a failure. From joining to the end the worker reads the board about once a second, in every
+// phase. A failure of any rank therefore ends all ranks. In a job of one rank every function does
+// nothing.
 #ifndef HOLDFAST_RUNTIME_WORKER_RANKS_H_
 #define HOLDFAST_RUNTIME_WORKER_RANKS_H_
 
@@ -13,8 +15,8 @@ namespace holdfast::worker {
 /// Bytes of JobRun::ranks.notes.
 uint64_t RankNoteBytes(const layout::Job& job);
 
-/// Opens the board in the partial directory and publishes that this rank is there. False, with the
-/// failure recorded, also when another rank has failed before.
+/// Opens the board in the partial directory and publishes this rank's presence. Returns false, with
+/// the failure recorded, also when another rank has failed before.
 bool JoinRanks(JobRun* run);
 
 /// For a rank that has not voted, when a look is due: whether the save is in vain. Records why.
@@ -22,26 +24,26 @@ bool RanksHaveFailed(JobRun* run);
 
 enum class Sight {
   kNothing,
-  kFailure,    ///< JobRun::ranks.seen says which rank, and why.
+  kFailure,    ///< JobRun::ranks.seen holds the rank and the reason.
   kCommitted,  ///< Rank 0 has renamed the directory.
 };
-/// One look at the board; also this rank's own sign of life.
+/// Reads the board once and writes this rank's heartbeat.
 Sight LookAtRanks(JobRun* run);
 
-/// From here on this rank's part is done, and ranks that have not come are missed.
+/// Marks this rank's part as done. Ranks that have not come count as missing from here on.
 void BeginWaiting(JobRun* run);
 
-/// Records what LookAtRanks has seen as this job's failure. Returns false.
+/// Records the failure seen by LookAtRanks as this job's failure. Returns false.
 bool FailAsSeen(JobRun* run);
 
-/// Publishes this rank's failure, once. Also for a rank that failed before it joined.
+/// Publishes this rank's failure once, also for a rank that failed before it joined.
 void LeaveRanks(JobRun* run);
 
-/// An orphan gives no sign of life during an fsync, which may take minutes: it says so before.
+/// Publishes that an orphan's heartbeat pauses during an fsync, which may take minutes.
 void BeginSilence(JobRun* run);
 void EndSilence(JobRun* run);
 
-/// The deadline that the table gives, or the default.
+/// Returns the deadline of the table, or the default.
 uint64_t LivenessNs(const layout::Job& job);
 
 }  // namespace holdfast::worker

@@ -17,8 +17,8 @@
 namespace holdfast::worker {
 namespace {
 
-// Four chunks: enough to keep a disk busy while one of them is digested, and half of what a worker
-// may have for itself.
+// Four chunks keep a disk busy while one chunk is digested, and take half of a worker's private
+// memory bound.
 constexpr uint32_t kBuffers = 4;
 constexpr uint64_t kBufferBytes = uint64_t{kBuffers} * kChunkBytes;
 constexpr int kWaitMs = 500;
@@ -107,15 +107,15 @@ bool ReadAll(Reader* reader) {
     char name[kNameBytes];
     TemporaryName(file.name, name);
     io::DirectOpen opened;
-    // Buffered files are read from the page cache: then this proves what was copied there, and the
-    // report's direct_io says so.
+    // Buffered files are read from the page cache. Read-back then proves only the bytes copied
+    // there; direct_io in the report shows this case.
     const int error = io::OpenDirect(run->directory, name, O_RDONLY | O_NOFOLLOW, 0,
                                      !run->Has(layout::kBuffered), &opened);
     if (error != 0) return FailErrno(run, Operation::kOpen, error, i);
-    // Another save of this file into the same directory has taken the temporary name over.
+    // Another save of this file into the same directory has taken over the temporary name.
     const bool ours = IsOurs(*run, i) || Fail(run, FailureCode::kAborted, Operation::kRename, i);
     const bool ok = ours && ReadFile(reader, opened.fd, file);
-    // The fd stays open while reads are under way; the buffer stays mapped with them.
+    // The fd stays open while reads are under way, and the buffer stays mapped.
     if (!ok) Drain(run, run->read_queue);
     sys::CloseOwned(opened.fd);
     if (!ok) return false;
@@ -128,7 +128,7 @@ bool ReadAll(Reader* reader) {
 bool ReadBackFiles(JobRun* run) {
   HOLDFAST_ASSERT(!run->staging_released && run->write.proven == run->job->extent_count);
   SetPhase(run, layout::Phase::kReadingBack);
-  // Anonymous and private: counted as this worker's own, and given back below.
+  // Anonymous and private: counted as this worker's own, and unmapped below.
   void* const memory = sys::Sys().mmap(nullptr, kBufferBytes, PROT_READ | PROT_WRITE,
                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
   if (memory == MAP_FAILED) return FailErrno(run, Operation::kSetUp, errno);
@@ -141,14 +141,14 @@ bool ReadBackFiles(JobRun* run) {
   }
   Reader reader = {.run = run, .buffer = static_cast<char*>(memory)};
   io::QueueOptions options;
-  // The rung that wrote, without registration: the registered region is the arena.
+  // The engine that wrote, without registration: the registered region is the arena.
   options.rung =
       run->figures.engine == EngineRung::kPwrite ? EngineRung::kPwrite : EngineRung::kUring;
   options.depth = kBuffers;
   options.threads = layout::TraitsOf(run->job->launcher).forked() ? 0 : run->job->pwrite_threads;
   int error = run->read_queue->Open(options);
   if (error != 0 && options.rung == EngineRung::kUring && run->job->engine == EngineRung::kAuto) {
-    // A second ring may be one too many (locked memory, a limit on fds): slower, never a failure.
+    // A second ring may exceed a limit on locked memory or fds. pwrite is slower but does not fail.
     options.rung = EngineRung::kPwrite;
     error = run->read_queue->Open(options);
   }

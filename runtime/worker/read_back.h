@@ -1,7 +1,7 @@
-// Reading back what is really on disk, before anything gets its final name.
+// Reads the files back from disk before any file gets its final name.
 //
-// The second look after a write compares memory; memory can change while the disk reads it and
-// change back. Only the bytes of the file, read past the page cache, prove the file.
+// The digest after a write compares memory. Memory can change while the disk reads it and change
+// back. Only the bytes of the file, read past the page cache, prove the file.
 #ifndef HOLDFAST_RUNTIME_WORKER_READ_BACK_H_
 #define HOLDFAST_RUNTIME_WORKER_READ_BACK_H_
 
@@ -9,7 +9,7 @@
 
 namespace holdfast::worker {
 
-/// Reads every chunk of every NAME.tmp (all durable by now) and compares it with its seal.
+/// Reads every chunk of every NAME.tmp and compares it with its seal. All files must be durable.
 bool ReadBackFiles(JobRun* run);
 
 }  // namespace holdfast::worker

@@ -36,7 +36,7 @@ int Shrink(int directory, const char* name, uint64_t bytes, layout::Job* job, On
 
 int RemoveFile(int directory, const char* name, layout::Job* job, OnCancel on_cancel) {
   struct stat status = {};
-  // Where the look fails the unlink frees the file in one go, or says why not.
+  // After a failed fstatat the unlink frees the file at once or returns the errno.
   const bool seen = sys::Sys().fstatat(directory, name, &status, AT_SYMLINK_NOFOLLOW) == 0;
   if (seen && S_ISDIR(status.st_mode)) return EISDIR;
   if (seen && S_ISREG(status.st_mode) && status.st_nlink == 1) {

@@ -1,5 +1,5 @@
-// Removing one file of a checkpoint in steps: freeing a terabyte takes minutes, in which the
-// trainer must see progress, a cancel must count, and the journal of the file system must not fill
+// Removes one file of a checkpoint in steps. Freeing a terabyte takes minutes. During them the
+// trainer must see progress, a cancel must take effect, and the file system's journal must not fill
 // up.
 #ifndef HOLDFAST_RUNTIME_WORKER_REMOVE_FILE_H_
 #define HOLDFAST_RUNTIME_WORKER_REMOVE_FILE_H_
@@ -10,9 +10,9 @@ namespace holdfast::worker {
 
 enum class OnCancel { kStop, kGoOn };
 
-/// Shortens the file step by step, then unlinks it; each is a step of `job`. A file with another
-/// name elsewhere keeps its bytes. Returns 0, ENOENT and EISDIR for what is no file, ECANCELED when
-/// the job is cancelled and `on_cancel` stops it, or the errno of the unlink.
+/// Shortens the file step by step, then unlinks it; each is a step of `job`. A file with a second
+/// hard link keeps its bytes. Returns 0, ENOENT, EISDIR for a directory, ECANCELED when the job is
+/// cancelled and `on_cancel` stops the removal, or the errno of the unlink.
 int RemoveFile(int directory, const char* name, layout::Job* job, OnCancel on_cancel);
 
 }  // namespace holdfast::worker

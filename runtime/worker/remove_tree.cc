@@ -25,7 +25,7 @@ bool g_remove_unnamed_files = false;
 
 namespace {
 
-// Entries that come while others are removed: not Holdfast's doing, so the passes are bounded.
+// Another program may add entries during the removal, so the passes are bounded.
 constexpr int kPassesMax = 1000;
 
 struct Removal {
@@ -53,8 +53,9 @@ struct Removal {
   }
 };
 
-/// Removes every file whose name `wanted` takes, in walks over the directory. Entries that go while
-/// one walks may hide others, so walks are repeated from the start until one finds nothing.
+/// Removes every file whose name `wanted` accepts, in walks over the directory. An entry removed
+/// during a walk may hide further entries. Walks therefore repeat from the start until a walk finds
+/// no file.
 template <typename Wanted>
 bool Sweep(Removal* removal, Wanted&& wanted) {
   for (int pass = 0; pass < kPassesMax; ++pass) {
@@ -81,8 +82,9 @@ bool Sync(Removal* removal) {
   return sys::Sys().fsync(removal->directory) == 0 || removal->FailErrno(errno);
 }
 
-/// What never was a checkpoint, under a name that a recovery may take for a complete one. The
-/// manifests go first and durably: a crash could keep them and lose files that they name.
+/// Removes a directory that never was a checkpoint, under a name that a recovery may take for a
+/// complete one. The manifests go first and durably: a crash could otherwise keep them and lose
+/// files that they name.
 bool RemoveUncommitted(Removal* removal) {
   bool any = false;
   return Sweep(removal,
@@ -94,9 +96,9 @@ bool RemoveUncommitted(Removal* removal) {
          (!any || Sync(removal)) && Sweep(removal, [](const char*) { return true; });
 }
 
-/// What once was a checkpoint, under a name that no reader takes for one. The manifests go last:
-/// until then they tell, also after a crash, which files are others'. The record goes first: it
-/// speaks for the files without a look at them.
+/// Removes a former checkpoint, under a name that no reader takes for a checkpoint. The manifests
+/// go last: until then they distinguish foreign files, also after a crash. The record goes first:
+/// readers of the record do not look at the files.
 bool RemoveCommitted(Removal* removal) {
   const auto is_record = [](const char* name) {
     return strcmp(name, layout::kCommitRecordName) == 0;
@@ -111,7 +113,7 @@ bool RemoveCommitted(Removal* removal) {
          Sweep(removal, IsCommitFile);
 }
 
-/// Removes what is in the open directory `*name`, which may get another name before.
+/// Removes the contents of the open directory `*name`, which may be renamed first.
 bool RemoveContents(Removal* removal, int parent, char (&name)[kNameBytes]) {
   const Contents contents = LookInto(removal->directory, removal->buffer, &removal->inventory);
   if (contents.error_number != 0) return removal->FailErrno(contents.error_number);
@@ -122,7 +124,8 @@ bool RemoveContents(Removal* removal, int parent, char (&name)[kNameBytes]) {
     char checkpoint[kNameBytes] = {};
     memcpy(checkpoint, name, bytes);
     Hide(parent, checkpoint, contents.attempt, name);
-    // Before the first file goes: power loss must not bring the other name back to a ruin.
+    // Before the first file goes: power loss must not restore the other name of a half removed
+    // directory.
     if (sys::Sys().fsync(parent) != 0) return removal->FailErrno(errno);
   }
   if (!(IsRetiredName(name) ? RemoveCommitted(removal) : RemoveUncommitted(removal))) return false;
@@ -154,7 +157,7 @@ bool RemoveDirectory(int parent, const char* name, char* buffer, layout::Job* jo
   if (sys::Sys().unlinkat(parent, now, AT_REMOVEDIR) != 0 && errno != ENOENT) {
     return removal.FailErrno(errno);
   }
-  // So that what was reported as removed does not come back as an empty directory.
+  // Keeps a directory that was reported as removed from coming back empty.
   if (sys::Sys().fsync(parent) != 0) return removal.FailErrno(errno);
   return true;
 }

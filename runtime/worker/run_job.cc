@@ -1,4 +1,4 @@
-// One kRun message: map the table, check it, run the job, publish the result.
+// Handles one kRun message: maps and checks the table, runs the job, publishes the result.
 #include <sys/mman.h>
 #include <sys/stat.h>
 
@@ -19,7 +19,7 @@
 namespace holdfast::worker {
 namespace {
 
-// What the queue holds for as long as a transfer may be in flight.
+// Descriptors that the queue holds while a transfer may be in flight.
 constexpr uint32_t kHeldSocket = 0;
 constexpr uint32_t kHeldLock = 1;
 
@@ -27,7 +27,7 @@ void CopyReason(layout::CompletionSlot* slot, const char* text) {
   io::Text(slot->reason, sizeof(slot->reason)).Add(text);
 }
 
-/// Why this rung, and which setting of the worker was refused.
+/// Writes the reason for the engine's rung, and the refused setting of the worker.
 void ExplainRung(const Server& server, layout::CompletionSlot* slot) {
   io::Text text(slot->reason, sizeof(slot->reason));
   text.Add(server.queue.reason());
@@ -42,14 +42,14 @@ void Publish(layout::Job* job, const Attachment& attached) {
   HOLDFAST_ASSERT(job->completion.state.load(std::memory_order_relaxed) ==
                   static_cast<uint32_t>(layout::CompletionState::kEmpty));
   job->phase.store(static_cast<uint32_t>(layout::Phase::kDone), std::memory_order_relaxed);
-  // release: whoever reads kDone with acquire sees all of the slot and of the file table.
+  // release: a reader of kDone with acquire sees all of the slot and of the file table.
   job->completion.state.store(static_cast<uint32_t>(layout::CompletionState::kDone),
                               std::memory_order_release);
   RingTrainer(attached);
 }
 
-/// Registration pins for writing. An arena that was mapped read-only is mapped anew for a job that
-/// insists on it. Beside the old mapping: one that MAP_FIXED replaces may be gone when it fails.
+/// Maps a read-only arena anew for a job that insists on registration, because registration pins
+/// for writing. The new mapping stands beside the old: a failing MAP_FIXED may leave no mapping.
 bool MakeWritable(Attachment* attached) {
   if (attached->writable || attached->arena == nullptr) return true;
   void* const memory = sys::Sys().mmap(nullptr, attached->arena_bytes, PROT_READ | PROT_WRITE,
@@ -67,7 +67,7 @@ void CloseQueue(Server* server) {
   server->queue_open = false;
 }
 
-/// Opens the ring that this job asks for, or keeps the one of the last job.
+/// Opens the ring that this job requests, or keeps the last job's ring.
 int OpenQueue(Server* server, const layout::Job& job) {
   Attachment& attached = server->attached;
   if (job.engine == EngineRung::kUringFixed && !MakeWritable(&attached)) return errno;
@@ -103,7 +103,7 @@ void SettleForJob(Server* server, const layout::Job& job) {
   ApplyQos(job.qos, &server->manners);
   if (!layout::TraitsOf(server->options.launcher).process) return;
   sys::SetUmask(job.umask);
-  char name[16] = "hf:";  // what the kernel keeps of a name
+  char name[16] = "hf:";  // the kernel's limit for a thread's name
   char digits[20];
   size_t count = 0;
   uint64_t step = job.step;
@@ -146,18 +146,18 @@ void FillCompletion(const Server& server, const JobRun& run, uint64_t cpu_before
   slot.bytes_read_back = run.bytes_read_back;
   if (save) {
     slot.left_files = run.io_stuck ? 1 : 0;
-    // At a time-out the reason says what was in flight instead.
+    // After a time-out the reason lists the transfers in flight instead.
     if (slot.reason[0] == '\0') ExplainRung(server, &slot);
   }
   slot.times = run.times;
   slot.times.cpu = CpuNs(server.options.launcher) - cpu_before;
 }
 
-/// Runs a table that was found sound. 0 or an exit status.
+/// Runs a table that passed the checks. Returns 0 or an exit status.
 int RunSound(Server* server, layout::Job* job, int parent, int lock) {
   const Launcher launcher = server->options.launcher;
   const layout::LauncherTraits traits = layout::TraitsOf(launcher);
-  // A process per save did nothing else: its start counts too.
+  // A process of one save counts its start too.
   const uint64_t cpu_before = traits.kept ? CpuNs(launcher) : 0;
   JobRun* const run = new (&server->run) JobRun();
   run->times.started = sys::NowNs();
@@ -174,7 +174,7 @@ int RunSound(Server* server, layout::Job* job, int parent, int lock) {
   SettleForJob(server, *job);
   RunKind(server, run);
   FillCompletion(*server, *run, cpu_before);
-  // A ring that broke would fail every later job of a kept worker.
+  // A broken ring would fail every later job of a kept worker.
   const Operation failed = run->failure.operation;
   if (!run->io_stuck && (failed == Operation::kSetUp || failed == Operation::kWrite))
     CloseQueue(server);
@@ -184,7 +184,7 @@ int RunSound(Server* server, layout::Job* job, int parent, int lock) {
     if (traits.process && traits.kept) return layout::kExitStuck;
   } else {
     ReleaseStaging(run);
-    // A lock that outlives its save would look like a save that is still running.
+    // A lock that outlives its save would look like a running save.
     if (server->queue_open) server->queue.Hold(kHeldLock, -1);
   }
   Publish(job, server->attached);

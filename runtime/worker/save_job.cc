@@ -54,9 +54,9 @@ bool WriteFiles(JobRun* run) {
   return true;
 }
 
-/// What an fsync could not keep is written once more, from the sealed memory, which is still held
-/// unless the save streams. Into new files: of the old ones the kernel may have dropped pages and
-/// counts them as clean, so that nothing they say later proves anything.
+/// Writes all files once more after a failed fsync, from the sealed memory, which is still held
+/// unless the save streams. The files are new: the kernel may have dropped pages of the old files
+/// and count them as clean, so the old files prove nothing.
 bool WriteFilesAgain(JobRun* run) {
   if (run->failure.operation != Operation::kSync) return false;
   if (run->io_stuck || !layout::Claim(run->job, layout::Written::kRewritten)) return false;
@@ -80,7 +80,7 @@ bool Steps(JobRun* run) {
   PrepareWriteState(run);
   if (!OpenDirectory(run)) return false;
   if (!WriteFiles(run) && !WriteFilesAgain(run)) return false;
-  // Before any name is given, so that nothing wrong ever has one.
+  // Before any rename, so that no wrong file ever has a final name.
   if (run->Has(layout::kReadBack) && !ReadBackFiles(run)) return false;
   // Names, manifests, votes and the commit need no staged byte.
   ReleaseStaging(run);
@@ -98,18 +98,18 @@ void RunSave(JobRun* run) {
   HOLDFAST_ASSERT(done == run->ok());
   HOLDFAST_ASSERT(!done || run->committed);
   if (!done && !run->io_stuck) {
-    // First: the other ranks stop now, and not after gigabytes were removed here.
+    // First: the other ranks stop now, and not after the removal of gigabytes here.
     LeaveRanks(run);
     CloseAllFiles(run);
     // Removing takes a quarter of a second per GiB.
     ReleaseStaging(run);
     // Without notes nothing was made but perhaps the trainer's empty directory.
     if (run->notes != nullptr || run->directory < 0 || run->ranks.left) RemoveTraces(run);
-    // Once more where that failed for want of space, which there may be now.
+    // Once more, for a publication that failed on a full disk: the removal may have freed space.
     LeaveRanks(run);
   }
   SamplePrivateBytes(run);
-  // What is stuck may still touch these; the process ends soon.
+  // A stuck transfer may still touch these mappings; the process ends soon.
   if (run->io_stuck) return;
   CloseBoard(&run->ranks.board);
   if (run->directory >= 0) sys::CloseOwned(run->directory);

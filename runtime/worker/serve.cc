@@ -23,7 +23,7 @@ void SendDetached(int socket) {
   msghdr header = {};
   header.msg_iov = &part;
   header.msg_iovlen = 1;
-  // A trainer that is gone needs no answer.
+  // A dead trainer needs no answer.
   (void)!sys::Sys().sendmsg(socket, &header, MSG_NOSIGNAL);
 }
 
@@ -64,7 +64,7 @@ int ServeJobs(Server* server) {
   return 0;
 }
 
-/// Makes the process a worker's. False if it cannot be one.
+/// Prepares the process as a worker. Returns false on failure.
 bool SettleProcess(ServeOptions* options) {
   if (layout::TraitsOf(options->launcher).forked()) {
     const int socket = sys::CloseAllBut(options->socket);
@@ -89,7 +89,7 @@ int Serve(const ServeOptions& given) {
   }
   sys::AdoptFd(options.socket);
   int exit_status = layout::kExitAttach;
-  // Not on the stack, which may be a small one of the host's, and not from the heap.
+  // Not on the stack, because a host's thread may have a small one, and not from the heap.
   void* const memory = sys::Sys().mmap(nullptr, sizeof(Server), PROT_READ | PROT_WRITE,
                                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory != MAP_FAILED) {
@@ -99,8 +99,8 @@ int Serve(const ServeOptions& given) {
     server->last_words.in_trainer = is_thread;
     sys::SetLastWords(&server->last_words);
     exit_status = ServeJobs(server);
-    // With transfers that do not end nothing can be closed or unmapped; the process's end waits
-    // for them in the kernel.
+    // With unfinished transfers nothing can be closed or unmapped; the kernel waits for them at the
+    // process's end.
     if (server->stuck && !is_thread) return exit_status;
     Detach(server);
     sys::SetLastWords(nullptr);

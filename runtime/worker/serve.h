@@ -16,15 +16,15 @@ struct ServeOptions {
   int socket = -1;  ///< SOCK_SEQPACKET, see layout/wire.h. Closed at the end.
   /// A thread leaves process-wide settings (umask, session, name) alone.
   Launcher launcher = Launcher::kSpawn;
-  uint32_t jobs_max = 1;  ///< End after this many jobs; 0 is no bound.
+  uint32_t jobs_max = 1;  ///< The number of jobs before the end; 0: unlimited.
 };
 
 /// Serves until `jobs_max`, kExit, the socket's end, or the trainer's death (after the job in
 /// flight was finished or stopped, as its flags say). Returns an exit status: 0, or layout::kExit*.
 int Serve(const ServeOptions& options);
 
-/// Whether `fd` is a socket of the kind that a trainer passes, and not something that happens to be
-/// open when the program is started by hand.
+/// Returns true when `fd` is a socket of the kind that a trainer passes. Refuses other descriptors
+/// of a program that was started by hand.
 bool IsWorkerSocket(int fd);
 
 }  // namespace holdfast::worker

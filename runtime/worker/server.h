@@ -1,5 +1,5 @@
-// A worker between jobs: its socket, what it is attached to, its ring. All of its memory, in one
-// object that Serve places in a mapping of its own.
+// A worker between jobs: its socket, its attachment and its ring. Serve places the object, which
+// holds all of the worker's memory, in a separate mapping.
 #ifndef HOLDFAST_RUNTIME_WORKER_SERVER_H_
 #define HOLDFAST_RUNTIME_WORKER_SERVER_H_
 
@@ -14,7 +14,7 @@
 
 namespace holdfast::worker {
 
-/// A message with its fds; they belong to whoever received it.
+/// A message with its fds; the receiver owns the fds.
 struct Received {
   layout::Message message;
   int fds[layout::kAttachFds] = {-1, -1, -1, -1};
@@ -26,24 +26,25 @@ struct Server {
   Attachment attached;
   Manners manners;
   io::Queue queue;
-  io::QueueOptions queue_options;  ///< Of the open queue, to see whether the next job can keep it.
+  /// Of the open queue; compared to see whether the next job can keep the queue.
+  io::QueueOptions queue_options;
   bool queue_open = false;
   io::Queue read_queue;
   uint32_t jobs_done = 0;
   sys::LastWords last_words;
-  bool stuck = false;  ///< Transfers did not end: leave everything as it is and exit.
+  bool stuck = false;  ///< Transfers did not end: the worker exits and leaves everything as is.
   JobRun run;
   alignas(64) char directory_buffer[kDirectoryBufferBytes];
 };
 
 enum class Receive {
   kMessage,
-  kEnd,       ///< The trainer is gone, or has closed its end.
+  kEnd,       ///< The trainer is dead, or has closed its end.
   kMismatch,  ///< Not a message of this version.
 };
 
 /// Waits for the next message, the socket's end, or the trainer's death, in this order of
-/// preference: a job that was sent is run, and decides itself what a dead trainer means.
+/// preference. A job that was sent runs and handles a dead trainer itself.
 Receive ReceiveMessage(const Server& server, Received* out);
 
 /// Maps the arena. 0 or an exit status.
@@ -60,7 +61,7 @@ void DropArena(Server* server);
 /// transfers are stuck.
 void ReleaseStaging(JobRun* run);
 
-/// The same, and closes everything that kAttach brought.
+/// As DropArena, and closes all fds of kAttach.
 void Detach(Server* server);
 
 /// Runs the job in `received`'s control memory. 0 or an exit status.

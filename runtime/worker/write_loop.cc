@@ -23,11 +23,11 @@ namespace {
 
 constexpr uint64_t kNsPerMs = 1'000'000;
 constexpr uint64_t kNsPerSecond = 1'000'000'000;
-// Flags in shared memory are looked at this often even if a doorbell were lost.
+// Bounds the delay of flags in shared memory when a doorbell is lost.
 constexpr int kWaitMsMax = 500;
-// The trainer is woken for mere progress no more often than this.
+// The minimum interval of doorbells for progress alone.
 constexpr uint64_t kProgressRingNs = 50 * kNsPerMs;
-// Waits have a resolution of 1 ms, so the rate limiter lets a write start that much early.
+// Waits have a resolution of 1 ms, so the rate limiter lets a write start 1 ms early.
 constexpr uint64_t kRateSlackNs = kNsPerMs;
 
 void Acknowledge(JobRun* run, uint32_t extent) {
@@ -35,14 +35,14 @@ void Acknowledge(JobRun* run, uint32_t extent) {
   // A second attempt gives nothing back, and an entry of the log is written once.
   if (run->figures.write_attempts == 1) run->write.acknowledged.Append(extent);
   const uint64_t now = sys::NowNs();
-  // A save that streams waits for every one; others only show progress.
+  // A streaming save needs every doorbell; in other saves a doorbell only shows progress.
   if (layout::Streams(*run->job) || now - run->write.rang_ns >= kProgressRingNs) {
     run->write.rang_ns = now;
     RingTrainer(*run->attached);
   }
 }
 
-/// Takes the next published extent, if there is one and it is a sound one.
+/// Takes the next published extent, if the log holds a valid one.
 bool TakeNext(JobRun* run) {
   WriteState& write = run->write;
   if (write.has_next) return true;
@@ -56,7 +56,7 @@ bool TakeNext(JobRun* run) {
   const layout::Extent& extent = layout::Extents(run->job)[index];
   const uint64_t bit = uint64_t{1} << (index % 64);
   const uint64_t io_bytes = layout::AlignUp(extent.bytes);
-  // The only fields of an extent that are written after the table was checked.
+  // The only fields of an extent that are written after the table's check.
   if ((write.taken_bits[index / 64] & bit) != 0 || extent.arena_offset % kIoAlignment != 0 ||
       extent.arena_offset > run->attached->arena_bytes ||
       io_bytes > run->attached->arena_bytes - extent.arena_offset) {
@@ -138,7 +138,7 @@ bool Fill(JobRun* run) {
   return run->ok();
 }
 
-/// One completion: counts it and queues its bytes for the second look.
+/// Counts one completion and queues its bytes for the digest.
 bool TakeCompletion(JobRun* run, const io::Completion& completion) {
   WriteState& write = run->write;
   if (completion.tag >= io::kDepthMax ||
@@ -173,9 +173,9 @@ bool TakeCompletion(JobRun* run, const io::Completion& completion) {
   return true;
 }
 
-/// The second look at the oldest extent that was written. Only after it may the trainer reuse the
-/// bytes: before the completion the disk may still read them, and before the digest a change since
-/// the seal would go unnoticed.
+/// Digests the oldest written extent again. The trainer may reuse the bytes only afterwards. Before
+/// the completion the disk may still read them; before the digest a change since the seal would go
+/// unnoticed.
 bool ProveNext(JobRun* run) {
   WriteState& write = run->write;
   HOLDFAST_ASSERT(write.undigested_count > 0);
@@ -195,7 +195,7 @@ bool ProveNext(JobRun* run) {
   return true;
 }
 
-/// Puts what is in flight into the report's reason: the state at a time-out.
+/// Describes the transfers in flight in the report's reason, after a time-out.
 void DescribeStall(JobRun* run) {
   char(&reason)[sizeof(layout::CompletionSlot::reason)] = run->job->completion.reason;
   run->queue->Describe(reason, sizeof(reason));
@@ -229,8 +229,8 @@ bool Loop(JobRun* run) {
   const uint32_t extent_count = run->job->extent_count;
   while (write.proven < extent_count) {
     if (MustStop(run, false)) return false;
-    // The next writes start before the last ones are digested, so that the disk never waits for
-    // the digest.
+    // The next writes start before the last ones are digested, so that the disk never waits for the
+    // digest.
     if (!Fill(run)) return false;
 
     io::Completion completions[io::kDepthMax];
@@ -242,7 +242,7 @@ bool Loop(JobRun* run) {
     if ((wakeups & (1u << kDoorbellWatch)) != 0) HearDoorbell(*run->attached);
     if ((wakeups & (1u << kTrainerWatch)) != 0) {
       NoteTrainerDeath(run);
-      run->queue->Watch(kTrainerWatch, -1);  // It stays readable for good.
+      run->queue->Watch(kTrainerWatch, -1);  // The fd stays readable for good.
     }
     // Completions made room: refill before the digest takes its half millisecond.
     if (count > 0 && !Fill(run)) return false;
@@ -252,7 +252,7 @@ bool Loop(JobRun* run) {
       return false;
     }
   }
-  // Every extent is written and proven, and none is on its way.
+  // Every extent is written and proven, and no transfer is in flight.
   HOLDFAST_ASSERT(write.in_flight_used == 0 && write.undigested_count == 0);
   HOLDFAST_ASSERT(!write.has_next && run->queue->in_flight() == 0);
   return true;
@@ -268,7 +268,7 @@ void PrepareWriteState(JobRun* run) {
   // Not assignable, for the atomic inside: made in place.
   WriteState& write = *new (&run->write) WriteState();
   write.taken_bits = taken_bits;
-  // From its first entry: an extent that was published stays so.
+  // From the log's first entry: an extent that was published stays published.
   write.published =
       layout::LogReader(layout::At<layout::SharedU32>(job, job->published), job->extent_count);
   write.acknowledged.Reset(layout::At<layout::SharedU32>(job, job->acknowledged),
@@ -288,7 +288,7 @@ bool WriteExtents(JobRun* run) {
   if (error == 0) error = run->queue->Watch(kTrainerWatch, run->attached->trainer);
   const bool ok = error == 0 ? Loop(run) : FailErrno(run, Operation::kSetUp, error);
   if (!ok) Drain(run, run->queue);
-  // Between jobs, and while a kept worker sleeps, nobody listens there.
+  // Between jobs, and while a kept worker sleeps, the queue ignores the doorbell.
   run->queue->Watch(kDoorbellWatch, -1);
   run->queue->Watch(kTrainerWatch, -1);
   return ok;
@@ -303,8 +303,8 @@ void Drain(JobRun* run, io::Queue* queue) {
     queue->Watch(kTrainerWatch, -1);
     const int count = queue->Wait(completions, io::kDepthMax, kWaitMsMax, &wakeups);
     if (!layout::TraitsOf(run->launcher).process) {
-      // An engine that broke has no completions to give: closing it waits for the kernel. If that
-      // does not help either, this thread must never say that it has ended.
+      // A broken engine yields no completions: closing it waits for the kernel. If the close fails
+      // too, this thread must never report its end.
       if (count < 0 && !queue->Close()) {
         while (true) Nap(run, kWaitMsMax);
       }

@@ -1,4 +1,4 @@
-// Writing what is sealed, as it is sealed: one thread, several transfers in flight.
+// Writes extents as they are sealed: one thread, several transfers in flight.
 #ifndef HOLDFAST_RUNTIME_WORKER_WRITE_LOOP_H_
 #define HOLDFAST_RUNTIME_WORKER_WRITE_LOOP_H_
 
@@ -13,14 +13,14 @@ inline constexpr uint32_t kTrainerWatch = 1;
 /// and bits are mapped; nothing is in flight.
 void PrepareWriteState(JobRun* run);
 
-/// Writes and proves every extent. On failure nothing is in flight when it returns, unless
+/// Writes and proves every extent. After a failure nothing is in flight on return, unless
 /// `run->io_stuck`.
 bool WriteExtents(JobRun* run);
 
-/// Waits for what is in flight in `queue` without looking at results. In a process it gives up
-/// after a quarter of the stall deadline (`io_stuck`): the trainer, which kills at one and a half,
-/// must hear why. A thread waits on, for ever if need be, because nothing but the last completion
-/// makes its buffers free.
+/// Waits for the transfers in flight in `queue` and ignores their results. A process gives up after
+/// a quarter of the stall deadline (`io_stuck`): the trainer kills at one and a half deadlines and
+/// must get the reason before. A thread waits without limit, because only the last completion frees
+/// its buffers.
 void Drain(JobRun* run, io::Queue* queue);
 
 }  // namespace holdfast::worker
