@@ -9,7 +9,7 @@
 namespace holdfast::writer {
 namespace {
 
-// How long the thread sleeps on the oldest copy, or on memory, before it looks at everything again.
+// The maximum sleep on the oldest copy, or on memory, before the next look at all saves.
 constexpr absl::Duration kCopyStep = absl::Milliseconds(5);
 constexpr absl::Duration kMemoryStep = absl::Milliseconds(10);
 
@@ -109,7 +109,7 @@ void DeviceStager::Rest() {
   Work* next = nullptr;
   for (Work& work : works_) {
     if (work.failed()) continue;
-    // One that copies first; of saves that wait for memory the oldest gets it first.
+    // A save that copies comes first; among saves that wait for memory the oldest comes first.
     if (next == nullptr ||
         (next->copying.empty() && (!work.copying.empty() || work.save->epoch < next->save->epoch)))
       next = &work;
@@ -144,7 +144,7 @@ absl::Status DeviceStager::StartCopies(Work* work, uint32_t index) {
   Copying& copying = work->copying.emplace_back(Copying{.index = index, .copies = {}});
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
     if (sources[i].device == nullptr) {
-      // A literal; of an extent with host tensors the caller's thread has copied all of these.
+      // A literal; in an extent with host tensors the caller's thread has copied all literals.
       if (pieces[i].tensor == Failure::kNoIndex) {
         std::memcpy(memory + pieces[i].offset, sources[i].data, pieces[i].bytes);
       }

@@ -1,5 +1,5 @@
-// Device tensors on their way into the arena: a thread behind the caller starts their copies, waits
-// for them, and hands the extents to the sealer.
+// Stages device tensors: a thread behind the caller starts their copies, waits for the copies, and
+// hands the extents to the sealer.
 #ifndef HOLDFAST_RUNTIME_WRITER_DEVICE_STAGER_H_
 #define HOLDFAST_RUNTIME_WRITER_DEVICE_STAGER_H_
 
@@ -22,19 +22,20 @@
 
 namespace holdfast::writer {
 
-/// The thread serves all saves in turn and never waits for a single one: memory that one waits for
-/// may be held by extents of another, or of its own, which only this thread can finish.
+/// The thread serves all saves in turn and never waits for a single save. Memory that one save
+/// waits for may be held by extents of any save, and only this thread can finish those extents.
 class DeviceStager {
  public:
   DeviceStager(staging::StagingPool* pool, Sealer* sealer, LeaseTaker* leases);
-  /// After the last save was staged or failed. Copies of failed ones that have not ended are left:
+  /// Requires that every save was staged or has failed. Unfinished copies of failed saves go on:
   /// their memory must stay mapped.
   ~DeviceStager();
 
   absl::Status Start();
 
-  /// Hands extent `index` over: `leased` if it has its lease, with its host tensors copied;
-  /// otherwise it has no host tensors. The save gains a user until the extent went to the sealer.
+  /// Hands extent `index` over. `leased`: the extent has its lease, and its host tensors are
+  /// copied; otherwise the extent has no host tensors. The save gains a user until the extent
+  /// reaches the sealer.
   void Enqueue(std::shared_ptr<SaveState> save, uint32_t index, bool leased);
 
  private:
@@ -43,10 +44,10 @@ class DeviceStager {
     uint32_t index = 0;
     std::vector<std::pair<Device*, CopyTicket>> copies;
   };
-  /// What there is to do for one save.
+  /// The open work of one save.
   struct Work {
     std::shared_ptr<SaveState> save;
-    std::deque<uint32_t> leased;    // first: they hold memory
+    std::deque<uint32_t> leased;    // first, because these extents hold memory
     std::deque<uint32_t> unleased;  // in order
     std::deque<Copying> copying;
     bool empty() const { return leased.empty() && unleased.empty() && copying.empty(); }
@@ -59,18 +60,19 @@ class DeviceStager {
   };
 
   void Run();
-  /// Sorts new entries into `works_`; waits for one if there is no work. False: the end.
+  /// Sorts new entries into `works_`; waits for an entry if there is no work. Returns false at the
+  /// end.
   bool TakeEntries();
-  /// Does what can be done for a save without waiting. True: something was.
+  /// Does all possible work of a save without waiting. Returns true if any work was done.
   absl::StatusOr<bool> Step(Work* work);
-  /// Nothing can be done without waiting: waits a moment, for what is likely to end first.
+  /// Sleeps for a moment on the work that is likely to end first, when no work is possible.
   void Rest();
   absl::Status RestWith(Work* work);
   absl::Status StartCopies(Work* work, uint32_t index);
   absl::StatusOr<bool> FinishOldest(Work* work, absl::Duration timeout);
   void Fail(Work* work, const absl::Status& status);
-  /// For a save that has failed: drops what has not begun. What a device has begun to copy stays in
-  /// use until it has ended, whatever it ended with. True: something has.
+  /// Drops the extents of a failed save that have not begun. Extents of a begun device copy stay in
+  /// use until the copy has ended with any status. Returns true if any extent was dropped.
   bool GiveUp(Work* work);
 
   staging::StagingPool* pool_;

@@ -23,7 +23,7 @@ namespace {
 
 constexpr uint64_t kTableAlignment = 64;
 
-/// Counts, and the place of every array, for one table.
+/// Counts and offsets of all arrays of one table.
 struct Layout {
   uint32_t extents = 0;
   uint32_t pieces = 0;
@@ -57,7 +57,7 @@ Layout LayOut(const format::PackedPlan& plan, uint64_t manifest_bytes, uint64_t 
   layout.commit = Take(commit_bytes, &at);
   layout.older = Take(older_count * sizeof(AttemptId), &at);
   layout.trash = Take(trash_count * kNameBytes, &at);
-  // Whole pages, as the kernel gives them: what is accounted is what is taken.
+  // Whole pages, as the kernel allocates, so that accounting matches the memory.
   layout.bytes = layout::AlignUp(at, static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)));
   return layout;
 }
@@ -68,13 +68,13 @@ void CopyName(const std::string& name, char* out, size_t bytes) {
 }
 
 mode_t CurrentUmask() {
-  // umask(2) can only be read by setting it, which another thread's open would see; /proc tells it
-  // without.
+  // umask(2) can only be read by setting it, and another thread's open would see the set value;
+  // /proc has no such effect.
   constexpr mode_t kUsual = 022;
   const base::UniqueFd status(
       sys::OpenOwned(AT_FDCWD, "/proc/self/status", O_RDONLY | O_CLOEXEC, 0));
   if (!status.valid()) return kUsual;
-  char text[1024];  // it is the second line
+  char text[1024];  // the second line holds the mask
   const ssize_t bytes = sys::Sys().read(status.get(), text, sizeof(text) - 1);
   if (bytes <= 0) return kUsual;
   text[bytes] = '\0';
@@ -84,7 +84,7 @@ mode_t CurrentUmask() {
   return static_cast<mode_t>(value);
 }
 
-// ftruncate beyond the limit does not only fail, it sends SIGXFSZ, which ends the process.
+// ftruncate beyond the limit not only fails: it sends SIGXFSZ, which ends the process.
 absl::Status CheckFileSizeLimit(uint64_t bytes) {
   rlimit limit{};
   if (sys::Sys().getrlimit(RLIMIT_FSIZE, &limit) != 0 || bytes <= limit.rlim_cur)
@@ -207,7 +207,7 @@ class JobTable::Filler {
     at_ = 0;
   }
 
-  /// The next bytes of the file; they are of a tensor, or of none.
+  /// Adds the next bytes of the file, of a tensor or of a literal.
   void Add(uint64_t bytes, uint32_t tensor, PieceSource source) {
     while (bytes != 0) {
       layout::Extent& extent = extents_[extent_first_ + at_ / kChunkBytes];
@@ -271,7 +271,7 @@ void JobTable::FillFiles(const Sources& sources, const format::ManifestPlaces& p
                  "the table's arrays were sized by the same plan");
 }
 
-/// What the sealers have put into the table.
+/// The digests that the sealers have put into the table.
 class JobTable::SealedDigests final : public format::ManifestDigests {
  public:
   explicit SealedDigests(const JobTable& table) : table_(table) {}
@@ -282,7 +282,7 @@ class JobTable::SealedDigests final : public format::ManifestDigests {
 
   Digest OfPart(uint32_t tensor, uint64_t begin) override {
     const layout::Piece* const pieces = layout::Pieces(table_.job_);
-    // Tensors mostly stand in the files as they do in the table.
+    // Tensors mostly stand in the files in the order of the table.
     while (next_ < table_.job_->piece_count && pieces[next_].tensor == Failure::kNoIndex) ++next_;
     const uint32_t file = table_.plan_->tensors.file(tensor);
     const layout::Extent& extent =

@@ -19,7 +19,7 @@
 
 namespace holdfast::writer {
 
-/// What a job table says beside the plan; see the fields of the same names in layout::Job.
+/// Values of a job table beside the plan; see the fields of the same names in layout::Job.
 struct JobParameters {
   layout::JobKind kind = layout::JobKind::kSave;
   uint32_t flags = 0;
@@ -27,7 +27,8 @@ struct JobParameters {
   EngineRung engine = EngineRung::kAuto;
   uint32_t queue_depth = 8;
   uint32_t pwrite_threads = 2;
-  bool streams = false;  ///< From the start; a save that runs out of memory begins to by itself.
+  /// From the start; a save that runs out of memory starts streaming by itself.
+  bool streams = false;
   AttemptId attempt;
   uint32_t rank = 0;
   uint32_t world_size = 1;
@@ -42,19 +43,19 @@ struct JobParameters {
   uint64_t time_liveness_max_ns = 0;
 };
 
-/// Where the bytes of a tensor, or of one piece, come from. Never leaves the trainer.
+/// The source of a tensor's or a piece's bytes. Never leaves the trainer.
 struct PieceSource {
   const char* data = nullptr;
   Device* device = nullptr;  ///< Null: host memory.
 };
 
-/// Where the bytes of one save come from; parallel to the plan's tensors and literals.
+/// The sources of one save's bytes; parallel to the plan's tensors and literals.
 struct Sources {
   std::vector<PieceSource> tensors;
-  std::vector<const char*> literals;  ///< They outlive the table.
+  std::vector<const char*> literals;  ///< Must outlive the table.
 };
 
-/// What a save's table is made from.
+/// The contents of a save's table.
 struct SaveContents {
   std::shared_ptr<const format::PackedPlan> plan;
   Sources sources;
@@ -62,14 +63,14 @@ struct SaveContents {
   format::CommitTemplate commit;
 };
 
-/// One control mapping (a memfd, DONTFORK here, sealed against resizing) and what the trainer keeps
-/// beside it.
+/// One control mapping (a memfd, DONTFORK here, sealed against resizing) with the trainer's private
+/// data.
 class JobTable {
  public:
   /// Takes as much control memory as ControlBytes says.
   static absl::StatusOr<std::unique_ptr<JobTable>> ForSave(const JobParameters& parameters,
                                                            const SaveContents& contents);
-  /// A job that removes retired checkpoint directories.
+  /// Makes a job that removes retired checkpoint directories.
   static absl::StatusOr<std::unique_ptr<JobTable>> ForDelete(const JobParameters& parameters,
                                                              const std::vector<std::string>& names);
   ~JobTable();
@@ -86,10 +87,10 @@ class JobTable {
   }
   int fd() const { return fd_.get(); }
   uint64_t bytes() const { return bytes_; }
-  /// Writes the manifest but for what the worker fills in. Once, after every extent was sealed and
-  /// before the last one is published. (A table without extents has its manifest already.)
+  /// Writes the manifest except the worker's slots. Called once, after every extent was sealed and
+  /// before the last extent is published. A table without extents has its manifest already.
   void WriteManifest();
-  /// Whether the worker has reported how it ended.
+  /// Returns true when the worker has reported its result.
   bool HasResult() const {
     // acquire: pairs with the worker's release store; everything else in the slot is visible then.
     return job_->completion.state.load(std::memory_order_acquire) ==

@@ -37,7 +37,8 @@ absl::StatusOr<bool> LeaseTaker::WaitAndTake(SaveState* save, uint32_t index,
                                              absl::Duration patience) {
   HOLDFAST_ASSIGN_OR_RETURN(const bool taken, TryTake(save, index));
   if (taken) return true;
-  // Nobody else holds a byte, and still there is no room: only this save's own bytes can make some.
+  // No other save holds a byte, and still there is no room: only this save's own bytes can make
+  // room.
   layout::Job* const job = save->table->job();
   if (!layout::Streams(*job) && pool_->HoldsAlone(save->epoch)) {
     if (!layout::Claim(job, layout::Written::kReleased)) {

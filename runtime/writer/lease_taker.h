@@ -1,4 +1,4 @@
-// Taking the lease of an extent, and waiting for the memory if there is none.
+// Leases the memory of an extent, and waits for free memory.
 #ifndef HOLDFAST_RUNTIME_WRITER_LEASE_TAKER_H_
 #define HOLDFAST_RUNTIME_WRITER_LEASE_TAKER_H_
 
@@ -18,17 +18,17 @@ class LeaseTaker {
   LeaseTaker(staging::StagingPool* pool, absl::Duration time_memory_max)
       : pool_(pool), time_memory_max_(time_memory_max) {}
 
-  /// Leases extent `index` if there is room for it now; false if not.
+  /// Leases extent `index`; returns false if there is no room now.
   absl::StatusOr<bool> TryTake(SaveState* save, uint32_t index);
 
-  /// Waits up to `patience` for room. A save that only its own bytes could make room for begins to
-  /// stream. False: not yet.
+  /// Waits up to `patience` for room, and leases. Switches the save to streaming if only the save's
+  /// own bytes could make room. Returns false if there is no room yet.
   absl::StatusOr<bool> WaitAndTake(SaveState* save, uint32_t index, absl::Duration patience);
 
   /// Waits as long as the options allow.
   absl::Status Take(SaveState* save, uint32_t index);
 
-  /// OK until the wait that began at `since` has lasted as long as the options allow.
+  /// Returns OK until the wait since `since` has reached the limit of the options.
   absl::Status CheckPatience(const SaveState& save, absl::Time since) const;
 
  private:

@@ -1,19 +1,19 @@
-// The trainer side's planted bugs: there only in the archive that tests link to see themselves turn
-// red.
+// The trainer side's planted bugs. Only the archive that tests link has them, so that tests see
+// themselves fail.
 #ifndef HOLDFAST_RUNTIME_WRITER_PLANTED_BUGS_H_
 #define HOLDFAST_RUNTIME_WRITER_PLANTED_BUGS_H_
 
 #ifdef HOLDFAST_PLANTED_BUGS
 namespace holdfast::writer::testing {
 
-/// Memory is given back as soon as the worker was told to write it, as a framework's allocator does
-/// that knows nothing of the writer process.
+/// Releases memory when the worker was asked to write it, as a framework's allocator does without
+/// regard to the writer process.
 extern bool release_at_submit;
 
-/// The end of a worker's process counts as the end of its transfers.
+/// Takes the end of a worker's process for the end of its transfers.
 extern bool trust_the_pidfd;
 
-/// The call returns while other threads still copy the caller's tensors.
+/// Returns from the call while other threads still copy the caller's tensors.
 extern bool return_while_copying;
 
 }  // namespace holdfast::writer::testing

@@ -52,15 +52,14 @@ void SaveState::FailStaging(const absl::Status& why) {
       worker::CopyText(std::string(why.message()).c_str(), text, sizeof(text));
     }
   }
-  // release: the worker reads the text behind it.
+  // release: the worker reads the text behind the flag.
   table->job()->trainer_failed.store(1, std::memory_order_release);
   if (link != nullptr) link->RingDoorbell();
   changed_.NotifyAll();
 }
 
 void SaveState::DropUser() {
-  // acq_rel: everything that this user wrote to leases is before the retirement that the last drop
-  // allows.
+  // acq_rel: this user's writes to leases precede the retirement that the last drop allows.
   if (users.fetch_sub(1, std::memory_order_acq_rel) == 1) wake_supervisor();
 }
 
@@ -245,9 +244,9 @@ absl::Status SaveHandle::WaitStaged(absl::Duration timeout) const {
 absl::Status SaveHandle::WaitStagedOn(Device* device, StreamHandle stream) const {
   if (state_ == nullptr || !state_->guard.InCreator()) return NotHere();
   if (device == nullptr || device->is_host()) return WaitStaged(absl::InfiniteDuration());
-  // The event that the stream waits for is recorded behind the last copy, so all must have been
-  // queued. Only a save larger than the free staging memory makes this wait for more than the
-  // queueing itself.
+  // The event that the stream waits for is recorded behind the last copy, so all copies must have
+  // been queued. Only a save larger than the free staging memory waits here for more than the
+  // queueing.
   HOLDFAST_RETURN_IF_ERROR(state_->WaitQueued(absl::InfiniteDuration()));
   return device->MakeStreamWait(stream);
 }

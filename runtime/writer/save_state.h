@@ -1,4 +1,4 @@
-// Everything about one save that its handle, the stager and the supervisor share.
+// The state of one save, shared by its handle, the stager and the supervisor.
 #ifndef HOLDFAST_RUNTIME_WRITER_SAVE_STATE_H_
 #define HOLDFAST_RUNTIME_WRITER_SAVE_STATE_H_
 
@@ -27,20 +27,19 @@
 
 namespace holdfast {
 
-/// One save. Made by the caller's thread; the fields of the first block do not change once the
-/// supervisor knows it.
+/// One save. The caller's thread makes it; the fields of the first block are constant after Watch.
 class SaveState {
  public:
   base::ForkGuard guard;
   std::shared_ptr<const format::PackedPlan> plan;  // shared with saves of the same structure
   std::string head;  // a literal of this save alone: see SafetensorsStructure::HeadFor
-  std::set<std::pair<Device*, StreamHandle>> streams;  // that last wrote its tensors
+  std::set<std::pair<Device*, StreamHandle>> streams;  // the last writers of its tensors
   std::unique_ptr<writer::JobTable> table;
   std::unique_ptr<writer::Checksums> checksums;  // null if the plan has no places for any
   std::shared_ptr<writer::WorkerLink> link;
   std::shared_ptr<const base::UniqueFd> parent;  // the directory above the checkpoint
   base::UniqueFd in_use;        // the partial directory, locked: shared with the worker
-  base::UniqueFd trainer_lock;  // and the lock that says that the trainer itself lives
+  base::UniqueFd trainer_lock;  // and the lock that proves that the trainer lives
   std::string checkpoint;
   std::string partial;
   std::string path;
@@ -49,30 +48,30 @@ class SaveState {
   uint64_t bytes_total = 0;
   uint64_t bytes_to_lease = 0;  // each file rounded up
   uint64_t entered_ns = 0;      // on the monotonic clock, as the worker's times
-  // A process that was killed in a direct write ends after that write on this file system.
+  // On this file system a killed process ends after its direct write.
   bool writes_end_with_process = false;
   std::function<void()> wake_supervisor;
-  const void* owner = nullptr;  // whose save it is, for Supervisor::WaitIdle
-  /// Called from the supervisor's thread when the save has ended and its memory was let go, before
-  /// Called from the supervisor's thread when the save has ended and its memory was let go, before
-  /// anybody is woken. `worker_left_files`: the worker died without a result, so its partial files
-  /// are still there. Returns how the save has ended: OK where a worker that died had committed it.
+  const void* owner = nullptr;  // the save's owner, for Supervisor::WaitIdle
+  /// Called on the supervisor's thread when the save has ended and its memory was released, before
+  /// any waiter is woken. `worker_left_files`: the worker died without a result, so its partial
+  /// files are still present. Returns the final status of the save: OK if a dead worker had
+  /// committed it.
   std::function<absl::Status(const std::shared_ptr<SaveState>&, const absl::Status&,
                              bool worker_left_files)>
       on_finished;
-  /// Called likewise when the save was given up though it has not ended (it is quarantined).
+  /// Called on the same thread when a save was given up before its end (quarantined).
   std::function<void(const std::shared_ptr<SaveState>&, const absl::Status&)> on_given_up;
 
   // The staging side: one entry per extent, written before the extent is published.
   std::vector<staging::Lease> leases;
   layout::LogWriter published;
-  /// Extents that have no lease yet; the one who takes the last tells the pool that this epoch
-  /// wants no more.
+  /// Extents without a lease. The thread that takes the last lease tells the pool that this epoch
+  /// needs no more memory.
   std::atomic<uint32_t> extents_to_lease{0};
-  /// Extents not yet sealed; the one who seals the last marks the save as staged.
+  /// Extents not yet sealed; the thread that seals the last extent marks the save as staged.
   std::atomic<uint32_t> extents_to_seal{0};
   /// Threads and queued tasks that may still touch this save's leases: the caller, device copies,
-  /// sealers. The epoch is retired only at zero, whatever became of the worker.
+  /// sealers. The epoch is retired only at zero, regardless of the worker's state.
   std::atomic<uint32_t> users{0};
   std::atomic<uint64_t> bytes_sealed{0};
   std::atomic<uint64_t> cpu_sealing_ns{0};
@@ -86,9 +85,9 @@ class SaveState {
   uint64_t progress_at_ns = 0;
   uint64_t gone_at_ns = 0;  // 0: the worker was not seen gone yet
   bool killed = false;
-  bool retired = false;                  // its staging memory was given back
-  absl::Status worker_damage;            // its log holds what no sound worker writes
-  std::atomic<bool> quarantined{false};  // read by anybody
+  bool retired = false;                  // its staging memory was released
+  absl::Status worker_damage;            // the log holds entries that no sound worker writes
+  std::atomic<bool> quarantined{false};  // read by any thread
 
   /// Gives up staging: no further extent is published, the worker cleans up. The first failure
   /// stays.
@@ -98,13 +97,13 @@ class SaveState {
   }
 
   void AddUser() { users.fetch_add(1, std::memory_order_relaxed); }
-  /// The caller touches no lease of this save any more.
+  /// Removes the caller from the users of this save's leases.
   void DropUser();
 
   void MarkStaged();
   void NotifyQueued();
-  /// Final: fills the report and wakes everybody. Called once, after the leases were retired (or
-  /// quarantined).
+  /// Fills the report and wakes all waiters. Called once, after the leases were retired or
+  /// quarantined.
   void Finish(const absl::Status& status);
 
   absl::Status WaitStaged(absl::Duration timeout);
@@ -114,16 +113,17 @@ class SaveState {
   SaveProgress Progress();
   int WorkerPid();
   base::FailureNames Names() const;
-  /// For messages: the tensor of a piece, or what stands for one.
+  /// Returns the name of the piece's tensor, or a substitute, for messages.
   std::string TensorName(uint32_t tensor) const;
   SaveReport* MutableReport() { return &report_; }  // before the supervisor knows the save
   absl::Status StagingStatus();
-  /// The save's own error if no WaitDurable has returned it yet; marks it as returned.
+  /// Returns the save's own error if no WaitDurable has returned the error yet, and marks the error
+  /// as returned.
   absl::Status TakeUnseenError();
   bool ErrorWasSeen();
-  /// The call that started the save has returned its error itself.
+  /// Marks the error as returned by the call that started the save.
   void MarkErrorReturned();
-  /// The name that the replaced checkpoint has now; empty if there is none. Before
+  /// Returns the replaced checkpoint's new name, or an empty string. Called before
   /// ReleaseResources.
   std::string LeftBehind() const;
   /// Asks the worker to stop.

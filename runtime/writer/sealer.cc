@@ -100,7 +100,7 @@ void Sealer::Run() {
     bool has_bytes = true;
     if (task.copy != nullptr) {
       has_bytes = task.copy();
-      task.copy = nullptr;  // with all that it refers to
+      task.copy = nullptr;  // with all of its references
       const base::MutexLock lock(&mutex_);
       --copies_under_way_;
     }
@@ -155,8 +155,8 @@ void Sealer::SealDigested(const std::shared_ptr<SaveState>& save, uint32_t index
                           const Digest& whole) {
   layout::Extent& extent = save->table->extent(index);
   char* memory = pool_->arena().base() + extent.arena_offset;
-  // The I/O length is a multiple of the alignment: what is behind the end must not be an older
-  // save's bytes.
+  // The I/O length is a multiple of the alignment: bytes behind the end must not be an older
+  // save's.
   std::memset(memory + extent.bytes, 0, layout::AlignUp(extent.bytes) - extent.bytes);
   extent.sealed = whole;
   pool_->Seal(save->leases[index]);
@@ -176,7 +176,7 @@ void Sealer::Publish(const std::shared_ptr<SaveState>& save, uint32_t index) {
   // Before the append: the worker may finish, and the progress display read, as soon as the index
   // is in the log.
   save->bytes_sealed.fetch_add(bytes, std::memory_order_relaxed);
-  // acq_rel: whoever seals the last extent sees the digests of all others.
+  // acq_rel: the thread that seals the last extent sees the digests of all extents.
   const bool last = save->extents_to_seal.fetch_sub(1, std::memory_order_acq_rel) == 1;
   if (!last) {
     Append(save.get(), index);
@@ -194,8 +194,8 @@ void Sealer::Publish(const std::shared_ptr<SaveState>& save, uint32_t index) {
 #endif
 }
 
-// Only with its last extent a save is whole, and a worker whose trainer dies finishes what is: the
-// manifest must be there by then.
+// The last extent completes the save. A worker whose trainer dies finishes a complete save, so the
+// manifest must be present by then.
 void Sealer::PublishLast(SaveState* save, uint32_t index) {
   save->table->WriteManifest();
   save->MarkStaged();

@@ -1,5 +1,4 @@
-// Digesting what was staged, on a small pool of threads, while later tensors are still being
-// copied.
+// Digests staged bytes on a small pool of threads, while later tensors are still being copied.
 #ifndef HOLDFAST_RUNTIME_WRITER_SEALER_H_
 #define HOLDFAST_RUNTIME_WRITER_SEALER_H_
 
@@ -20,29 +19,29 @@
 
 namespace holdfast::writer {
 
-/// Seals extents: digests (whole and by piece) into the job table, then the lease's state, then
-/// publication to the worker, in that order. The last extent of a save is published behind its
-/// manifest.
+/// Seals extents: writes the digests (whole and by piece) into the job table, moves the lease's
+/// state, and publishes to the worker, in this order. The last extent of a save is published behind
+/// the manifest.
 class Sealer {
  public:
   Sealer(staging::StagingPool* pool, uint32_t threads,
          std::function<void(const SealedExtent&)> on_sealed);
-  ~Sealer();  // finishes what was queued
+  ~Sealer();  // finishes the queued tasks
 
-  /// Starts the threads, as many as there can be. \error Not even one.
+  /// Starts as many threads as possible. \error If no thread starts.
   absl::Status Start();
 
-  /// Queues extent `index`, whose bytes are all in the arena. The save gains a user until it is
-  /// sealed.
+  /// Queues extent `index`, whose bytes are all in the arena. The save gains a user until the
+  /// extent is sealed.
   void Enqueue(std::shared_ptr<SaveState> save, uint32_t index);
 
-  /// Has extent `index` copied and sealed by a thread of the pool, ahead of all seals, if one of
-  /// them has no copy to make. False: none has, and `copy` is not called. `copy` brings the bytes
-  /// into the arena; false from it: there is nothing to seal.
+  /// Lets a thread of the pool copy and seal extent `index`, ahead of all seals. Returns false,
+  /// without a call of `copy`, if every thread has a copy to make. `copy` brings the bytes into the
+  /// arena; it returns false if there is nothing to seal.
   bool TryCopy(std::shared_ptr<SaveState> save, uint32_t index, std::function<bool()> copy);
 
-  /// Seals an extent whose digests were taken while it was copied: `whole`, and those of its
-  /// pieces, already in the table.
+  /// Seals an extent whose digests were computed during the copy: `whole`, and the pieces' digests
+  /// in the table.
   void SealDigested(const std::shared_ptr<SaveState>& save, uint32_t index, const Digest& whole);
 
  private:
@@ -54,7 +53,8 @@ class Sealer {
   };
   void Run();
   Task Next();
-  /// False: a checksum that the extent has a place for is not known yet; it is queued again then.
+  /// Returns false if a checksum for a place of the extent is unknown; the extent is queued again
+  /// later.
   bool TakeChecksums(const Task& task);
   void Do(const Task& task);
   void Seal(const std::shared_ptr<SaveState>& save, uint32_t index);
@@ -66,7 +66,7 @@ class Sealer {
   base::Mutex mutex_;
   base::Condition changed_;
   std::deque<Task> copies_ ABSL_GUARDED_BY(mutex_);
-  uint32_t copies_under_way_ ABSL_GUARDED_BY(mutex_) = 0;  // those and what threads are copying
+  uint32_t copies_under_way_ ABSL_GUARDED_BY(mutex_) = 0;  // queued and running copies
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   uint32_t threads_max_;

@@ -26,7 +26,7 @@ absl::StatusOr<pid_t> SpawnWorker(const std::string& program, const std::string&
     return base::ErrnoStatus("start", program, error);
   const absl::Cleanup free_attributes = [&attributes] { posix_spawnattr_destroy(&attributes); };
 
-  // The socket first: its number may be one of those that the other actions overwrite.
+  // The socket first: the remaining actions may overwrite its number.
   int error = posix_spawn_file_actions_adddup2(&actions, socket, layout::kWorkerSocketFd);
   if (error == 0)
     error = posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);

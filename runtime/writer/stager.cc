@@ -47,15 +47,15 @@ Way WayOf(const SaveState& save, uint32_t index) {
   const layout::Extent& extent = save.table->extent(index);
   const bool device = HasDevicePiece(*save.table, extent);
   if (HasHostPiece(*save.table, extent)) return device ? Way::kMixed : Way::kHost;
-  // Literals alone, that have to wait for a checksum: they must not hold memory meanwhile.
+  // Literals that wait for a checksum must not hold memory meanwhile.
   const bool waits = save.checksums != nullptr && save.checksums->WaitsForDevice(index);
   return device || waits ? Way::kDevice : Way::kHost;
 }
 
 }  // namespace
 
-/// Copies of one call that other threads make. They read the caller's tensors, so the call must not
-/// return before they have ended.
+/// Copies of one call on other threads. The copies read the caller's tensors, so the call must not
+/// return before their end.
 class Stager::HelpedCopies {
  public:
   void Begin() {
@@ -67,7 +67,7 @@ class Stager::HelpedCopies {
     status_.Update(status);
     if (--under_way_ == 0) ended_.NotifyAll();
   }
-  /// The first failure, once all have ended.
+  /// Waits for all copies and returns the first failure.
   absl::Status Wait() {
     const base::MutexLock lock(&mutex_);
     while (under_way_ != 0) ended_.WaitUntil(&mutex_, base::Now() + absl::Hours(1));
@@ -103,8 +103,8 @@ absl::Status Stager::StageAll(const std::shared_ptr<SaveState>& save) {
     save->MarkStaged();
     return absl::OkStatus();
   }
-  // Order every device behind what its stream holds now, before anything else of the trainer's is
-  // queued on it.
+  // Order every device behind the present work of its stream, before the trainer queues further
+  // work.
   for (const auto& [device, stream] : save->streams) {
     HOLDFAST_RETURN_IF_ERROR(device->OrderAfter(stream));
   }
@@ -119,7 +119,7 @@ bool Stager::MustLeaseInOrder(const SaveState& save) const {
       ++waiting;
   }
   // n leases of a chunk or less split the rest of the arena into n + 1 gaps at most: room for one
-  // more chunk is certain while the arena has 2n + 1 of them.
+  // more chunk is certain while the arena has 2n + 1 chunks.
   return 2 * waiting + 1 > pool_->arena().bytes() / kChunkBytes;
 }
 
@@ -154,11 +154,12 @@ absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save,
     HOLDFAST_RETURN_IF_ERROR(leases_.Take(save.get(), i));
     if (ways[i] == Way::kHost && CopiesElsewhere(save, i, helped)) continue;
     if (ways[i] != Way::kDevice) HOLDFAST_RETURN_IF_ERROR(CopyHost(save, i, ways[i]));
-    // At once, whatever else is still to come: in a save larger than the arena only its own extents
-    // make room for the next ones.
+    // At once, before the remaining extents: in a save larger than the arena only its own extents
+    // make room for the next extents.
     if (ways[i] != Way::kHost) devices_.Enqueue(save, i, /*leased=*/true);
   }
-  // The others come last: the caller waits for the memory of the host's.
+  // Extents that need not be leased in order come last: the caller waits for the host extents'
+  // memory.
   for (uint32_t i = in_order ? host_end : 0; i < count; ++i) {
     if (ways[i] == Way::kDevice) devices_.Enqueue(save, i, /*leased=*/false);
   }
@@ -167,7 +168,7 @@ absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save,
 
 bool Stager::CopiesElsewhere(const std::shared_ptr<SaveState>& save, uint32_t index,
                              const std::shared_ptr<HelpedCopies>& helped) {
-  // A thread that is woken for less has cost more than the copy.
+  // For fewer bytes waking a thread costs more than the copy.
   if (save->table->extent(index).bytes < kChunkBytes / 4) return false;
   helped->Begin();
   const bool taken = sealer_->TryCopy(save, index, [this, save, index, helped] {

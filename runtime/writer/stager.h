@@ -1,5 +1,5 @@
-// Getting a save's bytes into the arena: host tensors by the caller's thread, and those that seal,
-// before the call returns; what has device tensors is handed to the thread behind it.
+// Stages a save's bytes. The caller's thread and the sealer's threads copy host tensors before the
+// call returns. Extents with device tensors go to the device thread.
 #ifndef HOLDFAST_RUNTIME_WRITER_STAGER_H_
 #define HOLDFAST_RUNTIME_WRITER_STAGER_H_
 
@@ -23,11 +23,12 @@ struct StagerOptions {
   absl::Duration time_memory_max = absl::Minutes(10);
 };
 
-/// Who stages an extent.
+/// The stager of an extent.
 enum class Way {
-  kHost,    ///< The caller's thread or a sealer's: only host tensors and literals.
-  kMixed,   ///< The caller's thread first, then the device thread.
-  kDevice,  ///< The device thread: nothing that the caller may change after its call.
+  kHost,   ///< The caller's thread or a sealer's: only host tensors and literals.
+  kMixed,  ///< The caller's thread first, then the device thread.
+  /// The device thread: the extent holds no data that the caller may change after the call.
+  kDevice,
 };
 
 class Stager {
@@ -40,9 +41,9 @@ class Stager {
   absl::Status Stage(const std::shared_ptr<SaveState>& save);
 
  private:
-  /// Whether the lease of every extent must wait for those of all before it. An extent with a place
-  /// for the checksum of a device tensor holds its memory until that tensor was staged, so too many
-  /// of them ahead of it would leave it none.
+  /// Returns true when all extents must be leased in order. An extent with a place for the checksum
+  /// of a device tensor holds its memory until that tensor was staged. Too many such extents ahead
+  /// of the tensor would leave no memory for it.
   bool MustLeaseInOrder(const SaveState& save) const;
   absl::Status StageAll(const std::shared_ptr<SaveState>& save);
   class HelpedCopies;
@@ -54,10 +55,10 @@ class Stager {
   bool CopiesElsewhere(const std::shared_ptr<SaveState>& save, uint32_t index,
                        const std::shared_ptr<HelpedCopies>& helped);
   absl::Status CopyHost(const std::shared_ptr<SaveState>& save, uint32_t index, Way way);
-  /// Copies what of extent `index` is in host memory. True: it was sealed as well.
+  /// Copies the host pieces of extent `index`. Returns true if the extent was sealed as well.
   absl::StatusOr<bool> CopyHostPieces(const std::shared_ptr<SaveState>& save, uint32_t index,
                                       Way way);
-  /// The same, digesting while copying, up to the first place of a checksum that is not known yet.
+  /// As CopyHostPieces, but digests during the copy, up to the first place of an unknown checksum.
   absl::StatusOr<bool> CopyFused(const std::shared_ptr<SaveState>& save, uint32_t index);
   absl::Status LookAgain(const SaveState& save, uint32_t index) const;
 

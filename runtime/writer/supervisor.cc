@@ -27,18 +27,18 @@ bool trust_the_pidfd = false;
 
 namespace {
 
-// With saves in flight the supervisor looks at their deadlines this often even if nobody wakes it.
+// The interval of deadline checks with saves in flight.
 constexpr int kTickMs = 200;
 constexpr int kIdleTickMs = 1000;
 // A worker gives up by itself at its stall deadline; the supervisor kills it this much later.
 constexpr double kKillFactor = 1.5;
-// A killed process that is not gone after this long is stuck in the kernel (D state).
+// A killed process that is not gone after this time is stuck in the kernel (D state).
 constexpr uint64_t kKillGraceNs = 10'000'000'000;
 constexpr uint64_t kNsPerSecond = 1'000'000'000;
-// The ring of a killed process is taken down behind its end. A save ends with its memory
-// quarantined when that takes longer.
+// The kernel takes down the ring of a killed process after its end. A save ends with its memory
+// quarantined when the take-down lasts longer.
 constexpr uint64_t kLandingGraceNs = 500'000'000;
-// Who waits for saves looks this often whether one was quarantined, which ends the wait for it.
+// The interval at which waiters for saves check for a quarantine, which ends the wait.
 constexpr absl::Duration kQuarantineStep = absl::Seconds(1);
 
 bool ResultIsThere(const SaveState& save) { return save.table->HasResult(); }
@@ -47,7 +47,7 @@ std::string Reason(const char* reason) {
   return {reason, strnlen(reason, sizeof(layout::CompletionSlot::reason))};
 }
 
-// What kept a save from replacing a checkpoint; empty where an errno tells.
+// Describes the obstacle to replacing a checkpoint; empty where an errno describes it.
 std::string InTheWay(const layout::CompletionSlot& slot) {
   if (slot.foreign[0] != '\0')
     return absl::StrCat("entry ", std::string(slot.foreign, strnlen(slot.foreign, kNameBytes)));
@@ -76,8 +76,8 @@ Supervisor::Supervisor(staging::StagingPool* pool, const SupervisorOptions& opti
 Supervisor::~Supervisor() {
   if (Stop()) return;
   const base::MutexLock lock(&mutex_);
-  // A thread that is stuck uses its link's doorbells when it goes on, and waiting for it is waiting
-  // for ever.
+  // A stuck thread uses its link's doorbells when it goes on, and a wait for the thread may never
+  // end.
   for (std::shared_ptr<SaveState>& save : saves_) base::KeepForever(std::move(save));
   saves_.clear();
 }
@@ -156,8 +156,8 @@ void Supervisor::PollOnce(const Saves& saves) {
   fds.push_back({.fd = wake_.get(), .events = POLLIN, .revents = 0});
   for (const auto& save : saves) {
     fds.push_back({.fd = save->link->doorbell_fd(), .events = POLLIN, .revents = 0});
-    // Negative fds (a thread has no pidfd) are ignored by poll(2). The pidfd of a worker that is
-    // gone stays readable, and so does the hang-up: each is left out once it was seen.
+    // poll(2) ignores negative fds (a thread has no pidfd). The pidfd of a dead worker and the
+    // hang-up stay readable, so each is left out once seen.
     const bool gone = save->gone_at_ns != 0;
     const bool lands = gone && !save->retired && !save->link->HasHungUp();
     fds.push_back({.fd = gone ? -1 : save->link->pidfd(), .events = POLLIN, .revents = 0});
@@ -175,12 +175,12 @@ void Supervisor::PollOnce(const Saves& saves) {
 
 bool Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& saves) {
   ReleaseAcknowledged(save.get());
-  // Order matters: a worker that is seen gone first has stored all that it will ever store.
+  // Order matters: a worker that is seen gone first has made all of its stores.
   const bool gone = save->link->IsGone();
   const bool result = ResultIsThere(*save);
   if (gone && save->gone_at_ns == 0) save->gone_at_ns = sys::NowNs();
   RetireIfLanded(save.get(), gone);
-  // A process per save is joined; a kept worker's job has ended with its result.
+  // A worker of one job is joined; a kept worker's job ends with its result.
   if (gone || (result && save->link->kept())) return End(save, gone);
   EndAsserted(save);
   if (IsQueued(*save, saves)) {
@@ -196,7 +196,7 @@ bool Supervisor::HasLanded(const SaveState& save, bool gone) {
   if (testing::trust_the_pidfd) return gone;
 #endif
   const layout::Job& job = *save.table->job();
-  // acquire: pairs with the worker's release; its reads of these bytes come before their reuse.
+  // acquire: pairs with the worker's release; its reads of these bytes precede their reuse.
   if (job.staging_released.load(std::memory_order_acquire) != 0) return true;
   if (!gone || !save.link->HasHungUp()) return false;
   const auto engine = static_cast<EngineRung>(job.engine_used.load(std::memory_order_relaxed));
@@ -214,14 +214,14 @@ void Supervisor::RetireIfLanded(SaveState* save, bool gone) {
   save->retired = true;
 }
 
-// A kept worker does one job after the other: the wait for those before it is no stall.
+// A kept worker runs one job after the other: waiting for earlier jobs is no stall.
 bool Supervisor::IsQueued(const SaveState& save, const Saves& saves) {
   const auto begun = [](const SaveState& state) {
     return state.table->job()->worker_pid.load(std::memory_order_relaxed) != 0;
   };
   if (!save.link->kept() || begun(save)) return false;
   return std::any_of(saves.begin(), saves.end(), [&](const std::shared_ptr<SaveState>& other) {
-    // Without a table it has ended in this very round.
+    // A save without a table has ended in this round.
     return other->table != nullptr && other->link == save.link && !other->quarantined &&
            begun(*other);
   });
@@ -253,7 +253,7 @@ void Supervisor::EndAsserted(const std::shared_ptr<SaveState>& save) {
   if (save->quarantined || layout::TraitsOf(save->link->launcher()).process) return;
   // acquire: the text was written before.
   if (job.assertion_failed.load(std::memory_order_acquire) == 0) return;
-  save->link->Kill();  // It gets no further job.
+  save->link->Kill();  // The worker gets no further job.
   const absl::Status why = absl::InternalError(
       absl::StrCat("save ", save->path, ": its worker found its own state wrong (",
                    Reason(job.completion.reason), ")"));
@@ -277,7 +277,7 @@ void Supervisor::CheckStalled(const std::shared_ptr<SaveState>& save) {
   const layout::Job& job = *save->table->job();
   const uint64_t waited = TimeWithoutProgress(save.get());
   const uint32_t phase = job.phase.load(std::memory_order_relaxed);
-  // Waiting for other ranks has a deadline of its own.
+  // Waiting for other ranks has a separate deadline.
   const bool waits_for_ranks = phase == static_cast<uint32_t>(layout::Phase::kWaitingForRanks);
   const uint64_t deadline = waits_for_ranks
                                 ? std::max(job.time_stalled_max_ns, job.time_ranks_max_ns)
@@ -299,8 +299,8 @@ void Supervisor::CheckStalled(const std::shared_ptr<SaveState>& save) {
   }
 }
 
-// A time-out never frees. The save stays watched, and its memory comes back when it has provably
-// landed after all.
+// A time-out never frees memory. The save stays watched, and its memory is released when its
+// transfers have provably landed.
 void Supervisor::Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why) {
   if (save->quarantined.exchange(true)) return;
   if (!save->retired) pool_->Quarantine(save->epoch, std::string(why.message()));
@@ -336,8 +336,8 @@ void Supervisor::StopStaging(const std::shared_ptr<SaveState>& save, const absl:
     save->FailStaging(outcome);
     pool_->AbortEpoch(save->epoch);
   }
-  // What a device has begun to copy cannot be taken back. If its stream hangs, so would everybody
-  // who waits for this save.
+  // A begun device copy cannot be cancelled. Without this, a hanging stream would hang every waiter
+  // of the save.
   if (TimeWithoutProgress(save.get()) < save->table->job()->time_stalled_max_ns) return;
   Quarantine(save, base::Annotate(outcome, absl::StrCat("copies into its staging memory do not ",
                                                         "end; it is quarantined until they do")));
@@ -392,7 +392,7 @@ absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
   }
   const absl::Status status = base::ToStatus(failure, save->Names());
   const char* const reason = save->table->job()->completion.reason;
-  // What else the worker can say: why a table is malformed, what was in flight at a stall.
+  // The worker's own text: the defect of a malformed table, or the transfers in flight at a stall.
   const bool tells =
       failure.operation == Operation::kAttach || failure.code == FailureCode::kDeadlineExceeded;
   std::string more;
@@ -415,7 +415,7 @@ absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
 void Supervisor::TrimIfIdle() {
   if (options_.idle_trim == absl::InfiniteDuration()) return;
   if (pool_->arena().resident() && pool_->IdleFor() >= options_.idle_trim) {
-    // A save that begins meanwhile makes this fail harmlessly; the next tick tries again.
+    // A save that begins meanwhile makes the trim fail harmlessly; the next tick tries again.
     (void)pool_->Trim();
   }
 }

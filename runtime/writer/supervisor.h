@@ -1,5 +1,5 @@
-// The trainer's side of every save in flight: releases what a streaming worker acknowledged, joins
-// workers that ended, and only then lets memory go.
+// The trainer's side of every save in flight. Releases bytes that a streaming worker acknowledged,
+// joins ended workers, and only then releases the memory.
 #ifndef HOLDFAST_RUNTIME_WRITER_SUPERVISOR_H_
 #define HOLDFAST_RUNTIME_WRITER_SUPERVISOR_H_
 
@@ -26,24 +26,24 @@ class Supervisor {
  public:
   static absl::StatusOr<std::unique_ptr<Supervisor>> Start(staging::StagingPool* pool,
                                                            const SupervisorOptions& options);
-  /// What belongs to saves that could not be stopped stays until the process ends.
+  /// Keeps the resources of saves that could not be stopped until the process ends.
   ~Supervisor();
 
-  /// Waits for every save in flight; each ends by its own deadlines. False: some worker could not
-  /// be stopped, its memory is quarantined and must stay mapped.
+  /// Waits for every save in flight; each ends by its own deadlines. Returns false if a worker
+  /// could not be stopped: its memory is quarantined and must stay mapped.
   bool Stop();
 
-  /// From now on the save is the supervisor's to end. Its worker is running.
+  /// Hands the save, whose worker is running, to the supervisor, which ends it.
   void Watch(std::shared_ptr<SaveState> save);
 
-  /// Looks at all saves soon.
+  /// Starts a look at all saves.
   void Wake();
 
-  /// Waits until no save of `owner` is in flight; those that can never end (quarantined) are not
-  /// waited for. \error kDeadlineExceeded.
+  /// Waits until no save of `owner` is in flight, without regard to quarantined saves. \error
+  /// kDeadlineExceeded.
   absl::Status WaitIdle(const void* owner, absl::Time deadline);
 
-  /// Saves that go on. One that has ended may still have memory in quarantine.
+  /// Returns the number of unfinished saves. A finished save may still have memory in quarantine.
   uint64_t in_flight();
 
  private:
@@ -60,12 +60,12 @@ class Supervisor {
   void Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why);
   void StopStaging(const std::shared_ptr<SaveState>& save, const absl::Status& outcome);
   bool End(const std::shared_ptr<SaveState>& save, bool gone);
-  /// Whether every transfer that can touch the save's staging memory has provably landed.
   void EndAsserted(const std::shared_ptr<SaveState>& save);
+  /// Returns true when every transfer that can touch the save's staging memory has provably landed.
   static bool HasLanded(const SaveState& save, bool gone);
-  /// Gives the staging memory back once nothing can touch it any more, the trainer included.
+  /// Releases the staging memory once neither transfers nor the trainer can touch it.
   void RetireIfLanded(SaveState* save, bool gone);
-  /// The worker is gone, but its transfers may not have landed: ends the save, keeps its memory.
+  /// Ends the save of a dead worker, and keeps its memory because transfers may not have landed.
   void AwaitLanding(const std::shared_ptr<SaveState>& save, const absl::Status& outcome);
   absl::Status Outcome(SaveState* save, bool gone, bool* left_files);
   void TrimIfIdle();

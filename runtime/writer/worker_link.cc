@@ -86,8 +86,8 @@ absl::Status WorkerLink::Start(const LinkOptions& options) {
 absl::Status WorkerLink::WatchTrainer() {
   trainer_watch_ = base::UniqueFd(sys::PidfdOwned(sys::Sys().getpid()));
   if (trainer_watch_.valid()) return absl::OkStatus();
-  // The rung below, where pidfd_open is forbidden or not there: a socket whose other end this
-  // process alone holds (foreign children close it) hangs up with its death.
+  // The fallback without pidfd_open: a socket whose other end only this process holds (foreign
+  // children close it). The socket hangs up with the process's death.
   int ends[2];
   if (sys::SocketPairOwned(SOCK_STREAM, ends) != 0) {
     return base::ErrnoStatus("create", "the socket by which a worker sees the trainer's end",
@@ -101,7 +101,7 @@ absl::Status WorkerLink::WatchTrainer() {
 absl::Status WorkerLink::WatchWorker() {
   pidfd_ = base::UniqueFd(sys::PidfdOwned(pid_));
   if (pidfd_.valid()) return absl::OkStatus();
-  // No rung below: without it nothing proves that the worker is gone.
+  // Without a pidfd there is no proof that the worker is gone, and no fallback.
   return base::ErrnoStatus("watch by pidfd_open",
                            "the worker that was just started (the launcher thread needs none)",
                            errno);
@@ -127,8 +127,8 @@ absl::Status WorkerLink::StartForked(base::UniqueFd worker_end) {
 }
 
 absl::Status WorkerLink::StartThread(base::UniqueFd worker_end) {
-  // Serve closes the socket, so it gets a number of its own: UniqueFd's must not be closed behind
-  // its back.
+  // Serve closes the socket, so Serve gets a duplicate: UniqueFd must remain the only closer of its
+  // own.
   const int socket = sys::DuplicateOwned(worker_end.get());
   if (socket < 0) return base::ErrnoStatus("duplicate", "the worker's socket", errno);
   const absl::Status started = thread_.Start([this, socket] {
@@ -174,12 +174,12 @@ absl::Status WorkerLink::Send(layout::MessageKind kind, uint64_t bytes, const in
   const absl::Time end = base::Now() + time_take_max_;
   while (sys::Sys().sendmsg(socket_.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT) < 0) {
     if (errno != EAGAIN && errno != EINTR) return WhyRefused(errno);
-    // Hundreds of jobs wait for it already.
+    // Hundreds of jobs are queued already.
     if (base::Now() > end) {
       return absl::DeadlineExceededError(absl::StrCat("hand a job to the worker: it took none for ",
                                                       absl::FormatDuration(time_take_max_)));
     }
-    constexpr int kLookMs = 100;  // A thread that has ended does not close its end at once.
+    constexpr int kLookMs = 100;  // A thread may close its end some time after its last job.
     pollfd room{.fd = socket_.get(), .events = POLLOUT, .revents = 0};
     sys::Sys().poll(&room, 1, kLookMs);
   }
@@ -188,8 +188,8 @@ absl::Status WorkerLink::Send(layout::MessageKind kind, uint64_t bytes, const in
 
 absl::Status WorkerLink::WhyRefused(int error) {
   const absl::Status refused = base::ErrnoStatus("hand a job to", "the worker", error);
-  // Its end of the socket is closed, so the process is about to be gone. How it ended (it is of
-  // another version, it lacks a library) says more than "broken pipe".
+  // The worker's end of the socket is closed, so the process is about to end. Its exit status
+  // (another version, a missing library) says more than "broken pipe".
   constexpr int kEndMs = 1000;
   const bool closed = error == EPIPE || error == ECONNRESET;
   if (!closed || !pidfd_.valid() || !IsReadable(pidfd_.get(), kEndMs)) return refused;
@@ -205,7 +205,7 @@ void WorkerLink::DrainDoorbell() {
 
 void WorkerLink::Exit() {
   const base::MutexLock lock(&send_mutex_);
-  // A worker that is gone already needs no telling.
+  // A dead worker needs no message.
   (void)Send(layout::MessageKind::kExit, 0, nullptr, 0);
 }
 
@@ -251,8 +251,8 @@ std::string WorkerLink::TakeExitStatus() {
 }
 
 void WorkerLink::ReapKilled() {
-  // Only where no pidfd could be opened (no fd was left): Launch has killed the child, which had
-  // nothing to do yet. The pid is still ours, and it must not stay behind as a zombie.
+  // Only where opening the pidfd failed (no fd was left): Launch has killed the child, which had no
+  // work yet. The pid is still this process's child, and must not stay behind as a zombie.
   siginfo_t info{};
   if (pid_ <= 0) return;
   (void)sys::Uninterrupted(
@@ -269,8 +269,8 @@ void WorkerLink::Kill() {
   if (pidfd_.valid()) {
     sys::Sys().pidfd_send_signal(pidfd_.get(), SIGKILL);
   } else if (pid_ > 0) {
-    // Only where opening the pidfd of a child of this very call failed: the pid is still ours,
-    // nobody has reaped it.
+    // Only where opening the pidfd of a child of this very call failed: the child is not reaped
+    // yet, so the pid is not reused.
     sys::Sys().kill(pid_, SIGKILL);
   }
 }
@@ -284,7 +284,7 @@ void WorkerLink::Abandon(std::shared_ptr<WorkerLink> link) {
 
 WorkerLink::~WorkerLink() {
   if (!guard_.InCreator()) {
-    // A foreign child inherited the object: the worker and the thread are not its own.
+    // A foreign child inherited the object but owns neither the worker nor the thread.
     thread_.Forget();
     return;
   }
@@ -295,8 +295,8 @@ WorkerLink::~WorkerLink() {
     return;
   }
   if (IsReaped()) return;
-  // Nothing is in flight any more, so a worker that does not end by itself is broken; it must not
-  // become a zombie.
+  // No transfer is in flight, so a worker that does not end by itself is broken; it must not become
+  // a zombie.
   constexpr int kEndMs = 10'000;
   if (!kept_ || !IsReadable(pidfd_.get(), kEndMs)) Kill();
   if (IsReadable(pidfd_.get(), kEndMs)) Reap();
@@ -309,7 +309,7 @@ absl::Status WorkerLink::DropRegistration() {
   constexpr int kAnswerMs = 10'000;
   layout::Message answer;
   if (!IsReadable(socket_.get(), kAnswerMs)) {
-    // Its answer, if it came, would be taken for that to a later question.
+    // A late answer would be taken for the answer to a later question.
     Kill();
     return absl::DeadlineExceededError(
         "detach the kept worker from the arena: no answer; it was killed, and the pages stay");
@@ -317,7 +317,7 @@ absl::Status WorkerLink::DropRegistration() {
   const ssize_t got = sys::Sys().read(socket_.get(), &answer, sizeof(answer));
   if (got != sizeof(answer) || answer.magic != layout::kWireMagic ||
       answer.kind != layout::MessageKind::kDetached) {
-    // End of file: the worker is gone and with it its registration.
+    // End of file: the worker is gone, and its registration too.
     if (got == 0) return absl::OkStatus();
     return absl::InternalError(
         "detach the kept worker from the arena: unexpected answer; the pages stay");
@@ -331,7 +331,7 @@ absl::Status WorkerLink::RestoreRegistration() {
 }
 
 absl::Status WorkerLink::UnlessGone(const absl::Status& status) const {
-  // One that is gone holds no registration and needs none; the next save starts another.
+  // A dead worker holds no registration; the next save starts another worker.
   return status.ok() || IsGone() ? absl::OkStatus() : status;
 }
 

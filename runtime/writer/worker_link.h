@@ -1,4 +1,4 @@
-// One living worker, whatever started it: its socket, its doorbells, and the proof that it is gone.
+// One living worker of any launcher: its socket, its doorbells, and the proof of its end.
 #ifndef HOLDFAST_RUNTIME_WRITER_WORKER_LINK_H_
 #define HOLDFAST_RUNTIME_WRITER_WORKER_LINK_H_
 
@@ -26,11 +26,11 @@ namespace holdfast::writer {
 struct LinkOptions {
   Launcher launcher = Launcher::kSpawn;
   std::string program;  ///< Of the spawned launchers.
-  std::string title;    ///< What `ps` shows beside the program's name.
+  std::string title;    ///< The text that `ps` shows beside the program's name.
   bool kept = false;  ///< Serves any number of jobs (always so where the launcher's traits say so).
   int arena_fd = -1;
   uint64_t arena_bytes = 0;
-  /// A kept worker must take a job within this time; hundreds may wait for it.
+  /// The limit for a kept worker to take a job; hundreds of jobs may be queued before.
   absl::Duration time_take_max = absl::Minutes(10);
 };
 
@@ -66,25 +66,25 @@ class WorkerLink : public staging::Registrant {
   int doorbell_fd() const { return to_trainer_.get(); }  ///< Readable when the worker has news.
   void DrainDoorbell();
 
-  /// Whether the worker has ended: its pidfd is readable (its thread has returned). Direct writes
-  /// of its ring may still be under way in the kernel, and read staging memory.
+  /// Returns true when the worker has ended: its pidfd is readable, or its thread has returned.
+  /// Direct writes of its ring may still be under way in the kernel, and read staging memory.
   bool IsGone() const;
 
-  /// Whether the worker's end of the socket is closed, in its process and in its rings, which hold
-  /// it until their last transfer has landed.
+  /// Returns true when the worker's end of the socket is closed in its process and in its rings. A
+  /// ring holds the socket until its last transfer has landed.
   bool HasHungUp() const;
   int socket() const { return socket_.get(); }
 
-  /// Takes the exit status once IsGone, and says how it ended: "exited with status 0", "killed by
+  /// Takes the exit status after IsGone, and describes it: "exited with status 0", "killed by
   /// signal 9 (Killed)", or that the host took the status (waited for all children, or ignores
   /// SIGCHLD).
   std::string Reap();
 
-  /// Gives the worker up: SIGKILL, by pidfd, so that no recycled pid is ever hit. A thread goes on
-  /// by itself. Neither is given another job.
+  /// Gives the worker up: SIGKILL by pidfd, so that no recycled pid is ever hit. A thread goes on
+  /// by itself. The worker gets no further job.
   void Kill();
-  /// Kill, for a caller that waits no longer. A thread is asked to end after its job, and its link
-  /// is kept for good: the destructor would wait for the thread.
+  /// Kills the worker of a caller that waits no longer. A thread is asked to end after its job, and
+  /// its link is kept for good: the destructor would wait for the thread.
   static void Abandon(std::shared_ptr<WorkerLink> link);
   bool given_up() const { return given_up_.load(std::memory_order_relaxed); }
 
@@ -120,14 +120,14 @@ class WorkerLink : public staging::Registrant {
   base::UniqueFd socket_;
   base::UniqueFd pidfd_;
   base::UniqueFd trainer_watch_;  // the worker's: readable or hung up when the trainer has died
-  base::UniqueFd trainer_end_;    // the other end, where the watch is a socket and no pidfd
+  base::UniqueFd trainer_end_;    // the other end, where a socket replaces the pidfd
   base::UniqueFd to_worker_;      // eventfds
   base::UniqueFd to_trainer_;
   base::UniqueFd ended_;  // eventfd, a thread's stand-in for a pidfd
   base::Thread thread_;
   base::Mutex reap_mutex_;
   std::string exit_text_ ABSL_GUARDED_BY(reap_mutex_);
-  base::Mutex send_mutex_;  // one message at a time, so that a detach's answer is its own
+  base::Mutex send_mutex_;  // one message at a time, so that a detach gets its own answer
   base::ForkGuard guard_;
 };
 

@@ -25,7 +25,8 @@ absl::Status CheckExecutable(const std::string& path) {
   if (!S_ISREG(info.st_mode)) {
     return absl::NotFoundError(absl::StrCat("find worker program ", path, ": not a file"));
   }
-  // The mode rather than access(2): for root that says "executable" of any file with one bit.
+  // The mode rather than access(2): for root, access calls any file with one executable bit
+  // executable.
   if ((info.st_mode & (S_IXUSR | S_IXGRP | S_IXOTH)) == 0) {
     return absl::PermissionDeniedError(
         absl::StrCat("find worker program ", path, ": not executable"));
@@ -33,7 +34,7 @@ absl::Status CheckExecutable(const std::string& path) {
   return absl::OkStatus();
 }
 
-// What somebody asked for by name: it, or an error that says who asked.
+// Returns the path that the user set, or an error that names the setting.
 absl::StatusOr<std::string> AsAsked(const std::string& path, absl::string_view where) {
   const absl::Status status = CheckExecutable(path);
   if (status.ok()) return path;

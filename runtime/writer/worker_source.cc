@@ -56,7 +56,7 @@ absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::Start(const std::strin
   HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<WorkerLink> link, Kept());
   absl::Status handed = link->Run(control_fd, control_bytes, parent_fd, lock_fd);
   if (!handed.ok()) {
-    // It died between the look and the message: once more with a new one.
+    // The worker died between the look and the message: try again with a new worker.
     ForgetKept();
     HOLDFAST_ASSIGN_OR_RETURN(link, Kept());
     handed = link->Run(control_fd, control_bytes, parent_fd, lock_fd);

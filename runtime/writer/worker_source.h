@@ -1,4 +1,4 @@
-// Where a save gets its worker from: a fresh one, or the one that is kept.
+// The source of a save's worker: a new worker, or the kept worker.
 #ifndef HOLDFAST_RUNTIME_WRITER_WORKER_SOURCE_H_
 #define HOLDFAST_RUNTIME_WRITER_WORKER_SOURCE_H_
 
@@ -22,13 +22,13 @@ class WorkerSource {
   /// Starts the kept worker ahead of the first save (a no-op for spawn and fork).
   absl::Status WarmUp();
 
-  /// A worker that has been handed this job. Spawn and fork: a new one; persistent and thread: the
-  /// kept one, started anew if it has died since.
+  /// Starts a job on a worker. Spawn and fork: a new worker; persistent and thread: the kept
+  /// worker, started anew if it has died.
   absl::StatusOr<std::shared_ptr<WorkerLink>> Start(const std::string& title, int control_fd,
                                                     uint64_t control_bytes, int parent_fd,
                                                     int lock_fd);
 
-  /// A worker of its own for a background job, whatever the launcher: a kept one must stay free for
+  /// Starts a background job on a new worker with any launcher: a kept worker must stay free for
   /// the next save.
   absl::StatusOr<std::shared_ptr<WorkerLink>> StartBackground(const std::string& title,
                                                               int control_fd,
