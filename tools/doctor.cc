@@ -1,4 +1,4 @@
-// holdfast-doctor: what this machine and one directory can do, and what to change.
+// holdfast-doctor: the capabilities of this machine and one directory, and advice for changes.
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <string>

@@ -1,4 +1,4 @@
-// What holdfast-doctor prints: a table for people, one JSON document for machines.
+// The output of holdfast-doctor: a table for people, one JSON document for machines.
 #ifndef HOLDFAST_TOOLS_DOCTOR_OUTPUT_H_
 #define HOLDFAST_TOOLS_DOCTOR_OUTPUT_H_
 
@@ -9,16 +9,16 @@
 
 namespace holdfast::tools {
 
-/// What keeps saves from working here with the default launcher; empty if nothing does.
+/// Returns the obstacles to saves with the default launcher; empty without an obstacle.
 std::vector<std::string> Refusals(const ProbeReport& report);
 
-/// The table, and what to change.
+/// Returns the table, and the advice.
 std::string DoctorText(const ProbeReport& report);
 
-/// The JSON document; its keys are listed in --help.
+/// Returns the JSON document; --help lists the keys.
 std::string DoctorJson(const ProbeReport& report, int exit_status);
 
-/// The same documents for a directory that could not be probed at all.
+/// Return the same documents for a directory that could not be probed.
 std::string DoctorFailedText(const std::string& error);
 std::string DoctorFailedJson(const std::string& directory, const std::string& error,
                              int exit_status);

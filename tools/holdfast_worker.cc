@@ -1,7 +1,7 @@
 // The spawned helper: serves the save jobs that its trainer sends over the socket at fd 3.
 //
-// A program of its own, and a small one, so that starting it costs the same whatever the trainer's
-// size, and so that nothing of the trainer (CUDA contexts, locks, fds) is in it.
+// A separate, small program. Its start costs the same for any size of trainer, and it holds no CUDA
+// contexts, locks or fds of the trainer.
 #include <cstdio>
 #include <cstring>
 

@@ -82,7 +82,7 @@ void ProgressBar::Update(uint64_t done, uint64_t total) {
   redrawn_ = now;
   const double seconds = std::chrono::duration<double>(now - started_).count();
   const std::string line = FormatBar(label_, done, total, seconds, WidthOf(stream_));
-  // Back to the line's begin, the new text, and away with the rest of the old one.
+  // Back to the start of the line, the new text, and erase the rest of the old text.
   std::fprintf(stream_, "\r%s\x1b[K", line.c_str());
   std::fflush(stream_);
   drawn_ = true;

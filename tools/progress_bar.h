@@ -1,4 +1,4 @@
-// A progress bar for programs: on a terminal one line that redraws itself, elsewhere nothing.
+// A progress bar for programs: a line that redraws itself on a terminal, no output elsewhere.
 #ifndef HOLDFAST_TOOLS_PROGRESS_BAR_H_
 #define HOLDFAST_TOOLS_PROGRESS_BAR_H_
 
@@ -12,23 +12,23 @@ namespace holdfast::tools {
 /// "3.1 GiB", "12 B".
 std::string FormatBytes(double bytes);
 
-/// One line of at most `width` columns: label, bar, percentage, bytes, rate, time left.
+/// Returns a line of at most `width` columns: label, bar, percentage, bytes, rate, time left.
 std::string FormatBar(const std::string& label, uint64_t done, uint64_t total, double seconds,
                       int width);
 
 /// \threadsafety One thread.
 class ProgressBar {
  public:
-  /// Draws on `stream` only if `wanted` and it is a terminal that can redraw a line.
+  /// Draws on `stream` only if `wanted` is set and `stream` is a terminal that can redraw a line.
   ProgressBar(std::string label, std::FILE* stream, bool wanted);
   ~ProgressBar() { Clear(); }
   ProgressBar(const ProgressBar&) = delete;
   ProgressBar& operator=(const ProgressBar&) = delete;
 
-  /// Redraws at most ten times a second. More than `total` counts as all of it.
+  /// Redraws at most ten times a second. Clamps `done` to `total`.
   void Update(uint64_t done, uint64_t total);
 
-  /// Takes the bar away, so that other lines can be printed.
+  /// Erases the bar, so that the program can print further lines.
   void Clear();
 
  private:

@@ -84,7 +84,7 @@ void Declare(CLI::App* app, Arguments* arguments) {
                 "Read through the page cache; shows what programs see, not what is on disk");
 }
 
-/// A path that could not be adopted, as a report.
+/// Reports a path that could not be adopted.
 VerifyReport NotAdopted(const std::string& path, const absl::Status& status) {
   VerifyReport report;
   report.path = path;
@@ -142,7 +142,7 @@ int Run(const Arguments& arguments) {
   } else if (!arguments.quiet && reports.size() > 1) {
     std::fputs(SummaryLine(reports).c_str(), stdout);
   }
-  // A verdict that nobody could read is none: a full disk or a closed pipe is a failure.
+  // A full disk or a closed pipe is a failure: the verdict was not printed.
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
     std::perror("verify-checkpoint: standard output");
     return static_cast<int>(Worse(worst, Verdict::kUnreadable));

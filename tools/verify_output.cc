@@ -141,7 +141,7 @@ std::string Json(const std::vector<VerifyReport>& reports, int exit_status) {
                                            {"verdict", Word(worst)},
                                            {"exit_status", exit_status},
                                            {"paths", std::move(paths)}};
-  // Names that are not UTF-8 must not end the program: they are shown with replacement characters.
+  // Names that are not UTF-8 must not end the program: they appear with replacement characters.
   return document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 

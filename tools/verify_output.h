@@ -1,4 +1,4 @@
-// What verify-checkpoint prints: lines for people, one JSON document for machines.
+// The output of verify-checkpoint: lines for people, one JSON document for machines.
 #ifndef HOLDFAST_TOOLS_VERIFY_OUTPUT_H_
 #define HOLDFAST_TOOLS_VERIFY_OUTPUT_H_
 
@@ -15,16 +15,16 @@ const char* Word(Verdict verdict);
 /// The worse of two: corrupt, then unreadable, then incomplete, then sound.
 Verdict Worse(Verdict a, Verdict b);
 
-/// One line per fault, and with more faults than were kept, how many are not shown.
+/// Returns one line per fault, and the number of faults beyond the kept ones.
 std::string FaultLines(const VerifyReport& report);
 
-/// The line that says how a path was found, followed by the note, if there is one.
+/// Returns the verdict line of a path, followed by the note, if any.
 std::string ReportLines(const VerifyReport& report);
 
 /// The line for several paths together.
 std::string SummaryLine(const std::vector<VerifyReport>& reports);
 
-/// The JSON document; its keys are listed in --help.
+/// Returns the JSON document; --help lists the keys.
 std::string Json(const std::vector<VerifyReport>& reports, int exit_status);
 
 }  // namespace holdfast::tools

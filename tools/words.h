@@ -1,4 +1,4 @@
-// The words that command lines take for the runtime's choices.
+// Words of command lines for the runtime's choices.
 #ifndef HOLDFAST_TOOLS_WORDS_H_
 #define HOLDFAST_TOOLS_WORDS_H_
 

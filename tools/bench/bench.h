@@ -1,4 +1,4 @@
-// What every section of the bench gets, and the sections.
+// The parameters of every section of the bench, and the sections.
 #ifndef HOLDFAST_TOOLS_BENCH_BENCH_H_
 #define HOLDFAST_TOOLS_BENCH_BENCH_H_
 
@@ -16,7 +16,7 @@ class Scratch;
 
 struct Options {
   std::string directory = ".";
-  uint64_t bytes = uint64_t{4} << 30;  ///< Of the state that is written, verified and loaded.
+  uint64_t bytes = uint64_t{4} << 30;  ///< Of the written, verified and loaded state.
   uint32_t pairs = 9;                  ///< Samples per figure, taken in turn.
   uint32_t calls = 200;                ///< Save calls per launcher and trainer size for the stall.
   uint64_t ballast_bytes = uint64_t{8} << 30;  ///< The large trainer of the growth figures.
@@ -39,14 +39,14 @@ absl::Status RunWrite(const Bench& bench);
 absl::Status RunRead(const Bench& bench);
 /// Copying into the staging memory against memcpy.
 absl::Status RunCopy(const Bench& bench);
-/// What a save call costs beside the copies, and whether that grows with the trainer.
+/// Measures the cost of a save call beside the copies, and its growth with the trainer.
 absl::Status RunHandoff(const Bench& bench);
-/// What a save call costs per tensor beside the copies.
+/// Measures the cost of a save call per tensor beside the copies.
 absl::Status RunCall(const Bench& bench);
-/// A save eight times its staging memory: the cap, and the worker's own memory.
+/// Measures a save eight times its staging memory: the cap, and the worker's private memory.
 absl::Status RunMemory(const Bench& bench);
 
-/// On a terminal, one line that says what is being measured; elsewhere nothing.
+/// Shows the present measurement in one line on a terminal; prints nothing elsewhere.
 void ShowStep(const std::string& text);
 
 }  // namespace holdfast::bench

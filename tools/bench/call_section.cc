@@ -1,5 +1,5 @@
-// What a save call costs per tensor beside the copies: tensors so small that planning them, not
-// copying them, takes the time.
+// The cost of a save call per tensor beside the copies. The tensors are so small that planning
+// takes the time.
 #include <algorithm>
 #include <memory>
 #include <string>
@@ -14,19 +14,19 @@ namespace {
 
 constexpr uint32_t kCounts[] = {300, 10'000, 100'000, 1'000'000};
 constexpr uint64_t kTensorBytes = 256;
-// Room for the bytes of one save and for the header, which has fewer for each of its tensors.
+// Room for the bytes of one save and for the header, which has fewer bytes per tensor.
 constexpr uint64_t kArenaBytesPerTensor = 2 * kTensorBytes;
 constexpr uint64_t kArenaBytesMin = uint64_t{16} << 20;
 constexpr double kUsPerSecond = 1e6;
 
 struct Samples {
-  std::vector<double> fresh;     // The structure is another one than that of the save before.
-  std::vector<double> repeated;  // It is the same.
+  std::vector<double> fresh;     // With another structure than the save before.
+  std::vector<double> repeated;  // With the same structure.
   std::vector<double> copying;
   Labels labels;
 };
 
-/// Names as long as those of a model.
+/// Gives the tensors names as long as those of a model.
 std::vector<TensorSource> Named(std::vector<TensorSource> tensors, const char* stack) {
   for (size_t i = 0; i < tensors.size(); ++i) {
     tensors[i].name = absl::StrCat(stack, ".", i, ".weight");
@@ -34,7 +34,8 @@ std::vector<TensorSource> Named(std::vector<TensorSource> tensors, const char* s
   return tensors;
 }
 
-/// One pair of saves per round: with the structure of the other stack, then once more with it.
+/// Makes a pair of saves per round: the first with the structure of the other stack, the second
+/// with the same structure again.
 absl::Status Calls(const Bench& bench, uint32_t count, uint32_t rounds, Samples* samples) {
   const absl::StatusOr<Memory> memory = Memory::MakeNoise(count * kTensorBytes, Pages::kBase);
   if (!memory.ok()) return memory.status();
@@ -50,7 +51,7 @@ absl::Status Calls(const Bench& bench, uint32_t count, uint32_t rounds, Samples*
                       stacks[round % 2]);
       bench.scratch.Empty();
       if (!cost.ok()) return cost.status();
-      if (round == 0) continue;  // The first calls touch what later ones reuse.
+      if (round == 0) continue;  // The first calls touch memory that later calls reuse.
       const double call = (cost->call_seconds - cost->report.time_copying) * kUsPerSecond;
       (repeated ? samples->repeated : samples->fresh).push_back(call);
       samples->copying.push_back(cost->report.time_copying * kUsPerSecond);

@@ -9,7 +9,7 @@
 namespace holdfast::bench {
 namespace {
 
-/// What scripts rely on: these keys are in every document.
+/// Every document has these keys, because scripts rely on them.
 constexpr const char* kStableKeys[] = {
     "write.ratio_to_raw.fixed",
     "write.ratio_to_raw.plain",

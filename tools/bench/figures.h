@@ -1,4 +1,4 @@
-// Figures: named medians with their spread and what they were measured with.
+// Figures: named medians with their spread and their labels.
 #ifndef HOLDFAST_TOOLS_BENCH_FIGURES_H_
 #define HOLDFAST_TOOLS_BENCH_FIGURES_H_
 
@@ -10,10 +10,10 @@
 
 namespace holdfast::bench {
 
-/// The middle of `values`; 0 for none.
+/// Returns the median of `values`; 0 for an empty vector.
 double Median(std::vector<double> values);
 
-/// What a figure was measured with.
+/// The conditions of a figure's measurement.
 struct Labels {
   std::string launcher;
   std::string engine;
@@ -24,17 +24,17 @@ Labels LabelsOf(const SaveReport& report);
 /// \threadsafety One thread.
 class Figures {
  public:
-  /// A figure that was measured: all its samples.
+  /// Adds a measured figure with all samples.
   void Add(const std::string& key, const std::string& unit, const std::vector<double>& samples,
            const Labels& labels = {});
 
-  /// One that could not be measured, and why. A figure that is there already stays.
+  /// Adds a figure that could not be measured, with the reason. An existing figure stays.
   void AddMissing(const std::string& key, const std::string& reason);
 
   /// A fact about the machine or the run.
   void AddFact(const std::string& key, const std::string& value) { facts_[key] = value; }
 
-  /// Every key that scripts rely on and that is not there yet is missing for `reason`.
+  /// Adds every absent stable key as missing for `reason`.
   void FillMissing(const std::string& reason);
 
   std::string Json() const;

@@ -1,5 +1,5 @@
-// What a save call costs beside the copies: 300 tensors so small that copying does not matter, in
-// a small trainer and in a large one.
+// The cost of a save call beside the copies, in a small trainer and in a large trainer: 300
+// tensors, so small that copying does not matter.
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
@@ -22,7 +22,7 @@ constexpr uint64_t kArenaBytes = uint64_t{16} << 20;
 constexpr uint64_t kBallastSmallBytes = uint64_t{100} << 20;
 constexpr uint32_t kRounds = 9;
 constexpr double kUsPerSecond = 1e6;
-// A directory with many entries would be part of what is measured.
+// A directory with many entries would slow the measured saves.
 constexpr uint32_t kSavesBetweenEmptying = 50;
 
 /// A stand-in for an accelerator: a thread of its own copies in the order of the tickets, as the
@@ -91,12 +91,12 @@ class LateDevice : public Device {
   std::condition_variable changed_;
   std::deque<Copy> copies_;
   CopyTicket started_ = 0;  // The ticket of the newest copy.
-  CopyTicket done_ = 0;     // Of the last one that has ended.
+  CopyTicket done_ = 0;     // The last ended copy.
   bool stopping_ = false;
   std::thread thread_;
 };
 
-/// `calls` save calls, the clock of each as a sample `name`, and their median as `name` +
+/// Makes `calls` save calls. Adds the time of each as a sample `name`, and the median as `name` +
 /// "_median".
 absl::Status Calls(const Bench& bench, Launcher launcher, uint32_t calls,
                    const std::vector<TensorSource>& tensors, const std::string& name, Way* way) {
@@ -104,7 +104,7 @@ absl::Status Calls(const Bench& bench, Launcher launcher, uint32_t calls,
   options.launcher = launcher;
   const absl::StatusOr<std::unique_ptr<Checkpointer>> checkpointer = Checkpointer::Create(options);
   if (!checkpointer.ok()) return checkpointer.status();
-  constexpr uint32_t kWarmUp = 2;  // The first calls touch what later ones reuse.
+  constexpr uint32_t kWarmUp = 2;  // The first calls touch memory that later calls reuse.
   std::vector<double> microseconds;
   for (uint32_t i = 0; i < calls + kWarmUp; ++i) {
     const absl::StatusOr<SaveCost> cost =
@@ -133,7 +133,7 @@ absl::Status RunHandoff(const Bench& bench) {
   LateDevice device;
   std::vector<TensorSource> on_device = tensors;
   for (TensorSource& tensor : on_device) tensor.device = &device;
-  // The machine must keep some memory of its own.
+  // The machine must keep some free memory.
   const uint64_t large = std::min(bench.options.ballast_bytes, MemoryAvailable() / 4 * 3);
   bench.figures.AddFact("handoff.ballast_bytes", absl::StrCat(large));
   const uint32_t rounds = std::min(kRounds, bench.options.pairs);
@@ -149,7 +149,7 @@ absl::Status RunHandoff(const Bench& bench) {
                     }});
   };
   for (const auto& [word, launcher] : tools::LauncherWords()) add(word, launcher, tensors);
-  // The same call with tensors that live on a device, whose copies end after it has returned.
+  // The same call with device tensors, whose copies end after the call has returned.
   add("device", bench.options.launcher, on_device);
   // Not in turn: one ballast serves all ways of a round.
   for (uint32_t round = 0; round < rounds; ++round) {

@@ -1,4 +1,4 @@
-// The one file of the bench that looks behind the public interface: it drives the engines alone.
+// The only file of the bench below the public interface: it drives the engines alone.
 #include "tools/bench/limits.h"
 
 #include <fcntl.h>
@@ -62,7 +62,7 @@ absl::StatusOr<std::string> Output(const std::string& command) {
   return out;
 }
 
-/// Bytes per second of the whole job: fio counts its fsync at the end as run time.
+/// Returns bytes per second of the whole job: fio counts its final fsync as run time.
 absl::StatusOr<double> FioRate(const std::string& text, const char* direction) {
   const size_t begin = text.find('{');  // Notes may stand in front of the document.
   nlohmann::json json;
@@ -98,7 +98,7 @@ absl::Status Fio(const Bench& bench, const LimitFile& file, const char* directio
   return status;
 }
 
-/// Keeps kDepth transfers in flight until all of the file was transferred.
+/// Keeps kDepth transfers in flight until the whole file was transferred.
 absl::Status Transfer(io::Queue* queue, io::Opcode opcode, int fd, char* buffers,
                       const LimitFile& file) {
   uint64_t next = 0;
@@ -139,11 +139,11 @@ absl::Status Raw(const Bench& bench, const LimitFile& file, EngineRung engine, i
                      write ? O_CREAT | O_EXCL | O_WRONLY : O_RDONLY, kFileMode, true, &opened);
   if (error != 0) return Error(file, "open", error);
   const OpenFile open(opened.fd);
-  // A file system that cannot reserve is measured without.
+  // A file system that cannot reserve is measured without a reservation.
   if (write) (void)!fallocate(open.fd(), 0, 0, static_cast<off_t>(file.bytes));
   const absl::StatusOr<Memory> buffers = Memory::MakeNoise(uint64_t{kDepth} * kChunkBytes);
   if (!buffers.ok()) return buffers.status();
-  // After the memory, so that it is closed first.
+  // After the memory, so that the queue is closed first.
   const auto queue = std::make_unique<io::Queue>();
   error = queue->Open({.rung = engine,
                        .depth = kDepth,

@@ -1,5 +1,4 @@
-// The limits that Holdfast is held against: fio, the same engine without digests, and plain
-// buffered writing.
+// The limits of comparison: fio, the same engine without digests, and plain buffered writing.
 #ifndef HOLDFAST_TOOLS_BENCH_LIMITS_H_
 #define HOLDFAST_TOOLS_BENCH_LIMITS_H_
 
@@ -17,11 +16,11 @@ struct LimitFile {
   uint64_t bytes = 0;
 };
 
-// Each of these is one turn: notes the sample "rate" (bytes per second), and "cpu" (seconds per
-// GiB) but for fio.
+// Each of these functions is one turn: adds the sample "rate" (bytes per second), and "cpu"
+// (seconds per GiB) except for fio.
 
-/// fio with direct I/O, 4 MiB blocks, 8 in flight: a fresh, reserved file and its fsync, or reading
-/// an existing one. \error kUnavailable when fio is not installed or fails.
+/// Runs fio with direct I/O, 4 MiB blocks, 8 in flight: writes and fsyncs a fresh, reserved file,
+/// or reads an existing file. \error kUnavailable when fio is not installed or fails.
 absl::Status FioWrite(const Bench& bench, const LimitFile& file, Way* way);
 absl::Status FioRead(const Bench& bench, const LimitFile& file, Way* way);
 

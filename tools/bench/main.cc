@@ -1,4 +1,4 @@
-// holdfast-bench: measures, side by side and in one run.
+// holdfast-bench: measures Holdfast and the machine side by side, in one run.
 #include <sys/utsname.h>
 #include <unistd.h>
 
@@ -84,7 +84,7 @@ void Declare(CLI::App* app, Options* options) {
   app->add_flag("--json", options->json, "One JSON document on standard output");
 }
 
-/// --quick, but for what the command line says itself.
+/// Applies --quick, except for options of the command line.
 void MakeQuick(const CLI::App& app, Options* options) {
   if (app.count("--bytes") == 0) options->bytes = uint64_t{512} << 20;
   if (app.count("--pairs") == 0) options->pairs = 3;
@@ -106,7 +106,7 @@ void AddFacts(const Options& options, const std::string& command, Figures* figur
 }
 
 int Run(const Options& options, const std::string& command) {
-  // The largest file, twice: the one that is measured and the one that is being deleted.
+  // Twice the largest file: the measured file, and the file that is being deleted.
   const uint64_t disk_needed = options.bytes / 4 * 9;
   const absl::StatusOr<Scratch> scratch =
       Scratch::Make(options.directory, disk_needed, options.settle_ms);

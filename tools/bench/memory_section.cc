@@ -1,4 +1,4 @@
-// A save eight times its staging memory: the cap holds, and the worker's own memory stays small.
+// A save eight times its staging memory: checks the cap, and the worker's private memory.
 #include <algorithm>
 #include <memory>
 

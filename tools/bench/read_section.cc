@@ -54,7 +54,7 @@ absl::Status RunRead(const Bench& bench) {
                        .data = const_cast<void*>(tensor.data),  // `memory`'s, ours.
                        .bytes = tensor.bytes});
   }
-  // The one data file, without the tail that direct I/O cannot read.
+  // The only data file, without the tail that direct I/O cannot read.
   const LimitFile file = {.name = "subject/model-00000-of-00001.safetensors",
                           .bytes = subject->bytes / kIoAlignment * kIoAlignment};
   std::vector<Way> ways = {

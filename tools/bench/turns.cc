@@ -15,7 +15,7 @@ void TakeTurns(const Bench& bench, const std::string& section, std::vector<Way>*
   for (uint32_t round = 0; round < bench.options.pairs; ++round) {
     for (size_t i = 0; i < ways->size(); ++i) {
       Way& way = (*ways)[(i + round) % ways->size()];
-      // What does not work here does not work in the next round either.
+      // A way that has failed would fail in the next round too.
       if (!way.failure.ok()) continue;
       ShowStep(absl::StrCat(section, ": round ", round + 1, " of ", bench.options.pairs, ": ",
                             way.name));

@@ -1,4 +1,4 @@
-// Ways to do the same thing, measured in turn, and the ratios between them.
+// Ways to do the same work, measured in turn, and the ratios between them.
 #ifndef HOLDFAST_TOOLS_BENCH_TURNS_H_
 #define HOLDFAST_TOOLS_BENCH_TURNS_H_
 
@@ -25,15 +25,17 @@ struct Way {
   std::vector<double> Of(const std::string& sample) const;
 };
 
-/// Gives each way one turn in every round, `pairs` rounds; each round begins with another way, so
-/// that drift of a shared disk meets all of them. A way that fails gets no further turn.
+/// Gives each way one turn in each of `pairs` rounds. Each round begins with another way, so that
+/// drift of a shared disk meets all ways. A way that fails gets no further turn.
 void TakeTurns(const Bench& bench, const std::string& section, std::vector<Way>* ways);
 
-/// Round by round; the rounds that both have. `Better` with an empty side is the other side.
+/// Returns the ratio of each round that both sides have. `Better` with an empty side returns the
+/// other side.
 std::vector<double> Ratios(const std::vector<double>& a, const std::vector<double>& b);
 std::vector<double> Better(const std::vector<double>& a, const std::vector<double>& b);
 
-/// Adds one kind of sample of `way` as figure `key`; missing, with the reason, if the way failed.
+/// Adds one kind of sample of `way` as figure `key`; adds a missing figure with the reason if the
+/// way failed.
 void AddFigure(const Bench& bench, const std::string& key, const std::string& unit, const Way& way,
                const std::string& sample);
 /// The same as a ratio to `limit`.

@@ -140,8 +140,8 @@ absl::StatusOr<SaveCost> MeasureSave(Checkpointer* checkpointer, const std::stri
   absl::StatusOr<SaveReport> report = handle->WaitDurable(absl::InfiniteDuration());
   if (!report.ok()) return report.status();
   cost.report = *std::move(report);
-  // The kernel's figure of a process that has ended includes its start and end. A kept worker or a
-  // thread adds nothing to it and reports its own.
+  // The kernel's figure of an ended process includes its start and end. A kept worker or a thread
+  // adds nothing to the kernel's figure and reports its CPU time.
   cost.worker_cpu = std::max(watch.children_cpu_seconds(), cost.report.cpu_worker);
   const bool in_process = cost.report.launcher == Launcher::kThread;
   cost.total_cpu = watch.cpu_seconds() + (in_process ? 0.0 : cost.worker_cpu);

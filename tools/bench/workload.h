@@ -1,4 +1,4 @@
-// What the bench saves, where, and what one save costs.
+// The bench's tensors, its directory, and the cost of one save.
 #ifndef HOLDFAST_TOOLS_BENCH_WORKLOAD_H_
 #define HOLDFAST_TOOLS_BENCH_WORKLOAD_H_
 
@@ -18,14 +18,14 @@ inline constexpr double kGib = 1024.0 * 1024.0 * 1024.0;
 /// Tensors of the large states.
 inline constexpr uint32_t kTensors = 64;
 
-/// Time and CPU time from one point on.
+/// Time and CPU time since a starting point.
 class Stopwatch {
  public:
   Stopwatch();
   double seconds() const;
   /// Of the whole process.
   double cpu_seconds() const;
-  /// Of children that ended and were waited for meanwhile.
+  /// Of children that ended and were waited for since then.
   double children_cpu_seconds() const;
 
  private:
@@ -35,15 +35,15 @@ class Stopwatch {
 };
 
 enum class Pages {
-  kHuge,  ///< 2 MiB pages where the machine gives them.
+  kHuge,  ///< 2 MiB pages where available.
   kBase,  ///< Base pages: most page tables, the worst case for fork(2).
 };
 
-/// Private memory, every page of it there.
+/// Private memory with all pages present.
 class Memory {
  public:
   static absl::StatusOr<Memory> Make(uint64_t bytes, Pages pages);
-  /// Filled with bytes that do not repeat, so that nothing below can make them fewer.
+  /// Fills memory with bytes that do not repeat, so that no layer can compress them.
   static absl::StatusOr<Memory> MakeNoise(uint64_t bytes, Pages pages = Pages::kHuge);
   Memory(Memory&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
@@ -52,7 +52,7 @@ class Memory {
 
   char* data() const { return data_; }
   uint64_t bytes() const { return bytes_; }
-  /// `count` tensors that share the memory evenly.
+  /// Returns `count` tensors that share the memory evenly.
   std::vector<TensorSource> CutTensors(uint32_t count) const;
 
  private:
@@ -61,7 +61,7 @@ class Memory {
   uint64_t bytes_;
 };
 
-/// The place that the bench writes to: a directory of its own, emptied and settled between samples.
+/// The bench's directory, emptied and settled between samples.
 class Scratch {
  public:
   /// A new directory below `directory`. \error kResourceExhausted when less than `bytes_needed` are
@@ -78,8 +78,8 @@ class Scratch {
   const std::string& path() const { return path_; }
   int fd() const { return fd_; }
 
-  /// Deletes everything in it and lets the disk come to rest: deleting is work that would otherwise
-  /// be paid by the next sample.
+  /// Deletes all entries and lets the disk come to rest: the next sample would otherwise pay for
+  /// the deletion.
   void Empty() const;
 
  private:
@@ -104,7 +104,7 @@ struct SaveCost {
 /// Options of a checkpointer in the scratch directory, with an arena of `arena_bytes`.
 CheckpointerOptions OptionsFor(const Bench& bench, uint64_t arena_bytes);
 
-/// Saves `tensors` as `name` and waits until it is durable.
+/// Saves `tensors` as `name` and waits until the save is durable.
 absl::StatusOr<SaveCost> MeasureSave(Checkpointer* checkpointer, const std::string& name,
                                      const std::vector<TensorSource>& tensors);
 

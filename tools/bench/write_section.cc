@@ -80,7 +80,7 @@ absl::Status RunWrite(const Bench& bench) {
   TakeTurns(bench, "write", &ways);
   const Way& fio = ways[0];
   Way& buffered = ways[1];
-  const Way* best = nullptr;  // The rung that a save takes by itself.
+  const Way* best = nullptr;  // The rung that a save selects by default.
   for (size_t i = 2; i + 1 < ways.size(); i += 2) {
     AddRung(bench, fio, ways[i], ways[i + 1]);
     if (best == nullptr && ways[i + 1].failure.ok()) best = &ways[i + 1];

@@ -69,14 +69,14 @@ void Declare(CLI::App* app, Options* options) {
                 "allocator would: the save must be refused");
 }
 
-/// Makes the directory of the checkpoints, a temporary one if none was given.
+/// Makes the directory of the checkpoints: the given directory, or a temporary directory.
 std::error_code MakeDirectory(Options* options) {
   std::error_code error;
   if (!options->directory.empty()) {
     std::filesystem::create_directories(options->directory, error);
     return error;
   }
-  // /tmp is often a file system in memory, which is no place to show writing on.
+  // /tmp is often a file system in memory, unfit for a demo of writing.
   const char* const place = std::getenv("TMPDIR");
   options->directory = std::string(place != nullptr ? place : "/var/tmp") + "/holdfast-demo-XXXXXX";
   options->temporary = mkdtemp(options->directory.data()) != nullptr;

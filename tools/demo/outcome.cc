@@ -1,4 +1,4 @@
-// What came of a run: a table for people, a document for machines.
+// The outcome of a run: a table for people, a document for machines.
 #include <nlohmann/json.hpp>
 #include <type_traits>
 

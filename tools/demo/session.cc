@@ -20,12 +20,12 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Damage on purpose: a stand-in for an allocator that hands out memory which is still in use.
+/// Damages bytes on purpose, as an allocator would that hands out memory in use.
 ///
 /// \threadsafety All methods may be called from any thread.
 class Saboteur {
  public:
-  /// Attacks the next extent that is sealed.
+  /// Attacks the next sealed extent.
   void Arm() {
     const std::lock_guard<std::mutex> lock(mutex_);
     armed_ = true;
@@ -38,14 +38,14 @@ class Saboteur {
     // The end of the extent: tensor bytes also where the extent begins with the file's header.
     const uint32_t bytes = std::clamp(extent.bytes / 16, 1u, 4096u);
     char* const at = static_cast<char*>(extent.memory) + extent.bytes - bytes;
-    // Every bit, so that it is a change whatever was there.
+    // Every bit flips, so that the bytes change from any value.
     for (uint32_t i = 0; i < bytes; ++i) at[i] = static_cast<char>(~at[i]);
     const uint64_t end = extent.file_offset + extent.bytes;
     deed_ = absl::StrCat("overwrote ", bytes, " sealed bytes of ", extent.file, " [", end - bytes,
                          ", ", end, ") in staging memory");
   }
 
-  /// What was done, for people; empty if nothing was.
+  /// Returns a description of the damage, for people; empty without damage.
   std::string deed() const {
     const std::lock_guard<std::mutex> lock(mutex_);
     return deed_;
@@ -61,7 +61,7 @@ class Session {
  public:
   explicit Session(const Options& options) : options_(options) {}
 
-  /// \error what kept it from going on; faults that were found are in the outcome.
+  /// \error if the session cannot go on; faults found are in the outcome.
   absl::Status Run();
   Outcome TakeOutcome() { return std::move(outcome_); }
 
@@ -83,7 +83,7 @@ class Session {
   std::unique_ptr<TrainingState> state_;
   std::optional<tools::ProgressBar> bar_;
   std::string bar_of_;
-  // After what a checkpointer's threads call, so that they end first.
+  // Declared before the checkpointer, so that the checkpointer's threads end first.
   Saboteur saboteur_;
   std::unique_ptr<Checkpointer> checkpointer_;
 };
@@ -127,7 +127,7 @@ absl::Status Session::Prepare() {
 }
 
 void Session::TrainAndSave() {
-  // The second save if there are two, so that a sound one stands beside the refused one.
+  // The second save if there are two, so that a sound save stands beside the refused save.
   const uint32_t attacked = std::min(1u, options_.saves - 1);
   for (uint32_t i = 0; i < options_.saves; ++i) {
     TrainSteps(options_.steps_between);
@@ -145,7 +145,7 @@ void Session::TrainAndSave() {
 
 void Session::StartSave(bool attack) {
   if (attack) {
-    // Alone, so that the extent that is sealed next is this save's. The handles of earlier saves
+    // Flushed first, so that the next sealed extent is this save's. The handles of earlier saves
     // report their failures.
     checkpointer_->Flush(absl::InfiniteDuration()).IgnoreError();
     saboteur_.Arm();

@@ -1,4 +1,4 @@
-// One run of the demo: a training loop whose state is saved while it goes on, and what came of it.
+// One run of the demo: a training loop, saves of its state beside the loop, and the outcome.
 #ifndef HOLDFAST_TOOLS_DEMO_SESSION_H_
 #define HOLDFAST_TOOLS_DEMO_SESSION_H_
 
@@ -17,7 +17,7 @@ namespace holdfast::demo {
 struct Options {
   std::string file;        ///< A safetensors file to train on; empty: a GPT-2-sized state.
   std::string directory;   ///< Where the checkpoints are.
-  bool temporary = false;  ///< `directory` was made by this program.
+  bool temporary = false;  ///< This program made `directory`.
   uint32_t saves = 3;
   uint32_t steps_between = 3;
   uint32_t threads = 0;      ///< Of the training step; 0: one per CPU, at most 8.
@@ -29,8 +29,7 @@ struct Options {
   bool read_back = false;
   bool replace = false;
   bool json = false;
-  bool mutate_sealed =
-      false;  ///< Sealed bytes of one save are overwritten before they are written.
+  bool mutate_sealed = false;  ///< Sealed bytes of one save are overwritten before the write.
 };
 
 /// Exit statuses, as --help lists them.
@@ -47,8 +46,8 @@ struct SaveRow {
   bool attacked = false;
   bool ended = false;
   absl::Status status;    ///< Of the save.
-  SaveReport report;      ///< If it is durable.
-  bool deleted = false;   ///< Retention took it.
+  SaveReport report;      ///< Of a durable save.
+  bool deleted = false;   ///< Deleted by retention.
   bool verified = false;  ///< `verify` is filled.
   VerifyReport verify;
   std::vector<uint64_t> fingerprints;  ///< Of the tensors when the save was asked for.
@@ -61,22 +60,22 @@ struct Outcome {
   uint64_t state_tensors = 0;
   std::string state_origin;
   double step_seconds = 0;  ///< Median of a training step.
-  std::string deed;         ///< What was damaged on purpose.
-  std::string loaded;       ///< The checkpoint that was loaded back; empty: none.
+  std::string deed;         ///< The deliberate damage.
+  std::string loaded;       ///< The checkpoint that was loaded back; empty if absent.
   double load_seconds = 0;
   bool loaded_equal = false;
-  std::vector<std::string> findings;  ///< What a person should know, one line each.
+  std::vector<std::string> findings;  ///< Findings for people, one line each.
   int exit_status = kExitSound;
 };
 
-/// Trains and saves (with `mutate_sealed` one of the saves is attacked), then proves what was
-/// saved. Prints a line whenever a save ends.
+/// Trains and saves, then verifies the saves. With `mutate_sealed` one of the saves is attacked.
+/// Prints a line at the end of each save.
 Outcome RunSession(const Options& options);
 
-/// Where lines for people go: standard output, unless that is the JSON document's.
+/// Returns the stream of lines for people: standard output, unless the JSON document goes there.
 inline std::FILE* Lines(const Options& options) { return options.json ? stderr : stdout; }
 
-/// The table of saves and what follows it, for people.
+/// Returns the table of saves and the lines below, for people.
 std::string Text(const Options& options, const Outcome& outcome);
 
 /// The same for machines.

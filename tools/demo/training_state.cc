@@ -31,8 +31,8 @@ char* Bytes(const TensorSource& tensor) {
   return static_cast<char*>(const_cast<void*>(tensor.data));
 }
 
-/// A pseudo-gradient in [-1, 1) that depends on element and step: a multiplicative hash, cheap and
-/// without a chain from element to element, so that compilers make vector code of the loops.
+/// Returns a pseudo-gradient in [-1, 1) of element and step: a cheap multiplicative hash. Elements
+/// do not depend on each other, so compilers vectorize the loops.
 inline float Gradient(uint64_t element, uint32_t salt) {
   uint32_t hash = (static_cast<uint32_t>(element) ^ salt) * 0x9E3779B1u;
   hash ^= hash >> 15;
@@ -47,7 +47,7 @@ void FloatStep(char* begin, uint64_t bytes, uint64_t first, uint32_t salt) {
     std::memcpy(&value, begin + i * sizeof(Float), sizeof(Float));
     const auto gradient = Float(Gradient(first + i, salt));
     const Float moved = value * Float(0.999) + Float(0.01) * gradient;
-    // What is too small to move the value flips its lowest bit.
+    // A step too small to move the value flips the lowest bit.
     const auto next =
         std::bit_cast<Float>(std::bit_cast<Word>(moved) ^ (moved == value ? Word{1} : Word{0}));
     const Float stored = std::abs(next) <= std::numeric_limits<Float>::max() ? next : gradient;
@@ -74,7 +74,7 @@ void StepRun(const std::string& dtype, char* begin, uint64_t bytes, uint64_t fir
   if (dtype == "F32") return FloatStep<float, uint32_t>(begin, bytes, first, salt);
   if (dtype == "F64") return FloatStep<double, uint64_t>(begin, bytes, first, salt);
   if (dtype == "BF16" || dtype == "F16") {
-    // One of the two lowest bits of the mantissa, which never makes an infinity of a number.
+    // One of the two lowest bits of the mantissa: a flip never makes a number infinite.
     return WordStep<uint16_t>(begin, bytes, (step & 1) != 0 ? 1 : 2, 0);
   }
   if (dtype == "I64" || dtype == "U64") return WordStep<uint64_t>(begin, bytes, 0, 1);
@@ -92,7 +92,8 @@ inline uint64_t Mix(uint64_t lane, uint64_t word) {
   return std::rotl((lane ^ word) * kPrime1, 31) + kPrime2;
 }
 
-/// 64 bits over a tensor; any changed bit changes them, short of a 1 in 2^64 accident.
+/// Returns 64 bits over a tensor. Any changed bit changes the result, with an error probability of
+/// 1 in 2^64.
 uint64_t Fingerprint(const TensorSource& tensor) {
   const char* at = Bytes(tensor);
   uint64_t lanes[] = {1, 2, 3, 4};
@@ -118,7 +119,7 @@ absl::StatusOr<std::unique_ptr<TrainingState>> TrainingState::Make(const std::st
   if (file.empty()) {
     state->AddGpt2();
     if (const absl::Status status = state->Allocate(); !status.ok()) return status;
-    state->Step();  // Touches the memory, and leaves the zeros that no training has.
+    state->Step();  // Touches the memory, and replaces the zeros that no training has.
     return state;
   }
   absl::StatusOr<std::unique_ptr<CheckpointReader>> reader = CheckpointReader::OpenFile(file);
@@ -171,7 +172,7 @@ void TrainingState::AddGpt2() {
       const std::string block = absl::StrCat("h.", layer, ".");
       add(block + "ln_1.weight", kWidth);
       add(block + "ln_1.bias", kWidth);
-      // Conv1D keeps its weight as (inputs, outputs).
+      // Conv1D stores its weight as (inputs, outputs).
       add(block + "attn.c_attn.weight", kWidth, 3 * kWidth);
       add(block + "attn.c_attn.bias", 3 * kWidth);
       add(block + "attn.c_proj.weight", kWidth, kWidth);

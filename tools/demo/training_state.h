@@ -1,5 +1,4 @@
-// The state that is trained and saved: named tensors in one block of memory, and the steps that
-// change them.
+// The state of the training: named tensors in one block of memory, and the steps that change them.
 #ifndef HOLDFAST_TOOLS_DEMO_TRAINING_STATE_H_
 #define HOLDFAST_TOOLS_DEMO_TRAINING_STATE_H_
 
@@ -16,32 +15,33 @@
 
 namespace holdfast::demo {
 
-/// \threadsafety One caller at a time; steps and fingerprints use threads of their own.
+/// \threadsafety One caller at a time; steps and fingerprints start threads.
 class TrainingState {
  public:
-  /// The tensors of a safetensors file, with its values; or, if `file` is empty, GPT-2 small with
-  /// its Adam moments, freshly initialised. `threads` 0: one per CPU, at most 8.
+  /// Makes the tensors of a safetensors file, with its values. If `file` is empty, makes GPT-2
+  /// small with its Adam moments, freshly initialised. `threads` 0: one per CPU, at most 8.
   static absl::StatusOr<std::unique_ptr<TrainingState>> Make(const std::string& file,
                                                              uint32_t threads, uint64_t seed);
   ~TrainingState();
   TrainingState(const TrainingState&) = delete;
   TrainingState& operator=(const TrainingState&) = delete;
 
-  /// One training step: changes every element of every tensor.
+  /// Makes one training step, which changes every element of every tensor.
   void Step();
   uint64_t steps() const { return steps_; }
 
-  /// What the state consists of, for SaveRequest::tensors.
+  /// Returns the tensors of the state, for SaveRequest::tensors.
   const std::vector<TensorSource>& tensors() const { return tensors_; }
   /// The same memory, to load into.
   std::vector<TensorTarget> Targets() const;
   uint64_t bytes() const { return bytes_; }
   const std::string& origin() const { return origin_; }
 
-  /// One fingerprint per tensor, in their order. Shares no code with the runtime's digests.
+  /// Returns one fingerprint per tensor, in the tensors' order. Shares no code with the runtime's
+  /// digests.
   std::vector<uint64_t> Fingerprints() const;
 
-  /// Fills every tensor with a pattern, so that nothing of it can be mistaken for loaded bytes.
+  /// Fills every tensor with a pattern that cannot be mistaken for loaded bytes.
   void Poison();
 
  private:
