@@ -18,19 +18,19 @@ void BindLoad(nanobind::module_& module);
 void BindRecovery(nanobind::module_& module);
 void BindVerify(nanobind::module_& module);
 
-/// Addresses cross as integers: a tensor is never seen here, only where its bytes lie.
+/// Addresses cross as integers: the module handles only the addresses of tensor bytes.
 template <typename T = void>
 T* Pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);  // NOLINT(performance-no-int-to-ptr)
 }
 
-/// 32 lower-case hex digits, the text form of an attempt id; empty for none.
+/// Returns the text form of an attempt id: 32 lower-case hex digits; empty for the null id.
 std::string AttemptText(const AttemptId& attempt);
 /// \throws holdfast.Error for anything but 32 hex digits or "".
 AttemptId AttemptOf(const std::string& text);
 
-/// The value that a word of pod.h stands for.
-/// \throws holdfast.Error naming the option and what there is.
+/// Return the value of a word of pod.h.
+/// \throws holdfast.Error naming the option and the valid words.
 Launcher LauncherOf(const std::string& word);
 EngineRung EngineOf(const std::string& word);
 PageRung PagesOf(const std::string& word);

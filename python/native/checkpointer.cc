@@ -24,7 +24,7 @@ using nb::literals::operator""_a;
 namespace holdfast::python {
 namespace {
 
-/// A Checkpointer whose end, which waits for saves in flight, does not hold the GIL.
+/// A Checkpointer whose destructor, which waits for saves in flight, releases the GIL.
 class Saver {
  public:
   explicit Saver(std::unique_ptr<Checkpointer> checkpointer)
@@ -59,12 +59,12 @@ TrainerDeath TrainerDeathOf(const std::string& word) {
   Raise(absl::InvalidArgumentError("trainer_death: there is only finish, stop"));
 }
 
-/// Options by name, as Python gives them; notes every name that it is asked for.
+/// Options by name, as Python gives them; records every requested name.
 class Given {
  public:
   explicit Given(nb::dict from) : from_(std::move(from)) {}
 
-  /// Leaves `*value` where the option is not given. True if it is.
+  /// Returns true if the option is given; otherwise leaves `*value` unchanged.
   template <typename T>
   bool Take(const char* key, T* value) {
     names_.emplace_back(key);
@@ -78,7 +78,7 @@ class Given {
     std::optional<double> seconds;
     if (Take(key, &seconds)) *value = ToDuration(seconds);
   }
-  /// A choice by its word.
+  /// Reads a choice by its word.
   template <typename T>
   void Take(const char* key, T* value, T (*of_word)(const std::string&)) {
     std::string word;
@@ -91,14 +91,14 @@ class Given {
   std::vector<std::string> names_;
 };
 
-/// Calls `call` without the GIL: what may take a while, or wait for a thread that wants it.
+/// Calls `call` without the GIL, for calls that are slow or wait for a thread that needs the GIL.
 template <typename Call>
 auto WithoutGil(Call call) {
   const GilReleased released;
   return call();
 }
 
-/// The options by the names that they have in C++, those of `staging` and `qos` flat beside them.
+/// Reads the options by their C++ names; those of `staging` and `qos` are flat among them.
 CheckpointerOptions OptionsOf(Given* given) {
   CheckpointerOptions options;
   given->Take("directory", &options.directory);

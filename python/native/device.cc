@@ -1,4 +1,4 @@
-// Devices: the real ones, and those that a test writes in Python.
+// Devices: real devices, and devices that a test writes in Python.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/trampoline.h>
@@ -17,7 +17,7 @@ namespace nb = nanobind;
 namespace holdfast::python {
 namespace {
 
-/// A device whose methods are Python's. What they raise becomes a status.
+/// A device whose methods are Python's. An exception becomes a status.
 class PythonDevice : public Device {
  public:
   NB_TRAMPOLINE(Device, 9);

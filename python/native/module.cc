@@ -6,7 +6,7 @@
 #include "bindings.h"
 
 NB_MODULE(_native, module) {
-  // At exit the frames of threads may still hold handles; that is no leak of this module's.
+  // At exit the frames of threads may still hold handles; the module leaks nothing then.
   nanobind::set_leak_warnings(false);
   module.doc() =
       "The C++ runtime of holdfast. Use the package; this module has no stable interface.";

@@ -1,4 +1,4 @@
-// Plans: files and the tensors in them, by address.
+// Plans: files and their tensors, by address.
 #include "holdfast/plan.h"
 
 #include <nanobind/nanobind.h>

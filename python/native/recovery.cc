@@ -1,4 +1,4 @@
-// Which checkpoints are complete, and cleaning up after crashes.
+// Lists complete checkpoints, and cleans up after crashes.
 #include "holdfast/recovery.h"
 #include "holdfast/ranks.h"
 

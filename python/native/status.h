@@ -27,7 +27,7 @@ T ValueOrThrow(absl::StatusOr<T> value) {
   return *std::move(value);
 }
 
-/// Seconds as Python gives them; none or infinity is for ever.
+/// Converts Python's seconds; None or infinity becomes an infinite duration.
 absl::Duration ToDuration(std::optional<double> seconds);
 
 /// Releases the GIL, as nanobind::gil_scoped_release does, for any thread at any time. Before
@@ -40,7 +40,7 @@ class GilReleased {
   ~GilReleased() {
     try {
       PyEval_RestoreThread(state_);
-    } catch (...) {  // glibc's forced unwinding; it must not leave this handler
+    } catch (...) {  // glibc's forced unwinding must not leave this handler
       while (true) pause();
     }
   }
@@ -51,14 +51,15 @@ class GilReleased {
   PyThreadState* const state_;
 };
 
-/// Calls `wait(slice)` without the GIL, in slices, until it returns anything but DEADLINE_EXCEEDED,
-/// `is_over()` (a deadline can be what was waited for failed of) or `timeout` has passed; between
-/// slices signals are handled, so that Ctrl-C ends the wait.
+/// Calls `wait(slice)` without the GIL, in slices. Returns when `wait` returns a status other than
+/// DEADLINE_EXCEEDED, when `is_over()`, or when `timeout` has passed. `is_over()` covers an
+/// operation that failed with a deadline of its own. Handles signals between slices, so that Ctrl-C
+/// ends the wait.
 template <typename Wait, typename IsOver>
 auto WaitInterruptibly(absl::Duration timeout, Wait wait, IsOver is_over) {
   constexpr absl::Duration kSlice = absl::Milliseconds(100);
   while (true) {
-    const bool over = is_over();  // asked first: what ends in between is told by the next round
+    const bool over = is_over();  // before the wait: the next round reports an end in between
     const absl::Duration slice = timeout < kSlice ? timeout : kSlice;
     auto result = [&] {
       const GilReleased released;
