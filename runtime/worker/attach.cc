@@ -63,8 +63,8 @@ void CloseFd(int* fd) {
   *fd = -1;
 }
 
-/// Maps the arena for writing where it may be registered, because the kernel pins for writing only.
-/// Maps it read-only otherwise: a wild store of this process then cannot change sealed bytes.
+/// Maps the arena for writing if registration is possible, because the kernel pins for writing
+/// only. Maps it read-only otherwise: a wild store of the process then cannot change sealed bytes.
 bool MapArena(Attachment* attached, bool may_register) {
   void* memory = MAP_FAILED;
   if (may_register) {
@@ -104,7 +104,7 @@ Receive ReceiveMessage(const Server& server, Received* out) {
     if (ready <= 0) return Receive::kEnd;
     if ((fds[0].revents & POLLIN) == 0) {
       // poll looks at the fds one after the other. A job and then the trainer's death may have
-      // arrived in between. All messages of a dead trainer have arrived by now.
+      // arrived in between. The messages of a dead trainer are complete by now.
       const bool trainer_died = (fds[1].revents & POLLIN) != 0;
       if (!trainer_died || sys::PollFor(fds, 1, 0) <= 0) return Receive::kEnd;
     }

@@ -189,8 +189,8 @@ bool SyncParent(JobRun* run) {
   return true;
 }
 
-/// Hands the replaced checkpoint to the trainer, which removes it in the background. Removal takes
-/// a quarter of a second per GiB, so neither the result nor a kept worker's next job waits for it.
+/// Hands the replaced checkpoint to the trainer for removal in the background. Removal takes a
+/// quarter of a second per GiB: neither the result nor a kept worker's next job waits.
 void DisposeOf(JobRun* run, const char (&old)[kNameBytes]) {
   if (!TrainerIsDead(run)) {
     memcpy(run->job->completion.left_behind, old, sizeof(old));
@@ -201,8 +201,8 @@ void DisposeOf(JobRun* run, const char (&old)[kNameBytes]) {
   RemoveDirectory(run->parent, old, run->directory_buffer, run->job, &ignored);
 }
 
-/// Publishes that the rename is next, and looks at the board once more. A rank that withdraws its
-/// vote does both in the reverse order, so that one of the two sees the other.
+/// Publishes that the rename is next, and looks at the board once more. A rank withdraws its vote
+/// in the reverse order, so that either rank 0 or the rank sees the other's step.
 bool AnnounceCommit(JobRun* run) {
   if (!run->ranks.board.is_open()) return true;
   (void)WriteDecision(run->ranks.board, layout::Decision::kCommitting);
@@ -292,7 +292,7 @@ bool WaitForDecision(JobRun* run) {
           run->voted = false;
           return FailAsSeen(run);
         }
-        // A failure that is not final of a rank other than 0: rank 0 sees it and answers.
+        // A failure of a rank other than 0 that is not final: rank 0 sees it and answers.
         if (run->ranks.found_here || run->ranks.said_by == 0) return GiveUp(run);
         break;
       case Sight::kNothing:

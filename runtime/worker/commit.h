@@ -14,12 +14,12 @@
 
 namespace holdfast::worker {
 
-/// The step after this rank's manifest is durable. Returns true when the checkpoint stands under
-/// its final name and the name survives power loss. For kFilesOnly: when all files do.
+/// The step after the manifest is durable. Returns true when the checkpoint stands under its final
+/// name and the name survives power loss. For kFilesOnly: when every file does.
 bool Commit(JobRun* run);
 
-/// Returns true when the target is this attempt: renamed by rank 0, or promoted by a recovery that
-/// took this worker for dead.
+/// Returns true when the target is this attempt: renamed by rank 0, or promoted by a recovery after
+/// this worker seemed dead.
 bool TargetIsOurs(JobRun* run);
 
 }  // namespace holdfast::worker

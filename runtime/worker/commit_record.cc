@@ -106,7 +106,7 @@ bool FindFilesBytes(const char* head, size_t length, uint64_t* out) {
 
 bool WriteCommitRecord(JobRun* run) {
   layout::Job* const job = run->job;
-  // A recovery that has promoted the directory judged it by its manifests, and owns it now.
+  // A recovery that promoted the directory has judged the manifests, and owns the directory now.
   if (job->commit_template.bytes == 0 || run->ranks.promoted) return true;
   uint64_t files_bytes = 0;
   if (!FillRows(run, &files_bytes)) return run->ok();
@@ -117,8 +117,8 @@ bool WriteCommitRecord(JobRun* run) {
                                 O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
   if (fd < 0) return FailErrno(run, Operation::kManifest, errno);
   run->record_made = true;
-  // Durable before the rename that commits: a checkpoint with an empty record counts as damaged,
-  // although all its data is present.
+  // Durable before the commit rename: a checkpoint with an empty record counts as damaged, although
+  // the data is complete.
   if (!WriteSynced(run, fd, layout::CommitRecord(job), job->commit_template.bytes)) return false;
   const int error = RenameNew(run, temporary, layout::kCommitRecordName);
   run->record_named = error == 0;

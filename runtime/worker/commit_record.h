@@ -1,4 +1,4 @@
-// Rank 0's commit record: one small file that describes the checkpoint. A reader of the record does
+// Rank 0's commit record: a small file that describes the checkpoint. A reader of the record does
 // not need the manifests of all ranks.
 #ifndef HOLDFAST_RUNTIME_WORKER_COMMIT_RECORD_H_
 #define HOLDFAST_RUNTIME_WORKER_COMMIT_RECORD_H_

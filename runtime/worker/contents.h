@@ -1,5 +1,5 @@
-// The contents of a directory: nothing, one checkpoint of Holdfast, or foreign entries. Decides
-// which directories a save may replace and which entries a removal may remove.
+// The contents of a directory: nothing, a checkpoint of Holdfast, or foreign entries. Decides about
+// replacement of a directory and removal of its entries.
 #ifndef HOLDFAST_RUNTIME_WORKER_CONTENTS_H_
 #define HOLDFAST_RUNTIME_WORKER_CONTENTS_H_
 
@@ -17,8 +17,8 @@ struct Contents {
   bool whole = false;              ///< The manifests of all ranks of the name are present.
   AttemptId attempt;               ///< Of `manifest`; zero if absent there.
   uint64_t step = 0;               ///< Of `manifest`.
-  /// An entry that is no rank manifest, commit record, file of a manifest, temporary file of these,
-  /// or rank board. A directory is preferred to other entries. Empty: no foreign entry.
+  /// Any entry except rank manifests, commit record, files of a manifest, temporary files of these,
+  /// and rank board. A directory is preferred to other entries. Empty: no foreign entry.
   char foreign[kNameBytes] = {};
   bool holds_directory = false;  ///< `foreign` is a directory.
 };
@@ -35,7 +35,7 @@ class Inventory {
   int Read(int directory, char* buffer, Contents* contents);
 
   /// Returns true when an entry of this name is Holdfast's: a manifest, a commit record, a rank
-  /// board, a file that a manifest names, or a temporary file of these.
+  /// board, a file of a manifest, or a temporary file of these.
   bool Holds(const char* name) const;
 
  private:
@@ -66,13 +66,12 @@ bool IsManifestName(const char* name);
 bool IsCommitFile(const char* name);
 
 /// Returns true when a removal must keep the directory: the directory is `whole`, was committed,
-/// and holds a foreign entry. In a directory whose name says that its attempt never committed, all
-/// files are that attempt's.
+/// and holds a foreign entry. A directory named as never committed holds only files of its attempt.
 bool MustKeep(const Contents& contents, const char* directory_name);
 
-/// Returns the length of the checkpoint's name within `name`, for a directory that was committed
-/// and lacks its retired name: exchanged for its successor, or retired by an earlier version.
-/// Returns 0 for any other directory.
+/// Returns the length of the checkpoint's name within `name`, for a committed directory without its
+/// retired name: exchanged for a successor, or retired by an earlier version. Returns 0 for other
+/// directories.
 size_t CommittedBytes(const Contents& contents, const char* directory_name);
 
 /// Whether a name is of the form ".CHECKPOINT.retired-<attempt>".

@@ -1,5 +1,5 @@
-// Removes retired checkpoints, one after the other. Removal is slow (a quarter of a second per
-// GiB), so a separate job does it and no save waits for it.
+// Removes retired checkpoints, one after the other, in a separate job. Removal takes a quarter of a
+// second per GiB, and no save waits for it.
 #include "runtime/worker/jobs.h"
 #include "runtime/worker/remove_tree.h"
 

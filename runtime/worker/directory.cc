@@ -55,8 +55,8 @@ bool OpenPartial(JobRun* run) {
   run->directory =
       sys::OpenOwned(run->parent, job.partial, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (run->directory < 0) return FailErrno(run, Operation::kMakeDirectory, errno);
-  // Without the fsync a crash can lose the directory with its files, which were fsynced one by one.
-  // A recovery could then not promote files that every rank had made durable.
+  // Without the fsync a crash can lose the directory together with the fsynced files. A recovery
+  // could then not promote files that every rank had made durable.
   if (sys::Sys().fsync(run->parent) != 0) return FailErrno(run, Operation::kSyncDirectory, errno);
   return JoinRanks(run);
 }
@@ -88,8 +88,8 @@ int RenameNew(JobRun* run, const char* from, const char* to) {
   const unsigned flags = replace ? 0 : RENAME_NOREPLACE;
   if (sys::Sys().renameat2(run->directory, from, run->directory, to, flags) == 0) return 0;
   if (flags == 0 || (errno != EINVAL && errno != ENOSYS)) return errno;
-  // A file system without RENAME_NOREPLACE (NFS, some FUSE): look first. In a directory that this
-  // attempt alone writes to, no other rename can come between.
+  // A file system without RENAME_NOREPLACE (NFS, some FUSE): look first. Only this attempt writes
+  // to the directory, so no rename can come between.
   int error = 0;
   if (!NameIsFree(run->directory, to, &error)) return error;
   return sys::Sys().renameat2(run->directory, from, run->directory, to, 0) == 0 ? 0 : errno;

@@ -1,5 +1,5 @@
 // The replacement of a checkpoint: the renames, and the lock that orders them. The worker replaces
-// at its commit; a recovery finishes a replacement that a crash interrupted.
+// at the commit; a recovery finishes an interrupted replacement.
 #ifndef HOLDFAST_RUNTIME_WORKER_EXCHANGE_H_
 #define HOLDFAST_RUNTIME_WORKER_EXCHANGE_H_
 
@@ -19,8 +19,8 @@ bool LockManifest(int directory, const char* name, int* lock);
 int Exchange(int parent, const char* partial, const char* target, const AttemptId& replaced,
              char (&old)[kNameBytes]);
 
-/// Renames the entry at `*name`, which is to be removed, to ".CHECKPOINT.retired-<attempt>", so
-/// that no listing shows it. On failure the entry keeps its name.
+/// Renames the entry at `*name` before its removal to ".CHECKPOINT.retired-<attempt>", so that no
+/// listing shows the entry. On failure the entry keeps its name.
 void Hide(int parent, const char* checkpoint, const AttemptId& attempt, char (&name)[kNameBytes]);
 
 }  // namespace holdfast::worker

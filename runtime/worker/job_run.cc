@@ -60,7 +60,7 @@ void HearDoorbell(const Attachment& attached) {
 void NoteTrainerDeath(JobRun* run) {
   if (run->trainer_died) return;
   run->trainer_died = true;
-  // An orphan that only waits for other ranks must not hold memory that the next trainer needs.
+  // An orphan that waits for other ranks must not hold memory that the next trainer needs.
   if (run->staging_released) DropArena(run->server);
   if (run->all_sealed) return;
   // The trainer's last stores are in the shared memory: extents published before its death count.

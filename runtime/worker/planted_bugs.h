@@ -1,5 +1,5 @@
-// Deliberate bugs, for tests that prove that they can fail. Defined only in builds with
-// HOLDFAST_PLANTED_BUGS, never in an installed library.
+// Deliberate bugs, for tests of the tests. Defined only in builds with HOLDFAST_PLANTED_BUGS, never
+// in an installed library.
 #ifndef HOLDFAST_RUNTIME_WORKER_PLANTED_BUGS_H_
 #define HOLDFAST_RUNTIME_WORKER_PLANTED_BUGS_H_
 

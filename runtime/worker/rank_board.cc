@@ -144,8 +144,8 @@ int OpenBoard(int directory, const AttemptId& attempt, uint32_t rank, uint32_t w
   if (!board->is_open()) return errno;
   int error = OpenPastCache(directory, attempt, board) ? 0 : AgreeOnHead(*board, attempt);
   if (error == 0) {
-    // Allocates the blocks of this rank's record now: a rank that fails of a full disk could not
-    // publish its failure. An existing record of the trainer or the worker stays.
+    // Allocates the blocks of the rank's record now: a rank could not publish a full disk
+    // otherwise. An existing record of the trainer or the worker stays.
     const layout::RankFailure there = ReadFailure(*board, rank);
     const uint64_t at = layout::RankFailureAt(rank, world_size);
     if (there.check == 0 && !WriteAt(*board, &there, sizeof(there), at)) error = errno;
@@ -172,7 +172,7 @@ bool WriteFailure(const RankBoard& board, Side side, layout::RankFailure failure
   HOLDFAST_ASSERT(board.is_open() && board.rank < board.world_size);
   HOLDFAST_ASSERT(failure.rank < board.world_size);
   failure.check = CheckOf(failure);
-  // The record precedes the state that makes readers look for it, and both precede the alarm.
+  // The record precedes the state that readers look for, and the alarm comes last.
   if (!WriteAt(board, &failure, sizeof(failure),
                layout::RankFailureAt(board.rank, board.world_size)) ||
       !WritePulse(board, side, layout::RankState::kFailed)) {

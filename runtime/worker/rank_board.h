@@ -37,7 +37,7 @@ bool WritePulse(const RankBoard& board, Side side, layout::RankState state,
                 uint32_t silent_s_max = 0);
 
 /// Publishes this rank's failure. `raise` shows the failure to other ranks; false for a rank that
-/// ends because of a failure that is on the board already. Returns false with errno.
+/// ends because of a failure on the board. Returns false with errno.
 bool WriteFailure(const RankBoard& board, Side side, layout::RankFailure failure, bool raise);
 
 /// Rank 0's word. False with errno.

@@ -88,7 +88,7 @@ Sight Miss(JobRun* run, uint32_t rank, uint64_t now, PulseNote* note) {
   const uint64_t liveness = LivenessNs(*run->job);
   const bool absent = note->state == RankState::kAbsent;
   if (!absent && note->state != RankState::kJoined) return Sight::kNothing;
-  // A rank may begin later than this rank. Its absence counts once this rank only waits.
+  // A rank may begin later. Its absence counts once this rank only waits.
   if (absent && watch.waiting_since_ns == 0) return Sight::kNothing;
   uint64_t allowed = liveness;
   if (!absent && note->silent_s_max * kNsPerSecond > allowed) {

@@ -83,8 +83,8 @@ bool Sync(Removal* removal) {
 }
 
 /// Removes a directory that never was a checkpoint, under a name that a recovery may take for a
-/// complete one. The manifests go first and durably: a crash could otherwise keep them and lose
-/// files that they name.
+/// complete checkpoint. The manifests go first and durably: a crash could otherwise keep the
+/// manifests and lose files.
 bool RemoveUncommitted(Removal* removal) {
   bool any = false;
   return Sweep(removal,

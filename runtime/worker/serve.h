@@ -23,8 +23,8 @@ struct ServeOptions {
 /// flight was finished or stopped, as its flags say). Returns an exit status: 0, or layout::kExit*.
 int Serve(const ServeOptions& options);
 
-/// Returns true when `fd` is a socket of the kind that a trainer passes. Refuses other descriptors
-/// of a program that was started by hand.
+/// Returns true when `fd` is a socket of the trainer's kind. A program that was started by hand has
+/// another descriptor at the number, or none.
 bool IsWorkerSocket(int fd);
 
 }  // namespace holdfast::worker

@@ -1,5 +1,5 @@
-// A worker between jobs: its socket, its attachment and its ring. Serve places the object, which
-// holds all of the worker's memory, in a separate mapping.
+// A worker between jobs: socket, attachment and ring. Serve places the object, which holds all
+// memory of the worker, in a separate mapping.
 #ifndef HOLDFAST_RUNTIME_WORKER_SERVER_H_
 #define HOLDFAST_RUNTIME_WORKER_SERVER_H_
 
@@ -44,7 +44,7 @@ enum class Receive {
 };
 
 /// Waits for the next message, the socket's end, or the trainer's death, in this order of
-/// preference. A job that was sent runs and handles a dead trainer itself.
+/// preference. A job handles a dead trainer itself.
 Receive ReceiveMessage(const Server& server, Received* out);
 
 /// Maps the arena. 0 or an exit status.

@@ -303,8 +303,8 @@ void Drain(JobRun* run, io::Queue* queue) {
     queue->Watch(kTrainerWatch, -1);
     const int count = queue->Wait(completions, io::kDepthMax, kWaitMsMax, &wakeups);
     if (!layout::TraitsOf(run->launcher).process) {
-      // A broken engine yields no completions: closing it waits for the kernel. If the close fails
-      // too, this thread must never report its end.
+      // A broken engine yields no completions: closing the engine waits for the kernel. If the
+      // close fails too, the thread must never report its end.
       if (count < 0 && !queue->Close()) {
         while (true) Nap(run, kWaitMsMax);
       }
