@@ -68,7 +68,7 @@ class Checksums {
   bool Take(uint32_t index, char* memory, std::vector<uint32_t>* ready);
 
  private:
-  /// A tensor with a wanted checksum: one part for each chunk that it touches.
+  /// A tensor with a wanted checksum: one part for each chunk of the tensor.
   struct Tensor {
     std::vector<uint32_t> parts;  // CRC-32 of each
     std::vector<uint64_t> bytes;  // and length

@@ -22,8 +22,8 @@
 
 namespace holdfast::writer {
 
-/// The thread serves all saves in turn and never waits for a single save. Memory that one save
-/// waits for may be held by extents of any save, and only this thread can finish those extents.
+/// The thread serves all saves in turn and never waits for a single save. Extents of any save may
+/// hold the memory for the next extent, and only this thread can finish those extents.
 class DeviceStager {
  public:
   DeviceStager(staging::StagingPool* pool, Sealer* sealer, LeaseTaker* leases);

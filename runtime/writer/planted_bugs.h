@@ -1,4 +1,4 @@
-// The trainer side's planted bugs. Only the archive that tests link has them, so that tests see
+// The trainer side's planted bugs. Only the archive for tests has them, so that tests see
 // themselves fail.
 #ifndef HOLDFAST_RUNTIME_WRITER_PLANTED_BUGS_H_
 #define HOLDFAST_RUNTIME_WRITER_PLANTED_BUGS_H_

@@ -65,7 +65,7 @@ class SaveState {
   // The staging side: one entry per extent, written before the extent is published.
   std::vector<staging::Lease> leases;
   layout::LogWriter published;
-  /// Extents without a lease. The thread that takes the last lease tells the pool that this epoch
+  /// Extents without a lease. The thread that takes the last lease tells the pool that the epoch
   /// needs no more memory.
   std::atomic<uint32_t> extents_to_lease{0};
   /// Extents not yet sealed; the thread that seals the last extent marks the save as staged.

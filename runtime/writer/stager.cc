@@ -158,8 +158,7 @@ absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save,
     // make room for the next extents.
     if (ways[i] != Way::kHost) devices_.Enqueue(save, i, /*leased=*/true);
   }
-  // Extents that need not be leased in order come last: the caller waits for the host extents'
-  // memory.
+  // The other device extents come last: the caller waits for the memory of host extents.
   for (uint32_t i = in_order ? host_end : 0; i < count; ++i) {
     if (ways[i] == Way::kDevice) devices_.Enqueue(save, i, /*leased=*/false);
   }

@@ -30,7 +30,7 @@ namespace {
 // The interval of deadline checks with saves in flight.
 constexpr int kTickMs = 200;
 constexpr int kIdleTickMs = 1000;
-// A worker gives up by itself at its stall deadline; the supervisor kills it this much later.
+// A worker gives up at its stall deadline; the supervisor kills at this multiple of the deadline.
 constexpr double kKillFactor = 1.5;
 // A killed process that is not gone after this time is stuck in the kernel (D state).
 constexpr uint64_t kKillGraceNs = 10'000'000'000;
@@ -196,7 +196,7 @@ bool Supervisor::HasLanded(const SaveState& save, bool gone) {
   if (testing::trust_the_pidfd) return gone;
 #endif
   const layout::Job& job = *save.table->job();
-  // acquire: pairs with the worker's release; its reads of these bytes precede their reuse.
+  // acquire: pairs with the worker's release; the worker's reads of the bytes precede their reuse.
   if (job.staging_released.load(std::memory_order_acquire) != 0) return true;
   if (!gone || !save.link->HasHungUp()) return false;
   const auto engine = static_cast<EngineRung>(job.engine_used.load(std::memory_order_relaxed));

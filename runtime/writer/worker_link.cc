@@ -86,8 +86,8 @@ absl::Status WorkerLink::Start(const LinkOptions& options) {
 absl::Status WorkerLink::WatchTrainer() {
   trainer_watch_ = base::UniqueFd(sys::PidfdOwned(sys::Sys().getpid()));
   if (trainer_watch_.valid()) return absl::OkStatus();
-  // The fallback without pidfd_open: a socket whose other end only this process holds (foreign
-  // children close it). The socket hangs up with the process's death.
+  // The fallback without pidfd_open: a socket whose other end is held by this process only (foreign
+  // children close the end). The socket hangs up with the process's death.
   int ends[2];
   if (sys::SocketPairOwned(SOCK_STREAM, ends) != 0) {
     return base::ErrnoStatus("create", "the socket by which a worker sees the trainer's end",
@@ -295,8 +295,8 @@ WorkerLink::~WorkerLink() {
     return;
   }
   if (IsReaped()) return;
-  // No transfer is in flight, so a worker that does not end by itself is broken; it must not become
-  // a zombie.
+  // No transfer is in flight. A worker that still does not end is broken, and must not become a
+  // zombie.
   constexpr int kEndMs = 10'000;
   if (!kept_ || !IsReadable(pidfd_.get(), kEndMs)) Kill();
   if (IsReadable(pidfd_.get(), kEndMs)) Reap();

@@ -66,12 +66,12 @@ class WorkerLink : public staging::Registrant {
   int doorbell_fd() const { return to_trainer_.get(); }  ///< Readable when the worker has news.
   void DrainDoorbell();
 
-  /// Returns true when the worker has ended: its pidfd is readable, or its thread has returned.
-  /// Direct writes of its ring may still be under way in the kernel, and read staging memory.
+  /// Returns true when the worker has ended: the pidfd is readable, or the thread has returned.
+  /// Direct writes of the ring may still be under way in the kernel, and read staging memory.
   bool IsGone() const;
 
-  /// Returns true when the worker's end of the socket is closed in its process and in its rings. A
-  /// ring holds the socket until its last transfer has landed.
+  /// Returns true when the worker's end of the socket is closed in the process and in the rings. A
+  /// ring holds the socket until the ring's last transfer has landed.
   bool HasHungUp() const;
   int socket() const { return socket_.get(); }
 
@@ -83,8 +83,8 @@ class WorkerLink : public staging::Registrant {
   /// Gives the worker up: SIGKILL by pidfd, so that no recycled pid is ever hit. A thread goes on
   /// by itself. The worker gets no further job.
   void Kill();
-  /// Kills the worker of a caller that waits no longer. A thread is asked to end after its job, and
-  /// its link is kept for good: the destructor would wait for the thread.
+  /// Kills the worker of a caller that waits no longer. A thread is asked to end after the job, and
+  /// the link is kept for good: the destructor would wait for the thread.
   static void Abandon(std::shared_ptr<WorkerLink> link);
   bool given_up() const { return given_up_.load(std::memory_order_relaxed); }
 
