@@ -18,6 +18,7 @@
 #include "runtime/checkpointer/lineage.h"
 #include "runtime/checkpointer/options.h"
 #include "runtime/checkpointer/rank_presence.h"
+#include "runtime/checkpointer/save_sources.h"
 #include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/file_system.h"
@@ -73,15 +74,6 @@ std::vector<AttemptId> Others(std::vector<AttemptId> attempts, const AttemptId& 
   return attempts;
 }
 
-/// Of a tensor or of its segment.
-template <typename Tensor>
-writer::PieceSource SourceOf(const Tensor& tensor, SaveState* save) {
-  Device* const device =
-      tensor.device != nullptr && !tensor.device->is_host() ? tensor.device : nullptr;
-  if (device != nullptr && tensor.bytes != 0) save->streams.insert({device, tensor.stream});
-  return {.data = static_cast<const char*>(tensor.data), .device = device};
-}
-
 }  // namespace
 
 AttemptId NewAttemptId() {
@@ -116,9 +108,6 @@ class Checkpointer::Impl {
   absl::StatusOr<std::shared_ptr<const base::UniqueFd>> OpenParent() ABSL_LOCKS_EXCLUDED(mutex_);
   absl::StatusOr<std::shared_ptr<SaveState>> Plan(const SaveRequest& request, AttemptId* attempt,
                                                   writer::Sources* sources);
-  absl::StatusOr<writer::Sources> PlanTensors(const SaveRequest& request, const AttemptId& attempt,
-                                              SaveState* save);
-  static absl::StatusOr<writer::Sources> TakePlan(const SavePlan& plan, SaveState* save);
   absl::Status Admit(const SaveState& save) const;
   using Presence = std::shared_ptr<checkpointer::RankPresence>;  // null with one rank
   absl::Status OpenDirectories(const SaveRequest& request, const AttemptId& attempt,
@@ -204,9 +193,13 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
   }
   auto save = std::make_shared<SaveState>();
   if (request.plan != nullptr) {
-    HOLDFAST_ASSIGN_OR_RETURN(*sources, TakePlan(*request.plan, save.get()));
+    HOLDFAST_ASSIGN_OR_RETURN(*sources, checkpointer::TakePlan(*request.plan, save.get()));
   } else {
-    HOLDFAST_ASSIGN_OR_RETURN(*sources, PlanTensors(request, *attempt, save.get()));
+    HOLDFAST_ASSIGN_OR_RETURN(
+        const std::shared_ptr<const format::SafetensorsStructure> structure,
+        last_structure_.Of(format::ModelFileName(options.rank, options.world_size),
+                           request.tensors));
+    *sources = checkpointer::TakeStructure(structure, request.tensors, *attempt, save.get());
   }
   save->checkpoint = request.name;
   save->path = absl::StrCat(options.directory, "/", request.name);
@@ -220,42 +213,6 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
   for (const auto& [device, stream] : save->streams)
     HOLDFAST_RETURN_IF_ERROR(core->Register(device));
   return save;
-}
-
-absl::StatusOr<writer::Sources> Checkpointer::Impl::PlanTensors(const SaveRequest& request,
-                                                                const AttemptId& attempt,
-                                                                SaveState* save) {
-  HOLDFAST_ASSIGN_OR_RETURN(
-      const std::shared_ptr<const format::SafetensorsStructure> structure,
-      last_structure_.Of(format::ModelFileName(options.rank, options.world_size), request.tensors));
-  save->plan = std::shared_ptr<const format::PackedPlan>(structure, &structure->plan);
-  save->head = structure->HeadFor(attempt);
-  writer::Sources sources;
-  sources.literals = {save->head.data(), save->plan->literals[1].data()};
-  sources.tensors.reserve(request.tensors.size());
-  for (const uint32_t index : structure->order) {
-    const TensorSource& tensor = request.tensors[index];
-    sources.tensors.push_back(SourceOf(tensor, save));
-  }
-  return sources;
-}
-
-absl::StatusOr<writer::Sources> Checkpointer::Impl::TakePlan(const SavePlan& plan,
-                                                             SaveState* save) {
-  HOLDFAST_RETURN_IF_ERROR(ValidatePlan(plan));
-  save->checksums = writer::Checksums::For(plan);
-  save->plan = std::make_shared<const format::PackedPlan>(format::Pack(plan));
-  writer::Sources sources;
-  for (const std::string& literal : save->plan->literals)
-    sources.literals.push_back(literal.data());
-  sources.tensors.resize(plan.tensors.size());
-  for (const PlannedFile& file : plan.files) {
-    for (const Segment& segment : file.segments) {
-      if (segment.tensor != Segment::kLiteral)
-        sources.tensors[segment.tensor] = SourceOf(segment, save);
-    }
-  }
-  return sources;
 }
 
 absl::Status Checkpointer::Impl::Admit(const SaveState& save) const {

@@ -543,10 +543,9 @@ TEST_F(RecoveryTest, OnANetworkFileSystemTheServersClockCounts) {
   MakeOneOfEach();
   MakeOld(complete_, absl::Minutes(10));
   PretendNfs();
-  const auto shift = [](struct stat* out) {
+  static const auto kShift = [](struct stat* out) {
     out->st_mtim = absl::ToTimespec(absl::TimeFromTimespec(out->st_mtim) + ahead);
   };
-  static const auto kShift = shift;
   sys::g_system.fstat = [](int fd, struct stat* out) {
     const int result = sys::kKernel.fstat(fd, out);
     kShift(out);
