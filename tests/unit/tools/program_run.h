@@ -25,12 +25,13 @@ inline std::string ProgramUnderTest() {
   return arguments.size() > 1 ? arguments[1] : "";
 }
 
-/// Runs it with `arguments`, as a shell takes them; what it prints goes through files in `scratch`.
+/// Runs the program with `arguments`, as a shell takes them. The output goes through files in
+/// `scratch`.
 inline ProgramRun RunProgram(const std::string& arguments, const std::string& scratch) {
   const std::string out = scratch + "/.out";
   const std::string error = scratch + "/.error";
   const std::string command =
-      ProgramUnderTest() + " " + arguments + " >" + out + " 2>" + error + " </dev/null";
+      "'" + ProgramUnderTest() + "' " + arguments + " >" + out + " 2>" + error + " </dev/null";
   const int status = std::system(command.c_str());
   return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, ReadFileBytes(out), ReadFileBytes(error)};
 }

@@ -13,6 +13,7 @@
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/training_state.h"
 #include "tests/testing/zip_files.h"
+#include "tests/unit/tools/program_run.h"
 
 namespace holdfast {
 namespace {
@@ -21,26 +22,15 @@ using testing::FlipBit;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
-using testing::ReadFileBytes;
+using testing::ProgramRun;
 using testing::ScratchDirectory;
 using testing::TrainingState;
 using testing::WriteFileBytes;
 
-struct Outcome {
-  int status = -1;
-  std::string out;
-  std::string error;
-};
-
-std::string Program() {
-  const std::vector<std::string> arguments = ::testing::internal::GetArgvs();
-  return arguments.size() > 1 ? arguments[1] : "";
-}
-
 class VerifyCheckpointProgram : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (Program().empty()) GTEST_SKIP() << "the program's path is not given";
+    if (testing::ProgramUnderTest().empty()) GTEST_SKIP() << "the program's path is not given";
     for (const char* name : {"sound", "corrupt"}) {
       std::filesystem::create_directory(Path(name));
       plan_ = testing::WriteRank(Path(name), {}, TrainingState::Uniform(3, 2'000'000, 1).Sources());
@@ -52,12 +42,8 @@ class VerifyCheckpointProgram : public ::testing::Test {
   }
 
   std::string Path(const std::string& name) const { return scratch_.path() + "/" + name; }
-  Outcome Run(const std::string& arguments) const {
-    const std::string command = absl::StrCat(Program(), " ", arguments, " >", Path(".out"), " 2>",
-                                             Path(".error"), " </dev/null");
-    const int status = std::system(command.c_str());
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, ReadFileBytes(Path(".out")),
-            ReadFileBytes(Path(".error"))};
+  ProgramRun Run(const std::string& arguments) const {
+    return testing::RunProgram(arguments, scratch_.path());
   }
 
   ScratchDirectory scratch_;
@@ -86,7 +72,7 @@ TEST_F(VerifyCheckpointProgram, ExitsWithTheWorstOfSeveral) {
 TEST_F(VerifyCheckpointProgram, ExitsWith64ForAWrongCommandLine) {
   for (const char* arguments :
        {"", "--no-such-option x", "--threads many x", "--engine warp x", "--threads 100000 x"}) {
-    const Outcome outcome = Run(arguments);
+    const ProgramRun outcome = Run(arguments);
     EXPECT_EQ(outcome.status, 64) << arguments;
     EXPECT_THAT(outcome.out, IsEmpty()) << arguments;
     EXPECT_THAT(outcome.error, Not(IsEmpty())) << arguments;
@@ -94,19 +80,19 @@ TEST_F(VerifyCheckpointProgram, ExitsWith64ForAWrongCommandLine) {
 }
 
 TEST_F(VerifyCheckpointProgram, ExplainsItself) {
-  const Outcome help = Run("--help");
+  const ProgramRun help = Run("--help");
   EXPECT_EQ(help.status, 0);
   for (const char* said : {"PATH", "--json", "--adopt", "--threads", "--engine", "--buffered",
                            "--quiet", "Exit status", "incomplete", "faults_total", "Examples"}) {
     EXPECT_THAT(help.out, HasSubstr(said));
   }
-  const Outcome version = Run("--version");
+  const ProgramRun version = Run("--version");
   EXPECT_EQ(version.status, 0);
   EXPECT_THAT(version.out, HasSubstr("verify-checkpoint 0."));
 }
 
 TEST_F(VerifyCheckpointProgram, PrintsOneLinePerFaultAndOneForThePath) {
-  const Outcome outcome = Run(Path("corrupt"));
+  const ProgramRun outcome = Run(Path("corrupt"));
   EXPECT_THAT(outcome.error, IsEmpty()) << "no progress bar in a pipe";
   EXPECT_EQ(std::count(outcome.out.begin(), outcome.out.end(), '\n'), 2);
   EXPECT_THAT(outcome.out, HasSubstr(absl::StrCat(Path("corrupt"), ": ", model_, ": tensor \"",
@@ -114,7 +100,7 @@ TEST_F(VerifyCheckpointProgram, PrintsOneLinePerFaultAndOneForThePath) {
   EXPECT_THAT(outcome.out, HasSubstr("digest: expected "));
   EXPECT_THAT(outcome.out, HasSubstr(": corrupt (1 fault): 1 file, 3 tensors, "));
   EXPECT_THAT(outcome.out, HasSubstr("/s); checked: XXH3-128 digests of the seal"));
-  const Outcome quiet = Run("--quiet " + Path("corrupt"));
+  const ProgramRun quiet = Run("--quiet " + Path("corrupt"));
   EXPECT_EQ(std::count(quiet.out.begin(), quiet.out.end(), '\n'), 1);
   EXPECT_THAT(Run("-q " + Path("sound")).out, IsEmpty());
   EXPECT_THAT(Run(Path("sound ") + Path("corrupt")).out,
@@ -122,7 +108,7 @@ TEST_F(VerifyCheckpointProgram, PrintsOneLinePerFaultAndOneForThePath) {
 }
 
 TEST_F(VerifyCheckpointProgram, PrintsOneJsonDocument) {
-  const Outcome outcome = Run("--json " + Path("sound ") + Path("corrupt"));
+  const ProgramRun outcome = Run("--json " + Path("sound ") + Path("corrupt"));
   EXPECT_EQ(outcome.status, 1);
   const auto document = nlohmann::json::parse(outcome.out, nullptr, false);
   ASSERT_FALSE(document.is_discarded()) << outcome.out;
@@ -154,7 +140,7 @@ TEST_F(VerifyCheckpointProgram, PrintsOneJsonDocument) {
 
 TEST_F(VerifyCheckpointProgram, TakesEveryEngineItOffers) {
   for (const char* engine : {"auto", "pwrite"}) {
-    const Outcome outcome =
+    const ProgramRun outcome =
         Run(absl::StrCat("--json --buffered --threads 1 --engine ", engine, " ", Path("sound")));
     EXPECT_EQ(outcome.status, 0) << outcome.out << outcome.error;
     EXPECT_EQ(nlohmann::json::parse(outcome.out, nullptr, false)["paths"][0]["direct_io"], "no");
@@ -164,31 +150,31 @@ TEST_F(VerifyCheckpointProgram, TakesEveryEngineItOffers) {
 TEST_F(VerifyCheckpointProgram, AdoptsAndVerifies) {
   std::filesystem::create_directory(Path("foreign"));
   WriteFileBytes(Path("foreign/a.pt"), testing::ZipArchive({{"archive/data/0", "abc"}}, {}));
-  const Outcome outcome = Run("--adopt " + Path("foreign"));
+  const ProgramRun outcome = Run("--adopt " + Path("foreign"));
   EXPECT_EQ(outcome.status, 0) << outcome.out;
   EXPECT_THAT(outcome.out, HasSubstr("time of adoption"));
   FlipBit(Path("foreign/a.pt"), 70);
   EXPECT_EQ(Run(Path("foreign")).status, 1);
   EXPECT_EQ(Run("--adopt " + Path("foreign")).status, 3) << "there is a manifest already";
   std::filesystem::remove(Path("sound/") + testing::RankFiles{}.manifest_name());
-  const Outcome refused = Run("--adopt " + Path("sound"));
+  const ProgramRun refused = Run("--adopt " + Path("sound"));
   EXPECT_EQ(refused.status, 2);
   EXPECT_THAT(refused.out, HasSubstr("attempt id"));
 }
 
 TEST_F(VerifyCheckpointProgram, LetsNoControlCharacterOfANameThrough) {
   WriteFileBytes(Path("evil\x1b[31m.pt"), "not a zip");
-  const Outcome outcome = Run("'" + Path("evil\x1b[31m.pt") + "'");
+  const ProgramRun outcome = Run("'" + Path("evil\x1b[31m.pt") + "'");
   EXPECT_EQ(outcome.status, 3);
   EXPECT_THAT(outcome.out, Not(HasSubstr("\x1b")));
   WriteFileBytes(Path("bad\xff.pt"), "not a zip");
-  const Outcome json = Run("--json '" + Path("bad\xff.pt") + "'");
+  const ProgramRun json = Run("--json '" + Path("bad\xff.pt") + "'");
   EXPECT_FALSE(nlohmann::json::parse(json.out, nullptr, false).is_discarded());
 }
 
 TEST_F(VerifyCheckpointProgram, FailsWhenItsOutputCannotBeWritten) {
-  const std::string command =
-      absl::StrCat(Program(), " ", Path("sound"), " >/dev/full 2>/dev/null");
+  const std::string command = absl::StrCat("'", testing::ProgramUnderTest(), "' ", Path("sound"),
+                                           " >/dev/full 2>/dev/null");
   const int status = std::system(command.c_str());
   ASSERT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 3);
