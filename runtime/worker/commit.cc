@@ -21,27 +21,27 @@ namespace {
 
 constexpr uint64_t kNsPerMs = 1'000'000;
 // While another save replaces the checkpoint under the same name.
-constexpr int kReplaceNapMs = 10;
+constexpr int kReplaceSleepMs = 10;
 constexpr uint64_t kNsPerSecond = 1'000'000'000;
 // For rank 0, because every other rank waits for rank 0.
-constexpr uint64_t kNapMaxNs = 200 * kNsPerMs;
-// For the other ranks: each nap ends with one read of the board by every rank of the job.
-constexpr uint64_t kFollowerNapMaxNs = kNsPerSecond;
+constexpr uint64_t kSleepMaxNs = 200 * kNsPerMs;
+// For the other ranks: each sleep ends with one read of the board by every rank of the job.
+constexpr uint64_t kFollowerSleepMaxNs = kNsPerSecond;
 
-/// A bounded wait whose naps are a share of the elapsed wait. Ranks that end within milliseconds of
-/// each other lose no time, and a long wait costs few reads.
-class Patience {
+/// A bounded wait whose sleeps are a share of the elapsed wait. Ranks that end within milliseconds
+/// of each other lose no time, and a long wait costs few reads.
+class RankWait {
  public:
-  explicit Patience(JobRun* run)
+  explicit RankWait(JobRun* run)
       : run_(run),
         begin_ns_(sys::NowNs()),
-        nap_max_ns_(run->Decides() ? kNapMaxNs : kFollowerNapMaxNs) {
+        sleep_max_ns_(run->Decides() ? kSleepMaxNs : kFollowerSleepMaxNs) {
     const uint64_t liveness = LivenessNs(*run->job) / 4;
-    if (liveness < nap_max_ns_) nap_max_ns_ = liveness;
+    if (liveness < sleep_max_ns_) sleep_max_ns_ = liveness;
     BeginWaiting(run);
   }
   /// False, with the reason in `ranks.seen`, when `rank` was waited for until the deadline.
-  bool Wait(uint32_t rank) {
+  bool Continue(uint32_t rank) {
     constexpr uint64_t kShare = 8;
     const uint64_t waited = sys::NowNs() - begin_ns_;
     const uint64_t limit = DeadlineNs(run_->job->time_ranks_max_ns);
@@ -57,8 +57,8 @@ class Patience {
       watch.found_here = true;
       return false;
     }
-    const uint64_t nap = waited / kShare < nap_max_ns_ ? waited / kShare : nap_max_ns_;
-    Nap(run_, static_cast<int>(nap / kNsPerMs) + 1);
+    const uint64_t sleep_ns = waited / kShare < sleep_max_ns_ ? waited / kShare : sleep_max_ns_;
+    SleepUntilRung(run_, static_cast<int>(sleep_ns / kNsPerMs) + 1);
     run_->ranks.look_at_ns = 0;
     return true;
   }
@@ -66,7 +66,7 @@ class Patience {
  private:
   JobRun* run_;
   uint64_t begin_ns_;
-  uint64_t nap_max_ns_;
+  uint64_t sleep_max_ns_;
 };
 
 /// Rank 0: waits until all votes are present. The board hints when to look for a vote; the manifest
@@ -74,7 +74,7 @@ class Patience {
 bool WaitForVotes(JobRun* run) {
   const layout::Job& job = *run->job;
   if (job.world_size == 1) return true;
-  Patience patience(run);
+  RankWait wait(run);
   for (uint32_t rank = 1; rank < job.world_size && !run->ranks.promoted;) {
     if (MustStop(run, true)) return false;
     int error = 0;
@@ -87,7 +87,7 @@ bool WaitForVotes(JobRun* run) {
       if (found == Found::kNo) break;
       ++rank;
     }
-    if (rank < job.world_size && !patience.Wait(rank)) return FailAsSeen(run);
+    if (rank < job.world_size && !wait.Continue(rank)) return FailAsSeen(run);
   }
   return true;
 }
@@ -253,7 +253,7 @@ bool CommitDirectory(JobRun* run) {
       Fail(run, FailureCode::kDeadlineExceeded, Operation::kReplace);
       break;
     }
-    Nap(run, kReplaceNapMs);
+    SleepUntilRung(run, kReplaceSleepMs);
     outcome = TakeName(run, old);
   }
   const bool kept = outcome == Try::kDone && KeepName(run, old);
@@ -280,7 +280,7 @@ void TakeVoteBack(JobRun* run) {
 
 /// Other ranks: wait for rank 0's decision.
 bool WaitForDecision(JobRun* run) {
-  Patience patience(run);
+  RankWait wait(run);
   while (true) {
     switch (LookAtRanks(run)) {
       case Sight::kCommitted:
@@ -299,7 +299,7 @@ bool WaitForDecision(JobRun* run) {
         break;
     }
     TakeVoteBack(run);
-    if (!patience.Wait(0)) return GiveUp(run);
+    if (!wait.Continue(0)) return GiveUp(run);
   }
 }
 

@@ -98,7 +98,7 @@ bool MustStop(JobRun* run, bool look) {
   return RanksHaveFailed(run);
 }
 
-void Nap(JobRun* run, int timeout_ms) {
+void SleepUntilRung(JobRun* run, int timeout_ms) {
   pollfd fds[2] = {{.fd = run->attached->doorbell, .events = POLLIN, .revents = 0},
                    {.fd = run->attached->trainer, .events = POLLIN, .revents = 0}};
   // A dead trainer's fd stays readable: watching it further would make this a busy loop.

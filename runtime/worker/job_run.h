@@ -183,7 +183,7 @@ bool MustStop(JobRun* run, bool look);
 void NoteTrainerDeath(JobRun* run);
 
 /// Sleeps up to `timeout_ms`, woken by the doorbell and by the trainer's death.
-void Nap(JobRun* run, int timeout_ms);
+void SleepUntilRung(JobRun* run, int timeout_ms);
 
 /// Returns the deadline of the table, or the default.
 inline uint64_t DeadlineNs(uint64_t from_table) {

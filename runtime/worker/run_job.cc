@@ -31,9 +31,9 @@ void CopyReason(layout::CompletionSlot* slot, const char* text) {
 void ExplainRung(const Server& server, layout::CompletionSlot* slot) {
   io::Text text(slot->reason, sizeof(slot->reason));
   text.Add(server.queue.reason());
-  if (server.manners.refused == nullptr) return;
-  text.Add("; refused: ").Add(server.manners.refused).Add(": ");
-  text.AddError(server.manners.refused_error);
+  if (server.priorities.refused == nullptr) return;
+  text.Add("; refused: ").Add(server.priorities.refused).Add(": ");
+  text.AddError(server.priorities.refused_error);
 }
 
 /// The job's result; the staged bytes were released before.
@@ -80,7 +80,7 @@ int OpenQueue(Server* server, const layout::Job& job) {
   options.region_bytes = attached.arena_bytes;
   options.may_register = attached.writable;
   options.holds_fds = true;
-  options.io_priority = server->manners.io_priority;
+  options.io_priority = server->priorities.io_priority;
   const io::QueueOptions& open = server->queue_options;
   if (server->queue_open) {
     const bool same = open.rung == options.rung && open.depth == options.depth &&
@@ -100,7 +100,7 @@ int OpenQueue(Server* server, const layout::Job& job) {
 }
 
 void SettleForJob(Server* server, const layout::Job& job) {
-  ApplyQos(job.qos, &server->manners);
+  ApplyPriorities(job.qos, &server->priorities);
   if (!layout::TraitsOf(server->options.launcher).process) return;
   sys::SetUmask(job.umask);
   char name[16] = "hf:";  // the kernel's limit for a thread's name

@@ -95,7 +95,7 @@ int Serve(const ServeOptions& given) {
   if (memory != MAP_FAILED) {
     Server* const server = new (memory) Server;
     server->options = options;
-    RememberManners(&server->manners);
+    RememberPriorities(&server->priorities);
     server->last_words.in_trainer = is_thread;
     sys::SetLastWords(&server->last_words);
     exit_status = ServeJobs(server);

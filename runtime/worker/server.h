@@ -9,7 +9,7 @@
 #include "runtime/layout/wire.h"
 #include "runtime/sys/assert.h"
 #include "runtime/worker/job_run.h"
-#include "runtime/worker/qos.h"
+#include "runtime/worker/priorities.h"
 #include "runtime/worker/serve.h"
 
 namespace holdfast::worker {
@@ -24,7 +24,7 @@ struct Received {
 struct Server {
   ServeOptions options;
   Attachment attached;
-  Manners manners;
+  Priorities priorities;
   io::Queue queue;
   /// Of the open queue; compared to see whether the next job can keep the queue.
   io::QueueOptions queue_options;

@@ -306,7 +306,7 @@ void Drain(JobRun* run, io::Queue* queue) {
       // A broken engine yields no completions: closing the engine waits for the kernel. If the
       // close fails too, the thread must never report its end.
       if (count < 0 && !queue->Close()) {
-        while (true) Nap(run, kWaitMsMax);
+        while (true) SleepUntilRung(run, kWaitMsMax);
       }
     } else if (count < 0 || sys::NowNs() > end) {
       run->io_stuck = true;

@@ -129,7 +129,7 @@ absl::Status DeviceStager::RestWith(Work* work) {
   const uint32_t index = work->unleased.front();
   HOLDFAST_ASSIGN_OR_RETURN(const bool leased,
                             leases_->WaitAndTake(work->save.get(), index, kMemoryStep));
-  if (!leased) return leases_->CheckPatience(*work->save, progress_at_);
+  if (!leased) return leases_->CheckWaitDeadline(*work->save, progress_at_);
   work->unleased.pop_front();
   work->leased.push_back(index);
   return absl::OkStatus();

@@ -34,7 +34,7 @@ absl::StatusOr<bool> LeaseTaker::TryTake(SaveState* save, uint32_t index) {
 }
 
 absl::StatusOr<bool> LeaseTaker::WaitAndTake(SaveState* save, uint32_t index,
-                                             absl::Duration patience) {
+                                             absl::Duration timeout) {
   HOLDFAST_ASSIGN_OR_RETURN(const bool taken, TryTake(save, index));
   if (taken) return true;
   // No other save holds a byte, and still there is no room: only this save's own bytes can make
@@ -50,7 +50,7 @@ absl::StatusOr<bool> LeaseTaker::WaitAndTake(SaveState* save, uint32_t index,
   }
   const absl::Time begin = base::Now();
   const absl::StatusOr<staging::Lease> lease =
-      pool_->Acquire(save->epoch, LeaseBytes(*save, index), begin + patience);
+      pool_->Acquire(save->epoch, LeaseBytes(*save, index), begin + timeout);
   save->time_waiting_memory_ns.fetch_add(
       static_cast<uint64_t>(absl::ToInt64Nanoseconds(base::Now() - begin)),
       std::memory_order_relaxed);
@@ -68,11 +68,11 @@ absl::Status LeaseTaker::Take(SaveState* save, uint32_t index) {
     HOLDFAST_ASSIGN_OR_RETURN(const bool taken, WaitAndTake(save, index, kMemoryStep));
     if (taken) return absl::OkStatus();
     if (save->StagingFailed()) return absl::AbortedError("staging stopped: the save has failed");
-    HOLDFAST_RETURN_IF_ERROR(CheckPatience(*save, begin));
+    HOLDFAST_RETURN_IF_ERROR(CheckWaitDeadline(*save, begin));
   }
 }
 
-absl::Status LeaseTaker::CheckPatience(const SaveState& save, absl::Time since) const {
+absl::Status LeaseTaker::CheckWaitDeadline(const SaveState& save, absl::Time since) const {
   if (base::Now() - since < time_memory_max_) return absl::OkStatus();
   return absl::DeadlineExceededError(absl::StrCat(
       "wait for staging memory for ", save.checkpoint, ": the arena of ", pool_->arena().bytes(),

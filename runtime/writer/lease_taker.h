@@ -21,15 +21,15 @@ class LeaseTaker {
   /// Leases extent `index`; returns false if there is no room now.
   absl::StatusOr<bool> TryTake(SaveState* save, uint32_t index);
 
-  /// Waits up to `patience` for room, and leases. Switches the save to streaming if only the save's
+  /// Waits up to `timeout` for room, and leases. Switches the save to streaming if only the save's
   /// own bytes could make room. Returns false if there is no room yet.
-  absl::StatusOr<bool> WaitAndTake(SaveState* save, uint32_t index, absl::Duration patience);
+  absl::StatusOr<bool> WaitAndTake(SaveState* save, uint32_t index, absl::Duration timeout);
 
   /// Waits as long as the options allow.
   absl::Status Take(SaveState* save, uint32_t index);
 
   /// Returns OK until the wait since `since` has reached the limit of the options.
-  absl::Status CheckPatience(const SaveState& save, absl::Time since) const;
+  absl::Status CheckWaitDeadline(const SaveState& save, absl::Time since) const;
 
  private:
   void Note(SaveState* save, uint32_t index, const staging::Lease& lease);

@@ -85,7 +85,7 @@ TEST(Transfer, RetriesInterruptionsWithABound) {
   }
 }
 
-TEST(Transfer, ProgressRenewsThePatience) {
+TEST(Transfer, ProgressBeginsTheCountOfRefusalsAnew) {
   Transfer transfer = Make(Opcode::kWrite, 8192);
   EXPECT_EQ(transfer.Advance(-EINTR), Next::kAgain);
   EXPECT_EQ(transfer.Advance(4096), Next::kAgain);

@@ -1,7 +1,7 @@
 // The worker's scheduling settings. The worker applies them, so that the trainer never waits for
 // the calls.
-#ifndef HOLDFAST_RUNTIME_WORKER_QOS_H_
-#define HOLDFAST_RUNTIME_WORKER_QOS_H_
+#ifndef HOLDFAST_RUNTIME_WORKER_PRIORITIES_H_
+#define HOLDFAST_RUNTIME_WORKER_PRIORITIES_H_
 
 #include <sched.h>
 
@@ -13,7 +13,7 @@ namespace holdfast::worker {
 
 /// The settings at the worker's start. A kept worker restores them between jobs, as far as
 /// permitted.
-struct Manners {
+struct Priorities {
   int nice = 0;
   cpu_set_t cpus;
   bool has_cpus = false;
@@ -26,13 +26,13 @@ struct Manners {
   int refused_error = 0;
 };
 
-void RememberManners(Manners* manners);
+void RememberPriorities(Priorities* priorities);
 
 /// Sets nice value, I/O priority and CPUs of the calling thread. A refused setting is left
 /// unchanged and noted: a save without its priority is better than no save. A refused I/O priority
 /// must not be set on requests either, because the kernel would refuse each request.
-void ApplyQos(const Qos& qos, Manners* manners);
+void ApplyPriorities(const Qos& qos, Priorities* priorities);
 
 }  // namespace holdfast::worker
 
-#endif  // HOLDFAST_RUNTIME_WORKER_QOS_H_
+#endif  // HOLDFAST_RUNTIME_WORKER_PRIORITIES_H_
