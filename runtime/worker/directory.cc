@@ -16,7 +16,6 @@
 namespace holdfast::worker {
 namespace {
 
-constexpr mode_t kDirectoryMode = 0777;  // the umask applies
 constexpr mode_t kFileMode = 0666;
 
 /// Refuses a name in use: a rename must not replace the file of another program.
@@ -48,13 +47,15 @@ bool OpenPartial(JobRun* run) {
     // Before gigabytes are written. The rename at the end checks again.
     return FailErrno(run, Operation::kRename, error);
   }
-  // The trainer (for its lock) or another rank may have made the directory already.
-  if (sys::Sys().mkdirat(run->parent, job.partial, kDirectoryMode) != 0 && errno != EEXIST) {
-    return FailErrno(run, Operation::kMakeDirectory, errno);
+  // The trainer has made the directory, and the lock is on it. A recovery that has fenced the save
+  // since has moved the directory away: a directory made anew would undo the fence.
+  const int moved = LeadsTo(run->parent, job.partial, run->lock);
+  if (moved == ENOENT || moved == ESTALE) {
+    return Fail(run, FailureCode::kAborted, Operation::kRename);
   }
   run->directory =
-      sys::OpenOwned(run->parent, job.partial, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
-  if (run->directory < 0) return FailErrno(run, Operation::kMakeDirectory, errno);
+      sys::OpenOwned(run->lock, ".", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+  if (run->directory < 0) return FailErrno(run, Operation::kOpen, errno);
   // Without the fsync a crash can lose the directory together with the fsynced files. A recovery
   // could then not promote files that every rank had made durable.
   if (sys::Sys().fsync(run->parent) != 0) return FailErrno(run, Operation::kSyncDirectory, errno);

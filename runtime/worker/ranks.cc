@@ -157,12 +157,10 @@ layout::RankFailure OwnFailure(const JobRun& run) {
 
 /// Opens the board of a rank that failed before it opened the partial directory.
 bool OpenToLeave(JobRun* run) {
-  constexpr mode_t kDirectoryMode = 0777;
   const layout::Job& job = *run->job;
-  if (run->directory < 0) {
-    (void)sys::Sys().mkdirat(run->parent, job.partial, kDirectoryMode);
-    run->directory = sys::OpenOwned(run->parent, job.partial,
-                                    O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+  if (run->directory < 0 && LeadsTo(run->parent, job.partial, run->lock) == 0) {
+    run->directory =
+        sys::OpenOwned(run->lock, ".", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   }
   return run->directory >= 0 &&
          OpenBoard(run->directory, job.attempt, job.rank, job.world_size, &run->ranks.board) == 0;

@@ -23,7 +23,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-class TwoHosts : public SaveTest {
+class FileSystemOfTwoHosts : public SaveTest {
  protected:
   void SetUp() override {
     SaveTest::SetUp();
@@ -57,7 +57,7 @@ class TwoHosts : public SaveTest {
   std::unique_ptr<SmallFileSystem> hosts_[2];
 };
 
-TEST_F(TwoHosts, CommitTogether) {
+TEST_F(FileSystemOfTwoHosts, CommitTogether) {
   const auto zero = Make(Rank(0));
   const auto one = Make(Rank(1));
   ASSERT_TRUE(zero != nullptr && one != nullptr);
@@ -75,7 +75,7 @@ TEST_F(TwoHosts, CommitTogether) {
   EXPECT_THAT(Names(directory()), ElementsAre("step-1", "step-2"));
 }
 
-TEST_F(TwoHosts, FailTogether) {
+TEST_F(FileSystemOfTwoHosts, FailTogether) {
   const auto zero = Make(Rank(0));
   const auto one = Make(Rank(1));
   ASSERT_TRUE(zero != nullptr && one != nullptr);
@@ -101,7 +101,7 @@ TEST_F(TwoHosts, FailTogether) {
   EXPECT_TRUE(fourth->WaitDurable(kLong).ok()) << fourth->WaitDurable(kLong).status();
 }
 
-TEST_F(TwoHosts, RecoveryOnTheOtherHostPromotesWhatADeadOneFinished) {
+TEST_F(FileSystemOfTwoHosts, RecoveryOnTheOtherHostPromotesWhatADeadOneFinished) {
   {
     const auto alone = Make([this] {
       CheckpointerOptions options = Rank(0);

@@ -287,14 +287,14 @@ TEST_F(FaultTest, FreesALargeFileOfACancelledSaveInSteps) {
   TestSave save(&trainer, directory.path());
   save.AddFile("a.bin", {1000});
   save.Build();
+  std::vector<off_t> lengths;
+  g_lengths = &lengths;
+  sys::g_system.ftruncate = LoggedFtruncate;
   TestWorker worker(Launcher::kThread, trainer);
   save.StartOn(&worker);
   const std::string file = save.partial_path() + "/a.bin.tmp";
   while (!Exists(file)) ::usleep(500);
   ASSERT_EQ(::truncate(file.c_str(), 600ll << 20), 0);  // as if so much had been written
-  std::vector<off_t> lengths;
-  g_lengths = &lengths;
-  sys::g_system.ftruncate = LoggedFtruncate;
   const uint64_t steps = save.job()->steps.load();
   save.job()->cancel.store(1);
   save.Ring();

@@ -271,7 +271,15 @@ void TestSave::Ring() const {
   HOLDFAST_CHECK(::write(trainer_->to_worker, &one, sizeof(one)) == sizeof(one), kWhy);
 }
 
-void TestSave::StartOn(TestWorker* worker) const { worker->Run(*table_, parent_, parent_); }
+void TestSave::StartOn(TestWorker* worker) const {
+  const bool files_only = (parameters.flags & layout::kFilesOnly) != 0;
+  const std::string path = files_only ? target_path() : partial_path();
+  if (!files_only) ::mkdir(path.c_str(), 0777);
+  // The lock's fd, as the trainer has it: on the directory that is written to.
+  const int lock = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  worker->Run(*table_, parent_, lock >= 0 ? lock : parent_);
+  if (lock >= 0) ::close(lock);
+}
 
 bool TestSave::Run(Launcher launcher) const {
   TestWorker worker(launcher, *trainer_);
