@@ -74,7 +74,7 @@ class RankWait {
 bool WaitForVotes(JobRun* run) {
   const layout::Job& job = *run->job;
   if (job.world_size == 1) return true;
-  RankWait wait(run);
+  RankWait waiting(run);
   for (uint32_t rank = 1; rank < job.world_size && !run->ranks.promoted;) {
     if (MustStop(run, true)) return false;
     int error = 0;
@@ -87,7 +87,7 @@ bool WaitForVotes(JobRun* run) {
       if (found == Found::kNo) break;
       ++rank;
     }
-    if (rank < job.world_size && !wait.Continue(rank)) return FailAsSeen(run);
+    if (rank < job.world_size && !waiting.Continue(rank)) return FailAsSeen(run);
   }
   return true;
 }
@@ -280,7 +280,7 @@ void TakeVoteBack(JobRun* run) {
 
 /// Other ranks: wait for rank 0's decision.
 bool WaitForDecision(JobRun* run) {
-  RankWait wait(run);
+  RankWait waiting(run);
   while (true) {
     switch (LookAtRanks(run)) {
       case Sight::kCommitted:
@@ -299,7 +299,7 @@ bool WaitForDecision(JobRun* run) {
         break;
     }
     TakeVoteBack(run);
-    if (!wait.Continue(0)) return GiveUp(run);
+    if (!waiting.Continue(0)) return GiveUp(run);
   }
 }
 
