@@ -111,7 +111,8 @@ class Recovery {
   absl::Status Fence(const std::string& name);
   absl::Status CleanUp();
   absl::StatusOr<Visit> Settle(const std::string& name, bool may_remove);
-  absl::StatusOr<Visit> SettlePartial(const std::string& name, int directory, bool may_remove);
+  absl::StatusOr<Visit> SettlePartial(const std::string& name, int directory,
+                                      const Inspection& inspection, bool may_remove);
   absl::StatusOr<Visit> Promote(const std::string& name, int directory,
                                 const std::string& checkpoint, const Inspection& inspection,
                                 bool may_remove);
@@ -119,7 +120,8 @@ class Recovery {
                                 const Inspection& inspection, bool may_remove);
   absl::StatusOr<Visit> Promoted(const std::string& checkpoint);
   Visit Remove(const std::string& name, bool may_remove);
-  Visit JudgeByAge(const format::DirectoryName& name, int directory) const;
+  Visit JudgeByAge(const format::DirectoryName& name, int directory,
+                   const Inspection& inspection) const;
   Inspection InspectName(const std::string& checkpoint) const;
 
   const int parent_;
@@ -236,22 +238,26 @@ absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool m
     // waits for neither.
     return Keep(std::string(kStillAtWork));
   }
+  // One look serves both judgments: what is promoted after minutes is what was found complete.
+  const bool partial = kind == format::DirectoryKind::kPartial;
+  const Inspection inspection = partial ? Inspect(directory->get()) : Inspection{};
   if (owner == Owner::kUnknown) {
-    Visit visit = JudgeByAge(format::ParseDirectoryName(name), directory->get());
+    Visit visit = JudgeByAge(format::ParseDirectoryName(name), directory->get(), inspection);
     if (visit.outcome != Outcome::kSettled) return visit;
   }
-  if (kind != format::DirectoryKind::kPartial) return Remove(name, may_remove);
-  return SettlePartial(name, directory->get(), may_remove);
+  if (!partial) return Remove(name, may_remove);
+  return SettlePartial(name, directory->get(), inspection, may_remove);
 }
 
 /// Returns kSettled when the directory has not changed for long enough. A complete checkpoint needs
 /// minutes. Promoting beside a living worker does no harm, because the worker finds its own
 /// checkpoint under the final name. A directory to be removed needs a day.
-Recovery::Visit Recovery::JudgeByAge(const format::DirectoryName& name, int directory) const {
+Recovery::Visit Recovery::JudgeByAge(const format::DirectoryName& name, int directory,
+                                     const Inspection& inspection) const {
   const absl::Duration age = directory::TimeOnFileSystem(parent_) - LastChange(directory);
   if (age >= options_.age_without_locks) return Visit{};
-  const bool promotes = options_.promote && name.kind == format::DirectoryKind::kPartial &&
-                        IsOwn(Inspect(directory), name);
+  const bool promotes =
+      options_.promote && name.kind == format::DirectoryKind::kPartial && IsOwn(inspection, name);
   const absl::Duration needed =
       promotes ? options_.silence_without_locks : options_.age_without_locks;
   if (age >= needed) return Visit{};
@@ -263,10 +269,10 @@ Recovery::Visit Recovery::JudgeByAge(const format::DirectoryName& name, int dire
 }
 
 absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name, int directory,
+                                                        const Inspection& inspection,
                                                         bool may_remove) {
   const format::DirectoryName parsed = format::ParseDirectoryName(name);
   if (Planted(Bug::kRemoveBeforePromotion)) return Remove(name, true);
-  const Inspection inspection = Inspect(directory);
   switch (inspection.state) {
     case Inspection::State::kUnreadable:
       return Keep(std::string(inspection.reason.message()));
