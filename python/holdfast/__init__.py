@@ -15,8 +15,9 @@ from holdfast.errors import Error, TimeoutError
 
 if TYPE_CHECKING:
     from holdfast._runtime import configure, staging, trim, warm_up
+    from holdfast.handle import Save, flush, wait_before_step
     from holdfast.loading import Checkpoint, load, open
-    from holdfast.saving import Save, flush, save_async, wait_before_step
+    from holdfast.saving import save_async
 
 # What needs torch comes when it is asked for.
 _LAZY = {
@@ -27,10 +28,10 @@ _LAZY = {
     "Checkpoint": "loading",
     "load": "loading",
     "open": "loading",
-    "Save": "saving",
-    "flush": "saving",
+    "Save": "handle",
+    "flush": "handle",
     "save_async": "saving",
-    "wait_before_step": "saving",
+    "wait_before_step": "handle",
 }
 
 __all__ = [

@@ -16,9 +16,9 @@ from holdfast import _native, _ranks, _state, _unpickle
 from holdfast._building import Builder
 from holdfast._filling import Filling
 from holdfast._pieces import Loading
+from holdfast.capture import FORMAT_VERSION, OBJECTS, STRUCTURE
 from holdfast.directories import absolute_path, local_path
 from holdfast.errors import Error
-from holdfast.saving import FORMAT_VERSION, OBJECTS, STRUCTURE
 
 BUFFER_BYTES = 64 << 20
 

@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 
-from holdfast import saving
+from holdfast import handle
 
 
 @contextlib.contextmanager
@@ -24,12 +24,11 @@ def file_size_limit(nbytes: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
-def save_that_writes() -> saving.Save:
+def save_that_writes() -> handle.Save:
     """The save that goes on, once its worker writes."""
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
-        with saving._lock:
-            saves = [s for s in saving._in_flight if isinstance(s, saving.Save) and s._native]
+        saves = [s for s in handle.in_flight() if isinstance(s, handle.Save) and s._native]
         for save in saves:
             if save._native.worker_pid and save.progress()["phase"] == "writing":
                 return save

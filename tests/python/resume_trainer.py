@@ -29,7 +29,7 @@ import gpt
 import torch
 
 import holdfast
-from holdfast import saving
+from holdfast import handle
 
 KEEP = 2
 _lock = threading.Lock()
@@ -96,8 +96,7 @@ class Hold:
     def _watch(self) -> None:
         told = set()
         while True:
-            with saving._lock:
-                saves = [s for s in saving._in_flight if isinstance(s, saving.Save) and s._native]
+            saves = [s for s in handle.in_flight() if isinstance(s, handle.Save) and s._native]
             for save in saves:
                 with contextlib.suppress(holdfast.Error):
                     pid = save._native.worker_pid
@@ -107,7 +106,7 @@ class Hold:
                     self._look(save, pid)
             time.sleep(0.0005)
 
-    def _look(self, save: saving.Save, pid: int) -> None:
+    def _look(self, save: handle.Save, pid: int) -> None:
         now = save.progress()
         total = max(now["bytes_total"], 1)
         if not pid or now["phase"] not in WORKERS[self.phase]:

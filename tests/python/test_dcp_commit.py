@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 import holdfast
 import holdfast.dcp
-from holdfast import events, saving
+from holdfast import events, handle
 from holdfast.dcp import metadata as dcp_metadata
 from holdfast.dcp import placement, staging
 from holdfast.observe.chrome_trace import spans
@@ -443,7 +443,7 @@ def test_a_failed_save_does_not_keep_the_state(tmp_path: Path) -> None:
         del future, state
         gc.collect()
     assert [r() for r in kept] == [None] * 3
-    assert len(saving._failed) <= 1  # this loop has looked at all of them
+    assert len(handle._failed) <= 1  # this loop has looked at all of them
     holdfast.flush()
 
 

@@ -15,7 +15,7 @@ import torch
 
 import holdfast
 import holdfast.dcp
-from holdfast import events, saving
+from holdfast import events, handle
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -38,7 +38,7 @@ both = pytest.mark.parametrize("begin", [plain, under_dcp])
 def everything_ends() -> Iterator[None]:
     yield
     holdfast.flush(60)
-    assert not saving._in_flight
+    assert not handle.in_flight()
     assert not events.in_flight()
 
 
@@ -92,7 +92,6 @@ def test_what_fails_in_the_saves_thread_fails_the_save(
             raise MemoryError("broken on purpose")
 
     monkeypatch.setattr(events, where, broken)
-    monkeypatch.setattr(saving, "publish", events.publish)
     future = begin(tmp_path / "s")
     outcome = future.exception(60)
     with contextlib.suppress(MemoryError, holdfast.Error):
@@ -151,7 +150,7 @@ def test_without_a_thread_to_be_had_the_call_sees_the_save_through(
 
 
 _STILLBORN = """
-import sys, threading, torch, holdfast, holdfast.dcp, holdfast.saving
+import sys, threading, torch, holdfast, holdfast.dcp, holdfast.handle
 signal_native = threading.Thread._set_native_id
 
 def without_memory(self):
@@ -230,7 +229,7 @@ def last(path):
 if sys.argv[2] == "before":
     atexit.register(last, sys.argv[1])
 import torch, holdfast, holdfast.dcp
-import holdfast.saving
+import holdfast.handle
 if sys.argv[2] == "after":
     atexit.register(last, sys.argv[1])
 """

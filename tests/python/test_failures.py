@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import holdfast
 import holdfast.dcp
 import holdfast.events
-from holdfast import saving
+from holdfast import handle
 from holdfast.dcp import staging
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -110,7 +110,7 @@ def counts() -> collections.Counter[str]:
             held["shared mapping of " + "".join(name)] += 1
     held["staging memory held"] = holdfast.staging().get("bytes_held", 0)
     held["staged copies held"] = staging.held_bytes()
-    held["saves in flight"] = len(saving._in_flight)
+    held["saves in flight"] = len(handle.in_flight())
     return held
 
 

@@ -112,6 +112,24 @@ class TidyTest(unittest.TestCase):
     def test_a_folder_that_is_no_layer(self):
         self.finds("include_rules.py", "no layer of that name", "runtime/misc/a.cc", "\n")
 
+    # ---- import_rules
+
+    def test_files_of_the_package_must_not_look_up(self):
+        self.finds("import_rules.py", "capture may not import saving", "python/holdfast/capture.py",
+                   "from holdfast import saving\n")
+
+    def test_files_of_the_package_are_in_the_table(self):
+        self.finds("import_rules.py", "not in the table", "python/holdfast/misc.py", "\n")
+
+    def test_private_attributes_stay_in_their_file(self):
+        self.put("python/holdfast/handle.py", "class Save:\n    def __init__(self):\n        self._native = 1\n")
+        self.finds("import_rules.py", "_native is private to another file", "python/holdfast/saving.py",
+                   "def f(save):\n    return save._native\n")
+
+    def test_private_names_are_not_imported(self):
+        self.finds("import_rules.py", "_split is private to saving", "python/holdfast/dcp/writer.py",
+                   "from holdfast.saving import _split\n")
+
     # ---- system_call_rules
 
     def test_system_calls_go_through_the_table(self):

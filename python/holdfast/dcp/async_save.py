@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from holdfast import _completion, _runtime, events, saving
+from holdfast import _completion, _runtime, events, handle
 from holdfast.dcp.staging import Stager
 from holdfast.dcp.writer import StorageWriter, Written
 from holdfast.errors import Error, TimeoutError
@@ -83,21 +83,21 @@ class Upload:
     """
 
     def __init__(self, path: str, step: int, own: Callable[[], None], run: Callable[[], Metadata],
-                 after: Upload | None, save: saving.Save | None, extra: dict[str, Any]) -> None:  # fmt: skip
+                 after: Upload | None, save: handle.Save | None, extra: dict[str, Any]) -> None:  # fmt: skip
         self.path = path
         self.step = step
         self.extra = extra if save is None else save.extra
         self.durable = _completion.SeenFuture()
         self.staged: Future = save.staged if save is not None else self.durable
-        self._save: saving.Save | None = save
+        self._save: handle.Save | None = save
         self._own: Callable[[], None] | None = own
         self._run: Callable[[], Metadata] | None = run
         self._after: Upload | None = after
+        self.refused = False
         self._exchanged = threading.Event()
         self._completion = _completion.Completion(self._run_to_the_end, "holdfast-dcp-finish")
         events.begin(self)
-        with saving._lock:
-            saving._in_flight.add(self)  # type: ignore[arg-type]
+        handle.begun(self)
 
     def start(self) -> None:
         self._completion.start()
@@ -146,7 +146,7 @@ class Upload:
             if failure is not None:
                 self._fail(failure)
         finally:
-            saving._ended(self, failed=failure is not None)
+            handle.ended(self, failed=failure is not None)
             _completion.end(self.durable, metadata, failure)
 
     def _fail(self, failure: BaseException) -> None:
@@ -172,8 +172,12 @@ class Upload:
         if not self.durable.done():
             raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not complete yet")
 
-    def wait_staged_on(self, stream: Any = None) -> None:
-        """Nothing of its own: this rank's `Save` has the copies."""
+    def join(self) -> None:
+        """Waits until the upload's thread has ended."""
+        self._completion.join()
+
+    def hold_back_training(self) -> None:
+        """Does nothing: this rank's `Save` has the copies."""
 
 
 def _timeout_of(group: Any) -> timedelta:
@@ -356,7 +360,7 @@ def async_save(
     writer = copy.copy(storage_writer) if storage_writer else StorageWriter(checkpoint_id or "")
     assert isinstance(writer, StorageWriter)
     writer.reset(checkpoint_id)
-    writer._staged = False
+    writer.staged = False
     planner = planner if planner is not None else DefaultSavePlanner()
     state_dict = _state_dicts(state_dict)
     planning = _DistWrapper(process_group, not no_dist, 0)

@@ -37,11 +37,11 @@ def verify(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
         matches = [MANIFEST.fullmatch(name) for name in sorted(os.listdir(directory))]
     found = [m for m in matches if m and m[3] == save_id and not m[4]]
     named = {info.relative_path for info in (metadata.storage_data or {}).values()}
-    from holdfast.dcp.reader import _Proved
+    from holdfast.dcp.reader import Proved
 
     covered: set[str] = set()
     for match in found:
-        covered.update(_Proved(directory, match[0]).files)
+        covered.update(Proved(directory, match[0]).files)
     for name in sorted(named - covered):
         report["faults"].append(
             {

@@ -33,7 +33,7 @@ logger = logging.getLogger("holdfast.dcp")
 BUFFER_BYTES = 64 << 20
 
 
-class _Proved:
+class Proved:
     """A rank's manifest: which tensor begins where in its files."""
 
     def __init__(self, path: Path, manifest: str, digest: Any = None) -> None:
@@ -198,9 +198,9 @@ class StorageReader(_StorageReader):
 
     # ---- Files with a manifest.
 
-    def _manifests(self, plan: LoadPlan) -> dict[str, _Proved]:
+    def _manifests(self, plan: LoadPlan) -> dict[str, Proved]:
         """By data file, the manifest that names it, of the save that the metadata speaks of."""
-        found: dict[str, _Proved] = {}
+        found: dict[str, Proved] = {}
         if not self._save_id:
             return found
         files = {self._storage_data[item.storage_index].relative_path for item in plan.items}
@@ -215,7 +215,7 @@ class StorageReader(_StorageReader):
             digests = self._manifest_digests or [None] * world_size
             # Where each rank has metadata of its own, its manifest is that of the only one.
             if (rank in ranks or world_size == 1) and len(digests) == world_size:
-                proved = _Proved(self.path, name, digests[rank])
+                proved = Proved(self.path, name, digests[rank])
                 found.update(dict.fromkeys(proved.files, proved))
         return found
 
@@ -223,7 +223,7 @@ class StorageReader(_StorageReader):
         self,
         item: ReadItem,
         info: Any,
-        proved: _Proved,
+        proved: Proved,
         planner: LoadPlanner,
         loading: Loading,
         done: list[tuple[ReadItem, torch.Tensor]],

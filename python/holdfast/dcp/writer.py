@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from holdfast import _late, _runtime, directories, events, saving
+from holdfast import _late, _runtime, directories, events, handle
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
 from holdfast.errors import Error
@@ -47,7 +47,7 @@ def local_path(checkpoint_id: str | os.PathLike[str]) -> Path:
 class Written:
     """One rank's data on its way to the disk: the save, and what it will have written."""
 
-    save: saving.Save
+    save: handle.Save
     results: list[WriteResult]
     placement: placement.Placement
 
@@ -114,7 +114,7 @@ class StorageWriter(_StorageWriter):
         self.overwrite = overwrite
         self._step = step
         self._staging_bytes_max = staging_bytes_max
-        self._staged = False
+        self.staged = False
         self._fresh()
 
     def _fresh(self) -> None:
@@ -193,7 +193,7 @@ class StorageWriter(_StorageWriter):
         place = placement.take(plan.storage_data, str(self.path))
         file = items.plan_file(plan, planner, place.data_file, _late.Late(late))
         nbytes = file.plan.total_bytes
-        if self._staged:
+        if self.staged:
             # The staged copy is stable: it goes through a small window of the staging memory.
             nbytes = min(nbytes, staging.WINDOW_BYTES)
         door = _runtime.door(
@@ -211,7 +211,7 @@ class StorageWriter(_StorageWriter):
         def start() -> Any:
             return door.save(self.path.name, file.plan, self.step, False, place.attempt, True)
 
-        save = saving.Save(
+        save = handle.Save(
             start, str(self.path), self.step, extra, file.device, door, ordered=file.wait,
             publishes=publishes,
         )  # fmt: skip
@@ -289,7 +289,7 @@ class StorageWriter(_StorageWriter):
         Raises:
             Error: RESOURCE_EXHAUSTED naming the cap that would be needed.
         """
-        self._staged = True
+        self.staged = True
         try:
             return staging.stage(state_dict, self._staging_bytes_max)
         except Error as error:

@@ -1,0 +1,185 @@
+"""What a plain save captures of a state, and when: the plan of a rank's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import json
+import math
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from holdfast import _devices, _late, _native, _ranks, _state
+from holdfast.errors import Error
+
+STRUCTURE = "holdfast:structure"
+OBJECTS = "holdfast:objects"
+FORMAT_VERSION = 1
+
+
+@dataclasses.dataclass
+class Captured:
+    """A rank's part of a state, ready for the runtime.
+
+    Attributes:
+        plan: files, tensors and their addresses.
+        keep: tensors and buffers that own the plan's memory, until the save has staged.
+        waiting: devices whose current stream must wait for the copies.
+        objects: paths of pickled entries.
+        contiguous_copies: paths of tensors that had to be copied to be saved.
+    """
+
+    plan: _native.Plan
+    keep: list[Any]
+    waiting: set[torch.device]
+    objects: list[str]
+    contiguous_copies: list[str]
+
+
+def capture(
+    state: Any,
+    *,
+    late: Iterable[Any],
+    objects: str,
+    per_rank: Sequence[str] | None,
+    rank: int,
+    world_size: int,
+    attempt: str,
+) -> Captured:
+    """Captures a rank's part of a state. Arguments are those of `holdfast.save_async`.
+
+    Raises:
+        Error: INVALID_ARGUMENT naming the entry.
+    """
+    described = _state.describe(state)
+    blob, index = _pickled(described.objects, objects)
+    own = _own_of_rank(described, per_rank, world_size) if world_size > 1 else set()
+    mine = [s for s in described.stored if world_size == 1 or rank == 0 or s.name in own]
+    structure = json.dumps(
+        {
+            "holdfast_state": FORMAT_VERSION,
+            "rank": rank,
+            "world_size": world_size,
+            "per_rank": sorted(own),
+            "objects": index,
+            "root": described.root,
+        },
+        separators=(",", ":"),
+        allow_nan=False,
+    ).encode()
+
+    waiting = _clone_early(mine, _late.Late(late))
+    plan = _native.Plan()
+    # Host tensors first: whatever is in host memory is staged before the call returns.
+    mine.sort(key=lambda s: _devices.device_of(s.device) is not None)
+    tensors: list[Any] = [
+        (s.name, s.dtype, list(s.shape), s.address, s.nbytes,
+         _devices.device_of(s.device), _devices.stream_of(s.device)) for s in mine
+    ]
+    part = f"{rank:05d}-of-{world_size:05d}"
+    plan.add_safetensors(f"model-{part}.safetensors", tensors, [("format", "pt")], attempt)
+    buffers = []
+    for file, entry, data in (
+        (f"state-{part}.json", STRUCTURE, structure),
+        (f"objects-{part}.pickle", OBJECTS, blob),
+    ):
+        if data:
+            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            buffers.append(buffer)
+            plan.add_file(file)
+            plan.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
+    return Captured(
+        plan, [*mine, *buffers], waiting, sorted(described.objects), described.contiguous_copies
+    )
+
+
+# ---- Captured in the call: clones on the device, and pickled objects.
+
+
+def _clone(stored: _state.Stored) -> None:
+    """Puts a copy on the same device, ordered into the current stream, in the tensor's place."""
+    owner = stored.keep[0] if isinstance(stored.keep, list) else stored.keep
+    storage = owner.untyped_storage()
+    view = torch.empty(0, dtype=torch.uint8, device=owner.device).set_(
+        storage, stored.address - storage.data_ptr(), (stored.nbytes,), (1,)
+    )
+    copy = view.clone()
+    stored.keep, stored.address = copy, copy.data_ptr()
+
+
+def _clone_early(stored: list[_state.Stored], late: _late.Late) -> set[torch.device]:
+    """Clones what may not be copied late; returns devices where that would be too much."""
+    early = [
+        s for s in stored
+        if s.nbytes and _devices.device_of(s.device) is not None
+        and not late.covers(s.address, s.address + s.nbytes)
+    ]
+    wait = _late.too_much_to_clone((s.device, s.nbytes) for s in early)
+    for item in early:
+        if item.device not in wait:
+            _clone(item)
+    return wait
+
+
+def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, list[int]]]:
+    if objects and policy == "refuse":
+        raise Error(
+            "INVALID_ARGUMENT",
+            "save: " + ", ".join(f"{name} ({_state.class_name(o)})" for name, o in objects.items())
+            + ": neither tensors nor plain values, and objects='refuse'",
+        )
+    if policy not in ("pickle", "refuse"):
+        raise Error("INVALID_ARGUMENT", "save: objects is 'pickle' or 'refuse'")
+    blob, index = bytearray(), {}
+    for name, value in objects.items():
+        try:
+            data = pickle.dumps(value, protocol=4)
+        except Exception as error:
+            raise Error(
+                "INVALID_ARGUMENT",
+                f"save {name}: a {_state.class_name(value)} cannot be pickled ({error}); leave it out "
+                "of the state, or give it a state_dict()",
+            ) from error
+        index[name] = [len(blob), len(data)]
+        blob += data
+    return bytes(blob), index
+
+
+# ---- With several ranks: what each saves for itself.
+
+
+def _own_of_rank(described: _state.Description, patterns: Sequence[str] | None,
+                 world_size: int) -> set[str]:
+    """Names of what each rank saves for itself."""
+
+    def is_own(stored: _state.Stored) -> bool:
+        path = _state.join(stored.path)
+        if patterns is None:
+            return _ranks.is_own(path, stored.dtype)
+        return any(fnmatch.fnmatch(path.lower(), p) for p in patterns)
+
+    return _local(described.root, world_size) | {s.name for s in described.stored if is_own(s)}
+
+
+def _local(root: _state.Node, world_size: int) -> set[str]:
+    """Names of what DTensors are stored under, but for those that every rank has a replica of."""
+    found: set[str] = set()
+
+    def visit(node: Any) -> None:
+        if isinstance(node, dict):
+            if node.get("kind") == "dtensor":
+                # Over a part of the ranks, as in a pipeline, rank 0 may not have it, or one like it.
+                if _state.share_of(node) or math.prod(node["mesh"]) < world_size:
+                    found.update(n["stored"] for _, n in _state.tensor_nodes(node))
+                return
+            for value in node.values():
+                visit(value)
+        elif isinstance(node, list):
+            for value in node:
+                visit(value)
+
+    visit(root)
+    return found

@@ -1,0 +1,340 @@
+"""The handle of a save, the table of saves in flight, and how they end: `flush` and the exit."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+import torch
+
+from holdfast import _completion, _devices, _native, _runtime, events
+from holdfast.errors import Error, TimeoutError
+
+
+class UnderWay(Protocol):
+    """What the table of saves in flight holds: a `Save`, or one of `holdfast.dcp`."""
+
+    path: str
+    durable: _completion.SeenFuture
+    refused: bool  # the call has raised it, so that the caller has no handle
+
+    @property
+    def staged(self) -> Future:
+        """Ends when everything was copied out of the state."""
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Blocks until the save has ended; raises its error, or TimeoutError."""
+
+    def join(self) -> None:
+        """Waits until the save's thread has ended, after its futures have."""
+
+    def hold_back_training(self) -> None:
+        """Orders what the training changes next behind the save's copies."""
+
+
+_lock = threading.Lock()
+_in_flight: set[UnderWay] = set()
+_failed: list[UnderWay] = []
+
+
+def begun(save: UnderWay) -> None:
+    """Puts a save on the table."""
+    with _lock:
+        _in_flight.add(save)
+
+
+def ended(save: UnderWay, *, failed: bool) -> None:
+    """Takes a save off the table. Failures whose error was read are forgotten."""
+    with _lock:
+        _in_flight.discard(save)
+        if failed:
+            _failed[:] = [s for s in _failed if not s.durable.seen] + [save]
+
+
+def in_flight() -> list[UnderWay]:
+    """The saves of this process that have not ended."""
+    with _lock:
+        return list(_in_flight)
+
+
+class Save:
+    """One save under way. Dropping it does not stop the save.
+
+    Attributes:
+        path: where the checkpoint will stand.
+        step: the training step that it was given.
+        staged: a future, done once everything was copied out of the state; CPU tensors always are
+            when `save_async` returns. Before that, device tensors must not be changed.
+        durable: a future of the report, done once the checkpoint survives power loss. Its exception
+            is the save's.
+        objects: paths of what was pickled.
+        contiguous_copies: paths of tensors that had to be copied to be saved.
+    """
+
+    def __init__(self, start: Callable[[], _native.SaveHandle], path: str, step: int,
+                 extra: dict[str, Any], keep: list[Any], door: _native.Checkpointer, *,
+                 ordered: Iterable[torch.device] = (), publishes: bool = True) -> None:
+        # `start` may wait for memory. It is called in the thread that sees the save through: Ctrl-C
+        # ends the caller's wait for it, and never gets between a save that began and its handle.
+        self.path = path
+        self.step = step
+        self.staged = _completion.SeenFuture()
+        self.durable = _completion.SeenFuture()
+        self.objects: list[str] = extra["objects"]
+        self.contiguous_copies: list[str] = extra["contiguous_copies"]
+        self.extra = extra
+        self._native: Any = None  # there once it has begun
+        self._start: Callable[[], _native.SaveHandle] | None = start
+        self._begun = threading.Event()
+        self._refusal: BaseException | None = None
+        self.refused = False  # whether the call has raised, so that nobody has this handle
+        self._keep: list[Any] | None = keep
+        # It must outlive the save. A handle may live on for long, and keeps no staging memory.
+        self._door: _native.Checkpointer | None = door
+        self._pid = os.getpid()
+        self._publishes = publishes  # False: it is a part of what its owner publishes
+        self._report: dict[str, Any] | None = None
+        self._devices = {s.device for s in keep}
+        self._completion = _completion.Completion(self._run, "holdfast-save")
+        try:
+            self._completion.start()
+            self._begun.wait()
+            self._hold_back(ordered)
+        except BaseException:
+            self.refused = True
+            self._give_up()
+            raise
+        if self._refusal is not None:
+            refusal, self._refusal = self._refusal, None
+            try:
+                raise refusal
+            finally:
+                del refusal  # its traceback has this frame
+
+    def _run(self) -> None:
+        """The save's own thread. Whatever is raised here, `_end` ends the futures."""
+        report = None
+        error: Error | None = None
+        try:
+            self._begin()
+            report = self._watch()
+        except Error as failed:
+            error = failed
+        except BaseException as failed:
+            error = Error("INTERNAL", f"wait for {self.path}: {failed!r}")
+        finally:
+            self._end(report, error)
+
+    def _begin(self) -> None:
+        begun(self)
+        start, self._start = self._start, None
+        assert start is not None
+        try:
+            self._native = start()
+        except BaseException as refusal:
+            refusal.__traceback__ = None  # it would keep what `start` was made of
+            self._refusal, self.refused = refusal, True
+            raise Error("CANCELLED", f"save {self.path}: it did not begin") from None
+        finally:
+            del start  # and all that it was made of
+        if self._publishes:
+            events.begin(self)
+        if "called_ns" in self.extra:
+            self.extra["time_blocked"] = (time.monotonic_ns() - self.extra["called_ns"]) / 1e9
+        self._begun.set()
+        self._completion.name(f"holdfast-save-{self._native.epoch}")
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(Error):
+            if self._native is not None:
+                self._native.cancel()
+
+    def _watch(self) -> dict[str, Any]:
+        if self.refused:
+            self._give_up()
+        try:
+            self._native.wait_staged(None)
+            self._keep = None
+            _completion.end(self.staged, None, None)
+        except BaseException:
+            pass  # the save's own error, which follows, says why
+        return {**self._native.wait_durable(None), **self.extra}
+
+    def _end(self, report: dict[str, Any] | None, error: Error | None) -> None:
+        self._keep = None
+        try:
+            if self._publishes and self._native is not None:
+                events.publish(self, report, error)
+        finally:
+            self._report = report
+            if report is None and error is None:
+                error = Error("INTERNAL", f"save {self.path}: its thread has died")
+            _completion.end(self.staged, None, error)
+            _completion.end(self.durable, report, error)
+            ended(self, failed=error is not None and not self.refused)
+            self._door = None
+            self._begun.set()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise Error(
+                "FAILED_PRECONDITION",
+                f"use of the save of {self.path} in a process that did not start it",
+            )
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        """What became of it (see the documentation of reports); None while it is under way."""
+        return self._report
+
+    def progress(self) -> dict[str, Any]:
+        """``phase``, ``bytes_total``, ``bytes_sealed`` and ``bytes_written``."""
+        self._check_process()
+        return self._native.progress()
+
+    def cancel(self) -> None:
+        """Asks for the save to be given up and its partial files removed.
+
+        `durable` then fails with CANCELLED, unless the save was already committing.
+        """
+        self._check_process()
+        self._native.cancel()
+
+    def wait(self, timeout: float | None = None) -> dict[str, Any]:
+        """Blocks until the checkpoint is durable and returns the report.
+
+        Raises:
+            TimeoutError: the save goes on.
+            Error: the save's own; FAILED_PRECONDITION inside of an observer, where the save has not
+                ended.
+        """
+        self._check_process()
+        try:
+            return self.durable.result(timeout)
+        except builtins.TimeoutError:
+            raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not durable yet") from None
+
+    def wait_staged_on(self, stream: Any = None) -> None:
+        """Makes a CUDA stream wait, not the CPU, until this save's copies have ended.
+
+        To be put in front of what changes the saved tensors, the optimizer's step: see
+        `wait_before_step`. Without CUDA tensors in the state it does nothing.
+
+        Args:
+            stream: a ``torch.cuda.Stream``; default the current one of each device.
+        """
+        self._check_process()
+        for device in self._devices if self._native is not None else ():
+            _devices.wait_staged_on(self._native, device, stream)
+
+    def join(self) -> None:
+        """Waits until the save's thread has ended, after its futures have."""
+        self._completion.join()
+
+    def hold_back_training(self) -> None:
+        """Orders what the training changes next behind the save's copies."""
+        self._hold_back(self._devices)
+
+    def _hold_back(self, devices: Iterable[torch.device]) -> None:
+        """Makes the current stream of some devices wait for the copies, or else this thread.
+
+        A failed save raises nothing here: its futures and `flush` tell of it.
+        """
+        try:
+            for device in devices if self._native is not None else ():
+                _devices.wait_staged_on(self._native, device)
+        except Error as error:
+            events.logger.warning("wait for the copies of %s: %s", self.path, error)
+            self.staged.exception()  # should the save go on, its tensors stay as they are
+
+
+def wait_before_step(optimizer: torch.optim.Optimizer) -> Any:
+    """Puts the wait for saves in flight in front of every ``optimizer.step``.
+
+    Required, once, for every optimizer that ``save_async(late=)`` or `holdfast.dcp.Stager` names. On
+    a GPU the training stream waits, not the CPU. Returns the hook's handle, to ``remove()`` it.
+    """
+    reference = weakref.ref(optimizer)
+
+    def hook(*_: Any) -> None:
+        if reference() is None:
+            return
+        for save in in_flight():
+            if not save.staged.done():
+                save.hold_back_training()
+
+    return optimizer.register_step_pre_hook(hook)
+
+
+def flush(timeout: float | None = None) -> None:
+    """Waits until no save of this process is in flight, nor a deletion behind one.
+
+    Raises:
+        Error: the first of a save that nobody has asked for its outcome yet; FAILED_PRECONDITION
+            inside of an observer or a done-callback, where it would wait for itself.
+        TimeoutError: saves, or deletions, go on after `timeout` seconds in all.
+    """
+    _completion.check_may_wait("flush")
+    saves = in_flight()
+    waited: list[BaseException] = []
+    left = _runtime.Deadline(timeout).left
+    for save in saves:
+        try:
+            save.wait(left())
+        except TimeoutError:
+            raise
+        except Error as error:
+            if not save.refused:
+                waited.append(error)
+        save.join()
+    _runtime.flush_native(left)  # a time-out here leaves the failures to the next call
+    with _lock:
+        unseen = [s.durable.exception() for s in _failed if not s.durable.seen]
+        _failed.clear()
+    first = next(iter([*unseen, *waited]), None)
+    if first is not None:
+        raise first
+
+
+def _at_exit() -> None:
+    """The interpreter has waited for the saves' threads; an unseen failure must show.
+
+    A save is still in flight only where Ctrl-C has ended that wait.
+    """
+    left = in_flight()
+    unseen = [s for s in _failed if not s.durable.seen]
+    if not unseen and not left:
+        return
+    for save in unseen:
+        print(f"holdfast: save {save.path} failed: {save.durable.exception()}", file=sys.stderr)
+    for save in left:
+        print(
+            f"holdfast: save {save.path}: the wait for it was interrupted; it may be incomplete, see "
+            "holdfast.list_checkpoints and holdfast.recover",
+            file=sys.stderr,
+        )
+    sys.stderr.flush()
+    # sys.exit has no effect here, and exit status 0 would say that all went well. Handlers that were
+    # registered before this one have yet to run.
+    if not _native.fail_at_exit():
+        os._exit(1)
+
+
+def _forget() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _in_flight.clear()
+    _failed.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
+atexit.register(_at_exit)

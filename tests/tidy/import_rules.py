@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Checks which file of the Python package imports which: the table stands in python/README.md, too."""
+
+import ast
+
+import source_tree
+
+PACKAGE = "python/holdfast/"
+# A file may import those of the rows above its own. `dcp`, `observe` and `cli` are folders.
+ROWS = (
+    ("_native", "errors"),
+    ("_completion", "_constructors", "_devices", "_dtypes", "_ranks", "commands", "directories"),
+    ("_pieces", "_state", "_unpickle", "snapshots"),
+    ("_late", "_log"),
+    ("events",),
+    ("_runtime",),
+    ("capture", "handle"),
+    ("_building", "_filling", "loading", "saving"),
+    ("dcp", "observe"),
+    ("cli",),
+    ("__init__", "__main__"),
+)
+ALSO = {
+    "_log": ("events",),  # its types; `events` calls it
+    "_building": ("loading",),  # its types
+    "_filling": ("_building", "loading"),
+    "loading": ("_building", "_filling"),
+}
+# Files that share private names: parts of one class.
+TOGETHER = ({"loading", "_building", "_filling"},)
+# Private by the look, public by the standard library's documentation.
+NAMED_TUPLES = ("_asdict", "_fields", "_make", "_replace")
+
+
+def imported(tree):
+    """Dotted names below the package that a file imports, with their line, in any scope."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            parts = node.module.split(".")
+            if parts[0] == "holdfast":
+                for alias in node.names:
+                    yield node.lineno, [*parts[1:], alias.name]
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                parts = alias.name.split(".")
+                if parts[0] == "holdfast" and len(parts) > 1:
+                    yield node.lineno, parts[1:]
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined(tree):
+    """Private names that a file defines: functions, classes, variables, attributes of its objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if isinstance(node.value, ast.Name) and node.value.id == "self":
+                yield node.attr
+
+
+def foreign(tree):
+    """Names that a file has for modules and objects of other packages."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                if (getattr(node, "module", None) or alias.name).split(".")[0] != "holdfast":
+                    yield (alias.asname or alias.name).split(".")[0]
+
+
+def check_imports(relative, unit, tree):
+    rows = {entry: number for number, row in enumerate(ROWS) for entry in row}
+    for line, names in imported(tree):
+        used = names[0]
+        if used in rows and unit != used and rows[used] >= rows[unit] and used not in ALSO.get(unit, ()):
+            yield f"{relative}:{line}: {unit} may not import {used}"
+        if is_private(names[-1]) and len(names) > 1:
+            yield f"{relative}:{line}: {names[-1]} is private to {'.'.join(names[:-1])}"
+
+
+def check_attributes(relative, tree, own, others):
+    strange = set(foreign(tree))
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or node.attr not in others - own:
+            continue
+        if not (isinstance(node.value, ast.Name) and node.value.id in strange):
+            yield f"{relative}:{node.lineno}: {node.attr} is private to another file"
+
+
+def check(options):
+    trees = {}
+    for path in source_tree.files(options.root, (".py",)):
+        relative = path.relative_to(options.root).as_posix()
+        if relative.startswith(PACKAGE):
+            trees[relative] = ast.parse(path.read_text(encoding="utf-8"))
+    units = {f: f.removeprefix(PACKAGE).split("/")[0].removesuffix(".py") for f in trees}
+    private = {f: {n for n in defined(t) if is_private(n)} - {*NAMED_TUPLES} for f, t in trees.items()}
+    for relative, tree in trees.items():
+        unit = units[relative]
+        if not any(unit in row for row in ROWS):
+            yield f"{relative}:1: {unit} is not in the table of tests/tidy/import_rules.py"
+            continue
+        yield from check_imports(relative, unit, tree)
+        parts = next((p for p in TOGETHER if unit in p), ())
+        own = {n for f in trees if f == relative or units[f] in parts for n in private[f]}
+        others = {n for f in trees for n in private[f]}
+        yield from check_attributes(relative, tree, own, others)
+
+
+if __name__ == "__main__":
+    source_tree.run(check, __doc__)
