@@ -214,7 +214,7 @@ nb::dict DictOf(const StagingStats& stats) {
 }
 
 SaveHandle Save(Saver* saver, const std::string& name, const SavePlan& plan, uint64_t step,
-                bool replace, const std::string& attempt, bool files_only) {
+                bool replace, const std::string& attempt, bool files_only, bool confirm) {
   SaveRequest request;
   request.name = name;
   request.step = step;
@@ -222,6 +222,7 @@ SaveHandle Save(Saver* saver, const std::string& name, const SavePlan& plan, uin
   request.replace = replace;
   request.attempt = AttemptOf(attempt);
   request.files_only = files_only;
+  request.confirm = confirm;
   Checkpointer* const checkpointer = saver->operator->();
   return ValueOrThrow(WithoutGil([&] { return checkpointer->SaveAsync(request); }));
 }
@@ -253,6 +254,13 @@ void BindCheckpointer(nb::module_& module) {
           },
           "timeout"_a.none() = nb::none())
       .def("is_done", &SaveHandle::IsDone)
+      .def(
+          "confirm",
+          [](const SaveHandle& save, const std::string& fault) {
+            ThrowIfError(
+                save.Confirm(fault.empty() ? absl::OkStatus() : absl::DataLossError(fault)));
+          },
+          "fault"_a)
       .def("cancel", [](const SaveHandle& save) { ThrowIfError(save.Cancel()); })
       .def("progress", [](const SaveHandle& save) { return DictOf(save.progress()); })
       .def_prop_ro("epoch", &SaveHandle::epoch)
@@ -275,7 +283,8 @@ void BindCheckpointer(nb::module_& module) {
                 ValueOrThrow(WithoutGil([&] { return checkpointer->CreateBeside(given); })));
           },
           "options"_a)
-      .def("save", &Save, "name"_a, "plan"_a, "step"_a, "replace"_a, "attempt"_a, "files_only"_a)
+      .def("save", &Save, "name"_a, "plan"_a, "step"_a, "replace"_a, "attempt"_a, "files_only"_a,
+           "confirm"_a = false)
       .def(
           "flush",
           [](const Saver& self, std::optional<double> timeout) {

@@ -204,6 +204,7 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
   save->checkpoint = request.name;
   save->path = absl::StrCat(options.directory, "/", request.name);
   save->step = request.step;
+  save->needs_confirmation = request.confirm;
   save->wake_supervisor = [raw = core->supervisor.get()] { raw->Wake(); };
   save->owner = this;
   for (const format::PackedFile& file : save->plan->files) {

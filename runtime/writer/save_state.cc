@@ -44,13 +44,15 @@ const char* PhaseName(layout::Phase phase) {
 }  // namespace
 
 void SaveState::FailStaging(const absl::Status& why) {
-  {
-    const base::MutexLock lock(&mutex_);
-    if (staging_status_.ok()) {
-      staging_status_ = why;
-      char(&text)[sizeof(layout::Job::staging_error)] = table->job()->staging_error;
-      worker::CopyText(std::string(why.message()).c_str(), text, sizeof(text));
-    }
+  const base::MutexLock lock(&mutex_);
+  FailStagingLocked(why);
+}
+
+void SaveState::FailStagingLocked(const absl::Status& why) {
+  if (staging_status_.ok()) {
+    staging_status_ = why;
+    char(&text)[sizeof(layout::Job::staging_error)] = table->job()->staging_error;
+    worker::CopyText(std::string(why.message()).c_str(), text, sizeof(text));
   }
   // release: the worker reads the text behind the flag.
   table->job()->trainer_failed.store(1, std::memory_order_release);
@@ -63,11 +65,33 @@ void SaveState::DropUser() {
   if (users.fetch_sub(1, std::memory_order_acq_rel) == 1) wake_supervisor();
 }
 
-void SaveState::MarkStaged() {
+void SaveState::Publish(uint32_t index) {
+  published.Append(index);
+  table->job()->published_count.fetch_add(1, std::memory_order_relaxed);
+  link->RingDoorbell();
+}
+
+void SaveState::MarkStaged(std::optional<uint32_t> last_extent) {
   const base::MutexLock lock(&mutex_);
   staged_ = true;
   report_.time_to_staged = Seconds(entered_ns, sys::NowNs());
   changed_.NotifyAll();
+  if (needs_confirmation && !confirmed_) {
+    unconfirmed_ = last_extent;
+  } else if (last_extent.has_value()) {
+    Publish(*last_extent);
+  }
+}
+
+void SaveState::Confirm(const absl::Status& capture) {
+  const base::MutexLock lock(&mutex_);
+  if (done_ || confirmed_) return;  // after its end a save has no table
+  confirmed_ = true;
+  if (!capture.ok()) {
+    FailStagingLocked(capture);
+  } else if (unconfirmed_.has_value()) {
+    Publish(*unconfirmed_);
+  }
 }
 
 void SaveState::NotifyQueued() {
@@ -258,6 +282,12 @@ absl::StatusOr<SaveReport> SaveHandle::WaitDurable(absl::Duration timeout) const
 
 bool SaveHandle::IsDone() const {
   return state_ != nullptr && state_->guard.InCreator() && state_->IsDone();
+}
+
+absl::Status SaveHandle::Confirm(const absl::Status& capture) const {
+  if (state_ == nullptr || !state_->guard.InCreator()) return NotHere();
+  state_->Confirm(capture);
+  return absl::OkStatus();
 }
 
 absl::Status SaveHandle::Cancel() const {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -50,6 +51,7 @@ class SaveState {
   uint64_t entered_ns = 0;      // on the monotonic clock, as the worker's times
   // On this file system a killed process ends after its direct write.
   bool writes_end_with_process = false;
+  bool needs_confirmation = false;  // the last extent is published by Confirm
   std::function<void()> wake_supervisor;
   const void* owner = nullptr;  // the save's owner, for Supervisor::WaitIdle
   /// Called on the supervisor's thread when the save has ended and its memory was released, before
@@ -100,7 +102,11 @@ class SaveState {
   /// Removes the caller from the users of this save's leases.
   void DropUser();
 
-  void MarkStaged();
+  /// Appends an extent to the worker's log of sealed extents.
+  void Publish(uint32_t index);
+  /// Marks the save as staged. Publishes its last extent, or leaves that to Confirm.
+  void MarkStaged(std::optional<uint32_t> last_extent);
+  void Confirm(const absl::Status& capture);
   void NotifyQueued();
   /// Fills the report and wakes all waiters. Called once, after the leases were retired or
   /// quarantined.
@@ -133,6 +139,7 @@ class SaveState {
   void ReleaseResources();
 
  private:
+  void FailStagingLocked(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   SaveProgress ReadProgress() const;
 
   base::Mutex mutex_;
@@ -140,6 +147,8 @@ class SaveState {
   bool staged_ ABSL_GUARDED_BY(mutex_) = false;
   bool done_ ABSL_GUARDED_BY(mutex_) = false;
   bool seen_ ABSL_GUARDED_BY(mutex_) = false;
+  bool confirmed_ ABSL_GUARDED_BY(mutex_) = false;
+  std::optional<uint32_t> unconfirmed_ ABSL_GUARDED_BY(mutex_);  // the last extent
   absl::Status staging_status_ ABSL_GUARDED_BY(mutex_);
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
   SaveProgress last_progress_ ABSL_GUARDED_BY(mutex_);

@@ -32,12 +32,6 @@ uint64_t ThreadCpuNs() {
 // The manifest of so many tensors takes some tens of microseconds: no longer than to wake a thread.
 constexpr size_t kTensorsAtOnce = 256;
 
-void Append(SaveState* save, uint32_t index) {
-  save->published.Append(index);
-  save->table->job()->published_count.fetch_add(1, std::memory_order_relaxed);
-  save->link->RingDoorbell();
-}
-
 }  // namespace
 
 Sealer::Sealer(staging::StagingPool* pool, uint32_t threads,
@@ -179,7 +173,7 @@ void Sealer::Publish(const std::shared_ptr<SaveState>& save, uint32_t index) {
   // acq_rel: the thread that seals the last extent sees the digests of all extents.
   const bool last = save->extents_to_seal.fetch_sub(1, std::memory_order_acq_rel) == 1;
   if (!last) {
-    Append(save.get(), index);
+    save->Publish(index);
   } else if (save->plan->tensors.size() <= kTensorsAtOnce) {
     PublishLast(save.get(), index);
   } else {
@@ -198,8 +192,7 @@ void Sealer::Publish(const std::shared_ptr<SaveState>& save, uint32_t index) {
 // manifest must be present by then.
 void Sealer::PublishLast(SaveState* save, uint32_t index) {
   save->table->WriteManifest();
-  save->MarkStaged();
-  Append(save, index);
+  save->MarkStaged(index);
 }
 
 }  // namespace holdfast::writer

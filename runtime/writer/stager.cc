@@ -100,7 +100,7 @@ absl::Status Stager::Stage(const std::shared_ptr<SaveState>& save) {
 absl::Status Stager::StageAll(const std::shared_ptr<SaveState>& save) {
   if (save->table->job()->extent_count == 0) {
     pool_->FinishLeasing(save->epoch);
-    save->MarkStaged();
+    save->MarkStaged(std::nullopt);
     return absl::OkStatus();
   }
   // Order every device behind the present work of its stream, before the trainer queues further

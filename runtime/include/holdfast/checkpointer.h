@@ -94,6 +94,10 @@ struct SaveRequest {
   /// For a directory that a framework owns: files are committed one by one into the existing
   /// `directory`/`name`, and no directory is renamed. The framework's last file commits.
   bool files_only = false;
+  /// The save becomes durable only after SaveHandle::Confirm. For copies that run while the trainer
+  /// goes on: the caller checks afterwards that no source has changed meanwhile. A save that is not
+  /// confirmed fails by `time_stalled_max`, and when the trainer dies.
+  bool confirm = false;
 };
 
 /// Saves checkpoints asynchronously.

@@ -122,6 +122,10 @@ class SaveHandle {
   /// ended.
   absl::Status WaitStagedOn(Device* device, StreamHandle stream) const;
 
+  /// Ends the wait of a save with SaveRequest::confirm, once; call it after WaitStaged. An error
+  /// becomes the save's result, and nothing is committed. No effect on a save that has ended.
+  absl::Status Confirm(const absl::Status& capture) const;
+
   /// Blocks until the checkpoint is durable (survives power loss) and its worker is joined.
   /// \error kDeadlineExceeded: the save goes on. Any other error is the save's final result:
   /// kDataLoss when a digest differs (with tensor, file and range), kResourceExhausted for a full

@@ -3,6 +3,7 @@
 #include "runtime/writer/stager.h"
 
 #include <cstring>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <string>
@@ -199,6 +200,35 @@ TEST_F(StagerTest, WaitingForMemoryInVainEndsWithItsReason) {
   device_.StartCompleter(5);
   EXPECT_TRUE(holder->WaitDurable(kLong).ok());
   device_.StopCompleter();
+  ExpectMemoryBack(checkpointer.get());
+}
+
+// Device copies run while the trainer goes on. What they captured is durable only once the trainer
+// has checked that no source changed meanwhile.
+TEST_F(StagerTest, SaveWithConfirmIsDurableOnlyAfterIt) {
+  const TrainingState state = TrainingState::Uniform(4, 300'000, 1);
+  const std::vector<TensorSource> sources = Place(state, [](size_t i) { return i > 1; });
+  const auto checkpointer = Make(Options());
+  ASSERT_NE(checkpointer, nullptr);
+  device_.CompleteAtOnce(true);
+  for (const std::string name : {"confirmed", "refused"}) {
+    const auto save =
+        checkpointer->SaveAsync({.name = name, .step = 1, .tensors = sources, .confirm = true});
+    ASSERT_TRUE(save.ok()) << save.status();
+    ASSERT_TRUE(save->WaitStaged(kLong).ok());
+    EXPECT_TRUE(absl::IsDeadlineExceeded(save->WaitDurable(absl::Milliseconds(300)).status()));
+    EXPECT_FALSE(std::filesystem::exists(absl::StrCat(directory(), "/", name)));
+    const bool refused = name == "refused";
+    const absl::Status capture =
+        refused ? absl::DataLossError("tensor w changed before its copy") : absl::OkStatus();
+    ASSERT_TRUE(save->Confirm(capture).ok());
+    const auto report = save->WaitDurable(kLong);
+    EXPECT_EQ(report.status().code(), capture.code());
+    EXPECT_THAT(std::string(report.status().message()), HasSubstr(std::string(capture.message())));
+    EXPECT_TRUE(save->Confirm(absl::OkStatus()).ok());  // no effect behind its end
+    EXPECT_EQ(std::filesystem::exists(absl::StrCat(directory(), "/", name)), !refused);
+  }
+  ExpectSaved("confirmed", state);
   ExpectMemoryBack(checkpointer.get());
 }
 
