@@ -15,7 +15,7 @@ from holdfast.errors import Error, TimeoutError
 
 if TYPE_CHECKING:
     from holdfast._runtime import configure, staging, trim, warm_up
-    from holdfast.handle import Save, flush, wait_before_step
+    from holdfast.handle import Save, flush
     from holdfast.loading import Checkpoint, load, open
     from holdfast.saving import save_async
 
@@ -31,7 +31,6 @@ _LAZY = {
     "Save": "handle",
     "flush": "handle",
     "save_async": "saving",
-    "wait_before_step": "handle",
 }
 
 __all__ = [
@@ -51,7 +50,6 @@ __all__ = [
     "staging",
     "trim",
     "verify",
-    "wait_before_step",
     "warm_up",
 ]
 

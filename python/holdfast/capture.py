@@ -28,6 +28,7 @@ class Captured:
         plan: files, tensors and their addresses.
         keep: tensors and buffers that own the plan's memory, until the save has staged.
         waiting: devices whose current stream must wait for the copies.
+        watch: of the tensors that are copied behind the training.
         objects: paths of pickled entries.
         contiguous_copies: paths of tensors that had to be copied to be saved.
     """
@@ -35,6 +36,7 @@ class Captured:
     plan: _native.Plan
     keep: list[Any]
     waiting: set[torch.device]
+    watch: _late.Watch
     objects: list[str]
     contiguous_copies: list[str]
 
@@ -42,7 +44,7 @@ class Captured:
 def capture(
     state: Any,
     *,
-    late: Iterable[Any],
+    late: Iterable[Any] | bool,
     objects: str,
     per_rank: Sequence[str] | None,
     rank: int,
@@ -71,7 +73,7 @@ def capture(
         allow_nan=False,
     ).encode()
 
-    waiting = _clone_early(mine, _late.Late(late))
+    waiting, watch = _clone_early(mine, _late.Late(late, state))
     plan = _native.Plan()
     # Host tensors first: whatever is in host memory is staged before the call returns.
     mine.sort(key=lambda s: _devices.device_of(s.device) is not None)
@@ -92,7 +94,8 @@ def capture(
             plan.add_file(file)
             plan.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
     return Captured(
-        plan, [*mine, *buffers], waiting, sorted(described.objects), described.contiguous_copies
+        plan, [*mine, *buffers], waiting, watch, sorted(described.objects),
+        described.contiguous_copies,
     )
 
 
@@ -110,18 +113,23 @@ def _clone(stored: _state.Stored) -> None:
     stored.keep, stored.address = copy, copy.data_ptr()
 
 
-def _clone_early(stored: list[_state.Stored], late: _late.Late) -> set[torch.device]:
+def _clone_early(stored: list[_state.Stored], late: _late.Late
+                 ) -> tuple[set[torch.device], _late.Watch]:
     """Clones what may not be copied late; returns devices where that would be too much."""
-    early = [
-        s for s in stored
-        if s.nbytes and _devices.device_of(s.device) is not None
-        and not late.covers(s.address, s.address + s.nbytes)
-    ]
+    on_device = [s for s in stored if s.nbytes and _devices.device_of(s.device) is not None]
+    owners = [s.keep if isinstance(s.keep, list) else [s.keep] for s in on_device]
+    is_late = late.of(owners)
+    early = [s for s, after in zip(on_device, is_late, strict=True) if not after]
+    watch = _late.Watch(
+        (s.name, owner)
+        for s, own, after in zip(on_device, owners, is_late, strict=True) if after
+        for owner in own
+    )
     wait = _late.too_much_to_clone((s.device, s.nbytes) for s in early)
     for item in early:
         if item.device not in wait:
             _clone(item)
-    return wait
+    return wait, watch
 
 
 def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, list[int]]]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import atexit
 import builtins
 import contextlib
+import functools
 import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
 
-from holdfast import _completion, _devices, _native, _runtime, events
+from holdfast import _completion, _devices, _late, _native, _runtime, events
 from holdfast.errors import Error, TimeoutError
 
 
@@ -82,7 +82,8 @@ class Save:
 
     def __init__(self, start: Callable[[], _native.SaveHandle], path: str, step: int,
                  extra: dict[str, Any], keep: list[Any], door: _native.Checkpointer, *,
-                 ordered: Iterable[torch.device] = (), publishes: bool = True) -> None:
+                 ordered: Iterable[torch.device] = (), watch: _late.Watch | None = None,
+                 publishes: bool = True) -> None:
         # `start` may wait for memory. It is called in the thread that sees the save through: Ctrl-C
         # ends the caller's wait for it, and never gets between a save that began and its handle.
         self.path = path
@@ -104,7 +105,10 @@ class Save:
         self._publishes = publishes  # False: it is a part of what its owner publishes
         self._report: dict[str, Any] | None = None
         self._devices = {s.device for s in keep}
+        self._late = watch or None
         self._completion = _completion.Completion(self._run, "holdfast-save")
+        if self._late is not None:
+            _wait_before_steps()
         try:
             self._completion.start()
             self._begun.wait()
@@ -163,6 +167,9 @@ class Save:
             self._give_up()
         try:
             self._native.wait_staged(None)
+            if self._late is not None:
+                fault = self._late.end()
+                self._native.confirm(fault and f"save {self.path}: {fault}")
             self._keep = None
             _completion.end(self.staged, None, None)
         except BaseException:
@@ -226,13 +233,15 @@ class Save:
     def wait_staged_on(self, stream: Any = None) -> None:
         """Makes a CUDA stream wait, not the CPU, until this save's copies have ended.
 
-        To be put in front of what changes the saved tensors, the optimizer's step: see
-        `wait_before_step`. Without CUDA tensors in the state it does nothing.
+        To be put in front of what changes tensors that `late` names, where that is no optimizer's
+        step: these wait by themselves. Without CUDA tensors in the state it does nothing.
 
         Args:
             stream: a ``torch.cuda.Stream``; default the current one of each device.
         """
         self._check_process()
+        if self._late is not None:
+            self._late.release()
         for device in self._devices if self._native is not None else ():
             _devices.wait_staged_on(self._native, device, stream)
 
@@ -241,8 +250,10 @@ class Save:
         self._completion.join()
 
     def hold_back_training(self) -> None:
-        """Orders what the training changes next behind the save's copies."""
-        self._hold_back(self._devices)
+        """Orders what the training changes next behind the save's late copies."""
+        if self._late is not None:
+            self._late.release()
+            self._hold_back(self._devices)
 
     def _hold_back(self, devices: Iterable[torch.device]) -> None:
         """Makes the current stream of some devices wait for the copies, or else this thread.
@@ -257,22 +268,16 @@ class Save:
             self.staged.exception()  # should the save go on, its tensors stay as they are
 
 
-def wait_before_step(optimizer: torch.optim.Optimizer) -> Any:
-    """Puts the wait for saves in flight in front of every ``optimizer.step``.
+@functools.cache
+def _wait_before_steps() -> None:
+    """From now on the step of every optimizer waits for the copies of saves in flight."""
 
-    Required, once, for every optimizer that ``save_async(late=)`` or `holdfast.dcp.Stager` names. On
-    a GPU the training stream waits, not the CPU. Returns the hook's handle, to ``remove()`` it.
-    """
-    reference = weakref.ref(optimizer)
-
-    def hook(*_: Any) -> None:
-        if reference() is None:
-            return
+    def hold_back() -> None:
         for save in in_flight():
             if not save.staged.done():
                 save.hold_back_training()
 
-    return optimizer.register_step_pre_hook(hook)
+    _late.before_every_step(hold_back)
 
 
 def flush(timeout: float | None = None) -> None:

@@ -32,7 +32,7 @@ def save_async(
     when_full: str = "wait",
     keep_last: int = 0,
     keep_every: int = 0,
-    late: Iterable[Any] = (),
+    late: Iterable[Any] | bool = (),
     objects: str = "pickle",
     per_rank: Sequence[str] | None = None,
     rank: int | None = None,
@@ -61,10 +61,11 @@ def save_async(
             (UNAVAILABLE) or ``"fail"`` (RESOURCE_EXHAUSTED).
         keep_last: afterwards remove all but the newest so many of this one's series (``step-{}``).
         keep_every: but keep those whose step is a multiple of this.
-        late: optimizers, or tensors, whose GPU memory stays unchanged until ``h.staged``; it is copied
-            behind forward and backward. Of an optimizer: the parameters with ``requires_grad`` that
-            it owns, and its moments. Call `wait_before_step` for each one, else its next step
-            tears the checkpoint without any error.
+        late: optimizers (True: those in the state), or tensors, whose GPU memory is copied behind
+            forward and backward: of an optimizer the parameters with ``requires_grad`` that it owns,
+            and its moments. The step of every optimizer then waits for the copies, on the GPU. A
+            save whose late tensors change before that fails with DATA_LOSS. Changes that autograd
+            does not see (``tensor.data``, a replayed CUDA graph) are not found.
         objects: ``"pickle"`` what is neither tensor nor plain value, or ``"refuse"`` it.
         per_rank: with several ranks, patterns of paths (of `fnmatch`, in lower case) whose tensors
             each rank saves for itself; all others are taken to be the same everywhere and saved by
@@ -107,7 +108,7 @@ def save_async(
 
         def start() -> _native.SaveHandle:
             announced.begun = True
-            return door.save(name, captured.plan, step, replace, attempt, False)
+            return door.save(name, captured.plan, step, replace, attempt, False, bool(captured.watch))
 
         return Save(start, os.path.join(directory, name), step, extra, captured.keep, door,
-                    ordered=captured.waiting)
+                    ordered=captured.waiting, watch=captured.watch)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast.dcp
 from holdfast import _devices, _late, _native
@@ -148,10 +149,10 @@ def test_buffers_that_forward_changes_are_captured_before_a_late_copy(tmp_path: 
 
 def test_copying_everything_late_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug of the test above."""
-    monkeypatch.setattr(_late.Late, "covers", lambda *_: True)
-    before, _ = _save(tmp_path / "x", late=True)
-    with pytest.raises(AssertionError, match="amax"):
-        _check(tmp_path / "x", before)
+    monkeypatch.setattr(_late.Late, "of", lambda _, entries: [True] * len(entries))
+    with pytest.raises(CheckpointException, match="(?s)amax.*DATA_LOSS"):
+        _save(tmp_path / "x", late=True)
+    assert not (tmp_path / "x" / ".metadata").exists()
 
 
 def test_what_is_too_much_to_clone_makes_the_stream_wait(

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from holdfast import _devices, _dtypes, _late, _native, _state
+from holdfast import _devices, _dtypes, _late, _native
 from holdfast.dcp.framing import ALIGNMENT, can_frame, frame
 from holdfast.errors import Error
 
@@ -27,6 +27,7 @@ class FilePlan:
         device: tensors that must live until they were copied.
         wait: devices whose current stream must wait for the copies, because what is copied from
             them may change at once.
+        watch: of the tensors that are copied behind the training.
         pickled: names of tensors that ``torch.save`` had to serialize.
         contiguous_copies: names of tensors that had to be copied to be saved.
     """
@@ -36,6 +37,7 @@ class FilePlan:
     host: list[Any]
     device: list[torch.Tensor]
     wait: set[torch.device]
+    watch: _late.Watch
     pickled: list[str]
     contiguous_copies: list[str]
 
@@ -117,7 +119,7 @@ def plan_file(plan: SavePlan, planner: SavePlanner, name: str, late: _late.Late)
         late: device memory that stays unchanged until the save has staged.
     """
     file = _File(name)
-    out = FilePlan(file.plan, [], [], [], set(), [], [])
+    out = FilePlan(file.plan, [], [], [], set(), _late.Watch(()), [], [])
     names = _Names()
     later = []
     for item in plan.items:
@@ -126,13 +128,17 @@ def plan_file(plan: SavePlan, planner: SavePlanner, name: str, late: _late.Late)
             later.append((item, data))
         else:
             _add(file, out, names.of(item), item, data)
-    early = {
-        i for i, (_, data) in enumerate(later)
-        if not all(late.covers(begin, end) for begin, end in _state.memory_of(data))
-    }  # fmt: skip
-    out.wait = _late.too_much_to_clone((later[i][1].device, later[i][1].nbytes) for i in early)
-    for i, (item, data) in enumerate(later):
-        if i in early and data.device not in out.wait:
+    is_late = late.of([[data] for _, data in later])
+    out.watch = _late.Watch(
+        (item.index.fqn, data)
+        for (item, data), after in zip(later, is_late, strict=True) if after
+    )  # fmt: skip
+    out.wait = _late.too_much_to_clone(
+        (data.device, data.nbytes)
+        for (_, data), after in zip(later, is_late, strict=True) if not after
+    )  # fmt: skip
+    for (item, data), after in zip(later, is_late, strict=True):
+        if not after and data.device not in out.wait:
             data = data.clone()
         _add(file, out, names.of(item), item, data)
     file.flush()

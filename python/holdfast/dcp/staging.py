@@ -261,11 +261,9 @@ class Stager:
         """A stager; close it after the last save.
 
         Args:
-            late: optimizers, or tensors, whose GPU memory stays unchanged until
-                ``staging_completion``: it is copied behind forward and backward. Of an optimizer:
-                the parameters with ``requires_grad`` that it owns, and its moments. Call
-                `holdfast.wait_before_step` for each one, or wait for ``staging_completion`` before
-                its step. All other GPU tensors are ordered into the current stream at once.
+            late: optimizers, or tensors, whose GPU memory is copied behind forward and backward,
+                as of `holdfast.save_async`. All other GPU tensors are ordered into the current
+                stream at once.
             staging_bytes_max: cap under the stock ``async_save``, as of `StorageWriter`.
         """
         self.late = tuple(late)

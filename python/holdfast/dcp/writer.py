@@ -209,11 +209,11 @@ class StorageWriter(_StorageWriter):
         }
 
         def start() -> Any:
-            return door.save(self.path.name, file.plan, self.step, False, place.attempt, True)
+            return door.save(self.path.name, file.plan, self.step, False, place.attempt, True, bool(file.watch))
 
         save = handle.Save(
             start, str(self.path), self.step, extra, file.device, door, ordered=file.wait,
-            publishes=publishes,
+            watch=file.watch, publishes=publishes,
         )  # fmt: skip
         return Written(save, file.results, place)
 
