@@ -6,17 +6,19 @@ import dataclasses
 import fnmatch
 import json
 import math
+import os
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from holdfast import _devices, _late, _native, _ranks, _state
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
 
 STRUCTURE = "holdfast:structure"
 OBJECTS = "holdfast:objects"
+FILE = "holdfast:file:"  # and the name of a further file
 FORMAT_VERSION = 1
 
 
@@ -50,6 +52,7 @@ def capture(
     rank: int,
     world_size: int,
     attempt: str,
+    files: Mapping[str, Any],
 ) -> Captured:
     """Captures a rank's part of a state. Arguments are those of `holdfast.save_async`.
 
@@ -86,13 +89,13 @@ def capture(
     buffers = []
     for file, entry, data in (
         (f"state-{part}.json", STRUCTURE, structure),
-        (f"objects-{part}.pickle", OBJECTS, blob),
+        *([(f"objects-{part}.pickle", OBJECTS, blob)] if blob else ()),
+        *((name, FILE + name, _content(name, given)) for name, given in files.items() if rank == 0),
     ):
-        if data:
-            buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            buffers.append(buffer)
-            plan.add_file(file)
-            plan.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
+        plan.add_file(file)
+        buffer = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+        buffers.append(buffer)
+        plan.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
     return Captured(
         plan, [*mine, *buffers], waiting, watch, sorted(described.objects),
         described.contiguous_copies,
@@ -154,6 +157,21 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
         index[name] = [len(blob), len(data)]
         blob += data
     return bytes(blob), index
+
+
+def _content(name: str, given: Any) -> bytes:
+    """The content of a further file: text, bytes, or those of the file at a path."""
+    if isinstance(given, str):
+        return given.encode()
+    if isinstance(given, os.PathLike):
+        with of_system(f"save {name}: read {os.fspath(given)}"), open(given, "rb") as file:
+            return file.read()
+    if isinstance(given, (bytes, bytearray, memoryview)):
+        return bytes(given)
+    raise Error(
+        "INVALID_ARGUMENT",
+        f"save {name}: files= takes text, bytes or a pathlib.Path, no {type(given).__name__}",
+    )
 
 
 # ---- With several ranks: what each saves for itself.

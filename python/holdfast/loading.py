@@ -16,7 +16,7 @@ from holdfast import _native, _ranks, _state, _unpickle
 from holdfast._building import Builder
 from holdfast._filling import Filling
 from holdfast._pieces import Loading
-from holdfast.capture import FORMAT_VERSION, OBJECTS, STRUCTURE
+from holdfast.capture import FILE, FORMAT_VERSION, OBJECTS, STRUCTURE
 from holdfast.directories import absolute_path, local_path
 from holdfast.errors import Error
 
@@ -114,6 +114,11 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._views
+
+    def files(self) -> dict[str, bytes]:
+        """The further files that `save_async` was given, by name."""
+        named = [name for name in self._entries if name.startswith(FILE)]
+        return {name.removeprefix(FILE): self._bytes(name) for name in named}
 
     # ---- As a whole.
 

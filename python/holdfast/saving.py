@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast import _native, _ranks, _runtime, directories, events
@@ -34,6 +34,7 @@ def save_async(
     keep_every: int = 0,
     late: Iterable[Any] | bool = (),
     objects: str = "pickle",
+    files: Mapping[str, Any] | None = None,
     per_rank: Sequence[str] | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -66,6 +67,8 @@ def save_async(
             and its moments. The step of every optimizer then waits for the copies, on the GPU. A
             save whose late tensors change before that fails with DATA_LOSS. Changes that autograd
             does not see (``tensor.data``, a replayed CUDA graph) are not found.
+        files: further files of the checkpoint by name, committed and proven with it: text, bytes, or
+            the ``pathlib.Path`` of a file to copy. With several ranks, those of rank 0.
         objects: ``"pickle"`` what is neither tensor nor plain value, or ``"refuse"`` it.
         per_rank: with several ranks, patterns of paths (of `fnmatch`, in lower case) whose tensors
             each rank saves for itself; all others are taken to be the same everywhere and saved by
@@ -91,7 +94,7 @@ def save_async(
     with _ranks.Announcement(directory, name, attempt, rank, world_size, liveness) as announced:
         captured = capture(
             state, late=late, objects=objects, per_rank=per_rank, rank=rank,
-            world_size=world_size, attempt=attempt,
+            world_size=world_size, attempt=attempt, files=files or {},
         )
         door = _runtime.door(
             directory, captured.plan.total_bytes, when_full=when_full, keep_last=keep_last,

@@ -1,0 +1,80 @@
+"""Further files of a checkpoint: committed with it, proven with it, kept and removed with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+
+STATE = {"w": torch.arange(1000.0)}
+
+
+def test_further_files_are_committed_and_proven_with_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_bytes(b"\x00tokens" * 1000)
+    files = {
+        "config.json": '{"layers": 2}',
+        "notes.bin": bytearray(b"\x01\x02"),
+        "tokenizer.json": tmp_path / "tokenizer.json",
+        "empty": b"",
+    }
+    save = holdfast.save_async(STATE, tmp_path / "s", files=files)
+    files["notes.bin"][0] = 9  # captured by the call
+    save.wait()
+    at = tmp_path / "s"
+    assert (at / "config.json").read_text() == '{"layers": 2}'
+    assert (at / "tokenizer.json").read_bytes() == b"\x00tokens" * 1000
+    assert (at / "empty").read_bytes() == b""
+    assert holdfast.open(at).files() == {
+        "config.json": b'{"layers": 2}',
+        "notes.bin": b"\x01\x02",
+        "tokenizer.json": b"\x00tokens" * 1000,
+        "empty": b"",
+    }
+    assert set(holdfast.open(at)) == {"w"}
+    assert torch.equal(holdfast.load(at)["w"], STATE["w"])
+    assert holdfast.verify(at)["verdict"] == "sound"
+    with open(at / "tokenizer.json", "r+b") as file:
+        file.write(b"\x07")
+    found = holdfast.verify(at)
+    assert found["verdict"] == "corrupt"
+    assert "tokenizer.json" in str(found["faults"])
+    with pytest.raises(holdfast.Error, match="tokenizer.json") as error:
+        holdfast.open(at).files()
+    assert error.value.code == "DATA_LOSS"
+
+
+def test_a_checkpoint_with_further_files_is_replaced_and_removed_whole(tmp_path: Path) -> None:
+    for step in range(3):
+        holdfast.save_async(
+            STATE, tmp_path / f"step-{step}", step=step, keep_last=1, files={"config.json": "{}"}
+        ).wait()
+    holdfast.save_async(STATE, tmp_path / "last", replace=True, files={"a": b"1"}).wait()
+    holdfast.save_async(STATE, tmp_path / "last", replace=True, files={"b": b"2"}).wait()
+    holdfast.flush()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step-2"]
+    assert holdfast.open(tmp_path / "last").files() == {"b": b"2"}
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        ({"a/b": b""}, "has a '/'"),
+        ({"..": b""}, "is a directory's"),
+        ({"rank-00000-of-00001.manifest.json": b""}, "rank manifest's"),
+        ({"holdfast.commit.json": b""}, "commit record's"),
+        ({"model-00000-of-00001.safetensors": b""}, "occurs twice"),
+        ({"a.tmp": b""}, "ends in"),
+        ({"a": 3}, "takes text, bytes or a pathlib.Path, no int"),
+        ({"a": Path("/nowhere/at/all")}, "read /nowhere/at/all: No such file"),
+    ],
+)
+def test_a_file_that_cannot_be_saved_is_refused_by_name(
+    tmp_path: Path, files: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(holdfast.Error, match=reason) as error:
+        holdfast.save_async(STATE, tmp_path / "s", files=files)
+    assert next(iter(files)) in error.value.message
+    assert list(tmp_path.iterdir()) == []
