@@ -5,6 +5,20 @@
 
 #include "bindings.h"
 
+namespace {
+
+/// Python code cannot see the status that sys.exit was given; the handlers of the C library can.
+/// glibc lets such a handler call exit again: the remaining handlers run, with the new status.
+bool FailAtExit() {
+  return on_exit(
+             [](int status, void*) {
+               if (status == 0) std::exit(1);
+             },
+             nullptr) == 0;
+}
+
+}  // namespace
+
 NB_MODULE(_native, module) {
   // At exit the frames of threads may still hold handles; the module leaks nothing then.
   nanobind::set_leak_warnings(false);
@@ -16,8 +30,7 @@ NB_MODULE(_native, module) {
   holdfast::python::BindLoad(module);
   holdfast::python::BindRecovery(module);
   holdfast::python::BindVerify(module);
-  module.def(
-      "fail_at_exit", [] { return Py_AtExit([] { std::exit(1); }) == 0; },
-      "Makes 1 the exit status once the interpreter has ended; whether it could.");
+  module.def("fail_at_exit", &FailAtExit,
+             "Makes the exit status 1 where it would be 0; returns whether the system allows it.");
   module.attr("__version__") = HOLDFAST_VERSION;
 }

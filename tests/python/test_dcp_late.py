@@ -173,3 +173,26 @@ def test_what_is_too_much_to_clone_makes_the_stream_wait(
         device.open()
         response.upload_completion.result()
     _check(tmp_path / "x", before)
+
+
+def test_the_optimizers_step_waits_for_a_save_in_flight(tmp_path: Path) -> None:
+    model = Net()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hook = holdfast.wait_before_step(optimizer)
+    device = SlowDevice()
+    with _devices.stand_in("cpu", device):
+        response = holdfast.dcp.async_save(
+            {"model": model.state_dict()},
+            checkpoint_id=tmp_path / "x",
+            async_stager=holdfast.dcp.Stager(late=[optimizer]),
+        )
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        assert not device.stream_waits
+        optimizer.step()
+        assert device.stream_waits
+        device.open()
+        response.upload_completion.result()
+    hook.remove()
+    _check(tmp_path / "x", before)

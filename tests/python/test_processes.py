@@ -42,19 +42,22 @@ def test_the_last_save_is_awaited_at_exit(tmp_path: Path) -> None:
     assert holdfast.verify(tmp_path / "s")["verdict"] == "sound"
 
 
-def test_a_failure_that_nobody_saw_shows_in_the_exit_status(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ending", "status"), [("", 1), ("sys.exit(3)", 3), ("sys.exit(0)", 1)])
+def test_a_failure_that_nobody_saw_shows_in_the_exit_status(
+    ending: str, status: int, tmp_path: Path
+) -> None:
     done = run(
         "import resource\n"
         "holdfast.configure(arena_bytes=64 * MIB, launcher='thread')\n"
         "holdfast.warm_up()\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))\n"
-        "save = holdfast.save_async({'t': torch.ones(MIB)}, sys.argv[1] + '/s')\n",
+        "save = holdfast.save_async({'t': torch.ones(MIB)}, sys.argv[1] + '/s')\n" + ending,
         str(tmp_path),
         # Registered before holdfast's own, so it comes after that.
         before="import atexit; atexit.register(print, 'the last handler')\n",
     )
-    assert done.returncode == 1
+    assert done.returncode == status
     assert "File too large" in done.stderr
     assert done.stdout == "the last handler\n"
     assert os.listdir(tmp_path) == []
