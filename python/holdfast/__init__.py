@@ -1,5 +1,7 @@
 """Fork-safe asynchronous checkpoints: ``h = holdfast.save_async(state, path)``.
 
+Or ``checkpointer = holdfast.Checkpointer(directory, keep_last=3)`` for a run's checkpoints by step.
+
 The state is copied into pinned, shared staging memory; a writer process writes it from there with
 io_uring and O_DIRECT; digests prove that what is on disk is what was there at the call.
 """
@@ -10,42 +12,50 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from holdfast._native import __version__  # type: ignore[attr-defined]  # its types leave it out
-from holdfast.directories import find_newest, list_checkpoints, recover, verify
-from holdfast.errors import Error, TimeoutError
+from holdfast.directories import find_newest, list_checkpoints, newest, recover, verify
+from holdfast.errors import Error
+from holdfast.errors import TimeoutError as TimeoutError
 
 if TYPE_CHECKING:
     from holdfast._runtime import configure, staging, trim, warm_up
+    from holdfast.checkpointer import Checkpointer
     from holdfast.handle import Save, flush
-    from holdfast.loading import Checkpoint, load, open
-    from holdfast.saving import save_async
+    from holdfast.loading import Checkpoint, load
+    from holdfast.loading import open as open
+    from holdfast.saving import save, save_async
 
 # What needs torch comes when it is asked for.
 _LAZY = {
+    "Checkpoint": "loading",
+    "Checkpointer": "checkpointer",
+    "Save": "handle",
     "configure": "_runtime",
+    "flush": "handle",
+    "load": "loading",
+    "open": "loading",
+    "save": "saving",
+    "save_async": "saving",
     "staging": "_runtime",
     "trim": "_runtime",
     "warm_up": "_runtime",
-    "Checkpoint": "loading",
-    "load": "loading",
-    "open": "loading",
-    "Save": "handle",
-    "flush": "handle",
-    "save_async": "saving",
 }
+_MODULES = ("dcp", "events", "observe", "snapshots")
 
+# Without `open` and `TimeoutError`, which would shadow the built-in ones.
 __all__ = [
     "Checkpoint",
+    "Checkpointer",
     "Error",
     "Save",
-    "TimeoutError",
     "__version__",
     "configure",
     "find_newest",
     "flush",
     "list_checkpoints",
     "load",
-    "open",
+    "newest",
     "recover",
+    "save",
     "save_async",
     "staging",
     "trim",
@@ -60,7 +70,7 @@ def __getattr__(name: str) -> Any:
             value = getattr(importlib.import_module(f"holdfast.{_LAZY[name]}"), name)
             globals()[name] = value
             return value
-        if name in ("dcp", "observe", "snapshots"):
+        if name in _MODULES:
             return importlib.import_module(f"holdfast.{name}")
     except ModuleNotFoundError as error:
         if error.name != "torch":
@@ -70,4 +80,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, *_MODULES})

@@ -53,6 +53,11 @@ class SeenFuture(Future):
         super().__init__()
         self.set_running_or_notify_cancel()
 
+    @property
+    def ended_well(self) -> bool:
+        """Whether the future has a result. This is no look at the outcome."""
+        return self.done() and super().exception() is None
+
     def result(self, timeout: float | None = None) -> Any:
         if not self.done():
             check_may_wait("wait for a save")

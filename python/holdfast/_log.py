@@ -56,7 +56,8 @@ def log(subject: Any, report: dict[str, Any] | None, error: Error | None) -> Non
     if subject.extra.get("raised"):
         return  # the call has raised it
     if report is None:
-        level = logging.INFO if error is not None and error.code == "CANCELLED" else logging.ERROR
+        outcome = events.outcome(subject, error)
+        level = {"cancelled": logging.INFO, "skipped": logging.WARNING}.get(outcome, logging.ERROR)
     else:
         level = logging.WARNING if report["write_attempts"] > 1 else logging.INFO
     if logger.isEnabledFor(level):

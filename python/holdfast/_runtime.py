@@ -1,15 +1,17 @@
-"""The staging memory of this process, and a front door to it for every directory."""
+"""How saves are made: options, the staging memory, and a front door to it for every directory."""
 
 from __future__ import annotations
 
+import itertools
 import os
-import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 from holdfast import _native, events, snapshots
+from holdfast._process import PerProcess
 from holdfast.commands import program
 from holdfast.errors import Error, TimeoutError
 
@@ -22,14 +24,8 @@ _LOCAL_WORLD = (
 )
 _DOORS_MAX = 8
 
-_lock = threading.RLock()
-_options: dict[str, Any] = {}
-_core: _native.Checkpointer | None = None
-_core_bytes = 0
-_doors: OrderedDict[tuple[Any, ...], _native.Checkpointer] = OrderedDict()
-
-# What a save or its directory says is no option of the process.
-_OPTIONS = frozenset(_native.option_names()) - {
+# What a save or its directory says is no option of a runtime.
+OPTIONS = frozenset(_native.option_names()) - {
     "directory",
     "when_full",
     "keep_last",
@@ -37,6 +33,214 @@ _OPTIONS = frozenset(_native.option_names()) - {
     "rank",
     "world_size",
 }
+# Options of the staging memory and its workers: the same for all that share the memory.
+_OF_MEMORY = OPTIONS & frozenset(
+    """arena_bytes control_bytes_max threads idle_trim pages launcher worker_program fused_copy
+    second_look on_sealed time_memory_max time_stalled_max""".split()
+)
+
+
+def _check(options: dict[str, Any], operation: str) -> None:
+    unknown = sorted(set(options) - OPTIONS)
+    if unknown:
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"{operation}: there is no option {', '.join(unknown)}; there is "
+            + ", ".join(sorted(OPTIONS)),
+        )
+    automatic = () if options.get("arena_bytes") else ("arena_bytes",)
+    _native.check_options({k: v for k, v in options.items() if k not in automatic})
+
+
+def _with_worker(options: dict[str, Any]) -> dict[str, Any]:
+    return {"worker_program": program("holdfast-worker"), **options}
+
+
+def fixed_arena_bytes(options: dict[str, Any]) -> int:
+    """The size of staging memory that the user has chosen; 0: none."""
+    return int(options.get("arena_bytes") or os.environ.get("HOLDFAST_ARENA_BYTES") or 0)
+
+
+def default_arena_bytes(nbytes: int, owned: int) -> int:
+    """The size of shared memory for states of `nbytes`, in place of `owned` bytes."""
+    said = (os.environ.get(name, "") for name in _LOCAL_WORLD)
+    processes = next((int(text) for text in said if text.isdecimal() and int(text) > 0), 1)
+    return _native.default_arena_bytes(nbytes, processes, owned)
+
+
+class Deadline:
+    """A time-out that several waits share."""
+
+    def __init__(self, timeout: float | None) -> None:
+        self._end = None if timeout is None else time.monotonic() + timeout
+
+    def left(self) -> float | None:
+        """Seconds until then; None: for ever."""
+        return None if self._end is None else max(0.0, self._end - time.monotonic())
+
+
+class _Memory(PerProcess):
+    """The staging memory of one or several runtimes, and the front doors to it."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options = options  # of the runtime that owns the memory
+        super().__init__()
+
+    def clear(self) -> None:
+        """Lets go of the memory. In a forked child the parent's objects do nothing by themselves."""
+        # By runtime, directory, and the options of the save.
+        self.doors: OrderedDict[tuple[Any, ...], _native.Checkpointer] = OrderedDict()
+        self.core: _native.Checkpointer | None = None
+        self.nbytes = 0
+
+    def is_busy(self) -> bool:
+        """Whether a save goes on, or memory of one that has ended may still be touched."""
+        if self.core is None:
+            return False
+        stats = self.core.staging()
+        return bool(stats["saves_in_flight"] or stats["bytes_held"])
+
+    def take(self, nbytes: int) -> _native.Checkpointer:
+        """The memory, for a save of `nbytes`. The lock must be held."""
+        fixed = fixed_arena_bytes(self.options)
+        wanted = fixed or default_arena_bytes(nbytes, self.nbytes)
+        if self.core is not None:
+            # A state that has grown gets more, unless saves are in flight: then it streams.
+            if fixed or wanted <= self.nbytes or self.is_busy():
+                return self.core
+            self.clear()
+        self.core = _native.Checkpointer(
+            _with_worker({**self.options, "directory": "/", "arena_bytes": wanted})
+        )
+        self.nbytes = wanted
+        return self.core
+
+
+class Runtime:
+    """Options of saves, and staging memory: its own, or that of another runtime.
+
+    Args:
+        options: fields of ``holdfast::CheckpointerOptions``, by their names.
+        beside: the runtime whose staging memory this one shares; default memory of its own.
+        operation: what checks the options, for messages.
+
+    Raises:
+        Error: INVALID_ARGUMENT for an unknown option, a value that cannot be, or an option of the
+            memory that is shared.
+    """
+
+    def __init__(self, options: dict[str, Any], beside: Runtime | None = None,
+                 operation: str = "configure") -> None:  # fmt: skip
+        _check(options, operation)
+        shared = sorted(_OF_MEMORY & set(options)) if beside is not None else []
+        if shared:
+            raise Error(
+                "INVALID_ARGUMENT",
+                f"{operation}: {', '.join(shared)} belongs to the staging memory, which is shared; "
+                "set it where the memory is made",
+            )
+        self.options = options
+        self._number = next(_numbers)  # never used again, unlike an id
+        self._memory: _Memory = _Memory(options) if beside is None else beside._memory
+        _runtimes.add(self)
+
+    def configure(self, options: dict[str, Any]) -> None:
+        """Changes options. The staging memory is made anew by the next save.
+
+        Raises:
+            Error: INVALID_ARGUMENT, FAILED_PRECONDITION while a save is in flight.
+        """
+        _check(options, "configure")
+        with self._memory.lock:
+            if self._memory.is_busy():
+                raise Error("FAILED_PRECONDITION", "configure: a save is in flight; flush() first")
+            self._memory.clear()
+            self.options.update(options)
+
+    def door(self, directory: str, nbytes: int, **own: Any) -> _native.Checkpointer:
+        """A native Checkpointer for `directory`, with staging memory for a save of `nbytes`."""
+        memory = self._memory
+        key = (self._number, directory, *sorted(own.items()))
+        with memory.lock:
+            core = memory.take(nbytes)
+            found = memory.doors.get(key)
+            if found is None:
+                options = {**self.options, **own, "directory": directory}
+                found = memory.doors[key] = core.create_beside(_with_worker(options))
+                while len(memory.doors) > _DOORS_MAX:
+                    # Dropped, not closed: closing waits for its saves, and handles keep it alive.
+                    memory.doors.popitem(last=False)
+            memory.doors.move_to_end(key)
+            return found
+
+    def flush(self, left: Callable[[], float | None]) -> None:
+        """Waits for the saves and deletions of the doors; then no directory is held open.
+
+        Raises:
+            TimeoutError: they go on.
+        """
+        memory = self._memory
+        with memory.lock:
+            doors = {key: door for key, door in memory.doors.items() if key[0] == self._number}
+        for door in doors.values():
+            try:
+                door.flush(left())
+            except Error as error:
+                if error.code == "DEADLINE_EXCEEDED":
+                    raise TimeoutError(error.code, f"flush: {error.message}") from None
+                # A save's own error is raised by its handle. This one is of a removal.
+                events.logger.warning("flush: an old checkpoint was kept: %s", error)
+        with memory.lock:
+            for key in [k for k, door in memory.doors.items() if door is doors.get(k)]:
+                del memory.doors[key]
+
+    def close(self) -> None:
+        """Lets go of the doors, and of the memory where no other runtime shares it."""
+        _runtimes.discard(self)
+        memory = self._memory
+        with memory.lock:
+            for key in [k for k in memory.doors if k[0] == self._number]:
+                del memory.doors[key]
+            if not any(r._memory is memory for r in _runtimes):
+                memory.clear()
+
+    def staging(self) -> dict[str, Any]:
+        """Statistics of the staging memory; empty before the first save."""
+        with self._memory.lock:
+            return self._memory.core.staging() if self._memory.core is not None else {}
+
+    def warm_up(self, nbytes: int = 0) -> None:
+        """Takes the staging memory for a state of `nbytes`."""
+        with self._memory.lock:
+            self._memory.take(nbytes)
+
+    def trim(self) -> None:
+        """Gives the staging memory back to the system; the next save takes it again."""
+        with self._memory.lock:
+            if self._memory.core is not None:
+                self._memory.core.trim()
+
+
+_numbers = itertools.count()
+_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+# Of `holdfast.save_async` and of saves through `holdfast.dcp`.
+default = Runtime({})
+
+
+def runtimes() -> list[Runtime]:
+    """Those of this process that have not been closed."""
+    return list(_runtimes)
+
+
+def total_staging() -> dict[str, int]:
+    """Sizes of the staging memory of all runtimes, added."""
+    memories = {id(r._memory): r for r in runtimes()}
+    total: dict[str, int] = {}
+    for runtime in memories.values():
+        for key, value in runtime.staging().items():
+            if key.endswith("bytes") or key.startswith("bytes"):
+                total[key] = total.get(key, 0) + value
+    return total
 
 
 def configure(**options: Any) -> None:
@@ -68,35 +272,16 @@ def configure(**options: Any) -> None:
     Raises:
         Error: INVALID_ARGUMENT for an unknown option or a value that cannot be, FAILED_PRECONDITION while a save is in flight.
     """
-    unknown = sorted(set(options) - _OPTIONS - {"stale_warning"})
-    if unknown:
-        raise Error(
-            "INVALID_ARGUMENT",
-            f"configure: there is no option {', '.join(unknown)}; there is "
-            + ", ".join(sorted({*_OPTIONS, "stale_warning"})),
-        )
-    automatic = ("stale_warning", *(() if options.get("arena_bytes") else ("arena_bytes",)))
-    _native.check_options({k: v for k, v in options.items() if k not in automatic})
-    if "stale_warning" in options:
-        snapshots.warning = bool(options.pop("stale_warning"))
-        if not options:
-            return
-    with _lock:
-        if _core is not None and _is_busy(_core):
-            raise Error("FAILED_PRECONDITION", "configure: a save is in flight; flush() first")
-        _close()
-        _options.update(options)
-
-
-def configured(option: str) -> Any:
-    """What `configure` set an option to; None: nothing."""
-    return _options.get(option)
+    warns = options.pop("stale_warning", None)
+    if options or warns is None:
+        default.configure(options)
+    if warns is not None:
+        snapshots.warning = bool(warns)
 
 
 def staging() -> dict[str, Any]:
     """Statistics of the staging memory; empty before the first save."""
-    with _lock:
-        return _core.staging() if _core is not None else {}
+    return default.staging()
 
 
 def warm_up(nbytes: int = 0) -> None:
@@ -105,112 +290,9 @@ def warm_up(nbytes: int = 0) -> None:
     Args:
         nbytes: of the state to come, where `configure` did not set ``arena_bytes``.
     """
-    with _lock:
-        _make_core(nbytes)
+    default.warm_up(nbytes)
 
 
 def trim() -> None:
     """Gives the staging memory back to the system; the next save takes it again."""
-    with _lock:
-        if _core is not None:
-            _core.trim()
-
-
-class Deadline:
-    """A time-out that several waits share."""
-
-    def __init__(self, timeout: float | None) -> None:
-        self._end = None if timeout is None else time.monotonic() + timeout
-
-    def left(self) -> float | None:
-        """Seconds until then; None: for ever."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
-
-
-def flush_native(left: Callable[[], float | None]) -> None:
-    """Waits for every door's saves and background deletions; then no directory is held open.
-
-    Raises:
-        TimeoutError: they go on.
-    """
-    with _lock:
-        doors = list(_doors.values())
-    for door in doors:
-        try:
-            door.flush(left())
-        except Error as error:
-            if error.code == "DEADLINE_EXCEEDED":
-                raise TimeoutError(error.code, f"flush: {error.message}") from None
-            # A save's own error is raised by its handle. This one is a removal's: no save failed.
-            events.logger.warning("flush: an old checkpoint was kept: %s", error)
-    with _lock:
-        for key in [k for k, door in _doors.items() if any(door is d for d in doors)]:
-            del _doors[key]
-
-
-def door(directory: str, nbytes: int, **own: Any) -> _native.Checkpointer:
-    """A Checkpointer for `directory`, with staging memory for a save of `nbytes`."""
-    key = (directory, *sorted(own.items()))
-    with _lock:
-        _make_core(nbytes)
-        found = _doors.get(key)
-        if found is None:
-            assert _core is not None
-            found = _core.create_beside(_with_defaults({**own, "directory": directory}))
-            _doors[key] = found
-            while len(_doors) > _DOORS_MAX:
-                # Dropped, not closed: closing waits for its saves, and handles keep it alive.
-                _doors.popitem(last=False)
-        _doors.move_to_end(key)
-        return found
-
-
-def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
-    return {"worker_program": program("holdfast-worker"), **_options, **options}
-
-
-def fixed_arena_bytes() -> int:
-    """The size of staging memory that the user has chosen; 0: none."""
-    return int(_options.get("arena_bytes") or os.environ.get("HOLDFAST_ARENA_BYTES") or 0)
-
-
-def default_arena_bytes(nbytes: int, owned: int) -> int:
-    """The size of shared memory for states of `nbytes`, in place of `owned` bytes."""
-    said = (os.environ.get(name, "") for name in _LOCAL_WORLD)
-    processes = next((int(text) for text in said if text.isdecimal() and int(text) > 0), 1)
-    return _native.default_arena_bytes(nbytes, processes, owned)
-
-
-def _is_busy(core: _native.Checkpointer) -> bool:
-    """Whether a save goes on, or memory of one that has ended may still be touched."""
-    stats = core.staging()
-    return bool(stats["saves_in_flight"] or stats["bytes_held"])
-
-
-def _make_core(nbytes: int) -> None:
-    global _core, _core_bytes
-    fixed = fixed_arena_bytes()
-    wanted = fixed or default_arena_bytes(nbytes, _core_bytes)
-    if _core is not None:
-        # A state that has grown gets more, unless saves are in flight: then it streams.
-        if fixed or wanted <= _core_bytes or _is_busy(_core):
-            return
-        _close()
-    _core = _native.Checkpointer(_with_defaults({"directory": "/", "arena_bytes": wanted}))
-    _core_bytes = wanted
-
-
-def _close() -> None:
-    global _core, _core_bytes
-    _doors.clear()
-    _core, _core_bytes = None, 0
-
-
-def _forget() -> None:
-    """In a forked child: all of it is the parent's; the native objects know and do nothing."""
-    global _lock
-    _lock = threading.RLock()
-    _close()
-
-
-os.register_at_fork(after_in_child=_forget)
+    default.trim()

@@ -6,7 +6,7 @@ import logging
 import os
 from typing import Any
 
-from holdfast import _native
+from holdfast import _dcp_directories, _native
 from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast")
@@ -38,32 +38,64 @@ def absolute_path(path: str, operation: str) -> str:
         return os.path.abspath(path)
 
 
-def find_newest(directory: str | os.PathLike[str]) -> dict[str, Any]:
+def find_newest(
+    directory: str | os.PathLike[str], *, format: str = "holdfast"
+) -> dict[str, Any]:
     """The newest complete checkpoint: name, path, step, saved_at, attempt, parent, world_size, bytes.
 
     The newest is the one whose save was called last (``saved_at``, seconds since 1970), whatever
     its step and name. Checkpoints that cannot be read or are damaged are passed over, each with a
     warning in the log.
 
+    Args:
+        directory: where checkpoints are saved.
+        format: ``"holdfast"``, or ``"dcp"`` for those of PyTorch Distributed Checkpoint.
+
     Raises:
         Error: NOT_FOUND when there is none. What reading says, when none is complete and at least
             one cannot be read.
     """
     path = local_path(directory, "list")
-    newest, passed_over = _native.find_newest(path)
+    if _is_dcp(format):
+        complete = list_checkpoints(path, format=format)
+        if not complete:
+            raise Error("NOT_FOUND", f"find newest in {path}: there is no complete DCP checkpoint")
+        return complete[-1]
+    found, passed_over = _native.find_newest(path)
     _warn_of(passed_over, path)
-    return newest
+    return found
 
 
-def list_checkpoints(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def newest(
+    directory: str | os.PathLike[str], *, format: str = "holdfast"
+) -> dict[str, Any] | None:
+    """As `find_newest`, but None when there is none: ``if last := holdfast.newest("run"): ...``."""
+    try:
+        return find_newest(directory, format=format)
+    except Error as error:
+        if error.code == "NOT_FOUND":
+            return None
+        raise
+
+
+def list_checkpoints(
+    directory: str | os.PathLike[str], *, format: str = "holdfast"
+) -> list[dict[str, Any]]:
     """All complete checkpoints by the time of their saves, newest last; changes nothing.
 
-    Others are passed over as `find_newest` does it.
+    Others are passed over as `find_newest` does it, which has the arguments, too.
     """
     path = local_path(directory, "list")
-    complete, passed_over = _native.list_checkpoints(path)
+    of = _dcp_directories.list_complete if _is_dcp(format) else _native.list_checkpoints
+    complete, passed_over = of(path)
     _warn_of(passed_over, path)
     return complete
+
+
+def _is_dcp(format: str) -> bool:
+    if format not in ("holdfast", "dcp"):
+        raise Error("INVALID_ARGUMENT", f"format {format!r}: there is only 'holdfast' and 'dcp'")
+    return format == "dcp"
 
 
 def _warn_of(passed_over: list[str], path: str) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
-import threading
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 # Here and not where they are called: an import in the save's thread can fail there, for want of
 # descriptors or on a bad disk.
 from holdfast import _completion, _log, _ranks, snapshots
+from holdfast._process import PerProcess
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast")
@@ -59,20 +58,25 @@ _REFUSALS = frozenset(
     UNIMPLEMENTED""".split()
 )
 
-_lock = threading.Lock()
-_running: dict[int, Any] = {}
+
+class _Running(PerProcess):
+    def clear(self) -> None:
+        self.saves: dict[int, Any] = {}
+
+
+_running = _Running()
 
 
 def begin(subject: Subject) -> None:
     """Counts a save as in flight, until it is published."""
-    with _lock:
-        _running[id(subject)] = subject
+    with _running.lock:
+        _running.saves[id(subject)] = subject
 
 
 def in_flight() -> int:
     """How many saves of this process are under way."""
-    with _lock:
-        return len(_running)
+    with _running.lock:
+        return len(_running.saves)
 
 
 def publish(subject: Subject, report: Report | None, error: Error | None) -> None:
@@ -92,8 +96,8 @@ def publish(subject: Subject, report: Report | None, error: Error | None) -> Non
                 except BaseException:  # SystemExit, too, would end the save's thread
                     _completion.log_failure("an observer of saves failed on %s", subject.path)
     finally:
-        with _lock:
-            _running.pop(id(subject), None)
+        with _running.lock:
+            _running.saves.pop(id(subject), None)
 
 
 def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:
@@ -124,9 +128,11 @@ def publish_raised(path: str, step: int, error: Error, **extra: Any) -> None:
 
 
 def outcome(subject: Subject, error: Error | None) -> str:
-    """``"durable"``, ``"failed"``, ``"cancelled"``, or ``"refused"`` if it never began."""
+    """``"durable"``, ``"failed"``, ``"cancelled"``, ``"skipped"``, or ``"refused"`` by the call."""
     if error is None:
         return "durable"
+    if subject.extra.get("skipped"):
+        return "skipped"
     if error.code == "CANCELLED":
         return "cancelled"
     # A call also raises what fails while it is staging.
@@ -154,13 +160,3 @@ class Handle:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _forget() -> None:
-    """In a forked child: the saves are the parent's."""
-    global _lock
-    _lock = threading.Lock()
-    _running.clear()
-
-
-os.register_at_fork(after_in_child=_forget)

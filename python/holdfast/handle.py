@@ -10,13 +10,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import torch
 
 from holdfast import _completion, _devices, _late, _native, _runtime, events
+from holdfast._process import PerProcess
 from holdfast.errors import Error, TimeoutError
 
 
@@ -25,7 +26,8 @@ class UnderWay(Protocol):
 
     path: str
     durable: _completion.SeenFuture
-    refused: bool  # the call has raised it, so that the caller has no handle
+    runtime: _runtime.Runtime | None  # that it was begun with
+    refused: bool  # it never began: the call has raised, or the save was skipped
 
     @property
     def staged(self) -> Future:
@@ -41,37 +43,49 @@ class UnderWay(Protocol):
         """Orders what the training changes next behind the save's copies."""
 
 
-_lock = threading.Lock()
-_in_flight: set[UnderWay] = set()
-_failed: list[UnderWay] = []
+class _Table(PerProcess):
+    def clear(self) -> None:
+        self.in_flight: set[UnderWay] = set()
+        self.failed: list[UnderWay] = []  # whose error was not read
+
+
+_table = _Table()
 
 
 def begun(save: UnderWay) -> None:
     """Puts a save on the table."""
-    with _lock:
-        _in_flight.add(save)
+    with _table.lock:
+        _table.in_flight.add(save)
 
 
 def ended(save: UnderWay, *, failed: bool) -> None:
     """Takes a save off the table. Failures whose error was read are forgotten."""
-    with _lock:
-        _in_flight.discard(save)
+    with _table.lock:
+        _table.in_flight.discard(save)
         if failed:
-            _failed[:] = [s for s in _failed if not s.durable.seen] + [save]
+            _table.failed[:] = [s for s in _table.failed if not s.durable.seen] + [save]
 
 
 def in_flight() -> list[UnderWay]:
     """The saves of this process that have not ended."""
-    with _lock:
-        return list(_in_flight)
+    with _table.lock:
+        return list(_table.in_flight)
+
+
+def _unread() -> list[UnderWay]:
+    """The saves that failed, and whose error was not read."""
+    with _table.lock:
+        return [s for s in _table.failed if not s.durable.seen]
 
 
 class Save:
-    """One save under way. Dropping it does not stop the save.
+    """One save. Dropping it does not stop the save.
 
     Attributes:
         path: where the checkpoint will stand.
         step: the training step that it was given.
+        skipped: whether the save was left out, with ``when_full="skip"``. `staged` then has ended
+            with None and `durable` with an UNAVAILABLE error, which `flush` and the exit pass over.
         staged: a future, done once everything was copied out of the state; CPU tensors always are
             when `save_async` returns. Before that, device tensors must not be changed.
         durable: a future of the report, done once the checkpoint survives power loss. Its exception
@@ -82,12 +96,15 @@ class Save:
 
     def __init__(self, start: Callable[[], _native.SaveHandle], path: str, step: int,
                  extra: dict[str, Any], keep: list[Any], door: _native.Checkpointer, *,
-                 ordered: Iterable[torch.device] = (), watch: _late.Watch | None = None,
+                 runtime: _runtime.Runtime, ordered: Iterable[torch.device] = (),
+                 watch: _late.Watch | None = None,
                  publishes: bool = True) -> None:
         # `start` may wait for memory. It is called in the thread that sees the save through: Ctrl-C
         # ends the caller's wait for it, and never gets between a save that began and its handle.
         self.path = path
         self.step = step
+        self.skipped = False
+        self.runtime: _runtime.Runtime | None = runtime
         self.staged = _completion.SeenFuture()
         self.durable = _completion.SeenFuture()
         self.objects: list[str] = extra["objects"]
@@ -97,7 +114,7 @@ class Save:
         self._start: Callable[[], _native.SaveHandle] | None = start
         self._begun = threading.Event()
         self._refusal: BaseException | None = None
-        self.refused = False  # whether the call has raised, so that nobody has this handle
+        self.refused = False
         self._keep: list[Any] | None = keep
         # It must outlive the save. A handle may live on for long, and keeps no staging memory.
         self._door: _native.Checkpointer | None = door
@@ -146,7 +163,11 @@ class Save:
             self._native = start()
         except BaseException as refusal:
             refusal.__traceback__ = None  # it would keep what `start` was made of
-            self._refusal, self.refused = refusal, True
+            self.refused = True
+            if _is_skip(refusal):
+                self.skipped = self.extra["skipped"] = True
+                raise
+            self._refusal = refusal
             raise Error("CANCELLED", f"save {self.path}: it did not begin") from None
         finally:
             del start  # and all that it was made of
@@ -179,13 +200,13 @@ class Save:
     def _end(self, report: dict[str, Any] | None, error: Error | None) -> None:
         self._keep = None
         try:
-            if self._publishes and self._native is not None:
+            if self._publishes and (self._native is not None or self.skipped):
                 events.publish(self, report, error)
         finally:
             self._report = report
             if report is None and error is None:
                 error = Error("INTERNAL", f"save {self.path}: its thread has died")
-            _completion.end(self.staged, None, error)
+            _completion.end(self.staged, None, None if self.skipped else error)
             _completion.end(self.durable, report, error)
             ended(self, failed=error is not None and not self.refused)
             self._door = None
@@ -206,6 +227,8 @@ class Save:
     def progress(self) -> dict[str, Any]:
         """``phase``, ``bytes_total``, ``bytes_sealed`` and ``bytes_written``."""
         self._check_process()
+        if self._native is None:
+            return {"phase": "skipped", "bytes_total": 0, "bytes_sealed": 0, "bytes_written": 0}
         return self._native.progress()
 
     def cancel(self) -> None:
@@ -214,7 +237,8 @@ class Save:
         `durable` then fails with CANCELLED, unless the save was already committing.
         """
         self._check_process()
-        self._native.cancel()
+        if self._native is not None:
+            self._native.cancel()
 
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
         """Blocks until the checkpoint is durable and returns the report.
@@ -268,6 +292,11 @@ class Save:
             self.staged.exception()  # should the save go on, its tensors stay as they are
 
 
+def _is_skip(error: BaseException) -> bool:
+    """Whether the runtime has left a save out, as ``when_full="skip"`` asks."""
+    return isinstance(error, Error) and error.code == "UNAVAILABLE" and ": skipped, " in error.message
+
+
 @functools.cache
 def _wait_before_steps() -> None:
     """From now on the step of every optimizer waits for the copies of saves in flight."""
@@ -284,15 +313,21 @@ def flush(timeout: float | None = None) -> None:
     """Waits until no save of this process is in flight, nor a deletion behind one.
 
     Raises:
-        Error: the first of a save that nobody has asked for its outcome yet; FAILED_PRECONDITION
-            inside of an observer or a done-callback, where it would wait for itself.
+        Error: the first of a save whose error was not read yet; FAILED_PRECONDITION inside of an
+            observer or a done-callback, where it would wait for itself.
         TimeoutError: saves, or deletions, go on after `timeout` seconds in all.
     """
+    flush_of(_runtime.runtimes(), timeout)
+
+
+def flush_of(runtimes: Sequence[_runtime.Runtime], timeout: float | None) -> None:
+    """As `flush`, for the saves that were begun with some runtimes."""
     _completion.check_may_wait("flush")
-    saves = in_flight()
     waited: list[BaseException] = []
     left = _runtime.Deadline(timeout).left
-    for save in saves:
+    for save in in_flight():
+        if save.runtime not in runtimes:
+            continue
         try:
             save.wait(left())
         except TimeoutError:
@@ -301,13 +336,14 @@ def flush(timeout: float | None = None) -> None:
             if not save.refused:
                 waited.append(error)
         save.join()
-    _runtime.flush_native(left)  # a time-out here leaves the failures to the next call
-    with _lock:
-        unseen = [s.durable.exception() for s in _failed if not s.durable.seen]
-        _failed.clear()
-    first = next(iter([*unseen, *waited]), None)
-    if first is not None:
-        raise first
+    for runtime in runtimes:
+        runtime.flush(left)  # a time-out here leaves the failures to the next call
+    unread = [s for s in _unread() if s.runtime in runtimes]
+    errors = [*(s.durable.exception() for s in unread), *waited]
+    with _table.lock:
+        _table.failed[:] = [s for s in _table.failed if not s.durable.seen]
+    if errors and errors[0] is not None:
+        raise errors[0]
 
 
 def _at_exit() -> None:
@@ -316,7 +352,7 @@ def _at_exit() -> None:
     A save is still in flight only where Ctrl-C has ended that wait.
     """
     left = in_flight()
-    unseen = [s for s in _failed if not s.durable.seen]
+    unseen = _unread()
     if not unseen and not left:
         return
     for save in unseen:
@@ -334,12 +370,4 @@ def _at_exit() -> None:
         os._exit(1)
 
 
-def _forget() -> None:
-    global _lock
-    _lock = threading.Lock()
-    _in_flight.clear()
-    _failed.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
 atexit.register(_at_exit)

@@ -1,4 +1,4 @@
-"""`save_async`: saving a state asynchronously."""
+"""`save_async` and `save`: saving a state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from holdfast import _native, _ranks, _runtime, directories, events
+from holdfast._durable import make_directory
 from holdfast.capture import capture
 from holdfast.errors import Error
 from holdfast.handle import Save
@@ -39,6 +40,7 @@ def save_async(
     rank: int | None = None,
     world_size: int | None = None,
     attempt: str = "",
+    runtime: _runtime.Runtime | None = None,
 ) -> Save:
     """Saves a state asynchronously: ``h = save_async({"model": model, ...}, "run/step-100")``.
 
@@ -54,12 +56,12 @@ def save_async(
     Args:
         state: nested dicts, lists, tuples and dataclasses of tensors, plain values, modules,
             optimizers and whatever has ``state_dict`` and ``load_state_dict``.
-        path: the checkpoint's directory; the one above it must exist.
+        path: the checkpoint's directory; those above it are made, durably.
         step: recorded, for ``keep_every`` and for a run that resumes.
         replace: exchange an existing checkpoint that holds nothing else; by default it
             is refused.
         when_full: what to do while earlier saves hold the staging memory: ``"wait"``, ``"skip"``
-            (UNAVAILABLE) or ``"fail"`` (RESOURCE_EXHAUSTED).
+            (the handle's ``skipped`` is true) or ``"fail"`` (RESOURCE_EXHAUSTED).
         keep_last: afterwards remove all but the newest so many of this one's series (``step-{}``).
         keep_every: but keep those whose step is a multiple of this.
         late: optimizers (True: those in the state), or tensors, whose GPU memory is copied behind
@@ -78,25 +80,27 @@ def save_async(
             ranks.
         rank, world_size: default those of torch.distributed.
         attempt: agreed by all ranks; default derived by each alone.
+        runtime: options and staging memory, for `Checkpointer`; default those of `configure`.
 
     Raises:
-        Error: ALREADY_EXISTS, INVALID_ARGUMENT (naming the entry), NOT_FOUND (directory),
-            UNAVAILABLE, RESOURCE_EXHAUSTED, ...
+        Error: ALREADY_EXISTS, INVALID_ARGUMENT (naming the entry), RESOURCE_EXHAUSTED, ...
     """
     called_ns = time.monotonic_ns()
     own_rank, own_world = _ranks.rank_and_world()
     rank = own_rank if rank is None else rank
     world_size = own_world if world_size is None else world_size
+    runtime = runtime or _runtime.default
     directory, name = _split(path)
     # First of all that may fail on one rank alone: every rank has to count every save.
     attempt = attempt or _ranks.attempt_of(os.path.join(directory, name), step, world_size)
-    liveness = _runtime.configured("time_liveness_max")
+    liveness = runtime.options.get("time_liveness_max")
+    make_directory(directory)
     with _ranks.Announcement(directory, name, attempt, rank, world_size, liveness) as announced:
         captured = capture(
             state, late=late, objects=objects, per_rank=per_rank, rank=rank,
             world_size=world_size, attempt=attempt, files=files or {},
         )
-        door = _runtime.door(
+        door = runtime.door(
             directory, captured.plan.total_bytes, when_full=when_full, keep_last=keep_last,
             keep_every=keep_every, rank=rank, world_size=world_size,
         )
@@ -114,4 +118,19 @@ def save_async(
             return door.save(name, captured.plan, step, replace, attempt, False, bool(captured.watch))
 
         return Save(start, os.path.join(directory, name), step, extra, captured.keep, door,
-                    ordered=captured.waiting, watch=captured.watch)
+                    runtime=runtime, ordered=captured.waiting, watch=captured.watch)
+
+
+def save(state: Any, path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
+    """Saves a state and waits until the checkpoint is durable.
+
+    Args:
+        state, path, **options: as of `save_async`.
+
+    Returns:
+        The report.
+
+    Raises:
+        Error: as `save_async`, and the save's own. UNAVAILABLE where it was skipped.
+    """
+    return save_async(state, path, **options).wait()

@@ -13,13 +13,13 @@ import json
 import logging
 import os
 import re
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from holdfast import _ranks
+from holdfast._process import PerProcess
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast")
@@ -36,9 +36,6 @@ _UNCOMMITTED = re.compile(r"\.(partial|fenced|retired)-[0-9a-f]{32}$")
 # Whether "all tensors are identical" is a warning; see holdfast.configure.
 warning = True
 
-_lock = threading.Lock()
-# The save of each directory and rank that began last, and when it did.
-_previous: OrderedDict[tuple[str, int, int], tuple[int, Snapshot]] = OrderedDict()
 
 
 class Digest(NamedTuple):
@@ -56,6 +53,16 @@ class Snapshot(NamedTuple):
     step: int
     attempt: str
     tensors: dict[str, Digest]
+
+
+class _Previous(PerProcess):
+    """The save of each directory and rank that began last, and when it did."""
+
+    def clear(self) -> None:
+        self.of: OrderedDict[tuple[str, int, int], tuple[int, Snapshot]] = OrderedDict()
+
+
+_previous = _Previous()
 
 
 class Comparison(NamedTuple):
@@ -215,14 +222,14 @@ def compare_with_previous(subject: Any, report: dict[str, Any] | None, error: Er
     later = _read(manifest)._replace(path=path)
     key = (os.path.dirname(path), rank, world_size)
     began = int(report.get("entered_ns") or time.monotonic_ns())
-    with _lock:
-        last = _previous.get(key)
+    with _previous.lock:
+        last = _previous.of.get(key)
         if last is not None and last[0] > began:
             return  # saves may end in another order than they began in
-        _previous[key] = began, later
-        _previous.move_to_end(key)
-        while len(_previous) > _REMEMBERED_MAX:
-            _previous.popitem(last=False)
+        _previous.of[key] = began, later
+        _previous.of.move_to_end(key)
+        while len(_previous.of) > _REMEMBERED_MAX:
+            _previous.of.popitem(last=False)
     earlier = last[1] if last is not None else _newest_before(path, manifest, rank, world_size)
     if earlier is None or earlier.attempt == later.attempt:
         return
@@ -244,12 +251,3 @@ def _sentence(later: Snapshot, earlier: Snapshot, result: dict[str, Any]) -> str
         f"{earlier.path} (step {earlier.step}). Is what is saved the state that is trained, or a "
         "cached copy of it? holdfast.configure(stale_warning=False) turns this off"
     )
-
-
-def _forget() -> None:
-    """In a forked child: the lock may be held by a thread that is not there."""
-    global _lock
-    _lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)

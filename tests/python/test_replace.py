@@ -178,11 +178,10 @@ def test_a_directory_above_that_was_made_anew_gets_the_next_save(tmp_path: Path,
     assert names(run) == ["step-2", "step-3"]
 
 
-def test_a_directory_above_that_is_gone_is_not_found(tmp_path: Path) -> None:
+def test_a_directory_above_that_is_gone_is_made_again(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     holdfast.save_async({"x": 1}, run / "a").wait(60)
     shutil.rmtree(run)
-    with pytest.raises(holdfast.Error) as caught:
-        holdfast.save_async({"x": 2}, run / "b").wait(60)
-    assert caught.value.code == "NOT_FOUND" and str(run) in caught.value.message
+    holdfast.save_async({"x": 2}, run / "b").wait(60)
+    assert os.listdir(run) == ["b"] and holdfast.load(run / "b") == {"x": 2}

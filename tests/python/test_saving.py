@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import gc
 import os
 import subprocess
@@ -90,7 +91,8 @@ def test_flush_has_one_deadline_for_all(tmp_path: Path, monkeypatch: pytest.Monk
     holdfast.flush(60)
     holdfast.configure(bytes_per_second_max=16 * MIB)
     holdfast.save_async({"t": some(8 * MIB)}, tmp_path / "s")
-    monkeypatch.setattr(_runtime, "_doors", {"door": Door()})
+    doors = {(_runtime.default._number, "door"): Door()}
+    monkeypatch.setattr(_runtime.default._memory, "doors", doors)
     with pytest.raises(holdfast.TimeoutError, match="deletion"):
         holdfast.flush(60)
     assert given[0] < 59.9, "what the save took is not counted"
@@ -110,15 +112,48 @@ def test_policies_for_a_save_while_the_memory_is_held(tmp_path: Path) -> None:
     holdfast.configure(arena_bytes=32 * MIB, bytes_per_second_max=16 * MIB)
     state = {"t": some(24 * MIB)}
     first = holdfast.save_async(state, tmp_path / "first")
-    with pytest.raises(holdfast.Error) as skipped:
-        holdfast.save_async(state, tmp_path / "skip", when_full="skip")
-    assert skipped.value.code == "UNAVAILABLE"
+    skipped = holdfast.save_async(state, tmp_path / "skip", when_full="skip")
+    assert skipped.skipped and not first.skipped
+    assert skipped.staged.result(60) is None
+    assert skipped.progress()["phase"] == "skipped"
+    skipped.cancel()
+    with pytest.raises(holdfast.Error, match="skipped") as left_out:
+        skipped.wait(60)
+    assert left_out.value.code == "UNAVAILABLE"
     with pytest.raises(holdfast.Error, match="arena_bytes") as failed:
         holdfast.save_async(state, tmp_path / "fail", when_full="fail")
     assert failed.value.code == "RESOURCE_EXHAUSTED"
     second = holdfast.save_async(state, tmp_path / "wait")
     assert first.wait(60)["bytes"] == second.wait(60)["bytes"]
     assert sorted(os.listdir(tmp_path)) == ["first", "wait"]
+
+
+def test_a_skipped_save_is_no_failure(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    holdfast.configure(arena_bytes=32 * MIB, bytes_per_second_max=16 * MIB)
+    state = {"t": some(24 * MIB)}
+    outcomes = []
+    with holdfast.events.Handle(lambda save, _, error: outcomes.append(holdfast.events.outcome(save, error))):
+        first = holdfast.save_async(state, tmp_path / "first")
+        holdfast.save_async(state, tmp_path / "second", when_full="skip")
+        holdfast.flush(60)
+    assert first.report is not None
+    assert outcomes == ["skipped", "durable"]
+    (line,) = [r for r in caplog.records if "second" in r.getMessage()]
+    assert line.levelname == "WARNING" and "skipped" in line.getMessage()
+
+
+def test_missing_directories_above_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "step-1"
+    assert holdfast.save({"x": 1}, path)["path"] == str(path)
+    assert holdfast.load(path) == {"x": 1}
+
+
+def test_a_star_import_shadows_no_builtin() -> None:
+    names: dict[str, object] = {}
+    exec("from holdfast import *", names)
+    assert not set(names) & set(dir(builtins)) - {"__builtins__", "__doc__", "__loader__", "__name__"}
+    assert {"save_async", "save", "load", "Error"} <= set(names)
+    assert {"dcp", "observe", "events", "open", "TimeoutError"} <= set(dir(holdfast))
 
 
 def test_a_state_larger_than_the_memory_streams_through_it(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ MIB = 1 << 20
 @pytest.fixture(autouse=True)
 def _forgotten() -> Any:
     """No test sees what another has saved."""
-    snapshots._previous.clear()
+    snapshots._previous.of.clear()
     yield
     holdfast.configure(stale_warning=True)
 
@@ -254,7 +254,7 @@ def test_a_damaged_previous_manifest_fails_nothing(tmp_path: Path) -> None:
     save(state_of(1), tmp_path / "a", 1)
     (manifest,) = (tmp_path / "a").glob("rank-*.manifest.json")
     manifest.write_bytes(manifest.read_bytes()[:200])
-    snapshots._previous.clear()
+    snapshots._previous.of.clear()
     assert "previous" not in save(state_of(1), tmp_path / "b", 2)
 
 
@@ -273,7 +273,7 @@ def test_manifests_with_the_attempt_in_their_names_are_found(tmp_path: Path) -> 
         (manifest,) = (tmp_path / name).glob("rank-*.manifest.json")
         own = f"rank-00000-of-00001-{reports[-1]['attempt']}.manifest.json"
         manifest.rename(tmp_path / "b" / own if name == "c" else manifest.with_name(own))
-    snapshots._previous.clear()
+    snapshots._previous.of.clear()
     for name, first in zip(("a", "b"), reports, strict=False):
         subject = holdfast.events.Published(
             str(tmp_path / name), 1, {"kind": "dcp", "rank": 0, "world_size": 1}
@@ -295,7 +295,7 @@ def test_saves_of_dcp_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixt
         dcp.save(dict(model), storage_writer=writer)
         holdfast.flush(60)
         if step == 2:
-            snapshots._previous.clear()  # step 3: as a new process would find it
+            snapshots._previous.of.clear()  # step 3: as a new process would find it
     (message,) = warnings(caplog)
     assert "step 2): all 2 tensors are identical" in message
 

@@ -8,15 +8,16 @@ import source_tree
 PACKAGE = "python/holdfast/"
 # A file may import those of the rows above its own. `dcp`, `observe` and `cli` are folders.
 ROWS = (
-    ("_native", "errors"),
-    ("_completion", "_constructors", "_devices", "_dtypes", "_ranks", "commands", "directories"),
-    ("_pieces", "_state", "_unpickle", "snapshots"),
-    ("_late", "_log"),
+    ("_native", "_process", "errors"),
+    ("_completion", "_constructors", "_durable", "_devices", "_dtypes", "_ranks", "commands"),
+    ("_dcp_directories", "_pieces", "_state", "_unpickle", "snapshots"),
+    ("_late", "_log", "directories"),
     ("events",),
     ("_runtime",),
     ("capture", "handle"),
     ("_building", "_filling", "loading", "saving"),
     ("dcp", "observe"),
+    ("checkpointer",),
     ("cli",),
     ("__init__", "__main__"),
 )

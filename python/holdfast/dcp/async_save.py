@@ -94,6 +94,7 @@ class Upload:
         self._run: Callable[[], Metadata] | None = run
         self._after: Upload | None = after
         self.refused = False
+        self.runtime: _runtime.Runtime | None = None
         self._exchanged = threading.Event()
         self._completion = _completion.Completion(self._run_to_the_end, "holdfast-dcp-finish")
         events.begin(self)
@@ -180,9 +181,8 @@ class Upload:
         """Does nothing: this rank's `Save` has the copies."""
 
 
-def _timeout_of(group: Any) -> timedelta:
+def _timeout_of(group: Any, configured: float | None) -> timedelta:
     """How long an exchange waits for a rank: as configured, else as the job's own exchanges do."""
-    configured = _runtime.configured("time_ranks_max")
     if configured is not None:
         return timedelta(seconds=configured)
     for device in group._device_types:
@@ -191,7 +191,7 @@ def _timeout_of(group: Any) -> timedelta:
     return dist.default_pg_timeout
 
 
-def _finishing_group(group: Any) -> Any:
+def _finishing_group(group: Any, time_ranks_max: float | None) -> Any:
     """A gloo group over the same ranks, on which nothing but finishing exchanges ever goes on.
 
     They run in the background. On a group that the caller uses as well, in another thread, they
@@ -199,7 +199,7 @@ def _finishing_group(group: Any) -> Any:
     """
     world = dist.group.WORLD
     group = group or world
-    ranks, timeout = tuple(dist.get_process_group_ranks(group)), _timeout_of(group)
+    ranks, timeout = tuple(dist.get_process_group_ranks(group)), _timeout_of(group, time_ranks_max)
     with _lock:
         for stale in [r for r, (w, _) in _groups.items() if w() is not world]:
             del _groups[stale]
@@ -364,7 +364,9 @@ def async_save(
     planner = planner if planner is not None else DefaultSavePlanner()
     state_dict = _state_dicts(state_dict)
     planning = _DistWrapper(process_group, not no_dist, 0)
-    finishing = _DistWrapper(None if no_dist else _finishing_group(process_group), not no_dist, 0)
+    time_ranks_max = writer.runtime.options.get("time_ranks_max")
+    own_group = None if no_dist else _finishing_group(process_group, time_ranks_max)
+    finishing = _DistWrapper(own_group, not no_dist, 0)
     who = {"kind": "dcp", "rank": planning.get_rank(), "world_size": planning.get_world_size()}
 
     try:
@@ -391,6 +393,7 @@ def async_save(
     with _lock:
         after = _last.get(key)
         upload = Upload(str(writer.path), writer.step, own, run, after, save, who)
+        upload.runtime = writer.runtime
         _last[key] = upload
     upload.start()
     if isinstance(failure, (KeyboardInterrupt, SystemExit)):

@@ -11,6 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from holdfast import _native, _unpickle
+from holdfast._durable import sync_directory
 from holdfast.errors import Error, of_system
 
 # What the framework's own writers put there; planners may add plain values.
@@ -109,26 +110,6 @@ def read_bytes(path: Path) -> bytes:
     if len(data) > _BYTES_MAX:
         raise Error("DATA_LOSS", f"load {path}: longer than {_BYTES_MAX} bytes")
     return data
-
-
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def make_directory(path: Path) -> None:
-    """Makes a directory and those above it, durably: else a crash takes them with all in them."""
-    if path.is_dir():
-        return
-    if path.parent != path:
-        make_directory(path.parent)
-    with of_system(f"make directory {path}"):
-        path.mkdir(exist_ok=True)
-        sync_directory(path.parent)
 
 
 def commit(directory: Path, name: str, metadata: Metadata, attempt: str, world_size: int) -> None:

@@ -96,7 +96,7 @@ def trim() -> None:
 
 
 def _cap(given: int | None) -> int:
-    fixed = given or _runtime.fixed_arena_bytes()
+    fixed = given or _runtime.fixed_arena_bytes(_runtime.default.options)
     return fixed or _runtime.default_arena_bytes(_ANY_STATE, kept_bytes())
 
 

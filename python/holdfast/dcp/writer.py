@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast import _late, _runtime, directories, events, handle
+from holdfast._durable import make_directory
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
 from holdfast.errors import Error
@@ -115,6 +116,7 @@ class StorageWriter(_StorageWriter):
         self._step = step
         self._staging_bytes_max = staging_bytes_max
         self.staged = False
+        self.runtime = _runtime.default  # options and staging memory
         self._fresh()
 
     def _fresh(self) -> None:
@@ -142,7 +144,7 @@ class StorageWriter(_StorageWriter):
         self._use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        _metadata.make_directory(self.path)
+        make_directory(str(self.path))
         if not self.overwrite and (self.path / self._metadata_name(reading=True)).exists():
             raise Error(
                 "ALREADY_EXISTS",
@@ -196,7 +198,7 @@ class StorageWriter(_StorageWriter):
         if self.staged:
             # The staged copy is stable: it goes through a small window of the staging memory.
             nbytes = min(nbytes, staging.WINDOW_BYTES)
-        door = _runtime.door(
+        door = self.runtime.door(
             str(self.path.parent), nbytes, rank=place.rank, world_size=place.world_size
         )
         extra = {
@@ -212,8 +214,8 @@ class StorageWriter(_StorageWriter):
             return door.save(self.path.name, file.plan, self.step, False, place.attempt, True, bool(file.watch))
 
         save = handle.Save(
-            start, str(self.path), self.step, extra, file.device, door, ordered=file.wait,
-            watch=file.watch, publishes=publishes,
+            start, str(self.path), self.step, extra, file.device, door, runtime=self.runtime,
+            ordered=file.wait, watch=file.watch, publishes=publishes,
         )  # fmt: skip
         return Written(save, file.results, place)
 

@@ -22,7 +22,7 @@ def record(subject: Any, report: dict[str, Any] | None, error: Error | None) -> 
         "outcome": events.outcome(subject, error),
         "path": subject.path,
         "step": subject.step,
-        **{k: v for k, v in subject.extra.items() if k != "raised"},
+        **{k: v for k, v in subject.extra.items() if k not in ("raised", "skipped")},
         **(report or {}),
         "error": error and {"code": error.code, "message": error.message, "errno": error.errno},
     }

@@ -35,7 +35,7 @@ class _AtScrape:
 
         from holdfast import _runtime
 
-        staging = _runtime.staging()
+        staging = _runtime.total_staging()
         for name, text, value in (
             ("staging_held_bytes", "Staging memory that saves hold", "bytes_held"),
             ("staging_held_peak_bytes", "The most that saves have held", "bytes_held_peak"),

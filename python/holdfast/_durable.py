@@ -1,0 +1,33 @@
+"""Directories that survive power loss."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from holdfast.errors import of_system
+
+
+def sync_directory(path: str | os.PathLike[str]) -> None:
+    """Makes the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_directory(path: str) -> None:
+    """Makes a directory and those above it, durably: else a crash takes them with all in them.
+
+    Raises:
+        Error: of the system. Where a file stands in the way, the caller's next step finds it.
+    """
+    if os.path.exists(path):
+        return
+    above = os.path.dirname(path)
+    make_directory(above)
+    with of_system(f"make directory {path}"):
+        with contextlib.suppress(FileExistsError):  # another rank has made it
+            os.mkdir(path)
+        sync_directory(above)

@@ -1,0 +1,357 @@
+"""`Checkpointer`: the checkpoints of one run by step, plain ones or DCP's."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import logging
+import os
+import re
+import string
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from holdfast import _completion, _dcp_directories, _runtime, directories, handle, loading, saving
+from holdfast._process import PerProcess
+from holdfast.errors import Error, TimeoutError
+
+logger = logging.getLogger("holdfast")
+
+_OF_PLAIN = frozenset(inspect.signature(saving.save_async).parameters) - {
+    "state",
+    "path",
+    "step",
+    "keep_last",
+    "keep_every",
+    "runtime",
+}
+_OF_DCP = frozenset({"late", "planner", "replace"})
+
+
+class DcpSave:
+    """One DCP save of a `Checkpointer`.
+
+    Attributes:
+        path, step, staged: as of `Save`.
+        durable: a future of DCP's metadata, done once the checkpoint is complete on all ranks.
+        skipped: always false: a DCP save waits for staging memory.
+    """
+
+    skipped = False
+
+    def __init__(self, path: str, step: int, staged: Future, durable: Any) -> None:
+        self.path = path
+        self.step = step
+        self.staged = staged
+        self.durable = durable
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Blocks until the checkpoint is complete on all ranks. Returns its metadata.
+
+        Raises:
+            TimeoutError: the save goes on.
+            CheckpointException, Error: the save's own.
+        """
+        try:
+            return self.durable.result(timeout)
+        except builtins.TimeoutError:
+            if self.durable.done():
+                raise
+            raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not complete yet") from None
+
+
+class Checkpointer(PerProcess):
+    """The checkpoints of one run in one directory, by step.
+
+    ::
+
+        with holdfast.Checkpointer("run", keep_last=3) as checkpointer:
+            if last := checkpointer.newest():
+                state = checkpointer.load(last["step"], into=state)
+            for step in ...:
+                checkpointer.save_async(state, step)
+
+    Two Checkpointers share no options and no staging memory, unless `share_memory_with` says so.
+    ``newest``, ``list`` and ``load`` see the checkpoints with a name of this Checkpointer's form.
+
+    Args:
+        directory: of the checkpoints; made by the first save, with those above it.
+        name: of a checkpoint, with ``{step}``, which may have a format (``{step:08d}``); no digit
+            may follow it. Without ``{step}`` all saves have one name: pass ``replace=True``.
+        format: ``"holdfast"``, or ``"dcp"`` for PyTorch Distributed Checkpoint.
+        keep_last: after each save remove all but the newest so many of the names; default all stay.
+        keep_every: but keep those whose step is a multiple of this.
+        process_group: with ``"dcp"``, the ranks that save and load; default all.
+        share_memory_with: a Checkpointer whose staging memory and workers are used, too, or
+            ``"process"`` for those of `holdfast.save_async`. Default: memory of its own.
+        **options: defaults for the options of `holdfast.save_async` (with ``"dcp"``: ``late``,
+            ``planner``, ``replace``), and the options of `holdfast.configure` for this Checkpointer.
+
+    Raises:
+        Error: INVALID_ARGUMENT naming the option.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        name: str = "step-{step}",
+        format: str = "holdfast",
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        process_group: Any = None,
+        share_memory_with: Checkpointer | str | None = None,
+        **options: Any,
+    ) -> None:
+        text = directories.local_path(directory, "Checkpointer")
+        self.directory = directories.absolute_path(text, "Checkpointer")
+        self._form = name
+        self._pattern = _pattern_of(name)
+        self.format = format
+        of_save = {"holdfast": _OF_PLAIN, "dcp": _OF_DCP}.get(format)
+        if of_save is None:
+            raise _refusal(f"format {format!r}: there is only 'holdfast' and 'dcp'")
+        if process_group is not None and format != "dcp":
+            raise _refusal("process_group is for format='dcp'; plain saves are of all ranks")
+        self._process_group = process_group
+        self._keep_last, self._keep_every = keep_last or 0, keep_every or 0
+        self._of_save = of_save
+        self._defaults = {k: v for k, v in options.items() if k in of_save}
+        further = {k: v for k, v in options.items() if k not in of_save}
+        unknown = sorted(set(further) - _runtime.OPTIONS)
+        if unknown:
+            raise _refusal(
+                f"there is no option {', '.join(unknown)}; there is "
+                + ", ".join(sorted(of_save | _runtime.OPTIONS))
+            )
+        self._runtime = _runtime.Runtime(further, _beside(share_memory_with), "Checkpointer")
+        self._closed = False
+        super().__init__()
+
+    def clear(self) -> None:
+        """In a forked child the parent's saves are not waited for."""
+        self._removals: set[Future] = set()  # of old DCP checkpoints, behind saves in flight
+
+    # ---- Saving.
+
+    def path(self, step: int) -> str:
+        """Path of a step's checkpoint, whether it is there or not."""
+        return os.path.join(self.directory, self._form.format(step=step))
+
+    def save_async(
+        self, state: Any, step: int, *, name: str | None = None, **options: Any
+    ) -> handle.Save | DcpSave:
+        """Saves a state asynchronously. With ``"dcp"``, all ranks of the group call it.
+
+        Args:
+            state: as of `holdfast.save_async`, or a state dict with ``"dcp"``.
+            step: of the training; gives the checkpoint its name and is recorded.
+            name: of this checkpoint, in place of the usual one: ``"best"``. Only ``keep_last`` of
+                the same form of name removes it.
+            **options: for this save, in place of the defaults.
+
+        Returns:
+            The handle: ``path``, ``step``, ``staged``, ``durable``, ``skipped``, ``wait()``.
+
+        Raises:
+            Error: as `holdfast.save_async` or `holdfast.dcp.async_save`; FAILED_PRECONDITION after
+                `close`.
+        """
+        if self._closed:
+            raise Error("FAILED_PRECONDITION", f"save to {self.directory}: the Checkpointer is closed")
+        unknown = sorted(set(options) - self._of_save)
+        if unknown:
+            raise _refusal(
+                f"a save has no option {', '.join(unknown)}; it has {', '.join(sorted(self._of_save))}"
+            )
+        if name is not None and (not name or os.path.basename(name) != name):
+            raise _refusal(f"name {name!r}: the name of a directory is expected, not a path")
+        path = self.path(step) if name is None else os.path.join(self.directory, name)
+        options = {**self._defaults, **options}
+        if self.format == "dcp":
+            return self._save_dcp(state, path, step, **options)
+        return saving.save_async(
+            state, path, step=step, keep_last=self._keep_last, keep_every=self._keep_every,
+            runtime=self._runtime, **options,
+        )  # fmt: skip
+
+    def save(self, state: Any, step: int, *, name: str | None = None, **options: Any) -> Any:
+        """As `save_async`, and waits until the checkpoint is durable. Returns what ``wait()`` does."""
+        return self.save_async(state, step, name=name, **options).wait()
+
+    def _save_dcp(self, state: Any, path: str, step: int, *, late: Any = (), planner: Any = None,
+                  replace: bool = False) -> DcpSave:  # fmt: skip
+        import holdfast.dcp
+        from holdfast.dcp.agreement import is_coordinator
+
+        writer = holdfast.dcp.StorageWriter(path, step=step, overwrite=replace)
+        writer.runtime = self._runtime
+        response: Any = holdfast.dcp.async_save(
+            state, storage_writer=writer, planner=planner, process_group=self._process_group,
+            async_stager=holdfast.dcp.Stager(late),
+        )  # fmt: skip
+        save = DcpSave(path, step, response.staging_completion, response.upload_completion)
+        if self._keep_last and is_coordinator(self._process_group):
+            removal: Future = Future()
+            with self.lock:
+                self._removals.add(removal)
+            save.durable.add_done_callback(lambda durable: self._remove_old(durable, path, removal))
+        return save
+
+    def _remove_old(self, durable: _completion.SeenFuture, path: str, removal: Future) -> None:
+        """Runs in the save's own thread."""
+        try:
+            if durable.ended_well:  # no look at the outcome: the error stays unread
+                busy = {save.path for save in handle.in_flight()}
+                directory, name = os.path.split(path)
+                _dcp_directories.remove_old(directory, name, self._keep_last, self._keep_every, busy)
+        except Error as error:  # no save failed
+            logger.warning("an old checkpoint was kept: %s", error)
+        finally:
+            with self.lock:
+                self._removals.discard(removal)
+            removal.set_result(None)
+
+    # ---- Finding and loading.
+
+    def list(self) -> list[dict[str, Any]]:
+        """The complete checkpoints, as of `holdfast.list_checkpoints`; the newest is the last."""
+        try:
+            found = directories.list_checkpoints(self.directory, format=self.format)
+        except Error as error:
+            if error.code == "NOT_FOUND":  # before the first save
+                return []
+            raise
+        return [c for c in found if self._pattern.fullmatch(c["name"])]
+
+    def newest(self) -> dict[str, Any] | None:
+        """The complete checkpoint that was saved last, as of `list`; None when there is none."""
+        found = directories.newest(self.directory, format=self.format)
+        if found is None or self._pattern.fullmatch(found["name"]):
+            return found
+        return next(reversed(self.list()), None)
+
+    def load(
+        self, step: int | None = None, into: Any = None, *, name: str | None = None, **options: Any
+    ) -> Any:
+        """Loads a checkpoint. With ``"dcp"``, all ranks of the group call it.
+
+        Args:
+            step: whose checkpoint; default the newest. With ``"dcp"`` rank 0's newest counts.
+            into: the state to fill, as of `holdfast.load`; required with ``"dcp"``.
+            name: of the checkpoint, in place of the step's.
+            **options: of `holdfast.load`; with ``"dcp"`` of `holdfast.dcp.StorageReader`.
+
+        Returns:
+            `into`, or the state.
+
+        Raises:
+            Error: NOT_FOUND when there is none, and as `holdfast.load`.
+        """
+        if self.format == "dcp":
+            return self._load_dcp(lambda: self._find(step, name), into, **options)
+        return loading.load(self._find(step, name), into, **options)
+
+    def _find(self, step: int | None, name: str | None) -> str:
+        if name is not None:
+            return os.path.join(self.directory, name)
+        if step is not None:
+            return self.path(step)
+        newest = self.newest()
+        if newest is None:
+            raise Error("NOT_FOUND", f"load from {self.directory}: there is no complete checkpoint")
+        return newest["path"]
+
+    def _load_dcp(self, find: Callable[[], str], into: Any, **options: Any) -> Any:
+        import torch.distributed.checkpoint as dcp
+
+        import holdfast.dcp
+        from holdfast.dcp.agreement import agree_on
+
+        if into is None:
+            raise _refusal("a DCP checkpoint is loaded into a state: pass into=")
+        path = agree_on(find, self._process_group)
+        reader = holdfast.dcp.StorageReader(path, **options)
+        dcp.load(into, storage_reader=reader, process_group=self._process_group)
+        return into
+
+    # ---- Waiting.
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits for the saves of this Checkpointer and the removals behind them.
+
+        Raises:
+            Error: the first of a save whose error was not read yet.
+            TimeoutError: they go on after `timeout` seconds in all.
+        """
+        left = _runtime.Deadline(timeout).left
+        with self.lock:
+            removals = list(self._removals)
+        handle.flush_of([self._runtime], left())
+        for removal in removals:
+            try:
+                removal.result(left())
+            except builtins.TimeoutError:
+                raise TimeoutError(
+                    "DEADLINE_EXCEEDED", f"wait for removals in {self.directory}: not done yet"
+                ) from None
+
+    flush = wait
+
+    def staging(self) -> dict[str, Any]:
+        """Statistics of the staging memory; empty before the first save."""
+        return self._runtime.staging()
+
+    def close(self) -> None:
+        """Waits for the saves, then lets go of the staging memory. A second time does nothing.
+
+        Raises:
+            Error: as `wait`. The Checkpointer is closed all the same.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self.wait()
+        finally:
+            self._runtime.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        try:
+            self.close()
+        except Error as error:
+            if kind is None:
+                raise
+            logger.error("close the checkpoints of %s: %s", self.directory, error)
+
+
+def _refusal(reason: str) -> Error:
+    return Error("INVALID_ARGUMENT", f"Checkpointer: {reason}")
+
+
+def _pattern_of(form: str) -> re.Pattern[str]:
+    """Matches the names of a form."""
+    try:
+        parts = list(string.Formatter().parse(form))
+        form.format(step=0)
+    except (ValueError, LookupError) as error:
+        raise _refusal(f"name {form!r}: {error!r}; there is only {{step}}") from None
+    fields = [i for i, (_, field, _, _) in enumerate(parts) if field is not None]
+    after = "".join(p[0] for p in parts[fields[0] + 1 :]) if fields else ""
+    if not form or os.path.basename(form) != form or len(fields) > 1 or re.search(r"\d", after):
+        raise _refusal(f"name {form!r}: one name with at most one {{step}} is expected, and no digit after it")
+    return re.compile("".join(re.escape(text) + (r"\d+" if f is not None else "") for text, f, _, _ in parts))
+
+
+def _beside(other: Checkpointer | str | None) -> _runtime.Runtime | None:
+    if isinstance(other, Checkpointer):
+        return other._runtime
+    if other == "process":
+        return _runtime.default
+    if other is not None:
+        raise _refusal(f"share_memory_with={other!r}: a Checkpointer or 'process' is expected")
+    return None

@@ -1,0 +1,39 @@
+"""What the ranks of a DCP save or load must agree on: one of them decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from holdfast.errors import Error
+
+
+def _ranks(process_group: Any) -> _DistWrapper:
+    return _DistWrapper(process_group, dist.is_available() and dist.is_initialized(), 0)
+
+
+def is_coordinator(process_group: Any) -> bool:
+    """Whether this rank is the first of the group."""
+    return _ranks(process_group).is_coordinator
+
+
+def agree_on(find: Callable[[], str], process_group: Any) -> str:
+    """What `find` returns on the coordinator. All ranks of the group call it.
+
+    Raises:
+        Error: the coordinator's, on all ranks.
+    """
+    ranks = _ranks(process_group)
+    found: Any = None
+    if ranks.is_coordinator:
+        try:
+            found = find()
+        except Error as error:
+            found = error
+    found = ranks.broadcast_object(found)
+    if isinstance(found, Error):
+        raise found
+    return found
