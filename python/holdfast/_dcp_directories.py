@@ -60,6 +60,11 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
     return sorted(complete, key=lambda c: (c["saved_at"], c["step"], c["name"])), passed_over
 
 
+def may_be_loaded(path: str) -> bool:
+    """Whether metadata stands there, of all ranks or of rank 0 alone."""
+    return any(os.path.exists(os.path.join(path, name)) for name in (METADATA, "__0" + METADATA))
+
+
 def _look(path: str) -> dict[str, Any] | None:
     """What is known of a complete checkpoint; None for a directory that is none."""
     try:

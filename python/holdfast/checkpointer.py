@@ -271,7 +271,15 @@ class Checkpointer(PerProcess):
 
         if into is None:
             raise _refusal("a DCP checkpoint is loaded into a state: pass into=")
-        path = agree_on(find, self._process_group)
+
+        def find_complete() -> str:
+            path = find()
+            if not _dcp_directories.may_be_loaded(path):
+                raise Error("NOT_FOUND", f"load {path}: it has no {_dcp_directories.METADATA}: no save "
+                            "was completed there, or the path is wrong")  # fmt: skip
+            return path
+
+        path = agree_on(find_complete, self._process_group)
         reader = holdfast.dcp.StorageReader(path, **options)
         dcp.load(into, storage_reader=reader, process_group=self._process_group)
         return into
@@ -323,8 +331,8 @@ class Checkpointer(PerProcess):
     def __exit__(self, kind: Any, *_: Any) -> None:
         try:
             self.close()
-        except Error as error:
-            if kind is None:
+        except BaseException as error:  # DCP's CheckpointException is no Exception
+            if kind is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             logger.error("close the checkpoints of %s: %s", self.directory, error)
 
