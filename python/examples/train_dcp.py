@@ -8,35 +8,17 @@ Started again, also with another number of ranks, it goes on where it was. The f
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
-from pathlib import Path
 from typing import Any
 
 import gpt
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import holdfast
 import holdfast.dcp
-
-KEEP = 2
-
-
-def complete(directory: str) -> list[Path]:
-    """A DCP checkpoint is complete once its ``.metadata`` is there. By step, newest last."""
-    found = [p.parent for p in Path(directory).glob("step-*/.metadata")]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
-
-
-def remove_old(directory: str) -> None:
-    """Keeps the newest ones."""
-    for old in complete(directory)[:-KEEP]:
-        (old / ".metadata").unlink()  # first: a ruin must not look complete
-        shutil.rmtree(old)
 
 
 def main() -> None:
@@ -48,7 +30,6 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    os.makedirs(arguments.dir, exist_ok=True)
 
     torch.manual_seed(0)
     model = gpt.GPT(gpt.SIZES[arguments.size])
@@ -74,41 +55,35 @@ def main() -> None:
             f"rng.{rank}": torch.get_rng_state(),
         }
 
+    checkpointer = holdfast.Checkpointer(arguments.dir, format="dcp", keep_last=2)
     first = 0
-    if found := complete(arguments.dir):
+    if last := checkpointer.newest():
         loaded = state(0)
-        saved = holdfast.dcp.StorageReader(found[-1]).read_metadata().state_dict_metadata
+        saved = holdfast.dcp.StorageReader(last["path"]).read_metadata().state_dict_metadata
         if f"rng.{rank}" not in saved:  # more ranks than saved it
             del loaded[f"rng.{rank}"], loaded[f"loader.{rank}"]
-        dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(found[-1]))
+        checkpointer.load(last["step"], into=loaded)
         set_state_dict(model, optimizer, model_state_dict=loaded["model"],
                        optim_state_dict=loaded["optimizer"])
         if f"rng.{rank}" in loaded:
             torch.set_rng_state(loaded[f"rng.{rank}"])
         first = loader.step = int(loaded["step"])  # every rank's loader, new ones too
         if rank == 0:
-            print(f"resumed from {found[-1]}")
+            print(f"resumed from {last['path']}")
 
-    def finish() -> None:
-        """Waits for the save in flight, if there is one; only then may an older one go."""
-        if future is not None:
-            future.result()  # raises on every rank what went wrong on any
-            if rank == 0:
-                remove_old(arguments.dir)
-
-    future = None
+    save = None
     for step in range(first + 1, arguments.steps + 1):
         loss = gpt.train_step(model, optimizer, loader)
         average.update(model)
         if step % arguments.every == 0:
-            finish()
-            path = os.path.join(arguments.dir, f"step-{step}")
-            future = holdfast.dcp.async_save(state(step), checkpoint_id=path)
+            if save is not None:
+                save.wait()  # raises on every rank what went wrong on any
+            save = checkpointer.save_async(state(step), step)
             if rank == 0:
                 print(f"step {step}: loss {loss:.3f}")
-    finish()
+    checkpointer.close()
     if rank == 0:
-        print(f"done: {[p.name for p in complete(arguments.dir)]}")
+        print(f"done: {[c['name'] for c in checkpointer.list()]}")
     dist.destroy_process_group()
 
 

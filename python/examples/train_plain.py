@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from typing import Any
 
@@ -23,7 +22,6 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=10, help="steps between saves")
     parser.add_argument("--size", choices=gpt.SIZES, default="tiny")
     arguments = parser.parse_args()
-    os.makedirs(arguments.dir, exist_ok=True)
 
     torch.manual_seed(0)
     model = gpt.GPT(gpt.SIZES[arguments.size])
@@ -42,25 +40,25 @@ def main() -> None:
             "step": step,
         }
 
+    checkpointer = holdfast.Checkpointer(arguments.dir, keep_last=2, replace=True)
     # After a crash: what was complete gets its name, what was not goes. Harmless otherwise.
-    holdfast.recover(arguments.dir)
+    checkpointer.recover()
     first = 0
-    if checkpoints := holdfast.list_checkpoints(arguments.dir):
-        loaded = holdfast.load(checkpoints[-1]["path"], into=state(0))
+    if last := checkpointer.newest():
+        loaded = checkpointer.load(into=state(0))
         torch.set_rng_state(loaded["rng"])
         first = loaded["step"]
-        print(f"resumed from {checkpoints[-1]['path']}")
+        print(f"resumed from {last['path']}")
 
     for step in range(first + 1, arguments.steps + 1):
         loss = gpt.train_step(model, optimizer, loader)
         average.update(model)
         if step % arguments.every == 0:
             begin = time.perf_counter()
-            path = os.path.join(arguments.dir, f"step-{step}")
-            holdfast.save_async(state(step), path, step=step, keep_last=2, replace=True)
+            checkpointer.save_async(state(step), step)
             print(f"step {step}: loss {loss:.3f}, {1e3 * (time.perf_counter() - begin):.1f} ms in the save")
-    holdfast.flush()  # raises what went wrong with any save
-    print(f"done: {[c['name'] for c in holdfast.list_checkpoints(arguments.dir)]}")
+    checkpointer.close()  # raises what went wrong with any save
+    print(f"done: {[c['name'] for c in checkpointer.list()]}")
 
 
 if __name__ == "__main__":

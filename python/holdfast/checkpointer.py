@@ -185,6 +185,8 @@ class Checkpointer(PerProcess):
         import holdfast.dcp
         from holdfast.dcp.agreement import is_coordinator
 
+        if late is True:
+            raise _refusal("late=True: a DCP state holds no optimizer; pass late=[optimizer]")
         writer = holdfast.dcp.StorageWriter(path, step=step, overwrite=replace)
         writer.runtime = self._runtime
         response: Any = holdfast.dcp.async_save(
@@ -284,6 +286,15 @@ class Checkpointer(PerProcess):
         dcp.load(into, storage_reader=reader, process_group=self._process_group)
         return into
 
+    def recover(self, **options: Any) -> dict[str, Any]:
+        """Cleans up after a crash, as `holdfast.recover` does. Before the first save it does nothing.
+
+        To be called before `newest`: it completes a save whose last step is missing.
+        """
+        if not os.path.isdir(self.directory):
+            return {k: [] for k in ("complete", "promoted", "removed", "fenced", "kept_incomplete")}
+        return directories.recover(self.directory, **options)
+
     # ---- Waiting.
 
     def wait(self, timeout: float | None = None) -> None:
@@ -296,7 +307,7 @@ class Checkpointer(PerProcess):
         left = _runtime.Deadline(timeout).left
         with self.lock:
             removals = list(self._removals)
-        handle.flush_of([self._runtime], left())
+        handle.flush_of(self._runtime, left())
         for removal in removals:
             try:
                 removal.result(left())

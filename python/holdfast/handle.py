@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -317,16 +317,16 @@ def flush(timeout: float | None = None) -> None:
             observer or a done-callback, where it would wait for itself.
         TimeoutError: saves, or deletions, go on after `timeout` seconds in all.
     """
-    flush_of(_runtime.runtimes(), timeout)
+    flush_of(None, timeout)
 
 
-def flush_of(runtimes: Sequence[_runtime.Runtime], timeout: float | None) -> None:
-    """As `flush`, for the saves that were begun with some runtimes."""
+def flush_of(runtime: _runtime.Runtime | None, timeout: float | None) -> None:
+    """As `flush`, for the saves that were begun with one runtime; None: with any."""
     _completion.check_may_wait("flush")
     waited: list[BaseException] = []
     left = _runtime.Deadline(timeout).left
     for save in in_flight():
-        if save.runtime not in runtimes:
+        if runtime not in (None, save.runtime):
             continue
         try:
             save.wait(left())
@@ -336,9 +336,9 @@ def flush_of(runtimes: Sequence[_runtime.Runtime], timeout: float | None) -> Non
             if not save.refused:
                 waited.append(error)
         save.join()
-    for runtime in runtimes:
-        runtime.flush(left)  # a time-out here leaves the failures to the next call
-    unread = [s for s in _unread() if s.runtime in runtimes]
+    for flushed in _runtime.runtimes() if runtime is None else [runtime]:
+        flushed.flush(left)  # a time-out here leaves the failures to the next call
+    unread = [s for s in _unread() if runtime in (None, s.runtime)]
     errors = [*(s.durable.exception() for s in unread), *waited]
     with _table.lock:
         _table.failed[:] = [s for s in _table.failed if not s.durable.seen]

@@ -93,7 +93,7 @@ sys.meta_path.insert(0, NoTorch())
 import holdfast
 
 said = {}
-for name in (*holdfast.__all__, "dcp", "observe", "snapshots"):
+for name in (*holdfast.__all__, "open", "dcp", "observe", "snapshots"):
     try:
         getattr(holdfast, name)
     except ModuleNotFoundError as error:
@@ -109,7 +109,7 @@ def test_without_torch_it_is_imported_and_says_what_needs_it(checkpoint: Path) -
     assert done.returncode == 0, done.stderr
     said, *rest = json.loads(done.stdout)
     assert rest == ["sound", 3, 1]
-    needs = {"Checkpoint", "Save", "dcp", "flush", "load", "open", "save_async"}
+    needs = {"Checkpoint", "Checkpointer", "Save", "dcp", "flush", "load", "open", "save", "save_async"}
     assert said == {name: f"holdfast.{name} needs PyTorch: install torch" for name in needs}
 
 

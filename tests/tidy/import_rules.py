@@ -6,7 +6,8 @@ import ast
 import source_tree
 
 PACKAGE = "python/holdfast/"
-# A file may import those of the rows above its own. `dcp`, `observe` and `cli` are folders.
+FOLDERS = ("dcp", "observe", "cli")
+# A file may import those of the rows above its own.
 ROWS = (
     ("_native", "_process", "errors"),
     ("_completion", "_constructors", "_durable", "_devices", "_dtypes", "_ranks", "commands"),
@@ -92,7 +93,18 @@ def check_attributes(relative, tree, own, others):
             yield f"{relative}:{node.lineno}: {node.attr} is private to another file"
 
 
+def check_table(root):
+    """The table of python/README.md has the rows from here."""
+    path = root / "python/README.md"
+    text = path.read_text(encoding="utf-8") if path.exists() else None
+    for number, row in enumerate(ROWS, start=1):
+        files = ", ".join(f"`{entry}/`" if entry in FOLDERS else f"`{entry}`" for entry in row)
+        if text is not None and f"| {number} | {files} |\n" not in text:
+            yield f"python/README.md:1: its table has no row {number} of {files}"
+
+
 def check(options):
+    yield from check_table(options.root)
     trees = {}
     for path in source_tree.files(options.root, (".py",)):
         relative = path.relative_to(options.root).as_posix()
