@@ -364,7 +364,8 @@ def async_save(
     planner = planner if planner is not None else DefaultSavePlanner()
     state_dict = _state_dicts(state_dict)
     planning = _DistWrapper(process_group, not no_dist, 0)
-    time_ranks_max = writer.runtime.options.get("time_ranks_max")
+    runtime = writer.runtime or _runtime.default
+    time_ranks_max = runtime.options.get("time_ranks_max")
     own_group = None if no_dist else _finishing_group(process_group, time_ranks_max)
     finishing = _DistWrapper(own_group, not no_dist, 0)
     who = {"kind": "dcp", "rank": planning.get_rank(), "world_size": planning.get_world_size()}
@@ -393,7 +394,7 @@ def async_save(
     with _lock:
         after = _last.get(key)
         upload = Upload(str(writer.path), writer.step, own, run, after, save, who)
-        upload.runtime = writer.runtime
+        upload.runtime = runtime
         _last[key] = upload
     upload.start()
     if isinstance(failure, (KeyboardInterrupt, SystemExit)):

@@ -88,6 +88,8 @@ class StorageWriter(_StorageWriter):
 
     # What stock `async_save` asks of a stager.
     _synchronize_after_execute = False
+    # Options and staging memory of a `holdfast.Checkpointer`; None: those of `holdfast.configure`.
+    runtime: _runtime.Runtime | None = None
 
     def __init__(
         self,
@@ -116,7 +118,6 @@ class StorageWriter(_StorageWriter):
         self._step = step
         self._staging_bytes_max = staging_bytes_max
         self.staged = False
-        self.runtime = _runtime.default  # options and staging memory
         self._fresh()
 
     def _fresh(self) -> None:
@@ -198,7 +199,8 @@ class StorageWriter(_StorageWriter):
         if self.staged:
             # The staged copy is stable: it goes through a small window of the staging memory.
             nbytes = min(nbytes, staging.WINDOW_BYTES)
-        door = self.runtime.door(
+        runtime = self.runtime or _runtime.default
+        door = runtime.door(
             str(self.path.parent), nbytes, rank=place.rank, world_size=place.world_size
         )
         extra = {
@@ -214,7 +216,7 @@ class StorageWriter(_StorageWriter):
             return door.save(self.path.name, file.plan, self.step, False, place.attempt, True, bool(file.watch))
 
         save = handle.Save(
-            start, str(self.path), self.step, extra, file.device, door, runtime=self.runtime,
+            start, str(self.path), self.step, extra, file.device, door, runtime=runtime,
             ordered=file.wait, watch=file.watch, publishes=publishes,
         )  # fmt: skip
         return Written(save, file.results, place)
