@@ -2,7 +2,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <string>
 
 #include "fuzz/expect.h"
 #include "runtime/format/torch_zip.h"

@@ -25,7 +25,6 @@
 #include "runtime/directory/locks.h"
 #include "runtime/directory/replacement.h"
 #include "runtime/format/directory_names.h"
-#include "runtime/format/manifest.h"
 #include "runtime/format/packed_plan.h"
 #include "runtime/format/safetensors.h"
 #include "runtime/staging/staging_pool.h"

@@ -2,7 +2,6 @@
 
 #include <poll.h>
 
-#include <cerrno>
 #include <cstring>
 #include <memory>
 #include <utility>

@@ -2,7 +2,6 @@
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_HOUSEKEEPER_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_HOUSEKEEPER_H_
 
-#include <cstdint>
 #include <deque>
 #include <memory>
 #include <string>

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "absl/status/status.h"
-#include "holdfast/checkpointer.h"
 
 namespace holdfast::checkpointer {
 

@@ -17,7 +17,6 @@
 #include "runtime/directory/entries.h"
 #include "runtime/directory/planted_bugs.h"
 #include "runtime/format/directory_names.h"
-#include "runtime/format/manifest.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 

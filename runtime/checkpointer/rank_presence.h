@@ -3,7 +3,6 @@
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_RANK_PRESENCE_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_RANK_PRESENCE_H_
 
-#include <cstdint>
 #include <memory>
 #include <string>
 

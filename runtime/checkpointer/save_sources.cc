@@ -2,7 +2,6 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 
 #include "runtime/base/status.h"
 #include "runtime/format/packed_plan.h"

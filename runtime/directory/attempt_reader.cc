@@ -11,7 +11,6 @@
 #include "runtime/digest/digest.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/planted_bugs.h"
-#include "runtime/layout/board.h"
 #include "runtime/layout/job.h"
 
 namespace holdfast::directory {

@@ -2,10 +2,8 @@
 
 #include <time.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <cstdint>
-#include <utility>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"

@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <cstring>
 #include <filesystem>
-#include <utility>
 
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"

@@ -1,9 +1,7 @@
 #include "runtime/directory/removal.h"
 
-#include <fcntl.h>
 #include <sys/file.h>
 
-#include <cerrno>
 #include <memory>
 #include <vector>
 

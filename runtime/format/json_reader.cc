@@ -1,8 +1,5 @@
 #include "runtime/format/json_reader.h"
 
-#include <limits>
-#include <vector>
-
 #include "absl/strings/str_cat.h"
 #include "runtime/digest/digest.h"
 #include "runtime/format/text.h"

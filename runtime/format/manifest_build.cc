@@ -4,7 +4,6 @@
 // must be known to the byte. A save with many tensors writes hundreds of megabytes.
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <utility>
 
 #include "runtime/digest/digest.h"

@@ -1,7 +1,6 @@
 #include "runtime/format/packed_plan.h"
 
 #include "runtime/format/manifest.h"
-#include "runtime/format/tensor_parts.h"
 
 namespace holdfast::format {
 

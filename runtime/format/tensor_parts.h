@@ -3,7 +3,6 @@
 #ifndef HOLDFAST_RUNTIME_FORMAT_TENSOR_PARTS_H_
 #define HOLDFAST_RUNTIME_FORMAT_TENSOR_PARTS_H_
 
-#include <algorithm>
 #include <cstdint>
 
 #include "holdfast/pod.h"

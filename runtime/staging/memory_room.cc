@@ -5,13 +5,11 @@
 #include <fcntl.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <optional>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "holdfast/staging.h"

@@ -4,15 +4,12 @@
 #include <fcntl.h>
 #include <liburing.h>
 #include <sched.h>
-#include <stdio.h>
 #include <sys/eventfd.h>
 #include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <sys/vfs.h>
 #include <unistd.h>
-
-#include <cerrno>
 
 namespace holdfast::sys {
 namespace {

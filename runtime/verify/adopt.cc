@@ -12,7 +12,6 @@
 #include "holdfast/verify.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
-#include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/format/file_names.h"

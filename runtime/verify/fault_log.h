@@ -8,7 +8,7 @@
 #include "absl/base/thread_annotations.h"
 #include "holdfast/verify.h"
 #include "runtime/base/mutex.h"
-#include "runtime/directory/completeness.h"
+#include "runtime/directory/findings.h"
 
 namespace holdfast::verify {
 

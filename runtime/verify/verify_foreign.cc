@@ -11,7 +11,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "runtime/base/status.h"
-#include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
 #include "runtime/sys/system.h"
 #include "runtime/verify/read_faults.h"

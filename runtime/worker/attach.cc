@@ -4,7 +4,6 @@
 #include <sys/socket.h>
 #include <sys/stat.h>
 
-#include <cerrno>
 #include <cstring>
 
 #include "runtime/layout/launcher.h"

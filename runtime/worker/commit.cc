@@ -1,7 +1,6 @@
 #include "runtime/worker/commit.h"
 
 #include <fcntl.h>
-#include <sys/stat.h>
 
 #include <cerrno>
 #include <cstring>

@@ -2,8 +2,6 @@
 
 #include <poll.h>
 
-#include <cerrno>
-
 #include "runtime/sys/assert.h"
 #include "runtime/sys/errno_code.h"
 #include "runtime/sys/system.h"

@@ -5,7 +5,6 @@
 #ifndef HOLDFAST_RUNTIME_WORKER_JOB_RUN_H_
 #define HOLDFAST_RUNTIME_WORKER_JOB_RUN_H_
 
-#include <cstddef>
 #include <cstdint>
 
 #include "holdfast/pod.h"

@@ -4,7 +4,6 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 
-#include <cerrno>
 #include <new>
 
 #include "runtime/layout/launcher.h"

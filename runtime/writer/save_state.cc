@@ -1,7 +1,6 @@
 #include "runtime/writer/save_state.h"
 
 #include <algorithm>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"

@@ -21,7 +21,7 @@
 #include "runtime/base/unique_fd.h"
 #include "runtime/format/packed_plan.h"
 #include "runtime/layout/job.h"
-#include "runtime/staging/staging_pool.h"
+#include "runtime/staging/lease.h"
 #include "runtime/writer/checksums.h"
 #include "runtime/writer/job_table.h"
 #include "runtime/writer/worker_link.h"

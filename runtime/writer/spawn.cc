@@ -5,8 +5,6 @@
 #include <spawn.h>
 #include <unistd.h>
 
-#include <cerrno>
-
 #include "absl/cleanup/cleanup.h"
 #include "runtime/base/status.h"
 #include "runtime/layout/wire.h"

@@ -1,6 +1,5 @@
 #include "runtime/writer/worker_link.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <signal.h>
 #include <sys/socket.h>

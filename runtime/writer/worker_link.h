@@ -19,7 +19,7 @@
 #include "runtime/base/unique_fd.h"
 #include "runtime/layout/launcher.h"
 #include "runtime/layout/wire.h"
-#include "runtime/staging/staging_pool.h"
+#include "runtime/staging/residence.h"
 
 namespace holdfast::writer {
 

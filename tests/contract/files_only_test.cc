@@ -4,7 +4,6 @@
 #include <sys/stat.h>
 
 #include <filesystem>
-#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,7 +14,6 @@
 #include "holdfast/load.h"
 #include "holdfast/recovery.h"
 #include "holdfast/verify.h"
-#include "runtime/format/manifest.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/framed_plan.h"

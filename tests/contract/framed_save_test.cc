@@ -1,7 +1,6 @@
 // Saves of plans that have places for checksums: what stands in the file agrees with zlib, and with
 // the manifest, for host and device tensors, larger than the arena or not.
 #include <cstring>
-#include <memory>
 #include <string>
 #include <vector>
 

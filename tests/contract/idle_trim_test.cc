@@ -1,6 +1,5 @@
 // Staging memory that nobody uses goes back to the system by itself, and comes back with the next
 // save: for every launcher, with workers and rings that have it mapped and registered.
-#include <memory>
 
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"

@@ -1,13 +1,11 @@
 // Files made here load in the reference safetensors library with every byte, and its files load
 // here.
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
-#include <memory>
 #include <string>
 #include <vector>
 

@@ -1,13 +1,11 @@
 // What every save promises, whatever launches its worker and whatever engine writes: one suite over
 // all of them.
 #include <signal.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <filesystem>
 #include <memory>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -17,7 +15,6 @@
 #include "holdfast/checkpointer.h"
 #include "holdfast/recovery.h"
 #include "holdfast/verify.h"
-#include "tests/testing/sanitizers.h"
 #include "tests/testing/settings.h"
 #include "tests/testing/slow_device.h"
 #include "tests/testing/training_state.h"

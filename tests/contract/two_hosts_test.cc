@@ -1,6 +1,5 @@
 // Ranks on two hosts: each sees one directory through a FUSE mount of its own, which keeps
 // attributes, names and missing names for seconds and hands no lock on.
-#include <cstdio>
 #include <memory>
 #include <string>
 #include <vector>

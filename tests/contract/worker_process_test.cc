@@ -9,7 +9,6 @@
 #include <map>
 #include <string>
 #include <system_error>
-#include <tuple>
 #include <vector>
 
 #include "absl/strings/str_cat.h"

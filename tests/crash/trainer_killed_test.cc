@@ -8,7 +8,6 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <string>
 #include <vector>
 
 #include "absl/time/clock.h"

@@ -1,5 +1,4 @@
 // A worker whose assertion fails ends with its text, and the trainer lives.
-#include <string>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -12,11 +12,9 @@
 #include <optional>
 
 #include "absl/strings/match.h"
-#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "holdfast/checkpointer.h"
 #include "runtime/base/unique_fd.h"
-#include "tests/testing/checkpoint_files.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/slow_disk.h"
 #include "tests/testing/training_state.h"

@@ -1,7 +1,6 @@
 // A killed process's direct writes continue in its ring. No byte of a later save enters them, on
 // any launcher and rung.
 #include <cstdlib>
-#include <tuple>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -9,7 +9,6 @@
 #include <cstring>
 #include <filesystem>
 #include <iterator>
-#include <memory>
 #include <string>
 #include <system_error>
 #include <vector>

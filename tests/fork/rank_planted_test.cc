@@ -2,9 +2,6 @@
 // dead worker's failure, or gives no signs of life.
 #include <signal.h>
 
-#include <memory>
-#include <string>
-
 #include "absl/strings/match.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"

@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <cstdlib>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <deque>
 #include <filesystem>
-#include <memory>
 
 #include "absl/strings/str_cat.h"
 #include "holdfast/checkpointer.h"

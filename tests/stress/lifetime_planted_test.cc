@@ -1,5 +1,4 @@
 // Proof that the lifetime tests can fail: each planted bug is found, with its chunk.
-#include <algorithm>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"

@@ -2,7 +2,6 @@
 // best pages of the machine and on small pages, under an allocator that refills released memory at
 // once. HOLDFAST_LONG=1 runs ten thousand saves.
 #include <cstdlib>
-#include <tuple>
 
 #include "gtest/gtest.h"
 #include "tests/stress/hostile_saves.h"

@@ -7,7 +7,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/digest/digest.h"
-#include "runtime/format/manifest.h"
 #include "runtime/format/safetensors.h"
 #include "runtime/load/chunk_stream.h"
 #include "runtime/verify/manifest_fill.h"

@@ -3,7 +3,6 @@
 #define HOLDFAST_TESTS_TESTING_SMALL_CHECKPOINT_H_
 
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <cstdint>
 #include <filesystem>

@@ -5,7 +5,6 @@
 #ifndef HOLDFAST_POD_H_
 #define HOLDFAST_POD_H_
 
-#include <cstddef>
 #include <cstdint>
 
 namespace holdfast {

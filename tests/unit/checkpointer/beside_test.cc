@@ -1,6 +1,5 @@
 // Several directories behind one staging arena: they share memory, workers and threads, and nothing
 // else.
-#include <sys/stat.h>
 
 #include <atomic>
 #include <filesystem>

@@ -1,5 +1,4 @@
 // What counts as a complete checkpoint, and what is said about everything else.
-#include "runtime/directory/listing.h"
 
 #include <fcntl.h>
 #include <gmock/gmock.h>

@@ -7,7 +7,6 @@
 
 #include "runtime/digest/digest.h"
 #include "runtime/format/file_names.h"
-#include "runtime/layout/manifest_slots.h"
 #include "tests/unit/format/sample.h"
 
 namespace holdfast::format {

@@ -7,7 +7,6 @@
 
 #include "runtime/digest/digest.h"
 #include "runtime/format/tensor_parts.h"
-#include "runtime/layout/manifest_slots.h"
 #include "tests/unit/format/sample.h"
 
 namespace holdfast::format {

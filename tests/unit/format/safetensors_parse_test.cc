@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 
 #include "runtime/format/safetensors.h"
-#include "tests/unit/format/sample.h"
 
 namespace holdfast::format {
 namespace {

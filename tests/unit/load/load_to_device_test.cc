@@ -5,8 +5,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <filesystem>
-#include <map>
 #include <thread>
 
 #include "holdfast/load.h"

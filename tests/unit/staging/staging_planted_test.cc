@@ -1,6 +1,5 @@
 // The planted bug of this layer has its effect: pages are punched under a registration, and the
 // registration keeps the old pages.
-#include <fcntl.h>
 #include <liburing.h>
 #include <sys/mman.h>
 #include <sys/uio.h>

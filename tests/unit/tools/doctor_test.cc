@@ -1,7 +1,6 @@
 // holdfast-doctor as a person or a script meets it.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <stdlib.h>
 
 #include <filesystem>
 #include <nlohmann/json.hpp>

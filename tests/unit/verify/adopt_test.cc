@@ -5,7 +5,6 @@
 #include <fcntl.h>
 #include <cerrno>
 #include <filesystem>
-#include <set>
 
 #include "holdfast/load.h"
 #include "holdfast/verify.h"

@@ -2,10 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <sys/stat.h>
-
 #include <atomic>
-#include <cstdlib>
 #include <filesystem>
 
 #include "absl/strings/str_cat.h"

@@ -1,5 +1,4 @@
 // The order of the system calls that make a save durable, and of those that undo one that is not.
-#include <stdio.h>
 #include <sys/stat.h>
 #include <unistd.h>
 

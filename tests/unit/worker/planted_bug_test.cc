@@ -6,7 +6,6 @@
 #include <cstring>
 #include <memory>
 #include <string>
-#include <thread>
 
 #include "gtest/gtest.h"
 #include "runtime/sys/system.h"

@@ -1,5 +1,4 @@
 // Bytes that change after their seal are never committed, and the tensor is named.
-#include <cstring>
 
 #include "gtest/gtest.h"
 #include "runtime/sys/system.h"

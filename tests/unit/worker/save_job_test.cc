@@ -1,12 +1,9 @@
 // One save, from sealed extents to a durable checkpoint, under every launcher and engine.
-#include <fcntl.h>
 #include <sys/mount.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <tuple>
 
 #include "gtest/gtest.h"
 #include "tests/testing/sanitizers.h"

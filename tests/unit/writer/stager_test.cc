@@ -1,11 +1,9 @@
 // Whose thread stages what, and in which order memory is taken for it: seen from outside, through
 // saves whose device copies end when the test says so.
-#include "runtime/writer/stager.h"
 
 #include <cstring>
 #include <filesystem>
 #include <functional>
-#include <memory>
 #include <string>
 #include <thread>
 #include <vector>

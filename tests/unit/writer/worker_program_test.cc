@@ -1,9 +1,7 @@
 // Where the worker program is looked for, in which order, and what is said when it is nowhere.
 #include "runtime/writer/worker_program.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
