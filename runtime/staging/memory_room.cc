@@ -140,7 +140,6 @@ namespace holdfast {
 uint64_t MemoryAvailable() { return staging::FindMemoryRoom().bytes; }
 
 uint64_t DefaultArenaBytes(const ArenaNeed& need) {
-  constexpr uint64_t kLeast = 4 * uint64_t{kChunkBytes};
   // The alignment of every file, and the first chunks of the next save.
   constexpr uint64_t kSlack = uint64_t{64} << 20;
   constexpr uint64_t kShare = 4;
@@ -149,7 +148,7 @@ uint64_t DefaultArenaBytes(const ArenaNeed& need) {
   const uint64_t room = std::max(available, available + need.bytes_owned);  // no overflow
   const uint64_t most = room / kShare / std::max(1u, need.processes);
   const uint64_t wanted = std::max(need.state_bytes, need.state_bytes + kSlack);
-  return std::max(kLeast, std::min(wanted, most) / kGranule * kGranule);
+  return std::max(kArenaBytesMin, std::min(wanted, most) / kGranule * kGranule);
 }
 
 }  // namespace holdfast

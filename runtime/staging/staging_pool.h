@@ -12,15 +12,24 @@
 #define HOLDFAST_RUNTIME_STAGING_STAGING_POOL_H_
 
 #include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "holdfast/staging.h"
+#include "runtime/base/mutex.h"
+#include "runtime/base/unique_fd.h"
 #include "runtime/staging/arena.h"
+#include "runtime/staging/extent_allocator.h"
 #include "runtime/staging/lease.h"
+#include "runtime/staging/lease_table.h"
 #include "runtime/staging/residence.h"
 
 namespace holdfast::staging {
@@ -29,14 +38,14 @@ namespace holdfast::staging {
 /// \forksafety Checked by the caller (Checkpointer).
 class StagingPool {
  public:
-  /// \error kInvalidArgument when the arena is smaller than 4 chunks; errors of Arena::Create.
+  /// `options`: as checked by ValidateOptions. \error As Arena::Create.
   static absl::StatusOr<std::unique_ptr<StagingPool>> Create(const StagingOptions& options);
 
   /// Drops the remaining registrations. Memory that may still be in use (held bytes, or a
   /// registration that could not be dropped) stays mapped for the life of the process.
   ~StagingPool();
 
-  Arena& arena();
+  Arena& arena() { return *arena_; }
 
   /// Opens the next epoch. Epochs take leases strictly in the order of opening: an epoch gets none
   /// before all earlier epochs have called FinishLeasing. So saves cannot deadlock on the cap: all
@@ -120,9 +129,55 @@ class StagingPool {
   StagingStats stats() const;
 
  private:
-  class Impl;
-  explicit StagingPool(std::unique_ptr<Impl> impl);
-  std::unique_ptr<Impl> impl_;
+  struct Epoch {
+    bool leasing_done = false;
+    bool aborted = false;
+    std::string quarantined;  // reason; empty: not quarantined
+    uint64_t bytes_held = 0;
+    uint64_t first_lease_ns = 0;   // 0: none yet
+    std::deque<uint64_t> tickets;  // waiting calls of Acquire, in order
+  };
+
+  StagingPool(std::unique_ptr<Arena> arena, const StagingOptions& options);
+  Epoch* Find(uint64_t epoch) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  uint64_t BytesQuarantined() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  const Epoch* EpochAtTurn() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  uint64_t AddTicket(Epoch* self) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void RemoveTicket(uint64_t epoch, uint64_t ticket) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  absl::StatusOr<std::optional<Lease>> TakeIfPossible(uint64_t epoch, uint64_t ticket,
+                                                      uint32_t bytes)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void Move(const Lease& lease, LeaseState from, LeaseState to) ABSL_LOCKS_EXCLUDED(mutex_);
+  void GiveBack(const Lease& lease) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  template <typename Work>
+  absl::Status Unlocked(Work work) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  void AwaitSteady() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  std::string WhyWaiting(uint64_t epoch, uint32_t bytes) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
+  std::unique_ptr<Arena> arena_;
+  const uint64_t control_bytes_max_;
+  const std::function<void(void*, uint64_t)> on_released_;
+  base::ForkGuard guard_;
+  mutable base::Mutex mutex_;
+  base::Condition changed_;
+  // Not guarded by mutex_: used by the thread that has set changing_, and under the lock while
+  // changing_ is not set.
+  Residence residence_;
+  bool changing_ ABSL_GUARDED_BY(mutex_) = false;
+  ExtentAllocator allocator_ ABSL_GUARDED_BY(mutex_);
+  LeaseTable leases_ ABSL_GUARDED_BY(mutex_);
+  std::map<uint64_t, Epoch> epochs_ ABSL_GUARDED_BY(mutex_);  // open epochs, oldest first
+  uint64_t next_epoch_ ABSL_GUARDED_BY(mutex_) = 1;
+  uint64_t last_ticket_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t bytes_held_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t bytes_held_peak_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t control_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t control_bytes_peak_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t waits_ ABSL_GUARDED_BY(mutex_) = 0;
+  absl::Duration time_waiting_ ABSL_GUARDED_BY(mutex_);
+  uint64_t trims_ ABSL_GUARDED_BY(mutex_) = 0;
+  uint64_t idle_since_ns_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace holdfast::staging

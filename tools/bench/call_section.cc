@@ -15,7 +15,6 @@ constexpr uint32_t kCounts[] = {300, 10'000, 100'000, 1'000'000};
 constexpr uint64_t kTensorBytes = 256;
 // Room for the bytes of one save and for the header, which has fewer bytes per tensor.
 constexpr uint64_t kArenaBytesPerTensor = 2 * kTensorBytes;
-constexpr uint64_t kArenaBytesMin = uint64_t{16} << 20;
 constexpr double kUsPerSecond = 1e6;
 
 struct Samples {

@@ -10,7 +10,6 @@ namespace holdfast::bench {
 namespace {
 
 constexpr uint64_t kTimesArena = 8;
-constexpr uint64_t kArenaBytesMin = uint64_t{16} << 20;
 constexpr uint64_t kArenaGranule = uint64_t{2} << 20;
 constexpr uint32_t kSaves = 9;
 

@@ -12,10 +12,13 @@
 
 namespace holdfast {
 
+/// Smallest arena: 4 chunks. Below, a streaming save would wait for the disk at every chunk.
+inline constexpr uint64_t kArenaBytesMin = 4 * uint64_t{kChunkBytes};
+
 /// Options of the staging arena, which is allocated once, at Create, and never grows.
 struct StagingOptions {
-  /// Size of the arena, rounded up to its page size, at least 4 chunks (16 MiB). Larger saves
-  /// stream through the arena.
+  /// Size of the arena, rounded up to its page size, at least kArenaBytesMin. Larger saves stream
+  /// through the arena.
   uint64_t arena_bytes = uint64_t{1} << 30;
   /// Upper bound of the control memory (job tables and manifests) of all saves in flight together.
   uint64_t control_bytes_max = uint64_t{256} << 20;

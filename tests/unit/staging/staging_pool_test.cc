@@ -197,13 +197,6 @@ TEST_F(StagingPoolTest, IsIdleOnlyWhileNoEpochIsOpen) {
   EXPECT_GT(pool_->IdleFor(), absl::ZeroDuration());
 }
 
-TEST(StagingPool, NeedsFourChunks) {
-  const auto pool = StagingPool::Create({.arena_bytes = kArenaBytes / 2 - 1});
-  EXPECT_EQ(pool.status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(pool.status().message(), HasSubstr("16777216"));
-  EXPECT_TRUE(StagingPool::Create({.arena_bytes = kArenaBytes / 2}).ok());
-}
-
 TEST(StagingPool, ReportsThatTheArenaCannotBeHad) {
   const auto pool = StagingPool::Create({.arena_bytes = uint64_t{1} << 50});
   EXPECT_EQ(pool.status().code(), absl::StatusCode::kResourceExhausted);
