@@ -139,12 +139,12 @@ int PwriteEngine::Watch(uint32_t index, int fd) {
   return 0;
 }
 
-bool PwriteEngine::CanSubmit() {
+bool PwriteEngine::CanSubmit() const {
   const Locked lock(&mutex_);
   return !slots_.full();
 }
 
-uint32_t PwriteEngine::in_flight() {
+uint32_t PwriteEngine::in_flight() const {
   const Locked lock(&mutex_);
   return slots_.in_flight();
 }
@@ -220,7 +220,7 @@ int PwriteEngine::Wait(Completion* out, int capacity, int timeout_ms, uint32_t* 
   return count;
 }
 
-void PwriteEngine::Describe(Text* text) {
+void PwriteEngine::Describe(Text* text) const {
   const Locked lock(&mutex_);
   slots_.Describe(text);
   text->Add("; threads: ").Add(thread_count_).Add(", queued: ").Add(queued_.count);

@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-#include "io_uring/queue.h"
 #include "io_uring/slots.h"
 #include "io_uring/text.h"
+#include "io_uring/transfer.h"
 #include "runtime/sys/assert.h"
 
 namespace holdfast::io {
@@ -20,11 +20,11 @@ class PwriteEngine {
   int Open(const QueueOptions& options, Text* why);
 
   int Watch(uint32_t index, int fd);
-  bool CanSubmit();
+  bool CanSubmit() const;
   int Submit(const Request& request);
   int Wait(Completion* out, int capacity, int timeout_ms, uint32_t* wakeups);
-  uint32_t in_flight();
-  void Describe(Text* text);
+  uint32_t in_flight() const;
+  void Describe(Text* text) const;
   void Close();
 
  private:
@@ -56,7 +56,7 @@ class PwriteEngine {
   Fifo queued_;        // guarded by mutex_
   Fifo done_;          // guarded by mutex_
   bool stop_ = false;  // guarded by mutex_
-  pthread_mutex_t mutex_;
+  mutable pthread_mutex_t mutex_;
   pthread_cond_t work_;
   pthread_t threads_[kPwriteThreadsMax];
   uint32_t thread_count_ = 0;

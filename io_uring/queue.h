@@ -5,54 +5,18 @@
 #ifndef HOLDFAST_IO_URING_QUEUE_H_
 #define HOLDFAST_IO_URING_QUEUE_H_
 
+#include <sys/types.h>
+
+#include <cerrno>
 #include <cstddef>
 #include <cstdint>
 
 #include "holdfast/pod.h"
+#include "io_uring/pwrite_engine.h"
+#include "io_uring/transfer.h"
+#include "io_uring/uring_engine.h"
 
 namespace holdfast::io {
-
-inline constexpr uint32_t kDepthMax = 64;
-inline constexpr uint32_t kWatchesMax = 4;
-inline constexpr uint32_t kHeldFdsMax = 2;
-inline constexpr uint32_t kPwriteThreadsMax = 16;
-
-enum class Opcode : uint8_t { kWrite = 1, kRead = 2 };
-
-/// One transfer. `buffer`, `offset` and `bytes` are multiples of kIoAlignment where the fd is
-/// O_DIRECT.
-struct Request {
-  Opcode opcode = Opcode::kWrite;
-  int fd = -1;
-  void* buffer = nullptr;
-  uint64_t offset = 0;
-  uint32_t bytes = 0;
-  uint64_t tag = 0;  ///< Copied to the completion.
-};
-
-/// The end of one transfer. The queue continues short transfers: `bytes` falls short of the request
-/// only with an error, or where a read met the end of the file.
-struct Completion {
-  uint64_t tag = 0;
-  uint32_t bytes = 0;
-  int32_t error = 0;  ///< errno, 0 for success.
-};
-
-struct QueueOptions {
-  /// kAuto takes the best rung; another value takes that rung or fails.
-  EngineRung rung = EngineRung::kAuto;
-  uint32_t depth = 8;      ///< Requests in flight, 1 to kDepthMax.
-  uint32_t threads = 2;    ///< pwrite rung only; 0: synchronous, in the caller (forked children).
-  void* region = nullptr;  ///< Memory of all buffers, for registration; may be null.
-  size_t region_bytes = 0;
-  bool may_register =
-      false;  ///< kAuto tries the fixed rung only if set (huge pages, or a kept worker).
-  /// Reserve places for `Hold`. A ring without such places is refused.
-  bool holds_fds = false;
-  /// ioprio value for each request, within this process's rights by ioprio_set(2); 0 is the
-  /// process's own. The synchronous pwrite rung keeps the caller's priority.
-  uint16_t io_priority = 0;
-};
 
 /// \threadsafety One thread, the caller of Open. The ring refuses other threads and so saves
 /// locking.
@@ -60,8 +24,8 @@ struct QueueOptions {
 /// EXDEV-like failures and leaves the parent's ring alone.
 class Queue {
  public:
-  Queue();
-  ~Queue();  // Close()
+  Queue() = default;
+  ~Queue() { Close(); }
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
 
@@ -96,8 +60,8 @@ class Queue {
   int Wait(Completion* out, int capacity, int timeout_ms, uint32_t* wakeups);
 
   uint32_t in_flight() const;
-  EngineRung rung() const;
-  const char* reason() const;
+  EngineRung rung() const { return rung_; }
+  const char* reason() const { return reason_; }
 
   /// Writes one line about transfers in flight, for time-out reports; always terminated.
   void Describe(char* out, size_t bytes) const;
@@ -108,8 +72,20 @@ class Queue {
   bool Close();
 
  private:
-  static constexpr size_t kStorageBytes = 48 * 1024;
-  alignas(64) unsigned char storage_[kStorageBytes];
+  static constexpr size_t kReasonBytes = 160;  // as in the completion slot
+
+  int OpenLadder(const QueueOptions& options);
+  int OpenUring(const QueueOptions& options, Text* why);
+  bool foreign() const;
+  bool on_ring() const { return rung_ != EngineRung::kPwrite; }
+  // Errno that refuses a call on this object; 0: allowed.
+  int refusal() const { return owner_ == 0 ? EBADF : foreign() ? EXDEV : 0; }
+
+  pid_t owner_ = 0;  // process that called Open; 0: not open
+  EngineRung rung_ = EngineRung::kAuto;
+  char reason_[kReasonBytes] = "not opened";
+  UringEngine uring_;
+  PwriteEngine pwrite_;
 };
 
 /// Result of opening a file for direct I/O.

@@ -7,9 +7,9 @@
 
 #include <cstdint>
 
-#include "io_uring/queue.h"
 #include "io_uring/slots.h"
 #include "io_uring/text.h"
+#include "io_uring/transfer.h"
 
 namespace holdfast::io {
 
