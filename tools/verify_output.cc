@@ -1,6 +1,5 @@
 #include "tools/verify_output.h"
 
-#include <algorithm>
 #include <array>
 #include <nlohmann/json.hpp>
 
@@ -10,20 +9,6 @@
 #include "tools/progress_bar.h"
 
 namespace holdfast::tools {
-const char* Word(Verdict verdict) {
-  switch (verdict) {
-    case Verdict::kSound:
-      return "sound";
-    case Verdict::kCorrupt:
-      return "corrupt";
-    case Verdict::kIncomplete:
-      return "incomplete";
-    case Verdict::kUnreadable:
-      return "unreadable";
-  }
-  return "unreadable";
-}
-
 namespace {
 
 /// Names come from files that may be hostile: no control character reaches the terminal.
@@ -52,7 +37,7 @@ nlohmann::ordered_json JsonOf(const VerifyReport& report) {
   nlohmann::ordered_json faults = nlohmann::ordered_json::array();
   for (const Fault& fault : report.faults) faults.push_back(JsonOf(fault));
   return {{"path", report.path},
-          {"verdict", Word(report.verdict)},
+          {"verdict", WordOf(report.verdict)},
           {"checked", report.checked},
           {"note", report.note},
           {"bytes", report.bytes},
@@ -69,15 +54,6 @@ nlohmann::ordered_json JsonOf(const VerifyReport& report) {
 }
 
 }  // namespace
-
-Verdict Worse(Verdict a, Verdict b) {
-  constexpr std::array<Verdict, 4> kWorstFirst = {Verdict::kCorrupt, Verdict::kUnreadable,
-                                                  Verdict::kIncomplete, Verdict::kSound};
-  const auto place = [&kWorstFirst](Verdict verdict) {
-    return std::find(kWorstFirst.begin(), kWorstFirst.end(), verdict);
-  };
-  return place(a) <= place(b) ? a : b;
-}
 
 std::string FaultLines(const VerifyReport& report) {
   std::string lines;
@@ -100,7 +76,7 @@ std::string FaultLines(const VerifyReport& report) {
 }
 
 std::string ReportLines(const VerifyReport& report) {
-  std::string line = absl::StrCat(Printable(report.path), ": ", Word(report.verdict));
+  std::string line = absl::StrCat(Printable(report.path), ": ", WordOf(report.verdict));
   if (report.faults_total > 0) {
     absl::StrAppend(&line, " (", report.faults_total,
                     report.faults_total == 1 ? " fault)" : " faults)");
@@ -124,7 +100,7 @@ std::string SummaryLine(const std::vector<VerifyReport>& reports) {
   std::string line = absl::StrCat(reports.size(), " paths:");
   for (size_t i = 0; i < counts.size(); ++i) {
     if (counts[i] == 0) continue;
-    absl::StrAppend(&line, " ", counts[i], " ", Word(static_cast<Verdict>(i)), ",");
+    absl::StrAppend(&line, " ", counts[i], " ", WordOf(static_cast<Verdict>(i)), ",");
   }
   return absl::StrCat(line, " ", Amount(bytes, seconds), "\n");
 }
@@ -138,7 +114,7 @@ std::string Json(const std::vector<VerifyReport>& reports, int exit_status) {
   }
   const nlohmann::ordered_json document = {{"program", "verify-checkpoint"},
                                            {"version", 1},
-                                           {"verdict", Word(worst)},
+                                           {"verdict", WordOf(worst)},
                                            {"exit_status", exit_status},
                                            {"paths", std::move(paths)}};
   // Names that are not UTF-8 must not end the program: they appear with replacement characters.

@@ -9,12 +9,6 @@
 
 namespace holdfast::tools {
 
-/// "sound", "corrupt", "incomplete", "unreadable".
-const char* Word(Verdict verdict);
-
-/// The worse of two: corrupt, then unreadable, then incomplete, then sound.
-Verdict Worse(Verdict a, Verdict b);
-
 /// Returns one line per fault, and the number of faults beyond the kept ones.
 std::string FaultLines(const VerifyReport& report);
 

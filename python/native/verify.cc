@@ -21,20 +21,6 @@ using nb::literals::operator""_a;
 namespace holdfast::python {
 namespace {
 
-const char* WordOfVerdict(Verdict verdict) {
-  switch (verdict) {
-    case Verdict::kSound:
-      return "sound";
-    case Verdict::kCorrupt:
-      return "corrupt";
-    case Verdict::kIncomplete:
-      return "incomplete";
-    case Verdict::kUnreadable:
-      break;
-  }
-  return "unreadable";
-}
-
 nb::dict VerifyPath(const std::string& path, uint32_t threads, uint64_t buffer_bytes,
                     const std::string& engine, bool direct_io) {
   VerifyOptions options;
@@ -49,7 +35,7 @@ nb::dict VerifyPath(const std::string& path, uint32_t threads, uint64_t buffer_b
   const VerifyReport report = ValueOrThrow(std::move(verified));
   nb::dict d;
   d["path"] = report.path;
-  d["verdict"] = WordOfVerdict(report.verdict);
+  d["verdict"] = WordOf(report.verdict);
   d["checked"] = report.checked;
   nb::list faults;
   for (const Fault& fault : report.faults) {

@@ -4,6 +4,8 @@
 
 #include <time.h>
 
+#include <cstdint>
+
 #include "absl/time/time.h"
 #include "runtime/sys/system.h"
 
@@ -19,6 +21,9 @@ inline absl::Time WallTime() {
   sys::Sys().clock_gettime(CLOCK_REALTIME, &now);
   return absl::TimeFromTimespec(now);
 }
+
+/// WallTime in nanoseconds since 1970, as records on disk have it.
+inline uint64_t WallNs() { return static_cast<uint64_t>(absl::ToUnixNanos(WallTime())); }
 
 }  // namespace holdfast::base
 

@@ -280,7 +280,7 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   job.time_ranks_max_ns = Nanoseconds(options.time_ranks_max);
   job.time_liveness_max_ns = Nanoseconds(options.time_liveness_max);
 
-  const auto saved_at_ns = static_cast<uint64_t>(absl::ToUnixNanos(base::WallTime()));
+  const uint64_t saved_at_ns = base::WallNs();
   const writer::SaveContents contents = {
       .plan = save->plan,
       .sources = std::move(sources),
@@ -488,8 +488,7 @@ bool Checkpointer::Impl::IsBetweenTwoRenames(const SaveState& save) const {
     return false;
   }
   const auto partial = directory::OpenDirectory(save.parent->get(), save.partial);
-  return partial.ok() &&
-         directory::Inspect(partial->get()).state == directory::Inspection::State::kComplete;
+  return partial.ok() && directory::Inspect(partial->get()).state == Verdict::kSound;
 }
 
 void Checkpointer::Impl::KeepError(const std::shared_ptr<SaveState>& save) {

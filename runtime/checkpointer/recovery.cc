@@ -81,7 +81,7 @@ absl::Time LastChange(int directory) {
 
 /// True for a complete checkpoint with the attempt and the name in its directory's name.
 bool IsOwn(const Inspection& inspection, const format::DirectoryName& name) {
-  return inspection.state == Inspection::State::kComplete &&
+  return inspection.state == Verdict::kSound &&
          (inspection.info.attempt == name.attempt || Planted(Bug::kPromoteOtherAttempt)) &&
          inspection.recorded_name == name.checkpoint;
 }
@@ -274,20 +274,20 @@ absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name,
   const format::DirectoryName parsed = format::ParseDirectoryName(name);
   if (Planted(Bug::kRemoveBeforePromotion)) return Remove(name, true);
   switch (inspection.state) {
-    case Inspection::State::kUnreadable:
+    case Verdict::kUnreadable:
       return Keep(std::string(inspection.reason.message()));
-    case Inspection::State::kIncomplete:
+    case Verdict::kIncomplete:
       return Remove(name, may_remove);
-    case Inspection::State::kDamaged:
-    case Inspection::State::kComplete:
+    case Verdict::kCorrupt:
+    case Verdict::kSound:
       break;
   }
   if (IsOwn(inspection, parsed)) {
     return Promote(name, directory, parsed.checkpoint, inspection, may_remove);
   }
   const Inspection successor = InspectName(parsed.checkpoint);
-  const bool replaced = successor.state == Inspection::State::kComplete;
-  if (inspection.state == Inspection::State::kDamaged) {
+  const bool replaced = successor.state == Verdict::kSound;
+  if (inspection.state == Verdict::kCorrupt) {
     // The attempt of this name has committed: its own files have the final name, and the directory
     // holds the replaced files. Otherwise storage has damaged a manifest, and the directory is kept
     // for inspection.
@@ -326,7 +326,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Replace(const std::string& name,
   const std::string both = absl::StrCat("complete, but ", checkpoint, " exists");
   if (!absl::IsAlreadyExists(replaced)) return Keep(absl::StrCat(both, ": ", replaced.message()));
   const Inspection standing = InspectName(checkpoint);
-  const bool newer = standing.state == Inspection::State::kComplete &&
+  const bool newer = standing.state == Verdict::kSound &&
                      (Planted(Bug::kRemoveUnproven) ||
                       std::find(standing.replaces.begin(), standing.replaces.end(),
                                 inspection.info.attempt) != standing.replaces.end());

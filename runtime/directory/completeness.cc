@@ -87,20 +87,6 @@ void ReadAttempts(int directory, const ReadCheckpointOptions& options, Checkpoin
   }
 }
 
-Inspection::State StateOf(Verdict verdict) {
-  switch (verdict) {
-    case Verdict::kSound:
-      return Inspection::State::kComplete;
-    case Verdict::kIncomplete:
-      return Inspection::State::kIncomplete;
-    case Verdict::kUnreadable:
-      return Inspection::State::kUnreadable;
-    case Verdict::kCorrupt:
-      return Inspection::State::kDamaged;
-  }
-  return Inspection::State::kDamaged;
-}
-
 }  // namespace
 
 #ifdef HOLDFAST_PLANTED_BUGS
@@ -125,7 +111,7 @@ Inspection Inspect(int directory) {
   const auto names = ListNames(directory, "directory");
   if (!names.ok()) {
     // ENOENT: the directory was removed since it was opened.
-    if (base::ErrnoOf(names.status()) != ENOENT) inspection.state = Inspection::State::kUnreadable;
+    if (base::ErrnoOf(names.status()) != ENOENT) inspection.state = Verdict::kUnreadable;
     inspection.reason = names.status();
     return inspection;
   }
@@ -148,7 +134,7 @@ Inspection Inspect(int directory) {
   inspection.recorded_name = reader.recorded_name();
   inspection.replaces = reader.replaces();
   const Finding* const gravest = Gravest(reader.findings());
-  inspection.state = gravest == nullptr ? Inspection::State::kComplete : StateOf(gravest->verdict);
+  inspection.state = gravest == nullptr ? Verdict::kSound : gravest->verdict;
   inspection.reason = ToStatus(reader.findings(), "");
   return inspection;
 }
@@ -158,7 +144,7 @@ std::optional<Inspection> InspectRecord(int directory) {
   if (!record.ok() || !record->has_value()) return std::nullopt;
   const format::CommitRecord& sound = **record;
   Inspection inspection;
-  inspection.state = Inspection::State::kComplete;
+  inspection.state = Verdict::kSound;
   inspection.has_manifest = true;
   inspection.recorded_name = sound.checkpoint;
   inspection.info.step = sound.step;

@@ -56,13 +56,10 @@ absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string&
 
 /// The state of a directory, regardless of the directory's own name.
 struct Inspection {
-  enum class State {
-    kComplete,
-    kIncomplete,  ///< Manifests or files are missing: the save never committed.
-    kDamaged,     ///< A manifest or a file's size is not as written: a storage fault.
-    kUnreadable,  ///< An error of the machine (EIO, EMFILE, ...): the state is unknown.
-  };
-  State state = State::kIncomplete;
+  /// kSound: complete. kIncomplete: manifests or files are missing, the save never committed.
+  /// kCorrupt: a manifest or a file's size is not as written, a storage fault. kUnreadable: an
+  /// error of the machine (EIO, EMFILE, ...), the state is unknown.
+  Verdict state = Verdict::kIncomplete;
   absl::Status reason;        ///< Why the directory is not complete; OK if complete.
   bool has_manifest = false;  ///< A file has a rank manifest's name, or the commit record's.
   CheckpointInfo info;        ///< Without `name` and `path`; filled from the sound manifests.

@@ -28,20 +28,6 @@ const char* KindName(EntryKind kind) {
   return "nothing";
 }
 
-int Gravity(Verdict verdict) {
-  switch (verdict) {
-    case Verdict::kSound:
-      return 0;
-    case Verdict::kIncomplete:
-      return 1;
-    case Verdict::kUnreadable:
-      return 2;
-    case Verdict::kCorrupt:
-      return 3;
-  }
-  return 3;
-}
-
 }  // namespace
 
 Finding Incomplete(const std::string& file, const char* reason, std::string expected,
@@ -104,14 +90,12 @@ std::vector<Finding> CheckNamedFiles(int directory, const format::Manifest& mani
   return findings;
 }
 
-Verdict Worse(Verdict a, Verdict b) { return Gravity(a) >= Gravity(b) ? a : b; }
-
 const Finding* Gravest(const std::vector<Finding>& findings) {
   const Finding* gravest = nullptr;
   for (const Finding& finding : findings) {
-    if (gravest == nullptr || Gravity(finding.verdict) > Gravity(gravest->verdict)) {
-      gravest = &finding;
-    }
+    const bool graver =
+        gravest == nullptr || Worse(gravest->verdict, finding.verdict) != gravest->verdict;
+    if (graver) gravest = &finding;
   }
   return gravest;
 }

@@ -38,10 +38,6 @@ std::optional<Finding> CheckNamedFile(int directory, const std::string& name, ui
 /// CheckNamedFile for all files of a manifest.
 std::vector<Finding> CheckNamedFiles(int directory, const format::Manifest& manifest);
 
-/// Order: corrupt, unreadable, incomplete, sound. Proven damage precedes files that could not be
-/// judged.
-Verdict Worse(Verdict a, Verdict b);
-
 /// Returns the gravest finding; null for an empty list.
 const Finding* Gravest(const std::vector<Finding>& findings);
 

@@ -36,7 +36,7 @@ absl::Status Add(int parent, const std::string& path, const std::string& name,
   } else {
     inspection.reason = checkpoint.status();
   }
-  if (inspection.state == Inspection::State::kComplete) {
+  if (inspection.state == Verdict::kSound) {
     inspection.info.name = name;
     inspection.info.path = absl::StrCat(path, "/", name);
     listing->complete.push_back(std::move(inspection.info));
@@ -47,7 +47,7 @@ absl::Status Add(int parent, const std::string& path, const std::string& name,
   // on from an older one, and a second call may succeed.
   if (IsOfThisProcess(reason)) return reason;
   // A directory that may not be opened (lost+found) is rarely a checkpoint.
-  const bool unreadable = inspection.state == Inspection::State::kUnreadable;
+  const bool unreadable = inspection.state == Verdict::kUnreadable;
   if (unreadable) listing->unreadable.Update(reason);
   if (unreadable || inspection.has_manifest || !checkpoint.ok()) {
     listing->passed_over.push_back(absl::StrCat(name, ": ", inspection.reason.message()));
@@ -109,7 +109,7 @@ absl::StatusOr<CheckpointInfo> InspectCheckpoint(const std::string& path) {
         absl::StrCat(path, ": incomplete: it does not stand under its final name"));
   }
   directory::Inspection inspection = directory::Inspect(opened->get());
-  if (inspection.state != directory::Inspection::State::kComplete) {
+  if (inspection.state != Verdict::kSound) {
     return base::Annotate(inspection.reason, path);
   }
   inspection.info.name = name;

@@ -10,7 +10,7 @@ namespace holdfast::verify {
 
 void FaultLog::Add(Verdict verdict, Fault fault) {
   base::MutexLock lock(&mutex_);
-  verdict_ = directory::Worse(verdict_, verdict);
+  verdict_ = Worse(verdict_, verdict);
   ++total_;
   if (faults_.size() < faults_max_) faults_.push_back(std::move(fault));
 }

@@ -16,6 +16,18 @@ namespace holdfast {
 /// Result of Verify. The values are verify-checkpoint's exit statuses.
 enum class Verdict { kSound = 0, kCorrupt = 1, kIncomplete = 2, kUnreadable = 3 };
 
+constexpr const char* WordOf(Verdict verdict) {
+  constexpr const char* kWords[] = {"sound", "corrupt", "incomplete", "unreadable"};
+  return kWords[static_cast<int>(verdict)];
+}
+
+/// Returns the graver of two verdicts: corrupt, then unreadable, then incomplete, then sound.
+/// Proven damage precedes files that could not be judged.
+constexpr Verdict Worse(Verdict a, Verdict b) {
+  constexpr int kGravity[] = {0, 3, 1, 2};
+  return kGravity[static_cast<int>(a)] >= kGravity[static_cast<int>(b)] ? a : b;
+}
+
 /// One finding.
 struct Fault {
   std::string file;

@@ -140,24 +140,21 @@ TEST_F(InspectCheckpointTest, SaysOfEveryDirectoryWhatVerifySays) {
       std::filesystem::create_directory(file);
     }
   };
-  using State = directory::Inspection::State;
-  for (const auto& [how, verdict, state] :
-       {std::tuple("", Verdict::kSound, State::kComplete),
-        std::tuple("a stray manifest", Verdict::kSound, State::kComplete),
-        std::tuple("a short file", Verdict::kCorrupt, State::kDamaged),
-        std::tuple("no file", Verdict::kIncomplete, State::kIncomplete),
-        std::tuple("no manifest", Verdict::kIncomplete, State::kIncomplete),
-        std::tuple("a torn manifest", Verdict::kCorrupt, State::kDamaged),
-        std::tuple("another world", Verdict::kIncomplete, State::kIncomplete),
-        std::tuple("another step", Verdict::kCorrupt, State::kDamaged),
-        std::tuple("a directory in place of a file", Verdict::kCorrupt, State::kDamaged)}) {
+  for (const auto& [how, verdict] :
+       {std::pair("", Verdict::kSound), std::pair("a stray manifest", Verdict::kSound),
+        std::pair("a short file", Verdict::kCorrupt), std::pair("no file", Verdict::kIncomplete),
+        std::pair("no manifest", Verdict::kIncomplete),
+        std::pair("a torn manifest", Verdict::kCorrupt),
+        std::pair("another world", Verdict::kIncomplete),
+        std::pair("another step", Verdict::kCorrupt),
+        std::pair("a directory in place of a file", Verdict::kCorrupt)}) {
     damage(how);
     const auto verified = Verify(path_, {});
     ASSERT_TRUE(verified.ok()) << verified.status();
     EXPECT_EQ(verified->verdict, verdict) << how;
     const auto opened = directory::OpenDirectory(path_);
     ASSERT_TRUE(opened.ok());
-    EXPECT_EQ(directory::Inspect(opened->get()).state, state) << how;
+    EXPECT_EQ(directory::Inspect(opened->get()).state, verdict) << how;
   }
 }
 
@@ -206,7 +203,7 @@ TEST_F(InspectCheckpointTest, NeverTakesAnErrorOfTheMachineForAVerdict) {
   const int fd = open(path_.c_str(), O_RDONLY | O_DIRECTORY);
   const directory::Inspection inspection = directory::Inspect(fd);
   close(fd);
-  EXPECT_EQ(inspection.state, directory::Inspection::State::kUnreadable);
+  EXPECT_EQ(inspection.state, Verdict::kUnreadable);
 }
 
 TEST_F(InspectCheckpointTest, ListsByTimeAndSkipsEverythingElse) {
