@@ -23,9 +23,4 @@ std::map<std::string, EngineRung> EngineWords() {
       {EngineRung::kAuto, EngineRung::kUringFixed, EngineRung::kUring, EngineRung::kPwrite});
 }
 
-std::map<std::string, PageRung> PagesWords() {
-  return Words({PageRung::kAuto, PageRung::kHugetlb, PageRung::kTmpfsHuge, PageRung::kMadviseHuge,
-                PageRung::kSmall});
-}
-
 }  // namespace holdfast::tools

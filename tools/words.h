@@ -12,7 +12,6 @@ namespace holdfast::tools {
 /// WordOf, backwards.
 std::map<std::string, Launcher> LauncherWords();
 std::map<std::string, EngineRung> EngineWords();
-std::map<std::string, PageRung> PagesWords();
 
 }  // namespace holdfast::tools
 

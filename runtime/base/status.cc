@@ -80,10 +80,6 @@ const char* Verb(Operation operation) {
   return "save";
 }
 
-std::string Hex(const Digest& digest) {
-  return absl::StrFormat("%016x%016x", digest.high, digest.low);
-}
-
 /// The part after "OPERATION OBJECT: " for a failure without errno.
 std::string Reason(const Failure& failure) {
   switch (failure.code) {
@@ -120,6 +116,14 @@ std::string Reason(const Failure& failure) {
 }
 
 }  // namespace
+
+std::string Hex(const Digest& digest) {
+  return absl::StrFormat("%016x%016x", digest.high, digest.low);
+}
+
+std::string Hex(const AttemptId& attempt) {
+  return Hex(Digest{.low = attempt.low, .high = attempt.high});
+}
 
 FailureCode CodeOf(int error_number) { return sys::CodeOfErrno(error_number); }
 

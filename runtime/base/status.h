@@ -36,6 +36,10 @@ absl::Status ToStatus(const Failure& failure, const FailureNames& names);
 /// "rank 3 failed: ...": the failed rank of a save and the reason.
 std::string Describe(const layout::RankFailure& failure);
 
+/// Returns the 32 digits of a digest or an attempt, for messages.
+std::string Hex(const Digest& digest);
+std::string Hex(const AttemptId& attempt);
+
 /// Prefixes a status's message with "OPERATION OBJECT: "; code and payloads stay.
 absl::Status Annotate(const absl::Status& status, absl::string_view context);
 

@@ -72,9 +72,8 @@ absl::Status Checkpointer::Core::Launch(const std::string& title, int directory,
   save->table->job()->epoch = save->epoch;
   HOLDFAST_RETURN_IF_ERROR(pool->Prepare());
   const absl::Time begin = base::Now();
-  HOLDFAST_ASSIGN_OR_RETURN(
-      save->link, workers->Start(title, save->table->fd(), save->table->bytes(), directory,
-                                 save->in_use.get()));
+  HOLDFAST_ASSIGN_OR_RETURN(save->link,
+                            workers->Start(title, *save->table, directory, save->in_use.get()));
   save->MutableReport()->time_launching = absl::ToDoubleSeconds(base::Now() - begin);
   return absl::OkStatus();
 }

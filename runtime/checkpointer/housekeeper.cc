@@ -128,19 +128,14 @@ absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& nam
   HOLDFAST_ASSIGN_OR_RETURN(const std::unique_ptr<writer::JobTable> table,
                             writer::JobTable::ForDelete(parameters, names));
   const std::string object = absl::StrCat(options_.directory, "/", names.front());
-  HOLDFAST_ASSIGN_OR_RETURN(const std::shared_ptr<writer::WorkerLink> link,
-                            workers_->StartBackground(absl::StrCat("delete ", names.front()),
-                                                      table->fd(), table->bytes(), parent));
-  const layout::CompletionSlot& slot = table->job()->completion;
-  const auto result_is_there = [&slot] {
-    return slot.state.load(std::memory_order_acquire) ==
-           static_cast<uint32_t>(layout::CompletionState::kDone);
-  };
+  HOLDFAST_ASSIGN_OR_RETURN(
+      const std::shared_ptr<writer::WorkerLink> link,
+      workers_->StartBackground(absl::StrCat("delete ", names.front()), *table, parent));
   // The bound is on the time without progress, not on the total time: a directory may have any
   // size.
   uint64_t seen = 0;
   uint64_t seen_at = sys::NowNs();
-  while (!(link->IsGone() || (link->kept() && result_is_there()))) {
+  while (!(link->IsGone() || (link->kept() && table->HasResult()))) {
     pollfd entries[2] = {{.fd = link->pidfd(), .events = POLLIN, .revents = 0},
                          {.fd = link->doorbell_fd(), .events = POLLIN, .revents = 0}};
     sys::Sys().poll(entries, 2, kPollMs);
@@ -155,10 +150,11 @@ absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& nam
           absl::StrCat("remove ", object, ": no progress; Recover removes the rest"));
     }
   }
-  if (!result_is_there()) {
+  if (!table->HasResult()) {
     return absl::AbortedError(absl::StrCat("remove ", object, ": the worker ", link->Reap(),
                                            "; Recover removes the rest"));
   }
+  const layout::CompletionSlot& slot = table->job()->completion;
   base::FailureNames failure_names;
   failure_names.checkpoint = object;
   if (slot.foreign[0] != '\0')

@@ -17,6 +17,7 @@
 #include "runtime/directory/entries.h"
 #include "runtime/directory/planted_bugs.h"
 #include "runtime/format/directory_names.h"
+#include "runtime/format/file_names.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 

@@ -16,15 +16,6 @@
 namespace holdfast::directory {
 namespace {
 
-constexpr size_t kHexDigits = 32;
-
-template <typename Id>
-std::string Hex(const Id& id) {
-  std::string text(kHexDigits, '0');
-  digest::ToHex(id, text.data());
-  return text;
-}
-
 /// The recorded time. A manifest of version 1 lacks the field: there the manifest's file time.
 absl::Time SavedAt(const format::Manifest& manifest, int64_t modified_ns) {
   return FromNanoseconds(manifest.saved_at_ns.value_or(static_cast<uint64_t>(modified_ns)));
@@ -59,7 +50,8 @@ void AttemptReader::Read(const NamedManifests& named) {
   AddMissingRanks();
   if (framework_attempt_.has_value()) CheckCommitFile();
   if (record_.has_value() && first_seen_ && record_->attempt != info_.attempt) {
-    Add(Incomplete(record_name(), "attempt", Hex(info_.attempt), Hex(record_->attempt)));
+    Add(Incomplete(record_name(), "attempt", base::Hex(info_.attempt),
+                   base::Hex(record_->attempt)));
   }
 }
 
@@ -148,7 +140,7 @@ void AttemptReader::CompareWithRecord(const std::string& name, uint32_t rank,
   const Digest found = digest::Of(text.data(), text.size());
   const Digest recorded = record_->manifests[rank].digest;
   if (found == recorded) return;
-  Add(Corrupt(name, "commit record", Hex(recorded), Hex(found)));
+  Add(Corrupt(name, "commit record", base::Hex(recorded), base::Hex(found)));
 }
 
 void AttemptReader::ReadManifest(const format::ManifestIdentity& identity, const std::string& name,
@@ -184,7 +176,7 @@ void AttemptReader::TakeManifest(format::Manifest manifest, const std::string& n
     replaces_ = manifest.replaces;
   }
   if (manifest.attempt != info_.attempt) {
-    Add(Incomplete(name, "attempt", Hex(info_.attempt), Hex(manifest.attempt)));
+    Add(Incomplete(name, "attempt", base::Hex(info_.attempt), base::Hex(manifest.attempt)));
   } else if (manifest.step != info_.step) {
     Add(Corrupt(name, "step", absl::StrCat(info_.step), absl::StrCat(manifest.step)));
   }
@@ -226,7 +218,8 @@ void AttemptReader::CheckCommitFile() {
     differs_ = Corrupt(recorded.name, "size", absl::StrCat(recorded.bytes, " bytes"),
                        absl::StrCat(found->bytes, " bytes"));
   } else if (found->digest != recorded.digest) {
-    differs_ = Corrupt(recorded.name, "digest", Hex(recorded.digest), Hex(found->digest));
+    differs_ =
+        Corrupt(recorded.name, "digest", base::Hex(recorded.digest), base::Hex(found->digest));
     differs_->fault.end = recorded.bytes;
   }
   committed_ = !differs_.has_value();

@@ -1,13 +1,12 @@
 #include "runtime/directory/commit_file.h"
 
-#include <time.h>
-
 #include <cerrno>
 #include <cstdint>
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/digest/digest.h"
@@ -24,12 +23,6 @@ constexpr size_t kBufferBytes = size_t{1} << 20;
 constexpr char kDcpCommitFile[] = ".metadata";
 constexpr absl::string_view kDcpDataPrefix = "__";
 constexpr absl::string_view kDcpDataSuffix = ".distcp";
-
-uint64_t WallNs() {
-  struct timespec now = {};
-  sys::Sys().clock_gettime(CLOCK_REALTIME, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
-}
 
 absl::StatusOr<std::string> ReadManifestText(int directory, const std::string& path,
                                              const std::string& name) {
@@ -125,9 +118,8 @@ absl::StatusOr<CommitRecordFile> MakeCommitRecord(const std::string& path, const
     input.step = manifest->step;
     input.saved_at_ns = manifest->saved_at_ns.value_or(0);
   }
-  return CommitRecordFile{
-      format::CommitRecordName(attempt),
-      format::CompleteCommitRecord(input, directory::WallNs(), bytes, manifests)};
+  return CommitRecordFile{format::CommitRecordName(attempt),
+                          format::CompleteCommitRecord(input, base::WallNs(), bytes, manifests)};
 }
 
 absl::StatusOr<std::optional<std::vector<Digest>>> CheckCommitFile(const std::string& path,

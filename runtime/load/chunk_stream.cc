@@ -3,7 +3,6 @@
 #include <fcntl.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
 #include <memory>
 #include <optional>
@@ -12,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "io_uring/queue.h"
+#include "runtime/base/keep_forever.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/layout/job.h"
@@ -43,14 +43,11 @@ struct OpenedFile {
   bool all_submitted = false;
 };
 
-/// The objects that a read without an end may still access. Kept for good, and reachable for leak
-/// checkers.
+/// The objects that a read without an end may still access.
 struct Quarantined {
   std::unique_ptr<io::Queue> queue;
   std::vector<OpenedFile> files;
-  Quarantined* next = nullptr;
 };
-std::atomic<Quarantined*> g_quarantine{nullptr};
 
 class Stream {
  public:
@@ -255,11 +252,7 @@ class Stream {
   /// Reads without an end may still land: their memory, files and queue are kept for good.
   void Quarantine() {
     buffer_->Abandon();
-    auto* kept = new Quarantined{std::move(queue_), std::move(opened_), nullptr};
-    kept->next = g_quarantine.load(std::memory_order_relaxed);
-    // The list is never read, so relaxed suffices.
-    while (!g_quarantine.compare_exchange_weak(kept->next, kept, std::memory_order_relaxed)) {
-    }
+    base::KeepForever(std::make_shared<Quarantined>(std::move(queue_), std::move(opened_)));
   }
 
   void ReportProgress() {

@@ -14,12 +14,6 @@ namespace {
 // Bound for a copy of at most one chunk to a device; after this time the copy counts as lost.
 constexpr absl::Duration kCopyTimeMax = absl::Minutes(10);
 
-std::string Hex(const Digest& digest) {
-  std::string text(32, '0');
-  digest::ToHex(digest, text.data());
-  return text;
-}
-
 }  // namespace
 
 StreamVerdict CopyOut::Sink(const StreamBlock& block) {
@@ -65,7 +59,7 @@ absl::Status CopyOut::Prove(const StreamBlock& block, const TensorRead& read) co
     return absl::DataLossError(absl::StrCat(
         "load tensor \"", targets_[piece.target].name, "\" from ", paths_[piece.file], ": bytes [",
         piece.begin, ", ", piece.begin + piece.bytes, ") are not what was sealed (expected ",
-        Hex(piece.digest), ", found ", Hex(found), ")"));
+        base::Hex(piece.digest), ", found ", base::Hex(found), ")"));
   }
   return absl::OkStatus();
 }

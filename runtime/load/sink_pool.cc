@@ -1,6 +1,6 @@
 #include "runtime/load/sink_pool.h"
 
-#include <signal.h>
+#include <utility>
 
 #include "absl/time/time.h"
 #include "runtime/sys/owned_fds.h"
@@ -20,17 +20,11 @@ SinkPool::SinkPool(uint32_t threads, uint32_t slots, const StreamSink& sink)
 void SinkPool::Start() {
   started_ = true;
   if (!free_event_.valid()) return;
-  // Signals of the host process are left to its own threads.
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  for (uint32_t i = 0; i < threads_wanted_; ++i) {
-    pthread_t thread;
-    if (sys::Sys().thread_create(&thread, nullptr, ThreadBody, this) != 0) break;
-    threads_.push_back(thread);
+  while (threads_.size() < threads_wanted_) {
+    auto thread = std::make_unique<base::Thread>();
+    if (!thread->Start([this] { Serve(); }).ok()) return;
+    threads_.push_back(std::move(thread));
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 SinkPool::~SinkPool() { Finish(); }
@@ -76,14 +70,8 @@ void SinkPool::Finish() {
     closing_ = true;
     changed_.NotifyAll();
   }
-  for (pthread_t thread : threads_) pthread_join(thread, nullptr);
-  threads_.clear();
+  threads_.clear();  // joins
   free_event_.Reset();
-}
-
-void* SinkPool::ThreadBody(void* pool) {
-  static_cast<SinkPool*>(pool)->Serve();
-  return nullptr;
 }
 
 void SinkPool::Serve() {

@@ -2,15 +2,15 @@
 #ifndef HOLDFAST_RUNTIME_LOAD_SINK_POOL_H_
 #define HOLDFAST_RUNTIME_LOAD_SINK_POOL_H_
 
-#include <pthread.h>
-
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <memory>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "runtime/base/mutex.h"
+#include "runtime/base/thread.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/load/chunk_stream.h"
 
@@ -55,7 +55,6 @@ class SinkPool {
   };
   void Start();
   void ReturnSlot(uint32_t slot) ABSL_LOCKS_EXCLUDED(mutex_);
-  static void* ThreadBody(void* pool);
   void Serve() ABSL_LOCKS_EXCLUDED(mutex_);
   void Look(const StreamBlock& block);
 
@@ -71,7 +70,7 @@ class SinkPool {
   bool closing_ ABSL_GUARDED_BY(mutex_) = false;
   base::UniqueFd free_event_;
   bool started_ = false;
-  std::vector<pthread_t> threads_;
+  std::vector<std::unique_ptr<base::Thread>> threads_;
 };
 
 }  // namespace holdfast::load

@@ -1,6 +1,5 @@
 // Adopt: a manifest for another program's files, made from their bytes on disk.
 #include <fcntl.h>
-#include <linux/fs.h>
 
 #include <cerrno>
 #include <set>
@@ -9,10 +8,12 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "holdfast/checkpointer.h"
 #include "holdfast/verify.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/directory/entries.h"
+#include "runtime/directory/rename.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/format/file_names.h"
 #include "runtime/format/manifest.h"
@@ -32,17 +33,6 @@ namespace {
 
 using load::StreamBlock;
 using load::StreamVerdict;
-
-absl::StatusOr<AttemptId> RandomAttempt() {
-  const base::UniqueFd fd(sys::OpenOwned(AT_FDCWD, "/dev/urandom", O_RDONLY | O_CLOEXEC, 0));
-  AttemptId attempt;
-  if (!fd.valid() ||
-      sys::Sys().read(fd.get(), &attempt, sizeof(attempt)) != ssize_t{sizeof(attempt)}) {
-    return base::ErrnoStatus("read", "/dev/urandom", errno);
-  }
-  attempt.low |= 1;  // zero means "no attempt"
-  return attempt;
-}
 
 /// Returns the files to adopt: regular files, with names that a manifest allows.
 absl::StatusOr<std::vector<std::string>> FilesToAdopt(int directory, const std::string& path,
@@ -171,17 +161,10 @@ absl::Status Commit(int directory, const SavePlan& plan, const std::string& text
   HOLDFAST_RETURN_IF_ERROR(WriteAll(fd.get(), temporary, text));
   // The bytes before the name: otherwise a crash could leave an empty manifest of that name.
   if (sys::Sys().fsync(fd.get()) != 0) return base::ErrnoStatus("fsync", temporary, errno);
-  int renamed =
-      sys::Sys().renameat2(directory, temporary.c_str(), directory, name.c_str(), RENAME_NOREPLACE);
-  if (renamed != 0 && (errno == EINVAL || errno == ENOSYS)) {
-    // A file system without RENAME_NOREPLACE. An earlier check found no such manifest.
-    renamed = sys::Sys().renameat2(directory, temporary.c_str(), directory, name.c_str(), 0);
-  }
-  if (renamed != 0) return base::ErrnoStatus("rename", temporary, errno);
+  HOLDFAST_RETURN_IF_ERROR(directory::RenameNoReplace(directory, temporary, name));
   std::move(remove).Cancel();
   // The name itself: without the fsync a crash could undo the rename after the report of success.
-  if (sys::Sys().fsync(directory) != 0) return base::ErrnoStatus("fsync directory of", name, errno);
-  return absl::OkStatus();
+  return directory::SyncDirectory(directory, absl::StrCat("of ", name));
 }
 
 absl::Status AdoptFiles(const std::string& directory_path, const std::string& only) {
@@ -209,7 +192,7 @@ absl::Status AdoptFiles(const std::string& directory_path, const std::string& on
   format::ManifestInput input;
   input.checkpoint = checkpoint;
   input.adopted = true;
-  HOLDFAST_ASSIGN_OR_RETURN(input.attempt, RandomAttempt());
+  input.attempt = NewAttemptId();
   // The state was saved by the program that wrote the files: use the newest file time.
   for (const PlannedFile& file : plan.files) {
     HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry entry,

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
 #include "runtime/digest/digest.h"
 #include "runtime/format/tensor_parts.h"
 
@@ -11,12 +12,6 @@ namespace holdfast::verify {
 namespace {
 
 using Tensor = format::Manifest::Tensor;
-
-std::string Hex(const Digest& digest) {
-  std::string text(32, '0');
-  digest::ToHex(digest, text.data());
-  return text;
-}
 
 /// The part of a tensor in one chunk, and its digest; null where the tensor fills the chunk.
 struct Part {
@@ -85,8 +80,8 @@ std::vector<Fault> Narrow(const FileMap& map, uint64_t chunk, const char* data, 
                       .begin = part.begin,
                       .end = part.end,
                       .reason = "digest",
-                      .expected = Hex(recorded),
-                      .found = Hex(seen)});
+                      .expected = base::Hex(recorded),
+                      .found = base::Hex(seen)});
   }
   add_rest(covered, end);
   if (!faults.empty()) return faults;
@@ -100,8 +95,8 @@ std::vector<Fault> Narrow(const FileMap& map, uint64_t chunk, const char* data, 
                     .begin = rest_begin,
                     .end = rest_end,
                     .reason = "digest",
-                    .expected = Hex(file.chunks[chunk]) + of_chunk,
-                    .found = Hex(found) + of_chunk});
+                    .expected = base::Hex(file.chunks[chunk]) + of_chunk,
+                    .found = base::Hex(found) + of_chunk});
   return faults;
 }
 

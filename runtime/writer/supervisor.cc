@@ -11,7 +11,6 @@
 #include "runtime/base/clock.h"
 #include "runtime/base/keep_forever.h"
 #include "runtime/base/status.h"
-#include "runtime/digest/digest.h"
 #include "runtime/layout/launcher.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
@@ -41,8 +40,6 @@ constexpr uint64_t kLandingGraceNs = 500'000'000;
 // The interval at which waiters for saves check for a quarantine, which ends the wait.
 constexpr absl::Duration kQuarantineStep = absl::Seconds(1);
 
-bool ResultIsThere(const SaveState& save) { return save.table->HasResult(); }
-
 std::string Reason(const char* reason) {
   return {reason, strnlen(reason, sizeof(layout::CompletionSlot::reason))};
 }
@@ -52,10 +49,7 @@ std::string InTheWay(const layout::CompletionSlot& slot) {
   if (slot.foreign[0] != '\0')
     return absl::StrCat("entry ", std::string(slot.foreign, strnlen(slot.foreign, kNameBytes)));
   if (slot.newer == AttemptId()) return "";
-  char attempt[32];
-  digest::ToHex(slot.newer, attempt);
-  return absl::StrCat("step ", slot.newer_step, ", attempt ",
-                      absl::string_view(attempt, sizeof(attempt)));
+  return absl::StrCat("step ", slot.newer_step, ", attempt ", base::Hex(slot.newer));
 }
 
 }  // namespace
@@ -177,7 +171,7 @@ bool Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& sa
   ReleaseAcknowledged(save.get());
   // Order matters: a worker that is seen gone first has made all of its stores.
   const bool gone = save->link->IsGone();
-  const bool result = ResultIsThere(*save);
+  const bool result = save->table->HasResult();
   if (gone && save->gone_at_ns == 0) save->gone_at_ns = sys::NowNs();
   RetireIfLanded(save.get(), gone);
   // A worker of one job is joined; a kept worker's job ends with its result.
@@ -358,10 +352,10 @@ absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
   const std::string how = gone ? save->link->Reap() : std::string();
   const absl::Status staging = save->StagingStatus();
   if (!save->worker_damage.ok()) {
-    *left_files = !ResultIsThere(*save);
+    *left_files = !save->table->HasResult();
     return save->worker_damage;
   }
-  if (!ResultIsThere(*save)) {
+  if (!save->table->HasResult()) {
     *left_files = true;
     const char* const told = save->table->job()->completion.reason;
     if (save->killed) {

@@ -44,34 +44,32 @@ absl::Status WorkerSource::WarmUp() {
 }
 
 absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::Start(const std::string& title,
-                                                                int control_fd,
-                                                                uint64_t control_bytes,
+                                                                const JobTable& table,
                                                                 int parent_fd, int lock_fd) {
   if (!layout::TraitsOf(launcher_).kept) {
     HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<WorkerLink> link, Launch(launcher_, title));
-    HOLDFAST_RETURN_IF_ERROR(link->Run(control_fd, control_bytes, parent_fd, lock_fd));
+    HOLDFAST_RETURN_IF_ERROR(link->Run(table.fd(), table.bytes(), parent_fd, lock_fd));
     return link;
   }
   const base::MutexLock lock(&mutex_);
   HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<WorkerLink> link, Kept());
-  absl::Status handed = link->Run(control_fd, control_bytes, parent_fd, lock_fd);
+  absl::Status handed = link->Run(table.fd(), table.bytes(), parent_fd, lock_fd);
   if (!handed.ok()) {
     // The worker died between the look and the message: try again with a new worker.
     ForgetKept();
     HOLDFAST_ASSIGN_OR_RETURN(link, Kept());
-    handed = link->Run(control_fd, control_bytes, parent_fd, lock_fd);
+    handed = link->Run(table.fd(), table.bytes(), parent_fd, lock_fd);
   }
   if (!handed.ok()) return handed;
   return link;
 }
 
 absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::StartBackground(const std::string& title,
-                                                                          int control_fd,
-                                                                          uint64_t control_bytes,
+                                                                          const JobTable& table,
                                                                           int parent_fd) {
   const Launcher launcher = layout::BackgroundLauncher(launcher_);
   HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<WorkerLink> link, Launch(launcher, title));
-  HOLDFAST_RETURN_IF_ERROR(link->Run(control_fd, control_bytes, parent_fd, parent_fd));
+  HOLDFAST_RETURN_IF_ERROR(link->Run(table.fd(), table.bytes(), parent_fd, parent_fd));
   return link;
 }
 

@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "runtime/base/mutex.h"
 #include "runtime/staging/staging_pool.h"
+#include "runtime/writer/job_table.h"
 #include "runtime/writer/worker_link.h"
 
 namespace holdfast::writer {
@@ -24,16 +25,13 @@ class WorkerSource {
 
   /// Starts a job on a worker. Spawn and fork: a new worker; persistent and thread: the kept
   /// worker, started anew if it has died.
-  absl::StatusOr<std::shared_ptr<WorkerLink>> Start(const std::string& title, int control_fd,
-                                                    uint64_t control_bytes, int parent_fd,
-                                                    int lock_fd);
+  absl::StatusOr<std::shared_ptr<WorkerLink>> Start(const std::string& title, const JobTable& table,
+                                                    int parent_fd, int lock_fd);
 
   /// Starts a background job on a new worker with any launcher: a kept worker must stay free for
   /// the next save.
   absl::StatusOr<std::shared_ptr<WorkerLink>> StartBackground(const std::string& title,
-                                                              int control_fd,
-                                                              uint64_t control_bytes,
-                                                              int parent_fd);
+                                                              const JobTable& table, int parent_fd);
 
  private:
   absl::StatusOr<std::shared_ptr<WorkerLink>> Launch(Launcher launcher, const std::string& title);
