@@ -13,7 +13,6 @@
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/checkpointer/core.h"
-#include "runtime/checkpointer/housekeeper.h"
 #include "runtime/checkpointer/last_structure.h"
 #include "runtime/checkpointer/lineage.h"
 #include "runtime/checkpointer/options.h"
@@ -27,6 +26,7 @@
 #include "runtime/format/directory_names.h"
 #include "runtime/format/packed_plan.h"
 #include "runtime/format/safetensors.h"
+#include "runtime/recovery/housekeeper.h"
 #include "runtime/staging/staging_pool.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
@@ -94,7 +94,7 @@ class Checkpointer::Impl {
   CheckpointerOptions options;
   base::ForkGuard guard;
   std::shared_ptr<Core> core;
-  std::unique_ptr<checkpointer::Housekeeper> housekeeper;
+  std::unique_ptr<recovery::Housekeeper> housekeeper;
 
  private:
   /// Shows a save whether its front door still exists. A save with an unstoppable worker outlives
@@ -148,7 +148,7 @@ absl::Status Checkpointer::Impl::Start(std::shared_ptr<Core> shared) {
     const base::MutexLock lock(&door_->mutex);
     door_->impl = this;
   }
-  housekeeper = std::make_unique<checkpointer::Housekeeper>(options, core->workers.get());
+  housekeeper = std::make_unique<recovery::Housekeeper>(options, core->workers.get());
   return housekeeper->Start();
 }
 

@@ -8,35 +8,35 @@ import source_tree
 # The public headers that are plain old data and include nothing but the standard library.
 POD = "holdfast/pod.h"
 # A layer may include itself and the layers listed. "include" is the whole public API.
-ABOVE = ("include", "base", "sys", "layout", "digest", "format", "device", "staging", "writer",
-         "directory", "load", "verify", "worker", "io_uring")
 LAYERS = {
     "include": ("pod",),
     # Below the fork line.
     "sys": ("pod",),
     "layout": ("pod",),
     "digest": ("pod",),
-    "io_uring": ("pod", "sys", "layout"),
+    "io_uring": ("pod", "sys"),
     "worker": ("pod", "sys", "layout", "digest", "io_uring"),
     # Above it.
     "base": ("include", "sys", "layout"),
     "format": ("include", "base", "layout", "digest"),
     "directory": ("include", "base", "sys", "layout", "digest", "format", "worker"),
     "device": ("include", "base"),
-    "staging": ("include", "base", "sys", "device", "digest"),
+    "staging": ("include", "base", "sys"),
     "writer": ("include", "base", "sys", "layout", "digest", "format", "staging", "worker"),
-    "load": ("include", "base", "sys", "layout", "digest", "format", "directory", "io_uring", "device"),
-    "verify": ("include", "base", "sys", "layout", "digest", "format", "directory", "io_uring",
-               "device", "load"),
-    "checkpointer": ABOVE,
+    "load": ("include", "base", "sys", "layout", "digest", "format", "directory", "io_uring"),
+    "verify": ("include", "base", "sys", "layout", "digest", "format", "directory", "load"),
+    "recovery": ("include", "base", "sys", "layout", "format", "directory", "writer"),
+    "doctor": ("include", "base", "sys", "digest", "format", "directory", "io_uring", "staging", "writer"),
+    "checkpointer": ("include", "base", "sys", "layout", "format", "directory", "staging", "writer", "worker",
+                     "io_uring", "recovery"),
     "tools": ("include",),
     "python": ("include",),
 }
 # Single files that are a layer of their own: the main of the spawned helper is the worker's, and the benchmark measures
 # the queue itself beside what is built on it.
 FILES = {"tools/holdfast_worker.cc": "worker_program", "tools/bench/limits.cc": "bench_limits"}
-LAYERS["worker_program"] = ("pod", "layout", "worker", "sys")
-LAYERS["bench_limits"] = ("include", "io_uring", "sys", "tools")
+LAYERS["worker_program"] = ("layout", "worker")
+LAYERS["bench_limits"] = ("pod", "base", "io_uring", "sys", "tools")
 BELOW = ("sys", "layout", "digest", "io_uring", "worker", "worker_program")
 
 # Standard headers whose contents allocate, lock or throw: not below the fork line.

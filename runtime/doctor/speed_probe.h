@@ -1,6 +1,6 @@
 // Rough speeds of one directory and this machine, each from a fraction of a second.
-#ifndef HOLDFAST_RUNTIME_CHECKPOINTER_SPEED_PROBE_H_
-#define HOLDFAST_RUNTIME_CHECKPOINTER_SPEED_PROBE_H_
+#ifndef HOLDFAST_RUNTIME_DOCTOR_SPEED_PROBE_H_
+#define HOLDFAST_RUNTIME_DOCTOR_SPEED_PROBE_H_
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
@@ -8,7 +8,7 @@
 #include "io_uring/queue.h"
 #include "runtime/staging/arena.h"
 
-namespace holdfast::checkpointer {
+namespace holdfast::doctor {
 
 /// Fills the three rates of `report` in about `time`:
 /// - writing a fresh, reserved file with `queue` from `arena`, fsync included;
@@ -19,6 +19,6 @@ namespace holdfast::checkpointer {
 absl::Status MeasureSpeeds(int scratch, io::Queue* queue, const staging::Arena& arena,
                            absl::Duration time, ProbeReport* report);
 
-}  // namespace holdfast::checkpointer
+}  // namespace holdfast::doctor
 
-#endif  // HOLDFAST_RUNTIME_CHECKPOINTER_SPEED_PROBE_H_
+#endif  // HOLDFAST_RUNTIME_DOCTOR_SPEED_PROBE_H_

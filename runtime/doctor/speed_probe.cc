@@ -1,4 +1,4 @@
-#include "runtime/checkpointer/speed_probe.h"
+#include "runtime/doctor/speed_probe.h"
 
 #include <fcntl.h>
 
@@ -13,7 +13,7 @@
 #include "runtime/digest/digest.h"
 #include "runtime/sys/system.h"
 
-namespace holdfast::checkpointer {
+namespace holdfast::doctor {
 namespace {
 
 constexpr uint64_t kFileBytesMax = uint64_t{2} << 30;
@@ -111,4 +111,4 @@ absl::Status MeasureSpeeds(int scratch, io::Queue* queue, const staging::Arena& 
   return MeasureWriting(scratch, queue, arena, seconds * 2 / 3, report);
 }
 
-}  // namespace holdfast::checkpointer
+}  // namespace holdfast::doctor

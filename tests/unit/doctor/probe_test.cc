@@ -13,8 +13,8 @@
 #include <fstream>
 
 #include "holdfast/recovery.h"
-#include "runtime/checkpointer/directory_probe.h"
 #include "runtime/directory/entries.h"
+#include "runtime/doctor/directory_probe.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/small_checkpoint.h"
 
@@ -194,7 +194,7 @@ TEST_F(ProbeTest, SeesTheWorkerProgram) {
 TEST_F(ProbeTest, WhatAKilledProbeLeavesIsRemovedByTheNextRecoveryAndNotBefore) {
   {
     auto parent = directory::OpenDirectory(AT_FDCWD, directory_.path());
-    const auto alive = checkpointer::ScratchDirectory::Make(parent->get());
+    const auto alive = doctor::ScratchDirectory::Make(parent->get());
     ASSERT_TRUE(alive.ok()) << alive.status();
     const auto report = Recover(directory_.path(), {});
     ASSERT_TRUE(report.ok());
@@ -203,7 +203,7 @@ TEST_F(ProbeTest, WhatAKilledProbeLeavesIsRemovedByTheNextRecoveryAndNotBefore) 
   const pid_t child = fork();
   if (child == 0) {
     auto parent = directory::OpenDirectory(AT_FDCWD, directory_.path());
-    const auto killed = checkpointer::ScratchDirectory::Make(parent->get());
+    const auto killed = doctor::ScratchDirectory::Make(parent->get());
     _exit(0);
   }
   waitpid(child, nullptr, 0);

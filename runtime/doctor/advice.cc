@@ -1,8 +1,8 @@
-#include "runtime/checkpointer/advice.h"
+#include "runtime/doctor/advice.h"
 
 #include "absl/strings/str_cat.h"
 
-namespace holdfast::checkpointer {
+namespace holdfast::doctor {
 namespace {
 
 constexpr uint64_t kFewFreeBytes = uint64_t{1} << 30;
@@ -103,4 +103,4 @@ std::vector<std::string> Advise(const ProbeReport& report, bool local,
   return advice;
 }
 
-}  // namespace holdfast::checkpointer
+}  // namespace holdfast::doctor

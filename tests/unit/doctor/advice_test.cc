@@ -1,10 +1,10 @@
 // What is advised for what was found.
-#include "runtime/checkpointer/advice.h"
+#include "runtime/doctor/advice.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-namespace holdfast::checkpointer {
+namespace holdfast::doctor {
 namespace {
 
 using ::testing::ElementsAre;
@@ -97,4 +97,4 @@ TEST(Advice, TellsOfNoReservationAndUnprovenDirectIo) {
 }
 
 }  // namespace
-}  // namespace holdfast::checkpointer
+}  // namespace holdfast::doctor

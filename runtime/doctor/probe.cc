@@ -12,22 +12,19 @@
 #include "holdfast/device.h"
 #include "io_uring/queue.h"
 #include "runtime/base/status.h"
-#include "runtime/checkpointer/advice.h"
-#include "runtime/checkpointer/directory_probe.h"
-#include "runtime/checkpointer/speed_probe.h"
 #include "runtime/digest/digest.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/file_system.h"
+#include "runtime/doctor/advice.h"
+#include "runtime/doctor/directory_probe.h"
+#include "runtime/doctor/speed_probe.h"
 #include "runtime/staging/arena.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/worker_program.h"
 
 namespace holdfast {
-namespace checkpointer {
+namespace doctor {
 
-using directory::FileSystem;
-using directory::IdentifyFileSystem;
-using directory::OpenDirectory;
 namespace {
 
 // Larger than most last-level caches' share of a core, small enough for any training machine.
@@ -86,13 +83,14 @@ void FindGpus(ProbeReport* report) {
 }
 
 }  // namespace
-}  // namespace checkpointer
+}  // namespace doctor
 
 absl::StatusOr<ProbeReport> Probe(const std::string& directory, const ProbeOptions& options) {
-  using namespace checkpointer;
-  auto parent = OpenDirectory(AT_FDCWD, absl::StrCat(directory, "/."));
+  using namespace doctor;
+  auto parent = directory::OpenDirectory(AT_FDCWD, absl::StrCat(directory, "/."));
   if (!parent.ok()) return base::Annotate(parent.status(), absl::StrCat("probe ", directory));
-  HOLDFAST_ASSIGN_OR_RETURN(const FileSystem file_system, IdentifyFileSystem(parent->get()));
+  HOLDFAST_ASSIGN_OR_RETURN(const directory::FileSystem file_system,
+                            directory::IdentifyFileSystem(parent->get()));
   ProbeReport report;
   report.directory = directory;
   report.file_system = file_system.name;

@@ -1,4 +1,4 @@
-#include "runtime/checkpointer/directory_probe.h"
+#include "runtime/doctor/directory_probe.h"
 
 #include <fcntl.h>
 #include <stdio.h>
@@ -16,15 +16,8 @@
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 
-namespace holdfast::checkpointer {
+namespace holdfast::doctor {
 
-using directory::MakePartialDirectory;
-using directory::OpenDirectory;
-using directory::Owner;
-using directory::OwnerProbe;
-using directory::PartialDirectory;
-using directory::RemoveDirectory;
-using directory::SyncDirectory;
 namespace {
 
 constexpr mode_t kPrivate = 0700;
@@ -71,13 +64,13 @@ void TryRenames(int scratch, ProbeReport* report) {
 void TryLocks(int scratch, ProbeReport* report) {
   const std::string name = format::PartialName("lock", {.high = 1, .low = 1});
   {
-    auto save = MakePartialDirectory(scratch, name);
-    auto look = OpenDirectory(scratch, name);
+    auto save = directory::MakePartialDirectory(scratch, name);
+    auto look = directory::OpenDirectory(scratch, name);
     if (save.ok() && look.ok() && save->locked) {
-      const OwnerProbe probe(scratch, /*local=*/true);
-      const bool seen = probe.Look(look->get()) == Owner::kTrainer;
-      *save = PartialDirectory{};
-      report->lock = seen && probe.Look(look->get()) == Owner::kNobody;
+      const directory::OwnerProbe probe(scratch, /*local=*/true);
+      const bool seen = probe.Look(look->get()) == directory::Owner::kTrainer;
+      *save = directory::PartialDirectory{};
+      report->lock = seen && probe.Look(look->get()) == directory::Owner::kNobody;
     }
   }
   sys::Sys().unlinkat(scratch, name.c_str(), AT_REMOVEDIR);
@@ -94,7 +87,7 @@ absl::StatusOr<ScratchDirectory> ScratchDirectory::Make(int parent) {
   if (sys::Sys().mkdirat(parent, name.c_str(), kPrivate) != 0) {
     return base::ErrnoStatus("make directory", name, errno);
   }
-  auto fd = OpenDirectory(parent, name);
+  auto fd = directory::OpenDirectory(parent, name);
   if (!fd.ok()) return fd.status();
   sys::Sys().flock(fd->get(), LOCK_SH | LOCK_NB);
   return ScratchDirectory(parent, name, *std::move(fd));
@@ -103,14 +96,14 @@ absl::StatusOr<ScratchDirectory> ScratchDirectory::Make(int parent) {
 ScratchDirectory::~ScratchDirectory() {
   // A directory left by a failed removal keeps its hidden name. The next recovery removes the
   // directory.
-  if (fd_.valid()) RemoveDirectory(parent_, name_).IgnoreError();
+  if (fd_.valid()) directory::RemoveDirectory(parent_, name_).IgnoreError();
 }
 
 absl::Status TryDirectory(int scratch, ProbeReport* report) {
   HOLDFAST_RETURN_IF_ERROR(TryFile(scratch, report));
   TryRenames(scratch, report);
   TryLocks(scratch, report);
-  return SyncDirectory(scratch, report->directory);
+  return directory::SyncDirectory(scratch, report->directory);
 }
 
-}  // namespace holdfast::checkpointer
+}  // namespace holdfast::doctor

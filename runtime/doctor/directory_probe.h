@@ -1,6 +1,6 @@
 // Tests of a directory's features, in a scratch directory below it.
-#ifndef HOLDFAST_RUNTIME_CHECKPOINTER_DIRECTORY_PROBE_H_
-#define HOLDFAST_RUNTIME_CHECKPOINTER_DIRECTORY_PROBE_H_
+#ifndef HOLDFAST_RUNTIME_DOCTOR_DIRECTORY_PROBE_H_
+#define HOLDFAST_RUNTIME_DOCTOR_DIRECTORY_PROBE_H_
 
 #include <string>
 
@@ -9,7 +9,7 @@
 #include "holdfast/probe.h"
 #include "runtime/base/unique_fd.h"
 
-namespace holdfast::checkpointer {
+namespace holdfast::doctor {
 
 /// A scratch directory, removed with its content at the end. Recover removes the directory after a
 /// kill of the process. Until then the directory's lock keeps a recovery away.
@@ -34,6 +34,6 @@ class ScratchDirectory {
 /// \error when a file cannot be made or a directory cannot be synced: saves cannot work there.
 absl::Status TryDirectory(int scratch, ProbeReport* report);
 
-}  // namespace holdfast::checkpointer
+}  // namespace holdfast::doctor
 
-#endif  // HOLDFAST_RUNTIME_CHECKPOINTER_DIRECTORY_PROBE_H_
+#endif  // HOLDFAST_RUNTIME_DOCTOR_DIRECTORY_PROBE_H_

@@ -17,6 +17,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
+#include "runtime/directory/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/directory/completeness.h"
@@ -24,7 +25,6 @@
 #include "runtime/directory/file_system.h"
 #include "runtime/directory/listing.h"
 #include "runtime/directory/locks.h"
-#include "runtime/directory/planted_bugs.h"
 #include "runtime/directory/removal.h"
 #include "runtime/directory/rename.h"
 #include "runtime/directory/replacement.h"
@@ -32,26 +32,10 @@
 #include "runtime/sys/system.h"
 
 namespace holdfast {
-namespace checkpointer {
+namespace recovery {
 
-using directory::Bug;
-using directory::DirectoryEntry;
-using directory::FileSystem;
-using directory::FinishReplace;
-using directory::Inspect;
 using directory::Inspection;
-using directory::ListComplete;
-using directory::ListDirectory;
-using directory::Listing;
-using directory::NameRefersTo;
-using directory::OpenDirectory;
 using directory::Owner;
-using directory::OwnerProbe;
-using directory::Pause;
-using directory::Planted;
-using directory::RemoveDirectory;
-using directory::RenameNoReplace;
-using directory::RenameToFree;
 using directory::SyncDirectory;
 namespace {
 
@@ -69,9 +53,9 @@ absl::Time LastChange(int directory) {
   struct stat found = {};
   if (sys::Sys().fstat(directory, &found) != 0) return absl::InfiniteFuture();
   absl::Time last = absl::TimeFromTimespec(found.st_mtim);
-  const auto entries = ListDirectory(directory);
+  const auto entries = directory::ListDirectory(directory);
   if (!entries.ok()) return absl::InfiniteFuture();
-  for (const DirectoryEntry& entry : *entries) {
+  for (const directory::DirectoryEntry& entry : *entries) {
     if (sys::Sys().fstatat(directory, entry.name.c_str(), &found, AT_SYMLINK_NOFOLLOW) == 0) {
       last = std::max(last, absl::TimeFromTimespec(found.st_mtim));
     }
@@ -82,13 +66,14 @@ absl::Time LastChange(int directory) {
 /// True for a complete checkpoint with the attempt and the name in its directory's name.
 bool IsOwn(const Inspection& inspection, const format::DirectoryName& name) {
   return inspection.state == Verdict::kSound &&
-         (inspection.info.attempt == name.attempt || Planted(Bug::kPromoteOtherAttempt)) &&
+         (inspection.info.attempt == name.attempt ||
+          directory::Planted(directory::Bug::kPromoteOtherAttempt)) &&
          inspection.recorded_name == name.checkpoint;
 }
 
 class Recovery {
  public:
-  Recovery(int parent, const std::string& path, const FileSystem& file_system,
+  Recovery(int parent, const std::string& path, const directory::FileSystem& file_system,
            const RecoveryOptions& options)
       : parent_(parent),
         path_(path),
@@ -126,25 +111,25 @@ class Recovery {
 
   const int parent_;
   const std::string path_;
-  const FileSystem file_system_;
+  const directory::FileSystem file_system_;
   const RecoveryOptions options_;
-  const OwnerProbe probe_;
+  const directory::OwnerProbe probe_;
   RecoveryReport report_;
 };
 
 absl::StatusOr<RecoveryReport> Recovery::Run() {
   std::vector<std::string> orphans;
   HOLDFAST_RETURN_IF_ERROR(PromoteAndAwaitOrphans(&orphans));
-  if (options_.clean_up && !Planted(Bug::kNoFence)) {
+  if (options_.clean_up && !directory::Planted(directory::Bug::kNoFence)) {
     for (const std::string& name : orphans) HOLDFAST_RETURN_IF_ERROR(Fence(name));
   }
   HOLDFAST_RETURN_IF_ERROR(CleanUp());
   // A worker may have died between rename and fsync. Callers build on the reported checkpoints,
   // which must survive the next power loss.
-  if (!Planted(Bug::kReportWithoutParentSync)) {
+  if (!directory::Planted(directory::Bug::kReportWithoutParentSync)) {
     HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   }
-  HOLDFAST_ASSIGN_OR_RETURN(Listing listing, ListComplete(parent_, path_));
+  HOLDFAST_ASSIGN_OR_RETURN(directory::Listing listing, directory::ListComplete(parent_, path_));
   report_.complete = std::move(listing.complete);
   std::move(listing.passed_over.begin(), listing.passed_over.end(),
             std::back_inserter(report_.kept_incomplete));
@@ -152,10 +137,10 @@ absl::StatusOr<RecoveryReport> Recovery::Run() {
 }
 
 absl::StatusOr<std::vector<std::string>> Recovery::Candidates() const {
-  auto entries = ListDirectory(parent_);
+  auto entries = directory::ListDirectory(parent_);
   if (!entries.ok()) return base::Annotate(entries.status(), path_);
   std::vector<std::string> names;
-  for (const DirectoryEntry& entry : *entries) {
+  for (const directory::DirectoryEntry& entry : *entries) {
     if (!entry.is_directory) continue;
     if (format::ParseDirectoryName(entry.name).kind == format::DirectoryKind::kFinal) continue;
     names.push_back(entry.name);
@@ -181,7 +166,7 @@ absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans)
     }
     const bool silence_may_come = !not_yet_silent.empty() && base::Now() < silence_deadline;
     if (!silence_may_come && (orphans->empty() || base::Now() >= deadline)) return absl::OkStatus();
-    Pause(orphans->empty() ? kPollSilence : kPoll);
+    directory::Pause(orphans->empty() ? kPollSilence : kPoll);
     names = *orphans;
     names.insert(names.end(), not_yet_silent.begin(), not_yet_silent.end());
   }
@@ -190,12 +175,12 @@ absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans)
 /// Renames an orphan's directory. The orphan's own rename to the final name then fails, so the
 /// orphan cannot commit while training continues from an older checkpoint.
 absl::Status Recovery::Fence(const std::string& name) {
-  auto directory = OpenDirectory(parent_, name);
+  auto directory = directory::OpenDirectory(parent_, name);
   if (!directory.ok()) return absl::OkStatus();  // committed or removed meanwhile
   if (probe_.Look(directory->get()) != Owner::kOrphan) return absl::OkStatus();
   format::DirectoryName fenced = format::ParseDirectoryName(name);
   fenced.kind = format::DirectoryKind::kFenced;
-  auto renamed = RenameToFree(parent_, name, fenced);
+  auto renamed = directory::RenameToFree(parent_, name, fenced);
   if (absl::IsNotFound(renamed.status())) return absl::OkStatus();
   if (!renamed.ok()) return absl::OkStatus();  // CleanUp reports the directory
   report_.fenced.push_back(*std::move(renamed));
@@ -208,7 +193,8 @@ absl::Status Recovery::CleanUp() {
   // A worker may have died between exchanging an old checkpoint for a new one and the fsync. If the
   // old manifests were removed now, power loss could undo the exchange alone. The final name would
   // then lead to the damaged old checkpoint.
-  if (!Planted(Bug::kRemoveBeforeParentSync) && !Planted(Bug::kReportWithoutParentSync)) {
+  if (!directory::Planted(directory::Bug::kRemoveBeforeParentSync) &&
+      !directory::Planted(directory::Bug::kReportWithoutParentSync)) {
     HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   }
   HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names, Candidates());
@@ -224,12 +210,12 @@ absl::Status Recovery::CleanUp() {
 
 /// Settles one directory as far as possible now. \error only when the fsync of the parent fails.
 absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool may_remove) {
-  auto directory = OpenDirectory(parent_, name);
+  auto directory = directory::OpenDirectory(parent_, name);
   if (absl::IsNotFound(directory.status())) return Visit{};
   if (!directory.ok()) return Keep(std::string(directory.status().message()));
   const Owner owner = probe_.Look(directory->get());
   // Another directory may have got the name before the lock: a new directory in use.
-  if (!NameRefersTo(parent_, name, directory->get())) return Visit{};
+  if (!directory::NameRefersTo(parent_, name, directory->get())) return Visit{};
   const format::DirectoryKind kind = format::ParseDirectoryName(name).kind;
   if (owner == Owner::kTrainer) return Keep("a save is running there");
   if (owner == Owner::kOrphan) {
@@ -240,7 +226,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool m
   }
   // One look serves both judgments: what is promoted after minutes is what was found complete.
   const bool partial = kind == format::DirectoryKind::kPartial;
-  const Inspection inspection = partial ? Inspect(directory->get()) : Inspection{};
+  const Inspection inspection = partial ? directory::Inspect(directory->get()) : Inspection{};
   if (owner == Owner::kUnknown) {
     Visit visit = JudgeByAge(format::ParseDirectoryName(name), directory->get(), inspection);
     if (visit.outcome != Outcome::kSettled) return visit;
@@ -272,7 +258,7 @@ absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name,
                                                         const Inspection& inspection,
                                                         bool may_remove) {
   const format::DirectoryName parsed = format::ParseDirectoryName(name);
-  if (Planted(Bug::kRemoveBeforePromotion)) return Remove(name, true);
+  if (directory::Planted(directory::Bug::kRemoveBeforePromotion)) return Remove(name, true);
   switch (inspection.state) {
     case Verdict::kUnreadable:
       return Keep(std::string(inspection.reason.message()));
@@ -307,9 +293,10 @@ absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int d
   // The last rank's worker may have died between the rename of its manifest and the fsync of this
   // directory. Without this fsync, power loss could leave the final name without a manifest.
   absl::Status synced;
-  if (!Planted(Bug::kPromoteWithoutDirectorySync)) synced = SyncDirectory(directory, name);
+  if (!directory::Planted(directory::Bug::kPromoteWithoutDirectorySync))
+    synced = SyncDirectory(directory, name);
   if (!synced.ok()) return Keep(std::string(synced.message()));
-  const absl::Status renamed = RenameNoReplace(parent_, name, checkpoint);
+  const absl::Status renamed = directory::RenameNoReplace(parent_, name, checkpoint);
   if (absl::IsNotFound(renamed)) return Visit{};
   if (absl::IsAlreadyExists(renamed)) return Replace(name, checkpoint, inspection, may_remove);
   if (!renamed.ok()) return Keep(std::string(renamed.message()));
@@ -321,13 +308,14 @@ absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int d
 absl::StatusOr<Recovery::Visit> Recovery::Replace(const std::string& name,
                                                   const std::string& checkpoint,
                                                   const Inspection& inspection, bool may_remove) {
-  const absl::Status replaced = FinishReplace(parent_, name, checkpoint, inspection.replaces);
+  const absl::Status replaced =
+      directory::FinishReplace(parent_, name, checkpoint, inspection.replaces);
   if (replaced.ok()) return Promoted(checkpoint);
   const std::string both = absl::StrCat("complete, but ", checkpoint, " exists");
   if (!absl::IsAlreadyExists(replaced)) return Keep(absl::StrCat(both, ": ", replaced.message()));
   const Inspection standing = InspectName(checkpoint);
   const bool newer = standing.state == Verdict::kSound &&
-                     (Planted(Bug::kRemoveUnproven) ||
+                     (directory::Planted(directory::Bug::kRemoveUnproven) ||
                       std::find(standing.replaces.begin(), standing.replaces.end(),
                                 inspection.info.attempt) != standing.replaces.end());
   if (newer) return Remove(name, may_remove);
@@ -337,14 +325,14 @@ absl::StatusOr<Recovery::Visit> Recovery::Replace(const std::string& name,
 absl::StatusOr<Recovery::Visit> Recovery::Promoted(const std::string& checkpoint) {
   report_.promoted.push_back(checkpoint);
   // A promotion must survive power loss.
-  if (Planted(Bug::kReportWithoutParentSync)) return Visit{};
+  if (directory::Planted(directory::Bug::kReportWithoutParentSync)) return Visit{};
   HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   return Visit{};
 }
 
 Recovery::Visit Recovery::Remove(const std::string& name, bool may_remove) {
   if (!may_remove) return Keep("incomplete");
-  const absl::Status removed = RemoveDirectory(parent_, name);
+  const absl::Status removed = directory::RemoveDirectory(parent_, name);
   if (!removed.ok()) return Keep(std::string(removed.message()));
   report_.removed.push_back(name);
   return Visit{};
@@ -352,12 +340,12 @@ Recovery::Visit Recovery::Remove(const std::string& name, bool may_remove) {
 
 /// Inspects the directory under a final name.
 Inspection Recovery::InspectName(const std::string& checkpoint) const {
-  auto directory = OpenDirectory(parent_, checkpoint);
-  return directory.ok() ? Inspect(directory->get()) : Inspection{};
+  auto directory = directory::OpenDirectory(parent_, checkpoint);
+  return directory.ok() ? directory::Inspect(directory->get()) : Inspection{};
 }
 
 }  // namespace
-}  // namespace checkpointer
+}  // namespace recovery
 
 absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
                                        const RecoveryOptions& options) {
@@ -367,9 +355,9 @@ absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
   if (!file_system.ok()) return base::Annotate(file_system.status(), directory);
   // Ranks of one job recover at the same time. A recovery must not take another recovery's lock
   // during a removal for an orphan's.
-  HOLDFAST_RETURN_IF_ERROR(directory::TakeTurn(parent->get(), directory,
-                                               options.wait_for_orphans + checkpointer::kTurnMax));
-  checkpointer::Recovery recovery(parent->get(), directory, *file_system, options);
+  HOLDFAST_RETURN_IF_ERROR(
+      directory::TakeTurn(parent->get(), directory, options.wait_for_orphans + recovery::kTurnMax));
+  recovery::Recovery recovery(parent->get(), directory, *file_system, options);
   return recovery.Run();
 }
 

@@ -1,4 +1,4 @@
-#include "runtime/checkpointer/housekeeper.h"
+#include "runtime/recovery/housekeeper.h"
 
 #include <poll.h>
 
@@ -17,11 +17,8 @@
 #include "runtime/sys/system.h"
 #include "runtime/writer/job_table.h"
 
-namespace holdfast::checkpointer {
+namespace holdfast::recovery {
 
-using directory::RetireCheckpoint;
-using directory::RetiredCheckpoint;
-using directory::SyncDirectory;
 namespace {
 
 // Deleting yields to all other work on the machine.
@@ -93,7 +90,7 @@ absl::Status Housekeeper::Do(const Task& task) {
   if (task.retention) return Retire(task.parent->get(), task.name);
   // The rename of a replaced checkpoint or a failed save may not be durable yet. Power loss must
   // not give the name back to a directory that is removed here.
-  HOLDFAST_RETURN_IF_ERROR(SyncDirectory(task.parent->get(), options_.directory));
+  HOLDFAST_RETURN_IF_ERROR(directory::SyncDirectory(task.parent->get(), options_.directory));
   return Delete(task.parent->get(), {task.name});
 }
 
@@ -101,13 +98,13 @@ absl::Status Housekeeper::Retire(int parent, const std::string& saved) {
   HOLDFAST_ASSIGN_OR_RETURN(const directory::Listing listing,
                             directory::ListComplete(parent, options_.directory));
   const std::vector<CheckpointInfo>& complete = listing.complete;
-  std::vector<RetiredCheckpoint> retired;
+  std::vector<directory::RetiredCheckpoint> retired;
   std::vector<std::string> names;
   absl::Status first;
   for (const std::string& name : SelectForRemoval(complete, options_.retention, saved)) {
     for (const CheckpointInfo& info : complete) {
       if (info.name != name) continue;
-      absl::StatusOr<RetiredCheckpoint> gone = RetireCheckpoint(parent, info);
+      absl::StatusOr<directory::RetiredCheckpoint> gone = directory::RetireCheckpoint(parent, info);
       first.Update(gone.status());
       if (!gone.ok()) continue;  // The remaining checkpoints are deleted all the same.
       names.push_back(gone->name);
@@ -163,4 +160,4 @@ absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& nam
   return base::ToStatus(slot.failure, failure_names);
 }
 
-}  // namespace holdfast::checkpointer
+}  // namespace holdfast::recovery

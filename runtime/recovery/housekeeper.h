@@ -1,6 +1,6 @@
 // Background deletion of checkpoints that retention removes, and of killed workers' leftovers.
-#ifndef HOLDFAST_RUNTIME_CHECKPOINTER_HOUSEKEEPER_H_
-#define HOLDFAST_RUNTIME_CHECKPOINTER_HOUSEKEEPER_H_
+#ifndef HOLDFAST_RUNTIME_RECOVERY_HOUSEKEEPER_H_
+#define HOLDFAST_RUNTIME_RECOVERY_HOUSEKEEPER_H_
 
 #include <deque>
 #include <memory>
@@ -16,7 +16,7 @@
 #include "runtime/base/unique_fd.h"
 #include "runtime/writer/worker_source.h"
 
-namespace holdfast::checkpointer {
+namespace holdfast::recovery {
 
 /// Deleting costs a quarter of a second per GiB, so no thread on a save's path deletes. A thread of
 /// the housekeeper decides, and a separate worker deletes.
@@ -62,6 +62,6 @@ class Housekeeper {
   base::Thread thread_;
 };
 
-}  // namespace holdfast::checkpointer
+}  // namespace holdfast::recovery
 
-#endif  // HOLDFAST_RUNTIME_CHECKPOINTER_HOUSEKEEPER_H_
+#endif  // HOLDFAST_RUNTIME_RECOVERY_HOUSEKEEPER_H_
