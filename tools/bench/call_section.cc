@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "tools/bench/turns.h"
 #include "tools/bench/workload.h"
 
 namespace holdfast::bench {
@@ -17,13 +18,6 @@ constexpr uint64_t kTensorBytes = 256;
 constexpr uint64_t kArenaBytesPerTensor = 2 * kTensorBytes;
 constexpr double kUsPerSecond = 1e6;
 
-struct Samples {
-  std::vector<double> fresh;     // With another structure than the save before.
-  std::vector<double> repeated;  // With the same structure.
-  std::vector<double> copying;
-  Labels labels;
-};
-
 /// Gives the tensors names as long as those of a model.
 std::vector<TensorSource> Named(std::vector<TensorSource> tensors, const char* stack) {
   for (size_t i = 0; i < tensors.size(); ++i) {
@@ -34,7 +28,7 @@ std::vector<TensorSource> Named(std::vector<TensorSource> tensors, const char* s
 
 /// Makes a pair of saves per round: the first with the structure of the other stack, the second
 /// with the same structure again.
-absl::Status Calls(const Bench& bench, uint32_t count, uint32_t rounds, Samples* samples) {
+absl::Status Calls(const Bench& bench, uint32_t count, Way* way) {
   const absl::StatusOr<Memory> memory = Memory::MakeNoise(count * kTensorBytes, Pages::kBase);
   if (!memory.ok()) return memory.status();
   const std::vector<TensorSource> tensors = memory->CutTensors(count);
@@ -42,7 +36,7 @@ absl::Status Calls(const Bench& bench, uint32_t count, uint32_t rounds, Samples*
   const absl::StatusOr<std::unique_ptr<Checkpointer>> checkpointer = Checkpointer::Create(
       OptionsFor(bench, std::max(kArenaBytesMin, count * kArenaBytesPerTensor)));
   if (!checkpointer.ok()) return checkpointer.status();
-  for (uint32_t round = 0; round < rounds + 1; ++round) {
+  for (uint32_t round = 0; round < bench.options.pairs + 1; ++round) {
     for (const bool repeated : {false, true}) {
       const absl::StatusOr<SaveCost> cost =
           MeasureSave(checkpointer->get(), absl::StrCat("call-", round, repeated ? "-again" : ""),
@@ -51,9 +45,9 @@ absl::Status Calls(const Bench& bench, uint32_t count, uint32_t rounds, Samples*
       if (!cost.ok()) return cost.status();
       if (round == 0) continue;  // The first calls touch memory that later calls reuse.
       const double call = (cost->call_seconds - cost->report.time_copying) * kUsPerSecond;
-      (repeated ? samples->repeated : samples->fresh).push_back(call);
-      samples->copying.push_back(cost->report.time_copying * kUsPerSecond);
-      samples->labels = LabelsOf(cost->report);
+      way->Note(repeated ? "repeated" : "fresh", call);
+      way->Note("copying", cost->report.time_copying * kUsPerSecond);
+      way->labels = LabelsOf(cost->report);
     }
   }
   return absl::OkStatus();
@@ -65,16 +59,11 @@ absl::Status RunCall(const Bench& bench) {
   for (const uint32_t count : kCounts) {
     const std::string of = absl::StrCat("tensors_", count);
     ShowStep(absl::StrCat("call: ", count, " tensors"));
-    Samples samples;
-    const absl::Status status = Calls(bench, count, bench.options.pairs, &samples);
-    if (!status.ok()) {
-      bench.figures.AddMissing("call.median_us." + of, status.ToString());
-      bench.figures.AddMissing("call.repeated_us." + of, status.ToString());
-      continue;
-    }
-    bench.figures.Add("call.median_us." + of, "us", samples.fresh, samples.labels);
-    bench.figures.Add("call.repeated_us." + of, "us", samples.repeated, samples.labels);
-    bench.figures.Add("call.copying_us." + of, "us", samples.copying, samples.labels);
+    Way way;
+    way.failure = Calls(bench, count, &way);
+    AddFigure(bench, "call.median_us." + of, "us", way, "fresh");
+    AddFigure(bench, "call.repeated_us." + of, "us", way, "repeated");
+    AddFigure(bench, "call.copying_us." + of, "us", way, "copying");
   }
   return absl::OkStatus();
 }

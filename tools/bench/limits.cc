@@ -17,6 +17,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "io_uring/queue.h"
+#include "runtime/base/unique_fd.h"
 #include "runtime/sys/owned_fds.h"
 #include "tools/bench/workload.h"
 
@@ -37,18 +38,6 @@ void NoteRate(const LimitFile& file, const Stopwatch& watch, Way* way) {
   way->Note("rate", bytes / watch.seconds());
   way->Note("cpu", watch.cpu_seconds() / (bytes / kGib));
 }
-
-class OpenFile {
- public:
-  explicit OpenFile(int fd) : fd_(fd) {}
-  ~OpenFile() { sys::CloseOwned(fd_); }
-  OpenFile(const OpenFile&) = delete;
-  OpenFile& operator=(const OpenFile&) = delete;
-  int fd() const { return fd_; }
-
- private:
-  int fd_;
-};
 
 absl::StatusOr<std::string> Output(const std::string& command) {
   std::FILE* const pipe = popen(command.c_str(), "re");
@@ -138,9 +127,9 @@ absl::Status Raw(const Bench& bench, const LimitFile& file, EngineRung engine, i
       io::OpenDirect(bench.scratch.fd(), file.name.c_str(),
                      write ? O_CREAT | O_EXCL | O_WRONLY : O_RDONLY, kFileMode, true, &opened);
   if (error != 0) return Error(file, "open", error);
-  const OpenFile open(opened.fd);
+  const base::UniqueFd open(opened.fd);
   // A file system that cannot reserve is measured without a reservation.
-  if (write) (void)!fallocate(open.fd(), 0, 0, static_cast<off_t>(file.bytes));
+  if (write) (void)!fallocate(open.get(), 0, 0, static_cast<off_t>(file.bytes));
   const absl::StatusOr<Memory> buffers = Memory::MakeNoise(uint64_t{kDepth} * kChunkBytes);
   if (!buffers.ok()) return buffers.status();
   // After the memory, so that the queue is closed first.
@@ -154,9 +143,9 @@ absl::Status Raw(const Bench& bench, const LimitFile& file, EngineRung engine, i
   if (error != 0) return absl::UnavailableError(queue->reason());
 
   const Stopwatch watch;
-  const absl::Status status = Transfer(queue.get(), opcode, open.fd(), buffers->data(), file);
+  const absl::Status status = Transfer(queue.get(), opcode, open.get(), buffers->data(), file);
   if (!status.ok()) return status;
-  if (write && fsync(open.fd()) != 0) return Error(file, "fsync", errno);
+  if (write && fsync(open.get()) != 0) return Error(file, "fsync", errno);
   NoteRate(file, watch, way);
   return absl::OkStatus();
 }
@@ -182,17 +171,17 @@ absl::Status RawRead(const Bench& bench, const LimitFile& file, Way* way) {
 absl::Status BufferedWrite(const Bench& bench, const LimitFile& file, Way* way) {
   const absl::StatusOr<Memory> buffer = Memory::MakeNoise(kChunkBytes);
   if (!buffer.ok()) return buffer.status();
-  const OpenFile open(sys::OpenOwned(bench.scratch.fd(), file.name.c_str(),
-                                     O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, kFileMode));
-  if (open.fd() < 0) return Error(file, "open", errno);
+  const base::UniqueFd open(sys::OpenOwned(bench.scratch.fd(), file.name.c_str(),
+                                           O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, kFileMode));
+  if (open.get() < 0) return Error(file, "open", errno);
   const Stopwatch watch;
   for (uint64_t done = 0; done < file.bytes;) {
     const uint64_t bytes = std::min<uint64_t>(kChunkBytes, file.bytes - done);
-    const ssize_t wrote = ::write(open.fd(), buffer->data(), bytes);
+    const ssize_t wrote = ::write(open.get(), buffer->data(), bytes);
     if (wrote <= 0) return Error(file, "write", errno);
     done += static_cast<uint64_t>(wrote);
   }
-  if (fsync(open.fd()) != 0) return Error(file, "fsync", errno);
+  if (fsync(open.get()) != 0) return Error(file, "fsync", errno);
   NoteRate(file, watch, way);
   return absl::OkStatus();
 }
