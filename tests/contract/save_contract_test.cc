@@ -14,7 +14,7 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/recovery.h"
-#include "holdfast/verify.h"
+#include "tests/testing/save_test.h"
 #include "tests/testing/settings.h"
 #include "tests/testing/slow_device.h"
 #include "tests/testing/training_state.h"
@@ -25,43 +25,21 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using testing::ScratchDirectory;
+using testing::kLong;
 using testing::SmallOptions;
 using testing::TrainingState;
 using ::testing::UnorderedElementsAre;
 
-constexpr absl::Duration kLong = absl::Seconds(120);
-
-class Save : public ::testing::TestWithParam<testing::Setting> {
+class Save : public testing::SaveTest, public ::testing::WithParamInterface<testing::Setting> {
  protected:
   CheckpointerOptions Options() {
-    CheckpointerOptions options = SmallOptions(scratch_.path());
+    CheckpointerOptions options = SmallOptions(directory());
     options.launcher = std::get<0>(GetParam());
     options.engine = std::get<1>(GetParam());
     return options;
   }
-  std::string PathOf(const std::string& name) const {
-    return absl::StrCat(scratch_.path(), "/", name);
-  }
-  static std::unique_ptr<Checkpointer> Make(const CheckpointerOptions& options) {
-    auto checkpointer = Checkpointer::Create(options);
-    EXPECT_TRUE(checkpointer.ok()) << checkpointer.status();
-    return checkpointer.ok() ? *std::move(checkpointer) : nullptr;
-  }
-  static absl::StatusOr<SaveReport> SaveNow(Checkpointer* checkpointer, const std::string& name,
-                                            const TrainingState& state, uint64_t step = 1) {
-    const std::vector<TensorSource> sources = state.Sources();
-    auto handle = checkpointer->SaveAsync({.name = name, .step = step, .tensors = sources});
-    if (!handle.ok()) return handle.status();
-    return handle->WaitDurable(kLong);
-  }
-  void ExpectSound(const std::string& name) const {
-    const auto report = Verify(PathOf(name), VerifyOptions());
-    ASSERT_TRUE(report.ok()) << report.status();
-    EXPECT_EQ(report->verdict, Verdict::kSound) << report->note;
-  }
-
-  ScratchDirectory scratch_;
+  std::string PathOf(const std::string& name) const { return absl::StrCat(directory(), "/", name); }
+  std::vector<std::string> Names() const { return SaveTest::Names(directory()); }
 };
 
 INSTANTIATE_TEST_SUITE_P(All, Save,
@@ -83,8 +61,8 @@ TEST_P(Save, WritesWhatWasThereAtTheCall) {
   EXPECT_EQ(report->engine, std::get<1>(GetParam())) << report->engine_reason;
   EXPECT_TRUE(at_the_call.CompareWith(PathOf("step-1")).ok())
       << at_the_call.CompareWith(PathOf("step-1"));
-  ExpectSound("step-1");
-  EXPECT_THAT(scratch_.Names(), ElementsAre("step-1"));
+  ExpectSound(PathOf("step-1"));
+  EXPECT_THAT(Names(), ElementsAre("step-1"));
   EXPECT_EQ(checkpointer->staging().bytes_held, 0u);
   EXPECT_EQ(checkpointer->staging().control_bytes_held, 0u);
 }
@@ -95,7 +73,7 @@ TEST_P(Save, StreamsThroughAnArenaAnEighthOfItsSize) {
   auto checkpointer = Make(options);
   ASSERT_NE(checkpointer, nullptr);
   const TrainingState state = TrainingState::Uniform(37, 128u << 20 >> 5, 3);
-  const auto report = SaveNow(checkpointer.get(), "big", state);
+  const auto report = SaveTest::Save(checkpointer.get(), "big", state);
   ASSERT_TRUE(report.ok()) << report.status();
   EXPECT_TRUE(report->streamed);
   EXPECT_GE(report->bytes, 8 * options.staging.arena_bytes);
@@ -113,10 +91,10 @@ TEST_P(Save, SavesManyTensorsAgainAndAgain) {
     if (step != 0) state.Step(static_cast<uint64_t>(step));
     if (step == 3) state.tensors()[2000].name += ".renamed";
     const std::string name = absl::StrCat("step-", step);
-    const auto report = SaveNow(checkpointer.get(), name, state);
+    const auto report = SaveTest::Save(checkpointer.get(), name, state);
     ASSERT_TRUE(report.ok()) << report.status();
     EXPECT_EQ(report->tensors, 3000u);
-    ExpectSound(name);
+    ExpectSound(PathOf(name));
     EXPECT_TRUE(state.CompareWith(PathOf(name)).ok()) << state.CompareWith(PathOf(name));
   }
 }
@@ -146,8 +124,8 @@ TEST_P(Save, RefusesAnExistingCheckpointAndReplacesItOnRequest) {
   ASSERT_NE(checkpointer, nullptr);
   const TrainingState first = TrainingState::Uniform(3, 1u << 20, 1);
   const TrainingState second = TrainingState::Uniform(3, 1u << 20, 2);
-  ASSERT_TRUE(SaveNow(checkpointer.get(), "last", first).ok());
-  const auto refused = SaveNow(checkpointer.get(), "last", second);
+  ASSERT_TRUE(SaveTest::Save(checkpointer.get(), "last", first).ok());
+  const auto refused = SaveTest::Save(checkpointer.get(), "last", second);
   EXPECT_TRUE(absl::IsAlreadyExists(refused.status())) << refused.status();
   EXPECT_TRUE(first.CompareWith(PathOf("last")).ok());
   const std::vector<TensorSource> sources = second.Sources();
@@ -158,7 +136,7 @@ TEST_P(Save, RefusesAnExistingCheckpointAndReplacesItOnRequest) {
   ASSERT_TRUE(replaced.ok()) << replaced.status();
   EXPECT_TRUE(second.CompareWith(PathOf("last")).ok());
   EXPECT_TRUE(checkpointer->Flush(kLong).ok());
-  EXPECT_THAT(scratch_.Names(), ElementsAre("last"));
+  EXPECT_THAT(Names(), ElementsAre("last"));
 }
 
 TEST_P(Save, MemoryChangedAfterItsSealIsRefusedByName) {
@@ -170,11 +148,11 @@ TEST_P(Save, MemoryChangedAfterItsSealIsRefusedByName) {
   auto checkpointer = Make(options);
   ASSERT_NE(checkpointer, nullptr);
   const TrainingState state = TrainingState::Uniform(4, 3u << 20, 1);
-  const auto report = SaveNow(checkpointer.get(), "dirty", state);
+  const auto report = SaveTest::Save(checkpointer.get(), "dirty", state);
   ASSERT_TRUE(absl::IsDataLoss(report.status())) << report.status();
   EXPECT_THAT(report.status().message(), HasSubstr("layer.1.weight"));
   EXPECT_THAT(report.status().message(), HasSubstr("nothing was committed"));
-  EXPECT_THAT(scratch_.Names(), IsEmpty());
+  EXPECT_THAT(Names(), IsEmpty());
   EXPECT_EQ(checkpointer->staging().bytes_held, 0u);
 }
 
@@ -197,10 +175,10 @@ TEST_P(Save, KilledWorkerIsToldMemoryComesBackAndTheNextSaveWorks) {
   ASSERT_TRUE(absl::IsAborted(report.status())) << report.status();
   EXPECT_THAT(report.status().message(), HasSubstr("signal 9"));
   EXPECT_TRUE(checkpointer->Flush(kLong).ok());
-  EXPECT_THAT(scratch_.Names(), IsEmpty());
+  EXPECT_THAT(Names(), IsEmpty());
   EXPECT_EQ(checkpointer->staging().bytes_held, 0u);
   const TrainingState small = TrainingState::Uniform(2, 1u << 20, 2);
-  const auto next = SaveNow(checkpointer.get(), "next", small);
+  const auto next = SaveTest::Save(checkpointer.get(), "next", small);
   ASSERT_TRUE(next.ok()) << next.status();
   EXPECT_TRUE(small.CompareWith(PathOf("next")).ok());
 }
@@ -217,7 +195,7 @@ TEST_P(Save, CancelRemovesItsFiles) {
   ASSERT_TRUE(handle->Cancel().ok());
   const auto report = handle->WaitDurable(kLong);
   EXPECT_TRUE(absl::IsCancelled(report.status())) << report.status();
-  EXPECT_THAT(scratch_.Names(), IsEmpty());
+  EXPECT_THAT(Names(), IsEmpty());
   EXPECT_EQ(checkpointer->staging().bytes_held, 0u);
 }
 
@@ -228,14 +206,14 @@ TEST_P(Save, RetentionKeepsTheNewestAndEveryKth) {
   ASSERT_NE(checkpointer, nullptr);
   const TrainingState state = TrainingState::Uniform(2, 1u << 20, 1);
   for (uint64_t step = 1; step <= 7; ++step) {
-    ASSERT_TRUE(SaveNow(checkpointer.get(), absl::StrCat("step-", step), state, step).ok());
+    ASSERT_TRUE(SaveTest::Save(checkpointer.get(), absl::StrCat("step-", step), state, step).ok());
   }
   ASSERT_TRUE(checkpointer->Flush(kLong).ok());
-  EXPECT_THAT(scratch_.Names(), UnorderedElementsAre("step-4", "step-6", "step-7"));
+  EXPECT_THAT(Names(), UnorderedElementsAre("step-4", "step-6", "step-7"));
   // A run that was rolled back: its saves are the newest, though their steps are the lowest.
-  ASSERT_TRUE(SaveNow(checkpointer.get(), "step-2", state, 2).ok());
+  ASSERT_TRUE(SaveTest::Save(checkpointer.get(), "step-2", state, 2).ok());
   ASSERT_TRUE(checkpointer->Flush(kLong).ok());
-  EXPECT_THAT(scratch_.Names(), UnorderedElementsAre("step-2", "step-4", "step-7"));
+  EXPECT_THAT(Names(), UnorderedElementsAre("step-2", "step-4", "step-7"));
 }
 
 TEST_P(Save, DeviceTensorsAreStagedBehindTheCall) {
@@ -274,7 +252,7 @@ TEST_P(Save, ReadBackAgreesWithTheSeal) {
   auto checkpointer = Make(options);
   ASSERT_NE(checkpointer, nullptr);
   const TrainingState state = TrainingState::Assorted(6);
-  const auto report = SaveNow(checkpointer.get(), "read-back", state);
+  const auto report = SaveTest::Save(checkpointer.get(), "read-back", state);
   ASSERT_TRUE(report.ok()) << report.status();
   EXPECT_TRUE(state.CompareWith(PathOf("read-back")).ok());
 }
@@ -286,10 +264,10 @@ TEST_P(Save, ChangedWorkingDirectoryDoesNotMoveTheCheckpoint) {
   ScratchDirectory elsewhere;
   std::filesystem::current_path(elsewhere.path());
   const TrainingState state = TrainingState::Uniform(2, 1u << 20, 1);
-  const auto report = SaveNow(checkpointer.get(), "here", state);
+  const auto report = SaveTest::Save(checkpointer.get(), "here", state);
   std::filesystem::current_path(before);
   ASSERT_TRUE(report.ok()) << report.status();
-  EXPECT_THAT(scratch_.Names(), ElementsAre("here"));
+  EXPECT_THAT(Names(), ElementsAre("here"));
 }
 
 }  // namespace
