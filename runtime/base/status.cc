@@ -33,51 +33,27 @@ void AttachErrno(int error_number, absl::Status* status) {
 }
 
 const char* Verb(Operation operation) {
-  switch (operation) {
-    case Operation::kNone:
-      return "save";
-    case Operation::kAttach:
-      return "attach";
-    case Operation::kSetUp:
-      return "set up";
-    case Operation::kOpen:
-      return "open";
-    case Operation::kMakeDirectory:
-      return "make directory";
-    case Operation::kReserve:
-      return "reserve space for";
-    case Operation::kWrite:
-      return "write";
-    case Operation::kRead:
-      return "read";
-    case Operation::kTruncate:
-      return "truncate";
-    case Operation::kSync:
-      return "fsync";
-    case Operation::kSyncDirectory:
-      return "fsync directory of";
-    case Operation::kRename:
-      return "rename";
-    case Operation::kRemove:
-      return "remove";
-    case Operation::kDigest:
-      return "digest";
-    case Operation::kManifest:
-      return "write manifest of";
-    case Operation::kWaitTrainer:
-      return "wait for the trainer of";
-    case Operation::kWaitRanks:
-      return "wait for the other ranks of";
-    case Operation::kCancel:
-      return "cancel";
-    case Operation::kLock:
-      return "lock";
-    case Operation::kReplace:
-      return "replace";
-    case Operation::kJoinRanks:
-      return "join the other ranks of";
-  }
-  return "save";
+  return WordIn({"save",
+                 "attach",
+                 "set up",
+                 "open",
+                 "reserve space for",
+                 "write",
+                 "read",
+                 "truncate",
+                 "fsync",
+                 "fsync directory of",
+                 "rename",
+                 "remove",
+                 "digest",
+                 "write manifest of",
+                 "wait for the trainer of",
+                 "wait for the other ranks of",
+                 "cancel",
+                 "lock",
+                 "replace",
+                 "join the other ranks of"},
+                operation);
 }
 
 /// The part after "OPERATION OBJECT: " for a failure without errno.

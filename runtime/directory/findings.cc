@@ -5,27 +5,17 @@
 
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
+#include "runtime/directory/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/directory/entries.h"
-#include "runtime/directory/planted_bugs.h"
 
 namespace holdfast::directory {
 namespace {
 
 const char* KindName(EntryKind kind) {
-  switch (kind) {
-    case EntryKind::kNothing:
-      return "nothing";
-    case EntryKind::kFile:
-      return "a file";
-    case EntryKind::kDirectory:
-      return "a directory";
-    case EntryKind::kSymlink:
-      return "a symbolic link";
-    case EntryKind::kOther:
-      return "neither a file nor a directory";
-  }
-  return "nothing";
+  return WordIn(
+      {"nothing", "a file", "a directory", "a symbolic link", "neither a file nor a directory"},
+      kind);
 }
 
 }  // namespace
@@ -72,7 +62,7 @@ std::optional<Finding> CheckNamedFile(int directory, const std::string& name, ui
   if (entry->kind != EntryKind::kFile) {
     return Corrupt(name, "structure", "a file", KindName(entry->kind));
   }
-  if (entry->bytes == bytes || Planted(Bug::kPromoteWithoutSizes)) return std::nullopt;
+  if (entry->bytes == bytes || directory::Planted(directory::Bug::kPromoteWithoutSizes)) return std::nullopt;
   Finding finding =
       Corrupt(name, "size", absl::StrCat(bytes, " bytes"), absl::StrCat(entry->bytes, " bytes"));
   finding.fault.begin = std::min(entry->bytes, bytes);

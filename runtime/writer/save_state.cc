@@ -17,27 +17,9 @@ double Seconds(uint64_t from_ns, uint64_t to_ns) {
 }
 
 const char* PhaseName(layout::Phase phase) {
-  switch (phase) {
-    case layout::Phase::kQueued:
-      return "queued";
-    case layout::Phase::kWriting:
-      return "writing";
-    case layout::Phase::kSyncing:
-      return "syncing";
-    case layout::Phase::kReadingBack:
-      return "reading back";
-    case layout::Phase::kWritingManifest:
-      return "manifest";
-    case layout::Phase::kWaitingForRanks:
-      return "waiting for ranks";
-    case layout::Phase::kCommitting:
-      return "committing";
-    case layout::Phase::kRemoving:
-      return "removing";
-    case layout::Phase::kDone:
-      return "done";
-  }
-  return "unknown";
+  return WordIn({"queued", "writing", "syncing", "reading back", "manifest", "waiting for ranks",
+                 "committing", "removing", "done"},
+                phase);
 }
 
 }  // namespace

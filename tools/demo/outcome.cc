@@ -48,16 +48,7 @@ const SaveRow* FirstDurable(const Outcome& outcome) {
 }
 
 const char* OutcomeWord(int exit_status) {
-  switch (exit_status) {
-    case kExitSound:
-      return "sound";
-    case kExitFaultFound:
-      return "damage found";
-    case kExitFaultMissed:
-      return "damage missed";
-    default:
-      return "failed";
-  }
+  return WordIn({"sound", "damage found", "damage missed", "failed"}, exit_status);
 }
 
 nlohmann::json RowJson(const SaveRow& row) {

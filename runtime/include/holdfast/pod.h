@@ -73,58 +73,25 @@ enum class DirectIo : uint32_t {
   kProven = 2,   ///< STATX_DIOALIGN is reported, and a misaligned probe was refused.
 };
 
+/// Returns the word of an enumerator from a table in the enumerators' order. The first word stands
+/// for a value out of range, which another process may have written.
+template <typename Enum, uint32_t n>
+constexpr const char* WordIn(const char* const (&words)[n], Enum value) {
+  return words[static_cast<uint32_t>(value) < n ? static_cast<uint32_t>(value) : 0];
+}
+
 /// Words for launchers, engines, pages and direct I/O in manifests, reports, and on command lines.
 constexpr const char* WordOf(Launcher launcher) {
-  switch (launcher) {
-    case Launcher::kSpawn:
-      return "spawn";
-    case Launcher::kFork:
-      return "fork";
-    case Launcher::kPersistent:
-      return "persistent";
-    case Launcher::kThread:
-      return "thread";
-  }
-  return "unknown";
+  return WordIn({"spawn", "fork", "persistent", "thread"}, launcher);
 }
 constexpr const char* WordOf(EngineRung engine) {
-  switch (engine) {
-    case EngineRung::kUringFixed:
-      return "io_uring-fixed";
-    case EngineRung::kUring:
-      return "io_uring";
-    case EngineRung::kPwrite:
-      return "pwrite";
-    case EngineRung::kAuto:
-      break;
-  }
-  return "auto";
+  return WordIn({"auto", "io_uring-fixed", "io_uring", "pwrite"}, engine);
 }
 constexpr const char* WordOf(PageRung pages) {
-  switch (pages) {
-    case PageRung::kHugetlb:
-      return "hugetlb";
-    case PageRung::kTmpfsHuge:
-      return "tmpfs-huge";
-    case PageRung::kMadviseHuge:
-      return "madvise-huge";
-    case PageRung::kSmall:
-      return "small";
-    case PageRung::kAuto:
-      break;
-  }
-  return "auto";
+  return WordIn({"auto", "hugetlb", "tmpfs-huge", "madvise-huge", "small"}, pages);
 }
 constexpr const char* WordOf(DirectIo direct_io) {
-  switch (direct_io) {
-    case DirectIo::kProven:
-      return "proven";
-    case DirectIo::kClaimed:
-      return "claimed";
-    case DirectIo::kNo:
-      break;
-  }
-  return "no";
+  return WordIn({"no", "claimed", "proven"}, direct_io);
 }
 
 /// The operation that failed; the verb of an error message.
@@ -133,7 +100,6 @@ enum class Operation : uint32_t {
   kAttach,  ///< Mapping the arena or the job table.
   kSetUp,   ///< Opening a ring, starting a thread, applying QoS.
   kOpen,
-  kMakeDirectory,
   kReserve,  ///< fallocate(2)
   kWrite,
   kRead,

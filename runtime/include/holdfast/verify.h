@@ -17,8 +17,7 @@ namespace holdfast {
 enum class Verdict { kSound = 0, kCorrupt = 1, kIncomplete = 2, kUnreadable = 3 };
 
 constexpr const char* WordOf(Verdict verdict) {
-  constexpr const char* kWords[] = {"sound", "corrupt", "incomplete", "unreadable"};
-  return kWords[static_cast<int>(verdict)];
+  return WordIn({"sound", "corrupt", "incomplete", "unreadable"}, verdict);
 }
 
 /// Returns the graver of two verdicts: corrupt, then unreadable, then incomplete, then sound.
