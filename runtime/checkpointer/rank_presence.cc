@@ -11,11 +11,11 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/base/thread.h"
 #include "runtime/checkpointer/options.h"
 #include "runtime/directory/entries.h"
-#include "runtime/directory/planted_bugs.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/format/file_names.h"
 #include "runtime/sys/owned_fds.h"
@@ -159,7 +159,7 @@ absl::Duration RankPresence::interval() const { return who_.time_liveness_max / 
 
 void RankPresence::Beat() {
   const base::MutexLock lock(&mutex_);
-  if (failed_ || left_ || directory::Planted(directory::Bug::kTrainerGivesNoSigns)) return;
+  if (failed_ || left_ || base::Planted(base::Bug::kTrainerGivesNoSigns)) return;
   // Another presence of this rank may have published a failure. A later sign of life would
   // overwrite the failure.
   layout::RankSlot slot;
@@ -178,7 +178,7 @@ void RankPresence::Leave() {
 }
 
 void RankPresence::Publish(const absl::Status& why, bool is_final) {
-  if (failed_ || directory::Planted(directory::Bug::kTrainerKeepsFailures)) return;
+  if (failed_ || base::Planted(base::Bug::kTrainerKeepsFailures)) return;
   layout::RankFailure failure;
   failure.rank = who_.rank;
   failure.kind = static_cast<uint32_t>(layout::RankFailureKind::kFailed);

@@ -7,10 +7,10 @@
 #include <tuple>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/digest/digest.h"
 #include "runtime/directory/entries.h"
-#include "runtime/directory/planted_bugs.h"
 #include "runtime/layout/job.h"
 
 namespace holdfast::directory {
@@ -56,7 +56,8 @@ void AttemptReader::Read(const NamedManifests& named) {
 }
 
 void AttemptReader::JudgeCommitFile(const std::set<std::string>& committed_by, bool unrecorded) {
-  if (!framework_attempt_.has_value() || committed_ || Planted(Bug::kIgnoreCommitFile)) return;
+  if (!framework_attempt_.has_value() || committed_ || base::Planted(base::Bug::kIgnoreCommitFile))
+    return;
   for (const std::string& name : commit_files_) {
     if (committed_by.count(name) == 0) continue;
     return Add(Incomplete(name, "commit", "of this save", "of another save"));
@@ -209,7 +210,7 @@ void AttemptReader::CheckCommitFile() {
   if (!record_->commit_file.has_value()) return;
   const format::CommitFileDigest& recorded = *record_->commit_file;
   commit_files_.insert(recorded.name);
-  if (Planted(Bug::kIgnoreCommitFile)) return;
+  if (base::Planted(base::Bug::kIgnoreCommitFile)) return;
   const auto& found = commit_files_read_->Read(recorded.name);
   if (!found.ok()) {
     differs_ = CheckNamedFile(directory_, recorded.name, recorded.bytes)
@@ -230,7 +231,7 @@ void AttemptReader::LookForCommitFile() {
     const auto entry = Look(directory_, name, /*follow_symlink=*/false);
     if (!entry.ok() || entry->kind != EntryKind::kNothing) commit_files_.insert(name);
   }
-  if (Planted(Bug::kIgnoreCommitFile)) return;
+  if (base::Planted(base::Bug::kIgnoreCommitFile)) return;
   if (!possible_commit_files_.empty() && commit_files_.empty()) {
     Add(Incomplete(*possible_commit_files_.begin(), "missing",
                    "the file by which the framework commits", "nothing"));

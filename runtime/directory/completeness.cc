@@ -14,7 +14,6 @@
 #include "runtime/directory/attempt_reader.h"
 #include "runtime/directory/commit_file.h"
 #include "runtime/directory/entries.h"
-#include "runtime/directory/planted_bugs.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/format/file_names.h"
 #include "runtime/layout/board.h"
@@ -88,10 +87,6 @@ void ReadAttempts(int directory, const ReadCheckpointOptions& options, Checkpoin
 }
 
 }  // namespace
-
-#ifdef HOLDFAST_PLANTED_BUGS
-Bug g_bug = Bug::kNone;
-#endif
 
 absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string& path,
                                                const ReadCheckpointOptions& options) {

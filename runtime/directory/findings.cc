@@ -5,7 +5,7 @@
 
 #include "absl/strings/cord.h"
 #include "absl/strings/str_cat.h"
-#include "runtime/directory/planted_bugs.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/directory/entries.h"
 
@@ -62,7 +62,7 @@ std::optional<Finding> CheckNamedFile(int directory, const std::string& name, ui
   if (entry->kind != EntryKind::kFile) {
     return Corrupt(name, "structure", "a file", KindName(entry->kind));
   }
-  if (entry->bytes == bytes || directory::Planted(directory::Bug::kPromoteWithoutSizes)) return std::nullopt;
+  if (entry->bytes == bytes || base::Planted(base::Bug::kPromoteWithoutSizes)) return std::nullopt;
   Finding finding =
       Corrupt(name, "size", absl::StrCat(bytes, " bytes"), absl::StrCat(entry->bytes, " bytes"));
   finding.fault.begin = std::min(entry->bytes, bytes);

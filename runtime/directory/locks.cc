@@ -7,10 +7,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/file_system.h"
-#include "runtime/directory/planted_bugs.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 
@@ -112,7 +112,7 @@ OwnerProbe::OwnerProbe(int parent, bool local) : local_(local) {
 
 Owner OwnerProbe::Look(int directory) const {
   const int held = Flock(directory, LOCK_EX);
-  if (Planted(Bug::kIgnoreLocks)) return Owner::kNobody;
+  if (base::Planted(base::Bug::kIgnoreLocks)) return Owner::kNobody;
   if (held == 0) return local_ ? Owner::kNobody : Owner::kUnknown;
   if (held != EWOULDBLOCK) return Owner::kUnknown;
   // A process of this machine uses the directory. On a shared file system a rank's trainer may run

@@ -8,10 +8,10 @@
 #include <cerrno>
 
 #include "absl/strings/str_cat.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/directory/entries.h"
-#include "runtime/directory/planted_bugs.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/contents.h"
@@ -107,7 +107,7 @@ absl::Status FinishReplace(int parent, const std::string& partial, const std::st
   const bool proven =
       contents.attempt != AttemptId{} &&
       std::find(replaces.begin(), replaces.end(), contents.attempt) != replaces.end();
-  if (!proven && !Planted(Bug::kReplaceUnproven)) {
+  if (!proven && !base::Planted(base::Bug::kReplaceUnproven)) {
     return absl::AlreadyExistsError("it is no checkpoint that the save was to replace");
   }
   if (contents.foreign[0] != '\0') {

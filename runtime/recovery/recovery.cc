@@ -17,7 +17,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
-#include "runtime/directory/planted_bugs.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/directory/completeness.h"
@@ -67,7 +67,7 @@ absl::Time LastChange(int directory) {
 bool IsOwn(const Inspection& inspection, const format::DirectoryName& name) {
   return inspection.state == Verdict::kSound &&
          (inspection.info.attempt == name.attempt ||
-          directory::Planted(directory::Bug::kPromoteOtherAttempt)) &&
+          base::Planted(base::Bug::kPromoteOtherAttempt)) &&
          inspection.recorded_name == name.checkpoint;
 }
 
@@ -120,13 +120,13 @@ class Recovery {
 absl::StatusOr<RecoveryReport> Recovery::Run() {
   std::vector<std::string> orphans;
   HOLDFAST_RETURN_IF_ERROR(PromoteAndAwaitOrphans(&orphans));
-  if (options_.clean_up && !directory::Planted(directory::Bug::kNoFence)) {
+  if (options_.clean_up && !base::Planted(base::Bug::kNoFence)) {
     for (const std::string& name : orphans) HOLDFAST_RETURN_IF_ERROR(Fence(name));
   }
   HOLDFAST_RETURN_IF_ERROR(CleanUp());
   // A worker may have died between rename and fsync. Callers build on the reported checkpoints,
   // which must survive the next power loss.
-  if (!directory::Planted(directory::Bug::kReportWithoutParentSync)) {
+  if (!base::Planted(base::Bug::kReportWithoutParentSync)) {
     HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   }
   HOLDFAST_ASSIGN_OR_RETURN(directory::Listing listing, directory::ListComplete(parent_, path_));
@@ -193,8 +193,8 @@ absl::Status Recovery::CleanUp() {
   // A worker may have died between exchanging an old checkpoint for a new one and the fsync. If the
   // old manifests were removed now, power loss could undo the exchange alone. The final name would
   // then lead to the damaged old checkpoint.
-  if (!directory::Planted(directory::Bug::kRemoveBeforeParentSync) &&
-      !directory::Planted(directory::Bug::kReportWithoutParentSync)) {
+  if (!base::Planted(base::Bug::kRemoveBeforeParentSync) &&
+      !base::Planted(base::Bug::kReportWithoutParentSync)) {
     HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   }
   HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names, Candidates());
@@ -258,7 +258,7 @@ absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name,
                                                         const Inspection& inspection,
                                                         bool may_remove) {
   const format::DirectoryName parsed = format::ParseDirectoryName(name);
-  if (directory::Planted(directory::Bug::kRemoveBeforePromotion)) return Remove(name, true);
+  if (base::Planted(base::Bug::kRemoveBeforePromotion)) return Remove(name, true);
   switch (inspection.state) {
     case Verdict::kUnreadable:
       return Keep(std::string(inspection.reason.message()));
@@ -293,7 +293,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int d
   // The last rank's worker may have died between the rename of its manifest and the fsync of this
   // directory. Without this fsync, power loss could leave the final name without a manifest.
   absl::Status synced;
-  if (!directory::Planted(directory::Bug::kPromoteWithoutDirectorySync))
+  if (!base::Planted(base::Bug::kPromoteWithoutDirectorySync))
     synced = SyncDirectory(directory, name);
   if (!synced.ok()) return Keep(std::string(synced.message()));
   const absl::Status renamed = directory::RenameNoReplace(parent_, name, checkpoint);
@@ -315,7 +315,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Replace(const std::string& name,
   if (!absl::IsAlreadyExists(replaced)) return Keep(absl::StrCat(both, ": ", replaced.message()));
   const Inspection standing = InspectName(checkpoint);
   const bool newer = standing.state == Verdict::kSound &&
-                     (directory::Planted(directory::Bug::kRemoveUnproven) ||
+                     (base::Planted(base::Bug::kRemoveUnproven) ||
                       std::find(standing.replaces.begin(), standing.replaces.end(),
                                 inspection.info.attempt) != standing.replaces.end());
   if (newer) return Remove(name, may_remove);
@@ -325,7 +325,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Replace(const std::string& name,
 absl::StatusOr<Recovery::Visit> Recovery::Promoted(const std::string& checkpoint) {
   report_.promoted.push_back(checkpoint);
   // A promotion must survive power loss.
-  if (directory::Planted(directory::Bug::kReportWithoutParentSync)) return Visit{};
+  if (base::Planted(base::Bug::kReportWithoutParentSync)) return Visit{};
   HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   return Visit{};
 }

@@ -2,15 +2,10 @@
 
 #include <algorithm>
 
+#include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 
 namespace holdfast::staging {
-
-#ifdef HOLDFAST_PLANTED_BUGS
-namespace testing {
-bool trim_under_registration = false;
-}  // namespace testing
-#endif
 
 absl::Status Residence::Register(Registrant* registrant) {
   const bool now = arena_->resident();
@@ -38,9 +33,7 @@ bool Residence::Empty() const {
 // while memory shows a new one, and no digest of memory could find the difference. So drop all
 // registrations first, wait for each acknowledgment, and punch last.
 absl::Status Residence::GiveBack() {
-#ifdef HOLDFAST_PLANTED_BUGS
-  if (testing::trim_under_registration) return arena_->Punch();
-#endif
+  if (base::Planted(base::Bug::kTrimUnderRegistration)) return arena_->Punch();
   absl::Status status = DropAll();
   if (status.ok()) status = arena_->Punch();
   if (status.ok()) return status;

@@ -64,13 +64,6 @@ class Residence {
   std::vector<Entry> entries_;
 };
 
-#ifdef HOLDFAST_PLANTED_BUGS
-namespace testing {
-/// Punches pages under a registration: the bug that promise 4 rules out.
-extern bool trim_under_registration;
-}  // namespace testing
-#endif
-
 }  // namespace holdfast::staging
 
 #endif  // HOLDFAST_RUNTIME_STAGING_RESIDENCE_H_

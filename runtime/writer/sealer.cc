@@ -7,17 +7,11 @@
 
 #include "absl/container/inlined_vector.h"
 #include "runtime/base/clock.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/digest/digest.h"
 #include "runtime/sys/system.h"
-#include "runtime/writer/planted_bugs.h"
 
 namespace holdfast::writer {
-
-#ifdef HOLDFAST_PLANTED_BUGS
-namespace testing {
-bool release_at_submit = false;
-}  // namespace testing
-#endif
 
 namespace {
 
@@ -183,9 +177,7 @@ void Sealer::Publish(const std::shared_ptr<SaveState>& save, uint32_t index) {
     tasks_.push_front({.save = save, .index = index, .copy = nullptr, .sealed = true});
     changed_.NotifyAll();
   }
-#ifdef HOLDFAST_PLANTED_BUGS
-  if (testing::release_at_submit) pool_->Release(save->leases[index]);
-#endif
+  if (base::Planted(base::Bug::kReleaseAtSubmit)) pool_->Release(save->leases[index]);
 }
 
 // The last extent completes the save. A worker whose trainer dies finishes a complete save, so the

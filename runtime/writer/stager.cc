@@ -7,17 +7,11 @@
 #include "absl/time/clock.h"
 #include "runtime/base/clock.h"
 #include "runtime/base/mutex.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/digest/digest.h"
 #include "runtime/format/torch_zip.h"
-#include "runtime/writer/planted_bugs.h"
 
 namespace holdfast::writer {
-
-#ifdef HOLDFAST_PLANTED_BUGS
-namespace testing {
-bool return_while_copying = false;
-}  // namespace testing
-#endif
 
 namespace {
 
@@ -125,9 +119,7 @@ bool Stager::MustLeaseInOrder(const SaveState& save) const {
 absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save) {
   const auto helped = std::make_shared<HelpedCopies>();
   absl::Status status = StageExtents(save, helped);
-#ifdef HOLDFAST_PLANTED_BUGS
-  if (testing::return_while_copying) return status;
-#endif
+  if (base::Planted(base::Bug::kReturnWhileCopying)) return status;
   const absl::Time begin = base::Now();
   status.Update(helped->Wait());
   save->MutableReport()->time_copying += absl::ToDoubleSeconds(base::Now() - begin);
@@ -170,9 +162,7 @@ bool Stager::CopiesElsewhere(const std::shared_ptr<SaveState>& save, uint32_t in
   if (save->table->extent(index).bytes < kChunkBytes / 4) return false;
   helped->Begin();
   const bool taken = sealer_->TryCopy(save, index, [this, save, index, helped] {
-#ifdef HOLDFAST_PLANTED_BUGS
-    if (testing::return_while_copying) absl::SleepFor(absl::Milliseconds(50));
-#endif
+    if (base::Planted(base::Bug::kReturnWhileCopying)) absl::SleepFor(absl::Milliseconds(50));
     absl::StatusOr<bool> sealed = true;
     if (!save->StagingFailed()) sealed = CopyHostPieces(save, index, Way::kHost);
     helped->End(sealed.status());

@@ -10,19 +10,13 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
 #include "runtime/base/keep_forever.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/layout/launcher.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
-#include "runtime/writer/planted_bugs.h"
 
 namespace holdfast::writer {
-
-#ifdef HOLDFAST_PLANTED_BUGS
-namespace testing {
-bool trust_the_pidfd = false;
-}
-#endif
 
 namespace {
 
@@ -186,9 +180,7 @@ bool Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& sa
 }
 
 bool Supervisor::HasLanded(const SaveState& save, bool gone) {
-#ifdef HOLDFAST_PLANTED_BUGS
-  if (testing::trust_the_pidfd) return gone;
-#endif
+  if (base::Planted(base::Bug::kTrustThePidfd)) return gone;
   const layout::Job& job = *save.table->job();
   // acquire: pairs with the worker's release; the worker's reads of the bytes precede their reuse.
   if (job.staging_released.load(std::memory_order_acquire) != 0) return true;
@@ -224,9 +216,7 @@ bool Supervisor::IsQueued(const SaveState& save, const Saves& saves) {
 void Supervisor::ReleaseAcknowledged(SaveState* save) {
   if (save->retired || !save->worker_damage.ok()) return;
   if (!layout::Streams(*save->table->job())) return;
-#ifdef HOLDFAST_PLANTED_BUGS
-  if (testing::release_at_submit) return;
-#endif
+  if (base::Planted(base::Bug::kReleaseAtSubmit)) return;
   uint32_t index = 0;
   while (save->acknowledged.Next(&index)) {
     if (index < save->leases.size() && pool_->Release(save->leases[index])) continue;

@@ -2,14 +2,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "runtime/directory/planted_bugs.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/worker/planted_bugs.h"
 #include "tests/crash/campaigns.h"
 
 namespace holdfast::testing {
 namespace {
 
-using directory::Bug;
+using base::Bug;
 using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
@@ -17,7 +17,7 @@ using ::testing::IsEmpty;
 class PlantedBug : public ::testing::Test {
  protected:
   void TearDown() override {
-    directory::g_bug = Bug::kNone;
+    base::g_bug = Bug::kNone;
     worker::testing::g_remove_unnamed_files = false;
   }
 };
@@ -25,22 +25,22 @@ class PlantedBug : public ::testing::Test {
 TEST_F(PlantedBug, NoneIsNotSeen) { EXPECT_THAT(Oddities().violations, IsEmpty()); }
 
 TEST_F(PlantedBug, PromotionWithoutTheSizesIsSeen) {
-  directory::g_bug = Bug::kPromoteWithoutSizes;
+  base::g_bug = Bug::kPromoteWithoutSizes;
   EXPECT_THAT(Oddities().violations, Contains(HasSubstr("not what was sealed")));
 }
 
 TEST_F(PlantedBug, PromotionOfAnotherAttemptIsSeen) {
-  directory::g_bug = Bug::kPromoteOtherAttempt;
+  base::g_bug = Bug::kPromoteOtherAttempt;
   EXPECT_THAT(Oddities().violations, Contains(HasSubstr("they were promoted")));
 }
 
 TEST_F(PlantedBug, ReplacingWithoutProofIsSeen) {
-  directory::g_bug = Bug::kReplaceUnproven;
+  base::g_bug = Bug::kReplaceUnproven;
   EXPECT_THAT(Oddities().violations, Contains(HasSubstr("replaced without proof")));
 }
 
 TEST_F(PlantedBug, RemovingWithoutProofIsSeen) {
-  directory::g_bug = Bug::kRemoveUnproven;
+  base::g_bug = Bug::kRemoveUnproven;
   EXPECT_THAT(Oddities().violations, Contains(HasSubstr("removed without proof")));
 }
 
@@ -50,12 +50,12 @@ TEST_F(PlantedBug, RemovingFilesOfOthersIsSeen) {
 }
 
 TEST_F(PlantedBug, CleaningUpBeforePromotingIsSeen) {
-  directory::g_bug = Bug::kRemoveBeforePromotion;
+  base::g_bug = Bug::kRemoveBeforePromotion;
   EXPECT_THAT(KillCommits({}).violations, Contains(HasSubstr("was thrown away")));
 }
 
 TEST_F(PlantedBug, PromotionWithoutSyncingTheDirectoryIsSeen) {
-  directory::g_bug = Bug::kPromoteWithoutDirectorySync;
+  base::g_bug = Bug::kPromoteWithoutDirectorySync;
   EXPECT_THAT(CutPower({}).violations, Contains(HasSubstr("was reported complete and is lost")));
 }
 
@@ -65,24 +65,24 @@ TEST_F(PlantedBug, ACommitRecordThatIsNamedBeforeItsFsyncIsSeen) {
 }
 
 TEST_F(PlantedBug, ReportingWithoutSyncingTheParentIsSeen) {
-  directory::g_bug = Bug::kReportWithoutParentSync;
+  base::g_bug = Bug::kReportWithoutParentSync;
   EXPECT_THAT(CutPower({}).violations, Contains(HasSubstr("was reported complete and is lost")));
 }
 
 TEST_F(PlantedBug, RemovingTheReplacedOneBeforeTheExchangeIsDurableIsSeen) {
-  directory::g_bug = Bug::kRemoveBeforeParentSync;
+  base::g_bug = Bug::kRemoveBeforeParentSync;
   EXPECT_THAT(CutPower({.replace = true}).violations,
               Contains(HasSubstr("neither the old nor the new one")));
 }
 
 TEST_F(PlantedBug, IgnoringLocksIsSeen) {
-  directory::g_bug = Bug::kIgnoreLocks;
+  base::g_bug = Bug::kIgnoreLocks;
   EXPECT_THAT(KillOneRankOfARunningSave().violations,
               Contains(HasSubstr("acted on a running save")));
 }
 
 TEST_F(PlantedBug, LettingAnOrphanGoOnIsSeen) {
-  directory::g_bug = Bug::kNoFence;
+  base::g_bug = Bug::kNoFence;
   EXPECT_THAT(Oddities().violations, Contains(HasSubstr("behind the new trainer's back")));
 }
 

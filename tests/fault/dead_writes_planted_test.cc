@@ -2,7 +2,7 @@
 // writes, the next save's bytes appear in the dead worker's file.
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "runtime/writer/planted_bugs.h"
+#include "runtime/base/planted_bugs.h"
 #include "tests/fault/dead_writes.h"
 
 namespace holdfast::testing {
@@ -10,10 +10,10 @@ namespace {
 
 TEST(PlantedBug, TrustInThePidfdIsFoundInTheDeadFile) {
   for (const EngineRung engine : {EngineRung::kUring, EngineRung::kUringFixed}) {
-    writer::testing::trust_the_pidfd = true;
+    base::g_bug = base::Bug::kTrustThePidfd;
     const DeadWritesResult result =
         KillWorkersInWrites({.launcher = Launcher::kSpawn, .engine = engine, .kills = 1});
-    writer::testing::trust_the_pidfd = false;
+    base::g_bug = base::Bug::kNone;
     if (!result.skipped.empty()) GTEST_SKIP() << result.skipped;
     EXPECT_THAT(result.problems, ::testing::IsEmpty());
     EXPECT_GT(result.pages_dirty, 0u);

@@ -6,19 +6,19 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/ranks.h"
-#include "runtime/directory/planted_bugs.h"
+#include "runtime/base/planted_bugs.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
 
 namespace holdfast::testing {
 namespace {
 
-using directory::Bug;
+using base::Bug;
 
 class PlantedRanks : public SaveTest {
  protected:
   void TearDown() override {
-    directory::g_bug = Bug::kNone;
+    base::g_bug = Bug::kNone;
     SaveTest::TearDown();
   }
   CheckpointerOptions Rank(uint32_t rank) const {
@@ -48,7 +48,7 @@ class PlantedRanks : public SaveTest {
     EXPECT_TRUE(WaitFor([&] { return second->progress().bytes_written > 0; }));
     kill(second->worker_pid(), SIGKILL);
     EXPECT_FALSE(second->WaitDurable(kLong).ok());
-    const bool bug = directory::g_bug == Bug::kTrainerKeepsFailures;
+    const bool bug = base::g_bug == Bug::kTrainerKeepsFailures;
     const absl::Status status = first->WaitDurable(bug ? absl::Seconds(5) : kLong).status();
     const bool told = absl::StrContains(Text(status), "rank 1 failed");
     (void)first->Cancel();
@@ -82,14 +82,14 @@ class PlantedRanks : public SaveTest {
 
 TEST_F(PlantedRanks, TrainerThatKeepsAFailureIsFound) {
   EXPECT_TRUE(ToldOfAKilledWorker());
-  directory::g_bug = Bug::kTrainerKeepsFailures;
+  base::g_bug = Bug::kTrainerKeepsFailures;
   attempt_ = NewAttemptId();
   EXPECT_FALSE(ToldOfAKilledWorker());
 }
 
 TEST_F(PlantedRanks, TrainerWithoutSignsOfLifeIsFound) {
   EXPECT_TRUE(WaitsForABusyRank());
-  directory::g_bug = Bug::kTrainerGivesNoSigns;
+  base::g_bug = Bug::kTrainerGivesNoSigns;
   attempt_ = NewAttemptId();
   EXPECT_FALSE(WaitsForABusyRank());
 }

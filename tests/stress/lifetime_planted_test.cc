@@ -2,8 +2,8 @@
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/staging/residence.h"
-#include "runtime/writer/planted_bugs.h"
 #include "tests/stress/hostile_saves.h"
 
 namespace holdfast::testing {
@@ -15,42 +15,42 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
 TEST(PlantedBug, ReleaseAtSubmitIsFoundAndNamed) {
-  writer::testing::release_at_submit = true;
+  base::g_bug = base::Bug::kReleaseAtSubmit;
   const HostileResult result =
       RunHostileSaves({.launcher = Launcher::kSpawn, .engine = EngineRung::kUring, .saves = 6});
-  writer::testing::release_at_submit = false;
+  base::g_bug = base::Bug::kNone;
   EXPECT_THAT(result.problems,
               Contains(AllOf(HasSubstr("are not what was sealed"), HasSubstr("bytes ["))));
 }
 
 TEST(PlantedBug, TrimUnderARegistrationIsFoundOnDisk) {
-  staging::testing::trim_under_registration = true;
+  base::g_bug = base::Bug::kTrimUnderRegistration;
   const HostileResult result = RunHostileSaves({.launcher = Launcher::kPersistent,
                                                 .engine = EngineRung::kUringFixed,
                                                 .saves = 4,
                                                 .trim_between = true});
-  staging::testing::trim_under_registration = false;
+  base::g_bug = base::Bug::kNone;
   // The worker's second look at memory agrees with the seal, because the registration wrote other
   // pages. Only the bytes on disk show the bug.
   EXPECT_THAT(result.problems, Contains(HasSubstr("layer.")));
 }
 
 TEST(PlantedBug, TrimUnderARegistrationIsRefusedByReadBack) {
-  staging::testing::trim_under_registration = true;
+  base::g_bug = base::Bug::kTrimUnderRegistration;
   const HostileResult result = RunHostileSaves({.launcher = Launcher::kPersistent,
                                                 .engine = EngineRung::kUringFixed,
                                                 .saves = 4,
                                                 .read_back = true,
                                                 .trim_between = true});
-  staging::testing::trim_under_registration = false;
+  base::g_bug = base::Bug::kNone;
   EXPECT_THAT(result.problems, Contains(AllOf(HasSubstr("DATA_LOSS"), HasSubstr("bytes ["))));
 }
 
 TEST(PlantedBug, ReturningWhileTensorsAreStillCopiedIsFoundOnDisk) {
-  writer::testing::return_while_copying = true;
+  base::g_bug = base::Bug::kReturnWhileCopying;
   const HostileResult result =
       RunHostileSaves({.launcher = Launcher::kSpawn, .engine = EngineRung::kUring, .saves = 4});
-  writer::testing::return_while_copying = false;
+  base::g_bug = base::Bug::kNone;
   EXPECT_THAT(result.problems, Contains(HasSubstr("layer.")));
 }
 

@@ -58,7 +58,7 @@ class RingRegistrant final : public Registrant {
 class StagingPlantedTest : public ::testing::Test {
  protected:
   ~StagingPlantedTest() override {
-    testing::trim_under_registration = false;
+    base::g_bug = base::Bug::kNone;
     if (file_ >= 0) close(file_);
   }
 
@@ -103,7 +103,7 @@ class StagingPlantedTest : public ::testing::Test {
 TEST_F(StagingPlantedTest, WritesNewBytesAfterATrim) { EXPECT_EQ(SaveTrimSave(), '2'); }
 
 TEST_F(StagingPlantedTest, WritesOldBytesAfterATrimUnderARegistration) {
-  testing::trim_under_registration = true;
+  base::g_bug = base::Bug::kTrimUnderRegistration;
   EXPECT_EQ(SaveTrimSave(), '1') << "the bug is not there, so no test can prove that it finds it";
 }
 

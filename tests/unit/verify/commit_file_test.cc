@@ -8,7 +8,7 @@
 #include <string>
 
 #include "holdfast/verify.h"
-#include "runtime/directory/planted_bugs.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/small_checkpoint.h"
@@ -30,7 +30,7 @@ using testing::WriteSmallCheckpoint;
 class CommitFileTest : public ::testing::Test {
  protected:
   void TearDown() override {
-    directory::g_bug = directory::Bug::kNone;
+    base::g_bug = base::Bug::kNone;
     sys::g_system = sys::kKernel;
   }
 
@@ -247,7 +247,7 @@ TEST_F(CommitFileTest, IsReadOnceHoweverManySavesItMayBeOf) {
 // Mistakes on purpose: the tests above would not pass with them.
 
 TEST_F(CommitFileTest, APlantedBugThatIgnoresItIsSeen) {
-  directory::g_bug = directory::Bug::kIgnoreCommitFile;
+  base::g_bug = base::Bug::kIgnoreCommitFile;
   WriteData(Save(1));
   ExpectSound(Save(1));
   Record(Save(1));
