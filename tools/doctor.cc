@@ -1,6 +1,7 @@
 // holdfast-doctor: the capabilities of this machine and one directory, and advice for changes.
 #include <CLI/CLI.hpp>
 #include <cstdio>
+#include <filesystem>
 #include <string>
 
 #include "holdfast/probe.h"
@@ -74,7 +75,8 @@ int main(int argc, char** argv) {
 #ifdef HOLDFAST_WITH_CUDA
   holdfast::EnableCuda();
 #endif
-  CLI::App app(holdfast::tools::kDescription, "holdfast-doctor");
+  // "holdfast doctor" runs this program under its own name.
+  CLI::App app(holdfast::tools::kDescription, std::filesystem::path(argv[0]).filename());
   app.footer(holdfast::tools::kFooter);
   app.set_version_flag("--version", "holdfast-doctor " HOLDFAST_VERSION);
   std::string directory;

@@ -1,7 +1,10 @@
 // verify-checkpoint: proves checkpoints on disk again, any day.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "holdfast/verify.h"
@@ -19,12 +22,14 @@ constexpr char kDescription[] =
     "when it was saved.\n\n"
     "A PATH is a checkpoint directory (all its ranks), one file of it, or a file or directory that "
     "another program\nwrote (safetensors; torch.save zips, .distcp files): there, what the format "
-    "allows is checked, and the report says\nthat this is less. Nothing is ever executed or "
-    "unpickled.";
+    "allows is checked, and the report says\nthat this is less. Of any other directory all "
+    "checkpoints below are verified. Nothing is ever executed or unpickled.";
 
 constexpr char kFooter[] =
     "Output: one line per fault (file, tensor, byte range, reason, expected and found), then one "
-    "line per PATH.\n"
+    "line per checkpoint.\n"
+    "Directories of saves that were never committed are listed below a directory, and not "
+    "verified.\n"
     "\n"
     "Exit status:\n"
     "  0  sound       everything is there and is what was saved\n"
@@ -32,13 +37,13 @@ constexpr char kFooter[] =
     "  2  incomplete  files or manifests of ranks are missing, or the save was never committed\n"
     "  3  unreadable  it could not be read, or its format is not known: nothing is proven\n"
     "  64 usage       the command line was wrong\n"
-    "With several PATHs it is that of the worst: corrupt, then unreadable, then incomplete, then "
+    "With several checkpoints it is that of the worst: corrupt, then unreadable, then incomplete, "
+    "then "
     "sound.\n"
     "\n"
-    "--json prints one document with the keys: program, version, verdict, exit_status, and paths, "
-    "a "
-    "list with one\n"
-    "entry per PATH: path, verdict, checked, note, bytes, files, tensors, seconds, "
+    "--json prints one document with the keys: program, version, verdict, exit_status, "
+    "uncommitted (directories), and paths, a list with one\n"
+    "entry per checkpoint: path, verdict, checked, note, bytes, files, tensors, seconds, "
     "bytes_per_second, step, attempt, engine,\n"
     "direct_io, faults_total, and faults, a list of: file, tensor, begin, end, reason, expected, "
     "found.\n"
@@ -47,7 +52,7 @@ constexpr char kFooter[] =
     "\n"
     "Examples:\n"
     "  verify-checkpoint /checkpoints/step-1200\n"
-    "  verify-checkpoint --json /checkpoints/step-* | jq '.paths[] | select(.verdict != "
+    "  verify-checkpoint --json /checkpoints | jq '.paths[] | select(.verdict != "
     "\"sound\")'\n"
     "  verify-checkpoint --adopt downloaded-model/   # from now on every byte of it can be proven";
 
@@ -119,15 +124,40 @@ absl::StatusOr<VerifyReport> Check(const std::string& path, const Arguments& arg
   return Verify(path, options);
 }
 
+/// All checkpoints at the paths of the command line.
+FoundCheckpoints Find(const Arguments& arguments) {
+  if (arguments.adopt) return {.checkpoints = arguments.paths};
+  FoundCheckpoints all;
+  for (const std::string& path : arguments.paths) {
+    const FoundCheckpoints found = FindCheckpoints(path);
+    all.checkpoints.insert(all.checkpoints.end(), found.checkpoints.begin(),
+                           found.checkpoints.end());
+    all.uncommitted.insert(all.uncommitted.end(), found.uncommitted.begin(),
+                           found.uncommitted.end());
+  }
+  return all;
+}
+
+/// True for a checkpoint that was found and that retention has removed since.
+bool RemovedMeanwhile(const VerifyReport& report, const Arguments& arguments) {
+  std::error_code error;
+  return report.verdict != Verdict::kSound &&
+         std::find(arguments.paths.begin(), arguments.paths.end(), report.path) ==
+             arguments.paths.end() &&
+         !std::filesystem::exists(report.path, error) && !error;
+}
+
 int Run(const Arguments& arguments) {
   std::vector<VerifyReport> reports;
   Verdict worst = Verdict::kSound;
-  for (const std::string& path : arguments.paths) {
+  const FoundCheckpoints found = Find(arguments);
+  for (const std::string& path : found.checkpoints) {
     absl::StatusOr<VerifyReport> report = Check(path, arguments);
     if (!report.ok()) {
       std::fprintf(stderr, "verify-checkpoint: %s\n", report.status().ToString().c_str());
       return kExitUsage;
     }
+    if (RemovedMeanwhile(*report, arguments)) continue;
     worst = Worse(worst, report->verdict);
     if (!arguments.json) {
       std::fputs(FaultLines(*report).c_str(), stdout);
@@ -138,9 +168,10 @@ int Run(const Arguments& arguments) {
   }
   const int exit_status = static_cast<int>(worst);
   if (arguments.json) {
-    std::fputs(Json(reports, exit_status).c_str(), stdout);
-  } else if (!arguments.quiet && reports.size() > 1) {
-    std::fputs(SummaryLine(reports).c_str(), stdout);
+    std::fputs(Json(reports, found.uncommitted, exit_status).c_str(), stdout);
+  } else if (!arguments.quiet) {
+    std::fputs(UncommittedLines(found.uncommitted).c_str(), stdout);
+    if (reports.size() > 1) std::fputs(SummaryLine(reports).c_str(), stdout);
   }
   // A full disk or a closed pipe is a failure: the verdict was not printed.
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
@@ -154,7 +185,8 @@ int Run(const Arguments& arguments) {
 }  // namespace holdfast::tools
 
 int main(int argc, char** argv) {
-  CLI::App app(holdfast::tools::kDescription, "verify-checkpoint");
+  // "holdfast verify" runs this program under its own name.
+  CLI::App app(holdfast::tools::kDescription, std::filesystem::path(argv[0]).filename());
   holdfast::tools::Arguments arguments;
   holdfast::tools::Declare(&app, &arguments);
   try {

@@ -88,6 +88,14 @@ std::string ReportLines(const VerifyReport& report) {
   return line;
 }
 
+std::string UncommittedLines(const std::vector<std::string>& uncommitted) {
+  std::string lines;
+  for (const std::string& path : uncommitted) {
+    absl::StrAppend(&lines, Printable(path), ": not verified: no committed checkpoint\n");
+  }
+  return lines;
+}
+
 std::string SummaryLine(const std::vector<VerifyReport>& reports) {
   uint64_t bytes = 0;
   double seconds = 0;
@@ -97,7 +105,7 @@ std::string SummaryLine(const std::vector<VerifyReport>& reports) {
     seconds += report.seconds;
     ++counts[static_cast<size_t>(report.verdict)];
   }
-  std::string line = absl::StrCat(reports.size(), " paths:");
+  std::string line = absl::StrCat(reports.size(), " checkpoints:");
   for (size_t i = 0; i < counts.size(); ++i) {
     if (counts[i] == 0) continue;
     absl::StrAppend(&line, " ", counts[i], " ", WordOf(static_cast<Verdict>(i)), ",");
@@ -105,18 +113,18 @@ std::string SummaryLine(const std::vector<VerifyReport>& reports) {
   return absl::StrCat(line, " ", Amount(bytes, seconds), "\n");
 }
 
-std::string Json(const std::vector<VerifyReport>& reports, int exit_status) {
+std::string Json(const std::vector<VerifyReport>& reports,
+                 const std::vector<std::string>& uncommitted, int exit_status) {
   nlohmann::ordered_json paths = nlohmann::ordered_json::array();
   Verdict worst = Verdict::kSound;
   for (const VerifyReport& report : reports) {
     paths.push_back(JsonOf(report));
     worst = Worse(worst, report.verdict);
   }
-  const nlohmann::ordered_json document = {{"program", "verify-checkpoint"},
-                                           {"version", 1},
-                                           {"verdict", WordOf(worst)},
-                                           {"exit_status", exit_status},
-                                           {"paths", std::move(paths)}};
+  const nlohmann::ordered_json document = {
+      {"program", "verify-checkpoint"}, {"version", 1},
+      {"verdict", WordOf(worst)},         {"exit_status", exit_status},
+      {"uncommitted", uncommitted},     {"paths", std::move(paths)}};
   // Names that are not UTF-8 must not end the program: they appear with replacement characters.
   return document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }

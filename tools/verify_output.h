@@ -15,11 +15,15 @@ std::string FaultLines(const VerifyReport& report);
 /// Returns the verdict line of a path, followed by the note, if any.
 std::string ReportLines(const VerifyReport& report);
 
-/// The line for several paths together.
+/// Returns one line per directory that was found and not verified.
+std::string UncommittedLines(const std::vector<std::string>& uncommitted);
+
+/// The line for several checkpoints together.
 std::string SummaryLine(const std::vector<VerifyReport>& reports);
 
 /// Returns the JSON document; --help lists the keys.
-std::string Json(const std::vector<VerifyReport>& reports, int exit_status);
+std::string Json(const std::vector<VerifyReport>& reports,
+                 const std::vector<std::string>& uncommitted, int exit_status);
 
 }  // namespace holdfast::tools
 

@@ -72,6 +72,18 @@ struct VerifyReport {
 /// \error kInvalidArgument for bad options only.
 absl::StatusOr<VerifyReport> Verify(const std::string& path, const VerifyOptions& options);
 
+/// The checkpoints below a directory.
+struct FoundCheckpoints {
+  std::vector<std::string> checkpoints;  ///< Paths for Verify; at least one.
+  /// Directories of saves that were never committed, or of retired checkpoints.
+  std::vector<std::string> uncommitted;
+};
+
+/// Finds the checkpoints at and below `path`, sorted by name. A directory is one if it holds a
+/// manifest, a framework's checkpoint files, or foreign files of tensors. Symbolic links are not
+/// followed below `path`. Without any checkpoint the result is `path` itself, as for a file.
+FoundCheckpoints FindCheckpoints(const std::string& path);
+
 /// Writes a manifest for foreign files without one, from their bytes on disk. `path` is a file or a
 /// directory. Files with an attempt id are refused: a partial Holdfast checkpoint never becomes
 /// complete.

@@ -102,7 +102,51 @@ TEST_F(VerifyCheckpointProgram, PrintsOneLinePerFaultAndOneForThePath) {
   EXPECT_EQ(std::count(quiet.out.begin(), quiet.out.end(), '\n'), 1);
   EXPECT_THAT(Run("-q " + Path("sound")).out, IsEmpty());
   EXPECT_THAT(Run(Path("sound ") + Path("corrupt")).out,
-              HasSubstr("2 paths: 1 sound, 1 corrupt, "));
+              HasSubstr("2 checkpoints: 1 sound, 1 corrupt, "));
+}
+
+TEST_F(VerifyCheckpointProgram, WalksADirectoryOfCheckpoints) {
+  const std::string run = Path("run");
+  std::filesystem::create_directories(run + "/logs/empty");
+  WriteFileBytes(run + "/train.log", "step 1\n");
+  for (const char* name : {"sound", "corrupt", "incomplete"}) {
+    std::filesystem::rename(Path(name), run + "/" + name);
+  }
+  const std::string partial = run + "/step-9.partial-00112233445566778899aabbccddeeff";
+  std::filesystem::create_directory(partial);
+  std::filesystem::create_directory_symlink("sound", run + "/latest");
+  const ProgramRun outcome = Run(run);
+  EXPECT_EQ(outcome.status, 1);
+  for (const char* said :
+       {"/run/sound: sound", "/run/corrupt: corrupt", "/run/incomplete: incomplete",
+        "3 checkpoints: 1 sound, 1 corrupt, 1 incomplete, ", "eeff: not verified: "}) {
+    EXPECT_THAT(outcome.out, HasSubstr(said));
+  }
+  EXPECT_THAT(outcome.out, Not(HasSubstr("latest")));
+  std::filesystem::remove_all(run + "/corrupt");
+  EXPECT_EQ(Run(run).status, 2);
+  std::filesystem::remove_all(run + "/incomplete");
+  const ProgramRun json = Run("--json " + run);
+  EXPECT_EQ(json.status, 0) << "a save under way is no damage";
+  const auto document = nlohmann::json::parse(json.out, nullptr, false);
+  ASSERT_EQ(document["paths"].size(), 1u) << json.out;
+  EXPECT_EQ(document["paths"][0]["path"], run + "/sound");
+  EXPECT_EQ(document["uncommitted"][0], partial);
+  EXPECT_EQ(Run(partial).status, 2) << "named by the caller";
+}
+
+TEST_F(VerifyCheckpointProgram, WalksWhatLiesBesideFilesOfTensors) {
+  std::filesystem::create_directories(Path("run/deep"));
+  std::filesystem::rename(Path("sound"), Path("run/deep/step-1"));
+  WriteFileBytes(Path("run/final.pt"), testing::ZipArchive({{"archive/data/0", "abc"}}, {}));
+  const ProgramRun outcome = Run(Path("run"));
+  EXPECT_EQ(outcome.status, 0) << outcome.out;
+  EXPECT_THAT(outcome.out, HasSubstr("2 checkpoints: 2 sound, "));
+}
+
+TEST_F(VerifyCheckpointProgram, SaysThatADirectoryHoldsNoCheckpoint) {
+  std::filesystem::create_directories(Path("run/logs"));
+  EXPECT_EQ(Run(Path("run")).status, 2);
 }
 
 TEST_F(VerifyCheckpointProgram, PrintsOneJsonDocument) {

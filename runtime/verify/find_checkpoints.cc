@@ -1,0 +1,75 @@
+// FindCheckpoints: the checkpoints below a directory, by the names of their files.
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "holdfast/verify.h"
+#include "runtime/base/status.h"
+#include "runtime/directory/entries.h"
+#include "runtime/format/directory_names.h"
+#include "runtime/format/file_names.h"
+
+namespace holdfast {
+namespace verify {
+namespace {
+
+using directory::DirectoryEntry;
+
+template <size_t kCount>
+bool EndsWithAny(const std::string& name, const std::array<const char*, kCount>& suffixes) {
+  return std::any_of(suffixes.begin(), suffixes.end(),
+                     [&name](const char* suffix) { return absl::EndsWith(name, suffix); });
+}
+
+/// True for a file that only a checkpoint's own directory holds.
+bool MarksCheckpoint(const std::string& name) {
+  constexpr std::array<const char*, 2> kOfFramework = {".metadata", ".distcp"};
+  return format::IsCommitFile(name) || EndsWithAny(name, kOfFramework);
+}
+
+/// True for a file that Verify checks by itself; a run's directory may hold such a file, too.
+bool HoldsTensors(const std::string& name) {
+  constexpr std::array<const char*, 4> kSuffixes = {".safetensors", ".pt", ".pth", ".ckpt"};
+  return EndsWithAny(name, kSuffixes);
+}
+
+void Walk(const std::string& path, FoundCheckpoints* found) {
+  const auto fd = directory::OpenDirectory(path);
+  const auto entries = fd.ok() ? directory::ListDirectory(fd->get(), path)
+                               : absl::StatusOr<std::vector<DirectoryEntry>>(fd.status());
+  if (absl::IsNotFound(entries.status())) return;
+  const auto any_file = [&entries](bool (*is)(const std::string&)) {
+    return std::any_of(entries->begin(), entries->end(), [is](const DirectoryEntry& entry) {
+      return !entry.is_directory && is(entry.name);
+    });
+  };
+  if (!entries.ok() || any_file(MarksCheckpoint)) {
+    found->checkpoints.push_back(path);
+    return;
+  }
+  if (any_file(HoldsTensors)) found->checkpoints.push_back(path);
+  for (const DirectoryEntry& entry : *entries) {
+    if (!entry.is_directory) continue;
+    const std::string below = absl::StrCat(path, absl::EndsWith(path, "/") ? "" : "/", entry.name);
+    if (format::IsUncommittedName(entry.name)) {
+      found->uncommitted.push_back(below);
+    } else {
+      Walk(below, found);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace verify
+
+FoundCheckpoints FindCheckpoints(const std::string& path) {
+  FoundCheckpoints found;
+  const std::string name = directory::SplitPath(path).name;
+  if (!format::IsUncommittedName(name)) verify::Walk(path, &found);
+  if (found.checkpoints.empty()) found.checkpoints.push_back(path);
+  return found;
+}
+
+}  // namespace holdfast
