@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from holdfast import _native
 
@@ -14,16 +17,18 @@ def program(name: str) -> str:
     return str(Path(_native.__file__).parent / "bin" / name)
 
 
-def _run(name: str) -> None:
-    path = program(name)
-    os.execv(path, [name, *sys.argv[1:]])
+def run(name: str, called: str, arguments: Sequence[str]) -> NoReturn:
+    """Replaces this process by a packed program, which names itself `called`."""
+    # Python ignores the signal, and a new program inherits that.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.execv(program(name), [called, *arguments])
 
 
 def verify_checkpoint() -> None:
     """``verify-checkpoint PATH...``"""
-    _run("verify-checkpoint")
+    run("verify-checkpoint", "verify-checkpoint", sys.argv[1:])
 
 
 def doctor() -> None:
     """``holdfast-doctor DIR``"""
-    _run("holdfast-doctor")
+    run("holdfast-doctor", "holdfast-doctor", sys.argv[1:])

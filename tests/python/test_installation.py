@@ -40,9 +40,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_the_installation_names_two_commands() -> None:
+def test_the_installation_names_its_commands() -> None:
     scripts = {e.name for e in importlib.metadata.distribution("holdfast").entry_points if e.group == "console_scripts"}
-    assert scripts == {"verify-checkpoint", "holdfast-doctor"}
+    assert scripts == {"holdfast", "verify-checkpoint", "holdfast-doctor"}
 
 
 @pytest.mark.parametrize("name", ["verify-checkpoint", "holdfast-doctor"])

@@ -1,0 +1,116 @@
+"""The command ``holdfast``: its subcommands, its errors and its exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+
+from holdfast import _native, commands
+from holdfast.cli import text
+from holdfast.errors import Error
+
+TROUBLE = 2
+INTERRUPTED = 130  # as a shell reports a program that SIGINT has ended
+PIPE_CLOSED = 141  # the same for SIGPIPE
+
+_DESCRIPTION = """\
+Lists, shows, compares, verifies and repairs checkpoints.
+
+commands:
+  ls DIR              list the checkpoints of a directory
+  show PATH           list the tensors of a checkpoint or a file
+  diff A B            compare two checkpoints
+  verify PATH...      read every byte again and compare it with its digest
+  doctor DIR          report the abilities of the machine and the directory
+  recover DIR         clean a directory after a crash
+
+`holdfast COMMAND --help` explains a command, with examples.
+"""
+_EPILOG = """\
+exit status:
+  0    success (diff: the same; verify: sound; doctor: saves work)
+  1    a negative answer (diff: different; verify: corrupt; doctor: saves do not work)
+  2    trouble: the error is on stderr
+  130  interrupted by Ctrl-C
+  verify exits as verify-checkpoint: 2 incomplete, 3 unreadable, 64 wrong command line
+"""
+
+# Each module has `declare(parser)`, and `run(arguments)`, which returns the exit status.
+_MODULES = {
+    "ls": "listing",
+    "show": "showing",
+    "diff": "comparing",
+    "recover": "recovering",
+}
+_PROGRAMS = {"verify": "verify-checkpoint", "doctor": "holdfast-doctor"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # An error is printed once, and advice for callers of a library is left out.
+    logging.getLogger("holdfast").addHandler(logging.NullHandler())
+    warnings.simplefilter("ignore")
+    # The library's calls return to Python when they are done: the signal has to end the process.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The interpreter flushes again at the exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+
+
+def _run(arguments: list[str]) -> int:
+    name = arguments[0] if arguments else ""
+    if name in _PROGRAMS:
+        commands.run(_PROGRAMS[name], f"holdfast {name}", arguments[1:])
+    parser = argparse.ArgumentParser(
+        "holdfast",
+        usage="holdfast COMMAND ...",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    version: str = _native.__version__  # type: ignore[attr-defined]  # its types leave it out
+    parser.add_argument("--version", action="version", version=f"holdfast {version}")
+    if name not in _MODULES:
+        parser.add_argument("command", metavar="COMMAND", choices=[*_MODULES, *_PROGRAMS], help=argparse.SUPPRESS)
+        parser.parse_args(arguments[:1])
+    module = importlib.import_module(f"holdfast.cli.{_MODULES[name]}")
+    parser = argparse.ArgumentParser(
+        f"holdfast {name}", formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    module.declare(parser)
+    parsed = parser.parse_args(arguments[1:])
+    try:
+        for argument in arguments:
+            if not text.is_utf8(argument):
+                raise Error("INVALID_ARGUMENT", f"{argument}: not UTF-8; rename it")
+        return module.run(parsed)
+    except Error as error:
+        message = error.message
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            raise
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        message = "this needs PyTorch; install torch"
+    except MemoryError:
+        message = "out of memory"
+    sys.stdout.flush()
+    print(f"holdfast {name}: {text.printable(message)}", file=sys.stderr)
+    return TROUBLE

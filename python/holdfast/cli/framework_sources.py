@@ -1,0 +1,175 @@
+"""What PyTorch reads for the commands: torch.save zips and DCP checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import math
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from holdfast import _dtypes, snapshots
+from holdfast.cli import places, scratch, sources
+from holdfast.cli.sources import Part, Source, Tensor
+from holdfast.dcp import StorageReader
+from holdfast.dcp import metadata as dcp_metadata
+from holdfast.errors import Error
+
+
+def _bytes_of(tensor: torch.Tensor, begin: int, nbytes: int) -> bytes:
+    if tensor.layout != torch.strided:
+        raise Error("UNIMPLEMENTED", f"read a tensor of layout {tensor.layout}: only ordinary tensors are compared")
+    memory = tensor.detach().contiguous()
+    return ctypes.string_at(memory.data_ptr() + begin, nbytes) if nbytes else b""
+
+
+@contextlib.contextmanager
+def framework_errors(operation: str) -> Iterator[None]:
+    """Raises the reason in the place of the framework's exception around it."""
+    try:
+        yield
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise reason if isinstance(reason, Error) else Error("UNKNOWN", f"{operation}: {reason}") from error
+
+
+class TorchFile(Source):
+    format = "torch"
+
+    @functools.cached_property
+    def _leaves(self) -> dict[str, Any]:
+        return dict(sources.leaves(self.state()))
+
+    def parts(self) -> list[Part]:
+        tensors = {
+            name: Tensor(
+                name, _dtypes.file_name(value.dtype), tuple(value.shape), value.numel() * value.itemsize,
+                os.path.basename(self.path), functools.partial(_bytes_of, value),
+            )
+            for name, value in self._leaves.items()
+            if isinstance(value, torch.Tensor)
+        }  # fmt: skip
+        return [Part("", tensors, None)]
+
+    def values(self) -> dict[str, str]:
+        return {n: repr(v) for n, v in self._leaves.items() if not isinstance(v, torch.Tensor)}
+
+    def state(self, rank: int | None = None, allow: Iterable[str] = ()) -> Any:
+        try:
+            return torch.load(self.path, map_location="cpu", mmap=True, weights_only=True)
+        except pickle.UnpicklingError as error:
+            # The framework's advice is for callers of torch.load.
+            reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), "its pickle is not plain")
+            raise Error(
+                "PERMISSION_DENIED",
+                f"load {self.path}: {reason.strip()}; only tensors, plain values and containers are read",
+            ) from error
+        except (RuntimeError, ValueError, EOFError, KeyError, AttributeError) as error:
+            raise Error("DATA_LOSS", f"load {self.path}: {str(error).splitlines()[0]}") from error
+
+
+class Dcp(Source):
+    format = "dcp"
+
+    def __init__(self, path: str, names: list[str]) -> None:
+        super().__init__(path)
+        self._names = names
+        self._commit = places.dcp_commit(path, names)
+        if not self._commit.metadata:
+            raise Error("FAILED_PRECONDITION", f"open {path}: it has no .metadata: the save has not completed")
+        record = self._commit.record
+        if record is not None:
+            self.facts = {key: record[key] for key in ("step", "world_size", "attempt", "parent")}
+            self.facts["saved_at"] = record["saved_at_ns"] / 1e9
+
+    @functools.cached_property
+    def _metadata(self) -> Any:
+        return dcp_metadata.read(Path(self.path) / self._commit.metadata)
+
+    @functools.cached_property
+    def _tensor_names(self) -> list[str]:
+        return [n for n, entry in self._metadata.state_dict_metadata.items() if hasattr(entry, "properties")]
+
+    def parts(self) -> list[Part]:
+        files: dict[str, set[str]] = {}
+        for index, info in (self._metadata.storage_data or {}).items():
+            files.setdefault(index.fqn, set()).add(info.relative_path)
+        tensors = {}
+        for name in self._tensor_names:
+            entry = self._metadata.state_dict_metadata[name]
+            dtype, shape, own = entry.properties.dtype, tuple(entry.size), files.get(name, set())
+            tensors[name] = Tensor(
+                name, _dtypes.file_name(dtype), shape, math.prod(shape) * dtype.itemsize,
+                next(iter(own)) if len(own) == 1 else f"{len(own)} files",
+                functools.partial(self._read, name),
+            )  # fmt: skip
+        return [Part("", tensors, self._digests())]
+
+    def _read(self, name: str, begin: int, nbytes: int) -> bytes:
+        return _bytes_of(self._flat[name], begin, nbytes)
+
+    def _digests(self) -> dict[str, dict[str, snapshots.Digest]] | None:
+        if self._commit.record is None:
+            return None
+        found: dict[str, dict[str, snapshots.Digest]] = {name: {} for name in self._tensor_names}
+        for manifest in self._names:
+            if manifest.endswith(f"-{self.facts['attempt']}.manifest.json"):
+                for piece, digest in sources.stored(self.path, manifest)[1].items():
+                    # A shard's name ends with its place in the tensor.
+                    name = piece if piece in found else piece.rpartition("@")[0]
+                    if name in found:
+                        found[name][piece] = digest
+        return found
+
+    def values(self) -> dict[str, str]:
+        others = self._metadata.state_dict_metadata.keys() - set(self._tensor_names)
+        return {name: repr(value) for name, value in self._load(sorted(others)).items()}
+
+    @functools.cached_property
+    def _flat(self) -> dict[str, Any]:
+        return self._load(self._metadata.state_dict_metadata)
+
+    def _load(self, names: Iterable[str], allow: Iterable[str] = ()) -> dict[str, Any]:
+        flat: dict[str, Any] = {}
+        with scratch.Memory(sources.scratch_directory):
+            for name in names:
+                entry = self._metadata.state_dict_metadata[name]
+                is_tensor = hasattr(entry, "properties")
+                flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+        with framework_errors(f"load {self.path}"):
+            dcp.load(flat, storage_reader=StorageReader(self.path, allow=allow), no_dist=True)
+        return flat
+
+    def tensors(self, rank: int | None = None) -> dict[str, Any]:
+        return self._load(self._tensor_names)
+
+    def state(self, rank: int | None = None, allow: Iterable[str] = ()) -> Any:
+        return _nested(self._load(self._metadata.state_dict_metadata, allow), self._metadata.planner_data)
+
+
+def _nested(flat: dict[str, Any], paths: Any) -> Any:
+    """The containers that the framework's planner has flattened: numbers are places in lists."""
+    root: dict[Any, Any] = {}
+    for name, value in flat.items():
+        path = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
+        at = root
+        for key in path[:-1]:
+            at = at.setdefault(key, {})
+        at[path[-1]] = value
+    return _with_lists(root)
+
+
+def _with_lists(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    if value and all(type(key) is int for key in value):
+        return [_with_lists(value[key]) for key in sorted(value)]
+    return {key: _with_lists(item) for key, item in value.items()}

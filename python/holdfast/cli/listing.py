@@ -1,0 +1,213 @@
+"""``holdfast ls``: the checkpoints of a directory, whether they are complete, and their lineage."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from typing import Any
+
+from holdfast import _native
+from holdfast.cli import places, recovering, text
+from holdfast.errors import Error
+
+_DESCRIPTION = """\
+Lists the checkpoints of a directory, plain and DCP, newest first. Reads commit records and sizes, no
+data: `holdfast verify DIR` reads and compares every byte. Changes nothing.
+"""
+_EPILOG = """\
+columns:
+  STEP, AGE, SIZE, RANKS   as recorded at the save; - where nothing recorded them
+  FORMAT                   holdfast, or dcp (PyTorch Distributed Checkpoint)
+  PARENT                   what the run had saved before, or resumed from: a name, or the first
+                           digits of the attempt id of a checkpoint that is gone
+  STATE                    complete; newest (of its format); abandoned (complete, but the newest checkpoint does not
+                           descend from it: the run was rolled back); incomplete, damaged or unreadable
+                           with the reason; saving (under way); orphan (its trainer is dead, its worker
+                           works); unfinished (`holdfast recover` finishes or removes it); retired
+
+examples:
+  holdfast ls run
+  holdfast ls --json run | jq -r '.checkpoints[] | select(.state == "newest") | .path'
+
+exit status: 0 listed, whatever the states are; 2 trouble
+"""
+_STATE_OF_CODE = {"FAILED_PRECONDITION": "incomplete", "NOT_FOUND": "incomplete", "DATA_LOSS": "damaged"}
+_RUNNING = "a save is running there"
+
+
+@dataclasses.dataclass
+class Entry:
+    """One directory. Unknown numbers are None; `reason` is empty for a complete checkpoint."""
+
+    name: str
+    path: str
+    format: str
+    state: str
+    reason: str = ""
+    step: int | None = None
+    saved_at: float | None = None
+    bytes: int | None = None
+    world_size: int | None = None
+    attempt: str | None = None
+    parent: str | None = None
+    parent_name: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.state in ("complete", "newest", "abandoned")
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    parser.add_argument("directory", metavar="DIR", help="where checkpoints are saved, or one checkpoint")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = entries(arguments.directory)
+    if arguments.json:
+        checkpoints = [dataclasses.asdict(entry) for entry in found]
+        text.document("ls", directory=arguments.directory, checkpoints=checkpoints)
+        return 0
+    head = ("NAME", "STEP", "AGE", "SIZE", "RANKS", "FORMAT", "PARENT", "STATE")
+    text.table(head, map(_row, found), right="STEP AGE SIZE RANKS")
+    return 0
+
+
+def entries(directory: str) -> list[Entry]:
+    """The checkpoints of a directory, newest first, or the directory itself where it is one.
+
+    Raises:
+        Error: the directory cannot be listed.
+    """
+    names = places.names_in(directory, "list")
+    if places.format_of(names):
+        found = [_of(os.path.abspath(directory), names)]
+    else:
+        found = [e for e in map(_below, (os.path.join(directory, n) for n in names)) if e is not None]
+        _explain_uncommitted(directory, found)
+    found.sort(key=lambda e: (e.saved_at or 0.0, e.step or 0, e.name), reverse=True)
+    for kind in ("holdfast", "dcp"):
+        _trace_lineage([e for e in found if e.is_complete and e.format == kind])
+    return found
+
+
+def _below(path: str) -> Entry | None:
+    """The checkpoint at `path`; None for anything else."""
+    name = os.path.basename(path)
+    match = places.UNCOMMITTED.fullmatch(name)
+    if os.path.islink(path) or not os.path.isdir(path):
+        return None
+    if not text.is_utf8(name):
+        return Entry(name, path, "", "unreadable", "its name is not UTF-8")
+    try:
+        names = places.names_in(path, "list")
+    except Error as error:
+        return None if error.code == "NOT_FOUND" else Entry(name, path, "", "unreadable", error.message)
+    if match:
+        state = "retired" if match["kind"] == "retired" else "unfinished"
+        return Entry(name, path, "holdfast", state, attempt=match["attempt"])
+    return _of(path, names) if places.format_of(names) else None
+
+
+def _of(path: str, names: list[str]) -> Entry:
+    entry = Entry(os.path.basename(path), path, places.format_of(names), "complete")
+    try:
+        if entry.format == "dcp":
+            _describe_dcp(entry, names)
+        else:
+            info = _native.inspect(path)
+            for key in ("step", "saved_at", "bytes", "world_size", "attempt", "parent"):
+                setattr(entry, key, info[key])
+    except Error as error:
+        entry.state = _STATE_OF_CODE.get(error.code, "unreadable")
+        entry.reason = error.message.removeprefix(f"{path}: ").removeprefix("incomplete: ")
+    return entry
+
+
+def _describe_dcp(entry: Entry, names: list[str]) -> None:
+    commit = places.dcp_commit(entry.path, names)
+    if not commit.metadata:
+        entry.state, entry.reason = "incomplete", "no .metadata: the save has not completed"
+    elif commit.record is None:
+        # Another program's: what the file system records.
+        stats = [os.stat(os.path.join(entry.path, n)) for n in names if n.endswith((".distcp", commit.metadata))]
+        entry.bytes = sum(s.st_size for s in stats)
+        entry.saved_at = os.stat(os.path.join(entry.path, commit.metadata)).st_mtime
+    else:
+        record = commit.record
+        entry.saved_at = record["saved_at_ns"] / 1e9
+        for key in ("step", "bytes", "world_size", "attempt"):
+            setattr(entry, key, record[key])
+        entry.parent = record["parent"] if record["parent"].strip("0") else None
+
+
+def _explain_uncommitted(directory: str, found: list[Entry]) -> None:
+    """Gives the reasons that recovery gives."""
+    uncommitted = {e.name: e for e in found if e.state in ("unfinished", "retired")}
+    if not uncommitted:
+        return
+    try:
+        outlook = recovering.outlook(directory)
+    except (Error, UnicodeError) as error:
+        outlook = {"promote": [], "remove": [], "keep": dict.fromkeys(uncommitted, str(error))}
+    for name, entry in uncommitted.items():
+        if name in outlook["promote"]:
+            entry.reason = "complete; `holdfast recover` gives it its final name"
+        elif name in outlook["remove"]:
+            entry.reason = "`holdfast recover` removes it"
+        elif name in outlook["keep"]:
+            entry.reason = outlook["keep"][name]
+        if entry.state == "unfinished" and entry.reason == _RUNNING:
+            entry.state = "saving"
+        elif entry.state == "unfinished" and entry.reason.startswith("a worker without a trainer"):
+            entry.state = "orphan"
+
+
+def _trace_lineage(complete: list[Entry]) -> None:
+    """Names the parents, and marks the newest checkpoint and those of abandoned branches.
+
+    A checkpoint is abandoned if it is provably no ancestor of the newest one: it has a higher step
+    than a later ancestor, or it branched off an ancestor. Where retention has removed the links
+    between two checkpoints, nothing else is claimed.
+
+    Args:
+        complete: of one format, newest first.
+    """
+    by_attempt: dict[str | None, Entry] = {e.attempt: e for e in complete if e.attempt}
+    for entry in complete:
+        parent = by_attempt.get(entry.parent)
+        entry.parent_name = parent.name if parent else None
+    if not complete:
+        return
+    newest = complete[0]
+    newest.state = "newest"
+    if newest.attempt is None:
+        return
+    line: dict[str | None, Entry] = {}
+    at: Entry | None = newest
+    while at is not None and at.attempt not in line:
+        line[at.attempt] = at
+        at = by_attempt.get(at.parent)
+    lowest = newest.step  # of the line so far; a step that is not known is 0 or None
+    for entry in complete[1:]:
+        on_line = entry.attempt in line
+        if entry.step and lowest and entry.step > lowest:
+            entry.state = "abandoned"
+        elif not on_line and entry.parent in line:
+            entry.state = "abandoned"
+        elif on_line and entry.step:
+            lowest = entry.step
+
+
+def _row(entry: Entry) -> list[Any]:
+    def known(value: Any, show: Any = str) -> str:
+        return "-" if value is None else show(value)
+
+    parent = entry.parent_name or (entry.parent or "-")[:8]
+    state = f"{entry.state}: {entry.reason}" if entry.reason else entry.state
+    return [
+        entry.name, known(entry.step), known(entry.saved_at, text.age), known(entry.bytes, text.size),
+        known(entry.world_size), entry.format or "-", parent, state,
+    ]  # fmt: skip

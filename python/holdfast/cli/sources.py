@@ -1,0 +1,280 @@
+"""What the commands read: Holdfast and DCP checkpoints, safetensors files and torch.save zips.
+
+Needs PyTorch for DCP checkpoints and torch.save zips, and to make a state of any source.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+from holdfast import _native, snapshots
+from holdfast.cli import description, places
+from holdfast.errors import Error, of_system
+
+_OWN = "holdfast:"
+_BUFFER_BYTES = 64 << 20
+
+# Where large states are kept while they are compared or converted.
+scratch_directory = tempfile.gettempdir()
+
+
+class Tensor(NamedTuple):
+    """A stored tensor.
+
+    Attributes:
+        name, dtype, shape: as stored; dtypes have safetensors' names.
+        nbytes: of its data.
+        file: where it lies, or how many files it is spread over.
+        read: ``read(begin, n)`` returns n bytes of its data, compared with their digests if there are any.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    file: str
+    read: Callable[[int, int], bytes]
+
+
+class Object(NamedTuple):
+    """A pickled object: its class, if that is recorded, and its pickle."""
+
+    cls: str
+    nbytes: int
+    read: Callable[[], bytes]
+
+
+class Part(NamedTuple):
+    """What one rank stored, or all ranks together.
+
+    Attributes:
+        label: in front of names, where ranks have parts of their own.
+        tensors: by name.
+        digests: of each tensor's stored pieces, by the pieces' names; None without a manifest.
+    """
+
+    label: str
+    tensors: dict[str, Tensor]
+    digests: dict[str, dict[str, snapshots.Digest]] | None
+
+
+class Source:
+    """A checkpoint or file that is read.
+
+    Attributes:
+        path, format: where and what it is: "holdfast", "dcp", "safetensors" or "torch".
+        facts: step, saved_at, world_size, attempt and parent, as far as they are recorded.
+    """
+
+    format = ""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.facts: dict[str, Any] = {}
+
+    def parts(self) -> list[Part]:
+        """The tensors as users named them."""
+        raise NotImplementedError
+
+    def values(self) -> dict[str, str]:
+        """Plain values by name, as text."""
+        return {}
+
+    def objects(self) -> dict[str, Object]:
+        """Pickled objects by name."""
+        return {}
+
+    def state(self, rank: int | None = None, allow: Iterable[str] = ()) -> Any:
+        """The state as nested containers. Large tensors are in pages of files.
+
+        Args:
+            rank: whose state to read; needed where several ranks have saved.
+            allow: classes that objects may be made of, as "module:Class".
+        """
+        raise NotImplementedError
+
+    def tensors(self, rank: int | None = None) -> dict[str, Any]:
+        """The tensors of the state by name; no object is made."""
+        import torch
+
+        return {name: leaf for name, leaf in leaves(self.state(rank)) if isinstance(leaf, torch.Tensor)}
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """Name and value of everything in nested dicts, lists and tuples."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, (*path, str(key)))
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from leaves(item, (*path, str(index)))
+    else:
+        yield ".".join(path), value
+
+
+def open_source(path: str) -> Source:
+    """Opens whatever lies at `path`.
+
+    Raises:
+        Error: of the system, of an incomplete or damaged checkpoint, INVALID_ARGUMENT for anything else.
+    """
+    with of_system(f"open {path}"):
+        mode = os.stat(path).st_mode
+        if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+            raise Error("INVALID_ARGUMENT", f"open {path}: neither a file nor a directory")
+        magic = b""
+        if stat.S_ISREG(mode):
+            with open(path, "rb") as file:
+                magic = file.read(4)
+    if not stat.S_ISDIR(mode):
+        if magic != b"PK\3\4":
+            return _Safetensors(path)
+        from holdfast.cli.framework_sources import TorchFile
+
+        return TorchFile(path)
+    names = places.names_in(path, "open")
+    kind = places.format_of(names)
+    if kind == "dcp":
+        from holdfast.cli.framework_sources import Dcp
+
+        return Dcp(path, names)
+    if kind == "holdfast":
+        return _Holdfast(path)
+    raise Error(
+        "INVALID_ARGUMENT",
+        f"open {path}: no checkpoint; `holdfast ls {path}` lists checkpoints below a directory",
+    )
+
+
+# ---- With a manifest.
+
+
+def _read(reader: Any, name: str, begin: int, nbytes: int) -> bytes:
+    buffer = ctypes.create_string_buffer(nbytes)
+    target = (name, ctypes.addressof(buffer), nbytes, None, begin)
+    reader.load([target], True, _BUFFER_BYTES, 0, "auto", True)
+    return buffer.raw
+
+
+def _tensors_of(reader: Any, only: str = "") -> dict[str, Tensor]:
+    files = reader.files
+    return {
+        name: Tensor(name, dtype, tuple(shape), end - begin, files[file], functools.partial(_read, reader, name))
+        for name, dtype, shape, file, begin, end in reader.tensors()
+        if not only or files[file] == only
+    }
+
+
+def stored(path: str, manifest: str) -> tuple[dict[str, Tensor], dict[str, snapshots.Digest]]:
+    """What a manifest names, and the digests of the tensors among that."""
+    tensors = _tensors_of(_native.CheckpointReader.open_manifest(path, manifest))
+    with of_system(f"open {path}/{manifest}"), open(os.path.join(path, manifest), "rb") as file:
+        return tensors, snapshots.snapshot_of(json.loads(file.read())).tensors
+
+
+class _Holdfast(Source):
+    format = "holdfast"
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.facts = {
+            key: value for key, value in _native.inspect(path).items() if key not in ("name", "path", "bytes")
+        }
+
+    @functools.cached_property
+    def _all(self) -> list[Part]:
+        """With what Holdfast stores beside the tensors."""
+        world = self.facts["world_size"]
+        parts = []
+        for rank in range(world):
+            tensors, digests = stored(self.path, f"rank-{rank:05d}-of-{world:05d}.manifest.json")
+            label = f"rank {rank}: " if world > 1 else ""
+            parts.append(Part(label, tensors, {name: {name: digest} for name, digest in digests.items()}))
+        return parts
+
+    def parts(self) -> list[Part]:
+        return [
+            part._replace(tensors={n: t for n, t in part.tensors.items() if not n.startswith(_OWN)})
+            for part in self._all
+        ]
+
+    def _structures(self) -> Iterator[tuple[Part, dict[str, Any]]]:
+        for part in self._all:
+            stored = part.tensors.get(_OWN + "structure")
+            if stored is not None:
+                yield part, json.loads(stored.read(0, stored.nbytes))
+
+    def values(self) -> dict[str, str]:
+        return {
+            part.label + name: value
+            for part, structure in self._structures()
+            for name, value in description.values(structure).items()
+        }
+
+    def objects(self) -> dict[str, Object]:
+        found = {}
+        for part, structure in self._structures():
+            for name, (cls, begin, length) in description.objects(structure).items():
+                read = functools.partial(part.tensors[_OWN + "objects"].read, begin, length)
+                found[part.label + name] = Object(cls, length, read)
+        return found
+
+    def _checkpoint(self, rank: int | None) -> Any:
+        from holdfast import loading
+
+        world = self.facts["world_size"]
+        if world > 1 and not 0 <= (-1 if rank is None else rank) < world:
+            raise Error("INVALID_ARGUMENT", f"load {self.path}: {world} ranks saved it; pass --rank 0 to {world - 1}")
+        return loading.Checkpoint(self.path, rank=rank or 0, map_location="cpu")
+
+    def state(self, rank: int | None = None, allow: Iterable[str] = ()) -> Any:
+        from holdfast.cli import scratch
+
+        if not any(_OWN + "structure" in part.tensors for part in self._all):
+            return self._mapped()
+        with scratch.Memory(scratch_directory):
+            return self._checkpoint(rank).state(allow)
+
+    def tensors(self, rank: int | None = None) -> dict[str, Any]:
+        from holdfast.cli import scratch
+
+        if not any(_OWN + "structure" in part.tensors for part in self._all):
+            return self._mapped()
+        with scratch.Memory(scratch_directory):
+            return dict(self._checkpoint(rank))
+
+    def _mapped(self) -> dict[str, Any]:
+        """The tensors of a checkpoint that the C++ library has saved: it has no structure."""
+        from holdfast.cli import scratch
+
+        files = sorted({tensor.file for part in self._all for tensor in part.tensors.values()})
+        return {name: t for file in files for name, t in scratch.mapped(os.path.join(self.path, file)).items()}
+
+
+class _Safetensors(Source):
+    format = "safetensors"
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        try:
+            reader = _native.CheckpointReader.open_file(path)
+        except Error as error:
+            raise Error(
+                error.code, f"open {path}: neither a torch.save zip nor safetensors: {error.message}"
+            ) from error
+        self._tensors = _tensors_of(reader, os.path.basename(path))
+
+    def parts(self) -> list[Part]:
+        return [Part("", self._tensors, None)]
+
+    def state(self, rank: int | None = None, allow: Iterable[str] = ()) -> Any:
+        from holdfast.cli import scratch
+
+        return scratch.mapped(self.path)

@@ -1,0 +1,250 @@
+"""The commands about the contents of checkpoints: show and diff."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from command_line import each, refused
+from command_line import holdfast as command
+
+import holdfast
+import holdfast.dcp
+
+MIB = 1 << 20
+
+
+def state_of(seed: int, **values: Any) -> dict[str, Any]:
+    """Tensors within a chunk and over several, plain values, and an object."""
+    generator = torch.Generator().manual_seed(seed)
+    model = torch.nn.Linear(8, 4)
+    model.weight.data = torch.randn(4, 8, generator=generator)
+    model.bias.data = torch.zeros(4)
+    large = torch.randn(3 * MIB, generator=generator)
+    return {"model": model, "large": large, "half": torch.ones(3, 2, dtype=torch.bfloat16), "note": os.path.join,
+            "optimizer": {"lr": 0.1, "betas": (0.9, None)}, "big": 2**60, **values}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("run")
+    holdfast.save_async(state_of(1, step=1), path / "step-1", step=1).wait(60)
+    holdfast.save_async(state_of(1, step=1), path / "same", step=1).wait(60)
+    changed = state_of(1, step=2, new=torch.ones(2))
+    changed["large"][2 * MIB] += 1
+    changed["half"] = torch.ones(2, 3, dtype=torch.bfloat16)
+    changed["optimizer"]["lr"] = 0.01
+    changed["note"] = os.path.split
+    del changed["big"]
+    holdfast.save_async(changed, path / "step-2", step=2).wait(60)
+    for seed in (1, 2):
+        state = {"model": state_of(seed)["model"].state_dict(), "large": state_of(1)["large"], "step": seed}
+        holdfast.dcp.async_save(state, checkpoint_id=path / f"dcp-{seed}").result()
+        dcp.save(state, checkpoint_id=path / f"stock-{seed}", no_dist=True)
+        torch.save(state, path / f"{seed}.pt")
+    return path
+
+
+# ---- show
+
+
+def test_show_lists_tensors_objects_and_values(run: Path) -> None:
+    told = command("show", "--values", "--json", run / "step-1", torch=False).json
+    assert {t["name"]: (t["dtype"], t["shape"], t["bytes"]) for t in told["tensors"]} == {
+        "model.weight": ("F32", [4, 8], 128),
+        "model.bias": ("F32", [4], 16),
+        "large": ("F32", [3 * MIB], 12 * MIB),
+        "half": ("BF16", [3, 2], 12),
+    }
+    assert {t["file"] for t in told["tensors"]} == {"model-00000-of-00001.safetensors"}
+    (note,) = told["objects"]
+    assert note["name"] == "note" and note["bytes"] > 0
+    assert told["values"] == {"optimizer.lr": "0.1", "optimizer.betas.0": "0.9", "optimizer.betas.1": "None",
+                              "big": str(2**60), "step": "1"}  # fmt: skip
+    assert (told["format"], told["step"], told["world_size"]) == ("holdfast", 1, 1)
+    attempts = {c["name"]: c["attempt"] for c in holdfast.list_checkpoints(run)}
+    assert told["attempt"] == attempts["step-1"]
+
+
+def test_show_prints_a_table_and_totals(run: Path) -> None:
+    done = command("show", run / "step-1", torch=False)
+    assert done.status == 0
+    lines = done.out.splitlines()
+    assert lines[0].split() == ["NAME", "DTYPE", "SHAPE", "BYTES", "FILE"]
+    row = next(line for line in lines if line.startswith("half "))
+    assert row.split() == ["half", "BF16", "[3,", "2]", "12", "model-00000-of-00001.safetensors"]
+    assert "optimizer.lr" not in done.out
+    assert lines[-1].startswith("holdfast: 4 tensors, 12.00 MiB; 1 objects; step 1, 1 ranks, saved ")
+
+
+@pytest.mark.parametrize("name", ["dcp-1", "stock-1", "1.pt"])
+def test_show_reads_other_formats(run: Path, name: str) -> None:
+    told = command("show", "--values", "--json", run / name).json
+    assert {t["name"]: (t["dtype"], t["shape"], t["bytes"]) for t in told["tensors"]} == {
+        "model.weight": ("F32", [4, 8], 128),
+        "model.bias": ("F32", [4], 16),
+        "large": ("F32", [3 * MIB], 12 * MIB),
+    }
+    assert told["values"] == {"step": "1"}
+    assert told["format"] == ("torch" if name == "1.pt" else "dcp")
+
+
+def test_show_reads_a_safetensors_file_without_torch(run: Path, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.ones(3), "b": torch.ones(2, 2, dtype=torch.int8)}, tmp_path / "foreign.safetensors")
+    told = command("show", "--json", tmp_path / "foreign.safetensors", torch=False).json
+    assert [(t["name"], t["dtype"], t["shape"]) for t in told["tensors"]] == [("a", "F32", [3]), ("b", "I8", [2, 2])]
+    own = command("show", "--json", run / "step-1" / "model-00000-of-00001.safetensors", torch=False).json
+    assert sorted(t["name"] for t in own["tensors"]) == ["half", "large", "model.bias", "model.weight"]
+
+
+def test_show_of_several_ranks_names_the_rank(tmp_path: Path) -> None:
+    attempt = "00112233445566778899aabbccddeeff"
+    saves = [
+        holdfast.save_async({"rng": torch.full((4,), rank)}, tmp_path / "step-1", rank=rank, world_size=2,
+                            attempt=attempt)
+        for rank in (0, 1)
+    ]  # fmt: skip
+    for save in saves:
+        save.wait(60)
+    told = command("show", "--json", tmp_path / "step-1", torch=False).json
+    assert sorted(t["name"] for t in told["tensors"]) == ["rank 0: rng", "rank 1: rng"]
+    assert command("diff", tmp_path / "step-1", tmp_path / "step-1").status == 0
+
+
+# ---- diff
+
+
+def test_diff_finds_what_changed_by_the_digests(run: Path) -> None:
+    done = command("diff", "--json", run / "step-1", run / "step-2", torch=False)
+    assert done.status == 1, done
+    told = done.json
+    assert told["changed"] == {
+        "large": "",
+        "half": "BF16 [3, 2] -> BF16 [2, 3]",
+        "step": "1 -> 2",
+        "optimizer.lr": "0.1 -> 0.01",
+        "note": "a pickled object",
+    }
+    assert (told["added"], told["removed"], told["unknown"]) == ({"new": ""}, {"big": ""}, {})
+    assert told["identical"] == 4  # weight, bias, and the two betas
+    lines = command("diff", run / "step-1", run / "step-2").out.splitlines()
+    assert "changed optimizer.lr: 0.1 -> 0.01" in lines and "added new" in lines and "removed big" in lines
+    assert lines[-1] == "5 changed, 1 added, 1 removed, 4 identical"
+
+
+def test_diff_of_the_same_is_0_and_reads_no_data(run: Path, tmp_path: Path) -> None:
+    done = command("diff", run / "step-1", run / "same", torch=False)
+    assert (done.status, done.out) == (0, "no differences, 10 identical\n")
+    shutil.copytree(run / "same", tmp_path / "copy")
+    file = tmp_path / "copy" / "model-00000-of-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    assert command("diff", "-q", run / "step-1", tmp_path / "copy") == (0, "", "")
+
+
+def test_diff_says_what_digests_cannot_tell_and_reads_it(tmp_path: Path) -> None:
+    large = torch.randn(3 * MIB)
+    holdfast.save_async({"w": large}, tmp_path / "a").wait(60)
+    # A larger alignment comes first: `w` begins elsewhere in its chunk.
+    holdfast.save_async({"w": large, "before": torch.ones(100, dtype=torch.float64)}, tmp_path / "b").wait(60)
+    done = command("diff", "--json", tmp_path / "a", tmp_path / "b", torch=False)
+    assert (done.status, done.json["unknown"], done.json["added"]) == (1, {"w": ""}, {"before": ""})
+    done = command("diff", "--read", "--json", tmp_path / "a", tmp_path / "b", torch=False)
+    assert (done.status, done.json["unknown"], done.json["identical"]) == (1, {}, 1)
+    large[7] += 1
+    holdfast.save_async({"w": large, "before": torch.ones(100, dtype=torch.float64)}, tmp_path / "c").wait(60)
+    done = command("diff", "--read", "--json", tmp_path / "a", tmp_path / "c", torch=False)
+    assert done.json["changed"] == {"w": ""}
+
+
+def test_diff_that_only_reading_could_decide_is_trouble(tmp_path: Path) -> None:
+    large = torch.randn(3 * MIB)
+    first, second = torch.ones(100), torch.ones(100)
+    holdfast.save_async({"first": first, "w": large, "second": second}, tmp_path / "a").wait(60)
+    holdfast.save_async({"w": large, "first": first, "second": second}, tmp_path / "b").wait(60)
+    done = command("diff", "--json", tmp_path / "a", tmp_path / "b", torch=False)
+    assert (done.status, done.json["unknown"]) == (2, {"w": ""})
+    assert command("diff", "--read", tmp_path / "a", tmp_path / "b", torch=False).status == 0
+
+
+def test_diff_of_dcp_checkpoints_uses_their_manifests(run: Path) -> None:
+    told = command("diff", "--json", run / "dcp-1", run / "dcp-2").json
+    assert told["changed"] == {"model.weight": "", "step": "1 -> 2"} and told["identical"] == 2
+    assert command("diff", run / "dcp-1", run / "dcp-1").status == 0
+
+
+def test_diff_without_digests_needs_to_read(run: Path) -> None:
+    refusals = each(["diff", run / "stock-1", run / "dcp-1"], ["diff", run / "dcp-1", run / "1.pt"])
+    for done, name in zip(refusals, ("stock-1", "1.pt"), strict=True):
+        refused(done, name, "--read")
+    others = ("stock-1", "dcp-1", "1.pt")
+    for done in each(*(["diff", "--read", run / "1.pt", run / other] for other in others)):
+        assert done.status == 0, done
+    for done in each(*(["diff", "--read", "--json", run / other, run / "2.pt"] for other in others)):
+        assert done.json["changed"] == {"model.weight": "", "step": "1 -> 2"}, done
+
+
+# ---- What is wrong with the paths.
+
+
+def test_wrong_paths_are_one_line(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.json").write_text("{}")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "empty.pt").write_bytes(b"")
+    (tmp_path / "zip.pt").write_bytes(b"PK\3\4" + bytes(100))
+    for name, said in (
+        ("nowhere", "No such file or directory"),
+        ("text.json", "neither a torch.save zip nor safetensors"),
+        ("empty.pt", "neither a torch.save zip nor safetensors"),
+        ("zip.pt", "load "),
+        ("pipe", "neither a file nor a directory"),
+        (".", "holdfast ls"),
+    ):
+        needs_torch = name == "zip.pt"
+        refused(command("show", tmp_path / name, torch=needs_torch), "holdfast show: ", said)
+        refused(command("diff", run / "step-1", tmp_path / name, torch=needs_torch), "holdfast diff: ", said)
+
+
+def test_an_incomplete_or_damaged_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
+    for name in ("step-1", "dcp-1"):
+        shutil.copytree(run / name, tmp_path / name)
+        manifest = next((tmp_path / name).glob("*.manifest.json"))
+        manifest.write_bytes(manifest.read_bytes().replace(b'"step":1,', b'"step":9,'))
+        refused(command("diff", tmp_path / name, run / name), "holdfast diff: ", manifest.name)
+    refused(command("show", tmp_path / "step-1"), "manifest")
+    (tmp_path / "dcp-1" / ".metadata").unlink()
+    refused(command("show", tmp_path / "dcp-1"), ".metadata")
+    shutil.copytree(run / "step-1", tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model-00000-of-00001.safetensors", 5000)
+    refused(command("show", tmp_path / "cut"), "5000 bytes")
+
+
+def test_a_hostile_torch_file_runs_no_code(tmp_path: Path) -> None:
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    torch.save({"w": torch.ones(2), "x": Hostile()}, tmp_path / "hostile.pt")
+    refused(command("show", tmp_path / "hostile.pt"), "mkdir")
+    assert not (tmp_path / "made").exists()
+
+
+def test_without_torch_it_says_what_it_needs(run: Path) -> None:
+    for name in ("dcp-1", "1.pt"):
+        refused(command("show", run / name, torch=False), "PyTorch", "install torch")
+
+
+def test_a_closed_pipe_is_quiet(run: Path) -> None:
+    done = subprocess.run(f"'{sys.executable}' -m holdfast show '{run}/step-1' | true", shell=True, timeout=60,
+                          capture_output=True)  # fmt: skip
+    assert (done.stdout, done.stderr) == (b"", b"")
