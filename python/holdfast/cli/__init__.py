@@ -20,7 +20,7 @@ INTERRUPTED = 130  # as a shell reports a program that SIGINT has ended
 PIPE_CLOSED = 141  # the same for SIGPIPE
 
 _DESCRIPTION = """\
-Lists, shows, compares, verifies and repairs checkpoints.
+Lists, shows, compares, verifies, repairs and converts checkpoints.
 
 commands:
   ls DIR              list the checkpoints of a directory
@@ -29,6 +29,7 @@ commands:
   verify PATH...      read every byte again and compare it with its digest
   doctor DIR          report the abilities of the machine and the directory
   recover DIR         clean a directory after a crash
+  convert SRC DST     convert between Holdfast, DCP, torch.save and safetensors
 
 `holdfast COMMAND --help` explains a command, with examples.
 """
@@ -47,6 +48,7 @@ _MODULES = {
     "show": "showing",
     "diff": "comparing",
     "recover": "recovering",
+    "convert": "converting",
 }
 _PROGRAMS = {"verify": "verify-checkpoint", "doctor": "holdfast-doctor"}
 

@@ -1,0 +1,291 @@
+"""``holdfast convert``: between plain Holdfast checkpoints, DCP, torch.save zips and safetensors."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import io
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from holdfast import directories
+from holdfast.cli import sources, text
+from holdfast.errors import Error, of_system
+
+_DESCRIPTION = """\
+Converts a checkpoint or file into another format. The source is verified first, and the result is
+read back and compared, entry by entry. Large tensors are in pages of files, so that a state may be
+larger than the memory: the conversion needs as much free space beside DST as DST itself. Needs PyTorch.
+"""
+_EPILOG = """\
+formats, each as SRC and as DST:
+  holdfast      a plain checkpoint: a directory
+  dcp           PyTorch Distributed Checkpoint: a directory; keys of dicts become text
+  torch         a torch.save zip: .pt, .pth, .bin, .ckpt; read with weights_only
+  safetensors   one file: tensors only; tied tensors are stored several times
+
+examples:
+  holdfast convert model.pt run/step-0               # torch.save to a plain checkpoint
+  holdfast convert run/dcp-100 run/step-100          # DCP to a plain checkpoint
+  holdfast convert --to dcp run/step-100 run/dcp-100
+  holdfast convert --tensors-only run/step-100 model.safetensors
+
+exit status: 0 converted and compared, 2 trouble: then there is no DST
+"""
+_FORMATS = ("holdfast", "dcp", "torch", "safetensors")
+_OF_SUFFIX = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}
+_ARENA_BYTES = 256 << 20
+# What every version of the safetensors library reads; C64 came later.
+_DTYPES = frozenset("BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 I16 U16 F16 BF16 I32 U32 F32 I64 U64 F64".split())
+_CHUNK = 64 << 20
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    parser.add_argument("source", metavar="SRC", help="a checkpoint or file")
+    parser.add_argument("destination", metavar="DST", help="a path where nothing is yet")
+    parser.add_argument("--to", choices=_FORMATS, help="format of DST (default: by its suffix, else holdfast)")
+    parser.add_argument("--rank", type=int, help="whose state to convert, where several ranks have saved")
+    parser.add_argument("--step", type=int, help="step to record (default: that of SRC, else 0)")
+    parser.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="a class that objects of SRC may be made of",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    target = directories.absolute_path(directories.local_path(arguments.destination, "convert"), "convert")
+    if os.path.lexists(target):
+        raise Error("ALREADY_EXISTS", f"convert to {target}: it exists already; choose another name, or remove it")
+    kind = arguments.to or _OF_SUFFIX.get(os.path.splitext(target)[1], "holdfast")
+    sources.scratch_directory = os.path.dirname(target)
+    if not os.path.isdir(sources.scratch_directory):
+        raise Error("NOT_FOUND", f"convert to {target}: its directory does not exist; make it first")
+    source = sources.open_source(arguments.source)
+    _verify(source.path)
+    with _own_options():
+        state = (
+            source.tensors(arguments.rank) if arguments.tensors_only else source.state(arguments.rank, arguments.allow)
+        )
+    _check(state, kind)
+    step = arguments.step if arguments.step is not None else source.facts.get("step", 0)
+    # From here on an interruption has something to remove.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with _WRITERS[kind](state, target, step) as written:
+        result = sources.open_source(written).state(0 if kind == "holdfast" else None, arguments.allow)
+        _compare(state, result, target)
+    nbytes = sum(leaf.nbytes for _, leaf in sources.leaves(state) if _is_tensor(leaf))
+    text.lines([f"{target}: {kind}, {text.size(nbytes)} of tensors; read back and compared"])
+    return 0
+
+
+@contextlib.contextmanager
+def _own_options() -> Iterator[None]:
+    """Names the option of this command in the place of Python's argument."""
+    try:
+        yield
+    except Error as error:
+        message = re.sub(
+            r"allow=\[(.*)\]", lambda m: "--allow " + m[1].replace("'", "").replace(",", " --allow"), error.message
+        )
+        raise Error(error.code, message, error.errno) from error
+
+
+def _is_tensor(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+def _verify(path: str) -> None:
+    report = directories.verify(path)
+    if report["verdict"] != "sound":
+        fault: dict[str, Any] = next(iter(report["faults"]), {})
+        reason = f"{fault.get('file')}: {fault.get('reason')}" if fault else "no reason"
+        raise Error(
+            "DATA_LOSS",
+            f"convert {path}: it is {report['verdict']} ({reason}); `holdfast verify {path}` lists all faults",
+        )
+
+
+# ---- What a format cannot hold.
+
+
+def _check(state: Any, kind: str) -> None:
+    """Raises an error that names what `kind` cannot hold."""
+    if kind in ("dcp", "safetensors") and not isinstance(state, dict):
+        raise Error("INVALID_ARGUMENT", f"convert: the state is a {type(state).__name__}, and {kind} holds dicts alone")
+    seen = set()
+    for name, leaf in sources.leaves(state):
+        reason = ""
+        if kind == "safetensors":
+            reason = _not_in_safetensors(leaf)
+        elif kind == "torch":
+            reason = _not_for_weights_only(leaf)
+        if name in seen and kind in ("dcp", "safetensors"):
+            reason = "two entries have this name"
+        seen.add(name)
+        if reason:
+            raise Error("INVALID_ARGUMENT", f"convert {name}: {reason}")
+
+
+def _not_in_safetensors(leaf: Any) -> str:
+    import torch
+
+    from holdfast import _dtypes
+
+    if not _is_tensor(leaf):
+        return (
+            f"a {type(leaf).__name__} is no tensor, and safetensors holds tensors alone; --tensors-only leaves it out"
+        )
+    if leaf.layout != torch.strided or type(leaf) not in (torch.Tensor, torch.nn.Parameter):
+        return f"a {type(leaf).__name__} of layout {leaf.layout} is not an ordinary tensor"
+    if _dtypes.file_name(leaf.dtype) not in _DTYPES:
+        return f"safetensors has no dtype {leaf.dtype}"
+    return ""
+
+
+def _not_for_weights_only(leaf: Any) -> str:
+    import torch
+
+    if _is_tensor(leaf) or type(leaf) in (type(None), bool, int, float, str):
+        return ""
+    buffer = io.BytesIO()
+    try:
+        torch.save(leaf, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception:  # of any kind: the class's own code runs
+        return f"torch.load(weights_only=True) does not read a {type(leaf).__module__}.{type(leaf).__qualname__}"
+    return ""
+
+
+# ---- The result is what the source was.
+
+
+def _compare(before: Any, after: Any, path: str) -> None:
+    old, new = dict(sources.leaves(before)), dict(sources.leaves(after))
+    for name in {**old, **new}:
+        if name not in old or name not in new or not _same(old[name], new[name]):
+            raise Error("DATA_LOSS", f"convert to {path}: {name} is not as in the source; DST was removed")
+
+
+def _same(a: Any, b: Any) -> bool:
+    import torch
+
+    if not _is_tensor(a):
+        return type(a) is type(b) and repr(a) == repr(b)
+    if not _is_tensor(b) or (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
+        return False
+    if a.layout != torch.strided:
+        return bool(torch.equal(a.to_dense(), b.to_dense()))
+    # As bytes: a NaN equals itself.
+    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return all(torch.equal(x, y) for x, y in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True))
+
+
+# ---- Writing. A writer gives the path to read back; an exception then removes what was written.
+
+
+@contextlib.contextmanager
+def _directory(target: str) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _holdfast(state: Any, target: str, step: int) -> Iterator[str]:
+    import holdfast
+
+    holdfast.configure(arena_bytes=_ARENA_BYTES)
+    with _directory(target):
+        save = holdfast.save_async(state, target, step=step)
+        try:
+            save.wait()
+        except BaseException:
+            save.cancel()
+            save.durable.exception()  # until then it may still commit
+            raise
+        yield target
+
+
+@contextlib.contextmanager
+def _dcp(state: Any, target: str, step: int) -> Iterator[str]:
+    import torch.distributed.checkpoint as dcp
+
+    import holdfast
+    from holdfast.cli.framework_sources import framework_errors
+    from holdfast.dcp import StorageWriter
+
+    holdfast.configure(arena_bytes=_ARENA_BYTES)
+    with _directory(target):
+        with framework_errors(f"save {target}"):
+            dcp.save(state, storage_writer=StorageWriter(target, step=step), no_dist=True)
+        yield target
+
+
+@contextlib.contextmanager
+def _file(target: str, write: Callable[[Any], None]) -> Iterator[str]:
+    """A file that gets its name when it is durable and was compared."""
+    temporary = f"{target}.tmp-{os.getpid()}{os.path.splitext(target)[1]}"
+    try:
+        with of_system(f"write {target}"):
+            with open(temporary, "xb") as file:
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+        yield temporary
+        with of_system(f"write {target}"):
+            os.link(temporary, target)  # unlike a rename it replaces nothing
+            directory = os.open(os.path.dirname(target), os.O_RDONLY)
+            os.fsync(directory)
+            os.close(directory)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+
+
+def _torch(state: Any, target: str, step: int) -> Any:
+    import torch
+
+    return _file(target, lambda file: torch.save(state, file))
+
+
+def _safetensors(state: Any, target: str, step: int) -> Any:
+    return _file(target, lambda file: _write_safetensors(state, file))
+
+
+def _write_safetensors(state: Any, file: Any) -> None:
+    from holdfast import _dtypes
+
+    # Larger elements first: so each tensor is aligned.
+    tensors = sorted(sources.leaves(state), key=lambda item: -item[1].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors:
+        begin, end = end, end + tensor.nbytes
+        dtype = _dtypes.file_name(tensor.dtype)
+        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    raw = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % 8)
+    file.write(len(raw).to_bytes(8, "little") + raw)
+    for _, tensor in tensors:
+        memory = tensor.detach().contiguous()
+        if memory.nbytes:
+            file.write((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()))
+
+
+_WRITERS = {"holdfast": _holdfast, "dcp": _dcp, "torch": _torch, "safetensors": _safetensors}

@@ -1,0 +1,247 @@
+"""The command convert: every format into every other, and what a format cannot hold."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from command_line import each, refused
+from command_line import holdfast as command
+
+import holdfast
+import holdfast.dcp
+
+MIB = 1 << 20
+ATTEMPT = "00112233445566778899aabbccddeeff"
+# As names, what each format is called with --to, or by its suffix.
+TARGETS = ("plain", "dcp", "file.pt", "file.safetensors")
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "weight": torch.randn(40, 8, generator=generator),
+        "large": torch.randn(MIB, generator=generator),
+        "half": torch.tensor([1.5, float("nan"), -0.0], dtype=torch.bfloat16),
+        "flags": torch.tensor([True, False, True]),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "none": torch.empty(0, 3),
+    }
+
+
+def state() -> dict[str, Any]:
+    return {"model": tensors(), "list": [torch.ones(3), 5], "step": 7, "lr": 0.1, "name": "x", "on": True,
+            "nothing": None}  # fmt: skip
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(torch.nan_to_num(a, 9.0), torch.nan_to_num(b, 9.0))
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+def ordered(value: Any) -> Any:
+    """DCP keeps no order of keys."""
+    return {k: ordered(value[k]) for k in sorted(value)} if isinstance(value, dict) else value
+
+
+def write(path: Path, contents: Any) -> Path:
+    if path.name == "dcp":
+        dcp.save(contents, checkpoint_id=path, no_dist=True)
+    elif path.suffix == ".pt":
+        torch.save(contents, path)
+    elif path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file(contents, path)
+    else:
+        holdfast.save_async(contents, path, step=12).wait(60)
+    return path
+
+
+def read(path: Path, like: Any) -> Any:
+    """With the formats' own readers."""
+    if path.name == "dcp":
+        flat = {"state": ordered(like)}["state"]
+        target = _empty(flat)
+        dcp.load(target, checkpoint_id=path, no_dist=True)
+        return target
+    if path.suffix == ".pt":
+        return torch.load(path, weights_only=True)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    return holdfast.load(path)
+
+
+def _empty(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return {k: _empty(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_empty(v) for v in value]
+    return None
+
+
+@pytest.mark.parametrize("source", TARGETS)
+def test_every_format_becomes_every_other(tmp_path: Path, source: str) -> None:
+    of_state = source != "file.safetensors"
+    contents = state() if of_state else tensors()
+    write(tmp_path / source, contents)
+    (tmp_path / "to").mkdir()
+    targets = [target for target in TARGETS if target != "file.safetensors" or not of_state]
+    lines = [
+        ["convert", *(["--to", "dcp"] if target == "dcp" else []), tmp_path / source, tmp_path / "to" / target]
+        for target in targets
+    ]
+    for target, done in zip(targets, each(*lines), strict=True):
+        assert done.status == 0, done
+        assert "read back and compared" in done.out and not done.error
+        assert same(ordered(contents), ordered(read(tmp_path / "to" / target, contents))), target
+        assert holdfast.verify(tmp_path / "to" / target)["verdict"] == "sound", target
+    assert sorted(os.listdir(tmp_path / "to")) == sorted(targets)
+
+
+@pytest.mark.parametrize("source", TARGETS[:-1])
+def test_the_tensors_of_every_format_become_safetensors(tmp_path: Path, source: str) -> None:
+    write(tmp_path / source, tensors())
+    (done,) = each(["convert", tmp_path / source, tmp_path / "x.safetensors"])
+    assert done.status == 0, done
+    assert same(ordered(tensors()), ordered(read(tmp_path / "x.safetensors", None)))
+
+
+def test_the_step_and_tied_tensors_survive(tmp_path: Path) -> None:
+    w = torch.ones(5)
+    plain, file = write(tmp_path / "plain", {"a": w, "b": w}), tmp_path / "x.pt"
+    runs = each(
+        ["convert", plain, file],
+        ["convert", "--step", "5", file, tmp_path / "step-5"],
+        ["convert", plain, tmp_path / "copy"],
+    )
+    assert [done.status for done in runs] == [0, 0, 0], runs
+    loaded = torch.load(file, weights_only=True)
+    assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
+    steps = {c["name"]: c["step"] for c in holdfast.list_checkpoints(tmp_path)}
+    assert steps == {"plain": 12, "step-5": 5, "copy": 12}
+
+
+def test_what_a_format_cannot_hold_is_named(tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain", {"w": torch.ones(2), "train": {"step": 3}})
+    number = write(tmp_path / "complex.pt", {"deep": [torch.ones(2, dtype=torch.complex128)]})
+    rows = write(tmp_path / "list.pt", [torch.ones(2)])
+    twice = write(tmp_path / "twice.pt", {"a.b": torch.ones(2), "a": {"b": torch.ones(2)}})
+    target, good = tmp_path / "x.safetensors", tmp_path / "good.safetensors"
+    runs = each(
+        ["convert", plain, target],
+        ["convert", number, target],
+        ["convert", rows, target],
+        ["convert", twice, target],
+        ["convert", "--tensors-only", plain, good],
+    )
+    refused(runs[0], "train.step", "--tensors-only")
+    refused(runs[1], "deep.0", "complex128")
+    refused(runs[2], "list")
+    refused(runs[3], "a.b", "two entries")
+    assert runs[4].status == 0 and read(good, None).keys() == {"w"}
+    assert not target.exists()
+
+
+def test_objects_are_made_only_as_allowed(tmp_path: Path) -> None:
+    plain = write(tmp_path / "plain", {"w": torch.ones(2), "args": argparse.Namespace(lr=0.1)})
+    unsafe = write(tmp_path / "unsafe.pt", {"args": argparse.Namespace(lr=0.1)})
+    allow = ("--allow", "argparse:Namespace")
+    runs = each(
+        ["convert", plain, tmp_path / "x.pt"],
+        ["convert", *allow, plain, tmp_path / "x.pt"],
+        ["convert", unsafe, tmp_path / "x.pt"],
+        ["convert", *allow, plain, tmp_path / "copy"],
+        ["convert", "--tensors-only", plain, tmp_path / "w.pt"],
+    )
+    refused(runs[0], "args", "--allow argparse:Namespace")
+    refused(runs[1], "args", "argparse.Namespace")
+    refused(runs[2], "argparse.Namespace")
+    assert not (tmp_path / "x.pt").exists()
+    assert runs[3].status == 0 and runs[4].status == 0
+    assert holdfast.load(tmp_path / "copy", allow=[argparse.Namespace])["args"].lr == 0.1
+
+
+def test_a_rank_of_several_is_chosen(tmp_path: Path) -> None:
+    two, file = tmp_path / "two", tmp_path / "x.pt"
+    saves = [
+        holdfast.save_async({"rng": torch.full((4,), rank)}, two, rank=rank, world_size=2, attempt=ATTEMPT)
+        for rank in (0, 1)
+    ]
+    for save in saves:
+        save.wait(60)
+    runs = each(*(["convert", *rank, two, file] for rank in ([], ["--rank", "2"], ["--rank", "1"])))
+    refused(runs[0], "2 ranks", "--rank")
+    refused(runs[1], "2 ranks", "--rank")
+    assert runs[2].status == 0
+    assert torch.load(file, weights_only=True)["rng"].tolist() == [1, 1, 1, 1]
+
+
+def test_wrong_paths_leave_nothing_behind(tmp_path: Path) -> None:
+    source = write(tmp_path / "plain", {"w": torch.ones(1000)})
+    refused(command("convert", source, source), "exists already")
+    refused(command("convert", tmp_path / "nowhere", tmp_path / "x"), "No such file")
+    refused(command("convert", source, tmp_path / "no" / "x.pt"), "does not exist")
+    refused(command("convert", source, "s3://bucket/x"), "s3://bucket/x")
+    file = source / "model-00000-of-00001.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    refused(command("convert", source, tmp_path / "x"), "corrupt", "digest", "holdfast verify")
+    assert [p.name for p in tmp_path.iterdir()] == ["plain"]
+
+
+@pytest.mark.parametrize("target", ["plain", "file.safetensors"])
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, target: str) -> None:
+    source = write(tmp_path / "source.pt", {"w": torch.ones(128 * MIB)})
+    (tmp_path / "to").mkdir()
+    running = subprocess.Popen(
+        [sys.executable, "-m", "holdfast", "convert", source, tmp_path / "to" / target], stderr=subprocess.PIPE
+    )
+    while not os.listdir(tmp_path / "to") and running.poll() is None:
+        time.sleep(0.001)
+    running.send_signal(signal.SIGINT)
+    _, error = running.communicate(timeout=200)
+    assert (running.returncode, error) == (130, b"")
+    assert os.listdir(tmp_path / "to") == []
+
+
+@pytest.mark.parametrize(("source", "target"), [("plain", "dcp"), ("dcp", "file.pt")])
+def test_memory_is_bounded(tmp_path: Path, source: str, target: str) -> None:
+    """Of 1 GiB in four tensors; pages of files are the system's to write out."""
+    write(tmp_path / source, {f"w{i}": torch.full((64 * MIB,), float(i)) for i in range(4)})
+    holdfast.trim()
+    running = subprocess.Popen(
+        [sys.executable, "-m", "holdfast", "convert", "--to", "dcp" if target == "dcp" else "torch", tmp_path / source,
+         tmp_path / ("to-" + target)]
+    )  # fmt: skip
+    peak = 0
+    while running.poll() is None:
+        try:
+            status = Path(f"/proc/{running.pid}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            break
+        found = dict(line.split(":", 1) for line in status.splitlines())
+        if "RssAnon" in found:
+            peak = max(peak, int(found["RssAnon"].split()[0]))
+        time.sleep(0.01)
+    assert running.wait(300) == 0
+    assert 0 < peak < 768 * 1024, "KiB"
