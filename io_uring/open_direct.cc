@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 
 #include "io_uring/queue.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
@@ -89,6 +90,7 @@ int SwitchOffDirect(int fd) {
 
 // Classifies the O_DIRECT fd in `out`. Returns 0 or an errno.
 int Judge(int flags, DirectOpen* out) {
+  HOLDFAST_ASSERT(out->fd >= 0 && out->direct == DirectIo::kNo);
   const bool says = AskAlignment(out->fd, out);
   if (says) {
     const uint32_t memory = out->memory_alignment;

@@ -28,9 +28,11 @@ int32_t Attempt(const Transfer& transfer) {
   // At most the largest result; the rest is a short transfer.
   constexpr uint32_t kBytesMax = 1u << 30;
   const size_t bytes = transfer.bytes() < kBytesMax ? transfer.bytes() : kBytesMax;
+  HOLDFAST_ASSERT(fd >= 0 && bytes > 0 && offset >= 0);
   const ssize_t result = transfer.request.opcode == Opcode::kWrite
                              ? sys::Sys().pwrite(fd, transfer.buffer(), bytes, offset)
                              : sys::Sys().pread(fd, transfer.buffer(), bytes, offset);
+  HOLDFAST_ASSERT(result <= static_cast<ssize_t>(bytes));
   return result < 0 ? -errno : static_cast<int32_t>(result);
 }
 
@@ -53,6 +55,7 @@ class Locked {
 }  // namespace
 
 int PwriteEngine::Open(const QueueOptions& options, Text* why) {
+  HOLDFAST_ASSERT(options.depth <= kDepthMax && options.threads <= kPwriteThreadsMax);
   slots_.Reset(options.depth);
   queued_ = done_ = Fifo{};
   for (int& fd : watched_) fd = -1;
@@ -121,6 +124,7 @@ void PwriteEngine::ServeQueue() {
       while (queued_.count == 0 && !stop_) pthread_cond_wait(&work_, &mutex_);
       if (queued_.count == 0) return;
       index = queued_.Pop();
+      HOLDFAST_ASSERT(slots_.busy(index));
     }
     Run(&slots_.at(index));
     {
@@ -166,6 +170,7 @@ int PwriteEngine::Submit(const Request& request) {
 
 int PwriteEngine::Collect(Completion* out, int capacity) {
   const Locked lock(&mutex_);
+  HOLDFAST_ASSERT(queued_.count + done_.count <= slots_.in_flight());
   int count = 0;
   while (count < capacity && done_.count > 0) {
     const uint32_t index = done_.Pop();

@@ -108,8 +108,10 @@ int Queue::Wait(Completion* out, int capacity, int timeout_ms, uint32_t* wakeups
   if (wakeups != nullptr) *wakeups = 0;
   if (const int refused = refusal(); refused != 0) return -refused;
   if (capacity < 1) return -EINVAL;
-  return on_ring() ? uring_.Wait(out, capacity, timeout_ms, wakeups)
-                   : pwrite_.Wait(out, capacity, timeout_ms, wakeups);
+  const int count = on_ring() ? uring_.Wait(out, capacity, timeout_ms, wakeups)
+                              : pwrite_.Wait(out, capacity, timeout_ms, wakeups);
+  HOLDFAST_ASSERT(count <= capacity);
+  return count;
 }
 
 uint32_t Queue::in_flight() const {
@@ -135,6 +137,7 @@ void Queue::Describe(char* out, size_t bytes) const {
 bool Queue::Close() {
   // A forked copy owns neither the ring, nor the threads, nor the fds.
   if (refusal() != 0) return true;
+  HOLDFAST_ASSERT(rung_ != EngineRung::kAuto);
   bool ended = true;
   if (on_ring()) {
     ended = uring_.Close();

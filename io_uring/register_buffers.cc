@@ -44,6 +44,7 @@ int UringEngine::Register(void* region, size_t region_bytes, Text* why) {
   if (error == 0) {
     for (uint64_t i = 0; i < count; ++i) {
       const uint64_t first = i * kRegisteredBufferBytes;
+      HOLDFAST_ASSERT(first < region_bytes);
       const uint64_t left = region_bytes - first;
       buffers_[i] = {.iov_base = static_cast<char*>(region) + first,
                      .iov_len = left < kRegisteredBufferBytes ? left : kRegisteredBufferBytes};

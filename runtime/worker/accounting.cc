@@ -4,6 +4,7 @@
 #include <time.h>
 
 #include "runtime/layout/launcher.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 
@@ -22,6 +23,7 @@ size_t ReadText(const char* path, char (&out)[kTextBytes]) {
     if (got <= 0) break;
     length += static_cast<size_t>(got);
   }
+  HOLDFAST_ASSERT(length < kTextBytes);
   sys::CloseOwned(fd);
   out[length] = '\0';
   return length;

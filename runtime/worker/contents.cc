@@ -10,6 +10,7 @@
 
 #include "runtime/digest/digest.h"
 #include "runtime/layout/job.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
@@ -123,6 +124,7 @@ int Inventory::Map(int directory, char* buffer, Contents* contents) {
   if (listed != 0 || error != 0) return listed != 0 ? listed : error;
   contents->whole = count_ != 0 && count_ == WorldOf(contents->manifest);
   if (text_max_ == 0) return 0;
+  HOLDFAST_ASSERT(count_ > 0 && total >= text_max_ && memory_ == nullptr);
   keys_max_ = total / (kElementBytes + kBytesBytes) + 1;
   memory_bytes_ = keys_max_ * sizeof(uint64_t) + text_max_;
   void* const memory = sys::Sys().mmap(nullptr, memory_bytes_, PROT_READ | PROT_WRITE,
@@ -146,6 +148,7 @@ int Inventory::ReadOne(int directory, const char* name, Contents* contents) {
     if (got < 0) error = errno;
     if (got <= 0) break;
     bytes += static_cast<uint64_t>(got);
+    HOLDFAST_ASSERT(bytes <= text_max_);
   }
   sys::CloseOwned(fd);
   if (error != 0) return error;
@@ -175,6 +178,7 @@ int Inventory::Read(int directory, char* buffer, Contents* contents) {
     if (IsManifestName(name)) error = ReadOne(directory, name, contents);
     return error == 0;
   });
+  HOLDFAST_ASSERT(key_count_ <= keys_max_);
   std::sort(keys_, keys_ + key_count_);
   return listed != 0 ? listed : error;
 }
@@ -205,6 +209,7 @@ size_t BytesBefore(const char* name, const char* infix) {
 bool CarriesAttempt(const char* name, const AttemptId& attempt) {
   char digits[kHexDigits];
   digest::ToHex(attempt, digits);
+  HOLDFAST_ASSERT(strlen(name) >= kHexDigits);
   return memcmp(name + strlen(name) - kHexDigits, digits, kHexDigits) == 0;
 }
 

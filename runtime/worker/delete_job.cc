@@ -1,11 +1,13 @@
 // Removes retired checkpoints, one after the other, in a separate job. Removal takes a quarter of a
 // second per GiB, and no save waits for it.
+#include "runtime/sys/assert.h"
 #include "runtime/worker/jobs.h"
 #include "runtime/worker/remove_tree.h"
 
 namespace holdfast::worker {
 
 void RunDelete(JobRun* run) {
+  HOLDFAST_ASSERT(run->directory < 0 && run->job->trash.bytes % kNameBytes == 0);
   SetPhase(run, layout::Phase::kRemoving);
   run->all_sealed = true;  // Nothing more is needed from the trainer.
   const char* const names = layout::At<char>(run->job, run->job->trash);

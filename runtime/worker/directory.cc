@@ -6,6 +6,7 @@
 
 #include <cerrno>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/open_files.h"
@@ -40,6 +41,7 @@ bool TargetIsEmpty(const JobRun& run) {
 }
 
 bool OpenPartial(JobRun* run) {
+  HOLDFAST_ASSERT(run->directory < 0 && run->parent >= 0 && run->lock >= 0);
   const layout::Job& job = *run->job;
   int error = 0;
   if (!run->Has(layout::kReplaceExisting) && !NameIsFree(run->parent, job.target, &error) &&
@@ -102,6 +104,7 @@ bool NameFiles(JobRun* run) {
     if (MustStop(run, true)) return false;
     // Another save of this file into the same directory has taken over the temporary name.
     if (!IsOurs(*run, i)) return Fail(run, FailureCode::kAborted, Operation::kRename, i);
+    HOLDFAST_ASSERT(run->notes[i].synced != 0 && run->notes[i].renamed == 0);
     const char* const name = layout::Files(run->job)[i].name;
     char temporary[kNameBytes];
     TemporaryName(name, temporary);
@@ -122,8 +125,10 @@ bool NameFiles(JobRun* run) {
 
 void RemoveFiles(JobRun* run) {
   if (run->notes == nullptr) return;  // Failed before any file was made.
+  HOLDFAST_ASSERT(run->directory >= 0 && !run->committed);
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
     const FileNote& note = run->notes[i];
+    HOLDFAST_ASSERT(note.slot == FileNote::kNoSlot && note.renamed <= note.created);
     if (note.created == 0) continue;
     const char* const name = layout::Files(run->job)[i].name;
     char temporary[kNameBytes];
@@ -143,6 +148,8 @@ void RemoveTraces(JobRun* run) {
   }
   // A recovery that fenced or promoted this directory owns it now.
   if (!files_only && LeadsTo(run->parent, run->job->partial, run->directory) != 0) return;
+  HOLDFAST_ASSERT(run->manifest_made >= run->manifest_named);
+  HOLDFAST_ASSERT(run->record_made >= run->record_named);
   SetPhase(run, layout::Phase::kRemoving);
   if (run->record_made) {
     char temporary[kNameBytes];

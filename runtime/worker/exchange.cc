@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "runtime/digest/digest.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
@@ -32,6 +33,7 @@ void CopyName(const char* name, char (&out)[kNameBytes]) {
 /// of no attempt. A recovery keeps such a directory until its successor stands.
 void AsideName(const char* partial, char (&out)[kNameBytes]) {
   CopyName(partial, out);
+  HOLDFAST_ASSERT(out[0] != '\0');
   char* const last = out + strlen(out) - 1;
   *last = *last == '0' ? '1' : '0';
 }
@@ -47,6 +49,7 @@ bool LockManifest(int directory, const char* name, int* lock) {
 
 int Exchange(int parent, const char* partial, const char* target, const AttemptId& replaced,
              char (&old)[kNameBytes]) {
+  HOLDFAST_ASSERT(parent >= 0 && strcmp(partial, target) != 0);
   CopyName(partial, old);
   // At every moment one complete checkpoint stands under the name.
   int error = Rename(parent, partial, target, RENAME_EXCHANGE);
@@ -65,6 +68,7 @@ int Exchange(int parent, const char* partial, const char* target, const AttemptI
 
 void Hide(int parent, const char* checkpoint, const AttemptId& attempt, char (&name)[kNameBytes]) {
   const size_t length = strnlen(checkpoint, kNameBytes);
+  HOLDFAST_ASSERT(length > 0 && strcmp(checkpoint, name) != 0);
   if (1 + length + kRetiredBytes + kHexDigits >= kNameBytes) return;
   char hidden[kNameBytes] = ".";
   char* at = hidden + 1;

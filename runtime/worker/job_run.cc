@@ -11,6 +11,7 @@
 namespace holdfast::worker {
 
 bool Fail(JobRun* run, const Failure& failure) {
+  HOLDFAST_ASSERT(!failure.ok());
   if (run->failure.ok()) run->failure = failure;
   return false;
 }
@@ -63,6 +64,7 @@ void NoteTrainerDeath(JobRun* run) {
   if (run->all_sealed) return;
   // The trainer's last stores are in the shared memory: extents published before its death count.
   const layout::SharedU32* const log = layout::At<layout::SharedU32>(run->job, run->job->published);
+  HOLDFAST_ASSERT(run->write.published.taken() <= run->job->extent_count);
   for (uint32_t i = run->write.published.taken(); i < run->job->extent_count; ++i) {
     if (log[i].load(std::memory_order_acquire) == layout::kEmptyEntry) return;
   }
@@ -113,6 +115,7 @@ void TemporaryName(const char* name, char (&out)[kNameBytes]) {
     out[length] = name[length];
     ++length;
   }
+  HOLDFAST_ASSERT(length > 0 && length + sizeof(kSuffix) <= kNameBytes);
   for (uint32_t i = 0; i < sizeof(kSuffix); ++i) out[length + i] = kSuffix[i];
 }
 

@@ -4,7 +4,9 @@
 #include <sys/stat.h>
 
 #include <cerrno>
+#include <cstring>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/job_run.h"
@@ -35,6 +37,7 @@ int Shrink(int directory, const char* name, uint64_t bytes, layout::Job* job, On
 }  // namespace
 
 int RemoveFile(int directory, const char* name, layout::Job* job, OnCancel on_cancel) {
+  HOLDFAST_ASSERT(directory >= 0 && strchr(name, '/') == nullptr);
   struct stat status = {};
   // After a failed fstatat the unlink frees the file at once or returns the errno.
   const bool seen = sys::Sys().fstatat(directory, name, &status, AT_SYMLINK_NOFOLLOW) == 0;

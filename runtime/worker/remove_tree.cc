@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/errno_code.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
@@ -48,6 +49,7 @@ struct Removal {
     return Fail(sys::CodeOfErrno(error_number), Operation::kRemove, error_number);
   }
   bool FailForeign(const char* name) {
+    HOLDFAST_ASSERT(name[0] != '\0' && strnlen(name, kNameBytes) < kNameBytes);
     memcpy(job->completion.foreign, name, strlen(name) + 1);
     return Fail(FailureCode::kFailedPrecondition, Operation::kRemove, 0);
   }
@@ -58,6 +60,7 @@ struct Removal {
 /// no file.
 template <typename Wanted>
 bool Sweep(Removal* removal, Wanted&& wanted) {
+  HOLDFAST_ASSERT(removal->directory >= 0 && removal->failure->ok());
   for (int pass = 0; pass < kPassesMax; ++pass) {
     bool removed = false;
     int error = 0;
@@ -121,6 +124,7 @@ bool RemoveContents(Removal* removal, int parent, char (&name)[kNameBytes]) {
     return removal->FailForeign(contents.foreign);
   }
   if (const size_t bytes = CommittedBytes(contents, name); bytes != 0) {
+    HOLDFAST_ASSERT(bytes < kNameBytes && !IsRetiredName(name));
     char checkpoint[kNameBytes] = {};
     memcpy(checkpoint, name, bytes);
     Hide(parent, checkpoint, contents.attempt, name);
@@ -131,6 +135,7 @@ bool RemoveContents(Removal* removal, int parent, char (&name)[kNameBytes]) {
   if (!(IsRetiredName(name) ? RemoveCommitted(removal) : RemoveUncommitted(removal))) return false;
   char left[kNameBytes] = {};
   const int error = ForEachEntry(removal->directory, removal->buffer, [&left](const char* entry) {
+    HOLDFAST_ASSERT(strnlen(entry, kNameBytes) < kNameBytes);
     memcpy(left, entry, strlen(entry) + 1);
     return false;
   });
@@ -142,6 +147,9 @@ bool RemoveContents(Removal* removal, int parent, char (&name)[kNameBytes]) {
 
 bool RemoveDirectory(int parent, const char* name, char* buffer, layout::Job* job,
                      Failure* failure) {
+  // One component: nothing outside of the parent is ever removed.
+  HOLDFAST_ASSERT(name[0] != '\0' && strchr(name, '/') == nullptr && strcmp(name, "..") != 0);
+  HOLDFAST_ASSERT(failure->ok());
   Removal removal;
   removal.buffer = buffer;
   removal.job = job;

@@ -63,6 +63,7 @@ bool MakeWritable(Attachment* attached) {
 }
 
 void CloseQueue(Server* server) {
+  HOLDFAST_ASSERT(!server->queue_open || server->queue.in_flight() == 0);
   if (server->queue_open) server->queue.Close();
   server->queue_open = false;
 }
@@ -186,6 +187,7 @@ int RunSound(Server* server, layout::Job* job, int parent, int lock) {
     ReleaseStaging(run);
     // A lock that outlives its save would look like a running save.
     if (server->queue_open) server->queue.Hold(kHeldLock, -1);
+    HOLDFAST_ASSERT(job->staging_released.load(std::memory_order_relaxed) != 0);
   }
   Publish(job, server->attached);
   return 0;
@@ -221,6 +223,7 @@ int RunJob(Server* server, Received* received) {
     job->staging_released.store(1, std::memory_order_release);
     Publish(job, server->attached);
   } else {
+    HOLDFAST_ASSERT(words.text == nullptr);
     words.bytes = sizeof(job->completion.reason);
     words.said = &job->assertion_failed;
     words.text = job->completion.reason;

@@ -34,6 +34,7 @@ bool MapScratch(JobRun* run) {
     run->scratch = nullptr;
     return FailErrno(run, Operation::kSetUp, errno);
   }
+  HOLDFAST_ASSERT(run->notes == nullptr && notes + bits <= run->scratch_bytes);
   run->notes = static_cast<FileNote*>(run->scratch);
   char* const behind = static_cast<char*>(run->scratch) + notes;
   run->write.taken_bits = reinterpret_cast<uint64_t*>(behind);

@@ -7,6 +7,7 @@
 #include <new>
 
 #include "runtime/layout/launcher.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/process.h"
 #include "runtime/sys/system.h"
@@ -29,6 +30,8 @@ void SendDetached(int socket) {
 int ServeJobs(Server* server) {
   const uint32_t jobs_max = server->options.jobs_max;
   while (jobs_max == 0 || server->jobs_done < jobs_max) {
+    // Between two jobs nothing of the last one is in use.
+    HOLDFAST_ASSERT(server->last_words.text == nullptr && !server->stuck);
     Received received;
     const Receive how = ReceiveMessage(*server, &received);
     int exit_status = 0;
