@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 # The staging memory is registered with a device until the memory goes: devices outlive it.
 _devices_used: list[Any] = []
+
+
+@pytest.fixture(autouse=True)
+def _memory_goes_first() -> Iterator[None]:
+    yield
+    holdfast.flush(60)
+    holdfast.configure()
 
 
 class SlowDevice(_native.Device):

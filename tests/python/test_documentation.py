@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import torch
 
 import holdfast
 import holdfast.dcp
-from holdfast import observe
+from holdfast import _runtime, observe
 
 DOCS = Path(__file__).parents[2] / "docs"
 _BLOCK = re.compile(r"(?:<!-- (needs|not run): ([^\n]*) -->\n)?```python\n(.*?)```", re.DOTALL)
@@ -73,9 +74,17 @@ def test_every_key_of_a_report_and_a_line_is_documented(tmp_path: Path) -> None:
     (_, line, of_dcp) = observe.read_jsonl(lines)
     documented = keys_of(DOCS / "python.md")
     assert set(report) | set(line) | set(of_dcp) <= documented
-    for key in documented:  # and the other way round
+    for key in documented - _runtime.OPTIONS:  # and the other way round
         if re.match(r"(time|at|cpu|tensors|identical|previous|bytes)_", key):
             assert key in report or key in of_dcp, key
+
+
+def test_every_option_is_documented() -> None:
+    of_save = set(inspect.signature(holdfast.save_async).parameters)
+    of_object = set(inspect.signature(holdfast.Checkpointer).parameters)
+    internal = {"state", "path", "step", "attempt", "runtime", "directory", "options", "on_sealed"}
+    options = of_save | of_object | _runtime.OPTIONS | {"stale_warning"}
+    assert options - internal <= keys_of(DOCS / "python.md")
 
 
 def test_every_metric_is_documented(tmp_path: Path) -> None:
