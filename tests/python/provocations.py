@@ -86,11 +86,6 @@ def not_a_checkpoint(directory: Path) -> str:
 
 
 @provocation
-def directory_missing(directory: Path) -> str:
-    return said(lambda: save(directory / "missing" / "step-1"))
-
-
-@provocation
 def url(directory: Path) -> str:
     return said(lambda: save("s3://bucket/step-1"))
 

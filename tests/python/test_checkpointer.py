@@ -356,7 +356,7 @@ def fail_from(patched: pytest.MonkeyPatch, name: str, count: int) -> None:
     patched.setattr(_dcp_directories.os, name, failing)
 
 
-def _ranks_save_and_resume(rank: int, directory: str) -> list[Any]:
+def _ranks_save_and_resume(rank: int, directory: str, format: str) -> list[Any]:
     run = Path(directory) / "run"
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -366,7 +366,7 @@ def _ranks_save_and_resume(rank: int, directory: str) -> list[Any]:
     def sharded(value: float) -> dict[str, Any]:
         return {"w": distribute_tensor(torch.full((10, 3), value), mesh, [Shard(0)])}
 
-    with holdfast.Checkpointer(run, format="dcp", keep_last=2) as checkpointer:
+    with holdfast.Checkpointer(run, format=format, keep_last=2) as checkpointer:
         for step in (1, 2, 3):
             checkpointer.save_async(sharded(float(step)), step)
         checkpointer.wait(60)
@@ -388,7 +388,8 @@ def _ranks_save_and_resume(rank: int, directory: str) -> list[Any]:
     return []
 
 
+@formats
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_save_resume_and_remove(world_size: int, tmp_path: Path) -> None:
-    answers = dcp_ranks.run_ranks(world_size, tmp_path, _ranks_save_and_resume, str(tmp_path))
+def test_ranks_save_resume_and_remove(format: str, world_size: int, tmp_path: Path) -> None:
+    answers = dcp_ranks.run_ranks(world_size, tmp_path, _ranks_save_and_resume, str(tmp_path), format)
     assert answers == [[["step-2", "step-3"], 3.0, True]] * world_size

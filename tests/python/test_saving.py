@@ -148,6 +148,21 @@ def test_missing_directories_above_are_made(tmp_path: Path) -> None:
     assert holdfast.load(path) == {"x": 1}
 
 
+def test_names_of_new_directories_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = []
+    fsync = os.fsync
+
+    def recording(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", recording)
+    holdfast.save({"x": 1}, tmp_path / "a" / "b" / "step-1")
+    assert synced == [str(tmp_path), str(tmp_path / "a")]
+    holdfast.save({"x": 1}, tmp_path / "a" / "b" / "step-2")
+    assert len(synced) == 2, "a directory that was there is synced again"
+
+
 def test_a_star_import_shadows_no_builtin() -> None:
     names: dict[str, object] = {}
     exec("from holdfast import *", names)
