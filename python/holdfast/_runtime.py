@@ -244,9 +244,10 @@ def total_staging() -> dict[str, int]:
 
 
 def configure(**options: Any) -> None:
-    """Sets how this process saves, from the next save on.
+    """Sets how `holdfast.save_async` and `holdfast.dcp` save, from the next save on.
 
-    Call it before the first save, or while none is in flight: the staging memory is made anew.
+    Call it before the first save, or while none is in flight: the staging memory is made anew. A
+    `holdfast.Checkpointer` has options of its own.
 
     Args:
         arena_bytes: size of the staging memory, the cap of what saves hold; larger saves stream
