@@ -19,15 +19,21 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from holdfast import _ranks, events
+from holdfast._process import PerProcess
 from holdfast.errors import Error
 
 _TRAINER_ROW = 1
 _ROWS = ("stage", "write", "sync, manifest, commit")  # of one save; each lane has these
 _END = b"\n]\n"
 
-_lock = threading.Lock()
-_open: list[_File] = []
-_marked: tuple[int, int] | None = None  # the step that mark_step began, and when
+
+class _Traces(PerProcess):
+    def clear(self) -> None:
+        self.open: list[_File] = []
+        self.marked: tuple[int, int] | None = None  # the step that mark_step began, and when
+
+
+_traces = _Traces()
 
 
 class Span(NamedTuple):
@@ -199,12 +205,12 @@ def trace(path: str | os.PathLike[str]) -> events.Handle:
     """
     rank = _ranks.rank_and_world()[0]
     file = _File(os.fspath(path).replace("{rank}", str(rank)), rank)
-    with _lock:
-        _open.append(file)
+    with _traces.lock:
+        _traces.open.append(file)
 
     def end() -> None:
-        with _lock:
-            _open.remove(file)
+        with _traces.lock:
+            _traces.open.remove(file)
         file.close()
 
     return events.Handle(file.save, end)
@@ -212,8 +218,8 @@ def trace(path: str | os.PathLike[str]) -> events.Handle:
 
 def _step_took(n: int, begin_ns: int) -> None:
     end_ns = time.monotonic_ns()
-    with _lock:
-        files = list(_open)
+    with _traces.lock:
+        files = list(_traces.open)
     for file in files:
         with contextlib.suppress(OSError):  # a full disk does not end a training
             file.add(
@@ -228,24 +234,12 @@ def step(n: int) -> Iterator[None]:
     try:
         yield
     finally:
-        if _open:
+        if _traces.open:
             _step_took(n, begin)
 
 
 def mark_step(n: int) -> None:
     """Step `n` begins, and the one before it ends: for loops that have no room for a ``with``."""
-    global _marked
-    before, _marked = _marked, (n, time.monotonic_ns())
-    if before is not None and _open:
+    before, _traces.marked = _traces.marked, (n, time.monotonic_ns())
+    if before is not None and _traces.open:
         _step_took(*before)
-
-
-def _forget() -> None:
-    """In a forked child: the files, and what is written to them, are the parent's."""
-    global _lock, _marked
-    _lock = threading.Lock()
-    _open.clear()
-    _marked = None
-
-
-os.register_at_fork(after_in_child=_forget)
