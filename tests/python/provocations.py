@@ -119,7 +119,7 @@ def memory_full_fail(directory: Path) -> str:
 def memory_full_skip(directory: Path) -> str:
     with slow_save(directory):
         state = {"w": torch.ones(3 * MIB)}
-        return said(save(directory / "next", state, when_full="skip").wait)
+        return said(lambda: save(directory / "next", state, when_full="skip"))
 
 
 @provocation
