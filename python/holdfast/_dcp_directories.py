@@ -51,7 +51,7 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
             continue
         try:
             with of_system(f"list {os.path.join(directory, name)}"):
-                found = _look(os.path.join(directory, name))
+                found = look(os.path.join(directory, name))
         except Error as error:
             passed_over.append(f"{name}: {error.message}")
             continue
@@ -65,8 +65,13 @@ def may_be_loaded(path: str) -> bool:
     return any(os.path.exists(os.path.join(path, name)) for name in (METADATA, "__0" + METADATA))
 
 
-def _look(path: str) -> dict[str, Any] | None:
-    """What is known of a complete checkpoint; None for a directory that is none."""
+def look(path: str) -> dict[str, Any] | None:
+    """What is known of a complete checkpoint; None for a directory that is none.
+
+    Raises:
+        Error: DATA_LOSS where ``.metadata`` is not what the save committed.
+        OSError: of the system.
+    """
     try:
         with open(os.path.join(path, METADATA), "rb") as file:
             data, changed = file.read(), os.fstat(file.fileno()).st_mtime

@@ -81,7 +81,7 @@ def test_show_prints_a_table_and_totals(run: Path) -> None:
     row = next(line for line in lines if line.startswith("half "))
     assert row.split() == ["half", "BF16", "[3,", "2]", "12", "model-00000-of-00001.safetensors"]
     assert "optimizer.lr" not in done.out
-    assert lines[-1].startswith("holdfast: 4 tensors, 12.00 MiB; 1 objects; step 1, 1 ranks, saved ")
+    assert lines[-1].startswith("holdfast: 4 tensors, 12.00 MiB; 1 objects; step 1, saved ")
 
 
 @pytest.mark.parametrize("name", ["dcp-1", "stock-1", "1.pt"])
@@ -178,9 +178,9 @@ def test_diff_that_only_reading_could_decide_is_trouble(tmp_path: Path) -> None:
 
 
 def test_diff_of_dcp_checkpoints_uses_their_manifests(run: Path) -> None:
-    told = command("diff", "--json", run / "dcp-1", run / "dcp-2").json
-    assert told["changed"] == {"model.weight": "", "step": "1 -> 2"} and told["identical"] == 2
-    assert command("diff", run / "dcp-1", run / "dcp-1").status == 0
+    other, same = each(["diff", "--json", run / "dcp-1", run / "dcp-2"], ["diff", run / "dcp-1", run / "dcp-1"])
+    assert other.json["changed"] == {"model.weight": "", "step": "1 -> 2"} and other.json["identical"] == 2
+    assert same.status == 0
 
 
 def test_diff_without_digests_needs_to_read(run: Path) -> None:
@@ -220,13 +220,24 @@ def test_an_incomplete_or_damaged_checkpoint_is_refused(run: Path, tmp_path: Pat
         shutil.copytree(run / name, tmp_path / name)
         manifest = next((tmp_path / name).glob("*.manifest.json"))
         manifest.write_bytes(manifest.read_bytes().replace(b'"step":1,', b'"step":9,'))
-        refused(command("diff", tmp_path / name, run / name), "holdfast diff: ", manifest.name)
-    refused(command("show", tmp_path / "step-1"), "manifest")
-    (tmp_path / "dcp-1" / ".metadata").unlink()
-    refused(command("show", tmp_path / "dcp-1"), ".metadata")
+    shutil.copytree(run / "dcp-1", tmp_path / "no-metadata")
+    (tmp_path / "no-metadata" / ".metadata").unlink()
+    shutil.copytree(run / "dcp-1", tmp_path / "other-metadata")
+    (tmp_path / "other-metadata" / ".metadata").write_bytes((run / "dcp-1" / ".metadata").read_bytes() + b".")
     shutil.copytree(run / "step-1", tmp_path / "cut")
     os.truncate(tmp_path / "cut" / "model-00000-of-00001.safetensors", 5000)
-    refused(command("show", tmp_path / "cut"), "5000 bytes")
+    plain, framework, incomplete, other, cut = each(
+        ["show", tmp_path / "step-1"],
+        ["diff", tmp_path / "dcp-1", run / "dcp-1"],
+        ["show", tmp_path / "no-metadata"],
+        ["show", tmp_path / "other-metadata"],
+        ["show", tmp_path / "cut"],
+    )
+    refused(plain, "holdfast show: ", "rank-00000-of-00001.manifest.json")
+    refused(framework, "holdfast diff: ", ".manifest.json")
+    refused(incomplete, ".metadata")
+    refused(other, ".metadata", "commit record")
+    refused(cut, "5000 bytes")
 
 
 def test_a_hostile_torch_file_runs_no_code(tmp_path: Path) -> None:

@@ -82,17 +82,12 @@ class Dcp(Source):
     def __init__(self, path: str, names: list[str]) -> None:
         super().__init__(path)
         self._names = names
-        self._commit = places.dcp_commit(path, names)
-        if not self._commit.metadata:
-            raise Error("FAILED_PRECONDITION", f"open {path}: it has no .metadata: the save has not completed")
-        record = self._commit.record
-        if record is not None:
-            self.facts = {key: record[key] for key in ("step", "world_size", "attempt", "parent")}
-            self.facts["saved_at"] = record["saved_at_ns"] / 1e9
+        self.facts = places.look_at_dcp(path)
+        self.facts.pop("bytes", None)
 
     @functools.cached_property
     def _metadata(self) -> Any:
-        return dcp_metadata.read(Path(self.path) / self._commit.metadata)
+        return dcp_metadata.read(Path(self.path) / (".metadata" if ".metadata" in self._names else "__0.metadata"))
 
     @functools.cached_property
     def _tensor_names(self) -> list[str]:
@@ -117,7 +112,7 @@ class Dcp(Source):
         return _bytes_of(self._flat[name], begin, nbytes)
 
     def _digests(self) -> dict[str, dict[str, snapshots.Digest]] | None:
-        if self._commit.record is None:
+        if not self.facts.get("attempt"):
             return None
         found: dict[str, dict[str, snapshots.Digest]] = {name: {} for name in self._tensor_names}
         for manifest in self._names:

@@ -114,33 +114,13 @@ def _below(path: str) -> Entry | None:
 def _of(path: str, names: list[str]) -> Entry:
     entry = Entry(os.path.basename(path), path, places.format_of(names), "complete")
     try:
-        if entry.format == "dcp":
-            _describe_dcp(entry, names)
-        else:
-            info = _native.inspect(path)
-            for key in ("step", "saved_at", "bytes", "world_size", "attempt", "parent"):
-                setattr(entry, key, info[key])
+        info = places.look_at_dcp(path) if entry.format == "dcp" else _native.inspect(path)
+        for key in ("step", "saved_at", "bytes", "world_size", "attempt", "parent"):
+            setattr(entry, key, info.get(key))
     except Error as error:
         entry.state = _STATE_OF_CODE.get(error.code, "unreadable")
-        entry.reason = error.message.removeprefix(f"{path}: ").removeprefix("incomplete: ")
+        entry.reason = error.message.removeprefix("open ").removeprefix(f"{path}: ").removeprefix("incomplete: ")
     return entry
-
-
-def _describe_dcp(entry: Entry, names: list[str]) -> None:
-    commit = places.dcp_commit(entry.path, names)
-    if not commit.metadata:
-        entry.state, entry.reason = "incomplete", "no .metadata: the save has not completed"
-    elif commit.record is None:
-        # Another program's: what the file system records.
-        stats = [os.stat(os.path.join(entry.path, n)) for n in names if n.endswith((".distcp", commit.metadata))]
-        entry.bytes = sum(s.st_size for s in stats)
-        entry.saved_at = os.stat(os.path.join(entry.path, commit.metadata)).st_mtime
-    else:
-        record = commit.record
-        entry.saved_at = record["saved_at_ns"] / 1e9
-        for key in ("step", "bytes", "world_size", "attempt"):
-            setattr(entry, key, record[key])
-        entry.parent = record["parent"] if record["parent"].strip("0") else None
 
 
 def _explain_uncommitted(directory: str, found: list[Entry]) -> None:

@@ -1,13 +1,12 @@
-"""What lies at a path, by the names of its files, and the committed save of a DCP directory."""
+"""What lies at a path, by the names of its files."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
-from holdfast import _native
+from holdfast import _dcp_directories
 from holdfast.errors import Error, of_system
 
 # runtime/layout/FORMAT.md, section 1.
@@ -19,8 +18,6 @@ _OF_DCP = re.compile(
 _OF_HOLDFAST = re.compile(
     r"holdfast\.commit\.json|rank-\d{5,}-of-\d{5,}\.manifest\.json|model-\d{5,}-of-\d{5,}\.safetensors"
 )
-_RECORD = re.compile(r"holdfast\.commit-([0-9a-f]{32})\.json")
-_RECORD_BYTES_MAX = 16 << 20
 
 
 def names_in(path: str, operation: str) -> list[str]:
@@ -41,40 +38,20 @@ def format_of(names: list[str]) -> str:
     return ""
 
 
-class DcpCommit(NamedTuple):
-    """The save by which a DCP directory is complete.
-
-    Attributes:
-        metadata: name of the framework's last file; empty where there is none.
-        record: the commit record of that file, parsed; None where no record has its digest.
-    """
-
-    metadata: str
-    record: dict[str, Any] | None
-
-
-def dcp_commit(path: str, names: list[str]) -> DcpCommit:
-    """Finds the committed save of a DCP directory, without reading what ``.metadata`` says.
+def look_at_dcp(path: str) -> dict[str, Any]:
+    """What is known of a complete DCP checkpoint: step, saved_at, attempt, world_size, bytes.
 
     Raises:
-        Error: of the system.
+        Error: FAILED_PRECONDITION for an incomplete checkpoint, DATA_LOSS for a damaged one, and of
+            the system.
     """
-    files = [n for n in names if os.path.isfile(os.path.join(path, n))]  # reading a pipe would wait
-    metadata = next(filter(re.compile(r"(__\d+)?\.metadata").fullmatch, files), "")
-    if not metadata:
-        return DcpCommit("", None)
-    for match in filter(None, map(_RECORD.fullmatch, files)):
-        with of_system(f"read {path}/{match[0]}"), open(os.path.join(path, match[0]), "rb") as file:
-            text = file.read(_RECORD_BYTES_MAX)
-        with of_system(f"read {path}/{metadata}"), open(os.path.join(path, metadata), "rb") as file:
-            contents = file.read()
-        try:
-            digests = _native.check_commit_file(path, match[1], metadata, contents)
-            record = json.loads(text)
-        except (Error, ValueError) as error:
-            if isinstance(error, Error) and error.code != "DATA_LOSS":
-                raise
-            continue  # of another save of this directory
-        if digests is not None:
-            return DcpCommit(metadata, record)
-    return DcpCommit(metadata, None)
+    metadata = os.path.join(path, _dcp_directories.METADATA)
+    if os.path.exists(metadata) and not os.path.isfile(metadata):
+        raise Error("DATA_LOSS", f"open {metadata}: no file")  # reading a pipe would wait
+    with of_system(f"open {path}"):
+        found = _dcp_directories.look(path)
+    if found is None and not _dcp_directories.may_be_loaded(path):
+        raise Error("FAILED_PRECONDITION", f"open {path}: it has no .metadata: the save has not completed")
+    if found and not found["attempt"]:
+        found["attempt"] = None
+    return found or {}

@@ -47,9 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     text.lines(f"{name} = {value}" for name, value in values.items())
     facts = [f"{len(tensors)} tensors, {text.size(sum(t.nbytes for t in tensors))}", f"{len(objects)} objects"]
     if "step" in source.facts:
-        facts.append(
-            f"step {source.facts['step']}, {source.facts['world_size']} ranks, "
-            f"saved {text.age(source.facts['saved_at'])} ago"
-        )
+        facts.append(f"step {source.facts['step']}, saved {text.age(source.facts['saved_at'])} ago")
+    if source.facts.get("world_size"):
+        facts.append(f"{source.facts['world_size']} ranks")
     print(f"{source.format}: " + "; ".join(facts))
     return 0
