@@ -123,7 +123,7 @@ std::string Json(const std::vector<VerifyReport>& reports,
   }
   const nlohmann::ordered_json document = {
       {"program", "verify-checkpoint"}, {"version", 1},
-      {"verdict", WordOf(worst)},         {"exit_status", exit_status},
+      {"verdict", WordOf(worst)},       {"exit_status", exit_status},
       {"uncommitted", uncommitted},     {"paths", std::move(paths)}};
   // Names that are not UTF-8 must not end the program: they appear with replacement characters.
   return document.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
