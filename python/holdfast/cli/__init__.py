@@ -113,6 +113,8 @@ def _run(arguments: list[str]) -> int:
         message = "this needs PyTorch; install torch"
     except MemoryError:
         message = "out of memory"
+    except RecursionError:
+        message = "the state is nested too deeply"
     sys.stdout.flush()
     print(f"holdfast {name}: {text.printable(message)}", file=sys.stderr)
     return TROUBLE

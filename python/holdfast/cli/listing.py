@@ -108,7 +108,10 @@ def _below(path: str) -> Entry | None:
     if match:
         state = "retired" if match["kind"] == "retired" else "unfinished"
         return Entry(name, path, "holdfast", state, attempt=match["attempt"])
-    return _of(path, names) if places.format_of(names) else None
+    if not places.format_of(names):
+        return None
+    entry = _of(path, names)
+    return entry if entry.is_complete or os.path.isdir(path) else None  # removed meanwhile
 
 
 def _of(path: str, names: list[str]) -> Entry:
