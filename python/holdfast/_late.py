@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast import _state
+from holdfast import _tensor_kinds
 from holdfast.errors import Error
 
 # Memory that is not late is cloned on its device, up to this much of one save and device; beyond
@@ -62,7 +62,7 @@ class Late:
         if isinstance(value, torch.nn.Parameter) and not value.requires_grad:
             return
         if isinstance(value, torch.Tensor):
-            self._ranges.extend(_state.memory_of(value.detach()))
+            self._ranges.extend(_tensor_kinds.memory_of(value.detach()))
         elif isinstance(value, torch.optim.Optimizer):
             for group in value.param_groups:
                 if group.get("capturable"):
@@ -106,7 +106,7 @@ class Late:
     def _covers(self, tensor: torch.Tensor) -> bool:
         if tensor.is_inference() or not _storage(tensor)[1]:  # no version, or no memory of its own
             return False
-        return all(self._is_late(begin, end) for begin, end in _state.memory_of(tensor))
+        return all(self._is_late(begin, end) for begin, end in _tensor_kinds.memory_of(tensor))
 
     def _is_late(self, begin: int, end: int) -> bool:
         i = bisect.bisect_right(self._ranges, begin, key=lambda r: r[0]) - 1

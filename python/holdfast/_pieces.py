@@ -146,6 +146,15 @@ class Loading:
             else:
                 self._bounced.append(piece)
 
+    def add_whole(self, reader: Any, name: str, target: torch.Tensor) -> None:
+        """Asks for all bytes of an entry, for a contiguous tensor of as many."""
+        nbytes = target.nbytes
+        if nbytes:
+            address, device = target.data_ptr(), _devices.device_of(target.device)
+            targets = self._direct.setdefault(id(reader), (reader, {}))[1]
+            targets[address, nbytes, device] = (name, address, nbytes, device, 0)
+            self._devices.add(target.device)
+
     def changes(self, target: torch.Tensor) -> None:
         """Notes a tensor whose values change: a backward pass that has saved the old ones raises."""
         self._targets.append(target)
@@ -158,10 +167,28 @@ class Loading:
         try:
             self._read_all()
         finally:
-            for target in self._targets:
-                if not target.is_inference():
-                    torch.autograd.graph.increment_version(target)
+            torch.autograd.graph.increment_version(t for t in self._targets if not t.is_inference())
             self._targets.clear()
+
+    def check(self, reader: Any, nbytes_of: dict[str, int]) -> None:
+        """Reads and compares whole entries, and keeps nothing of them.
+
+        Raises:
+            Error: DATA_LOSS for a byte that is not what was saved.
+        """
+        buffer = torch.empty(self._piece_bytes, dtype=torch.uint8)
+        batch: list[Any] = []
+        filled = 0
+        for name, nbytes in nbytes_of.items():
+            begin = 0
+            while begin < nbytes:
+                length = min(nbytes - begin, len(buffer) - filled)
+                batch.append((name, buffer.data_ptr() + filled, length, None, begin))
+                begin, filled = begin + length, filled + length
+                if filled == len(buffer):
+                    self.read(reader, batch, self._buffer_bytes // 2)
+                    batch, filled = [], 0
+        self.read(reader, batch, self._buffer_bytes // 2)
 
     def _read_all(self) -> None:
         # Memory of a device may still be written, by its last owner or by what initializes it.

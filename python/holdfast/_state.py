@@ -1,173 +1,333 @@
 """A training state as bytes and a description: what is saved once, and how the state refers to it.
 
-`describe` walks nested dicts, lists, tuples, dataclasses and whatever has a ``state_dict`` down to
-its leaves. Tensors become `Stored` entries (runs of bytes with a name) and *views* of them; tensors
-that overlap in memory share one entry, so tied weights stay tied. Plain values go into the
-description, which is JSON. Everything else is an *object*, to be pickled beside.
+`describe` walks a state down to its leaves (`Walk`). Tensors that overlap in memory share one
+entry, a run of bytes with a name: tied weights stay tied. Plain values go into the description,
+which is JSON; all else is an object, to be pickled beside. What depends on the structure alone is
+an `Outline`, and is kept: the next state of the same structure gives only addresses and values.
 """
 
 from __future__ import annotations
 
-import base64
-import dataclasses
-import enum
-import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+import gc
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
-from holdfast import _dtypes
+from holdfast import _dtypes, _native, _plain
+from holdfast._kinds import kind_of_node, under
+from holdfast._plain import Node
+from holdfast._tensor_kinds import PLAIN_TENSORS, TENSOR, kind_of
 from holdfast.errors import Error
 
-Node = dict[str, Any]
-Path = tuple[str, ...]
+FORMAT_VERSION = 2
+VERSIONS_READ = (1, FORMAT_VERSION)
 
-# A strided view that spans this many times its own bytes is saved as a contiguous copy instead.
-_SPAN_MAX = 2
+# What is nested this deep in a value stands beside it, so that nothing recurses further.
+_DEPTH_MAX = 50
+_DEEP = ("deep",)
+_OUTLINES_MAX = 4
 
-
-@dataclasses.dataclass
-class Stored:
-    """Bytes that are saved under one name, and the memory that they are in."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    address: int
-    nbytes: int
-    device: torch.device
-    keep: Any  # whatever owns the memory
-    path: Path = ()
+_recent: deque[Outline] = deque(maxlen=_OUTLINES_MAX)
 
 
-@dataclasses.dataclass
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Around what makes many objects that live on: a collector would visit them over and over."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+class Walk:
+    """The way down a state.
+
+    Args:
+        layouts: whether layouts of tensors are looked at. Nearly all are strided, and a table of
+            tensors raises for one that is not.
+
+    Attributes:
+        tokens: the structure: of a plain value None, of a strided tensor its class, of all else a
+            tuple of its kind and what its node is made of. The tokens of its contents follow.
+        tensors, plain, objects: the contents, in the same order.
+    """
+
+    def __init__(self, state: Any, layouts: bool = False) -> None:
+        self.tokens: list[Any] = []
+        self.tensors: list[torch.Tensor] = []
+        self.plain: list[Any] = []
+        self.objects: list[Any] = []
+        self.add = self.tokens.append
+        self._open: set[int] = set()  # containers on the way down, to find cycles
+        self._depth = 0
+        self._layouts = layouts
+        self._deep: deque[tuple[str, Any, set[int]]] = deque()
+        self._visit("", state)
+        while self._deep:
+            path, value, self._open = self._deep.popleft()
+            self._visit(path, value)
+
+    def inside(self, owner: Any, path: str, value: Any) -> None:
+        """Goes on with the one thing that a value consists of."""
+        self._enter(owner, path)
+        self._visit(path, value)
+        self._leave(owner)
+
+    def children(self, owner: Any, path: str, names: Iterable[Any], values: Collection[Any]) -> None:
+        """Goes on with what a value holds."""
+        self._enter(owner, path)
+        if not self._layouts and PLAIN_TENSORS.issuperset(map(type, values)):
+            self.tokens.extend(map(type, values))
+            self.tensors.extend(values)
+        else:
+            for name, value in zip(names, values, strict=True):
+                kind = type(value)
+                if kind in _plain.TYPES:
+                    self.add(None)
+                    self.plain.append(value)
+                elif kind in PLAIN_TENSORS and not self._layouts:
+                    self.add(kind)
+                    self.tensors.append(value)
+                else:
+                    self._visit(under(path, name), value)
+        self._leave(owner)
+
+    def _visit(self, path: str, value: Any) -> None:
+        if _plain.is_plain(value):
+            self.add(None)
+            self.plain.append(value)
+        elif self._depth == _DEPTH_MAX:
+            self.add(_DEEP)
+            self._deep.append((path, value, set(self._open)))
+        else:
+            kind_of(path, value).flatten(self, path, value)
+
+    def _enter(self, owner: Any, path: str) -> None:
+        if id(owner) in self._open:
+            raise Error("INVALID_ARGUMENT", f"save {path or 'state'}: the state contains itself")
+        self._open.add(id(owner))
+        self._depth += 1
+
+    def _leave(self, owner: Any) -> None:
+        self._open.discard(id(owner))
+        self._depth -= 1
+
+
+class Outline:
+    """What a description has of the structure of a state. It keeps no tensor alive.
+
+    Attributes:
+        names, dtypes, shapes, nbytes, devices, paths: of each entry.
+        device_set: all devices.
+        members: of each entry the indices of the tensors in it.
+        object_names: of each object.
+        contiguous_copies: paths of tensors that are copied to be saved.
+        distributed: of each DTensor its node and the names of its entries.
+        kept: what one save has made of the outline for the next one, and does not use any more.
+    """
+
+    def __init__(self, walk: Walk, stored: list[torch.Tensor], tables: tuple[Any, Any]) -> None:
+        self.names: list[str] = []
+        self.dtypes: list[str] = []
+        self.shapes: list[list[int]] = []
+        self.nbytes: list[int] = []
+        self.devices: list[torch.device] = []
+        self.paths: list[str] = []
+        self.object_names: list[str] = []
+        self.kept: list[Any] = []
+        self._walk_tokens = walk.tokens
+        self._tables = tables
+        self._shifts: dict[int, int] = {}  # of entries that begin before their first tensor
+        self._taken: set[str] = set()
+        self._leaves: list[tuple[str, Node]] = []
+        self._tokens = iter(walk.tokens)
+        self._tensors = iter(walk.tensors)
+        self._deep: list[str] = []
+        root = self.node("")
+        deep = []
+        while len(deep) < len(self._deep):
+            deep.append(self.node(self._deep[len(deep)]))
+        self.contiguous_copies = [self._leaves[i][0] or "state" for i in tables[0].copied()]
+        self.members: list[list[int]] = []
+        for begin, end, members in tables[1].groups():
+            self.members.append(members)
+            self._store(begin, end, members, stored)
+        description = {"root": root, **({"deep": deep} if deep else {})}
+        self.distributed = [
+            (n, [leaf["stored"] for _, leaf in tensor_nodes(n)])
+            for n in nodes(description) if n["kind"] == "dtensor"
+        ]
+        # Between these parts belong the plain values.
+        self.device_set = set(self.devices)
+        self._text = _encode(description)[1:].split(_encode(_HOLE))
+        del self._tokens, self._tensors, self._leaves, self._taken, self._deep
+
+    def fits(self, tokens: list[Any], tables: tuple[Any, Any]) -> bool:
+        """Whether a state has this structure: all but addresses, plain values and objects."""
+        return not self._shifts and tokens == self._walk_tokens and all(
+            ours.equals(theirs) for ours, theirs in zip(tables, self._tables, strict=True)
+        )
+
+    # ---- Nodes, from the tokens of a walk.
+
+    def node(self, path: str) -> Node:
+        """The node of the next token. What a kind's `node` calls for its contents."""
+        token = next(self._tokens)
+        if token is None:
+            return _HOLE
+        if isinstance(token, type):
+            node = TENSOR.leaf(path, next(self._tensors))
+            self._leaves.append((path, node))
+            return node
+        if token is _DEEP:
+            self._deep.append(path)
+            return {"kind": "deep", "index": len(self._deep) - 1}
+        return token[0].node(self, path, token)
+
+    def name_object(self, path: str) -> str:
+        """The name of the next object."""
+        self.object_names.append(unique(path or "state", self._taken))
+        return self.object_names[-1]
+
+    # ---- Entries, of tensors that overlap.
+
+    def _store(self, begin: int, end: int, members: list[int], stored: list[torch.Tensor]) -> None:
+        group = [(*self._leaves[i], stored[i]) for i in members]
+        place = {id(t): t.data_ptr() for _, _, t in group} if end else {}
+        # Where the widest elements can begin, so that views over the same bytes can be made again.
+        widest = max((t for _, _, t in group), key=lambda t: t.itemsize)
+        shift = (begin - place[id(widest)]) % widest.itemsize if end else 0
+        if shift and begin - shift >= min(t.untyped_storage().data_ptr() for _, _, t in group):
+            begin -= shift
+            self._shifts[len(self.names)] = shift
+        path, _, first = group[0]
+        owner = next(
+            (
+                (path, tensor) for path, _, tensor in group
+                if tensor.is_contiguous()
+                and tensor.nbytes == end - begin
+                and (not end or place[id(tensor)] == begin)
+            ),
+            None,
+        )
+        if owner is not None:
+            path, tensor = owner
+            name, dtype, shape = path or "state", tensor.dtype, list(tensor.shape)
+        else:
+            dtype = first.dtype if all(t.dtype == first.dtype for _, _, t in group) else torch.uint8
+            name, shape = (path or "state") + "#storage", [(end - begin) // dtype.itemsize]
+        self.names.append(unique(name, self._taken))
+        self.dtypes.append(_dtypes.file_name(dtype))
+        self.shapes.append(shape)
+        self.nbytes.append(end - begin)
+        self.devices.append(first.device)
+        self.paths.append(path)
+        for path, node, tensor in group:
+            offset = place[id(tensor)] - begin if end else 0
+            if offset % tensor.itemsize:
+                other = next(p for p, _, t in group if t is not tensor)
+                raise Error(
+                    "INVALID_ARGUMENT",
+                    f"save {path or 'state'}: it overlaps {other or 'state'} in memory, at a byte where "
+                    "no tensor of both could be made again; save its clone()",
+                )
+            node["stored"] = self.names[-1]
+            if offset:
+                node["offset"] = offset
+            if not tensor.is_contiguous():
+                node["stride"] = list(tensor.stride())
+
+    def addresses(self, table: Any) -> list[int]:
+        """Where each entry begins."""
+        found = table.addresses()
+        for i, shift in self._shifts.items():
+            found[i] -= shift
+        return found
+
+    def text(self, values: list[Any]) -> str:
+        """The description as JSON, without its first brace, with the plain values of a state."""
+        parts = [""] * (2 * len(self._text) - 1)
+        parts[::2] = self._text
+        parts[1::2] = map(_plain.text_of, values)
+        return "".join(parts)
+
+
+_HOLE = _native.new_attempt()  # in no text of a state
+_encode: Callable[[Any], str] = _plain.encode
+
+
 class Description:
-    """What `describe` found."""
+    """A state that `describe` has walked: an outline, and what fills it.
 
-    root: Node
-    stored: list[Stored]
-    objects: dict[str, Any]
-    contiguous_copies: list[str]
+    Attributes:
+        outline: of the structure.
+        tensors: that own the memory of the entries.
+        addresses: of the entries.
+        objects: what must be pickled, by name.
+    """
 
+    def __init__(self, state: Any) -> None:
+        walk = Walk(state)
+        try:
+            table = _native.TensorTable(walk.tensors)
+        except (RuntimeError, ValueError):  # of a tensor that is not strided, or has no memory
+            walk = Walk(state, layouts=True)
+            table = _table_of(walk)
+        self.tensors = walk.tensors
+        stored = table
+        copied = table.copied()
+        if copied:
+            self.tensors = list(walk.tensors)
+            for i in copied:
+                self.tensors[i] = walk.tensors[i].detach().resolve_conj().resolve_neg().contiguous()
+            stored = _native.TensorTable(self.tensors)
+        tables = (table, stored)
+        outline = next((o for o in list(_recent) if o.fits(walk.tokens, tables)), None)
+        if outline is None:
+            with collector_paused():
+                outline = Outline(walk, self.tensors, tables)
+            _recent.appendleft(outline)
+        self.outline = outline
+        self.addresses = outline.addresses(stored)
+        self.objects = dict(zip(outline.object_names, walk.objects, strict=True))
+        self._plain = walk.plain
 
-@dataclasses.dataclass
-class _Leaf:
-    path: Path
-    tensor: torch.Tensor
-    node: Node
-    begin: int  # of its bytes, an address
-    end: int
+    def text(self, header: dict[str, Any]) -> bytes:
+        """The description as JSON, with further fields before it."""
+        return (_encode(header)[:-1] + "," + self.outline.text(self._plain)).encode()
 
-
-def join(path: Path) -> str:
-    """A path as people write it: ``model.layers.0.weight``."""
-    return ".".join(path) or "state"
-
-
-def is_stateful(value: Any) -> bool:
-    """Whether it hands out its state by itself: modules, optimizers, schedulers, loaders."""
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
-
-
-def state_of(value: Any) -> Any:
-    """Its state, with parameters as they are rather than detached copies."""
-    if isinstance(value, torch.nn.Module):
-        return value.state_dict(keep_vars=True)
-    return value.state_dict()
-
-
-def class_name(value: Any) -> str:
-    """``module:qualified.name`` of its class."""
-    kind = type(value)
-    return f"{kind.__module__}:{kind.__qualname__}"
-
-
-def is_namedtuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_fields")
-
-
-# ---- Plain values.
-
-
-def _float_text(value: float) -> str:
-    """Every bit of it: as C's %a, a NaN (which has a payload) as its eight bytes."""
-    return value.hex() if value == value else "nan:" + struct.pack(">d", value).hex()
+    def memory(self, entry: int) -> torch.Tensor:
+        """The bytes of an entry, as a tensor over its memory."""
+        owner = self.tensors[self.outline.members[entry][0]]
+        storage = owner.untyped_storage()
+        return torch.empty(0, dtype=torch.uint8, device=owner.device).set_(
+            storage, self.addresses[entry] - storage.data_ptr(), (self.outline.nbytes[entry],), (1,)
+        )
 
 
-def _float_of(text: str) -> float:
-    if text.startswith("nan:"):
-        return struct.unpack(">d", bytes.fromhex(text[4:]))[0]
-    return float.fromhex(text)
+def _table_of(walk: Walk) -> Any:
+    try:
+        return _native.TensorTable(walk.tensors)
+    except (RuntimeError, ValueError):
+        empty = _native.TensorTable([])
+        Outline(walk, walk.tensors, (empty, empty))  # names the tensor that is wrong
+        raise
 
 
-def _scalar(value: Any) -> Node | None:
-    """The node of a plain value; None if it is not one."""
-    kind = type(value)
-    if value is None or kind is bool or kind is str:
-        return {"kind": "value", "value": value}
-    if kind is int:
-        # Beyond 2^53 other readers of JSON lose digits.
-        return {"kind": "value", "value": value} if abs(value) < 2**53 else {"kind": "int", "value": str(value)}
-    if kind is float:
-        return {"kind": "float", "value": _float_text(value)}
-    if kind is complex:
-        return {"kind": "complex", "value": [_float_text(value.real), _float_text(value.imag)]}
-    if kind in (bytes, bytearray):
-        return {"kind": kind.__name__, "value": base64.b64encode(value).decode()}
-    if kind is torch.dtype:
-        return {"kind": "dtype", "value": _dtypes.torch_name(value)}
-    if kind is torch.device:
-        return {"kind": "device", "value": str(value)}
-    if kind is slice:
-        parts = [_scalar(p) for p in (value.start, value.stop, value.step)]
-        return {"kind": "slice", "items": parts} if all(parts) else None
-    return None
+def describe(state: Any) -> Description:
+    """Describes a state.
 
-
-_FROM_SCALAR: dict[str, Callable[[Node], Any]] = {
-    "value": lambda n: n["value"],
-    "int": lambda n: int(n["value"]),
-    "float": lambda n: _float_of(n["value"]),
-    "complex": lambda n: complex(_float_of(n["value"][0]), _float_of(n["value"][1])),
-    "bytes": lambda n: base64.b64decode(n["value"]),
-    "bytearray": lambda n: bytearray(base64.b64decode(n["value"])),
-    "dtype": lambda n: _dtypes.torch_dtype(n["value"]),
-    "device": lambda n: torch.device(n["value"]),
-    "slice": lambda n: slice(*(scalar_of(p) for p in n["items"])),
-}
-
-
-def is_scalar(node: Node) -> bool:
-    return node["kind"] in _FROM_SCALAR
-
-
-def scalar_of(node: Node) -> Any:
-    """The plain value of a node."""
-    return _FROM_SCALAR[node["kind"]](node)
-
-
-def _key(key: Any) -> Any:
-    """A mapping's key as JSON: strings as they are, other plain values as nodes; None: neither."""
-    if type(key) is str:
-        return key
-    node = _scalar(key)
-    if node is None and type(key) is tuple:
-        items = [_key(k) for k in key]
-        node = None if None in items else {"kind": "tuple", "items": items}
-    return node
-
-
-def key_of(key: Any) -> Any:
-    """The key that `_key` wrote."""
-    if isinstance(key, str):
-        return key
-    if key["kind"] == "tuple":
-        return tuple(key_of(k) for k in key["items"])
-    return scalar_of(key)
+    Raises:
+        Error: INVALID_ARGUMENT for a tensor that cannot be saved, naming it.
+    """
+    return Description(state)
 
 
 def unique(name: str, names: set[str]) -> str:
@@ -180,384 +340,28 @@ def unique(name: str, names: set[str]) -> str:
     return candidate
 
 
-# ---- What a tensor consists of.
-
-
-def _flattened(tensor: Any) -> tuple[list[str], Any] | None:
-    """Names of the tensors that it wraps, and what else it is made of, if its class says so."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
-        return None
-    return tensor.__tensor_flatten__()
-
-
-def _sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The tensors of a sparse one by their names; none if its layout is not known."""
-    if tensor.layout == torch.sparse_coo:
-        # Not coalesced here: that would change what is loaded.
-        return {"indices": tensor._indices(), "values": tensor._values()}
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        names = ("crow_indices", "col_indices", "values")
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        names = ("ccol_indices", "row_indices", "values")
-    else:
-        return {}
-    return {name: getattr(tensor, name)() for name in names}
-
-
-def foreign_array(value: Any) -> torch.Tensor | None:
-    """The memory of another framework's array (DLPack) as a tensor; None if it is none."""
-    if not (hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__")):
-        return None
-    try:
-        return torch.from_dlpack(value)
-    except (BufferError, RuntimeError, TypeError, ValueError):  # a dtype or a device that torch lacks
-        return None
-
-
-def memory_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Begin and end of the memory of a tensor, or of each that it consists of."""
-    local = getattr(tensor, "_local_tensor", None)
-    if local is not None:
-        yield from memory_of(local)
-    elif (flattened := _flattened(tensor)) is not None:
-        for name in flattened[0]:
-            yield from memory_of(getattr(tensor, name))
-    elif tensor.layout != torch.strided:
-        for part in _sparse_parts(tensor.detach()).values():
-            yield from memory_of(part)
-    elif tensor.numel():
-        yield tensor.data_ptr(), tensor.data_ptr() + span_of(tensor)
-
-
-# ---- What a module's state dict notes beside its entries.
-
-
-def _metadata(value: Any) -> dict[str, dict[str, Node]]:
-    """The plain values that a state dict has of each module, such as its version, as nodes."""
-    noted = getattr(value, "_metadata", None)
-    if not isinstance(noted, Mapping):
-        return {}
-    return {
-        prefix: {k: node for k, v in own.items() if (node := _scalar(v)) is not None}
-        for prefix, own in noted.items()
-        if isinstance(prefix, str) and isinstance(own, Mapping)
-    }
-
-
-def put_metadata(node: Node, target: Any) -> None:
-    """Gives a state dict the metadata that was saved; `load_state_dict` asks it for versions."""
-    if "metadata" in node and isinstance(target, OrderedDict):
-        target._metadata = OrderedDict(  # type: ignore[attr-defined]
-            (prefix, {k: scalar_of(v) for k, v in own.items()})
-            for prefix, own in node["metadata"].items()
-        )
-
-
-def is_of_other_version(node: Node, state_dict: Any) -> bool:
-    """Whether the metadata of a module in both, the saved and this state dict, differ."""
-    saved, there = node.get("metadata", {}), _metadata(state_dict)
-    return any(saved[prefix] != there[prefix] for prefix in saved.keys() & there.keys())
-
-
-# ---- How a tensor lies over the ranks.
-
-
-def layout_of(tensor: torch.Tensor) -> Node:
-    """A DTensor's placements on its mesh, and where in that this rank is; a plain tensor has none."""
-    mesh: Any = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return {"shape": list(tensor.shape), "placements": [], "mesh": [], "coordinate": []}
-    return {
-        "shape": list(tensor.shape),
-        "placements": [str(p) for p in tensor.placements],  # type: ignore[attr-defined]
-        "mesh": list(mesh.shape),
-        "coordinate": list(mesh.get_coordinate() or [None] * mesh.ndim),
-    }
-
-
-def share_of(layout: Node) -> list[tuple[str, int, int]]:
-    """Which share of the tensor a rank has: placements that divide it, among how many, and its place.
-
-    Of tensors of one shape, equal shares are the same elements.
-    """
-    axes = zip(layout["placements"], layout["mesh"], layout["coordinate"], strict=True)
-    return [axis for axis in axes if axis[0] != "R" and axis[1] > 1]
-
-
-# ---- The walk down.
-
-
-class _Walk:
-    def __init__(self) -> None:
-        self.leaves: list[_Leaf] = []
-        self.stored: list[Stored] = []
-        self.objects: dict[str, Any] = {}
-        self.copies: list[str] = []
-        self.names: set[str] = set()
-        self._open: set[int] = set()  # containers on the way down, to find cycles
-
-    def node(self, path: Path, value: Any) -> Node:
-        node = _scalar(value)
-        if node is not None:
-            return node
-        if isinstance(value, torch.Tensor):
-            return self._tensor(path, value)
-        if isinstance(value, torch.Size):
-            return {"kind": "size", "items": list(value)}
-        if id(value) in self._open:
-            raise Error("INVALID_ARGUMENT", f"save {join(path)}: the state contains itself")
-        self._open.add(id(value))
-        try:
-            return self._container(path, value)
-        finally:
-            self._open.discard(id(value))
-
-    def _container(self, path: Path, value: Any) -> Node:
-        if is_stateful(value):
-            return {
-                "kind": "stateful",
-                "class": class_name(value),
-                "state": self.node(path, state_of(value)),
-            }
-        if type(value) in (dict, OrderedDict):
-            keys = [_key(k) for k in value]
-            if None not in keys:
-                noted = _metadata(value)
-                return {
-                    "kind": "dict" if type(value) is dict else "ordered_dict",
-                    "items": [
-                        [k, self.node((*path, str(key)), item)]
-                        for k, (key, item) in zip(keys, value.items(), strict=True)
-                    ],
-                    **({"metadata": noted} if noted else {}),
-                }
-        if type(value) in (list, tuple):
-            return {"kind": type(value).__name__, "items": self._items(path, value)}
-        if is_namedtuple(value):
-            return {
-                "kind": "namedtuple",
-                "class": class_name(value),
-                "fields": list(value._fields),
-                "items": [
-                    self.node((*path, f), v) for f, v in zip(value._fields, value, strict=True)
-                ],
-            }
-        if type(value) in (set, frozenset) and all(_scalar(v) for v in value):
-            return {"kind": type(value).__name__, "items": [_scalar(v) for v in value]}
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            names = [f.name for f in dataclasses.fields(value)]
-            return {
-                "kind": "dataclass",
-                "class": class_name(value),
-                "fields": names,
-                "items": [self.node((*path, n), getattr(value, n)) for n in names],
-            }
-        if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
-            array = self._array(path, value)
-            if array is not None:
-                return array
-        foreign = foreign_array(value)
-        if foreign is not None:
-            return self._tensor(path, foreign)
-        if isinstance(value, Mapping) and not isinstance(value, enum.Enum):
-            # defaultdict and the like: what they are beyond a mapping only pickle can keep.
-            pass
-        name = unique(join(path), self.names)
-        self.objects[name] = value
-        return {"kind": "object", "name": name, "class": class_name(value)}
-
-    def _items(self, path: Path, values: Any) -> list[Node]:
-        return [self.node((*path, str(i)), v) for i, v in enumerate(values)]
-
-    def _array(self, path: Path, value: Any) -> Node | None:
-        try:
-            tensor = torch.from_numpy(value if value.flags.writeable else value.copy())
-        except (TypeError, ValueError):  # object, datetime, strings, negative strides
-            return None
-        return {"kind": "ndarray", "tensor": self._tensor(path, tensor)}
-
-    def _tensor(self, path: Path, value: torch.Tensor) -> Node:
-        name = join(path)
-        if value.is_quantized:
-            raise Error(
-                "INVALID_ARGUMENT",
-                f"save {name}: quantized tensors are not supported; save int_repr(), scale and "
-                "zero point instead",
-            )
-        if value.device.type == "meta":
-            raise Error("INVALID_ARGUMENT", f"save {name}: a tensor on the meta device has no data")
-        local = getattr(value, "_local_tensor", None)
-        if local is not None and hasattr(value, "placements"):
-            return {"kind": "dtensor", "local": self._tensor(path, local), **layout_of(value)}
-        marks: Node = {}
-        if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            marks["class"] = class_name(value)
-        if isinstance(value, torch.nn.Parameter):
-            marks["parameter"] = True
-        if value.requires_grad:
-            marks["requires_grad"] = True
-        flattened = _flattened(value)
-        if flattened is not None:
-            names, context = flattened
-            inner = {n: self.node((*path, n), getattr(value, n)) for n in names}
-            key = unique(name + "#context", self.names)
-            self.objects[key] = (type(value), context, tuple(value.shape), tuple(value.stride()))
-            return {"kind": "subclass", **marks, "inner": inner, "context": key}
-        if value.layout != torch.strided:
-            return {**self._sparse(path, value), **marks}
-        if "class" in marks and value.numel() and not value.data_ptr():
-            raise Error(
-                "INVALID_ARGUMENT",
-                f"save {name}: a {marks['class']} has no memory of its own and no "
-                "__tensor_flatten__ that says what it wraps; save that instead",
-            )
-        node: Node = {
-            "kind": "tensor",
-            **marks,
-            "dtype": _dtypes.torch_name(value.dtype),
-            "shape": list(value.shape),
-            "device": str(value.device),
-        }
-        tensor = value.detach()
-        if tensor.is_conj() or tensor.is_neg():
-            tensor = tensor.resolve_conj().resolve_neg()
-            self.copies.append(name)
-        if tensor.numel() == 0:
-            self._store(path, tensor, node, tuple(tensor.shape))
-            return node
-        span = span_of(tensor)
-        if not tensor.is_contiguous() and span > _SPAN_MAX * tensor.numel() * tensor.itemsize:
-            tensor = tensor.contiguous()
-            span = span_of(tensor)
-            self.copies.append(name)
-        begin = tensor.data_ptr()
-        self.leaves.append(_Leaf(path, tensor, node, begin, begin + span))
-        return node
-
-    def _sparse(self, path: Path, value: torch.Tensor) -> Node:
-        value = value.detach()
-        parts = _sparse_parts(value)
-        if not parts:
-            raise Error(
-                "INVALID_ARGUMENT",
-                f"save {join(path)}: tensors of layout {value.layout} are not supported; convert "
-                "with to_dense()",
-            )
-        return {
-            "kind": "sparse",
-            "layout": str(value.layout).removeprefix("torch."),
-            "shape": list(value.shape),
-            "coalesced": value.layout == torch.sparse_coo and value.is_coalesced(),
-            "parts": {n: self._tensor((*path, n), t) for n, t in parts.items()},
-        }
-
-    # ---- What is stored.
-
-    def _store(self, path: Path, tensor: torch.Tensor, node: Node, shape: tuple[int, ...]) -> None:
-        name = unique(join(path), self.names)
-        nbytes = tensor.numel() * tensor.itemsize
-        node["stored"] = name
-        self.stored.append(
-            Stored(name, _dtypes.file_name(tensor.dtype), shape, tensor.data_ptr() if nbytes else 0,
-                   nbytes, tensor.device, tensor, path)
-        )
-
-    def store_leaves(self) -> None:
-        """Groups the leaves by overlapping memory and stores each group once."""
-        order = sorted(
-            range(len(self.leaves)),
-            key=lambda i: (str(self.leaves[i].tensor.device), self.leaves[i].begin),
-        )
-        groups: list[list[_Leaf]] = []
-        end = 0
-        for i in order:
-            leaf = self.leaves[i]
-            if groups and leaf.begin < end and groups[-1][0].tensor.device == leaf.tensor.device:
-                groups[-1].append(leaf)
-                end = max(end, leaf.end)
-            else:
-                groups.append([leaf])
-                end = leaf.end
-        # In the order of the walk, so that files stay the same from save to save.
-        position = {id(leaf): i for i, leaf in enumerate(self.leaves)}
-        for group in groups:
-            group.sort(key=lambda leaf: position[id(leaf)])
-        for group in sorted(groups, key=lambda g: position[id(g[0])]):
-            self._store_group(group)
-
-    def _store_group(self, group: list[_Leaf]) -> None:
-        begin = min(leaf.begin for leaf in group)
-        end = max(leaf.end for leaf in group)
-        # Where the widest elements can begin, so that views over the same bytes can be made again.
-        widest = max(group, key=lambda leaf: leaf.tensor.itemsize).tensor
-        aligned = begin - (begin - widest.data_ptr()) % widest.itemsize
-        if aligned < begin and aligned >= min(x.tensor.untyped_storage().data_ptr() for x in group):
-            begin = aligned
-        owner = next(
-            (
-                leaf
-                for leaf in group
-                if leaf.begin == begin and leaf.end == end and leaf.tensor.is_contiguous()
-            ),
-            None,
-        )
-        if owner is not None:
-            self._store(owner.path, owner.tensor, owner.node, tuple(owner.tensor.shape))
-            name = owner.node["stored"]
-        else:
-            first = group[0].tensor
-            same = all(leaf.tensor.dtype == first.dtype for leaf in group)
-            item = first.itemsize if same else 1
-            name = unique(join(group[0].path) + "#storage", self.names)
-            self.stored.append(
-                Stored(name, _dtypes.file_name(first.dtype if same else torch.uint8),
-                       ((end - begin) // item,), begin, end - begin, first.device,
-                       [leaf.tensor for leaf in group], group[0].path)
-            )
-        for leaf in group:
-            if (leaf.begin - begin) % leaf.tensor.itemsize:
-                other = next(x for x in group if x is not leaf)
-                raise Error(
-                    "INVALID_ARGUMENT",
-                    f"save {join(leaf.path)}: it overlaps {join(other.path)} in memory, at a byte where "
-                    "no tensor of both could be made again; save its clone()",
-                )
-            leaf.node["stored"] = name
-            if leaf.begin != begin:
-                leaf.node["offset"] = leaf.begin - begin
-            if not leaf.tensor.is_contiguous():
-                leaf.node["stride"] = list(leaf.tensor.stride())
+# ---- Over a description.
 
 
 def stride_of(node: Node) -> tuple[int, ...]:
     """A tensor node's; row-major ones are not written down."""
-    stride = node.get("stride")
-    return tuple(torch.empty(node["shape"], device="meta").stride() if stride is None else stride)
+    if "stride" in node:
+        return tuple(node["stride"])
+    strides = []
+    expected = 1
+    for size in reversed(node["shape"]):
+        strides.append(expected)
+        expected *= max(size, 1)
+    return tuple(reversed(strides))
 
 
-def span_of(tensor: torch.Tensor) -> int:
-    """Bytes from a strided tensor's first element to the end of its last."""
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.itemsize
-
-
-def describe(state: Any) -> Description:
-    """Describes a state.
-
-    Raises:
-        Error: INVALID_ARGUMENT for a tensor that cannot be saved, naming it.
-    """
-    walk = _Walk()
-    root = walk.node((), state)
-    walk.store_leaves()
-    return Description(root, walk.stored, walk.objects, walk.copies)
-
-
-# ---- Over a description.
+def elements_of(node: Node) -> int:
+    """The number of a tensor node's elements."""
+    return math.prod(node["shape"])
 
 
 def nodes(description: Any) -> Iterator[Node]:
-    """All nodes of a description, of every kind."""
+    """All nodes of a description that have a kind."""
     left = [description]
     while left:
         value = left.pop()
@@ -569,29 +373,16 @@ def nodes(description: Any) -> Iterator[Node]:
             left.extend(value)
 
 
-def tensor_nodes(node: Node, path: Path = ()) -> Iterator[tuple[Path, Node]]:
-    """All tensor nodes below a node, with their paths."""
-    kind = node["kind"]
-    if kind == "tensor":
-        yield path, node
-    elif kind in ("dict", "ordered_dict"):
-        for key, item in node["items"]:
-            yield from tensor_nodes(item, (*path, str(key_of(key))))
-    elif kind in ("list", "tuple"):
-        for i, item in enumerate(node["items"]):
-            yield from tensor_nodes(item, (*path, str(i)))
-    elif kind in ("namedtuple", "dataclass"):
-        for name, item in zip(node["fields"], node["items"], strict=True):
-            yield from tensor_nodes(item, (*path, name))
-    elif kind == "stateful":
-        yield from tensor_nodes(node["state"], path)
-    elif kind == "ndarray":
-        yield from tensor_nodes(node["tensor"], path)
-    elif kind == "dtensor":
-        yield from tensor_nodes(node["local"], path)
-    elif kind == "sparse":
-        for name, item in node["parts"].items():
-            yield from tensor_nodes(item, (*path, name))
-    elif kind == "subclass":
-        for name, item in node["inner"].items():
-            yield from tensor_nodes(item, (*path, name))
+def tensor_nodes(root: Node, deep: list[Node] | None = None) -> Iterator[tuple[str, Node]]:
+    """All tensor nodes, with their paths, in the order of the state."""
+    stack = [iter([("", root)])]
+    while stack:
+        path, node = next(stack[-1], (None, None))
+        if path is None:
+            stack.pop()
+        elif isinstance(node, dict) and node["kind"] == "tensor":
+            yield path, node
+        elif isinstance(node, dict) and node["kind"] == "deep":
+            stack.append(iter([(path, deep[node["index"]])]) if deep else iter(()))
+        elif isinstance(node, (dict, list)):
+            stack.append(kind_of_node(node, path).children(node, path))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from holdfast._constructors import CONSTRUCTORS, STATES, Constructor, built_dtype, set_array
+from holdfast._plain import name_of
 from holdfast.errors import Error
 
 _TUPLE_DEPTH_MAX = 200
@@ -46,11 +47,6 @@ _PLAIN_OPCODES = """
     EMPTY_SET LIST GLOBAL STACK_GLOBAL PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MEMOIZE
     BINPERSID
 """.split()
-
-
-def name_of(item: Any) -> str:
-    """``module:qualified.name`` of a class or function, or the text itself."""
-    return item if isinstance(item, str) else f"{item.__module__}:{item.__qualname__}"
 
 
 def refusal(subject: str, names: Iterable[str]) -> Error:

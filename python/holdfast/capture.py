@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import json
 import math
 import os
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from holdfast import _devices, _late, _native, _ranks, _state
+from holdfast import _devices, _late, _native, _plain, _ranks, _state, _tensor_kinds
 from holdfast.errors import Error, of_system
 
 STRUCTURE = "holdfast:structure"
 OBJECTS = "holdfast:objects"
 FILE = "holdfast:file:"  # and the name of a further file
-FORMAT_VERSION = 1
 
 
 @dataclasses.dataclass
@@ -33,6 +31,7 @@ class Captured:
         watch: of the tensors that are copied behind the training.
         objects: paths of pickled entries.
         contiguous_copies: paths of tensors that had to be copied to be saved.
+        release: to be called once the runtime has taken the plan.
     """
 
     plan: _native.Plan
@@ -41,6 +40,7 @@ class Captured:
     watch: _late.Watch
     objects: list[str]
     contiguous_copies: list[str]
+    release: Callable[[], None]
 
 
 def capture(
@@ -60,78 +60,115 @@ def capture(
         Error: INVALID_ARGUMENT naming the entry.
     """
     described = _state.describe(state)
+    outline = described.outline
     blob, index = _pickled(described.objects, objects)
-    own = _own_of_rank(described, per_rank, world_size) if world_size > 1 else set()
-    mine = [s for s in described.stored if world_size == 1 or rank == 0 or s.name in own]
-    structure = json.dumps(
+    own = _own_of_rank(outline, per_rank, world_size) if world_size > 1 else set()
+    mine: Sequence[int] = range(len(outline.names))
+    if world_size > 1 and rank != 0:
+        mine = [i for i, name in enumerate(outline.names) if name in own]
+    structure = described.text(
         {
-            "holdfast_state": FORMAT_VERSION,
+            "holdfast_state": _state.FORMAT_VERSION,
             "rank": rank,
             "world_size": world_size,
             "per_rank": sorted(own),
             "objects": index,
-            "root": described.root,
-        },
-        separators=(",", ":"),
-        allow_nan=False,
-    ).encode()
-
-    waiting, watch = _clone_early(mine, _late.Late(late, state))
-    plan = _native.Plan()
-    # Host tensors first: whatever is in host memory is staged before the call returns.
-    mine.sort(key=lambda s: _devices.device_of(s.device) is not None)
-    tensors: list[Any] = [
-        (s.name, s.dtype, list(s.shape), s.address, s.nbytes,
-         _devices.device_of(s.device), _devices.stream_of(s.device)) for s in mine
-    ]
+        }
+    )
+    keep: list[Any] = [_Kept(device, described.tensors) for device in outline.device_set]
+    waiting, watch = _clone_early(described, mine, _late.Late(late, state), keep)
     part = f"{rank:05d}-of-{world_size:05d}"
-    plan.add_safetensors(f"model-{part}.safetensors", tensors, [("format", "pt")], attempt)
-    buffers = []
+    plan = _Plan(described, mine, f"model-{part}.safetensors", attempt)
     for file, entry, data in (
         (f"state-{part}.json", STRUCTURE, structure),
         *([(f"objects-{part}.pickle", OBJECTS, blob)] if blob else ()),
         *((name, FILE + name, _content(name, given)) for name, given in files.items() if rank == 0),
     ):
-        plan.add_file(file)
         buffer = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-        buffers.append(buffer)
-        plan.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
+        keep.append(buffer)
+        plan.native.add_file(file)
+        plan.native.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
     return Captured(
-        plan, [*mine, *buffers], waiting, watch, sorted(described.objects),
-        described.contiguous_copies,
+        plan.native, keep, waiting, watch, sorted(described.objects), outline.contiguous_copies,
+        plan.release,
     )
+
+
+@dataclasses.dataclass
+class _Kept:
+    """Tensors, some of which are on a device."""
+
+    device: torch.device
+    tensors: list[torch.Tensor]
+
+
+class _Plan:
+    """The plan of a description's tensors. One that another save has released is made use of again.
+
+    Attributes:
+        native: the plan.
+    """
+
+    def __init__(self, described: _state.Description, mine: Sequence[int], file: str,
+                 attempt: str) -> None:
+        outline = described.outline
+        placed = {d: (_devices.device_of(d), _devices.stream_of(d)) for d in outline.device_set}
+        on_device = {d for d, (device, _) in placed.items() if device is not None}
+        if on_device:
+            # Host tensors first: whatever is in host memory is staged before the call returns.
+            mine = sorted(mine, key=lambda i: outline.devices[i] in on_device)
+        self._kept = outline.kept
+        self._key = (file, mine)
+        key, native = self._kept.pop() if self._kept else (None, None)
+        if key != self._key:
+            native = _native.ModelPlan(
+                file,
+                *(_of(column, mine)
+                  for column in (outline.names, outline.dtypes, outline.shapes, outline.nbytes)),
+                [("format", "pt")],
+            )
+        self.native = native
+        where = [placed[outline.devices[i]] for i in mine] if on_device else []
+        native.renew(
+            attempt, _of(described.addresses, mine),
+            [device for device, _ in where], [stream for _, stream in where],
+        )
+
+    def release(self) -> None:
+        """Leaves the plan to the next save, once this one's call has returned."""
+        if not self._kept:
+            self._kept.append((self._key, self.native))
+
+
+def _of(column: list[Any], entries: Sequence[int]) -> list[Any]:
+    """Of a column of all entries those that a rank saves."""
+    return column if isinstance(entries, range) else [column[i] for i in entries]
 
 
 # ---- Captured in the call: clones on the device, and pickled objects.
 
 
-def _clone(stored: _state.Stored) -> None:
-    """Puts a copy on the same device, ordered into the current stream, in the tensor's place."""
-    owner = stored.keep[0] if isinstance(stored.keep, list) else stored.keep
-    storage = owner.untyped_storage()
-    view = torch.empty(0, dtype=torch.uint8, device=owner.device).set_(
-        storage, stored.address - storage.data_ptr(), (stored.nbytes,), (1,)
-    )
-    copy = view.clone()
-    stored.keep, stored.address = copy, copy.data_ptr()
-
-
-def _clone_early(stored: list[_state.Stored], late: _late.Late
-                 ) -> tuple[set[torch.device], _late.Watch]:
+def _clone_early(described: _state.Description, mine: Sequence[int], late: _late.Late,
+                 keep: list[Any]) -> tuple[set[torch.device], _late.Watch]:
     """Clones what may not be copied late; returns devices where that would be too much."""
-    on_device = [s for s in stored if s.nbytes and _devices.device_of(s.device) is not None]
-    owners = [s.keep if isinstance(s.keep, list) else [s.keep] for s in on_device]
+    outline, addresses = described.outline, described.addresses
+    devices = {d for d in outline.device_set if _devices.device_of(d) is not None}
+    on_device = [i for i in mine if outline.nbytes[i] and outline.devices[i] in devices] if devices else []
+    owners = [[described.tensors[t] for t in outline.members[i]] for i in on_device]
     is_late = late.of(owners)
-    early = [s for s, after in zip(on_device, is_late, strict=True) if not after]
     watch = _late.Watch(
-        (s.name, owner)
-        for s, own, after in zip(on_device, owners, is_late, strict=True) if after
+        (outline.names[i], owner)
+        for i, own, after in zip(on_device, owners, is_late, strict=True) if after
         for owner in own
     )
-    wait = _late.too_much_to_clone((s.device, s.nbytes) for s in early)
-    for item in early:
-        if item.device not in wait:
-            _clone(item)
+    early = [i for i, after in zip(on_device, is_late, strict=True) if not after]
+    wait = _late.too_much_to_clone((outline.devices[i], outline.nbytes[i]) for i in early)
+    for i in early:
+        if outline.devices[i] not in wait:
+            # A copy on the same device, ordered into the current stream.
+            copy = described.memory(i).clone()
+            keep.append(copy)
+            addresses[i] = copy.data_ptr()
     return wait, watch
 
 
@@ -139,7 +176,7 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
     if objects and policy == "refuse":
         raise Error(
             "INVALID_ARGUMENT",
-            "save: " + ", ".join(f"{name} ({_state.class_name(o)})" for name, o in objects.items())
+            "save: " + ", ".join(f"{name} ({_plain.class_name(o)})" for name, o in objects.items())
             + ": neither tensors nor plain values, and objects='refuse'",
         )
     if policy not in ("pickle", "refuse"):
@@ -151,7 +188,7 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
         except Exception as error:
             raise Error(
                 "INVALID_ARGUMENT",
-                f"save {name}: a {_state.class_name(value)} cannot be pickled ({error}); leave it out "
+                f"save {name}: a {_plain.class_name(value)} cannot be pickled ({error}); leave it out "
                 "of the state, or give it a state_dict()",
             ) from error
         index[name] = [len(blob), len(data)]
@@ -177,35 +214,19 @@ def _content(name: str, given: Any) -> bytes:
 # ---- With several ranks: what each saves for itself.
 
 
-def _own_of_rank(described: _state.Description, patterns: Sequence[str] | None,
+def _own_of_rank(outline: _state.Outline, patterns: Sequence[str] | None,
                  world_size: int) -> set[str]:
     """Names of what each rank saves for itself."""
 
-    def is_own(stored: _state.Stored) -> bool:
-        path = _state.join(stored.path)
+    def is_own(path: str, dtype: str) -> bool:
         if patterns is None:
-            return _ranks.is_own(path, stored.dtype)
+            return _ranks.is_own(path, dtype)
         return any(fnmatch.fnmatch(path.lower(), p) for p in patterns)
 
-    return _local(described.root, world_size) | {s.name for s in described.stored if is_own(s)}
-
-
-def _local(root: _state.Node, world_size: int) -> set[str]:
-    """Names of what DTensors are stored under, but for those that every rank has a replica of."""
-    found: set[str] = set()
-
-    def visit(node: Any) -> None:
-        if isinstance(node, dict):
-            if node.get("kind") == "dtensor":
-                # Over a part of the ranks, as in a pipeline, rank 0 may not have it, or one like it.
-                if _state.share_of(node) or math.prod(node["mesh"]) < world_size:
-                    found.update(n["stored"] for _, n in _state.tensor_nodes(node))
-                return
-            for value in node.values():
-                visit(value)
-        elif isinstance(node, list):
-            for value in node:
-                visit(value)
-
-    visit(root)
-    return found
+    columns = zip(outline.names, outline.paths, outline.dtypes, strict=True)
+    own = {name for name, path, dtype in columns if is_own(path or "state", dtype)}
+    for layout, names in outline.distributed:
+        # Over a part of the ranks, as in a pipeline, rank 0 may not have it, or one like it.
+        if _tensor_kinds.share_of(layout) or math.prod(layout["mesh"]) < world_size:
+            own.update(names)
+    return own

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,26 +13,17 @@ from typing import Any
 
 import torch
 
-from holdfast import _native, _ranks, _state, _unpickle
+from holdfast import _kinds, _native, _plain, _ranks, _state, _unpickle
 from holdfast._building import Builder
 from holdfast._filling import Filling
 from holdfast._pieces import Loading
-from holdfast.capture import FILE, FORMAT_VERSION, OBJECTS, STRUCTURE
+from holdfast.capture import FILE, OBJECTS, STRUCTURE
 from holdfast.directories import absolute_path, local_path
 from holdfast.errors import Error
 
 BUFFER_BYTES = 64 << 20
 
 MapLocation = None | str | torch.device | Mapping[str, Any] | Callable[[str], Any]
-
-
-@dataclasses.dataclass
-class _Entry:
-    """One stored run of bytes."""
-
-    dtype: str
-    shape: list[int]
-    nbytes: int
 
 
 @dataclasses.dataclass
@@ -59,11 +51,12 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                  direct_io: bool = True) -> None:
         self.path = absolute_path(local_path(path, "load"), "load")
         self._map = map_location
+        self._locations: dict[str, torch.device] = {}
         self._options = _Options(verify, buffer_bytes, threads, engine, direct_io)
         self.report: dict[str, Any] = {}
         own_rank, own_world = _ranks.rank_and_world()
-        self._reader = _native.CheckpointReader.open(self.path, 0)
-        self.world_size = self._reader.world_size
+        self.reader = _native.CheckpointReader.open(self.path, 0)
+        self.world_size = self.reader.world_size
         if rank is None:
             if self.world_size != own_world:
                 raise Error(
@@ -75,25 +68,25 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             rank = own_rank
         self.rank = rank
         if rank != 0:
-            self._reader.add(rank)  # what both have is the own one
-        self.step = self._reader.step
-        self._entries = {
-            name: _Entry(dtype, shape, end - begin)
-            for name, dtype, shape, _, begin, end in self._reader.tensors()
-        }
+            self.reader.add(rank)  # what both have is the own one
+        self.step = self.reader.step
+        self._entry_bytes: dict[str, int] = self.reader.entry_bytes()
         structure = json.loads(self._bytes(STRUCTURE))
-        if structure.get("holdfast_state") != FORMAT_VERSION:
+        if structure.get("holdfast_state") not in _state.VERSIONS_READ:
             raise Error(
                 "UNIMPLEMENTED",
                 f"load {self.path}: its description has version {structure.get('holdfast_state')}, "
-                f"this is {FORMAT_VERSION}",
+                f"this Holdfast reads {', '.join(map(str, _state.VERSIONS_READ))}; load it with a newer one",
             )
-        self._root: _state.Node = structure["root"]
+        self._root: _plain.Node = structure["root"]
+        self.deep: list[_plain.Node] = structure.get("deep", [])
         self._objects: dict[str, list[int]] = structure["objects"]
+
+    @functools.cached_property
+    def _views(self) -> dict[str, _plain.Node]:
         names: set[str] = set()
-        self._views = {
-            _state.unique(_state.join(p), names): n for p, n in _state.tensor_nodes(self._root)
-        }
+        found = _state.tensor_nodes(self._root, self.deep)
+        return {_state.unique(path or "state", names): node for path, node in found}
 
     # ---- One by one.
 
@@ -117,7 +110,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def files(self) -> dict[str, bytes]:
         """The further files that `save_async` was given, by name."""
-        named = [name for name in self._entries if name.startswith(FILE)]
+        named = [name for name in self._entry_bytes if name.startswith(FILE)]
         return {name.removeprefix(FILE): self._bytes(name) for name in named}
 
     # ---- As a whole.
@@ -127,7 +120,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         allow = tuple(allow)
         with self._reading() as loading:
             try:
-                value = Builder(self, loading, allow).plan(self._root, ())
+                value = Builder(self, loading, allow).value(self._root, "")
                 loading.run()
                 return value()
             except Error as error:
@@ -142,13 +135,13 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                     error.code, f"{error.message}; the whole checkpoint needs allow={everything!r}"
                 ) from error
 
-    def into(self, target: Any, *, strict: bool = True, allow: Iterable[Any] = ()) -> Any:
+    def into(self, target: Any, *, strict: bool = True, allow: Iterable[Any] = (),
+             partial: bool = True) -> Any:
         """Reads into the tensors of `target`, and returns it. See `load`."""
         with self._reading() as loading:
-            filling = Filling(self, loading, strict, tuple(allow))
-            result = filling.fill(self._root, target, ())
-            filling.run()
-            return result
+            if not partial:
+                loading.check(self.reader, self._entry_bytes)
+            return Filling(self, loading, strict, tuple(allow)).run(self._root, target)
 
     # ---- Reading.
 
@@ -160,26 +153,42 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self.report = loading.report
 
     def _bytes(self, name: str) -> bytes:
-        entry = self._entries.get(name)
-        if entry is None:
+        nbytes = self._entry_bytes.get(name)
+        if nbytes is None:
             raise Error(
                 "FAILED_PRECONDITION",
                 f"load {self.path}: it has no {name}: it was not saved by the Python package; its "
                 "tensors are ordinary safetensors files",
             )
         with self._reading() as loading:
-            return _read(loading, self._reader, name, entry.nbytes)
+            return _read(loading, self.reader, name, nbytes)
 
-    def _location(self, saved: str) -> torch.device:
+    def entry_bytes(self, name: str) -> int:
+        """The length of an entry."""
+        return self._entry_bytes[name]
+
+    def location(self, saved: str) -> torch.device:
+        """Where a tensor goes that was saved from a device."""
+        device = self._locations.get(saved)
+        if device is None:
+            device = self._locations[saved] = self._mapped(saved)
+        return device
+
+    def _mapped(self, saved: str) -> torch.device:
         where = self._map
-        if where is None:
-            device = torch.device(saved)
-        elif callable(where):
-            device = torch.device(where(saved) or saved)
-        elif isinstance(where, Mapping):
-            device = torch.device(where.get(saved, saved))
-        else:
-            device = torch.device(where)
+        try:
+            if callable(where):
+                where = where(saved)
+            elif isinstance(where, Mapping):
+                where = where.get(saved)
+            device = torch.device(saved if where is None else where)
+        except (TypeError, RuntimeError) as error:
+            raise Error(
+                "INVALID_ARGUMENT",
+                f"load {self.path}: map_location gives no device for {saved!r} "
+                f"({str(error).partition(chr(10))[0]}); pass a device, "
+                "a dict of devices by the saved one's name, or a function from that name to a device",
+            ) from error
         if device.type == "cuda" and not torch.cuda.is_available():
             raise Error(
                 "FAILED_PRECONDITION",
@@ -190,18 +199,14 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def _pickle(self, loading: Loading, name: str) -> bytes:
         begin, length = self._objects[name]
-        return _read(loading, self._reader, OBJECTS, length, begin)
+        return _read(loading, self.reader, OBJECTS, length, begin)
 
-    def _object(self, loading: Loading, name: str, allow: tuple[Any, ...]) -> Any:
+    def object(self, loading: Loading, name: str, allow: tuple[Any, ...]) -> Any:
         return _unpickle.loads(self._pickle(loading, name), name, allow)
 
     def _needed(self, loading: Loading) -> set[str]:
         """All names that a load of the whole state needs `allow` for."""
-        needed = {
-            node["class"]
-            for node in _state.nodes(self._root)
-            if "class" in node and node["kind"] in ("tensor", "namedtuple", "dataclass")
-        }
+        needed = _kinds.needed_classes(_state.nodes([self._root, self.deep]))
         for name in self._objects:
             needed |= _unpickle.unlisted(self._pickle(loading, name))
         return needed
@@ -232,6 +237,7 @@ def load(
     *,
     map_location: MapLocation = None,
     strict: bool = True,
+    partial: bool = True,
     allow: Iterable[Any] = (),
     rank: int | None = None,
     verify: bool = True,
@@ -249,8 +255,10 @@ def load(
             optimizers, dicts of them, state dicts. An optimizer before its first step gets new
             tensors on its parameters' device. Default: new tensors.
         map_location: where new tensors go: a device, a dict of devices by the saved one's name, or a
-            function of that. Default: where they were saved from.
+            function from that name to a device. Default: where they were saved from.
         strict: complain about entries that only one side has.
+        partial: whether a load that finds damage may leave `into` partly filled. False: all bytes are
+            read and compared once before, so that a damaged checkpoint leaves it as it is.
         allow: classes (or "module:name") that objects, dataclasses and named tuples may be made of.
         rank: whose view to read; default this process's, of as many ranks as saved.
         verify: compare digests.
@@ -264,10 +272,11 @@ def load(
             tensor, file and range), INVALID_ARGUMENT (structure, shape, dtype), PERMISSION_DENIED
             (an object needs a class that is not allowed).
     """
-    checkpoint = Checkpoint(
-        path, rank=rank, map_location=map_location, verify=verify, buffer_bytes=buffer_bytes,
-        threads=threads,
-    )
-    if into is None:
-        return checkpoint.state(allow)
-    return checkpoint.into(into, strict=strict, allow=allow)
+    with _state.collector_paused():
+        checkpoint = Checkpoint(
+            path, rank=rank, map_location=map_location, verify=verify, buffer_bytes=buffer_bytes,
+            threads=threads,
+        )
+        if into is None:
+            return checkpoint.state(allow)
+        return checkpoint.into(into, strict=strict, allow=allow, partial=partial)

@@ -117,8 +117,10 @@ def save_async(
             announced.begun = True
             return door.save(name, captured.plan, step, replace, attempt, False, bool(captured.watch))
 
-        return Save(start, os.path.join(directory, name), step, extra, captured.keep, door,
-                    runtime=runtime, ordered=captured.waiting, watch=captured.watch)
+        begun = Save(start, os.path.join(directory, name), step, extra, captured.keep, door,
+                     runtime=runtime, ordered=captured.waiting, watch=captured.watch)
+        captured.release()
+        return begun
 
 
 def save(state: Any, path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ namespace holdfast::python {
 
 void BindDevice(nanobind::module_& module);
 void BindPlan(nanobind::module_& module);
+void BindTensors(nanobind::module_& module);
 void BindCheckpointer(nanobind::module_& module);
 void BindLoad(nanobind::module_& module);
 void BindRecovery(nanobind::module_& module);

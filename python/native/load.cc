@@ -122,6 +122,15 @@ void BindLoad(nb::module_& module) {
           },
           "(name, dtype, shape, file, begin, end) of each.")
       .def(
+          "entry_bytes",
+          [](const CheckpointReader& reader) {
+            nb::dict bytes;
+            for (const PlannedTensor& t : reader.tensors())
+              bytes[nb::str(t.name.data(), t.name.size())] = t.end - t.begin;
+            return bytes;
+          },
+          "The length of each tensor by its name; of two of one name the later one counts.")
+      .def(
           "add",
           [](CheckpointReader& reader, uint32_t rank) {
             ThrowIfError([&] {

@@ -26,6 +26,7 @@ NB_MODULE(_native, module) {
       "The C++ runtime of holdfast. Use the package; this module has no stable interface.";
   holdfast::python::BindDevice(module);
   holdfast::python::BindPlan(module);
+  holdfast::python::BindTensors(module);
   holdfast::python::BindCheckpointer(module);
   holdfast::python::BindLoad(module);
   holdfast::python::BindRecovery(module);

@@ -5,16 +5,17 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <string>
-#include <tuple>
+#include <string_view>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
+#include "holdfast/checkpointer.h"
 #include "status.h"
 
 namespace nb = nanobind;
@@ -23,9 +24,12 @@ using nb::literals::operator""_a;
 namespace holdfast::python {
 namespace {
 
-/// name, dtype, shape, address, bytes, device (or None), stream.
-using Source = std::tuple<std::string, std::string, std::vector<int64_t>, uintptr_t, uint64_t,
-                          Device*, uintptr_t>;
+/// A plan whose first file is a safetensors file. The file is planned once; each save renews the
+/// addresses and the attempt, and adds its other files.
+struct ModelPlan : SavePlan {
+  std::vector<uint32_t> order;  // of the file's tensors, as indices of the given ones
+  std::string attempt;          // hex digits, as in the file's header
+};
 
 PlannedFile& LastFile(SavePlan* plan) {
   if (plan->files.empty()) throw nb::value_error("plan: add a file first");
@@ -70,34 +74,55 @@ void AddLiteral(SavePlan* plan, const nb::bytes& bytes,
   file.segments.push_back(std::move(segment));
 }
 
-void AddSafetensors(SavePlan* plan, const std::string& file_name,
-                    const std::vector<Source>& sources,
-                    const std::vector<std::pair<std::string, std::string>>& metadata,
-                    const std::string& attempt) {
+ModelPlan PlanModel(const std::string& file_name, const std::vector<std::string>& names,
+                    const std::vector<std::string>& dtypes,
+                    const std::vector<std::vector<int64_t>>& shapes,
+                    const std::vector<uint64_t>& bytes,
+                    const std::vector<std::pair<std::string, std::string>>& metadata) {
+  if (dtypes.size() != names.size() || shapes.size() != names.size() ||
+      bytes.size() != names.size()) {
+    throw nb::value_error("plan: lists of different lengths");
+  }
+  static constexpr char kNoData = 0;  // until the addresses are there
   std::vector<TensorSource> tensors;
-  tensors.reserve(sources.size());
-  for (const auto& [name, dtype, shape, address, bytes, device, stream] : sources) {
-    tensors.push_back({.name = name,
-                       .dtype = dtype,
-                       .shape = shape,
-                       .data = Pointer<const void>(address),
-                       .bytes = bytes,
-                       .device = device,
-                       .stream = Pointer(stream)});
+  std::unordered_map<std::string_view, uint32_t> index;
+  for (size_t i = 0; i < names.size(); ++i) {
+    tensors.push_back({.name = names[i],
+                       .dtype = dtypes[i],
+                       .shape = shapes[i],
+                       .data = &kNoData,
+                       .bytes = bytes[i]});
+    index[names[i]] = static_cast<uint32_t>(i);
   }
-  SavePlan one = ValueOrThrow(
-      PlanSafetensors(file_name, tensors, {.metadata = metadata, .attempt = AttemptOf(attempt)}));
-  const auto files_before = static_cast<uint32_t>(plan->files.size());
-  const auto tensors_before = static_cast<uint32_t>(plan->tensors.size());
-  for (PlannedTensor& tensor : one.tensors) {
-    tensor.file += files_before;
-    plan->tensors.push_back(std::move(tensor));
+  const AttemptId attempt = NewAttemptId();
+  ModelPlan plan;
+  static_cast<SavePlan&>(plan) =
+      ValueOrThrow(PlanSafetensors(file_name, tensors, {.metadata = metadata, .attempt = attempt}));
+  plan.attempt = AttemptText(attempt);
+  for (const PlannedTensor& tensor : plan.tensors) plan.order.push_back(index.at(tensor.name));
+  return plan;
+}
+
+void Renew(ModelPlan* plan, const std::string& attempt, const std::vector<uintptr_t>& addresses,
+           const std::vector<Device*>& devices, const std::vector<uintptr_t>& streams) {
+  const size_t count = plan->order.size();
+  if (addresses.size() != count || devices.size() != streams.size() ||
+      (!devices.empty() && devices.size() != count)) {
+    throw nb::value_error("plan: lists of different lengths");
   }
-  for (PlannedFile& file : one.files) {
-    for (Segment& segment : file.segments) {
-      if (segment.tensor != Segment::kLiteral) segment.tensor += tensors_before;
-    }
-    plan->files.push_back(std::move(file));
+  plan->files.resize(1);
+  plan->tensors.resize(count);
+  std::vector<Segment>& segments = plan->files[0].segments;
+  // Holdfast's metadata comes before all names, so the first match is the attempt.
+  std::string& header = segments[0].literal;
+  const std::string text = AttemptText(AttemptOf(attempt));
+  header.replace(header.find(plan->attempt), plan->attempt.size(), text);
+  plan->attempt = text;
+  for (size_t i = 1; i < segments.size(); ++i) {
+    const uint32_t index = plan->order[segments[i].tensor];
+    segments[i].data = Pointer<const void>(addresses[index]);
+    segments[i].device = devices.empty() ? nullptr : devices[index];
+    segments[i].stream = streams.empty() ? nullptr : Pointer(streams[index]);
   }
 }
 
@@ -117,13 +142,18 @@ void BindPlan(nb::module_& module) {
            "Appends a tensor's bytes; returns the segment's index for CRC-32 slots.")
       .def("add_literal", &AddLiteral, "bytes"_a, "crc32_slots"_a,
            "Appends bytes of the format's own. A slot is (offset in the bytes, segment).")
-      .def("add_safetensors", &AddSafetensors, "file_name"_a, "tensors"_a, "metadata"_a,
-           "attempt"_a, "Adds a whole safetensors file.")
       .def_prop_ro(
           "file_bytes",
           [](const SavePlan& plan) { return LastFile(const_cast<SavePlan*>(&plan)).bytes; },
           "Length of the last file so far.")
       .def_prop_ro("total_bytes", &SavePlan::total_bytes);
+  nb::class_<ModelPlan, SavePlan>(module, "ModelPlan",
+                                  "A plan that begins with a safetensors file, for many saves.")
+      .def(nb::new_(&PlanModel), "file_name"_a, "names"_a, "dtypes"_a, "shapes"_a, "bytes"_a,
+           "metadata"_a)
+      .def("renew", &Renew, "attempt"_a, "addresses"_a, "devices"_a, "streams"_a,
+           "Gives the file a save's attempt and addresses, and drops all further files. Devices "
+           "and streams are empty for tensors of the host.");
 }
 
 }  // namespace holdfast::python

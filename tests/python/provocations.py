@@ -437,14 +437,9 @@ def not_from_python(directory: Path) -> str:
     manifest = directory / "step-1" / "rank-00000-of-00001.manifest.json"
     assert "holdfast:structure" in json.dumps(json.loads(manifest.read_text()))
     native = holdfast._native
-    plan = native.Plan()
+    plan = native.ModelPlan("model.safetensors", ["w"], ["F32"], [[4]], [16], [])
     memory = torch.ones(4)
-    plan.add_safetensors(
-        "model.safetensors",
-        [("w", "F32", [4], memory.data_ptr(), 16, None, 0)],
-        [],
-        native.new_attempt(),
-    )
+    plan.renew(native.new_attempt(), [memory.data_ptr()], [], [])
     door = native.Checkpointer(
         {
             "directory": str(directory),

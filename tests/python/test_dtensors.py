@@ -8,6 +8,7 @@ from pathlib import Path
 import dcp_ranks
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import holdfast
@@ -105,3 +106,41 @@ def _into_a_saved_one(rank: int, directory: str) -> str:
 def test_a_load_between_forward_and_backward_is_seen_by_backward(tmp_path: Path) -> None:
     (told,) = dcp_ranks.run_ranks(1, tmp_path, _into_a_saved_one, str(tmp_path))
     assert "modified by an inplace operation" in told
+
+
+def _fsdp_resumes(rank: int, directory: str) -> None:
+    def start() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
+        fully_shard(model, mesh=DeviceMesh("cpu", [0, 1]))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        optimizer.zero_grad()
+        model(torch.full((3, 4), float(number))).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = start()
+    step(model, optimizer, 1)
+    path = os.path.join(directory, "s")
+    holdfast.save_async({"model": model, "optimizer": optimizer}, path).wait(60)
+    step(model, optimizer, 2)
+    other, its_optimizer = start()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    holdfast.load(path, into={"model": other, "optimizer": its_optimizer})
+    assert all(isinstance(s["exp_avg"], DTensor) for s in its_optimizer.state.values())
+    step(other, its_optimizer, 2)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one.full_tensor(), two.full_tensor())
+    plain = torch.nn.Linear(4, 8)
+    try:
+        holdfast.load(path, into={"optimizer": torch.optim.AdamW(plain.parameters())}, strict=False)
+        raise AssertionError("loaded into an optimizer of plain parameters")
+    except holdfast.Error as error:
+        assert error.code == "FAILED_PRECONDITION" and "holdfast.dcp" in error.message
+
+
+def test_a_sharded_models_optimizer_resumes_before_its_first_step(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _fsdp_resumes, str(tmp_path))

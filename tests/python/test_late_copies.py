@@ -122,9 +122,9 @@ def trained() -> tuple[Net, torch.optim.Optimizer]:
 
 def copies_of(state: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Every tensor of a state by its path, as it is now."""
-    walk = _state._Walk()
-    walk.node((), state)
-    return {_state.join(leaf.path): leaf.tensor.clone() for leaf in walk.leaves}
+    described = _state.describe(state)
+    owners = [described.tensors[m[0]] for m in described.outline.members]
+    return {name: owner.clone() for name, owner in zip(described.outline.names, owners, strict=True)}
 
 
 def differing(path: Path, before: dict[str, torch.Tensor]) -> list[str]:
@@ -197,9 +197,7 @@ def test_only_what_an_optimizers_step_changes_is_copied_late(slow: SlowDevice, t
 
 
 def _tensors_of(state: Any) -> list[torch.Tensor]:
-    walk = _state._Walk()
-    walk.node((), state)
-    return [leaf.tensor for leaf in walk.leaves]
+    return _state.describe(state).tensors
 
 
 def test_without_an_optimizer_late_true_is_refused(tmp_path: Path) -> None:

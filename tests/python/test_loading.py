@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -305,6 +306,30 @@ def test_another_layout_takes_the_buffer_and_no_second_copy(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) <= 64 * MIB
+
+
+# ---- Damage.
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_damaged_checkpoint_leaves_the_target_as_it_is(partial: bool, tmp_path: Path) -> None:
+    """With partial=False; by default only what was read before the damage was found is changed."""
+    path = saved({f"t{i}": torch.ones(3 * MIB) for i in range(4)}, tmp_path / "s")
+    with open(path / "model-00000-of-00001.safetensors", "r+b") as file:
+        file.seek(-5, os.SEEK_END)
+        file.write(b"\x55")
+    target = {f"t{i}": torch.zeros(3 * MIB) for i in range(4)}
+    with pytest.raises(holdfast.Error) as error:
+        holdfast.load(path, into=target, partial=partial, buffer_bytes=9 * MIB)
+    assert error.value.code == "DATA_LOSS" and "t3" in error.value.message
+    assert partial or not any(t.any() for t in target.values())
+
+
+def test_a_sound_checkpoint_is_loaded_after_the_comparison(tmp_path: Path) -> None:
+    path = saved({"t": torch.ones(3 * MIB), "empty": torch.ones(0), "n": 5}, tmp_path / "s")
+    target = {"t": torch.zeros(3 * MIB), "empty": torch.ones(0), "n": 0}
+    holdfast.load(path, into=target, partial=False, buffer_bytes=9 * MIB)
+    assert target["t"].all() and target["n"] == 5
 
 
 # ---- Devices.
