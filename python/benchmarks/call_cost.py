@@ -36,10 +36,11 @@ def state_of(tensors: int) -> dict[str, Any]:
     return {"model": model, "step": 0}
 
 
-def timed(call: Callable[[], Any]) -> float:
+def timed(call: Callable[..., Any], *arguments: Any, **named: Any) -> tuple[float, Any]:
+    """Seconds of a call, and its result."""
     begin = time.perf_counter()
-    call()
-    return time.perf_counter() - begin
+    result = call(*arguments, **named)
+    return time.perf_counter() - begin, result
 
 
 def text_of(seconds: list[float]) -> str:
@@ -61,12 +62,10 @@ def save_calls(directory: Path, tensors: int, rounds: int) -> None:
         holdfast.flush()
         shutil.rmtree(path)
         gc.collect()
-        file = timed(lambda: torch.save(state, directory / "t.pt"))
+        file, _ = timed(torch.save, state, directory / "t.pt")
         os.remove(directory / "t.pt")
         gc.collect()
-        begin = time.perf_counter()
-        response = dcp.async_save(state, checkpoint_id=directory / "d")
-        stock = time.perf_counter() - begin
+        stock, response = timed(dcp.async_save, state, checkpoint_id=directory / "d")
         response.result()
         shutil.rmtree(directory / "d")
         if number == 0:  # takes memory, walks the structure
@@ -84,55 +83,35 @@ def both(state: Any, directory: Path, rounds: int, what: str) -> None:
     figures: dict[str, list[float]] = {"call": [], "torch.save": [], "load": [], "torch.load": []}
     for number in range(rounds):
         path = directory / f"n-{number}"
-        saves: list[Any] = []
         gc.collect()
-        figures["call"].append(timed(lambda: saves.append(holdfast.save_async(state, path, step=number))))
-        saves.pop().wait(300)
-        figures["torch.save"].append(timed(lambda: torch.save(state, directory / "t.pt")))
+        call, save = timed(holdfast.save_async, state, path, step=number)
+        save.wait(300)
+        figures["call"].append(call)
+        figures["torch.save"].append(timed(torch.save, state, directory / "t.pt")[0])
         gc.collect()
-        figures["load"].append(timed(lambda: holdfast.load(path)))
+        figures["load"].append(timed(holdfast.load, path)[0])
         gc.collect()
-        figures["torch.load"].append(timed(lambda: torch.load(directory / "t.pt")))
+        figures["torch.load"].append(timed(torch.load, directory / "t.pt")[0])
         shutil.rmtree(path)
     print(f"{what}: " + ", ".join(f"{k} {text_of(v)}" for k, v in figures.items()) + " ms", flush=True)
 
 
 def load_calls(directory: Path, tensors: int, rounds: int) -> None:
-    """A load beyond the time that the runtime reads and compares."""
+    """Loads into new tensors and into those that are there. Opening alone reads the description."""
     state = state_of(tensors)
     holdfast.save_async(state, directory / "l", step=1).wait(300)
-    figures: dict[str, list[float]] = {"new": [], "in place": [], "the runtime": []}
+    figures: dict[str, list[float]] = {"new": [], "new, CPU": [], "in place": [], "in place, CPU": [], "reading": []}
     for _ in range(rounds):
         for name, into in (("new", None), ("in place", state)):
             gc.collect()
-            with holdfast_reports() as reports:
-                seconds = timed(lambda: holdfast.load(directory / "l", into=into))
-            figures[name].append(seconds - sum(reports))
-            figures["the runtime"].append(sum(reports))
-    print(f"{tensors:8} tensors loaded, beyond the runtime: "
-          + ", ".join(f"{k} {text_of(v)}" for k, v in figures.items()) + " ms")  # fmt: skip
-
-
-class holdfast_reports:
-    """The seconds of each reading of the runtime."""
-
-    def __enter__(self) -> list[float]:
-        from holdfast import _pieces
-
-        self._read, seconds = _pieces.Loading.read, []
-
-        def read(loading: Any, *arguments: Any) -> None:
-            before = loading.report["seconds"]
-            self._read(loading, *arguments)
-            seconds.append(loading.report["seconds"] - before)
-
-        _pieces.Loading.read = read  # type: ignore[method-assign]
-        return seconds
-
-    def __exit__(self, *_: object) -> None:
-        from holdfast import _pieces
-
-        _pieces.Loading.read = self._read  # type: ignore[method-assign]
+            begin = time.thread_time()
+            seconds, _ = timed(holdfast.load, directory / "l", into=into)
+            figures[f"{name}, CPU"].append(time.thread_time() - begin)
+            figures[name].append(seconds)
+        checkpoint = holdfast.open(directory / "l")
+        checkpoint.into(state)
+        figures["reading"].append(checkpoint.report["seconds"])
+    print(f"{tensors} tensors loaded: " + ", ".join(f"{k} {text_of(v)}" for k, v in figures.items()) + " ms")
 
 
 def main() -> None:

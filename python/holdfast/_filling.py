@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -41,12 +42,15 @@ class Filling:
             index, below, path = self._queue.popleft()
             self._acts.append([])
             value = self.fill(self._checkpoint.deep[index], below, path)
-            self.after(lambda i=index, v=value: self._made.update({i: resolved(v)}))
+            self.after(functools.partial(self._keep_made, index, value))
         self._loading.run()
         for acts in reversed(self._acts):  # the deepest first
             for act in acts:
                 act()
         return resolved(result)
+
+    def _keep_made(self, index: int, value: Any) -> None:
+        self._made[index] = resolved(value)
 
     # ---- What a kind's `fill` calls.
 

@@ -142,7 +142,7 @@ class Sequence(Kind):
     def _items(self, node: Node) -> list[Node]:
         return node if isinstance(node, list) else node.get("items", ())
 
-    def _values(self, node: Node) -> Any:
+    def _plain_values(self, node: Node) -> Any:
         """All items, if they are bytes of numbers or scalars that stand for themselves."""
         packed = _plain.packed_items(node)
         if packed is not None:
@@ -158,7 +158,7 @@ class Sequence(Kind):
         make: Any = {"list": list, "tuple": tuple}.get(name)
         if name == "deque":
             make = functools.partial(collections.deque, maxlen=node["maxlen"])
-        values = self._values(node)
+        values = self._plain_values(node)
         if values is not None:
             return lambda: make(values)
         plans = [builder.plan(n, under(path, i)) for i, n in enumerate(self._items(node))]
@@ -167,7 +167,7 @@ class Sequence(Kind):
     def fill(self, filling: Any, node: Node, target: Any, path: str) -> Any:
         if not isinstance(target, (list, tuple, collections.deque)):
             return filling.new(node, path)
-        values = self._values(node)
+        values = self._plain_values(node)
         count = len(self._items(node) if values is None else values)
         if len(target) != count:
             raise filling.complaint(path, f"it has {count} entries, the target {len(target)}")
@@ -188,7 +188,7 @@ class Sequence(Kind):
         return target
 
     def fits(self, node: Node, value: Any) -> bool:
-        values = self._values(node)
+        values = self._plain_values(node)
         items = self._items(node) if values is None else values
         if not isinstance(value, (list, tuple, collections.deque)) or len(value) != len(items):
             return False

@@ -31,7 +31,7 @@ _PACKED_MIN = 1024
 _PACKED = {int: "q", float: "d"}
 _NUMBERS = ("bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
             "float16", "float32", "float64", "complex64", "complex128")  # fmt: skip
-_SETS = {set: "set", frozenset: "frozenset"}
+_SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 
 
 def name_of(item: Any) -> str:

@@ -151,7 +151,7 @@ class Outline:
         self._tensors = iter(walk.tensors)
         self._deep: list[str] = []
         root = self.node("")
-        deep = []
+        deep: list[Node] = []
         while len(deep) < len(self._deep):
             deep.append(self.node(self._deep[len(deep)]))
         self.contiguous_copies = [self._leaves[i][0] or "state" for i in tables[0].copied()]

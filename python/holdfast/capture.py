@@ -121,12 +121,10 @@ class _Plan:
         self._key = (file, mine)
         key, native = self._kept.pop() if self._kept else (None, None)
         if key != self._key:
-            native = _native.ModelPlan(
-                file,
-                *(_of(column, mine)
-                  for column in (outline.names, outline.dtypes, outline.shapes, outline.nbytes)),
-                [("format", "pt")],
-            )
+            columns = outline.names, outline.dtypes, outline.shapes, outline.nbytes
+            make: Any = _native.ModelPlan
+            native = make(file, *(_of(column, mine) for column in columns), [("format", "pt")])
+        assert native is not None
         self.native = native
         where = [placed[outline.devices[i]] for i in mine] if on_device else []
         native.renew(

@@ -11,8 +11,10 @@ FOLDERS = ("dcp", "observe", "cli")
 ROWS = (
     ("_native", "_process", "errors"),
     ("_completion", "_constructors", "_durable", "_devices", "_dtypes", "_ranks", "commands"),
-    ("_dcp_directories", "_pieces", "_state", "_unpickle", "snapshots"),
-    ("_late", "_log", "directories"),
+    ("_dcp_directories", "_pieces", "_plain", "snapshots"),
+    ("_kinds", "_unpickle"),
+    ("_tensor_kinds",),
+    ("_late", "_log", "_state", "directories"),
     ("events",),
     ("_runtime",),
     ("capture", "handle"),
