@@ -183,13 +183,17 @@ class Outline:
         if token is None:
             return _HOLE
         if isinstance(token, type):
-            node = TENSOR.leaf(path, next(self._tensors))
-            self._leaves.append((path, node))
-            return node
+            return self.leaf(path)
         if token is _DEEP:
             self._deep.append(path)
             return {"kind": "deep", "index": len(self._deep) - 1}
         return token[0].node(self, path, token)
+
+    def leaf(self, path: str) -> Node:
+        """The node of the next tensor."""
+        node = TENSOR.node_of(path, next(self._tensors))
+        self._leaves.append((path, node))
+        return node
 
     def name_object(self, path: str) -> str:
         """The name of the next object."""

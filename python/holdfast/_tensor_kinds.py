@@ -160,15 +160,19 @@ class _Tensors(Kind):
 
 
 class Tensor(_Tensors):
-    """A strided tensor. Its token is its class."""
+    """A strided tensor. Its token is its class, unless that says too little."""
 
     names = ("tensor",)
 
     def flatten(self, walk: Any, path: str, value: torch.Tensor) -> None:
-        walk.add(type(value))
+        plain = type(value) in PLAIN_TENSORS
+        walk.add(type(value) if plain else (self, type(value), isinstance(value, torch.nn.Parameter)))
         walk.tensors.append(value)
 
-    def leaf(self, path: str, value: torch.Tensor) -> Node:
+    def node(self, outline: Any, path: str, token: Any) -> Node:
+        return outline.leaf(path)
+
+    def node_of(self, path: str, value: torch.Tensor) -> Node:
         """The node, but for where it is stored.
 
         Raises:
