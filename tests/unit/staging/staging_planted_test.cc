@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "gtest/gtest.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/staging/staging_pool.h"
 
 namespace holdfast::staging {
