@@ -14,6 +14,7 @@
 #include "holdfast/load.h"
 #include "holdfast/recovery.h"
 #include "holdfast/verify.h"
+#include "runtime/format/file_names.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/framed_plan.h"
