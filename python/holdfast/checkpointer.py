@@ -205,7 +205,9 @@ class Checkpointer(PerProcess):
         """Runs in the save's own thread."""
         try:
             if durable.ended_well:  # no look at the outcome: the error stays unread
-                busy = {save.path for save in handle.in_flight()}
+                # A rank's own part may have ended, and still be on its way off the table.
+                going = [s for s in handle.in_flight() if not (isinstance(s, handle.Save) and s.durable.done())]
+                busy = {save.path for save in going}
                 directory, name = os.path.split(path)
                 _dcp_directories.remove_old(directory, name, self._keep_last, self._keep_every, busy)
         except Error as error:  # no save failed

@@ -368,7 +368,9 @@ def _ranks_save_and_resume(rank: int, directory: str, format: str) -> list[Any]:
 
     with holdfast.Checkpointer(run, format=format, keep_last=2) as checkpointer:
         for step in (1, 2, 3):
-            checkpointer.save_async(sharded(float(step)), step)
+            save = checkpointer.save_async(sharded(float(step)), step)
+            if format == "holdfast":  # otherwise step-1 may be the last to be committed, and stays
+                save.wait(60)
         checkpointer.wait(60)
         dist.barrier()
         names = sorted(os.listdir(run))
