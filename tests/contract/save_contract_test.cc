@@ -261,7 +261,7 @@ TEST_P(Save, ChangedWorkingDirectoryDoesNotMoveTheCheckpoint) {
   auto checkpointer = Make(Options());
   ASSERT_NE(checkpointer, nullptr);
   const std::filesystem::path before = std::filesystem::current_path();
-  ScratchDirectory elsewhere;
+  testing::ScratchDirectory elsewhere;
   std::filesystem::current_path(elsewhere.path());
   const TrainingState state = TrainingState::Uniform(2, 1u << 20, 1);
   const auto report = SaveTest::Save(checkpointer.get(), "here", state);
