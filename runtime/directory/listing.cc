@@ -55,25 +55,27 @@ absl::Status Add(int parent, const std::string& path, const std::string& name,
   return absl::OkStatus();
 }
 
-/// Names that may belong to checkpoints.
-absl::StatusOr<std::vector<std::string>> Candidates(int directory, const std::string& path) {
+}  // namespace
+
+absl::StatusOr<std::vector<std::string>> ListDirectories(int directory, const std::string& path,
+                                                         bool committed) {
   HOLDFAST_ASSIGN_OR_RETURN(const std::vector<DirectoryEntry> entries,
                             ListDirectory(directory, path));
   std::vector<std::string> names;
   for (const DirectoryEntry& entry : entries) {
-    if (entry.is_directory && !format::IsUncommittedName(entry.name)) names.push_back(entry.name);
+    if (entry.is_directory && format::IsUncommittedName(entry.name) != committed)
+      names.push_back(entry.name);
   }
   return names;
 }
-
-}  // namespace
 
 bool OlderThan(const CheckpointInfo& a, const CheckpointInfo& b) {
   return std::tie(a.saved_at, a.step, a.name) < std::tie(b.saved_at, b.step, b.name);
 }
 
 absl::StatusOr<Listing> ListComplete(int directory, const std::string& path) {
-  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names, Candidates(directory, path));
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                            ListDirectories(directory, path, /*committed=*/true));
   Listing listing;
   for (const std::string& name : names) {
     HOLDFAST_RETURN_IF_ERROR(Add(directory, path, name, InspectCommitted, &listing));
@@ -84,7 +86,7 @@ absl::StatusOr<Listing> ListComplete(int directory, const std::string& path) {
 
 AttemptId NewestAttempt(int directory) {
   CheckpointInfo newest;
-  const auto names = Candidates(directory, "directory");
+  const auto names = ListDirectories(directory, "directory", /*committed=*/true);
   if (!names.ok()) return newest.attempt;
   for (const std::string& name : *names) {
     const auto checkpoint = OpenDirectory(directory, name);

@@ -19,6 +19,11 @@ struct Listing {
   absl::Status unreadable;  ///< The first unreadable directory with manifests.
 };
 
+/// Returns the names of directories that may be checkpoints (`committed`), or else the names that
+/// saves, recoveries and removals use before and after.
+absl::StatusOr<std::vector<std::string>> ListDirectories(int directory, const std::string& path,
+                                                         bool committed);
+
 /// Lists an open directory. An unreadable entry is passed over; the other entries are listed.
 /// \error of this process (no descriptor, no memory), because every entry may be affected.
 absl::StatusOr<Listing> ListComplete(int directory, const std::string& path);

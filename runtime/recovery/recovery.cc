@@ -91,7 +91,6 @@ class Recovery {
   };
   static Visit Keep(std::string why) { return {.outcome = Outcome::kKept, .why = std::move(why)}; }
 
-  absl::StatusOr<std::vector<std::string>> Candidates() const;
   absl::Status PromoteAndAwaitOrphans(std::vector<std::string>* orphans);
   absl::Status Fence(const std::string& name);
   absl::Status CleanUp();
@@ -136,18 +135,6 @@ absl::StatusOr<RecoveryReport> Recovery::Run() {
   return std::move(report_);
 }
 
-absl::StatusOr<std::vector<std::string>> Recovery::Candidates() const {
-  auto entries = directory::ListDirectory(parent_);
-  if (!entries.ok()) return base::Annotate(entries.status(), path_);
-  std::vector<std::string> names;
-  for (const directory::DirectoryEntry& entry : *entries) {
-    if (!entry.is_directory) continue;
-    if (format::ParseDirectoryName(entry.name).kind == format::DirectoryKind::kFinal) continue;
-    names.push_back(entry.name);
-  }
-  return names;
-}
-
 /// Promotes all complete directories before any removal: a crash in between must leave more
 /// checkpoints than before, never fewer.
 absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans) {
@@ -155,7 +142,8 @@ absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans)
   const bool waits = options_.wait_for_orphans > absl::ZeroDuration();
   const absl::Time silence_deadline =
       waits ? base::Now() + options_.silence_without_locks + kPollSilence : base::Now();
-  HOLDFAST_ASSIGN_OR_RETURN(std::vector<std::string> names, Candidates());
+  HOLDFAST_ASSIGN_OR_RETURN(std::vector<std::string> names,
+                            directory::ListDirectories(parent_, path_, /*committed=*/false));
   while (true) {
     orphans->clear();
     std::vector<std::string> not_yet_silent;
@@ -197,7 +185,8 @@ absl::Status Recovery::CleanUp() {
       !base::Planted(base::Bug::kReportWithoutParentSync)) {
     HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   }
-  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names, Candidates());
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                            directory::ListDirectories(parent_, path_, /*committed=*/false));
   for (const std::string& name : names) {
     HOLDFAST_ASSIGN_OR_RETURN(const Visit visit, Settle(name, options_.clean_up));
     if (visit.outcome == Outcome::kSettled) continue;
