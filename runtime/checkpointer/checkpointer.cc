@@ -259,14 +259,9 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   if (options.read_back) job.flags |= layout::kReadBack;
   if (options.trainer_death == TrainerDeath::kFinish) job.flags |= layout::kFinishWithoutTrainer;
   if (!options.direct_io) job.flags |= layout::kBuffered;
-  job.launcher = options.launcher;
-  job.engine = options.engine;
-  job.queue_depth = options.queue_depth;
-  job.pwrite_threads = options.pwrite_threads;
+  writer::CopyWorkerOptions(options, &job);
   job.streams = save->bytes_to_lease > core->pool->arena().bytes();
   job.attempt = attempt;
-  job.rank = options.rank;
-  job.world_size = options.world_size;
   job.step = request.step;
   job.arena_bytes = core->pool->arena().bytes();
   job.target = request.name;
@@ -275,7 +270,6 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
     HOLDFAST_ASSIGN_OR_RETURN(job.older,
                               directory::OlderAttempts(save->parent->get(), request.name));
   }
-  job.qos = options.qos;
   job.time_stalled_max_ns = Nanoseconds(options.time_stalled_max);
   job.time_ranks_max_ns = Nanoseconds(options.time_ranks_max);
   job.time_liveness_max_ns = Nanoseconds(options.time_liveness_max);

@@ -130,17 +130,11 @@ JobTable::~JobTable() {
 void JobTable::FillCommon(const JobParameters& parameters) {
   job_->kind = parameters.kind;
   job_->flags = parameters.flags;
-  job_->launcher = parameters.launcher;
-  job_->engine = parameters.engine;
-  job_->queue_depth = parameters.queue_depth;
-  job_->pwrite_threads = parameters.pwrite_threads;
+  CopyWorkerOptions(parameters, job_);
   job_->umask = CurrentUmask();
   job_->attempt = parameters.attempt;
-  job_->rank = parameters.rank;
-  job_->world_size = parameters.world_size;
   job_->step = parameters.step;
   job_->arena_bytes = parameters.arena_bytes;
-  job_->qos = parameters.qos;
   if (parameters.streams) layout::Claim(job_, layout::Written::kReleased);
   job_->time_stalled_max_ns = parameters.time_stalled_max_ns;
   job_->time_ranks_max_ns = parameters.time_ranks_max_ns;

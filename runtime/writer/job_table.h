@@ -43,6 +43,19 @@ struct JobParameters {
   uint64_t time_liveness_max_ns = 0;
 };
 
+/// Copies the options that reach the worker unchanged, between structs that name them alike: the
+/// Checkpointer's options, JobParameters, layout::Job.
+template <typename From, typename To>
+void CopyWorkerOptions(const From& from, To* to) {
+  to->launcher = from.launcher;
+  to->engine = from.engine;
+  to->queue_depth = from.queue_depth;
+  to->pwrite_threads = from.pwrite_threads;
+  to->rank = from.rank;
+  to->world_size = from.world_size;
+  to->qos = from.qos;
+}
+
 /// The source of a tensor's or a piece's bytes. Never leaves the trainer.
 struct PieceSource {
   const char* data = nullptr;
