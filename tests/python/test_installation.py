@@ -116,7 +116,7 @@ def test_without_torch_it_is_imported_and_says_what_needs_it(checkpoint: Path) -
 def _main(program: str, arguments: list[str], output: str) -> None:
     sys.argv = [program, *arguments]
     sys.path.insert(0, str(BENCHMARKS))
-    os.environ.update(OMP_NUM_THREADS="1", MASTER_PORT="29577")
+    os.environ.update(OMP_NUM_THREADS="1", MASTER_PORT="0")  # any that is free
     with open(output, "w", encoding="utf-8") as file, contextlib.redirect_stdout(file):
         runpy.run_path(program, run_name="__main__")
 
