@@ -116,6 +116,7 @@ void Renew(ModelPlan* plan, const std::string& attempt, const std::vector<uintpt
   // Holdfast's metadata comes before all names, so the first match is the attempt.
   std::string& header = segments[0].literal;
   const std::string text = AttemptText(AttemptOf(attempt));
+  if (text.size() != plan->attempt.size()) throw nb::value_error("plan: an attempt id is needed");
   header.replace(header.find(plan->attempt), plan->attempt.size(), text);
   plan->attempt = text;
   for (size_t i = 1; i < segments.size(); ++i) {
