@@ -74,6 +74,40 @@ void AddLiteral(SavePlan* plan, const nb::bytes& bytes,
   file.segments.push_back(std::move(segment));
 }
 
+/// Appends the content of `other`'s files to the last file of `plan`. `addresses` has the memory of
+/// each tensor of `other` that has bytes.
+void AddLike(SavePlan* plan, const SavePlan& other, const std::vector<uintptr_t>& addresses) {
+  PlannedFile& file = LastFile(plan);
+  const auto file_number = static_cast<uint32_t>(plan->files.size() - 1);
+  size_t next = 0;
+  auto tensor = other.tensors.begin();
+  for (size_t number = 0; number < other.files.size(); ++number) {
+    const auto tensors_before = static_cast<uint32_t>(plan->tensors.size()) -
+                                static_cast<uint32_t>(tensor - other.tensors.begin());
+    const auto segments_before = static_cast<uint32_t>(file.segments.size());
+    for (; tensor != other.tensors.end() && tensor->file == number; ++tensor) {
+      PlannedTensor moved = *tensor;
+      moved.file = file_number;
+      moved.begin += file.bytes;
+      moved.end += file.bytes;
+      plan->tensors.push_back(std::move(moved));
+    }
+    for (const Segment& segment : other.files[number].segments) {
+      Segment moved = segment;
+      moved.file_offset += file.bytes;
+      for (auto& slot : moved.crc32_slots) slot.segment += segments_before;
+      if (segment.tensor != Segment::kLiteral) {
+        if (next == addresses.size()) throw nb::value_error("plan: fewer addresses than tensors");
+        moved.tensor += tensors_before;
+        moved.data = Pointer<const void>(addresses[next++]);
+      }
+      file.segments.push_back(std::move(moved));
+    }
+    file.bytes += other.files[number].bytes;
+  }
+  if (next != addresses.size()) throw nb::value_error("plan: more addresses than tensors");
+}
+
 ModelPlan PlanModel(const std::string& file_name, const std::vector<std::string>& names,
                     const std::vector<std::string>& dtypes,
                     const std::vector<std::vector<int64_t>>& shapes,
@@ -143,6 +177,8 @@ void BindPlan(nb::module_& module) {
            "Appends a tensor's bytes; returns the segment's index for CRC-32 slots.")
       .def("add_literal", &AddLiteral, "bytes"_a, "crc32_slots"_a,
            "Appends bytes of the format's own. A slot is (offset in the bytes, segment).")
+      .def("add_like", &AddLike, "other"_a, "addresses"_a,
+           "Appends what `other` has to the last file, with other memory for its tensors.")
       .def_prop_ro(
           "file_bytes",
           [](const SavePlan& plan) { return LastFile(const_cast<SavePlan*>(&plan)).bytes; },
