@@ -39,6 +39,8 @@ class AttemptReader {
   /// Reads the commit record and the manifests `named`, and checks the files that they name.
   void Read(const NamedManifests& named);
 
+  const std::optional<format::CommitRecord>& record() const { return record_; }
+
   /// The commit file that a record proves to be of this attempt; empty: none.
   std::string committed_by() const { return committed_ ? record_->commit_file->name : ""; }
 

@@ -3,6 +3,7 @@
 #include <cerrno>
 #include <cstdint>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
@@ -20,7 +21,12 @@ namespace holdfast::directory {
 namespace {
 
 constexpr size_t kBufferBytes = size_t{1} << 20;
+constexpr size_t kIdDigits = 32;
 constexpr char kDcpCommitFile[] = ".metadata";
+// What a whole pickle of PyTorch's metadata has.
+constexpr absl::string_view kPickleBegin = "\x80";
+constexpr absl::string_view kPickleEnd = ".";
+constexpr absl::string_view kDcpMetadataClass = "torch.distributed.checkpoint.metadata";
 constexpr absl::string_view kDcpDataPrefix = "__";
 constexpr absl::string_view kDcpDataSuffix = ".distcp";
 
@@ -77,6 +83,17 @@ std::vector<std::string> CommitFileNames(const format::Manifest& manifest) {
     return names;
   }
   return {};
+}
+
+bool IsOfAnotherWriter(int directory, const format::CommitFileDigest& recorded,
+                       const AttemptId& attempt) {
+  const auto text = ReadWholeFile(directory, recorded.name, format::kManifestBytesMax);
+  if (!text.ok() || text->size() == recorded.bytes) return false;
+  char id[kIdDigits];
+  digest::ToHex(attempt, id);
+  return absl::StartsWith(*text, kPickleBegin) && absl::EndsWith(*text, kPickleEnd) &&
+         absl::StrContains(*text, kDcpMetadataClass) &&
+         !absl::StrContains(*text, absl::string_view(id, sizeof(id)));
 }
 
 const absl::StatusOr<format::CommitFileDigest>& CommitFiles::Read(const std::string& name) {

@@ -29,6 +29,12 @@ absl::StatusOr<std::optional<format::CommitRecord>> ReadCommitRecord(int directo
 /// Empty for an unknown framework.
 std::vector<std::string> CommitFileNames(const format::Manifest& manifest);
 
+/// True if another program's save has replaced the commit file of `attempt`. The framework's own
+/// writer knows nothing of the attempt's manifests, which are stale from then on. A damaged commit
+/// file is no other program's: its end, its size or the attempt's id shows whose it is.
+bool IsOfAnotherWriter(int directory, const format::CommitFileDigest& recorded,
+                       const AttemptId& attempt);
+
 /// The commit files of a directory, each read once. Attempts with one commit file must be judged by
 /// the same bytes, even if a running save replaces the file meanwhile.
 class CommitFiles {

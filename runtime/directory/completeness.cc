@@ -40,6 +40,21 @@ void JudgeCommitFiles(std::vector<AttemptReader>* readers) {
   for (AttemptReader& reader : *readers) reader.JudgeCommitFile(committed_by, unrecorded);
 }
 
+/// True if another program's save has replaced the commit file of all attempts. Of a directory with
+/// a committed attempt no file is read: its commit file was read once, and may change.
+bool AllReplacedByAnotherWriter(int directory, const std::vector<AttemptReader>& readers) {
+  const auto is_committed = [](const AttemptReader& reader) {
+    return !reader.committed_by().empty();
+  };
+  const auto is_replaced = [directory](const AttemptReader& reader) {
+    const std::optional<format::CommitRecord>& record = reader.record();
+    return record.has_value() && record->commit_file.has_value() &&
+           IsOfAnotherWriter(directory, *record->commit_file, record->attempt);
+  };
+  return !readers.empty() && std::none_of(readers.begin(), readers.end(), is_committed) &&
+         std::all_of(readers.begin(), readers.end(), is_replaced);
+}
+
 /// All manifests of a directory, one attempt after the other.
 void ReadAttempts(int directory, const ReadCheckpointOptions& options, CheckpointFiles* out) {
   struct Attempt {
@@ -67,6 +82,11 @@ void ReadAttempts(int directory, const ReadCheckpointOptions& options, Checkpoin
     readers.emplace_back(directory, options, attempt.id, &commit_files).Read(attempt.named);
   }
   JudgeCommitFiles(&readers);
+  if (AllReplacedByAnotherWriter(directory, readers)) {
+    // All manifests are stale: the directory is checked as one without.
+    out->manifests_found = 0;
+    return;
+  }
   const bool any_complete = std::any_of(readers.begin(), readers.end(),
                                         [](const AttemptReader& r) { return !r.incomplete(); });
   // The newest first: a reader opens the newest.

@@ -135,7 +135,11 @@ def test_the_stock_writer_may_take_the_directory_over(tmp_path: Path) -> None:
     _save(path, 1)
     dcp.save(_state(2), storage_writer=dcp.FileSystemWriter(path))
     assert _load(path) == (2, False)
-    assert holdfast.verify(path)["verdict"] != "sound"  # its files have no digests, ours are stale
+    report = holdfast.verify(path)  # our manifests are stale, and its files have no digests
+    assert report["verdict"] == "sound" and "No manifest" in report["note"]
+    damaged = (path / ".metadata").read_bytes()[:-1]
+    (path / ".metadata").write_bytes(damaged)
+    assert holdfast.verify(path)["verdict"] == "corrupt"  # whose it is cannot be said
 
 
 def test_a_record_that_cannot_be_written_fails_the_save(
