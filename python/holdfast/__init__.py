@@ -12,9 +12,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from holdfast._native import __version__  # type: ignore[attr-defined]  # its types leave it out
-from holdfast.directories import find_newest, list_checkpoints, newest, recover, verify
+from holdfast.directories import find_newest, list_checkpoints, newest, verify
 from holdfast.errors import Error
 from holdfast.errors import TimeoutError as TimeoutError
+from holdfast.recovery import recover
 
 if TYPE_CHECKING:
     from holdfast._runtime import configure, staging, trim, warm_up

@@ -23,11 +23,22 @@ def make_directory(path: str) -> None:
     Raises:
         Error: of the system. Where a file stands in the way, the caller's next step finds it.
     """
+    for above in begin_directory(path):
+        with of_system(f"make directory {path}"):
+            sync_directory(above)
+
+
+def begin_directory(path: str) -> list[str]:
+    """Makes a directory and those above it; returns those that must still be synced, in order.
+
+    Raises:
+        Error: as of `make_directory`.
+    """
     if os.path.exists(path):
-        return
+        return []
     above = os.path.dirname(path)
-    make_directory(above)
+    made = begin_directory(above)
     with of_system(f"make directory {path}"):
         with contextlib.suppress(FileExistsError):  # another rank has made it
             os.mkdir(path)
-        sync_directory(above)
+    return [*made, above]

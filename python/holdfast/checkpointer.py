@@ -12,7 +12,16 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from holdfast import _completion, _dcp_directories, _runtime, directories, handle, loading, saving
+from holdfast import (
+    _completion,
+    _dcp_directories,
+    _runtime,
+    directories,
+    handle,
+    loading,
+    recovery,
+    saving,
+)
 from holdfast._process import PerProcess
 from holdfast.errors import Error, TimeoutError
 
@@ -191,7 +200,7 @@ class Checkpointer(PerProcess):
         writer.runtime = self._runtime
         response: Any = holdfast.dcp.async_save(
             state, storage_writer=writer, planner=planner, process_group=self._process_group,
-            async_stager=holdfast.dcp.Stager(late),
+            async_stager=holdfast.dcp.Stager(late=late),
         )  # fmt: skip
         save = DcpSave(path, step, response.staging_completion, response.upload_completion)
         if self._keep_last and is_coordinator(self._process_group):
@@ -295,7 +304,7 @@ class Checkpointer(PerProcess):
         """
         if not os.path.isdir(self.directory):
             return {k: [] for k in ("complete", "promoted", "removed", "fenced", "kept_incomplete")}
-        return directories.recover(self.directory, **options)
+        return recovery.recover(self.directory, **options)
 
     # ---- Waiting.
 

@@ -103,42 +103,6 @@ def _warn_of(passed_over: list[str], path: str) -> None:
         logger.warning("list %s: passed over %s", path, entry)
 
 
-def recover(
-    directory: str | os.PathLike[str],
-    *,
-    wait_for_orphans: float = 30.0,
-    promote: bool = True,
-    clean_up: bool = True,
-    silence_without_locks: float = 120.0,
-    age_without_locks: float = 86400.0,
-) -> dict[str, Any]:
-    """Makes the directory clean after a crash; safe beside running saves, harmless to repeat.
-
-    Args:
-        directory: where checkpoints are saved.
-        wait_for_orphans: seconds to wait for a worker whose trainer is dead, before it is fenced.
-        promote: give complete but unfinished checkpoints their final name.
-        clean_up: remove incomplete ones.
-        silence_without_locks: where locks tell nothing (network file systems), seconds without a
-            change after which a complete checkpoint is promoted. Waited for, unless
-            `wait_for_orphans` is 0.
-        age_without_locks: the same for an incomplete one, which is then removed; 0 where no save
-            runs.
-
-    Returns:
-        ``complete`` (as `list_checkpoints`), ``promoted``, ``removed``, ``fenced``,
-        ``kept_incomplete``.
-    """
-    return _native.recover(
-        local_path(directory, "recover"),
-        wait_for_orphans,
-        promote,
-        clean_up,
-        silence_without_locks,
-        age_without_locks,
-    )
-
-
 def verify(
     path: str | os.PathLike[str],
     *,

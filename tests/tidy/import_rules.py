@@ -20,6 +20,7 @@ ROWS = (
     ("capture", "handle"),
     ("_building", "_filling", "loading", "saving"),
     ("dcp", "observe"),
+    ("recovery",),
     ("checkpointer",),
     ("cli",),
     ("__init__", "__main__"),

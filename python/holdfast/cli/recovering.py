@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from holdfast import directories
+from holdfast import recovery
 from holdfast.cli import text
 
 _DESCRIPTION = """\
@@ -39,7 +39,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 def outlook(directory: str) -> dict[str, Any]:
     """What a recovery would do: lists of names ``promote`` and ``remove``, and ``keep`` with reasons."""
-    report = directories.recover(directory, wait_for_orphans=0.0, promote=False, clean_up=False)
+    report = recovery.recover(directory, wait_for_orphans=0.0, promote=False, clean_up=False)
     found: dict[str, Any] = {"promote": [], "remove": [], "keep": {}}
     for entry in report["kept_incomplete"]:
         name, _, why = entry.partition(": ")
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         done = {"would promote": found["promote"], "would remove": found["remove"]}
         kept = [f"{name}: {why}" for name, why in found["keep"].items()]
     else:
-        report = directories.recover(directory, wait_for_orphans=arguments.wait)
+        report = recovery.recover(directory, wait_for_orphans=arguments.wait)
         done = {verb: report[verb] for verb in ("promoted", "removed", "fenced")}
         kept = report["kept_incomplete"]
     if arguments.json:

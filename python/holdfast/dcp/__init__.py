@@ -1,16 +1,25 @@
-"""PyTorch Distributed Checkpoint through Holdfast.
+"""PyTorch Distributed Checkpoint through Holdfast: ``import holdfast.dcp as dcp``.
 
-``holdfast.dcp.async_save`` takes the place of ``torch.distributed.checkpoint.async_save``;
-`StorageWriter` and `StorageReader` serve the framework's own ``save``, ``async_save`` and ``load``.
-The files are ordinary DCP checkpoints either way.
+``save``, ``async_save`` and ``load`` take the place of those of ``torch.distributed.checkpoint``, with
+the same arguments; its other names are found here, too. `StorageWriter`, `StorageReader` and `Stager`
+serve the framework's own functions. The files are ordinary DCP checkpoints either way.
 """
 
 from __future__ import annotations
 
-from holdfast.dcp.async_save import async_save
+from typing import Any
+
+import torch.distributed.checkpoint as _stock
+
 from holdfast.dcp.proof import verify
-from holdfast.dcp.reader import StorageReader
+from holdfast.dcp.reader import StorageReader, load
+from holdfast.dcp.recovery import recover
+from holdfast.dcp.saving import async_save, save
 from holdfast.dcp.staging import Stager
 from holdfast.dcp.writer import StorageWriter
 
-__all__ = ["Stager", "StorageReader", "StorageWriter", "async_save", "verify"]
+__all__ = ["Stager", "StorageReader", "StorageWriter", "async_save", "load", "recover", "save", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_stock, name)

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
+import functools
 import io
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast import _devices, _dtypes, _late, _native
+from holdfast.dcp import collector
 from holdfast.dcp.framing import ALIGNMENT, can_frame, frame
+from holdfast.dcp.parts import PART, PLAN, Part, digest_of
 from holdfast.errors import Error
+
+_OWN = "holdfast:"  # how the names of entries begin that are no items
 
 
 @dataclasses.dataclass
@@ -22,7 +29,7 @@ class FilePlan:
 
     Attributes:
         plan: for the runtime.
-        results: one per item, as the framework wants them.
+        extents: offset and length of every item, in the order of the items.
         host: what must live until the runtime's call returns.
         device: tensors that must live until they were copied.
         wait: devices whose current stream must wait for the copies, because what is copied from
@@ -33,31 +40,30 @@ class FilePlan:
     """
 
     plan: _native.Plan
-    results: list[WriteResult]
-    host: list[Any]
-    device: list[torch.Tensor]
-    wait: set[torch.device]
-    watch: _late.Watch
-    pickled: list[str]
-    contiguous_copies: list[str]
+    extents: array.array
+    host: list[Any] = dataclasses.field(default_factory=list)
+    device: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    wait: set[torch.device] = dataclasses.field(default_factory=set)
+    watch: _late.Watch = dataclasses.field(default_factory=lambda: _late.Watch(()))
+    pickled: list[str] = dataclasses.field(default_factory=list)
+    contiguous_copies: list[str] = dataclasses.field(default_factory=list)
 
 
-class _Names:
+def _names(items: list[WriteItem]) -> list[str]:
     """Unique names for the manifest: the tensor's own, and where in it a shard begins."""
-
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def of(self, item: WriteItem) -> str:
+    taken: set[str] = set()
+    names = []
+    for item in items:
         name = item.index.fqn or "~"
         if item.type == WriteItemType.SHARD and item.index.offset is not None:
             name += "@" + ",".join(map(str, item.index.offset))
         candidate, number = name, 1
-        while candidate in self._taken:
+        while candidate in taken or candidate.startswith(_OWN):
             number += 1
-            candidate = f"{name}~{number}"
-        self._taken.add(candidate)
-        return candidate
+            candidate = f"{name.removeprefix(_OWN)}~{number}"
+        taken.add(candidate)
+        names.append(candidate)
+    return names
 
 
 class _File:
@@ -86,6 +92,12 @@ class _File:
             self.plan.add_literal(bytes(self._pending), self._slots)
             self._pending, self._slots = bytearray(), []
 
+    def add_like(self, other: _native.Plan, addresses: list[int]) -> None:
+        """Appends a file that was planned by itself."""
+        self.flush()
+        self.plan.add_like(other, addresses)
+        self._bytes = self.plan.file_bytes
+
     def tensor(self, name: str, dtype: str, shape: list[int], address: int, nbytes: int,
                device: Any, stream: int) -> int:  # fmt: skip
         self.flush()
@@ -93,7 +105,7 @@ class _File:
         return self.plan.add_tensor(name, dtype, shape, address, nbytes, device, stream)
 
 
-def _resolved(planner: SavePlanner, item: WriteItem) -> Any:
+def resolved(planner: SavePlanner, item: WriteItem) -> Any:
     data = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
         if not isinstance(data, io.BytesIO):
@@ -110,57 +122,128 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> Any:
     return data.detach()
 
 
-def plan_file(plan: SavePlan, planner: SavePlanner, name: str, late: _late.Late) -> FilePlan:
-    """Plans the file of one rank. Host memory comes first: it is captured in the runtime's call.
+class Layout:
+    """How the items of a plan lie in a file; kept for the saves that follow the same plan.
 
-    Args:
-        plan, planner: the framework's.
-        name: of the file.
-        late: device memory that stays unchanged until the save has staged.
+    What every save has at the same place comes first: contiguous tensors in host memory. They are
+    planned once, and a further save gives only their addresses.
     """
-    file = _File(name)
-    out = FilePlan(file.plan, [], [], [], set(), _late.Watch(()), [], [])
-    names = _Names()
-    later = []
-    for item in plan.items:
-        data = _resolved(planner, item)
-        if isinstance(data, torch.Tensor) and _devices.device_of(data.device) is not None:
-            later.append((item, data))
+
+    def __init__(self, items: list[WriteItem]) -> None:
+        self.items = items
+        self._names = _names(items)
+        self._fixed: _native.Plan | None = None
+        self._first: list[int] = []  # positions of the items in it, and with bytes among them
+        self._filled: list[int] = []
+        self._rest: list[int] = []
+        self._extents = array.array("Q")
+
+    def results(self, extents: array.array, name: str) -> list[WriteResult]:
+        """One result per item of a file, as the framework wants them."""
+        places = zip(self.items, extents[::2], extents[1::2], strict=True)
+        return [WriteResult(i.index, length, _StorageInfo(name, at, length)) for i, at, length in places]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of the items and their order."""
+        return digest_of(item.index for item in self.items)
+
+    @property
+    def is_fixed(self) -> bool:
+        return self._fixed is not None
+
+    @collector.paused()
+    def plan_file(self, data: list[Any], name: str, late: _late.Late,
+                  part: Part | None = None, plans: Iterable[bytes] = ()) -> FilePlan:  # fmt: skip
+        """Plans the file of one save. Host memory comes first: it is captured in the runtime's call.
+
+        Args:
+            data: of every item, a detached tensor or the bytes of an object.
+            name: of the file.
+            late: device memory that stays unchanged until the save has staged.
+            part: what the file says of itself; gets the places of the items.
+            plans: entries that the part needs to be understood.
+        """
+        file = _File(name)
+        out = FilePlan(file.plan, array.array("Q", bytes(16 * len(data))))
+        rest: Iterable[int] = range(len(data))
+        if self._fixed is not None and _is_host():
+            tensors = [data[i] for i in self._first]
+            if all(map(_is_plain, tensors)):
+                file.add_like(self._fixed, [data[i].data_ptr() for i in self._filled])
+                out.extents[:] = self._extents
+                out.host += tensors
+                rest = self._rest
+        later = []
+        for i in rest:
+            if isinstance(data[i], torch.Tensor) and _devices.device_of(data[i].device) is not None:
+                later.append(i)
+            else:
+                self._add(file, out, i, data[i])
+        is_late = dict(zip(later, late.of([[data[i]] for i in later]), strict=True))
+        out.watch = _late.Watch((self.items[i].index.fqn, data[i]) for i in later if is_late[i])
+        out.wait = _late.too_much_to_clone(
+            (data[i].device, data[i].nbytes) for i in later if not is_late[i]
+        )
+        for number, content in enumerate(plans):
+            file.begin_item()
+            _add_bytes(file, out, f"{PLAN}-{number}", io.BytesIO(content))
+        if part is not None:
+            # The places of what follows are put in when they are known.
+            part.extents = out.extents
+            about = io.BytesIO(part.encode())
+            file.begin_item()
+            _add_bytes(file, out, PART, about)
+        for i in later:
+            clones = not is_late[i] and data[i].device not in out.wait
+            self._add(file, out, i, data[i].clone() if clones else data[i])
+        file.flush()
+        if part is not None:
+            about.getbuffer()[:] = part.encode()
+        return out
+
+    @collector.paused()
+    def fix(self, data: list[Any]) -> None:
+        """Plans what further saves will have at the same place; they have the same kinds of tensors."""
+        if not _is_host():
+            return
+        self._first = [i for i, d in enumerate(data) if isinstance(d, torch.Tensor) and _is_plain(d) and can_frame(d)]
+        self._filled = [i for i in self._first if data[i].nbytes]
+        first = set(self._first)
+        self._rest = [i for i in range(len(data)) if i not in first]
+        file = _File("")
+        out = FilePlan(file.plan, array.array("Q", bytes(16 * len(data))))
+        for i in self._first:
+            self._add(file, out, i, data[i])
+        file.flush()
+        self._fixed, self._extents = file.plan, out.extents
+
+    def _add(self, file: _File, out: FilePlan, at: int, data: Any) -> None:
+        name, begin = self._names[at], file.begin_item()
+        if isinstance(data, torch.Tensor):
+            if data.is_conj() or data.is_neg():
+                data = data.resolve_conj().resolve_neg()
+                out.contiguous_copies.append(name)
+            if can_frame(data):
+                length = _add_tensor(file, out, name, data)
+            else:
+                buffer = io.BytesIO()
+                torch.save(data.cpu() if data.device.type != "cpu" else data, buffer)
+                out.pickled.append(name)
+                length = _add_bytes(file, out, name, buffer)
         else:
-            _add(file, out, names.of(item), item, data)
-    is_late = late.of([[data] for _, data in later])
-    out.watch = _late.Watch(
-        (item.index.fqn, data)
-        for (item, data), after in zip(later, is_late, strict=True) if after
-    )  # fmt: skip
-    out.wait = _late.too_much_to_clone(
-        (data.device, data.nbytes)
-        for (_, data), after in zip(later, is_late, strict=True) if not after
-    )  # fmt: skip
-    for (item, data), after in zip(later, is_late, strict=True):
-        if not after and data.device not in out.wait:
-            data = data.clone()
-        _add(file, out, names.of(item), item, data)
-    file.flush()
-    return out
+            length = _add_bytes(file, out, name, data)
+        out.extents[2 * at], out.extents[2 * at + 1] = begin, length
 
 
-def _add(file: _File, out: FilePlan, name: str, item: WriteItem, data: Any) -> None:
-    begin = file.begin_item()
-    if isinstance(data, torch.Tensor):
-        if data.is_conj() or data.is_neg():
-            data = data.resolve_conj().resolve_neg()
-            out.contiguous_copies.append(name)
-        if can_frame(data):
-            length = _add_tensor(file, out, name, data)
-        else:
-            buffer = io.BytesIO()
-            torch.save(data.cpu() if data.device.type != "cpu" else data, buffer)
-            out.pickled.append(name)
-            length = _add_bytes(file, out, name, buffer)
-    else:
-        length = _add_bytes(file, out, name, data)
-    out.results.append(WriteResult(item.index, length, _StorageInfo(file.name, begin, length)))
+def _is_host() -> bool:
+    """Whether memory of the CPU is the host's, and no test's stand-in for a device's."""
+    return _devices.device_of(torch.device("cpu")) is None
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory is its bytes in the file, in host memory."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _add_tensor(file: _File, out: FilePlan, name: str, tensor: torch.Tensor) -> int:

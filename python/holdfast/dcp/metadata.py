@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import pickle
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +15,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from holdfast import _native, _unpickle
 from holdfast._durable import sync_directory
+from holdfast.dcp import collector
 from holdfast.errors import Error, of_system
 
-# What the framework's own writers put there; planners may add plain values.
+# What the framework's own writers put there, and Megatron, which keeps the ranks' plans. Planners may
+# add plain values.
 _ALLOWED = frozenset(
     """
     torch.distributed.checkpoint.metadata:Metadata
@@ -26,6 +31,14 @@ _ALLOWED = frozenset(
     torch.distributed.checkpoint.metadata:StorageMeta
     torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING
     torch.distributed.checkpoint.filesystem:_StorageInfo
+    torch.distributed.checkpoint.filesystem:_StoragePrefix
+    torch.distributed.checkpoint.planner:SavePlan
+    torch.distributed.checkpoint.planner:WriteItem
+    torch.distributed.checkpoint.planner:WriteItemType
+    torch.distributed.checkpoint.planner:TensorWriteData
+    torch.distributed.checkpoint.planner:BytesIOWriteData
+    megatron.core.dist_checkpointing.strategies.torch:MCoreMetadata
+    megatron.core.dist_checkpointing.strategies.torch:MCoreSavePlan
     """.split()
 )
 # Where older PyTorch had them. Its own reader still finds the old classes there.
@@ -43,14 +56,22 @@ class _Unpickler(_unpickle.Unpickler):
         return super().find_class(*_MOVED.get((module, name), (module, name)))
 
 
+def unpickle(data: bytes, operation: str, allow: frozenset[str] = frozenset()) -> Any:
+    """What is in a pickle of metadata's classes.
+
+    Raises:
+        Error: PERMISSION_DENIED naming what it needs, DATA_LOSS for what is no pickle.
+    """
+    return _unpickle.run(_Unpickler(data, operation, _ALLOWED | allow), operation)
+
+
 def loads(data: bytes, path: str, allow: frozenset[str] = frozenset()) -> Metadata:
     """The metadata in a pickle.
 
     Raises:
         Error: PERMISSION_DENIED naming what it needs, DATA_LOSS for what is no metadata.
     """
-    operation = f"load {path}"
-    metadata = _unpickle.run(_Unpickler(data, operation, _ALLOWED | allow), operation)
+    metadata = unpickle(data, f"load {path}", allow)
     if not isinstance(metadata, Metadata):
         raise Error("DATA_LOSS", f"load {path}: it holds a {type(metadata).__name__}, no Metadata")
     if getattr(metadata, "storage_meta", None) is None:
@@ -112,6 +133,18 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Keeps others from committing in a directory, on file systems that can lock one."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
 def commit(directory: Path, name: str, metadata: Metadata, attempt: str, world_size: int) -> None:
     """Writes `directory`/`name` durably, whole or not at all, in the place of an older one.
 
@@ -121,7 +154,8 @@ def commit(directory: Path, name: str, metadata: Metadata, attempt: str, world_s
         directory, name, metadata: what is written where.
         attempt, world_size: of the save. Its commit record is written first.
     """
-    data = pickle.dumps(metadata)
+    with collector.paused():
+        data = pickle.dumps(metadata)
     record = _native.make_commit_record(str(directory), attempt, world_size, name, data)
     # The record's name before the metadata's: else a crash could leave metadata without its proof.
     _write(directory, *record)

@@ -60,6 +60,11 @@ class Placement:
         return f"__{self.file_rank}_{self.generation}.distcp"
 
     @property
+    def prefix(self) -> str:
+        """What the framework's own writer asks of a plan that a planner has kept."""
+        return f"__{self.file_rank}_"
+
+    @property
     def manifest(self) -> str:
         return f"rank-{self.rank:05d}-of-{self.world_size:05d}-{self.attempt}.manifest.json"
 
@@ -110,15 +115,36 @@ def choose(directory: Path, attempt: str, file_ranks: list[int], alone: bool) ->
         if match and (not alone or int(match[1]) in file_ranks):
             generation = max(generation, int(match[2]) + 1)
     key = str(directory)
-    with _lock:
-        known = _attempts.pop(key, {})
-        generation = max([generation, *(g + 1 for g in known.values())])
-        known[attempt] = generation
-        _attempts[key] = known
-        while len(_attempts) > _DIRECTORIES_MAX:
-            del _attempts[next(iter(_attempts))]
+    generation = _register(key, attempt, generation)
     world = len(file_ranks)
     return [Placement(key, attempt, generation, r, i, world) for i, r in enumerate(file_ranks)]
+
+
+def follow(directory: Path, attempt: str, generation: int, rank: int, world_size: int) -> Placement:
+    """The placement of one rank in a save that all ranks have begun without a word.
+
+    Args:
+        directory, attempt, rank, world_size: of the save.
+        generation: that all ranks expect; this one's is higher if it has such files already.
+    """
+    with of_system(f"save {directory}: list it"):
+        own = [m for m in map(DATA_FILE.fullmatch, os.listdir(directory)) if m and int(m[1]) == rank]
+    generation = max([generation, *(int(m[2]) + 1 for m in own)])
+    if rank == 0:
+        generation = _register(str(directory), attempt, generation)
+    return Placement(str(directory), attempt, generation, rank, rank, world_size)
+
+
+def _register(directory: str, attempt: str, generation: int) -> int:
+    """Notes an attempt of this process; its generation is above that of all before."""
+    with _lock:
+        known = _attempts.pop(directory, {})
+        generation = max([generation, *(g + 1 for g in known.values())])
+        known[attempt] = generation
+        _attempts[directory] = known
+        while len(_attempts) > _DIRECTORIES_MAX:
+            del _attempts[next(iter(_attempts))]
+    return generation
 
 
 def generation_of(names: set[str]) -> int:
@@ -126,7 +152,8 @@ def generation_of(names: set[str]) -> int:
     return max((int(m[2]) for m in map(DATA_FILE.fullmatch, names) if m), default=-1)
 
 
-def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None) -> list[str]:
+def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
+              younger: set[str]) -> list[str]:  # fmt: skip
     """Files of earlier saves and failed ones in a checkpoint that was just committed.
 
     Args:
@@ -134,10 +161,14 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None) -
         attempt: the committed one. Nothing of a younger one is named.
         keep: names of its data files.
         rank: only of this rank, where each has metadata of its own.
+        younger: further attempts of which nothing is named.
     """
     with _lock:
         known = dict(_attempts.get(str(directory), {}))
     own = known.get(attempt, 0)
+    known.update(dict.fromkeys(younger - known.keys(), own))
+    # Ranks that follow a known plan number their files themselves.
+    of_rank = {int(m[1]): int(m[2]) for m in map(DATA_FILE.fullmatch, keep) if m}
     names = os.listdir(directory)
     result = []
     for name in names:
@@ -146,7 +177,7 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None) -
         saved_by = manifest[3] if manifest else record[1] if record else None
         if data:
             mine = rank is None or int(data[1]) == rank
-            if mine and name not in keep and int(data[2]) < own:
+            if mine and name not in keep and int(data[2]) < of_rank.get(int(data[1]), own):
                 result.append(name)
         elif saved_by not in (None, attempt) and known.get(saved_by, -1) < own:
             if rank is None or _is_of_rank(directory / name, rank):

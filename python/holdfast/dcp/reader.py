@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
@@ -388,3 +390,31 @@ def _ask(item: ReadItem, source: Source, planner: LoadPlanner, loading: Loading)
     target = _target(item, planner)
     loading.add(source.narrow(offsets, lengths), target)
     return target
+
+
+def load(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: _StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+) -> None:
+    """Loads into a state, as ``torch.distributed.checkpoint.load`` does, through a `StorageReader`.
+
+    Args:
+        state_dict: what is loaded into.
+        checkpoint_id: the checkpoint's directory. A URL is left to the framework's own reader.
+        storage_reader: default a `StorageReader` for `checkpoint_id`.
+        planner, process_group, no_dist: as of the framework's.
+
+    Raises:
+        CheckpointException: with the failures of all ranks.
+    """
+    if storage_reader is None and checkpoint_id is not None and "://" not in os.fspath(checkpoint_id):
+        storage_reader = StorageReader(checkpoint_id)
+    dcp.load(
+        state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner,
+        process_group=process_group, no_dist=no_dist,
+    )  # fmt: skip

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -205,10 +206,8 @@ class _Copy:
             # address is then not 0, so that pickling takes it for a tensor with memory of its own,
             # and crashes. It is made from one without, and given its memory afterwards.
             stand_in = torch.empty(1, dtype=local.dtype).expand(local.shape)
-            copied = DTensor.from_local(
-                stand_in, value.device_mesh, value.placements,
-                run_check=False, shape=value.shape, stride=value.stride(),
-            )  # fmt: skip
+            # Not by from_local, which would move it to the mesh's device, all of it.
+            copied = DTensor(stand_in, value._spec, requires_grad=False)
             copied._local_tensor = local
             return copied
         if isinstance(value, dict):
@@ -257,15 +256,19 @@ class Stager:
 
     _synchronize_after_execute = False
 
-    def __init__(self, late: Iterable[Any] = (), *, staging_bytes_max: int | None = None) -> None:
+    def __init__(self, config: StagingOptions | None = None, late: Iterable[Any] = (), *,
+                 staging_bytes_max: int | None = None) -> None:  # fmt: skip
         """A stager; close it after the last save.
 
         Args:
+            config: of the framework's stagers. Without asynchronous staging a save answers with one
+                future. What else it says is not needed: the staging memory is pinned and shared.
             late: optimizers, or tensors, whose GPU memory is copied behind forward and backward,
                 as of `holdfast.save_async`. All other GPU tensors are ordered into the current
                 stream at once.
             staging_bytes_max: cap under the stock ``async_save``, as of `StorageWriter`.
         """
+        self.options = config if config is not None else StagingOptions()
         self.late = tuple(late)
         self._staging_bytes_max = staging_bytes_max
 
@@ -273,14 +276,20 @@ class Stager:
     def should_synchronize_after_execute(self) -> bool:
         return self._synchronize_after_execute
 
-    def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE]:
-        """For the stock ``async_save``: a copy in shared memory, as a future that is done."""
-        future: Future[STATE_DICT_TYPE] = Future()
+    def stage(self, state_dict: STATE_DICT_TYPE) -> Future[STATE_DICT_TYPE] | STATE_DICT_TYPE:
+        """For the stock ``async_save``: a copy in shared memory, as a future that is done.
+
+        Without asynchronous staging it is the copy itself.
+        """
         try:
-            future.set_result(stage(state_dict, self._staging_bytes_max))
+            staged = stage(state_dict, self._staging_bytes_max)
         except Error as error:
             events.publish_raised("", 0, error, kind="dcp")  # a stager is not told the path
             raise
+        if not self.options.use_async_staging:
+            return staged
+        future: Future[STATE_DICT_TYPE] = Future()
+        future.set_result(staged)
         return future
 
     def synchronize_staging(self) -> None:

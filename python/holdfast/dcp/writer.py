@@ -20,10 +20,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from holdfast import _late, _runtime, directories, events, handle
-from holdfast._durable import make_directory
+from holdfast._durable import begin_directory, sync_directory
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
-from holdfast.errors import Error
+from holdfast.dcp.parts import Part
+from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast.dcp")
 
@@ -49,10 +50,16 @@ class Written:
     """One rank's data on its way to the disk: the save, and what it will have written."""
 
     save: handle.Save
-    results: list[WriteResult]
+    layout: items.Layout
+    extents: Any
     placement: placement.Placement
 
-    def wait(self) -> list[WriteResult]:
+    @property
+    def results(self) -> list[WriteResult]:
+        """One per item, as the framework wants them."""
+        return self.layout.results(self.extents, self.placement.data_file)
+
+    def wait(self) -> None:
         """Blocks until the rank's data is durable.
 
         Raises:
@@ -67,7 +74,6 @@ class Written:
                 f"save {place.directory}, rank {place.file_rank}: {error.message}",
                 error.errno,
             ) from error
-        return self.results
 
 
 class StorageWriter(_StorageWriter):
@@ -125,6 +131,7 @@ class StorageWriter(_StorageWriter):
         self._save_id_used = False
         self._rank: int | None = None
         self._use_collectives = True
+        self._made: list[str] = []
 
     @property
     def step(self) -> int:
@@ -145,13 +152,28 @@ class StorageWriter(_StorageWriter):
         self._use_collectives = kwargs.get("use_collectives", True)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        make_directory(str(self.path))
-        if not self.overwrite and (self.path / self._metadata_name(reading=True)).exists():
+        self.make_directory()
+        self.sync_made()
+        return plan
+
+    def make_directory(self) -> None:
+        """Makes the checkpoint's directory; `sync_made` makes it durable.
+
+        Raises:
+            Error: ALREADY_EXISTS without `overwrite`.
+        """
+        self._made += begin_directory(str(self.path))
+        if not self.overwrite and (self.path / self.metadata_name(reading=True)).exists():
             raise Error(
                 "ALREADY_EXISTS",
                 f"save {self.path}: Checkpoint already exists, and overwrite=False",
             )
-        return plan
+
+    def sync_made(self) -> None:
+        """Makes the directories durable that this rank has made."""
+        while self._made:
+            with of_system(f"save {self.path}: make its name durable"):
+                sync_directory(self._made.pop(0))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         if self._save_id_used:
@@ -168,15 +190,18 @@ class StorageWriter(_StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results = self.begin(plan, planner).wait()
+        called_ns = time.monotonic_ns()
+        place = placement.take(plan.storage_data, str(self.path))
+        data = [items.resolved(planner, item) for item in plan.items]
+        written = self.begin(place, items.Layout(plan.items), data, called_ns)
+        written.wait()
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result(written.results)
         return future
 
-    def begin(
-        self, plan: SavePlan, planner: SavePlanner, late: Iterable[Any] = (),
-        *, publishes: bool = True,
-    ) -> Written:  # fmt: skip
+    def begin(self, place: placement.Placement, layout: items.Layout, data: list[Any], called_ns: int,
+              late: Iterable[Any] = (), *, part: Part | None = None, plans: Iterable[bytes] = (),
+              publishes: bool = True) -> Written:  # fmt: skip
         """Starts writing. Host tensors are captured when it returns.
 
         Tensors on a device are copied behind it. What `late` does not name is cloned on the device
@@ -184,17 +209,18 @@ class StorageWriter(_StorageWriter):
         changed at once by what the stream does next.
 
         Args:
-            plan, planner: as of `write_data`.
+            place: where.
+            layout, data: the items, and what is written of each.
+            called_ns: when the call began, by the monotonic clock.
             late: optimizers or tensors whose memory stays unchanged until the save has staged.
+            part, plans: what the file says of itself, see `parts`.
             publishes: whether observers are told of this rank's data. Not by whoever tells them of
                 the checkpoint.
 
         Raises:
             Error: of this rank's own part.
         """
-        called_ns = time.monotonic_ns()
-        place = placement.take(plan.storage_data, str(self.path))
-        file = items.plan_file(plan, planner, place.data_file, _late.Late(late))
+        file = layout.plan_file(data, place.data_file, _late.Late(late), part, plans)
         nbytes = file.plan.total_bytes
         if self.staged:
             # The staged copy is stable: it goes through a small window of the staging memory.
@@ -219,49 +245,84 @@ class StorageWriter(_StorageWriter):
             start, str(self.path), self.step, extra, file.device, door, runtime=runtime,
             ordered=file.wait, watch=file.watch, publishes=publishes,
         )  # fmt: skip
-        return Written(save, file.results, place)
+        return Written(save, layout, file.extents, place)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
-        metadata.storage_meta = self.storage_meta()
-        name = self._metadata_name()
-        older = self._files_of(self.path / name)
-        named = {info.relative_path for info in metadata.storage_data.values()}
-        if named and placement.generation_of(older) > placement.generation_of(named):
-            raise Error(
-                "ABORTED",
-                f"save {self.path}: a save that began later was completed in the meantime; the "
-                "younger checkpoint stays",
-            )
-        _metadata.commit(self.path, name, metadata, self.save_id, len(results))
-        self._delete_older(named, older - named)
+        self.complete(metadata, len(results))
 
-    def _files_of(self, path: Path) -> set[str]:
-        """What the metadata that is there names, of this directory itself."""
+    def complete(self, metadata: Metadata, world_size: int, files: Iterable[str] = (),
+                 younger: Iterable[str] = (), *, deletes: bool = True) -> None:  # fmt: skip
+        """Commits a save whose data is durable on all ranks, and deletes what is older.
+
+        Does nothing if the save is committed already.
+
+        Args:
+            metadata: with the places of all items.
+            world_size: of the save.
+            files: all its data files, those without items, too.
+            younger: ids of attempts that may have begun since.
+            deletes: whether older files are deleted.
+
+        Raises:
+            Error: ABORTED (a younger save was completed), or what writing says.
+        """
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_meta = self.storage_meta()
+        name = self.metadata_name()
+        named = {info.relative_path for info in (metadata.storage_data or {}).values()}
+        with _metadata.locked(self.path):
+            older, by = self._found(self.path / name)
+            if by == self.save_id:
+                return
+            if named and placement.generation_of(older) > placement.generation_of(named):
+                raise Error(
+                    "ABORTED",
+                    f"save {self.path}: a save that began later was completed in the meantime; the "
+                    "younger checkpoint stays",
+                )
+            _metadata.commit(self.path, name, metadata, self.save_id, world_size)
+        if deletes:
+            keep = named | set(files)
+            self._delete_older(keep, older - keep, set(younger))
+
+    def adopt(self, attempt: str, name: str) -> None:
+        """Makes this the writer of a save that another process has begun.
+
+        Args:
+            attempt: of the save.
+            name: of its metadata file.
+        """
+        self.save_id = attempt
+        self._use_collectives = name == METADATA
+        self._rank = None if self._use_collectives else int(name.removeprefix("__").split(".")[0])
+
+    def _found(self, path: Path) -> tuple[set[str], str]:
+        """What the metadata that is there names, of this directory itself, and whose it is."""
         try:
-            data = _metadata.read(path).storage_data or {}
-            names = {info.relative_path for info in data.values()}
+            metadata = _metadata.read(path)
+            names = {info.relative_path for info in (metadata.storage_data or {}).values()}
         except Error as error:
             if error.code != "NOT_FOUND":
                 logger.warning("%s; the files that it names will stay", error.message)
-            return set()
+            return set(), ""
         except AttributeError:  # another writer's metadata, with storage data of its own
-            return set()
-        return {n for n in names if isinstance(n, str) and os.path.basename(n) == n}
+            return set(), ""
+        names = {n for n in names if isinstance(n, str) and os.path.basename(n) == n}
+        return names, _metadata.save_id_of(metadata)
 
-    def _delete_older(self, keep: set[str], older: set[str]) -> None:
+    def _delete_older(self, keep: set[str], older: set[str], younger: set[str]) -> None:
         """Deletes what no metadata names any more. The checkpoint stands: errors are only told."""
         try:
             rank = None if self._use_collectives else self._rank or 0
-            left = placement.leftovers(self.path, self.save_id, keep, rank)
+            left = placement.leftovers(self.path, self.save_id, keep, rank, younger)
             for name in [*left, *sorted(older - set(left))]:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(self.path / name)
         except OSError as error:
             logger.warning("delete older files of %s: %s", self.path, error)
 
-    def _metadata_name(self, reading: bool = False) -> str:
+    def metadata_name(self, reading: bool = False) -> str:
         if self._use_collectives:
             return METADATA
         return f"__{0 if reading else self._rank or 0}{METADATA}"

@@ -1,0 +1,220 @@
+"""What each rank's file says of its save: from the files of all ranks `.metadata` can be made.
+
+A data file ends with two kinds of entries beside its items. The *part* says which items of which plan
+the file has, and where. The *plan* says what the planning has decided for all ranks; the coordinator
+writes it, and a rank that was not in the planning writes one of its own. So a checkpoint whose ranks
+are all durable can be committed without any of their processes.
+"""
+
+from __future__ import annotations
+
+import array
+import copy
+import dataclasses
+import functools
+import hashlib
+import json
+import pickle
+import sys
+from collections.abc import Iterable
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from holdfast.dcp import collector
+from holdfast.dcp import metadata as _metadata
+from holdfast.errors import Error
+
+# Names of the entries in the manifest.
+PART, PLAN = "holdfast:dcp-part", "holdfast:dcp-plan"
+_FORMAT = "holdfast.dcp-part-1"
+
+
+@dataclasses.dataclass
+class Plan:
+    """What a planning has decided.
+
+    Attributes:
+        id: unique.
+        metadata: of all ranks, without the places of items.
+        written: by rank, what it writes.
+        left_out: by rank, what it has and another rank writes.
+    """
+
+    id: str
+    metadata: Metadata
+    written: list[list[MetadataIndex]]
+    left_out: list[list[MetadataIndex]]
+
+    @functools.cached_property
+    def data(self) -> bytes:
+        """The plan as an entry of a file."""
+        with collector.paused():
+            # One object per index: what is left out by many ranks is pickled once.
+            one: dict[MetadataIndex, MetadataIndex] = {}
+            left_out = [[one.setdefault(i, i) for i in row] for row in self.left_out]
+            return pickle.dumps((self.id, self.metadata, self.written, left_out))
+
+    @classmethod
+    def read(cls, data: bytes, path: str) -> Plan:
+        """A plan from its entry, through the allow-list of `.metadata`."""
+        found = _metadata.unpickle(data, f"read the plan in {path}")
+        if not (isinstance(found, tuple) and len(found) == 4 and isinstance(found[1], Metadata)):
+            raise Error("DATA_LOSS", f"read the plan in {path}: it is none")
+        return cls(*found)
+
+    def digest(self, row: int) -> str:
+        """Of what a rank writes."""
+        return self._digests[row]
+
+    @functools.cached_property
+    def _digests(self) -> list[str]:
+        return [digest_of(row) for row in self.written]
+
+    def items(self, indices: Iterable[MetadataIndex]) -> list[WriteItem]:
+        """Items as a rank's own planning makes them."""
+        return [self._item(index) for index in indices]
+
+    def _item(self, index: MetadataIndex) -> WriteItem:
+        of = self.metadata.state_dict_metadata[index.fqn]
+        if isinstance(of, BytesStorageMetadata):
+            return WriteItem(index, WriteItemType.BYTE_IO)
+        chunk = self._chunks[index]
+        return WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, of.properties, of.size))
+
+    @functools.cached_property
+    def _chunks(self) -> dict[MetadataIndex, ChunkStorageMetadata]:
+        found = {}
+        for name, of in self.metadata.state_dict_metadata.items():
+            for chunk in getattr(of, "chunks", ()):
+                found[MetadataIndex(name, chunk.offsets)] = chunk
+        return found
+
+
+def digest_of(indices: Iterable[MetadataIndex]) -> str:
+    """Tells whether two ranks speak of the same items in the same order."""
+    digest = hashlib.sha256()
+    for index in indices:
+        digest.update(f"{index.fqn}\0{index.offset}\0".encode())
+    return digest.hexdigest()
+
+
+@dataclasses.dataclass
+class Part:
+    """One rank's part of a save.
+
+    Attributes:
+        attempt: of the save.
+        metadata: name of the file that commits.
+        file: the data file.
+        plan, row: id of the plan, and which of its ranks this one is.
+        items: digest of the items.
+        extents: offset and length of every item, in the plan's order.
+    """
+
+    attempt: str
+    metadata: str
+    file: str
+    plan: str
+    row: int
+    items: str
+    extents: array.array = dataclasses.field(default_factory=lambda: array.array("Q"))
+
+    def encode(self) -> bytes:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[:-1]}
+        return json.dumps({"format": _FORMAT, **fields}).encode() + b"\n" + _swapped(self.extents).tobytes()
+
+    @classmethod
+    def decode(cls, data: bytes, path: str) -> Part:
+        try:
+            head, _, rest = data.partition(b"\n")
+            fields = json.loads(head)
+            if fields.pop("format") != _FORMAT:
+                raise ValueError("another format")
+            return cls(**fields, extents=_swapped(array.array("Q", rest)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise Error("DATA_LOSS", f"read the part in {path}: {error}") from error
+
+
+def _swapped(numbers: array.array) -> array.array:
+    """Numbers in the byte order of files, which is little endian."""
+    if sys.byteorder == "big":
+        numbers = copy.copy(numbers)
+        numbers.byteswap()
+    return numbers
+
+
+@collector.paused()
+def assemble(parts: list[Part], plans: dict[str, Plan], path: str) -> Metadata:
+    """The metadata of a save from the parts of all its ranks.
+
+    Ranks that followed one plan have its metadata. Where a rank did not, the metadata is made of what
+    the ranks have written; of items that several have written the first is named.
+
+    Raises:
+        Error: FAILED_PRECONDITION for an item that every rank has left to another, or for a plan
+            that is not there.
+        ValueError: of the framework: what the ranks have written does not fit together.
+    """
+    for part in parts:
+        if part.plan not in plans:
+            raise Error("FAILED_PRECONDITION", f"save {path}: the plan of {part.file} is not there")
+    plan = plans[parts[0].plan]
+    if all(p.plan == plan.id and p.row == r for r, p in enumerate(parts)) and len(parts) == len(plan.written):
+        metadata, rows = copy.copy(plan.metadata), plan.written
+    else:
+        metadata, rows = _merged(parts, plans, path)
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    for part, row in zip(parts, rows, strict=True):
+        if part.items != plans[part.plan].digest(part.row) or len(part.extents) != 2 * len(row):
+            raise Error("DATA_LOSS", f"save {path}: {part.file} has other items than its plan")
+        for index, offset, length in zip(row, part.extents[::2], part.extents[1::2], strict=True):
+            places.setdefault(index, _StorageInfo(part.file, offset, length))
+    metadata.storage_data = places
+    return metadata
+
+
+def _merged(parts: list[Part], plans: dict[str, Plan],
+            path: str) -> tuple[Metadata, list[list[MetadataIndex]]]:  # fmt: skip
+    written = [(plans[p.plan], plans[p.plan].written[p.row]) for p in parts]
+    there = {index for _, row in written for index in row}
+    for part in parts:
+        for index in plans[part.plan].left_out[part.row]:
+            if index not in there:
+                raise Error(
+                    "FAILED_PRECONDITION",
+                    f"save {path}: {index.fqn} was left to another rank, whose state has changed and lacks it; save again",
+                )
+    plan = plan_for_all("", [(of, list(row)) for of, row in written], False)
+    # The planning's own indices say where in the metadata a chunk stands.
+    hinted = {index: index for row in plan.written for index in row}
+    return plan.metadata, [[hinted[index] for index in row] for _, row in written]
+
+
+def plan_for_all(id: str, ranks: list[tuple[Plan, list[MetadataIndex]]], lowest_rank: bool) -> Plan:
+    """Plans for ranks of which each has the items of a plan: as the framework's planner does.
+
+    Args:
+        id: of the new plan.
+        ranks: of each, a plan and what it has of it.
+        lowest_rank: whether replicas are written by the first rank that has them.
+    """
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=lowest_rank)
+    local = [
+        SavePlan(plan.items(indices), planner_data=plan.metadata.planner_data or {})
+        for plan, indices in ranks
+    ]
+    planned, metadata = planner.create_global_plan(local)
+    written = [[item.index for item in plan.items] for plan in planned]
+    left_out = []
+    for row, (_, indices) in zip(written, ranks, strict=True):
+        own = set(row)
+        left_out.append([index for index in indices if index not in own])
+    return Plan(id, metadata, written, left_out)

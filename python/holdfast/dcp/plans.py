@@ -1,0 +1,247 @@
+"""Plans that are known from an earlier save of the same structure.
+
+The framework's own cache is one per process and class of planners, and nothing proves that the
+coordinator has the plan that a rank takes for granted. Here a plan has an id. A rank follows a plan only
+if its state has the structure that was planned: names, kinds, shapes, dtypes, placements. At the end of
+the save every rank says which plan its file follows; only if it is one, that plan's metadata is used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+from torch.distributed.checkpoint.utils import find_tensor_shard
+from torch.distributed.tensor import DTensor
+
+from holdfast.dcp import collector
+from holdfast.dcp.items import Layout
+from holdfast.dcp.parts import Plan
+
+_KNOWN_MAX = 4
+_PLANS_MAX = 4  # that only saves in flight follow
+_PLAIN = (int, float, str, bool, type(None))
+
+
+class _NotComparable(Exception):
+    """The state has something of which it cannot be said what it will be planned as."""
+
+
+@dataclasses.dataclass
+class Look:
+    """A state as it was found.
+
+    Attributes:
+        marks: its structure: equal marks are planned alike.
+        nodes: every container and leaf, in the order of the marks.
+    """
+
+    marks: list[Any]
+    nodes: list[Any]
+
+
+@collector.paused()
+def look(state: Any, flags: tuple[Any, ...]) -> Look | None:
+    """The structure of a state; None for one that only the framework understands.
+
+    Args:
+        state: of tensors, DTensors, ShardedTensors and objects.
+        flags: of the planner.
+    """
+    marks: list[Any] = [flags]
+    nodes: list[Any] = []
+    meshes: dict[int, Any] = {}
+
+    def visit(value: Any) -> None:
+        nodes.append(value)
+        kind = type(value)
+        if kind is torch.Tensor or kind is torch.nn.Parameter:
+            marks.append((value.shape, value.dtype, value.requires_grad, value.layout, value.is_cpu))
+        elif isinstance(value, Mapping):
+            keys = tuple(value)
+            marks.append((keys, tuple(map(type, keys))))
+            for item in value.values():
+                visit(item)
+        elif isinstance(value, list):
+            inner = any(isinstance(item, (Mapping, list, torch.Tensor)) for item in value)
+            marks.append((list, len(value) if inner else -1))
+            for item in value if inner else ():
+                visit(item)
+        elif kind is DTensor and type(value._local_tensor) is torch.Tensor:
+            local, mesh = value._local_tensor, value.device_mesh
+            if id(mesh) not in meshes:
+                meshes[id(mesh)] = (
+                    mesh.device_type, mesh.mesh_dim_names, str(mesh.mesh.tolist()), mesh.get_coordinate(),
+                )  # fmt: skip
+            marks.append((value.shape, value.placements, meshes[id(mesh)], value.requires_grad,
+                          local.shape, local.dtype, local.layout, local.is_cpu))  # fmt: skip
+        elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
+            if isinstance(value, ShardedTensor) and any(
+                isinstance(shard.tensor, ShardedTensor) for shard in value.local_shards()
+            ):
+                raise _NotComparable
+            marks.append((kind, pickle.dumps(_create_write_items("", value))))
+        else:
+            marks.append(kind)
+
+    try:
+        visit(state)
+    except _NotComparable:
+        return None
+    return Look(marks, nodes)
+
+
+def _paths(state: Any) -> dict[tuple[Any, ...], int]:
+    """Where in `Look.nodes` each part of a state is, by the path that the framework gives it."""
+    found: dict[tuple[Any, ...], int] = {}
+    count = 0
+
+    def visit(path: tuple[Any, ...], value: Any) -> None:
+        nonlocal count
+        found[path] = count
+        count += 1
+        if isinstance(value, Mapping):
+            for key, item in value.items():
+                visit((*path, str(key)), item)
+        elif isinstance(value, list) and any(
+            isinstance(item, (Mapping, list, torch.Tensor)) for item in value
+        ):
+            for number, item in enumerate(value):
+                visit((*path, number), item)
+
+    visit((), state)
+    return found
+
+
+# What ``torch.save`` makes of plain values: hyperparameters recur in every group and every save.
+_kept: dict[tuple[type, str], bytes] = {}
+_KEPT_MAX = 4096
+
+
+def _bytes_of(value: Any) -> io.BytesIO:
+    """An object as the framework's planner writes it."""
+    kind = type(value)
+    plain = kind in _PLAIN or (kind is tuple and all(type(item) in _PLAIN for item in value))
+    # Not the value is the key: 0.0 and -0.0 are equal, and so are 1 and 1.0.
+    key = (kind, repr(value)) if plain else None
+    if key in _kept:
+        return io.BytesIO(_kept[key])
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    if key is not None and len(key[1]) < 200:
+        if len(_kept) >= _KEPT_MAX:
+            _kept.clear()
+        _kept[key] = buffer.getvalue()
+    return buffer
+
+
+def _tensor_of(value: Any, item: WriteItem) -> torch.Tensor:
+    """What an item writes of a tensor or of an object that is sharded in a way of its own."""
+    kind = type(value)
+    if kind is torch.Tensor:
+        return value.detach() if value.requires_grad else value
+    if kind is torch.nn.Parameter:
+        return value.detach()
+    if kind is DTensor:
+        return value._local_tensor.detach()
+    return find_tensor_shard(value, item.index).detach()
+
+
+class Known:
+    """What this rank writes by a plan, and of which state.
+
+    Attributes:
+        marks: of the state.
+        plan: id of the plan.
+        row: which of its ranks this one is.
+        local: all items of this rank, those that another one writes as well.
+    """
+
+    def __init__(self, marks: list[Any], plan: str, row: int, local: list[WriteItem],
+                 written: list[WriteItem], nodes: dict[str, int]) -> None:  # fmt: skip
+        self.marks = marks
+        self.plan = plan
+        self.row = row
+        self.local = local
+        self.layout = Layout(written)
+        self._nodes = nodes
+        self._at = [nodes[item.index.fqn] for item in written]
+
+    def following(self, plan: Plan, row: int) -> Known:
+        """The same state under another plan."""
+        mine = {item.index: item for item in self.local}
+        written = [dataclasses.replace(mine[i], index=i) for i in plan.written[row]]
+        return Known(self.marks, plan.id, row, self.local, written, self._nodes)
+
+    def data(self, nodes: list[Any]) -> list[Any]:
+        """What is written of every item: a tensor, or the bytes of an object."""
+        data = [
+            _bytes_of(nodes[at]) if item.type == WriteItemType.BYTE_IO else _tensor_of(nodes[at], item)
+            for at, item in zip(self._at, self.layout.items, strict=True)
+        ]
+        if not self.layout.is_fixed:
+            self.layout.fix(data)
+        return data
+
+
+def known_from(state: Any, seen: Look, planner: DefaultSavePlanner, plan: str, row: int,
+               local: list[WriteItem], written: list[WriteItem]) -> Known:  # fmt: skip
+    """What a plan that was just made says of a state.
+
+    Args:
+        state, seen: what was planned.
+        planner: with the paths of the names in the state.
+        plan, row: as of `Known`.
+        local, written: items of this rank before and after the planning of all ranks.
+    """
+    paths = _paths(state)
+    if planner.flatten_state_dict:
+        nodes = {name: paths[tuple(path)] for name, path in planner.mappings.items()}
+    else:
+        nodes = {name: paths[(name,)] for name in planner.state_dict}
+    return Known(seen.marks, plan, row, local, written, nodes)
+
+
+class Cache:
+    """The plans that the saves over a set of ranks have followed last; used by several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: list[Known] = []  # the youngest last
+        self._plans: dict[str, Plan] = {}  # of the coordinator, which is asked for those of all ranks
+
+    def find(self, seen: Look) -> Known | None:
+        """What was planned for a state of this structure."""
+        with self._lock:
+            for known in reversed(self._known):
+                if known.marks == seen.marks:
+                    self._known = [*(k for k in self._known if k is not known), known]
+                    return known
+        return None
+
+    def add(self, known: Known | None, plan: Plan | None) -> None:
+        """Keeps what this rank follows and, on the coordinator, the plan of all ranks."""
+        with self._lock:
+            if known is not None:
+                kept = [k for k in self._known if k.marks != known.marks]
+                self._known = [*kept[1 - _KNOWN_MAX :], known]
+            if plan is not None:
+                self._plans[plan.id] = plan
+                followed = {k.plan for k in self._known}
+                others = [i for i in self._plans if i not in followed]
+                for old in others[:-_PLANS_MAX]:
+                    del self._plans[old]
+
+    def plans(self) -> dict[str, Plan]:
+        """By id, as far as this rank has them."""
+        with self._lock:
+            return dict(self._plans)

@@ -1,0 +1,159 @@
+"""Commits what a job has left: saves that are durable on all ranks and lack only `.metadata`."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from holdfast import _native
+from holdfast._durable import sync_directory
+from holdfast._pieces import Loading
+from holdfast.dcp import metadata as _metadata
+from holdfast.dcp import placement
+from holdfast.dcp.parts import PART, PLAN, Part, Plan, assemble
+from holdfast.dcp.writer import StorageWriter
+from holdfast.errors import Error, of_system
+
+logger = logging.getLogger("holdfast.dcp")
+
+_POLL = 0.05
+_SILENCE = 3.0  # seconds without a change after which no worker is taken to be at work
+
+
+def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> list[str]:
+    """Commits the youngest save into a directory whose ranks are all durable.
+
+    A save that is older than the checkpoint that is there, that lacks a rank, or that was not made by
+    `holdfast.dcp.async_save` or ``save``, is left alone. The next save into the directory deletes it.
+    Safe beside running saves, harmless to repeat.
+
+    Args:
+        path: the checkpoint's directory.
+        wait_for_orphans: seconds to wait for workers of a dead trainer.
+
+    Returns:
+        Names of the metadata files that were written.
+
+    Raises:
+        Error: DATA_LOSS for a damaged manifest, and what reading and writing say.
+    """
+    directory = Path(os.path.abspath(path))
+    _wait_for_workers(directory, wait_for_orphans)
+    committed: list[str] = []
+    for attempt, manifests in _candidates(directory):
+        try:
+            name = _commit(directory, attempt, manifests, committed)
+        except Error as error:
+            logger.warning("recover %s: %s", directory, error.message)
+            continue
+        if name:
+            committed.append(name)
+    return committed
+
+
+def _names(directory: Path) -> list[str]:
+    with of_system(f"recover {directory}: list it"):
+        return sorted(os.listdir(directory))
+
+
+def _wait_for_workers(directory: Path, seconds: float) -> None:
+    """Waits while a data file or a manifest is being written, and changes."""
+    end = time.monotonic() + seconds
+    seen, since = None, time.monotonic()
+    while time.monotonic() < end:
+        writing = []
+        for name in _names(directory):
+            matches = placement.DATA_FILE.fullmatch(name) or placement.MANIFEST.fullmatch(name)
+            if matches and name.endswith(".tmp"):
+                writing.append((name, _changed(directory / name)))
+        if not writing:
+            return
+        if writing != seen:
+            seen, since = writing, time.monotonic()
+        elif time.monotonic() - since > _SILENCE:
+            return
+        time.sleep(_POLL)
+
+
+def _changed(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return 0, 0
+    return found.st_mtime_ns, found.st_blocks
+
+
+def _candidates(directory: Path) -> list[tuple[str, list[str]]]:
+    """Attempts whose manifests are all there, and these by rank; the youngest first."""
+    found: dict[tuple[str, int], dict[int, str]] = collections.defaultdict(dict)
+    for name in _names(directory):
+        match = placement.MANIFEST.fullmatch(name)
+        if match and not match[4]:
+            found[match[3], int(match[2])][int(match[1])] = name
+    whole = [
+        (attempt, [ranks[r] for r in range(world)])
+        for (attempt, world), ranks in found.items()
+        if len(ranks) == world
+    ]
+    return sorted(whole, key=lambda w: _changed(directory / w[1][0]), reverse=True)
+
+
+def _commit(directory: Path, attempt: str, manifests: list[str], committed: list[str]) -> str:
+    """Commits one attempt; returns the name of its metadata, "" if there was nothing to do."""
+    parts, plans = [], {}
+    for manifest in manifests:
+        part, needed = _read(directory, manifest)
+        if part is None:
+            return ""
+        parts.append(part)
+        plans.update({plan.id: plan for plan in needed})
+    name = parts[0].metadata
+    if name in committed or not _is_younger(directory, name, manifests, attempt):
+        return ""
+    writer = StorageWriter(directory)
+    writer.adopt(attempt, name)
+    writer.complete(assemble(parts, plans, str(directory)), len(parts), deletes=False)
+    sync_directory(directory.parent)
+    return name
+
+
+def _is_younger(directory: Path, name: str, manifests: list[str], attempt: str) -> bool:
+    """Whether the checkpoint that is there, if any, is older than an attempt."""
+    try:
+        there = _metadata.read(directory / name)
+    except Error as error:
+        if error.code == "NOT_FOUND":
+            return True
+        raise
+    by = _metadata.save_id_of(there)
+    if by == attempt:
+        return False
+    # Of two saves of ours the numbers of the files tell, see `StorageWriter.complete`.
+    committed = _changed(directory / name)
+    return bool(by) or committed < min(_changed(directory / m) for m in manifests)
+
+
+def _read(directory: Path, manifest: str) -> tuple[Part | None, list[Plan]]:
+    """A rank's part of a save, and the plans in its file."""
+    reader = _native.CheckpointReader.open_manifest(str(directory), manifest, None)
+    loading = Loading(True, 1 << 20, 1)
+    part, plans = None, []
+    for name, _, _, _, begin, end in reader.tensors():
+        if name == PART:
+            part = Part.decode(_bytes(loading, reader, name, end - begin), manifest)
+        elif name.startswith(PLAN):
+            plans.append(Plan.read(_bytes(loading, reader, name, end - begin), manifest))
+    return part, plans
+
+
+def _bytes(loading: Loading, reader: Any, name: str, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    view = torch.frombuffer(data, dtype=torch.uint8)
+    loading.read(reader, [(name, view.data_ptr(), nbytes, None, None)])
+    return bytes(data)

@@ -1,0 +1,555 @@
+"""``holdfast.dcp.async_save`` and ``save``: each tensor is copied once, straight to its place.
+
+The framework's own ``async_save`` stages the whole state, replicas included, and plans from the copy.
+Here the plan comes first: by the framework's own calls in the first save over a set of ranks, and from
+then on as it is known from the save before. What this rank has to write, and nothing else, is captured
+by the runtime; a background thread waits for it to be durable and exchanges with the other ranks what
+each has written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import inspect
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from holdfast import _runtime, events
+from holdfast.dcp import placement, plans
+from holdfast.dcp.items import Layout, resolved
+from holdfast.dcp.parts import Part, Plan, assemble, plan_for_all
+from holdfast.dcp.placement import Placement, new_attempt
+from holdfast.dcp.staging import Stager
+from holdfast.dcp.uploads import Exchange, Line, Upload, error_of, line_of
+from holdfast.dcp.writer import StorageWriter, Written
+from holdfast.errors import Error
+
+logger = logging.getLogger("holdfast.dcp")
+
+
+def _interrupt_of(failure: BaseException, rank: int) -> BaseException | None:
+    """The interrupt of this rank that the framework has wrapped, if it is one: Ctrl-C is no failure."""
+    if isinstance(failure, CheckpointException) and rank in failure.failures:
+        own = failure.failures[rank][0]
+        return own if isinstance(own, (KeyboardInterrupt, SystemExit)) else None
+    return None
+
+
+def _without_state(failure: BaseException) -> BaseException:
+    """A failure with its traceback as text: its frames, and those above them, keep the state."""
+    if not isinstance(failure, Error):  # which says itself what failed
+        failure.add_note("".join(traceback.format_tb(failure.__traceback__)))
+    one: BaseException | None = failure
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return failure
+
+
+def _state_dicts(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+
+
+def _forget_plans(planner: SavePlanner) -> None:
+    """Drops what a planner has cached: of a failed planning its coordinator has kept the global plan.
+
+    It would take that for the plan of the next save whose ranks all say "unchanged".
+    """
+    key = getattr(planner, "_cached_plans_key", None)
+    for name, cache in vars(SavePlanner).items():
+        if name.startswith("_cached_"):
+            cache.pop(key, None)
+
+
+@dataclasses.dataclass
+class _Begun:
+    """What this rank has begun to write.
+
+    Attributes:
+        written: the data.
+        part: what the file says of itself.
+        plan: that the file follows, where the coordinator may not have it, and on the coordinator.
+        known: the same for this rank's next saves, if its state can be compared.
+    """
+
+    written: Written
+    part: Part
+    plan: Plan | None
+    known: plans.Known | None
+
+
+@dataclasses.dataclass
+class _Message:
+    """What a rank tells the coordinator when its data is durable."""
+
+    path: str
+    part: Part
+    plan: Plan | None
+
+
+class _Saving:
+    """One call of `async_save`, and what its background thread needs of it."""
+
+    def __init__(self, writer: StorageWriter, planner: SavePlanner | None, line: Line,
+                 use_collectives: bool, late: Any) -> None:  # fmt: skip
+        self.called_ns = time.monotonic_ns()
+        self.writer = writer
+        self.line = line
+        self.use_collectives = use_collectives
+        self.late = late
+        self.exchange: Exchange | None = line.exchange()
+        self.begun: _Begun | None = None
+        # Whether the plan may be one that is known: a planner or a writer of another class may do as
+        # it likes from one save to the next.
+        self.may_follow = (
+            type(planner or DefaultSavePlanner()) is DefaultSavePlanner
+            and type(writer) is StorageWriter
+            and use_collectives
+        )
+        self.planner: Any = planner or DefaultSavePlanner()
+        if self.may_follow:
+            self.planner = copy.copy(self.planner)
+            self.planner._enable_plan_caching = False
+        self._flags = tuple(sorted((k, v) for k, v in vars(self.planner).items() if isinstance(v, bool)))
+        self._lowest_rank = getattr(self.planner, "dedup_save_to_lowest_rank", False)
+        # The same on all ranks: it depends on what was called, and how often.
+        self.plans_together = not self.may_follow or (line.world_size > 1 and not line.has_agreed)
+        self.attempt, self.generation = "", 0
+        line.saves += 1
+        if line.world_size > 1 and not self.plans_together:
+            self.attempt, self.generation = line.next()
+
+    # ---- In the call.
+
+    def look(self, state: STATE_DICT_TYPE) -> plans.Look | None:
+        return plans.look(state, self._flags)
+
+    def plan_together(self, state_dict: STATE_DICT_TYPE) -> None:
+        """The framework's planning, by its own calls: local plans, the global one, and each its own.
+
+        Raises:
+            CheckpointException: planning failed on some rank.
+        """
+        writer, planner = self.writer, self.planner
+        ranks = _DistWrapper(self.line.planning, self.line.world_size > 1, 0)
+        plan: Plan | None = None
+        state: STATE_DICT_TYPE = {}
+        local: list[WriteItem] = []
+
+        def local_step() -> SavePlan:
+            nonlocal local, state
+            state = _state_dicts(state_dict)
+            self._set_up(state)
+            found = writer.prepare_local_plan(planner.create_local_plan())
+            local = found.items
+            return found
+
+        def global_step(local_plans: list[SavePlan]) -> list[SavePlan]:
+            nonlocal plan
+            made, metadata = planner.create_global_plan(local_plans)
+            placed = writer.prepare_global_plan(made)
+            # A planner with a cache gives in the place of plans that have not changed empty ones.
+            whole = [p if getattr(p, "usable", True) else planner.global_plan[r] for r, p in enumerate(made)]
+            written = [[item.index for item in p.items] for p in whole]
+            left_out: list[list[MetadataIndex]] = [[] for _ in written]
+            if self.may_follow:
+                for row, own, before in zip(left_out, map(set, written), local_plans, strict=True):
+                    row += [item.index for item in before.items if item.index not in own]
+            plan = Plan(placed[0].storage_data.attempt, metadata, written, left_out)
+            return placed
+
+        if self.use_collectives:
+            mine = ranks.reduce_scatter("plan", local_step, global_step)
+        else:
+            mine = global_step([local_step()])[0]
+        self.line.agree(mine.storage_data.attempt, mine.storage_data.generation)
+        finished = planner.finish_plan(mine)
+        self._finished = (state, plan, mine.storage_data, finished, local)
+
+    def begin_planned(self) -> None:
+        """Starts to write what was planned together."""
+        state, plan, agreed, finished, local = self._finished
+        del self._finished
+        place = placement.take(finished.storage_data, str(self.writer.path))
+        items, known = finished.items, None
+        seen = self.look(state) if self.may_follow else None
+        if seen is not None:
+            known = plans.known_from(state, seen, self.planner, agreed.attempt, place.rank, local, items)
+            self.line.cache.add(known, plan)
+        data = [resolved(self.planner, item) for item in items]
+        layout = known.layout if known is not None else Layout(items)
+        layout.fix(data)
+        self._begin(place, agreed.attempt, place.rank, layout, data, plan, known, [plan] if plan else [])
+
+    def begin_known(self, state: STATE_DICT_TYPE) -> bool:
+        """Starts to write by a plan that is known, or, among several ranks, all that there is.
+
+        Returns:
+            Whether it did; alone, a rank plans in the place of writing what it need not.
+        """
+        seen, known = self.look(state), None
+        of_all = self.line.cache.plans()
+        if seen is not None:
+            known = self.line.cache.find(seen)
+            if known is not None and self.line.rank == 0 and known.plan not in of_all:
+                known = None
+        if known is None and self.line.world_size == 1:
+            return False
+        if known is not None:
+            self.writer.set_up_storage_writer(self.line.rank == 0, rank=self.line.rank)
+            self.writer.make_directory()
+            data = known.data(seen.nodes)  # type: ignore[union-attr]
+            needed = [of_all[known.plan]] if self.line.rank == 0 else []
+            self._begin(self._place(), known.plan, known.row, known.layout, data, None, known, needed)
+            return True
+        self._set_up(state)
+        self.writer.make_directory()
+        local = self.planner.create_local_plan()
+        (alone,), metadata = self.planner.create_global_plan([local])
+        plan = Plan(new_attempt(), metadata, [[item.index for item in alone.items]], [[]])
+        if seen is not None:
+            known = plans.known_from(state, seen, self.planner, plan.id, 0, local.items, alone.items)
+        data = [resolved(self.planner, item) for item in alone.items]
+        needed = [plan, *(of_all.values() if self.line.rank == 0 else ())]
+        self._begin(self._place(), plan.id, 0, Layout(alone.items), data, plan, known, needed)
+        return True
+
+    def _set_up(self, state: STATE_DICT_TYPE) -> None:
+        planner, writer, is_coordinator = self.planner, self.writer, self.line.rank == 0
+        meta = writer.storage_meta()
+        if "storage_meta" in inspect.signature(planner.set_up_planner).parameters:
+            planner.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=is_coordinator)
+        else:
+            planner.set_up_planner(state, is_coordinator)
+        writer.set_up_storage_writer(
+            is_coordinator, rank=self.line.rank, use_collectives=self.use_collectives
+        )
+
+    def _place(self) -> Placement:
+        path, line = self.writer.path, self.line
+        if line.world_size == 1:
+            return placement.choose(path, self.writer.save_id, [0], False)[0]
+        self.writer.save_id = self.attempt
+        return placement.follow(path, self.attempt, self.generation, line.rank, line.world_size)
+
+    def _begin(self, place: Placement, plan_id: str, row: int, layout: Layout, data: list[Any],
+               plan: Plan | None, known: plans.Known | None, needed: list[Plan]) -> None:  # fmt: skip
+        part = Part(place.attempt, self.writer.metadata_name(), place.data_file, plan_id, row, layout.digest)
+        written = self.writer.begin(
+            place, layout, data, self.called_ns, self.late,
+            part=part, plans=[p.data for p in needed], publishes=False,
+        )  # fmt: skip
+        self.begun = _Begun(written, part, plan, known)
+
+    # ---- In the background.
+
+    def wait_written(self) -> _Message:
+        """Blocks until this rank's data is durable."""
+        assert self.begun is not None
+        self.writer.sync_made()
+        self.begun.written.wait()
+        return _Message(str(self.writer.path), self.begun.part, self.begun.plan)
+
+    def finish(self, mine: _Message | BaseException) -> Metadata:
+        """The last exchange between the ranks: the coordinator commits what all have written.
+
+        Raises:
+            CheckpointException: the failures of all ranks.
+            Error: UNAVAILABLE, a rank is gone or late.
+        """
+        exchange, self.exchange = self.exchange, None
+        assert exchange is not None
+        try:
+            if not self.use_collectives:
+                return self._finish_alone(mine, exchange)
+            metadata, replanned = exchange.reduce(mine, self._commit)
+        except RuntimeError as error:  # of the exchange: what fails on a rank comes as its own
+            raise Error(
+                "UNAVAILABLE",
+                f"save {self.writer.path}: exchange with the other ranks: {error}; a rank has died or hangs",
+            ) from error
+        if replanned is not None and self.begun is not None and self.begun.known is not None:
+            following = self.begun.known.following(replanned, exchange.rank)
+            self.line.cache.add(following, None)
+        return metadata
+
+    def _finish_alone(self, mine: _Message | BaseException, exchange: Exchange) -> Metadata:
+        # Every rank must come to the exchange, else those that succeeded wait for ever.
+        try:
+            if isinstance(mine, BaseException):
+                raise mine
+            return self._commit([mine])[0]
+        finally:
+            with contextlib.suppress(RuntimeError):
+                exchange.reduce(None, lambda _: None)
+
+    def _commit(self, messages: list[_Message]) -> tuple[Metadata, Plan | None]:
+        path, line = str(self.writer.path), self.line
+        for rank, message in enumerate(messages):
+            if (message.path, message.part.attempt) != (path, messages[0].part.attempt):
+                raise Error(
+                    "FAILED_PRECONDITION",
+                    f"save {path}: rank {rank} saves {message.path} in the same call; all ranks must "
+                    "call async_save for the same checkpoints in the same order",
+                )
+        parts = [m.part for m in messages]
+        of_all = {**line.cache.plans(), **{m.plan.id: m.plan for m in messages if m.plan is not None}}
+        metadata = assemble(parts, of_all, path)
+        files = [part.file for part in parts]
+        self.writer.complete(metadata, len(parts), files, line.younger())
+        return metadata, self._replanned(parts, of_all)
+
+    def _replanned(self, parts: list[Part], of_all: dict[str, Plan]) -> Plan | None:
+        """A plan for the saves to come, where the ranks have not followed one."""
+        if len({part.plan for part in parts}) == 1 or not self.may_follow:
+            return None
+        ranks = [
+            (of_all[p.plan], of_all[p.plan].written[p.row] + of_all[p.plan].left_out[p.row])
+            for p in parts
+        ]
+        try:
+            plan = plan_for_all(parts[0].attempt, ranks, self._lowest_rank)
+        except ValueError as error:  # of the framework: the states do not fit together
+            logger.warning("save %s: plan the next save: %s", self.writer.path, error)
+            return None
+        self.line.cache.add(None, plan)
+        return dataclasses.replace(plan, metadata=Metadata({}), left_out=[])
+
+
+def _answers_with_both(stager: Any) -> bool | None:
+    """Whether the framework would answer a stager with both futures; None: who knows."""
+    if stager is None or isinstance(stager, (StorageWriter, BlockingAsyncStager)):
+        return False
+    if isinstance(stager, Stager):
+        return stager.options.use_async_staging
+    if type(stager) is DefaultStager:
+        return bool(stager._config.use_async_staging)
+    return None
+
+
+def _why_stock(checkpoint_id: Any, writer: Any, stager: Any) -> str | None:
+    if writer is not None and not isinstance(writer, StorageWriter):
+        return f"the storage writer is a {type(writer).__name__}"
+    if writer is None and checkpoint_id is not None and "://" in os.fspath(checkpoint_id):
+        return "the checkpoint id is a URL"
+    if _answers_with_both(stager) is None:
+        return f"the stager is a {type(stager).__name__}"
+    return None
+
+
+def async_save(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: _StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Future | AsyncSaveResponse:
+    """Saves a state asynchronously, in place of ``torch.distributed.checkpoint.async_save``.
+
+    When it returns, CPU tensors and objects were captured. GPU tensors are copied behind it; the
+    current stream waits for the copies, so that they may be changed at once by what it does next.
+    With a `Stager` that was told what stays unchanged, only the rest is ordered into the stream.
+
+    All ranks of the group must call it, in the same order.
+
+    Args:
+        state_dict: of tensors, DTensors, ShardedTensors and objects; what is Stateful is asked for
+            its state dict.
+        checkpoint_id: the checkpoint's directory. A URL is handed on to the framework's own
+            ``async_save``, with one line in the log.
+        storage_writer: a `StorageWriter`, default one for `checkpoint_id`. Any other is handed on.
+        planner: default DCP's; plans are cached as it does.
+        process_group: the ranks that save; default all. Plans are exchanged on it.
+        async_checkpointer_type: accepted and not needed: writing is a process's work either way.
+        async_stager: decides the form of the answer. A `Stager`, or DCP's ``DefaultStager`` with
+            asynchronous staging: both futures. None, or one that stages in the call: one future.
+            Nothing is staged by it. Any other is handed on, with the writer of Holdfast.
+        no_dist, use_collectives: as of the framework's.
+
+    Returns:
+        A future of the metadata, or an ``AsyncSaveResponse`` of two: ``staging_completion``, after
+        which GPU tensors may be changed, and ``upload_completion``.
+
+    Raises:
+        CheckpointException: planning failed on some rank. What fails later, fails the future, on
+            all ranks, with the failing rank's error: on that rank at once, on the others when
+            they have written what is theirs.
+    """
+    no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
+    if storage_writer is None and checkpoint_id is None:
+        raise Error("INVALID_ARGUMENT", "async_save: pass checkpoint_id or storage_writer")
+    why = _why_stock(checkpoint_id, storage_writer, async_stager)
+    if why is not None:
+        writer_to_use = storage_writer
+        if writer_to_use is None and "://" not in os.fspath(checkpoint_id or ""):
+            writer_to_use = StorageWriter(checkpoint_id or "")
+        logger.warning("async_save: %s, so the framework's own async_save does it", why)
+        return dcp.async_save(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer_to_use,
+            planner=planner,
+            process_group=process_group,
+            async_checkpointer_type=async_checkpointer_type,
+            async_stager=async_stager,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
+    # A writer of this save's own: the caller's may be given the next save while this one goes on.
+    writer = copy.copy(storage_writer) if storage_writer else StorageWriter(checkpoint_id or "")
+    assert isinstance(writer, StorageWriter)
+    writer.reset(checkpoint_id)
+    writer.staged = False
+    runtime = writer.runtime or _runtime.default
+    line = line_of(process_group, no_dist, runtime.options.get("time_ranks_max"))
+    late = async_stager.late if isinstance(async_stager, Stager) else ()
+    saving = _Saving(writer, planner, line, use_collectives, late)
+    who = {"kind": "dcp", "rank": line.rank, "world_size": line.world_size}
+
+    failure: BaseException | None = None
+    raises = False
+    if not saving.plans_together:
+        try:
+            state_dict = _state_dicts(state_dict)
+        except BaseException as error:
+            failure, raises = error, True
+    if failure is None:
+        try:
+            if saving.plans_together or not saving.begin_known(state_dict):
+                saving.plans_together = True
+                saving.plan_together(state_dict)
+        except BaseException as error:
+            failure = error
+            if saving.plans_together:
+                _raise_unplanned(error, saving, who)
+    if saving.plans_together:
+        try:
+            saving.begin_planned()
+        except BaseException as error:
+            failure = error
+    if raises and line.world_size == 1:
+        assert failure is not None
+        raise failure
+    return _upload(saving, failure, raises, who, _answers_with_both(async_stager))
+
+
+def _raise_unplanned(error: BaseException, saving: _Saving, who: dict[str, Any]) -> None:
+    """Ends a call whose planning has failed, on every rank alike."""
+    writer, rank = saving.writer, saving.line.rank
+    if isinstance(error, CheckpointException):
+        _forget_plans(saving.planner)
+    events.publish_raised(str(writer.path), writer.step, error_of(error, str(writer.path)), **who)
+    interrupt = _interrupt_of(error, rank)
+    if interrupt is not None:
+        raise interrupt from error
+    raise error
+
+
+def _upload(saving: _Saving, failure: BaseException | None, raises: bool, who: dict[str, Any],
+            answers_with_both: bool | None) -> Future | AsyncSaveResponse:  # fmt: skip
+    """Starts what goes on behind. The other ranks learn of a failure in the exchange at its end."""
+    raises = raises or isinstance(failure, (KeyboardInterrupt, SystemExit))
+    raised = failure
+    if failure is not None:
+        failure = copy.copy(failure) if raises else failure
+        failure = _without_state(failure)
+    saving.planner = None  # it has the state
+    save = saving.begun.written.save if saving.begun is not None else None
+    own, run = _finisher(saving, failure)
+    upload = Upload(str(saving.writer.path), saving.writer.step, own, run, saving.line, save, who,
+                    saving.writer.runtime or _runtime.default)  # fmt: skip
+    upload.start()
+    if raises:
+        upload.durable.seen = True  # nobody has it
+        assert raised is not None
+        raise raised
+    if answers_with_both:
+        staged: Future[None] = save.staged if save is not None else Future()
+        if save is None:
+            staged.set_exception(failure)
+        return AsyncSaveResponse(staging_completion=staged, upload_completion=upload.durable)
+    return upload.durable
+
+
+def _finisher(saving: _Saving,
+              failure: BaseException | None) -> tuple[Callable[[], None], Callable[[], Metadata]]:  # fmt: skip
+    """The second half of a save, for the background thread: its own rank's part, and all ranks'."""
+    mine: Any = failure
+
+    def own() -> None:
+        nonlocal mine
+        try:
+            if failure is not None:
+                raise failure
+            mine = saving.wait_written()
+        except BaseException as error:
+            mine = error
+            if not saving.use_collectives:
+                raise
+            raise CheckpointException("write", {saving.line.rank: _wrap_exception(error)}) from None
+
+    return own, lambda: saving.finish(mine)
+
+
+def save(
+    state_dict: STATE_DICT_TYPE,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: _StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Saves a state, in place of ``torch.distributed.checkpoint.save``: `async_save` and its end.
+
+    Args:
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, use_collectives:
+            as of `async_save`. What that hands on, goes to the framework's own ``save``.
+
+    Returns:
+        The metadata of the checkpoint, which is durable on all ranks.
+
+    Raises:
+        CheckpointException: with the failures of all ranks.
+        Error: as of `async_save`.
+    """
+    if storage_writer is None and checkpoint_id is None:
+        raise Error("INVALID_ARGUMENT", "save: pass checkpoint_id or storage_writer")
+    why = _why_stock(checkpoint_id, storage_writer, None)
+    if why is not None:
+        logger.warning("save: %s, so the framework's own save does it", why)
+        return dcp.save(
+            state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner,
+            process_group=process_group, no_dist=no_dist, use_collectives=use_collectives,
+        )  # fmt: skip
+    future = async_save(
+        state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner,
+        process_group=process_group, no_dist=no_dist, use_collectives=use_collectives,
+    )  # fmt: skip
+    assert isinstance(future, Future)
+    return future.result()

@@ -1,0 +1,373 @@
+"""Uploads: saves until they are complete on all ranks, and the line that they form."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.metadata import Metadata
+
+from holdfast import _completion, _runtime, events, handle
+from holdfast.dcp import collector
+from holdfast.dcp.plans import Cache
+from holdfast.errors import Error, TimeoutError
+
+_lock = threading.Lock()
+# A rank may have begun so many saves more than another.
+_AHEAD_MAX = 64
+
+
+def error_of(failure: BaseException, path: str) -> Error:
+    """A failure as observers take it; of several ranks' failures the first."""
+    if isinstance(failure, Error):
+        return failure
+    of = ""
+    if isinstance(failure, CheckpointException) and failure.failures:
+        rank = min(failure.failures)
+        failure, of = failure.failures[rank][0], f", rank {rank}"
+        if isinstance(failure, Error):
+            return failure
+    number = failure.errno or 0 if isinstance(failure, OSError) else 0
+    return Error("UNKNOWN", f"save {path}{of}: {failure!r}", number)
+
+
+class Upload:
+    """One save until its ``.metadata`` is durable; what `holdfast.flush` waits for.
+
+    Observers are told of it, and not of this rank's `Save`: that may well be durable without the
+    checkpoint being complete. A failure of this rank's own is told at once, to them and by
+    `durable`, while the exchange, by which the other ranks learn of it, goes on behind.
+    """
+
+    def __init__(self, path: str, step: int, own: Callable[[], None], run: Callable[[], Metadata],
+                 line: Line, save: handle.Save | None, extra: dict[str, Any],
+                 runtime: _runtime.Runtime) -> None:  # fmt: skip
+        self.path = path
+        self.step = step
+        self.extra = extra if save is None else save.extra
+        self.durable = _completion.SeenFuture()
+        self.staged: Future = save.staged if save is not None else self.durable
+        self._save: handle.Save | None = save
+        self._own: Callable[[], None] | None = own
+        self._run: Callable[[], Metadata] | None = run
+        self._line = line
+        self._after: Upload | None = line.joined(self)
+        self.refused = False
+        self.runtime: _runtime.Runtime | None = runtime
+        self._exchanged = threading.Event()
+        self._completion = _completion.Completion(self._run_to_the_end, "holdfast-dcp-finish")
+        events.begin(self)
+        handle.begun(self)
+
+    def start(self) -> None:
+        self._completion.start()
+
+    def _run_to_the_end(self) -> None:
+        """The upload's own thread. Whatever is raised here, its future ends."""
+        metadata = None
+        failure: BaseException | None = None
+        try:
+            failure = self._write()
+            metadata = self._exchange()
+            if failure is None:
+                self._publish_report()
+        except BaseException as error:
+            failure = failure or error
+        finally:
+            self._end(metadata, failure)
+
+    def _write(self) -> BaseException | None:
+        """Waits for this rank's part. Its own failure ends the future before the exchange."""
+        own, self._own = self._own, None
+        assert own is not None
+        try:
+            own()
+        except BaseException as failure:
+            with contextlib.suppress(BaseException):  # the other ranks wait in the exchange
+                self._fail(failure)
+            return failure
+        return None
+
+    def _exchange(self) -> Metadata:
+        run, self._run = self._run, None
+        assert run is not None
+        if self._after is not None:
+            # First come, first finished, on every rank: exchanges between ranks must not cross.
+            self._after._exchanged.wait()
+            self._after = None
+        return run()
+
+    def _end(self, metadata: Metadata | None, failure: BaseException | None) -> None:
+        self._exchanged.set()
+        self._line.left(self)
+        try:
+            if failure is not None:
+                self._fail(failure)
+        finally:
+            handle.ended(self, failed=failure is not None)
+            _completion.end(self.durable, metadata, failure)
+
+    def _fail(self, failure: BaseException) -> None:
+        if not self.durable.done():
+            try:
+                events.publish(self, None, error_of(failure, self.path))
+            finally:
+                _completion.end(self.durable, None, failure)
+
+    def _publish_report(self) -> None:
+        assert self._save is not None and self._save.report is not None
+        report = dict(self._save.report)
+        report["at_complete"] = (time.monotonic_ns() - report["entered_ns"]) / 1e9
+        events.publish(self, report, None)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Blocks until the save has ended, well or not: `durable` tells.
+
+        Raises:
+            TimeoutError: the save goes on.
+        """
+        self._completion.join(timeout)
+        if not self.durable.done():
+            raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not complete yet")
+
+    def join(self) -> None:
+        """Waits until the upload's thread has ended."""
+        self._completion.join()
+
+    def hold_back_training(self) -> None:
+        """Does nothing: this rank's `Save` has the copies."""
+
+
+def _timeout_of(group: Any, configured: float | None) -> timedelta:
+    """How long an exchange waits for a rank: as configured, else as the job's own exchanges do."""
+    if configured is not None:
+        return timedelta(seconds=configured)
+    for device in group._device_types:
+        with contextlib.suppress(AttributeError, RuntimeError):  # a backend that does not tell
+            return group._get_backend(device).options._timeout
+    return dist.default_pg_timeout
+
+
+class Exchange:
+    """Exchanges of one upload between its ranks, on a group that nothing else uses meanwhile.
+
+    It holds the process group itself. So it goes on when the job has called
+    ``destroy_process_group()``, until all ranks are done.
+    """
+
+    def __init__(self, group: Any, rank: int, world_size: int) -> None:
+        self._group = group
+        self.rank = rank
+        self.world_size = world_size
+
+    def reduce(self, mine: Any, combine: Callable[[list[Any]], Any]) -> Any:
+        """Gives every rank what rank 0 makes of the values of all.
+
+        Args:
+            mine: this rank's value, or the exception that it has in the place of one.
+            combine: called on rank 0, unless a rank has failed.
+
+        Raises:
+            CheckpointException: with the failures of all ranks.
+            RuntimeError: of the group: a rank is gone or late.
+        """
+        if isinstance(mine, BaseException):
+            mine = _Failed(_wrap_exception(mine))
+        if self._group is None:
+            return _value_of(_combined([mine], combine))
+        gathered = self._gather(pickle.dumps(mine))
+        answer = b""
+        if gathered is not None:
+            values = [mine, *map(pickle.loads, gathered[1:])]
+            own = _combined(values, combine)
+            with collector.paused():
+                answer = pickle.dumps(own)
+        answer = self._broadcast(answer)
+        if gathered is None:
+            with collector.paused():
+                own = pickle.loads(answer)
+        return _value_of(own)
+
+    def _gather(self, data: bytes) -> list[bytes] | None:
+        """The bytes of all ranks, on rank 0."""
+        size = torch.tensor([len(data)])
+        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
+        self._group.allgather([sizes], [size]).wait()
+        most = max(int(s) for s in sizes)
+        mine = torch.zeros(most, dtype=torch.uint8)
+        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        options = c10d.GatherOptions()
+        options.rootRank = 0
+        if self.rank != 0:
+            self._group.gather([], [mine], options).wait()
+            return None
+        found = [torch.empty_like(mine) for _ in range(self.world_size)]
+        self._group.gather([found], [mine], options).wait()
+        return [f[: int(s)].numpy().tobytes() for f, s in zip(found, sizes, strict=True)]
+
+    def _broadcast(self, data: bytes) -> bytes:
+        options = c10d.BroadcastOptions()
+        options.rootRank = 0
+        size = torch.tensor([len(data)])
+        self._group.broadcast([size], options).wait()
+        whole = torch.frombuffer(bytearray(data or int(size)), dtype=torch.uint8)
+        self._group.broadcast([whole], options).wait()
+        return data if self.rank == 0 else whole.numpy().tobytes()
+
+
+class _Failed:
+    """A failure in the place of a value, as the framework's exceptions hold it."""
+
+    def __init__(self, failure: Any) -> None:
+        self.failure = failure
+
+
+def _combined(values: list[Any], combine: Callable[[list[Any]], Any]) -> Any:
+    failures = {r: v.failure for r, v in enumerate(values) if isinstance(v, _Failed)}
+    if not failures:
+        try:
+            return combine(values)
+        except BaseException as error:
+            failures[0] = _wrap_exception(error)
+    return CheckpointException("write", failures)
+
+
+def _value_of(answer: Any) -> Any:
+    if isinstance(answer, CheckpointException):
+        raise answer
+    return answer
+
+
+class Line:
+    """The saves over a set of ranks, in the order of their calls, which is the same on all of them.
+
+    Attributes:
+        rank, world_size: of this process among them.
+        planning: group for exchanges within the call; None without other ranks.
+        cache: plans that are known.
+        saves: how many calls there were.
+    """
+
+    def __init__(self, world: Any, rank: int, groups: tuple[str, str] | None, world_size: int) -> None:
+        # No group is held: that would keep its threads beyond destroy_process_group(), and such a
+        # thread that lets go of a tensor while the interpreter finalizes aborts the process.
+        self._world = weakref.ref(world) if world is not None else None
+        self._groups = groups
+        self._last: Upload | None = None
+        self._agreed = ""  # the attempt that the ranks agreed on last
+        self._generation = -1
+        self.rank = rank
+        self.world_size = world_size
+        self.cache = Cache()
+        self.saves = 0
+
+    @property
+    def is_stale(self) -> bool:
+        return self._world is not None and self._world() is not dist.group.WORLD
+
+    @property
+    def has_agreed(self) -> bool:
+        """Whether the ranks have planned together before, so that the next save needs no word."""
+        return bool(self._agreed)
+
+    @property
+    def planning(self) -> Any:
+        return self._group(0)
+
+    def exchange(self) -> Exchange:
+        """For the end of one upload; to be dropped with it."""
+        return Exchange(self._group(1), self.rank, self.world_size)
+
+    def _group(self, which: int) -> Any:
+        if self._groups is None:
+            return None
+        return c10d._resolve_process_group(self._groups[which])  # type: ignore[arg-type]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        for which in (0, 1) if self._groups is not None else ():
+            c10d._set_pg_timeout(timeout, self._group(which))
+
+    def agree(self, attempt: str, generation: int) -> None:
+        """Notes what the ranks have agreed on in a common planning."""
+        self._agreed = attempt
+        self._generation = max(self._generation, generation)
+
+    def next(self) -> tuple[str, int]:
+        """Attempt and generation of a save without a common planning."""
+        self._generation += 1
+        return self._attempt(self.saves), self._generation
+
+    def younger(self) -> list[str]:
+        """Attempts that other ranks may have begun beyond this rank's own."""
+        return [self._attempt(self.saves + n) for n in range(1, _AHEAD_MAX)]
+
+    def _attempt(self, save: int) -> str:
+        return hashlib.sha256(f"{self._agreed} {save}".encode()).hexdigest()[:32]
+
+    def joined(self, upload: Upload) -> Upload | None:
+        """Puts an upload at the end of the line; returns the one before."""
+        with _lock:
+            before, self._last = self._last, upload
+        return before
+
+    def left(self, upload: Upload) -> None:
+        with _lock:
+            if self._last is upload:
+                self._last = None
+
+
+# By the ranks of a process group; () without one.
+_lines: dict[tuple[int, ...], Line] = {}
+
+
+def line_of(group: Any, no_dist: bool, time_ranks_max: float | None) -> Line:
+    """The line of the saves over a group's ranks. The first call makes its groups, on all ranks.
+
+    Args:
+        group: None for all ranks.
+        no_dist: without any other rank.
+        time_ranks_max: seconds that an exchange waits for a rank; None: as the job's own exchanges.
+    """
+    if no_dist:
+        with _lock:
+            return _lines.setdefault((), Line(None, 0, None, 1))
+    world = dist.group.WORLD
+    group = group or world
+    ranks, timeout = tuple(dist.get_process_group_ranks(group)), _timeout_of(group, time_ranks_max)
+    with _lock:
+        for stale in [r for r, line in _lines.items() if line.is_stale]:
+            del _lines[stale]
+        if ranks not in _lines:
+            groups = None
+            if len(ranks) > 1:
+                groups = tuple(
+                    dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True).group_name
+                    for _ in range(2)
+                )
+            _lines[ranks] = Line(world, dist.get_rank(group), groups, len(ranks))
+        line = _lines[ranks]
+    line.set_timeout(timeout)  # one that was made for another may wait otherwise
+    return line
+
+
+def _forget() -> None:
+    """In a forked child: uploads and groups are the parent's."""
+    global _lock
+    _lock = threading.Lock()
+    _lines.clear()
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,79 @@
+"""Cleaning up after a crash, of plain and of DCP checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from typing import Any
+
+from holdfast import _native, directories
+from holdfast.errors import of_system
+
+logger = logging.getLogger("holdfast")
+
+_DCP_MANIFEST = re.compile(r"rank-\d{5,}-of-\d{5,}-([0-9a-f]{32})\.manifest\.json")
+
+
+def _uncommitted_dcp(path: str) -> list[str]:
+    """Directories with manifests of DCP saves that no metadata speaks of; "." for `path` itself."""
+    with of_system(f"recover {path}: list it"), os.scandir(path) as entries:
+        names = [".", *sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))]
+    return [name for name in names if _has_uncommitted(os.path.join(path, name))]
+
+
+def _has_uncommitted(path: str) -> bool:
+    try:
+        names = os.listdir(path)
+        attempts = {m[1].encode() for m in map(_DCP_MANIFEST.fullmatch, names) if m}
+        for name in names if attempts else ():
+            if name.endswith(".metadata"):
+                with open(os.path.join(path, name), "rb") as file:
+                    data = file.read()
+                attempts = {attempt for attempt in attempts if attempt not in data}
+    except OSError:  # removed meanwhile, or not ours to read
+        return False
+    return bool(attempts)
+
+
+def recover(
+    directory: str | os.PathLike[str],
+    *,
+    wait_for_orphans: float = 30.0,
+    promote: bool = True,
+    clean_up: bool = True,
+    silence_without_locks: float = 120.0,
+    age_without_locks: float = 86400.0,
+) -> dict[str, Any]:
+    """Makes the directory clean after a crash; safe beside running saves, harmless to repeat.
+
+    DCP checkpoints are completed, where all ranks' data is durable: see `holdfast.dcp.recover`.
+
+    Args:
+        directory: where checkpoints are saved, or a DCP checkpoint.
+        wait_for_orphans: seconds to wait for a worker whose trainer is dead, before it is fenced.
+        promote: give complete but unfinished checkpoints their final name.
+        clean_up: remove incomplete ones.
+        silence_without_locks: where locks tell nothing (network file systems), seconds without a
+            change after which a complete checkpoint is promoted. Waited for, unless
+            `wait_for_orphans` is 0.
+        age_without_locks: the same for an incomplete one, which is then removed; 0 where no save
+            runs.
+
+    Returns:
+        ``complete`` (as `list_checkpoints`), ``promoted`` (names, those of DCP checkpoints, too),
+        ``removed``, ``fenced``, ``kept_incomplete``.
+    """
+    path = directories.local_path(directory, "recover")
+    report = _native.recover(
+        path, wait_for_orphans, promote, clean_up, silence_without_locks, age_without_locks
+    )
+    for name in _uncommitted_dcp(path) if promote else ():
+        try:
+            from holdfast import dcp  # only here: it takes seconds
+        except ImportError as error:
+            logger.warning("recover %s: %s is left as it is: %s", path, name, error)
+            continue
+        if dcp.recover(os.path.join(path, name), wait_for_orphans):
+            report["promoted"].append(os.path.basename(os.path.abspath(path)) if name == "." else name)
+    return report

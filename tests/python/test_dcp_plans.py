@@ -1,0 +1,275 @@
+"""Plans that are known from an earlier save: used where nothing has changed, and only there."""
+
+from __future__ import annotations
+
+import os
+from collections import UserDict
+from pathlib import Path
+from typing import Any
+
+import dcp_ranks
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import holdfast
+import holdfast.dcp
+from holdfast.dcp import uploads
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class Plannings:
+    """Counts the plannings of this process."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
+        self.count = 0
+        real = dcp.DefaultSavePlanner.create_local_plan
+
+        def counted(planner: Any) -> Any:
+            self.count += 1
+            return real(planner)
+
+        if monkeypatch is not None:
+            monkeypatch.setattr(dcp.DefaultSavePlanner, "create_local_plan", counted)
+        else:
+            dcp.DefaultSavePlanner.create_local_plan = counted  # type: ignore[method-assign]
+
+
+def _loaded(path: Any, like: dict[str, Any]) -> dict[str, Any]:
+    target = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for k, v in like.items()}
+    dcp.load(target, checkpoint_id=path, no_dist=True)
+    return target
+
+
+def _equal(state: dict[str, Any], loaded: dict[str, Any]) -> None:
+    for name, value in state.items():
+        same = torch.equal(value, loaded[name]) if isinstance(value, torch.Tensor) else value == loaded[name]
+        assert same, name
+
+
+# ---- One rank.
+
+
+def test_a_state_of_the_same_structure_is_not_planned_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plannings = Plannings(monkeypatch)
+    for step in range(4):
+        state = {"w": torch.full((10,), float(step)), "step": step, "lr": 0.1 * step, "empty": torch.zeros(0),
+                 "odd": torch.arange(12.0).reshape(3, 4).t() + step}  # fmt: skip
+        holdfast.dcp.save(state, checkpoint_id=tmp_path / str(step))
+        _equal(state, _loaded(tmp_path / str(step), state))
+        assert holdfast.dcp.verify(tmp_path / str(step))["verdict"] == "sound"
+    assert plannings.count == 1
+
+
+def _changes() -> list[tuple[str, Any]]:
+    return [
+        ("shape", {"a": {"w": torch.ones(5), "x": 1}}),
+        ("dtype", {"a": {"w": torch.ones(4, dtype=torch.int32), "x": 1}}),
+        ("name", {"a": {"v": torch.ones(4), "x": 1}}),
+        ("nesting", {"a.w": torch.ones(4), "a": {"x": 1}}),
+        ("order", {"a": {"x": 1, "w": torch.ones(4)}}),
+        ("requires_grad", {"a": {"w": torch.nn.Parameter(torch.ones(4)), "x": 1}}),
+        ("a tensor for an object", {"a": {"w": torch.ones(4), "x": torch.tensor(1)}}),
+        ("more", {"a": {"w": torch.ones(4), "x": 1}, "b": [torch.ones(2)]}),
+        ("kinds of keys", {"a": {"w": torch.ones(4), "x": 1, 1: torch.ones(1)}}),
+    ]
+
+
+@pytest.mark.parametrize("what", [name for name, _ in _changes()])
+def test_any_change_of_the_structure_is_planned(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"a": {"w": torch.ones(4), "x": 1}}
+    holdfast.dcp.save(state, checkpoint_id=tmp_path / "before")
+    plannings = Plannings(monkeypatch)
+    holdfast.dcp.save(dict(_changes())[what], checkpoint_id=tmp_path / "after")
+    assert plannings.count == 1
+    holdfast.dcp.save(state, checkpoint_id=tmp_path / "again")
+    assert plannings.count == 1
+    names = {
+        name: set(dcp.FileSystemReader(tmp_path / name).read_metadata().state_dict_metadata)
+        for name in ("before", "after", "again")
+    }
+    stock = tmp_path / "stock"
+    dcp.save(dict(_changes())[what], checkpoint_id=stock)
+    assert names["after"] == set(dcp.FileSystemReader(stock).read_metadata().state_dict_metadata)
+    assert names["again"] == names["before"]
+
+
+def test_flags_of_the_planner_count(tmp_path: Path) -> None:
+    state = {"a": {"w": torch.ones(4)}}
+    for flat in (True, False, True):
+        planner = dcp.DefaultSavePlanner(flatten_state_dict=flat)
+        metadata = holdfast.dcp.save(state, checkpoint_id=tmp_path / str(flat), planner=planner)
+        assert set(metadata.state_dict_metadata) == ({"a.w"} if flat else {"a"})
+
+
+def test_other_mappings_and_values_that_are_equal_but_not_the_same(tmp_path: Path) -> None:
+    for step, value in enumerate((1, 1.0, True, 0.0, -0.0, (1, 2.0), "1")):
+        state = UserDict({"x": value, "w": torch.full((3,), float(step))})
+        path = tmp_path / str(step)
+        holdfast.dcp.save(dict(inner=state), checkpoint_id=path)
+        loaded: dict[str, Any] = {"inner": {"x": None, "w": torch.zeros(3)}}
+        dcp.load(loaded, checkpoint_id=path, no_dist=True)
+        assert repr(loaded["inner"]["x"]) == repr(value)
+        assert loaded["inner"]["w"][0] == step
+
+
+def test_a_planner_of_another_class_plans_every_save(tmp_path: Path) -> None:
+    class Renamed(dcp.DefaultSavePlanner):
+        calls = 0
+
+        def set_up_planner(self, state_dict: Any, *args: Any, **kwargs: Any) -> None:
+            Renamed.calls += 1
+            super().set_up_planner({f"n{Renamed.calls}": v for v in state_dict.values()}, *args, **kwargs)
+
+    for step in (1, 2):
+        metadata = holdfast.dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / str(step), planner=Renamed())
+        assert set(metadata.state_dict_metadata) == {f"n{step}"}
+
+
+# ---- Several.
+
+
+def _state(rank: int, step: int, more: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        f"r{rank}": torch.full((100 + more,), float(step + 10 * rank)),
+        "both": torch.full((50,), float(step)),
+        "shard": distribute_tensor(torch.arange(30.0) + step, mesh, [Shard(0)]),
+        "replica": distribute_tensor(torch.arange(7.0) + step, mesh, [Replicate()]),
+        "step": step,
+    }
+
+
+def _changing(rank: int, directory: str, changes: str) -> list[int]:
+    """Saves of which the second and third have another structure on some ranks."""
+    plannings = Plannings()
+    counts = []
+    for step in range(5):
+        changed = step in (1, 2) and (changes == "all" or rank == int(changes))
+        state = _state(rank, step, 5 if changed else 0)
+        holdfast.dcp.async_save(state, checkpoint_id=os.path.join(directory, str(step))).result(60)
+        counts.append(plannings.count)
+        dist.barrier()
+    return counts
+
+
+@pytest.mark.parametrize("changes", ["0", "1", "all"])
+def test_a_change_on_any_rank_leads_to_a_plan_for_all(changes: str, tmp_path: Path) -> None:
+    counts = dcp_ranks.run_ranks(2, tmp_path, _changing, str(tmp_path), changes)
+    for step in range(5):
+        path = tmp_path / str(step)
+        more = [5 if step in (1, 2) and changes in ("all", str(r)) else 0 for r in range(2)]
+        expected = {
+            "r0": torch.full((100 + more[0],), float(step)),
+            "r1": torch.full((100 + more[1],), float(step + 10)),
+            "both": torch.full((50,), float(step)), "shard": torch.arange(30.0) + step,
+            "replica": torch.arange(7.0) + step, "step": step,
+        }  # fmt: skip
+        _equal(expected, _loaded(path, expected))
+        assert holdfast.dcp.verify(path)["verdict"] == "sound"
+    for rank, count in enumerate(counts):
+        # The third save follows the plan that was made behind the second, and the fourth the first's.
+        changed = changes in ("all", str(rank))
+        assert count == ([1, 2, 2, 2, 2] if changed else [1, 1, 1, 1, 1])
+
+
+def _left_out(rank: int, directory: str) -> list[Any]:
+    """The rank that writes a replica lacks it from one save to the next."""
+    outcomes = []
+    for step, lacks in enumerate((False, True, False)):
+        state = {"big": torch.ones(1000), "both": torch.full((50,), float(step))}
+        if lacks and rank == 0:
+            del state["big"]
+        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        future = holdfast.dcp.async_save(state, checkpoint_id=os.path.join(directory, str(step)), planner=planner)
+        outcomes.append(str(future.exception(60) or ""))
+    return outcomes
+
+
+def test_what_every_rank_left_to_another_fails_the_save(tmp_path: Path) -> None:
+    for first, second, third in dcp_ranks.run_ranks(2, tmp_path, _left_out, str(tmp_path)):
+        assert not first and not third
+        assert "big was left to another rank" in second and "save again" in second
+    assert not (tmp_path / "1" / ".metadata").exists()
+    assert holdfast.dcp.verify(tmp_path / "2")["verdict"] == "sound"
+
+
+def _in_flight(rank: int, directory: str) -> None:
+    """Saves into one directory in turn, all in flight, while the structure changes on one rank."""
+    futures = []
+    for step in range(8):
+        state = _state(rank, step, step // 3 if rank == 1 else 0)
+        futures.append(holdfast.dcp.async_save(state, checkpoint_id=os.path.join(directory, str(step % 2))))
+    for future in futures:
+        future.result(60)
+
+
+def test_saves_in_flight_survive_changes_of_the_structure(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _in_flight, str(tmp_path))
+    for step in (6, 7):
+        path = tmp_path / str(step % 2)
+        expected = {"r0": torch.full((100,), float(step)), "r1": torch.full((102,), float(step + 10)),
+                    "shard": torch.arange(30.0) + step, "step": step}  # fmt: skip
+        _equal(expected, _loaded(path, expected))
+        assert holdfast.dcp.verify(path)["verdict"] == "sound"
+        assert len(list(path.iterdir())) == 6, sorted(p.name for p in path.iterdir())
+
+
+def _out_of_order(rank: int, directory: str) -> list[str]:
+    outcomes = []
+    for names in (("a", "a"), ("b", "c"), ("d", "d")):
+        path = os.path.join(directory, names[rank])
+        future = holdfast.dcp.async_save({f"r{rank}": torch.ones(5)}, checkpoint_id=path)
+        outcomes.append(str(future.exception(60) or ""))
+    return outcomes
+
+
+def test_ranks_that_save_different_checkpoints_in_one_call_are_told(tmp_path: Path) -> None:
+    for first, second, third in dcp_ranks.run_ranks(2, tmp_path, _out_of_order, str(tmp_path)):
+        assert not first and not third
+        assert "same order" in second
+
+
+def _fails_before_the_capture(rank: int, directory: str) -> list[str]:
+    class Broken:
+        def state_dict(self) -> Any:
+            if rank == 1 and len(outcomes) == 1:
+                raise ValueError("no state today")
+            return {"x": torch.ones(3)}
+
+        def load_state_dict(self, _: Any) -> None:
+            pass
+
+    outcomes: list[str] = []
+    for step in range(3):
+        path = os.path.join(directory, str(step))
+        try:
+            future = holdfast.dcp.async_save({f"r{rank}": torch.ones(5), "b": Broken()}, checkpoint_id=path)
+            outcomes.append(str(future.exception(60) or ""))
+        except (ValueError, CheckpointException) as error:
+            outcomes.append(str(error))
+    return outcomes
+
+
+def test_a_rank_that_fails_in_the_call_tells_the_others(tmp_path: Path) -> None:
+    for first, second, third in dcp_ranks.run_ranks(2, tmp_path, _fails_before_the_capture, str(tmp_path)):
+        assert not first and not third
+        assert "no state today" in second
+
+
+def test_lines_and_plans_go_with_their_process_groups(tmp_path: Path) -> None:
+    for _ in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store{_}", rank=0, world_size=1)
+        holdfast.dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "x")
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+    assert len([ranks for ranks in uploads._lines if ranks]) == 1  # not the first group's

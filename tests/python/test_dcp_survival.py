@@ -1,0 +1,137 @@
+"""What ends a job with a DCP save in flight, and what is left: complete, to be completed, or nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import holdfast
+import holdfast.dcp
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+RANKS = 2
+ELEMENTS = 1_500_000  # more than one chunk
+
+# A trainer: a first save, which is complete, then a second one during which something happens.
+_TRAINER = """
+import os, signal, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist, holdfast, holdfast.dcp
+from holdfast.dcp import metadata, uploads
+path, store, rank, happens = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+dist.init_process_group("gloo", init_method="file://" + store, rank=rank, world_size=2)
+
+def state(step):
+    return {f"r{rank}": torch.full((1_500_000,), float(step + rank)), "both": torch.full((100,), float(step)),
+            "step": step}
+
+def die(signal_number):
+    os.kill(os.getpid(), signal_number)
+    time.sleep(60)
+
+holdfast.dcp.async_save(state(1), checkpoint_id=path + "/step-1").result()
+who, what = happens.split(" ", 1)
+mine = who == "all" or int(who) == rank
+if what == "slow":  # the other rank's data is durable long before this one's
+    if mine:
+        holdfast.configure(bytes_per_second_max=1 << 18, trainer_death="stop")
+if what == "before the exchange" and mine:
+    uploads.Exchange.reduce = lambda *_: die(signal.SIGKILL)
+elif what == "before the exchange":
+    uploads.Exchange.reduce = lambda *_: time.sleep(60)
+if what == "before the metadata" and mine:
+    metadata.commit = lambda *_: die(signal.SIGKILL)
+future = holdfast.dcp.async_save(state(2), checkpoint_id=path + "/step-2")
+if what == "SIGTERM":
+    die(signal.SIGTERM)
+elif what == "SIGKILL" and mine:
+    die(signal.SIGKILL)
+elif what == "destroy":
+    dist.destroy_process_group()
+    sys.exit()
+elif what == "slow" and mine:
+    die(signal.SIGKILL)
+print(repr(future.exception(60)))
+dist.destroy_process_group()
+"""
+
+
+def _run(tmp_path: Path, happens: str) -> list[subprocess.Popen[str]]:
+    """Runs the trainers to their end."""
+    directory = tmp_path / "run"
+    directory.mkdir()
+    trainers = [
+        subprocess.Popen(
+            [sys.executable, "-B", "-c", _TRAINER, str(directory), str(tmp_path / "store"), str(rank), happens],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+            env={**os.environ, "HOLDFAST_ARENA_BYTES": str(64 << 20)},
+        )
+        for rank in range(RANKS)
+    ]  # fmt: skip
+    deadline = time.monotonic() + 120
+    while any(t.poll() is None for t in trainers) and time.monotonic() < deadline:
+        if any(t.returncode == -signal.SIGKILL for t in trainers):  # the launcher ends the others
+            time.sleep(0.5)
+            for trainer in trainers:
+                if trainer.poll() is None:
+                    trainer.kill()
+        time.sleep(0.05)
+    for trainer in trainers:
+        trainer.kill()
+    return trainers
+
+
+def _check(path: Path, step: int) -> None:
+    """That the stock reader loads the values of a step, and that the digests prove them."""
+    loaded = {
+        "r0": torch.zeros(ELEMENTS), "r1": torch.zeros(ELEMENTS), "both": torch.zeros(100), "step": 0,
+    }  # fmt: skip
+    dcp.load(loaded, checkpoint_id=path, no_dist=True)
+    for name, value in (("r0", step), ("r1", step + 1), ("both", step)):
+        assert (loaded[name] == value).all(), name
+    assert loaded["step"] == step
+    assert holdfast.dcp.verify(path)["verdict"] == "sound"
+    assert holdfast.verify(path)["verdict"] == "sound"
+
+
+def test_the_last_save_is_completed_behind_destroy_process_group(tmp_path: Path) -> None:
+    for trainer in _run(tmp_path, "all destroy"):
+        assert trainer.returncode == 0, trainer.communicate()
+    _check(tmp_path / "run" / "step-2", 2)
+
+
+@pytest.mark.parametrize(
+    "happens",
+    ["all SIGTERM", "0 SIGKILL", "1 SIGKILL", "0 before the exchange", "1 before the exchange",
+     "0 before the metadata"],
+)  # fmt: skip
+def test_what_is_durable_on_all_ranks_is_completed_by_recover(happens: str, tmp_path: Path) -> None:
+    trainers = _run(tmp_path, happens)
+    assert any(t.returncode in (-signal.SIGTERM, -signal.SIGKILL) for t in trainers)
+    path = tmp_path / "run" / "step-2"
+    # A save of SIGTERM may have been faster than the signal.
+    completed = happens == "all SIGTERM" and (path / ".metadata").exists()
+    assert holdfast.recover(tmp_path / "run")["promoted"] == ([] if completed else ["step-2"])
+    _check(path, 2)
+    _check(tmp_path / "run" / "step-1", 1)
+    assert holdfast.recover(tmp_path / "run")["promoted"] == []  # harmless to repeat
+
+
+def test_a_save_that_lacks_a_rank_is_called_complete_by_nothing(tmp_path: Path) -> None:
+    _run(tmp_path, "0 slow")
+    path = tmp_path / "run" / "step-2"
+    assert list(path.glob("rank-00001-*.manifest.json")) and not list(path.glob("rank-00000-*.manifest.json"))
+    assert holdfast.recover(tmp_path / "run", wait_for_orphans=0)["promoted"] == []
+    assert not (path / ".metadata").exists()
+    assert holdfast.verify(path)["verdict"] == "incomplete"
+    with pytest.raises(dcp.api.CheckpointException, match="metadata"):
+        _check(path, 2)
