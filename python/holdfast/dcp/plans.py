@@ -151,7 +151,7 @@ def _tensor_of(value: Any, item: WriteItem) -> torch.Tensor:
         return value.detach() if value.requires_grad else value
     if kind is torch.nn.Parameter:
         return value.detach()
-    if kind is DTensor:
+    if kind is DTensor and type(value._local_tensor) is torch.Tensor:  # not one that is still awaited
         return value._local_tensor.detach()
     return find_tensor_shard(value, item.index).detach()
 
