@@ -1,5 +1,6 @@
 // A worker program of another version of Holdfast, as after an upgrade during a run: reads the
 // first message, finds another version, and ends like the real program.
+#include <sys/socket.h>
 
 #include "runtime/layout/wire.h"
 
