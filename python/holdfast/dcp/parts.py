@@ -99,7 +99,7 @@ class Plan:
 
 
 def digest_of(indices: Iterable[MetadataIndex]) -> str:
-    """Tells whether two ranks speak of the same items in the same order."""
+    """A digest that is equal for the same items in the same order."""
     digest = hashlib.sha256()
     for index in indices:
         digest.update(f"{index.fqn}\0{index.offset}\0".encode())

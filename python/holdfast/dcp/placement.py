@@ -121,7 +121,7 @@ def choose(directory: Path, attempt: str, file_ranks: list[int], alone: bool) ->
 
 
 def follow(directory: Path, attempt: str, generation: int, rank: int, world_size: int) -> Placement:
-    """The placement of one rank in a save that all ranks have begun without a word.
+    """The placement of one rank in a save that all ranks begin without an exchange.
 
     Args:
         directory, attempt, rank, world_size: of the save.
@@ -167,7 +167,7 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
         known = dict(_attempts.get(str(directory), {}))
     own = known.get(attempt, 0)
     known.update(dict.fromkeys(younger - known.keys(), own))
-    # Ranks that follow a known plan number their files themselves.
+    # Ranks that follow a known plan choose their generations themselves.
     of_rank = {int(m[1]): int(m[2]) for m in map(DATA_FILE.fullmatch, keep) if m}
     names = os.listdir(directory)
     result = []

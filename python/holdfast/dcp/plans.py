@@ -33,7 +33,7 @@ _PLAIN = (int, float, str, bool, type(None))
 
 
 class _NotComparable(Exception):
-    """The state has something of which it cannot be said what it will be planned as."""
+    """The state has a tensor whose plan does not follow from its structure."""
 
 
 @dataclasses.dataclass

@@ -118,8 +118,8 @@ class _Saving:
         self.late = late
         self.exchange: Exchange | None = line.exchange()
         self.begun: _Begun | None = None
-        # Whether the plan may be one that is known: a planner or a writer of another class may do as
-        # it likes from one save to the next.
+        # Whether the plan of an earlier save may be used: a planner or a writer of another class may
+        # plan the same structure differently in the next save.
         self.may_follow = (
             type(planner or DefaultSavePlanner()) is DefaultSavePlanner
             and type(writer) is StorageWriter
@@ -201,10 +201,10 @@ class _Saving:
         self._begin(place, agreed.attempt, place.rank, layout, data, plan, known, [plan] if plan else [])
 
     def begin_known(self, state: STATE_DICT_TYPE) -> bool:
-        """Starts to write by a plan that is known, or, among several ranks, all that there is.
+        """Starts to write by a known plan, or, without one, all that this rank has.
 
         Returns:
-            Whether it did; alone, a rank plans in the place of writing what it need not.
+            False where there is one rank and no known plan: `plan_together` must be called.
         """
         seen, known = self.look(state), None
         of_all = self.line.cache.plans()

@@ -280,7 +280,7 @@ class Line:
 
     @property
     def has_agreed(self) -> bool:
-        """Whether the ranks have planned together before, so that the next save needs no word."""
+        """Whether the ranks have planned together before, so that the next save needs no exchange in the call."""
         return bool(self._agreed)
 
     @property
