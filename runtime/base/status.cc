@@ -163,6 +163,10 @@ std::string Describe(const layout::RankFailure& failure) {
                           " s (time_ranks_max)");
     case layout::RankFailureKind::kFenced:
       return "a recovery has taken the save's directory away, because its trainer was dead";
+    case layout::RankFailureKind::kDiffers:
+      return absl::StrCat(rank, " and rank 0 differ in ",
+                          std::string(failure.text, strnlen(failure.text, sizeof(failure.text))),
+                          ", which all ranks were to have alike; nothing was committed");
     case layout::RankFailureKind::kUnknown:
       break;
   }

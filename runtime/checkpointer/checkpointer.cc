@@ -193,6 +193,12 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
   auto save = std::make_shared<SaveState>();
   if (request.plan != nullptr) {
     HOLDFAST_ASSIGN_OR_RETURN(*sources, checkpointer::TakePlan(*request.plan, save.get()));
+    if (request.files_only && save->plan->has_replicas()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("save ", request.name,
+                       ": a replicated file in a framework's directory, where no rank compares the "
+                       "other ranks' bytes; plan the file as this rank's own"));
+    }
   } else {
     HOLDFAST_ASSIGN_OR_RETURN(
         const std::shared_ptr<const format::SafetensorsStructure> structure,

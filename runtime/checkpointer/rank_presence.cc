@@ -143,7 +143,8 @@ absl::StatusOr<std::shared_ptr<RankPresence>> RankPresence::Join(int parent,
     failure.is_final = 1;
     (void)worker::WriteFailure(board, Side::kTrainer, failure, /*raise=*/false);
     presence->RemoveIfLast(parent);
-    return absl::AbortedError(base::Describe(failure));
+    return absl::Status(static_cast<absl::StatusCode>(layout::CodeFor(failure)),
+                        base::Describe(failure));
   }
   HOLDFAST_RETURN_IF_ERROR(Keeper::Get().Add(presence));
   return presence;

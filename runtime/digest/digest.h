@@ -68,6 +68,20 @@ class RootStream {
   Stream stream_;
 };
 
+/// Returns the digest of a rank's replicated files: equal on two ranks of an attempt if names,
+/// lengths and chunk digests are equal. FORMAT.md gives the bytes.
+class ReplicaStream {
+ public:
+  explicit ReplicaStream(const AttemptId& attempt);
+  /// Begins a file; the digests of its chunks follow in order.
+  void AddFile(const char* name, size_t name_bytes, uint64_t file_bytes);
+  void Add(const Digest& chunk);
+  Digest Finish() const { return stream_.Finish(); }
+
+ private:
+  Stream stream_;
+};
+
 /// Writes 32 lower-case hex digits, `high` first, without a terminator.
 void ToHex(const Digest& digest, char* out);
 void ToHex(const AttemptId& id, char* out);

@@ -15,6 +15,17 @@
 //
 // followed by 16 bytes per chunk, in file order: its digest in xxHash's canonical form, big-endian
 // with the high half first (the bytes of its 32 hex digits).
+//
+// The digest of a rank's replicas names neither rank nor file number, so that it is the same on all
+// ranks: XXH3-128 over
+//
+//   offset  bytes  field
+//        0     16  "holdfast-repl-v1" (ASCII, no terminator)
+//       16      8  attempt id, high half
+//       24      8  attempt id, low half
+//
+// followed, for each replicated file in the order of the manifest, by 8 bytes length of its name,
+// the name, 8 bytes length of the file, and 16 bytes per chunk as above.
 #include <cstring>
 
 #include "runtime/digest/digest.h"
@@ -23,8 +34,9 @@ namespace holdfast::digest {
 namespace {
 
 constexpr char kMagic[] = "holdfast-root-v1";
+constexpr char kReplicaMagic[] = "holdfast-repl-v1";
 constexpr size_t kMagicBytes = 16;
-static_assert(sizeof(kMagic) == kMagicBytes + 1);
+static_assert(sizeof(kMagic) == kMagicBytes + 1 && sizeof(kReplicaMagic) == kMagicBytes + 1);
 
 class Packer {
  public:
@@ -42,6 +54,20 @@ class Packer {
   unsigned char* out_;
 };
 
+void AddChunk(const Digest& chunk, Stream* stream) {
+  unsigned char bytes[16];
+  Packer packer(bytes);
+  packer.Big(chunk.high);
+  packer.Big(chunk.low);
+  stream->Update(bytes, sizeof(bytes));
+}
+
+void AddLittle(uint64_t value, Stream* stream) {
+  unsigned char bytes[8];
+  Packer(bytes).Little(value, sizeof(bytes));
+  stream->Update(bytes, sizeof(bytes));
+}
+
 }  // namespace
 
 RootStream::RootStream(const RootInput& input) {
@@ -58,12 +84,20 @@ RootStream::RootStream(const RootInput& input) {
   stream_.Update(bytes, sizeof(bytes));
 }
 
-void RootStream::Add(const Digest& chunk) {
-  unsigned char bytes[16];
-  Packer packer(bytes);
-  packer.Big(chunk.high);
-  packer.Big(chunk.low);
-  stream_.Update(bytes, sizeof(bytes));
+void RootStream::Add(const Digest& chunk) { AddChunk(chunk, &stream_); }
+
+ReplicaStream::ReplicaStream(const AttemptId& attempt) {
+  stream_.Update(kReplicaMagic, kMagicBytes);
+  AddLittle(attempt.high, &stream_);
+  AddLittle(attempt.low, &stream_);
 }
+
+void ReplicaStream::AddFile(const char* name, size_t name_bytes, uint64_t file_bytes) {
+  AddLittle(name_bytes, &stream_);
+  stream_.Update(name, name_bytes);
+  AddLittle(file_bytes, &stream_);
+}
+
+void ReplicaStream::Add(const Digest& chunk) { AddChunk(chunk, &stream_); }
 
 }  // namespace holdfast::digest

@@ -16,6 +16,10 @@
 namespace holdfast::directory {
 namespace {
 
+std::string HexOr(const std::optional<Digest>& digest) {
+  return digest.has_value() ? base::Hex(*digest) : "no replicated file";
+}
+
 /// The recorded time. A manifest of version 1 lacks the field: there the manifest's file time.
 absl::Time SavedAt(const format::Manifest& manifest, int64_t modified_ns) {
   return FromNanoseconds(manifest.saved_at_ns.value_or(static_cast<uint64_t>(modified_ns)));
@@ -171,6 +175,7 @@ void AttemptReader::TakeManifest(format::Manifest manifest, const std::string& n
     info_.attempt = manifest.attempt;
     info_.step = manifest.step;
     recorded_name_ = manifest.checkpoint;
+    replicas_ = manifest.replicas;
   }
   if (manifest.rank == 0) {
     info_.saved_at = SavedAt(manifest, modified_ns);
@@ -180,14 +185,20 @@ void AttemptReader::TakeManifest(format::Manifest manifest, const std::string& n
     Add(Incomplete(name, "attempt", base::Hex(info_.attempt), base::Hex(manifest.attempt)));
   } else if (manifest.step != info_.step) {
     Add(Corrupt(name, "step", absl::StrCat(info_.step), absl::StrCat(manifest.step)));
+  } else if (manifest.replicas != replicas_) {
+    // Rank 0 has not committed: it compares the replicas of all ranks before.
+    Add(Incomplete(name, "replicas", HexOr(replicas_), HexOr(manifest.replicas)));
   }
   for (const format::Manifest::File& file : manifest.files) {
+    // Rank 0's manifest is read as well and counts the file.
+    if (!manifest.Wrote(file) && !TrustsRecord()) continue;
     info_.bytes += file.bytes;
-    if (named_.insert(file.name).second) continue;
-    Add(Corrupt(file.name, "structure", "named by one manifest",
-                absl::StrCat("named again by ", name)));
+    if (!named_.insert(file.name).second) {
+      Add(Corrupt(file.name, "structure", "named by one manifest",
+                  absl::StrCat("named again by ", name)));
+    }
+    if (auto finding = CheckNamedFile(directory_, file.name, file.bytes)) Add(*std::move(finding));
   }
-  for (Finding& finding : CheckNamedFiles(directory_, manifest)) Add(std::move(finding));
   for (std::string& file : CommitFileNames(manifest)) {
     possible_commit_files_.insert(std::move(file));
   }

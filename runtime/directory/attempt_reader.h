@@ -87,6 +87,7 @@ class AttemptReader {
   bool first_seen_ = false;
   CheckpointInfo info_;  // from the first manifest; bytes of all manifests
   std::string recorded_name_;
+  std::optional<Digest> replicas_;  // of the first manifest
   std::vector<AttemptId> replaces_;
   std::optional<format::CommitRecord> record_;
   bool unrecorded_ = false;                      // a framework's directory without a commit record

@@ -21,9 +21,9 @@
 
 namespace holdfast::format {
 
-/// The version of new manifests. Version 1, without `saved_at_ns` and `files_bytes`, is read as
-/// well.
-inline constexpr uint32_t kManifestVersion = 2;
+/// The newest version: with replicated files. A manifest without such a file is of version 2.
+/// Version 1, without `saved_at_ns` and `files_bytes`, is read as well.
+inline constexpr uint32_t kManifestVersion = 3;
 
 /// The input of the template, beside the plan.
 struct ManifestInput {
@@ -101,6 +101,7 @@ struct Manifest {
     std::string name;
     uint64_t bytes = 0;
     uint32_t chunk_bytes = kChunkBytes;
+    bool replicated = false;  ///< Rank 0 has written the file, and all ranks had these bytes.
     std::vector<Digest> chunks;
     Digest root;
   };
@@ -123,8 +124,10 @@ struct Manifest {
   uint32_t world_size = 1;
   uint64_t step = 0;
   std::optional<uint64_t> saved_at_ns;  ///< As ManifestInput's; version 1 lacks it.
-  std::optional<uint64_t> files_bytes;  ///< Of the rank's files together; version 1 lacks it.
-  std::vector<AttemptId> replaces;      ///< As ManifestInput's.
+  /// Of the files that the rank has written, together; version 1 lacks it.
+  std::optional<uint64_t> files_bytes;
+  std::optional<Digest> replicas;   ///< Digest of the replicated files; equal on all ranks.
+  std::vector<AttemptId> replaces;  ///< As ManifestInput's.
   std::string launcher;
   std::string pages;
   bool streamed = false;
@@ -140,6 +143,9 @@ struct Manifest {
   bool adopted = false;
   std::vector<File> files;
   std::vector<Tensor> tensors;
+
+  /// Returns true when this rank has written the file, and not only compared its own bytes.
+  bool Wrote(const File& file) const { return !file.replicated || rank == 0; }
 };
 
 /// Reads and checks a manifest, in this order:

@@ -15,6 +15,7 @@
 namespace holdfast::format {
 namespace {
 
+constexpr uint32_t kVersionWithoutReplicas = 2;
 constexpr char kNoDigits[] = "--------------------------------";
 static_assert(sizeof(kNoDigits) - 1 == layout::kDigestSlotBytes);
 static_assert(kNoDigits[0] == layout::kNoDigest);
@@ -28,16 +29,21 @@ class Text {
   Text(const ManifestInput& input, const PackedPlan& plan, Sink* sink)
       : input_(input), plan_(plan), sink_(*sink) {}
 
-  template <typename Blank>
-  void Head(const Blank& blank) {
+  /// `blank(slot, width)` adds a slot of blanks, `digits(slot)` a slot of a digest.
+  template <typename Blank, typename Digits>
+  void Head(const Blank& blank, const Digits& digits) {
     char attempt[layout::kDigestSlotBytes];
     digest::ToHex(input_.attempt, attempt);
     Add("{\"format\":\"holdfast.manifest\",\"version\":");
-    sink_.AddNumber(kManifestVersion);
-    // The attempt comes first: rank 0 searches for it in the first bytes, and a name has any
-    // length.
+    sink_.AddNumber(plan_.has_replicas() ? kManifestVersion : kVersionWithoutReplicas);
+    // The attempt and the replicas come first: rank 0 searches for them in the first bytes, and a
+    // name has any length.
     Add(",\n\"attempt\":\"");
     Add({attempt, sizeof(attempt)});
+    if (plan_.has_replicas()) {
+      Add("\",\"replicas\":\"");
+      digits(&layout::ManifestSlots::replicas);
+    }
     Add("\",\"checkpoint\":");
     sink_.AddJsonString(input_.checkpoint);
     Add(",\n\"rank\":");
@@ -49,7 +55,7 @@ class Text {
     Add(",\"saved_at_ns\":");
     sink_.AddNumber(input_.saved_at_ns);
     Add(",\"files_bytes\":");
-    sink_.AddNumber(plan_.total_bytes());
+    sink_.AddNumber(plan_.WrittenBytes(input_.rank));
     Replaces();
     Add(",\n\"launcher\":");
     sink_.AddJsonString(input_.adopted ? absl::string_view("none") : WordOf(input_.launcher));
@@ -91,6 +97,7 @@ class Text {
       sink_.AddNumber(file.bytes);
       Add(",\"chunk_bytes\":");
       sink_.AddNumber(kChunkBytes);
+      if (file.replicated) Add(",\"replicated\":true");
       Add(",\"root\":\"");
       root(i);
       Add("\",\"digests\":[");
@@ -174,10 +181,12 @@ template <typename Chunk, typename Part>
 void WriteAll(const ManifestInput& input, const PackedPlan& plan, TextWriter* out,
               const Chunk& chunk, const Part& part) {
   Text<TextWriter> text(input, plan, out);
-  text.Head([out](layout::Slot layout::ManifestSlots::*, uint32_t width) {
-    // Blank until the worker fills the slot; blanks are not JSON.
-    out->AddBlanks(width);
-  });
+  text.Head(
+      [out](layout::Slot layout::ManifestSlots::*, uint32_t width) {
+        // Blank until the worker fills the slot; blanks are not JSON.
+        out->AddBlanks(width);
+      },
+      [out](layout::Slot layout::ManifestSlots::*) { out->Add(kNoDigits); });
   text.Files([out](size_t) { out->Add(kNoDigits); },
              [&](size_t file) {
                const uint64_t count = ChunkCount(plan.files[file].bytes);
@@ -207,9 +216,12 @@ ManifestPlaces MeasureManifest(const ManifestInput& input, const PackedPlan& pla
   ManifestPlaces places;
   TextCounter counter;
   Text<TextCounter> text(input, plan, &counter);
-  text.Head([&](layout::Slot layout::ManifestSlots::*slot, uint32_t width) {
+  const auto take = [&](layout::Slot layout::ManifestSlots::*slot, uint32_t width) {
     places.slots.*slot = {.offset = counter.bytes(), .width = width};
     counter.AddBlanks(width);
+  };
+  text.Head(take, [&take](layout::Slot layout::ManifestSlots::*slot) {
+    take(slot, layout::kDigestSlotBytes);
   });
   places.chunk_digests.resize(plan.files.size());
   text.Files(

@@ -63,19 +63,21 @@ class ManifestReader {
     kFiles,
     kTensors,
     kSelfDigest,
+    kReplicas,
   };
   static constexpr absl::string_view kTopNames[] = {
       "format",          "version",       "checkpoint",    "attempt",       "rank",
       "world_size",      "step",          "saved_at_ns",   "files_bytes",   "replaces",
       "launcher",        "pages",         "streamed",      "read_back",     "adopted",
       "engine",          "direct_io",     "engine_reason", "bytes_written", "time_writing_ns",
-      "time_syncing_ns", "time_total_ns", "files",         "tensors",       "self_digest"};
+      "time_syncing_ns", "time_total_ns", "files",         "tensors",       "self_digest",
+      "replicas"};
 
   void ReadTop() {
     uint64_t seen = 0;
     if (!json_.EnterObject()) return;
-    constexpr uint64_t kOptional =
-        uint64_t{1} << kSavedAt | uint64_t{1} << kFilesBytes | uint64_t{1} << kReplaces;
+    constexpr uint64_t kOptional = uint64_t{1} << kSavedAt | uint64_t{1} << kFilesBytes |
+                                   uint64_t{1} << kReplaces | uint64_t{1} << kReplicas;
     for (int field; (field = json_.NextField(kTopNames, kOptional, &seen)) >= 0;) {
       ReadTopField(field);
     }
@@ -167,17 +169,21 @@ class ManifestReader {
       case kSelfDigest:
         json_.Hex(&ignored);
         return;
+      case kReplicas:
+        json_.Hex(&out_.replicas.emplace());
+        return;
       default:
         return;
     }
   }
 
   void ReadFile(Manifest::File* file) {
-    static constexpr absl::string_view kNames[] = {"name", "bytes", "chunk_bytes", "root",
-                                                   "digests"};
+    static constexpr absl::string_view kNames[] = {"name", "bytes",   "chunk_bytes",
+                                                   "root", "digests", "replicated"};
+    constexpr uint64_t kOptional = 1u << 5;
     uint64_t seen = 0;
     if (!json_.EnterObject()) return;
-    for (int field; (field = json_.NextField(kNames, 0, &seen)) >= 0;) {
+    for (int field; (field = json_.NextField(kNames, kOptional, &seen)) >= 0;) {
       switch (field) {
         case 0:
           json_.String(&file->name);
@@ -190,6 +196,9 @@ class ManifestReader {
           break;
         case 3:
           json_.Hex(&file->root);
+          break;
+        case 5:
+          json_.Bool(&file->replicated);
           break;
         default:
           if (!json_.EnterArray()) return;
@@ -270,6 +279,8 @@ absl::Status CheckHead(const Manifest& manifest) {
 
 absl::Status CheckFiles(const Manifest& manifest) {
   absl::flat_hash_set<absl::string_view> names;
+  digest::ReplicaStream replicas(manifest.attempt);
+  bool has_replicas = false;
   uint64_t bytes = 0;
   for (size_t i = 0; i < manifest.files.size(); ++i) {
     const Manifest::File& file = manifest.files[i];
@@ -293,7 +304,18 @@ absl::Status CheckFiles(const Manifest& manifest) {
     if (root.Finish() != file.root) {
       return Wrong(FileLabel(i, file), "the root is not that of its digests");
     }
-    bytes += file.bytes;
+    if (manifest.Wrote(file)) bytes += file.bytes;
+    if (!file.replicated) continue;
+    has_replicas = true;
+    replicas.AddFile(file.name.data(), file.name.size(), file.bytes);
+    for (const Digest& chunk : file.chunks) replicas.Add(chunk);
+  }
+  if (has_replicas != manifest.replicas.has_value() ||
+      (has_replicas && *manifest.replicas != replicas.Finish())) {
+    return Wrong("replicas", "not the digest of the replicated files");
+  }
+  if (has_replicas && manifest.version < 3) {
+    return Wrong("replicas", "versions below 3 lack it");
   }
   if (manifest.files_bytes.value_or(bytes) != bytes) {
     return Wrong("files_bytes", absl::StrCat("not the ", bytes, " bytes of its files"));

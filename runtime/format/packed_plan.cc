@@ -1,5 +1,7 @@
 #include "runtime/format/packed_plan.h"
 
+#include <algorithm>
+
 #include "runtime/format/manifest.h"
 
 namespace holdfast::format {
@@ -30,10 +32,15 @@ size_t TensorTable::memory_bytes() const {
   return rows_.size() * sizeof(Row) + text_.size() + dimensions_.size() * sizeof(int64_t);
 }
 
-uint64_t PackedPlan::total_bytes() const {
+uint64_t PackedPlan::WrittenBytes(uint32_t rank) const {
   uint64_t bytes = 0;
-  for (const PackedFile& file : files) bytes += file.bytes;
+  for (const PackedFile& file : files) bytes += file.replicated && rank != 0 ? 0 : file.bytes;
   return bytes;
+}
+
+bool PackedPlan::has_replicas() const {
+  return std::any_of(files.begin(), files.end(),
+                     [](const PackedFile& file) { return file.replicated; });
 }
 
 size_t PackedPlan::memory_bytes() const {
@@ -81,6 +88,7 @@ PackedPlan Pack(const SavePlan& plan) {
     PackedFile& file = packed.files.emplace_back();
     file.name = planned.name;
     file.bytes = planned.bytes;
+    file.replicated = planned.replicated;
     for (const Segment& segment : planned.segments) {
       if (segment.tensor == Segment::kLiteral) {
         file.runs.push_back({.literal = static_cast<uint32_t>(packed.literals.size())});

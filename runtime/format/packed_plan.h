@@ -69,6 +69,7 @@ struct PackedFile {
   std::string name;
   uint64_t bytes = 0;
   std::vector<PackedRun> runs;  // The runs cover [0, bytes) in order.
+  bool replicated = false;      // See PlannedFile.
 };
 
 struct PackedPlan {
@@ -79,7 +80,9 @@ struct PackedPlan {
   uint64_t piece_count = 0;            // Parts of literals and tensors, cut at the chunks' borders.
   uint64_t manifest_tensor_bytes = 0;  // Length of the array `tensors` in a manifest.
 
-  uint64_t total_bytes() const;
+  /// Bytes of the files that `rank` writes.
+  uint64_t WrittenBytes(uint32_t rank) const;
+  bool has_replicas() const;
   size_t memory_bytes() const;
 };
 

@@ -77,6 +77,7 @@ enum class RankFailureKind : uint32_t {
   kAbsent = 3,   ///< The rank has not begun the save.
   kSlow = 4,     ///< The live rank has not voted within time_ranks_max.
   kFenced = 5,   ///< A recovery has renamed the directory; written by rank 0.
+  kDiffers = 6,  ///< The rank's replicated files are not rank 0's; text: the tensor or the file.
 };
 
 /// Why the save cannot go on, in the words of the reporting rank.
@@ -123,6 +124,13 @@ struct BoardTop {
   RankSlot rank_zero;
 };
 static_assert(sizeof(BoardTop) == kBoardSlotsAt + sizeof(RankSlot));
+
+/// The code of a rank that ends because of another rank's failure.
+constexpr FailureCode CodeFor(const RankFailure& failure) {
+  return failure.kind == static_cast<uint32_t>(RankFailureKind::kDiffers)
+             ? FailureCode::kFailedPrecondition
+             : FailureCode::kAborted;
+}
 
 /// Combined state of a rank's two processes.
 constexpr RankState StateOf(const RankSlot& slot) {

@@ -134,10 +134,13 @@ const char* CheckManifest(const Job& job) {
   if ((job.flags & kWriteManifest) == 0) return nullptr;
   const uint64_t bytes = job.manifest_template.bytes;
   const ManifestSlots& slots = job.slots;
-  for (const Slot& slot :
-       {slots.engine, slots.engine_reason, slots.direct_io, slots.streamed, slots.bytes_written,
-        slots.time_writing_ns, slots.time_syncing_ns, slots.time_total_ns, slots.self_digest}) {
+  for (const Slot& slot : {slots.engine, slots.engine_reason, slots.direct_io, slots.streamed,
+                           slots.bytes_written, slots.time_writing_ns, slots.time_syncing_ns,
+                           slots.time_total_ns, slots.replicas, slots.self_digest}) {
     if (!SlotFits(slot, bytes)) return "a slot lies outside of the manifest";
+  }
+  if (slots.replicas.width != 0 && slots.replicas.width != kDigestDigits) {
+    return "the slot for the digest of the replicas has not 32 digits";
   }
   if (slots.self_digest.width != 0 && slots.self_digest.width != kDigestDigits) {
     return "the self-digest's slot has not 32 digits";
@@ -188,6 +191,9 @@ const char* CheckExtents(const Job& job) {
       return "a file's extents are not its chunks";
     }
     if (!DigestSlotFits(file.root_slot, manifest_bytes)) return "a root's slot is outside";
+    if (file.replicated != 0 && (job.slots.replicas.width == 0 || (job.flags & kFilesOnly) != 0)) {
+      return "a replicated file that rank 0 cannot compare";
+    }
     extent_next += file.extent_count;
     if (extent_next > job.extent_count) return "a file has more extents than there are";
     for (uint32_t k = 0; k < file.extent_count; ++k) {

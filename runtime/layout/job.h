@@ -19,7 +19,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 10;
+inline constexpr uint32_t kLayoutVersion = 11;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -99,7 +99,9 @@ struct File {
   uint64_t bytes = 0;
   uint32_t extent_first = 0;
   uint32_t extent_count = 0;
-  uint64_t root_slot = 0;  // in the manifest; 0 is none
+  uint64_t root_slot = 0;   // in the manifest; 0 is none
+  uint32_t replicated = 0;  // 1: all ranks have these bytes; see WritesFile
+  uint32_t padding = 0;
   // Written by the worker.
   Digest root;
 };
@@ -114,6 +116,7 @@ struct ManifestSlots {
   Slot time_writing_ns;
   Slot time_syncing_ns;
   Slot time_total_ns;
+  Slot replicas;     // 32 hex digits, of the replicated files; width 0: there is no such file
   Slot self_digest;  // 32 hex digits, over all bytes of the file before them
 };
 
@@ -291,6 +294,12 @@ inline Piece* Pieces(Job* job) { return At<Piece>(job, job->pieces); }
 inline AttemptId* Older(Job* job) { return At<AttemptId>(job, job->older); }
 inline char* CommitRecord(Job* job) { return At<char>(job, job->commit_template); }
 inline char* Manifest(Job* job) { return At<char>(job, job->manifest_template); }
+
+/// Returns true when this rank writes the file. Rank 0 writes a replicated file; every other rank
+/// only proves its staged bytes, and rank 0 compares their digests at the commit.
+inline bool WritesFile(const Job& job, const File& file) {
+  return file.replicated == 0 || job.rank == 0;
+}
 
 /// Returns a number that changes with any progress of either side. For stall deadlines.
 inline uint64_t Progress(const Job& job) {

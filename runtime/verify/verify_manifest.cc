@@ -94,6 +94,8 @@ absl::Status VerifyManifests(int directory, const std::vector<format::Manifest>&
   for (const format::Manifest& manifest : manifests) {
     for (uint32_t i = 0; i < manifest.files.size(); ++i) {
       if (!only.empty() && manifest.files[i].name != only) continue;
+      // The manifests have equal digests for the file: it is read once, by rank 0's.
+      if (!manifest.Wrote(manifest.files[i]) && manifests.front().rank == 0) continue;
       check.AddFile(manifest, i);
       ++report->files;
       for (const format::Manifest::Tensor& tensor : manifest.tensors) {

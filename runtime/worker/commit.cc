@@ -14,6 +14,7 @@
 #include "runtime/worker/manifest.h"
 #include "runtime/worker/ranks.h"
 #include "runtime/worker/remove_tree.h"
+#include "runtime/worker/replicas.h"
 
 namespace holdfast::worker {
 namespace {
@@ -82,6 +83,7 @@ bool WaitForVotes(JobRun* run) {
       // Two attempts in one directory: the ranks were launched with different attempts.
       if (found == Found::kOther)
         return Fail(run, FailureCode::kFailedPrecondition, Operation::kJoinRanks);
+      if (found == Found::kDiffers) return FailReplicas(run, rank);
       if (found == Found::kFailed) return FailErrno(run, Operation::kJoinRanks, error);
       if (found == Found::kNo) break;
       ++rank;

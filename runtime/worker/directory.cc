@@ -102,6 +102,7 @@ bool NameFiles(JobRun* run) {
   const uint64_t begin = sys::NowNs();
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
     if (MustStop(run, true)) return false;
+    if (!run->Writes(i)) continue;
     // Another save of this file into the same directory has taken over the temporary name.
     if (!IsOurs(*run, i)) return Fail(run, FailureCode::kAborted, Operation::kRename, i);
     HOLDFAST_ASSERT(run->notes[i].synced != 0 && run->notes[i].renamed == 0);

@@ -42,7 +42,7 @@ struct FileNote {
   uint32_t extents_left = 0;  ///< Not yet completed.
   uint16_t slot = kNoSlot;    ///< In JobRun::open.
   uint8_t created = 0;        ///< NAME.tmp may exist and is ours.
-  uint8_t synced = 0;         ///< Complete, truncated, fsynced, closed.
+  uint8_t synced = 0;         ///< Complete, truncated, fsynced, closed; or not written here.
   uint8_t renamed = 0;        ///< Has its final name.
   // Identifies NAME.tmp in a framework's directory, where another attempt may take over the name.
   // An inode number alone identifies a file only while the file is open: ext4 reuses the number at
@@ -147,6 +147,8 @@ struct JobRun {
   bool Has(layout::JobFlags flag) const { return (job->flags & flag) != 0; }
   /// Returns true for rank 0, the rank that decides; a job of one rank is rank 0.
   bool Decides() const { return job->rank == 0; }
+  /// Returns false for a replicated file, which rank 0 writes and this rank only compares.
+  bool Writes(uint32_t file) const { return layout::WritesFile(*job, layout::Files(job)[file]); }
   /// Returns true when other ranks write into the same directory and commit with this rank.
   bool HasRanks() const {
     return job->kind == layout::JobKind::kSave && job->world_size > 1 && !Has(layout::kFilesOnly);

@@ -11,11 +11,19 @@
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/directory.h"
+#include "runtime/worker/planted_bugs.h"
 
 namespace holdfast::worker {
+
+#ifdef HOLDFAST_PLANTED_BUGS
+namespace testing {
+bool g_never_compare_replicas = false;
+}  // namespace testing
+#endif
+
 namespace {
 
-// The attempt id stands before all fields of variable length.
+// The attempt id and the digest of the replicas stand before all fields of variable length.
 constexpr size_t kHeadBytes = 512;
 constexpr size_t kHexDigits = 32;
 constexpr mode_t kFileMode = 0666;
@@ -67,6 +75,7 @@ bool WriteAll(JobRun* run, int fd, const char* text, uint64_t bytes) {
 
 bool ComputeRoots(JobRun* run) {
   layout::Job* const job = run->job;
+  digest::ReplicaStream replicas(job->attempt);
   const char* const text = layout::Manifest(job);
   for (uint32_t i = 0; i < job->file_count; ++i) {
     layout::File& file = layout::Files(job)[i];
@@ -75,17 +84,23 @@ bool ComputeRoots(JobRun* run) {
                              .world_size = job->world_size,
                              .file = i,
                              .file_bytes = file.bytes});
+    const bool replicated = file.replicated != 0;
+    if (replicated) replicas.AddFile(file.name, strnlen(file.name, sizeof(file.name)), file.bytes);
     for (uint32_t k = 0; k < file.extent_count; ++k) {
       const layout::Extent& extent = layout::Extents(job)[file.extent_first + k];
       if (!SlotSays(*job, text, extent.digest_slot, extent.sealed)) {
         return Fail(run, FailureCode::kInternal, Operation::kManifest, i);
       }
       root.Add(extent.sealed);
+      if (replicated) replicas.Add(extent.sealed);
     }
     file.root = root.Finish();
     if (file.root_slot != 0 && job->manifest_template.bytes != 0) {
       digest::ToHex(file.root, layout::Manifest(job) + file.root_slot);
     }
+  }
+  if (job->slots.replicas.width == kHexDigits) {
+    digest::ToHex(replicas.Finish(), layout::Manifest(job) + job->slots.replicas.offset);
   }
   return true;
 }
@@ -149,13 +164,28 @@ void RankManifestName(const layout::Job& job, uint32_t rank, char (&out)[kNameBy
   memcpy(out + at, job.manifest_suffix, strlen(job.manifest_suffix) + 1);
 }
 
-Found FindVote(const JobRun& run, uint32_t rank, int* error_number) {
-  char name[kNameBytes];
-  RankManifestName(*run.job, rank, name);
-  return FindManifest(run, run.directory, name, error_number);
-}
+namespace {
 
-Found FindManifest(const JobRun& run, int directory, const char* name, int* error_number) {
+/// The first bytes of a manifest.
+struct Head {
+  char text[kHeadBytes];
+  size_t length = 0;
+
+  /// Returns the 32 digits behind `"KEY":"`, or null if the head lacks the key.
+  const char* DigitsOf(const char* key) const {
+    const size_t key_bytes = strlen(key);
+    for (size_t at = 0; at + key_bytes + 1 + kHexDigits <= length; ++at) {
+      if (memcmp(text + at, key, key_bytes) != 0) continue;
+      size_t value = at + key_bytes;
+      while (value < length && (text[value] == ' ' || text[value] == ':')) ++value;
+      return value + 1 + kHexDigits <= length && text[value] == '"' ? text + value + 1 : nullptr;
+    }
+    return nullptr;
+  }
+};
+
+/// Returns kYes when the head was read; otherwise as FindManifest.
+Found ReadHead(int directory, const char* name, Head* head, int* error_number) {
   const int fd = sys::OpenOwned(directory, name, O_RDONLY | O_CLOEXEC | O_NOFOLLOW, 0);
   if (fd < 0) {
     *error_number = errno;
@@ -163,27 +193,49 @@ Found FindManifest(const JobRun& run, int directory, const char* name, int* erro
     const bool absent = errno == ENOENT || errno == ENOTDIR || errno == ESTALE;
     return absent ? Found::kNo : Found::kFailed;
   }
-  char head[kHeadBytes];
   const ssize_t got =
-      sys::Uninterrupted([&] { return sys::Sys().pread(fd, head, sizeof(head), 0); });
+      sys::Uninterrupted([&] { return sys::Sys().pread(fd, head->text, sizeof(head->text), 0); });
   *error_number = got < 0 ? errno : 0;
   sys::CloseOwned(fd);
-  if (got < 0) return Found::kFailed;
+  head->length = got < 0 ? 0 : static_cast<size_t>(got);
+  return got < 0 ? Found::kFailed : Found::kYes;
+}
 
-  constexpr char kKey[] = "\"attempt\"";
-  constexpr size_t kKeyBytes = sizeof(kKey) - 1;
+bool IsOfAttempt(const layout::Job& job, const Head& head) {
   char expected[kHexDigits];
-  digest::ToHex(run.job->attempt, expected);
-  const size_t length = static_cast<size_t>(got);
-  for (size_t at = 0; at + kKeyBytes <= length; ++at) {
-    if (memcmp(head + at, kKey, kKeyBytes) != 0) continue;
-    size_t value = at + kKeyBytes;
-    while (value < length && (head[value] == ' ' || head[value] == ':')) ++value;
-    const bool same = value + 1 + kHexDigits <= length && head[value] == '"' &&
-                      memcmp(head + value + 1, expected, kHexDigits) == 0;
-    return same ? Found::kYes : Found::kOther;
-  }
-  return Found::kOther;
+  digest::ToHex(job.attempt, expected);
+  const char* const digits = head.DigitsOf("\"attempt\"");
+  return digits != nullptr && memcmp(digits, expected, kHexDigits) == 0;
+}
+
+/// Compares the digest of the other rank's replicated files with this rank's.
+bool HasSameReplicas(layout::Job* job, const Head& head) {
+#ifdef HOLDFAST_PLANTED_BUGS
+  if (testing::g_never_compare_replicas) return true;
+#endif
+  const char* const theirs = head.DigitsOf("\"replicas\"");
+  if (job->slots.replicas.width != kHexDigits) return theirs == nullptr;
+  const char* const ours = layout::Manifest(job) + job->slots.replicas.offset;
+  return theirs != nullptr && memcmp(theirs, ours, kHexDigits) == 0;
+}
+
+}  // namespace
+
+Found FindVote(const JobRun& run, uint32_t rank, int* error_number) {
+  char name[kNameBytes];
+  RankManifestName(*run.job, rank, name);
+  Head head;
+  const Found found = ReadHead(run.directory, name, &head, error_number);
+  if (found != Found::kYes) return found;
+  if (!IsOfAttempt(*run.job, head)) return Found::kOther;
+  return HasSameReplicas(run.job, head) ? Found::kYes : Found::kDiffers;
+}
+
+Found FindManifest(const JobRun& run, int directory, const char* name, int* error_number) {
+  Head head;
+  const Found found = ReadHead(directory, name, &head, error_number);
+  if (found != Found::kYes) return found;
+  return IsOfAttempt(*run.job, head) ? Found::kYes : Found::kOther;
 }
 
 }  // namespace holdfast::worker

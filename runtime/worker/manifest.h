@@ -8,7 +8,8 @@
 
 namespace holdfast::worker {
 
-/// Computes every file's root from its sealed chunk digests, into the file table and the template.
+/// Computes every file's root and the digest of the replicas from the sealed chunk digests, into
+/// the file table and the template.
 bool ComputeRoots(JobRun* run);
 
 /// Fills the worker's slots, writes and fsyncs MANIFEST.tmp, renames it, and fsyncs the directory.
@@ -21,13 +22,15 @@ bool WriteSynced(JobRun* run, int fd, const char* text, uint64_t bytes);
 /// "PREFIX00042SUFFIX"
 void RankManifestName(const layout::Job& job, uint32_t rank, char (&out)[kNameBytes]);
 
-enum class Found { kYes, kNo, kOther, kFailed };
+enum class Found { kYes, kNo, kOther, kDiffers, kFailed };
 
-/// Looks for another rank's vote, its manifest in this job's directory. Returns as FindManifest.
+/// Looks for another rank's vote, its manifest in this job's directory. Returns as FindManifest;
+/// kDiffers when that rank's replicated files are not this rank's.
 Found FindVote(const JobRun& run, uint32_t rank, int* error_number);
 inline bool HasVoted(const JobRun& run, uint32_t rank) {
   int ignored = 0;
-  return FindVote(run, rank, &ignored) == Found::kYes;
+  const Found found = FindVote(run, rank, &ignored);
+  return found == Found::kYes || found == Found::kDiffers;
 }
 
 /// Looks for manifest `name` of this job's attempt below `directory`. Returns kOther for a manifest

@@ -212,7 +212,7 @@ bool IsOurs(const JobRun& run, uint32_t file) {
 }
 
 Acquired AcquireFile(JobRun* run, uint32_t file, uint16_t* slot) {
-  HOLDFAST_ASSERT(file < run->job->file_count);
+  HOLDFAST_ASSERT(file < run->job->file_count && run->Writes(file));
   FileNote& note = run->notes[file];
   if (note.slot != FileNote::kNoSlot) {
     *slot = note.slot;
@@ -235,7 +235,7 @@ bool ReserveFirstFiles(JobRun* run) {
   const uint32_t file_count = run->job->file_count;
   for (uint32_t file = 0; file < file_count && file < kOpenFilesMax; ++file) {
     uint16_t slot = 0;
-    if (AcquireFile(run, file, &slot) != Acquired::kReady) return false;
+    if (run->Writes(file) && AcquireFile(run, file, &slot) != Acquired::kReady) return false;
   }
   return true;
 }

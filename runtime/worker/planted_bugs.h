@@ -15,6 +15,8 @@ extern bool g_leave_ranks_silently;
 extern bool g_never_look_at_place;
 /// A rank without a sign of life is waited for on.
 extern bool g_never_miss_a_rank;
+/// Rank 0 commits without a comparison of the other ranks' replicated files with its own.
+extern bool g_never_compare_replicas;
 /// A removal takes files that no manifest names.
 extern bool g_remove_unnamed_files;
 }  // namespace holdfast::worker::testing

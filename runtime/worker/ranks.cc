@@ -155,6 +155,12 @@ layout::RankFailure OwnFailure(const JobRun& run) {
   return failure;
 }
 
+FailureCode CodeOf(const RankWatch& watch) {
+  const auto kind = static_cast<RankFailureKind>(watch.seen.kind);
+  const bool waited = kind != RankFailureKind::kFenced && kind != RankFailureKind::kDiffers;
+  return watch.found_here && waited ? FailureCode::kDeadlineExceeded : layout::CodeFor(watch.seen);
+}
+
 /// Opens the board of a rank that failed before it opened the partial directory.
 bool OpenToLeave(JobRun* run) {
   const layout::Job& job = *run->job;
@@ -243,10 +249,7 @@ bool FailAsSeen(JobRun* run) {
   const RankWatch& watch = run->ranks;
   HOLDFAST_ASSERT(watch.seen.rank < run->job->world_size);
   run->job->completion.rank_failure = watch.seen;
-  const bool fenced = watch.seen.kind == static_cast<uint32_t>(RankFailureKind::kFenced);
-  return Fail(run,
-              watch.found_here && !fenced ? FailureCode::kDeadlineExceeded : FailureCode::kAborted,
-              Operation::kWaitRanks);
+  return Fail(run, CodeOf(watch), Operation::kWaitRanks);
 }
 
 void LeaveRanks(JobRun* run) {

@@ -103,6 +103,7 @@ bool ReadFile(Reader* reader, int fd, const layout::File& file) {
 bool ReadAll(Reader* reader) {
   JobRun* const run = reader->run;
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
+    if (!run->Writes(i)) continue;
     const layout::File& file = layout::Files(run->job)[i];
     char name[kNameBytes];
     TemporaryName(file.name, name);

@@ -87,15 +87,32 @@ void ChargeRate(JobRun* run, uint64_t bytes) {
   write.allowed_ns += bytes * kNsPerSecond / rate;
 }
 
+/// Counts an extent whose bytes are final, and queues the bytes for the digest.
+void QueueForDigest(JobRun* run, uint32_t index) {
+  WriteState& write = run->write;
+  const layout::Extent& extent = layout::Extents(run->job)[index];
+  HOLDFAST_ASSERT(run->notes[extent.file].extents_left > 0);
+  --run->notes[extent.file].extents_left;
+  run->job->bytes_completed.fetch_add(extent.bytes, std::memory_order_relaxed);
+  HOLDFAST_ASSERT(write.undigested_count < kUndigestedMax);
+  write.undigested[(write.undigested_first + write.undigested_count) % kUndigestedMax] = index;
+  ++write.undigested_count;
+}
+
 /// Submits sealed extents until the queue is full or nothing is there. False on failure.
 bool Fill(JobRun* run) {
   WriteState& write = run->write;
   const layout::Extent* const extents = layout::Extents(run->job);
   while (run->queue->CanSubmit() && ~write.in_flight_used != 0 &&
          write.undigested_count + run->queue->in_flight() < kUndigestedMax && TakeNext(run)) {
-    if (MustWaitNs(*run, sys::NowNs()) != 0) break;
     const uint32_t index = write.next_extent;
     const layout::Extent& extent = extents[index];
+    if (!run->Writes(extent.file)) {
+      write.has_next = false;
+      QueueForDigest(run, index);
+      continue;
+    }
+    if (MustWaitNs(*run, sys::NowNs()) != 0) break;
     uint16_t slot = 0;
     const Acquired acquired = AcquireFile(run, extent.file, &slot);
     if (acquired == Acquired::kBusy) break;
@@ -161,15 +178,9 @@ bool TakeCompletion(JobRun* run, const io::Completion& completion) {
     return FailErrno(run, Operation::kWrite, EIO, extent.file,
                      extent.file_offset + completion.bytes, extent.bytes);
   }
-  HOLDFAST_ASSERT(run->notes[extent.file].extents_left > 0);
-  --run->notes[extent.file].extents_left;
   run->times.last_complete = write.progress_ns;
   run->figures.bytes_written += extent.bytes;
-  run->job->bytes_completed.store(run->figures.bytes_written, std::memory_order_relaxed);
-  HOLDFAST_ASSERT(write.undigested_count < kUndigestedMax);
-  write.undigested[(write.undigested_first + write.undigested_count) % kUndigestedMax] =
-      done.extent;
-  ++write.undigested_count;
+  QueueForDigest(run, done.extent);
   return true;
 }
 
@@ -276,7 +287,8 @@ void PrepareWriteState(JobRun* run) {
   run->figures.bytes_written = 0;
   job->bytes_completed.store(0, std::memory_order_relaxed);
   for (uint32_t i = 0; i < job->file_count; ++i) {
-    run->notes[i] = FileNote{.extents_left = layout::Files(job)[i].extent_count};
+    run->notes[i] = FileNote{.extents_left = layout::Files(job)[i].extent_count,
+                             .synced = static_cast<uint8_t>(run->Writes(i) ? 0 : 1)};
   }
   run->all_sealed = run->all_sealed || job->extent_count == 0;
   run->write.progress_ns = sys::NowNs();

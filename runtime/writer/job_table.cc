@@ -243,6 +243,7 @@ void JobTable::FillFiles(const Sources& sources, const format::ManifestPlaces& p
     file.extent_first = extent_at;
     file.extent_count = ExtentCount(packed.bytes);
     file.root_slot = places.file_roots[f];
+    file.replicated = packed.replicated ? 1 : 0;
     for (uint64_t chunk = 0; chunk < file.extent_count; ++chunk, ++extent_at) {
       layout::Extent& extent = layout::Extents(job_)[extent_at];
       extent.file = f;

@@ -69,6 +69,10 @@ struct PlannedFile {
   std::string name;  ///< One path component: no '/', not "." or "..".
   uint64_t bytes = 0;
   std::vector<Segment> segments;
+  /// Every rank plans this file with equal bytes. Rank 0 writes the file; the other ranks stage and
+  /// digest their bytes, and the save fails with kFailedPrecondition unless all digests agree. Not
+  /// for saves of files only (SaveRequest::files_only).
+  bool replicated = false;
 };
 
 /// The files that one rank writes in one save. The tensors' data must stay valid and unchanged

@@ -90,5 +90,31 @@ TEST(FormatDocument, ShowsTheBytesUnderTheRoot) {
   EXPECT_EQ(digest::Of(bytes.data(), bytes.size()), manifest->files[0].root);
 }
 
+TEST(FormatDocument, ShowsTheBytesUnderTheDigestOfTheReplicas) {
+  SavePlan plan = ExamplePlan();
+  plan.files[0].name = "model-replicas.safetensors";
+  plan.files[0].replicated = true;
+  const auto manifest = ParseManifest(CompleteManifest(SampleInput(), plan));
+  ASSERT_TRUE(manifest.ok()) << manifest.status();
+  const std::string shown = Example("replicas");
+  // Spelled out here a second time, after the document rather than after the code.
+  std::string bytes = "holdfast-repl-v1";
+  const auto little = [&bytes](uint64_t value) {
+    for (size_t i = 0; i < 8; ++i) bytes.push_back(static_cast<char>(value >> (8 * i)));
+  };
+  little(manifest->attempt.high);
+  little(manifest->attempt.low);
+  little(plan.files[0].name.size());
+  bytes += plan.files[0].name;
+  little(plan.files[0].bytes);
+  char hex[32];
+  digest::ToHex(manifest->files[0].chunks[0], hex);
+  for (size_t i = 0; i < 32; i += 2) {
+    bytes.push_back(static_cast<char>(std::stoi(std::string(hex + i, 2), nullptr, 16)));
+  }
+  EXPECT_EQ(shown, Dump(bytes));
+  EXPECT_EQ(digest::Of(bytes.data(), bytes.size()), manifest->replicas);
+}
+
 }  // namespace
 }  // namespace holdfast::format

@@ -189,8 +189,31 @@ TEST_F(ParseManifestRefuses, WrongSelfDigestBeforeAnythingElse) {
 
 TEST_F(ParseManifestRefuses, OtherFormatsAndVersions) {
   ExpectRefused(With("holdfast.manifest", "holdfast.manifesto"), "unknown format");
-  ExpectRefused(With("\"version\":2", "\"version\":3"), "version 3, only 1 to 2 are known");
+  ExpectRefused(With("\"version\":2", "\"version\":4"), "version 4, only 1 to 3 are known");
   ExpectRefused(With("\"version\":2", "\"version\":0"), "version 0");
+}
+
+TEST_F(ParseManifestRefuses, WrongReplicas) {
+  SavePlan plan = ExamplePlan();
+  plan.files[0].replicated = true;
+  for (const uint32_t rank : {0, 1}) {
+    ManifestInput input = SampleInput();
+    input.rank = rank;
+    const std::string text = CompleteManifest(input, plan);
+    const auto read = ParseManifest(text);
+    ASSERT_TRUE(read.ok()) << read.status();
+    EXPECT_EQ(read->Wrote(read->files[0]), rank == 0);
+    EXPECT_EQ(read->files_bytes, rank == 0 ? 4126u : 0u);
+    const auto with = [&text](const std::string& from, const std::string& to) {
+      return Reseal(Replace(text, from, to));
+    };
+    ExpectRefused(with("\"replicas\":\"", "\"replicas\":\"0"), "");
+    ExpectRefused(with("\"version\":3", "\"version\":2"), "versions below 3 lack it");
+    ExpectRefused(with(",\"replicated\":true", ""), rank == 0 ? "replicas" : "");
+    const size_t at = text.find("\"replicas\":\"") + 12;
+    ExpectRefused(with(text.substr(at, 32), std::string(32, '0')),
+                  "replicas: not the digest of the replicated files");
+  }
 }
 
 TEST_F(ParseManifestRefuses, WrongSyntax) {

@@ -78,6 +78,7 @@ std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan, b
     digest::ToHex(digest, text.data() + place);
   };
   std::vector<std::string> files;
+  digest::ReplicaStream replicas(input.attempt);
   for (size_t f = 0; f < plan.files.size(); ++f) {
     files.push_back(FileBytes(plan, f));
     digest::RootStream root({.attempt = input.attempt,
@@ -85,11 +86,14 @@ std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan, b
                              .world_size = input.world_size,
                              .file = static_cast<uint32_t>(f),
                              .file_bytes = files[f].size()});
+    const PlannedFile& file = plan.files[f];
+    if (file.replicated) replicas.AddFile(file.name.data(), file.name.size(), file.bytes);
     for (size_t c = 0; c < made.chunk_digests[f].size(); ++c) {
       const size_t begin = c * kChunkBytes;
       const Digest chunk = digest::Of(files[f].data() + begin,
                                       std::min<size_t>(kChunkBytes, files[f].size() - begin));
       root.Add(chunk);
+      if (file.replicated) replicas.Add(chunk);
       put(made.chunk_digests[f][c], chunk);
     }
     put(made.file_roots[f], root.Finish());
@@ -110,6 +114,7 @@ std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan, b
     }
   }
   const layout::ManifestSlots& slots = made.slots;
+  if (slots.replicas.width != 0) put(slots.replicas.offset, replicas.Finish());
   layout::FillText(text.data(), slots.engine, layout::ManifestWord(EngineRung::kUringFixed));
   layout::FillText(text.data(), slots.engine_reason, "registered buffers on huge pages");
   layout::FillText(text.data(), slots.direct_io, layout::ManifestWord(DirectIo::kProven));
