@@ -70,6 +70,7 @@ class Builder:
             device = self._device
         key = node["stored"], device
         if key not in self._memory:
+            self._checkpoint.require_alike(node["stored"])
             nbytes = self._checkpoint.entry_bytes(node["stored"])
             dtype = _dtypes.torch_dtype(node["dtype"])
             # All of the entry, or bytes of which it is a view.
@@ -86,6 +87,9 @@ class Builder:
 
     def key(self, node: Node, path: str) -> Any:
         return _plain.key_of(node, lambda name: self.class_of(name, path, "enum"))
+
+    def differs(self, path: str) -> Error:
+        return self._checkpoint.differs(path)
 
     def object(self, name: str) -> Any:
         return self._checkpoint.object(self._loading, name, self._allow)

@@ -31,6 +31,14 @@ def device_of(device: torch.device) -> _native.Device | None:
     )
 
 
+def bytes_of(owner: torch.Tensor, address: int, nbytes: int) -> torch.Tensor:
+    """A part of the memory below a tensor, as bytes on its device."""
+    storage = owner.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=owner.device).set_(
+        storage, address - storage.data_ptr(), (nbytes,), (1,)
+    )
+
+
 def stream_of(device: torch.device) -> int:
     """Handle of the current stream of `device`; copies are ordered after it."""
     if device.type == "cuda":

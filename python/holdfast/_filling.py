@@ -96,6 +96,9 @@ class Filling:
         builder = Builder(self._checkpoint, self._loading, self._allow, device, parameters)
         return Later(builder.value(node, path))
 
+    def differs(self, path: str) -> Error:
+        return self._checkpoint.differs(path)
+
     def object(self, name: str, cls: type) -> Any:
         """A pickled object that may have `cls` in it."""
         return self._checkpoint.object(self._loading, name, (*self._allow, cls))
@@ -106,6 +109,7 @@ class Filling:
         self.compare(node["dtype"], _dtypes.torch_name(target.dtype), path)
         self.compare("strided", str(target.layout).removeprefix("torch."), path)
         _devices.device_of(target.device)  # where nothing can be read to, it says so
+        self._checkpoint.require_alike(node["stored"])
         reader = self._checkpoint.reader
         target = target.detach()
         contiguous = type(target) is torch.Tensor and target.is_contiguous()

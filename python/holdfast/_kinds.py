@@ -28,6 +28,8 @@ _FACTORIES = frozenset(
     + [f"collections:{n}" for n in "Counter OrderedDict defaultdict deque".split()]
 )
 
+DIFFERS = "differs"
+
 
 class Later:
     """A value that exists once everything was read."""
@@ -482,12 +484,24 @@ class Deep(Kind):
         return filling.deep(node["index"], target, path)
 
 
+class Differing(Kind):
+    """What the ranks that saved it have differently, in a job of another size."""
+
+    names = (DIFFERS,)
+
+    def build(self, builder: Any, node: Node, path: str) -> Callable[[], Any]:
+        raise builder.differs(path)
+
+    def fill(self, filling: Any, node: Node, target: Any, path: str) -> Any:
+        raise filling.differs(path)
+
+
 PLAIN, OBJECT, SEQUENCE, MAPPINGS, STATEFUL, RECORD = (
     Plain(), Object(), Sequence(), Mappings(), Stateful(), Record()
 )  # fmt: skip
 BY_NAME: dict[str, Kind] = {
     name: kind
-    for kind in (PLAIN, OBJECT, SEQUENCE, MAPPINGS, STATEFUL, RECORD, Deep())
+    for kind in (PLAIN, OBJECT, SEQUENCE, MAPPINGS, STATEFUL, RECORD, Deep(), Differing())
     for name in kind.names
 }
 

@@ -9,11 +9,12 @@ an `Outline`, and is kept: the next state of the same structure gives only addre
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -267,6 +268,18 @@ _HOLE = _native.new_attempt()  # in no text of a state
 _encode: Callable[[Any], str] = _plain.encode
 
 
+class Entry(NamedTuple):
+    """Bytes that are stored under one name; `memory` gives them as a tensor."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    address: int
+    nbytes: int
+    device: torch.device
+    memory: Callable[[], torch.Tensor]
+
+
 class Description:
     """A state that `describe` has walked: an outline, and what fills it.
 
@@ -306,6 +319,12 @@ class Description:
     def text(self, header: dict[str, Any]) -> bytes:
         """The description as JSON, with further fields before it."""
         return (_encode(header)[:-1] + "," + self.outline.text(self._plain)).encode()
+
+    def entries(self) -> list[Entry]:
+        """What is stored, one by one."""
+        o = self.outline
+        columns = zip(o.names, o.dtypes, o.shapes, self.addresses, o.nbytes, o.devices, strict=True)
+        return [Entry(*row, functools.partial(self.memory, i)) for i, row in enumerate(columns)]
 
     def memory(self, entry: int) -> torch.Tensor:
         """The bytes of an entry, as a tensor over its memory."""

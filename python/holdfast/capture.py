@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import math
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from holdfast import _devices, _late, _native, _plain, _ranks, _state, _tensor_kinds
+from holdfast import _devices, _late, _native, _plain, _state, _tensor_kinds
 from holdfast.errors import Error, of_system
 
 STRUCTURE = "holdfast:structure"
 OBJECTS = "holdfast:objects"
 FILE = "holdfast:file:"  # and the name of a further file
+REPLICAS = "model-replicas.safetensors"
 
 
 @dataclasses.dataclass
@@ -43,55 +43,81 @@ class Captured:
     release: Callable[[], None]
 
 
-def capture(
-    state: Any,
-    *,
-    late: Iterable[Any] | bool,
-    objects: str,
-    per_rank: Sequence[str] | None,
-    rank: int,
-    world_size: int,
-    attempt: str,
-    files: Mapping[str, Any],
-) -> Captured:
-    """Captures a rank's part of a state. Arguments are those of `holdfast.save_async`.
+class Part:
+    """A rank's part of a state, described and pickled.
 
-    Raises:
-        Error: INVALID_ARGUMENT naming the entry.
+    Attributes:
+        own: names of what is this rank's own, whatever others have: shards of DTensors.
     """
-    described = _state.describe(state)
-    outline = described.outline
-    blob, index = _pickled(described.objects, objects)
-    own = _own_of_rank(outline, per_rank, world_size) if world_size > 1 else set()
-    mine: Sequence[int] = range(len(outline.names))
-    if world_size > 1 and rank != 0:
-        mine = [i for i, name in enumerate(outline.names) if name in own]
-    structure = described.text(
-        {
-            "holdfast_state": _state.FORMAT_VERSION,
-            "rank": rank,
-            "world_size": world_size,
-            "per_rank": sorted(own),
-            "objects": index,
-        }
-    )
-    keep: list[Any] = [_Kept(device, described.tensors) for device in outline.device_set]
-    waiting, watch = _clone_early(described, mine, _late.Late(late, state), keep)
-    part = f"{rank:05d}-of-{world_size:05d}"
-    plan = _Plan(described, mine, f"model-{part}.safetensors", attempt)
-    for file, entry, data in (
-        (f"state-{part}.json", STRUCTURE, structure),
-        *([(f"objects-{part}.pickle", OBJECTS, blob)] if blob else ()),
-        *((name, FILE + name, _content(name, given)) for name, given in files.items() if rank == 0),
-    ):
-        buffer = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
-        keep.append(buffer)
-        plan.native.add_file(file)
-        plan.native.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
-    return Captured(
-        plan.native, keep, waiting, watch, sorted(described.objects), outline.contiguous_copies,
-        plan.release,
-    )
+
+    def __init__(self, state: Any, *, objects: str, files: Mapping[str, Any], rank: int,
+                 world_size: int) -> None:
+        """Arguments are those of `holdfast.save_async`.
+
+        Raises:
+            Error: INVALID_ARGUMENT naming the entry.
+        """
+        self._state, self._rank, self._world = state, rank, world_size
+        self._described = _state.describe(state)
+        self._blob, self._index = _pickled(self._described.objects, objects)
+        self._files = {name: _content(name, given) for name, given in files.items() if rank == 0}
+        self.own = _shards(self._described.outline, world_size)
+
+    def entries(self) -> list[_state.Entry]:
+        """The rank's tensors, as they are stored."""
+        return self._described.entries()
+
+    def plan(self, *, late: Iterable[Any] | bool, replicated: Collection[str], attempt: str
+             ) -> Captured:
+        """Captures the part.
+
+        Args:
+            late: of `holdfast.save_async`.
+            replicated: names of the tensors that all ranks have alike.
+            attempt: id of the save.
+        """
+        described, outline = self._described, self._described.outline
+        structure = described.text(
+            {
+                "holdfast_state": _state.FORMAT_VERSION,
+                "rank": self._rank,
+                "world_size": self._world,
+                "objects": self._index,
+            }
+        )
+        mine: Sequence[int] = range(len(outline.names))
+        keep: list[Any] = [_Kept(device, described.tensors) for device in outline.device_set]
+        waiting, watch = _clone_early(described, mine, _late.Late(late, self._state), keep)
+        if replicated:
+            mine = [i for i, name in enumerate(outline.names) if name not in replicated]
+        part = f"{self._rank:05d}-of-{self._world:05d}"
+        plan = _Plan(described, mine, f"model-{part}.safetensors", attempt)
+        if replicated:
+            # Byte for byte the same file on all ranks.
+            alike = sorted((e for e in described.entries() if e.name in replicated), key=lambda e: e.name)
+            plan.native.add_safetensors(REPLICAS, _sources(alike), [("format", "pt")], attempt, True)
+        for file, entry, data in (
+            (f"state-{part}.json", STRUCTURE, structure),
+            *([(f"objects-{part}.pickle", OBJECTS, self._blob)] if self._blob else ()),
+            *((name, FILE + name, content) for name, content in self._files.items()),
+        ):
+            buffer = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+            keep.append(buffer)
+            plan.native.add_file(file)
+            plan.native.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
+        return Captured(
+            plan.native, keep, waiting, watch, sorted(described.objects), outline.contiguous_copies,
+            plan.release,
+        )
+
+
+def _sources(entries: list[_state.Entry]) -> list[Any]:
+    # Host tensors first: whatever is in host memory is staged before the call returns.
+    ordered = sorted(entries, key=lambda e: _devices.device_of(e.device) is not None)
+    return [
+        (e.name, e.dtype, e.shape, e.address, e.nbytes,
+         _devices.device_of(e.device), _devices.stream_of(e.device)) for e in ordered
+    ]
 
 
 @dataclasses.dataclass
@@ -209,22 +235,15 @@ def _content(name: str, given: Any) -> bytes:
     )
 
 
-# ---- With several ranks: what each saves for itself.
+# ---- With several ranks: what is each rank's own.
 
 
-def _own_of_rank(outline: _state.Outline, patterns: Sequence[str] | None,
-                 world_size: int) -> set[str]:
-    """Names of what each rank saves for itself."""
-
-    def is_own(path: str, dtype: str) -> bool:
-        if patterns is None:
-            return _ranks.is_own(path, dtype)
-        return any(fnmatch.fnmatch(path.lower(), p) for p in patterns)
-
-    columns = zip(outline.names, outline.paths, outline.dtypes, strict=True)
-    own = {name for name, path, dtype in columns if is_own(path or "state", dtype)}
-    for layout, names in outline.distributed:
+def _shards(outline: _state.Outline, world_size: int) -> set[str]:
+    """Names of what DTensors are stored under, but for those that every rank has a replica of."""
+    return {
+        name
+        for layout, names in outline.distributed
         # Over a part of the ranks, as in a pipeline, rank 0 may not have it, or one like it.
-        if _tensor_kinds.share_of(layout) or math.prod(layout["mesh"]) < world_size:
-            own.update(names)
-    return own
+        if _tensor_kinds.share_of(layout) or math.prod(layout["mesh"]) < world_size
+        for name in names
+    }

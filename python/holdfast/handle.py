@@ -97,8 +97,8 @@ class Save:
     def __init__(self, start: Callable[[], _native.SaveHandle], path: str, step: int,
                  extra: dict[str, Any], keep: list[Any], door: _native.Checkpointer, *,
                  runtime: _runtime.Runtime, ordered: Iterable[torch.device] = (),
-                 watch: _late.Watch | None = None,
-                 publishes: bool = True) -> None:
+                 watch: _late.Watch | None = None, publishes: bool = True,
+                 on_failure: Callable[[], None] | None = None) -> None:
         # `start` may wait for memory. It is called in the thread that sees the save through: Ctrl-C
         # ends the caller's wait for it, and never gets between a save that began and its handle.
         self.path = path
@@ -120,6 +120,7 @@ class Save:
         self._door: _native.Checkpointer | None = door
         self._pid = os.getpid()
         self._publishes = publishes  # False: it is a part of what its owner publishes
+        self._on_failure = on_failure  # called before the futures end
         self._report: dict[str, Any] | None = None
         self._devices = {s.device for s in keep}
         self._late = watch or None
@@ -206,6 +207,9 @@ class Save:
             self._report = report
             if report is None and error is None:
                 error = Error("INTERNAL", f"save {self.path}: its thread has died")
+            if error is not None and self._on_failure is not None:
+                self._on_failure()
+            self._on_failure = None
             _completion.end(self.staged, None, None if self.skipped else error)
             _completion.end(self.durable, report, error)
             ended(self, failed=error is not None and not self.refused)

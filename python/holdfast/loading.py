@@ -9,12 +9,13 @@ import functools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from holdfast import _kinds, _native, _plain, _ranks, _state, _unpickle
 from holdfast._building import Builder
+from holdfast._common import common
 from holdfast._filling import Filling
 from holdfast._pieces import Loading
 from holdfast.capture import FILE, OBJECTS, STRUCTURE
@@ -23,7 +24,34 @@ from holdfast.errors import Error
 
 BUFFER_BYTES = 64 << 20
 
+_COMPARED_BYTES = 8 << 20  # at a time
+
 MapLocation = None | str | torch.device | Mapping[str, Any] | Callable[[str], Any]
+
+
+class _Entry(NamedTuple):
+    """One stored run of bytes, and its place: a file and the offset in it."""
+
+    dtype: str
+    shape: list[int]
+    nbytes: int
+    place: tuple[str, int]
+
+
+class _View:
+    """The checkpoint as one rank saved it."""
+
+    def __init__(self, reader: Any, structure: dict[str, Any]) -> None:
+        self.reader = reader
+        self.structure = structure
+
+    @functools.cached_property
+    def entries(self) -> dict[str, _Entry]:
+        files = self.reader.files
+        return {
+            name: _Entry(dtype, shape, end - begin, (files[file], begin))
+            for name, dtype, shape, file, begin, end in self.reader.tensors()
+        }
 
 
 @dataclasses.dataclass
@@ -56,31 +84,81 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self.report: dict[str, Any] = {}
         own_rank, own_world = _ranks.rank_and_world()
         self.reader = _native.CheckpointReader.open(self.path, 0)
-        self.world_size = self.reader.world_size
-        if rank is None:
-            if self.world_size != own_world:
-                raise Error(
-                    "FAILED_PRECONDITION",
-                    f"load {self.path}: it was saved by {self.world_size} ranks, this job has "
-                    f"{own_world}; use holdfast.dcp for states that are loaded with another number "
-                    "of ranks, or pass rank= to read one rank's",
-                )
-            rank = own_rank
-        self.rank = rank
-        if rank != 0:
-            self.reader.add(rank)  # what both have is the own one
-        self.step = self.reader.step
+        self.step, self.world_size = self.reader.step, self.reader.world_size
+        # In a job of another size: what all ranks had alike.
+        together = rank is None and self.world_size != own_world
+        self.rank = own_rank if rank is None else rank
+        if self.rank != 0 and not together:
+            self.reader.add(self.rank)  # what both have is the own one
         self._entry_bytes: dict[str, int] = self.reader.entry_bytes()
-        structure = json.loads(self._bytes(STRUCTURE))
+        own = self._view_of(self.reader, self._entry_bytes)
+        self._root: _plain.Node = own.structure["root"]
+        self.deep: list[_plain.Node] = own.structure.get("deep", [])
+        self._objects: dict[str, list[int]] = own.structure["objects"]
+        self._ranks: list[_View] = []
+        self._alike: set[str] = set()
+        if together:
+            self._compare_ranks(own)
+
+    def _view_of(self, reader: Any, entry_bytes: dict[str, int]) -> _View:
+        structure = json.loads(self._bytes(STRUCTURE, reader, entry_bytes))
         if structure.get("holdfast_state") not in _state.VERSIONS_READ:
             raise Error(
                 "UNIMPLEMENTED",
                 f"load {self.path}: its description has version {structure.get('holdfast_state')}, "
                 f"this Holdfast reads {', '.join(map(str, _state.VERSIONS_READ))}; load it with a newer one",
             )
-        self._root: _plain.Node = structure["root"]
-        self.deep: list[_plain.Node] = structure.get("deep", [])
-        self._objects: dict[str, list[int]] = structure["objects"]
+        return _View(reader, structure)
+
+    # ---- In a job of another size than saved it.
+
+    def _compare_ranks(self, own: _View) -> None:
+        """Leaves in the description what all ranks had alike."""
+        self._ranks.append(own)
+        for other in range(1, self.world_size):
+            reader = _native.CheckpointReader.open(self.path, 0)
+            reader.add(other)
+            self._ranks.append(self._view_of(reader, reader.entry_bytes()))
+        structures = [view.structure for view in self._ranks]
+        self._root = common([structure["root"] for structure in structures])
+        if any(structure.get("deep", []) != self.deep for structure in structures):
+            self.deep = [{"kind": _kinds.DIFFERS} for _ in self.deep]
+
+    def differs(self, name: str) -> Error:
+        """The error for an entry that not all ranks had alike."""
+        return Error(
+            "FAILED_PRECONDITION",
+            f"load {name or 'state'} of {self.path}: it differs over the {self.world_size} ranks that "
+            "saved it; pass rank= to read one rank's, or leave it out",
+        )
+
+    def require_alike(self, name: str) -> None:
+        """Proves that all ranks had the same bytes under a stored name.
+
+        Raises:
+            Error: FAILED_PRECONDITION naming it.
+        """
+        if not self._ranks or name in self._alike:
+            return
+        entry = self._ranks[0].entries[name]
+        for view in self._ranks[1:]:
+            other = view.entries.get(name)
+            if other is None or (other.dtype, other.shape) != (entry.dtype, entry.shape):
+                raise self.differs(name)
+            # A replicated file is in the manifests of all ranks, with equal digests.
+            if other.place != entry.place and not self._same_bytes(view, name, entry.nbytes):
+                raise self.differs(name)
+        self._alike.add(name)
+
+    def _same_bytes(self, view: _View, name: str, nbytes: int, begin: int = 0,
+                    other_begin: int = 0) -> bool:
+        with self._reading() as loading:
+            for at in range(0, nbytes, _COMPARED_BYTES):
+                count = min(_COMPARED_BYTES, nbytes - at)
+                own = _read(loading, self.reader, name, count, begin + at)
+                if own != _read(loading, view.reader, name, count, other_begin + at):
+                    return False
+        return True
 
     @functools.cached_property
     def _views(self) -> dict[str, _plain.Node]:
@@ -152,8 +230,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         yield loading
         self.report = loading.report
 
-    def _bytes(self, name: str) -> bytes:
-        nbytes = self._entry_bytes.get(name)
+    def _bytes(self, name: str, reader: Any = None, entry_bytes: dict[str, int] | None = None) -> bytes:
+        nbytes = (self._entry_bytes if entry_bytes is None else entry_bytes).get(name)
         if nbytes is None:
             raise Error(
                 "FAILED_PRECONDITION",
@@ -161,7 +239,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 "tensors are ordinary safetensors files",
             )
         with self._reading() as loading:
-            return _read(loading, self.reader, name, nbytes)
+            return _read(loading, reader or self.reader, name, nbytes)
 
     def entry_bytes(self, name: str) -> int:
         """The length of an entry."""
@@ -199,6 +277,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def _pickle(self, loading: Loading, name: str) -> bytes:
         begin, length = self._objects[name]
+        for view in self._ranks[1:]:
+            other, other_length = view.structure["objects"].get(name, (0, -1))
+            if other_length != length or not self._same_bytes(view, OBJECTS, length, begin, other):
+                raise self.differs(name)
         return _read(loading, self.reader, OBJECTS, length, begin)
 
     def object(self, loading: Loading, name: str, allow: tuple[Any, ...]) -> Any:
@@ -260,7 +342,8 @@ def load(
         partial: whether a load that finds damage may leave `into` partly filled. False: all bytes are
             read and compared once before, so that a damaged checkpoint leaves it as it is.
         allow: classes (or "module:name") that objects, dataclasses and named tuples may be made of.
-        rank: whose view to read; default this process's, of as many ranks as saved.
+        rank: whose view to read; default this process's. In a job of another size than saved the
+            checkpoint: what all ranks had alike; an entry that differs over the ranks raises.
         verify: compare digests.
         buffer_bytes, threads: of the reading.
 
@@ -268,7 +351,7 @@ def load(
         `into`, or the state.
 
     Raises:
-        Error: NOT_FOUND, FAILED_PRECONDITION (incomplete, another number of ranks), DATA_LOSS (with
+        Error: NOT_FOUND, FAILED_PRECONDITION (incomplete, differs over the ranks), DATA_LOSS (with
             tensor, file and range), INVALID_ARGUMENT (structure, shape, dtype), PERMISSION_DENIED
             (an object needs a class that is not allowed).
     """

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from holdfast import _native, _ranks, _runtime, directories, events
+from holdfast import _agreement, _native, _ranks, _runtime, directories, events
 from holdfast._durable import make_directory
-from holdfast.capture import capture
+from holdfast.capture import Part
 from holdfast.errors import Error
 from holdfast.handle import Save
+
+# Seconds; the defaults of the runtime.
+TIME_LIVENESS_MAX = 30.0
+TIME_RANKS_MAX = 1800.0
 
 
 def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
@@ -36,7 +42,7 @@ def save_async(
     late: Iterable[Any] | bool = (),
     objects: str = "pickle",
     files: Mapping[str, Any] | None = None,
-    per_rank: Sequence[str] | None = None,
+    replicas: str = "per_rank",
     rank: int | None = None,
     world_size: int | None = None,
     attempt: str = "",
@@ -72,34 +78,62 @@ def save_async(
         files: further files of the checkpoint by name, committed and proven with it: text, bytes, or
             the ``pathlib.Path`` of a file to copy. With several ranks, those of rank 0.
         objects: ``"pickle"`` what is neither tensor nor plain value, or ``"refuse"`` it.
-        per_rank: with several ranks, patterns of paths (of `fnmatch`, in lower case) whose tensors
-            each rank saves for itself; all others are taken to be the same everywhere and saved by
-            rank 0. Default: what a word of its path, ``rng``, ``sampler``, ``loader`` or
-            ``generator``, calls random state or a loader's; floats of a ``sampler`` or
-            ``generator`` are weights. DTensors are always each rank's own, but for replicas over all
-            ranks.
-        rank, world_size: default those of torch.distributed.
-        attempt: agreed by all ranks; default derived by each alone.
+        replicas: with several ranks, what becomes of tensors of 1 MiB and more that not all ranks
+            hold alike: ``"per_rank"`` writes them for every rank that holds them, ``"refuse"``
+            raises INVALID_ARGUMENT. Tensors that all ranks hold alike are written once, and their
+            digests compared at every save. All smaller tensors are written by every rank.
+        rank, world_size: default those of torch.distributed. With others than these, every rank
+            writes all that it holds.
+        attempt: 32 hex digits that all ranks pass; default agreed through the key-value store of
+            torch.distributed. With it, every rank writes all that it holds.
         runtime: options and staging memory, for `Checkpointer`; default those of `configure`.
 
     Raises:
-        Error: ALREADY_EXISTS, INVALID_ARGUMENT (naming the entry), RESOURCE_EXHAUSTED, ...
+        Error: ALREADY_EXISTS, INVALID_ARGUMENT (naming the entry), RESOURCE_EXHAUSTED,
+            DEADLINE_EXCEEDED (a rank has not called), ABORTED (another rank's call has failed), ...
     """
     called_ns = time.monotonic_ns()
     own_rank, own_world = _ranks.rank_and_world()
     rank = own_rank if rank is None else rank
     world_size = own_world if world_size is None else world_size
     runtime = runtime or _runtime.default
+    if replicas not in ("per_rank", "refuse"):
+        raise Error("INVALID_ARGUMENT", f"save: replicas is 'per_rank' or 'refuse', not {replicas!r}")
     directory, name = _split(path)
-    # First of all that may fail on one rank alone: every rank has to count every save.
-    attempt = attempt or _ranks.attempt_of(os.path.join(directory, name), step, world_size)
+    whole = os.path.join(directory, name)
     liveness = runtime.options.get("time_liveness_max")
-    make_directory(directory)
-    with _ranks.Announcement(directory, name, attempt, rank, world_size, liveness) as announced:
-        captured = capture(
-            state, late=late, objects=objects, per_rank=per_rank, rank=rank,
-            world_size=world_size, attempt=attempt, files=files or {},
+    call: _agreement.Call | None = None
+    if world_size > 1 and not attempt:
+        if (rank, world_size) != (own_rank, own_world):
+            raise Error(
+                "INVALID_ARGUMENT",
+                f"save {os.fspath(path)}: rank {rank} of {world_size} is not this process's in "
+                "torch.distributed; pass attempt=, one id on all ranks (32 hex digits)",
+            )
+        call = _agreement.Call(
+            whole, os.fspath(path), step, rank, world_size, liveness or TIME_LIVENESS_MAX,
+            runtime.options.get("time_ranks_max") or TIME_RANKS_MAX,
         )
+        attempt = call.attempt
+    attempt = attempt or _native.new_attempt()
+    with contextlib.ExitStack() as stack:
+        if call is not None:
+            stack.callback(call.close)
+        try:
+            make_directory(directory)
+            announced = stack.enter_context(
+                _ranks.Announcement(directory, name, attempt, rank, world_size, liveness)
+            )
+            part = Part(state, objects=objects, files=files or {}, rank=rank, world_size=world_size)
+        except BaseException as error:
+            if call is not None:
+                call.refuse(str(error) or repr(error))
+            raise
+        refuse = replicas == "refuse" and world_size > 1
+        agreement = _agreement.NONE if call is None else call.agree(part.entries(), part.own, refuse)
+        if refuse:
+            agreement.check(os.fspath(path), part.entries(), part.own)
+        captured = part.plan(late=late, replicated=agreement.replicated, attempt=attempt)
         door = runtime.door(
             directory, captured.plan.total_bytes, when_full=when_full, keep_last=keep_last,
             keep_every=keep_every, rank=rank, world_size=world_size,
@@ -112,13 +146,19 @@ def save_async(
             "objects": captured.objects,
             "contiguous_copies": captured.contiguous_copies,
         }
+        if world_size > 1:
+            extra["tensors_replicated"] = len(agreement.replicated)
+            extra["tensors_per_rank"] = len(part.entries()) - len(agreement.replicated)
+        if call is not None:
+            extra["tensors_on_some_ranks"] = len(agreement.elsewhere)
 
         def start() -> _native.SaveHandle:
             announced.begun = True
             return door.save(name, captured.plan, step, replace, attempt, False, bool(captured.watch))
 
-        begun = Save(start, os.path.join(directory, name), step, extra, captured.keep, door,
-                     runtime=runtime, ordered=captured.waiting, watch=captured.watch)
+        begun = Save(start, whole, step, extra, captured.keep, door, runtime=runtime,
+                     ordered=captured.waiting, watch=captured.watch,
+                     on_failure=functools.partial(_agreement.forget, agreement))
         captured.release()
         return begun
 

@@ -18,7 +18,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from holdfast import _ranks
 from holdfast._process import PerProcess
 from holdfast.errors import Error
 
@@ -27,6 +26,9 @@ logger = logging.getLogger("holdfast")
 CHUNK = 4 << 20
 # So many of the tensors that did not change, and of those that did, are named in the report.
 NAMES_MAX = 20
+_WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_RANDOM = re.compile(r"rng\w*|\w*rng|\w*loaders?")
+_RANDOM_UNLESS_FLOATS = re.compile(_RANDOM.pattern + "|(data|batch|distributed)?samplers?|generators?")
 _OWN = "holdfast:"  # what Holdfast stores beside the tensors
 _REMEMBERED_MAX = 64  # saves, one for each directory and rank
 _SIBLINGS_MAX = 10_000
@@ -193,6 +195,17 @@ def describe(earlier: Snapshot, later: Snapshot) -> dict[str, Any]:
     }
 
 
+def is_random_state(name: str, dtype: str) -> bool:
+    """Whether a tensor is random state, or where data loading stands, by its name.
+
+    Words count, at dots, underscores and changes of case: ``upsamplers`` are layers. So are floats
+    under ``generator`` or ``sampler``: what these have for a state is made of integers.
+    """
+    floats = dtype.startswith(("F", "BF", "C"))
+    pattern = _RANDOM if floats else _RANDOM_UNLESS_FLOATS
+    return any(pattern.fullmatch(word.lower()) for word in _WORD.findall(name))
+
+
 def _is_stale(found: Comparison, later: Snapshot) -> bool:
     """Whether nothing that a step of training changes has changed.
 
@@ -202,7 +215,7 @@ def _is_stale(found: Comparison, later: Snapshot) -> bool:
 
     def counts(name: str) -> bool:
         tensor = later.tensors[name]
-        return tensor.elements > 1 and not _ranks.is_own(name, tensor.layout[0])
+        return tensor.elements > 1 and not is_random_state(name, tensor.layout[0])
 
     identical = any(counts(n) for n in found.identical)
     changed = any(counts(n) for n in found.changed)

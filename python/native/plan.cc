@@ -5,11 +5,13 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -108,6 +110,42 @@ void AddLike(SavePlan* plan, const SavePlan& other, const std::vector<uintptr_t>
   if (next != addresses.size()) throw nb::value_error("plan: more addresses than tensors");
 }
 
+/// name, dtype, shape, address, bytes, device (or None), stream.
+using Source = std::tuple<std::string, std::string, std::vector<int64_t>, uintptr_t, uint64_t,
+                          Device*, uintptr_t>;
+
+void AddSafetensors(SavePlan* plan, const std::string& file_name,
+                    const std::vector<Source>& sources,
+                    const std::vector<std::pair<std::string, std::string>>& metadata,
+                    const std::string& attempt, bool replicated) {
+  std::vector<TensorSource> tensors;
+  tensors.reserve(sources.size());
+  for (const auto& [name, dtype, shape, address, bytes, device, stream] : sources) {
+    tensors.push_back({.name = name,
+                       .dtype = dtype,
+                       .shape = shape,
+                       .data = Pointer<const void>(address),
+                       .bytes = bytes,
+                       .device = device,
+                       .stream = Pointer(stream)});
+  }
+  SavePlan one = ValueOrThrow(
+      PlanSafetensors(file_name, tensors, {.metadata = metadata, .attempt = AttemptOf(attempt)}));
+  const auto files_before = static_cast<uint32_t>(plan->files.size());
+  const auto tensors_before = static_cast<uint32_t>(plan->tensors.size());
+  for (PlannedTensor& tensor : one.tensors) {
+    tensor.file += files_before;
+    plan->tensors.push_back(std::move(tensor));
+  }
+  for (PlannedFile& file : one.files) {
+    for (Segment& segment : file.segments) {
+      if (segment.tensor != Segment::kLiteral) segment.tensor += tensors_before;
+    }
+    file.replicated = replicated;
+    plan->files.push_back(std::move(file));
+  }
+}
+
 ModelPlan PlanModel(const std::string& file_name, const std::vector<std::string>& names,
                     const std::vector<std::string>& dtypes,
                     const std::vector<std::vector<int64_t>>& shapes,
@@ -177,6 +215,9 @@ void BindPlan(nb::module_& module) {
            "Appends a tensor's bytes; returns the segment's index for CRC-32 slots.")
       .def("add_literal", &AddLiteral, "bytes"_a, "crc32_slots"_a,
            "Appends bytes of the format's own. A slot is (offset in the bytes, segment).")
+      .def("add_safetensors", &AddSafetensors, "file_name"_a, "tensors"_a, "metadata"_a,
+           "attempt"_a, "replicated"_a = false,
+           "Adds a whole safetensors file; `replicated`: see PlannedFile.")
       .def("add_like", &AddLike, "other"_a, "addresses"_a,
            "Appends what `other` has to the last file, with other memory for its tensors.")
       .def_prop_ro(

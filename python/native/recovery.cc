@@ -8,6 +8,7 @@
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
 #include <optional>
 #include <string>
 
@@ -73,6 +74,19 @@ void BindRecovery(nb::module_& module) {
         return WithoutGil([&] { return RankAnnouncement::Make(who); });
       },
       "directory"_a, "name"_a, "attempt"_a, "rank"_a, "world_size"_a, "time_liveness_max"_a.none());
+  module.def(
+      "digest",
+      [](uintptr_t address, uint64_t bytes) {
+        const Digest digest = [&] {
+          const GilReleased released;
+          return DigestOf(Pointer<const void>(address), bytes);
+        }();
+        char out[2 * sizeof(uint64_t)];
+        std::memcpy(out, &digest.high, sizeof(digest.high));
+        std::memcpy(out + sizeof(digest.high), &digest.low, sizeof(digest.low));
+        return nb::bytes(out, sizeof(out));
+      },
+      "address"_a, "bytes"_a, "XXH3-128 of bytes in host memory, 16 bytes.");
   module.def(
       "recover",
       [](const std::string& directory, std::optional<double> wait_for_orphans, bool promote,

@@ -332,3 +332,16 @@ def test_a_manifest_of_a_hundred_gigabytes_is_compared_in_a_moment(tmp_path: Pat
     print(f"{os.path.getsize(path)} bytes of manifest: {min(times) * 1e3:.1f} ms of CPU")
     assert len(one.tensors) == 5_000
     assert min(times) < 1.0  # 20 times what it takes
+
+
+def test_whole_words_and_integers_name_random_state() -> None:
+    own = ("rng", "rng.cuda.0", "torch_rng_state", "state.cudaRNGState", "train_loader.position",
+           "dataloader.0", "trainLoader", "sampler.perm", "DistributedSampler", "generators.1", "generator")
+    for name in own:
+        assert snapshots.is_random_state(name, "U8"), name
+    assert snapshots.is_random_state("loader.prefetched", "F32")
+    for name in ("upsamplers.0.w", "model.resampler.w", "wrong", "regenerator", "uploaded"):
+        assert not snapshots.is_random_state(name, "U8") and not snapshots.is_random_state(name, "F32"), name
+    for name in ("generator.w", "model.sampler.w"):  # layers
+        for dtype in ("F32", "BF16", "F8_E4M3", "C64"):
+            assert not snapshots.is_random_state(name, dtype), name

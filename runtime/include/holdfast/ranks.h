@@ -56,6 +56,10 @@ class RankAnnouncement {
 /// board; if ranks are missing, Recover removes both.
 absl::Status AbandonSave(const RankInSave& who, const absl::Status& why);
 
+/// XXH3-128 of `bytes` at `data`, for ranks that find out which tensors they have alike
+/// (PlannedFile::replicated).
+Digest DigestOf(const void* data, uint64_t bytes);
+
 }  // namespace holdfast
 
 #endif  // HOLDFAST_RANKS_H_
