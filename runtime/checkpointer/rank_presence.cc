@@ -15,7 +15,6 @@
 #include "runtime/base/status.h"
 #include "runtime/base/thread.h"
 #include "runtime/checkpointer/options.h"
-#include "runtime/digest/digest.h"
 #include "runtime/directory/entries.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/format/file_names.h"
@@ -326,7 +325,5 @@ absl::Status AbandonSave(const RankInSave& who, const absl::Status& why) {
   (*announcement)->Abandon(why);
   return absl::OkStatus();
 }
-
-Digest DigestOf(const void* data, uint64_t bytes) { return digest::Of(data, bytes); }
 
 }  // namespace holdfast

@@ -8,7 +8,9 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "holdfast/ranks.h"
 #include "runtime/base/status.h"
+#include "runtime/digest/digest.h"
 #include "runtime/format/file_names.h"
 #include "runtime/format/tensor_parts.h"
 #include "runtime/format/text.h"
@@ -178,5 +180,7 @@ absl::Status ValidatePlan(const SavePlan& plan) {
   }
   return absl::OkStatus();
 }
+
+Digest DigestOf(const void* data, uint64_t bytes) { return digest::Of(data, bytes); }
 
 }  // namespace holdfast

@@ -367,7 +367,7 @@ def truncated(directory: Path) -> str:
 def other_world_size(directory: Path) -> str:
     both = [
         holdfast.save_async(
-            {"w": torch.ones(9)}, directory / "step-1", rank=r, world_size=2, attempt="1" * 32
+            {"w": torch.full((9,), r)}, directory / "step-1", rank=r, world_size=2, attempt="1" * 32
         )
         for r in (0, 1)
     ]

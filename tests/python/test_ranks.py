@@ -168,7 +168,8 @@ def test_a_rank_that_is_busy_before_its_save_begins_is_waited_for(tmp_path: Path
 
 def test_a_rank_that_dies_hangs_nobody(tmp_path: Path) -> None:
     # Joined one by one: PyTorch's own join would end the other rank as soon as one is dead.
-    ranks = on_ranks(RANKS, one_rank_dies, str(tmp_path), join=False).processes
+    context = on_ranks(RANKS, one_rank_dies, str(tmp_path), join=False)
+    ranks = context.processes
     for process in ranks:
         process.join(60)
     assert [process.exitcode for process in ranks] == [0, 3]

@@ -16,7 +16,7 @@ _OF_DCP = re.compile(
     r"|rank-\d{5,}-of-\d{5,}-[0-9a-f]{32}\.manifest\.json"
 )
 _OF_HOLDFAST = re.compile(
-    r"holdfast\.commit\.json|rank-\d{5,}-of-\d{5,}\.manifest\.json|model-\d{5,}-of-\d{5,}\.safetensors"
+    r"holdfast\.commit\.json|rank-\d{5,}-of-\d{5,}\.manifest\.json|model-(replicas|\d{5,}-of-\d{5,})\.safetensors"
 )
 
 
