@@ -48,6 +48,7 @@ class Part:
 
     Attributes:
         own: names of what is this rank's own, whatever others have: shards of DTensors.
+        count: of the rank's tensors.
     """
 
     def __init__(self, state: Any, *, objects: str, files: Mapping[str, Any], rank: int,
@@ -62,6 +63,7 @@ class Part:
         self._blob, self._index = _pickled(self._described.objects, objects)
         self._files = {name: _content(name, given) for name, given in files.items() if rank == 0}
         self.own = _shards(self._described.outline, world_size)
+        self.count = len(self._described.outline.names)
 
     def entries(self) -> list[_state.Entry]:
         """The rank's tensors, as they are stored."""

@@ -145,12 +145,10 @@ def save_async(
             "world_size": world_size,
             "objects": captured.objects,
             "contiguous_copies": captured.contiguous_copies,
+            "tensors_replicated": len(agreement.replicated),
+            "tensors_per_rank": part.count - len(agreement.replicated),
+            "tensors_on_some_ranks": len(agreement.elsewhere),
         }
-        if world_size > 1:
-            extra["tensors_replicated"] = len(agreement.replicated)
-            extra["tensors_per_rank"] = len(part.entries()) - len(agreement.replicated)
-        if call is not None:
-            extra["tensors_on_some_ranks"] = len(agreement.elsewhere)
 
         def start() -> _native.SaveHandle:
             announced.begun = True
