@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast import _dtypes, _native, _plain
+from holdfast import _devices, _dtypes, _native, _plain
 from holdfast._kinds import kind_of_node, under
 from holdfast._plain import Node
 from holdfast._tensor_kinds import PLAIN_TENSORS, TENSOR, kind_of
@@ -329,10 +329,7 @@ class Description:
     def memory(self, entry: int) -> torch.Tensor:
         """The bytes of an entry, as a tensor over its memory."""
         owner = self.tensors[self.outline.members[entry][0]]
-        storage = owner.untyped_storage()
-        return torch.empty(0, dtype=torch.uint8, device=owner.device).set_(
-            storage, self.addresses[entry] - storage.data_ptr(), (self.outline.nbytes[entry],), (1,)
-        )
+        return _devices.bytes_of(owner, self.addresses[entry], self.outline.nbytes[entry])
 
 
 def _table_of(walk: Walk) -> Any:
