@@ -27,7 +27,8 @@ REPLICA_BYTES_MIN = 1 << 20  # smaller tensors are written by every rank that ha
 _WARNING_AFTER = 5.0  # seconds of waiting for a rank
 _MARGIN = 10.0  # seconds that the others wait longer than rank 0
 _BUSY = "described its state yet, or is gone"
-_SLICE = 0.5  # seconds; other threads may use the store in between
+_AT_ONCE = 0.5  # seconds
+_INTERVAL = 0.05  # seconds between two looks
 _SLICE_BYTES = 64 << 20  # of a tensor, copied from its device at a time
 _NAME_BYTES, _CONTENT_BYTES = 8, 16
 _FAILED = b"!"  # and rank and reason
@@ -133,18 +134,17 @@ class _Store:
         import torch.distributed as dist
 
         begin, warned = time.monotonic(), False
-        while True:
-            waited = time.monotonic() - begin
-            left = min(_SLICE, max(time_max - waited, 0.01))
-            try:
-                self._store.wait(keys, timedelta(seconds=left))
-                return
-            except dist.DistStoreError:
-                pass
-            if until():
-                return
+        # One wait ends at once when the keys come. Further ones would each log a warning of the
+        # store and keep other threads from it, so that long waits ask.
+        try:
+            self._store.wait(keys, timedelta(seconds=min(_AT_ONCE, time_max)))
+            return
+        except dist.DistStoreError:
+            pass
+        while not until() and not self._store.check(keys):
             waited = time.monotonic() - begin
             if waited < min(_WARNING_AFTER, time_max) or (warned and waited < time_max):
+                time.sleep(_INTERVAL)
                 continue
             late = [r for r, key in zip(ranks, keys, strict=True) if not self.has(key)]
             if late and waited >= time_max:
