@@ -323,8 +323,9 @@ class Description:
     def entries(self) -> list[Entry]:
         """What is stored, one by one."""
         o = self.outline
-        columns = zip(o.names, o.dtypes, o.shapes, self.addresses, o.nbytes, o.devices, strict=True)
-        return [Entry(*row, functools.partial(self.memory, i)) for i, row in enumerate(columns)]
+        memory = [functools.partial(self.memory, i) for i in range(len(o.names))]
+        columns = o.names, o.dtypes, o.shapes, self.addresses, o.nbytes, o.devices, memory
+        return [Entry(*row) for row in zip(*columns, strict=True)]
 
     def memory(self, entry: int) -> torch.Tensor:
         """The bytes of an entry, as a tensor over its memory."""
