@@ -299,6 +299,7 @@ bool Supervisor::End(const std::shared_ptr<SaveState>& save, bool gone) {
     StopStaging(save, status);
     return false;
   }
+  RetireIfLanded(save.get(), gone);  // The last user may have left since the first look.
   if (!save->retired) {
     AwaitLanding(save, status);
     return false;
