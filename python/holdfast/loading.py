@@ -129,7 +129,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return Error(
             "FAILED_PRECONDITION",
             f"load {name or 'state'} of {self.path}: it differs over the {self.world_size} ranks that "
-            "saved it; pass rank= to read one rank's, or leave it out",
+            "saved it; pass rank= (holdfast convert: --rank) to read one rank's, or leave it out",
         )
 
     def require_alike(self, name: str) -> None:

@@ -186,8 +186,14 @@ def test_a_rank_of_several_is_chosen(tmp_path: Path) -> None:
         holdfast.save_async({"rng": torch.full((4,), rank)}, two, rank=rank, world_size=2, attempt=ATTEMPT)
         for rank in (0, 1)
     ]
+    saves += [
+        holdfast.save_async({"w": torch.ones(4)}, tmp_path / "alike", rank=rank, world_size=2, attempt=ATTEMPT)
+        for rank in (0, 1)
+    ]
     for save in saves:
         save.wait(60)
+    assert command("convert", tmp_path / "alike", tmp_path / "alike.pt").status == 0
+    assert torch.load(tmp_path / "alike.pt", weights_only=True)["w"].tolist() == [1, 1, 1, 1]
     runs = each(*(["convert", *rank, two, file] for rank in ([], ["--rank", "2"], ["--rank", "1"])))
     refused(runs[0], "2 ranks", "--rank")
     refused(runs[1], "2 ranks", "--rank")

@@ -51,7 +51,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="a checkpoint or file")
     parser.add_argument("destination", metavar="DST", help="a path where nothing is yet")
     parser.add_argument("--to", choices=_FORMATS, help="format of DST (default: by its suffix, else holdfast)")
-    parser.add_argument("--rank", type=int, help="whose state to convert, where several ranks have saved")
+    parser.add_argument("--rank", type=int, help="whose state to convert, where several ranks have saved; default what all ranks had alike")
     parser.add_argument("--step", type=int, help="step to record (default: that of SRC, else 0)")
     parser.add_argument("--tensors-only", action="store_true", help="leave out what is no tensor")
     parser.add_argument(

@@ -95,7 +95,7 @@ class Source:
         """The state as nested containers. Large tensors are in pages of files.
 
         Args:
-            rank: whose state to read; needed where several ranks have saved.
+            rank: whose state to read; default what all ranks had alike.
             allow: classes that objects may be made of, as "module:Class".
         """
         raise NotImplementedError
@@ -230,9 +230,10 @@ class _Holdfast(Source):
         from holdfast import loading
 
         world = self.facts["world_size"]
-        if world > 1 and not 0 <= (-1 if rank is None else rank) < world:
+        if rank is not None and not 0 <= rank < world:
             raise Error("INVALID_ARGUMENT", f"load {self.path}: {world} ranks saved it; pass --rank 0 to {world - 1}")
-        return loading.Checkpoint(self.path, rank=rank or 0, map_location="cpu")
+        # Without a rank: what all ranks had alike.
+        return loading.Checkpoint(self.path, rank=rank, map_location="cpu")
 
     def state(self, rank: int | None = None, allow: Iterable[str] = ()) -> Any:
         from holdfast.cli import scratch
