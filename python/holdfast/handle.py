@@ -87,7 +87,8 @@ class Save:
         skipped: whether the save was left out, with ``when_full="skip"``. `staged` then has ended
             with None and `durable` with an UNAVAILABLE error, which `flush` and the exit pass over.
         staged: a future, done once everything was copied out of the state; CPU tensors always are
-            when `save_async` returns. Before that, device tensors must not be changed.
+            when `save_async` returns. Only device tensors that ``late`` names must stay unchanged
+            until then.
         durable: a future of the report, done once the checkpoint survives power loss. Its exception
             is the save's.
         objects: paths of what was pickled.

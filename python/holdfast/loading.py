@@ -308,7 +308,8 @@ def open(path: str | os.PathLike[str], **options: Any) -> Checkpoint:
 
     Args:
         path: the checkpoint's directory.
-        **options: as of `load`, without `into`, `strict` and `allow`.
+        **options: as of `load`, without `into`, `strict`, `partial` and `allow`; also ``engine`` and
+            ``direct_io``.
     """
     return Checkpoint(path, **options)
 

@@ -82,8 +82,9 @@ def save_async(
             hold alike: ``"per_rank"`` writes them for every rank that holds them, ``"refuse"``
             raises INVALID_ARGUMENT. Tensors that all ranks hold alike are written once, and their
             digests compared at every save. All smaller tensors are written by every rank.
-        rank, world_size: default those of torch.distributed. With others than these, every rank
-            writes all that it holds.
+                rank, world_size: default those of torch.distributed. Others need `attempt`, except
+            ``world_size=1``.
+
         attempt: 32 hex digits that all ranks pass; default agreed through the key-value store of
             torch.distributed. With it, every rank writes all that it holds.
         runtime: options and staging memory, for `Checkpointer`; default those of `configure`.

@@ -250,8 +250,8 @@ class Stager:
     """Tells `holdfast.dcp.async_save` to answer with both futures; a stager for the stock one, too.
 
     Under `holdfast.dcp.async_save` nothing is staged here: tensors are copied straight to their
-    places in the files. ``staging_completion`` then says when GPU tensors may be changed; CPU
-    tensors may when the call returns.
+    places in the files. ``staging_completion`` ends when all copies have ended. Only
+    tensors that `late` names must stay unchanged until then.
     """
 
     _synchronize_after_execute = False
