@@ -227,7 +227,7 @@ def test_options_of_a_save_are_defaults(tmp_path: Path) -> None:
 _FORKED = """
 import os, sys, torch, holdfast
 checkpointer = holdfast.Checkpointer(sys.argv[1], arena_bytes=64 << 20, bytes_per_second_max=64 << 10)
-save = checkpointer.save_async({"w": torch.ones(1 << 20)}, 1)
+save = checkpointer.save_async({"w": torch.ones(8 << 20)}, 1)
 pid = os.fork()
 if pid == 0:
     checkpointer.wait(10)
