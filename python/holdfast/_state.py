@@ -8,9 +8,7 @@ an `Outline`, and is kept: the next state of the same structure gives only addre
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast import _devices, _dtypes, _native, _plain
+from holdfast import _collector, _devices, _dtypes, _native, _plain
 from holdfast._kinds import kind_of_node, under
 from holdfast._plain import Node
 from holdfast._tensor_kinds import PLAIN_TENSORS, TENSOR, kind_of
@@ -33,18 +31,6 @@ _DEEP = ("deep",)
 _OUTLINES_MAX = 4
 
 _recent: deque[Outline] = deque(maxlen=_OUTLINES_MAX)
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Around what makes many objects that live on: a collector would visit them over and over."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class Walk:
@@ -308,7 +294,7 @@ class Description:
         tables = (table, stored)
         outline = next((o for o in list(_recent) if o.fits(walk.tokens, tables)), None)
         if outline is None:
-            with collector_paused():
+            with _collector.paused():
                 outline = Outline(walk, self.tensors, tables)
             _recent.appendleft(outline)
         self.outline = outline

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast import _kinds, _native, _plain, _ranks, _state, _unpickle
+from holdfast import _collector, _kinds, _native, _plain, _ranks, _state, _unpickle
 from holdfast._building import Builder
 from holdfast._common import common
 from holdfast._filling import Filling
@@ -356,7 +356,7 @@ def load(
             tensor, file and range), INVALID_ARGUMENT (structure, shape, dtype), PERMISSION_DENIED
             (an object needs a class that is not allowed).
     """
-    with _state.collector_paused():
+    with _collector.paused():
         checkpoint = Checkpoint(
             path, rank=rank, map_location=map_location, verify=verify, buffer_bytes=buffer_bytes,
             threads=threads,

@@ -14,8 +14,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from holdfast import _devices, _dtypes, _late, _native
-from holdfast.dcp import collector
+from holdfast import _collector, _devices, _dtypes, _late, _native
 from holdfast.dcp.framing import ALIGNMENT, can_frame, frame
 from holdfast.dcp.parts import PART, PLAN, Part, digest_of
 from holdfast.errors import Error
@@ -152,7 +151,7 @@ class Layout:
     def is_fixed(self) -> bool:
         return self._fixed is not None
 
-    @collector.paused()
+    @_collector.paused()
     def plan_file(self, data: list[Any], name: str, late: _late.Late,
                   part: Part | None = None, plans: Iterable[bytes] = ()) -> FilePlan:  # fmt: skip
         """Plans the file of one save. Host memory comes first: it is captured in the runtime's call.
@@ -202,7 +201,7 @@ class Layout:
             about.getbuffer()[:] = part.encode()
         return out
 
-    @collector.paused()
+    @_collector.paused()
     def fix(self, data: list[Any]) -> None:
         """Plans what further saves will have at the same place; they have the same kinds of tensors."""
         if not _is_host():

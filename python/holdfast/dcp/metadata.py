@@ -13,9 +13,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from holdfast import _native, _unpickle
+from holdfast import _collector, _native, _unpickle
 from holdfast._durable import sync_directory
-from holdfast.dcp import collector
 from holdfast.errors import Error, of_system
 
 # What the framework's own writers put there, and Megatron, which keeps the ranks' plans. Planners may
@@ -154,7 +153,7 @@ def commit(directory: Path, name: str, metadata: Metadata, attempt: str, world_s
         directory, name, metadata: what is written where.
         attempt, world_size: of the save. Its commit record is written first.
     """
-    with collector.paused():
+    with _collector.paused():
         data = pickle.dumps(metadata)
     record = _native.make_commit_record(str(directory), attempt, world_size, name, data)
     # The record's name before the metadata's: else a crash could leave metadata without its proof.

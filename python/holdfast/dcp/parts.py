@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from holdfast.dcp import collector
+from holdfast import _collector
 from holdfast.dcp import metadata as _metadata
 from holdfast.errors import Error
 
@@ -56,7 +56,7 @@ class Plan:
     @functools.cached_property
     def data(self) -> bytes:
         """The plan as an entry of a file."""
-        with collector.paused():
+        with _collector.paused():
             # One object per index: what is left out by many ranks is pickled once.
             one: dict[MetadataIndex, MetadataIndex] = {}
             left_out = [[one.setdefault(i, i) for i in row] for row in self.left_out]
@@ -151,7 +151,7 @@ def _swapped(numbers: array.array) -> array.array:
     return numbers
 
 
-@collector.paused()
+@_collector.paused()
 def assemble(parts: list[Part], plans: dict[str, Plan], path: str) -> Metadata:
     """The metadata of a save from the parts of all its ranks.
 

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from holdfast.dcp import collector
+from holdfast import _collector
 from holdfast.dcp.items import Layout
 from holdfast.dcp.parts import Plan
 
@@ -49,7 +49,7 @@ class Look:
     nodes: list[Any]
 
 
-@collector.paused()
+@_collector.paused()
 def look(state: Any, flags: tuple[Any, ...]) -> Look | None:
     """The structure of a state; None for one that only the framework understands.
 

@@ -20,8 +20,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.metadata import Metadata
 
-from holdfast import _completion, _runtime, events, handle
-from holdfast.dcp import collector
+from holdfast import _collector, _completion, _runtime, events, handle
 from holdfast.dcp.plans import Cache
 from holdfast.errors import Error, TimeoutError
 
@@ -193,11 +192,11 @@ class Exchange:
         if gathered is not None:
             values = [mine, *map(pickle.loads, gathered[1:])]
             own = _combined(values, combine)
-            with collector.paused():
+            with _collector.paused():
                 answer = pickle.dumps(own)
         answer = self._broadcast(answer)
         if gathered is None:
-            with collector.paused():
+            with _collector.paused():
                 own = pickle.loads(answer)
         return _value_of(own)
 
