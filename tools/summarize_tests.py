@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Counts single tests in the JUnit files of ctest and pytest, one file a pass, and prints what failed and what was skipped, and why.
 
-Usage: summarize_tests.py DIRECTORY PASS...   reads DIRECTORY/PASS.xml. Exit status 1 if a test failed or none ran.
+Usage: summarize_tests.py DIRECTORY PASS...   reads DIRECTORY/PASS.xml, and PASS.retry.xml if tests that failed were run again. A test that failed first and
+passed then is called unstable. Exit status 1 if a test failed, each time that it ran, or none ran.
 """
 
 import collections
@@ -26,11 +27,17 @@ def outcome(case):
     return "passed"
 
 
+def program_of(case):
+    """The name of a program of ctest, or of a test of pytest."""
+    name = case.get("name")
+    if case.get("classname") not in (None, "", name) and "/" not in name:
+        return f"{case.get('classname')}.{name}"  # pytest's
+    return name
+
+
 def count(case, totals, failed, skipped):
     """Adds one program's tests to the totals."""
-    name = case.get("name")
-    if case.get("classname") and "/" not in name:
-        name = f"{case.get('classname')}.{name}"  # pytest's
+    name = program_of(case)
     whole = outcome(case)
     output = case.findtext("system-out") or ""
     results = RESULT.findall(output)
@@ -60,29 +67,45 @@ def count(case, totals, failed, skipped):
             skipped.append((reason.removeprefix("skipped: "), name))
 
 
+def read(file):
+    """The totals of a JUnit file, the tests that failed, those that were skipped with their reason, and the programs that ran."""
+    totals, failed, skipped = collections.Counter(), [], []
+    cases = list(ElementTree.parse(file).getroot().iter("testcase"))
+    for case in cases:
+        count(case, totals, failed, skipped)
+    return totals, failed, skipped, {program_of(case) for case in cases}
+
+
+def unstable_of(failed, retried):
+    """The failed tests that have passed when they ran again."""
+    if not retried.exists():
+        return []
+    _, failed_again, _, ran = read(retried)
+    return [test for test in failed if test not in failed_again and test.split(": ")[0] in ran]
+
+
 def main(directory, passes):
     broken = False
     for each in passes:
-        totals = collections.Counter()
-        failed = []
-        skipped = []
         file = directory / f"{each}.xml"
         if not file.exists():
             print(f"{each}: 0 passed, 1 failed, 0 skipped (the build failed, or no test could be run)")
             broken = True
             continue
-        for case in ElementTree.parse(file).getroot().iter("testcase"):
-            count(case, totals, failed, skipped)
+        totals, failed, skipped, _ = read(file)
         by_reason = collections.defaultdict(list)
         for reason, test in skipped:
             by_reason[reason].append(test)
         for reason, tests in sorted(by_reason.items()):
             more = f" and {len(tests) - 1} more" if len(tests) > 1 else ""
             print(f"  skipped: {tests[0]}{more}: {reason}")
+        unstable = unstable_of(failed, directory / f"{each}.retry.xml")
         for test in failed:
-            print(f"  FAILED: {test}")
-        print(f"{each}: {totals['passed']} passed, {totals['failed']} failed, {totals['skipped']} skipped")
-        broken = broken or totals["failed"] > 0 or totals["passed"] == 0
+            print(f"  UNSTABLE, failed once: {test}" if test in unstable else f"  FAILED: {test}")
+        stays = totals["failed"] - len(unstable)
+        text = f", {len(unstable)} unstable" if unstable else ""
+        print(f"{each}: {totals['passed']} passed, {stays} failed, {totals['skipped']} skipped{text}")
+        broken = broken or stays > 0 or totals["passed"] == 0
     return 1 if broken else 0
 
 

@@ -6,6 +6,8 @@
 #                           on two cores.
 #   tools/test.sh --full    {g++, clang 14} x {none, asan+ubsan, tsan}, the fuzzers for a moment, and the long runs
 #                           (HOLDFAST_LONG=1). Hours.
+#   tools/test.sh --retry   tests that fail run a second time, one at a time. Those that pass then are listed as unstable and do not
+#                           fail the command: for machines that others load.
 #   tools/test.sh PASS...   only these passes: python, release, asan, tsan, clang, clang-asan, clang-tsan, fuzz, debug.
 #
 # Each pass builds in build/PASS (python: in build/venv). Ends with one summary; exit status 0 if nothing failed.
@@ -14,6 +16,11 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 
+retry=
+if [ "${1:-}" = --retry ]; then
+  retry=1
+  shift
+fi
 case "${1:-}" in
   -h | --help)
     sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
@@ -56,7 +63,11 @@ python_pass() {
   say "== python: tests"
   started=$SECONDS
   local result=0
-  "$root/build/venv/bin/python" -B -m pytest "$root/tests/python" -q -n "$tests_at_once" --dist loadfile --junitxml="$results/python.xml" || result=1
+  local pytest=("$root/build/venv/bin/python" -B -m pytest "$root/tests/python" -q -o cache_dir="$root/build/pytest-cache")
+  "${pytest[@]}" -n "$tests_at_once" --dist loadfile --junitxml="$results/python.xml" || result=1
+  if [ "$result$retry" = 11 ]; then
+    "${pytest[@]}" --last-failed --last-failed-no-failures none --junitxml="$results/python.retry.xml" && result=0
+  fi
   echo "python: built in $built s, tested in $((SECONDS - started)) s"
   return "$result"
 }
@@ -105,8 +116,13 @@ for pass in "${passes[@]}"; do
   built=$((SECONDS - started))
   say "== $pass: tests"
   started=$SECONDS
-  GTEST_FILTER=$filter ctest --preset "$pass" -j "$tests_at_once" "${only[@]}" --output-junit "$results/$pass.xml" --test-output-size-passed 4000000 \
-    --test-output-size-failed 4000000 || status=1
+  ctest=(ctest --preset "$pass" --test-output-size-passed 4000000 --test-output-size-failed 4000000)
+  result=0
+  GTEST_FILTER=$filter "${ctest[@]}" -j "$tests_at_once" "${only[@]}" --output-junit "$results/$pass.xml" || result=1
+  if [ "$result$retry" = 11 ]; then
+    GTEST_FILTER=$filter "${ctest[@]}" -j 1 --rerun-failed --output-junit "$results/$pass.retry.xml" && result=0
+  fi
+  [ "$result" = 0 ] || status=1
   echo "$pass: built in $built s, tested in $((SECONDS - started)) s"
 done
 
