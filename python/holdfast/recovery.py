@@ -16,7 +16,7 @@ _DCP_MANIFEST = re.compile(r"rank-\d{5,}-of-\d{5,}-([0-9a-f]{32})\.manifest\.jso
 
 
 def _uncommitted_dcp(path: str) -> list[str]:
-    """Directories with manifests of DCP saves that no metadata speaks of; "." for `path` itself."""
+    """Directories with DCP saves that no metadata speaks of, or under way; "." for `path` itself."""
     with of_system(f"recover {path}: list it"), os.scandir(path) as entries:
         names = [".", *sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))]
     return [name for name in names if _has_uncommitted(os.path.join(path, name))]
@@ -31,9 +31,10 @@ def _has_uncommitted(path: str) -> bool:
                 with open(os.path.join(path, name), "rb") as file:
                     data = file.read()
                 attempts = {attempt for attempt in attempts if attempt not in data}
+        # A worker without its trainer has no manifest before its data is durable.
+        return bool(attempts) or _native.saves_at_work(path) == "orphan"
     except OSError:  # removed meanwhile, or not ours to read
         return False
-    return bool(attempts)
 
 
 def recover(

@@ -110,6 +110,22 @@ void BindRecovery(nb::module_& module) {
       "directory"_a, "wait_for_orphans"_a.none(), "promote"_a, "clean_up"_a,
       "silence_without_locks"_a.none(), "age_without_locks"_a.none());
   module.def(
+      "saves_at_work",
+      [](const std::string& directory) {
+        switch (WithoutGil([&] { return FindSavesAtWork(directory); })) {
+          case SavesAtWork::kNone:
+            return "none";
+          case SavesAtWork::kTrainer:
+            return "trainer";
+          case SavesAtWork::kOrphan:
+            return "orphan";
+          case SavesAtWork::kUnknown:
+            break;
+        }
+        return "unknown";
+      },
+      "directory"_a, "Who writes into a framework's directory: none, trainer, orphan, unknown.");
+  module.def(
       "list_checkpoints",
       [](const std::string& directory) {
         std::vector<std::string> passed_over;

@@ -240,9 +240,11 @@ absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
                             directory::IdentifyFileSystem(save->parent->get()));
   save->writes_end_with_process = file_system.writes_end_with_process;
   if (request.files_only) {
-    save->in_use = base::UniqueFd(sys::OpenOwned(save->parent->get(), request.name.c_str(),
-                                                 O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
-    if (!save->in_use.valid()) return base::ErrnoStatus("open directory", save->path, errno);
+    HOLDFAST_ASSIGN_OR_RETURN(
+        directory::PartialDirectory opened,
+        directory::OpenFrameworkDirectory(save->parent->get(), request.name));
+    save->in_use = std::move(opened.in_use);
+    save->trainer_lock = std::move(opened.trainer);
     return absl::OkStatus();
   }
   HOLDFAST_RETURN_IF_ERROR(

@@ -11,6 +11,7 @@
 #include "runtime/base/status.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/file_system.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
 
@@ -27,25 +28,41 @@ int Flock(int fd, int operation) {
   return result == 0 ? 0 : errno;
 }
 
-/// 0, or the errno.
-int LockAsTrainer(int fd) {
-  // A read lock, because a directory cannot be opened for writing. A read lock suffices: recovery
-  // only queries.
+/// Bytes of a directory's open file description.
+struct Range {
+  off_t begin = 0;
+  off_t length = 0;  // 0: to the end
+};
+constexpr Range kAll;
+constexpr Range kTrainerByte = {.begin = 0, .length = 1};
+constexpr Range kInUseByte = {.begin = 1, .length = 1};
+
+struct flock RecordLock(short type, Range range) {
   struct flock lock = {};
-  lock.l_type = F_RDLCK;
+  lock.l_type = type;
   lock.l_whence = SEEK_SET;
+  lock.l_start = range.begin;
+  lock.l_len = range.length;
+  return lock;
+}
+
+/// 0, or the errno. The lock is a read lock, because a directory cannot be opened for writing. A
+/// read lock suffices: recovery only queries.
+int LockShared(int fd, Range range) {
+  struct flock lock = RecordLock(F_RDLCK, range);
   return sys::Sys().fcntl(fd, F_OFD_SETLK, reinterpret_cast<long>(&lock)) == 0 ? 0 : errno;
 }
 
-/// True when another open file description holds a trainer's lock. False also when the query fails.
-bool TrainerHolds(int fd) {
-  // Queries whether a write lock would be refused; a query needs no fd open for writing.
-  struct flock lock = {};
-  lock.l_type = F_WRLCK;
-  lock.l_whence = SEEK_SET;
-  return sys::Sys().fcntl(fd, F_OFD_GETLK, reinterpret_cast<long>(&lock)) == 0 &&
-         lock.l_type != F_UNLCK;
+/// Queries whether a write lock would be refused; a query needs no fd open for writing. Returns 0,
+/// EWOULDBLOCK (another open file description holds a lock in the range) or another errno.
+int QueryLock(int fd, Range range) {
+  struct flock lock = RecordLock(F_WRLCK, range);
+  if (sys::Sys().fcntl(fd, F_OFD_GETLK, reinterpret_cast<long>(&lock)) != 0) return errno;
+  return lock.l_type == F_UNLCK ? 0 : EWOULDBLOCK;
 }
+
+/// True when another open file description holds a trainer's lock. False also when the query fails.
+bool TrainerHolds(int fd) { return QueryLock(fd, kAll) == EWOULDBLOCK; }
 
 bool MeansNoLocks(int error_number) {
   return error_number == ENOSYS || error_number == EOPNOTSUPP || error_number == EINVAL ||
@@ -73,7 +90,7 @@ absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::str
 
     // The trainer's lock first: with the other lock alone, a recovery would take this save for an
     // orphan's.
-    const int no_trainer_lock = LockAsTrainer(directory.trainer.get());
+    const int no_trainer_lock = LockShared(directory.trainer.get(), kAll);
     // EINVAL: this kernel or file system lacks such locks. Recovery gets the same error and then
     // leaves directories in use alone.
     if (no_trainer_lock != 0 && no_trainer_lock != EINVAL && !tolerable(no_trainer_lock)) {
@@ -103,11 +120,38 @@ absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::str
       absl::StrCat("make directory ", name, ": it was taken away ", kRoundsMax, " times"));
 }
 
+absl::StatusOr<PartialDirectory> OpenFrameworkDirectory(int parent, const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const FileSystem file_system, IdentifyFileSystem(parent));
+  PartialDirectory directory;
+  for (base::UniqueFd* fd : {&directory.in_use, &directory.trainer}) {
+    // A symbolic link in the framework's path is followed, as the framework does.
+    *fd =
+        base::UniqueFd(sys::OpenOwned(parent, name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+    if (!fd->valid()) return base::ErrnoStatus("open directory", name, errno);
+  }
+  // The trainer's lock first, as above.
+  int no_lock = LockShared(directory.trainer.get(), kTrainerByte);
+  if (no_lock == 0) no_lock = LockShared(directory.in_use.get(), kInUseByte);
+  if (no_lock != 0 && no_lock != EINVAL && (file_system.local || !MeansNoLocks(no_lock))) {
+    return base::ErrnoStatus("lock", name, no_lock);
+  }
+  directory.locked = no_lock == 0;
+  return directory;
+}
+
+Owner OwnerOfSaves(int directory, bool local) {
+  const int trainer = QueryLock(directory, kTrainerByte);
+  if (trainer == EWOULDBLOCK) return Owner::kTrainer;
+  const int in_use = QueryLock(directory, kInUseByte);
+  if (in_use == EWOULDBLOCK) return local ? Owner::kOrphan : Owner::kTrainer;
+  return trainer == 0 && in_use == 0 && local ? Owner::kNobody : Owner::kUnknown;
+}
+
 OwnerProbe::OwnerProbe(int parent, bool local) : local_(local) {
   auto holder = OpenDirectory(parent, ".");
   auto asker = OpenDirectory(parent, ".");
   if (!holder.ok() || !asker.ok()) return;
-  sees_trainers_ = LockAsTrainer(holder->get()) == 0 && TrainerHolds(asker->get());
+  sees_trainers_ = LockShared(holder->get(), kAll) == 0 && TrainerHolds(asker->get());
 }
 
 Owner OwnerProbe::Look(int directory) const {

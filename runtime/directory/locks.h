@@ -9,6 +9,10 @@
 //
 // A directory in use without a living trainer belongs to an orphan worker. The death of a process
 // releases its locks of both kinds. README.md gives the reasons for these two kinds.
+//
+// A framework's own directory has both as open-file-description read locks: the byte kTrainerByte
+// says *trainer lives*, kInUseByte *in use*. flock(2) on that directory is the framework's turn to
+// commit.
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_LOCKS_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_LOCKS_H_
 
@@ -36,9 +40,13 @@ struct PartialDirectory {
 /// locks.
 absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::string& name);
 
+/// Opens a framework's directory for a save's files, with this trainer's locks.
+/// \error errors of open and locks.
+absl::StatusOr<PartialDirectory> OpenFrameworkDirectory(int parent, const std::string& name);
+
 /// The owner of a directory at work.
 enum class Owner {
-  kNobody,   ///< No process; the `exclusive` lock keeps it so.
+  kNobody,   ///< No process. In a partial directory the `exclusive` lock keeps it so.
   kTrainer,  ///< A trainer of any rank lives: a running save.
   kOrphan,   ///< Only workers; all their trainers have ended.
   kUnknown,  ///< The file system's locks give no answer.
@@ -59,6 +67,9 @@ class OwnerProbe {
   bool local_;
   bool sees_trainers_ = false;
 };
+
+/// Returns the owner of the saves into a framework's directory. Takes no lock.
+Owner OwnerOfSaves(int directory, bool local);
 
 /// Serializes recoveries of one parent directory, by flock(LOCK_EX) on the parent. Does nothing
 /// where the file system lacks such a lock.

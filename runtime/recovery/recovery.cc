@@ -350,4 +350,22 @@ absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
   return recovery.Run();
 }
 
+absl::StatusOr<SavesAtWork> FindSavesAtWork(const std::string& path) {
+  auto opened = directory::OpenDirectory(absl::StrCat(path, "/."));
+  if (!opened.ok()) return base::Annotate(opened.status(), absl::StrCat("look at ", path));
+  auto file_system = directory::IdentifyFileSystem(opened->get());
+  if (!file_system.ok()) return base::Annotate(file_system.status(), path);
+  switch (directory::OwnerOfSaves(opened->get(), file_system->local)) {
+    case directory::Owner::kNobody:
+      return SavesAtWork::kNone;
+    case directory::Owner::kTrainer:
+      return SavesAtWork::kTrainer;
+    case directory::Owner::kOrphan:
+      return SavesAtWork::kOrphan;
+    case directory::Owner::kUnknown:
+      break;
+  }
+  return SavesAtWork::kUnknown;
+}
+
 }  // namespace holdfast

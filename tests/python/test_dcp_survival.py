@@ -44,6 +44,8 @@ mine = who == "all" or int(who) == rank
 if what == "slow":  # the other rank's data is durable long before this one's
     if mine:
         holdfast.configure(bytes_per_second_max=1 << 18, trainer_death="stop")
+elif what == "SIGTERM early":  # long before the data of any rank is durable
+    holdfast.configure(bytes_per_second_max=3 << 20)
 if what == "before the exchange" and mine:
     uploads.Exchange.reduce = lambda *_: die(signal.SIGKILL)
 elif what == "before the exchange":
@@ -51,7 +53,7 @@ elif what == "before the exchange":
 if what == "before the metadata" and mine:
     metadata.commit = lambda *_: die(signal.SIGKILL)
 future = holdfast.dcp.async_save(state(2), checkpoint_id=path + "/step-2")
-if what == "SIGTERM":
+if what.startswith("SIGTERM"):
     die(signal.SIGTERM)
 elif what == "SIGKILL" and mine:
     die(signal.SIGKILL)
@@ -111,7 +113,7 @@ def test_the_last_save_is_completed_behind_destroy_process_group(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "happens",
-    ["all SIGTERM", "0 SIGKILL", "1 SIGKILL", "0 before the exchange", "1 before the exchange",
+    ["all SIGTERM", "all SIGTERM early", "0 SIGKILL", "1 SIGKILL", "0 before the exchange", "1 before the exchange",
      "0 before the metadata"],
 )  # fmt: skip
 def test_what_is_durable_on_all_ranks_is_completed_by_recover(happens: str, tmp_path: Path) -> None:
@@ -119,6 +121,8 @@ def test_what_is_durable_on_all_ranks_is_completed_by_recover(happens: str, tmp_
     assert any(t.returncode in (-signal.SIGTERM, -signal.SIGKILL) for t in trainers)
     path = tmp_path / "run" / "step-2"
     # A save of SIGTERM may have been faster than the signal.
+    if happens == "all SIGTERM early":
+        assert not list(path.glob("*.manifest.json"))
     completed = happens == "all SIGTERM" and (path / ".metadata").exists()
     assert holdfast.recover(tmp_path / "run")["promoted"] == ([] if completed else ["step-2"])
     _check(path, 2)

@@ -23,7 +23,7 @@ from holdfast.errors import Error, of_system
 logger = logging.getLogger("holdfast.dcp")
 
 _POLL = 0.05
-_SILENCE = 3.0  # seconds without a change after which no worker is taken to be at work
+_SILENCE = 3.0  # seconds without a change after which, without locks, no worker is taken to be at work
 
 
 def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> list[str]:
@@ -63,22 +63,29 @@ def _names(directory: Path) -> list[str]:
 
 
 def _wait_for_workers(directory: Path, seconds: float) -> None:
-    """Waits while a data file or a manifest is being written, and changes."""
+    """Waits while workers of dead trainers are at work: those of a living one are not waited for."""
     end = time.monotonic() + seconds
     seen, since = None, time.monotonic()
     while time.monotonic() < end:
-        writing = []
-        for name in _names(directory):
-            matches = placement.DATA_FILE.fullmatch(name) or placement.MANIFEST.fullmatch(name)
-            if matches and name.endswith(".tmp"):
-                writing.append((name, _changed(directory / name)))
-        if not writing:
+        at_work = _native.saves_at_work(str(directory))
+        if at_work in ("none", "trainer"):
             return
-        if writing != seen:
-            seen, since = writing, time.monotonic()
-        elif time.monotonic() - since > _SILENCE:
-            return
+        if at_work == "unknown":  # locks tell nothing here; files that change do
+            writing = _files_being_written(directory)
+            if writing != seen:
+                seen, since = writing, time.monotonic()
+            if not writing or time.monotonic() - since > _SILENCE:
+                return
         time.sleep(_POLL)
+
+
+def _files_being_written(directory: Path) -> list[tuple[str, tuple[int, int]]]:
+    """Unfinished data files and manifests, and what of them changes."""
+    return [
+        (name, _changed(directory / name))
+        for name in _names(directory)
+        if name.endswith(".tmp") and (placement.DATA_FILE.fullmatch(name) or placement.MANIFEST.fullmatch(name))
+    ]
 
 
 def _changed(path: Path) -> tuple[int, int]:

@@ -82,6 +82,18 @@ absl::StatusOr<CheckpointInfo> FindNewest(const std::string& directory,
 /// the reason.
 absl::StatusOr<CheckpointInfo> InspectCheckpoint(const std::string& path);
 
+/// The processes that write into a framework's directory (SaveRequest::files_only).
+enum class SavesAtWork {
+  kNone,     ///< No process of this machine, the only one that reaches the file system.
+  kTrainer,  ///< A living trainer's save.
+  kOrphan,   ///< Only workers, which finish the saves of dead trainers.
+  kUnknown,  ///< The file system's locks give no answer.
+};
+
+/// Returns the processes at work on the saves into the framework's directory `path`.
+/// \error errors of open and statfs.
+absl::StatusOr<SavesAtWork> FindSavesAtWork(const std::string& path);
+
 /// Returns the names to remove under `retention` once `saved` is durable, oldest first: members of
 /// the series of `saved`, never `saved` itself.
 std::vector<std::string> SelectForRemoval(const std::vector<CheckpointInfo>& complete,

@@ -229,5 +229,48 @@ TEST_F(DirectoryLockTest, TurnsAreExclusiveAndEndWithTheirHolder) {
   EXPECT_TRUE(TakeTurn(parent_.get(), "d", absl::ZeroDuration()).ok());
 }
 
+/// The owner of the saves into a framework's directory.
+Owner OwnerOf(int parent, bool local = true) {
+  auto opened = OpenDirectory(parent, kName);
+  EXPECT_TRUE(opened.ok());
+  return OwnerOfSaves(opened->get(), local);
+}
+
+TEST_F(DirectoryLockTest, AFrameworksDirectoryShowsTrainersAndOrphans) {
+  ASSERT_TRUE(MakeDirectory(parent_.get(), kName).ok());
+  EXPECT_EQ(OwnerOf(parent_.get()), Owner::kNobody);
+  auto first = OpenFrameworkDirectory(parent_.get(), kName);
+  auto second = OpenFrameworkDirectory(parent_.get(), kName);
+  ASSERT_TRUE(first.ok() && second.ok());
+  EXPECT_TRUE(first->locked);
+  first->trainer.Reset();
+  EXPECT_EQ(OwnerOf(parent_.get()), Owner::kTrainer);  // the second save's
+  second->trainer.Reset();
+  EXPECT_EQ(OwnerOf(parent_.get()), Owner::kOrphan);
+  *first = PartialDirectory{};
+  EXPECT_EQ(OwnerOf(parent_.get()), Owner::kOrphan);
+  *second = PartialDirectory{};
+  EXPECT_EQ(OwnerOf(parent_.get()), Owner::kNobody);
+}
+
+TEST_F(DirectoryLockTest, AFrameworksTurnToCommitIsNotTheSavesLock) {
+  ASSERT_TRUE(MakeDirectory(parent_.get(), kName).ok());
+  auto save = OpenFrameworkDirectory(parent_.get(), kName);
+  ASSERT_TRUE(save.ok());
+  auto turn = OpenDirectory(parent_.get(), kName);
+  ASSERT_TRUE(turn.ok());
+  EXPECT_EQ(flock(turn->get(), LOCK_EX | LOCK_NB), 0);
+  EXPECT_EQ(OwnerOf(parent_.get()), Owner::kTrainer);
+}
+
+TEST_F(DirectoryLockTest, OfANetworkFileSystemNoSaveIsCalledAnOrphansOrGone) {
+  ASSERT_TRUE(MakeDirectory(parent_.get(), kName).ok());
+  EXPECT_EQ(OwnerOf(parent_.get(), /*local=*/false), Owner::kUnknown);
+  auto save = OpenFrameworkDirectory(parent_.get(), kName);
+  ASSERT_TRUE(save.ok());
+  save->trainer.Reset();
+  EXPECT_EQ(OwnerOf(parent_.get(), /*local=*/false), Owner::kTrainer);
+}
+
 }  // namespace
 }  // namespace holdfast::directory
