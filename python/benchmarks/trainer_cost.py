@@ -1,14 +1,17 @@
 """What a save costs the trainer, by way of saving: one run, all ways interleaved.
 
-    python trainer_cost.py --dir DIR [--bytes 1GiB] [--rounds 5] [--ways "WAY;..."] [--json FILE] [--plot FILE] [--bench PROGRAM]
+    python trainer_cost.py --dir DIR [--bytes 1GiB] [--rounds 5] [--saves 1] [--window SECONDS] [--ways "WAY;..."] [--json FILE]
+                           [--plot FILE] [--bench PROGRAM]
 
-A trainer with Adam on CPU tensors runs the same fixed window of steps again and again: without a save, and with one that
-starts in front of its first step. Every way gets a window of each kind in every round. Columns:
+A trainer with Adam on CPU tensors runs the same fixed window of steps again and again: without a save, and with `--saves` of
+them, the first in front of its first step, the others evenly behind it. Every way gets a window of each kind in every round.
+Columns, for each save:
 
-blocked   seconds inside the call that saves
-lost      seconds that the window with the save took longer than the one without (a forked child looks free in the call
-          and costs copy-on-write faults afterwards). A save that outlives the window is waited for and not counted:
-          windows must be longer than the uploads, as the default is on a disk of a GB/s, and the output says where one was not
+blocked   seconds inside the call that saves, and in front of it for the save before, where that is not durable yet
+lost      seconds that the window with saves took longer than the one without, divided by the saves (a forked child looks free
+          in the call and costs copy-on-write faults afterwards). A last save that outlives the window is waited for and not
+          counted: intervals must be longer than the uploads, as the default is on a disk of a GB/s, and the output says where
+          one was not. More saves a window give the loss more exactly: the noise of a window is divided, too
 durable   seconds from the call until the data survives power loss (every way syncs its files)
 cpu       core-seconds of the whole machine above those of the window without a save
 memory    bytes of anonymous and shared memory at the peak, above those before the way was set up
@@ -298,7 +301,8 @@ def all_ways(nbytes: int) -> dict[str, Way]:
     }
 
 
-def window(trainer: Trainer, steps: int, way: Way | None) -> float:
+def window(trainer: Trainer, steps: int, way: Way | None = None) -> float:
+    """Seconds of some steps."""
     begin = time.perf_counter()
     for _ in range(steps):
         if way is not None:
@@ -307,7 +311,42 @@ def window(trainer: Trainer, steps: int, way: Way | None) -> float:
     return time.perf_counter() - begin
 
 
-def measure(trainer: Trainer, steps: int, way: Way, path: str) -> dict[str, Any]:
+class OneSave:
+    """A save under way, and when it became durable."""
+
+    def __init__(self, way: Way, tensors: dict[str, Any], path: str) -> None:
+        self.begin = time.perf_counter()
+        self._wait = way.start(tensors, path)
+        self._watcher = threading.Thread(target=self._watch, daemon=True)
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        self._wait()
+        self.durable = time.perf_counter()
+
+    def wait(self) -> float:
+        """Waits until it is durable, and returns that point in time."""
+        self._watcher.join()
+        return self.durable
+
+
+def window_with_saves(trainer: Trainer, steps: int, way: Way, paths: list[str]) -> tuple[float, float, list[OneSave]]:
+    """Seconds of the window, those of them in the calls, and the saves."""
+    tensors = trainer.state()
+    saves: list[OneSave] = []
+    blocked = 0.0
+    begin = time.perf_counter()
+    for number, path in enumerate(paths):
+        called = time.perf_counter()
+        if saves:
+            saves[-1].wait()
+        saves.append(OneSave(way, tensors, path))
+        blocked += time.perf_counter() - called
+        window(trainer, steps * (number + 1) // len(paths) - steps * number // len(paths), way)
+    return time.perf_counter() - begin, blocked, saves
+
+
+def measure(trainer: Trainer, steps: int, way: Way, path: str, saves: int) -> dict[str, Any]:
     """One window without a save and one with, and whether what is on disk is what was there."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what an earlier way's allocations left in the heap
@@ -321,39 +360,30 @@ def measure(trainer: Trainer, steps: int, way: Way, path: str) -> dict[str, Any]
     shutil.rmtree(path)
     os.sync()
     busy = busy_seconds()
-    plain = window(trainer, steps, None)
+    plain = window(trainer, steps)
     plain_busy = busy_seconds() - busy
 
     before = checksums(tensors)
     peak = Peak()
     busy = busy_seconds()
-    begin = time.perf_counter()
-    wait = way.start(tensors, path)
-    called = time.perf_counter()
-    finished: list[float] = []
-
-    def watch() -> None:
-        wait()
-        finished.append(time.perf_counter())
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    with_save = window(trainer, steps, way)
-    watcher.join()
-    memory = peak.stop()
+    paths = [f"{path}-{number}" for number in range(saves)]
+    seconds, blocked, begun = window_with_saves(trainer, steps, way, paths)
+    ended = time.perf_counter()
     # Saving may outlive the window: the trainer's own core-seconds in that time are not the save's.
-    rest = max(0.0, finished[0] - called - with_save)
+    rest = max(0.0, begun[-1].wait() - ended)
+    memory = peak.stop()
     row = {
-        "blocked": called - begin,
-        "lost": called - begin + with_save - plain,
-        "durable": finished[0] - begin,
-        "cpu": busy_seconds() - busy - plain_busy,
+        "blocked": blocked / saves,
+        "lost": (seconds - plain) / saves,
+        "durable": statistics.median(save.durable - save.begin for save in begun),
+        "cpu": (busy_seconds() - busy - plain_busy) / saves,
         "memory": memory - baseline,
         "window": plain,
         "outlived": rest,
     }
-    row["sound"] = checksums(way.load(tensors, path)) == before
-    shutil.rmtree(path)
+    row["sound"] = checksums(way.load(tensors, paths[0])) == before
+    for each in paths:
+        shutil.rmtree(each)
     way.finish()
     return row
 
@@ -440,8 +470,9 @@ def main() -> None:
     parser.add_argument("--dir", required=True)
     parser.add_argument("--bytes", type=parse_bytes, default=1 << 30)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--saves", type=int, default=1, help="in a window")
     parser.add_argument("--window", type=float, default=0,
-                        help="seconds of a window, longer than any way's upload; default 4 for each GiB")
+                        help="seconds of a window, for each save longer than any way's upload; default 4 for each GiB and save")
     parser.add_argument("--ways", help="only these, separated by ';'")
     parser.add_argument("--json")
     parser.add_argument("--plot")
@@ -455,7 +486,7 @@ def main() -> None:
     trainer = Trainer(arguments.bytes)
     begin = time.perf_counter()
     trainer.step()
-    seconds = arguments.window or 4 * arguments.bytes / (1 << 30)
+    seconds = arguments.window or 4 * arguments.saves * arguments.bytes / (1 << 30)
     steps = max(4, round(seconds / (time.perf_counter() - begin)))
     ways = all_ways(arguments.bytes)
     if arguments.ways:
@@ -467,7 +498,7 @@ def main() -> None:
         if arguments.bench:
             raw[-1] = min(raw[-1], raw_disk.by_program(arguments.bench, "write", arguments.dir, arguments.bytes))
         for name, way in ways.items():
-            row = measure(trainer, steps, way, os.path.join(arguments.dir, f"cost-{os.getpid()}"))
+            row = measure(trainer, steps, way, os.path.join(arguments.dir, f"cost-{os.getpid()}"), arguments.saves)
             rows[name].append(row)
             print(f"round {round_}: {name}: lost {row['lost']:.2f} s, durable {row['durable']:.2f} s"
                   f"{'' if row['sound'] else ', BYTES DIFFER'}", file=sys.stderr, flush=True)
@@ -475,6 +506,7 @@ def main() -> None:
         "bytes": arguments.bytes,
         "rounds": arguments.rounds,
         "steps": steps,
+        "saves": arguments.saves,
         "torch": torch.__version__,
         "raw_write": spread(raw),
         "ways": {
@@ -488,7 +520,7 @@ def main() -> None:
     result["ratios"] = ratios(result)
     print(table(result), ratio_table(result), sep="\n\n")
     print(f"\nraw O_DIRECT write with fsync: {result['raw_write']['median']:.2f} s; "
-          f"{steps} steps a window")
+          f"{steps} steps and {arguments.saves} saves a window")
     outlived = [way for way, row in result["ways"].items() if row["outlived"]["median"] > 0]
     if outlived:
         print(f"too short a window, more is lost than the table says: {', '.join(outlived)}")
