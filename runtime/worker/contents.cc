@@ -86,14 +86,30 @@ void ReadHead(const char* text, const char* end, Contents* contents) {
     contents->step = contents->step * 10 + static_cast<uint64_t>(*at - '0');
 }
 
-/// "rank-RRRRR-of-WWWWW..." : W. 0 if the name is another.
+bool SkipText(const char** at, const char* text) {
+  const size_t bytes = strlen(text);
+  if (strncmp(*at, text, bytes) != 0) return false;
+  *at += bytes;
+  return true;
+}
+
+/// Reads a rank or a world size: five digits, or more without a leading zero.
+bool SkipRank(const char** at, uint64_t* value) {
+  const char* const begin = *at;
+  for (*value = 0; **at >= '0' && **at <= '9' && *value <= UINT32_MAX; ++*at)
+    *value = *value * 10 + static_cast<uint64_t>(**at - '0');
+  const auto digits = static_cast<size_t>(*at - begin);
+  return *value <= UINT32_MAX && (digits == kRankDigits || (digits > kRankDigits && *begin != '0'));
+}
+
+/// Returns W of the manifest's name "rank-RRRRR-of-WWWWW.manifest.json"; 0 for an empty name.
 uint64_t WorldOf(const char* manifest) {
-  const size_t at = sizeof(kManifestPrefix) - 1 + kRankDigits;
-  if (strnlen(manifest, kNameBytes) <= at || strncmp(manifest + at, "-of-", 4) != 0) return 0;
-  uint64_t world = 0;
-  for (const char* digit = manifest + at + 4; *digit >= '0' && *digit <= '9'; ++digit)
-    world = world * 10 + static_cast<uint64_t>(*digit - '0');
-  return world;
+  const char* const of = strstr(manifest, "-of-");
+  uint64_t world_size = 0;
+  if (of == nullptr) return 0;
+  const char* at = of + 4;
+  (void)SkipRank(&at, &world_size);
+  return world_size;
 }
 
 }  // namespace
@@ -221,8 +237,11 @@ bool IsUncommitted(const char* name, const AttemptId& attempt) {
 }  // namespace
 
 bool IsManifestName(const char* name) {
-  return strncmp(name, kManifestPrefix, sizeof(kManifestPrefix) - 1) == 0 &&
-         EndsWith(name, strlen(name), kManifestSuffix);
+  uint64_t rank = 0;
+  uint64_t world_size = 0;
+  const char* at = name;
+  return SkipText(&at, kManifestPrefix) && SkipRank(&at, &rank) && SkipText(&at, "-of-") &&
+         SkipRank(&at, &world_size) && strcmp(at, kManifestSuffix) == 0 && rank < world_size;
 }
 
 bool IsCommitFile(const char* name) {

@@ -59,7 +59,8 @@ class Inventory {
 Contents LookInto(int directory, char* buffer, Inventory* inventory);
 Contents LookInto(int directory, char* buffer);
 
-/// "rank-*.manifest.json"
+/// Returns true for a name that Holdfast gives to a rank manifest in its own directories, spelled
+/// exactly so: "rank-RRRRR-of-WWWWW.manifest.json". Any other spelling is a foreign file.
 bool IsManifestName(const char* name);
 
 /// Returns true for a rank manifest or the commit record.

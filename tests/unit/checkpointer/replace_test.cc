@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cerrno>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <vector>
@@ -100,6 +101,16 @@ TEST_F(Replace, TheManifestSaysWhatTheSaveMayReplace) {
   const auto last = directory::OpenDirectory(directory() + "/last");
   ASSERT_TRUE(last.ok()) << last.status();
   EXPECT_THAT(directory::Inspect(last->get()).replaces, ElementsAre(first->attempt));
+}
+
+TEST_F(Replace, AForeignFileCalledLikeAManifestIsNotReplaced) {
+  const std::string notes = directory() + "/last/rank-notes.manifest.json";
+  std::ofstream(notes) << "mine";
+  const absl::Status refused = ReplaceBy(TrainingState::Uniform(2, 400'000, 2), 2);
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("rank-notes.manifest.json"));
+  EXPECT_TRUE(std::filesystem::exists(notes));
+  ExpectSound(directory() + "/last");
 }
 
 TEST_F(Replace, TheDestructorFinishesTheRemoval) {

@@ -147,6 +147,25 @@ TEST_F(RemovalTest, LeavesACheckpointWithALinkInsideWhole) {
   EXPECT_TRUE(std::filesystem::exists(directory_ / "other/model-00000-of-00002.safetensors"));
 }
 
+TEST_F(RemovalTest, LeavesACheckpointWithAForeignFileCalledLikeAManifestWhole) {
+  for (const char* const name :
+       {"rank-notes.manifest.json", "rank-0-of-2.manifest.json", "rank-00002-of-00002.manifest.json",
+        "rank-00000-of-00002-0123.manifest.json", "rank-000000-of-00002.manifest.json"}) {
+    SCOPED_TRACE(name);
+    const std::string file = absl::StrCat(directory_ / "step-7/", name);
+    std::ofstream(file) << "mine";
+    const auto info = InspectCheckpoint(directory_ / "step-7");
+    ASSERT_TRUE(info.ok()) << info.status();
+    const absl::Status refused = directory::RetireCheckpoint(parent_.get(), *info).status();
+    EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+    EXPECT_THAT(std::string(refused.message()), ::testing::HasSubstr(name));
+    EXPECT_TRUE(absl::IsFailedPrecondition(directory::RemoveDirectory(parent_.get(), "step-7")));
+    EXPECT_TRUE(InspectCheckpoint(directory_ / "step-7").ok());
+    EXPECT_EQ(testing::ReadFileBytes(file), "mine");
+    std::filesystem::remove(file);
+  }
+}
+
 TEST_F(RemovalTest, RetiresUnderANameThatRecoveryRemovesWhenNobodyIsAtWork) {
   const auto info = InspectCheckpoint(directory_ / "step-7");
   ASSERT_TRUE(info.ok());
