@@ -282,7 +282,7 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   job.time_ranks_max_ns = Nanoseconds(options.time_ranks_max);
   job.time_liveness_max_ns = Nanoseconds(options.time_liveness_max);
 
-  const uint64_t saved_at_ns = base::WallNs();
+  const uint64_t saved_at_ns = lineage_.SavedAtNs(base::WallNs());
   const writer::SaveContents contents = {
       .plan = save->plan,
       .sources = std::move(sources),

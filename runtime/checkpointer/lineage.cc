@@ -1,10 +1,25 @@
 #include "runtime/checkpointer/lineage.h"
 
+#include <algorithm>
+
+#include "absl/time/time.h"
 #include "runtime/directory/listing.h"
 
 namespace holdfast::checkpointer {
 
-void Lineage::Begin(int directory) { Committed(directory::NewestAttempt(directory)); }
+void Lineage::Begin(int directory) {
+  const CheckpointInfo newest = directory::NewestRecorded(directory);
+  const base::MutexLock lock(&mutex_);
+  last_ = newest.attempt;
+  if (newest.attempt == AttemptId{}) return;
+  last_saved_at_ns_ = static_cast<uint64_t>(std::max<int64_t>(0, absl::ToUnixNanos(newest.saved_at)));
+}
+
+uint64_t Lineage::SavedAtNs(uint64_t now_ns) {
+  const base::MutexLock lock(&mutex_);
+  last_saved_at_ns_ = std::max(now_ns, last_saved_at_ns_ + 1);
+  return last_saved_at_ns_;
+}
 
 void Lineage::Committed(const AttemptId& attempt) {
   const base::MutexLock lock(&mutex_);

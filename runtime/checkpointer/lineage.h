@@ -1,4 +1,4 @@
-// The parent checkpoint of a save, and the commit record that names the parent.
+// The parent checkpoint and the time of a save, and the commit record that holds both.
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_LINEAGE_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_LINEAGE_H_
 
@@ -17,6 +17,11 @@ class Lineage {
   /// Begins with the newest committed checkpoint of an open directory.
   void Begin(int directory);
 
+  /// Returns the time for the records of a save that begins now: `now_ns`, or a nanosecond after the
+  /// latest save where the clock stands behind. The order of checkpoints is the order of these
+  /// times, also after a restart on a machine whose clock is late.
+  uint64_t SavedAtNs(uint64_t now_ns);
+
   /// Sets the parent of later saves to `attempt`, which has committed through this front door.
   void Committed(const AttemptId& attempt);
 
@@ -27,6 +32,7 @@ class Lineage {
  private:
   mutable base::Mutex mutex_;
   AttemptId last_ ABSL_GUARDED_BY(mutex_);
+  uint64_t last_saved_at_ns_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 }  // namespace holdfast::checkpointer

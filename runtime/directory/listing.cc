@@ -84,10 +84,10 @@ absl::StatusOr<Listing> ListComplete(int directory, const std::string& path) {
   return listing;
 }
 
-AttemptId NewestAttempt(int directory) {
+CheckpointInfo NewestRecorded(int directory) {
   CheckpointInfo newest;
   const auto names = ListDirectories(directory, "directory", /*committed=*/true);
-  if (!names.ok()) return newest.attempt;
+  if (!names.ok()) return newest;
   for (const std::string& name : *names) {
     const auto checkpoint = OpenDirectory(directory, name);
     if (!checkpoint.ok()) continue;
@@ -96,7 +96,7 @@ AttemptId NewestAttempt(int directory) {
     found->info.name = name;
     if (newest.attempt == AttemptId{} || OlderThan(newest, found->info)) newest = found->info;
   }
-  return newest.attempt;
+  return newest;
 }
 
 }  // namespace directory

@@ -28,8 +28,9 @@ absl::StatusOr<std::vector<std::string>> ListDirectories(int directory, const st
 /// \error of this process (no descriptor, no memory), because every entry may be affected.
 absl::StatusOr<Listing> ListComplete(int directory, const std::string& path);
 
-/// Returns the attempt of the newest checkpoint with a commit record; zero: no such checkpoint.
-AttemptId NewestAttempt(int directory);
+/// Returns the newest checkpoint with a commit record, without its path. The attempt is zero if there
+/// is no such checkpoint.
+CheckpointInfo NewestRecorded(int directory);
 
 /// Order of checkpoints: by the time of their saves; equal times by step, then by name.
 bool OlderThan(const CheckpointInfo& a, const CheckpointInfo& b);

@@ -20,8 +20,8 @@ struct CheckpointInfo {
   std::string name;  ///< Directory name below the parent.
   std::string path;
   uint64_t step = 0;
-  /// Time of the SaveAsync call by rank 0's clock; time of the write where the call is not
-  /// recorded.
+  /// Time of the SaveAsync call by rank 0's clock, moved behind the newest earlier checkpoint where
+  /// the clock stands before it; time of the write where the call is not recorded.
   absl::Time saved_at;
   AttemptId attempt;
   AttemptId parent;  ///< As SaveRequest::parent; zero: none or not recorded.

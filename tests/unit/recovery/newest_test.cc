@@ -64,6 +64,21 @@ TEST_F(Newest, IsTheLastSavedAfterARollback) {
   EXPECT_EQ(NewestName(), "step-130");
 }
 
+/// The clock of the next machine: an hour behind the clock of the first.
+int ClockOfAnHourAgo(clockid_t clock, timespec* now) {
+  const int result = sys::kKernel.clock_gettime(clock, now);
+  if (clock == CLOCK_REALTIME) now->tv_sec -= 3600;
+  return result;
+}
+
+TEST_F(Newest, IsTheLastSavedThoughTheClockWentBack) {
+  SaveEach({"step-1", "step-2"}, {1, 2}, {});
+  sys::g_system.clock_gettime = ClockOfAnHourAgo;
+  SaveEach({"step-3", "step-4", "step-5"}, {3, 4, 5}, {.keep_last = 2});
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre("step-4", "step-5"));
+  EXPECT_EQ(NewestName(), "step-5");
+}
+
 TEST_F(Newest, RetentionLeavesOtherSeriesAlone) {
   SaveEach({"best", "epoch-1"}, {10, 20}, {});
   SaveEach({"step-60", "step-70", "step-80"}, {60, 70, 80}, {.keep_last = 1});
