@@ -214,6 +214,9 @@ std::string SaveState::LeftBehind() const {
 }
 
 void SaveState::ReleaseResources() {
+  // With all that they hold, such as the descriptors of the rank board.
+  on_finished = nullptr;
+  on_given_up = nullptr;
   const base::MutexLock lock(&mutex_);
   table.reset();
   link.reset();

@@ -6,12 +6,14 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
+#include "tests/testing/child_process.h"
 #include "tests/testing/sanitizers.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/small_file_system.h"
@@ -115,6 +117,51 @@ TEST_P(SteadyResources, ASaveOfEightArenasStaysBelowTheCap) {
   const uint64_t mappings = IsThread() ? 2 : 1;
   EXPECT_LE(shared_peak.load(),
             shared_before + mappings * (kArena + stats.control_bytes_peak + 4096));
+}
+
+/// Two ranks in one process, which keeps the handles of ended saves.
+class KeptHandles : public SaveTest {
+ protected:
+  std::unique_ptr<Checkpointer> MakeRank(uint32_t rank) {
+    CheckpointerOptions options = SmallOptions(directory());
+    options.launcher = Launcher::kThread;
+    options.rank = rank;
+    options.world_size = 2;
+    return Make(options);
+  }
+  static absl::StatusOr<SaveHandle> BeginRank(Checkpointer* checkpointer, uint64_t step,
+                                              const AttemptId& attempt) {
+    const TrainingState state = TrainingState::Uniform(1, 1000, 1);
+    const std::vector<TensorSource> sources = state.Sources();
+    return checkpointer->SaveAsync({.name = absl::StrCat("step-", step),
+                                    .step = step,
+                                    .tensors = sources,
+                                    .attempt = attempt});
+  }
+};
+
+TEST_F(KeptHandles, HoldNoDescriptorOfAnEndedSave) {
+  const std::unique_ptr<Checkpointer> ranks[] = {MakeRank(0), MakeRank(1)};
+  ASSERT_TRUE(ranks[0] != nullptr && ranks[1] != nullptr);
+  std::vector<SaveHandle> kept;
+  size_t fds_at_first = 0;
+  constexpr uint64_t kSaves = 5;
+  for (uint64_t step = 1; step <= kSaves; ++step) {
+    const AttemptId attempt = NewAttemptId();
+    const auto first = BeginRank(ranks[0].get(), step, attempt);
+    const auto second = BeginRank(ranks[1].get(), step, attempt);
+    ASSERT_TRUE(first.ok() && second.ok()) << first.status() << second.status();
+    for (const SaveHandle& handle : {*first, *second}) {
+      const auto report = handle.WaitDurable(kLong);
+      ASSERT_TRUE(report.ok()) << report.status();
+      kept.push_back(handle);
+    }
+    ASSERT_TRUE(ranks[0]->Flush(kLong).ok() && ranks[1]->Flush(kLong).ok());
+    if (step == 1) fds_at_first = Holdings::OfSelf().fds.size();
+  }
+  // A thread that writes heartbeats may hold the last save's for a moment.
+  EXPECT_TRUE(WaitFor([&] { return Holdings::OfSelf().fds.size() <= fds_at_first; }))
+      << Holdings::OfSelf().fds.size() << " descriptors, " << fds_at_first << " after one save";
 }
 
 }  // namespace
