@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -172,7 +173,7 @@ class Call:
             f"called save_async({shown!r}); all ranks must call it with the same path, or pass "
             "rank=0, world_size=1 to save on one rank alone"
         )
-        self._offer = "holdfast/" + hashlib.blake2b(path.encode(), digest_size=16).hexdigest()
+        self._offer = "holdfast/" + hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()
         self._others = range(1, world_size)
         self._stage = 0
         self._said: list[str] = []  # keys of this rank's posts, which it removes at the end
@@ -342,7 +343,7 @@ class Call:
         except BaseException as error:
             # The other ranks wait for an answer.
             with contextlib.suppress(Error):
-                self._exchange(_FAILED + f"{self._rank} {error}".encode(), _first_failed)
+                self._exchange(_FAILED + f"{self._rank} {error}".encode(errors="replace"), _first_failed)
             raise
         # Without content a tensor is no candidate, and only its name counts.
         rows = {s.name: _hash(_NAME_BYTES, s.name) + contents.get(s.name, bytes(_CONTENT_BYTES))

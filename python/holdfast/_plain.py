@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from holdfast import _dtypes
+from holdfast.errors import Error
 
 Node = Any
 Classes = Callable[[str], Any]  # the class of a name, or an error
@@ -37,6 +38,19 @@ _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 def name_of(item: Any) -> str:
     """``module:qualified.name`` of a class or function, or the text itself."""
     return item if isinstance(item, str) else f"{item.__module__}:{item.__qualname__}"
+
+
+def check_text(text: str, operation: str) -> None:
+    """Refuses a name with lone surrogates, as bytes that are not UTF-8 have.
+
+    Raises:
+        Error: INVALID_ARGUMENT.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        said = operation.encode(errors="backslashreplace").decode()
+        raise Error("INVALID_ARGUMENT", f"{said}: the name is not UTF-8") from None
 
 
 def class_name(value: Any) -> str:

@@ -338,7 +338,12 @@ def describe(state: Any) -> Description:
 
 
 def unique(name: str, names: set[str]) -> str:
-    """`name`, or with a number behind it where two paths read the same; it is one of `names` now."""
+    """`name`, or with a number behind it where two paths read the same; it is one of `names` now.
+
+    Raises:
+        Error: INVALID_ARGUMENT for a name that is not UTF-8.
+    """
+    _plain.check_text(name, f"save {name}")
     candidate, number = name, 1
     while candidate in names:
         number += 1

@@ -224,6 +224,7 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
 
 def _content(name: str, given: Any) -> bytes:
     """The content of a further file: text, bytes, or those of the file at a path."""
+    _plain.check_text(name, f"save {name}")
     if isinstance(given, str):
         return given.encode()
     if isinstance(given, os.PathLike):

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "names.h"
 #include "status.h"
 
 namespace nb = nanobind;
@@ -78,11 +79,16 @@ class Given {
     std::optional<double> seconds;
     if (Take(key, &seconds)) *value = ToDuration(seconds);
   }
+  /// Reads a path.
+  void Take(const char* key, std::string* value) {
+    Name name;
+    if (Take(key, &name)) *value = std::move(name.text);
+  }
   /// Reads a choice by its word.
   template <typename T>
   void Take(const char* key, T* value, T (*of_word)(const std::string&)) {
-    std::string word;
-    if (Take(key, &word)) *value = of_word(word);
+    Name word;
+    if (Take(key, &word)) *value = of_word(word.text);
   }
   const std::vector<std::string>& names() const { return names_; }
 
@@ -167,6 +173,8 @@ nb::dict DictOf(const SaveReport& report) {
       d[name] = WordOf(value);
     } else if constexpr (std::is_same_v<Value, AttemptId>) {
       d[name] = AttemptText(value);
+    } else if constexpr (std::is_same_v<Value, std::string>) {
+      d[name] = Name{value};
     } else {
       d[name] = value;
     }
@@ -199,24 +207,24 @@ nb::dict DictOf(const StagingStats& stats) {
   d["resident"] = stats.resident;
   d["pages"] = WordOf(stats.pages);
   d["page_bytes"] = stats.page_bytes;
-  d["pages_reason"] = stats.pages_reason;
+  d["pages_reason"] = Message{stats.pages_reason};
   nb::list epochs;
   for (const EpochHolding& holding : stats.epochs) {
     nb::dict epoch;
     epoch["epoch"] = holding.epoch;
     epoch["bytes_held"] = holding.bytes_held;
     epoch["age"] = absl::ToDoubleSeconds(holding.age);
-    epoch["quarantined"] = holding.quarantined;
+    epoch["quarantined"] = Message{holding.quarantined};
     epochs.append(epoch);
   }
   d["epochs"] = epochs;
   return d;
 }
 
-SaveHandle Save(Saver* saver, const std::string& name, const SavePlan& plan, uint64_t step,
-                bool replace, const std::string& attempt, bool files_only, bool confirm) {
+SaveHandle Save(Saver* saver, const Name& name, const SavePlan& plan, uint64_t step, bool replace,
+                const std::string& attempt, bool files_only, bool confirm) {
   SaveRequest request;
-  request.name = name;
+  request.name = name.text;
   request.step = step;
   request.plan = &plan;
   request.replace = replace;
@@ -256,9 +264,9 @@ void BindCheckpointer(nb::module_& module) {
       .def("is_done", &SaveHandle::IsDone)
       .def(
           "confirm",
-          [](const SaveHandle& save, const std::string& fault) {
-            ThrowIfError(
-                save.Confirm(fault.empty() ? absl::OkStatus() : absl::DataLossError(fault)));
+          [](const SaveHandle& save, const Message& fault) {
+            ThrowIfError(save.Confirm(fault.text.empty() ? absl::OkStatus()
+                                                         : absl::DataLossError(fault.text)));
           },
           "fault"_a)
       .def("cancel", [](const SaveHandle& save) { ThrowIfError(save.Cancel()); })

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "names.h"
 #include "status.h"
 
 namespace nb = nanobind;
@@ -54,7 +55,7 @@ nb::dict Load(const CheckpointReader& reader, const std::vector<Target>& given, 
   d["seconds"] = report.seconds;
   d["verified"] = report.verified;
   d["engine"] = WordOf(report.engine);
-  d["engine_reason"] = report.engine_reason;
+  d["engine_reason"] = Message{report.engine_reason};
   d["direct_io"] = WordOf(report.direct_io);
   return d;
 }
@@ -75,27 +76,27 @@ void BindLoad(nb::module_& module) {
                                "An open checkpoint of one rank, or several.")
       .def_static(
           "open",
-          [](const std::string& path, uint32_t rank) {
-            return Opened([&] { return CheckpointReader::Open(path, rank); });
+          [](const Name& path, uint32_t rank) {
+            return Opened([&] { return CheckpointReader::Open(path.text, rank); });
           },
           "path"_a, "rank"_a)
       .def_static(
           "open_file",
-          [](const std::string& path) {
-            return Opened([&] { return CheckpointReader::OpenFile(path); });
+          [](const Name& path) {
+            return Opened([&] { return CheckpointReader::OpenFile(path.text); });
           },
           "path"_a)
       .def_static(
           "open_manifest",
-          [](const std::string& path, const std::string& manifest_name,
-             const std::optional<Digest>& digest) {
-            return Opened(
-                [&] { return CheckpointReader::OpenManifest(path, manifest_name, digest); });
+          [](const Name& path, const Name& manifest_name, const std::optional<Digest>& digest) {
+            return Opened([&] {
+              return CheckpointReader::OpenManifest(path.text, manifest_name.text, digest);
+            });
           },
           "path"_a, "manifest_name"_a, "digest"_a = nb::none())
       .def_static(
           "open_places",
-          [](const std::string& path, const std::vector<std::string>& files,
+          [](const Name& path, const std::vector<std::string>& files,
              const std::vector<Place>& places) {
             std::vector<PlannedTensor> tensors;
             tensors.reserve(places.size());
@@ -107,7 +108,7 @@ void BindLoad(nb::module_& module) {
                                  .begin = begin,
                                  .end = end});
             }
-            return Opened([&] { return CheckpointReader::OpenPlaces(path, files, tensors); });
+            return Opened([&] { return CheckpointReader::OpenPlaces(path.text, files, tensors); });
           },
           "path"_a, "files"_a, "places"_a)
       .def(

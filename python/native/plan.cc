@@ -18,6 +18,7 @@
 
 #include "bindings.h"
 #include "holdfast/checkpointer.h"
+#include "names.h"
 #include "status.h"
 
 namespace nb = nanobind;
@@ -114,8 +115,7 @@ void AddLike(SavePlan* plan, const SavePlan& other, const std::vector<uintptr_t>
 using Source = std::tuple<std::string, std::string, std::vector<int64_t>, uintptr_t, uint64_t,
                           Device*, uintptr_t>;
 
-void AddSafetensors(SavePlan* plan, const std::string& file_name,
-                    const std::vector<Source>& sources,
+void AddSafetensors(SavePlan* plan, const Name& file_name, const std::vector<Source>& sources,
                     const std::vector<std::pair<std::string, std::string>>& metadata,
                     const std::string& attempt, bool replicated) {
   std::vector<TensorSource> tensors;
@@ -129,8 +129,8 @@ void AddSafetensors(SavePlan* plan, const std::string& file_name,
                        .device = device,
                        .stream = Pointer(stream)});
   }
-  SavePlan one = ValueOrThrow(
-      PlanSafetensors(file_name, tensors, {.metadata = metadata, .attempt = AttemptOf(attempt)}));
+  SavePlan one = ValueOrThrow(PlanSafetensors(
+      file_name.text, tensors, {.metadata = metadata, .attempt = AttemptOf(attempt)}));
   const auto files_before = static_cast<uint32_t>(plan->files.size());
   const auto tensors_before = static_cast<uint32_t>(plan->tensors.size());
   for (PlannedTensor& tensor : one.tensors) {
@@ -206,8 +206,8 @@ void BindPlan(nb::module_& module) {
       .def(nb::init<>())
       .def(
           "add_file",
-          [](SavePlan* plan, const std::string& name) {
-            plan->files.push_back({.name = name, .bytes = 0, .segments = {}});
+          [](SavePlan* plan, const Name& name) {
+            plan->files.push_back({.name = name.text, .bytes = 0, .segments = {}});
           },
           "name"_a, "Begins a file; what is added next goes to its end.")
       .def("add_tensor", &AddTensor, "name"_a, "dtype"_a, "shape"_a, "address"_a, "bytes"_a,

@@ -11,8 +11,10 @@
 #include <cstring>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "bindings.h"
+#include "names.h"
 #include "status.h"
 
 namespace nb = nanobind;
@@ -23,8 +25,8 @@ namespace {
 
 nb::dict DictOf(const CheckpointInfo& info) {
   nb::dict d;
-  d["name"] = info.name;
-  d["path"] = info.path;
+  d["name"] = Name{info.name};
+  d["path"] = Name{info.path};
   d["step"] = info.step;
   d["saved_at"] = absl::ToDoubleSeconds(info.saved_at - absl::UnixEpoch());
   d["attempt"] = AttemptText(info.attempt);
@@ -56,17 +58,17 @@ void BindRecovery(nb::module_& module) {
                                "Says to the other ranks of a save that this one has begun it.")
       .def(
           "abandon",
-          [](RankAnnouncement& self, const std::string& why) {
+          [](RankAnnouncement& self, const Message& why) {
             const GilReleased released;
-            self.Abandon(absl::UnknownError(why));
+            self.Abandon(absl::UnknownError(why.text));
           },
           "why"_a, "This rank takes no part; not once its save has begun.");
   module.def(
       "announce_save",
-      [](const std::string& directory, const std::string& name, const std::string& attempt,
-         uint32_t rank, uint32_t world_size, std::optional<double> time_liveness_max) {
-        RankInSave who = {.directory = directory,
-                          .name = name,
+      [](const Name& directory, const Name& name, const std::string& attempt, uint32_t rank,
+         uint32_t world_size, std::optional<double> time_liveness_max) {
+        RankInSave who = {.directory = directory.text,
+                          .name = name.text,
                           .attempt = AttemptOf(attempt),
                           .rank = rank,
                           .world_size = world_size};
@@ -89,22 +91,21 @@ void BindRecovery(nb::module_& module) {
       "address"_a, "bytes"_a, "XXH3-128 of bytes in host memory, 16 bytes.");
   module.def(
       "recover",
-      [](const std::string& directory, std::optional<double> wait_for_orphans, bool promote,
-         bool clean_up, std::optional<double> silence_without_locks,
-         std::optional<double> age_without_locks) {
+      [](const Name& directory, std::optional<double> wait_for_orphans, bool promote, bool clean_up,
+         std::optional<double> silence_without_locks, std::optional<double> age_without_locks) {
         RecoveryOptions options;
         options.wait_for_orphans = ToDuration(wait_for_orphans);
         options.promote = promote;
         options.clean_up = clean_up;
         options.silence_without_locks = ToDuration(silence_without_locks);
         options.age_without_locks = ToDuration(age_without_locks);
-        const RecoveryReport report = WithoutGil([&] { return Recover(directory, options); });
+        RecoveryReport report = WithoutGil([&] { return Recover(directory.text, options); });
         nb::dict d;
         d["complete"] = ListOf(report.complete);
-        d["promoted"] = report.promoted;
-        d["removed"] = report.removed;
-        d["fenced"] = report.fenced;
-        d["kept_incomplete"] = report.kept_incomplete;
+        d["promoted"] = NamesOf(std::move(report.promoted));
+        d["removed"] = NamesOf(std::move(report.removed));
+        d["fenced"] = NamesOf(std::move(report.fenced));
+        d["kept_incomplete"] = NamesOf(std::move(report.kept_incomplete));
         return d;
       },
       "directory"_a, "wait_for_orphans"_a.none(), "promote"_a, "clean_up"_a,
@@ -127,25 +128,26 @@ void BindRecovery(nb::module_& module) {
       "directory"_a, "Who writes into a framework's directory: none, trainer, orphan, unknown.");
   module.def(
       "list_checkpoints",
-      [](const std::string& directory) {
+      [](const Name& directory) {
         std::vector<std::string> passed_over;
-        const auto complete = WithoutGil([&] { return ListCheckpoints(directory, &passed_over); });
-        return nb::make_tuple(ListOf(complete), passed_over);
+        const auto complete =
+            WithoutGil([&] { return ListCheckpoints(directory.text, &passed_over); });
+        return nb::make_tuple(ListOf(complete), MessagesOf(std::move(passed_over)));
       },
       "directory"_a, "The complete ones, and why others were passed over.");
   module.def(
       "find_newest",
-      [](const std::string& directory) {
+      [](const Name& directory) {
         std::vector<std::string> passed_over;
         const CheckpointInfo newest =
-            WithoutGil([&] { return FindNewest(directory, &passed_over); });
-        return nb::make_tuple(DictOf(newest), passed_over);
+            WithoutGil([&] { return FindNewest(directory.text, &passed_over); });
+        return nb::make_tuple(DictOf(newest), MessagesOf(std::move(passed_over)));
       },
       "directory"_a, "The newest one, and why others were passed over.");
   module.def(
       "inspect",
-      [](const std::string& path) {
-        return DictOf(WithoutGil([&] { return InspectCheckpoint(path); }));
+      [](const Name& path) {
+        return DictOf(WithoutGil([&] { return InspectCheckpoint(path.text); }));
       },
       "path"_a);
 }

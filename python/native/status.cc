@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "holdfast/errors.h"
+#include "names.h"
 
 namespace nb = nanobind;
 
@@ -14,8 +15,8 @@ namespace holdfast::python {
 
 void Raise(const absl::Status& status) {
   const nb::object make = nb::module_::import_("holdfast.errors").attr("_of_status");
-  const nb::object error =
-      make(static_cast<int>(status.code()), std::string(status.message()), ErrnoOf(status));
+  const nb::object error = make(static_cast<int>(status.code()),
+                                Message{std::string(status.message())}, ErrnoOf(status));
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   throw nb::python_error();
 }

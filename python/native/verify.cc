@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "names.h"
 #include "status.h"
 
 namespace nb = nanobind;
@@ -21,7 +22,7 @@ using nb::literals::operator""_a;
 namespace holdfast::python {
 namespace {
 
-nb::dict VerifyPath(const std::string& path, uint32_t threads, uint64_t buffer_bytes,
+nb::dict VerifyPath(const Name& path, uint32_t threads, uint64_t buffer_bytes,
                     const std::string& engine, bool direct_io) {
   VerifyOptions options;
   options.threads = threads;
@@ -30,23 +31,23 @@ nb::dict VerifyPath(const std::string& path, uint32_t threads, uint64_t buffer_b
   options.direct_io = direct_io;
   auto verified = [&] {
     const GilReleased released;
-    return Verify(path, options);
+    return Verify(path.text, options);
   }();
   const VerifyReport report = ValueOrThrow(std::move(verified));
   nb::dict d;
-  d["path"] = report.path;
+  d["path"] = Name{report.path};
   d["verdict"] = WordOf(report.verdict);
-  d["checked"] = report.checked;
+  d["checked"] = Message{report.checked};
   nb::list faults;
   for (const Fault& fault : report.faults) {
     nb::dict f;
-    f["file"] = fault.file;
-    f["tensor"] = fault.tensor;
+    f["file"] = Name{fault.file};
+    f["tensor"] = Message{fault.tensor};
     f["begin"] = fault.begin;
     f["end"] = fault.end;
-    f["reason"] = fault.reason;
-    f["expected"] = fault.expected;
-    f["found"] = fault.found;
+    f["reason"] = Message{fault.reason};
+    f["expected"] = Message{fault.expected};
+    f["found"] = Message{fault.found};
     faults.append(f);
   }
   d["faults"] = faults;
@@ -59,33 +60,33 @@ nb::dict VerifyPath(const std::string& path, uint32_t threads, uint64_t buffer_b
   d["attempt"] = AttemptText(report.attempt);
   d["engine"] = WordOf(report.engine);
   d["direct_io"] = WordOf(report.direct_io);
-  d["note"] = report.note;
+  d["note"] = Message{report.note};
   return d;
 }
 
-CommitFile CommitFileOf(const std::string& name, const nb::bytes& contents) {
-  return {.name = name, .contents = {contents.c_str(), contents.size()}};
+CommitFile CommitFileOf(const Name& name, const nb::bytes& contents) {
+  return {.name = name.text, .contents = {contents.c_str(), contents.size()}};
 }
 
-nb::tuple MakeRecord(const std::string& path, const std::string& attempt, uint32_t world_size,
-                     const std::string& name, const nb::bytes& contents) {
+nb::tuple MakeRecord(const Name& path, const std::string& attempt, uint32_t world_size,
+                     const Name& name, const nb::bytes& contents) {
   const AttemptId id = AttemptOf(attempt);
   const CommitFile file = CommitFileOf(name, contents);
   auto made = [&] {
     const GilReleased released;
-    return MakeCommitRecord(path, id, world_size, file);
+    return MakeCommitRecord(path.text, id, world_size, file);
   }();
   const CommitRecordFile record = ValueOrThrow(std::move(made));
   return nb::make_tuple(record.name, nb::bytes(record.text.data(), record.text.size()));
 }
 
-std::optional<std::vector<Digest>> CheckFile(const std::string& path, const std::string& attempt,
-                                             const std::string& name, const nb::bytes& contents) {
+std::optional<std::vector<Digest>> CheckFile(const Name& path, const std::string& attempt,
+                                             const Name& name, const nb::bytes& contents) {
   const AttemptId id = AttemptOf(attempt);
   const CommitFile file = CommitFileOf(name, contents);
   auto checked = [&] {
     const GilReleased released;
-    return CheckCommitFile(path, id, file);
+    return CheckCommitFile(path.text, id, file);
   }();
   return ValueOrThrow(std::move(checked));
 }

@@ -97,9 +97,6 @@ def _run(arguments: list[str]) -> int:
     module.declare(parser)
     parsed = parser.parse_args(arguments[1:])
     try:
-        for argument in arguments:
-            if not text.is_utf8(argument):
-                raise Error("INVALID_ARGUMENT", f"{argument}: not UTF-8; rename it")
         return module.run(parsed)
     except Error as error:
         message = error.message

@@ -64,6 +64,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    for path in (arguments.source, arguments.destination):
+        if any("\udc80" <= c <= "\udcff" for c in path):  # PyTorch maps no file of such a name
+            raise Error("INVALID_ARGUMENT", f"convert {path}: not UTF-8; rename it")
     target = directories.absolute_path(directories.local_path(arguments.destination, "convert"), "convert")
     if os.path.lexists(target):
         raise Error("ALREADY_EXISTS", f"convert to {target}: it exists already; choose another name, or remove it")

@@ -99,8 +99,6 @@ def _below(path: str) -> Entry | None:
     match = places.UNCOMMITTED.fullmatch(name)
     if os.path.islink(path) or not os.path.isdir(path):
         return None
-    if not text.is_utf8(name):
-        return Entry(name, path, "", "unreadable", "its name is not UTF-8")
     try:
         names = places.names_in(path, "list")
     except Error as error:
@@ -133,7 +131,7 @@ def _explain_uncommitted(directory: str, found: list[Entry]) -> None:
         return
     try:
         outlook = recovering.outlook(directory)
-    except (Error, UnicodeError) as error:
+    except Error as error:
         outlook = {"promote": [], "remove": [], "keep": dict.fromkeys(uncommitted, str(error))}
     for name, entry in uncommitted.items():
         if name in outlook["promote"]:

@@ -9,17 +9,12 @@ from typing import Any
 
 from holdfast._log import size
 
-__all__ = ["age", "document", "is_utf8", "lines", "printable", "size", "table"]
+__all__ = ["age", "document", "lines", "printable", "size", "table"]
 
 
 def printable(text: str) -> str:
     """`text` with escapes for what would move the cursor of a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def is_utf8(text: str) -> bool:
-    """Whether a name of the file system is text."""
-    return not any("\udc80" <= c <= "\udcff" for c in text)
 
 
 def lines(texts: Iterable[str]) -> None:
