@@ -76,6 +76,13 @@ class _File:
         self._slots: list[tuple[int, int]] = []
         self._bytes = 0  # of the file, with what is pending
 
+    def begin_file(self, name: str) -> None:
+        """Ends the file and begins another one of the same plan."""
+        self.flush()
+        self.name = name
+        self.plan.add_file(name)
+        self._bytes = 0
+
     def begin_item(self) -> int:
         """Pads to where an item may begin and returns that offset."""
         self.literal(bytes(-self._bytes % ALIGNMENT))
@@ -126,10 +133,16 @@ class Layout:
 
     What every save has at the same place comes first: contiguous tensors in host memory. They are
     planned once, and a further save gives only their addresses.
+
+    Args:
+        items: of one rank.
+        apart: items whose names begin so go to a file of their own, whose name begins so, too.
     """
 
-    def __init__(self, items: list[WriteItem]) -> None:
+    def __init__(self, items: list[WriteItem], apart: str = "") -> None:
         self.items = items
+        self._apart = apart
+        self._is_apart = [bool(apart) and item.index.fqn.startswith(apart) for item in items]
         self._names = _names(items)
         self._fixed: _native.Plan | None = None
         self._first: list[int] = []  # positions of the items in it, and with bytes among them
@@ -139,8 +152,13 @@ class Layout:
 
     def results(self, extents: array.array, name: str) -> list[WriteResult]:
         """One result per item of a file, as the framework wants them."""
-        places = zip(self.items, extents[::2], extents[1::2], strict=True)
-        return [WriteResult(i.index, length, _StorageInfo(name, at, length)) for i, at, length in places]
+        names = (self._apart + name if apart else name for apart in self._is_apart)
+        places = zip(self.items, names, extents[::2], extents[1::2], strict=True)
+        return [WriteResult(i.index, length, _StorageInfo(n, at, length)) for i, n, at, length in places]
+
+    def files(self, name: str) -> list[str]:
+        """The files of one save, of which `name` is the first."""
+        return [name, self._apart + name] if any(self._is_apart) else [name]
 
     @functools.cached_property
     def digest(self) -> str:
@@ -173,10 +191,12 @@ class Layout:
                 out.extents[:] = self._extents
                 out.host += tensors
                 rest = self._rest
-        later = []
+        later, apart = [], []
         for i in rest:
             if isinstance(data[i], torch.Tensor) and _devices.device_of(data[i].device) is not None:
                 later.append(i)
+            elif self._is_apart[i]:
+                apart.append(i)
             else:
                 self._add(file, out, i, data[i])
         is_late = dict(zip(later, late.of([[data[i]] for i in later]), strict=True))
@@ -193,9 +213,15 @@ class Layout:
             about = io.BytesIO(part.encode())
             file.begin_item()
             _add_bytes(file, out, PART, about)
-        for i in later:
-            clones = not is_late[i] and data[i].device not in out.wait
-            self._add(file, out, i, data[i].clone() if clones else data[i])
+        for of_file, further in enumerate(self.files(name)):
+            if of_file:
+                file.begin_file(further)
+                for i in apart:
+                    self._add(file, out, i, data[i])
+            for i in later:
+                if self._is_apart[i] == bool(of_file):
+                    clones = not is_late[i] and data[i].device not in out.wait
+                    self._add(file, out, i, data[i].clone() if clones else data[i])
         file.flush()
         if part is not None:
             about.getbuffer()[:] = part.encode()
@@ -204,7 +230,7 @@ class Layout:
     @_collector.paused()
     def fix(self, data: list[Any]) -> None:
         """Plans what further saves will have at the same place; they have the same kinds of tensors."""
-        if not _is_host():
+        if not _is_host() or any(self._is_apart):
             return
         self._first = [i for i, d in enumerate(data) if isinstance(d, torch.Tensor) and _is_plain(d) and can_frame(d)]
         self._filled = [i for i in self._first if data[i].nbytes]

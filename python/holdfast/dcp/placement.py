@@ -21,6 +21,8 @@ from holdfast.errors import Error, of_system
 
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp(\.tmp)?")
 MANIFEST = re.compile(r"rank-(\d{5,})-of-(\d{5,})-([0-9a-f]{32})\.manifest\.json(\.tmp)?")
+# A rank may have further files, whose names begin with what sets them apart.
+_ANY_DATA_FILE = re.compile(r".*__(\d+)_\d+\.distcp")
 RECORD = re.compile(r"holdfast\.commit-([0-9a-f]{32})\.json(\.tmp)?")
 
 _lock = threading.Lock()
@@ -125,11 +127,13 @@ def follow(directory: Path, attempt: str, generation: int, rank: int, world_size
 
     Args:
         directory, attempt, rank, world_size: of the save.
-        generation: that all ranks expect; this one's is higher if it has such files already.
+        generation: that all ranks expect; this one's is higher if it has such files already, or if
+            a rank has that this job lacks.
     """
     with of_system(f"save {directory}: list it"):
-        own = [m for m in map(DATA_FILE.fullmatch, os.listdir(directory)) if m and int(m[1]) == rank]
-    generation = max([generation, *(int(m[2]) + 1 for m in own)])
+        matches = [m for m in map(DATA_FILE.fullmatch, os.listdir(directory)) if m]
+    older = [int(m[2]) for m in matches if int(m[1]) == rank or int(m[1]) >= world_size]
+    generation = max([generation, *(g + 1 for g in older)])
     if rank == 0:
         generation = _register(str(directory), attempt, generation)
     return Placement(str(directory), attempt, generation, rank, rank, world_size)
@@ -145,6 +149,12 @@ def _register(directory: str, attempt: str, generation: int) -> int:
         while len(_attempts) > _DIRECTORIES_MAX:
             del _attempts[next(iter(_attempts))]
     return generation
+
+
+def rank_of(name: str) -> int | None:
+    """The rank whose data file has a name; None for another file."""
+    match = _ANY_DATA_FILE.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def generation_of(names: set[str]) -> int:

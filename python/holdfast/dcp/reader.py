@@ -25,7 +25,7 @@ from holdfast import _dtypes, _native, _unpickle
 from holdfast._pieces import Loading, Source
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import objects
-from holdfast.dcp.placement import DATA_FILE, MANIFEST, new_attempt
+from holdfast.dcp.placement import MANIFEST, new_attempt, rank_of
 from holdfast.dcp.records import NotPlain, find_tensor
 from holdfast.dcp.writer import METADATA, StorageWriter, local_path
 from holdfast.errors import Error, of_system
@@ -206,7 +206,7 @@ class StorageReader(_StorageReader):
         if not self._save_id:
             return found
         files = {self._storage_data[item.storage_index].relative_path for item in plan.items}
-        ranks = {int(match[1]) for match in map(DATA_FILE.fullmatch, files) if match}
+        ranks = {rank_of(name) for name in files}
         with of_system(f"load {self.path}: list it"):
             names = sorted(os.listdir(self.path))
         for name in names:
