@@ -6,7 +6,7 @@ import ast
 import source_tree
 
 PACKAGE = "python/holdfast/"
-FOLDERS = ("dcp", "observe", "cli")
+FOLDERS = ("dcp", "observe", "megatron", "cli")
 # A file may import those of the rows above its own.
 ROWS = (
     ("_native", "_process", "errors"),
@@ -20,7 +20,7 @@ ROWS = (
     ("capture", "handle"),
     ("_building", "_filling", "loading", "saving"),
     ("dcp", "observe"),
-    ("recovery",),
+    ("megatron", "recovery"),
     ("checkpointer",),
     ("cli",),
     ("__init__", "__main__"),

@@ -1,0 +1,58 @@
+"""Megatron-Core saves through Holdfast: ``import holdfast.megatron; holdfast.megatron.install()``.
+
+`install` replaces what Megatron takes its asynchronous writer, its plans and its queue from: the
+arguments of a training stay as they are. `SaveStrategy` does the same for one call of
+``dist_checkpointing.save`` and replaces nothing. ``python -m holdfast.megatron script.py ...`` installs
+and runs a script as it is.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from holdfast.megatron.patching import Patch
+from holdfast.megatron.writer import FileSystemWriterAsync, LateNames
+
+__all__ = ["SaveStrategy", "install", "uninstall"]
+
+_lock = threading.Lock()
+_patch: Patch | None = None
+
+
+def install(*, late: LateNames = ()) -> None:
+    """Makes Megatron's saves those of Holdfast, from the next one on; Megatron may be imported later.
+
+    Both of its asynchronous strategies, ``mcore`` and ``nvrx``, are then Holdfast's;
+    nvidia-resiliency-ext need not be there. Called again, it changes only `late`.
+
+    Args:
+        late: optimizers, or tensors, that the training leaves alone until its next step, as of
+            `holdfast.save_async`: their GPU memory is copied behind forward and backward. Or a
+            function that returns them, called in each save: Megatron makes its optimizers late.
+            All other GPU tensors are ordered into the current stream.
+    """
+    global _patch
+    with _lock:
+        FileSystemWriterAsync.late = staticmethod(late) if callable(late) else tuple(late)
+        if _patch is None:
+            _patch = Patch()
+            _patch.start()
+
+
+def uninstall() -> None:
+    """Puts back what `install` has replaced; requests that are under way stay Holdfast's."""
+    global _patch
+    with _lock:
+        if _patch is not None:
+            _patch.stop()
+            _patch = None
+        FileSystemWriterAsync.late = ()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "SaveStrategy":
+        from holdfast.megatron.strategy import SaveStrategy
+
+        return SaveStrategy
+    raise AttributeError(f"module {__name__} has no attribute {name}")

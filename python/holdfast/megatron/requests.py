@@ -1,0 +1,227 @@
+"""Requests: what a save hands to whoever schedules it, and those of other people."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from holdfast import _collector
+from holdfast.errors import Error
+from holdfast.megatron import stock
+from holdfast.megatron.writer import FileSystemWriterAsync
+
+_PICKLED_BYTES_MAX = 1 << 15  # what a pipe takes without a reader
+
+
+class _Request(NamedTuple):
+    """A request where no framework has a class for it; the fields are Megatron's.
+
+    Attributes:
+        async_fn: what runs in the background; None: nothing.
+        async_fn_args, async_fn_kwargs: its arguments.
+        finalize_fns: called in the trainer, in order, when `async_fn` has ended on all ranks.
+        preload_fn: called in the trainer; gives the second argument of `async_fn`.
+        is_frozen: whether `add_finalize_fn` is over.
+        call_idx: number in the queue.
+    """
+
+    async_fn: Callable[..., Any] | None
+    async_fn_args: Any
+    finalize_fns: list[Callable[[], None]]
+    async_fn_kwargs: dict[str, Any] | None = None
+    preload_fn: Callable[[], Any] | None = None
+    is_frozen: bool = False
+    call_idx: int = 0
+
+    def add_finalize_fn(self, fn: Callable[[], None]) -> None:
+        """Adds a function to the end of `finalize_fns`.
+
+        Raises:
+            RuntimeError: the request is frozen.
+        """
+        if self.is_frozen:
+            raise RuntimeError("the request is frozen: it takes no further finalize function")
+        self.finalize_fns.append(fn)
+
+    def freeze(self) -> _Request:
+        """The same request, frozen."""
+        return self._replace(is_frozen=True)
+
+    def execute_sync(self) -> None:
+        """Runs the request in this process; all ranks call it."""
+        arguments = _arguments_of(self)
+        if self.async_fn is not None:
+            self.async_fn(*arguments, **(self.async_fn_kwargs or {}))
+        dist.barrier()
+        self.execute_finalize_fns(validate_matching_call_idx=False)
+
+    def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
+        """Calls the finalize functions; returns the number in the queue."""
+        for fn in self.finalize_fns:
+            fn()
+        return self.call_idx
+
+
+def _arguments_of(request: Any) -> list[Any]:
+    arguments = list(request.async_fn_args or ())
+    preload = getattr(request, "preload_fn", None)
+    if preload is not None:
+        arguments[1] = preload()
+    return arguments
+
+
+def request_class(dialect: str) -> type:
+    """The framework's own class: its callers take no other for a request."""
+    found = None
+    if dialect == "nvrx":
+        found = stock.find("nvidia_resiliency_ext.checkpointing.async_ckpt.core", "AsyncRequest")
+    else:
+        found = stock.find(stock.STRATEGIES + "async_utils", "AsyncRequest")
+    return found or _Request
+
+
+class OwnCall:
+    """A request of ours in the queue: the save is under way since the request was made."""
+
+    may_fail_early = True
+
+    def __init__(self, writer: FileSystemWriterAsync, request: Any) -> None:
+        self._writer = writer
+        self.request = request
+
+    @property
+    def is_done(self) -> bool:
+        return self._writer.has_ended
+
+    def failure(self) -> BaseException | None:
+        """Why it has failed, once it is done."""
+        return self._writer.outcome()
+
+    def cancel(self) -> None:
+        """Gives the save up and removes its files."""
+        self._writer.cancel()
+
+    def __str__(self) -> str:
+        return f"save {self._writer.path}"
+
+
+class NoCall:
+    """A request without anything to run."""
+
+    may_fail_early = False
+    is_done = True
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+
+    def failure(self) -> None:
+        return None
+
+    def cancel(self) -> None:
+        pass
+
+    def __str__(self) -> str:
+        return "a request with nothing to run"
+
+
+class ForkedCall:
+    """Somebody else's request: it runs in a forked child.
+
+    What its preload function has returned is held until the child has been joined: the child may
+    read memory that the parent could give to others.
+    """
+
+    may_fail_early = False
+
+    def __init__(self, request: Any) -> None:
+        self.request = request
+        self._failure: BaseException | None = None
+        self._was_cancelled = False
+        self._held: list[Any] | None = _arguments_of(request)
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        context = multiprocessing.get_context("fork")
+        self._answers, answers = context.Pipe(duplex=False)
+        self._process: Any = context.Process(
+            target=_run, args=(answers, request.async_fn, self._held, dict(request.async_fn_kwargs or {})),
+            name="holdfast-request",
+        )  # fmt: skip
+        with _collector.paused():
+            self._process.start()
+        answers.close()
+
+    @property
+    def is_done(self) -> bool:
+        if self._process is None:
+            return True
+        if self._process.is_alive():
+            return False
+        self._process.join()
+        self._failure = self._outcome(self._process.exitcode)
+        self._answers.close()
+        self._process.close()
+        self._process = self._held = None
+        return True
+
+    def _outcome(self, status: int) -> BaseException | None:
+        with contextlib.suppress(EOFError, OSError):
+            if self._answers.poll():
+                data, text = self._answers.recv()
+                return _unpacked(data, text, self)
+        if status == 0:
+            return None
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
+        code = "CANCELLED" if self._was_cancelled else "UNAVAILABLE"
+        return Error(code, f"run {self}: its process was {how}" if status < 0 else f"run {self}: its process {how}")
+
+    def failure(self) -> BaseException | None:
+        return self._failure
+
+    def cancel(self) -> None:
+        """Ends the child."""
+        if not self.is_done:
+            self._was_cancelled = True
+            self._process.kill()
+            self._process.join()
+            assert self.is_done
+
+    def __str__(self) -> str:
+        fn = self.request.async_fn
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        return f"the request {getattr(fn, '__qualname__', fn)}"
+
+
+def _run(answers: Any, fn: Callable[..., Any], arguments: list[Any], keywords: dict[str, Any]) -> None:
+    """The forked child."""
+    try:
+        fn(*arguments, **keywords)
+    except BaseException as error:
+        text = "".join(traceback.format_exception(error))[-_PICKLED_BYTES_MAX // 2 :]
+        data = b""
+        with contextlib.suppress(Exception):
+            error.__traceback__ = None
+            data = pickle.dumps(error)
+        answers.send((data if len(data) < _PICKLED_BYTES_MAX else b"", text))
+        answers.close()
+        sys.exit(1)
+
+
+def _unpacked(data: bytes, text: str, call: ForkedCall) -> BaseException:
+    """A child's exception; where it cannot be pickled, its traceback as text."""
+    with contextlib.suppress(Exception):
+        if data:
+            error = pickle.loads(data)
+            error.add_note(text)
+            return error
+    return Error("UNKNOWN", f"run {call}: {text}")

@@ -1,0 +1,89 @@
+"""Waiting for a save from whichever process is asked to: a request's function and its one argument.
+
+A save belongs to the process that has begun it. Callers of Megatron run a request's function in a
+forked child, in a spawned process, or in the trainer itself. A ticket crosses into all of them: it
+says which process to look at, and where that process notes the end of the save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import NamedTuple
+
+from holdfast.errors import of_system
+
+_POLL_MAX = 0.02  # seconds
+
+
+class Ticket(NamedTuple):
+    """A save, as another process can find it.
+
+    Attributes:
+        pid, started: the process of the save, and when it began, in ticks since boot: a number that
+            is used again belongs to another process.
+        fd, inode: the file in which that process notes the end of the save.
+    """
+
+    pid: int
+    started: int
+    fd: int
+    inode: int
+
+
+class Mark:
+    """The note of one save's end. Its file is closed with the last reference."""
+
+    def __init__(self) -> None:
+        with of_system("begin a save: make the note of its end"):
+            self._fd = os.memfd_create("holdfast-save-ended", os.MFD_CLOEXEC)
+        self._pid = os.getpid()
+        inode = os.fstat(self._fd).st_ino
+        self.ticket = Ticket(self._pid, start_of(self._pid) or 0, self._fd, inode)
+
+    def set(self) -> None:
+        """Notes the end."""
+        if os.getpid() == self._pid:
+            os.pwrite(self._fd, b"1", 0)
+
+    def __del__(self) -> None:
+        fd, self._fd = getattr(self, "_fd", -1), -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+
+def start_of(pid: int) -> int | None:
+    """When a process began; None if it has ended."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def _is_under_way(ticket: Ticket) -> bool:
+    if start_of(ticket.pid) != ticket.started:
+        return False
+    try:
+        fd = os.open(f"/proc/{ticket.pid}/fd/{ticket.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return os.fstat(fd).st_ino == ticket.inode and not os.pread(fd, 1, 0)
+    finally:
+        os.close(fd)
+
+
+def wait_until_written(ticket: Ticket) -> None:
+    """Blocks until a save has ended, well or not, or its process has. The trainer says which.
+
+    Raises:
+        OSError: the process of the save may not be looked at.
+    """
+    pause = 0.001
+    while _is_under_way(ticket):
+        time.sleep(pause)
+        pause = min(2 * pause, _POLL_MAX)

@@ -1,0 +1,128 @@
+"""Jobs of gloo ranks that save with Megatron-Core, each rank a process; what a GPU would do is left out."""
+
+from __future__ import annotations
+
+import os
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# Long enough for a machine with three times the work; a test that passes never waits for it.
+DEADLINE = 120.0
+ROWS = 64
+
+_context = mp.get_context("forkserver")
+_context.set_forkserver_preload(["holdfast.dcp", "megatron.core.dist_checkpointing"])
+
+
+def without_gpu() -> None:
+    """Lets the stock callers run where there is no GPU: what they ask of CUDA, they get of the CPU."""
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.device_count = lambda: 1
+    for name in ("synchronize", "set_device"):
+        setattr(torch.cuda, name, lambda *_: None)
+
+
+def _rank(rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple[Any, ...],
+          answers: Any) -> None:  # fmt: skip
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.setdefault("HOLDFAST_ARENA_BYTES", str(32 << 20))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
+                            timeout=timedelta(seconds=DEADLINE))  # fmt: skip
+    try:
+        answers.put((rank, body(rank, *args), ""))
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def run(world_size: int, scratch: Path, body: Callable[..., Any], *args: Any) -> list[Any]:
+    """Runs ``body(rank, *args)`` on every rank; returns what they return, or fails."""
+    answers = _context.Queue()
+    store = str(scratch / f"store-{time.monotonic_ns()}")
+    processes = [
+        _context.Process(target=_rank, args=(rank, world_size, store, body, args, answers))
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    got: dict[int, Any] = {}
+    failures = []
+    try:
+        for _ in processes:
+            rank, value, failure = answers.get(timeout=2 * DEADLINE)
+            got[rank] = value
+            if failure:
+                failures.append(f"rank {rank}:\n{failure}")
+    finally:
+        for process in processes:
+            process.join(30)
+            if process.is_alive():
+                process.kill()
+    assert not failures, "\n".join(failures)
+    return [got.get(rank) for rank in range(world_size)]
+
+
+class State:
+    """A small sharded state: rows of a matrix by rank, a replica, and an object."""
+
+    def __init__(self, seed: int, columns: int = 256) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        generator = torch.Generator().manual_seed(1000 * seed + self.rank)
+        self.rows = torch.rand(ROWS, columns, generator=generator)
+        self.replica = torch.full((100,), float(seed))
+        self.step = torch.tensor(float(seed))
+
+    def sharded(self) -> dict[str, Any]:
+        from megatron.core.dist_checkpointing import ShardedTensor
+
+        return {
+            "rows": ShardedTensor.from_rank_offsets("rows", self.rows, (0, self.rank, self.world)),
+            "replica": ShardedTensor.from_rank_offsets("head.replica", self.replica, replica_id=self.rank),
+            "step": ShardedTensor.from_rank_offsets("step", self.step, replica_id=self.rank),
+            "note": {"iteration": 7},
+        }
+
+    def train(self) -> None:
+        """Changes everything, as the next step does."""
+        for tensor in (self.rows, self.replica, self.step):
+            tensor.add_(1)
+
+    def wrong_elements_in(self, directory: str | Path) -> int:
+        """How many elements of a checkpoint are not this state's, by Megatron's own loader."""
+        from megatron.core.dist_checkpointing import load
+
+        target = State(0, self.rows.shape[1])
+        found = load(target.sharded(), str(directory))
+        assert found["note"] == {"iteration": 7}
+        pairs = [(found["rows"], self.rows), (found["replica"], self.replica), (found["step"], self.step)]
+        return sum(int((a != b).sum()) for a, b in pairs)
+
+
+def fresh(directory: str | Path) -> str:
+    """Makes a checkpoint's directory, which Megatron wants to be there."""
+    os.makedirs(directory, exist_ok=True)
+    if dist.is_initialized():
+        dist.barrier()
+    return str(directory)
+
+
+def finalize(queue: Any, *, number: int = 1) -> None:
+    """Asks the queue as a training does, until so many requests are finalized."""
+    deadline = time.monotonic() + DEADLINE
+    while number:
+        number -= len(queue.maybe_finalize_async_calls())
+        assert time.monotonic() < deadline, "a request was never finalized"
+        time.sleep(0.005)
