@@ -2,22 +2,26 @@
 
 #include <algorithm>
 
-#include "absl/time/time.h"
 #include "runtime/directory/listing.h"
 
 namespace holdfast::checkpointer {
+namespace {
+
+// A microsecond: also a reader with the time in seconds as a double sees the order.
+constexpr uint64_t kStepNs = 1000;
+
+}  // namespace
 
 void Lineage::Begin(int directory) {
-  const CheckpointInfo newest = directory::NewestRecorded(directory);
+  const directory::Recorded recorded = directory::ReadRecorded(directory);
   const base::MutexLock lock(&mutex_);
-  last_ = newest.attempt;
-  if (newest.attempt == AttemptId{}) return;
-  last_saved_at_ns_ = static_cast<uint64_t>(std::max<int64_t>(0, absl::ToUnixNanos(newest.saved_at)));
+  last_ = recorded.newest.attempt;
+  last_saved_at_ns_ = recorded.latest_ns;
 }
 
 uint64_t Lineage::SavedAtNs(uint64_t now_ns) {
   const base::MutexLock lock(&mutex_);
-  last_saved_at_ns_ = std::max(now_ns, last_saved_at_ns_ + 1);
+  last_saved_at_ns_ = std::max(now_ns, last_saved_at_ns_ + kStepNs);
   return last_saved_at_ns_;
 }
 

@@ -17,8 +17,8 @@ class Lineage {
   /// Begins with the newest committed checkpoint of an open directory.
   void Begin(int directory);
 
-  /// Returns the time for the records of a save that begins now: `now_ns`, or a nanosecond after the
-  /// latest save where the clock stands behind. The order of checkpoints is the order of these
+  /// Returns the time for the records of a save that begins now: `now_ns`, or a microsecond after
+  /// the latest save where the clock stands behind. The order of checkpoints is the order of these
   /// times, also after a restart on a machine whose clock is late.
   uint64_t SavedAtNs(uint64_t now_ns);
 

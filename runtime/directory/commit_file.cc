@@ -1,5 +1,6 @@
 #include "runtime/directory/commit_file.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 
@@ -64,6 +65,27 @@ absl::StatusOr<std::optional<format::CommitRecord>> ReadCommitRecord(int directo
   if (!text.ok()) return text.status();
   HOLDFAST_ASSIGN_OR_RETURN(format::CommitRecord record, format::ParseCommitRecord(*text));
   return record;
+}
+
+uint64_t LatestFrameworkSaveNs(int directory) {
+  uint64_t latest = 0;
+  // Only a framework's directory is listed: others may have any number of entries.
+  const auto holds = [directory](const std::string& name) {
+    const auto entry = Look(directory, name, /*follow_symlink=*/false);
+    return entry.ok() && entry->kind == EntryKind::kFile;
+  };
+  if (!holds(kDcpCommitFile) && !holds(absl::StrCat(kDcpDataPrefix, 0, kDcpCommitFile))) {
+    return latest;
+  }
+  const auto names = ListNames(directory, "directory");
+  if (!names.ok()) return latest;
+  for (const std::string& name : *names) {
+    if (!format::ParseCommitRecordName(name).has_value()) continue;
+    const auto record = ReadCommitRecord(directory, name);
+    if (!record.ok() || !record->has_value()) continue;
+    latest = std::max(latest, (*record)->saved_at_ns);
+  }
+  return latest;
 }
 
 std::vector<std::string> CommitFileNames(const format::Manifest& manifest) {

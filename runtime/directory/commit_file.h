@@ -7,6 +7,7 @@
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_COMMIT_FILE_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_COMMIT_FILE_H_
 
+#include <cstdint>
 #include <map>
 #include <optional>
 #include <string>
@@ -24,6 +25,10 @@ namespace holdfast::directory {
 /// \error kDataLoss; errors of the machine.
 absl::StatusOr<std::optional<format::CommitRecord>> ReadCommitRecord(int directory,
                                                                      const std::string& name);
+
+/// Returns the latest time, in nanoseconds since 1970, in the commit records of a framework's
+/// directory; 0 without any record.
+uint64_t LatestFrameworkSaveNs(int directory);
 
 /// Returns the names under which the framework may have committed `manifest` without a record.
 /// Empty for an unknown framework.

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "runtime/base/status.h"
+#include "runtime/directory/commit_file.h"
 #include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
 #include "runtime/format/directory_names.h"
@@ -84,19 +85,25 @@ absl::StatusOr<Listing> ListComplete(int directory, const std::string& path) {
   return listing;
 }
 
-CheckpointInfo NewestRecorded(int directory) {
-  CheckpointInfo newest;
+Recorded ReadRecorded(int directory) {
+  Recorded recorded;
   const auto names = ListDirectories(directory, "directory", /*committed=*/true);
-  if (!names.ok()) return newest;
+  if (!names.ok()) return recorded;
   for (const std::string& name : *names) {
     const auto checkpoint = OpenDirectory(directory, name);
     if (!checkpoint.ok()) continue;
     std::optional<Inspection> found = InspectRecord(checkpoint->get());
-    if (!found.has_value()) continue;
+    if (!found.has_value()) {
+      recorded.latest_ns = std::max(recorded.latest_ns, LatestFrameworkSaveNs(checkpoint->get()));
+      continue;
+    }
     found->info.name = name;
+    const int64_t saved_at_ns = absl::ToUnixNanos(found->info.saved_at);
+    recorded.latest_ns = std::max(recorded.latest_ns, static_cast<uint64_t>(saved_at_ns));
+    CheckpointInfo& newest = recorded.newest;
     if (newest.attempt == AttemptId{} || OlderThan(newest, found->info)) newest = found->info;
   }
-  return newest;
+  return recorded;
 }
 
 }  // namespace directory

@@ -2,6 +2,7 @@
 #ifndef HOLDFAST_RUNTIME_DIRECTORY_LISTING_H_
 #define HOLDFAST_RUNTIME_DIRECTORY_LISTING_H_
 
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -28,9 +29,14 @@ absl::StatusOr<std::vector<std::string>> ListDirectories(int directory, const st
 /// \error of this process (no descriptor, no memory), because every entry may be affected.
 absl::StatusOr<Listing> ListComplete(int directory, const std::string& path);
 
-/// Returns the newest checkpoint with a commit record, without its path. The attempt is zero if there
-/// is no such checkpoint.
-CheckpointInfo NewestRecorded(int directory);
+/// What the commit records of a directory's checkpoints say.
+struct Recorded {
+  CheckpointInfo newest;  ///< Without its path. The attempt is zero if there is no record.
+  uint64_t latest_ns = 0;  ///< The latest time of a save, also in frameworks' directories.
+};
+
+/// Reads the commit records alone. Unreadable ones are passed over.
+Recorded ReadRecorded(int directory);
 
 /// Order of checkpoints: by the time of their saves; equal times by step, then by name.
 bool OlderThan(const CheckpointInfo& a, const CheckpointInfo& b);

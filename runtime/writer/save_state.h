@@ -134,8 +134,8 @@ class SaveState {
   std::string LeftBehind() const;
   /// Asks the worker to stop.
   void Cancel();
-  /// Gives the control memory, the worker and the callbacks back; after Finish, by the supervisor. A
-  /// handle may live on for long.
+  /// Gives the control memory, the worker and the callbacks back; after Finish, by the supervisor.
+  /// A handle may live on for long.
   void ReleaseResources();
 
  private:

@@ -149,8 +149,9 @@ TEST_F(RemovalTest, LeavesACheckpointWithALinkInsideWhole) {
 
 TEST_F(RemovalTest, LeavesACheckpointWithAForeignFileCalledLikeAManifestWhole) {
   for (const char* const name :
-       {"rank-notes.manifest.json", "rank-0-of-2.manifest.json", "rank-00002-of-00002.manifest.json",
-        "rank-00000-of-00002-0123.manifest.json", "rank-000000-of-00002.manifest.json"}) {
+       {"rank-notes.manifest.json", "rank-0-of-2.manifest.json",
+        "rank-00002-of-00002.manifest.json", "rank-00000-of-00002-0123.manifest.json",
+        "rank-000000-of-00002.manifest.json"}) {
     SCOPED_TRACE(name);
     const std::string file = absl::StrCat(directory_ / "step-7/", name);
     std::ofstream(file) << "mine";

@@ -10,13 +10,16 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/recovery.h"
 #include "holdfast/verify.h"
+#include "runtime/format/file_names.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/save_test.h"
+#include "tests/testing/small_checkpoint.h"
 
 namespace holdfast::testing {
 namespace {
@@ -77,6 +80,19 @@ TEST_F(Newest, IsTheLastSavedThoughTheClockWentBack) {
   SaveEach({"step-3", "step-4", "step-5"}, {3, 4, 5}, {.keep_last = 2});
   EXPECT_THAT(Names(directory()), UnorderedElementsAre("step-4", "step-5"));
   EXPECT_EQ(NewestName(), "step-5");
+}
+
+TEST_F(Newest, IsSavedAfterTheLastOfAFramework) {
+  const auto later = static_cast<uint64_t>(absl::ToUnixNanos(absl::Now() + absl::Hours(1)));
+  SmallRank rank = {.checkpoint = "dcp-1", .attempt = {.high = 5, .low = 6}, .dcp_generation = 0};
+  rank.saved_at_ns = later;
+  WriteSmallCheckpoint(directory() + "/dcp-1", rank);
+  const std::string record = directory() + "/dcp-1/" + format::CommitRecordName(rank.attempt);
+  std::ofstream(record) << rank.record_text();
+  std::ofstream(directory() + "/dcp-1/.metadata") << "pickle";
+  SaveEach({"step-2", "step-3"}, {2, 3}, {});
+  EXPECT_GT(InspectCheckpoint(directory() + "/step-2")->saved_at, absl::FromUnixNanos(later));
+  EXPECT_EQ(NewestName(), "step-3");
 }
 
 TEST_F(Newest, RetentionLeavesOtherSeriesAlone) {
