@@ -10,6 +10,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import inspect
+import itertools
 import json
 import types
 from collections import OrderedDict
@@ -54,9 +56,15 @@ def is_stateful(value: Any) -> bool:
 
 def state_of(value: Any) -> Any:
     """Its state, with parameters as they are rather than detached copies."""
-    if isinstance(value, torch.nn.Module):
+    if isinstance(value, torch.nn.Module) and _takes_keep_vars(value.state_dict):
         return value.state_dict(keep_vars=True)
     return value.state_dict()
+
+
+def _takes_keep_vars(state_dict: Any) -> bool:
+    """Whether a module's method has the argument of the base class."""
+    parameters = inspect.signature(state_dict).parameters
+    return "keep_vars" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def under(path: str, name: Any) -> str:
@@ -383,15 +391,41 @@ def _is_of_other_version(node: Node, state_dict: Any) -> bool:
 
 def fill_module(filling: Any, node: Node, module: torch.nn.Module, path: str) -> Any:
     """Fills a module's tensors in place, and gives it what had to be made anew."""
-    there = module.state_dict(keep_vars=True)
+    there = state_of(module)
+    # A module's own method may lack the argument.
+    options = {} if filling.strict else {"strict": False}
     if _is_of_other_version(node, there):  # only the module can convert it
         value = filling.new(node, path)
-        filling.after(lambda: module.load_state_dict(value.value(), strict=filling.strict))
+        filling.after(lambda: module.load_state_dict(value.value(), **options))
         return module
     anew = MAPPINGS.fill_entries(filling, node, there, path)
-    if anew or any(not isinstance(v, torch.Tensor) for v in there.values()):  # extra state
-        filling.after(lambda: module.load_state_dict(there, strict=filling.strict))
+    if anew or not _is_own_memory(module, there) or _does_more_at_a_load(module):
+        filling.after(lambda: module.load_state_dict(there, **options))
     return module
+
+
+def _is_own_memory(module: torch.nn.Module, state: Mapping[Any, Any]) -> bool:
+    """Whether all of a module's state are its parameters and buffers: no copies, and no extra state."""
+    own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
+    return own.issuperset(map(id, state.values()))
+
+
+def _does_more_at_a_load(module: torch.nn.Module) -> bool:
+    """Whether a load of its state dict does more than to copy tensors."""
+    if getattr(module.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict:
+        return True
+    return any(
+        m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks
+        or _converts(type(m))  # type: ignore[arg-type]  # a class is hashable
+        for m in module.modules()
+    )
+
+
+@functools.cache
+def _converts(kind: type[torch.nn.Module]) -> bool:
+    """Whether a class loads in a way of its own. PyTorch's convert other versions, which is done before."""
+    owner = next(c for c in kind.__mro__ if "_load_from_state_dict" in vars(c))
+    return not owner.__module__.startswith("torch.nn.modules.")
 
 
 class Stateful(Kind):
