@@ -90,7 +90,7 @@ def look(path: str) -> dict[str, Any] | None:
             "step": record["step"],
             "saved_at": record["saved_at_ns"] / 1e9,
             "attempt": match[1],
-            "parent": None,
+            "parent": record["parent"] if record["parent"].strip("0") else None,
             "world_size": record["world_size"],
             "bytes": record["bytes"],
         }
@@ -106,9 +106,18 @@ def look(path: str) -> dict[str, Any] | None:
     }
 
 
+def abandoned(checkpoints: list[dict[str, Any]]) -> list[bool]:
+    """Whether a rollback has abandoned each of some checkpoints, as listings have them."""
+    return _native.find_abandoned(
+        [(c["name"], c["saved_at"], c["step"], c["attempt"] or "", c["parent"] or "") for c in checkpoints]
+    )
+
+
 def remove_old(directory: str, saved: str, keep_last: int, keep_every: int,
                busy: Collection[str]) -> None:  # fmt: skip
     """Removes checkpoints of a series, as ``keep_last`` and ``keep_every`` of `save_async` say.
+
+    Those of abandoned branches go first.
 
     A checkpoint is renamed before its first file goes, so that no crash leaves a part of it under
     its name. What a crash has left of an earlier removal goes, too.
@@ -123,7 +132,10 @@ def remove_old(directory: str, saved: str, keep_last: int, keep_every: int,
         Error: of the first checkpoint that could not be removed, after trying all.
     """
     series = series_of(saved)
-    complete = [c for c in list_complete(directory)[0] if series_of(c["name"]) == series]
+    every = list_complete(directory)[0]
+    gone = {c["name"] for c, is_abandoned in zip(every, abandoned(every), strict=True) if is_abandoned}
+    # A branch that a rollback has abandoned goes first.
+    complete = sorted((c for c in every if series_of(c["name"]) == series), key=lambda c: c["name"] not in gone)
     first: Error | None = None
     for old in complete[: max(0, len(complete) - keep_last)]:
         if old["name"] == saved or old["path"] in busy:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast import _collector, _kinds, _native, _plain, _ranks, _state, _unpickle
+from holdfast import _collector, _kinds, _lineage, _native, _plain, _ranks, _state, _unpickle
 from holdfast._building import Builder
 from holdfast._common import common
 from holdfast._filling import Filling
@@ -330,7 +330,9 @@ def load(
     """Loads a checkpoint.
 
     Every byte is compared with the digests of its seal on the way. Memory beside the tensors
-    themselves is bounded by `buffer_bytes`, and nothing is kept afterwards.
+    themselves is bounded by `buffer_bytes`, and nothing is kept afterwards. The next save of this
+    process into the same directory names the checkpoint as its parent (docs/cli.md), unless a later
+    one was loaded or saved, too.
 
     Args:
         path: the checkpoint's directory.
@@ -362,5 +364,8 @@ def load(
             threads=threads,
         )
         if into is None:
-            return checkpoint.state(allow)
-        return checkpoint.into(into, strict=strict, allow=allow, partial=partial)
+            loaded = checkpoint.state(allow)
+        else:
+            loaded = checkpoint.into(into, strict=strict, allow=allow, partial=partial)
+        _lineage.loaded(checkpoint.path, checkpoint.reader.attempt, checkpoint.step)
+        return loaded

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from holdfast import _agreement, _native, _ranks, _runtime, directories, events
+from holdfast import _agreement, _lineage, _native, _ranks, _runtime, directories, events
 from holdfast._durable import make_directory
 from holdfast.capture import Part
 from holdfast.errors import Error
@@ -153,11 +152,15 @@ def save_async(
 
         def start() -> _native.SaveHandle:
             announced.begun = True
-            return door.save(name, captured.plan, step, replace, attempt, False, bool(captured.watch))
+            parent = _lineage.begin(whole, attempt, step)
+            return door.save(name, captured.plan, step, replace, attempt, False, bool(captured.watch), parent)
+
+        def on_failure() -> None:
+            _agreement.forget(agreement)
+            _lineage.failed(whole, attempt)
 
         begun = Save(start, whole, step, extra, captured.keep, door, runtime=runtime,
-                     ordered=captured.waiting, watch=captured.watch,
-                     on_failure=functools.partial(_agreement.forget, agreement))
+                     ordered=captured.waiting, watch=captured.watch, on_failure=on_failure)
         captured.release()
         return begun
 

@@ -222,13 +222,15 @@ nb::dict DictOf(const StagingStats& stats) {
 }
 
 SaveHandle Save(Saver* saver, const Name& name, const SavePlan& plan, uint64_t step, bool replace,
-                const std::string& attempt, bool files_only, bool confirm) {
+                const std::string& attempt, bool files_only, bool confirm,
+                const std::string& parent) {
   SaveRequest request;
   request.name = name.text;
   request.step = step;
   request.plan = &plan;
   request.replace = replace;
   request.attempt = AttemptOf(attempt);
+  request.parent = AttemptOf(parent);
   request.files_only = files_only;
   request.confirm = confirm;
   Checkpointer* const checkpointer = saver->operator->();
@@ -292,7 +294,7 @@ void BindCheckpointer(nb::module_& module) {
           },
           "options"_a)
       .def("save", &Save, "name"_a, "plan"_a, "step"_a, "replace"_a, "attempt"_a, "files_only"_a,
-           "confirm"_a = false)
+           "confirm"_a = false, "parent"_a = "")
       .def(
           "flush",
           [](const Saver& self, std::optional<double> timeout) {

@@ -5,12 +5,14 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "bindings.h"
@@ -22,6 +24,9 @@ using nb::literals::operator""_a;
 
 namespace holdfast::python {
 namespace {
+
+/// name, saved_at, step, attempt, parent.
+using Saved = std::tuple<Name, double, uint64_t, std::string, std::string>;
 
 nb::dict DictOf(const CheckpointInfo& info) {
   nb::dict d;
@@ -144,6 +149,24 @@ void BindRecovery(nb::module_& module) {
         return nb::make_tuple(DictOf(newest), MessagesOf(std::move(passed_over)));
       },
       "directory"_a, "The newest one, and why others were passed over.");
+  module.def(
+      "find_abandoned",
+      [](const std::vector<Saved>& saved) {
+        std::vector<CheckpointInfo> complete;
+        complete.reserve(saved.size());
+        for (const auto& [name, saved_at, step, attempt, parent] : saved) {
+          CheckpointInfo info;
+          info.name = name.text;
+          info.saved_at = absl::UnixEpoch() + absl::Seconds(saved_at);
+          info.step = step;
+          info.attempt = AttemptOf(attempt);
+          info.parent = AttemptOf(parent);
+          complete.push_back(std::move(info));
+        }
+        return FindAbandoned(complete);
+      },
+      "saved"_a,
+      "Whether a rollback has abandoned each checkpoint: name, saved_at, step, attempt, parent.");
   module.def(
       "inspect",
       [](const Name& path) {

@@ -68,13 +68,14 @@ CommitFile CommitFileOf(const Name& name, const nb::bytes& contents) {
   return {.name = name.text, .contents = {contents.c_str(), contents.size()}};
 }
 
-nb::tuple MakeRecord(const Name& path, const std::string& attempt, uint32_t world_size,
-                     const Name& name, const nb::bytes& contents) {
-  const AttemptId id = AttemptOf(attempt);
+nb::tuple MakeRecord(const Name& path, const std::string& attempt, const std::string& parent,
+                     uint32_t world_size, const Name& name, const nb::bytes& contents) {
+  const FrameworkSave save = {
+      .attempt = AttemptOf(attempt), .parent = AttemptOf(parent), .world_size = world_size};
   const CommitFile file = CommitFileOf(name, contents);
   auto made = [&] {
     const GilReleased released;
-    return MakeCommitRecord(path.text, id, world_size, file);
+    return MakeCommitRecord(path.text, save, file);
   }();
   const CommitRecordFile record = ValueOrThrow(std::move(made));
   return nb::make_tuple(record.name, nb::bytes(record.text.data(), record.text.size()));
@@ -95,8 +96,8 @@ std::optional<std::vector<Digest>> CheckFile(const Name& path, const std::string
 
 void BindVerify(nb::module_& module) {
   nb::class_<Digest>(module, "Digest", "XXH3-128 of a file.");
-  module.def("make_commit_record", &MakeRecord, "path"_a, "attempt"_a, "world_size"_a, "name"_a,
-             "contents"_a, "Name and text of a commit record.");
+  module.def("make_commit_record", &MakeRecord, "path"_a, "attempt"_a, "parent"_a, "world_size"_a,
+             "name"_a, "contents"_a, "Name and text of a commit record.");
   module.def("check_commit_file", &CheckFile, "path"_a, "attempt"_a, "name"_a, "contents"_a,
              "Digests of the manifests by rank; None without a commit record.");
   module.def("verify", &VerifyPath, "path"_a, "threads"_a, "buffer_bytes"_a, "engine"_a,

@@ -380,6 +380,7 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   Attach(presence, save.get());
   const absl::Status launched = Launch(request, attempt, std::move(sources), save.get());
   if (!launched.ok()) {
+    lineage_.Ended(attempt, /*committed=*/false);
     TakeBack(save.get(), request.files_only);
     return refuse(base::Annotate(launched, absl::StrCat("save ", save->path)));
   }
@@ -435,9 +436,9 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
   const absl::Status status = presence == nullptr
                                   ? Unreported(*save, outcome)
                                   : presence->Conclude(save->parent->get(), outcome, reported);
+  lineage_.Ended(save->table->job()->attempt, status.ok());
   if (status.ok()) {
     RemoveReplaced(*save, reported);
-    if (!save->partial.empty()) lineage_.Committed(save->table->job()->attempt);
     housekeeper->ApplyRetention(save->parent, save->checkpoint);
     return status;
   }

@@ -15,7 +15,7 @@ constexpr uint64_t kStepNs = 1000;
 void Lineage::Begin(int directory) {
   const directory::Recorded recorded = directory::ReadRecorded(directory);
   const base::MutexLock lock(&mutex_);
-  last_ = recorded.newest.attempt;
+  line_ = {recorded.newest.attempt};
   last_saved_at_ns_ = recorded.latest_ns;
 }
 
@@ -25,14 +25,9 @@ uint64_t Lineage::SavedAtNs(uint64_t now_ns) {
   return last_saved_at_ns_;
 }
 
-void Lineage::Committed(const AttemptId& attempt) {
-  const base::MutexLock lock(&mutex_);
-  last_ = attempt;
-}
-
 format::CommitTemplate Lineage::RecordOf(const CheckpointerOptions& options,
                                          const SaveRequest& request, const AttemptId& attempt,
-                                         uint64_t saved_at_ns) const {
+                                         uint64_t saved_at_ns) {
   // In a framework's directory the framework's own last file commits.
   if (options.rank != 0 || request.files_only) return {};
   format::CommitInput input = {.checkpoint = request.name,
@@ -41,11 +36,23 @@ format::CommitTemplate Lineage::RecordOf(const CheckpointerOptions& options,
                                .world_size = options.world_size,
                                .step = request.step,
                                .saved_at_ns = saved_at_ns};
-  if (input.parent == AttemptId{}) {
+  {
     const base::MutexLock lock(&mutex_);
-    input.parent = last_;
+    if (input.parent == AttemptId{} && !line_.empty()) input.parent = line_.back();
+    line_.push_back(attempt);
   }
   return format::BuildCommitRecord(input);
+}
+
+void Lineage::Ended(const AttemptId& attempt, bool committed) {
+  const base::MutexLock lock(&mutex_);
+  const auto found = std::find(line_.begin(), line_.end(), attempt);
+  if (found == line_.end()) return;
+  if (committed) {
+    line_.erase(line_.begin(), found);
+  } else {
+    line_.erase(found);
+  }
 }
 
 }  // namespace holdfast::checkpointer

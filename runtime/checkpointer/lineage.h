@@ -3,6 +3,7 @@
 #define HOLDFAST_RUNTIME_CHECKPOINTER_LINEAGE_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "holdfast/checkpointer.h"
@@ -22,16 +23,20 @@ class Lineage {
   /// times, also after a restart on a machine whose clock is late.
   uint64_t SavedAtNs(uint64_t now_ns);
 
-  /// Sets the parent of later saves to `attempt`, which has committed through this front door.
-  void Committed(const AttemptId& attempt);
-
-  /// Builds the template of a save's record; empty for a rank that does not commit.
+  /// Builds the template of a save's record, and makes the save the parent of later saves. The
+  /// template is empty for a rank that does not commit.
   format::CommitTemplate RecordOf(const CheckpointerOptions& options, const SaveRequest& request,
-                                  const AttemptId& attempt, uint64_t saved_at_ns) const;
+                                  const AttemptId& attempt, uint64_t saved_at_ns);
+
+  /// Ends a save. A failed save is no parent of later saves.
+  void Ended(const AttemptId& attempt, bool committed);
 
  private:
-  mutable base::Mutex mutex_;
-  AttemptId last_ ABSL_GUARDED_BY(mutex_);
+  base::Mutex mutex_;
+  /// The last committed checkpoint, and the later saves that have not ended, in the order of their
+  /// calls. The last is the next save's parent: of two saves in flight the later call has the newer
+  /// state.
+  std::vector<AttemptId> line_ ABSL_GUARDED_BY(mutex_);
   uint64_t last_saved_at_ns_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 

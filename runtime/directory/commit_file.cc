@@ -128,17 +128,19 @@ const absl::StatusOr<format::CommitFileDigest>& CommitFiles::Read(const std::str
 
 namespace holdfast {
 
-absl::StatusOr<CommitRecordFile> MakeCommitRecord(const std::string& path, const AttemptId& attempt,
-                                                  uint32_t world_size, const CommitFile& file) {
+absl::StatusOr<CommitRecordFile> MakeCommitRecord(const std::string& path,
+                                                  const FrameworkSave& save,
+                                                  const CommitFile& file) {
   HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(path));
-  format::CommitInput input = {.attempt = attempt, .world_size = world_size};
+  format::CommitInput input = {
+      .attempt = save.attempt, .parent = save.parent, .world_size = save.world_size};
   input.commit_file = {.name = file.name,
                        .bytes = file.contents.size(),
                        .digest = digest::Of(file.contents.data(), file.contents.size())};
   uint64_t bytes = 0;
   std::vector<format::CommitRecord::RankManifest> manifests;
-  for (uint32_t rank = 0; rank < world_size; ++rank) {
-    const std::string name = format::ManifestName(rank, world_size, attempt);
+  for (uint32_t rank = 0; rank < save.world_size; ++rank) {
+    const std::string name = format::ManifestName(rank, save.world_size, save.attempt);
     HOLDFAST_ASSIGN_OR_RETURN(const std::string text,
                               directory::ReadManifestText(fd.get(), path, name));
     uint64_t files_bytes = 0;
@@ -157,7 +159,7 @@ absl::StatusOr<CommitRecordFile> MakeCommitRecord(const std::string& path, const
     input.step = manifest->step;
     input.saved_at_ns = manifest->saved_at_ns.value_or(0);
   }
-  return CommitRecordFile{format::CommitRecordName(attempt),
+  return CommitRecordFile{format::CommitRecordName(save.attempt),
                           format::CompleteCommitRecord(input, base::WallNs(), bytes, manifests)};
 }
 

@@ -1,5 +1,6 @@
 // Selects the checkpoints that retention removes.
 #include <algorithm>
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -14,13 +15,22 @@ std::vector<std::string> SelectForRemoval(const std::vector<CheckpointInfo>& com
   std::vector<std::string> names;
   if (retention.keep_last == 0) return names;
   const std::string series = format::SeriesOf(saved);
-  std::vector<CheckpointInfo> oldest_first;
-  for (const CheckpointInfo& checkpoint : complete) {
-    if (format::SeriesOf(checkpoint.name) == series) oldest_first.push_back(checkpoint);
+  const std::vector<bool> abandoned = FindAbandoned(complete);
+  std::vector<size_t> order;  // of removal
+  for (size_t i = 0; i < complete.size(); ++i) {
+    if (format::SeriesOf(complete[i].name) == series) order.push_back(i);
   }
-  std::sort(oldest_first.begin(), oldest_first.end(), directory::OlderThan);
-  for (size_t i = 0; i + retention.keep_last < oldest_first.size(); ++i) {
-    const CheckpointInfo& checkpoint = oldest_first[i];
+  const auto older = [&](size_t a, size_t b) {
+    return directory::OlderThan(complete[a], complete[b]);
+  };
+  std::sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+    if (abandoned[a] != abandoned[b]) return static_cast<bool>(abandoned[a]);
+    return older(a, b);
+  });
+  order.resize(order.size() - std::min<size_t>(order.size(), retention.keep_last));
+  std::sort(order.begin(), order.end(), older);
+  for (const size_t i : order) {
+    const CheckpointInfo& checkpoint = complete[i];
     if (checkpoint.name == saved) continue;
     if (retention.keep_every != 0 && checkpoint.step % retention.keep_every == 0) continue;
     names.push_back(checkpoint.name);

@@ -10,7 +10,7 @@ FOLDERS = ("dcp", "observe", "megatron", "cli")
 # A file may import those of the rows above its own.
 ROWS = (
     ("_native", "_process", "errors"),
-    ("_collector", "_completion", "_constructors", "_durable", "_devices", "_dtypes", "_ranks", "commands"),
+    ("_collector", "_completion", "_constructors", "_durable", "_devices", "_dtypes", "_lineage", "_ranks", "commands"),
     ("_dcp_directories", "_pieces", "_plain", "snapshots"),
     ("_kinds", "_unpickle"),
     ("_tensor_kinds",),

@@ -21,8 +21,8 @@ columns:
   FORMAT                   holdfast, or dcp (PyTorch Distributed Checkpoint)
   PARENT                   what the run had saved before, or resumed from: a name, or the first
                            digits of the attempt id of a checkpoint that is gone
-  STATE                    complete; newest (of its format); abandoned (complete, but the newest checkpoint does not
-                           descend from it: the run was rolled back); incomplete, damaged or unreadable
+  STATE                    complete; newest (of its format); abandoned (complete, but the newest checkpoint of its
+                           series does not descend from it: the run was rolled back); incomplete, damaged or unreadable
                            with the reason; saving (under way); orphan (its trainer is dead, its worker
                            works); unfinished (`holdfast recover` finishes or removes it); retired
 
@@ -149,10 +149,6 @@ def _explain_uncommitted(directory: str, found: list[Entry]) -> None:
 def _trace_lineage(complete: list[Entry]) -> None:
     """Names the parents, and marks the newest checkpoint and those of abandoned branches.
 
-    A checkpoint is abandoned if it is provably no ancestor of the newest one: it has a higher step
-    than a later ancestor, or it branched off an ancestor. Where retention has removed the links
-    between two checkpoints, nothing else is claimed.
-
     Args:
         complete: of one format, newest first.
     """
@@ -160,26 +156,12 @@ def _trace_lineage(complete: list[Entry]) -> None:
     for entry in complete:
         parent = by_attempt.get(entry.parent)
         entry.parent_name = parent.name if parent else None
-    if not complete:
-        return
-    newest = complete[0]
-    newest.state = "newest"
-    if newest.attempt is None:
-        return
-    line: dict[str | None, Entry] = {}
-    at: Entry | None = newest
-    while at is not None and at.attempt not in line:
-        line[at.attempt] = at
-        at = by_attempt.get(at.parent)
-    lowest = newest.step  # of the line so far; a step that is not known is 0 or None
-    for entry in complete[1:]:
-        on_line = entry.attempt in line
-        if entry.step and lowest and entry.step > lowest:
+    saved = [(e.name, e.saved_at or 0.0, e.step or 0, e.attempt or "", e.parent or "") for e in complete]
+    for entry, is_abandoned in zip(complete, _native.find_abandoned(saved), strict=True):
+        if is_abandoned:
             entry.state = "abandoned"
-        elif not on_line and entry.parent in line:
-            entry.state = "abandoned"
-        elif on_line and entry.step:
-            lowest = entry.step
+    if complete:
+        complete[0].state = "newest"
 
 
 def _row(entry: Entry) -> list[Any]:

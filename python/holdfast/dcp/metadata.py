@@ -144,18 +144,18 @@ def locked(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def commit(directory: Path, name: str, metadata: Metadata, attempt: str, world_size: int) -> None:
+def commit(directory: Path, name: str, metadata: Metadata, attempt: str, parent: str, world_size: int) -> None:
     """Writes `directory`/`name` durably, whole or not at all, in the place of an older one.
 
     To be called only when everything that the metadata names is durable.
 
     Args:
         directory, name, metadata: what is written where.
-        attempt, world_size: of the save. Its commit record is written first.
+        attempt, parent, world_size: of the save. Its commit record is written first.
     """
     with _collector.paused():
         data = pickle.dumps(metadata)
-    record = _native.make_commit_record(str(directory), attempt, world_size, name, data)
+    record = _native.make_commit_record(str(directory), attempt, parent, world_size, name, data)
     # The record's name before the metadata's: else a crash could leave metadata without its proof.
     _write(directory, *record)
     # Before anything that the older metadata names is deleted: a crash could bring it back.

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
-from holdfast import _dtypes, _native, _unpickle
+from holdfast import _dtypes, _lineage, _native, _unpickle
 from holdfast._pieces import Loading, Source
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import objects
@@ -179,6 +179,8 @@ class StorageReader(_StorageReader):
             **{key: loading.report[key] for key in ("bytes", "bytes_read", "seconds")},
             "verified": self._verify and not unproved and not foreign,
         }
+        steps = (p.reader.step for p in proved.values())
+        _lineage.loaded(str(self.path), self._save_id, next(steps, 0))
         if unproved:
             logger.info(
                 "load %s: %d items without digests to compare with; they were not written by "

@@ -279,6 +279,13 @@ class _Saving:
         exchange, self.exchange = self.exchange, None
         assert exchange is not None
         try:
+            return self._finish(mine, exchange)
+        except BaseException:
+            self.writer.take_back()
+            raise
+
+    def _finish(self, mine: _Message | BaseException, exchange: Exchange) -> Metadata:
+        try:
             if not self.use_collectives:
                 return self._finish_alone(mine, exchange)
             metadata, replanned = exchange.reduce(mine, self._commit)

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from holdfast import _late, _runtime, directories, events, handle
+from holdfast import _late, _lineage, _runtime, directories, events, handle
 from holdfast._durable import begin_directory, sync_directory
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
@@ -132,6 +132,7 @@ class StorageWriter(_StorageWriter):
         self._rank: int | None = None
         self._use_collectives = True
         self._made: list[str] = []
+        self._parent = ""
 
     @property
     def step(self) -> int:
@@ -194,7 +195,11 @@ class StorageWriter(_StorageWriter):
         place = placement.take(plan.storage_data, str(self.path))
         data = [items.resolved(planner, item) for item in plan.items]
         written = self.begin(place, items.Layout(plan.items), data, called_ns)
-        written.wait()
+        try:
+            written.wait()
+        except BaseException:
+            self.take_back()
+            raise
         future: Future[list[WriteResult]] = Future()
         future.set_result(written.results)
         return future
@@ -241,6 +246,7 @@ class StorageWriter(_StorageWriter):
         def start() -> Any:
             return door.save(self.path.name, file.plan, self.step, False, place.attempt, True, bool(file.watch))
 
+        self._parent = _lineage.begin(str(self.path), place.attempt, self.step)
         save = handle.Save(
             start, str(self.path), self.step, extra, file.device, door, runtime=runtime,
             ordered=file.wait, watch=file.watch, publishes=publishes,
@@ -281,10 +287,14 @@ class StorageWriter(_StorageWriter):
                     f"save {self.path}: a save that began later was completed in the meantime; the "
                     "younger checkpoint stays",
                 )
-            _metadata.commit(self.path, name, metadata, self.save_id, world_size)
+            _metadata.commit(self.path, name, metadata, self.save_id, self._parent, world_size)
         if deletes:
             keep = named | set(files)
             self._delete_older(keep, older - keep, set(younger))
+
+    def take_back(self) -> None:
+        """Ends a save that has failed: it is no parent of later ones."""
+        _lineage.failed(str(self.path), self.save_id)
 
     def adopt(self, attempt: str, name: str) -> None:
         """Makes this the writer of a save that another process has begun.

@@ -87,8 +87,9 @@ struct SaveRequest {
   /// saves of one name the later one stays; the earlier one ends with kAborted.
   bool replace = false;
   AttemptId attempt;  ///< Equal on all ranks; zero: random (world size 1 only).
-  /// Attempt id of the parent checkpoint, for the commit record. Zero: the last checkpoint
-  /// committed through this Checkpointer, else the newest in the directory at Create.
+  /// Attempt id of the parent checkpoint, for the commit record. Zero: the last save through this
+  /// Checkpointer that has not failed, else the newest checkpoint in the directory at Create. After
+  /// a load of an older checkpoint pass its id: retention then removes the abandoned branch first.
   AttemptId parent;
   /// For a directory that a framework owns: files are committed one by one into the existing
   /// `directory`/`name`, and no directory is renamed. The framework's last file commits.

@@ -26,12 +26,20 @@ struct CommitRecordFile {
   std::string text;
 };
 
+/// A save into a framework's directory.
+struct FrameworkSave {
+  AttemptId attempt;
+  AttemptId parent;  ///< As SaveRequest::parent; zero: none is recorded.
+  uint32_t world_size = 1;
+};
+
 /// Makes the commit record of a save with SaveRequest::files_only, when the manifests of all ranks
 /// are durable in the directory `path`. The caller makes the record durable before the commit file
 /// gets its name: from then on Verify proves the commit file and every manifest.
 /// \error kNotFound (a rank's manifest), kDataLoss (damaged).
-absl::StatusOr<CommitRecordFile> MakeCommitRecord(const std::string& path, const AttemptId& attempt,
-                                                  uint32_t world_size, const CommitFile& file);
+absl::StatusOr<CommitRecordFile> MakeCommitRecord(const std::string& path,
+                                                  const FrameworkSave& save,
+                                                  const CommitFile& file);
 
 /// Compares a commit file that was read with the record of `attempt`. Returns the digests of the
 /// manifests, by rank; nothing where that save made no record.

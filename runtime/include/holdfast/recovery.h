@@ -94,8 +94,16 @@ enum class SavesAtWork {
 /// \error errors of open and statfs.
 absl::StatusOr<SavesAtWork> FindSavesAtWork(const std::string& path);
 
+/// Returns, for each checkpoint of `complete`, whether its branch was abandoned by a rollback. The
+/// line of a series is its newest checkpoint and the recorded ancestors of that one. A checkpoint
+/// of the series is abandoned if its step is higher than that of a later checkpoint of the line.
+/// One outside of the line is also abandoned if its parent is on the line or abandoned. A missing
+/// link proves nothing; without recorded attempts no checkpoint is abandoned.
+std::vector<bool> FindAbandoned(const std::vector<CheckpointInfo>& complete);
+
 /// Returns the names to remove under `retention` once `saved` is durable, oldest first: members of
-/// the series of `saved`, never `saved` itself.
+/// the series of `saved`, never `saved` itself. Abandoned checkpoints are removed before all
+/// others.
 std::vector<std::string> SelectForRemoval(const std::vector<CheckpointInfo>& complete,
                                           const Retention& retention, const std::string& saved);
 

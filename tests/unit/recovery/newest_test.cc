@@ -190,6 +190,30 @@ TEST_F(Newest, SaysWhatItDescendsFrom) {
       << "as the caller says";
 }
 
+TEST_F(Newest, DescendsFromASaveThatIsStillUnderWay) {
+  CheckpointerOptions options = SmallOptions(directory());
+  options.launcher = Launcher::kThread;
+  const std::unique_ptr<Checkpointer> checkpointer = Make(options);
+  const TrainingState state = TrainingState::Uniform(1, 1000, 1);
+  const std::vector<TensorSource> sources = state.Sources();
+  const auto save = [&](const std::string& name, bool confirm) {
+    auto begun = checkpointer->SaveAsync({.name = name, .tensors = sources, .confirm = confirm});
+    EXPECT_TRUE(begun.ok() && begun->WaitStaged(kLong).ok()) << begun.status();
+    return *std::move(begun);
+  };
+  const SaveHandle first = save("step-1", /*confirm=*/true);  // not durable before it is confirmed
+  const SaveHandle second = save("step-2", /*confirm=*/false);
+  ASSERT_TRUE(first.Confirm(absl::OkStatus()).ok());
+  ASSERT_TRUE(first.WaitDurable(kLong).ok() && second.WaitDurable(kLong).ok());
+  const SaveHandle failing = save("step-3", /*confirm=*/true);
+  ASSERT_TRUE(failing.Confirm(absl::DataLossError("torn")).ok());
+  EXPECT_TRUE(absl::IsDataLoss(failing.WaitDurable(kLong).status()));
+  ASSERT_TRUE(save("step-4", /*confirm=*/false).WaitDurable(kLong).ok());
+  const auto of = [this](const char* name) { return *InspectCheckpoint(directory() + name); };
+  EXPECT_EQ(of("/step-2").parent, of("/step-1").attempt);
+  EXPECT_EQ(of("/step-4").parent, of("/step-2").attempt) << "a failed save is no parent";
+}
+
 TEST_F(Newest, IsNotOneWhoseRecordIsDamaged) {
   SaveEach({"step-1", "step-2"}, {1, 2}, {});
   std::filesystem::resize_file(directory() + "/step-2/holdfast.commit.json", 100);

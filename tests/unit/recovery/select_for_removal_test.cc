@@ -29,6 +29,16 @@ std::vector<CheckpointInfo> Saved(const std::vector<uint64_t>& steps) {
   return complete;
 }
 
+/// The same, each with an attempt, and the one before as its parent.
+std::vector<CheckpointInfo> Chain(const std::vector<uint64_t>& steps) {
+  std::vector<CheckpointInfo> complete = Saved(steps);
+  for (size_t i = 0; i < complete.size(); ++i) {
+    complete[i].attempt = {.high = 1, .low = i + 1};
+    if (i > 0) complete[i].parent = complete[i - 1].attempt;
+  }
+  return complete;
+}
+
 TEST(SelectForRemoval, KeepsEverythingByDefault) {
   EXPECT_THAT(SelectForRemoval(Saved({1, 2, 3}), {}, "s-3"), IsEmpty());
   EXPECT_THAT(SelectForRemoval(Saved({1, 2, 3}), {.keep_last = 0, .keep_every = 2}, "s-3"),
@@ -46,6 +56,18 @@ TEST(SelectForRemoval, GoesByTheTimeOfTheSaves) {
   std::vector<CheckpointInfo> listed = Saved({100, 200, 300, 110});
   std::reverse(listed.begin(), listed.end());
   EXPECT_THAT(SelectForRemoval(listed, {.keep_last = 2}, "s-110"), ElementsAre("s-100", "s-200"));
+}
+
+TEST(SelectForRemoval, LetsAnAbandonedBranchGoFirst) {
+  // 300 was rolled back to 100; 110 and 120 followed.
+  std::vector<CheckpointInfo> complete = Chain({100, 200, 300, 110, 120});
+  complete[3].parent = complete[0].attempt;
+  EXPECT_THAT(SelectForRemoval(complete, {.keep_last = 4}, "s-120"), ElementsAre("s-200"));
+  EXPECT_THAT(SelectForRemoval(complete, {.keep_last = 3}, "s-120"), ElementsAre("s-200", "s-300"));
+  EXPECT_THAT(SelectForRemoval(complete, {.keep_last = 2}, "s-120"),
+              ElementsAre("s-100", "s-200", "s-300"));
+  EXPECT_THAT(SelectForRemoval(complete, {.keep_last = 2, .keep_every = 100}, "s-120"), IsEmpty())
+      << "a milestone stays on whatever branch";
 }
 
 TEST(SelectForRemoval, KeepsMultiplesBesides) {

@@ -9,6 +9,8 @@
 
 #include "holdfast/verify.h"
 #include "runtime/base/planted_bugs.h"
+#include "runtime/format/commit_record.h"
+#include "runtime/format/file_names.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/small_checkpoint.h"
@@ -26,6 +28,8 @@ using testing::SmallRank;
 using testing::TemporaryDirectory;
 using testing::WriteFileBytes;
 using testing::WriteSmallCheckpoint;
+
+constexpr AttemptId kParent = {.high = 3, .low = 4};
 
 class CommitFileTest : public ::testing::Test {
  protected:
@@ -49,8 +53,9 @@ class CommitFileTest : public ::testing::Test {
   void WriteData(const SmallRank& save) { WriteSmallCheckpoint(path(), save); }
   void Record(const SmallRank& save) {
     const std::string contents = MetadataOf(save);
-    const auto record = MakeCommitRecord(path(), save.attempt, save.world_size,
-                                         {.name = ".metadata", .contents = contents});
+    const auto record = MakeCommitRecord(
+        path(), {.attempt = save.attempt, .parent = kParent, .world_size = save.world_size},
+        {.name = ".metadata", .contents = contents});
     ASSERT_TRUE(record.ok()) << record.status();
     WriteFileBytes(path(record->name), record->text);
   }
@@ -168,7 +173,7 @@ TEST_F(CommitFileTest, MayBeOfEachRankAlone) {
     WriteSmallCheckpoint(path(), alone);
     const std::string name = absl::StrCat("__", rank, ".metadata");
     const auto record =
-        MakeCommitRecord(path(), alone.attempt, 1, {.name = name, .contents = "own"});
+        MakeCommitRecord(path(), {.attempt = alone.attempt}, {.name = name, .contents = "own"});
     ASSERT_TRUE(record.ok()) << record.status();
     WriteFileBytes(path(record->name), record->text);
     WriteFileBytes(path(name), "own");
@@ -197,13 +202,24 @@ TEST_F(CommitFileTest, ProvesTheManifestsToo) {
   }
 }
 
+TEST_F(CommitFileTest, IsRecordedWithTheParentOfItsSave) {
+  WriteAll(Save(1));
+  const auto record =
+      format::ParseCommitRecord(ReadFileBytes(path(format::CommitRecordName(Save(1).attempt))));
+  ASSERT_TRUE(record.ok()) << record.status();
+  EXPECT_EQ(record->parent, kParent);
+}
+
 TEST_F(CommitFileTest, IsNotRecordedWithoutAllManifests) {
   WriteData(Save(1));
   SmallRank second = Save(1);
   second.rank = 1;
   std::filesystem::remove(path(second.manifest_name()));
-  EXPECT_EQ(MakeCommitRecord(path(), second.attempt, 2, {.name = ".metadata"}).status().code(),
-            absl::StatusCode::kNotFound);
+  EXPECT_EQ(
+      MakeCommitRecord(path(), {.attempt = second.attempt, .world_size = 2}, {.name = ".metadata"})
+          .status()
+          .code(),
+      absl::StatusCode::kNotFound);
 }
 
 TEST_F(CommitFileTest, IsComparedWithTheRecordOfItsSave) {
