@@ -10,6 +10,7 @@ number of calls of the store, none of them a collective.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -24,12 +25,15 @@ from holdfast._completion import logger
 from holdfast._process import PerProcess
 from holdfast.errors import Error
 
+Check = Callable[[Sequence[int]], None]
+
 REPLICA_BYTES_MIN = 1 << 20  # smaller tensors are written by every rank that has them
 _WARNING_AFTER = 5.0  # seconds of waiting for a rank
 _MARGIN = 10.0  # seconds that the others wait longer than rank 0
 _BUSY = "described its state yet, or is gone"
 _AT_ONCE = 0.5  # seconds
 _INTERVAL = 0.05  # seconds between two looks
+_CHECKS_PER_LIVENESS = 6
 _SLICE_BYTES = 64 << 20  # of a tensor, copied from its device at a time
 _NAME_BYTES, _CONTENT_BYTES = 8, 16
 _FAILED = b"!"  # and rank and reason
@@ -121,20 +125,24 @@ class _Store:
         return int(self._store.add(key, 1))
 
     def wait(self, keys: list[str], ranks: Sequence[int], missing: str, time_max: float,
-             until: Callable[[], bool] = bool) -> None:
+             until: Callable[[], bool] = bool, check: Check | None = None,
+             check_every: float = 0.0) -> None:
         """Waits until all keys are there, or `until` returns True.
 
         Args:
             keys: of `ranks`, one for each.
             missing: what a rank without its key has not done.
             time_max: seconds.
+            check: is called for the ranks without a key, and raises when one is gone.
+            check_every: seconds.
 
         Raises:
-            Error: DEADLINE_EXCEEDED, naming the ranks without a key.
+            Error: DEADLINE_EXCEEDED, naming the ranks without a key; what `check` raises.
         """
         import torch.distributed as dist
 
         begin, warned = time.monotonic(), False
+        next_check = begin
         # One wait ends at once when the keys come. Further ones would each log a warning of the
         # store and keep other threads from it, so that long waits ask.
         try:
@@ -144,6 +152,9 @@ class _Store:
             pass
         while not until() and not self._store.check(keys):
             waited = time.monotonic() - begin
+            if check is not None and time.monotonic() >= next_check:
+                check([r for r, key in zip(ranks, keys, strict=True) if not self.has(key)])
+                next_check = time.monotonic() + check_every
             if waited < min(_WARNING_AFTER, time_max) or (warned and waited < time_max):
                 time.sleep(_INTERVAL)
                 continue
@@ -176,6 +187,7 @@ class Call:
         self._offer = "holdfast/" + hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()
         self._others = range(1, world_size)
         self._stage = 0
+        self._check: Check | None = None
         self._said: list[str] = []  # keys of this rank's posts, which it removes at the end
         self.attempt = ""
         try:
@@ -251,27 +263,42 @@ class Call:
             raise Error("FAILED_PRECONDITION", said["error"])
         return True
 
+    def watch(self, check: Check) -> None:
+        """Sets what is asked from now on whether the ranks that are waited for are alive."""
+        self._check = check
+
     # ---- What every rank says, and what rank 0 makes of it.
 
     def _exchange(self, said: bytes, judge: Callable[[list[bytes]], bytes]) -> bytes:
         """What rank 0's `judge` makes of what all ranks say, by rank; the same on all of them."""
         self._stage += 1
         base = f"{self.attempt}/{self._stage}"
+        wait = functools.partial(
+            self._store.wait, check=self._check, check_every=self._time_come_max / _CHECKS_PER_LIVENESS
+        )
         try:
             if self._rank == 0:
                 keys = [f"{base}/{r}" for r in self._others]
-                self._store.wait(keys, self._others, _BUSY, self._time_ranks_max)
+                wait(keys, self._others, _BUSY, self._time_ranks_max)
                 answer = judge([said, *self._store.get_all(keys)])
                 self._store.set(f"{base}/all", answer)
                 return answer
             self._store.set(f"{base}/{self._rank}", said)
             self._said.append(f"{base}/{self._rank}")
-            self._store.wait([f"{base}/all"], [0], _BUSY, self._time_ranks_max + _MARGIN)
+            wait([f"{base}/all"], [0], _BUSY, self._time_ranks_max + _MARGIN)
             return self._store.get(f"{base}/all")
+        except Error as error:
+            raise self._named(error) from None
         except RuntimeError as error:
             raise Error(
                 "UNAVAILABLE", f"save {self._shown}: agree with the other ranks: {error}"
             ) from error
+
+    def _named(self, error: Error) -> Error:
+        said = f"save {self._shown}: "
+        if error.message.startswith(said):
+            return error
+        return Error(error.code, said + error.message, error.errno)
 
     def close(self) -> None:
         """Removes this rank's keys; the last rank removes those of all. Never raises."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from holdfast import _native
 
 
@@ -28,6 +30,16 @@ class Announcement:
             self._native = _native.announce_save(
                 directory, name, attempt, rank, world_size, time_liveness_max
             )
+
+    def check(self, ranks: Sequence[int]) -> None:
+        """Looks for signs of life of other ranks that have not begun their part either.
+
+        Raises:
+            Error: DEADLINE_EXCEEDED naming the ranks that have given none for `time_liveness_max`,
+                ABORTED with the reason of a rank that has failed.
+        """
+        if self._native is not None:
+            self._native.check_ranks(list(ranks))
 
     def __enter__(self) -> Announcement:
         return self

@@ -124,6 +124,8 @@ def save_async(
             announced = stack.enter_context(
                 _ranks.Announcement(directory, name, attempt, rank, world_size, liveness)
             )
+            if call is not None:
+                call.watch(announced.check)
             part = Part(state, objects=objects, files=files or {}, rank=rank, world_size=world_size)
         except BaseException as error:
             if call is not None:

@@ -67,7 +67,17 @@ void BindRecovery(nb::module_& module) {
             const GilReleased released;
             self.Abandon(absl::UnknownError(why.text));
           },
-          "why"_a, "This rank takes no part; not once its save has begun.");
+          "why"_a, "This rank takes no part; not once its save has begun.")
+      .def(
+          "check_ranks",
+          [](RankAnnouncement& self, const std::vector<uint32_t>& ranks) {
+            const absl::Status status = [&] {
+              const GilReleased released;
+              return self.CheckRanks(ranks);
+            }();
+            ThrowIfError(status);
+          },
+          "ranks"_a, "Raises when one of them gives no signs of life, or any rank has failed.");
   module.def(
       "announce_save",
       [](const Name& directory, const Name& name, const std::string& attempt, uint32_t rank,

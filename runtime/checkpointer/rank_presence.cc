@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "runtime/base/clock.h"
 #include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
@@ -170,6 +171,32 @@ void RankPresence::Beat() {
   if (!failed_) (void)worker::WritePulse(board_, Side::kTrainer, RankState::kJoined);
 }
 
+absl::Status RankPresence::CheckRanks(absl::Span<const uint32_t> ranks) {
+  layout::BoardTop top;
+  if (worker::ReadTop(board_, &top) && top.alarm.failed != 0 &&
+      top.alarm.failed <= who_.world_size) {
+    const layout::RankFailure failure = worker::ReadFailure(board_, top.alarm.failed - 1);
+    return absl::Status(static_cast<absl::StatusCode>(layout::CodeFor(failure)),
+                        base::Describe(failure));
+  }
+  std::vector<uint32_t> silent;
+  const base::MutexLock lock(&mutex_);
+  for (const uint32_t rank : ranks) {
+    layout::RankSlot slot;
+    // A slot that cannot be read counts as unchanged.
+    const bool is_read = rank < who_.world_size && worker::ReadSlots(board_, rank, 1, &slot);
+    const auto [note, is_first] = notes_.try_emplace(rank, Note{.since = base::Now()});
+    const uint64_t beats = is_read ? slot.trainer.beat + slot.worker.beat : note->second.beats;
+    if (beats != note->second.beats) note->second = {.beats = beats, .since = base::Now()};
+    if (base::Now() - note->second.since > who_.time_liveness_max) silent.push_back(rank);
+  }
+  if (silent.empty()) return absl::OkStatus();
+  return absl::DeadlineExceededError(absl::StrCat(
+      silent.size() == 1 ? "rank " : "ranks ", absl::StrJoin(silent, ", "),
+      silent.size() == 1 ? " has" : " have", " given no sign of life for ",
+      absl::ToDoubleSeconds(who_.time_liveness_max), " s (time_liveness_max): dead, or stopped"));
+}
+
 void RankPresence::Leave() {
   {
     const base::MutexLock lock(&mutex_);
@@ -315,6 +342,11 @@ absl::StatusOr<std::unique_ptr<RankAnnouncement>> RankAnnouncement::Make(const R
 
 void RankAnnouncement::Abandon(const absl::Status& why) {
   if (impl_->guard.InCreator()) impl_->presence->Fail(impl_->parent.get(), why);
+}
+
+absl::Status RankAnnouncement::CheckRanks(absl::Span<const uint32_t> ranks) {
+  if (!impl_->guard.InCreator()) return absl::OkStatus();
+  return impl_->presence->CheckRanks(ranks);
 }
 
 absl::Status AbandonSave(const RankInSave& who, const absl::Status& why) {

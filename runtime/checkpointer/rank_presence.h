@@ -3,11 +3,15 @@
 #ifndef HOLDFAST_RUNTIME_CHECKPOINTER_RANK_PRESENCE_H_
 #define HOLDFAST_RUNTIME_CHECKPOINTER_RANK_PRESENCE_H_
 
+#include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "holdfast/ranks.h"
 #include "runtime/base/mutex.h"
 #include "runtime/base/unique_fd.h"
@@ -45,6 +49,9 @@ class RankPresence {
   /// checkpoint was committed.
   absl::Status Conclude(int parent, const absl::Status& outcome, bool reported);
 
+  /// As RankAnnouncement::CheckRanks.
+  absl::Status CheckRanks(absl::Span<const uint32_t> ranks);
+
   /// The time between two signs of life.
   absl::Duration interval() const;
   void Beat();
@@ -58,6 +65,12 @@ class RankPresence {
   bool HasVoted() const;
   void AwaitDecision() const;
 
+  /// The signs of life of another rank, and the time since when they have not changed.
+  struct Note {
+    uint64_t beats = 0;
+    absl::Time since;
+  };
+
   const RankInSave who_;
   const std::string partial_;
   base::ForkGuard guard_;
@@ -66,6 +79,7 @@ class RankPresence {
   base::Mutex mutex_;
   bool failed_ ABSL_GUARDED_BY(mutex_) = false;
   bool left_ ABSL_GUARDED_BY(mutex_) = false;
+  std::map<uint32_t, Note> notes_ ABSL_GUARDED_BY(mutex_);
 };
 
 /// Publishes the refusal of a save to its other ranks, if any. Returns `why`.

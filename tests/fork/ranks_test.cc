@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <string>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -22,6 +23,7 @@
 #include "runtime/sys/system.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
+#include "tests/testing/small_checkpoint.h"
 
 namespace holdfast::testing {
 namespace {
@@ -292,6 +294,38 @@ TEST_P(Ranks, WithoutAnAttemptIdAreRefused) {
   const auto begun = Begin(checkpointer.get(), "step-1", StateOf(0));
   EXPECT_TRUE(absl::IsInvalidArgument(begun.status())) << begun.status();
   EXPECT_THAT(std::string(begun.status().message()), ::testing::HasSubstr("attempt id"));
+}
+
+TEST(RankAnnouncement, SeesWhichRanksGiveSignsOfLife) {
+  const TemporaryDirectory directory;
+  const auto announced = [&directory, attempt = NewAttemptId()](uint32_t rank) {
+    return RankAnnouncement::Make({.directory = directory.path(),
+                                   .name = "step-1",
+                                   .attempt = attempt,
+                                   .rank = rank,
+                                   .world_size = 3,
+                                   .time_liveness_max = absl::Seconds(3)});
+  };
+  const auto zero = announced(0);
+  const auto one = announced(1);
+  ASSERT_TRUE(zero.ok() && one.ok());
+  const auto wait = [&zero](const std::vector<uint32_t>& ranks) {
+    const absl::Time deadline = absl::Now() + kLong;
+    absl::Status status;
+    while (status.ok() && absl::Now() < deadline) {
+      absl::SleepFor(absl::Milliseconds(100));
+      status = (*zero)->CheckRanks(ranks);
+    }
+    return status;
+  };
+  const absl::Status absent = wait({1, 2});
+  EXPECT_TRUE(absl::IsDeadlineExceeded(absent)) << absent;
+  EXPECT_THAT(std::string(absent.message()), ::testing::StartsWith("rank 2 has given no sign"));
+  EXPECT_TRUE((*zero)->CheckRanks({1}).ok());
+  (*one)->Abandon(absl::UnknownError("out of luck"));
+  const absl::Status failed = wait({1});
+  EXPECT_TRUE(absl::IsAborted(failed)) << failed;
+  EXPECT_THAT(std::string(failed.message()), ::testing::HasSubstr("rank 1 failed: out of luck"));
 }
 
 }  // namespace

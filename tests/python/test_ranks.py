@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -175,5 +176,39 @@ def test_a_rank_that_dies_hangs_nobody(tmp_path: Path) -> None:
     assert [process.exitcode for process in ranks] == [0, 3]
     told = (tmp_path / "told").read_text()
     assert "rank 1 has not called save_async" in told and "[DEADLINE_EXCEEDED]" in told, told
+    holdfast.recover(tmp_path, wait_for_orphans=30.0, age_without_locks=0)
+    assert [c["name"] for c in holdfast.list_checkpoints(tmp_path)] == ["s1"]
+
+
+def one_rank_dies_while_it_describes(rank: int, dying: int, directory: str) -> None:
+    holdfast.configure(time_liveness_max=3.0)
+    holdfast.save_async(state_of(rank, 1), os.path.join(directory, "s1"), step=1).wait(60)
+
+    class Killed:
+        def state_dict(self) -> dict[str, Any]:
+            if rank == dying:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    # A structure that is new: what is alike is found out, which takes two exchanges.
+    state = {**state_of(rank, 2), "more": torch.zeros(1 << 18), "killed": Killed()}
+    with pytest.raises(holdfast.Error) as error:
+        holdfast.save_async(state, os.path.join(directory, "s2"), step=2).wait(60)
+    Path(directory, f"told-{rank}").write_text(str(error.value))
+    os._exit(0)
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_that_dies_while_it_describes_its_state_hangs_nobody(dying: int, tmp_path: Path) -> None:
+    context = on_ranks(3, one_rank_dies_while_it_describes, dying, str(tmp_path), join=False)
+    for process in context.processes:
+        process.join(60)  # the ranks wait up to 30 minutes for one that lives
+    assert [process.exitcode for process in context.processes] == [-9 if r == dying else 0 for r in range(3)]
+    told = {rank: (tmp_path / f"told-{rank}").read_text() for rank in range(3) if rank != dying}
+    for text in told.values():
+        assert f"rank {dying} has given no sign of life for 3 s" in text, told
     holdfast.recover(tmp_path, wait_for_orphans=30.0, age_without_locks=0)
     assert [c["name"] for c in holdfast.list_checkpoints(tmp_path)] == ["s1"]

@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "absl/types/span.h"
 #include "holdfast/pod.h"
 
 namespace holdfast {
@@ -43,6 +44,12 @@ class RankAnnouncement {
   /// Withdraws this rank: the other ranks' saves end at once with kAborted and `why`. Not to be
   /// called after SaveAsync has returned a handle; that save reports its own end.
   void Abandon(const absl::Status& why);
+
+  /// Compares the signs of life of some ranks with those that earlier calls have seen. For a wait
+  /// between ranks before SaveAsync, about once a second.
+  /// \error kDeadlineExceeded naming the ranks that have given no sign for `time_liveness_max`
+  /// since the first call, dead or hanging; kAborted when a rank has failed, with its reason.
+  absl::Status CheckRanks(absl::Span<const uint32_t> ranks);
 
   class Impl;
 
