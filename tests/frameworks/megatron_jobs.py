@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 import traceback
 import warnings
@@ -11,9 +12,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+import holdfast
 
 # Long enough for a machine with three times the work; a test that passes never waits for it.
 DEADLINE = 120.0
@@ -29,6 +33,8 @@ def without_gpu() -> None:
     torch.cuda.device_count = lambda: 1
     for name in ("synchronize", "set_device"):
         setattr(torch.cuda, name, lambda *_: None)
+    # A spawned worker asks for it, too.
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent / "no_gpu")
 
 
 def _rank(rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple[Any, ...],
@@ -117,6 +123,15 @@ def fresh(directory: str | Path) -> str:
     if dist.is_initialized():
         dist.barrier()
     return str(directory)
+
+
+def held_worker() -> int:
+    """Starts a worker that is kept, and stops it: what is saved from now on does not end. Its pid."""
+    holdfast.configure(launcher="persistent")
+    holdfast.warm_up()
+    (worker,) = psutil.Process().children()
+    os.kill(worker.pid, signal.SIGSTOP)
+    return worker.pid
 
 
 def finalize(queue: Any, *, number: int = 1) -> None:

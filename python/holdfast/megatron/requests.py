@@ -150,10 +150,11 @@ class ForkedCall:
         self._held: list[Any] | None = _arguments_of(request)
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        keywords = dict(getattr(request, "async_fn_kwargs", None) or {})
         context = multiprocessing.get_context("fork")
         self._answers, answers = context.Pipe(duplex=False)
         self._process: Any = context.Process(
-            target=_run, args=(answers, request.async_fn, self._held, dict(request.async_fn_kwargs or {})),
+            target=_run, args=(answers, request.async_fn, self._held, keywords),
             name="holdfast-request",
         )  # fmt: skip
         with _collector.paused():

@@ -1,0 +1,72 @@
+"""The bug that the project was made for, with the real code: elements of the next step in a checkpoint.
+
+The stock callers hand tensors of the CPU to another process by reference. Memory that is shared with it, as
+pinned memory is, is read when the writer comes to it. Here the writer is made to come late: it begins
+when the next step has changed the state, as on a busy machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_jobs import DEADLINE, State, finalize, fresh, held_worker, run, without_gpu
+
+import holdfast.megatron
+
+
+def late(flag: str, fn: Any, *args: Any, **kwargs: Any) -> None:
+    """Runs a request's function when a file is there."""
+    deadline = time.monotonic() + DEADLINE
+    while not os.path.exists(flag) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    fn(*args, **kwargs)
+
+
+def _of_the_next_step(rank: int, directory: str, caller: str, flag: str) -> tuple[int, float]:
+    from megatron.core.dist_checkpointing import save
+    from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    path = fresh(directory)
+    state, saved = State(7), State(7)
+    strategy: Any = TorchDistSaveShardedStrategy()
+    worker = None
+    if caller == "holdfast":
+        strategy = holdfast.megatron.SaveStrategy()
+        from holdfast.megatron.queue import AsyncCallsQueue  # type: ignore[assignment]
+
+        worker = held_worker()
+    else:
+        without_gpu()
+        for tensor in (state.rows, state.replica, state.step):
+            tensor.share_memory_()  # as pinned memory is for a forked child
+    queue = AsyncCallsQueue(persistent=caller == "mcore persistent")
+    request = save(state.sharded(), path, strategy, async_sharded_save=True, async_strategy="mcore")
+    if worker is None:
+        request = request._replace(async_fn=functools.partial(late, flag, request.async_fn))
+    queue.schedule_async_request(request)
+    state.train()
+    if worker is not None:
+        os.kill(worker, signal.SIGCONT)
+    Path(flag).touch()
+    finalize(queue)
+    queue.close()
+    return saved.wrong_elements_in(path), float(saved.step)
+
+
+ELEMENTS = 64 * 256 + 100 + 1
+
+
+@pytest.mark.parametrize(
+    ("caller", "wrong"), [("mcore temporal", ELEMENTS), ("mcore persistent", ELEMENTS), ("holdfast", 0)]
+)
+def test_elements_of_the_next_step(caller: str, wrong: int, tmp_path: Path) -> None:
+    ((found, _),) = run(1, tmp_path, _of_the_next_step, str(tmp_path / "run"), caller, str(tmp_path / "go"))
+    print(f"{caller}: {found} of {ELEMENTS} elements are those of the next step")
+    assert found == wrong

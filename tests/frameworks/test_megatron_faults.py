@@ -1,0 +1,198 @@
+"""Failures of one rank: every rank learns of them when it finalizes, with file and errno, and none of them hangs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import faults
+import pytest
+import small_disk
+import torch.distributed as dist
+from megatron_jobs import DEADLINE, State, fresh, held_worker, run
+from torch.distributed.checkpoint.api import CheckpointException
+
+import holdfast
+import holdfast.megatron
+from holdfast import events
+
+
+def _request(state: State, directory: str) -> Any:
+    from megatron.core.dist_checkpointing import save
+
+    return save(
+        state.sharded(), directory, holdfast.megatron.SaveStrategy(), async_sharded_save=True, async_strategy="mcore"
+    )
+
+
+def _failures(queue: Any) -> dict[int, Any]:
+    """Asks as a training does, until a request fails."""
+    deadline = time.monotonic() + DEADLINE
+    while time.monotonic() < deadline:
+        try:
+            assert queue.maybe_finalize_async_calls() == []
+        except CheckpointException as error:
+            return {rank: failure[0] for rank, failure in error.failures.items()}
+        time.sleep(0.005)
+    raise AssertionError("no rank has said that it failed")
+
+
+def _then_works(queue: Any, path: str) -> None:
+    """The next save into the directory: nothing of the failed one stays."""
+    queue.schedule_async_request(_request(State(2), path))
+    assert len(queue.maybe_finalize_async_calls(blocking=True)) == 1
+    assert State(2).wrong_elements_in(path) == 0
+    assert holdfast.dcp.verify(path)["verdict"] == "sound"
+
+
+def _worker_dies(rank: int, directory: str) -> None:
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    queue = AsyncCallsQueue()
+    path = fresh(directory)
+    told: list[Any] = []
+    # The rank itself is told at once, whether it asks or not.
+    with events.Handle(lambda save, report, error: told.append(error)):
+        worker = held_worker()
+        queue.schedule_async_request(_request(State(1), path))
+        os.kill(worker, signal.SIGKILL if rank == 1 else signal.SIGCONT)
+        deadline = time.monotonic() + DEADLINE
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.005)
+    assert (told[0] is not None) == (rank == 1)
+    failures = _failures(queue)
+    assert list(failures) == [1]
+    assert "signal 9" in str(failures[1]) or "SIGKILL" in str(failures[1])
+    assert f"save {path}, rank 1" in str(failures[1])
+    dist.barrier()
+    assert not [name for name in os.listdir(path) if not name.startswith("holdfast")], os.listdir(path)
+    _then_works(queue, path)
+
+
+def test_a_dead_worker_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
+    run(2, tmp_path, _worker_dies, str(tmp_path / "run"))
+
+
+def _file_limit(rank: int, directory: str) -> None:
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    queue = AsyncCallsQueue()
+    path = fresh(directory)
+    _request(State(0), path).execute_sync()  # the staging memory counts as a file, too
+    with faults.file_size_limit(8192 if rank == 1 else 1 << 30):
+        queue.schedule_async_request(_request(State(1), path))
+        failures = _failures(queue)
+    assert list(failures) == [1]
+    assert failures[1].errno == errno.EFBIG, failures[1]
+    assert f"{path}/__1_1.distcp" in str(failures[1])
+    _then_works(queue, path)
+
+
+def test_the_others_are_told_file_and_errno(tmp_path: Path) -> None:
+    run(2, tmp_path, _file_limit, str(tmp_path / "run"))
+
+
+def _disk_full(rank: int, directory: str) -> None:
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    queue = AsyncCallsQueue()
+    path = fresh(directory)
+    queue.schedule_async_request(_request(State(1, columns=1 << 15), path))
+    failures = _failures(queue)
+    assert {failure.errno for failure in failures.values()} == {errno.ENOSPC}
+    assert all(".distcp" in str(failure) for failure in failures.values())
+    _then_works(queue, path)
+
+
+def test_a_full_disk_says_so(tmp_path: Path) -> None:
+    with small_disk.mounted(tmp_path / "disk", 4) as disk:
+        run(2, tmp_path, _disk_full, str(disk / "run"))
+
+
+def _refused(rank: int, directory: str) -> None:
+    from holdfast.dcp.writer import StorageWriter
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    queue = AsyncCallsQueue()
+    path = fresh(directory)
+    begin: Callable[..., Any] = StorageWriter.begin
+    if rank == 1:
+
+        def refuses(*_: Any, **__: Any) -> None:
+            raise holdfast.Error("RESOURCE_EXHAUSTED", "no memory here", errno.ENOMEM)
+
+        StorageWriter.begin = refuses
+    request = _request(State(1), path)  # no rank fails in the call: the others would wait
+    StorageWriter.begin = begin
+    queue.schedule_async_request(request)
+    failures = _failures(queue)
+    assert list(failures) == [1]
+    assert failures[1].errno == errno.ENOMEM
+    _then_works(queue, path)
+    # Of a synchronous save, too.
+    if rank == 1:
+        StorageWriter.begin = refuses
+    with pytest.raises(CheckpointException) as raised:
+        _request(State(1), path).execute_sync()
+    StorageWriter.begin = begin
+    assert list(raised.value.failures) == [1]
+    assert State(2).wrong_elements_in(path) == 0  # the older checkpoint
+
+
+def test_what_a_rank_refuses_in_the_call_fails_at_the_end(tmp_path: Path) -> None:
+    run(2, tmp_path, _refused, str(tmp_path / "run"))
+
+
+def _commit_fails(rank: int, directory: str) -> None:
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    queue = AsyncCallsQueue()
+    path = fresh(directory)
+    os.makedirs(f"{path}/.metadata", exist_ok=True)
+    called: list[int] = []
+    request = _request(State(1), path)
+    request.add_finalize_fn(lambda: called.append(1))
+    queue.schedule_async_request(request)
+    failures = _failures(queue)
+    assert list(failures) == [0]
+    assert failures[0].errno == errno.EISDIR
+    assert not called
+    assert not os.path.exists(f"{path}/metadata.json")
+
+
+def test_a_commit_that_fails_is_told_to_all(tmp_path: Path) -> None:
+    run(2, tmp_path, _commit_fails, str(tmp_path / "run"))
+
+
+def _other_plan(rank: int, directory: str) -> None:
+    """A known plan whose state has changed is an error, not a wrong checkpoint."""
+    from megatron.core.dist_checkpointing import save
+
+    strategy = holdfast.megatron.SaveStrategy(cached_metadata=True)
+    for number in range(3):
+        state = State(1, columns=256 if number < 2 else 512)
+        request = save(state.sharded(), fresh(f"{directory}/{number}"), strategy, validate_access_integrity=False,
+                       async_sharded_save=True)  # fmt: skip
+        if number < 2:
+            request.execute_sync()
+            continue
+        with pytest.raises(CheckpointException, match=r"rows has the shape \[64, 512\], and its plan \[64, 256\]"):
+            request.execute_sync()
+    assert not os.path.exists(f"{directory}/2/.metadata")
+
+
+def test_a_plan_of_another_structure_is_refused(tmp_path: Path) -> None:
+    run(2, tmp_path, _other_plan, str(tmp_path / "run"))
+
+
+def _nothing_left(rank: int) -> int:
+    return events.in_flight()
+
+
+def test_nothing_counts_as_in_flight_in_a_new_rank(tmp_path: Path) -> None:
+    assert run(1, tmp_path, _nothing_left) == [0]
