@@ -223,7 +223,7 @@ nb::dict DictOf(const StagingStats& stats) {
 
 SaveHandle Save(Saver* saver, const Name& name, const SavePlan& plan, uint64_t step, bool replace,
                 const std::string& attempt, bool files_only, bool confirm,
-                const std::string& parent) {
+                const std::string& parent, bool single_file) {
   SaveRequest request;
   request.name = name.text;
   request.step = step;
@@ -233,6 +233,7 @@ SaveHandle Save(Saver* saver, const Name& name, const SavePlan& plan, uint64_t s
   request.parent = AttemptOf(parent);
   request.files_only = files_only;
   request.confirm = confirm;
+  request.single_file = single_file;
   Checkpointer* const checkpointer = saver->operator->();
   return ValueOrThrow(WithoutGil([&] { return checkpointer->SaveAsync(request); }));
 }
@@ -294,7 +295,7 @@ void BindCheckpointer(nb::module_& module) {
           },
           "options"_a)
       .def("save", &Save, "name"_a, "plan"_a, "step"_a, "replace"_a, "attempt"_a, "files_only"_a,
-           "confirm"_a = false, "parent"_a = "")
+           "confirm"_a = false, "parent"_a = "", "single_file"_a = false)
       .def(
           "flush",
           [](const Saver& self, std::optional<double> timeout) {

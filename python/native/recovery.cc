@@ -178,6 +178,22 @@ void BindRecovery(nb::module_& module) {
       "saved"_a,
       "Whether a rollback has abandoned each checkpoint: name, saved_at, step, attempt, parent.");
   module.def(
+      "file_manifests",
+      [](const Name& directory, const Name& name) {
+        return WithoutGil([&] { return FileManifests(directory.text, name.text); });
+      },
+      "directory"_a, "name"_a);
+  module.def(
+      "remove_file",
+      [](const Name& directory, const Name& name) {
+        const absl::Status removed = [&] {
+          const GilReleased released;
+          return RemoveFile(directory.text, name.text);
+        }();
+        ThrowIfError(removed);
+      },
+      "directory"_a, "name"_a);
+  module.def(
       "inspect",
       [](const Name& path) {
         return DictOf(WithoutGil([&] { return InspectCheckpoint(path.text); }));

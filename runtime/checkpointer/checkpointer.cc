@@ -18,11 +18,13 @@
 #include "runtime/checkpointer/options.h"
 #include "runtime/checkpointer/rank_presence.h"
 #include "runtime/checkpointer/save_sources.h"
+#include "runtime/checkpointer/single_file.h"
 #include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/file_system.h"
 #include "runtime/directory/locks.h"
 #include "runtime/directory/replacement.h"
+#include "runtime/directory/single_files.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/format/packed_plan.h"
 #include "runtime/format/safetensors.h"
@@ -36,6 +38,8 @@
 
 namespace holdfast {
 namespace {
+
+using checkpointer::IntoDirectory;
 
 // Errors of saves without a waiting caller, kept until a Flush. The first errors suffice, so the
 // number is bounded.
@@ -114,7 +118,7 @@ class Checkpointer::Impl {
   absl::Status Launch(const SaveRequest& request, const AttemptId& attempt, writer::Sources sources,
                       SaveState* save);
   static absl::Status WhyStopped(const absl::Status& staged, SaveState* save);
-  void TakeBack(SaveState* save, bool files_only);
+  void TakeBack(SaveState* save, const AttemptId& attempt, bool files_only);
   RankInSave Rank(const SaveRequest& request, const AttemptId& attempt) const;
   void Attach(const Presence& presence, SaveState* save);
   bool RemoveEmptyPartial(const SaveState& save) const;
@@ -181,6 +185,8 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
                                                                     AttemptId* attempt,
                                                                     writer::Sources* sources) {
   HOLDFAST_RETURN_IF_ERROR(checkpointer::ValidateName(request.name));
+  if (request.single_file)
+    HOLDFAST_RETURN_IF_ERROR(checkpointer::ValidateSingleFile(request, options));
   *attempt = request.attempt;
   if (*attempt == AttemptId()) {
     if (options.world_size > 1) {
@@ -193,7 +199,7 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
   auto save = std::make_shared<SaveState>();
   if (request.plan != nullptr) {
     HOLDFAST_ASSIGN_OR_RETURN(*sources, checkpointer::TakePlan(*request.plan, save.get()));
-    if (request.files_only && save->plan->has_replicas()) {
+    if (IntoDirectory(request) && save->plan->has_replicas()) {
       return absl::InvalidArgumentError(
           absl::StrCat("save ", request.name,
                        ": a replicated file in a framework's directory, where no rank compares the "
@@ -208,6 +214,7 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
   }
   save->checkpoint = request.name;
   save->path = absl::StrCat(options.directory, "/", request.name);
+  save->single_file = request.single_file;
   save->step = request.step;
   save->needs_confirmation = request.confirm;
   save->wake_supervisor = [raw = core->supervisor.get()] { raw->Wake(); };
@@ -239,6 +246,7 @@ absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
   HOLDFAST_ASSIGN_OR_RETURN(const directory::FileSystem file_system,
                             directory::IdentifyFileSystem(save->parent->get()));
   save->writes_end_with_process = file_system.writes_end_with_process;
+  if (request.single_file) return checkpointer::BeginFile(request, attempt, save);
   if (request.files_only) {
     HOLDFAST_ASSIGN_OR_RETURN(
         directory::PartialDirectory opened,
@@ -263,7 +271,8 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   writer::JobParameters job;
   job.flags = layout::kWriteManifest;
   if (request.replace) job.flags |= layout::kReplaceExisting;
-  if (request.files_only) job.flags |= layout::kFilesOnly;
+  if (IntoDirectory(request)) job.flags |= layout::kFilesOnly;
+  if (request.single_file) job.flags |= layout::kSingleFile;
   if (options.read_back) job.flags |= layout::kReadBack;
   if (options.trainer_death == TrainerDeath::kFinish) job.flags |= layout::kFinishWithoutTrainer;
   if (!options.direct_io) job.flags |= layout::kBuffered;
@@ -272,11 +281,15 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   job.attempt = attempt;
   job.step = request.step;
   job.arena_bytes = core->pool->arena().bytes();
-  job.target = request.name;
-  job.partial = save->partial;
-  if (request.replace && !request.files_only && options.rank == 0) {
+  job.target = request.single_file ? "." : request.name;
+  job.partial = request.single_file ? checkpointer::TemporaryName(request, attempt) : save->partial;
+  if (request.replace && !IntoDirectory(request) && options.rank == 0) {
     HOLDFAST_ASSIGN_OR_RETURN(job.older,
                               directory::OlderAttempts(save->parent->get(), request.name));
+  }
+  if (request.single_file) {
+    HOLDFAST_ASSIGN_OR_RETURN(job.older,
+                              directory::OlderSaves(save->parent->get(), request.name, attempt));
   }
   job.time_stalled_max_ns = Nanoseconds(options.time_stalled_max);
   job.time_ranks_max_ns = Nanoseconds(options.time_ranks_max);
@@ -332,11 +345,12 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   return absl::OkStatus();
 }
 
-void Checkpointer::Impl::TakeBack(SaveState* save, bool files_only) {
+void Checkpointer::Impl::TakeBack(SaveState* save, const AttemptId& attempt, bool files_only) {
   if (save->epoch != 0) core->pool->Retire(save->epoch);
   if (save->table != nullptr) core->pool->ReturnControlBytes(save->table->bytes());
   save->in_use.Reset();
   save->trainer_lock.Reset();
+  if (save->single_file) checkpointer::RemoveUncommittedFile(*save, attempt);
   if (!files_only) (void)RemoveEmptyPartial(*save);
 }
 
@@ -381,7 +395,7 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   const absl::Status launched = Launch(request, attempt, std::move(sources), save.get());
   if (!launched.ok()) {
     lineage_.Ended(attempt, /*committed=*/false);
-    TakeBack(save.get(), request.files_only);
+    TakeBack(save.get(), attempt, IntoDirectory(request));
     return refuse(base::Annotate(launched, absl::StrCat("save ", save->path)));
   }
   save->AddUser();  // the calling thread, until the host memory is copied
@@ -401,7 +415,7 @@ RankInSave Checkpointer::Impl::Rank(const SaveRequest& request, const AttemptId&
           .attempt = attempt,
           .rank = options.rank,
           // In a framework's directory the framework commits.
-          .world_size = request.files_only ? 1 : options.world_size,
+          .world_size = IntoDirectory(request) ? 1 : options.world_size,
           .time_liveness_max = options.time_liveness_max};
 }
 
@@ -442,6 +456,7 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
     housekeeper->ApplyRetention(save->parent, save->checkpoint);
     return status;
   }
+  if (save->single_file) checkpointer::RemoveUncommittedFile(*save, save->table->job()->attempt);
   // A worker that never began left an empty directory. Its removal needs no other worker.
   const bool removed = RemoveEmptyPartial(*save);
   // A rank must not remove other ranks' files. Recover removes the files once every rank has ended.
@@ -473,7 +488,9 @@ void Checkpointer::Impl::RemoveReplaced(const SaveState& save, bool reported) {
 
 // A worker killed after the commit could not report the commit: its directory has the final name.
 absl::Status Checkpointer::Impl::Unreported(const SaveState& save, const absl::Status& outcome) {
-  if (outcome.ok() || save.partial.empty() || save.table->HasResult() ||
+  if (outcome.ok() || save.table->HasResult()) return outcome;
+  if (save.single_file) return checkpointer::OutcomeOfFile(save, outcome);
+  if (save.partial.empty() ||
       !directory::NameRefersTo(save.parent->get(), save.checkpoint, save.in_use.get())) {
     return outcome;
   }

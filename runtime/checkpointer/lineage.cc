@@ -29,7 +29,7 @@ format::CommitTemplate Lineage::RecordOf(const CheckpointerOptions& options,
                                          const SaveRequest& request, const AttemptId& attempt,
                                          uint64_t saved_at_ns) {
   // In a framework's directory the framework's own last file commits.
-  if (options.rank != 0 || request.files_only) return {};
+  if (options.rank != 0 || request.files_only || request.single_file) return {};
   format::CommitInput input = {.checkpoint = request.name,
                                .attempt = attempt,
                                .parent = request.parent,

@@ -21,6 +21,24 @@ constexpr absl::string_view kManifestPrefix = "rank-";
 constexpr absl::string_view kManifestSuffix = ".manifest.json";
 constexpr absl::string_view kCommitPrefix = "holdfast.commit-";
 constexpr absl::string_view kCommitSuffix = ".json";
+constexpr absl::string_view kCompanionInfix = ".holdfast-";
+constexpr absl::string_view kManifestOfFile = ".json";
+constexpr absl::string_view kTemporary = ".tmp";
+// ".NAME.holdfast-<32 hex>.json.tmp" is the longest name.
+constexpr size_t kSingleNameBytesMax = kNameBytes - 1 - 1 - kCompanionInfix.size() - kHexDigits -
+                                       kManifestOfFile.size() - kTemporary.size();
+
+absl::string_view SuffixOf(CompanionKind kind) {
+  switch (kind) {
+    case CompanionKind::kManifest:
+      return kManifestOfFile;
+    case CompanionKind::kManifestTemporary:
+      return ".json.tmp";
+    case CompanionKind::kTemporary:
+      break;
+  }
+  return kTemporary;
+}
 
 }  // namespace
 
@@ -43,6 +61,9 @@ const char* WrongDataFileName(absl::string_view name) {
   if (name == layout::kCommitRecordName || ParseCommitRecordName(std::string(name)).has_value()) {
     return "the name is a commit record's";
   }
+  if (ParseCompanionName(std::string(name)).has_value()) {
+    return "the name is that of a single file's manifest";
+  }
   if (absl::EndsWith(name, ".tmp")) return "the name ends in \".tmp\"";
   return nullptr;
 }
@@ -53,6 +74,13 @@ const char* WrongNewFileName(absl::string_view name) {
     return "the name has more than 251 bytes, and the file is written as NAME.tmp first";
   if (name == layout::kBoardName) return "the name is the rank board's";
   return WrongDataFileName(name);
+}
+
+const char* WrongSingleFileName(absl::string_view name) {
+  static_assert(kSingleNameBytesMax == 203);
+  if (name.size() > kSingleNameBytesMax && name.size() < kNameBytes)
+    return "the name has more than 203 bytes, and the manifest beside the file has a longer one";
+  return WrongNewFileName(name);
 }
 
 std::string ManifestPrefix() { return std::string(kManifestPrefix); }
@@ -115,6 +143,27 @@ std::optional<AttemptId> ParseCommitRecordName(const std::string& name) {
 bool IsCommitFile(const std::string& name) {
   return name == layout::kCommitRecordName || ParseManifestName(name).has_value() ||
          ParseCommitRecordName(name).has_value();
+}
+
+std::string CompanionName(const Companion& companion) {
+  return absl::StrFormat(".%s%s%016x%016x%s", companion.file, kCompanionInfix,
+                         companion.attempt.high, companion.attempt.low, SuffixOf(companion.kind));
+}
+
+std::optional<Companion> ParseCompanionName(const std::string& name) {
+  for (const CompanionKind kind :
+       {CompanionKind::kManifest, CompanionKind::kManifestTemporary, CompanionKind::kTemporary}) {
+    const size_t tail = kCompanionInfix.size() + kHexDigits + SuffixOf(kind).size();
+    if (name.size() < 2 + tail || name[0] != '.' || !absl::EndsWith(name, SuffixOf(kind))) continue;
+    const size_t infix = name.size() - tail;
+    Companion companion = {.file = name.substr(1, infix - 1), .kind = kind, .attempt = {}};
+    if (absl::string_view(name).substr(infix, kCompanionInfix.size()) != kCompanionInfix ||
+        !digest::FromHex(name.c_str() + infix + kCompanionInfix.size(), &companion.attempt)) {
+      continue;
+    }
+    return companion;
+  }
+  return std::nullopt;
 }
 
 std::string ModelFileName(uint32_t rank, uint32_t world_size) {

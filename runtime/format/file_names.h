@@ -16,7 +16,7 @@ namespace holdfast::format {
 const char* WrongComponent(absl::string_view name);
 
 /// As WrongComponent. Also refuses names that Holdfast gives to files of the same directory: a rank
-/// manifest's, a commit record's, or any name ending in ".tmp".
+/// manifest's, a commit record's, a companion's of a single file, or any name ending in ".tmp".
 const char* WrongDataFileName(absl::string_view name);
 
 /// As WrongDataFileName, for a file not yet written, which is NAME.tmp first.
@@ -37,6 +37,25 @@ std::optional<AttemptId> ParseCommitRecordName(const std::string& name);
 
 /// True for a rank manifest or a commit record. A removal begins with these files.
 bool IsCommitFile(const std::string& name);
+
+/// The kinds of files that stand beside a single file (SaveRequest::single_file).
+enum class CompanionKind {
+  kManifest,           ///< ".NAME.holdfast-<32 hex>.json"
+  kManifestTemporary,  ///< ".NAME.holdfast-<32 hex>.json.tmp"
+  kTemporary,          ///< ".NAME.holdfast-<32 hex>.tmp": the file itself, until its rename
+};
+/// A companion of the single file `file`, of one save of that file.
+struct Companion {
+  std::string file;
+  CompanionKind kind = CompanionKind::kManifest;
+  AttemptId attempt;
+};
+std::string CompanionName(const Companion& companion);
+/// Returns the companion of that name; nothing for any other name.
+std::optional<Companion> ParseCompanionName(const std::string& name);
+
+/// As WrongNewFileName, for a single file: its companions' names are longer than its own.
+const char* WrongSingleFileName(absl::string_view name);
 
 /// "model-00003-of-00008.safetensors"
 std::string ModelFileName(uint32_t rank, uint32_t world_size);

@@ -106,6 +106,12 @@ const char* CheckNames(const Job& job) {
     if (!IsComponent(job.partial, sizeof(job.partial), 0)) return "the partial name is not a name";
     if (SameName(job.partial, job.target)) return "the partial name is the target";
   }
+  if ((job.flags & kSingleFile) != 0) {
+    if (!files_only || (job.flags & kWriteManifest) == 0 || job.world_size != 1 ||
+        job.file_count != 1)
+      return "a single file that is not alone";
+    if (!IsComponent(job.partial, sizeof(job.partial), 0)) return "the partial name is not a name";
+  }
   if ((job.flags & kWriteManifest) == 0) {
     // A directory without manifests is no checkpoint, and ranks would have no vote to wait for.
     return job.world_size > 1 && !files_only ? "ranks without a manifest" : nullptr;

@@ -19,7 +19,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 11;
+inline constexpr uint32_t kLayoutVersion = 12;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -50,6 +50,9 @@ enum JobFlags : uint32_t {
   kNoRedigest = 1u << 6,
   /// Write and fsync a rank manifest after the files.
   kWriteManifest = 1u << 7,
+  /// With kFilesOnly: the name of the file is `partial` until the manifest is durable. The rename
+  /// of the file commits the save.
+  kSingleFile = 1u << 8,
 };
 
 /// A run of bytes within the table.
@@ -208,7 +211,7 @@ struct Job {
   uint64_t epoch = 0;
   uint64_t arena_bytes = 0;
   char target[kNameBytes] = {};    // final directory name, relative to the parent directory fd
-  char partial[kNameBytes] = {};   // directory name during the write
+  char partial[kNameBytes] = {};   // name of the directory, or single file, during the write
   char manifest[kNameBytes] = {};  // this rank's manifest file name
   // The manifest of rank r is `manifest_prefix` + five digits of r + `manifest_suffix`; rank 0
   // waits for every rank's manifest.

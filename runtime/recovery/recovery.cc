@@ -29,6 +29,7 @@
 #include "runtime/directory/rename.h"
 #include "runtime/directory/replacement.h"
 #include "runtime/format/directory_names.h"
+#include "runtime/recovery/single_files.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast {
@@ -123,6 +124,7 @@ absl::StatusOr<RecoveryReport> Recovery::Run() {
     for (const std::string& name : orphans) HOLDFAST_RETURN_IF_ERROR(Fence(name));
   }
   HOLDFAST_RETURN_IF_ERROR(CleanUp());
+  HOLDFAST_RETURN_IF_ERROR(SettleSingleFiles(parent_, path_, file_system_, options_, &report_));
   // A worker may have died between rename and fsync. Callers build on the reported checkpoints,
   // which must survive the next power loss.
   if (!base::Planted(base::Bug::kReportWithoutParentSync)) {

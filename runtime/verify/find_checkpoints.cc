@@ -32,7 +32,9 @@ bool MarksCheckpoint(const std::string& name) {
 /// True for a file that Verify checks by itself; a run's directory may hold such a file, too.
 bool HoldsTensors(const std::string& name) {
   constexpr std::array<const char*, 4> kSuffixes = {".safetensors", ".pt", ".pth", ".ckpt"};
-  return EndsWithAny(name, kSuffixes);
+  const auto companion = format::ParseCompanionName(name);
+  const bool proven = companion.has_value() && companion->kind == format::CompanionKind::kManifest;
+  return proven || EndsWithAny(name, kSuffixes);
 }
 
 void Walk(const std::string& path, FoundCheckpoints* found) {

@@ -14,6 +14,7 @@
 #include "runtime/load/chunk_stream.h"
 #include "runtime/sys/system.h"
 #include "runtime/verify/fault_log.h"
+#include "runtime/verify/single_files.h"
 #include "runtime/verify/verify_foreign.h"
 #include "runtime/verify/verify_manifest.h"
 
@@ -35,14 +36,64 @@ void SayWhatWasChecked(const std::vector<format::Manifest>& manifests, VerifyRep
   }
 }
 
+/// Returns the manifest by which a file is checked; nothing for a file to be checked by its format.
+std::optional<format::Manifest> ManifestOf(const SingleFiles& files, const std::string& name,
+                                           FaultLog* log, VerifyReport* report) {
+  if (!files.HasManifest(name)) return std::nullopt;
+  auto manifest = files.ManifestOf(name);
+  if (!manifest.ok()) {
+    log->Add(directory::FindingOf(manifest.status(), name, "manifest"));
+    return std::nullopt;
+  }
+  if (!manifest->has_value()) {
+    AddNote(absl::StrCat("The manifest beside ", name, " is of another file of that name."),
+            report);
+  }
+  return *std::move(manifest);
+}
+
+/// Compares files with manifests of their own.
+absl::Status CheckSingleFiles(int directory, const std::vector<format::Manifest>& manifests,
+                              const VerifyOptions& options, FaultLog* log, VerifyReport* report) {
+  if (manifests.empty()) return absl::OkStatus();
+  SayWhatWasChecked(manifests, report);
+  for (const format::Manifest& manifest : manifests) {
+    for (const directory::Finding& finding : directory::CheckNamedFiles(directory, manifest))
+      log->Add(finding);
+  }
+  return VerifyManifests(directory, manifests, "", options, log, report);
+}
+
 absl::Status CheckForeignDirectory(int directory, const std::vector<std::string>& names,
                                    const VerifyOptions& options, FaultLog* log,
                                    VerifyReport* report) {
   ForeignCheck check(directory, log, ForeignCheck::Unknown::kFault);
+  const SingleFiles files(directory, names);
+  std::vector<format::Manifest> manifests;
+  std::vector<std::string> uncommitted;
+  for (const directory::FileSave& save : files.saves()) {
+    if (save.has_temporary) uncommitted.push_back(save.file);
+  }
   for (const std::string& name : names) {
     const auto entry = directory::Look(directory, name, /*follow_symlink=*/true);
     if (entry.ok() && entry->kind == directory::EntryKind::kDirectory) continue;
-    check.AddFile(name, /*asked_for=*/false);
+    if (format::ParseCompanionName(name).has_value()) continue;
+    if (auto manifest = ManifestOf(files, name, log, report)) {
+      manifests.push_back(*std::move(manifest));
+    } else {
+      check.AddFile(name, /*asked_for=*/false);
+    }
+  }
+  if (!uncommitted.empty()) {
+    AddNote(absl::StrCat("Saves under way, or that did not end, of: ", Enumerate(uncommitted), "."),
+            report);
+  }
+  HOLDFAST_RETURN_IF_ERROR(CheckSingleFiles(directory, manifests, options, log, report));
+  if (!manifests.empty() && check.understood().empty() && log->empty()) {
+    if (!check.passed_over().empty()) {
+      AddNote(absl::StrCat("Not looked at: ", Enumerate(check.passed_over()), "."), report);
+    }
+    return absl::OkStatus();
   }
   if (check.understood().empty() && log->empty()) {
     log->Add(Verdict::kIncomplete,
@@ -103,6 +154,14 @@ absl::Status CheckFile(const std::string& path, const VerifyOptions& options, Fa
   if (!fd.ok()) {
     log->Add(directory::FindingOf(fd.status(), parts.name, "read"));
     return absl::OkStatus();
+  }
+  if (const auto companion = format::ParseCompanionName(parts.name)) {
+    return CheckFile(absl::StrCat(parts.directory, "/", companion->file), options, log, report);
+  }
+  const auto names = directory::ListNames(fd->get(), parts.directory);
+  const SingleFiles files(fd->get(), names.ok() ? *names : std::vector<std::string>{});
+  if (auto own = ManifestOf(files, parts.name, log, report)) {
+    return CheckSingleFiles(fd->get(), {*std::move(own)}, options, log, report);
   }
   const bool is_manifest = format::ParseManifestName(parts.name).has_value();
   absl::StatusOr<format::Manifest> manifest = absl::UnknownError("");

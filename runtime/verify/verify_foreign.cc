@@ -179,13 +179,19 @@ absl::Status ForeignCheck::Run(const VerifyOptions& options, VerifyReport* repor
     any_safetensors = any_safetensors || !file.is_zip;
     report->tensors += static_cast<uint32_t>(file.tensors.size());
   }
+  const std::string before = report->checked;
   report->checked = any_zip && any_safetensors ? "safetensors structure, torch zip CRC32s"
                     : any_zip                  ? "torch zip CRC32s"
                     : any_safetensors          ? "safetensors structure"
                                                : "nothing";
+  // Files with manifests were checked before.
+  const bool some = !before.empty() && before != "nothing";
+  if (some) report->checked = absl::StrCat(before, "; ", report->checked);
   AddNote(
-      "No manifest: only what the format allows was checked, which is less than a digest of "
-      "every byte.",
+      some ? "Of other files only what the format allows was checked, which is less than a digest "
+             "of every byte."
+           : "No manifest: only what the format allows was checked, which is less than a digest of "
+             "every byte.",
       report);
   if (any_safetensors) {
     AddNote("safetensors carries no checksum: changed tensor bytes would not be seen.", report);

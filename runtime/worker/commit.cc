@@ -15,6 +15,7 @@
 #include "runtime/worker/ranks.h"
 #include "runtime/worker/remove_tree.h"
 #include "runtime/worker/replicas.h"
+#include "runtime/worker/single_file.h"
 
 namespace holdfast::worker {
 namespace {
@@ -307,6 +308,7 @@ bool WaitForDecision(JobRun* run) {
 }  // namespace
 
 bool Commit(JobRun* run) {
+  if (run->Has(layout::kSingleFile)) return CommitSingleFile(run) && SyncParent(run);
   if (run->Has(layout::kFilesOnly)) {
     // The names are durable already; the framework's own last file commits. The directory's entry
     // too, or "durable" could name a place that a crash takes away.

@@ -133,7 +133,7 @@ void RemoveFiles(JobRun* run) {
     if (note.created == 0) continue;
     const char* const name = layout::Files(run->job)[i].name;
     char temporary[kNameBytes];
-    TemporaryName(name, temporary);
+    TemporaryOf(*run, i, temporary);
     if (note.renamed == 0 && !IsOurs(*run, i)) continue;
     RemoveFile(run->directory, note.renamed != 0 ? name : temporary, run->job, OnCancel::kGoOn);
   }

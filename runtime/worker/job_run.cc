@@ -119,4 +119,9 @@ void TemporaryName(const char* name, char (&out)[kNameBytes]) {
   for (uint32_t i = 0; i < sizeof(kSuffix); ++i) out[length + i] = kSuffix[i];
 }
 
+void TemporaryOf(const JobRun& run, uint32_t file, char (&out)[kNameBytes]) {
+  if (!run.Has(layout::kSingleFile)) return TemporaryName(layout::Files(run.job)[file].name, out);
+  for (uint32_t i = 0; i < kNameBytes; ++i) out[i] = run.job->partial[i];
+}
+
 }  // namespace holdfast::worker

@@ -194,6 +194,9 @@ inline uint64_t DeadlineNs(uint64_t from_table) {
 /// Writes `name` + ".tmp" to `out`; ValidateJob has checked the length.
 void TemporaryName(const char* name, char (&out)[kNameBytes]);
 
+/// Writes the name of a file before its commit to `out`.
+void TemporaryOf(const JobRun& run, uint32_t file, char (&out)[kNameBytes]);
+
 }  // namespace holdfast::worker
 
 #endif  // HOLDFAST_RUNTIME_WORKER_JOB_RUN_H_

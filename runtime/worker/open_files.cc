@@ -11,6 +11,7 @@
 #include "runtime/sys/system.h"
 #include "runtime/worker/ranks.h"
 #include "runtime/worker/remove_file.h"
+#include "runtime/worker/single_file.h"
 
 namespace holdfast::worker {
 namespace {
@@ -62,15 +63,18 @@ int CloseFile(JobRun* run, uint32_t file, int fd) {
 
 bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   char name[kNameBytes];
-  TemporaryName(layout::Files(run->job)[file].name, name);
+  TemporaryOf(*run, file, name);
   const bool want_direct = !run->Has(layout::kBuffered);
-  constexpr int kFlags = O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW;
-  int error = io::OpenDirect(run->directory, name, kFlags, kFileMode, want_direct, opened);
+  // The trainer has made a single file, for its lock. The second attempt makes it anew.
+  const bool made = run->Has(layout::kSingleFile) && run->figures.write_attempts == 1;
+  if (made && !CheckTemporary(run)) return false;
+  const int flags = O_WRONLY | O_NOFOLLOW | (made ? 0 : O_CREAT | O_EXCL);
+  int error = io::OpenDirect(run->directory, name, flags, kFileMode, want_direct, opened);
   if (error == EEXIST && run->Has(layout::kFilesOnly)) {
     // A killed attempt may have left the file: a framework's directory keeps its name between
     // attempts.
     RemoveFile(run->directory, name, run->job, OnCancel::kStop);
-    error = io::OpenDirect(run->directory, name, kFlags, kFileMode, want_direct, opened);
+    error = io::OpenDirect(run->directory, name, flags, kFileMode, want_direct, opened);
   }
   // Anything but EEXIST may have come after the file was made.
   if (error != EEXIST) run->notes[file].created = 1;
@@ -96,7 +100,7 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
 
 bool OpenAgain(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   char name[kNameBytes];
-  TemporaryName(layout::Files(run->job)[file].name, name);
+  TemporaryOf(*run, file, name);
   const int error = io::OpenDirect(run->directory, name, O_WRONLY | O_NOFOLLOW, 0,
                                    !run->Has(layout::kBuffered), opened);
   if (error != 0) return FailErrno(run, Operation::kOpen, error, file);
@@ -201,7 +205,7 @@ Acquired FreeSlot(JobRun* run, uint16_t* slot) {
 bool IsOurs(const JobRun& run, uint32_t file) {
   if (!run.Has(layout::kFilesOnly)) return true;
   char name[kNameBytes];
-  TemporaryName(layout::Files(run.job)[file].name, name);
+  TemporaryOf(run, file, name);
   const FileNote& note = run.notes[file];
   uint64_t inode = 0;
   uint64_t stamp_ns = 0;

@@ -106,7 +106,7 @@ bool ReadAll(Reader* reader) {
     if (!run->Writes(i)) continue;
     const layout::File& file = layout::Files(run->job)[i];
     char name[kNameBytes];
-    TemporaryName(file.name, name);
+    TemporaryOf(*run, i, name);
     io::DirectOpen opened;
     // Buffered files are read from the page cache. Read-back then proves only the bytes copied
     // there; direct_io in the report shows this case.

@@ -86,7 +86,8 @@ bool Steps(JobRun* run) {
   // Names, manifests, votes and the commit need no staged byte.
   ReleaseStaging(run);
   HOLDFAST_ASSERT(run->write.proven == run->job->extent_count && run->staging_released);
-  if (!NameFiles(run)) return false;
+  // The rename of a single file is its commit.
+  if (!run->Has(layout::kSingleFile) && !NameFiles(run)) return false;
   if (!ComputeRoots(run)) return false;
   if (run->Has(layout::kWriteManifest) && !WriteManifest(run)) return false;
   return Commit(run);

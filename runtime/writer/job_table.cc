@@ -67,6 +67,17 @@ void CopyName(const std::string& name, char* out, size_t bytes) {
   std::memcpy(out, name.data(), name.size());
 }
 
+std::string ManifestNameOf(const JobParameters& parameters, const format::PackedPlan& plan) {
+  if ((parameters.flags & layout::kSingleFile) != 0) {
+    return format::CompanionName({.file = std::string(plan.files[0].name),
+                                  .kind = format::CompanionKind::kManifest,
+                                  .attempt = parameters.attempt});
+  }
+  if ((parameters.flags & layout::kFilesOnly) != 0)
+    return format::ManifestName(parameters.rank, parameters.world_size, parameters.attempt);
+  return format::ManifestName(parameters.rank, parameters.world_size);
+}
+
 mode_t CurrentUmask() {
   // umask(2) can only be read by setting it, and another thread's open would see the set value;
   // /proc has no such effect.
@@ -167,11 +178,7 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(const JobParameters&
   job->slots = places.slots;
   job->commit_template = layout.commit;
   job->commit_slots = commit.slots;
-  const bool files_only = (parameters.flags & layout::kFilesOnly) != 0;
-  CopyName(files_only
-               ? format::ManifestName(parameters.rank, parameters.world_size, parameters.attempt)
-               : format::ManifestName(parameters.rank, parameters.world_size),
-           job->manifest, sizeof(job->manifest));
+  CopyName(ManifestNameOf(parameters, plan), job->manifest, sizeof(job->manifest));
   CopyName(format::ManifestPrefix(), job->manifest_prefix, sizeof(job->manifest_prefix));
   CopyName(format::ManifestSuffix(parameters.world_size), job->manifest_suffix,
            sizeof(job->manifest_suffix));

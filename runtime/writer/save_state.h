@@ -39,10 +39,11 @@ class SaveState {
   std::unique_ptr<writer::Checksums> checksums;  // null if the plan has no places for any
   std::shared_ptr<writer::WorkerLink> link;
   std::shared_ptr<const base::UniqueFd> parent;  // the directory above the checkpoint
-  base::UniqueFd in_use;        // the partial directory, locked: shared with the worker
+  base::UniqueFd in_use;        // the partial directory or file, locked: shared with the worker
   base::UniqueFd trainer_lock;  // and the lock that proves that the trainer lives
   std::string checkpoint;
   std::string partial;
+  bool single_file = false;  // `checkpoint` is a file, and `parent` its directory
   std::string path;
   uint64_t epoch = 0;
   uint64_t step = 0;

@@ -94,6 +94,11 @@ struct SaveRequest {
   /// For a directory that a framework owns: files are committed one by one into the existing
   /// `directory`/`name`, and no directory is renamed. The framework's last file commits.
   bool files_only = false;
+  /// Save a file in place of a directory: `plan` has a single file, called `name`; world size 1.
+  /// The directory may hold foreign files. The manifest, ".NAME.holdfast-<attempt>.json", becomes
+  /// durable first; then a rename commits the file. With `replace` an older file stays whole until
+  /// the rename. Of two saves of a file the later stays.
+  bool single_file = false;
   /// The save becomes durable only after SaveHandle::Confirm. For copies that run while the trainer
   /// goes on: the caller checks afterwards that no source has changed meanwhile. A save that is not
   /// confirmed fails by `time_stalled_max`, and when the trainer dies.

@@ -101,6 +101,15 @@ absl::StatusOr<SavesAtWork> FindSavesAtWork(const std::string& path);
 /// link proves nothing; without recorded attempts no checkpoint is abandoned.
 std::vector<bool> FindAbandoned(const std::vector<CheckpointInfo>& complete);
 
+/// Returns the names of the manifests beside a file (SaveRequest::single_file): of the last save,
+/// and of interrupted saves.
+absl::StatusOr<std::vector<std::string>> FileManifests(const std::string& directory,
+                                                       const std::string& name);
+
+/// Removes a file durably, then the manifest. OK when nothing has the name.
+/// \error kFailedPrecondition for a directory; errors of the removal.
+absl::Status RemoveFile(const std::string& directory, const std::string& name);
+
 /// Returns the names to remove under `retention` once `saved` is durable, oldest first: members of
 /// the series of `saved`, never `saved` itself. Abandoned checkpoints are removed before all
 /// others.

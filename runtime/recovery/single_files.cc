@@ -1,0 +1,205 @@
+#include "runtime/recovery/single_files.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/directory/completeness.h"
+#include "runtime/directory/entries.h"
+#include "runtime/directory/locks.h"
+#include "runtime/directory/single_files.h"
+#include "runtime/format/file_names.h"
+#include "runtime/format/manifest.h"
+#include "runtime/sys/retry.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast {
+namespace recovery {
+namespace {
+
+using directory::EntryKind;
+using directory::FileSave;
+using format::CompanionKind;
+
+std::string NameOf(const FileSave& save, CompanionKind kind) {
+  return format::CompanionName({.file = save.file, .kind = kind, .attempt = save.attempt});
+}
+
+class Settling {
+ public:
+  Settling(int parent, const directory::FileSystem& file_system, const RecoveryOptions& options,
+           RecoveryReport* report)
+      : parent_(parent), file_system_(file_system), options_(options), report_(report) {}
+
+  absl::Status Run(std::vector<FileSave> saves) {
+    saves_ = std::move(saves);
+    for (FileSave& save : saves_) {
+      if (save.has_temporary) HOLDFAST_RETURN_IF_ERROR(SettleUncommitted(&save));
+    }
+    // After the promotions, which make older manifests superfluous.
+    for (const FileSave& save : saves_) {
+      if (!save.has_temporary && IsSuperfluous(save)) Remove(save);
+    }
+    return absl::OkStatus();
+  }
+
+ private:
+  absl::Status SettleUncommitted(FileSave* save) {
+    const std::string name = NameOf(*save, CompanionKind::kTemporary);
+    const auto fd = directory::OpenFile(parent_, name, /*follow_symlink=*/false);
+    if (absl::IsNotFound(fd.status())) return absl::OkStatus();  // committed meanwhile
+    if (!fd.ok()) return Keep(*save, fd.status().message());
+    // Under the lock no save begins with the file: its trainer makes a new file.
+    if (sys::Uninterrupted([&] { return sys::Sys().flock(fd->get(), LOCK_EX | LOCK_NB); }) != 0 &&
+        errno == EWOULDBLOCK) {
+      return Keep(*save, "a save of it is running");
+    }
+    if (!directory::NameRefersTo(parent_, name, fd->get())) return absl::OkStatus();
+    if (!file_system_.local && !IsOld(name)) {
+      return Keep(*save, absl::StrCat("locks on ", file_system_.name,
+                                      " do not tell whether a save of it is running"));
+    }
+    const auto manifest = Read(*save);
+    const auto entry = directory::Look(parent_, name, /*follow_symlink=*/false);
+    const bool complete = manifest.has_value() && entry.ok() &&
+                          entry->bytes == manifest->files.front().bytes &&
+                          !IsOvertaken(*save, *manifest);
+    if (complete && !options_.promote) {
+      return Keep(*save, "complete, but promotion is switched off");
+    }
+    if (complete) return Promote(save, name);
+    if (!options_.clean_up) return Keep(*save, "incomplete");
+    Remove(*save);
+    *save = FileSave{};
+    return absl::OkStatus();
+  }
+
+  absl::Status Promote(FileSave* save, const std::string& name) {
+    // The manifest's rename may not be durable yet.
+    HOLDFAST_RETURN_IF_ERROR(directory::SyncDirectory(parent_, save->file));
+    if (sys::Sys().renameat2(parent_, name.c_str(), parent_, save->file.c_str(), 0) != 0)
+      return Keep(*save, base::ErrnoStatus("rename", name, errno).message());
+    save->has_temporary = false;
+    report_->promoted.push_back(save->file);
+    return directory::SyncDirectory(parent_, save->file);
+  }
+
+  /// True when a save that began later has committed.
+  bool IsOvertaken(const FileSave& save, const format::Manifest& manifest) const {
+    return std::any_of(saves_.begin(), saves_.end(), [&](const FileSave& other) {
+      return other.file == save.file && other.attempt != save.attempt && other.committed() &&
+             std::find(manifest.replaces.begin(), manifest.replaces.end(), other.attempt) ==
+                 manifest.replaces.end();
+    });
+  }
+
+  /// True for a leftover of a committed save: a partial manifest, or the manifest of a removed or
+  /// replaced file.
+  bool IsSuperfluous(const FileSave& save) const {
+    if (!save.has_manifest) return save.has_manifest_temporary;
+    const auto entry = directory::Look(parent_, save.file, /*follow_symlink=*/false);
+    if (entry.ok() && entry->kind == EntryKind::kNothing) return true;
+    return std::any_of(saves_.begin(), saves_.end(), [&](const FileSave& other) {
+      if (other.file != save.file || other.attempt == save.attempt || !other.committed())
+        return false;
+      const auto manifest = Read(other);
+      return manifest.has_value() && std::find(manifest->replaces.begin(), manifest->replaces.end(),
+                                               save.attempt) != manifest->replaces.end();
+    });
+  }
+
+  std::optional<format::Manifest> Read(const FileSave& save) const {
+    if (!save.has_manifest) return std::nullopt;
+    const auto text = directory::ReadWholeFile(parent_, NameOf(save, CompanionKind::kManifest),
+                                               format::kManifestBytesMax);
+    auto manifest = text.ok() ? format::ParseManifest(*text) : text.status();
+    if (!manifest.ok() || manifest->attempt != save.attempt || manifest->files.size() != 1)
+      return std::nullopt;
+    return *std::move(manifest);
+  }
+
+  bool IsOld(const std::string& name) const {
+    const auto entry = directory::Look(parent_, name, /*follow_symlink=*/false);
+    if (!entry.ok()) return false;
+    const absl::Time changed = absl::UnixEpoch() + absl::Nanoseconds(entry->modified_ns);
+    return directory::TimeOnFileSystem(parent_) - changed >= options_.age_without_locks;
+  }
+
+  absl::Status Keep(const FileSave& save, absl::string_view why) {
+    report_->kept_incomplete.push_back(absl::StrCat(save.file, ": ", why));
+    return absl::OkStatus();
+  }
+
+  void Remove(const FileSave& save) {
+    if (!options_.clean_up) return;
+    const absl::Status removed = directory::RemoveCompanions(parent_, save);
+    if (!removed.ok()) return (void)Keep(save, removed.message());
+    report_->removed.push_back(
+        NameOf(save, save.has_temporary ? CompanionKind::kTemporary : CompanionKind::kManifest));
+  }
+
+  const int parent_;
+  const directory::FileSystem file_system_;
+  const RecoveryOptions options_;
+  RecoveryReport* const report_;
+  std::vector<FileSave> saves_;
+};
+
+}  // namespace
+
+absl::Status SettleSingleFiles(int parent, const std::string& path,
+                               const directory::FileSystem& file_system,
+                               const RecoveryOptions& options, RecoveryReport* report) {
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                            directory::ListNames(parent, path));
+  return Settling(parent, file_system, options, report).Run(directory::FileSavesAmong(names));
+}
+
+}  // namespace recovery
+
+absl::StatusOr<std::vector<std::string>> FileManifests(const std::string& directory,
+                                                       const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(directory));
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                            directory::ListNames(fd.get(), directory));
+  std::vector<std::string> manifests;
+  for (const directory::FileSave& save : directory::FileSavesAmong(names)) {
+    if (save.file == name && save.has_manifest)
+      manifests.push_back(recovery::NameOf(save, format::CompanionKind::kManifest));
+  }
+  return manifests;
+}
+
+absl::Status RemoveFile(const std::string& directory, const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(directory));
+  // Saves replace files under the same lock.
+  HOLDFAST_RETURN_IF_ERROR(directory::TakeTurn(fd.get(), directory, absl::Minutes(10)));
+  HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry entry,
+                            directory::Look(fd.get(), name, /*follow_symlink=*/false));
+  if (entry.kind == directory::EntryKind::kDirectory) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("remove ", directory, "/", name, ": it is a directory"));
+  }
+  if (sys::Sys().unlinkat(fd.get(), name.c_str(), 0) != 0 && errno != ENOENT)
+    return base::ErrnoStatus("remove", absl::StrCat(directory, "/", name), errno);
+  // The file first: a file without its manifest could no longer be proven.
+  HOLDFAST_RETURN_IF_ERROR(directory::SyncDirectory(fd.get(), directory));
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                            directory::ListNames(fd.get(), directory));
+  for (const directory::FileSave& save : directory::FileSavesAmong(names)) {
+    // A temporary file belongs to a save under way.
+    if (save.file == name && save.committed())
+      HOLDFAST_RETURN_IF_ERROR(directory::RemoveCompanions(fd.get(), save));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace holdfast

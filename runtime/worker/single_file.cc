@@ -1,0 +1,162 @@
+#include "runtime/worker/single_file.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+
+#include <cerrno>
+#include <cstring>
+
+#include "runtime/digest/digest.h"
+#include "runtime/sys/assert.h"
+#include "runtime/sys/owned_fds.h"
+#include "runtime/sys/retry.h"
+#include "runtime/sys/system.h"
+#include "runtime/worker/directory.h"
+#include "runtime/worker/listing.h"
+#include "runtime/worker/open_files.h"
+
+namespace holdfast::worker {
+namespace {
+
+constexpr size_t kHexDigits = 32;
+constexpr int kLockSleepMs = 10;
+constexpr char kJson[] = ".json";
+constexpr char kTemporary[] = ".tmp";
+
+/// Returns where the attempt stands in a name that ends with the attempt and `suffix`.
+size_t AttemptAt(const char* name, const char* suffix) {
+  const size_t length = strlen(name);
+  HOLDFAST_ASSERT(length > kHexDigits + strlen(suffix));
+  return length - strlen(suffix) - kHexDigits;
+}
+
+/// The name of this save's own companion, with another attempt.
+void NameWith(const char* own, const char* suffix, const AttemptId& attempt,
+              char (&out)[kNameBytes]) {
+  memset(out, 0, sizeof(out));
+  memcpy(out, own, strlen(own));
+  digest::ToHex(attempt, out + AttemptAt(own, suffix));
+}
+
+/// Reads the attempt of a manifest of the same file. Returns false for any other name.
+bool ParseManifest(const layout::Job& job, const char* name, AttemptId* attempt) {
+  const size_t at = AttemptAt(job.manifest, kJson);
+  return strlen(name) == strlen(job.manifest) && memcmp(name, job.manifest, at) == 0 &&
+         strcmp(name + at + kHexDigits, kJson) == 0 && digest::FromHex(name + at, attempt);
+}
+
+bool IsOlder(layout::Job* job, const AttemptId& attempt) {
+  const AttemptId* const older = layout::Older(job);
+  for (uint64_t i = 0; i < job->older.bytes / sizeof(AttemptId); ++i) {
+    if (older[i] == attempt) return true;
+  }
+  return false;
+}
+
+/// Returns true when the attempt's file has the final name. A manifest beside a temporary file
+/// belongs to a save before the rename.
+bool HasCommitted(const JobRun& run, const AttemptId& attempt) {
+  char temporary[kNameBytes];
+  NameWith(run.job->partial, kTemporary, attempt, temporary);
+  struct stat found = {};
+  return sys::Sys().fstatat(run.directory, temporary, &found, AT_SYMLINK_NOFOLLOW) != 0 &&
+         errno == ENOENT;
+}
+
+/// Fails when a save that began later has committed.
+bool NoYoungerSave(JobRun* run) {
+  AttemptId younger;
+  const int error = ForEachEntry(run->directory, run->directory_buffer, [&](const char* name) {
+    AttemptId attempt;
+    if (!ParseManifest(*run->job, name, &attempt) || attempt == run->job->attempt ||
+        IsOlder(run->job, attempt) || !HasCommitted(*run, attempt)) {
+      return true;
+    }
+    younger = attempt;
+    return false;
+  });
+  if (error != 0) return FailErrno(run, Operation::kReplace, error, 0);
+  if (younger == AttemptId{}) return true;
+  run->job->completion.newer = younger;
+  return Fail(run, FailureCode::kAborted, Operation::kReplace, 0);
+}
+
+/// Takes the lock under which files of the directory are replaced. `*lock` is -1 where the file
+/// system has no such lock.
+bool LockDirectory(JobRun* run, int* lock) {
+  // A lock belongs to an open file description.
+  *lock = sys::OpenOwned(run->directory, ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
+  if (*lock < 0) return FailErrno(run, Operation::kReplace, errno, 0);
+  const uint64_t end_ns = sys::NowNs() + DeadlineNs(run->job->time_stalled_max_ns);
+  while (sys::Uninterrupted([&] { return sys::Sys().flock(*lock, LOCK_EX | LOCK_NB); }) != 0) {
+    if (errno != EWOULDBLOCK) return true;
+    if (MustStop(run, true)) return false;
+    if (sys::NowNs() > end_ns) {
+      return Fail(run, FailureCode::kDeadlineExceeded, Operation::kReplace, 0);
+    }
+    SleepUntilRung(run, kLockSleepMs);
+    CountStep(run->job);  // Another save, or a recovery, is at work.
+  }
+  return true;
+}
+
+/// Renames the file. From the rename on nothing is undone.
+bool TakeName(JobRun* run) {
+  if (!NoYoungerSave(run)) return false;
+  if (!IsOurs(*run, 0)) return Fail(run, FailureCode::kAborted, Operation::kRename, 0);
+  const int error = RenameNew(run, run->job->partial, layout::Files(run->job)[0].name);
+  if (error != 0) return FailErrno(run, Operation::kRename, error, 0);
+  run->notes[0].renamed = 1;
+  run->committed = true;
+  const uint64_t begin = sys::NowNs();
+  // Before any older manifest is removed: a crash could bring the old file back.
+  const bool synced = sys::Sys().fsync(run->directory) == 0;
+  run->time_syncing_ns += sys::NowNs() - begin;
+  return synced || FailErrno(run, Operation::kSyncDirectory, errno);
+}
+
+/// Removes the companions of older saves. A running older save ends with kAborted, because a
+/// younger manifest stands there. After a crash the next save removes the rest.
+void RemoveOlder(JobRun* run) {
+  const layout::Job& job = *run->job;
+  for (uint64_t i = 0; i < job.older.bytes / sizeof(AttemptId); ++i) {
+    const AttemptId& older = layout::Older(run->job)[i];
+    if (older == job.attempt) continue;
+    char name[kNameBytes];
+    char temporary[kNameBytes];
+    NameWith(job.manifest, kJson, older, name);
+    sys::Sys().unlinkat(run->directory, name, 0);
+    TemporaryName(name, temporary);
+    sys::Sys().unlinkat(run->directory, temporary, 0);
+    NameWith(job.partial, kTemporary, older, name);
+    sys::Sys().unlinkat(run->directory, name, 0);
+    CountStep(run->job);
+  }
+}
+
+}  // namespace
+
+bool CommitSingleFile(JobRun* run) {
+  HOLDFAST_ASSERT(run->manifest_named && run->job->file_count == 1 && run->notes[0].synced != 0);
+  SetPhase(run, layout::Phase::kCommitting);
+  // The last moment at which a cancel takes effect.
+  if (MustStop(run, true)) return false;
+  int lock = -1;
+  // Without the lock an older save could look before this save's rename, and rename after it.
+  const bool done = LockDirectory(run, &lock) && TakeName(run);
+  if (lock >= 0) sys::CloseOwned(lock);
+  if (done) RemoveOlder(run);
+  return done;
+}
+
+bool CheckTemporary(JobRun* run) {
+  const int moved = LeadsTo(run->directory, run->job->partial, run->lock);
+  if (moved == 0) return true;
+  // A save that began later has committed, or a recovery took this save for a dead one.
+  if (moved == ENOENT || moved == ESTALE)
+    return Fail(run, FailureCode::kAborted, Operation::kOpen, 0);
+  return FailErrno(run, Operation::kOpen, moved, 0);
+}
+
+}  // namespace holdfast::worker

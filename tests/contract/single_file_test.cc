@@ -1,0 +1,340 @@
+// Files that are saved by themselves: one rename, an older file whole until then, and what crashes
+// leave.
+#include <signal.h>
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "holdfast/checkpointer.h"
+#include "holdfast/recovery.h"
+#include "holdfast/verify.h"
+#include "runtime/format/file_names.h"
+#include "tests/testing/checkpoint_files.h"
+#include "tests/testing/child_process.h"
+#include "tests/testing/save_test.h"
+#include "tests/testing/zip_files.h"
+
+namespace holdfast::testing {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::UnorderedElementsAre;
+
+constexpr AttemptId kFirst = {.high = 1, .low = 9};
+constexpr AttemptId kSecond = {.high = 2, .low = 8};
+constexpr char kFile[] = "last.pt";
+
+std::string Companion(const AttemptId& attempt, format::CompanionKind kind) {
+  return format::CompanionName({.file = kFile, .kind = kind, .attempt = attempt});
+}
+std::string ManifestOf(const AttemptId& attempt) {
+  return Companion(attempt, format::CompanionKind::kManifest);
+}
+std::string TemporaryOf(const AttemptId& attempt) {
+  return Companion(attempt, format::CompanionKind::kTemporary);
+}
+
+/// A torch archive with the id of a save.
+std::string Archive(const AttemptId& attempt, char fill, size_t bytes = 100'000) {
+  return ZipArchive({{"archive/data.pkl", "pickle"},
+                     {"archive/data/0", std::string(bytes, fill)},
+                     {"archive/.data/serialization_id",
+                      absl::StrFormat("%020d%020d", attempt.high, attempt.low)}},
+                    {});
+}
+
+class SingleFile : public LauncherTest {
+ protected:
+  std::string path() const { return directory() + "/" + kFile; }
+
+  absl::StatusOr<SaveHandle> Begin(Checkpointer* checkpointer, const AttemptId& attempt,
+                                   const std::string& contents, bool replace = true,
+                                   bool confirm = false) {
+    kept_.push_back(std::make_unique<std::string>(contents));
+    SavePlan plan;
+    plan.files.push_back({.name = kFile, .bytes = contents.size(), .segments = {}});
+    plan.files[0].segments.push_back(
+        {.bytes = contents.size(), .tensor = 0, .data = kept_.back()->data()});
+    plan.tensors.push_back({.name = "all",
+                            .dtype = "U8",
+                            .shape = {static_cast<int64_t>(contents.size())},
+                            .end = contents.size()});
+    return checkpointer->SaveAsync({.name = kFile,
+                                    .step = 1,
+                                    .plan = &plan,
+                                    .replace = replace,
+                                    .attempt = attempt,
+                                    .single_file = true,
+                                    .confirm = confirm});
+  }
+  absl::Status Save(const AttemptId& attempt, const std::string& contents, bool replace = true) {
+    const auto checkpointer = Make(Options());
+    const auto handle = Begin(checkpointer.get(), attempt, contents, replace);
+    return handle.ok() ? handle->WaitDurable(kLong).status() : handle.status();
+  }
+  void ExpectSound(const AttemptId& attempt) const {
+    for (const std::string& where : {path(), directory()}) {
+      const auto report = Verify(where, {});
+      ASSERT_TRUE(report.ok()) << report.status();
+      EXPECT_EQ(report->verdict, Verdict::kSound) << where << ": " << report->note;
+      EXPECT_EQ(report->checked, "XXH3-128 digests of the seal") << where;
+      EXPECT_EQ(report->attempt, attempt) << where;
+    }
+  }
+  RecoveryReport Recovered() const {
+    const auto recovered = Recover(directory(), {.wait_for_orphans = absl::ZeroDuration()});
+    EXPECT_TRUE(recovered.ok()) << recovered.status();
+    return recovered.ok() ? *recovered : RecoveryReport{};
+  }
+  CheckpointerOptions Slow() const {
+    CheckpointerOptions options = Options();
+    options.qos.bytes_per_second_max = 4u << 20;
+    return options;
+  }
+
+ private:
+  std::vector<std::unique_ptr<std::string>> kept_;
+};
+
+INSTANTIATE_TEST_SUITE_P(Launchers, SingleFile, kEveryLauncher, LauncherName);
+
+TEST_P(SingleFile, AFileStandsWithItsManifestAndIsReplacedByOneRename) {
+  std::filesystem::create_directory(directory() + "/other");
+  WriteFileBytes(directory() + "/notes.txt", "mine");
+  EXPECT_EQ(Save(kFirst, Archive(kFirst, 'a')), absl::OkStatus());
+  EXPECT_THAT(Names(directory()),
+              UnorderedElementsAre("other", "notes.txt", kFile, ManifestOf(kFirst)));
+  ExpectSound(kFirst);
+  EXPECT_TRUE(absl::IsAlreadyExists(Save(kSecond, Archive(kSecond, 'b'), /*replace=*/false)));
+  ExpectSound(kFirst);
+  EXPECT_EQ(Save(kSecond, Archive(kSecond, 'b')), absl::OkStatus());
+  EXPECT_THAT(Names(directory()),
+              UnorderedElementsAre("other", "notes.txt", kFile, ManifestOf(kSecond)));
+  ExpectSound(kSecond);
+  EXPECT_EQ(ReadFileBytes(path()), Archive(kSecond, 'b'));
+  const auto complete = ListCheckpoints(directory());
+  ASSERT_TRUE(complete.ok()) << complete.status();
+  EXPECT_THAT(*complete, IsEmpty());
+  FlipBit(path(), 700);
+  const auto damaged = Verify(path(), {});
+  ASSERT_TRUE(damaged.ok()) << damaged.status();
+  EXPECT_EQ(damaged->verdict, Verdict::kCorrupt);
+}
+
+TEST_P(SingleFile, AnEarlierSaveThatEndsLaterLeavesTheLaterOne) {
+  const auto checkpointer = Make(Options());
+  ASSERT_NE(checkpointer, nullptr);
+  const auto first = Begin(checkpointer.get(), kFirst, Archive(kFirst, 'a'), true, true);
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(Save(kSecond, Archive(kSecond, 'b')), absl::OkStatus());
+  EXPECT_EQ(first->Confirm(absl::OkStatus()), absl::OkStatus());
+  const auto report = first->WaitDurable(kLong);
+  EXPECT_TRUE(absl::IsAborted(report.status())) << report.status();
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kSecond)));
+  ExpectSound(kSecond);
+}
+
+TEST_P(SingleFile, AnEarlierSaveLeavesTheLaterOneThatDiedBeforeItCleanedUp) {
+  const auto checkpointer = Make(Options());
+  const auto first = Begin(checkpointer.get(), kFirst, Archive(kFirst, 'a'), true, true);
+  ASSERT_TRUE(first.ok()) << first.status();
+  const std::string temporary = directory() + "/" + TemporaryOf(kFirst);
+  std::filesystem::create_hard_link(temporary, directory() + "/kept");
+  EXPECT_EQ(Save(kSecond, Archive(kSecond, 'b')), absl::OkStatus());
+  std::filesystem::rename(directory() + "/kept", temporary);
+  EXPECT_EQ(first->Confirm(absl::OkStatus()), absl::OkStatus());
+  const auto report = first->WaitDurable(kLong);
+  EXPECT_TRUE(absl::IsAborted(report.status())) << report.status();
+  EXPECT_THAT(Text(report.status()), HasSubstr("began later"));
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kSecond)));
+  ExpectSound(kSecond);
+}
+
+TEST_P(SingleFile, AnEarlierSaveThatEndsFirstIsReplaced) {
+  const auto checkpointer = Make(Options());
+  ASSERT_NE(checkpointer, nullptr);
+  const auto first = Begin(checkpointer.get(), kFirst, Archive(kFirst, 'a'), true, true);
+  ASSERT_TRUE(first.ok()) << first.status();
+  const auto later = Make(Options());
+  const auto second = Begin(later.get(), kSecond, Archive(kSecond, 'b'), true, true);
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_EQ(first->Confirm(absl::OkStatus()), absl::OkStatus());
+  EXPECT_EQ(first->WaitDurable(kLong).status(), absl::OkStatus());
+  ExpectSound(kFirst);
+  EXPECT_EQ(second->Confirm(absl::OkStatus()), absl::OkStatus());
+  EXPECT_EQ(second->WaitDurable(kLong).status(), absl::OkStatus());
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kSecond)));
+  ExpectSound(kSecond);
+}
+
+TEST_P(SingleFile, ACancelledSaveLeavesTheOlderFile) {
+  EXPECT_EQ(Save(kFirst, Archive(kFirst, 'a')), absl::OkStatus());
+  const auto slow = Make(Slow());
+  const auto second = Begin(slow.get(), kSecond, Archive(kSecond, 'b', 16u << 20));
+  ASSERT_TRUE(second.ok()) << second.status();
+  ASSERT_TRUE(WaitFor([&] { return second->progress().bytes_written > 0; }));
+  EXPECT_THAT(Recovered().kept_incomplete, ElementsAre(HasSubstr("is running")));
+  EXPECT_EQ(second->Cancel(), absl::OkStatus());
+  EXPECT_TRUE(absl::IsCancelled(second->WaitDurable(kLong).status()));
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kFirst)));
+  ExpectSound(kFirst);
+}
+
+TEST_P(SingleFile, ATemporaryFileThatIsGoneFailsTheSave) {
+  const auto slow = Make(Slow());
+  const auto first = Begin(slow.get(), kFirst, Archive(kFirst, 'a', 8u << 20));
+  ASSERT_TRUE(first.ok()) << first.status();
+  ASSERT_TRUE(WaitFor([&] { return first->progress().bytes_written > 0; }));
+  std::filesystem::remove(directory() + "/" + TemporaryOf(kFirst));
+  const auto report = first->WaitDurable(kLong);
+  EXPECT_TRUE(absl::IsAborted(report.status())) << report.status();
+  EXPECT_THAT(Names(directory()), IsEmpty());
+}
+
+TEST_P(SingleFile, OnlyAFileIsReplaced) {
+  std::filesystem::create_directory(path());
+  EXPECT_TRUE(absl::IsFailedPrecondition(Save(kFirst, Archive(kFirst, 'a'))));
+  std::filesystem::remove(path());
+  std::filesystem::create_symlink("elsewhere", path());
+  EXPECT_TRUE(absl::IsFailedPrecondition(Save(kFirst, Archive(kFirst, 'a'))));
+  EXPECT_THAT(Names(directory()), ElementsAre(kFile));
+}
+
+class SingleFileKilled : public SingleFile {};
+INSTANTIATE_TEST_SUITE_P(Launchers, SingleFileKilled, kProcessLaunchers, LauncherName);
+
+TEST_P(SingleFileKilled, AKilledWorkerLeavesTheOlderFile) {
+  EXPECT_EQ(Save(kFirst, Archive(kFirst, 'a')), absl::OkStatus());
+  const auto slow = Make(Slow());
+  const auto second = Begin(slow.get(), kSecond, Archive(kSecond, 'b', 16u << 20));
+  ASSERT_TRUE(second.ok()) << second.status();
+  ASSERT_TRUE(WaitFor([&] { return second->progress().bytes_written > 0; }));
+  kill(second->worker_pid(), SIGKILL);
+  EXPECT_FALSE(second->WaitDurable(kLong).ok());
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kFirst)));
+  ExpectSound(kFirst);
+}
+
+/// The states in which a crash of trainer and worker leaves the directory.
+class SingleFileCrash : public SingleFile {
+ protected:
+  void SetUp() override {
+    SingleFile::SetUp();
+    EXPECT_EQ(Save(kFirst, Archive(kFirst, 'a')), absl::OkStatus());
+    const std::string manifest = directory() + "/" + ManifestOf(kFirst);
+    const std::string old_manifest = ReadFileBytes(manifest);
+    EXPECT_EQ(Save(kSecond, Archive(kSecond, 'b')), absl::OkStatus());
+    // As it was before the rename.
+    std::filesystem::rename(path(), directory() + "/" + TemporaryOf(kSecond));
+    WriteFileBytes(path(), Archive(kFirst, 'a'));
+    WriteFileBytes(manifest, old_manifest);
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Launchers, SingleFileCrash, ::testing::Values(Launcher::kThread),
+                         LauncherName);
+
+TEST_P(SingleFileCrash, BeforeTheRenameTheOlderFileIsSoundAndARecoveryCompletesTheSave) {
+  ExpectSound(kFirst);
+  EXPECT_THAT(Recovered().promoted, ElementsAre(kFile));
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kSecond)));
+  ExpectSound(kSecond);
+  EXPECT_THAT(Recovered().promoted, IsEmpty());
+}
+
+TEST_P(SingleFileCrash, BehindTheRenameTheNewFileIsSoundAndTheOlderManifestGoes) {
+  std::filesystem::rename(directory() + "/" + TemporaryOf(kSecond), path());
+  ExpectSound(kSecond);
+  EXPECT_THAT(Recovered().removed, ElementsAre(ManifestOf(kFirst)));
+  ExpectSound(kSecond);
+}
+
+TEST_P(SingleFileCrash, WithoutItsManifestATemporaryFileGoes) {
+  std::filesystem::remove(directory() + "/" + ManifestOf(kSecond));
+  WriteFileBytes(directory() + "/" + ManifestOf(kSecond) + ".tmp", "{");
+  ExpectSound(kFirst);
+  EXPECT_THAT(Recovered().removed, ElementsAre(TemporaryOf(kSecond)));
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kFirst)));
+  ExpectSound(kFirst);
+}
+
+TEST_P(SingleFileCrash, TheNextSaveRemovesWhatIsLeft) {
+  constexpr AttemptId kThird = {.high = 3, .low = 7};
+  EXPECT_EQ(Save(kThird, Archive(kThird, 'c')), absl::OkStatus());
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kThird)));
+  ExpectSound(kThird);
+}
+
+TEST_P(SingleFileCrash, ASaveThatALaterOneHasOvertakenIsNotPromoted) {
+  // The first save, before its rename, beside the committed second one.
+  std::filesystem::rename(path(), directory() + "/" + TemporaryOf(kFirst));
+  std::filesystem::rename(directory() + "/" + TemporaryOf(kSecond), path());
+  ExpectSound(kSecond);
+  const RecoveryReport recovered = Recovered();
+  EXPECT_THAT(recovered.promoted, IsEmpty());
+  EXPECT_THAT(recovered.removed, ElementsAre(TemporaryOf(kFirst)));
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kSecond)));
+}
+
+TEST_P(SingleFileCrash, AFileOfAnotherProgramIsJudgedByItself) {
+  EXPECT_THAT(Recovered().promoted, ElementsAre(kFile));
+  WriteFileBytes(path(), Archive({.high = 5, .low = 5}, 'x'));
+  auto report = Verify(path(), {});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(report->verdict, Verdict::kSound);
+  EXPECT_EQ(report->checked, "torch zip CRC32s");
+  EXPECT_THAT(report->note, HasSubstr("another file of that name"));
+  // Cut: no whole archive of anybody.
+  std::filesystem::resize_file(path(), 50'000);
+  report = Verify(path(), {});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(report->verdict, Verdict::kCorrupt);
+}
+
+TEST_P(SingleFileCrash, ARemovedFileTakesItsManifestWithIt) {
+  EXPECT_THAT(Recovered().promoted, ElementsAre(kFile));
+  const auto manifests = FileManifests(directory(), kFile);
+  ASSERT_TRUE(manifests.ok()) << manifests.status();
+  EXPECT_THAT(*manifests, ElementsAre(ManifestOf(kSecond)));
+  EXPECT_EQ(RemoveFile(directory(), kFile), absl::OkStatus());
+  EXPECT_THAT(Names(directory()), IsEmpty());
+  EXPECT_EQ(RemoveFile(directory(), kFile), absl::OkStatus());
+  // After a plain rm the manifest stays until a recovery.
+  EXPECT_EQ(Save(kFirst, Archive(kFirst, 'a')), absl::OkStatus());
+  std::filesystem::remove(path());
+  EXPECT_THAT(Recovered().removed, ElementsAre(ManifestOf(kFirst)));
+  EXPECT_THAT(Names(directory()), IsEmpty());
+}
+
+TEST(SingleFileNames, AreParsedAndRefused) {
+  const std::string manifest = ManifestOf(kFirst);
+  EXPECT_EQ(manifest, ".last.pt.holdfast-00000000000000010000000000000009.json");
+  for (const format::CompanionKind kind :
+       {format::CompanionKind::kManifest, format::CompanionKind::kManifestTemporary,
+        format::CompanionKind::kTemporary}) {
+    const auto parsed = format::ParseCompanionName(Companion(kSecond, kind));
+    ASSERT_TRUE(parsed.has_value());
+    EXPECT_EQ(parsed->file, kFile);
+    EXPECT_EQ(parsed->kind, kind);
+    EXPECT_EQ(parsed->attempt, kSecond);
+  }
+  for (const char* other : {"last.pt", ".holdfast-00000000000000010000000000000009.json", "",
+                            "last.pt.holdfast-00000000000000010000000000000009.json",
+                            ".last.pt.holdfast-0000000000000001000000000000000G.json",
+                            ".last.pt.holdfast-00000000000000010000000000000009.jso"}) {
+    EXPECT_FALSE(format::ParseCompanionName(other).has_value()) << other;
+  }
+  EXPECT_EQ(format::WrongSingleFileName(std::string(203, 'n')), nullptr);
+  EXPECT_NE(format::WrongSingleFileName(std::string(204, 'n')), nullptr);
+  EXPECT_NE(format::WrongDataFileName(manifest), nullptr);
+}
+
+}  // namespace
+}  // namespace holdfast::testing
