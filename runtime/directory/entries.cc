@@ -213,6 +213,17 @@ bool NameRefersTo(int parent, const std::string& name, int fd) {
          by_name.st_ino == by_fd.st_ino;
 }
 
+absl::StatusOr<Identity> IdentityOf(int fd, absl::string_view name) {
+  struct statx found = {};
+  if (sys::Sys().statx(fd, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &found) != 0) {
+    return base::ErrnoStatus("statx", name, errno);
+  }
+  const bool has_birth = (found.stx_mask & STATX_BTIME) != 0;
+  const int64_t born_ns =
+      int64_t{found.stx_btime.tv_sec} * 1'000'000'000 + int64_t{found.stx_btime.tv_nsec};
+  return Identity{.inode = found.stx_ino, .born_ns = has_birth ? born_ns : 0};
+}
+
 std::string AbsolutePath(const std::string& path) {
   std::filesystem::path out(path);
   if (out.is_relative()) {

@@ -80,6 +80,15 @@ absl::Status SyncDirectory(int directory, absl::string_view name);
 /// directory between opening and locking.
 bool NameRefersTo(int parent, const std::string& name, int fd);
 
+/// Tells a directory from every other, past ones too: an inode number alone is soon used again.
+struct Identity {
+  uint64_t inode = 0;
+  int64_t born_ns = 0;  ///< 0 where the file system records no time of birth.
+  bool operator==(const Identity&) const = default;
+};
+/// \error of statx(2).
+absl::StatusOr<Identity> IdentityOf(int fd, absl::string_view name);
+
 /// Returns the path from the root, for messages and reports. The path need not exist.
 std::string AbsolutePath(const std::string& path);
 

@@ -33,6 +33,7 @@ using load::WantedTensor;
 class CheckpointReader::Impl {
  public:
   std::string directory;           // that contains the files
+  std::optional<directory::Identity> opened;  // the directory that `tensors` are of, if known
   bool follow_symlink = false;     // a file named by the caller, not by a manifest
   std::vector<std::string> files;  // names, by file index
   std::vector<PlannedTensor> tensors;
@@ -74,6 +75,23 @@ class CheckpointReader::Impl {
   void IndexNames() {
     by_name.reserve(tensors.size());
     for (uint32_t i = 0; i < tensors.size(); ++i) by_name.emplace(tensors[i].name, i);
+  }
+
+  absl::Status NoteDirectory(int fd) {
+    HOLDFAST_ASSIGN_OR_RETURN(opened, directory::IdentityOf(fd, directory));
+    return absl::OkStatus();
+  }
+
+  /// Opens the directory of the files. \error kAborted when the path leads to another directory by
+  /// now: the places of the tensors are not valid there.
+  absl::StatusOr<base::UniqueFd> OpenFiles() const {
+    HOLDFAST_ASSIGN_OR_RETURN(base::UniqueFd fd, directory::OpenDirectory(directory));
+    if (!opened.has_value()) return fd;
+    HOLDFAST_ASSIGN_OR_RETURN(const directory::Identity found,
+                              directory::IdentityOf(fd.get(), directory));
+    if (found == *opened) return fd;
+    return absl::AbortedError(absl::StrCat(
+        "load from ", directory, ": it was replaced since it was opened; open it anew"));
   }
 
   absl::StatusOr<std::vector<WantedTensor>> Find(absl::Span<const TensorTarget> targets) const;
@@ -185,7 +203,7 @@ absl::StatusOr<LoadReport> CheckpointReader::Impl::Load(absl::Span<const TensorT
 absl::Status CheckpointReader::Impl::Stream(const ReadPlan& plan,
                                             absl::Span<const TensorTarget> targets,
                                             const LoadOptions& options, LoadReport* report) const {
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(directory));
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, OpenFiles());
   std::vector<StreamFile> sources;
   std::vector<std::string> paths;
   for (const std::string& name : files) {
@@ -228,6 +246,7 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::Open(const s
   if (checkpoint.manifests.empty()) return NoRank(path, rank, checkpoint.manifests_found);
   auto impl = std::make_unique<Impl>();
   impl->directory = path;
+  HOLDFAST_RETURN_IF_ERROR(impl->NoteDirectory(fd.get()));
   impl->TakeManifest(std::move(checkpoint.manifests.front()));
   if (checkpoint.record.has_value()) impl->recorded = std::move(checkpoint.record->manifests);
   return std::unique_ptr<CheckpointReader>(new CheckpointReader(std::move(impl)));
@@ -240,7 +259,7 @@ absl::Status CheckpointReader::Add(uint32_t rank) {
   }
   const format::Manifest& opened = *impl_->manifest;
   if (rank >= opened.world_size) return NoRank(impl_->directory, rank, opened.world_size);
-  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenDirectory(impl_->directory));
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, impl_->OpenFiles());
   std::optional<Digest> digest;
   if (rank < impl_->recorded.size()) digest = impl_->recorded[rank].digest;
   const std::string name = format::ManifestName(rank, opened.world_size);
@@ -265,6 +284,7 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
   HOLDFAST_ASSIGN_OR_RETURN(load::SafetensorsFile file, load::ReadSafetensorsFile(fd.get(), path));
   auto impl = std::make_unique<Impl>();
   impl->directory = parts.directory;
+  HOLDFAST_RETURN_IF_ERROR(impl->NoteDirectory(directory.get()));
   auto manifest = directory::FindManifestOf(directory.get(), parts.directory, parts.name);
   if (manifest.ok() && !format::IsUncommittedName(directory::SplitPath(parts.directory).name)) {
     impl->TakeManifest(*std::move(manifest));
@@ -290,6 +310,7 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenManifest
                             directory::ReadManifest(fd.get(), path, manifest_name, digest));
   auto impl = std::make_unique<Impl>();
   impl->directory = path;
+  HOLDFAST_RETURN_IF_ERROR(impl->NoteDirectory(fd.get()));
   impl->TakeManifest(std::move(manifest));
   return std::unique_ptr<CheckpointReader>(new CheckpointReader(std::move(impl)));
 }

@@ -92,8 +92,8 @@ class CheckpointReader {
 
   /// Reads tensors into their targets. Verified loads write only verified bytes to a target; on an
   /// error targets may be partly filled.
-  /// \error kNotFound (no such tensor), kInvalidArgument (size), kDataLoss (digest: tensor, file,
-  /// range), ...
+  /// \error kNotFound (no such tensor), kInvalidArgument (size), kAborted (another checkpoint has
+  /// taken the path since Open), kDataLoss (digest: tensor, file, range), ...
   absl::StatusOr<LoadReport> Load(absl::Span<const TensorTarget> targets,
                                   const LoadOptions& options) const;
 

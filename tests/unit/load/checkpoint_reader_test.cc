@@ -261,6 +261,29 @@ TEST_F(CheckpointReaderTest, AFileCutAfterOpeningIsDataLoss) {
   EXPECT_THAT(std::string(report.status().message()), HasSubstr("the file ends at"));
 }
 
+TEST_F(CheckpointReaderTest, AReplacedCheckpointIsNeitherReadNorCalledDamaged) {
+  Write(TrainingState::Uniform(2, 5000, 1));
+  const auto reader = Opened();
+  ASSERT_NE(reader, nullptr);
+  std::filesystem::rename(Path(), Path("aside"));
+  const TrainingState newer = TrainingState::Uniform(2, 5000, 2);
+  Write(newer);
+  for (const bool verify : {true, false}) {
+    Targets targets(*reader);
+    const absl::Status refused = reader->Load(targets.targets(), {.verify = verify}).status();
+    EXPECT_TRUE(absl::IsAborted(refused)) << refused;
+    EXPECT_THAT(std::string(refused.message()), HasSubstr("open it anew"));
+    for (const PlannedTensor& tensor : reader->tensors())
+      EXPECT_EQ(targets[tensor.name].find_first_not_of('\x55'), std::string::npos);
+  }
+  EXPECT_TRUE(absl::IsAborted(reader->Add(0)));
+  const auto anew = Opened();
+  ASSERT_NE(anew, nullptr);
+  Targets targets(*anew);
+  EXPECT_TRUE(anew->Load(targets.targets(), {}).ok());
+  targets.ExpectEqual(newer);
+}
+
 TEST_F(CheckpointReaderTest, AReadErrorIsReportedWithFileAndOffset) {
   const TrainingState state = TrainingState::Uniform(3, 3'000'000, 11);
   Write(state);
