@@ -180,7 +180,7 @@ void BindRecovery(nb::module_& module) {
   module.def(
       "file_manifests",
       [](const Name& directory, const Name& name) {
-        return WithoutGil([&] { return FileManifests(directory.text, name.text); });
+        return NamesOf(WithoutGil([&] { return FileManifests(directory.text, name.text); }));
       },
       "directory"_a, "name"_a);
   module.def(

@@ -248,9 +248,8 @@ absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
   save->writes_end_with_process = file_system.writes_end_with_process;
   if (request.single_file) return checkpointer::BeginFile(request, attempt, save);
   if (request.files_only) {
-    HOLDFAST_ASSIGN_OR_RETURN(
-        directory::PartialDirectory opened,
-        directory::OpenFrameworkDirectory(save->parent->get(), request.name));
+    HOLDFAST_ASSIGN_OR_RETURN(directory::PartialDirectory opened,
+                              directory::OpenFrameworkDirectory(save->parent->get(), request.name));
     save->in_use = std::move(opened.in_use);
     save->trainer_lock = std::move(opened.trainer);
     return absl::OkStatus();
