@@ -20,6 +20,7 @@ from holdfast.recovery import recover
 if TYPE_CHECKING:
     from holdfast._runtime import configure, staging, trim, warm_up
     from holdfast.checkpointer import Checkpointer
+    from holdfast.files import remove_file, save_file
     from holdfast.handle import Save, flush
     from holdfast.loading import Checkpoint, load
     from holdfast.loading import open as open
@@ -35,7 +36,9 @@ _LAZY = {
     "load": "loading",
     "open": "loading",
     "save": "saving",
+    "remove_file": "files",
     "save_async": "saving",
+    "save_file": "files",
     "staging": "_runtime",
     "trim": "_runtime",
     "warm_up": "_runtime",
@@ -56,8 +59,10 @@ __all__ = [
     "load",
     "newest",
     "recover",
+    "remove_file",
     "save",
     "save_async",
+    "save_file",
     "staging",
     "trim",
     "verify",

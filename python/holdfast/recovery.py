@@ -49,6 +49,7 @@ def recover(
     """Makes the directory clean after a crash; safe beside running saves, harmless to repeat.
 
     DCP checkpoints are completed, where all ranks' data is durable: see `holdfast.dcp.recover`.
+    Files of `holdfast.save_file` in the directory itself likewise.
 
     Args:
         directory: where checkpoints are saved, or a DCP checkpoint.

@@ -134,7 +134,8 @@ class Settling {
   }
 
   absl::Status Keep(const FileSave& save, absl::string_view why) {
-    report_->kept_incomplete.push_back(absl::StrCat(save.file, ": ", why));
+    report_->kept_incomplete.push_back(
+        absl::StrCat(NameOf(save, CompanionKind::kTemporary), ": ", why));
     return absl::OkStatus();
   }
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from holdfast.dcp.framing import ALIGNMENT, can_frame, frame
+from holdfast._framing import ALIGNMENT
+from holdfast.dcp.framing import can_frame, frame
 from holdfast.dcp.records import NotPlain, find_tensor
 
 # Quantized ones are another kind of tensor; of those below a byte torch.save knows no storage.

@@ -10,7 +10,8 @@ FOLDERS = ("dcp", "observe", "megatron", "cli")
 # A file may import those of the rows above its own.
 ROWS = (
     ("_native", "_process", "errors"),
-    ("_collector", "_completion", "_constructors", "_durable", "_devices", "_dtypes", "_lineage", "_ranks", "commands"),
+    ("_collector", "_completion", "_constructors", "_durable", "_devices", "_dtypes", "_framing", "_lineage",
+     "_ranks", "_torch_pickle", "commands"),
     ("_dcp_directories", "_pieces", "_plain", "snapshots"),
     ("_kinds", "_unpickle"),
     ("_tensor_kinds",),
@@ -18,7 +19,7 @@ ROWS = (
     ("_agreement", "events"),
     ("_runtime",),
     ("capture", "handle"),
-    ("_building", "_filling", "loading", "saving"),
+    ("_building", "_filling", "files", "loading", "saving"),
     ("dcp", "observe"),
     ("megatron", "recovery"),
     ("checkpointer",),

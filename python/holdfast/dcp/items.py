@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast import _collector, _devices, _dtypes, _late, _native
-from holdfast.dcp.framing import ALIGNMENT, can_frame, frame
+from holdfast._framing import PlannedFile
+from holdfast.dcp.framing import can_frame, frame
 from holdfast.dcp.parts import PART, PLAN, Part, digest_of
 from holdfast.errors import Error
 
@@ -63,52 +64,6 @@ def _names(items: list[WriteItem]) -> list[str]:
         taken.add(candidate)
         names.append(candidate)
     return names
-
-
-class _File:
-    """A file that is being planned; the archive's bytes between two tensors are one literal."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.plan = _native.Plan()
-        self.plan.add_file(name)
-        self._pending = bytearray()
-        self._slots: list[tuple[int, int]] = []
-        self._bytes = 0  # of the file, with what is pending
-
-    def begin_file(self, name: str) -> None:
-        """Ends the file and begins another one of the same plan."""
-        self.flush()
-        self.name = name
-        self.plan.add_file(name)
-        self._bytes = 0
-
-    def begin_item(self) -> int:
-        """Pads to where an item may begin and returns that offset."""
-        self.literal(bytes(-self._bytes % ALIGNMENT))
-        return self._bytes
-
-    def literal(self, data: bytes, slots: tuple[int, ...] = (), segment: int = 0) -> None:
-        self._slots += [(len(self._pending) + offset, segment) for offset in slots]
-        self._pending += data
-        self._bytes += len(data)
-
-    def flush(self) -> None:
-        if self._pending:
-            self.plan.add_literal(bytes(self._pending), self._slots)
-            self._pending, self._slots = bytearray(), []
-
-    def add_like(self, other: _native.Plan, addresses: list[int]) -> None:
-        """Appends a file that was planned by itself."""
-        self.flush()
-        self.plan.add_like(other, addresses)
-        self._bytes = self.plan.file_bytes
-
-    def tensor(self, name: str, dtype: str, shape: list[int], address: int, nbytes: int,
-               device: Any, stream: int) -> int:  # fmt: skip
-        self.flush()
-        self._bytes += nbytes
-        return self.plan.add_tensor(name, dtype, shape, address, nbytes, device, stream)
 
 
 def resolved(planner: SavePlanner, item: WriteItem) -> Any:
@@ -181,7 +136,7 @@ class Layout:
             part: what the file says of itself; gets the places of the items.
             plans: entries that the part needs to be understood.
         """
-        file = _File(name)
+        file = PlannedFile(name)
         out = FilePlan(file.plan, array.array("Q", bytes(16 * len(data))))
         rest: Iterable[int] = range(len(data))
         if self._fixed is not None and _is_host():
@@ -236,14 +191,14 @@ class Layout:
         self._filled = [i for i in self._first if data[i].nbytes]
         first = set(self._first)
         self._rest = [i for i in range(len(data)) if i not in first]
-        file = _File("")
+        file = PlannedFile("")
         out = FilePlan(file.plan, array.array("Q", bytes(16 * len(data))))
         for i in self._first:
             self._add(file, out, i, data[i])
         file.flush()
         self._fixed, self._extents = file.plan, out.extents
 
-    def _add(self, file: _File, out: FilePlan, at: int, data: Any) -> None:
+    def _add(self, file: PlannedFile, out: FilePlan, at: int, data: Any) -> None:
         name, begin = self._names[at], file.begin_item()
         if isinstance(data, torch.Tensor):
             if data.is_conj() or data.is_neg():
@@ -271,7 +226,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _add_tensor(file: _File, out: FilePlan, name: str, tensor: torch.Tensor) -> int:
+def _add_tensor(file: PlannedFile, out: FilePlan, name: str, tensor: torch.Tensor) -> int:
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
         out.contiguous_copies.append(name)
@@ -288,7 +243,7 @@ def _add_tensor(file: _File, out: FilePlan, name: str, tensor: torch.Tensor) -> 
     return framed.length
 
 
-def _add_bytes(file: _File, out: FilePlan, name: str, data: io.BytesIO) -> int:
+def _add_bytes(file: PlannedFile, out: FilePlan, name: str, data: io.BytesIO) -> int:
     view = data.getbuffer()
     address = 0
     if len(view):
