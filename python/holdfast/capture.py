@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from holdfast import _devices, _late, _native, _plain, _state, _tensor_kinds
+from holdfast import _devices, _hf, _late, _native, _plain, _state, _tensor_kinds
 from holdfast.errors import Error, of_system
 
 STRUCTURE = "holdfast:structure"
@@ -52,14 +52,27 @@ class Part:
     """
 
     def __init__(self, state: Any, *, objects: str, files: Mapping[str, Any], rank: int,
-                 world_size: int) -> None:
+                 world_size: int, layout: str = "holdfast",
+                 shard_bytes_max: int = _hf.SHARD_BYTES_MAX) -> None:
         """Arguments are those of `holdfast.save_async`.
 
         Raises:
             Error: INVALID_ARGUMENT naming the entry.
         """
         self._state, self._rank, self._world = state, rank, world_size
-        self._described = _state.describe(state)
+        self._shard_bytes_max = shard_bytes_max
+        self._model: dict[str, torch.Tensor] | None = None
+        if layout == "hf":
+            if world_size != 1:
+                raise Error(
+                    "INVALID_ARGUMENT",
+                    f"save: layout='hf' is of one rank, not of {world_size}: gather the state dict on one and "
+                    "save it there, with rank=0, world_size=1",
+                )
+            self._model = _hf.flat(state)
+            self._described = _hf.describe(self._model)
+        else:
+            self._described = _state.describe(state)
         self._blob, self._index = _pickled(self._described.objects, objects)
         self._files = {name: _content(name, given) for name, given in files.items() if rank == 0}
         self.own = _shards(self._described.outline, world_size)
@@ -93,7 +106,7 @@ class Part:
         if replicated:
             mine = [i for i, name in enumerate(outline.names) if name not in replicated]
         part = f"{self._rank:05d}-of-{self._world:05d}"
-        plan = _Plan(described, mine, f"model-{part}.safetensors", attempt)
+        plan = self._model_plan(mine, f"model-{part}.safetensors", attempt)
         if replicated:
             # Byte for byte the same file on all ranks.
             alike = sorted((e for e in described.entries() if e.name in replicated), key=lambda e: e.name)
@@ -111,6 +124,15 @@ class Part:
             plan.native, keep, waiting, watch, sorted(described.objects), outline.contiguous_copies,
             plan.release,
         )
+
+
+    def _model_plan(self, mine: Sequence[int], file: str, attempt: str) -> _Plan | _HfPlan:
+        if self._model is None:
+            return _Plan(self._described, mine, file, attempt)
+        files, index = _hf.files_of(self._described, self._model, self._shard_bytes_max)
+        if index:
+            self._files[_hf.INDEX] = index.encode()
+        return _HfPlan(files, attempt)
 
 
 def _sources(entries: list[_state.Entry]) -> list[Any]:
@@ -164,6 +186,22 @@ class _Plan:
         """Leaves the plan to the next save, once this one's call has returned."""
         if not self._kept:
             self._kept.append((self._key, self.native))
+
+
+class _HfPlan:
+    """A plan of the files of a Hugging Face model; made for each save.
+
+    Attributes:
+        native: the plan.
+    """
+
+    def __init__(self, files: list[_hf.File], attempt: str) -> None:
+        self.native = _native.Plan()
+        for file in files:
+            self.native.add_safetensors(file.name, _sources(file.entries), file.metadata, attempt)
+
+    def release(self) -> None:
+        """Does nothing: no later save uses the plan."""
 
 
 def _of(column: list[Any], entries: Sequence[int]) -> list[Any]:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from holdfast import _agreement, _lineage, _native, _ranks, _runtime, directories, events
+from holdfast import _agreement, _hf, _lineage, _native, _ranks, _runtime, directories, events
 from holdfast._durable import make_directory
 from holdfast.capture import Part
 from holdfast.errors import Error
@@ -42,6 +42,8 @@ def save_async(
     objects: str = "pickle",
     files: Mapping[str, Any] | None = None,
     replicas: str = "per_rank",
+    layout: str = "holdfast",
+    shard_bytes_max: int = _hf.SHARD_BYTES_MAX,
     rank: int | None = None,
     world_size: int | None = None,
     attempt: str = "",
@@ -81,9 +83,12 @@ def save_async(
             hold alike: ``"per_rank"`` writes them for every rank that holds them, ``"refuse"``
             raises INVALID_ARGUMENT. Tensors that all ranks hold alike are written once, and their
             digests compared at every save. All smaller tensors are written by every rank.
-                rank, world_size: default those of torch.distributed. Others need `attempt`, except
+        layout: ``"holdfast"``, or ``"hf"`` for a directory that ``from_pretrained`` of the Hugging Face
+            libraries loads: ``model.safetensors``, or shards with an index. The state is a model or
+            its state dict; ``config.json`` and the like go into `files`.
+        shard_bytes_max: with ``"hf"``, the most bytes of tensors in one file.
+        rank, world_size: default those of torch.distributed. Others need `attempt`, except
             ``world_size=1``.
-
         attempt: 32 hex digits that all ranks pass; default agreed through the key-value store of
             torch.distributed. With it, every rank writes all that it holds.
         runtime: options and staging memory, for `Checkpointer`; default those of `configure`.
@@ -97,6 +102,8 @@ def save_async(
     rank = own_rank if rank is None else rank
     world_size = own_world if world_size is None else world_size
     runtime = runtime or _runtime.default
+    if layout not in ("holdfast", "hf"):
+        raise Error("INVALID_ARGUMENT", f"save: layout is 'holdfast' or 'hf', not {layout!r}")
     if replicas not in ("per_rank", "refuse"):
         raise Error("INVALID_ARGUMENT", f"save: replicas is 'per_rank' or 'refuse', not {replicas!r}")
     directory, name = _split(path)
@@ -126,7 +133,8 @@ def save_async(
             )
             if call is not None:
                 call.watch(announced.check)
-            part = Part(state, objects=objects, files=files or {}, rank=rank, world_size=world_size)
+            part = Part(state, objects=objects, files=files or {}, rank=rank, world_size=world_size,
+                        layout=layout, shard_bytes_max=shard_bytes_max)
         except BaseException as error:
             if call is not None:
                 call.refuse(str(error) or repr(error))

@@ -16,7 +16,7 @@ ROWS = (
     ("_kinds", "_unpickle"),
     ("_tensor_kinds",),
     ("_common", "_late", "_log", "_state", "directories"),
-    ("_agreement", "events"),
+    ("_agreement", "_hf", "events"),
     ("_runtime",),
     ("capture", "handle"),
     ("_building", "_filling", "files", "loading", "saving"),
