@@ -127,8 +127,8 @@ void BindRecovery(nb::module_& module) {
       "silence_without_locks"_a.none(), "age_without_locks"_a.none());
   module.def(
       "saves_at_work",
-      [](const std::string& directory) {
-        switch (WithoutGil([&] { return FindSavesAtWork(directory); })) {
+      [](const Name& directory) {
+        switch (WithoutGil([&] { return FindSavesAtWork(directory.text); })) {
           case SavesAtWork::kNone:
             return "none";
           case SavesAtWork::kTrainer:
