@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from holdfast import _runtime, events
 from holdfast.dcp import placement, plans
 from holdfast.dcp.items import Layout, resolved
+from holdfast.dcp.matching import Message, Unmatched, unmatched
 from holdfast.dcp.parts import Part, Plan, assemble, plan_for_all
 from holdfast.dcp.placement import Placement, new_attempt
 from holdfast.dcp.staging import Stager
@@ -97,15 +98,6 @@ class _Begun:
     known: plans.Known | None
 
 
-@dataclasses.dataclass
-class _Message:
-    """What a rank tells the coordinator when its data is durable."""
-
-    path: str
-    part: Part
-    plan: Plan | None
-
-
 class _Saving:
     """One call of `async_save`, and what its background thread needs of it."""
 
@@ -134,9 +126,8 @@ class _Saving:
         # The same on all ranks: it depends on what was called, and how often.
         self.plans_together = not self.may_follow or (line.world_size > 1 and not line.has_agreed)
         self.attempt, self.generation = "", 0
-        line.saves += 1
         if line.world_size > 1 and not self.plans_together:
-            self.attempt, self.generation = line.next()
+            self.attempt, self.generation = line.next(str(writer.path))
 
     # ---- In the call.
 
@@ -262,14 +253,14 @@ class _Saving:
 
     # ---- In the background.
 
-    def wait_written(self) -> _Message:
+    def wait_written(self) -> Message:
         """Blocks until this rank's data is durable."""
         assert self.begun is not None
         self.writer.sync_made()
         self.begun.written.wait()
-        return _Message(str(self.writer.path), self.begun.part, self.begun.plan)
+        return Message(str(self.writer.path), self.writer.step, self.begun.part, self.begun.plan)
 
-    def finish(self, mine: _Message | BaseException) -> Metadata:
+    def finish(self, mine: Message | BaseException) -> Metadata:
         """The last exchange between the ranks: the coordinator commits what all have written.
 
         Raises:
@@ -284,11 +275,11 @@ class _Saving:
             self.writer.take_back()
             raise
 
-    def _finish(self, mine: _Message | BaseException, exchange: Exchange) -> Metadata:
+    def _finish(self, mine: Message | BaseException, exchange: Exchange) -> Metadata:
         try:
             if not self.use_collectives:
                 return self._finish_alone(mine, exchange)
-            metadata, replanned = exchange.reduce(mine, self._commit)
+            metadata, replanned = self._reduce(mine, exchange)
         except RuntimeError as error:  # of the exchange: what fails on a rank comes as its own
             raise Error(
                 "UNAVAILABLE",
@@ -299,30 +290,37 @@ class _Saving:
             self.line.cache.add(following, None)
         return metadata
 
-    def _finish_alone(self, mine: _Message | BaseException, exchange: Exchange) -> Metadata:
+    def _reduce(self, mine: Message | BaseException, exchange: Exchange) -> tuple[Metadata, Plan | None]:
+        while True:
+            answer = exchange.reduce(mine, self._commit)
+            if not isinstance(answer, Unmatched):
+                return answer
+            if answer.agreed:
+                self.line.agree(answer.agreed)
+            # A save that was planned in the call meets no other one: the planning has crossed, too.
+            if exchange.rank not in answer.again or self.plans_together:
+                raise answer.failure
+
+    def _finish_alone(self, mine: Message | BaseException, exchange: Exchange) -> Metadata:
         # Every rank must come to the exchange, else those that succeeded wait for ever.
         try:
             if isinstance(mine, BaseException):
                 raise mine
-            return self._commit([mine])[0]
+            return self._commit([mine])[0]  # type: ignore[index]  # of one rank
         finally:
             with contextlib.suppress(RuntimeError):
                 exchange.reduce(None, lambda _: None)
 
-    def _commit(self, messages: list[_Message]) -> tuple[Metadata, Plan | None]:
+    def _commit(self, messages: list[Message]) -> tuple[Metadata, Plan | None] | Unmatched:
         path, line = str(self.writer.path), self.line
-        for rank, message in enumerate(messages):
-            if (message.path, message.part.attempt) != (path, messages[0].part.attempt):
-                raise Error(
-                    "FAILED_PRECONDITION",
-                    f"save {path}: rank {rank} saves {message.path} in the same call; all ranks must "
-                    "call async_save for the same checkpoints in the same order",
-                )
+        apart = unmatched(messages, new_attempt())
+        if apart is not None:
+            return apart
         parts = [m.part for m in messages]
         of_all = {**line.cache.plans(), **{m.plan.id: m.plan for m in messages if m.plan is not None}}
         metadata = assemble(parts, of_all, path)
         files = [part.file for part in parts]
-        self.writer.complete(metadata, len(parts), files, line.younger())
+        self.writer.complete(metadata, len(parts), files, line.younger(path))
         return metadata, self._replanned(parts, of_all)
 
     def _replanned(self, parts: list[Part], of_all: dict[str, Plan]) -> Plan | None:

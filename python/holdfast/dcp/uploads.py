@@ -9,6 +9,7 @@ import pickle
 import threading
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
@@ -27,6 +28,7 @@ from holdfast.errors import Error, TimeoutError
 _lock = threading.Lock()
 # A rank may have begun so many saves more than another.
 _AHEAD_MAX = 64
+_PATHS_MAX = 4096
 
 
 def error_of(failure: BaseException, path: str) -> Error:
@@ -257,7 +259,6 @@ class Line:
         rank, world_size: of this process among them.
         planning: group for exchanges within the call; None without other ranks.
         cache: plans that are known.
-        saves: how many calls there were.
     """
 
     def __init__(self, world: Any, rank: int, groups: tuple[str, str] | None, world_size: int) -> None:
@@ -268,10 +269,10 @@ class Line:
         self._last: Upload | None = None
         self._agreed = ""  # the attempt that the ranks agreed on last
         self._generation = -1
+        self._calls: OrderedDict[str, int] = OrderedDict()  # by path, since then
         self.rank = rank
         self.world_size = world_size
         self.cache = Cache()
-        self.saves = 0
 
     @property
     def is_stale(self) -> bool:
@@ -299,22 +300,35 @@ class Line:
         for which in (0, 1) if self._groups is not None else ():
             c10d._set_pg_timeout(timeout, self._group(which))
 
-    def agree(self, attempt: str, generation: int) -> None:
-        """Notes what the ranks have agreed on in a common planning."""
-        self._agreed = attempt
-        self._generation = max(self._generation, generation)
+    def agree(self, attempt: str, generation: int = -1) -> None:
+        """Notes what the ranks have agreed on in a common planning, or after their counts differed."""
+        with _lock:
+            self._agreed = attempt
+            self._generation = max(self._generation, generation)
+            self._calls.clear()
 
-    def next(self) -> tuple[str, int]:
-        """Attempt and generation of a save without a common planning."""
-        self._generation += 1
-        return self._attempt(self.saves), self._generation
+    def next(self, path: str) -> tuple[str, int]:
+        """Attempt and generation of a save without a common planning.
 
-    def younger(self) -> list[str]:
+        They follow from the path and from how often it was saved to: a call that a rank leaves out
+        changes nothing for other paths.
+        """
+        with _lock:
+            self._generation += 1
+            count = self._calls.pop(path, 0) + 1
+            self._calls[path] = count
+            while len(self._calls) > _PATHS_MAX:
+                self._calls.popitem(last=False)
+            return self._attempt(path, count), self._generation
+
+    def younger(self, path: str) -> list[str]:
         """Attempts that other ranks may have begun beyond this rank's own."""
-        return [self._attempt(self.saves + n) for n in range(1, _AHEAD_MAX)]
+        with _lock:
+            count = self._calls.get(path, 0)
+            return [self._attempt(path, count + n) for n in range(1, _AHEAD_MAX)]
 
-    def _attempt(self, save: int) -> str:
-        return hashlib.sha256(f"{self._agreed} {save}".encode()).hexdigest()[:32]
+    def _attempt(self, path: str, count: int) -> str:
+        return hashlib.sha256(f"{self._agreed} {count} {path}".encode(errors="surrogateescape")).hexdigest()[:32]
 
     def joined(self, upload: Upload) -> Upload | None:
         """Puts an upload at the end of the line; returns the one before."""

@@ -1,0 +1,87 @@
+"""What ranks tell each other of one save, and what follows if some of them have not called it.
+
+The ranks' saves meet in pairs, in the order of their calls. A rank that has left out a call would
+meet the others' older save with its younger one, now and in every save to come. So the older one
+fails, and the younger one goes on to the next exchange, where the others come with theirs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+
+from holdfast._dcp_directories import series_of
+from holdfast.dcp.parts import Part, Plan
+from holdfast.errors import Error
+
+
+@dataclasses.dataclass
+class Message:
+    """What a rank tells the coordinator when its data is durable.
+
+    Attributes:
+        path, step: of the save.
+        part: what its file says of itself.
+        plan: that the file follows, where the coordinator may not have it.
+    """
+
+    path: str
+    step: int
+    part: Part
+    plan: Plan | None
+
+
+@dataclasses.dataclass
+class Unmatched:
+    """The coordinator's answer where not all ranks have come with the same save.
+
+    Attributes:
+        again: ranks whose save is younger; they come to the next exchange with it.
+        failure: of the other ranks' saves.
+        agreed: what attempt ids follow from, from now on; empty: as before.
+    """
+
+    again: frozenset[int]
+    failure: CheckpointException
+    agreed: str = ""
+
+
+def unmatched(messages: list[Message], new_id: str) -> Unmatched | None:
+    """Compares what all ranks have come with; None if it is one save.
+
+    Args:
+        messages: by rank.
+        new_id: for `Unmatched.agreed`.
+    """
+    first = messages[0]
+    path, others = first.path, [(rank, m) for rank, m in enumerate(messages)]
+    for rank, other in others:
+        if (other.path, other.step) != (path, first.step):
+            oldest = min(m.step for m in messages)
+            in_one_series = len({_series(m.path) for m in messages}) == 1
+            again = frozenset(r for r, m in others if m.step > oldest) if in_one_series else frozenset()
+            return Unmatched(again, _failure(rank, f"save {path}: rank {rank} saves {_what(other, first)} in the same call"))
+    for rank, other in others:
+        if other.part.attempt != first.part.attempt:
+            why = f"save {path}: rank {rank} has called for it another number of times than rank 0"
+            return Unmatched(frozenset(), _failure(rank, why), new_id)
+    return None
+
+
+def _series(path: str) -> tuple[str, str]:
+    directory, name = os.path.split(path)
+    return directory, series_of(name)
+
+
+def _what(other: Message, first: Message) -> str:
+    return other.path if other.path != first.path else f"step {other.step} there, and rank 0 step {first.step}"
+
+
+def _failure(rank: int, why: str) -> CheckpointException:
+    error = Error(
+        "FAILED_PRECONDITION",
+        f"{why}; all ranks must call async_save for the same checkpoints in the same order",
+    )
+    return CheckpointException("write", {rank: _wrap_exception(error)})

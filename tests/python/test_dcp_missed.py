@@ -1,0 +1,105 @@
+"""A rank that leaves out a call of `holdfast.dcp.async_save`: that save fails, and no later one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import dcp_ranks
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+import holdfast
+import holdfast.dcp
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+STEPS = range(1, 8)
+
+
+def _outcome(future: Any) -> str:
+    failure = future.exception(80)
+    if isinstance(failure, CheckpointException):
+        failure = next(iter(failure.failures.values()))[0]
+    return "" if failure is None else str(failure)
+
+
+def _saves(rank: int, directory: str, name: str, missing: dict[int, list[int]], in_flight: bool) -> dict[int, str]:
+    outcomes, futures = {}, {}
+    for step in STEPS:
+        if step in missing.get(rank, []):
+            continue
+        state = {f"r{rank}": torch.full((5,), float(step)), "all": torch.full((3,), float(step))}
+        writer = holdfast.dcp.StorageWriter(os.path.join(directory, name.format(step=step)), step=step)
+        futures[step] = holdfast.dcp.async_save(state, storage_writer=writer)
+        if not in_flight:
+            outcomes[step] = _outcome(futures[step])
+    outcomes |= {step: _outcome(future) for step, future in futures.items()}
+    dist.barrier()
+    return outcomes
+
+
+def _steps_in(path: Path, ranks: int) -> set[float]:
+    assert holdfast.dcp.verify(path)["verdict"] == "sound"
+    target = {f"r{rank}": torch.zeros(5) for rank in range(ranks)} | {"all": torch.zeros(3)}
+    dcp.load(target, checkpoint_id=path, no_dist=True)
+    return {value for tensor in target.values() for value in tensor.tolist()}
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["one by one", "in flight"])
+@pytest.mark.parametrize(
+    "missing",
+    [{1: [3]}, {0: [3]}, {1: [3, 4]}, {0: [2], 1: [4]}],
+    ids=["a rank", "the first rank", "two saves", "each rank one"],
+)
+def test_only_the_save_fails_that_a_rank_has_missed(
+    missing: dict[int, list[int]], in_flight: bool, tmp_path: Path
+) -> None:
+    answers = dcp_ranks.run_ranks(2, tmp_path, _saves, str(tmp_path), "step-{step}", missing, in_flight)
+    missed = {step for steps in missing.values() for step in steps}
+    for rank, outcomes in enumerate(answers):
+        for step in STEPS:
+            if step in missing.get(rank, []):
+                continue
+            assert bool(outcomes[step]) == (step in missed), (rank, step, outcomes)
+            if step in missed:
+                assert "all ranks must call" in outcomes[step]
+    for step in set(STEPS) - missed:
+        assert _steps_in(tmp_path / f"step-{step}", 2) == {float(step)}
+    assert all(not (tmp_path / f"step-{step}" / ".metadata").exists() for step in missed)
+
+
+def test_of_three_ranks_the_others_wait_for_the_one_that_is_behind(tmp_path: Path) -> None:
+    missing = {1: [3], 2: [3, 4]}
+    answers = dcp_ranks.run_ranks(3, tmp_path, _saves, str(tmp_path), "step-{step}", missing, False)
+    assert [step for step, outcome in answers[0].items() if outcome] == [3, 4]
+    for step in (1, 2, 5, 6, 7):
+        assert _steps_in(tmp_path / f"step-{step}", 3) == {float(step)}
+
+
+def test_no_checkpoint_of_one_path_has_parts_of_two_steps(tmp_path: Path) -> None:
+    missing = {1: [3]}
+    answers = dcp_ranks.run_ranks(2, tmp_path, _saves, str(tmp_path), "last", missing, False)
+    # The ranks' counts of the path differ once, which costs another save.
+    assert answers[0].keys() - {s for s, outcome in answers[0].items() if outcome} >= {1, 2, 5, 6, 7}
+    assert answers[0][3]
+    assert _steps_in(tmp_path / "last", 2) == {7.0}
+
+
+def test_without_a_way_to_tell_who_is_behind_all_ranks_fail(tmp_path: Path) -> None:
+    """Of paths and steps that never meet, a rank does not wait for ever."""
+    answers = dcp_ranks.run_ranks(2, tmp_path, _apart, str(tmp_path))
+    assert all("all ranks must call" in outcome for outcomes in answers for outcome in outcomes)
+
+
+def _apart(rank: int, directory: str) -> list[str]:
+    holdfast.dcp.save({"x": torch.ones(2)}, checkpoint_id=os.path.join(directory, "first"))
+    futures = [
+        holdfast.dcp.async_save({"x": torch.ones(2)}, checkpoint_id=os.path.join(directory, f"rank-{rank}", f"step-{n + rank}"))
+        for n in range(8)
+    ]
+    return [_outcome(future) for future in futures]
