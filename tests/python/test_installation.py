@@ -42,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_installation_names_its_commands() -> None:
     scripts = {e.name for e in importlib.metadata.distribution("holdfast").entry_points if e.group == "console_scripts"}
-    assert scripts == {"holdfast", "verify-checkpoint", "holdfast-doctor"}
+    assert scripts == {"holdfast", "verify-checkpoint", "holdfast-doctor", "integrity-fuzz"}
 
 
 @pytest.mark.parametrize("name", ["verify-checkpoint", "holdfast-doctor"])

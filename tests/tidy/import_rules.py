@@ -6,7 +6,7 @@ import ast
 import source_tree
 
 PACKAGE = "python/holdfast/"
-FOLDERS = ("dcp", "observe", "megatron", "cli")
+FOLDERS = ("dcp", "observe", "megatron", "cli", "integrity")
 # A file may import those of the rows above its own.
 ROWS = (
     ("_native", "_process", "errors"),
@@ -23,7 +23,7 @@ ROWS = (
     ("dcp", "observe"),
     ("megatron", "recovery"),
     ("checkpointer",),
-    ("cli",),
+    ("cli", "integrity"),
     ("__init__", "__main__"),
 )
 ALSO = {

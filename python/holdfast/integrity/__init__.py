@@ -1,0 +1,145 @@
+"""The program ``integrity-fuzz``: random saves under attack, each held against a model, on a machine of the user's.
+
+Trainers are processes of their own, with real workers and real files. What each save had at its call is computed again
+from the seed, so that no expectation is kept where the attack could reach it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+ESCAPED = 1
+TROUBLE = 2
+INTERRUPTED = 130
+
+_UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_EPILOG = """\
+exit status: 0 nothing escaped, 1 something did, 2 trouble, 130 interrupted (the report has what was done)
+
+examples:
+  integrity-fuzz --time 1h --dir /mnt/checkpoints --report report.json
+  integrity-fuzz --resume report.json --time 8h
+  integrity-fuzz --seed 7 --first 1234 --rounds 1 --dir /mnt/checkpoints
+"""
+
+
+def _seconds(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd]?)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of seconds, or 5m, 2h, 1d")
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "integrity-fuzz", description="Attacks saves on this machine and this file system, and proves every checkpoint.",
+        epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--dir", default="", help="a directory on the file system to try (default: the system's temporary one)")
+    add("--rounds", type=int, help="end after so many rounds (default: 100, without --time)")
+    add("--time", type=_seconds, metavar="T", help="end after this time: 90, 10m, 8h")
+    add("--seed", type=int, help="of all rounds (default: a fresh one, which is printed)")
+    add("--first", type=int, default=0, metavar="N", help="number of the first round (default: 0)")
+    add("--ranks", type=int, default=3, help="processes of the largest jobs (default: 3)")
+    add("--tensors", type=int, default=400, help="tensors of the largest states (default: 400)")
+    add("--bytes", type=int, default=48, metavar="MIB", help="size of the largest states (default: 48; the staging "
+        "memory has 16)")  # fmt: skip
+    add("--events", default="", metavar="KIND,...", help="draw only these kinds of events")
+    add("--no-mount", action="store_true", help="mount no small file systems, even as root")
+    add("--shrink", type=_seconds, default=120.0, metavar="T", help="longest time to simplify a failing round "
+        "(default: 2m)")  # fmt: skip
+    add("--report", default="", metavar="FILE", help="write a JSON report there after each round")
+    add("--resume", default="", metavar="FILE", help="go on from this report, and write it")
+    add("--replay", default="", metavar="JSON", help="run one schedule, as an escape prints it; @FILE reads it")
+    add("--repeat", type=int, default=1, metavar="N", help="run the schedule of --replay so often")
+    add("--json", action="store_true", help="print the report as JSON in place of the summary")
+    return parser
+
+
+def _limits(arguments: argparse.Namespace) -> Any:
+    from holdfast.integrity import schedule
+
+    kinds = tuple(k for k in arguments.events.split(",") if k)
+    unknown = set(kinds) - {*schedule.HARMLESS, *schedule.HARMFUL, *schedule.DEADLY}
+    if unknown:
+        raise ValueError(f"--events: there is no {', '.join(sorted(unknown))}; there is "
+                         + ", ".join((*schedule.HARMLESS, *schedule.HARMFUL, *schedule.DEADLY)))  # fmt: skip
+    if arguments.ranks < 1 or arguments.bytes < 18 or arguments.tensors < 2:
+        raise ValueError("--ranks is at least 1, --bytes at least 18, --tensors at least 2")
+    return schedule.Limits(
+        ranks_max=arguments.ranks, tensors_max=arguments.tensors, bytes_max=arguments.bytes << 20, kinds=kinds,
+        mount=not arguments.no_mount and os.geteuid() == 0,
+    )  # fmt: skip
+
+
+def _read(path: str) -> Any:
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def _campaign(arguments: argparse.Namespace, scratch: str) -> Any:
+    from holdfast.integrity import campaign
+
+    given = _read(arguments.resume) if arguments.resume else {}
+    directory = arguments.dir or given.get("directory") or scratch
+    os.makedirs(directory, exist_ok=True)
+    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
+    tell = _on_stderr if arguments.json else print
+    made = campaign.Campaign(directory, seed, _limits(arguments), arguments.report or arguments.resume, tell)
+    made.next = arguments.first
+    if given:
+        made.resume(given)
+    tell(f"seed {made.seed}, in {made.directory}")
+    return made
+
+
+def _on_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _replayed(text: str) -> Any:
+    return _read(text[1:]) if text.startswith("@") else json.loads(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program and returns its exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        with tempfile.TemporaryDirectory(prefix="integrity-fuzz-") as scratch:
+            return _run(arguments, scratch)
+    except (OSError, ValueError) as error:
+        _on_stderr(f"integrity-fuzz: {error}")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        _on_stderr("integrity-fuzz: this needs PyTorch; install torch")
+    return TROUBLE
+
+
+def _run(arguments: argparse.Namespace, scratch: str) -> int:
+    made = _campaign(arguments, scratch)
+    from holdfast.integrity import campaign
+
+    campaign.prepare_process()
+    interrupted = False
+    try:
+        if arguments.replay:
+            made.replay(_replayed(arguments.replay), max(1, arguments.repeat))
+        else:
+            count = arguments.rounds if arguments.rounds is not None or arguments.time is not None else 100
+            made.run(count, arguments.time, arguments.shrink)
+    except KeyboardInterrupt:
+        interrupted = True
+    print(json.dumps(made.as_json(), indent=1) if arguments.json else made.summary())
+    if made.escapes:
+        return ESCAPED
+    return INTERRUPTED if interrupted else 0

@@ -1,0 +1,219 @@
+"""The campaign: rounds one after the other, what failed made small, and a report."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import logging
+import os
+import platform
+import shlex
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import holdfast
+from holdfast.integrity import jobs, judge, processes, rounds, schedule
+
+VERSION = 1
+
+
+def file_system_of(directory: str) -> str:
+    """Type, source and mount point of the file system of a directory."""
+    best: tuple[int, str] = (-1, "unknown")
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as mounts:
+        real = os.path.realpath(directory)
+        for line in mounts:
+            before, _, after = line.partition(" - ")
+            point = before.split()[4].encode().decode("unicode_escape")
+            if os.path.commonpath([real, point]) == point and len(point) >= best[0]:
+                kind, source = after.split()[:2]
+                best = (len(point), f"{kind} ({source} on {point})")
+    return best[1]
+
+
+class Campaign:
+    """A seed, the rounds so far, and what they found.
+
+    Args:
+        directory: on the file system that is tried; each round makes and removes one in it.
+        seed: of all rounds.
+        limits: of the rounds.
+        report: file of the report, written after each round; "" for none.
+        tell: prints a line.
+    """
+
+    def __init__(self, directory: str, seed: int, limits: schedule.Limits, report: str = "",
+                 tell: Callable[[str], None] = print) -> None:  # fmt: skip
+        self.directory = os.path.abspath(directory)
+        self.seed = seed
+        self.limits = limits
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.escapes: list[dict[str, Any]] = []
+        self.done = 0
+        self.next = 0
+        self.seconds = 0.0
+        self._report = report
+        self._tell = tell
+
+    # ---- The report.
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything that the report says."""
+        machine = os.uname()
+        return {
+            "program": "integrity-fuzz",
+            "version": VERSION,
+            "holdfast": holdfast.__version__,
+            "seed": self.seed,
+            "next_round": self.next,
+            "rounds": self.done,
+            "seconds": round(self.seconds, 1),
+            "directory": self.directory,
+            "file_system": file_system_of(self.directory),
+            "kernel": f"{machine.sysname} {machine.release} {machine.machine}",
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cpus": os.cpu_count(),
+            "counts": dict(sorted(self.counts.items())),
+            "escapes": self.escapes,
+        }
+
+    def resume(self, given: dict[str, Any]) -> None:
+        """Goes on from a report of an earlier run."""
+        self.seed = given["seed"]
+        self.next = given["next_round"]
+        self.done = given["rounds"]
+        self.seconds = given["seconds"]
+        self.counts.update(given["counts"])
+        self.escapes = given["escapes"]
+
+    def _write(self) -> None:
+        if self._report:
+            temporary = f"{self._report}.tmp"
+            with open(temporary, "w", encoding="utf-8") as file:
+                json.dump(self.as_json(), file, indent=1)
+                file.write("\n")
+            os.replace(temporary, self._report)
+
+    # ---- Rounds.
+
+    def run(self, rounds_max: int | None, seconds_max: float | None, shrink_seconds: float) -> None:
+        """Runs rounds until a count or a time is over.
+
+        Raises:
+            KeyboardInterrupt: the report has every round that was finished.
+        """
+        began = time.monotonic()
+        last = self.next + rounds_max if rounds_max is not None else None
+        jobs.start_server()
+        with processes.adopting():
+            while (last is None or self.next < last) and (
+                seconds_max is None or time.monotonic() - began < seconds_max
+            ):
+                drawn = schedule.draw(self.seed, self.next, self.limits)
+                before = self.seconds
+                self._count(drawn, rounds.run(drawn, self.directory), shrink_seconds)
+                self.next += 1
+                self._write()
+                if int(before // 30) != int(self.seconds // 30):
+                    self._tell(self.progress())
+
+    def _count(self, drawn: dict[str, Any], result: rounds.Result, shrink_seconds: float) -> None:
+        self.done += 1
+        self.seconds += result.seconds
+        self.counts.update(result.counts)
+        for key in ("door", "launcher", "engine", "device"):
+            self.counts[f"rounds {key} {drawn[key]}"] += 1
+        self.counts[f"rounds ranks {drawn['ranks']}"] += 1
+        if result.problems:
+            self._escape(drawn, result, shrink_seconds)
+
+    def _escape(self, drawn: dict[str, Any], result: rounds.Result, shrink_seconds: float) -> None:
+        first = result.problems[0]
+        self._tell(f"ESCAPE in round {drawn['number']}: ({first['invariant']}) {first['what']}")
+        small, runs = drawn, 0
+        if shrink_seconds > 0:
+            self._tell(f"making it smaller for at most {shrink_seconds:g} s ...")
+            broken = {p["invariant"] for p in result.problems}
+            small, runs = rounds.shrink(drawn, self.directory, broken, shrink_seconds)
+        escape = {"round": drawn["number"], "problems": result.problems, "log": result.log,
+                  "schedule": small, "runs_to_shrink": runs, "command": self._command(drawn, small)}  # fmt: skip
+        self.escapes.append(escape)
+        self._tell(f"reproduce: {escape['command']}")
+
+    def _command(self, drawn: dict[str, Any], small: dict[str, Any]) -> str:
+        """One command that reproduces an escape; a large schedule stands in a file."""
+        text = json.dumps(small, separators=(",", ":"))
+        if len(text) > 1000:
+            path = os.path.join(self.directory, f"escape-{self.seed}-{drawn['number']}.json")
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+            text = "@" + path
+        return f"integrity-fuzz --dir {shlex.quote(self.directory)} --replay {shlex.quote(text)} --repeat 20"
+
+    def replay(self, given: dict[str, Any], repeat: int) -> None:
+        """Runs one schedule several times."""
+        jobs.start_server()
+        with processes.adopting():
+            for _ in range(repeat):
+                self._count(given, rounds.run(given, self.directory), 0)
+                self._write()
+
+    # ---- For people.
+
+    def progress(self) -> str:
+        return (f"{self.done} rounds in {self.seconds:.0f} s, {self.counts['calls']} saves, "
+                f"{self._sum('event ')} events, {len(self.escapes)} escapes")  # fmt: skip
+
+    def _sum(self, prefix: str) -> int:
+        return sum(count for key, count in self.counts.items() if key.startswith(prefix))
+
+    def _of(self, prefix: str) -> Iterator[tuple[str, int]]:
+        for key, count in sorted(self.counts.items()):
+            if key.startswith(prefix):
+                yield key.removeprefix(prefix), count
+
+    def summary(self) -> str:
+        """The report as text, to paste."""
+        report, counts = self.as_json(), self.counts
+        damages = self._sum("damage ") - counts["damage refused by a load"]
+        lines = [
+            f"integrity-fuzz of Holdfast {report['holdfast']}, seed {self.seed}",
+            f"machine: {report['kernel']}, {report['cpus']} CPUs, Python {report['python']}, torch {report['torch']}",
+            f"file system: {report['file_system']}",
+            f"{self.done} rounds in {self.seconds:.0f} s: {counts['calls']} calls of save by the ranks, "
+            f"{counts['durable']} durable, {counts['failed']} failed, {counts['refused']} refused, {counts['skipped']} skipped",
+            f"{counts['reads']} reads of whole checkpoints compared bit for bit, {counts['verifications']} verifications, "
+            f"{counts['loads by trainers']} rollbacks, {damages} damages",
+            "event                 all  while I/O was in flight",
+        ]
+        for kind, count in self._of("event "):
+            lines.append(f"  {kind:<18}{count:>6}{counts[f'in flight {kind}']:>6}")
+        for key in ("door", "launcher", "engine", "device", "ranks"):
+            lines.append(f"rounds by {key}: " + ", ".join(f"{k} {n}" for k, n in self._of(f"rounds {key} ")))
+        lines.append("codes of errors: " + (", ".join(f"{k} {n}" for k, n in self._of("code ")) or "none"))
+        for escape in self.escapes:
+            first = escape["problems"][0]
+            lines.append(f"ESCAPE in round {escape['round']}: {judge.NAMES[first['invariant']]}: {first['what']}")
+            lines.append(f"  {escape['command']}")
+        lines.append(f"escapes: {len(self.escapes)}")
+        return "\n".join(lines)
+
+
+def prepare_process() -> None:
+    """For the program: SIGTERM ends it as Ctrl-C does, with its report; warnings of the framework are left out."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

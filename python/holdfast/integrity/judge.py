@@ -1,0 +1,332 @@
+"""The model of a round, and the invariants that hold after each life of its trainers.
+
+i    what was told durable is there and verifies
+ii   what any reader accepts is, bit for bit, what one save had at its call
+iii  the newest checkpoint is the one whose save was called last
+iv   no descriptor, mapping, process or partial file is left
+v    every failure has a cause, is told on every rank in bounded time, with a code, object and reason
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+from typing import Any
+
+import holdfast
+import holdfast.dcp
+from holdfast.integrity import corruption, readers, schedule
+
+NAMES = {
+    "i": "what was reported durable is there and verifies",
+    "ii": "what a reader accepts is what was sealed at the call",
+    "iii": "the newest is the one that was saved last",
+    "iv": "nothing is left behind",
+    "v": "failures are reported, with a cause, in bounded time",
+}
+# Codes that a save may fail with after an event of a kind.
+_CODES = {
+    "kill-worker": {"ABORTED"},
+    "terminate-worker": {"ABORTED"},
+    "hang-worker": {"DEADLINE_EXCEEDED", "ABORTED"},
+    "cancel": {"CANCELLED"},
+    "change-sealed": {"DATA_LOSS"},
+    "change-and-restore": {"DATA_LOSS"},
+    "limit-size": {"RESOURCE_EXHAUSTED"},
+    "limit-files": {"RESOURCE_EXHAUSTED"},
+    "disk": {"RESOURCE_EXHAUSTED"},
+    "exit-trainer": {"CANCELLED", "ABORTED"},
+}
+# What the other ranks of a save may say.
+_OF_RANKS = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "DATA_LOSS", "RESOURCE_EXHAUSTED"}
+
+
+@dataclasses.dataclass
+class Made:
+    """One call of a save, on all ranks.
+
+    Attributes:
+        number, name, job: which one.
+        generation: how often the directory had been moved away before.
+        began, returned: the call, in nanoseconds; `returned` is infinite where it never did.
+        outcomes: by rank: durable, failed, refused or skipped.
+    """
+
+    number: int
+    name: str
+    job: int
+    generation: int
+    began: float
+    returned: float = float("inf")
+    outcomes: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def durable(self) -> bool:
+        return "durable" in self.outcomes.values()
+
+    @property
+    def may_be_there(self) -> bool:
+        return not (self.outcomes and set(self.outcomes.values()) <= {"refused", "skipped"}) or self.durable
+
+
+class Judge:
+    """Follows one round.
+
+    Args:
+        round_: the round.
+        directory: of its checkpoints.
+    """
+
+    def __init__(self, round_: dict[str, Any], directory: str) -> None:
+        self.round = round_
+        self.directory = directory
+        self.format = "dcp" if "dcp" in round_["door"] else "holdfast"
+        self.expected = readers.Expected(round_)
+        self.problems: list[dict[str, str]] = []
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._made: dict[int, Made] = {}
+        self._moved: list[str] = []
+        self._actions = schedule.saves_of(round_)
+
+    def blame(self, invariant: str, what: str) -> None:
+        self.problems.append({"invariant": invariant, "what": what})
+
+    # ---- What the trainers of a life told.
+
+    def hear(self, lines: list[dict[str, Any]]) -> None:
+        """Takes the lines of one life into the model."""
+        causes = {line["kind"] for line in lines if line["event"] == "fired"} | (
+            {"disk"} if self.round["disk"] else set()
+        )
+        for line in lines:
+            event, number = line["event"], line.get("n", 0)
+            made = self._made.get(number)
+            if event == "call":
+                made = self._made.setdefault(number, self._new(number, line))
+                made.began = min(made.began, line["at"])
+                self.counts["calls"] += 1
+            elif event == "called" and made:
+                made.returned = line["at"] if made.returned == float("inf") else max(made.returned, line["at"])
+                if line["skipped"]:
+                    made.outcomes[line["rank"]] = "skipped"
+                    self.counts["skipped"] += 1
+            elif event == "fired":
+                self.counts[f"event {line['kind']}"] += 1
+                if line["phase"] not in ("call", "sealed", "done", "failed", "cancelled", "queued"):
+                    self.counts[f"in flight {line['kind']}"] += 1
+                    self.counts[f"in flight {line['kind']} x {self.round['launcher']} x {self.round['engine']}"] += 1
+            elif event == "moved":
+                self._moved.append(line["to"])
+            elif event == "durable" and made:
+                made.outcomes[line["rank"]] = "durable"
+                self.counts["durable"] += 1
+                if os.path.basename(line["path"]) != made.name:
+                    self.blame("i", f"save {number} of {made.name} was told durable as {line['path']}")
+            elif event in ("failed", "refused") and made:
+                if made.outcomes.get(line["rank"]) != "skipped":
+                    made.outcomes[line["rank"]] = event
+                    self.counts[event] += 1
+                    self._look_at_failure(made, line, causes)
+            elif event == "loaded":
+                self.counts["loads by trainers"] += 1
+                if line["different"]:
+                    self.blame("ii", f"a trainer loaded {line['path']}: {line['different']}")
+            elif event == "leak":
+                self.blame("iv", f"a trainer holds, after its saves: {line['more']}")
+            elif event in ("hang", "wrong"):
+                self.blame("v", line["what"])
+            elif event == "unreadable":
+                self.blame("ii", f"a trainer could not read: {line['errors']}")
+            elif event == "crashed":
+                self.blame("v", f"a trainer failed: {line['errors']}")
+        self._look_for_outcomes(lines)
+
+    def _new(self, number: int, line: dict[str, Any]) -> Made:
+        name = schedule.name_of(self.round, self._actions[number], line["job"])
+        return Made(number, name, line["job"], len(self._moved), line["at"])
+
+    def _look_at_failure(self, made: Made, line: dict[str, Any], causes: set[str]) -> None:
+        said = line["errors"]
+        what = f"save {made.number} ({made.name}) {line['event']} on rank {line['rank']}"
+        allowed = self._codes(made, causes)
+        for error in said or [{"ours": False}]:
+            if not error["ours"]:
+                # A collective of the framework's own, which a dead rank has not answered.
+                if not (self.format == "dcp" and self.round["ranks"] > 1 and causes & set(schedule.DEADLY)):
+                    self.blame("v", f"{what} with what is no holdfast.Error: {said}")
+                self.counts["errors of the framework about a dead rank"] += 1
+                continue
+            self.counts[f"code {error['code']}"] += 1
+            if error["code"] not in allowed:
+                self.blame("v", f"{what} without a cause among {sorted(causes)}: {error}")
+            elif not any(named in error["message"] for named in (made.name, self.directory, "staging", "worker")):
+                self.blame("v", f"{what} with a message that names no object: {error['message']}")
+
+    def _codes(self, made: Made, causes: set[str]) -> set[str]:
+        round_ = self.round
+        allowed: set[str] = set()
+        for cause in causes:
+            allowed |= _CODES.get(cause, set())
+        if causes - set(schedule.HARMLESS) and round_["ranks"] > 1:
+            allowed |= _OF_RANKS
+        same = [m for m in self._made.values() if m.name == made.name and m is not made]
+        if same and not round_["replace"]:
+            allowed.add("ALREADY_EXISTS")
+        if same and (round_["replace"] or round_["same_names"] or self.format == "dcp"):
+            allowed |= {"ABORTED", "ALREADY_EXISTS"}
+        if round_["when_full"] == "fail" and self.format == "holdfast":
+            allowed.add("RESOURCE_EXHAUSTED")
+        return allowed
+
+    def _look_for_outcomes(self, lines: list[dict[str, Any]]) -> None:
+        """Every rank that reached its end has told how each of its saves ended."""
+        ended = {(line["job"], line["rank"]) for line in lines if line["event"] == "end"}
+        # Where a signal has ended the script, the outcome of the last save may not have been asked for.
+        ended -= {(line["job"], line["rank"]) for line in lines if line["event"] == "exiting"}
+        for line in lines:
+            if line["event"] == "called" and (line["job"], line["rank"]) in ended:
+                if line["rank"] not in self._made[line["n"]].outcomes:
+                    self.blame("v", f"the outcome of save {line['n']} was never told on rank {line['rank']}")
+
+    # ---- What is on the disk.
+
+    def recover(self) -> None:
+        """Recovers the directories."""
+        for directory in self._directories():
+            if os.path.isdir(directory):
+                recover(directory)
+
+    def _directories(self) -> list[str]:
+        return [*self._moved, self.directory]
+
+    def look(self, thorough: bool) -> None:
+        """Holds what is there against the model, after a recovery.
+
+        Args:
+            thorough: read with every reader, and look for files that are left.
+        """
+        for generation, directory in enumerate(self._directories()):
+            complete: list[dict[str, Any]] = []
+            if os.path.isdir(directory):
+                complete = holdfast.list_checkpoints(directory, format=self.format)
+            found = {c["name"]: self._read(c, generation, thorough) for c in complete}
+            self._look_for_durable(directory, generation, found)
+            self._look_at_newest(directory, generation, complete, found)
+            if thorough and self.format == "holdfast" and os.path.isdir(directory):
+                left = sorted(set(os.listdir(directory)) - {c["name"] for c in complete})
+                if left:
+                    self.blame("iv", f"after a recovery {directory} has {left}")
+            if thorough:
+                self._damage(complete)
+
+    def _saves(self, generation: int, name: str | None = None) -> list[Made]:
+        return [m for m in self._made.values() if m.generation == generation and name in (None, m.name)]
+
+    def _read(self, checkpoint: dict[str, Any], generation: int, thorough: bool) -> int:
+        """Reads one checkpoint; returns the number of its save, 0 where it has none."""
+        path, numbers = checkpoint["path"], set()
+        candidates = {m.number for m in self._saves(generation, checkpoint["name"]) if m.may_be_there}
+        every = readers.readers_of(self.format)
+        for reader in list(every) if thorough else list(every)[:1]:
+            try:
+                for number, different in every[reader](path, self.expected):
+                    numbers.add(number)
+                    self.counts["reads"] += 1
+                    if different:
+                        self.blame("ii", f"{reader} of {path}, save {number}: {different}")
+                    elif number not in candidates:
+                        self.blame("ii", f"{reader} of {path}: save {number}, not one of {sorted(candidates)}")
+            except readers.Unknown as error:
+                self.blame("ii", f"{reader} of {path}: {error}")
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                self.blame("i", f"{reader} cannot read {path}, which is complete: {error!r}")
+        if len(numbers) > 1:
+            self.blame("ii", f"readers of {path} disagree: saves {sorted(numbers)}")
+        if thorough:
+            verdict = readers.verdict(path, self.format)
+            self.counts["verifications"] += 1
+            if verdict != "sound":
+                self.blame("i", f"{path}, which is complete, is {verdict}")
+        return numbers.pop() if numbers else 0
+
+    def _look_for_durable(self, directory: str, generation: int, found: dict[str, int]) -> None:
+        saves = sorted(self._saves(generation), key=lambda m: m.began)
+        for name in {m.name for m in saves if m.durable}:
+            last = max((m for m in saves if m.name == name and m.durable), key=lambda m: m.began)
+            if name not in found:
+                if not self._may_be_removed(last, saves):
+                    self.blame("i", f"save {last.number} was told durable, and {directory} has no {name}")
+            elif found[name] in self._made and self._made[found[name]].returned < last.began:
+                self.blame("i", f"{name} has save {found[name]}, though the later save {last.number} was durable")
+
+    def _may_be_removed(self, made: Made, saves: list[Made]) -> bool:
+        """Whether retention may have removed it: enough later saves of its series may have committed."""
+        keep = self.round["keep_last"]
+        if not keep or self.round["door"] == "dcp":
+            return False
+        series = made.name.rpartition("-")[0]
+        later = {m.name for m in saves if m.name.rpartition("-")[0] == series and m.returned > made.began
+                 and m.name != made.name and m.may_be_there}  # fmt: skip
+        return len(later) >= keep
+
+    def _look_at_newest(self, directory: str, generation: int, complete: list[dict[str, Any]],
+                        found: dict[str, int]) -> None:  # fmt: skip
+        if not complete:
+            return
+        newest = holdfast.find_newest(directory, format=self.format)
+        if newest["path"] != complete[-1]["path"]:
+            self.blame(
+                "iii", f"the newest of {directory} is {newest['name']}, the last of its list {complete[-1]['name']}"
+            )
+        chosen = self._made.get(found.get(newest["name"], 0))
+        for made in self._saves(generation):
+            there = found.get(made.name) == made.number
+            if chosen and made.durable and there and made.began > chosen.returned:
+                self.blame("iii", f"the newest of {directory} is save {chosen.number}, though save {made.number} was called "
+                           "later and is durable")  # fmt: skip
+
+    # ---- Damage.
+
+    def _damage(self, complete: list[dict[str, Any]]) -> None:
+        for i, given in enumerate(self.round["corruptions"] if complete else ()):
+            checkpoint = complete[(given["key"] >> 4) % len(complete)]
+            path, attempt = checkpoint["path"], checkpoint["attempt"] if self.format == "dcp" else ""
+            others = [c["path"] for c in complete if c["path"] != path]
+            with corruption.damaged(path, attempt, others, given) as done:
+                if not done:
+                    continue
+                self.counts[f"damage {given['kind']}"] += 1
+                verdict = readers.verdict(path, self.format)
+                if verdict == "sound":
+                    self.blame("i", f"damage {i} ({done}): verifying {path} says that it is sound")
+                self._load_damaged(path, done)
+            if (verdict := readers.verdict(path, self.format)) != "sound":
+                self.blame("i", f"damage {i} ({done}) was undone, and {path} is {verdict}")
+
+    def _load_damaged(self, path: str, done: str) -> None:
+        """A load raises, or the damage is in nothing that it gives."""
+        own = ("holdfast.dcp",) if self.format == "dcp" else ("holdfast.load", "holdfast.load into")
+        for reader in own:
+            try:
+                for number, different in readers.readers_of(self.format)[reader](path, self.expected):
+                    if different:
+                        self.blame("ii", f"{done}: {reader} of {path} accepts it; save {number}: {different}")
+            except holdfast.Error:
+                self.counts["damage refused by a load"] += 1
+            except readers.Unknown as error:
+                self.blame("ii", f"{done}: {reader} of {path} accepts it; {error}")
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                # The framework wraps what a rank raises.
+                if "[DATA_LOSS]" not in repr(error) and not readers.is_own(error):
+                    self.blame("v", f"{done}: {reader} of {path} raises {error!r}")
+                self.counts["damage refused by a load"] += 1
+
+
+def recover(directory: str) -> None:
+    """Recovers a directory in which no process saves. Killed by some rounds, and run again."""
+    holdfast.recover(directory, wait_for_orphans=20, silence_without_locks=1.0, age_without_locks=0.0)

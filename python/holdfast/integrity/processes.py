@@ -1,0 +1,109 @@
+"""Processes and what they hold, as the system tells it."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
+
+
+def children(pid: int | str = "self") -> dict[int, int]:
+    """The children of a process, zombies too, with the time of their start."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):
+                for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split():
+                    with contextlib.suppress(OSError):
+                        found[int(child)] = int(_stat(child)[19])
+    return found
+
+
+def _stat(pid: int | str) -> list[str]:
+    """The fields of a process after its name; the first is its state."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+# What a process group makes and drops behind the scenes.
+_OF_GROUPS = frozenset({"socket", "pipe", "anon_inode:[eventpoll]", "anon_inode:[eventfd]"})
+
+
+def held(in_group: bool) -> collections.Counter[str]:
+    """What this process holds: descriptors by what they are of, children, shared mappings.
+
+    Args:
+        in_group: whether there is a process group, whose descriptors do not count.
+    """
+    gc.collect()
+    found: collections.Counter[str] = collections.Counter()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{fd}")
+            of = link if link.startswith("anon_inode") else link.split(":")[0]
+            if not in_group or of not in _OF_GROUPS:
+                found["descriptor of " + of] += 1
+    found["children"] = len(children())
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, rights, _, _, _, *name = line.split(maxsplit=5)
+        if rights.endswith("s"):
+            found["shared mapping of " + "".join(name)] += 1
+    return found
+
+
+def send(pid: int | None, number: signal.Signals) -> None:
+    """Sends a signal to a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid or 0, number)
+
+
+class Orphans:
+    """Workers whose trainer is dead: they become children of this process, which reaps them."""
+
+    def __init__(self) -> None:
+        self._known = set(children())
+
+    def alive(self) -> dict[int, str]:
+        """Those that are alive, with their command; those that have ended are reaped."""
+        found = {}
+        for pid in set(children()) - self._known:
+            with contextlib.suppress(OSError):
+                if _stat(pid)[0] == "Z":
+                    os.waitpid(pid, os.WNOHANG)
+                else:
+                    command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+                    found[pid] = command[0].decode(errors="replace")
+        return found
+
+    def wait(self, seconds: float) -> dict[int, str]:
+        """Waits until none is left; those that are left then are killed and returned."""
+        end = time.monotonic() + seconds
+        while (left := self.alive()) and time.monotonic() < end:
+            time.sleep(0.002)
+        for pid in left:
+            send(pid, signal.SIGCONT)
+            send(pid, signal.SIGKILL)
+        while left and self.alive() and time.monotonic() < end + 30:
+            time.sleep(0.002)
+        return left
+
+
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """While it lasts, orphans of this process's descendants become its children."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    before = ctypes.c_int()
+    libc.prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)

@@ -1,0 +1,133 @@
+"""Every reader that accepts checkpoints: what each of them finds, compared with what was saved."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+import holdfast
+import holdfast.dcp
+from holdfast.integrity import schedule, states
+
+Finding = tuple[int, str]  # number of the save that was found, and how it differs from it
+
+
+class Unknown(Exception):
+    """What is found belongs to no save."""
+
+
+class Expected:
+    """What the saves of a round have in them.
+
+    Args:
+        round_: the round.
+    """
+
+    def __init__(self, round_: dict[str, Any]) -> None:
+        self.round = round_
+        self._saves = schedule.saves_of(round_)
+
+    def spec(self, save: int) -> dict[str, Any]:
+        if save not in self._saves:
+            raise Unknown(f"it says that it is save {save}, which was never made")
+        return self._saves[save]["spec"]
+
+    def state(self, save: int, rank: int) -> dict[str, Any]:
+        return states.make(self.round["seed"], save, rank, self.spec(save))
+
+    def dcp(self, save: int) -> dict[str, Any]:
+        return states.dcp_of_ranks(self.round["seed"], save, self.round["ranks"], self.spec(save))
+
+
+def _load(path: str, expected: Expected) -> Iterator[Finding]:
+    for rank in range(expected.round["ranks"]):
+        found = holdfast.load(path, rank=rank)
+        save = int(found["id"][0])
+        yield save, states.difference(found, expected.state(save, rank))
+
+
+def _load_into(path: str, expected: Expected) -> Iterator[Finding]:
+    save = int(holdfast.open(path, rank=0)["id"][0])
+    target = states.zeros(expected.state(save, 0))
+    holdfast.load(path, into=target, rank=0)
+    yield save, states.difference(target, expected.state(save, 0))
+
+
+def _safetensors(path: str, expected: Expected) -> Iterator[Finding]:
+    from safetensors import safe_open
+
+    save = int(holdfast.open(path, rank=0)["id"][0])
+    wanted = [dict(states.tensors(expected.state(save, rank))) for rank in range(expected.round["ranks"])]
+    for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors"))):
+        number = os.path.basename(file).removeprefix("model-").split("-")[0]
+        rank = int(number) if number.isdecimal() else 0
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():
+                if name in wanted[rank]:
+                    mine = states.bytes_of(wanted[rank][name])
+                    if not torch.equal(states.bytes_of(opened.get_tensor(name)), mine):
+                        yield save, f"{name} in {os.path.basename(file)} differs"
+    yield save, ""
+
+
+def dcp_save_of(path: str) -> int:
+    """Number of the save that a DCP checkpoint says it is."""
+    id_ = {"r0.id": torch.zeros(2, dtype=torch.int64)}
+    _own_load(id_, path)
+    return int(id_["r0.id"][0])
+
+
+def _dcp_with(load: Callable[[Any, str], None]) -> Callable[[str, Expected], Iterator[Finding]]:
+    def read(path: str, expected: Expected) -> Iterator[Finding]:
+        save = dcp_save_of(path)
+        whole = expected.dcp(save)
+        target = states.zeros(whole)
+        load(target, path)
+        yield save, states.difference(target, whole)
+
+    return read
+
+
+def _own_load(target: Any, path: str) -> None:
+    holdfast.dcp.load(target, checkpoint_id=path, no_dist=True)
+
+
+def _stock_load(target: Any, path: str) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.load(target, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+
+
+Reader = Callable[[str, Expected], Iterator[Finding]]
+
+
+def readers_of(format_: str) -> dict[str, Reader]:
+    """Readers by name, for ``"holdfast"`` or ``"dcp"``."""
+    if format_ == "dcp":
+        return {"holdfast.dcp": _dcp_with(_own_load), "torch.distributed.checkpoint": _dcp_with(_stock_load)}
+    found: dict[str, Reader] = {"holdfast.load": _load, "holdfast.load into": _load_into}
+    with contextlib.suppress(ImportError):
+        import safetensors  # noqa: F401
+
+        found["safetensors"] = _safetensors
+    return found
+
+
+def is_own(error: BaseException) -> bool:
+    """Whether it is an error of this package, or of the framework with such errors of all ranks."""
+    causes = [e[0] for e in getattr(error, "failures", {}).values()]
+    return isinstance(error, holdfast.Error) or bool(causes) and all(isinstance(e, holdfast.Error) for e in causes)
+
+
+def verdict(path: str, format_: str) -> str:
+    """What verifying says: ``"sound"``, another verdict, or the code of its error."""
+    try:
+        report = holdfast.dcp.verify(path) if format_ == "dcp" else holdfast.verify(path)
+    except holdfast.Error as error:
+        return error.code
+    return report["verdict"]

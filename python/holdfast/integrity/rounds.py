@@ -1,0 +1,136 @@
+"""One round: its lives one after the other, and what is judged after each."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.integrity import jobs, judge, processes, schedule
+
+TIME_ORPHANS_MAX = 90.0  # seconds in which the workers of dead trainers have to end
+LOG_BYTES = 4000
+
+
+@dataclasses.dataclass
+class Result:
+    """What became of a round.
+
+    Attributes:
+        problems: each with ``invariant`` and ``what``; empty for a round that survived.
+        counts: of saves, events, reads.
+        log: the last of what the trainers printed.
+        seconds: that it took.
+    """
+
+    problems: list[dict[str, str]]
+    counts: collections.Counter[str]
+    log: str
+    seconds: float
+
+
+@contextlib.contextmanager
+def _file_system(directory: str, mib: int) -> Iterator[str]:
+    """The directory, with a small file system mounted there where the round asks for it and the user may."""
+    mounted = False
+    if mib:
+        command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "holdfast-integrity", directory]
+        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    try:
+        yield directory
+    finally:
+        if mounted:
+            subprocess.run(["umount", "--lazy", directory], capture_output=True, check=False)
+
+
+def run(round_: dict[str, Any], directory: str, plant: str = "") -> Result:
+    """Runs a round in a directory of its own, which is removed afterwards.
+
+    Args:
+        round_: of `schedule.draw`.
+        directory: on the file system that is tried.
+        plant: as of `trainer.main`.
+    """
+    began = time.monotonic()
+    base = os.path.join(directory, f"round-{os.getpid()}-{round_['number']}")
+    shutil.rmtree(base, ignore_errors=True)
+    scratch = os.path.join(base, "scratch")
+    os.makedirs(scratch)
+    disk = os.path.join(base, "disk")
+    os.mkdir(disk)
+    try:
+        with _file_system(disk, round_["disk"]):
+            run_ = os.path.join(disk, "run")
+            made = judge.Judge(round_, run_)
+            for life in range(len(round_["lives"])):
+                _live(round_, life, run_, scratch, made, plant)
+                if made.problems:
+                    break
+        return Result(made.problems, made.counts, _logs(scratch), time.monotonic() - began)
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+def _live(round_: dict[str, Any], life: int, directory: str, scratch: str, made: judge.Judge, plant: str) -> None:
+    orphans = processes.Orphans()
+    trainers = jobs.Life(round_, life, directory, scratch, plant)
+    trainers.run()
+    made.hear(trainers.lines)
+    if trainers.problem:
+        made.blame("v", trainers.problem)
+    made.look(thorough=False)  # beside orphans that still write: readers see complete checkpoints alone
+    left = orphans.wait(TIME_ORPHANS_MAX)
+    if left:
+        made.blame("iv", f"processes that outlive their trainers by {TIME_ORPHANS_MAX:g} s: {left}")
+    if round_["kill_recover"] is not None and os.path.isdir(directory):
+        jobs.run_and_kill(judge.recover, (directory,), round_["kill_recover"])
+        made.counts["event kill-recover"] += 1
+    last = life == len(round_["lives"]) - 1
+    made.recover()
+    made.look(thorough=last)
+
+
+def _logs(scratch: str) -> str:
+    text = ""
+    for name in sorted(os.listdir(scratch)):
+        if name.endswith(".log"):
+            with open(os.path.join(scratch, name), "rb") as file:
+                text += file.read().decode(errors="replace")
+    return text[-LOG_BYTES:]
+
+
+def shrink(round_: dict[str, Any], directory: str, invariants: set[str], seconds: float,
+           tries: int = 3) -> tuple[dict[str, Any], int]:  # fmt: skip
+    """Simplifies a failing round while it fails by one of the same invariants.
+
+    Args:
+        round_: fails.
+        directory: as of `run`.
+        invariants: that it breaks.
+        seconds: after which the simplest so far is returned.
+        tries: runs of each candidate; a race does not fail every time.
+
+    Returns:
+        The round, and the number of runs.
+    """
+    end, runs = time.monotonic() + seconds, 0
+    smaller = schedule.smaller(round_)
+    while time.monotonic() < end:
+        candidate = next(smaller, None)
+        if candidate is None:
+            break
+        for _ in range(tries):
+            runs += 1
+            found = {p["invariant"] for p in run(candidate, directory).problems}
+            if found & invariants:
+                round_, smaller = candidate, schedule.smaller(candidate)
+                break
+            if time.monotonic() > end:
+                break
+    return round_, runs

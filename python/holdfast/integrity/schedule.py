@@ -1,0 +1,226 @@
+"""Rounds: what is saved how, and what happens to it. A round is plain JSON, drawn from a seed and its number."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+MIB = 1 << 20
+DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp")
+LAUNCHERS = ("spawn", "persistent", "fork", "thread")
+ENGINES = ("auto", "io_uring", "pwrite")
+# Kinds of events: those that a save must survive, those that may fail it, and those that end a trainer.
+HARMLESS = ("stop-worker", "stop-trainer", "fork", "program")
+HARMFUL = (
+    "kill-worker", "terminate-worker", "hang-worker", "cancel", "change-sealed", "change-and-restore",
+    "limit-size", "limit-files",
+)  # fmt: skip
+DEADLY = ("kill-trainer", "kill-both", "terminate-trainer", "exit-trainer", "kill-in-call")
+OF_WORKERS = ("stop-worker", "kill-worker", "terminate-worker", "hang-worker", "kill-both")
+CORRUPTIONS = (
+    "flip a bit", "zero a page", "truncate", "extend", "remove", "swap chunks", "swap files", "stale file",
+)  # fmt: skip
+PHASES = ("writing", "commit", "later")
+ARENA = 16 * MIB  # the least that there is
+SAVES_OF_JOB = 1000  # numbers of the saves of the second trainer begin here
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a campaign may do.
+
+    Attributes:
+        ranks_max: processes of one job.
+        mount: whether small file systems may be mounted.
+        bytes_max: size of the largest state.
+        tensors_max: tensors of a state.
+        kinds: event kinds to draw from; empty: all.
+    """
+
+    ranks_max: int = 3
+    mount: bool = True
+    bytes_max: int = 48 * MIB
+    tensors_max: int = 400
+    kinds: tuple[str, ...] = ()
+
+
+class _Drawing:
+    """Draws one round."""
+
+    def __init__(self, seed: int, number: int, limits: Limits) -> None:
+        self.choose = random.Random(f"round {seed}:{number}")
+        self.limits = limits
+        self.round: dict[str, Any] = {"seed": seed, "number": number}
+        self.saves = 0
+        self.step = 0
+
+    def often(self, share: float) -> bool:
+        return self.choose.random() < share
+
+    def pick(self, *weighted: tuple[Any, float]) -> Any:
+        return self.choose.choices([w[0] for w in weighted], [w[1] for w in weighted])[0]
+
+    def draw(self) -> dict[str, Any]:
+        choose, made = self.choose, self.round
+        ranks = self.pick((1, 6), (2, 2), (min(3, self.limits.ranks_max), 1), (self.limits.ranks_max, 0.5))
+        made["ranks"] = min(ranks, self.limits.ranks_max)
+        made["door"] = choose.choice(DOORS)
+        made["launcher"] = choose.choice(LAUNCHERS)
+        made["engine"] = choose.choice(ENGINES)
+        made["device"] = "stand-in" if self.often(0.15) else "cpu"
+        made["jobs"] = 2 if made["ranks"] == 1 and self.often(0.12) else 1
+        made["same_names"] = made["jobs"] == 2 and self.often(0.4)
+        made["read_back"] = self.often(0.2)
+        made["second_look"] = self.often(0.15)
+        made["trainer_death"] = self.pick(("finish", 3), ("stop", 1))
+        made["when_full"] = self.pick(("wait", 6), ("skip", 1), ("fail", 1))
+        made["replace"] = self.often(0.4)
+        made["one_name"] = made["replace"] and self.often(0.5)
+        made["keep_last"] = self.pick((0, 3), (1, 1), (2, 2))
+        made["disk"] = choose.choice((24, 40)) if self.limits.mount and self.often(0.06) else 0
+        made["lives"] = [self._life(last=i == 1) for i in range(self.pick((1, 2), (2, 3)))]
+        made["kill_recover"] = round(choose.random() * 0.05, 4) if self.often(0.15) else None
+        made["corruptions"] = [
+            {"kind": choose.choice(CORRUPTIONS), "key": choose.randrange(1 << 30)}
+            for _ in range(self.pick((0, 1), (1, 3), (3, 1)))
+        ]
+        return made
+
+    def _life(self, last: bool) -> list[dict[str, Any]]:
+        choose = self.choose
+        count = self.pick((1, 2), (2, 3), (3, 3), (5, 1))
+        actions: list[dict[str, Any]] = []
+        if last and self.often(0.5):
+            actions.append({"do": "load", "back": choose.randrange(3)})
+            self.step = max(0, self.step - choose.randrange(3))  # the run goes on from there
+        for i in range(count):
+            actions.append(self._save(last=i == count - 1))
+            if self.often(0.4):
+                actions.append({"do": "wait"})
+                if self.often(0.25) and self.round["ranks"] == self.round["jobs"] == 1:
+                    actions.append({"do": "move"})
+            elif self.often(0.1) and self.round["ranks"] == 1:
+                actions.append({"do": "recover"})
+        return actions
+
+    def _sizes(self, slow: bool) -> dict[str, Any]:
+        choose = self.choose
+        nbytes = choose.randrange(9 * MIB, 15 * MIB) if slow else self.pick(
+            (choose.randrange(0, 2 * MIB), 14), (choose.randrange(4 * MIB, 14 * MIB), 5),
+            (choose.randrange(17 * MIB, self.limits.bytes_max), 1),
+        )  # fmt: skip
+        return {
+            "bytes": nbytes,
+            "tensors": self.pick((2, 4), (choose.randrange(2, 30), 4), (self.limits.tensors_max, 1)),
+            "wide": self.often(0.4),
+            "objects": self.often(0.4),
+        }
+
+    def _save(self, last: bool) -> dict[str, Any]:
+        choose = self.choose
+        event: dict[str, Any] | None = None
+        if self.often(0.75 if last else 0.35):
+            kinds = [(k, 2.0) for k in HARMLESS] + [(k, 2.0) for k in HARMFUL if k != "hang-worker"]
+            kinds += [("hang-worker", 0.4)] + ([(k, 3.0) for k in DEADLY] if last else [])
+            allowed = [k for k in kinds if not self.limits.kinds or k[0] in self.limits.kinds]
+            if allowed:
+                event = self._event(self.pick(*allowed))
+        self.saves += 1
+        self.step += 1
+        action = {"do": "save", "n": self.saves, "step": self.step, "mutate": self.often(0.95)}
+        slow = event is not None and event["phase"] in ("writing", "commit", "later") and self.often(0.85)
+        action["rate"] = choose.choice((16, 32, 64)) * MIB if slow else 0
+        action["spec"] = self._sizes(slow)
+        if event:
+            action["event"] = event
+        return action
+
+    def _event(self, kind: str) -> dict[str, Any]:
+        choose = self.choose
+        event = {
+            "kind": kind,
+            "rank": choose.randrange(self.round["ranks"]),
+            "phase": self.pick(("writing", 6), ("commit", 2), ("later", 1)),
+            "share": round(choose.random() * 0.8, 2),
+            "seconds": round(choose.random() * 0.15, 3),
+        }
+        if kind == "limit-size":
+            event["bytes"] = choose.choice((4096, MIB, 5 * MIB, 9 * MIB))
+        return event
+
+
+def draw(seed: int, number: int, limits: Limits) -> dict[str, Any]:
+    """The round of a seed with a number, always the same."""
+    return json.loads(json.dumps(_Drawing(seed, number, limits).draw()))
+
+
+def saves_of(round_: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """The save actions of a round by their numbers, of both trainers."""
+    found = {}
+    for actions in round_["lives"]:
+        for action in actions:
+            if action["do"] == "save":
+                for job in range(round_["jobs"]):
+                    found[action["n"] + job * SAVES_OF_JOB] = action
+    return found
+
+
+def name_of(round_: dict[str, Any], action: dict[str, Any], job: int) -> str:
+    """Name of the directory of a save."""
+    series = "other" if job and not round_["same_names"] else "step"
+    return f"{series}-latest" if round_["one_name"] else f"{series}-{action['step']}"
+
+
+def events_of(round_: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a round."""
+    return [a["event"] for a in saves_of(round_).values() if "event" in a]
+
+
+_DEFAULTS = {
+    "ranks": 1, "jobs": 1, "same_names": False, "device": "cpu", "read_back": False, "second_look": False,
+    "when_full": "wait", "keep_last": 0, "disk": 0, "kill_recover": None, "corruptions": [],
+    "engine": "auto", "launcher": "spawn", "one_name": False, "replace": False, "door": "save_async",
+}  # fmt: skip
+
+
+def smaller(round_: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Rounds that are one piece simpler, the largest pieces first."""
+    for i in reversed(range(len(round_["lives"]))):
+        if len(round_["lives"]) > 1:
+            made = copy.deepcopy(round_)
+            del made["lives"][i]
+            yield made
+    for i, actions in enumerate(round_["lives"]):
+        for k in reversed(range(len(actions))):
+            if len(actions) > 1:
+                made = copy.deepcopy(round_)
+                del made["lives"][i][k]
+                yield made
+    for key, value in _DEFAULTS.items():
+        if round_[key] != value:
+            made = {**copy.deepcopy(round_), key: copy.copy(value)}
+            if key == "ranks":
+                for event in events_of(made):
+                    event["rank"] = 0
+            if key == "replace":
+                made["one_name"] = False
+            yield made
+    for i, actions in enumerate(round_["lives"]):
+        for k, action in enumerate(actions):
+            if action["do"] != "save":
+                continue
+            for key in ("event", "rate"):
+                if action.get(key):
+                    made = copy.deepcopy(round_)
+                    del made["lives"][i][k][key]
+                    yield made
+            spec = action["spec"]
+            for less in ({"tensors": 2}, {"bytes": 4096}, {"wide": False}, {"objects": False}):
+                if {**spec, **less} != spec:
+                    made = copy.deepcopy(round_)
+                    made["lives"][i][k]["spec"] = {**spec, **less}
+                    yield made

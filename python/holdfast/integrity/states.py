@@ -1,0 +1,141 @@
+"""States of a campaign: pure functions of a seed, so that expected bytes are computed and never kept."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+MIB = 1 << 20
+DTYPES = (
+    torch.float32, torch.bfloat16, torch.uint8, torch.float16, torch.int64, torch.float64, torch.bool,
+    torch.complex64, torch.int8, torch.float8_e4m3fn,
+)  # fmt: skip
+_TEXT = '\u00e4\u2603 \\ " \n'
+
+
+def _generator(*key: Any) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a tensor as bytes; a view, where the tensor is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _tensor(generator: torch.Generator, choose: random.Random, nbytes: int, wide: bool) -> torch.Tensor:
+    dtype = choose.choice(DTYPES) if wide else torch.float32
+    count = nbytes // dtype.itemsize
+    words = torch.empty((count * dtype.itemsize + 7) // 8, dtype=torch.int64)
+    words.random_(generator=generator)  # any bit pattern, NaNs included
+    data = words.view(torch.uint8)[: count * dtype.itemsize]
+    made = data.remainder(2).to(torch.bool) if dtype == torch.bool else data.view(dtype)
+    return made.reshape(2, -1) if count % 2 == 0 and count and choose.random() < 0.5 else made
+
+
+def _sizes(choose: random.Random, spec: dict[str, Any]) -> list[int]:
+    """Sizes in bytes that add up to about the wanted total: a few large ones and many small ones."""
+    count, total = max(1, spec["tensors"]), spec["bytes"]
+    weights = [choose.random() ** 8 + 1e-6 for _ in range(count)]
+    scale = total / sum(weights)
+    sizes = [int(w * scale) for w in weights]
+    # Places around the chunk of the digests and the page are where the arithmetic goes wrong.
+    for i in range(min(2, count)):
+        if choose.random() < 0.3:
+            sizes[i] = choose.choice((0, 1, 4095, 4096, 4097, 4 * MIB - 1, 4 * MIB, 4 * MIB + 512))
+    return sizes
+
+
+def make(seed: int, save: int, rank: int, spec: dict[str, Any]) -> dict[str, Any]:
+    """The state of one rank at one save.
+
+    Args:
+        seed, save, rank: the key. ``id`` of the state names save and rank.
+        spec: ``tensors`` and ``bytes``, counts; ``wide``, whether all dtypes appear; ``objects``.
+    """
+    shared = random.Random(f"{seed}:{save}")
+    own = random.Random(f"{seed}:{save}:{rank}")
+    state: dict[str, Any] = {"id": torch.tensor([save, rank]), "save": save, "own": {}, "shared": {}}
+    for group, choose, key in (("own", own, (seed, save, rank)), ("shared", shared, (seed, save))):
+        generator = _generator(*key)
+        half = {**spec, "tensors": spec["tensors"] // 2, "bytes": spec["bytes"] // 2}
+        for i, nbytes in enumerate(_sizes(choose, half)):
+            state[group][f"t{i}"] = _tensor(generator, choose, nbytes, spec.get("wide", False))
+    if spec.get("objects"):
+        state["values"] = {"text": _TEXT + str(save), "number": save / 7, "list": [save, None, b"\0" * 3]}
+    return state
+
+
+def as_dcp(state: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The state with the names that a DCP state dict needs: those of a rank are its own."""
+    flat = {f"shared.{k}": v for k, v in state["shared"].items()}
+    flat |= {f"r{rank}.{k}": v for k, v in state["own"].items()}
+    flat[f"r{rank}.id"] = state["id"]
+    if "values" in state:
+        flat[f"r{rank}.values"] = dict(state["values"])
+    return flat
+
+
+def dcp_of_ranks(seed: int, save: int, ranks: int, spec: dict[str, Any]) -> dict[str, Any]:
+    """The whole DCP checkpoint of all ranks."""
+    whole: dict[str, Any] = {}
+    for rank in range(ranks):
+        whole |= as_dcp(make(seed, save, rank, spec), rank)
+    return whole
+
+
+def tensors(state: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor with its path."""
+    if isinstance(state, torch.Tensor):
+        yield path, state
+    elif isinstance(state, dict):
+        for key, value in state.items():
+            yield from tensors(value, f"{path}.{key}" if path else str(key))
+
+
+def mutate(state: Any) -> None:
+    """Changes every byte of every tensor, and the values: the next step of a training."""
+    for _, tensor in tensors(state):
+        if tensor.dtype == torch.bool:
+            tensor.logical_not_()
+        else:
+            tensor.view(torch.uint8).bitwise_not_()
+    if isinstance(state, dict):
+        for value in (state, *state.values()):
+            if isinstance(value, dict) and "text" in value:
+                value["text"] = "changed after the call"
+                value["list"].append("changed")
+
+
+def zeros(state: Any) -> Any:
+    """The same structure with other bytes, to be filled by a load."""
+    if isinstance(state, torch.Tensor):
+        return torch.zeros_like(state)
+    return {k: zeros(v) for k, v in state.items()} if isinstance(state, dict) else state
+
+
+def difference(found: Any, expected: Any, path: str = "") -> str:
+    """What differs first, bit for bit; empty where nothing does."""
+    if isinstance(expected, torch.Tensor):
+        if not isinstance(found, torch.Tensor):
+            return f"{path} is no tensor"
+        if (found.dtype, found.shape) != (expected.dtype, expected.shape):
+            return f"{path} is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
+        a, b = bytes_of(found), bytes_of(expected)
+        if torch.equal(a, b):
+            return ""
+        wrong = (a != b).nonzero().flatten()
+        return f"{path} differs in {len(wrong)} of {len(b)} bytes, the first is byte {int(wrong[0])}"
+    if isinstance(expected, dict):
+        if not isinstance(found, dict) or found.keys() != expected.keys():
+            keys = sorted(set(found) ^ set(expected)) if isinstance(found, dict) else []
+            return f"{path or 'the state'} has other keys: {keys[:5]}"
+        for key, value in expected.items():
+            said = difference(found[key], value, f"{path}.{key}" if path else str(key))
+            if said:
+                return said
+        return ""
+    return "" if found == expected else f"{path} is {found!r}, not {expected!r}"

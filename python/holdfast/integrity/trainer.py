@@ -1,0 +1,482 @@
+"""One rank of a campaign's trainer: it saves as a round says, does to itself what the round says, and tells it.
+
+A line of JSON goes to the driver for each call, its return, each outcome and each event. What is not told did not
+happen: the driver's model believes nothing else.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import faulthandler
+import importlib
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+import holdfast
+import holdfast.dcp
+from holdfast import _devices, handle
+from holdfast.integrity import readers, schedule, states
+from holdfast.integrity.processes import children, held
+from holdfast.integrity.slow_device import SlowDevice
+
+# Seconds. Longer than any machine needs, shorter than a person waits.
+TIME_OUTCOME_MAX = 90.0
+TIME_LIVENESS_MAX = 10.0
+TIME_STALLED_MAX = 30.0
+TIME_SETTLE_MAX = 20.0  # in which what a save held has to go
+TIME_HUNG = 3.0  # of a round in which a worker hangs
+_COMMIT = ("syncing", "reading back", "manifest", "waiting for ranks", "committing")
+
+
+class Trainer:
+    """One process of a job in one of its lives."""
+
+    def __init__(self, rank: int, round_: dict[str, Any], life: int, job: int, directory: str, out: int) -> None:
+        self.rank, self.job = rank, job
+        self.round = round_
+        self.actions = round_["lives"][life]
+        self.directory = directory
+        self.is_dcp = "dcp" in round_["door"]
+        self._out = out
+        self._outcomes: list[threading.Event] = []
+        self._hits: list[threading.Thread] = []
+        self._change: Callable[[int, int], None] | None = None
+        self._device: SlowDevice | None = None
+        self._moves = 0
+        self._rate = 0
+        self._over: set[int] = set()  # numbers of the saves that have ended
+        hangs = any(e["kind"] == "hang-worker" for e in schedule.events_of(round_))
+        self._options: dict[str, Any] = {
+            "arena_bytes": schedule.ARENA, "launcher": round_["launcher"], "engine": round_["engine"],
+            "read_back": round_["read_back"], "second_look": round_["second_look"],
+            "trainer_death": round_["trainer_death"], "on_sealed": self._sealed,
+            "time_liveness_max": TIME_LIVENESS_MAX, "time_memory_max": TIME_OUTCOME_MAX / 2,
+            "time_stalled_max": TIME_HUNG if hangs else TIME_STALLED_MAX, "time_ranks_max": TIME_OUTCOME_MAX / 2,
+        }  # fmt: skip
+        self._checkpointer: holdfast.Checkpointer | None = None
+
+    def tell(self, event: str, **values: Any) -> None:
+        line = json.dumps({"event": event, "rank": self.rank, "job": self.job, "at": time.time_ns(), **values})
+        os.write(self._out, line.encode() + b"\n")
+
+    # ---- The life.
+
+    def run(self) -> None:
+        if self.round["device"] == "stand-in":
+            self._device = SlowDevice(self.round["number"])
+            with _devices.stand_in("cpu", self._device):
+                self._run()
+        else:
+            self._run()
+
+    def _run(self) -> None:
+        holdfast.configure(stale_warning=False)
+        before = held(self.round["ranks"] > 1)
+        self._open()
+        for action in self.actions:
+            {"save": self._save, "wait": self._wait, "load": self._load, "move": self._move,
+             "recover": self._recover}[action["do"]](action)  # fmt: skip
+        self._wait({})
+        self._join_hits()
+        self._close()
+        self._settle(before)
+        self.tell("end")
+
+    def _join_hits(self) -> None:
+        while self._hits:
+            self._hits.pop().join()
+
+    def _open(self, rate: int = 0) -> None:
+        options = {**self._options, "bytes_per_second_max": rate}
+        if self.round["door"].startswith("checkpointer"):
+            of_save = {} if self.is_dcp else {"when_full": self.round["when_full"]}
+            self._checkpointer = holdfast.Checkpointer(
+                self.directory, format="dcp" if self.is_dcp else "holdfast", replace=self.round["replace"],
+                keep_last=self.round["keep_last"] or None, **of_save, **options,
+            )  # fmt: skip
+        else:
+            holdfast.configure(**options)
+
+    def _close(self) -> None:
+        with contextlib.suppress(holdfast.Error):
+            holdfast.flush(TIME_OUTCOME_MAX)
+        if self._checkpointer is not None:
+            with contextlib.suppress(holdfast.Error):
+                self._checkpointer.close()
+            self._checkpointer = None
+        else:
+            with contextlib.suppress(holdfast.Error):
+                holdfast.configure(arena_bytes=schedule.ARENA, on_sealed=lambda *_: None)
+
+    def _settle(self, before: collections.Counter[str]) -> None:
+        """Tells what is held more than before the first save, once threads that end have ended."""
+        end = time.monotonic() + TIME_SETTLE_MAX
+        while (more := dict(held(self.round["ranks"] > 1) - before)) and time.monotonic() < end:
+            time.sleep(0.01)
+        if more:
+            self.tell("leak", more=more)
+
+    # ---- Actions.
+
+    def _state(self, action: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+        number = action["n"] + self.job * schedule.SAVES_OF_JOB
+        return number, states.make(self.round["seed"], number, self.rank, action["spec"])
+
+    def _save(self, action: dict[str, Any]) -> None:
+        number, made = self._state(action)
+        state = states.as_dcp(made, self.rank) if self.is_dcp else made
+        event = action.get("event")
+        mine = event if event and event["rank"] == self.rank else None
+        self._set_rate(action.get("rate", 0))
+        self.tell("call", n=number)
+        if mine:
+            self._begin_event(number, mine)
+        try:
+            with self._limits(mine):
+                save = self._call(action, state)
+        except _Exit:
+            raise
+        except BaseException as error:
+            self._over.add(number)
+            self._tell_failure("refused", number, error)
+            return
+        finally:
+            if action["mutate"]:
+                states.mutate(made)
+        self.tell("called", n=number, skipped=bool(getattr(save, "skipped", False)))
+        durable = getattr(save, "durable", save)
+        ended = threading.Event()
+        self._outcomes.append(ended)
+        path = getattr(save, "path", None) or os.path.join(self.directory, self._name(action))
+
+        def done(future: Any) -> None:
+            error = future.exception()
+            if error is None:
+                self.tell("durable", n=number, path=path)
+            else:
+                self._tell_failure("failed", number, error)
+            self._over.add(number)
+            ended.set()
+
+        durable.add_done_callback(done)
+        if mine and mine["kind"] in ("limit-size", "change-sealed", "change-and-restore"):
+            ended.wait(TIME_OUTCOME_MAX)
+            self._join_hits()  # what is restored lies in memory that the next save may take
+
+    def _name(self, action: dict[str, Any]) -> str:
+        return schedule.name_of(self.round, action, self.job)
+
+    def _call(self, action: dict[str, Any], state: dict[str, Any]) -> Any:
+        name, round_ = self._name(action), self.round
+        path = os.path.join(self.directory, name)
+        if self._checkpointer is not None:
+            return self._checkpointer.save_async(state, action["step"], name=name)
+        if self.is_dcp:
+            os.makedirs(self.directory, exist_ok=True)
+            return holdfast.dcp.async_save(state, checkpoint_id=path)
+        return holdfast.save_async(
+            state, path, step=action["step"], replace=round_["replace"], when_full=round_["when_full"],
+            keep_last=round_["keep_last"],
+        )  # fmt: skip
+
+    def _set_rate(self, rate: int) -> None:
+        """The rate belongs to a runtime: with the functions it is set between saves alone."""
+        if self._checkpointer is None:
+            if rate == self._rate:
+                return
+            self._wait({})
+            with contextlib.suppress(holdfast.Error):
+                holdfast.flush(TIME_OUTCOME_MAX)
+            with contextlib.suppress(holdfast.Error):
+                holdfast.configure(bytes_per_second_max=rate)
+                self._rate = rate
+        elif rate != self._rate:
+            self._wait({})
+            with contextlib.suppress(holdfast.Error):
+                self._checkpointer.close()
+            self._open(rate)
+            self._rate = rate
+
+    def _tell_failure(self, event: str, number: int, error: BaseException) -> None:
+        """An error of a DCP save is an exception of the framework with those of the ranks."""
+        causes = getattr(error, "failures", None)
+        causes = {str(r): e[0] for r, e in causes.items()} if causes is not None else {"": error}
+        self.tell(event, n=number, errors=[
+            {"rank": rank, "type": type(e).__name__, "ours": isinstance(e, holdfast.Error),
+             "code": getattr(e, "code", ""), "errno": getattr(e, "errno", 0), "message": str(e)[:600]}
+            for rank, e in causes.items()
+        ])  # fmt: skip
+
+    def _wait(self, _: dict[str, Any]) -> None:
+        end = time.monotonic() + TIME_OUTCOME_MAX
+        for ended in self._outcomes:
+            if not ended.wait(max(0.0, end - time.monotonic())):
+                faulthandler.dump_traceback(sys.stderr)
+                self.tell("hang", what=f"a save has not ended after {TIME_OUTCOME_MAX:g} s")
+                break
+        self._outcomes.clear()
+
+    def _load(self, action: dict[str, Any]) -> None:
+        """A rollback: an older checkpoint is loaded, and the run goes on from it."""
+        format_ = "dcp" if self.is_dcp else "holdfast"
+        try:
+            complete = holdfast.list_checkpoints(self.directory, format=format_)
+        except holdfast.Error as error:
+            if error.code != "NOT_FOUND":
+                self._tell_failure("unreadable", 0, error)
+            return
+        if not complete:
+            return
+        path = complete[max(0, len(complete) - 1 - action["back"])]["path"]
+        expected = readers.Expected(self.round)
+        try:
+            for save, different in readers.readers_of(format_)[("holdfast.load", "holdfast.dcp")[self.is_dcp]](
+                path, expected
+            ):
+                self.tell("loaded", n=save, path=path, different=different)
+        except BaseException as error:
+            if os.path.isdir(path):  # the other trainer's retention may have removed it
+                self._tell_failure("unreadable", 0, error)
+
+    def _move(self, _: dict[str, Any]) -> None:
+        self._wait({})
+        with contextlib.suppress(holdfast.Error):
+            holdfast.flush(TIME_OUTCOME_MAX)
+        if not os.path.isdir(self.directory):
+            return
+        while os.path.exists(to := f"{self.directory}.moved-{self._moves}"):
+            self._moves += 1
+        os.rename(self.directory, to)
+        os.mkdir(self.directory)
+        self.tell("moved", to=to)
+
+    def _recover(self, _: dict[str, Any]) -> None:
+        try:
+            if os.path.isdir(self.directory):
+                holdfast.recover(self.directory, wait_for_orphans=0.2)
+        except holdfast.Error as error:
+            self._tell_failure("unreadable", 0, error)
+
+    # ---- Events.
+
+    @contextlib.contextmanager
+    def _limits(self, event: dict[str, Any] | None) -> Any:
+        """Resource limits around a call; the worker that it starts has them, too."""
+        kind = event["kind"] if event else ""
+        if kind not in ("limit-size", "limit-files"):
+            yield
+            return
+        which, value = resource.RLIMIT_FSIZE, event["bytes"] if event and "bytes" in event else 0
+        if kind == "limit-files":
+            which, value = resource.RLIMIT_NOFILE, max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
+        old = resource.getrlimit(which)
+        pids = [0, *children()] if kind == "limit-size" else [0]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(pid, which, (value, old[1]))
+        self.tell("fired", kind=kind, phase="call")
+        try:
+            yield
+            if kind == "limit-size":
+                time.sleep(0.05)  # the worker starts
+        finally:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    resource.prlimit(pid, which, old)
+
+    def _begin_event(self, number: int, event: dict[str, Any]) -> None:
+        kind = event["kind"]
+        if kind in ("change-sealed", "change-and-restore"):
+            self._change = self._changer(number, kind, event["seconds"])
+        elif kind not in ("limit-size", "limit-files"):
+            known = handle.in_flight()
+            thread = threading.Thread(target=self._hit, args=(number, event, known, children()), daemon=True)
+            self._hits.append(thread)
+            thread.start()
+
+    def _changer(self, number: int, kind: str, seconds: float) -> Callable[[int, int], None]:
+        def change(address: int, nbytes: int) -> None:
+            self._change = None
+            place = address + nbytes // 2
+            old = ctypes.string_at(place, 1)
+            ctypes.memset(place, old[0] ^ 0x10, 1)
+            self.tell("fired", n=number, kind=kind, phase="sealed")
+            if kind == "change-and-restore":
+                timer = threading.Timer(seconds, lambda: ctypes.memset(place, old[0], 1))
+                self._hits.append(timer)
+                timer.start()
+
+        return change
+
+    def _sealed(self, address: int, nbytes: int, *_: Any) -> None:
+        """Called with each extent between its digest and its write."""
+        change = self._change
+        if change is not None and nbytes:
+            change(address, nbytes)
+
+    def _hit(self, number: int, event: dict[str, Any], known: list[Any], older: dict[int, int]) -> None:
+        """The event's own thread: waits for its moment."""
+        if event["kind"] == "kill-in-call":
+            time.sleep(event["seconds"] / 10)
+            self._strike(number, event, "call", None, None)
+            return
+        end = time.monotonic() + TIME_OUTCOME_MAX
+        while time.monotonic() < end:
+            for save in handle.in_flight():
+                if save in known or not isinstance(save, handle.Save):
+                    continue
+                try:
+                    now = save.progress()
+                except holdfast.Error:
+                    continue
+                if self._is_moment(event, now):
+                    self._strike(number, event, now["phase"], save, older)
+                    return
+                if now["phase"] in ("done", "failed", "cancelled"):
+                    return
+            if number in self._over:
+                return
+            time.sleep(0.0005)
+
+    def _is_moment(self, event: dict[str, Any], now: dict[str, Any]) -> bool:
+        if event["phase"] == "commit":
+            return now["phase"] in _COMMIT
+        if event["phase"] == "later":
+            return now["phase"] == "writing" and now["bytes_written"] > 0
+        written = now["bytes_written"] / max(1, now["bytes_total"])
+        return now["phase"] == "writing" and written >= event["share"] or now["phase"] in _COMMIT
+
+    def _worker(self, older: dict[int, int] | None) -> int | None:
+        """The worker process: the youngest child, one that was there before where it is kept."""
+        now = children()
+        mine = {p: t for p, t in now.items() if p not in (older or {})} or (
+            now if self.round["launcher"] == "persistent" else {}
+        )
+        return max(mine, key=lambda p: mine[p]) if mine else None
+
+    def _strike(self, number: int, event: dict[str, Any], phase: str, save: Any, older: Any) -> None:
+        kind, seconds = event["kind"], event["seconds"]
+        if event["phase"] == "later":
+            time.sleep(seconds)
+        pid = self._worker(older) if kind in schedule.OF_WORKERS else None
+        if kind in schedule.OF_WORKERS and pid is None and kind != "kill-both":
+            return  # a worker in a thread
+        with contextlib.suppress(ProcessLookupError, holdfast.Error):
+            if pid is not None and kind in schedule.OF_WORKERS:
+                os.kill(pid, signal.SIGSTOP)
+                phase = save.progress()["phase"]  # what is said now was so when it stopped
+            self.tell("fired", n=number, kind=kind, phase=phase, pid=pid)
+            if kind in ("stop-worker", "hang-worker"):
+                time.sleep(TIME_HUNG * 3 if kind == "hang-worker" else seconds)
+            if kind == "terminate-worker":
+                os.kill(pid or 0, signal.SIGTERM)
+            if kind in ("kill-worker", "kill-both") and pid:
+                os.kill(pid, signal.SIGKILL)
+            if kind in ("kill-trainer", "kill-both", "kill-in-call"):
+                os.kill(os.getpid(), signal.SIGKILL)
+            if kind == "terminate-trainer":
+                os.kill(os.getpid(), signal.SIGTERM)
+            if kind == "exit-trainer":
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+            if kind == "stop-trainer":
+                self.tell("stopping", seconds=seconds)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if kind == "cancel":
+                save.cancel()
+            if kind == "program":
+                subprocess.run(["true"], check=False)
+            if kind == "fork":
+                self._fork(save)
+            if pid is not None:
+                os.kill(pid, signal.SIGCONT)
+
+    def _fork(self, save: Any) -> None:
+        """A foreign fork: the child uses what it has of the parent's, and ends."""
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                for use in (save.progress, save.cancel):
+                    try:
+                        use()
+                    except holdfast.Error as error:
+                        status = 0 if error.code == "FAILED_PRECONDITION" else 2
+                holdfast.staging()
+            os._exit(status)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status != 0:
+            self.tell("wrong", what=f"a forked child could use the parent's save (status {status})")
+
+
+class _Exit(SystemExit):
+    pass
+
+
+def _exit(*_: Any) -> None:
+    raise _Exit(0)
+
+
+def main(rank: int, round_: dict[str, Any], life: int, job: int, directory: str, scratch: str,
+         out: Connection, plant: str) -> None:  # fmt: skip
+    """The body of a trainer's process.
+
+    Args:
+        rank, round_, life, job: which trainer of what.
+        directory: of the checkpoints.
+        scratch: for logs and the store of the process group.
+        out: where it tells.
+        plant: "MODULE:FUNCTION", a deliberate mistake that is made first: for tests of this program.
+    """
+    log = os.open(os.path.join(scratch, f"trainer-{job}-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGUSR2, sys.stderr)
+    signal.signal(signal.SIGUSR1, _exit)
+    warnings.simplefilter("ignore")
+    logging.getLogger("holdfast").setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+    ranks = round_["ranks"]
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
+    if plant:
+        module, _, function = plant.partition(":")
+        getattr(importlib.import_module(module), function)()
+    if ranks > 1:
+        import torch.distributed as dist
+
+        dist.init_process_group(
+            "gloo", init_method=f"file://{scratch}/store-{life}-{job}", rank=rank, world_size=ranks,
+            timeout=timedelta(seconds=60),
+        )  # fmt: skip
+    trainer = Trainer(rank, round_, life, job, directory, out.fileno())
+    try:
+        trainer.run()
+    except _Exit:
+        trainer.tell("exiting")
+        trainer._wait({})
+        with contextlib.suppress(holdfast.Error):
+            holdfast.flush(TIME_OUTCOME_MAX)
+        trainer.tell("end")
+    except BaseException as error:
+        trainer._tell_failure("crashed", 0, error)
+        raise
+    finally:
+        out.close()
+        os._exit(0)  # the process group of ranks that are gone would wait for them
