@@ -162,6 +162,17 @@ def test_a_record_that_cannot_be_written_fails_the_save(
     assert _load(path) == (1, True)
 
 
+def test_metadata_of_another_directory_is_not_read_without_digests(tmp_path: Path) -> None:
+    """Its own manifests are elsewhere. The places that it names are those of files of another save."""
+    for value in (1, 2):
+        _save(tmp_path / str(value), value)
+    shutil.copy(tmp_path / "1/.metadata", tmp_path / "2/.metadata")
+    assert _verdict(tmp_path / "2") != "sound"
+    with pytest.raises(CheckpointException, match="is of save [0-9a-f]{32}, the manifests are of others"):
+        _load(tmp_path / "2")
+    _load(tmp_path / "2", verify=False)
+
+
 def test_the_command_tells_it_by_its_exit_status(tmp_path: Path) -> None:
     path = tmp_path / "run"
     _save(path)

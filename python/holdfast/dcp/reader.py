@@ -211,10 +211,17 @@ class StorageReader(_StorageReader):
         ranks = {rank_of(name) for name in files}
         with of_system(f"load {self.path}: list it"):
             names = sorted(os.listdir(self.path))
-        for name in names:
-            match = MANIFEST.fullmatch(name)
-            if not match or match[3] != self._save_id or match[4]:
+        matches = [m for m in map(MANIFEST.fullmatch, names) if m and not m[4]]
+        if self._verify and matches and all(m[3] != self._save_id for m in matches):
+            raise Error(
+                "DATA_LOSS",
+                f"load {self.path}: {METADATA} is of save {self._save_id}, the manifests are of others: files of several "
+                "checkpoints are mixed",
+            )
+        for match in matches:
+            if match[3] != self._save_id:
                 continue
+            name = match[0]
             rank, world_size = int(match[1]), int(match[2])
             digests = self._manifest_digests or [None] * world_size
             # Where each rank has metadata of its own, its manifest is that of the only one.
