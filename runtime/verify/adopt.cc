@@ -39,6 +39,7 @@ absl::StatusOr<std::vector<std::string>> FilesToAdopt(int directory, const std::
                                                       const std::vector<std::string>& names) {
   std::vector<std::string> files;
   for (const std::string& name : names) {
+    if (format::ParseCompanionName(name).has_value()) continue;
     const std::string object = absl::StrCat("adopt ", path, "/", format::Quoted(name));
     HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry entry,
                               directory::Look(directory, name, /*follow_symlink=*/false));

@@ -335,6 +335,34 @@ def test_what_is_changed_after_the_call_is_not_saved(tmp_path: Path) -> None:
     assert loaded["step"] == [1] and not loaded["x"].any()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"launcher": "persistent"},
+        {"launcher": "fork"},
+        {"engine": "pwrite", "direct_io": False},
+        {"read_back": True},
+        {"arena_bytes": 16 << 20},
+    ],
+    ids=str,
+)
+def test_every_way_of_writing_makes_the_file(tmp_path: Path, options: dict[str, Any]) -> None:
+    holdfast.flush(60)
+    before = {"launcher": "spawn", "engine": "auto", "direct_io": True, "read_back": False, "arena_bytes": 0}
+    holdfast.configure(**options)
+    try:
+        for number in range(2):
+            state = {"x": torch.full((8 << 20,), float(number)), "y": torch.arange(number + 1)}
+            saved(state, tmp_path / "x.pt")
+            loaded = torch.load(tmp_path / "x.pt", mmap=True)
+            assert torch.equal(loaded["x"], state["x"]) and torch.equal(loaded["y"], state["y"])
+            assert holdfast.verify(tmp_path / "x.pt")["verdict"] == "sound"
+            assert len(os.listdir(tmp_path)) == 2
+    finally:
+        holdfast.flush(60)
+        holdfast.configure(**{key: before[key] for key in options})
+
+
 # ---- Device memory.
 
 

@@ -231,6 +231,38 @@ TEST(ValidateJob, NamesEveryMistakeInACommitRecord) {
   EXPECT_EQ(table.Verdict(), "a row lies outside of the commit record");
 }
 
+TEST(ValidateJob, NamesEveryMistakeInASingleFile) {
+  const struct {
+    const char* verdict;
+    std::function<void(Job&)> spoil;
+  } cases[] = {
+      {"sound", [](Job&) {}},
+      {"a single file that is not alone",
+       [](Job& job) {
+         job.flags &= ~kFilesOnly;
+         std::strcpy(job.target, "step-1");
+       }},
+      {"a single file that is not alone", [](Job& job) { job.flags &= ~kWriteManifest; }},
+      {"a single file that is not alone", [](Job& job) { job.world_size = 2; }},
+      {"a single file that is not alone",
+       [](Job& job) {
+         job.file_count = 2;
+         job.files.bytes = 2 * sizeof(File);
+       }},
+      {"the partial name is not a name", [](Job& job) { job.partial[0] = '\0'; }},
+  };
+  for (const auto& one : cases) {
+    Table table;
+    table.job().flags = kFilesOnly | kSingleFile | kWriteManifest;
+    table.job().file_count = 1;
+    table.job().files.bytes = sizeof(File);
+    std::strcpy(table.job().target, ".");
+    std::strcpy(table.job().manifest, ".last.pt.holdfast-00000000000000010000000000000009.json");
+    one.spoil(table.job());
+    EXPECT_EQ(table.Verdict(), one.verdict);
+  }
+}
+
 TEST(ValidateJob, AcceptsTheFrameworksDirectoryItself) {
   Table table;
   table.job().flags = kFilesOnly;
