@@ -147,7 +147,10 @@ absl::StatusOr<std::shared_ptr<RankPresence>> RankPresence::Join(int parent,
     return absl::Status(static_cast<absl::StatusCode>(layout::CodeFor(failure)),
                         base::Describe(failure));
   }
-  HOLDFAST_RETURN_IF_ERROR(Keeper::Get().Add(presence));
+  const absl::Status kept = Keeper::Get().Add(presence);
+  // The other ranks have seen this rank, and would wait for its next sign of life.
+  if (!kept.ok()) presence->Fail(parent, kept);
+  HOLDFAST_RETURN_IF_ERROR(kept);
   return presence;
 }
 

@@ -1,0 +1,48 @@
+// RankAnnouncement: a rank that cannot take part says so to the other ranks.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <pthread.h>
+
+#include <cerrno>
+#include <string>
+
+#include "holdfast/checkpointer.h"
+#include "holdfast/ranks.h"
+#include "runtime/sys/system.h"
+#include "tests/testing/small_checkpoint.h"
+
+namespace holdfast {
+namespace {
+
+using ::testing::HasSubstr;
+
+class Announcement : public ::testing::Test {
+ protected:
+  void TearDown() override { sys::g_system = sys::kKernel; }
+  RankInSave Rank(uint32_t rank) const {
+    return {.directory = directory_.path(),
+            .name = "step-1",
+            .attempt = attempt_,
+            .rank = rank,
+            .world_size = 2};
+  }
+
+  testing::TemporaryDirectory directory_;
+  const AttemptId attempt_ = NewAttemptId();
+};
+
+TEST_F(Announcement, EndsTheSaveOfAllRanksWhereItCannotGiveSignsOfLife) {
+  sys::g_system.thread_create = [](pthread_t*, const pthread_attr_t*, void* (*)(void*), void*) {
+    return EAGAIN;
+  };
+  const absl::Status refused = RankAnnouncement::Make(Rank(1)).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(refused) || absl::IsUnavailable(refused)) << refused;
+  sys::g_system = sys::kKernel;
+  // At once, and not after time_liveness_max without a sign of life.
+  const absl::Status other = RankAnnouncement::Make(Rank(0)).status();
+  EXPECT_TRUE(absl::IsAborted(other)) << other;
+  EXPECT_THAT(std::string(other.message()), HasSubstr("rank 1 failed: start a thread"));
+}
+
+}  // namespace
+}  // namespace holdfast
