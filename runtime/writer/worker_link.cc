@@ -36,6 +36,22 @@ void Ring(int eventfd) {
   (void)!sys::Sys().write(eventfd, &one, sizeof(one));
 }
 
+std::string DescribeExit(int status) {
+  switch (status) {
+    case layout::kExitMismatch:
+      return "exited: the worker program is of another version than this library";
+    case layout::kExitAttach:
+      return "exited: it could not take its descriptors, or map its memory (ulimit -n, ulimit -v)";
+    case sys::kExitAssertion:
+      return "exited: it found its own state wrong";
+    case 127:
+      return "exited with status 127: the worker program could not be started (missing shared "
+             "library?)";
+    default:
+      return absl::StrCat("exited with status ", status);
+  }
+}
+
 absl::StatusOr<base::UniqueFd> MakeEventFd() {
   base::UniqueFd fd(sys::EventFdOwned());
   if (!fd.valid()) return base::ErrnoStatus("create", "eventfd", errno);
@@ -131,7 +147,8 @@ absl::Status WorkerLink::StartThread(base::UniqueFd worker_end) {
   const int socket = sys::DuplicateOwned(worker_end.get());
   if (socket < 0) return base::ErrnoStatus("duplicate", "the worker's socket", errno);
   const absl::Status started = thread_.Start([this, socket] {
-    worker::Serve({.socket = socket, .launcher = launcher_, .jobs_max = 0});
+    thread_status_.store(
+        worker::Serve({.socket = socket, .launcher = launcher_, .jobs_max = 0}));
     Ring(ended_.get());
     Ring(to_trainer_.get());
   });
@@ -224,26 +241,15 @@ std::string WorkerLink::Reap() {
 }
 
 std::string WorkerLink::TakeExitStatus() {
-  if (!traits_.process) return "ended: its thread returned";
+  if (!traits_.process) {
+    const int status = thread_status_.load();
+    return status == 0 ? "ended: its thread returned" : DescribeExit(status);
+  }
   siginfo_t info{};
   const int result = sys::Uninterrupted(
       [&] { return sys::Sys().waitid(P_PIDFD, static_cast<id_t>(pidfd_.get()), &info, WEXITED); });
   if (result != 0) return "ended, and the host process took its exit status";
-  if (info.si_code == CLD_EXITED) {
-    switch (info.si_status) {
-      case layout::kExitMismatch:
-        return "exited: the worker program is of another version than this library";
-      case layout::kExitAttach:
-        return "exited: it could not map the staging memory";
-      case sys::kExitAssertion:
-        return "exited: it found its own state wrong";
-      case 127:
-        return "exited with status 127: the worker program could not be started (missing shared "
-               "library?)";
-      default:
-        return absl::StrCat("exited with status ", info.si_status);
-    }
-  }
+  if (info.si_code == CLD_EXITED) return DescribeExit(info.si_status);
   return absl::StrCat("was killed by signal ", info.si_status, " (", sigabbrev_np(info.si_status),
                       ")",
                       info.si_status == SIGKILL ? ": the out-of-memory killer, or somebody" : "");
