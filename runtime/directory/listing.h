@@ -31,7 +31,7 @@ absl::StatusOr<Listing> ListComplete(int directory, const std::string& path);
 
 /// What the commit records of a directory's checkpoints say.
 struct Recorded {
-  CheckpointInfo newest;  ///< Without its path. The attempt is zero if there is no record.
+  CheckpointInfo newest;   ///< Without its path. The attempt is zero if there is no record.
   uint64_t latest_ns = 0;  ///< The latest time of a save, also in frameworks' directories.
 };
 

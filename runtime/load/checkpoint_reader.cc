@@ -32,10 +32,10 @@ using load::WantedTensor;
 
 class CheckpointReader::Impl {
  public:
-  std::string directory;           // that contains the files
+  std::string directory;                      // that contains the files
   std::optional<directory::Identity> opened;  // the directory that `tensors` are of, if known
-  bool follow_symlink = false;     // a file named by the caller, not by a manifest
-  std::vector<std::string> files;  // names, by file index
+  bool follow_symlink = false;                // a file named by the caller, not by a manifest
+  std::vector<std::string> files;             // names, by file index
   std::vector<PlannedTensor> tensors;
   std::unordered_map<std::string, uint32_t> by_name;
   std::optional<format::Manifest> manifest;                  // of all opened ranks, merged
@@ -90,8 +90,8 @@ class CheckpointReader::Impl {
     HOLDFAST_ASSIGN_OR_RETURN(const directory::Identity found,
                               directory::IdentityOf(fd.get(), directory));
     if (found == *opened) return fd;
-    return absl::AbortedError(absl::StrCat(
-        "load from ", directory, ": it was replaced since it was opened; open it anew"));
+    return absl::AbortedError(absl::StrCat("load from ", directory,
+                                           ": it was replaced since it was opened; open it anew"));
   }
 
   absl::StatusOr<std::vector<WantedTensor>> Find(absl::Span<const TensorTarget> targets) const;

@@ -102,14 +102,15 @@ bool SkipRank(const char** at, uint64_t* value) {
   return *value <= UINT32_MAX && (digits == kRankDigits || (digits > kRankDigits && *begin != '0'));
 }
 
-/// Returns W of the manifest's name "rank-RRRRR-of-WWWWW.manifest.json"; 0 for an empty name.
-uint64_t WorldOf(const char* manifest) {
-  const char* const of = strstr(manifest, "-of-");
+/// Returns W of a manifest's name "rank-RRRRR-of-WWWWW.manifest.json"; 0 for any other name.
+uint64_t WorldOf(const char* name) {
+  uint64_t rank = 0;
   uint64_t world_size = 0;
-  if (of == nullptr) return 0;
-  const char* at = of + 4;
-  (void)SkipRank(&at, &world_size);
-  return world_size;
+  const char* at = name;
+  const bool named = SkipText(&at, kManifestPrefix) && SkipRank(&at, &rank) &&
+                     SkipText(&at, "-of-") && SkipRank(&at, &world_size) &&
+                     strcmp(at, kManifestSuffix) == 0;
+  return named && rank < world_size ? world_size : 0;
 }
 
 }  // namespace
@@ -236,13 +237,7 @@ bool IsUncommitted(const char* name, const AttemptId& attempt) {
 
 }  // namespace
 
-bool IsManifestName(const char* name) {
-  uint64_t rank = 0;
-  uint64_t world_size = 0;
-  const char* at = name;
-  return SkipText(&at, kManifestPrefix) && SkipRank(&at, &rank) && SkipText(&at, "-of-") &&
-         SkipRank(&at, &world_size) && strcmp(at, kManifestSuffix) == 0 && rank < world_size;
-}
+bool IsManifestName(const char* name) { return WorldOf(name) != 0; }
 
 bool IsCommitFile(const char* name) {
   return strcmp(name, layout::kCommitRecordName) == 0 || IsManifestName(name);

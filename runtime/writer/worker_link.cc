@@ -147,8 +147,7 @@ absl::Status WorkerLink::StartThread(base::UniqueFd worker_end) {
   const int socket = sys::DuplicateOwned(worker_end.get());
   if (socket < 0) return base::ErrnoStatus("duplicate", "the worker's socket", errno);
   const absl::Status started = thread_.Start([this, socket] {
-    thread_status_.store(
-        worker::Serve({.socket = socket, .launcher = launcher_, .jobs_max = 0}));
+    thread_status_.store(worker::Serve({.socket = socket, .launcher = launcher_, .jobs_max = 0}));
     Ring(ended_.get());
     Ring(to_trainer_.get());
   });

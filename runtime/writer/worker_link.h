@@ -123,7 +123,7 @@ class WorkerLink : public staging::Registrant {
   base::UniqueFd trainer_end_;    // the other end, where a socket replaces the pidfd
   base::UniqueFd to_worker_;      // eventfds
   base::UniqueFd to_trainer_;
-  base::UniqueFd ended_;  // eventfd, a thread's stand-in for a pidfd
+  base::UniqueFd ended_;               // eventfd, a thread's stand-in for a pidfd
   std::atomic<int> thread_status_{0};  // what a process would exit with
   base::Thread thread_;
   base::Mutex reap_mutex_;
