@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,30 @@ def test_a_handle_is_of_no_use_in_a_forked_child(tmp_path: Path) -> None:
     assert os.waitpid(pid, 0)[1] == 0
     assert save.wait(60)["bytes"] > 0
     assert holdfast.verify(tmp_path / "s")["verdict"] == "sound"
+
+
+def test_a_lock_that_another_thread_holds_at_a_fork_is_free_in_the_child(tmp_path: Path) -> None:
+    from holdfast.dcp import placement
+
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with placement._known.lock:
+            held.set()
+            done.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)  # ends a child that hangs
+        placement.choose(tmp_path, "0" * 32, [0], False)
+        os._exit(0)
+    status = os.waitpid(pid, 0)[1]
+    done.set()
+    thread.join()
+    assert status == 0
 
 
 class Numbers(torch.utils.data.Dataset):

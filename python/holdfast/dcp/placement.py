@@ -12,11 +12,11 @@ import dataclasses
 import json
 import os
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
 from holdfast import _native
+from holdfast._process import PerProcess
 from holdfast.errors import Error, of_system
 
 DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp(\.tmp)?")
@@ -25,10 +25,16 @@ MANIFEST = re.compile(r"rank-(\d{5,})-of-(\d{5,})-([0-9a-f]{32})\.manifest\.json
 _ANY_DATA_FILE = re.compile(r".*__(\d+)_\d+\.distcp")
 RECORD = re.compile(r"holdfast\.commit-([0-9a-f]{32})\.json(\.tmp)?")
 
-_lock = threading.Lock()
-# By directory: the placement that came last, and this process's attempts and their generations.
-_newest: dict[str, Placement] = {}
-_attempts: dict[str, dict[str, int]] = {}
+
+class _Known(PerProcess):
+    """By directory: the placement that came last, and this process's attempts and their generations."""
+
+    def clear(self) -> None:
+        self.newest: dict[str, Placement] = {}
+        self.attempts: dict[str, dict[str, int]] = {}
+
+
+_known = _Known()
 _DIRECTORIES_MAX = 64
 
 
@@ -73,11 +79,11 @@ class Placement:
 
 def note(placement: Placement) -> None:
     """Remembers the newest word of a directory's coordinator."""
-    with _lock:
-        _newest.pop(placement.directory, None)
-        _newest[placement.directory] = placement
-        while len(_newest) > _DIRECTORIES_MAX:
-            del _newest[next(iter(_newest))]
+    with _known.lock:
+        _known.newest.pop(placement.directory, None)
+        _known.newest[placement.directory] = placement
+        while len(_known.newest) > _DIRECTORIES_MAX:
+            del _known.newest[next(iter(_known.newest))]
 
 
 def take(planned: Any, directory: str) -> Placement:
@@ -86,10 +92,10 @@ def take(planned: Any, directory: str) -> Placement:
     Raises:
         Error: INTERNAL if there is none, because some planner dropped the plan's storage data.
     """
-    with _lock:
+    with _known.lock:
         found = planned
         if not isinstance(found, Placement) or found.used or found.directory != directory:
-            found = _newest.get(directory)
+            found = _known.newest.get(directory)
         if found is None or found.used:
             raise Error(
                 "INTERNAL",
@@ -141,13 +147,13 @@ def follow(directory: Path, attempt: str, generation: int, rank: int, world_size
 
 def _register(directory: str, attempt: str, generation: int) -> int:
     """Notes an attempt of this process; its generation is above that of all before."""
-    with _lock:
-        known = _attempts.pop(directory, {})
+    with _known.lock:
+        known = _known.attempts.pop(directory, {})
         generation = max([generation, *(g + 1 for g in known.values())])
         known[attempt] = generation
-        _attempts[directory] = known
-        while len(_attempts) > _DIRECTORIES_MAX:
-            del _attempts[next(iter(_attempts))]
+        _known.attempts[directory] = known
+        while len(_known.attempts) > _DIRECTORIES_MAX:
+            del _known.attempts[next(iter(_known.attempts))]
     return generation
 
 
@@ -173,8 +179,8 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
         rank: only of this rank, where each has metadata of its own.
         younger: further attempts of which nothing is named.
     """
-    with _lock:
-        known = dict(_attempts.get(str(directory), {}))
+    with _known.lock:
+        known = dict(_known.attempts.get(str(directory), {}))
     own = known.get(attempt, 0)
     known.update(dict.fromkeys(younger - known.keys(), own))
     # Ranks that follow a known plan choose their generations themselves.
@@ -192,9 +198,9 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
         elif saved_by not in (None, attempt) and known.get(saved_by, -1) < own:
             if rank is None or _is_of_rank(directory / name, rank):
                 result.append(name)
-    with _lock:
-        for older in [a for a, g in _attempts.get(str(directory), {}).items() if g <= own]:
-            del _attempts[str(directory)][older]
+    with _known.lock:
+        for older in [a for a, g in _known.attempts.get(str(directory), {}).items() if g <= own]:
+            del _known.attempts[str(directory)][older]
     # Data last: a file without its manifest is known to be incomplete, not corrupt.
     return sorted(result, key=lambda n: (bool(DATA_FILE.fullmatch(n)), n))
 
