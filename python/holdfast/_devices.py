@@ -31,6 +31,12 @@ def device_of(device: torch.device) -> _native.Device | None:
     )
 
 
+def in_use() -> list[_native.Device]:
+    """The devices that this process has begun to use."""
+    cuda = [_native.cuda_device(torch.cuda.current_device())] if torch.cuda.is_initialized() else []
+    return [*_stand_ins.values(), *cuda]
+
+
 def bytes_of(owner: torch.Tensor, address: int, nbytes: int) -> torch.Tensor:
     """A part of the memory below a tensor, as bytes on its device."""
     storage = owner.untyped_storage()

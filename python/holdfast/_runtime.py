@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import time
 import weakref
 from collections import OrderedDict
@@ -210,9 +211,15 @@ class Runtime:
             return self._memory.core.staging() if self._memory.core is not None else {}
 
     def warm_up(self, nbytes: int = 0) -> None:
-        """Takes the staging memory for a state of `nbytes`."""
+        """Takes the staging memory for a state of `nbytes`, and registers it with the GPU in use."""
         with self._memory.lock:
-            self._memory.take(nbytes)
+            core = self._memory.take(nbytes)
+        if "torch" not in sys.modules:
+            return
+        from holdfast import _devices  # needs it
+
+        for device in _devices.in_use():
+            core.register_device(device)
 
     def trim(self) -> None:
         """Gives the staging memory back to the system; the next save takes it again."""
@@ -288,8 +295,14 @@ def staging() -> dict[str, Any]:
 def warm_up(nbytes: int = 0) -> None:
     """Takes the staging memory now, so that the first save need not wait for its pages.
 
+    If the process has begun to use a GPU, the current one's driver pins the memory here, and not in
+    the first save's call.
+
     Args:
         nbytes: of the state to come, where `configure` did not set ``arena_bytes``.
+
+    Raises:
+        Error: RESOURCE_EXHAUSTED, ... where there is no such memory, or the driver does not pin it.
     """
     default.warm_up(nbytes)
 

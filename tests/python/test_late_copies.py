@@ -431,6 +431,27 @@ def test_a_step_waits_for_copies_that_wait_for_staging_memory(
         assert (holdfast.load(save.path)["w"] == -float(step)).all(), step
 
 
+def test_warming_up_registers_the_memory_ahead_of_the_first_save(tmp_path: Path) -> None:
+    registered = []
+
+    class Registering(SlowDevice):
+        def register_memory(self, address: int, nbytes: int) -> None:
+            registered.append(nbytes)
+
+    holdfast.flush(60)
+    device = Registering()
+    device.open.set()
+    with _devices.stand_in("cpu", device):
+        holdfast.configure(arena_bytes=16 << 20)
+        holdfast.warm_up()
+        assert registered == [16 << 20]
+        holdfast.save({"w": torch.ones(4)}, tmp_path / "a")
+        assert registered == [16 << 20]
+        holdfast.flush(60)
+    holdfast.configure(arena_bytes=0)  # lets go of the device
+    holdfast.warm_up(1)
+
+
 # ---- Random training loops: what is saved is the state at the call, or the save fails.
 
 
