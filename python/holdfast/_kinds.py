@@ -130,7 +130,8 @@ class Object(Kind):
         return {"kind": "object", "name": outline.name_object(path), "class": token[1]}
 
     def build(self, builder: Any, node: Node, path: str) -> Callable[[], Any]:
-        return lambda: builder.object(node["name"])
+        value = builder.object(node["name"])  # at once: nothing has been read into a target yet
+        return lambda: value
 
 
 class Sequence(Kind):

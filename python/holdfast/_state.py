@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from holdfast import _collector, _devices, _dtypes, _native, _plain
-from holdfast._kinds import kind_of_node, under
+from holdfast._constructors import CONSTRUCTORS
+from holdfast._kinds import kind_of_node, needed_classes, under
 from holdfast._plain import Node
 from holdfast._tensor_kinds import PLAIN_TENSORS, TENSOR, kind_of
 from holdfast.errors import Error
@@ -116,6 +117,7 @@ class Outline:
         members: of each entry the indices of the tensors in it.
         object_names: of each object.
         contiguous_copies: paths of tensors that are copied to be saved.
+        needs_allow: classes that a load of new values must be allowed to make, sorted.
         distributed: of each DTensor its node and the names of its entries.
         kept: what one save has made of the outline for the next one, and does not use any more.
     """
@@ -151,6 +153,10 @@ class Outline:
             (n, [leaf["stored"] for _, leaf in tensor_nodes(n)])
             for n in nodes(description) if n["kind"] == "dtensor"
         ]
+        made = (n["class"] for n in nodes(description) if n["kind"] == "object")
+        self.needs_allow = sorted(
+            needed_classes(nodes(description)).union(name for name in made if name not in CONSTRUCTORS)
+        )
         # Between these parts belong the plain values.
         self.device_set = set(self.devices)
         self._text = _encode(description)[1:].split(_encode(_HOLE))

@@ -393,9 +393,9 @@ class Subclass(_Tensors):
 
     def build(self, builder: Any, node: Node, path: str) -> Callable[[], Any]:
         plans = {n: builder.plan(inner, under(path, n)) for n, inner in node["inner"].items()}
+        cls, context, shape, stride = builder.object(node["context"])
 
         def make() -> Any:
-            cls, context, shape, stride = builder.object(node["context"])
             parts = {n: plan() for n, plan in plans.items()}
             return marked(cls.__tensor_unflatten__(parts, context, shape, stride), node)
 

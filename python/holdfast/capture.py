@@ -31,6 +31,7 @@ class Captured:
         watch: of the tensors that are copied behind the training.
         objects: paths of pickled entries.
         contiguous_copies: paths of tensors that had to be copied to be saved.
+        needs_allow: classes that a load must be allowed to make.
         release: to be called once the runtime has taken the plan.
     """
 
@@ -40,6 +41,7 @@ class Captured:
     watch: _late.Watch
     objects: list[str]
     contiguous_copies: list[str]
+    needs_allow: list[str]
     release: Callable[[], None]
 
 
@@ -122,7 +124,7 @@ class Part:
             plan.native.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
         return Captured(
             plan.native, keep, waiting, watch, sorted(described.objects), outline.contiguous_copies,
-            plan.release,
+            outline.needs_allow, plan.release,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 from typing import Any
 
@@ -26,6 +27,21 @@ def local_path(path: str | os.PathLike[str], operation: str, instead: str = "") 
             + (instead and f"; {instead}"),
         )
     return text
+
+
+def whole_step(step: Any) -> int:
+    """A step as the files have it.
+
+    Raises:
+        Error: INVALID_ARGUMENT for what is no whole number from 0 to 2^64 - 1.
+    """
+    try:
+        whole = operator.index(step)
+    except TypeError:
+        whole = -1
+    if not 0 <= whole < 1 << 64:
+        raise Error("INVALID_ARGUMENT", f"save: step {step!r:.40}: a whole number from 0 to 2^64 - 1 is expected")
+    return whole
 
 
 def absolute_path(path: str, operation: str) -> str:

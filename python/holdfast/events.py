@@ -114,7 +114,8 @@ def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:
             given: dict[str, Any] = dict(kwargs)
             path = args[1] if len(args) > 1 else given.get("path", "")
             who = {k: given[k] for k in ("rank", "world_size") if given.get(k) is not None}
-            publish_raised(str(path), int(given.get("step") or 0), error, **who)
+            step = given.get("step")
+            publish_raised(str(path), step if isinstance(step, int) else 0, error, **who)
             raise
 
     return counted

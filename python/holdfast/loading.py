@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast import _collector, _kinds, _lineage, _native, _plain, _ranks, _state, _unpickle
+from holdfast import _collector, _dcp_directories, _kinds, _lineage, _native, _plain, _ranks, _state, _unpickle
 from holdfast._building import Builder
 from holdfast._common import common
 from holdfast._filling import Filling
@@ -83,7 +83,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self._options = _Options(verify, buffer_bytes, threads, engine, direct_io)
         self.report: dict[str, Any] = {}
         own_rank, own_world = _ranks.rank_and_world()
-        self.reader = _native.CheckpointReader.open(self.path, 0)
+        self.reader = self._open()
         self.step, self.world_size = self.reader.step, self.reader.world_size
         # In a job of another size: what all ranks had alike.
         together = rank is None and self.world_size != own_world
@@ -99,6 +99,15 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         self._alike: set[str] = set()
         if together:
             self._compare_ranks(own)
+
+    def _open(self) -> Any:
+        try:
+            return _native.CheckpointReader.open(self.path, 0)
+        except Error as error:
+            instead = _other_format(self.path)
+            if not instead:
+                raise
+            raise Error(error.code, f"load {self.path}: {instead}", error.errno) from error
 
     def _view_of(self, reader: Any, entry_bytes: dict[str, int]) -> _View:
         structure = json.loads(self._bytes(STRUCTURE, reader, entry_bytes))
@@ -235,8 +244,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         if nbytes is None:
             raise Error(
                 "FAILED_PRECONDITION",
-                f"load {self.path}: it has no {name}: it was not saved by the Python package; its "
-                "tensors are ordinary safetensors files",
+                f"load {self.path}: "
+                + (_other_format(self.path) or f"it has no {name}: it was not saved by the Python package; its "
+                   "tensors are ordinary safetensors files"),
             )
         with self._reading() as loading:
             return _read(loading, reader or self.reader, name, nbytes)
@@ -292,6 +302,15 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         for name in self._objects:
             needed |= _unpickle.unlisted(self._pickle(loading, name))
         return needed
+
+
+def _other_format(path: str) -> str:
+    """What stands in the place of a plain checkpoint, and what loads it; empty for anything else."""
+    if os.path.isfile(path):
+        return "it is a file; use what wrote it (torch.load, safetensors), or holdfast convert"
+    if _dcp_directories.may_be_loaded(path):
+        return "it is a checkpoint of PyTorch Distributed Checkpoint; use holdfast.dcp.load, or holdfast convert"
+    return ""
 
 
 def _read(loading: Loading, reader: Any, name: str, nbytes: int, begin: int | None = None) -> bytes:

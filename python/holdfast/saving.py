@@ -10,6 +10,7 @@ from typing import Any
 
 from holdfast import _agreement, _hf, _lineage, _native, _ranks, _runtime, directories, events
 from holdfast._durable import make_directory
+from holdfast._process import PerProcess
 from holdfast.capture import Part
 from holdfast.errors import Error
 from holdfast.handle import Save
@@ -98,6 +99,7 @@ def save_async(
             DEADLINE_EXCEEDED (a rank has not called), ABORTED (another rank's call has failed), ...
     """
     called_ns = time.monotonic_ns()
+    step = directories.whole_step(step)
     own_rank, own_world = _ranks.rank_and_world()
     rank = own_rank if rank is None else rank
     world_size = own_world if world_size is None else world_size
@@ -155,6 +157,7 @@ def save_async(
             "world_size": world_size,
             "objects": captured.objects,
             "contiguous_copies": captured.contiguous_copies,
+            "needs_allow": captured.needs_allow,
             "tensors_replicated": len(agreement.replicated),
             "tensors_per_rank": part.count - len(agreement.replicated),
             "tensors_on_some_ranks": len(agreement.elsewhere),
@@ -172,7 +175,31 @@ def save_async(
         begun = Save(start, whole, step, extra, captured.keep, door, runtime=runtime,
                      ordered=captured.waiting, watch=captured.watch, on_failure=on_failure)
         captured.release()
+        _say_what_loads(whole, captured.needs_allow)
         return begun
+
+
+class _Said(PerProcess):
+    """What the log has said of classes: once is enough."""
+
+    def clear(self) -> None:
+        self.of: set[tuple[str, ...]] = set()
+
+
+_said = _Said()
+
+
+def _say_what_loads(path: str, classes: list[str]) -> None:
+    """Warns of values that are saved and that no load makes by default."""
+    key = tuple(classes)
+    with _said.lock:
+        if not classes or key in _said.of:
+            return
+        _said.of.add(key)
+    events.logger.warning(
+        "save %s: it holds %s, which a load makes only if it is allowed to: load(..., allow=%r). Plain "
+        "values, dicts and lists need no leave", path, ", ".join(classes), classes,
+    )  # fmt: skip
 
 
 def save(state: Any, path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from holdfast._dcp_directories import series_of
 from holdfast._process import PerProcess
 from holdfast.errors import Error
 
@@ -248,9 +249,18 @@ def compare_with_previous(subject: Any, report: dict[str, Any] | None, error: Er
         return
     result = describe(earlier, later)
     report.update(result)
-    # The same step twice, as at the end of a run, is no news.
-    if result["stale"] and warning and not (later.step and later.step == earlier.step):
+    if result["stale"] and warning and _is_news(later, earlier):
         logger.warning("[rank %d] %s", rank, _sentence(later, earlier, result))
+
+
+def _is_news(later: Snapshot, earlier: Snapshot) -> bool:
+    """Whether the training has gone on between two saves, as far as they say.
+
+    The same step twice, as at the end of a run, is no news. Without steps `last` and `best` may be of one.
+    """
+    if later.step or earlier.step:
+        return later.step != earlier.step
+    return series_of(os.path.basename(later.path)) == series_of(os.path.basename(earlier.path))
 
 
 def _sentence(later: Snapshot, earlier: Snapshot, result: dict[str, Any]) -> str:

@@ -23,3 +23,7 @@ __all__ = ["Stager", "StorageReader", "StorageWriter", "async_save", "load", "re
 
 def __getattr__(name: str) -> Any:
     return getattr(_stock, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *dir(_stock)})

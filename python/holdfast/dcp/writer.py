@@ -121,7 +121,7 @@ class StorageWriter(_StorageWriter):
         super().__init__()
         self.path = local_path(path)
         self.overwrite = overwrite
-        self._step = step
+        self._step = None if step is None else directories.whole_step(step)
         self._staging_bytes_max = staging_bytes_max
         self.staged = False
         self._fresh()

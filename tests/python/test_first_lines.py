@@ -1,0 +1,103 @@
+"""What a newcomer meets first: wrong arguments, other formats, a load that is refused, names to complete."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import holdfast
+import holdfast.dcp
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Unknown:
+    """A class that no load makes without leave."""
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_an_object_that_is_not_allowed_leaves_the_target_as_it_is(partial: bool, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    holdfast.save({"model": model, "object": Unknown()}, tmp_path / "a")
+    target = torch.nn.Linear(4, 4)
+    before = target.weight.detach().clone()
+    with pytest.raises(PermissionError, match="Unknown"):
+        holdfast.load(tmp_path / "a", into={"model": target, "object": None}, partial=partial)
+    assert torch.equal(target.weight, before)
+    state = holdfast.load(tmp_path / "a", into={"model": target, "object": None}, allow=[Unknown])
+    assert torch.equal(target.weight, model.weight)
+    assert isinstance(state["object"], Unknown)
+
+
+@pytest.mark.parametrize("step", [-1, 1 << 64, 1.5, "7", None])
+def test_a_step_that_cannot_be_is_refused_by_value(step: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a whole number from 0"):
+        holdfast.save({"t": torch.ones(2)}, tmp_path / "a", step=step)
+    if step is not None:
+        with pytest.raises(ValueError, match="a whole number from 0"):
+            holdfast.dcp.StorageWriter(tmp_path / "a", step=step)
+
+
+def test_a_step_may_be_any_integer(tmp_path: Path) -> None:
+    for n, step in enumerate([torch.tensor(5), 2**64 - 1]):
+        assert holdfast.save({"t": torch.ones(2)}, tmp_path / str(n), step=step)["step"] == int(step)
+
+
+def test_checkpoints_of_other_formats_are_named_with_what_loads_them(tmp_path: Path) -> None:
+    state = {"t": torch.ones(2)}
+    torch.save(state, tmp_path / "zip.pt")
+    dcp.save(state, checkpoint_id=tmp_path / "stock")
+    holdfast.dcp.save(state, checkpoint_id=tmp_path / "ours")
+    with pytest.raises(holdfast.Error, match=r"torch\.load"):
+        holdfast.load(tmp_path / "zip.pt")
+    for name in ("stock", "ours"):
+        with pytest.raises(holdfast.Error, match=r"holdfast\.dcp\.load"):
+            holdfast.load(tmp_path / name)
+        with pytest.raises(holdfast.Error, match=r"holdfast\.dcp\.load"):
+            holdfast.open(tmp_path / name)
+
+
+def test_the_dcp_module_lists_the_frameworks_names_too() -> None:
+    assert {"async_save", "StorageReader", "FileSystemReader", "DefaultLoadPlanner"} <= set(dir(holdfast.dcp))
+
+
+def test_last_and_best_of_one_moment_are_no_stale_snapshots(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"t": torch.rand(8)}
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        for name in ("last", "best"):
+            holdfast.save(state, tmp_path / name)
+        assert not caplog.records
+        holdfast.save(state, tmp_path / "last", replace=True)
+        holdfast.save(state, tmp_path / "last", replace=True)
+    assert "identical to the previous save" in caplog.text
+
+
+@dataclasses.dataclass
+class Config:
+    """As training scripts have one."""
+
+    width: int = 4
+
+
+def test_a_save_says_what_no_load_makes_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"config": Config(), "object": Unknown(), "plain": {"a": [1, (2.0, "b")]}, "t": torch.ones(2)}
+    names = [f"{__name__}:Config", f"{__name__}:Unknown"]
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        for n in range(2):
+            assert holdfast.save(state, tmp_path / str(n), step=n)["needs_allow"] == names
+        (said,) = [r.getMessage() for r in caplog.records if "allow=" in r.getMessage()]
+        assert all(name in said for name in names)
+        caplog.clear()
+        assert holdfast.save({"plain": state["plain"], "t": torch.ones(3)}, tmp_path / "b")["needs_allow"] == []
+        assert not caplog.records
+    with pytest.raises(PermissionError):
+        holdfast.load(tmp_path / "0")
+    assert holdfast.load(tmp_path / "0", allow=names)["config"] == Config()
