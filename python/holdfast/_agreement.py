@@ -139,8 +139,6 @@ class _Store:
         Raises:
             Error: DEADLINE_EXCEEDED, naming the ranks without a key; what `check` raises.
         """
-        import torch.distributed as dist
-
         begin, warned = time.monotonic(), False
         next_check = begin
         # One wait ends at once when the keys come. Further ones would each log a warning of the
@@ -148,8 +146,8 @@ class _Store:
         try:
             self._store.wait(keys, timedelta(seconds=min(_AT_ONCE, time_max)))
             return
-        except dist.DistStoreError:
-            pass
+        except RuntimeError:
+            pass  # not the keys' turn yet: a FileStore has no class for that. Of a store that is gone `check` raises, too
         while not until() and not self._store.check(keys):
             waited = time.monotonic() - begin
             if check is not None and time.monotonic() >= next_check:

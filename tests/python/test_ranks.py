@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import dcp_ranks  # noqa: F401  (its server, which has imported PyTorch, forks the ranks)
+import dcp_ranks  # its server, which has imported PyTorch, forks the ranks
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,6 +87,18 @@ def test_replicas_are_saved_once_and_random_state_by_each(
     one = holdfast.open(tmp_path / "s1", rank=1)
     assert opened == [0]
     assert one["rng"].tolist() == [11] * 16
+
+
+def late_in_a_file_store(rank: int, directory: str) -> None:
+    if rank == 1:
+        time.sleep(2)
+    holdfast.save_async(state_of(rank, 1), os.path.join(directory, "s1"), step=1).wait(60)
+
+
+def test_a_late_rank_is_waited_for_whatever_the_store(tmp_path: Path) -> None:
+    """The time-out of a FileStore has no class of its own."""
+    dcp_ranks.run_ranks(RANKS, tmp_path, late_in_a_file_store, str(tmp_path))
+    assert holdfast.verify(tmp_path / "s1")["verdict"] == "sound"
 
 
 def save_shards(rank: int, directory: str) -> None:
