@@ -152,10 +152,11 @@ class Judge:
         allowed = self._codes(made, causes)
         for error in said or [{"ours": False}]:
             if not error["ours"]:
-                # A collective of the framework's own, which a dead rank has not answered.
-                if not (self.format == "dcp" and self.round["ranks"] > 1 and causes & set(schedule.DEADLY)):
+                # A collective of the framework's own, which has no descriptor or no answer from a rank that is gone.
+                of_peers = {*schedule.DEADLY, "limit-files"}
+                if not (self.format == "dcp" and self.round["ranks"] > 1 and causes & of_peers):
                     self.blame("v", f"{what} with what is no holdfast.Error: {said}")
-                self.counts["errors of the framework about a dead rank"] += 1
+                self.counts["errors of the framework about other ranks"] += 1
                 continue
             self.counts[f"code {error['code']}"] += 1
             if error["code"] not in allowed:
@@ -321,8 +322,7 @@ class Judge:
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                # The framework wraps what a rank raises.
-                if "[DATA_LOSS]" not in repr(error) and not readers.is_own(error):
+                if not readers.is_own(error):
                     self.blame("v", f"{done}: {reader} of {path} raises {error!r}")
                 self.counts["damage refused by a load"] += 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -118,10 +119,16 @@ def readers_of(format_: str) -> dict[str, Reader]:
     return found
 
 
+_CODE = re.compile(r"\[(DATA_LOSS|NOT_FOUND|PERMISSION_DENIED|INVALID_ARGUMENT|FAILED_PRECONDITION)\]")
+
+
 def is_own(error: BaseException) -> bool:
-    """Whether it is an error of this package, or of the framework with such errors of all ranks."""
-    causes = [e[0] for e in getattr(error, "failures", {}).values()]
-    return isinstance(error, holdfast.Error) or bool(causes) and all(isinstance(e, holdfast.Error) for e in causes)
+    """Whether it is an error of this package, or one of the framework that says what such an error said.
+
+    The framework's loading turns what a reader raises into exceptions of its own, with the text.
+    """
+    causes = [e[0] for e in getattr(error, "failures", {0: (error,)}).values()]
+    return all(isinstance(e, holdfast.Error) or _CODE.search(str(e)) for e in causes)
 
 
 def verdict(path: str, format_: str) -> str:
