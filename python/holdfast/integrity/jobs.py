@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.integrity import processes, trainer
 
-TIME_SILENT_MAX = 150.0  # seconds without a line from any trainer of a life
+TIME_SILENT_MAX = 400.0  # seconds without a line from any trainer of a life
 # Trainers are forked by a server that has imported PyTorch and used nothing of it.
 _context: Any = multiprocessing.get_context("forkserver")
 

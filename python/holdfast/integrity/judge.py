@@ -94,11 +94,13 @@ class Judge:
 
     # ---- What the trainers of a life told.
 
-    def hear(self, lines: list[dict[str, Any]]) -> None:
-        """Takes the lines of one life into the model."""
-        causes = {line["kind"] for line in lines if line["event"] == "fired"} | (
-            {"disk"} if self.round["disk"] else set()
-        )
+    def hear(self, lines: list[dict[str, Any]], actions: list[dict[str, Any]]) -> None:
+        """Takes the lines of one life, and what it was to do, into the model."""
+        causes = {line["kind"] for line in lines if line["event"] == "fired"}
+        # Deadlines of such lives are short. A busy machine may miss them without the event.
+        causes |= {a["event"]["kind"] for a in actions if "event" in a} & {"hang-worker", *schedule.DEADLY}
+        if self.round["disk"]:
+            causes.add("disk")
         for line in lines:
             event, number = line["event"], line.get("n", 0)
             made = self._made.get(number)

@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.integrity import jobs, judge, processes, schedule
 
-TIME_ORPHANS_MAX = 90.0  # seconds in which the workers of dead trainers have to end
+TIME_ORPHANS_MAX = 180.0  # seconds in which the workers of dead trainers have to end
 LOG_BYTES = 4000
 
 
@@ -81,7 +81,7 @@ def _live(round_: dict[str, Any], life: int, directory: str, scratch: str, made:
     orphans = processes.Orphans()
     trainers = jobs.Life(round_, life, directory, scratch, plant)
     trainers.run()
-    made.hear(trainers.lines)
+    made.hear(trainers.lines, round_["lives"][life])
     if trainers.problem:
         made.blame("v", trainers.problem)
     made.look(thorough=False)  # beside orphans that still write: readers see complete checkpoints alone

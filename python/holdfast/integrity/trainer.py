@@ -35,12 +35,13 @@ from holdfast.integrity import readers, schedule, states
 from holdfast.integrity.processes import children, held
 from holdfast.integrity.slow_device import SlowDevice
 
-# Seconds. Longer than any machine needs, shorter than a person waits.
-TIME_OUTCOME_MAX = 90.0
-TIME_LIVENESS_MAX = 10.0
-TIME_STALLED_MAX = 30.0
-TIME_SETTLE_MAX = 20.0  # in which what a save held has to go
-TIME_HUNG = 3.0  # of a round in which a worker hangs
+# Seconds: far more than a busy machine needs. What ends by a deadline here has an event as its cause.
+TIME_OUTCOME_MAX = 180.0
+TIME_LIVENESS_MAX = 60.0
+TIME_STALLED_MAX = 60.0
+TIME_SETTLE_MAX = 60.0  # in which what a save held has to go
+TIME_MISSED = 8.0  # after which a rank that was killed counts as gone
+TIME_HUNG = 3.0  # the same of a worker that hangs
 _COMMIT = ("syncing", "reading back", "manifest", "waiting for ranks", "committing")
 
 
@@ -61,13 +62,15 @@ class Trainer:
         self._moves = 0
         self._rate = 0
         self._over: set[int] = set()  # numbers of the saves that have ended
-        hangs = any(e["kind"] == "hang-worker" for e in schedule.events_of(round_))
+        kinds = {a["event"]["kind"] for a in self.actions if "event" in a}
         self._options: dict[str, Any] = {
             "arena_bytes": schedule.ARENA, "launcher": round_["launcher"], "engine": round_["engine"],
             "read_back": round_["read_back"], "second_look": round_["second_look"],
             "trainer_death": round_["trainer_death"], "on_sealed": self._sealed,
-            "time_liveness_max": TIME_LIVENESS_MAX, "time_memory_max": TIME_OUTCOME_MAX / 2,
-            "time_stalled_max": TIME_HUNG if hangs else TIME_STALLED_MAX, "time_ranks_max": TIME_OUTCOME_MAX / 2,
+            "time_liveness_max": TIME_MISSED if kinds & set(schedule.DEADLY) else TIME_LIVENESS_MAX,
+            "time_memory_max": TIME_OUTCOME_MAX / 2,
+            "time_stalled_max": TIME_HUNG if "hang-worker" in kinds else TIME_STALLED_MAX,
+            "time_ranks_max": TIME_OUTCOME_MAX / 2,
         }  # fmt: skip
         self._checkpointer: holdfast.Checkpointer | None = None
 
@@ -463,7 +466,7 @@ def main(rank: int, round_: dict[str, Any], life: int, job: int, directory: str,
 
         dist.init_process_group(
             "gloo", init_method=f"file://{scratch}/store-{life}-{job}", rank=rank, world_size=ranks,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=TIME_OUTCOME_MAX),
         )  # fmt: skip
     trainer = Trainer(rank, round_, life, job, directory, out.fileno())
     try:
