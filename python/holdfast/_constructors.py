@@ -129,6 +129,13 @@ def _encode(pickle: Pickle, text: Any, encoding: Any = None) -> bytes:
     return encoded
 
 
+def _decimal(pickle: Pickle, text: Any = "0") -> Any:
+    """From text, as it is pickled. Conversion from an integer takes the square of its length."""
+    require(type(text) is str, f"a decimal of a {type(text).__name__}")
+    pickle.charge_copy(len(text))
+    return decimal.Decimal(text)
+
+
 def _fraction(pickle: Pickle, numerator: Any = 0, denominator: Any = 1) -> Any:
     if type(numerator) is str:
         require(re.fullmatch(r"-?\d+(/\d+)?", numerator) is not None, "a fraction with an exponent")
@@ -296,7 +303,7 @@ CONSTRUCTORS: dict[str, Constructor | None] = {
     "datetime:time": _plain(datetime.time, datetime.tzinfo),
     "datetime:timedelta": _plain(datetime.timedelta),
     "datetime:timezone": _plain(datetime.timezone, datetime.timedelta),
-    "decimal:Decimal": _plain(decimal.Decimal),
+    "decimal:Decimal": _decimal,
     "fractions:Fraction": _fraction,
     "uuid:UUID": _empty(lambda: uuid.UUID.__new__(uuid.UUID)),
     "uuid:SafeUUID": _plain(uuid.SafeUUID),

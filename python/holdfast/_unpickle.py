@@ -7,6 +7,7 @@ the list's calls have made is given a state or items, and never a class, a funct
 from __future__ import annotations
 
 import _compat_pickle
+import decimal
 import enum
 import importlib
 import io
@@ -36,6 +37,8 @@ _SHARED = (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType, types
            *_TORCH_VALUES)  # fmt: skip
 _BUILD: Callable[[Any], None] = pickle._Unpickler.dispatch[pickle.BUILD[0]]
 _NESTING = (tuple, slice)
+# Their hash is kept, or takes no time.
+_HASHED_ONCE = frozenset([type(None), bool, float, complex, str, bytes])
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 
 # Opcodes that put together plain values, or keep and find them. What is neither here nor below is
@@ -47,6 +50,18 @@ _PLAIN_OPCODES = """
     EMPTY_SET LIST GLOBAL STACK_GLOBAL PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET MEMOIZE
     BINPERSID
 """.split()
+
+
+def safe_globals() -> dict[str, Any]:
+    """What the user trusts in every load: ``torch.serialization.add_safe_globals`` and ``safe_globals``.
+
+    By "module.name". An entry with a name of its own is what pickles call by that name.
+    """
+    found: dict[str, Any] = {}
+    for entry in torch.serialization.get_safe_globals():
+        item, name = entry if isinstance(entry, tuple) else (entry, name_of(entry))
+        found[name.replace(":", ".")] = item
+    return found
 
 
 def refusal(subject: str, names: Iterable[str]) -> Error:
@@ -104,10 +119,11 @@ def names(data: bytes) -> set[str]:
 
 
 def unlisted(data: bytes, listed: Container[str] = CONSTRUCTORS) -> set[str]:
-    """The names that a pickle asks for and that are not on the list."""
+    """The names that a pickle asks for and that are neither on the list nor the user's safe globals."""
+    safe = safe_globals()
     return {
         n for n in names(data)
-        if n not in listed and n != "builtins:getattr" and not _is_torch_value(n)
+        if n not in listed and n != "builtins:getattr" and not _is_torch_value(n) and n.replace(":", ".") not in safe
     }  # fmt: skip
 
 
@@ -139,10 +155,11 @@ class Unpickler(pickle._Unpickler):
         self._data = data
         self._operation = operation
         self._allow = allow
+        self._safe = safe_globals()
         self._units = _UNITS_MIN + _UNITS_PER_BYTE * len(data)
         self._calls: dict[int, tuple[Any, Constructor | None]] = {}  # by id; None: as it is
         self._trusted: set[type] = set()  # of what allowed calls have made
-        self._nested: dict[int, tuple[Any, int, int]] = {}  # by id, of tuples: depth, leaves
+        self._nested: dict[int, tuple[Any, int, int]] = {}  # by id, of tuples: depth, units of a hash
 
     # ---- Budget.
 
@@ -160,29 +177,32 @@ class Unpickler(pickle._Unpickler):
 
     def charge_keys(self, keys: Iterable[Any]) -> None:
         for key in keys:
-            if isinstance(key, _NESTING):
-                self._charge(self._shape(key)[1])
-            elif isinstance(key, int):
-                self._charge(key.bit_length() >> 6)
+            if type(key) not in _HASHED_ONCE:
+                self._charge(self._hash_of(key)[1])
 
-    def _shape(self, value: Any) -> tuple[int, int]:
-        """Depth and leaves of what a hash goes through."""
-        _, depth, leaves = self._nested.get(id(value), (value, 1, len(_parts(value))))
-        return depth, leaves
+    def _hash_of(self, value: Any) -> tuple[int, int]:
+        """Depth of the recursion, and units, of what a hash goes through."""
+        if isinstance(value, _NESTING):
+            _, depth, units = self._nested.get(id(value), (value, 1, len(_parts(value))))
+            return depth, units
+        if isinstance(value, int):
+            return 0, value.bit_length() >> 6
+        if isinstance(value, range):
+            return 0, (value.start.bit_length() + value.stop.bit_length() + value.step.bit_length()) >> 6
+        if isinstance(value, decimal.Decimal) or type(value).__module__ == "numpy":
+            return 0, sys.getsizeof(value) >> 1
+        return 0, 0
 
     def _checked(self, made: Any) -> Any:
         """Bounds the depth: the hash of a tuple is recursive, and overflows the stack of C."""
         parts = _parts(made)
-        for part in parts:
-            if isinstance(part, _NESTING):
-                break
-        else:
+        inner = [self._hash_of(part) for part in parts if type(part) not in _HASHED_ONCE]
+        depth, units = 1 + max((d for d, _ in inner), default=0), sum(u for _, u in inner)
+        if depth == 1 and not units:
             return made  # nearly all of them
-        inner = [self._shape(part) for part in parts if isinstance(part, _NESTING)]
-        depth = 1 + max(depth for depth, _ in inner)
         if depth > _TUPLE_DEPTH_MAX:
             raise pickle.UnpicklingError(f"tuples in tuples, {depth} deep")
-        self._nested[id(made)] = (made, depth, len(parts) + sum(leaves for _, leaves in inner))
+        self._nested[id(made)] = (made, depth, len(parts) + units)
         return made
 
     # ---- Names.
@@ -194,6 +214,8 @@ class Unpickler(pickle._Unpickler):
         if full not in self.constructors and full not in self._allow:
             if _is_torch_value(full):
                 return vars(torch)[name]
+            if full.replace(":", ".") in self._safe:
+                return self._callable(self._safe[full.replace(":", ".")], None)
             raise refusal(self._operation, self._missing() | {full})
         module, _, path = full.partition(":")
         found: Any = importlib.import_module(module)

@@ -98,6 +98,11 @@ def _names(depth: int) -> bytes:
     return b"\x80\x04}" + b")" + b"\x85" * depth + b"Ns."
 
 
+def _hashed(key: bytes) -> bytes:
+    """A dict with one key, many times."""
+    return b"\x80\x04}(" + key + b"q\xffN" + b"h\xffN" * 1_000_000 + b"u."
+
+
 ATTACKS = {
     "array over given pointers": pickle.dumps(Call(numpy.ndarray, (1,), numpy.dtype("O"), b"A" * 8)),
     "array whose dtype lost its flags": pickle.dumps(
@@ -140,12 +145,25 @@ ATTACKS = {
     "copies of one value": b"\x80\x04]\x94(" + b"K\0" * 50000 + b"e0" + b"(" +
         b"cbuiltins\nset\nh\0\x85R" * 50000 + b"l.",
     "many hashes of one key": b"\x80\x04}(" + b"K\0" * 50000 + b"t\x940(" + b"h\0N" * 50000 + b"u.",
+    "many hashes of one decimal": _hashed(pickle.dumps(decimal.Decimal("9" * 1_000_000), 2)[2:-1]),
+    "many hashes of one range": _hashed(b"cbuiltins\nrange\n" + pickle.dumps(1 << (1 << 23), 2)[2:-1] + b"\x85R"),
+    "many hashes of a tuple of a large integer": _hashed(pickle.dumps(1 << (1 << 23), 2)[2:-1] + b"\x85"),
+    "many hashes of raw memory": _hashed(pickle.dumps(numpy.void(bytes(1 << 20)), 2)[2:-1]),
+    "decimal of a large integer": pickle.dumps(Call(decimal.Decimal, 1 << (1 << 23))),
     "text of anything": pickle.dumps(Call(str, [[]])),
     "another codec": pickle.dumps(Call(__import__("_codecs").encode, "x", "zip")),
     "memory of a tensor": pickle.dumps(Call(torch.Tensor, 1 << 33)),
     "tuples in tuples as a key": _names(1_000_000),
     "position beyond the bytes": _built(b"c_io\nBytesIO\n)R", (b"", 1 << 40, None)),
     "extension code": b"\x80\x04\x82\x01.",
+    "extension codes of two and four bytes": b"\x80\x04\x83\x01\x01\x84\x01\x01\x01\x01.",
+    "buffer from outside": b"\x80\x05\x97.",
+    "read-only buffer": b"\x80\x05C\x03abc\x98.",
+    "persistent id": b"\x80\x04Px\n.",
+    "binary persistent id": b"\x80\x04X\x01\0\0\0xQ.",
+    "call of a class by its opcode": b"\x80\x04(ctypes\nSimpleNamespace\no.",
+    "name behind an attribute": b"\x80\x04\x8c\x05types\x8c\x18SimpleNamespace.__init__\x93.",
+    "name of a submodule": b"\x80\x04\x8c\x05torch\x8c\x09os.system\x93.",
     "instance of an old class": b"\x80\x04(itypes\nSimpleNamespace\n.",
     "enum's other attribute": pickle.dumps(Call(getattr, uuid.SafeUUID, "mro")),
 }  # fmt: skip
@@ -313,6 +331,42 @@ def test_all_names_that_a_load_needs_are_in_one_error(tmp_path: Path) -> None:
             _unpickle.loads(pickle.dumps(Outer(), protocol), "o")
 
 
+class Trusted:
+    def __init__(self, value: int = 3) -> None:
+        self.value = value
+
+
+@dataclasses.dataclass
+class TrustedPart:
+    weight: torch.Tensor
+
+
+def test_what_the_user_trusts_in_torch_is_trusted_here(tmp_path: Path) -> None:
+    state = {"a": Trusted(7), "b": TrustedPart(torch.ones(2))}
+    holdfast.save(state, tmp_path / "s")
+    holdfast.dcp.save({"a": Trusted(7)}, checkpoint_id=tmp_path / "dcp")
+    into: dict[str, Any] = {"a": None}
+    for load in (lambda: holdfast.load(tmp_path / "s"), lambda: holdfast.dcp.load(into, checkpoint_id=tmp_path / "dcp")):
+        with pytest.raises((holdfast.Error, CheckpointException), match="PERMISSION_DENIED"):
+            load()
+    with torch.serialization.safe_globals([Trusted, TrustedPart]):
+        loaded = holdfast.load(tmp_path / "s")
+        assert isinstance(loaded["a"], Trusted) and loaded["a"].value == 7
+        assert isinstance(loaded["b"], TrustedPart) and torch.equal(loaded["b"].weight, torch.ones(2))
+        holdfast.dcp.load(into, checkpoint_id=tmp_path / "dcp")
+        assert isinstance(into["a"], Trusted)
+    with pytest.raises(holdfast.Error, match="PERMISSION_DENIED"):
+        holdfast.load(tmp_path / "s")
+    # An entry with a name of its own: what a class was called when it was saved.
+    moved = pickle.dumps(Trusted(7), 4).replace(b"Trusted", b"Retired")
+    with torch.serialization.safe_globals([(Trusted, f"{__name__}.Retired")]):
+        assert _unpickle.loads(moved, "o").value == 7
+    # It adds to the list, and takes nothing from the checks of what is on it.
+    with torch.serialization.safe_globals([decimal.Decimal, Trusted]):
+        with pytest.raises(holdfast.Error, match="DATA_LOSS"):
+            _unpickle.loads(ATTACKS["decimal of a large integer"], "o")
+
+
 # ---- Objects of DCP.
 
 
@@ -351,6 +405,14 @@ CRAFTED = {
     "a script": {"archive/data.pkl": pickle.dumps(Evil(), 2), "archive/constants.pkl": b"\x80\x02)."},
     "its pickle": {"archive/data.pkl": pickle.dumps(Evil(), 2)},
 }  # fmt: skip
+
+
+def test_a_deep_object_is_an_error(tmp_path: Path) -> None:
+    data = b"\x80\x02]" + b"]" * 100_000 + b"a" * 100_000 + b"."
+    _stock_object(tmp_path / "s", _archive({"archive/data.pkl": data, "archive/version": b"3\n", "archive/data/0": b""}))
+
+    with pytest.raises(CheckpointException, match=r"load o: .*nested too deeply"):
+        dcp.load({"o": None}, storage_reader=holdfast.dcp.StorageReader(tmp_path / "s"))
 
 
 @pytest.mark.parametrize("name", CRAFTED)

@@ -176,7 +176,10 @@ def resaved(data: io.BytesIO, entry: str, allow: frozenset[str]) -> io.BytesIO:
         ) from error
     value = _unpickle.run(unpickler, operation)
     out = io.BytesIO()
-    torch.save(value, out)
+    try:
+        torch.save(value, out)
+    except RecursionError:
+        raise Error("DATA_LOSS", f"{operation}: it is nested too deeply") from None
     out.seek(0)
     return out
 
