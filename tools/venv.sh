@@ -3,10 +3,13 @@
 # tools, and this checkout's holdfast package, built and installed as `pip install .` does.
 #
 #   tools/venv.sh [PIP INSTALL OPTION...]
+#   tools/venv.sh --frameworks   build/venv-frameworks on top of it: Megatron-Core, nvidia-resiliency-ext and Lightning, in
+#                                the versions below, for tests/frameworks. It sees the packages of build/venv as they are.
 #
 # HOLDFAST_TORCH   which PyTorch, as pip takes it (default torch==2.13.0). The CPU build is enough; a range that an installed
 #                  one meets installs nothing more.
 # HOLDFAST_VENV    where (default build/venv).
+# HOLDFAST_MEGATRON, HOLDFAST_NVRX, HOLDFAST_LIGHTNING   versions for --frameworks.
 # Run it again after a change: what is up to date stays.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
@@ -19,6 +22,11 @@ case "${1:-}" in
     exit 0
     ;;
 esac
+if [ "${1:-}" = --frameworks ]; then
+  [ $# = 1 ] || fail "--frameworks takes no further option"
+  [ -x "${HOLDFAST_VENV:-$root/build/venv}/bin/python" ] || "$root/tools/venv.sh" || exit 1
+  exec "$root/tools/frameworks.sh" "${HOLDFAST_VENV:-$root/build/venv}"
+fi
 install_missing "${packages_build[@]}" "${packages_python[@]}"
 venv=${HOLDFAST_VENV:-$root/build/venv}
 python=$venv/bin/python
