@@ -21,8 +21,11 @@ ways = pytest.mark.parametrize("way", ["synchronous", "mcore", "nvrx"])
 worlds = pytest.mark.parametrize("world_size", [1, 2])
 
 
-def _save(way: str, state: State, directory: str, strategy: Any, **options: Any) -> Any:
-    """Saves; returns the queue in which the request is, where there is one."""
+def _save(way: str, state: State, directory: str, strategy: Any, *, trains: bool = False, **options: Any) -> Any:
+    """Saves; returns the queue in which the request is, where there is one.
+
+    With `trains`, the state changes between the call and the scheduling, too.
+    """
     from megatron.core.dist_checkpointing import save
     from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
 
@@ -30,6 +33,8 @@ def _save(way: str, state: State, directory: str, strategy: Any, **options: Any)
         save(state.sharded(), directory, strategy, **options)
         return None
     request = save(state.sharded(), directory, strategy, async_sharded_save=True, async_strategy=way, **options)
+    if trains:
+        state.train()
     queue = get_async_strategy(way)[1]["AsyncCallsQueue"]()
     queue.schedule_async_request(request)
     return queue
@@ -43,7 +48,7 @@ def _check(directory: str, state: State) -> None:
     assert os.path.exists(f"{directory}/metadata.json")
 
 
-def _saves(rank: int, directory: str, way: str) -> None:
+def saves(rank: int, directory: str, way: str) -> None:
     holdfast.megatron.install()
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
@@ -54,7 +59,7 @@ def _saves(rank: int, directory: str, way: str) -> None:
             strategy = FullyParallelSaveStrategyWrapper(strategy)
         state, saved = State(3), State(3)
         path = fresh(f"{directory}/{wraps}")
-        queue = _save(way, state, path, strategy, verify_integrity=True)
+        queue = _save(way, state, path, strategy, trains=True, verify_integrity=True)
         state.train()
         if queue is not None:
             finalize(queue)
@@ -66,7 +71,7 @@ def _saves(rank: int, directory: str, way: str) -> None:
 @ways
 @worlds
 def test_a_save_has_the_state_of_the_call(way: str, world_size: int, tmp_path: Path) -> None:
-    run(world_size, tmp_path, _saves, str(tmp_path / "run"), way)
+    run(world_size, tmp_path, saves, str(tmp_path / "run"), way)
 
 
 def _noted(made: list[str], name: str, real: Any, *args: Any, **kwargs: Any) -> Any:
@@ -241,3 +246,40 @@ def test_a_synchronous_save_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOLDFAST_ARENA_BYTES", "0")  # as much as the save asks for
     (arena_bytes,) = run(1, tmp_path, _synchronous_memory, str(tmp_path / "run"))
     assert arena_bytes < 200 << 20  # of a state of 256 MiB
+
+
+class Quantized(torch.Tensor):
+    """As Transformer Engine's: it looks like floats, and only it knows how to become some."""
+
+    def dequantize(self) -> torch.Tensor:
+        return torch.full(self.shape, 5.0)
+
+
+def _special_writers(rank: int, directory: str) -> None:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    from holdfast import _devices
+    from holdfast.megatron.planning import finalize as commit
+    from holdfast.megatron.planning import plan_mcore
+    from holdfast.megatron.writer import FileSystemWriterAsync
+
+    device_of = _devices.device_of
+    writer = FileSystemWriterAsync(fresh(directory))
+    begin = writer.begin
+
+    def begins(*of_save: Any) -> Any:
+        _devices.device_of = device_of
+        return begin(*of_save)
+
+    writer.begin = begins
+    _devices.device_of = lambda _: object()  # as if the tensor were on one
+    commit(*plan_mcore({"w": torch.zeros(10).as_subclass(Quantized)}, writer, planner=DefaultSavePlanner())[0])
+    target = {"w": torch.zeros(10)}
+    torch.distributed.checkpoint.load(target, checkpoint_id=writer.path)
+    assert bool((target["w"] == 5).all())
+    stock = FileSystemWriterAsync("msc://bucket/run", thread_count=2, use_cached_data_structure=True)
+    assert type(stock).__module__ == "megatron.core.dist_checkpointing.strategies.filesystem_async"
+
+
+def test_quantized_tensors_and_object_storage(tmp_path: Path) -> None:
+    run(1, tmp_path, _special_writers, str(tmp_path / "run"))
