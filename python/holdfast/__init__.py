@@ -43,7 +43,7 @@ _LAZY = {
     "trim": "_runtime",
     "warm_up": "_runtime",
 }
-_MODULES = ("dcp", "events", "observe", "snapshots")
+_MODULES = ("dcp", "events", "lightning", "observe", "snapshots")
 
 # Without `open` and `TimeoutError`, which would shadow the built-in ones.
 __all__ = [

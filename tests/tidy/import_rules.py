@@ -6,7 +6,7 @@ import ast
 import source_tree
 
 PACKAGE = "python/holdfast/"
-FOLDERS = ("dcp", "observe", "megatron", "cli", "integrity")
+FOLDERS = ("dcp", "observe", "lightning", "megatron", "cli", "integrity")
 # A file may import those of the rows above its own.
 ROWS = (
     ("_native", "_process", "errors"),
@@ -21,7 +21,7 @@ ROWS = (
     ("capture", "handle"),
     ("_building", "_filling", "files", "loading", "saving"),
     ("dcp", "observe"),
-    ("megatron", "recovery"),
+    ("lightning", "megatron", "recovery"),
     ("checkpointer",),
     ("cli", "integrity"),
     ("__init__", "__main__"),

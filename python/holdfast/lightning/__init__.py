@@ -1,0 +1,28 @@
+"""Lightning through Holdfast: ``Trainer(plugins=[holdfast.lightning.CheckpointIO()])``.
+
+`CheckpointIO` saves asynchronously, for the Trainer and for Fabric. It serves the package `lightning` or `pytorch_lightning`, whichever was imported first.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from holdfast.lightning.checkpoint_io import CheckpointIO
+
+_LAZY = {"CheckpointIO": "checkpoint_io"}
+
+__all__ = ["CheckpointIO"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'holdfast.lightning' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"holdfast.lightning.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

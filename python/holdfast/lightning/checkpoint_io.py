@@ -1,0 +1,214 @@
+"""`CheckpointIO`: a trainer's checkpoints, saved asynchronously, in the order that keeps a whole one."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from holdfast import _runtime
+from holdfast.lightning import files, flavor, hooks, urls
+from holdfast.lightning.ordering import Begun, Order
+
+_Base: Any = flavor.fabric("plugins").TorchCheckpointIO
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(:[a-z]|//)")
+
+
+def location(path: str | os.PathLike[str]) -> str:
+    """A path as the order of saves has it: absolute, without a link resolved; or a URL."""
+    text = os.fspath(path)
+    if text.startswith(("file://", "local://")):
+        text = text.partition("://")[2]
+    return text if _URL.match(text) else os.path.abspath(os.path.expanduser(text))
+
+
+@dataclasses.dataclass(eq=False)
+class _Notice:
+    """What is to be called when a save is durable."""
+
+    begun: Begun
+    tell: Callable[[], None]
+    is_taken: bool = False
+
+
+class CheckpointIO(_Base):
+    """Saves the checkpoints of a Trainer, or of Fabric, asynchronously and safely.
+
+    ::
+
+        trainer = Trainer(plugins=[holdfast.lightning.CheckpointIO()])
+
+    A call returns when the state was captured; the file, which ``torch.load`` reads, appears by one
+    rename when it is durable, with a manifest beside it (see `holdfast.save_file`). What the
+    callbacks ask for follows that:
+
+    - An older checkpoint is removed, and a link moved, when the save before it in the program is
+      durable. If that fails, the old checkpoint and the old link stay.
+    - A load waits for the save of its path.
+    - The error of a save is raised once: by the next save (which was begun), by the next load, or at
+      the end of ``fit``. There all saves are waited for, also after an exception.
+    - Loggers are told of a checkpoint when it is there.
+    - A save whose name matches `durable_names` returns when it is durable: Lightning requeues its
+      job after such a call.
+
+    It may stand under a wrapper, and be used for several runs, one after the other.
+
+    Attributes:
+        order: of what it was asked for.
+        runtime: that its saves are begun with; None: that of the process.
+
+    Args:
+        durable_names: patterns of file names whose save returns when it is durable; default those in
+            front of a requeue, and Lightning's files between two processes (``.temp.ckpt``).
+        saves_in_flight_max: a further save waits until one of so many is durable.
+        spool: local directory for what goes to a URL; default that for temporary files.
+        **options: of `holdfast.configure`, for the saves of this plugin, which then have staging
+            memory of their own. Default: those of the process.
+
+    Raises:
+        Error: INVALID_ARGUMENT naming the option.
+    """
+
+    def __init__(
+        self,
+        *,
+        durable_names: Sequence[str] = ("hpc_ckpt_*", ".*"),
+        saves_in_flight_max: int = 2,
+        spool: str | os.PathLike[str] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self._arguments = {
+            "durable_names": durable_names, "saves_in_flight_max": saves_in_flight_max, "spool": spool, **options,
+        }  # fmt: skip
+        self.durable_names = tuple(durable_names)
+        self.spool = spool
+        self.runtime = _runtime.Runtime(options, None, "CheckpointIO") if options else None
+        self.order = Order(saves_in_flight_max)
+        self._url_options: dict[str, Any] = {}
+        self._notices: list[_Notice] = []
+        hooks.install(type(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy in another process has the options, and no saves."""
+        return _remade, (type(self), self._arguments)
+
+    # ---- What Lightning asks for.
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Begins a save; `checkpoint` may be changed when it returns.
+
+        Args:
+            checkpoint: any object that ``torch.save`` takes.
+            path: a local path or a URL of ``fsspec``.
+            storage_options: for a URL, what its file system takes.
+
+        Raises:
+            TypeError: `storage_options` for a local path, which has none.
+            Error: as `holdfast.save_file`, and that of an earlier save that has failed; this one is
+                in flight then.
+        """
+        where = location(path)
+        if _URL.match(where):
+            self._url_options[where] = storage_options
+            self.order.save(where, lambda: urls.save(checkpoint, where, storage_options, self.spool, self.runtime))
+        elif storage_options is not None:
+            raise TypeError(
+                f"save {where}: storage_options are for URLs; a local file has none (pass options of "
+                "holdfast.configure to holdfast.lightning.CheckpointIO)"
+            )
+        else:
+            self.order.save(where, lambda: files.save(checkpoint, where, self.runtime))
+        if any(fnmatch.fnmatch(os.path.basename(where), name) for name in self.durable_names):
+            self.order.wait_for(where)
+        self.deliver()
+        self.order.raise_error()
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        """Loads a checkpoint as ``torch.load`` does, to the CPU by default. Waits for its save.
+
+        Raises:
+            Error: of a save that has failed.
+            FileNotFoundError: there is none.
+        """
+        where = location(path)
+        self.order.wait_for(where)
+        if not _URL.match(where):
+            self.order.wait_for(os.path.realpath(where))
+        self.order.raise_error()
+        further = {} if map_location is None else {"map_location": map_location}
+        return super().load_checkpoint(where, weights_only=weights_only, **further)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes a checkpoint behind the save that was begun last, unless that fails."""
+        where = location(path)
+        if _URL.match(where):
+            options = self._url_options.pop(where, None)
+            self.order.remove(where, lambda: urls.remove(where, options))
+        else:
+            self.order.remove(where, lambda: files.remove(where), lambda: self._why_needed(where))
+
+    def teardown(self) -> None:
+        """Waits for all saves. The plugin can be used again afterwards.
+
+        Raises:
+            Error: of a save that has failed.
+        """
+        self.wait()
+        self.order.raise_error()
+
+    # ---- What callbacks and loggers do to files, by `hooks`.
+
+    def link_checkpoint(self, target: Any, path: Any) -> None:
+        """Puts a link to a checkpoint at `path`, when its save is durable, unless that fails."""
+        where, to = location(path), location(target)
+        self.order.link(where, to, lambda: files.link(where, to))
+
+    def exists(self, path: Any, on_disk: bool) -> bool:
+        """Whether a checkpoint will stand at `path` when all that was asked for is done."""
+        where = location(path)
+        return self.order.is_coming(where) or (on_disk and not self.order.is_leaving(where))
+
+    def tell_when_durable(self, tell: Callable[[], None]) -> None:
+        """Calls `tell` in the thread of the trainer when the save that was begun last is durable.
+
+        Its file stays until then.
+        """
+        begun = self.order.last
+        if begun is not None:
+            self._notices.append(_Notice(begun, tell))
+        self.deliver()
+
+    def deliver(self) -> None:
+        """Calls what `tell_when_durable` was given, of the saves that have ended by now."""
+        told = False
+        # A signal handler may come here in the middle of it.
+        while due := next((n for n in self._notices if n.begun.has_ended and not n.is_taken), None):
+            due.is_taken = told = True
+            try:
+                if due.begun.is_durable:
+                    due.tell()
+            finally:
+                self._notices.remove(due)
+        if told:
+            self.order.advance()
+
+    def wait(self) -> None:
+        """Waits for all saves, and what is behind them; raises no error of theirs."""
+        self.order.wait_for_saves()
+        self.deliver()
+        self.order.wait()
+
+    def _why_needed(self, path: str) -> str:
+        """Why a checkpoint may not be removed yet, or ""."""
+        if any(notice.begun.path == path for notice in list(self._notices)):
+            return "a logger was not told of it yet"
+        link = files.links_to(path)
+        return link and f"{link} leads there"
+
+
+def _remade(kind: type, arguments: dict[str, Any]) -> Any:
+    return kind(**arguments)

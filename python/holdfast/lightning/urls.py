@@ -1,0 +1,56 @@
+"""Checkpoints at URLs: written to a local spool, proven there, then copied by ``fsspec``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast import _runtime
+from holdfast.lightning import files
+from holdfast.lightning.following import Following
+
+_COPY_BYTES = 16 << 20
+
+
+def _file_system(url: str, options: Mapping[str, Any] | None) -> tuple[Any, str]:
+    import fsspec  # type: ignore[import-untyped]
+
+    # An object of this use's own: a transaction is a state of it.
+    return fsspec.core.url_to_fs(url, skip_instance_cache=True, **(options or {}))
+
+
+def save(checkpoint: Any, url: str, options: Mapping[str, Any] | None,
+         spool: str | os.PathLike[str] | None, runtime: _runtime.Runtime | None) -> Following:  # fmt: skip
+    """Begins to save an object to a URL; returns the handle."""
+    there, path = _file_system(url, options)
+    if spool is not None:
+        os.makedirs(spool, exist_ok=True)
+    directory = tempfile.mkdtemp(prefix="holdfast-", dir=spool)
+    local = os.path.join(directory, "checkpoint")
+    clean = functools.partial(shutil.rmtree, directory, ignore_errors=True)
+    try:
+        begun = files.save(checkpoint, local, runtime)
+    except BaseException:
+        clean()
+        raise
+    return Following(url, begun.staged, begun.wait, functools.partial(_copy, local, there, path), clean, runtime)
+
+
+def _copy(local: str, there: Any, path: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        there.makedirs(os.path.dirname(path), exist_ok=True)
+    # Where the file system has transactions, the file appears whole at their end.
+    with there.transaction, open(local, "rb") as source, there.open(path, "wb") as target:
+        shutil.copyfileobj(source, target, _COPY_BYTES)
+
+
+def remove(url: str, options: Mapping[str, Any] | None) -> None:
+    """Removes the file at a URL. One that is gone is no error."""
+    there, path = _file_system(url, options)
+    with contextlib.suppress(FileNotFoundError):
+        there.rm(path, recursive=True)
