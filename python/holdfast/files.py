@@ -86,7 +86,7 @@ def save_file(
 
     def start() -> _native.SaveHandle:
         return door.save(
-            name, captured.plan, step, replace, attempt, False, bool(captured.watch), True
+            name, captured.plan, step, replace, attempt, False, bool(captured.watch), single_file=True
         )
 
     save = Save(
