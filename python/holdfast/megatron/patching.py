@@ -82,7 +82,7 @@ class Patch:
 
     def _wait_in_save(self, module: ModuleType) -> None:
         """Makes the strategy's synchronous save known to the writer."""
-        strategy = getattr(module, _STRATEGY, None)
+        strategy: Any = getattr(module, _STRATEGY, None)
         stock_save = vars(strategy).get("save") if strategy is not None else None
         if stock_save is None:
             return
