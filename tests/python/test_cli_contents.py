@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import dcp_ranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -104,6 +105,29 @@ def test_show_reads_a_safetensors_file_without_torch(run: Path, tmp_path: Path) 
     assert [(t["name"], t["dtype"], t["shape"]) for t in told["tensors"]] == [("a", "F32", [3]), ("b", "I8", [2, 2])]
     own = command("show", "--json", run / "step-1" / "model-00000-of-00001.safetensors", torch=False).json
     assert sorted(t["name"] for t in own["tensors"]) == ["half", "large", "model.bias", "model.weight"]
+
+
+def _save_replicas(rank: int, directory: str) -> None:
+    for step in (1, 2):
+        state = {"w": torch.full((MIB,), 1.0), "large": torch.full((MIB,), float(step)), "own": torch.tensor(rank)}
+        holdfast.save(state, f"{directory}/step-{step}", step=step)
+
+
+def test_replicas_are_listed_once(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _save_replicas, str(tmp_path))
+    shown = command("show", tmp_path / "step-1", torch=False)
+    rows = {line.rpartition("  ")[0].split("  ")[0]: line.split() for line in shown.out.splitlines()}
+    assert rows["w"][-2:] == ["model-replicas.safetensors", "2"] and rows["rank 0: own"][-1] == "1"
+    assert set(rows) >= {"w", "large", "rank 0: own", "rank 1: own"} and "rank 1: w" not in rows
+    assert "4 tensors, 8.00 MiB" in shown.out
+    told = command("show", "--json", tmp_path / "step-1", torch=False).json["tensors"]
+    assert {t["name"]: t["ranks"] for t in told} == {"w": 2, "large": 2, "rank 0: own": 1, "rank 1: own": 1}
+    done = command("diff", "--json", tmp_path / "step-1", tmp_path / "step-2", torch=False)
+    assert (done.status, list(done.json["changed"]), done.json["identical"]) == (1, ["large"], 3)
+    # And beside a checkpoint of one rank.
+    holdfast.save({"w": torch.full((MIB,), 1.0), "large": torch.full((MIB,), 1.0)}, tmp_path / "alone")
+    done = command("diff", "--json", tmp_path / "step-1", tmp_path / "alone", torch=False)
+    assert list(done.json["removed"]) == ["rank 0: own", "rank 1: own"] and not done.json["changed"], done
 
 
 def test_show_of_several_ranks_names_the_rank(tmp_path: Path) -> None:

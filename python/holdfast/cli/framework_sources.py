@@ -117,7 +117,7 @@ class Dcp(Source):
         found: dict[str, dict[str, snapshots.Digest]] = {name: {} for name in self._tensor_names}
         for manifest in self._names:
             if manifest.endswith(f"-{self.facts['attempt']}.manifest.json"):
-                for piece, digest in sources.stored(self.path, manifest)[1].items():
+                for piece, digest in sources.stored(self.path, manifest).digests.items():
                     # A shard's name ends with its place in the tensor.
                     name = piece if piece in found else piece.rpartition("@")[0]
                     if name in found:

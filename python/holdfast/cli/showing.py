@@ -36,14 +36,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         text.document(
             "show", path=source.path, format=source.format, **source.facts,
-            tensors=[{"name": t.name, "dtype": t.dtype, "shape": t.shape, "bytes": t.nbytes, "file": t.file} for t in tensors],
+            tensors=[{"name": t.name, "dtype": t.dtype, "shape": t.shape, "bytes": t.nbytes, "file": t.file, "ranks": t.ranks} for t in tensors],
             objects=[{"name": name, "class": o.cls, "bytes": o.nbytes} for name, o in objects.items()],
             values=values,
         )  # fmt: skip
         return 0
-    rows: list[tuple[Any, ...]] = [(t.name, t.dtype, list(t.shape), t.nbytes, t.file) for t in tensors]
-    rows += [(name, "object", o.cls, o.nbytes, "") for name, o in objects.items()]
-    text.table(("NAME", "DTYPE", "SHAPE", "BYTES", "FILE"), rows, right="BYTES")
+    rows: list[tuple[Any, ...]] = [(t.name, t.dtype, list(t.shape), t.nbytes, t.file, t.ranks) for t in tensors]
+    rows += [(name, "object", o.cls, o.nbytes, "", 1) for name, o in objects.items()]
+    columns = 6 if any(t.ranks > 1 for t in tensors) else 5
+    head = ("NAME", "DTYPE", "SHAPE", "BYTES", "FILE", "RANKS")[:columns]
+    text.table(head, [row[:columns] for row in rows], right="BYTES RANKS")
     text.lines(f"{name} = {value}" for name, value in values.items())
     facts = [f"{len(tensors)} tensors, {text.size(sum(t.nbytes for t in tensors))}", f"{len(objects)} objects"]
     if "step" in source.facts:

@@ -33,6 +33,7 @@ class Tensor(NamedTuple):
         nbytes: of its data.
         file: where it lies, or how many files it is spread over.
         read: ``read(begin, n)`` returns n bytes of its data, compared with their digests if there are any.
+        ranks: how many ranks hold it and share what is stored.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Tensor(NamedTuple):
     nbytes: int
     file: str
     read: Callable[[int, int], bytes]
+    ranks: int = 1
 
 
 class Object(NamedTuple):
@@ -172,11 +174,21 @@ def _tensors_of(reader: Any, only: str = "") -> dict[str, Tensor]:
     }
 
 
-def stored(path: str, manifest: str) -> tuple[dict[str, Tensor], dict[str, snapshots.Digest]]:
-    """What a manifest names, and the digests of the tensors among that."""
+class Stored(NamedTuple):
+    """What a manifest names, the digests of the tensors among that, and the files that all ranks share."""
+
+    tensors: dict[str, Tensor]
+    digests: dict[str, snapshots.Digest]
+    replicated: set[str]
+
+
+def stored(path: str, manifest: str) -> Stored:
+    """What a manifest has."""
     tensors = _tensors_of(_native.CheckpointReader.open_manifest(path, manifest))
     with of_system(f"open {path}/{manifest}"), open(os.path.join(path, manifest), "rb") as file:
-        return tensors, snapshots.snapshot_of(json.loads(file.read())).tensors
+        document = json.loads(file.read())
+    replicated = {entry["name"] for entry in document["files"] if entry.get("replicated")}
+    return Stored(tensors, snapshots.snapshot_of(document).tensors, replicated)
 
 
 class _Holdfast(Source):
@@ -188,22 +200,29 @@ class _Holdfast(Source):
             key: value for key, value in _native.inspect(path).items() if key not in ("name", "path", "bytes")
         }
 
+        self._replicated: set[str] = set()
+
     @functools.cached_property
     def _all(self) -> list[Part]:
         """With what Holdfast stores beside the tensors."""
         world = self.facts["world_size"]
         parts = []
         for rank in range(world):
-            tensors, digests = stored(self.path, f"rank-{rank:05d}-of-{world:05d}.manifest.json")
+            found = stored(self.path, f"rank-{rank:05d}-of-{world:05d}.manifest.json")
+            self._replicated |= found.replicated
             label = f"rank {rank}: " if world > 1 else ""
-            parts.append(Part(label, tensors, {name: {name: digest} for name, digest in digests.items()}))
+            parts.append(Part(label, found.tensors, {name: {name: digest} for name, digest in found.digests.items()}))
         return parts
 
     def parts(self) -> list[Part]:
-        return [
-            part._replace(tensors={n: t for n, t in part.tensors.items() if not n.startswith(_OWN)})
+        """Replicas, which all ranks name in their manifests, are one part without a label."""
+        first = self._all[0]
+        alike = {n: t._replace(ranks=len(self._all)) for n, t in first.tensors.items() if t.file in self._replicated}
+        parts = [
+            part._replace(tensors={n: t for n, t in part.tensors.items() if n not in alike and not n.startswith(_OWN)})
             for part in self._all
         ]
+        return [Part("", alike, first.digests), *parts] if alike else parts
 
     def _structures(self) -> Iterator[tuple[Part, dict[str, Any]]]:
         for part in self._all:
