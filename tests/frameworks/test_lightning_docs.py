@@ -21,7 +21,7 @@ def run(program: str, directory: Path) -> str:
 
 def test_the_examples_run_as_they_are(tmp_path: Path) -> None:
     program = program_of(ROOT / "docs" / "lightning.md")
-    assert "CheckpointIO" in program
+    assert "CheckpointIO" in program and "OffloadCallback" in program
     run(program, tmp_path)
     assert (tmp_path / "run" / "last.ckpt").resolve().name == "epoch=0-step=32.ckpt"
 
@@ -31,7 +31,7 @@ import sys
 sys.modules["lightning"] = None  # as if it were not installed
 import torch
 import pytorch_lightning as pl
-from holdfast.lightning import CheckpointIO
+from holdfast.lightning import CheckpointIO, OffloadCallback
 class Model(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -42,7 +42,7 @@ class Model(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 saves = pl.callbacks.ModelCheckpoint(dirpath="run", every_n_train_steps=2, save_last="link")
 job = pl.Trainer(max_steps=4, accelerator="cpu", devices=1, logger=False, plugins=[CheckpointIO()],
-                 callbacks=[saves])
+                 callbacks=[saves, OffloadCallback()])
 job.fit(Model(), torch.utils.data.DataLoader(torch.ones(16, 4)))
 assert isinstance(job.strategy.checkpoint_io, CheckpointIO)
 assert isinstance(CheckpointIO(), pl.plugins.CheckpointIO)
@@ -65,6 +65,13 @@ fabric = Fabric(accelerator="cpu", devices=1, plugins=[CheckpointIO()])
 fabric.save("one.ckpt", {"w": torch.ones(2)})
 assert fabric.load("one.ckpt")["w"].sum() == 2
 fabric.strategy.checkpoint_io.teardown()
+try:
+    import holdfast.lightning
+    holdfast.lightning.OffloadCallback
+except ModuleNotFoundError as error:
+    assert "needs the Trainer" in str(error)
+else:
+    raise AssertionError
 """
 
 

@@ -1,6 +1,7 @@
 """Lightning through Holdfast: ``Trainer(plugins=[holdfast.lightning.CheckpointIO()])``.
 
-`CheckpointIO` saves asynchronously, for the Trainer and for Fabric. It serves the package `lightning` or `pytorch_lightning`, whichever was imported first.
+`CheckpointIO` saves asynchronously, for the Trainer and for Fabric; `OffloadCallback` moves a state to the CPU in front of any
+other plugin. They serve the package `lightning` or `pytorch_lightning`, whichever was imported first.
 """
 
 from __future__ import annotations
@@ -10,10 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdfast.lightning.checkpoint_io import CheckpointIO
+    from holdfast.lightning.offload import OffloadCallback
 
-_LAZY = {"CheckpointIO": "checkpoint_io"}
+# Each comes when it is asked for: Fabric alone has no callbacks.
+_LAZY = {
+    "CheckpointIO": "checkpoint_io",
+    "OffloadCallback": "offload",
+}
 
-__all__ = ["CheckpointIO"]
+__all__ = ["CheckpointIO", "OffloadCallback"]
 
 
 def __getattr__(name: str) -> Any:

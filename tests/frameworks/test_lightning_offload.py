@@ -1,0 +1,195 @@
+"""`OffloadCallback`: the walk, the reports, the counters; what needs a GPU is skipped without one."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import operator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import lightning_ranks
+import pytest
+import torch
+
+from holdfast.lightning import OffloadCallback
+from holdfast.lightning.moving import Move
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+class Pair(NamedTuple):
+    weight: torch.Tensor
+    step: int
+
+
+class Custom:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Model(pl.LightningModule):
+    def __init__(self, custom: int = 0) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4, bias=False)
+        self.tied = torch.nn.Linear(4, 4, bias=False)
+        self.tied.weight = self.layer.weight
+        self.custom = custom
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        return self.tied(self.layer(batch)).square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(torch.ones(16, 4), batch_size=2)
+
+
+def trainer(directory: Path, *callbacks: Any, **options: Any) -> Any:
+    options = {"accelerator": "cpu", "devices": 1, "max_steps": 2, **options}
+    return pl.Trainer(default_root_dir=directory, callbacks=list(callbacks), logger=False, enable_progress_bar=False,
+                      enable_model_summary=False, enable_checkpointing=False, **options)  # fmt: skip
+
+
+def everything(device: str) -> Any:
+    """A state with each kind of container, and a shared storage under several names."""
+    weight = torch.arange(12.0, device=device).reshape(3, 4)
+    ordered = collections.OrderedDict(weight=weight, tied=weight, view=weight[1], turned=weight.t())
+    ordered._metadata = {"": {"version": 1}}  # type: ignore[attr-defined]
+    shared = [weight[0], 7]
+    looped: dict[str, Any] = {"again": shared}
+    looped["itself"] = looped
+    return {
+        "ordered": ordered,
+        "pair": Pair(weight, 3),
+        "list": shared,
+        "looped": looped,
+        "default": collections.defaultdict(list, a=[torch.ones(2, device=device)]),
+        "plain": (1, 2.5, None, "text", b"bytes", torch.float16, {1, 2}),
+        "parameter": torch.nn.Parameter(torch.ones(3, device=device)),
+        "empty": torch.empty(0, device=device),
+    }
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_the_walk_keeps_the_form_and_the_shared_storages(device: str) -> None:
+    state = everything(device)
+    move = Move(stays=("meta",))
+    moved = move.moved(state, "state")
+    move.finish()
+    assert not move.skipped
+    weight, new = state["ordered"]["weight"], moved["ordered"]
+    assert type(new) is collections.OrderedDict and new._metadata == state["ordered"]._metadata
+    assert new["weight"] is new["tied"] and new["weight"].device.type == "cpu"
+    storages = [new["weight"], new["view"], new["turned"], moved["pair"].weight, moved["list"][0]]
+    assert len({t.untyped_storage().data_ptr() for t in storages}) == 1
+    assert new["weight"].data_ptr() != weight.data_ptr()
+    for name in ("weight", "view", "turned"):
+        assert torch.equal(new[name], state["ordered"][name].cpu())
+        assert new[name].stride() == state["ordered"][name].stride()
+    assert type(moved["pair"]) is Pair and moved["pair"].step == 3
+    assert moved["looped"]["again"] is moved["list"] and moved["looped"]["itself"] is moved["looped"]
+    assert moved["default"].default_factory is list and torch.equal(moved["default"]["a"][0], torch.ones(2))
+    assert moved["plain"] == state["plain"]
+    assert move.bytes_freed == 12 * 4 + 2 * 4 + 3 * 4
+    assert all(map(operator.is_, state["ordered"].values(), [weight, weight, *list(state["ordered"].values())[2:]]))
+
+
+def test_a_custom_object_stays_and_is_reported() -> None:
+    custom = Custom(torch.ones(2))
+    move = Move(stays=("meta",))
+    moved = move.moved({"a": [custom], "b": torch.ones(1)}, "state")
+    assert moved["a"][0] is custom
+    (one,) = move.skipped
+    assert one.path == "state.a.0" and one.kind == f"{__name__}.Custom"
+
+
+@pytest.mark.parametrize("report_all", [False, True])
+def test_the_first_and_the_last_ten_of_many_custom_objects_are_logged(
+    report_all: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback = OffloadCallback(["state_dict"], report_all)
+    job = trainer(tmp_path)
+    for _ in range(2):  # the same objects are reported once
+        checkpoint = {"state_dict": {f"c{i:02}": Custom(torch.ones(1)) for i in range(25)}}
+        callback.on_save_checkpoint(job, None, checkpoint)
+    (record,) = [r for r in caplog.records if "custom objects" in r.message]
+    named = [i for i in range(25) if f"state_dict.c{i:02}: " in record.message]
+    assert named == (list(range(25)) if report_all else [*range(10), *range(15, 25)])
+    assert ("... 5 more ..." in record.message) == (not report_all)
+
+
+class Failing(dict):
+    def items(self) -> Any:
+        raise RuntimeError("this one cannot be walked")
+
+
+def test_a_key_that_fails_is_logged_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callback = OffloadCallback()
+    failing = Failing(a=1)
+    checkpoint = {"state_dict": failing, "optimizer_states": [{"state": {0: torch.ones(1)}}]}
+    callback.on_save_checkpoint(trainer(tmp_path), None, checkpoint)
+    assert checkpoint["state_dict"] is failing
+    assert "offload 'state_dict': this one cannot be walked" in caplog.text
+    assert callback.counters["failures"] == 1 and callback.counters["saves"] == 1
+
+
+def test_the_counters_go_on_after_a_resume_and_the_summary_has_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast.lightning")
+    first = OffloadCallback()
+    job = trainer(tmp_path, first)
+    job.fit(Model())
+    job.save_checkpoint(tmp_path / "one.ckpt")
+    assert "offload: 0 saves" in caplog.text
+    second = OffloadCallback()
+    job = trainer(tmp_path, second, max_steps=4)
+    job.fit(Model(), ckpt_path=tmp_path / "one.ckpt")
+    assert second.counters["saves"] == 1 and second.counters["seconds"] > 0
+    assert "offload: 1 saves" in caplog.text
+    job.save_checkpoint(tmp_path / "two.ckpt")
+    states = torch.load(tmp_path / "two.ckpt", weights_only=False)["callbacks"]
+    assert states["OffloadCallback"]["counters"]["saves"] == 2
+    assert second.averages["seconds"] == second.counters["seconds"] / 2
+
+
+def test_there_is_a_summary_after_an_exception(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "holdfast.lightning")
+
+    class Broken(Model):
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        trainer(tmp_path, OffloadCallback()).fit(Broken())
+    assert "offload: 0 saves" in caplog.text
+
+
+def save_with_ddp(directory: Path) -> None:
+    callback = OffloadCallback()
+    job = trainer(directory, callback, devices=2, strategy="ddp")
+    job.fit(Model())
+    job.save_checkpoint(directory / "one.ckpt")
+    assert callback.counters["saves"] == (job.global_rank == 0), callback.counters
+
+
+def test_with_ddp_only_the_rank_that_saves_moves_anything(tmp_path: Path) -> None:
+    lightning_ranks.run(tmp_path, save_with_ddp, tmp_path, ranks=2)
+    assert "state_dict" in torch.load(tmp_path / "one.ckpt", weights_only=False)
+
+
+@needs_gpu
+def test_no_memory_of_the_gpu_is_taken(tmp_path: Path) -> None:
+    state = {"state_dict": {f"w{i}": torch.ones(1 << 20, device="cuda") for i in range(8)}}
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    callback = OffloadCallback()
+    job = trainer(tmp_path, accelerator="gpu")
+    callback.on_save_checkpoint(job, None, state)
+    assert torch.cuda.max_memory_allocated() == before
+    assert callback.counters["bytes_freed"] == 8 << 22
+    assert all(t.device.type == "cpu" and t.is_pinned() for t in state["state_dict"].values())
