@@ -31,7 +31,7 @@ import sys
 sys.modules["lightning"] = None  # as if it were not installed
 import torch
 import pytorch_lightning as pl
-from holdfast.lightning import CheckpointIO, OffloadCallback
+from holdfast.lightning import CheckpointIO, ModelParallelStrategy, OffloadCallback
 class Model(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -46,6 +46,7 @@ job = pl.Trainer(max_steps=4, accelerator="cpu", devices=1, logger=False, plugin
 job.fit(Model(), torch.utils.data.DataLoader(torch.ones(16, 4)))
 assert isinstance(job.strategy.checkpoint_io, CheckpointIO)
 assert isinstance(CheckpointIO(), pl.plugins.CheckpointIO)
+assert issubclass(ModelParallelStrategy, pl.strategies.ModelParallelStrategy)
 assert torch.load("run/last.ckpt", weights_only=False)["global_step"] == 4
 """
 

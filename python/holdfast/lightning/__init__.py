@@ -1,6 +1,7 @@
 """Lightning through Holdfast: ``Trainer(plugins=[holdfast.lightning.CheckpointIO()])``.
 
-`CheckpointIO` saves asynchronously, for the Trainer and for Fabric; `OffloadCallback` moves a state to the CPU in front of any
+`CheckpointIO` saves asynchronously, for the Trainer and for Fabric; `ModelParallelStrategy` and
+`FSDPStrategy` save sharded checkpoints so; `OffloadCallback` moves a state to the CPU in front of any
 other plugin. They serve the package `lightning` or `pytorch_lightning`, whichever was imported first.
 """
 
@@ -12,14 +13,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from holdfast.lightning.checkpoint_io import CheckpointIO
     from holdfast.lightning.offload import OffloadCallback
+    from holdfast.lightning.strategies import FSDPStrategy, ModelParallelStrategy
 
-# Each comes when it is asked for: Fabric alone has no callbacks.
+# Each comes when it is asked for: Fabric alone has no callbacks and no strategies of the Trainer.
 _LAZY = {
     "CheckpointIO": "checkpoint_io",
+    "FSDPStrategy": "strategies",
+    "ModelParallelStrategy": "strategies",
     "OffloadCallback": "offload",
 }
 
-__all__ = ["CheckpointIO", "OffloadCallback"]
+__all__ = ["CheckpointIO", "FSDPStrategy", "ModelParallelStrategy", "OffloadCallback"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,77 @@
+"""Sharded checkpoints: written into a directory of another name, which takes its own when it is whole."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+
+from holdfast._durable import sync_directory
+from holdfast.errors import of_system
+
+META = "meta.pt"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def _prefix(path: str) -> str:
+    # Not the name itself: Lightning looks for parts of names, of a requeue's checkpoint for one.
+    return f".holdfast-{hashlib.sha256(os.path.basename(path).encode()).hexdigest()[:16]}-"
+
+
+def unfinished(path: str) -> str:
+    """A new name beside `path` for its directory until it is whole; removes those that a crash left."""
+    directory, prefix = os.path.dirname(path), _prefix(path)
+    if os.path.isdir(directory):
+        for name in os.listdir(directory):
+            if name.startswith(prefix):
+                shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
+    return os.path.join(directory, prefix + secrets.token_hex(8))
+
+
+def commit(new: str, path: str, meta: bytes) -> None:
+    """Completes the directory `new` with ``meta.pt`` and gives it the name `path`.
+
+    What stands at `path` until then stays whole, and is removed afterwards.
+
+    Raises:
+        Error: of the system.
+    """
+    with of_system(f"complete {path}"):
+        fd = os.open(os.path.join(new, META), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        with open(fd, "wb") as file:
+            file.write(meta)
+            file.flush()
+            os.fsync(fd)
+        sync_directory(new)
+        if os.path.lexists(path):
+            _exchange(new, path)
+        else:
+            os.rename(new, path)
+        sync_directory(os.path.dirname(path))
+        if os.path.lexists(new):
+            _remove(new)
+
+
+def _exchange(new: str, path: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(number, os.strerror(number), path)
+    # A file system without an exchange: for a moment there is none of that name.
+    old = f"{new}-old"
+    os.rename(path, old)
+    os.rename(new, path)
+    os.rename(old, new)
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
