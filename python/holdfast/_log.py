@@ -61,4 +61,7 @@ def log(subject: Any, report: dict[str, Any] | None, error: Error | None) -> Non
     else:
         level = logging.WARNING if report["write_attempts"] > 1 else logging.INFO
     if logger.isEnabledFor(level):
-        logger.log(level, "[rank %d] %s", subject.extra["rank"], line(subject, report, error))
+        text = line(subject, report, error)
+        # A path need not be UTF-8, and a handler's stream takes nothing else.
+        text = text.encode(errors="backslashreplace").decode()
+        logger.log(level, "[rank %d] %s", subject.extra["rank"], text)

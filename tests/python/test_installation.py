@@ -109,7 +109,10 @@ def test_without_torch_it_is_imported_and_says_what_needs_it(checkpoint: Path) -
     assert done.returncode == 0, done.stderr
     said, *rest = json.loads(done.stdout)
     assert rest == ["sound", 3, 1]
-    needs = {"Checkpoint", "Checkpointer", "Save", "dcp", "flush", "load", "open", "save", "save_async"}
+    needs = {
+        "Checkpoint", "Checkpointer", "Save", "dcp", "flush", "load", "open", "remove_file", "save", "save_async",
+        "save_file",
+    }  # fmt: skip
     assert said == {name: f"holdfast.{name} needs PyTorch: install torch" for name in needs}
 
 

@@ -26,7 +26,8 @@ def odd(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_directory_may_have_any_name(odd: Path) -> None:
+def test_a_directory_may_have_any_name(odd: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     report = holdfast.save(STATE, odd / "new" / "step-1", step=1)
     assert report["path"] == str(odd / "new" / "step-1")
     holdfast.save(STATE, odd / "new" / "step-2", step=2)
@@ -42,6 +43,9 @@ def test_a_directory_may_have_any_name(odd: Path) -> None:
         checkpointer.save(STATE, 2)
         checkpointer.wait(60)
         assert [c["step"] for c in checkpointer.list()] == [2]
+    assert any(r"l\xe4ufe" in text or r"l\udce4ufe" in text for text in caplog.messages)
+    for text in caplog.messages:
+        text.encode()
 
 
 def test_dcp_saves_to_any_directory(odd: Path) -> None:
