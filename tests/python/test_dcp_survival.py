@@ -35,6 +35,8 @@ def state(step):
             "step": step}
 
 def die(signal_number):
+    while not all(os.path.exists(f"{store}-begun-{other}") for other in range(2)):
+        time.sleep(0.01)  # the launcher ends the other rank soon, and that one's save may not have begun
     os.kill(os.getpid(), signal_number)
     time.sleep(60)
 
@@ -53,6 +55,7 @@ elif what == "before the exchange":
 if what == "before the metadata" and mine:
     metadata.commit = lambda *_: die(signal.SIGKILL)
 future = holdfast.dcp.async_save(state(2), checkpoint_id=path + "/step-2")
+open(f"{store}-begun-{rank}", "w").close()
 if what.startswith("SIGTERM"):
     die(signal.SIGTERM)
 elif what == "SIGKILL" and mine:
