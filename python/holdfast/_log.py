@@ -11,7 +11,7 @@ import logging
 from typing import Any
 
 from holdfast import events
-from holdfast.errors import Error
+from holdfast.errors import Error, printable
 
 logger = logging.getLogger("holdfast")
 
@@ -61,7 +61,5 @@ def log(subject: Any, report: dict[str, Any] | None, error: Error | None) -> Non
     else:
         level = logging.WARNING if report["write_attempts"] > 1 else logging.INFO
     if logger.isEnabledFor(level):
-        text = line(subject, report, error)
-        # A path need not be UTF-8, and a handler's stream takes nothing else.
-        text = text.encode(errors="backslashreplace").decode()
+        text = printable(line(subject, report, error))
         logger.log(level, "[rank %d] %s", subject.extra["rank"], text)

@@ -44,6 +44,11 @@ _ALSO = {
 }
 
 
+def printable(text: str) -> str:
+    """Text that every stream takes: what is not UTF-8 in a path becomes escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 class Error(Exception):
     """An operation that failed. The message names operation, object and reason.
 

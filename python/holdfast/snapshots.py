@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from holdfast._dcp_directories import series_of
 from holdfast._process import PerProcess
-from holdfast.errors import Error
+from holdfast.errors import Error, printable
 
 logger = logging.getLogger("holdfast")
 
@@ -250,7 +250,7 @@ def compare_with_previous(subject: Any, report: dict[str, Any] | None, error: Er
     result = describe(earlier, later)
     report.update(result)
     if result["stale"] and warning and _is_news(later, earlier):
-        logger.warning("[rank %d] %s", rank, _sentence(later, earlier, result))
+        logger.warning("[rank %d] %s", rank, printable(_sentence(later, earlier, result)))
 
 
 def _is_news(later: Snapshot, earlier: Snapshot) -> bool:
