@@ -3,12 +3,14 @@
 #include <fcntl.h>
 #include <signal.h>
 
+#include <atomic>
+
 #include "runtime/sys/system.h"
 
 namespace holdfast::testing {
 namespace {
 
-int g_calls_left = 0;
+std::atomic<int> g_calls_left = 0;  // the threads of a save count together
 
 void Count() {
   if (--g_calls_left == 0) raise(SIGKILL);

@@ -69,13 +69,14 @@ TEST(WorkerLink, SaysThatAThreadHadNoDescriptorLeft) {
   const int arena = ::memfd_create("test-arena", MFD_CLOEXEC);
   ASSERT_EQ(::ftruncate(arena, kBytes), 0);
   sys::g_system.recvmsg = ReceiveWithoutDescriptors;
-  const auto link = WorkerLink::Launch(
+  auto link = WorkerLink::Launch(
       {.launcher = Launcher::kThread, .title = "test", .arena_fd = arena, .arena_bytes = kBytes});
   ASSERT_TRUE(link.ok()) << link.status();
   const absl::Time deadline = absl::Now() + absl::Minutes(1);
   while (!(*link)->IsGone() && absl::Now() < deadline) absl::SleepFor(absl::Milliseconds(1));
   EXPECT_TRUE((*link)->IsGone());
   EXPECT_THAT((*link)->Reap(), HasSubstr("could not take its descriptors"));
+  link->reset();  // joins the thread, which has used the table
   sys::g_system = sys::kKernel;
   ::close(arena);
 }
