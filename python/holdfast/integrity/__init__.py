@@ -61,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--resume", default="", metavar="FILE", help="go on from this report, and write it")
     add("--replay", default="", metavar="JSON", help="run one schedule, as an escape prints it; @FILE reads it")
     add("--repeat", type=int, default=1, metavar="N", help="run the schedule of --replay so often")
+    add("--savers", default="", metavar="NAME,...", help="compare savers by the same rounds: holdfast.dcp, dcp-thread, "
+        "dcp-process; prints a table")  # fmt: skip
     add("--json", action="store_true", help="print the report as JSON in place of the summary")
     return parser
 
@@ -86,7 +88,7 @@ def _read(path: str) -> Any:
         return json.load(file)
 
 
-def _campaign(arguments: argparse.Namespace, scratch: str) -> Any:
+def _campaign(arguments: argparse.Namespace, scratch: str, saver: str = "") -> Any:
     from holdfast.integrity import campaign
 
     given = _read(arguments.resume) if arguments.resume else {}
@@ -94,7 +96,8 @@ def _campaign(arguments: argparse.Namespace, scratch: str) -> Any:
     os.makedirs(directory, exist_ok=True)
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
     tell = _on_stderr if arguments.json else print
-    made = campaign.Campaign(directory, seed, _limits(arguments), arguments.report or arguments.resume, tell)
+    made = campaign.Campaign(directory, seed, _limits(arguments), arguments.report or arguments.resume, tell,
+                             saver)
     made.next = arguments.first
     if given:
         made.resume(given)
@@ -125,18 +128,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     return TROUBLE
 
 
+def _count(arguments: argparse.Namespace) -> int | None:
+    return arguments.rounds if arguments.rounds is not None or arguments.time is not None else 100
+
+
+def _compare(arguments: argparse.Namespace, scratch: str) -> int:
+    """Runs the same rounds with each saver and prints a table; the status is that of Holdfast's rounds."""
+    from holdfast.integrity import peers
+
+    savers = arguments.savers.split(",")
+    if unknown := set(savers) - set(peers.SAVERS):
+        raise ValueError(f"--savers: there is no {', '.join(sorted(unknown))}; there is {', '.join(peers.SAVERS)}")
+    if arguments.seed is None:
+        arguments.seed = random.SystemRandom().randrange(1 << 32)
+    rows, status, count = [], 0, _count(arguments)
+    for saver in savers:
+        made = _campaign(arguments, scratch, saver)
+        made.run(count, arguments.time if count is None else None, 0.0)
+        count = made.done  # of the first, where a time was given
+        rows.append(peers.row(saver, made.done, made.escapes, made.counts))
+        if made.escapes and saver.startswith("holdfast"):
+            status = ESCAPED
+    print(json.dumps(rows, indent=1) if arguments.json else peers.table(rows))
+    return status
+
+
 def _run(arguments: argparse.Namespace, scratch: str) -> int:
-    made = _campaign(arguments, scratch)
     from holdfast.integrity import campaign
 
     campaign.prepare_process()
+    if arguments.savers:
+        return _compare(arguments, scratch)
+    made = _campaign(arguments, scratch)
     interrupted = False
     try:
         if arguments.replay:
             made.replay(_replayed(arguments.replay), max(1, arguments.repeat))
         else:
-            count = arguments.rounds if arguments.rounds is not None or arguments.time is not None else 100
-            made.run(count, arguments.time, arguments.shrink)
+            made.run(_count(arguments), arguments.time, arguments.shrink)
     except KeyboardInterrupt:
         interrupted = True
     print(json.dumps(made.as_json(), indent=1) if arguments.json else made.summary())

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import holdfast
-from holdfast.integrity import jobs, judge, processes, rounds, schedule
+from holdfast.integrity import jobs, judge, peers, processes, rounds, schedule
 
 VERSION = 1
 
@@ -47,13 +47,15 @@ class Campaign:
         limits: of the rounds.
         report: file of the report, written after each round; "" for none.
         tell: prints a line.
+        saver: of `peers.SAVERS`, whose rounds are reduced to what every saver offers; "" for whole rounds.
     """
 
     def __init__(self, directory: str, seed: int, limits: schedule.Limits, report: str = "",
-                 tell: Callable[[str], None] = print) -> None:  # fmt: skip
+                 tell: Callable[[str], None] = print, saver: str = "") -> None:  # fmt: skip
         self.directory = os.path.abspath(directory)
         self.seed = seed
         self.limits = limits
+        self.saver = saver
         self.counts: collections.Counter[str] = collections.Counter()
         self.escapes: list[dict[str, Any]] = []
         self.done = 0
@@ -118,6 +120,8 @@ class Campaign:
                 seconds_max is None or time.monotonic() - began < seconds_max
             ):
                 drawn = schedule.draw(self.seed, self.next, self.limits)
+                if self.saver:
+                    drawn = peers.reduce(drawn, self.saver)
                 before = self.seconds
                 self._count(drawn, rounds.run(drawn, self.directory), shrink_seconds)
                 self.next += 1

@@ -11,7 +11,7 @@ import time
 from multiprocessing import forkserver
 from typing import Any
 
-from holdfast.integrity import processes, trainer
+from holdfast.integrity import peers, processes, trainer
 
 TIME_SILENT_MAX = 400.0  # seconds without a line from any trainer of a life
 # Trainers are forked by a server that has imported PyTorch and used nothing of it.
@@ -44,8 +44,9 @@ class Life:
         for job in range(round_["jobs"]):
             for rank in range(round_["ranks"]):
                 read, write = _context.Pipe(duplex=False)
+                made = (peers if "saver" in round_ else trainer).Trainer
                 process = _context.Process(
-                    target=trainer.main, args=(rank, round_, life, job, directory, scratch, write, plant)
+                    target=trainer.main, args=(made, rank, round_, life, job, directory, scratch, write, plant)
                 )
                 process.start()
                 write.close()

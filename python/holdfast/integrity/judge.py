@@ -223,6 +223,9 @@ class Judge:
             if thorough:
                 self._damage(complete)
 
+    def _readers(self) -> dict[str, readers.Reader]:
+        return readers.readers_of(self.format)
+
     def _saves(self, generation: int, name: str | None = None) -> list[Made]:
         return [m for m in self._made.values() if m.generation == generation and name in (None, m.name)]
 
@@ -230,7 +233,7 @@ class Judge:
         """Reads one checkpoint; returns the number of its save, 0 where it has none."""
         path, numbers = checkpoint["path"], set()
         candidates = {m.number for m in self._saves(generation, checkpoint["name"]) if m.may_be_there}
-        every = readers.readers_of(self.format)
+        every = self._readers()
         for reader in list(every) if thorough else list(every)[:1]:
             try:
                 for number, different in every[reader](path, self.expected):
@@ -249,11 +252,14 @@ class Judge:
         if len(numbers) > 1:
             self.blame("ii", f"readers of {path} disagree: saves {sorted(numbers)}")
         if thorough:
-            verdict = readers.verdict(path, self.format)
-            self.counts["verifications"] += 1
-            if verdict != "sound":
-                self.blame("i", f"{path}, which is complete, is {verdict}")
+            self._verify(path)
         return numbers.pop() if numbers else 0
+
+    def _verify(self, path: str) -> None:
+        verdict = readers.verdict(path, self.format)
+        self.counts["verifications"] += 1
+        if verdict != "sound":
+            self.blame("i", f"{path}, which is complete, is {verdict}")
 
     def _look_for_durable(self, directory: str, generation: int, found: dict[str, int]) -> None:
         saves = sorted(self._saves(generation), key=lambda m: m.began)

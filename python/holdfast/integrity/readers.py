@@ -76,16 +76,11 @@ def _safetensors(path: str, expected: Expected) -> Iterator[Finding]:
     yield save, ""
 
 
-def dcp_save_of(path: str) -> int:
-    """Number of the save that a DCP checkpoint says it is."""
-    id_ = {"r0.id": torch.zeros(2, dtype=torch.int64)}
-    _own_load(id_, path)
-    return int(id_["r0.id"][0])
-
-
 def _dcp_with(load: Callable[[Any, str], None]) -> Callable[[str, Expected], Iterator[Finding]]:
     def read(path: str, expected: Expected) -> Iterator[Finding]:
-        save = dcp_save_of(path)
+        id_ = {"r0.id": torch.zeros(2, dtype=torch.int64)}
+        load(id_, path)
+        save = int(id_["r0.id"][0])
         whole = expected.dcp(save)
         target = states.zeros(whole)
         load(target, path)

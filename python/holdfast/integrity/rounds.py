@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.integrity import jobs, judge, processes, schedule
+from holdfast.integrity import jobs, judge, peers, processes, schedule
 
 TIME_ORPHANS_MAX = 180.0  # seconds in which the workers of dead trainers have to end
 LOG_BYTES = 4000
@@ -67,7 +67,7 @@ def run(round_: dict[str, Any], directory: str, plant: str = "") -> Result:
     try:
         with _file_system(disk, round_["disk"]):
             run_ = os.path.join(disk, "run")
-            made = judge.Judge(round_, run_)
+            made = (peers if "saver" in round_ else judge).Judge(round_, run_)
             for life in range(len(round_["lives"])):
                 _live(round_, life, run_, scratch, made, plant)
                 if made.problems:

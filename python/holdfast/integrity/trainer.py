@@ -435,11 +435,12 @@ def _exit(*_: Any) -> None:
     raise _Exit(0)
 
 
-def main(rank: int, round_: dict[str, Any], life: int, job: int, directory: str, scratch: str,
+def main(kind: type[Trainer], rank: int, round_: dict[str, Any], life: int, job: int, directory: str, scratch: str,
          out: Connection, plant: str) -> None:  # fmt: skip
     """The body of a trainer's process.
 
     Args:
+        kind: its class.
         rank, round_, life, job: which trainer of what.
         directory: of the checkpoints.
         scratch: for logs and the store of the process group.
@@ -461,14 +462,14 @@ def main(rank: int, round_: dict[str, Any], life: int, job: int, directory: str,
     if plant:
         module, _, function = plant.partition(":")
         getattr(importlib.import_module(module), function)()
-    if ranks > 1:
+    if ranks > 1 or "saver" in round_:
         import torch.distributed as dist
 
         dist.init_process_group(
             "gloo", init_method=f"file://{scratch}/store-{life}-{job}", rank=rank, world_size=ranks,
             timeout=timedelta(seconds=TIME_OUTCOME_MAX),
         )  # fmt: skip
-    trainer = Trainer(rank, round_, life, job, directory, out.fileno())
+    trainer = kind(rank, round_, life, job, directory, out.fileno())
     try:
         trainer.run()
     except _Exit:
