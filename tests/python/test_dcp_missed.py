@@ -73,6 +73,19 @@ def test_only_the_save_fails_that_a_rank_has_missed(
     assert all(not (tmp_path / f"step-{step}" / ".metadata").exists() for step in missed)
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_first_call_that_a_rank_has_missed_costs_the_next_save_at_most(rank: int, tmp_path: Path) -> None:
+    """The first saves are planned together: the ranks meet with plans of different saves."""
+    answers = dcp_ranks.run_ranks(2, tmp_path, _saves, str(tmp_path), "step-{step}", {rank: [1]}, False)
+    for outcomes in answers:
+        assert all("all ranks must call" in outcomes[step] for step in (1, 2) if outcomes.get(step))
+        assert not any(outcomes[step] for step in range(3, 8))
+    assert answers[1 - rank][1]
+    assert not (tmp_path / "step-1" / ".metadata").exists()
+    for step in range(3, 8):
+        assert _steps_in(tmp_path / f"step-{step}", 2) == {float(step)}
+
+
 def test_of_three_ranks_the_others_wait_for_the_one_that_is_behind(tmp_path: Path) -> None:
     missing = {1: [3], 2: [3, 4]}
     answers = dcp_ranks.run_ranks(3, tmp_path, _saves, str(tmp_path), "step-{step}", missing, False)

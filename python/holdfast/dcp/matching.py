@@ -62,11 +62,11 @@ def unmatched(messages: list[Message], new_id: str) -> Unmatched | None:
             oldest = min(m.step for m in messages)
             in_one_series = len({_series(m.path) for m in messages}) == 1
             again = frozenset(r for r, m in others if m.step > oldest) if in_one_series else frozenset()
-            return Unmatched(again, _failure(rank, f"save {path}: rank {rank} saves {_what(other, first)} in the same call"))
+            return Unmatched(again, _failure(rank, path, f"rank {rank} saves {_what(other, first)} in the same call"))
     for rank, other in others:
         if other.part.attempt != first.part.attempt:
-            why = f"save {path}: rank {rank} has called for it another number of times than rank 0"
-            return Unmatched(frozenset(), _failure(rank, why), new_id)
+            why = f"rank {rank} has called for it another number of times than rank 0"
+            return Unmatched(frozenset(), _failure(rank, path, why), new_id)
     return None
 
 
@@ -79,9 +79,13 @@ def _what(other: Message, first: Message) -> str:
     return other.path if other.path != first.path else f"step {other.step} there, and rank 0 step {first.step}"
 
 
-def _failure(rank: int, why: str) -> CheckpointException:
-    error = Error(
+def out_of_order(path: str, why: str) -> Error:
+    """The error of a save whose ranks have met with calls of different saves."""
+    return Error(
         "FAILED_PRECONDITION",
-        f"{why}; all ranks must call async_save for the same checkpoints in the same order",
+        f"save {path}: {why}; all ranks must call async_save for the same checkpoints in the same order",
     )
-    return CheckpointException("write", {rank: _wrap_exception(error)})
+
+
+def _failure(rank: int, path: str, why: str) -> CheckpointException:
+    return CheckpointException("write", {rank: _wrap_exception(out_of_order(path, why))})

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from holdfast import _runtime, events
 from holdfast.dcp import placement, plans
 from holdfast.dcp.items import Layout, resolved
-from holdfast.dcp.matching import Message, Unmatched, unmatched
+from holdfast.dcp.matching import Message, Unmatched, out_of_order, unmatched
 from holdfast.dcp.parts import Part, Plan, assemble, plan_for_all
 from holdfast.dcp.placement import Placement, new_attempt
 from holdfast.dcp.staging import Stager
@@ -180,6 +180,8 @@ class _Saving:
         """Starts to write what was planned together."""
         state, plan, agreed, finished, local = self._finished
         del self._finished
+        if agreed.directory != str(self.writer.path):  # a rank's call failed before it met the others
+            raise out_of_order(str(self.writer.path), f"rank 0 saves {agreed.directory} in the same call")
         place = placement.take(finished.storage_data, str(self.writer.path))
         items, known = finished.items, None
         seen = self.look(state) if self.may_follow else None

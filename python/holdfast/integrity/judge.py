@@ -173,6 +173,8 @@ class Judge:
             allowed |= _CODES.get(cause, set())
         if causes - set(schedule.HARMLESS) and round_["ranks"] > 1:
             allowed |= _OF_RANKS
+        if "limit-files" in causes and self.format == "dcp" and round_["ranks"] > 1:
+            allowed.add("FAILED_PRECONDITION")  # of a rank whose call failed before it met the others
         same = [m for m in self._made.values() if m.name == made.name and m is not made]
         if same and not round_["replace"]:
             allowed.add("ALREADY_EXISTS")
