@@ -126,7 +126,7 @@ class Checkpointer::Impl {
                           const absl::Status& outcome, bool left_files);
   /// Removes, in the background, the checkpoint that a committed save has replaced.
   void RemoveReplaced(const SaveState& save, bool reported);
-  static absl::Status Unreported(const SaveState& save, const absl::Status& outcome);
+  static absl::Status Unreported(const SaveState& save, const absl::Status& outcome, bool reported);
   bool IsBetweenTwoRenames(const SaveState& save) const;
   void KeepError(const std::shared_ptr<SaveState>& save) ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -445,17 +445,19 @@ absl::Status Checkpointer::Impl::WhyStopped(const absl::Status& staged, SaveStat
 absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
                                             const Presence& presence, const absl::Status& outcome,
                                             bool left_files) {
-  const bool reported = save->table->HasResult();
+  // What a damaged worker has committed is not called durable.
+  const bool reported = save->result.has_value() || !save->worker_damage.ok();
+  const AttemptId& attempt = save->table->parameters().attempt;
   const absl::Status status = presence == nullptr
-                                  ? Unreported(*save, outcome)
+                                  ? Unreported(*save, outcome, reported)
                                   : presence->Conclude(save->parent->get(), outcome, reported);
-  lineage_.Ended(save->table->job()->attempt, status.ok());
+  lineage_.Ended(attempt, status.ok());
   if (status.ok()) {
     RemoveReplaced(*save, reported);
     housekeeper->ApplyRetention(save->parent, save->checkpoint);
     return status;
   }
-  if (save->single_file) checkpointer::RemoveUncommittedFile(*save, save->table->job()->attempt);
+  if (save->single_file) checkpointer::RemoveUncommittedFile(*save, attempt);
   // A worker that never began left an empty directory. Its removal needs no other worker.
   const bool removed = RemoveEmptyPartial(*save);
   // A rank must not remove other ranks' files. Recover removes the files once every rank has ended.
@@ -468,26 +470,29 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
 
 void Checkpointer::Impl::RemoveReplaced(const SaveState& save, bool reported) {
   std::vector<std::string> names;
+  const writer::JobParameters& job = save.table->parameters();
   if (reported) {
-    names = {save.LeftBehind()};
-  } else if ((save.table->job()->flags & layout::kReplaceExisting) != 0) {
+    names = {save.result->left_behind};
+  } else if ((job.flags & layout::kReplaceExisting) != 0) {
     // The worker was killed after its exchange and did not report the name of the old checkpoint.
     names = {save.partial};
-    layout::Job* const job = save.table->job();
-    for (size_t i = 0; i < job->older.bytes / sizeof(AttemptId); ++i) {
+    for (const AttemptId& older : job.older) {
       names.push_back(format::FormatDirectoryName({.checkpoint = save.checkpoint,
                                                    .kind = format::DirectoryKind::kRetired,
-                                                   .attempt = layout::Older(job)[i]}));
+                                                   .attempt = older}));
     }
   }
   for (const std::string& name : names) {
-    if (format::IsUncommittedName(name)) housekeeper->Remove(save.parent, name);
+    const format::DirectoryName parsed = format::ParseDirectoryName(name);
+    if (parsed.kind != format::DirectoryKind::kFinal && parsed.checkpoint == save.checkpoint)
+      housekeeper->Remove(save.parent, name);
   }
 }
 
 // A worker killed after the commit could not report the commit: its directory has the final name.
-absl::Status Checkpointer::Impl::Unreported(const SaveState& save, const absl::Status& outcome) {
-  if (outcome.ok() || save.table->HasResult()) return outcome;
+absl::Status Checkpointer::Impl::Unreported(const SaveState& save, const absl::Status& outcome,
+                                            bool reported) {
+  if (outcome.ok() || reported) return outcome;
   if (save.single_file) return checkpointer::OutcomeOfFile(save, outcome);
   if (save.partial.empty() ||
       !directory::NameRefersTo(save.parent->get(), save.checkpoint, save.in_use.get())) {
@@ -501,7 +506,7 @@ absl::Status Checkpointer::Impl::Unreported(const SaveState& save, const absl::S
 // own directory complete. A recovery promotes the directory.
 bool Checkpointer::Impl::IsBetweenTwoRenames(const SaveState& save) const {
   struct stat existing {};
-  if ((save.table->job()->flags & layout::kReplaceExisting) == 0 ||
+  if ((save.table->parameters().flags & layout::kReplaceExisting) == 0 ||
       sys::Sys().fstatat(save.parent->get(), save.checkpoint.c_str(), &existing,
                          AT_SYMLINK_NOFOLLOW) == 0) {
     return false;

@@ -44,7 +44,7 @@ void RemoveUncommittedFile(const SaveState& save, const AttemptId& attempt) {
 
 absl::Status OutcomeOfFile(const SaveState& save, const absl::Status& outcome) {
   const int directory = save.parent->get();
-  if (!directory::IsCommitted(directory, save.checkpoint, save.table->job()->attempt))
+  if (!directory::IsCommitted(directory, save.checkpoint, save.table->parameters().attempt))
     return outcome;
   // As in the worker: a save is durable only when its final name is durable.
   return directory::SyncDirectory(directory, absl::StrCat("of ", save.checkpoint));

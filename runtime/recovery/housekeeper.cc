@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -24,6 +25,14 @@ namespace {
 // Deleting yields to all other work on the machine.
 constexpr int kDeleteNice = 10;
 constexpr int kPollMs = 100;
+
+absl::StatusOr<std::optional<writer::Completion>> ReadResult(const writer::JobTable& table,
+                                                             const std::string& object) {
+  auto result = table.ReadResult();
+  if (!result.ok())
+    return base::Annotate(result.status(), absl::StrCat("remove ", object, ": its worker"));
+  return result;
+}
 
 }  // namespace
 
@@ -132,11 +141,13 @@ absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& nam
   // size.
   uint64_t seen = 0;
   uint64_t seen_at = sys::NowNs();
-  while (!(link->IsGone() || (link->kept() && table->HasResult()))) {
+  std::optional<writer::Completion> result;
+  while (!link->IsGone() && !(link->kept() && result.has_value())) {
     pollfd entries[2] = {{.fd = link->pidfd(), .events = POLLIN, .revents = 0},
                          {.fd = link->doorbell_fd(), .events = POLLIN, .revents = 0}};
     sys::Sys().poll(entries, 2, kPollMs);
     link->DrainDoorbell();
+    HOLDFAST_ASSIGN_OR_RETURN(result, ReadResult(*table, object));
     const uint64_t progress = layout::Progress(*table->job());
     if (progress != seen) {
       seen = progress;
@@ -147,17 +158,16 @@ absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& nam
           absl::StrCat("remove ", object, ": no progress; Recover removes the rest"));
     }
   }
-  if (!table->HasResult()) {
+  // What a worker has written before its end is seen only now.
+  HOLDFAST_ASSIGN_OR_RETURN(result, ReadResult(*table, object));
+  if (!result.has_value()) {
     return absl::AbortedError(absl::StrCat("remove ", object, ": the worker ", link->Reap(),
                                            "; Recover removes the rest"));
   }
-  const layout::CompletionSlot& slot = table->job()->completion;
   base::FailureNames failure_names;
   failure_names.checkpoint = object;
-  if (slot.foreign[0] != '\0')
-    absl::StrAppend(&failure_names.checkpoint, "/",
-                    std::string(slot.foreign, strnlen(slot.foreign, kNameBytes)));
-  return base::ToStatus(slot.failure, failure_names);
+  if (!result->foreign.empty()) absl::StrAppend(&failure_names.checkpoint, "/", result->foreign);
+  return base::ToStatus(result->failure, failure_names);
 }
 
 }  // namespace holdfast::recovery

@@ -138,26 +138,25 @@ absl::Status DeviceStager::RestWith(Work* work) {
 absl::Status DeviceStager::StartCopies(Work* work, uint32_t index) {
   SaveState* save = work->save.get();
   const layout::Extent& extent = save->table->extent(index);
-  const layout::Piece* pieces = save->table->pieces(extent);
-  const PieceSource* sources = save->table->sources(extent);
+  const StagedPiece* pieces = save->table->pieces(extent);
   char* memory = pool_->arena().base() + extent.arena_offset;
   Copying& copying = work->copying.emplace_back(Copying{.index = index, .copies = {}});
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
-    if (sources[i].device == nullptr) {
+    if (pieces[i].device == nullptr) {
       // A literal; in an extent with host tensors the caller's thread has copied all literals.
       if (pieces[i].tensor == Failure::kNoIndex) {
-        std::memcpy(memory + pieces[i].offset, sources[i].data, pieces[i].bytes);
+        std::memcpy(memory + pieces[i].offset, pieces[i].data, pieces[i].bytes);
       }
       continue;
     }
     absl::StatusOr<CopyTicket> ticket =
-        sources[i].device->CopyToHost(memory + pieces[i].offset, sources[i].data, pieces[i].bytes);
+        pieces[i].device->CopyToHost(memory + pieces[i].offset, pieces[i].data, pieces[i].bytes);
     if (!ticket.ok()) {
       return base::Annotate(ticket.status(),
                             absl::StrCat("copy ", save->TensorName(pieces[i].tensor), " from ",
-                                         sources[i].device->name()));
+                                         pieces[i].device->name()));
     }
-    copying.copies.emplace_back(sources[i].device, *ticket);
+    copying.copies.emplace_back(pieces[i].device, *ticket);
   }
   if (save->device_extents_to_queue.fetch_sub(1, std::memory_order_acq_rel) == 1)
     save->NotifyQueued();

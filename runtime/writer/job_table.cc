@@ -139,6 +139,8 @@ JobTable::~JobTable() {
 }
 
 void JobTable::FillCommon(const JobParameters& parameters) {
+  parameters_ = parameters;
+  limits_.world_size = parameters.world_size;
   job_->kind = parameters.kind;
   job_->flags = parameters.flags;
   CopyWorkerOptions(parameters, job_);
@@ -188,6 +190,14 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(const JobParameters&
   std::copy(parameters.older.begin(), parameters.older.end(), layout::Older(job));
   table->plan_ = contents.plan;
   table->manifest_ = contents.manifest;
+  table->limits_.file_count = job->file_count;
+  table->limits_.tensor_count = job->tensor_count;
+  table->shared_extents_ = layout::Extents(job);
+  table->shared_pieces_ = layout::Pieces(job);
+  table->shared_manifest_ = layout::Manifest(job);
+  table->manifest_bytes_ = layout.manifest.bytes;
+  table->extents_.resize(layout.extents);
+  table->pieces_.reserve(layout.pieces);
   table->FillFiles(contents.sources, places);
   if (layout.extents == 0) table->WriteManifest();
   return table;
@@ -196,12 +206,7 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForSave(const JobParameters&
 /// Cuts runs of files at the chunks' borders, in order.
 class JobTable::Filler {
  public:
-  explicit Filler(JobTable* table)
-      : extents_(layout::Extents(table->job_)),
-        pieces_(layout::Pieces(table->job_)),
-        sources_(table->sources_) {
-    sources_.reserve(table->job_->piece_count);
-  }
+  explicit Filler(JobTable* table) : table_(*table) {}
 
   void BeginFile(uint32_t extent_first) {
     extent_first_ = extent_first;
@@ -211,29 +216,33 @@ class JobTable::Filler {
   /// Adds the next bytes of the file, of a tensor or of a literal.
   void Add(uint64_t bytes, uint32_t tensor, PieceSource source) {
     while (bytes != 0) {
-      layout::Extent& extent = extents_[extent_first_ + at_ / kChunkBytes];
+      layout::Extent& extent = table_.extents_[extent_first_ + at_ / kChunkBytes];
       const auto offset = static_cast<uint32_t>(at_ % kChunkBytes);
       const auto part = static_cast<uint32_t>(std::min<uint64_t>(bytes, kChunkBytes - offset));
       if (offset == 0) extent.piece_first = pieces();
       ++extent.piece_count;
-      pieces_[pieces()] = {.tensor = tensor,
-                           .offset = offset,
-                           .bytes = part,
-                           .has_digest = part != extent.bytes ? 1u : 0u,
-                           .digest = {}};
-      sources_.push_back(source);
+      const bool has_digest = part != extent.bytes;
+      table_.shared_pieces_[pieces()] = {.tensor = tensor,
+                                         .offset = offset,
+                                         .bytes = part,
+                                         .has_digest = has_digest ? 1u : 0u,
+                                         .digest = {}};
+      table_.pieces_.push_back({.data = source.data,
+                                .device = source.device,
+                                .tensor = tensor,
+                                .offset = offset,
+                                .bytes = part,
+                                .has_digest = has_digest});
       if (source.data != nullptr) source.data += part;
       at_ += part;
       bytes -= part;
     }
   }
 
-  uint32_t pieces() const { return static_cast<uint32_t>(sources_.size()); }
+  uint32_t pieces() const { return static_cast<uint32_t>(table_.pieces_.size()); }
 
  private:
-  layout::Extent* const extents_;
-  layout::Piece* const pieces_;
-  std::vector<PieceSource>& sources_;
+  JobTable& table_;
   uint32_t extent_first_ = 0;
   uint64_t at_ = 0;  // in the file
 };
@@ -242,6 +251,7 @@ void JobTable::FillFiles(const Sources& sources, const format::ManifestPlaces& p
   const format::PackedPlan& plan = *plan_;
   Filler filler(this);
   uint32_t extent_at = 0;
+  extent_first_.reserve(plan.files.size());
   for (uint32_t f = 0; f < plan.files.size(); ++f) {
     const format::PackedFile& packed = plan.files[f];
     layout::File& file = layout::Files(job_)[f];
@@ -251,8 +261,10 @@ void JobTable::FillFiles(const Sources& sources, const format::ManifestPlaces& p
     file.extent_count = ExtentCount(packed.bytes);
     file.root_slot = places.file_roots[f];
     file.replicated = packed.replicated ? 1 : 0;
+    limits_.bytes += packed.bytes;
+    extent_first_.push_back(extent_at);
     for (uint64_t chunk = 0; chunk < file.extent_count; ++chunk, ++extent_at) {
-      layout::Extent& extent = layout::Extents(job_)[extent_at];
+      layout::Extent& extent = extents_[extent_at];
       extent.file = f;
       extent.file_offset = chunk * kChunkBytes;
       extent.bytes =
@@ -271,6 +283,7 @@ void JobTable::FillFiles(const Sources& sources, const format::ManifestPlaces& p
   }
   HOLDFAST_CHECK(extent_at == job_->extent_count && filler.pieces() == job_->piece_count,
                  "the table's arrays were sized by the same plan");
+  std::copy(extents_.begin(), extents_.end(), shared_extents_);
 }
 
 /// The digests that the sealers have put into the table.
@@ -279,39 +292,37 @@ class JobTable::SealedDigests final : public format::ManifestDigests {
   explicit SealedDigests(const JobTable& table) : table_(table) {}
 
   Digest OfChunk(uint32_t file, uint64_t chunk) override {
-    return Extents()[layout::Files(table_.job_)[file].extent_first + chunk].sealed;
+    return table_.shared_extents_[table_.extent_first_[file] + chunk].sealed;
   }
 
   Digest OfPart(uint32_t tensor, uint64_t begin) override {
-    const layout::Piece* const pieces = layout::Pieces(table_.job_);
+    const std::vector<StagedPiece>& pieces = table_.pieces_;
     // Tensors mostly stand in the files in the order of the table.
-    while (next_ < table_.job_->piece_count && pieces[next_].tensor == Failure::kNoIndex) ++next_;
+    while (next_ < pieces.size() && pieces[next_].tensor == Failure::kNoIndex) ++next_;
     const uint32_t file = table_.plan_->tensors.file(tensor);
     const layout::Extent& extent =
-        Extents()[layout::Files(table_.job_)[file].extent_first + begin / kChunkBytes];
+        table_.extents_[table_.extent_first_[file] + begin / kChunkBytes];
     const uint32_t offset = static_cast<uint32_t>(begin % kChunkBytes);
     const uint32_t last = extent.piece_first + extent.piece_count;
     if (next_ < extent.piece_first || next_ >= last || pieces[next_].tensor != tensor ||
         pieces[next_].offset != offset) {
       next_ = static_cast<uint32_t>(
-          std::lower_bound(pieces + extent.piece_first, pieces + last, offset,
-                           [](const layout::Piece& p, uint32_t at) { return p.offset < at; }) -
-          pieces);
+          std::lower_bound(pieces.begin() + extent.piece_first, pieces.begin() + last, offset,
+                           [](const StagedPiece& p, uint32_t at) { return p.offset < at; }) -
+          pieces.begin());
     }
-    return pieces[next_++].digest;
+    return table_.shared_pieces_[next_++].digest;
   }
 
  private:
-  layout::Extent* Extents() const { return layout::Extents(table_.job_); }
-
   const JobTable& table_;
   uint32_t next_ = 0;
 };
 
 void JobTable::WriteManifest() {
   SealedDigests digests(*this);
-  const uint64_t bytes = format::WriteManifest(manifest_, *plan_, &digests, layout::Manifest(job_));
-  HOLDFAST_CHECK(bytes == job_->manifest_template.bytes, "a manifest is as long as was measured");
+  const uint64_t bytes = format::WriteManifest(manifest_, *plan_, &digests, shared_manifest_);
+  HOLDFAST_CHECK(bytes == manifest_bytes_, "a manifest is as long as was measured");
 }
 
 absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForDelete(

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,7 @@
 #include "runtime/format/manifest.h"
 #include "runtime/format/packed_plan.h"
 #include "runtime/layout/job.h"
+#include "runtime/writer/completion.h"
 
 namespace holdfast::writer {
 
@@ -56,10 +58,20 @@ void CopyWorkerOptions(const From& from, To* to) {
   to->qos = from.qos;
 }
 
-/// The source of a tensor's or a piece's bytes. Never leaves the trainer.
+/// The source of a tensor's bytes. Never leaves the trainer.
 struct PieceSource {
   const char* data = nullptr;
   Device* device = nullptr;  ///< Null: host memory.
+};
+
+/// A part of a tensor or of a literal inside one extent; the trainer's own of a layout::Piece.
+struct StagedPiece {
+  const char* data = nullptr;
+  Device* device = nullptr;             ///< Null: host memory.
+  uint32_t tensor = Failure::kNoIndex;  ///< kNoIndex: a literal.
+  uint32_t offset = 0;                  ///< Within the extent.
+  uint32_t bytes = 0;
+  bool has_digest = false;
 };
 
 /// The sources of one save's bytes; parallel to the plan's tensors and literals.
@@ -78,6 +90,10 @@ struct SaveContents {
 
 /// One control mapping (a memfd, DONTFORK here, sealed against resizing) with the trainer's private
 /// data.
+///
+/// The worker can write to every byte of the mapping. The trainer therefore keeps its own copy of
+/// each offset, index and length that it has put there, and never reads these back. What a worker
+/// puts there is read by ReadResult and WrongState alone, which check it.
 class JobTable {
  public:
   /// Takes as much control memory as ControlBytes says.
@@ -91,23 +107,28 @@ class JobTable {
   JobTable& operator=(const JobTable&) = delete;
 
   layout::Job* job() const { return job_; }
-  layout::Extent& extent(uint32_t index) const { return layout::Extents(job_)[index]; }
-  layout::Piece* pieces(const layout::Extent& extent) const {
-    return layout::Pieces(job_) + extent.piece_first;
+  const JobParameters& parameters() const { return parameters_; }
+  uint32_t extent_count() const { return static_cast<uint32_t>(extents_.size()); }
+  const layout::Extent& extent(uint32_t index) const { return extents_[index]; }
+  const StagedPiece* pieces(const layout::Extent& extent) const {
+    return pieces_.data() + extent.piece_first;
   }
-  const PieceSource* sources(const layout::Extent& extent) const {
-    return sources_.data() + extent.piece_first;
+  /// The place of the digest of the extent's piece `index`.
+  Digest* digest_of(const layout::Extent& extent, uint32_t index) const {
+    return &shared_pieces_[extent.piece_first + index].digest;
   }
+  void SetArenaOffset(uint32_t index, uint64_t offset) {
+    extents_[index].arena_offset = shared_extents_[index].arena_offset = offset;
+  }
+  void SetSealed(uint32_t index, const Digest& digest) { shared_extents_[index].sealed = digest; }
   int fd() const { return fd_.get(); }
   uint64_t bytes() const { return bytes_; }
   /// Writes the manifest except the worker's slots. Called once, after every extent was sealed and
   /// before the last extent is published. A table without extents has its manifest already.
   void WriteManifest();
-  /// Returns true when the worker has reported its result.
-  bool HasResult() const {
-    // acquire: pairs with the worker's release store; everything else in the slot is visible then.
-    return job_->completion.state.load(std::memory_order_acquire) ==
-           static_cast<uint32_t>(layout::CompletionState::kDone);
+  /// Returns the worker's result once it is there. \error As ReadCompletion.
+  absl::StatusOr<std::optional<Completion>> ReadResult() const {
+    return ReadCompletion(*job_, limits_);
   }
 
  private:
@@ -122,7 +143,15 @@ class JobTable {
   base::UniqueFd fd_;
   layout::Job* job_ = nullptr;
   uint64_t bytes_ = 0;
-  std::vector<PieceSource> sources_;
+  JobParameters parameters_;
+  CompletionLimits limits_;
+  layout::Extent* shared_extents_ = nullptr;
+  layout::Piece* shared_pieces_ = nullptr;
+  char* shared_manifest_ = nullptr;
+  uint64_t manifest_bytes_ = 0;
+  std::vector<uint32_t> extent_first_;  // by file
+  std::vector<layout::Extent> extents_;
+  std::vector<StagedPiece> pieces_;
   std::shared_ptr<const format::PackedPlan> plan_;
   format::ManifestInput manifest_;
 };

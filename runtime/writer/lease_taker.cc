@@ -82,7 +82,7 @@ absl::Status LeaseTaker::CheckWaitDeadline(const SaveState& save, absl::Time sin
 
 void LeaseTaker::Note(SaveState* save, uint32_t index, const staging::Lease& lease) {
   save->leases[index] = lease;
-  save->table->extent(index).arena_offset = lease.offset;
+  save->table->SetArenaOffset(index, lease.offset);
   if (save->extents_to_lease.fetch_sub(1, std::memory_order_acq_rel) == 1)
     pool_->FinishLeasing(save->epoch);
 }

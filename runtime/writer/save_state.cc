@@ -35,6 +35,7 @@ void SaveState::FailStagingLocked(const absl::Status& why) {
     char(&text)[sizeof(layout::Job::staging_error)] = table->job()->staging_error;
     worker::CopyText(std::string(why.message()).c_str(), text, sizeof(text));
   }
+  staging_failed_.store(true, std::memory_order_relaxed);
   // release: the worker reads the text behind the flag.
   table->job()->trainer_failed.store(1, std::memory_order_release);
   if (link != nullptr) link->RingDoorbell();
@@ -81,30 +82,30 @@ void SaveState::NotifyQueued() {
 }
 
 void SaveState::Finish(const absl::Status& status) {
-  const layout::Job& job = *table->job();
-  const layout::CompletionSlot& slot = job.completion;
+  const writer::Completion& told = result.has_value() ? *result : writer::Completion();
+  const layout::JobTimes& times = told.times;
   const base::MutexLock lock(&mutex_);
   last_progress_ = ReadProgress();
   if (status.ok()) last_progress_.phase = "done";
-  static_cast<WorkerFigures&>(report_) = slot.figures;
-  report_.engine_reason = std::string(slot.reason, strnlen(slot.reason, sizeof(slot.reason)));
-  report_.streamed = layout::Streams(job);
-  report_.time_writing = Seconds(slot.times.first_submit, slot.times.last_complete);
+  static_cast<WorkerFigures&>(report_) = told.figures;
+  report_.engine_reason = told.reason;
+  report_.streamed = layout::Streams(*table->job());
+  report_.time_writing = Seconds(times.first_submit, times.last_complete);
   report_.time_syncing =
-      Seconds(slot.times.last_complete, std::max(slot.times.committed, slot.times.manifest_synced));
+      Seconds(times.last_complete, std::max(times.committed, times.manifest_synced));
   report_.time_to_durable = Seconds(entered_ns, sys::NowNs());
   report_.entered_ns = entered_ns;
-  report_.at_worker_started = Seconds(entered_ns, slot.times.started);
-  report_.at_first_submit = Seconds(entered_ns, slot.times.first_submit);
-  report_.at_last_complete = Seconds(entered_ns, slot.times.last_complete);
-  report_.at_data_synced = Seconds(entered_ns, slot.times.data_synced);
-  report_.at_manifest_synced = Seconds(entered_ns, slot.times.manifest_synced);
-  report_.at_committed = Seconds(entered_ns, slot.times.committed);
+  report_.at_worker_started = Seconds(entered_ns, times.started);
+  report_.at_first_submit = Seconds(entered_ns, times.first_submit);
+  report_.at_last_complete = Seconds(entered_ns, times.last_complete);
+  report_.at_data_synced = Seconds(entered_ns, times.data_synced);
+  report_.at_manifest_synced = Seconds(entered_ns, times.manifest_synced);
+  report_.at_committed = Seconds(entered_ns, times.committed);
   report_.cpu_sealing =
       static_cast<double>(cpu_sealing_ns.load(std::memory_order_relaxed)) / kNsPerSecond;
   report_.time_waiting_memory =
       static_cast<double>(time_waiting_memory_ns.load(std::memory_order_relaxed)) / kNsPerSecond;
-  report_.cpu_worker = static_cast<double>(slot.times.cpu) / kNsPerSecond;
+  report_.cpu_worker = static_cast<double>(times.cpu) / kNsPerSecond;
   status_ = status;
   done_ = true;
   staged_ = staged_ || !status.ok();
@@ -163,7 +164,8 @@ SaveProgress SaveState::Progress() {
 
 int SaveState::WorkerPid() {
   const base::MutexLock lock(&mutex_);
-  return done_ ? 0 : static_cast<int>(table->job()->worker_pid.load(std::memory_order_relaxed));
+  const bool begun = !done_ && table->job()->worker_pid.load(std::memory_order_relaxed) != 0;
+  return begun ? static_cast<int>(link->pid()) : 0;
 }
 
 SaveProgress SaveState::ReadProgress() const {
@@ -171,7 +173,8 @@ SaveProgress SaveState::ReadProgress() const {
   SaveProgress progress;
   progress.bytes_total = bytes_total;
   progress.bytes_sealed = bytes_sealed.load(std::memory_order_relaxed);
-  progress.bytes_written = job.bytes_completed.load(std::memory_order_relaxed);
+  progress.bytes_written =
+      std::min(job.bytes_completed.load(std::memory_order_relaxed), bytes_total);
   progress.phase = PhaseName(static_cast<layout::Phase>(job.phase.load(std::memory_order_relaxed)));
   if (progress.bytes_sealed < bytes_total) progress.phase = "staging";
   return progress;
@@ -206,11 +209,6 @@ void SaveState::Cancel() {
   if (done_) return;
   table->job()->cancel.store(1, std::memory_order_relaxed);
   link->RingDoorbell();
-}
-
-std::string SaveState::LeftBehind() const {
-  const char(&name)[kNameBytes] = table->job()->completion.left_behind;
-  return {name, strnlen(name, sizeof(name))};
 }
 
 void SaveState::ReleaseResources() {

@@ -84,20 +84,21 @@ class SaveState {
 
   // The supervisor's alone.
   layout::LogReader acknowledged;
+  std::optional<writer::Completion> result;  // the worker's, checked
   uint64_t progress_seen = 0;
   uint64_t progress_at_ns = 0;
   uint64_t gone_at_ns = 0;  // 0: the worker was not seen gone yet
   bool killed = false;
-  bool retired = false;                  // its staging memory was released
-  absl::Status worker_damage;            // the log holds entries that no sound worker writes
+  bool retired = false;  // its staging memory was released
+  /// The worker has written values to the table that no sound worker writes. None of its later
+  /// values counts.
+  absl::Status worker_damage;
   std::atomic<bool> quarantined{false};  // read by any thread
 
   /// Gives up staging: no further extent is published, the worker cleans up. The first failure
   /// stays.
   void FailStaging(const absl::Status& why);
-  bool StagingFailed() const {
-    return table->job()->trainer_failed.load(std::memory_order_relaxed) != 0;
-  }
+  bool StagingFailed() const { return staging_failed_.load(std::memory_order_relaxed); }
 
   void AddUser() { users.fetch_add(1, std::memory_order_relaxed); }
   /// Removes the caller from the users of this save's leases.
@@ -130,9 +131,6 @@ class SaveState {
   bool ErrorWasSeen();
   /// Marks the error as returned by the call that started the save.
   void MarkErrorReturned();
-  /// Returns the replaced checkpoint's new name, or an empty string. Called before
-  /// ReleaseResources.
-  std::string LeftBehind() const;
   /// Asks the worker to stop.
   void Cancel();
   /// Gives the control memory, the worker and the callbacks back; after Finish, by the supervisor.
@@ -143,6 +141,7 @@ class SaveState {
   void FailStagingLocked(const absl::Status& why) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   SaveProgress ReadProgress() const;
 
+  std::atomic<bool> staging_failed_{false};
   base::Mutex mutex_;
   base::Condition changed_;
   bool staged_ ABSL_GUARDED_BY(mutex_) = false;

@@ -116,15 +116,15 @@ bool Sealer::TakeChecksums(const Task& task) {
 }
 
 void Sealer::Seal(const std::shared_ptr<SaveState>& save, uint32_t index) {
-  layout::Extent& extent = save->table->extent(index);
-  layout::Piece* pieces = save->table->pieces(extent);
+  const layout::Extent& extent = save->table->extent(index);
+  const StagedPiece* pieces = save->table->pieces(extent);
   const char* memory = pool_->arena().base() + extent.arena_offset;
   if (save->checksums != nullptr) {
     if (const std::unique_ptr<BegunDigest> begun = save->checksums->TakeBegun(index)) {
       for (uint32_t i = 0; i < extent.piece_count; ++i) {
-        const layout::Piece& piece = pieces[i];
-        if (piece.tensor == Failure::kNoIndex && piece.has_digest != 0)
-          pieces[i].digest = digest::Of(memory + piece.offset, piece.bytes);
+        const StagedPiece& piece = pieces[i];
+        if (piece.tensor == Failure::kNoIndex && piece.has_digest)
+          *save->table->digest_of(extent, i) = digest::Of(memory + piece.offset, piece.bytes);
       }
       begun->whole.Update(memory + begun->bytes, extent.bytes - begun->bytes);
       return SealDigested(save, index, begun->whole.Finish());
@@ -132,21 +132,22 @@ void Sealer::Seal(const std::shared_ptr<SaveState>& save, uint32_t index) {
   }
   absl::InlinedVector<digest::Part, 16> parts;
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
-    if (pieces[i].has_digest == 0) continue;
-    parts.push_back(
-        {.offset = pieces[i].offset, .bytes = pieces[i].bytes, .out = &pieces[i].digest});
+    if (!pieces[i].has_digest) continue;
+    parts.push_back({.offset = pieces[i].offset,
+                     .bytes = pieces[i].bytes,
+                     .out = save->table->digest_of(extent, i)});
   }
   SealDigested(save, index, digest::OfChunk(memory, extent.bytes, parts.data(), parts.size()));
 }
 
 void Sealer::SealDigested(const std::shared_ptr<SaveState>& save, uint32_t index,
                           const Digest& whole) {
-  layout::Extent& extent = save->table->extent(index);
+  const layout::Extent& extent = save->table->extent(index);
   char* memory = pool_->arena().base() + extent.arena_offset;
   // The I/O length is a multiple of the alignment: bytes behind the end must not be an older
   // save's.
   std::memset(memory + extent.bytes, 0, layout::AlignUp(extent.bytes) - extent.bytes);
-  extent.sealed = whole;
+  save->table->SetSealed(index, whole);
   pool_->Seal(save->leases[index]);
   if (on_sealed_) {
     on_sealed_({.memory = memory,

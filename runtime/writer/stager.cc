@@ -18,18 +18,16 @@ namespace {
 /// A tensor's piece in host memory: to be copied before the call returns. (A literal is the save's
 /// own and can be copied at any time.)
 bool HasHostPiece(const JobTable& table, const layout::Extent& extent) {
-  const PieceSource* sources = table.sources(extent);
-  const layout::Piece* pieces = table.pieces(extent);
-  for (uint32_t i = 0; i < extent.piece_count; ++i) {
-    if (sources[i].device == nullptr && pieces[i].tensor != Failure::kNoIndex) return true;
-  }
-  return false;
+  const StagedPiece* pieces = table.pieces(extent);
+  return std::any_of(pieces, pieces + extent.piece_count, [](const StagedPiece& piece) {
+    return piece.device == nullptr && piece.tensor != Failure::kNoIndex;
+  });
 }
 
 bool HasDevicePiece(const JobTable& table, const layout::Extent& extent) {
-  const PieceSource* sources = table.sources(extent);
-  return std::any_of(sources, sources + extent.piece_count,
-                     [](const PieceSource& s) { return s.device != nullptr; });
+  const StagedPiece* pieces = table.pieces(extent);
+  return std::any_of(pieces, pieces + extent.piece_count,
+                     [](const StagedPiece& piece) { return piece.device != nullptr; });
 }
 
 void AddToCrc32(void* crc, const void* data, size_t bytes) {
@@ -91,7 +89,7 @@ absl::Status Stager::Stage(const std::shared_ptr<SaveState>& save) {
 }
 
 absl::Status Stager::StageAll(const std::shared_ptr<SaveState>& save) {
-  if (save->table->job()->extent_count == 0) {
+  if (save->table->extent_count() == 0) {
     pool_->FinishLeasing(save->epoch);
     save->MarkStaged(std::nullopt);
     return absl::OkStatus();
@@ -107,7 +105,7 @@ absl::Status Stager::StageAll(const std::shared_ptr<SaveState>& save) {
 bool Stager::MustLeaseInOrder(const SaveState& save) const {
   if (save.checksums == nullptr) return false;
   uint64_t waiting = 0;
-  for (uint32_t i = 0; i < save.table->job()->extent_count; ++i) {
+  for (uint32_t i = 0; i < save.table->extent_count(); ++i) {
     if (HasHostPiece(*save.table, save.table->extent(i)) && save.checksums->WaitsForDevice(i))
       ++waiting;
   }
@@ -129,7 +127,7 @@ absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save) {
 absl::Status Stager::StageExtents(const std::shared_ptr<SaveState>& save,
                                   const std::shared_ptr<HelpedCopies>& helped) {
   const JobTable& table = *save->table;
-  const uint32_t count = table.job()->extent_count;
+  const uint32_t count = table.extent_count();
   std::vector<Way> ways(count);
   uint32_t host_end = 0;
   uint32_t device_extents = 0;
@@ -184,12 +182,11 @@ absl::StatusOr<bool> Stager::CopyHostPieces(const std::shared_ptr<SaveState>& sa
                                             Way way) {
   if (options_.fused_copy && way == Way::kHost) return CopyFused(save, index);
   const layout::Extent& extent = save->table->extent(index);
-  const layout::Piece* pieces = save->table->pieces(extent);
-  const PieceSource* sources = save->table->sources(extent);
+  const StagedPiece* pieces = save->table->pieces(extent);
   char* memory = pool_->arena().base() + extent.arena_offset;
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
-    if (sources[i].device == nullptr)
-      std::memcpy(memory + pieces[i].offset, sources[i].data, pieces[i].bytes);
+    if (pieces[i].device == nullptr)
+      std::memcpy(memory + pieces[i].offset, pieces[i].data, pieces[i].bytes);
   }
   if (options_.second_look) HOLDFAST_RETURN_IF_ERROR(LookAgain(*save, index));
   return false;
@@ -197,20 +194,19 @@ absl::StatusOr<bool> Stager::CopyHostPieces(const std::shared_ptr<SaveState>& sa
 
 absl::StatusOr<bool> Stager::CopyFused(const std::shared_ptr<SaveState>& save, uint32_t index) {
   const layout::Extent& extent = save->table->extent(index);
-  layout::Piece* pieces = save->table->pieces(extent);
-  const PieceSource* sources = save->table->sources(extent);
+  const StagedPiece* pieces = save->table->pieces(extent);
   Checksums* const checksums = save->checksums.get();
   char* memory = pool_->arena().base() + extent.arena_offset;
   BegunDigest begun;
   bool may_digest = true;  // no checksum is missing so far
   bool added = false;
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
-    layout::Piece& piece = pieces[i];
+    const StagedPiece& piece = pieces[i];
     digest::Stream part;
-    digest::Stream* const wanted_part = piece.has_digest != 0 ? &part : nullptr;
+    digest::Stream* const wanted_part = piece.has_digest ? &part : nullptr;
     char* const to = memory + piece.offset;
     if (checksums != nullptr && checksums->HasPlaces(index, piece.offset, piece.bytes)) {
-      std::memcpy(to, sources[i].data, piece.bytes);
+      std::memcpy(to, piece.data, piece.bytes);
       may_digest = may_digest && checksums->Fill(index, piece.offset, piece.bytes, memory);
       if (may_digest) {
         begun.whole.Update(to, piece.bytes);
@@ -221,12 +217,12 @@ absl::StatusOr<bool> Stager::CopyFused(const std::shared_ptr<SaveState>& save, u
       const bool wants_crc = checksums != nullptr && checksums->Wants(index, piece.offset);
       digest::Tap tap;
       if (wants_crc) tap = {.take = AddToCrc32, .state = &crc};
-      digest::CopyAndDigest(to, sources[i].data, piece.bytes, may_digest ? &begun.whole : nullptr,
+      digest::CopyAndDigest(to, piece.data, piece.bytes, may_digest ? &begun.whole : nullptr,
                             wanted_part, tap);
       if (wants_crc) checksums->Add(index, piece.offset, crc);
       added = added || wants_crc;
     }
-    if (wanted_part != nullptr) piece.digest = part.Finish();
+    if (wanted_part != nullptr) *save->table->digest_of(extent, i) = part.Finish();
     if (may_digest) begun.bytes += piece.bytes;
   }
   if (added) {
@@ -243,15 +239,14 @@ absl::StatusOr<bool> Stager::CopyFused(const std::shared_ptr<SaveState>& save, u
 
 absl::Status Stager::LookAgain(const SaveState& save, uint32_t index) const {
   const layout::Extent& extent = save.table->extent(index);
-  const layout::Piece* pieces = save.table->pieces(extent);
-  const PieceSource* sources = save.table->sources(extent);
+  const StagedPiece* pieces = save.table->pieces(extent);
   const char* memory = pool_->arena().base() + extent.arena_offset;
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
     // Literals are not the trainer's, and have their checksums by now.
-    if (sources[i].device != nullptr || pieces[i].tensor == Failure::kNoIndex) continue;
+    if (pieces[i].device != nullptr || pieces[i].tensor == Failure::kNoIndex) continue;
     const char* staged = memory + pieces[i].offset;
-    if (std::memcmp(staged, sources[i].data, pieces[i].bytes) == 0) continue;
-    const char* first = std::mismatch(staged, staged + pieces[i].bytes, sources[i].data).first;
+    if (std::memcmp(staged, pieces[i].data, pieces[i].bytes) == 0) continue;
+    const char* first = std::mismatch(staged, staged + pieces[i].bytes, pieces[i].data).first;
     const uint64_t at =
         extent.file_offset + pieces[i].offset + static_cast<uint64_t>(first - staged);
     return absl::DataLossError(absl::StrCat(

@@ -34,16 +34,17 @@ constexpr uint64_t kLandingGraceNs = 500'000'000;
 // The interval at which waiters for saves check for a quarantine, which ends the wait.
 constexpr absl::Duration kQuarantineStep = absl::Seconds(1);
 
-std::string Reason(const char* reason) {
-  return {reason, strnlen(reason, sizeof(layout::CompletionSlot::reason))};
+// Describes the obstacle to replacing a checkpoint; empty where an errno describes it.
+std::string InTheWay(const Completion& result) {
+  if (!result.foreign.empty()) return absl::StrCat("entry ", result.foreign);
+  if (result.newer == AttemptId()) return "";
+  return absl::StrCat("step ", result.newer_step, ", attempt ", base::Hex(result.newer));
 }
 
-// Describes the obstacle to replacing a checkpoint; empty where an errno describes it.
-std::string InTheWay(const layout::CompletionSlot& slot) {
-  if (slot.foreign[0] != '\0')
-    return absl::StrCat("entry ", std::string(slot.foreign, strnlen(slot.foreign, kNameBytes)));
-  if (slot.newer == AttemptId()) return "";
-  return absl::StrCat("step ", slot.newer_step, ", attempt ", base::Hex(slot.newer));
+/// Returns true when the save's worker is a process that was killed for what it wrote. Nothing in
+/// its table counts; a thread shares the trainer's memory, damaged or not.
+bool WasKilledAsDamaged(const SaveState& save) {
+  return !save.worker_damage.ok() && layout::TraitsOf(save.link->launcher()).process;
 }
 
 }  // namespace
@@ -165,11 +166,13 @@ bool Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& sa
   ReleaseAcknowledged(save.get());
   // Order matters: a worker that is seen gone first has made all of its stores.
   const bool gone = save->link->IsGone();
-  const bool result = save->table->HasResult();
+  ReadTable(save.get());
   if (gone && save->gone_at_ns == 0) save->gone_at_ns = sys::NowNs();
   RetireIfLanded(save.get(), gone);
-  // A worker of one job is joined; a kept worker's job ends with its result.
-  if (gone || (result && save->link->kept())) return End(save, gone);
+  // A worker of one job is joined; a kept worker's job ends with its result. A damaged process was
+  // killed.
+  if (gone || (save->link->kept() && save->result.has_value() && !WasKilledAsDamaged(*save)))
+    return End(save, gone);
   EndAsserted(save);
   if (IsQueued(*save, saves)) {
     save->progress_at_ns = sys::NowNs();
@@ -179,8 +182,31 @@ bool Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& sa
   return false;
 }
 
+void Supervisor::ReadTable(SaveState* save) {
+  if (const char* const wrong = WrongState(*save->table->job())) return CallDamaged(save, wrong);
+  if (save->result.has_value()) return;
+  absl::StatusOr<std::optional<Completion>> result = save->table->ReadResult();
+  if (!result.ok()) return CallDamaged(save, result.status().message());
+  save->result = *std::move(result);
+  // acquire: pairs with the last seal.
+  if (save->result.has_value() && save->result->failure.ok() &&
+      save->extents_to_seal.load(std::memory_order_acquire) != 0)
+    CallDamaged(save, "reported success before it had every byte");
+}
+
+void Supervisor::CallDamaged(SaveState* save, absl::string_view what) {
+  if (!save->worker_damage.ok()) return;
+  save->worker_damage = absl::InternalError(
+      absl::StrCat("save ", save->path, ": its worker ", what, "; its memory is damaged"));
+  save->FailStaging(save->worker_damage);
+  pool_->AbortEpoch(save->epoch);
+  save->link->Kill();
+}
+
 bool Supervisor::HasLanded(const SaveState& save, bool gone) {
   if (base::Planted(base::Bug::kTrustThePidfd)) return gone;
+  if (WasKilledAsDamaged(save))
+    return gone && save.link->HasHungUp() && save.writes_end_with_process;
   const layout::Job& job = *save.table->job();
   // acquire: pairs with the worker's release; the worker's reads of the bytes precede their reuse.
   if (job.staging_released.load(std::memory_order_acquire) != 0) return true;
@@ -220,13 +246,10 @@ void Supervisor::ReleaseAcknowledged(SaveState* save) {
   uint32_t index = 0;
   while (save->acknowledged.Next(&index)) {
     if (index < save->leases.size() && pool_->Release(save->leases[index])) continue;
-    // Nothing was freed. The worker stops as for any failure of the trainer's side.
-    save->worker_damage = absl::InternalError(absl::StrCat(
-        "save ", save->path, ": its worker acknowledged extent ", index, " of ",
-        save->leases.size(), " twice or without having been given it; its memory is damaged"));
-    save->FailStaging(save->worker_damage);
-    pool_->AbortEpoch(save->epoch);
-    return;
+    // Nothing was freed.
+    return CallDamaged(save,
+                       absl::StrCat("acknowledged extent ", index, " of ", save->leases.size(),
+                                    " twice or without having been given it"));
   }
 }
 
@@ -240,7 +263,7 @@ void Supervisor::EndAsserted(const std::shared_ptr<SaveState>& save) {
   save->link->Kill();  // The worker gets no further job.
   const absl::Status why = absl::InternalError(
       absl::StrCat("save ", save->path, ": its worker found its own state wrong (",
-                   Reason(job.completion.reason), ")"));
+                   ReadReason(job.completion), ")"));
   save->FailStaging(why);
   pool_->AbortEpoch(save->epoch);
   Quarantine(save, base::Annotate(why, "its staging memory is quarantined for good"));
@@ -258,9 +281,9 @@ uint64_t Supervisor::TimeWithoutProgress(SaveState* save) {
 }
 
 void Supervisor::CheckStalled(const std::shared_ptr<SaveState>& save) {
-  const layout::Job& job = *save->table->job();
+  const JobParameters& job = save->table->parameters();
   const uint64_t waited = TimeWithoutProgress(save.get());
-  const uint32_t phase = job.phase.load(std::memory_order_relaxed);
+  const uint32_t phase = save->table->job()->phase.load(std::memory_order_relaxed);
   // Waiting for other ranks has a separate deadline.
   const bool waits_for_ranks = phase == static_cast<uint32_t>(layout::Phase::kWaitingForRanks);
   const uint64_t deadline = waits_for_ranks
@@ -323,7 +346,7 @@ void Supervisor::StopStaging(const std::shared_ptr<SaveState>& save, const absl:
   }
   // A begun device copy cannot be cancelled. Without this, a hanging stream would hang every waiter
   // of the save.
-  if (TimeWithoutProgress(save.get()) < save->table->job()->time_stalled_max_ns) return;
+  if (TimeWithoutProgress(save.get()) < save->table->parameters().time_stalled_max_ns) return;
   Quarantine(save, base::Annotate(outcome, absl::StrCat("copies into its staging memory do not ",
                                                         "end; it is quarantined until they do")));
 }
@@ -342,50 +365,30 @@ void Supervisor::AwaitLanding(const std::shared_ptr<SaveState>& save, const absl
 absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
   const std::string how = gone ? save->link->Reap() : std::string();
   const absl::Status staging = save->StagingStatus();
-  if (!save->worker_damage.ok()) {
-    *left_files = !save->table->HasResult();
-    return save->worker_damage;
-  }
-  if (!save->table->HasResult()) {
-    *left_files = true;
-    const char* const told = save->table->job()->completion.reason;
-    if (save->killed) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("save ", save->path, ": its worker made no progress for ",
-                       absl::FormatDuration(options_.time_stalled_max), " and was killed",
-                       told[0] == '\0' ? "" : absl::StrCat(" (", Reason(told), ")")));
-    }
-    if (save->link->given_up()) {
-      return absl::AbortedError(
-          absl::StrCat("save ", save->path,
-                       ": its worker was stopped, because it made no progress with another save"));
-    }
-    return absl::AbortedError(
-        absl::StrCat("save ", save->path, ": its worker ", how.empty() ? "is gone" : how,
-                     " before it reported a result",
-                     told[0] == '\0' ? "" : absl::StrCat(" (", Reason(told), ")")));
-  }
-  const Failure& failure = save->table->job()->completion.failure;
+  *left_files = !save->result.has_value() || WasKilledAsDamaged(*save);
+  if (!save->worker_damage.ok()) return save->worker_damage;
+  if (!save->result.has_value()) return WhyUnreported(*save, how);
+  const Completion& result = *save->result;
+  const Failure& failure = result.failure;
   if (failure.ok()) return absl::OkStatus();
-  *left_files = save->table->job()->completion.left_files != 0;
+  *left_files = result.left_files;
   // The worker only obeyed: the reason is on this side.
   if (failure.operation == Operation::kWaitTrainer && !staging.ok()) return staging;
   if (failure.operation == Operation::kWaitRanks) {
-    const layout::RankFailure& other = save->table->job()->completion.rank_failure;
-    return absl::Status(static_cast<absl::StatusCode>(failure.code),
-                        absl::StrCat("save ", save->path, ": ", base::Describe(other)));
+    return absl::Status(
+        static_cast<absl::StatusCode>(failure.code),
+        absl::StrCat("save ", save->path, ": ", base::Describe(result.rank_failure)));
   }
   const absl::Status status = base::ToStatus(failure, save->Names());
-  const char* const reason = save->table->job()->completion.reason;
   // The worker's own text: the defect of a malformed table, or the transfers in flight at a stall.
   const bool tells =
       failure.operation == Operation::kAttach || failure.code == FailureCode::kDeadlineExceeded;
   std::string more;
-  if (tells && reason[0] != '\0') {
-    more = Reason(reason);
+  if (tells && !result.reason.empty()) {
+    more = result.reason;
   } else if (failure.operation == Operation::kReplace) {
-    more = InTheWay(save->table->job()->completion);
-  } else if (save->table->job()->completion.figures.write_attempts > 1) {
+    more = InTheWay(result);
+  } else if (result.figures.write_attempts > 1) {
     more = "at the second attempt, after an fsync that failed";
   } else if (failure.operation == Operation::kSync && layout::Streams(*save->table->job())) {
     more = "no second attempt: the save streamed, its staging memory was reused";
@@ -395,6 +398,23 @@ absl::Status Supervisor::Outcome(SaveState* save, bool gone, bool* left_files) {
   status.ForEachPayload(
       [&told](absl::string_view url, const absl::Cord& payload) { told.SetPayload(url, payload); });
   return told;
+}
+
+absl::Status Supervisor::WhyUnreported(const SaveState& save, const std::string& how) const {
+  const std::string reason = ReadReason(save.table->job()->completion);
+  const std::string told = reason.empty() ? "" : absl::StrCat(" (", reason, ")");
+  if (save.killed) {
+    return absl::DeadlineExceededError(
+        absl::StrCat("save ", save.path, ": its worker made no progress for ",
+                     absl::FormatDuration(options_.time_stalled_max), " and was killed", told));
+  }
+  if (save.link->given_up()) {
+    return absl::AbortedError(
+        absl::StrCat("save ", save.path, ": its worker was stopped, because of another save"));
+  }
+  return absl::AbortedError(absl::StrCat("save ", save.path, ": its worker ",
+                                         how.empty() ? "is gone" : how,
+                                         " before it reported a result", told));
 }
 
 void Supervisor::TrimIfIdle() {

@@ -55,6 +55,10 @@ class Supervisor {
   static bool IsQueued(const SaveState& save, const Saves& saves);
   /// For how long neither side of the save has got on, in ns.
   static uint64_t TimeWithoutProgress(SaveState* save);
+  /// Takes what the worker has written to the table, once it is checked.
+  void ReadTable(SaveState* save);
+  /// Fails the save of a worker that writes what no sound worker writes, and stops the worker.
+  void CallDamaged(SaveState* save, absl::string_view what);
   void ReleaseAcknowledged(SaveState* save);
   void CheckStalled(const std::shared_ptr<SaveState>& save);
   void Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why);
@@ -68,6 +72,8 @@ class Supervisor {
   /// Ends the save of a dead worker, and keeps its memory because transfers may not have landed.
   void AwaitLanding(const std::shared_ptr<SaveState>& save, const absl::Status& outcome);
   absl::Status Outcome(SaveState* save, bool gone, bool* left_files);
+  /// Of a worker that ended without a result.
+  absl::Status WhyUnreported(const SaveState& save, const std::string& how) const;
   void TrimIfIdle();
 
   staging::StagingPool* pool_;

@@ -228,6 +228,8 @@ bool WorkerLink::IsGone() const {
   return IsReadable(traits_.process ? pidfd_.get() : ended_.get(), 0);
 }
 
+pid_t WorkerLink::pid() const { return traits_.process ? pid_ : sys::Sys().getpid(); }
+
 bool WorkerLink::HasHungUp() const {
   pollfd entry{.fd = socket_.get(), .events = 0, .revents = 0};
   return sys::Sys().poll(&entry, 1, 0) > 0 && (entry.revents & POLLHUP) != 0;

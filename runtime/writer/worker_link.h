@@ -62,6 +62,7 @@ class WorkerLink : public staging::Registrant {
 
   bool kept() const { return kept_; }
   Launcher launcher() const { return launcher_; }
+  pid_t pid() const;                                     ///< For a thread this process's.
   int pidfd() const { return pidfd_.get(); }             ///< -1 for a thread.
   int doorbell_fd() const { return to_trainer_.get(); }  ///< Readable when the worker has news.
   void DrainDoorbell();

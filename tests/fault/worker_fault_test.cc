@@ -414,13 +414,13 @@ class DamagedWorker : public LauncherTest {
   }
 
   /// Starts a streaming save of device tensors with one acknowledged extent; `damage` then writes
-  /// to the second entry of that log.
-  void ExpectOneFailedSave(
-      const std::function<uint32_t(uint32_t first, uint32_t extents)>& damage) {
-    SavePrevious(directory());
+  /// to its table. Expects one failed save, with `reason` unless it is empty.
+  void ExpectOneFailedSave(const std::function<void(layout::Job*)>& damage,
+                           const std::string& reason) {
     SlowDevice device;
     CheckpointerOptions options = Options();
     options.staging.arena_bytes = 4 * kChunkBytes;
+    options.time_stalled_max = absl::Seconds(20);
     const auto checkpointer = Make(options);
     ASSERT_NE(checkpointer, nullptr);
     constexpr uint64_t kBytes = 12 * uint64_t{kChunkBytes};
@@ -434,39 +434,104 @@ class DamagedWorker : public LauncherTest {
     ASSERT_TRUE(begun.ok()) << begun.status();
     struct stat size = {};
     ASSERT_EQ(fstat(g_job_fd, &size), 0);
-    void* const table = mmap(nullptr, static_cast<size_t>(size.st_size), PROT_READ | PROT_WRITE,
-                             MAP_SHARED, g_job_fd, 0);
+    const auto bytes = static_cast<size_t>(size.st_size);
+    void* const table = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, g_job_fd, 0);
     ASSERT_NE(table, MAP_FAILED);
     auto* const job = static_cast<layout::Job*>(table);
-    auto* const log = layout::At<layout::SharedU32>(job, job->acknowledged);
     ASSERT_TRUE(device.WaitForPending(1, kLong));
     device.CompleteOldest();
-    ASSERT_TRUE(WaitFor([&] { return log[0].load() != layout::kEmptyEntry; }));
-    log[1] = damage(log[0], job->extent_count);
+    ASSERT_TRUE(WaitFor([&] { return Log(job)[0].load() != layout::kEmptyEntry; }));
+    damage(job);
     // The copies hold the save; further copies are refused.
     ASSERT_TRUE(WaitFor([&] { return job->trainer_failed.load() != 0; }));
-    munmap(table, static_cast<size_t>(size.st_size));
+    munmap(table, bytes);
     device.CompleteAtOnce(true);
     device.CompleteAll();
     const auto report = begun->WaitDurable(kLong);
-    EXPECT_TRUE(absl::IsInternal(report.status())) << report.status();
-    EXPECT_THAT(Text(report.status()),
-                AllOf(HasSubstr("damaged"), HasSubstr("worker"), HasSubstr("acknowledged extent")));
+    EXPECT_FALSE(report.ok());
+    if (!reason.empty()) {
+      EXPECT_TRUE(absl::IsInternal(report.status())) << report.status();
+      EXPECT_THAT(Text(report.status()),
+                  AllOf(HasSubstr("damaged"), HasSubstr("worker"), HasSubstr(reason)));
+    }
     ExpectRecovered(checkpointer.get());
+    std::filesystem::remove_all(absl::StrCat(directory(), "/next"));
+  }
+  static layout::SharedU32* Log(layout::Job* job) {
+    return layout::At<layout::SharedU32>(job, job->acknowledged);
   }
 };
 INSTANTIATE_TEST_SUITE_P(All, DamagedWorker, kEveryLauncher, LauncherName);
 
-TEST_P(DamagedWorker, AcknowledgesAnExtentTwice) {
-  ExpectOneFailedSave([](uint32_t first, uint32_t) { return first; });
+TEST_P(DamagedWorker, AcknowledgesWhatItMayNot) {
+  SavePrevious(directory());
+  const std::string reason = "acknowledged extent";
+  ExpectOneFailedSave([](layout::Job* job) { Log(job)[1] = Log(job)[0].load(); }, reason);
+  ExpectOneFailedSave([](layout::Job* job) { Log(job)[1] = job->extent_count; }, reason);
+  ExpectOneFailedSave([](layout::Job* job) { Log(job)[1] = job->extent_count - 1; }, reason);
 }
 
-TEST_P(DamagedWorker, AcknowledgesAnExtentThatThereIsNot) {
-  ExpectOneFailedSave([](uint32_t, uint32_t extents) { return extents; });
+/// A worker process; a thread shares the trainer's memory.
+class DamagedProcess : public DamagedWorker {};
+INSTANTIATE_TEST_SUITE_P(All, DamagedProcess, kProcessLaunchers, LauncherName);
+
+TEST_P(DamagedProcess, ReportsWhatCannotBe) {
+  SavePrevious(directory());
+  const auto reports = [](const std::function<void(layout::CompletionSlot*)>& fill) {
+    return [fill](layout::Job* job) {
+      fill(&job->completion);
+      job->completion.state = static_cast<uint32_t>(layout::CompletionState::kDone);
+    };
+  };
+  ExpectOneFailedSave(reports([](layout::CompletionSlot*) {}), "before it had every byte");
+  ExpectOneFailedSave(reports([](layout::CompletionSlot* slot) {
+                        slot->failure.code = static_cast<FailureCode>(77);
+                      }),
+                      "a code that there is not");
+  ExpectOneFailedSave(reports([](layout::CompletionSlot* slot) {
+                        memset(slot->left_behind, 'n', sizeof(slot->left_behind));
+                      }),
+                      "no name of an entry");
+  ExpectOneFailedSave([](layout::Job* job) { job->completion.state = 2; }, "a result that is none");
+  ExpectOneFailedSave([](layout::Job* job) { job->staging_released = 7; }, "a flag");
+  ExpectOneFailedSave([](layout::Job* job) { job->engine_used = 9; }, "an engine");
 }
 
-TEST_P(DamagedWorker, AcknowledgesAnExtentThatItWasNotGiven) {
-  ExpectOneFailedSave([](uint32_t, uint32_t extents) { return extents - 1; });
+TEST_P(DamagedProcess, LosesItsWholeTable) {
+  SavePrevious(directory());
+  std::mt19937_64 random(20261122);
+  for (const int fill : {0x100, 0x00, 0xff, 0x100, 0x100}) {
+    SCOPED_TRACE(fill);
+    // Every offset, index, count and limit, while the trainer goes on with the save.
+    ExpectOneFailedSave(
+        [fill, &random](layout::Job* job) {
+          const uint64_t bytes = job->table_bytes;
+          for (uint64_t i = 0; i < bytes; ++i)
+            reinterpret_cast<char*>(job)[i] = static_cast<char>(fill > 0xff ? random() : fill);
+        },
+        "");
+  }
+}
+
+TEST_P(DamagedProcess, CannotRaiseItsOwnDeadline) {
+  SavePrevious(directory());
+  CheckpointerOptions options = Options();
+  options.time_stalled_max = absl::Seconds(1);
+  options.qos.bytes_per_second_max = 16u << 20;
+  const auto checkpointer = Make(options);
+  ASSERT_NE(checkpointer, nullptr);
+  const auto handle = Begin(checkpointer.get(), "stopped", TrainingState::Uniform(4, 4u << 20, 1));
+  ASSERT_TRUE(handle.ok()) << handle.status();
+  ASSERT_TRUE(WaitFor([&] { return handle->progress().bytes_written > 0; }));
+  ASSERT_EQ(kill(handle->worker_pid(), SIGSTOP), 0);
+  layout::Job head;
+  const uint64_t forever = UINT64_MAX;
+  const auto at =
+      reinterpret_cast<char*>(&head.time_stalled_max_ns) - reinterpret_cast<char*>(&head);
+  ASSERT_EQ(pwrite(g_job_fd, &forever, sizeof(forever), at), ssize_t{sizeof(forever)});
+  const auto report = handle->WaitDurable(absl::Seconds(30));
+  EXPECT_THAT(Text(report.status()), AllOf(HasSubstr("no progress"), HasSubstr("killed")));
+  ExpectRecovered(checkpointer.get());
 }
 
 }  // namespace

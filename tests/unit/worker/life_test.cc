@@ -200,7 +200,7 @@ TEST_P(Life, RefusesExtentsOutsideOfTheArena) {
   save.Build();
   save.Seal(0);
   save.Seal(1);
-  save.table().extent(1).arena_offset = kArena - kIoAlignment;
+  layout::Extents(save.job())[1].arena_offset = kArena - kIoAlignment;
   ASSERT_TRUE(save.Run(GetParam()));
   EXPECT_EQ(save.failure().code, FailureCode::kInternal);
   EXPECT_TRUE(NamesIn(directory_.path()).empty());

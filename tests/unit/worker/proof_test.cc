@@ -36,7 +36,7 @@ TEST_F(ProofTest, MutationAfterTheSealNamesTensorAndRange) {
   save.Build();
   save.SealAll();
   const layout::Extent& extent = save.table().extent(0);
-  const Digest sealed_piece = save.table().pieces(extent)[2].digest;
+  const Digest sealed_piece = *save.table().digest_of(extent, 2);
   save.Memory(0)[512 + 1000 + 500] ^= 0x40;
   ASSERT_TRUE(save.Run(Launcher::kSpawn));
   const Failure& failure = save.failure();

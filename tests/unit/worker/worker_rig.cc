@@ -242,20 +242,20 @@ char* TestSave::Memory(uint32_t extent) const {
 }
 
 void TestSave::Stage(uint32_t index, uint64_t offset) {
-  layout::Extent& extent = table_->extent(index);
-  extent.arena_offset = offset;
+  const layout::Extent& extent = table_->extent(index);
+  table_->SetArenaOffset(index, offset);
   std::memset(trainer_->arena + offset, 0, layout::AlignUp(extent.bytes));
   std::memcpy(trainer_->arena + offset, contents_[extent.file].data() + extent.file_offset,
               extent.bytes);
 }
 
 void TestSave::Seal(uint32_t index) {
-  layout::Extent& extent = table_->extent(index);
-  extent.sealed = digest::Of(Memory(index), extent.bytes);
-  layout::Piece* pieces = table_->pieces(extent);
+  const layout::Extent& extent = table_->extent(index);
+  table_->SetSealed(index, digest::Of(Memory(index), extent.bytes));
+  const writer::StagedPiece* pieces = table_->pieces(extent);
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
-    if (pieces[i].has_digest == 0) continue;
-    pieces[i].digest = digest::Of(Memory(index) + pieces[i].offset, pieces[i].bytes);
+    if (!pieces[i].has_digest) continue;
+    *table_->digest_of(extent, i) = digest::Of(Memory(index) + pieces[i].offset, pieces[i].bytes);
   }
   if (++sealed_ == extent_count()) table_->WriteManifest();
   published_->Append(index);
