@@ -85,6 +85,9 @@ std::string Reason(const Failure& failure) {
     case FailureCode::kInternal:
       return "internal error";
     case FailureCode::kDataLoss:
+      if (failure.operation == Operation::kRename || failure.operation == Operation::kManifest)
+        return "another program has replaced or changed it since it was written; nothing was "
+               "committed";
       return "its bytes are not what was sealed";
     default:
       return "failed";

@@ -246,6 +246,7 @@ absl::Status Checkpointer::Impl::OpenDirectories(const SaveRequest& request,
   HOLDFAST_ASSIGN_OR_RETURN(const directory::FileSystem file_system,
                             directory::IdentifyFileSystem(save->parent->get()));
   save->writes_end_with_process = file_system.writes_end_with_process;
+  save->stable_inodes = file_system.stable_inodes;
   if (request.single_file) return checkpointer::BeginFile(request, attempt, save);
   if (request.files_only) {
     HOLDFAST_ASSIGN_OR_RETURN(directory::PartialDirectory opened,
@@ -275,6 +276,7 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   if (options.read_back) job.flags |= layout::kReadBack;
   if (options.trainer_death == TrainerDeath::kFinish) job.flags |= layout::kFinishWithoutTrainer;
   if (!options.direct_io) job.flags |= layout::kBuffered;
+  if (save->stable_inodes) job.flags |= layout::kStableInodes;
   writer::CopyWorkerOptions(options, &job);
   job.streams = save->bytes_to_lease > core->pool->arena().bytes();
   job.attempt = attempt;

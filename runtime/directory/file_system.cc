@@ -21,6 +21,9 @@ struct Known {
 };
 
 constexpr uint32_t kFuseMagic = 0x65735546;
+// Inode numbers are drawn anew whenever an entry is read from the disk.
+constexpr uint32_t kExfatMagic = 0x2011bab0;
+constexpr uint32_t kVfatMagic = 0x00004d44;
 
 // statfs(2) and linux/magic.h. Locality is a promise about locks, so only certain file systems get
 // it. FUSE and virtiofs share one magic number, and their locks reach the server only on its
@@ -30,7 +33,7 @@ constexpr Known kKnown[] = {
     {0x58465342, "xfs", true},       {0x9123683e, "btrfs", true},   {0x01021994, "tmpfs", true},
     {0x858458f6, "ramfs", true},     {0xf2f52010, "f2fs", true},    {0x2fc12fc1, "zfs", true},
     {0xca451a4e, "bcachefs", true},  {0x794c7630, "overlay", true}, {0x3153464a, "jfs", true},
-    {0x52654973, "reiserfs", true},  {0x2011bab0, "exfat", true},   {0x00004d44, "vfat", true},
+    {0x52654973, "reiserfs", true},  {kExfatMagic, "exfat", true},  {kVfatMagic, "vfat", true},
     {0x00006969, "nfs", false},      {0xff534d42, "cifs", false},   {0xfe534d42, "smb2", false},
     {kFuseMagic, "fuse", false},     {0x01021997, "9p", false},     {0x00c36400, "ceph", false},
     {0x0bd00bd0, "lustre", false},   {0x47504653, "gpfs", false},   {0x19830326, "beegfs", false},
@@ -55,6 +58,7 @@ absl::StatusOr<FileSystem> IdentifyFileSystem(int fd) {
     if (known.magic != magic) continue;
     file_system.name = known.name;
     file_system.local = known.local;
+    file_system.stable_inodes = known.local && magic != kExfatMagic && magic != kVfatMagic;
     // FUSE waits for the answer to a request that the server has read, even for a dying process
     // (fs/fuse/dev.c, request_wait_answer).
     file_system.writes_end_with_process = known.local || magic == kFuseMagic;

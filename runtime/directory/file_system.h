@@ -19,6 +19,8 @@ struct FileSystem {
   /// A process that is killed in a direct write ends after that write. On NFS the process ends
   /// first (the wait is killable), while the write still reads the process's memory.
   bool writes_end_with_process = false;
+  /// A file keeps its inode number, and its time of modification changes with its bytes only.
+  bool stable_inodes = false;
   uint64_t free_bytes = 0;  ///< For an unprivileged caller.
 };
 

@@ -19,7 +19,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 12;
+inline constexpr uint32_t kLayoutVersion = 13;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -53,6 +53,8 @@ enum JobFlags : uint32_t {
   /// With kFilesOnly: the name of the file is `partial` until the manifest is durable. The rename
   /// of the file commits the save.
   kSingleFile = 1u << 8,
+  /// Inode numbers and times of modification identify the files of this file system for good.
+  kStableInodes = 1u << 9,
 };
 
 /// A run of bytes within the table.

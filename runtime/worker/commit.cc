@@ -12,6 +12,7 @@
 #include "runtime/worker/directory.h"
 #include "runtime/worker/exchange.h"
 #include "runtime/worker/manifest.h"
+#include "runtime/worker/open_files.h"
 #include "runtime/worker/ranks.h"
 #include "runtime/worker/remove_tree.h"
 #include "runtime/worker/replicas.h"
@@ -317,7 +318,8 @@ bool Commit(JobRun* run) {
   }
   SetPhase(run, layout::Phase::kWaitingForRanks);
   if (run->Decides())
-    return WaitForVotes(run) && WriteCommitRecord(run) && KeepVotes(run) && CommitDirectory(run);
+    return WaitForVotes(run) && WriteCommitRecord(run) && KeepVotes(run) &&
+           CheckWrittenFiles(run) && CommitDirectory(run);
   return WaitForDecision(run);
 }
 

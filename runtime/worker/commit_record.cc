@@ -65,6 +65,10 @@ bool FillRows(JobRun* run, uint64_t* files_bytes) {
     RankManifest manifest;
     if (!ReadManifest(run, name, &manifest)) return false;
     if (!manifest.says_files_bytes) return false;
+    // As for the data: not what another program has put in the manifest's place.
+    if (rank == job->rank &&
+        manifest.digest != digest::Of(layout::Manifest(job), job->manifest_template.bytes))
+      return Fail(run, FailureCode::kDataLoss, Operation::kManifest);
     const uint64_t row = rank * slots.row_bytes;
     layout::FillNumber(text, {slots.manifest_bytes.offset + row, slots.manifest_bytes.width},
                        manifest.bytes);

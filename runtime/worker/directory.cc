@@ -109,6 +109,8 @@ bool NameFiles(JobRun* run) {
     const char* const name = layout::Files(run->job)[i].name;
     char temporary[kNameBytes];
     TemporaryName(name, temporary);
+    // In a framework's directory a final name may stand for the framework's commit.
+    if (run->Has(layout::kFilesOnly) && !CheckWritten(run, i, temporary)) return false;
     // After the data's fsync: a name never leads to a file whose bytes a crash could take away.
     if (const int error = RenameNew(run, temporary, name); error != 0) {
       return FailErrno(run, Operation::kRename, error, i);

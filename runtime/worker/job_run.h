@@ -36,6 +36,14 @@ struct Attachment {
   bool writable = false;  ///< Mapped for writing, as registration requires.
 };
 
+/// A file as statx(2) sees it.
+struct FileIdentity {
+  uint64_t inode = 0;        ///< 0: not known.
+  uint64_t stamp_ns = 0;     ///< Time of birth, else of the last change.
+  uint64_t modified_ns = 0;  ///< Of the last write or truncation.
+  uint64_t bytes = 0;
+};
+
 /// State of one file of the save; the array is as long as the file table.
 struct FileNote {
   static constexpr uint16_t kNoSlot = 0xffff;
@@ -44,11 +52,9 @@ struct FileNote {
   uint8_t created = 0;        ///< NAME.tmp may exist and is ours.
   uint8_t synced = 0;         ///< Complete, truncated, fsynced, closed; or not written here.
   uint8_t renamed = 0;        ///< Has its final name.
-  // Identifies NAME.tmp in a framework's directory, where another attempt may take over the name.
-  // An inode number alone identifies a file only while the file is open: ext4 reuses the number at
-  // once.
-  uint64_t inode = 0;     ///< 0: not known.
-  uint64_t stamp_ns = 0;  ///< Time of birth, else of the last change; 0: not closed yet.
+  // As it was closed; before that the inode alone, in a framework's directory. An inode number
+  // identifies a file only while the file is open: ext4 reuses the number at once.
+  FileIdentity identity;
 };
 
 struct OpenFile {

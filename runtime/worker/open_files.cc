@@ -38,26 +38,29 @@ bool Reserve(JobRun* run, int fd, uint32_t file) {
 
 constexpr uint64_t kNsPerSecond = 1'000'000'000;
 
-/// Reads the file's identity, unique among past and future files. Returns false if the file is
-/// absent.
-bool Identify(int directory, const char* name, int flags, uint64_t* inode, uint64_t* stamp_ns) {
+uint64_t NsOf(const statx_timestamp& time) {
+  return static_cast<uint64_t>(time.tv_sec) * kNsPerSecond + time.tv_nsec;
+}
+
+/// Reads the file's identity, unique among past and future files. Returns false, with an errno, if
+/// the file is absent.
+bool Identify(int directory, const char* name, int flags, FileIdentity* out) {
   struct statx found = {};
-  constexpr unsigned kMask = STATX_INO | STATX_BTIME | STATX_CTIME;
+  constexpr unsigned kMask = STATX_INO | STATX_BTIME | STATX_CTIME | STATX_MTIME | STATX_SIZE;
   if (sys::Sys().statx(directory, name, flags, kMask, &found) != 0) return false;
   const bool born = (found.stx_mask & STATX_BTIME) != 0;
-  const statx_timestamp& time = born ? found.stx_btime : found.stx_ctime;
-  *inode = found.stx_ino;
-  *stamp_ns = static_cast<uint64_t>(time.tv_sec) * kNsPerSecond + time.tv_nsec;
+  out->inode = found.stx_ino;
+  out->stamp_ns = NsOf(born ? found.stx_btime : found.stx_ctime);
+  out->modified_ns = NsOf(found.stx_mtime);
+  out->bytes = found.stx_size;
   return true;
 }
 
-/// Closes NAME.tmp of `file` and records its identity for IsOurs.
+/// Closes NAME.tmp of `file` and records its identity for IsOurs and CheckWritten.
 int CloseFile(JobRun* run, uint32_t file, int fd) {
   FileNote& note = run->notes[file];
   note.slot = FileNote::kNoSlot;
-  if (run->Has(layout::kFilesOnly)) {
-    Identify(fd, "", AT_EMPTY_PATH, &note.inode, &note.stamp_ns);
-  }
+  Identify(fd, "", AT_EMPTY_PATH, &note.identity);
   return sys::CloseOwned(fd);
 }
 
@@ -80,8 +83,7 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   if (error != EEXIST) run->notes[file].created = 1;
   if (error != 0) return FailErrno(run, Operation::kOpen, error, file);
   if (run->Has(layout::kFilesOnly)) {
-    uint64_t unused = 0;
-    if (!Identify(opened->fd, "", AT_EMPTY_PATH, &run->notes[file].inode, &unused)) {
+    if (!Identify(opened->fd, "", AT_EMPTY_PATH, &run->notes[file].identity)) {
       const int failed = errno;
       sys::CloseOwned(opened->fd);
       return FailErrno(run, Operation::kOpen, failed, file);
@@ -207,12 +209,34 @@ bool IsOurs(const JobRun& run, uint32_t file) {
   char name[kNameBytes];
   TemporaryOf(run, file, name);
   const FileNote& note = run.notes[file];
-  uint64_t inode = 0;
-  uint64_t stamp_ns = 0;
-  if (!Identify(run.directory, name, AT_SYMLINK_NOFOLLOW, &inode, &stamp_ns)) return false;
-  if (note.inode == 0) return true;
+  FileIdentity found;
+  if (!Identify(run.directory, name, AT_SYMLINK_NOFOLLOW, &found)) return false;
+  if (note.identity.inode == 0) return true;
   const bool open = note.slot != FileNote::kNoSlot;
-  return inode == note.inode && (open || stamp_ns == note.stamp_ns);
+  return found.inode == note.identity.inode && (open || found.stamp_ns == note.identity.stamp_ns);
+}
+
+bool CheckWritten(JobRun* run, uint32_t file, const char* name) {
+  const FileNote& note = run->notes[file];
+  HOLDFAST_ASSERT(note.synced != 0 && note.slot == FileNote::kNoSlot);
+  FileIdentity found;
+  const bool present = Identify(run->directory, name, AT_SYMLINK_NOFOLLOW, &found);
+  if (!present && errno != ENOENT) return FailErrno(run, Operation::kRename, errno, file);
+  CountStep(run->job);
+  bool same = present && found.bytes == layout::Files(run->job)[file].bytes;
+  // Not the time of change: a hard link or a chmod of another program changes no byte.
+  if (run->Has(layout::kStableInodes) && note.identity.inode != 0) {
+    same = same && found.inode == note.identity.inode &&
+           found.modified_ns == note.identity.modified_ns;
+  }
+  return same || Fail(run, FailureCode::kDataLoss, Operation::kRename, file);
+}
+
+bool CheckWrittenFiles(JobRun* run) {
+  for (uint32_t i = 0; i < run->job->file_count; ++i) {
+    if (run->Writes(i) && !CheckWritten(run, i, layout::Files(run->job)[i].name)) return false;
+  }
+  return true;
 }
 
 Acquired AcquireFile(JobRun* run, uint32_t file, uint16_t* slot) {

@@ -24,6 +24,14 @@ enum class Acquired {
 /// get the final name.
 bool IsOurs(const JobRun& run, uint32_t file);
 
+/// Fails with kDataLoss when the entry `name` is not `file` as it was closed: another program has
+/// removed, replaced or changed it. Two changes within one tick of the file system's clock look
+/// like one.
+bool CheckWritten(JobRun* run, uint32_t file, const char* name);
+
+/// CheckWritten for all files of this rank, under their final names.
+bool CheckWrittenFiles(JobRun* run);
+
 /// Opens `file` unless it is open.
 Acquired AcquireFile(JobRun* run, uint32_t file, uint16_t* slot);
 

@@ -22,7 +22,7 @@
 namespace holdfast::worker {
 namespace {
 
-/// The only memory whose size depends on the job: 24 bytes per file, a bit per extent, and at rank
+/// The only memory whose size depends on the job: 48 bytes per file, a bit per extent, and at rank
 /// 0 24 bytes per rank.
 bool MapScratch(JobRun* run) {
   const uint64_t notes = layout::AlignUp(run->job->file_count * sizeof(FileNote), 64);
@@ -89,6 +89,8 @@ bool Steps(JobRun* run) {
   // The rename of a single file is its commit.
   if (!run->Has(layout::kSingleFile) && !NameFiles(run)) return false;
   if (!ComputeRoots(run)) return false;
+  // Before this rank's vote. Rank 0 looks once more before the commit.
+  if (!run->Decides() && !CheckWrittenFiles(run)) return false;
   if (run->Has(layout::kWriteManifest) && !WriteManifest(run)) return false;
   return Commit(run);
 }

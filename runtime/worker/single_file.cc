@@ -105,6 +105,7 @@ bool LockDirectory(JobRun* run, int* lock) {
 bool TakeName(JobRun* run) {
   if (!NoYoungerSave(run)) return false;
   if (!IsOurs(*run, 0)) return Fail(run, FailureCode::kAborted, Operation::kRename, 0);
+  if (!CheckWritten(run, 0, run->job->partial)) return false;
   const int error = RenameNew(run, run->job->partial, layout::Files(run->job)[0].name);
   if (error != 0) return FailErrno(run, Operation::kRename, error, 0);
   run->notes[0].renamed = 1;

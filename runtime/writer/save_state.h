@@ -52,6 +52,7 @@ class SaveState {
   uint64_t entered_ns = 0;      // on the monotonic clock, as the worker's times
   // On this file system a killed process ends after its direct write.
   bool writes_end_with_process = false;
+  bool stable_inodes = false;       // see directory::FileSystem
   bool needs_confirmation = false;  // the last extent is published by Confirm
   std::function<void()> wake_supervisor;
   const void* owner = nullptr;  // the save's owner, for Supervisor::WaitIdle
