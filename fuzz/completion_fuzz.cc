@@ -1,4 +1,4 @@
-// ReadCompletion and WrongState: a worker may have written anything to its table.
+// ReadCompletion and WrongState: a damaged worker writes any bytes to its table.
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
@@ -36,8 +36,7 @@ void Check(const holdfast::layout::Job& job) {
 
 }  // namespace
 
-// The input is laid over the fields that a worker writes, from `phase` on: the rest stays a sound
-// worker's.
+// The input covers the fields of a worker, from `phase` on.
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t bytes) {
   holdfast::layout::Job job;
   auto* const begin = reinterpret_cast<char*>(&job.phase);

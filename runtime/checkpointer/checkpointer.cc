@@ -19,6 +19,7 @@
 #include "runtime/checkpointer/rank_presence.h"
 #include "runtime/checkpointer/save_sources.h"
 #include "runtime/checkpointer/single_file.h"
+#include "runtime/checkpointer/unreported.h"
 #include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/file_system.h"
@@ -126,8 +127,6 @@ class Checkpointer::Impl {
                           const absl::Status& outcome, bool left_files);
   /// Removes, in the background, the checkpoint that a committed save has replaced.
   void RemoveReplaced(const SaveState& save, bool reported);
-  static absl::Status Unreported(const SaveState& save, const absl::Status& outcome, bool reported);
-  bool IsBetweenTwoRenames(const SaveState& save) const;
   void KeepError(const std::shared_ptr<SaveState>& save) ABSL_LOCKS_EXCLUDED(mutex_);
 
   std::shared_ptr<Door> door_ = std::make_shared<Door>();
@@ -451,7 +450,7 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
   const bool reported = save->result.has_value() || !save->worker_damage.ok();
   const AttemptId& attempt = save->table->parameters().attempt;
   const absl::Status status = presence == nullptr
-                                  ? Unreported(*save, outcome, reported)
+                                  ? checkpointer::Unreported(*save, outcome, reported)
                                   : presence->Conclude(save->parent->get(), outcome, reported);
   lineage_.Ended(attempt, status.ok());
   if (status.ok()) {
@@ -464,57 +463,18 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
   const bool removed = RemoveEmptyPartial(*save);
   // A rank must not remove other ranks' files. Recover removes the files once every rank has ended.
   if (!removed && left_files && !save->partial.empty() && options.world_size == 1 &&
-      !IsBetweenTwoRenames(*save))
+      !checkpointer::IsBetweenTwoRenames(*save))
     housekeeper->Remove(save->parent, save->partial);
   KeepError(save);
   return status;
 }
 
 void Checkpointer::Impl::RemoveReplaced(const SaveState& save, bool reported) {
-  std::vector<std::string> names;
-  const writer::JobParameters& job = save.table->parameters();
-  if (reported) {
-    names = {save.result->left_behind};
-  } else if ((job.flags & layout::kReplaceExisting) != 0) {
-    // The worker was killed after its exchange and did not report the name of the old checkpoint.
-    names = {save.partial};
-    for (const AttemptId& older : job.older) {
-      names.push_back(format::FormatDirectoryName({.checkpoint = save.checkpoint,
-                                                   .kind = format::DirectoryKind::kRetired,
-                                                   .attempt = older}));
-    }
-  }
-  for (const std::string& name : names) {
+  for (const std::string& name : checkpointer::ReplacedNames(save, reported)) {
     const format::DirectoryName parsed = format::ParseDirectoryName(name);
     if (parsed.kind != format::DirectoryKind::kFinal && parsed.checkpoint == save.checkpoint)
       housekeeper->Remove(save.parent, name);
   }
-}
-
-// A worker killed after the commit could not report the commit: its directory has the final name.
-absl::Status Checkpointer::Impl::Unreported(const SaveState& save, const absl::Status& outcome,
-                                            bool reported) {
-  if (outcome.ok() || reported) return outcome;
-  if (save.single_file) return checkpointer::OutcomeOfFile(save, outcome);
-  if (save.partial.empty() ||
-      !directory::NameRefersTo(save.parent->get(), save.checkpoint, save.in_use.get())) {
-    return outcome;
-  }
-  // As in the worker: a save is durable only when its final name is durable.
-  return directory::SyncDirectory(save.parent->get(), absl::StrCat("of ", save.checkpoint));
-}
-
-// Without an exchange of directories, a worker killed in a replacement leaves the name free and its
-// own directory complete. A recovery promotes the directory.
-bool Checkpointer::Impl::IsBetweenTwoRenames(const SaveState& save) const {
-  struct stat existing {};
-  if ((save.table->parameters().flags & layout::kReplaceExisting) == 0 ||
-      sys::Sys().fstatat(save.parent->get(), save.checkpoint.c_str(), &existing,
-                         AT_SYMLINK_NOFOLLOW) == 0) {
-    return false;
-  }
-  const auto partial = directory::OpenDirectory(save.parent->get(), save.partial);
-  return partial.ok() && directory::Inspect(partial->get()).state == Verdict::kSound;
 }
 
 void Checkpointer::Impl::KeepError(const std::shared_ptr<SaveState>& save) {

@@ -52,8 +52,8 @@ struct FileNote {
   uint8_t created = 0;        ///< NAME.tmp may exist and is ours.
   uint8_t synced = 0;         ///< Complete, truncated, fsynced, closed; or not written here.
   uint8_t renamed = 0;        ///< Has its final name.
-  // As it was closed; before that the inode alone, in a framework's directory. An inode number
-  // identifies a file only while the file is open: ext4 reuses the number at once.
+  // At the last close; before the first close the inode alone, in a framework's directory. An
+  // inode number identifies a file only while the file is open: ext4 reuses the number at once.
   FileIdentity identity;
 };
 

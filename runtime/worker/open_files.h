@@ -24,9 +24,9 @@ enum class Acquired {
 /// get the final name.
 bool IsOurs(const JobRun& run, uint32_t file);
 
-/// Fails with kDataLoss when the entry `name` is not `file` as it was closed: another program has
-/// removed, replaced or changed it. Two changes within one tick of the file system's clock look
-/// like one.
+/// Fails with kDataLoss when the entry `name` differs from `file` at its close: another program has
+/// removed, replaced or changed the file. A change within the same tick of the file system's clock
+/// as the last write, and of the same length, is not seen.
 bool CheckWritten(JobRun* run, uint32_t file, const char* name);
 
 /// CheckWritten for all files of this rank, under their final names.

@@ -13,7 +13,7 @@ namespace {
 constexpr int32_t kErrnoMax = 4095;  // the kernel's limit
 constexpr uint32_t kWriteAttemptsMax = 2;
 
-/// A value of the table that is read once: its writer may change it at any time.
+/// Reads a state once: the worker may change the state at any time.
 template <typename Value>
 uint32_t Load(const std::atomic<Value>& value) {
   return value.load(std::memory_order_relaxed);

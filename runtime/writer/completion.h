@@ -1,7 +1,7 @@
 // A worker's result, copied out of the shared table once and checked.
 //
-// A damaged worker may have written anything to the table, and may go on writing. So the trainer
-// decides by a copy, and uses no value of it as an index, a name or an enumerator before a check.
+// A damaged worker may write any bytes to the table, at any time. The trainer decides by a copy,
+// and checks each value of the copy before its use as an index, a name or an enumerator.
 #ifndef HOLDFAST_RUNTIME_WRITER_COMPLETION_H_
 #define HOLDFAST_RUNTIME_WRITER_COMPLETION_H_
 
@@ -15,7 +15,7 @@
 
 namespace holdfast::writer {
 
-/// What a job's result may refer to. The trainer's own numbers, never the table's.
+/// Bounds of a job's result: the trainer's own numbers, never the table's.
 struct CompletionLimits {
   uint32_t file_count = 0;
   uint32_t tensor_count = 0;
@@ -38,15 +38,15 @@ struct Completion {
 };
 
 /// Returns the result of a job, or nothing before the job's end.
-/// \error kInternal, with a clause behind "its worker": a value that no sound worker writes.
+/// \error kInternal, with a clause behind "its worker": no sound worker writes such a value.
 absl::StatusOr<std::optional<Completion>> ReadCompletion(const layout::Job& job,
                                                          const CompletionLimits& limits);
 
-/// Returns why the states that a worker changes during a job are not a worker's ("its worker
-/// ..."), or null. Each state is one byte pattern of few, so damage rarely leaves all of them.
+/// Returns a clause behind "its worker" when a state of the running job has no valid value; null
+/// otherwise. A state has a few values, so random damage rarely passes.
 const char* WrongState(const layout::Job& job);
 
-/// Returns the worker's text for a person, without bytes that are no text.
+/// Returns the worker's text for messages: printable ASCII, '?' for other bytes.
 std::string ReadReason(const layout::CompletionSlot& slot);
 
 }  // namespace holdfast::writer

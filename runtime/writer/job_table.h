@@ -91,9 +91,9 @@ struct SaveContents {
 /// One control mapping (a memfd, DONTFORK here, sealed against resizing) with the trainer's private
 /// data.
 ///
-/// The worker can write to every byte of the mapping. The trainer therefore keeps its own copy of
-/// each offset, index and length that it has put there, and never reads these back. What a worker
-/// puts there is read by ReadResult and WrongState alone, which check it.
+/// The worker can write to every byte of the mapping. The trainer therefore keeps a copy of each
+/// offset, index and length of its own making, and never reads these back. Only ReadResult and
+/// WrongState read the worker's values, with checks.
 class JobTable {
  public:
   /// Takes as much control memory as ControlBytes says.

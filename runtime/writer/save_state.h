@@ -91,8 +91,8 @@ class SaveState {
   uint64_t gone_at_ns = 0;  // 0: the worker was not seen gone yet
   bool killed = false;
   bool retired = false;  // its staging memory was released
-  /// The worker has written values to the table that no sound worker writes. None of its later
-  /// values counts.
+  /// Set when the worker has written an impossible value to the table. Later values of a worker
+  /// process do not count.
   absl::Status worker_damage;
   std::atomic<bool> quarantined{false};  // read by any thread
 

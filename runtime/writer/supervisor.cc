@@ -41,8 +41,8 @@ std::string InTheWay(const Completion& result) {
   return absl::StrCat("step ", result.newer_step, ", attempt ", base::Hex(result.newer));
 }
 
-/// Returns true when the save's worker is a process that was killed for what it wrote. Nothing in
-/// its table counts; a thread shares the trainer's memory, damaged or not.
+/// Returns true when the save's worker was a process and was killed as damaged. No value in the
+/// table counts then. A thread shares the trainer's memory, damaged or not.
 bool WasKilledAsDamaged(const SaveState& save) {
   return !save.worker_damage.ok() && layout::TraitsOf(save.link->launcher()).process;
 }

@@ -55,9 +55,9 @@ class Supervisor {
   static bool IsQueued(const SaveState& save, const Saves& saves);
   /// For how long neither side of the save has got on, in ns.
   static uint64_t TimeWithoutProgress(SaveState* save);
-  /// Takes what the worker has written to the table, once it is checked.
+  /// Takes the worker's result, and checks the states that the worker has written to the table.
   void ReadTable(SaveState* save);
-  /// Fails the save of a worker that writes what no sound worker writes, and stops the worker.
+  /// Fails the save of a damaged worker and stops the worker. `what`: a clause behind "its worker".
   void CallDamaged(SaveState* save, absl::string_view what);
   void ReleaseAcknowledged(SaveState* save);
   void CheckStalled(const std::shared_ptr<SaveState>& save);

@@ -1,5 +1,4 @@
-// What a trainer takes from a worker's result: every value that a sound worker writes, and no
-// other.
+// The trainer takes every result of a sound worker, and no result of a damaged worker.
 #include "runtime/writer/completion.h"
 
 #include <gmock/gmock.h>
