@@ -8,6 +8,7 @@ arrived all the same, in a plan that the planner then dropped: so it is noted wh
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -74,7 +75,12 @@ class Placement:
 
     @property
     def manifest(self) -> str:
-        return f"rank-{self.rank:05d}-of-{self.world_size:05d}-{self.attempt}.manifest.json"
+        return manifest_name(self.rank, self.world_size, self.attempt)
+
+
+def manifest_name(rank: int, world_size: int, attempt: str) -> str:
+    """The name of a rank's manifest."""
+    return f"rank-{rank:05d}-of-{world_size:05d}-{attempt}.manifest.json"
 
 
 def note(placement: Placement) -> None:
@@ -123,7 +129,7 @@ def choose(directory: Path, attempt: str, file_ranks: list[int], alone: bool) ->
         if match and (not alone or int(match[1]) in file_ranks):
             generation = max(generation, int(match[2]) + 1)
     key = str(directory)
-    generation = _register(key, attempt, generation)
+    generation = _register(key, attempt, generation, file_ranks[0])
     world = len(file_ranks)
     return [Placement(key, attempt, generation, r, i, world) for i, r in enumerate(file_ranks)]
 
@@ -141,20 +147,40 @@ def follow(directory: Path, attempt: str, generation: int, rank: int, world_size
     older = [int(m[2]) for m in matches if int(m[1]) == rank or int(m[1]) >= world_size]
     generation = max([generation, *(g + 1 for g in older)])
     if rank == 0:
-        generation = _register(str(directory), attempt, generation)
+        generation = _register(str(directory), attempt, generation, rank)
+    else:
+        generation = _reserve(str(directory), rank, generation)
     return Placement(str(directory), attempt, generation, rank, rank, world_size)
 
 
-def _register(directory: str, attempt: str, generation: int) -> int:
+def _register(directory: str, attempt: str, generation: int, file_rank: int) -> int:
     """Notes an attempt of this process; its generation is above that of all before."""
     with _known.lock:
         known = _known.attempts.pop(directory, {})
         generation = max([generation, *(g + 1 for g in known.values())])
-        known[attempt] = generation
+        generation = known[attempt] = _reserve(directory, file_rank, generation)
         _known.attempts[directory] = known
         while len(_known.attempts) > _DIRECTORIES_MAX:
             del _known.attempts[next(iter(_known.attempts))]
     return generation
+
+
+def _reserve(directory: str, file_rank: int, generation: int) -> int:
+    """Takes the name of a data file, of this generation or a later one.
+
+    Two jobs that save into one directory by mistake see the same files there. With one name, one of
+    their workers would rename what the other one has not written yet.
+    """
+    with of_system(f"save {directory}: take a name"):
+        while True:
+            name = os.path.join(directory, f"__{file_rank}_{generation}.distcp")
+            with contextlib.suppress(FileExistsError):
+                # The worker makes it anew. If it never does, the next save removes it.
+                os.close(os.open(f"{name}.tmp", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+                if not os.path.exists(name):
+                    return generation
+                os.unlink(f"{name}.tmp")
+            generation += 1
 
 
 def rank_of(name: str) -> int | None:
@@ -185,17 +211,20 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
     known.update(dict.fromkeys(younger - known.keys(), own))
     # Ranks that follow a known plan choose their generations themselves.
     of_rank = {int(m[1]): int(m[2]) for m in map(DATA_FILE.fullmatch, keep) if m}
-    names = os.listdir(directory)
-    result = []
-    for name in names:
-        data = DATA_FILE.fullmatch(name)
-        manifest, record = MANIFEST.fullmatch(name), RECORD.fullmatch(name)
-        saved_by = manifest[3] if manifest else record[1] if record else None
-        if data:
-            mine = rank is None or int(data[1]) == rank
-            if mine and name not in keep and int(data[2]) < of_rank.get(int(data[1]), own):
-                result.append(name)
-        elif saved_by not in (None, attempt) and known.get(saved_by, -1) < own:
+    # Manifests first: a manifest that is listed here has its data files in the second list.
+    proofs = [(n, saved_by) for n in os.listdir(directory) if (saved_by := _attempt_of(n))]
+    result, newer = [], []
+    for data in filter(None, map(DATA_FILE.fullmatch, os.listdir(directory))):
+        if data[0] in keep:
+            continue
+        if int(data[2]) >= of_rank.get(int(data[1]), own):
+            newer.append(data[0].removesuffix(".tmp"))
+        elif rank is None or int(data[1]) == rank:
+            result.append(data[0])
+    # Saves that another job has begun since: their manifests name data files that are newer.
+    others = {a for n, a in proofs if a not in known and MANIFEST.fullmatch(n) and _names(directory / n, newer)}
+    for name, saved_by in proofs:
+        if saved_by != attempt and saved_by not in others and known.get(saved_by, -1) < own:
             if rank is None or _is_of_rank(directory / name, rank):
                 result.append(name)
     with _known.lock:
@@ -203,6 +232,21 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
             del _known.attempts[str(directory)][older]
     # Data last: a file without its manifest is known to be incomplete, not corrupt.
     return sorted(result, key=lambda n: (bool(DATA_FILE.fullmatch(n)), n))
+
+
+def _attempt_of(name: str) -> str:
+    """The attempt whose manifest or commit record has a name; empty for other files."""
+    manifest, record = MANIFEST.fullmatch(name), RECORD.fullmatch(name)
+    return manifest[3] if manifest else record[1] if record else ""
+
+
+def _names(manifest: Path, files: list[str]) -> bool:
+    """Whether a manifest names one of some files."""
+    try:
+        text = manifest.read_bytes() if files else b""
+    except OSError:
+        return False
+    return any(f'"{name}"'.encode() in text for name in files)
 
 
 def _is_of_rank(path: Path, rank: int) -> bool:

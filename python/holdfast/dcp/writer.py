@@ -29,6 +29,9 @@ from holdfast.errors import Error, of_system
 logger = logging.getLogger("holdfast.dcp")
 
 METADATA = ".metadata"
+_OVERTAKEN = (
+    "another job saves into this directory, and has completed a save meanwhile; give each job a directory of its own"
+)
 
 
 def local_path(checkpoint_id: str | os.PathLike[str]) -> Path:
@@ -69,11 +72,10 @@ class Written:
             self.save.wait()
         except Error as error:
             place = self.placement
-            raise Error(
-                error.code,
-                f"save {place.directory}, rank {place.file_rank}: {error.message}",
-                error.errno,
-            ) from error
+            message = f"save {place.directory}, rank {place.file_rank}: {error.message}"
+            if error.code == "NOT_FOUND" and os.path.isdir(place.directory):
+                raise Error("ABORTED", f"{message}: {_OVERTAKEN}") from error
+            raise Error(error.code, message, error.errno) from error
 
 
 class StorageWriter(_StorageWriter):
@@ -271,7 +273,8 @@ class StorageWriter(_StorageWriter):
             deletes: whether older files are deleted.
 
         Raises:
-            Error: ABORTED (a younger save was completed), or what writing says.
+            Error: ABORTED (another save was completed, which is younger or has removed files of this
+                one), or what writing says.
         """
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
@@ -287,10 +290,21 @@ class StorageWriter(_StorageWriter):
                     f"save {self.path}: a save that began later was completed in the meantime; the "
                     "younger checkpoint stays",
                 )
-            _metadata.commit(self.path, name, metadata, self.save_id, self._parent, world_size)
-        if deletes:
             keep = named | set(files)
-            self._delete_older(keep, older - keep, set(younger))
+            self._check_files(keep, world_size)
+            _metadata.commit(self.path, name, metadata, self.save_id, self._parent, world_size)
+            # Within the lock: what another job commits meanwhile is not to be taken for older.
+            if deletes:
+                self._delete_older(keep, older - keep, set(younger))
+
+    def _check_files(self, data: set[str], world_size: int) -> None:
+        """Refuses to commit a save that lacks a file: jobs may save into one directory by mistake."""
+        with of_system(f"save {self.path}: list it"):
+            there = set(os.listdir(self.path))
+        manifests = {placement.manifest_name(rank, world_size, self.save_id) for rank in range(world_size)}
+        gone = sorted((data | manifests) - there)
+        if gone:
+            raise Error("ABORTED", f"save {self.path}: {gone[0]} is gone: {_OVERTAKEN}")
 
     def take_back(self) -> None:
         """Ends a save that has failed: it is no parent of later ones."""

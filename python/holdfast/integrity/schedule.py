@@ -73,8 +73,7 @@ class _Drawing:
         made["engine"] = choose.choice(ENGINES)
         made["device"] = "stand-in" if self.often(0.15) else "cpu"
         made["jobs"] = 2 if made["ranks"] == 1 and self.often(0.12) else 1
-        # Two jobs at once in one DCP directory remove each other's files.
-        made["same_names"] = made["jobs"] == 2 and self.often(0.4) and "dcp" not in made["door"]
+        made["same_names"] = made["jobs"] == 2 and self.often(0.4)
         made["read_back"] = self.often(0.2)
         made["second_look"] = self.often(0.15)
         made["trainer_death"] = self.pick(("finish", 3), ("stop", 1))
