@@ -19,7 +19,7 @@ warnings.simplefilter("ignore")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    needs = {"test_megatron": "megatron"}
+    needs = {"test_megatron": "megatron", "test_nvrx": "nvidia_resiliency_ext", "test_torchtitan": "torchtitan"}
     for beginning, package in needs.items():
         if collection_path.name.startswith(beginning) and importlib.util.find_spec(package) is None:
             warnings.warn(

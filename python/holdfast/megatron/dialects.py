@@ -12,6 +12,17 @@ from holdfast.megatron.requests import request_class
 from holdfast.megatron.writer import FileSystemWriterAsync
 
 
+class NvrxFileSystemWriterAsync(FileSystemWriterAsync):
+    """The writer for those who import nvidia-resiliency-ext's by name."""
+
+    stock_module = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
+
+
+def finalize_nvrx(storage_writer: Any, global_metadata: Any, dist_wrapper: Any) -> None:
+    """`finalize` for those who import nvidia-resiliency-ext's by name."""
+    finalize(storage_writer, global_metadata, dist_wrapper)
+
+
 def names_of(dialect: str, writer: type = FileSystemWriterAsync) -> dict[str, Any]:
     """The names of a dialect, and what stands for each.
 

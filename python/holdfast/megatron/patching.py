@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -11,18 +12,26 @@ from types import ModuleType
 from typing import Any
 
 from holdfast.megatron import dialects, stock
-from holdfast.megatron.planning import finalize, plan_mcore
+from holdfast.megatron.planning import finalize, plan_mcore, plan_nvrx
 from holdfast.megatron.queue import AsyncCallsQueue, NvrxAsyncCallsQueue
 from holdfast.megatron.writer import FileSystemWriterAsync
 
 _S = stock.STRATEGIES
-_NVRX = "nvidia_resiliency_ext.checkpointing.async_ckpt.core"
+_NVRX = "nvidia_resiliency_ext.checkpointing."
 
-# By module that defines it, and name. Modules that import such a name by itself get ours, too.
+# By module that defines it, and name: ours, or the module that has it, which is imported when that one is. Modules
+# that import such a name by itself get ours, too.
 _REPLACED: dict[str, dict[str, Any]] = {
     _S + "torch": {"get_async_strategy": dialects.get_async_strategy},
     _S + "async_utils": {"AsyncCallsQueue": AsyncCallsQueue},
-    _NVRX: {"AsyncCallsQueue": NvrxAsyncCallsQueue},
+    _NVRX + "async_ckpt.core": {"AsyncCallsQueue": NvrxAsyncCallsQueue},
+    _NVRX + "async_ckpt.filesystem_async": {"FileSystemWriterAsync": dialects.NvrxFileSystemWriterAsync},
+    _NVRX + "async_ckpt.state_dict_saver": {
+        "save_state_dict_async_plan": plan_nvrx,
+        "save_state_dict_async_finalize": dialects.finalize_nvrx,
+    },
+    _NVRX + "async_ckpt.torch_ckpt": {"TorchAsyncCheckpoint": "holdfast.nvrx.torch_checkpoint"},
+    _NVRX + "local.ckpt_managers.local_manager": {"LocalCheckpointManager": "holdfast.nvrx.local_manager"},
 }
 # Of Megatron-Core 0.16, which has no get_async_strategy: its strategy names the classes.
 _OLD: dict[str, dict[str, Any]] = {
@@ -74,6 +83,8 @@ class Patch:
     def _replace(self, module: ModuleType, names: dict[str, Any]) -> None:
         for name, ours in names.items():
             before = vars(module).get(name)
+            if isinstance(ours, str):
+                ours = getattr(importlib.import_module(ours), name)
             if before is None or before is ours:
                 continue
             stock.remember(module.__name__, name, before)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from holdfast import _runtime
 from holdfast.errors import Error
 from holdfast.megatron.requests import ForkedCall, NoCall, OwnCall
-from holdfast.megatron.writer import writer_of
+from holdfast.megatron.ticket import save_of
 
 logger = logging.getLogger("holdfast.megatron")
 
@@ -67,10 +67,10 @@ class _Queue:
                     "INVALID_ARGUMENT",
                     f"schedule a {type(async_request).__name__}: it has no {name}, so it is no request",
                 )
-        writer = writer_of(async_request)
+        save = save_of(async_request)
         call: Any
-        if writer is not None:
-            call = OwnCall(writer, async_request)
+        if save is not None:
+            call = OwnCall(save, async_request)
         elif async_request.async_fn is None:
             call = NoCall(async_request)
         else:

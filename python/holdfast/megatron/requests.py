@@ -18,7 +18,7 @@ import torch.distributed as dist
 from holdfast import _collector
 from holdfast.errors import Error
 from holdfast.megatron import stock
-from holdfast.megatron.writer import FileSystemWriterAsync
+from holdfast.megatron.ticket import Ticketed
 
 _PICKLED_BYTES_MAX = 1 << 15  # what a pipe takes without a reader
 
@@ -95,24 +95,24 @@ class OwnCall:
 
     may_fail_early = True
 
-    def __init__(self, writer: FileSystemWriterAsync, request: Any) -> None:
-        self._writer = writer
+    def __init__(self, save: Ticketed, request: Any) -> None:
+        self._save = save
         self.request = request
 
     @property
     def is_done(self) -> bool:
-        return self._writer.has_ended
+        return self._save.has_ended
 
     def failure(self) -> BaseException | None:
         """Why it has failed, once it is done."""
-        return self._writer.outcome()
+        return self._save.outcome()
 
     def cancel(self) -> None:
         """Gives the save up and removes its files."""
-        self._writer.cancel()
+        self._save.cancel()
 
     def __str__(self) -> str:
-        return f"save {self._writer.path}"
+        return f"save {self._save.path}"
 
 
 class NoCall:

@@ -52,12 +52,12 @@ def _say_msc() -> None:
     logger.warning("msc:// and --enable-msc: the stock writer saves there, without digests and direct I/O")
 
 
-def writer_for_msc(path: Any, *args: Any, **kwargs: Any) -> Any:
-    """Megatron's own writer for object storage."""
+def writer_for_msc(module: str, path: Any, *args: Any, **kwargs: Any) -> Any:
+    """The framework's own writer for object storage."""
     _say_msc()
     for ours in ("is_multiproc_io", "use_cached_data_structure", "use_cpu_shm_for_gpu_tensors"):
         kwargs.pop(ours, None)
-    return get(STRATEGIES + "filesystem_async", "FileSystemWriterAsync")(path, *args, **kwargs)
+    return get(module, "FileSystemWriterAsync")(path, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -8,11 +8,17 @@ says which process to look at, and where that process notes the end of the save.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import time
-from typing import NamedTuple
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
 
-from holdfast.errors import of_system
+from holdfast import handle
+from holdfast.errors import Error, of_system
+
+logger = logging.getLogger("holdfast.megatron")
 
 _POLL_MAX = 0.02  # seconds
 
@@ -87,3 +93,51 @@ def wait_until_written(ticket: Ticket) -> None:
     while _is_under_way(ticket):
         time.sleep(pause)
         pause = min(2 * pause, _POLL_MAX)
+
+
+class Ticketed(Protocol):
+    """What this rank does for one request of ours.
+
+    Attributes:
+        path: what is saved, for messages.
+    """
+
+    path: Any
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all of it has ended, well or not."""
+
+    def outcome(self) -> BaseException | None:
+        """Why it has failed; None while it has not."""
+
+    def cancel(self) -> None:
+        """Gives it up and removes its files."""
+
+
+# What the live requests of this process stand for.
+_ticketed: weakref.WeakValueDictionary[Ticket, Ticketed] = weakref.WeakValueDictionary()
+
+
+def register(ticket: Ticket, save: Ticketed) -> None:
+    """Notes which save a ticket is of."""
+    _ticketed[ticket] = save
+
+
+def save_of(request: Any) -> Ticketed | None:
+    """The save of a request of ours; None for another's."""
+    arguments = request.async_fn_args
+    if request.async_fn is not wait_until_written or not arguments:
+        return None
+    return _ticketed.get(arguments[0])
+
+
+def give_up(saves: Iterable[handle.Save]) -> None:
+    """Cancels saves whose request is gone: nobody can finalize it any more."""
+    for save in saves:
+        if save.durable.done():
+            continue
+        with contextlib.suppress(Error):  # of another process
+            save.durable.seen = True
+            save.cancel()
+            logger.warning("save %s: cancelled: its request was dropped before it was finalized", save.path)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import time
 import weakref
@@ -24,16 +23,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from holdfast import _devices, events, handle
+from holdfast import _devices, events
 from holdfast.dcp.items import Layout, resolved
 from holdfast.dcp.placement import Placement
 from holdfast.dcp.writer import StorageWriter, Written
 from holdfast.errors import Error
 from holdfast.megatron import stock
 from holdfast.megatron.lineage import lineage_of
-from holdfast.megatron.ticket import Mark, Ticket, wait_until_written
-
-logger = logging.getLogger("holdfast.megatron")
+from holdfast.megatron.ticket import Mark, give_up, register, wait_until_written
 
 # Whose step alone changes the memory, as of `holdfast.save_async`; or what gives that at each save.
 LateNames = Iterable[Any] | Callable[[], Iterable[Any]]
@@ -68,10 +65,12 @@ class FileSystemWriterAsync(StorageWriter):
     # Megatron's planner may then turn local plans into global ones without the coordinator.
     can_run_decentralized_global_plan = True
     results_queue = None
+    # Whose writer of that name saves to object storage.
+    stock_module = stock.STRATEGIES + "filesystem_async"
 
     def __new__(cls, path: Any, *args: Any, use_msc: bool = False, **kwargs: Any) -> Any:
         if use_msc or str(path).startswith("msc://"):
-            return stock.writer_for_msc(path, *args, use_msc=True, **kwargs)
+            return stock.writer_for_msc(cls.stock_module, path, *args, use_msc=True, **kwargs)
         return super().__new__(cls)
 
     def __init__(
@@ -106,7 +105,7 @@ class FileSystemWriterAsync(StorageWriter):
         self._group: Any = None
         self._counted = False
         self._hold: weakref.finalize[Any, Any] | None = None
-        _writers[self.mark.ticket] = self
+        register(self.mark.ticket, self)
 
     def join(self, group: Any) -> None:
         """Names the process group whose ranks save; None: all."""
@@ -166,7 +165,7 @@ class FileSystemWriterAsync(StorageWriter):
         layout = _layout_of(plan.items, self.separation_hint or "")
         written = self.begin(place, layout, data, called_ns, late)
         self.written = written
-        self._hold = weakref.finalize(self, _give_up, written.save)
+        self._hold = weakref.finalize(self, give_up, [written.save])
         self._hold.atexit = False
         mark = self.mark
         written.save.durable.add_done_callback(lambda _: mark.set())
@@ -270,28 +269,6 @@ class FileSystemWriterAsync(StorageWriter):
         metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
         files = [name for rank in results for name in rank.files]
         self.complete(metadata, len(results), files, lineage_of(self._group).younger(self.path))
-
-
-# The live writers, by the tickets of their requests.
-_writers: weakref.WeakValueDictionary[Ticket, FileSystemWriterAsync] = weakref.WeakValueDictionary()
-
-
-def writer_of(request: Any) -> FileSystemWriterAsync | None:
-    """The writer of a request of ours; None for another's."""
-    arguments = request.async_fn_args
-    if request.async_fn is not wait_until_written or not arguments:
-        return None
-    return _writers.get(arguments[0])
-
-
-def _give_up(save: handle.Save) -> None:
-    """Cancels a save whose request is gone: nobody can finalize it any more."""
-    if save.durable.done():
-        return
-    with contextlib.suppress(Error):  # of another process
-        save.durable.seen = True
-        save.cancel()
-        logger.warning("save %s: cancelled: its request was dropped before it was finalized", save.path)
 
 
 def _with_prefix(plan: SavePlan, rank: int) -> SavePlan:
