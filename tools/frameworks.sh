@@ -4,13 +4,15 @@
 #   tools/frameworks.sh VENV
 #
 # Megatron-Core and nvidia-resiliency-ext are installed without what their metadata ask for, which is a newer Python, a
-# newer glibc and CUDA: their checkpointing runs without.
+# newer glibc and CUDA: their checkpointing runs without. Of torchtitan's requirements, only what its checkpoint manager
+# imports is installed.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 plain=${1:?usage: tools/frameworks.sh VENV}
 megatron=${HOLDFAST_MEGATRON:-0.19.2} nvrx=${HOLDFAST_NVRX:-0.6.0} lightning=${HOLDFAST_LIGHTNING:-2.6.5}
+torchtitan=${HOLDFAST_TORCHTITAN:-0.3.0}
 venv=$root/build/venv-frameworks
 python=$venv/bin/python
 
@@ -23,7 +25,7 @@ if ! { [ -x "$python" ] && "$python" -c 'import torch, holdfast'; } 2>/dev/null;
 fi
 pip() { "$python" -m pip --disable-pip-version-check "$@" </dev/null; }
 
-wanted="megatron-core $megatron, nvidia-resiliency-ext $nvrx, lightning $lightning"
+wanted="megatron-core $megatron, nvidia-resiliency-ext $nvrx, lightning $lightning, torchtitan $torchtitan"
 found=$("$python" -c '
 import importlib.metadata as found
 def version(name):
@@ -31,11 +33,12 @@ def version(name):
         return found.version(name)
     except found.PackageNotFoundError:
         return "missing"
-print(", ".join(f"{name} {version(name)}" for name in ("megatron-core", "nvidia-resiliency-ext", "lightning")))')
+print(", ".join(f"{name} {version(name)}" for name in ("megatron-core", "nvidia-resiliency-ext", "lightning", "torchtitan")))')
 if [ "$found" != "$wanted" ]; then
   say "Installing $wanted into $venv"
   pip install -q "lightning==$lightning" triton psutil packaging || fail "pip could not install Lightning: is there a network?"
   pip install -q --no-deps --ignore-requires-python "megatron-core==$megatron" || fail "pip could not install megatron-core $megatron"
+  pip install -q tyro && pip install -q --no-deps spmd_types "torchtitan==$torchtitan" || fail "pip could not install torchtitan $torchtitan"
   wheels=$(mktemp -d)
   trap 'rm -rf "$wheels"' EXIT
   # Its one native file is for profiling; the wheel is unpacked where its glibc is too new for pip.
@@ -44,6 +47,7 @@ if [ "$found" != "$wanted" ]; then
     fail "pip could not fetch nvidia-resiliency-ext $nvrx"
   "$python" -m zipfile -e "$wheels"/*.whl "$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
 fi
-"$python" -W ignore -c 'import megatron.core, nvidia_resiliency_ext.checkpointing.async_ckpt.core, lightning, holdfast' 2>/dev/null ||
+"$python" -W ignore -c '
+import megatron.core, nvidia_resiliency_ext.checkpointing.async_ckpt.core, lightning, torchtitan.components.checkpointer, holdfast' 2>/dev/null ||
   fail "the frameworks were installed into $venv, but cannot be imported"
 echo "$wanted"

@@ -3,13 +3,14 @@
 # tools, and this checkout's holdfast package, built and installed as `pip install .` does.
 #
 #   tools/venv.sh [PIP INSTALL OPTION...]
-#   tools/venv.sh --frameworks   build/venv-frameworks on top of it: Megatron-Core, nvidia-resiliency-ext and Lightning, in
-#                                the versions below, for tests/frameworks. It sees the packages of build/venv as they are.
+#   tools/venv.sh --frameworks   build/venv-frameworks on top of it: Megatron-Core, nvidia-resiliency-ext, Lightning and
+#                                torchtitan, in the versions below, for tests/frameworks. It sees the packages of build/venv
+#                                as they are.
 #
 # HOLDFAST_TORCH   which PyTorch, as pip takes it (default torch==2.13.0). The CPU build is enough; a range that an installed
 #                  one meets installs nothing more.
 # HOLDFAST_VENV    where (default build/venv).
-# HOLDFAST_MEGATRON, HOLDFAST_NVRX, HOLDFAST_LIGHTNING   versions for --frameworks.
+# HOLDFAST_MEGATRON, HOLDFAST_NVRX, HOLDFAST_LIGHTNING, HOLDFAST_TORCHTITAN   versions for --frameworks.
 # Run it again after a change: what is up to date stays.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
