@@ -12,8 +12,12 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+import holdfast
+
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
 WIDTH = 640  # a checkpoint has 4.9 MB: two chunks, so that a limit of the rate is felt
+# A checkpoint takes 0.2 s: ten times as long as the four short steps between two of them.
+SLOW = {"bytes_per_second_max": 25_000_000}
 
 
 class Model(pl.LightningModule):
@@ -52,10 +56,15 @@ def every(steps: int, directory: Path, **options: Any) -> ModelCheckpoint:
     return ModelCheckpoint(dirpath=directory, every_n_train_steps=steps, **options)
 
 
+def number(name: str) -> int:
+    """The step in a checkpoint's name."""
+    return int(name[5:-5])
+
+
 def names(directory: Path) -> list[str]:
     """The checkpoints by their names, the newest last, and no link."""
     found = [p.name for p in directory.glob("step=*.ckpt")] if directory.is_dir() else []
-    return sorted(found, key=lambda name: int(name[5:-5]))
+    return sorted(found, key=number)
 
 
 def weights_of(path: Path) -> dict[str, torch.Tensor]:
@@ -67,26 +76,26 @@ def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 def look(directory: Path) -> str:
-    """Loads a checkpoint, and the link if there is one. Returns what is wrong, or "".
+    """Loads a checkpoint, and the link if there is one, and proves both. Returns what is wrong, or "".
 
     Between a listing and an open the newest may appear and the other one go: then it looks again.
     """
     wrong = ""
     for _ in range(4):
-        wrong = "" if any(_loads(directory / name) for name in reversed(names(directory))) else "nothing to load"
+        wrong = "" if any(_is_whole(directory / name) for name in reversed(names(directory))) else "nothing to load"
         link = directory / "last.ckpt"
-        if not wrong and (not os.path.lexists(link) or _loads(link)):
+        if not wrong and (not os.path.lexists(link) or _is_whole(link)):
             return ""
         wrong = wrong or "last.ckpt cannot be loaded"
     return wrong
 
 
-def _loads(path: Path) -> bool:
+def _is_whole(path: Path) -> bool:
     try:
         torch.load(path, weights_only=True, mmap=True)
     except Exception:
         return False
-    return True
+    return holdfast.verify(path)["verdict"] == "sound"
 
 
 class Looks(threading.Thread):

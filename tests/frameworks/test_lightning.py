@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-from lightning_jobs import LONG, Looks, equal, every, look, model, names, trainer, weights_of
+from lightning_jobs import LONG, SLOW, Looks, equal, every, look, model, names, trainer, weights_of
 
 import holdfast
 from holdfast import files
@@ -31,7 +31,6 @@ TESTS = Path(__file__).parents[1] / "python"
 sys.path.insert(0, str(TESTS))
 from faults import file_size_limit  # noqa: E402
 
-SLOW = {"bytes_per_second_max": 40_000_000}  # 0.1 s for a checkpoint of this module
 STATE = {"state_dict": {"w": torch.arange(4.0)}, "global_step": 3}
 
 

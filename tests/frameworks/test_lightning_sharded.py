@@ -11,15 +11,13 @@ import lightning.pytorch as pl
 import lightning_ranks
 import pytest
 import torch
-from lightning_jobs import WIDTH, Model, every, trainer
+from lightning_jobs import SLOW, WIDTH, Model, every, trainer
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
 from holdfast.lightning import CheckpointIO, FSDPStrategy, ModelParallelStrategy, directories
 from holdfast.lightning.moving import Move
-
-SLOW = {"bytes_per_second_max": 40_000_000}
 
 
 class Sharded(Model):

@@ -12,7 +12,7 @@ from typing import Any
 import lightning_ranks
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning_jobs import LONG, Looks, equal, every, look, model, names, trainer
+from lightning_jobs import LONG, SLOW, Looks, equal, every, look, model, names, number, trainer
 
 import holdfast
 from holdfast import events
@@ -21,13 +21,8 @@ from holdfast.lightning import CheckpointIO
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 from small_disk import mounted
 
-SLOW = {"bytes_per_second_max": 25_000_000}  # 0.2 s for a checkpoint, and there is one every 20 ms
 EVERY = 4
 SEED = random.SystemRandom().randrange(1 << 30)
-
-
-def number(name: str) -> int:
-    return int(name[5:-5])
 
 
 class Noting:
@@ -67,22 +62,24 @@ def train(directory: Path, steps: int, resume: str | None) -> None:
 def test_what_a_killed_trainer_leaves_is_whole_and_its_resume_exact(tmp_path: Path) -> None:
     chance, kills = random.Random(SEED), 40 if LONG else 3
     print(f"seed {SEED}")
-    steps = 16 * (kills + 2)
+    steps = 5 * EVERY * kills
     straight = trainer(tmp_path, steps)
     straight.fit(model())
     at, resume = tmp_path / "run", None
-    for _ in range(kills):
-        before = len(names(at)) and number(names(at)[-1])
-        job = lightning_ranks.Job(tmp_path, train, tmp_path, steps, resume)
-        job.wait_until(lambda before=before: names(at) and number(names(at)[-1]) > before)
-        time.sleep(chance.uniform(0, 0.3))
-        job.kill()
-        assert look(at) == ""
-        newest = names(at)[-1]
-        assert number(newest) >= newest_noted(tmp_path / "durable")
-        resume = str(at / newest)
-        assert holdfast.verify(resume)["verdict"] == "sound"
-    lightning_ranks.run(tmp_path, train, tmp_path, steps, resume)
+    with Looks(at) as looks:
+        for _ in range(kills):
+            before = len(names(at)) and number(names(at)[-1])
+            job = lightning_ranks.Job(tmp_path, train, tmp_path, steps, resume)
+            job.wait_until(lambda before=before: names(at) and number(names(at)[-1]) > before)
+            time.sleep(chance.uniform(0, 0.3))
+            job.kill()
+            assert look(at) == ""
+            newest = names(at)[-1]
+            assert number(newest) >= newest_noted(tmp_path / "durable")
+            resume = str(at / newest)
+            assert holdfast.verify(resume)["verdict"] == "sound"
+        lightning_ranks.run(tmp_path, train, tmp_path, steps, resume)
+    assert looks.wrong == [] and looks.count > 10
     assert equal(torch.load(tmp_path / "final.pt"), straight.lightning_module.state_dict())
     assert look(at) == "" and names(at)[-1] == f"step={steps}.ckpt"
 
@@ -135,7 +132,7 @@ class Full(threading.Thread):
 
 
 def test_a_look_finds_a_checkpoint_while_the_disk_is_full_at_random(tmp_path: Path) -> None:
-    saves = 200 if LONG else 30
+    saves = 200 if LONG else 20
     print(f"seed {SEED}")
     with mounted(tmp_path / "disk", 40) as disk:
         at = disk / "run"
