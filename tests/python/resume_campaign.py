@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import random
 import select
@@ -24,20 +25,56 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import holdfast
 
-TRAINER = Path(__file__).with_name("resume_trainer.py")
 EVERY = 4
-RANKS = {"plain": 1, "dcp": 2}
 # Phases of the kills, in turn.
 IN_SAVES = ("staging", "writing", "commit", "finalize")
 ORDER = ("commit", "writing", "finalize", "load", "staging", "commit", "writing", "training", "staging", "finalize")
-FIRST = {"plain": 0, "dcp": 4}  # so that a few kills of both have most phases
 LIMIT = 180.0  # seconds in which nothing is told
 MISSED_MAX = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How the jobs of a campaign train and save.
+
+    Attributes:
+        name: of the trainer's function.
+        newest: the newest complete step in a directory, 0 if there is none.
+        ranks: processes of a job.
+        first: phase of the first kill, as an index of ORDER. A few kills of all ways have most phases.
+        trainer: the program.
+    """
+
+    name: str
+    newest: Callable[[str], int]
+    ranks: int = 1
+    first: int = 0
+    trainer: Path = Path(__file__).with_name("resume_trainer.py")
+
+
+def newest_with(name: str) -> Callable[[str], int]:
+    """Finds the newest step whose directory holds `name`, which is written last."""
+
+    def newest(directory: str) -> int:
+        found = Path(directory).glob(f"step-*/{name}")
+        return max((int(p.parent.name.removeprefix("step-")) for p in found), default=0)
+
+    return newest
+
+
+def _newest_plain(directory: str) -> int:
+    return max((c["step"] for c in holdfast.list_checkpoints(directory)), default=0)
+
+
+PLAIN = Way("plain", _newest_plain)
+DCP = Way("dcp", newest_with(".metadata"), ranks=2, first=4)
+WAYS = {way.name: way for way in (PLAIN, DCP)}
 
 
 class Job:
@@ -46,9 +83,9 @@ class Job:
     Rank 0 stops inside of the phase that `hold` names: PHASE:SKIP:SHARE.
     """
 
-    def __init__(self, way: str, directory: str, steps: int, every: int, size: str, hold: str = "",
+    def __init__(self, way: Way, directory: str, steps: int, every: int, size: str, hold: str = "",
                  ranks: int = 0, digests: bool = False) -> None:
-        ranks = ranks or RANKS[way]
+        ranks = ranks or way.ranks
         self._buffers: dict[int, bytes] = {}
         self.workers: set[int] = set()
         self.lines: list[tuple[int, str, str]] = []
@@ -57,7 +94,7 @@ class Job:
             port = probe.getsockname()[1]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(TRAINER), "--way", way, "--dir", directory, "--steps",
+                [sys.executable, str(way.trainer), "--way", way.name, "--dir", directory, "--steps",
                  str(steps), "--every", str(every), "--size", size,
                  "--hold", hold if rank == 0 else "", *(["--digests"] if digests else [])],
                 stdout=subprocess.PIPE,
@@ -159,15 +196,7 @@ class Job:
         return [digests[r] for r in sorted(digests)]
 
 
-def newest(way: str, directory: str) -> int:
-    """The newest complete step, 0 if there is none."""
-    if way == "dcp":
-        return max((int(p.parent.name.removeprefix("step-"))
-                    for p in Path(directory).glob("step-*/.metadata")), default=0)
-    return max((c["step"] for c in holdfast.list_checkpoints(directory)), default=0)
-
-
-def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: str) -> list[dict[str, Any]]:
+def campaign(way: Way, directory: str, kills: int, seed: int, steps: int, size: str) -> list[dict[str, Any]]:
     """Runs it; returns one row for each kill.
 
     Raises:
@@ -179,7 +208,7 @@ def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: 
     committed = 0  # the newest step that was told durable, or seen complete
     missed = 0
     while len(rows) < kills:
-        phase = ORDER[(FIRST[way] + len(rows)) % len(ORDER)]
+        phase = ORDER[(way.first + len(rows)) % len(ORDER)]
         # The first job commits once before it is killed: the others must find something to resume from.
         skip = choose.randrange(2) if committed else 1
         job = Job(way, directory, steps, EVERY, size, f"{phase}:{skip}:{choose.random():.2f}")
@@ -194,7 +223,7 @@ def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: 
         if job.run_until("held" if phase != "training" else "train", skip if phase == "training" else 0):
             trained = max((int(v) for _, p, v in job.lines if p in ("train", "load")), default=0)
             job.kill(with_workers)
-            committed = max(committed, newest(way, directory),
+            committed = max(committed, way.newest(directory),
                             *(int(v) for _, p, v in job.lines if p == "durable"), resumed)
             rows.append({"phase": phase, "inside": job.inside(), "workers_too": with_workers,
                          "trained": trained, "committed": committed})
@@ -215,39 +244,54 @@ def campaign(way: str, directory: str, kills: int, seed: int, steps: int, size: 
     final = job.run_to_end()
     assert final == reference, "parameters or optimizer state differ from the run straight through"
     inside = [row["inside"] for row in rows]
-    print(f"{way}: {kills} kills, {inside.count('save')} of them inside of a save, {inside.count('load')} of a load; "
+    print(f"{way.name}: {kills} kills, {inside.count('save')} of them inside of a save, {inside.count('load')} of a load; "
           f"final state bitwise equal to the run straight through", flush=True)
     return rows
 
 
-def report(way: str, number: int, row: dict[str, Any]) -> None:
-    print(f"{way} kill {number}: in {row['phase']}{', workers too' if row['workers_too'] else ''}, "
+def check(rows: list[dict[str, Any]]) -> None:
+    """What every campaign's rows must show.
+
+    Raises:
+        AssertionError: the kills were not where they should have been.
+    """
+    # Every kill in a phase of a save was inside of one, and the order of phases has enough of these.
+    of_saves = [row["inside"] for row in rows if row["phase"] in IN_SAVES]
+    assert of_saves == ["save"] * len(of_saves)
+    assert len(of_saves) >= 0.6 * len(rows)
+    assert all(row["inside"] == "load" for row in rows if row["phase"] == "load")
+    # The first job commits before it is killed: no job begins anew.
+    assert all(row["resumed"] for row in rows)
+
+
+def report(way: Way, number: int, row: dict[str, Any]) -> None:
+    print(f"{way.name} kill {number}: in {row['phase']}{', workers too' if row['workers_too'] else ''}, "
           f"trained to step {row['trained']}, newest complete step {row['committed']}, "
           f"resumed from step {row['resumed']}, {row['lost']} steps lost", flush=True)
 
 
-def chain(directory: str, ranks: tuple[int, ...], size: str) -> None:
-    """DCP: the job is killed inside of a save and goes on with another number of ranks, again and again.
+def chain(way: Way, directory: str, ranks: tuple[int, ...], size: str) -> None:
+    """The job is killed inside of a save and goes on with another number of ranks, again and again.
 
     Raises:
         AssertionError: a state that was loaded differs from the state that was saved, in any bit.
     """
     saved: dict[int, str] = {}
     for count in ranks:
-        job = Job("dcp", directory, 100, 2, size, "finalize:1:0", count, digests=True)
+        job = Job(way, directory, 100, 2, size, "finalize:1:0", count, digests=True)
         assert job.run_until("held")
         job.kill(True)
         restored = {value for r, phase, value in job.lines if (r, phase) == (0, "restored")}
         if saved:
             step = next(int(v) for _, p, v in job.lines if p == "loaded")
             assert restored == {saved[step]}, f"{count} ranks loaded step {step}, and not as it was saved"
-            print(f"dcp: {count} ranks loaded step {step}, bitwise as it was saved", flush=True)
+            print(f"{way.name}: {count} ranks loaded step {step}, bitwise as it was saved", flush=True)
         saved |= {int(v.split()[0]): v.split()[1] for r, p, v in job.lines if (r, p) == (0, "saved")}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--way", choices=RANKS, required=True)
+    parser.add_argument("--way", choices=WAYS, required=True)
     parser.add_argument("--dir", required=True)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
@@ -255,7 +299,7 @@ def main() -> None:
     parser.add_argument("--size", default="272MiB")
     arguments = parser.parse_args()
     os.makedirs(arguments.dir, exist_ok=True)
-    campaign(arguments.way, arguments.dir, arguments.kills, arguments.seed, arguments.steps, arguments.size)
+    campaign(WAYS[arguments.way], arguments.dir, arguments.kills, arguments.seed, arguments.steps, arguments.size)
 
 
 if __name__ == "__main__":

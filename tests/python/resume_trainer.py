@@ -19,7 +19,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -189,18 +189,54 @@ def train_plain(arguments: argparse.Namespace, hold: Hold) -> None:
     tell("final", digest({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
 
 
-def train_dcp(arguments: argparse.Namespace, hold: Hold) -> None:
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_state_dict,
-        set_state_dict,
-    )
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+class Sharded:
+    """A GPT that all ranks have a part of, by FSDP2, its optimizer and its batches."""
 
-    import holdfast.dcp
+    def __init__(self, size: gpt.Size) -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo")
+        self.rank = dist.get_rank()
+        torch.manual_seed(0)
+        self.model = gpt.GPT(size)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self.model, mesh=mesh)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.loader = gpt.Loader(size, rank=self.rank)
+        torch.manual_seed(1 + self.rank)
+
+    def state(self, **options: Any) -> dict[str, Any]:
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+        weights, moments = get_state_dict(self.model, self.optimizer, options=StateDictOptions(**options))
+        return {"model": weights, "optimizer": moments}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
+                       optim_state_dict=state["optimizer"])  # fmt: skip
+
+    def whole_digest(self) -> str:
+        """On rank 0, and the same for any number of ranks."""
+        return digest(self.state(full_state_dict=True, cpu_offload=True))
+
+    def train_step(self) -> None:
+        gpt.train_step(self.model, self.optimizer, self.loader)
+
+    def end(self) -> None:
+        import torch.distributed as dist
+
+        tell("final", digest(self.state()))
+        dist.destroy_process_group()
+
+
+def hold_commits(hold: Hold) -> None:
+    """Stops, when its turn has come, between the data of a DCP checkpoint and its `.metadata`."""
     from holdfast.dcp import metadata
 
     commit = metadata.commit
@@ -210,36 +246,28 @@ def train_dcp(arguments: argparse.Namespace, hold: Hold) -> None:
         commit(directory, *rest)
 
     metadata.commit = held_commit
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    size = gpt.SIZES[arguments.size]
-    torch.manual_seed(0)
-    model = gpt.GPT(size)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader = gpt.Loader(size, rank=rank)
-    torch.manual_seed(1 + rank)
+
+
+def complete(directory: str, last: str) -> list[Path]:
+    """The steps' directories that hold `last`, the newest at the end."""
+    found = [p.parent for p in Path(directory).glob(f"step-*/{last}")]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+
+
+def train_dcp(arguments: argparse.Namespace, hold: Hold) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    import holdfast.dcp
+
+    hold_commits(hold)
+    job = Sharded(gpt.SIZES[arguments.size])
+    rank = job.rank
 
     def state(step: int) -> dict[str, Any]:
-        weights, moments = get_state_dict(model, optimizer)
-        return {"model": weights, "optimizer": moments, "step": torch.tensor(step),
-                f"rng.{rank}": torch.get_rng_state()}
-
-    def whole_digest() -> str:
-        """On rank 0, and the same for any number of ranks."""
-        weights, moments = get_state_dict(
-            model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        return digest({"model": weights, "optimizer": moments})
-
-    def complete() -> list[Path]:
-        found = [p.parent for p in Path(arguments.dir).glob("step-*/.metadata")]
-        return sorted(found, key=lambda p: int(p.name.removeprefix("step-")))
+        return {**job.state(), "step": torch.tensor(step), f"rng.{rank}": torch.get_rng_state()}
 
     first = 0
-    if arguments.every and (found := complete()):
+    if arguments.every and (found := complete(arguments.dir, ".metadata")):
         tell("load", int(found[-1].name.removeprefix("step-")))
         hold.load()
         loaded = state(0)
@@ -247,23 +275,22 @@ def train_dcp(arguments: argparse.Namespace, hold: Hold) -> None:
         if f"rng.{rank}" not in saved:  # there were fewer ranks
             del loaded[f"rng.{rank}"]
         dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(found[-1]))
-        set_state_dict(model, optimizer, model_state_dict=loaded["model"],
-                       optim_state_dict=loaded["optimizer"])
+        job.set_state(loaded)
         if f"rng.{rank}" in loaded:
             torch.set_rng_state(loaded[f"rng.{rank}"])
         if arguments.digests:
-            tell("restored", whole_digest())
-        first = loader.step = int(loaded["step"])
+            tell("restored", job.whole_digest())
+        first = job.loader.step = int(loaded["step"])
     tell("loaded", first)
     future = None
     for step in range(first + 1, arguments.steps + 1):
-        gpt.train_step(model, optimizer, loader)
+        job.train_step()
         tell("train", step)
         if arguments.every and step % arguments.every == 0:
             if future is not None:
                 future.result()
             if arguments.digests:
-                tell("saved", f"{step} {whole_digest()}")
+                tell("saved", f"{step} {job.whole_digest()}")
             tell("save", step)
             now = state(step)
             with hold.staging(step):
@@ -274,14 +301,13 @@ def train_dcp(arguments: argparse.Namespace, hold: Hold) -> None:
                 lambda f, step=step: tell("failed" if f.exception() else "durable", step))
     if future is not None:
         future.result()
-    weights, moments = get_state_dict(model, optimizer)
-    tell("final", digest({"model": weights, "optimizer": moments}))
-    dist.destroy_process_group()
+    job.end()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--way", choices=("plain", "dcp"), required=True)
+def run(ways: dict[str, Callable[[argparse.Namespace, Hold], None]]) -> None:
+    """Trains in one of the ways, as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--way", choices=ways, required=True)
     parser.add_argument("--dir", required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, required=True, help="0: straight through, no saves")
@@ -291,9 +317,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    hold = Hold(arguments.hold)
-    (train_plain if arguments.way == "plain" else train_dcp)(arguments, hold)
+    ways[arguments.way](arguments, Hold(arguments.hold))
 
 
 if __name__ == "__main__":
-    main()
+    run({"plain": train_plain, "dcp": train_dcp})
