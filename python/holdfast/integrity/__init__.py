@@ -7,12 +7,14 @@ from the seed, so that no expectation is kept where the attack could reach it.
 from __future__ import annotations
 
 import argparse
+import collections
 import json
 import os
 import random
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeat", type=int, default=1, metavar="N", help="run the schedule of --replay so often")
     add("--savers", default="", metavar="NAME,...", help="compare savers by the same rounds: holdfast.dcp, dcp-thread, "
         "dcp-process; prints a table")  # fmt: skip
+    add("--power-cuts", default="", metavar="FS,...", help="run the rounds on recorded disks with these file systems "
+        "(ext4, xfs, btrfs), and judge what a power cut at any moment leaves; needs root")  # fmt: skip
+    add("--cuts", type=int, default=20, metavar="N", help="cuts of a round beside those at each flush (default: 20)")
     add("--json", action="store_true", help="print the report as JSON in place of the summary")
     return parser
 
@@ -153,12 +158,41 @@ def _compare(arguments: argparse.Namespace, scratch: str) -> int:
     return status
 
 
+def _cut_power(arguments: argparse.Namespace) -> int:
+    """Runs rounds on recorded disks; the status says whether a cut left what it must not."""
+    from holdfast.integrity import power_cuts
+
+    kinds = arguments.power_cuts.split(",")
+    if unknown := set(kinds) - set(power_cuts.SIZES):
+        raise ValueError(f"--power-cuts: there is no {', '.join(sorted(unknown))}; there is {', '.join(power_cuts.SIZES)}")
+    if os.geteuid() != 0:
+        raise PermissionError("--power-cuts: mounting the recorded disks needs root")
+    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
+    began, states, escapes = time.monotonic(), collections.Counter[str](), 0
+    rounds_max = _count(arguments)
+    print(f"seed {seed}")
+    for number, kind, result in power_cuts.campaign(kinds, seed, _limits(arguments), arguments.first, arguments.cuts):
+        states.update(result.counts)
+        for problem in result.problems:
+            escapes += 1
+            print(f"ESCAPE in round {number}: ({problem['invariant']}) {problem['what']}\nreproduce: integrity-fuzz "
+                  f"--power-cuts {kind} --seed {seed} --first {number} --rounds 1 --cuts {arguments.cuts}")  # fmt: skip
+        if kind == kinds[-1] and (number + 1 - arguments.first == rounds_max or
+                                  arguments.time is not None and time.monotonic() - began > arguments.time):  # fmt: skip
+            break
+    report = {"seed": seed, "rounds": number + 1 - arguments.first, "escapes": escapes, "states": dict(sorted(states.items()))}
+    print(json.dumps(report, indent=1) if arguments.json else "\n".join(f"{k}: {v}" for k, v in report.items()))
+    return ESCAPED if escapes else 0
+
+
 def _run(arguments: argparse.Namespace, scratch: str) -> int:
     from holdfast.integrity import campaign
 
     campaign.prepare_process()
     if arguments.savers:
         return _compare(arguments, scratch)
+    if arguments.power_cuts:
+        return _cut_power(arguments)
     made = _campaign(arguments, scratch)
     interrupted = False
     try:

@@ -134,9 +134,9 @@ class Judge(judge.Judge):
         if self.round["saver"] == "holdfast.dcp":
             super().recover()
 
-    def _verify(self, path: str) -> None:
+    def _verify(self, path: str, candidates: set[int]) -> None:
         if self.round["saver"] == "holdfast.dcp":
-            super()._verify(path)
+            super()._verify(path, candidates)
 
     def _readers(self) -> dict[str, readers.Reader]:
         own = readers.readers_of("dcp")

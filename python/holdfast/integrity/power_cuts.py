@@ -1,0 +1,228 @@
+"""Power cuts of real saves on real file systems: a round on a recorded disk, and every disk that a cut would have left.
+
+A round runs as in any campaign. Afterwards the disk is made anew for cuts at its flushes and between them, mounted,
+recovered and held against the model of what had been told by then.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.integrity import jobs, judge, processes, rounds, schedule
+from holdfast.integrity.block_recorder import SECTOR, Log, Recorder, attached, mounted
+
+MIB = 1 << 20
+# The least that each of them takes, with room for the saves of a round.
+SIZES = {"ext4": 192 * MIB, "xfs": 384 * MIB, "btrfs": 256 * MIB}
+BYTES_MAX = 2 * MIB
+_LEFT_OUT = ("limit-size", "limit-files")
+
+
+def quiet(round_: dict[str, Any]) -> dict[str, Any]:
+    """The round without what a cut cannot be told apart from, with states that a small disk can hold."""
+    made = copy.deepcopy(round_)
+    made |= {"disk": 0, "corruptions": [], "ranks": min(2, made["ranks"])}
+    for actions in made["lives"]:
+        actions[:] = [a for a in actions if a["do"] != "move"]
+        for action in actions:
+            if action["do"] == "save":
+                action["spec"]["bytes"] = min(action["spec"]["bytes"], BYTES_MAX)
+                action["spec"]["tensors"] = min(action["spec"]["tensors"], 24)
+                if action.get("event", {}).get("kind") in _LEFT_OUT:
+                    del action["event"]
+                if "event" in action:
+                    action["event"]["rank"] %= made["ranks"]
+    return made
+
+
+@dataclasses.dataclass
+class Cut:
+    """A disk after a power cut.
+
+    Attributes:
+        at: how many operations the disk had got.
+        kind: which of the writes since the last flush are there: all of them, some, or some and one in part.
+        writes: those.
+    """
+
+    at: int
+    kind: str
+    writes: list[tuple[int, bytes]]
+
+
+def cuts(log: Log, begin: int, count: int, choose: random.Random) -> Iterator[tuple[int, Cut]]:
+    """Cuts in the order of their flushes: one at each flush, and `count` drawn ones.
+
+    Yields:
+        The number of operations that are flushed, and the cut.
+    """
+    flushes = [i for i in range(begin, len(log.operations)) if log.operations[i] is None]
+    places = [(i + 1, "flush") for i in flushes]
+    places += [(choose.randrange(begin, len(log.operations)), choose.choice(("prefix", "subset", "torn"))) for _ in range(count)]
+    for at, kind in sorted(places):
+        flushed = max((i + 1 for i in flushes if i < at), default=begin)
+        later = [w for w in log.operations[flushed:at] if isinstance(w, tuple)]
+        if kind in ("subset", "torn"):
+            kept = [w for w in later if choose.random() < 0.5]
+            if kind == "torn" and later:
+                offset, data = choose.choice(later)
+                sectors = choose.randrange(len(data) // SECTOR + 1)
+                kept = [w for w in kept if w[0] != offset] + [(offset, data[: sectors * SECTOR])]
+            later = kept
+        yield flushed, Cut(at, kind, later)
+
+
+class Disk:
+    """The disk as it was at some flush, from which those of cuts are made."""
+
+    def __init__(self, log: Log, scratch: str) -> None:
+        self._log, self._applied = log, 0
+        self._path = os.path.join(scratch, "flushed")
+        self._cut = os.path.join(scratch, "cut")
+        with open(self._path, "wb") as file:
+            file.truncate(log.size)
+
+    def make(self, flushed: int, cut: Cut) -> str:
+        """Makes the disk of a cut, and returns its file. Cuts come in the order of their flushes."""
+        with open(self._path, "r+b", buffering=0) as file:
+            for operation in self._log.operations[self._applied : flushed]:
+                if isinstance(operation, tuple):
+                    os.pwrite(file.fileno(), operation[1], operation[0])
+        self._applied = max(self._applied, flushed)
+        subprocess.run(["cp", "--sparse=always", self._path, self._cut], check=True)
+        with open(self._cut, "r+b", buffering=0) as file:
+            for offset, data in cut.writes:
+                os.pwrite(file.fileno(), data, offset)
+        return self._cut
+
+
+class _Marking(list[dict[str, Any]]):
+    """The lines of a life; each is noted on the disk when it is told."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def append(self, line: dict[str, Any]) -> None:
+        super().append(line)
+        self._recorder.mark(json.dumps(line))
+
+
+def _record(round_: dict[str, Any], recorder: Recorder, scratch: str, plant: str) -> list[str]:
+    """Runs all lives of a round, each with its recovery; returns what broke without a cut."""
+    directory = os.path.join(recorder.directory, "run")
+    made = judge.Judge(round_, directory)
+    recorder.mark("begin")
+    for life, actions in enumerate(round_["lives"]):
+        orphans = processes.Orphans()
+        trainers = jobs.Life(round_, life, directory, scratch, plant)
+        trainers.lines = _Marking(recorder)
+        trainers.run()
+        made.hear(trainers.lines, actions)
+        orphans.wait(rounds.TIME_ORPHANS_MAX)
+        made.recover()
+        recorder.mark("life")
+    return [f"without a cut: ({p['invariant']}) {p['what']}" for p in made.problems]
+
+
+def _judge(round_: dict[str, Any], log: Log, cut: Cut, directory: str) -> judge.Judge:
+    """The model of what had been told before a cut."""
+    made, life = judge.Judge(round_, directory), 0
+    lines: list[dict[str, Any]] = []
+    for operation in log.operations[: cut.at]:
+        if operation == "life":
+            made.hear(lines, round_["lives"][life])
+            lines, life = [], life + 1
+        elif isinstance(operation, str) and operation != "begin":
+            lines.append(json.loads(operation))
+    if lines:
+        made.hear(lines, round_["lives"][life])
+    made.problems.clear()  # those of the round itself
+    return made
+
+
+def run(round_: dict[str, Any], kind: str, scratch: str, count: int, plant: str = "") -> rounds.Result:
+    """Records a round on a file system, cuts the power, and judges what each cut leaves.
+
+    Args:
+        round_: of `quiet`.
+        kind: of `SIZES`.
+        scratch: a directory in which files of the disk's size fit; memory is fastest.
+        count: of cuts that are drawn beside those at each flush.
+        plant: as of `trainer.main`, for tests of this program.
+
+    Returns:
+        The problems, each with the cut; counts of states by kind.
+    """
+    counts: collections.Counter[str] = collections.Counter()
+    problems: list[dict[str, str]] = []
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="power-cuts-") as base, processes.adopting():
+        recorder = Recorder(kind, SIZES[kind], base)
+        with recorder:
+            for problem in _record(round_, recorder, base, plant):
+                problems.append({"invariant": "v", "what": problem})
+        log = recorder.log
+        os.unlink(os.path.join(base, "image"))
+        begin = log.operations.index("begin")
+        disk, directory = Disk(log, base), os.path.join(base, "mounted")
+        choose = random.Random(f"{round_['seed']}:{round_['number']}:{kind}")
+        for flushed, cut in cuts(log, begin, count, choose):
+            counts[f"states {kind} {cut.kind}"] += 1
+            said = _look(round_, log, cut, disk.make(flushed, cut), directory, kind)
+            problems += [{**p, "what": f"{kind}, cut after operation {cut.at} ({cut.kind}): {p['what']}"} for p in said]
+        shutil.rmtree(directory, ignore_errors=True)
+    return rounds.Result(problems, counts, "", 0.0)
+
+
+def _look(round_: dict[str, Any], log: Log, cut: Cut, image: str, directory: str, kind: str) -> list[dict[str, str]]:
+    with contextlib.ExitStack() as stack:
+        device = stack.enter_context(attached(image))
+        try:
+            stack.enter_context(mounted(device, directory, kind))
+        except subprocess.CalledProcessError as error:
+            return [{"invariant": "i", "what": f"the file system cannot be mounted: {error.stderr.strip()}"}]
+        made = _judge(round_, log, cut, os.path.join(directory, "run"))
+        made.recover()
+        made.look(thorough=True)
+        return made.problems
+    return []
+
+
+def scratch_directory() -> str:
+    """Memory, where there is room for two disks; mounting and copying them is most of the work."""
+    shared = "/dev/shm"
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(shared).free > 3 * max(SIZES.values()):
+            return shared
+    return tempfile.gettempdir()
+
+
+def campaign(kinds: list[str], seed: int, limits: schedule.Limits, first: int,
+             count: int) -> Iterator[tuple[int, str, rounds.Result]]:  # fmt: skip
+    """Rounds of a seed, each on every file system, without an end.
+
+    Args:
+        kinds: of `SIZES`.
+        seed, limits, first: of the rounds.
+        count: as of `run`.
+
+    Yields:
+        The number of the round, the file system, and what they gave.
+    """
+    jobs.start_server()
+    for number in itertools.count(first):
+        drawn = quiet(schedule.draw(seed, number, limits))
+        for kind in kinds:
+            yield number, kind, run(drawn, kind, scratch_directory(), count)

@@ -1,0 +1,95 @@
+"""integrity-fuzz --power-cuts: real saves on a recorded disk, and what a power cut at any moment leaves of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.integrity import jobs, power_cuts, schedule
+from holdfast.integrity.block_recorder import Recorder
+
+MIB = 1 << 20
+LONG = bool(os.environ.get("HOLDFAST_LONG"))
+FILE_SYSTEMS = ("ext4", "xfs", "btrfs") if LONG else ("ext4",)
+DOORS = ("save_async", "checkpointer-dcp") if LONG else ("save_async",)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def recordable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("mounting a recorded disk needs root")
+    try:
+        with Recorder("ext4", power_cuts.SIZES["ext4"], str(tmp_path_factory.mktemp("probe"))):
+            pass
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no recorded disk can be mounted here: {error}")
+    jobs.start_server()
+    yield
+
+
+def drawn(**given: Any) -> dict[str, Any]:
+    """Two saves of one name and one of another, by the plain door."""
+    made = schedule.draw(3, 0, schedule.Limits(ranks_max=1, mount=False))
+    spec = {"tensors": 4, "bytes": MIB, "wide": False, "objects": False}
+    save = {"do": "save", "mutate": True, "rate": 0, "spec": spec}
+    made |= {
+        "door": "save_async", "launcher": "spawn", "engine": "auto", "device": "cpu", "jobs": 1, "same_names": False,
+        "replace": True, "one_name": True, "keep_last": 0, "kill_recover": None, "when_full": "wait", **given,
+    }  # fmt: skip
+    made["lives"] = [[{**save, "n": n, "step": n} for n in (1, 2)], [{**save, "n": 3, "step": 3}]]
+    return power_cuts.quiet(made)
+
+
+@pytest.mark.parametrize("kind", FILE_SYSTEMS)
+@pytest.mark.parametrize("door", DOORS)
+def test_no_power_cut_loses_what_was_durable(kind: str, door: str, tmp_path: Path) -> None:
+    result = power_cuts.run(drawn(door=door), kind, str(tmp_path), 6)
+    assert result.problems == []
+    assert sum(result.counts.values()) > 20
+    assert result.counts[f"states {kind} flush"] > 10
+
+
+def test_a_save_that_is_reported_before_it_is_durable_is_found(tmp_path: Path) -> None:
+    result = power_cuts.run(drawn(), "ext4", str(tmp_path), 4, "integrity_planted:durable_too_early")
+    assert "i" in {p["invariant"] for p in result.problems}
+
+
+def test_a_disk_that_ignores_flushes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lying(Recorder):
+        def _stop(self) -> None:
+            super()._stop()
+            operations = self.log.operations
+            begin = operations.index("begin")
+            self.log.operations = operations[:begin] + [o for o in operations[begin:] if o is not None]
+
+    monkeypatch.setattr(power_cuts, "Recorder", Lying)
+    result = power_cuts.run(drawn(), "ext4", str(tmp_path), 30)
+    assert result.problems
+
+
+def test_the_program_cuts_power(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.integrity", "--power-cuts", "ext4", "--rounds", "1", "--first", "2", "--seed", "1",
+         "--ranks", "1", "--cuts", "3", "--json"],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.partition("\n")[2])
+    assert (report["rounds"], report["escapes"]) == (1, 0)
+    assert sum(report["states"].values()) > 10
+
+
+def test_an_unknown_file_system_is_refused() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.integrity", "--power-cuts", "fat"],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "there is no fat" in done.stderr
