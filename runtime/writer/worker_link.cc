@@ -54,7 +54,7 @@ std::string DescribeExit(int status) {
 
 absl::StatusOr<base::UniqueFd> MakeEventFd() {
   base::UniqueFd fd(sys::EventFdOwned());
-  if (!fd.valid()) return base::ErrnoStatus("create", "eventfd", errno);
+  if (!fd.valid()) return base::ErrnoStatus("create", "eventfd of a worker", errno);
   return fd;
 }
 
