@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import holdfast
 from holdfast.integrity import jobs, judge, processes, rounds, schedule
 from holdfast.integrity.block_recorder import SECTOR, Log, Recorder, attached, mounted
 
@@ -194,8 +195,11 @@ def _look(round_: dict[str, Any], log: Log, cut: Cut, image: str, directory: str
         except subprocess.CalledProcessError as error:
             return [{"invariant": "i", "what": f"the file system cannot be mounted: {error.stderr.strip()}"}]
         made = _judge(round_, log, cut, os.path.join(directory, "run"))
-        made.recover()
-        made.look(thorough=True)
+        try:
+            made.recover()
+            made.look(thorough=True)
+        except holdfast.Error as error:
+            made.blame("i", f"recovery or listing fails: {error}")
         return made.problems
     return []
 
