@@ -51,6 +51,16 @@ def line(subject: Any, report: dict[str, Any] | None, error: Error | None) -> st
     return text
 
 
+_told: set[str] = set()
+
+
+def _warn_of(unregistered: str, rank: int) -> None:
+    """Once for each reason: copies are slow for all saves of the process."""
+    if unregistered and unregistered not in _told:
+        _told.add(unregistered)
+        logger.warning("[rank %d] copies from the GPU are slow: %s", rank, printable(unregistered))
+
+
 def log(subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:
     """The observer that writes the line."""
     if subject.extra.get("raised"):
@@ -60,6 +70,7 @@ def log(subject: Any, report: dict[str, Any] | None, error: Error | None) -> Non
         level = {"cancelled": logging.INFO, "skipped": logging.WARNING}.get(outcome, logging.ERROR)
     else:
         level = logging.WARNING if report["write_attempts"] > 1 else logging.INFO
+        _warn_of(report.get("unregistered", ""), subject.extra["rank"])
     if logger.isEnabledFor(level):
         text = printable(line(subject, report, error))
         logger.log(level, "[rank %d] %s", subject.extra["rank"], text)

@@ -222,8 +222,7 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
     save->bytes_total += file.bytes;
     save->bytes_to_lease += layout::AlignUp(file.bytes);
   }
-  for (const auto& [device, stream] : save->streams)
-    HOLDFAST_RETURN_IF_ERROR(core->Register(device));
+  for (const auto& [device, stream] : save->streams) (void)core->Register(device);
   return save;
 }
 
@@ -333,6 +332,11 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
       core->Launch(absl::StrCat(request.name, " rank ", options.rank, " of ", options.world_size),
                    save->parent->get(), save));
   SaveReport* report = save->MutableReport();
+  for (const auto& [device, stream] : save->streams) {
+    // With the pages in place. Copies into unregistered memory are right, and slow.
+    const absl::Status registered = core->Register(device);
+    if (!registered.ok()) report->unregistered = std::string(registered.message());
+  }
   report->path = save->path;
   report->epoch = save->epoch;
   report->step = request.step;

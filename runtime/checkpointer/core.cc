@@ -59,11 +59,12 @@ Checkpointer::Core::~Core() {
 
 absl::Status Checkpointer::Core::Register(Device* device) {
   const base::MutexLock lock(&mutex_);
-  if (devices_.contains(device)) return absl::OkStatus();
-  auto registrant = std::make_unique<checkpointer::DeviceRegistrant>(device, &pool->arena());
-  HOLDFAST_RETURN_IF_ERROR(pool->Register(registrant.get()));
-  devices_[device] = std::move(registrant);
-  return absl::OkStatus();
+  std::unique_ptr<checkpointer::DeviceRegistrant>& registrant = devices_[device];
+  if (registrant == nullptr) {
+    registrant = std::make_unique<checkpointer::DeviceRegistrant>(device, &pool->arena());
+    HOLDFAST_RETURN_IF_ERROR(pool->Register(registrant.get()));
+  }
+  return registrant->refusal();
 }
 
 absl::Status Checkpointer::Core::Launch(const std::string& title, int directory, SaveState* save) {

@@ -27,6 +27,7 @@ class Checkpointer::Core {
 
   /// Completes `given` with detected values (worker program, threads).
   absl::Status Start(CheckpointerOptions* given);
+  /// Registers the arena with `device`, once. \error The device's: copies are then slower.
   absl::Status Register(Device* device);
   /// Opens the save's epoch and hands its job to a worker, in one step. Otherwise a kept worker
   /// could get a younger save's job before an older save's. The worker would then wait for memory

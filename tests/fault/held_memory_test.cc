@@ -91,6 +91,37 @@ TEST_F(DeviceMemory, InQuarantineIsNotHeldBySavesInFlight) {
   EXPECT_TRUE(WaitFor([&] { return checkpointer_->staging().bytes_held == 0; }));
 }
 
+TEST_F(DeviceMemory, WithoutARegistrationIsCopiedAllTheSame) {
+  device_->FailCall(SlowDevice::Call::kRegisterMemory, absl::ResourceExhaustedError("no pins"), 0,
+                    1u << 30);
+  device_->CompleteAtOnce(true);
+  const TrainingState state = TrainingState::Uniform(1, 1u << 20, 1);
+  std::vector<TensorSource> sources = state.Sources();
+  char* const memory = device_->Allocate(sources[0].bytes);
+  std::memcpy(memory, sources[0].data, sources[0].bytes);
+  sources[0].data = memory;
+  sources[0].device = device_.get();
+  for (const bool registers : {false, false, true}) {
+    if (registers) device_->FailCall(SlowDevice::Call::kRegisterMemory, absl::OkStatus(), 0, 0);
+    const auto handle = checkpointer_->SaveAsync(
+        {.name = registers ? "registered" : "copied", .tensors = sources, .replace = true});
+    ASSERT_TRUE(handle.ok()) << handle.status();
+    const auto report = handle->WaitDurable(kLong);
+    ASSERT_TRUE(report.ok()) << report.status();
+    EXPECT_TRUE(state.CompareWith(report->path).ok());
+    if (registers) {
+      EXPECT_EQ(report->unregistered, "");
+    } else {
+      EXPECT_EQ(report->unregistered, "register with slow:0: no pins");
+      EXPECT_TRUE(absl::IsResourceExhausted(checkpointer_->RegisterDevice(device_.get())));
+      EXPECT_TRUE(device_->registered().empty());
+    }
+    EXPECT_EQ(checkpointer_->Flush(kLong), absl::OkStatus());
+    // The next save registers new pages.
+    EXPECT_EQ(checkpointer_->Trim(), absl::OkStatus());
+  }
+}
+
 /// Rank 0 of two; rank 1 never comes.
 class LoneRank : public LauncherTest {
  protected:

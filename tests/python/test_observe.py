@@ -81,6 +81,19 @@ def test_a_second_attempt_at_writing_is_a_warning(
     assert "an fsync failed at first" in line
 
 
+def test_memory_without_registration_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ended: list[Any] = []
+    with events.Handle(lambda *event: ended.append(event)):
+        assert save(tmp_path / "a").wait(60)["unregistered"] == ""
+    ((subject, report, error),) = ended
+    for _ in range(2):
+        _log.log(subject, {**report, "unregistered": "register with cuda:0: no pins"}, error)
+    (line,) = lines(caplog, logging.WARNING)
+    assert "cuda:0: no pins" in line and "slow" in line
+
+
 def test_every_rank_says_which_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     state = {"w": torch.ones(100), "rng": torch.get_rng_state()}

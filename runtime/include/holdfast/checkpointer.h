@@ -152,6 +152,7 @@ class Checkpointer {
 
   /// Registers the arena with `device` ahead of the first save, for fast copies. Without this call
   /// the first save from `device` registers the arena.
+  /// \error The device's. Saves from `device` work all the same, with slower copies.
   absl::Status RegisterDevice(Device* device);
 
   StagingStats staging() const;

@@ -35,6 +35,9 @@ struct SaveReport : WorkerFigures {
   Launcher launcher = Launcher::kSpawn;
   std::string engine_reason;
   PageRung pages = PageRung::kAuto;
+  /// Why a device copies into unregistered memory, which is slow and blocks the device's thread;
+  /// empty: it does not.
+  std::string unregistered;
   /// The save exceeded the free arena, so that parts were released before its end.
   bool streamed = false;
   double time_in_call = 0;  ///< The caller's stall: SaveAsync from entry to return.
@@ -78,6 +81,7 @@ void ForEachField(const SaveReport& report, Visit&& visit) {
   visit("engine_reason", report.engine_reason);
   visit("pages", report.pages);
   visit("direct_io", report.direct_io);
+  visit("unregistered", report.unregistered);
   visit("streamed", report.streamed);
   visit("space_reserved", report.space_reserved);
   visit("write_attempts", report.write_attempts);
