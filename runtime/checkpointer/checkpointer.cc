@@ -103,10 +103,32 @@ class Checkpointer::Impl {
 
  private:
   /// Shows a save whether its front door still exists. A save with an unstoppable worker outlives
-  /// its door.
+  /// its door. The door waits for ending saves, which do not wait for each other.
   struct Door {
     base::Mutex mutex;
+    base::Condition left;
     Impl* impl ABSL_GUARDED_BY(mutex) = nullptr;
+    uint32_t inside ABSL_GUARDED_BY(mutex) = 0;
+  };
+  class Visit {
+   public:
+    explicit Visit(Door* door) : door_(door) {
+      const base::MutexLock lock(&door_->mutex);
+      impl_ = door_->impl;
+      ++door_->inside;
+    }
+    ~Visit() {
+      const base::MutexLock lock(&door_->mutex);
+      --door_->inside;
+      door_->left.NotifyAll();
+    }
+    Visit(const Visit&) = delete;
+    Visit& operator=(const Visit&) = delete;
+    Impl* impl() const { return impl_; }  ///< Null: the door has gone.
+
+   private:
+    Door* door_;
+    Impl* impl_;
   };
 
   absl::StatusOr<std::shared_ptr<const base::UniqueFd>> OpenParent() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -178,6 +200,7 @@ Checkpointer::Impl::~Impl() {
   (void)core->supervisor->WaitIdle(this, absl::InfiniteFuture());
   const base::MutexLock lock(&door_->mutex);
   door_->impl = nullptr;
+  while (door_->inside != 0) door_->left.WaitUntil(&door_->mutex, base::Now() + absl::Hours(1));
 }
 
 absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRequest& request,
@@ -426,16 +449,17 @@ RankInSave Checkpointer::Impl::Rank(const SaveRequest& request, const AttemptId&
 void Checkpointer::Impl::Attach(const Presence& presence, SaveState* save) {
   save->on_finished = [door = door_, presence](const std::shared_ptr<SaveState>& ended,
                                                const absl::Status& outcome, bool left_files) {
-    const base::MutexLock lock(&door->mutex);
-    if (door->impl != nullptr) return door->impl->OnFinished(ended, presence, outcome, left_files);
+    const Visit visit(door.get());
+    if (visit.impl() != nullptr)
+      return visit.impl()->OnFinished(ended, presence, outcome, left_files);
     if (presence != nullptr) presence->Leave();
     return outcome;
   };
   save->on_given_up = [door = door_, presence](const std::shared_ptr<SaveState>& given_up,
                                                const absl::Status& why) {
     if (presence != nullptr) presence->GiveUp(why);
-    const base::MutexLock lock(&door->mutex);
-    if (door->impl != nullptr) door->impl->KeepError(given_up);
+    const Visit visit(door.get());
+    if (visit.impl() != nullptr) visit.impl()->KeepError(given_up);
   };
 }
 

@@ -56,14 +56,14 @@ class SaveState {
   bool needs_confirmation = false;  // the last extent is published by Confirm
   std::function<void()> wake_supervisor;
   const void* owner = nullptr;  // the save's owner, for Supervisor::WaitIdle
-  /// Called on the supervisor's thread when the save has ended and its memory was released, before
-  /// any waiter is woken. `worker_left_files`: the worker died without a result, so its partial
-  /// files are still present. Returns the final status of the save: OK if a dead worker had
+  /// Called on a thread of Endings when the save has ended and its memory was released, before any
+  /// waiter is woken. May block. `worker_left_files`: the worker died without a result, so its
+  /// partial files are still present. Returns the final status of the save: OK if a dead worker had
   /// committed it.
   std::function<absl::Status(const std::shared_ptr<SaveState>&, const absl::Status&,
                              bool worker_left_files)>
       on_finished;
-  /// Called on the same thread when a save was given up before its end (quarantined).
+  /// Called likewise when a save was given up before its end (quarantined); never at the same time.
   std::function<void(const std::shared_ptr<SaveState>&, const absl::Status&)> on_given_up;
 
   // The staging side: one entry per extent, written before the extent is published.
@@ -82,6 +82,9 @@ class SaveState {
   std::atomic<uint64_t> time_waiting_memory_ns{0};
   /// Device copies that were not queued yet; 0 lets WaitStagedOn record its event.
   std::atomic<uint32_t> device_extents_to_queue{0};
+
+  /// A thread of Endings has the save, and the supervisor leaves the save alone.
+  std::atomic<bool> ending{false};
 
   // The supervisor's alone.
   layout::LogReader acknowledged;

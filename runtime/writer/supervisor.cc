@@ -100,7 +100,7 @@ absl::Status Supervisor::WaitIdle(const void* owner, absl::Time deadline) {
   const base::MutexLock lock(&mutex_);
   while (true) {
     const auto count = std::count_if(saves_.begin(), saves_.end(), [&](const auto& save) {
-      return save->owner == owner && !save->quarantined;
+      return save->owner == owner && (!save->quarantined || save->ending);
     });
     if (count == 0) return absl::OkStatus();
     if (base::Now() >= deadline) {
@@ -122,20 +122,14 @@ void Supervisor::Run() {
     Saves saves;
     {
       const base::MutexLock lock(&mutex_);
-      const auto quarantined = [](const auto& save) { return save->quarantined.load(); };
-      if (stopping_ && std::all_of(saves_.begin(), saves_.end(), quarantined)) return;
+      const auto stays = [](const auto& save) { return save->quarantined && !save->ending; };
+      if (stopping_ && std::all_of(saves_.begin(), saves_.end(), stays)) return;
       saves = saves_;
     }
+    // Only this thread hands saves over, so that the others stay its own during the round.
+    std::erase_if(saves, [](const auto& save) { return save->ending.load(); });
     PollOnce(saves);
-    std::vector<std::shared_ptr<SaveState>> ended;
-    for (const auto& save : saves) {
-      if (Service(save, saves)) ended.push_back(save);
-    }
-    if (!ended.empty()) {
-      const base::MutexLock lock(&mutex_);
-      for (const auto& save : ended) std::erase(saves_, save);
-      changed_.NotifyAll();
-    }
+    for (const auto& save : saves) Service(save, saves);
     if (saves.empty()) TrimIfIdle();
   }
 }
@@ -162,7 +156,7 @@ void Supervisor::PollOnce(const Saves& saves) {
   }
 }
 
-bool Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& saves) {
+void Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& saves) {
   ReleaseAcknowledged(save.get());
   // Order matters: a worker that is seen gone first has made all of its stores.
   const bool gone = save->link->IsGone();
@@ -179,7 +173,6 @@ bool Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& sa
   } else {
     CheckStalled(save);
   }
-  return false;
 }
 
 void Supervisor::ReadTable(SaveState* save) {
@@ -233,9 +226,8 @@ bool Supervisor::IsQueued(const SaveState& save, const Saves& saves) {
   };
   if (!save.link->kept() || begun(save)) return false;
   return std::any_of(saves.begin(), saves.end(), [&](const std::shared_ptr<SaveState>& other) {
-    // A save without a table has ended in this round.
-    return other->table != nullptr && other->link == save.link && !other->quarantined &&
-           begun(*other);
+    // The worker of a save that is ending takes the next job.
+    return !other->ending && other->link == save.link && !other->quarantined && begun(*other);
   });
 }
 
@@ -309,31 +301,49 @@ void Supervisor::CheckStalled(const std::shared_ptr<SaveState>& save) {
 // A time-out never frees memory. The save stays watched, and its memory is released when its
 // transfers have provably landed.
 void Supervisor::Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why) {
-  if (save->quarantined.exchange(true)) return;
+  if (save->quarantined) return;
   if (!save->retired) pool_->Quarantine(save->epoch, std::string(why.message()));
-  if (save->on_given_up) save->on_given_up(save, why);
-  save->Finish(why);
+  save->ending = true;  // first: see WaitIdle
+  save->quarantined = true;
+  HandOver(save, [this, save, why] {
+    if (save->on_given_up) save->on_given_up(save, why);
+    save->Finish(why);
+    const base::MutexLock lock(&mutex_);
+    save->ending = false;
+  });
 }
 
-bool Supervisor::End(const std::shared_ptr<SaveState>& save, bool gone) {
+void Supervisor::HandOver(const std::shared_ptr<SaveState>& save, std::function<void()> steps) {
+  save->ending = true;
+  endings_.Run([this, steps = std::move(steps)] {
+    steps();
+    {
+      const base::MutexLock lock(&mutex_);
+      changed_.NotifyAll();
+    }
+    Wake();
+  });
+}
+
+void Supervisor::End(const std::shared_ptr<SaveState>& save, bool gone) {
   bool left_files = false;
-  absl::Status status = Outcome(save.get(), gone, &left_files);
+  const absl::Status status = Outcome(save.get(), gone, &left_files);
   if (save->users.load(std::memory_order_acquire) != 0) {
-    StopStaging(save, status);
-    return false;
+    return StopStaging(save, status);
   }
   RetireIfLanded(save.get(), gone);  // The last user may have left since the first look.
-  if (!save->retired) {
-    AwaitLanding(save, status);
-    return false;
-  }
+  if (!save->retired) return AwaitLanding(save, status);
   pool_->ReturnControlBytes(save->table->bytes());
-  if (save->on_finished) status = save->on_finished(save, status, left_files);
-  save->in_use.Reset();
-  save->trainer_lock.Reset();
-  if (!save->quarantined) save->Finish(status);
-  save->ReleaseResources();
-  return true;
+  HandOver(save, [this, save, status, left_files] {
+    const absl::Status ended =
+        save->on_finished ? save->on_finished(save, status, left_files) : status;
+    save->in_use.Reset();
+    save->trainer_lock.Reset();
+    if (!save->quarantined) save->Finish(ended);
+    save->ReleaseResources();
+    const base::MutexLock lock(&mutex_);
+    std::erase(saves_, save);
+  });
 }
 
 // The caller, a sealer or a device still touches the leases of a save whose worker has ended.

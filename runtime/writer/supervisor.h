@@ -4,6 +4,7 @@
 #define HOLDFAST_RUNTIME_WRITER_SUPERVISOR_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -13,6 +14,7 @@
 #include "runtime/base/thread.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/staging/staging_pool.h"
+#include "runtime/writer/endings.h"
 #include "runtime/writer/save_state.h"
 
 namespace holdfast::writer {
@@ -51,7 +53,7 @@ class Supervisor {
   void Run();
   using Saves = std::vector<std::shared_ptr<SaveState>>;
   void PollOnce(const Saves& saves);
-  bool Service(const std::shared_ptr<SaveState>& save, const Saves& saves);
+  void Service(const std::shared_ptr<SaveState>& save, const Saves& saves);
   static bool IsQueued(const SaveState& save, const Saves& saves);
   /// For how long neither side of the save has got on, in ns.
   static uint64_t TimeWithoutProgress(SaveState* save);
@@ -63,7 +65,9 @@ class Supervisor {
   void CheckStalled(const std::shared_ptr<SaveState>& save);
   void Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why);
   void StopStaging(const std::shared_ptr<SaveState>& save, const absl::Status& outcome);
-  bool End(const std::shared_ptr<SaveState>& save, bool gone);
+  void End(const std::shared_ptr<SaveState>& save, bool gone);
+  /// Hands the save to a thread of its own until `steps` return.
+  void HandOver(const std::shared_ptr<SaveState>& save, std::function<void()> steps);
   void EndAsserted(const std::shared_ptr<SaveState>& save);
   /// Returns true when every transfer that can touch the save's staging memory has provably landed.
   static bool HasLanded(const SaveState& save, bool gone);
@@ -83,6 +87,7 @@ class Supervisor {
   base::Condition changed_;
   Saves saves_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  Endings endings_;
   base::Thread thread_;
 };
 
