@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from holdfast import _devices, _dtypes, _kinds, _state, _tensor_kinds
+from holdfast import _devices, _dtypes, _kinds, _runtime, _state, _tensor_kinds
 from holdfast._building import Builder
 from holdfast._kinds import Later, resolved
 from holdfast._pieces import Loading, Source
@@ -21,42 +22,96 @@ if TYPE_CHECKING:
 
 
 class Filling:
-    """Reads into what is there. First everything is compared, then read, then put in place."""
+    """Reads into what is there. First everything is compared, then read, then put in place.
+
+    A load that is not `partial` changes a target when nothing can fail any more. It proves the bytes
+    before it reads them into place. What may refuse its state, it loads first, from new memory or
+    with copies of the old tensors at hand.
+    """
 
     def __init__(self, checkpoint: Checkpoint, loading: Loading, strict: bool,
-                 allow: tuple[Any, ...]) -> None:
+                 allow: tuple[Any, ...], partial: bool) -> None:
         self.strict = strict
-        self.changes = loading.changes
         self._checkpoint = checkpoint
-        self._loading = loading
+        self._first = loading  # new memory, and tensors that can be put back
+        self._in_place = loading if partial else loading.beside()
         self._allow = allow
-        # What is to be done once all bytes are there: of the root, then of each deep value.
-        self._acts: list[list[Callable[[], Any]]] = [[]]
-        self._queue: deque[tuple[int, Any, str]] = deque()
+        self._partial = partial
+        self._refusable = False
+        self._old: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        # What is to be done once all bytes are there, and whether it may be refused: of the root,
+        # then of each deep value.
+        self._acts: list[list[tuple[bool, Callable[[], Any]]]] = [[]]
+        self._queue: deque[tuple[int, Any, str, bool]] = deque()
         self._made: dict[int, Any] = {}
 
     def run(self, node: Node, target: Any) -> Any:
         """Fills `target`; returns what belongs in its place."""
         result = self.fill(node, target, "")
         while self._queue:
-            index, below, path = self._queue.popleft()
+            index, below, path, self._refusable = self._queue.popleft()
             self._acts.append([])
             value = self.fill(self._checkpoint.deep[index], below, path)
             self.after(functools.partial(self._keep_made, index, value))
-        self._loading.run()
-        for acts in reversed(self._acts):  # the deepest first
-            for act in acts:
-                act()
+        if not self._partial:
+            self._in_place.check(_runtime.fits_in_page_cache)
+            self._old = [(tensor, tensor.detach().clone()) for tensor, _ in self._old]
+        try:
+            self._first.run()
+            self._act(True)
+        except BaseException:
+            self._put_back()
+            raise
+        self._old.clear()
+        if not self._partial:
+            self._in_place.run()
+        self._act(False)
         return resolved(result)
+
+    def _act(self, refusable: bool) -> None:
+        for acts in reversed(self._acts):  # the deepest first
+            for may_be_refused, act in acts:
+                if may_be_refused == refusable:
+                    act()
+
+    def _put_back(self) -> None:
+        with torch.no_grad():
+            for tensor, old in self._old:
+                if old is not None:
+                    tensor.copy_(old)
 
     def _keep_made(self, index: int, value: Any) -> None:
         self._made[index] = resolved(value)
 
     # ---- What a kind's `fill` calls.
 
+    @contextlib.contextmanager
+    def refusable(self, may_refuse: bool = True) -> Iterator[None]:
+        """What is filled and done inside may end with a refusal. The tensors then get their old values."""
+        before = self._refusable
+        self._refusable |= may_refuse and not self._partial
+        try:
+            yield
+        finally:
+            self._refusable = before
+
     def after(self, act: Callable[[], Any]) -> None:
         """Something to be done once all bytes are there."""
-        self._acts[-1].append(act)
+        self._acts[-1].append((self._refusable, act))
+
+    def keep(self, tensors: Iterable[Any]) -> None:
+        """Keeps the old values of tensors that an act may change before it is refused."""
+        if self._refusable:
+            self._old += [(tensor.detach(), None) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+
+    def changes(self, target: torch.Tensor) -> None:
+        """Notes a tensor whose values change."""
+        self._loading.changes(target)
+
+    @property
+    def _loading(self) -> Loading:
+        """What reads into a target."""
+        return self._first if self._refusable else self._in_place
 
     def complaint(self, path: str, what: str) -> Error:
         return Error("INVALID_ARGUMENT", f"load {path or 'state'}: {what}")
@@ -78,7 +133,7 @@ class Filling:
         return _kinds.kind_of_node(node, path).fill(self, node, target, path)
 
     def deep(self, index: int, target: Any, path: str) -> Any:
-        self._queue.append((index, target, path))
+        self._queue.append((index, target, path, self._refusable))
         return Later(lambda: self._made[index])
 
     def new(self, node: Node, path: str, device: torch.device | None = None, like: Any = None) -> Later:
@@ -93,7 +148,7 @@ class Filling:
             parameters = [p for g in getattr(like, "param_groups", ()) for p in g.get("params", ())]
             device = parameters[0].device if parameters else None
             parameters = [p for p in parameters if hasattr(p, "placements")]
-        builder = Builder(self._checkpoint, self._loading, self._allow, device, parameters)
+        builder = Builder(self._checkpoint, self._first, self._allow, device, parameters)
         return Later(builder.value(node, path))
 
     def differs(self, path: str) -> Error:
@@ -101,7 +156,7 @@ class Filling:
 
     def object(self, name: str, cls: type) -> Any:
         """A pickled object that may have `cls` in it."""
-        return self._checkpoint.object(self._loading, name, (*self._allow, cls))
+        return self._checkpoint.object(self._first, name, (*self._allow, cls))
 
     def tensor(self, node: Node, target: torch.Tensor, path: str) -> None:
         """Reads a tensor node into a strided tensor."""
@@ -112,6 +167,7 @@ class Filling:
         self._checkpoint.require_alike(node["stored"])
         reader = self._checkpoint.reader
         target = target.detach()
+        self.keep([target])
         contiguous = type(target) is torch.Tensor and target.is_contiguous()
         if contiguous and not {"offset", "stride"} & node.keys() and not target.is_neg() \
                 and not target.is_conj() and target.nbytes == self._checkpoint.entry_bytes(node["stored"]):

@@ -397,11 +397,15 @@ def fill_module(filling: Any, node: Node, module: torch.nn.Module, path: str) ->
     options = {} if filling.strict else {"strict": False}
     if _is_of_other_version(node, there):  # only the module can convert it
         value = filling.new(node, path)
-        filling.after(lambda: module.load_state_dict(value.value(), **options))
+        with filling.refusable():
+            filling.keep(there.values())
+            filling.after(lambda: module.load_state_dict(value.value(), **options))
         return module
-    anew = MAPPINGS.fill_entries(filling, node, there, path)
-    if anew or not _is_own_memory(module, there) or _does_more_at_a_load(module):
-        filling.after(lambda: module.load_state_dict(there, **options))
+    does_more = not _is_own_memory(module, there) or _does_more_at_a_load(module)
+    with filling.refusable(does_more or any(_kind_name(n) != "tensor" for _, n in node["items"])):
+        anew = MAPPINGS.fill_entries(filling, node, there, path)
+        if anew or does_more:
+            filling.after(lambda: module.load_state_dict(there, **options))
     return module
 
 
@@ -429,6 +433,30 @@ def _converts(kind: type[torch.nn.Module]) -> bool:
     return not owner.__module__.startswith("torch.nn.modules.")
 
 
+def _is_optimizer(target: Any) -> bool:
+    """Whether it is an optimizer that refuses a state by its groups of parameters alone."""
+    return (
+        isinstance(target, torch.optim.Optimizer)
+        and type(target).load_state_dict is torch.optim.Optimizer.load_state_dict
+        and not target._optimizer_load_state_dict_pre_hooks
+        and not target._optimizer_load_state_dict_post_hooks
+    )
+
+
+def _compare_groups(filling: Any, node: Node, current: Mapping[str, Any], path: str) -> None:
+    """Refuses other groups of parameters than an optimizer's before anything is read."""
+    groups = {_plain.key_text(k): n for k, n in node["items"]}.get("param_groups")
+    if groups is None:
+        return
+    counts = []
+    for _, group in SEQUENCE.children(groups, path):
+        of = {_plain.key_text(k): n for k, n in group["items"]}["params"]
+        packed = _plain.packed_items(of)
+        counts.append(len(list(SEQUENCE.children(of, path)) if packed is None else packed))
+    there = [len(group["params"]) for group in current["param_groups"]]
+    filling.compare(counts, there, path, "has groups of so many parameters:")
+
+
 class Stateful(Kind):
     """Whatever has ``state_dict`` and ``load_state_dict``."""
 
@@ -454,12 +482,15 @@ class Stateful(Kind):
         if not is_stateful(target):
             return filling.fill(inner, target, path)
         current = target.state_dict()
-        if fits(inner, current):
-            value = filling.fill(inner, current, path)
-        else:
-            # An optimizer before its first step has nothing to read into.
-            value = filling.new(inner, path, like=target)
-        filling.after(lambda: target.load_state_dict(resolved(value)))
+        with filling.refusable(not _is_optimizer(target)):
+            if fits(inner, current):
+                value = filling.fill(inner, current, path)
+            else:
+                # An optimizer before its first step has nothing to read into.
+                value = filling.new(inner, path, like=target)
+                if _is_optimizer(target):
+                    _compare_groups(filling, inner, current, path)
+            filling.after(lambda: target.load_state_dict(resolved(value)))
         return target
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -128,6 +129,7 @@ class Loading:
         self._direct: dict[int, tuple[Any, dict[tuple[int, int, Any], Any]]] = {}
         self._devices: set[torch.device] = set()
         self._bounced: list[Piece] = []
+        self._compared: list[tuple[Any, str, int, int]] = []
         self._targets: list[torch.Tensor] = []
         self.report: dict[str, Any] = {
             "bytes": 0, "bytes_read": 0, "seconds": 0.0, "verified": verify,
@@ -170,25 +172,55 @@ class Loading:
             torch.autograd.graph.increment_version(t for t in self._targets if not t.is_inference())
             self._targets.clear()
 
-    def check(self, reader: Any, nbytes_of: dict[str, int]) -> None:
-        """Reads and compares whole entries, and keeps nothing of them.
+    def beside(self) -> Loading:
+        """Another one with the same options, whose reading counts in the same report."""
+        other = copy.copy(self)
+        other._direct, other._bounced, other._compared, other._targets, other._devices = {}, [], [], [], set()
+        return other
+
+    @property
+    def direct_io(self) -> bool:
+        """Whether the page cache is passed by."""
+        return self._options[2]
+
+    def add_compared(self, source: Source) -> None:
+        """Asks `check`, and no reading, for the bytes of a box."""
+        stand_in = torch.empty(source.shape, dtype=source.dtype, device="meta")
+        for piece in cut(Piece(source, stand_in), self._piece_bytes):
+            box = piece.source
+            self._compared.append((box.reader, box.name, box.base, box.span))
+
+    def check(self, fits: Callable[[int], bool]) -> None:
+        """Reads and compares everything that was asked for, and keeps nothing of it but in the page cache.
+
+        Args:
+            fits: whether the page cache may take so many bytes. Then `run` reads them from there;
+                else from the disk again.
 
         Raises:
             Error: DATA_LOSS for a byte that is not what was saved.
         """
-        buffer = torch.empty(self._piece_bytes, dtype=torch.uint8)
-        batch: list[Any] = []
-        filled = 0
-        for name, nbytes in nbytes_of.items():
-            begin = 0
-            while begin < nbytes:
-                length = min(nbytes - begin, len(buffer) - filled)
-                batch.append((name, buffer.data_ptr() + filled, length, None, begin))
-                begin, filled = begin + length, filled + length
-                if filled == len(buffer):
-                    self.read(reader, batch, self._buffer_bytes // 2)
-                    batch, filled = [], 0
-        self.read(reader, batch, self._buffer_bytes // 2)
+        if not self._verify:
+            return
+        parts: dict[int, tuple[Any, list[tuple[str, int, int]]]] = {}
+        for reader, targets in self._direct.values():
+            parts[id(reader)] = reader, [(name, base, nbytes) for name, _, nbytes, _, base in targets.values()]
+        bounced = ((p.source.reader, p.source.name, p.source.base, p.source.span) for p in self._bounced)
+        for reader, name, base, nbytes in (*bounced, *self._compared):
+            parts.setdefault(id(reader), (reader, []))[1].append((name, base, nbytes))
+        threads, engine, direct_io = self._options
+        if fits(sum(nbytes for _, found in parts.values() for _, _, nbytes in found)):
+            self._options = threads, engine, False
+        for reader, found in parts.values():
+            # All of it goes to one place: nobody looks at it.
+            nowhere = torch.empty(min(self._piece_bytes, max(n for _, _, n in found)), dtype=torch.uint8)
+            address, most = nowhere.data_ptr(), nowhere.nbytes
+            counted = self.report["bytes"]
+            self.read(reader, [
+                (name, address, min(most, base + length - begin), None, begin)
+                for name, base, length in found for begin in range(base, base + length, most)
+            ], self._buffer_bytes // 2)  # fmt: skip
+            self.report["bytes"] = counted
 
     def _read_all(self) -> None:
         # Memory of a device may still be written, by its last owner or by what initializes it.
@@ -241,7 +273,7 @@ class Loading:
         report = reader.load(targets, self._verify, nbytes, threads, engine, direct_io)
         for key in ("bytes", "bytes_read", "seconds"):
             report[key] += self.report[key]
-        self.report = report
+        self.report.update(report)  # in place: of those beside, too
 
 
 def _aligned(nbytes: int) -> int:

@@ -69,6 +69,11 @@ def default_arena_bytes(nbytes: int, owned: int) -> int:
     return _native.default_arena_bytes(nbytes, processes, owned)
 
 
+def fits_in_page_cache(nbytes: int) -> bool:
+    """Whether a load may leave `nbytes` of files in the page cache: as many as saves may stage."""
+    return default_arena_bytes(nbytes, 0) >= nbytes
+
+
 class Deadline:
     """A time-out that several waits share."""
 

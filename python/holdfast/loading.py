@@ -223,12 +223,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 ) from error
 
     def into(self, target: Any, *, strict: bool = True, allow: Iterable[Any] = (),
-             partial: bool = True) -> Any:
+             partial: bool = False) -> Any:
         """Reads into the tensors of `target`, and returns it. See `load`."""
         with self._reading() as loading:
-            if not partial:
-                loading.check(self.reader, self._entry_bytes)
-            return Filling(self, loading, strict, tuple(allow)).run(self._root, target)
+            return Filling(self, loading, strict, tuple(allow), partial).run(self._root, target)
 
     # ---- Reading.
 
@@ -339,7 +337,7 @@ def load(
     *,
     map_location: MapLocation = None,
     strict: bool = True,
-    partial: bool = True,
+    partial: bool = False,
     allow: Iterable[Any] = (),
     rank: int | None = None,
     verify: bool = True,
@@ -361,8 +359,9 @@ def load(
         map_location: where new tensors go: a device, a dict of devices by the saved one's name, or a
             function from that name to a device. Default: where they were saved from.
         strict: complain about entries that only one side has.
-        partial: whether a load that finds damage may leave `into` partly filled. False: all bytes are
-            read and compared once before, so that a damaged checkpoint leaves it as it is.
+        partial: whether a load that fails may leave `into` partly filled. By default all bytes are
+            compared once before, and a damaged checkpoint, or a ``load_state_dict`` that refuses its
+            state, leaves the tensors as they are. True reads everything once.
         allow: classes (or "module:name") that objects, dataclasses and named tuples may be made of.
         rank: whose view to read; default this process's. In a job of another size than saved the
             checkpoint: what all ranks had alike; an entry that differs over the ranks raises.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import functools
 import io
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
-from holdfast import _dtypes, _lineage, _native, _unpickle
+from holdfast import _dtypes, _lineage, _native, _runtime, _unpickle
 from holdfast._pieces import Loading, Source
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import objects
@@ -64,6 +65,21 @@ class Proved:
         return entries[at]
 
 
+@dataclasses.dataclass
+class _Compared:
+    """A plan whose bytes were compared before the reading.
+
+    Attributes:
+        items: of the plan.
+        proved: by data file, the manifest that names it.
+        direct_io: whether the reading passes by the page cache, which else has the bytes.
+    """
+
+    items: list[Any]
+    proved: dict[str, Proved]
+    direct_io: bool
+
+
 class StorageReader(_StorageReader):
     """Reads DCP checkpoints: ``dcp.load(state, storage_reader=StorageReader(path))``.
 
@@ -86,6 +102,7 @@ class StorageReader(_StorageReader):
         verify: bool = True,
         allow: Iterable[Any] = (),
         trust: bool = False,
+        partial: bool = False,
         buffer_bytes: int = BUFFER_BYTES,
         threads: int = 0,
     ) -> None:
@@ -97,6 +114,9 @@ class StorageReader(_StorageReader):
             allow: classes and functions (or "module:name") that objects and metadata may use beside
                 what is harmless.
             trust: let objects use anything, as the framework's own reader does.
+            partial: whether a load that finds damage may leave the state partly filled. By default each
+                rank compares all bytes that it reads before any rank changes its state. True reads
+                them once.
             buffer_bytes: memory beside the tensors.
             threads: of the reading; default one per CPU, at most four.
 
@@ -109,6 +129,7 @@ class StorageReader(_StorageReader):
         self._verify = verify
         self._allow = frozenset(_unpickle.name_of(item) for item in allow)
         self._trust = trust
+        self._partial = partial
         self._buffer_bytes = buffer_bytes
         self._threads = threads
         self._fresh()
@@ -118,6 +139,7 @@ class StorageReader(_StorageReader):
         self._storage_data: dict[Any, Any] = {}
         self._save_id = ""
         self._manifest_digests: list[Any] | None = None
+        self._compared: _Compared | None = None
 
     # ---- What the framework calls, in this order.
 
@@ -149,14 +171,40 @@ class StorageReader(_StorageReader):
         self._save_id = _metadata.save_id_of(metadata)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        # An error in this step ends the load on all ranks before any of them reads into its state.
+        self._compare(plan)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        self._read(plan, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _compare(self, plan: LoadPlan) -> _Compared:
+        """Compares all bytes of a plan that have digests, unless the load may be partial."""
         proved = self._manifests(plan)
         loading = Loading(self._verify, self._buffer_bytes, self._threads)
+        if self._verify and not self._partial:
+            for item in plan.items:
+                info = self._storage_data[item.storage_index]
+                if info.relative_path in proved and not getattr(info, "transform_descriptors", None):
+                    source, is_box = _source(item, info, proved[info.relative_path])
+                    loading.add_compared(_box(item, source) if is_box else source)
+            loading.check(_runtime.fits_in_page_cache)
+        self._compared = _Compared([item.storage_index for item in plan.items], proved, loading.direct_io)
+        return self._compared
+
+    def _read(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        compared, self._compared = self._compared, None
+        if compared is None or compared.items != [item.storage_index for item in plan.items]:
+            compared, self._compared = self._compare(plan), None
+        proved = compared.proved
+        loading = Loading(self._verify, self._buffer_bytes, self._threads, direct_io=compared.direct_io)
+        later: list[Callable[[], None]] = []  # what changes the state, once all is read
         foreign: list[ReadItem] = []
         unproved: list[ReadItem] = []
         done: list[tuple[ReadItem, torch.Tensor]] = []
@@ -165,12 +213,14 @@ class StorageReader(_StorageReader):
             if getattr(info, "transform_descriptors", None):
                 foreign.append(item)
             elif info.relative_path in proved:
-                self._read_proved(item, info, proved[info.relative_path], planner, loading, done)
+                self._read_proved(item, info, proved[info.relative_path], planner, loading, done, later)
             else:
                 unproved.append(item)
         if unproved:
-            foreign += self._read_unproved(unproved, planner, loading, done)
+            foreign += self._read_unproved(unproved, planner, loading, done, later)
         loading.run()
+        for put in later:
+            put()
         for item, target in done:
             planner.commit_tensor(item, target)
         if foreign:
@@ -187,9 +237,6 @@ class StorageReader(_StorageReader):
                 "holdfast, or their manifests are gone",
                 self.path, len(unproved),
             )  # fmt: skip
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -238,31 +285,26 @@ class StorageReader(_StorageReader):
         planner: LoadPlanner,
         loading: Loading,
         done: list[tuple[ReadItem, torch.Tensor]],
+        later: list[Callable[[], None]],
     ) -> None:
-        begin, end, name, dtype, shape = proved.find(info.relative_path, info.offset, info.length)
-        if begin == info.offset and end - begin == info.length:
-            # The item is one run of bytes: an object, or a tensor that torch.save serialized.
-            data = self._bytes(loading, proved.reader, name, info.length)
-            if item.type == LoadItemType.BYTE_IO:
-                self._load_object(item, data, planner)
-            else:
-                whole = torch.load(data, map_location="cpu", weights_only=True)
-                target = _target(item, planner)
-                with torch.no_grad():
-                    target.copy_(_narrowed(whole, item))
-                done.append((item, target))
+        source, is_box = _source(item, info, proved)
+        if is_box:
+            done.append((item, _ask(item, source, planner, loading)))
             return
+        data = self._bytes(loading, proved.reader, source.name, info.length)
         if item.type == LoadItemType.BYTE_IO:
-            raise Error(
-                "DATA_LOSS", f"load {item.storage_index.fqn}: an object, but a tensor lies there"
-            )
-        source = Source(proved.reader, name, 0, _dtypes.of_file(dtype), shape, _row_major(shape))
-        done.append((item, _ask(item, source, planner, loading)))
+            later.append(self._object(item, data, planner))
+        else:
+            whole = torch.load(data, map_location="cpu", weights_only=True)
+            target = _target(item, planner)
+            later.append(functools.partial(_copy, _narrowed(whole, item), target))
+            done.append((item, target))
 
     # ---- Files without.
 
     def _read_unproved(self, items: list[ReadItem], planner: LoadPlanner, loading: Loading,
-                       done: list[tuple[ReadItem, torch.Tensor]]) -> list[ReadItem]:  # fmt: skip
+                       done: list[tuple[ReadItem, torch.Tensor]],
+                       later: list[Callable[[], None]]) -> list[ReadItem]:  # fmt: skip
         """Looks into the files; returns the items that only ``torch.load`` can read."""
         foreign: list[ReadItem] = []
         found: list[tuple[ReadItem, str, int, int, Any]] = []
@@ -303,7 +345,7 @@ class StorageReader(_StorageReader):
             name = names.get((file, begin, end), "")
             if record is None:
                 data = self._bytes(loading, reader, name, end - begin)
-                self._load_object(item, data, planner)
+                later.append(self._object(item, data, planner))
             else:
                 source = Source(
                     reader, name, record.storage_offset * record.dtype.itemsize, record.dtype,
@@ -332,10 +374,11 @@ class StorageReader(_StorageReader):
             loading.read(reader, [(name, view.data_ptr(), nbytes, None, None)])
         return io.BytesIO(data)
 
-    def _load_object(self, item: ReadItem, data: io.BytesIO, planner: LoadPlanner) -> None:
+    def _object(self, item: ReadItem, data: io.BytesIO, planner: LoadPlanner) -> Callable[[], None]:
+        """What gives the planner an object, which is looked at now."""
         if not self._trust:
             data = objects.resaved(data, item.storage_index.fqn, self._allow)
-        planner.load_bytes(item, data)
+        return functools.partial(planner.load_bytes, item, data)
 
 
 class _CheckedPlanner:
@@ -385,7 +428,26 @@ def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
     return target
 
 
-def _ask(item: ReadItem, source: Source, planner: LoadPlanner, loading: Loading) -> torch.Tensor:
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    with torch.no_grad():
+        target.copy_(source)
+
+
+def _source(item: ReadItem, info: Any, proved: Proved) -> tuple[Source, bool]:
+    """Where an item's bytes are, and whether a box of them is read.
+
+    Else the item is one run of bytes: an object, or a tensor that ``torch.save`` serialized.
+    """
+    begin, end, name, dtype, shape = proved.find(info.relative_path, info.offset, info.length)
+    if begin == info.offset and end - begin == info.length:
+        return Source(proved.reader, name, 0, torch.uint8, (info.length,), (1,)), False
+    if item.type == LoadItemType.BYTE_IO:
+        raise Error("DATA_LOSS", f"load {item.storage_index.fqn}: an object, but a tensor lies there")
+    return Source(proved.reader, name, 0, _dtypes.of_file(dtype), shape, _row_major(shape)), True
+
+
+def _box(item: ReadItem, source: Source) -> Source:
+    """The box of a stored tensor that an item asks for."""
     offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
     fits = len(offsets) == len(source.shape) and all(
         o + n <= s for o, n, s in zip(offsets, lengths, source.shape, strict=True)
@@ -396,8 +458,12 @@ def _ask(item: ReadItem, source: Source, planner: LoadPlanner, loading: Loading)
             f"load {item.storage_index.fqn}: the metadata asks for {list(lengths)} at "
             f"{list(offsets)} of what is {list(source.shape)} in the file",
         )
-    target = _target(item, planner)
-    loading.add(source.narrow(offsets, lengths), target)
+    return source.narrow(offsets, lengths)
+
+
+def _ask(item: ReadItem, source: Source, planner: LoadPlanner, loading: Loading) -> torch.Tensor:
+    box, target = _box(item, source), _target(item, planner)
+    loading.add(box, target)
     return target
 
 
