@@ -37,6 +37,7 @@ class Builder:
         self._parameters = parameters
         self._memory: dict[tuple[str, torch.device], torch.Tensor] = {}
         self._queue: deque[tuple[int, str]] = deque()
+        self._deep: set[int] = set()
         self._made: dict[int, Any] = {}
 
     def value(self, node: Node, path: str) -> Callable[[], Any]:
@@ -60,6 +61,9 @@ class Builder:
         return _kinds.kind_of_node(node, path).build(self, node, path)
 
     def deep(self, index: int, path: str) -> Callable[[], Any]:
+        if index in self._deep:
+            raise Error("DATA_LOSS", f"load {path or 'state'}: its description contains itself")
+        self._deep.add(index)
         self._queue.append((index, path))
         return lambda: self._made[index]
 
@@ -136,8 +140,9 @@ def _view(memory: torch.Tensor, node: Node) -> torch.Tensor:
             "DATA_LOSS",
             f"load {node['stored']}: a {node['dtype']} begins at byte {offset} of it, where none can",
         )
+    shape, stride = tuple(node["shape"]), _state.stride_of(node)
+    last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    if _state.elements_of(node) and offset + (last + 1) * dtype.itemsize > memory.nbytes:
+        raise Error("DATA_LOSS", f"load {node['stored']}: a tensor of shape {list(shape)} ends outside of it")
     tensor = torch.empty(0, dtype=dtype, device=memory.device)
-    return tensor.set_(
-        memory.untyped_storage(), offset // dtype.itemsize, tuple(node["shape"]),
-        _state.stride_of(node),
-    )
+    return tensor.set_(memory.untyped_storage(), offset // dtype.itemsize, shape, stride)

@@ -43,6 +43,7 @@ class Filling:
         # then of each deep value.
         self._acts: list[list[tuple[bool, Callable[[], Any]]]] = [[]]
         self._queue: deque[tuple[int, Any, str, bool]] = deque()
+        self._deep: set[int] = set()
         self._made: dict[int, Any] = {}
 
     def run(self, node: Node, target: Any) -> Any:
@@ -133,6 +134,9 @@ class Filling:
         return _kinds.kind_of_node(node, path).fill(self, node, target, path)
 
     def deep(self, index: int, target: Any, path: str) -> Any:
+        if index in self._deep:
+            raise Error("DATA_LOSS", f"load {path or 'state'}: its description contains itself")
+        self._deep.add(index)
         self._queue.append((index, target, path, self._refusable))
         return Later(lambda: self._made[index])
 

@@ -394,6 +394,7 @@ def nodes(description: Any) -> Iterator[Node]:
 def tensor_nodes(root: Node, deep: list[Node] | None = None) -> Iterator[tuple[str, Node]]:
     """All tensor nodes, with their paths, in the order of the state."""
     stack = [iter([("", root)])]
+    seen: set[int] = set()
     while stack:
         path, node = next(stack[-1], (None, None))
         if path is None:
@@ -401,6 +402,9 @@ def tensor_nodes(root: Node, deep: list[Node] | None = None) -> Iterator[tuple[s
         elif isinstance(node, dict) and node["kind"] == "tensor":
             yield path, node
         elif isinstance(node, dict) and node["kind"] == "deep":
+            if deep and node["index"] in seen:
+                raise Error("DATA_LOSS", f"load {path or 'state'}: its description contains itself")
+            seen.add(node["index"])
             stack.append(iter([(path, deep[node["index"]])]) if deep else iter(()))
         elif isinstance(node, (dict, list)):
             stack.append(kind_of_node(node, path).children(node, path))

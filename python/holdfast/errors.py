@@ -139,6 +139,17 @@ def of_system(operation: str) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def of_damage(operation: str) -> Iterator[None]:
+    """Raises what bytes that no digest proves make Python and PyTorch raise as DATA_LOSS."""
+    try:
+        yield
+    except Error:
+        raise
+    except Exception as error:
+        raise Error("DATA_LOSS", f"{operation}: {error!r:.300}") from error
+
+
 # How messages of the runtime name an option; in Python options have no struct.
 _STRUCT = re.compile(r"\b(?:CheckpointerOptions|StagingOptions|Qos)::|(?<=\boption )(?:staging|qos)\.")
 

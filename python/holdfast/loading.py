@@ -20,7 +20,7 @@ from holdfast._filling import Filling
 from holdfast._pieces import Loading
 from holdfast.capture import FILE, OBJECTS, STRUCTURE
 from holdfast.directories import absolute_path, local_path
-from holdfast.errors import Error
+from holdfast.errors import Error, of_damage
 
 BUFFER_BYTES = 64 << 20
 
@@ -91,14 +91,15 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         if self.rank != 0 and not together:
             self.reader.add(self.rank)  # what both have is the own one
         self._entry_bytes: dict[str, int] = self.reader.entry_bytes()
-        own = self._view_of(self.reader, self._entry_bytes)
-        self._root: _plain.Node = own.structure["root"]
-        self.deep: list[_plain.Node] = own.structure.get("deep", [])
-        self._objects: dict[str, list[int]] = own.structure["objects"]
         self._ranks: list[_View] = []
         self._alike: set[str] = set()
-        if together:
-            self._compare_ranks(own)
+        with self.of_description():
+            own = self._view_of(self.reader, self._entry_bytes)
+            self._root: _plain.Node = own.structure["root"]
+            self.deep: list[_plain.Node] = own.structure.get("deep", [])
+            self._objects: dict[str, list[int]] = own.structure["objects"]
+            if together:
+                self._compare_ranks(own)
 
     def _open(self) -> Any:
         try:
@@ -108,6 +109,17 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             if not instead:
                 raise
             raise Error(error.code, f"load {self.path}: {instead}", error.errno) from error
+
+    def of_description(self) -> contextlib.AbstractContextManager[None]:
+        """What damage of the description makes Python raise, or an object that gets it, becomes DATA_LOSS.
+
+        With `verify` its digest was compared: then an exception has another cause, and stays.
+        """
+        if self._options.verify:
+            return contextlib.nullcontext()
+        files = self.reader.files
+        names = {files[file] for name, _, _, file, _, _ in self.reader.tensors() if name == STRUCTURE}
+        return of_damage(f"load {os.path.join(self.path, *names)}: no digest was compared, and it cannot be used")
 
     def _view_of(self, reader: Any, entry_bytes: dict[str, int]) -> _View:
         structure = json.loads(self._bytes(STRUCTURE, reader, entry_bytes))
@@ -172,8 +184,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     @functools.cached_property
     def _views(self) -> dict[str, _plain.Node]:
         names: set[str] = set()
-        found = _state.tensor_nodes(self._root, self.deep)
-        return {_state.unique(path or "state", names): node for path, node in found}
+        with self.of_description():
+            found = _state.tensor_nodes(self._root, self.deep)
+            return {_state.unique(path or "state", names): node for path, node in found}
 
     # ---- One by one.
 
@@ -182,7 +195,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         if node is None:
             raise KeyError(name)
         with self._reading() as loading:
-            tensor = Builder(self, loading).tensor(node)
+            with self.of_description():
+                tensor = Builder(self, loading).tensor(node)
             loading.run()
         return tensor
 
@@ -207,9 +221,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         allow = tuple(allow)
         with self._reading() as loading:
             try:
-                value = Builder(self, loading, allow).value(self._root, "")
-                loading.run()
-                return value()
+                with self.of_description():
+                    value = Builder(self, loading, allow).value(self._root, "")
+                    loading.run()
+                    return value()
             except Error as error:
                 if error.code != "PERMISSION_DENIED" or error.errno:
                     raise
@@ -225,7 +240,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def into(self, target: Any, *, strict: bool = True, allow: Iterable[Any] = (),
              partial: bool = False) -> Any:
         """Reads into the tensors of `target`, and returns it. See `load`."""
-        with self._reading() as loading:
+        with self._reading() as loading, self.of_description():
             return Filling(self, loading, strict, tuple(allow), partial).run(self._root, target)
 
     # ---- Reading.
@@ -296,9 +311,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def _needed(self, loading: Loading) -> set[str]:
         """All names that a load of the whole state needs `allow` for."""
-        needed = _kinds.needed_classes(_state.nodes([self._root, self.deep]))
-        for name in self._objects:
-            needed |= _unpickle.unlisted(self._pickle(loading, name))
+        with self.of_description():
+            needed = _kinds.needed_classes(_state.nodes([self._root, self.deep]))
+            for name in self._objects:
+                needed |= _unpickle.unlisted(self._pickle(loading, name))
         return needed
 
 

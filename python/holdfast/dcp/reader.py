@@ -29,7 +29,7 @@ from holdfast.dcp import objects
 from holdfast.dcp.placement import MANIFEST, new_attempt, rank_of
 from holdfast.dcp.records import NotPlain, find_tensor
 from holdfast.dcp.writer import METADATA, StorageWriter, local_path
-from holdfast.errors import Error, of_system
+from holdfast.errors import Error, of_damage, of_system
 
 logger = logging.getLogger("holdfast.dcp")
 
@@ -172,17 +172,25 @@ class StorageReader(_StorageReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         # An error in this step ends the load on all ranks before any of them reads into its state.
-        self._compare(plan)
+        with self._of_damage():
+            self._compare(plan)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._read(plan, planner)
+        with self._of_damage():
+            self._read(plan, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _of_damage(self) -> contextlib.AbstractContextManager[None]:
+        # What is compared with digests is as it was written: then an exception has another cause.
+        if self._verify and self._manifest_digests is not None:
+            return contextlib.nullcontext()
+        return of_damage(f"load {self.path}: no digest was compared, and it cannot be read")
 
     def _compare(self, plan: LoadPlan) -> _Compared:
         """Compares all bytes of a plan that have digests, unless the load may be partial."""
