@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
 import os
 import pickle
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +20,7 @@ STRUCTURE = "holdfast:structure"
 OBJECTS = "holdfast:objects"
 FILE = "holdfast:file:"  # and the name of a further file
 REPLICAS = "model-replicas.safetensors"
+FILE_BYTES_MAX = 1 << 30  # of a further file that is given by its path
 
 
 @dataclasses.dataclass
@@ -77,6 +80,8 @@ class Part:
             self._described = _state.describe(state)
         self._blob, self._index = _pickled(self._described.objects, objects)
         self._files = {name: _content(name, given) for name, given in files.items() if rank == 0}
+        for name in files:
+            _check_file_name(name, layout)
         self.own = _shards(self._described.outline, world_size)
         self.count = len(self._described.outline.names)
 
@@ -118,7 +123,9 @@ class Part:
             *([(f"objects-{part}.pickle", OBJECTS, self._blob)] if self._blob else ()),
             *((name, FILE + name, content) for name, content in self._files.items()),
         ):
-            buffer = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)
+            # A file's content is not copied again.
+            memory = data if isinstance(data, bytearray) and data else bytearray(data or b"\0")
+            buffer = torch.frombuffer(memory, dtype=torch.uint8)
             keep.append(buffer)
             plan.native.add_file(file)
             plan.native.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
@@ -262,20 +269,51 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
     return bytes(blob), index
 
 
-def _content(name: str, given: Any) -> bytes:
-    """The content of a further file: text, bytes, or those of the file at a path."""
+# Names that readers interpret: of a rank's own files, and of PyTorch's distributed checkpoints. The runtime
+# refuses those of manifests, records and temporary files.
+_RESERVED = re.compile(
+    r"(model|state|objects)-\d+-of-\d+\.(safetensors|json|pickle)|" + re.escape(REPLICAS)
+    + r"|(__\d+)?\.metadata|.*__\d+_\d+\.distcp"
+)
+
+
+def _check_file_name(name: str, layout: str) -> None:
     _plain.check_text(name, f"save {name}")
+    if _RESERVED.fullmatch(name) or layout == "hf" and name == _hf.INDEX:
+        raise Error("INVALID_ARGUMENT", f"save {name}: files= cannot have this name: readers take it for another file")
+
+
+def _content(name: str, given: Any) -> bytes | bytearray:
+    """The content of a further file: text, bytes, or those of the file at a path."""
     if isinstance(given, str):
         return given.encode()
     if isinstance(given, os.PathLike):
-        with of_system(f"save {name}: read {os.fspath(given)}"), open(given, "rb") as file:
-            return file.read()
+        with of_system(f"save {name}: read {os.fspath(given)}"), open(given, "rb", buffering=0) as file:
+            return _whole(name, file)
     if isinstance(given, (bytes, bytearray, memoryview)):
         return bytes(given)
     raise Error(
         "INVALID_ARGUMENT",
         f"save {name}: files= takes text, bytes or a pathlib.Path, no {type(given).__name__}",
     )
+
+
+def _whole(name: str, file: io.FileIO) -> bytearray:
+    """All of a file, once in memory until the save has copied it."""
+    content = bytearray(min(os.fstat(file.fileno()).st_size, FILE_BYTES_MAX) + 1)
+    filled = 0
+    while count := file.readinto(memoryview(content)[filled:]):
+        filled += count
+        if filled > FILE_BYTES_MAX:
+            raise Error(
+                "INVALID_ARGUMENT",
+                f"save {name}: {os.fspath(file.name)} is longer than {FILE_BYTES_MAX >> 20} MiB; files= is for "
+                "configuration and tokenizers, put tensors into the state",
+            )
+        if filled == len(content):  # it has grown
+            content.extend(bytes(min(filled, FILE_BYTES_MAX + 1 - filled)))
+    del content[filled:]
+    return content
 
 
 # ---- With several ranks: what is each rank's own.

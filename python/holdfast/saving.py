@@ -78,7 +78,8 @@ def save_async(
             save whose late tensors change before that fails with DATA_LOSS. Changes that autograd
             does not see (``tensor.data``, a replayed CUDA graph) are not found.
         files: further files of the checkpoint by name, committed and proven with it: text, bytes, or
-            the ``pathlib.Path`` of a file to copy. With several ranks, those of rank 0.
+            the ``pathlib.Path`` of a file to copy, of at most 1 GiB. With several ranks, those of
+            rank 0. Names that readers take for other files are refused.
         objects: ``"pickle"`` what is neither tensor nor plain value, or ``"refuse"`` it.
         replicas: with several ranks, what becomes of tensors of 1 MiB and more that not all ranks
             hold alike: ``"per_rank"`` writes them for every rank that holds them, ``"refuse"``

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
 from pathlib import Path
 
 import pytest
 import torch
 
 import holdfast
+from holdfast import capture
 
 STATE = {"w": torch.arange(1000.0)}
 
@@ -65,7 +68,6 @@ def test_a_checkpoint_with_further_files_is_replaced_and_removed_whole(tmp_path:
         ({"..": b""}, "is a directory's"),
         ({"rank-00000-of-00001.manifest.json": b""}, "rank manifest's"),
         ({"holdfast.commit.json": b""}, "commit record's"),
-        ({"model-00000-of-00001.safetensors": b""}, "occurs twice"),
         ({"a.tmp": b""}, "ends in"),
         ({"a": 3}, "takes text, bytes or a pathlib.Path, no int"),
         ({"a": Path("/nowhere/at/all")}, "read /nowhere/at/all: No such file"),
@@ -78,3 +80,54 @@ def test_a_file_that_cannot_be_saved_is_refused_by_name(
         holdfast.save_async(STATE, tmp_path / "s", files=files)
     assert next(iter(files)) in error.value.message
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [".metadata", "__0.metadata", "__0_0.distcp", "state-00001-of-00002.json", "model-00007-of-00008.safetensors",
+     "objects-00000-of-00001.pickle", "model-replicas.safetensors"],
+)
+def test_a_name_that_readers_take_for_another_file_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(holdfast.Error, match="readers take it for another file") as error:
+        holdfast.save_async(STATE, tmp_path / "s", files={name: b"1"})
+    assert error.value.code == "INVALID_ARGUMENT" and name in error.value.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_index_of_shards_is_not_replaced_by_a_further_file(tmp_path: Path) -> None:
+    with pytest.raises(holdfast.Error, match="readers take it"):
+        holdfast.save(STATE, tmp_path / "s", layout="hf", files={"model.safetensors.index.json": "{}"})
+
+
+def test_a_file_is_in_memory_once(tmp_path: Path) -> None:
+    """And not at all once the save has copied it."""
+    holdfast.save(STATE, tmp_path / "first")
+    with open(tmp_path / "large", "wb") as file:
+        file.truncate(64 << 20)
+    tracemalloc.start()
+    try:
+        save = holdfast.save_async(STATE, tmp_path / "s", files={"large": tmp_path / "large"})
+        assert tracemalloc.get_traced_memory()[1] < 70 << 20
+        save.wait()
+        gc.collect()
+        assert tracemalloc.get_traced_memory()[0] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "s/large").stat().st_size == 64 << 20
+
+
+def test_a_file_that_is_too_long_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capture, "FILE_BYTES_MAX", 1 << 20)
+    for length, fits in ((1 << 20, True), ((1 << 20) + 1, False)):
+        (tmp_path / "file").write_bytes(bytes(length))
+        if fits:
+            holdfast.save(STATE, tmp_path / "s", files={"a": tmp_path / "file"})
+            assert (tmp_path / "s/a").stat().st_size == length
+        else:
+            with pytest.raises(holdfast.Error, match="a: .*file is longer than 1 MiB"):
+                holdfast.save(STATE, tmp_path / "t", files={"a": tmp_path / "file"})
+
+
+def test_a_file_whose_length_the_system_does_not_tell_is_read_to_its_end(tmp_path: Path) -> None:
+    holdfast.save(STATE, tmp_path / "s", files={"version": Path("/proc/version")})
+    assert (tmp_path / "s/version").read_bytes() == Path("/proc/version").read_bytes() != b""
