@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from holdfast import _native
+from holdfast.errors import Error
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -14,6 +16,27 @@ def rank_and_world() -> tuple[int, int]:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
+
+
+def check_alone(operation: str, instead: str) -> None:
+    """Refuses a save by one of several processes that have not joined: all would write one path.
+
+    Args:
+        operation: with the object, for the message.
+        instead: what to pass for a save of this process alone.
+
+    Raises:
+        Error: FAILED_PRECONDITION.
+    """
+    import torch.distributed as dist
+
+    count = os.environ.get("WORLD_SIZE", "")
+    if count.isdecimal() and int(count) > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise Error(
+            "FAILED_PRECONDITION",
+            f"{operation}: WORLD_SIZE is {count} in the environment, and torch.distributed is not initialized: "
+            f"call init_process_group before the first save, or pass {instead} to save this process's state alone",
+        )
 
 
 class Announcement:

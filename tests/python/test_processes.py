@@ -256,3 +256,32 @@ def test_hundreds_of_saves_leave_no_process_descriptor_or_memory(tmp_path: Path)
     assert children <= before[1]
     assert resident() - memory < 8 * MIB
     assert os.listdir(tmp_path) == ["s"]
+
+
+_OF_TWO = """
+import holdfast.dcp
+state = {'t': torch.ones(3)}
+for save in (
+    lambda path: holdfast.save_async(state, path, replace=True),
+    lambda path: holdfast.Checkpointer(sys.argv[1]).save(state, 1),
+    lambda path: holdfast.dcp.async_save(state, checkpoint_id=path),
+    lambda path: holdfast.dcp.save(state, checkpoint_id=path),
+):
+    try:
+        save(sys.argv[1] + '/refused')
+    except holdfast.Error as error:
+        assert error.code == 'FAILED_PRECONDITION', error
+        assert 'WORLD_SIZE is 2' in str(error) and 'init_process_group' in str(error), error
+    else:
+        raise AssertionError('it was not refused')
+rank = os.environ['RANK']
+holdfast.save(state, f'{sys.argv[1]}/plain-{rank}', rank=0, world_size=1)
+holdfast.dcp.save(state, checkpoint_id=f'{sys.argv[1]}/dcp-{rank}', no_dist=True)
+"""
+
+
+def test_processes_that_have_not_joined_are_told_what_to_do(tmp_path: Path) -> None:
+    for rank in range(2):
+        done = run(_OF_TWO, str(tmp_path), env={**os.environ, "RANK": str(rank), "WORLD_SIZE": "2"})
+        assert done.returncode == 0, done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["dcp-0", "dcp-1", "plain-0", "plain-1"]

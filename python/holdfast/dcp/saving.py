@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from holdfast import _runtime, events
+from holdfast import _ranks, _runtime, events
 from holdfast.dcp import placement, plans
 from holdfast.dcp.items import Layout, resolved
 from holdfast.dcp.matching import Message, Unmatched, out_of_order, unmatched
@@ -399,13 +399,18 @@ def async_save(
 
     Returns:
         A future of the metadata, or an ``AsyncSaveResponse`` of two: ``staging_completion``, after
-        which GPU tensors may be changed, and ``upload_completion``.
+        which GPU tensors may be changed, and ``upload_completion``. The future of the metadata has the
+        save's ``report`` once it has ended well.
 
     Raises:
         CheckpointException: planning failed on some rank. What fails later, fails the future, on
             all ranks, with the failing rank's error: on that rank at once, on the others when
             they have written what is theirs.
+        Error: FAILED_PRECONDITION, the environment says that there are several processes, and they
+            have no process group.
     """
+    if not no_dist:
+        _ranks.check_alone("async_save", "no_dist=True")
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
     if storage_writer is None and checkpoint_id is None:
         raise Error("INVALID_ARGUMENT", "async_save: pass checkpoint_id or storage_writer")
