@@ -45,9 +45,15 @@ def check_may_wait(what: str) -> None:
 
 
 class SeenFuture(Future):
-    """A future of a save, with `seen`: whether its outcome was asked for."""
+    """A future of a save.
+
+    Attributes:
+        seen: whether its outcome was asked for.
+        report: of a DCP save that has ended well, whose result is the framework's metadata.
+    """
 
     seen = False
+    report: dict[str, Any] | None = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,6 +44,7 @@ class DcpSave:
     Attributes:
         path, step, staged: as of `Save`.
         durable: a future of DCP's metadata, done once the checkpoint is complete on all ranks.
+        report: of this rank's part, as of `Save`; None until the checkpoint is complete.
         skipped: always false: a DCP save waits for staging memory.
     """
 
@@ -54,6 +55,10 @@ class DcpSave:
         self.step = step
         self.staged = staged
         self.durable = durable
+
+    @property
+    def report(self) -> dict[str, Any] | None:
+        return self.durable.report
 
     def wait(self, timeout: float | None = None) -> Any:
         """Blocks until the checkpoint is complete on all ranks. Returns its metadata.

@@ -327,9 +327,11 @@ def observed() -> Any:
 def test_the_report_of_a_save_reaches_observers(tmp_path: Path) -> None:
     path = tmp_path / "step-42"
     with observed() as told:
-        holdfast.dcp.async_save(state_of(1), checkpoint_id=path).result()
+        future = holdfast.dcp.async_save(state_of(1), checkpoint_id=path)
+        future.result()
     ((save, report, error),) = told
     assert error is None
+    assert future.report == report  # what the user has, without an observer
     assert report["step"] == 42
     assert report["files"] == 1
     assert save.path == str(path)
@@ -337,6 +339,14 @@ def test_the_report_of_a_save_reaches_observers(tmp_path: Path) -> None:
     assert report["at_complete"] >= report["time_to_durable"]
     (metadata,) = [s for s in spans(report) if s.name == "metadata"]
     assert metadata.end > metadata.begin
+
+
+def test_the_handle_of_a_checkpointer_has_the_report(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path, format="dcp") as checkpointer:
+        save = checkpointer.save_async(state_of(1), 7)
+        save.wait()
+        assert save.report["path"] == str(tmp_path / "step-7") and save.report["bytes"] > 0
+        assert save.report["at_complete"] > 0
 
 
 def test_a_save_whose_metadata_fails_is_told_as_failed(

@@ -132,6 +132,7 @@ class Upload:
         assert self._save is not None and self._save.report is not None
         report = dict(self._save.report)
         report["at_complete"] = (time.monotonic_ns() - report["entered_ns"]) / 1e9
+        self.durable.report = report
         events.publish(self, report, None)
 
     def wait(self, timeout: float | None = None) -> None:
