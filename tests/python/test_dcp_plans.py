@@ -272,4 +272,4 @@ def test_lines_and_plans_go_with_their_process_groups(tmp_path: Path) -> None:
         holdfast.dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "x")
         dist.destroy_process_group()
         assert not dist.is_initialized()
-    assert len([ranks for ranks in uploads._lines if ranks]) == 1  # not the first group's
+    assert len([ranks for ranks in uploads._lines.of if ranks]) == 1  # not the first group's

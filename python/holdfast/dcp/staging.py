@@ -13,7 +13,6 @@ from __future__ import annotations
 import copy
 import gc
 import os
-import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -26,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from holdfast import _runtime, events
+from holdfast._process import PerProcess
 from holdfast.errors import Error, of_system
 
 # A staged copy is stable, so it streams through this much of the runtime's staging memory.
@@ -72,27 +72,39 @@ class _Block:
         os.close(self.fd)
 
 
-_lock = threading.Lock()
-_blocks: list[_Block] = []
+class _Memory(PerProcess):
+    """The blocks of this process. In a forked child they are the parent's, and so is what becomes of them."""
+
+    def __init__(self) -> None:
+        self.blocks: list[_Block] = []
+        super().__init__()
+
+    def clear(self) -> None:
+        for block in self.blocks:
+            block.close()
+        self.blocks = []
+
+
+_memory = _Memory()
 
 
 def held_bytes() -> int:
     """Shared memory that staged states hold now."""
-    with _lock:
-        return sum(b.nbytes for b in _blocks if not b.is_free)
+    with _memory.lock:
+        return sum(b.nbytes for b in _memory.blocks if not b.is_free)
 
 
 def kept_bytes() -> int:
     """Shared memory that is kept, held or not."""
-    with _lock:
-        return sum(b.nbytes for b in _blocks)
+    with _memory.lock:
+        return sum(b.nbytes for b in _memory.blocks)
 
 
 def trim() -> None:
     """Gives back what no staged state holds."""
-    with _lock:
-        for block in [b for b in _blocks if b.is_free]:
-            _blocks.remove(block)
+    with _memory.lock:
+        for block in [b for b in _memory.blocks if b.is_free]:
+            _memory.blocks.remove(block)
             block.close()
 
 
@@ -125,21 +137,21 @@ def _take(nbytes: int, cap: int) -> torch.UntypedStorage:
 
 def _try_to_take(nbytes: int, cap: int) -> tuple[torch.UntypedStorage | None, int]:
     """A lease, or None and how much is held."""
-    with _lock:
-        free = sorted((b for b in _blocks if b.is_free), key=lambda b: b.nbytes)
+    with _memory.lock:
+        free = sorted((b for b in _memory.blocks if b.is_free), key=lambda b: b.nbytes)
         for block in free:
             # A block that is much too large would keep the cap from being used by others.
             if nbytes <= block.nbytes <= 2 * nbytes:
                 return block.lease(), 0
-        held = sum(b.nbytes for b in _blocks if b not in free)
+        held = sum(b.nbytes for b in _memory.blocks if b not in free)
         if held + nbytes > cap:
             return None, held
         for block in free:  # smallest first: what is too small, and what does not fit beside
-            if block.nbytes < nbytes or sum(b.nbytes for b in _blocks) + nbytes > cap:
-                _blocks.remove(block)
+            if block.nbytes < nbytes or sum(b.nbytes for b in _memory.blocks) + nbytes > cap:
+                _memory.blocks.remove(block)
                 block.close()
         block = _Block(nbytes)
-        _blocks.append(block)
+        _memory.blocks.append(block)
         return block.lease(), 0
 
 
@@ -298,15 +310,3 @@ class Stager:
     def close(self) -> None:
         """Gives back the shared memory that no upload uses."""
         trim()
-
-
-def _forget() -> None:
-    """In a forked child the memory is the parent's, and so is the decision about it."""
-    global _lock
-    _lock = threading.Lock()
-    for block in _blocks:
-        block.close()
-    _blocks.clear()
-
-
-os.register_at_fork(after_in_child=_forget)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import pickle
 import threading
 import time
@@ -22,10 +21,10 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast import _collector, _completion, _runtime, events, handle
+from holdfast._process import PerProcess
 from holdfast.dcp.plans import Cache
 from holdfast.errors import Error, TimeoutError
 
-_lock = threading.Lock()
 # A rank may have begun so many saves more than another.
 _AHEAD_MAX = 64
 _PATHS_MAX = 4096
@@ -265,6 +264,7 @@ class Line:
     def __init__(self, world: Any, rank: int, groups: tuple[str, str] | None, world_size: int) -> None:
         # No group is held: that would keep its threads beyond destroy_process_group(), and such a
         # thread that lets go of a tensor while the interpreter finalizes aborts the process.
+        self._lock = threading.Lock()
         self._world = weakref.ref(world) if world is not None else None
         self._groups = groups
         self._last: Upload | None = None
@@ -303,7 +303,7 @@ class Line:
 
     def agree(self, attempt: str, generation: int = -1) -> None:
         """Notes what the ranks have agreed on in a common planning, or after their counts differed."""
-        with _lock:
+        with self._lock:
             self._agreed = attempt
             self._generation = max(self._generation, generation)
             self._calls.clear()
@@ -314,7 +314,7 @@ class Line:
         They follow from the path and from how often it was saved to: a call that a rank leaves out
         changes nothing for other paths.
         """
-        with _lock:
+        with self._lock:
             self._generation += 1
             count = self._calls.pop(path, 0) + 1
             self._calls[path] = count
@@ -324,7 +324,7 @@ class Line:
 
     def younger(self, path: str) -> list[str]:
         """Attempts that other ranks may have begun beyond this rank's own."""
-        with _lock:
+        with self._lock:
             count = self._calls.get(path, 0)
             return [self._attempt(path, count + n) for n in range(1, _AHEAD_MAX)]
 
@@ -333,18 +333,24 @@ class Line:
 
     def joined(self, upload: Upload) -> Upload | None:
         """Puts an upload at the end of the line; returns the one before."""
-        with _lock:
+        with self._lock:
             before, self._last = self._last, upload
         return before
 
     def left(self, upload: Upload) -> None:
-        with _lock:
+        with self._lock:
             if self._last is upload:
                 self._last = None
 
 
-# By the ranks of a process group; () without one.
-_lines: dict[tuple[int, ...], Line] = {}
+class _Lines(PerProcess):
+    """By the ranks of a process group; () without one. In a forked child groups are the parent's."""
+
+    def clear(self) -> None:
+        self.of: dict[tuple[int, ...], Line] = {}
+
+
+_lines = _Lines()
 
 
 def line_of(group: Any, no_dist: bool, time_ranks_max: float | None) -> Line:
@@ -356,32 +362,22 @@ def line_of(group: Any, no_dist: bool, time_ranks_max: float | None) -> Line:
         time_ranks_max: seconds that an exchange waits for a rank; None: as the job's own exchanges.
     """
     if no_dist:
-        with _lock:
-            return _lines.setdefault((), Line(None, 0, None, 1))
+        with _lines.lock:
+            return _lines.of.setdefault((), Line(None, 0, None, 1))
     world = dist.group.WORLD
     group = group or world
     ranks, timeout = tuple(dist.get_process_group_ranks(group)), _timeout_of(group, time_ranks_max)
-    with _lock:
-        for stale in [r for r, line in _lines.items() if line.is_stale]:
-            del _lines[stale]
-        if ranks not in _lines:
+    with _lines.lock:
+        for stale in [r for r, line in _lines.of.items() if line.is_stale]:
+            del _lines.of[stale]
+        if ranks not in _lines.of:
             groups = None
             if len(ranks) > 1:
                 groups = tuple(
                     dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True).group_name
                     for _ in range(2)
                 )
-            _lines[ranks] = Line(world, dist.get_rank(group), groups, len(ranks))
-        line = _lines[ranks]
+            _lines.of[ranks] = Line(world, dist.get_rank(group), groups, len(ranks))
+        line = _lines.of[ranks]
     line.set_timeout(timeout)  # one that was made for another may wait otherwise
     return line
-
-
-def _forget() -> None:
-    """In a forked child: uploads and groups are the parent's."""
-    global _lock
-    _lock = threading.Lock()
-    _lines.clear()
-
-
-os.register_at_fork(after_in_child=_forget)
