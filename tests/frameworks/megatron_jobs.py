@@ -16,6 +16,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.overrides import TorchFunctionMode
 
 import holdfast
 
@@ -35,6 +36,26 @@ def without_gpu() -> None:
         setattr(torch.cuda, name, lambda *_: None)
     # A spawned worker asks for it, too.
     os.environ["PYTHONPATH"] = str(Path(__file__).parent / "no_gpu")
+
+
+class _OnTheCpu(TorchFunctionMode):
+    """Makes and moves tensors on the CPU where a GPU is asked for."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.to:
+            args = tuple("cpu" if str(value).startswith("cuda") else value for value in args)
+        return function(*args, **kwargs)
+
+
+def on_the_cpu() -> None:
+    """As `without_gpu`, and what asks for GPU memory gets the CPU's: for ranks that exchange states."""
+    without_gpu()
+    _OnTheCpu().__enter__()
 
 
 def _rank(rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple[Any, ...],

@@ -76,15 +76,6 @@ def replicated() -> CliqueReplicationStrategy:
     return CliqueReplicationStrategy.from_replication_params(1, 2)
 
 
-def without_gpu() -> None:
-    """Lets ranks exchange states on the CPU, where the package asks for a GPU."""
-    stock_empty_like = torch.empty_like
-    torch.empty_like = lambda like, **options: stock_empty_like(  # type: ignore[assignment]
-        like, **{**options, "device": "cpu" if options.get("device") == "cuda" else options.get("device")}
-    )
-    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign,assignment]
-
-
 def files(manager: Any) -> list[str]:
     """The checkpoints in a rank's directory."""
     return sorted(path.name for path in Path(manager.local_ckpt_dir).iterdir() if not path.name.startswith("."))

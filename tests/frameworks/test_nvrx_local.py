@@ -20,7 +20,7 @@ from megatron_jobs import finalize, held_worker, run
 from nvidia_resiliency_ext.checkpointing.async_ckpt import core
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import CheckpointingException
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager as Stock
-from nvrx_jobs import State, expected, files, flip, name, replicated, saved, wait_for_files, without_gpu
+from nvrx_jobs import State, expected, files, flip, name, replicated, saved, wait_for_files
 
 import holdfast
 from holdfast.nvrx import LocalCheckpointManager
@@ -189,7 +189,7 @@ def test_a_damaged_file_counts_as_missing(tmp_path: Path) -> None:
 
 
 def _replica(rank: int, directory: str) -> None:
-    without_gpu()
+    megatron_jobs.on_the_cpu()
     manager = LocalCheckpointManager(directory, repl_strategy=replicated())
     mine = Path(manager.local_ckpt_dir)
     state = State(1, rank)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from concurrent.futures import Future
@@ -173,3 +174,12 @@ def test_a_manager_that_is_off_does_nothing() -> None:
     manager.close()
     with pytest.raises(ValueError, match="async_mode"):
         CheckpointManager.Config(async_mode="unknown")
+
+
+def test_the_page_configures_this_manager() -> None:
+    text = (Path(__file__).parents[2] / "docs/torchtitan.md").read_text()
+    block = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    names: dict[str, Any] = {}
+    exec(block[1], names)
+    assert names["checkpoint"]._owner is CheckpointManager

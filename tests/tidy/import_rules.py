@@ -6,7 +6,7 @@ import ast
 import source_tree
 
 PACKAGE = "python/holdfast/"
-FOLDERS = ("dcp", "observe", "lightning", "megatron", "cli", "integrity")
+FOLDERS = ("dcp", "observe", "lightning", "megatron", "nvrx", "cli", "integrity")
 # A file may import those of the rows above its own.
 ROWS = (
     ("_native", "_process", "errors"),
@@ -22,7 +22,7 @@ ROWS = (
     ("_building", "_filling", "files", "loading", "saving"),
     ("dcp", "observe"),
     ("lightning", "megatron", "recovery"),
-    ("checkpointer",),
+    ("checkpointer", "nvrx", "torchtitan"),
     ("cli", "integrity"),
     ("__init__", "__main__"),
 )

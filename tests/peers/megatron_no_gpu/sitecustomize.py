@@ -1,4 +1,4 @@
-"""Loaded by every rank of `run_megatron_tests.py`: what Megatron's tests ask of a GPU, they get of the CPU.
+"""Loaded by every rank of `run_framework_tests.py`: what Megatron's tests ask of a GPU, they get of the CPU.
 
 It also supplies what Python 3.11 lacks, and installs Holdfast.
 """
