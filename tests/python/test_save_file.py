@@ -17,8 +17,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from test_late_copies import SlowDevice, slow  # noqa: F401
 
 import holdfast
@@ -236,93 +234,6 @@ def test_storages_of_more_than_4_gib_have_zip64_records() -> None:
         sizes = {info.filename: info.file_size for info in opened.infolist()}
         assert sizes == {"archive/data/0": 5 << 30, "archive/data/1": 7}
         assert opened.getinfo("archive/data/1").header_offset == len(head) + (5 << 30) + len(descriptor)
-
-
-@st.composite
-def tensors(draw: st.DrawFn, bases: list[torch.Tensor]) -> torch.Tensor:
-    if bases and draw(st.booleans()):
-        tensor = draw(st.sampled_from(bases))
-    else:
-        dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64]))
-        size = draw(st.integers(0, 40))
-        tensor = (torch.arange(size) % 3).to(dtype)
-        bases.append(tensor)
-    for _ in range(draw(st.integers(0, 3))):
-        change = draw(st.sampled_from(["slice", "stride", "expand", "view", "conj", "parameter", "same"]))
-        if change == "slice":
-            tensor = tensor[draw(st.integers(0, 5)) :] if tensor.dim() else tensor
-        elif change == "stride":
-            tensor = tensor[:: draw(st.integers(1, 3))] if tensor.dim() else tensor
-        elif change == "expand":
-            tensor = tensor.unsqueeze(0).expand(2, *tensor.shape)
-        elif change == "view":
-            tensor = tensor.t() if tensor.dim() == 2 else tensor.unsqueeze(-1)
-        elif change == "conj":
-            tensor = tensor.conj()
-        elif change == "parameter" and tensor.is_floating_point():
-            tensor = torch.nn.Parameter(tensor, requires_grad=draw(st.booleans()))
-    return tensor
-
-
-@st.composite
-def objects(draw: st.DrawFn) -> Any:
-    bases: list[torch.Tensor] = []
-    plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
-    keys = st.text(max_size=5) | st.integers(0, 9)
-    return draw(
-        st.recursive(
-            plain | tensors(bases),
-            lambda inner: st.lists(inner, max_size=4) | st.dictionaries(keys, inner, max_size=4)
-            | st.tuples(inner, inner),
-            max_leaves=12,
-        )
-    )
-
-
-def same(a: Any, b: Any, seen: dict[int, int]) -> None:
-    """Equal values, and the same ties: `seen` pairs the storages of both."""
-    assert type(a) is type(b)
-    if isinstance(a, torch.Tensor):
-        assert (a.dtype, a.shape, a.stride(), a.storage_offset()) == (b.dtype, b.shape, b.stride(), b.storage_offset())
-        assert (a.is_conj(), a.requires_grad) == (b.is_conj(), b.requires_grad)
-        assert torch.equal(a, b)
-        ours, theirs = a.untyped_storage(), b.untyped_storage()
-        assert ours.nbytes() == theirs.nbytes()
-        assert seen.setdefault(ours._cdata, theirs._cdata) == theirs._cdata
-    elif isinstance(a, dict):
-        assert list(a) == list(b)
-        for key in a:
-            same(a[key], b[key], seen)
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b)
-        for x, y in zip(a, b, strict=True):
-            same(x, y, seen)
-    else:
-        assert a == b
-
-
-@pytest.fixture
-def in_thread() -> Iterator[None]:
-    """Saves that start no process each."""
-    holdfast.flush(60)
-    holdfast.configure(launcher="thread")
-    yield
-    holdfast.flush(60)
-    holdfast.configure(launcher="spawn")
-
-
-@settings(max_examples=1000 if LONG else 40, deadline=None,
-          suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(item=objects(), mmap=st.booleans(), weights_only=st.booleans())
-def test_random_objects_are_loaded_as_those_of_torch_save(
-    in_thread: None, tmp_path: Path, item: Any, mmap: bool, weights_only: bool
-) -> None:
-    path = tmp_path / "x.pt"
-    holdfast.save_file(item, path, wait=True)
-    torch.save(item, tmp_path / "theirs.pt")
-    options = {"mmap": mmap, "weights_only": weights_only}
-    same(torch.load(path, **options), torch.load(tmp_path / "theirs.pt", **options), {})
-    assert record(path, "data.pkl") == record(tmp_path / "theirs.pt", "data.pkl")
 
 
 def test_what_is_changed_after_the_call_is_not_saved(tmp_path: Path) -> None:
