@@ -64,25 +64,38 @@ absl::Status CheckSingleFiles(int directory, const std::vector<format::Manifest>
   return VerifyManifests(directory, manifests, "", options, log, report);
 }
 
+/// Returns the manifests of those files among `names` that have one of their own. `others`: the
+/// rest, without companions.
+std::vector<format::Manifest> OwnManifests(const SingleFiles& files,
+                                           const std::vector<std::string>& names, FaultLog* log,
+                                           VerifyReport* report, std::vector<std::string>* others) {
+  std::vector<format::Manifest> manifests;
+  for (const std::string& name : names) {
+    if (format::ParseCompanionName(name).has_value()) continue;
+    if (auto manifest = ManifestOf(files, name, log, report)) {
+      manifests.push_back(*std::move(manifest));
+    } else {
+      others->push_back(name);
+    }
+  }
+  return manifests;
+}
+
 absl::Status CheckForeignDirectory(int directory, const std::vector<std::string>& names,
                                    const VerifyOptions& options, FaultLog* log,
                                    VerifyReport* report) {
   ForeignCheck check(directory, log, ForeignCheck::Unknown::kFault);
   const SingleFiles files(directory, names);
-  std::vector<format::Manifest> manifests;
   std::vector<std::string> uncommitted;
   for (const directory::FileSave& save : files.saves()) {
     if (save.has_temporary) uncommitted.push_back(save.file);
   }
-  for (const std::string& name : names) {
+  std::vector<std::string> others;
+  const auto manifests = OwnManifests(files, names, log, report, &others);
+  for (const std::string& name : others) {
     const auto entry = directory::Look(directory, name, /*follow_symlink=*/true);
     if (entry.ok() && entry->kind == directory::EntryKind::kDirectory) continue;
-    if (format::ParseCompanionName(name).has_value()) continue;
-    if (auto manifest = ManifestOf(files, name, log, report)) {
-      manifests.push_back(*std::move(manifest));
-    } else {
-      check.AddFile(name, /*asked_for=*/false);
-    }
+    check.AddFile(name, /*asked_for=*/false);
   }
   if (!uncommitted.empty()) {
     AddNote(absl::StrCat("Saves under way, or that did not end, of: ", Enumerate(uncommitted), "."),
@@ -126,6 +139,11 @@ absl::Status CheckDirectory(const std::string& path, const VerifyOptions& option
     return CheckForeignDirectory(fd->get(), checkpoint->names, options, log, report);
   }
   for (const directory::Finding& finding : checkpoint->findings) log->Add(finding);
+  // Beside the files of the ranks: what a framework adds by saves of single files.
+  const SingleFiles files(fd->get(), checkpoint->names);
+  std::vector<std::string> unnamed;
+  const auto own = OwnManifests(files, checkpoint->unnamed, log, report, &unnamed);
+  HOLDFAST_RETURN_IF_ERROR(CheckSingleFiles(fd->get(), own, options, log, report));
   SayWhatWasChecked(checkpoint->manifests, report);
   if (!checkpoint->unproven.empty()) {
     AddNote(
@@ -134,9 +152,9 @@ absl::Status CheckDirectory(const std::string& path, const VerifyOptions& option
                      Enumerate({checkpoint->unproven.begin(), checkpoint->unproven.end()}), "."),
         report);
   }
-  if (!checkpoint->unnamed.empty()) {
+  if (!unnamed.empty()) {
     AddNote(absl::StrCat("Not part of the checkpoint, because no manifest names them: ",
-                         Enumerate(checkpoint->unnamed), "."),
+                         Enumerate(unnamed), "."),
             report);
   }
   if (checkpoint->partial && checkpoint->findings.size() == 1) {

@@ -374,3 +374,18 @@ def test_the_handle_is_that_of_a_save(tmp_path: Path) -> None:
     umask = os.umask(0)
     os.umask(umask)
     assert os.stat(tmp_path / "x.pt").st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_file_in_the_directory_of_a_checkpoint_is_proven_with_it(tmp_path: Path) -> None:
+    at = tmp_path / "c"
+    holdfast.save_async({"x": torch.ones(1000)}, at, step=3).wait(60)
+    whole = holdfast.verify(at)
+    saved({"rest": torch.ones(1000)}, at / "meta.pt")
+    (at / "notes").write_text("foreign")
+    found = holdfast.verify(at)
+    assert (found["verdict"], found["files"], found["step"]) == ("sound", whole["files"] + 1, 3)
+    assert found["note"].endswith("no manifest names them: notes.")
+    data = bytearray((at / "meta.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (at / "meta.pt").write_bytes(data)
+    assert [fault["file"] for fault in holdfast.verify(at)["faults"]] == ["meta.pt"]
