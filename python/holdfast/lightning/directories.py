@@ -32,8 +32,8 @@ def unfinished(path: str) -> str:
     return os.path.join(directory, prefix + secrets.token_hex(8))
 
 
-def commit(new: str, path: str, meta: bytes) -> None:
-    """Completes the directory `new` with ``meta.pt`` and gives it the name `path`.
+def commit(new: str, path: str) -> None:
+    """Gives the directory `new`, which is whole and durable, the name `path`.
 
     What stands at `path` until then stays whole, and is removed afterwards.
 
@@ -41,12 +41,6 @@ def commit(new: str, path: str, meta: bytes) -> None:
         Error: of the system.
     """
     with of_system(f"complete {path}"):
-        fd = os.open(os.path.join(new, META), os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-        with open(fd, "wb") as file:
-            file.write(meta)
-            file.flush()
-            os.fsync(fd)
-        sync_directory(new)
         if os.path.lexists(path):
             _exchange(new, path)
         else:

@@ -1,25 +1,26 @@
 """Strategies whose sharded checkpoints are saved asynchronously.
 
 The framework's own write each shard in the call, into the directory that stands there; no plugin is
-asked. Here the ranks save through `holdfast.dcp.async_save` into a directory of another name. When all
-shards are durable, rank 0 adds ``meta.pt`` and renames the directory. Loading is the framework's.
+asked. Here the ranks save through `holdfast.dcp.async_save` into a directory of another name, and rank
+0 saves ``meta.pt`` there, as a file with a manifest of its own. When all of it is durable, rank 0
+renames the directory. Loading is the framework's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import io
 import os
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast.dcp
 from holdfast._durable import make_directory
 from holdfast.dcp.uploads import error_of
 from holdfast.errors import Error
+from holdfast.files import save_file
+from holdfast.handle import Save
 from holdfast.lightning import directories, flavor
 from holdfast.lightning.checkpoint_io import CheckpointIO, location
 from holdfast.lightning.following import Following
@@ -37,7 +38,6 @@ class _Begin:
         step: of the training.
         failed_before: the error of an earlier save on rank 0.
         refusal: why rank 0 cannot save.
-        meta: on rank 0, the pickle of what is not sharded.
     """
 
     path: str = ""
@@ -45,7 +45,6 @@ class _Begin:
     step: int = 0
     failed_before: str = ""
     refusal: str = ""
-    meta: bytes = b""
 
 
 class _Sharded:
@@ -103,27 +102,30 @@ class _Sharded:
         state = {self._model_key: checkpoint.pop("state_dict")}
         optimizers = checkpoint.pop("optimizer_states", [])
         state.update({f"optimizer_{i}": optimizer for i, optimizer in enumerate(optimizers)})
-        begin = self._agreed(checkpoint, filepath, error)
-        plugin.order.save(begin.path, lambda: self._begin(begin, state))
+        begin, rest = self._agreed(checkpoint, filepath, error)
+        plugin.order.save(begin.path, lambda: self._begin(begin, rest, state))
         if any(fnmatch.fnmatch(os.path.basename(begin.path), name) for name in plugin.durable_names):
             self._settle()
         plugin.deliver()
         _raise(error, begin.failed_before)
 
-    def _agreed(self: Any, checkpoint: dict[str, Any], filepath: Any, error: BaseException | None) -> _Begin:
-        """What all ranks know of a save, from rank 0, which alone has made a pickle of the rest.
+    def _agreed(
+        self: Any, checkpoint: dict[str, Any], filepath: Any, error: BaseException | None
+    ) -> tuple[_Begin, Save | None]:
+        """What all ranks know of a save, from rank 0, and there the save of what is not sharded.
 
         Raises:
             Error: rank 0 cannot save that.
         """
-        begin, meta, refusal = _Begin(), io.BytesIO(), None
+        begin, rest, refusal = _Begin(), None, None
         if self.is_global_zero:
             try:
-                torch.save(checkpoint, meta)
                 path = location(filepath)
                 make_directory(os.path.dirname(path))
                 step = int(checkpoint.get("global_step") or 0)
                 begin = _Begin(path, directories.unfinished(path), step, str(error or ""))
+                meta = os.path.join(begin.new, directories.META)
+                rest = save_file(checkpoint, meta, step=step, runtime=self._plugin().runtime)
             except Exception as refused:
                 refusal, begin = refused, _Begin(refusal=repr(refused))
         begin = self.broadcast(begin)
@@ -131,23 +133,25 @@ class _Sharded:
             raise refusal
         if begin.refusal:
             raise Error("ABORTED", f"save {filepath}: rank 0 cannot save it: {begin.refusal}")
-        begin.meta = meta.getvalue()
-        return begin
+        return begin, rest
 
-    def _begin(self: Any, begin: _Begin, state: dict[str, Any]) -> Following:
+    def _begin(self: Any, begin: _Begin, rest: Save | None, state: dict[str, Any]) -> Following:
         writer = holdfast.dcp.StorageWriter(begin.new, step=begin.step)
         writer.runtime = self._plugin().runtime
         saved: Any = holdfast.dcp.async_save(state, storage_writer=writer)
 
         def complete() -> None:
             if self.is_global_zero:
-                directories.commit(begin.new, begin.path, begin.meta)
+                directories.commit(begin.new, begin.path)
 
         def wait() -> None:
             try:
                 saved.result()
             except CheckpointException as failed:  # of several ranks
                 raise error_of(failed, begin.path) from None
+            finally:
+                if rest is not None:
+                    rest.wait()
 
         return Following(begin.path, saved, wait, complete, lambda: None, writer.runtime)
 
