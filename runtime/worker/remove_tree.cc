@@ -128,11 +128,14 @@ bool RemoveContents(Removal* removal, int parent, char (&name)[kNameBytes]) {
     char checkpoint[kNameBytes] = {};
     memcpy(checkpoint, name, bytes);
     Hide(parent, checkpoint, contents.attempt, name);
-    // Before the first file goes: power loss must not restore the other name of a half removed
-    // directory.
-    if (sys::Sys().fsync(parent) != 0) return removal->FailErrno(errno);
   }
-  if (!(IsRetiredName(name) ? RemoveCommitted(removal) : RemoveUncommitted(removal))) return false;
+  const bool retired = IsRetiredName(name);
+  // Before the first file goes: power loss must not restore the other name of a half removed
+  // directory. A running save may have renamed the directory a moment ago.
+  if ((retired || CommittedBytes(contents, name) != 0) && sys::Sys().fsync(parent) != 0) {
+    return removal->FailErrno(errno);
+  }
+  if (!(retired ? RemoveCommitted(removal) : RemoveUncommitted(removal))) return false;
   char left[kNameBytes] = {};
   const int error = ForEachEntry(removal->directory, removal->buffer, [&left](const char* entry) {
     HOLDFAST_ASSERT(strnlen(entry, kNameBytes) < kNameBytes);

@@ -80,13 +80,14 @@ TEST_F(RemovalTest, RemovesTheManifestsOfARetiredOneDurablyAfterAnythingElse) {
   std::vector<std::string> calls;
   LogInto(&calls);
   ASSERT_TRUE(directory::RemoveDirectory(parent_.get(), retired->name).ok());
-  ASSERT_EQ(calls.size(), 8u);
-  std::sort(calls.begin() + 1, calls.begin() + 3);
-  std::sort(calls.begin() + 4, calls.begin() + 6);
-  EXPECT_THAT(calls, ElementsAre("holdfast.commit.json", "model-00000-of-00002.safetensors",
-                                 "model-00001-of-00002.safetensors", "fsync",
-                                 "rank-00000-of-00002.manifest.json",
-                                 "rank-00001-of-00002.manifest.json", retired->name, "fsync"));
+  ASSERT_EQ(calls.size(), 9u);
+  std::sort(calls.begin() + 2, calls.begin() + 4);
+  std::sort(calls.begin() + 5, calls.begin() + 7);
+  EXPECT_THAT(
+      calls,
+      ElementsAre("fsync", "holdfast.commit.json", "model-00000-of-00002.safetensors",
+                  "model-00001-of-00002.safetensors", "fsync", "rank-00000-of-00002.manifest.json",
+                  "rank-00001-of-00002.manifest.json", retired->name, "fsync"));
 }
 
 TEST_F(RemovalTest, KeepsAFileThatComesWhileARetiredOneIsRemoved) {
@@ -184,6 +185,42 @@ TEST_F(RemovalTest, RetiresUnderANameThatRecoveryRemovesWhenNobodyIsAtWork) {
   ASSERT_TRUE(report.ok()) << report.status();
   EXPECT_EQ(report->removed.size(), 1u);
   EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
+}
+
+TEST_F(RemovalTest, RecoverySyncsTheExchangeOfARunningSaveBeforeItRemovesTheOldOne) {
+  SmallRank successor = rank_;
+  successor.attempt = {.high = 77, .low = 77};
+  WriteSmallCheckpoint(directory_ / "next", successor);
+  // A running save exchanges the names behind the recovery's fsync of the parent, and has not made
+  // them durable yet.
+  static std::string path;
+  static bool exchanged;
+  static std::vector<std::string> calls;
+  path = directory_.path();
+  exchanged = false;
+  calls.clear();
+  sys::g_system.fsync = [](int fd) {
+    if (exchanged) calls.push_back("fsync");
+    const int result = sys::kKernel.fsync(fd);
+    if (exchanged) return result;
+    exchanged = true;
+    const std::string retired =
+        format::FormatDirectoryName({.checkpoint = "step-7",
+                                     .kind = format::DirectoryKind::kRetired,
+                                     .attempt = {.high = 3, .low = 4}});
+    std::filesystem::rename(path + "/step-7", path + "/" + retired);
+    std::filesystem::rename(path + "/next", path + "/step-7");
+    return result;
+  };
+  sys::g_system.unlinkat = [](int directory, const char* name, int flags) {
+    calls.push_back("unlink");
+    return sys::kKernel.unlinkat(directory, name, flags);
+  };
+  const auto report = Recover(directory_.path(), {});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(report->removed.size(), 1u);
+  ASSERT_GE(calls.size(), 2u);
+  EXPECT_EQ(calls[0], "fsync") << "power loss would give the name back to a half removed directory";
 }
 
 TEST_F(RemovalTest, DoesNotRetireWhatHasReplacedItMeanwhile) {
