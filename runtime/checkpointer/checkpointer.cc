@@ -407,8 +407,7 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   save->entered_ns = entered_ns;
   save->parent = *parent;
   if (const absl::Status admitted = Admit(*save); !admitted.ok()) return refuse(admitted);
-  const absl::Status opened = OpenDirectories(request, attempt, save.get());
-  if (!opened.ok()) {
+  if (const auto opened = OpenDirectories(request, attempt, save.get()); !opened.ok()) {
     (void)RemoveEmptyPartial(*save);  // made, but not opened or locked: no fd was left
     return refuse(base::Annotate(opened, absl::StrCat("save ", save->path)));
   }
@@ -487,12 +486,13 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
     return status;
   }
   if (save->single_file) checkpointer::RemoveUncommittedFile(*save, attempt);
-  // A worker that never began left an empty directory. Its removal needs no other worker.
+  // A worker that never began left an empty directory.
   const bool removed = RemoveEmptyPartial(*save);
   // A rank must not remove other ranks' files. Recover removes the files once every rank has ended.
   if (!removed && left_files && !save->partial.empty() && options.world_size == 1 &&
       !checkpointer::IsBetweenTwoRenames(*save))
-    housekeeper->Remove(save->parent, save->partial);
+    housekeeper->Remove(save->parent, save->partial,
+                        {std::move(save->in_use), std::move(save->trainer_lock)});
   KeepError(save);
   return status;
 }

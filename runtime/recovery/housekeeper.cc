@@ -55,13 +55,14 @@ Housekeeper::~Housekeeper() {
 void Housekeeper::ApplyRetention(const Parent& parent, const std::string& name) {
   if (options_.retention.keep_last == 0 || options_.rank != 0) return;
   const base::MutexLock lock(&mutex_);
-  tasks_.push_back({.retention = true, .parent = parent, .name = name});
+  tasks_.push_back({.retention = true, .parent = parent, .name = name, .locks = {}});
   changed_.NotifyAll();
 }
 
-void Housekeeper::Remove(const Parent& parent, const std::string& name) {
+void Housekeeper::Remove(const Parent& parent, const std::string& name,
+                         directory::PartialDirectory locks) {
   const base::MutexLock lock(&mutex_);
-  tasks_.push_back({.retention = false, .parent = parent, .name = name});
+  tasks_.push_back({.retention = false, .parent = parent, .name = name, .locks = std::move(locks)});
   changed_.NotifyAll();
 }
 
@@ -100,7 +101,7 @@ absl::Status Housekeeper::Do(const Task& task) {
   // The rename of a replaced checkpoint or a failed save may not be durable yet. Power loss must
   // not give the name back to a directory that is removed here.
   HOLDFAST_RETURN_IF_ERROR(directory::SyncDirectory(task.parent->get(), options_.directory));
-  return Delete(task.parent->get(), {task.name});
+  return Delete(task.parent->get(), {task.name}, task.locks.in_use.get());
 }
 
 absl::Status Housekeeper::Retire(int parent, const std::string& saved) {
@@ -120,11 +121,11 @@ absl::Status Housekeeper::Retire(int parent, const std::string& saved) {
       retired.push_back(*std::move(gone));
     }
   }
-  if (!names.empty()) first.Update(Delete(parent, names));
+  if (!names.empty()) first.Update(Delete(parent, names, /*lock=*/-1));
   return first;
 }
 
-absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& names) {
+absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& names, int lock) {
   writer::JobParameters parameters;
   parameters.kind = layout::JobKind::kDelete;
   parameters.launcher = layout::BackgroundLauncher(options_.launcher);
@@ -136,7 +137,7 @@ absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& nam
   const std::string object = absl::StrCat(options_.directory, "/", names.front());
   HOLDFAST_ASSIGN_OR_RETURN(
       const std::shared_ptr<writer::WorkerLink> link,
-      workers_->StartBackground(absl::StrCat("delete ", names.front()), *table, parent));
+      workers_->StartBackground(absl::StrCat("delete ", names.front()), *table, parent, lock));
   // The bound is on the time without progress, not on the total time: a directory may have any
   // size.
   uint64_t seen = 0;

@@ -14,6 +14,7 @@
 #include "runtime/base/mutex.h"
 #include "runtime/base/thread.h"
 #include "runtime/base/unique_fd.h"
+#include "runtime/directory/locks.h"
 #include "runtime/writer/worker_source.h"
 
 namespace holdfast::recovery {
@@ -33,8 +34,10 @@ class Housekeeper {
   /// Applies the retention options to the series of save `name`, which has become durable.
   void ApplyRetention(const Parent& parent, const std::string& name);
 
-  /// Removes a directory without a living save.
-  void Remove(const Parent& parent, const std::string& name);
+  /// Removes a directory without a living save. `locks`: of a partial directory, held until it is
+  /// gone. It may be complete, and a recovery would promote it during its removal.
+  void Remove(const Parent& parent, const std::string& name,
+              directory::PartialDirectory locks = {});
 
   /// Waits for the queued tasks. \error kDeadlineExceeded; otherwise the first error since the last
   /// call.
@@ -45,11 +48,12 @@ class Housekeeper {
     bool retention = false;
     Parent parent;
     std::string name;  // directory to remove, or name of the durable save
+    directory::PartialDirectory locks;
   };
   void Run();
   absl::Status Do(const Task& task);
   absl::Status Retire(int parent, const std::string& saved);
-  absl::Status Delete(int parent, const std::vector<std::string>& names);
+  absl::Status Delete(int parent, const std::vector<std::string>& names, int lock);
 
   const CheckpointerOptions& options_;
   writer::WorkerSource* workers_;

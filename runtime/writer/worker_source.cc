@@ -66,10 +66,12 @@ absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::Start(const std::strin
 
 absl::StatusOr<std::shared_ptr<WorkerLink>> WorkerSource::StartBackground(const std::string& title,
                                                                           const JobTable& table,
-                                                                          int parent_fd) {
+                                                                          int parent_fd,
+                                                                          int lock_fd) {
   const Launcher launcher = layout::BackgroundLauncher(launcher_);
   HOLDFAST_ASSIGN_OR_RETURN(std::shared_ptr<WorkerLink> link, Launch(launcher, title));
-  HOLDFAST_RETURN_IF_ERROR(link->Run(table.fd(), table.bytes(), parent_fd, parent_fd));
+  HOLDFAST_RETURN_IF_ERROR(
+      link->Run(table.fd(), table.bytes(), parent_fd, lock_fd >= 0 ? lock_fd : parent_fd));
   return link;
 }
 

@@ -29,9 +29,10 @@ class WorkerSource {
                                                     int parent_fd, int lock_fd);
 
   /// Starts a background job on a new worker with any launcher: a kept worker must stay free for
-  /// the next save.
+  /// the next save. The worker holds the lock of `lock_fd`, if any, until it ends.
   absl::StatusOr<std::shared_ptr<WorkerLink>> StartBackground(const std::string& title,
-                                                              const JobTable& table, int parent_fd);
+                                                              const JobTable& table, int parent_fd,
+                                                              int lock_fd);
 
  private:
   absl::StatusOr<std::shared_ptr<WorkerLink>> Launch(Launcher launcher, const std::string& title);

@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <functional>
@@ -376,6 +377,51 @@ class KilledForkedWorker : public SaveTest {
 
 TEST_F(KilledForkedWorker, AtEveryCallOfASave) { KillAtEveryCall(false); }
 TEST_F(KilledForkedWorker, AtEveryCallOfAReplacement) { KillAtEveryCall(true); }
+
+// The report of a recovery that runs right before the removal of a dead worker's files.
+std::atomic<bool> g_save_has_ended{false};
+absl::StatusOr<RecoveryReport> g_recovered = absl::UnknownError("no recovery ran");
+std::string* g_directory = nullptr;
+
+int DieInCommit(int a, const char* from, int b, const char* to, unsigned flags) {
+  if (getpid() != g_trainer && strcmp(to, "victim") == 0) kill(getpid(), SIGKILL);
+  return sys::kKernel.renameat2(a, from, b, to, flags);
+}
+int RecoverBeforeRemoval(int fd) {
+  thread_local bool recovering = false;
+  if (getpid() == g_trainer && !recovering && absl::IsUnknown(g_recovered.status())) {
+    recovering = true;
+    WaitFor([] { return g_save_has_ended.load(); });
+    g_recovered = Recover(*g_directory, {.wait_for_orphans = absl::ZeroDuration()});
+    recovering = false;
+  }
+  return sys::kKernel.fsync(fd);
+}
+
+TEST_F(KilledForkedWorker, LeavesFilesThatNoRecoveryPromotesWhileTheyAreRemoved) {
+  SavePrevious(directory());
+  CheckpointerOptions options = SmallOptions(directory());
+  options.launcher = Launcher::kFork;
+  const auto checkpointer = Make(options);
+  ASSERT_NE(checkpointer, nullptr);
+  std::string path = directory();
+  g_directory = &path;
+  g_trainer = getpid();
+  sys::g_system.renameat2 = DieInCommit;
+  sys::g_system.fsync = RecoverBeforeRemoval;
+  const auto report = Save(checkpointer.get(), "victim", TrainingState::Uniform(2, 100'000, 1));
+  g_save_has_ended = true;
+  EXPECT_TRUE(absl::IsAborted(report.status())) << report.status();
+  const absl::Status cleared = checkpointer->Flush(kLong);
+  sys::g_system = sys::kKernel;
+  EXPECT_TRUE(cleared.ok()) << cleared;
+  // The directory is complete, and the trainer has reported the save as failed and removes it.
+  ASSERT_TRUE(g_recovered.ok()) << g_recovered.status();
+  EXPECT_THAT(g_recovered->promoted, ::testing::IsEmpty());
+  EXPECT_THAT(g_recovered->kept_incomplete, ::testing::ElementsAre(HasSubstr("a save is running")));
+  ExpectPreviousAnd(directory(), {});
+  ExpectRecovered(checkpointer.get());
+}
 
 TEST_P(KilledWorker, StoppedOneIsKilledAtTheStallDeadline) {
   SavePrevious(directory());
