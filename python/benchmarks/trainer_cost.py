@@ -36,7 +36,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,12 @@ TENSORS = 48
 WINDOW = 64 << 20  # of staging memory, through which staged tensors are written
 OURS = ("holdfast", "holdfast.dcp")
 PORT = 29511
+# Of the table: key, title, scale, digits.
+COLUMNS = (
+    ("blocked", "blocked, s", 1, 2), ("lost", "lost, s", 1, 2), ("durable", "durable, s", 1, 2),
+    ("cpu", "CPU, core-s", 1, 1), ("memory", "memory, MiB", 1 << 20, 0),
+)
+FIRST = ("first", "first call, s", 1, 2)
 
 
 def parse_bytes(text: str) -> int:
@@ -76,6 +82,13 @@ class Trainer:
         for parameter in self.parameters:
             parameter.grad = self.gradient
         self.optimizer.step()
+
+    def make_private(self) -> None:
+        """Gives each tensor of the state memory of its own, which no other process sees."""
+        for parameter in self.parameters:
+            parameter.data = parameter.data.clone()
+            own = self.optimizer.state[parameter]
+            own.update({key: value.clone() for key, value in own.items()})
 
     def state(self) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
@@ -355,7 +368,10 @@ def measure(trainer: Trainer, steps: int, way: Way, path: str, saves: int) -> di
     # counts as memory all the same.
     way.prepare()
     tensors = trainer.state()
-    way.start(tensors, path)()
+    begin = time.perf_counter()
+    wait = way.start(tensors, path)
+    first = time.perf_counter() - begin
+    wait()
     way.before_step()
     shutil.rmtree(path)
     os.sync()
@@ -380,6 +396,7 @@ def measure(trainer: Trainer, steps: int, way: Way, path: str, saves: int) -> di
         "memory": memory - baseline,
         "window": plain,
         "outlived": rest,
+        "first": first,
     }
     row["sound"] = checksums(way.load(tensors, paths[0])) == before
     for each in paths:
@@ -392,19 +409,16 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: dict[str, Any], columns: Sequence[tuple[str, str, int, int]] = COLUMNS) -> str:
     lines = [
-        "| way | blocked, s | lost, s | durable, s | CPU, core-s | memory, MiB | bytes right |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| way | " + " | ".join(title for _, title, _, _ in columns) + " | bytes right |",
+        "| --- |" + " --- |" * (len(columns) + 1),
     ]
     for way, row in result["ways"].items():
         cells = [
             f"{row[k]['median'] / scale:.{digits}f} ({row[k]['min'] / scale:.{digits}f} to "
             f"{row[k]['max'] / scale:.{digits}f})"
-            for k, scale, digits in (
-                ("blocked", 1, 2), ("lost", 1, 2), ("durable", 1, 2), ("cpu", 1, 1),
-                ("memory", 1 << 20, 0),
-            )
+            for k, _, scale, digits in columns
         ]
         lines.append(f"| {way} | " + " | ".join(cells) + f" | {'yes' if row['sound'] else 'NO: excluded'} |")
     return "\n".join(lines)
@@ -414,14 +428,14 @@ def sound_ways(result: dict[str, Any]) -> dict[str, Any]:
     return {way: row for way, row in result["ways"].items() if row["sound"]}
 
 
-def ratios(result: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+def ratios(result: dict[str, Any], ours_named: Sequence[str] = OURS) -> dict[str, dict[str, float | None]]:
     """By way: time lost with ours as a part of that with it, None if it lost none; durable by raw write."""
     sound = sound_ways(result)
     lost = {way: row["lost"]["median"] for way, row in sound.items()}
     return {
         way: {
             **{f"lost of {ours} / its": max(0.0, lost[ours]) / lost[way] if lost[way] > 0 else None
-               for ours in OURS if ours in sound},
+               for ours in ours_named if ours in sound},
             "durable / raw": row["durable"]["median"] / result["raw_write"]["median"],
         }
         for way, row in sound.items()
@@ -429,7 +443,7 @@ def ratios(result: dict[str, Any]) -> dict[str, dict[str, float | None]]:
 
 
 def ratio_table(result: dict[str, Any]) -> str:
-    rows = ratios(result)
+    rows = result["ratios"]
     names = list(next(iter(rows.values()), {}))
     lines = ["| way | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
     for way, row in rows.items():
@@ -464,9 +478,7 @@ def plot(result: dict[str, Any], path: str) -> None:
     figure.savefig(path)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--dir", required=True)
     parser.add_argument("--bytes", type=parse_bytes, default=1 << 30)
     parser.add_argument("--rounds", type=int, default=5)
@@ -477,18 +489,16 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--plot")
     parser.add_argument("--bench", metavar="PROGRAM", help="holdfast-bench, for its raw write")
-    arguments = parser.parse_args()
+    return parser.parse_args()
 
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", str(PORT))
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
-    torch.set_num_threads(1)  # the other core is the saves'
-    trainer = Trainer(arguments.bytes)
+
+def run(arguments: argparse.Namespace, trainer: Trainer, ways: dict[str, Way], ours: Sequence[str],
+        columns: Sequence[tuple[str, str, int, int]]) -> None:  # fmt: skip
+    """Measures the ways in turns, and prints and writes what was found."""
     begin = time.perf_counter()
     trainer.step()
     seconds = arguments.window or 4 * arguments.saves * arguments.bytes / (1 << 30)
     steps = max(4, round(seconds / (time.perf_counter() - begin)))
-    ways = all_ways(arguments.bytes)
     if arguments.ways:
         ways = {w: ways[w] for w in arguments.ways.split(";")}
     rows: dict[str, list[dict[str, Any]]] = {w: [] for w in ways}
@@ -517,8 +527,8 @@ def main() -> None:
             for name, many in rows.items()
         },
     }
-    result["ratios"] = ratios(result)
-    print(table(result), ratio_table(result), sep="\n\n")
+    result["ratios"] = ratios(result, ours)
+    print(table(result, columns), ratio_table(result), sep="\n\n")
     print(f"\nraw O_DIRECT write with fsync: {result['raw_write']['median']:.2f} s; "
           f"{steps} steps and {arguments.saves} saves a window")
     outlived = [way for way, row in result["ways"].items() if row["outlived"]["median"] > 0]
@@ -528,6 +538,21 @@ def main() -> None:
         Path(arguments.json).write_text(json.dumps(result, indent=1))
     if arguments.plot:
         plot(result, arguments.plot)
+
+
+def begin_process() -> None:
+    """A process group of this process alone, and one core for the training: the other core is the saves'."""
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(PORT))
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    torch.set_num_threads(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = arguments_of(parser)
+    begin_process()
+    run(arguments, Trainer(arguments.bytes), all_ways(arguments.bytes), OURS, COLUMNS)
     torch.distributed.destroy_process_group()
 
 

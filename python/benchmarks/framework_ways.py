@@ -1,0 +1,241 @@
+"""Ways of saving through Megatron-Core and through Lightning: the frameworks' own and Holdfast's."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from trainer_cost import Trainer, Way, load_torch, sync_file
+
+import holdfast
+
+ROOT = Path(__file__).resolve().parents[2]
+POLL = 0.005  # seconds between two looks at a queue
+
+
+def has(module: str) -> bool:
+    with contextlib.suppress(ModuleNotFoundError):
+        return importlib.util.find_spec(module) is not None
+    return False
+
+
+def prepare_process() -> None:
+    """Lets Megatron's own callers run where there is no GPU."""
+    if not torch.cuda.is_available():
+        sys.path.append(str(ROOT / "tests/frameworks"))
+        importlib.import_module("megatron_jobs").without_gpu()
+
+
+def sync_tree(path: str) -> None:
+    """What survives power loss afterwards: all below a directory, and itself."""
+    for directory, _, files in os.walk(path):
+        for name in (*files, "."):
+            sync_file(os.path.join(directory, name))
+
+
+# ---- Megatron-Core.
+
+
+def sharded(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """The tensors as Megatron's ranks describe theirs; here one rank has all."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    return {name: ShardedTensor.from_rank_offsets(name, tensor) for name, tensor in tensors.items()}
+
+
+def load_megatron(tensors: dict[str, Any], path: str) -> dict[str, Any]:
+    from megatron.core.dist_checkpointing import load
+
+    found = load(sharded({k: torch.empty_like(t) for k, t in tensors.items()}), path)
+    return {name: found[name] for name in tensors}
+
+
+class Caller:
+    """An asynchronous caller: its queue, and what it saves with.
+
+    Args:
+        make_queue: called when the way's turn begins.
+        make_strategy: likewise; Megatron keeps one for a training.
+        dialect: name of the asynchronous strategy.
+    """
+
+    def __init__(self, make_queue: Callable[[], Any], make_strategy: Callable[[], Any], dialect: str) -> None:
+        self._make = make_queue, make_strategy
+        self.dialect = dialect
+
+    def begin(self) -> None:
+        self.queue, self.strategy = (make() for make in self._make)
+
+    def save(self, tensors: dict[str, torch.Tensor], path: str,
+             change: Callable[[Any], Any] = lambda request: request) -> Callable[[], None]:  # fmt: skip
+        """Saves and schedules, as a training does.
+
+        Args:
+            tensors: of the state.
+            path: of the checkpoint.
+            change: gives the request that is scheduled.
+
+        Returns:
+            What waits until the checkpoint is durable.
+        """
+        from megatron.core.dist_checkpointing import save
+
+        os.makedirs(path)
+        request = save(sharded(tensors), path, self.strategy, async_sharded_save=True, async_strategy=self.dialect)
+        self.queue.schedule_async_request(change(request))
+        return lambda: self._wait(path)
+
+    def _wait(self, path: str) -> None:
+        while self.queue.get_num_unfinalized_calls():
+            self.queue.maybe_finalize_async_calls()
+            time.sleep(POLL)
+        sync_tree(path)
+
+    def end(self) -> None:
+        self.queue.close()
+
+
+def _stock_strategy() -> Any:
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    return TorchDistSaveShardedStrategy()
+
+
+def _our_strategy() -> Any:
+    from holdfast.megatron import SaveStrategy
+
+    return SaveStrategy()
+
+
+def _our_queue() -> Any:
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    return AsyncCallsQueue()
+
+
+def _stock_queue(module: str, **options: Any) -> Callable[[], Any]:
+    return lambda: importlib.import_module(module).AsyncCallsQueue(**options)
+
+
+OUR_CALLER = "holdfast.megatron"
+_QUEUES = {
+    "mcore": "megatron.core.dist_checkpointing.strategies.async_utils",
+    "nvrx": "nvidia_resiliency_ext.checkpointing.async_ckpt.core",
+}
+
+
+def megatron_callers() -> dict[str, Caller]:
+    """The callers that are installed, by name; ours is the last."""
+    found = {}
+    for dialect, module in _QUEUES.items():
+        if has(module):
+            for kind in ("temporal", "persistent"):
+                options = {"persistent": kind == "persistent"}
+                if dialect == "nvrx" and not torch.cuda.is_available():
+                    options["cpu_shm_mode"] = True  # its worker takes a GPU otherwise
+                found[f"{dialect} {kind}"] = Caller(_stock_queue(module, **options), _stock_strategy, dialect)
+    found[OUR_CALLER] = Caller(_our_queue, _our_strategy, "mcore")
+    return found
+
+
+def _let_go() -> None:
+    holdfast.flush()
+    holdfast.trim()
+
+
+def _caller_way(caller: Caller, trainer: Trainer, arena_bytes: int) -> Way:
+    def prepare() -> None:
+        holdfast.configure(arena_bytes=arena_bytes)
+        caller.begin()
+
+    def finish() -> None:
+        caller.end()
+        _let_go()
+        # A tensor that was pickled for another process lies in shared memory from then on.
+        trainer.make_private()
+
+    return Way(caller.save, load_megatron, prepare=prepare, finish=finish)
+
+
+def _synchronous_way(make_strategy: Callable[[], Any]) -> Way:
+    def start(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
+        from megatron.core.dist_checkpointing import save
+
+        os.makedirs(path)
+        save(sharded(tensors), path, make_strategy())
+        sync_tree(path)
+        return lambda: None
+
+    return Way(start, load_megatron, finish=_let_go)
+
+
+def _import_all() -> None:
+    """Imports what the callers import in their first call: that is no part of a call."""
+    from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
+
+    _our_queue(), _our_strategy()
+    for dialect, module in _QUEUES.items():
+        if has(module):
+            get_async_strategy(dialect)
+
+
+def megatron_ways(trainer: Trainer, arena_bytes: int) -> dict[str, Way]:
+    _import_all()
+    return {
+        "mcore synchronous": _synchronous_way(_stock_strategy),
+        "holdfast.megatron synchronous": _synchronous_way(_our_strategy),
+        **{name: _caller_way(caller, trainer, arena_bytes) for name, caller in megatron_callers().items()},
+    }
+
+
+# ---- Lightning.
+
+
+def _lightning_way(make_plugin: Callable[[], Any], waits: bool, arena_bytes: int) -> Way:
+    kept: dict[str, Any] = {}
+
+    def prepare() -> None:
+        holdfast.configure(arena_bytes=arena_bytes)
+        kept["plugin"] = make_plugin()
+
+    def start(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
+        plugin = kept["plugin"]
+        os.makedirs(path)
+        plugin.save_checkpoint(dict(tensors), os.path.join(path, "state.pt"))
+
+        def wait() -> None:
+            plugin.teardown()  # which waits, and after which a plugin is used again
+            sync_tree(path)
+
+        if not waits:
+            wait()
+        return wait if waits else lambda: None
+
+    return Way(start, load_torch, prepare=prepare, finish=_let_go)
+
+
+def lightning_plugins() -> dict[str, Callable[[], Any]]:
+    from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+
+    import holdfast.lightning
+
+    return {
+        "TorchCheckpointIO": TorchCheckpointIO,
+        "AsyncCheckpointIO": lambda: AsyncCheckpointIO(TorchCheckpointIO()),
+        "holdfast.lightning": holdfast.lightning.CheckpointIO,
+    }
+
+
+def lightning_ways(arena_bytes: int) -> dict[str, Way]:
+    return {
+        name: _lightning_way(plugin, name != "TorchCheckpointIO", arena_bytes)
+        for name, plugin in lightning_plugins().items()
+    }
