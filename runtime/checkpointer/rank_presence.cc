@@ -21,6 +21,7 @@
 #include "runtime/format/file_names.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/contents.h"
 
 namespace holdfast {
 namespace checkpointer {
@@ -227,7 +228,10 @@ void RankPresence::RemoveIfLast(int parent) {
       !directory::NameRefersTo(parent, partial_, directory_.get())) {
     return;
   }
-  sys::Sys().unlinkat(directory_.get(), layout::kBoardName, 0);
+  // Files of a killed worker keep their marks, and a recovery removes all.
+  if (!worker::HoldsOnlyMarks(directory_.get(), buffer)) return;
+  for (const char* const mark : {layout::kBoardName, worker::kMarkName})
+    sys::Sys().unlinkat(directory_.get(), mark, 0);
   // Refused while the directory holds files of a rank whose worker did not remove them.
   sys::Sys().unlinkat(parent, partial_.c_str(), AT_REMOVEDIR);
 }

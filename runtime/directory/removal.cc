@@ -2,7 +2,9 @@
 
 #include <sys/file.h>
 
+#include <algorithm>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -14,6 +16,7 @@
 #include "runtime/format/directory_names.h"
 #include "runtime/layout/job.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/contents.h"
 #include "runtime/worker/job_run.h"
 #include "runtime/worker/remove_tree.h"
 
@@ -43,6 +46,14 @@ absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointI
   // directory.
   HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent, absl::StrCat("of ", checkpoint.name)));
   return retired;
+}
+
+bool IsOfASave(int directory) {
+  const auto names = ListNames(directory, "directory");
+  if (!names.ok()) return false;
+  return names->empty() || std::any_of(names->begin(), names->end(), [](const std::string& name) {
+           return worker::IsProof(name.c_str());
+         });
 }
 
 absl::Status RemoveDirectory(int parent, const std::string& name) {

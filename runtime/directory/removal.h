@@ -25,6 +25,10 @@ struct RetiredCheckpoint {
 /// errors of rename and fsync.
 absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointInfo& checkpoint);
 
+/// Returns true for a directory of a save: an empty one, or one with an entry that only a save
+/// makes. A user's own directory may have the name of a partial directory.
+bool IsOfASave(int directory);
+
 /// Removes a directory of files as the worker does: durably, large files in steps. Missing entries
 /// are no error, so the removal can be repeated after a crash at any point, or run by two processes
 /// at once.

@@ -101,10 +101,11 @@ class Recovery {
   absl::StatusOr<Visit> Promote(const std::string& name, int directory,
                                 const std::string& checkpoint, const Inspection& inspection,
                                 bool may_remove);
-  absl::StatusOr<Visit> Replace(const std::string& name, const std::string& checkpoint,
-                                const Inspection& inspection, bool may_remove);
+  absl::StatusOr<Visit> Replace(const std::string& name, int directory,
+                                const std::string& checkpoint, const Inspection& inspection,
+                                bool may_remove);
   absl::StatusOr<Visit> Promoted(const std::string& checkpoint);
-  Visit Remove(const std::string& name, bool may_remove);
+  Visit Remove(const std::string& name, int directory, bool may_remove);
   Visit JudgeByAge(const format::DirectoryName& name, int directory,
                    const Inspection& inspection) const;
   Inspection InspectName(const std::string& checkpoint) const;
@@ -222,7 +223,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool m
     Visit visit = JudgeByAge(format::ParseDirectoryName(name), directory->get(), inspection);
     if (visit.outcome != Outcome::kSettled) return visit;
   }
-  if (!partial) return Remove(name, may_remove);
+  if (!partial) return Remove(name, directory->get(), may_remove);
   return SettlePartial(name, directory->get(), inspection, may_remove);
 }
 
@@ -249,12 +250,12 @@ absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name,
                                                         const Inspection& inspection,
                                                         bool may_remove) {
   const format::DirectoryName parsed = format::ParseDirectoryName(name);
-  if (base::Planted(base::Bug::kRemoveBeforePromotion)) return Remove(name, true);
+  if (base::Planted(base::Bug::kRemoveBeforePromotion)) return Remove(name, directory, true);
   switch (inspection.state) {
     case Verdict::kUnreadable:
       return Keep(std::string(inspection.reason.message()));
     case Verdict::kIncomplete:
-      return Remove(name, may_remove);
+      return Remove(name, directory, may_remove);
     case Verdict::kCorrupt:
     case Verdict::kSound:
       break;
@@ -268,12 +269,13 @@ absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name,
     // The attempt of this name has committed: its own files have the final name, and the directory
     // holds the replaced files. Otherwise storage has damaged a manifest, and the directory is kept
     // for inspection.
-    if (replaced && successor.info.attempt == parsed.attempt) return Remove(name, may_remove);
+    if (replaced && successor.info.attempt == parsed.attempt)
+      return Remove(name, directory, may_remove);
     return Keep(std::string(inspection.reason.message()));
   }
   // A replaced checkpoint. Without a successor under its name, the old checkpoint may be the only
   // one and is kept.
-  if (replaced) return Remove(name, may_remove);
+  if (replaced) return Remove(name, directory, may_remove);
   return Keep("it holds a complete checkpoint of another attempt than its name says");
 }
 
@@ -289,14 +291,15 @@ absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int d
   if (!synced.ok()) return Keep(std::string(synced.message()));
   const absl::Status renamed = directory::RenameNoReplace(parent_, name, checkpoint);
   if (absl::IsNotFound(renamed)) return Visit{};
-  if (absl::IsAlreadyExists(renamed)) return Replace(name, checkpoint, inspection, may_remove);
+  if (absl::IsAlreadyExists(renamed))
+    return Replace(name, directory, checkpoint, inspection, may_remove);
   if (!renamed.ok()) return Keep(std::string(renamed.message()));
   return Promoted(checkpoint);
 }
 
 /// Two complete checkpoints of one name. The newer manifest may list the older attempt as
 /// replaceable; otherwise both checkpoints are kept.
-absl::StatusOr<Recovery::Visit> Recovery::Replace(const std::string& name,
+absl::StatusOr<Recovery::Visit> Recovery::Replace(const std::string& name, int directory,
                                                   const std::string& checkpoint,
                                                   const Inspection& inspection, bool may_remove) {
   const absl::Status replaced =
@@ -309,7 +312,7 @@ absl::StatusOr<Recovery::Visit> Recovery::Replace(const std::string& name,
                      (base::Planted(base::Bug::kRemoveUnproven) ||
                       std::find(standing.replaces.begin(), standing.replaces.end(),
                                 inspection.info.attempt) != standing.replaces.end());
-  if (newer) return Remove(name, may_remove);
+  if (newer) return Remove(name, directory, may_remove);
   return Keep(absl::StrCat(both, "; remove or rename one of them"));
 }
 
@@ -321,8 +324,12 @@ absl::StatusOr<Recovery::Visit> Recovery::Promoted(const std::string& checkpoint
   return Visit{};
 }
 
-Recovery::Visit Recovery::Remove(const std::string& name, bool may_remove) {
+Recovery::Visit Recovery::Remove(const std::string& name, int directory, bool may_remove) {
   if (!may_remove) return Keep("incomplete");
+  if (!directory::IsOfASave(directory)) {
+    return Keep(
+        "it holds files and no mark of a save; rename the directory, or remove it yourself");
+  }
   const absl::Status removed = directory::RemoveDirectory(parent_, name);
   if (!removed.ok()) return Keep(std::string(removed.message()));
   report_.removed.push_back(name);

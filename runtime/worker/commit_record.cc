@@ -8,9 +8,11 @@
 
 #include "runtime/digest/digest.h"
 #include "runtime/layout/manifest_slots.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/contents.h"
 #include "runtime/worker/directory.h"
 #include "runtime/worker/manifest.h"
 
@@ -108,6 +110,17 @@ bool FindFilesBytes(const char* head, size_t length, uint64_t* out) {
   return false;
 }
 
+bool MakeMark(JobRun* run) {
+  if (run->job->commit_template.bytes == 0) return true;
+  HOLDFAST_ASSERT(run->directory >= 0 && !run->record_made);
+  const int fd = sys::OpenOwned(run->directory, kMarkName,
+                                O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
+  if (fd < 0) return FailErrno(run, Operation::kManifest, errno);
+  run->record_made = true;
+  sys::CloseOwned(fd);
+  return true;
+}
+
 bool WriteCommitRecord(JobRun* run) {
   layout::Job* const job = run->job;
   // A recovery that promoted the directory has judged the manifests, and owns the directory now.
@@ -115,16 +128,13 @@ bool WriteCommitRecord(JobRun* run) {
   uint64_t files_bytes = 0;
   if (!FillRows(run, &files_bytes)) return run->ok();
   FillHead(run, files_bytes);
-  char temporary[kNameBytes];
-  TemporaryName(layout::kCommitRecordName, temporary);
-  const int fd = sys::OpenOwned(run->directory, temporary,
-                                O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
+  HOLDFAST_ASSERT(run->record_made && !run->record_named);
+  const int fd = sys::OpenOwned(run->directory, kMarkName, O_WRONLY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (fd < 0) return FailErrno(run, Operation::kManifest, errno);
-  run->record_made = true;
   // Durable before the commit rename: a checkpoint with an empty record counts as damaged, although
   // the data is complete.
   if (!WriteSynced(run, fd, layout::CommitRecord(job), job->commit_template.bytes)) return false;
-  const int error = RenameNew(run, temporary, layout::kCommitRecordName);
+  const int error = RenameNew(run, kMarkName, layout::kCommitRecordName);
   run->record_named = error == 0;
   return error == 0 || FailErrno(run, Operation::kManifest, error);
 }

@@ -16,6 +16,10 @@ namespace holdfast::worker {
 /// rank's manifest does not state its bytes.
 bool WriteCommitRecord(JobRun* run);
 
+/// Makes RECORD.tmp, empty, as the mark of the directory: see IsMark. Not where the job has no
+/// template.
+bool MakeMark(JobRun* run);
+
 /// The number behind "files_bytes" near the beginning of a manifest. A name cannot imitate the key:
 /// its quotes are escaped.
 bool FindFilesBytes(const char* head, size_t length, uint64_t* out);

@@ -243,6 +243,25 @@ bool IsCommitFile(const char* name) {
   return strcmp(name, layout::kCommitRecordName) == 0 || IsManifestName(name);
 }
 
+bool IsMark(const char* name) {
+  return strcmp(name, kMarkName) == 0 || strcmp(name, layout::kBoardName) == 0;
+}
+
+bool IsProof(const char* name) {
+  char bare[kNameBytes] = {};
+  size_t length = strnlen(name, sizeof(bare) - 1);
+  if (EndsWith(name, length, kTemporarySuffix)) length -= sizeof(kTemporarySuffix) - 1;
+  memcpy(bare, name, length);
+  return IsMark(name) || IsCommitFile(bare);
+}
+
+bool HoldsOnlyMarks(int directory, char* buffer) {
+  bool only = true;
+  const int error =
+      ForEachEntry(directory, buffer, [&only](const char* name) { return only = IsMark(name); });
+  return only && error == 0;
+}
+
 bool MustKeep(const Contents& contents, const char* directory_name) {
   return contents.whole && contents.foreign[0] != '\0' &&
          !IsUncommitted(directory_name, contents.attempt);

@@ -66,6 +66,20 @@ bool IsManifestName(const char* name);
 /// Returns true for a rank manifest or the commit record.
 bool IsCommitFile(const char* name);
 
+/// The temporary name of the commit record.
+inline constexpr char kMarkName[] = "holdfast.commit.json.tmp";
+
+/// Returns true for the entries that mark a directory as a save's from its first file to its last:
+/// the commit record's temporary file (made empty by rank 0's worker) and the rank board. A
+/// recovery removes no directory with files and without a mark, a record or a manifest.
+bool IsMark(const char* name);
+
+/// Returns true for a mark, a rank manifest or the commit record, or a temporary file of these.
+bool IsProof(const char* name);
+
+/// Returns true when the directory holds at most marks. `buffer` has kDirectoryBufferBytes.
+bool HoldsOnlyMarks(int directory, char* buffer);
+
 /// Returns true when a removal must keep the directory: the directory is `whole`, was committed,
 /// and holds a foreign entry. A directory named as never committed holds only files of its attempt.
 bool MustKeep(const Contents& contents, const char* directory_name);

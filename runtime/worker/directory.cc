@@ -9,6 +9,8 @@
 #include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/commit_record.h"
+#include "runtime/worker/contents.h"
 #include "runtime/worker/open_files.h"
 #include "runtime/worker/ranks.h"
 #include "runtime/worker/remove_file.h"
@@ -58,10 +60,14 @@ bool OpenPartial(JobRun* run) {
   run->directory =
       sys::OpenOwned(run->lock, ".", O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (run->directory < 0) return FailErrno(run, Operation::kOpen, errno);
+  // Before the first file, durably: without a mark a crash leaves files that no recovery removes.
+  if (!MakeMark(run) || !JoinRanks(run)) return false;
+  if (sys::Sys().fsync(run->directory) != 0) {
+    return FailErrno(run, Operation::kSyncDirectory, errno);
+  }
   // Without the fsync a crash can lose the directory together with the fsynced files. A recovery
   // could then not promote files that every rank had made durable.
-  if (sys::Sys().fsync(run->parent) != 0) return FailErrno(run, Operation::kSyncDirectory, errno);
-  return JoinRanks(run);
+  return sys::Sys().fsync(run->parent) == 0 || FailErrno(run, Operation::kSyncDirectory, errno);
 }
 
 void Unlink(const JobRun& run, const char* name) { sys::Sys().unlinkat(run.directory, name, 0); }
@@ -154,11 +160,9 @@ void RemoveTraces(JobRun* run) {
   HOLDFAST_ASSERT(run->manifest_made >= run->manifest_named);
   HOLDFAST_ASSERT(run->record_made >= run->record_named);
   SetPhase(run, layout::Phase::kRemoving);
-  if (run->record_made) {
-    char temporary[kNameBytes];
-    TemporaryName(layout::kCommitRecordName, temporary);
-    // Durable with the manifest's removal.
-    Unlink(*run, run->record_named ? layout::kCommitRecordName : temporary);
+  // No record from here on, and a mark up to the last file. Durable with the manifest's removal.
+  if (run->record_named) {
+    sys::Sys().renameat2(run->directory, layout::kCommitRecordName, run->directory, kMarkName, 0);
   }
   if (run->manifest_named) {
     Unlink(*run, run->job->manifest);
@@ -173,10 +177,17 @@ void RemoveTraces(JobRun* run) {
   }
   RemoveFiles(run);
   if (files_only) return;
+  const RankBoard& board = run->ranks.board;
+  // The board is a mark, too.
+  if (run->record_made &&
+      (board.is_open() || HoldsOnlyMarks(run->directory, run->directory_buffer))) {
+    Unlink(*run, kMarkName);
+  }
   // The last rank to fail removes the board. Until then a late rank finds the reason of the failure
-  // in it.
-  if (run->ranks.board.is_open() &&
-      AllHaveFailed(run->ranks.board, run->directory_buffer, kDirectoryBufferBytes)) {
+  // in it. Files of a killed worker keep the board, and a recovery removes all.
+  if (board.is_open() && AllHaveFailed(board, run->directory_buffer, kDirectoryBufferBytes) &&
+      HoldsOnlyMarks(run->directory, run->directory_buffer)) {
+    Unlink(*run, kMarkName);
     Unlink(*run, layout::kBoardName);
   }
   // Fails while other ranks' files are present.

@@ -85,10 +85,21 @@ bool Sync(Removal* removal) {
   return sys::Sys().fsync(removal->directory) == 0 || removal->FailErrno(errno);
 }
 
+/// Marks the directory as a save's, as far as possible (the disk may be full): see IsMark.
+void Mark(int directory) {
+  constexpr mode_t kFileMode = 0666;
+  if (sys::Sys().renameat2(directory, layout::kCommitRecordName, directory, kMarkName, 0) == 0)
+    return;
+  const int fd =
+      sys::OpenOwned(directory, kMarkName, O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
+  if (fd >= 0) sys::CloseOwned(fd);
+}
+
 /// Removes a directory that never was a checkpoint, under a name that a recovery may take for a
 /// complete checkpoint. The manifests go first and durably: a crash could otherwise keep the
-/// manifests and lose files.
+/// manifests and lose files. The marks go last: a recovery needs them to continue.
 bool RemoveUncommitted(Removal* removal) {
+  Mark(removal->directory);
   bool any = false;
   return Sweep(removal,
                [&any](const char* name) {
@@ -96,7 +107,8 @@ bool RemoveUncommitted(Removal* removal) {
                  any |= wanted;
                  return wanted;
                }) &&
-         (!any || Sync(removal)) && Sweep(removal, [](const char*) { return true; });
+         (!any || Sync(removal)) &&
+         Sweep(removal, [](const char* name) { return !IsMark(name); }) && Sweep(removal, IsMark);
 }
 
 /// Removes a former checkpoint, under a name that no reader takes for a checkpoint. The manifests
@@ -120,6 +132,7 @@ bool RemoveCommitted(Removal* removal) {
 bool RemoveContents(Removal* removal, int parent, char (&name)[kNameBytes]) {
   const Contents contents = LookInto(removal->directory, removal->buffer, &removal->inventory);
   if (contents.error_number != 0) return removal->FailErrno(contents.error_number);
+  if (contents.empty) return true;
   if (contents.holds_directory || MustKeep(contents, name)) {
     return removal->FailForeign(contents.foreign);
   }

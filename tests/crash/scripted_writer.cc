@@ -14,6 +14,7 @@
 #include "runtime/layout/job.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/contents.h"
 #include "runtime/worker/exchange.h"
 
 namespace holdfast::testing {
@@ -36,9 +37,17 @@ bool WriteNamed(int directory, const std::string& name, const std::string& conte
              0;
 }
 
+/// As a worker, before its first file.
+bool Mark(int directory) {
+  const base::UniqueFd fd(
+      sys::OpenOwned(directory, worker::kMarkName, O_CREAT | O_WRONLY | O_CLOEXEC, 0666));
+  return fd.valid() && sys::Sys().fsync(directory) == 0;
+}
+
 bool WriteRank(int directory, const SmallRank& rank) {
   const sys::SystemCalls& sys = sys::Sys();
-  return WriteNamed(directory, rank.file_name(), rank.file_bytes()) && sys.fsync(directory) == 0 &&
+  return Mark(directory) && WriteNamed(directory, rank.file_name(), rank.file_bytes()) &&
+         sys.fsync(directory) == 0 &&
          WriteNamed(directory, rank.manifest_name(), rank.manifest_text()) &&
          sys.fsync(directory) == 0;
 }

@@ -98,6 +98,7 @@ TEST_F(OrderTest, DataBeforeNamesBeforeManifestBeforeTheDirectorysName) {
   ASSERT_TRUE(save.failure().ok());
   const std::string manifest = save.manifest_name();
   EXPECT_EQ(Order(), (std::vector<std::string>{
+                         "fsync partial",  // the mark of a save's directory
                          "fsync parent",
                          "write a.bin.tmp",
                          "truncate a.bin.tmp",
@@ -196,12 +197,12 @@ TEST_F(OrderTest, VoteTakenBackBehindTheRecordTakesTheRecordAwayFirst) {
   ASSERT_TRUE(save.Run(Launcher::kThread));
   EXPECT_EQ(save.failure().code, FailureCode::kAborted);
   EXPECT_EQ(save.seen().rank, 1u);
-  const std::vector<std::string> tail = Tail(8);
+  const std::vector<std::string> tail = Tail(8);  // the other rank's manifest is still there
   EXPECT_EQ(std::vector<std::string>(tail.begin(), tail.begin() + 6),
             (std::vector<std::string>{
                 "rename " + record + ".tmp " + record,
                 "fsync partial",
-                "remove " + record,
+                "rename " + record + " " + record + ".tmp",  // the mark, up to the last file
                 "remove " + save.manifest_name(),
                 "fsync partial",
                 "remove a.bin",
@@ -275,13 +276,13 @@ TEST_F(OrderTest, AbortRemovesTheManifestDurablyBeforeTheFilesThatItNames) {
   EXPECT_EQ(save.failure().code, FailureCode::kAlreadyExists);
   const std::string manifest = save.manifest_name();
   EXPECT_EQ(Tail(8), (std::vector<std::string>{
-                         "rename " + record + ".tmp " + record,
                          "fsync partial",
                          "rename partial step-7",  // refused
-                         "remove " + record,
+                         "rename " + record + " " + record + ".tmp",
                          "remove " + manifest,
                          "fsync partial",
                          "remove a.bin",
+                         "remove " + record + ".tmp",
                          "remove partial",
                      }));
   EXPECT_EQ(NamesIn(directory.path()), std::vector<std::string>{"step-7"});
