@@ -14,6 +14,7 @@ from typing import Any
 import faults
 import megatron_jobs
 import pytest
+import small_disk
 import torch
 import torch.distributed as dist
 from megatron_jobs import finalize, held_worker, run
@@ -154,6 +155,23 @@ def test_a_disk_without_space_on_one_rank_is_told_to_all(tmp_path: Path, is_asyn
     run(2, tmp_path, _no_space, str(tmp_path / "local"), is_async)
 
 
+def _disk_full(rank: int, directory: str) -> None:
+    manager = LocalCheckpointManager(directory)
+    saved(manager, 1)
+    with pytest.raises(CheckpointingException, match="iter_0000002_.*: No space left on device.*the newest is that of iteration 1"):
+        manager.save(State(2, rank, shard=1 << 20), 2)
+    assert files(manager) == [name(1, rank)]
+    fresh = LocalCheckpointManager(directory)
+    assert fresh.find_latest() == 1
+    assert _loaded(fresh) == expected(1, rank)
+    saved(fresh, 2)
+
+
+def test_a_full_disk_leaves_the_older_iteration(tmp_path: Path) -> None:
+    with small_disk.mounted(tmp_path / "disk", 6) as disk:
+        run(2, tmp_path, _disk_full, str(disk / "local"))
+
+
 class _Log(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -186,6 +204,29 @@ def _older(rank: int, directory: str) -> None:
 
 def test_a_damaged_file_counts_as_missing(tmp_path: Path) -> None:
     run(2, tmp_path, _older, str(tmp_path / "local"))
+
+
+def _abandoned(rank: int, directory: str) -> None:
+    from holdfast.megatron.queue import NvrxAsyncCallsQueue
+
+    saved(LocalCheckpointManager(directory), 1)
+    if rank == 1:
+        shutil.rmtree(Path(directory) / "1")
+    dist.barrier()
+    manager, queue = LocalCheckpointManager(directory), NvrxAsyncCallsQueue()
+    assert manager.find_latest() == -1
+    worker = held_worker() if rank == 0 else 0
+    queue.schedule_async_request(manager.save(State(1, rank), 1, is_async=True))
+    # Killed here, the job must not find rank 0's old file beside rank 1's new one.
+    if rank == 0:
+        assert files(manager) == []
+        os.kill(worker, signal.SIGCONT)
+    finalize(queue)
+    assert manager.find_latest() == 1
+
+
+def test_a_file_of_an_abandoned_run_completes_no_iteration(tmp_path: Path) -> None:
+    run(2, tmp_path, _abandoned, str(tmp_path / "local"))
 
 
 def _replica(rank: int, directory: str) -> None:
