@@ -11,8 +11,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 plain=${1:?usage: tools/frameworks.sh VENV}
-megatron=${HOLDFAST_MEGATRON:-0.19.2} nvrx=${HOLDFAST_NVRX:-0.6.0} lightning=${HOLDFAST_LIGHTNING:-2.6.5}
-torchtitan=${HOLDFAST_TORCHTITAN:-0.3.0}
+megatron=${HOLDFAST_MEGATRON:-0.19.2} oldest=${HOLDFAST_MEGATRON_OLDEST:-0.16.1} nvrx=${HOLDFAST_NVRX:-0.6.0} \
+  lightning=${HOLDFAST_LIGHTNING:-2.6.5} torchtitan=${HOLDFAST_TORCHTITAN:-0.3.0}
 venv=$root/build/venv-frameworks
 python=$venv/bin/python
 
@@ -47,7 +47,15 @@ if [ "$found" != "$wanted" ]; then
     fail "pip could not fetch nvidia-resiliency-ext $nvrx"
   "$python" -m zipfile -e "$wheels"/*.whl "$("$python" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')"
 fi
+# A second Megatron-Core, in front of the first for those who put the folder into PYTHONPATH.
+if ! [ -d "$venv/megatron-oldest/megatron_core-$oldest.dist-info" ]; then
+  rm -rf "$venv/megatron-oldest"
+  pip install -q --no-deps --ignore-requires-python --target "$venv/megatron-oldest" "megatron-core==$oldest" || {
+    rm -rf "$venv/megatron-oldest"
+    echo "pip could not install megatron-core $oldest: its tests are left out" >&2
+  }
+fi
 "$python" -W ignore -c '
 import megatron.core, nvidia_resiliency_ext.checkpointing.async_ckpt.core, lightning, torchtitan.components.checkpointer, holdfast' 2>/dev/null ||
   fail "the frameworks were installed into $venv, but cannot be imported"
-echo "$wanted"
+echo "$wanted; megatron-core $oldest"

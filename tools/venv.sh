@@ -10,7 +10,8 @@
 # HOLDFAST_TORCH   which PyTorch, as pip takes it (default torch==2.13.0). The CPU build is enough; a range that an installed
 #                  one meets installs nothing more.
 # HOLDFAST_VENV    where (default build/venv).
-# HOLDFAST_MEGATRON, HOLDFAST_NVRX, HOLDFAST_LIGHTNING, HOLDFAST_TORCHTITAN   versions for --frameworks.
+# HOLDFAST_MEGATRON, HOLDFAST_MEGATRON_OLDEST, HOLDFAST_NVRX, HOLDFAST_LIGHTNING, HOLDFAST_TORCHTITAN   versions for
+#                  --frameworks.
 # Run it again after a change: what is up to date stays.
 set -euo pipefail
 # shellcheck source=tools/setup.sh

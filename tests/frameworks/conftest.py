@@ -18,6 +18,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))  # its help
 warnings.simplefilter("ignore")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every_version: also runs with the oldest Megatron-Core")
+
+
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
     needs = {"test_megatron": "megatron", "test_nvrx": "nvidia_resiliency_ext", "test_torchtitan": "torchtitan"}
     for beginning, package in needs.items():

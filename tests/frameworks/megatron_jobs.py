@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import signal
 import time
@@ -136,6 +137,30 @@ class State:
         assert found["note"] == {"iteration": 7}
         pairs = [(found["rows"], self.rows), (found["replica"], self.replica), (found["step"], self.step)]
         return sum(int((a != b).sum()) for a, b in pairs)
+
+
+def strategy_of(**options: Any) -> Any:
+    """Megatron's strategy; its oldest version has no default for the format."""
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+    return TorchDistSaveShardedStrategy("torch_dist", 1, **options)
+
+
+def save(state: State, directory: str, strategy: Any, **options: Any) -> Any:
+    """`dist_checkpointing.save`, with those options that the version takes."""
+    from megatron.core.dist_checkpointing import save
+
+    known = inspect.signature(save).parameters
+    return save(state.sharded(), directory, strategy, **{k: v for k, v in options.items() if k in known})
+
+
+def queue_of(dialect: str) -> Any:
+    """The queue that Megatron takes for a dialect."""
+    from megatron.core.dist_checkpointing.strategies import async_utils, torch
+
+    if hasattr(torch, "get_async_strategy"):
+        return torch.get_async_strategy(dialect)[1]["AsyncCallsQueue"]()
+    return async_utils.AsyncCallsQueue()
 
 
 def fresh(directory: str | Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_jobs import State, finalize, fresh, run
+from megatron_jobs import State, finalize, fresh, queue_of, run, save, strategy_of
 
 import holdfast
 import holdfast.dcp
 import holdfast.megatron
 
 ways = pytest.mark.parametrize("way", ["synchronous", "mcore", "nvrx"])
+# Also with the oldest Megatron-Core (test_megatron_oldest.py).
+every_version = pytest.mark.every_version
 worlds = pytest.mark.parametrize("world_size", [1, 2])
 
 
@@ -26,16 +29,13 @@ def _save(way: str, state: State, directory: str, strategy: Any, *, trains: bool
 
     With `trains`, the state changes between the call and the scheduling, too.
     """
-    from megatron.core.dist_checkpointing import save
-    from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
-
     if way == "synchronous":
-        save(state.sharded(), directory, strategy, **options)
+        save(state, directory, strategy, **options)
         return None
-    request = save(state.sharded(), directory, strategy, async_sharded_save=True, async_strategy=way, **options)
+    request = save(state, directory, strategy, async_sharded_save=True, async_strategy=way, **options)
     if trains:
         state.train()
-    queue = get_async_strategy(way)[1]["AsyncCallsQueue"]()
+    queue = queue_of(way)
     queue.schedule_async_request(request)
     return queue
 
@@ -50,11 +50,12 @@ def _check(directory: str, state: State) -> None:
 
 def saves(rank: int, directory: str, way: str) -> None:
     holdfast.megatron.install()
+    from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+    has_integrity = "verify_integrity" in inspect.signature(dist_checkpointing.save).parameters
     for wraps in (False, True):
-        strategy: Any = TorchDistSaveShardedStrategy()
+        strategy = strategy_of()
         if wraps:
             strategy = FullyParallelSaveStrategyWrapper(strategy)
         state, saved = State(3), State(3)
@@ -65,9 +66,10 @@ def saves(rank: int, directory: str, way: str) -> None:
             finalize(queue)
         _check(path, saved)
         assert json.loads(Path(path, "metadata.json").read_text())["sharded_backend"] == "torch_dist"
-        assert os.path.exists(f"{path}/integrity.json")
+        assert os.path.exists(f"{path}/integrity.json") == has_integrity
 
 
+@every_version
 @ways
 @worlds
 def test_a_save_has_the_state_of_the_call(way: str, world_size: int, tmp_path: Path) -> None:
@@ -90,31 +92,27 @@ def _exchanges() -> list[str]:
 
 def _known_plans(rank: int, directory: str, way: str) -> None:
     holdfast.megatron.install()
-    from megatron.core.dist_checkpointing import save
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy, get_async_strategy
-
-    strategy = TorchDistSaveShardedStrategy(cached_metadata=True)
-    queue = get_async_strategy(way)[1]["AsyncCallsQueue"]()
+    strategy, queue = strategy_of(cached_metadata=True), queue_of(way)
     for number in range(4):
         state, saved = State(number), State(number)
         path = fresh(f"{directory}/iter_{number}")
         made = _exchanges()
-        request = save(state.sharded(), path, strategy, validate_access_integrity=False, async_sharded_save=True,
-                       async_strategy=way)  # fmt: skip
+        request = save(state, path, strategy, validate_access_integrity=False, async_sharded_save=True, async_strategy=way)
         assert bool(made) == (number < 2), made
         queue.schedule_async_request(request)
         state.train()
         finalize(queue)
         _check(path, saved)
     # Into a directory with a checkpoint: nothing of it stays.
-    queue.schedule_async_request(save(State(9).sharded(), path, strategy, validate_access_integrity=False,
-                                      async_sharded_save=True, async_strategy=way))  # fmt: skip
+    queue.schedule_async_request(save(State(9), path, strategy, validate_access_integrity=False, async_sharded_save=True,
+                                      async_strategy=way))  # fmt: skip
     finalize(queue)
     _check(path, State(9))
     files = [name for name in os.listdir(path) if name.endswith(".distcp")]
     assert sorted(files) == [f"__{r}_1.distcp" for r in range(dist.get_world_size())]
 
 
+@every_version
 @pytest.mark.parametrize("way", ["mcore", "nvrx"])
 def test_a_known_plan_needs_no_exchange(way: str, tmp_path: Path) -> None:
     run(2, tmp_path, _known_plans, str(tmp_path / "run"), way)
@@ -151,10 +149,9 @@ def test_the_plans_of_a_loaded_checkpoint_are_used(way: str, tmp_path: Path) -> 
 def _apart(rank: int, directory: str) -> None:
     holdfast.megatron.install()
     from megatron.core.dist_checkpointing import remove_sharded_tensors
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
     path = fresh(directory)
-    strategy = TorchDistSaveShardedStrategy(separation_hint="head.")
+    strategy = strategy_of(separation_hint="head.")
     for number in range(2):
         finalize(_save("mcore", State(number), path, strategy))
         _check(path, State(number))
@@ -212,23 +209,22 @@ def _without_patch(rank: int, directory: str) -> None:
     from megatron.core.dist_checkpointing.strategies import torch as strategies
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 
-    stock = strategies.get_async_strategy
+    stock = {name: value for name, value in vars(strategies).items() if callable(value)}
     strategy = holdfast.megatron.SaveStrategy("torch_dist", 1, cached_metadata=True)
-    wrapped = FullyParallelSaveStrategyWrapper(holdfast.megatron.SaveStrategy())
+    wrapped = FullyParallelSaveStrategyWrapper(holdfast.megatron.SaveStrategy("torch_dist", 1))
     for number, used in enumerate([strategy, strategy, wrapped, strategy]):
         path = fresh(f"{directory}/{number}")
         if number == 1:
             _save("synchronous", State(number), path, used)
         else:
-            from megatron.core.dist_checkpointing import save
-
-            request = save(State(number).sharded(), path, used, async_sharded_save=True, async_strategy="mcore")
+            request = save(State(number), path, used, async_sharded_save=True, async_strategy="mcore")
             assert type(request) is strategies.AsyncRequest
             request.execute_sync()
         _check(path, State(number))
-    assert strategies.get_async_strategy is stock
+    assert {name: value for name, value in vars(strategies).items() if callable(value)} == stock
 
 
+@every_version
 def test_a_strategy_object_needs_no_patch(tmp_path: Path) -> None:
     run(2, tmp_path, _without_patch, str(tmp_path / "run"))
 
@@ -236,13 +232,12 @@ def test_a_strategy_object_needs_no_patch(tmp_path: Path) -> None:
 def _synchronous_memory(rank: int, directory: str) -> int:
     os.environ["HOLDFAST_ARENA_BYTES"] = "0"  # as much as the save asks for
     holdfast.megatron.install()
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
-
-    _save("synchronous", State(1, columns=1 << 20), fresh(directory), TorchDistSaveShardedStrategy())
+    _save("synchronous", State(1, columns=1 << 20), fresh(directory), strategy_of())
     assert State(1, columns=1 << 20).wrong_elements_in(directory) == 0
     return holdfast.staging()["arena_bytes"]
 
 
+@every_version
 def test_a_synchronous_save_streams(tmp_path: Path) -> None:
     (arena_bytes,) = run(1, tmp_path, _synchronous_memory, str(tmp_path / "run"))
     assert 0 < arena_bytes < 200 << 20  # of a state of 256 MiB

@@ -49,7 +49,7 @@ class Patch:
 
     def __init__(self) -> None:
         self._done: list[tuple[str, Any, Any]] = []  # name, what was there, ours
-        self._classes: list[tuple[type, str, Any, Any]] = []  # class, name, what was there, ours
+        self._classes: list[tuple[type, str, Any, Any]] = []  # class, name, what it had itself, ours
         self._finder = _Finder(self._apply)
 
     def start(self) -> None:
@@ -67,7 +67,11 @@ class Patch:
         for name, before, ours in self._done:
             _replace_everywhere(name, ours, before)
         for owner, name, before, ours in self._classes:
-            if vars(owner).get(name) is ours:
+            if vars(owner).get(name) is not ours:
+                continue
+            if before is None:
+                delattr(owner, name)
+            else:
                 setattr(owner, name, before)
 
     def _apply(self, module: ModuleType) -> None:
@@ -93,8 +97,9 @@ class Patch:
 
     def _wait_in_save(self, module: ModuleType) -> None:
         """Makes the strategy's synchronous save known to the writer."""
+        # In Megatron-Core 0.16 the strategy inherits it.
         strategy: Any = getattr(module, _STRATEGY, None)
-        stock_save = vars(strategy).get("save") if strategy is not None else None
+        stock_save = getattr(strategy, "save", None)
         if stock_save is None:
             return
 
@@ -103,7 +108,7 @@ class Patch:
             with stock.synchronously():
                 return stock_save(*args, **kwargs)
 
-        self._classes.append((strategy, "save", stock_save, save))
+        self._classes.append((strategy, "save", vars(strategy).get("save"), save))
         strategy.save = save
 
 
