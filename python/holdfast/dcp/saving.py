@@ -17,7 +17,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -64,6 +64,17 @@ def _without_state(failure: BaseException) -> BaseException:
         one.__traceback__ = None
         one = one.__cause__ or one.__context__
     return failure
+
+
+@contextlib.contextmanager
+def _of_ranks(path: str, does: str) -> Iterator[None]:
+    """Raises what a group says as UNAVAILABLE. What fails on a rank comes as its own exception."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Error(
+            "UNAVAILABLE", f"save {path}: {does} the other ranks: {error}; a rank has died or hangs"
+        ) from error
 
 
 def _state_dicts(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -169,7 +180,8 @@ class _Saving:
             return placed
 
         if self.use_collectives:
-            mine = ranks.reduce_scatter("plan", local_step, global_step)
+            with _of_ranks(str(writer.path), "plan with"):
+                mine = ranks.reduce_scatter("plan", local_step, global_step)
         else:
             mine = global_step([local_step()])[0]
         self.line.agree(mine.storage_data.attempt, mine.storage_data.generation)
@@ -278,15 +290,10 @@ class _Saving:
             raise
 
     def _finish(self, mine: Message | BaseException, exchange: Exchange) -> Metadata:
-        try:
+        with _of_ranks(str(self.writer.path), "exchange with"):
             if not self.use_collectives:
                 return self._finish_alone(mine, exchange)
             metadata, replanned = self._reduce(mine, exchange)
-        except RuntimeError as error:  # of the exchange: what fails on a rank comes as its own
-            raise Error(
-                "UNAVAILABLE",
-                f"save {self.writer.path}: exchange with the other ranks: {error}; a rank has died or hangs",
-            ) from error
         if replanned is not None and self.begun is not None and self.begun.known is not None:
             following = self.begun.known.following(replanned, exchange.rank)
             self.line.cache.add(following, None)
@@ -437,7 +444,8 @@ def async_save(
     writer.reset(checkpoint_id)
     writer.staged = False
     runtime = writer.runtime or _runtime.default
-    line = line_of(process_group, no_dist, runtime.options.get("time_ranks_max"))
+    with _of_ranks(str(writer.path), "make a group of"):
+        line = line_of(process_group, no_dist, runtime.options.get("time_ranks_max"))
     late = async_stager.late if isinstance(async_stager, Stager) else ()
     saving = _Saving(writer, planner, line, use_collectives, late)
     who = {"kind": "dcp", "rank": line.rank, "world_size": line.world_size}

@@ -38,8 +38,11 @@ _CODES = {
     "disk": {"RESOURCE_EXHAUSTED"},
     "exit-trainer": {"CANCELLED", "ABORTED"},
 }
-# What the other ranks of a save may say.
-_OF_RANKS = {"ABORTED", "CANCELLED", "DEADLINE_EXCEEDED", "UNAVAILABLE", "DATA_LOSS", "RESOURCE_EXHAUSTED"}
+# What the other ranks of a save may say: one has failed, or gives no sign of life. In DCP they say what it
+# said, or that it is gone.
+_OF_RANKS = {"holdfast": {"ABORTED", "DEADLINE_EXCEEDED"}, "dcp": {"ABORTED", "UNAVAILABLE"}}
+# What a load says of a damaged checkpoint.
+_OF_DAMAGE = {"DATA_LOSS", "FAILED_PRECONDITION", "NOT_FOUND"}
 
 
 @dataclasses.dataclass
@@ -154,11 +157,7 @@ class Judge:
         allowed = self._codes(made, causes)
         for error in said or [{"ours": False}]:
             if not error["ours"]:
-                # A collective of the framework's own, which has no descriptor or no answer from a rank that is gone.
-                of_peers = {*schedule.DEADLY, "limit-files"}
-                if not (self.format == "dcp" and self.round["ranks"] > 1 and causes & of_peers):
-                    self.blame("v", f"{what} with what is no holdfast.Error: {said}")
-                self.counts["errors of the framework about other ranks"] += 1
+                self.blame("v", f"{what} with what is no holdfast.Error: {said}")
                 continue
             self.counts[f"code {error['code']}"] += 1
             if error["code"] not in allowed:
@@ -172,14 +171,14 @@ class Judge:
         for cause in causes:
             allowed |= _CODES.get(cause, set())
         if causes - set(schedule.HARMLESS) and round_["ranks"] > 1:
-            allowed |= _OF_RANKS
+            allowed |= _OF_RANKS[self.format]
         if "limit-files" in causes and self.format == "dcp" and round_["ranks"] > 1:
             allowed.add("FAILED_PRECONDITION")  # of a rank whose call failed before it met the others
         same = [m for m in self._made.values() if m.name == made.name and m is not made]
         if same and not round_["replace"]:
             allowed.add("ALREADY_EXISTS")
         if same and (round_["replace"] or round_["same_names"] or self.format == "dcp"):
-            allowed |= {"ABORTED", "ALREADY_EXISTS"}
+            allowed.add("ABORTED")  # overtaken
         if round_["when_full"] == "fail" and self.format == "holdfast":
             allowed.add("RESOURCE_EXHAUSTED")
         return allowed
@@ -339,7 +338,9 @@ class Judge:
                 for number, different in readers.readers_of(self.format)[reader](path, self.expected):
                     if different:
                         self.blame("ii", f"{done}: {reader} of {path} accepts it; save {number}: {different}")
-            except holdfast.Error:
+            except holdfast.Error as error:
+                if error.code not in _OF_DAMAGE:
+                    self.blame("v", f"{done}: {reader} of {path} raises {error!r}")
                 self.counts["damage refused by a load"] += 1
             except readers.Unknown as error:
                 self.blame("ii", f"{done}: {reader} of {path} accepts it; {error}")
