@@ -140,7 +140,9 @@ class CheckpointIO(_Base):
             self.order.wait_for(os.path.realpath(where))
         self.order.raise_error()
         further = {} if map_location is None else {"map_location": map_location}
-        return super().load_checkpoint(where, weights_only=weights_only, **further)
+        # A relative path stays as it is, for messages.
+        shown = path if os.path.abspath(path) == where else where
+        return super().load_checkpoint(shown, weights_only=weights_only, **further)
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint behind the save that was begun last, unless that fails."""
