@@ -218,6 +218,8 @@ void SaveState::ReleaseResources() {
   const base::MutexLock lock(&mutex_);
   table.reset();
   link.reset();
+  parent.reset();
+  checksums.reset();
   plan.reset();
   leases = std::vector<staging::Lease>();
 }

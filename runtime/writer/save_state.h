@@ -137,8 +137,8 @@ class SaveState {
   void MarkErrorReturned();
   /// Asks the worker to stop.
   void Cancel();
-  /// Gives the control memory, the worker and the callbacks back; after Finish, by the supervisor.
-  /// A handle may live on for long.
+  /// Gives the control memory, the worker, the descriptors and the callbacks back; after Finish. A
+  /// handle may live on for long.
   void ReleaseResources();
 
  private:

@@ -278,5 +278,31 @@ TEST(QuarantinedSave, KeepsItsMemoryAndHangsNeitherFlushNorDestructor) {
   EXPECT_TRUE(WaitFor([&] { return std::filesystem::exists(stuck_directory + "/stuck"); }));
 }
 
+TEST_P(Beside, AKeptHandleHoldsNoDescriptor) {
+  CheckpointerOptions options = Options();
+  options.qos.bytes_per_second_max = 4u << 20;
+  const auto first = Make(options);
+  ASSERT_NE(first, nullptr);
+  const TrainingState state = TrainingState::Uniform(2, 2u << 20, 1);
+  std::vector<SaveHandle> kept;
+  std::vector<size_t> open;
+  for (int i = 0; i < 6; ++i) {
+    options.directory = absl::StrCat(directory(), "/", i);
+    std::filesystem::create_directory(options.directory);
+    auto door = first->CreateBeside(options);
+    ASSERT_TRUE(door.ok()) << door.status();
+    const auto handle = Begin(door->get(), "cancelled", state);
+    ASSERT_TRUE(handle.ok()) << handle.status();
+    EXPECT_TRUE(handle->Cancel().ok());
+    EXPECT_TRUE(absl::IsCancelled(handle->WaitDurable(kLong).status()));
+    kept.push_back(*handle);
+    (void)(*door)->Flush(kLong);
+    door->reset();
+    const auto descriptors = std::filesystem::directory_iterator("/proc/self/fd");
+    open.push_back(static_cast<size_t>(std::distance(descriptors, {})));
+  }
+  EXPECT_EQ(open.back(), open[1]) << "after the first saves";
+}
+
 }  // namespace
 }  // namespace holdfast::testing
