@@ -164,20 +164,23 @@ class Filling:
 
     def tensor(self, node: Node, target: torch.Tensor, path: str) -> None:
         """Reads a tensor node into a strided tensor."""
-        self.compare(node["shape"], list(target.shape), path, "has shape")
-        self.compare(node["dtype"], _dtypes.torch_name(target.dtype), path)
-        self.compare("strided", str(target.layout).removeprefix("torch."), path)
-        _devices.device_of(target.device)  # where nothing can be read to, it says so
+        dtype = _dtypes.torch_name(target.dtype)
+        if target.layout is not torch.strided or node["dtype"] != dtype or node["shape"] != list(target.shape):
+            self.compare(node["shape"], list(target.shape), path, "has shape")
+            self.compare(node["dtype"], dtype, path)
+            self.compare("strided", str(target.layout).removeprefix("torch."), path)
         self._checkpoint.require_alike(node["stored"])
         reader = self._checkpoint.reader
         target = target.detach()
-        self.keep([target])
+        if self._refusable:
+            self.keep([target])
         contiguous = type(target) is torch.Tensor and target.is_contiguous()
         if contiguous and not {"offset", "stride"} & node.keys() and not target.is_neg() \
                 and not target.is_conj() and target.nbytes == self._checkpoint.entry_bytes(node["stored"]):
             self._loading.add_whole(reader, node["stored"], target)
             self.changes(target)
             return
+        _devices.device_of(target.device)  # where nothing can be read to, it says so
         shape, stride = tuple(node["shape"]), _state.stride_of(node)
         if type(target) is torch.Tensor and target.stride() == stride and _is_dense(target):
             # Of one order in memory, whichever it is: one run of it.
