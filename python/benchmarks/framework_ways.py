@@ -121,8 +121,13 @@ def _our_queue() -> Any:
     return AsyncCallsQueue()
 
 
-def _stock_queue(module: str, **options: Any) -> Callable[[], Any]:
-    return lambda: importlib.import_module(module).AsyncCallsQueue(**options)
+def _stock_queue(dialect: str, persistent: bool) -> Callable[[], Any]:
+    def make() -> Any:
+        # The worker of nvidia-resiliency-ext takes a GPU otherwise.
+        options = {} if dialect == "mcore" or torch.cuda.is_available() else {"cpu_shm_mode": True}
+        return importlib.import_module(_QUEUES[dialect]).AsyncCallsQueue(persistent=persistent, **options)
+
+    return make
 
 
 OUR_CALLER = "holdfast.megatron"
@@ -138,10 +143,8 @@ def megatron_callers() -> dict[str, Caller]:
     for dialect, module in _QUEUES.items():
         if has(module):
             for kind in ("temporal", "persistent"):
-                options = {"persistent": kind == "persistent"}
-                if dialect == "nvrx" and not torch.cuda.is_available():
-                    options["cpu_shm_mode"] = True  # its worker takes a GPU otherwise
-                found[f"{dialect} {kind}"] = Caller(_stock_queue(module, **options), _stock_strategy, dialect)
+                queue = _stock_queue(dialect, kind == "persistent")
+                found[f"{dialect} {kind}"] = Caller(queue, _stock_strategy, dialect)
     found[OUR_CALLER] = Caller(_our_queue, _our_strategy, "mcore")
     return found
 
@@ -177,7 +180,7 @@ def _synchronous_way(make_strategy: Callable[[], Any]) -> Way:
     return Way(start, load_megatron, finish=_let_go)
 
 
-def _import_all() -> None:
+def import_all() -> None:
     """Imports what the callers import in their first call: that is no part of a call."""
     from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
 
@@ -188,7 +191,7 @@ def _import_all() -> None:
 
 
 def megatron_ways(trainer: Trainer, arena_bytes: int) -> dict[str, Way]:
-    _import_all()
+    import_all()
     return {
         "mcore synchronous": _synchronous_way(_stock_strategy),
         "holdfast.megatron synchronous": _synchronous_way(_our_strategy),

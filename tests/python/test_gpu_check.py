@@ -1,0 +1,60 @@
+"""`tools/gpu-check.sh` where there is no GPU: every step rehearses or says why not, and no figure is shown as one of a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+REHEARSAL = "rehearsal (CPU)"
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: run tools/gpu-check.sh itself")
+
+
+def check(out: Path, *options: str, **environment: str) -> tuple[int, list[dict[str, Any]], str]:
+    """Its exit status, rows and table."""
+    scratch = out / "scratch"
+    scratch.mkdir(parents=True)
+    command = [ROOT / "tools/gpu-check.sh", "--python", sys.executable, "--out", out, "--scratch", scratch, "--rehearse", *options]
+    done = subprocess.run(command, cwd=out, capture_output=True, text=True, timeout=1200, env={**os.environ, **environment})
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert json.loads((out / "results.json").read_text())["rows"] == rows
+    assert list(scratch.iterdir()) == []
+    log = (out / "log.txt").read_text()
+    print(done.stdout, log, done.stderr)
+    return done.returncode, rows, (out / "table.md").read_text()
+
+
+def test_each_step_rehearses_or_says_why_not(tmp_path: Path) -> None:
+    status, rows, table = check(tmp_path)
+    assert status == 0
+    assert {row["step"] for row in rows} == {
+        "C++ tests", "late copies", "dirty data", "callers", "forks", "lightning", "load", "sharded",
+    }  # fmt: skip
+    assert {row["device"] for row in rows} == {REHEARSAL}
+    assert all(row["result"] in ("ok", "ran", "measured") or row["result"].startswith("skipped: ") for row in rows)
+    assert not any(row["unit"] for row in rows)
+    assert "## Rehearsal on the CPU: no figure of a GPU" in table
+    outcomes = {row["what"]: row for row in rows}
+    assert outcomes["elements of the next step, queued right behind the call"]["value"] == 0
+    assert outcomes["holdfast.load: all values are those saved"]["value"] is True
+    assert outcomes["pinned memory in a forked child: bytes changed by a later copy"]["value"] == "2097152 of 2097152"
+
+
+def test_a_step_that_fails_ends_no_other(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "holdfast.py").write_text("raise RuntimeError('broken on purpose')\n")
+    status, rows, table = check(tmp_path / "out", "--only", "late_copies,forks", PYTHONPATH=str(broken))
+    assert status == 1
+    assert [row["result"] for row in rows if row["step"] == "late_copies"] == ["FAILED: exit status 1; see log.txt"]
+    killed = [row for row in rows if "trainer killed in a copy" in row["what"]]
+    assert killed and all(row["result"].startswith("FAILED") for row in killed)
+    assert [row["result"] for row in rows if row["what"].startswith("end of a forked child")] == ["measured", "measured"]
+    assert "broken" not in table.splitlines()[0]
