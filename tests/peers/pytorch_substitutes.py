@@ -23,6 +23,7 @@ import torch.distributed.checkpoint._fsspec_filesystem
 import torch.distributed.checkpoint._storage_utils as storage_utils
 import torch.distributed.checkpoint.staging as torch_staging
 import torch.distributed.checkpoint.state_dict_saver as state_dict_saver
+from journal import JOURNAL, TEST, note
 from torch.distributed.checkpoint.filesystem import _FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -31,19 +32,7 @@ from torch.futures import Future
 import holdfast.dcp
 from holdfast.dcp import metadata as holdfast_metadata
 
-JOURNAL = "HOLDFAST_PEERS_JOURNAL"
-TEST = "HOLDFAST_PEERS_TEST"
 SCRATCH = "HOLDFAST_PEERS_SCRATCH"
-
-
-def note(kind: str, **what: Any) -> None:
-    """Adds a line to the journal: one write, so that lines of several processes do not mix."""
-    line = json.dumps({"kind": kind, "test": os.environ.get(TEST, ""), **what}) + "\n"
-    fd = os.open(os.environ[JOURNAL], os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, line.encode())
-    finally:
-        os.close(fd)
 
 
 def adapted(key: str) -> None:

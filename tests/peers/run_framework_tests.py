@@ -1,77 +1,111 @@
-#!/usr/bin/env python3
 """Runs a framework's own checkpoint tests with Holdfast installed, on gloo ranks of this machine.
 
-    build/venv-frameworks/bin/python tests/peers/run_framework_tests.py CHECKOUT [FILE...]
+    build/venv-frameworks/bin/python tests/peers/run_framework_tests.py CHECKOUT [FILE...] [--report docs/peer-tests.md]
 
 CHECKOUT is one of Megatron-LM (eight ranks) or of nvidia-resiliency-ext (two); its tests run against the package that is
-installed. Exit status 0 if none failed on any rank. With HOLDFAST_PEER_STOCK=1 nothing is installed: what the tests do by
-themselves.
+installed. A test has passed if it has on all ranks, and every save in it was proved when it was committed. Exit status 0 if
+none failed. With --stock nothing is installed: what the tests do by themselves.
 """
 
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
 import os
-import pathlib
-import re
 import shutil
-import subprocess
 import sys
 import tempfile
+import time
+from pathlib import Path
 
-HERE = pathlib.Path(__file__).resolve().parent
-# Folder, files and ranks of each framework.
-SUITES = (
-    ("tests/unit_tests/dist_checkpointing",
-     ("test_async_save.py", "test_torch_dist.py", "test_integrity.py", "test_fully_parallel.py"), 8),
-    ("tests/checkpointing/unit", ("test_basic_local.py", "test_cleanup.py"), 2),
-)  # fmt: skip
-# They want an error where nvidia-resiliency-ext is missing. Here it may be.
-LEFT_OUT = (
-    "test_get_async_strategy_no_nvrx_installed and nvrx",
-    "test_get_async_strategy_missing_nvrx_cached_metadata_reader",
+import pytest_runs
+from pytest_runs import Outcome
+
+# Of Megatron-LM.
+FOLDER = "tests/unit_tests/dist_checkpointing"
+FILES = (
+    "test_async_save.py",
+    "test_torch_dist.py",
+    "test_integrity.py",
+    "test_fully_parallel.py",
+    "test_serialization.py",
+    "test_nonpersistent.py",
+    "test_global_metadata_reuse.py",
+    "test_local.py",
+    "test_strict.py",
+    "test_replication.py",
 )
+# Of nvidia-resiliency-ext: local checkpoints, for which no manifest of a directory counts.
+NVRX_FOLDER = "tests/checkpointing/unit"
+NVRX_FILES = ("test_basic_local.py", "test_cleanup.py")
+# Parts of names of tests, and why they fail here.
+IMPOSSIBLE = {
+    "test_get_async_strategy_no_nvrx_installed": "wants an error where nvidia-resiliency-ext is missing; here it may be",
+    "test_get_async_strategy_missing_nvrx_cached_metadata_reader": "looks for stock classes where nvidia-resiliency-ext is missing",
+}
 
 
-def run(tests, folder, name, ranks):
-    """The outcomes of one file on all ranks: pytest's last lines."""
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-               "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{folder}/{name}",
-               "-k", " and ".join(f"not ({one})" for one in LEFT_OUT)]  # fmt: skip
-    path = [str(HERE / "megatron_no_gpu"), str(tests)]
-    done = subprocess.run(
-        command, cwd=tests, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    ends = re.findall(r"^\d+ (?:passed|failed).* in .*s", done.stdout, re.MULTILINE)
-    failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) \S+", done.stdout, re.MULTILINE)))
-    if len(ends) != ranks:
-        print(done.stdout[-4000:], done.stderr[-4000:], file=sys.stderr)
-    return ends, failed
+def run(root: Path, folder: str, name: str, ranks: int, limit: float, stock: bool) -> list[Outcome]:
+    path = os.pathsep.join([str(pytest_runs.HERE / "megatron_no_gpu"), str(root)])
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HOLDFAST_PEER_STOCK": str(int(stock))}
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+    found = pytest_runs.run(f"{folder}/{name}", root, launcher=launcher, environment=variables, limit=limit, ranks=ranks)
+    for outcome in found:
+        reason = next((why for part, why in IMPOSSIBLE.items() if part in outcome.test), "")
+        if reason and outcome.status == "failed" and not stock:
+            outcome.status, outcome.reason = "impossible", reason
+    return found
 
 
-def main(checkout, *files):
-    broken = False
-    found = [suite for suite in SUITES if pathlib.Path(checkout, suite[0]).is_dir()]
-    if not found:
-        print(f"{checkout}: neither Megatron-LM nor nvidia-resiliency-ext: no {' and no '.join(s[0] for s in SUITES)}", file=sys.stderr)
-        return 2
-    folder, of_suite, ranks = found[0]
+def report(outcomes: list[Outcome], seconds: float) -> list[str]:
+    return [
+        "Megatron-LM's tests of `dist_checkpointing` with `holdfast.megatron` installed, on eight gloo ranks",
+        "with a stand-in for the GPU. A test counts only if it has passed on all ranks, and if every save in",
+        "it was proved by its manifests when it was committed.",
+        "",
+        f"Megatron-Core {importlib.metadata.version('megatron-core')}, nvidia-resiliency-ext "
+        f"{importlib.metadata.version('nvidia-resiliency-ext')}: {pytest_runs.said(outcomes)}.",
+        f"{sum(o.saves for o in outcomes)} saves, every one proved. {seconds:.0f} s. Made by",
+        "",
+        "    python tests/peers/run_framework_tests.py CHECKOUT --report docs/peer-tests.md",
+        *pytest_runs.table(outcomes),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("checkout", type=Path, help="source tree of Megatron-LM or nvidia-resiliency-ext")
+    parser.add_argument("files", nargs="*", help="default: all that apply")
+    parser.add_argument("--report", type=Path, help="document for the table")
+    parser.add_argument("--limit", type=float, default=900, help="seconds for a file")
+    parser.add_argument("--stock", action="store_true", help="without Holdfast")
+    arguments = parser.parse_args()
+    suites = ((FOLDER, FILES, 8), (NVRX_FOLDER, NVRX_FILES, 2))
+    of_checkout = [suite for suite in suites if (arguments.checkout / suite[0]).is_dir()]
+    if not of_checkout:
+        parser.error(f"{arguments.checkout}: neither Megatron-LM nor nvidia-resiliency-ext: it has no {FOLDER} and no {NVRX_FOLDER}")
+    folder, files, ranks = of_checkout[0]
+    if arguments.report and folder != FOLDER:
+        parser.error("--report is for Megatron-LM's tests")
+    started = time.monotonic()
+    outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as scratch:
-        tests = pathlib.Path(scratch)
-        shutil.copytree(pathlib.Path(checkout, "tests"), tests / "tests")
+        root = Path(scratch)
+        shutil.copytree(arguments.checkout / "tests", root / "tests")
         # It downloads data that these tests do not use.
-        download = tests / "tests/test_utils/python_scripts/download_unit_tests_dataset.py"
+        download = root / "tests/test_utils/python_scripts/download_unit_tests_dataset.py"
         if download.exists():
             download.write_text("def download_and_extract_asset(assets_dir):\n    pass\n")
-        for name in files or of_suite:
-            ends, failed = run(tests, folder, name, ranks)
-            print(f"{name}: {ends[0] if ends else 'no rank has ended'}; {len(ends)} of {ranks} ranks", flush=True)
-            for test in failed:
-                print(f"  {test}")
-            broken = broken or bool(failed) or len(ends) != ranks
-    return 1 if broken else 0
+        for name in arguments.files or files:
+            found = run(root, folder, name, ranks, arguments.limit, arguments.stock)
+            pytest_runs.show(found)
+            outcomes += found
+    if arguments.report:
+        lines = report(outcomes, time.monotonic() - started)
+        pytest_runs.put(arguments.report, "Megatron's own tests", lines)
+    print(pytest_runs.said(outcomes))
+    return 1 if not outcomes or any(o.status == "failed" for o in outcomes) else 0
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
-        print(__doc__)
-        sys.exit(0 if len(sys.argv) > 1 else 2)
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main())

@@ -25,6 +25,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import journal
+import pytest_runs
 import pytorch_adaptations as adaptations
 
 HERE = Path(__file__).resolve().parent
@@ -54,10 +56,10 @@ class Outcome:
 def run_file(path: Path, name: str, own_async_save: bool, only: str, limit: float) -> list[Outcome]:
     """Runs the tests of a file; a file that does not end in time fails."""
     with tempfile.TemporaryDirectory(prefix="holdfast-peers-") as scratch:
-        journal = os.path.join(scratch, "journal")
+        lines_at = os.path.join(scratch, "journal")
         environment = {
             **os.environ,
-            "HOLDFAST_PEERS_JOURNAL": journal,
+            journal.JOURNAL: lines_at,
             "HOLDFAST_PEERS_SCRATCH": scratch,
             "HOLDFAST_ARENA_BYTES": os.environ.get("HOLDFAST_ARENA_BYTES", str(64 << 20)),
             "OMP_NUM_THREADS": "1",
@@ -92,9 +94,7 @@ def run_file(path: Path, name: str, own_async_save: bool, only: str, limit: floa
             outcomes.append(
                 Outcome(name, "(the file)", own_async_save, "failed", f"{ended}\n{tail}", limit)
             )
-        notes = []
-        if os.path.exists(journal):
-            notes = [json.loads(line) for line in Path(journal).read_text().splitlines()]
+        notes = journal.notes(lines_at)
         for outcome in outcomes:
             judge(outcome, [note for note in notes if note["test"] == outcome.test])
         return outcomes
@@ -133,8 +133,8 @@ def judge(outcome: Outcome, notes: list[dict[str, Any]]) -> None:
         outcome.status = "adapted"
 
 
-def write_report(outcomes: list[Outcome], command: str, version: str, seconds: float) -> str:
-    """The table, in Markdown."""
+def write_report(outcomes: list[Outcome], command: str, version: str, seconds: float) -> list[str]:
+    """The table, in Markdown, without its title."""
     count = Counter(o.status for o in outcomes)
     order = ("passed", "adapted", "impossible", "skipped", "failed")
     said = ", ".join(f"{count[s]} {s}" for s in order if count[s])
@@ -142,8 +142,6 @@ def write_report(outcomes: list[Outcome], command: str, version: str, seconds: f
     used = sorted({key for o in outcomes for key in o.changes})
     number = {key: i + 1 for i, key in enumerate(used)}
     lines = [
-        "# PyTorch's own tests",
-        "",
         "PyTorch's tests of storage writers, of the save and load API and of asynchronous saves,",
         "run with Holdfast's writer, reader and stager in the place of `FileSystemWriter`,",
         "`FileSystemReader` and `DefaultStager`. A test counts only if every save in it was made",
@@ -180,13 +178,13 @@ def write_report(outcomes: list[Outcome], command: str, version: str, seconds: f
             if o.kept:
                 remark += f"; {o.kept} failed saves left the checkpoint as it was"
             lines.append(f"| {o.name} | {o.status} | {o.saves or ''} | {remark} |")
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkout", type=Path, help="source tree of PyTorch")
-    parser.add_argument("--report", type=Path, help="file for the table")
+    parser.add_argument("--report", type=Path, help="document for the table")
     parser.add_argument("--files", default="*", help="pattern of files under " + str(TESTS))
     parser.add_argument("--only", default="*", help="pattern of CLASS.TEST")
     parser.add_argument("--limit", type=float, default=900, help="seconds for a file")
@@ -221,8 +219,7 @@ def main() -> int:
         shown += f" --report {arguments.report}"
     report = write_report(outcomes, shown, torch.__version__, time.monotonic() - started)
     if arguments.report:
-        arguments.report.parent.mkdir(parents=True, exist_ok=True)
-        arguments.report.write_text(report)
+        pytest_runs.put(arguments.report, "PyTorch's own tests", report)
     count = Counter(o.status for o in outcomes)
     print(", ".join(f"{number} {status}" for status, number in sorted(count.items())))
     return 1 if count["failed"] or not outcomes else 0

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import journal
 import pytorch_adaptations as adaptations
 
 
@@ -128,7 +129,7 @@ def main() -> None:
         if reason is not None:
             tell(_id(test), "impossible", reason)
             continue
-        os.environ[substitutes.TEST] = _id(test)
+        os.environ[journal.TEST] = _id(test)
         result = _Result()
         started = time.monotonic()
         test.run(result)

@@ -1,9 +1,10 @@
 """Loaded by every rank of `run_framework_tests.py`: what Megatron's tests ask of a GPU, they get of the CPU.
 
-It also supplies what Python 3.11 lacks, and installs Holdfast.
+It also supplies what Python 3.11 lacks, and installs Holdfast, whose saves are proved when they are committed.
 """
 
 import contextlib
+import functools
 import importlib.abc
 import importlib.util
 import os
@@ -61,8 +62,22 @@ def _without_gpu():
             return function(*args, **kwargs)
 
     OnTheCpu().__enter__()
+    for optimizer in (torch.optim.Adam, torch.optim.AdamW):
+        optimizer.__init__ = _with_a_rate(optimizer.__init__)
     for name in ("init_process_group", "new_group"):
         setattr(dist, name, _on_gloo(getattr(dist, name)))
+
+
+def _with_a_rate(init):
+    """Of fused optimizers the rate has a default, and Megatron hands on none."""
+
+    @functools.wraps(init)
+    def with_a_rate(self, params, *args, **kwargs):
+        if kwargs.get("lr", 0.0) is None:
+            kwargs["lr"] = 1e-3
+        init(self, params, *args, **kwargs)
+
+    return with_a_rate
 
 
 def _on_gloo(make):
@@ -73,6 +88,25 @@ def _on_gloo(make):
         return make(*args, **kwargs)
 
     return made
+
+
+def _install():
+    import holdfast.dcp
+    import holdfast.megatron
+    from holdfast.megatron.writer import FileSystemWriterAsync
+
+    if "HOLDFAST_PEERS_JOURNAL" in os.environ:
+        from journal import note
+
+        finish = FileSystemWriterAsync.finish
+
+        @functools.wraps(finish)
+        def proved(self, *args):
+            finish(self, *args)
+            note("save", path=str(self.path), verdict=holdfast.dcp.verify(self.path)["verdict"])
+
+        FileSystemWriterAsync.finish = proved
+    holdfast.megatron.install()
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -88,9 +122,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             typing.override = typing_extensions.override
         _without_gpu()
         if os.environ.get("HOLDFAST_PEER_STOCK") != "1":
-            import holdfast.megatron
-
-            holdfast.megatron.install()
+            _install()
         return importlib.util.find_spec(name)
 
 
