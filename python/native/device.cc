@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/trampoline.h>
 
+#include <atomic>
 #include <string>
 
 #include "bindings.h"
@@ -17,7 +18,11 @@ namespace nb = nanobind;
 namespace holdfast::python {
 namespace {
 
-/// A device whose methods are Python's. An exception becomes a status.
+// Set by a handler of Python's atexit: modules are torn down afterwards.
+std::atomic<bool> g_ending{false};
+
+/// A device whose methods are Python's. An exception becomes a status. A registration keeps the
+/// Python object alive: staging memory may outlive every module at the interpreter's end.
 class PythonDevice : public Device {
  public:
   NB_TRAMPOLINE(Device, 9);
@@ -26,10 +31,16 @@ class PythonDevice : public Device {
   bool is_host() const override { return false; }
 
   absl::Status RegisterMemory(void* base, size_t bytes) override {
-    return Call([&] { Method("register_memory")(Address(base), bytes); });
+    return Call([&] {
+      Method("register_memory")(Address(base), bytes);
+      nb_trampoline.base().inc_ref();
+    });
   }
   absl::Status UnregisterMemory(void* base, size_t bytes) override {
-    return Call([&] { Method("unregister_memory")(Address(base), bytes); });
+    return Call([&] {
+      Method("unregister_memory")(Address(base), bytes);
+      nb_trampoline.base().dec_ref();
+    });
   }
   absl::Status OrderAfter(StreamHandle stream) override {
     return Call([&] { Method("order_after")(Address(stream)); });
@@ -66,6 +77,8 @@ class PythonDevice : public Device {
 
   template <typename Do>
   absl::Status Call(Do act) const {
+    if (g_ending)
+      return absl::FailedPreconditionError("call a device of Python: the interpreter is ending");
     const nb::gil_scoped_acquire gil;
     try {
       act();
@@ -101,6 +114,7 @@ Device* FindCudaDevice(int ordinal) {
 }  // namespace
 
 void BindDevice(nb::module_& module) {
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { g_ending = true; }));
   nb::class_<Device, PythonDevice>(module, "Device", nb::is_weak_referenceable(),
                                    "A place that tensors live in; a test's stand-in derives from "
                                    "it.")

@@ -64,6 +64,29 @@ def test_a_failure_that_nobody_saw_shows_in_the_exit_status(
     assert os.listdir(tmp_path) == []
 
 
+_DEVICE = """
+import ctypes
+from holdfast import _devices, _native
+class Device(_native.Device):
+    def name(self): return "stand-in"
+    def register_memory(self, base, nbytes): pass
+    def unregister_memory(self, base, nbytes): pass
+    def order_after(self, stream): pass
+    def copy_to_host(self, to, source, nbytes): ctypes.memmove(to, source, nbytes); return 0
+    def is_done(self, ticket): return True
+    def wait(self, ticket, seconds): return True
+_devices._stand_ins["cpu"] = Device()
+"""
+
+
+@pytest.mark.parametrize(
+    "use", ["holdfast.warm_up(MIB)", "holdfast.save({'t': torch.ones(MIB)}, sys.argv[1] + '/s')"]
+)
+def test_a_device_of_python_lasts_until_the_end(use: str, tmp_path: Path) -> None:
+    done = run(_DEVICE + use, str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_an_interrupt_ends_the_wait_and_not_the_save(tmp_path: Path) -> None:
     done = run(
         "import threading\n"
