@@ -7,11 +7,13 @@ import fcntl
 import os
 import pickle
 import re
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from holdfast import _collector, _native, _unpickle
 from holdfast._durable import sync_directory
@@ -75,7 +77,35 @@ def loads(data: bytes, path: str, allow: frozenset[str] = frozenset()) -> Metada
         raise Error("DATA_LOSS", f"load {path}: it holds a {type(metadata).__name__}, no Metadata")
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
+    if not _is_sound(metadata):
+        raise Error("DATA_LOSS", f"load {path}: its tensors or places lack what they need; it is damaged")
     return metadata
+
+
+def _is_sound(metadata: Metadata) -> bool:
+    """Whether everything has its fields. A pickle fills objects in without a look at their classes."""
+
+    def are_ints(*values: Any) -> bool:
+        return all(type(value) is int and value >= 0 for value in values)
+
+    try:
+        for item in metadata.state_dict_metadata.values():
+            if not isinstance(item, TensorStorageMetadata):
+                continue
+            dims = len(item.size)
+            shapes = [item.size, *(each for c in item.chunks for each in (c.offsets, c.sizes))]
+            if not isinstance(item.properties.dtype, torch.dtype) or not all(
+                len(shape) == dims and are_ints(*shape) for shape in shapes
+            ):
+                return False
+        for index, place in (metadata.storage_data or {}).items():
+            if not isinstance(index.fqn, str) or not isinstance(place.relative_path, str):
+                return False
+            if not are_ints(place.offset, place.length):
+                return False
+    except (AttributeError, TypeError):
+        return False
+    return True
 
 
 def read(path: Path, allow: frozenset[str] = frozenset()) -> Metadata:
@@ -116,8 +146,11 @@ def read_bytes(path: Path) -> bytes:
         Error: NOT_FOUND (the save did not end, or this is no checkpoint), DATA_LOSS (too long).
     """
     try:
-        with open(path, "rb") as file:
-            data = file.read(_BYTES_MAX + 1)
+        # Without O_NONBLOCK a pipe of this name would be waited for.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            # read(n) takes n bytes of memory at once.
+            data = file.read(min(status.st_size, _BYTES_MAX) + 1)
     except FileNotFoundError as error:
         raise Error(
             "NOT_FOUND",
@@ -127,6 +160,8 @@ def read_bytes(path: Path) -> bytes:
         ) from error
     except OSError as error:
         raise Error("UNAVAILABLE", f"load {path}: {error.strerror}", error.errno or 0) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise Error("DATA_LOSS", f"load {path}: it is no file")
     if len(data) > _BYTES_MAX:
         raise Error("DATA_LOSS", f"load {path}: longer than {_BYTES_MAX} bytes")
     return data

@@ -1,0 +1,419 @@
+"""Damage to committed checkpoints of every format: verifying and loading find it, or it is proved harmless.
+
+A format's files are changed in many ways, one at a time, and restored. After each change, what verifying calls
+sound loads and is equal, bit for bit; and loading never returns other bytes. In bounded memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors.torch
+import torch
+from test_ranks import on_ranks
+from torch.distributed.checkpoint.api import CheckpointException
+
+import holdfast
+import holdfast.dcp
+from holdfast import _native
+from holdfast.commands import program
+from holdfast.integrity import readers
+
+LONG = bool(os.environ.get("HOLDFAST_LONG"))
+PLACES = 1 << 30 if LONG else 40  # of a file, at which a bit changes
+CHUNK = 4 << 20
+PAGE = 4096
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    """The sizes are the same with every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "weight": torch.randn(7, 11, generator=generator),
+        "bias": torch.randn(13, generator=generator).bfloat16(),
+        "long": torch.randint(0, 256, (2 * PAGE + 5,), generator=generator, dtype=torch.uint8),
+        "step": torch.tensor(seed),
+    }
+
+
+def save_rank(rank: int, path: str, seed: int) -> None:
+    holdfast.save({**state_of(seed), "own": torch.full((100,), rank)}, path)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        for name, value in state_of(seed).items():
+            self.register_buffer(name, value)
+
+
+def make_plain(path: Path, seed: int) -> None:
+    holdfast.save(state_of(seed), path)
+
+
+def make_ranks(path: Path, seed: int) -> None:
+    on_ranks(2, save_rank, str(path), seed)
+
+
+def make_hf(path: Path, seed: int) -> None:
+    holdfast.save(Model(seed), path, layout="hf")
+
+
+def make_dcp(path: Path, seed: int) -> None:
+    holdfast.dcp.save(state_of(seed), checkpoint_id=path, no_dist=True)
+
+
+def make_file(path: Path, seed: int) -> None:
+    path.mkdir()
+    holdfast.save_file(state_of(seed), path / "state.pt", wait=True)
+
+
+def make_adopted(path: Path, seed: int) -> None:
+    path.mkdir()
+    safetensors.torch.save_file(state_of(seed), path / "state.safetensors")
+    assert os.spawnl(os.P_WAIT, program("verify-checkpoint"), "verify-checkpoint", "--adopt", str(path)) == 0
+
+
+def make_torch(path: Path, seed: int) -> None:
+    path.mkdir()
+    torch.save(state_of(seed), path / "state.pt")
+
+
+def load_ranks(path: Path) -> dict[str, torch.Tensor]:
+    return {f"{rank}.{name}": tensor for rank in range(2) for name, tensor in holdfast.load(path, rank=rank).items()}
+
+
+def load_dcp(path: Path) -> dict[str, torch.Tensor]:
+    target = {name: torch.zeros_like(value) for name, value in state_of(0).items()}
+    holdfast.dcp.load(target, checkpoint_id=path, no_dist=True)
+    return target
+
+
+class Format(NamedTuple):
+    """How a format is written, verified and read.
+
+    Attributes:
+        others: another program wrote the files, or reads them. Its errors are as good as ours.
+        proven: a whole file of another save counts as damage. Where the file alone says whose it is, it does not.
+    """
+
+    make: Callable[[Path, int], None]
+    load: Callable[[Path], dict[str, torch.Tensor]]
+    verify: Callable[[Path], dict[str, Any]] = holdfast.verify
+    others: bool = False
+    proven: bool = True
+
+
+FORMATS = {
+    "plain": Format(make_plain, holdfast.load),
+    "ranks": Format(make_ranks, load_ranks),
+    "hf": Format(make_hf, holdfast.load),
+    "dcp": Format(make_dcp, load_dcp, holdfast.dcp.verify),
+    "save_file": Format(make_file, lambda path: torch.load(path / "state.pt"),
+                        lambda path: holdfast.verify(path / "state.pt"), others=True, proven=False),
+    "adopted": Format(make_adopted, lambda path: safetensors.torch.load_file(path / "state.safetensors"), others=True),
+    "torch.save": Format(make_torch, lambda path: torch.load(path / "state.pt"),
+                         lambda path: holdfast.verify(path / "state.pt"), others=True, proven=False),
+}  # fmt: skip
+
+
+def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Checked:
+    """A checkpoint, an older one of the same shape, and what loading the first gives."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.format = FORMATS[name]
+        self.path, self.older = directory / "new" / "s", directory / "old" / "s"
+        for path, seed in ((self.older, 1), (self.path, 2)):
+            path.parent.mkdir()
+            self.format.make(path, seed)
+        holdfast.flush(60)
+        self.expected, self.before = self.format.load(self.path), self.format.load(self.older)
+        assert self.outcome() == ("sound", "")
+        self.files = {file.name: file.read_bytes() for file in sorted(self.path.iterdir())}
+
+    def outcome(self) -> tuple[str, str]:
+        """What verifying says, and how loading ends: "" where everything is equal."""
+        try:
+            verdict = self.format.verify(self.path)["verdict"]
+        except holdfast.Error as error:
+            verdict = error.code
+        try:
+            found = self.format.load(self.path)
+        except (Exception, CheckpointException) as error:
+            # DCP's loading raises an exception of its own, with the text of ours.
+            own = readers.is_own(error)
+            return verdict, "refused" if own or self.format.others else f"raised {error!r}"
+        if not self.format.proven and _same(found, self.before):
+            return verdict, ""  # another whole file
+        return verdict, "" if _same(found, self.expected) else "other bytes"
+
+    def escapes(self, what: str) -> list[str]:
+        """What is wrong about the outcome after a change."""
+        verdict, loaded = self.outcome()
+        if loaded == "refused" and self.format.others:
+            return []  # another program's reader, which says so
+        silent = loaded == "other bytes" and not (self.format.others and verdict != "sound")
+        wrong = silent or loaded.startswith("raised") or (verdict == "sound" and loaded != "")
+        return [f"{what}: verify says {verdict}, loading: {loaded or 'equal'}"] if wrong else []
+
+    @contextlib.contextmanager
+    def changed(self, name: str, data: bytes | None) -> Iterator[Path]:
+        """One file with other bytes, or without the file."""
+        file = self.path / name
+        file.unlink(missing_ok=True)
+        if data is not None:
+            file.write_bytes(data)
+        try:
+            yield file
+        finally:
+            if file.is_dir() and not file.is_symlink():
+                shutil.rmtree(file)
+            file.unlink(missing_ok=True)
+            if name in self.files:
+                file.write_bytes(self.files[name])
+
+
+@pytest.fixture(params=FORMATS, scope="module")
+def checked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checked:
+    return Checked(request.param, tmp_path_factory.mktemp("checkpoints"))
+
+
+@pytest.fixture(autouse=True)
+def bounded_memory() -> Iterator[None]:
+    """Damage must not make a reader ask for memory without bound."""
+    old = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (2 << 30), old[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, old)
+
+
+def test_a_bit_in_every_byte(checked: Checked) -> None:
+    escapes = []
+    for name, data in checked.files.items():
+        for number, at in enumerate(range(0, len(data), max(1, len(data) // PLACES))):
+            new = bytearray(data)
+            new[at] ^= 1 << number % 8
+            with checked.changed(name, bytes(new)):
+                escapes += checked.escapes(f"{name}, a bit of byte {at}")
+    assert not escapes, "\n".join(escapes[:20])
+
+
+def alterations(data: bytes, older: bytes | None) -> Iterator[tuple[str, bytes | None]]:
+    yield "removed", None
+    for length in {0, 1, 8, len(data) // 2, len(data) - 1}:
+        yield f"truncated to {length}", data[:length]
+    yield "extended by a byte", data + b"\0"
+    yield "extended by a page", data + bytes(PAGE)
+    yield "twice", data + data
+    yield "zeroed", bytes(len(data))
+    for begin in range(0, len(data), PAGE):
+        yield f"page {begin // PAGE} zeroed", data[:begin] + bytes(len(data[begin : begin + PAGE])) + data[begin + PAGE :]
+    if len(data) >= 2 * PAGE:
+        pages = [data[begin : begin + PAGE] for begin in range(0, len(data), PAGE)]
+        for first in range(len(pages) - 2):
+            swapped = [*pages]
+            swapped[first], swapped[first + 1] = pages[first + 1], pages[first]
+            yield f"pages {first} and {first + 1} swapped", b"".join(swapped)
+    if older is not None:
+        yield "of an older save", older
+        yield "half of an older save", older[: len(older) // 2] + data[len(older) // 2 :]
+
+
+def test_altered_files(checked: Checked) -> None:
+    escapes = []
+    for name, data in checked.files.items():
+        old = checked.older / name
+        for what, new in alterations(data, old.read_bytes() if old.exists() else None):
+            if new == data:
+                continue
+            with checked.changed(name, new):
+                escapes += checked.escapes(f"{name} {what}")
+    assert not escapes, "\n".join(escapes[:20])
+
+
+def test_swapped_and_doubled_files(checked: Checked) -> None:
+    escapes = []
+    names = list(checked.files)
+    for first in names:
+        for second in names:
+            if first == second:
+                continue
+            with checked.changed(first, checked.files[second]):
+                escapes += checked.escapes(f"{second} in the place of {first}")
+                with checked.changed(second, checked.files[first]):
+                    escapes += checked.escapes(f"{first} and {second} swapped")
+        for name in ("rank-00001-of-00002.manifest.json", "rank-00000-of-00002.manifest.json",
+                     "rank-00000-of-00001.manifest.json", f"rank-00000-of-00001-{'1' * 32}.manifest.json",
+                     "holdfast.commit.json", f"holdfast.commit-{'1' * 32}.json", "model.safetensors", ".metadata"):
+            if name not in checked.files:
+                with checked.changed(name, checked.files[first]):
+                    escapes += checked.escapes(f"{first} once more as {name}")
+    assert not escapes, "\n".join(escapes[:20])
+
+
+def test_files_of_an_older_save_in_every_mixture(checked: Checked) -> None:
+    """Of the same shape: the sizes fit, and every manifest is sound by itself."""
+    escapes = []
+    older = {file.name: file.read_bytes() for file in checked.older.iterdir()}
+    differing = [name for name in older if checked.files.get(name) != older[name]]
+    for mixture in range(1, (1 << len(differing)) - 1):  # all of them are the older save itself
+        taken = [name for number, name in enumerate(differing) if mixture >> number & 1]
+        if all(name in taken or name.startswith("holdfast.commit") for name in differing):
+            continue  # the older save, as an earlier version would have left it
+        with contextlib.ExitStack() as stack:
+            for name in taken:
+                stack.enter_context(checked.changed(name, older[name]))
+            escapes += checked.escapes(f"of an older save: {', '.join(taken)}")
+    assert not escapes, "\n".join(escapes[:20])
+
+
+def test_what_is_no_file(checked: Checked, tmp_path: Path) -> None:
+    """A link, a pipe, a directory, a hole: nothing hangs, and what a link hides is not taken on trust."""
+    escapes = []
+    for name, data in checked.files.items():
+        elsewhere = tmp_path / name
+        elsewhere.write_bytes(bytes([data[0] ^ 1]) + data[1:] if data else b"x")
+        for what in ("a link to damage", "a link to nothing", "a link to itself", "a pipe", "a directory", "a hole"):
+            with checked.changed(name, None) as file:
+                if what == "a directory":
+                    file.mkdir()
+                elif what == "a pipe":
+                    if checked.format.others:
+                        continue  # another program's reader would wait
+                    os.mkfifo(file)
+                elif what == "a hole":
+                    file.touch()
+                    os.truncate(file, len(data))
+                else:
+                    file.symlink_to({"damage": elsewhere, "nothing": tmp_path / "none", "itself": file}[what.split()[-1]])
+                escapes += checked.escapes(f"{name} is {what}")
+    assert not escapes, "\n".join(escapes[:20])
+
+
+def test_a_bit_in_every_chunk_is_told_with_tensor_and_range(tmp_path: Path) -> None:
+    state = {"a": torch.zeros(CHUNK - 1, dtype=torch.uint8), "b": torch.zeros(2 * CHUNK, dtype=torch.uint8)}
+    path = tmp_path / "s"
+    holdfast.save(state, path)
+    file = next(path.glob("*.safetensors"))
+    manifest = json.loads(next(path.glob("rank-*")).read_text())
+    for at in range(PAGE, file.stat().st_size, CHUNK // 2):
+        with file.open("r+b") as opened:
+            opened.seek(at)
+            opened.write(b"\x10")
+        report = holdfast.verify(path)
+        assert report["verdict"] == "corrupt" and report["faults_total"] == 1
+        fault = report["faults"][0]
+        assert fault["file"] == file.name and fault["begin"] <= at < fault["end"] <= fault["begin"] + CHUNK
+        (tensor,) = [t["name"] for t in manifest["tensors"] if t["begin"] <= at < t["end"]]
+        assert fault["tensor"] == tensor
+        with pytest.raises(holdfast.Error, match=tensor) as error:
+            holdfast.load(path)
+        assert error.value.code == "DATA_LOSS"
+        with file.open("r+b") as opened:
+            opened.seek(at)
+            opened.write(b"\0")
+    assert holdfast.verify(path)["verdict"] == "sound"
+
+
+def sealed(text: str) -> bytes:
+    """The text with the self-digest that belongs to it."""
+    head = text[: text.rindex('"self_digest"')] + '"self_digest":"'
+    data = ctypes.create_string_buffer(head.encode(), len(head.encode()))
+    # In xxHash's canonical order.
+    digest = _native.digest(ctypes.addressof(data), len(data))
+    hexadecimal = digest[7::-1].hex() + digest[:7:-1].hex()
+    return f'{head}{hexadecimal}"}}\n'.encode()
+
+
+HOSTILE = {
+    "a name that leaves": ('"name":"model-', '"name":"../model-'),
+    "a name in a directory": ('"name":"model-', '"name":"a/model-'),
+    "a name with a zero byte": ('"name":"model-', '"name":"\\u0000model-'),
+    "no name": ('"name":"model-00000-of-00001.safetensors"', '"name":""'),
+    "the directory itself": ('"name":"model-00000-of-00001.safetensors"', '"name":"."'),
+    "a manifest as a file": ('"name":"model-', '"name":"rank-00000-of-00001.manifest.json","x":"'),
+    "many ranks": ('"world_size":1', '"world_size":4294967295'),
+    "too many ranks": ('"world_size":1', '"world_size":4294967296'),
+    "another rank": ('"rank":0', '"rank":7'),
+    "a huge file": ('"bytes":', '"bytes":9223372036854775807,"x":'),
+    "a negative number": ('"bytes":', '"bytes":-'),
+    "a fraction": ('"step":0', '"step":0.5'),
+    "another chunk size": ('"chunk_bytes":4194304', '"chunk_bytes":1'),
+    "a field twice": ('"rank":0', '"rank":0,"rank":0'),
+    "no attempt": ('"attempt":"', '"attempt":"0'),
+    "deep nesting": ('"step":0', '"step":' + "[" * 200_000),
+    "a long shape": ('"shape":[', '"shape":[' + "1," * 100_000),
+    "a tensor beyond the file": ('"end":', '"end":9'),
+    "another dtype": ('"dtype":"F32"', '"dtype":"F64"'),
+    "a format of tomorrow": ('"version":2', '"version":9'),
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_manifests_with_the_right_digest(what: str, tmp_path: Path) -> None:
+    holdfast.save({"t": torch.ones(5)}, tmp_path / "s")
+    manifest = next((tmp_path / "s").glob("rank-*"))
+    text = manifest.read_text()
+    assert sealed(text) == text.encode()
+    old, new = HOSTILE[what]
+    assert old in text
+    manifest.write_bytes(sealed(text.replace(old, new, 1)))
+    for record in (True, False):
+        if not record:
+            (tmp_path / "s" / "holdfast.commit.json").unlink()
+        verdict = holdfast.verify(tmp_path / "s")["verdict"]
+        if verdict == "sound":
+            # Nothing reads this field: a load takes dtypes and shapes of what the package saved.
+            assert what in ("a long shape", "another dtype") and not record
+            assert torch.equal(holdfast.load(tmp_path / "s")["t"], torch.ones(5))
+            continue
+        assert verdict in ("corrupt", "incomplete")
+        with pytest.raises(holdfast.Error):
+            holdfast.load(tmp_path / "s")
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read(tmp_path: Path) -> None:
+    """A load gives one save's bytes, or an error."""
+    names = [f"t{number}" for number in range(8)]
+
+    def save(seed: int) -> None:
+        state = {name: torch.full((1 << 16,), seed) for name in names}
+        holdfast.save(state, tmp_path / "s", replace=True)
+
+    save(0)
+    done = threading.Event()
+
+    def replace() -> None:
+        for seed in range(1, 8):
+            save(seed)
+        done.set()
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    mixed, loaded = [], 0
+    while not done.is_set():
+        try:
+            found = holdfast.load(tmp_path / "s")
+        except holdfast.Error:
+            continue
+        loaded += 1
+        seeds = {int(value) for name in names for value in found[name].unique()}
+        mixed += [seeds] if len(seeds) != 1 else []
+    thread.join()
+    holdfast.flush(60)
+    assert not mixed and loaded
