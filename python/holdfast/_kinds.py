@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import functools
 import inspect
-import itertools
 import json
 import types
 from collections import OrderedDict
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from holdfast import _plain
+from holdfast._modules import does_more_at_a_load, is_own_memory, refuses_by_groups
 from holdfast._plain import Node, class_name
 from holdfast.errors import Error
 
@@ -401,46 +401,12 @@ def fill_module(filling: Any, node: Node, module: torch.nn.Module, path: str) ->
             filling.keep(there.values())
             filling.after(lambda: module.load_state_dict(value.value(), **options))
         return module
-    does_more = not _is_own_memory(module, there) or _does_more_at_a_load(module)
+    does_more = not is_own_memory(module, there) or does_more_at_a_load(module)
     with filling.refusable(does_more or any(_kind_name(n) != "tensor" for _, n in node["items"])):
         anew = MAPPINGS.fill_entries(filling, node, there, path)
         if anew or does_more:
             filling.after(lambda: module.load_state_dict(there, **options))
     return module
-
-
-def _is_own_memory(module: torch.nn.Module, state: Mapping[Any, Any]) -> bool:
-    """Whether all of a module's state are its parameters and buffers: no copies, and no extra state."""
-    own = {id(tensor) for tensor in itertools.chain(module.parameters(), module.buffers())}
-    return own.issuperset(map(id, state.values()))
-
-
-def _does_more_at_a_load(module: torch.nn.Module) -> bool:
-    """Whether a load of its state dict does more than to copy tensors."""
-    if getattr(module.load_state_dict, "__func__", None) is not torch.nn.Module.load_state_dict:
-        return True
-    return any(
-        m._load_state_dict_pre_hooks or m._load_state_dict_post_hooks
-        or _converts(type(m))  # type: ignore[arg-type]  # a class is hashable
-        for m in module.modules()
-    )
-
-
-@functools.cache
-def _converts(kind: type[torch.nn.Module]) -> bool:
-    """Whether a class loads in a way of its own. PyTorch's convert other versions, which is done before."""
-    owner = next(c for c in kind.__mro__ if "_load_from_state_dict" in vars(c))
-    return not owner.__module__.startswith("torch.nn.modules.")
-
-
-def _is_optimizer(target: Any) -> bool:
-    """Whether it is an optimizer that refuses a state by its groups of parameters alone."""
-    return (
-        isinstance(target, torch.optim.Optimizer)
-        and type(target).load_state_dict is torch.optim.Optimizer.load_state_dict
-        and not target._optimizer_load_state_dict_pre_hooks
-        and not target._optimizer_load_state_dict_post_hooks
-    )
 
 
 def _compare_groups(filling: Any, node: Node, current: Mapping[str, Any], path: str) -> None:
@@ -482,13 +448,13 @@ class Stateful(Kind):
         if not is_stateful(target):
             return filling.fill(inner, target, path)
         current = target.state_dict()
-        with filling.refusable(not _is_optimizer(target)):
+        with filling.refusable(not refuses_by_groups(target)):
             if fits(inner, current):
                 value = filling.fill(inner, current, path)
             else:
                 # An optimizer before its first step has nothing to read into.
                 value = filling.new(inner, path, like=target)
-                if _is_optimizer(target):
+                if refuses_by_groups(target):
                     _compare_groups(filling, inner, current, path)
             filling.after(lambda: target.load_state_dict(resolved(value)))
         return target

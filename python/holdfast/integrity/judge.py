@@ -88,7 +88,7 @@ class Judge:
         self.expected = readers.Expected(round_)
         self.problems: list[dict[str, str]] = []
         self.counts: collections.Counter[str] = collections.Counter()
-        self._made: dict[int, Made] = {}
+        self.made: dict[int, Made] = {}
         self._moved: list[str] = []
         self._actions = schedule.saves_of(round_)
 
@@ -106,9 +106,9 @@ class Judge:
             causes.add("disk")
         for line in lines:
             event, number = line["event"], line.get("n", 0)
-            made = self._made.get(number)
+            made = self.made.get(number)
             if event == "call":
-                made = self._made.setdefault(number, self._new(number, line))
+                made = self.made.setdefault(number, self._new(number, line))
                 made.began = min(made.began, line["at"])
                 self.counts["calls"] += 1
             elif event == "called" and made:
@@ -174,7 +174,7 @@ class Judge:
             allowed |= _OF_RANKS[self.format]
         if "limit-files" in causes and self.format == "dcp" and round_["ranks"] > 1:
             allowed.add("FAILED_PRECONDITION")  # of a rank whose call failed before it met the others
-        same = [m for m in self._made.values() if m.name == made.name and m is not made]
+        same = [m for m in self.made.values() if m.name == made.name and m is not made]
         if same and not round_["replace"]:
             allowed.add("ALREADY_EXISTS")
         if same and (round_["replace"] or round_["same_names"] or self.format == "dcp"):
@@ -190,7 +190,7 @@ class Judge:
         ended -= {(line["job"], line["rank"]) for line in lines if line["event"] == "exiting"}
         for line in lines:
             if line["event"] == "called" and (line["job"], line["rank"]) in ended:
-                if line["rank"] not in self._made[line["n"]].outcomes:
+                if line["rank"] not in self.made[line["n"]].outcomes:
                     self.blame("v", f"the outcome of save {line['n']} was never told on rank {line['rank']}")
 
     # ---- What is on the disk.
@@ -214,8 +214,8 @@ class Judge:
             complete: list[dict[str, Any]] = []
             if os.path.isdir(directory):
                 complete = holdfast.list_checkpoints(directory, format=self.format)
-            found = {c["name"]: self._read(c, generation, thorough) for c in complete}
-            self._look_for_durable(directory, generation, found)
+            found = {c["name"]: self.read(c, generation, thorough) for c in complete}
+            self.look_for_durable(directory, generation, found)
             self._look_at_newest(directory, generation, complete, found)
             if thorough and self.format == "holdfast" and os.path.isdir(directory):
                 left = sorted(set(os.listdir(directory)) - {c["name"] for c in complete})
@@ -228,9 +228,9 @@ class Judge:
         return readers.readers_of(self.format)
 
     def _saves(self, generation: int, name: str | None = None) -> list[Made]:
-        return [m for m in self._made.values() if m.generation == generation and name in (None, m.name)]
+        return [m for m in self.made.values() if m.generation == generation and name in (None, m.name)]
 
-    def _read(self, checkpoint: dict[str, Any], generation: int, thorough: bool) -> int:
+    def read(self, checkpoint: dict[str, Any], generation: int, thorough: bool) -> int:
         """Reads one checkpoint; returns the number of its save, 0 where it has none."""
         path, numbers = checkpoint["path"], set()
         candidates = {m.number for m in self._saves(generation, checkpoint["name"]) if m.may_be_there}
@@ -276,14 +276,14 @@ class Judge:
         if verdict != "sound":
             self.blame("i", f"{path}, which is complete, is {verdict}")
 
-    def _look_for_durable(self, directory: str, generation: int, found: dict[str, int]) -> None:
+    def look_for_durable(self, directory: str, generation: int, found: dict[str, int]) -> None:
         saves = sorted(self._saves(generation), key=lambda m: m.began)
         for name in {m.name for m in saves if m.durable}:
             last = max((m for m in saves if m.name == name and m.durable), key=lambda m: m.began)
             if name not in found:
                 if not self._may_be_removed(last, saves):
                     self.blame("i", f"save {last.number} was told durable, and {directory} has no {name}")
-            elif found[name] in self._made and self._made[found[name]].returned < last.began:
+            elif found[name] in self.made and self.made[found[name]].returned < last.began:
                 self.blame("i", f"{name} has save {found[name]}, though the later save {last.number} was durable")
 
     def _may_be_removed(self, made: Made, saves: list[Made]) -> bool:
@@ -305,7 +305,7 @@ class Judge:
             self.blame(
                 "iii", f"the newest of {directory} is {newest['name']}, the last of its list {complete[-1]['name']}"
             )
-        chosen = self._made.get(found.get(newest["name"], 0))
+        chosen = self.made.get(found.get(newest["name"], 0))
         for made in self._saves(generation):
             there = found.get(made.name) == made.number
             if chosen and made.durable and there and made.began > chosen.returned:

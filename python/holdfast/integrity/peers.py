@@ -79,20 +79,20 @@ class Trainer(trainer.Trainer):
 
     def _call(self, action: dict[str, Any], state: dict[str, Any]) -> Any:
         os.makedirs(self.directory, exist_ok=True)
-        return SAVERS[self.round["saver"]](state, os.path.join(self.directory, self._name(action)))
+        return SAVERS[self.round["saver"]](state, os.path.join(self.directory, self.name_of(action)))
 
     def _begin_event(self, number: int, event: dict[str, Any]) -> None:
         if event["kind"] not in ("limit-size", "limit-files"):
             thread = threading.Thread(target=self._strike_later, args=(number, event, children()), daemon=True)
-            self._hits.append(thread)
+            self.hits.append(thread)
             thread.start()
 
     def _strike_later(self, number: int, event: dict[str, Any], older: dict[int, int]) -> None:
         """The moment is drawn: no other saver tells how far it is."""
         kind = event["kind"]
         time.sleep(event["seconds"])
-        worker = self._worker(None) if kind in OF_WORKERS else None
-        if number in self._over or (kind in OF_WORKERS and worker is None):
+        worker = self.worker(None) if kind in OF_WORKERS else None
+        if number in self.over or (kind in OF_WORKERS and worker is None):
             return
         self.tell("fired", n=number, kind=kind, phase="call" if kind == "kill-in-call" else "writing", pid=worker)
         with contextlib.suppress(ProcessLookupError):
@@ -126,8 +126,8 @@ class Judge(judge.Judge):
         for name in sorted(os.listdir(self.directory)):
             path = os.path.join(self.directory, name)
             if os.path.exists(os.path.join(path, ".metadata")):
-                found[name] = self._read({"path": path, "name": name}, 0, thorough)
-        self._look_for_durable(self.directory, 0, found)
+                found[name] = self.read({"path": path, "name": name}, 0, thorough)
+        self.look_for_durable(self.directory, 0, found)
         self._damage_all([os.path.join(self.directory, name) for name in found])
 
     def recover(self) -> None:
@@ -143,7 +143,7 @@ class Judge(judge.Judge):
         return own if self.round["saver"] == "holdfast.dcp" else {k: v for k, v in own.items() if k.startswith("torch")}
 
     def _look_at_failure(self, made: Any, line: dict[str, Any], causes: set[str]) -> None:
-        same = [m for m in self._made.values() if m.name == made.name and m is not made]
+        same = [m for m in self.made.values() if m.name == made.name and m is not made]
         if not causes - set(schedule.HARMLESS) and not same:
             self.blame("v", f"save {made.number} {line['event']} without a cause: {line['errors']}")
 

@@ -56,12 +56,12 @@ class Trainer:
         self.is_dcp = "dcp" in round_["door"]
         self._out = out
         self._outcomes: list[threading.Event] = []
-        self._hits: list[threading.Thread] = []
+        self.hits: list[threading.Thread] = []
         self._change: Callable[[int, int], None] | None = None
         self._device: SlowDevice | None = None
         self._moves = 0
         self._rate = 0
-        self._over: set[int] = set()  # numbers of the saves that have ended
+        self.over: set[int] = set()  # numbers of the saves that have ended
         kinds = {a["event"]["kind"] for a in self.actions if "event" in a}
         self._options: dict[str, Any] = {
             "arena_bytes": schedule.ARENA, "launcher": round_["launcher"], "engine": round_["engine"],
@@ -102,8 +102,8 @@ class Trainer:
         self.tell("end")
 
     def _join_hits(self) -> None:
-        while self._hits:
-            self._hits.pop().join()
+        while self.hits:
+            self.hits.pop().join()
 
     def _open(self, rate: int = 0) -> None:
         options = {**self._options, "bytes_per_second_max": rate}
@@ -156,7 +156,7 @@ class Trainer:
         except _Exit:
             raise
         except BaseException as error:
-            self._over.add(number)
+            self.over.add(number)
             self._tell_failure("refused", number, error)
             return
         finally:
@@ -166,7 +166,7 @@ class Trainer:
         durable = getattr(save, "durable", save)
         ended = threading.Event()
         self._outcomes.append(ended)
-        path = getattr(save, "path", None) or os.path.join(self.directory, self._name(action))
+        path = getattr(save, "path", None) or os.path.join(self.directory, self.name_of(action))
 
         def done(future: Any) -> None:
             error = future.exception()
@@ -174,7 +174,7 @@ class Trainer:
                 self.tell("durable", n=number, path=path)
             else:
                 self._tell_failure("failed", number, error)
-            self._over.add(number)
+            self.over.add(number)
             ended.set()
 
         durable.add_done_callback(done)
@@ -182,11 +182,11 @@ class Trainer:
             ended.wait(TIME_OUTCOME_MAX)
             self._join_hits()  # what is restored lies in memory that the next save may take
 
-    def _name(self, action: dict[str, Any]) -> str:
+    def name_of(self, action: dict[str, Any]) -> str:
         return schedule.name_of(self.round, action, self.job)
 
     def _call(self, action: dict[str, Any], state: dict[str, Any]) -> Any:
-        name, round_ = self._name(action), self.round
+        name, round_ = self.name_of(action), self.round
         path = os.path.join(self.directory, name)
         if self._checkpointer is not None:
             return self._checkpointer.save_async(state, action["step"], name=name)
@@ -310,7 +310,7 @@ class Trainer:
         elif kind not in ("limit-size", "limit-files"):
             known = handle.in_flight()
             thread = threading.Thread(target=self._hit, args=(number, event, known, children()), daemon=True)
-            self._hits.append(thread)
+            self.hits.append(thread)
             thread.start()
 
     def _changer(self, number: int, kind: str, seconds: float) -> Callable[[int, int], None]:
@@ -322,7 +322,7 @@ class Trainer:
             self.tell("fired", n=number, kind=kind, phase="sealed")
             if kind == "change-and-restore":
                 timer = threading.Timer(seconds, lambda: ctypes.memset(place, old[0], 1))
-                self._hits.append(timer)
+                self.hits.append(timer)
                 timer.start()
 
         return change
@@ -353,7 +353,7 @@ class Trainer:
                     return
                 if now["phase"] in ("done", "failed", "cancelled"):
                     return
-            if number in self._over:
+            if number in self.over:
                 return
             time.sleep(0.0005)
 
@@ -365,7 +365,7 @@ class Trainer:
         written = now["bytes_written"] / max(1, now["bytes_total"])
         return now["phase"] == "writing" and written >= event["share"] or now["phase"] in _COMMIT
 
-    def _worker(self, older: dict[int, int] | None) -> int | None:
+    def worker(self, older: dict[int, int] | None) -> int | None:
         """The worker process: the youngest child, one that was there before where it is kept."""
         now = children()
         mine = {p: t for p, t in now.items() if p not in (older or {})} or (
@@ -377,7 +377,7 @@ class Trainer:
         kind, seconds = event["kind"], event["seconds"]
         if event["phase"] == "later":
             time.sleep(seconds)
-        pid = self._worker(older) if kind in schedule.OF_WORKERS else None
+        pid = self.worker(older) if kind in schedule.OF_WORKERS else None
         if kind in schedule.OF_WORKERS and pid is None and kind != "kill-both":
             return  # a worker in a thread
         with contextlib.suppress(ProcessLookupError, holdfast.Error):
