@@ -83,7 +83,8 @@ pack() {
     [ ! -x "$root/build/$tests/$program" ] || cp "$root/build/$tests/$program" "$stage/holdfast/packed/bin"
   done
   # What such a machine lacks: all but the C and C++ libraries of a system.
-  find "$stage/holdfast/packed/bin" -type f -exec ldd {} + | awk '/=> \// {print $3}' | sort -u |
+  "$target" -m zipfile -e "$wheels"/holdfast-*.whl "$stage/package"
+  find "$stage/holdfast/packed/bin" "$stage/package/holdfast/bin" "$stage/package/holdfast/"*.so -type f -exec ldd {} + 2>/dev/null | awk '/=> \// {print $3}' | sort -u |
     grep -Ev '/lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+|z)\.so' | xargs -r cp -L -t "$stage/holdfast/packed/lib"
   strip "$stage"/holdfast/packed/bin/* 2>/dev/null || true
   if [ -n "$peers" ]; then
