@@ -162,6 +162,7 @@ def _fail_on_rank_1(rank: int, path: str) -> dict[str, Any]:
     holdfast.dcp.async_save(state, checkpoint_id=path).result()
     dist.barrier()
     before = sorted(os.listdir(path))
+    dist.barrier()  # the next save of a rank that is ahead writes there
     result: dict[str, Any] = {}
     for way in ("async", "sync"):
         old = resource.getrlimit(resource.RLIMIT_FSIZE)

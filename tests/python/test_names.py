@@ -82,6 +82,7 @@ def test_recover_reports_names_that_are_not_text(tmp_path: Path, caplog: pytest.
     holdfast.save(STATE, tmp_path / "step-1")
     partial = os.fsdecode(b"step-\xff.partial-" + ATTEMPT.encode())
     (tmp_path / partial).mkdir()
+    (tmp_path / partial / "holdfast.commit.json.tmp").touch()  # the mark of a save
     (tmp_path / partial / "model-00000-of-00001.safetensors.tmp").write_bytes(b"x")
     foreign = os.fsdecode(b"\xfe.partial-" + ATTEMPT.encode())
     (tmp_path / foreign / "inner").mkdir(parents=True)
@@ -102,6 +103,7 @@ def test_recover_reports_names_that_are_not_text(tmp_path: Path, caplog: pytest.
 def test_the_command_shows_names_that_are_not_text(tmp_path: Path) -> None:
     partial = os.fsdecode(b"step-\xff.partial-" + ATTEMPT.encode())
     (tmp_path / partial).mkdir()
+    (tmp_path / partial / "holdfast.commit.json.tmp").touch()  # the mark of a save
     (tmp_path / partial / "model-00000-of-00001.safetensors.tmp").write_bytes(b"x")
     done = command("ls", tmp_path, torch=False)
     assert done.status == 0 and "step-\\udcff.partial" in done.out, done
