@@ -74,6 +74,7 @@ def test_a_disk_that_ignores_flushes_is_found(tmp_path: Path, monkeypatch: pytes
     assert result.problems
 
 
+@pytest.mark.skipif(not LONG, reason="a whole round; set HOLDFAST_LONG=1")
 def test_the_program_cuts_power(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "holdfast.integrity", "--power-cuts", "ext4", "--rounds", "1", "--first", "2", "--seed", "1",
