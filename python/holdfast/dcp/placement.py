@@ -50,6 +50,7 @@ class Placement:
         file_rank: number in the data files' names.
         rank, world_size: as the manifest says.
         used: whether data was written under it.
+        reserved: inode of the empty file by which this process has taken the name of the data file.
     """
 
     directory: str
@@ -59,6 +60,7 @@ class Placement:
     rank: int
     world_size: int
     used: bool = False
+    reserved: int = 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -129,9 +131,11 @@ def choose(directory: Path, attempt: str, file_ranks: list[int], alone: bool) ->
         if match and (not alone or int(match[1]) in file_ranks):
             generation = max(generation, int(match[2]) + 1)
     key = str(directory)
-    generation = _register(key, attempt, generation, file_ranks[0])
+    generation, inode = _register(key, attempt, generation, file_ranks[0])
     world = len(file_ranks)
-    return [Placement(key, attempt, generation, r, i, world) for i, r in enumerate(file_ranks)]
+    places = [Placement(key, attempt, generation, r, i, world) for i, r in enumerate(file_ranks)]
+    places[0].reserved = inode
+    return places
 
 
 def follow(directory: Path, attempt: str, generation: int, rank: int, world_size: int) -> Placement:
@@ -147,40 +151,59 @@ def follow(directory: Path, attempt: str, generation: int, rank: int, world_size
     older = [int(m[2]) for m in matches if int(m[1]) == rank or int(m[1]) >= world_size]
     generation = max([generation, *(g + 1 for g in older)])
     if rank == 0:
-        generation = _register(str(directory), attempt, generation, rank)
+        generation, inode = _register(str(directory), attempt, generation, rank)
     else:
-        generation = _reserve(str(directory), rank, generation)
-    return Placement(str(directory), attempt, generation, rank, rank, world_size)
+        generation, inode = _reserve(str(directory), rank, generation)
+    return Placement(str(directory), attempt, generation, rank, rank, world_size, reserved=inode)
 
 
-def _register(directory: str, attempt: str, generation: int, file_rank: int) -> int:
-    """Notes an attempt of this process; its generation is above that of all before."""
+def _register(directory: str, attempt: str, generation: int, file_rank: int) -> tuple[int, int]:
+    """Notes an attempt of this process; its generation is above that of all before.
+
+    Returns:
+        As `_reserve`.
+    """
     with _known.lock:
         known = _known.attempts.pop(directory, {})
         generation = max([generation, *(g + 1 for g in known.values())])
-        generation = known[attempt] = _reserve(directory, file_rank, generation)
+        generation, inode = _reserve(directory, file_rank, generation)
+        known[attempt] = generation
         _known.attempts[directory] = known
         while len(_known.attempts) > _DIRECTORIES_MAX:
             del _known.attempts[next(iter(_known.attempts))]
-    return generation
+    return generation, inode
 
 
-def _reserve(directory: str, file_rank: int, generation: int) -> int:
-    """Takes the name of a data file, of this generation or a later one.
+def _reserve(directory: str, file_rank: int, generation: int) -> tuple[int, int]:
+    """Takes the name of a data file, of this generation or a later one, by an empty file.
 
     Two jobs that save into one directory by mistake see the same files there. With one name, one of
     their workers would rename what the other one has not written yet.
+
+    Returns:
+        The generation, and the inode of the file.
     """
     with of_system(f"save {directory}: take a name"):
         while True:
             name = os.path.join(directory, f"__{file_rank}_{generation}.distcp")
             with contextlib.suppress(FileExistsError):
-                # The worker makes it anew. If it never does, the next save removes it.
-                os.close(os.open(f"{name}.tmp", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+                # The worker makes it anew. If it never does, `release` or the next save removes it.
+                fd = os.open(f"{name}.tmp", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+                inode = os.fstat(fd).st_ino
+                os.close(fd)
                 if not os.path.exists(name):
-                    return generation
+                    return generation, inode
                 os.unlink(f"{name}.tmp")
             generation += 1
+
+
+def release(place: Placement) -> None:
+    """Gives the name of a failed save's data file back, where the worker has not made the file anew."""
+    path = os.path.join(place.directory, f"{place.data_file}.tmp")
+    with contextlib.suppress(OSError):
+        found = os.stat(path, follow_symlinks=False)
+        if (found.st_ino, found.st_size) == (place.reserved, 0):
+            os.unlink(path)
 
 
 def rank_of(name: str) -> int | None:

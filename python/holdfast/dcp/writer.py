@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import re
@@ -252,6 +253,7 @@ class StorageWriter(_StorageWriter):
         save = handle.Save(
             start, str(self.path), self.step, extra, file.device, door, runtime=runtime,
             ordered=file.wait, watch=file.watch, publishes=publishes,
+            on_failure=functools.partial(placement.release, place),
         )  # fmt: skip
         return Written(save, layout, file.extents, place)
 
