@@ -11,7 +11,6 @@ import contextlib
 import copy
 import os
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -102,17 +101,7 @@ class Trainer(trainer.Trainer):
                 os.kill(worker or 0, signal.SIGCONT)
             if kind in ("kill-worker", "terminate-worker"):
                 os.kill(worker or 0, signal.SIGKILL if kind == "kill-worker" else signal.SIGTERM)
-            if kind in ("kill-trainer", "kill-in-call"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            if kind == "terminate-trainer":
-                os.kill(os.getpid(), signal.SIGTERM)
-            if kind == "exit-trainer":
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-            if kind == "stop-trainer":
-                self.tell("stopping", seconds=event["seconds"])
-                os.kill(os.getpid(), signal.SIGSTOP)
-            if kind == "program":
-                subprocess.run(["true"], check=False)
+            self.strike_trainer(kind, event["seconds"])
 
 
 class Judge(judge.Judge):

@@ -391,23 +391,27 @@ class Trainer:
                 os.kill(pid or 0, signal.SIGTERM)
             if kind in ("kill-worker", "kill-both") and pid:
                 os.kill(pid, signal.SIGKILL)
-            if kind in ("kill-trainer", "kill-both", "kill-in-call"):
-                os.kill(os.getpid(), signal.SIGKILL)
-            if kind == "terminate-trainer":
-                os.kill(os.getpid(), signal.SIGTERM)
-            if kind == "exit-trainer":
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-            if kind == "stop-trainer":
-                self.tell("stopping", seconds=seconds)
-                os.kill(os.getpid(), signal.SIGSTOP)
+            self.strike_trainer(kind, seconds)
             if kind == "cancel":
                 save.cancel()
-            if kind == "program":
-                subprocess.run(["true"], check=False)
             if kind == "fork":
                 self._fork(save)
             if pid is not None:
                 os.kill(pid, signal.SIGCONT)
+
+    def strike_trainer(self, kind: str, seconds: float) -> None:
+        """What an event does to this process; nothing for the events of others."""
+        if kind in ("kill-trainer", "kill-both", "kill-in-call"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "terminate-trainer":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if kind == "exit-trainer":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        if kind == "stop-trainer":
+            self.tell("stopping", seconds=seconds)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if kind == "program":
+            subprocess.run(["true"], check=False)
 
     def _fork(self, save: Any) -> None:
         """A foreign fork: the child uses what it has of the parent's, and ends."""
