@@ -19,6 +19,8 @@ extern bool g_never_miss_a_rank;
 extern bool g_never_compare_replicas;
 /// A removal takes files that no manifest names.
 extern bool g_remove_unnamed_files;
+/// A removal relies on an exchange of names that is not durable.
+extern bool g_remove_before_parent_sync;
 }  // namespace holdfast::worker::testing
 
 #endif  // HOLDFAST_RUNTIME_WORKER_PLANTED_BUGS_H_

@@ -21,6 +21,7 @@ namespace holdfast::worker {
 #ifdef HOLDFAST_PLANTED_BUGS
 namespace testing {
 bool g_remove_unnamed_files = false;
+bool g_remove_before_parent_sync = false;
 }  // namespace testing
 #endif
 
@@ -145,9 +146,11 @@ bool RemoveContents(Removal* removal, int parent, char (&name)[kNameBytes]) {
   const bool retired = IsRetiredName(name);
   // Before the first file goes: power loss must not restore the other name of a half removed
   // directory. A running save may have renamed the directory a moment ago.
-  if ((retired || CommittedBytes(contents, name) != 0) && sys::Sys().fsync(parent) != 0) {
-    return removal->FailErrno(errno);
-  }
+  bool syncs = retired || CommittedBytes(contents, name) != 0;
+#ifdef HOLDFAST_PLANTED_BUGS
+  syncs = syncs && !testing::g_remove_before_parent_sync;
+#endif
+  if (syncs && sys::Sys().fsync(parent) != 0) return removal->FailErrno(errno);
   if (!(retired ? RemoveCommitted(removal) : RemoveUncommitted(removal))) return false;
   char left[kNameBytes] = {};
   const int error = ForEachEntry(removal->directory, removal->buffer, [&left](const char* entry) {

@@ -19,6 +19,7 @@ class PlantedBug : public ::testing::Test {
   void TearDown() override {
     base::g_bug = Bug::kNone;
     worker::testing::g_remove_unnamed_files = false;
+    worker::testing::g_remove_before_parent_sync = false;
   }
 };
 
@@ -71,6 +72,7 @@ TEST_F(PlantedBug, ReportingWithoutSyncingTheParentIsSeen) {
 
 TEST_F(PlantedBug, RemovingTheReplacedOneBeforeTheExchangeIsDurableIsSeen) {
   base::g_bug = Bug::kRemoveBeforeParentSync;
+  worker::testing::g_remove_before_parent_sync = true;  // the removal syncs once more
   EXPECT_THAT(CutPower({.replace = true}).violations,
               Contains(HasSubstr("neither the old nor the new one")));
 }
