@@ -3,7 +3,7 @@
 #
 #   tools/test.sh           python: the package, with PyTorch; frameworks: the package with Megatron-Core; release:
 #                           everything; then asan+ubsan and tsan (g++): the tests of the runtime that can run under them
-#                           (below, and tests/README.md). 25 to 35 minutes on two cores.
+#                           (below, and tests/README.md). 35 to 45 minutes on two cores.
 #   tools/test.sh --full    {g++, clang 14} x {none, asan+ubsan, tsan}, the fuzzers for a moment, and the long runs
 #                           (HOLDFAST_LONG=1). Hours.
 #   tools/test.sh --retry   tests that fail run a second time, one at a time. Those that pass then are listed as unstable and do not
