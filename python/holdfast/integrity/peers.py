@@ -19,7 +19,6 @@ from typing import Any
 import holdfast
 import holdfast.dcp
 from holdfast.integrity import corruption, judge, readers, schedule, trainer
-from holdfast.integrity.processes import children
 
 # Events that need no hook in the saver. Those of workers need a worker process.
 EVENTS = (
@@ -82,11 +81,11 @@ class Trainer(trainer.Trainer):
 
     def _begin_event(self, number: int, event: dict[str, Any]) -> None:
         if event["kind"] not in ("limit-size", "limit-files"):
-            thread = threading.Thread(target=self._strike_later, args=(number, event, children()), daemon=True)
+            thread = threading.Thread(target=self._strike_later, args=(number, event), daemon=True)
             self.hits.append(thread)
             thread.start()
 
-    def _strike_later(self, number: int, event: dict[str, Any], older: dict[int, int]) -> None:
+    def _strike_later(self, number: int, event: dict[str, Any]) -> None:
         """The moment is drawn: no other saver tells how far it is."""
         kind = event["kind"]
         time.sleep(event["seconds"])
