@@ -1,4 +1,4 @@
-# The archives: holdfast::holdfast, holdfast::cuda, and holdfast_planted for tests.
+# The archives: holdfast::holdfast, and holdfast_planted for tests.
 
 # holdfast_archive(TARGET [PLANTED]): every layer in one archive, linked to what the layers name as LIBRARIES.
 function(holdfast_archive target)
@@ -23,7 +23,7 @@ set(HOLDFAST_PUBLIC_LIBRARIES)
 set(HOLDFAST_PRIVATE_LIBRARIES)
 set(HOLDFAST_PC_REQUIRES)
 set(packages
-  "PkgConfig::LIBURING=liburing >= 2.3" "PkgConfig::ISAL=libisal >= 2.30" "PkgConfig::XXHASH=libxxhash >= 0.8.1" "ZLIB::ZLIB=zlib" "Threads::Threads=")
+  "PkgConfig::LIBURING=liburing >= 2.3" "PkgConfig::ISAL=libisal >= 2.30" "PkgConfig::XXHASH=libxxhash >= 0.8.1" "ZLIB::ZLIB=zlib" "Threads::Threads=" "dl=")
 foreach(library IN LISTS libraries)
   if(library MATCHES "^absl::(.*)")
     list(APPEND HOLDFAST_PUBLIC_LIBRARIES ${library})
@@ -53,13 +53,4 @@ add_library(holdfast::holdfast ALIAS holdfast)
 if(HOLDFAST_TESTS)
   holdfast_archive(holdfast_planted PLANTED)
   set_target_properties(holdfast_planted PROPERTIES EXCLUDE_FROM_ALL TRUE)
-endif()
-
-# holdfast::cuda: what CUDA adds. The runtime is linked statically: a program with it starts on a
-# machine without any CUDA, and finds no device there.
-if(CUDAToolkit_FOUND)
-  add_library(holdfast_cuda STATIC $<TARGET_OBJECTS:holdfast_cuda_objects>)
-  add_library(holdfast::cuda ALIAS holdfast_cuda)
-  set_target_properties(holdfast_cuda PROPERTIES EXPORT_NAME cuda)
-  target_link_libraries(holdfast_cuda PUBLIC holdfast PRIVATE CUDA::cudart_static)
 endif()

@@ -1,16 +1,11 @@
 # Everything that an installation has in bin and libexec.
 add_custom_target(programs)
 
-# holdfast_program(NAME SOURCES a.cc ... [LIBRARIES target ...]): a program for people, installed to bin. It is given CUDA
-# where CUDA was found (HOLDFAST_WITH_CUDA is defined then).
+# holdfast_program(NAME SOURCES a.cc ... [LIBRARIES target ...]): a program for people, installed to bin.
 function(holdfast_program name)
   cmake_parse_arguments(PROGRAM "" "" "SOURCES;LIBRARIES" ${ARGN})
   add_executable(${name} ${PROGRAM_SOURCES})
   target_link_libraries(${name} PRIVATE holdfast_flags holdfast ${PROGRAM_LIBRARIES})
-  if(CUDAToolkit_FOUND)
-    target_link_libraries(${name} PRIVATE holdfast_cuda)
-    target_compile_definitions(${name} PRIVATE HOLDFAST_WITH_CUDA=1)
-  endif()
   # The spawn launcher looks for the worker beside the program.
   add_dependencies(${name} holdfast-worker)
   add_dependencies(programs ${name})

@@ -7,10 +7,6 @@
 #include "holdfast/probe.h"
 #include "tools/doctor_output.h"
 
-#ifdef HOLDFAST_WITH_CUDA
-#include "holdfast/cuda.h"
-#endif
-
 namespace holdfast::tools {
 namespace {
 
@@ -72,9 +68,6 @@ int Run(const std::string& directory, bool json, bool quick) {
 }  // namespace holdfast::tools
 
 int main(int argc, char** argv) {
-#ifdef HOLDFAST_WITH_CUDA
-  holdfast::EnableCuda();
-#endif
   // "holdfast doctor" runs this program under its own name.
   CLI::App app(holdfast::tools::kDescription, std::filesystem::path(argv[0]).filename());
   app.footer(holdfast::tools::kFooter);

@@ -13,8 +13,8 @@
 # --rehearse  on the CPU, as on a machine without a GPU: logic and bytes, no figures, and no hurry.
 # --pack      makes an archive for a machine without a network, of at most 60 MiB: the sources, the package and the C++ tests
 #             built here, their libraries, and wheels of the frameworks. On the other machine: unpack it, and run
-#             holdfast/tools/gpu-check.sh. It needs the processor of this machine, a glibc as new, and a driver for the CUDA
-#             toolkit that was found here.
+#             holdfast/tools/gpu-check.sh. It needs the processor of this machine, a glibc as new, and a driver of CUDA 11.4 or
+#             newer.
 # --for       the Python to build for (default python3.12; a package built with 3.12 serves newer ones, too).
 # --peer-tests  a directory of nvidia-resiliency-ext's own tests to take along.
 set -euo pipefail
@@ -55,7 +55,7 @@ done
 
 # pack: writes the archive.
 pack() {
-  local stage tests=release programs=(cuda_gpu_test cuda_save_test) wheels version
+  local stage tests=release programs=(cuda_gpu_test cuda_save_test cuda_lost_context_test) wheels version
   stage=$(mktemp -d)
   trap 'rm -rf "$stage"' EXIT
   mkdir -p "$stage/holdfast/packed/bin" "$stage/holdfast/packed/lib"
@@ -77,7 +77,7 @@ pack() {
   (cd "$root" && cmake --preset "$tests" && cmake --build --preset "$tests" -j "$(nproc)" --target holdfast-worker "${programs[@]}") \
     >"$stage/build.log" 2>&1 || {
     tail -n 20 "$stage/build.log"
-    echo "left out: the C++ tests, which need the CUDA toolkit"
+    echo "left out: the C++ tests, which could not be built"
   }
   for program in tools/holdfast-worker "${programs[@]/#/tests/cuda/}"; do
     [ ! -x "$root/build/$tests/$program" ] || cp "$root/build/$tests/$program" "$stage/holdfast/packed/bin"
@@ -143,18 +143,18 @@ done
 export PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 [ ! -d "$packed/lib" ] || export LD_LIBRARY_PATH=$packed/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 
-# The C++ tests: of the archive, of a build that is there, or built now, where there is a GPU and nvcc.
+# The C++ tests: of the archive, of a build that is there, or built now, where there is a GPU and CMake.
 programs=$packed/bin
 if [ ! -d "$programs" ]; then
   programs=$site/programs
   mkdir -p "$programs"
   build=$root/build/release
-  if [ ! -x "$build/tests/cuda/cuda_gpu_test" ] && [ -z "$rehearse" ] && [ -e /dev/nvidiactl ] && command -v nvcc cmake >/dev/null; then
+  if [ ! -x "$build/tests/cuda/cuda_gpu_test" ] && [ -z "$rehearse" ] && [ -e /dev/nvidiactl ] && command -v cmake >/dev/null; then
     (cd "$root" && cmake --preset release && timeout 150 cmake --build --preset release -j "$(nproc)" \
-      --target holdfast-worker cuda_gpu_test cuda_save_test) >"$out/build.log" 2>&1 ||
+      --target holdfast-worker cuda_gpu_test cuda_save_test cuda_lost_context_test) >"$out/build.log" 2>&1 ||
       row cuda_tests "FAILED: they could not be built; see build.log"
   fi
-  for program in tools/holdfast-worker tests/cuda/cuda_gpu_test tests/cuda/cuda_save_test; do
+  for program in tools/holdfast-worker tests/cuda/cuda_{gpu,save,lost_context}_test; do
     [ ! -x "$build/$program" ] || ln -s "$build/$program" "$programs"
   done
 fi

@@ -24,17 +24,22 @@ def device_of(device: torch.device) -> _native.Device | None:
     if device.type == "cpu":
         return None
     if device.type == "cuda":
-        return _native.cuda_device(device.index or 0)
+        return _gpu(device.index or 0)
     raise Error(
         "UNIMPLEMENTED",
-        f"use tensors on {device}: only CPU and CUDA memory is supported; move them to the CPU",
+        f"use tensors on {device}: only CPU and CUDA or ROCm memory is supported; move them to the CPU",
     )
 
 
 def in_use() -> list[_native.Device]:
     """The devices that this process has begun to use."""
-    cuda = [_native.cuda_device(torch.cuda.current_device())] if torch.cuda.is_initialized() else []
-    return [*_stand_ins.values(), *cuda]
+    gpus = [_gpu(torch.cuda.current_device())] if torch.cuda.is_initialized() else []
+    return [*_stand_ins.values(), *gpus]
+
+
+def _gpu(ordinal: int) -> _native.Device:
+    """PyTorch calls the devices of its ROCm build cuda, too."""
+    return (_native.hip_device if torch.version.hip else _native.cuda_device)(ordinal)
 
 
 def bytes_of(owner: torch.Tensor, address: int, nbytes: int) -> torch.Tensor:

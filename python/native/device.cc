@@ -8,9 +8,6 @@
 
 #include "bindings.h"
 #include "holdfast/device.h"
-#ifdef HOLDFAST_WITH_CUDA
-#include "holdfast/cuda.h"
-#endif
 #include "status.h"
 
 namespace nb = nanobind;
@@ -99,18 +96,6 @@ class PythonDevice : public Device {
   }
 };
 
-Device* FindCudaDevice(int ordinal) {
-#ifdef HOLDFAST_WITH_CUDA
-  EnableCuda();
-  return ValueOrThrow(CudaDevice(ordinal));
-#else
-  Raise(absl::UnimplementedError(
-      "use tensors on cuda:" + std::to_string(ordinal) +
-      ": this holdfast was built without the CUDA toolkit; install it again where the build finds "
-      "one (nvcc in PATH, or CUDAToolkit_ROOT), or move them to the CPU"));
-#endif
-}
-
 }  // namespace
 
 void BindDevice(nb::module_& module) {
@@ -126,8 +111,14 @@ void BindDevice(nb::module_& module) {
             ThrowIfError(device.OrderAfter(Pointer<void>(stream)));
           },
           nb::arg("stream"), "Later copies come after what the stream has queued so far.");
-  module.def("cuda_device", &FindCudaDevice, nb::arg("ordinal"), nb::rv_policy::reference,
-             "The CUDA device, kept for the life of the process.");
+  module.def(
+      "cuda_device", [](int ordinal) { return ValueOrThrow(CudaDevice(ordinal)); },
+      nb::arg("ordinal"), nb::rv_policy::reference,
+      "The CUDA device, kept for the life of the process.");
+  module.def(
+      "hip_device", [](int ordinal) { return ValueOrThrow(HipDevice(ordinal)); },
+      nb::arg("ordinal"), nb::rv_policy::reference,
+      "The HIP device, kept for the life of the process.");
 }
 
 }  // namespace holdfast::python

@@ -75,10 +75,12 @@ void AskLimits(ProbeReport* report) {
 }
 
 void FindGpus(ProbeReport* report) {
-  for (int ordinal = 0; ordinal < kGpusMax; ++ordinal) {
-    const absl::StatusOr<Device*> device = CudaDevice(ordinal);
-    if (!device.ok()) return;
-    report->gpus.push_back((*device)->name());
+  for (const auto find : {&CudaDevice, &HipDevice}) {
+    for (int ordinal = 0; ordinal < kGpusMax; ++ordinal) {
+      const absl::StatusOr<Device*> device = find(ordinal);
+      if (!device.ok()) break;
+      report->gpus.push_back((*device)->name());
+    }
   }
 }
 

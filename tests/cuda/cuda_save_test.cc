@@ -1,8 +1,7 @@
-// Whole checkpoints of GPU memory on a real GPU: saved by every launcher from an arena of every
-// kind of page, through a trim, and loaded back into GPU memory. Skipped where there is no GPU.
-#include <cuda_runtime_api.h>
-
+// Whole checkpoints of GPU memory: saved by every launcher from an arena of every kind of page,
+// through a trim, and loaded back into GPU memory. On a real GPU, or skipped; and on the fake one.
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -11,9 +10,10 @@
 #include "absl/strings/str_cat.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
-#include "holdfast/cuda.h"
 #include "holdfast/device.h"
 #include "holdfast/load.h"
+#include "runtime/device/gpu_device.h"
+#include "tests/testing/gpu_driver.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/training_state.h"
 
@@ -23,13 +23,12 @@ namespace {
 /// The tensors of a state on the GPU, written by work that is queued on a stream.
 class GpuState {
  public:
-  explicit GpuState(Device* device) : device_(device) {
-    EXPECT_EQ(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), cudaSuccess);
-  }
+  GpuState(GpuDriver* gpu, Device* device)
+      : gpu_(gpu), device_(device), stream_(gpu->MakeStream()) {}
   ~GpuState() {
-    EXPECT_EQ(cudaStreamSynchronize(stream_), cudaSuccess);
-    for (void* tensor : tensors_) EXPECT_EQ(cudaFree(tensor), cudaSuccess);
-    EXPECT_EQ(cudaStreamDestroy(stream_), cudaSuccess);
+    gpu_->Synchronize(stream_);
+    for (char* tensor : tensors_) gpu_->Free(tensor);
+    gpu_->EndStream(stream_);
   }
   GpuState(const GpuState&) = delete;
   GpuState& operator=(const GpuState&) = delete;
@@ -39,18 +38,14 @@ class GpuState {
     for (size_t i = 0; i < state.tensors().size(); ++i) {
       const std::vector<char>& bytes = state.tensors()[i].bytes;
       if (i == tensors_.size()) {
-        tensors_.push_back(nullptr);
-        ASSERT_EQ(cudaMalloc(&tensors_.back(), bytes.size()), cudaSuccess);
+        tensors_.push_back(gpu_->Allocate(bytes.size()));
       }
-      ASSERT_EQ(
-          cudaMemcpyAsync(tensors_[i], bytes.data(), bytes.size(), cudaMemcpyHostToDevice, stream_),
-          cudaSuccess);
+      gpu_->CopyIn(tensors_[i], bytes.data(), bytes.size(), stream_);
     }
   }
   void Erase(const TrainingState& shapes) {
     for (size_t i = 0; i < tensors_.size(); ++i) {
-      ASSERT_EQ(cudaMemsetAsync(tensors_[i], 0xee, shapes.tensors()[i].bytes.size(), stream_),
-                cudaSuccess);
+      gpu_->Fill(tensors_[i], '\xee', shapes.tensors()[i].bytes.size(), stream_);
     }
   }
   std::vector<TensorSource> Sources(const TrainingState& state) const {
@@ -75,41 +70,59 @@ class GpuState {
   void Expect(const TrainingState& state) const {
     for (size_t i = 0; i < tensors_.size(); ++i) {
       std::vector<char> bytes(state.tensors()[i].bytes.size());
-      ASSERT_EQ(cudaMemcpy(bytes.data(), tensors_[i], bytes.size(), cudaMemcpyDeviceToHost),
-                cudaSuccess);
+      gpu_->CopyOut(bytes.data(), tensors_[i], bytes.size());
       EXPECT_TRUE(bytes == state.tensors()[i].bytes) << state.tensors()[i].name;
     }
   }
-  cudaStream_t stream() const { return stream_; }
+  device::GpuStream stream() const { return stream_; }
 
  private:
+  GpuDriver* gpu_;
   Device* device_;
-  cudaStream_t stream_ = nullptr;
-  std::vector<void*> tensors_;
+  device::GpuStream stream_ = nullptr;
+  std::vector<char*> tensors_;
 };
 
-class CudaSave : public ::testing::TestWithParam<std::tuple<Launcher, PageRung>> {
+using SaveSetting = std::tuple<Launcher, PageRung, GpuKind>;
+
+class CudaSave : public ::testing::TestWithParam<SaveSetting> {
  protected:
   void SetUp() override {
-    EnableCuda();
-    const absl::StatusOr<Device*> device = CudaDevice(0);
-    if (!device.ok()) GTEST_SKIP() << "no GPU: " << device.status();
+    const GpuKind kind = std::get<2>(GetParam());
+    auto gpu = GpuDriver::Open(kind);
+    if (!gpu.ok()) GTEST_SKIP() << "no GPU: " << gpu.status();
+    gpu_ = *std::move(gpu);
+    // Kept: a device lives as long as the process.
+    static auto* const all = new std::map<std::string, device::GpuDevices*>;
+    device::GpuDevices*& devices = (*all)[kind.name];
+    if (devices == nullptr) devices = new device::GpuDevices(kind.api, kind.library());
+    const absl::StatusOr<Device*> device = devices->Find(0);
+    ASSERT_TRUE(device.ok()) << device.status();
     device_ = *device;
   }
 
   ScratchDirectory scratch_;
+  std::unique_ptr<GpuDriver> gpu_;
   Device* device_ = nullptr;
 };
-std::string CaseName(const ::testing::TestParamInfo<std::tuple<Launcher, PageRung>>& setting) {
+std::string CaseName(const ::testing::TestParamInfo<SaveSetting>& setting) {
   static const char* const kPages[] = {"Auto", "Hugetlb", "TmpfsHuge", "MadviseHuge", "Small"};
   return absl::StrCat(NameOf(std::get<0>(setting.param)),
-                      kPages[static_cast<int>(std::get<1>(setting.param))]);
+                      kPages[static_cast<int>(std::get<1>(setting.param))],
+                      std::get<2>(setting.param).name);
 }
 INSTANTIATE_TEST_SUITE_P(
     All, CudaSave,
-    ::testing::Combine(kEveryLauncher, ::testing::Values(PageRung::kHugetlb, PageRung::kTmpfsHuge,
-                                                         PageRung::kMadviseHuge, PageRung::kSmall)),
+    ::testing::Combine(kEveryLauncher,
+                       ::testing::Values(PageRung::kHugetlb, PageRung::kTmpfsHuge,
+                                         PageRung::kMadviseHuge, PageRung::kSmall),
+                       ::testing::Values(kEveryGpu[0], kEveryGpu[1])),
     CaseName);
+// One kind of page: what the driver changes does not depend on it.
+INSTANTIATE_TEST_SUITE_P(Fake, CudaSave,
+                         ::testing::Combine(kEveryLauncher, ::testing::Values(PageRung::kSmall),
+                                            ::testing::Values(kEveryGpu[2], kEveryGpu[3])),
+                         CaseName);
 
 TEST_P(CudaSave, WhatTheStreamWroteIsSavedAndComesBackToTheGpu) {
   CheckpointerOptions options = SmallOptions(scratch_.path());
@@ -120,8 +133,9 @@ TEST_P(CudaSave, WhatTheStreamWroteIsSavedAndComesBackToTheGpu) {
     GTEST_SKIP() << checkpointer.status();
   }
   ASSERT_TRUE(checkpointer.ok()) << checkpointer.status();
-  TrainingState state = TrainingState::Uniform(5, 7u << 20, 1);
-  GpuState gpu(device_);
+  TrainingState state =
+      TrainingState::Uniform(5, std::get<2>(GetParam()).fake ? 1u << 20 : 7u << 20, 1);
+  GpuState gpu(gpu_.get(), device_);
   for (uint64_t step = 1; step <= 3; ++step) {
     SCOPED_TRACE(step);
     state.Step(step);
@@ -136,7 +150,7 @@ TEST_P(CudaSave, WhatTheStreamWroteIsSavedAndComesBackToTheGpu) {
     gpu.Erase(state);
     const auto report = handle->WaitDurable(kLong);
     ASSERT_TRUE(report.ok()) << report.status();
-    ASSERT_EQ(cudaStreamSynchronize(gpu.stream()), cudaSuccess);
+    gpu_->Synchronize(gpu.stream());
     EXPECT_TRUE(state.CompareWith(report->path).ok()) << state.CompareWith(report->path);
 
     const auto reader = CheckpointReader::Open(report->path);

@@ -452,6 +452,26 @@ def test_warming_up_registers_the_memory_ahead_of_the_first_save(tmp_path: Path)
     holdfast.warm_up(1)
 
 
+def test_a_device_that_refuses_the_memory_is_one_warning_and_no_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(SlowDevice):
+        def register_memory(self, address: int, nbytes: int) -> None:
+            raise RuntimeError("no pins left")
+
+    holdfast.flush(60)
+    device = Refusing()
+    device.open.set()
+    with _devices.stand_in("cpu", device):
+        holdfast.configure(arena_bytes=16 << 20)
+        holdfast.warm_up()
+        holdfast.warm_up()
+        report = holdfast.save_async({"w": torch.ones(4)}, tmp_path / "a").wait(60)
+    holdfast.configure(arena_bytes=0)  # lets go of the device
+    (warning,) = [r.getMessage() for r in caplog.records if "copies from the GPU are slow" in r.getMessage()]
+    assert "no pins left" in warning and report["unregistered"] in warning
+
+
 # ---- Random training loops: what is saved is the state at the call, or the save fails.
 
 

@@ -16,6 +16,7 @@
 #include "runtime/digest/digest.h"
 #include "runtime/format/commit_record.h"
 #include "runtime/format/manifest.h"
+#include "runtime/layout/job.h"
 #include "runtime/layout/manifest_slots.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/random_bytes.h"
@@ -55,6 +56,9 @@ struct SmallRank {
   /// own.
   std::optional<uint32_t> dcp_generation = std::nullopt;
   std::vector<AttemptId> replaces = {};
+  /// False: as an earlier version, whose manifests say nothing of a commit record.
+  bool recorded = false;
+  AttemptId parent = {};
 
   std::string file_name() const {
     return dcp_generation.has_value() ? absl::StrCat("__", rank, "_", *dcp_generation, ".distcp")
@@ -78,14 +82,17 @@ struct SmallRank {
     segment.literal = file_bytes();
     if (bytes > 0) file.segments.push_back(segment);
     plan.files.push_back(file);
-    format::ManifestTemplate made = format::BuildManifest({.checkpoint = checkpoint,
-                                                           .attempt = attempt,
-                                                           .rank = rank,
-                                                           .world_size = world_size,
-                                                           .step = step,
-                                                           .saved_at_ns = saved_at_ns,
-                                                           .replaces = replaces},
-                                                          plan);
+    format::ManifestTemplate made =
+        format::BuildManifest({.checkpoint = checkpoint,
+                               .attempt = attempt,
+                               .rank = rank,
+                               .world_size = world_size,
+                               .step = step,
+                               .saved_at_ns = saved_at_ns,
+                               .replaces = replaces,
+                               .recorded = recorded,
+                               .parent = rank == 0 ? parent : AttemptId{}},
+                              plan);
     char* text = made.text.data();
     digest::RootStream root({.attempt = attempt,
                              .rank = rank,
@@ -123,6 +130,7 @@ struct SmallRank {
     }
     return format::CompleteCommitRecord({.checkpoint = checkpoint,
                                          .attempt = attempt,
+                                         .parent = parent,
                                          .world_size = world_size,
                                          .step = step,
                                          .saved_at_ns = saved_at_ns},
@@ -137,12 +145,15 @@ struct SmallRank {
   }
 };
 
-/// Writes the complete checkpoint of all ranks into `directory`.
-inline void WriteSmallCheckpoint(const std::string& directory, SmallRank like) {
+/// Writes the complete checkpoint of all ranks into `directory`; with `record` also the commit
+/// record, where the manifests say that there is one.
+inline void WriteSmallCheckpoint(const std::string& directory, SmallRank like, bool record = true) {
   for (uint32_t rank = 0; rank < like.world_size; ++rank) {
     like.rank = rank;
     like.Write(directory);
   }
+  if (!record || !like.recorded || like.dcp_generation.has_value()) return;
+  std::ofstream(absl::StrCat(directory, "/", layout::kCommitRecordName)) << like.record_text();
 }
 
 /// Returns true if every file of the checkpoint in `directory` has the sealed bytes of `like`.

@@ -1,4 +1,4 @@
-// Memory of tensors (host or CUDA device), with its operations.
+// Memory of tensors (host or GPU), with its operations.
 #ifndef HOLDFAST_DEVICE_H_
 #define HOLDFAST_DEVICE_H_
 
@@ -12,14 +12,14 @@
 
 namespace holdfast {
 
-/// A device stream with queued work of the caller; for CUDA a cudaStream_t. Null is the default
-/// stream.
+/// A device stream with queued work of the caller: a CUstream (which is a cudaStream_t) or a
+/// hipStream_t. Null is the default stream.
 using StreamHandle = void*;
 
 /// Names a copy that may still be under way. Plain value; 0 names a finished copy.
 using CopyTicket = uint64_t;
 
-/// Memory that holds tensors: the host's, a CUDA device's, or a test double's.
+/// Memory that holds tensors: the host's, a GPU's, or a test double's.
 ///
 /// A device copies into and out of the staging arena and reports the end of each copy. A stream of
 /// the caller can wait for copies without blocking the CPU. The device must outlive every
@@ -36,8 +36,8 @@ class Device {
   /// True where the CPU can read the memory: copies are then plain memory copies, done on return.
   virtual bool is_host() const = 0;
 
-  /// Prepares `bytes` at `base` (the arena) for fast and safe copies: cudaHostRegister. Repeated
-  /// registration is no error.
+  /// Prepares `bytes` at `base` (the arena) for fast and safe copies: cuMemHostRegister.
+  /// Repeated registration is no error.
   virtual absl::Status RegisterMemory(void* base, size_t bytes) = 0;
 
   /// Removes the registration. On failure the memory must be neither unmapped nor reused: the arena
@@ -74,10 +74,18 @@ class Device {
 /// The host's own memory.
 Device* HostDevice();
 
-/// CUDA device `ordinal`, created at its first use and kept for the life of the process.
-/// \error kUnimplemented when this build has no CUDA, kNotFound when the machine has no such
-/// device.
+/// CUDA device `ordinal`, created at its first use and kept for the life of the process. The driver
+/// (libcuda.so.1, of CUDA 11.4 or newer) is found at that moment; the device's primary context is
+/// used, as by PyTorch.
+/// \error kNotFound when there is no driver or no such device, kUnimplemented when the driver lacks
+/// a call.
+/// \threadsafety May be called from any thread; the calling thread's current context stays.
+/// \forksafety A forked child gets kFailedPrecondition, here and from every method of the device.
 absl::StatusOr<Device*> CudaDevice(int ordinal);
+
+/// HIP device `ordinal`, as CudaDevice, by the driver of ROCm 6 or newer. Tested with a fake driver
+/// alone, never on hardware.
+absl::StatusOr<Device*> HipDevice(int ordinal);
 
 }  // namespace holdfast
 

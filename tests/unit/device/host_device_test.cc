@@ -1,9 +1,8 @@
-// The host as a device, and CUDA's refusal in a build or process without it.
+// The host as a device, and GPUs that no machine has.
 #include <cstring>
 
 #include "gtest/gtest.h"
 #include "holdfast/device.h"
-#include "runtime/device/cuda_factory.h"
 
 namespace holdfast {
 namespace {
@@ -46,21 +45,12 @@ TEST(HostDevice, HasNothingToRegisterOrToOrder) {
   EXPECT_TRUE(HostDevice()->UnregisterMemory(memory, sizeof(memory)).ok());
 }
 
-TEST(CudaDevice, IsUnimplementedUntilItIsEnabled) {
-  const absl::Status status = CudaDevice(0).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented);
-  EXPECT_NE(status.message().find("holdfast::cuda"), absl::string_view::npos);
-}
-
-TEST(CudaDevice, AsksTheFactoryThatWasPutInPlace) {
-  device::SetCudaFactory([](int ordinal) -> absl::StatusOr<Device*> {
-    if (ordinal != 3) return absl::NotFoundError("no such device");
-    return HostDevice();
-  });
-  EXPECT_EQ(*CudaDevice(3), HostDevice());
-  EXPECT_EQ(CudaDevice(4).status().code(), absl::StatusCode::kNotFound);
-  device::SetCudaFactory(nullptr);
-  EXPECT_EQ(CudaDevice(3).status().code(), absl::StatusCode::kUnimplemented);
+TEST(GpuDevices, OfNoMachineAreNotFoundAndNeverACrash) {
+  for (const auto find : {&CudaDevice, &HipDevice}) {
+    for (const int ordinal : {-1, 1 << 20}) {
+      EXPECT_EQ(find(ordinal).status().code(), absl::StatusCode::kNotFound);
+    }
+  }
 }
 
 }  // namespace
