@@ -125,6 +125,7 @@ int OpenDirect(int directory, const char* name, int flags, uint32_t mode, bool w
     out->fd = OpenAt(directory, name, flags, mode);
     return out->fd >= 0 ? 0 : errno;
   }
+  HOLDFAST_ASSERT(out->fd >= 0 && (flags & O_DIRECT) == 0);
   const int error = Judge(flags, out);
   if (error != 0) {
     sys::CloseOwned(out->fd);

@@ -16,7 +16,6 @@
 namespace holdfast::io {
 namespace {
 
-constexpr uint64_t kNsPerMs = 1'000'000;
 constexpr size_t kStackBytes = 256 * 1024;  // sanitizers need most of it
 // ioprio_set(2); not in the C library's headers.
 constexpr int kIoPriorityWhoProcess = 1;
@@ -38,6 +37,8 @@ int32_t Attempt(const Transfer& transfer) {
 void Run(Transfer* transfer) {
   while (transfer->Advance(Attempt(*transfer)) == Next::kAgain) {
   }
+  HOLDFAST_ASSERT(transfer->error != 0 || transfer->done == transfer->request.bytes ||
+                  transfer->request.opcode == Opcode::kRead);
 }
 
 class Locked {
@@ -200,8 +201,9 @@ int PwriteEngine::Poll(int timeout_ms, uint32_t* wakeups) {
 }
 
 int PwriteEngine::Wait(Completion* out, int capacity, int timeout_ms, uint32_t* wakeups) {
-  const uint64_t deadline =
-      timeout_ms < 0 ? UINT64_MAX : sys::NowNs() + static_cast<uint64_t>(timeout_ms) * kNsPerMs;
+  const uint64_t deadline = timeout_ms < 0
+                                ? UINT64_MAX
+                                : sys::NowNs() + static_cast<uint64_t>(timeout_ms) * sys::kNsPerMs;
   bool watching = false;
   for (const int fd : watched_) watching |= fd >= 0;
   uint32_t woken = 0;
@@ -217,7 +219,7 @@ int PwriteEngine::Wait(Completion* out, int capacity, int timeout_ms, uint32_t* 
     if (now >= deadline) break;
     // Rounded up, so that the last sleep is not a spin; in slices, so that a lost wake-up heals.
     constexpr uint64_t kSliceMs = 1'000;
-    const uint64_t left_ms = (deadline - now - 1) / kNsPerMs + 1;
+    const uint64_t left_ms = (deadline - now - 1) / sys::kNsPerMs + 1;
     sleep_ms = static_cast<int>(left_ms < kSliceMs ? left_ms : kSliceMs);
   }
   if (wakeups != nullptr) *wakeups = woken;
@@ -235,6 +237,7 @@ void PwriteEngine::Close() {
   {
     const Locked lock(&mutex_);
     stop_ = true;
+    HOLDFAST_ASSERT(done_.count + queued_.count <= slots_.in_flight());
     pthread_cond_broadcast(&work_);
   }
   // Without a bound: a thread that is stuck in the kernel still uses this object's memory.

@@ -60,6 +60,8 @@ class Queue {
   int Wait(Completion* out, int capacity, int timeout_ms, uint32_t* wakeups);
 
   uint32_t in_flight() const;
+  /// True when a submission has failed for good: every later transfer and watch would.
+  bool broken() const { return on_ring() && uring_.broken(); }
   EngineRung rung() const { return rung_; }
   const char* reason() const { return reason_; }
 

@@ -24,6 +24,7 @@ Next Transfer::Fail(int32_t number) {
 Next Transfer::Advance(int32_t result) {
   HOLDFAST_ASSERT(from <= done && done < request.bytes);
   HOLDFAST_ASSERT(error == 0);
+  HOLDFAST_ASSERT(from == AlignDown(from) || from == done);
   if (result == -EINTR || result == -EAGAIN) {
     if (++refusals > kRefusalsMax) return Fail(-result);
     if (refusals > kRefusalsUnslept) {

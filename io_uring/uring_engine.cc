@@ -31,12 +31,11 @@ constexpr uint32_t GenerationOf(uint64_t data) { return static_cast<uint32_t>(da
 constexpr uint32_t kWatchEntries = 2 * kWatchesMax;
 
 constexpr uint32_t kFlushTries = 16;
-constexpr uint64_t kNsPerMs = 1'000'000;
-constexpr uint64_t kProofNs = 1'000 * kNsPerMs;
-constexpr uint64_t kCloseNs = 10'000 * kNsPerMs;
-constexpr uint64_t kSleepNsMax = 60'000 * kNsPerMs;
+constexpr uint64_t kProofNs = 1'000 * sys::kNsPerMs;
+constexpr uint64_t kCloseNs = 10'000 * sys::kNsPerMs;
+constexpr uint64_t kSleepNsMax = 60'000 * sys::kNsPerMs;
 // Retries of a refused submission.
-constexpr uint64_t kRefusedSleepNs = 10 * kNsPerMs;
+constexpr uint64_t kRefusedSleepNs = 10 * sys::kNsPerMs;
 
 bool IsRefusal(int result) { return result == -EINTR || result == -EAGAIN || result == -EBUSY; }
 
@@ -59,6 +58,7 @@ int UringEngine::Setup(uint32_t entries) {
 void UringEngine::Exit() { sys::ExitRingOwned(&ring_); }
 
 int UringEngine::Open(const QueueOptions& options, Text* why) {
+  HOLDFAST_ASSERT(options.depth >= 1 && options.depth <= kDepthMax);
   int result = Setup(options.depth + kWatchEntries);
   if (result < 0) {
     why->Add("io_uring_setup: ").AddError(-result);
@@ -240,6 +240,7 @@ int UringEngine::Reap(Completion* out, int capacity, uint32_t* wakeups) {
     switch (KindOf(data)) {
       case Kind::kTransfer:
         HOLDFAST_ASSERT(slots_.in_flight() > 0);
+        HOLDFAST_ASSERT(index < slots_.depth());
         if (Finish(index, result, &out[count])) ++count;
         break;
       case Kind::kPoll:
@@ -282,8 +283,9 @@ bool UringEngine::Finish(uint32_t index, int32_t result, Completion* out) {
 }
 
 int UringEngine::Wait(Completion* out, int capacity, int timeout_ms, uint32_t* wakeups) {
-  const uint64_t deadline =
-      timeout_ms < 0 ? UINT64_MAX : sys::NowNs() + static_cast<uint64_t>(timeout_ms) * kNsPerMs;
+  const uint64_t deadline = timeout_ms < 0
+                                ? UINT64_MAX
+                                : sys::NowNs() + static_cast<uint64_t>(timeout_ms) * sys::kNsPerMs;
   uint32_t woken = 0;
   for (bool last = false;;) {
     ArmWatches();
@@ -322,7 +324,7 @@ int UringEngine::Sleep(uint64_t deadline_ns) {
     return result;
   }
   if (result == -EAGAIN || result == -EBUSY) {
-    const struct timespec pause = {.tv_sec = 0, .tv_nsec = kNsPerMs};
+    const struct timespec pause = {.tv_sec = 0, .tv_nsec = sys::kNsPerMs};
     sys::Sys().nanosleep(&pause, nullptr);
   }
   return sys::NowNs() >= deadline_ns ? -ETIME : 0;

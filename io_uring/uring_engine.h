@@ -30,6 +30,7 @@ class UringEngine {
   int Submit(const Request& request);
   int Wait(Completion* out, int capacity, int timeout_ms, uint32_t* wakeups);
   uint32_t in_flight() const { return slots_.in_flight(); }
+  bool broken() const { return broken_ != 0; }
   void Describe(Text* text) const;
   /// False: some transfers did not end in time.
   bool Close();

@@ -1,19 +1,17 @@
 // Lists complete checkpoints, and cleans up after crashes.
 #include "holdfast/recovery.h"
-#include "holdfast/ranks.h"
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
-#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstring>
 #include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "bindings.h"
 #include "names.h"
@@ -47,6 +45,21 @@ nb::list ListOf(const std::vector<CheckpointInfo>& infos) {
   return list;
 }
 
+std::vector<CheckpointInfo> InfosOf(const std::vector<Saved>& saved) {
+  std::vector<CheckpointInfo> infos;
+  infos.reserve(saved.size());
+  for (const auto& [name, saved_at, step, attempt, parent] : saved) {
+    CheckpointInfo info;
+    info.name = name.text;
+    info.saved_at = absl::UnixEpoch() + absl::Seconds(saved_at);
+    info.step = step;
+    info.attempt = AttemptOf(attempt);
+    info.parent = AttemptOf(parent);
+    infos.push_back(std::move(info));
+  }
+  return infos;
+}
+
 template <typename Do>
 auto WithoutGil(Do act) {
   auto result = [&] {
@@ -59,51 +72,6 @@ auto WithoutGil(Do act) {
 }  // namespace
 
 void BindRecovery(nb::module_& module) {
-  nb::class_<RankAnnouncement>(module, "RankAnnouncement",
-                               "Says to the other ranks of a save that this one has begun it.")
-      .def(
-          "abandon",
-          [](RankAnnouncement& self, const Message& why) {
-            const GilReleased released;
-            self.Abandon(absl::UnknownError(why.text));
-          },
-          "why"_a, "This rank takes no part; not once its save has begun.")
-      .def(
-          "check_ranks",
-          [](RankAnnouncement& self, const std::vector<uint32_t>& ranks) {
-            const absl::Status status = [&] {
-              const GilReleased released;
-              return self.CheckRanks(ranks);
-            }();
-            ThrowIfError(status);
-          },
-          "ranks"_a, "Raises when one of them gives no signs of life, or any rank has failed.");
-  module.def(
-      "announce_save",
-      [](const Name& directory, const Name& name, const std::string& attempt, uint32_t rank,
-         uint32_t world_size, std::optional<double> time_liveness_max) {
-        RankInSave who = {.directory = directory.text,
-                          .name = name.text,
-                          .attempt = AttemptOf(attempt),
-                          .rank = rank,
-                          .world_size = world_size};
-        if (time_liveness_max.has_value()) who.time_liveness_max = ToDuration(time_liveness_max);
-        return WithoutGil([&] { return RankAnnouncement::Make(who); });
-      },
-      "directory"_a, "name"_a, "attempt"_a, "rank"_a, "world_size"_a, "time_liveness_max"_a.none());
-  module.def(
-      "digest",
-      [](uintptr_t address, uint64_t bytes) {
-        const Digest digest = [&] {
-          const GilReleased released;
-          return DigestOf(Pointer<const void>(address), bytes);
-        }();
-        char out[2 * sizeof(uint64_t)];
-        std::memcpy(out, &digest.high, sizeof(digest.high));
-        std::memcpy(out + sizeof(digest.high), &digest.low, sizeof(digest.low));
-        return nb::bytes(out, sizeof(out));
-      },
-      "address"_a, "bytes"_a, "XXH3-128 of bytes in host memory, 16 bytes.");
   module.def(
       "recover",
       [](const Name& directory, std::optional<double> wait_for_orphans, bool promote, bool clean_up,
@@ -160,22 +128,28 @@ void BindRecovery(nb::module_& module) {
       },
       "directory"_a, "The newest one, and why others were passed over.");
   module.def(
-      "find_abandoned",
-      [](const std::vector<Saved>& saved) {
-        std::vector<CheckpointInfo> complete;
-        complete.reserve(saved.size());
-        for (const auto& [name, saved_at, step, attempt, parent] : saved) {
-          CheckpointInfo info;
-          info.name = name.text;
-          info.saved_at = absl::UnixEpoch() + absl::Seconds(saved_at);
-          info.step = step;
-          info.attempt = AttemptOf(attempt);
-          info.parent = AttemptOf(parent);
-          complete.push_back(std::move(info));
-        }
-        return FindAbandoned(complete);
+      "remove_checkpoint",
+      [](const Name& path, const std::string& attempt) {
+        const AttemptId id = AttemptOf(attempt);
+        const absl::Status removed = [&] {
+          const GilReleased released;
+          return RemoveCheckpoint(path.text, id);
+        }();
+        ThrowIfError(removed);
       },
-      "saved"_a,
+      "path"_a, "attempt"_a, "Removes a checkpoint of that attempt as retention does.");
+  module.def(
+      "select_for_removal",
+      [](const std::vector<Saved>& saved, uint32_t keep_last, uint64_t keep_every,
+         const Name& name) {
+        return NamesOf(SelectForRemoval(
+            InfosOf(saved), {.keep_last = keep_last, .keep_every = keep_every}, name.text));
+      },
+      "saved"_a, "keep_last"_a, "keep_every"_a, "name"_a,
+      "Names that retention removes once the checkpoint `name` is there, oldest first.");
+  module.def(
+      "find_abandoned",
+      [](const std::vector<Saved>& saved) { return FindAbandoned(InfosOf(saved)); }, "saved"_a,
       "Whether a rollback has abandoned each checkpoint: name, saved_at, step, attempt, parent.");
   module.def(
       "file_manifests",

@@ -15,6 +15,7 @@ enum class Bug {
   kRemoveBeforeParentSync,  ///< Recovery relies on an exchange that is not durable.
   kRemoveBeforePromotion,   ///< Recovery overlooks partial directories.
   kPromoteWithoutDirectorySync,
+  kPromoteWithoutRecord,  ///< Recovery gives the final name to a directory without a record.
   kReportWithoutParentSync,
   kIgnoreLocks,            ///< Every directory counts as unowned.
   kNoFence,                ///< An orphan may commit after the recovery.
@@ -27,6 +28,10 @@ enum class Bug {
   kReleaseAtSubmit,
   kTrustThePidfd,       ///< The end of a worker's process counts as the end of its transfers.
   kReturnWhileCopying,  ///< The call returns while other threads copy the caller's tensors.
+  kNewestByStep,        ///< The newest checkpoint is that of the highest step.
+  kInodeIsIdentity,     ///< Two directories with one inode number, one after the other, are one.
+  kTrustEveryLock,      ///< Locks of FUSE and network file systems count as those of local ones.
+  kAddChecksumsTwice,   ///< Sealing adds checksums that the copy has added.
 };
 
 #ifdef HOLDFAST_PLANTED_BUGS

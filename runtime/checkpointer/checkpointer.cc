@@ -302,7 +302,6 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   job.streams = save->bytes_to_lease > core->pool->arena().bytes();
   job.attempt = attempt;
   job.step = request.step;
-  job.arena_bytes = core->pool->arena().bytes();
   job.target = request.single_file ? "." : request.name;
   job.partial = request.single_file ? checkpointer::TemporaryName(request, attempt) : save->partial;
   if (request.replace && !IntoDirectory(request) && options.rank == 0) {
@@ -317,21 +316,23 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   job.time_ranks_max_ns = Nanoseconds(options.time_ranks_max);
   job.time_liveness_max_ns = Nanoseconds(options.time_liveness_max);
 
-  const uint64_t saved_at_ns = lineage_.SavedAtNs(base::WallNs());
-  const writer::SaveContents contents = {
-      .plan = save->plan,
-      .sources = std::move(sources),
-      .manifest = {.checkpoint = request.name,
-                   .attempt = attempt,
-                   .rank = options.rank,
-                   .world_size = options.world_size,
-                   .step = request.step,
-                   .saved_at_ns = saved_at_ns,
-                   .replaces = Others(job.older, attempt),
-                   .launcher = options.launcher,
-                   .pages = core->pool->arena().pages(),
-                   .read_back = options.read_back},
-      .commit = lineage_.RecordOf(options, request, attempt, saved_at_ns)};
+  writer::SaveContents contents = {.plan = save->plan,
+                                   .sources = std::move(sources),
+                                   .manifest = {.checkpoint = request.name,
+                                                .attempt = attempt,
+                                                .rank = options.rank,
+                                                .world_size = options.world_size,
+                                                .step = request.step,
+                                                .saved_at_ns = lineage_.SavedAtNs(base::WallNs()),
+                                                .replaces = Others(job.older, attempt),
+                                                .launcher = options.launcher,
+                                                .pages = core->pool->arena().pages(),
+                                                .read_back = options.read_back,
+                                                .recorded = !request.single_file},
+                                   .commit = {}};
+  // In a framework's directory the framework's own last file commits.
+  if (options.rank == 0 && !IntoDirectory(request))
+    contents.commit = lineage_.Record(request.parent, &contents.manifest);
   const uint64_t control_bytes = writer::ControlBytes(contents, job.older.size());
   HOLDFAST_RETURN_IF_ERROR(core->pool->TakeControlBytes(control_bytes));
   absl::StatusOr<std::unique_ptr<writer::JobTable>> table =

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "runtime/base/clock.h"
+#include "runtime/base/keep_forever.h"
 #include "runtime/base/status.h"
 #include "runtime/layout/launcher.h"
 #include "runtime/writer/worker_program.h"
@@ -54,7 +55,7 @@ Checkpointer::Core::~Core() {
   }
   // A stuck worker or a device may still write these pages. The pages stay mapped until the process
   // ends.
-  if (!all_ended) (void)pool.release();
+  if (!all_ended) base::KeepForever(std::move(pool));
 }
 
 absl::Status Checkpointer::Core::Register(Device* device) {
@@ -70,7 +71,6 @@ absl::Status Checkpointer::Core::Register(Device* device) {
 absl::Status Checkpointer::Core::Launch(const std::string& title, int directory, SaveState* save) {
   const base::MutexLock lock(&launch_mutex_);
   save->epoch = pool->OpenEpoch();
-  save->table->job()->epoch = save->epoch;
   HOLDFAST_RETURN_IF_ERROR(pool->Prepare());
   const absl::Time begin = base::Now();
   HOLDFAST_ASSIGN_OR_RETURN(save->link,

@@ -25,23 +25,18 @@ uint64_t Lineage::SavedAtNs(uint64_t now_ns) {
   return last_saved_at_ns_;
 }
 
-format::CommitTemplate Lineage::RecordOf(const CheckpointerOptions& options,
-                                         const SaveRequest& request, const AttemptId& attempt,
-                                         uint64_t saved_at_ns) {
-  // In a framework's directory the framework's own last file commits.
-  if (options.rank != 0 || request.files_only || request.single_file) return {};
-  format::CommitInput input = {.checkpoint = request.name,
-                               .attempt = attempt,
-                               .parent = request.parent,
-                               .world_size = options.world_size,
-                               .step = request.step,
-                               .saved_at_ns = saved_at_ns};
+format::CommitTemplate Lineage::Record(const AttemptId& asked, format::ManifestInput* manifest) {
   {
     const base::MutexLock lock(&mutex_);
-    if (input.parent == AttemptId{} && !line_.empty()) input.parent = line_.back();
-    line_.push_back(attempt);
+    manifest->parent = asked == AttemptId{} && !line_.empty() ? line_.back() : asked;
+    line_.push_back(manifest->attempt);
   }
-  return format::BuildCommitRecord(input);
+  return format::BuildCommitRecord({.checkpoint = manifest->checkpoint,
+                                    .attempt = manifest->attempt,
+                                    .parent = manifest->parent,
+                                    .world_size = manifest->world_size,
+                                    .step = manifest->step,
+                                    .saved_at_ns = manifest->saved_at_ns});
 }
 
 void Lineage::Ended(const AttemptId& attempt, bool committed) {

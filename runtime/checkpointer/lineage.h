@@ -9,6 +9,7 @@
 #include "holdfast/checkpointer.h"
 #include "runtime/base/mutex.h"
 #include "runtime/format/commit_record.h"
+#include "runtime/format/manifest.h"
 
 namespace holdfast::checkpointer {
 
@@ -23,10 +24,9 @@ class Lineage {
   /// times, also after a restart on a machine whose clock is late.
   uint64_t SavedAtNs(uint64_t now_ns);
 
-  /// Builds the template of a save's record, and makes the save the parent of later saves. The
-  /// template is empty for a rank that does not commit.
-  format::CommitTemplate RecordOf(const CheckpointerOptions& options, const SaveRequest& request,
-                                  const AttemptId& attempt, uint64_t saved_at_ns);
+  /// Completes rank 0's manifest with the parent: `asked`, or the last save where `asked` is zero.
+  /// Returns the template of the save's record, and makes the save the parent of later saves.
+  format::CommitTemplate Record(const AttemptId& asked, format::ManifestInput* manifest);
 
   /// Ends a save. A failed save is no parent of later saves.
   void Ended(const AttemptId& attempt, bool committed);

@@ -31,7 +31,7 @@ bool IsBetweenTwoRenames(const SaveState& save) {
     return false;
   }
   const auto partial = directory::OpenDirectory(save.parent->get(), save.partial);
-  return partial.ok() && directory::Inspect(partial->get()).state == Verdict::kSound;
+  return partial.ok() && directory::InspectUncommitted(partial->get()).state == Verdict::kSound;
 }
 
 std::vector<std::string> ReplacedNames(const SaveState& save, bool reported) {

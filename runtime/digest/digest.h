@@ -82,11 +82,14 @@ class ReplicaStream {
   Stream stream_;
 };
 
-/// Writes 32 lower-case hex digits, `high` first, without a terminator.
+/// Digits of a digest or an attempt id.
+inline constexpr size_t kHexDigits = 32;
+
+/// Writes kHexDigits lower-case digits, `high` first, without a terminator.
 void ToHex(const Digest& digest, char* out);
 void ToHex(const AttemptId& id, char* out);
 
-/// Reads exactly 32 lower-case hex digits.
+/// Reads exactly kHexDigits lower-case digits.
 bool FromHex(const char* text, Digest* out);
 bool FromHex(const char* text, AttemptId* out);
 

@@ -52,7 +52,12 @@ void AttemptReader::Read(const NamedManifests& named) {
     ReadManifest(identity, name, modified_ns);
   }
   AddMissingRanks();
-  if (framework_attempt_.has_value()) CheckCommitFile();
+  if (framework_attempt_.has_value()) {
+    CheckCommitFile();
+  } else if (lacks_record() && !options_.uncommitted) {
+    // The rename that commits comes after the record.
+    Add(MissingRecord());
+  }
   if (record_.has_value() && first_seen_ && record_->attempt != info_.attempt) {
     Add(Incomplete(record_name(), "attempt", base::Hex(info_.attempt),
                    base::Hex(record_->attempt)));
@@ -91,7 +96,7 @@ bool AttemptReader::Superseded(const std::set<std::string>& named) const {
 
 void AttemptReader::MoveTo(CheckpointFiles* out, std::set<std::string>* named) {
   out->commit_files.insert(commit_files_.begin(), commit_files_.end());
-  if (unrecorded_) out->unproven.insert(commit_files_.begin(), commit_files_.end());
+  if (unrecorded()) out->unproven.insert(commit_files_.begin(), commit_files_.end());
   if (!out->record.has_value()) out->record = std::move(record_);
   std::move(manifests_.begin(), manifests_.end(), std::back_inserter(out->manifests));
   std::move(findings_.begin(), findings_.end(), std::back_inserter(out->findings));
@@ -124,7 +129,7 @@ void AttemptReader::TakeRecord(bool any_manifest) {
     return Add(FindingOf(record.status(), record_name(), "commit record"));
   }
   record_ = *std::move(record);
-  unrecorded_ = framework_attempt_.has_value() && !record_.has_value();
+  unrecorded_ = !record_.has_value();
   if (!record_.has_value()) return;
   info_.parent = record_->parent;
   if (!any_manifest) info_.world_size = record_->world_size;
@@ -179,8 +184,10 @@ void AttemptReader::TakeManifest(format::Manifest manifest, const std::string& n
   }
   if (manifest.rank == 0) {
     info_.saved_at = SavedAt(manifest, modified_ns);
+    if (!record_.has_value()) info_.parent = manifest.parent;
     replaces_ = manifest.replaces;
   }
+  recorded_version_ |= manifest.Recorded();
   if (manifest.attempt != info_.attempt) {
     Add(Incomplete(name, "attempt", base::Hex(info_.attempt), base::Hex(manifest.attempt)));
   } else if (manifest.step != info_.step) {
@@ -217,6 +224,8 @@ void AttemptReader::AddMissingRanks() {
 }
 
 void AttemptReader::CheckCommitFile() {
+  // A save makes its record before its commit file: this one may have committed since the look.
+  if (lacks_record() && NamedByCommitFile()) TakeRecord(/*any_manifest=*/true);
   if (!record_.has_value()) return LookForCommitFile();
   if (!record_->commit_file.has_value()) return;
   const format::CommitFileDigest& recorded = *record_->commit_file;
@@ -237,6 +246,28 @@ void AttemptReader::CheckCommitFile() {
   committed_ = !differs_.has_value();
 }
 
+Finding AttemptReader::MissingRecord() const {
+  return Corrupt(record_name(), "missing", "the commit record of the save", "nothing");
+}
+
+bool AttemptReader::NamedByCommitFile() const {
+  return std::any_of(possible_commit_files_.begin(), possible_commit_files_.end(),
+                     [this](const std::string& name) {
+                       return NamesAttempt(directory_, name, *framework_attempt_);
+                     });
+}
+
+bool AttemptReader::ReplacedByAnotherWriter() const {
+  if (record_.has_value()) {
+    return record_->commit_file.has_value() &&
+           IsOfAnotherWriter(directory_, *record_->commit_file, record_->attempt);
+  }
+  return lacks_record() &&
+         std::any_of(commit_files_.begin(), commit_files_.end(), [this](const std::string& name) {
+           return IsOfAnotherWriter(directory_, {.name = name}, *framework_attempt_);
+         });
+}
+
 void AttemptReader::LookForCommitFile() {
   for (const std::string& name : possible_commit_files_) {
     const auto entry = Look(directory_, name, /*follow_symlink=*/false);
@@ -246,6 +277,10 @@ void AttemptReader::LookForCommitFile() {
   if (!possible_commit_files_.empty() && commit_files_.empty()) {
     Add(Incomplete(*possible_commit_files_.begin(), "missing",
                    "the file by which the framework commits", "nothing"));
+  } else if (lacks_record() && !commit_files_.empty()) {
+    Add(NamedByCommitFile()
+            ? MissingRecord()
+            : Incomplete(*commit_files_.begin(), "commit", "of this save", "of another save"));
   }
 }
 

@@ -39,13 +39,21 @@ class AttemptReader {
   /// Reads the commit record and the manifests `named`, and checks the files that they name.
   void Read(const NamedManifests& named);
 
-  const std::optional<format::CommitRecord>& record() const { return record_; }
-
   /// The commit file that a record proves to be of this attempt; empty: none.
   std::string committed_by() const { return committed_ ? record_->commit_file->name : ""; }
 
-  /// Complete, and without a commit record.
-  bool unrecorded() const { return unrecorded_ && !incomplete(); }
+  /// Complete, and of an earlier version, which made no commit record for a framework's commit
+  /// file.
+  bool unrecorded() const {
+    return framework_attempt_.has_value() && unrecorded_ && !recorded_version_ && !incomplete();
+  }
+
+  /// The save, or a recovery in its place, makes a commit record before the commit, and the record
+  /// is missing.
+  bool lacks_record() const { return unrecorded_ && recorded_version_; }
+
+  /// True if another program's save has replaced the commit file of this attempt.
+  bool ReplacedByAnotherWriter() const;
 
   /// Judges a commit file that no record proves to be of this attempt. Called after all attempts
   /// are read. `committed_by`: commit files proven to be of other attempts. `unrecorded`: an
@@ -76,6 +84,8 @@ class AttemptReader {
   void TakeManifest(format::Manifest manifest, const std::string& name, int64_t modified_ns);
   void AddMissingRanks();
   void CheckCommitFile();
+  bool NamedByCommitFile() const;
+  Finding MissingRecord() const;
   void LookForCommitFile();
 
   const int directory_;
@@ -90,7 +100,8 @@ class AttemptReader {
   std::optional<Digest> replicas_;  // of the first manifest
   std::vector<AttemptId> replaces_;
   std::optional<format::CommitRecord> record_;
-  bool unrecorded_ = false;                      // a framework's directory without a commit record
+  bool unrecorded_ = false;                      // there is no commit record
+  bool recorded_version_ = false;                // the manifests say that there is one
   std::set<std::string> possible_commit_files_;  // without a record
   // of this attempt, or of an attempt with the same commit file
   std::set<std::string> commit_files_;

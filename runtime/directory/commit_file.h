@@ -21,10 +21,14 @@
 namespace holdfast::directory {
 
 /// Reads the commit record `name`. Returns nothing where no record exists: a save of an earlier
-/// version, or adopted files.
+/// version, adopted files, or damage (format::Manifest::Recorded).
 /// \error kDataLoss; errors of the machine.
 absl::StatusOr<std::optional<format::CommitRecord>> ReadCommitRecord(int directory,
                                                                      const std::string& name);
+
+/// Makes the commit record of a complete directory whose rank 0 died before its record. Durable
+/// with the next fsync of the directory. \error of reading the manifests and of writing the record.
+absl::Status WriteCommitRecord(int directory, const std::string& path, uint32_t world_size);
 
 /// Returns the latest time, in nanoseconds since 1970, in the commit records of a framework's
 /// directory; 0 without any record.
@@ -33,6 +37,9 @@ uint64_t LatestFrameworkSaveNs(int directory);
 /// Returns the names under which the framework may have committed `manifest` without a record.
 /// Empty for an unknown framework.
 std::vector<std::string> CommitFileNames(const format::Manifest& manifest);
+
+/// Returns true if the commit file `name` has the attempt's id: the file commits that save.
+bool NamesAttempt(int directory, const std::string& name, const AttemptId& attempt);
 
 /// True if another program's save has replaced the commit file of `attempt`. The framework's own
 /// writer knows nothing of the attempt's manifests, which are stale from then on. A damaged commit

@@ -42,14 +42,12 @@ void JudgeCommitFiles(std::vector<AttemptReader>* readers) {
 
 /// True if another program's save has replaced the commit file of all attempts. Of a directory with
 /// a committed attempt no file is read: its commit file was read once, and may change.
-bool AllReplacedByAnotherWriter(int directory, const std::vector<AttemptReader>& readers) {
+bool AllReplacedByAnotherWriter(const std::vector<AttemptReader>& readers) {
   const auto is_committed = [](const AttemptReader& reader) {
     return !reader.committed_by().empty();
   };
-  const auto is_replaced = [directory](const AttemptReader& reader) {
-    const std::optional<format::CommitRecord>& record = reader.record();
-    return record.has_value() && record->commit_file.has_value() &&
-           IsOfAnotherWriter(directory, *record->commit_file, record->attempt);
+  const auto is_replaced = [](const AttemptReader& reader) {
+    return reader.ReplacedByAnotherWriter();
   };
   return !readers.empty() && std::none_of(readers.begin(), readers.end(), is_committed) &&
          std::all_of(readers.begin(), readers.end(), is_replaced);
@@ -82,7 +80,7 @@ void ReadAttempts(int directory, const ReadCheckpointOptions& options, Checkpoin
     readers.emplace_back(directory, options, attempt.id, &commit_files).Read(attempt.named);
   }
   JudgeCommitFiles(&readers);
-  if (AllReplacedByAnotherWriter(directory, readers)) {
+  if (AllReplacedByAnotherWriter(readers)) {
     // All manifests are stale: the directory is checked as one without.
     out->manifests_found = 0;
     return;
@@ -112,8 +110,10 @@ absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string&
                                                const ReadCheckpointOptions& options) {
   CheckpointFiles out;
   HOLDFAST_ASSIGN_OR_RETURN(out.names, ListNames(directory, path));
-  ReadAttempts(directory, options, &out);
   out.partial = format::IsUncommittedName(SplitPath(path).name);
+  ReadCheckpointOptions judged = options;
+  judged.uncommitted = out.partial;
+  ReadAttempts(directory, judged, &out);
   if (out.partial && out.manifests_found > 0) {
     out.findings.push_back(Incomplete("", "partial", "a committed checkpoint",
                                       "a directory that lacks its final name"));
@@ -121,7 +121,9 @@ absl::StatusOr<CheckpointFiles> ReadCheckpoint(int directory, const std::string&
   return out;
 }
 
-Inspection Inspect(int directory) {
+namespace {
+
+Inspection InspectManifests(int directory, bool uncommitted) {
   Inspection inspection;
   const auto names = ListNames(directory, "directory");
   if (!names.ok()) {
@@ -142,7 +144,7 @@ Inspection Inspect(int directory) {
     return inspection;
   }
   inspection.has_manifest = true;
-  const ReadCheckpointOptions options = {.keep_rank = kNoRank};
+  const ReadCheckpointOptions options = {.keep_rank = kNoRank, .uncommitted = uncommitted};
   AttemptReader reader(directory, options, std::nullopt, nullptr);
   reader.Read(own);
   inspection.info = reader.info();
@@ -151,7 +153,16 @@ Inspection Inspect(int directory) {
   const Finding* const gravest = Gravest(reader.findings());
   inspection.state = gravest == nullptr ? Verdict::kSound : gravest->verdict;
   inspection.reason = ToStatus(reader.findings(), "");
+  inspection.lacks_record = reader.lacks_record();
   return inspection;
+}
+
+}  // namespace
+
+Inspection Inspect(int directory) { return InspectManifests(directory, /*uncommitted=*/false); }
+
+Inspection InspectUncommitted(int directory) {
+  return InspectManifests(directory, /*uncommitted=*/true);
 }
 
 std::optional<Inspection> InspectRecord(int directory) {

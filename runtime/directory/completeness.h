@@ -41,6 +41,7 @@ struct ReadCheckpointOptions {
   /// Under a sound commit record reads only the manifest of `keep_rank`. The other manifests must
   /// exist.
   bool trust_record = false;
+  bool uncommitted = false;      ///< The commit record may be missing.
   size_t findings_max = 10'000;  ///< Further findings are dropped.
 };
 
@@ -66,11 +67,16 @@ struct Inspection {
   std::string recorded_name;  ///< The final name in the manifests.
   /// The attempts that the save may replace; absent from a commit record.
   std::vector<AttemptId> replaces;
+  bool lacks_record = false;  ///< Complete but for the commit record: see InspectUncommitted.
 };
 
 /// Returns the state of the gravest finding. Manifests with an attempt in their name do not count:
 /// the framework's own last file commits that directory.
 Inspection Inspect(int directory);
+
+/// As Inspect, of a directory before the commit, where a missing commit record is no finding: a
+/// recovery makes the record.
+Inspection InspectUncommitted(int directory);
 
 /// Returns the content of a sound commit record, by one small read. Rank 0 writes the record when
 /// all manifests are durable. Later damage of the files is not detected. Returns nothing without a

@@ -13,6 +13,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
@@ -218,7 +219,8 @@ absl::StatusOr<Identity> IdentityOf(int fd, absl::string_view name) {
   if (sys::Sys().statx(fd, "", AT_EMPTY_PATH, STATX_INO | STATX_BTIME, &found) != 0) {
     return base::ErrnoStatus("statx", name, errno);
   }
-  const bool has_birth = (found.stx_mask & STATX_BTIME) != 0;
+  const bool has_birth =
+      (found.stx_mask & STATX_BTIME) != 0 && !base::Planted(base::Bug::kInodeIsIdentity);
   const int64_t born_ns =
       int64_t{found.stx_btime.tv_sec} * 1'000'000'000 + int64_t{found.stx_btime.tv_nsec};
   return Identity{.inode = found.stx_ino, .born_ns = has_birth ? born_ns : 0};

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/directory/commit_file.h"
 #include "runtime/directory/completeness.h"
@@ -71,6 +72,7 @@ absl::StatusOr<std::vector<std::string>> ListDirectories(int directory, const st
 }
 
 bool OlderThan(const CheckpointInfo& a, const CheckpointInfo& b) {
+  if (base::Planted(base::Bug::kNewestByStep)) return a.step < b.step;
   return std::tie(a.saved_at, a.step, a.name) < std::tie(b.saved_at, b.step, b.name);
 }
 

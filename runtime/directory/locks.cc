@@ -147,7 +147,8 @@ Owner OwnerOfSaves(int directory, bool local) {
   return trainer == 0 && in_use == 0 && local ? Owner::kNobody : Owner::kUnknown;
 }
 
-OwnerProbe::OwnerProbe(int parent, bool local) : local_(local) {
+OwnerProbe::OwnerProbe(int parent, bool local)
+    : local_(local || base::Planted(base::Bug::kTrustEveryLock)) {
   auto holder = OpenDirectory(parent, ".");
   auto asker = OpenDirectory(parent, ".");
   if (!holder.ok() || !asker.ok()) return;

@@ -30,7 +30,9 @@ absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointI
         absl::StrCat("remove ", checkpoint.name, ": another save has taken its place meanwhile"));
   };
   if (InspectCommitted(retired.in_use.get()).info.attempt != checkpoint.attempt) return moved_on();
-  HOLDFAST_RETURN_IF_ERROR(CheckRemovable(retired.in_use.get(), checkpoint.name));
+  // A save must not exchange the name between its look and its rename.
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd lock,
+                            LockRemovable(retired.in_use.get(), checkpoint.name));
   // Without the lock two removals would run concurrently, so its failure is no error.
   sys::Sys().flock(retired.in_use.get(), LOCK_SH | LOCK_NB);
   HOLDFAST_ASSIGN_OR_RETURN(retired.name, RenameToFree(parent, checkpoint.name,

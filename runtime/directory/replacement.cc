@@ -76,10 +76,14 @@ absl::Status RefuseForeign(const std::string& name, const char* entry) {
                                                     "kept; move the entry elsewhere"));
 }
 
-absl::Status CheckRemovable(int directory, const std::string& name) {
+absl::StatusOr<base::UniqueFd> LockRemovable(int directory, const std::string& name) {
   HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(directory, name));
-  if (!worker::MustKeep(contents, name.c_str())) return absl::OkStatus();
-  return RefuseForeign(name, contents.foreign);
+  if (worker::MustKeep(contents, name.c_str())) return RefuseForeign(name, contents.foreign);
+  int lock = -1;
+  const bool locked = worker::LockManifest(directory, contents.manifest, &lock);
+  base::UniqueFd held(lock);
+  if (locked) return held;
+  return absl::AbortedError(absl::StrCat("remove ", name, ": a save is replacing it"));
 }
 
 absl::StatusOr<std::vector<AttemptId>> OlderAttempts(int parent, const std::string& name) {

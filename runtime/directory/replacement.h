@@ -9,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "holdfast/pod.h"
+#include "runtime/base/unique_fd.h"
 
 namespace holdfast::directory {
 
@@ -27,10 +28,11 @@ absl::Status CheckTarget(int parent, const std::string& name, const Wanted& want
 /// The error of a removal that found the foreign `entry` in the directory `name`.
 absl::Status RefuseForeign(const std::string& name, const char* entry);
 
-/// Refuses the removal of a former checkpoint that holds a foreign entry. `directory` is open,
-/// `name` its name.
-/// \error kFailedPrecondition, naming the entry.
-absl::Status CheckRemovable(int directory, const std::string& name);
+/// Takes the lock under which saves replace the checkpoint in the open `directory` called `name`.
+/// Where the file system has no locks the result holds none.
+/// \error kFailedPrecondition for a checkpoint with a foreign entry, naming the entry; kAborted
+/// when a save holds the lock.
+absl::StatusOr<base::UniqueFd> LockRemovable(int directory, const std::string& name);
 
 /// Returns the attempts that a save of `name` may replace: the committed attempt of that name, and
 /// the attempts under way. Called once the save has its own partial directory: then of two saves

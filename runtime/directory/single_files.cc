@@ -22,7 +22,6 @@ namespace {
 
 using format::CompanionKind;
 
-constexpr mode_t kFileMode = 0666;  // the umask applies
 constexpr absl::Duration kTimeLockedMax = absl::Seconds(30);
 constexpr absl::Duration kPoll = absl::Milliseconds(10);
 
@@ -78,7 +77,7 @@ absl::StatusOr<base::UniqueFd> BeginSingleFile(int directory, const std::string&
   const absl::Time deadline = base::Now() + kTimeLockedMax;
   while (true) {
     base::UniqueFd fd(sys::OpenOwned(directory, name.c_str(),
-                                     O_CREAT | O_RDONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode));
+                                     O_CREAT | O_RDONLY | O_NOFOLLOW | O_CLOEXEC, sys::kFileMode));
     if (!fd.valid()) return base::ErrnoStatus("create", name, errno);
     const bool locked =
         sys::Uninterrupted([&] { return sys::Sys().flock(fd.get(), LOCK_SH | LOCK_NB); }) == 0;

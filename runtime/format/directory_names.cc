@@ -7,8 +7,6 @@
 namespace holdfast::format {
 namespace {
 
-constexpr size_t kHexDigits = 32;
-
 struct Kind {
   DirectoryKind kind;
   absl::string_view infix;
@@ -24,9 +22,9 @@ constexpr Kind kKinds[] = {{DirectoryKind::kPartial, ".partial-"},
 DirectoryName ParseDirectoryName(absl::string_view name) {
   DirectoryName parsed;
   parsed.checkpoint = std::string(name);
-  if (name.size() <= kHexDigits) return parsed;
-  const absl::string_view digits = name.substr(name.size() - kHexDigits);
-  const absl::string_view rest = name.substr(0, name.size() - kHexDigits);
+  if (name.size() <= digest::kHexDigits) return parsed;
+  const absl::string_view digits = name.substr(name.size() - digest::kHexDigits);
+  const absl::string_view rest = name.substr(0, name.size() - digest::kHexDigits);
   AttemptId attempt;
   if (!digest::FromHex(digits.data(), &attempt)) return parsed;
   for (const Kind& kind : kKinds) {
@@ -48,10 +46,10 @@ bool IsUncommittedName(absl::string_view name) {
 std::string FormatDirectoryName(const DirectoryName& name) {
   for (const Kind& kind : kKinds) {
     if (kind.kind != name.kind) continue;
-    char digits[kHexDigits];
+    char digits[digest::kHexDigits];
     digest::ToHex(name.attempt, digits);
     std::string formatted =
-        absl::StrCat(name.checkpoint, kind.infix, absl::string_view(digits, kHexDigits));
+        absl::StrCat(name.checkpoint, kind.infix, absl::string_view(digits, digest::kHexDigits));
     if (kind.hidden && formatted.size() + 1 < kNameBytes) formatted.insert(0, 1, '.');
     return formatted;
   }

@@ -16,7 +16,6 @@ namespace holdfast::format {
 namespace {
 
 constexpr size_t kNewNameBytesMax = kNameBytes - sizeof(".tmp");
-constexpr size_t kHexDigits = 32;
 constexpr absl::string_view kManifestPrefix = "rank-";
 constexpr absl::string_view kManifestSuffix = ".manifest.json";
 constexpr absl::string_view kCommitPrefix = "holdfast.commit-";
@@ -25,8 +24,9 @@ constexpr absl::string_view kCompanionInfix = ".holdfast-";
 constexpr absl::string_view kManifestOfFile = ".json";
 constexpr absl::string_view kTemporary = ".tmp";
 // ".NAME.holdfast-<32 hex>.json.tmp" is the longest name.
-constexpr size_t kSingleNameBytesMax = kNameBytes - 1 - 1 - kCompanionInfix.size() - kHexDigits -
-                                       kManifestOfFile.size() - kTemporary.size();
+constexpr size_t kSingleNameBytesMax = kNameBytes - 1 - 1 - kCompanionInfix.size() -
+                                       digest::kHexDigits - kManifestOfFile.size() -
+                                       kTemporary.size();
 
 absl::string_view SuffixOf(CompanionKind kind) {
   switch (kind) {
@@ -113,7 +113,8 @@ std::optional<ManifestIdentity> ParseManifestName(const std::string& name) {
   if (dash < dot) {
     const std::string hex = name.substr(dash + 1, dot - dash - 1);
     AttemptId attempt;
-    if (hex.size() != kHexDigits || !digest::FromHex(hex.c_str(), &attempt)) return std::nullopt;
+    if (hex.size() != digest::kHexDigits || !digest::FromHex(hex.c_str(), &attempt))
+      return std::nullopt;
     identity.attempt = attempt;
   }
   // Only the canonical spelling is a manifest: "rank-1-of-2..." and "rank-00001.tmp" are not.
@@ -132,7 +133,7 @@ std::string CommitRecordName(const AttemptId& attempt) {
 
 std::optional<AttemptId> ParseCommitRecordName(const std::string& name) {
   AttemptId attempt;
-  if (name.size() != kCommitPrefix.size() + kHexDigits + kCommitSuffix.size() ||
+  if (name.size() != kCommitPrefix.size() + digest::kHexDigits + kCommitSuffix.size() ||
       !absl::StartsWith(name, kCommitPrefix) || !absl::EndsWith(name, kCommitSuffix) ||
       !digest::FromHex(name.c_str() + kCommitPrefix.size(), &attempt)) {
     return std::nullopt;
@@ -153,7 +154,7 @@ std::string CompanionName(const Companion& companion) {
 std::optional<Companion> ParseCompanionName(const std::string& name) {
   for (const CompanionKind kind :
        {CompanionKind::kManifest, CompanionKind::kManifestTemporary, CompanionKind::kTemporary}) {
-    const size_t tail = kCompanionInfix.size() + kHexDigits + SuffixOf(kind).size();
+    const size_t tail = kCompanionInfix.size() + digest::kHexDigits + SuffixOf(kind).size();
     if (name.size() < 2 + tail || name[0] != '.' || !absl::EndsWith(name, SuffixOf(kind))) continue;
     const size_t infix = name.size() - tail;
     Companion companion = {.file = name.substr(1, infix - 1), .kind = kind, .attempt = {}};

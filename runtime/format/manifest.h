@@ -21,9 +21,10 @@
 
 namespace holdfast::format {
 
-/// The newest version: with replicated files. A manifest without such a file is of version 2.
-/// Version 1, without `saved_at_ns` and `files_bytes`, is read as well.
-inline constexpr uint32_t kManifestVersion = 3;
+/// The newest version: a commit record belongs to the checkpoint. Manifests without a record
+/// (single files, adopted files) are of version 3 with replicated files, and of version 2
+/// otherwise. Version 1, without `saved_at_ns` and `files_bytes`, is read as well.
+inline constexpr uint32_t kManifestVersion = 4;
 
 /// The input of the template, beside the plan.
 struct ManifestInput {
@@ -37,7 +38,9 @@ struct ManifestInput {
   Launcher launcher = Launcher::kSpawn;
   PageRung pages = PageRung::kSmall;
   bool read_back = false;
-  bool adopted = false;  ///< Made from files on disk, not by a save: see Manifest::adopted.
+  bool adopted = false;   ///< Made from files on disk, not by a save: see Manifest::adopted.
+  bool recorded = false;  ///< A commit record belongs to the save.
+  AttemptId parent = {};  ///< As the commit record's; rank 0 only.
 };
 
 /// The places of the sealers' digests of a tensor's own parts. A tensor that begins or ends inside
@@ -127,7 +130,8 @@ struct Manifest {
   /// Of the files that the rank has written, together; version 1 lacks it.
   std::optional<uint64_t> files_bytes;
   std::optional<Digest> replicas;   ///< Digest of the replicated files; equal on all ranks.
-  std::vector<AttemptId> replaces;  ///< As ManifestInput's.
+  std::vector<AttemptId> replaces;  ///< As ManifestInput's; likewise `parent`.
+  AttemptId parent;
   std::string launcher;
   std::string pages;
   bool streamed = false;
@@ -144,6 +148,8 @@ struct Manifest {
   std::vector<File> files;
   std::vector<Tensor> tensors;
 
+  /// Returns true when the save has made a commit record, or a recovery in the save's place.
+  bool Recorded() const { return version >= 4; }
   /// Returns true when this rank has written the file, and not only compared its own bytes.
   bool Wrote(const File& file) const { return !file.replicated || rank == 0; }
 };

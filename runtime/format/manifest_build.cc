@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <utility>
 
+#include "absl/types/span.h"
 #include "runtime/digest/digest.h"
 #include "runtime/format/manifest.h"
 #include "runtime/format/tensor_parts.h"
@@ -15,6 +16,7 @@
 namespace holdfast::format {
 namespace {
 
+constexpr uint32_t kVersionWithReplicas = 3;
 constexpr uint32_t kVersionWithoutReplicas = 2;
 constexpr char kNoDigits[] = "--------------------------------";
 static_assert(sizeof(kNoDigits) - 1 == layout::kDigestSlotBytes);
@@ -35,7 +37,9 @@ class Text {
     char attempt[layout::kDigestSlotBytes];
     digest::ToHex(input_.attempt, attempt);
     Add("{\"format\":\"holdfast.manifest\",\"version\":");
-    sink_.AddNumber(plan_.has_replicas() ? kManifestVersion : kVersionWithoutReplicas);
+    sink_.AddNumber(input_.recorded        ? kManifestVersion
+                    : plan_.has_replicas() ? kVersionWithReplicas
+                                           : kVersionWithoutReplicas);
     // The attempt and the replicas come first: rank 0 searches for them in the first bytes, and a
     // name has any length.
     Add(",\n\"attempt\":\"");
@@ -56,7 +60,8 @@ class Text {
     sink_.AddNumber(input_.saved_at_ns);
     Add(",\"files_bytes\":");
     sink_.AddNumber(plan_.WrittenBytes(input_.rank));
-    Replaces();
+    if (input_.parent != AttemptId{}) Ids(",\n\"parent\":\"", {input_.parent}, "\"");
+    Ids(",\n\"replaces\":[\"", input_.replaces, "\"]");
     Add(",\n\"launcher\":");
     sink_.AddJsonString(input_.adopted ? absl::string_view("none") : WordOf(input_.launcher));
     Add(",\"pages\":");
@@ -147,15 +152,14 @@ class Text {
   }
 
  private:
-  void Replaces() {
-    absl::string_view before = ",\n\"replaces\":[\"";
-    for (const AttemptId& attempt : input_.replaces) {
+  void Ids(absl::string_view before, absl::Span<const AttemptId> ids, absl::string_view behind) {
+    for (const AttemptId& id : ids) {
       char digits[layout::kDigestSlotBytes];
-      digest::ToHex(attempt, digits);
+      digest::ToHex(id, digits);
       Add(std::exchange(before, "\",\""));
       Add({digits, sizeof(digits)});
     }
-    if (!input_.replaces.empty()) Add("\"]");
+    if (!ids.empty()) Add(behind);
   }
 
   void Add(absl::string_view text) { sink_.Add(text); }

@@ -64,6 +64,7 @@ class ManifestReader {
     kTensors,
     kSelfDigest,
     kReplicas,
+    kParent,
   };
   static constexpr absl::string_view kTopNames[] = {
       "format",          "version",       "checkpoint",    "attempt",       "rank",
@@ -71,13 +72,14 @@ class ManifestReader {
       "launcher",        "pages",         "streamed",      "read_back",     "adopted",
       "engine",          "direct_io",     "engine_reason", "bytes_written", "time_writing_ns",
       "time_syncing_ns", "time_total_ns", "files",         "tensors",       "self_digest",
-      "replicas"};
+      "replicas",        "parent"};
 
   void ReadTop() {
     uint64_t seen = 0;
     if (!json_.EnterObject()) return;
     constexpr uint64_t kOptional = uint64_t{1} << kSavedAt | uint64_t{1} << kFilesBytes |
-                                   uint64_t{1} << kReplaces | uint64_t{1} << kReplicas;
+                                   uint64_t{1} << kReplaces | uint64_t{1} << kReplicas |
+                                   uint64_t{1} << kParent;
     for (int field; (field = json_.NextField(kTopNames, kOptional, &seen)) >= 0;) {
       ReadTopField(field);
     }
@@ -171,6 +173,9 @@ class ManifestReader {
         return;
       case kReplicas:
         json_.Hex(&out_.replicas.emplace());
+        return;
+      case kParent:
+        json_.Hex(&out_.parent);
         return;
       default:
         return;
@@ -271,6 +276,9 @@ absl::Status CheckHead(const Manifest& manifest) {
   }
   if (!manifest.replaces.empty() && manifest.version < 2) {
     return Wrong("replaces", "version 1 lacks it");
+  }
+  if (manifest.parent != AttemptId{} && !manifest.Recorded()) {
+    return Wrong("parent", "versions below 4 lack it");
   }
   const char* const wrong = WrongComponent(manifest.checkpoint);
   if (wrong != nullptr) return Wrong("checkpoint", wrong);

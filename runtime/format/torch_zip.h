@@ -20,10 +20,6 @@ struct ZipRecord {
   uint32_t crc32 = 0;
 };
 
-/// The number of bytes at a file's end that ParseZipDirectory needs first: end record and zip64
-/// locator.
-inline constexpr uint64_t kZipTailBytes = 22 + 65535 + 20 + 56;
-
 /// The place of the central directory and the number of its records.
 struct ZipDirectory {
   uint64_t begin = 0;

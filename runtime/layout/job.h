@@ -19,7 +19,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 13;
+inline constexpr uint32_t kLayoutVersion = 14;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -210,8 +210,6 @@ struct Job {
   uint32_t rank = 0;
   uint32_t world_size = 1;
   uint64_t step = 0;
-  uint64_t epoch = 0;
-  uint64_t arena_bytes = 0;
   char target[kNameBytes] = {};    // final directory name, relative to the parent directory fd
   char partial[kNameBytes] = {};   // name of the directory, or single file, during the write
   char manifest[kNameBytes] = {};  // this rank's manifest file name
@@ -297,6 +295,15 @@ inline File* Files(Job* job) { return At<File>(job, job->files); }
 inline Extent* Extents(Job* job) { return At<Extent>(job, job->extents); }
 inline Piece* Pieces(Job* job) { return At<Piece>(job, job->pieces); }
 inline AttemptId* Older(Job* job) { return At<AttemptId>(job, job->older); }
+/// Returns true when the attempt stood under the name, or was under way, at the time of the save's
+/// request.
+inline bool IsOlder(Job* job, const AttemptId& attempt) {
+  const AttemptId* const older = Older(job);
+  for (uint64_t i = 0; i < job->older.bytes / sizeof(AttemptId); ++i) {
+    if (older[i] == attempt) return true;
+  }
+  return false;
+}
 inline char* CommitRecord(Job* job) { return At<char>(job, job->commit_template); }
 inline char* Manifest(Job* job) { return At<char>(job, job->manifest_template); }
 

@@ -20,6 +20,7 @@
 #include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
+#include "runtime/directory/commit_file.h"
 #include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/file_system.h"
@@ -218,7 +219,8 @@ absl::StatusOr<Recovery::Visit> Recovery::Settle(const std::string& name, bool m
   }
   // One look serves both judgments: what is promoted after minutes is what was found complete.
   const bool partial = kind == format::DirectoryKind::kPartial;
-  const Inspection inspection = partial ? directory::Inspect(directory->get()) : Inspection{};
+  const Inspection inspection =
+      partial ? directory::InspectUncommitted(directory->get()) : Inspection{};
   if (owner == Owner::kUnknown) {
     Visit visit = JudgeByAge(format::ParseDirectoryName(name), directory->get(), inspection);
     if (visit.outcome != Outcome::kSettled) return visit;
@@ -283,6 +285,12 @@ absl::StatusOr<Recovery::Visit> Recovery::Promote(const std::string& name, int d
                                                   const std::string& checkpoint,
                                                   const Inspection& inspection, bool may_remove) {
   if (!options_.promote) return Keep("complete, but promotion is switched off");
+  // Rank 0 died before its record, by which readers tell a committed checkpoint.
+  if (inspection.lacks_record && !base::Planted(base::Bug::kPromoteWithoutRecord)) {
+    const absl::Status made =
+        directory::WriteCommitRecord(directory, name, inspection.info.world_size);
+    if (!made.ok()) return Keep(std::string(made.message()));
+  }
   // The last rank's worker may have died between the rename of its manifest and the fsync of this
   // directory. Without this fsync, power loss could leave the final name without a manifest.
   absl::Status synced;
@@ -357,6 +365,18 @@ absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
       directory::TakeTurn(parent->get(), directory, options.wait_for_orphans + recovery::kTurnMax));
   recovery::Recovery recovery(parent->get(), directory, *file_system, options);
   return recovery.Run();
+}
+
+absl::Status RemoveCheckpoint(const std::string& path, const AttemptId& attempt) {
+  const auto [directory, name] = directory::SplitPath(path);
+  auto parent = directory::OpenDirectory(absl::StrCat(directory, "/."));
+  if (!parent.ok()) return base::Annotate(parent.status(), absl::StrCat("remove ", path));
+  CheckpointInfo checkpoint;
+  checkpoint.name = name;
+  checkpoint.attempt = attempt;
+  HOLDFAST_ASSIGN_OR_RETURN(const directory::RetiredCheckpoint retired,
+                            directory::RetireCheckpoint(parent->get(), checkpoint));
+  return directory::RemoveDirectory(parent->get(), retired.name);
 }
 
 absl::StatusOr<SavesAtWork> FindSavesAtWork(const std::string& path) {

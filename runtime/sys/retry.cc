@@ -3,7 +3,6 @@
 namespace holdfast::sys {
 
 int PollFor(pollfd* fds, nfds_t count, int timeout_ms) {
-  constexpr uint64_t kNsPerMs = 1'000'000;
   // Also after the time has passed: a single interruption may be chance.
   constexpr int kTriesMin = 100;
   const uint64_t end = NowNs() + static_cast<uint64_t>(timeout_ms) * kNsPerMs;

@@ -1,9 +1,10 @@
-// Retries of interrupted calls, for a limited time: a call that always fails with EINTR (a broken
-// filter, a tracer) must not hold its caller for ever.
+// Retries of interrupted and short calls. Interruptions are retried for a limited time: a call that
+// always fails with EINTR (a broken filter, a tracer) must not hold its caller for ever.
 #ifndef HOLDFAST_RUNTIME_SYS_RETRY_H_
 #define HOLDFAST_RUNTIME_SYS_RETRY_H_
 
 #include <poll.h>
+#include <sys/types.h>
 
 #include <cerrno>
 #include <cstdint>
@@ -24,6 +25,23 @@ auto Uninterrupted(const Call& call) {
     result = call();
   }
   return result;
+}
+
+/// Calls `write(done)` until `bytes` bytes are written. Returns 0 or an errno; EIO for a call that
+/// writes nothing.
+template <typename Write>
+int WriteAll(uint64_t bytes, const Write& write) {
+  for (uint64_t done = 0; done < bytes;) {
+    const ssize_t wrote = Uninterrupted([&] { return write(done); });
+    if (wrote <= 0) return wrote < 0 ? errno : EIO;
+    done += static_cast<uint64_t>(wrote);
+  }
+  return 0;
+}
+
+/// WriteAll of `from` at the file's position.
+inline int WriteAll(int fd, const char* from, uint64_t bytes) {
+  return WriteAll(bytes, [=](uint64_t done) { return Sys().write(fd, from + done, bytes - done); });
 }
 
 /// poll(2) for `timeout_ms` (not negative), across interruptions. -1 and EINTR when even the last

@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <liburing.h>
 #include <sched.h>
+#include <stdio.h>  // renameat2
 #include <sys/eventfd.h>
 #include <sys/file.h>
 #include <sys/mman.h>
@@ -13,8 +14,6 @@
 
 namespace holdfast::sys {
 namespace {
-
-constexpr int64_t kNsPerSecond = 1'000'000'000;
 
 // Forwarders for variadic calls, for calls that the C library lacks or types differently, and for
 // calls with a translated argument. Other entries point at the C library directly.
@@ -72,8 +71,8 @@ int FsMount(int fd, unsigned flags, unsigned attributes) {
 int EventFd(unsigned initial, int flags) { return ::eventfd(initial, flags); }
 
 int UringWait(struct io_uring* ring, struct io_uring_cqe** out, int64_t timeout_ns) {
-  struct __kernel_timespec timeout = {.tv_sec = timeout_ns / kNsPerSecond,
-                                      .tv_nsec = timeout_ns % kNsPerSecond};
+  struct __kernel_timespec timeout = {.tv_sec = timeout_ns / int64_t{kNsPerSecond},
+                                      .tv_nsec = timeout_ns % int64_t{kNsPerSecond}};
   return ::io_uring_wait_cqe_timeout(ring, out, timeout_ns < 0 ? nullptr : &timeout);
 }
 

@@ -115,6 +115,11 @@ inline const SystemCalls& Sys() { return g_system; }
 
 /// CLOCK_MONOTONIC in nanoseconds.
 uint64_t NowNs();
+inline constexpr uint64_t kNsPerMs = 1'000'000;
+inline constexpr uint64_t kNsPerSecond = 1'000'000'000;
+
+/// Of every file and lock that Holdfast makes in a checkpoint's directory; the umask applies.
+inline constexpr mode_t kFileMode = 0666;
 
 }  // namespace holdfast::sys
 

@@ -130,16 +130,6 @@ absl::StatusOr<std::string> DigestFiles(int directory, const SavePlan& plan,
   return fill.Finish(report.engine, "adopted", report.direct_io);
 }
 
-absl::Status WriteAll(int fd, const std::string& name, const std::string& text) {
-  for (size_t done = 0; done < text.size();) {
-    const ssize_t bytes = sys::Uninterrupted(
-        [&] { return sys::Sys().write(fd, text.data() + done, text.size() - done); });
-    if (bytes < 0) return base::ErrnoStatus("write", name, errno);
-    done += static_cast<size_t>(bytes);
-  }
-  return absl::OkStatus();
-}
-
 absl::Status Sync(int directory, const std::string& name) {
   HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd, directory::OpenFile(directory, name, false));
   if (sys::Sys().fsync(fd.get()) != 0) return base::ErrnoStatus("fsync", name, errno);
@@ -159,7 +149,8 @@ absl::Status Commit(int directory, const SavePlan& plan, const std::string& text
   if (!fd.valid()) return base::ErrnoStatus("create", temporary, errno);
   auto remove =
       absl::MakeCleanup([&] { (void)sys::Sys().unlinkat(directory, temporary.c_str(), 0); });
-  HOLDFAST_RETURN_IF_ERROR(WriteAll(fd.get(), temporary, text));
+  const int error = sys::WriteAll(fd.get(), text.data(), text.size());
+  if (error != 0) return base::ErrnoStatus("write", temporary, error);
   // The bytes before the name: otherwise a crash could leave an empty manifest of that name.
   if (sys::Sys().fsync(fd.get()) != 0) return base::ErrnoStatus("fsync", temporary, errno);
   HOLDFAST_RETURN_IF_ERROR(directory::RenameNoReplace(directory, temporary, name));

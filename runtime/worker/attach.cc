@@ -36,6 +36,7 @@ void TakeFds(msghdr* header, Received* out) {
       }
     }
   }
+  HOLDFAST_ASSERT(out->fd_count >= 0 && out->fd_count <= layout::kAttachFds);
 }
 
 Receive ReadMessage(int socket, Received* out) {
@@ -65,6 +66,7 @@ void CloseFd(int* fd) {
 /// Maps the arena for writing if registration is possible, because the kernel pins for writing
 /// only. Maps it read-only otherwise: a wild store of the process then cannot change sealed bytes.
 bool MapArena(Attachment* attached, bool may_register) {
+  HOLDFAST_ASSERT(attached->arena_fd >= 0 && attached->arena_bytes > 0);
   void* memory = MAP_FAILED;
   if (may_register) {
     memory = sys::Sys().mmap(nullptr, attached->arena_bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
@@ -85,6 +87,7 @@ bool MapArena(Attachment* attached, bool may_register) {
 }  // namespace
 
 void KeepToThisProcess(const Attachment& attached) {
+  HOLDFAST_ASSERT(attached.arena != nullptr && attached.arena_bytes > 0);
   // The worker may be a thread of the host: a child that the host forks must not hold this memory.
   sys::Sys().madvise(attached.arena, attached.arena_bytes, MADV_DONTFORK);
   // A core dump of a worker must not carry the model.
@@ -172,6 +175,7 @@ void Detach(Server* server) {
   CloseFd(&attached.trainer);
   CloseFd(&attached.doorbell);
   CloseFd(&attached.trainer_doorbell);
+  HOLDFAST_ASSERT(attached.arena == nullptr && attached.arena_fd < 0);
 }
 
 bool IsWorkerSocket(int fd) {
@@ -180,6 +184,7 @@ bool IsWorkerSocket(int fd) {
 }
 
 void CloseAll(Received* received) {
+  HOLDFAST_ASSERT(received->fd_count >= 0 && received->fd_count <= layout::kAttachFds);
   for (int i = 0; i < received->fd_count; ++i) sys::CloseOwned(received->fds[i]);
   received->fd_count = 0;
 }

@@ -5,6 +5,7 @@
 #include <cerrno>
 #include <cstring>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/commit_record.h"
@@ -13,22 +14,29 @@
 #include "runtime/worker/exchange.h"
 #include "runtime/worker/manifest.h"
 #include "runtime/worker/open_files.h"
+#include "runtime/worker/planted_bugs.h"
 #include "runtime/worker/ranks.h"
 #include "runtime/worker/remove_tree.h"
 #include "runtime/worker/replicas.h"
 #include "runtime/worker/single_file.h"
 
 namespace holdfast::worker {
+
+#ifdef HOLDFAST_PLANTED_BUGS
+namespace testing {
+bool g_retire_before_fsync = false;
+bool g_commit_before_manifests = false;
+}  // namespace testing
+#endif
+
 namespace {
 
-constexpr uint64_t kNsPerMs = 1'000'000;
 // While another save replaces the checkpoint under the same name.
 constexpr int kReplaceSleepMs = 10;
-constexpr uint64_t kNsPerSecond = 1'000'000'000;
 // For rank 0, because every other rank waits for rank 0.
-constexpr uint64_t kSleepMaxNs = 200 * kNsPerMs;
+constexpr uint64_t kSleepMaxNs = 200 * sys::kNsPerMs;
 // For the other ranks: each sleep ends with one read of the board by every rank of the job.
-constexpr uint64_t kFollowerSleepMaxNs = kNsPerSecond;
+constexpr uint64_t kFollowerSleepMaxNs = sys::kNsPerSecond;
 
 /// A bounded wait whose sleeps are a share of the elapsed wait. Ranks that end within milliseconds
 /// of each other lose no time, and a long wait costs few reads.
@@ -40,10 +48,12 @@ class RankWait {
         sleep_max_ns_(run->Decides() ? kSleepMaxNs : kFollowerSleepMaxNs) {
     const uint64_t liveness = LivenessNs(*run->job) / 4;
     if (liveness < sleep_max_ns_) sleep_max_ns_ = liveness;
+    HOLDFAST_ASSERT(run->HasRanks());
     BeginWaiting(run);
   }
   /// False, with the reason in `ranks.seen`, when `rank` was waited for until the deadline.
   bool Continue(uint32_t rank) {
+    HOLDFAST_ASSERT(rank < run_->job->world_size);
     constexpr uint64_t kShare = 8;
     const uint64_t waited = sys::NowNs() - begin_ns_;
     const uint64_t limit = DeadlineNs(run_->job->time_ranks_max_ns);
@@ -55,12 +65,13 @@ class RankWait {
       watch.seen.kind = static_cast<uint32_t>(note.state == layout::RankState::kAbsent
                                                   ? layout::RankFailureKind::kAbsent
                                                   : layout::RankFailureKind::kSlow);
-      watch.seen.seconds = static_cast<uint32_t>((limit + kNsPerSecond / 2) / kNsPerSecond);
+      watch.seen.seconds =
+          static_cast<uint32_t>((limit + sys::kNsPerSecond / 2) / sys::kNsPerSecond);
       watch.found_here = true;
       return false;
     }
     const uint64_t sleep_ns = waited / kShare < sleep_max_ns_ ? waited / kShare : sleep_max_ns_;
-    SleepUntilRung(run_, static_cast<int>(sleep_ns / kNsPerMs) + 1);
+    SleepUntilRung(run_, static_cast<int>(sleep_ns / sys::kNsPerMs) + 1);
     run_->ranks.look_at_ns = 0;
     return true;
   }
@@ -76,6 +87,7 @@ class RankWait {
 bool WaitForVotes(JobRun* run) {
   const layout::Job& job = *run->job;
   if (job.world_size == 1) return true;
+  HOLDFAST_ASSERT(run->ranks.notes != nullptr && run->manifest_named);
   RankWait waiting(run);
   for (uint32_t rank = 1; rank < job.world_size && !run->ranks.promoted;) {
     if (MustStop(run, true)) return false;
@@ -99,6 +111,10 @@ bool WaitForVotes(JobRun* run) {
 /// made the rename durable. Without the fsync a crash after the commit could remove a manifest from
 /// a reported checkpoint. The fsync also covers the name of the commit record.
 bool KeepVotes(JobRun* run) {
+  HOLDFAST_ASSERT(run->Decides() && run->directory >= 0);
+#ifdef HOLDFAST_PLANTED_BUGS
+  if (testing::g_commit_before_manifests) return true;
+#endif
   if (run->job->world_size == 1 && !run->record_made) return true;
   if (sys::Sys().fsync(run->directory) == 0) return true;
   return FailErrno(run, Operation::kSyncDirectory, errno);
@@ -106,18 +122,9 @@ bool KeepVotes(JobRun* run) {
 
 enum class Try { kDone, kAgain, kFailed };
 
-/// Returns true when the attempt stood under the name, or was under way, at the time of this save's
-/// request.
-bool IsOlder(layout::Job* job, const AttemptId& attempt) {
-  const AttemptId* const older = layout::Older(job);
-  for (uint64_t i = 0; i < job->older.bytes / sizeof(AttemptId); ++i) {
-    if (older[i] == attempt) return true;
-  }
-  return false;
-}
-
 /// Checks the checkpoint under the name, open as `standing`, and exchanges it.
 Try ReplaceStanding(JobRun* run, int standing, char (&old)[kNameBytes]) {
+  HOLDFAST_ASSERT(standing >= 0 && !run->committed);
   layout::CompletionSlot& slot = run->job->completion;
   const auto failed = [](bool) { return Try::kFailed; };
   const Contents contents = LookInto(standing, run->directory_buffer);
@@ -129,7 +136,7 @@ Try ReplaceStanding(JobRun* run, int standing, char (&old)[kNameBytes]) {
     memcpy(slot.foreign, contents.foreign, sizeof(slot.foreign));
     return failed(Fail(run, FailureCode::kFailedPrecondition, Operation::kReplace));
   }
-  if (!IsOlder(run->job, contents.attempt)) {
+  if (!layout::IsOlder(run->job, contents.attempt)) {
     slot.newer = contents.attempt;
     slot.newer_step = contents.step;
     return failed(Fail(run, FailureCode::kAborted, Operation::kReplace));
@@ -140,7 +147,10 @@ Try ReplaceStanding(JobRun* run, int standing, char (&old)[kNameBytes]) {
       LeadsTo(run->parent, run->job->target, standing) == 0) {
     const int error =
         Exchange(run->parent, run->job->partial, run->job->target, contents.attempt, old);
-    outcome = error == 0 ? Try::kDone : failed(FailErrno(run, Operation::kRename, error));
+    // ENOENT: a program without the lock has moved one of the two.
+    outcome = error == 0        ? Try::kDone
+              : error == ENOENT ? Try::kAgain
+                                : failed(FailErrno(run, Operation::kRename, error));
   }
   if (lock >= 0) sys::CloseOwned(lock);
   return outcome;
@@ -163,6 +173,7 @@ Try ReplaceTarget(JobRun* run, char (&old)[kNameBytes]) {
 Try TakeName(JobRun* run, char (&old)[kNameBytes]) {
   const layout::Job& job = *run->job;
   old[0] = '\0';
+  HOLDFAST_ASSERT(run->parent >= 0 && run->directory >= 0 && !run->committed);
   // A directory that another program has put in place holds other bytes than the worker proved.
   int error = LeadsTo(run->parent, job.partial, run->directory);
   // rename(2) takes a free name or the name of an empty directory, whose creator wants it filled.
@@ -182,6 +193,7 @@ Try TakeName(JobRun* run, char (&old)[kNameBytes]) {
 }
 
 bool SyncParent(JobRun* run) {
+  HOLDFAST_ASSERT(run->committed);
   const uint64_t begin = sys::NowNs();
   // Without the fsync a crash right after "durable" was reported brings the old name back. The
   // checkpoint is complete then too, but only a recovery would find it.
@@ -195,6 +207,7 @@ bool SyncParent(JobRun* run) {
 /// Hands the replaced checkpoint to the trainer for removal in the background. Removal takes a
 /// quarter of a second per GiB: neither the result nor a kept worker's next job waits.
 void DisposeOf(JobRun* run, const char (&old)[kNameBytes]) {
+  HOLDFAST_ASSERT(old[0] != '\0' && run->committed);
   if (!TrainerIsDead(run)) {
     memcpy(run->job->completion.left_behind, old, sizeof(old));
     return;
@@ -207,6 +220,7 @@ void DisposeOf(JobRun* run, const char (&old)[kNameBytes]) {
 /// Publishes that the rename is next, and looks at the board once more. A rank withdraws its vote
 /// in the reverse order, so that either rank 0 or the rank sees the other's step.
 bool AnnounceCommit(JobRun* run) {
+  HOLDFAST_ASSERT(run->Decides() && !run->committed);
   if (!run->ranks.board.is_open()) return true;
   (void)WriteDecision(run->ranks.board, layout::Decision::kCommitting);
   run->ranks.look_at_ns = 0;
@@ -216,6 +230,7 @@ bool AnnounceCommit(JobRun* run) {
 /// Removes the board after the decision. Waiting ranks have the board open. Where a network file
 /// system drops an open file that was removed, they find the final name.
 void RemoveBoard(JobRun* run) {
+  HOLDFAST_ASSERT(run->committed);
   if (!run->ranks.board.is_open()) return;
   CloseBoard(&run->ranks.board);
   sys::Sys().unlinkat(run->directory, layout::kBoardName, 0);
@@ -224,6 +239,7 @@ void RemoveBoard(JobRun* run) {
 /// Makes the final name durable. Readers see the complete checkpoint from here on, so nothing is
 /// undone. If the next fsync fails, the save is reported as failed and the checkpoint stays.
 bool KeepName(JobRun* run, const char (&old)[kNameBytes]) {
+  HOLDFAST_ASSERT(run->Decides() && !run->committed);
   run->committed = true;
   // The directory may have been swapped between the look and the rename, or be retired already.
   if (LeadsTo(run->parent, run->job->target, run->directory) == ESTALE) {
@@ -232,7 +248,11 @@ bool KeepName(JobRun* run, const char (&old)[kNameBytes]) {
   if (run->ranks.board.is_open()) {
     (void)WriteDecision(run->ranks.board, layout::Decision::kCommitted);
   }
+#ifdef HOLDFAST_PLANTED_BUGS
+  const bool synced = testing::g_retire_before_fsync || SyncParent(run);
+#else
   const bool synced = SyncParent(run);
+#endif
   RemoveBoard(run);
   if (!synced) return false;
   // After the fsync: a crash before it could restore the names with the old checkpoint half
@@ -242,6 +262,8 @@ bool KeepName(JobRun* run, const char (&old)[kNameBytes]) {
 }
 
 bool CommitDirectory(JobRun* run) {
+  HOLDFAST_ASSERT(run->staging_released && !run->committed);
+  HOLDFAST_ASSERT(run->manifest_named || !run->Has(layout::kWriteManifest));
   SetPhase(run, layout::Phase::kCommitting);
   // The last moment at which a cancel takes effect.
   if (MustStop(run, true) || !AnnounceCommit(run)) return false;
@@ -276,6 +298,7 @@ bool GiveUp(JobRun* run) {
 /// Asks rank 0 to stop, by a failure that is not final, when a voted rank must stop. The rank's
 /// files are in rank 0's hands until rank 0 has answered.
 void TakeVoteBack(JobRun* run) {
+  HOLDFAST_ASSERT(run->voted);
   const Failure before = run->failure;
   if (!run->ranks.left && MustStop(run, true)) LeaveRanks(run);
   run->failure = before;
@@ -283,6 +306,7 @@ void TakeVoteBack(JobRun* run) {
 
 /// Other ranks: wait for rank 0's decision.
 bool WaitForDecision(JobRun* run) {
+  HOLDFAST_ASSERT(!run->Decides() && run->voted);
   RankWait waiting(run);
   while (true) {
     switch (LookAtRanks(run)) {

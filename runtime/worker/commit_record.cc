@@ -19,8 +19,6 @@
 namespace holdfast::worker {
 namespace {
 
-constexpr mode_t kFileMode = 0666;
-
 /// One rank in the commit record.
 struct RankManifest {
   uint64_t bytes = 0;
@@ -42,6 +40,7 @@ bool ReadManifest(JobRun* run, const char* name, RankManifest* out) {
     if (got < 0) error = errno;
     if (got <= 0) break;
     const size_t length = static_cast<size_t>(got);
+    HOLDFAST_ASSERT(length <= kDirectoryBufferBytes);
     if (out->bytes == 0) {
       out->says_files_bytes = FindFilesBytes(run->directory_buffer, length, &out->files_bytes);
     }
@@ -55,7 +54,6 @@ bool ReadManifest(JobRun* run, const char* name, RankManifest* out) {
   return true;
 }
 
-/// Returns false without a recorded failure when a manifest lacks data that the record needs.
 bool FillRows(JobRun* run, uint64_t* files_bytes) {
   layout::Job* const job = run->job;
   char* const text = layout::CommitRecord(job);
@@ -66,12 +64,13 @@ bool FillRows(JobRun* run, uint64_t* files_bytes) {
     RankManifestName(*job, rank, name);
     RankManifest manifest;
     if (!ReadManifest(run, name, &manifest)) return false;
-    if (!manifest.says_files_bytes) return false;
     // As for the data: not what another program has put in the manifest's place.
-    if (rank == job->rank &&
-        manifest.digest != digest::Of(layout::Manifest(job), job->manifest_template.bytes))
+    if (!manifest.says_files_bytes ||
+        (rank == job->rank &&
+         manifest.digest != digest::Of(layout::Manifest(job), job->manifest_template.bytes)))
       return Fail(run, FailureCode::kDataLoss, Operation::kManifest);
     const uint64_t row = rank * slots.row_bytes;
+    HOLDFAST_ASSERT(row + slots.row_bytes <= job->commit_template.bytes);
     layout::FillNumber(text, {slots.manifest_bytes.offset + row, slots.manifest_bytes.width},
                        manifest.bytes);
     digest::ToHex(manifest.digest, text + slots.manifest_digest + row);
@@ -83,6 +82,7 @@ bool FillRows(JobRun* run, uint64_t* files_bytes) {
 void FillHead(JobRun* run, uint64_t files_bytes) {
   char* const text = layout::CommitRecord(run->job);
   const layout::CommitSlots& slots = run->job->commit_slots;
+  HOLDFAST_ASSERT(slots.self_digest.offset < run->job->commit_template.bytes);
   struct timespec now = {};
   sys::Sys().clock_gettime(CLOCK_REALTIME, &now);
   layout::FillNumber(
@@ -113,8 +113,9 @@ bool FindFilesBytes(const char* head, size_t length, uint64_t* out) {
 bool MakeMark(JobRun* run) {
   if (run->job->commit_template.bytes == 0) return true;
   HOLDFAST_ASSERT(run->directory >= 0 && !run->record_made);
-  const int fd = sys::OpenOwned(run->directory, kMarkName,
-                                O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
+  const int fd =
+      sys::OpenOwned(run->directory, kMarkName,
+                     O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, sys::kFileMode);
   if (fd < 0) return FailErrno(run, Operation::kManifest, errno);
   run->record_made = true;
   sys::CloseOwned(fd);
@@ -126,7 +127,7 @@ bool WriteCommitRecord(JobRun* run) {
   // A recovery that promoted the directory has judged the manifests, and owns the directory now.
   if (job->commit_template.bytes == 0 || run->ranks.promoted) return true;
   uint64_t files_bytes = 0;
-  if (!FillRows(run, &files_bytes)) return run->ok();
+  if (!FillRows(run, &files_bytes)) return false;
   FillHead(run, files_bytes);
   HOLDFAST_ASSERT(run->record_made && !run->record_named);
   const int fd = sys::OpenOwned(run->directory, kMarkName, O_WRONLY | O_NOFOLLOW | O_CLOEXEC, 0);

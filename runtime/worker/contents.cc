@@ -33,7 +33,6 @@ constexpr size_t kElementBytes = sizeof(kElement) - 1;
 constexpr size_t kBytesBytes = sizeof(kBytes) - 1;
 // FORMAT.md: no larger manifest is read.
 constexpr uint64_t kManifestBytesMax = uint64_t{1} << 30;
-constexpr size_t kHexDigits = 32;
 constexpr size_t kRankDigits = 5;
 
 bool EndsWith(const char* text, size_t length, const char* suffix) {
@@ -65,7 +64,7 @@ const char* ValueOf(const char* text, const char* end, const char* key) {
 
 uint64_t HexValue(const char* digits, bool* ok) {
   uint64_t value = 0;
-  for (size_t i = 0; i < kHexDigits / 2; ++i) {
+  for (size_t i = 0; i < digest::kHexDigits / 2; ++i) {
     const char digit = digits[i];
     const bool decimal = digit >= '0' && digit <= '9';
     if (!decimal && (digit < 'a' || digit > 'f')) *ok = false;
@@ -76,10 +75,10 @@ uint64_t HexValue(const char* digits, bool* ok) {
 
 void ReadHead(const char* text, const char* end, Contents* contents) {
   const char* const digits = ValueOf(text, end, "\"attempt\"");
-  bool ok = static_cast<size_t>(end - digits) >= kHexDigits;
+  bool ok = static_cast<size_t>(end - digits) >= digest::kHexDigits;
   if (ok) {
     const AttemptId attempt = {.high = HexValue(digits, &ok),
-                               .low = HexValue(digits + kHexDigits / 2, &ok)};
+                               .low = HexValue(digits + digest::kHexDigits / 2, &ok)};
     if (ok) contents->attempt = attempt;
   }
   for (const char* at = ValueOf(text, end, "\"step\""); at < end && *at >= '0' && *at <= '9'; ++at)
@@ -154,6 +153,7 @@ int Inventory::Map(int directory, char* buffer, Contents* contents) {
 }
 
 int Inventory::ReadOne(int directory, const char* name, Contents* contents) {
+  HOLDFAST_ASSERT(text_ != nullptr && text_max_ > 0);
   const int fd = sys::OpenOwned(directory, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC, 0);
   if (fd < 0) return errno;
   uint64_t bytes = 0;
@@ -203,6 +203,7 @@ bool Inventory::Holds(const char* name) const {
   char bare[kNameBytes] = {};
   size_t length = strnlen(name, sizeof(bare) - 1);
   if (EndsWith(name, length, kTemporarySuffix)) length -= sizeof(kTemporarySuffix) - 1;
+  HOLDFAST_ASSERT(length < sizeof(bare) && key_count_ <= keys_max_);
   memcpy(bare, name, length);
   return strcmp(bare, layout::kBoardName) == 0 || IsCommitFile(bare) ||
          std::binary_search(keys_, keys_ + key_count_, KeyOf(bare, length));
@@ -214,19 +215,20 @@ namespace {
 size_t BytesBefore(const char* name, const char* infix) {
   const size_t length = strlen(name);
   const size_t kind = strlen(infix);
-  if (length <= kind + kHexDigits) return 0;
+  if (length <= kind + digest::kHexDigits) return 0;
   bool ok = true;
-  HexValue(name + length - kHexDigits, &ok);
-  HexValue(name + length - kHexDigits / 2, &ok);
-  const size_t before = length - kHexDigits - kind;
+  HexValue(name + length - digest::kHexDigits, &ok);
+  HexValue(name + length - digest::kHexDigits / 2, &ok);
+  const size_t before = length - digest::kHexDigits - kind;
+  HOLDFAST_ASSERT(before > 0 && before + kind <= length);
   return ok && memcmp(name + before, infix, kind) == 0 ? before : 0;
 }
 
 bool CarriesAttempt(const char* name, const AttemptId& attempt) {
-  char digits[kHexDigits];
+  char digits[digest::kHexDigits];
   digest::ToHex(attempt, digits);
-  HOLDFAST_ASSERT(strlen(name) >= kHexDigits);
-  return memcmp(name + strlen(name) - kHexDigits, digits, kHexDigits) == 0;
+  HOLDFAST_ASSERT(strlen(name) >= digest::kHexDigits);
+  return memcmp(name + strlen(name) - digest::kHexDigits, digits, digest::kHexDigits) == 0;
 }
 
 /// Returns true when the directory's name says that `attempt` wrote there and never committed.
@@ -251,6 +253,7 @@ bool IsProof(const char* name) {
   char bare[kNameBytes] = {};
   size_t length = strnlen(name, sizeof(bare) - 1);
   if (EndsWith(name, length, kTemporarySuffix)) length -= sizeof(kTemporarySuffix) - 1;
+  HOLDFAST_ASSERT(length < sizeof(bare));
   memcpy(bare, name, length);
   return IsMark(name) || IsCommitFile(bare);
 }

@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 
 #include <cerrno>
+#include <cstring>
 
 #include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
@@ -18,8 +19,6 @@
 
 namespace holdfast::worker {
 namespace {
-
-constexpr mode_t kFileMode = 0666;
 
 /// Refuses a name in use: a rename must not replace the file of another program.
 bool NameIsFree(int directory, const char* name, int* error_number) {
@@ -75,6 +74,7 @@ void Unlink(const JobRun& run, const char* name) { sys::Sys().unlinkat(run.direc
 }  // namespace
 
 bool OpenDirectory(JobRun* run) {
+  HOLDFAST_ASSERT(run->directory < 0 && run->parent >= 0);
   if (!run->Has(layout::kFilesOnly)) return OpenPartial(run);
   // The framework made this directory and may reach it through symlinks.
   run->directory =
@@ -93,6 +93,7 @@ int LeadsTo(int parent, const char* name, int directory) {
 }
 
 int RenameNew(JobRun* run, const char* from, const char* to) {
+  HOLDFAST_ASSERT(run->directory >= 0 && strcmp(from, to) != 0);
   const bool replace = run->Has(layout::kFilesOnly) && run->Has(layout::kReplaceExisting);
   const unsigned flags = replace ? 0 : RENAME_NOREPLACE;
   if (sys::Sys().renameat2(run->directory, from, run->directory, to, flags) == 0) return 0;
@@ -105,6 +106,7 @@ int RenameNew(JobRun* run, const char* from, const char* to) {
 }
 
 bool NameFiles(JobRun* run) {
+  HOLDFAST_ASSERT(run->directory >= 0 && !run->manifest_made && !run->committed);
   const uint64_t begin = sys::NowNs();
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
     if (MustStop(run, true)) return false;
@@ -120,6 +122,11 @@ bool NameFiles(JobRun* run) {
     // After the data's fsync: a name never leads to a file whose bytes a crash could take away.
     if (const int error = RenameNew(run, temporary, name); error != 0) {
       return FailErrno(run, Operation::kRename, error, i);
+    }
+    // Another program may have taken the temporary name between the look and the rename.
+    if (run->Has(layout::kFilesOnly) && !CheckWritten(run, i, name)) {
+      sys::Sys().renameat2(run->directory, name, run->directory, temporary, RENAME_NOREPLACE);
+      return false;
     }
     run->notes[i].renamed = 1;
   }
@@ -159,6 +166,7 @@ void RemoveTraces(JobRun* run) {
   if (!files_only && LeadsTo(run->parent, run->job->partial, run->directory) != 0) return;
   HOLDFAST_ASSERT(run->manifest_made >= run->manifest_named);
   HOLDFAST_ASSERT(run->record_made >= run->record_named);
+  HOLDFAST_ASSERT(!run->io_stuck);
   SetPhase(run, layout::Phase::kRemoving);
   // No record from here on, and a mark up to the last file. Durable with the manifest's removal.
   if (run->record_named) {

@@ -18,7 +18,6 @@ namespace {
 
 constexpr char kRetired[] = ".retired-";
 constexpr size_t kRetiredBytes = sizeof(kRetired) - 1;
-constexpr size_t kHexDigits = 32;
 
 int Rename(int parent, const char* from, const char* to, unsigned flags) {
   return sys::Sys().renameat2(parent, from, parent, to, flags) == 0 ? 0 : errno;
@@ -41,6 +40,7 @@ void AsideName(const char* partial, char (&out)[kNameBytes]) {
 }  // namespace
 
 bool LockManifest(int directory, const char* name, int* lock) {
+  HOLDFAST_ASSERT(directory >= 0 && strchr(name, '/') == nullptr);
   *lock = sys::OpenOwned(directory, name, O_RDONLY | O_NOFOLLOW | O_CLOEXEC, 0);
   if (*lock < 0) return true;
   return sys::Uninterrupted([&] { return sys::Sys().flock(*lock, LOCK_EX | LOCK_NB); }) == 0 ||
@@ -69,7 +69,7 @@ int Exchange(int parent, const char* partial, const char* target, const AttemptI
 void Hide(int parent, const char* checkpoint, const AttemptId& attempt, char (&name)[kNameBytes]) {
   const size_t length = strnlen(checkpoint, kNameBytes);
   HOLDFAST_ASSERT(length > 0 && strcmp(checkpoint, name) != 0);
-  if (1 + length + kRetiredBytes + kHexDigits >= kNameBytes) return;
+  if (1 + length + kRetiredBytes + digest::kHexDigits >= kNameBytes) return;
   char hidden[kNameBytes] = ".";
   char* at = hidden + 1;
   memcpy(at, checkpoint, length);

@@ -17,6 +17,7 @@ bool Fail(JobRun* run, const Failure& failure) {
 }
 
 bool Fail(JobRun* run, FailureCode code, Operation operation, uint32_t file) {
+  HOLDFAST_ASSERT(file == Failure::kNoIndex || file < run->job->file_count);
   Failure failure;
   failure.code = code;
   failure.operation = operation;
@@ -26,6 +27,7 @@ bool Fail(JobRun* run, FailureCode code, Operation operation, uint32_t file) {
 
 bool FailErrno(JobRun* run, Operation operation, int error_number, uint32_t file, uint64_t offset,
                uint64_t bytes) {
+  HOLDFAST_ASSERT(file == Failure::kNoIndex || file < run->job->file_count);
   Failure failure;
   failure.code = sys::CodeOfErrno(error_number);
   if (failure.code == FailureCode::kOk) failure.code = FailureCode::kInternal;
@@ -99,6 +101,7 @@ bool MustStop(JobRun* run, bool look) {
 }
 
 void SleepUntilRung(JobRun* run, int timeout_ms) {
+  HOLDFAST_ASSERT(timeout_ms >= 0);
   pollfd fds[2] = {{.fd = run->attached->doorbell, .events = POLLIN, .revents = 0},
                    {.fd = run->attached->trainer, .events = POLLIN, .revents = 0}};
   // A dead trainer's fd stays readable: watching it further would make this a busy loop.
@@ -120,6 +123,7 @@ void TemporaryName(const char* name, char (&out)[kNameBytes]) {
 }
 
 void TemporaryOf(const JobRun& run, uint32_t file, char (&out)[kNameBytes]) {
+  HOLDFAST_ASSERT(file < run.job->file_count);
   if (!run.Has(layout::kSingleFile)) return TemporaryName(layout::Files(run.job)[file].name, out);
   for (uint32_t i = 0; i < kNameBytes; ++i) out[i] = run.job->partial[i];
 }

@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/job_run.h"
@@ -39,6 +40,7 @@ int ForEachEntry(int directory, char* buffer, Visit&& visit) {
     if (got <= 0) break;
     for (ssize_t at = 0; more && at < got;) {
       const ListedEntry* const entry = reinterpret_cast<const ListedEntry*>(buffer + at);
+      HOLDFAST_ASSERT(entry->bytes > 0 && entry->bytes <= got - at);
       at += entry->bytes;
       if (strcmp(entry->name, ".") == 0 || strcmp(entry->name, "..") == 0) continue;
       more = visit(static_cast<const char*>(entry->name));

@@ -7,6 +7,7 @@
 
 #include "runtime/digest/digest.h"
 #include "runtime/layout/manifest_slots.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
@@ -25,16 +26,14 @@ namespace {
 
 // The attempt id and the digest of the replicas stand before all fields of variable length.
 constexpr size_t kHeadBytes = 512;
-constexpr size_t kHexDigits = 32;
-constexpr mode_t kFileMode = 0666;
 
 /// Compares the table's two copies of a chunk's digest: the manifest's text, and the binary digest
 /// that proved the bytes. A manifest with another digest would condemn a sound file later.
 bool SlotSays(const layout::Job& job, const char* manifest, uint64_t slot, const Digest& digest) {
   if (slot == 0 || job.manifest_template.bytes == 0) return true;
-  char hex[kHexDigits];
+  char hex[digest::kHexDigits];
   digest::ToHex(digest, hex);
-  return memcmp(manifest + slot, hex, kHexDigits) == 0;
+  return memcmp(manifest + slot, hex, digest::kHexDigits) == 0;
 }
 
 void FillSlots(JobRun* run) {
@@ -42,6 +41,7 @@ void FillSlots(JobRun* run) {
   char* const text = layout::Manifest(job);
   const layout::ManifestSlots& slots = job->slots;
   const layout::JobTimes& times = run->times;
+  HOLDFAST_ASSERT(times.last_complete >= times.first_submit);
   layout::FillText(text, slots.engine, layout::ManifestWord(run->figures.engine));
   layout::FillText(text, slots.engine_reason, run->queue->reason());
   layout::FillText(text, slots.direct_io, layout::ManifestWord(run->figures.direct_io));
@@ -50,7 +50,7 @@ void FillSlots(JobRun* run) {
   layout::FillNumber(text, slots.time_writing_ns, times.last_complete - times.first_submit);
   layout::FillNumber(text, slots.time_syncing_ns, run->time_syncing_ns);
   layout::FillNumber(text, slots.time_total_ns, sys::NowNs() - times.started);
-  if (slots.self_digest.width == kHexDigits) {
+  if (slots.self_digest.width == digest::kHexDigits) {
     // Last, because the digest covers all text before its own digits.
     digest::ToHex(digest::Of(text, slots.self_digest.offset), text + slots.self_digest.offset);
   }
@@ -58,17 +58,6 @@ void FillSlots(JobRun* run) {
 
 bool FailManifest(JobRun* run, int error_number) {
   return FailErrno(run, Operation::kManifest, error_number);
-}
-
-bool WriteAll(JobRun* run, int fd, const char* text, uint64_t bytes) {
-  for (uint64_t done = 0; done < bytes;) {
-    const ssize_t wrote =
-        sys::Uninterrupted([&] { return sys::Sys().write(fd, text + done, bytes - done); });
-    if (wrote < 0) return FailManifest(run, errno);
-    if (wrote == 0) return FailManifest(run, EIO);
-    done += static_cast<uint64_t>(wrote);
-  }
-  return true;
 }
 
 }  // namespace
@@ -79,6 +68,7 @@ bool ComputeRoots(JobRun* run) {
   const char* const text = layout::Manifest(job);
   for (uint32_t i = 0; i < job->file_count; ++i) {
     layout::File& file = layout::Files(job)[i];
+    HOLDFAST_ASSERT(uint64_t{file.extent_first} + file.extent_count <= job->extent_count);
     digest::RootStream root({.attempt = job->attempt,
                              .rank = job->rank,
                              .world_size = job->world_size,
@@ -99,14 +89,16 @@ bool ComputeRoots(JobRun* run) {
       digest::ToHex(file.root, layout::Manifest(job) + file.root_slot);
     }
   }
-  if (job->slots.replicas.width == kHexDigits) {
+  if (job->slots.replicas.width == digest::kHexDigits) {
     digest::ToHex(replicas.Finish(), layout::Manifest(job) + job->slots.replicas.offset);
   }
   return true;
 }
 
 bool WriteSynced(JobRun* run, int fd, const char* text, uint64_t bytes) {
-  bool ok = WriteAll(run, fd, text, bytes);
+  HOLDFAST_ASSERT(fd >= 0 && run->directory >= 0);
+  const int error = sys::WriteAll(fd, text, bytes);
+  bool ok = error == 0 || FailManifest(run, error);
   const uint64_t begin = sys::NowNs();
   // Without the fsync a crash after the rename leaves a file of length 0 under the name. The
   // checkpoint is lost then, although all its data is present.
@@ -117,16 +109,17 @@ bool WriteSynced(JobRun* run, int fd, const char* text, uint64_t bytes) {
 }
 
 bool WriteManifest(JobRun* run) {
+  HOLDFAST_ASSERT(run->staging_released && !run->manifest_made && !run->voted);
   SetPhase(run, layout::Phase::kWritingManifest);
   FillSlots(run);
   char temporary[kNameBytes];
   TemporaryName(run->job->manifest, temporary);
   constexpr int kFlags = O_CREAT | O_EXCL | O_WRONLY | O_NOFOLLOW | O_CLOEXEC;
-  int fd = sys::OpenOwned(run->directory, temporary, kFlags, kFileMode);
+  int fd = sys::OpenOwned(run->directory, temporary, kFlags, sys::kFileMode);
   if (fd < 0 && errno == EEXIST && run->Has(layout::kFilesOnly)) {
     // An attempt that was killed may have left the file.
     sys::Sys().unlinkat(run->directory, temporary, 0);
-    fd = sys::OpenOwned(run->directory, temporary, kFlags, kFileMode);
+    fd = sys::OpenOwned(run->directory, temporary, kFlags, sys::kFileMode);
   }
   if (fd < 0) return FailManifest(run, errno);
   run->manifest_made = true;
@@ -154,6 +147,7 @@ bool WriteManifest(JobRun* run) {
 }
 
 void RankManifestName(const layout::Job& job, uint32_t rank, char (&out)[kNameBytes]) {
+  HOLDFAST_ASSERT(rank < job.world_size);
   constexpr uint32_t kDigits = 5;
   size_t at = strlen(job.manifest_prefix);
   memcpy(out, job.manifest_prefix, at);
@@ -174,11 +168,12 @@ struct Head {
   /// Returns the 32 digits behind `"KEY":"`, or null if the head lacks the key.
   const char* DigitsOf(const char* key) const {
     const size_t key_bytes = strlen(key);
-    for (size_t at = 0; at + key_bytes + 1 + kHexDigits <= length; ++at) {
+    for (size_t at = 0; at + key_bytes + 1 + digest::kHexDigits <= length; ++at) {
       if (memcmp(text + at, key, key_bytes) != 0) continue;
       size_t value = at + key_bytes;
       while (value < length && (text[value] == ' ' || text[value] == ':')) ++value;
-      return value + 1 + kHexDigits <= length && text[value] == '"' ? text + value + 1 : nullptr;
+      return value + 1 + digest::kHexDigits <= length && text[value] == '"' ? text + value + 1
+                                                                            : nullptr;
     }
     return nullptr;
   }
@@ -198,14 +193,15 @@ Found ReadHead(int directory, const char* name, Head* head, int* error_number) {
   *error_number = got < 0 ? errno : 0;
   sys::CloseOwned(fd);
   head->length = got < 0 ? 0 : static_cast<size_t>(got);
+  HOLDFAST_ASSERT(head->length <= sizeof(head->text));
   return got < 0 ? Found::kFailed : Found::kYes;
 }
 
 bool IsOfAttempt(const layout::Job& job, const Head& head) {
-  char expected[kHexDigits];
+  char expected[digest::kHexDigits];
   digest::ToHex(job.attempt, expected);
   const char* const digits = head.DigitsOf("\"attempt\"");
-  return digits != nullptr && memcmp(digits, expected, kHexDigits) == 0;
+  return digits != nullptr && memcmp(digits, expected, digest::kHexDigits) == 0;
 }
 
 /// Compares the digest of the other rank's replicated files with this rank's.
@@ -214,9 +210,9 @@ bool HasSameReplicas(layout::Job* job, const Head& head) {
   if (testing::g_never_compare_replicas) return true;
 #endif
   const char* const theirs = head.DigitsOf("\"replicas\"");
-  if (job->slots.replicas.width != kHexDigits) return theirs == nullptr;
+  if (job->slots.replicas.width != digest::kHexDigits) return theirs == nullptr;
   const char* const ours = layout::Manifest(job) + job->slots.replicas.offset;
-  return theirs != nullptr && memcmp(theirs, ours, kHexDigits) == 0;
+  return theirs != nullptr && memcmp(theirs, ours, digest::kHexDigits) == 0;
 }
 
 }  // namespace

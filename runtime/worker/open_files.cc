@@ -16,8 +16,6 @@
 namespace holdfast::worker {
 namespace {
 
-constexpr mode_t kFileMode = 0666;  // the umask applies
-
 /// Reserves the file's blocks. A full disk is then an error now and not after gigabytes, and
 /// extending writes do not serialize in the file system.
 bool Reserve(JobRun* run, int fd, uint32_t file) {
@@ -36,10 +34,8 @@ bool Reserve(JobRun* run, int fd, uint32_t file) {
   return FailErrno(run, Operation::kReserve, errno, file, 0, bytes);
 }
 
-constexpr uint64_t kNsPerSecond = 1'000'000'000;
-
 uint64_t NsOf(const statx_timestamp& time) {
-  return static_cast<uint64_t>(time.tv_sec) * kNsPerSecond + time.tv_nsec;
+  return static_cast<uint64_t>(time.tv_sec) * sys::kNsPerSecond + time.tv_nsec;
 }
 
 /// Reads the file's identity, unique among past and future files. Returns false, with an errno, if
@@ -58,6 +54,7 @@ bool Identify(int directory, const char* name, int flags, FileIdentity* out) {
 
 /// Closes NAME.tmp of `file` and records its identity for IsOurs and CheckWritten.
 int CloseFile(JobRun* run, uint32_t file, int fd) {
+  HOLDFAST_ASSERT(fd >= 0 && file < run->job->file_count);
   FileNote& note = run->notes[file];
   note.slot = FileNote::kNoSlot;
   Identify(fd, "", AT_EMPTY_PATH, &note.identity);
@@ -65,6 +62,7 @@ int CloseFile(JobRun* run, uint32_t file, int fd) {
 }
 
 bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
+  HOLDFAST_ASSERT(run->directory >= 0 && run->notes[file].created == 0);
   char name[kNameBytes];
   TemporaryOf(*run, file, name);
   const bool want_direct = !run->Has(layout::kBuffered);
@@ -72,12 +70,12 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   const bool made = run->Has(layout::kSingleFile) && run->figures.write_attempts == 1;
   if (made && !CheckTemporary(run)) return false;
   const int flags = O_WRONLY | O_NOFOLLOW | (made ? 0 : O_CREAT | O_EXCL);
-  int error = io::OpenDirect(run->directory, name, flags, kFileMode, want_direct, opened);
+  int error = io::OpenDirect(run->directory, name, flags, sys::kFileMode, want_direct, opened);
   if (error == EEXIST && run->Has(layout::kFilesOnly)) {
     // A killed attempt may have left the file: a framework's directory keeps its name between
     // attempts.
     RemoveFile(run->directory, name, run->job, OnCancel::kStop);
-    error = io::OpenDirect(run->directory, name, flags, kFileMode, want_direct, opened);
+    error = io::OpenDirect(run->directory, name, flags, sys::kFileMode, want_direct, opened);
   }
   // Anything but EEXIST may have come after the file was made.
   if (error != EEXIST) run->notes[file].created = 1;
@@ -101,6 +99,7 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
 }
 
 bool OpenAgain(JobRun* run, uint32_t file, io::DirectOpen* opened) {
+  HOLDFAST_ASSERT(run->notes[file].created != 0 && run->notes[file].renamed == 0);
   char name[kNameBytes];
   TemporaryOf(*run, file, name);
   const int error = io::OpenDirect(run->directory, name, O_WRONLY | O_NOFOLLOW, 0,

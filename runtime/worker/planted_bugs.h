@@ -21,6 +21,12 @@ extern bool g_never_compare_replicas;
 extern bool g_remove_unnamed_files;
 /// A removal relies on an exchange of names that is not durable.
 extern bool g_remove_before_parent_sync;
+/// The limit of the byte rate counts as none.
+extern bool g_ignore_byte_rate;
+/// The final name is reported, and the old checkpoint given up, before the name is durable.
+extern bool g_retire_before_fsync;
+/// Rank 0 commits before the names of the other ranks' manifests are durable.
+extern bool g_commit_before_manifests;
 }  // namespace holdfast::worker::testing
 
 #endif  // HOLDFAST_RUNTIME_WORKER_PLANTED_BUGS_H_

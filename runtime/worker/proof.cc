@@ -23,6 +23,7 @@ Failure Blame(const JobRun& run, const layout::Extent& extent, const char* bytes
   const layout::Piece* undigested = nullptr;
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
     const layout::Piece& piece = pieces[i];
+    HOLDFAST_ASSERT(piece.offset <= extent.bytes && piece.bytes <= extent.bytes - piece.offset);
     if (piece.has_digest == 0) {
       if (undigested == nullptr) undigested = &piece;
       continue;
@@ -50,6 +51,7 @@ Failure Blame(const JobRun& run, const layout::Extent& extent, const char* bytes
 
 bool ProveExtent(JobRun* run, uint32_t index, const char* bytes) {
   HOLDFAST_ASSERT(index < run->job->extent_count);
+  HOLDFAST_ASSERT(bytes != nullptr);
   const layout::Extent& extent = layout::Extents(run->job)[index];
   const Digest found = digest::Of(bytes, extent.bytes);
   if (found == extent.sealed) return true;

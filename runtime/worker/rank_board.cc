@@ -14,7 +14,6 @@
 namespace holdfast::worker {
 namespace {
 
-constexpr mode_t kFileMode = 0666;  // the umask applies
 constexpr int kLooksMax = 5;
 constexpr long kPauseNs = 1'000'000;
 
@@ -43,6 +42,7 @@ bool ReadAt(const RankBoard& board, void* out, uint64_t bytes, uint64_t offset) 
     if (!ReadFrom(board.block_fd, block, kIoAlignment, begin)) return false;
     const uint64_t there = begin + kIoAlignment - at;
     const uint64_t part = there < bytes - done ? there : bytes - done;
+    HOLDFAST_ASSERT(part > 0 && at - begin + part <= kIoAlignment);
     memcpy(static_cast<char*>(out) + done, block + (at - begin), part);
     done += part;
   }
@@ -50,14 +50,14 @@ bool ReadAt(const RankBoard& board, void* out, uint64_t bytes, uint64_t offset) 
 }
 
 bool WriteAt(const RankBoard& board, const void* from, uint64_t bytes, uint64_t offset) {
-  uint64_t done = 0;
-  while (done < bytes) {
-    const ssize_t wrote = sys::Uninterrupted([&] {
-      return sys::Sys().pwrite(board.fd, static_cast<const char*>(from) + done, bytes - done,
-                               static_cast<off_t>(offset + done));
-    });
-    if (wrote <= 0) return false;
-    done += static_cast<uint64_t>(wrote);
+  HOLDFAST_ASSERT(board.is_open() && bytes > 0);
+  const int error = sys::WriteAll(bytes, [&](uint64_t done) {
+    return sys::Sys().pwrite(board.fd, static_cast<const char*>(from) + done, bytes - done,
+                             static_cast<off_t>(offset + done));
+  });
+  if (error != 0) {
+    errno = error;
+    return false;
   }
   // Data held back in a page cache is invisible to other machines.
   constexpr unsigned kNow =
@@ -140,7 +140,7 @@ int OpenBoard(int directory, const AttemptId& attempt, uint32_t rank, uint32_t w
   *board = {.fd = -1, .rank = rank, .world_size = world_size};
   // Not O_EXCL: every rank writes the same head, and separate ranges behind it.
   board->fd = sys::OpenOwned(directory, layout::kBoardName,
-                             O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, kFileMode);
+                             O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, sys::kFileMode);
   if (!board->is_open()) return errno;
   int error = OpenPastCache(directory, attempt, board) ? 0 : AgreeOnHead(*board, attempt);
   if (error == 0) {
@@ -213,6 +213,7 @@ layout::RankFailure ReadFailure(const RankBoard& board, uint32_t rank) {
 bool AllHaveFailed(const RankBoard& board, char* buffer, uint32_t buffer_bytes) {
   auto* const slots = reinterpret_cast<layout::RankSlot*>(buffer);
   const uint32_t at_once = buffer_bytes / uint32_t{sizeof(layout::RankSlot)};
+  HOLDFAST_ASSERT(at_once > 0);
   for (uint32_t first = 0; first < board.world_size; first += at_once) {
     const uint32_t left = board.world_size - first;
     const uint32_t count = left < at_once ? left : at_once;

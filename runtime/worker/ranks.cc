@@ -27,14 +27,13 @@ namespace {
 using layout::RankFailureKind;
 using layout::RankState;
 
-constexpr uint64_t kNsPerSecond = 1'000'000'000;
-constexpr uint64_t kLivenessDefaultNs = 30 * kNsPerSecond;
+constexpr uint64_t kLivenessDefaultNs = 30 * sys::kNsPerSecond;
 // A failure is seen after one look; the promised bound is two seconds.
-constexpr uint64_t kLookNs = kNsPerSecond;
+constexpr uint64_t kLookNs = sys::kNsPerSecond;
 // Two of three signs of life may be lost, or late.
 constexpr uint64_t kBeatsPerLiveness = 3;
 // A fenced rank 0 stops within a second.
-constexpr uint64_t kPlaceNs = kNsPerSecond / 2;
+constexpr uint64_t kPlaceNs = sys::kNsPerSecond / 2;
 
 uint64_t LookEvery(const layout::Job& job) {
   const uint64_t beat = LivenessNs(job) / (2 * kBeatsPerLiveness);
@@ -66,20 +65,22 @@ Sight Found(JobRun* run, uint32_t rank, RankFailureKind kind, uint64_t ns) {
   watch.seen = layout::RankFailure{};
   watch.seen.rank = rank;
   watch.seen.kind = static_cast<uint32_t>(kind);
-  watch.seen.seconds = static_cast<uint32_t>((ns + kNsPerSecond / 2) / kNsPerSecond);
+  watch.seen.seconds = static_cast<uint32_t>((ns + sys::kNsPerSecond / 2) / sys::kNsPerSecond);
   watch.said_by = run->job->rank;
   watch.found_here = true;
   return Sight::kFailure;
 }
 
 Sight Read(JobRun* run, uint32_t rank) {
+  HOLDFAST_ASSERT(rank < run->job->world_size);
   run->ranks.seen = ReadFailure(run->ranks.board, rank);
   run->ranks.said_by = rank;
   run->ranks.found_here = false;
   return Sight::kFailure;
 }
 
-/// Reports whether a rank is gone. A vote counts also where the rank's worker could not publish it.
+/// Reports whether a rank is gone. A vote counts also where the rank's worker could not publish it,
+/// and not where a recovery has removed the manifest of a dead rank.
 Sight Miss(JobRun* run, uint32_t rank, uint64_t now, PulseNote* note) {
 #ifdef HOLDFAST_PLANTED_BUGS
   if (testing::g_never_miss_a_rank) return Sight::kNothing;
@@ -87,16 +88,18 @@ Sight Miss(JobRun* run, uint32_t rank, uint64_t now, PulseNote* note) {
   RankWatch& watch = run->ranks;
   const uint64_t liveness = LivenessNs(*run->job);
   const bool absent = note->state == RankState::kAbsent;
-  if (!absent && note->state != RankState::kJoined) return Sight::kNothing;
+  if (note->state == RankState::kFailed) return Sight::kNothing;
   // A rank may begin later. Its absence counts once this rank only waits.
   if (absent && watch.waiting_since_ns == 0) return Sight::kNothing;
   uint64_t allowed = liveness;
-  if (!absent && note->silent_s_max * kNsPerSecond > allowed) {
-    allowed = note->silent_s_max * kNsPerSecond;
+  if (!absent && note->silent_s_max * sys::kNsPerSecond > allowed) {
+    allowed = note->silent_s_max * sys::kNsPerSecond;
   }
   const uint64_t since = absent ? watch.waiting_since_ns : note->changed_ns;
   if (now - since <= allowed) return Sight::kNothing;
   if (run->Decides() && HasVoted(*run, rank)) {
+    // A silent vote is looked at once in a while, to bound the calls.
+    if (note->state == RankState::kVoted) note->changed_ns = now;
     note->state = RankState::kVoted;
     return Sight::kNothing;
   }
@@ -105,6 +108,7 @@ Sight Miss(JobRun* run, uint32_t rank, uint64_t now, PulseNote* note) {
 
 /// Rank 0: reads all slots, some hundreds with each read.
 Sight LookAtSlots(JobRun* run, uint64_t now) {
+  HOLDFAST_ASSERT(run->Decides() && run->ranks.notes != nullptr);
   RankWatch& watch = run->ranks;
   auto* const slots = reinterpret_cast<layout::RankSlot*>(run->directory_buffer);
   constexpr uint32_t kAtOnce = kDirectoryBufferBytes / sizeof(layout::RankSlot);
@@ -268,7 +272,7 @@ void LeaveRanks(JobRun* run) {
 
 void BeginSilence(JobRun* run) {
   if (!run->ranks.board.is_open() || run->ranks.left || !TrainerIsDead(run)) return;
-  const uint64_t seconds = DeadlineNs(run->job->time_stalled_max_ns) / kNsPerSecond + 1;
+  const uint64_t seconds = DeadlineNs(run->job->time_stalled_max_ns) / sys::kNsPerSecond + 1;
   (void)WritePulse(run->ranks.board, Side::kWorker, OwnState(*run), static_cast<uint32_t>(seconds));
 }
 

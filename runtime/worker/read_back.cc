@@ -35,6 +35,7 @@ bool SubmitReads(Reader* reader, int fd, uint32_t* next, uint32_t end) {
   JobRun* const run = reader->run;
   for (uint32_t i = 0; i < kBuffers && *next < end; ++i) {
     if (reader->extent_in[i] != kNone) continue;
+    HOLDFAST_ASSERT(*next < run->job->extent_count);
     const layout::Extent& extent = layout::Extents(run->job)[*next];
     HOLDFAST_ASSERT(extent.bytes <= kChunkBytes);
     const int error = run->read_queue->Submit({
@@ -102,6 +103,7 @@ bool ReadFile(Reader* reader, int fd, const layout::File& file) {
 
 bool ReadAll(Reader* reader) {
   JobRun* const run = reader->run;
+  HOLDFAST_ASSERT(reader->buffer != nullptr && run->queue->in_flight() == 0);
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
     if (!run->Writes(i)) continue;
     const layout::File& file = layout::Files(run->job)[i];

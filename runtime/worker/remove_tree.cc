@@ -88,11 +88,10 @@ bool Sync(Removal* removal) {
 
 /// Marks the directory as a save's, as far as possible (the disk may be full): see IsMark.
 void Mark(int directory) {
-  constexpr mode_t kFileMode = 0666;
   if (sys::Sys().renameat2(directory, layout::kCommitRecordName, directory, kMarkName, 0) == 0)
     return;
-  const int fd =
-      sys::OpenOwned(directory, kMarkName, O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC, kFileMode);
+  const int fd = sys::OpenOwned(directory, kMarkName, O_CREAT | O_WRONLY | O_NOFOLLOW | O_CLOEXEC,
+                                sys::kFileMode);
   if (fd >= 0) sys::CloseOwned(fd);
 }
 
@@ -131,6 +130,7 @@ bool RemoveCommitted(Removal* removal) {
 
 /// Removes the contents of the open directory `*name`, which may be renamed first.
 bool RemoveContents(Removal* removal, int parent, char (&name)[kNameBytes]) {
+  HOLDFAST_ASSERT(removal->directory >= 0 && name[0] != '\0');
   const Contents contents = LookInto(removal->directory, removal->buffer, &removal->inventory);
   if (contents.error_number != 0) return removal->FailErrno(contents.error_number);
   if (contents.empty) return true;

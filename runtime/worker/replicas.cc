@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "runtime/digest/digest.h"
+#include "runtime/sys/assert.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/manifest.h"
@@ -18,7 +19,6 @@
 namespace holdfast::worker {
 namespace {
 
-constexpr size_t kHexDigits = 32;
 // Line feeds stand between the elements and never within a JSON string.
 constexpr char kTensors[] = "\n\"tensors\":[";
 constexpr char kName[] = "{\"name\":\"";
@@ -34,7 +34,7 @@ struct Text {
         memmem(from, static_cast<size_t>(end() - from), what, what_bytes));
   }
   bool Has(const Digest& digest) const {
-    char digits[kHexDigits];
+    char digits[digest::kHexDigits];
     digest::ToHex(digest, digits);
     return Find(begin, digits, sizeof(digits)) != nullptr;
   }
@@ -67,6 +67,7 @@ class MappedManifest {
 
 /// Returns the tensor of the first part of `extent` that the other rank has not, or kNoIndex.
 uint32_t DifferingTensor(layout::Job* job, const layout::Extent& extent, const Text& theirs) {
+  HOLDFAST_ASSERT(uint64_t{extent.piece_first} + extent.piece_count <= job->piece_count);
   const layout::Piece* const pieces = layout::Pieces(job) + extent.piece_first;
   if (extent.piece_count == 1) return pieces[0].tensor;
   for (uint32_t i = 0; i < extent.piece_count; ++i) {
@@ -79,6 +80,7 @@ uint32_t DifferingTensor(layout::Job* job, const layout::Extent& extent, const T
 /// Writes `tensor "NAME"` into the record, with the name as this rank's manifest spells it. Returns
 /// false when the manifest lacks the tensor.
 bool NameTensor(layout::Job* job, uint32_t tensor, layout::RankFailure* failure) {
+  HOLDFAST_ASSERT(tensor < job->tensor_count);
   const Text own = {layout::Manifest(job), job->manifest_template.bytes};
   const char* at = own.Find(own.begin, kTensors, sizeof(kTensors) - 1);
   if (at != nullptr) at += sizeof(kTensors) - 1;
@@ -104,6 +106,7 @@ bool NameTensor(layout::Job* job, uint32_t tensor, layout::RankFailure* failure)
 
 void NameDifference(JobRun* run, uint32_t rank, layout::RankFailure* failure) {
   layout::Job* const job = run->job;
+  HOLDFAST_ASSERT(rank < job->world_size && rank != job->rank);
   SetText(failure, "the number or the layout of the replicated files");
   char name[kNameBytes];
   RankManifestName(*job, rank, name);
@@ -112,6 +115,7 @@ void NameDifference(JobRun* run, uint32_t rank, layout::RankFailure* failure) {
   if (theirs.begin == nullptr) return;
   for (uint32_t f = 0; f < job->file_count; ++f) {
     const layout::File& file = layout::Files(job)[f];
+    HOLDFAST_ASSERT(uint64_t{file.extent_first} + file.extent_count <= job->extent_count);
     for (uint32_t k = 0; file.replicated != 0 && k < file.extent_count; ++k) {
       const layout::Extent& extent = layout::Extents(job)[file.extent_first + k];
       if (theirs.Has(extent.sealed)) continue;

@@ -70,6 +70,7 @@ void CloseQueue(Server* server) {
 
 /// Opens the ring that this job requests, or keeps the last job's ring.
 int OpenQueue(Server* server, const layout::Job& job) {
+  HOLDFAST_ASSERT(!server->stuck);
   Attachment& attached = server->attached;
   if (job.engine == EngineRung::kUringFixed && !MakeWritable(&attached)) return errno;
   io::QueueOptions options;
@@ -88,7 +89,8 @@ int OpenQueue(Server* server, const layout::Job& job) {
                       open.threads == options.threads && open.region == options.region &&
                       open.region_bytes == options.region_bytes &&
                       open.io_priority == options.io_priority;
-    if (same) return 0;
+    // The ring may have broken behind the last transfer of a successful save.
+    if (same && !server->queue.broken()) return 0;
     CloseQueue(server);
   }
   int error = server->queue.Open(options);
@@ -112,6 +114,7 @@ void SettleForJob(Server* server, const layout::Job& job) {
     digits[count++] = static_cast<char>('0' + step % 10);
     step /= 10;
   } while (step != 0);
+  HOLDFAST_ASSERT(count > 0 && count <= sizeof(digits));
   for (size_t at = 3; count > 0 && at + 1 < sizeof(name); ++at) name[at] = digits[--count];
   sys::SetThreadName(name);
 }

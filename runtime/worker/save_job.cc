@@ -51,6 +51,7 @@ bool WriteFiles(JobRun* run) {
   SamplePrivateBytes(run);
   SetPhase(run, layout::Phase::kSyncing);
   if (!SyncAllFiles(run)) return false;
+  HOLDFAST_ASSERT(run->queue->in_flight() == 0);
   run->times.data_synced = sys::NowNs();
   return true;
 }

@@ -19,7 +19,6 @@
 namespace holdfast::worker {
 namespace {
 
-constexpr size_t kHexDigits = 32;
 constexpr int kLockSleepMs = 10;
 constexpr char kJson[] = ".json";
 constexpr char kTemporary[] = ".tmp";
@@ -27,13 +26,14 @@ constexpr char kTemporary[] = ".tmp";
 /// Returns where the attempt stands in a name that ends with the attempt and `suffix`.
 size_t AttemptAt(const char* name, const char* suffix) {
   const size_t length = strlen(name);
-  HOLDFAST_ASSERT(length > kHexDigits + strlen(suffix));
-  return length - strlen(suffix) - kHexDigits;
+  HOLDFAST_ASSERT(length > digest::kHexDigits + strlen(suffix));
+  return length - strlen(suffix) - digest::kHexDigits;
 }
 
 /// The name of this save's own companion, with another attempt.
 void NameWith(const char* own, const char* suffix, const AttemptId& attempt,
               char (&out)[kNameBytes]) {
+  HOLDFAST_ASSERT(strlen(own) < sizeof(out));
   memset(out, 0, sizeof(out));
   memcpy(out, own, strlen(own));
   digest::ToHex(attempt, out + AttemptAt(own, suffix));
@@ -43,15 +43,7 @@ void NameWith(const char* own, const char* suffix, const AttemptId& attempt,
 bool ParseManifest(const layout::Job& job, const char* name, AttemptId* attempt) {
   const size_t at = AttemptAt(job.manifest, kJson);
   return strlen(name) == strlen(job.manifest) && memcmp(name, job.manifest, at) == 0 &&
-         strcmp(name + at + kHexDigits, kJson) == 0 && digest::FromHex(name + at, attempt);
-}
-
-bool IsOlder(layout::Job* job, const AttemptId& attempt) {
-  const AttemptId* const older = layout::Older(job);
-  for (uint64_t i = 0; i < job->older.bytes / sizeof(AttemptId); ++i) {
-    if (older[i] == attempt) return true;
-  }
-  return false;
+         strcmp(name + at + digest::kHexDigits, kJson) == 0 && digest::FromHex(name + at, attempt);
 }
 
 /// Returns true when the attempt's file has the final name. A manifest beside a temporary file
@@ -70,7 +62,7 @@ bool NoYoungerSave(JobRun* run) {
   const int error = ForEachEntry(run->directory, run->directory_buffer, [&](const char* name) {
     AttemptId attempt;
     if (!ParseManifest(*run->job, name, &attempt) || attempt == run->job->attempt ||
-        IsOlder(run->job, attempt) || !HasCommitted(*run, attempt)) {
+        layout::IsOlder(run->job, attempt) || !HasCommitted(*run, attempt)) {
       return true;
     }
     younger = attempt;
@@ -103,6 +95,7 @@ bool LockDirectory(JobRun* run, int* lock) {
 
 /// Renames the file. From the rename on nothing is undone.
 bool TakeName(JobRun* run) {
+  HOLDFAST_ASSERT(!run->committed && run->notes[0].renamed == 0);
   if (!NoYoungerSave(run)) return false;
   if (!IsOurs(*run, 0)) return Fail(run, FailureCode::kAborted, Operation::kRename, 0);
   if (!CheckWritten(run, 0, run->job->partial)) return false;
@@ -120,6 +113,7 @@ bool TakeName(JobRun* run) {
 /// Removes the companions of older saves. A running older save ends with kAborted, because a
 /// younger manifest stands there. After a crash the next save removes the rest.
 void RemoveOlder(JobRun* run) {
+  HOLDFAST_ASSERT(run->committed);
   const layout::Job& job = *run->job;
   for (uint64_t i = 0; i < job.older.bytes / sizeof(AttemptId); ++i) {
     const AttemptId& older = layout::Older(run->job)[i];

@@ -16,19 +16,18 @@ namespace holdfast::worker {
 namespace testing {
 bool g_acknowledge_at_submit = false;
 bool g_forget_transfer = false;
+bool g_ignore_byte_rate = false;
 }  // namespace testing
 #endif
 
 namespace {
 
-constexpr uint64_t kNsPerMs = 1'000'000;
-constexpr uint64_t kNsPerSecond = 1'000'000'000;
 // Bounds the delay of flags in shared memory when a doorbell is lost.
 constexpr int kWaitMsMax = 500;
 // The minimum interval of doorbells for progress alone.
-constexpr uint64_t kProgressRingNs = 50 * kNsPerMs;
+constexpr uint64_t kProgressRingNs = 50 * sys::kNsPerMs;
 // Waits have a resolution of 1 ms, so the rate limiter lets a write start 1 ms early.
-constexpr uint64_t kRateSlackNs = kNsPerMs;
+constexpr uint64_t kRateSlackNs = sys::kNsPerMs;
 
 void Acknowledge(JobRun* run, uint32_t extent) {
   HOLDFAST_ASSERT(extent < run->job->extent_count);
@@ -54,6 +53,7 @@ bool TakeNext(JobRun* run) {
     return Fail(run, FailureCode::kInternal, Operation::kWaitTrainer);
   }
   const layout::Extent& extent = layout::Extents(run->job)[index];
+  HOLDFAST_ASSERT(extent.file < job.file_count && extent.bytes <= kChunkBytes);
   const uint64_t bit = uint64_t{1} << (index % 64);
   const uint64_t io_bytes = layout::AlignUp(extent.bytes);
   // The only fields of an extent that are written after the table's check.
@@ -73,6 +73,9 @@ bool TakeNext(JobRun* run) {
 /// The byte-rate limit: how long until the next write may start, in ns.
 uint64_t MustWaitNs(const JobRun& run, uint64_t now) {
   if (run.job->qos.bytes_per_second_max == 0) return 0;
+#ifdef HOLDFAST_PLANTED_BUGS
+  if (testing::g_ignore_byte_rate) return 0;
+#endif
   const uint64_t allowed = run.write.allowed_ns;
   return allowed > now + kRateSlackNs ? allowed - now : 0;
 }
@@ -84,13 +87,14 @@ void ChargeRate(JobRun* run, uint64_t bytes) {
   const uint64_t now = sys::NowNs();
   if (write.allowed_ns < now) write.allowed_ns = now;
   // At most kChunkBytes * 1e9: no overflow.
-  write.allowed_ns += bytes * kNsPerSecond / rate;
+  write.allowed_ns += bytes * sys::kNsPerSecond / rate;
 }
 
 /// Counts an extent whose bytes are final, and queues the bytes for the digest.
 void QueueForDigest(JobRun* run, uint32_t index) {
   WriteState& write = run->write;
   const layout::Extent& extent = layout::Extents(run->job)[index];
+  HOLDFAST_ASSERT(extent.file < run->job->file_count);
   HOLDFAST_ASSERT(run->notes[extent.file].extents_left > 0);
   --run->notes[extent.file].extents_left;
   run->job->bytes_completed.fetch_add(extent.bytes, std::memory_order_relaxed);
@@ -106,6 +110,7 @@ bool Fill(JobRun* run) {
   while (run->queue->CanSubmit() && ~write.in_flight_used != 0 &&
          write.undigested_count + run->queue->in_flight() < kUndigestedMax && TakeNext(run)) {
     const uint32_t index = write.next_extent;
+    HOLDFAST_ASSERT(write.has_next && index < run->job->extent_count);
     const layout::Extent& extent = extents[index];
     if (!run->Writes(extent.file)) {
       write.has_next = false;
@@ -226,13 +231,13 @@ bool Stalled(JobRun* run) {
 
 int WaitMs(const JobRun& run) {
   if (run.write.undigested_count != 0) return 0;
-  uint64_t ns = kWaitMsMax * kNsPerMs;
+  uint64_t ns = kWaitMsMax * sys::kNsPerMs;
   const uint64_t now = sys::NowNs();
   const uint64_t limit = DeadlineNs(run.job->time_stalled_max_ns);
   if (limit < ns) ns = limit;
   const uint64_t rate = run.write.has_next ? MustWaitNs(run, now) : 0;
   if (rate != 0 && rate < ns) ns = rate;
-  return static_cast<int>((ns + kNsPerMs - 1) / kNsPerMs);
+  return static_cast<int>((ns + sys::kNsPerMs - 1) / sys::kNsPerMs);
 }
 
 bool Loop(JobRun* run) {

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "holdfast/pod.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/format/torch_zip.h"
 
 namespace holdfast::writer {
@@ -178,7 +179,7 @@ std::unique_ptr<BegunDigest> Checksums::TakeBegun(uint32_t index) {
 bool Checksums::Take(uint32_t index, char* memory, std::vector<uint32_t>* ready) {
   Extent& extent = extents_[index];
   std::vector<uint32_t> crcs;
-  if (!extent.taken) {
+  if (!extent.taken || base::Planted(base::Bug::kAddChecksumsTwice)) {
     for (const Part& part : extent.parts)
       crcs.push_back(format::Crc32(0, memory + part.offset, part.bytes));
   }

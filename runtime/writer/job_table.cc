@@ -12,6 +12,7 @@
 #include <new>
 
 #include "absl/strings/str_cat.h"
+#include "holdfast/watch.h"
 #include "runtime/base/check.h"
 #include "runtime/base/memfd.h"
 #include "runtime/base/status.h"
@@ -115,7 +116,7 @@ uint64_t ControlBytes(const SaveContents& contents, uint64_t older_count) {
 absl::StatusOr<std::unique_ptr<JobTable>> JobTable::Map(uint64_t bytes) {
   std::unique_ptr<JobTable> table(new JobTable());
   const auto& sys = sys::Sys();
-  HOLDFAST_ASSIGN_OR_RETURN(table->fd_, base::CreateMemfd("holdfast-job", "control memory"));
+  HOLDFAST_ASSIGN_OR_RETURN(table->fd_, base::CreateMemfd(kJobTableName, "control memory"));
   HOLDFAST_RETURN_IF_ERROR(CheckFileSizeLimit(bytes));
   if (sys.ftruncate(table->fd(), static_cast<off_t>(bytes)) != 0) {
     return base::ErrnoStatus("size", "control memory", errno);
@@ -147,7 +148,6 @@ void JobTable::FillCommon(const JobParameters& parameters) {
   job_->umask = CurrentUmask();
   job_->attempt = parameters.attempt;
   job_->step = parameters.step;
-  job_->arena_bytes = parameters.arena_bytes;
   if (parameters.streams) layout::Claim(job_, layout::Written::kReleased);
   job_->time_stalled_max_ns = parameters.time_stalled_max_ns;
   job_->time_ranks_max_ns = parameters.time_ranks_max_ns;

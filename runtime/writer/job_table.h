@@ -35,7 +35,6 @@ struct JobParameters {
   uint32_t rank = 0;
   uint32_t world_size = 1;
   uint64_t step = 0;
-  uint64_t arena_bytes = 0;
   std::string target;
   std::string partial;
   std::vector<AttemptId> older;

@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
+#include "runtime/layout/progress.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/rank_board.h"
 
@@ -14,12 +15,6 @@ constexpr double kNsPerSecond = 1e9;
 
 double Seconds(uint64_t from_ns, uint64_t to_ns) {
   return to_ns > from_ns && from_ns != 0 ? static_cast<double>(to_ns - from_ns) / kNsPerSecond : 0;
-}
-
-const char* PhaseName(layout::Phase phase) {
-  return WordIn({"queued", "writing", "syncing", "reading back", "manifest", "waiting for ranks",
-                 "committing", "removing", "done"},
-                phase);
 }
 
 }  // namespace
@@ -175,8 +170,7 @@ SaveProgress SaveState::ReadProgress() const {
   progress.bytes_sealed = bytes_sealed.load(std::memory_order_relaxed);
   progress.bytes_written =
       std::min(job.bytes_completed.load(std::memory_order_relaxed), bytes_total);
-  progress.phase = PhaseName(static_cast<layout::Phase>(job.phase.load(std::memory_order_relaxed)));
-  if (progress.bytes_sealed < bytes_total) progress.phase = "staging";
+  progress.phase = layout::PhaseWord(job, progress.bytes_sealed, bytes_total);
   return progress;
 }
 

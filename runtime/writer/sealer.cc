@@ -15,12 +15,10 @@ namespace holdfast::writer {
 
 namespace {
 
-constexpr int64_t kNsPerSecond = 1'000'000'000;
-
 uint64_t ThreadCpuNs() {
   timespec now{};
   sys::Sys().clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-  return static_cast<uint64_t>(now.tv_sec * kNsPerSecond + now.tv_nsec);
+  return static_cast<uint64_t>(now.tv_sec * sys::kNsPerSecond + now.tv_nsec);
 }
 
 // The manifest of so many tensors takes some tens of microseconds: no longer than to wake a thread.

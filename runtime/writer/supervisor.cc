@@ -27,7 +27,6 @@ constexpr int kIdleTickMs = 1000;
 constexpr double kKillFactor = 1.5;
 // A killed process that is not gone after this time is stuck in the kernel (D state).
 constexpr uint64_t kKillGraceNs = 10'000'000'000;
-constexpr uint64_t kNsPerSecond = 1'000'000'000;
 // The kernel takes down the ring of a killed process after its end. A save ends with its memory
 // quarantined when the take-down lasts longer.
 constexpr uint64_t kLandingGraceNs = 500'000'000;
@@ -284,7 +283,7 @@ void Supervisor::CheckStalled(const std::shared_ptr<SaveState>& save) {
   const auto allowed = static_cast<uint64_t>(static_cast<double>(deadline) * kKillFactor);
   // A limited rate is no stall: a chunk may take its time.
   const uint64_t rate = job.qos.bytes_per_second_max;
-  const uint64_t paced = rate == 0 ? 0 : 2 * (uint64_t{kChunkBytes} * kNsPerSecond / rate);
+  const uint64_t paced = rate == 0 ? 0 : 2 * (uint64_t{kChunkBytes} * sys::kNsPerSecond / rate);
   if (waited < allowed + paced) return;
   if (!save->killed) {
     save->killed = true;

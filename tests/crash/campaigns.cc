@@ -33,17 +33,26 @@ constexpr RecoveryOptions kAtOnce = {.wait_for_orphans = absl::ZeroDuration()};
 constexpr int kCallsMax = 1000;
 
 SmallRank Previous() {
-  return {.checkpoint = "step-1", .attempt = {.high = 5, .low = 1}, .world_size = 2, .step = 1};
+  return {.checkpoint = "step-1",
+          .attempt = {.high = 5, .low = 1},
+          .world_size = 2,
+          .step = 1,
+          .recorded = true};
 }
 SmallRank Old() {
-  return {.checkpoint = "step-7", .attempt = {.high = 5, .low = 6}, .world_size = 2, .step = 7};
+  return {.checkpoint = "step-7",
+          .attempt = {.high = 5, .low = 6},
+          .world_size = 2,
+          .step = 7,
+          .recorded = true};
 }
 SmallRank New() {
   return {.checkpoint = "step-7",
           .attempt = {.high = 5, .low = 7},
           .world_size = 2,
           .step = 7,
-          .replaces = {Old().attempt}};
+          .replaces = {Old().attempt},
+          .recorded = true};
 }
 std::string NewPartial() { return format::PartialName("step-7", New().attempt); }
 
@@ -185,7 +194,8 @@ Outcome KillRecoveries(bool exchange) {
     const TemporaryDirectory directory(Scratch());
     const std::string path = directory.path();
     WriteSmallCheckpoint(path + "/step-1", Previous());
-    WriteSmallCheckpoint(path + "/" + NewPartial(), New());  // to be promoted
+    // To be promoted.
+    WriteSmallCheckpoint(path + "/" + NewPartial(), New(), /*record=*/false);
     // To be given the place of an older one, ...
     SmallRank newer = New();
     SmallRank older = Old();

@@ -60,6 +60,11 @@ TEST_F(PlantedBug, PromotionWithoutSyncingTheDirectoryIsSeen) {
   EXPECT_THAT(CutPower({}).violations, Contains(HasSubstr("was reported complete and is lost")));
 }
 
+TEST_F(PlantedBug, PromotionWithoutACommitRecordIsSeen) {
+  base::g_bug = Bug::kPromoteWithoutRecord;
+  EXPECT_THAT(KillCommits({}).violations, Contains(HasSubstr("was thrown away")));
+}
+
 TEST_F(PlantedBug, ACommitRecordThatIsNamedBeforeItsFsyncIsSeen) {
   EXPECT_THAT(CutPower({.sync_record = false}).violations,
               Contains(HasSubstr("an acknowledged save is lost")));

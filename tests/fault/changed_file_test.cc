@@ -24,6 +24,7 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::Each;
+using ::testing::ElementsAre;
 using ::testing::EndsWith;
 using ::testing::HasSubstr;
 
@@ -139,6 +140,23 @@ TEST_P(ChangedFile, OfAnotherByteIsNotCommitted) {
     EXPECT_EQ(pwrite(fd, "y", 1, 5), 1);
     close(fd);
   });
+}
+
+TEST_P(ChangedFile, ThatTakesTheTemporaryNameAtTheRenameIsNotCommitted) {
+  if (GetParam() != Where::kFramework) GTEST_SKIP() << "names of files are the attempt's own";
+  g_before = "b.bin";
+  g_touch = [](int directory) {
+    const std::string path = absl::StrCat("/proc/self/fd/", directory, "/b.bin.tmp");
+    std::filesystem::copy_file(path, path + ".copy");
+    std::filesystem::rename(path + ".copy", path);
+  };
+  const absl::Status lost = Save(/*touched=*/true);
+  EXPECT_TRUE(g_touched);
+  EXPECT_TRUE(absl::IsDataLoss(lost)) << lost;
+  EXPECT_THAT(Text(lost), HasSubstr("b.bin"));
+  // The other program's file has its name again.
+  EXPECT_THAT(Names(framework()), ElementsAre("b.bin.tmp"));
+  EXPECT_EQ(Save(/*touched=*/false), absl::OkStatus());
 }
 
 TEST_P(ChangedFile, ThatIsACopyIsNotCommitted) {

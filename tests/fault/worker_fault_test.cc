@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <memory>
 #include <new>
 #include <random>
 #include <string>
@@ -132,7 +133,30 @@ TEST_P(WorkerProgram, RemovedBetweenSavesIsAnErrorUntilRestored) {
   ExpectRecovered(checkpointer.get());
 }
 
-class KilledWorker : public LauncherTest {
+/// Saves whose workers are killed, stopped or damaged.
+class WorkerTest : public LauncherTest {
+ protected:
+  struct StoppedSave {
+    std::unique_ptr<Checkpointer> checkpointer;
+    absl::StatusOr<SaveHandle> handle;
+  };
+  /// Begins a slow save behind a durable one, and stops its worker after the first write.
+  StoppedSave SaveWithStoppedWorker() {
+    SavePrevious(directory());
+    CheckpointerOptions options = Options();
+    options.time_stalled_max = absl::Seconds(1);
+    options.qos.bytes_per_second_max = 16u << 20;
+    StoppedSave save{.checkpointer = Make(options), .handle = absl::UnknownError("not begun")};
+    if (save.checkpointer == nullptr) return save;
+    save.handle = Begin(save.checkpointer.get(), "stopped", TrainingState::Uniform(4, 4u << 20, 1));
+    if (!save.handle.ok()) return save;
+    EXPECT_TRUE(WaitFor([&] { return save.handle->progress().bytes_written > 0; }));
+    EXPECT_EQ(kill(save.handle->worker_pid(), SIGSTOP), 0);
+    return save;
+  }
+};
+
+class KilledWorker : public WorkerTest {
  protected:
   struct Counts {
     int failed = 0;
@@ -424,16 +448,8 @@ TEST_F(KilledForkedWorker, LeavesFilesThatNoRecoveryPromotesWhileTheyAreRemoved)
 }
 
 TEST_P(KilledWorker, StoppedOneIsKilledAtTheStallDeadline) {
-  SavePrevious(directory());
-  CheckpointerOptions options = Options();
-  options.time_stalled_max = absl::Seconds(1);
-  options.qos.bytes_per_second_max = 16u << 20;
-  const auto checkpointer = Make(options);
-  ASSERT_NE(checkpointer, nullptr);
-  const auto handle = Begin(checkpointer.get(), "stopped", TrainingState::Uniform(4, 4u << 20, 1));
+  const auto [checkpointer, handle] = SaveWithStoppedWorker();
   ASSERT_TRUE(handle.ok()) << handle.status();
-  ASSERT_TRUE(WaitFor([&] { return handle->progress().bytes_written > 0; }));
-  ASSERT_EQ(kill(handle->worker_pid(), SIGSTOP), 0);
   const auto report = handle->WaitDurable(absl::Seconds(30));
   EXPECT_TRUE(absl::IsDeadlineExceeded(report.status())) << report.status();
   EXPECT_THAT(Text(report.status()), AllOf(HasSubstr("stopped"), HasSubstr("killed")));
@@ -448,15 +464,15 @@ int NoteJobFd(const char* name, unsigned flags) {
   return fd;
 }
 
-class DamagedWorker : public LauncherTest {
+class DamagedWorker : public WorkerTest {
  protected:
   void SetUp() override {
-    LauncherTest::SetUp();
+    WorkerTest::SetUp();
     sys::g_system.memfd_create = NoteJobFd;
   }
   void TearDown() override {
     sys::g_system = sys::kKernel;
-    LauncherTest::TearDown();
+    WorkerTest::TearDown();
   }
 
   /// Starts a streaming save of device tensors with one acknowledged extent; `damage` then writes
@@ -560,16 +576,8 @@ TEST_P(DamagedProcess, LosesItsWholeTable) {
 }
 
 TEST_P(DamagedProcess, CannotRaiseItsOwnDeadline) {
-  SavePrevious(directory());
-  CheckpointerOptions options = Options();
-  options.time_stalled_max = absl::Seconds(1);
-  options.qos.bytes_per_second_max = 16u << 20;
-  const auto checkpointer = Make(options);
-  ASSERT_NE(checkpointer, nullptr);
-  const auto handle = Begin(checkpointer.get(), "stopped", TrainingState::Uniform(4, 4u << 20, 1));
+  const auto [checkpointer, handle] = SaveWithStoppedWorker();
   ASSERT_TRUE(handle.ok()) << handle.status();
-  ASSERT_TRUE(WaitFor([&] { return handle->progress().bytes_written > 0; }));
-  ASSERT_EQ(kill(handle->worker_pid(), SIGSTOP), 0);
   layout::Job head;
   const uint64_t forever = UINT64_MAX;
   const auto at =

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from .checker import Step
 from .removal import STEPS, removed
 from .save import NOT_BEGUN, is_locked
-from .state import ALIVE, ASIDE, FENCED, FINAL, PARTIAL, RETIRED, Recovery, Save, State
+from .state import ALIVE, ASIDE, FENCED, FINAL, PARTIAL, RETIRED, Recovery, Save, State, changed, value_of
 
 IDLE, PROMOTE, FENCE, SYNC, CLEAN, REPORT = range(6)
 # Steps of one directory in the hands of a recovery.
-LOOK, SYNCED, HIDE, MOVED, REMOVING = range(5)
+LOOK, RECORDED, SYNCED, HIDE, MOVED, REMOVING = range(6)
 NOBODY, TRAINER, ORPHAN = range(3)
 REPORTS = "syncs the parent and reports"
 
@@ -104,10 +104,14 @@ class Recoverer:
         save = self.state.saves[index]
         standing = self.state.standing(save.name)
         if self.now.step == LOOK:
-            unsynced = "promoted without a sync" in self.bugs
-            state = self.state if unsynced else self.state.directory_synced(index)
             if standing >= 0 and not self._replaces(save, standing) and phase == PROMOTE:
                 return None  # an older one: for the cleaning up
+            if not value_of(save.record) and "promoted without a record" not in self.bugs:
+                state = self.state.with_save(index, save._replace(record=changed(save.record, 1)))
+                return self._step(f"makes the record of save {index}", state, self._at(index, RECORDED))
+        if self.now.step in (LOOK, RECORDED):
+            unsynced = "promoted without a sync" in self.bugs
+            state = self.state if unsynced else self.state.directory_synced(index)
             return self._step(f"syncs save {index}", state, self._at(index, SYNCED))
         if standing < 0:
             return self._step(f"promotes save {index}", self.state.moved((index, FINAL)), self._at(index, MOVED))

@@ -69,8 +69,8 @@ from .state import (
 
 
 def silent(rank: Rank) -> bool:
-    """No process of the rank gives a sign of life, and the board does not say why."""
-    return not rank.running and rank.board in (MISSING, JOINED)
+    """No process of the rank gives a sign of life, and neither the board nor a vote says why."""
+    return not rank.running and (rank.board in (MISSING, JOINED) or (rank.board == VOTED and not value_of(rank.manifest)))
 
 
 def holds_lock(save: Save) -> bool:
@@ -191,10 +191,6 @@ class Worker:
             for rank in others:
                 if silent(rank) and not value_of(rank.manifest):
                     yield Step(self._label("misses a rank"), self._to(FAILING))
-                    break
-                if not rank.running and rank.board == VOTED and not value_of(rank.manifest):
-                    # A recovery that was killed has removed the vote of a dead rank: time_ranks_max.
-                    yield Step(self._label("waits for a vote in vain"), self._to(FAILING))
                     break
         if "record before a manifest" in self.bugs or all(
             value_of(rank.manifest) and (rank.board == VOTED or silent(rank)) for rank in others

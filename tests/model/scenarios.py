@@ -60,6 +60,7 @@ PLANTED = [
     Planted("no fence", "two ranks, kills and recovery", "a recovery has reported that it is not there"),
     Planted("fence ignored", "two ranks, kills and recovery", "a recovery has reported that it is not there"),
     Planted("locks ignored", "two ranks, kills and recovery", "which is running"),
+    Planted("promoted without a record", "two ranks, a kill, power cut", "is listed and not whole"),
     Planted("promoted without a sync", "replace", "is listed and not whole"),
     Planted("reported before the parent is synced", "two ranks, a kill, power cut", "durable and is lost"),
     Planted("removed before the parent is synced", "replace on two ranks", "is listed and not whole"),

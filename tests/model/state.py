@@ -89,13 +89,13 @@ class Save(NamedTuple):
     @property
     def whole(self) -> bool:
         """Every byte of every rank is there, with the proof."""
-        return all(
+        return bool(value_of(self.record)) and all(
             value_of(r.manifest) and value_of(r.data) == NAMED and r.content != TORN for r in self.ranks
         )
 
     @property
     def looks_complete(self) -> bool:
-        """As a recovery judges: all manifests, and files of the recorded sizes."""
+        """As a recovery judges: all manifests, and files of the recorded sizes. It makes a missing record."""
         return all(value_of(r.manifest) and value_of(r.data) == NAMED for r in self.ranks)
 
 

@@ -42,8 +42,8 @@ absl::StatusOr<CommitRecordFile> MakeCommitRecord(const std::string& path,
                                                   const CommitFile& file);
 
 /// Compares a commit file that was read with the record of `attempt`. Returns the digests of the
-/// manifests, by rank; nothing where that save made no record.
-/// \error kDataLoss: the commit file or the record is damaged.
+/// manifests, by rank; nothing for a save of an earlier version, which made no record.
+/// \error kDataLoss: the commit file or the record is damaged, or the record is missing.
 absl::StatusOr<std::optional<std::vector<Digest>>> CheckCommitFile(const std::string& path,
                                                                    const AttemptId& attempt,
                                                                    const CommitFile& file);

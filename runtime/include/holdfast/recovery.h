@@ -116,6 +116,12 @@ absl::Status RemoveFile(const std::string& directory, const std::string& name);
 std::vector<std::string> SelectForRemoval(const std::vector<CheckpointInfo>& complete,
                                           const Retention& retention, const std::string& saved);
 
+/// Removes the checkpoint of `attempt` at `path` as retention does: its name durably first, then
+/// the files. Recover removes what a crash leaves of it. Deletes in this process.
+/// \error kNotFound; kAborted when another save has the name; kFailedPrecondition, naming the
+/// entry, for a foreign entry; errors of the renames, fsyncs and removals.
+absl::Status RemoveCheckpoint(const std::string& path, const AttemptId& attempt);
+
 }  // namespace holdfast
 
 #endif  // HOLDFAST_RECOVERY_H_

@@ -105,6 +105,19 @@ TEST_F(InspectCheckpointTest, MissesAFile) {
   EXPECT_THAT(std::string(StatusOf(path_).message()), HasSubstr("model-00001"));
 }
 
+TEST_F(InspectCheckpointTest, MissesTheRecordThatTheManifestsSpeakOf) {
+  SmallRank rank = Two();
+  rank.recorded = true;
+  WriteSmallCheckpoint(path_, rank);
+  EXPECT_TRUE(StatusOf(path_).ok()) << StatusOf(path_);
+  EXPECT_EQ(Verify(path_, {})->verdict, Verdict::kSound);
+  unlink((path_ + "/holdfast.commit.json").c_str());
+  EXPECT_TRUE(absl::IsDataLoss(StatusOf(path_))) << StatusOf(path_);
+  EXPECT_THAT(std::string(StatusOf(path_).message()),
+              HasSubstr("holdfast.commit.json: missing: expected the commit record"));
+  EXPECT_EQ(Verify(path_, {})->verdict, Verdict::kCorrupt);
+}
+
 TEST_F(InspectCheckpointTest, SeesAFileOneByteShortOrLong) {
   for (uint64_t bytes : {4999u, 5001u}) {
     WriteSmallCheckpoint(path_, Two());

@@ -16,6 +16,7 @@
 #include "runtime/directory/entries.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/exchange.h"
 #include "tests/testing/small_checkpoint.h"
 
 namespace holdfast {
@@ -91,6 +92,37 @@ TEST_F(RemovalTest, RemovesTheManifestsOfARetiredOneDurablyAfterAnythingElse) {
                   "rank-00001-of-00002.manifest.json", retired->name, "fsync"));
 }
 
+TEST_F(RemovalTest, DoesNotRetireACheckpointThatASaveIsReplacing) {
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok()) << info.status();
+  const auto standing = directory::OpenDirectory(parent_.get(), "step-7");
+  ASSERT_TRUE(standing.ok());
+  int lock = -1;
+  ASSERT_TRUE(worker::LockManifest(standing->get(), "rank-00000-of-00002.manifest.json", &lock));
+  base::UniqueFd held(lock);
+  EXPECT_TRUE(absl::IsAborted(directory::RetireCheckpoint(parent_.get(), *info).status()));
+  EXPECT_TRUE(std::filesystem::exists(directory_ / "step-7"));
+  held.Reset();
+  EXPECT_TRUE(directory::RetireCheckpoint(parent_.get(), *info).ok());
+}
+
+TEST_F(RemovalTest, HoldsTheLockOfReplacementsDuringTheRename) {
+  static bool locked;
+  locked = false;
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok()) << info.status();
+  sys::g_system.renameat2 = [](int from, const char* name, int to, const char* target,
+                               unsigned flags) {
+    const auto standing = directory::OpenDirectory(from, name);
+    int lock = -1;
+    locked = !worker::LockManifest(standing->get(), "rank-00000-of-00002.manifest.json", &lock);
+    base::UniqueFd closes(lock);
+    return sys::kKernel.renameat2(from, name, to, target, flags);
+  };
+  EXPECT_TRUE(directory::RetireCheckpoint(parent_.get(), *info).ok());
+  EXPECT_TRUE(locked);
+}
+
 TEST_F(RemovalTest, KeepsAFileThatComesWhileARetiredOneIsRemoved) {
   const auto info = InspectCheckpoint(directory_ / "step-7");
   ASSERT_TRUE(info.ok()) << info.status();
@@ -119,6 +151,17 @@ TEST_F(RemovalTest, FreesLargeFilesInSteps) {
   };
   EXPECT_TRUE(directory::RemoveDirectory(parent_.get(), "step-7").ok());
   EXPECT_EQ(steps, 2);
+}
+
+TEST_F(RemovalTest, RemovesTheCheckpointOfOneAttemptByItsPath) {
+  const std::string path = directory_ / "step-7";
+  std::ofstream(path + "/holdfast.commit.json") << rank_.record_text();
+  EXPECT_TRUE(absl::IsAborted(RemoveCheckpoint(path, {.high = 3, .low = 5})));
+  EXPECT_TRUE(InspectCheckpoint(path).ok());
+  EXPECT_TRUE(RemoveCheckpoint(path, rank_.attempt).ok());
+  EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
+  EXPECT_TRUE(absl::IsNotFound(RemoveCheckpoint(path, rank_.attempt)));
+  EXPECT_TRUE(absl::IsNotFound(RemoveCheckpoint(directory_ / "none/step-7", rank_.attempt)));
 }
 
 TEST_F(RemovalTest, CanBeRepeated) {

@@ -146,6 +146,14 @@ TEST(ManifestTemplate, EndsInTheSelfDigest) {
             "\"self_digest\":\"" + std::string(32, '-') + "\"}\n");
 }
 
+/// Of a single file, or of an earlier version.
+ManifestInput Unrecorded() {
+  ManifestInput input = SampleInput();
+  input.recorded = false;
+  input.parent = {};
+  return input;
+}
+
 TEST(ManifestTemplate, SaysWhatTheSaveWas) {
   ManifestInput input = SampleInput();
   input.launcher = Launcher::kFork;
@@ -158,6 +166,9 @@ TEST(ManifestTemplate, SaysWhatTheSaveWas) {
   EXPECT_EQ(read->pages, "tmpfs-huge");
   EXPECT_TRUE(read->streamed && read->read_back);
   EXPECT_EQ(read->replaces, input.replaces);
+  EXPECT_EQ(read->parent, input.parent);
+  EXPECT_TRUE(read->Recorded());
+  EXPECT_EQ(ParseManifest(CompleteManifest(Unrecorded(), ExamplePlan()))->version, 2u);
   input.adopted = true;
   read = ParseManifest(CompleteManifest(input, ExamplePlan(), /*streamed=*/true));
   ASSERT_TRUE(read.ok()) << read.status();
@@ -175,6 +186,7 @@ TEST(ManifestTemplate, IsBuiltForARankWithoutFiles) {
 class ParseManifestRefuses : public ::testing::Test {
  protected:
   const std::string good_ = CompleteManifest(SampleInput(), ExamplePlan());
+  const std::string old_ = CompleteManifest(Unrecorded(), ExamplePlan());
   std::string With(const std::string& from, const std::string& to) const {
     return Replace(good_, from, to);
   }
@@ -189,15 +201,16 @@ TEST_F(ParseManifestRefuses, WrongSelfDigestBeforeAnythingElse) {
 
 TEST_F(ParseManifestRefuses, OtherFormatsAndVersions) {
   ExpectRefused(With("holdfast.manifest", "holdfast.manifesto"), "unknown format");
-  ExpectRefused(With("\"version\":2", "\"version\":4"), "version 4, only 1 to 3 are known");
-  ExpectRefused(With("\"version\":2", "\"version\":0"), "version 0");
+  ExpectRefused(With("\"version\":4", "\"version\":5"), "version 5, only 1 to 4 are known");
+  ExpectRefused(With("\"version\":4", "\"version\":0"), "version 0");
+  ExpectRefused(With("\"version\":4", "\"version\":3"), "parent: versions below 4 lack it");
 }
 
 TEST_F(ParseManifestRefuses, WrongReplicas) {
   SavePlan plan = ExamplePlan();
   plan.files[0].replicated = true;
   for (const uint32_t rank : {0, 1}) {
-    ManifestInput input = SampleInput();
+    ManifestInput input = Unrecorded();
     input.rank = rank;
     const std::string text = CompleteManifest(input, plan);
     const auto read = ParseManifest(text);
@@ -236,15 +249,15 @@ TEST_F(ParseManifestRefuses, AnotherSumOfItsFiles) {
 }
 
 TEST_F(ParseManifestRefuses, ATimeThatDoesNotBelongToTheVersion) {
-  ExpectRefused(With("\"version\":2", "\"version\":1"), "saved_at_ns");
+  ExpectRefused(With("\"version\":4", "\"version\":1"), "saved_at_ns");
   ExpectRefused(With(",\"saved_at_ns\":1700000000123456789,\"files_bytes\":4126", ""),
                 "saved_at_ns");
 }
 
 TEST_F(ParseManifestRefuses, NotVersionOneThatLacksTheTime) {
-  const auto read = ParseManifest(Reseal(
-      Replace(Replace(good_, ",\"saved_at_ns\":1700000000123456789,\"files_bytes\":4126", ""),
-              "version\":2", "version\":1")));
+  const auto read = ParseManifest(
+      Reseal(Replace(Replace(old_, ",\"saved_at_ns\":1700000000123456789,\"files_bytes\":4126", ""),
+                     "version\":2", "version\":1")));
   ASSERT_TRUE(read.ok()) << read.status();
   EXPECT_EQ(read->version, 1u);
   EXPECT_FALSE(read->saved_at_ns.has_value() || read->files_bytes.has_value());
@@ -255,7 +268,7 @@ TEST_F(ParseManifestRefuses, AListOfWhatItReplacesThatCannotBe) {
   EXPECT_TRUE(ParseManifest(Reseal(Replace(good_, "\"step\":1200", with))).ok());
   ExpectRefused(With("\"step\":1200", "\"step\":1200,\"replaces\":[12]"), "expected a string");
   const std::string one =
-      Replace(Replace(good_, ",\"saved_at_ns\":1700000000123456789,\"files_bytes\":4126", ""),
+      Replace(Replace(old_, ",\"saved_at_ns\":1700000000123456789,\"files_bytes\":4126", ""),
               "version\":2", "version\":1");
   ExpectRefused(Replace(one, "\"step\":1200", with), "version 1 lacks it");
 }

@@ -47,6 +47,8 @@ ManifestInput SampleInput() {
   input.saved_at_ns = 1'700'000'000'123'456'789;
   input.launcher = Launcher::kSpawn;
   input.pages = PageRung::kHugetlb;
+  input.recorded = true;
+  input.parent = {.high = 0xffeeddccbbaa9988, .low = 0x7766554433221100};
   return input;
 }
 
@@ -54,7 +56,7 @@ CommitInput SampleCommit() {
   const ManifestInput save = SampleInput();
   return {.checkpoint = save.checkpoint,
           .attempt = save.attempt,
-          .parent = {.high = 0xffeeddccbbaa9988, .low = 0x7766554433221100},
+          .parent = save.parent,
           .world_size = save.world_size,
           .step = save.step,
           .saved_at_ns = save.saved_at_ns};

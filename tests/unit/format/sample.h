@@ -27,14 +27,14 @@ struct SampleTensors {
 std::string FileBytes(const SavePlan& plan, size_t index);
 
 /// Input of an example: attempt 00112233445566778899aabbccddeeff, rank 0 of 2, step 1200,
-/// saved on 14 November 2023.
+/// saved on 14 November 2023, descended from attempt ffee...00.
 ManifestInput SampleInput();
 
 /// Fills every slot: digests of the plan's real bytes, and the worker's fields with made-up values.
 std::string CompleteManifest(const ManifestInput& input, const SavePlan& plan,
                              bool streamed = false);
 
-/// The commit record of the same save, descended from attempt ffee...00.
+/// The commit record of the same save.
 CommitInput SampleCommit();
 
 /// Fills every slot: rank r's manifest is r bytes longer than that of the example.

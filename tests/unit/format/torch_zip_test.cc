@@ -21,7 +21,8 @@ ZipSample Sample() {
 
 /// Everything that a reader of a file does, in order.
 absl::StatusOr<std::vector<ZipRecord>> Read(const std::string& file) {
-  const size_t tail = std::min<size_t>(file.size(), kZipTailBytes);
+  constexpr size_t kTailBytes = 22 + 65535 + 20 + 56;  // end record, its comment, zip64 records
+  const size_t tail = std::min(file.size(), kTailBytes);
   const auto directory =
       FindZipDirectory(absl::string_view(file).substr(file.size() - tail), file.size());
   if (!directory.ok()) return directory.status();

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -282,6 +283,26 @@ TEST_F(CheckpointReaderTest, AReplacedCheckpointIsNeitherReadNorCalledDamaged) {
   Targets targets(*anew);
   EXPECT_TRUE(anew->Load(targets.targets(), {}).ok());
   targets.ExpectEqual(newer);
+}
+
+TEST_F(CheckpointReaderTest, AReplacedCheckpointWithTheSameInodeIsNotRead) {
+  const auto inode = [](const std::string& path) {
+    struct stat status = {};
+    return ::stat(path.c_str(), &status) == 0 ? status.st_ino : 0;
+  };
+  Write(TrainingState::Uniform(2, 5000, 1));
+  const auto reader = Opened();
+  ASSERT_NE(reader, nullptr);
+  const ino_t first = inode(Path());
+  // ext4 gives the number of a removed directory to the next one.
+  for (int i = 0; i < 100 && (i == 0 || inode(Path()) != first); ++i) {
+    std::filesystem::remove_all(Path());
+    Write(TrainingState::Uniform(2, 5000, 2));
+  }
+  if (inode(Path()) != first) GTEST_SKIP() << "this file system uses no inode number twice";
+  Targets targets(*reader);
+  const absl::Status refused = reader->Load(targets.targets(), {.verify = false}).status();
+  EXPECT_TRUE(absl::IsAborted(refused)) << refused;
 }
 
 TEST_F(CheckpointReaderTest, AReadErrorIsReportedWithFileAndOffset) {

@@ -32,7 +32,8 @@ SmallRank Of(const std::string& name, uint64_t at, const AttemptId& attempt = kA
           .attempt = attempt,
           .world_size = 2,
           .step = 7,
-          .saved_at_ns = at * 1'000'000'000};
+          .saved_at_ns = at * 1'000'000'000,
+          .recorded = true};
 }
 
 std::string NameOf(DirectoryKind kind, const AttemptId& attempt) {
@@ -40,8 +41,13 @@ std::string NameOf(DirectoryKind kind, const AttemptId& attempt) {
 }
 
 void Put(const std::string& directory, const SmallRank& rank, bool record = true) {
+  WriteSmallCheckpoint(directory, rank, record);
+}
+
+/// As an earlier version, without a commit record.
+void PutEarlier(const std::string& directory, SmallRank rank) {
+  rank.recorded = false;
   WriteSmallCheckpoint(directory, rank);
-  if (record) std::ofstream(directory + "/holdfast.commit.json") << rank.record_text();
 }
 
 SmallRank Replacing(SmallRank rank, const AttemptId& older) {
@@ -70,7 +76,7 @@ const Case kCases[] = {
      {"step-7", "other.partial-xyz"}},
     {"UnreadableOldManifest",
      [](const std::string& d) {
-       Put(d + "/step-1", Of("step-1", 1), /*record=*/false);
+       PutEarlier(d + "/step-1", Of("step-1", 1));
        std::ofstream(d + "/step-1/rank-00000-of-00002.manifest.json") << "{";
        Put(d + "/step-2", Of("step-2", 2));
      },
@@ -88,7 +94,7 @@ const Case kCases[] = {
      [](const std::string& d) {
        Put(d + "/step-300", Of("step-300", 1));
        Put(d + "/step-110", Of("step-110", 2));
-       Put(d + "/step-111", Of("step-111", 3), /*record=*/false);
+       PutEarlier(d + "/step-111", Of("step-111", 3));
      },
      {"step-300", "step-110", "step-111"},
      {"step-300", "step-110", "step-111"}},
@@ -110,6 +116,20 @@ const Case kCases[] = {
      },
      {"step-6"},
      {"step-6", "step-7"}},
+    {"CommitOfAnEarlierVersion",
+     [](const std::string& d) {
+       Put(d + "/step-6", Of("step-6", 1));
+       PutEarlier(d + "/" + NameOf(DirectoryKind::kPartial, kA), Of("step-7", 2));
+     },
+     {"step-6"},
+     {"step-6", "step-7"}},
+    {"RecordIsGone",
+     [](const std::string& d) {
+       Put(d + "/step-6", Of("step-6", 1));
+       Put(d + "/step-7", Of("step-7", 2), /*record=*/false);
+     },
+     {"step-6"},
+     {"step-6"}},
     {"CommitWithoutItsRename",
      [](const std::string& d) {
        Put(d + "/step-6", Of("step-6", 1));

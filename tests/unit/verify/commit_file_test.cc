@@ -9,6 +9,7 @@
 
 #include "holdfast/verify.h"
 #include "runtime/base/planted_bugs.h"
+#include "runtime/base/status.h"
 #include "runtime/format/commit_record.h"
 #include "runtime/format/file_names.h"
 #include "runtime/sys/system.h"
@@ -45,10 +46,18 @@ class CommitFileTest : public ::testing::Test {
             .world_size = 2,
             .step = generation,
             .saved_at_ns = uint64_t{1'700'000'000'000'000'000} + generation,
-            .dcp_generation = generation};
+            .dcp_generation = generation,
+            .recorded = true};
+  }
+  /// As an earlier version, which made no commit record.
+  static SmallRank EarlierSave(uint32_t generation) {
+    SmallRank save = Save(generation);
+    save.recorded = false;
+    return save;
   }
   static std::string MetadataOf(const SmallRank& save) {
-    return absl::StrCat("metadata of generation ", *save.dcp_generation);
+    return absl::StrCat("metadata of generation ", *save.dcp_generation, " and save ",
+                        base::Hex(save.attempt));
   }
   void WriteData(const SmallRank& save) { WriteSmallCheckpoint(path(), save); }
   void Record(const SmallRank& save) {
@@ -152,7 +161,7 @@ TEST_F(CommitFileTest, SaysSoThoughTheOtherSavesRecordIsDamaged) {
 }
 
 TEST_F(CommitFileTest, IsOnlyLookedForWhereNoRecordWasMade) {
-  WriteData(Save(1));
+  WriteData(EarlierSave(1));
   Commit(Save(1));
   ExpectSound(Save(1));
   EXPECT_THAT(Verified().note, HasSubstr("Not proven"));
@@ -163,6 +172,32 @@ TEST_F(CommitFileTest, IsOnlyLookedForWhereNoRecordWasMade) {
   Commit(Save(2));
   ExpectSound(Save(2));
   EXPECT_THAT(Verified().note, Not(HasSubstr("Not proven")));
+}
+
+TEST_F(CommitFileTest, MissesTheRecordOfTheSaveThatItCommits) {
+  WriteAll(Save(1));
+  const std::string record = path(format::CommitRecordName(Save(1).attempt));
+  std::filesystem::remove(record);
+  const VerifyReport report = Verified();
+  EXPECT_EQ(report.verdict, Verdict::kCorrupt);
+  ASSERT_THAT(report.faults, Not(IsEmpty()));
+  EXPECT_EQ(report.faults[0].file, format::CommitRecordName(Save(1).attempt));
+  EXPECT_EQ(report.faults[0].reason, "missing");
+  const std::string contents = MetadataOf(Save(1));
+  const auto checked =
+      CheckCommitFile(path(), Save(1).attempt, {.name = ".metadata", .contents = contents});
+  EXPECT_EQ(checked.status().code(), absl::StatusCode::kDataLoss) << checked.status();
+  EXPECT_THAT(std::string(checked.status().message()), HasSubstr("missing: the commit record"));
+  // A save without its record has not committed beside one that has.
+  Record(Save(1));
+  WriteData(Save(2));
+  ExpectSound(Save(1));
+}
+
+TEST_F(CommitFileTest, OfAnotherProgramMakesManifestsWithoutARecordStale) {
+  WriteData(Save(1));  // died before its record
+  WriteFileBytes(path(".metadata"), "\x80 torch.distributed.checkpoint.metadata .");
+  EXPECT_THAT(Verified().note, HasSubstr("No manifest"));
 }
 
 TEST_F(CommitFileTest, MayBeOfEachRankAlone) {
@@ -230,6 +265,7 @@ TEST_F(CommitFileTest, IsComparedWithTheRecordOfItsSave) {
   ASSERT_TRUE(manifests.ok()) << manifests.status();
   ASSERT_TRUE(manifests->has_value());
   EXPECT_THAT(**manifests, SizeIs(2));
+  WriteData(EarlierSave(2));
   const auto unrecorded = CheckCommitFile(path(), Save(2).attempt, file);
   ASSERT_TRUE(unrecorded.ok()) << unrecorded.status();
   EXPECT_FALSE(unrecorded->has_value());

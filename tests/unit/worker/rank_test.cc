@@ -209,6 +209,34 @@ TEST_F(RankTest, SilentRankIsMissedAndOneInsideAnFsyncIsNot) {
   }
 }
 
+TEST_F(RankTest, SilentVoteWithoutAManifestIsMissed) {
+  // A recovery has removed the manifest of the dead rank, and died before it removed the board.
+  for (const bool has_manifest : {false, true}) {
+    TestDirectory below(directory.path());
+    Rank zero(below.path(), 0, 3);
+    zero.save.parameters.time_liveness_max_ns = 300'000'000;
+    zero.save.parameters.time_ranks_max_ns = 60'000'000'000;
+    zero.save.Build();
+    zero.save.SealAll();
+    ::mkdir(zero.save.partial_path().c_str(), 0755);
+    for (const uint32_t rank : {1u, 2u}) {
+      RankBoard board;
+      OpenBoardOf(zero.save, zero.save.partial_path(), rank, &board);
+      ASSERT_TRUE(WritePulse(board, Side::kWorker, layout::RankState::kVoted));
+      CloseBoard(&board);
+    }
+    if (has_manifest) {
+      WriteFileAt(zero.save.partial_path() + "/rank-00001-of-00003.manifest.json",
+                  R"({"attempt":"112233445566778899aabbccddeeff00"})");
+    }
+    zero.Start();
+    ASSERT_TRUE(zero.save.AwaitDone());
+    EXPECT_EQ(zero.save.failure().code, FailureCode::kDeadlineExceeded);
+    EXPECT_EQ(zero.save.seen().rank, has_manifest ? 2u : 1u);
+    EXPECT_EQ(zero.save.seen().kind, static_cast<uint32_t>(layout::RankFailureKind::kSilent));
+  }
+}
+
 TEST_F(RankTest, OrphanSaysBeforeAnFsyncThatItWillBeSilent) {
   static std::atomic<bool> job_has_begun;
   static std::atomic<bool> trainer_is_dead;

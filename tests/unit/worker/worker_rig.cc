@@ -174,7 +174,6 @@ TestSave::TestSave(Trainer* trainer, const std::string& directory)
   parameters.partial = "step-7.partial-112233445566778899aabbccddeeff00";
   parameters.time_stalled_max_ns = 20'000'000'000;
   parameters.time_ranks_max_ns = 20'000'000'000;
-  parameters.arena_bytes = trainer->arena_bytes;
 }
 
 TestSave::~TestSave() { ::close(parent_); }
