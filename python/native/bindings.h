@@ -16,8 +16,10 @@ void BindPlan(nanobind::module_& module);
 void BindTensors(nanobind::module_& module);
 void BindCheckpointer(nanobind::module_& module);
 void BindLoad(nanobind::module_& module);
+void BindRanks(nanobind::module_& module);
 void BindRecovery(nanobind::module_& module);
 void BindVerify(nanobind::module_& module);
+void BindWatch(nanobind::module_& module);
 
 /// Addresses cross as integers: the module handles only the addresses of tensor bytes.
 template <typename T = void>

@@ -29,8 +29,10 @@ NB_MODULE(_native, module) {
   holdfast::python::BindTensors(module);
   holdfast::python::BindCheckpointer(module);
   holdfast::python::BindLoad(module);
+  holdfast::python::BindRanks(module);
   holdfast::python::BindRecovery(module);
   holdfast::python::BindVerify(module);
+  holdfast::python::BindWatch(module);
   module.def("fail_at_exit", &FailAtExit,
              "Makes the exit status 1 where it would be 0; returns whether the system allows it.");
   module.attr("__version__") = HOLDFAST_VERSION;

@@ -60,6 +60,12 @@ def lines(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
 # ---- Logging.
 
 
+@pytest.fixture(autouse=True)
+def machine_with_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this machine makes saves do without counts as said: the first save's line is alone."""
+    monkeypatch.setattr(_log, "_told", {"engine", "pages", "direct_io", "streamed"})
+
+
 def test_a_save_is_one_line_with_its_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "holdfast")
     save(tmp_path / "a", 7, 2 * MIB).wait(60)
@@ -92,6 +98,34 @@ def test_memory_without_registration_is_one_warning(
         _log.log(subject, {**report, "unregistered": "register with cuda:0: no pins"}, error)
     (line,) = lines(caplog, logging.WARNING)
     assert "cuda:0: no pins" in line and "slow" in line
+
+
+def test_what_a_save_does_without_is_one_line_with_what_to_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    ended: list[Any] = []
+    with events.Handle(lambda *event: ended.append(event)):
+        save(tmp_path / "a").wait(60)
+    ((subject, report, error),) = ended
+    monkeypatch.setattr(_log, "_told", set())
+    caplog.clear()
+    refused = "io_uring_setup: EPERM (seccomp filter or kernel.io_uring_disabled); pwrite, threads: 2"
+    less = {"engine": "pwrite", "engine_reason": refused, "pages": "small", "direct_io": "no", "streamed": True}
+    for _ in range(2):
+        _log.log(subject, {**report, **less}, error)
+    told = [line for line in lines(caplog, logging.INFO) if "saved" not in line]
+    assert len(told) == 4
+    for line, why, change in zip(
+        told,
+        ("EPERM", "small pages", "page cache", "staging memory"),
+        ("seccomp profile", "vm.nr_hugepages", "ext4 or xfs", "arena_bytes"),
+        strict=True,
+    ):
+        assert why in line and change in line
+    # What was asked for is no fallback.
+    asked = {"engine": "pwrite", "engine_reason": "pwrite, threads: 2", "pages": "hugetlb", "direct_io": "proven", "streamed": False}
+    assert not list(_log.fallbacks({**report, **asked}))
 
 
 def test_every_rank_says_which_it_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -366,6 +400,26 @@ def test_a_failed_save_is_a_mark_in_the_trace(tmp_path: Path) -> None:
         error = failing_save(tmp_path)
     (mark,) = [e for e in json.loads(file.read_text()) if e["ph"] == "i"]
     assert mark["name"] == "failed: failed" and error.code in mark["args"]["error"]
+
+
+def test_every_event_of_a_trace_has_what_its_format_asks_for(tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    with observe.trace(file):
+        with observe.step(1):
+            save(tmp_path / "a", 1).wait(60)
+        failing_save(tmp_path)
+    events = json.loads(file.read_text())
+    # By Chrome's "Trace Event Format": complete events, instants and metadata.
+    needed = {"X": {"ts": int, "dur": int, "cat": str}, "i": {"ts": int, "s": str, "cat": str}, "M": {}}
+    assert {e["ph"] for e in events} == set(needed)
+    for event in events:
+        for key, kind in {"name": str, "pid": int, "tid": int, "args": dict, **needed[event["ph"]]}.items():
+            assert type(event[key]) is kind, event
+        assert event.get("dur", 0) >= 0 and event.get("s", "p") in ("g", "p", "t")
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name") and type(event["args"]["name"]) is str
+    named = {e["tid"] for e in events if e["name"] == "thread_name"}
+    assert {e["tid"] for e in events if e["ph"] != "M"} <= named
 
 
 _KILLED = """

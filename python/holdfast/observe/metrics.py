@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast import events
+from holdfast.drain import trainer
 from holdfast.errors import Error
 
 # Seconds: from the call of a small state to a large one on slow storage.
@@ -46,6 +47,15 @@ class _AtScrape:
         yield GaugeMetricFamily(
             "holdfast_saves_in_flight", "Saves under way", value=events.in_flight()
         )
+        reports = [draining.report for draining in trainer.drains]
+        for name, text, key in (
+            ("drain_pending_checkpoints", "Checkpoints that have not arrived in the second place", "pending"),
+            ("drain_arrived_checkpoints", "Checkpoints that this process's drains have brought there", "arrived"),
+            ("drain_sent_bytes", "Bytes that they have sent", "bytes_sent"),
+            ("drain_troubles", "Errors that they have tried again", "troubles"),
+        ):
+            if reports:
+                yield GaugeMetricFamily("holdfast_" + name, text, value=sum(r[key] for r in reports))
         if self.time:
             yield GaugeMetricFamily(
                 "holdfast_last_durable_step", "Step of the last durable save", value=self.step

@@ -1,0 +1,233 @@
+"""``holdfast top``: the saves in flight of all ranks on this node, again and again."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from holdfast.cli import node, text
+from holdfast.errors import Error
+
+_DESCRIPTION = """\
+Shows the saves in flight of all ranks on this node: phase, rate, time left, staging memory held, and
+the last errors. Reads the memory of trainers and workers through /proc, as their user or as root;
+they take no part in it. In a container, run it there.
+"""
+_EPILOG = """\
+columns:
+  RANK      of the save, and how many ranks it has
+  PID       of the trainer; - where it is dead and its worker finishes the save
+  PHASE     staging (copies into staging memory; the worker writes meanwhile), writing, syncing, reading back,
+            manifest, waiting for ranks, committing
+  DONE      written bytes; WRITTEN, OF, PID and WORKER need 120 columns
+  RATE      bytes written per second: of the last 5 s, at first since the beginning of the save
+  LEFT      until all bytes are written, at this rate
+  HELD      staged bytes whose memory the save still holds
+
+keys: q or Ctrl-C ends. Without a terminal, the state is printed once.
+
+examples:
+  holdfast top run
+  holdfast top --once --json run | jq '.saves[] | select(.phase == "waiting for ranks").rank'
+
+exit status: 0, whatever the saves do; 2 trouble
+"""
+_ERRORS_SHOWN = 8
+_HEAD = ("RANK", "PID", "STEP", "PHASE", "DONE", "WRITTEN", "OF", "RATE", "LEFT", "HELD", "WORKER", "CHECKPOINT")
+_RIGHT = "RANK PID STEP DONE WRITTEN OF RATE LEFT HELD"
+_WIDE = 120  # columns of a terminal; a narrower one does without these
+_WIDE_ONLY = ("PID", "WRITTEN", "OF", "WORKER")
+
+
+def declare(parser: argparse.ArgumentParser) -> None:
+    parser.description, parser.epilog = _DESCRIPTION, _EPILOG
+    parser.add_argument("directory", metavar="DIR", nargs="?", help="saves below it; default all of this node")
+    parser.add_argument("--once", action="store_true", help="print the state once, after one interval")
+    parser.add_argument("--json", action="store_true", help="print one JSON document; means --once")
+    parser.add_argument("--interval", metavar="S", type=_seconds, default=1.0, help="seconds between looks (1)")
+
+
+def _seconds(given: str) -> float:
+    value = float(given)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError("from 0.1 to 3600 seconds")
+    return value
+
+
+def run(arguments: argparse.Namespace) -> int:
+    directory = arguments.directory
+    if directory is not None and not os.path.isdir(directory):
+        raise Error("NOT_FOUND", f"watch {directory}: there is no such directory")
+    watched = node.Node(directory)
+    if arguments.once or arguments.json or not sys.stdout.isatty():
+        watched.look()
+        time.sleep(arguments.interval)
+        look = watched.look()
+        if arguments.json:
+            text.document("top", directory=directory, **dataclasses.asdict(look))
+        else:
+            _print(look, directory)
+        return 0
+    _show(watched, directory, arguments.interval)
+    return 0
+
+
+def summary(look: node.Look) -> str:
+    """One line about all saves."""
+    if not look.saves:
+        return "no save in flight"
+    rates = [s.bytes_per_second for s in look.saves if s.bytes_per_second is not None]
+    parts = [
+        f"{len(look.saves)} {'save' if len(look.saves) == 1 else 'saves'} in flight",
+        f"{text.size(sum(s.bytes_written for s in look.saves))} of "
+        f"{text.size(sum(s.bytes_total for s in look.saves))} written",
+        *([f"{text.size(sum(rates))}/s"] if rates else []),
+        f"{text.size(sum(s.bytes_held for s in look.saves))} of staging memory held",
+    ]
+    return ", ".join(parts)
+
+
+def row(save: node.Save, directory: str | None) -> list[str]:
+    """The cells of a save's row. Checkpoints below `directory` have their path from there."""
+    worker = "-" if save.worker_pid is None else str(save.worker_pid)
+    path = save.path or f"(unknown) {save.attempt}"
+    if directory is not None and save.path is not None:
+        path = os.path.relpath(save.path, os.path.realpath(directory))
+    return [
+        f"{save.rank}/{save.world_size}",
+        "-" if save.trainer_pid is None else str(save.trainer_pid),
+        str(save.step),
+        save.phase,
+        f"{100 * save.bytes_written // max(save.bytes_total, 1)} %",
+        text.size(save.bytes_written),
+        text.size(save.bytes_total),
+        "-" if save.bytes_per_second is None else f"{text.size(save.bytes_per_second)}/s",
+        "-" if save.seconds_left is None else duration(save.seconds_left),
+        text.size(save.bytes_held),
+        f"{worker} {save.engine or save.launcher}",
+        path,
+    ]
+
+
+def duration(seconds: float) -> str:
+    """``5 s``, ``2:05 min``, ``1:02 h``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}:{whole % 60:02} min"
+    return f"{whole // 3600}:{whole // 60 % 60:02} h"
+
+
+def outcomes(process: node.Process) -> str:
+    """What has become of a process's saves."""
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(process.outcomes.items()))
+    said = f"rank {process.rank}, pid {process.pid}: {counts}"
+    if process.last is not None:
+        said += f"; last durable: {process.last['path']}, {text.age(process.last['time'])} ago"
+    return said
+
+
+def errors(look: node.Look) -> list[str]:
+    """The newest errors of all processes, and what could not be read."""
+    found = [(entry, process) for process in look.processes for entry in process.errors]
+    found.sort(key=lambda pair: pair[0]["time"], reverse=True)
+    said = [
+        f"{time.strftime('%H:%M:%S', time.localtime(entry['time']))} rank {process.rank}, pid {process.pid}, "
+        f"step {entry['step']} {entry['outcome']}: {entry['code']}: {entry['message']}"
+        for entry, process in found[:_ERRORS_SHOWN]
+    ]
+    if look.hidden:
+        said.append(f"{look.hidden} saves of other users are not shown: run this as that user, or as root")
+    return [*said, *look.unreadable]
+
+
+def _print(look: node.Look, directory: str | None) -> None:
+    text.lines([summary(look)])
+    if look.saves:
+        text.table(_HEAD, (row(save, directory) for save in look.saves), right=_RIGHT)
+    text.lines([*map(outcomes, look.processes), *errors(look)])
+
+
+def _show(watched: node.Node, directory: str | None, interval: float) -> None:
+    try:
+        from rich.console import Console
+        from rich.live import Live
+    except ImportError as error:
+        raise Error(
+            "UNIMPLEMENTED",
+            "top: the screen needs the package rich; pip install 'holdfast[top]', or use --once",
+        ) from error
+    # Ctrl-C has to give the terminal back.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    console = Console()
+    with contextlib.suppress(KeyboardInterrupt), _keys() as pressed, Live(
+        console=console, screen=True, auto_refresh=False
+    ) as live:
+        while True:
+            live.update(screen(watched.look(), directory, console.width), refresh=True)
+            if pressed(interval) == "q":
+                return
+
+
+def screen(look: node.Look, directory: str | None, width: int) -> Any:
+    """What a terminal of so many columns shows, as a renderable of rich."""
+    from rich.console import Group
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+    from rich.text import Text
+
+    def said(line: str, style: str = "") -> Text:
+        return Text(text.printable(line), style=style, overflow="fold")
+
+    saves = Table(expand=True, box=None, padding=(0, 1, 0, 0), header_style="bold")
+    kept = [title for title in _HEAD if width >= _WIDE or title not in _WIDE_ONLY]
+    for title in kept:
+        side: Any = "right" if title in _RIGHT.split() else "left"
+        saves.add_column(title, justify=side, no_wrap=True, overflow="ellipsis", ratio=1 if title == _HEAD[-1] else None)
+    for save in look.saves:
+        cells: dict[str, Any] = dict(zip(_HEAD, map(said, row(save, directory)), strict=True))
+        cells["DONE"] = ProgressBar(max(save.bytes_total, 1), save.bytes_written, width=12)
+        saves.add_row(*(cells[title] for title in kept))
+    where = directory if directory is not None else "this node"
+    top = said(f"holdfast top {where}   {time.strftime('%H:%M:%S', time.localtime(look.time))}", "bold")
+    parts: list[Any] = [top, said(summary(look)), Text(), *([saves, Text()] if look.saves else [])]
+    parts += [said(outcomes(process), "dim") for process in look.processes]
+    parts += [said(line, "red") for line in errors(look)]
+    return Group(*parts)
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[Callable[[float], str]]:
+    """Gives a function that waits for a key: its character, or "" after so many seconds."""
+    import termios
+    import tty
+
+    if not sys.stdin.isatty():
+
+        def slept(seconds: float) -> str:
+            time.sleep(seconds)
+            return ""
+
+        yield slept
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([keyboard], [], [], seconds)
+        return os.read(keyboard, 1).decode(errors="replace") if ready else ""
+
+    try:
+        tty.setcbreak(keyboard)
+        yield pressed
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)

@@ -1,0 +1,116 @@
+#include "holdfast/watch.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "absl/strings/str_cat.h"
+#include "runtime/base/status.h"
+#include "runtime/layout/job.h"
+#include "runtime/layout/progress.h"
+#include "runtime/sys/retry.h"
+#include "runtime/sys/system.h"
+
+namespace holdfast {
+namespace {
+
+constexpr char kObject[] = "job table";
+constexpr std::align_val_t kAlignment{64};
+// A table has 100 bytes for a chunk of 4 MiB, and its manifest: far less in any save.
+constexpr uint64_t kTableBytesMax = 1ull << 30;
+
+struct AlignedDelete {
+  void operator()(char* memory) const { ::operator delete(memory, kAlignment); }
+};
+using Copy = std::unique_ptr<char, AlignedDelete>;
+
+absl::Status Refuse(absl::string_view why) {
+  return absl::FailedPreconditionError(absl::StrCat("read ", kObject, ": ", why));
+}
+
+/// Copies the first `bytes` of the file.
+absl::StatusOr<Copy> CopyOf(int fd, uint64_t bytes) {
+  Copy copy(static_cast<char*>(::operator new(bytes, kAlignment)));
+  for (uint64_t at = 0; at < bytes;) {
+    const ssize_t got = sys::Uninterrupted(
+        [&] { return sys::Sys().pread(fd, copy.get() + at, bytes - at, static_cast<off_t>(at)); });
+    if (got < 0) return base::ErrnoStatus("read", kObject, errno);
+    if (got == 0) return Refuse("it is shorter than it was");
+    at += static_cast<uint64_t>(got);
+  }
+  return copy;
+}
+
+/// Sums the bytes of the extents in a log of `job`, whose entries the table's check leaves out.
+uint64_t BytesIn(layout::Job* job, layout::Range log) {
+  const auto* const entries = layout::At<layout::SharedU32>(job, log);
+  const layout::Extent* const extents = layout::Extents(job);
+  uint64_t bytes = 0;
+  for (uint32_t i = 0; i < job->extent_count; ++i) {
+    const uint32_t extent = entries[i].load(std::memory_order_relaxed);
+    if (extent < job->extent_count) bytes += extents[extent].bytes;
+  }
+  return bytes;
+}
+
+std::string TextOf(const char (&field)[kNameBytes]) {
+  return std::string(field, strnlen(field, sizeof(field)));
+}
+
+}  // namespace
+
+absl::StatusOr<SaveInFlight> ReadSaveInFlight(int fd) {
+  struct stat status = {};
+  if (sys::Sys().fstat(fd, &status) != 0) return base::ErrnoStatus("look at", kObject, errno);
+  const auto bytes = static_cast<uint64_t>(std::max<off_t>(status.st_size, 0));
+  if (bytes < sizeof(layout::Job))
+    return absl::UnavailableError(absl::StrCat("read ", kObject, ": it is being laid out"));
+  if (bytes > kTableBytesMax) return Refuse("it is too long for one");
+  HOLDFAST_ASSIGN_OR_RETURN(const Copy head, CopyOf(fd, sizeof(layout::Job)));
+  const auto* const first = reinterpret_cast<const layout::Job*>(head.get());
+  if (first->magic != layout::kJobMagic) return Refuse("it is another file");
+  if (first->layout_version != layout::kLayoutVersion) {
+    return Refuse(absl::StrCat("the process runs another version of Holdfast (tables of version ",
+                               first->layout_version, ", not ", layout::kLayoutVersion,
+                               "); use its own program"));
+  }
+  HOLDFAST_ASSIGN_OR_RETURN(const Copy copy, CopyOf(fd, bytes));
+  auto* const job = reinterpret_cast<layout::Job*>(copy.get());
+  if (const char* const wrong = layout::ValidateJob(job, bytes)) {
+    // The trainer fills a table without any sign of its end; a worker checks the finished table.
+    return absl::UnavailableError(absl::StrCat("read ", kObject, ": ", wrong));
+  }
+  if (job->kind != layout::JobKind::kSave)
+    return absl::NotFoundError(absl::StrCat("read ", kObject, ": the job removes files"));
+
+  SaveInFlight save;
+  const layout::File* const files = layout::Files(job);
+  const bool single_file = (job->flags & layout::kSingleFile) != 0;
+  save.name = single_file ? TextOf(files[0].name) : TextOf(job->target);
+  save.partial = TextOf(job->partial);
+  save.attempt = job->attempt;
+  save.step = job->step;
+  save.rank = job->rank;
+  save.world_size = job->world_size;
+  save.launcher = job->launcher;
+  save.engine = static_cast<EngineRung>(job->engine_used.load(std::memory_order_relaxed));
+  save.streams = layout::Streams(*job);
+  save.worker_pid = static_cast<int>(job->worker_pid.load(std::memory_order_relaxed));
+  SaveProgress& progress = save.progress;
+  for (uint32_t i = 0; i < job->file_count; ++i) progress.bytes_total += files[i].bytes;
+  progress.bytes_sealed = std::min(BytesIn(job, job->published), progress.bytes_total);
+  progress.bytes_written =
+      std::min(job->bytes_completed.load(std::memory_order_relaxed), progress.bytes_total);
+  progress.phase = layout::PhaseWord(*job, progress.bytes_sealed, progress.bytes_total);
+  if (job->staging_released.load(std::memory_order_relaxed) == 0) {
+    const uint64_t released = save.streams ? BytesIn(job, job->acknowledged) : 0;
+    save.bytes_held = progress.bytes_sealed - std::min(released, progress.bytes_sealed);
+  }
+  return save;
+}
+
+}  // namespace holdfast
