@@ -7,6 +7,7 @@ save made a commit record (runtime/layout/FORMAT.md, section 5), ``.metadata`` m
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -21,14 +22,14 @@ from holdfast.errors import Error, of_system
 logger = logging.getLogger("holdfast")
 
 METADATA = ".metadata"
-_RECORD = re.compile(r"holdfast\.commit-([0-9a-f]{32})\.json")
-# What saves through DCP make. A directory with any other entry is kept.
-_OWN = re.compile(
-    r"(\.metadata|__\d+_\d+\.distcp|rank-\d{5,}-of-\d{5,}-[0-9a-f]{32}\.manifest\.json|"
-    + _RECORD.pattern
-    + r")(\.tmp)?"
+_PROOF = re.compile(
+    r"holdfast\.commit-(?P<record>[0-9a-f]{32})\.json|rank-\d{5,}-of-\d{5,}-(?P<manifest>[0-9a-f]{32})\.manifest\.json"
 )
+# What saves through DCP make. A directory with any other entry is kept.
+_OWN = re.compile(rf"(\.metadata|__\d+_\d+\.distcp|{_PROOF.pattern})(\.tmp)?")
 _RETIRED = re.compile(r"\.?(?P<name>.+)\.retired-[0-9a-f]{32}")
+# Of this process, not of a checkpoint: a second try may succeed.
+_OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LAST_NUMBER = re.compile(r"(\d+)(?=\D*$)")
 
 
@@ -41,9 +42,12 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
     """The complete checkpoints, the oldest first, and "NAME: why" of those that are damaged.
 
     Raises:
-        Error: NOT_FOUND and what else the system says of the directory itself.
+        Error: NOT_FOUND and what else the system says of the directory itself; RESOURCE_EXHAUSTED where
+            descriptors or memory are short; what reading says where nothing is complete and a
+            checkpoint cannot be read. With an answer instead, training would go on from an older
+            checkpoint, or begin anew.
     """
-    complete, passed_over = [], []
+    complete, passed_over, unreadable = [], [], None
     with of_system(f"list {directory}"):
         names = sorted(e.name for e in os.scandir(directory) if e.is_dir())
     for name in names:
@@ -53,10 +57,16 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
             with of_system(f"list {os.path.join(directory, name)}"):
                 found = look(os.path.join(directory, name))
         except Error as error:
+            if error.errno in _OF_THIS_PROCESS:
+                raise
+            if error.code != "DATA_LOSS":
+                unreadable = unreadable or error
             passed_over.append(f"{name}: {error.message}")
             continue
         if found is not None:
             complete.append({"name": name, "path": os.path.join(directory, name), **found})
+    if unreadable is not None and not complete:
+        raise unreadable
     return sorted(complete, key=lambda c: (c["saved_at"], c["step"], c["name"])), passed_over
 
 
@@ -69,7 +79,8 @@ def look(path: str) -> dict[str, Any] | None:
     """What is known of a complete checkpoint; None for a directory that is none.
 
     Raises:
-        Error: DATA_LOSS where ``.metadata`` is not what the save committed.
+        Error: DATA_LOSS where ``.metadata`` is not what the save committed, or the save's commit record is
+            missing.
         OSError: of the system.
     """
     try:
@@ -78,18 +89,19 @@ def look(path: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     names = os.listdir(path)
-    for name in names:
-        match = _RECORD.fullmatch(name)
-        # A record whose attempt the metadata does not name is of another save.
-        if match is None or match[1].encode() not in data:
+    # A record or manifest whose attempt the metadata does not name is of another save.
+    attempts = {m["record"] or m["manifest"] for m in map(_PROOF.fullmatch, names) if m}
+    for attempt in sorted(attempts):
+        if attempt.encode() not in data:
             continue
-        _native.check_commit_file(path, match[1], METADATA, data)
-        with open(os.path.join(path, name), "rb") as file:
+        if _native.check_commit_file(path, attempt, METADATA, data) is None:
+            continue  # of an earlier version
+        with open(os.path.join(path, f"holdfast.commit-{attempt}.json"), "rb") as file:
             record = json.load(file)
         return {
             "step": record["step"],
             "saved_at": record["saved_at_ns"] / 1e9,
-            "attempt": match[1],
+            "attempt": attempt,
             "parent": record["parent"] if record["parent"].strip("0") else None,
             "world_size": record["world_size"],
             "bytes": record["bytes"],
@@ -106,11 +118,8 @@ def look(path: str) -> dict[str, Any] | None:
     }
 
 
-def abandoned(checkpoints: list[dict[str, Any]]) -> list[bool]:
-    """Whether a rollback has abandoned each of some checkpoints, as listings have them."""
-    return _native.find_abandoned(
-        [(c["name"], c["saved_at"], c["step"], c["attempt"] or "", c["parent"] or "") for c in checkpoints]
-    )
+def _rows(checkpoints: list[dict[str, Any]]) -> list[tuple[str, float, int, str, str]]:
+    return [(c["name"], c["saved_at"], c["step"], c["attempt"] or "", c["parent"] or "") for c in checkpoints]
 
 
 def remove_old(directory: str, saved: str, keep_last: int, keep_every: int,
@@ -131,21 +140,34 @@ def remove_old(directory: str, saved: str, keep_last: int, keep_every: int,
     Raises:
         Error: of the first checkpoint that could not be removed, after trying all.
     """
-    series = series_of(saved)
     every = list_complete(directory)[0]
-    gone = {c["name"] for c, is_abandoned in zip(every, abandoned(every), strict=True) if is_abandoned}
-    # A branch that a rollback has abandoned goes first.
-    complete = sorted((c for c in every if series_of(c["name"]) == series), key=lambda c: c["name"] not in gone)
+    names = set(_native.select_for_removal(_rows(every), keep_last, keep_every, saved))
     first: Error | None = None
-    for old in complete[: max(0, len(complete) - keep_last)]:
-        if old["name"] == saved or old["path"] in busy:
-            continue
-        if keep_every and old["step"] % keep_every == 0:
+    for old in every:
+        if old["name"] not in names or old["path"] in busy:
             continue
         try:
             _retire(directory, old)
         except Error as error:
             first = first or error
+    remove_retired(directory, series_of(saved))
+    if first is not None:
+        raise first
+
+
+def remove(checkpoint: dict[str, Any]) -> None:
+    """Removes one complete checkpoint.
+
+    Raises:
+        Error: FAILED_PRECONDITION for a directory with a foreign file; of the system.
+    """
+    directory = os.path.dirname(checkpoint["path"])
+    _retire(directory, checkpoint)
+    remove_retired(directory, series_of(checkpoint["name"]))
+
+
+def remove_retired(directory: str, series: str) -> None:
+    """Removes the directories of a series that have lost their names, those that a crash has left, too."""
     with of_system(f"list {directory}"):
         names = os.listdir(directory)
     for name in names:
@@ -153,8 +175,6 @@ def remove_old(directory: str, saved: str, keep_last: int, keep_every: int,
         path = os.path.join(directory, name)
         if match and series_of(match["name"]) == series and not _foreign(path):
             _remove(path)
-    if first is not None:
-        raise first
 
 
 def _foreign(path: str) -> list[str]:

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from test_corruption import sealed
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 import holdfast.dcp
+from holdfast import _dcp_directories
 from holdfast.commands import program
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -106,6 +108,8 @@ def test_a_checkpoint_of_an_earlier_version_is_read_and_the_gap_told(tmp_path: P
     _save(path)
     (record,) = path.glob("holdfast.commit-*.json")
     record.unlink()
+    (manifest,) = path.glob("rank-*.manifest.json")
+    manifest.write_bytes(sealed(manifest.read_text().replace('"version":4', '"version":2')))
     assert _verdict(path) == "sound"
     assert re.search(r"Not proven: .*\.metadata\.", holdfast.verify(path)["note"])
     assert _load(path) == (1, True)
@@ -115,6 +119,27 @@ def test_a_checkpoint_of_an_earlier_version_is_read_and_the_gap_told(tmp_path: P
     _save(path, 2)
     assert _load(path) == (2, True)
     assert holdfast.verify(path)["note"] == ""
+
+
+def test_a_commit_record_that_is_gone_is_missed(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    _save(path)
+    (record,) = path.glob("holdfast.commit-*.json")
+    proof = record.read_bytes()
+    record.unlink()
+    assert holdfast.verify(path)["verdict"] == "corrupt"
+    assert holdfast.dcp.verify(path)["verdict"] == "corrupt"
+    with pytest.raises((holdfast.Error, CheckpointException), match="missing: the commit record"):
+        _load(path)
+    complete, passed_over = _dcp_directories.list_complete(str(tmp_path))
+    assert complete == [] and "missing: the commit record" in passed_over[0]
+    record.write_bytes(proof)
+    assert _load(path) == (1, True)
+    record.unlink()
+    # Of the stock writer from here on: our manifests are stale.
+    dcp.save(_state(2), storage_writer=dcp.FileSystemWriter(path))
+    assert _verdict(path) == "sound"
+    assert _load(path) == (2, False)
 
 
 def test_a_manifest_is_compared_with_the_commit_record(tmp_path: Path) -> None:

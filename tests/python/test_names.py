@@ -13,6 +13,7 @@ from command_line import holdfast as command
 
 import holdfast
 import holdfast.dcp
+from holdfast import _state
 
 ATTEMPT = "00112233445566778899aabbccddeeff"
 STATE = {"w": torch.arange(1000)}
@@ -126,3 +127,39 @@ def test_a_callers_reason_may_hold_any_text(tmp_path: Path) -> None:
 
     with pytest.raises(ValueError, match="odd"):
         holdfast.save({"o": Odd()}, tmp_path / "s", rank=0, world_size=2, attempt=ATTEMPT)
+
+
+def test_names_that_read_the_same_get_numbers_in_linear_time(tmp_path: Path) -> None:
+    class Counted(dict[str, int]):
+        looks = 0
+
+        def __contains__(self, name: object) -> bool:
+            Counted.looks += 1
+            return super().__contains__(name)
+
+        def get(self, *arguments: Any) -> Any:
+            Counted.looks += 1
+            return super().get(*arguments)
+
+    names = Counted()
+    given = [_state.unique(name, names) for name in ("a", "a", "a~2", "a", "a~4", "a", *["b"] * 1000)]
+    assert given[:6] == ["a", "a~2", "a~2~2", "a~3", "a~4", "a~5"]
+    assert given[6:] == ["b", *(f"b~{n}" for n in range(2, 1001))]
+    assert Counted.looks < 3 * len(given)
+
+    def same(parts: int) -> Any:
+        """A state whose tensors all have the path x.x.x.x..."""
+        if not parts:
+            return torch.zeros(1)
+        return {".".join("x" * n): same(parts - n) for n in range(1, parts + 1)}
+
+    report = holdfast.save(same(8), tmp_path / "s")
+    assert report["tensors"] == 2**7 + 1  # and the description
+
+
+def test_items_of_dcp_may_be_called_like_our_own_entries(tmp_path: Path) -> None:
+    state = {name: torch.full((2,), float(i)) for i, name in enumerate(("holdfast:x", "holdfast:holdfast:x", "~", ""))}
+    holdfast.dcp.async_save(state, checkpoint_id=tmp_path / "d").result(60)
+    into = {name: torch.zeros(2) for name in state}
+    holdfast.dcp.load(into, checkpoint_id=tmp_path / "d")
+    assert all(torch.equal(into[name], state[name]) for name in state)

@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast import _collector, _devices, _dtypes, _late, _native
 from holdfast._framing import PlannedFile
+from holdfast._state import numbered
 from holdfast.dcp.framing import can_frame, frame
-from holdfast.dcp.parts import PART, PLAN, Part, digest_of
+from holdfast.dcp.parts import DIGESTS, PART, PLAN, Part, digest_of
 from holdfast.errors import Error
 
 _OWN = "holdfast:"  # how the names of entries begin that are no items
@@ -51,18 +52,13 @@ class FilePlan:
 
 def _names(items: list[WriteItem]) -> list[str]:
     """Unique names for the manifest: the tensor's own, and where in it a shard begins."""
-    taken: set[str] = set()
+    taken: dict[str, int] = {}
     names = []
     for item in items:
         name = item.index.fqn or "~"
         if item.type == WriteItemType.SHARD and item.index.offset is not None:
             name += "@" + ",".join(map(str, item.index.offset))
-        candidate, number = name, 1
-        while candidate in taken or candidate.startswith(_OWN):
-            number += 1
-            candidate = f"{name.removeprefix(_OWN)}~{number}"
-        taken.add(candidate)
-        names.append(candidate)
+        names.append(numbered("~" + name if name.startswith(_OWN) else name, taken))
     return names
 
 
@@ -126,7 +122,8 @@ class Layout:
 
     @_collector.paused()
     def plan_file(self, data: list[Any], name: str, late: _late.Late,
-                  part: Part | None = None, plans: Iterable[bytes] = ()) -> FilePlan:  # fmt: skip
+                  part: Part | None = None, plans: Iterable[bytes] = (),
+                  digests: Iterable[torch.Tensor] = ()) -> FilePlan:  # fmt: skip
         """Plans the file of one save. Host memory comes first: it is captured in the runtime's call.
 
         Args:
@@ -135,6 +132,7 @@ class Layout:
             late: device memory that stays unchanged until the save has staged.
             part: what the file says of itself; gets the places of the items.
             plans: entries that the part needs to be understood.
+            digests: of what other ranks have, too, in the host and on devices.
         """
         file = PlannedFile(name)
         out = FilePlan(file.plan, array.array("Q", bytes(16 * len(data))))
@@ -162,6 +160,9 @@ class Layout:
         for number, content in enumerate(plans):
             file.begin_item()
             _add_bytes(file, out, f"{PLAN}-{number}", io.BytesIO(content))
+        for number, tensor in enumerate(digests):
+            file.begin_item()
+            _add_digests(file, out, f"{DIGESTS}-{number}", tensor)
         if part is not None:
             # The places of what follows are put in when they are known.
             part.extents = out.extents
@@ -241,6 +242,13 @@ def _add_tensor(file: PlannedFile, out: FilePlan, name: str, tensor: torch.Tenso
     )  # fmt: skip
     file.literal(framed.tail, framed.crc32_offsets, segment)
     return framed.length
+
+
+def _add_digests(file: PlannedFile, out: FilePlan, name: str, tensor: torch.Tensor) -> None:
+    device = None if tensor.is_cpu else _devices.device_of(tensor.device)
+    (out.host if device is None else out.device).append(tensor)
+    stream = _devices.stream_of(tensor.device)
+    file.tensor(name, "U8", [tensor.nbytes], tensor.data_ptr(), tensor.nbytes, device, stream)
 
 
 def _add_bytes(file: PlannedFile, out: FilePlan, name: str, data: io.BytesIO) -> int:

@@ -11,9 +11,11 @@ import dataclasses
 import os
 
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast._dcp_directories import series_of
 from holdfast.dcp.parts import Part, Plan
+from holdfast.dcp.replicas import Differing
 from holdfast.errors import Error
 
 
@@ -25,12 +27,31 @@ class Message:
         path, step: of the save.
         part: what its file says of itself.
         plan: that the file follows, where the coordinator may not have it.
+        digests: of what other ranks have, too, as the plan says.
     """
 
     path: str
     step: int
     part: Part
     plan: Plan | None
+    digests: bytes
+
+
+@dataclasses.dataclass
+class Committed:
+    """What the coordinator tells all ranks of a save whose ranks have all come.
+
+    Attributes:
+        metadata: of the checkpoint.
+        plan: for the saves to come, where the ranks have not followed one.
+        differing: what the ranks do not have alike.
+        refused: why there is no checkpoint.
+    """
+
+    metadata: Metadata
+    plan: Plan | None
+    differing: Differing
+    refused: CheckpointException | None
 
 
 @dataclasses.dataclass

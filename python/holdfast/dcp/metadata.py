@@ -145,21 +145,20 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         Error: NOT_FOUND (the save did not end, or this is no checkpoint), DATA_LOSS (too long).
     """
-    try:
-        # Without O_NONBLOCK a pipe of this name would be waited for.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            # read(n) takes n bytes of memory at once.
-            data = file.read(min(status.st_size, _BYTES_MAX) + 1)
-    except FileNotFoundError as error:
-        raise Error(
-            "NOT_FOUND",
-            f"load {path}: there is no such file; the checkpoint was never completed, or the path "
-            "is wrong",
-            error.errno or 0,
-        ) from error
-    except OSError as error:
-        raise Error("UNAVAILABLE", f"load {path}: {error.strerror}", error.errno or 0) from error
+    with of_system(f"load {path}"):
+        try:
+            # Without O_NONBLOCK a pipe of this name would be waited for.
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+                status = os.fstat(file.fileno())
+                # read(n) takes n bytes of memory at once.
+                data = file.read(min(status.st_size, _BYTES_MAX) + 1)
+        except FileNotFoundError as error:
+            raise Error(
+                "NOT_FOUND",
+                f"load {path}: there is no such file; the checkpoint was never completed, or the path "
+                "is wrong",
+                error.errno or 0,
+            ) from error
     if not stat.S_ISREG(status.st_mode):
         raise Error("DATA_LOSS", f"load {path}: it is no file")
     if len(data) > _BYTES_MAX:
@@ -170,7 +169,8 @@ def read_bytes(path: Path) -> bytes:
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Keeps others from committing in a directory, on file systems that can lock one."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with of_system(f"save {path}: lock it"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(fd, fcntl.LOCK_EX)

@@ -33,7 +33,7 @@ from holdfast.dcp import metadata as _metadata
 from holdfast.errors import Error
 
 # Names of the entries in the manifest.
-PART, PLAN = "holdfast:dcp-part", "holdfast:dcp-plan"
+PART, PLAN, DIGESTS = "holdfast:dcp-part", "holdfast:dcp-plan", "holdfast:dcp-digests"
 _FORMAT = "holdfast.dcp-part-1"
 
 
@@ -78,6 +78,25 @@ class Plan:
     def _digests(self) -> list[str]:
         return [digest_of(row) for row in self.written]
 
+    @functools.cached_property
+    def shared(self) -> frozenset[MetadataIndex]:
+        """What several ranks have and one of them writes."""
+        return frozenset().union(*self.left_out)
+
+    def compared(self, row: int) -> list[MetadataIndex]:
+        """What a rank digests for a comparison with others, in the order of the digests."""
+        return self._compared[row]
+
+    @functools.cached_property
+    def _compared(self) -> list[list[MetadataIndex]]:
+        if len(self.written) == 1:  # of a rank that has found a structure of its own: it does not know what others have
+            return [in_order(self.written[0])]
+        shared = self.shared
+        return [
+            in_order([*(i for i in written if i in shared), *left_out])
+            for written, left_out in zip(self.written, self.left_out, strict=True)
+        ]
+
     def items(self, indices: Iterable[MetadataIndex]) -> list[WriteItem]:
         """Items as a rank's own planning makes them."""
         return [self._item(index) for index in indices]
@@ -98,6 +117,11 @@ class Plan:
         return found
 
 
+def in_order(indices: Iterable[MetadataIndex]) -> list[MetadataIndex]:
+    """Indices in an order that is the same on all ranks."""
+    return sorted(indices, key=lambda index: (index.fqn, tuple(index.offset or ())))
+
+
 def digest_of(indices: Iterable[MetadataIndex]) -> str:
     """A digest that is equal for the same items in the same order."""
     digest = hashlib.sha256()
@@ -116,6 +140,7 @@ class Part:
         file: the data file.
         plan, row: id of the plan, and which of its ranks this one is.
         items: digest of the items.
+        replicas: what becomes of a save whose ranks have under one name what is not alike, see `replicas`.
         extents: offset and length of every item, in the plan's order.
     """
 
@@ -125,6 +150,7 @@ class Part:
     plan: str
     row: int
     items: str
+    replicas: str = "warn"
     extents: array.array = dataclasses.field(default_factory=lambda: array.array("Q"))
 
     def encode(self) -> bytes:

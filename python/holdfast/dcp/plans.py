@@ -12,20 +12,22 @@ import dataclasses
 import io
 import pickle
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from holdfast import _collector
 from holdfast.dcp.items import Layout
-from holdfast.dcp.parts import Plan
+from holdfast.dcp.parts import Plan, in_order
+from holdfast.dcp.replicas import Digests
 
 _KNOWN_MAX = 4
 _PLANS_MAX = 4  # that only saves in flight follow
@@ -156,6 +158,10 @@ def _tensor_of(value: Any, item: WriteItem) -> torch.Tensor:
     return find_tensor_shard(value, item.index).detach()
 
 
+def _data_of(value: Any, item: WriteItem) -> Any:
+    return _bytes_of(value) if item.type == WriteItemType.BYTE_IO else _tensor_of(value, item)
+
+
 class Known:
     """What this rank writes by a plan, and of which state.
 
@@ -164,10 +170,11 @@ class Known:
         plan: id of the plan.
         row: which of its ranks this one is.
         local: all items of this rank, those that another one writes as well.
+        compared: items of which other ranks have some, too, as of `Plan.compared`.
     """
 
-    def __init__(self, marks: list[Any], plan: str, row: int, local: list[WriteItem],
-                 written: list[WriteItem], nodes: dict[str, int]) -> None:  # fmt: skip
+    def __init__(self, marks: list[Any], plan: str, row: int, local: list[WriteItem], written: list[WriteItem],
+                 shared: Collection[MetadataIndex], nodes: dict[str, int]) -> None:  # fmt: skip
         self.marks = marks
         self.plan = plan
         self.row = row
@@ -175,26 +182,50 @@ class Known:
         self.layout = Layout(written)
         self._nodes = nodes
         self._at = [nodes[item.index.fqn] for item in written]
+        items = {item.index: item for item in local}
+        self.compared = [items[index] for index in in_order(compared_of(local, written, shared))]
+        places = {item.index: at for at, item in enumerate(written)}
+        self._compared_at = [(places.get(i.index), nodes[i.index.fqn], i) for i in self.compared]
 
     def following(self, plan: Plan, row: int) -> Known:
         """The same state under another plan."""
         mine = {item.index: item for item in self.local}
         written = [dataclasses.replace(mine[i], index=i) for i in plan.written[row]]
-        return Known(self.marks, plan.id, row, self.local, written, self._nodes)
+        return Known(self.marks, plan.id, row, self.local, written, plan.shared, self._nodes)
 
     def data(self, nodes: list[Any]) -> list[Any]:
         """What is written of every item: a tensor, or the bytes of an object."""
-        data = [
-            _bytes_of(nodes[at]) if item.type == WriteItemType.BYTE_IO else _tensor_of(nodes[at], item)
-            for at, item in zip(self._at, self.layout.items, strict=True)
-        ]
+        data = [_data_of(nodes[at], item) for at, item in zip(self._at, self.layout.items, strict=True)]
         if not self.layout.is_fixed:
             self.layout.fix(data)
         return data
 
+    def digests(self, nodes: list[Any], data: list[Any]) -> Digests | None:
+        """Of what is compared with other ranks. `data`: what is written."""
+        if not self._compared_at:
+            return None
+        return Digests([_data_of(nodes[at], item) if place is None else data[place]
+                        for place, at, item in self._compared_at])
+
+
+def compared_of(local: list[WriteItem], written: list[WriteItem],
+                shared: Collection[MetadataIndex]) -> list[MetadataIndex]:
+    """What a rank compares with others: what it leaves to them, and what they leave to it."""
+    own = {item.index for item in written}
+    return [i.index for i in local if i.index not in own or i.index in shared]
+
+
+def of_one_rank(planner: DefaultSavePlanner, local: SavePlan) -> tuple[SavePlan, Metadata]:
+    """What the framework's planner makes of one rank's plan alone; shards need not fill their tensor."""
+    (plan,), metadata = create_default_global_save_plan([local])
+    if planner.flatten_state_dict:
+        metadata = dataclasses.replace(metadata, planner_data=dict(local.planner_data))
+    return plan, metadata
+
 
 def known_from(state: Any, seen: Look, planner: DefaultSavePlanner, plan: str, row: int,
-               local: list[WriteItem], written: list[WriteItem]) -> Known:  # fmt: skip
+               local: list[WriteItem], written: list[WriteItem],
+               shared: Collection[MetadataIndex]) -> Known:  # fmt: skip
     """What a plan that was just made says of a state.
 
     Args:
@@ -202,13 +233,14 @@ def known_from(state: Any, seen: Look, planner: DefaultSavePlanner, plan: str, r
         planner: with the paths of the names in the state.
         plan, row: as of `Known`.
         local, written: items of this rank before and after the planning of all ranks.
+        shared: what other ranks have left to this one.
     """
     paths = _paths(state)
     if planner.flatten_state_dict:
         nodes = {name: paths[tuple(path)] for name, path in planner.mappings.items()}
     else:
         nodes = {name: paths[(name,)] for name in planner.state_dict}
-    return Known(seen.marks, plan, row, local, written, nodes)
+    return Known(seen.marks, plan, row, local, written, shared, nodes)
 
 
 class Cache:

@@ -26,6 +26,7 @@ from holdfast import _dtypes, _lineage, _native, _runtime, _unpickle
 from holdfast._pieces import Loading, Source
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import objects
+from holdfast.dcp.framework import hand_on
 from holdfast.dcp.placement import MANIFEST, new_attempt, rank_of
 from holdfast.dcp.records import NotPlain, find_tensor
 from holdfast.dcp.writer import METADATA, StorageWriter, local_path
@@ -497,7 +498,7 @@ def load(
     """
     if storage_reader is None and checkpoint_id is not None and "://" not in os.fspath(checkpoint_id):
         storage_reader = StorageReader(checkpoint_id)
-    dcp.load(
-        state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner,
+    hand_on(
+        dcp.load, state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner,
         process_group=process_group, no_dist=no_dist,
     )  # fmt: skip

@@ -16,7 +16,8 @@ from holdfast._durable import sync_directory
 from holdfast._pieces import Loading
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import placement
-from holdfast.dcp.parts import PART, PLAN, Part, Plan, assemble
+from holdfast.dcp.parts import DIGESTS, PART, PLAN, Part, Plan, assemble
+from holdfast.dcp.replicas import compare, joined, settle
 from holdfast.dcp.writer import StorageWriter
 from holdfast.errors import Error, of_system
 
@@ -113,16 +114,19 @@ def _candidates(directory: Path) -> list[tuple[str, list[str]]]:
 
 def _commit(directory: Path, attempt: str, manifests: list[str], committed: list[str]) -> str:
     """Commits one attempt; returns the name of its metadata, "" if there was nothing to do."""
-    parts, plans = [], {}
+    parts, plans, digests = [], {}, []
     for manifest in manifests:
-        part, needed = _read(directory, manifest)
+        part, needed, of_data = _read(directory, manifest)
         if part is None:
             return ""
         parts.append(part)
+        digests.append(of_data)
         plans.update({plan.id: plan for plan in needed})
     name = parts[0].metadata
     if name in committed or not _is_younger(directory, name, manifests, attempt):
         return ""
+    if any(digests):
+        settle(compare(parts, plans, digests, str(directory)), parts, str(directory))
     writer = StorageWriter(directory)
     writer.adopt(attempt, name)
     writer.complete(assemble(parts, plans, str(directory)), len(parts), deletes=False)
@@ -146,17 +150,19 @@ def _is_younger(directory: Path, name: str, manifests: list[str], attempt: str) 
     return bool(by) or committed < min(_changed(directory / m) for m in manifests)
 
 
-def _read(directory: Path, manifest: str) -> tuple[Part | None, list[Plan]]:
-    """A rank's part of a save, and the plans in its file."""
+def _read(directory: Path, manifest: str) -> tuple[Part | None, list[Plan], bytes]:
+    """A rank's part of a save, and the plans and digests in its file."""
     reader = _native.CheckpointReader.open_manifest(str(directory), manifest, None)
     loading = Loading(True, 1 << 20, 1)
-    part, plans = None, []
+    part, plans, digests = None, [], []
     for name, _, _, _, begin, end in reader.tensors():
         if name == PART:
             part = Part.decode(_bytes(loading, reader, name, end - begin), manifest)
         elif name.startswith(PLAN):
             plans.append(Plan.read(_bytes(loading, reader, name, end - begin), manifest))
-    return part, plans
+        elif name.startswith(DIGESTS):
+            digests.append(_bytes(loading, reader, name, end - begin))
+    return part, plans, joined(digests)
 
 
 def _bytes(loading: Loading, reader: Any, name: str, nbytes: int) -> bytes:

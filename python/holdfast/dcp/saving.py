@@ -16,8 +16,7 @@ import inspect
 import logging
 import os
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -27,54 +26,26 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from holdfast import _ranks, _runtime, events
 from holdfast.dcp import placement, plans
+from holdfast.dcp.failures import error_of, interrupt_of, of_ranks, without_state
+from holdfast.dcp.framework import AsyncCheckpointerType, AsyncSaveResponse, DefaultStager, hand_on
 from holdfast.dcp.items import Layout, resolved
-from holdfast.dcp.matching import Message, Unmatched, out_of_order, unmatched
-from holdfast.dcp.parts import Part, Plan, assemble, plan_for_all
+from holdfast.dcp.matching import Committed, Message, Unmatched, out_of_order, unmatched
+from holdfast.dcp.parts import Part, Plan, assemble, in_order, plan_for_all
 from holdfast.dcp.placement import Placement, new_attempt
+from holdfast.dcp.replicas import Differing, Digests, check_replicas, compare, settle
 from holdfast.dcp.staging import Stager
-from holdfast.dcp.uploads import Exchange, Line, Upload, error_of, line_of
+from holdfast.dcp.uploads import Exchange, Line, Upload, line_of
 from holdfast.dcp.writer import StorageWriter, Written
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast.dcp")
-
-
-def _interrupt_of(failure: BaseException, rank: int) -> BaseException | None:
-    """The interrupt of this rank that the framework has wrapped, if it is one: Ctrl-C is no failure."""
-    if isinstance(failure, CheckpointException) and rank in failure.failures:
-        own = failure.failures[rank][0]
-        return own if isinstance(own, (KeyboardInterrupt, SystemExit)) else None
-    return None
-
-
-def _without_state(failure: BaseException) -> BaseException:
-    """A failure with its traceback as text: its frames, and those above them, keep the state."""
-    if not isinstance(failure, Error):  # which says itself what failed
-        failure.add_note("".join(traceback.format_tb(failure.__traceback__)))
-    one: BaseException | None = failure
-    while one is not None:
-        one.__traceback__ = None
-        one = one.__cause__ or one.__context__
-    return failure
-
-
-@contextlib.contextmanager
-def _of_ranks(path: str, does: str) -> Iterator[None]:
-    """Raises what a group says as UNAVAILABLE. What fails on a rank comes as its own exception."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise Error(
-            "UNAVAILABLE", f"save {path}: {does} the other ranks: {error}; a rank has died or hangs"
-        ) from error
 
 
 def _state_dicts(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
@@ -101,24 +72,28 @@ class _Begun:
         part: what the file says of itself.
         plan: that the file follows, where the coordinator may not have it, and on the coordinator.
         known: the same for this rank's next saves, if its state can be compared.
+        digests: of what other ranks have, too.
     """
 
     written: Written
     part: Part
     plan: Plan | None
     known: plans.Known | None
+    digests: Digests | None
 
 
 class _Saving:
     """One call of `async_save`, and what its background thread needs of it."""
 
     def __init__(self, writer: StorageWriter, planner: SavePlanner | None, line: Line,
-                 use_collectives: bool, late: Any) -> None:  # fmt: skip
+                 use_collectives: bool, late: Any, ways: str) -> None:  # fmt: skip
         self.called_ns = time.monotonic_ns()
         self.writer = writer
         self.line = line
         self.use_collectives = use_collectives
         self.late = late
+        self.replicas = ways
+        self.differing = Differing()
         self.exchange: Exchange | None = line.exchange()
         self.begun: _Begun | None = None
         # Whether the plan of an earlier save may be used: a planner or a writer of another class may
@@ -132,6 +107,10 @@ class _Saving:
         if self.may_follow:
             self.planner = copy.copy(self.planner)
             self.planner._enable_plan_caching = False
+        # A planner of another kind may not have the data of what it has left to other ranks.
+        self._compares = isinstance(self.planner, DefaultSavePlanner) and not getattr(
+            self.planner, "_enable_plan_caching", False
+        )
         self._flags = tuple(sorted((k, v) for k, v in vars(self.planner).items() if isinstance(v, bool)))
         self._lowest_rank = getattr(self.planner, "dedup_save_to_lowest_rank", False)
         # The same on all ranks: it depends on what was called, and how often.
@@ -165,32 +144,35 @@ class _Saving:
             local = found.items
             return found
 
-        def global_step(local_plans: list[SavePlan]) -> list[SavePlan]:
+        def global_step(local_plans: list[SavePlan]) -> list[tuple[SavePlan, list[MetadataIndex]]]:
             nonlocal plan
-            made, metadata = planner.create_global_plan(local_plans)
+            made, metadata = planner.create_global_plan(list(local_plans))  # it may change the list
             placed = writer.prepare_global_plan(made)
             # A planner with a cache gives in the place of plans that have not changed empty ones.
             whole = [p if getattr(p, "usable", True) else planner.global_plan[r] for r, p in enumerate(made)]
             written = [[item.index for item in p.items] for p in whole]
             left_out: list[list[MetadataIndex]] = [[] for _ in written]
-            if self.may_follow:
+            if self._compares:
+                somewhere = {index for row in written for index in row}
                 for row, own, before in zip(left_out, map(set, written), local_plans, strict=True):
-                    row += [item.index for item in before.items if item.index not in own]
+                    mine = (item.index for item in before.items)
+                    row += [index for index in mine if index not in own and index in somewhere]
             plan = Plan(placed[0].storage_data.attempt, metadata, written, left_out)
-            return placed
+            shared = [[index for index in row if index in plan.shared] for row in written]
+            return list(zip(placed, shared, strict=True))
 
         if self.use_collectives:
-            with _of_ranks(str(writer.path), "plan with"):
-                mine = ranks.reduce_scatter("plan", local_step, global_step)
+            with of_ranks(str(writer.path), "plan with"):
+                mine, shared = ranks.reduce_scatter("plan", local_step, global_step)
         else:
-            mine = global_step([local_step()])[0]
+            mine, shared = global_step([local_step()])[0]
         self.line.agree(mine.storage_data.attempt, mine.storage_data.generation)
         finished = planner.finish_plan(mine)
-        self._finished = (state, plan, mine.storage_data, finished, local)
+        self._finished = (state, plan, mine.storage_data, finished, local, shared)
 
     def begin_planned(self) -> None:
         """Starts to write what was planned together."""
-        state, plan, agreed, finished, local = self._finished
+        state, plan, agreed, finished, local, shared = self._finished
         del self._finished
         if agreed.directory != str(self.writer.path):  # a rank's call failed before it met the others
             raise out_of_order(str(self.writer.path), f"rank 0 saves {agreed.directory} in the same call")
@@ -198,12 +180,13 @@ class _Saving:
         items, known = finished.items, None
         seen = self.look(state) if self.may_follow else None
         if seen is not None:
-            known = plans.known_from(state, seen, self.planner, agreed.attempt, place.rank, local, items)
+            known = plans.known_from(state, seen, self.planner, agreed.attempt, place.rank, local, items, shared)
             self.line.cache.add(known, plan)
         data = [resolved(self.planner, item) for item in items]
         layout = known.layout if known is not None else Layout(items)
         layout.fix(data)
-        self._begin(place, agreed.attempt, place.rank, layout, data, plan, known, [plan] if plan else [])
+        digests = self._digests(local, items, data, shared) if self._compares else None
+        self._begin(place, agreed.attempt, place.rank, layout, data, plan, known, [plan] if plan else [], digests)
 
     def begin_known(self, state: STATE_DICT_TYPE) -> bool:
         """Starts to write by a known plan, or, without one, all that this rank has.
@@ -224,19 +207,32 @@ class _Saving:
             self.writer.make_directory()
             data = known.data(seen.nodes)  # type: ignore[union-attr]
             needed = [of_all[known.plan]] if self.line.rank == 0 else []
-            self._begin(self._place(), known.plan, known.row, known.layout, data, None, known, needed)
+            digests = known.digests(seen.nodes, data)  # type: ignore[union-attr]
+            self._begin(self._place(), known.plan, known.row, known.layout, data, None, known, needed, digests)
             return True
         self._set_up(state)
         self.writer.make_directory()
         local = self.planner.create_local_plan()
-        (alone,), metadata = self.planner.create_global_plan([local])
+        alone, metadata = plans.of_one_rank(self.planner, local)
         plan = Plan(new_attempt(), metadata, [[item.index for item in alone.items]], [[]])
+        shared = plan.written[0]  # what others have is not known here
         if seen is not None:
-            known = plans.known_from(state, seen, self.planner, plan.id, 0, local.items, alone.items)
+            known = plans.known_from(state, seen, self.planner, plan.id, 0, local.items, alone.items, shared)
         data = [resolved(self.planner, item) for item in alone.items]
+        digests = self._digests(local.items, alone.items, data, shared)
         needed = [plan, *(of_all.values() if self.line.rank == 0 else ())]
-        self._begin(self._place(), plan.id, 0, Layout(alone.items), data, plan, known, needed)
+        self._begin(self._place(), plan.id, 0, Layout(alone.items), data, plan, known, needed, digests)
         return True
+
+    def _digests(self, local: list[WriteItem], written: list[WriteItem], data: list[Any],
+                 shared: list[MetadataIndex]) -> Digests | None:  # fmt: skip
+        """Digests of what other ranks have, too."""
+        there = {item.index: d for item, d in zip(written, data, strict=True)}
+        items = {item.index: item for item in local}
+        compared = in_order(plans.compared_of(local, written, set(shared)))
+        if not compared:
+            return None
+        return Digests([there[i] if i in there else resolved(self.planner, items[i]) for i in compared])
 
     def _set_up(self, state: STATE_DICT_TYPE) -> None:
         planner, writer, is_coordinator = self.planner, self.writer, self.line.rank == 0
@@ -257,13 +253,16 @@ class _Saving:
         return placement.follow(path, self.attempt, self.generation, line.rank, line.world_size)
 
     def _begin(self, place: Placement, plan_id: str, row: int, layout: Layout, data: list[Any],
-               plan: Plan | None, known: plans.Known | None, needed: list[Plan]) -> None:  # fmt: skip
-        part = Part(place.attempt, self.writer.metadata_name(), place.data_file, plan_id, row, layout.digest)
+               plan: Plan | None, known: plans.Known | None, needed: list[Plan],
+               digests: Digests | None) -> None:  # fmt: skip
+        part = Part(place.attempt, self.writer.metadata_name(), place.data_file, plan_id, row, layout.digest,
+                    self.replicas)
         written = self.writer.begin(
             place, layout, data, self.called_ns, self.late,
-            part=part, plans=[p.data for p in needed], publishes=False,
+            part=part, plans=[p.data for p in needed], digests=digests.tensors if digests is not None else (),
+            publishes=False,
         )  # fmt: skip
-        self.begun = _Begun(written, part, plan, known)
+        self.begun = _Begun(written, part, plan, known, digests)
 
     # ---- In the background.
 
@@ -272,7 +271,8 @@ class _Saving:
         assert self.begun is not None
         self.writer.sync_made()
         self.begun.written.wait()
-        return Message(str(self.writer.path), self.writer.step, self.begun.part, self.begun.plan)
+        digests = self.begun.digests.read() if self.begun.digests is not None else b""
+        return Message(str(self.writer.path), self.writer.step, self.begun.part, self.begun.plan, digests)
 
     def finish(self, mine: Message | BaseException) -> Metadata:
         """The last exchange between the ranks: the coordinator commits what all have written.
@@ -290,16 +290,19 @@ class _Saving:
             raise
 
     def _finish(self, mine: Message | BaseException, exchange: Exchange) -> Metadata:
-        with _of_ranks(str(self.writer.path), "exchange with"):
+        with of_ranks(str(self.writer.path), "exchange with"):
             if not self.use_collectives:
                 return self._finish_alone(mine, exchange)
-            metadata, replanned = self._reduce(mine, exchange)
-        if replanned is not None and self.begun is not None and self.begun.known is not None:
-            following = self.begun.known.following(replanned, exchange.rank)
+            committed = self._reduce(mine, exchange)
+        if committed.plan is not None and self.begun is not None and self.begun.known is not None:
+            following = self.begun.known.following(committed.plan, exchange.rank)
             self.line.cache.add(following, None)
-        return metadata
+        if committed.refused is not None:
+            raise committed.refused
+        self.differing = committed.differing
+        return committed.metadata
 
-    def _reduce(self, mine: Message | BaseException, exchange: Exchange) -> tuple[Metadata, Plan | None]:
+    def _reduce(self, mine: Message | BaseException, exchange: Exchange) -> Committed:
         while True:
             answer = exchange.reduce(mine, self._commit)
             if not isinstance(answer, Unmatched):
@@ -315,12 +318,12 @@ class _Saving:
         try:
             if isinstance(mine, BaseException):
                 raise mine
-            return self._commit([mine])[0]  # type: ignore[index]  # of one rank
+            return self._commit([mine]).metadata  # type: ignore[list-item, union-attr]  # of one rank
         finally:
             with contextlib.suppress(RuntimeError):
                 exchange.reduce(None, lambda _: None)
 
-    def _commit(self, messages: list[Message]) -> tuple[Metadata, Plan | None] | Unmatched:
+    def _commit(self, messages: list[Message]) -> Committed | Unmatched:
         path, line = str(self.writer.path), self.line
         apart = unmatched(messages, new_attempt())
         if apart is not None:
@@ -328,9 +331,17 @@ class _Saving:
         parts = [m.part for m in messages]
         of_all = {**line.cache.plans(), **{m.plan.id: m.plan for m in messages if m.plan is not None}}
         metadata = assemble(parts, of_all, path)
-        files = [part.file for part in parts]
-        self.writer.complete(metadata, len(parts), files, line.younger(path))
-        return metadata, self._replanned(parts, of_all)
+        refused, differing = None, Differing()
+        if len(parts) > 1 and self._compares:
+            differing = compare(parts, of_all, [m.digests for m in messages], path)
+        try:
+            settle(differing, parts, path)
+        except Error as error:
+            refused = CheckpointException("write", {differing.ranks[0][1]: _wrap_exception(error)})
+        else:
+            files = [part.file for part in parts]
+            self.writer.complete(metadata, len(parts), files, line.younger(path))
+        return Committed(metadata, self._replanned(parts, of_all), differing, refused)
 
     def _replanned(self, parts: list[Part], of_all: dict[str, Plan]) -> Plan | None:
         """A plan for the saves to come, where the ranks have not followed one."""
@@ -346,7 +357,7 @@ class _Saving:
             logger.warning("save %s: plan the next save: %s", self.writer.path, error)
             return None
         self.line.cache.add(None, plan)
-        return dataclasses.replace(plan, metadata=Metadata({}), left_out=[])
+        return dataclasses.replace(plan, metadata=Metadata({}), left_out=[list(plan.shared)])
 
 
 def _answers_with_both(stager: Any) -> bool | None:
@@ -381,6 +392,7 @@ def async_save(
     async_stager: Any = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    replicas: str = "warn",
 ) -> Future | AsyncSaveResponse:
     """Saves a state asynchronously, in place of ``torch.distributed.checkpoint.async_save``.
 
@@ -403,6 +415,9 @@ def async_save(
             asynchronous staging: both futures. None, or one that stages in the call: one future.
             Nothing is staged by it. Any other is handed on, with the writer of Holdfast.
         no_dist, use_collectives: as of the framework's.
+        replicas: what becomes of tensors and objects that several ranks have under one name, and not
+            alike. DCP's files hold one rank's value: ``"warn"`` says so in the log, once, and in
+            every report; with ``"refuse"`` on any rank the save fails on all, INVALID_ARGUMENT.
 
     Returns:
         A future of the metadata, or an ``AsyncSaveResponse`` of two: ``staging_completion``, after
@@ -414,8 +429,10 @@ def async_save(
             all ranks, with the failing rank's error: on that rank at once, on the others when
             they have written what is theirs.
         Error: FAILED_PRECONDITION, the environment says that there are several processes, and they
-            have no process group.
+            have no process group. INVALID_ARGUMENT, an unknown word for `replicas`, or ``"refuse"``
+            for a save that is handed on.
     """
+    check_replicas(replicas)
     if not no_dist:
         _ranks.check_alone("async_save", "no_dist=True")
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
@@ -426,28 +443,23 @@ def async_save(
         writer_to_use = storage_writer
         if writer_to_use is None and "://" not in os.fspath(checkpoint_id or ""):
             writer_to_use = StorageWriter(checkpoint_id or "")
+        check_replicas(replicas, why)
         logger.warning("async_save: %s, so the framework's own async_save does it", why)
-        return dcp.async_save(
-            state_dict,
-            checkpoint_id=checkpoint_id,
-            storage_writer=writer_to_use,
-            planner=planner,
-            process_group=process_group,
-            async_checkpointer_type=async_checkpointer_type,
-            async_stager=async_stager,
-            no_dist=no_dist,
-            use_collectives=use_collectives,
-        )
+        return hand_on(
+            dcp.async_save, state_dict, checkpoint_id=checkpoint_id, storage_writer=writer_to_use, planner=planner,
+            process_group=process_group, async_checkpointer_type=async_checkpointer_type,
+            async_stager=async_stager, no_dist=no_dist, use_collectives=use_collectives,
+        )  # fmt: skip
     # A writer of this save's own: the caller's may be given the next save while this one goes on.
     writer = copy.copy(storage_writer) if storage_writer else StorageWriter(checkpoint_id or "")
     assert isinstance(writer, StorageWriter)
     writer.reset(checkpoint_id)
     writer.staged = False
     runtime = writer.runtime or _runtime.default
-    with _of_ranks(str(writer.path), "make a group of"):
+    with of_ranks(str(writer.path), "make a group of"):
         line = line_of(process_group, no_dist, runtime.options.get("time_ranks_max"))
     late = async_stager.late if isinstance(async_stager, Stager) else ()
-    saving = _Saving(writer, planner, line, use_collectives, late)
+    saving = _Saving(writer, planner, line, use_collectives, late, replicas)
     who = {"kind": "dcp", "rank": line.rank, "world_size": line.world_size}
 
     failure: BaseException | None = None
@@ -483,7 +495,7 @@ def _raise_unplanned(error: BaseException, saving: _Saving, who: dict[str, Any])
     if isinstance(error, CheckpointException):
         _forget_plans(saving.planner)
     events.publish_raised(str(writer.path), writer.step, error_of(error, str(writer.path)), **who)
-    interrupt = _interrupt_of(error, rank)
+    interrupt = interrupt_of(error, rank)
     if interrupt is not None:
         raise interrupt from error
     raise error
@@ -496,7 +508,7 @@ def _upload(saving: _Saving, failure: BaseException | None, raises: bool, who: d
     raised = failure
     if failure is not None:
         failure = copy.copy(failure) if raises else failure
-        failure = _without_state(failure)
+        failure = without_state(failure)
     saving.planner = None  # it has the state
     save = saving.begun.written.save if saving.begun is not None else None
     own, run = _finisher(saving, failure)
@@ -515,8 +527,8 @@ def _upload(saving: _Saving, failure: BaseException | None, raises: bool, who: d
     return upload.durable
 
 
-def _finisher(saving: _Saving,
-              failure: BaseException | None) -> tuple[Callable[[], None], Callable[[], Metadata]]:  # fmt: skip
+def _finisher(saving: _Saving, failure: BaseException | None
+              ) -> tuple[Callable[[], None], Callable[[], tuple[Metadata, dict[str, Any]]]]:  # fmt: skip
     """The second half of a save, for the background thread: its own rank's part, and all ranks'."""
     mine: Any = failure
 
@@ -532,7 +544,7 @@ def _finisher(saving: _Saving,
                 raise
             raise CheckpointException("write", {saving.line.rank: _wrap_exception(error)}) from None
 
-    return own, lambda: saving.finish(mine)
+    return own, lambda: (saving.finish(mine), saving.differing.report())
 
 
 def save(
@@ -544,12 +556,13 @@ def save(
     process_group: dist.ProcessGroup | None = None,
     no_dist: bool = False,
     use_collectives: bool = True,
+    replicas: str = "warn",
 ) -> Metadata:
     """Saves a state, in place of ``torch.distributed.checkpoint.save``: `async_save` and its end.
 
     Args:
-        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, use_collectives:
-            as of `async_save`. What that hands on, goes to the framework's own ``save``.
+        state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, use_collectives,
+            replicas: as of `async_save`. What that hands on, goes to the framework's own ``save``.
 
     Returns:
         The metadata of the checkpoint, which is durable on all ranks.
@@ -562,14 +575,15 @@ def save(
         raise Error("INVALID_ARGUMENT", "save: pass checkpoint_id or storage_writer")
     why = _why_stock(checkpoint_id, storage_writer, None)
     if why is not None:
+        check_replicas(replicas, why)
         logger.warning("save: %s, so the framework's own save does it", why)
-        return dcp.save(
-            state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner,
+        return hand_on(
+            dcp.save, state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner,
             process_group=process_group, no_dist=no_dist, use_collectives=use_collectives,
         )  # fmt: skip
     future = async_save(
         state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner,
-        process_group=process_group, no_dist=no_dist, use_collectives=use_collectives,
+        process_group=process_group, no_dist=no_dist, use_collectives=use_collectives, replicas=replicas,
     )  # fmt: skip
     assert isinstance(future, Future)
     return future.result()

@@ -22,26 +22,13 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast import _collector, _completion, _runtime, events, handle
 from holdfast._process import PerProcess
+from holdfast.dcp.failures import error_of
 from holdfast.dcp.plans import Cache
-from holdfast.errors import Error, TimeoutError
+from holdfast.errors import TimeoutError
 
 # A rank may have begun so many saves more than another.
 _AHEAD_MAX = 64
 _PATHS_MAX = 4096
-
-
-def error_of(failure: BaseException, path: str) -> Error:
-    """A failure as observers take it; of several ranks' failures the first."""
-    if isinstance(failure, Error):
-        return failure
-    of = ""
-    if isinstance(failure, CheckpointException) and failure.failures:
-        rank = min(failure.failures)
-        failure, of = failure.failures[rank][0], f", rank {rank}"
-        if isinstance(failure, Error):
-            return failure
-    number = failure.errno or 0 if isinstance(failure, OSError) else 0
-    return Error("UNKNOWN", f"save {path}{of}: {failure!r}", number)
 
 
 class Upload:
@@ -52,7 +39,8 @@ class Upload:
     `durable`, while the exchange, by which the other ranks learn of it, goes on behind.
     """
 
-    def __init__(self, path: str, step: int, own: Callable[[], None], run: Callable[[], Metadata],
+    def __init__(self, path: str, step: int, own: Callable[[], None],
+                 run: Callable[[], tuple[Metadata, dict[str, Any]]],
                  line: Line, save: handle.Save | None, extra: dict[str, Any],
                  runtime: _runtime.Runtime) -> None:  # fmt: skip
         self.path = path
@@ -62,7 +50,7 @@ class Upload:
         self.staged: Future = save.staged if save is not None else self.durable
         self._save: handle.Save | None = save
         self._own: Callable[[], None] | None = own
-        self._run: Callable[[], Metadata] | None = run
+        self._run: Callable[[], tuple[Metadata, dict[str, Any]]] | None = run
         self._line = line
         self._after: Upload | None = line.joined(self)
         self.refused = False
@@ -81,9 +69,9 @@ class Upload:
         failure: BaseException | None = None
         try:
             failure = self._write()
-            metadata = self._exchange()
+            metadata, found = self._exchange()
             if failure is None:
-                self._publish_report()
+                self._publish_report(found)
         except BaseException as error:
             failure = failure or error
         finally:
@@ -101,7 +89,7 @@ class Upload:
             return failure
         return None
 
-    def _exchange(self) -> Metadata:
+    def _exchange(self) -> tuple[Metadata, dict[str, Any]]:
         run, self._run = self._run, None
         assert run is not None
         if self._after is not None:
@@ -127,9 +115,9 @@ class Upload:
             finally:
                 _completion.end(self.durable, None, failure)
 
-    def _publish_report(self) -> None:
+    def _publish_report(self, found: dict[str, Any]) -> None:
         assert self._save is not None and self._save.report is not None
-        report = dict(self._save.report)
+        report = {**self._save.report, **found}
         report["at_complete"] = (time.monotonic_ns() - report["entered_ns"]) / 1e9
         self.durable.report = report
         events.publish(self, report, None)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+import torch
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
@@ -24,6 +24,7 @@ from holdfast import _late, _lineage, _runtime, directories, events, handle
 from holdfast._durable import begin_directory, sync_directory
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
+from holdfast.dcp.framework import CURRENT_DCP_VERSION
 from holdfast.dcp.parts import Part
 from holdfast.errors import Error, of_system
 
@@ -167,7 +168,9 @@ class StorageWriter(_StorageWriter):
             Error: ALREADY_EXISTS without `overwrite`.
         """
         self._made += begin_directory(str(self.path))
-        if not self.overwrite and (self.path / self.metadata_name(reading=True)).exists():
+        with of_system(f"save {self.path}: look for an older checkpoint"):
+            exists = not self.overwrite and (self.path / self.metadata_name(reading=True)).exists()
+        if exists:
             raise Error(
                 "ALREADY_EXISTS",
                 f"save {self.path}: Checkpoint already exists, and overwrite=False",
@@ -209,7 +212,7 @@ class StorageWriter(_StorageWriter):
 
     def begin(self, place: placement.Placement, layout: items.Layout, data: list[Any], called_ns: int,
               late: Iterable[Any] = (), *, part: Part | None = None, plans: Iterable[bytes] = (),
-              publishes: bool = True) -> Written:  # fmt: skip
+              digests: Iterable[torch.Tensor] = (), publishes: bool = True) -> Written:  # fmt: skip
         """Starts writing. Host tensors are captured when it returns.
 
         Tensors on a device are copied behind it. What `late` does not name is cloned on the device
@@ -221,14 +224,14 @@ class StorageWriter(_StorageWriter):
             layout, data: the items, and what is written of each.
             called_ns: when the call began, by the monotonic clock.
             late: optimizers or tensors whose memory stays unchanged until the save has staged.
-            part, plans: what the file says of itself, see `parts`.
+            part, plans, digests: what the file says of itself, see `parts` and `replicas`.
             publishes: whether observers are told of this rank's data. Not by whoever tells them of
                 the checkpoint.
 
         Raises:
             Error: of this rank's own part.
         """
-        file = layout.plan_file(data, place.data_file, _late.Late(late), part, plans)
+        file = layout.plan_file(data, place.data_file, _late.Late(late), part, plans, digests)
         nbytes = file.plan.total_bytes
         if self.staged:
             # The staged copy is stable: it goes through a small window of the staging memory.
@@ -278,7 +281,8 @@ class StorageWriter(_StorageWriter):
             Error: ABORTED (another save was completed, which is younger or has removed files of this
                 one), or what writing says.
         """
-        metadata.version = CURRENT_DCP_VERSION
+        if CURRENT_DCP_VERSION is not None:
+            metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         name = self.metadata_name()
         named = {info.relative_path for info in (metadata.storage_data or {}).values()}

@@ -1,0 +1,55 @@
+"""Failures of ranks: as exceptions of this rank, and as observers take them."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Iterator
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from holdfast.errors import Error, add_note
+
+
+def error_of(failure: BaseException, path: str) -> Error:
+    """A failure as observers take it; of several ranks' failures the first."""
+    if isinstance(failure, Error):
+        return failure
+    of = ""
+    if isinstance(failure, CheckpointException) and failure.failures:
+        rank = min(failure.failures)
+        failure, of = failure.failures[rank][0], f", rank {rank}"
+        if isinstance(failure, Error):
+            return failure
+    number = failure.errno or 0 if isinstance(failure, OSError) else 0
+    return Error("UNKNOWN", f"save {path}{of}: {failure!r}", number)
+
+
+def interrupt_of(failure: BaseException, rank: int) -> BaseException | None:
+    """The interrupt of this rank that the framework has wrapped, if it is one: Ctrl-C is no failure."""
+    if isinstance(failure, CheckpointException) and rank in failure.failures:
+        own = failure.failures[rank][0]
+        return own if isinstance(own, (KeyboardInterrupt, SystemExit)) else None
+    return None
+
+
+def without_state(failure: BaseException) -> BaseException:
+    """A failure with its traceback as text: its frames, and those above them, keep the state."""
+    if not isinstance(failure, Error):  # which says itself what failed
+        add_note(failure, "".join(traceback.format_tb(failure.__traceback__)))
+    one: BaseException | None = failure
+    while one is not None:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return failure
+
+
+@contextlib.contextmanager
+def of_ranks(path: str, does: str) -> Iterator[None]:
+    """Raises what a group says as UNAVAILABLE. What fails on a rank comes as its own exception."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise Error(
+            "UNAVAILABLE", f"save {path}: {does} the other ranks: {error}; a rank has died or hangs"
+        ) from error

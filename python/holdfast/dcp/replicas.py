@@ -1,0 +1,298 @@
+"""What several ranks have under one name and one of them writes: whether all have it alike.
+
+The framework's planning names one rank for a tensor or object that several ranks have, whatever it is on
+the others. Here each of them digests it in the call, the one that writes it, too. The coordinator
+compares the digests before it commits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import io
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from holdfast import _native
+from holdfast._process import PerProcess
+from holdfast.dcp.framing import can_frame
+from holdfast.dcp.parts import Part, Plan
+from holdfast.errors import Error
+
+logger = logging.getLogger("holdfast.dcp")
+
+_DIGEST_BYTES = 16
+_NAMES_MAX = 20
+_BATCH_WORDS = 2 << 20  # of memory of a device that is digested at a time
+
+
+# ---- In the call.
+
+
+def check_replicas(replicas: str, stock: str = "") -> None:
+    """Checks the option of this name. `stock`: why the framework saves, which compares nothing.
+
+    Raises:
+        Error: INVALID_ARGUMENT.
+    """
+    if replicas not in ("warn", "refuse"):
+        raise Error("INVALID_ARGUMENT", f"save: replicas is 'warn' or 'refuse', not {replicas!r}")
+    if stock and replicas == "refuse":
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"save: {stock}, so the framework's own code would save, which compares nothing over ranks; leave "
+            "out replicas='refuse', or pass a path or a holdfast.dcp.StorageWriter",
+        )
+
+
+class Digests:
+    """Digests of tensors and objects as they are at the call.
+
+    Args:
+        data: detached tensors, and the bytes of objects.
+
+    Attributes:
+        tensors: one for the host, and one for every device, that together have the digests in the
+            order of `data`, see `joined`. The save writes them.
+    """
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        addresses, sizes, forms, keep = [], [], [], []
+        on_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+        for at, value in enumerate(data):
+            form: tuple[Any, ...] = ()
+            if isinstance(value, torch.Tensor):
+                value = value.resolve_conj().resolve_neg()
+                form = (value.dtype, value.shape)
+                value = value.contiguous() if can_frame(value) else _saved(value)
+            forms.append(_of_form(form))
+            if isinstance(value, io.BytesIO):
+                view = value.getbuffer()
+                value = torch.frombuffer(view, dtype=torch.uint8) if view else torch.empty(0)
+            keep.append(value)
+            if value.is_cpu:
+                addresses.append(value.data_ptr())
+                sizes.append(value.nbytes)
+            else:
+                addresses.append(0)
+                sizes.append(0)
+                on_device.setdefault(value.device, []).append((at, value))
+        host = bytearray(joined([_native.digests(addresses, sizes), b"".join(forms)]))
+        self.tensors = [torch.frombuffer(host, dtype=torch.uint8)]
+        self.tensors += [of_device(of, len(data)) for of in on_device.values()]
+
+    def read(self) -> bytes:
+        """The digests. Waits for the devices."""
+        return joined([tensor.cpu().numpy().tobytes() for tensor in self.tensors])
+
+
+def joined(parts: list[bytes]) -> bytes:
+    """Digests of which the host and every device have some."""
+    if not parts:
+        return b""
+    number = functools.reduce(lambda a, b: a ^ b, (int.from_bytes(part, "little") for part in parts))
+    return number.to_bytes(max(map(len, parts)), "little")
+
+
+def _saved(tensor: torch.Tensor) -> io.BytesIO:
+    """A tensor that is no plain memory, as its item is written."""
+    buffer = io.BytesIO()
+    torch.save(tensor.cpu(), buffer)
+    return buffer
+
+
+@functools.lru_cache(maxsize=8192)
+def _of_form(form: tuple[Any, ...]) -> bytes:
+    """Of dtype and shape: tensors with the same bytes may differ in them."""
+    return hashlib.blake2b(repr(form).encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def of_device(tensors: list[tuple[int, torch.Tensor]], count: int, words_max: int = _BATCH_WORDS) -> torch.Tensor:
+    """Digests of tensors of one device, computed there by what its current stream does next.
+
+    A sum of 64-bit words times odd numbers, modulo 2^64: a word that differs always shows, several
+    that differ cancel each other in one of 2^64 cases.
+
+    Args:
+        tensors: contiguous, each with its position among the digests.
+        count: of the digests.
+        words_max: that are digested at a time.
+
+    Returns:
+        `count` digests as bytes, zero where no tensor is.
+    """
+    device = tensors[0][1].device
+    sums = torch.zeros(2 * count, dtype=torch.int64, device=device)
+    factors = _factors(_BATCH_WORDS, device)
+    batch: list[torch.Tensor] = []
+    ends: list[int] = []
+    rows: list[tuple[int, int]] = []
+    words = 0
+
+    def add_batch() -> None:
+        nonlocal words
+        if not rows:
+            return
+        memory = torch.cat(batch).view(torch.int64)
+        totals = (memory * factors[: memory.numel()]).cumsum(0)
+        found = totals[_moved(ends, device)]
+        found[1:] -= found[:-1].clone()
+        at, part = _moved(rows, device).T
+        sums.index_add_(0, 2 * at, found * factors[part])
+        for pieces in (batch, ends, rows):
+            pieces.clear()
+        words = 0
+
+    for at, tensor in tensors:
+        memory = tensor.reshape(-1).view(torch.uint8)
+        for part, begin in enumerate(range(0, memory.numel(), 8 * words_max)):
+            piece = memory[begin : begin + 8 * words_max]
+            count_here = -(-piece.numel() // 8)
+            if words + count_here > words_max:
+                add_batch()
+            batch.append(piece)
+            if piece.numel() % 8:
+                batch.append(torch.zeros(-piece.numel() % 8, dtype=torch.uint8, device=device))
+            words += count_here
+            ends.append(words - 1)
+            rows.append((at, part % _BATCH_WORDS))
+    add_batch()
+    return sums.view(torch.uint8)
+
+
+def _moved(numbers: list[Any], device: torch.device) -> torch.Tensor:
+    """Numbers on a device, without a wait for what its stream has queued."""
+    made = torch.tensor(numbers)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
+
+
+@functools.lru_cache(maxsize=16)
+def _factors(count: int, device: torch.device) -> torch.Tensor:
+    """Odd 64-bit numbers without a pattern (the finalizer of SplitMix64)."""
+    x = torch.arange(1, count + 1, device=device) * -7046029254386353131
+    x = (x ^ ((x >> 30) & (1 << 34) - 1)) * -4658895280553007687
+    x = (x ^ ((x >> 27) & (1 << 37) - 1)) * -7723592293110705685
+    return x ^ ((x >> 31) & (1 << 33) - 1) | 1
+
+
+# ---- At the end of the save.
+
+
+@dataclasses.dataclass
+class Differing:
+    """What the ranks do not have alike.
+
+    Attributes:
+        tensors, objects: how many.
+        names: at most 20.
+        ranks: for each name, the first rank that has it and one with another value.
+    """
+
+    tensors: int = 0
+    objects: int = 0
+    names: list[str] = dataclasses.field(default_factory=list)
+    ranks: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def report(self) -> dict[str, Any]:
+        """The fields of a save's report."""
+        return {"tensors_differing": self.tensors, "objects_differing": self.objects, "differing": self.names}
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} (ranks {a} and {b})" for name, (a, b) in zip(self.names, self.ranks, strict=True))
+        more = ", ..." if self.tensors + self.objects > len(self.names) else ""
+        return f"{self.tensors} tensors and {self.objects} objects differ between ranks that have them under one name: {shown}{more}"
+
+
+def compare(parts: list[Part], plans: dict[str, Plan], digests: list[bytes], path: str) -> Differing:
+    """Compares what several ranks have under one name.
+
+    Args:
+        parts: of all ranks.
+        plans: that they follow, by id.
+        digests: of each rank, of what its plan says.
+        path: of the save.
+
+    Raises:
+        Error: DATA_LOSS if a rank has not the digests that its plan asks for.
+    """
+    rows = [plans[part.plan].compared(part.row) for part in parts]
+    for part, row, given in zip(parts, rows, digests, strict=True):
+        if len(given) != _DIGEST_BYTES * len(row):
+            raise Error("DATA_LOSS", f"save {path}: {part.file} lacks digests of what other ranks have, too")
+    if all(row is rows[0] or row == rows[0] for row in rows) and len(set(digests)) <= 1:
+        return Differing()
+    first: dict[MetadataIndex, tuple[int, bytes]] = {}
+    apart: dict[MetadataIndex, tuple[int, int]] = {}
+    for rank, (row, given) in enumerate(zip(rows, digests, strict=True)):
+        for number, index in enumerate(row):
+            digest = given[_DIGEST_BYTES * number : _DIGEST_BYTES * (number + 1)]
+            before, known = first.setdefault(index, (rank, digest))
+            if known != digest:
+                apart.setdefault(index, (before, rank))
+    if len({part.plan for part in parts}) > 1:
+        apart.update(_not_compared(parts, plans, rows))
+    found = Differing()
+    for index, ranks in apart.items():
+        of = next(m for m in (_metadata_of(plans[p.plan], index) for p in parts) if m is not None)
+        if isinstance(of, BytesStorageMetadata):
+            found.objects += 1
+        else:
+            found.tensors += 1
+        if len(found.names) < _NAMES_MAX:
+            found.names.append(index.fqn)
+            found.ranks.append(ranks)
+    return found
+
+
+def _metadata_of(plan: Plan, index: MetadataIndex) -> Any:
+    return plan.metadata.state_dict_metadata.get(index.fqn)
+
+
+def _not_compared(parts: list[Part], plans: dict[str, Plan],
+                  rows: list[list[MetadataIndex]]) -> dict[MetadataIndex, tuple[int, int]]:  # fmt: skip
+    """What several ranks have, of which one that follows an older plan did not know so."""
+    having: dict[MetadataIndex, list[int]] = {}
+    for rank, part in enumerate(parts):
+        plan = plans[part.plan]
+        for index in plan.written[part.row] + plan.left_out[part.row]:
+            having.setdefault(index, []).append(rank)
+    count = Counter(index for row in rows for index in row)
+    return {i: (ranks[0], ranks[1]) for i, ranks in having.items() if len(ranks) > max(1, count[i])}
+
+
+class _Said(PerProcess):
+    """What the log has said of: once is enough."""
+
+    def clear(self) -> None:
+        self.of: set[tuple[str, ...]] = set()
+
+
+_said = _Said()
+
+
+def settle(found: Differing, parts: list[Part], path: str) -> None:
+    """Says in the log what the checkpoint has of one rank alone.
+
+    Raises:
+        Error: INVALID_ARGUMENT if a rank refuses that.
+    """
+    if found and any(part.replicas == "refuse" for part in parts):
+        raise Error("INVALID_ARGUMENT", f"save {path}: {found}, and replicas='refuse'")
+    key = tuple(found.names)
+    with _said.lock:
+        if not found or key in _said.of:
+            return
+        _said.of.add(key)
+    logger.warning(
+        "save %s: %s. The checkpoint has the value of one rank, as the framework plans it: give each rank a "
+        "name of its own, or a DTensor; replicas='refuse' makes this an error", path, found,
+    )  # fmt: skip
