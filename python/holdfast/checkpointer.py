@@ -10,11 +10,13 @@ import re
 import string
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # before Python 3.11 not the built-in one
 from typing import Any
 
 from holdfast import (
     _completion,
     _dcp_directories,
+    _lineage,
     _runtime,
     directories,
     handle,
@@ -23,6 +25,9 @@ from holdfast import (
     saving,
 )
 from holdfast._process import PerProcess
+from holdfast.drain import Drain
+from holdfast.drain import remote as drain_remote
+from holdfast.drain import trainer as drain_trainer
 from holdfast.errors import Error, TimeoutError
 
 logger = logging.getLogger("holdfast")
@@ -35,7 +40,7 @@ _OF_PLAIN = frozenset(inspect.signature(saving.save_async).parameters) - {
     "keep_every",
     "runtime",
 }
-_OF_DCP = frozenset({"late", "planner", "replace"})
+_OF_DCP = frozenset({"late", "planner", "replace", "replicas"})
 
 
 class DcpSave:
@@ -69,7 +74,7 @@ class DcpSave:
         """
         try:
             return self.durable.result(timeout)
-        except builtins.TimeoutError:
+        except FutureTimeoutError:
             if self.durable.done():
                 raise
             raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not complete yet") from None
@@ -97,6 +102,10 @@ class Checkpointer(PerProcess):
         keep_last: after each save remove all but the newest so many of the names; default all stay.
         keep_every: but keep those whose step is a multiple of this.
         process_group: with ``"dcp"``, the ranks that save and load; default all.
+        drain_to: a second place, off the node, to which a process of its own copies every checkpoint: a
+            directory, or a URL as ``s3://bucket/run``. See docs/drain.md. `keep_last` and
+            `keep_every` are then applied to what has arrived there.
+        drain: a `holdfast.Drain`, its options.
         share_memory_with: a Checkpointer whose staging memory and workers are used, too, or
             ``"process"`` for those of `holdfast.save_async`. Default: memory of its own.
         **options: defaults for the options of `holdfast.save_async` (with ``"dcp"``: ``late``,
@@ -115,6 +124,8 @@ class Checkpointer(PerProcess):
         keep_last: int | None = None,
         keep_every: int | None = None,
         process_group: Any = None,
+        drain_to: str | os.PathLike[str] | None = None,
+        drain: Drain | None = None,
         share_memory_with: Checkpointer | str | None = None,
         **options: Any,
     ) -> None:
@@ -130,6 +141,17 @@ class Checkpointer(PerProcess):
             raise _refusal("process_group is for format='dcp'; plain saves are of all ranks")
         self._process_group = process_group
         self._keep_last, self._keep_every = keep_last or 0, keep_every or 0
+        if drain is not None and drain_to is None:
+            raise _refusal("drain= has the options of a drain; drain_to= says where to")
+        self._drain_options = drain or Drain()
+        self._drain_to = None if drain_to is None else drain_trainer.checked_target(self.directory, drain_to)
+        self._draining: drain_trainer.Draining | None = None
+        if self._drain_to is not None:
+            # The drain's process applies retention: it knows what has arrived.
+            self._draining = drain_trainer.Draining(
+                self.directory, self._drain_to, self._drain_options, self._keep_last, self._keep_every
+            )
+            self._keep_last = self._keep_every = 0
         self._of_save = of_save
         self._defaults = {k: v for k, v in options.items() if k in of_save}
         further = {k: v for k, v in options.items() if k not in of_save}
@@ -145,6 +167,7 @@ class Checkpointer(PerProcess):
 
     def clear(self) -> None:
         """In a forked child the parent's saves are not waited for."""
+        self._place: Any = None  # of the drain; its library's threads are not there in a child
         self._removals: set[Future] = set()  # of old DCP checkpoints, behind saves in flight
 
     # ---- Saving.
@@ -184,18 +207,39 @@ class Checkpointer(PerProcess):
         path = self.path(step) if name is None else os.path.join(self.directory, name)
         options = {**self._defaults, **options}
         if self.format == "dcp":
-            return self._save_dcp(state, path, step, **options)
-        return saving.save_async(
+            return self._drained(self._save_dcp(state, path, step, **options))
+        return self._drained(saving.save_async(
             state, path, step=step, keep_last=self._keep_last, keep_every=self._keep_every,
             runtime=self._runtime, **options,
-        )  # fmt: skip
+        ))  # fmt: skip
+
+    def _drained(self, save: Any) -> Any:
+        """Has a save's checkpoint drained, where this process is the one to see to it: rank 0."""
+        if self._draining is None or not self._is_first(save):
+            return save
+        draining = self._draining
+        draining.start()
+
+        def ring(durable: Any) -> None:
+            if durable.ended_well:
+                draining.ring()
+
+        save.durable.add_done_callback(ring)
+        return save
+
+    def _is_first(self, save: Any) -> bool:
+        if self.format == "dcp":
+            from holdfast.dcp.agreement import is_coordinator
+
+            return is_coordinator(self._process_group)
+        return save.extra["rank"] == 0
 
     def save(self, state: Any, step: int, *, name: str | None = None, **options: Any) -> Any:
         """As `save_async`, and waits until the checkpoint is durable. Returns what ``wait()`` does."""
         return self.save_async(state, step, name=name, **options).wait()
 
     def _save_dcp(self, state: Any, path: str, step: int, *, late: Any = (), planner: Any = None,
-                  replace: bool = False) -> DcpSave:  # fmt: skip
+                  replace: bool = False, replicas: str = "warn") -> DcpSave:  # fmt: skip
         import holdfast.dcp
         from holdfast.dcp.agreement import is_coordinator
 
@@ -205,7 +249,7 @@ class Checkpointer(PerProcess):
         writer.runtime = self._runtime
         response: Any = holdfast.dcp.async_save(
             state, storage_writer=writer, planner=planner, process_group=self._process_group,
-            async_stager=holdfast.dcp.Stager(late=late),
+            async_stager=holdfast.dcp.Stager(late=late), replicas=replicas,
         )  # fmt: skip
         save = DcpSave(path, step, response.staging_completion, response.upload_completion)
         if self._keep_last and is_coordinator(self._process_group):
@@ -234,17 +278,37 @@ class Checkpointer(PerProcess):
     # ---- Finding and loading.
 
     def list(self) -> list[dict[str, Any]]:
-        """The complete checkpoints, as of `holdfast.list_checkpoints`; the newest is the last."""
+        """The complete checkpoints, as of `holdfast.list_checkpoints`; the newest is the last.
+
+        With `drain_to` those of both places; of a checkpoint in both the path is the local one.
+
+        Raises:
+            Error: UNAVAILABLE, ... where the second place cannot be listed: a run must not go back because of that.
+        """
+        return [c for c in self._listed() if self._pattern.fullmatch(c["name"])]
+
+    def _listed(self) -> builtins.list[dict[str, Any]]:
+        """The complete checkpoints of any name."""
         try:
             found = directories.list_checkpoints(self.directory, format=self.format)
         except Error as error:
-            if error.code == "NOT_FOUND":  # before the first save
-                return []
-            raise
-        return [c for c in found if self._pattern.fullmatch(c["name"])]
+            if error.code != "NOT_FOUND":  # before the first save
+                raise
+            found = []
+        if self._drain_to is not None:
+            found = drain_remote.with_second_place(found, self._second_place(), self.format)
+        return found
+
+    def _second_place(self) -> Any:
+        assert self._drain_to is not None
+        if self._place is None:
+            self._place = drain_remote.open_place(self._drain_to, self._drain_options.storage)
+        return self._place
 
     def newest(self) -> dict[str, Any] | None:
         """The complete checkpoint that was saved last, as of `list`; None when there is none."""
+        if self._drain_to is not None:
+            return next(reversed(self.list()), None)
         found = directories.newest(self.directory, format=self.format)
         if found is None or self._pattern.fullmatch(found["name"]):
             return found
@@ -269,17 +333,32 @@ class Checkpointer(PerProcess):
         """
         if self.format == "dcp":
             return self._load_dcp(lambda: self._find(step, name), into, **options)
-        return loading.load(self._find(step, name), into, **options)
+        path = self._find(step, name)
+        if drain_remote.is_url(path):
+            options = {"storage": self._drain_options.storage, **options}
+        loaded = loading.load(path, into, **options)
+        self._descends_from(path)
+        return loaded
 
     def _find(self, step: int | None, name: str | None) -> str:
-        if name is not None:
-            return os.path.join(self.directory, name)
-        if step is not None:
-            return self.path(step)
+        if name is not None or step is not None:
+            path = os.path.join(self.directory, name) if name is not None else self.path(step or 0)
+            if self._drain_to is None or os.path.isdir(path):
+                return path
+            there = {c["name"]: c["path"] for c in self._listed()}
+            return there.get(os.path.basename(path), path)
         newest = self.newest()
         if newest is None:
             raise Error("NOT_FOUND", f"load from {self.directory}: there is no complete checkpoint")
         return newest["path"]
+
+    def _descends_from(self, path: str) -> None:
+        """Has the next save in the directory name a checkpoint of the second place as its parent."""
+        if os.path.dirname(path) == self.directory:
+            return
+        for found in self._listed():
+            if found["path"] == path:
+                _lineage.loaded(os.path.join(self.directory, found["name"]), found["attempt"], found["step"])
 
     def _load_dcp(self, find: Callable[[], str], into: Any, **options: Any) -> Any:
         import torch.distributed.checkpoint as dcp
@@ -291,7 +370,7 @@ class Checkpointer(PerProcess):
             raise _refusal("a DCP checkpoint is loaded into a state: pass into=")
 
         def find_complete() -> str:
-            path = find()
+            path = self._fetched(find())
             if not _dcp_directories.may_be_loaded(path):
                 raise Error("NOT_FOUND", f"load {path}: it has no {_dcp_directories.METADATA}: no save "
                             "was completed there, or the path is wrong")  # fmt: skip
@@ -301,6 +380,16 @@ class Checkpointer(PerProcess):
         reader = holdfast.dcp.StorageReader(path, **options)
         dcp.load(into, storage_reader=reader, process_group=self._process_group)
         return into
+
+    def _fetched(self, path: str) -> str:
+        """A DCP checkpoint of the second place as one of the directory: its readers know only files."""
+        if self._drain_to is None:
+            return path
+        place = self._second_place()
+        for info in place.complete()[0]:
+            if place.path(info.slot) == path:
+                return drain_remote.fetch(place, info, self.directory, self._drain_options)
+        return path
 
     def recover(self, **options: Any) -> dict[str, Any]:
         """Cleans up after a crash, as `holdfast.recover` does. Before the first save it does nothing.
@@ -313,11 +402,15 @@ class Checkpointer(PerProcess):
 
     # ---- Waiting.
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: float | None = None, *, drain: bool = False) -> None:
         """Waits for the saves of this Checkpointer and the removals behind them.
 
+        Args:
+            timeout: seconds in all.
+            drain: wait until they have arrived in the second place, too.
+
         Raises:
-            Error: the first of a save whose error was not read yet.
+            Error: the first of a save whose error was not read yet; of the drain, as `wait_drained`.
             TimeoutError: they go on after `timeout` seconds in all.
         """
         left = _runtime.Deadline(timeout).left
@@ -327,19 +420,44 @@ class Checkpointer(PerProcess):
         for removal in removals:
             try:
                 removal.result(left())
-            except builtins.TimeoutError:
+            except FutureTimeoutError:
                 raise TimeoutError(
                     "DEADLINE_EXCEEDED", f"wait for removals in {self.directory}: not done yet"
                 ) from None
 
+        if drain:
+            self.wait_drained(left())
+
     flush = wait
+
+    def wait_drained(self, timeout: float | None = None) -> None:
+        """Waits until all checkpoints that are complete now have arrived in the second place.
+
+        On ranks other than 0 it does nothing: a barrier behind it makes it hold for them.
+
+        Raises:
+            Error: of a checkpoint that cannot be sent; what kept the drain from sending anything for
+                `Drain.give_up` seconds. The drain goes on trying.
+            TimeoutError: it goes on after `timeout` seconds.
+        """
+        if self._draining is not None:
+            self._draining.wait(timeout)
+
+    @property
+    def drain_report(self) -> dict[str, Any]:
+        """Of the drain on rank 0: ``target``, ``arrived``, ``bytes_sent``, ``pending``, ``bytes_done``, ``bytes_total``,
+        ``last_arrived``, ``troubles``, ``failed``, ``last_error``. Empty without `drain_to`."""
+        return {} if self._draining is None else dict(self._draining.report)
 
     def staging(self) -> dict[str, Any]:
         """Statistics of the staging memory; empty before the first save."""
         return self._runtime.staging()
 
-    def close(self) -> None:
-        """Waits for the saves, then lets go of the staging memory. A second time does nothing.
+    def close(self, *, drain: bool = True) -> None:
+        """Waits for the saves and the drain, then lets go of the staging memory. A second time does nothing.
+
+        Args:
+            drain: wait until everything has arrived in the second place. False: its process goes on alone.
 
         Raises:
             Error: as `wait`. The Checkpointer is closed all the same.
@@ -351,6 +469,8 @@ class Checkpointer(PerProcess):
             self.wait()
         finally:
             self._runtime.close()
+            if self._draining is not None:
+                self._draining.close() if drain else self._draining.let_go()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -20,7 +20,7 @@ INTERRUPTED = 130  # as a shell reports a program that SIGINT has ended
 PIPE_CLOSED = 141  # the same for SIGPIPE
 
 _DESCRIPTION = """\
-Lists, shows, compares, verifies, repairs and converts checkpoints.
+Lists, shows, compares, verifies, repairs, converts and watches checkpoints.
 
 commands:
   ls DIR              list the checkpoints of a directory
@@ -29,7 +29,9 @@ commands:
   verify PATH...      read every byte again and compare it with its digest
   doctor DIR          report the abilities of the machine and the directory
   recover DIR         clean a directory after a crash
+  drain SRC DST       copy complete checkpoints to a second place: a file system or an object store
   convert SRC DST     convert between Holdfast, DCP, torch.save and safetensors
+  top [DIR]           show the saves in flight on this node, of all ranks
 
 `holdfast COMMAND --help` explains a command, with examples.
 """
@@ -47,8 +49,10 @@ _MODULES = {
     "ls": "listing",
     "show": "showing",
     "diff": "comparing",
+    "drain": "draining",
     "recover": "recovering",
     "convert": "converting",
+    "top": "watching",
 }
 _PROGRAMS = {"verify": "verify-checkpoint", "doctor": "holdfast-doctor"}
 
@@ -75,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: list[str]) -> int:
     name = arguments[0] if arguments else ""
+    if name == "verify" and any("://" in argument for argument in arguments):
+        from holdfast.cli import second_place
+
+        return second_place.verify(arguments[1:])
     if name in _PROGRAMS:
         commands.run(_PROGRAMS[name], f"holdfast {name}", arguments[1:])
     parser = argparse.ArgumentParser(

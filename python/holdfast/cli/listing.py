@@ -9,6 +9,8 @@ from typing import Any
 
 from holdfast import _native
 from holdfast.cli import places, recovering, text
+from holdfast.drain.places import open_place
+from holdfast.drain.remote import is_url
 from holdfast.errors import Error
 
 _DESCRIPTION = """\
@@ -60,7 +62,7 @@ class Entry:
 
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
-    parser.add_argument("directory", metavar="DIR", help="where checkpoints are saved, or one checkpoint")
+    parser.add_argument("directory", metavar="DIR", help="where checkpoints are saved, or one checkpoint; or a URL that a drain fills")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -81,8 +83,9 @@ def entries(directory: str) -> list[Entry]:
     Raises:
         Error: the directory cannot be listed.
     """
-    names = places.names_in(directory, "list")
-    if places.format_of(names):
+    if is_url(directory):
+        found = _of_store(directory)
+    elif places.format_of(names := places.names_in(directory, "list")):
         found = [_of(os.path.abspath(directory), names)]
     else:
         found = [e for e in map(_below, (os.path.join(directory, n) for n in names)) if e is not None]
@@ -90,6 +93,16 @@ def entries(directory: str) -> list[Entry]:
     found.sort(key=lambda e: (e.saved_at or 0.0, e.step or 0, e.name), reverse=True)
     for kind in ("holdfast", "dcp"):
         _trace_lineage([e for e in found if e.is_complete and e.format == kind])
+    return found
+
+
+def _of_store(url: str) -> list[Entry]:
+    place = open_place(url)
+    complete, damaged = place.complete()
+    found = [Entry(format=c.format, state="complete", **c.listed(place)) for c in complete]
+    for text_ in damaged:
+        name, _, why = text_.partition(": ")
+        found.append(Entry(name, place.path(name), "", "damaged", why))
     return found
 
 

@@ -1,0 +1,151 @@
+"""What a drain costs the trainer, and its rate beside the library's own bare copy.
+
+    python drain_cost.py --dir DIR [--target URL_OR_DIR] [--bytes 1GiB] [--saves 4] [--rounds 3] [--rate BYTES] [--verify HOW]
+                         [--json FILE]
+
+Without `--target` a server that speaks S3 runs beside it (moto, in Python: it takes a core of its own and its rate is no store's).
+
+lost    Windows of equal steps with `--saves` saves each: without a drain and with one, in turn. Every window begins when the drain
+        has nothing to do, and the drain works while it lasts. The quotient of their lengths, less one, is the trainer's lost time.
+rate    A checkpoint's files copied by `obstore.put`, one call each, from a path; then the same checkpoint drained anew. The drain
+        reads, compares every digest, sends, proves and commits. Medians of the rounds, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer_cost import Trainer, parse_bytes
+
+import holdfast
+from holdfast.drain import Drain
+from holdfast.drain.following import Following
+from holdfast.drain.places import open_place, scheme_of
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests/python"))
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", required=True)
+    parser.add_argument("--target", default="")
+    parser.add_argument("--bytes", type=parse_bytes, default=parse_bytes("1GiB"))
+    parser.add_argument("--saves", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--window", type=float, default=0.0, help="seconds of a window (default: what the saves take to drain)")
+    parser.add_argument("--rate", type=float, default=None)
+    parser.add_argument("--verify", default="auto")
+    parser.add_argument("--json", default="")
+    return parser.parse_args()
+
+
+@contextlib.contextmanager
+def target_of(arguments: argparse.Namespace) -> Any:
+    """URL and options of the second place."""
+    if arguments.target:
+        yield arguments.target, {}
+        return
+    import s3_server
+
+    with s3_server.serving() as server:
+        yield f"s3://{s3_server.BUCKET}/run", server.storage(server.direct)
+
+
+def window(trainer: Trainer, steps: int, checkpointer: Any, saves: int, first: int) -> float:
+    """Seconds of so many steps, with the saves evenly among them."""
+    begin = time.perf_counter()
+    for step in range(steps):
+        if step * saves // steps != (step - 1) * saves // steps or step == 0:
+            checkpointer.save_async(trainer.state(), first + step)
+        trainer.step()
+    took = time.perf_counter() - begin
+    checkpointer.wait()
+    return took
+
+
+def lost(arguments: argparse.Namespace, url: str, storage: dict[str, Any]) -> dict[str, Any]:
+    trainer = Trainer(arguments.bytes)
+    options = Drain(keep_last=1, bytes_per_second=arguments.rate, verify=arguments.verify, storage=storage)
+    run = os.path.join(arguments.dir, "run")
+    ways = {
+        "without": holdfast.Checkpointer(os.path.join(arguments.dir, "alone"), keep_last=1),
+        "with": holdfast.Checkpointer(run, keep_last=1, drain_to=f"{url}/lost", drain=options),
+    }
+    begin = time.perf_counter()
+    ways["with"].save(trainer.state(), 0)
+    ways["with"].wait_drained()
+    drained = time.perf_counter() - begin
+    ways["without"].save(trainer.state(), 0)
+    begin = time.perf_counter()
+    for _ in range(3):
+        trainer.step()
+    seconds = arguments.window or drained * arguments.saves
+    steps = max(arguments.saves, int(seconds / ((time.perf_counter() - begin) / 3)))
+    took: dict[str, list[float]] = {"without": [], "with": []}
+    for number in range(arguments.rounds):
+        for name in sorted(took, reverse=bool(number % 2)):
+            took[name].append(window(trainer, steps, ways[name], arguments.saves, 1 + number * steps))
+            ways[name].wait_drained()
+    report = ways["with"].drain_report
+    for checkpointer in ways.values():
+        checkpointer.close()
+    medians = {name: statistics.median(values) for name, values in took.items()}
+    return {"steps": steps, "seconds": took, "lost": medians["with"] / medians["without"] - 1, "drain": report}
+
+
+def rate(arguments: argparse.Namespace, url: str, storage: dict[str, Any]) -> dict[str, Any]:
+    import obstore
+
+    run = Path(arguments.dir) / "one"
+    with holdfast.Checkpointer(run) as checkpointer:
+        checkpointer.save(Trainer(arguments.bytes).state(), 1)
+    place = open_place(str(run))
+    (info,) = place.complete()[0]
+    bare: list[float] = []
+    drained: list[float] = []
+    for number in range(arguments.rounds):
+        for name in ("bare", "drained") if number % 2 else ("drained", "bare"):
+            begin = time.perf_counter()
+            if name == "drained":
+                target = open_place(f"{url}/rate-{number}", storage)
+                Following(place, target, Drain(bytes_per_second=arguments.rate, verify=arguments.verify), lambda event: None).sweep()
+                drained.append(time.perf_counter() - begin)
+                continue
+            if scheme_of(url):
+                there: Any = obstore.store.from_url(f"{url}/bare-{number}", **storage, client_options={"allow_http": True})
+            else:
+                there = obstore.store.LocalStore(f"{url}/bare-{number}", mkdir=True)
+            for file in sorted((run / info.slot).iterdir()):
+                obstore.put(there, file.name, file)
+            bare.append(time.perf_counter() - begin)
+    return {
+        "bytes": info.bytes, "bare_seconds": bare, "drained_seconds": drained,
+        "ratio": statistics.median(bare) / statistics.median(drained),
+    }  # fmt: skip
+
+
+def main() -> None:
+    arguments = parsed()
+    shutil.rmtree(os.path.join(arguments.dir, "one"), ignore_errors=True)
+    with target_of(arguments) as (url, storage):
+        result = {"rate": rate(arguments, url, storage), "lost": lost(arguments, url, storage)}
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(result, indent=2))
+    of_rate, of_lost = result["rate"], result["lost"]
+    print(f"rate: bare copy {of_rate['bytes'] / statistics.median(of_rate['bare_seconds']) / 2**20:.0f} MiB/s, drain "
+          f"{of_rate['bytes'] / statistics.median(of_rate['drained_seconds']) / 2**20:.0f} MiB/s: {of_rate['ratio']:.2f}")  # fmt: skip
+    print(f"lost: {100 * of_lost['lost']:.1f} % of windows of {of_lost['steps']} steps with {arguments.saves} saves each; "
+          f"{of_lost['drain']['arrived']} checkpoints drained")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

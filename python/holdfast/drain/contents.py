@@ -1,0 +1,164 @@
+"""What a checkpoint consists of: by its commit record the manifests, by these the files and their digests.
+
+Each step is proven by the one before (runtime/layout/FORMAT.md, sections 3 and 5).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor
+from typing import Any, NamedTuple
+
+from holdfast import _native
+from holdfast._dcp_directories import series_of
+from holdfast.drain.places import File, Info, Place, Read
+from holdfast.errors import Error
+
+PLAIN_RECORD = "holdfast.commit.json"
+DCP_RECORD = re.compile(r"holdfast\.commit-([0-9a-f]{32})\.json")
+_NO_ATTEMPT = "0" * 32
+# A record ends with the digits of its self-digest and these bytes.
+_END = b'"}\n'
+_TAIL = 32 + len(_END)
+_NAME_MAX = 255
+
+
+class Contents(NamedTuple):
+    """The files of a checkpoint, in the order in which they are sent.
+
+    Attributes:
+        data: the large ones.
+        manifests: of all ranks.
+        proofs: the commit record, and a framework's commit file. The last one commits.
+    """
+
+    data: list[File]
+    manifests: list[File]
+    proofs: list[File]
+
+    def names(self) -> set[str]:
+        return {f.name for f in (*self.data, *self.manifests, *self.proofs)}
+
+
+def digest(data: bytes) -> str:
+    """XXH3-128 as the files have it."""
+    raw = _native.digest(ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0, len(data))
+    high, low = (int.from_bytes(raw[at : at + 8], "little") for at in (0, 8))
+    return f"{high:016x}{low:016x}"
+
+
+def parse(text: bytes, what: str) -> dict[str, Any]:
+    """A record or manifest whose self-digest is right.
+
+    Raises:
+        Error: DATA_LOSS.
+    """
+    if text[-3:] != _END or digest(text[: -_TAIL]).encode() != text[-_TAIL : -len(_END)]:
+        raise Error("DATA_LOSS", f"read {what}: its self-digest does not match its text")
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Error("DATA_LOSS", f"read {what}: {error}") from error
+
+
+def info_of(record: dict[str, Any], name: str, slot: str, record_name: str) -> Info:
+    """What a commit record says of the checkpoint that has a name in its place."""
+    try:
+        return Info(
+            name, slot, "dcp" if "commit_file" in record else "holdfast", int(record["step"]),
+            record["saved_at_ns"] / 1e9, record["attempt"], record["parent"] if record["parent"] != _NO_ATTEMPT else "",
+            len(record["manifests"]), int(record["bytes"]), record_name,
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        raise Error("DATA_LOSS", f"read {slot}/{record_name}: {error!r}") from error
+
+
+def manifest_name(info: Info, rank: int) -> str:
+    """Name of a rank's manifest."""
+    attempt = f"-{info.attempt}" if info.format == "dcp" else ""
+    return f"rank-{rank:05d}-of-{info.world_size:05d}{attempt}.manifest.json"
+
+
+def contents_of(place: Place, info: Info, pool: Executor | None = None) -> Contents:
+    """Reads the records of a checkpoint.
+
+    Raises:
+        Error: DATA_LOSS where one of them is not what the one before says; what the place says.
+    """
+    run: Callable[..., Iterable[Any]] = pool.map if pool else map
+    texts = list(run(lambda rank: place.read(info.slot, manifest_name(info, rank)), range(info.world_size)))
+    if info.record:
+        text = place.read(info.slot, info.record)
+        record = parse(text, f"{place.path(info.slot)}/{info.record}")
+    else:
+        text = _make_record(info, texts)
+        record = json.loads(text)
+    proofs = [_whole(info.record or PLAIN_RECORD, text)]
+    manifests: list[File] = []
+    data: dict[str, File] = {}
+    for rank, (row, manifest) in enumerate(zip(record["manifests"], texts, strict=True)):
+        name = manifest_name(info, rank)
+        found = _whole(name, manifest)
+        where = f"{place.path(info.slot)}/{name}"
+        if (found.bytes, found.digests[0]) != (row["bytes"], row["digest"]):
+            raise Error("DATA_LOSS", f"read {where}: it is not the manifest that the commit record names")
+        manifests.append(found._replace(content=None))
+        for entry in parse(manifest, where)["files"]:
+            data[_checked(entry["name"], where)] = File(
+                entry["name"], entry["bytes"], entry["chunk_bytes"], tuple(entry["digests"])
+            )
+    if info.format == "dcp":
+        commit = record["commit_file"]
+        proofs.append(File(commit["name"], commit["bytes"], max(1, commit["bytes"]), (commit["digest"],)))
+    return Contents(list(data.values()), manifests, proofs)
+
+
+def _whole(name: str, content: bytes) -> File:
+    return File(name, len(content), max(1, len(content)), (digest(content),), content)
+
+
+def _checked(name: str, where: str) -> str:
+    """A name of one path component."""
+    if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > _NAME_MAX:
+        raise Error("DATA_LOSS", f"read {where}: {name!r:.80} is no name of a file")
+    return name
+
+
+def proven(read: Read, file: File, where: str) -> Read:
+    """A read that compares digests. Its ranges begin and end with spans.
+
+    Raises:
+        Error: DATA_LOSS naming file and range.
+    """
+
+    def checked(begin: int, end: int) -> bytes:
+        data = file.content[begin:end] if file.content is not None else read(begin, end)
+        if len(data) != end - begin:
+            raise Error("DATA_LOSS", f"read {where} @ {begin}: {len(data)} of {end - begin} bytes are there")
+        for at in range(begin, end, file.span):
+            upto = min(end, at + file.span)
+            chunk = data if (at, upto) == (begin, end) else data[at - begin : upto - begin]
+            if digest(chunk) != file.digests[at // file.span]:
+                raise Error("DATA_LOSS", f"read {where}: bytes {at} to {upto} have another digest than the manifest")
+        return data
+
+    return checked
+
+
+def _make_record(info: Info, manifests: list[bytes]) -> bytes:
+    """The commit record of a checkpoint of an earlier version, which has none."""
+    documents = [parse(text, f"{info.slot}/{manifest_name(info, rank)}") for rank, text in enumerate(manifests)]
+    files = {f["name"]: f["bytes"] for document in documents for f in document["files"]}
+    first = documents[0]
+    saved_at_ns = first.get("saved_at_ns", int(info.saved_at * 1e9))
+    record = {
+        "format": "holdfast.commit", "version": 1, "checkpoint": info.name, "series": series_of(info.name),
+        "attempt": info.attempt, "parent": _NO_ATTEMPT, "world_size": len(manifests), "step": first["step"],
+        "saved_at_ns": saved_at_ns, "committed_at_ns": saved_at_ns, "bytes": sum(files.values()),
+        "manifests": [{"bytes": len(text), "digest": digest(text)} for text in manifests],
+    }  # fmt: skip
+    text = json.dumps(record, separators=(",", ":"))[:-1].encode() + b',\n"self_digest":"'
+    return text + digest(text).encode() + _END

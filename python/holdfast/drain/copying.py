@@ -1,0 +1,187 @@
+"""Copies one checkpoint from a place to another: data, manifests, commit record, in this order."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+from holdfast.drain.contents import contents_of, proven
+from holdfast.drain.options import Drain
+from holdfast.drain.places import File, Info, Place, Read, pieces
+from holdfast.errors import Error
+
+_FILES_AT_ONCE = 4
+_READ_BACK_BYTES = 16 << 20
+# Errors that a second try may not have.
+_PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "UNKNOWN", "INTERNAL")
+_TRIES = 3
+
+
+class Rate:
+    """A limit of bytes per second over all threads."""
+
+    def __init__(self, bytes_per_second: float | None) -> None:
+        self._per_second = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0  # when the bytes that were taken have been paid for
+
+    def take(self, nbytes: int, stop: threading.Event) -> None:
+        """Waits until so many bytes may be sent."""
+        if self._per_second is None:
+            return
+        with self._lock:
+            begin = max(self._free_at, time.monotonic())
+            self._free_at = begin + nbytes / self._per_second
+        stop.wait(max(0.0, begin - time.monotonic()))
+
+
+class Sent(NamedTuple):
+    """What was copied: bytes in all, those that were sent now, seconds, and how arrival was proven."""
+
+    bytes: int
+    bytes_sent: int
+    seconds: float
+    verified: str
+
+
+def is_passing(error: Error) -> bool:
+    """Whether the same operation may succeed later without a change of the command."""
+    return error.code in _PASSING
+
+
+class Copy:
+    """Copies checkpoints between two places.
+
+    Args:
+        stop: ends a copy soon, with CANCELLED.
+        progress: called with the bytes of a piece that was sent or found.
+    """
+
+    def __init__(self, source: Place, target: Place, options: Drain, stop: threading.Event,
+                 progress: Callable[[int], None] = lambda _: None) -> None:  # fmt: skip
+        self._source, self._target = source, target
+        self._rate = Rate(options.bytes_per_second)
+        self._reads_back = options.verify == "read" or not target.proves_arrival
+        self._stop = stop
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._sent = 0
+        self._arrived: set[tuple[str, str]] = set()  # files proven by this process: slot and name
+
+    def run(self, info: Info) -> Sent:
+        """Copies a checkpoint. What an earlier run has left there is used, where its digests are right.
+
+        Raises:
+            Error: DATA_LOSS where the source is damaged, or the target gives back other bytes; what the places say.
+        """
+        begin, self._sent = time.monotonic(), 0
+        with ThreadPoolExecutor(_FILES_AT_ONCE, "holdfast-drain-file") as pool:
+            contents = contents_of(self._source, info, pool)
+            slot = self._target.begin(info)
+            there = self._target.sizes(slot)
+
+            def send(file: File) -> None:
+                self._send(info, slot, file, there.get(file.name))
+
+            for group in (contents.data, contents.manifests, contents.proofs[:-1]):
+                # All calls end before the first error is raised: nothing is written behind it.
+                for future in [pool.submit(send, file) for file in group]:
+                    error = future.exception()
+                    if error is not None:
+                        self._stop_others(pool)
+                        raise error
+        last = contents.proofs[-1]
+        if last.content is None:
+            with self._source.opened(info.slot, last.name) as read:
+                content = proven(read, last, f"{self._source.path(info.slot)}/{last.name}")(0, last.bytes)
+            last = last._replace(content=content)
+        self._target.commit(slot, info, last, contents.names())
+        self._arrived.clear()
+        return Sent(info.bytes, self._sent, time.monotonic() - begin, "read" if self._reads_back else "store")
+
+    @staticmethod
+    def _stop_others(pool: ThreadPoolExecutor) -> None:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+    def _send(self, info: Info, slot: str, file: File, there: int | None) -> None:
+        if (slot, file.name) in self._arrived:
+            self._progress(file.bytes)
+            return
+        if there == file.bytes and self._compare(slot, file):
+            self._progress(file.bytes)
+        else:
+            for tries in range(1, _TRIES + 1):
+                try:
+                    self._write(info, slot, file, is_resumed=there is not None or tries > 1)
+                    break
+                except Error as error:
+                    if tries == _TRIES or not is_passing(error):
+                        raise
+                    self._stop.wait(random.uniform(0.5, 1.0) * tries)
+        self._arrived.add((slot, file.name))
+
+    def _write(self, info: Info, slot: str, file: File, is_resumed: bool) -> None:
+        with self._source.opened(info.slot, file.name) as source:
+            proven_read = proven(source, file, f"{self._source.path(info.slot)}/{file.name}")
+
+            def read(begin: int, end: int) -> bytes:
+                self._check_stop()
+                self._rate.take(end - begin, self._stop)
+                data = proven_read(begin, end)
+                with self._lock:
+                    self._sent += end - begin
+                self._progress(end - begin)
+                return data
+
+            self._target.write(slot, file, read, is_resumed)
+        if self._reads_back and not self._compare(slot, file):
+            raise Error("UNAVAILABLE", f"write {self._target.path(slot)}/{file.name}: it has other bytes than were sent")
+
+    def _compare(self, slot: str, file: File) -> bool:
+        """Whether the target has a file's bytes."""
+        return not fault_of(self._target, slot, file, self._check_stop)
+
+    def _check_stop(self) -> None:
+        if self._stop.is_set():
+            raise Error("CANCELLED", f"drain to {self._target.url}: it was asked to end")
+
+
+def fault_of(place: Place, slot: str, file: File, between: Callable[[], None] = lambda: None) -> str:
+    """Reads a file again, past the cache, and compares it: what is wrong with it; empty when it is right.
+
+    Args:
+        between: called before each piece.
+    """
+    try:
+        with place.opened_past_cache(slot, file.name) as read:
+            have: Read = proven(read, file._replace(content=None), f"{place.path(slot)}/{file.name}")
+            for begin, end in pieces(file, _READ_BACK_BYTES):
+                between()
+                have(begin, end)
+    except Error as error:
+        if error.code in ("DATA_LOSS", "NOT_FOUND"):
+            return error.message
+        raise
+    return ""
+
+
+def verify(place: Place, info: Info) -> tuple[list[str], int, int]:
+    """Reads a checkpoint again: its faults, and how many files and bytes were compared.
+
+    Raises:
+        Error: of the place.
+    """
+    with ThreadPoolExecutor(_FILES_AT_ONCE, "holdfast-verify") as pool:
+        try:
+            contents = contents_of(place, info, pool)
+        except Error as error:
+            if error.code not in ("DATA_LOSS", "NOT_FOUND"):
+                raise
+            return [error.message], 0, 0
+        files = [*contents.data, *contents.manifests, *contents.proofs]
+        faults = list(pool.map(lambda file: fault_of(place, info.slot, file), files))
+    return [f for f in faults if f], len(files), sum(f.bytes for f in files)

@@ -1,0 +1,230 @@
+"""A directory of a mounted file system as a place: checkpoints there are ordinary ones, for every reader."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from holdfast import _dcp_directories, _durable, _native
+from holdfast.drain.contents import PLAIN_RECORD, contents_of, proven
+from holdfast.drain.places import File, Info, Read, age_of, pieces
+from holdfast.errors import Error, of_system
+
+PIECE_BYTES = 4 << 20
+_AT_ONCE = 4  # pieces of one file
+_ALIGNMENT = 4096
+# Made first and removed last: without a mark a recovery takes the directory for a user's own (FORMAT.md, section 1).
+_MARK = "holdfast.commit.json.tmp"
+
+
+class Directory:
+    """A directory. A checkpoint arrives in ``NAME.partial-<attempt>`` and gets its name by a rename."""
+
+    proves_arrival = False
+
+    def __init__(self, path: str) -> None:
+        self.url = path
+        self._path = os.path.abspath(path)
+        self._locks: dict[str, int] = {}
+
+    def path(self, slot: str) -> str:
+        return os.path.join(self._path, slot)
+
+    # ---- Reading.
+
+    def complete(self) -> tuple[list[Info], list[str]]:
+        if not os.path.isdir(self._path):
+            return [], []
+        plain, passed_over = _native.list_checkpoints(self._path)
+        of_dcp, damaged = _dcp_directories.list_complete(self._path)
+        found = [self._info(c, "holdfast") for c in plain]
+        found += [self._info(c, "dcp") for c in of_dcp if c["attempt"]]
+        return sorted(found, key=age_of), [*passed_over, *damaged]
+
+    def signature(self) -> object:
+        # A commit is a rename: of the directory, or of DCP's last file in it.
+        with contextlib.suppress(OSError), os.scandir(self._path) as entries:
+            return frozenset((e.name, e.stat().st_mtime_ns, e.inode()) for e in entries if e.is_dir())
+        return None
+
+    def _info(self, listed: dict[str, Any], format: str) -> Info:
+        name = listed["name"]
+        record = f"holdfast.commit-{listed['attempt']}.json" if format == "dcp" else PLAIN_RECORD
+        if format != "dcp" and not os.path.exists(os.path.join(self._path, name, record)):
+            record = ""
+        return Info(name, name, format, listed["step"], listed["saved_at"], listed["attempt"], listed["parent"] or "",
+                    listed["world_size"], listed["bytes"], record)  # fmt: skip
+
+    @contextlib.contextmanager
+    def opened(self, slot: str, name: str) -> Iterator[Read]:
+        path = os.path.join(self._path, slot, name)
+        with of_system(f"open {path}"):
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+        def read(begin: int, end: int) -> bytes:
+            with of_system(f"read {path} @ {begin}"):
+                data = os.pread(fd, end - begin, begin)
+                while len(data) < end - begin and (more := os.pread(fd, end - begin - len(data), begin + len(data))):
+                    data += more
+                # The training's own files keep the page cache.
+                os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
+            return data
+
+        try:
+            yield read
+        finally:
+            os.close(fd)
+
+    def read(self, slot: str, name: str) -> bytes:
+        path = os.path.join(self._path, slot, name)
+        with of_system(f"read {path}"), open(path, "rb") as file:
+            return file.read()
+
+    def sizes(self, slot: str) -> dict[str, int]:
+        path = self.path(slot)
+        try:
+            with of_system(f"list {path}"), os.scandir(path) as entries:
+                return {e.name: e.stat().st_size for e in entries if e.is_file(follow_symlinks=False)}
+        except Error as error:
+            if error.code != "NOT_FOUND":
+                raise
+            return {}
+
+    # ---- Writing.
+
+    def begin(self, info: Info) -> str:
+        slot = f"{info.name}.partial-{info.attempt}"
+        path = self.path(slot)
+        _durable.make_directory(self._path)
+        with of_system(f"make directory {path}"):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+            if slot not in self._locks:
+                fd = self._locks[slot] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                with contextlib.suppress(OSError):  # a file system without locks
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a recovery leaves the directory alone
+            os.close(os.open(os.path.join(path, _MARK), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+        return slot
+
+    def _end(self, slot: str) -> None:
+        fd = self._locks.pop(slot, None)
+        if fd is not None:
+            os.close(fd)
+
+    def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
+        path = os.path.join(self._path, slot, file.name)
+        with of_system(f"write {path}"):
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+        try:
+            with of_system(f"write {path}"):
+                there = os.fstat(fd).st_size if is_resumed else 0
+                os.ftruncate(fd, file.bytes)
+            have = proven(lambda begin, end: os.pread(fd, end - begin, begin), file._replace(content=None), path)
+
+            def send(piece: tuple[int, int]) -> None:
+                begin, end = piece
+                if begin < there and _is_there(have, begin, end):
+                    return
+                data = memoryview(read(begin, end))
+                with of_system(f"write {path} @ {begin}"):
+                    while data:
+                        count = os.pwrite(fd, data, begin)
+                        data, begin = data[count:], begin + count
+
+            each(send, pieces(file, PIECE_BYTES))
+            with of_system(f"sync {path}"):
+                os.fsync(fd)
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+    @contextlib.contextmanager
+    def opened_past_cache(self, slot: str, name: str) -> Iterator[Read]:
+        """As `opened`, from the disk where the file system can read directly."""
+        path = os.path.join(self._path, slot, name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:
+            with self.opened(slot, name) as read:
+                yield read
+            return
+        mine = threading.local()
+
+        def read_direct(begin: int, end: int) -> bytes:
+            length = -(-(end - begin) // _ALIGNMENT) * _ALIGNMENT
+            if getattr(mine, "buffer", None) is None or len(mine.buffer) < length:
+                mine.buffer = mmap.mmap(-1, max(length, PIECE_BYTES))
+            with of_system(f"read {path} @ {begin}"):
+                got = os.preadv(fd, [memoryview(mine.buffer)[:length]], begin)
+            return mine.buffer[: min(got, end - begin)]
+
+        try:
+            yield read_direct
+        finally:
+            os.close(fd)
+
+    def commit(self, slot: str, info: Info, last: File, files: set[str]) -> None:
+        path, final = self.path(slot), self.path(info.name)
+        assert last.content is not None
+        content = last.content
+        self.write(slot, last, lambda begin, end: content[begin:end], False)
+        with of_system(f"complete {final}"):
+            for name in os.listdir(path):
+                if name not in files:
+                    os.unlink(os.path.join(path, name))
+            _durable.sync_directory(path)
+            replaced = os.path.lexists(final)
+            if replaced:
+                self._check_replaceable(info.name)
+                _durable.exchange(path, final)
+            else:
+                os.rename(path, final)
+            _durable.sync_directory(self._path)
+        self._end(slot)
+        if replaced:
+            with of_system(f"remove {path}"):
+                shutil.rmtree(path)
+
+    def _check_replaceable(self, name: str) -> None:
+        """Refuses a directory with anything but a checkpoint."""
+        old = next((c for c in self.complete()[0] if c.name == name), None)
+        foreign = set(os.listdir(self.path(name))) - (contents_of(self, old).names() if old else set())
+        if foreign:
+            raise Error("FAILED_PRECONDITION", f"replace {self.path(name)}: {min(foreign)} is no file of a complete "
+                        "checkpoint; move the directory away")  # fmt: skip
+
+    def remove(self, info: Info) -> None:
+        if info.format == "dcp":
+            _dcp_directories.remove(info.listed(self))
+        else:
+            _native.remove_checkpoint(self.path(info.slot), info.attempt)
+
+    def clean(self, keep: set[str]) -> list[str]:
+        return []  # `holdfast recover` does it
+
+
+def _is_there(have: Read, begin: int, end: int) -> bool:
+    try:
+        have(begin, end)
+    except Error:
+        return False
+    return True
+
+
+def each(work: Callable[[tuple[int, int]], None], items: Iterable[tuple[int, int]]) -> None:
+    """Calls `work` with each item, several at once; raises the first error once all calls have ended."""
+    with ThreadPoolExecutor(_AT_ONCE, "holdfast-drain") as pool:
+        futures = []
+        for item in items:
+            futures.append(pool.submit(work, item))
+            if len(futures) >= 2 * _AT_ONCE:  # stop early, and keep no list of a million
+                futures.pop(0).result()
+        for future in futures:
+            future.result()

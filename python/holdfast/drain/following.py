@@ -1,0 +1,202 @@
+"""The work of ``holdfast drain``: copies what is committed, applies retention to both places, and tries again.
+
+One process works on a pair of places at a time. All that it needs after a kill stands in the places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from holdfast.drain import tiers
+from holdfast.drain.copying import Copy, is_passing
+from holdfast.drain.options import Drain
+from holdfast.drain.places import Info, Place, scheme_of
+from holdfast.errors import Error
+
+POLL_SECONDS = 1.0
+_BACKOFF_MAX = 60.0
+_PROGRESS_SECONDS = 1.0
+_CLEAN_SECONDS = 3600.0
+_SWEEP_SECONDS = 60.0  # file times have ticks, and a change within one may stay unseen
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+class Following:
+    """A drain from one place to another.
+
+    Args:
+        keep_local, keep_local_every: retention of the source; 0: everything stays there.
+        only: selects from the source's complete checkpoints; None: all.
+        tell: called with events: ``arrived``, ``removed``, ``trouble``, ``failed``, ``progress``.
+
+    Attributes:
+        failed: errors of checkpoints that are given up, by attempt.
+        pending: how many checkpoints have not arrived.
+        moved_at: when the last byte was sent or found (monotonic).
+    """
+
+    def __init__(self, source: Place, target: Place, options: Drain, tell: Tell, *, keep_local: int = 0,
+                 keep_local_every: int = 0, only: Callable[[list[Info]], list[Info]] | None = None) -> None:  # fmt: skip
+        self._source, self._target, self._options, self._tell = source, target, options, tell
+        self._keep_local = keep_local, keep_local_every
+        self._only = only
+        self.stop = threading.Event()
+        self.failed: dict[str, Error] = {}
+        self.pending = 0
+        self.moved_at = time.monotonic()
+        self._copy = Copy(source, target, options, self.stop, self._progress)
+        self._now: dict[str, Any] = {}
+        self._told_at = 0.0
+        self._cleaned_at = -_CLEAN_SECONDS
+        self._remote: list[Info] | None = None  # what is complete there; None: to be listed
+        self._trouble = 0
+        self._swept: tuple[object, float] = None, 0.0
+
+    def _progress(self, nbytes: int) -> None:
+        self.moved_at = time.monotonic()
+        self._now["bytes_done"] = self._now.get("bytes_done", 0) + nbytes
+        if self.moved_at - self._told_at > _PROGRESS_SECONDS:
+            self._told_at = self.moved_at
+            self._tell({"event": "progress", "pending": self.pending, **self._now})
+
+    def sweep(self, *, asked: bool = True) -> None:
+        """Copies everything that is complete now and has not arrived; applies retention.
+
+        Args:
+            asked: False: for a look at regular times, which a directory without changes makes short.
+
+        Raises:
+            Error: of a place. What has arrived until then stays.
+        """
+        seen, at = self._source.signature(), time.monotonic()
+        if not asked and seen is not None and seen == self._swept[0] and at - self._swept[1] < _SWEEP_SECONDS:
+            return
+        self._sweep()
+        # Taken before the listing: what changed behind it is seen next time.
+        self._swept = seen, at
+
+    def _sweep(self) -> None:
+        local = self._local()
+        if self._remote is None or tiers.missing(local, self._remote):
+            self._remote = self._target.complete()[0]
+        wanted = self._to_send(local)
+        while wanted:
+            self.pending = len(wanted)
+            self._now = {"name": wanted[0].name, "bytes_total": wanted[0].bytes, "bytes_done": 0}
+            self._tell({"event": "progress", "pending": self.pending, **self._now})
+            self._send(wanted[0])
+            local = self._local()
+            wanted = self._to_send(local)
+        self.pending = 0
+        self._apply_retention(local)
+        if time.monotonic() - self._cleaned_at > _CLEAN_SECONDS:
+            self._cleaned_at = time.monotonic()
+            for slot in self._target.clean({c.name for c in local}):
+                self._tell({"event": "removed", "place": "target", "name": slot, "why": "left by an interrupted copy"})
+
+    def _local(self) -> list[Info]:
+        return self._source.complete()[0]
+
+    def _to_send(self, local: list[Info]) -> list[Info]:
+        assert self._remote is not None
+        wanted = tiers.to_send(self._only(local) if self._only else local, self._remote, self._options, *self._keep_local)
+        return [c for c in wanted if c.attempt not in self.failed]
+
+    def _send(self, info: Info) -> None:
+        try:
+            sent = self._copy.run(info)
+        except Error as error:
+            if error.code == "CANCELLED" or is_passing(error):
+                raise
+            if not any(c.attempt == info.attempt for c in self._local()):
+                return  # replaced or removed meanwhile
+            if error.code not in ("DATA_LOSS", "FAILED_PRECONDITION"):
+                raise
+            self.failed[info.attempt] = error
+            self._tell({"event": "failed", "name": info.name, "step": info.step, "code": error.code, "message": error.message})
+            return
+        self.moved_at, self._trouble = time.monotonic(), 0
+        self._tell({"event": "arrived", "name": info.name, "step": info.step, "attempt": info.attempt, "bytes": sent.bytes,
+                    "bytes_sent": sent.bytes_sent, "seconds": sent.seconds, "verified": sent.verified})  # fmt: skip
+        self._remote = self._target.complete()[0]
+        if not any(c.attempt == info.attempt for c in self._remote):
+            raise Error("UNAVAILABLE", f"drain {info.name}: {self._target.url} does not list it after its commit")
+        self._apply_retention(self._local())
+
+    def _apply_retention(self, local: list[Info]) -> None:
+        assert self._remote is not None
+        gone = tiers.let_go(self._remote, self._options.keep_last, self._options.keep_every)
+        for info in [c for c in self._remote if c.name in gone]:
+            self._remove(self._target, "target", info)
+            self._remote.remove(info)
+        for info in tiers.to_remove_locally(local, self._remote, self._options, *self._keep_local):
+            self._remove(self._source, "source", info)
+
+    def _remove(self, place: Place, which: str, info: Info) -> None:
+        try:
+            place.remove(info)
+        except Error as error:
+            if error.code in ("NOT_FOUND", "ABORTED"):  # another process was faster, or a save has replaced it
+                return
+            if error.code != "FAILED_PRECONDITION":
+                raise
+            self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": None})
+            return
+        self._tell({"event": "removed", "place": which, "name": info.name, "why": "retention"})
+
+    def trouble(self, error: Error) -> float:
+        """Tells of an error of a sweep; returns after how many seconds to try again."""
+        self._trouble += 1
+        self._remote = None
+        delay = random.uniform(0.5, 1.0) * min(_BACKOFF_MAX, 2.0 ** min(self._trouble, 10))
+        self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": round(delay, 1)})
+        return delay
+
+    def is_stuck(self) -> bool:
+        """Whether no byte has arrived for longer than `Drain.give_up`."""
+        return time.monotonic() - self.moved_at > self._options.give_up
+
+
+@contextlib.contextmanager
+def alone(source: str, target: str, wait: Callable[[], bool]) -> Iterator[None]:
+    """Holds the lock of a pair of places: a file beside the checkpoints, where the source is a directory.
+
+    Args:
+        wait: called while another process has the lock; returns false to give up.
+
+    Raises:
+        Error: FAILED_PRECONDITION.
+    """
+    if scheme_of(source):
+        yield
+        return
+    number = hashlib.sha256(target.encode()).hexdigest()[:8]
+    path = os.path.join(source, f".holdfast-drain-{number}.lock")
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError:  # a directory that may only be read: nobody else writes there either
+        yield
+        return
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not wait():
+                    raise Error("FAILED_PRECONDITION", f"drain {source} to {target}: another process does it; "
+                                f"see `fuser {path}`") from None  # fmt: skip
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(fd)

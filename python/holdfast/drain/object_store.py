@@ -1,0 +1,295 @@
+"""A prefix of an object store as a place, by `obstore`: S3, Google Cloud Storage, Azure, HTTP with WebDAV, memory.
+
+A checkpoint has the prefix ``NAME/``, or ``NAME.attempt-<attempt>/`` while another attempt is complete under the first: a
+store has no rename. The object that commits (``holdfast.commit.json``, or DCP's ``.metadata``) is put last and deleted first.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import datetime
+import importlib.util
+import logging
+import os
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from holdfast._dcp_directories import METADATA
+from holdfast.drain.contents import DCP_RECORD, PLAIN_RECORD, info_of, parse
+from holdfast.drain.places import File, Info, Read, age_of, pieces, scheme_of
+from holdfast.errors import Error
+
+logger = logging.getLogger("holdfast")
+
+_AT_ONCE = 8  # parts of one file, and small objects
+_PART_BYTES = 16 << 20
+_PARTS_MAX = 9000  # S3 takes 10,000
+_SLOT = re.compile(r"(?P<name>.+?)(\.attempt-(?P<attempt>[0-9a-f]{32}))?")
+# What a drain puts. A prefix with any other object is left alone.
+_OWN = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]{32})?\.manifest\.json|(model|state)-.*\.(safetensors|json)|__\d+_\d+\.distcp|\.metadata|"
+                  r"holdfast\.commit(-[0-9a-f]{32})?\.json")  # fmt: skip
+_AGE_OF_LEFTOVERS = 86400.0
+
+
+class _Object(NamedTuple):
+    bytes: int
+    changed: datetime.datetime
+    tag: str
+
+
+def find_library() -> None:
+    """Looks for `obstore`, without importing it.
+
+    Raises:
+        Error: UNIMPLEMENTED where it is missing.
+    """
+    if importlib.util.find_spec("obstore") is None:
+        raise Error("UNIMPLEMENTED", "drain: obstore is not installed; pip install 'holdfast[drain]'")
+
+
+def load_library() -> Any:
+    """The module `obstore`.
+
+    Raises:
+        Error: UNIMPLEMENTED where it is missing.
+    """
+    find_library()
+    import obstore
+    import obstore.exceptions
+    import obstore.store
+
+    return obstore
+
+
+class Store:
+    """A prefix of an object store."""
+
+    def __init__(self, url: str, storage: dict[str, Any]) -> None:
+        self.url = url.rstrip("/")
+        self._library = load_library()
+        self._known: dict[tuple[str, _Object], dict[str, Any]] = {}  # commit records that were read
+        scheme = scheme_of(url)
+        of_s3 = scheme in ("s3", "s3a")
+        # S3 compares the checksum of each part before it answers.
+        self.proves_arrival = of_s3 and str(storage.get("checksum_algorithm", "SHA256")) != "None"
+        options = {**({"checksum_algorithm": "SHA256"} if of_s3 else {}), **storage}
+        keys = ("endpoint", "aws_endpoint", "endpoint_url", "aws_endpoint_url")
+        endpoints = [*(options.get(k) for k in keys), *(os.environ.get(k.upper()) for k in keys if of_s3)]
+        if scheme == "http" or any(str(e).startswith("http://") for e in endpoints):
+            options["client_options"] = {"allow_http": True, **options.get("client_options", {})}
+        try:
+            self._store = self._library.store.from_url(self.url, **options)
+        except (self._library.exceptions.BaseError, TypeError, ValueError) as error:
+            raise Error("INVALID_ARGUMENT", f"open {url}: {_reason(error)}") from error
+        # WebDAV has no uploads in parts.
+        self._in_parts = type(self._store).__name__ != "HTTPStore"
+
+    def path(self, slot: str) -> str:
+        return f"{self.url}/{slot}"
+
+    @contextlib.contextmanager
+    def _call(self, operation: str, slot: str, name: str = "") -> Iterator[None]:
+        """Raises what the library raises as an `Error`."""
+        try:
+            yield
+        except Error:
+            raise
+        except Exception as error:
+            where = self.path(slot) if slot else self.url
+            code = _code_of(error, self._library.exceptions)
+            raise Error(code, f"{operation} {where}{'/' if name else ''}{name}: {_reason(error)}") from error
+
+    # ---- Reading.
+
+    def _objects(self, prefix: str = "") -> dict[str, dict[str, _Object]]:
+        """The objects by slot and name."""
+        found: dict[str, dict[str, _Object]] = {}
+        with self._call("list", prefix):
+            for batch in self._library.list(self._store, prefix or None):
+                for meta in batch:
+                    slot, _, name = meta["path"].partition("/")
+                    if name and "/" not in name:
+                        found.setdefault(slot, {})[name] = _Object(meta["size"], meta["last_modified"], meta["e_tag"] or "")
+        return found
+
+    def complete(self) -> tuple[list[Info], list[str]]:
+        objects = self._objects()
+        with ThreadPoolExecutor(_AT_ONCE, "holdfast-drain") as pool:
+            looked = list(pool.map(lambda item: self._look(*item), objects.items()))
+        passed_over = [text for text in looked if isinstance(text, str)]
+        # Of two attempts of one name the later one counts: the removal of the other was interrupted.
+        by_name: dict[str, Info] = {}
+        for info in sorted((i for i in looked if isinstance(i, Info)), key=age_of):
+            by_name[info.name] = info
+        return sorted(by_name.values(), key=age_of), passed_over
+
+    def signature(self) -> object:
+        return None
+
+    def _look(self, slot: str, objects: dict[str, _Object]) -> Info | str | None:
+        """The checkpoint of a prefix, or why it is none, or None for a prefix of something else."""
+        match = _SLOT.fullmatch(slot)
+        names = [n for n in objects if n == PLAIN_RECORD or (DCP_RECORD.fullmatch(n) and METADATA in objects)]
+        if match is None or not names:
+            return None
+        try:
+            for name in names:
+                record = self._record(slot, name, objects[name])
+                info = info_of(record, match["name"], slot, name)
+                commit = record.get("commit_file")
+                if commit and objects[METADATA].bytes != commit["bytes"]:
+                    continue  # of another attempt
+                proofs = {name, METADATA if commit else name}
+                manifests = [n for n in objects if n.endswith(".manifest.json")]
+                stored = sum(o.bytes for n, o in objects.items() if n not in proofs and n not in manifests)
+                if stored != info.bytes or len(manifests) != info.world_size:
+                    return f"{slot}: {len(manifests)} of {info.world_size} manifests, {stored} of {info.bytes} bytes of data"
+                return info
+        except Error as error:
+            if error.code not in ("DATA_LOSS", "NOT_FOUND"):
+                raise
+            return f"{slot}: {error.message}"
+        return None
+
+    def _record(self, slot: str, name: str, meta: _Object) -> dict[str, Any]:
+        key = (f"{slot}/{name}", meta)
+        if key not in self._known:
+            self._known[key] = parse(self.read(slot, name), f"{self.path(slot)}/{name}")
+        return self._known[key]
+
+    @contextlib.contextmanager
+    def opened(self, slot: str, name: str) -> Iterator[Read]:
+        def read(begin: int, end: int) -> bytes:
+            if begin == end:
+                return b""
+            with self._call("read", slot, name):
+                return bytes(self._library.get_range(self._store, f"{slot}/{name}", start=begin, end=end))
+
+        yield read
+
+    opened_past_cache = opened
+
+    def read(self, slot: str, name: str) -> bytes:
+        with self._call("read", slot, name):
+            return bytes(self._library.get(self._store, f"{slot}/{name}").bytes())
+
+    def sizes(self, slot: str) -> dict[str, int]:
+        return {name: o.bytes for name, o in self._objects(f"{slot}/").get(slot, {}).items()}
+
+    # ---- Writing.
+
+    def begin(self, info: Info) -> str:
+        found = self._look(info.name, self._objects(f"{info.name}/").get(info.name, {}))
+        other = isinstance(found, Info) and found.attempt != info.attempt
+        return f"{info.name}.attempt-{info.attempt}" if other else info.name
+
+    def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
+        part = max(_PART_BYTES, -(-file.bytes // _PARTS_MAX))
+        failed: list[builtins.BaseException] = []
+
+        def stream() -> Iterator[bytes]:
+            try:
+                for begin, end in pieces(file, _PART_BYTES):
+                    yield read(begin, end)
+            except BaseException as error:  # the library would hide it behind its own
+                failed.append(error)
+                raise
+
+        try:
+            with self._call("write", slot, file.name):
+                if self._in_parts and file.bytes > part:
+                    self._library.put(self._store, f"{slot}/{file.name}", stream(), chunk_size=part, use_multipart=True,
+                                      max_concurrency=_AT_ONCE)  # fmt: skip
+                else:
+                    whole = read(0, file.bytes)
+                    self._library.put(self._store, f"{slot}/{file.name}", whole, use_multipart=False)
+        except Error:
+            if failed:
+                raise failed[0] from None
+            raise
+
+    def commit(self, slot: str, info: Info, last: File, files: set[str]) -> None:
+        assert last.content is not None
+        self._delete([f"{slot}/{name}" for name in self.sizes(slot) if name not in files])
+        content = last.content
+        self.write(slot, last, lambda begin, end: content[begin:end], False)
+        self._remove_other_attempts(slot, info)
+
+    def _remove_other_attempts(self, slot: str, info: Info) -> None:
+        with self._call("list", ""):
+            slots = [p.strip("/") for p in self._library.list_with_delimiter(self._store)["common_prefixes"]]
+        for other in slots:
+            match = _SLOT.fullmatch(other)
+            if other != slot and match and match["name"] == info.name:
+                found = self._look(other, self._objects(f"{other}/").get(other, {}))
+                if isinstance(found, Info) and found.saved_at <= info.saved_at:
+                    self.remove(found)
+
+    def remove(self, info: Info) -> None:
+        names = self.sizes(info.slot)
+        commits = METADATA if info.format == "dcp" else info.record
+        for first in (commits, info.record):  # from here on no reader finds it
+            if first in names:
+                self._delete([f"{info.slot}/{first}"])
+                del names[first]
+        self._delete([f"{info.slot}/{name}" for name in names])
+
+    def _delete(self, keys: list[str]) -> None:
+        for begin in range(0, len(keys), 1000):
+            with self._call("delete", keys[begin].partition("/")[0]):
+                self._library.delete(self._store, keys[begin : begin + 1000])
+
+    def clean(self, keep: set[str]) -> list[str]:
+        limit = time.time() - _AGE_OF_LEFTOVERS
+        removed = []
+        complete = {info.slot for info in self.complete()[0]}
+        for slot, objects in self._objects().items():
+            match = _SLOT.fullmatch(slot)
+            if match is None or slot in complete:
+                continue
+            found = self._look(slot, objects)
+            if isinstance(found, Info):  # an older attempt, whose removal was interrupted
+                self.remove(found)
+                removed.append(slot)
+                continue
+            if match["name"] in keep:
+                continue
+            if all(_OWN.fullmatch(name) and o.changed.timestamp() < limit for name, o in objects.items()):
+                self._delete([f"{slot}/{name}" for name in objects])
+                removed.append(slot)
+        return removed
+
+
+# In the library's text of an HTTP error: status, and what S3 says in XML.
+_STATUS = re.compile(r"status code: (\d{3}) ?([^:<\n]*)")
+_SAID = re.compile(r"<Code>([^<]*)</Code>\s*(?:<Message>([^<]*)</Message>)?")
+_CODE_OF_STATUS = {"401": "UNAUTHENTICATED", "403": "PERMISSION_DENIED", "404": "NOT_FOUND", "507": "RESOURCE_EXHAUSTED"}
+
+
+def _code_of(error: Exception, exceptions: Any) -> str:
+    for kind, code in (
+        (exceptions.NotFoundError, "NOT_FOUND"),
+        (FileNotFoundError, "NOT_FOUND"),
+        (exceptions.PermissionDeniedError, "PERMISSION_DENIED"),
+        (exceptions.UnauthenticatedError, "UNAUTHENTICATED"),
+        (exceptions.InvalidPathError, "INVALID_ARGUMENT"),
+        (exceptions.UnknownConfigurationKeyError, "INVALID_ARGUMENT"),
+        (exceptions.NotSupportedError, "UNIMPLEMENTED"),
+    ):
+        if isinstance(error, kind):
+            return code
+    status = _STATUS.search(str(error))
+    return _CODE_OF_STATUS.get(status[1] if status else "", "UNAVAILABLE")
+
+
+def _reason(error: Exception) -> str:
+    """What the server says, or the first paragraph of the library's text: behind it stand its own structures."""
+    text = str(error).partition("\n\nDebug source")[0]
+    status, said = _STATUS.search(text), _SAID.search(text)
+    if status:
+        text = f"HTTP status {status[1]} {status[2].strip()}" + (f": {': '.join(filter(None, said.groups()))}" if said else "")
+    return re.sub(r"\s+", " ", text).strip()[:500]

@@ -1,0 +1,169 @@
+"""Places that checkpoints are copied from and to: directories of file systems, and prefixes of object stores."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
+
+from holdfast.errors import Error
+
+Content = bytes
+# A read returns bytes [begin, end) of one file.
+Read = Callable[[int, int], bytes]
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
+class Info(NamedTuple):
+    """A complete checkpoint of a place.
+
+    Attributes:
+        slot: the directory or prefix that holds its files, below the place.
+        record: name of its commit record; "" where none was made.
+        The others are those of `list_checkpoints`; `format` is ``"holdfast"`` or ``"dcp"``.
+    """
+
+    name: str
+    slot: str
+    format: str
+    step: int
+    saved_at: float
+    attempt: str
+    parent: str
+    world_size: int
+    bytes: int
+    record: str
+
+    def listed(self, place: Place) -> dict[str, Any]:
+        """The checkpoint as `list_checkpoints` has it, with its path in a place."""
+        return {
+            "name": self.name, "path": place.path(self.slot), "step": self.step, "saved_at": self.saved_at,
+            "attempt": self.attempt, "parent": self.parent or None, "world_size": self.world_size,
+            "bytes": self.bytes,
+        }  # fmt: skip
+
+
+def age_of(info: Info) -> tuple[float, int, str]:
+    """The key by which checkpoints are sorted, the newest last."""
+    return info.saved_at, info.step, info.name
+
+
+class File(NamedTuple):
+    """A file of a checkpoint.
+
+    Attributes:
+        span: bytes under one digest; the last one ends with the file.
+        digests: XXH3-128 of each span.
+        content: of a small file that is in memory; None: it is read from its place.
+    """
+
+    name: str
+    bytes: int
+    span: int
+    digests: tuple[str, ...]
+    content: Content | None = None
+
+
+class Place(Protocol):
+    """A directory or a prefix that holds checkpoints.
+
+    Attributes:
+        url: as the user wrote it.
+        proves_arrival: whether the place compares a checksum of what arrives with one made by the sender.
+    """
+
+    url: str
+    proves_arrival: bool
+
+    def path(self, slot: str) -> str:
+        """Path or URL of a slot."""
+
+    def complete(self) -> tuple[list[Info], list[str]]:
+        """The complete checkpoints, the oldest first, and "NAME: why" of those that are damaged."""
+
+    def signature(self) -> object:
+        """A value that differs once something may have changed; None where only a listing says."""
+
+    def opened(self, slot: str, name: str) -> AbstractContextManager[Read]:
+        """Opens a file to read ranges of it."""
+
+    def opened_past_cache(self, slot: str, name: str) -> AbstractContextManager[Read]:
+        """As `opened`, past the page cache where that is possible: to compare what was written."""
+
+    def read(self, slot: str, name: str) -> bytes:
+        """Reads a small file."""
+
+    def sizes(self, slot: str) -> dict[str, int]:
+        """Lengths of the files in a slot; empty where there is none."""
+
+    def begin(self, info: Info) -> str:
+        """Returns the slot for a checkpoint that is about to arrive. No reader takes it for complete."""
+
+    def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
+        """Writes a file durably; `read` gives its proven bytes, `is_resumed`: a part may be there."""
+
+    def commit(self, slot: str, info: Info, last: File, files: set[str]) -> None:
+        """Writes the last file and makes the checkpoint complete, in place of an older one of its name.
+
+        Args:
+            files: names of all its files. Others are removed from the slot.
+        """
+
+    def remove(self, info: Info) -> None:
+        """Removes a complete checkpoint: first what makes it complete, durably, then the rest."""
+
+    def clean(self, keep: set[str]) -> list[str]:
+        """Removes what interrupted copies left long ago, and replaced attempts; returns the slots.
+
+        Args:
+            keep: names of checkpoints that may be on their way.
+        """
+
+
+def scheme_of(url: str) -> str:
+    """The scheme of a URL; empty for a path."""
+    match = _SCHEME.match(url)
+    return match[1].lower() if match else ""
+
+
+def check_apart(source: str, target: str) -> None:
+    """Refuses one place twice.
+
+    Raises:
+        Error: INVALID_ARGUMENT.
+    """
+    paths = [place if scheme_of(place) else os.path.realpath(place) for place in (source, target)]
+    if paths[0].rstrip("/") == paths[1].rstrip("/"):
+        raise Error("INVALID_ARGUMENT", f"drain {source} to {target}: they are one place; choose another")
+
+
+def open_place(url: str, storage: dict[str, Any] | None = None) -> Place:
+    """Opens a directory or a URL; nothing is read yet.
+
+    Args:
+        url: a path, ``file:///path``, or what `obstore.store.from_url` takes.
+        storage: further options of the store: credentials, region, endpoint, client and retry options.
+
+    Raises:
+        Error: INVALID_ARGUMENT, UNIMPLEMENTED where obstore is missing.
+    """
+    scheme = scheme_of(url)
+    if scheme in ("", "file"):
+        from holdfast.drain.file_system import Directory
+
+        path = url[len("file://") :] if scheme else url
+        if not path.startswith("/") and scheme:
+            raise Error("INVALID_ARGUMENT", f"open {url}: file:// is followed by an absolute path")
+        return Directory(path)
+    from holdfast.drain.object_store import Store
+
+    return Store(url, storage or {})
+
+
+def pieces(file: File, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """Ranges of a file that begin and end with digests' spans."""
+    size = max(1, piece_bytes // max(1, file.span)) * max(1, file.span)
+    for begin in range(0, file.bytes, size):
+        yield begin, min(file.bytes, begin + size)

@@ -1,0 +1,202 @@
+"""Checkpoints of a second place for a load: found, and streamed from it by ranges that are read in parallel."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from holdfast.drain.contents import contents_of, manifest_name, parse, proven
+from holdfast.drain.copying import Copy
+from holdfast.drain.following import Following
+from holdfast.drain.options import Drain
+from holdfast.drain.places import File, Info, Place, open_place, scheme_of
+from holdfast.errors import Error
+
+__all__ = ["Reader", "fetch", "find", "open_place", "with_second_place"]
+
+logger = logging.getLogger("holdfast")
+
+_AT_ONCE = 16  # range reads
+
+
+def is_url(path: str) -> bool:
+    """Whether a path is a URL of a store."""
+    return scheme_of(path) not in ("", "file")
+
+
+def with_second_place(local: list[dict[str, Any]], place: Place, format: str) -> list[dict[str, Any]]:
+    """Listed checkpoints of both places by the time of their saves, the newest last."""
+    found, passed_over = place.complete()
+    for entry in passed_over:
+        logger.warning("list %s: passed over %s", place.url, entry)
+    attempts = {c["attempt"] for c in local}
+    there = [c.listed(place) for c in found if c.format == format and c.attempt not in attempts]
+    return sorted((*local, *there), key=lambda c: (c["saved_at"], c["step"], c["name"]))
+
+
+def find(url: str, storage: dict[str, Any] | None = None) -> tuple[Place, Info]:
+    """The complete checkpoint of a URL, and the place that it is in.
+
+    Raises:
+        Error: NOT_FOUND; what the store says.
+    """
+    above, _, name = url.rstrip("/").rpartition("/")
+    place = open_place(above, storage)
+    for info in place.complete()[0]:
+        if name in (info.name, info.slot):
+            return place, info
+    raise Error("NOT_FOUND", f"open {url}: there is no complete checkpoint")
+
+
+def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
+    """Copies a checkpoint into a directory, verified, and returns its path. What is there already is not copied again."""
+    target = open_place(directory)
+    for there in target.complete()[0]:
+        if there.attempt == info.attempt:
+            return target.path(there.slot)
+    copy = Copy(place, target, options, Following(place, target, options, lambda event: None).stop)
+    copy.run(info)
+    return target.path(info.name)
+
+
+class _Tensor(NamedTuple):
+    name: str
+    dtype: str
+    shape: list[int]
+    file: int
+    begin: int
+    end: int
+
+
+class _Wanted(NamedTuple):
+    """Bytes [begin, end) of a file, and where they go."""
+
+    begin: int
+    end: int
+    address: int
+    device: Any
+
+
+class Reader:
+    """An open checkpoint of a store: what `_native.CheckpointReader` is for one in a directory.
+
+    Attributes:
+        files: their names.
+        step, world_size, attempt: of the checkpoint.
+    """
+
+    def __init__(self, place: Place, info: Info, rank: int = 0) -> None:
+        self._place, self._info = place, info
+        self.step, self.world_size, self.attempt = info.step, info.world_size, info.attempt
+        with ThreadPoolExecutor(_AT_ONCE, "holdfast-load") as pool:
+            self._of: dict[str, File] = {f.name: f for f in contents_of(place, info, pool).data}
+        self.files: list[str] = []
+        self._kept: dict[tuple[str, int], bytes] = {}  # chunks of a first reading, until the second
+        self._tensors: dict[str, _Tensor] = {}
+        self.add(rank)
+
+    def add(self, rank: int) -> None:
+        """Adds the tensors of another rank, which count before those of one name."""
+        if not 0 <= rank < self.world_size:
+            raise Error("INVALID_ARGUMENT", f"open {self._place.path(self._info.slot)}: there is no rank {rank} of {self.world_size}")
+        name = manifest_name(self._info, rank)
+        where = f"{self._place.path(self._info.slot)}/{name}"
+        manifest = parse(self._place.read(self._info.slot, name), where)
+        base = len(self.files)
+        self.files += [f["name"] for f in manifest["files"]]
+        for t in manifest["tensors"]:
+            begin, end, file = t["begin"], t["end"], base + t["file"]
+            if not 0 <= begin <= end <= self._of[self.files[file]].bytes:
+                raise Error("DATA_LOSS", f"read {where}: tensor {t['name']} leaves its file")
+            self._tensors[t["name"]] = _Tensor(t["name"], t["dtype"], list(t["shape"]), file, begin, end)
+
+    def tensors(self) -> list[_Tensor]:
+        """(name, dtype, shape, file, begin, end) of each."""
+        return list(self._tensors.values())
+
+    def entry_bytes(self) -> dict[str, int]:
+        """The length of each tensor by its name."""
+        return {t.name: t.end - t.begin for t in self._tensors.values()}
+
+    def load(self, targets: Sequence[tuple[str, int, int, Any, int | None]], verify: bool, buffer_bytes: int, threads: int,
+             engine: str, direct_io: bool) -> dict[str, Any]:  # fmt: skip
+        """Reads parts of tensors to addresses: (name, address, bytes, device, begin).
+
+        Every range is read in whole chunks, which are compared with their digests before a byte of them is delivered.
+        Without `direct_io`, which stands for the page cache here, chunks are kept in memory for a second reading.
+        """
+        since = time.monotonic()
+        by_file: dict[str, list[_Wanted]] = {}
+        for name, address, nbytes, device, offset in targets:
+            tensor = self._tensors.get(name)
+            if tensor is None:
+                raise Error("NOT_FOUND", f"load {self._place.path(self._info.slot)}: it has no tensor {name}")
+            begin = tensor.begin + (offset or 0)
+            if nbytes < 0 or begin + nbytes > tensor.end or (offset is None and nbytes != tensor.end - tensor.begin):
+                raise Error("INVALID_ARGUMENT", f"load {name}: {nbytes} bytes from {offset or 0} are not in its {tensor.end - tensor.begin}")
+            if nbytes:
+                by_file.setdefault(self.files[tensor.file], []).append(_Wanted(begin, begin + nbytes, address, device))
+        for name in {t[3].name() for t in targets if t[3] is not None}:
+            import torch
+
+            torch.cuda.synchronize(name)  # the last owner's work on the memory has ended
+        jobs = [job for name, wanted in by_file.items() for job in _jobs(self._of[name], wanted)]
+        at_once = max(1, min(threads or _AT_ONCE, buffer_bytes // (4 << 20)))
+        read = 0
+        with ThreadPoolExecutor(at_once, "holdfast-load") as pool:
+            futures = [pool.submit(self._read, *job, verify, not direct_io) for job in jobs]
+            try:
+                for future in futures:
+                    read += future.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        return {
+            "bytes": sum(t[2] for t in targets), "bytes_read": read, "seconds": time.monotonic() - since,
+            "verified": verify, "engine": "none", "engine_reason": f"streamed from {self._place.url}", "direct_io": "no",
+        }  # fmt: skip
+
+    def _read(self, file: File, begin: int, end: int, wanted: list[_Wanted], verify: bool, keep: bool) -> int:
+        data = self._kept.pop((file.name, begin), None)
+        count = 0
+        if data is None:
+            where = f"{self._place.path(self._info.slot)}/{file.name}"
+            with self._place.opened(self._info.slot, file.name) as read:
+                data = (proven(read, file, where) if verify else read)(begin, end)
+            if len(data) != end - begin:
+                raise Error("DATA_LOSS", f"read {where} @ {begin}: {len(data)} of {end - begin} bytes are there")
+            count = end - begin
+            if keep:
+                self._kept[file.name, begin] = data
+        source = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+        for one in wanted:
+            first, last = max(begin, one.begin), min(end, one.end)
+            if first < last:
+                _deliver(one.address + first - one.begin, source + first - begin, last - first, one.device)
+        return count
+
+
+def _jobs(file: File, wanted: list[_Wanted]) -> list[tuple[File, int, int, list[_Wanted]]]:
+    """The chunks of a file that are wanted, each with what is wanted of it."""
+    of: dict[int, list[_Wanted]] = {}
+    for one in wanted:
+        for chunk in range(one.begin // file.span, (one.end - 1) // file.span + 1):
+            of.setdefault(chunk, []).append(one)
+    return [(file, k * file.span, min(file.bytes, (k + 1) * file.span), of[k]) for k in sorted(of)]
+
+
+def _deliver(address: int, source: int, nbytes: int, device: Any) -> None:
+    if device is None:
+        ctypes.memmove(address, source, nbytes)
+        return
+    import torch
+
+    # The address as PyTorch takes memory of others.
+    interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
+    memory = type("Memory", (), {"__cuda_array_interface__": interface})()
+    staged = torch.frombuffer((ctypes.c_char * nbytes).from_address(source), dtype=torch.uint8)
+    torch.as_tensor(memory, device=device.name()).copy_(staged)

@@ -1,0 +1,184 @@
+"""The process of a drain: until everything has arrived, until it is told to end, or until its trainer has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.drain.following import POLL_SECONDS, Following, Tell, alone
+from holdfast.errors import Error
+
+
+class Running:
+    """Runs a drain in this process.
+
+    Args:
+        watch: goes on until `finish`; otherwise until everything has arrived once.
+    """
+
+    def __init__(self, following: Following, tell: Tell, *, watch: bool) -> None:
+        self._following, self._tell, self._watch = following, tell, watch
+        self._condition = threading.Condition()
+        self._tickets: list[int] = []
+        self._rung = False
+        self._finishing = not watch
+
+    def ring(self, ticket: int | None = None) -> None:
+        """Asks for a sweep soon, and for an answer to a ticket when all that stands there now has arrived."""
+        with self._condition:
+            self._rung = True
+            if ticket is not None:
+                self._tickets.append(ticket)
+                self._following.moved_at = time.monotonic()
+            self._condition.notify_all()
+
+    def finish(self) -> None:
+        """Ends the drain when everything that is there has arrived."""
+        with self._condition:
+            if not self._finishing:
+                self._finishing = True
+                self._following.moved_at = time.monotonic()
+            self._condition.notify_all()
+
+    def stop(self) -> None:
+        """Ends the drain soon. What has arrived stays, and a later drain goes on from there."""
+        self._following.stop.set()
+        with self._condition:
+            self._condition.notify_all()
+
+    def run(self, source: str, target: str) -> Error | None:
+        """Returns the error that has ended the drain."""
+        try:
+            with alone(source, target, self._wait_for_lock):
+                return self._run()
+        except Error as error:
+            return error
+
+    def _wait_for_lock(self) -> bool:
+        if not self._watch or self._following.stop.is_set():
+            return False
+        self._pause(POLL_SECONDS)
+        return not (self._finishing and self._following.is_stuck())
+
+    def _run(self) -> Error | None:
+        while True:
+            with self._condition:
+                tickets, finishing, asked = list(self._tickets), self._finishing, self._rung
+                self._rung = False
+            try:
+                self._following.sweep(asked=asked or finishing or bool(tickets))
+            except Error as error:
+                if self._following.stop.is_set():
+                    return error
+                if not self._watch and error.code in _LASTING:
+                    return error
+                delay = self._following.trouble(error)
+                if self._following.is_stuck():
+                    self._answer(tickets, error)
+                    if finishing:
+                        return error
+                self._pause(delay)
+                continue
+            self._answer(tickets, None)
+            if finishing:
+                return None
+            self._pause(POLL_SECONDS)
+
+    def _answer(self, tickets: list[int], error: Error | None) -> None:
+        first = error or next(iter(self._following.failed.values()), None)
+        for ticket in tickets:
+            self._tickets.remove(ticket)
+            self._tell({"event": "synced", "ticket": ticket, "error": first and [first.code, first.message, first.errno]})
+
+    def _pause(self, seconds: float) -> None:
+        """Waits until the time is over, the bell has rung, or the drain is to end."""
+        finishing = self._finishing
+        with self._condition:
+            self._condition.wait_for(
+                lambda: self._rung or self._finishing != finishing or self._following.stop.is_set(), seconds
+            )
+
+
+# The cause is in the command or in the account: a command that runs once does not try again.
+_LASTING = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION")
+
+
+def on_signals(running: Running, watch: bool) -> None:
+    """SIGTERM ends a drain that watches when everything has arrived; the second one, or SIGINT, at once."""
+    asked = [watch]
+
+    def terminate(*_: Any) -> None:
+        if asked[0]:
+            asked[0] = False
+            # Not in the handler: the main thread may hold the lock.
+            threading.Thread(target=running.finish, daemon=True).start()
+        else:
+            threading.Thread(target=running.stop, daemon=True).start()
+
+    signal.signal(signal.SIGTERM, terminate)
+    signal.signal(signal.SIGINT, lambda *_: threading.Thread(target=running.stop, daemon=True).start())
+
+
+def follow_commands(running: Running, commands: int, trainer: int) -> None:
+    """Starts the thread that obeys a trainer's commands, one JSON line each, and sees the trainer's end.
+
+    Args:
+        commands: descriptor that they are read from.
+        trainer: its process id; it must be the parent.
+    """
+    try:
+        ends: int | None = os.pidfd_open(trainer)
+    except OSError:
+        ends = None
+    if os.getppid() != trainer:  # the number may be another process's by now
+        running.finish()
+        return
+
+    def obey() -> None:
+        pending = b""
+        poll = select.poll()
+        poll.register(commands, select.POLLIN)
+        if ends is not None:
+            poll.register(ends, select.POLLIN)
+        while True:
+            ready = {fd for fd, _ in poll.poll(1000)}
+            if commands in ready:
+                data = os.read(commands, 65536)
+                *lines, pending = (pending + data).split(b"\n")
+                for line in lines:
+                    _obey(running, json.loads(line))
+                if not data:
+                    break
+            if (ends in ready) if ends is not None else os.getppid() != trainer:
+                break
+        running.finish()
+
+    threading.Thread(target=obey, name="holdfast-drain-commands", daemon=True).start()
+
+
+def _obey(running: Running, command: dict[str, Any]) -> None:
+    if command.get("finish"):
+        running.finish()
+    running.ring(command.get("sync"))
+
+
+def tell_on(descriptor: int) -> Callable[[dict[str, Any]], None]:
+    """Writes events as JSON lines. Without a reader they are dropped."""
+    lock = threading.Lock()
+
+    def tell(event: dict[str, Any]) -> None:
+        text = json.dumps(event, separators=(",", ":")).encode() + b"\n"
+        with lock:
+            try:
+                while text:
+                    text = text[os.write(descriptor, text) :]
+            except OSError:
+                pass
+
+    return tell

@@ -1,0 +1,74 @@
+"""Which checkpoints of the first place are sent, and which go from either. Nothing is read or removed here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from holdfast import _native
+from holdfast._dcp_directories import series_of
+from holdfast.drain.options import Drain
+from holdfast.drain.places import Info, age_of
+
+
+def let_go(complete: Iterable[Info], keep_last: int, keep_every: int) -> set[str]:
+    """Names that retention removes from some checkpoints of one place, the newest of each series being the last saved."""
+    every = sorted(complete, key=age_of)
+    if not keep_last:
+        return set()
+    rows = [(c.name, c.saved_at, c.step, c.attempt, c.parent) for c in every]
+    newest = {series_of(c.name): c.name for c in every}
+    return {n for name in newest.values() for n in _native.select_for_removal(rows, keep_last, keep_every, name)}
+
+
+def _merged(there: Iterable[Info], also: Iterable[Info]) -> list[Info]:
+    """Both, the later one of a name."""
+    by_name: dict[str, Info] = {}
+    for info in sorted((*there, *also), key=age_of):
+        by_name[info.name] = info
+    return list(by_name.values())
+
+
+def missing(local: list[Info], remote: list[Info]) -> list[Info]:
+    """The local checkpoints that have not arrived, the oldest first; not those that a later one of the name has replaced."""
+    latest = {c.name: c for c in remote}
+    arrived = {c.attempt for c in remote}
+    return [c for c in local if c.attempt not in arrived and (c.name not in latest or age_of(latest[c.name]) < age_of(c))]
+
+
+def to_send(local: list[Info], remote: list[Info], options: Drain, keep_local: int, keep_local_every: int) -> list[Info]:
+    """The checkpoints to send, in the order of their saves.
+
+    A second place that gets them in this order has a beginning of the run's history at every moment, and its newest
+    checkpoint is of the same branch.
+    """
+    found = missing(local, remote)
+    gone = let_go(_merged(remote, found), options.keep_last, options.keep_every)
+    if options.behind == "skip":
+        gone |= let_go(local, keep_local, keep_local_every)
+    return [c for c in found if c.name not in gone]
+
+
+def to_remove_locally(local: list[Info], remote: list[Info], options: Drain, keep_local: int,
+                      keep_local_every: int) -> list[Info]:  # fmt: skip
+    """The local checkpoints that retention lets go: of those that have arrived.
+
+    One that the second place would let go at once, by what has arrived there, counts as arrived.
+    """
+    names = let_go(local, keep_local, keep_local_every)
+    gone = [c for c in local if c.name in names]
+    if options.behind == "skip":
+        return gone
+    absent = {c.attempt for c in missing(local, remote)}
+    return [
+        c for c in gone
+        if c.attempt not in absent or c.name in let_go(_merged(remote, [c]), options.keep_last, options.keep_every)
+    ]  # fmt: skip
+
+
+def newest(*places: list[Info]) -> list[Info]:
+    """The checkpoints of several places by the time of their saves, the newest last; of one attempt the first place's."""
+    found: dict[str, Info] = {}
+    for place in places:
+        for info in place:
+            found.setdefault(info.attempt, info)
+    return sorted(found.values(), key=age_of)

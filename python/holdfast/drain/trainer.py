@@ -1,0 +1,254 @@
+"""The trainer's side of a drain: starts its process, asks it to look, and hears what has arrived.
+
+The process is a fresh interpreter in a session of its own. It goes on when the trainer ends, until everything that was
+committed has arrived, and no error of it fails a save.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from holdfast import _native
+from holdfast._process import PerProcess
+from holdfast.drain.options import Drain
+from holdfast.drain.places import check_apart, scheme_of
+from holdfast.errors import Error, TimeoutError
+
+logger = logging.getLogger("holdfast")
+
+# "" in front of the path would be the trainer's working directory, whose files may have any name.
+_PROGRAM = """
+import sys
+package = sys.argv.pop(1)
+sys.path = [package, *(p for p in sys.path if p not in ("", package))]
+from holdfast.cli import main
+sys.exit(main())
+"""
+_RESTART_MAX = 60.0
+_TELL_AGAIN = 60.0  # seconds after which an error that goes on is logged again
+
+# For metrics: those of this process.
+drains: weakref.WeakSet[Draining] = weakref.WeakSet()
+
+
+class Draining(PerProcess):
+    """A drain of one directory.
+
+    Attributes:
+        report: ``target``, ``arrived`` (checkpoints), ``bytes_sent``, ``pending`` (checkpoints that have not arrived),
+            ``bytes_done`` and ``bytes_total`` of the one under way, ``last_arrived`` (its step), ``troubles`` (errors that
+            were tried again), ``failed`` (errors by name of the checkpoint), ``last_error``.
+    """
+
+    def __init__(self, directory: str, target: str, options: Drain, keep_last: int, keep_every: int) -> None:
+        self.target = target
+        self._given = {
+            "options": dataclasses.asdict(options), "keep_local": keep_last, "keep_local_every": keep_every,
+        }  # fmt: skip
+        self._directory, self._give_up = directory, options.give_up
+        super().__init__()
+        drains.add(self)
+
+    def clear(self) -> None:
+        """In a forked child the parent's process is not to be asked."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closing = False
+        self._tickets: dict[int, tuple[Future, float]] = {}  # with the time of the call
+        self._last_ticket = 0
+        self._logged = ("", 0.0)
+        self.report: dict[str, Any] = {
+            "target": self.target, "arrived": 0, "bytes_sent": 0, "pending": 0, "bytes_done": 0, "bytes_total": 0,
+            "last_arrived": None, "troubles": 0, "failed": {}, "last_error": None,
+        }  # fmt: skip
+
+    def start(self) -> None:
+        """Starts the process, if it does not run. An error is logged, and no save fails; the next one tries again."""
+        with self.lock:
+            if self._process is None and not self._closing:
+                try:
+                    self._spawn()
+                except OSError as error:
+                    self._trouble(f"drain to {self.target}: start its process: {error}")
+                    return
+                threading.Thread(target=self._attend, args=(self._process,), name="holdfast-drain", daemon=True).start()
+
+    def _spawn(self) -> None:
+        program = [sys.executable, "-c", _PROGRAM, str(Path(_native.__file__).parents[1]), "drain", self._directory,
+                   self.target, "--controlled", str(os.getpid())]  # fmt: skip
+        # Another session: Ctrl-C is for the trainer. Its standard error stays with it alone: a launcher may wait for its end.
+        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                         start_new_session=True)  # fmt: skip
+        self._command(self._given)
+        for ticket in self._tickets:
+            self._command({"sync": ticket})
+        if self._closing:
+            self._command({"finish": True})
+
+    def _command(self, command: dict[str, Any]) -> None:
+        """Sends a command. A process that has died gets it when it is started again."""
+        process = self._process
+        if process is not None and process.stdin is not None:
+            with contextlib.suppress(OSError, ValueError):  # dead, or seen to be dead
+                os.write(process.stdin.fileno(), json.dumps(command).encode() + b"\n")
+
+    def ring(self) -> None:
+        """Says that a checkpoint was committed."""
+        with self.lock:
+            self._command({})
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until everything that is committed now has arrived.
+
+        Raises:
+            Error: the first of a checkpoint that cannot be sent; what kept the drain from sending for `Drain.give_up`.
+            TimeoutError: it goes on after `timeout` seconds.
+        """
+        with self.lock:
+            if self._process is None:
+                if self.report["last_error"]:
+                    raise Error("UNAVAILABLE", self.report["last_error"])
+                return
+            self._last_ticket += 1
+            future: Future = Future()
+            self._tickets[self._last_ticket] = future, time.monotonic()
+            self._command({"sync": self._last_ticket})
+        self._result(future, timeout)
+
+    def _result(self, future: Future, timeout: float | None) -> None:
+        try:
+            error = future.result(timeout)
+        except builtins.TimeoutError:
+            last = self.report["last_error"]
+            raise TimeoutError("DEADLINE_EXCEEDED", f"drain to {self.target}: {self.report['pending'] or 'some'} checkpoints "
+                               "have not arrived yet" + (f"; the last error: {last}" if last else "")) from None  # fmt: skip
+        if error is not None:
+            raise Error(*error)
+
+    def close(self, timeout: float | None = None) -> None:
+        """As `wait`; the process then ends."""
+        try:
+            self.wait(timeout)
+        finally:
+            self.let_go()
+
+    def let_go(self) -> None:
+        """Ends the process when everything that is committed now has arrived, and does not wait for it."""
+        with self.lock:
+            self._closing = True
+            self._command({"finish": True})
+
+    # ---- The thread that hears the process.
+
+    def _attend(self, process: Any) -> None:
+        give_up = self._give_up
+        delay = 1.0
+        while True:
+            began, stdin = time.monotonic(), process.stdin
+            for line in process.stdout:
+                self._hear(line)
+            status = process.wait()
+            with self.lock:
+                if self._process is not process:  # a forked child's
+                    return
+                stdin.close()
+                # It has done what it was asked to, or has said what keeps it from that.
+                is_done = status in (0, 2) and not self._tickets
+                if is_done or (self._closing and delay >= _RESTART_MAX):
+                    self._process = None
+                    last = self.report["last_error"] or f"drain to {self.target}: its process has ended"
+                    self._answer_all(["UNAVAILABLE", last, 0])
+                    return
+            delay = 1.0 if time.monotonic() - began > 60 else min(_RESTART_MAX, delay * 2)
+            self._trouble(f"drain to {self.target}: its process has ended with status {status}; it is started again "
+                          f"in {delay:.0f} s")  # fmt: skip
+            time.sleep(delay)
+            with self.lock:
+                self._answer_all(["UNAVAILABLE", self.report["last_error"], 0], waiting=give_up)
+                try:
+                    self._spawn()
+                except OSError as error:
+                    self._trouble(f"drain to {self.target}: start its process: {error}")
+                    continue
+                process = self._process
+
+    def _answer_all(self, error: list[Any] | None, waiting: float = 0.0) -> None:
+        """Ends the waits that have lasted for at least so many seconds."""
+        for ticket, (future, since) in list(self._tickets.items()):
+            if time.monotonic() - since >= waiting:
+                del self._tickets[ticket]
+                future.set_result(error)
+
+    def _hear(self, line: bytes) -> None:
+        try:
+            event = json.loads(line)
+            kind = event["event"]
+        except (ValueError, KeyError, TypeError):
+            logger.warning("drain to %s: %s", self.target, line.decode(errors="backslashreplace").rstrip())
+            return
+        report = self.report
+        if kind == "progress":
+            report.update({k: v for k, v in event.items() if k in ("pending", "bytes_done", "bytes_total")})
+        elif kind == "arrived":
+            report["arrived"] += 1
+            report["bytes_sent"] += event["bytes_sent"]
+            report["last_arrived"], report["last_error"] = event["step"], None
+            logger.info("drained %s to %s: %d bytes, %.3f s, proven by %s", event["name"], self.target, event["bytes_sent"],
+                        event["seconds"], "reading back" if event["verified"] == "read" else "the store's checksum")  # fmt: skip
+        elif kind == "failed":
+            report["failed"][event["name"]] = event["message"]
+            report["last_error"] = event["message"]
+            logger.error("drain %s to %s: %s", event["name"], self.target, event["message"])
+        elif kind == "trouble":
+            report["troubles"] += 1
+            self._trouble(event["message"])
+        elif kind == "removed":
+            logger.debug("drain to %s: removed %s of the %s: %s", self.target, event["name"], event["place"], event["why"])
+        elif kind == "synced":
+            report["pending"] = 0 if event["error"] is None else report["pending"]
+            with self.lock:
+                waiting = self._tickets.pop(event["ticket"], None)
+            if waiting is not None:
+                waiting[0].set_result(event["error"])
+        elif kind == "ended" and event["error"]:
+            self._trouble(event["error"][1])
+            with self.lock:
+                self._answer_all(event["error"])
+
+    def _trouble(self, message: str) -> None:
+        """Logs an error once, and again when it goes on."""
+        self.report["last_error"] = message
+        text, at = self._logged
+        if text != message or time.monotonic() - at > _TELL_AGAIN:
+            self._logged = message, time.monotonic()
+            logger.warning("%s", message)
+
+
+def checked_target(directory: str, target: str | os.PathLike[str]) -> str:
+    """The second place of a directory as the process gets it: an absolute path, or a URL for which `obstore` is there.
+
+    Raises:
+        Error: UNIMPLEMENTED, INVALID_ARGUMENT.
+    """
+    text = os.fsdecode(target)
+    check_apart(directory, text)
+    scheme = scheme_of(text)
+    if not scheme:
+        return os.path.abspath(text)
+    if scheme != "file":
+        from holdfast.drain.object_store import find_library
+
+        find_library()
+    return text

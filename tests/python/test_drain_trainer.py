@@ -1,0 +1,218 @@
+"""`Checkpointer(drain_to=...)`: the process beside the trainer, both places in one listing, and loads from the second one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3_server
+import torch
+from command_line import holdfast as command
+
+import holdfast
+from holdfast.drain import Drain, contents, copying
+from holdfast.drain.places import open_place
+from holdfast.errors import Error
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MIB = 1 << 20
+formats = pytest.mark.parametrize("format", ["holdfast", "dcp"])
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[s3_server.Server]:
+    with s3_server.serving() as running:
+        yield running
+
+
+@pytest.fixture
+def url(server: s3_server.Server, request: pytest.FixtureRequest) -> Iterator[str]:
+    server.faults.__init__()  # type: ignore[misc]
+    yield f"s3://{s3_server.BUCKET}/{request.node.name}"
+
+
+@contextlib.contextmanager
+def opened(run: Path, url: str, storage: dict[str, str], keep_last: int = 1, format: str = "holdfast", **of_drain: Any):
+    options = Drain(storage=storage, **{"give_up": 60.0, **of_drain})
+    with holdfast.Checkpointer(run, arena_bytes=64 * MIB, keep_last=keep_last, format=format, drain_to=url, drain=options) as c:
+        yield c
+
+
+def state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((3 * MIB,), float(value)), "b": torch.arange(7) + float(value)}
+
+
+@formats
+def test_a_node_is_lost_and_the_run_goes_on(format: str, tmp_path: Path, server: s3_server.Server, url: str) -> None:
+    with opened(tmp_path / "run", url, server.storage(), format=format) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state(step), step)
+        checkpointer.flush(drain=True)
+        report = checkpointer.drain_report
+        assert (report["arrived"], report["pending"], report["last_arrived"]) == (3, 0, 3)
+        assert [c["name"] for c in checkpointer.list()] == ["step-1", "step-2", "step-3"]
+        assert checkpointer.newest()["path"] == str(tmp_path / "run/step-3")  # the one at hand
+    assert [n for n in os.listdir(tmp_path / "run") if not n.startswith(".")] == ["step-3"]
+    shutil.rmtree(tmp_path / "run")
+
+    with opened(tmp_path / "new", url, server.storage(), format=format) as checkpointer:
+        last = checkpointer.newest()
+        assert last is not None and (last["step"], last["path"]) == (3, f"{url}/step-3")
+        into = state(-1.0)
+        checkpointer.load(into=into)
+        assert all(torch.equal(into[k], state(3)[k]) for k in into)
+        checkpointer.load(2, into=into)
+        assert into["w"][0] == 2.0
+        checkpointer.load(3, into=into)
+        checkpointer.save(into, 4)
+        assert checkpointer.newest()["parent"] == last["attempt"]  # the line of the run goes on
+
+
+def test_a_load_reads_ranges_and_proves_them(tmp_path: Path, server: s3_server.Server, url: str) -> None:
+    with opened(tmp_path / "run", url, server.storage()) as checkpointer:
+        checkpointer.save(state(1), 1)
+    path = f"{url}/step-1"
+    server.faults.seen.clear()
+    one = holdfast.open(path, storage=server.storage())
+    assert torch.equal(one["b"], state(1)["b"]) and set(one) == {"w", "b"}
+    assert one.report["bytes_read"] < 5 * MIB and "s3://" in one.report["engine_reason"]
+    whole = holdfast.load(path, storage=server.storage())
+    assert torch.equal(whole["w"], state(1)["w"])
+    server.faults.seen.clear()
+    holdfast.load(path, whole, storage=server.storage())  # in place: proven before the first tensor changes
+    ranges = [at for method, at in server.faults.seen if method == "GET" and at.endswith("model-00000-of-00001.safetensors")]
+    assert len(ranges) == 4  # each chunk of 12 MiB and a header once
+    far = open_place(url, server.storage())
+    (info,) = far.complete()[0]
+    data = max(contents.contents_of(far, info).data, key=lambda f: f.bytes)
+    stored = bytearray(far.read("step-1", data.name))
+    stored[6 * MIB] ^= 1
+    far._library.put(far._store, f"step-1/{data.name}", bytes(stored))
+    into = state(5)
+    with pytest.raises(Error, match="another digest") as refused:
+        holdfast.load(path, into, storage=server.storage())
+    assert refused.value.code == "DATA_LOSS" and into["w"][0] == 5  # as it was
+    assert len(copying.verify(far, info)[0]) == 1
+
+
+def test_failures_of_the_store_fail_no_save(tmp_path: Path, server: s3_server.Server, url: str,
+                                            caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    server.faults.refuse = 403
+    with opened(tmp_path / "run", url, server.storage(), give_up=1.0) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state(step), step)
+        with pytest.raises(Error, match="HTTP status 403") as refused:
+            checkpointer.wait_drained(60)
+        assert refused.value.code == "PERMISSION_DENIED"
+        assert "HTTP status 403" in caplog.text and checkpointer.drain_report["troubles"] >= 1
+        assert len([n for n in os.listdir(tmp_path / "run") if n.startswith("step")]) == 3  # keep_last=1 waits
+        with pytest.raises(Error, match="HTTP status 403"):
+            checkpointer.newest()  # a run must not begin anew because of that
+        server.faults.refuse = 0
+        checkpointer.wait_drained(60)
+        assert [n for n in os.listdir(tmp_path / "run") if n.startswith("step")] == ["step-3"]
+
+
+def test_the_process_is_killed_and_comes_back(tmp_path: Path, server: s3_server.Server, url: str,
+                                              caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    server.faults.bytes_per_second = 20 * MIB
+    with opened(tmp_path / "run", url, server.storage()) as checkpointer:
+        checkpointer.save(state(1), 1)
+        first = checkpointer._draining._process
+        os.kill(first.pid, signal.SIGKILL)
+        checkpointer.save(state(2), 2)
+        checkpointer.wait_drained(60)
+        assert checkpointer._draining._process.pid != first.pid and "it is started again" in caplog.text
+    assert [c.name for c in open_place(url, server.storage()).complete()[0]] == ["step-1", "step-2"]
+
+
+_TRAINER = """
+import os, signal, sys, torch, holdfast
+run, url, endpoint, how = sys.argv[1:]
+storage = {"endpoint": endpoint, "access_key_id": "key", "secret_access_key": "secret", "region": "us-east-1"}
+c = holdfast.Checkpointer(run, arena_bytes=64 << 20, drain_to=url, drain=holdfast.Drain(storage=storage))
+for step in (1, 2):
+    c.save({"w": torch.full((3 << 20,), float(step))}, step)
+print(c._draining._process.pid, flush=True)
+if how == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if how == "term":
+    os.kill(c._draining._process.pid, signal.SIGTERM)
+    c.save({"w": torch.full((3 << 20,), 3.0)}, 3)
+    c.close()
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "term"])
+def test_what_was_committed_arrives_after_the_trainers_end(how: str, tmp_path: Path, server: s3_server.Server, url: str) -> None:
+    server.faults.bytes_per_second = 15 * MIB
+    done = subprocess.run([sys.executable, "-c", _TRAINER, str(tmp_path / "run"), url, server.endpoint, how],
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == (-signal.SIGKILL if how == "kill" else 0), done.stderr
+    deadline = time.monotonic() + 60
+    while os.path.exists(f"/proc/{int(done.stdout)}") and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not os.path.exists(f"/proc/{int(done.stdout)}")
+    far = open_place(url, server.storage())
+    found = [c.name for c in far.complete()[0]]
+    assert found == (["step-1", "step-2", "step-3"] if how == "term" else ["step-1", "step-2"])
+    assert all(copying.verify(far, c)[0] == [] for c in far.complete()[0])
+
+
+def test_a_fork_of_the_trainer_leaves_the_process_alone(tmp_path: Path, server: s3_server.Server, url: str) -> None:
+    with opened(tmp_path / "run", url, server.storage()) as checkpointer:
+        checkpointer.save(state(1), 1)
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if checkpointer._draining._process is None and checkpointer.drain_report["arrived"] == 0 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        checkpointer.wait_drained(60)
+
+
+def test_a_directory_as_the_second_place(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, keep_last=1, drain_to=tmp_path / "far") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state(step), step)
+    shutil.rmtree(tmp_path / "run")
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far") as checkpointer:
+        into = state(0)
+        checkpointer.load(into=into)
+        assert into["w"][0] == 2 and [c["step"] for c in checkpointer.list()] == [1, 2]
+
+
+def test_the_commands_take_urls(tmp_path: Path, server: s3_server.Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key, value in server.storage().items():
+        monkeypatch.setenv("AWS_" + key.upper(), value)
+    with opened(tmp_path / "run", url, {}) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state(step), step)
+    listed = command("ls", url, "--json", torch=False).json["checkpoints"]
+    assert [(c["name"], c["state"], c["path"]) for c in listed] == [
+        ("step-2", "newest", f"{url}/step-2"), ("step-1", "complete", f"{url}/step-1"),
+    ]  # fmt: skip
+    done = command("verify", url, torch=False)
+    assert done.status == 0 and done.out.count(": sound: ") == 2
+    open_place(url)._delete([f"{open_place(url).path('step-1').rpartition('/')[2]}/model-00000-of-00001.safetensors"])
+    done = command("verify", url, torch=False)
+    assert done.status == 2 and "step-1" in done.out and done.out.count(": sound: ") == 1
+    assert command("ls", url, "--json", torch=False).json["checkpoints"][-1]["state"] == "damaged"
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    for options in ({"keep_last": -1}, {"verify": "maybe"}, {"bytes_per_second": 0}, {"behind": "x"}, {"nice": 20}):
+        with pytest.raises(ValueError, match=f"Drain: {next(iter(options))}"):
+            Drain(**options)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="drain_to="):
+        holdfast.Checkpointer(tmp_path, drain=Drain())
+    with pytest.raises(ValueError, match="they are one place"):
+        holdfast.Checkpointer(tmp_path, drain_to=f"{tmp_path}/")
+    assert "secret" not in repr(Drain(storage={"secret_access_key": "secret"}))
