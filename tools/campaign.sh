@@ -6,9 +6,9 @@
 # HOURS  of testing, after the builds; 0.1 is a rehearsal of six minutes. Root sees more: small file systems, limits.
 # DIR    on the file system to try. The report is DIR/report.md; each part's log and report stand beside it.
 #
-# The parts, one after the other: integrity-fuzz (two fifths of the time), power cuts of its rounds, the same rounds with
-# other savers, kills and hostile allocators of the runtime's tests (a quarter), fuzzers of every parser (the rest). Exit status 0
-# if no part found anything, 1 otherwise.
+# The parts, one after the other: integrity-fuzz (a quarter of the time), its faults and kills at every step, power cuts of
+# its rounds, the same rounds with other savers, faults, kills and hostile allocators of the runtime's tests (a quarter),
+# fuzzers of every parser (the rest). Exit status 0 if no part found anything, 1 otherwise.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -66,7 +66,11 @@ if ! cmake --preset fuzz >>"$out/build.log" 2>&1 || ! cmake --build --preset fuz
 fi
 
 bin=build/venv/bin
-part rounds "$(($(share 40) + 900))" "$bin/integrity-fuzz" --time "$(share 40)s" --seed "$seed" --dir "$out" --report "$out/rounds.json"
+part rounds "$(($(share 26) + 900))" "$bin/integrity-fuzz" --time "$(share 26)s" --seed "$seed" --dir "$out" --report "$out/rounds.json"
+part steps "$(($(share 12) + 900))" "$bin/integrity-fuzz" --faults --kills --time "$(share 12)s" --seed "$seed" --dir "$out" \
+  --report "$out/steps.json"
+part pairs "$(($(share 2) + 900))" "$bin/integrity-fuzz" --faults --kills --pairs --per-script 20 --time "$(share 2)s" \
+  --seed "$seed" --dir "$out" --report "$out/pairs.json"
 part savers "$(($(share 10) + 900))" "$bin/integrity-fuzz" --savers holdfast.dcp,dcp-thread,dcp-process \
   --time "$(share 3)s" --seed "$seed" --dir "$out"
 if [ "$(id -u)" = 0 ]; then
@@ -75,7 +79,7 @@ else
   left_out power_cuts "mounting a recorded disk needs root"
 fi
 export HOLDFAST_LONG=1
-for test in dead_writes lifetime_stress worker_fault recovery_crash single_file_crash orphan_worker trainer_killed; do
+for test in ring_faults dead_writes lifetime_stress worker_fault recovery_crash single_file_crash orphan_worker trainer_killed; do
   part "$test" "$(share 3)" ctest --preset release -R "/$test"
 done
 if [ "$fuzz" = 0 ]; then
@@ -106,6 +110,12 @@ fi
   echo
   echo '```'
   grep -v '^[0-9]* rounds in [0-9]* s, ' "$out/rounds.log" || true
+  echo '```'
+  echo
+  echo "## Faults and kills at every step"
+  echo
+  echo '```'
+  cat "$out/steps.log" "$out/pairs.log" 2>/dev/null || true
   echo '```'
   echo
   echo "## Power cuts"

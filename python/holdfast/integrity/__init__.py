@@ -68,6 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--power-cuts", default="", metavar="FS,...", help="run the rounds on recorded disks with these file systems "
         "(ext4, xfs, btrfs), and judge what a power cut at any moment leaves; needs root")  # fmt: skip
     add("--cuts", type=int, default=20, metavar="N", help="cuts of a round beside those at each flush (default: 20)")
+    add("--faults", action="store_true", help="make each system call of scripts of saves, recoveries and loads fail with each "
+        "error, once")  # fmt: skip
+    add("--kills", action="store_true", help="kill trainers, workers, recoveries and readers of these scripts at each call")
+    add("--scripts", default="", metavar="NAME,...", help="only these scripts of --faults and --kills")
+    add("--per-script", type=int, default=0, metavar="N", help="so many runs of each script, drawn (default: all)")
+    add("--pairs", action="store_true", help="two faults or kills in each run")
     add("--json", action="store_true", help="print the report as JSON in place of the summary")
     return parser
 
@@ -185,10 +191,47 @@ def _cut_power(arguments: argparse.Namespace) -> int:
     return ESCAPED if escapes else 0
 
 
+def _break_steps(arguments: argparse.Namespace, scratch: str) -> int:
+    """Faults and kills at every step of scripts; the status says whether one had a result that it must not."""
+    from holdfast.integrity import injection, steps
+
+    names = tuple(n for n in arguments.scripts.split(",") if n)
+    if unknown := set(names) - set(steps.NAMES):
+        raise ValueError(f"--scripts: there is no {', '.join(sorted(unknown))}; there is {', '.join(steps.NAMES)}")
+    if reason := injection.why_not():
+        raise OSError(f"--faults, --kills: {reason}")
+    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
+    made = steps.Campaign(arguments.dir or scratch, seed, names, arguments.faults, arguments.kills, arguments.pairs)
+    tell = _on_stderr if arguments.json else print
+    interrupted = False
+    try:
+        if _is_step(arguments.replay):
+            made.replay(arguments.replay, max(1, arguments.repeat), tell)
+        else:
+            tell(f"seed {seed}")
+            made.run(arguments.rounds, arguments.time, tell, arguments.per_script)
+    except KeyboardInterrupt:
+        interrupted = True
+    if arguments.report:
+        with open(arguments.report, "w", encoding="utf-8") as file:
+            json.dump(made.as_json(), file, indent=1)
+    print(json.dumps(made.as_json(), indent=1) if arguments.json else made.summary())
+    if made.escapes:
+        return ESCAPED
+    return INTERRUPTED if interrupted else 0
+
+
+def _is_step(text: str) -> bool:
+    """Whether the schedule to replay is one of --faults or --kills, as ``save/spawn/pwrite,worker:fsync:1:EIO``."""
+    return bool(text) and text[0] not in "@{"
+
+
 def _run(arguments: argparse.Namespace, scratch: str) -> int:
     from holdfast.integrity import campaign
 
     campaign.prepare_process()
+    if arguments.faults or arguments.kills or _is_step(arguments.replay):
+        return _break_steps(arguments, scratch)
     if arguments.savers:
         return _compare(arguments, scratch)
     if arguments.power_cuts:

@@ -70,9 +70,6 @@ def damaged(path: str, attempt: str, others: list[str], given: dict[str, Any]) -
     choose = random.Random(given["key"])
     kind = given["kind"]
     names = _files(path, attempt)
-    if kind == "remove":
-        # Without its commit record it is a checkpoint of an earlier version, which is proven by its manifests.
-        names = [name for name in names if not name.startswith("holdfast.commit")]
     name = choose.choice(names)
     file = os.path.join(path, name)
     data = _read(file)

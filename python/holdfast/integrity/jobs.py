@@ -7,11 +7,12 @@ import multiprocessing
 import os
 import select
 import signal
+import socket
 import time
 from multiprocessing import forkserver
 from typing import Any
 
-from holdfast.integrity import peers, processes, trainer
+from holdfast.integrity import injection, peers, processes, trainer
 
 TIME_SILENT_MAX = 400.0  # seconds without a line from any trainer of a life
 # Trainers are forked by a server that has imported PyTorch and used nothing of it.
@@ -33,25 +34,38 @@ class Life:
     Args:
         round_, life: what the trainers do.
         directory, scratch, plant: as of `trainer.main`.
+        injector: answers system calls of the trainers and of what they start.
     """
 
-    def __init__(self, round_: dict[str, Any], life: int, directory: str, scratch: str, plant: str = "") -> None:
+    def __init__(self, round_: dict[str, Any], life: int, directory: str, scratch: str, plant: str = "",
+                 injector: injection.Injector | None = None) -> None:  # fmt: skip
         self.lines: list[dict[str, Any]] = []
         self.problem = ""
         self._processes = []
         self._pipes: dict[int, tuple[Any, Any, bytearray]] = {}
         self._continue: list[tuple[float, Any]] = []
+        waiting: list[Any] = []
         for job in range(round_["jobs"]):
             for rank in range(round_["ranks"]):
                 read, write = _context.Pipe(duplex=False)
                 made = (peers if "saver" in round_ else trainer).Trainer
+                theirs = None
+                if injector:
+                    mine, theirs = socket.socketpair()
                 process = _context.Process(
-                    target=trainer.main, args=(made, rank, round_, life, job, directory, scratch, write, plant)
+                    target=trainer.main, args=(made, rank, round_, life, job, directory, scratch, write, plant, theirs)
                 )
                 process.start()
                 write.close()
+                if theirs is not None:
+                    theirs.close()
+                    waiting.append((mine, process.pid, f"trainer {rank}"))
                 self._processes.append(process)
                 self._pipes[read.fileno()] = (read, process, bytearray())
+
+        for channel, pid, role in waiting:
+            assert injector is not None
+            injector.accept(channel, pid, role)
 
     def run(self) -> None:
         """Listens until all have ended; kills what is silent for too long, and says so in `problem`."""
@@ -116,3 +130,46 @@ def run_and_kill(body: Any, arguments: tuple[Any, ...], seconds: float) -> None:
     process.kill()
     process.join()
     process.close()
+
+
+def run_injected(body: Any, arguments: tuple[Any, ...], injector: injection.Injector, role: str) -> tuple[Any, int]:
+    """Runs `body` in a process of its own, whose system calls the injector answers.
+
+    Args:
+        body, arguments: a function of a module, and what it is called with.
+        injector: of this run.
+        role: of the process.
+
+    Returns:
+        What it returned, None where it did not; and its exit status.
+    """
+    read, write = _context.Pipe(duplex=False)
+    mine, theirs = socket.socketpair()
+    process = _context.Process(target=_injected, args=(body, arguments, theirs, write))
+    process.start()
+    write.close()
+    theirs.close()
+    injector.accept(mine, process.pid or 0, role)
+    result = None
+    with read:
+        try:
+            if read.poll(TIME_SILENT_MAX):
+                result = read.recv()
+            else:
+                process.kill()
+        except EOFError:
+            pass
+    process.join()
+    status = process.exitcode
+    process.close()
+    injector.close()
+    return result, status or 0
+
+
+def _injected(body: Any, arguments: tuple[Any, ...], channel: socket.socket, out: Any) -> None:
+    trainer.prepare()
+    injection.install(channel)
+    result = body(*arguments)
+    injection.mark("end")
+    out.send(result)
+    os._exit(0)

@@ -37,6 +37,10 @@ _CODES = {
     "limit-files": {"RESOURCE_EXHAUSTED"},
     "disk": {"RESOURCE_EXHAUSTED"},
     "exit-trainer": {"CANCELLED", "ABORTED"},
+    "fault": {  # a system call's error: all that has a reason of the system
+        "ABORTED", "ALREADY_EXISTS", "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND",
+        "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNIMPLEMENTED",
+    },
 }
 # What the other ranks of a save may say: one has failed, or gives no sign of life. In DCP they say what it
 # said, or that it is gone.
@@ -146,6 +150,7 @@ class Judge:
             elif event == "crashed":
                 self.blame("v", f"a trainer failed: {line['errors']}")
         self._look_for_outcomes(lines)
+        self._look_for_more_failures(lines)
 
     def _new(self, number: int, line: dict[str, Any]) -> Made:
         name = schedule.name_of(self.round, self._actions[number], line["job"])
@@ -192,6 +197,13 @@ class Judge:
             if line["event"] == "called" and (line["job"], line["rank"]) in ended:
                 if line["rank"] not in self.made[line["n"]].outcomes:
                     self.blame("v", f"the outcome of save {line['n']} was never told on rank {line['rank']}")
+
+    def _look_for_more_failures(self, lines: list[dict[str, Any]]) -> None:
+        """One fault fails one save: the next one works."""
+        fired = [line["kind"] for line in lines if line["event"] == "fired"]
+        failed = {line["n"] for line in lines if line["event"] in ("failed", "refused")}
+        if fired and set(fired) == {"fault"} and len(failed) > len(fired):
+            self.blame("v", f"{len(fired)} faults failed the saves {sorted(failed)}")
 
     # ---- What is on the disk.
 

@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast import _recent
+
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
 
@@ -48,6 +50,8 @@ def held(in_group: bool) -> collections.Counter[str]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             link = os.readlink(f"/proc/self/fd/{fd}")
+            if link.startswith(f"/memfd:{_recent.NAME}"):
+                continue  # one for the life of a process that saves
             of = link if link.startswith("anon_inode") else link.split(":")[0]
             if not in_group or of not in _OF_GROUPS:
                 found["descriptor of " + of] += 1

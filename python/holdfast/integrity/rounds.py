@@ -9,10 +9,10 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.integrity import jobs, judge, peers, processes, schedule
+from holdfast.integrity import injection, jobs, judge, peers, processes, schedule
 
 TIME_ORPHANS_MAX = 180.0  # seconds in which the workers of dead trainers have to end
 LOG_BYTES = 4000
@@ -49,13 +49,15 @@ def _file_system(directory: str, mib: int) -> Iterator[str]:
             subprocess.run(["umount", "--lazy", directory], capture_output=True, check=False)
 
 
-def run(round_: dict[str, Any], directory: str, plant: str = "") -> Result:
+def run(round_: dict[str, Any], directory: str, plant: str = "",
+        inject: Callable[[str], injection.Injector] | None = None) -> Result:  # fmt: skip
     """Runs a round in a directory of its own, which is removed afterwards.
 
     Args:
         round_: of `schedule.draw`.
         directory: on the file system that is tried.
         plant: as of `trainer.main`.
+        inject: makes the injector of the first life, given the directory of the checkpoints.
     """
     began = time.monotonic()
     base = os.path.join(directory, f"round-{os.getpid()}-{round_['number']}")
@@ -69,7 +71,8 @@ def run(round_: dict[str, Any], directory: str, plant: str = "") -> Result:
             run_ = os.path.join(disk, "run")
             made = (peers if "saver" in round_ else judge).Judge(round_, run_)
             for life in range(len(round_["lives"])):
-                _live(round_, life, run_, scratch, made, plant)
+                injector = inject(run_) if inject and life == 0 else None
+                _live(round_, life, run_, scratch, made, plant, injector)
                 if made.problems:
                     break
         return Result(made.problems, made.counts, _logs(scratch), time.monotonic() - began)
@@ -77,10 +80,13 @@ def run(round_: dict[str, Any], directory: str, plant: str = "") -> Result:
         shutil.rmtree(base, ignore_errors=True)
 
 
-def _live(round_: dict[str, Any], life: int, directory: str, scratch: str, made: judge.Judge, plant: str) -> None:
+def _live(round_: dict[str, Any], life: int, directory: str, scratch: str, made: judge.Judge, plant: str,
+          injector: injection.Injector | None) -> None:  # fmt: skip
     orphans = processes.Orphans()
-    trainers = jobs.Life(round_, life, directory, scratch, plant)
+    trainers = jobs.Life(round_, life, directory, scratch, plant, injector)
     trainers.run()
+    if injector:
+        trainers.lines += [injection.line(fired) for fired in injector.fired]
     made.hear(trainers.lines, round_["lives"][life])
     if trainers.problem:
         made.blame("v", trainers.problem)
@@ -88,6 +94,8 @@ def _live(round_: dict[str, Any], life: int, directory: str, scratch: str, made:
     left = orphans.wait(TIME_ORPHANS_MAX)
     if left:
         made.blame("iv", f"processes that outlive their trainers by {TIME_ORPHANS_MAX:g} s: {left}")
+    if injector:
+        injector.close()
     if round_["kill_recover"] is not None and os.path.isdir(directory):
         jobs.run_and_kill(judge.recover, (directory,), round_["kill_recover"])
         made.counts["event kill-recover"] += 1

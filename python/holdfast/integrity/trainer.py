@@ -16,6 +16,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -31,7 +32,7 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast import _devices, handle
-from holdfast.integrity import readers, schedule, states
+from holdfast.integrity import injection, readers, schedule, states
 from holdfast.integrity.processes import children, held
 from holdfast.integrity.slow_device import SlowDevice
 
@@ -62,12 +63,13 @@ class Trainer:
         self._moves = 0
         self._rate = 0
         self.over: set[int] = set()  # numbers of the saves that have ended
+        self.is_injected = False  # the driver counts this process's system calls
         kinds = {a["event"]["kind"] for a in self.actions if "event" in a}
         self._options: dict[str, Any] = {
             "arena_bytes": schedule.ARENA, "launcher": round_["launcher"], "engine": round_["engine"],
             "read_back": round_["read_back"], "second_look": round_["second_look"],
             "trainer_death": round_["trainer_death"], "on_sealed": self._sealed,
-            "time_liveness_max": TIME_MISSED if kinds & set(schedule.DEADLY) else TIME_LIVENESS_MAX,
+            "time_liveness_max": TIME_MISSED if kinds & {*schedule.DEADLY, "step"} else TIME_LIVENESS_MAX,
             "time_memory_max": TIME_OUTCOME_MAX / 2,
             "time_stalled_max": TIME_HUNG if "hang-worker" in kinds else TIME_STALLED_MAX,
             "time_ranks_max": TIME_OUTCOME_MAX / 2,
@@ -77,6 +79,8 @@ class Trainer:
     def tell(self, event: str, **values: Any) -> None:
         line = json.dumps({"event": event, "rank": self.rank, "job": self.job, "at": time.time_ns(), **values})
         os.write(self._out, line.encode() + b"\n")
+        if self.is_injected:
+            injection.mark(f"{event} {values.get('n', 0)}")
 
     # ---- The life.
 
@@ -147,6 +151,8 @@ class Trainer:
         event = action.get("event")
         mine = event if event and event["rank"] == self.rank else None
         self._set_rate(action.get("rate", 0))
+        if self.round["door"] == "dcp":
+            os.makedirs(self.directory, exist_ok=True)
         self.tell("call", n=number)
         if mine:
             self._begin_event(number, mine)
@@ -191,7 +197,6 @@ class Trainer:
         if self._checkpointer is not None:
             return self._checkpointer.save_async(state, action["step"], name=name)
         if self.is_dcp:
-            os.makedirs(self.directory, exist_ok=True)
             return holdfast.dcp.async_save(state, checkpoint_id=path)
         return holdfast.save_async(
             state, path, step=action["step"], replace=round_["replace"], when_full=round_["when_full"],
@@ -307,7 +312,7 @@ class Trainer:
         kind = event["kind"]
         if kind in ("change-sealed", "change-and-restore"):
             self._change = self._changer(number, kind, event["seconds"])
-        elif kind not in ("limit-size", "limit-files"):
+        elif kind not in ("limit-size", "limit-files", "step"):
             known = handle.in_flight()
             thread = threading.Thread(target=self._hit, args=(number, event, known, children()), daemon=True)
             self.hits.append(thread)
@@ -439,8 +444,19 @@ def _exit(*_: Any) -> None:
     raise _Exit(0)
 
 
+def prepare() -> None:
+    """What holds for every process that saves or reads in a campaign."""
+    faulthandler.enable(sys.stderr)
+    faulthandler.register(signal.SIGUSR2, sys.stderr)
+    signal.signal(signal.SIGUSR1, _exit)
+    warnings.simplefilter("ignore")
+    for name in ("holdfast", "torch.distributed"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    torch.set_num_threads(1)
+
+
 def main(kind: type[Trainer], rank: int, round_: dict[str, Any], life: int, job: int, directory: str, scratch: str,
-         out: Connection, plant: str) -> None:  # fmt: skip
+         out: Connection, plant: str, channel: socket.socket | None) -> None:  # fmt: skip
     """The body of a trainer's process.
 
     Args:
@@ -450,17 +466,13 @@ def main(kind: type[Trainer], rank: int, round_: dict[str, Any], life: int, job:
         scratch: for logs and the store of the process group.
         out: where it tells.
         plant: "MODULE:FUNCTION", a deliberate mistake that is made first: for tests of this program.
+        channel: of `injection.install`, where the driver counts system calls.
     """
     log = os.open(os.path.join(scratch, f"trainer-{job}-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    faulthandler.enable(sys.stderr)
-    faulthandler.register(signal.SIGUSR2, sys.stderr)
-    signal.signal(signal.SIGUSR1, _exit)
-    warnings.simplefilter("ignore")
-    logging.getLogger("holdfast").setLevel(logging.CRITICAL)
-    torch.set_num_threads(1)
+    prepare()
     ranks = round_["ranks"]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     if plant:
@@ -474,6 +486,9 @@ def main(kind: type[Trainer], rank: int, round_: dict[str, Any], life: int, job:
             timeout=timedelta(seconds=TIME_OUTCOME_MAX),
         )  # fmt: skip
     trainer = kind(rank, round_, life, job, directory, out.fileno())
+    if channel is not None:
+        injection.install(channel)
+        trainer.is_injected = True
     try:
         trainer.run()
     except _Exit:

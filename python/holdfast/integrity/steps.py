@@ -1,0 +1,537 @@
+"""Faults and kills at every step: a script runs again and again, each time with another of its system calls failing, short,
+or the last of its process.
+
+A script is first run without a fault. The calls that concern it are its steps: those of the trainers on what is below the
+directory and on shared memory, all that start and watch processes, and every call of the workers. Then each of its steps
+is run with each error that the call can return, or with a kill. What is left is recovered and held against the model.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import itertools
+import logging
+import os
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import holdfast
+import holdfast.dcp
+from holdfast.integrity import injection, jobs, judge, processes, readers, rounds, schedule
+from holdfast.integrity.injection import Injection, Injector, Step
+
+SPEC = {"tensors": 4, "bytes": 120_000, "wide": False, "objects": True}
+_WAIT = {"do": "wait"}
+_TURN = 8  # runs of a script before the next has its turn
+_LEAVE_RUNS = 4  # kinds of what a crash leaves, of which recoveries begin
+# Scripts of saves: door, ranks, and what else their round has.
+_SAVES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "save": ("save_async", 1, {"read_back": True}),
+    "replace": ("save_async", 1, {"replace": True, "one_name": True}),
+    "retention": ("checkpointer", 1, {"keep_last": 1}),
+    "ranks": ("save_async", 2, {"replace": True}),
+    "dcp": ("checkpointer-dcp", 1, {"keep_last": 1}),
+    "dcp-ranks": ("dcp", 2, {}),
+}
+OTHERS = ("first", "file", "recovery", "reading", "dcp-reading")
+NAMES = (*_SAVES, *OTHERS)
+Problem = dict[str, str]
+
+
+def scripts(names: tuple[str, ...] = ()) -> list[str]:
+    """Every script with a launcher and an engine: ``"replace/spawn/pwrite"``."""
+    found = []
+    for name in names or NAMES:
+        if name in ("recovery", "reading", "dcp-reading"):
+            found += [f"{name}/spawn/pwrite"] if name != "recovery" else [f"{name}/{i}/pwrite" for i in range(_LEAVE_RUNS)]
+        else:
+            found += ["/".join((name, *of)) for of in itertools.product(schedule.LAUNCHERS, ("pwrite", "io_uring"))]
+    return found
+
+
+def _round(script: str, kill: bool) -> dict[str, Any]:
+    name, launcher, engine = script.split("/")
+    door, ranks, given = _SAVES.get(name, ("save_async", 1, {}))
+    numbers, step = itertools.count(1), itertools.count(1)
+
+    def save() -> dict[str, Any]:
+        made = {"do": "save", "n": next(numbers), "step": next(step), "mutate": True, "rate": 0, "spec": SPEC}
+        return {**made, "event": {"kind": "step", "rank": 0}} if kill else made
+
+    lives = [[save(), _WAIT, save(), _WAIT, save(), _WAIT]] + ([[save(), _WAIT]] if kill else [])
+    return {
+        "seed": 1, "number": 0, "ranks": ranks, "jobs": 1, "same_names": False, "door": door, "launcher": launcher,
+        "engine": engine, "device": "cpu", "read_back": False, "second_look": False, "trainer_death": "finish",
+        "when_full": "wait", "replace": False, "one_name": False, "keep_last": 0, "disk": 0, "lives": lives,
+        "kill_recover": None, "corruptions": [], **given,
+    }  # fmt: skip
+
+
+class Run:
+    """What a script did with its injections: its steps, those that were made, and what broke."""
+
+    def __init__(self, problems: list[Problem], injector: Injector, counts: collections.Counter[str]) -> None:
+        self.problems = problems
+        self.steps = dict(injector.steps)
+        self.fired = list(injector.fired)
+        self.counts = counts
+
+
+class Bench:
+    """Runs scripts in a directory.
+
+    Args:
+        directory: on the file system that is tried.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = os.path.join(directory, f"steps-{os.getpid()}")
+        self._templates: dict[str, judge.Judge] = {}
+
+    def close(self) -> None:
+        """Removes everything."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def run(self, script: str, injections: tuple[Injection, ...] = ()) -> Run:
+        """Runs a script once.
+
+        Args:
+            script: of `scripts`.
+            injections: each is made once.
+        """
+        name = script.split("/")[0]
+        os.makedirs(self.directory, exist_ok=True)
+        if name == "file":
+            return self._file(script, injections)
+        if name in ("recovery", "reading", "dcp-reading"):
+            return self._of_template(script, injections)
+        kill = any(i.act == "kill" for i in injections)
+        made: list[Injector] = []
+
+        def inject(directory: str) -> Injector:
+            marks = ("begin", "call 2") if name == "first" else ("call 2", "call 3")
+            made.append(Injector(directory, injections, *marks))
+            return made[0]
+
+        done = rounds.run(_round(script, kill), self.directory, inject=inject)
+        return Run(done.problems, made[0], done.counts)
+
+    # ---- Files.
+
+    def _file(self, script: str, injections: tuple[Injection, ...]) -> Run:
+        _, launcher, engine = script.split("/")
+        directory = os.path.join(self.directory, "files")
+        shutil.rmtree(directory, ignore_errors=True)
+        os.mkdir(directory)
+        injector = Injector(directory, injections, "file 2", "file 3")
+        orphans = processes.Orphans()
+        told, _ = jobs.run_injected(save_files, (directory, launcher, engine), injector, "trainer 0")
+        problems: list[Problem] = []
+        if left := orphans.wait(rounds.TIME_ORPHANS_MAX):
+            problems.append(_problem("iv", f"processes that outlive their trainer: {left}"))
+        killed = any(i.act == "kill" for i in injections)
+        allowed, failed = {1, 2, 3}, 0
+        if told is None and not killed:
+            problems.append(_problem("v", "the process of the saves has ended"))
+        for number, outcome in (told or {}).items():
+            failed += bool(outcome)
+            if outcome and failed > len(injector.fired):  # a kept worker may be missed by the next save
+                problems.append(_problem("v", f"save {number} of a file failed without a fault: {outcome}"))
+            elif outcome and not _is_clear(outcome, directory):
+                problems.append(_problem("v", f"save {number} of a file failed unclearly: {outcome}"))
+            if not outcome:
+                allowed = {n for n in allowed if n >= number}
+        _recover_files(directory)
+        problems += _look_at_file(os.path.join(directory, "state.pt"), allowed)
+        return Run(problems, injector, collections.Counter())
+
+    # ---- What runs on a directory that was made before.
+
+    def _of_template(self, script: str, injections: tuple[Injection, ...]) -> Run:
+        name = script.split("/")[0]
+        directory, template = os.path.join(self.directory, "run"), os.path.join(self.directory, script.replace("/", "-"))
+        shutil.rmtree(directory, ignore_errors=True)
+        if script not in self._templates:
+            self._templates[script] = self._leave(script, directory)
+            shutil.copytree(directory, template, symlinks=True)
+        else:
+            shutil.copytree(template, directory, symlinks=True)
+        made = copy.deepcopy(self._templates[script])
+        injector = Injector(directory, injections, "begin", "end")
+        if name == "recovery":
+            self._recover(made, directory, injector, injections)
+        else:
+            told, _ = jobs.run_injected(read_everything, (made.round, directory, made.format), injector, "reader")
+            killed = any(i.act == "kill" for i in injections)
+            if told is None and not killed:
+                made.blame("v", "the process of the readers has ended")
+            of_process = {i.act for i in injections} & _OF_PROCESS
+            for invariant, what in told or ():
+                if invariant != _PASSED_OVER or of_process:
+                    made.blame("iii" if invariant == _PASSED_OVER else invariant, what)
+            made.look(thorough=False)
+        return Run(made.problems, injector, made.counts)
+
+    def _recover(self, made: judge.Judge, directory: str, injector: Injector, injections: tuple[Injection, ...]) -> None:
+        said, _ = jobs.run_injected(recover, (directory,), injector, "recovery")
+        if said is None and not any(i.act == "kill" for i in injections):
+            made.blame("v", "the process of the recovery has ended")
+        if said and not injector.fired:
+            made.blame("v", f"a recovery without a fault failed: {said}")
+        elif said and not _is_clear(said, directory):
+            made.blame("v", f"a recovery failed unclearly: {said}")
+        made.look(thorough=False)  # what is complete is right, also in the middle
+        made.recover()
+        first = _tree(directory)
+        made.recover()
+        if _tree(directory) != first:
+            made.blame("iv", f"a second recovery changed {directory}: {sorted(first ^ _tree(directory))}")
+        made.look(thorough=True)
+
+    def _leave(self, script: str, directory: str) -> judge.Judge:
+        """Makes what recoveries and readers begin with: checkpoints, and for a recovery what crashes have left."""
+        name, variant, _ = script.split("/")
+        of = "dcp/spawn/pwrite" if name == "dcp-reading" else "replace/spawn/pwrite"
+        round_ = _round(of, kill=name == "recovery")
+        round_ |= {"one_name": False, "keep_last": 0}
+        saves = [a for life in round_["lives"] for a in life if a["do"] == "save"]
+        if name != "recovery":
+            round_["lives"] = [[saves[0], _WAIT, saves[1], _WAIT]]
+        else:  # step-1 is durable; saves of step-2, of step-1 again and of step-3 die with their workers
+            saves[2]["step"] = 1
+            saves[3]["step"] = 3
+            round_["lives"] = [[saves[0], _WAIT], *([s, _WAIT] for s in saves[1:])]
+        scratch = os.path.join(self.directory, "scratch")
+        os.makedirs(scratch, exist_ok=True)
+        made = judge.Judge(round_, directory)
+        choose = random.Random(variant)
+        for life, actions in enumerate(round_["lives"]):
+            crash = Injection(Step("worker", *choose.choice(_CRASHES)), "kill-all")
+            injector = Injector(directory, (crash,) if name == "recovery" and life else (), f"call {life + 1}")
+            orphans = processes.Orphans()
+            trainers = jobs.Life(round_, life, directory, scratch, injector=injector)
+            trainers.run()
+            orphans.wait(rounds.TIME_ORPHANS_MAX)
+            injector.close()
+            made.hear(trainers.lines + [injection.line(f) for f in injector.fired], actions)
+        shutil.rmtree(scratch)
+        return made
+
+
+# Where a worker dies together with its trainer, so that a recovery has something to do.
+_CRASHES = (
+    ("pwrite64", 1), ("fsync", 1), ("renameat2", 1), ("renameat2", 2), ("renameat2", 3), ("renameat2", 4), ("fsync", 3),
+    ("fsync", 4), ("fsync", 5), ("unlinkat", 1), ("unlinkat", 2),
+)  # fmt: skip
+
+
+# Errors for which no checkpoint may look absent; of others the log says which are passed over.
+_OF_PROCESS = {"EMFILE", "ENFILE", "ENOMEM"}
+_PASSED_OVER = "passed over"
+
+
+def _problem(invariant: str, what: str) -> Problem:
+    return {"invariant": invariant, "what": what}
+
+
+def _is_clear(said: str, directory: str) -> bool:
+    """Whether it is a message of the package that names what it is about."""
+    return said.startswith("[") and any(name in said for name in (directory, "staging", "worker", "state.pt"))
+
+
+def _said(error: BaseException) -> str:
+    """The message of one of the package's errors; another error with its type."""
+    if isinstance(error, holdfast.Error):
+        return f"[{error.code}] {error}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _tree(directory: str) -> set[str]:
+    return {os.path.join(at, name) for at, _, names in os.walk(directory) for name in names}
+
+
+# ---- Bodies of processes.
+
+
+def recover(directory: str) -> str:
+    """Recovers a directory; returns the message of its error."""
+    try:
+        judge.recover(directory)
+    except BaseException as error:
+        return _said(error)
+    return ""
+
+
+def _file_state(number: int) -> dict[str, Any]:
+    return {"number": number, "x": torch.full((30_000,), float(number)), "y": torch.arange(number)}
+
+
+def save_files(directory: str, launcher: str, engine: str) -> dict[int, str]:
+    """Saves a file three times; returns the message of each error."""
+    holdfast.configure(launcher=launcher, engine=engine, arena_bytes=schedule.ARENA, stale_warning=False)
+    told = {}
+    for number in (1, 2, 3):
+        injection.mark(f"file {number}")
+        told[number] = ""
+        try:
+            holdfast.save_file(_file_state(number), os.path.join(directory, "state.pt"), replace=True).durable.result(60)
+        except BaseException as error:
+            told[number] = _said(error)
+    return told
+
+
+def _recover_files(directory: str) -> None:
+    """Until no file is in use: the ring of a killed process keeps its files open for a moment."""
+    end = time.monotonic() + rounds.TIME_ORPHANS_MAX
+    while holdfast.recover(directory, silence_without_locks=0.0, age_without_locks=0.0)["kept_incomplete"]:
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+
+
+def _look_at_file(path: str, allowed: set[int]) -> list[Problem]:
+    problems = []
+    try:
+        found = torch.load(path, weights_only=True)
+        number = int(found["number"])
+        if number not in allowed:
+            problems.append(_problem("i", f"{path} is that of save {number}, not one of {sorted(allowed)}"))
+        expected = _file_state(number)
+        if not all(torch.equal(found[key], expected[key]) for key in ("x", "y")):
+            problems.append(_problem("ii", f"{path} is not what save {number} had"))
+        if (verdict := holdfast.verify(path)["verdict"]) != "sound":
+            problems.append(_problem("i", f"{path} is {verdict}"))
+    except Exception as error:
+        problems.append(_problem("i", f"{path} cannot be read: {_said(error)}"))
+    left = [name for name in os.listdir(os.path.dirname(path)) if name != os.path.basename(path)]
+    if len(left) != 1:
+        problems.append(_problem("iv", f"after a recovery beside {path}: {sorted(left)}"))
+    return problems
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What the package logs as warnings."""
+    said: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("holdfast")
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    before = logger.level, logger.manager.disable
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    logging.disable(logging.NOTSET)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before[0])
+        logging.disable(before[1])
+
+
+def read_everything(round_: dict[str, Any], directory: str, format_: str) -> list[tuple[str, str]]:
+    """Reads a directory with two complete checkpoints in every way; each gives what is there, or an error of the package."""
+    problems: list[tuple[str, str]] = []
+    expected = readers.Expected(round_)
+
+    def attempt(what: str, read: Any) -> Any:
+        try:
+            return read()
+        except BaseException as error:  # the framework's own is no Exception
+            if not readers.is_own(error):
+                problems.append(("v", f"{what} raises {_said(error)}"))
+            return None
+
+    names = ["step-1", "step-2"]
+    for list_ in (holdfast.list_checkpoints, holdfast.find_newest):
+        with _warnings() as said:
+            found = attempt(list_.__name__, lambda list_=list_: list_(directory, format=format_))
+        if found is None:
+            continue
+        given = [c["name"] for c in found] if isinstance(found, list) else [found["name"]]
+        absent = [n for n in names if n not in given] if isinstance(found, list) else names[names.index(given[0]) + 1 :]
+        if absent:
+            announced = all(any(f"passed over {n}: " in line for line in said) for n in absent)
+            problems.append((_PASSED_OVER if announced else "iii", f"{list_.__name__} gives {given}; it said {said}"))
+    path = os.path.join(directory, names[-1])
+    for name, reader in readers.readers_of(format_).items():
+        if "torch" not in name and name != "safetensors":
+            for _, different in attempt(name, lambda reader=reader: list(reader(path, expected))) or ():
+                if different:
+                    problems.append(("ii", f"{name}: {different}"))
+    verify = holdfast.dcp.verify if format_ == "dcp" else holdfast.verify
+    report = attempt("verify", lambda: verify(path))
+    if report is not None and report["verdict"] not in ("sound", "unreadable"):
+        problems.append(("i", f"verify says {report['verdict']} of a sound checkpoint: {report}"))
+    return problems
+
+
+# ---- The campaign.
+
+
+def acts(step: Step, faults: bool, kills: bool) -> list[str]:
+    """What can happen at a step."""
+    found = [injection.name_of(number) for number in injection.CALLS[step.call][1]] if faults else []
+    if faults and step.call in injection.SHORTENED:
+        found.append(injection.SHORT)
+    return found + (["kill"] if kills else [])
+
+
+def as_text(script: str, injections: tuple[Injection, ...]) -> str:
+    """One run as a word: ``replace/spawn/pwrite,worker:fsync:3:EIO``."""
+    return ",".join([script, *(f"{i.step.role.replace(' ', '-')}:{i.step.call}:{i.step.n}:{i.act}" for i in injections)])
+
+
+def of_text(text: str) -> tuple[str, tuple[Injection, ...]]:
+    """What `as_text` was given.
+
+    Raises:
+        ValueError: it is no such word.
+    """
+    script, *given = text.split(",")
+    made = []
+    for each in given:
+        role, call, n, act = each.split(":")
+        made.append(Injection(Step(role.replace("-", " "), call, int(n)), act))
+    if script.split("/")[0] not in NAMES or script.count("/") != 2:
+        raise ValueError(f"there is no script {script}")
+    return script, tuple(made)
+
+
+class Campaign:
+    """Runs of scripts, in an order of a seed.
+
+    Args:
+        directory: on the file system that is tried.
+        seed: of the order and of pairs.
+        names: of scripts; none: all.
+        faults, kills: what happens at steps.
+        pairs: whether two things happen in each run.
+    """
+
+    def __init__(self, directory: str, seed: int, names: tuple[str, ...] = (), faults: bool = True, kills: bool = True,
+                 pairs: bool = False) -> None:  # fmt: skip
+        self.seed = seed
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.escapes: list[dict[str, Any]] = []
+        self._choose = random.Random(f"steps {seed}")
+        self._directory, self._names = directory, names
+        self._faults, self._kills, self._pairs = faults, kills, pairs
+
+    def run(self, runs_max: int | None, seconds_max: float | None, tell: Any = print, per_script: int = 0,
+            scripts_max: int | None = None) -> None:  # fmt: skip
+        """Runs until all is done, or a count or a time is over.
+
+        Args:
+            runs_max, seconds_max: end after so many runs or seconds.
+            tell: prints a line.
+            per_script: runs of each script; 0: all.
+            scripts_max: so many scripts, which the seed chooses.
+        """
+        began, told = time.monotonic(), 0
+        jobs.start_server()
+        bench = Bench(self._directory)
+        try:
+            with processes.adopting():
+                for script, injections in itertools.islice(self._drawn(bench, per_script, scripts_max), runs_max):
+                    self._one(bench, script, injections, tell)
+                    seconds = time.monotonic() - began
+                    if seconds_max is not None and seconds > seconds_max:
+                        break
+                    if int(seconds // 60) != told:
+                        told = int(seconds // 60)
+                        tell(f"{self.counts['runs']} runs of {self.counts['to run']} in {seconds:.0f} s, "
+                             f"{len(self.escapes)} escapes")  # fmt: skip
+        finally:
+            bench.close()
+
+    def _drawn(self, bench: Bench, per_script: int, scripts_max: int | None) -> Iterator[tuple[str, tuple[Injection, ...]]]:
+        """Some runs of each script, then some more of each, so that a campaign of any length has all."""
+        chosen = scripts(self._names)
+        self._choose.shuffle(chosen)
+        left: dict[str, list[tuple[Injection, ...]]] = {}
+        chosen = chosen[:scripts_max]
+        while chosen:
+            for script in list(chosen):
+                if script not in left:
+                    left[script] = self._runs_of(script, bench)[: per_script or None]
+                    self.counts["to run"] += len(left[script])
+                for injections in left[script][:_TURN]:
+                    yield script, injections
+                del left[script][:_TURN]
+                if not left[script]:
+                    chosen.remove(script)
+
+    def _runs_of(self, script: str, bench: Bench) -> list[tuple[Injection, ...]]:
+        run = bench.run(script)
+        self._blame(script, (), run, print)
+        self.counts["scripts"] += 1
+        self.counts["steps"] += len(run.steps)
+        of = [Injection(step, act) for step in run.steps for act in acts(step, self._faults, self._kills)]
+        self._choose.shuffle(of)
+        return list(itertools.pairwise(of)) if self._pairs else [(i,) for i in of]
+
+    def replay(self, text: str, repeat: int, tell: Any = print) -> None:
+        """Runs one run again.
+
+        Args:
+            text: of `as_text`.
+            repeat: how often.
+            tell: prints a line.
+        """
+        script, injections = of_text(text)
+        jobs.start_server()
+        bench = Bench(self._directory)
+        try:
+            with processes.adopting():
+                for _ in range(repeat):
+                    self._one(bench, script, injections, tell)
+        finally:
+            bench.close()
+
+    def _one(self, bench: Bench, script: str, injections: tuple[Injection, ...], tell: Any) -> None:
+        run = bench.run(script, injections)
+        self.counts["runs"] += 1
+        self.counts["fired"] += len(run.fired)
+        self.counts[f"runs {script.split('/')[0]}"] += 1
+        for fired in run.fired:
+            step, act = fired["step"], fired["act"]
+            self.counts["kills" if act == "kill" else "short results" if act == injection.SHORT else "errors"] += 1
+            self.counts[f"call {step.call}"] += 1
+            if (launcher := script.split("/")[1]) in schedule.LAUNCHERS:
+                self.counts[f"launcher {launcher}"] += 1
+        for key, count in run.counts.items():
+            if key.startswith("code ") or key in ("durable", "failed", "refused", "reads", "verifications"):
+                self.counts[key] += count
+        self._blame(script, injections, run, tell)
+
+    def _blame(self, script: str, injections: tuple[Injection, ...], run: Run, tell: Any) -> None:
+        for problem in run.problems:
+            of = "; ".join(f"{f['act']} at {f['step']} ({f['of']})" for f in run.fired) or "no fault"
+            command = f"integrity-fuzz --dir {self._directory} --replay {as_text(script, injections)}"
+            self.escapes.append({**problem, "script": script, "fault": of, "command": command})
+            tell(f"ESCAPE in {script}, {of}: ({problem['invariant']}) {problem['what']}\nreproduce: {command}")
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything that the report says."""
+        return {"program": "integrity-fuzz", "seed": self.seed, "counts": dict(sorted(self.counts.items())),
+                "escapes": self.escapes}  # fmt: skip
+
+    def summary(self) -> str:
+        """The report as text."""
+        counts = self.counts
+        lines = [
+            f"{counts['runs']} runs of {counts['to run']}, {counts['scripts']} scripts with {counts['steps']} steps",
+            f"made: {counts['errors']} errors, {counts['short results']} short results, {counts['kills']} kills",
+            f"saves: {counts['durable']} durable, {counts['failed'] + counts['refused']} failed; "
+            f"{counts['reads']} reads compared, {counts['verifications']} verifications",
+        ]
+        for prefix in ("runs", "launcher", "call", "code"):
+            of = [f"{k.removeprefix(prefix + ' ')} {n}" for k, n in sorted(counts.items()) if k.startswith(prefix + " ")]
+            lines.append(f"{prefix}: " + ", ".join(of))
+        return "\n".join([*lines, f"escapes: {len(self.escapes)}"])

@@ -1,0 +1,132 @@
+"""integrity-fuzz --faults and --kills: system calls that fail, return short, or are the last of their process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast import integrity
+from holdfast.integrity import campaign, injection, jobs, processes, steps
+from holdfast.integrity.injection import Injection, Injector, Step
+
+LONG = bool(os.environ.get("HOLDFAST_LONG"))
+
+
+@pytest.fixture(autouse=True)
+def adopting() -> Iterator[None]:
+    if reason := injection.why_not():
+        pytest.skip(reason)
+    jobs.start_server()
+    with processes.adopting():
+        yield
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[steps.Bench]:
+    made = steps.Bench(str(tmp_path))
+    yield made
+    made.close()
+
+
+# ---- The injector.
+
+
+def write_and_read(path: str) -> list[Any]:
+    """What a process sees of its own calls."""
+    seen: list[Any] = []
+    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    for use in (lambda: os.write(fd, b"x" * 20_000), lambda: os.fsync(fd), lambda: len(os.pread(fd, 30_000, 0))):
+        try:
+            seen.append(use())
+        except OSError as error:
+            seen.append(errno.errorcode[error.errno or 0])
+    os.close(fd)
+    return seen
+
+
+def run(path: Path, *injections: Injection) -> tuple[Any, int, Injector]:
+    injector = Injector(str(path.parent), injections)
+    result, status = jobs.run_injected(write_and_read, (str(path),), injector, "trainer 0")
+    return result, status, injector
+
+
+def test_calls_are_counted_and_answered(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    result, status, injector = run(path)
+    assert (result, status) == ([20_000, None, 20_000], 0)
+    own = [str(step) for step, of in injector.steps.items() if of == str(path)]
+    assert own == [f"{call} 1 of the trainer 0" for call in ("openat", "write", "fsync", "pread64", "close")]
+    path.unlink()
+    result, _, injector = run(path, Injection(Step("trainer 0", "fsync", 1), "EIO"))
+    assert result == [20_000, "EIO", 20_000]
+    assert [f["act"] for f in injector.fired] == ["EIO"]
+    path.unlink()
+    short = [Injection(Step("trainer 0", call, 1), "short") for call in ("write", "pread64")]
+    result, _, _ = run(path, *short)
+    assert result[:2] == [8192, None] and result[2] == 8192
+    assert path.read_bytes() == b"x" * 8192
+    path.unlink()
+    result, status, _ = run(path, Injection(Step("trainer 0", "fsync", 1), "kill"))
+    assert (result, status) == (None, -9)
+    assert path.read_bytes() == b"x" * 20_000
+
+
+def test_every_number_is_that_of_its_call() -> None:
+    """Against the system's own table, where its header is installed."""
+    header = Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h")
+    if not header.exists():
+        pytest.skip("no headers of the kernel")
+    numbers = dict(line.split()[1:3] for line in header.read_text().splitlines() if line.startswith("#define __NR_"))
+    assert {name: int(numbers[f"__NR_{name}"]) for name in injection.CALLS} == {
+        name: number for name, (number, _) in injection.CALLS.items()
+    }
+
+
+# ---- Campaigns.
+
+
+def test_a_bounded_campaign_lets_nothing_escape(tmp_path: Path) -> None:
+    told: list[str] = []
+    made = steps.Campaign(str(tmp_path), 5)
+    made.run(*((None, None, told.append, 40) if LONG else (None, None, told.append, 2, 3)))
+    print(made.summary())
+    assert made.escapes == [], told
+    assert made.counts["fired"] >= 5
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_program_runs_one_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                         monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(campaign, "prepare_process", lambda: None)
+    word = "file/fork/pwrite,worker:fsync:1:EIO"
+    assert integrity.main(["--dir", str(tmp_path), "--replay", word, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["counts"]["errors"], told["counts"]["call fsync"], told["escapes"]) == (1, 1, [])
+    assert steps.as_text(*steps.of_text(word)) == word
+    assert integrity.main(["--replay", "nothing/fork/pwrite"]) == 2
+    assert integrity.main(["--faults", "--scripts", "nothing"]) == 2
+
+
+# ---- What they found.
+
+
+def test_a_checkpoint_does_not_look_absent_for_lack_of_memory(bench: steps.Bench) -> None:
+    """Of DCP's directories; training would go on from an older one."""
+    run_ = bench.run("dcp-reading/spawn/pwrite")
+    opened = [s for s, of in run_.steps.items() if s.call == "openat" and of.endswith("step-2/.metadata")]
+    done = bench.run("dcp-reading/spawn/pwrite", (Injection(opened[0], "ENOMEM"),))
+    assert done.fired and done.problems == []
+
+
+def test_the_injector_leaves_no_descriptor(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        run(tmp_path / "file")
+        (tmp_path / "file").unlink()
+    assert len(os.listdir("/proc/self/fd")) <= before
