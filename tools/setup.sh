@@ -56,6 +56,13 @@ Run that, then this script again."
   fi
 }
 
+# debian_mirror: where this machine's apt takes Debian's packages from; HOLDFAST_DEBIAN_MIRROR names another.
+debian_mirror() {
+  local found=${HOLDFAST_DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Origin: Debian' | head -n 1)}
+  [ -n "$found" ] || fail "apt knows no source of Debian's packages: set HOLDFAST_DEBIAN_MIRROR"
+  echo "$found"
+}
+
 # build_jobs: compilers to run at once; one for each CPU, fewer when memory is short (1.5 GiB each).
 build_jobs() {
   local cpus by_memory

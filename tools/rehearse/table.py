@@ -1,0 +1,55 @@
+"""The results of tools/rehearse.sh as a table.
+
+    table.py [--write] RESULTS.jsonl
+
+`--write` puts it into docs/install.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "install.md"
+BEGIN, END = "<!-- rehearsals: written by tools/rehearse.sh --write -->", "<!-- rehearsals: end -->"
+# What a fallback is called in the log, and what the table says of it.
+FALLBACKS = {
+    "io_uring cannot be used": "pwrite",
+    "small pages": "small pages",
+    "takes no direct I/O": "page cache",
+    "did not fit into the free staging memory": "streamed",
+}
+
+
+def row(result: dict[str, object]) -> str:
+    told = [word for text, word in FALLBACKS.items() if any(text in line for line in result["told"])]  # type: ignore[attr-defined]
+    install = f"{result['install']:.1f} s" if result["install"] else ""
+    return (
+        f"| {result['system']}, Python {result['python']} | `{result['situation']}` | {result['engine']} | {result['pages']} | "
+        f"{result['direct_io']} | {', '.join(told) or 'nothing'} | {install} | {result['seconds']:.1f} s |"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/install.md")
+    arguments = parser.parse_args()
+    results = [json.loads(line) for line in arguments.results.read_text().splitlines()]
+    if not results:
+        print(f"{arguments.results}: no rehearsal has ended well", file=sys.stderr)
+        return 1
+    lines = ["| system | situation | engine | staging memory | direct I/O | the log says once | pip install | first save, verified and loaded |",
+             "| --- | --- | --- | --- | --- | --- | --- | --- |", *(row(r) for r in results)]
+    table = "\n".join(lines)
+    print(table)
+    if arguments.write:
+        before, rest = PAGE.read_text().split(BEGIN, 1)
+        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+#!/usr/bin/env bash
+# Builds the libraries that the wheels carry, each by its own build, into build/wheels/ARCH/prefix.
+#
+#   tools/wheels/dependencies.sh ARCH [JOBS]
+#
+# The sources are Debian 12's source packages, verified and patched by apt-get and dpkg-source. Called by build-wheels.sh, which
+# has made build/wheels/ARCH/tools (the compiler) and exports the tools' PATH.
+set -euo pipefail
+# shellcheck source=tools/setup.sh
+source "$(dirname "${BASH_SOURCE[0]}")/../setup.sh"
+
+arch=${1:?usage: tools/wheels/dependencies.sh ARCH [JOBS]}
+jobs=${2:-$(build_jobs)}
+wheels=$root/build/wheels
+sources=$wheels/sources
+prefix=$wheels/$arch/prefix
+tools=$wheels/$arch/tools
+work=$wheels/$arch/work
+packages=(abseil cli11 libisal liburing nlohmann-json3 xxhash zlib)
+flags="-O2 -fPIC -fvisibility=hidden -ffunction-sections -fdata-sections"
+
+# apt ARGUMENT...: apt-get with lists and sources of its own; those of the machine stay as they are.
+apt() {
+  apt-get -o Dir::Etc::sourcelist="$sources/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State::Lists="$sources/lists" \
+    -o Dir::Cache="$sources/cache" -o APT::Sandbox::User=root "$@"
+}
+
+fetch() {
+  [ ! -f "$sources/complete" ] || return 0
+  say "Fetching sources: ${packages[*]}"
+  rm -rf "$sources" && mkdir -p "$sources/lists/partial" "$sources/cache/archives/partial"
+  echo "deb-src $(debian_mirror) bookworm main" >"$sources/sources.list"
+  apt update -qq
+  (cd "$sources" && apt source -qq "${packages[@]}") || fail "apt-get source could not fetch: ${packages[*]}: is there a network?"
+  touch "$sources/complete"
+}
+
+# folder PACKAGE: its unpacked source.
+folder() { find "$sources" -maxdepth 1 -type d -name "$1-[0-9]*" | head -n 1; }
+
+# copy_of PACKAGE: a copy to build in, of a package that builds inside of its source.
+copy_of() {
+  rm -rf "${work:?}/$1" && mkdir -p "$work" && cp -a "$(folder "$1")" "$work/$1" && echo "$work/$1"
+}
+
+# configure PACKAGE OPTION...: by CMake.
+configure() {
+  local package=$1
+  shift
+  cmake -G Ninja -S "$(folder "$package")" -B "$work/$package" -DCMAKE_TOOLCHAIN_FILE="$root/tools/wheels/toolchain.cmake" \
+    -DHOLDFAST_WHEEL_ARCH="$arch" -DHOLDFAST_WHEEL_TOOLS="$tools" -DCMAKE_BUILD_TYPE=Release -DCMAKE_POSITION_INDEPENDENT_CODE=ON \
+    -DCMAKE_C_VISIBILITY_PRESET=hidden -DCMAKE_CXX_VISIBILITY_PRESET=hidden -DCMAKE_VISIBILITY_INLINES_HIDDEN=ON \
+    -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_INSTALL_LIBDIR=lib -DBUILD_SHARED_LIBS=OFF -DBUILD_TESTING=OFF -Wno-dev \
+    -DCMAKE_POLICY_VERSION_MINIMUM=3.5 "$@"
+}
+
+# build_and_install PACKAGE: what CMake has configured.
+build_and_install() {
+  cmake --build "$work/$1" -j "$jobs"
+  cmake --install "$work/$1"
+}
+
+# pc NAME VERSION LIBS: a pkg-config file.
+pc() {
+  mkdir -p "$prefix/lib/pkgconfig"
+  printf '%s\n' "Name: $1" "Description: $1" "Version: $2" "Cflags: -I$prefix/include" "Libs: -L$prefix/lib $3" \
+    >"$prefix/lib/pkgconfig/$1.pc"
+}
+
+# version PACKAGE: upstream's version of a source.
+version() { basename "$(folder "$1")" | sed -E "s/^$1-([0-9.]+[0-9]).*/\1/"; }
+
+build() {
+  local source
+  # Debian links libatomic for processors without wide atomics; Zig's linker does not know the words for it.
+  sed -i '/"-latomic"/d' "$sources"/abseil-*/absl/copts/AbseilConfigureCopts.cmake
+  configure abseil -DCMAKE_CXX_STANDARD=20 -DABSL_PROPAGATE_CXX_STD=ON -DABSL_ENABLE_INSTALL=ON
+  # Half of Abseil is not used: its archives are empty, so that the rest can be installed.
+  cmake --build "$work/abseil" -j "$jobs" --target cord hash raw_hash_set status statusor \
+    str_format_internal strings time
+  sed -n 's/^build \(absl[^ ]*\.a\):.*/\1/p' "$work/abseil/build.ninja" | while read -r archive; do
+    [ -f "$work/abseil/$archive" ] || "$tools/ar" cr "$work/abseil/$archive"
+  done
+  cmake --install "$work/abseil"
+  configure nlohmann-json3 -DJSON_BuildTests=OFF
+  build_and_install nlohmann-json3
+  configure cli11 -DCLI11_BUILD_TESTS=OFF -DCLI11_BUILD_EXAMPLES=OFF -DCLI11_BUILD_DOCS=OFF -DCLI11_PRECOMPILED=OFF
+  build_and_install cli11
+  mkdir -p "$prefix/include/isa-l" "$prefix/lib"
+
+  source=$(copy_of liburing)
+  (cd "$source" && ./configure --cc="$tools/cc" --cxx="$tools/c++" --prefix="$prefix" >/dev/null)
+  make -s -C "$source/src" ENABLE_SHARED=0 CC="$tools/cc" AR="$tools/ar" RANLIB="$tools/ranlib" CFLAGS="$flags" liburing.a
+  cp -r "$source"/src/include/. "$prefix/include/" && cp "$source/src/liburing.a" "$prefix/lib/"
+  pc liburing "$(version liburing)" -luring
+
+  # On x86-64 with the entry points that choose a vector unit at run time.
+  local objects=(xxhash.o)
+  [ "$arch" != x86_64 ] || objects+=(xxh_x86dispatch.o)
+  source=$(copy_of xxhash)
+  make -s -C "$source" CC="$tools/cc" CFLAGS="$flags" "${objects[@]}"
+  (cd "$source" && "$tools/ar" cr "$prefix/lib/libxxhash.a" "${objects[@]}" && cp xxhash.h xxh3.h "$prefix/include/")
+  [ "$arch" != x86_64 ] || cp "$source/xxh_x86dispatch.h" "$prefix/include/"
+  pc libxxhash "$(version xxhash)" -lxxhash
+
+  # Its CRCs are all that is used.
+  source=$(copy_of libisal)
+  mkdir -p "$source/bin"
+  make -s -C "$source" -f Makefile.unx units=crc host_cpu="$arch" arch="$([ "$arch" = x86_64 ] || echo "$arch")" \
+    CC="$tools/cc $flags" AR="$tools/ar" lib >/dev/null
+  cp "$source/include/crc.h" "$source/include/crc64.h" "$prefix/include/isa-l/" && cp "$source/bin/isa-l.a" "$prefix/lib/libisal.a"
+  pc libisal "$(version libisal)" -lisal
+
+  # A CRC of two parts from theirs is all that is used.
+  source=$(folder zlib)
+  cp "$source/zlib.h" "$source/zconf.h" "$prefix/include/"
+  # shellcheck disable=SC2086  # words
+  (cd "$work" && "$tools/cc" $flags -DHAVE_UNISTD_H -c "$source/crc32.c" -o crc32.o && "$tools/ar" cr "$prefix/lib/libz.a" crc32.o)
+}
+
+# The licences of what is linked in, for the wheels' metadata.
+licences() {
+  mkdir -p "$prefix/licenses"
+  local package
+  for package in "${packages[@]}"; do
+    cp "$(folder "$package")/debian/copyright" "$prefix/licenses/$package.txt"
+  done
+}
+
+fetch
+stamp=$(cat "${BASH_SOURCE[0]}" "$root/tools/wheels/toolchain.cmake" "$tools/cc" | sha256sum)
+if [ "$(cat "$prefix/complete" 2>/dev/null)" != "$stamp" ]; then
+  say "== libraries for $arch"
+  rm -rf "$prefix" "$work"
+  build >"$wheels/$arch/dependencies.log" 2>&1 || {
+    tail -n 40 "$wheels/$arch/dependencies.log"
+    fail "the libraries for $arch could not be built; all of the output is in $wheels/$arch/dependencies.log"
+  }
+  licences
+  echo "$stamp" >"$prefix/complete"
+fi

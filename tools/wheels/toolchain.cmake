@@ -1,0 +1,22 @@
+# The compiler of the wheels: HOLDFAST_WHEEL_TOOLS/{cc,c++,ar,ranlib}, wrappers of Zig's clang made by build-wheels.sh, for
+# HOLDFAST_WHEEL_ARCH and an old C library. libc++ is linked in. Nothing of this machine's libraries is found.
+set(CMAKE_SYSTEM_NAME Linux)
+set(CMAKE_SYSTEM_PROCESSOR ${HOLDFAST_WHEEL_ARCH})
+set(CMAKE_TRY_COMPILE_PLATFORM_VARIABLES HOLDFAST_WHEEL_ARCH HOLDFAST_WHEEL_TOOLS)
+set(CMAKE_C_COMPILER ${HOLDFAST_WHEEL_TOOLS}/cc)
+set(CMAKE_CXX_COMPILER ${HOLDFAST_WHEEL_TOOLS}/c++)
+foreach(language C CXX)
+  # CMake's other name for each would be llvm-ar, which is not there.
+  set(CMAKE_${language}_COMPILER_AR ${HOLDFAST_WHEEL_TOOLS}/ar)
+  set(CMAKE_${language}_COMPILER_RANLIB ${HOLDFAST_WHEEL_TOOLS}/ranlib)
+  set(CMAKE_${language}_FLAGS_INIT "-ffunction-sections -fdata-sections")
+  set(CMAKE_${language}_COMPILER_LAUNCHER "")
+endforeach()
+set(CMAKE_AR ${HOLDFAST_WHEEL_TOOLS}/ar)
+set(CMAKE_RANLIB ${HOLDFAST_WHEEL_TOOLS}/ranlib)
+foreach(kind EXE SHARED MODULE)
+  set(CMAKE_${kind}_LINKER_FLAGS_INIT "-Wl,--gc-sections -Wl,-z,relro,-z,now")
+endforeach()
+set(CMAKE_FIND_USE_CMAKE_SYSTEM_PATH OFF)
+set(CMAKE_FIND_USE_PACKAGE_REGISTRY OFF)
+set(CMAKE_DISABLE_FIND_PACKAGE_CUDAToolkit ON)
