@@ -177,7 +177,8 @@ def _synchronous_way(make_strategy: Callable[[], Any]) -> Way:
         sync_tree(path)
         return lambda: None
 
-    return Way(start, load_megatron, finish=_let_go)
+    # The default: another way's staging memory, sized for a whole state, would be used whole.
+    return Way(start, load_megatron, prepare=lambda: holdfast.configure(arena_bytes=0), finish=_let_go)
 
 
 def import_all() -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast._native import __version__  # type: ignore[attr-defined]  # its types leave it out
 from holdfast.directories import find_newest, list_checkpoints, newest, verify
+from holdfast.drain import Drain
 from holdfast.errors import Error
 from holdfast.errors import TimeoutError as TimeoutError
 from holdfast.recovery import recover
@@ -49,6 +50,7 @@ _MODULES = ("dcp", "events", "lightning", "observe", "snapshots")
 __all__ = [
     "Checkpoint",
     "Checkpointer",
+    "Drain",
     "Error",
     "Save",
     "__version__",

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 
 from holdfast.errors import of_system
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:
@@ -42,3 +47,22 @@ def begin_directory(path: str) -> list[str]:
         with contextlib.suppress(FileExistsError):  # another rank has made it
             os.mkdir(path)
     return [*made, above]
+
+
+def exchange(new: str, path: str) -> None:
+    """Exchanges the names of two entries, in one step where the file system can.
+
+    Raises:
+        OSError: of the system.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE) == 0:
+        return
+    number = ctypes.get_errno()
+    if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise OSError(number, os.strerror(number), path)
+    # A file system without an exchange: for a moment there is none of that name.
+    old = f"{new}-old"
+    os.rename(path, old)
+    os.rename(new, path)
+    os.rename(old, new)

@@ -1,5 +1,6 @@
 """One line per save through logging: INFO when it is durable, WARNING when that took a second
-attempt, ERROR when it is not.
+attempt, ERROR when it is not. And once in a process, INFO for each thing that saves have to do
+without on this machine, with what to change.
 
 No handler is added, not even a null one: with a null handler a program that has not set up logging
 would never see a warning or an error, which Python prints to stderr otherwise.
@@ -8,6 +9,7 @@ would never see a warning or an error, which Python prints to stderr otherwise.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from holdfast import events
@@ -54,11 +56,42 @@ def line(subject: Any, report: dict[str, Any] | None, error: Error | None) -> st
 _told: set[str] = set()
 
 
-def _warn_of(unregistered: str, rank: int) -> None:
-    """Once for each reason: copies are slow for all saves of the process."""
-    if unregistered and unregistered not in _told:
-        _told.add(unregistered)
-        logger.warning("[rank %d] copies from the GPU are slow: %s", rank, printable(unregistered))
+def fallbacks(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What a save had to do without on this machine, by a name: what it did instead, and what to change."""
+    reason = report["engine_reason"]
+    if report["engine"] == "pwrite" and "io_uring" in reason:
+        yield "engine", (
+            f"io_uring cannot be used, files are written by pwrite ({reason}): in a container allow io_uring_setup, "
+            "io_uring_enter and io_uring_register in its seccomp profile; on the host set sysctl kernel.io_uring_disabled=0"
+        )
+    if report["pages"] == "small":
+        yield "pages", (
+            "staging memory is on small pages, writing costs more CPU: on the host reserve huge pages (1 GiB: sysctl "
+            "vm.nr_hugepages=512), or write advise to /sys/kernel/mm/transparent_hugepage/shmem_enabled"
+        )
+    if report["direct_io"] == "no":
+        yield "direct_io", (
+            f"the file system of {report['path']} takes no direct I/O, files are written through the page cache: save to "
+            "ext4 or xfs on a local disk where that costs too much"
+        )
+    if report["streamed"]:
+        yield "streamed", (
+            f"{size(report['bytes'])} did not fit into the free staging memory, so that the call waited for the disk: raise "
+            "arena_bytes, or the memory limit of the container if the default is in use"
+        )
+
+
+def _once(key: str, level: int, rank: int, text: str) -> None:
+    """A line that is the same for all saves of the process."""
+    if key not in _told and logger.isEnabledFor(level):
+        _told.add(key)
+        logger.log(level, "[rank %d] %s", rank, printable(text))
+
+
+def warn_of(unregistered: str, rank: int) -> None:
+    """Says why copies are slow, where the driver has pinned no memory."""
+    if unregistered:
+        _once(unregistered, logging.WARNING, rank, f"copies from the GPU are slow: {unregistered}")
 
 
 def log(subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:
@@ -70,7 +103,10 @@ def log(subject: Any, report: dict[str, Any] | None, error: Error | None) -> Non
         level = {"cancelled": logging.INFO, "skipped": logging.WARNING}.get(outcome, logging.ERROR)
     else:
         level = logging.WARNING if report["write_attempts"] > 1 else logging.INFO
-        _warn_of(report.get("unregistered", ""), subject.extra["rank"])
+        rank = subject.extra["rank"]
+        warn_of(report.get("unregistered", ""), rank)
+        for key, text in fallbacks(report):
+            _once(key, logging.INFO, rank, text)
     if logger.isEnabledFor(level):
         text = printable(line(subject, report, error))
         logger.log(level, "[rank %d] %s", subject.extra["rank"], text)

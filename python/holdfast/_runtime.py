@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from holdfast import _native, events, snapshots
+from holdfast import _log, _native, _ranks, events, snapshots
 from holdfast._process import PerProcess
 from holdfast.commands import program
 from holdfast.errors import Error, TimeoutError
@@ -224,7 +224,10 @@ class Runtime:
         from holdfast import _devices  # needs it
 
         for device in _devices.in_use():
-            core.register_device(device)
+            try:
+                core.register_device(device)
+            except Error as error:  # as in a save: copies are right, and slow
+                _log.warn_of(error.message, _ranks.rank_and_world()[0])
 
     def trim(self) -> None:
         """Gives the staging memory back to the system; the next save takes it again."""
@@ -307,7 +310,8 @@ def warm_up(nbytes: int = 0) -> None:
         nbytes: of the state to come, where `configure` did not set ``arena_bytes``.
 
     Raises:
-        Error: RESOURCE_EXHAUSTED, ... where there is no such memory, or the driver does not pin it.
+        Error: RESOURCE_EXHAUSTED, ... where there is no such memory. Where the driver does not pin it,
+            a warning says so once, and copies from the GPU are slow.
     """
     default.warm_up(nbytes)
 

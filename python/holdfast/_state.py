@@ -134,7 +134,7 @@ class Outline:
         self._walk_tokens = walk.tokens
         self._tables = tables
         self._shifts: dict[int, int] = {}  # of entries that begin before their first tensor
-        self._taken: set[str] = set()
+        self._taken: dict[str, int] = {}
         self._leaves: list[tuple[str, Node]] = []
         self._tokens = iter(walk.tokens)
         self._tensors = iter(walk.tensors)
@@ -343,18 +343,30 @@ def describe(state: Any) -> Description:
     return Description(state)
 
 
-def unique(name: str, names: set[str]) -> str:
-    """`name`, or with a number behind it where two paths read the same; it is one of `names` now.
+def unique(name: str, names: dict[str, int]) -> str:
+    """As `numbered`, for names in files.
 
     Raises:
         Error: INVALID_ARGUMENT for a name that is not UTF-8.
     """
     _plain.check_text(name, f"save {name}")
-    candidate, number = name, 1
-    while candidate in names:
+    return numbered(name, names)
+
+
+def numbered(name: str, names: dict[str, int]) -> str:
+    """`name`, or with a number behind it where two paths read the same.
+
+    Args:
+        names: all that were given, each with its last number; gets the new one.
+    """
+    number = names.get(name)
+    if number is None:
+        names[name] = 1
+        return name
+    while (candidate := f"{name}~{number + 1}") in names:
         number += 1
-        candidate = f"{name}~{number}"
-    names.add(candidate)
+    names[name] = number + 1
+    names[candidate] = 1
     return candidate
 
 

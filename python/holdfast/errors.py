@@ -8,6 +8,7 @@ import errno as errno_
 import functools
 import os
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -123,6 +124,14 @@ _CODE_OF_ERRNO = {
         "RESOURCE_EXHAUSTED",
     ),
 }
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """`BaseException.add_note`; before Python 3.11 the attribute alone, which tracebacks do not show."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 # Here and not where they are called: an import in the save's thread can fail there, for want of
 # descriptors or on a bad disk.
-from holdfast import _completion, _log, _ranks, snapshots
+from holdfast import _completion, _log, _ranks, _recent, snapshots
 from holdfast._process import PerProcess
 from holdfast.errors import Error
 
@@ -90,7 +90,7 @@ def publish(subject: Subject, report: Report | None, error: Error | None) -> Non
     """
     try:
         with _completion.telling():
-            for observer in (snapshots.compare_with_previous, _log.log, *observers):
+            for observer in (snapshots.compare_with_previous, _log.log, _recent.note, *observers):
                 try:
                     observer(subject, report, error)
                 except BaseException:  # SystemExit, too, would end the save's thread

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import builtins
 import contextlib
 import functools
 import os
@@ -12,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # before Python 3.11 not the built-in one
 from typing import Any, Protocol
 
 import torch
@@ -256,7 +256,7 @@ class Save:
         self._check_process()
         try:
             return self.durable.result(timeout)
-        except builtins.TimeoutError:
+        except FutureTimeoutError:
             raise TimeoutError("DEADLINE_EXCEEDED", f"wait for {self.path}: not durable yet") from None
 
     def wait_staged_on(self, stream: Any = None) -> None:

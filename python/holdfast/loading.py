@@ -20,6 +20,7 @@ from holdfast._filling import Filling
 from holdfast._pieces import Loading
 from holdfast.capture import FILE, OBJECTS, STRUCTURE
 from holdfast.directories import absolute_path, local_path
+from holdfast.drain import remote
 from holdfast.errors import Error, of_damage
 
 BUFFER_BYTES = 64 << 20
@@ -76,8 +77,10 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def __init__(self, path: str | os.PathLike[str], *, rank: int | None = None,
                  map_location: MapLocation = None, verify: bool = True,
                  buffer_bytes: int = BUFFER_BYTES, threads: int = 0, engine: str = "auto",
-                 direct_io: bool = True) -> None:
-        self.path = absolute_path(local_path(path, "load"), "load")
+                 direct_io: bool = True, storage: dict[str, Any] | None = None) -> None:
+        text = os.fsdecode(path)
+        self._remote = remote.find(text, storage) if remote.is_url(text) else None
+        self.path = text if self._remote else absolute_path(local_path(text, "load"), "load")
         self._map = map_location
         self._locations: dict[str, torch.device] = {}
         self._options = _Options(verify, buffer_bytes, threads, engine, direct_io)
@@ -102,6 +105,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                 self._compare_ranks(own)
 
     def _open(self) -> Any:
+        if self._remote is not None:
+            return remote.Reader(*self._remote)
         try:
             return _native.CheckpointReader.open(self.path, 0)
         except Error as error:
@@ -137,7 +142,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         """Leaves in the description what all ranks had alike."""
         self._ranks.append(own)
         for other in range(1, self.world_size):
-            reader = _native.CheckpointReader.open(self.path, 0)
+            reader = self._open()
             reader.add(other)
             self._ranks.append(self._view_of(reader, reader.entry_bytes()))
         structures = [view.structure for view in self._ranks]
@@ -183,7 +188,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     @functools.cached_property
     def _views(self) -> dict[str, _plain.Node]:
-        names: set[str] = set()
+        names: dict[str, int] = {}
         with self.of_description():
             found = _state.tensor_nodes(self._root, self.deep)
             return {_state.unique(path or "state", names): node for path, node in found}
@@ -248,7 +253,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     @contextlib.contextmanager
     def _reading(self) -> Iterator[Loading]:
         o = self._options
-        loading = Loading(o.verify, o.buffer_bytes, o.threads, o.engine, o.direct_io)
+        direct_io = o.direct_io or self._remote is not None  # no page cache
+        loading = Loading(o.verify, o.buffer_bytes, o.threads, o.engine, direct_io)
         yield loading
         self.report = loading.report
 
@@ -359,6 +365,7 @@ def load(
     verify: bool = True,
     buffer_bytes: int = BUFFER_BYTES,
     threads: int = 0,
+    storage: dict[str, Any] | None = None,
 ) -> Any:
     """Loads a checkpoint.
 
@@ -368,7 +375,8 @@ def load(
     one was loaded or saved, too.
 
     Args:
-        path: the checkpoint's directory.
+        path: the checkpoint's directory, or a URL as ``s3://bucket/run/step-100`` that a drain has filled:
+            it is streamed by range reads.
         into: a state of the same structure, whose tensors are read into in place: modules,
             optimizers, dicts of them, state dicts. An optimizer before its first step gets new
             tensors on its parameters' device. Default: new tensors.
@@ -383,6 +391,7 @@ def load(
             checkpoint: what all ranks had alike; an entry that differs over the ranks raises.
         verify: compare digests.
         buffer_bytes, threads: of the reading.
+        storage: with a URL, options of the store as of `holdfast.Drain`.
 
     Returns:
         `into`, or the state.
@@ -395,7 +404,7 @@ def load(
     with _collector.paused():
         checkpoint = Checkpoint(
             path, rank=rank, map_location=map_location, verify=verify, buffer_bytes=buffer_bytes,
-            threads=threads,
+            threads=threads, storage=storage,
         )
         if into is None:
             loaded = checkpoint.state(allow)

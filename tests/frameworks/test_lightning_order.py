@@ -194,6 +194,12 @@ def test_a_link_stays_when_the_save_of_its_target_fails() -> None:
     assert disk.links == {"last": "a"} and "remove a" not in disk.log
 
 
+def test_the_planted_bug_links_before_the_target_is_durable_and_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Order, "link", lambda self, path, target, run: run())
+    with pytest.raises(AssertionError):
+        test_a_link_stays_when_the_save_of_its_target_fails()
+
+
 def test_a_link_to_what_has_failed_is_given_up_at_once() -> None:
     disk = Disk()
     disk.save("a")

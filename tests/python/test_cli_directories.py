@@ -20,7 +20,7 @@ import holdfast
 import holdfast.dcp
 
 ATTEMPT = "00112233445566778899aabbccddeeff"
-COMMANDS = ("ls", "show", "diff", "verify", "doctor", "recover", "convert")
+COMMANDS = ("ls", "show", "diff", "verify", "doctor", "recover", "convert", "top")
 
 _TRAIN = """
 import sys, torch, holdfast

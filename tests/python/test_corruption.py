@@ -360,7 +360,7 @@ HOSTILE = {
     "a long shape": ('"shape":[', '"shape":[' + "1," * 100_000),
     "a tensor beyond the file": ('"end":', '"end":9'),
     "another dtype": ('"dtype":"F32"', '"dtype":"F64"'),
-    "a format of tomorrow": ('"version":2', '"version":9'),
+    "a format of tomorrow": ('"version":4', '"version":9'),
 }
 
 
@@ -372,8 +372,10 @@ def test_hostile_manifests_with_the_right_digest(what: str, tmp_path: Path) -> N
     assert sealed(text) == text.encode()
     old, new = HOSTILE[what]
     assert old in text
-    manifest.write_bytes(sealed(text.replace(old, new, 1)))
+    text = text.replace(old, new, 1)
     for record in (True, False):
+        # Without a record as of an earlier version, so that the manifest alone is judged.
+        manifest.write_bytes(sealed(text if record else text.replace('"version":4', '"version":2')))
         if not record:
             (tmp_path / "s" / "holdfast.commit.json").unlink()
         verdict = holdfast.verify(tmp_path / "s")["verdict"]

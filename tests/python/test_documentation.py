@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
+import json
 import re
 import subprocess
 import sys
@@ -15,8 +17,10 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast import _runtime, observe
+from holdfast.observe import metrics
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
 _BLOCK = re.compile(r"(?:<!-- (needs|not run): ([^\n]*) -->\n)?```python\n(.*?)```", re.DOTALL)
 
 
@@ -35,9 +39,37 @@ def program_of(page: Path) -> str:
     return "\n".join(parts)
 
 
-@pytest.mark.parametrize("page", ["python.md", "migration.md"])
+# Pages whose examples run in an environment of their own, by the test that runs them.
+ELSEWHERE = {
+    "docs/lightning.md": "tests/frameworks/test_lightning_docs.py",
+    "docs/megatron.md": "tests/frameworks/test_megatron_documentation.py",
+    "docs/nvrx.md": "tests/frameworks/test_nvrx_documentation.py",
+    "docs/torchtitan.md": "tests/frameworks/test_torchtitan.py",
+}
+HERE = ["docs/python.md", "docs/migration.md", "docs/observe.md", "docs/drain.md"]
+
+
+def pages() -> list[Path]:
+    """The Markdown files of the tree."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.split("\0") if listed.returncode == 0 else []  # a tree without git's history
+    found = [ROOT / name for name in filter(None, names)] or [
+        p for p in ROOT.rglob("*.md") if not {"build", ".git"} & set(p.relative_to(ROOT).parts)
+    ]
+    return [page for page in found if page.is_file()]
+
+
+def test_every_example_of_the_pages_is_run_by_a_test() -> None:
+    with_examples = {p.relative_to(ROOT).as_posix() for p in pages() if program_of(p)}
+    assert with_examples - {"README.md", *HERE, *ELSEWHERE} == set()
+    for page, test in ELSEWHERE.items():
+        assert Path(page).name in (ROOT / test).read_text(), page
+
+
+@pytest.mark.parametrize("page", HERE)
 def test_the_examples_of_a_page_run_in_their_order(page: str, tmp_path: Path) -> None:
-    program = program_of(DOCS / page)
+    program = program_of(ROOT / page)
     assert program
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -98,7 +130,76 @@ def test_every_metric_is_documented(tmp_path: Path) -> None:
     assert not {f for f in families if not {f, f + "_total"} & documented}
 
 
-def test_links_between_the_pages_lead_somewhere() -> None:
-    for page in DOCS.glob("*.md"):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+_CODE = re.compile(r"^(`{3,}).*?^\1`*$|`[^`\n]*`", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    found: set[str] = set()
+    for title in re.findall(r"^#{1,6} +(.*?) *$", _FENCE.sub("", page.read_text()), re.MULTILINE):
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title.replace("`", ""))
+        anchor = re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-")
+        count = 1
+        while anchor in found:
+            anchor, count = f"{anchor.removesuffix(f'-{count - 1}')}-{count}", count + 1
+        found.add(anchor)
+    return found
+
+
+def broken_links(page: Path) -> list[str]:
+    """Targets of a page's relative links that are not there."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", _CODE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        linked = (page.parent / path) if path else page
+        if not linked.exists() or anchor and anchor not in anchors_of(linked):
+            broken.append(target)
+    return broken
+
+
+def test_links_and_anchors_lead_somewhere() -> None:
+    assert len(pages()) > 40
+    assert {str(p.relative_to(ROOT)): broken for p in pages() if (broken := broken_links(p))} == {}
+
+
+def test_a_broken_link_is_found(tmp_path: Path) -> None:
+    (tmp_path / "b.md").write_text("# A `title` of [two](x)\n```\n# no title\n```\n# A title of two\n")
+    page = tmp_path / "a.md"
+    page.write_text("[1](b.md#a-title-of-two) [2](b.md#a-title-of-two-1) [3](b.md) [4](https://x.y) `[5](none)`\n"
+                    "[6](none.md) [7](b.md#no-title) [8](#none)\n")  # fmt: skip
+    assert broken_links(page) == ["none.md", "b.md#no-title", "#none"]
+
+
+# ---- The dashboard.
+
+
+def test_the_dashboard_asks_for_metrics_that_are_exported(tmp_path: Path) -> None:
+    client = pytest.importorskip("prometheus_client")
+    registry = client.CollectorRegistry()
+    with observe.prometheus(registry):
+        for path in ("a", "a"):
+            with contextlib.suppress(FileExistsError):
+                holdfast.save_async({"w": torch.ones(1)}, tmp_path / path).wait(60)
+        families = list(registry.collect())
+    samples = {sample.name for family in families for sample in family.samples}
+    dashboard = json.loads((DOCS / "grafana-dashboard.json").read_text())
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [v["query"] for v in dashboard["templating"]["list"]]
+    asked = {name for query in queries for name in re.findall(r"\bholdfast_\w+", query)}
+    assert asked - samples == set()
+    shown = {family.name for family in families if any(family.name in name for name in asked)}
+    assert {family.name for family in families} == shown
+    labels = {(s.name, k): v for f in families for s in f.samples for k, v in s.labels.items()}
+    for query in queries:
+        assert query.count("(") == query.count(")") and query.count("{") == query.count("}"), query
+        for name, inside in re.findall(r"(holdfast_\w+)\{([^}]*)\}", query):
+            for label in re.findall(r"(\w+) *[!=]", inside):
+                assert label in ("job", "instance") or (name, label) in labels, query
+    phases = set(re.findall(r'phase="(\w+)"', " ".join(queries)))
+    assert phases and phases <= set(metrics.PHASES)
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    alerts = re.findall(r"\bholdfast_\w+", (DOCS / "observe.md").read_text().partition("Alerts")[2])
+    assert alerts and set(alerts) <= samples

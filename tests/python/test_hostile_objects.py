@@ -175,6 +175,19 @@ def test_an_attack_is_an_error(name: str) -> None:
     assert answer.startswith(("DATA_LOSS load o: ", "PERMISSION_DENIED ")), answer
 
 
+def test_the_planted_bug_puts_the_list_in_front_of_another_parser_and_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one parser was asked about, another one makes."""
+
+    def loads(data: bytes, entry: str) -> Any:
+        if missing := _unpickle.unlisted(data):
+            raise _unpickle.refusal(entry, missing)
+        return pickle.loads(data)
+
+    monkeypatch.setattr(_unpickle, "loads", loads)
+    answer = in_child(lambda: touched(ATTACKS["attribute of a class"]))
+    assert answer.startswith(("made", "raised")), answer
+
+
 @pytest.mark.parametrize("opcode", [b"r\xff\xff\xff\xff", b"\x95" + struct.pack("<Q", 1 << 40)])
 def test_a_length_alone_takes_no_memory(opcode: bytes) -> None:
     assert in_child(lambda: touched(b"\x80\x04N" + opcode + b".")) == "made None"
@@ -207,7 +220,7 @@ BENIGN: dict[str, Any] = {
         collections.deque([1, 2], maxlen=3), collections.Counter("abca"),
     ],
     "times": [
-        datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.UTC), datetime.date(2026, 1, 2),
+        datetime.datetime(2026, 1, 2, 3, 4, 5, 6, datetime.timezone.utc), datetime.date(2026, 1, 2),
         datetime.time(3, 4, tzinfo=datetime.timezone(datetime.timedelta(hours=2), "x")),
         datetime.timedelta(1, 2, 3),
     ],

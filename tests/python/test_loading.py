@@ -115,8 +115,11 @@ def test_sparse_targets_are_filled_in_place(layout: str, tmp_path: Path) -> None
     def make(count: int) -> torch.Tensor:
         dense = torch.zeros(4, 6)
         dense.view(-1)[:count] = float(count)
-        return dense.to_sparse() if layout == "coo" else getattr(
-            dense, f"to_sparse_{layout}")(*[(2, 2)] * layout.startswith("bs"))
+        return (
+            dense.to_sparse()
+            if layout == "coo"
+            else getattr(dense, f"to_sparse_{layout}")(*[(2, 2)] * layout.startswith("bs"))
+        )
 
     target = {"s": make(3)}
     there = target["s"]
@@ -254,8 +257,9 @@ def test_expanded_targets(tmp_path: Path) -> None:
 )
 def test_any_stride_is_read_into_any_other(saved_as: Any, target_as: Any, tmp_path: Path) -> None:
     source = saved_as(torch.arange(4096.0).reshape(64, 64))
-    target = target_as(torch.zeros(source.shape if target_as(torch.zeros(1, 2)).shape == (1, 2)
-                                   else source.shape[::-1]))
+    target = target_as(
+        torch.zeros(source.shape if target_as(torch.zeros(1, 2)).shape == (1, 2) else source.shape[::-1])
+    )
     holdfast.load(saved({"t": source}, tmp_path / "s"), into={"t": target})
     assert torch.equal(target, source)
 
@@ -276,8 +280,10 @@ def test_views_that_overlap_at_any_byte_come_back(begin: int, tmp_path: Path) ->
 
 def test_overlaps_that_no_memory_can_have_again_are_refused(tmp_path: Path) -> None:
     memory = bytearray(64)
-    state = {"a": torch.frombuffer(memory, dtype=torch.int32, count=4, offset=0),
-             "b": torch.frombuffer(memory, dtype=torch.int32, count=4, offset=6)}
+    state = {
+        "a": torch.frombuffer(memory, dtype=torch.int32, count=4, offset=0),
+        "b": torch.frombuffer(memory, dtype=torch.int32, count=4, offset=6),
+    }
     with pytest.raises(holdfast.Error, match=r"save b: it overlaps a .*clone\(\)") as error:
         holdfast.save_async(state, tmp_path / "s")
     assert error.value.code == "INVALID_ARGUMENT"
@@ -436,7 +442,7 @@ def test_paths_that_read_the_same_can_be_opened(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "operation",
-    [holdfast.load, holdfast.open, holdfast.verify, holdfast.find_newest, holdfast.list_checkpoints, holdfast.recover],
+    [holdfast.verify, holdfast.find_newest, holdfast.list_checkpoints, holdfast.recover],
 )
 def test_urls_are_refused_as_what_they_are(operation: Any) -> None:
     with pytest.raises(holdfast.Error, match="s3://bucket/run: only directories.*no URLs") as error:
@@ -480,3 +486,12 @@ def test_tensors_of_inference_are_filled(tmp_path: Path) -> None:
         target = torch.zeros(3)
     holdfast.load(tmp_path / "s", into={"w": target})
     assert (target == 1).all()
+
+
+@pytest.mark.parametrize(("rocm", "kind"), [(None, "cuda"), ("6.4", "hip")])
+def test_a_gpu_has_the_driver_of_this_pytorch(rocm: str | None, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    monkeypatch.setattr(torch.version, "hip", rocm)
+    with pytest.raises(holdfast.Error, match=rf"{kind}(:0| devices)"):
+        _devices.device_of(torch.device("cuda", 0))

@@ -13,7 +13,6 @@ import source_tree
 
 ARGUMENTS = (
     ("--compiler", {"required": True}),
-    ("--flags", {"default": "", "help": "separated by blanks"}),
 )
 
 
@@ -27,7 +26,7 @@ def compile_alone(options, relative, scratch):
     ccache = shutil.which("ccache")
     command = ([ccache] if ccache else []) + [
         options.compiler, "-std=c++20", "-O0", f"-I{options.root}", f"-I{options.root}/runtime/include",
-        *options.flags.split(), "-c", source, "-o", source + ".o"]
+        "-c", source, "-o", source + ".o"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == 0:
         return None

@@ -6,7 +6,7 @@ import ast
 import source_tree
 
 PACKAGE = "python/holdfast/"
-FOLDERS = ("dcp", "observe", "lightning", "megatron", "nvrx", "cli", "integrity")
+FOLDERS = ("dcp", "drain", "observe", "lightning", "megatron", "nvrx", "cli", "integrity")
 # A file may import those of the rows above its own.
 ROWS = (
     ("_native", "_process", "errors"),
@@ -15,8 +15,8 @@ ROWS = (
     ("_dcp_directories", "_pieces", "_plain"),
     ("_kinds", "_unpickle", "snapshots"),
     ("_tensor_kinds",),
-    ("_common", "_late", "_log", "_state", "directories"),
-    ("_agreement", "_hf", "events"),
+    ("_common", "_late", "_log", "_recent", "_state", "directories"),
+    ("_agreement", "_hf", "drain", "events"),
     ("_runtime",),
     ("capture", "handle"),
     ("_building", "_filling", "files", "loading", "saving"),
@@ -28,6 +28,7 @@ ROWS = (
 )
 ALSO = {
     "_log": ("events",),  # its types; `events` calls it
+    "_recent": ("events",),  # likewise
     "_building": ("loading",),  # its types
     "_filling": ("_building", "loading"),
     "loading": ("_building", "_filling"),

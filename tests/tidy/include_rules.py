@@ -29,6 +29,7 @@ LAYERS = {
     "doctor": ("include", "base", "sys", "digest", "format", "directory", "io_uring", "staging", "writer"),
     "checkpointer": ("include", "base", "sys", "layout", "format", "directory", "staging", "writer", "worker",
                      "io_uring", "recovery"),
+    "watch": ("include", "base", "sys", "layout"),
     "tools": ("include",),
     "python": ("include",),
 }
@@ -56,8 +57,10 @@ LIBRARIES = {
     "nlohmann": ("format", "tools", "bench_limits"),
     "zlib": ("format",),
     "isa-l": ("format",),
-    "cuda": ("device",),
-    "cuda_runtime_api": ("device",),
+    # The driver's calls stand in runtime/device/gpu_calls.h: a build needs no toolkit.
+    "cuda": (),
+    "cuda_runtime_api": (),
+    "hip": (),
     "CLI": ("tools",),
     "indicators": ("tools",),
     "benchmark": ("tools",),

@@ -27,7 +27,8 @@ class TidyTest(unittest.TestCase):
         self.put("runtime/include/holdfast/pod.h", POD)
         self.put("runtime/sys/system.h", TABLE)
         self.put("tests/consumer/example.cc", EXAMPLE)
-        self.put("README.md", f"# Holdfast\n\n```cpp\n{EXAMPLE}```\n")
+        self.put("README.md", "# Holdfast\n")
+        self.put("docs/cpp.md", f"# C++\n\n```cpp\n{EXAMPLE}```\n")
 
     def tearDown(self):
         self.scratch.cleanup()
@@ -191,6 +192,10 @@ class TidyTest(unittest.TestCase):
     def test_subjects_of_comments_are_nouns(self):
         self.finds("text_rules.py", "indefinite words", "runtime/load/a.cc", "// " + "extent " * 40 + "what\n")
 
+    def test_the_worker_has_assertions(self):
+        self.put("io_uring/a.cc", "HOLDFAST_ASSERT(x);\n" + "y();\n" * 50)
+        self.finds("text_rules.py", "fewer than one assertion", "runtime/worker/b.cc", "y();\n" * 60)
+
     def test_comments_name_their_subjects(self):
         self.finds("text_rules.py", "pronouns", "runtime/load/a.cc", "int a;  ///< This is it.\n")
 
@@ -211,13 +216,13 @@ class TidyTest(unittest.TestCase):
         self.put("runtime/load/a.cc", '// A.\n#include "runtime/load/a.h"\n')
         self.assertEqual(self.complaints("header_rules.py", "--compiler", COMPILER), [])
 
-    # ---- readme_example
+    # ---- example_rules
 
     def test_the_readme_shows_the_tested_example(self):
-        self.finds("readme_example.py", "differs", "README.md", "```cpp\nint main() { return 1; }\n```\n")
+        self.finds("example_rules.py", "differs", "docs/cpp.md", "```cpp\nint main() { return 1; }\n```\n")
 
     def test_the_readme_shows_an_example(self):
-        self.finds("readme_example.py", "shows no program", "README.md", "```sh\nmake\n```\n")
+        self.finds("example_rules.py", "shows no program", "docs/cpp.md", "```sh\nmake\n```\n")
 
     # ---- fork_line_rules
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks the text of the tree: length of files, header guards, first comments, unfinished work, words of comments."""
+"""Checks the text of the tree: lengths, header guards, first comments, unfinished work, words of comments, assertions."""
 
 import re
 
@@ -19,6 +19,10 @@ COMMENT = re.compile(r"(?:^|\s)///?<?\s(.*)")
 INDEFINITE = set("who whom whoever what whatever somebody nobody anybody everybody others ones none".split())
 PRONOUNS = INDEFINITE | set("it its itself they them their this these that those which one other both all".split())
 SHARES_MAX = (("indefinite words", INDEFINITE, 0.35), ("pronouns", PRONOUNS, 5.7))
+
+# Below the fork line, where a wrong state writes wrong bytes. Lower the bound with the share.
+ASSERTED = ("runtime/worker/", "io_uring/")
+ASSERTION_LINES_MAX = 27
 
 
 def guard_of(relative):
@@ -41,8 +45,23 @@ def check_comments(root):
                    f"{kind} in 100 words, at most {share_max}: write the noun")
 
 
+def check_assertions(root):
+    """One complaint if the rooms of the worker have too few assertions, at the file that lacks most of them."""
+    lacking, total = {}, 0
+    for path in source_tree.files(root, (".cc",)):
+        relative = path.relative_to(root).as_posix()
+        if relative.startswith(ASSERTED):
+            text = path.read_text(encoding="utf-8")
+            lacking[relative] = len(text.splitlines()) / ASSERTION_LINES_MAX - text.count("HOLDFAST_ASSERT(")
+            total += lacking[relative]
+    if total > 1:
+        yield (f"{max(lacking, key=lacking.get)}:1: fewer than one assertion in {ASSERTION_LINES_MAX} lines: assert "
+               "indices from shared memory, values before they are decremented, and what a step relies on")
+
+
 def check(options):
     yield from check_comments(options.root)
+    yield from check_assertions(options.root)
     for path in source_tree.files(options.root):
         relative = path.relative_to(options.root).as_posix()
         count = 0

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import hashlib
 import os
 import secrets
 import shutil
 
-from holdfast._durable import sync_directory
+from holdfast._durable import exchange, sync_directory
 from holdfast.errors import of_system
 
 META = "meta.pt"
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 def _prefix(path: str) -> str:
@@ -42,26 +38,12 @@ def commit(new: str, path: str) -> None:
     """
     with of_system(f"complete {path}"):
         if os.path.lexists(path):
-            _exchange(new, path)
+            exchange(new, path)
         else:
             os.rename(new, path)
         sync_directory(os.path.dirname(path))
         if os.path.lexists(new):
             _remove(new)
-
-
-def _exchange(new: str, path: str) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE) == 0:
-        return
-    number = ctypes.get_errno()
-    if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        raise OSError(number, os.strerror(number), path)
-    # A file system without an exchange: for a moment there is none of that name.
-    old = f"{new}-old"
-    os.rename(path, old)
-    os.rename(new, path)
-    os.rename(old, new)
 
 
 def _remove(path: str) -> None:

@@ -14,6 +14,7 @@ import sys
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
 
+from holdfast.errors import add_note
 from holdfast.lightning import flavor
 
 logger = logging.getLogger("holdfast.lightning")
@@ -168,7 +169,7 @@ def _into_trainer(trainer_class: Any, kind: type) -> None:
             raise error
         # What has ended the training goes on its way, and says what failed besides.
         logger.error("%s", error)
-        under_way.add_note(f"and a checkpoint was not saved: {error}")
+        add_note(under_way, f"and a checkpoint was not saved: {error}")
         return None
 
     trainer_class._teardown = teardown

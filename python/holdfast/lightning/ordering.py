@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast._process import PerProcess
+from holdfast.errors import add_note
 
 logger = logging.getLogger("holdfast.lightning")
 
@@ -229,7 +230,7 @@ class Order(PerProcess):
             errors, self._errors = self._errors, []
         errors = [*(save.durable.exception() for save in failed), *errors]
         for other in errors[1:]:
-            errors[0].add_note(f"and: {other}")
+            add_note(errors[0], f"and: {other}")
         return errors[0] if errors else None
 
     def raise_error(self) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast.dcp
 from holdfast._durable import make_directory
-from holdfast.dcp.uploads import error_of
+from holdfast.dcp.failures import error_of
 from holdfast.errors import Error
 from holdfast.files import save_file
 from holdfast.handle import Save

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast import _collector
-from holdfast.errors import Error
+from holdfast.errors import Error, add_note
 from holdfast.megatron import stock
 from holdfast.megatron.ticket import Ticketed
 
@@ -223,6 +223,6 @@ def _unpacked(data: bytes, text: str, call: ForkedCall) -> BaseException:
     with contextlib.suppress(Exception):
         if data:
             error = pickle.loads(data)
-            error.add_note(text)
+            add_note(error, text)
             return error
     return Error("UNKNOWN", f"run {call}: {text}")

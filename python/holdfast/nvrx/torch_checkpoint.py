@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from holdfast.errors import Error
+from holdfast.errors import Error, add_note
 from holdfast.files import save_file
 from holdfast.handle import Save
 
@@ -70,7 +70,7 @@ class TorchAsyncCheckpoint:
         if blocking and not no_dist and dist.is_available() and dist.is_initialized():
             failures += _of_other_ranks(failures)
         for other in failures[1:]:
-            failures[0].add_note(f"and: {other}")
+            add_note(failures[0], f"and: {other}")
         if failures:
             raise failures[0]
 
