@@ -1,5 +1,7 @@
 #include "tests/testing/fake_gpu.h"
 
+#include <pthread.h>
+
 #include <cstring>
 #include <iterator>
 #include <utility>
@@ -15,6 +17,10 @@ using device::GpuStream;
 
 FakeGpu& FakeGpu::Get() {
   static FakeGpu* const fake = new FakeGpu;
+  // A forked child looks at the counts. A stream's thread must not hold the lock at the fork.
+  static const int fork_safe = pthread_atfork(
+      [] { Get().mutex_.lock(); }, [] { Get().mutex_.unlock(); }, [] { Get().mutex_.unlock(); });
+  (void)fork_safe;
   return *fake;
 }
 
