@@ -298,7 +298,9 @@ TEST_P(Beside, AKeptHandleHoldsNoDescriptor) {
     const auto handle = Begin(door->get(), "cancelled", state);
     ASSERT_TRUE(handle.ok()) << handle.status();
     EXPECT_TRUE(handle->Cancel().ok());
-    EXPECT_TRUE(absl::IsCancelled(handle->WaitDurable(kLong).status()));
+    // A save may commit before the cancellation reaches its worker.
+    const absl::Status ended = handle->WaitDurable(kLong).status();
+    EXPECT_TRUE(ended.ok() || absl::IsCancelled(ended)) << ended;
     kept.push_back(*handle);
     (void)(*door)->Flush(kLong);
     door->reset();
