@@ -95,7 +95,8 @@ enter() {
     small_shm) shm=$((64 << 20)) ;;
     read_only) tree=(--ro-bind "$work/$name" /) ;;
   esac
-  local command=("${as[@]}" bwrap "${options[@]}" "${tree[@]}" --dev /dev --proc /proc --unshare-pid --unshare-ipc --die-with-parent
+  # A container engine, too, shows its control groups.
+  local command=("${as[@]}" bwrap "${options[@]}" "${tree[@]}" --dev /dev --proc /proc --ro-bind /sys /sys --unshare-pid --unshare-ipc --die-with-parent
     --size "$shm" --tmpfs /dev/shm --ro-bind "$wheels" /wheels --ro-bind "$packages" /torch --ro-bind "$root/tools/rehearse" /rehearse
     --bind "$home" /home/user --bind "$work/volumes/$name/$situation" /run/volume --chdir /home/user
     --clearenv --setenv PATH /home/user/venv/bin:/usr/bin:/bin --setenv HOME /home/user --setenv PYTHONDONTWRITEBYTECODE 1 "${share[@]}" "$@")
