@@ -125,6 +125,8 @@ for arch in "${archs[@]}"; do
   "$root/tools/wheels/dependencies.sh" "$arch" "$jobs"
   prefix=$wheels/$arch/prefix
   rm -rf "$wheels/source/licenses" && cp -r "$prefix/licenses" "$wheels/source/licenses"
+  # Compiled anew: the times of the sources are the commit's. What does not depend on Python is compiled once.
+  rm -rf "${wheels:?}/$arch/build"
   for python in "${pythons[@]}"; do
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
     say "== wheel for $arch, Python $version"
@@ -132,7 +134,7 @@ for arch in "${archs[@]}"; do
       -Ccmake.define.HOLDFAST_WHEEL_ARCH="$arch" -Ccmake.define.HOLDFAST_WHEEL_TOOLS="$wheels/$arch/tools"
       -Ccmake.define.CMAKE_CXX_VISIBILITY_PRESET=hidden -Ccmake.define.CMAKE_VISIBILITY_INLINES_HIDDEN=ON
       -Ccmake.define.HOLDFAST_CCACHE=OFF -Cbuild.tool-args=-k0
-      -Cbuild-dir="$wheels/$arch/python$version" -Cinstall.strip=true
+      -Cbuild-dir="$wheels/$arch/build" -Cinstall.strip=true
       -Cwheel.license-files="LICENSE;licenses/*.txt")
     types=$wheels/python$version/_native.pyi
     if [ "$arch" != "$(uname -m)" ]; then
@@ -140,8 +142,8 @@ for arch in "${archs[@]}"; do
       [ -f "$types" ] || fail "the wheel for $(uname -m) comes first: its types are those of $arch's"
       settings+=(-Ccmake.define.HOLDFAST_PYTHON_TYPES="$types")
     fi
-    # Configured anew: what it finds may have changed. The compiler's cache has the objects.
-    rm -rf "${wheels:?}/$arch/python$version"
+    # Configured anew: it must find this Python.
+    rm -f "$wheels/$arch/build/CMakeCache.txt" "$wheels/$arch/build/CMakeInit.txt"
     log=$wheels/$arch/python$version.log
     env CMAKE_PREFIX_PATH="$prefix" PKG_CONFIG_LIBDIR="$prefix/lib/pkgconfig" CMAKE_BUILD_PARALLEL_LEVEL="$jobs" _PYTHON_HOST_PLATFORM="linux-$arch" \
       SETUPTOOLS_EXT_SUFFIX=".cpython-${version/./}-$arch-linux-gnu.so" \
@@ -150,7 +152,7 @@ for arch in "${archs[@]}"; do
       tail -n 40 "$log"
       fail "the wheel could not be built; all of the output is in $log"
     }
-    [ "$arch" != "$(uname -m)" ] || find "$wheels/$arch/python$version" -name _native.pyi -exec cp {} "$types" \;
+    [ "$arch" != "$(uname -m)" ] || find "$wheels/$arch/build" -name _native.pyi -exec cp {} "$types" \;
   done
 done
 
