@@ -78,10 +78,48 @@ def note(subject: Any, report: dict[str, Any] | None, error: Error | None) -> No
 
 
 def read(fd: int) -> dict[str, Any] | None:
-    """What `note` of another process has written to its memory; None if it is being written."""
+    """What `note` of another process has written to its memory; None if it is being written.
+
+    Any process may make such a memory, and one with another version of this package does: what is not
+    `_CONTENT` is None, and further keys are left out.
+    """
     line = os.pread(fd, _BYTES_MAX, 0).split(b"\n", 1)[0]
     digits, _, text = line.partition(b" ")
     if digits != b"%08x" % zlib.crc32(text):
         return None
-    content: dict[str, Any] = json.loads(text)
-    return content
+    with contextlib.suppress(ValueError, RecursionError):
+        return _checked(json.loads(text), _CONTENT)  # type: ignore[no-any-return]
+    return None
+
+
+_TIME_MAX = 1e10  # what time.localtime takes, in any unit of time here
+_ENTRY = {"time": float, "outcome": str, "path": str, "step": int}
+_CONTENT = {
+    "pid": int,
+    "rank": int,
+    "world_size": int,
+    "outcomes": {str: int},
+    "last": (None, {**_ENTRY, "bytes": int, "seconds": float}),
+    "errors": [{**_ENTRY, "code": str, "message": str}],
+}
+
+
+def _checked(given: Any, form: Any) -> Any:
+    """`given` where it has this form, without further keys. Raises ValueError otherwise."""
+    if isinstance(form, tuple) and given is None:
+        return None
+    if isinstance(form, tuple):
+        form = form[1]
+    if isinstance(form, list) and isinstance(given, list):
+        return [_checked(item, form[0]) for item in given]
+    if isinstance(form, dict) and isinstance(given, dict):
+        if str in form:
+            return {key: _checked(value, form[str]) for key, value in given.items()}
+        return {key: _checked(given.get(key), of) for key, of in form.items()}
+    if form is str and isinstance(given, str) and "\0" not in given:
+        return given
+    if form is int and isinstance(given, int) and 0 <= given < 1 << 64:
+        return given
+    if form is float and isinstance(given, (int, float)) and 0 <= given < _TIME_MAX:
+        return given
+    raise ValueError("it has another form")

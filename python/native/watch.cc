@@ -3,8 +3,10 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <string>
+#include <vector>
 
 #include "bindings.h"
 #include "names.h"
@@ -42,6 +44,13 @@ nb::dict Read(int fd) {
 void BindWatch(nb::module_& module) {
   module.attr("JOB_TABLE_NAME") = kJobTableName;
   module.def("read_save_in_flight", &Read, "fd"_a, "What the job table behind `fd` shows.");
+  module.def(
+      "read_ranks_waited_for",
+      [](int fd, const std::string& attempt, uint32_t world_size) {
+        return ValueOrThrow(ReadRanksWaitedFor(fd, AttemptOf(attempt), world_size));
+      },
+      "fd"_a, "attempt"_a, "world_size"_a,
+      "The ranks whose part is not durable, by the rank board behind `fd`.");
 }
 
 }  // namespace holdfast::python

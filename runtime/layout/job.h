@@ -19,7 +19,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 14;
+inline constexpr uint32_t kLayoutVersion = 15;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -245,6 +245,8 @@ struct Job {
   SharedU32 trainer_failed{0};  // 1: staging failed, no extent follows; clean up
   // Reason for the other ranks, written once, before `trainer_failed`.
   char staging_error[sizeof(RankFailure::text)] = {};
+  // 1: the save has ended. Its staging memory is held until its last transfer has landed.
+  SharedU32 quarantined{0};
   SharedU64 published_count{0};  // hint for progress; the log itself is authoritative
 
   // Written by the worker while the job runs (progress; relaxed).

@@ -7,9 +7,11 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
+#include "runtime/layout/board.h"
 #include "runtime/layout/job.h"
 #include "runtime/layout/progress.h"
 #include "runtime/sys/retry.h"
@@ -22,6 +24,7 @@ constexpr char kObject[] = "job table";
 constexpr std::align_val_t kAlignment{64};
 // A table has 100 bytes for a chunk of 4 MiB, and its manifest: far less in any save.
 constexpr uint64_t kTableBytesMax = 1ull << 30;
+constexpr uint32_t kSlotsAtOnce = 1024;
 
 struct AlignedDelete {
   void operator()(char* memory) const { ::operator delete(memory, kAlignment); }
@@ -32,16 +35,27 @@ absl::Status Refuse(absl::string_view why) {
   return absl::FailedPreconditionError(absl::StrCat("read ", kObject, ": ", why));
 }
 
+/// Reads from `offset` on, up to the end of the file. Returns the number of bytes.
+absl::StatusOr<uint64_t> ReadAt(int fd, void* out, uint64_t bytes, uint64_t offset,
+                                const char* object) {
+  uint64_t at = 0;
+  while (at < bytes) {
+    const ssize_t got = sys::Uninterrupted([&] {
+      return sys::Sys().pread(fd, static_cast<char*>(out) + at, bytes - at,
+                              static_cast<off_t>(offset + at));
+    });
+    if (got < 0) return base::ErrnoStatus("read", object, errno);
+    if (got == 0) break;
+    at += static_cast<uint64_t>(got);
+  }
+  return at;
+}
+
 /// Copies the first `bytes` of the file.
 absl::StatusOr<Copy> CopyOf(int fd, uint64_t bytes) {
   Copy copy(static_cast<char*>(::operator new(bytes, kAlignment)));
-  for (uint64_t at = 0; at < bytes;) {
-    const ssize_t got = sys::Uninterrupted(
-        [&] { return sys::Sys().pread(fd, copy.get() + at, bytes - at, static_cast<off_t>(at)); });
-    if (got < 0) return base::ErrnoStatus("read", kObject, errno);
-    if (got == 0) return Refuse("it is shorter than it was");
-    at += static_cast<uint64_t>(got);
-  }
+  HOLDFAST_ASSIGN_OR_RETURN(const uint64_t got, ReadAt(fd, copy.get(), bytes, 0, kObject));
+  if (got < bytes) return Refuse("it is shorter than it was");
   return copy;
 }
 
@@ -105,12 +119,42 @@ absl::StatusOr<SaveInFlight> ReadSaveInFlight(int fd) {
   progress.bytes_sealed = std::min(BytesIn(job, job->published), progress.bytes_total);
   progress.bytes_written =
       std::min(job->bytes_completed.load(std::memory_order_relaxed), progress.bytes_total);
-  progress.phase = layout::PhaseWord(*job, progress.bytes_sealed, progress.bytes_total);
+  progress.phase = job->quarantined.load(std::memory_order_relaxed) != 0
+                       ? "quarantined"
+                       : layout::PhaseWord(*job, progress.bytes_sealed, progress.bytes_total);
   if (job->staging_released.load(std::memory_order_relaxed) == 0) {
     const uint64_t released = save.streams ? BytesIn(job, job->acknowledged) : 0;
     save.bytes_held = progress.bytes_sealed - std::min(released, progress.bytes_sealed);
   }
   return save;
+}
+
+absl::StatusOr<std::vector<uint32_t>> ReadRanksWaitedFor(int fd, const AttemptId& attempt,
+                                                         uint32_t world_size) {
+  layout::BoardHead head;
+  HOLDFAST_ASSIGN_OR_RETURN(const uint64_t got, ReadAt(fd, &head, sizeof(head), 0, "rank board"));
+  if (got < sizeof(head) || head.magic != layout::kBoardMagic ||
+      head.version != layout::kBoardVersion || head.attempt != attempt ||
+      head.world_size != world_size) {
+    return absl::FailedPreconditionError("read rank board: it is not that of the save");
+  }
+  std::vector<uint32_t> ranks;
+  std::vector<layout::RankSlot> slots(kSlotsAtOnce);
+  for (uint32_t first = 0; first < world_size; first += kSlotsAtOnce) {
+    const uint32_t count = std::min(kSlotsAtOnce, world_size - first);
+    std::fill(slots.begin(), slots.end(), layout::RankSlot());  // a slot behind the end is empty
+    HOLDFAST_RETURN_IF_ERROR(ReadAt(fd, slots.data(), count * sizeof(layout::RankSlot),
+                                    layout::SlotAt(first), "rank board")
+                                 .status());
+    for (uint32_t i = 0; i < count; ++i) {
+      // Rank 0 does not vote.
+      if (first + i > 0 && StateOf(slots[i]) != layout::RankState::kVoted) {
+        ranks.push_back(first + i);
+      }
+    }
+  }
+  if (ranks.empty()) ranks.push_back(0);
+  return ranks;
 }
 
 }  // namespace holdfast

@@ -301,7 +301,10 @@ void Supervisor::CheckStalled(const std::shared_ptr<SaveState>& save) {
 // transfers have provably landed.
 void Supervisor::Quarantine(const std::shared_ptr<SaveState>& save, const absl::Status& why) {
   if (save->quarantined) return;
-  if (!save->retired) pool_->Quarantine(save->epoch, std::string(why.message()));
+  if (!save->retired) {
+    pool_->Quarantine(save->epoch, std::string(why.message()));
+    save->table->job()->quarantined.store(1, std::memory_order_relaxed);
+  }
   save->ending = true;  // first: see WaitIdle
   save->quarantined = true;
   HandOver(save, [this, save, why] {

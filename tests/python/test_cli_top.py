@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -24,6 +25,7 @@ from command_line import Run, refused
 from command_line import holdfast as command
 
 from holdfast import _recent
+from holdfast.cli import node, watching
 
 MIB = 1 << 20
 STATE = 32 * MIB
@@ -159,7 +161,7 @@ def test_it_shows_the_save_of_a_dead_trainer_and_no_outcomes_of_it(trainer: Trai
 
 def test_without_a_save_it_says_so(tmp_path: Path) -> None:
     assert command("top", "--once", "--interval", 0.1, tmp_path, torch=False) == Run(0, "no save in flight\n", "")
-    refused(command("top", tmp_path / "none", torch=False), "there is no such directory")
+    refused(command("top", tmp_path / "none", torch=False), "none: No such file or directory")
 
 
 def _typed(command_line: list[str], key: bytes, until: str, columns: int) -> tuple[int, str]:
@@ -190,10 +192,21 @@ def test_without_rich_the_screen_says_what_to_install(tmp_path: Path) -> None:
     assert status == 2 and "pip install 'holdfast[top]'" in written
 
 
+ENTRY = {"time": 1.5, "outcome": "failed", "path": "/x", "step": 1, "code": "UNKNOWN", "message": "no"}
+LAST = {"time": 1.5, "outcome": "durable", "path": "/x", "step": 1, "bytes": 9, "seconds": 0.5}
+
+
+def outcomes_of(pid: int, **other: object) -> dict[str, Any]:
+    return {"pid": pid, "rank": 0, "world_size": 1, "outcomes": {"durable": 1}, "last": LAST, "errors": [ENTRY], **other}
+
+
+def written(text: bytes) -> bytes:
+    return b"%08x %s\n" % (zlib.crc32(text), text)
+
+
 def test_outcomes_that_are_being_written_are_not_read(tmp_path: Path) -> None:
-    content = {"pid": 1, "errors": []}
-    text = json.dumps(content).encode()
-    whole = b"%08x %s\n" % (zlib.crc32(text), text)
+    content = outcomes_of(1)
+    whole = written(json.dumps(content).encode())
     path = tmp_path / "outcomes"
     for cut in range(len(whole)):
         path.write_bytes(whole[:cut] + b"x" * (len(whole) - cut))
@@ -202,3 +215,169 @@ def test_outcomes_that_are_being_written_are_not_read(tmp_path: Path) -> None:
     path.write_bytes(whole + b"the rest of a longer one")
     with path.open("rb") as file:
         assert _recent.read(file.fileno()) == content
+
+
+# As another version of the package may write it, and as somebody does who means harm.
+MALFORMED = [
+    b"", b"1", b"[]", b"{}", b'"\xff"', b"[" * 30000, b"9" * 9000,
+    *(json.dumps(outcomes_of(os.getpid(), **{key: value})).encode() for key, value in (
+        ("rank", "\x1b[2J"), ("rank", -1), ("outcomes", [1]), ("outcomes", {"durable": {}}), ("last", "x"), ("errors", ["x"]),
+        ("last", {**LAST, "seconds": float("nan")}), ("last", {**LAST, "time": float("-inf")}), ("last", {}),
+        ("errors", [{**ENTRY, "time": 1e300}]), ("errors", [{**ENTRY, "path": "/x\0y"}]), ("errors", {"message": 1}),
+    )),
+]  # fmt: skip
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    """This process's memory of outcomes, as `top` finds it."""
+    fd = os.memfd_create(_recent.NAME)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("directory", [None, "/"])
+def test_malformed_outcomes_are_passed_over(directory: str | None, memory: int) -> None:
+    watched = node.Node(directory)
+    for text in MALFORMED:
+        os.ftruncate(memory, 0)
+        os.pwrite(memory, written(text), 0)
+        look = watched.look()
+        assert all(process.pid != os.getpid() for process in look.processes), text
+        watching.errors(look)
+
+
+def test_outcomes_of_a_later_version_are_read(memory: int) -> None:
+    content = outcomes_of(os.getpid(), more=1, errors=[{**ENTRY, "more": 1}])
+    os.pwrite(memory, written(json.dumps(content).encode()), 0)
+    (process,) = (p for p in node.Node(None).look().processes if p.pid == os.getpid())
+    assert process.errors == [ENTRY] and process.last == LAST
+
+
+def test_what_moves_the_cursor_is_not_printed(memory: int) -> None:
+    entry = {**ENTRY, "path": "/tmp/\x1b[31m", "message": "\x1b]0;title\x07\r\n\x9b2J\u202e\ud800 \u00e9"}
+    os.pwrite(memory, written(json.dumps(outcomes_of(os.getpid(), errors=[entry])).encode()), 0)
+    for encoding in ("utf-8", "ascii"):
+        program = [sys.executable, "-m", "holdfast", "top", "--once", "--interval", "0.1"]
+        done = subprocess.run(program, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding})
+        assert (done.returncode, done.stderr) == (0, b""), done
+        said = done.stdout.decode(encoding)
+        assert r"\x1b]0;title\x07\r\n\x9b2J\u202e\ud800 " in said, said
+        assert all(c.isprintable() or c == "\n" for c in said), said
+
+
+def test_a_pipe_in_the_place_of_a_memory_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR)
+    other = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    os.close(pipe)  # no writer is left
+    program = f"from holdfast.cli import node; node._open({os.getpid()}, {other})"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+    os.close(other)
+
+
+def test_mistakes_of_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused(command("top", tmp_path / "file", torch=False), f"watch {tmp_path}/file: Not a directory")
+    refused(command("top", "", torch=False), "watch '': No such file or directory")
+    said = command("top", "--interval", "soon", torch=False)
+    assert said.status == 2 and "from 0.1 to 3600 seconds, not 'soon'" in said.error
+
+
+def test_a_closed_pipe_ends_it() -> None:
+    program = [sys.executable, "-m", "holdfast", "top", "--json", "--interval", "0.1"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(program, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def save_of(rank: int, **other: Any) -> node.Save:
+    fields: dict[str, Any] = {
+        "path": f"/run/step-{rank}", "step": 1, "rank": rank, "world_size": 64, "attempt": "0" * 32, "phase": "writing",
+        "waits_for": None, "bytes_total": 1000, "bytes_sealed": 1000, "bytes_written": 900 - rank, "bytes_per_second": None,
+        "seconds_left": None, "bytes_held": 1000, "streams": False, "launcher": "spawn", "engine": None, "began": 0.0,
+        "trainer_pid": 1, "worker_pid": 2,
+    }  # fmt: skip
+    return node.Save(**{**fields, **other})
+
+
+@pytest.mark.parametrize("size", [(20, 5), (80, 24), (150, 40)])
+def test_64_ranks_leave_room_for_the_errors(size: tuple[int, int]) -> None:
+    console = pytest.importorskip("rich.console").Console(width=size[0], height=size[1], record=True, file=open(os.devnull, "w"))
+    process = node.Process(**{**outcomes_of(7), "errors": [{**ENTRY, "message": "disk full " * 50}]})
+    look = node.Look(0.0, [save_of(rank) for rank in range(64)], [process] * 64, [], 0)
+    console.print(watching.screen(look, None, *size))
+    lines = console.export_text().splitlines()
+    if size[1] >= 24:
+        assert any("disk full" in line for line in lines[: size[1]]), lines
+        shown = [line for line in lines if "/64" in line]
+        assert len(shown) >= 5 and "63/64" in shown[-1] and any("that have done least" in line for line in lines[:5])
+
+
+def test_a_phase_names_the_ranks_that_are_waited_for() -> None:
+    def phase(ranks: list[int] | None) -> str:
+        return watching.phase(save_of(0, phase="waiting for ranks", waits_for=ranks))
+
+    assert phase(None) == phase([]) == "waiting for ranks"
+    assert phase([3]) == "waiting for ranks 3"
+    assert phase([1, 2, 3, 7, 9, 10]) == "waiting for ranks 1-3, 7, 9-10"
+    assert phase([*range(0, 20, 2)]) == "waiting for ranks 0, 2, 4, 6, ..."
+
+
+def test_it_names_the_ranks_that_a_save_waits_for(trainer: Trainer, tmp_path: Path) -> None:
+    program = """
+import sys, torch, holdfast
+for rank in (0, 2):
+    holdfast.save_async({"w": torch.ones(9)}, "step-1", rank=rank, world_size=4, attempt="7" * 32)
+print("begun", flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, text=True, stdin=-1, stdout=-1, stderr=-3) as ranks:
+        assert ranks.stdout is not None and ranks.stdout.readline() == "begun\n"
+        deadline = time.monotonic() + 60
+        found: Any = None
+        while time.monotonic() < deadline:
+            found = look(tmp_path)["saves"]
+            if [save["waits_for"] for save in found] == [[1, 3], [1, 3]]:
+                break
+        assert [save["waits_for"] for save in found] == [[1, 3], [1, 3]], found
+        ranks.kill()
+
+
+def test_memory_of_a_dead_worker_is_quarantined(tmp_path: Path) -> None:
+    """Its socket is held open here, as a transfer in flight would."""
+    program = f"""
+import os, sys, torch, holdfast
+holdfast.configure(bytes_per_second_max={MIB})
+save = holdfast.save_async({{"w": torch.ones({STATE // 4})}}, "step-1")
+print("begun", flush=True)
+save.durable.exception()
+print(holdfast.staging()["bytes_quarantined"], flush=True)
+sys.stdin.read()
+"""
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, text=True, stdin=-1, stdout=-1, stderr=-3) as run:
+        assert run.stdout is not None and run.stdout.readline() == "begun\n"
+        (save,) = look(tmp_path)["saves"]
+        worker = os.pidfd_open(save["worker_pid"])
+        taken = [_descriptor(worker, int(fd)) for fd, target in node._links(save["worker_pid"]) if "socket:" in target]
+        os.kill(save["worker_pid"], signal.SIGKILL)
+        assert int(run.stdout.readline()) > STATE
+        (save,) = look(tmp_path)["saves"]
+        assert (save["phase"], save["worker_pid"]) == ("quarantined", None) and save["bytes_held"] >= STATE
+        said = command("top", "--once", "--interval", 0.1, tmp_path, torch=False).out.splitlines()[0]
+        assert said.startswith("0 saves in flight, ") and said.endswith("of it quarantined"), said
+        for fd in (*taken, worker):
+            os.close(fd)
+        run.kill()
+
+
+def _descriptor(pidfd: int, fd: int) -> int:
+    """A copy of another process's descriptor."""
+    got = ctypes.CDLL(None, use_errno=True).syscall(438, pidfd, fd, 0)
+    if got < 0:
+        pytest.skip(f"pidfd_getfd: {os.strerror(ctypes.get_errno())}")
+    return int(got)

@@ -72,7 +72,7 @@ def make_top() -> None:
                 for key in ("path", "message"):
                     entry[key] = entry.get(key, "").replace(os.getcwd(), "/data")
         console = recorder(126)
-        console.print(watching.screen(look, "run", 126))
+        console.print(watching.screen(look, "run", 126, 40))
         ranks.stdin.write("\n")
     write_terminal("top", console, "holdfast top run")
 

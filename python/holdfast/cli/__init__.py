@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import logging
 import os
 import signal
@@ -63,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # An error is printed once, and advice for callers of a library is left out.
     logging.getLogger("holdfast").addHandler(logging.NullHandler())
     warnings.simplefilter("ignore")
+    # A terminal that is not UTF-8 shows escapes of what it lacks.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     # The library's calls return to Python when they are done: the signal has to end the process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

@@ -20,7 +20,7 @@ from holdfast.errors import Error
 
 _TABLE: str = "/memfd:" + _native.JOB_TABLE_NAME
 _OUTCOMES = "/memfd:" + _recent.NAME
-_DELETED = " (deleted)"
+_BOARD = "ranks.board"
 # Seconds over which a rate is taken: writes end in chunks of 4 MiB.
 _RATE_WINDOW = 5.0
 # All processes are looked at again in every n-th look; in between those that hold something, and new ones.
@@ -37,6 +37,7 @@ class Save:
     world_size: int
     attempt: str
     phase: str
+    waits_for: list[int] | None  # ranks whose part is not durable yet; rank 0 where only its commit is missing
     bytes_total: int
     bytes_sealed: int
     bytes_written: int
@@ -78,7 +79,7 @@ class Look:
 class _Table:
     content: dict[str, Any]
     began: float
-    holders: dict[int, list[str]]  # pid: targets of its links
+    holders: dict[int, dict[str, str]]  # pid: targets of its links by descriptor
 
 
 class Node:
@@ -115,9 +116,9 @@ class Node:
                     continue
                 self._holders.add(pid)
                 try:
-                    self._read(pid, fd, target, list(links.values()), tables, processes)
+                    self._read(pid, fd, target, links, tables, processes)
                 except Error as error:
-                    if error.code == "FAILED_PRECONDITION":
+                    if error.code == "FAILED_PRECONDITION" and any(map(self._has, links.values())):
                         unreadable.add(f"pid {pid}: {error.message}")
                 except (OSError, ValueError):
                     continue  # closed meanwhile, or it is another program's file of that name
@@ -129,9 +130,10 @@ class Node:
         return Look(now, saves, kept, sorted(unreadable), hidden)
 
     def _read(
-        self, pid: int, fd: str, target: str, links: list[str], tables: dict[int, _Table], processes: dict[int, Process]
-    ) -> None:
-        opened = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+        self, pid: int, fd: str, target: str, links: dict[str, str], tables: dict[int, _Table],
+        processes: dict[int, Process]
+    ) -> None:  # fmt: skip
+        opened = _open(pid, fd)
         try:
             status = os.fstat(opened)
             if target.startswith(_OUTCOMES):
@@ -152,8 +154,8 @@ class Node:
         is_thread = content["launcher"] == "thread"
         workers = [pid for pid in table.holders if inner and not is_thread and _inner_pid(pid) == inner]
         trainers = [pid for pid in table.holders if pid not in workers]
-        path = _path_of(name, partial, [table.holders[pid] for pid in (*workers, *trainers)])
-        if self._directory is not None and (path is None or not _is_below(path, self._directory)):
+        path = _path_of(name, partial, [[*table.holders[pid].values()] for pid in (*workers, *trainers)])
+        if not self._has(path or ""):
             return None  # a save that has not opened its directory yet is seen at the next look
         rate = self._rate((content["attempt"], content["rank"]), now, table.began, content["bytes_written"])
         left = content["bytes_total"] - content["bytes_written"]
@@ -161,6 +163,7 @@ class Node:
         return Save(
             **{**content, "engine": content["engine"] if content["engine"] != "auto" else None},
             path=path,
+            waits_for=_ranks_waited_for(content, partial, table.holders),
             bytes_per_second=rate if is_writing else None,
             seconds_left=left / rate if is_writing and rate else None,
             began=table.began,
@@ -179,12 +182,16 @@ class Node:
         (since, before), elapsed = samples[0], now - samples[0][0]
         return (written - before) / elapsed if len(samples) > 1 and elapsed > 0 and since < now else None
 
+    def _has(self, path: str) -> bool:
+        """Whether a path without links, as the kernel gives it, counts."""
+        return self._directory is None or path.startswith(os.path.join(self._directory, ""))
+
     def _concerns(self, process: Process) -> bool:
         if self._directory is None:
             return True
         entries = [entry for entry in (process.last, *process.errors) if entry is not None]
-        process.errors = [e for e in process.errors if _is_below(e["path"], self._directory)]
-        return any(_is_below(entry["path"], self._directory) for entry in entries)
+        process.errors = [e for e in process.errors if self._has(os.path.realpath(e["path"]))]
+        return any(self._has(os.path.realpath(entry["path"])) for entry in entries)
 
 
 def _links(pid: int) -> Iterator[tuple[str, str]]:
@@ -192,6 +199,27 @@ def _links(pid: int) -> Iterator[tuple[str, str]]:
     for fd in os.listdir(folder):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
             yield fd, os.readlink(f"{folder}/{fd}")
+
+
+def _open(pid: int, fd: str) -> int:
+    # Another file may be behind the descriptor by now: a pipe without a writer would never open.
+    return os.open(f"/proc/{pid}/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def _ranks_waited_for(content: dict[str, Any], partial: str, holders: dict[int, dict[str, str]]) -> list[int] | None:
+    """By the rank board, which trainer and worker have open; None: unknown, or none is waited for."""
+    if content["phase"] != "waiting for ranks":
+        return None
+    boards = ((pid, fd) for pid, links in holders.items() for fd, target in links.items()
+              if target.endswith(f"/{partial}/{_BOARD}"))  # fmt: skip
+    for pid, fd in boards:
+        with contextlib.suppress(OSError, Error):  # closed meanwhile
+            opened = _open(pid, fd)
+            try:
+                return _native.read_ranks_waited_for(opened, content["attempt"], content["world_size"])
+            finally:
+                os.close(opened)
+    return None
 
 
 def _inner_pid(pid: int) -> int:
@@ -218,7 +246,3 @@ def _path_of(name: str, partial: str, holders: list[list[str]]) -> str | None:
             if len(found) == 1:
                 return os.path.join(found.pop(), name)
     return None
-
-
-def _is_below(path: str, directory: str) -> bool:
-    return os.path.realpath(path).startswith(os.path.join(directory, ""))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from holdfast.cli import node, text
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
 
 _DESCRIPTION = """\
 Shows the saves in flight of all ranks on this node: phase, rate, time left, staging memory held, and
@@ -26,7 +26,8 @@ columns:
   RANK      of the save, and how many ranks it has
   PID       of the trainer; - where it is dead and its worker finishes the save
   PHASE     staging (copies into staging memory; the worker writes meanwhile), writing, syncing, reading back,
-            manifest, waiting for ranks, committing
+            manifest, waiting for ranks (which), committing; quarantined: the save has ended, and its memory
+            is held until its last transfer has landed
   DONE      written bytes; WRITTEN, OF, PID and WORKER need 120 columns
   RATE      bytes written per second: of the last 5 s, at first since the beginning of the save
   LEFT      until all bytes are written, at this rate
@@ -41,6 +42,8 @@ examples:
 exit status: 0, whatever the saves do; 2 trouble
 """
 _ERRORS_SHOWN = 8
+_RUNS_SHOWN = 4
+_LINES_AROUND = 6  # of the screen: title, summary, note, head of the columns, empty lines
 _HEAD = ("RANK", "PID", "STEP", "PHASE", "DONE", "WRITTEN", "OF", "RATE", "LEFT", "HELD", "WORKER", "CHECKPOINT")
 _RIGHT = "RANK PID STEP DONE WRITTEN OF RATE LEFT HELD"
 _WIDE = 120  # columns of a terminal; a narrower one does without these
@@ -56,16 +59,17 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def _seconds(given: str) -> float:
-    value = float(given)
-    if not 0.1 <= value <= 3600:
-        raise argparse.ArgumentTypeError("from 0.1 to 3600 seconds")
-    return value
+    with contextlib.suppress(ValueError):
+        if 0.1 <= float(given) <= 3600:
+            return float(given)
+    raise argparse.ArgumentTypeError(f"from 0.1 to 3600 seconds, not {given!r}")
 
 
 def run(arguments: argparse.Namespace) -> int:
     directory = arguments.directory
-    if directory is not None and not os.path.isdir(directory):
-        raise Error("NOT_FOUND", f"watch {directory}: there is no such directory")
+    if directory is not None:
+        with of_system(f"watch {directory or repr(directory)}"), os.scandir(directory):
+            pass
     watched = node.Node(directory)
     if arguments.once or arguments.json or not sys.stdout.isatty():
         watched.look()
@@ -85,12 +89,15 @@ def summary(look: node.Look) -> str:
     if not look.saves:
         return "no save in flight"
     rates = [s.bytes_per_second for s in look.saves if s.bytes_per_second is not None]
+    flying = sum(save.phase != "quarantined" for save in look.saves)
+    quarantined = sum(s.bytes_held for s in look.saves if s.phase == "quarantined")
     parts = [
-        f"{len(look.saves)} {'save' if len(look.saves) == 1 else 'saves'} in flight",
+        f"{flying} {'save' if flying == 1 else 'saves'} in flight",
         f"{text.size(sum(s.bytes_written for s in look.saves))} of "
         f"{text.size(sum(s.bytes_total for s in look.saves))} written",
         *([f"{text.size(sum(rates))}/s"] if rates else []),
         f"{text.size(sum(s.bytes_held for s in look.saves))} of staging memory held",
+        *([f"{text.size(quarantined)} of it quarantined"] if quarantined else []),
     ]
     return ", ".join(parts)
 
@@ -105,7 +112,7 @@ def row(save: node.Save, directory: str | None) -> list[str]:
         f"{save.rank}/{save.world_size}",
         "-" if save.trainer_pid is None else str(save.trainer_pid),
         str(save.step),
-        save.phase,
+        phase(save),
         f"{100 * save.bytes_written // max(save.bytes_total, 1)} %",
         text.size(save.bytes_written),
         text.size(save.bytes_total),
@@ -115,6 +122,18 @@ def row(save: node.Save, directory: str | None) -> list[str]:
         f"{worker} {save.engine or save.launcher}",
         path,
     ]
+
+
+def phase(save: node.Save) -> str:
+    """The phase, with the ranks that the save waits for: ``waiting for ranks 1, 4-7``."""
+    runs: list[list[int]] = []
+    for rank in save.waits_for or ():
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    said = [str(a) if a == b else f"{a}-{b}" for a, b in runs[:_RUNS_SHOWN]]
+    return " ".join([save.phase, ", ".join([*said, *(["..."] if len(runs) > _RUNS_SHOWN else [])])]).rstrip()
 
 
 def duration(seconds: float) -> str:
@@ -166,20 +185,24 @@ def _show(watched: node.Node, directory: str | None, interval: float) -> None:
             "UNIMPLEMENTED",
             "top: the screen needs the package rich; pip install 'holdfast[top]', or use --once",
         ) from error
-    # Ctrl-C has to give the terminal back.
+    # Ctrl-C and kill have to give the terminal back.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     console = Console()
     with contextlib.suppress(KeyboardInterrupt), _keys() as pressed, Live(
         console=console, screen=True, auto_refresh=False
     ) as live:
         while True:
-            live.update(screen(watched.look(), directory, console.width), refresh=True)
+            live.update(screen(watched.look(), directory, *console.size), refresh=True)
             if pressed(interval) == "q":
                 return
 
 
-def screen(look: node.Look, directory: str | None, width: int) -> Any:
-    """What a terminal of so many columns shows, as a renderable of rich."""
+def screen(look: node.Look, directory: str | None, width: int, height: int) -> Any:
+    """What a terminal of so many columns and lines shows, as a renderable of rich.
+
+    Where not all fits, the newest errors have a third of it, and the saves are those that have done least.
+    """
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -193,15 +216,29 @@ def screen(look: node.Look, directory: str | None, width: int) -> Any:
     for title in kept:
         side: Any = "right" if title in _RIGHT.split() else "left"
         saves.add_column(title, justify=side, no_wrap=True, overflow="ellipsis", ratio=1 if title == _HEAD[-1] else None)
-    for save in look.saves:
+    said_errors: list[str] = []
+    lines = 0
+    for line in errors(look):
+        needed = -(-len(text.printable(line)) // max(width, 1))
+        if said_errors and lines + needed > height // 3:
+            break
+        said_errors.append(line)
+        lines += needed
+    shown, fit = look.saves, max(3, height - lines - _LINES_AROUND)
+    if len(shown) > fit:
+        least = sorted(range(len(shown)), key=lambda i: shown[i].bytes_written / max(shown[i].bytes_total, 1))
+        shown = [shown[i] for i in sorted(least[:fit])]
+    for save in shown:
         cells: dict[str, Any] = dict(zip(_HEAD, map(said, row(save, directory)), strict=True))
         cells["DONE"] = ProgressBar(max(save.bytes_total, 1), save.bytes_written, width=12)
         saves.add_row(*(cells[title] for title in kept))
     where = directory if directory is not None else "this node"
     top = said(f"holdfast top {where}   {time.strftime('%H:%M:%S', time.localtime(look.time))}", "bold")
     parts: list[Any] = [top, said(summary(look)), Text(), *([saves, Text()] if look.saves else [])]
+    if len(shown) < len(look.saves):
+        parts.insert(2, said(f"the {len(shown)} that have done least; --once shows all", "dim"))
+    parts += [said(line, "red") for line in said_errors]
     parts += [said(outcomes(process), "dim") for process in look.processes]
-    parts += [said(line, "red") for line in errors(look)]
     return Group(*parts)
 
 

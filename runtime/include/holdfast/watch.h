@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "holdfast/pod.h"
@@ -23,6 +24,8 @@ struct SaveInFlight {
   uint32_t world_size = 1;
   Launcher launcher = Launcher::kSpawn;
   EngineRung engine = EngineRung::kAuto;  ///< kAuto: the worker has not opened one yet.
+  /// The phase is "quarantined" once the save has ended and its staging memory is held until its
+  /// last transfer has landed.
   SaveProgress progress;
   /// Sealed bytes whose staging memory is not released yet.
   uint64_t bytes_held = 0;
@@ -41,6 +44,13 @@ inline constexpr char kJobTableName[] = "holdfast-job";
 /// \error kNotFound: the job removes files and is no save. kUnavailable: the trainer is still
 /// filling the table. kFailedPrecondition: the file is no job table, or that of another version.
 absl::StatusOr<SaveInFlight> ReadSaveInFlight(int fd);
+
+/// Reads the ranks whose part of a save of several ranks is not durable yet, in order: the save
+/// waits for them. Rank 0, which commits, is returned where every other part is durable. `fd` is
+/// the save's rank board: `ranks.board` in the directory `partial`, which trainer and worker hold
+/// open. \error kFailedPrecondition: the file is no board of the attempt and world size.
+absl::StatusOr<std::vector<uint32_t>> ReadRanksWaitedFor(int fd, const AttemptId& attempt,
+                                                         uint32_t world_size);
 
 }  // namespace holdfast
 

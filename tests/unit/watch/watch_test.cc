@@ -15,6 +15,7 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "runtime/layout/job.h"
+#include "runtime/worker/rank_board.h"
 #include "runtime/writer/job_table.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/random_bytes.h"
@@ -164,6 +165,37 @@ TEST_P(WatchedTable, DamagedDoesNoHarm) {
     EXPECT_LE(save->progress.bytes_sealed, save->progress.bytes_total) << seed;
   }
   EXPECT_GT(read, 100u);
+}
+
+class WatchedBoard : public SaveTest {};
+
+TEST_F(WatchedBoard, NamesTheRanksThatHaveNotVoted) {
+  const int place = open(directory().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  constexpr AttemptId kAttempt = {.high = 1, .low = 2};
+  constexpr uint32_t kRanks = 1500;  // more slots than one read returns
+  worker::RankBoard board;
+  ASSERT_EQ(worker::OpenBoard(place, kAttempt, 0, kRanks, &board), 0);
+  const auto waited_for = [&](uint32_t world_size) {
+    return ReadRanksWaitedFor(board.fd, kAttempt, world_size);
+  };
+  const auto vote = [&](uint32_t rank) {
+    worker::RankBoard other = board;
+    other.rank = rank;
+    ASSERT_TRUE(worker::WritePulse(other, worker::Side::kWorker, layout::RankState::kVoted));
+  };
+  for (uint32_t rank = 1; rank < kRanks; ++rank) {
+    if (rank != 3 && rank != kRanks - 1) vote(rank);
+  }
+  EXPECT_EQ(waited_for(kRanks).value(), (std::vector<uint32_t>{3, kRanks - 1}));
+  vote(3);
+  vote(kRanks - 1);
+  EXPECT_EQ(waited_for(kRanks).value(), std::vector<uint32_t>{0});
+  EXPECT_TRUE(absl::IsFailedPrecondition(waited_for(1u << 31).status()));
+  EXPECT_TRUE(
+      absl::IsFailedPrecondition(ReadRanksWaitedFor(board.fd, AttemptId(), kRanks).status()));
+  EXPECT_FALSE(ReadRanksWaitedFor(place, kAttempt, kRanks).ok());
+  worker::CloseBoard(&board);
+  close(place);
 }
 
 TEST(WatchedJob, OfRemovalIsNoSave) {
