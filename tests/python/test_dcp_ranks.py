@@ -464,6 +464,22 @@ def test_a_process_groups_own_ranks_save_by_themselves(tmp_path: Path) -> None:
         assert holdfast.dcp.verify(tmp_path / f"group-{group}")["verdict"] == "sound"
 
 
+def _unlike_groups(rank: int, directory: str) -> None:
+    """Ranks 1 and 2 are in more groups than rank 0, rank 2 in more than rank 1."""
+    for members in ([1, 2], [2], [2]):
+        dist.new_group(members)
+    group = dist.new_group([1, 2])
+    if rank:
+        holdfast.dcp.save({"x": torch.ones(1)}, checkpoint_id=f"{directory}/some", process_group=group)
+    holdfast.dcp.save({"x": torch.ones(1)}, checkpoint_id=f"{directory}/all")
+
+
+def test_ranks_in_different_numbers_of_groups_save_together(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(3, tmp_path, _unlike_groups, str(tmp_path))
+    for name in ("some", "all"):
+        assert holdfast.dcp.verify(tmp_path / name)["verdict"] == "sound"
+
+
 # ---- What a load leaves behind.
 
 

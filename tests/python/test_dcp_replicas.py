@@ -201,6 +201,40 @@ def test_another_word_is_refused(tmp_path: Path) -> None:
         holdfast.dcp.async_save({}, storage_writer=writer, replicas="refuse")
 
 
+def error_of(state: dict[str, Any], path: str, **options: Any) -> holdfast.Error:
+    with pytest.raises((dcp.api.CheckpointException, holdfast.Error)) as failed:
+        holdfast.dcp.save(state, checkpoint_id=path, **options)
+    if isinstance(failed.value, dcp.api.CheckpointException):
+        (error,) = {str(e): e for e, _ in failed.value.failures.values()}.values()
+        return error  # type: ignore[no-any-return]
+    return failed.value
+
+
+def mistakes_of_a_rank(rank: int, directory: str) -> None:
+    class Unwilling:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("not today") if rank == 1 else AttributeError
+
+    mixed = {"w": torch.ones(2), "x": torch.ones(3) if rank else None}
+    for path in ("planned", "known", "the other way round"):
+        error = error_of(mixed, f"{directory}/{path}")
+        assert error.code == "INVALID_ARGUMENT" and "x is an object on rank " in error.message, error
+        if path == "known":
+            mixed["x"] = None if rank else torch.ones(3)
+        holdfast.dcp.save({"w": torch.ones(2)}, checkpoint_id=f"{directory}/after {path}", replicas="refuse")
+    for path in ("new", "known"):
+        error = error_of({"w": torch.ones(2), "o": Unwilling() if rank else 1}, f"{directory}/object {path}")
+        assert error.code == "INVALID_ARGUMENT" and "save o: it cannot be pickled (" in error.message, error
+    planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
+    planner.__class__ = type("Caching", (dcp.DefaultSavePlanner,), {})
+    error = error_of({"w": torch.ones(2)}, f"{directory}/cached", planner=planner, replicas="refuse")
+    assert error.code == "INVALID_ARGUMENT" and "compares nothing with a planner that caches its plans" in error.message
+
+
+def test_mistakes_of_a_rank_are_named(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, mistakes_of_a_rank, str(tmp_path))
+
+
 TYPES = [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool, torch.complex64]
 
 
@@ -222,6 +256,16 @@ def test_digests_made_on_a_device_show_every_change(kinds: list[tuple[int, torch
         memory[data.draw(st.integers(0, memory.numel() - 1))] += data.draw(st.integers(1, 255))
         after = digests(tensors)
         assert [a == b for a, b in zip(before, after, strict=True)] == [i != which for i in range(len(tensors))]
+
+
+def test_a_digest_made_on_a_device_depends_on_no_other_tensor() -> None:
+    def digests(tensors: list[torch.Tensor]) -> list[bytes]:
+        found = replicas.of_device(list(enumerate(tensors)), len(tensors), 4).numpy().tobytes()
+        return [found[16 * i : 16 * i + 16] for i in range(len(tensors))]
+
+    tensors = [torch.arange(n, dtype=dtype) for n, dtype in ((3, torch.int8), (40, torch.int32), (0, torch.int8), (5, torch.int64))]
+    assert digests(tensors) == [digests([tensor])[0] for tensor in tensors]
+    assert digests(tensors[::-1]) == digests(tensors)[::-1]
 
 
 def test_large_ranges_are_digested_in_slices() -> None:

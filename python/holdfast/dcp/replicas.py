@@ -117,7 +117,8 @@ def of_device(tensors: list[tuple[int, torch.Tensor]], count: int, words_max: in
     """Digests of tensors of one device, computed there by what its current stream does next.
 
     A sum of 64-bit words times odd numbers, modulo 2^64: a word that differs always shows, several
-    that differ cancel each other in one of 2^64 cases.
+    that differ cancel each other in one of 2^64 cases. A tensor's digest does not depend on the others,
+    which another rank need not have.
 
     Args:
         tensors: contiguous, each with its position among the digests.
@@ -140,7 +141,9 @@ def of_device(tensors: list[tuple[int, torch.Tensor]], count: int, words_max: in
         if not rows:
             return
         memory = torch.cat(batch).view(torch.int64)
-        totals = (memory * factors[: memory.numel()]).cumsum(0)
+        # Each piece begins with the first factor.
+        lengths = [end - begin for begin, end in zip([-1, *ends], ends)]
+        totals = (memory * torch.cat([factors[:length] for length in lengths])).cumsum(0)
         found = totals[_moved(ends, device)]
         found[1:] -= found[:-1].clone()
         at, part = _moved(rows, device).T

@@ -361,11 +361,30 @@ def line_of(group: Any, no_dist: bool, time_ranks_max: float | None) -> Line:
         if ranks not in _lines.of:
             groups = None
             if len(ranks) > 1:
-                groups = tuple(
-                    dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True).group_name
-                    for _ in range(2)
-                )
+                groups = tuple(_new_group(ranks, timeout).group_name for _ in range(2))
             _lines.of[ranks] = Line(world, dist.get_rank(group), groups, len(ranks))
         line = _lines.of[ranks]
     line.set_timeout(timeout)  # one that was made for another may wait otherwise
     return line
+
+
+def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
+    """A group that its ranks alone make, or all.
+
+    PyTorch names a group that its ranks alone make by how many groups a rank is in, and ranks that find
+    another name wait for each other for ever. A rank in fewer groups than another one makes some of its own.
+    """
+    if len(ranks) == dist.get_world_size():
+        return dist.new_group(list(ranks), timeout, "gloo")
+    rank, store, key = dist.get_rank(), c10d._get_default_store(), f"holdfast/groups of {ranks}"
+    count = len(c10d._world.pg_names)
+    store.set(f"{key}/{rank}", str(count))
+    if rank == ranks[0]:
+        most = max(int(store.get(f"{key}/{r}")) for r in ranks)
+        for r in ranks:
+            store.delete_key(f"{key}/{r}")
+            store.set(f"{key}/most {r}", str(most))
+    for _ in range(int(store.get(f"{key}/most {rank}")) - count):
+        dist.new_group([rank], timeout, "gloo", use_local_synchronization=True)
+    store.delete_key(f"{key}/most {rank}")  # the store may outlive the process group
+    return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
