@@ -151,6 +151,23 @@ class TensorTable {
     return groups;
   }
 
+  /// Returns address and bytes of each tensor that is contiguous in host memory and not lazily
+  /// changed, zeros for each other one, and the indices of the others.
+  nb::tuple InHost() const {
+    std::vector<uint64_t> addresses(rows_.size());
+    std::vector<uint64_t> bytes(rows_.size());
+    std::vector<size_t> others;
+    for (size_t i = 0; i < rows_.size(); ++i) {
+      if (!rows_[i].contiguous || rows_[i].lazy || rows_[i].device != DlDevice()) {
+        others.push_back(i);
+      } else {
+        addresses[i] = addresses_[i];
+        bytes[i] = rows_[i].bytes;
+      }
+    }
+    return nb::make_tuple(addresses, bytes, others);
+  }
+
   std::vector<uint64_t> Addresses() {
     Group();
     std::vector<uint64_t> begins(groups_.size());
@@ -309,6 +326,9 @@ void BindTensors(nb::module_& module) {
           "equals", [](TensorTable& self, TensorTable& other) { return self.Equals(&other); },
           "other"_a, "Whether all but the addresses of the groups is equal.")
       .def("copied", &TensorTable::Copied, "Indices of tensors that must be copied to be saved.")
+      .def("in_host", &TensorTable::InHost,
+           "Addresses and bytes of what is contiguous in host memory as it reads, zeros for the\n"
+           "others, and the indices of the others.")
       .def("groups", &TensorTable::Groups,
            "(begin, end, indices) of each run of memory, in the tensors' order.")
       .def("addresses", &TensorTable::Addresses, "Where each group begins.");

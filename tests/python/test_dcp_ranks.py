@@ -476,8 +476,7 @@ def _unlike_groups(rank: int, directory: str) -> None:
 
 def test_ranks_in_different_numbers_of_groups_save_together(tmp_path: Path) -> None:
     dcp_ranks.run_ranks(3, tmp_path, _unlike_groups, str(tmp_path))
-    for name in ("some", "all"):
-        assert holdfast.dcp.verify(tmp_path / name)["verdict"] == "sound"
+    assert all(holdfast.dcp.verify(tmp_path / name)["verdict"] == "sound" for name in ("some", "all"))
 
 
 # ---- What a load leaves behind.

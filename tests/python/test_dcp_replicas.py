@@ -95,7 +95,9 @@ def test_what_ranks_do_not_have_alike_is_in_every_report(ranks: int, tmp_path: P
 
 
 def save_each_without_digests(rank: int, directory: str) -> None:
-    replicas._native = SimpleNamespace(digests=lambda addresses, sizes: bytes(16 * len(sizes)))  # type: ignore[assignment]
+    replicas._native = SimpleNamespace(  # type: ignore[assignment]
+        digests=lambda addresses, sizes: bytes(16 * len(sizes)), TensorTable=replicas._native.TensorTable
+    )
     with pytest.raises(AssertionError, match="^w$"):
         save_each(rank, directory)
 

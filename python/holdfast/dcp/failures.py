@@ -45,6 +45,20 @@ def without_state(failure: BaseException) -> BaseException:
 
 
 @contextlib.contextmanager
+def of_object(name: str) -> Iterator[None]:
+    """Raises what the pickling of an object raises as INVALID_ARGUMENT with its name."""
+    try:
+        yield
+    except (Error, MemoryError):
+        raise
+    except Exception as error:
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"save {name}: it cannot be pickled ({error!r:.300}); leave it out of the state, or give it a state_dict()",
+        ) from error
+
+
+@contextlib.contextmanager
 def of_ranks(path: str, does: str) -> Iterator[None]:
     """Raises what a group says as UNAVAILABLE. What fails on a rank comes as its own exception."""
     try:

@@ -92,11 +92,11 @@ def _reduction(dtype: torch.dtype) -> tuple[Any, type, bool, tuple[Any, ...]] | 
         return function, getattr(torch, storage.pickle_storage_type()), False, tuple(more)
 
 
-def can_frame(tensor: torch.Tensor) -> bool:
+def can_frame(tensor: Any) -> bool:
     """Whether a tensor's item can be made around its bytes; all others ``torch.save`` makes."""
     return (
         type(tensor) is torch.Tensor
-        and tensor.layout == torch.strided
+        and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor.is_conj()
         and not tensor.is_neg()

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from holdfast import _collector, _devices, _dtypes, _late, _native
 from holdfast._framing import PlannedFile
 from holdfast._state import numbered
+from holdfast.dcp.failures import of_object
 from holdfast.dcp.framing import can_frame, frame
 from holdfast.dcp.parts import DIGESTS, PART, PLAN, Part, digest_of
 from holdfast.errors import Error
@@ -63,14 +64,16 @@ def _names(items: list[WriteItem]) -> list[str]:
 
 
 def resolved(planner: SavePlanner, item: WriteItem) -> Any:
-    data = planner.resolve_data(item)
     if item.type == WriteItemType.BYTE_IO:
+        with of_object(item.index.fqn):
+            data = planner.resolve_data(item)
         if not isinstance(data, io.BytesIO):
             raise Error(
                 "INVALID_ARGUMENT",
                 f"save {item.index.fqn}: the planner gave a {type(data).__name__} for bytes",
             )
         return data
+    data = planner.resolve_data(item)
     if not isinstance(data, torch.Tensor):
         raise Error(
             "INVALID_ARGUMENT",

@@ -210,6 +210,7 @@ def assemble(parts: list[Part], plans: dict[str, Plan], path: str) -> Metadata:
 def _merged(parts: list[Part], plans: dict[str, Plan],
             path: str) -> tuple[Metadata, list[list[MetadataIndex]]]:  # fmt: skip
     written = [(plans[p.plan], plans[p.plan].written[p.row]) for p in parts]
+    check_kinds([of.items(row + of.left_out[part.row]) for part, (of, row) in zip(parts, written, strict=True)], path)
     there = {index for _, row in written for index in row}
     for part in parts:
         for index in plans[part.plan].left_out[part.row]:
@@ -222,6 +223,25 @@ def _merged(parts: list[Part], plans: dict[str, Plan],
     # The planning's own indices say where in the metadata a chunk stands.
     hinted = {index: index for row in plan.written for index in row}
     return plan.metadata, [[hinted[index] for index in row] for _, row in written]
+
+
+def check_kinds(ranks: list[list[WriteItem]], path: str) -> None:
+    """Checks that no name is a tensor on one rank and an object on another, which no metadata can say.
+
+    Raises:
+        Error: INVALID_ARGUMENT.
+    """
+    first: dict[str, tuple[int, bool]] = {}
+    for rank, items in enumerate(ranks):
+        for item in items:
+            is_object = item.type == WriteItemType.BYTE_IO
+            before, was_object = first.setdefault(item.index.fqn, (rank, is_object))
+            if was_object != is_object:
+                a, b = (before, rank) if was_object else (rank, before)
+                raise Error(
+                    "INVALID_ARGUMENT",
+                    f"save {path}: {item.index.fqn} is an object on rank {a} and a tensor on rank {b}; give each a name of its own",
+                )
 
 
 def plan_for_all(id: str, ranks: list[tuple[Plan, list[MetadataIndex]]], lowest_rank: bool) -> Plan:

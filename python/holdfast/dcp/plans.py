@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
 from holdfast import _collector
+from holdfast.dcp.failures import of_object
 from holdfast.dcp.items import Layout
 from holdfast.dcp.parts import Plan, in_order
-from holdfast.dcp.replicas import Digests
+from holdfast.dcp.replicas import Digests, Forms
 
 _KNOWN_MAX = 4
 _PLANS_MAX = 4  # that only saves in flight follow
@@ -102,6 +103,12 @@ def look(state: Any, flags: tuple[Any, ...]) -> Look | None:
     return Look(marks, nodes)
 
 
+def check_state(state_dict: Any, operation: str) -> None:
+    """Raises TypeError for what is no state dict."""
+    if not hasattr(state_dict, "items"):
+        raise TypeError(f"{operation}: the state is a dict by names, not {type(state_dict).__name__}; pass {{\"state\": ...}}")
+
+
 def _paths(state: Any) -> dict[tuple[Any, ...], int]:
     """Where in `Look.nodes` each part of a state is, by the path that the framework gives it."""
     found: dict[tuple[Any, ...], int] = {}
@@ -159,7 +166,10 @@ def _tensor_of(value: Any, item: WriteItem) -> torch.Tensor:
 
 
 def _data_of(value: Any, item: WriteItem) -> Any:
-    return _bytes_of(value) if item.type == WriteItemType.BYTE_IO else _tensor_of(value, item)
+    if item.type != WriteItemType.BYTE_IO:
+        return _tensor_of(value, item)
+    with of_object(item.index.fqn):
+        return _bytes_of(value)
 
 
 class Known:
@@ -185,6 +195,7 @@ class Known:
         items = {item.index: item for item in local}
         self.compared = [items[index] for index in in_order(compared_of(local, written, shared))]
         places = {item.index: at for at, item in enumerate(written)}
+        self._forms: Forms | None = None
         self._compared_at = [(places.get(i.index), nodes[i.index.fqn], i) for i in self.compared]
 
     def following(self, plan: Plan, row: int) -> Known:
@@ -200,12 +211,15 @@ class Known:
             self.layout.fix(data)
         return data
 
+    @_collector.paused()
     def digests(self, nodes: list[Any], data: list[Any]) -> Digests | None:
         """Of what is compared with other ranks. `data`: what is written."""
         if not self._compared_at:
             return None
-        return Digests([_data_of(nodes[at], item) if place is None else data[place]
-                        for place, at, item in self._compared_at])
+        made = Digests([_data_of(nodes[at], item) if place is None else data[place]
+                        for place, at, item in self._compared_at], self._forms)  # fmt: skip
+        self._forms = made.forms  # which follow from the marks
+        return made
 
 
 def compared_of(local: list[WriteItem], written: list[WriteItem],

@@ -51,39 +51,62 @@ def check_replicas(replicas: str, stock: str = "") -> None:
         )
 
 
+@dataclasses.dataclass
+class Forms:
+    """What digests need of the forms of data, the same for data of the same types, dtypes and shapes.
+
+    Attributes:
+        digests: of dtypes and shapes: tensors with the same bytes may differ in them.
+        plain: positions of tensors that are written as their memory is.
+        other: of all else.
+    """
+
+    digests: bytes
+    plain: list[int]
+    other: list[int]
+
+    @staticmethod
+    def of(data: Sequence[Any]) -> Forms:
+        is_plain = [can_frame(value) for value in data]
+        return Forms(
+            b"".join(map(_form_of, data)),
+            [at for at, plain in enumerate(is_plain) if plain],
+            [at for at, plain in enumerate(is_plain) if not plain],
+        )
+
+
 class Digests:
     """Digests of tensors and objects as they are at the call.
 
     Args:
         data: detached tensors, and the bytes of objects.
+        forms: of earlier data of the same types, dtypes and shapes.
 
     Attributes:
+        forms: of the data.
         tensors: one for the host, and one for every device, that together have the digests in the
             order of `data`, see `joined`. The save writes them.
     """
 
-    def __init__(self, data: Sequence[Any]) -> None:
-        addresses, sizes, forms, keep = [], [], [], []
+    def __init__(self, data: Sequence[Any], forms: Forms | None = None) -> None:
+        self.forms = forms if forms is not None else Forms.of(data)
+        addresses, sizes = [0] * len(data), [0] * len(data)
+        keep = []
         on_device: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
-        for at, value in enumerate(data):
-            form: tuple[Any, ...] = ()
-            if isinstance(value, torch.Tensor):
-                value = value.resolve_conj().resolve_neg()
-                form = (value.dtype, value.shape)
-                value = value.contiguous() if can_frame(value) else _saved(value)
-            forms.append(_of_form(form))
-            if isinstance(value, io.BytesIO):
-                view = value.getbuffer()
-                value = torch.frombuffer(view, dtype=torch.uint8) if view else torch.empty(0)
+
+        plain = self.forms.plain
+        table = _native.TensorTable([data[at] for at in plain])
+        found, bytes_found, others = table.in_host()
+        for at, address, size in zip(plain, found, bytes_found, strict=True):
+            addresses[at], sizes[at] = address, size
+        for at in (*(plain[i] for i in others), *self.forms.other):
+            value = _memory_of(data[at])
             keep.append(value)
             if value.is_cpu:
-                addresses.append(value.data_ptr())
-                sizes.append(value.nbytes)
+                addresses[at], sizes[at] = value.data_ptr(), value.nbytes
             else:
-                addresses.append(0)
-                sizes.append(0)
                 on_device.setdefault(value.device, []).append((at, value))
-        host = bytearray(joined([_native.digests(addresses, sizes), b"".join(forms)]))
+        host = bytearray(joined([_native.digests(addresses, sizes), self.forms.digests]))
         self.tensors = [torch.frombuffer(host, dtype=torch.uint8)]
         self.tensors += [of_device(of, len(data)) for of in on_device.values()]
 
@@ -100,16 +123,25 @@ def joined(parts: list[bytes]) -> bytes:
     return number.to_bytes(max(map(len, parts)), "little")
 
 
-def _saved(tensor: torch.Tensor) -> io.BytesIO:
-    """A tensor that is no plain memory, as its item is written."""
-    buffer = io.BytesIO()
-    torch.save(tensor.cpu(), buffer)
-    return buffer
+def _memory_of(value: Any) -> torch.Tensor:
+    """What has a digest of an object, or of a tensor that may be no plain memory, which is then as its item is written."""
+    if isinstance(value, torch.Tensor):
+        value = value.resolve_conj().resolve_neg()
+        if can_frame(value):
+            return value.contiguous()
+        buffer = io.BytesIO()
+        torch.save(value.cpu(), buffer)
+        value = buffer
+    view = value.getbuffer()
+    return torch.frombuffer(view, dtype=torch.uint8) if view else torch.empty(0)
+
+
+def _form_of(value: Any) -> bytes:
+    return _digest_of((value.dtype, value.shape) if isinstance(value, torch.Tensor) else ())
 
 
 @functools.lru_cache(maxsize=8192)
-def _of_form(form: tuple[Any, ...]) -> bytes:
-    """Of dtype and shape: tensors with the same bytes may differ in them."""
+def _digest_of(form: tuple[Any, ...]) -> bytes:
     return hashlib.blake2b(repr(form).encode(), digest_size=_DIGEST_BYTES).digest()
 
 

@@ -37,12 +37,13 @@ from holdfast.dcp.failures import error_of, interrupt_of, of_ranks, without_stat
 from holdfast.dcp.framework import AsyncCheckpointerType, AsyncSaveResponse, DefaultStager, hand_on
 from holdfast.dcp.items import Layout, resolved
 from holdfast.dcp.matching import Committed, Message, Unmatched, out_of_order, unmatched
-from holdfast.dcp.parts import Part, Plan, assemble, in_order, plan_for_all
+from holdfast.dcp.parts import Part, Plan, assemble, check_kinds, in_order, plan_for_all
 from holdfast.dcp.placement import Placement, new_attempt
 from holdfast.dcp.replicas import Differing, Digests, check_replicas, compare, settle
 from holdfast.dcp.staging import Stager
 from holdfast.dcp.uploads import Exchange, Line, Upload, line_of
 from holdfast.dcp.writer import StorageWriter, Written
+from holdfast.directories import path_text
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast.dcp")
@@ -111,6 +112,12 @@ class _Saving:
         self._compares = isinstance(self.planner, DefaultSavePlanner) and not getattr(
             self.planner, "_enable_plan_caching", False
         )
+        if ways == "refuse" and not self._compares and line.world_size > 1:
+            raise Error(
+                "INVALID_ARGUMENT",
+                f"save {writer.path}: replicas='refuse' compares nothing with a planner that caches its plans, or is no "
+                f"DefaultSavePlanner ({type(planner).__name__}); leave one of them out",
+            )
         self._flags = tuple(sorted((k, v) for k, v in vars(self.planner).items() if isinstance(v, bool)))
         self._lowest_rank = getattr(self.planner, "dedup_save_to_lowest_rank", False)
         # The same on all ranks: it depends on what was called, and how often.
@@ -146,6 +153,7 @@ class _Saving:
 
         def global_step(local_plans: list[SavePlan]) -> list[tuple[SavePlan, list[MetadataIndex]]]:
             nonlocal plan
+            check_kinds([p.items for p in local_plans], str(writer.path))
             made, metadata = planner.create_global_plan(list(local_plans))  # it may change the list
             placed = writer.prepare_global_plan(made)
             # A planner with a cache gives in the place of plans that have not changed empty ones.
@@ -374,7 +382,7 @@ def _answers_with_both(stager: Any) -> bool | None:
 def _why_stock(checkpoint_id: Any, writer: Any, stager: Any) -> str | None:
     if writer is not None and not isinstance(writer, StorageWriter):
         return f"the storage writer is a {type(writer).__name__}"
-    if writer is None and checkpoint_id is not None and "://" in os.fspath(checkpoint_id):
+    if writer is None and checkpoint_id is not None and "://" in path_text(checkpoint_id, "save"):
         return "the checkpoint id is a URL"
     if _answers_with_both(stager) is None:
         return f"the stager is a {type(stager).__name__}"
@@ -433,6 +441,7 @@ def async_save(
             for a save that is handed on.
     """
     check_replicas(replicas)
+    plans.check_state(state_dict, "async_save")
     if not no_dist:
         _ranks.check_alone("async_save", "no_dist=True")
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
@@ -571,6 +580,7 @@ def save(
         CheckpointException: with the failures of all ranks.
         Error: as of `async_save`.
     """
+    plans.check_state(state_dict, "save")
     if storage_writer is None and checkpoint_id is None:
         raise Error("INVALID_ARGUMENT", "save: pass checkpoint_id or storage_writer")
     why = _why_stock(checkpoint_id, storage_writer, None)
