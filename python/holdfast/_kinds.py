@@ -177,6 +177,7 @@ class Sequence(Kind):
 
     def fill(self, filling: Any, node: Node, target: Any, path: str) -> Any:
         if not isinstance(target, (list, tuple, collections.deque)):
+            _refuse_full(filling, target, path, "list")
             return filling.new(node, path)
         values = self._plain_values(node)
         count = len(self._items(node) if values is None else values)
@@ -282,6 +283,7 @@ class Mappings(Kind):
             return target
         if is_stateful(target):
             return STATEFUL.fill(filling, {"state": node}, target, path)
+        _refuse_full(filling, target, path, "dict")
         return filling.new(node, path)
 
     def fill_entries(self, filling: Any, node: Node, target: Any, path: str) -> bool:
@@ -388,6 +390,13 @@ def _is_of_other_version(node: Node, state_dict: Any) -> bool:
         != {k: _plain.value_of(v) for k, v in there[prefix].items()}
         for prefix in saved.keys() & there.keys()
     )
+
+
+def _refuse_full(filling: Any, target: Any, path: str, saved: str) -> None:
+    """Refuses a target of another kind whose tensors would stay as they are, without a word."""
+    is_filled = isinstance(target, (list, tuple, collections.deque, Mapping)) and len(target) > 0
+    if filling.strict and (is_filled or isinstance(target, (torch.nn.Module, torch.Tensor))):
+        raise filling.complaint(path, f"it is a {saved}, the target a {type(target).__name__}")
 
 
 def fill_module(filling: Any, node: Node, module: torch.nn.Module, path: str) -> Any:

@@ -140,6 +140,9 @@ class Checkpointer(PerProcess):
         if process_group is not None and format != "dcp":
             raise _refusal("process_group is for format='dcp'; plain saves are of all ranks")
         self._process_group = process_group
+        for option, kept in (("keep_last", keep_last), ("keep_every", keep_every)):
+            if kept is not None and not (isinstance(kept, int) and kept >= 0):
+                raise _refusal(f"{option} {kept!r}: a whole number from 0 is expected")
         self._keep_last, self._keep_every = keep_last or 0, keep_every or 0
         if drain is not None and drain_to is None:
             raise _refusal("drain= has the options of a drain; drain_to= says where to")
@@ -174,6 +177,7 @@ class Checkpointer(PerProcess):
 
     def path(self, step: int) -> str:
         """Path of a step's checkpoint, whether it is there or not."""
+        step = directories.whole_step(step, f"checkpoint of {self.directory}")
         return os.path.join(self.directory, self._form.format(step=step))
 
     def save_async(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import reprlib
 from typing import Any
 
 from holdfast import _dcp_directories, _native
@@ -17,9 +18,12 @@ def local_path(path: str | os.PathLike[str], operation: str, instead: str = "") 
     """A path as text; `instead` is what to do with a URL.
 
     Raises:
-        Error: INVALID_ARGUMENT for a URL.
+        TypeError: it is neither text nor an os.PathLike.
+        Error: INVALID_ARGUMENT for a URL, and for empty text.
     """
-    text = os.fsdecode(path)
+    text = path_text(path, operation)
+    if not text:
+        raise Error("INVALID_ARGUMENT", f"{operation} '': the path is empty")
     if "://" in text:
         raise Error(
             "INVALID_ARGUMENT",
@@ -29,7 +33,15 @@ def local_path(path: str | os.PathLike[str], operation: str, instead: str = "") 
     return text
 
 
-def whole_step(step: Any) -> int:
+def path_text(path: Any, operation: str) -> str:
+    """A path or URL as text. Raises TypeError for what is neither text nor an os.PathLike."""
+    try:
+        return os.fsdecode(path)
+    except TypeError:
+        raise TypeError(f"{operation}: the path is a str or an os.PathLike, not {type(path).__name__}") from None
+
+
+def whole_step(step: Any, operation: str = "save") -> int:
     """A step as the files have it.
 
     Raises:
@@ -40,7 +52,7 @@ def whole_step(step: Any) -> int:
     except TypeError:
         whole = -1
     if not 0 <= whole < 1 << 64:
-        raise Error("INVALID_ARGUMENT", f"save: step {step!r:.40}: a whole number from 0 to 2^64 - 1 is expected")
+        raise Error("INVALID_ARGUMENT", f"{operation}: step {reprlib.repr(step)}: a whole number from 0 to 2^64 - 1 is expected")
     return whole
 
 

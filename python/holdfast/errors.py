@@ -118,6 +118,7 @@ def _class_of(cls: type[Error], code: str, errno: int) -> type[Error]:
 # By errno; what else the system refuses is UNAVAILABLE.
 _CODE_OF_ERRNO = {
     errno_.ENOENT: "NOT_FOUND",
+    **dict.fromkeys((errno_.ENOTDIR, errno_.EISDIR), "FAILED_PRECONDITION"),
     **dict.fromkeys((errno_.EACCES, errno_.EPERM, errno_.EROFS), "PERMISSION_DENIED"),
     **dict.fromkeys(
         (errno_.ENOSPC, errno_.EDQUOT, errno_.EMFILE, errno_.ENFILE, errno_.ENOMEM, errno_.EFBIG),

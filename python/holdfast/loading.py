@@ -19,7 +19,7 @@ from holdfast._common import common
 from holdfast._filling import Filling
 from holdfast._pieces import Loading
 from holdfast.capture import FILE, OBJECTS, STRUCTURE
-from holdfast.directories import absolute_path, local_path
+from holdfast.directories import absolute_path, local_path, path_text
 from holdfast.drain import remote
 from holdfast.errors import Error, of_damage
 
@@ -78,7 +78,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                  map_location: MapLocation = None, verify: bool = True,
                  buffer_bytes: int = BUFFER_BYTES, threads: int = 0, engine: str = "auto",
                  direct_io: bool = True, storage: dict[str, Any] | None = None) -> None:
-        text = os.fsdecode(path)
+        text = path_text(path, "load")
         self._remote = remote.find(text, storage) if remote.is_url(text) else None
         self.path = text if self._remote else absolute_path(local_path(text, "load"), "load")
         self._map = map_location
@@ -330,6 +330,9 @@ def _other_format(path: str) -> str:
         return "it is a file; use what wrote it (torch.load, safetensors), or holdfast convert"
     if _dcp_directories.may_be_loaded(path):
         return "it is a checkpoint of PyTorch Distributed Checkpoint; use holdfast.dcp.load, or holdfast convert"
+    with contextlib.suppress(Error):
+        newest = _native.find_newest(path)[0]["name"]
+        return f"it is no checkpoint and holds some; load one of them, the newest is {newest}"
     return ""
 
 

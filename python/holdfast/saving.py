@@ -103,7 +103,7 @@ def save_async(
     step = directories.whole_step(step)
     own_rank, own_world = _ranks.rank_and_world()
     if (rank, world_size, attempt) == (None, None, ""):
-        _ranks.check_alone(f"save {os.fspath(path)}", "rank=0, world_size=1")
+        _ranks.check_alone(f"save {directories.path_text(path, 'save')}", "rank=0, world_size=1")
     rank = own_rank if rank is None else rank
     world_size = own_world if world_size is None else world_size
     runtime = runtime or _runtime.default

@@ -133,8 +133,10 @@ absl::Status ToStatus(const Failure& failure, const FailureNames& names) {
     if (failure.operation == Operation::kWrite || failure.operation == Operation::kRead) {
       absl::StrAppend(&message, " @ ", failure.offset);
     }
-    absl::StrAppend(&message, ": ",
-                    failure.error_number != 0 ? ErrnoText(failure.error_number) : Reason(failure));
+    // EEXIST alone does not say what to do.
+    const bool says_errno =
+        failure.error_number != 0 && failure.code != FailureCode::kAlreadyExists;
+    absl::StrAppend(&message, ": ", says_errno ? ErrnoText(failure.error_number) : Reason(failure));
   }
   absl::Status status(static_cast<absl::StatusCode>(failure.code), message);
   AttachErrno(failure.error_number, &status);

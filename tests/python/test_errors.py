@@ -6,13 +6,16 @@ import copy
 import errno
 import os
 import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import small_disk
 import torch
 
 import holdfast
+import holdfast.dcp
 from holdfast import errors
 
 STATE = {"w": torch.ones(100)}
@@ -92,3 +95,60 @@ def test_messages_name_the_options_of_python(tmp_path: Path) -> None:
     assert error.message == "take memory: lower arena_bytes"
     path = "/staging.d/CheckpointerOptions"
     assert errors._of_status(5, f"load {path}: no such file", 2).message == f"load {path}: no such file"
+
+
+def _said(call: Callable[[], object], kind: type[BaseException], *words: str) -> None:
+    with pytest.raises(kind) as failed:
+        call()
+    for word in words:
+        assert word in str(failed.value), failed.value
+
+
+def test_messages_of_common_mistakes_say_what_to_do(tmp_path: Path) -> None:
+    state, module = {"w": torch.ones(4), "n": 1}, torch.nn.Linear(2, 2)
+    checkpointer = holdfast.Checkpointer(tmp_path / "run")
+    checkpointer.save({"model": module}, 1)
+    for path in (None, 3, state):
+        _said(lambda path=path: holdfast.save(state, path), TypeError, "save: the path is a str or an os.PathLike, not ")
+        _said(lambda path=path: holdfast.load(path), TypeError, "load: the path is a str")
+        _said(lambda path=path: holdfast.recover(path), TypeError, "recover: the path is a str")
+        _said(lambda path=path: holdfast.Checkpointer(path), TypeError, "Checkpointer: the path is a str")
+        if path is not None:
+            _said(lambda path=path: holdfast.dcp.save(state, checkpoint_id=path), TypeError, "save: the path is a str")
+    _said(lambda: holdfast.save(state, ""), ValueError, "save '': the path is empty")
+    _said(lambda: holdfast.load(tmp_path / "run"), holdfast.Error, "holds some; load one of them, the newest is step-1")
+    _said(lambda: checkpointer.load("step-1"), ValueError, "step 'step-1': a whole number")
+    huge = {f"layer {i}": torch.zeros(1000) for i in range(1000)}
+    with pytest.raises(ValueError, match="a whole number") as swapped:
+        checkpointer.save(1, huge)
+    assert len(str(swapped.value)) < 400
+    for option in ("keep_last", "keep_every"):
+        for value in ("3", -1, 1.5):
+            kept: dict[str, Any] = {option: value}
+            _said(lambda kept=kept: holdfast.Checkpointer(tmp_path, **kept), ValueError, f"{option} {value!r}: a whole number from 0")
+    for save in (holdfast.dcp.save, holdfast.dcp.async_save):
+        _said(lambda save=save: save([torch.ones(1)], checkpoint_id=tmp_path / "d"), TypeError, "the state is a dict by names, not list")
+
+
+def test_a_target_of_another_kind_is_not_left_as_it_is(tmp_path: Path) -> None:
+    holdfast.save({"model": torch.nn.Linear(2, 2), "rows": [torch.ones(1)]}, tmp_path / "c")
+    targets: tuple[tuple[Any, str], ...] = (
+        ([torch.nn.Linear(2, 2)], "load state: it is a dict, the target a list"),
+        ({"model": [torch.nn.Linear(2, 2)], "rows": [torch.ones(1)]}, "load model: it is a dict, the target a list"),
+        ({"model": torch.nn.Linear(2, 2), "rows": {"0": torch.ones(1)}}, "load rows: it is a list, the target a dict"),
+    )
+    for target, words in targets:
+        _said(lambda target=target: holdfast.load(tmp_path / "c", into=target), ValueError, words)
+        holdfast.load(tmp_path / "c", into=target, strict=False)
+    assert holdfast.load(tmp_path / "c", into={"model": None, "rows": None})["rows"] == [torch.ones(1)]
+
+
+def test_the_second_of_two_saves_to_one_name_says_what_to_do(tmp_path: Path) -> None:
+    holdfast.configure(bytes_per_second_max=8 << 20)
+    try:
+        saves = [holdfast.save_async({"w": torch.ones(1 << 20)}, tmp_path / "c") for _ in range(2)]
+        errors = [error for save in saves if (error := save.durable.exception(60)) is not None]
+    finally:
+        holdfast.configure(bytes_per_second_max=0)
+    (error,) = errors
+    assert isinstance(error, FileExistsError) and "c: it exists already; choose another name" in str(error)

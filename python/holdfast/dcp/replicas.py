@@ -174,7 +174,7 @@ def of_device(tensors: list[tuple[int, torch.Tensor]], count: int, words_max: in
             return
         memory = torch.cat(batch).view(torch.int64)
         # Each piece begins with the first factor.
-        lengths = [end - begin for begin, end in zip([-1, *ends], ends)]
+        lengths = [end - begin for begin, end in zip([-1, *ends[:-1]], ends, strict=True)]
         totals = (memory * torch.cat([factors[:length] for length in lengths])).cumsum(0)
         found = totals[_moved(ends, device)]
         found[1:] -= found[:-1].clone()
