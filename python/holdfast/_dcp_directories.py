@@ -22,12 +22,13 @@ from holdfast.errors import Error, of_system
 logger = logging.getLogger("holdfast")
 
 METADATA = ".metadata"
-_PROOF = re.compile(
-    r"holdfast\.commit-(?P<record>[0-9a-f]{32})\.json|rank-\d{5,}-of-\d{5,}-(?P<manifest>[0-9a-f]{32})\.manifest\.json"
-)
+RECORD = re.compile(r"holdfast\.commit-(?P<record>[0-9a-f]{32})\.json")
+_PROOF = re.compile(rf"{RECORD.pattern}|rank-\d{{5,}}-of-\d{{5,}}-(?P<manifest>[0-9a-f]{{32}})\.manifest\.json")
 # What saves through DCP make. A directory with any other entry is kept.
 _OWN = re.compile(rf"(\.metadata|__\d+_\d+\.distcp|{_PROOF.pattern})(\.tmp)?")
 _RETIRED = re.compile(r"\.?(?P<name>.+)\.retired-[0-9a-f]{32}")
+# A drain gives the name when all is durable; the metadata stands there a moment before.
+_ARRIVING = re.compile(r".+\.partial-[0-9a-f]{32}")
 # Of this process, not of a checkpoint: a second try may succeed.
 _OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LAST_NUMBER = re.compile(r"(\d+)(?=\D*$)")
@@ -51,7 +52,7 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
     with of_system(f"list {directory}"):
         names = sorted(e.name for e in os.scandir(directory) if e.is_dir())
     for name in names:
-        if _RETIRED.fullmatch(name):
+        if _RETIRED.fullmatch(name) or _ARRIVING.fullmatch(name):
             continue
         try:
             with of_system(f"list {os.path.join(directory, name)}"):

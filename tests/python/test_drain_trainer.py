@@ -66,7 +66,7 @@ def test_a_node_is_lost_and_the_run_goes_on(format: str, tmp_path: Path, server:
 
     with opened(tmp_path / "new", url, server.storage(), format=format) as checkpointer:
         last = checkpointer.newest()
-        assert last is not None and (last["step"], last["path"]) == (3, f"{url}/step-3")
+        assert last is not None and (last["step"], last["path"]) == (3, f"{url}/step-3.attempt-{last['attempt']}")
         into = state(-1.0)
         checkpointer.load(into=into)
         assert all(torch.equal(into[k], state(3)[k]) for k in into)
@@ -94,9 +94,9 @@ def test_a_load_reads_ranges_and_proves_them(tmp_path: Path, server: s3_server.S
     far = open_place(url, server.storage())
     (info,) = far.complete()[0]
     data = max(contents.contents_of(far, info).data, key=lambda f: f.bytes)
-    stored = bytearray(far.read("step-1", data.name))
+    stored = bytearray(far.read(info.slot, data.name, data.bytes))
     stored[6 * MIB] ^= 1
-    far._library.put(far._store, f"step-1/{data.name}", bytes(stored))
+    far._library.put(far._store, f"{info.slot}/{data.name}", bytes(stored))
     into = state(5)
     with pytest.raises(Error, match="another digest") as refused:
         holdfast.load(path, into, storage=server.storage())
@@ -196,12 +196,14 @@ def test_the_commands_take_urls(tmp_path: Path, server: s3_server.Server, url: s
         for step in (1, 2):
             checkpointer.save(state(step), step)
     listed = command("ls", url, "--json", torch=False).json["checkpoints"]
+    far = open_place(url)
+    first, second = far.complete()[0]
     assert [(c["name"], c["state"], c["path"]) for c in listed] == [
-        ("step-2", "newest", f"{url}/step-2"), ("step-1", "complete", f"{url}/step-1"),
+        ("step-2", "newest", far.path(second.slot)), ("step-1", "complete", far.path(first.slot)),
     ]  # fmt: skip
     done = command("verify", url, torch=False)
     assert done.status == 0 and done.out.count(": sound: ") == 2
-    open_place(url)._delete([f"{open_place(url).path('step-1').rpartition('/')[2]}/model-00000-of-00001.safetensors"])
+    far._delete([f"{first.slot}/model-00000-of-00001.safetensors"])
     done = command("verify", url, torch=False)
     assert done.status == 2 and "step-1" in done.out and done.out.count(": sound: ") == 1
     assert command("ls", url, "--json", torch=False).json["checkpoints"][-1]["state"] == "damaged"

@@ -13,17 +13,23 @@ from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
 from holdfast import _native
-from holdfast._dcp_directories import series_of
+from holdfast._dcp_directories import METADATA, RECORD, series_of
 from holdfast.drain.places import File, Info, Place, Read
-from holdfast.errors import Error
+from holdfast.errors import Error, of_damage
 
 PLAIN_RECORD = "holdfast.commit.json"
-DCP_RECORD = re.compile(r"holdfast\.commit-([0-9a-f]{32})\.json")
+# What may be read into memory, as the format says.
+RECORD_BYTES_MAX = 16 << 20
+MANIFEST_BYTES_MAX = 1 << 30
 _NO_ATTEMPT = "0" * 32
 # A record ends with the digits of its self-digest and these bytes.
 _END = b'"}\n'
 _TAIL = 32 + len(_END)
 _NAME_MAX = 255
+_SPAN = 4 << 20  # bytes of a chunk
+_DIGITS = re.compile(r"[0-9a-f]{32}")
+# Names that say what a checkpoint is. Data under one of them would.
+_RESERVED = re.compile(rf"{RECORD.pattern}|{re.escape(PLAIN_RECORD)}|{re.escape(METADATA)}|rank-.*\.manifest\.json|.*\.tmp")
 
 
 class Contents(NamedTuple):
@@ -65,15 +71,32 @@ def parse(text: bytes, what: str) -> dict[str, Any]:
 
 
 def info_of(record: dict[str, Any], name: str, slot: str, record_name: str) -> Info:
-    """What a commit record says of the checkpoint that has a name in its place."""
-    try:
-        return Info(
-            name, slot, "dcp" if "commit_file" in record else "holdfast", int(record["step"]),
-            record["saved_at_ns"] / 1e9, record["attempt"], record["parent"] if record["parent"] != _NO_ATTEMPT else "",
-            len(record["manifests"]), int(record["bytes"]), record_name,
+    """What a commit record says of the checkpoint that has a name in its place.
+
+    Raises:
+        Error: DATA_LOSS. The digests of a record prove no intention: its names and sizes are checked before they are used.
+    """
+    where = f"read {slot}/{record_name}"
+    with of_damage(where):
+        rows, commit = record["manifests"], record.get("commit_file")
+        texts = [record["attempt"], record["parent"], *(row["digest"] for row in rows)]
+        numbers = [record["step"], record["saved_at_ns"], record["bytes"], *(row["bytes"] for row in rows)]
+        if commit is not None:
+            texts.append(commit["digest"])
+            numbers.append(commit["bytes"])
+        is_right = all(_DIGITS.fullmatch(text) for text in texts) and all(map(_is_whole, numbers)) \
+            and 0 < len(rows) == record["world_size"] and (commit is None or commit["name"] == METADATA)
+        info = Info(
+            name, slot, "holdfast" if commit is None else "dcp", record["step"], record["saved_at_ns"] / 1e9, record["attempt"],
+            record["parent"] if record["parent"] != _NO_ATTEMPT else "", len(rows), record["bytes"], record_name,
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
-        raise Error("DATA_LOSS", f"read {slot}/{record_name}: {error!r}") from error
+    if not is_right:
+        raise Error("DATA_LOSS", f"{where}: a field has a value that none can have")
+    return info
+
+
+def _is_whole(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 64
 
 
 def manifest_name(info: Info, rank: int) -> str:
@@ -89,11 +112,15 @@ def contents_of(place: Place, info: Info, pool: Executor | None = None) -> Conte
         Error: DATA_LOSS where one of them is not what the one before says; what the place says.
     """
     run: Callable[..., Iterable[Any]] = pool.map if pool else map
-    texts = list(run(lambda rank: place.read(info.slot, manifest_name(info, rank)), range(info.world_size)))
+    limits = [MANIFEST_BYTES_MAX] * info.world_size
     if info.record:
-        text = place.read(info.slot, info.record)
+        text = place.read(info.slot, info.record, RECORD_BYTES_MAX)
         record = parse(text, f"{place.path(info.slot)}/{info.record}")
-    else:
+        if info_of(record, info.name, info.slot, info.record).attempt != info.attempt:
+            raise Error("ABORTED", f"read {place.path(info.slot)}: another save has replaced it")
+        limits = [min(row["bytes"], MANIFEST_BYTES_MAX) for row in record["manifests"]]
+    texts = list(run(lambda rank: place.read(info.slot, manifest_name(info, rank), limits[rank]), range(len(limits))))
+    if not info.record:
         text = _make_record(info, texts)
         record = json.loads(text)
     proofs = [_whole(info.record or PLAIN_RECORD, text)]
@@ -106,25 +133,35 @@ def contents_of(place: Place, info: Info, pool: Executor | None = None) -> Conte
         if (found.bytes, found.digests[0]) != (row["bytes"], row["digest"]):
             raise Error("DATA_LOSS", f"read {where}: it is not the manifest that the commit record names")
         manifests.append(found._replace(content=None))
-        for entry in parse(manifest, where)["files"]:
-            data[_checked(entry["name"], where)] = File(
-                entry["name"], entry["bytes"], entry["chunk_bytes"], tuple(entry["digests"])
-            )
+        for file in files_of(parse(manifest, where), where):
+            if data.setdefault(file.name, file) != file:
+                raise Error("DATA_LOSS", f"read {where}: another rank's manifest has another {file.name}")
+    if sum(file.bytes for file in data.values()) != record["bytes"]:
+        raise Error("DATA_LOSS", f"read {place.path(info.slot)}: its commit record and its manifests differ in bytes")
     if info.format == "dcp":
         commit = record["commit_file"]
         proofs.append(File(commit["name"], commit["bytes"], max(1, commit["bytes"]), (commit["digest"],)))
     return Contents(list(data.values()), manifests, proofs)
 
 
+def files_of(manifest: dict[str, Any], where: str) -> list[File]:
+    """The files of a manifest, by number.
+
+    Raises:
+        Error: DATA_LOSS.
+    """
+    with of_damage(f"read {where}"):
+        files = [File(e["name"], e["bytes"], e["chunk_bytes"], tuple(e["digests"])) for e in manifest["files"]]
+        for name, nbytes, span, digests, _ in files:
+            if name in ("", ".", "..") or "/" in name or "\0" in name or len(name.encode()) > _NAME_MAX or _RESERVED.fullmatch(name):
+                raise Error("DATA_LOSS", f"read {where}: {name!r:.80} is no name of a file")
+            if not _is_whole(nbytes) or span != _SPAN or len(digests) != -(-nbytes // span):
+                raise Error("DATA_LOSS", f"read {where}: the chunks of {name} are not those of its length")
+    return files
+
+
 def _whole(name: str, content: bytes) -> File:
     return File(name, len(content), max(1, len(content)), (digest(content),), content)
-
-
-def _checked(name: str, where: str) -> str:
-    """A name of one path component."""
-    if not name or name in (".", "..") or "/" in name or "\0" in name or len(name.encode()) > _NAME_MAX:
-        raise Error("DATA_LOSS", f"read {where}: {name!r:.80} is no name of a file")
-    return name
 
 
 def proven(read: Read, file: File, where: str) -> Read:

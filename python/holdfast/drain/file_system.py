@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast import _dcp_directories, _durable, _native
 from holdfast.drain.contents import PLAIN_RECORD, contents_of, proven
-from holdfast.drain.places import File, Info, Read, age_of, pieces
+from holdfast.drain.places import File, Info, Read, age_of, pieces, too_large
 from holdfast.errors import Error, of_system
 
 PIECE_BYTES = 4 << 20
@@ -82,10 +82,13 @@ class Directory:
         finally:
             os.close(fd)
 
-    def read(self, slot: str, name: str) -> bytes:
+    def read(self, slot: str, name: str, bytes_max: int) -> bytes:
         path = os.path.join(self._path, slot, name)
         with of_system(f"read {path}"), open(path, "rb") as file:
-            return file.read()
+            nbytes = os.fstat(file.fileno()).st_size
+            if nbytes > bytes_max:
+                raise too_large(path, nbytes, bytes_max)
+            return file.read(nbytes)
 
     def sizes(self, slot: str) -> dict[str, int]:
         path = self.path(slot)

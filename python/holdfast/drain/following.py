@@ -100,7 +100,7 @@ class Following:
         self._apply_retention(local)
         if time.monotonic() - self._cleaned_at > _CLEAN_SECONDS:
             self._cleaned_at = time.monotonic()
-            for slot in self._target.clean({c.name for c in local}):
+            for slot in self._target.clean({c.attempt for c in local}):
                 self._tell({"event": "removed", "place": "target", "name": slot, "why": "left by an interrupted copy"})
 
     def _local(self) -> list[Info]:

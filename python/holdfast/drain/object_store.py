@@ -1,7 +1,7 @@
 """A prefix of an object store as a place, by `obstore`: S3, Google Cloud Storage, Azure, HTTP with WebDAV, memory.
 
-A checkpoint has the prefix ``NAME/``, or ``NAME.attempt-<attempt>/`` while another attempt is complete under the first: a
-store has no rename. The object that commits (``holdfast.commit.json``, or DCP's ``.metadata``) is put last and deleted first.
+A checkpoint has the prefix ``NAME.attempt-<attempt>/``: a store has no rename, and two processes that send attempts of one name
+must not meet. The object that commits (``holdfast.commit.json``, or DCP's ``.metadata``) is put last and deleted first.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from holdfast._dcp_directories import METADATA
-from holdfast.drain.contents import DCP_RECORD, PLAIN_RECORD, info_of, parse
-from holdfast.drain.places import File, Info, Read, age_of, pieces, scheme_of
+from holdfast._dcp_directories import METADATA, RECORD
+from holdfast.drain.contents import PLAIN_RECORD, RECORD_BYTES_MAX, info_of, parse
+from holdfast.drain.places import File, Info, Read, age_of, pieces, scheme_of, too_large
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast")
@@ -28,10 +28,7 @@ logger = logging.getLogger("holdfast")
 _AT_ONCE = 8  # parts of one file, and small objects
 _PART_BYTES = 16 << 20
 _PARTS_MAX = 9000  # S3 takes 10,000
-_SLOT = re.compile(r"(?P<name>.+?)(\.attempt-(?P<attempt>[0-9a-f]{32}))?")
-# What a drain puts. A prefix with any other object is left alone.
-_OWN = re.compile(r"rank-\d{5,}-of-\d{5,}(-[0-9a-f]{32})?\.manifest\.json|(model|state)-.*\.(safetensors|json)|__\d+_\d+\.distcp|\.metadata|"
-                  r"holdfast\.commit(-[0-9a-f]{32})?\.json")  # fmt: skip
+_SLOT = re.compile(r"(?P<name>[^.].*?)(\.attempt-(?P<attempt>[0-9a-f]{32}))?")
 _AGE_OF_LEFTOVERS = 86400.0
 
 
@@ -133,13 +130,15 @@ class Store:
     def _look(self, slot: str, objects: dict[str, _Object]) -> Info | str | None:
         """The checkpoint of a prefix, or why it is none, or None for a prefix of something else."""
         match = _SLOT.fullmatch(slot)
-        names = [n for n in objects if n == PLAIN_RECORD or (DCP_RECORD.fullmatch(n) and METADATA in objects)]
+        names = [n for n in objects if n == PLAIN_RECORD or (RECORD.fullmatch(n) and METADATA in objects)]
         if match is None or not names:
             return None
         try:
             for name in names:
                 record = self._record(slot, name, objects[name])
                 info = info_of(record, match["name"], slot, name)
+                if (info.format == "dcp") == (name == PLAIN_RECORD) or (match["attempt"] or info.attempt) != info.attempt:
+                    return f"{slot}: {name} is not of this checkpoint"
                 commit = record.get("commit_file")
                 if commit and objects[METADATA].bytes != commit["bytes"]:
                     continue  # of another attempt
@@ -158,7 +157,7 @@ class Store:
     def _record(self, slot: str, name: str, meta: _Object) -> dict[str, Any]:
         key = (f"{slot}/{name}", meta)
         if key not in self._known:
-            self._known[key] = parse(self.read(slot, name), f"{self.path(slot)}/{name}")
+            self._known[key] = parse(self.read(slot, name, RECORD_BYTES_MAX), f"{self.path(slot)}/{name}")
         return self._known[key]
 
     @contextlib.contextmanager
@@ -173,9 +172,12 @@ class Store:
 
     opened_past_cache = opened
 
-    def read(self, slot: str, name: str) -> bytes:
+    def read(self, slot: str, name: str, bytes_max: int) -> bytes:
         with self._call("read", slot, name):
-            return bytes(self._library.get(self._store, f"{slot}/{name}").bytes())
+            found = self._library.get(self._store, f"{slot}/{name}")
+            if found.meta["size"] > bytes_max:
+                raise too_large(f"{self.path(slot)}/{name}", found.meta["size"], bytes_max)
+            return bytes(found.bytes())
 
     def sizes(self, slot: str) -> dict[str, int]:
         return {name: o.bytes for name, o in self._objects(f"{slot}/").get(slot, {}).items()}
@@ -183,9 +185,7 @@ class Store:
     # ---- Writing.
 
     def begin(self, info: Info) -> str:
-        found = self._look(info.name, self._objects(f"{info.name}/").get(info.name, {}))
-        other = isinstance(found, Info) and found.attempt != info.attempt
-        return f"{info.name}.attempt-{info.attempt}" if other else info.name
+        return f"{info.name}.attempt-{info.attempt}"
 
     def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
         part = max(_PART_BYTES, -(-file.bytes // _PARTS_MAX))
@@ -249,16 +249,15 @@ class Store:
         complete = {info.slot for info in self.complete()[0]}
         for slot, objects in self._objects().items():
             match = _SLOT.fullmatch(slot)
-            if match is None or slot in complete:
+            if match is None or not match["attempt"] or slot in complete:
                 continue
             found = self._look(slot, objects)
             if isinstance(found, Info):  # an older attempt, whose removal was interrupted
                 self.remove(found)
                 removed.append(slot)
-                continue
-            if match["name"] in keep:
-                continue
-            if all(_OWN.fullmatch(name) and o.changed.timestamp() < limit for name, o in objects.items()):
+            # What commits comes last and goes first: with it there, something else has happened, and a part may be of use.
+            elif match["attempt"] not in keep and not {PLAIN_RECORD, METADATA} & objects.keys() \
+                    and all(o.changed.timestamp() < limit for o in objects.values()):  # fmt: skip
                 self._delete([f"{slot}/{name}" for name in objects])
                 removed.append(slot)
         return removed

@@ -92,8 +92,8 @@ class Place(Protocol):
     def opened_past_cache(self, slot: str, name: str) -> AbstractContextManager[Read]:
         """As `opened`, past the page cache where that is possible: to compare what was written."""
 
-    def read(self, slot: str, name: str) -> bytes:
-        """Reads a small file."""
+    def read(self, slot: str, name: str, bytes_max: int) -> bytes:
+        """Reads a file into memory; DATA_LOSS where it is larger than it may be."""
 
     def sizes(self, slot: str) -> dict[str, int]:
         """Lengths of the files in a slot; empty where there is none."""
@@ -118,8 +118,13 @@ class Place(Protocol):
         """Removes what interrupted copies left long ago, and replaced attempts; returns the slots.
 
         Args:
-            keep: names of checkpoints that may be on their way.
+            keep: attempts that may be on their way.
         """
+
+
+def too_large(path: str, nbytes: int, bytes_max: int) -> Error:
+    """What reading such a file into memory raises."""
+    return Error("DATA_LOSS", f"read {path}: it has {nbytes} bytes, {bytes_max} are the most that it can have")
 
 
 def scheme_of(url: str) -> str:

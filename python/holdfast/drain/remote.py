@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from holdfast.drain.contents import contents_of, manifest_name, parse, proven
+from holdfast.drain.contents import MANIFEST_BYTES_MAX, contents_of, files_of, manifest_name, parse, proven
 from holdfast.drain.copying import Copy
 from holdfast.drain.following import Following
 from holdfast.drain.options import Drain
 from holdfast.drain.places import File, Info, Place, open_place, scheme_of
-from holdfast.errors import Error
+from holdfast.errors import Error, of_damage
 
 __all__ = ["Reader", "fetch", "find", "open_place", "with_second_place"]
 
@@ -105,14 +105,18 @@ class Reader:
             raise Error("INVALID_ARGUMENT", f"open {self._place.path(self._info.slot)}: there is no rank {rank} of {self.world_size}")
         name = manifest_name(self._info, rank)
         where = f"{self._place.path(self._info.slot)}/{name}"
-        manifest = parse(self._place.read(self._info.slot, name), where)
+        manifest = parse(self._place.read(self._info.slot, name, MANIFEST_BYTES_MAX), where)
         base = len(self.files)
-        self.files += [f["name"] for f in manifest["files"]]
-        for t in manifest["tensors"]:
-            begin, end, file = t["begin"], t["end"], base + t["file"]
-            if not 0 <= begin <= end <= self._of[self.files[file]].bytes:
-                raise Error("DATA_LOSS", f"read {where}: tensor {t['name']} leaves its file")
-            self._tensors[t["name"]] = _Tensor(t["name"], t["dtype"], list(t["shape"]), file, begin, end)
+        with of_damage(f"read {where}"):
+            files = files_of(manifest, where)
+            if any(self._of[file.name] != file for file in files):
+                raise Error("DATA_LOSS", f"read {where}: it has changed meanwhile")
+            self.files += [file.name for file in files]
+            for t in manifest["tensors"]:
+                begin, end, file = t["begin"], t["end"], t["file"]
+                if not (0 <= file < len(files) and 0 <= begin <= end <= files[file].bytes):
+                    raise Error("DATA_LOSS", f"read {where}: tensor {t['name']} leaves its file")
+                self._tensors[t["name"]] = _Tensor(t["name"], t["dtype"], list(t["shape"]), base + file, begin, end)
 
     def tensors(self) -> list[_Tensor]:
         """(name, dtype, shape, file, begin, end) of each."""
