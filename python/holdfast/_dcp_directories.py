@@ -160,8 +160,11 @@ def remove(checkpoint: dict[str, Any]) -> None:
     """Removes one complete checkpoint.
 
     Raises:
-        Error: FAILED_PRECONDITION for a directory with a foreign file; of the system.
+        Error: FAILED_PRECONDITION for a directory with a foreign file; ABORTED where another process saves into it, or
+            has replaced it; of the system.
     """
+    if _native.saves_at_work(checkpoint["path"]) in ("trainer", "orphan"):
+        raise Error("ABORTED", f"remove {checkpoint['path']}: a save is on its way there")
     directory = os.path.dirname(checkpoint["path"])
     _retire(directory, checkpoint)
     remove_retired(directory, series_of(checkpoint["name"]))
@@ -198,6 +201,8 @@ def _retire(directory: str, old: dict[str, Any]) -> None:
     retired = os.path.join(directory, f".{old['name']}.retired-{attempt}")
     with of_system(f"remove {old['path']}"):
         before = os.stat(os.path.join(old["path"], METADATA))
+        if ((look(old["path"]) or {}).get("attempt") or "") != (old["attempt"] or ""):
+            raise Error("ABORTED", f"remove {old['path']}: another save has replaced it")
         os.rename(old["path"], retired)
         after = os.stat(os.path.join(retired, METADATA))
         if (before.st_ino, before.st_mtime_ns) != (after.st_ino, after.st_mtime_ns):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import inspect
 import logging
 import os
 import re
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # before Python 3.11 not the built-in one
 from typing import Any
@@ -293,15 +294,17 @@ class Checkpointer(PerProcess):
 
     def _listed(self) -> builtins.list[dict[str, Any]]:
         """The complete checkpoints of any name."""
+        if self._drain_to is None:
+            return self._local()
+        return drain_remote.with_second_place(self._local(), self._second_place(), self.format)
+
+    def _local(self) -> builtins.list[dict[str, Any]]:
         try:
-            found = directories.list_checkpoints(self.directory, format=self.format)
+            return directories.list_checkpoints(self.directory, format=self.format)
         except Error as error:
             if error.code != "NOT_FOUND":  # before the first save
                 raise
-            found = []
-        if self._drain_to is not None:
-            found = drain_remote.with_second_place(found, self._second_place(), self.format)
-        return found
+            return []
 
     def _second_place(self) -> Any:
         assert self._drain_to is not None
@@ -337,17 +340,30 @@ class Checkpointer(PerProcess):
         """
         if self.format == "dcp":
             return self._load_dcp(lambda: self._find(step, name), into, **options)
-        path = self._find(step, name)
-        if drain_remote.is_url(path):
-            options = {"storage": self._drain_options.storage, **options}
-        loaded = loading.load(path, into, **options)
-        self._descends_from(path)
+        with self._found(lambda: self._find(step, name)) as path:
+            if drain_remote.is_url(path):
+                options = {"storage": self._drain_options.storage, **options}
+            loaded = loading.load(path, into, **options)
+            self._descends_from(path)
         return loaded
+
+    @contextlib.contextmanager
+    def _found(self, find: Callable[[], str]) -> Iterator[str]:
+        """A path that `find` returns; the drain's retention lets it be. Where that was faster, `find` looks once more."""
+        with contextlib.ExitStack() as stack:
+            path = find()
+            if self._drain_to is not None:
+                try:
+                    stack.enter_context(drain_remote.held(path))
+                except FileNotFoundError:
+                    path = find()
+                    stack.enter_context(drain_remote.held(path))
+            yield path
 
     def _find(self, step: int | None, name: str | None) -> str:
         if name is not None or step is not None:
             path = os.path.join(self.directory, name) if name is not None else self.path(step or 0)
-            if self._drain_to is None or os.path.isdir(path):
+            if self._drain_to is None or any(c["path"] == path for c in self._local()):
                 return path
             there = {c["name"]: c["path"] for c in self._listed()}
             return there.get(os.path.basename(path), path)
@@ -380,9 +396,11 @@ class Checkpointer(PerProcess):
                             "was completed there, or the path is wrong")  # fmt: skip
             return path
 
-        path = agree_on(find_complete, self._process_group)
-        reader = holdfast.dcp.StorageReader(path, **options)
-        dcp.load(into, storage_reader=reader, process_group=self._process_group)
+        with contextlib.ExitStack() as stack:
+            # Rank 0 holds it for all.
+            path = agree_on(lambda: stack.enter_context(self._found(find_complete)), self._process_group)
+            reader = holdfast.dcp.StorageReader(path, **options)
+            dcp.load(into, storage_reader=reader, process_group=self._process_group)
         return into
 
     def _fetched(self, path: str) -> str:

@@ -31,7 +31,8 @@ class Faults:
         failing: share of requests that are answered with 500, half of them after they were served.
         bytes_per_second: of all bodies together; 0: no limit.
         corrupt: text of a path; a byte of the next body that is sent there is changed.
-        refuse: status with which every request is answered; 0: none.
+        refuse: status with which requests are answered; 0: none.
+        refused_methods: of those that are refused; empty: all.
         seen: method and path of every request.
         compares: whether a body is compared with its checksums, as S3 does.
         refused, unproven: bodies that differed from their checksums, and bodies without one.
@@ -41,6 +42,7 @@ class Faults:
     bytes_per_second: float = 0.0
     corrupt: str = ""
     refuse: int = 0
+    refused_methods: tuple[str, ...] = ()
     seed: int = 0
     compares: bool = True
     refused: int = 0
@@ -160,7 +162,7 @@ def _handler(server: str, faults: Faults) -> type[BaseHTTPRequestHandler]:
                 return
             if self.command == "PUT" and not claims[1]:
                 faults.unproven += 1
-            if faults.refuse:
+            if faults.refuse and (not faults.refused_methods or self.command in faults.refused_methods):
                 self._answer(faults.refuse, b"<Error><Code>Refused</Code><Message>by the test</Message></Error>")
                 return
             if fails and before:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import random
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,16 +169,27 @@ def test_an_older_checkpoint_gets_a_commit_record(tmp_path: Path, bucket: tuple[
 
 
 def test_damage_is_not_copied_and_holds_nothing_up(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
-    save(tmp_path / "run", 1, 2)
-    with open(tmp_path / "run/step-1/model-00000-of-00001.safetensors", "r+b") as file:
+    save(tmp_path / "run", 1, elements=2 * MIB)
+    save(tmp_path / "run", 2, 3, 4, elements=10)
+    data = "model-00000-of-00001.safetensors"
+    with open(tmp_path / "run/step-1" / data, "r+b") as file:
         file.seek(5 * MIB)
         file.write(b"damage")
+    (tmp_path / "run/step-2" / data).unlink()
+    (tmp_path / "run/step-3" / data).unlink()
+    (tmp_path / "run/step-3" / data).symlink_to(tmp_path / "run/step-4" / data)
     source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
-    failed, arrived = swept(source, far, keep_local=1)
-    assert (failed["event"], failed["code"], failed["name"]) == ("failed", "DATA_LOSS", "step-1")
-    assert "model-00000-of-00001.safetensors: bytes 4194304 to 8388608" in failed["message"]
-    assert arrived["name"] == "step-2" and names(far) == ["step-2"]
-    assert names(source) == ["step-1", "step-2"]  # it has not arrived, so it stays
+    events: list[dict[str, Any]] = []
+    following = Following(source, far, PLAIN, events.append, keep_local=1)
+    following.sweep()
+    *failed, arrived = [e for e in events if e["event"] != "progress"]
+    assert [(e["event"], e["code"], e["name"]) for e in failed] == [("failed", "DATA_LOSS", f"step-{n}") for n in (1, 2, 3)]
+    assert f"{data}: bytes 4194304 to 8388608" in failed[0]["message"] and "No such file" in failed[1]["message"]
+    assert arrived["name"] == "step-4" and names(far) == ["step-4"]
+    assert names(source) == ["step-1", "step-2", "step-3", "step-4"]  # they have not arrived, so they stay
+    shutil.rmtree(tmp_path / "run/step-1")
+    following.sweep()
+    assert sorted(e.message.split("/")[-2] for e in following.failed.values()) == ["step-2", "step-3"]  # what is gone is forgotten
 
 
 @pytest.mark.parametrize("verify", ["read", "store"])
@@ -534,6 +548,25 @@ def test_a_server_that_is_down_is_tried_again_until_the_time_is_over(tmp_path: P
     assert len([e for e in events if e["event"] == "trouble"]) >= 2
 
 
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+def test_a_store_that_may_be_read_alone_is_given_up(format: str, server: s3_server.Server, tmp_path: Path,
+                                                    bucket: tuple[str, dict[str, str]]) -> None:  # fmt: skip
+    """What is read again for each try is no progress."""
+    save(tmp_path / "run", 1, elements=10, format=format)
+    server.faults.refuse, server.faults.refused_methods = 403, ("PUT", "POST")
+    events: list[dict[str, Any]] = []
+    following = Following(open_place(str(tmp_path / "run")), open_place(*bucket), Drain(give_up=1.0), events.append)
+    from holdfast.drain.running import Running
+
+    running = Running(following, events.append, watch=True)
+    running.finish()
+    thread = threading.Thread(target=running.run, args=(str(tmp_path / "run"), bucket[0]), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert {e["code"] for e in events if e["event"] == "trouble"} == {"PERMISSION_DENIED"}
+
+
 def test_the_rate_is_kept(tmp_path: Path) -> None:
     save(tmp_path / "run", 1, elements=4 * MIB)
     begin = time.monotonic()
@@ -541,14 +574,76 @@ def test_the_rate_is_kept(tmp_path: Path) -> None:
     assert 0.7 < time.monotonic() - begin < 10
 
 
-def test_one_drain_of_a_pair_at_a_time(tmp_path: Path) -> None:
+def test_one_drain_of_a_pair_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.drain.running.POLL_SECONDS", 0.1)
     save(tmp_path / "run", 1, elements=10)
     from holdfast.drain.following import alone
+    from holdfast.drain.running import Running
 
-    with alone(str(tmp_path / "run"), str(tmp_path / "far"), lambda: False):
-        done = command("drain", tmp_path / "run", tmp_path / "far", torch=False)
+    run, far = str(tmp_path / "run"), str(tmp_path / "far")
+    events: list[dict[str, Any]] = []
+    following = Following(open_place(run), open_place(far), Drain(give_up=0.5), events.append)
+    running = Running(following, events.append, watch=True)
+    with alone(run, f"file://{tmp_path}/x/../far/", lambda: False):  # however it is written
+        done = command("drain", run, far, torch=False)
+        running.ring(7)
+        thread = threading.Thread(target=running.run, args=(run, far), daemon=True)
+        thread.start()
+        used = time.process_time()
+        assert until(lambda: bool(events))
+        assert time.process_time() - used < 0.3  # it waits, and does not ask all the time
     assert done.status == 2 and "another process does it" in done.error
-    assert command("drain", tmp_path / "run", tmp_path / "far", torch=False).status == 0
+    assert (events[0]["event"], events[0]["ticket"], events[0]["error"][0]) == ("synced", 7, "UNAVAILABLE")
+    running.finish()
+    thread.join(20)
+    assert names(open_place(far)) == ["step-1"]
+
+
+def test_the_lock_is_taken_once_the_directory_is_there(tmp_path: Path) -> None:
+    from holdfast.drain.following import alone
+
+    run, far = str(tmp_path / "run"), str(tmp_path / "far")
+    with alone(run, far, lambda: not os.makedirs(run)), pytest.raises(Error, match="another process"), alone(run, far, lambda: False):
+        pass
+
+
+def until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Waits until a condition holds; whether it does."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds()
+
+
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+def test_retention_leaves_a_checkpoint_that_is_loaded_or_was_replaced(format: str, tmp_path: Path) -> None:
+    from holdfast.drain.file_system import in_use
+
+    save(tmp_path / "run", 1, elements=10, format=format)
+    source = open_place(str(tmp_path / "run"))
+    (old,) = source.complete()[0]
+    with in_use(source.path("step-1")), pytest.raises(Error, match="it is being loaded"):
+        source.remove(old)
+    save(tmp_path / "run", 1, elements=10, format=format, replace=True)
+    with pytest.raises(Error) as refused:
+        source.remove(old)
+    assert refused.value.code == "ABORTED"
+    (new,) = source.complete()[0]
+    if format == "dcp":  # a save into the directory: what one holds while it is on its way
+        fd = os.open(source.path("step-1"), os.O_RDONLY)
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
+        with pytest.raises(Error, match="a save is on its way"):
+            source.remove(new)
+        os.close(fd)
+    source.remove(new)
+    assert names(source) == []
+
+
+def test_the_chosen_one_may_go_from_the_source(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, elements=10)
+    done = command("drain", tmp_path / "run", tmp_path / "far", "--name", "step-1", "--keep-source", "1", torch=False)
+    assert done.status == 0, done
+    assert os.listdir(tmp_path / "far") == ["step-1"] and names(open_place(str(tmp_path / "run"))) == ["step-2"]
 
 
 def test_checkpoints_of_several_ranks(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:

@@ -131,8 +131,16 @@ def test_the_process_is_killed_and_comes_back(tmp_path: Path, server: s3_server.
         os.kill(first.pid, signal.SIGKILL)
         checkpointer.save(state(2), 2)
         checkpointer.wait_drained(60)
-        assert checkpointer._draining._process.pid != first.pid and "it is started again" in caplog.text
-    assert [c.name for c in open_place(url, server.storage()).complete()[0]] == ["step-1", "step-2"]
+        second = checkpointer._draining._process
+        assert second.pid != first.pid and "it is started again" in caplog.text
+        # As a scheduler does with all processes at once: a save on its way is committed when the process has ended.
+        os.kill(second.pid, signal.SIGTERM)
+        while checkpointer._draining._process is not None:
+            time.sleep(0.02)
+        with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as other:
+            other.save({"w": torch.zeros(10)}, 3)
+        checkpointer._draining.ring()
+    assert [c.name for c in open_place(url, server.storage()).complete()[0]] == ["step-1", "step-2", "step-3"]
 
 
 _TRAINER = """
@@ -187,6 +195,9 @@ def test_a_directory_as_the_second_place(tmp_path: Path) -> None:
         into = state(0)
         checkpointer.load(into=into)
         assert into["w"][0] == 2 and [c["step"] for c in checkpointer.list()] == [1, 2]
+        (tmp_path / "run/step-1").mkdir(parents=True)  # a part that a crash left is no reason to miss the other place
+        checkpointer.load(1, into=into)
+        assert into["w"][0] == 1
 
 
 def test_the_commands_take_urls(tmp_path: Path, server: s3_server.Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,6 +226,16 @@ def test_options_are_checked(tmp_path: Path) -> None:
             Drain(**options)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="drain_to="):
         holdfast.Checkpointer(tmp_path, drain=Drain())
-    with pytest.raises(ValueError, match="they are one place"):
-        holdfast.Checkpointer(tmp_path, drain_to=f"{tmp_path}/")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    for same in ("run/", "link", "x/../run"):
+        for start in ("", "file://"):
+            with pytest.raises(ValueError, match="they are one place"):
+                holdfast.Checkpointer(tmp_path / "run", drain_to=f"{start}{tmp_path}/{same}")
+    for url in ("https://user:secret@host/x", "s3://key:secret@bucket/run", "https://host/x?sig=secret"):
+        with pytest.raises(ValueError, match="has credentials") as refused:
+            holdfast.Checkpointer(tmp_path, drain_to=url)
+        assert "secret" not in str(refused.value)
+    with pytest.raises(ValueError, match="Drain: storage: "):
+        holdfast.Checkpointer(tmp_path, drain_to="s3://bucket/run", drain=Drain(storage={"timeout": object()}))
     assert "secret" not in repr(Drain(storage={"secret_access_key": "secret"}))

@@ -110,8 +110,10 @@ def _only(arguments: argparse.Namespace) -> Any:
     if not arguments.name and not arguments.newest:
         return None
 
+    missing = set(arguments.name)
+
     def chosen(complete: list[Any]) -> list[Any]:
-        missing = set(arguments.name) - {c.name for c in complete}
+        missing.difference_update(c.name for c in complete)  # later one may have gone by --keep-source
         if missing:
             raise Error("NOT_FOUND", f"drain {arguments.source}: it has no complete checkpoint {min(missing)}")
         return [c for c in complete if c.name in arguments.name or (arguments.newest and c is complete[-1])]
@@ -145,7 +147,7 @@ def _run_for_trainer(arguments: argparse.Namespace) -> int:
     try:
         source, target = open_place(arguments.source), open_place(arguments.target, options.storage)
     except Error as error:
-        tell({"event": "ended", "error": [error.code, error.message, error.errno]})
+        tell({"event": "ended", "error": [error.code, error.message, error.errno], "rings": 0})
         return 2
     following = Following(source, target, options, tell, keep_local=given["keep_local"],
                           keep_local_every=given["keep_local_every"])  # fmt: skip
@@ -154,7 +156,7 @@ def _run_for_trainer(arguments: argparse.Namespace) -> int:
     follow_commands(running, commands, arguments.controlled)
     threading.current_thread().name = "holdfast-drain"
     ended = running.run(arguments.source, arguments.target)
-    tell({"event": "ended", "error": ended and [ended.code, ended.message, ended.errno]})
+    tell({"event": "ended", "error": ended and [ended.code, ended.message, ended.errno], "rings": running.rings_heeded})
     return 2 if ended else 0
 
 

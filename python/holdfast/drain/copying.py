@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ _READ_BACK_BYTES = 16 << 20
 # Errors that a second try may not have.
 _PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "UNKNOWN", "INTERNAL")
 _TRIES = 3
+# What the system says of one file of the source, and not of the place.
+_OF_A_FILE = (errno.EIO, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)
 
 
 class Rate:
@@ -53,12 +57,23 @@ def is_passing(error: Error) -> bool:
     return error.code in _PASSING
 
 
+@contextlib.contextmanager
+def _of_source() -> Iterator[None]:
+    """A file that is missing or cannot be read is damage: it is reported, and holds no other checkpoint up."""
+    try:
+        yield
+    except Error as error:
+        if error.code == "NOT_FOUND" or error.errno in _OF_A_FILE:
+            raise Error("DATA_LOSS", error.message, error.errno) from error
+        raise
+
+
 class Copy:
     """Copies checkpoints between two places.
 
     Args:
         stop: ends a copy soon, with CANCELLED.
-        progress: called with the bytes of a piece that was sent or found.
+        progress: called with the bytes of a piece that was sent or found; less than 0: they are to be sent again.
     """
 
     def __init__(self, source: Place, target: Place, options: Drain, stop: threading.Event,
@@ -80,7 +95,8 @@ class Copy:
         """
         begin, self._sent = time.monotonic(), 0
         with ThreadPoolExecutor(_FILES_AT_ONCE, "holdfast-drain-file") as pool:
-            contents = contents_of(self._source, info, pool)
+            with _of_source():
+                contents = contents_of(self._source, info, pool)
             slot = self._target.begin(info)
             there = self._target.sizes(slot)
 
@@ -96,7 +112,7 @@ class Copy:
                         raise error
         last = contents.proofs[-1]
         if last.content is None:
-            with self._source.opened(info.slot, last.name) as read:
+            with _of_source(), self._source.opened(info.slot, last.name) as read:
                 content = proven(read, last, f"{self._source.path(info.slot)}/{last.name}")(0, last.bytes)
             last = last._replace(content=content)
         self._target.commit(slot, info, last, contents.names())
@@ -108,7 +124,7 @@ class Copy:
         pool.shutdown(wait=True, cancel_futures=True)
 
     def _send(self, info: Info, slot: str, file: File, there: int | None) -> None:
-        if (slot, file.name) in self._arrived:
+        if there == file.bytes and (slot, file.name) in self._arrived:
             self._progress(file.bytes)
             return
         if there == file.bytes and self._compare(slot, file):
@@ -125,21 +141,31 @@ class Copy:
         self._arrived.add((slot, file.name))
 
     def _write(self, info: Info, slot: str, file: File, is_resumed: bool) -> None:
-        with self._source.opened(info.slot, file.name) as source:
+        sent = 0
+        with contextlib.ExitStack() as stack:
+            with _of_source():
+                source = stack.enter_context(self._source.opened(info.slot, file.name))
             proven_read = proven(source, file, f"{self._source.path(info.slot)}/{file.name}")
 
             def read(begin: int, end: int) -> bytes:
+                nonlocal sent
                 self._check_stop()
                 self._rate.take(end - begin, self._stop)
-                data = proven_read(begin, end)
+                with _of_source():
+                    data = proven_read(begin, end)
                 with self._lock:
                     self._sent += end - begin
+                    sent += end - begin
                 self._progress(end - begin)
                 return data
 
-            self._target.write(slot, file, read, is_resumed)
-        if self._reads_back and not self._compare(slot, file):
-            raise Error("UNAVAILABLE", f"write {self._target.path(slot)}/{file.name}: it has other bytes than were sent")
+            try:
+                self._target.write(slot, file, read, is_resumed)
+                if self._reads_back and not self._compare(slot, file):
+                    raise Error("UNAVAILABLE", f"write {self._target.path(slot)}/{file.name}: it has other bytes than were sent")
+            except BaseException:
+                self._progress(-sent)
+                raise
 
     def _compare(self, slot: str, file: File) -> bool:
         """Whether the target has a file's bytes."""

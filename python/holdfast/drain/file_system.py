@@ -204,13 +204,43 @@ class Directory:
                         "checkpoint; move the directory away")  # fmt: skip
 
     def remove(self, info: Info) -> None:
-        if info.format == "dcp":
-            _dcp_directories.remove(info.listed(self))
-        else:
-            _native.remove_checkpoint(self.path(info.slot), info.attempt)
+        path = self.path(info.slot)
+        with of_system(f"remove {path}"):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise Error("ABORTED", f"remove {path}: it is being loaded") from None
+            if info.format == "dcp":
+                _dcp_directories.remove(info.listed(self))
+            else:
+                _native.remove_checkpoint(path, info.attempt)
+        finally:
+            os.close(fd)
 
     def clean(self, keep: set[str]) -> list[str]:
         return []  # `holdfast recover` does it
+
+
+@contextlib.contextmanager
+def in_use(path: str) -> Iterator[None]:
+    """Keeps the retention of a drain, which is another process, from a checkpoint.
+
+    Raises:
+        Error: NOT_FOUND where retention was faster.
+    """
+    with of_system(f"open {path}"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        with of_system(f"open {path}"):
+            os.stat(path)
+        yield
+    finally:
+        os.close(fd)
 
 
 def _is_there(have: Read, begin: int, end: int) -> bool:

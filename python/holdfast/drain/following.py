@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from holdfast.drain import tiers
-from holdfast.drain.copying import Copy, is_passing
+from holdfast.drain.copying import Copy
 from holdfast.drain.options import Drain
-from holdfast.drain.places import Info, Place, scheme_of
+from holdfast.drain.places import Info, Place, identity_of, path_of
 from holdfast.errors import Error
 
 POLL_SECONDS = 1.0
@@ -41,7 +41,7 @@ class Following:
     Attributes:
         failed: errors of checkpoints that are given up, by attempt.
         pending: how many checkpoints have not arrived.
-        moved_at: when the last byte was sent or found (monotonic).
+        moved_at: when more of a checkpoint was sent or found than ever before (monotonic).
     """
 
     def __init__(self, source: Place, target: Place, options: Drain, tell: Tell, *, keep_local: int = 0,
@@ -55,6 +55,8 @@ class Following:
         self.moved_at = time.monotonic()
         self._copy = Copy(source, target, options, self.stop, self._progress)
         self._now: dict[str, Any] = {}
+        self._furthest = "", 0  # an attempt, and how much of it has been there
+        self._counting = threading.Lock()
         self._told_at = 0.0
         self._cleaned_at = -_CLEAN_SECONDS
         self._remote: list[Info] | None = None  # what is complete there; None: to be listed
@@ -62,11 +64,17 @@ class Following:
         self._swept: tuple[object, float] = None, 0.0
 
     def _progress(self, nbytes: int) -> None:
-        self.moved_at = time.monotonic()
-        self._now["bytes_done"] = self._now.get("bytes_done", 0) + nbytes
-        if self.moved_at - self._told_at > _PROGRESS_SECONDS:
-            self._told_at = self.moved_at
-            self._tell({"event": "progress", "pending": self.pending, **self._now})
+        now = time.monotonic()
+        with self._counting:
+            self._now["bytes_done"] += nbytes
+            if self._now["bytes_done"] > self._furthest[1]:
+                self._furthest = self._furthest[0], self._now["bytes_done"]
+                self.moved_at = now
+            if now - self._told_at < _PROGRESS_SECONDS:
+                return
+            self._told_at = now
+            event = {"event": "progress", "pending": self.pending, **self._now}
+        self._tell(event)
 
     def sweep(self, *, asked: bool = True) -> None:
         """Copies everything that is complete now and has not arrived; applies retention.
@@ -86,12 +94,15 @@ class Following:
 
     def _sweep(self) -> None:
         local = self._local()
+        self.failed = {c.attempt: self.failed[c.attempt] for c in local if c.attempt in self.failed}
         if self._remote is None or tiers.missing(local, self._remote):
             self._remote = self._target.complete()[0]
         wanted = self._to_send(local)
         while wanted:
             self.pending = len(wanted)
             self._now = {"name": wanted[0].name, "bytes_total": wanted[0].bytes, "bytes_done": 0}
+            if self._furthest[0] != wanted[0].attempt:
+                self._furthest = wanted[0].attempt, 0
             self._tell({"event": "progress", "pending": self.pending, **self._now})
             self._send(wanted[0])
             local = self._local()
@@ -115,9 +126,7 @@ class Following:
         try:
             sent = self._copy.run(info)
         except Error as error:
-            if error.code == "CANCELLED" or is_passing(error):
-                raise
-            if not any(c.attempt == info.attempt for c in self._local()):
+            if error.code != "CANCELLED" and not any(c.attempt == info.attempt for c in self._local()):
                 return  # replaced or removed meanwhile
             if error.code not in ("DATA_LOSS", "FAILED_PRECONDITION"):
                 raise
@@ -171,32 +180,43 @@ def alone(source: str, target: str, wait: Callable[[], bool]) -> Iterator[None]:
     """Holds the lock of a pair of places: a file beside the checkpoints, where the source is a directory.
 
     Args:
-        wait: called while another process has the lock; returns false to give up.
+        wait: called while another process has the lock, or the source is not there yet; returns false to give up.
 
     Raises:
         Error: FAILED_PRECONDITION.
     """
-    if scheme_of(source):
-        yield
-        return
-    number = hashlib.sha256(target.encode()).hexdigest()[:8]
-    path = os.path.join(source, f".holdfast-drain-{number}.lock")
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError:  # a directory that may only be read: nobody else writes there either
+    folder = path_of(source)
+    number = hashlib.sha256(identity_of(target).encode()).hexdigest()[:8]
+    path = os.path.join(folder or "", f".holdfast-drain-{number}.lock")
+    fd = _opened(path, wait) if folder else None
+    if fd is None:
         yield
         return
     try:
-        while True:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if not wait():
-                    raise Error("FAILED_PRECONDITION", f"drain {source} to {target}: another process does it; "
-                                f"see `fuser {path}`") from None  # fmt: skip
-            except OSError:  # a file system without locks
-                break
+        while not _locked(fd):
+            if not wait():
+                raise Error("FAILED_PRECONDITION", f"drain {source} to {target}: another process does it; see `fuser {path}`")
         yield
     finally:
         os.close(fd)
+
+
+def _opened(path: str, wait: Callable[[], bool]) -> int | None:
+    while True:
+        try:
+            return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:  # before the first save
+            if not wait():
+                return None
+        except OSError:  # a directory that may only be read: nobody else writes there either
+            return None
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a file system without locks
+        pass
+    return True

@@ -133,14 +133,42 @@ def scheme_of(url: str) -> str:
     return match[1].lower() if match else ""
 
 
+def path_of(place: str) -> str | None:
+    """The path of a directory, also of one that is written as ``file:///path``; None for other URLs."""
+    scheme = scheme_of(place)
+    return place if not scheme else place[len("file://") :] if scheme == "file" else None
+
+
+def identity_of(place: str) -> str:
+    """One text for all ways to write a place."""
+    path = path_of(place)
+    return place.rstrip("/") if path is None else os.path.realpath(path)
+
+
+def check_public(url: str) -> None:
+    """Refuses a URL with credentials: it stands in messages, and in the command line of a process.
+
+    Raises:
+        Error: INVALID_ARGUMENT.
+    """
+    scheme = scheme_of(url)
+    if not scheme or scheme == "file":
+        return
+    user = url[len(scheme) + 3 :].partition("/")[0].rpartition("@")[0]
+    if "?" in url or ":" in user or (user and scheme in ("http", "https")):
+        raise Error("INVALID_ARGUMENT", f"open {scheme}://...: the URL has credentials or a query, and stands in logs; pass them "
+                    "by Drain(storage={...}), --storage or the environment")  # fmt: skip
+
+
 def check_apart(source: str, target: str) -> None:
     """Refuses one place twice.
 
     Raises:
         Error: INVALID_ARGUMENT.
     """
-    paths = [place if scheme_of(place) else os.path.realpath(place) for place in (source, target)]
-    if paths[0].rstrip("/") == paths[1].rstrip("/"):
+    paths = [path_of(place) for place in (source, target)]
+    is_one = identity_of(source) == identity_of(target)
+    if is_one or (all(path and os.path.exists(path) for path in paths) and os.path.samefile(*paths)):  # type: ignore[arg-type]
         raise Error("INVALID_ARGUMENT", f"drain {source} to {target}: they are one place; choose another")
 
 
@@ -154,14 +182,14 @@ def open_place(url: str, storage: dict[str, Any] | None = None) -> Place:
     Raises:
         Error: INVALID_ARGUMENT, UNIMPLEMENTED where obstore is missing.
     """
-    scheme = scheme_of(url)
-    if scheme in ("", "file"):
+    path = path_of(url)
+    if path is not None:
         from holdfast.drain.file_system import Directory
 
-        path = url[len("file://") :] if scheme else url
-        if not path.startswith("/") and scheme:
+        if path != url and not path.startswith("/"):
             raise Error("INVALID_ARGUMENT", f"open {url}: file:// is followed by an absolute path")
         return Directory(path)
+    check_public(url)
     from holdfast.drain.object_store import Store
 
     return Store(url, storage or {})

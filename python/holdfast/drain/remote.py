@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +14,6 @@ from typing import Any, NamedTuple
 
 from holdfast.drain.contents import MANIFEST_BYTES_MAX, contents_of, files_of, manifest_name, parse, proven
 from holdfast.drain.copying import Copy
-from holdfast.drain.following import Following
 from holdfast.drain.options import Drain
 from holdfast.drain.places import File, Info, Place, open_place, scheme_of
 from holdfast.errors import Error, of_damage
@@ -21,6 +23,15 @@ __all__ = ["Reader", "fetch", "find", "open_place", "with_second_place"]
 logger = logging.getLogger("holdfast")
 
 _AT_ONCE = 16  # range reads
+
+
+def held(path: str) -> contextlib.AbstractContextManager[None]:
+    """Keeps a checkpoint of a directory while it is loaded."""
+    if is_url(path):
+        return contextlib.nullcontext()
+    from holdfast.drain.file_system import in_use
+
+    return in_use(path)
 
 
 def is_url(path: str) -> bool:
@@ -58,8 +69,8 @@ def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
     for there in target.complete()[0]:
         if there.attempt == info.attempt:
             return target.path(there.slot)
-    copy = Copy(place, target, options, Following(place, target, options, lambda event: None).stop)
-    copy.run(info)
+    # The limit of the rate is for the time of the training, which waits now.
+    Copy(place, target, dataclasses.replace(options, bytes_per_second=None), threading.Event()).run(info)
     return target.path(info.name)
 
 

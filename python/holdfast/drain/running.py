@@ -28,11 +28,14 @@ class Running:
         self._tickets: list[int] = []
         self._rung = False
         self._finishing = not watch
+        self._rings = 0
+        self.rings_heeded = 0  # those before the sweep that has ended the drain
 
     def ring(self, ticket: int | None = None) -> None:
         """Asks for a sweep soon, and for an answer to a ticket when all that stands there now has arrived."""
         with self._condition:
             self._rung = True
+            self._rings += 1
             if ticket is not None:
                 self._tickets.append(ticket)
                 self._following.moved_at = time.monotonic()
@@ -63,14 +66,19 @@ class Running:
     def _wait_for_lock(self) -> bool:
         if not self._watch or self._following.stop.is_set():
             return False
-        self._pause(POLL_SECONDS)
-        return not (self._finishing and self._following.is_stuck())
+        self._following.stop.wait(POLL_SECONDS)  # not `_pause`: the bell would end it at once
+        if not self._following.is_stuck():
+            return True
+        with self._condition:
+            tickets = list(self._tickets)
+        self._answer(tickets, Error("UNAVAILABLE", "drain: another process works on the same places, and does not end"))
+        return not self._finishing
 
     def _run(self) -> Error | None:
         while True:
             with self._condition:
                 tickets, finishing, asked = list(self._tickets), self._finishing, self._rung
-                self._rung = False
+                self._rung, rings = False, self._rings
             try:
                 self._following.sweep(asked=asked or finishing or bool(tickets))
             except Error as error:
@@ -87,6 +95,7 @@ class Running:
                 continue
             self._answer(tickets, None)
             if finishing:
+                self.rings_heeded = rings
                 return None
             self._pause(POLL_SECONDS)
 

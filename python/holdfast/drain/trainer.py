@@ -24,7 +24,7 @@ from typing import Any
 from holdfast import _native
 from holdfast._process import PerProcess
 from holdfast.drain.options import Drain
-from holdfast.drain.places import check_apart, scheme_of
+from holdfast.drain.places import check_apart, check_public, scheme_of
 from holdfast.errors import Error, TimeoutError
 
 logger = logging.getLogger("holdfast")
@@ -58,6 +58,10 @@ class Draining(PerProcess):
         self._given = {
             "options": dataclasses.asdict(options), "keep_local": keep_last, "keep_local_every": keep_every,
         }  # fmt: skip
+        try:
+            json.dumps(self._given)
+        except (TypeError, ValueError) as error:
+            raise Error("INVALID_ARGUMENT", f"Drain: storage: {error}; another process gets it, as text and numbers") from None
         self._directory, self._give_up = directory, options.give_up
         super().__init__()
         drains.add(self)
@@ -65,7 +69,8 @@ class Draining(PerProcess):
     def clear(self) -> None:
         """In a forked child the parent's process is not to be asked."""
         self._process: subprocess.Popen[bytes] | None = None
-        self._closing = False
+        self._is_started = self._closing = False
+        self._rings = self._rings_heeded = 0  # of the process that runs: commands, and those that it has obeyed before its end
         self._tickets: dict[int, tuple[Future, float]] = {}  # with the time of the call
         self._last_ticket = 0
         self._logged = ("", 0.0)
@@ -77,7 +82,8 @@ class Draining(PerProcess):
     def start(self) -> None:
         """Starts the process, if it does not run. An error is logged, and no save fails; the next one tries again."""
         with self.lock:
-            if self._process is None and not self._closing:
+            self._is_started = True
+            if self._process is None:
                 try:
                     self._spawn()
                 except OSError as error:
@@ -92,6 +98,7 @@ class Draining(PerProcess):
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                          start_new_session=True)  # fmt: skip
         self._command(self._given)
+        self._rings = self._rings_heeded = 0
         for ticket in self._tickets:
             self._command({"sync": ticket})
         if self._closing:
@@ -100,13 +107,15 @@ class Draining(PerProcess):
     def _command(self, command: dict[str, Any]) -> None:
         """Sends a command. A process that has died gets it when it is started again."""
         process = self._process
+        self._rings += 1
         if process is not None and process.stdin is not None:
             with contextlib.suppress(OSError, ValueError):  # dead, or seen to be dead
                 os.write(process.stdin.fileno(), json.dumps(command).encode() + b"\n")
 
     def ring(self) -> None:
-        """Says that a checkpoint was committed."""
+        """Says that a checkpoint was committed. A process that has ended meanwhile, as one does after SIGTERM, is started again."""
         with self.lock:
+            self.start()
             self._command({})
 
     def wait(self, timeout: float | None = None) -> None:
@@ -117,10 +126,11 @@ class Draining(PerProcess):
             TimeoutError: it goes on after `timeout` seconds.
         """
         with self.lock:
-            if self._process is None:
-                if self.report["last_error"]:
-                    raise Error("UNAVAILABLE", self.report["last_error"])
+            if not self._is_started:  # nothing was saved, or another rank sees to it
                 return
+            self.start()
+            if self._process is None:
+                raise Error("UNAVAILABLE", self.report["last_error"])
             self._last_ticket += 1
             future: Future = Future()
             self._tickets[self._last_ticket] = future, time.monotonic()
@@ -164,8 +174,9 @@ class Draining(PerProcess):
                 if self._process is not process:  # a forked child's
                     return
                 stdin.close()
+                process.stdout.close()
                 # It has done what it was asked to, or has said what keeps it from that.
-                is_done = status in (0, 2) and not self._tickets
+                is_done = not self._tickets and (status == 2 or (status == 0 and self._rings_heeded >= self._rings))
                 if is_done or (self._closing and delay >= _RESTART_MAX):
                     self._process = None
                     last = self.report["last_error"] or f"drain to {self.target}: its process has ended"
@@ -174,15 +185,16 @@ class Draining(PerProcess):
             delay = 1.0 if time.monotonic() - began > 60 else min(_RESTART_MAX, delay * 2)
             self._trouble(f"drain to {self.target}: its process has ended with status {status}; it is started again "
                           f"in {delay:.0f} s")  # fmt: skip
-            time.sleep(delay)
-            with self.lock:
-                self._answer_all(["UNAVAILABLE", self.report["last_error"], 0], waiting=give_up)
-                try:
-                    self._spawn()
-                except OSError as error:
-                    self._trouble(f"drain to {self.target}: start its process: {error}")
-                    continue
-                process = self._process
+            process = None
+            while process is None:
+                time.sleep(delay)
+                with self.lock:
+                    self._answer_all(["UNAVAILABLE", self.report["last_error"], 0], waiting=give_up)
+                    try:
+                        self._spawn()
+                        process = self._process
+                    except OSError as error:
+                        self._trouble(f"drain to {self.target}: start its process: {error}")
 
     def _answer_all(self, error: list[Any] | None, waiting: float = 0.0) -> None:
         """Ends the waits that have lasted for at least so many seconds."""
@@ -222,10 +234,12 @@ class Draining(PerProcess):
                 waiting = self._tickets.pop(event["ticket"], None)
             if waiting is not None:
                 waiting[0].set_result(event["error"])
-        elif kind == "ended" and event["error"]:
-            self._trouble(event["error"][1])
-            with self.lock:
-                self._answer_all(event["error"])
+        elif kind == "ended":
+            self._rings_heeded = event["rings"]
+            if event["error"]:
+                self._trouble(event["error"][1])
+                with self.lock:
+                    self._answer_all(event["error"])
 
     def _trouble(self, message: str) -> None:
         """Logs an error once, and again when it goes on."""
@@ -243,6 +257,7 @@ def checked_target(directory: str, target: str | os.PathLike[str]) -> str:
         Error: UNIMPLEMENTED, INVALID_ARGUMENT.
     """
     text = os.fsdecode(target)
+    check_public(text)
     check_apart(directory, text)
     scheme = scheme_of(text)
     if not scheme:
