@@ -33,6 +33,7 @@ class _Points(PerProcess):
 
     def clear(self) -> None:
         self.of: OrderedDict[str, tuple[_Point, ...]] = OrderedDict()
+        self.latest_ns: dict[str, int] = {}  # by directory, of saves that are elsewhere
 
     def put(self, directory: str, points: tuple[_Point, ...]) -> None:
         self.of[directory] = points
@@ -58,6 +59,18 @@ def loaded(path: str, attempt: str, step: int) -> None:
     with _points.lock:
         others = tuple(p for p in _points.of.get(directory, ()) if p.attempt != attempt)
         _points.put(directory, (*others[-_LOADS_MAX:], _Point(attempt, step)))
+
+
+def seen(directory: str, saved_at: float) -> None:
+    """Notes when a checkpoint of the run was saved that is elsewhere: later saves here are younger, whatever the clock says."""
+    with _points.lock:
+        _points.latest_ns[directory] = max(_points.latest_ns.get(directory, 0), int(saved_at * 1e9) + 1000)
+
+
+def latest_ns(path: str) -> int:
+    """The time after which a save counts, in nanoseconds since 1970; 0 where none is known."""
+    with _points.lock:
+        return _points.latest_ns.get(os.path.dirname(path), 0)
 
 
 def begin(path: str, attempt: str, step: int) -> str:

@@ -296,7 +296,10 @@ class Checkpointer(PerProcess):
         """The complete checkpoints of any name."""
         if self._drain_to is None:
             return self._local()
-        return drain_remote.with_second_place(self._local(), self._second_place(), self.format)
+        found = drain_remote.with_second_place(self._local(), self._second_place(), self.format)
+        if found:
+            _lineage.seen(self.directory, found[-1]["saved_at"])
+        return found
 
     def _local(self) -> builtins.list[dict[str, Any]]:
         try:

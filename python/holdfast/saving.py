@@ -169,7 +169,8 @@ def save_async(
         def start() -> _native.SaveHandle:
             announced.begun = True
             parent = _lineage.begin(whole, attempt, step)
-            return door.save(name, captured.plan, step, replace, attempt, False, bool(captured.watch), parent)
+            return door.save(name, captured.plan, step, replace, attempt, False, bool(captured.watch), parent,
+                             saved_after_ns=_lineage.latest_ns(whole))
 
         def on_failure() -> None:
             _agreement.forget(agreement)

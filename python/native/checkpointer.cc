@@ -223,7 +223,7 @@ nb::dict DictOf(const StagingStats& stats) {
 
 SaveHandle Save(Saver* saver, const Name& name, const SavePlan& plan, uint64_t step, bool replace,
                 const std::string& attempt, bool files_only, bool confirm,
-                const std::string& parent, bool single_file) {
+                const std::string& parent, bool single_file, uint64_t saved_after_ns) {
   SaveRequest request;
   request.name = name.text;
   request.step = step;
@@ -234,6 +234,7 @@ SaveHandle Save(Saver* saver, const Name& name, const SavePlan& plan, uint64_t s
   request.files_only = files_only;
   request.confirm = confirm;
   request.single_file = single_file;
+  request.saved_after_ns = saved_after_ns;
   Checkpointer* const checkpointer = saver->operator->();
   return ValueOrThrow(WithoutGil([&] { return checkpointer->SaveAsync(request); }));
 }
@@ -295,7 +296,7 @@ void BindCheckpointer(nb::module_& module) {
           },
           "options"_a)
       .def("save", &Save, "name"_a, "plan"_a, "step"_a, "replace"_a, "attempt"_a, "files_only"_a,
-           "confirm"_a = false, "parent"_a = "", "single_file"_a = false)
+           "confirm"_a = false, "parent"_a = "", "single_file"_a = false, "saved_after_ns"_a = 0)
       .def(
           "flush",
           [](const Saver& self, std::optional<double> timeout) {

@@ -316,20 +316,21 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   job.time_ranks_max_ns = Nanoseconds(options.time_ranks_max);
   job.time_liveness_max_ns = Nanoseconds(options.time_liveness_max);
 
-  writer::SaveContents contents = {.plan = save->plan,
-                                   .sources = std::move(sources),
-                                   .manifest = {.checkpoint = request.name,
-                                                .attempt = attempt,
-                                                .rank = options.rank,
-                                                .world_size = options.world_size,
-                                                .step = request.step,
-                                                .saved_at_ns = lineage_.SavedAtNs(base::WallNs()),
-                                                .replaces = Others(job.older, attempt),
-                                                .launcher = options.launcher,
-                                                .pages = core->pool->arena().pages(),
-                                                .read_back = options.read_back,
-                                                .recorded = !request.single_file},
-                                   .commit = {}};
+  writer::SaveContents contents = {
+      .plan = save->plan,
+      .sources = std::move(sources),
+      .manifest = {.checkpoint = request.name,
+                   .attempt = attempt,
+                   .rank = options.rank,
+                   .world_size = options.world_size,
+                   .step = request.step,
+                   .saved_at_ns = lineage_.SavedAtNs(base::WallNs(), request.saved_after_ns),
+                   .replaces = Others(job.older, attempt),
+                   .launcher = options.launcher,
+                   .pages = core->pool->arena().pages(),
+                   .read_back = options.read_back,
+                   .recorded = !request.single_file},
+      .commit = {}};
   // In a framework's directory the framework's own last file commits.
   if (options.rank == 0 && !IntoDirectory(request))
     contents.commit = lineage_.Record(request.parent, &contents.manifest);

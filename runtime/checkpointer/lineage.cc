@@ -19,9 +19,9 @@ void Lineage::Begin(int directory) {
   last_saved_at_ns_ = recorded.latest_ns;
 }
 
-uint64_t Lineage::SavedAtNs(uint64_t now_ns) {
+uint64_t Lineage::SavedAtNs(uint64_t now_ns, uint64_t after_ns) {
   const base::MutexLock lock(&mutex_);
-  last_saved_at_ns_ = std::max(now_ns, last_saved_at_ns_ + kStepNs);
+  last_saved_at_ns_ = std::max(now_ns, std::max(last_saved_at_ns_, after_ns) + kStepNs);
   return last_saved_at_ns_;
 }
 

@@ -20,9 +20,9 @@ class Lineage {
   void Begin(int directory);
 
   /// Returns the time for the records of a save that begins now: `now_ns`, or a microsecond after
-  /// the latest save where the clock stands behind. The order of checkpoints is the order of these
-  /// times, also after a restart on a machine whose clock is late.
-  uint64_t SavedAtNs(uint64_t now_ns);
+  /// the latest save and after `after_ns` where the clock stands behind. The order of checkpoints
+  /// is the order of these times, also after a restart on a machine whose clock is late.
+  uint64_t SavedAtNs(uint64_t now_ns, uint64_t after_ns);
 
   /// Completes rank 0's manifest with the parent: `asked`, or the last save where `asked` is zero.
   /// Returns the template of the save's record, and makes the save the parent of later saves.

@@ -250,7 +250,8 @@ class StorageWriter(_StorageWriter):
         }
 
         def start() -> Any:
-            return door.save(self.path.name, file.plan, self.step, False, place.attempt, True, bool(file.watch))
+            return door.save(self.path.name, file.plan, self.step, False, place.attempt, True, bool(file.watch),
+                             saved_after_ns=_lineage.latest_ns(str(self.path)))
 
         self._parent = _lineage.begin(str(self.path), place.attempt, self.step)
         save = handle.Save(

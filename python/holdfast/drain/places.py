@@ -134,8 +134,14 @@ def scheme_of(url: str) -> str:
 
 
 def path_of(place: str) -> str | None:
-    """The path of a directory, also of one that is written as ``file:///path``; None for other URLs."""
+    """The path of a directory, also of one that is written as ``file:///path``; None for other URLs.
+
+    Raises:
+        Error: INVALID_ARGUMENT.
+    """
     scheme = scheme_of(place)
+    if scheme == "file" and not place.startswith("/", len("file://")):
+        raise Error("INVALID_ARGUMENT", f"open {place}: file:// is followed by an absolute path")
     return place if not scheme else place[len("file://") :] if scheme == "file" else None
 
 
@@ -186,8 +192,6 @@ def open_place(url: str, storage: dict[str, Any] | None = None) -> Place:
     if path is not None:
         from holdfast.drain.file_system import Directory
 
-        if path != url and not path.startswith("/"):
-            raise Error("INVALID_ARGUMENT", f"open {url}: file:// is followed by an absolute path")
         return Directory(path)
     check_public(url)
     from holdfast.drain.object_store import Store

@@ -58,10 +58,11 @@ def to_remove_locally(local: list[Info], remote: list[Info], options: Drain, kee
     gone = [c for c in local if c.name in names]
     if options.behind == "skip":
         return gone
-    absent = {c.attempt for c in missing(local, remote)}
+    # Not `missing`: where a later save of the name is there, of another node perhaps, this one has not arrived.
+    arrived = {c.attempt for c in remote}
     return [
         c for c in gone
-        if c.attempt not in absent or c.name in let_go(_merged(remote, [c]), options.keep_last, options.keep_every)
+        if c.attempt in arrived or c.name in let_go(_merged(remote, [c]), options.keep_last, options.keep_every)
     ]  # fmt: skip
 
 

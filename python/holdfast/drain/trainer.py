@@ -24,7 +24,7 @@ from typing import Any
 from holdfast import _native
 from holdfast._process import PerProcess
 from holdfast.drain.options import Drain
-from holdfast.drain.places import check_apart, check_public, scheme_of
+from holdfast.drain.places import check_apart, check_public, path_of
 from holdfast.errors import Error, TimeoutError
 
 logger = logging.getLogger("holdfast")
@@ -259,11 +259,21 @@ def checked_target(directory: str, target: str | os.PathLike[str]) -> str:
     text = os.fsdecode(target)
     check_public(text)
     check_apart(directory, text)
-    scheme = scheme_of(text)
-    if not scheme:
-        return os.path.abspath(text)
-    if scheme != "file":
+    path = path_of(text)
+    if path is None:
         from holdfast.drain.object_store import find_library
 
         find_library()
-    return text
+        return text
+    path = os.path.abspath(path)
+    if _device_of(directory) == _device_of(path):
+        logger.warning("drain %s to %s: both are on one file system, and are lost together; if another was meant to be mounted "
+                       "there, mount it", directory, path)  # fmt: skip
+    return path
+
+
+def _device_of(path: str) -> int:
+    """The file system that a directory is on, or will be."""
+    while not os.path.exists(path):
+        path = os.path.dirname(path)
+    return os.stat(path).st_dev

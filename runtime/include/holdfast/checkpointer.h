@@ -91,6 +91,9 @@ struct SaveRequest {
   /// Checkpointer that has not failed, else the newest checkpoint in the directory at Create. After
   /// a load of an older checkpoint pass its id: retention then removes the abandoned branch first.
   AttemptId parent;
+  /// The save counts as younger than this, in nanoseconds since 1970, also where the clock stands
+  /// behind: the time of the latest checkpoint that the caller knows of in another place.
+  uint64_t saved_after_ns = 0;
   /// For a directory that a framework owns: files are committed one by one into the existing
   /// `directory`/`name`, and no directory is renamed. The framework's last file commits.
   bool files_only = false;
