@@ -423,6 +423,19 @@ def test_a_kill_before_the_name_is_given_leaves_nothing_complete(tmp_path: Path,
     assert os.listdir(tmp_path / "far") == ["step-1"]
 
 
+def test_what_was_replaced_goes_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "run", 1, elements=10, format="dcp")
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    swept(source, far)
+    save(tmp_path / "run", 1, elements=10, format="dcp", replace=True)
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(shutil, "rmtree", lambda path: 1 / 0)
+        swept(source, far)
+    assert len(os.listdir(tmp_path / "far")) == 2
+    (removed,) = swept(source, far)
+    assert removed["event"] == "removed" and os.listdir(tmp_path / "far") == ["step-1"] and names(far) == ["step-1"]
+
+
 def test_kills_with_a_server_that_fails(tmp_path: Path, server: s3_server.Server, bucket: tuple[str, dict[str, str]]) -> None:
     count, kills, elements = (20, 50, 128 * MIB) if LONG else (4, 3, 2 * MIB)
     save(tmp_path / "run", *range(1, count + 1), elements=elements)
