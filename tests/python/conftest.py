@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
+import s3_server
 
 
 @pytest.hookimpl(wrapper=True)
@@ -21,3 +22,27 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 def _escaped(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
+
+
+@pytest.fixture(scope="session")
+def server_of_all() -> Iterator[s3_server.Server]:
+    with s3_server.serving() as running:
+        yield running
+
+
+@pytest.fixture
+def server(server_of_all: s3_server.Server) -> s3_server.Server:
+    """A server that speaks S3, and fails as a test asks for."""
+    server_of_all.faults.__init__()  # type: ignore[misc]
+    return server_of_all
+
+
+@pytest.fixture
+def bucket(server: s3_server.Server, request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
+    """A prefix of its own, and the options of its store."""
+    return f"s3://{s3_server.BUCKET}/{request.node.name}", server.storage()
+
+
+@pytest.fixture
+def url(bucket: tuple[str, dict[str, str]]) -> str:
+    return bucket[0]

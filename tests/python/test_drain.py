@@ -1,21 +1,16 @@
-"""`holdfast drain`: what arrives in the second place, after kills and failures, and what retention leaves in either."""
+"""`holdfast drain`: what arrives in the second place, after kills and failures."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import os
 import random
 import re
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,54 +18,16 @@ import pytest
 import s3_server
 import torch
 from command_line import holdfast as command
+from draining import MIB, PLAIN, names, save, swept, verdicts
 
 import holdfast
-from holdfast.drain import Drain, contents, copying, tiers
+from holdfast.drain import Drain, contents, copying
 from holdfast.drain.following import Following
-from holdfast.drain.places import Info, Place, open_place
+from holdfast.drain.places import open_place
 from holdfast.errors import Error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-MIB = 1 << 20
-ELEMENTS = 3 * MIB  # of each checkpoint's large tensor: several chunks of 4 MiB
-PLAIN = Drain()
 LONG = os.environ.get("HOLDFAST_LONG") == "1"
-
-
-def save(run: Path, *steps: int, elements: int = ELEMENTS, **options: Any) -> None:
-    """Saves checkpoints of random values with their step."""
-    with holdfast.Checkpointer(run, arena_bytes=64 * MIB, **options) as checkpointer:
-        for step in steps:
-            state = {"w": torch.randn(elements), "step": torch.tensor(step)}
-            checkpointer.save(state, step)
-
-
-def swept(source: Place, target: Place, options: Drain = PLAIN, **further: Any) -> list[dict[str, Any]]:
-    """One sweep; returns its events."""
-    events: list[dict[str, Any]] = []
-    Following(source, target, options, events.append, **further).sweep()
-    return [e for e in events if e["event"] != "progress"]
-
-
-def names(place: Place) -> list[str]:
-    return [c.name for c in place.complete()[0]]
-
-
-def verdicts(path: Path) -> list[str]:
-    return [holdfast.verify(path / n)["verdict"] for n in sorted(os.listdir(path)) if "." not in n]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[s3_server.Server]:
-    with s3_server.serving() as running:
-        yield running
-
-
-@pytest.fixture
-def bucket(server: s3_server.Server, request: pytest.FixtureRequest) -> Iterator[tuple[str, dict[str, str]]]:
-    """A prefix of its own, and the options of its store."""
-    yield f"s3://{s3_server.BUCKET}/{request.node.name}", server.storage()
-    server.faults.__init__()  # type: ignore[misc]  # of the next test
 
 
 @pytest.mark.parametrize("format", ["holdfast", "dcp"])
@@ -204,175 +161,6 @@ def test_a_byte_that_changes_on_the_way_is_found(verify: str, server: s3_server.
     assert server.faults.unproven == 0
     swept(far, open_place(str(tmp_path / "back")))
     assert verdicts(tmp_path / "back") == ["sound"]
-
-
-# ---- Which checkpoints stay.
-
-
-def info(name: str, saved_at: float, parent: str = "") -> Info:
-    step = int(name.partition("-")[2])
-    attempt = f"{int(saved_at):032x}"
-    return Info(name, name, "holdfast", step, saved_at, attempt, parent and f"{int(parent):032x}", 1, 1, "r")
-
-
-def test_what_has_not_arrived_stays_unless_told_otherwise() -> None:
-    local = [info(f"step-{n}", n) for n in range(1, 7)]
-    for options, remote, gone in (
-        (Drain(), [], []),
-        (Drain(), local[:3], ["step-1", "step-2", "step-3"]),
-        (Drain(), local[4:], []),
-        (Drain(keep_last=2), local[4:], ["step-1", "step-2", "step-3", "step-4"]),  # it would be let go there at once
-        (Drain(behind="skip"), [], ["step-1", "step-2", "step-3", "step-4"]),
-    ):
-        assert [c.name for c in tiers.to_remove_locally(local, remote, options, 2, 0)] == gone
-    of_another_node = [c._replace(saved_at=c.saved_at + 0.5, attempt="f" + c.attempt[1:]) for c in local]
-    assert tiers.to_remove_locally(local, of_another_node, Drain(), 2, 0) == []
-    assert [c.name for c in tiers.to_send(local, local[:2], Drain(), 2, 0)] == ["step-3", "step-4", "step-5", "step-6"]
-    assert [c.name for c in tiers.to_send(local, local[:2], Drain(behind="skip"), 2, 0)] == ["step-5", "step-6"]
-    assert [c.name for c in tiers.to_send(local, [], Drain(keep_last=3), 2, 0)] == ["step-4", "step-5", "step-6"]
-
-
-def test_an_older_save_of_a_name_does_not_replace_a_newer_one() -> None:
-    newer = info("step-5", 9)
-    assert tiers.to_send([info("step-5", 3)], [newer], Drain(), 0, 0) == []
-    assert [c.saved_at for c in tiers.to_send([newer], [info("step-5", 3)], Drain(), 0, 0)] == [9]
-
-
-def test_a_rollback_is_mirrored(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
-    source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
-    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
-        state = {"w": torch.zeros(10)}
-        for step in (10, 20, 30):
-            checkpointer.save(state, step)
-        swept(source, far)
-        checkpointer.load(10, into=state)
-        checkpointer.save(state, 15)
-    swept(source, far, Drain(keep_last=2), keep_local=2)
-    assert names(far) == names(source) == ["step-10", "step-15"]  # the abandoned branch has gone first
-
-
-def test_retention_of_both_places(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
-    save(tmp_path / "run", *range(1, 7), elements=10)
-    source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
-    events = swept(source, far, Drain(keep_last=4, keep_every=2), keep_local=2)
-    assert names(far) == ["step-2", "step-3", "step-4", "step-5", "step-6"] and names(source) == ["step-5", "step-6"]
-    (tmp_path / "run/step-5/mine").write_text("a note")  # and a directory with a foreign file stays
-    save(tmp_path / "run", 7, elements=10)
-    swept(source, far, Drain(keep_last=4), keep_local=1)
-    assert names(source) == ["step-5", "step-7"]
-    assert {e["event"] for e in events} == {"arrived", "removed"}
-
-
-def test_leftovers_go_when_they_are_old(tmp_path: Path, bucket: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path / "run", 1, 2, elements=10)
-    source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
-    swept(source, far)
-    (first, _), _ = far.complete()
-    far._delete([f"{first.slot}/{first.record}"])
-    far._library.put(far._store, "notes/mine.txt", b"text")
-    assert names(far) == ["step-2"] and far.clean(set()) == []
-    monkeypatch.setattr("holdfast.drain.object_store._AGE_OF_LEFTOVERS", -60.0)
-    assert far.clean({first.attempt}) == [] and far.clean(set()) == [first.slot]
-    assert far.sizes(first.slot) == {} and far.sizes("notes") and names(far) == ["step-2"]
-
-
-# ---- What others may have put there.
-
-
-def forge(far: Place, checkpoint: str, **changes: Any) -> None:
-    """Changes a commit record's fields, and gives it the self-digest of its new text."""
-    (one,) = [c for c in far.complete()[0] if c.name == checkpoint]
-    text = far.read(one.slot, one.record, 1 << 20)
-    record = {**json.loads(text), **changes}
-    record.pop("self_digest")
-    text = json.dumps(record).encode()[:-1] + b',"self_digest":"'
-    far._library.put(far._store, f"{one.slot}/{one.record}", text + contents.digest(text).encode() + b'"}\n')
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"commit_file": {"name": "../../outside", "bytes": 8, "digest": "0" * 32}},
-        {"attempt": "/../../../outside/" + "0" * 14},
-        {"manifests": []},
-        {"manifests": [{"bytes": -1, "digest": "0" * 32}]},
-        {"manifests": [7]},
-        {"step": "1"},
-        {"bytes": None},
-    ],
-)
-def test_a_record_that_lies_is_damage(changes: dict[str, Any], tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
-    save(tmp_path / "run", 1, elements=10, format="dcp")
-    save(tmp_path / "run", 2, elements=10)
-    far = open_place(*bucket)
-    swept(open_place(str(tmp_path / "run")), far)
-    forge(far, "step-1", **changes)
-    found, damaged = far.complete()
-    assert [c.name for c in found] == ["step-2"] and len(damaged) == 1 and damaged[0].startswith("step-1.")
-    swept(far, open_place(str(tmp_path / "back")))
-    assert os.listdir(tmp_path / "back") == ["step-2"] and sorted(os.listdir(tmp_path)) == ["back", "run"]
-
-
-@pytest.mark.parametrize(
-    "change", [{"name": "../outside"}, {"name": ".metadata"}, {"name": "holdfast.commit.json"}, {"bytes": 1 << 62}, {"chunk_bytes": 0}, {"digests": []}]
-)
-def test_a_manifest_that_lies_is_damage(change: dict[str, Any]) -> None:
-    entry = {"name": "model", "bytes": 5, "chunk_bytes": 4 * MIB, "digests": ["0" * 32]}
-    assert contents.files_of({"files": [entry]}, "m")[0].bytes == 5
-    with pytest.raises(Error, match="read m: ") as refused:
-        contents.files_of({"files": [{**entry, **change}]}, "m")
-    assert refused.value.code == "DATA_LOSS"
-
-
-def test_a_record_of_any_length_is_not_read_into_memory(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
-    far = open_place(*bucket)
-    far._library.put(far._store, "step-1/holdfast.commit.json", bytes(17 * MIB), use_multipart=False)
-    assert far.complete()[0] == [] and "16777216 are the most" in far.complete()[1][0]
-
-
-def test_two_processes_that_send_attempts_of_one_name_do_not_meet(tmp_path: Path, bucket: tuple[str, dict[str, str]],
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    """As a drain that a dead trainer has left behind, and that of the node where the run goes on."""
-    for run in ("one", "two"):
-        save(tmp_path / run, 7, elements=10)
-    first, second = (open_place(str(tmp_path / run)) for run in ("one", "two"))
-    far = open_place(*bucket)
-    commit = far.commit
-    between: list[Any] = []
-
-    def committed_between(*arguments: Any) -> None:
-        if not between:
-            between.append(swept(second, open_place(*bucket)))
-        commit(*arguments)
-
-    monkeypatch.setattr(far, "commit", committed_between)
-    with contextlib.suppress(Error):
-        swept(first, far)
-    (found,), damaged = far.complete()
-    assert found.attempt == second.complete()[0][0].attempt and not damaged
-    assert copying.verify(far, found)[0] == []
-
-
-def test_a_save_that_replaces_one_on_its_way_gets_nothing_of_it(tmp_path: Path, server: s3_server.Server,
-                                                               bucket: tuple[str, dict[str, str]]) -> None:  # fmt: skip
-    save(tmp_path / "run", 7, elements=10)
-    source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
-    following = Following(source, far, PLAIN, lambda event: None)
-    commit, far.commit = far.commit, lambda *_: (_ for _ in ()).throw(Error("UNAVAILABLE", "down"))  # type: ignore[method-assign]
-    with pytest.raises(Error, match="down"):
-        following.sweep()
-    far.commit = commit  # type: ignore[method-assign]
-    save(tmp_path / "run", 7, elements=10, replace=True)
-    following.sweep()
-    (found,) = far.complete()[0]
-    assert copying.verify(far, found)[0] == []
-
-
-def test_clean_leaves_what_no_drain_has_put(tmp_path: Path, bucket: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
-    far = open_place(*bucket)
-    far._library.put(far._store, "export/model-00001-of-00002.safetensors", b"a user's own")
-    monkeypatch.setattr("holdfast.drain.object_store._AGE_OF_LEFTOVERS", -60.0)
-    assert far.clean(set()) == [] and far.sizes("export")
 
 
 # ---- Kills, failures, slow places.
@@ -580,78 +368,6 @@ def test_the_rate_is_kept(tmp_path: Path) -> None:
     begin = time.monotonic()
     swept(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")), Drain(bytes_per_second=16 * MIB))
     assert 0.7 < time.monotonic() - begin < 10
-
-
-def test_one_drain_of_a_pair_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.drain.running.POLL_SECONDS", 0.1)
-    save(tmp_path / "run", 1, elements=10)
-    from holdfast.drain.following import alone
-    from holdfast.drain.running import Running
-
-    run, far = str(tmp_path / "run"), str(tmp_path / "far")
-    events: list[dict[str, Any]] = []
-    following = Following(open_place(run), open_place(far), Drain(give_up=0.5), events.append)
-    running = Running(following, events.append, watch=True)
-    with alone(run, f"file://{tmp_path}/x/../far/", lambda: False):  # however it is written
-        done = command("drain", run, far, torch=False)
-        running.ring(7)
-        thread = threading.Thread(target=running.run, args=(run, far), daemon=True)
-        thread.start()
-        used = time.process_time()
-        assert until(lambda: bool(events))
-        assert time.process_time() - used < 0.3  # it waits, and does not ask all the time
-    assert done.status == 2 and "another process does it" in done.error
-    assert (events[0]["event"], events[0]["ticket"], events[0]["error"][0]) == ("synced", 7, "UNAVAILABLE")
-    running.finish()
-    thread.join(20)
-    assert names(open_place(far)) == ["step-1"]
-
-
-def test_the_lock_is_taken_once_the_directory_is_there(tmp_path: Path) -> None:
-    from holdfast.drain.following import alone
-
-    run, far = str(tmp_path / "run"), str(tmp_path / "far")
-    with alone(run, far, lambda: not os.makedirs(run)), pytest.raises(Error, match="another process"), alone(run, far, lambda: False):
-        pass
-
-
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Waits until a condition holds; whether it does."""
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.02)
-    return holds()
-
-
-@pytest.mark.parametrize("format", ["holdfast", "dcp"])
-def test_retention_leaves_a_checkpoint_that_is_loaded_or_was_replaced(format: str, tmp_path: Path) -> None:
-    from holdfast.drain.file_system import in_use
-
-    save(tmp_path / "run", 1, elements=10, format=format)
-    source = open_place(str(tmp_path / "run"))
-    (old,) = source.complete()[0]
-    with in_use(source.path("step-1")), pytest.raises(Error, match="it is being loaded"):
-        source.remove(old)
-    save(tmp_path / "run", 1, elements=10, format=format, replace=True)
-    with pytest.raises(Error) as refused:
-        source.remove(old)
-    assert refused.value.code == "ABORTED"
-    (new,) = source.complete()[0]
-    if format == "dcp":  # a save into the directory: what one holds while it is on its way
-        fd = os.open(source.path("step-1"), os.O_RDONLY)
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 0, 1, 0))
-        with pytest.raises(Error, match="a save is on its way"):
-            source.remove(new)
-        os.close(fd)
-    source.remove(new)
-    assert names(source) == []
-
-
-def test_the_chosen_one_may_go_from_the_source(tmp_path: Path) -> None:
-    save(tmp_path / "run", 1, 2, elements=10)
-    done = command("drain", tmp_path / "run", tmp_path / "far", "--name", "step-1", "--keep-source", "1", torch=False)
-    assert done.status == 0, done
-    assert os.listdir(tmp_path / "far") == ["step-1"] and names(open_place(str(tmp_path / "run"))) == ["step-2"]
 
 
 def test_checkpoints_of_several_ranks(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,6 @@ from holdfast.errors import Error
 pytestmark = pytest.mark.filterwarnings("ignore")
 MIB = 1 << 20
 formats = pytest.mark.parametrize("format", ["holdfast", "dcp"])
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[s3_server.Server]:
-    with s3_server.serving() as running:
-        yield running
-
-
-@pytest.fixture
-def url(server: s3_server.Server, request: pytest.FixtureRequest) -> Iterator[str]:
-    server.faults.__init__()  # type: ignore[misc]
-    yield f"s3://{s3_server.BUCKET}/{request.node.name}"
 
 
 @contextlib.contextmanager

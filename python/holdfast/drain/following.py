@@ -170,9 +170,12 @@ class Following:
         self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": round(delay, 1)})
         return delay
 
+    def patience(self) -> float:
+        """Seconds until nothing will have arrived for as long as `Drain.give_up`."""
+        return max(0.0, self.moved_at + self._options.give_up - time.monotonic())
+
     def is_stuck(self) -> bool:
-        """Whether no byte has arrived for longer than `Drain.give_up`."""
-        return time.monotonic() - self.moved_at > self._options.give_up
+        return not self.patience()
 
 
 @contextlib.contextmanager

@@ -91,6 +91,8 @@ class Running:
                     self._answer(tickets, error)
                     if finishing:
                         return error
+                elif tickets or finishing:
+                    delay = min(delay, self._following.patience())
                 self._pause(delay)
                 continue
             self._answer(tickets, None)

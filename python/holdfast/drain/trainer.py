@@ -163,7 +163,6 @@ class Draining(PerProcess):
     # ---- The thread that hears the process.
 
     def _attend(self, process: Any) -> None:
-        give_up = self._give_up
         delay = 1.0
         while True:
             began, stdin = time.monotonic(), process.stdin
@@ -185,16 +184,18 @@ class Draining(PerProcess):
             delay = 1.0 if time.monotonic() - began > 60 else min(_RESTART_MAX, delay * 2)
             self._trouble(f"drain to {self.target}: its process has ended with status {status}; it is started again "
                           f"in {delay:.0f} s")  # fmt: skip
-            process = None
-            while process is None:
-                time.sleep(delay)
-                with self.lock:
-                    self._answer_all(["UNAVAILABLE", self.report["last_error"], 0], waiting=give_up)
-                    try:
-                        self._spawn()
-                        process = self._process
-                    except OSError as error:
-                        self._trouble(f"drain to {self.target}: start its process: {error}")
+            process = self._spawned_again(delay)
+
+    def _spawned_again(self, delay: float) -> Any:
+        while True:
+            time.sleep(delay)
+            with self.lock:
+                self._answer_all(["UNAVAILABLE", self.report["last_error"], 0], waiting=self._give_up)
+                try:
+                    self._spawn()
+                    return self._process
+                except OSError as error:
+                    self._trouble(f"drain to {self.target}: start its process: {error}")
 
     def _answer_all(self, error: list[Any] | None, waiting: float = 0.0) -> None:
         """Ends the waits that have lasted for at least so many seconds."""

@@ -1,0 +1,41 @@
+"""Runs and sweeps for the tests of drains."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import holdfast
+from holdfast.drain import Drain
+from holdfast.drain.following import Following
+from holdfast.drain.places import Place
+
+MIB = 1 << 20
+ELEMENTS = 3 * MIB  # of each checkpoint's large tensor: several chunks of 4 MiB
+PLAIN = Drain()
+
+
+def save(run: Path, *steps: int, elements: int = ELEMENTS, **options: Any) -> None:
+    """Saves checkpoints of random values with their step."""
+    with holdfast.Checkpointer(run, arena_bytes=64 * MIB, **options) as checkpointer:
+        for step in steps:
+            state = {"w": torch.randn(elements), "step": torch.tensor(step)}
+            checkpointer.save(state, step)
+
+
+def swept(source: Place, target: Place, options: Drain = PLAIN, **further: Any) -> list[dict[str, Any]]:
+    """One sweep; returns its events."""
+    events: list[dict[str, Any]] = []
+    Following(source, target, options, events.append, **further).sweep()
+    return [e for e in events if e["event"] != "progress"]
+
+
+def names(place: Place) -> list[str]:
+    return [c.name for c in place.complete()[0]]
+
+
+def verdicts(path: Path) -> list[str]:
+    return [holdfast.verify(path / n)["verdict"] for n in sorted(os.listdir(path)) if "." not in n]
