@@ -78,6 +78,7 @@ def test_retention_of_both_places(tmp_path: Path, bucket: tuple[str, dict[str, s
     source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
     events = swept(source, far, Drain(keep_last=4, keep_every=2), keep_local=2)
     assert names(far) == ["step-2", "step-3", "step-4", "step-5", "step-6"] and names(source) == ["step-5", "step-6"]
+    assert len(far._known) == 5  # a record of a thousand ranks is not kept for ever
     (tmp_path / "run/step-5/mine").write_text("a note")  # and a directory with a foreign file stays
     save(tmp_path / "run", 7, elements=10)
     swept(source, far, Drain(keep_last=4), keep_local=1)

@@ -117,6 +117,7 @@ class Store:
         objects = self._objects()
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-drain") as pool:
             looked = list(pool.map(lambda item: self._look(*item), objects.items()))
+        self._known = {key: record for key, record in self._known.items() if key[0].partition("/")[0] in objects}
         passed_over = [text for text in looked if isinstance(text, str)]
         # Of two attempts of one name the later one counts: the removal of the other was interrupted.
         by_name: dict[str, Info] = {}
