@@ -165,15 +165,15 @@ class Draining(PerProcess):
     def _attend(self, process: Any) -> None:
         delay = 1.0
         while True:
-            began, stdin = time.monotonic(), process.stdin
-            for line in process.stdout:
+            began, stdin, stdout = time.monotonic(), process.stdin, process.stdout
+            for line in stdout:
                 self._hear(line)
             status = process.wait()
             with self.lock:
                 if self._process is not process:  # a forked child's
                     return
                 stdin.close()
-                process.stdout.close()
+                stdout.close()
                 # It has done what it was asked to, or has said what keeps it from that.
                 is_done = not self._tickets and (status == 2 or (status == 0 and self._rings_heeded >= self._rings))
                 if is_done or (self._closing and delay >= _RESTART_MAX):
