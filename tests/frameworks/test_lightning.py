@@ -10,6 +10,7 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import lightning.pytorch as pl
@@ -461,3 +462,10 @@ def test_signals_at_any_point_of_the_saves(tmp_path: Path) -> None:
         signal.signal(signal.SIGUSR1, before)
     plugin.teardown()
     assert requeued and all(requeued) and names(tmp_path) == ["step=24.ckpt"]
+
+
+def test_a_mocked_trainer_is_no_trainer_of_ours(tmp_path: Path) -> None:
+    CheckpointIO()  # from now on its functions stand in front of the callback's
+    (tmp_path / "file").touch()
+    pl.callbacks.ModelCheckpoint._link_checkpoint(Mock(), str(tmp_path / "file"), str(tmp_path / "link"))
+    assert os.readlink(tmp_path / "link") == "file"

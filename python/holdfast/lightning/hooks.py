@@ -20,12 +20,22 @@ from holdfast.lightning import flavor
 logger = logging.getLogger("holdfast.lightning")
 
 
+# A mock of a trainer has a plugin in every plugin, without end.
+_WRAPPERS_MAX = 16
+
+
+def unwrapped(plugin: Any, kind: type) -> Any:
+    """The plugin of class `kind` in `plugin`, under whatever wrappers, or None."""
+    for _ in range(_WRAPPERS_MAX):
+        if plugin is None or isinstance(plugin, kind):
+            return plugin
+        plugin = getattr(plugin, "checkpoint_io", None)
+    return None
+
+
 def plugin_of(trainer: Any, kind: type) -> Any:
-    """The plugin of class `kind` that a trainer saves with, under whatever wrappers, or None."""
-    one = getattr(trainer.strategy, "checkpoint_io", None)
-    while one is not None and not isinstance(one, kind):
-        one = getattr(one, "checkpoint_io", None)
-    return one
+    """The plugin of class `kind` that a trainer saves with, or None."""
+    return unwrapped(getattr(trainer.strategy, "checkpoint_io", None), kind)
 
 
 def _refuse_threads(trainer: Any) -> None:

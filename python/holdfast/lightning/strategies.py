@@ -21,7 +21,7 @@ from holdfast.dcp.failures import error_of
 from holdfast.errors import Error
 from holdfast.files import save_file
 from holdfast.handle import Save
-from holdfast.lightning import directories, flavor
+from holdfast.lightning import directories, flavor, hooks
 from holdfast.lightning.checkpoint_io import CheckpointIO, location
 from holdfast.lightning.following import Following
 
@@ -66,9 +66,7 @@ class _Sharded:
 
     @checkpoint_io.setter
     def checkpoint_io(self, plugin: Any) -> None:
-        own = plugin
-        while own is not None and not isinstance(own, CheckpointIO):
-            own = getattr(own, "checkpoint_io", None)
+        own = hooks.unwrapped(plugin, CheckpointIO)
         if own is None:
             raise TypeError(
                 f"{type(self).__name__} saves with holdfast.lightning.CheckpointIO, not with "
