@@ -39,7 +39,7 @@ class Outcome:
 
 def run(path: str, root: Path, *, tests: Sequence[str] = (), launcher: Sequence[str] = (), arguments: Sequence[str] = (),
         environment: dict[str, str], limit: float, ranks: int = 1) -> list[Outcome]:  # fmt: skip
-    """Runs one file; one that does not end in time fails.
+    """Runs one file; one that does not end in time, or dies, fails.
 
     Args:
         path: of the file, below `root`.
@@ -70,6 +70,8 @@ def run(path: str, root: Path, *, tests: Sequence[str] = (), launcher: Sequence[
             with contextlib.suppress(ProcessLookupError):  # with what the tests have left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+            if not ended and process.returncode not in (0, 1):  # 1: a test has failed
+                ended = f"the tests' process ended with {process.returncode}: what it had not run is missing here"
             found = _outcomes(path, journal.notes(lines_at), ranks)
             log.seek(0)
             if ended or not found:
