@@ -18,7 +18,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from command_line import Run, refused
@@ -218,49 +218,58 @@ def test_outcomes_that_are_being_written_are_not_read(tmp_path: Path) -> None:
 
 
 # As another version of the package may write it, and as somebody does who means harm.
-MALFORMED = [
-    b"", b"1", b"[]", b"{}", b'"\xff"', b"[" * 30000, b"9" * 9000,
-    *(json.dumps(outcomes_of(os.getpid(), **{key: value})).encode() for key, value in (
-        ("rank", "\x1b[2J"), ("rank", -1), ("outcomes", [1]), ("outcomes", {"durable": {}}), ("last", "x"), ("errors", ["x"]),
-        ("last", {**LAST, "seconds": float("nan")}), ("last", {**LAST, "time": float("-inf")}), ("last", {}),
-        ("errors", [{**ENTRY, "time": 1e300}]), ("errors", [{**ENTRY, "path": "/x\0y"}]), ("errors", {"message": 1}),
-    )),
-]  # fmt: skip
+def malformed(pid: int) -> list[bytes]:
+    return [
+        b"", b"1", b"[]", b"{}", b'"\xff"', b"[" * 30000, b"9" * 9000,
+        *(json.dumps(outcomes_of(pid, **{key: value})).encode() for key, value in (
+            ("rank", "\x1b[2J"), ("rank", -1), ("outcomes", [1]), ("outcomes", {"durable": {}}), ("last", "x"), ("errors", ["x"]),
+            ("last", {**LAST, "seconds": float("nan")}), ("last", {**LAST, "time": float("-inf")}), ("last", {}),
+            ("errors", [{**ENTRY, "time": 1e300}]), ("errors", [{**ENTRY, "path": "/x\0y"}]), ("errors", {"message": 1}),
+        )),
+    ]  # fmt: skip
+
+
+class Memory(NamedTuple):
+    """A process's memory of outcomes, as `top` finds it. This process may have one of its own."""
+
+    fd: int
+    pid: int
 
 
 @pytest.fixture
-def memory() -> Iterator[int]:
-    """This process's memory of outcomes, as `top` finds it."""
+def memory() -> Iterator[Memory]:
     fd = os.memfd_create(_recent.NAME)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+    with subprocess.Popen(["sleep", "600"], pass_fds=[fd]) as process:
+        try:
+            yield Memory(fd, process.pid)
+        finally:
+            process.kill()
+            os.close(fd)
 
 
 @pytest.mark.parametrize("directory", [None, "/"])
-def test_malformed_outcomes_are_passed_over(directory: str | None, memory: int) -> None:
+def test_malformed_outcomes_are_passed_over(directory: str | None, memory: Memory) -> None:
     watched = node.Node(directory)
-    for text in MALFORMED:
-        os.ftruncate(memory, 0)
-        os.pwrite(memory, written(text), 0)
+    for text in malformed(memory.pid):
+        os.ftruncate(memory.fd, 0)
+        os.pwrite(memory.fd, written(text), 0)
         look = watched.look()
-        assert all(process.pid != os.getpid() for process in look.processes), text
+        assert all(process.pid != memory.pid for process in look.processes), text
         watching.errors(look)
 
 
-def test_outcomes_of_a_later_version_are_read(memory: int) -> None:
-    content = outcomes_of(os.getpid(), more=1, errors=[{**ENTRY, "more": 1}])
-    os.pwrite(memory, written(json.dumps(content).encode()), 0)
-    (process,) = (p for p in node.Node(None).look().processes if p.pid == os.getpid())
+def test_outcomes_of_a_later_version_are_read(memory: Memory) -> None:
+    content = outcomes_of(memory.pid, more=1, errors=[{**ENTRY, "more": 1}])
+    os.pwrite(memory.fd, written(json.dumps(content).encode()), 0)
+    (process,) = (p for p in node.Node(None).look().processes if p.pid == memory.pid)
     assert process.errors == [ENTRY] and process.last == LAST
 
 
-def test_what_moves_the_cursor_is_not_printed(memory: int) -> None:
-    entry = {**ENTRY, "path": "/tmp/\x1b[31m", "message": "\x1b]0;title\x07\r\n\x9b2J\u202e\ud800 \u00e9"}
-    os.pwrite(memory, written(json.dumps(outcomes_of(os.getpid(), errors=[entry])).encode()), 0)
+def test_what_moves_the_cursor_is_not_printed(memory: Memory, tmp_path: Path) -> None:
+    entry = {**ENTRY, "path": f"{tmp_path}/\x1b[31m", "message": "\x1b]0;title\x07\r\n\x9b2J\u202e\ud800 \u00e9"}
+    os.pwrite(memory.fd, written(json.dumps(outcomes_of(memory.pid, errors=[entry])).encode()), 0)
     for encoding in ("utf-8", "ascii"):
-        program = [sys.executable, "-m", "holdfast", "top", "--once", "--interval", "0.1"]
+        program = [sys.executable, "-m", "holdfast", "top", tmp_path, "--once", "--interval", "0.1"]
         done = subprocess.run(program, capture_output=True, env={**os.environ, "PYTHONIOENCODING": encoding})
         assert (done.returncode, done.stderr) == (0, b""), done
         said = done.stdout.decode(encoding)

@@ -177,7 +177,7 @@ def test_without_sorting_out_names_a_crash_would_lose_the_checkpoint(
 
     monkeypatch.setattr(placement, "choose", same)
     # The runtime never renames over a file that is there: the save fails, nothing is lost.
-    with pytest.raises(CheckpointException, match="File exists"):
+    with pytest.raises(CheckpointException, match="it exists already"):
         dcp.save(state_of(2), storage_writer=holdfast.dcp.StorageWriter(path))
     assert seed_of(path) == 1
 

@@ -44,7 +44,7 @@ def test_staging_memory_reused_under_a_forked_writer(tmp_path: Path) -> None:
 
     source = torch.full((ELEMENTS,), 1.0)
     # A forked writer here, too, and memory for one save only.
-    holdfast.configure(launcher="fork", arena_bytes=16 << 20, bytes_per_second_max=32 << 20)
+    holdfast.configure(launcher="fork", arena_bytes=16 << 20, bytes_per_second_max=8 << 20)
     try:
         first = holdfast.save_async({"t": source}, tmp_path / "first")
         source.fill_(2.0)

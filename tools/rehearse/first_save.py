@@ -49,7 +49,8 @@ def main() -> None:
         # As torchrun says it: the ranks of a node share its memory.
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
         with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as pool:
-            rows = list(pool.map(one_rank, *zip(*((path, rank, ranks, mib, "5" * 32) for rank in range(ranks)))))
+            begun = [pool.submit(one_rank, path, rank, ranks, mib, "5" * 32) for rank in range(ranks)]
+            rows = [rank.result() for rank in begun]
         import holdfast
 
         verdict = holdfast.verify(path)["verdict"]
