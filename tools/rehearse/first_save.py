@@ -49,8 +49,8 @@ def main() -> None:
         # As torchrun says it: the ranks of a node share its memory.
         os.environ["LOCAL_WORLD_SIZE"] = str(ranks)
         with ProcessPoolExecutor(ranks, multiprocessing.get_context("fork")) as pool:
-            begun = [pool.submit(one_rank, path, rank, ranks, mib, "5" * 32) for rank in range(ranks)]
-            rows = [rank.result() for rank in begun]
+            saves = [pool.submit(one_rank, path, rank, ranks, mib, "5" * 32) for rank in range(ranks)]
+            rows = [save.result() for save in saves]
         import holdfast
 
         verdict = holdfast.verify(path)["verdict"]
