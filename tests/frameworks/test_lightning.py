@@ -200,6 +200,21 @@ def test_what_has_failed_leaves_the_older_checkpoint_and_the_link(
     assert "save" in caplog.text
 
 
+def test_a_save_while_an_exception_is_handled_does_not_take_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin, at = CheckpointIO(), tmp_path / "run"
+    warm(plugin, tmp_path)
+    fail(monkeypatch, "wrong")
+    plugin.save_checkpoint(BIG, at / "wrong.ckpt")
+    plugin.wait()
+    try:
+        raise ArithmeticError
+    except ArithmeticError:
+        plugin.save_checkpoint(BIG, at / "right.ckpt")
+    with pytest.raises(holdfast.Error, match="wrong"):
+        plugin.teardown()
+    assert [path.name for path in at.glob("*.ckpt")] == ["right.ckpt"]
+
+
 def test_the_last_save_is_awaited_after_an_exception_which_goes_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

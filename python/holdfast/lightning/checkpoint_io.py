@@ -6,6 +6,7 @@ import dataclasses
 import fnmatch
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -109,7 +110,7 @@ class CheckpointIO(_Base):
         Raises:
             TypeError: `storage_options` for a local path, which has none.
             Error: as `holdfast.save_file`, and that of an earlier save that has failed; this one is
-                in flight then.
+                in flight then. While an exception is handled, a later call raises the latter.
         """
         where = location(path)
         if _URL.match(where):
@@ -125,7 +126,9 @@ class CheckpointIO(_Base):
         if any(fnmatch.fnmatch(os.path.basename(where), name) for name in self.durable_names):
             self.order.wait_for(where)
         self.deliver()
-        self.order.raise_error()
+        # A save while an exception is handled must not take its place; the error goes out with the end.
+        if sys.exc_info()[1] is None:
+            self.order.raise_error()
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """Loads a checkpoint as ``torch.load`` does, to the CPU by default. Waits for its save.

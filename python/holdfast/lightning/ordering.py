@@ -280,13 +280,15 @@ class Order(PerProcess):
             given_up = [one for one in self._waiting if one.is_given_up()]
             self._waiting = [one for one in self._waiting if one not in given_up]
             self._kept += [one for one in given_up if one.is_removal]
-            one = self._running = self._first_ready()
-            if one is None:
+            one = self._running = None if given_up else self._first_ready()
+            if one is None and not given_up:
                 self._is_advancing = False
                 self._changed.notify_all()
-        for left in given_up:
-            assert left.successor is not None
-            logger.warning("%s: given up, the save of %s has failed", left.what, left.successor.path)
+        if given_up:  # told before anything that waits for the advance goes on
+            for left in given_up:
+                assert left.successor is not None
+                logger.warning("%s: given up, the save of %s has failed", left.what, left.successor.path)
+            return False
         if one is None:
             return True
         held = ""
