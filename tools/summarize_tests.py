@@ -42,6 +42,11 @@ def count(case, totals, failed, skipped):
     output = case.findtext("system-out") or ""
     results = RESULT.findall(output)
     reasons = {test: reason.strip() for reason, test in REASON.findall(output)}
+    single_failures = any(result == "FAILED" for result, _ in results)
+    if whole == "passed" and single_failures:
+        # The failure is what the program is asked for: it finds a planted bug.
+        totals["passed"] += 1
+        return
     for result, test in results:
         if result == "OK":
             totals["passed"] += 1
@@ -51,7 +56,6 @@ def count(case, totals, failed, skipped):
         else:
             totals["failed"] += 1
             failed.append(f"{name}: {test}")
-    single_failures = any(result == "FAILED" for result, _ in results)
     if whole == "failed" and not single_failures:
         # A crash, a time-out, a sanitizer's report at the end, or a check without single tests.
         totals["failed"] += 1

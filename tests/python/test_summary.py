@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PASSED = '<testcase name="{}" classname="{}"/>'
@@ -57,3 +59,12 @@ def test_the_tests_of_a_program_count_one_by_one(tmp_path: Path) -> None:
     assert status == 1 and "FAILED: locks_test: Locks.End" in told
     status, told = _summary(tmp_path, python=[failed], python_retry=[passed])
     assert status == 0 and "UNSTABLE, failed once: locks_test: Locks.End" in told
+
+
+@pytest.mark.parametrize("verdict", ["", "<failure/>"])
+def test_a_planted_bug_that_is_found_is_no_failure(verdict: str, tmp_path: Path) -> None:
+    output = "[  FAILED  ] Newest.IsTheLast (3 ms)\n"
+    case = f'<testcase name="planted/kOne" classname="planted/kOne" status="run">{verdict}<system-out>{output}</system-out></testcase>'
+    counted = "1 passed, 0 failed" if not verdict else "0 passed, 1 failed"
+    status, told = _summary(tmp_path, python=[case])
+    assert (status, told.splitlines()[-1]) == (1 if verdict else 0, f"python: {counted}, 0 skipped")
