@@ -136,13 +136,17 @@ def test_the_process_is_killed_and_comes_back(tmp_path: Path, server: s3_server.
         checkpointer.wait_drained(60)
         second = checkpointer._draining._process
         assert second.pid != first.pid and "it is started again" in caplog.text
-        # As a scheduler does with all processes at once: a save on its way is committed when the process has ended.
+        # As a scheduler does with all processes at once: a save on its way is committed when the process has ended. It is started
+        # again, so that it may be another one before anybody sees that there is none.
         checkpointer.save(state(3), 3)
         os.kill(second.pid, signal.SIGTERM)
-        while checkpointer._draining._process is not None:
+        deadline = time.monotonic() + 60
+        while checkpointer._draining._process is second:
+            assert time.monotonic() < deadline, "it has not ended"
             time.sleep(0.02)
+        checkpointer.wait_drained(60)
         far = open_place(url, server.storage())
-        assert [c.name for c in far.complete()[0]] == ["step-1", "step-2", "step-3"]  # not at once, but when all has arrived
+        assert [c.name for c in far.complete()[0]] == ["step-1", "step-2", "step-3"]
         with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as other:
             other.save({"w": torch.zeros(10)}, 4)
         checkpointer._draining.ring()
