@@ -133,6 +133,9 @@ class Gpu final : public Device {
   absl::Status SetUp();
   absl::Status CheckUsable() const { return CheckProcess(fork_guard_, name_); }
   absl::Status Error(const char* operation, GpuCode code) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// Makes `then` wait, by `event`, for what `first` has queued; `caller` is one of them.
+  absl::Status Follow(const char* operation, GpuStream caller, GpuEvent event, GpuStream first,
+                      GpuStream then) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckNotCapturing(const char* operation, GpuStream stream)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckOwnMemory(const void* address) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -321,25 +324,25 @@ absl::Status Gpu::UnregisterMemory(void* base, size_t bytes) {
 // ---- Order between streams.
 
 absl::Status Gpu::OrderAfter(StreamHandle stream) {
-  constexpr char kOperation[] = "order copies on";
   GpuStream const caller = static_cast<GpuStream>(stream);
   HOLDFAST_RETURN_IF_ERROR(CheckUsable());
   MutexLock lock(&mutex_);
-  HOLDFAST_ENTER_DEVICE(kOperation);
-  HOLDFAST_RETURN_IF_ERROR(CheckNotCapturing(kOperation, caller));
-  HOLDFAST_RETURN_IF_ERROR(Error(kOperation, calls_.event_record(order_event_, caller)));
-  return Error(kOperation, calls_.stream_wait_event(stream_, order_event_, 0));
+  return Follow("order copies on", caller, order_event_, caller, stream_);
 }
 
 absl::Status Gpu::MakeStreamWait(StreamHandle stream) {
-  constexpr char kOperation[] = "make a stream wait for";
   GpuStream const caller = static_cast<GpuStream>(stream);
   HOLDFAST_RETURN_IF_ERROR(CheckUsable());
   MutexLock lock(&mutex_);
-  HOLDFAST_ENTER_DEVICE(kOperation);
-  HOLDFAST_RETURN_IF_ERROR(CheckNotCapturing(kOperation, caller));
-  HOLDFAST_RETURN_IF_ERROR(Error(kOperation, calls_.event_record(wait_event_, stream_)));
-  return Error(kOperation, calls_.stream_wait_event(caller, wait_event_, 0));
+  return Follow("make a stream wait for", caller, wait_event_, stream_, caller);
+}
+
+absl::Status Gpu::Follow(const char* operation, GpuStream caller, GpuEvent event, GpuStream first,
+                         GpuStream then) {
+  HOLDFAST_ENTER_DEVICE(operation);
+  HOLDFAST_RETURN_IF_ERROR(CheckNotCapturing(operation, caller));
+  HOLDFAST_RETURN_IF_ERROR(Error(operation, calls_.event_record(event, first)));
+  return Error(operation, calls_.stream_wait_event(then, event, 0));
 }
 
 // ---- Copies.
