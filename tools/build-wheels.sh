@@ -31,10 +31,7 @@ fi
 archs=x86_64,aarch64 pythons=python3.10,python3.11,python3.12 out=$root/build/wheels/out jobs=$(build_jobs) write=
 while [ $# -gt 0 ]; do
   case "$1" in
-    -h | --help)
-      sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
-      exit 0
-      ;;
+    -h | --help) print_help ;;
     --write) write=--write && shift && continue ;;
   esac
   [ $# -ge 2 ] || fail "$1: see tools/build-wheels.sh --help"

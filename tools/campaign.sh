@@ -14,10 +14,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 case "${1:-}" in
-  '' | -h | --help)
-    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
-    exit 0
-    ;;
+  '' | -h | --help) print_help ;;
 esac
 [ $# = 2 ] || { [ $# = 4 ] && [ "$3" = --seed ]; } || fail "usage: tools/campaign.sh HOURS DIR [--seed N]"
 seconds=$(awk -v hours="$1" 'BEGIN { if (hours + 0 <= 0) exit 1; printf "%d", hours * 3600 }') ||

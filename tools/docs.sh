@@ -11,10 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 
 case "${1:-}" in
-  -h | --help)
-    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
-    exit 0
-    ;;
+  -h | --help) print_help ;;
   --pictures)
     [ -x build/venv/bin/python ] || fail "build/venv is missing: run tools/venv.sh"
     build/venv/bin/python -B tools/docs/pictures.py

@@ -13,10 +13,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 case "${1:-}" in
-  -h | --help)
-    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
-    exit 0
-    ;;
+  -h | --help) print_help ;;
 esac
 file=
 if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then

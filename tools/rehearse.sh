@@ -27,10 +27,7 @@ systems=bookworm,trixie situations=user,no_sys_admin,no_io_uring,small_shm,read_
 wheels=$root/build/wheels/out write=
 while [ $# -gt 0 ]; do
   case "$1" in
-    -h | --help)
-      sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
-      exit 0
-      ;;
+    -h | --help) print_help ;;
     --write) write=--write && shift && continue ;;
   esac
   [ $# -ge 2 ] || fail "$1: see tools/rehearse.sh --help"

@@ -16,6 +16,13 @@ if ! [ -t 1 ]; then
   say() { printf '\n%s\n' "$*"; }
 fi
 
+# The comment at the head of the script that was called, and its end. The path is whole: scripts change the folder.
+called=$(realpath -- "${BASH_SOURCE[-1]}")
+print_help() {
+  sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "$called"
+  exit 0
+}
+
 fail() {
   printf '%s\n' "$*" >&2
   exit 1

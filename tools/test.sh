@@ -26,10 +26,7 @@ if [ "${1:-}" = --retry ]; then
   shift
 fi
 case "${1:-}" in
-  -h | --help)
-    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
-    exit 0
-    ;;
+  -h | --help) print_help ;;
   --full)
     [ $# = 1 ] || fail "--full runs every pass; name none"
     export HOLDFAST_LONG=1

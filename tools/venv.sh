@@ -19,10 +19,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 cd "$root"
 
 case "${1:-}" in
-  -h | --help)
-    sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//;p}' "${BASH_SOURCE[0]}"
-    exit 0
-    ;;
+  -h | --help) print_help ;;
 esac
 if [ "${1:-}" = --frameworks ]; then
   [ $# = 1 ] || fail "--frameworks takes no further option"
