@@ -93,13 +93,13 @@ class Running:
                         return error
                 elif tickets or finishing:
                     delay = min(delay, self._following.patience())
-                self._pause(delay)
+                self._pause(delay, finishing)
                 continue
             self._answer(tickets, None)
             if finishing:
                 self.rings_heeded = rings
                 return None
-            self._pause(POLL_SECONDS)
+            self._pause(POLL_SECONDS, finishing)
 
     def _answer(self, tickets: list[int], error: Error | None) -> None:
         first = error or next(iter(self._following.failed.values()), None)
@@ -107,9 +107,8 @@ class Running:
             self._tickets.remove(ticket)
             self._tell({"event": "synced", "ticket": ticket, "error": first and [first.code, first.message, first.errno]})
 
-    def _pause(self, seconds: float) -> None:
-        """Waits until the time is over, the bell has rung, or the drain is to end."""
-        finishing = self._finishing
+    def _pause(self, seconds: float, finishing: bool) -> None:
+        """Waits until the time is over, the bell has rung, or the drain is to end, which the round has seen or not."""
         with self._condition:
             self._condition.wait_for(
                 lambda: self._rung or self._finishing != finishing or self._following.stop.is_set(), seconds
