@@ -64,12 +64,3 @@ def to_remove_locally(local: list[Info], remote: list[Info], options: Drain, kee
         c for c in gone
         if c.attempt in arrived or c.name in let_go(_merged(remote, [c]), options.keep_last, options.keep_every)
     ]  # fmt: skip
-
-
-def newest(*places: list[Info]) -> list[Info]:
-    """The checkpoints of several places by the time of their saves, the newest last; of one attempt the first place's."""
-    found: dict[str, Info] = {}
-    for place in places:
-        for info in place:
-            found.setdefault(info.attempt, info)
-    return sorted(found.values(), key=age_of)
