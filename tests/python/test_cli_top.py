@@ -217,7 +217,7 @@ def test_outcomes_that_are_being_written_are_not_read(tmp_path: Path) -> None:
         assert _recent.read(file.fileno()) == content
 
 
-# As another version of the package may write it, and as somebody does who means harm.
+# As another version of the package may write it, and as an attacker does.
 def malformed(pid: int) -> list[bytes]:
     return [
         b"", b"1", b"[]", b"{}", b'"\xff"', b"[" * 30000, b"9" * 9000,

@@ -211,7 +211,7 @@ def _opened(path: str, wait: Callable[[], bool]) -> int | None:
         except FileNotFoundError:  # before the first save
             if not wait():
                 return None
-        except OSError:  # a directory that may only be read: nobody else writes there either
+        except OSError:  # a directory that may only be read: no other process writes there either
             return None
 
 

@@ -155,7 +155,7 @@ def install(channel: socket.socket) -> None:
     made: list[int] = []
     ready = threading.Event()
 
-    def hand_over() -> None:  # in a thread without the filter: nobody answers yet
+    def hand_over() -> None:  # in a thread without the filter: no answers come yet
         ready.wait()
         if made[0] >= 0:
             socket.send_fds(channel, [b"."], [made[0]])
