@@ -174,7 +174,7 @@ absl::Status Checkpointer::Impl::Start(std::shared_ptr<Core> shared) {
     door_->impl = this;
   }
   housekeeper = std::make_unique<recovery::Housekeeper>(options, core->workers.get());
-  return housekeeper->Start();
+  return absl::OkStatus();
 }
 
 /// Returns the directory that the path leads to now. Since the last save the directory may have

@@ -39,10 +39,6 @@ absl::StatusOr<std::optional<writer::Completion>> ReadResult(const writer::JobTa
 Housekeeper::Housekeeper(const CheckpointerOptions& options, writer::WorkerSource* workers)
     : options_(options), workers_(workers) {}
 
-absl::Status Housekeeper::Start() {
-  return thread_.Start([this] { Run(); });
-}
-
 Housekeeper::~Housekeeper() {
   {
     const base::MutexLock lock(&mutex_);
@@ -54,15 +50,23 @@ Housekeeper::~Housekeeper() {
 
 void Housekeeper::ApplyRetention(const Parent& parent, const std::string& name) {
   if (options_.retention.keep_last == 0 || options_.rank != 0) return;
-  const base::MutexLock lock(&mutex_);
-  tasks_.push_back({.retention = true, .parent = parent, .name = name, .locks = {}});
-  changed_.NotifyAll();
+  Queue({.retention = true, .parent = parent, .name = name, .locks = {}});
 }
 
 void Housekeeper::Remove(const Parent& parent, const std::string& name,
                          directory::PartialDirectory locks) {
+  Queue({.retention = false, .parent = parent, .name = name, .locks = std::move(locks)});
+}
+
+void Housekeeper::Queue(Task task) {
   const base::MutexLock lock(&mutex_);
-  tasks_.push_back({.retention = false, .parent = parent, .name = name, .locks = std::move(locks)});
+  if (!started_) {
+    const absl::Status started = thread_.Start([this] { Run(); });
+    first_error_.Update(started);
+    if (!started.ok()) return;
+    started_ = true;
+  }
+  tasks_.push_back(std::move(task));
   changed_.NotifyAll();
 }
 

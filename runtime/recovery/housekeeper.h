@@ -29,8 +29,6 @@ class Housekeeper {
   Housekeeper(const CheckpointerOptions& options, writer::WorkerSource* workers);
   ~Housekeeper();  // finishes the queued tasks
 
-  absl::Status Start();
-
   /// Applies the retention options to the series of save `name`, which has become durable.
   void ApplyRetention(const Parent& parent, const std::string& name);
 
@@ -50,6 +48,7 @@ class Housekeeper {
     std::string name;  // directory to remove, or name of the durable save
     directory::PartialDirectory locks;
   };
+  void Queue(Task task) ABSL_LOCKS_EXCLUDED(mutex_);
   void Run();
   absl::Status Do(const Task& task);
   absl::Status Retire(int parent, const std::string& saved);
@@ -62,8 +61,9 @@ class Housekeeper {
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
   bool busy_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  bool started_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status first_error_ ABSL_GUARDED_BY(mutex_);
-  base::Thread thread_;
+  base::Thread thread_;  // started by the first task: most front doors have none
 };
 
 }  // namespace holdfast::recovery

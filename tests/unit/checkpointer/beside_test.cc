@@ -83,6 +83,20 @@ class Beside : public LauncherTest {
 
 INSTANTIATE_TEST_SUITE_P(Launchers, Beside, kEveryLauncher, LauncherName);
 
+TEST_P(Beside, HasNoThreadBeforeItRemovesSomething) {
+  MakeBoth();
+  const size_t threads = Names("/proc/self/task").size();
+  CheckpointerOptions options = Options(directory());
+  options.retention.keep_last = 1;
+  const auto third = MakeBeside(options);
+  ASSERT_NE(third, nullptr);
+  EXPECT_EQ(Names("/proc/self/task").size(), threads);
+  ASSERT_TRUE(Save(third.get(), "step-1", TrainingState::Uniform(1, 1000, 1), 1).ok());
+  ASSERT_TRUE(Save(third.get(), "step-2", TrainingState::Uniform(1, 1000, 2), 2).ok());
+  ASSERT_TRUE(third->Flush(kLong).ok());
+  EXPECT_FALSE(std::filesystem::exists(directory() + "/step-1"));
+}
+
 TEST_P(Beside, TwoDirectoriesShareOneArenaAndItsCap) {
   MakeBoth();
   // Three arenas' worth, from two threads.
