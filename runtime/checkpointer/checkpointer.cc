@@ -5,7 +5,6 @@
 #include <sys/stat.h>
 
 #include <cerrno>
-#include <random>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -32,6 +31,7 @@
 #include "runtime/recovery/housekeeper.h"
 #include "runtime/staging/staging_pool.h"
 #include "runtime/sys/owned_fds.h"
+#include "runtime/sys/process.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/save_state.h"
 #include "runtime/writer/stager.h"
@@ -80,11 +80,7 @@ std::vector<AttemptId> Others(std::vector<AttemptId> attempts, const AttemptId& 
 
 }  // namespace
 
-AttemptId NewAttemptId() {
-  std::random_device random;
-  const auto draw = [&random] { return (uint64_t{random()} << 32) | random(); };
-  return {.high = draw(), .low = draw()};
-}
+AttemptId NewAttemptId() { return {.high = sys::RandomBits(), .low = sys::RandomBits()}; }
 
 class Checkpointer::Impl {
  public:

@@ -33,6 +33,9 @@ void RestoreThreadSignals(const sigset_t& before);
 /// -1.
 int CloseAllBut(int keep);
 
+/// Returns random bits of the kernel. Takes no fd, as std::random_device may.
+uint64_t RandomBits();
+
 void SetUmask(uint32_t mask);
 
 /// Returns the nice value of the calling thread.

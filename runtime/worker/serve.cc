@@ -68,11 +68,9 @@ int ServeJobs(Server* server) {
 
 /// Prepares the process as a worker. Returns false on failure.
 bool SettleProcess(ServeOptions* options) {
-  if (layout::TraitsOf(options->launcher).forked()) {
-    const int socket = sys::CloseAllBut(options->socket);
-    if (socket < 0) return false;
-    options->socket = socket;
-  }
+  const int socket = sys::CloseAllBut(options->socket);
+  if (socket < 0) return false;
+  options->socket = socket;
   sys::LeaveSession();
   sys::SettleProcessSignals();
   return true;

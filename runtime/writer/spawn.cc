@@ -34,10 +34,8 @@ absl::StatusOr<pid_t> SpawnWorker(const std::string& program, const std::string&
   // worker may outlive its trainer.
   if (error == 0)
     error = posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, "/dev/null", O_WRONLY, 0);
-  // Not only ours are close-on-exec: the host's fds (a listening socket, a CUDA device) must not
-  // live on in a worker.
-  if (error == 0)
-    error = posix_spawn_file_actions_addclosefrom_np(&actions, layout::kWorkerSocketFd + 1);
+  // The host's fds that are not close-on-exec (a listening socket, a CUDA device) are closed by the
+  // worker itself: older C libraries have no action for it.
   sigset_t none;
   sigset_t all;
   sigemptyset(&none);

@@ -22,6 +22,9 @@
 #include "runtime/worker/serve.h"
 #include "runtime/writer/spawn.h"
 
+// The C library has it from 2.32 on. In front of an older one the symbol is null.
+#pragma weak sigabbrev_np
+
 namespace holdfast::writer {
 namespace {
 
@@ -251,8 +254,9 @@ std::string WorkerLink::TakeExitStatus() {
       [&] { return sys::Sys().waitid(P_PIDFD, static_cast<id_t>(pidfd_.get()), &info, WEXITED); });
   if (result != 0) return "ended, and the host process took its exit status";
   if (info.si_code == CLD_EXITED) return DescribeExit(info.si_status);
-  return absl::StrCat("was killed by signal ", info.si_status, " (", sigabbrev_np(info.si_status),
-                      ")",
+  const char* const name = sigabbrev_np != nullptr ? sigabbrev_np(info.si_status) : nullptr;
+  return absl::StrCat("was killed by signal ", info.si_status,
+                      name != nullptr ? absl::StrCat(" (", name, ")") : "",
                       info.si_status == SIGKILL ? ": the out-of-memory killer, or somebody" : "");
 }
 

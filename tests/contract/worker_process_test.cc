@@ -2,9 +2,11 @@
 // and no threads where it may have none.
 #include <fcntl.h>
 #include <sys/socket.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <filesystem>
 #include <map>
 #include <string>
@@ -16,6 +18,7 @@
 #include "holdfast/checkpointer.h"
 #include "runtime/layout/wire.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/forbidden_calls.h"
 #include "tests/testing/holdings.h"
 #include "tests/testing/sanitizers.h"
 #include "tests/testing/save_test.h"
@@ -57,8 +60,24 @@ class HostFds {
   std::vector<std::string> targets_;
 };
 
+/// The number of threads of an idle child: one, and the threads of an emulator.
+size_t ThreadsOfAnIdleChild() {
+  Mailbox mailbox;
+  const ChildProcess child([&mailbox] {
+    mailbox.ToParent("here");
+    pause();
+  });
+  EXPECT_TRUE(mailbox.FromChild(kLong).has_value());
+  const std::filesystem::directory_iterator tasks(absl::StrCat("/proc/", child.pid(), "/task"));
+  return static_cast<size_t>(std::distance(begin(tasks), end(tasks)));
+}
+
 class WorkerProcess : public SaveTest, public ::testing::WithParamInterface<Setting> {
  protected:
+  void SetUp() override {
+    SaveTest::SetUp();
+    HOLDFAST_SKIP_WITHOUT_RING(std::get<1>(GetParam()));
+  }
   static bool IsFork() { return std::get<0>(GetParam()) == Launcher::kFork; }
   static bool IsPwrite() { return std::get<1>(GetParam()) == EngineRung::kPwrite; }
   CheckpointerOptions Options() const {
@@ -69,6 +88,7 @@ class WorkerProcess : public SaveTest, public ::testing::WithParamInterface<Sett
     options.qos.bytes_per_second_max = 1u << 20;
     return options;
   }
+  void LookAtWorker();
 };
 INSTANTIATE_TEST_SUITE_P(All, WorkerProcess,
                          ::testing::Combine(kProcessLaunchers,
@@ -76,7 +96,7 @@ INSTANTIATE_TEST_SUITE_P(All, WorkerProcess,
                                                               EngineRung::kPwrite)),
                          SettingName);
 
-TEST_P(WorkerProcess, HoldsOnlyWhatItWasGiven) {
+void WorkerProcess::LookAtWorker() {
   // Before a kept worker is started, and before the others are.
   const HostFds early(directory() + "/early");
   const auto checkpointer = Make(Options());
@@ -102,8 +122,22 @@ TEST_P(WorkerProcess, HoldsOnlyWhatItWasGiven) {
   EXPECT_LE(fds.size(), 3 + 1 + 1 + 1 + 1 + layout::kAttachFds + layout::kRunFds);
   // A child of a process with threads may not start any: they would call what may be locked.
   if (!kThreadSanitizer && IsPwrite()) {
-    EXPECT_EQ(threads, IsFork() ? 1 : 1 + checkpointer->options().pwrite_threads);
+    EXPECT_EQ(threads,
+              ThreadsOfAnIdleChild() + (IsFork() ? 0 : checkpointer->options().pwrite_threads));
   }
+}
+
+TEST_P(WorkerProcess, HoldsOnlyWhatItWasGiven) { LookAtWorker(); }
+
+TEST_P(WorkerProcess, HoldsOnlyWhatItWasGivenByKernelsWithoutCloseRange) {
+  if (kThreadSanitizer) GTEST_SKIP() << "TSan's children start no threads";
+  const ChildResult result = RunInChild([this] {
+    if (!ForbidCalls({SYS_close_range}, ENOSYS)) return std::string("no seccomp filters here");
+    LookAtWorker();
+    return std::string();
+  });
+  if (!result.skipped.empty()) GTEST_SKIP() << result.skipped;
+  EXPECT_EQ(result.status, 0);
 }
 
 }  // namespace

@@ -1,16 +1,12 @@
 // Where io_uring is forbidden (container runtimes), the save works and reports the reason for
 // another rung.
-#include <linux/audit.h>
 #include <linux/capability.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cerrno>
-#include <cstddef>
 #include <filesystem>
 #include <fstream>
 #include <string>
@@ -20,6 +16,7 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/forbidden_calls.h"
 #include "tests/testing/save_test.h"
 
 namespace holdfast::testing {
@@ -30,17 +27,8 @@ using ::testing::HasSubstr;
 
 /// Makes every io_uring call fail with `error` in this process and its children, permanently.
 bool ForbidIoUring(int error) {
-  const auto deny = static_cast<uint32_t>(SECCOMP_RET_ERRNO | (error & SECCOMP_RET_DATA));
-  sock_filter code[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JGE | BPF_K, __NR_io_uring_setup, 0, 2),
-      BPF_JUMP(BPF_JMP | BPF_JGT | BPF_K, __NR_io_uring_register, 1, 0),
-      BPF_STMT(BPF_RET | BPF_K, deny),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const sock_fprog program = {.len = sizeof(code) / sizeof(code[0]), .filter = code};
-  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
-         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+  return testing::ForbidCalls({SYS_io_uring_setup, SYS_io_uring_enter, SYS_io_uring_register},
+                              error);
 }
 
 /// Forbids this process and its children to lock memory beyond RLIMIT_MEMLOCK.

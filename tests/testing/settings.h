@@ -28,6 +28,15 @@ inline std::string NameOf(EngineRung engine) {
   return kNames[static_cast<int>(engine)];
 }
 
+/// Why the kernel gives an engine no ring: the kernel has none, or a filter forbids rings. Empty
+/// where a ring can be had, and for engines without a ring.
+std::string WhyNoRing(EngineRung engine);
+
+#define HOLDFAST_SKIP_WITHOUT_RING(engine)                                            \
+  if (const std::string why = ::holdfast::testing::WhyNoRing(engine); !why.empty()) { \
+    GTEST_SKIP() << why;                                                              \
+  }
+
 using Setting = std::tuple<Launcher, EngineRung>;
 
 // For INSTANTIATE_TEST_SUITE_P.

@@ -41,7 +41,7 @@ inline const Rung kRungs[] = {
     {"caller", EngineRung::kPwrite, 0},
 };
 
-inline std::string RungName(const testing::TestParamInfo<Rung>& info) { return info.param.name; }
+inline std::string RungName(const ::testing::TestParamInfo<Rung>& info) { return info.param.name; }
 
 /// Replaces entries of the table of system calls for one scope. A queue with threads is closed
 /// before the entries are restored, because its threads read the table.
@@ -64,7 +64,7 @@ class Planted {
 class ScratchDirectory {
  public:
   ScratchDirectory() {
-    path_ = testing::TempDir() + "/holdfast-io-XXXXXX";
+    path_ = ::testing::TempDir() + "/holdfast-io-XXXXXX";
     if (mkdtemp(path_.data()) == nullptr) path_.clear();
   }
   ~ScratchDirectory() {
@@ -135,7 +135,7 @@ inline std::string Contents(const std::string& path) {
 
 inline constexpr size_t kRegionBytes = 16u << 20;
 
-class QueueTest : public testing::TestWithParam<Rung> {
+class QueueTest : public ::testing::TestWithParam<Rung> {
  protected:
   void SetUp() override {
     ASSERT_NE(region_.data(), nullptr);

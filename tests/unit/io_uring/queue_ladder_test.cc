@@ -1,21 +1,19 @@
 // The queue's rung and reason when features of the machine are missing or forbidden.
 #include <grp.h>
 #include <liburing.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
-#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 
 #include <cerrno>
 #include <cstddef>
 
+#include "tests/testing/forbidden_calls.h"
 #include "tests/unit/io_uring/queue_fixture.h"
 
 namespace holdfast::io {
 namespace {
 
-class QueueLadderTest : public testing::Test {
+class QueueLadderTest : public ::testing::Test {
  protected:
   QueueOptions Options() const {
     return {.region = region_.data(), .region_bytes = region_.bytes(), .may_register = true};
@@ -212,25 +210,12 @@ TEST_F(QueueLadderTest, RefusesOptionsOutOfRange) {
   EXPECT_EQ(queue_->Open({.rung = EngineRung::kUringFixed}) == 0, false);
 }
 
-// A filter as in container runtimes: `number` fails with `error`, other calls pass.
-bool Forbid(int number, int error) {
-  sock_filter filter[] = {
-      BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
-      BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, static_cast<uint32_t>(number), 0, 1),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | static_cast<uint32_t>(error)),
-      BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
-  };
-  const sock_fprog program = {.len = 4, .filter = filter};
-  return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
-         prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
-}
-
 TEST_F(QueueLadderTest, WorksWhereSeccompForbidsIoUring) {
   if (!RingWorksHere()) GTEST_SKIP() << "no io_uring here to forbid";
   for (const int number : {SYS_io_uring_setup, SYS_io_uring_enter}) {
     for (const int error : {EPERM, ENOSYS}) {
       const int status = InChild([&] {
-        if (!Forbid(number, error)) return 77;
+        if (!holdfast::testing::ForbidCalls({number}, error)) return 77;
         QueueOptions options = Options();
         options.threads = 0;
         if (queue_->Open(options) != 0) return 1;
@@ -247,7 +232,7 @@ TEST_F(QueueLadderTest, WorksWhereSeccompForbidsIoUring) {
 TEST_F(QueueLadderTest, ClimbsDownToPlainWhereSeccompForbidsRegistration) {
   if (!RingWorksHere()) GTEST_SKIP() << "no io_uring here";
   const int status = InChild([&] {
-    if (!Forbid(SYS_io_uring_register, EPERM)) return 77;
+    if (!holdfast::testing::ForbidCalls({SYS_io_uring_register}, EPERM)) return 77;
     if (queue_->Open(Options()) != 0) return 1;
     if (queue_->rung() != EngineRung::kUring) return 2;
     return Works(queue_.get(), region_) ? 0 : 3;
