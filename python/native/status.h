@@ -3,7 +3,6 @@
 #define HOLDFAST_PYTHON_NATIVE_STATUS_H_
 
 #include <nanobind/nanobind.h>
-#include <unistd.h>
 
 #include <optional>
 #include <utility>
@@ -11,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "python/native/restore_thread.h"
 
 namespace holdfast::python {
 
@@ -32,18 +32,13 @@ absl::Duration ToDuration(std::optional<double> seconds);
 
 /// Releases the GIL, as nanobind::gil_scoped_release does, for any thread at any time. Before
 /// CPython 3.14 a thread that takes the GIL while the interpreter is finalized is unwound by
-/// pthread_exit: in a destructor, or through nanobind's noexcept frames, that aborts the process.
-/// Here such a thread stops, until the process has ended.
+/// pthread_exit: in a destructor, or through nanobind's noexcept frames, that aborts the process,
+/// and the C++ library of a wheel does not know the C library's unwinding. Here such a thread
+/// stops, until the process has ended.
 class GilReleased {
  public:
   GilReleased() : state_(PyEval_SaveThread()) {}
-  ~GilReleased() {
-    try {
-      PyEval_RestoreThread(state_);
-    } catch (...) {  // glibc's forced unwinding must not leave this handler
-      while (true) pause();
-    }
-  }
+  ~GilReleased() { RestoreThreadOrStop(state_); }
   GilReleased(const GilReleased&) = delete;
   GilReleased& operator=(const GilReleased&) = delete;
 

@@ -135,6 +135,22 @@ def test_a_flush_inside_of_a_done_callback_is_refused(begin: Callable[[Path], An
     assert refused == ["FAILED_PRECONDITION"]
 
 
+def test_the_call_waits_once_for_its_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain(tmp_path / "first").result(60)
+    waited, wait = set(), threading.Condition.wait
+
+    def counted(condition: threading.Condition, timeout: float | None = None) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            waited.add(id(condition))
+        return wait(condition, timeout)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Condition, "wait", counted)
+        future = plain(tmp_path / "s")
+    assert len(waited) == 1
+    future.result(60)
+
+
 @both
 def test_without_a_thread_to_be_had_the_call_sees_the_save_through(
     begin: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
