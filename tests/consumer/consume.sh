@@ -1,11 +1,15 @@
 #!/bin/sh
 # Installs the package into an empty prefix, moves it, and builds and runs a project against it, by find_package and by
-# pkg-config. Usage: consume.sh BUILD_DIRECTORY CMAKE CXX_COMPILER [BUILD_TYPE]
+# pkg-config. Usage: consume.sh BUILD_DIRECTORY CMAKE CXX_COMPILER [BUILD_TYPE [EMULATOR]]
 set -eu
 build=$1
 cmake=$2
 compiler=$3
 type=${4:-Release}
+if [ -n "${5:-}" ]; then
+  echo "skipped: the consumer's own build knows no tool chain for another processor"
+  exit 77
+fi
 here=$(cd "$(dirname "$0")" && pwd)
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/holdfast-consumer.XXXXXX")
 trap 'rm -rf "$scratch"' EXIT

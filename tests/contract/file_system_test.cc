@@ -57,7 +57,13 @@ const Kind kKinds[] = {
 };
 
 class FileSystem : public SaveTest,
-                   public ::testing::WithParamInterface<std::tuple<Kind, EngineRung>> {};
+                   public ::testing::WithParamInterface<std::tuple<Kind, EngineRung>> {
+ protected:
+  void SetUp() override {
+    SaveTest::SetUp();
+    HOLDFAST_SKIP_WITHOUT_RING(std::get<1>(GetParam()));
+  }
+};
 
 std::string NameOfCase(const ::testing::TestParamInfo<std::tuple<Kind, EngineRung>>& info) {
   return absl::StrCat(std::get<0>(info.param).name, NameOf(std::get<1>(info.param)));

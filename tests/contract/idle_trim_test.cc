@@ -16,6 +16,10 @@ constexpr uint64_t kNearlyNothing = 4u << 20;  ///< Job tables, and what is shar
 
 class IdleTrim : public LauncherTest {
  protected:
+  void SetUp() override {
+    LauncherTest::SetUp();
+    HOLDFAST_SKIP_WITHOUT_RING(EngineRung::kUringFixed);
+  }
   CheckpointerOptions Options() const {
     CheckpointerOptions options = LauncherTest::Options();
     options.engine = EngineRung::kUringFixed;

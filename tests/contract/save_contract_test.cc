@@ -32,6 +32,10 @@ using ::testing::UnorderedElementsAre;
 
 class Save : public testing::SaveTest, public ::testing::WithParamInterface<testing::Setting> {
  protected:
+  void SetUp() override {
+    SaveTest::SetUp();
+    HOLDFAST_SKIP_WITHOUT_RING(std::get<1>(GetParam()));
+  }
   CheckpointerOptions Options() {
     CheckpointerOptions options = SmallOptions(directory());
     options.launcher = std::get<0>(GetParam());

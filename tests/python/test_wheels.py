@@ -8,12 +8,16 @@ import importlib.util
 import json
 import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 
 import holdfast
 from holdfast import _native
@@ -74,7 +78,7 @@ def test_a_process_may_have_another_abseil(foreign: list[str], tmp_path: Path) -
     assert (done.returncode, done.stdout) == (0, "NOT_FOUND\n"), done.stderr
 
 
-@pytest.mark.parametrize("script", ["build-wheels.sh", "rehearse.sh"])
+@pytest.mark.parametrize("script", ["build-wheels.sh", "rehearse.sh", "test-aarch64.sh", "test-wheels.sh"])
 def test_a_script_says_what_it_does_and_refuses_a_wrong_line(script: str) -> None:
     told = run(TOOLS / script, "--help")
     assert told.returncode == 0 and f"tools/{script} [--" in told.stdout
@@ -90,6 +94,48 @@ def test_wheels_are_refused_for_what_is_not_there(tmp_path: Path) -> None:
         assert "no wheels of holdfast" in run(TOOLS / "rehearse.sh", "--wheels", tmp_path).stderr
 
 
+def test_the_demo_is_packed_and_runs(tmp_path: Path) -> None:
+    safetensors.torch.save_file({"w": torch.arange(1000.0)}, tmp_path / "model.safetensors")
+    demo = [Path(sysconfig.get_path("scripts")) / "holdfast", "demo", tmp_path / "model.safetensors", "--dir", tmp_path / "run", "--saves", 2]
+    done = run(*demo)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(holdfast.list_checkpoints(tmp_path / "run")) == 2
+    caught = run(*demo, "--replace", "--mutate-sealed")
+    assert caught.returncode == 1, caught.stdout + caught.stderr
+
+
+def test_the_quickstart_leaves_folders_of_others_alone(tmp_path: Path) -> None:
+    own = tmp_path / "run.202611"
+    own.mkdir()
+    safetensors.torch.save_file({"w": torch.arange(1000.0)}, tmp_path / "model.safetensors")
+    # It takes the demo of the package that is installed here, in the place of one from a wheel.
+    where = tmp_path / "holdfast" / "tools"
+    shutil.copytree(TOOLS, where)
+    python = where.parent / "build" / "venv-quickstart" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] || exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    for _ in range(2):
+        done = run(where / "quickstart.sh", tmp_path / "model.safetensors", "--saves", 1,
+                   env={**os.environ, "HOLDFAST_WHEELS": str(tmp_path), "HOLDFAST_DEMO_DIR": str(tmp_path)})
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert own.exists() and len(list(tmp_path.glob("run.*"))) == 2
+
+
+def test_the_table_of_aarch64_counts_and_tells_why_tests_were_skipped(tmp_path: Path) -> None:
+    output = "[       OK ] A.B (1 ms)\na.cc:1: Skipped\nno io_uring here: Operation not permitted\n[  SKIPPED ] A.C (1 ms)\n"
+    case = f'<testsuite><testcase name="contract/a_test" status="run"><system-out>{output}</system-out></testcase></testsuite>'
+    (tmp_path / "65536.xml").write_text(case)
+    command = [sys.executable, "-B", TOOLS / "wheels" / "aarch64_table.py", "--labels", "contract", tmp_path, 65536]
+    (tmp_path / "saves").write_text("65536 spawn aarch64 sound\n65536 spawn x86_64 sound\n")
+    told = run(*command)
+    assert told.returncode == 0, told.stderr
+    assert "| 64 KiB | `contract` | 1 | 0 | 1 | 1 of 1 |" in told.stdout
+    assert "| 1 | no io_uring here: Operation not permitted |" in told.stdout
+    (tmp_path / "saves").write_text("65536 spawn aarch64 sound\n65536 spawn x86_64 unsound\n")
+    assert run(*command).returncode == 1
+
+
 def test_the_first_save_of_the_rehearsal_runs(tmp_path: Path) -> None:
     done = run(sys.executable, TOOLS / "rehearse" / "first_save.py", tmp_path, 2, 1)
     assert done.returncode == 0, done.stderr
@@ -100,6 +146,17 @@ def test_the_first_save_of_the_rehearsal_runs(tmp_path: Path) -> None:
     results.write_text(json.dumps({"system": "here", "situation": "user", "install": 1.5, **result, "told": told}) + "\n")
     table = run(sys.executable, "-B", TOOLS / "rehearse" / "table.py", results).stdout
     assert "| `user` |" in table and "| pwrite | 1.5 s |" in table
+
+
+def test_the_table_of_rehearsals_keeps_the_rows_of_other_systems() -> None:
+    table = runpy.run_path(str(TOOLS / "rehearse" / "table.py"))
+    result = {"system": "old", "libc": "glibc 2.31", "python": "3.11.2", "situation": "user", "engine": "pwrite", "pages": "small",
+              "direct_io": "proven", "told": [], "install": 0, "seconds": 1.0}
+    former = [f"| {name}, Python 3.9 | `user` | former |" for name in ("old", "older")]
+    page = "\n".join(["before", table["BEGIN"], "| head |", "| --- |", *former, table["END"], "after"])
+    lines = table["written"](page, [result]).splitlines()
+    assert lines[4:6] == [former[1], table["row"](result)] and "| old, glibc 2.31, Python 3.11.2 | `user` |" in lines[5]
+    assert [lines[0], *lines[6:]] == ["before", table["END"], "after"]
 
 
 @pytest.mark.skipif("HOLDFAST_LONG" not in os.environ, reason="builds a wheel: set HOLDFAST_LONG=1")

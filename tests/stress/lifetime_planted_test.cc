@@ -5,6 +5,7 @@
 #include "runtime/base/planted_bugs.h"
 #include "runtime/staging/residence.h"
 #include "tests/stress/hostile_saves.h"
+#include "tests/testing/settings.h"
 
 namespace holdfast::testing {
 namespace {
@@ -14,7 +15,11 @@ using ::testing::Contains;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-TEST(PlantedBug, ReleaseAtSubmitIsFoundAndNamed) {
+struct PlantedBug : ::testing::Test {
+  void SetUp() override { HOLDFAST_SKIP_WITHOUT_RING(EngineRung::kUring); }
+};
+
+TEST_F(PlantedBug, ReleaseAtSubmitIsFoundAndNamed) {
   base::g_bug = base::Bug::kReleaseAtSubmit;
   const HostileResult result =
       RunHostileSaves({.launcher = Launcher::kSpawn, .engine = EngineRung::kUring, .saves = 6});
@@ -23,7 +28,7 @@ TEST(PlantedBug, ReleaseAtSubmitIsFoundAndNamed) {
               Contains(AllOf(HasSubstr("are not what was sealed"), HasSubstr("bytes ["))));
 }
 
-TEST(PlantedBug, TrimUnderARegistrationIsFoundOnDisk) {
+TEST_F(PlantedBug, TrimUnderARegistrationIsFoundOnDisk) {
   base::g_bug = base::Bug::kTrimUnderRegistration;
   const HostileResult result = RunHostileSaves({.launcher = Launcher::kPersistent,
                                                 .engine = EngineRung::kUringFixed,
@@ -35,7 +40,7 @@ TEST(PlantedBug, TrimUnderARegistrationIsFoundOnDisk) {
   EXPECT_THAT(result.problems, Contains(HasSubstr("layer.")));
 }
 
-TEST(PlantedBug, TrimUnderARegistrationIsRefusedByReadBack) {
+TEST_F(PlantedBug, TrimUnderARegistrationIsRefusedByReadBack) {
   base::g_bug = base::Bug::kTrimUnderRegistration;
   const HostileResult result = RunHostileSaves({.launcher = Launcher::kPersistent,
                                                 .engine = EngineRung::kUringFixed,
@@ -46,7 +51,7 @@ TEST(PlantedBug, TrimUnderARegistrationIsRefusedByReadBack) {
   EXPECT_THAT(result.problems, Contains(AllOf(HasSubstr("DATA_LOSS"), HasSubstr("bytes ["))));
 }
 
-TEST(PlantedBug, ReturningWhileTensorsAreStillCopiedIsFoundOnDisk) {
+TEST_F(PlantedBug, ReturningWhileTensorsAreStillCopiedIsFoundOnDisk) {
   base::g_bug = base::Bug::kReturnWhileCopying;
   const HostileResult result =
       RunHostileSaves({.launcher = Launcher::kSpawn, .engine = EngineRung::kUring, .saves = 4});
@@ -54,7 +59,7 @@ TEST(PlantedBug, ReturningWhileTensorsAreStillCopiedIsFoundOnDisk) {
   EXPECT_THAT(result.problems, Contains(HasSubstr("layer.")));
 }
 
-TEST(PlantedBug, WithoutItTheSameRunsAreClean) {
+TEST_F(PlantedBug, WithoutItTheSameRunsAreClean) {
   EXPECT_THAT(
       RunHostileSaves({.launcher = Launcher::kSpawn, .engine = EngineRung::kUring, .saves = 6})
           .problems,

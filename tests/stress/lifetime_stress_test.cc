@@ -20,6 +20,7 @@ uint32_t SavesPerCombination() {
 
 class Lifetime : public ::testing::TestWithParam<Setting> {
  protected:
+  void SetUp() override { HOLDFAST_SKIP_WITHOUT_RING(std::get<1>(GetParam())); }
   static void ExpectClean(HostileOptions options) {
     options.launcher = std::get<0>(GetParam());
     options.engine = std::get<1>(GetParam());

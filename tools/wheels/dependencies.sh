@@ -1,16 +1,19 @@
 #!/usr/bin/env bash
 # Builds the libraries that the wheels carry, each by its own build, into build/wheels/ARCH/prefix.
 #
-#   tools/wheels/dependencies.sh ARCH [JOBS]
+#   tools/wheels/dependencies.sh ARCH [JOBS [tests]]
 #
-# The sources are Debian 12's source packages, verified and patched by apt-get and dpkg-source. Called by build-wheels.sh, which
-# has made build/wheels/ARCH/tools (the compiler) and exports the tools' PATH.
+# tests: also GoogleTest, into build/wheels/ARCH/prefix-tests.
+#
+# The sources are Debian 12's source packages, verified and patched by apt-get and dpkg-source. Called by build-wheels.sh and
+# test-aarch64.sh, which have made build/wheels/ARCH/tools (the compiler) and export the tools' PATH.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../setup.sh"
 
-arch=${1:?usage: tools/wheels/dependencies.sh ARCH [JOBS]}
+arch=${1:?usage: tools/wheels/dependencies.sh ARCH [JOBS [tests]]}
 jobs=${2:-$(build_jobs)}
+for_tests=${3:-}
 wheels=$root/build/wheels
 sources=$wheels/sources
 prefix=$wheels/$arch/prefix
@@ -19,38 +22,22 @@ work=$wheels/$arch/work
 packages=(abseil cli11 libisal liburing nlohmann-json3 xxhash zlib)
 flags="-O2 -fPIC -fvisibility=hidden -ffunction-sections -fdata-sections"
 
-# apt ARGUMENT...: apt-get with lists and sources of its own; those of the machine stay as they are.
-apt() {
-  apt-get -o Dir::Etc::sourcelist="$sources/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State::Lists="$sources/lists" \
-    -o Dir::Cache="$sources/cache" -o APT::Sandbox::User=root "$@"
-}
-
-fetch() {
-  [ ! -f "$sources/complete" ] || return 0
-  say "Fetching sources: ${packages[*]}"
-  rm -rf "$sources" && mkdir -p "$sources/lists/partial" "$sources/cache/archives/partial"
-  echo "deb-src $(debian_mirror) bookworm main" >"$sources/sources.list"
-  apt update -qq
-  (cd "$sources" && apt source -qq "${packages[@]}") || fail "apt-get source could not fetch: ${packages[*]}: is there a network?"
-  touch "$sources/complete"
-}
-
 # folder PACKAGE: its unpacked source.
-folder() { find "$sources" -maxdepth 1 -type d -name "$1-[0-9]*" | head -n 1; }
+folder() { find "$wheels"/sources* -maxdepth 1 -type d -name "$1-[0-9]*" | head -n 1; }
 
 # copy_of PACKAGE: a copy to build in, of a package that builds inside of its source.
 copy_of() {
   rm -rf "${work:?}/$1" && mkdir -p "$work" && cp -a "$(folder "$1")" "$work/$1" && echo "$work/$1"
 }
 
-# configure PACKAGE OPTION...: by CMake.
+# configure PACKAGE PREFIX OPTION...: by CMake.
 configure() {
-  local package=$1
-  shift
+  local package=$1 into=$2
+  shift 2
   cmake -G Ninja -S "$(folder "$package")" -B "$work/$package" -DCMAKE_TOOLCHAIN_FILE="$root/tools/wheels/toolchain.cmake" \
     -DHOLDFAST_WHEEL_ARCH="$arch" -DHOLDFAST_WHEEL_TOOLS="$tools" -DCMAKE_BUILD_TYPE=Release -DCMAKE_POSITION_INDEPENDENT_CODE=ON \
     -DCMAKE_C_VISIBILITY_PRESET=hidden -DCMAKE_CXX_VISIBILITY_PRESET=hidden -DCMAKE_VISIBILITY_INLINES_HIDDEN=ON \
-    -DCMAKE_INSTALL_PREFIX="$prefix" -DCMAKE_INSTALL_LIBDIR=lib -DBUILD_SHARED_LIBS=OFF -DBUILD_TESTING=OFF -Wno-dev \
+    -DCMAKE_INSTALL_PREFIX="$into" -DCMAKE_INSTALL_LIBDIR=lib -DBUILD_SHARED_LIBS=OFF -DBUILD_TESTING=OFF -Wno-dev \
     -DCMAKE_POLICY_VERSION_MINIMUM=3.5 "$@"
 }
 
@@ -74,7 +61,7 @@ build() {
   local source
   # Debian links libatomic for processors without wide atomics; Zig's linker does not know the words for it.
   sed -i '/"-latomic"/d' "$sources"/abseil-*/absl/copts/AbseilConfigureCopts.cmake
-  configure abseil -DCMAKE_CXX_STANDARD=20 -DABSL_PROPAGATE_CXX_STD=ON -DABSL_ENABLE_INSTALL=ON
+  configure abseil "$prefix" -DCMAKE_CXX_STANDARD=20 -DABSL_PROPAGATE_CXX_STD=ON -DABSL_ENABLE_INSTALL=ON
   # Half of Abseil is not used: its archives are empty, so that the rest can be installed.
   cmake --build "$work/abseil" -j "$jobs" --target cord hash raw_hash_set status statusor \
     str_format_internal strings time
@@ -82,9 +69,9 @@ build() {
     [ -f "$work/abseil/$archive" ] || "$tools/ar" cr "$work/abseil/$archive"
   done
   cmake --install "$work/abseil"
-  configure nlohmann-json3 -DJSON_BuildTests=OFF
+  configure nlohmann-json3 "$prefix" -DJSON_BuildTests=OFF
   build_and_install nlohmann-json3
-  configure cli11 -DCLI11_BUILD_TESTS=OFF -DCLI11_BUILD_EXAMPLES=OFF -DCLI11_BUILD_DOCS=OFF -DCLI11_PRECOMPILED=OFF
+  configure cli11 "$prefix" -DCLI11_BUILD_TESTS=OFF -DCLI11_BUILD_EXAMPLES=OFF -DCLI11_BUILD_DOCS=OFF -DCLI11_PRECOMPILED=OFF
   build_and_install cli11
   mkdir -p "$prefix/include/isa-l" "$prefix/lib"
 
@@ -127,15 +114,39 @@ licences() {
   done
 }
 
-fetch
-stamp=$(cat "${BASH_SOURCE[0]}" "$root/tools/wheels/toolchain.cmake" "$tools/cc" | sha256sum)
-if [ "$(cat "$prefix/complete" 2>/dev/null)" != "$stamp" ]; then
-  say "== libraries for $arch"
-  rm -rf "$prefix" "$work"
-  build >"$wheels/$arch/dependencies.log" 2>&1 || {
-    tail -n 40 "$wheels/$arch/dependencies.log"
-    fail "the libraries for $arch could not be built; all of the output is in $wheels/$arch/dependencies.log"
+build_for_tests() {
+  configure googletest "$prefix-tests" -DCMAKE_CXX_STANDARD=20
+  build_and_install googletest
+}
+
+# once PREFIX FUNCTION: runs a function that fills the folder, unless it was filled by the same text and compiler.
+once() {
+  local stamp log=$wheels/$arch/$2.log
+  stamp=$(cat "${BASH_SOURCE[0]}" "$root/tools/wheels/toolchain.cmake" "$tools/cc" | sha256sum)
+  [ "$(cat "$1/complete" 2>/dev/null)" != "$stamp" ] || return 0
+  say "== libraries for $arch, into $1"
+  rm -rf "$1"
+  # Not as a condition, in which a failed command would not end the function.
+  set +e
+  (set -e; "$2") >"$log" 2>&1
+  local status=$?
+  set -e
+  [ "$status" = 0 ] || {
+    tail -n 40 "$log"
+    fail "the libraries for $arch could not be built; all of the output is in $log"
   }
+  echo "$stamp" >"$1/complete"
+}
+
+build_all() {
+  rm -rf "$work"
+  build
   licences
-  echo "$stamp" >"$prefix/complete"
+}
+
+debian_sources "$sources" "${packages[@]}"
+once "$prefix" build_all
+if [ -n "$for_tests" ]; then
+  debian_sources "$sources-tests" googletest
+  once "$prefix-tests" build_for_tests
 fi

@@ -27,7 +27,7 @@ WHEEL_BYTES_MAX = 4 << 20
 C_LIBRARY = {"libc.so.6", "libm.so.6", "libpthread.so.0", "libdl.so.2", "librt.so.1", "libresolv.so.2", "libutil.so.1",
              "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 PAGE_BYTES = {"x86_64": 1 << 12, "aarch64": 1 << 16}
-FILES = ("holdfast/_native", "holdfast/bin/holdfast-worker", "holdfast/bin/verify-checkpoint", "holdfast/bin/holdfast-doctor")
+FILES = ("holdfast/_native", *(f"holdfast/bin/{name}" for name in ("holdfast-worker", "verify-checkpoint", "holdfast-doctor", "holdfast-demo")))
 
 
 class Binary:
@@ -60,6 +60,14 @@ class Binary:
             self.exported = sorted(
                 s.name for s in symbols.iter_symbols() if s.name and s["st_shndx"] != "SHN_UNDEF" and s["st_info"]["bind"] != "STB_LOCAL"
             )
+            versions = elf.get_section_by_name(".gnu.version")
+            # A symbol of the C library has the version that brought it; one without is not in the C library that was linked with.
+            self.problems += [
+                f"nothing that it is linked with has {s.name}"
+                for i, s in enumerate(symbols.iter_symbols())
+                if s["st_shndx"] == "SHN_UNDEF" and s["st_info"]["bind"] == "STB_GLOBAL"
+                and versions.get_symbol(i)["ndx"] in ("VER_NDX_LOCAL", "VER_NDX_GLOBAL") and not re.match("_?Py", s.name)
+            ]
         self.problems += [f"it needs {library}" for library in self.needed if library not in C_LIBRARY]
         if not self.name.endswith(".so"):
             self.exported = []  # a program's are its copies of the C library's variables, such as stderr

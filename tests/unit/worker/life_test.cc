@@ -21,6 +21,7 @@
 
 #include "gtest/gtest.h"
 #include "runtime/sys/system.h"
+#include "tests/testing/settings.h"
 #include "tests/unit/worker/worker_rig.h"
 
 namespace holdfast::worker {
@@ -345,6 +346,7 @@ void* MapForWritingFails(void* address, size_t bytes, int protection, int flags,
 }
 
 TEST(KeptThread, KeepsItsMappingWhenItCannotMapForRegistration) {
+  HOLDFAST_SKIP_WITHOUT_RING(EngineRung::kUringFixed);
   Trainer trainer(kArena);
   TestDirectory directory;
   sys::g_system.mmap = MapForWritingFails;
@@ -423,6 +425,7 @@ int SubmitWritesIntoTheVoid(io_uring* ring) {
 }
 
 TEST(WorkerProcess, StuckTransfersAreReportedByAWorkerThatEnds) {
+  HOLDFAST_SKIP_WITHOUT_RING(EngineRung::kUring);
   for (const Launcher launcher : {Launcher::kSpawn, Launcher::kPersistent}) {
     Trainer trainer(kArena);
     TestDirectory directory;

@@ -17,6 +17,7 @@ constexpr uint64_t kArena = 32ull << 20;
 
 class SaveJob : public ::testing::TestWithParam<testing::Setting> {
  protected:
+  void SetUp() override { HOLDFAST_SKIP_WITHOUT_RING(std::get<1>(GetParam())); }
   Launcher launcher() const { return std::get<0>(GetParam()); }
   void Prepare(TestSave* save) const {
     save->parameters.launcher = launcher();

@@ -60,6 +60,7 @@ struct FailedFsync : ::testing::TestWithParam<EngineRung> {
     sys::g_system.fsync = FailingFsync;
   }
   ~FailedFsync() override { sys::g_system = sys::kKernel; }
+  void SetUp() override { HOLDFAST_SKIP_WITHOUT_RING(GetParam()); }
 
   void Prepare(TestSave* save) {
     save->parameters.engine = GetParam();
