@@ -28,6 +28,23 @@ fail() {
   exit 1
 }
 
+# read_options OPTIONS ARGUMENT...: sets the variable that is named like each option. OPTIONS are words: `out=` is --out VALUE, `write` is
+# --write alone, which is then the variable's value.
+read_options() {
+  local options=" $1 " option
+  shift
+  while [ $# -gt 0 ]; do
+    option=${1#--}
+    case "$1 $options" in
+      -h\ * | --help\ *) print_help ;;
+      "--$option "*" $option "*) printf -v "$option" %s "$1" ;;
+      "--$option "*" $option= "*) [ $# -ge 2 ] || fail "$1: see tools/${called##*/} --help" && printf -v "$option" %s "$2" && shift ;;
+      *) fail "$1: see tools/${called##*/} --help" ;;
+    esac
+    shift
+  done
+}
+
 # install_missing PACKAGE...: makes sure that the packages are there. Asks apt for its lists only when it has to.
 install_missing() {
   local package missing=()
@@ -68,6 +85,21 @@ debian_mirror() {
   local found=${HOLDFAST_DEBIAN_MIRROR:-$(apt-get indextargets --format '$(SITE)' 'Created-By: Packages' 'Origin: Debian' | head -n 1)}
   [ -n "$found" ] || fail "apt knows no source of Debian's packages: set HOLDFAST_DEBIAN_MIRROR"
   echo "$found"
+}
+
+# debian_sources FOLDER PACKAGE...: unpacks Debian 12's source packages there once, verified and patched by apt-get and dpkg-source. The
+# lists and sources of apt are the folder's own; those of the machine stay as they are.
+debian_sources() {
+  local folder=$1
+  shift
+  [ ! -f "$folder/complete" ] || return 0
+  say "Fetching sources: $*"
+  rm -rf "$folder" && mkdir -p "$folder/lists/partial" "$folder/cache/archives/partial"
+  echo "deb-src $(debian_mirror) bookworm main" >"$folder/sources.list"
+  local apt=(apt-get -qq -o Dir::Etc::sourcelist="$folder/sources.list" -o Dir::Etc::sourceparts=- -o Dir::State::Lists="$folder/lists"
+    -o Dir::Cache="$folder/cache" -o APT::Sandbox::User=root)
+  "${apt[@]}" update && (cd "$folder" && "${apt[@]}" source "$@") || fail "apt-get source could not fetch: $*: is there a network?"
+  touch "$folder/complete"
 }
 
 # build_jobs: compilers to run at once; one for each CPU, fewer when memory is short (1.5 GiB each).

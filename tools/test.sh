@@ -62,10 +62,12 @@ build_package() {
   has_package=1
 }
 
-# pytest_in PASS PYTHON: the tests of tests/PASS.
+# pytest_in PASS PYTHON: the tests of tests/PASS. A test that hangs fails after ten minutes and shows where; the long runs
+# have no limit.
 pytest_in() {
   local result=0
   local pytest=("$2" -B -m pytest "$root/tests/$1" -q -o cache_dir="$root/build/pytest-cache-$1")
+  [ -n "${HOLDFAST_LONG:-}" ] || pytest+=(--timeout=600 --timeout-method=signal)
   "${pytest[@]}" -n "$tests_at_once" --dist loadfile --junitxml="$results/$1.xml" || result=1
   if [ "$result$retry" = 11 ]; then
     "${pytest[@]}" --last-failed --last-failed-no-failures none --junitxml="$results/$1.retry.xml" && result=0

@@ -10,6 +10,8 @@
 # HOLDFAST_TORCH   which PyTorch, as pip takes it (default torch==2.13.0). The CPU build is enough; a range that an installed
 #                  one meets installs nothing more.
 # HOLDFAST_VENV    where (default build/venv).
+# HOLDFAST_PYTHON  the interpreter (default Debian's python3).
+# HOLDFAST_WHEELS  a folder of wheels by tools/build-wheels.sh: the package is installed from there, and nothing is built.
 # HOLDFAST_MEGATRON, HOLDFAST_MEGATRON_OLDEST, HOLDFAST_NVRX, HOLDFAST_LIGHTNING, HOLDFAST_TORCHTITAN   versions for
 #                  --frameworks.
 # Run it again after a change: what is up to date stays.
@@ -26,11 +28,12 @@ if [ "${1:-}" = --frameworks ]; then
   [ -x "${HOLDFAST_VENV:-$root/build/venv}/bin/python" ] || "$root/tools/venv.sh" || exit 1
   exec "$root/tools/frameworks.sh" "${HOLDFAST_VENV:-$root/build/venv}"
 fi
-install_missing "${packages_build[@]}" "${packages_python[@]}"
+wheels=${HOLDFAST_WHEELS:-}
+[ -n "$wheels" ] || install_missing "${packages_build[@]}" "${packages_python[@]}"
 venv=${HOLDFAST_VENV:-$root/build/venv}
 python=$venv/bin/python
 # Debian's own: another python3 that comes first in PATH may lack the headers.
-system_python=/usr/bin/python3
+system_python=${HOLDFAST_PYTHON:-/usr/bin/python3}
 [ -x "$system_python" ] || system_python=python3
 
 if ! { [ -x "$python" ] && "$python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; } 2>/dev/null; then
@@ -40,15 +43,21 @@ fi
 pip() { "$python" -m pip --disable-pip-version-check install -q "$@" </dev/null; }
 say "Installing PyTorch, the test tools and holdfast into $venv"
 pip "${HOLDFAST_TORCH:-torch==2.13.0}" 'numpy<3' || fail "pip could not install PyTorch: is there a network?"
-pip 'safetensors>=0.5,<1' 'pytest>=8,<10' 'pytest-xdist>=3,<4' 'hypothesis>=6,<7' 'expecttest<1' 'grpcio<2' 'prometheus-client<1' 'ruff<1' 'mypy<3' \
-  'matplotlib<4' 'rich>=13,<16' 'obstore>=0.8,<1' 'moto[s3]>=5,<6' 'flask<4' 'flask-cors<7' 'scikit-build-core>=0.10,<1' 'nanobind>=2.4,<3'
-# The build's own tools are in the environment, so that its folder in build/ can be used again: fast the second time.
-log=$root/build/pip-install.log
-# The release build's compiler, under the same name, and its flags, so that the compiler's cache serves both.
-export CC=${CC:-cc} CXX=${CXX:-c++}
-pip --no-build-isolation --no-deps --force-reinstall -v --config-settings=cmake.define.HOLDFAST_WERROR=ON "$@" . \
-  >"$log" 2>&1 || {
-  tail -n 60 "$log"
-  fail "pip install . failed; all of its output is in $log"
-}
+pip 'safetensors>=0.5,<1' 'pytest>=8,<10' 'pytest-xdist>=3,<4' 'pytest-timeout>=2,<3' 'hypothesis>=6,<7' 'expecttest<1' 'grpcio<2' 'prometheus-client<1' \
+  'ruff<1' 'mypy<3' 'matplotlib<4' 'rich>=13,<16' 'obstore>=0.8,<1' 'moto[s3]>=5,<6' 'flask<4' 'flask-cors<7' \
+  'wsgidav>=4.3,<5' 'cheroot>=10,<12' 'scikit-build-core>=0.10,<1' 'nanobind>=2.4,<3'
+if [ -n "$wheels" ]; then
+  pip --no-index --no-deps --force-reinstall --find-links "$wheels" "$@" holdfast ||
+    fail "$wheels has no wheel of holdfast for $("$python" --version); tools/build-wheels.sh makes one"
+else
+  # The build's own tools are in the environment, so that its folder in build/ can be used again: fast the second time.
+  log=$root/build/pip-install.log
+  # The release build's compiler, under the same name, and its flags, so that the compiler's cache serves both.
+  export CC=${CC:-cc} CXX=${CXX:-c++}
+  pip --no-build-isolation --no-deps --force-reinstall -v --config-settings=cmake.define.HOLDFAST_WERROR=ON "$@" . \
+    >"$log" 2>&1 || {
+    tail -n 60 "$log"
+    fail "pip install . failed; all of its output is in $log"
+  }
+fi
 "$python" -c 'import holdfast, torch; print("holdfast", holdfast.__version__, "with PyTorch", torch.__version__)'
