@@ -4,10 +4,10 @@
 #
 #   tools/rehearse.sh [--systems NAME,...] [--situations NAME,...] [--wheels DIR] [--write]
 #
-# --systems     bookworm, trixie (Debian 12, 13; default: both).
+# --systems     bullseye, bookworm, trixie (Debian 11 to 13), jammy (Ubuntu 22.04); default: bookworm,trixie.
 # --situations  user, no_sys_admin, no_io_uring, small_shm, read_only, one_gib (below; default: all).
 # --wheels      where the wheels are (default build/wheels/out, which tools/build-wheels.sh makes).
-# --write       writes the table into docs/install.md.
+# --write       writes the rows of these systems into the table of docs/install.md.
 #
 #   user          an unprivileged user, and nothing else: pip install, then the first save.
 #   no_sys_admin  root without CAP_SYS_ADMIN, as in a container engine's default.
@@ -18,32 +18,25 @@
 #
 # Needs root (file systems, control groups), mmdebstrap and bubblewrap, and for PyTorch the index of pip. PyTorch stands beside the root
 # file systems in build/rehearse/torch-VERSION and is mounted into them: HOLDFAST_REHEARSE_TORCH_3_12=DIR names another folder of packages
-# for Python 3.12, and so on. Exit status 1 if a rehearsal fails.
+# for Python 3.12, and so on. Where the system's Python is too old, that of Debian 12 is built in the root file system.
+#
+# Ubuntu's packages come from HOLDFAST_UBUNTU_MIRROR=URL, signed by HOLDFAST_UBUNTU_KEYRING=FILE (default: that of the package
+# ubuntu-keyring). Exit status 1 if a rehearsal fails.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+# shellcheck source=tools/rehearse/roots.sh
+source "$root/tools/rehearse/roots.sh"
 
 systems=bookworm,trixie situations=user,no_sys_admin,no_io_uring,small_shm,read_only,one_gib
 wheels=$root/build/wheels/out write=
-while [ $# -gt 0 ]; do
-  case "$1" in
-    -h | --help) print_help ;;
-    --write) write=--write && shift && continue ;;
-  esac
-  [ $# -ge 2 ] || fail "$1: see tools/rehearse.sh --help"
-  case "$1" in
-    --systems) systems=$2 ;;
-    --situations) situations=$2 ;;
-    --wheels) wheels=$(realpath -e -- "$2") || fail "$2: no such folder" ;;
-    *) fail "$1: see tools/rehearse.sh --help" ;;
-  esac
-  shift 2
-done
+read_options 'systems= situations= wheels= write' "$@"
+wheels=$(realpath -m -- "$wheels")
 IFS=, read -ra systems <<<"$systems"
 IFS=, read -ra situations <<<"$situations"
 [ "$(id -u)" = 0 ] || fail "tools/rehearse.sh needs root: it makes root file systems and control groups"
 ls "$wheels"/holdfast-*.whl >/dev/null 2>&1 || fail "$wheels: no wheels of holdfast; tools/build-wheels.sh makes them"
-install_missing mmdebstrap bubblewrap
+install_missing mmdebstrap bubblewrap dpkg-dev
 
 work=$root/build/rehearse
 user=1000
@@ -51,19 +44,6 @@ gib=$((1 << 30))
 mkdir -p "$work"
 results=$work/results.jsonl
 : >"$results"
-
-# file_system NAME: makes $work/NAME once.
-file_system() {
-  local name=$1
-  [ ! -f "$work/$name.complete" ] || return 0
-  rm -rf "${work:?}/$name"
-  [ "$name" = bookworm ] || [ "$name" = trixie ] || fail "--systems $name: see tools/rehearse.sh --help"
-  say "Making the root file system $name"
-  mmdebstrap -q --variant=minbase --include=python3,python3-venv,ca-certificates "$name" "$work/$name" "deb $(debian_mirror) $name main" ||
-    fail "mmdebstrap could not make $name: is there a network?"
-  mkdir -p "$work/$name"/{wheels,torch,rehearse,run/volume,home/user}
-  touch "$work/$name.complete"
-}
 
 # torch VERSION: the folder of packages with PyTorch for a Python.
 torch() {
@@ -96,7 +76,7 @@ enter() {
   local command=("${as[@]}" bwrap "${options[@]}" "${tree[@]}" --dev /dev --proc /proc --ro-bind /sys /sys --unshare-pid --unshare-ipc --die-with-parent
     --size "$shm" --tmpfs /dev/shm --ro-bind "$wheels" /wheels --ro-bind "$packages" /torch --ro-bind "$root/tools/rehearse" /rehearse
     --bind "$home" /home/user --bind "$work/volumes/$name/$situation" /run/volume --chdir /home/user
-    --clearenv --setenv PATH /home/user/venv/bin:/usr/bin:/bin --setenv HOME /home/user --setenv PYTHONDONTWRITEBYTECODE 1 "${share[@]}" "$@")
+    --clearenv --setenv PATH /home/user/venv/bin:/usr/local/bin:/usr/bin:/bin --setenv HOME /home/user --setenv PYTHONDONTWRITEBYTECODE 1 "${share[@]}" "$@")
   if [ "$situation" = one_gib ]; then
     in_group "${command[@]}"
   elif [ -n "$filter" ]; then
@@ -119,7 +99,7 @@ in_group() {
 status=0
 for name in "${systems[@]}"; do
   file_system "$name"
-  version=$(chroot "$work/$name" python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+  version=$(chroot "$work/$name" env PATH=/usr/local/bin:/usr/bin:/bin python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')
   packages=$(torch "$version")
   rm -rf "$work/homes/$name" "$work/volumes/$name"
   # The user's own environment; PyTorch is put into it as a path.

@@ -57,7 +57,8 @@ def main() -> None:
         assert verdict == "sound", verdict
     ended = time.monotonic()
     print(json.dumps({**rows[0], "ranks": ranks, "import": imported - begun, "seconds": ended - imported,
-                      "torch": torch.__version__, "python": sys.version.split()[0]}))
+                      "torch": torch.__version__, "python": sys.version.split()[0],
+                      "libc": os.confstr("CS_GNU_LIBC_VERSION")}))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     table.py [--write] RESULTS.jsonl
 
-`--write` puts it into docs/install.md.
+`--write` puts it into docs/install.md, where the rows of other systems stay.
 """
 
 from __future__ import annotations
@@ -27,27 +27,38 @@ def row(result: dict[str, object]) -> str:
     told = [word for text, word in FALLBACKS.items() if any(text in line for line in result["told"])]  # type: ignore[attr-defined]
     install = f"{result['install']:.1f} s" if result["install"] else ""
     return (
-        f"| {result['system']}, Python {result['python']} | `{result['situation']}` | {result['engine']} | {result['pages']} | "
+        f"| {result['system']}, {result['libc']}, Python {result['python']} | `{result['situation']}` | {result['engine']} | {result['pages']} | "
         f"{result['direct_io']} | {', '.join(told) or 'nothing'} | {install} | {result['seconds']:.1f} s |"
     )
+
+
+def table(results: list[dict[str, object]], kept: list[str]) -> str:
+    return "\n".join([
+        "| system | situation | engine | staging memory | direct I/O | the log says once | pip install | first save, verified and loaded |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |", *kept, *(row(r) for r in results)])
+
+
+def written(page: str, results: list[dict[str, object]]) -> str:
+    """The page with the rows of these systems in the place of their former ones."""
+    before, rest = page.split(BEGIN, 1)
+    former, after = rest.split(END, 1)
+    systems = tuple(f"| {result['system']}," for result in results)
+    kept = [line for line in former.strip().splitlines()[2:] if not line.startswith(systems)]
+    return f"{before}{BEGIN}\n{table(results, kept)}\n{END}{after}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("results", type=Path)
-    parser.add_argument("--write", action="store_true", help="put the table into docs/install.md")
+    parser.add_argument("--write", action="store_true", help="put the rows into docs/install.md")
     arguments = parser.parse_args()
     results = [json.loads(line) for line in arguments.results.read_text().splitlines()]
     if not results:
         print(f"{arguments.results}: no rehearsal has ended well", file=sys.stderr)
         return 1
-    lines = ["| system | situation | engine | staging memory | direct I/O | the log says once | pip install | first save, verified and loaded |",
-             "| --- | --- | --- | --- | --- | --- | --- | --- |", *(row(r) for r in results)]
-    table = "\n".join(lines)
-    print(table)
+    print(table(results, []))
     if arguments.write:
-        before, rest = PAGE.read_text().split(BEGIN, 1)
-        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}")
+        PAGE.write_text(written(PAGE.read_text(), results))
     return 0
 
 

@@ -33,6 +33,7 @@ commands:
   drain SRC DST       copy complete checkpoints to a second place: a file system or an object store
   convert SRC DST     convert between Holdfast, DCP, torch.save and safetensors
   top [DIR]           show the saves in flight on this node, of all ranks
+  demo                train a made-up model, save it meanwhile, and verify what was saved
 
 `holdfast COMMAND --help` explains a command, with examples.
 """
@@ -42,7 +43,8 @@ exit status:
   1    a negative answer (diff: different; verify: corrupt; doctor: saves do not work)
   2    trouble: the error is on stderr
   130  interrupted by Ctrl-C
-  verify exits as verify-checkpoint: 2 incomplete, 3 unreadable, 64 wrong command line
+  verify exits as verify-checkpoint: 2 incomplete, 3 unreadable, 64 wrong command line;
+  demo --help has its own
 """
 
 # Each module has `declare(parser)`, and `run(arguments)`, which returns the exit status.
@@ -55,7 +57,7 @@ _MODULES = {
     "convert": "converting",
     "top": "watching",
 }
-_PROGRAMS = {"verify": "verify-checkpoint", "doctor": "holdfast-doctor"}
+_PROGRAMS = {"verify": "verify-checkpoint", "doctor": "holdfast-doctor", "demo": "holdfast-demo"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

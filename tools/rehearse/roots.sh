@@ -1,0 +1,53 @@
+# The root file systems of tools/rehearse.sh. Sourced, never run; $work is the folder in which they stand.
+# shellcheck shell=bash
+
+# What builds a Python, for systems whose own is too old for the package.
+builders=gcc,libc6-dev,libbz2-dev,libexpat1-dev,libffi-dev,liblzma-dev,libssl-dev,make,zlib1g-dev
+
+# file_system NAME: makes $work/NAME once.
+file_system() {
+  local name=$1 tree=$work/$1 packages=ca-certificates,python3,python3-venv source
+  [ ! -f "$tree.complete" ] || return 0
+  case "$name" in
+    bookworm | trixie | jammy) ;;
+    bullseye) packages=ca-certificates,$builders ;;
+    *) fail "--systems $name: see tools/rehearse.sh --help" ;;
+  esac
+  case "$name" in
+    jammy)
+      [ -n "${HOLDFAST_UBUNTU_MIRROR:-}" ] || fail "--systems $name: set HOLDFAST_UBUNTU_MIRROR to a mirror of Ubuntu's packages"
+      source="deb [signed-by=${HOLDFAST_UBUNTU_KEYRING:-/usr/share/keyrings/ubuntu-archive-keyring.gpg}] $HOLDFAST_UBUNTU_MIRROR $name main universe"
+      ;;
+    *) source="deb $(debian_mirror) $name main" ;;
+  esac
+  say "Making the root file system $name"
+  rm -rf "$tree"
+  mmdebstrap -q --variant=minbase --include="$packages" "$name" "$tree" "$source" || fail "mmdebstrap could not make $name: is there a network?"
+  mkdir -p "$tree"/{wheels,torch,rehearse,run/volume,home/user,build}
+  [ "${packages/gcc,/}" = "$packages" ] || build_python "$tree"
+  rm -rf "$tree/build"
+  touch "$tree.complete"
+}
+
+# build TREE COMMANDS: in the root file system's folder /build, with its own compiler. Python's configure looks for a /dev/shm.
+build() {
+  bwrap --bind "$1" / --dev /dev --proc /proc --unshare-pid --die-with-parent --chdir /build --clearenv --setenv MAKEFLAGS "-s -j$(build_jobs)" \
+    --setenv PATH /usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin sh -ec "$2" >"$1.log" 2>&1 || {
+    tail -n 20 "$1.log"
+    fail "a build in $1 failed; all of the output is in $1.log"
+  }
+}
+
+# build_python TREE: Debian 12's Python. That source is without the wheels of pip and setuptools, which its `venv` installs.
+build_python() {
+  local wheels=usr/share/python-wheels
+  say "Building Python for $1"
+  python3 -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: --dest "$1/$wheels" pip setuptools </dev/null ||
+    fail "pip could not fetch its wheel: is there a network?"
+  debian_sources "$work/sources" python3.11
+  cp -r "$(find "$work/sources" -maxdepth 1 -type d -name 'python3.11-*')" "$1/build/python"
+  # Debian's pyexpat compiles as a part of the interpreter alone.
+  build "$1" "cd python && echo pyexpat pyexpat.c -lexpat >Modules/Setup.local && ./configure -q --disable-test-modules --with-system-expat \
+    --with-ensurepip=no --with-wheel-pkg-dir=/$wheels && make && make install &&
+    python3 -c 'import bz2, ctypes, lzma, multiprocessing.synchronize, pyexpat, ssl, venv, zlib'"
+}
