@@ -34,6 +34,10 @@ from holdfast.drain.places import open_place, scheme_of
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests/python"))
 
 
+_STEPS_SECONDS = 1.0  # of steps that are counted, for the length of a window
+_WINDOW_SECONDS_MIN = 5.0
+
+
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", required=True)
@@ -85,11 +89,13 @@ def lost(arguments: argparse.Namespace, url: str, storage: dict[str, Any]) -> di
     ways["with"].wait_drained()
     drained = time.perf_counter() - begin
     ways["without"].save(trainer.state(), 0)
-    begin = time.perf_counter()
-    for _ in range(3):
+    trainer.step()
+    begin, count = time.perf_counter(), 0
+    while count < 3 or time.perf_counter() - begin < _STEPS_SECONDS:
         trainer.step()
-    seconds = arguments.window or drained * arguments.saves
-    steps = max(arguments.saves, int(seconds / ((time.perf_counter() - begin) / 3)))
+        count += 1
+    seconds = arguments.window or max(drained * arguments.saves, _WINDOW_SECONDS_MIN)
+    steps = max(arguments.saves, int(seconds * count / (time.perf_counter() - begin)))
     took: dict[str, list[float]] = {"without": [], "with": []}
     for number in range(arguments.rounds):
         for name in sorted(took, reverse=bool(number % 2)):
@@ -135,7 +141,8 @@ def rate(arguments: argparse.Namespace, url: str, storage: dict[str, Any]) -> di
 
 def main() -> None:
     arguments = parsed()
-    shutil.rmtree(os.path.join(arguments.dir, "one"), ignore_errors=True)
+    for name in ("one", "run", "alone"):  # of an earlier run
+        shutil.rmtree(os.path.join(arguments.dir, name), ignore_errors=True)
     with target_of(arguments) as (url, storage):
         result = {"rate": rate(arguments, url, storage), "lost": lost(arguments, url, storage)}
     if arguments.json:

@@ -10,6 +10,7 @@ import http.client
 import os
 import random
 import re
+import socket
 import socketserver
 import subprocess
 import sys
@@ -31,9 +32,13 @@ class Faults:
         failing: share of requests that are answered with 500, half of them after they were served.
         bytes_per_second: of all bodies together; 0: no limit.
         corrupt: text of a path; a byte of the next body that is sent there is changed.
+        breaks: method, text of a path, and what happens to the next such request, once for each entry: "truncated", half of the body
+            with the length of all; "dropped", no answer; "busy", 503 with Retry-After; "stale", an answer to a listing of the time
+            before the first object.
         refuse: status with which requests are answered; 0: none.
         refused_methods: of those that are refused; empty: all.
         seen: method and path of every request.
+        anonymous: whether requests without a signature are served, as those of a client of Google Cloud Storage.
         compares: whether a body is compared with its checksums, as S3 does.
         refused, unproven: bodies that differed from their checksums, and bodies without one.
     """
@@ -41,9 +46,11 @@ class Faults:
     failing: float = 0.0
     bytes_per_second: float = 0.0
     corrupt: str = ""
+    breaks: list[tuple[str, str, str]] = dataclasses.field(default_factory=list)
     refuse: int = 0
     refused_methods: tuple[str, ...] = ()
     seed: int = 0
+    anonymous: bool = False
     compares: bool = True
     refused: int = 0
     unproven: int = 0
@@ -151,6 +158,17 @@ def _handler(server: str, faults: Faults) -> type[BaseHTTPRequestHandler]:
                 if faults.corrupt and faults.corrupt in self.path and body:
                     body = bytes([body[0] ^ 1]) + body[1:]
                     faults.corrupt = ""
+                broken = next((b for b in faults.breaks if b[0] == self.command and b[1] in self.path), None)
+                if broken:
+                    faults.breaks.remove(broken)
+            how = broken[2] if broken else ""
+            if how == "dropped":
+                self.close_connection = True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            if how == "busy":
+                self._answer(503, b"<Error><Code>SlowDown</Code></Error>", [("Retry-After", "1")])
+                return
             faults.pay(len(body))
             # As S3 does, and moto does not.
             claims = [self.headers.get("x-amz-content-sha256", ""), self.headers.get("x-amz-checksum-sha256", "")]
@@ -170,7 +188,10 @@ def _handler(server: str, faults: Faults) -> type[BaseHTTPRequestHandler]:
                 return
             connection = http.client.HTTPConnection(server, timeout=120)
             try:
-                connection.request(self.command, self.path, body, dict(self.headers))
+                headers = {name.title(): value for name, value in self.headers.items()}
+                if faults.anonymous:  # by a signature moto knows the service
+                    headers["Authorization"] = "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request, SignedHeaders=host, Signature=0"
+                connection.request(self.command, self.path, body, headers)
                 answer = connection.getresponse()
                 data = answer.read()
             finally:
@@ -179,6 +200,17 @@ def _handler(server: str, faults: Faults) -> type[BaseHTTPRequestHandler]:
             if fails:
                 self._answer(500, b"<Error><Code>InternalError</Code></Error>")
                 return
+            if how == "truncated":
+                self.send_response_only(answer.status)
+                for name, value in answer.getheaders():
+                    if name.lower() not in _HOP_BY_HOP:
+                        self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data[: len(data) // 2])
+                self.close_connection = True
+                return
+            if how == "stale":
+                data = re.sub(rb"(?s)<Contents>.*</Contents>", b"", data)
             self._answer(answer.status, data, answer.getheaders())
 
         do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _serve

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -125,6 +126,20 @@ def test_an_older_checkpoint_gets_a_commit_record(tmp_path: Path, bucket: tuple[
     assert holdfast.find_newest(tmp_path / "back")["step"] == 1
 
 
+def test_the_record_that_a_drain_makes_is_that_of_a_save(tmp_path: Path) -> None:
+    save(tmp_path / "run", 7, elements=10)
+    of_save = json.loads((tmp_path / "run/step-7/holdfast.commit.json").read_bytes())
+    make_older(tmp_path / "run/step-7")
+    manifest = (tmp_path / "run/step-7/rank-00000-of-00001.manifest.json").read_bytes()
+    swept(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")))
+    made = json.loads((tmp_path / "far/step-7/holdfast.commit.json").read_bytes())
+    own = {
+        "manifests": [{"bytes": len(manifest), "digest": contents.digest(manifest)}], "parent": "0" * 32,
+        "committed_at_ns": made["saved_at_ns"], "self_digest": made["self_digest"],
+    }  # fmt: skip
+    assert list(made) == list(of_save) and made == {**of_save, **own}
+
+
 def test_damage_is_not_copied_and_holds_nothing_up(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
     save(tmp_path / "run", 1, elements=2 * MIB)
     save(tmp_path / "run", 2, 3, 4, elements=10)
@@ -166,8 +181,13 @@ def test_a_byte_that_changes_on_the_way_is_found(verify: str, server: s3_server.
 # ---- Kills, failures, slow places.
 
 
-def drained_with_kills(run: Path, target: str, options: list[str], kills: int, seed: int, longest: float) -> int:
-    """Runs the command and kills it at random points; then to its end. Returns how many kills found it at work."""
+def drained_with_kills(run: Path, target: str, options: list[str], kills: int, seed: int, longest: float,
+                       storage: dict[str, str] | None = None) -> int:  # fmt: skip
+    """Runs the command and kills it at random points; then to its end. Returns how many kills found it at work.
+
+    Args:
+        storage: options of the store for the comparisons.
+    """
     choice = random.Random(seed)
     program = [sys.executable, "-m", "holdfast", "drain", str(run), target, *options]
     found, checked = 0, set()
@@ -177,15 +197,14 @@ def drained_with_kills(run: Path, target: str, options: list[str], kills: int, s
         found += process.poll() is None
         process.send_signal(signal.SIGKILL)
         process.wait()
-        check(target, options, checked)
+        check(target, storage, checked)
     done = subprocess.run(program, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr
     return found
 
 
-def check(target: str, options: list[str], checked: set[str] | None = None) -> None:
+def check(target: str, storage: dict[str, str] | None, checked: set[str] | None = None) -> None:
     """Everything that is named complete is there, whole and right; what was `checked` before is passed over."""
-    storage = dict(o.split("=", 1) for o in options if "=" in o)
     place = open_place(target, storage)
     complete, damaged = place.complete()
     assert not damaged
@@ -225,17 +244,52 @@ def test_what_was_replaced_goes_after_a_kill(tmp_path: Path, monkeypatch: pytest
 
 
 def test_kills_with_a_server_that_fails(tmp_path: Path, server: s3_server.Server, bucket: tuple[str, dict[str, str]]) -> None:
-    count, kills, elements = (20, 50, 128 * MIB) if LONG else (4, 3, 2 * MIB)
+    """With HOLDFAST_LONG 10 GiB in 20 checkpoints: half an hour, 21 GiB of disk for the directory of pytest and that of temporary files,
+    where moto keeps objects, and 2 GiB of memory.
+
+    A kill costs a file that is on its way. With this rate one of 512 MiB takes at least 15 s, so that of three kills about one finds a
+    further checkpoint, on machines of any speed.
+    """
+    count, kills, elements, longest, rate = (20, 50, 128 * MIB, 25.0, 36) if LONG else (4, 3, 2 * MIB, 0.9, 40)
     save(tmp_path / "run", *range(1, count + 1), elements=elements)
-    server.faults.failing, server.faults.bytes_per_second = 0.1, 0 if LONG else 40 * MIB
+    server.faults.failing, server.faults.bytes_per_second = 0.1, rate * MIB
     url, storage = bucket
     options = [word for item in storage.items() for word in ("--storage", "=".join(item))]
-    found = drained_with_kills(tmp_path / "run", url, options, kills, seed=count, longest=20.0 if LONG else 0.9)
+    found = drained_with_kills(tmp_path / "run", url, options, kills, count, longest, server.storage(server.direct))
     assert found >= kills // 2
     far = open_place(url, storage)
     assert names(far) == [f"step-{n}" for n in range(1, count + 1)]
-    check(url, options)
+    server.faults.failing, server.faults.bytes_per_second = 0.0, 0.0
+    check(url, storage)
     assert sum(1 for method, _ in server.faults.seen if method == "PUT") >= count * 3
+
+
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        [("GET", "model-", "truncated"), ("GET", "manifest.json", "truncated"), ("GET", "list-type", "truncated")],
+        [("PUT", "partNumber=2", "dropped"), ("POST", "uploadId=", "dropped"), ("PUT", "commit.json", "dropped")],
+        [("PUT", "partNumber=1&", "busy"), ("GET", "list-type", "busy"), ("POST", "uploads", "busy")],
+        [("GET", "list-type", "stale")] * 4,
+    ],
+    ids=lambda breaks: breaks[0][2],
+)
+def test_answers_that_break_off(breaks: list[tuple[str, str, str]], server: s3_server.Server, tmp_path: Path,
+                                bucket: tuple[str, dict[str, str]]) -> None:  # fmt: skip
+    save(tmp_path / "run", 1, elements=9 * MIB)  # three parts
+    save(tmp_path / "run", 2, elements=10)
+    source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
+    server.faults.breaks = list(breaks)
+    following = Following(source, far, Drain(verify="read"), lambda event: None)
+    for _ in range(5):
+        try:
+            following.sweep()
+            break
+        except Error as error:
+            assert error.code == "UNAVAILABLE"
+            following.trouble(error)
+    assert not server.faults.breaks and names(far) == ["step-1", "step-2"]
+    assert all(copying.verify(far, one)[0] == [] for one in far.complete()[0])
 
 
 def test_kills_with_a_slow_file_system(tmp_path: Path) -> None:
@@ -282,10 +336,9 @@ def _writing_once(write: Any, following: Following) -> Any:
 def test_planted_mistakes_are_found(tmp_path: Path, bucket: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "run", 1, elements=10)
     url, storage = bucket
-    options = [word for item in storage.items() for word in ("--storage", "=".join(item))]
     monkeypatch.setattr(copying, "_FILES_AT_ONCE", 1)
     stopped_behind_the_first_file(tmp_path / "run", f"{url}/right", storage)
-    check(f"{url}/right", options)  # without a mistake: nothing is complete, and nothing is damaged
+    check(f"{url}/right", storage)  # without a mistake: nothing is complete, and nothing is damaged
     assert names(open_place(f"{url}/right", storage)) == []
 
     def record_first(*arguments: Any) -> contents.Contents:
@@ -297,7 +350,7 @@ def test_planted_mistakes_are_found(tmp_path: Path, bucket: tuple[str, dict[str,
     stopped_behind_the_first_file(tmp_path / "run", f"{url}/wrong", storage)
     monkeypatch.undo()
     with pytest.raises(AssertionError):
-        check(f"{url}/wrong", options)
+        check(f"{url}/wrong", storage)
 
     def named_too_early(self: Any, slot: str, objects: Any) -> Any:
         name = "holdfast.commit.json"
@@ -305,7 +358,7 @@ def test_planted_mistakes_are_found(tmp_path: Path, bucket: tuple[str, dict[str,
 
     monkeypatch.setattr("holdfast.drain.object_store.Store._look", named_too_early)
     with pytest.raises(AssertionError):
-        check(f"{url}/wrong", options)
+        check(f"{url}/wrong", storage)
 
 
 def test_errors_say_what_to_do(tmp_path: Path, server: s3_server.Server, bucket: tuple[str, dict[str, str]]) -> None:

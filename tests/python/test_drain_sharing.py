@@ -86,12 +86,88 @@ def test_retention_of_both_places(tmp_path: Path, bucket: tuple[str, dict[str, s
     assert {e["event"] for e in events} == {"arrived", "removed"}
 
 
+def test_retention_leaves_the_checkpoints_of_another_job(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+    """Two jobs with names of their own drain into one prefix."""
+    save(tmp_path / "one", 1, 2, 3, elements=10)
+    save(tmp_path / "two", 1, 2, 3, elements=10, name="other-{step}")
+    one, two = open_place(str(tmp_path / "one")), open_place(str(tmp_path / "two"))
+    for far in (open_place(*bucket), open_place(str(tmp_path / "far"))):
+        swept(one, far, Drain(keep_last=0))
+        swept(two, far, Drain(keep_last=1))
+        assert sorted(names(far)) == ["other-3", "step-1", "step-2", "step-3"]
+        swept(one, far, Drain(keep_last=2))
+        assert sorted(names(far)) == ["other-3", "step-2", "step-3"]
+
+
+def test_a_full_place_gets_room_by_its_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a restart with a smaller `keep_last`, because the place was full."""
+    save(tmp_path / "run", 1, 2, 3, elements=10)
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    swept(source, far)
+    save(tmp_path / "run", 4, elements=10)
+    write = far.write
+
+    def full(*arguments: Any) -> None:
+        if len(os.listdir(tmp_path / "far")) > 3:  # with the one that arrives
+            raise Error("RESOURCE_EXHAUSTED", "write: No space left on device")
+        write(*arguments)
+
+    monkeypatch.setattr(far, "write", full)
+    monkeypatch.setattr(copying, "_TRIES", 1)
+    following = Following(source, far, Drain(keep_last=2), lambda event: None)
+    with pytest.raises(Error, match="No space left"):
+        following.sweep()
+    following.sweep()
+    assert names(far) == ["step-3", "step-4"]
+
+
+def test_what_a_directory_has_got_of_a_checkpoint_that_is_gone_goes(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, elements=10)
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    first, second = source.complete()[0]
+    begun = [far.begin(first), far.begin(second)]
+    assert far.clean({second.attempt}) == begun[:1] and os.listdir(tmp_path / "far") == begun[1:]
+
+
+def test_a_clock_that_is_ahead_makes_no_leftovers(tmp_path: Path, bucket: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node sends a checkpoint while this one looks for what was left days ago."""
+    save(tmp_path / "run", 1, elements=10)
+    far = open_place(*bucket)
+    swept(open_place(str(tmp_path / "run")), far)
+    (one,) = far.complete()[0]
+    far._delete(one.slot, [one.record])  # it would come last
+    clock = time.time
+    monkeypatch.setattr(time, "time", lambda: clock() + 3 * 86400)
+    assert far.clean(set()) == [] and far.sizes(one.slot)
+
+
+def test_a_place_that_lets_nothing_be_deleted_fills_no_local_disk(tmp_path: Path, server: s3_server.Server,
+                                                                bucket: tuple[str, dict[str, str]]) -> None:  # fmt: skip
+    save(tmp_path / "run", 1, 2, 3, elements=10)
+    source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
+    swept(source, far)
+    server.faults.refuse, server.faults.refused_methods = 403, ("POST", "DELETE")
+    with pytest.raises(Error, match="HTTP status 403"):
+        swept(source, far, Drain(keep_last=2), keep_local=1)
+    assert names(far) == ["step-1", "step-2", "step-3"] and names(source) == ["step-3"]
+
+
+def test_a_sweep_lists_the_source_once_for_each_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "run", 1, 2, 3, elements=10)
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    listed: list[str] = []
+    complete = source.complete
+    monkeypatch.setattr(source, "complete", lambda: listed.append("") or complete())
+    swept(source, far)
+    assert len(listed) == 1 + 3  # and one before the first
+
+
 def test_leftovers_go_when_they_are_old(tmp_path: Path, bucket: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "run", 1, 2, elements=10)
     source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
     swept(source, far)
     (first, _), _ = far.complete()
-    far._delete([f"{first.slot}/{first.record}"])
+    far._delete(first.slot, [first.record])
     far._library.put(far._store, "notes/mine.txt", b"text")
     assert names(far) == ["step-2"] and far.clean(set()) == []
     monkeypatch.setattr("holdfast.drain.object_store._AGE_OF_LEFTOVERS", -60.0)

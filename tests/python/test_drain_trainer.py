@@ -19,7 +19,7 @@ from command_line import holdfast as command
 
 import holdfast
 from holdfast import _lineage
-from holdfast.drain import Drain, contents, copying
+from holdfast.drain import Drain, contents, copying, file_system
 from holdfast.drain.places import open_place
 from holdfast.errors import Error
 
@@ -78,6 +78,24 @@ def test_a_node_whose_clock_is_late_goes_on_where_the_other_ended(format: str, t
         checkpointer.wait_drained(60)
         assert [c["step"] for c in checkpointer.list()] == ([1, 2] if format == "dcp" else [2])  # a DCP checkpoint was fetched
     assert open_place(str(tmp_path / "run")).complete()[0][0].step == 2
+
+
+@formats
+def test_a_load_lists_each_place_once(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, format=format) as checkpointer:
+        checkpointer.save(state(1), 1)
+    listed: list[str] = []
+    complete = file_system.Directory.complete
+
+    def counted(self: file_system.Directory) -> Any:
+        listed.append(self.url)
+        return complete(self)
+
+    monkeypatch.setattr(file_system.Directory, "complete", counted)
+    with holdfast.Checkpointer(tmp_path / "new", arena_bytes=64 * MIB, format=format, drain_to=tmp_path / "run") as checkpointer:
+        into = state(0)
+        checkpointer.load(into=into)
+        assert listed.count(str(tmp_path / "run")) == 1 and into["w"][0] == 1
 
 
 def test_a_load_reads_ranges_and_proves_them(tmp_path: Path, server: s3_server.Server, url: str) -> None:
@@ -218,10 +236,26 @@ def test_the_commands_take_urls(tmp_path: Path, server: s3_server.Server, url: s
     ]  # fmt: skip
     done = command("verify", url, torch=False)
     assert done.status == 0 and done.out.count(": sound: ") == 2
-    far._delete([f"{first.slot}/model-00000-of-00001.safetensors"])
+    far._delete(first.slot, ["model-00000-of-00001.safetensors"])
     done = command("verify", url, torch=False)
     assert done.status == 2 and "step-1" in done.out and done.out.count(": sound: ") == 1
     assert command("ls", url, "--json", torch=False).json["checkpoints"][-1]["state"] == "damaged"
+
+
+def test_secrets_come_from_a_file(tmp_path: Path, server: s3_server.Server, url: str) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+        checkpointer.save({"w": torch.zeros(10)}, 1)
+    given = tmp_path / "storage"
+    given.write_text("# of the bucket\n\n" + "".join(f"{key} = {value}\n" for key, value in server.storage().items()))
+    done = command("drain", tmp_path / "run", url, "--storage-file", given, torch=False)
+    assert (done.status, done.error) == (0, "") and "arrived: step-1" in done.out
+    words = [word for key, value in server.storage().items() for word in ("--storage", f"{key}={value}")]
+    done = command("drain", tmp_path / "run", url, *words, torch=False)
+    assert done.status == 0 and done.error.count("--storage secret_access_key=...: every user") == 1 and "=secret" not in done.error
+    given.write_text("endpoint=x\nmy secret\n")
+    for words in (["--storage-file", given], ["--storage", "my secret"]):
+        done = command("drain", tmp_path / "run", url, *words, torch=False)
+        assert done.status == 2 and "KEY=VALUE is expected" in done.error and "my secret" not in done.error
 
 
 def test_options_are_checked(tmp_path: Path) -> None:
@@ -240,6 +274,12 @@ def test_options_are_checked(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="has credentials") as refused:
             holdfast.Checkpointer(tmp_path, drain_to=url)
         assert "secret" not in str(refused.value)
+    for place in ("ftp://host/run", "s4://bucket/run", "memory:///run", "s3:/bucket/run", "s3:bucket", "gs://", "s3:///run", r"C:\run", "c:/run"):
+        with pytest.raises(ValueError, match=r"open .*; known are a path, .*s3://BUCKET/PREFIX") as refused:
+            holdfast.Checkpointer(tmp_path, drain_to=place)
+        assert f"open {place}: " in str(refused.value)
+        done = command("drain", tmp_path, place, torch=False)
+        assert done.status == 2 and f"open {place}: " in done.error
     with pytest.raises(ValueError, match="Drain: storage: "):
         holdfast.Checkpointer(tmp_path, drain_to="s3://bucket/run", drain=Drain(storage={"timeout": object()}))
     assert "secret" not in repr(Drain(storage={"secret_access_key": "secret"}))

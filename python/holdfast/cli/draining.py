@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import sys
 import threading
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 from holdfast.cli import text
 from holdfast.drain.following import Following
 from holdfast.drain.options import BEHIND, VERIFY, Drain
-from holdfast.drain.places import check_apart, open_place, scheme_of
+from holdfast.drain.places import check_apart, check_place, open_place, scheme_of
 from holdfast.drain.running import Running, follow_commands, on_signals, tell_on
 from holdfast.errors import Error, of_system
 
@@ -24,9 +25,9 @@ length and digest is not sent again, so that the command may be killed and repea
 """
 _EPILOG = """\
 SRC and DST are directories, or URLs (with obstore: pip install 'holdfast[drain]'):
-  s3://BUCKET/PREFIX   gs://BUCKET/PREFIX   az://ACCOUNT/CONTAINER/PREFIX   https://HOST/PATH (WebDAV)
-Credentials and endpoints are taken from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT, ...) and
-from --storage.
+  s3://BUCKET/PREFIX   gs://BUCKET/PREFIX   az://CONTAINER/PREFIX   https://HOST/PATH (WebDAV)
+Credentials and endpoints are taken from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT, ...), from
+--storage-file, and from --storage, whose words every user of the machine sees in the list of processes.
 
 examples:
   holdfast drain run /lustre/me/run
@@ -35,6 +36,7 @@ examples:
 
 exit status: 0 everything has arrived, 1 a checkpoint of SRC is damaged, 2 trouble
 """
+_SECRET = re.compile(r"secret|token|password|credential|(account|master|encryption)_key|sas", re.IGNORECASE)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -52,6 +54,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--behind", choices=BEHIND, default="keep", help="with --keep-source: keep what has not arrived, or skip it")
     parser.add_argument("--give-up", type=float, default=600.0, metavar="SECONDS", help="end after this time without progress (default 600)")
     parser.add_argument("--storage", action="append", default=[], metavar="KEY=VALUE", help="option of the store, as endpoint=http://host:9000")
+    parser.add_argument("--storage-file", metavar="FILE", help="such options, one KEY=VALUE a line: for secrets")
     parser.add_argument("--json", action="store_true", help="print one JSON document; with --watch one line for each event")
     parser.add_argument("--controlled", type=int, metavar="PID", help=argparse.SUPPRESS)
 
@@ -65,12 +68,7 @@ def _rate(value: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.controlled is not None:
         return _run_for_trainer(arguments)
-    storage: dict[str, Any] = {}
-    for entry in arguments.storage:
-        key, sign, value = entry.partition("=")
-        if not sign:
-            raise Error("INVALID_ARGUMENT", f"--storage {entry}: KEY=VALUE is expected")
-        storage[key] = value
+    storage = _storage(arguments)
     options = Drain(
         keep_last=arguments.keep_last, keep_every=arguments.keep_every, bytes_per_second=arguments.rate,
         verify=arguments.verify, behind=arguments.behind, give_up=arguments.give_up, storage=storage,
@@ -88,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
         events.append(event) if event["event"] != "progress" else None
         _print(event, quiet=arguments.json)
 
+    for place in (arguments.source, arguments.target):
+        check_place(place)
     check_apart(arguments.source, arguments.target)
     source, target = open_place(arguments.source, storage), open_place(arguments.target, storage)
     following = Following(source, target, options, note, keep_local=arguments.keep_source, only=_only(arguments))
@@ -104,6 +104,30 @@ def run(arguments: argparse.Namespace) -> int:
     elif not arguments.watch and not events:
         print("everything has arrived")
     return 1 if following.failed else 0
+
+
+def _storage(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of the store. Messages have no values: they may be secret."""
+    storage: dict[str, Any] = {}
+    for number, entry in enumerate(arguments.storage, 1):
+        key, sign, value = entry.partition("=")
+        if not sign:
+            raise Error("INVALID_ARGUMENT", f"--storage number {number}: KEY=VALUE is expected")
+        if _SECRET.search(key):
+            print(text.printable(f"holdfast drain: --storage {key}=...: every user of this machine sees it in the list of processes; "
+                                 "use the environment or --storage-file"), file=sys.stderr)  # fmt: skip
+        storage[key] = value
+    if arguments.storage_file is not None:
+        path = arguments.storage_file
+        with of_system(f"read {path}"), open(path, encoding="utf-8", errors="surrogateescape") as file:
+            lines = file.read().splitlines()
+        for number, line in enumerate(lines, 1):
+            key, sign, value = line.partition("=")
+            if line.strip() and not line.startswith("#"):
+                if not sign:
+                    raise Error("INVALID_ARGUMENT", f"read {path}: line {number}: KEY=VALUE is expected")
+                storage[key.strip()] = value.strip()
+    return storage
 
 
 def _only(arguments: argparse.Namespace) -> Any:

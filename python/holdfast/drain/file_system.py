@@ -221,12 +221,15 @@ class Directory:
             os.close(fd)
 
     def clean(self, keep: set[str]) -> list[str]:
-        # What stood under the name until the exchange. The rest is for `holdfast recover`, which asks for a save's marks.
+        # What stood under the name until the exchange, and what this process has begun for a checkpoint that is gone. The rest is for
+        # `holdfast recover`, which asks for a save's marks.
         replaced = [f"{info.name}.partial-{info.attempt}" for info in self.complete()[0]]
         replaced = [slot for slot in replaced if os.path.isdir(self.path(slot))]
-        for slot in replaced:
+        given_up = [slot for slot in self._locks if slot.rpartition("-")[2] not in keep]
+        for slot in (*replaced, *given_up):
+            self._end(slot)
             shutil.rmtree(self.path(slot), ignore_errors=True)
-        return replaced
+        return [*replaced, *given_up]
 
 
 @contextlib.contextmanager

@@ -97,8 +97,8 @@ class Following:
         self.failed = {c.attempt: self.failed[c.attempt] for c in local if c.attempt in self.failed}
         if self._remote is None or tiers.missing(local, self._remote):
             self._remote = self._target.complete()[0]
-        wanted = self._to_send(local)
-        while wanted:
+        is_applied = False
+        while wanted := self._to_send(local):
             self.pending = len(wanted)
             self._now = {"name": wanted[0].name, "bytes_total": wanted[0].bytes, "bytes_done": 0}
             if self._furthest[0] != wanted[0].attempt:
@@ -106,9 +106,11 @@ class Following:
             self._tell({"event": "progress", "pending": self.pending, **self._now})
             self._send(wanted[0])
             local = self._local()
-            wanted = self._to_send(local)
+            self._apply_retention(local)
+            is_applied = True
         self.pending = 0
-        self._apply_retention(local)
+        if not is_applied:
+            self._apply_retention(local)
         if time.monotonic() - self._cleaned_at > _CLEAN_SECONDS:
             self._cleaned_at = time.monotonic()
             for slot in self._target.clean({c.attempt for c in local}):
@@ -128,6 +130,8 @@ class Following:
         except Error as error:
             if error.code != "CANCELLED" and not any(c.attempt == info.attempt for c in self._local()):
                 return  # replaced or removed meanwhile
+            if error.code == "RESOURCE_EXHAUSTED":
+                self._apply_retention(self._local())  # a full place gets room before the next try, where options let something go
             if error.code not in ("DATA_LOSS", "FAILED_PRECONDITION"):
                 raise
             self.failed[info.attempt] = error
@@ -139,16 +143,16 @@ class Following:
         self._remote = self._target.complete()[0]
         if not any(c.attempt == info.attempt for c in self._remote):
             raise Error("UNAVAILABLE", f"drain {info.name}: {self._target.url} does not list it after its commit")
-        self._apply_retention(self._local())
 
     def _apply_retention(self, local: list[Info]) -> None:
         assert self._remote is not None
-        gone = tiers.let_go(self._remote, self._options.keep_last, self._options.keep_every)
-        for info in [c for c in self._remote if c.name in gone]:
-            self._remove(self._target, "target", info)
-            self._remote.remove(info)
-        for info in tiers.to_remove_locally(local, self._remote, self._options, *self._keep_local):
-            self._remove(self._source, "source", info)
+        try:
+            for info in tiers.to_remove_remotely(local, self._remote, self._options):
+                self._remove(self._target, "target", info)
+                self._remote.remove(info)
+        finally:  # a store that lets nothing be deleted fills no local disk
+            for info in tiers.to_remove_locally(local, self._remote, self._options, *self._keep_local):
+                self._remove(self._source, "source", info)
 
     def _remove(self, place: Place, which: str, info: Info) -> None:
         try:

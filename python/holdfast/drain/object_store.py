@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import time
+import urllib.parse
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -82,8 +83,14 @@ class Store:
             self._store = self._library.store.from_url(self.url, **options)
         except (self._library.exceptions.BaseError, TypeError, ValueError) as error:
             raise Error("INVALID_ARGUMENT", f"open {url}: {_reason(error)}") from error
-        # WebDAV has no uploads in parts.
-        self._in_parts = type(self._store).__name__ != "HTTPStore"
+        # WebDAV has no uploads in parts, and collections that stay when they are empty.
+        self._of_webdav = type(self._store).__name__ == "HTTPStore"
+        self._prefix = ""
+        if self._of_webdav:
+            # From the root: listings have all of a path, and the library makes the collections that are missing.
+            parts = urllib.parse.urlsplit(self.url)
+            self._prefix = urllib.parse.unquote(parts.path).strip("/") + "/" if parts.path.strip("/") else ""
+            self._store = self._library.store.from_url(f"{parts.scheme}://{parts.netloc}", **options)
 
     def path(self, slot: str) -> str:
         return f"{self.url}/{slot}"
@@ -96,9 +103,15 @@ class Store:
         except Error:
             raise
         except Exception as error:
-            where = self.path(slot) if slot else self.url
+            where = (self.path(slot) if slot else self.url) + (f"/{name}" if name else "")
             code = _code_of(error, self._library.exceptions)
-            raise Error(code, f"{operation} {where}{'/' if name else ''}{name}: {_reason(error)}") from error
+            status = _STATUS.search(str(error))
+            if self._of_webdav and status and status[1] in _REFUSED_BY_WEBDAV.get(operation, ()):
+                # Two files may make one collection at the same time: the next try finds it.
+                code = code if status[1] == "403" or "MKCOL" in str(error) else "UNIMPLEMENTED"
+                raise Error(code, f"{operation} {where}: {_reason(error)}; a drain needs a server that does this part of WebDAV: "
+                            f"{_NEEDED_OF_WEBDAV[operation]}, or choose another store") from error  # fmt: skip
+            raise Error(code, f"{operation} {where}: {_reason(error)}") from error
 
     # ---- Reading.
 
@@ -106,9 +119,9 @@ class Store:
         """The objects by slot and name."""
         found: dict[str, dict[str, _Object]] = {}
         with self._call("list", prefix):
-            for batch in self._library.list(self._store, prefix or None):
+            for batch in self._library.list(self._store, self._prefix + prefix or None):
                 for meta in batch:
-                    slot, _, name = meta["path"].partition("/")
+                    slot, _, name = meta["path"].removeprefix(self._prefix).partition("/")
                     if name and "/" not in name:
                         found.setdefault(slot, {})[name] = _Object(meta["size"], meta["last_modified"], meta["e_tag"] or "")
         return found
@@ -167,7 +180,7 @@ class Store:
             if begin == end:
                 return b""
             with self._call("read", slot, name):
-                return bytes(self._library.get_range(self._store, f"{slot}/{name}", start=begin, end=end))
+                return bytes(self._library.get_range(self._store, self._key(slot, name), start=begin, end=end))
 
         yield read
 
@@ -175,7 +188,7 @@ class Store:
 
     def read(self, slot: str, name: str, bytes_max: int) -> bytes:
         with self._call("read", slot, name):
-            found = self._library.get(self._store, f"{slot}/{name}")
+            found = self._library.get(self._store, self._key(slot, name))
             if found.meta["size"] > bytes_max:
                 raise too_large(f"{self.path(slot)}/{name}", found.meta["size"], bytes_max)
             return bytes(found.bytes())
@@ -202,12 +215,12 @@ class Store:
 
         try:
             with self._call("write", slot, file.name):
-                if self._in_parts and file.bytes > part:
-                    self._library.put(self._store, f"{slot}/{file.name}", stream(), chunk_size=part, use_multipart=True,
+                if not self._of_webdav and file.bytes > part:
+                    self._library.put(self._store, self._key(slot, file.name), stream(), chunk_size=part, use_multipart=True,
                                       max_concurrency=_AT_ONCE)  # fmt: skip
                 else:
                     whole = read(0, file.bytes)
-                    self._library.put(self._store, f"{slot}/{file.name}", whole, use_multipart=False)
+                    self._library.put(self._store, self._key(slot, file.name), whole, use_multipart=False)
         except Error:
             if failed:
                 raise failed[0] from None
@@ -215,14 +228,15 @@ class Store:
 
     def commit(self, slot: str, info: Info, last: File, files: set[str]) -> None:
         assert last.content is not None
-        self._delete([f"{slot}/{name}" for name in self.sizes(slot) if name not in files])
+        self._delete(slot, [name for name in self.sizes(slot) if name not in files])
         content = last.content
         self.write(slot, last, lambda begin, end: content[begin:end], False)
         self._remove_other_attempts(slot, info)
 
     def _remove_other_attempts(self, slot: str, info: Info) -> None:
         with self._call("list", ""):
-            slots = [p.strip("/") for p in self._library.list_with_delimiter(self._store)["common_prefixes"]]
+            found = self._library.list_with_delimiter(self._store, self._prefix or None)["common_prefixes"]
+        slots = [p.strip("/").removeprefix(self._prefix) for p in found]
         for other in slots:
             match = _SLOT.fullmatch(other)
             if other != slot and match and match["name"] == info.name:
@@ -235,20 +249,34 @@ class Store:
         commits = METADATA if info.format == "dcp" else info.record
         for first in (commits, info.record):  # from here on no reader finds it
             if first in names:
-                self._delete([f"{info.slot}/{first}"])
+                self._delete(info.slot, [first])
                 del names[first]
-        self._delete([f"{info.slot}/{name}" for name in names])
+        self._delete(info.slot, list(names))
+        self._delete_collection(info.slot)
 
-    def _delete(self, keys: list[str]) -> None:
-        for begin in range(0, len(keys), 1000):
-            with self._call("delete", keys[begin].partition("/")[0]):
-                self._library.delete(self._store, keys[begin : begin + 1000])
+    def _key(self, slot: str, name: str) -> str:
+        return f"{self._prefix}{slot}/{name}"
+
+    def _delete(self, slot: str, names: list[str]) -> None:
+        for begin in range(0, len(names), 1000):
+            with self._call("delete", slot):
+                self._library.delete(self._store, [self._key(slot, name) for name in names[begin : begin + 1000]])
+
+    def _delete_collection(self, slot: str) -> None:
+        """Removes what WebDAV leaves of a prefix, where nothing is in it."""
+        if self._of_webdav:
+            with self._call("delete", slot), contextlib.suppress(FileNotFoundError):
+                if not any(self._library.list(self._store, f"{self._prefix}{slot}/")):
+                    self._library.delete(self._store, f"{self._prefix}{slot}")
 
     def clean(self, keep: set[str]) -> list[str]:
-        limit = time.time() - _AGE_OF_LEFTOVERS
         removed = []
         complete = {info.slot for info in self.complete()[0]}
-        for slot, objects in self._objects().items():
+        found_there = self._objects()
+        # By the clock of the store, where that of this node is ahead: another node may be sending.
+        changes = [o.changed.timestamp() for objects in found_there.values() for o in objects.values()]
+        limit = min(time.time(), max(changes, default=0.0)) - _AGE_OF_LEFTOVERS
+        for slot, objects in found_there.items():
             match = _SLOT.fullmatch(slot)
             if match is None or not match["attempt"] or slot in complete:
                 continue
@@ -259,7 +287,8 @@ class Store:
             # What commits comes last and goes first: with it there, something else has happened, and a part may be of use.
             elif match["attempt"] not in keep and not {PLAIN_RECORD, METADATA} & objects.keys() \
                     and all(o.changed.timestamp() < limit for o in objects.values()):  # fmt: skip
-                self._delete([f"{slot}/{name}" for name in objects])
+                self._delete(slot, list(objects))
+                self._delete_collection(slot)
                 removed.append(slot)
         return removed
 
@@ -268,6 +297,15 @@ class Store:
 _STATUS = re.compile(r"status code: (\d{3}) ?([^:<\n]*)")
 _SAID = re.compile(r"<Code>([^<]*)</Code>\s*(?:<Message>([^<]*)</Message>)?")
 _CODE_OF_STATUS = {"401": "UNAUTHENTICATED", "403": "PERMISSION_DENIED", "404": "NOT_FOUND", "507": "RESOURCE_EXHAUSTED"}
+
+
+# What servers that do a part of WebDAV, or none, answer.
+_REFUSED_BY_WEBDAV = {"list": ("403", "405", "501"), "write": ("405", "501"), "delete": ("405", "501")}
+_NEEDED_OF_WEBDAV = {
+    "list": "let it answer PROPFIND with `Depth: infinity` (Apache: `DavDepthInfinity on`; nginx: the dav-ext module)",
+    "write": "let it take PUT and MKCOL",
+    "delete": "let it take DELETE",
+}
 
 
 def _code_of(error: Exception, exceptions: Any) -> str:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from holdfast._dcp_directories import AGE
 from holdfast.errors import Error
 
 Content = bytes
 # A read returns bytes [begin, end) of one file.
 Read = Callable[[int, int], bytes]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+# Those of the library without its own memory, which no other process sees.
+_SCHEMES = ("file", "s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https")
+# A path of Windows, or a URL that lacks a slash: as a path it would make a directory of that name.
+_NO_PATH = re.compile(rf"(?:[A-Za-z]:[\\/]|[A-Za-z][A-Za-z0-9+.-]*:/|(?:{'|'.join(_SCHEMES)}):)", re.IGNORECASE)
+_KNOWN = "known are a path, file:///PATH, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX and https://HOST/PATH (WebDAV)"
 
 
 class Info(NamedTuple):
@@ -45,9 +52,7 @@ class Info(NamedTuple):
         }  # fmt: skip
 
 
-def age_of(info: Info) -> tuple[float, int, str]:
-    """The key by which checkpoints are sorted, the newest last."""
-    return info.saved_at, info.step, info.name
+age_of: Callable[[Info], tuple[float, int, str]] = operator.attrgetter(*AGE)
 
 
 class File(NamedTuple):
@@ -151,19 +156,25 @@ def identity_of(place: str) -> str:
     return place.rstrip("/") if path is None else os.path.realpath(path)
 
 
-def check_public(url: str) -> None:
-    """Refuses a URL with credentials: it stands in messages, and in the command line of a process.
+def check_place(url: str) -> None:
+    """Refuses what is neither a path nor a URL of a known store, and a URL with credentials: it stands in logs.
 
     Raises:
         Error: INVALID_ARGUMENT.
     """
     scheme = scheme_of(url)
+    if not scheme and _NO_PATH.match(url):
+        raise Error("INVALID_ARGUMENT", f"open {url}: this is no path of Linux and no URL; {_KNOWN}; a directory of that name is ./{url}")
     if not scheme or scheme == "file":
         return
     user = url[len(scheme) + 3 :].partition("/")[0].rpartition("@")[0]
     if "?" in url or ":" in user or (user and scheme in ("http", "https")):
         raise Error("INVALID_ARGUMENT", f"open {scheme}://...: the URL has credentials or a query, and stands in logs; pass them "
                     "by Drain(storage={...}), --storage or the environment")  # fmt: skip
+    if scheme not in _SCHEMES:
+        raise Error("INVALID_ARGUMENT", f"open {url}: there is no store {scheme}://; {_KNOWN}")
+    if not url[len(scheme) + 3 :].partition("/")[0]:
+        raise Error("INVALID_ARGUMENT", f"open {url}: the name of the bucket or host is missing behind {scheme}://; {_KNOWN}")
 
 
 def check_apart(source: str, target: str) -> None:
@@ -188,12 +199,12 @@ def open_place(url: str, storage: dict[str, Any] | None = None) -> Place:
     Raises:
         Error: INVALID_ARGUMENT, UNIMPLEMENTED where obstore is missing.
     """
+    check_place(url)
     path = path_of(url)
     if path is not None:
         from holdfast.drain.file_system import Directory
 
         return Directory(path)
-    check_public(url)
     from holdfast.drain.object_store import Store
 
     return Store(url, storage or {})

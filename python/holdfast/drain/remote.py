@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from holdfast._dcp_directories import age_of_listed
 from holdfast.drain.contents import MANIFEST_BYTES_MAX, contents_of, files_of, manifest_name, parse, proven
 from holdfast.drain.copying import Copy
 from holdfast.drain.options import Drain
 from holdfast.drain.places import File, Info, Place, open_place, scheme_of
 from holdfast.errors import Error, of_damage
 
-__all__ = ["Reader", "fetch", "find", "open_place", "with_second_place"]
+__all__ = ["Reader", "SecondPlace", "fetch", "find", "open_place"]
 
 logger = logging.getLogger("holdfast")
 
@@ -39,14 +40,26 @@ def is_url(path: str) -> bool:
     return scheme_of(path) not in ("", "file")
 
 
-def with_second_place(local: list[dict[str, Any]], place: Place, format: str) -> list[dict[str, Any]]:
-    """Listed checkpoints of both places by the time of their saves, the newest last."""
-    found, passed_over = place.complete()
-    for entry in passed_over:
-        logger.warning("list %s: passed over %s", place.url, entry)
-    attempts = {c["attempt"] for c in local}
-    there = [c.listed(place) for c in found if c.format == format and c.attempt not in attempts]
-    return sorted((*local, *there), key=lambda c: (c["saved_at"], c["step"], c["name"]))
+class SecondPlace:
+    """The second place of a directory, and what its last listing has found: a load asks for nothing twice."""
+
+    def __init__(self, url: str, storage: dict[str, Any]) -> None:
+        self.place = open_place(url, storage)
+        self._found: dict[str, Info] = {}
+
+    def merged(self, local: list[dict[str, Any]], format: str) -> list[dict[str, Any]]:
+        """Lists the checkpoints of both places by the time of their saves, the newest last."""
+        found, passed_over = self.place.complete()
+        for entry in passed_over:
+            logger.warning("list %s: passed over %s", self.place.url, entry)
+        self._found = {self.place.path(c.slot): c for c in found}
+        attempts = {c["attempt"] for c in local}
+        there = [c.listed(self.place) for c in found if c.format == format and c.attempt not in attempts]
+        return sorted((*local, *there), key=age_of_listed)
+
+    def found(self, path: str) -> Info | None:
+        """The checkpoint of a path that `merged` has returned last; None where it is not of this place."""
+        return self._found.get(path)
 
 
 def find(url: str, storage: dict[str, Any] | None = None) -> tuple[Place, Info]:

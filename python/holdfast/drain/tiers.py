@@ -48,6 +48,13 @@ def to_send(local: list[Info], remote: list[Info], options: Drain, keep_local: i
     return [c for c in found if c.name not in gone]
 
 
+def to_remove_remotely(local: list[Info], remote: list[Info], options: Drain) -> list[Info]:
+    """The checkpoints of the second place that retention lets go: of the series that the first place has. Others are another job's."""
+    own = {series_of(c.name) for c in local}
+    gone = let_go((c for c in remote if series_of(c.name) in own), options.keep_last, options.keep_every)
+    return [c for c in remote if c.name in gone]
+
+
 def to_remove_locally(local: list[Info], remote: list[Info], options: Drain, keep_local: int,
                       keep_local_every: int) -> list[Info]:  # fmt: skip
     """The local checkpoints that retention lets go: of those that have arrived.

@@ -24,7 +24,7 @@ from typing import Any
 from holdfast import _native
 from holdfast._process import PerProcess
 from holdfast.drain.options import Drain
-from holdfast.drain.places import check_apart, check_public, path_of
+from holdfast.drain.places import check_apart, check_place, path_of
 from holdfast.errors import Error, TimeoutError
 
 logger = logging.getLogger("holdfast")
@@ -258,7 +258,7 @@ def checked_target(directory: str, target: str | os.PathLike[str]) -> str:
         Error: UNIMPLEMENTED, INVALID_ARGUMENT.
     """
     text = os.fsdecode(target)
-    check_public(text)
+    check_place(text)
     check_apart(directory, text)
     path = path_of(text)
     if path is None:
