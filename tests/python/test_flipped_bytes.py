@@ -176,3 +176,21 @@ def test_a_dcp_load(pattern: str, writer: str, verify: bool, tmp_path: Path) -> 
         code = _dcp_outcome(path, verify, proven=verify and writer == "ours" or pattern != ".metadata")
         if verify and writer == "ours" and pattern == ".metadata":
             assert code or new == data, number
+
+
+def test_metadata_that_names_no_save_is_not_taken_for_that_of_others(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    path = tmp_path / "s"
+    holdfast.dcp.save({"w": torch.ones(40, 3)}, checkpoint_id=path)
+    data = (path / ".metadata").read_bytes()
+    assert data.count(b"storage_meta") == 1
+    (path / ".metadata").write_bytes(data.replace(b"storage_meta", b"storage_mesa"))
+    target = {"w": torch.zeros(40, 3)}
+    with pytest.raises((holdfast.Error, CheckpointException), match="does not name its save"):
+        dcp.load(target, storage_reader=holdfast.dcp.StorageReader(path), no_dist=True)
+    assert not target["w"].any()
+    # The framework's own writer names its save in another way.
+    dcp.save({"w": torch.full((40, 3), 2.0)}, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
+    dcp.load(target, storage_reader=holdfast.dcp.StorageReader(path), no_dist=True)
+    assert (target["w"] == 2).all()

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import stat
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ _MOVED = {
 }
 _BYTES_MAX = 4 << 30
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
+_RECORD = re.compile(r"holdfast\.commit-[0-9a-f]{32}\.json")
 
 
 class _Unpickler(_unpickle.Unpickler):
@@ -123,6 +125,14 @@ def save_id_of(metadata: Metadata) -> str:
     return save_id if isinstance(save_id, str) and _ATTEMPT.fullmatch(save_id) else ""
 
 
+def _names_another_save(metadata: Metadata) -> bool:
+    """Whether the framework's own writer has made it: its saves have UUIDs."""
+    try:
+        return str(uuid.UUID(metadata.storage_meta.save_id)) == metadata.storage_meta.save_id  # type: ignore[union-attr, arg-type]
+    except (AttributeError, TypeError, ValueError):
+        return False
+
+
 def manifest_digests(path: Path, data: bytes, metadata: Metadata) -> list[Any] | None:
     """Compares a metadata file with the commit record of its save.
 
@@ -135,6 +145,12 @@ def manifest_digests(path: Path, data: bytes, metadata: Metadata) -> list[Any] |
     """
     attempt = save_id_of(metadata)
     if not attempt:
+        if not _names_another_save(metadata) and any(map(_RECORD.fullmatch, os.listdir(path.parent))):
+            raise Error(
+                "DATA_LOSS",
+                f"load {path}: it does not name its save, and the directory has the commit record of one; it is damaged, or "
+                "another program has written it",
+            )
         return None
     return _native.check_commit_file(str(path.parent), attempt, path.name, data)
 

@@ -336,6 +336,7 @@ class _Lines(PerProcess):
 
     def clear(self) -> None:
         self.of: dict[tuple[int, ...], Line] = {}
+        self.groups_made = 0
 
 
 _lines = _Lines()
@@ -368,23 +369,38 @@ def line_of(group: Any, no_dist: bool, time_ranks_max: float | None) -> Line:
     return line
 
 
+_COUNTS_GROUPS_MADE = "group_count" in c10d._hash_ranks_to_str.__code__.co_names
+_OWN_COUNTS = 1 << 40  # more groups than anybody makes
+
+
 def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
     """A group that its ranks alone make, or all.
 
-    PyTorch names a group that its ranks alone make by how many groups a rank is in, and ranks that find
-    another name wait for each other for ever. A rank in fewer groups than another one makes some of its own.
+    PyTorch names a group that its ranks alone make by a count, and ranks that find another name wait for
+    each other for ever. PyTorch 2.13 counts the groups that a rank is in: a rank in fewer groups than another
+    one makes some of its own. PyTorch 2.15 counts the groups that a rank has made, also for the names of
+    groups that all ranks make: this one has a count of its own, and leaves PyTorch's as it was.
     """
     if len(ranks) == dist.get_world_size():
         return dist.new_group(list(ranks), timeout, "gloo")
     rank, store, key = dist.get_rank(), c10d._get_default_store(), f"holdfast/groups of {ranks}"
-    count = len(c10d._world.pg_names)
+    count = _lines.groups_made if _COUNTS_GROUPS_MADE else len(c10d._world.pg_names)
     store.set(f"{key}/{rank}", str(count))
     if rank == ranks[0]:
         most = max(int(store.get(f"{key}/{r}")) for r in ranks)
         for r in ranks:
             store.delete_key(f"{key}/{r}")
             store.set(f"{key}/most {r}", str(most))
-    for _ in range(int(store.get(f"{key}/most {rank}")) - count):
-        dist.new_group([rank], timeout, "gloo", use_local_synchronization=True)
+    most = int(store.get(f"{key}/most {rank}"))
     store.delete_key(f"{key}/most {rank}")  # the store may outlive the process group
-    return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
+    if not _COUNTS_GROUPS_MADE:
+        for _ in range(most - count):
+            dist.new_group([rank], timeout, "gloo", use_local_synchronization=True)
+        return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
+    _lines.groups_made = most + 1
+    of_all = c10d._world.group_count
+    c10d._world.group_count = _OWN_COUNTS + most
+    try:
+        return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
+    finally:
+        c10d._world.group_count = of_all
