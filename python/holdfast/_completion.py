@@ -102,7 +102,7 @@ def end(future: Future, value: Any, error: BaseException | None) -> None:
 
 
 class _Thread(threading.Thread):
-    """A thread whose `start` raises if the thread ends before it has signalled that it runs.
+    """A thread whose `start` does not wait: `has_set` waits once, for the thread and what it does first.
 
     A new thread takes memory for its first frame. Without any, it ends at once, and the `start` of
     the base class waits for its signal for ever.
@@ -110,28 +110,28 @@ class _Thread(threading.Thread):
 
     def __init__(self, run: Callable[[], None], name: str) -> None:
         super().__init__(target=run, name=name)
-        self._started: threading.Event = _Started(self)
-        self.entry: weakref.ref[Any] | None = None
+        self._started: threading.Event = _Started()
+        self._entry: weakref.ref[Any] | None = None
 
     @property
     def _bootstrap(self) -> Callable[[], None]:
         # The new thread alone holds this object, until its end.
         entry = functools.partial(threading.Thread._bootstrap, self)  # type: ignore[attr-defined]
-        self.entry = weakref.ref(entry)
+        self._entry = weakref.ref(entry)
         return entry
+
+    def has_set(self, event: threading.Event | None) -> bool:
+        """Waits for what the thread sets, None: until it runs. False: it ended before it ran."""
+        event = event or self._started
+        while not threading.Event.wait(event, None if self._started.is_set() else 0.05):
+            ended = self._entry is None or self._entry() is None
+            if ended and not self._started.is_set():  # asked last: it may have run, and ended, meanwhile
+                return False
+        return True
 
 
 class _Started(threading.Event):
-    def __init__(self, thread: _Thread) -> None:
-        super().__init__()
-        self._thread = weakref.ref(thread)
-
     def wait(self, timeout: float | None = None) -> bool:
-        while not super().wait(0.05):
-            thread = self._thread()
-            ended = thread is None or thread.entry is None or thread.entry() is None
-            if ended and not self.is_set():  # asked last: it may have run, and ended, meanwhile
-                raise RuntimeError("the new thread ended before it ran")
         return True
 
 
@@ -145,14 +145,19 @@ class Completion:
     def __init__(self, run: Callable[[], None], name: str) -> None:
         self._thread = _Thread(run, name)
 
-    def start(self) -> None:
+    def start(self, until: threading.Event | None = None) -> None:
+        """Starts, and waits for what `run` sets; None: until the thread runs."""
         # The interpreter has waited for its threads once the main thread counts as ended.
         if threading.main_thread().is_alive():
+            why = "the new thread ended before it ran"
             try:
                 self._thread.start()
-                return
             except (RuntimeError, MemoryError) as error:
-                logger.warning("%s: %s; the call waits for the save", self._thread.name, error)
+                why = str(error)
+            else:
+                if self._thread.has_set(until):
+                    return
+            logger.warning("%s: %s; the call waits for the save", self._thread.name, why)
         self._thread.run()
 
     def name(self, name: str) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import json
 import logging
+import operator
 import os
 import re
 from collections.abc import Collection
@@ -22,6 +23,9 @@ from holdfast.errors import Error, of_system
 logger = logging.getLogger("holdfast")
 
 METADATA = ".metadata"
+# What checkpoints are sorted by, the newest last.
+AGE = ("saved_at", "step", "name")
+age_of_listed = operator.itemgetter(*AGE)
 RECORD = re.compile(r"holdfast\.commit-(?P<record>[0-9a-f]{32})\.json")
 _PROOF = re.compile(rf"{RECORD.pattern}|rank-\d{{5,}}-of-\d{{5,}}-(?P<manifest>[0-9a-f]{{32}})\.manifest\.json")
 # What saves through DCP make. A directory with any other entry is kept.
@@ -68,7 +72,7 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
             complete.append({"name": name, "path": os.path.join(directory, name), **found})
     if unreadable is not None and not complete:
         raise unreadable
-    return sorted(complete, key=lambda c: (c["saved_at"], c["step"], c["name"])), passed_over
+    return sorted(complete, key=age_of_listed), passed_over
 
 
 def may_be_loaded(path: str) -> bool:

@@ -296,7 +296,7 @@ class Checkpointer(PerProcess):
         """The complete checkpoints of any name."""
         if self._drain_to is None:
             return self._local()
-        found = drain_remote.with_second_place(self._local(), self._second_place(), self.format)
+        found = self._second_place().merged(self._local(), self.format)
         if found:
             _lineage.seen(self.directory, found[-1]["saved_at"])
         return found
@@ -312,7 +312,7 @@ class Checkpointer(PerProcess):
     def _second_place(self) -> Any:
         assert self._drain_to is not None
         if self._place is None:
-            self._place = drain_remote.open_place(self._drain_to, self._drain_options.storage)
+            self._place = drain_remote.SecondPlace(self._drain_to, self._drain_options.storage)
         return self._place
 
     def newest(self) -> dict[str, Any] | None:
@@ -377,11 +377,11 @@ class Checkpointer(PerProcess):
 
     def _descends_from(self, path: str) -> None:
         """Has the next save in the directory name a checkpoint of the second place as its parent."""
-        if os.path.dirname(path) == self.directory:
+        if os.path.dirname(path) == self.directory or self._drain_to is None:
             return
-        for found in self._listed():
-            if found["path"] == path:
-                _lineage.loaded(os.path.join(self.directory, found["name"]), found["attempt"], found["step"])
+        found = self._second_place().found(path)
+        if found is not None:
+            _lineage.loaded(os.path.join(self.directory, found.name), found.attempt, found.step)
 
     def _load_dcp(self, find: Callable[[], str], into: Any, **options: Any) -> Any:
         import torch.distributed.checkpoint as dcp
@@ -410,11 +410,9 @@ class Checkpointer(PerProcess):
         """A DCP checkpoint of the second place as one of the directory: its readers know only files."""
         if self._drain_to is None:
             return path
-        place = self._second_place()
-        for info in place.complete()[0]:
-            if place.path(info.slot) == path:
-                return drain_remote.fetch(place, info, self.directory, self._drain_options)
-        return path
+        second = self._second_place()
+        info = second.found(path)
+        return path if info is None else drain_remote.fetch(second.place, info, self.directory, self._drain_options)
 
     def recover(self, **options: Any) -> dict[str, Any]:
         """Cleans up after a crash, as `holdfast.recover` does. Before the first save it does nothing.

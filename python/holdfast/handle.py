@@ -129,8 +129,7 @@ class Save:
         if self._late is not None:
             _wait_before_steps()
         try:
-            self._completion.start()
-            self._begun.wait()
+            self._completion.start(self._begun)
             self._hold_back(ordered)
         except BaseException:
             self.refused = True
