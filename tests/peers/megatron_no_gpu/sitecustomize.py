@@ -4,12 +4,15 @@ It also supplies what Python 3.11 lacks, and installs Holdfast, whose saves are 
 """
 
 import contextlib
+import filecmp
 import functools
 import importlib.abc
 import importlib.util
 import os
+import pathlib
 import sys
 import typing
+import zipfile
 
 
 class _Stream(contextlib.AbstractContextManager):
@@ -51,6 +54,7 @@ def _without_gpu():
     for name in [*names.split(), "_lazy_call", "_lazy_init"]:
         setattr(cuda, name, lambda *_, **__: None)
     torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
+    torch.Tensor.type = _of_a_gpu(torch.Tensor.type)
 
     class OnTheCpu(TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
@@ -64,8 +68,20 @@ def _without_gpu():
     OnTheCpu().__enter__()
     for optimizer in (torch.optim.Adam, torch.optim.AdamW):
         optimizer.__init__ = _with_a_rate(optimizer.__init__)
-    for name in ("init_process_group", "new_group"):
-        setattr(dist, name, _on_gloo(getattr(dist, name)))
+        optimizer.state_dict = _with_steps(optimizer.state_dict)
+    dist.init_process_group = _on_gloo(dist.init_process_group)
+    dist.new_group = _forgotten_with_its_model(_on_gloo(dist.new_group))
+
+
+def _of_a_gpu(kind):
+    """The distributed optimizer takes tensors of a GPU alone, and knows them by the name of their type."""
+
+    @functools.wraps(kind)
+    def named(self, *args, **kwargs):
+        name = kind(self, *args, **kwargs)
+        return name if args or kwargs else "torch.cuda." + name.rpartition(".")[2]
+
+    return named
 
 
 def _with_a_rate(init):
@@ -90,6 +106,56 @@ def _on_gloo(make):
     return made
 
 
+def _with_steps(state_dict):
+    """Megatron makes the state as that of Apex's Adam, which has no step, and reads it as that of PyTorch's."""
+
+    @functools.wraps(state_dict)
+    def with_steps(self):
+        import torch
+
+        state = state_dict(self)
+        for of_parameter in state["state"].values():
+            of_parameter.setdefault("step", torch.tensor(0.0))
+        return state
+
+    return with_steps
+
+
+def _forgotten_with_its_model(new_group):
+    """Megatron's groups end with the model that they are made for.
+
+    Megatron drops them, and PyTorch keeps them: after twenty tests a rank has a thousand threads of gloo, each of which wakes a
+    hundred times a second.
+    """
+    made = []
+
+    def destroying(destroy):
+        @functools.wraps(destroy)
+        def destroyed(*args, **kwargs):
+            import torch.distributed as dist
+
+            destroy(*args, **kwargs)
+            while made:
+                with contextlib.suppress(ValueError):  # some it has destroyed itself
+                    dist.destroy_process_group(made.pop())
+
+        destroyed.groups_end_here = True
+        return destroyed
+
+    def made_for_a_model(*args, **kwargs):
+        import torch.distributed as dist
+
+        group = new_group(*args, **kwargs)
+        caller = sys._getframe(1).f_globals
+        if caller["__name__"] == "megatron.core.parallel_state" and group is not dist.GroupMember.NON_GROUP_MEMBER:
+            made.append(group)
+            if not hasattr(caller["destroy_model_parallel"], "groups_end_here"):
+                caller["destroy_model_parallel"] = destroying(caller["destroy_model_parallel"])
+        return group
+
+    return made_for_a_model
+
+
 def _install():
     import holdfast.dcp
     import holdfast.megatron
@@ -106,7 +172,32 @@ def _install():
             note("save", path=str(self.path), verdict=holdfast.dcp.verify(self.path)["verdict"])
 
         FileSystemWriterAsync.finish = proved
+    filecmp.cmp = _but_for_the_id(filecmp.cmp)
+    pathlib.Path.rglob = _without_manifests(pathlib.Path.rglob)
     holdfast.megatron.install()
+
+
+def _but_for_the_id(cmp):
+    """Files of the same state are the same but for the id of their save, which is a record of its own."""
+
+    @functools.wraps(cmp)
+    def compared(one, other, shallow=True):
+        return cmp(one, other, shallow) or _records(one) == _records(other)
+
+    return compared
+
+
+def _records(path):
+    with zipfile.ZipFile(path) as archive:
+        return [(name, archive.read(name)) for name in archive.namelist() if not name.endswith("serialization_id")]
+
+
+def _without_manifests(rglob):
+    @functools.wraps(rglob)
+    def listed(self, pattern):
+        return (path for path in rglob(self, pattern) if ".holdfast-" not in path.name)
+
+    return listed
 
 
 class _Finder(importlib.abc.MetaPathFinder):
