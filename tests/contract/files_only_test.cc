@@ -164,7 +164,7 @@ TEST_P(FilesOnlyClosed, AFileThatWasTakenOverWithItsInodeNumberIsNotGivenItsName
       {.name = "framework", .step = 1, .plan = &plan, .attempt = kOlder, .files_only = true});
   ASSERT_TRUE(handle.ok()) << handle.status();
   ASSERT_TRUE(WaitFor([&] { return handle->progress().phase == "reading back"; }));
-  kill(handle->worker_pid(), SIGSTOP);
+  SendSignal(handle->worker_pid(), SIGSTOP);
   struct stat before {};
   struct stat after {};
   ASSERT_EQ(stat(victim.c_str(), &before), 0);
@@ -173,7 +173,7 @@ TEST_P(FilesOnlyClosed, AFileThatWasTakenOverWithItsInodeNumberIsNotGivenItsName
     WriteFileBytes(victim, "half written");
     ASSERT_EQ(stat(victim.c_str(), &after), 0);
   }
-  kill(handle->worker_pid(), SIGCONT);
+  SendSignal(handle->worker_pid(), SIGCONT);
   if (after.st_ino != before.st_ino) GTEST_SKIP() << "inode numbers are not given out again here";
   const auto report = handle->WaitDurable(kLong);
   EXPECT_TRUE(absl::IsAborted(report.status())) << report.status();

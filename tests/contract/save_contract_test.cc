@@ -14,6 +14,7 @@
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/recovery.h"
+#include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/settings.h"
 #include "tests/testing/slow_device.h"
@@ -173,7 +174,7 @@ TEST_P(Save, KilledWorkerIsToldMemoryComesBackAndTheNextSaveWorks) {
   while (handle->progress().bytes_written == 0) absl::SleepFor(absl::Milliseconds(5));
   const pid_t worker = handle->worker_pid();
   ASSERT_GT(worker, 0);
-  ASSERT_EQ(kill(worker, SIGKILL), 0);
+  ASSERT_TRUE(testing::SendSignal(worker, SIGKILL));
   const auto report = handle->WaitDurable(kLong);
   // The end of the process itself wakes the supervisor: no time-out has passed.
   ASSERT_TRUE(absl::IsAborted(report.status())) << report.status();

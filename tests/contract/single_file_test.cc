@@ -217,7 +217,7 @@ TEST_P(SingleFileKilled, AKilledWorkerLeavesTheOlderFile) {
   const auto second = Begin(slow.get(), kSecond, Archive(kSecond, 'b', 16u << 20));
   ASSERT_TRUE(second.ok()) << second.status();
   ASSERT_TRUE(WaitFor([&] { return second->progress().bytes_written > 0; }));
-  kill(second->worker_pid(), SIGKILL);
+  SendSignal(second->worker_pid(), SIGKILL);
   EXPECT_FALSE(second->WaitDurable(kLong).ok());
   EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kFirst)));
   ExpectSound(kFirst);

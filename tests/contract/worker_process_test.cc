@@ -120,7 +120,7 @@ void WorkerProcess::LookAtWorker() {
   // Those three, the socket, the ring or the doorbell of threads, the directory, the file, and what
   // is sent.
   EXPECT_LE(fds.size(), 3 + 1 + 1 + 1 + 1 + layout::kAttachFds + layout::kRunFds);
-  // A child of a process with threads may not start any: they would call what may be locked.
+  // A child of a process with threads may not start any: a lock may be held for ever there.
   if (!kThreadSanitizer && IsPwrite()) {
     EXPECT_EQ(threads,
               ThreadsOfAnIdleChild() + (IsFork() ? 0 : checkpointer->options().pwrite_threads));

@@ -17,6 +17,7 @@
 #include "runtime/directory/locks.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
+#include "tests/testing/child_process.h"
 #include "tests/testing/small_checkpoint.h"
 
 namespace holdfast::testing {
@@ -56,7 +57,7 @@ class OrphanWorker : public ::testing::Test {
     if (trainer == 0) Trainer();
     worker_ = ready_.Hear();
     ASSERT_GT(worker_, 0);
-    kill(trainer, SIGKILL);
+    SendSignal(trainer, SIGKILL);
     waitpid(trainer, nullptr, 0);
   }
 
@@ -137,7 +138,7 @@ TEST_F(OrphanWorker, IsFencedWhenItDoesNotEndAndCannotCommitAnyMore) {
 
 TEST_F(OrphanWorker, KilledTooLeavesNothingToWaitFor) {
   MakeOrphan();
-  kill(worker_, SIGKILL);
+  SendSignal(worker_, SIGKILL);
   const auto report = Recover(directory_.path(), {.wait_for_orphans = absl::Minutes(4)});
   ASSERT_TRUE(report.ok());
   EXPECT_THAT(report->fenced, IsEmpty());

@@ -13,6 +13,7 @@
 #include "absl/time/clock.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/recovery.h"
+#include "tests/testing/child_process.h"
 #include "tests/testing/settings.h"
 #include "tests/testing/training_state.h"
 
@@ -65,7 +66,7 @@ class TrainerKilled : public ::testing::TestWithParam<Launcher> {
 
   void Kill() {
     if (trainer_ <= 0) return;
-    kill(trainer_, SIGKILL);
+    testing::SendSignal(trainer_, SIGKILL);
     waitpid(trainer_, nullptr, 0);
     trainer_ = 0;
   }

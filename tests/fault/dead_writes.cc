@@ -103,7 +103,7 @@ class Campaign {
     if (!WaitFor([&] { return (file = OpenVictim(directory())).has_value(); }))
       return problems.push_back("the victim's file did not appear");
     absl::SleepFor(absl::Milliseconds(10 + 5 * (round % 8)));
-    kill(handle->worker_pid(), SIGKILL);
+    SendSignal(handle->worker_pid(), SIGKILL);
     const absl::Status ended = handle->WaitDurable(kLong).status();
     if (ended.ok()) problems.push_back("the save of a killed worker is durable");
     const auto after = Begin("next", next);

@@ -47,7 +47,7 @@ class HostProcess : public LauncherTest {
     ASSERT_TRUE(handle.ok()) << handle.status();
     ASSERT_TRUE(WaitFor([&] { return handle->progress().bytes_written > 0; }));
     if (!IsThread()) {
-      ASSERT_EQ(kill(handle->worker_pid(), SIGKILL), 0);
+      ASSERT_TRUE(SendSignal(handle->worker_pid(), SIGKILL));
       const auto report = handle->WaitDurable(absl::Seconds(30));
       EXPECT_TRUE(absl::IsAborted(report.status())) << report.status();
       EXPECT_THAT(Text(report.status()), HasSubstr("victim"));

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/match.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -39,7 +40,6 @@ class HungEnd : public LauncherTest {
     sys::g_system.unlinkat = HangingUnlinkat;
   }
   void TearDown() override {
-    g_released = true;
     sys::g_system = sys::kKernel;
     LauncherTest::TearDown();
   }
@@ -48,17 +48,20 @@ INSTANTIATE_TEST_SUITE_P(All, HungEnd, kProcessLaunchers, LauncherName);
 
 TEST_P(HungEnd, KeepsNoOtherSaveFromEnding) {
   SavePrevious(directory());
-  CheckpointerOptions options = Options();
-  options.qos.bytes_per_second_max = 16u << 20;
-  const auto checkpointer = Make(options);
+  const auto checkpointer = Make(Options());
   ASSERT_NE(checkpointer, nullptr);
+  CheckpointerOptions options = Options();
+  options.qos.bytes_per_second_max = 64u << 10;  // killed long before the second chunk
+  const auto slow = checkpointer->CreateBeside(options);
+  ASSERT_TRUE(slow.ok()) << slow.status();
   const TrainingState state = TrainingState::Uniform(2, 2u << 20, 1);
   std::vector<SaveHandle> hung;
+  const absl::Cleanup release = [] { g_released = true; };
   for (const char* name : {"hung-1", "hung-2"}) {
-    const auto handle = Begin(checkpointer.get(), name, state);
+    const auto handle = Begin(slow->get(), name, state);
     ASSERT_TRUE(handle.ok()) << handle.status();
     ASSERT_TRUE(WaitFor([&] { return handle->progress().bytes_written > 0; }));
-    ASSERT_EQ(kill(handle->worker_pid(), SIGKILL), 0);
+    ASSERT_TRUE(SendSignal(handle->worker_pid(), SIGKILL));
     hung.push_back(*handle);
     // A kept worker may otherwise get the next job while it dies.
     ASSERT_TRUE(WaitFor([&] { return g_hanging == static_cast<int>(hung.size()); }));
@@ -70,7 +73,7 @@ TEST_P(HungEnd, KeepsNoOtherSaveFromEnding) {
   g_released = true;
   for (const SaveHandle& handle : hung)
     EXPECT_TRUE(absl::IsAborted(handle.WaitDurable(kLong).status()));
-  (void)checkpointer->Flush(kLong);
+  (void)(*slow)->Flush(kLong);
   ExpectPreviousAnd(directory(), {"other"});
 }
 

@@ -178,11 +178,11 @@ TEST(KeptWorker, ThatDiedAfterATrimIsReplaced) {
   ASSERT_TRUE((*checkpointer)->Trim().ok());
   const std::vector<pid_t> children = Holdings::OfSelf().children;
   ASSERT_EQ(children.size(), 1u);
-  kill(children[0], SIGKILL);
+  SendSignal(children[0], SIGKILL);
   ASSERT_TRUE(WaitFor([&] { return !IsAlive(children[0]); }));
   EXPECT_TRUE(save("step-2").ok());
   // And before a job: a trim has no worker to ask.
-  kill(Holdings::OfSelf().children.at(0), SIGKILL);
+  SendSignal(Holdings::OfSelf().children.at(0), SIGKILL);
   EXPECT_TRUE(WaitFor([&] { return (*checkpointer)->Trim().ok(); }));
   EXPECT_TRUE(save("step-3").ok());
 }

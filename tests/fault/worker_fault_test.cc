@@ -151,7 +151,7 @@ class WorkerTest : public LauncherTest {
     save.handle = Begin(save.checkpointer.get(), "stopped", TrainingState::Uniform(4, 4u << 20, 1));
     if (!save.handle.ok()) return save;
     EXPECT_TRUE(WaitFor([&] { return save.handle->progress().bytes_written > 0; }));
-    EXPECT_EQ(kill(save.handle->worker_pid(), SIGSTOP), 0);
+    EXPECT_TRUE(SendSignal(save.handle->worker_pid(), SIGSTOP));
     return save;
   }
 };
@@ -174,7 +174,7 @@ class KilledWorker : public WorkerTest {
       return handle->IsDone() || (worker != 0 && now(*handle));
     });
     // Still this process's child or zombie: no other process can have the pid during the save.
-    if (!handle->IsDone() && worker != 0) kill(worker, SIGKILL);
+    if (!handle->IsDone() && worker != 0) SendSignal(worker, SIGKILL);
     const auto report = handle->WaitDurable(kLong);
     if (report.ok()) {
       ++counts->saved;
@@ -252,7 +252,7 @@ TEST_P(KilledWorker, BeforeItReadsItsJob) {
     // Between two saves: the next save starts another worker.
     const std::vector<pid_t> children = Holdings::OfSelf().children;
     ASSERT_EQ(children.size(), 1u);
-    kill(children[0], SIGKILL);
+    SendSignal(children[0], SIGKILL);
     ASSERT_TRUE(WaitFor([&] { return !IsAlive(children[0]); }));
     ExpectRecovered(checkpointer.get());
     return;
@@ -262,7 +262,7 @@ TEST_P(KilledWorker, BeforeItReadsItsJob) {
   for (int i = 0; i < 3 || (failed == 0 && i < 50); ++i) {
     const auto handle = Begin(checkpointer.get(), "victim", state);
     ASSERT_TRUE(handle.ok()) << handle.status();
-    for (const pid_t child : Holdings::OfSelf().children) kill(child, SIGKILL);
+    for (const pid_t child : Holdings::OfSelf().children) SendSignal(child, SIGKILL);
     const auto report = handle->WaitDurable(kLong);
     if (!report.ok()) {
       ++failed;
@@ -287,7 +287,7 @@ TEST_P(KilledWorker, StreamingSaveEndsInTheCallWithTheWorkersDeath) {
   ASSERT_TRUE(GetParam() != Launcher::kPersistent || !Holdings::OfSelf().children.empty());
   std::thread killer([&] {
     WaitFor([&] { return checkpointer->staging().waits > 0; });
-    for (const pid_t child : Holdings::OfSelf().children) kill(child, SIGKILL);
+    for (const pid_t child : Holdings::OfSelf().children) SendSignal(child, SIGKILL);
   });
   const auto report = Save(checkpointer.get(), "victim", TrainingState::Uniform(8, 4u << 20, 1));
   killer.join();
@@ -306,7 +306,7 @@ std::atomic<bool>* g_killed = nullptr;
 
 void CountCall() {
   if (getpid() == g_trainer || ++g_calls != g_kill_at || g_killed->exchange(true)) return;
-  kill(getpid(), SIGKILL);
+  SendSignal(getpid(), SIGKILL);
 }
 #define KILLING(type, name, parameters, arguments) \
   type Killing_##name parameters {                 \
@@ -408,7 +408,7 @@ absl::StatusOr<RecoveryReport> g_recovered = absl::UnknownError("no recovery ran
 std::string* g_directory = nullptr;
 
 int DieInCommit(int a, const char* from, int b, const char* to, unsigned flags) {
-  if (getpid() != g_trainer && strcmp(to, "victim") == 0) kill(getpid(), SIGKILL);
+  if (getpid() != g_trainer && strcmp(to, "victim") == 0) SendSignal(getpid(), SIGKILL);
   return sys::kKernel.renameat2(a, from, b, to, flags);
 }
 int RecoverBeforeRemoval(int fd) {

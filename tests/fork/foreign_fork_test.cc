@@ -252,7 +252,7 @@ TEST_P(ForeignFork, ChildOfADeadTrainerKeepsNoLock) {
   // All threads must have stopped, or a thread may reap the worker's exit status.
   siginfo_t stopped{};
   ASSERT_EQ(waitid(P_PID, static_cast<id_t>(trainer.pid()), &stopped, WSTOPPED), 0);
-  if (!IsThread()) kill(worker, SIGKILL);
+  if (!IsThread()) SendSignal(worker, SIGKILL);
   trainer.Signal(SIGKILL);
   EXPECT_EQ(trainer.Wait(kLong), ChildProcess::kSignalBase + SIGKILL);
   if (!IsThread()) {
@@ -265,7 +265,7 @@ TEST_P(ForeignFork, ChildOfADeadTrainerKeepsNoLock) {
   ASSERT_TRUE(recovered.ok()) << recovered.status();
   EXPECT_THAT(recovered->kept_incomplete, IsEmpty());
   ExpectPreviousAnd(directory(), {});
-  kill(loader, SIGKILL);
+  SendSignal(loader, SIGKILL);
   EXPECT_EQ(subreaper.Reap(loader, kLong), ChildProcess::kSignalBase + SIGKILL);
 }
 

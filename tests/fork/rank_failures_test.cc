@@ -245,7 +245,7 @@ class RankFailures : public SaveTest, public ::testing::WithParamInterface<Case>
         return;
       case Fault::kWorkerKilledWhileWriting:
       case Fault::kWorkerKilledAfterItsVote:
-        kill(rank.worker, SIGKILL);
+        SendSignal(rank.worker, SIGKILL);
         return;
       case Fault::kTrainerKilledWhileStaging:
         rank.trainer->Signal(SIGKILL);
@@ -254,10 +254,10 @@ class RankFailures : public SaveTest, public ::testing::WithParamInterface<Case>
         return;
       case Fault::kNodeLostWhileWriting:
         // Both stop before either can report the other's fault.
-        kill(rank.worker, SIGSTOP);
+        SendSignal(rank.worker, SIGSTOP);
         rank.trainer->Signal(SIGKILL);
         EXPECT_GT(rank.trainer->Wait(kLong), ChildProcess::kSignalBase);
-        kill(rank.worker, SIGKILL);
+        SendSignal(rank.worker, SIGKILL);
         (void)subreaper.Reap(rank.worker, absl::Seconds(10));
         return;
     }

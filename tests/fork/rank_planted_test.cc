@@ -46,7 +46,7 @@ class PlantedRanks : public SaveTest {
     EXPECT_TRUE(first.ok() && second.ok());
     if (!first.ok() || !second.ok()) return false;
     EXPECT_TRUE(WaitFor([&] { return second->progress().bytes_written > 0; }));
-    kill(second->worker_pid(), SIGKILL);
+    SendSignal(second->worker_pid(), SIGKILL);
     EXPECT_FALSE(second->WaitDurable(kLong).ok());
     const bool bug = base::g_bug == Bug::kTrainerKeepsFailures;
     const absl::Status status = first->WaitDurable(bug ? absl::Seconds(5) : kLong).status();

@@ -143,7 +143,7 @@ TEST_P(Ranks, OneThatIsKilledIsADeadlineOfTheOther) {
   });
   const pid_t worker = std::atoi(mailbox.FromChild(kLong).value_or("0").c_str());
   ASSERT_GT(worker, 0);
-  if (!IsThread()) kill(worker, SIGKILL);
+  if (!IsThread()) SendSignal(worker, SIGKILL);
   other.Signal(SIGKILL);
   EXPECT_EQ(other.Wait(kLong), ChildProcess::kSignalBase + SIGKILL);
   // The trainer may have reaped the worker already.

@@ -119,7 +119,7 @@ TEST_P(TrainerKilled, ItsStandardStreamsEndThoughTheWorkerWrites) {
   EXPECT_NE(end.revents & POLLHUP, 0);
   EXPECT_TRUE(IsAlive(worker)) << "the end of file is the worker's";
   close(pipe_ends[0]);
-  kill(worker, SIGKILL);
+  SendSignal(worker, SIGKILL);
   EXPECT_EQ(subreaper.Reap(worker, kLong), ChildProcess::kSignalBase + SIGKILL);
 }
 
@@ -236,7 +236,7 @@ TEST_P(GroupSignals, KillNoSaveInFlight) {
     EXPECT_TRUE(next.ok()) << next.status();
   });
   ASSERT_TRUE(mailbox.FromChild(kLong).has_value());
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) EXPECT_EQ(kill(-trainer.pid(), signal), 0);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) EXPECT_EQ(killpg(trainer.pid(), signal), 0);
   EXPECT_EQ(trainer.Wait(kLong), 0);
   ExpectSound(absl::StrCat(directory(), "/step-1"));
   ExpectSound(absl::StrCat(directory(), "/step-2"));

@@ -89,13 +89,15 @@ ChildProcess::~ChildProcess() {
 }
 
 void ChildProcess::Signal(int signal) const {
-  if (status_ == kNotEnded) kill(pid_, signal);
+  if (status_ == kNotEnded) SendSignal(pid_, signal);
 }
 
 int ChildProcess::Wait(absl::Duration timeout) {
   if (status_ == kNotEnded) status_ = WaitForPid(pid_, timeout);
   return status_;
 }
+
+bool SendSignal(pid_t pid, int signal) { return pid > 0 && kill(pid, signal) == 0; }
 
 ChildResult RunInChild(const std::function<std::string()>& body, absl::Duration timeout) {
   Mailbox mailbox;

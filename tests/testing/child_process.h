@@ -73,6 +73,10 @@ int RunProgram(const std::string& command);
 /// Returns true if a process of that id exists and is no zombie.
 bool IsAlive(pid_t pid);
 
+/// Sends a signal to one process. Returns false if the call fails, and sends nothing for ids that
+/// name groups: the id of a worker that has ended is 0, which is the test's own group.
+bool SendSignal(pid_t pid, int signal);
+
 /// Polls `condition` until true. Returns false when the time has passed first.
 bool WaitFor(const std::function<bool()>& condition, absl::Duration timeout = absl::Seconds(60));
 

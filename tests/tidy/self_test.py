@@ -152,6 +152,10 @@ class TidyTest(unittest.TestCase):
     def test_the_standard_library_does_not_help_either(self):
         self.finds("system_call_rules.py", "fopen() goes past", "runtime/load/a.cc", '  std::fopen(name, "re");\n')
 
+    def test_signals_of_tests_go_to_one_process(self):
+        self.put("tests/fault/b.cc", "  thread_kill(a); handle.kill(b); SendSignal(pid, 9);  // as kill() does\n")
+        self.finds("system_call_rules.py", "kill() of process 0", "tests/fault/a.cc", "  ::kill(pid, SIGKILL);\n")
+
     def test_deadlines_are_on_the_monotonic_clock(self):
         self.finds("system_call_rules.py", "absl::Now()", "runtime/load/a.cc", "  const auto end = absl::Now();\n")
 

@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 """Checks that every system call goes through the table in runtime/sys: one that does not cannot be made to fail by a
 test. Those that make or close an fd are made by runtime/sys/owned_fds alone: elsewhere a fork of another thread could
-come between the call and the table of owned fds."""
+come between the call and the table of owned fds. Tests send signals by SendSignal alone, which knows that process 0 is
+the whole group of the test."""
 
 import re
 
 import source_tree
 
 TABLE = "runtime/sys/system.h"
+SIGNALS = "tests/testing/child_process.cc"
 # Relatives of what is in the table, which would go around it.
 RELATIVES = """access creat dup dup2 dup3 fdatasync fopen freopen getcwd ioctl kill linkat lseek lstat mkdir mkstemp
     mkdtemp open opendir pipe pipe2 preadv pwritev readdir readlink readv realpath remove rename renameat rmdir
@@ -31,6 +33,10 @@ def check(options):
     call = re.compile(r"(?:(?<![\w.>:])(?:::)?|\bstd::)(" + "|".join(sorted(names)) + r")\(")
     for path in source_tree.files(options.root, (".h", ".cc")):
         relative = path.relative_to(options.root).as_posix()
+        if relative.startswith("tests/") and relative != SIGNALS:
+            for number, line in source_tree.lines(path):
+                if re.search(r"(?<![\w.>:])(?:::)?kill\((?!\))", line):
+                    yield f"{relative}:{number}: kill() of process 0 ends the whole test; SendSignal does not"
         if not relative.startswith(("runtime/", "io_uring/")) or relative.startswith("runtime/sys/"):
             continue
         for number, line in source_tree.lines(path):

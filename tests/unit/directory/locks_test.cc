@@ -14,6 +14,7 @@
 
 #include "runtime/directory/entries.h"
 #include "runtime/sys/system.h"
+#include "tests/testing/child_process.h"
 #include "tests/testing/small_checkpoint.h"
 
 namespace holdfast::directory {
@@ -84,7 +85,7 @@ TEST_F(DirectoryLockTest, AForeignForkKeepsNoLockAlive) {
   ASSERT_EQ(read(ready[0], &byte, 1), 1);
   *save = PartialDirectory{};
   EXPECT_EQ(Look(), Owner::kNobody);
-  kill(child, SIGKILL);
+  testing::SendSignal(child, SIGKILL);
   waitpid(child, nullptr, 0);
   close(ready[0]);
   close(ready[1]);
@@ -113,10 +114,10 @@ TEST_F(DirectoryLockTest, ATrainersDeathReleasesItsLockAndTheWorkersRemains) {
   pid_t worker = 0;
   ASSERT_EQ(read(pipes[0], &worker, sizeof(worker)), ssize_t{sizeof(worker)});
   EXPECT_EQ(Look(), Owner::kTrainer);
-  kill(trainer, SIGKILL);
+  testing::SendSignal(trainer, SIGKILL);
   waitpid(trainer, nullptr, 0);
   EXPECT_EQ(Look(), Owner::kOrphan);
-  kill(worker, SIGKILL);
+  testing::SendSignal(worker, SIGKILL);
   // The worker was reparented: its end shows by its lock alone.
   auto opened = OpenDirectory(parent_.get(), kName);
   ASSERT_TRUE(opened.ok());

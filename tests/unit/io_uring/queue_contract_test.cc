@@ -6,12 +6,13 @@
 #include <cerrno>
 #include <thread>
 
+#include "tests/testing/child_process.h"
 #include "tests/unit/io_uring/queue_fixture.h"
 
 namespace holdfast::io {
 namespace {
 
-INSTANTIATE_TEST_SUITE_P(Rungs, QueueTest, testing::ValuesIn(kRungs), RungName);
+INSTANTIATE_TEST_SUITE_P(Rungs, QueueTest, ::testing::ValuesIn(kRungs), RungName);
 
 // Cuts the region in random aligned pieces and shuffles them.
 std::vector<Request> RandomPieces(const Region& region, int fd, Opcode opcode, uint64_t seed) {
@@ -227,7 +228,7 @@ TEST_P(QueueTest, WatchSeesAProcessEnd) {
   uint32_t wakeups = 0;
   EXPECT_EQ(queue_->Wait(&one, 1, 1, &wakeups), 0);
   EXPECT_EQ(wakeups, 0u);
-  kill(child, SIGKILL);
+  holdfast::testing::SendSignal(child, SIGKILL);
   EXPECT_EQ(queue_->Wait(&one, 1, -1, &wakeups), 0);
   EXPECT_EQ(wakeups, 1u << 1);
   EXPECT_EQ(waitpid(child, nullptr, 0), child);

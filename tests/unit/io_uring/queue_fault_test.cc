@@ -9,18 +9,19 @@
 #include <mutex>
 #include <set>
 
+#include "tests/testing/child_process.h"
 #include "tests/unit/io_uring/queue_fixture.h"
 
 namespace holdfast::io {
 namespace {
 
-INSTANTIATE_TEST_SUITE_P(Rungs, QueueTest, testing::ValuesIn(kRungs), RungName);
+INSTANTIATE_TEST_SUITE_P(Rungs, QueueTest, ::testing::ValuesIn(kRungs), RungName);
 
-std::string RingName(const testing::TestParamInfo<Rung>& info) { return info.param.name; }
+std::string RingName(const ::testing::TestParamInfo<Rung>& info) { return info.param.name; }
 
 /// Faults of the ring itself, which the pwrite rungs do not have.
 class RingTest : public QueueTest {};
-INSTANTIATE_TEST_SUITE_P(Rungs, RingTest, testing::Values(kRungs[0], kRungs[1]), RingName);
+INSTANTIATE_TEST_SUITE_P(Rungs, RingTest, ::testing::Values(kRungs[0], kRungs[1]), RingName);
 
 // --- Results of transfers ------------------------------------------------------------------------
 
@@ -369,7 +370,7 @@ TEST_P(RingTest, CloseDropsThePinsEvenIfAForkedChildHoldsTheRing) {
   // The ring of an earlier test may still be closing.
   for (int tries = 0; tries < 1000 && PinnedKiB() != 0; ++tries) usleep(10'000);
   EXPECT_EQ(PinnedKiB(), 0u);
-  kill(child, SIGKILL);
+  holdfast::testing::SendSignal(child, SIGKILL);
   EXPECT_EQ(waitpid(child, nullptr, 0), child);
 }
 

@@ -21,6 +21,7 @@
 
 #include "gtest/gtest.h"
 #include "runtime/sys/system.h"
+#include "tests/testing/child_process.h"
 #include "tests/testing/settings.h"
 #include "tests/unit/worker/worker_rig.h"
 
@@ -332,7 +333,7 @@ TEST(InterruptedWorker, EndsThoughItCannotSeeThatItsTrainerDied) {
   for (int i = 0; i < 60'000 && !HasEnded(worker.pid()); ++i) ::usleep(1000);
   const bool ended = HasEnded(worker.pid());
   EXPECT_TRUE(ended);
-  if (!ended) ::kill(worker.pid(), SIGKILL);
+  if (!ended) testing::SendSignal(worker.pid(), SIGKILL);
 }
 
 // The kernel may take the old mapping of MAP_FIXED away and then find no memory for the new one.
@@ -482,7 +483,8 @@ TEST(WorkerProcess, SurvivesTheSignalsOfATerminal) {
   save.StartOn(&worker);
   while (save.job()->bytes_completed.load() == 0) ::usleep(500);
   EXPECT_EQ(::getsid(worker.pid()), worker.pid());
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1}) ::kill(worker.pid(), signal);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1})
+    testing::SendSignal(worker.pid(), signal);
   save.Seal(1);
   save.Ring();
   ASSERT_TRUE(save.AwaitDone());

@@ -1,4 +1,5 @@
 #include "tests/unit/worker/worker_rig.h"
+#include "tests/testing/child_process.h"
 
 #include <fcntl.h>
 #include <poll.h>
@@ -54,7 +55,7 @@ StandIn::~StandIn() { Die(); }
 
 void StandIn::Die() {
   if (pid_ <= 0) return;
-  ::kill(pid_, SIGKILL);
+  testing::SendSignal(pid_, SIGKILL);
   int status = 0;
   ::waitpid(pid_, &status, 0);
   pid_ = -1;
