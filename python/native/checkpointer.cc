@@ -276,7 +276,11 @@ void BindCheckpointer(nb::module_& module) {
       .def("cancel", [](const SaveHandle& save) { ThrowIfError(save.Cancel()); })
       .def("progress", [](const SaveHandle& save) { return DictOf(save.progress()); })
       .def_prop_ro("epoch", &SaveHandle::epoch)
-      .def_prop_ro("worker_pid", &SaveHandle::worker_pid);
+      // None instead of 0: a signal to process 0 goes to the caller's whole group.
+      .def_prop_ro("worker_pid", [](const SaveHandle& save) -> std::optional<int> {
+        const int pid = save.worker_pid();
+        return pid > 0 ? std::optional(pid) : std::nullopt;
+      });
 
   nb::class_<Saver>(module, "Checkpointer", "Staging memory and the workers behind it.")
       .def(

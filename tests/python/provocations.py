@@ -139,7 +139,7 @@ def cancelled(directory: Path) -> str:
 @provocation
 def worker_killed(directory: Path) -> str:
     with slow_save(directory) as handle:
-        while handle._native.worker_pid == 0:
+        while handle._native.worker_pid is None:
             pass
         os.kill(handle._native.worker_pid, signal.SIGKILL)
         return said(lambda: handle.wait(60))

@@ -19,6 +19,7 @@ from typing import Any
 import holdfast
 import holdfast.dcp
 from holdfast.integrity import corruption, judge, readers, schedule, trainer
+from holdfast.integrity.processes import send
 
 # Events that need no hook in the saver. Those of workers need a worker process.
 EVENTS = (
@@ -95,11 +96,11 @@ class Trainer(trainer.Trainer):
         self.tell("fired", n=number, kind=kind, phase="call" if kind == "kill-in-call" else "writing", pid=worker)
         with contextlib.suppress(ProcessLookupError):
             if kind == "stop-worker":
-                os.kill(worker or 0, signal.SIGSTOP)
+                send(worker, signal.SIGSTOP)
                 time.sleep(event["seconds"])
-                os.kill(worker or 0, signal.SIGCONT)
+                send(worker, signal.SIGCONT)
             if kind in ("kill-worker", "terminate-worker"):
-                os.kill(worker or 0, signal.SIGKILL if kind == "kill-worker" else signal.SIGTERM)
+                send(worker, signal.SIGKILL if kind == "kill-worker" else signal.SIGTERM)
             self.strike_trainer(kind, event["seconds"])
 
 

@@ -65,8 +65,9 @@ def held(in_group: bool) -> collections.Counter[str]:
 
 def send(pid: int | None, number: signal.Signals) -> None:
     """Sends a signal to a process that may be gone."""
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid or 0, number)
+    if pid:  # process 0 would be this one's whole group
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 class Orphans:

@@ -33,7 +33,7 @@ import holdfast
 import holdfast.dcp
 from holdfast import _devices, handle
 from holdfast.integrity import injection, readers, schedule, states
-from holdfast.integrity.processes import children, held
+from holdfast.integrity.processes import children, held, send
 from holdfast.integrity.slow_device import SlowDevice
 
 # Seconds: far more than a busy machine needs. What ends by a deadline here has an event as its cause.
@@ -393,9 +393,9 @@ class Trainer:
             if kind in ("stop-worker", "hang-worker"):
                 time.sleep(TIME_HUNG * 3 if kind == "hang-worker" else seconds)
             if kind == "terminate-worker":
-                os.kill(pid or 0, signal.SIGTERM)
-            if kind in ("kill-worker", "kill-both") and pid:
-                os.kill(pid, signal.SIGKILL)
+                send(pid, signal.SIGTERM)
+            if kind in ("kill-worker", "kill-both"):
+                send(pid, signal.SIGKILL)
             self.strike_trainer(kind, seconds)
             if kind == "cancel":
                 save.cancel()
