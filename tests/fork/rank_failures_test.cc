@@ -106,8 +106,7 @@ class RankFailures : public SaveTest, public ::testing::WithParamInterface<Case>
 #ifndef HOLDFAST_WITHOUT_BOARD
     if (row().by_liveness) options.time_liveness_max = kLiveness;
 #endif
-    if (rank == holder() && !row().late) options.qos.bytes_per_second_max = kSlow;
-    if (rank == holder() && Is(Fault::kWorkerKilledAfterItsVote))
+    if (rank == holder() && (!row().late || Is(Fault::kCancelledAtOnce)))
       options.qos.bytes_per_second_max = kSlow;
     if (rank == failing() && Is(Fault::kCallRefused)) options.staging.control_bytes_max = 1;
     return options;
