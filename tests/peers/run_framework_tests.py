@@ -2,8 +2,8 @@
 
     build/venv-frameworks/bin/python tests/peers/run_framework_tests.py CHECKOUT [FILE...] [--report docs/peer-tests.md]
 
-CHECKOUT is one of Megatron-LM (eight ranks) or of nvidia-resiliency-ext (two); its tests run against the package that is
-installed. A test has passed if it has on all ranks, and every save in it was proved when it was committed. One that fails
+CHECKOUT is one of Megatron-LM (eight ranks), of nvidia-resiliency-ext (two) or of torchtitan (one); its tests run against the
+package that is installed. A test has passed if it has on all ranks, and every save in it was proved when it was committed. One that fails
 without Holdfast, too, is impossible here. Exit status 0 if none failed. With --stock nothing is installed: what the tests do
 by themselves.
 """
@@ -11,6 +11,7 @@ by themselves.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
 import os
 import shutil
@@ -23,65 +24,136 @@ from pathlib import Path
 import pytest_runs
 from pytest_runs import Outcome
 
-# Of Megatron-LM.
-FOLDER = "tests/unit_tests/dist_checkpointing"
-FILES = (
-    "test_async_save.py",
-    "test_torch_dist.py",
-    "test_integrity.py",
-    "test_fully_parallel.py",
-    "test_serialization.py",
-    "test_nonpersistent.py",
-    "test_global_metadata_reuse.py",
-    "test_local.py",
-    "test_strict.py",
-    "test_replication.py",
+
+@dataclasses.dataclass
+class Suite:
+    """The tests of one project.
+
+    Attributes:
+        title: of its table.
+        folder, files: in a checkout.
+        ranks: of each test.
+        packages: whose versions the table names.
+        told: how Holdfast is installed, in lines.
+        variables: of the tests' processes.
+        plugin: of pytest, which installs Holdfast.
+        impossible: parts of names of tests, and why they fail here.
+        adapted: parts of names of tests that pass with a change, and the change.
+        adapted_saves: the change of each test that saves.
+    """
+
+    title: str
+    folder: str
+    files: tuple[str, ...]
+    ranks: int
+    packages: tuple[str, ...]
+    told: list[str]
+    variables: dict[str, str] = dataclasses.field(default_factory=dict)
+    plugin: str = ""
+    impossible: dict[str, str] = dataclasses.field(default_factory=dict)
+    adapted: dict[str, str] = dataclasses.field(default_factory=dict)
+    adapted_saves: str = ""
+
+    def change(self, outcome: Outcome) -> str:
+        return next((c for part, c in self.adapted.items() if part in outcome.test), self.adapted_saves if outcome.saves else "")
+
+
+NO_GPU = {"PYTHONPATH": str(pytest_runs.HERE / "megatron_no_gpu")}
+SUITES = (
+    Suite(
+        title="Megatron's own tests",
+        folder="tests/unit_tests/dist_checkpointing",
+        files=(
+            "test_async_save.py",
+            "test_torch_dist.py",
+            "test_integrity.py",
+            "test_fully_parallel.py",
+            "test_serialization.py",
+            "test_nonpersistent.py",
+            "test_global_metadata_reuse.py",
+            "test_local.py",
+            "test_strict.py",
+            "test_replication.py",
+        ),
+        ranks=8,
+        packages=("megatron-core", "nvidia-resiliency-ext"),
+        told=[
+            "Megatron-LM's tests of `dist_checkpointing` with `holdfast.megatron` installed, on eight gloo ranks",
+            "with a stand-in for the GPU.",
+        ],
+        variables=NO_GPU,
+        impossible={
+            "test_get_async_strategy_no_nvrx_installed": "wants an error where nvidia-resiliency-ext is missing; here it may be",
+            "test_get_async_strategy_missing_nvrx_cached_metadata_reader": "looks for stock classes where nvidia-resiliency-ext is missing",
+        },
+        adapted={
+            "test_basic_save_load_scenarios": "two saves of one state are compared but for the id of the save, which is in the file",
+            "test_repl_save_and_load": "the hidden manifests of local checkpoints are not listed",
+        },
+    ),
+    # Local checkpoints, for which no manifest of a directory counts.
+    Suite(
+        title="Tests of local checkpoints in nvidia-resiliency-ext",
+        folder="tests/checkpointing/unit",
+        files=("test_basic_local.py", "test_cleanup.py"),
+        ranks=2,
+        packages=("nvidia-resiliency-ext",),
+        told=["Its tests of local checkpoints, on two ranks."],
+        variables=NO_GPU,
+    ),
+    Suite(
+        title="torchtitan's own tests",
+        folder="tests/unit_tests",
+        files=("test_checkpoint.py",),
+        ranks=1,
+        packages=("torchtitan",),
+        told=[
+            "torchtitan's tests of its checkpoint manager, with `holdfast.torchtitan.CheckpointManager` in its place.",
+            "They need `torchdata`, `tensorboard`, `tokenizers` and `datasets`, too.",
+        ],
+        plugin="torchtitan_substitutes",
+        impossible={
+            "test_legacy_config_only_adds_dcp_specific_fields": "asks which options the class adds to its base: this one adds none",
+        },
+        adapted_saves="the tests' mocks of PyTorch's functions are called behind Holdfast's saves",
+    ),
 )
-# Of nvidia-resiliency-ext: local checkpoints, for which no manifest of a directory counts.
-NVRX_FOLDER = "tests/checkpointing/unit"
-NVRX_FILES = ("test_basic_local.py", "test_cleanup.py")
-# Parts of names of tests, and why they fail here.
-IMPOSSIBLE = {
-    "test_get_async_strategy_no_nvrx_installed": "wants an error where nvidia-resiliency-ext is missing; here it may be",
-    "test_get_async_strategy_missing_nvrx_cached_metadata_reader": "looks for stock classes where nvidia-resiliency-ext is missing",
-}
-# Parts of names of tests that pass with a change (megatron_no_gpu), and the change.
-ADAPTED = {
-    "test_basic_save_load_scenarios": "two saves of one state are compared but for the id of the save, which is in the file",
-    "test_repl_save_and_load": "the hidden manifests of local checkpoints are not listed",
-}
 
 
-def run(root: Path, folder: str, name: str, ranks: int, limit: float, stock: bool, tests: Sequence[str] = ()) -> list[Outcome]:
-    path = os.pathsep.join([str(pytest_runs.HERE / "megatron_no_gpu"), str(root)])
-    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HOLDFAST_PEER_STOCK": str(int(stock))}
-    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
-    found = pytest_runs.run(f"{folder}/{name}", root, launcher=launcher, tests=tests, environment=variables, limit=limit, ranks=ranks)
+def run(suite: Suite, root: Path, name: str, limit: float, stock: bool, tests: Sequence[str] = ()) -> list[Outcome]:
+    path = os.pathsep.join(filter(None, [suite.variables.get("PYTHONPATH"), str(root)]))
+    variables = {**suite.variables, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HOLDFAST_PEER_STOCK": str(int(stock))}
+    launcher = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={suite.ranks}") if suite.ranks > 1 else ()
+    plugin = ("-p", suite.plugin) if suite.plugin and not stock else ()
+    found = pytest_runs.run(
+        f"{suite.folder}/{name}", root, launcher=launcher, arguments=plugin, tests=tests, environment=variables, limit=limit,
+        ranks=suite.ranks,
+    )  # fmt: skip
     for outcome in found:
-        change = next((change for part, change in ADAPTED.items() if part in outcome.test), "")
+        change = suite.change(outcome)
         if change and outcome.status == "passed" and not stock:
             outcome.status, outcome.reason = "adapted", change
     failed = {o.test: o for o in found if o.status == "failed" and not stock}
     for test in list(failed):
-        if reason := next((why for part, why in IMPOSSIBLE.items() if part in test), ""):
+        if reason := next((why for part, why in suite.impossible.items() if part in test), ""):
             outcome = failed.pop(test)
             outcome.status, outcome.reason = "impossible", reason
     if failed and pytest_runs.WHOLE not in failed:
-        for plain in run(root, folder, name, ranks, limit, stock=True, tests=list(failed)):
+        for plain in run(suite, root, name, limit, stock=True, tests=list(failed)):
             if plain.status == "failed" and plain.test in failed:
                 error = next((line[1:].strip() for line in plain.reason.splitlines() if line.startswith("E ")), "no message")
                 failed[plain.test].status, failed[plain.test].reason = "impossible", f"without Holdfast, too: {error}"
     return found
 
 
-def report(outcomes: list[Outcome], seconds: float) -> list[str]:
+def report(suite: Suite, outcomes: list[Outcome], seconds: float) -> list[str]:
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in suite.packages)
     return [
-        "Megatron-LM's tests of `dist_checkpointing` with `holdfast.megatron` installed, on eight gloo ranks",
-        "with a stand-in for the GPU. A test counts only if it has passed on all ranks, and if every save in",
-        "it was proved by its manifests when it was committed.",
+        *suite.told,
+        "A test counts only if it has passed on all ranks, and if every save in it was proved by its manifests when",
+        "it was committed.",
         "",
-        f"Megatron-Core {importlib.metadata.version('megatron-core')}, nvidia-resiliency-ext "
-        f"{importlib.metadata.version('nvidia-resiliency-ext')}: {pytest_runs.said(outcomes)}.",
+        f"{versions}: {pytest_runs.said(outcomes)}.",
         f"{sum(o.saves for o in outcomes)} saves, every one proved. {seconds:.0f} s. Made by",
         "",
         "    python tests/peers/run_framework_tests.py CHECKOUT --report docs/peer-tests.md",
@@ -91,19 +163,16 @@ def report(outcomes: list[Outcome], seconds: float) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("checkout", type=Path, help="source tree of Megatron-LM or nvidia-resiliency-ext")
+    parser.add_argument("checkout", type=Path, help="source tree of Megatron-LM, nvidia-resiliency-ext or torchtitan")
     parser.add_argument("files", nargs="*", help="default: all that apply")
     parser.add_argument("--report", type=Path, help="document for the table")
     parser.add_argument("--limit", type=float, default=900, help="seconds for a file")
     parser.add_argument("--stock", action="store_true", help="without Holdfast")
     arguments = parser.parse_args()
-    suites = ((FOLDER, FILES, 8), (NVRX_FOLDER, NVRX_FILES, 2))
-    of_checkout = [suite for suite in suites if (arguments.checkout / suite[0]).is_dir()]
-    if not of_checkout:
-        parser.error(f"{arguments.checkout}: neither Megatron-LM nor nvidia-resiliency-ext: it has no {FOLDER} and no {NVRX_FOLDER}")
-    folder, files, ranks = of_checkout[0]
-    if arguments.report and folder != FOLDER:
-        parser.error("--report is for Megatron-LM's tests")
+    checkout = arguments.checkout
+    suite = next((suite for suite in SUITES if all((checkout / suite.folder / name).is_file() for name in suite.files)), None)
+    if suite is None:
+        parser.error(f"{checkout}: it has no tests of Megatron-LM, of nvidia-resiliency-ext or of torchtitan that are known here")
     started = time.monotonic()
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -113,13 +182,12 @@ def main() -> int:
         download = root / "tests/test_utils/python_scripts/download_unit_tests_dataset.py"
         if download.exists():
             download.write_text("def download_and_extract_asset(assets_dir):\n    pass\n")
-        for name in arguments.files or files:
-            found = run(root, folder, name, ranks, arguments.limit, arguments.stock)
+        for name in arguments.files or suite.files:
+            found = run(suite, root, name, arguments.limit, arguments.stock)
             pytest_runs.show(found)
             outcomes += found
     if arguments.report:
-        lines = report(outcomes, time.monotonic() - started)
-        pytest_runs.put(arguments.report, "Megatron's own tests", lines)
+        pytest_runs.put(arguments.report, suite.title, report(suite, outcomes, time.monotonic() - started))
     print(pytest_runs.said(outcomes))
     return 1 if not outcomes or any(o.status == "failed" for o in outcomes) else 0
 
