@@ -16,6 +16,7 @@ import holdfast
 
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
 WIDTH = 640  # a checkpoint has 4.9 MB: two chunks, so that a limit of the rate is felt
+torch.set_num_threads(1)  # the order of a sum depends on their number: the same in all processes
 # A checkpoint takes 0.2 s: ten times as long as the four short steps between two of them.
 SLOW = {"bytes_per_second_max": 25_000_000}
 
