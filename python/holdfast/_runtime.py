@@ -98,6 +98,7 @@ class _Memory(PerProcess):
         self.doors: OrderedDict[tuple[Any, ...], _native.Checkpointer] = OrderedDict()
         self.core: _native.Checkpointer | None = None
         self.nbytes = 0
+        self._holds = 0  # the largest state that the memory was made for and holds whole
 
     def is_busy(self) -> bool:
         """Whether a save goes on, or memory of one that has ended may still be touched."""
@@ -108,6 +109,8 @@ class _Memory(PerProcess):
 
     def take(self, nbytes: int) -> _native.Checkpointer:
         """The memory, for a save of `nbytes`. The lock must be held."""
+        if self.core is not None and nbytes <= self._holds:
+            return self.core
         fixed = fixed_arena_bytes(self.options)
         wanted = fixed or default_arena_bytes(nbytes, self.nbytes)
         if self.core is not None:
@@ -119,6 +122,7 @@ class _Memory(PerProcess):
             _with_worker({**self.options, "directory": "/", "arena_bytes": wanted})
         )
         self.nbytes = wanted
+        self._holds = 0 if fixed or wanted < nbytes else nbytes
         return self.core
 
 
