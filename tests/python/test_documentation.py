@@ -183,7 +183,10 @@ def test_the_dashboard_asks_for_metrics_that_are_exported(tmp_path: Path) -> Non
         for path in ("a", "a"):
             with contextlib.suppress(FileExistsError):
                 holdfast.save_async({"w": torch.ones(1)}, tmp_path / path).wait(60)
-        families = list(registry.collect())
+        with holdfast.Checkpointer(tmp_path / "run", drain_to=tmp_path / "second") as draining:
+            draining.save({"w": torch.ones(1)}, 1)
+            draining.wait_drained(60)
+            families = list(registry.collect())
     samples = {sample.name for family in families for sample in family.samples}
     dashboard = json.loads((DOCS / "grafana-dashboard.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
