@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -128,6 +128,7 @@ def test_what_ours_writes_the_stock_reader_loads(state: dict[str, Any], tmp_path
 
 @_SETTINGS
 @given(state=_STATES.filter(_distinct))
+@example(state={"no bytes": torch.zeros(0)})
 def test_what_the_stock_writer_writes_ours_loads(state: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "stock"
     shutil.rmtree(path, ignore_errors=True)

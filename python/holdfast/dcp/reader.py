@@ -234,9 +234,10 @@ class StorageReader(_StorageReader):
             planner.commit_tensor(item, target)
         if foreign:
             self._read_foreign(foreign, planner)
+        is_ours = bool(proved) or self._manifest_digests is not None  # also where nothing is to be read
         self.report = {
             **{key: loading.report[key] for key in ("bytes", "bytes_read", "seconds")},
-            "verified": self._verify and not unproved and not foreign,
+            "verified": self._verify and is_ours and not unproved and not foreign,
         }
         steps = (p.reader.step for p in proved.values())
         _lineage.loaded(str(self.path), self._save_id, next(steps, 0))
