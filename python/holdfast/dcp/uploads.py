@@ -369,7 +369,8 @@ def line_of(group: Any, no_dist: bool, time_ranks_max: float | None) -> Line:
     return line
 
 
-_COUNTS_GROUPS_MADE = "group_count" in c10d._hash_ranks_to_str.__code__.co_names
+_names = getattr(c10d, "_hash_ranks_to_str", None)
+_COUNTS_GROUPS_MADE = "group_count" in getattr(getattr(_names, "__code__", None), "co_names", ())
 _OWN_COUNTS = 1 << 40  # more groups than anybody makes
 
 
@@ -378,10 +379,10 @@ def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
 
     PyTorch names a group that its ranks alone make by a count, and ranks that find another name wait for
     each other for ever. PyTorch 2.13 counts the groups that a rank is in: a rank in fewer groups than another
-    one makes some of its own. PyTorch 2.15 counts the groups that a rank has made, also for the names of
-    groups that all ranks make: this one has a count of its own, and leaves PyTorch's as it was.
+    one makes some of its own. Newer ones count the groups that a rank has made, alone or with others, also for
+    the names of groups that all ranks make: this one has a count of its own, and leaves PyTorch's as it was.
     """
-    if len(ranks) == dist.get_world_size():
+    if len(ranks) == dist.get_world_size() and not _COUNTS_GROUPS_MADE:
         return dist.new_group(list(ranks), timeout, "gloo")
     rank, store, key = dist.get_rank(), c10d._get_default_store(), f"holdfast/groups of {ranks}"
     count = _lines.groups_made if _COUNTS_GROUPS_MADE else len(c10d._world.pg_names)
