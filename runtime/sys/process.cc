@@ -27,7 +27,8 @@ constexpr int kIgnored[] = {SIGINT,  SIGTERM, SIGHUP,  SIGQUIT, SIGPIPE, SIGXFSZ
 void CloseFrom(int first) {
   // Raw: older C libraries lack the wrapper.
   if (::syscall(SYS_close_range, first, ~0u, 0) == 0) return;
-  // Before Linux 5.9. No opendir(3): a forked child has no heap.
+  // Before Linux 5.9. No opendir(3): a forked child has no heap. Nor may it have a free descriptor.
+  ::close(first);
   const int folder = ::open("/proc/self/fd", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   if (folder < 0) return;
   alignas(dirent64) char entries[4096];

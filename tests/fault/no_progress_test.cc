@@ -263,7 +263,32 @@ TEST_P(ThreadLimit, IsAnErrorAndNoDeath) {
     EXPECT_THAT(Names(directory()), ::testing::IsEmpty());
   }
   EXPECT_TRUE(worked);
-  EXPECT_GE(refused, 3);  // a sealer, the supervisor, the device's, the housekeeper's
+  EXPECT_GE(refused, 3);  // a sealer, the supervisor, the device's
+}
+
+TEST_P(ThreadLimit, ThatStopsARemovalIsTheErrorOfAFlush) {
+  CheckpointerOptions options = Options();
+  options.retention.keep_last = 1;
+  const TrainingState state = TrainingState::Uniform(2, 100'000, 1);
+  absl::Status flushed = absl::OkStatus();
+  uint64_t step = 0;
+  // The thread of removals is the last that a first save starts.
+  for (int allowed = 0; flushed.ok() && allowed < 20; ++allowed) {
+    const auto checkpointer = Make(options);
+    ASSERT_NE(checkpointer, nullptr);
+    g_threads_left = allowed;
+    sys::g_system.thread_create = LimitedThreadCreate;
+    ++step;
+    const auto saved = Save(checkpointer.get(), absl::StrCat("step-", step), state, step);
+    if (saved.ok()) flushed = checkpointer->Flush(kLong);
+    sys::g_system = sys::kKernel;
+    if (flushed.ok()) continue;
+    EXPECT_TRUE(absl::IsResourceExhausted(flushed) || absl::IsUnavailable(flushed)) << flushed;
+    ASSERT_TRUE(Save(checkpointer.get(), "step-100", state, 100).ok());
+    EXPECT_TRUE(checkpointer->Flush(kLong).ok());
+    EXPECT_THAT(Names(directory()), ::testing::ElementsAre("step-100"));
+  }
+  EXPECT_FALSE(flushed.ok());
 }
 
 std::atomic<int> g_waits_to_fail{0};
