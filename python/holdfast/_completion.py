@@ -123,9 +123,9 @@ class _Thread(threading.Thread):
     def has_set(self, event: threading.Event | None) -> bool:
         """Waits for what the thread sets, None: until it runs. False: it ended before it ran."""
         event = event or self._started
-        while not threading.Event.wait(event, None if self._started.is_set() else 0.05):
+        while not threading.Event.wait(event, 1.0 if self._started.is_set() else 0.05):
             ended = self._entry is None or self._entry() is None
-            if ended and not self._started.is_set():  # asked last: it may have run, and ended, meanwhile
+            if ended and not event.is_set():  # asked last: it may have run, and ended, meanwhile
                 return False
         return True
 
