@@ -7,7 +7,7 @@
 # --systems     bullseye, bookworm, trixie (Debian 11 to 13), jammy (Ubuntu 22.04); default: bookworm,trixie.
 # --situations  user, no_sys_admin, no_io_uring, small_shm, read_only, one_gib (below; default: all).
 # --wheels      where the wheels are (default build/wheels/out, which tools/build-wheels.sh makes).
-# --write       writes the rows of these systems into the table of docs/install.md.
+# --write       writes the rows into the table of docs/install.md, if no rehearsal fails.
 #
 #   user          an unprivileged user, and nothing else: pip install, then the first save.
 #   no_sys_admin  root without CAP_SYS_ADMIN, as in a container engine's default.
@@ -135,5 +135,6 @@ END
     fi
   done
 done
+[ "$status" = 0 ] || write=
 python3 -B "$root/tools/rehearse/table.py" $write "$results" || status=1
 exit "$status"

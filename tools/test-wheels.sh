@@ -28,6 +28,8 @@ for python in "${pythons[@]}"; do
   name=wheel-$version
   export HOLDFAST_VENV=$root/build/venv-$name
   HOLDFAST_PYTHON=$python HOLDFAST_WHEELS=$wheels HOLDFAST_TORCH=$torch "$root/tools/venv.sh"
+  [ "$("$HOLDFAST_VENV/bin/python" -c 'import platform; print(platform.python_version())')" = "$version" ] ||
+    fail "$HOLDFAST_VENV has another Python than $version: remove it"
   say "== $name: tests"
   # Not in the checkout: its folders must not be found in the place of what is installed.
   (cd "$results" && "$HOLDFAST_VENV/bin/python" -B -m pytest "$root/tests/python" -q -n 3 --dist loadfile -o cache_dir="$root/build/pytest-cache-$name" \

@@ -18,6 +18,7 @@
 set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+wheels=${HOLDFAST_WHEELS:+$(realpath -m -- "$HOLDFAST_WHEELS")}
 cd "$root"
 
 case "${1:-}" in
@@ -28,13 +29,12 @@ if [ "${1:-}" = --frameworks ]; then
   [ -x "${HOLDFAST_VENV:-$root/build/venv}/bin/python" ] || "$root/tools/venv.sh" || exit 1
   exec "$root/tools/frameworks.sh" "${HOLDFAST_VENV:-$root/build/venv}"
 fi
-wheels=${HOLDFAST_WHEELS:-}
 [ -n "$wheels" ] || install_missing "${packages_build[@]}" "${packages_python[@]}"
 venv=${HOLDFAST_VENV:-$root/build/venv}
 python=$venv/bin/python
 # Debian's own: another python3 that comes first in PATH may lack the headers.
 system_python=${HOLDFAST_PYTHON:-/usr/bin/python3}
-[ -x "$system_python" ] || system_python=python3
+[ -n "${HOLDFAST_PYTHON:-}" ] || [ -x "$system_python" ] || system_python=python3
 
 if ! { [ -x "$python" ] && "$python" -c 'import sys; sys.exit(sys.prefix == sys.base_prefix)'; } 2>/dev/null; then
   say "Making $venv"

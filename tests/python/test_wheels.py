@@ -148,15 +148,21 @@ def test_the_first_save_of_the_rehearsal_runs(tmp_path: Path) -> None:
     assert "| `user` |" in table and "| pwrite | 1.5 s |" in table
 
 
-def test_the_table_of_rehearsals_keeps_the_rows_of_other_systems() -> None:
+def test_the_table_of_rehearsals_keeps_the_rows_of_other_systems_and_situations() -> None:
     table = runpy.run_path(str(TOOLS / "rehearse" / "table.py"))
     result = {"system": "old", "libc": "glibc 2.31", "python": "3.11.2", "situation": "user", "engine": "pwrite", "pages": "small",
               "direct_io": "proven", "told": [], "install": 0, "seconds": 1.0}
-    former = [f"| {name}, Python 3.9 | `user` | former |" for name in ("old", "older")]
+    former = [f"| {name}, Python 3.9 | `{how}` | former |" for name, how in (("old", "user"), ("old", "one_gib"), ("older", "user"))]
     page = "\n".join(["before", table["BEGIN"], "| head |", "| --- |", *former, table["END"], "after"])
     lines = table["written"](page, [result]).splitlines()
-    assert lines[4:6] == [former[1], table["row"](result)] and "| old, glibc 2.31, Python 3.11.2 | `user` |" in lines[5]
-    assert [lines[0], *lines[6:]] == ["before", table["END"], "after"]
+    assert lines[4:7] == [*former[1:], table["row"](result)] and "| old, glibc 2.31, Python 3.11.2 | `user` |" in lines[6]
+    assert [lines[0], *lines[7:]] == ["before", table["END"], "after"]
+
+
+def test_an_interpreter_that_is_not_there_is_not_replaced_by_another(tmp_path: Path) -> None:
+    done = run(TOOLS / "venv.sh", env={**os.environ, "HOLDFAST_PYTHON": "python3.99", "HOLDFAST_VENV": str(tmp_path / "venv"),
+                                       "HOLDFAST_WHEELS": str(tmp_path)})  # fmt: skip
+    assert done.returncode != 0 and "python3.99" in done.stderr and not (tmp_path / "venv").exists()
 
 
 @pytest.mark.skipif("HOLDFAST_LONG" not in os.environ, reason="builds a wheel: set HOLDFAST_LONG=1")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -39,11 +40,12 @@ def table(results: list[dict[str, object]], kept: list[str]) -> str:
 
 
 def written(page: str, results: list[dict[str, object]]) -> str:
-    """The page with the rows of these systems in the place of their former ones."""
+    """The page with these rows in the place of the former ones for the same system and situation."""
     before, rest = page.split(BEGIN, 1)
     former, after = rest.split(END, 1)
-    systems = tuple(f"| {result['system']}," for result in results)
-    kept = [line for line in former.strip().splitlines()[2:] if not line.startswith(systems)]
+    new = {(result["system"], result["situation"]) for result in results}
+    cells = re.compile(r"\| ([^,|]*),[^|]*\| `([^`]*)` \|")
+    kept = [line for line in former.strip().splitlines()[2:] if not ((found := cells.match(line)) and found.groups() in new)]
     return f"{before}{BEGIN}\n{table(results, kept)}\n{END}{after}"
 
 

