@@ -20,6 +20,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def unpicklable(directory: Path) -> str:
 
 @provocation
 def objects_refused(directory: Path) -> str:
-    state = {"w": torch.ones(2), "note": Path("x")}
+    state = {"w": torch.ones(2), "ratio": Fraction(1, 3)}
     return said(lambda: save(directory / "step-1", state, objects="refuse"))
 
 
