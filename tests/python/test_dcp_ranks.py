@@ -470,6 +470,8 @@ def _unlike_groups(rank: int, directory: str) -> None:
     if rank:
         holdfast.dcp.save({"x": torch.ones(1)}, checkpoint_id=f"{directory}/some", process_group=group)
     dist.barrier(dist.new_group())  # all ranks can make groups still
+    if not rank:  # PyTorch's own could not, from here on
+        dist.new_group([rank], use_local_synchronization=True)
     holdfast.dcp.save({"x": torch.ones(1)}, checkpoint_id=f"{directory}/all")
 
 
