@@ -274,6 +274,60 @@ def test_clean_leaves_what_no_drain_has_put(tmp_path: Path, bucket: tuple[str, d
     assert far.clean(set()) == [] and far.sizes("export")
 
 
+def meanwhile(far: Place, other: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets another process do something behind the next listing."""
+    objects = far._objects
+
+    def listed(prefix: str = "") -> Any:
+        found = objects(prefix)
+        monkeypatch.setattr(far, "_objects", objects)
+        other()
+        return found
+
+    monkeypatch.setattr(far, "_objects", listed)
+
+
+def test_clean_leaves_what_another_process_commits_meanwhile(tmp_path: Path, bucket: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "one", 1, elements=10)
+    save(tmp_path / "two", 2, elements=10)
+    far = open_place(*bucket)
+    swept(open_place(str(tmp_path / "one")), far)
+    meanwhile(far, lambda: swept(open_place(str(tmp_path / "two")), open_place(*bucket)), monkeypatch)
+    assert far.clean(set()) == [] and names(far) == ["step-1", "step-2"]
+
+
+def test_an_old_copy_that_goes_on_is_no_leftover(tmp_path: Path, bucket: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a drain whose network was down for a day."""
+    save(tmp_path / "run", 1, elements=10)
+    far = open_place(*bucket)
+    swept(open_place(str(tmp_path / "run")), far)
+    (one,) = far.complete()[0]
+    far._delete(one.slot, [one.record])
+    monkeypatch.setattr("holdfast.drain.object_store._AGE_OF_LEFTOVERS", -60.0)
+    meanwhile(far, lambda: swept(open_place(str(tmp_path / "run")), open_place(*bucket)), monkeypatch)
+    assert far.clean(set()) == [] and copying.verify(far, one)[0] == []
+
+
+def test_of_two_attempts_of_one_time_the_same_one_stays_for_all(tmp_path: Path, bucket: tuple[str, dict[str, str]],
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Two nodes that go on from one checkpoint with late clocks save at the same time."""
+    far = open_place(*bucket)
+    monkeypatch.setattr(far, "_remove_other_attempts", lambda slot, info: None)
+    monkeypatch.setattr(far, "clean", lambda keep: [])
+    sent = []
+    for run in ("one", "two"):
+        save(tmp_path / run, 7, elements=10)
+        swept(open_place(str(tmp_path / run)), far)
+        sent += far.complete()[0]
+        forge(far, "step-7", saved_at_ns=10**18)
+    monkeypatch.undo()
+    (stays,) = far.complete()[0]
+    assert len(far._objects()) == 2
+    for one in sorted(sent, key=lambda c: c.attempt == stays.attempt):  # the other one first
+        far._remove_other_attempts(one.slot, one._replace(saved_at=stays.saved_at))
+    assert [c.attempt for c in far.complete()[0]] == [stays.attempt] and len(far._objects()) == 1
+
+
 # ---- Locks.
 
 

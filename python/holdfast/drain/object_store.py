@@ -15,7 +15,7 @@ import os
 import re
 import time
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -126,17 +126,17 @@ class Store:
                         found.setdefault(slot, {})[name] = _Object(meta["size"], meta["last_modified"], meta["e_tag"] or "")
         return found
 
-    def complete(self) -> tuple[list[Info], list[str]]:
+    def _looked(self) -> dict[str, tuple[dict[str, _Object], Info | str | None]]:
+        """The slots of one listing: their objects, and what `_look` says."""
         objects = self._objects()
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-drain") as pool:
             looked = list(pool.map(lambda item: self._look(*item), objects.items()))
         self._known = {key: record for key, record in self._known.items() if key[0].partition("/")[0] in objects}
-        passed_over = [text for text in looked if isinstance(text, str)]
-        # Of two attempts of one name the later one counts: the removal of the other was interrupted.
-        by_name: dict[str, Info] = {}
-        for info in sorted((i for i in looked if isinstance(i, Info)), key=age_of):
-            by_name[info.name] = info
-        return sorted(by_name.values(), key=age_of), passed_over
+        return {slot: (objects[slot], found) for slot, found in zip(objects, looked, strict=True)}
+
+    def complete(self) -> tuple[list[Info], list[str]]:
+        looked = [found for _, found in self._looked().values()]
+        return sorted(_latest(looked).values(), key=age_of), [text for text in looked if isinstance(text, str)]
 
     def signature(self) -> object:
         return None
@@ -241,7 +241,7 @@ class Store:
             match = _SLOT.fullmatch(other)
             if other != slot and match and match["name"] == info.name:
                 found = self._look(other, self._objects(f"{other}/").get(other, {}))
-                if isinstance(found, Info) and found.saved_at <= info.saved_at:
+                if isinstance(found, Info) and _order(found) < _order(info):
                     self.remove(found)
 
     def remove(self, info: Info) -> None:
@@ -271,26 +271,38 @@ class Store:
 
     def clean(self, keep: set[str]) -> list[str]:
         removed = []
-        complete = {info.slot for info in self.complete()[0]}
-        found_there = self._objects()
+        # One listing: of two, the second may have a checkpoint that another process has committed after the first.
+        looked = self._looked()
+        latest = _latest(found for _, found in looked.values())
         # By the clock of the store, where that of this node is ahead: another node may be sending.
-        changes = [o.changed.timestamp() for objects in found_there.values() for o in objects.values()]
+        changes = [o.changed.timestamp() for objects, _ in looked.values() for o in objects.values()]
         limit = min(time.time(), max(changes, default=0.0)) - _AGE_OF_LEFTOVERS
-        for slot, objects in found_there.items():
+        for slot, (objects, found) in looked.items():
             match = _SLOT.fullmatch(slot)
-            if match is None or not match["attempt"] or slot in complete:
+            if match is None or not match["attempt"]:
                 continue
-            found = self._look(slot, objects)
-            if isinstance(found, Info):  # an older attempt, whose removal was interrupted
-                self.remove(found)
-                removed.append(slot)
+            if isinstance(found, Info):
+                if latest[found.name].attempt != found.attempt:  # an older attempt, whose removal was interrupted
+                    self.remove(found)
+                    removed.append(slot)
             # What commits comes last and goes first: with it there, something else has happened, and a part may be of use.
             elif match["attempt"] not in keep and not {PLAIN_RECORD, METADATA} & objects.keys() \
-                    and all(o.changed.timestamp() < limit for o in objects.values()):  # fmt: skip
+                    and all(o.changed.timestamp() < limit for o in objects.values()) \
+                    and objects == self._objects(f"{slot}/").get(slot):  # fmt: skip  # or its copy goes on
                 self._delete(slot, list(objects))
                 self._delete_collection(slot)
                 removed.append(slot)
         return removed
+
+
+def _order(info: Info) -> tuple[Any, ...]:
+    """Of two attempts of one name the greater one counts, for all processes alike."""
+    return (*age_of(info), info.attempt)
+
+
+def _latest(looked: Iterable[Info | str | None]) -> dict[str, Info]:
+    """The checkpoints by name. Of two attempts the later one: the removal of the other was interrupted."""
+    return {info.name: info for info in sorted((i for i in looked if isinstance(i, Info)), key=_order)}
 
 
 # In the library's text of an HTTP error: status, and what S3 says in XML.
