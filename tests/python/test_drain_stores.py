@@ -53,6 +53,15 @@ def test_webdav_there_and_back(prefix: str, webdav: Any, tmp_path: Path) -> None
     assert os.listdir(f"{tmp_path}/served{prefix}") == [left.slot] and names(source) == [left.name]
 
 
+def test_a_server_that_keeps_collections(webdav: Any, tmp_path: Path) -> None:
+    webdav.keeps_collections = True
+    save(tmp_path / "run", 1, 2, 3, elements=10)
+    source, far = open_place(str(tmp_path / "run")), open_place(f"{webdav.url}/run", AT_ONCE)
+    assert [e["event"] for e in swept(source, far)] == ["arrived"] * 3
+    assert [e["event"] for e in swept(source, far, Drain(keep_last=1))] == ["removed"] * 2
+    assert names(far) == ["step-3"] and len(os.listdir(tmp_path / "served/run")) == 3
+
+
 def test_a_load_from_webdav(webdav: Any, tmp_path: Path) -> None:
     url = f"{webdav.url}/run"
     webdav.authorization = "Basic dXNlcjpwYXNzd29yZA=="

@@ -19,6 +19,7 @@ class Server:
     Attributes:
         url: of its root.
         refuse: statuses by method; a method that is not there is served.
+        keeps_collections: whether DELETE of a collection is refused.
         authorization: the header that every request must have; empty: none.
         failing: share of requests that are answered with 503, half of them after they were served.
         seen: method and path of every request.
@@ -26,6 +27,7 @@ class Server:
 
     url: str = ""
     refuse: dict[str, str] = dataclasses.field(default_factory=dict)
+    keeps_collections: bool = False
     authorization: str = ""
     failing: float = 0.0
     seen: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -51,6 +53,8 @@ def serving(folder: Path) -> Iterator[Server]:
         status = running.refuse.get(method, "")
         if running.authorization and environ.get("HTTP_AUTHORIZATION") != running.authorization:
             status = "401 Unauthorized"
+        if running.keeps_collections and method == "DELETE" and (folder / environ["PATH_INFO"].strip("/")).is_dir():
+            status = "409 Conflict"
         fails, before = choice.random() < running.failing, choice.random() < 0.5
         if fails and not before:
             answer = served(environ, lambda *_: lambda data: None)

@@ -263,11 +263,14 @@ class Store:
                 self._library.delete(self._store, [self._key(slot, name) for name in names[begin : begin + 1000]])
 
     def _delete_collection(self, slot: str) -> None:
-        """Removes what WebDAV leaves of a prefix, where nothing is in it."""
+        """Removes what WebDAV leaves of a prefix, where nothing is in it. Some servers refuse that; no reader sees what stays."""
         if self._of_webdav:
-            with self._call("delete", slot), contextlib.suppress(FileNotFoundError):
-                if not any(self._library.list(self._store, f"{self._prefix}{slot}/")):
-                    self._library.delete(self._store, f"{self._prefix}{slot}")
+            try:
+                with self._call("delete", slot):
+                    if not any(self._library.list(self._store, f"{self._prefix}{slot}/")):
+                        self._library.delete(self._store, f"{self._prefix}{slot}")
+            except Error as error:
+                logger.debug("an empty collection stays: %s", error)
 
     def clean(self, keep: set[str]) -> list[str]:
         removed = []
