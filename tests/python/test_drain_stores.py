@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import s3_server
 import torch
+from command_line import holdfast as command
 from draining import MIB, names, save, swept, verdicts
 from test_drain import check, drained_with_kills
 
@@ -81,6 +82,23 @@ def test_a_load_from_webdav(webdav: Any, tmp_path: Path) -> None:
     with pytest.raises(Error, match="401") as refused:
         open_place(url).complete()
     assert refused.value.code == "UNAUTHENTICATED"
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ('{"default_headers": {"authorization": "Basic secret"}}', ""),
+        ('{"default_headers": {"authorization": "Basic secret"}', "option client_options: its value is no JSON"),
+        ("secret", "client_options is no dict"),
+    ],
+)
+def test_a_password_for_webdav_comes_from_a_file(value: str, said: str, webdav: Any, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    webdav.authorization = "Basic secret"
+    (tmp_path / "options").write_text(f"client_options={value}\n")
+    done = command("drain", tmp_path / "run", f"{webdav.url}/run", "--storage-file", tmp_path / "options", torch=False)
+    assert (done.status, "secret" in done.error, "Traceback" in done.error) == (2 if said else 0, False, False)
+    assert said in done.error and len(os.listdir(tmp_path / "served")) == (0 if said else 1)
 
 
 def test_webdav_kills_with_a_server_that_fails(webdav: Any, tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--behind", choices=BEHIND, default="keep", help="with --keep-source: keep what has not arrived, or skip it")
     parser.add_argument("--give-up", type=float, default=600.0, metavar="SECONDS", help="end after this time without progress (default 600)")
     parser.add_argument("--storage", action="append", default=[], metavar="KEY=VALUE", help="option of the store, as endpoint=http://host:9000")
-    parser.add_argument("--storage-file", metavar="FILE", help="such options, one KEY=VALUE a line: for secrets")
+    parser.add_argument("--storage-file", metavar="FILE", help="such options, one KEY=VALUE a line: for secrets; client_options={...} is JSON")
     parser.add_argument("--json", action="store_true", help="print one JSON document; with --watch one line for each event")
     parser.add_argument("--controlled", type=int, metavar="PID", help=argparse.SUPPRESS)
 
@@ -116,7 +116,7 @@ def _storage(arguments: argparse.Namespace) -> dict[str, Any]:
         if _SECRET.search(key):
             print(text.printable(f"holdfast drain: --storage {key}=...: every user of this machine sees it in the list of processes; "
                                  "use the environment or --storage-file"), file=sys.stderr)  # fmt: skip
-        storage[key] = value
+        storage[key] = _value(key, value)
     if arguments.storage_file is not None:
         path = arguments.storage_file
         with of_system(f"read {path}"), open(path, encoding="utf-8", errors="surrogateescape") as file:
@@ -126,8 +126,17 @@ def _storage(arguments: argparse.Namespace) -> dict[str, Any]:
             if line.strip() and not line.startswith("#"):
                 if not sign:
                     raise Error("INVALID_ARGUMENT", f"read {path}: line {number}: KEY=VALUE is expected")
-                storage[key.strip()] = value.strip()
+                storage[key.strip()] = _value(key.strip(), value.strip())
     return storage
+
+
+def _value(key: str, value: str) -> Any:
+    """JSON for an option that has options itself. Others may be a text of JSON, as the key of an account."""
+    if key not in ("client_options", "retry_config") or not value.startswith("{"):
+        return value
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(value)
+    raise Error("INVALID_ARGUMENT", f"option {key}: its value is no JSON")
 
 
 def _only(arguments: argparse.Namespace) -> Any:

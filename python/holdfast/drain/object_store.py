@@ -77,6 +77,8 @@ class Store:
         options = {**({"checksum_algorithm": "SHA256"} if of_s3 else {}), **storage}
         keys = ("endpoint", "aws_endpoint", "endpoint_url", "aws_endpoint_url")
         endpoints = [*(options.get(k) for k in keys), *(os.environ.get(k.upper()) for k in keys if of_s3)]
+        if not isinstance(options.get("client_options", {}), dict):
+            raise Error("INVALID_ARGUMENT", f"open {url}: client_options is no dict (of the command: no JSON object)")
         if scheme == "http" or any(str(e).startswith("http://") for e in endpoints):
             options["client_options"] = {"allow_http": True, **options.get("client_options", {})}
         try:
