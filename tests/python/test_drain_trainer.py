@@ -19,6 +19,7 @@ from command_line import holdfast as command
 
 import holdfast
 from holdfast import _lineage
+from holdfast.cli import draining
 from holdfast.drain import Drain, contents, copying, file_system
 from holdfast.drain.places import open_place
 from holdfast.errors import Error
@@ -270,8 +271,10 @@ def test_options_are_checked(tmp_path: Path) -> None:
         for start in ("", "file://"):
             with pytest.raises(ValueError, match="they are one place"):
                 holdfast.Checkpointer(tmp_path / "run", drain_to=f"{start}{tmp_path}/{same}")
-    for url in ("https://user:secret@host/x", "s3://key:secret@bucket/run", "https://host/x?sig=secret"):
-        with pytest.raises(ValueError, match="has credentials") as refused:
+    for url in ("https://user:secret@host/x", "s3://key:secret@bucket/run", "https://host/x?sig=secret", "https://us/er:secret@host/x",
+                "https://user:p/secret@host/run", "s3://key:p/secret@bucket/run", "ftp://u:p/secret@host", "https:/user:secret@host/x",
+                "https:user:secret@host", "s3:/key:secret@bucket"):  # fmt: skip
+        with pytest.raises(ValueError, match="has credentials|no URL") as refused:
             holdfast.Checkpointer(tmp_path, drain_to=url)
         assert "secret" not in str(refused.value)
     for place in ("ftp://host/run", "s4://bucket/run", "memory:///run", "s3:/bucket/run", "s3:bucket", "gs://", "s3:///run", r"C:\run", "c:/run"):
@@ -282,4 +285,6 @@ def test_options_are_checked(tmp_path: Path) -> None:
         assert done.status == 2 and f"open {place}: " in done.error
     with pytest.raises(ValueError, match="Drain: storage: "):
         holdfast.Checkpointer(tmp_path, drain_to="s3://bucket/run", drain=Drain(storage={"timeout": object()}))
+    keys = ("access_key", "azure_storage_access_key", "aws_sse_customer_key_base64", "account_key", "client_options", "access_key_id", "region")
+    assert [bool(draining._SECRET.search(key)) for key in keys] == [True] * 5 + [False] * 2
     assert "secret" not in repr(Drain(storage={"secret_access_key": "secret"}))

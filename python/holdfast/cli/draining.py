@@ -36,7 +36,9 @@ examples:
 
 exit status: 0 everything has arrived, 1 a checkpoint of SRC is damaged, 2 trouble
 """
-_SECRET = re.compile(r"secret|token|password|credential|(account|master|encryption)_key|sas", re.IGNORECASE)
+_SECRET = re.compile(
+    r"secret|token|password|credential|(account|master|encryption|customer|access)_key(?!_id)|sas|client_options", re.IGNORECASE
+)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:

@@ -163,18 +163,19 @@ def check_place(url: str) -> None:
         Error: INVALID_ARGUMENT.
     """
     scheme = scheme_of(url)
+    shown = f"{url.partition(':')[0]}:..." if "@" in url or "?" in url else url
     if not scheme and _NO_PATH.match(url):
-        raise Error("INVALID_ARGUMENT", f"open {url}: this is no path of Linux and no URL; {_KNOWN}; a directory of that name is ./{url}")
+        raise Error("INVALID_ARGUMENT", f"open {shown}: this is no path of Linux and no URL; {_KNOWN}; a directory of that name is ./{shown}")
     if not scheme or scheme == "file":
         return
-    user = url[len(scheme) + 3 :].partition("/")[0].rpartition("@")[0]
-    if "?" in url or ":" in user or (user and scheme in ("http", "https")):
-        raise Error("INVALID_ARGUMENT", f"open {scheme}://...: the URL has credentials or a query, and stands in logs; pass them "
+    user, at, _ = url[len(scheme) + 3 :].rpartition("@")  # a password may have slashes
+    if "?" in url or ":" in user or (at and scheme in ("http", "https")):
+        raise Error("INVALID_ARGUMENT", f"open {scheme}://...: the URL has credentials, an @ or a query, and stands in logs; pass them "
                     "by Drain(storage={...}), --storage or the environment")  # fmt: skip
     if scheme not in _SCHEMES:
-        raise Error("INVALID_ARGUMENT", f"open {url}: there is no store {scheme}://; {_KNOWN}")
+        raise Error("INVALID_ARGUMENT", f"open {shown}: there is no store {scheme}://; {_KNOWN}")
     if not url[len(scheme) + 3 :].partition("/")[0]:
-        raise Error("INVALID_ARGUMENT", f"open {url}: the name of the bucket or host is missing behind {scheme}://; {_KNOWN}")
+        raise Error("INVALID_ARGUMENT", f"open {shown}: the name of the bucket or host is missing behind {scheme}://; {_KNOWN}")
 
 
 def check_apart(source: str, target: str) -> None:
