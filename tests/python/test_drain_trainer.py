@@ -243,6 +243,16 @@ def test_the_commands_take_urls(tmp_path: Path, server: s3_server.Server, url: s
     assert command("ls", url, "--json", torch=False).json["checkpoints"][-1]["state"] == "damaged"
 
 
+def test_a_bucket_alone_is_no_checkpoint() -> None:
+    for url in ("s3://bucket", "s3://bucket/", "https://host"):
+        with pytest.raises(Error, match=f"open {url}: there is no complete checkpoint") as refused:
+            holdfast.load(url)
+        assert refused.value.code == "NOT_FOUND"
+    with pytest.raises(Error, match="has credentials") as refused:
+        holdfast.load("https://host/run/step-1?sig=secret")
+    assert "secret" not in str(refused.value)
+
+
 def test_secrets_come_from_a_file(tmp_path: Path, server: s3_server.Server, url: str) -> None:
     with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
         checkpointer.save({"w": torch.zeros(10)}, 1)

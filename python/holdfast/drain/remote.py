@@ -16,7 +16,7 @@ from holdfast._dcp_directories import age_of_listed
 from holdfast.drain.contents import MANIFEST_BYTES_MAX, contents_of, files_of, manifest_name, parse, proven
 from holdfast.drain.copying import Copy
 from holdfast.drain.options import Drain
-from holdfast.drain.places import File, Info, Place, open_place, scheme_of
+from holdfast.drain.places import File, Info, Place, check_place, open_place, scheme_of
 from holdfast.errors import Error, of_damage
 
 __all__ = ["Reader", "SecondPlace", "fetch", "find", "open_place"]
@@ -68,11 +68,13 @@ def find(url: str, storage: dict[str, Any] | None = None) -> tuple[Place, Info]:
     Raises:
         Error: NOT_FOUND; what the store says.
     """
+    check_place(url)
     above, _, name = url.rstrip("/").rpartition("/")
-    place = open_place(above, storage)
-    for info in place.complete()[0]:
-        if name in (info.name, info.slot):
-            return place, info
+    if scheme_of(above):  # else the bucket alone
+        place = open_place(above, storage)
+        for info in place.complete()[0]:
+            if name in (info.name, info.slot):
+                return place, info
     raise Error("NOT_FOUND", f"open {url}: there is no complete checkpoint")
 
 
