@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import s3_server
 import torch
+from command_line import each
 from command_line import holdfast as command
 
 import holdfast
@@ -293,6 +294,8 @@ def test_options_are_checked(tmp_path: Path) -> None:
         assert f"open {place}: " in str(refused.value)
         done = command("drain", tmp_path, place, torch=False)
         assert done.status == 2 and f"open {place}: " in done.error
+    for done in each(*(["drain", place, tmp_path / "far"] for place in ("s3:/bucket/run", r"C:\run", "ftp://host/run"))):
+        assert done.status == 2 and "known are a path, " in done.error
     with pytest.raises(ValueError, match="Drain: storage: "):
         holdfast.Checkpointer(tmp_path, drain_to="s3://bucket/run", drain=Drain(storage={"timeout": object()}))
     keys = ("access_key", "azure_storage_access_key", "aws_sse_customer_key_base64", "account_key", "client_options", "access_key_id", "region")

@@ -75,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         keep_last=arguments.keep_last, keep_every=arguments.keep_every, bytes_per_second=arguments.rate,
         verify=arguments.verify, behind=arguments.behind, give_up=arguments.give_up, storage=storage,
     )  # fmt: skip
+    for place in (arguments.source, arguments.target):
+        check_place(place)
     if not scheme_of(arguments.source) and not arguments.watch:
         with of_system(f"drain {arguments.source}"):
             os.listdir(arguments.source)
@@ -88,8 +90,6 @@ def run(arguments: argparse.Namespace) -> int:
         events.append(event) if event["event"] != "progress" else None
         _print(event, quiet=arguments.json)
 
-    for place in (arguments.source, arguments.target):
-        check_place(place)
     check_apart(arguments.source, arguments.target)
     source, target = open_place(arguments.source, storage), open_place(arguments.target, storage)
     following = Following(source, target, options, note, keep_local=arguments.keep_source, only=_only(arguments))
