@@ -129,6 +129,18 @@ def test_what_a_directory_has_got_of_a_checkpoint_that_is_gone_goes(tmp_path: Pa
     assert far.clean({second.attempt}) == begun[:1] and os.listdir(tmp_path / "far") == begun[1:]
 
 
+def test_a_later_save_that_has_arrived_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for run in ("one", "two"):
+        save(tmp_path / run, 7, elements=10)
+    first, second = (open_place(str(tmp_path / run)) for run in ("one", "two"))
+    far = open_place(str(tmp_path / "far"))
+    commit = far.commit
+    monkeypatch.setattr(far, "commit", lambda *given: (swept(second, open_place(str(tmp_path / "far"))), commit(*given)))
+    with pytest.raises(Error, match="a later save has arrived"):
+        swept(first, far)
+    assert [c.attempt for c in far.complete()[0]] == [second.complete()[0][0].attempt]
+
+
 def test_a_clock_that_is_ahead_makes_no_leftovers(tmp_path: Path, bucket: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node sends a checkpoint while this one looks for what was left days ago."""
     save(tmp_path / "run", 1, elements=10)
@@ -287,7 +299,8 @@ def meanwhile(far: Place, other: Callable[[], object], monkeypatch: pytest.Monke
     monkeypatch.setattr(far, "_objects", listed)
 
 
-def test_clean_leaves_what_another_process_commits_meanwhile(tmp_path: Path, bucket: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clean_leaves_what_another_process_commits_meanwhile(tmp_path: Path, bucket: tuple[str, dict[str, str]],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     save(tmp_path / "one", 1, elements=10)
     save(tmp_path / "two", 2, elements=10)
     far = open_place(*bucket)

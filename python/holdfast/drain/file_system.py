@@ -185,7 +185,7 @@ class Directory:
             _durable.sync_directory(path)
             replaced = os.path.lexists(final)
             if replaced:
-                self._check_replaceable(info.name)
+                self._check_replaceable(info)
                 _durable.exchange(path, final)
             else:
                 os.rename(path, final)
@@ -195,12 +195,15 @@ class Directory:
             with of_system(f"remove {path}"):
                 shutil.rmtree(path)
 
-    def _check_replaceable(self, name: str) -> None:
-        """Refuses a directory with anything but a checkpoint."""
-        old = next((c for c in self.complete()[0] if c.name == name), None)
-        foreign = set(os.listdir(self.path(name))) - (contents_of(self, old).names() if old else set())
+    def _check_replaceable(self, info: Info) -> None:
+        """Refuses a directory with anything but a checkpoint, and a later one, which another process has sent meanwhile."""
+        path = self.path(info.name)
+        old = next((c for c in self.complete()[0] if c.name == info.name), None)
+        if old and age_of(old) > age_of(info):
+            raise Error("ABORTED", f"replace {path}: a later save has arrived there")
+        foreign = set(os.listdir(path)) - (contents_of(self, old).names() if old else set())
         if foreign:
-            raise Error("FAILED_PRECONDITION", f"replace {self.path(name)}: {min(foreign)} is no file of a complete "
+            raise Error("FAILED_PRECONDITION", f"replace {path}: {min(foreign)} is no file of a complete "
                         "checkpoint; move the directory away")  # fmt: skip
 
     def remove(self, info: Info) -> None:
