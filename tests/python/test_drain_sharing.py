@@ -129,6 +129,42 @@ def test_what_a_directory_has_got_of_a_checkpoint_that_is_gone_goes(tmp_path: Pa
     assert far.clean({second.attempt}) == begun[:1] and os.listdir(tmp_path / "far") == begun[1:]
 
 
+def test_an_interrupted_clean_up_of_a_directory_leaves_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it a recovery takes the rest for a user's own."""
+    save(tmp_path / "run", 1, elements=10)
+    far = open_place(str(tmp_path / "far"))
+    begun = far.begin(open_place(str(tmp_path / "run")).complete()[0][0])
+    for name in "az":
+        (tmp_path / "far" / begun / name).touch()
+    unlink = os.unlink
+
+    def failing(path: str, **options: Any) -> None:
+        if os.path.basename(path) == "z":
+            raise OSError(5, "Input/output error")
+        unlink(path, **options)
+
+    monkeypatch.setattr(os, "unlink", failing)
+    assert far.clean(set()) == []  # only what is gone is told
+    assert {"holdfast.commit.json.tmp", "z"} <= set(os.listdir(tmp_path / "far" / begun))
+
+
+def test_clean_leaves_what_another_process_is_sending(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    far, of_another = open_place(str(tmp_path / "far")), open_place(str(tmp_path / "far"))
+    swept(open_place(str(tmp_path / "run")), far)
+    (one,) = far.complete()[0]
+    begun = of_another.begin(one)  # by a listing from before the commit
+    assert far.clean(set()) == [] and far.sizes(begun)
+    of_another._end(begun)
+    fd = os.open(tmp_path / "far" / begun, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(Error, match="another process removes it") as refused:
+        of_another.begin(one)
+    assert refused.value.code == "UNAVAILABLE"
+    os.close(fd)
+    assert far.clean(set()) == [begun] and os.listdir(tmp_path / "far") == ["step-1"]
+
+
 def test_a_later_save_that_has_arrived_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for run in ("one", "two"):
         save(tmp_path / run, 7, elements=10)

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import mmap
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -109,10 +108,13 @@ class Directory:
         with of_system(f"make directory {path}"):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
-            if slot not in self._locks:
-                fd = self._locks[slot] = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-                with contextlib.suppress(OSError):  # a file system without locks
-                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # a recovery leaves the directory alone
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            is_mine = _locked(fd, fcntl.LOCK_SH)  # a recovery and a clean-up leave the directory alone
+            self._end(slot)
+            self._locks[slot] = fd
+            if not is_mine:
+                self._end(slot)
+                raise Error("UNAVAILABLE", f"write {path}: another process removes it")
             os.close(os.open(os.path.join(path, _MARK), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
         return slot
 
@@ -192,8 +194,7 @@ class Directory:
             _durable.sync_directory(self._path)
         self._end(slot)
         if replaced:
-            with of_system(f"remove {path}"):
-                shutil.rmtree(path)
+            _remove_unnamed(path)
 
     def _check_replaceable(self, info: Info) -> None:
         """Refuses a directory with anything but a checkpoint, and a later one, which another process has sent meanwhile."""
@@ -211,11 +212,8 @@ class Directory:
         with of_system(f"remove {path}"):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with contextlib.suppress(OSError):  # a file system without locks
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    raise Error("ABORTED", f"remove {path}: it is being loaded") from None
+            if not _locked(fd, fcntl.LOCK_EX):
+                raise Error("ABORTED", f"remove {path}: it is being loaded")
             if info.format == "dcp":
                 _dcp_directories.remove(info.listed(self))
             else:
@@ -227,12 +225,44 @@ class Directory:
         # What stood under the name until the exchange, and what this process has begun for a checkpoint that is gone. The rest is for
         # `holdfast recover`, which asks for a save's marks.
         replaced = [f"{info.name}.partial-{info.attempt}" for info in self.complete()[0]]
-        replaced = [slot for slot in replaced if os.path.isdir(self.path(slot))]
         given_up = [slot for slot in self._locks if slot.rpartition("-")[2] not in keep]
+        removed = []
         for slot in (*replaced, *given_up):
             self._end(slot)
-            shutil.rmtree(self.path(slot), ignore_errors=True)
-        return [*replaced, *given_up]
+            if _remove_unnamed(self.path(slot)):
+                removed.append(slot)
+        return removed
+
+
+def _locked(fd: int, kind: int) -> bool:
+    """Takes a lock without waiting; whether no other process keeps it. A file system without locks has none that does."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def _remove_unnamed(path: str) -> bool:
+    """Removes what has no name, or no longer, its marks last; false where something stays, or another process uses it."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        # The other process may have given it the name in between.
+        if not _locked(fd, fcntl.LOCK_EX) or not os.path.samestat(os.fstat(fd), os.stat(path)):
+            return False
+        for name in sorted(os.listdir(path), key=lambda n: (n.startswith("holdfast.commit"), n == _MARK)):
+            os.unlink(os.path.join(path, name))
+        os.rmdir(path)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
 
 
 @contextlib.contextmanager
