@@ -1,6 +1,9 @@
 #include "runtime/worker/job_run.h"
 
 #include <poll.h>
+#include <sys/stat.h>
+
+#include <cerrno>
 
 #include "runtime/sys/assert.h"
 #include "runtime/sys/errno_code.h"
@@ -9,6 +12,15 @@
 #include "runtime/worker/server.h"
 
 namespace holdfast::worker {
+namespace {
+
+/// Returns false when the directory has been removed.
+bool IsInPlace(int directory) {
+  struct stat found = {};
+  return directory >= 0 && sys::Sys().fstat(directory, &found) == 0 && found.st_nlink > 0;
+}
+
+}  // namespace
 
 bool Fail(JobRun* run, const Failure& failure) {
   HOLDFAST_ASSERT(!failure.ok());
@@ -28,6 +40,10 @@ bool Fail(JobRun* run, FailureCode code, Operation operation, uint32_t file) {
 bool FailErrno(JobRun* run, Operation operation, int error_number, uint32_t file, uint64_t offset,
                uint64_t bytes) {
   HOLDFAST_ASSERT(file == Failure::kNoIndex || file < run->job->file_count);
+  if (error_number == ENOENT && run->Has(layout::kSingleFile) && IsInPlace(run->directory)) {
+    // A companion is gone: a later save has committed, or a recovery took this save for a dead one.
+    return Fail(run, FailureCode::kAborted, Operation::kRename, file);
+  }
   Failure failure;
   failure.code = sys::CodeOfErrno(error_number);
   if (failure.code == FailureCode::kOk) failure.code = FailureCode::kInternal;

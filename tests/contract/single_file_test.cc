@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "gmock/gmock.h"
@@ -15,6 +16,7 @@
 #include "holdfast/recovery.h"
 #include "holdfast/verify.h"
 #include "runtime/format/file_names.h"
+#include "runtime/sys/system.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
@@ -196,6 +198,24 @@ TEST_P(SingleFile, ATemporaryFileThatIsGoneFailsTheSave) {
   std::filesystem::remove(directory() + "/" + TemporaryOf(kFirst));
   const auto report = first->WaitDurable(kLong);
   EXPECT_TRUE(absl::IsAborted(report.status())) << report.status();
+  EXPECT_THAT(Names(directory()), IsEmpty());
+}
+
+/// A save that began later removes the companions of this one, whose manifest gets its name now.
+int RenameOfALostManifest(int from_directory, const char* from, int to_directory, const char* to,
+                          unsigned flags) {
+  if (absl::EndsWith(to, ".json")) sys::kKernel.unlinkat(from_directory, from, 0);
+  return sys::kKernel.renameat2(from_directory, from, to_directory, to, flags);
+}
+
+TEST_P(SingleFile, AManifestThatIsGoneFailsTheSave) {
+  if (GetParam() != Launcher::kFork && GetParam() != Launcher::kThread)
+    GTEST_SKIP() << "a worker program has a table of calls of its own";
+  sys::g_system.renameat2 = RenameOfALostManifest;
+  const absl::Status status = Save(kFirst, Archive(kFirst, 'a'));
+  sys::g_system = sys::kKernel;
+  EXPECT_TRUE(absl::IsAborted(status)) << status;
+  EXPECT_THAT(Text(status), HasSubstr("has taken it over"));
   EXPECT_THAT(Names(directory()), IsEmpty());
 }
 

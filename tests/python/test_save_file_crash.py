@@ -8,9 +8,9 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -165,11 +165,8 @@ def test_saves_of_several_threads_and_processes_leave_one_whole_file(tmp_path: P
                 assert error.code == "ABORTED", error
             number_in_or_again(path)
 
-    threads = [threading.Thread(target=save_some, args=(base,)) for base in (300, 400)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(save_some, (300, 400))) == [None, None]
     assert [other.wait(120) for other in others] == [0]
     assert number_in(path) % 100 == 3
     assert is_clean(tmp_path, "x.pt")
