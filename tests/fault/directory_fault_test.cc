@@ -10,6 +10,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
+#include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/small_file_system.h"
 
@@ -62,7 +63,8 @@ TEST_P(DirectoryFault, ReadOnlyFileSystemIsAnErrorUntilWritable) {
   SavePrevious((*small)->path());
   const auto checkpointer = Make(Options((*small)->path()));
   ASSERT_NE(checkpointer, nullptr);
-  ASSERT_TRUE((*small)->SetReadOnly(true).ok());
+  // Refused while the kept worker of the save before is ending.
+  ASSERT_TRUE(WaitFor([&] { return (*small)->SetReadOnly(true).ok(); }));
   const auto report = Save(checkpointer.get(), "step-1", TrainingState::Uniform(2, 100'000, 1));
   EXPECT_FALSE(report.ok());
   EXPECT_THAT(Text(report.status()),

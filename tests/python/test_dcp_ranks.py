@@ -459,8 +459,7 @@ def test_a_process_groups_own_ranks_save_by_themselves(tmp_path: Path) -> None:
         loaded = {f"r{r}": torch.zeros(100) for r in ranks}
         reader = holdfast.dcp.StorageReader(tmp_path / f"group-{group}")
         dcp.load(loaded, storage_reader=reader, no_dist=True)
-        for rank in ranks:
-            assert loaded[f"r{rank}"][0] == rank
+        assert all(loaded[f"r{rank}"][0] == rank for rank in ranks)
         assert holdfast.dcp.verify(tmp_path / f"group-{group}")["verdict"] == "sound"
 
 
