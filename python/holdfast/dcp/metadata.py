@@ -17,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from holdfast import _collector, _native, _unpickle
+from holdfast._dcp_directories import RECORD
 from holdfast._durable import sync_directory
 from holdfast.errors import Error, of_system
 
@@ -51,7 +52,6 @@ _MOVED = {
 }
 _BYTES_MAX = 4 << 30
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
-_RECORD = re.compile(r"holdfast\.commit-[0-9a-f]{32}\.json")
 
 
 class _Unpickler(_unpickle.Unpickler):
@@ -145,7 +145,7 @@ def manifest_digests(path: Path, data: bytes, metadata: Metadata) -> list[Any] |
     """
     attempt = save_id_of(metadata)
     if not attempt:
-        if not _names_another_save(metadata) and any(map(_RECORD.fullmatch, os.listdir(path.parent))):
+        if not _names_another_save(metadata) and any(map(RECORD.fullmatch, os.listdir(path.parent))):
             raise Error(
                 "DATA_LOSS",
                 f"load {path}: it does not name its save, and the directory has the commit record of one; it is damaged, or "

@@ -7,7 +7,6 @@ count against one: verification, retention, recovery, errors with codes, and wha
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import signal
@@ -94,14 +93,13 @@ class Trainer(trainer.Trainer):
         if number in self.over or (kind in OF_WORKERS and worker is None):
             return
         self.tell("fired", n=number, kind=kind, phase="call" if kind == "kill-in-call" else "writing", pid=worker)
-        with contextlib.suppress(ProcessLookupError):
-            if kind == "stop-worker":
-                send(worker, signal.SIGSTOP)
-                time.sleep(event["seconds"])
-                send(worker, signal.SIGCONT)
-            if kind in ("kill-worker", "terminate-worker"):
-                send(worker, signal.SIGKILL if kind == "kill-worker" else signal.SIGTERM)
-            self.strike_trainer(kind, event["seconds"])
+        if kind == "stop-worker":
+            send(worker, signal.SIGSTOP)
+            time.sleep(event["seconds"])
+            send(worker, signal.SIGCONT)
+        if kind in ("kill-worker", "terminate-worker"):
+            send(worker, signal.SIGKILL if kind == "kill-worker" else signal.SIGTERM)
+        self.strike_trainer(kind, event["seconds"])
 
 
 class Judge(judge.Judge):
