@@ -27,6 +27,8 @@ extern bool g_ignore_byte_rate;
 extern bool g_retire_before_fsync;
 /// Rank 0 commits before the names of the other ranks' manifests are durable.
 extern bool g_commit_before_manifests;
+/// A single file takes its name before its manifest has one.
+extern bool g_name_manifest_late;
 }  // namespace holdfast::worker::testing
 
 #endif  // HOLDFAST_RUNTIME_WORKER_PLANTED_BUGS_H_

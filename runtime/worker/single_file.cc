@@ -15,8 +15,16 @@
 #include "runtime/worker/directory.h"
 #include "runtime/worker/listing.h"
 #include "runtime/worker/open_files.h"
+#include "runtime/worker/planted_bugs.h"
 
 namespace holdfast::worker {
+
+#ifdef HOLDFAST_PLANTED_BUGS
+namespace testing {
+bool g_name_manifest_late = false;
+}  // namespace testing
+#endif
+
 namespace {
 
 constexpr int kLockSleepMs = 10;
@@ -99,8 +107,16 @@ bool TakeName(JobRun* run) {
   if (!NoYoungerSave(run)) return false;
   if (!IsOurs(*run, 0)) return Fail(run, FailureCode::kAborted, Operation::kRename, 0);
   if (!CheckWritten(run, 0, run->job->partial)) return false;
+#ifdef HOLDFAST_PLANTED_BUGS
+  char unnamed[kNameBytes];
+  TemporaryName(run->job->manifest, unnamed);
+  if (testing::g_name_manifest_late) RenameNew(run, run->job->manifest, unnamed);
+#endif
   const int error = RenameNew(run, run->job->partial, layout::Files(run->job)[0].name);
   if (error != 0) return FailErrno(run, Operation::kRename, error, 0);
+#ifdef HOLDFAST_PLANTED_BUGS
+  if (testing::g_name_manifest_late) RenameNew(run, unnamed, run->job->manifest);
+#endif
   run->notes[0].renamed = 1;
   run->committed = true;
   const uint64_t begin = sys::NowNs();

@@ -31,7 +31,8 @@ struct Plant {
       bool* flag;
     } flags[] = {{"g_ignore_byte_rate", &worker::testing::g_ignore_byte_rate},
                  {"g_retire_before_fsync", &worker::testing::g_retire_before_fsync},
-                 {"g_commit_before_manifests", &worker::testing::g_commit_before_manifests}};
+                 {"g_commit_before_manifests", &worker::testing::g_commit_before_manifests},
+                 {"g_name_manifest_late", &worker::testing::g_name_manifest_late}};
     bool found = base::g_bug != Bug::kNone;
     for (const auto& each : flags) {
       if (std::strcmp(each.name, name) != 0) continue;
