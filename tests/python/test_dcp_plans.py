@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -193,6 +194,32 @@ def _left_out(rank: int, directory: str) -> list[Any]:
         future = holdfast.dcp.async_save(state, checkpoint_id=os.path.join(directory, str(step)), planner=planner)
         outcomes.append(str(future.exception(60) or ""))
     return outcomes
+
+
+def _count_equalities(rank: int, path: str, tensors: int) -> list[int]:
+    counted = 0
+    equal = MetadataIndex.__eq__
+
+    def count(one: Any, other: Any) -> bool:
+        nonlocal counted
+        counted += 1
+        return equal(one, other)
+
+    MetadataIndex.__eq__ = count  # type: ignore[method-assign,assignment]
+    counts = []
+    for more in range(2):
+        state = {f"own{rank}.{i}" if i % 2 else f"shared.{i}": torch.ones(1) for i in range(tensors + more)}
+        counted = 0
+        holdfast.dcp.save(state, checkpoint_id=f"{path}-{more}")
+        counts.append(counted)
+    return counts
+
+
+def test_planning_compares_in_proportion_to_the_number_of_tensors(tmp_path: Path) -> None:
+    tensors = 1000
+    for counts in dcp_ranks.run_ranks(2, tmp_path, _count_equalities, str(tmp_path / "s"), tensors):
+        # Each look into a set or dict is one comparison. A search through a list is hundreds.
+        assert max(counts) < 50 * tensors, counts
 
 
 def test_what_every_rank_left_to_another_fails_the_save(tmp_path: Path) -> None:

@@ -225,8 +225,8 @@ class Known:
 def compared_of(local: list[WriteItem], written: list[WriteItem],
                 shared: Collection[MetadataIndex]) -> list[MetadataIndex]:
     """What a rank compares with others: what it leaves to them, and what they leave to it."""
-    own = {item.index for item in written}
-    return [i.index for i in local if i.index not in own or i.index in shared]
+    own, theirs = {item.index for item in written}, frozenset(shared)
+    return [i.index for i in local if i.index not in own or i.index in theirs]
 
 
 def of_one_rank(planner: DefaultSavePlanner, local: SavePlan) -> tuple[SavePlan, Metadata]:

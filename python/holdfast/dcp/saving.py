@@ -237,7 +237,7 @@ class _Saving:
         """Digests of what other ranks have, too."""
         there = {item.index: d for item, d in zip(written, data, strict=True)}
         items = {item.index: item for item in local}
-        compared = in_order(plans.compared_of(local, written, set(shared)))
+        compared = in_order(plans.compared_of(local, written, shared))
         if not compared:
             return None
         return Digests([there[i] if i in there else resolved(self.planner, items[i]) for i in compared])
