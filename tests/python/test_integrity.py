@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ import pytest
 import holdfast
 import holdfast.dcp
 from holdfast import integrity
-from holdfast.integrity import campaign, jobs, processes, rounds, schedule, states
+from holdfast.integrity import campaign, jobs, judge, processes, rounds, schedule, states
 
 MIB = 1 << 20
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
@@ -204,6 +205,28 @@ def test_a_round_is_the_same_each_time_and_states_are_too() -> None:
     states.mutate(other)
     assert "differs in" in states.difference(other, one)
     assert states.difference(states.make(1, 3, 0, spec), one) != ""
+
+
+def test_an_orphan_that_commits_while_the_judge_looks_is_no_escape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    looking = judge.Judge(made(save(1)), str(run))
+    holdfast.save({"x": 1}, run / "step-1", step=1)
+    find = holdfast.find_newest
+
+    def commits_first(*arguments: Any, **named: Any) -> Any:
+        if not (run / "step-2").exists():
+            holdfast.save({"x": 2}, run / "step-2", step=2)
+        return find(*arguments, **named)
+
+    def removes_first(path: str, *_: Any) -> Iterator[tuple[int, str]]:
+        shutil.rmtree(path)
+        yield from ()
+        raise holdfast.Error("NOT_FOUND", f"load {path}: no such checkpoint")
+
+    monkeypatch.setattr(holdfast, "find_newest", commits_first)
+    monkeypatch.setattr(looking, "_readers", lambda: {"removes": removes_first})
+    looking.look(thorough=False)
+    assert looking.problems == []
 
 
 def test_a_failing_round_becomes_small_and_its_command_reproduces_it(

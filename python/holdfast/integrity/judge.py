@@ -261,13 +261,19 @@ class Judge:
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
-                if not self._may_be_damaged(candidates, error):
+                if not thorough and self._has_gone(checkpoint):
+                    self.counts["checkpoints that an orphan removed while they were read"] += 1
+                elif not self._may_be_damaged(candidates, error):
                     self.blame("i", f"{reader} cannot read {path}, which is complete: {error!r}")
         if len(numbers) > 1:
             self.blame("ii", f"readers of {path} disagree: saves {sorted(numbers)}")
         if thorough:
             self._verify(path, candidates)
         return numbers.pop() if numbers else 0
+
+    def _has_gone(self, checkpoint: dict[str, Any]) -> bool:
+        there = holdfast.list_checkpoints(os.path.dirname(checkpoint["path"]), format=self.format)
+        return checkpoint["attempt"] not in {c["attempt"] for c in there}
 
     def _may_be_damaged(self, candidates: set[int], error: BaseException) -> bool:
         """Whether sealed memory of a save was changed while it was written, and restored before the second digest.
@@ -312,17 +318,25 @@ class Judge:
                         found: dict[str, int]) -> None:  # fmt: skip
         if not complete:
             return
-        newest = holdfast.find_newest(directory, format=self.format)
-        if newest["path"] != complete[-1]["path"]:
-            self.blame(
-                "iii", f"the newest of {directory} is {newest['name']}, the last of its list {complete[-1]['name']}"
-            )
+        newest, last = self._newest(directory)
+        if newest["path"] != last["path"]:
+            self.blame("iii", f"the newest of {directory} is {newest['name']}, the last of its list {last['name']}")
         chosen = self.made.get(found.get(newest["name"], 0))
         for made in self._saves(generation):
             there = found.get(made.name) == made.number
             if chosen and made.durable and there and made.began > chosen.returned:
                 self.blame("iii", f"the newest of {directory} is save {chosen.number}, though save {made.number} was called "
                            "later and is durable")  # fmt: skip
+
+    def _newest(self, directory: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The newest checkpoint and the last of the list, with no commit of an orphan between the two."""
+        before: list[dict[str, Any]] = []
+        while True:
+            newest = holdfast.find_newest(directory, format=self.format)
+            after = holdfast.list_checkpoints(directory, format=self.format)
+            if after == before:
+                return newest, after[-1]
+            before = after
 
     # ---- Damage.
 
