@@ -29,7 +29,7 @@ from small_disk import mounted
 import holdfast
 import holdfast.dcp
 from holdfast import events
-from holdfast.dcp import metadata, writer
+from holdfast.dcp import metadata, uploads, writer
 
 MIB = 1 << 20
 GROUP_TIMEOUT = 5.0  # seconds, of the process group of ranks that stop
@@ -312,6 +312,40 @@ def test_a_rank_that_hangs_fails_the_others_within_the_jobs_time_out(way: str, t
     loaded = {"r1": torch.zeros(ELEMENTS), "step": 0}
     dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(tmp_path / "run"), no_dist=True)
     assert loaded["step"] == 1
+
+
+def _one_stops_in_the_first_call(rank: int, path: str) -> tuple[str, float]:
+    """The first save makes groups. A rank stops when all have met for that, and before it connects."""
+    uploads._TIME_CONNECTING_MAX = timedelta(seconds=1)
+    if rank == 1:
+        dist.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)
+    since = time.monotonic()
+    with pytest.raises(holdfast.Error) as failed:
+        holdfast.dcp.async_save(_state(rank, 1), checkpoint_id=path)
+    return str(failed.value), time.monotonic() - since
+
+
+def test_a_rank_that_stops_while_groups_are_made_fails_the_others_soon(tmp_path: Path) -> None:
+    (told, seconds), _ = dcp_ranks.run_ranks(2, tmp_path, _one_stops_in_the_first_call, str(tmp_path / "run"), dying=1)
+    assert "make a group of the other ranks" in told and told.endswith("[UNAVAILABLE]"), told
+    assert seconds < 30, told  # the process group's time-out is 60
+
+
+def _one_is_late(rank: int, path: str) -> str:
+    uploads._TIME_CONNECTING_MAX = timedelta(seconds=1)
+
+    class Planner(dcp.DefaultSavePlanner):
+        def resolve_data(self, item: Any) -> Any:
+            time.sleep(2 * rank)
+            return super().resolve_data(item)
+
+    time.sleep(3 * rank)
+    holdfast.dcp.async_save({f"r{rank}": 1}, checkpoint_id=path, planner=Planner()).result()
+    return holdfast.dcp.verify(path)["verdict"]
+
+
+def test_groups_wait_for_a_late_rank_as_long_as_the_job(tmp_path: Path) -> None:
+    assert dcp_ranks.run_ranks(2, tmp_path, _one_is_late, str(tmp_path / "run")) == ["sound"] * 2
 
 
 def _one_fails_early(rank: int, directory: str) -> tuple[float, Any, list[str]]:

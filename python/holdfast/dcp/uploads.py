@@ -372,36 +372,51 @@ def line_of(group: Any, no_dist: bool, time_ranks_max: float | None) -> Line:
 _names = getattr(c10d, "_hash_ranks_to_str", None)
 _COUNTS_GROUPS_MADE = "group_count" in getattr(getattr(_names, "__code__", None), "co_names", ())
 _OWN_COUNTS = 1 << 40  # more groups than anybody makes
+# Gloo tries to connect to a rank that has ended or hangs five times, each for the time-out of the group. All ranks have
+# called by then.
+_TIME_CONNECTING_MAX = timedelta(seconds=30)
 
 
 def _new_group(ranks: tuple[int, ...], timeout: timedelta) -> Any:
-    """A group that its ranks alone make, or all.
+    """A group that its ranks alone make, or all; its time-out is yet to be set.
 
     PyTorch names a group that its ranks alone make by a count, and ranks that find another name wait for
     each other for ever. PyTorch 2.13 counts the groups that a rank is in: a rank in fewer groups than another
     one makes some of its own. Newer ones count the groups that a rank has made, alone or with others, also for
     the names of groups that all ranks make: this one has a count of its own, and leaves PyTorch's as it was.
     """
-    if len(ranks) == dist.get_world_size() and not _COUNTS_GROUPS_MADE:
-        return dist.new_group(list(ranks), timeout, "gloo")
-    rank, store, key = dist.get_rank(), c10d._get_default_store(), f"holdfast/groups of {ranks}"
+    rank = dist.get_rank()
     count = _lines.groups_made if _COUNTS_GROUPS_MADE else len(c10d._world.pg_names)
-    store.set(f"{key}/{rank}", str(count))
-    if rank == ranks[0]:
-        most = max(int(store.get(f"{key}/{r}")) for r in ranks)
-        for r in ranks:
-            store.delete_key(f"{key}/{r}")
-            store.set(f"{key}/most {r}", str(most))
-    most = int(store.get(f"{key}/most {rank}"))
-    store.delete_key(f"{key}/most {rank}")  # the store may outlive the process group
+    most = _most_of(ranks, count, timeout)
+    connecting = min(timeout, _TIME_CONNECTING_MAX)
     if not _COUNTS_GROUPS_MADE:
+        if len(ranks) == dist.get_world_size():
+            return dist.new_group(list(ranks), connecting, "gloo")
         for _ in range(most - count):
-            dist.new_group([rank], timeout, "gloo", use_local_synchronization=True)
-        return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
+            dist.new_group([rank], connecting, "gloo", use_local_synchronization=True)
+        return dist.new_group(list(ranks), connecting, "gloo", use_local_synchronization=True)
     _lines.groups_made = most + 1
     of_all = c10d._world.group_count
     c10d._world.group_count = _OWN_COUNTS + most
     try:
-        return dist.new_group(list(ranks), timeout, "gloo", use_local_synchronization=True)
+        return dist.new_group(list(ranks), connecting, "gloo", use_local_synchronization=True)
     finally:
         c10d._world.group_count = of_all
+
+
+def _most_of(ranks: tuple[int, ...], count: int, timeout: timedelta) -> int:
+    """The most that any of the ranks counts. Returns once all of them have called, or raises after the time-out."""
+    rank, store, key = dist.get_rank(), c10d._get_default_store(), f"holdfast/groups of {ranks}"
+
+    def take(name: str) -> int:
+        store.wait([name], timeout)
+        value = int(store.get(name))
+        store.delete_key(name)  # the store may outlive the process group
+        return value
+
+    store.set(f"{key}/{rank}", str(count))
+    if rank == ranks[0]:
+        most = max(take(f"{key}/{r}") for r in ranks)
+        for r in ranks:
+            store.set(f"{key}/most {r}", str(most))
+    return take(f"{key}/most {rank}")
