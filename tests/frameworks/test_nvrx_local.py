@@ -172,6 +172,55 @@ def test_a_full_disk_leaves_the_older_iteration(tmp_path: Path) -> None:
         run(2, tmp_path, _disk_full, str(disk / "local"))
 
 
+def _again(rank: int, directory: str) -> None:
+    from holdfast.megatron.queue import NvrxAsyncCallsQueue
+
+    manager, queue = LocalCheckpointManager(directory), NvrxAsyncCallsQueue()
+    saved(manager, 9)
+    saved(manager, 10)
+
+    def is_whole(values: Any = expected(10, rank)) -> None:
+        assert files(manager) == [name(10, rank)]
+        fresh = LocalCheckpointManager(directory)
+        assert fresh.find_latest() == 10
+        assert _loaded(fresh) == values
+
+    other = State(10, rank)
+    other.train()
+    # Without space, and with a worker that is killed.
+    with faults.file_size_limit(8192 if rank == 0 else 1 << 30):
+        with pytest.raises(CheckpointingException, match="save local checkpoint 10: rank 0: .*the newest is that of iteration 10"):
+            manager.save(State(10, rank), 10)
+    is_whole()
+    worker = held_worker() if rank == 1 else 0
+    queue.schedule_async_request(manager.save(State(10, rank), 10, is_async=True))
+    assert files(manager) == [name(10, rank)], "the durable file goes before there is a new one"
+    if rank == 1:
+        os.kill(worker, signal.SIGKILL)
+    with pytest.raises(CheckpointingException, match="save local checkpoint 10: rank 1: "):
+        finalize(queue)
+    is_whole()
+    # A request that is cancelled, durable or not, takes no file away.
+    request = manager.save(State(10, rank), 10, is_async=True)
+    holdfast.flush()
+    queue.schedule_async_request(request)
+    queue.close(abort=True)
+    del request
+    is_whole()
+    manager.find_latest()
+    manager.latest_iteration = -1  # as a save of 11 that fails leaves it
+    manager.save(other, 10)
+    other = State(10, rank)
+    other.train()
+    is_whole(other.values_of())
+    saved(manager, 11)
+    assert files(manager) == [name(11, rank)]
+
+
+def test_a_second_save_of_an_iteration_leaves_the_first_until_it_is_durable(tmp_path: Path) -> None:
+    run(2, tmp_path, _again, str(tmp_path / "local"))
+
+
 class _Log(logging.Handler):
     def __init__(self) -> None:
         super().__init__()

@@ -22,8 +22,15 @@ class FileSaves:
         path: what is saved, for messages.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, keep: bool = False) -> None:
+        """No file yet.
+
+        Args:
+            path: for messages.
+            keep: the files replace older ones that count: `cancel` removes none that is durable.
+        """
         self.path = path
+        self._keep = keep
         self._mark = Mark()
         self._saves: list[Save] = []
         self._refusal: Exception | None = None
@@ -78,12 +85,12 @@ class FileSaves:
         return None
 
     def cancel(self) -> None:
-        """Gives the saves up and removes their files."""
+        """Gives the saves up and removes their files, unless they are kept."""
         self._hold.detach()
         for save in self._saves:
             save.durable.seen = True
             with contextlib.suppress(Error):
                 save.cancel()
-            if save.durable.exception() is None:  # it was durable before
+            if not self._keep and save.durable.exception() is None:  # it was durable before
                 with contextlib.suppress(Error):
                     remove_file(save.path)

@@ -61,6 +61,7 @@ class LocalCheckpointManager(_Base):  # type: ignore[misc]
         """
         super().__init__(root_local_ckpt_dir, session_id, repl_strategy)
         self._damaged: set[CkptID] = set()
+        self._whole = -1  # the newest iteration that was found or made whole on all ranks
         self._is_recovered = False
 
     # ---- Saving.
@@ -83,13 +84,14 @@ class LocalCheckpointManager(_Base):  # type: ignore[misc]
         """
         self._check(state_dict, iteration)
         self.latest_iteration = -1
-        saves = FileSaves(f"local checkpoint {iteration}")
+        again = iteration == self._whole
+        saves = FileSaves(f"local checkpoint {iteration}", keep=again)
         for ckpt_id, state in self._copies(state_dict, iteration, saves):
-            saves.begin(functools.partial(self._save, state, ckpt_id))
+            saves.begin(functools.partial(self._save, state, ckpt_id, again))
 
         @_debug_time("finalize_fn", logger)
         def finalize_fn() -> None:
-            self._finish(saves, iteration, is_async)
+            self._finish(saves, iteration, is_async, again)
 
         if is_async:
             return saves.request(_Request, [finalize_fn])
@@ -119,33 +121,40 @@ class LocalCheckpointManager(_Base):  # type: ignore[misc]
         saves.begin(lambda: _to_cpu(copies[own]))  # replicas are there already
         return copies.items()
 
-    def _save(self, state_dict: Any, ckpt_id: CkptID) -> Save:
-        """Captures a state and begins to write its file."""
+    def _save(self, state_dict: Any, ckpt_id: CkptID, again: bool = False) -> Save:
+        """Captures a state and begins to write its file.
+
+        Args:
+            again: the iteration is whole: its file stays until the new one is durable.
+        """
         path = self._local_ckpt_path_from_id(ckpt_id)
         self._damaged.discard(ckpt_id)
         # Of a run that was abandoned: with files of this run on other ranks it would look complete.
-        if path.exists():
+        if not again and path.exists():
             remove_file(path)
         return save_file(state_dict, path, step=ckpt_id[0])
 
-    def _finish(self, saves: FileSaves, iteration: int, is_async: bool) -> None:
+    def _finish(self, saves: FileSaves, iteration: int, is_async: bool, again: bool) -> None:
         """Compares what the ranks have, and removes older iterations; all ranks call it.
 
         Raises:
-            CheckpointingException: the iteration is not complete.
+            CheckpointingException: the iteration is not complete, or it was before and some rank has
+                no new file of it.
         """
         failure = saves.wait()
         told = _gathered((str(failure) if failure is not None else "", self._available()))
         reasons = "; ".join(f"rank {rank}: {text}" for rank, (text, _) in enumerate(told) if text)
         complete = _complete([ids for _, ids in told])
         self.latest_iteration = -1
-        if iteration not in complete:
-            self._cleanup_failed_save(iteration)
-            older = [each for each in complete if each < iteration]
+        if iteration not in complete or (again and reasons):
+            if not again:
+                self._cleanup_failed_save(iteration)
+            left = [each for each in complete if each <= iteration]
             raise _Failure(
                 f"save local checkpoint {iteration}: {reasons or 'files of some rank are missing'}; the newest is "
-                f"{f'that of iteration {max(older)}' if older else 'none'}"
+                f"{f'that of iteration {max(left)}' if left else 'none'}"
             ) from failure
+        self._whole = iteration
         if reasons:
             logger.error("save local checkpoint %d: replicas are missing, older iterations stay: %s", iteration, reasons)
             return
@@ -203,7 +212,7 @@ class LocalCheckpointManager(_Base):  # type: ignore[misc]
             self.globally_available_ids = _gathered(self._available())
             newest = max(_complete(self.globally_available_ids), default=-1)
             if newest in (-1, checked):
-                self.latest_iteration = newest
+                self.latest_iteration = self._whole = newest
                 return newest
             checked = newest
             self._damaged |= {each for each in self._available() if each[0] == newest and not self._is_sound(each)}
