@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron_jobs import finalize, held_worker, run
-from nvrx_jobs import name, saved
+from nvidia_resiliency_ext.checkpointing.async_ckpt import core
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import CheckpointingException
+from nvrx_jobs import State, name, saved, wait_for_files
+from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 import holdfast.nvrx
@@ -92,6 +96,34 @@ def test_the_writer_saves_what_was_there_at_the_call(tmp_path: Path) -> None:
     run(2, tmp_path, _writer_installed, str(tmp_path / "run"))
 
 
+def _no_group(rank: int, directory: str) -> None:
+    from holdfast.megatron.queue import AsyncCallsQueue
+    from holdfast.nvrx import LocalCheckpointManager
+
+    dist.destroy_process_group()
+    manager, queue = LocalCheckpointManager(directory), AsyncCallsQueue()
+    for iteration, no_dist in ((1, True), (2, False)):
+        queue.schedule_async_request(manager.save(State(iteration, rank), iteration, is_async=True))
+        assert queue.maybe_finalize_async_calls(blocking=True, no_dist=no_dist) == [iteration - 1]
+        wait_for_files(manager, name(iteration, rank))
+    worker = held_worker()
+    queue.schedule_async_request(manager.save(State(3, rank), 3, is_async=True))
+    assert queue.maybe_finalize_async_calls() == [], "a call without blocking has waited"
+    assert queue.get_num_unfinalized_calls() == 1
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(CheckpointingException, match="save local checkpoint 3: rank 0: "):
+        queue.maybe_finalize_async_calls(blocking=True)
+    queue.schedule_async_request(core.AsyncRequest(os._exit, (3,), []))
+    with pytest.raises(CheckpointException) as raised:
+        queue.maybe_finalize_async_calls(blocking=True)
+    assert list(raised.value.failures) == [0]
+    assert queue.get_num_unfinalized_calls() == 0
+
+
+def test_without_any_process_group_requests_are_finalized(tmp_path: Path) -> None:
+    run(1, tmp_path, _no_group, str(tmp_path / "local"))
+
+
 def _torch_save(rank: int, directory: str) -> None:
     from holdfast.nvrx import TorchAsyncCheckpoint
 
@@ -113,7 +145,7 @@ def _torch_save(rank: int, directory: str) -> None:
     assert ("rank 1" in str(caught.value)) == (rank == 0)
     worker = held_worker()
     checkpoint.async_save(state, f"{directory}/cancelled-{rank}.pt")
-    os.kill(worker, 18)
+    os.kill(worker, signal.SIGCONT)
     checkpoint.close(abort=True)
     with pytest.raises(holdfast.Error, match="pickle_module=torch is not used here"):
         checkpoint.async_save(state, f"{directory}/other-{rank}.pt", torch)

@@ -29,6 +29,10 @@ def _device_of_exchanges() -> torch.device:
     return torch.device(find(None)) if find is not None else c10d._get_pg_default_device(None)
 
 
+def _has_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
 class _Call:
     """A request in the queue.
 
@@ -36,10 +40,12 @@ class _Call:
         idx: its number, the same on all ranks.
         async_caller: what runs it.
         async_request: as it was scheduled.
+        had_group: whether there was a process group then.
     """
 
     def __init__(self, idx: int, caller: Any, request: Any) -> None:
         self.idx, self.async_caller, self.async_request = idx, caller, request
+        self.had_group = _has_group()
 
 
 class _Queue:
@@ -82,9 +88,11 @@ class _Queue:
     def maybe_finalize_async_calls(self, blocking: bool = False, no_dist: bool = False) -> list[int]:
         """Finalizes what has ended on all ranks; all ranks call it.
 
+        What was scheduled with a process group that is gone is not finalized, and the log says so.
+
         Args:
             blocking: wait until all requests have ended.
-            no_dist: look at this rank alone.
+            no_dist: look at this rank alone, as where there was never a process group.
 
         Returns:
             The numbers of the finalized requests.
@@ -96,37 +104,51 @@ class _Queue:
         """
         finalized: list[int] = []
         while self.async_calls:
-            if not (dist.is_available() and dist.is_initialized()):
-                self._drain()
-                break
             call = self.async_calls[0]
-            if not self._has_ended(call, blocking, no_dist):
+            is_orphan = call.had_group and not _has_group()
+            if is_orphan and not self._is_done(call, blocking):
+                break
+            if not is_orphan and not self._has_ended(call, blocking, no_dist or not _has_group()):
                 break
             self.async_calls.popleft()
+            if is_orphan:
+                self._log_orphan(call.async_caller)
+                continue
             for fn in call.async_request.finalize_fns:
                 fn()
             finalized.append(call.idx)
         return finalized
 
+    def _is_done(self, call: _Call, blocking: bool) -> bool:
+        """Whether a request has ended on this rank."""
+        while not call.async_caller.is_done:
+            if not blocking:
+                return False
+            time.sleep(_POLL)
+        return True
+
     def _has_ended(self, call: _Call, blocking: bool, no_dist: bool) -> bool:
-        """Whether a request has ended on all ranks.
+        """Whether a request has ended on all ranks, or with `no_dist` on this one.
 
         Raises:
             CheckpointException: it has failed on some rank.
         """
+        if no_dist:
+            if not self._is_done(call, blocking):
+                return False
+            failure = call.async_caller.failure()
+            if failure is not None:
+                self.async_calls.popleft()
+                rank = dist.get_rank() if _has_group() else 0
+                raise CheckpointException("write", {rank: _wrap_exception(failure)})
+            return True
         while True:
             caller = call.async_caller
             done = caller.is_done
             failure = caller.failure() if done else None
-            if no_dist:
-                if failure is not None:
-                    self.async_calls.popleft()
-                    raise CheckpointException("write", {dist.get_rank(): _wrap_exception(failure)})
-                state = [int(not done), 0, 0]
-            else:
-                state = self._of_all([int(not done), failure is not None and caller.may_fail_early,
-                                      failure is not None], call.idx)  # fmt: skip
-            under_way, failed_early, failed = state
+            under_way, failed_early, failed = self._of_all(
+                [int(not done), failure is not None and caller.may_fail_early, failure is not None], call.idx
+            )
             if failed_early or (failed and not under_way):
                 self._fail(call, failure)
             if not under_way:
@@ -163,21 +185,17 @@ class _Queue:
         failures = {rank: found for rank, found in enumerate(of_all) if found is not None}
         raise CheckpointException("write", failures)
 
-    def _drain(self) -> None:
-        """Waits for what is under way where no process group is left to finalize it."""
-        while self.async_calls:
-            caller = self.async_calls.popleft().async_caller
-            while not caller.is_done:
-                time.sleep(_POLL)
-            failure = caller.failure()
-            if failure is not None:
-                logger.error("%s: failed, and no process group is left to tell the other ranks: %s", caller, failure)
-                continue
-            logger.warning(
-                "%s: written, and not committed: the process group is gone; finalize what is scheduled "
-                "before destroy_process_group()",
-                caller,
-            )
+    def _log_orphan(self, caller: Any) -> None:
+        """Says what became of a request that no process group is left to finalize."""
+        failure = caller.failure()
+        if failure is not None:
+            logger.error("%s: failed, and no process group is left to tell the other ranks: %s", caller, failure)
+            return
+        logger.warning(
+            "%s: written, and not committed: the process group is gone; finalize what is scheduled "
+            "before destroy_process_group()",
+            caller,
+        )
 
     def get_num_unfinalized_calls(self) -> int:
         """How many requests are in the queue."""
