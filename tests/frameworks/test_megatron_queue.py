@@ -167,12 +167,21 @@ def _unpicklable() -> None:
     raise Local("of its own")
 
 
+class _Long(Exception):
+    def __str__(self) -> str:
+        return "\N{GRINNING FACE}" * 20_000 + " at the end"
+
+
+def _fails_at_length() -> None:
+    raise _Long("x" * 20_000)  # with its traceback more than a pipe holds
+
+
 def _failing_others(rank: int) -> None:
     from holdfast.megatron.queue import AsyncCallsQueue
 
     queue = AsyncCallsQueue()
     for fn, said in [(_fails, "No space left"), (_exits, "exit status 3"), (_is_killed, "killed by SIGKILL"),
-                     (_unpicklable, "of its own")]:  # fmt: skip
+                     (_unpicklable, "of its own"), (_fails_at_length, "at the end")]:  # fmt: skip
         called: list[int] = []
         queue.schedule_async_request(
             TheirRequest(fn if rank == 1 else time.sleep, () if rank == 1 else (0.01,), [lambda c=called: c.append(1)])

@@ -20,7 +20,8 @@ from holdfast.errors import Error, add_note
 from holdfast.megatron import stock
 from holdfast.megatron.ticket import Ticketed
 
-_PICKLED_BYTES_MAX = 1 << 15  # what a pipe takes without a reader
+_PICKLED_BYTES_MAX = 1 << 15  # of an exception that comes home
+_TEXT_MAX = 1 << 14  # characters of its traceback
 
 
 class _Request(NamedTuple):
@@ -62,7 +63,8 @@ class _Request(NamedTuple):
         arguments = _arguments_of(self)
         if self.async_fn is not None:
             self.async_fn(*arguments, **(self.async_fn_kwargs or {}))
-        dist.barrier()
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()
         self.execute_finalize_fns(validate_matching_call_idx=False)
 
     def execute_finalize_fns(self, validate_matching_call_idx: bool = True) -> int:
@@ -145,6 +147,7 @@ class ForkedCall:
 
     def __init__(self, request: Any) -> None:
         self.request = request
+        self._answer: tuple[bytes, str] | None = None
         self._failure: BaseException | None = None
         self._was_cancelled = False
         self._held: list[Any] | None = _arguments_of(request)
@@ -165,20 +168,26 @@ class ForkedCall:
     def is_done(self) -> bool:
         if self._process is None:
             return True
+        self._receive()
         if self._process.is_alive():
             return False
         self._process.join()
+        self._receive()
         self._failure = self._outcome(self._process.exitcode)
         self._answers.close()
         self._process.close()
         self._process = self._held = None
         return True
 
-    def _outcome(self, status: int) -> BaseException | None:
+    def _receive(self) -> None:
+        """Takes what the child has to say. It does not end before: a pipe holds only a part."""
         with contextlib.suppress(EOFError, OSError):
-            if self._answers.poll():
-                data, text = self._answers.recv()
-                return _unpacked(data, text, self)
+            if self._answer is None and self._answers.poll():
+                self._answer = self._answers.recv()
+
+    def _outcome(self, status: int) -> BaseException | None:
+        if self._answer is not None:
+            return _unpacked(*self._answer, self)
         if status == 0:
             return None
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
@@ -208,7 +217,7 @@ def _run(answers: Any, fn: Callable[..., Any], arguments: list[Any], keywords: d
     try:
         fn(*arguments, **keywords)
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))[-_PICKLED_BYTES_MAX // 2 :]
+        text = "".join(traceback.format_exception(error))[-_TEXT_MAX:]
         data = b""
         with contextlib.suppress(Exception):
             error.__traceback__ = None
