@@ -13,6 +13,7 @@ import logging
 import operator
 import os
 import re
+import shutil
 from collections.abc import Collection
 from typing import Any
 
@@ -31,6 +32,8 @@ _PROOF = re.compile(rf"{RECORD.pattern}|rank-\d{{5,}}-of-\d{{5,}}-(?P<manifest>[
 # What saves through DCP make. A directory with any other entry is kept.
 _OWN = re.compile(rf"(\.metadata|__\d+_\d+\.distcp|{_PROOF.pattern})(\.tmp)?")
 _RETIRED = re.compile(r"\.?(?P<name>.+)\.retired-[0-9a-f]{32}")
+# Of holdfast.lightning, whose trainer removes a directory with all that it holds.
+_RETIRED_WHOLE = re.compile(r"\.holdfast-[0-9a-f]{16}\.retired-[0-9a-f]{32}")
 # A drain gives the name when all is durable; the metadata stands there a moment before.
 _ARRIVING = re.compile(r".+\.partial-[0-9a-f]{32}")
 # Of this process, not of a checkpoint: a second try may succeed.
@@ -183,6 +186,55 @@ def remove_retired(directory: str, series: str) -> None:
         path = os.path.join(directory, name)
         if match and series_of(match["name"]) == series and not _foreign(path):
             _remove(path)
+
+
+def is_retired(name: str) -> bool:
+    """Whether a directory of this name has lost a checkpoint's name, and is on its way out."""
+    return _RETIRED.fullmatch(name) is not None
+
+
+def settle_retired(directory: str, clean_up: bool) -> list[str]:
+    """Removes the directories that a crash in a removal has left; returns their names.
+
+    One with a foreign file, or with a save at work, is left as it is. So is one that cannot be
+    removed, and the log says why.
+
+    Args:
+        directory: of the checkpoints.
+        clean_up: whether to remove them; else their names are returned alone.
+
+    Raises:
+        Error: the directory cannot be listed.
+    """
+    settled = []
+    with of_system(f"list {directory}"):
+        names = sorted(filter(is_retired, os.listdir(directory)))
+    for name in names:
+        path = os.path.join(directory, name)
+        whole = _RETIRED_WHOLE.fullmatch(name) is not None and os.path.isdir(path)
+        if not whole and (_foreign(path) or not os.listdir(path)):  # an empty one is the runtime's
+            continue
+        if _native.saves_at_work(path) in ("trainer", "orphan"):
+            continue
+        try:
+            if clean_up and whole:
+                remove_tree(path)
+            elif clean_up:
+                _remove(path)
+            settled.append(name)
+        except Error as error:
+            logger.warning("%s", error)
+    return settled
+
+
+def remove_tree(path: str) -> None:
+    """Removes a directory that has lost its checkpoint's name, with all in it. Another process may do so, too.
+
+    Raises:
+        Error: of the system.
+    """
+    with of_system(f"remove {path}"), contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
 
 
 def _foreign(path: str) -> list[str]:

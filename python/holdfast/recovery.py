@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-from holdfast import _native, directories
+from holdfast import _dcp_directories, _native, directories
 from holdfast.errors import of_system
 
 logger = logging.getLogger("holdfast")
@@ -18,7 +18,8 @@ _DCP_MANIFEST = re.compile(r"rank-\d{5,}-of-\d{5,}-([0-9a-f]{32})\.manifest\.jso
 def _uncommitted_dcp(path: str) -> list[str]:
     """Directories with DCP saves that no metadata speaks of, or under way; "." for `path` itself."""
     with of_system(f"recover {path}: list it"), os.scandir(path) as entries:
-        names = [".", *sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))]
+        found = sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
+    names = [".", *(name for name in found if not _dcp_directories.is_retired(name))]
     return [name for name in names if _has_uncommitted(os.path.join(path, name))]
 
 
@@ -48,7 +49,8 @@ def recover(
 ) -> dict[str, Any]:
     """Makes the directory clean after a crash; safe beside running saves, harmless to repeat.
 
-    DCP checkpoints are completed, where all ranks' data is durable: see `holdfast.dcp.recover`.
+    DCP checkpoints are completed, where all ranks' data is durable: see `holdfast.dcp.recover`. Those
+    whose removal has begun are removed.
     Files of `holdfast.save_file` in the directory itself likewise.
 
     Args:
@@ -70,6 +72,10 @@ def recover(
     report = _native.recover(
         path, wait_for_orphans, promote, clean_up, silence_without_locks, age_without_locks
     )
+    for name in _dcp_directories.settle_retired(path, clean_up):
+        kept = [why for why in report["kept_incomplete"] if not why.startswith(f"{name}: ")]
+        report["kept_incomplete"] = kept if clean_up else [*kept, f"{name}: incomplete"]
+        report["removed"] += [name] if clean_up else []
     for name in _uncommitted_dcp(path) if promote else ():
         try:
             from holdfast import dcp  # only here: it takes seconds

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -11,12 +13,15 @@ import lightning.pytorch as pl
 import lightning_ranks
 import pytest
 import torch
+import torch.multiprocessing as mp
 from lightning_jobs import SLOW, WIDTH, Model, every, trainer
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast
-from holdfast.lightning import CheckpointIO, FSDPStrategy, ModelParallelStrategy, directories
+import holdfast.dcp
+from holdfast.cli import recovering
+from holdfast.lightning import CheckpointIO, FSDPStrategy, ModelParallelStrategy, directories, files
 from holdfast.lightning.moving import Move
 
 
@@ -228,6 +233,39 @@ def test_a_crash_before_the_rename_leaves_the_old_one(tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         directories.commit(str(new), str(path))
     assert (path / "data").read_text() == "old"
+
+
+def _killed_in_a_removal(at: str, step: str) -> None:
+    def kill(*_: Any, **__: Any) -> None:
+        os.unlink(next(Path(at).glob(".holdfast-*/.metadata")))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    shutil.rmtree = kill
+    path = f"{at}/hpc_ckpt_1.ckpt"
+    if step == "a removal":
+        files.remove(path)
+    elif step == "a link":
+        files.link(path, f"{at}/other.ckpt")
+    else:
+        directories.commit(str(fill(Path(directories.unfinished(path)), "new")), path)
+
+
+@pytest.mark.parametrize("step", ["a removal", "a link", "a commit"])
+def test_a_recovery_ends_a_removal_that_was_killed(step: str, tmp_path: Path) -> None:
+    holdfast.dcp.save({"x": torch.zeros(8)}, checkpoint_id=tmp_path / "other.ckpt")
+    holdfast.save_file({"y": 1}, tmp_path / "other.ckpt" / directories.META, wait=True)
+    shutil.copytree(tmp_path / "other.ckpt", tmp_path / "hpc_ckpt_1.ckpt")
+    process = mp.get_context("spawn").Process(target=_killed_in_a_removal, args=(str(tmp_path), step))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    stays = {"other.ckpt"} if step == "a removal" else {"hpc_ckpt_1.ckpt", "other.ckpt"}
+    (left,) = set(os.listdir(tmp_path)) - stays
+    assert "hpc" not in left and holdfast.verify(tmp_path / "other.ckpt")["verdict"] == "sound"
+    assert recovering.outlook(str(tmp_path))["remove"] == [left]
+    assert holdfast.recover(tmp_path)["removed"] == [left]
+    assert set(os.listdir(tmp_path)) == stays
+    assert holdfast.recover(tmp_path)["kept_incomplete"] == []
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FSDP refuses a CPU: no GPU")

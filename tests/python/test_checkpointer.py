@@ -316,6 +316,11 @@ def test_a_removal_that_a_crash_ended_is_finished(tmp_path: Path) -> None:
         checkpointer.save(state(2.0), 2)
         checkpointer.wait(60)
     assert sorted(os.listdir(tmp_path)) == sorted([other.name, plain.name, "step-2"])
+    # A recovery ends those of all series, and completes none.
+    assert holdfast.recover(tmp_path, promote=True, clean_up=False)["promoted"] == []
+    report = holdfast.recover(tmp_path)
+    assert report["removed"] == [other.name] and report["promoted"] == []
+    assert [kept.partition(": ")[0] for kept in report["kept_incomplete"]] == [plain.name]
 
 
 def test_a_crash_in_a_removal_leaves_no_part_of_a_checkpoint(

@@ -7,25 +7,26 @@ import os
 import secrets
 import shutil
 
+from holdfast import _dcp_directories, _native
 from holdfast._durable import exchange, sync_directory
 from holdfast.errors import of_system
 
 META = "meta.pt"
 
 
-def _prefix(path: str) -> str:
+def _hidden(path: str) -> str:
     # Not the name itself: Lightning looks for parts of names, of a requeue's checkpoint for one.
-    return f".holdfast-{hashlib.sha256(os.path.basename(path).encode()).hexdigest()[:16]}-"
+    return f".holdfast-{hashlib.sha256(os.path.basename(path).encode()).hexdigest()[:16]}"
 
 
 def unfinished(path: str) -> str:
     """A new name beside `path` for its directory until it is whole; removes those that a crash left."""
-    directory, prefix = os.path.dirname(path), _prefix(path)
+    directory, prefix = os.path.dirname(path), _hidden(path)
     if os.path.isdir(directory):
         for name in os.listdir(directory):
             if name.startswith(prefix):
                 shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
-    return os.path.join(directory, prefix + secrets.token_hex(8))
+    return os.path.join(directory, f"{prefix}-{secrets.token_hex(8)}")
 
 
 def commit(new: str, path: str) -> None:
@@ -42,12 +43,36 @@ def commit(new: str, path: str) -> None:
         else:
             os.rename(new, path)
         sync_directory(os.path.dirname(path))
-        if os.path.lexists(new):
-            _remove(new)
+        if os.path.isdir(new) and not os.path.islink(new):
+            _remove_from(new, path)
+        elif os.path.lexists(new):
+            os.unlink(new)
 
 
-def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
+def remove(path: str) -> None:
+    """Removes a directory. Under its name it is whole, or not there.
+
+    Raises:
+        Error: of the system.
+    """
+    with of_system(f"remove {path}"):
+        _remove_from(path, path)
+
+
+def replace(path: str, new: str) -> None:
+    """Gives the entry `new` the name of the directory at `path`, and removes that.
+
+    Raises:
+        Error: of the system.
+    """
+    with of_system(f"replace {path}"):
+        exchange(new, path)
+        _remove_from(new, path)
+
+
+def _remove_from(here: str, path: str) -> None:
+    """Removes the directory `here`, which has stood at `path`, under a name that `holdfast.recover` knows."""
+    leaving = os.path.join(os.path.dirname(path), f"{_hidden(path)}.retired-{_native.new_attempt()}")
+    os.rename(here, leaving)
+    sync_directory(os.path.dirname(path))  # else a power loss may give a part its name back
+    _dcp_directories.remove_tree(leaving)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import shutil
 from typing import Any
 
 from holdfast import _runtime
 from holdfast._durable import make_directory, sync_directory
 from holdfast.errors import of_system
 from holdfast.files import manifests_of, remove_file, save_file
+from holdfast.lightning import directories
 from holdfast.lightning.following import Following
 
 # Lightning takes all digits of any name with this in it for a version, those of a manifest's as well.
@@ -55,7 +55,7 @@ def _remove_manifests(path: str) -> None:
 
 
 def _beside(path: str) -> str:
-    """A name beside `path` for what is on its way there, or away."""
+    """A name beside `path` for what is on its way there."""
     return os.path.join(os.path.dirname(path), f".holdfast-{secrets.token_hex(8)}")
 
 
@@ -74,10 +74,7 @@ def link(path: str, target: str) -> None:
         os.symlink(os.path.relpath(target, directory), new)
         try:
             if os.path.isdir(path) and not os.path.islink(path):
-                old = _beside(path)
-                os.rename(path, old)
-                os.replace(new, path)
-                shutil.rmtree(old)
+                directories.replace(path, new)
             else:
                 if not os.path.islink(path):
                     _remove_manifests(path)
@@ -107,10 +104,7 @@ def remove(path: str) -> None:
     """
     with of_system(f"remove {path}"):
         if os.path.isdir(path) and not os.path.islink(path):
-            # Under its name it is whole, or not there.
-            leaving = _beside(path)
-            os.rename(path, leaving)
-            shutil.rmtree(leaving)
+            directories.remove(path)
             return
         if os.path.islink(path):
             os.unlink(path)
