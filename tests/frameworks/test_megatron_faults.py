@@ -190,6 +190,37 @@ def test_a_plan_of_another_structure_is_refused(tmp_path: Path) -> None:
     run(2, tmp_path, _other_plan, str(tmp_path / "run"))
 
 
+def _plan_unfinished(rank: int, directory: str) -> None:
+    """The planner of one rank fails in its last step; the plan is known, so no rank asks another."""
+    from megatron.core.dist_checkpointing import save
+    from torch.distributed.checkpoint import DefaultSavePlanner
+
+    strategy = holdfast.megatron.SaveStrategy(cached_metadata=True)
+    finish_plan: Callable[..., Any] = DefaultSavePlanner.finish_plan
+
+    def fails(*_: Any) -> None:
+        raise OSError(errno.ENOMEM, "no plan")
+
+    for number in range(6):
+        if number == 3 and rank == 1:
+            DefaultSavePlanner.finish_plan = fails
+        path = fresh(f"{directory}/{number}")
+        request = save(State(number).sharded(), path, strategy, validate_access_integrity=False, async_sharded_save=True)
+        DefaultSavePlanner.finish_plan = finish_plan
+        if number != 3:
+            request.execute_sync()
+            assert State(number).wrong_elements_in(path) == 0
+            continue
+        with pytest.raises(CheckpointException) as raised:
+            request.execute_sync()
+        assert [(rank, failed[0].errno) for rank, failed in raised.value.failures.items()] == [(1, errno.ENOMEM)]
+        assert not os.path.exists(f"{path}/.metadata")
+
+
+def test_a_plan_that_one_rank_cannot_finish_fails_at_the_end(tmp_path: Path) -> None:
+    run(2, tmp_path, _plan_unfinished, str(tmp_path / "run"))
+
+
 def _nothing_left(rank: int) -> int:
     return events.in_flight()
 

@@ -79,7 +79,7 @@ class _Planning:
         try:
             self.plan_locally()
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         return central
 
     def plan_decentralized(self, loaded: list[SavePlan] | None) -> tuple[SavePlan, bool]:
@@ -105,10 +105,10 @@ class _Planning:
             local = self.planner.create_decentralized_global_plan(self.local)
             self.local = self.writer.prepare_decentralized_global_plan(local)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
         return self.local, is_loaded
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """Fails this rank's part: the other ranks go on, and learn of it at the end."""
         if not isinstance(self.writer, FileSystemWriterAsync):
             raise error
@@ -174,7 +174,10 @@ def _plan(state: STATE_DICT_TYPE, writer: Any, group: Any, coordinator: int, pla
         central, is_loaded = planning.plan_decentralized(loaded)
     else:
         central = planning.plan_together()
-    central = planning.planner.finish_plan(central)
+    try:
+        central = planning.planner.finish_plan(central)
+    except Exception as error:
+        planning.fail(error)
     writer.prepare_write_data(central, planning.planner)
     assert planning.local is not None
     return Planned(planning.metadata, planning.ranks, central, planning.local, central == kept, is_loaded)
