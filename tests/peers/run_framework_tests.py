@@ -91,15 +91,17 @@ SUITES = (
             "test_repl_save_and_load": "the hidden manifests of local checkpoints are not listed",
         },
     ),
-    # Local checkpoints, for which no manifest of a directory counts.
     Suite(
-        title="Tests of local checkpoints in nvidia-resiliency-ext",
+        title="nvidia-resiliency-ext's own tests",
         folder="tests/checkpointing/unit",
         files=("test_basic_local.py", "test_cleanup.py"),
         ranks=2,
         packages=("nvidia-resiliency-ext",),
-        told=["Its tests of local checkpoints, on two ranks."],
-        variables=NO_GPU,
+        told=[
+            "nvidia-resiliency-ext's tests of local checkpoints (its main branch of August 2026) with `holdfast.nvrx`",
+            "installed, on two gloo ranks with a stand-in for the GPU. The saves are those of both ranks' files.",
+        ],
+        variables={**NO_GPU, "HOLDFAST_PEER_LOCAL": "1"},
     ),
     Suite(
         title="torchtitan's own tests",
@@ -110,6 +112,7 @@ SUITES = (
         told=[
             "torchtitan's tests of its checkpoint manager, with `holdfast.torchtitan.CheckpointManager` in its place.",
             "They need `torchdata`, `tensorboard`, `tokenizers` and `datasets`, too.",
+            "They are the whole file at the release; the 46 of the main branch of August 2026 import classes that it lacks.",
         ],
         plugin="torchtitan_substitutes",
         impossible={

@@ -91,7 +91,7 @@ def report(outcomes: list[Outcome], version: str, seconds: float) -> list[str]:
         "    python tests/peers/run_lightning_tests.py CHECKOUT --report docs/peer-tests.md",
         "",
         f"*passed*: as it is. *adapted*, change 1: {CHANGE}.",
-        "*impossible*: fails without Holdfast, too. A test without saves makes none by the default plugin.",
+        "*impossible*: for the reason given, which may be that it fails without Holdfast, too. A test without saves makes none by the default plugin.",
         "`test_legacy_checkpoints.py` is left out: it downloads files of older versions.",
         *pytest_runs.table(outcomes),
     ]

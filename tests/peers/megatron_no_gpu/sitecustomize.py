@@ -172,9 +172,31 @@ def _install():
             note("save", path=str(self.path), verdict=holdfast.dcp.verify(self.path)["verdict"])
 
         FileSystemWriterAsync.finish = proved
+        if "HOLDFAST_PEER_LOCAL" in os.environ:
+            _prove_files(note)
     filecmp.cmp = _but_for_the_id(filecmp.cmp)
     pathlib.Path.rglob = _without_manifests(pathlib.Path.rglob)
     holdfast.megatron.install()
+
+
+def _prove_files(note):
+    """Notes each file of a local checkpoint when it is durable."""
+    import holdfast
+    from holdfast.nvrx import local_manager
+
+    save_file = local_manager.save_file
+
+    @functools.wraps(save_file)
+    def proved(state, path, **options):
+        def ended(durable):
+            failed = durable.exception()
+            note("save", path=str(path), verdict=f"failed: {failed}" if failed else holdfast.verify(path)["verdict"])
+
+        begun = save_file(state, path, **options)
+        begun.durable.add_done_callback(ended)
+        return begun
+
+    local_manager.save_file = proved
 
 
 def _but_for_the_id(cmp):
