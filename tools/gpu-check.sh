@@ -24,7 +24,7 @@ packed=$root/packed
 time_max=540
 archive_max=$((60 << 20))
 # Names and seconds.
-steps=(cuda_tests:75 late_copies:90 dirty_data:120 persistent_callers:100 forks:120 lightning_memory:80 load_memory:45 sharded:90)
+steps=(cuda_tests:75 late_copies:90 dirty_data:120 persistent_callers:100 forks:120 lightning_memory:80 load_memory:45 sharded:150)
 
 fail() {
   printf '%s\n' "$*" >&2
@@ -69,10 +69,16 @@ pack() {
   local platforms=() minor
   for minor in 39 35 34 31 28 27 24 17 12 5; do platforms+=(--platform "manylinux_2_${minor}_$(uname -m)"); done
   for wheel in megatron-core==0.19.2 nvidia-resiliency-ext==0.7.0 lightning==2.6.5 lightning-utilities torchmetrics psutil \
-    numpy packaging tqdm pyyaml fsspec typing-extensions; do
+    numpy packaging tqdm pyyaml fsspec typing-extensions einops hjson msgpack ninja py-cpuinfo; do
     "$target" -m pip --disable-pip-version-check download -q --no-deps --only-binary=:all: --python-version "$version" \
       --implementation cp "${platforms[@]}" --platform any -d "$wheels" "$wheel" </dev/null || echo "left out: $wheel"
   done
+  # With what they need, in the versions that they need: pytest, and pydantic for DeepSpeed.
+  "$target" -m pip --disable-pip-version-check download -q --only-binary=:all: --python-version "$version" \
+    --implementation cp "${platforms[@]}" --platform any -d "$wheels" pytest pydantic </dev/null || echo "left out: pytest, pydantic"
+  # It is published as sources. Its operations are compiled when they are first used, and none is here.
+  DS_BUILD_OPS=0 "$target" -m pip --disable-pip-version-check wheel -q --no-deps -w "$wheels" deepspeed==0.19.8 </dev/null ||
+    echo "left out: deepspeed"
   echo "Building the C++ tests"
   (cd "$root" && cmake --preset "$tests" && cmake --build --preset "$tests" -j "$(nproc)" --target holdfast-worker "${programs[@]}") \
     >"$stage/build.log" 2>&1 || {
@@ -128,7 +134,8 @@ import importlib.util, pathlib, sys, zipfile
 wheel, site = sys.argv[1:]
 sys.path.remove("")  # the unpacked archive has a folder of the package's name
 # Packages of several distributions, and those whose import has another name.
-names = {"megatron_core": "megatron.core", "pyyaml": "yaml", "nvidia_resiliency_ext": "nvidia_resiliency_ext.checkpointing"}
+names = {"megatron_core": "megatron.core", "pyyaml": "yaml", "nvidia_resiliency_ext": "nvidia_resiliency_ext.checkpointing",
+         "py_cpuinfo": "cpuinfo"}
 name = pathlib.Path(wheel).name.split("-")[0].lower()
 try:
     is_there = importlib.util.find_spec(names.get(name, name)) is not None

@@ -58,3 +58,39 @@ def test_a_step_that_fails_ends_no_other(tmp_path: Path) -> None:
     assert killed and all(row["result"].startswith("FAILED") for row in killed)
     assert [row["result"] for row in rows if row["what"].startswith("end of a forked child")] == ["measured", "measured"]
     assert "broken" not in table.splitlines()[0]
+
+
+PEERS = """
+import importlib.util, sys
+from pathlib import Path
+sys.path.insert(0, "{gpu_check}")
+import report, sharded
+here = Path("{here}")
+sharded.PEER_TESTS = here / "peers"
+of = report.Report("sharded", here / "rows", True, "a GPU", here)
+def part(what):
+    with of.part(what):
+        sharded.peer_tests(of)
+part("two tests")
+(sharded.PEER_TESTS / "test_two.py").write_text("import no_such_package")
+part("broken")
+(sharded.PEER_TESTS / "test_two.py").unlink()
+part("none")
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *of: None if name == "pytest" else find(name, *of)
+part("no pytest")
+"""
+
+
+def test_tests_that_cannot_run_are_told_apart_from_those_that_fail(tmp_path: Path) -> None:
+    (tmp_path / "peers").mkdir()
+    (tmp_path / "peers" / "test_two.py").write_text("def test_one(): pass\ndef test_other(): assert False\n")
+    program = PEERS.format(gpu_check=ROOT / "tools/gpu_check", here=tmp_path)
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, timeout=300)
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    assert [(row["value"], row["result"]) for row in rows] == [
+        ("1 of 2", "measured"),
+        ("0 of 1", "measured"),
+        ("", "FAILED: RuntimeError: pytest has run no test; it ended with 5"),
+        ("", "skipped: no pytest (gpu-check.sh --pack takes it along)"),
+    ]

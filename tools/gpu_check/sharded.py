@@ -1,7 +1,8 @@
-"""Sharded training on one GPU, saved through `holdfast.dcp` and read back: FSDP 1 and 2, DeepSpeed; the frameworks' own tests."""
+"""Sharded training on one GPU, saved through `holdfast.dcp` and read back: FSDP 1 and 2, DeepSpeed; tests that need a GPU."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -15,8 +16,15 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import holdfast.dcp
 
+STRATEGY_TEST = "tests/frameworks/test_lightning_sharded.py::test_fsdp_saves_its_shards"
 PEER_TESTS = "peers/nvidia-resiliency-ext"  # as gpu-check.sh --pack puts them beside the sources
-TIME_MAX = 80
+TIME_MAX = 60
+# In the state of its optimizer.
+DEEPSPEED_CLASSES = (
+    "deepspeed.runtime.fp16.loss_scaler:LossScaler",
+    "deepspeed.runtime.zero.config:ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment:fragment_address",
+)
 
 
 def net(report: Report) -> torch.nn.Module:
@@ -77,8 +85,9 @@ def deepspeed(report: Report) -> list[int]:
     one_rank(report.scratch)
     import deepspeed as engines  # type: ignore[import-not-found]
 
-    settings = {"train_batch_size": 4, "zero_optimization": {"stage": 2}, "optimizer": {"type": "Adam", "params": {}},
-                "zero_allow_untested_optimizer": True}  # fmt: skip
+    # DeepSpeed's own Adam is compiled when it is first used, and there may be no compiler.
+    settings = {"train_batch_size": 4, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True,
+                "optimizer": {"type": "Adam", "params": {"torch_adam": True}}}  # fmt: skip
     engine, _, _, _ = engines.initialize(model=net(report), config=settings)
     width = engine.module[0].in_features
     loss = engine(torch.ones(4, width, device=engine.device)).square().mean()
@@ -94,23 +103,47 @@ def deepspeed(report: Report) -> list[int]:
         for parameter in engine.module.parameters():
             parameter.add_(1)
     save.wait()
-    after = values(holdfast.load(path))
+    after = values(holdfast.load(path, allow=DEEPSPEED_CLASSES))
     return [sum(torch.equal(a, b) for a, b in zip(before, after, strict=True)), len(before)]
+
+
+def passed(report: Report, *arguments: str) -> tuple[int, int]:
+    """How many tests pytest has passed, and how many it was given.
+
+    Raises:
+        Skip: there is no pytest.
+        RuntimeError: it has run none.
+        TimeoutExpired.
+    """
+    if importlib.util.find_spec("pytest") is None:
+        raise Skip("no pytest (gpu-check.sh --pack takes it along)")
+    result = report.scratch / "tests.xml"
+    result.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={result}", "-p", "no:cacheprovider", *arguments]
+    status = subprocess.run(command, cwd=report.scratch, env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
+                            timeout=TIME_MAX).returncode  # fmt: skip
+    counts = xml.etree.ElementTree.parse(result).getroot()[0].attrib if result.exists() else {"tests": "0"}
+    given = int(counts["tests"])
+    if not given:
+        raise RuntimeError(f"pytest has run no test; it ended with {status}")
+    return given - sum(int(counts[key]) for key in ("failures", "errors", "skipped")), given
 
 
 def peer_tests(report: Report) -> None:
     """nvidia-resiliency-ext's own tests of local checkpoints, on one rank, as they are."""
-    report.need_gpu()
     tests = ROOT / PEER_TESTS
     if not tests.is_dir():
         raise Skip(f"no {PEER_TESTS} (gpu-check.sh --pack takes a checkout's tests along)")
-    result = report.scratch / "peers.xml"
-    command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={result}", "-p", "no:cacheprovider",
-               str(tests)]  # fmt: skip
-    subprocess.run(command, cwd=report.scratch, env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"}, timeout=TIME_MAX)
-    counts = xml.etree.ElementTree.parse(result).getroot()[0].attrib
-    passed = int(counts["tests"]) - sum(int(counts[key]) for key in ("failures", "errors", "skipped"))
-    report.note("nvidia-resiliency-ext's own tests: passed of all", f"{passed} of {counts['tests']}")
+    well, given = passed(report, str(tests))
+    report.note("nvidia-resiliency-ext's own tests: passed of all", f"{well} of {given}")
+
+
+def lightning_strategy(report: Report) -> None:
+    """Our test of `holdfast.lightning.FSDPStrategy`: FSDP refuses a CPU."""
+    if importlib.util.find_spec("lightning") is None:
+        raise Skip("no lightning")
+    well, given = passed(report, f"{ROOT / STRATEGY_TEST}")
+    report.check("Lightning's FSDPStrategy: tests passed of all", f"{well} of {given}", well == given)
 
 
 def body(report: Report) -> None:
@@ -122,11 +155,14 @@ def body(report: Report) -> None:
             what = f"{kind}: tensors of model and optimizer as at the call, of all"
             report.check(what, f"{same} of {count}", same == count)
     with report.part("DeepSpeed, ZeRO 2"):
-        report.need_gpu()
         same, count = report.apart(deepspeed, timeout=TIME_MAX)
         report.check("DeepSpeed, ZeRO 2: tensors as at the call, of all", f"{same} of {count}", same == count)
     with report.part("nvidia-resiliency-ext's own tests"):
+        report.need_gpu()
         peer_tests(report)
+    with report.part("Lightning's FSDPStrategy"):
+        report.need_gpu()
+        lightning_strategy(report)
 
 
 if __name__ == "__main__":
