@@ -25,7 +25,7 @@ if ! { [ -x "$python" ] && "$python" -c 'import torch, holdfast'; } 2>/dev/null;
 fi
 pip() { "$python" -m pip --disable-pip-version-check "$@" </dev/null; }
 
-wanted="megatron-core $megatron, nvidia-resiliency-ext $nvrx, lightning $lightning, torchtitan $torchtitan"
+wanted="megatron-core $megatron, nvidia-resiliency-ext $nvrx, lightning $lightning, pytorch-lightning $lightning, torchtitan $torchtitan"
 found=$("$python" -c '
 import importlib.metadata as found
 def version(name):
@@ -33,10 +33,10 @@ def version(name):
         return found.version(name)
     except found.PackageNotFoundError:
         return "missing"
-print(", ".join(f"{name} {version(name)}" for name in ("megatron-core", "nvidia-resiliency-ext", "lightning", "torchtitan")))')
+print(", ".join(f"{name} {version(name)}" for name in ("megatron-core", "nvidia-resiliency-ext", "lightning", "pytorch-lightning", "torchtitan")))')
 if [ "$found" != "$wanted" ]; then
   say "Installing $wanted into $venv"
-  pip install -q "lightning==$lightning" triton psutil packaging || fail "pip could not install Lightning: is there a network?"
+  pip install -q "lightning==$lightning" "pytorch-lightning==$lightning" triton psutil packaging || fail "pip could not install Lightning: is there a network?"
   pip install -q --no-deps --ignore-requires-python "megatron-core==$megatron" || fail "pip could not install megatron-core $megatron"
   pip install -q tyro && pip install -q --no-deps spmd_types "torchtitan==$torchtitan" || fail "pip could not install torchtitan $torchtitan"
   wheels=$(mktemp -d)
@@ -56,6 +56,6 @@ if ! [ -d "$venv/megatron-oldest/megatron_core-$oldest.dist-info" ]; then
   }
 fi
 "$python" -W ignore -c '
-import megatron.core, nvidia_resiliency_ext.checkpointing.async_ckpt.core, lightning, torchtitan.components.checkpointer, holdfast' 2>/dev/null ||
+import megatron.core, nvidia_resiliency_ext.checkpointing.async_ckpt.core, lightning, pytorch_lightning, torchtitan.components.checkpointer, holdfast' 2>/dev/null ||
   fail "the frameworks were installed into $venv, but cannot be imported"
 echo "$wanted; megatron-core $oldest"
