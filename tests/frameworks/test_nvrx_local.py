@@ -179,14 +179,12 @@ def _again(rank: int, directory: str) -> None:
     saved(manager, 9)
     saved(manager, 10)
 
-    def is_whole(values: Any = expected(10, rank)) -> None:
+    def is_whole(values: Any = None) -> None:
         assert files(manager) == [name(10, rank)]
         fresh = LocalCheckpointManager(directory)
         assert fresh.find_latest() == 10
-        assert _loaded(fresh) == values
+        assert _loaded(fresh) == (values or expected(10, rank))
 
-    other = State(10, rank)
-    other.train()
     # Without space, and with a worker that is killed.
     with faults.file_size_limit(8192 if rank == 0 else 1 << 30):
         with pytest.raises(CheckpointingException, match="save local checkpoint 10: rank 0: .*the newest is that of iteration 10"):
@@ -207,12 +205,11 @@ def _again(rank: int, directory: str) -> None:
     queue.close(abort=True)
     del request
     is_whole()
-    manager.find_latest()
-    manager.latest_iteration = -1  # as a save of 11 that fails leaves it
-    manager.save(other, 10)
     other = State(10, rank)
     other.train()
-    is_whole(other.values_of())
+    values = other.values_of()
+    manager.save(other, 10)
+    is_whole(values)
     saved(manager, 11)
     assert files(manager) == [name(11, rank)]
 
