@@ -163,6 +163,17 @@ def queue_of(dialect: str) -> Any:
     return async_utils.AsyncCallsQueue()
 
 
+def stock_queue(caller: str) -> Any:
+    """A library's own queue, by the name of its caller: ``mcore`` or ``nvrx``, then ``temporal`` or ``persistent``."""
+    if caller.startswith("nvrx"):
+        from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
+    else:
+        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+    # nvidia-resiliency-ext's worker takes a GPU otherwise.
+    options = {"cpu_shm_mode": True} if caller == "nvrx persistent" else {}
+    return AsyncCallsQueue(persistent=caller.endswith("persistent"), **options)
+
+
 def fresh(directory: str | Path) -> str:
     """Makes a checkpoint's directory, which Megatron wants to be there."""
     os.makedirs(directory, exist_ok=True)

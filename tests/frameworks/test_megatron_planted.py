@@ -19,7 +19,7 @@ def returns_at_once(_: ticket.Ticket) -> None:
 
 def _returns_at_once(rank: int, directory: str) -> None:
     writer.wait_until_written = returns_at_once
-    test_megatron_queue.under_a_stock_queue(rank, directory, "mcore forked", looks=10_000)
+    test_megatron_queue.under_a_stock_queue(rank, directory, "mcore temporal", looks=10_000)
 
 
 def _captures_at_schedule(rank: int, directory: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import megatron_jobs
 import pytest
 import torch.distributed as dist
-from megatron_jobs import DEADLINE, State, finalize, fresh, held_worker, run
+from megatron_jobs import DEADLINE, State, finalize, fresh, held_worker, run, stock_queue
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
@@ -40,26 +40,16 @@ def _eventually(holds: Callable[[], bool], what: str) -> None:
 # ---- Ours under the stock queues.
 
 
-def _stock_queue(name: str) -> Any:
-    if name.startswith("nvrx"):
-        from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
-    else:
-        from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
-    # nvidia-resiliency-ext's worker takes a GPU otherwise.
-    options = {"cpu_shm_mode": True} if name == "nvrx persistent" else {}
-    return AsyncCallsQueue(persistent="persistent" in name, **options)
-
-
 def _has_returned(queue: Any, name: str) -> bool:
     """Whether the function of the one request has returned, in its process."""
-    if name.endswith("forked"):
+    if name.endswith("temporal"):
         return not queue.async_calls[0].async_caller.process.is_alive()
     return bool(queue.maybe_finalize_async_calls())
 
 
 def under_a_stock_queue(rank: int, directory: str, name: str, looks: int = 20) -> None:
     megatron_jobs.without_gpu()
-    queue = _stock_queue(name)
+    queue = stock_queue(name)
     state, saved = State(1), State(1)
     path = fresh(directory)
     worker = held_worker()
@@ -79,7 +69,7 @@ def under_a_stock_queue(rank: int, directory: str, name: str, looks: int = 20) -
     queue.close()
 
 
-@pytest.mark.parametrize("name", ["mcore forked", "mcore persistent", "nvrx forked", "nvrx persistent"])
+@pytest.mark.parametrize("name", ["mcore temporal", "mcore persistent", "nvrx temporal", "nvrx persistent"])
 def test_a_request_of_ours_runs_under_a_stock_queue(name: str, tmp_path: Path) -> None:
     if name.startswith("nvrx"):
         pytest.importorskip("nvidia_resiliency_ext")
