@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from small_disk import mounted
+from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
+import holdfast.dcp
 from holdfast import _runtime, snapshots
 
 MIB = 1 << 20
@@ -75,6 +77,9 @@ def test_options_that_make_no_sense(tmp_path: Path) -> None:
 def test_meta_tensors_have_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(holdfast.Error, match=r"save a\.0: .*meta"):
         holdfast.save_async({"a": [torch.empty(2, device="meta")]}, tmp_path / "s")
+    with pytest.raises(CheckpointException, match=r"save a\.b: a tensor on the meta device has no data; give it values"):
+        holdfast.dcp.async_save({"a": {"b": torch.empty(2, device="meta")}}, checkpoint_id=tmp_path / "s").result()
+    assert os.listdir(tmp_path / "s") == []
 
 
 def test_a_structure_may_change_between_saves(tmp_path: Path) -> None:

@@ -124,6 +124,21 @@ class Layout:
         return self._fixed is not None
 
     @_collector.paused()
+    def _is_on_device(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether an item is in memory of a device.
+
+        Raises:
+            Error: it is in memory that cannot be saved.
+        """
+        try:
+            return _devices.device_of(tensor.device) is not None
+        except Error as error:
+            name = self.items[index].index.fqn
+            if tensor.device.type == "meta":
+                why = "a tensor on the meta device has no data; give it values, or leave it out of the state"
+                raise Error("INVALID_ARGUMENT", f"save {name}: {why}") from error
+            raise Error(error.code, f"save {name}: {error.message}") from error
+
     def plan_file(self, data: list[Any], name: str, late: _late.Late,
                   part: Part | None = None, plans: Iterable[bytes] = (),
                   digests: Iterable[torch.Tensor] = ()) -> FilePlan:  # fmt: skip
@@ -149,7 +164,7 @@ class Layout:
                 rest = self._rest
         later, apart = [], []
         for i in rest:
-            if isinstance(data[i], torch.Tensor) and _devices.device_of(data[i].device) is not None:
+            if isinstance(data[i], torch.Tensor) and self._is_on_device(i, data[i]):
                 later.append(i)
             elif self._is_apart[i]:
                 apart.append(i)

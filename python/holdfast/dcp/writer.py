@@ -231,7 +231,11 @@ class StorageWriter(_StorageWriter):
         Raises:
             Error: of this rank's own part.
         """
-        file = layout.plan_file(data, place.data_file, _late.Late(late), part, plans, digests)
+        try:
+            file = layout.plan_file(data, place.data_file, _late.Late(late), part, plans, digests)
+        except BaseException:
+            placement.release(place)
+            raise
         nbytes = file.plan.total_bytes
         if self.staged:
             # The staged copy is stable: it goes through a small window of the staging memory.

@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 from holdfast.megatron.patching import Patch
-from holdfast.megatron.writer import FileSystemWriterAsync, LateNames
+from holdfast.megatron.writer import FileSystemWriterAsync, LateNames, checked
 
 __all__ = ["SaveStrategy", "install", "uninstall"]
 
@@ -31,10 +31,13 @@ def install(*, late: LateNames = ()) -> None:
             `holdfast.save_async`: their GPU memory is copied behind forward and backward. Or a
             function that returns them, called in each save: Megatron makes its optimizers late.
             All other GPU tensors are ordered into the current stream.
+
+    Raises:
+        Error: INVALID_ARGUMENT, `late` is none of these; nothing is replaced then.
     """
     global _patch
     with _lock:
-        FileSystemWriterAsync.late = staticmethod(late) if callable(late) else tuple(late)
+        FileSystemWriterAsync.late = checked(late)
         if _patch is None:
             _patch = Patch()
             _patch.start()

@@ -29,7 +29,12 @@ def names_of(dialect: str, writer: type = FileSystemWriterAsync) -> dict[str, An
     Args:
         dialect: ``mcore`` or ``nvrx``.
         writer: the class of writers.
+
+    Raises:
+        TypeError: there is no such dialect.
     """
+    if dialect not in ("mcore", "nvrx"):
+        raise TypeError(f"there is no async_strategy {dialect}; there are nvrx and mcore")
     names = {
         "AsyncRequest": request_class(dialect),
         "CachedMetadataFileSystemReader": stock.find(
@@ -61,8 +66,6 @@ def get_async_strategy(async_strategy: str = "nvrx", module: str | None = None) 
         TypeError: there is no such dialect.
         Error: NOT_FOUND, no such name in it.
     """
-    if async_strategy not in ("mcore", "nvrx"):
-        raise TypeError(f"there is no async_strategy {async_strategy}; there are nvrx and mcore")
     names = names_of(async_strategy)
     if module is None:
         return async_strategy, names

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (  # type: ignore[
 )
 
 from holdfast.megatron import dialects, stock
-from holdfast.megatron.writer import FileSystemWriterAsync, LateNames
+from holdfast.megatron.writer import FileSystemWriterAsync, LateNames, checked
 
 
 class SaveStrategy(TorchDistSaveShardedStrategy):
@@ -30,9 +30,12 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
             *args, **kwargs: as of Megatron's.
             late: optimizers or tensors that the training leaves alone until its next step, as of
                 `holdfast.megatron.install`.
+
+        Raises:
+            Error: INVALID_ARGUMENT, `late` is none of these.
         """
         super().__init__(*args, **kwargs)
-        own = {"late": staticmethod(late) if callable(late) else tuple(late)}
+        own = {"late": checked(late)}
         self._writer_class = type("FileSystemWriterAsync", (FileSystemWriterAsync,), own)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> Any:
@@ -47,6 +50,9 @@ class SaveStrategy(TorchDistSaveShardedStrategy):
         Args:
             sharded_state_dict, checkpoint_dir: as of Megatron's.
             async_strategy: the dialect: whose class the request has.
+
+        Raises:
+            TypeError: there is no such dialect.
         """
         stock_save = TorchDistSaveShardedStrategy.async_save
         if "async_strategy" in inspect.signature(stock_save).parameters:

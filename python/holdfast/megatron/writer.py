@@ -13,6 +13,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast import _devices, events
 from holdfast.dcp.items import Layout, resolved
-from holdfast.dcp.placement import Placement
 from holdfast.dcp.writer import StorageWriter, Written
 from holdfast.errors import Error
 from holdfast.megatron import stock
@@ -38,6 +38,23 @@ LateNames = Iterable[Any] | Callable[[], Iterable[Any]]
 _LAYOUTS_MAX = 4
 # By the identity of a plan's items, which a strategy that caches plans hands over again.
 _layouts: dict[int, tuple[list[WriteItem], str, Layout]] = {}
+
+
+def checked(late: Any) -> Any:
+    """The names of what is copied late, as an attribute of a writer's class.
+
+    Raises:
+        Error: INVALID_ARGUMENT, they are none.
+    """
+    if callable(late):
+        return staticmethod(late)
+    if not isinstance(late, Iterable):
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"late={type(late).__name__}: optimizers or tensors are expected, in a list, or a function "
+            "that returns them",
+        )
+    return tuple(late)
 
 
 class Results(list[WriteResult]):
@@ -155,12 +172,12 @@ class FileSystemWriterAsync(StorageWriter):
                 f"save {self.path}: another library's save_state_dict_async_plan has planned it; use "
                 "the one that get_async_strategy gives",
             )
+        data = [_dequantized(resolved(planner, item)) for item in plan.items]
+        for item, value in zip(plan.items, data, strict=True):
+            _check_shape(item, value, self.path)
         self._counted = True
         place = lineage.next(self.path, self.rank, self.world_size)
         self.save_id = place.attempt
-        data = [_dequantized(resolved(planner, item)) for item in plan.items]
-        for item, value in zip(plan.items, data, strict=True):
-            _check_shape(item, value, place)
         late = self.late() if callable(self.late) else self.late
         layout = _layout_of(plan.items, self.separation_hint or "")
         written = self.begin(place, layout, data, called_ns, late)
@@ -283,7 +300,7 @@ def _dequantized(value: Any) -> Any:
     return value
 
 
-def _check_shape(item: WriteItem, value: Any, place: Placement) -> None:
+def _check_shape(item: WriteItem, value: Any, path: Path) -> None:
     """Compares a tensor with its plan, which may be that of an earlier save.
 
     Raises:
@@ -292,7 +309,7 @@ def _check_shape(item: WriteItem, value: Any, place: Placement) -> None:
     if item.tensor_data is not None and value.shape != item.tensor_data.chunk.sizes:
         raise Error(
             "FAILED_PRECONDITION",
-            f"save {place.directory}: {item.index.fqn} has the shape {list(value.shape)}, and its plan "
+            f"save {path}: {item.index.fqn} has the shape {list(value.shape)}, and its plan "
             f"{list(item.tensor_data.chunk.sizes)}; was the plan of another structure kept?",
         )
 
