@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fnmatch
 import os
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdfast import _runtime
+from holdfast.errors import Error, add_note
 from holdfast.lightning import files, flavor, hooks, urls
 from holdfast.lightning.ordering import Begun, Order
 
@@ -18,9 +20,17 @@ _Base: Any = flavor.fabric("plugins").TorchCheckpointIO
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(:[a-z]|//)")
 
 
-def location(path: str | os.PathLike[str]) -> str:
-    """A path as the order of saves has it: absolute, without a link resolved; or a URL."""
-    text = os.fspath(path)
+def location(path: Any, operation: str) -> str:
+    """A path as the order of saves has it: absolute, without a link resolved; or a URL.
+
+    Raises:
+        Error: INVALID_ARGUMENT, it is none. The message begins with `operation`.
+    """
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise Error("INVALID_ARGUMENT", f"{operation} {path!r:.80}: the path of a checkpoint is expected")
+    text = os.fsdecode(path)
+    if not text:
+        raise Error("INVALID_ARGUMENT", f"{operation} '': the path is empty")
     if text.startswith(("file://", "local://")):
         text = text.partition("://")[2]
     return text if _URL.match(text) else os.path.abspath(os.path.expanduser(text))
@@ -82,6 +92,7 @@ class CheckpointIO(_Base):
         **options: Any,
     ) -> None:
         super().__init__()
+        _check(durable_names, saves_in_flight_max, spool)
         self._arguments = {
             "durable_names": durable_names, "saves_in_flight_max": saves_in_flight_max, "spool": spool, **options,
         }  # fmt: skip
@@ -109,10 +120,12 @@ class CheckpointIO(_Base):
 
         Raises:
             TypeError: `storage_options` for a local path, which has none.
-            Error: as `holdfast.save_file`, and that of an earlier save that has failed; this one is
+            Error: as `holdfast.save_file`, INVALID_ARGUMENT for a URL without a file system, and that of an earlier save that has failed; this one is
                 in flight then. While an exception is handled, a later call raises the latter.
         """
-        where = location(path)
+        where = location(path, "save")
+        if os.fsdecode(path).endswith("/"):
+            raise Error("INVALID_ARGUMENT", f"save {os.fsdecode(path)}: the name of a file is expected")
         if _URL.match(where):
             self._url_options[where] = storage_options
             self.order.save(where, lambda: urls.save(checkpoint, where, storage_options, self.spool, self.runtime))
@@ -136,20 +149,36 @@ class CheckpointIO(_Base):
         Raises:
             Error: of a save that has failed.
             FileNotFoundError: there is none.
+            IsADirectoryError: there is a directory.
         """
-        where = location(path)
+        where = location(path, "load")
         self.order.wait_for(where)
         if not _URL.match(where):
             self.order.wait_for(os.path.realpath(where))
         self.order.raise_error()
+        if not _URL.match(where) and os.path.isdir(where):
+            raise Error(
+                "FAILED_PRECONDITION",
+                f"load {where}: it is a directory; a sharded checkpoint is loaded by the strategy that saved "
+                "it, and one of holdfast.save_async by holdfast.load",
+                errno.EISDIR,
+            )
         further = {} if map_location is None else {"map_location": map_location}
         # A relative path stays as it is, for messages.
         shown = path if os.path.abspath(path) == where else where
-        return super().load_checkpoint(shown, weights_only=weights_only, **further)
+        try:
+            return super().load_checkpoint(shown, weights_only=weights_only, **further)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            # Some of torch.load's errors name no file.
+            how = "" if _URL.match(where) else f"; `holdfast verify {where}` says whether it is whole"
+            add_note(error, f"load {where}: torch.load does not read it{how}")
+            raise
 
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint behind the save that was begun last, unless that fails."""
-        where = location(path)
+        where = location(path, "remove")
         if _URL.match(where):
             options = self._url_options.pop(where, None)
             self.order.remove(where, lambda: urls.remove(where, options))
@@ -169,12 +198,12 @@ class CheckpointIO(_Base):
 
     def link_checkpoint(self, target: Any, path: Any) -> None:
         """Puts a link to a checkpoint at `path`, when its save is durable, unless that fails."""
-        where, to = location(path), location(target)
+        where, to = location(path, "link"), location(target, "link to")
         self.order.link(where, to, lambda: files.link(where, to))
 
     def exists(self, path: Any, on_disk: bool) -> bool:
         """Whether a checkpoint will stand at `path` when all that was asked for is done."""
-        where = location(path)
+        where = location(path, "look for")
         return self.order.is_coming(where) or (on_disk and not self.order.is_leaving(where))
 
     def tell_when_durable(self, tell: Callable[[], None]) -> None:
@@ -213,6 +242,25 @@ class CheckpointIO(_Base):
             return "a logger was not told of it yet"
         link = files.links_to(path)
         return link and f"{link} leads there"
+
+
+def _check(durable_names: Any, saves_in_flight_max: Any, spool: Any) -> None:
+    """Looks at the arguments of a plugin.
+
+    Raises:
+        Error: INVALID_ARGUMENT naming the first wrong one.
+    """
+    wrong = ""
+    if isinstance(durable_names, str) or not isinstance(durable_names, Sequence) or not all(
+        isinstance(name, str) for name in durable_names
+    ):  # fmt: skip
+        wrong = f"durable_names = {durable_names!r}: patterns are expected, in a list or a tuple"
+    elif type(saves_in_flight_max) is not int or saves_in_flight_max < 1:
+        wrong = f"saves_in_flight_max = {saves_in_flight_max!r}: a number of 1 or more is expected"
+    elif spool is not None and not isinstance(spool, (str, os.PathLike)):
+        wrong = f"spool = {spool!r}: the path of a directory is expected"
+    if wrong:
+        raise Error("INVALID_ARGUMENT", f"CheckpointIO: {wrong}")
 
 
 def _remade(kind: type, arguments: dict[str, Any]) -> Any:

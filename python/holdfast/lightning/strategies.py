@@ -118,7 +118,7 @@ class _Sharded:
         begin, rest, refusal = _Begin(), None, None
         if self.is_global_zero:
             try:
-                path = location(filepath)
+                path = location(filepath, "save")
                 make_directory(os.path.dirname(path))
                 step = int(checkpoint.get("global_step") or 0)
                 begin = _Begin(path, directories.unfinished(path), step, str(error or ""))

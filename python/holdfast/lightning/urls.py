@@ -11,26 +11,39 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast import _runtime
+from holdfast.errors import Error, of_system
 from holdfast.lightning import files
 from holdfast.lightning.following import Following
 
 _COPY_BYTES = 16 << 20
 
 
-def _file_system(url: str, options: Mapping[str, Any] | None) -> tuple[Any, str]:
+def _file_system(operation: str, url: str, options: Any) -> tuple[Any, str]:
+    """The file system of a URL, and the path there.
+
+    Raises:
+        Error: INVALID_ARGUMENT, `fsspec` has none for the URL, or not with these options.
+    """
     import fsspec  # type: ignore[import-untyped]
 
-    # An object of this use's own: a transaction is a state of it.
-    return fsspec.core.url_to_fs(url, skip_instance_cache=True, **(options or {}))
+    if options is not None and not isinstance(options, Mapping):
+        what = f"storage_options = {options!r}: a dict is expected"
+        raise Error("INVALID_ARGUMENT", f"{operation} {url}: {what}")
+    try:
+        # An object of this use's own: a transaction is a state of it.
+        return fsspec.core.url_to_fs(url, skip_instance_cache=True, **(options or {}))
+    except (ValueError, TypeError, ImportError) as error:
+        raise Error("INVALID_ARGUMENT", f"{operation} {url}: fsspec has no file system for it: {error}") from error
 
 
 def save(checkpoint: Any, url: str, options: Mapping[str, Any] | None,
          spool: str | os.PathLike[str] | None, runtime: _runtime.Runtime | None) -> Following:  # fmt: skip
     """Begins to save an object to a URL; returns the handle."""
-    there, path = _file_system(url, options)
-    if spool is not None:
-        os.makedirs(spool, exist_ok=True)
-    directory = tempfile.mkdtemp(prefix="holdfast-", dir=spool)
+    there, path = _file_system("save", url, options)
+    with of_system(f"save {url}: make a directory in the spool {spool or tempfile.gettempdir()}"):
+        if spool is not None:
+            os.makedirs(spool, exist_ok=True)
+        directory = tempfile.mkdtemp(prefix="holdfast-", dir=spool)
     local = os.path.join(directory, "checkpoint")
     clean = functools.partial(shutil.rmtree, directory, ignore_errors=True)
     try:
@@ -51,6 +64,6 @@ def _copy(local: str, there: Any, path: str) -> None:
 
 def remove(url: str, options: Mapping[str, Any] | None) -> None:
     """Removes the file at a URL. One that is gone is no error."""
-    there, path = _file_system(url, options)
+    there, path = _file_system("remove", url, options)
     with contextlib.suppress(FileNotFoundError):
         there.rm(path, recursive=True)
