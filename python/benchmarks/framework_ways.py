@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ import holdfast
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL = 0.005  # seconds between two looks at a queue
+LATE_MAX = 60.0  # seconds that a request's function waits to be let go
 
 
 def has(module: str) -> bool:
@@ -58,6 +61,30 @@ def load_megatron(tensors: dict[str, Any], path: str) -> dict[str, Any]:
     return {name: found[name] for name in tensors}
 
 
+def late(flag: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Runs a request's function when a file is there."""
+    deadline = time.monotonic() + LATE_MAX
+    while not os.path.exists(flag) and time.monotonic() < deadline:
+        time.sleep(POLL)
+    fn(*args, **kwargs)
+
+
+def made_late(request: Any, flag: str) -> Any:
+    """A request whose function waits for a file."""
+    return request._replace(async_fn=functools.partial(late, flag, request.async_fn))
+
+
+def held_worker() -> int:
+    """Starts a worker of Holdfast that is kept, and stops it. Its pid."""
+    import psutil
+
+    holdfast.configure(launcher="persistent")
+    holdfast.warm_up()
+    (worker,) = psutil.Process().children()
+    os.kill(worker.pid, signal.SIGSTOP)
+    return worker.pid
+
+
 class Caller:
     """An asynchronous caller: its queue, and what it saves with.
 
@@ -88,7 +115,7 @@ class Caller:
         """
         from megatron.core.dist_checkpointing import save
 
-        os.makedirs(path)
+        os.makedirs(path, exist_ok=True)  # another rank may have made it
         request = save(sharded(tensors), path, self.strategy, async_sharded_save=True, async_strategy=self.dialect)
         self.queue.schedule_async_request(change(request))
         return lambda: self._wait(path)

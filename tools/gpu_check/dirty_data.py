@@ -6,43 +6,19 @@ released pinned memory has been handed out again and refilled.
 
 from __future__ import annotations
 
-import functools
 import gc
 import logging
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from report import Report, Skip, one_rank, run, synchronize
 
-import holdfast
-
-DEADLINE = 60.0
 TENSORS = 16
 ELEMENTS = 4 << 20  # of each, 16 MiB: a power of two, as the pinned allocator rounds
 REFILLED = 0xEE
-
-
-def late(flag: str, fn: Any, *args: Any, **kwargs: Any) -> None:
-    """Runs a request's function when a file is there."""
-    deadline = time.monotonic() + DEADLINE
-    while not os.path.exists(flag) and time.monotonic() < deadline:
-        time.sleep(0.005)
-    fn(*args, **kwargs)
-
-
-def held_worker() -> int:
-    """Starts a worker that is kept, and stops it. Its pid."""
-    import psutil
-
-    holdfast.configure(launcher="persistent")
-    holdfast.warm_up()
-    (worker,) = psutil.Process().children()
-    os.kill(worker.pid, signal.SIGSTOP)
-    return worker.pid
 
 
 def state(memory: str, cuda: bool, elements: int) -> dict[str, torch.Tensor]:
@@ -63,7 +39,7 @@ def refill(elements: int) -> None:
 
 def one(report: Report, name: str, memory: str, drops: bool, elements: int) -> list[int]:
     """Elements of a checkpoint that are not those of the call, and all of them."""
-    from framework_ways import OUR_CALLER, load_megatron, megatron_callers, prepare_process
+    from framework_ways import OUR_CALLER, held_worker, load_megatron, made_late, megatron_callers, prepare_process
 
     logging.disable(logging.WARNING)
     one_rank(report.scratch)
@@ -75,7 +51,7 @@ def one(report: Report, name: str, memory: str, drops: bool, elements: int) -> l
     path = str(report.scratch / "checkpoint")
 
     def change(request: Any) -> Any:
-        return request if worker else request._replace(async_fn=functools.partial(late, str(flag), request.async_fn))
+        return request if worker else made_late(request, str(flag))
 
     wait = caller.save(tensors, path, change)
     if drops:

@@ -8,7 +8,7 @@ import fnmatch
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from holdfast import _runtime
@@ -251,7 +251,7 @@ def _check(durable_names: Any, saves_in_flight_max: Any, spool: Any) -> None:
         Error: INVALID_ARGUMENT naming the first wrong one.
     """
     wrong = ""
-    if isinstance(durable_names, str) or not isinstance(durable_names, Sequence) or not all(
+    if isinstance(durable_names, str) or not isinstance(durable_names, Collection) or not all(
         isinstance(name, str) for name in durable_names
     ):  # fmt: skip
         wrong = f"durable_names = {durable_names!r}: patterns are expected, in a list or a tuple"
