@@ -341,8 +341,13 @@ absl::StatusOr<std::unique_ptr<RankAnnouncement>> RankAnnouncement::Make(const R
   if (!impl->parent.valid())
     return base::ErrnoStatus("open checkpoint directory", who.directory, errno);
   auto joined = checkpointer::RankPresence::Join(impl->parent.get(), who);
-  if (!joined.ok())
+  if (!joined.ok()) {
+    // The other ranks may have begun the save, and would wait for a sign of life. What failed here
+    // may work now, or in the directory of another rank.
+    auto again = checkpointer::RankPresence::Join(impl->parent.get(), who);
+    if (again.ok()) (*again)->Fail(impl->parent.get(), joined.status());
     return base::Annotate(joined.status(), absl::StrCat("save ", who.directory, "/", who.name));
+  }
   impl->presence = *std::move(joined);
   return std::unique_ptr<RankAnnouncement>(new RankAnnouncement(std::move(impl)));
 }

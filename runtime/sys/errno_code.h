@@ -29,6 +29,7 @@ constexpr FailureCode CodeOfErrno(int error_number) {
     case ENOMEM:
     case EMFILE:
     case ENFILE:
+    case ENOLCK:
       return FailureCode::kResourceExhausted;
     case EINVAL:
     case ENAMETOOLONG:
@@ -52,6 +53,9 @@ constexpr FailureCode CodeOfErrno(int error_number) {
     case EINTR:
     case EPIPE:
     case ECONNRESET:
+    // Of a FUSE file system whose server has ended.
+    case ECONNABORTED:
+    case ENOTCONN:
     case ESTALE:
       return FailureCode::kUnavailable;
     case EIO:

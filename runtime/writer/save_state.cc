@@ -182,7 +182,9 @@ std::string SaveState::TensorName(uint32_t tensor) const {
 base::FailureNames SaveState::Names() const {
   base::FailureNames names;
   names.checkpoint = path;
-  for (const format::PackedFile& file : plan->files) names.files.push_back(file.name);
+  if (!single_file) {  // whose path names it
+    for (const format::PackedFile& file : plan->files) names.files.push_back(file.name);
+  }
   for (size_t i = 0; i < plan->tensors.size(); ++i)
     names.tensors.emplace_back(plan->tensors.name(i));
   return names;

@@ -44,5 +44,20 @@ TEST_F(Announcement, EndsTheSaveOfAllRanksWhereItCannotGiveSignsOfLife) {
   EXPECT_THAT(std::string(other.message()), HasSubstr("rank 1 failed: start a thread"));
 }
 
+TEST_F(Announcement, EndsTheSaveOfAllRanksWhereItCannotMakeTheDirectory) {
+  const auto other = RankAnnouncement::Make(Rank(0));
+  ASSERT_TRUE(other.ok()) << other.status();
+  sys::g_system.mkdirat = [](int, const char*, mode_t) {
+    sys::g_system.mkdirat = sys::kKernel.mkdirat;
+    errno = ENOSPC;
+    return -1;
+  };
+  const absl::Status refused = RankAnnouncement::Make(Rank(1)).status();
+  EXPECT_TRUE(absl::IsResourceExhausted(refused)) << refused;
+  const absl::Status told = (*other)->CheckRanks({});
+  EXPECT_TRUE(absl::IsAborted(told) || absl::IsResourceExhausted(told)) << told;
+  EXPECT_THAT(std::string(told.message()), HasSubstr("rank 1 failed: make directory"));
+}
+
 }  // namespace
 }  // namespace holdfast
