@@ -412,7 +412,10 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   if (const RankInSave rank = Rank(request, attempt); rank.world_size > 1) {
     // After the locks: a directory that a recovery takes away has no board to join.
     auto joined = checkpointer::RankPresence::Join(save->parent->get(), rank);
-    if (!joined.ok()) return base::Annotate(joined.status(), absl::StrCat("save ", save->path));
+    if (!joined.ok()) {
+      const absl::Status why = base::Annotate(joined.status(), absl::StrCat("save ", save->path));
+      return absl::IsAborted(why) ? why : refuse(why);  // kAborted: all ranks know
+    }
     presence = *std::move(joined);
   }
   Attach(presence, save.get());

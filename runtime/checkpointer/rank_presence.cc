@@ -343,9 +343,11 @@ absl::StatusOr<std::unique_ptr<RankAnnouncement>> RankAnnouncement::Make(const R
   auto joined = checkpointer::RankPresence::Join(impl->parent.get(), who);
   if (!joined.ok()) {
     // The other ranks may have begun the save, and would wait for a sign of life. What failed here
-    // may work now, or in the directory of another rank.
-    auto again = checkpointer::RankPresence::Join(impl->parent.get(), who);
-    if (again.ok()) (*again)->Fail(impl->parent.get(), joined.status());
+    // may work now, or in the directory of another rank. kAborted: all ranks know.
+    if (!absl::IsAborted(joined.status())) {
+      auto again = checkpointer::RankPresence::Join(impl->parent.get(), who);
+      if (again.ok()) (*again)->Fail(impl->parent.get(), joined.status());
+    }
     return base::Annotate(joined.status(), absl::StrCat("save ", who.directory, "/", who.name));
   }
   impl->presence = *std::move(joined);

@@ -236,6 +236,34 @@ TEST_P(Ranks, RefusedCallOfOneRankFailsTheOtherAtOnce) {
   ExpectNextAttemptWorks();
 }
 
+int g_mkdirs_until_failure = 0;
+
+TEST_P(Ranks, OneThatCannotMakeADirectoryFailsTheOtherAtOnce) {
+  SavePrevious(directory());
+  for (const int failing : {1, 2}) {  // for its files, and for the board
+    SCOPED_TRACE(failing);
+    attempt_ = NewAttemptId();
+    const auto checkpointer = Make(Rank(0));
+    ASSERT_NE(checkpointer, nullptr);
+    const auto begun = BeginRank(checkpointer.get(), 0);
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    ChildProcess other([&] {
+      g_mkdirs_until_failure = failing;
+      sys::g_system.mkdirat = [](int directory, const char* path, mode_t mode) {
+        if (--g_mkdirs_until_failure != 0) return sys::kKernel.mkdirat(directory, path, mode);
+        errno = ENOSPC;
+        return -1;
+      };
+      const absl::Status status = SaveRank(Rank(1));
+      EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+    });
+    EXPECT_EQ(other.Wait(kLong), 0);
+    const absl::Status status = begun->WaitDurable(kLong).status();
+    EXPECT_TRUE(absl::IsAborted(status)) << status;
+  }
+  ExpectNextAttemptWorks();
+}
+
 TEST_P(Ranks, OneThatAbandonsTheSaveIsAnErrorOfTheOtherAtOnce) {
   SavePrevious(directory());
   // Before the other rank comes: no directory yet.
