@@ -252,7 +252,10 @@ class Stream {
   /// Reads without an end may still land: their memory, files and queue are kept for good.
   void Quarantine() {
     buffer_->Abandon();
-    base::KeepForever(std::make_shared<Quarantined>(std::move(queue_), std::move(opened_)));
+    auto kept = std::make_shared<Quarantined>();
+    kept->queue = std::move(queue_);
+    kept->files = std::move(opened_);
+    base::KeepForever(std::move(kept));
   }
 
   void ReportProgress() {

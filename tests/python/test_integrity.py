@@ -229,6 +229,18 @@ def test_an_orphan_that_commits_while_the_judge_looks_is_no_escape(tmp_path: Pat
     assert looking.problems == []
 
 
+@pytest.mark.parametrize("rolled_back", [True, False])
+def test_retention_may_remove_an_abandoned_checkpoint_first(rolled_back: bool) -> None:
+    looking = judge.Judge(made(save(1), save(2), save(3), keep_last=2), "/nowhere")
+    for n in (1, 2, 3):
+        if n == 3 and rolled_back:
+            loaded = {"event": "loaded", "rank": 0, "job": 0, "at": 3, "n": 1, "path": "", "different": ""}
+            looking.hear([loaded], [])
+        looking.made[n] = judge.Made(n, f"step-{n}", 0, 0, n, n + 0.5, {0: "durable"})
+    looking.look_for_durable("/nowhere", 0, {"step-1": 1, "step-3": 3})
+    assert bool(looking.problems) is not rolled_back
+
+
 def test_a_failing_round_becomes_small_and_its_command_reproduces_it(
     tmp_path: Path, adopting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ class Made:
         generation: how often the directory had been moved away before.
         began, returned: the call, in nanoseconds; `returned` is infinite where it never did.
         outcomes: by rank: durable, failed, refused or skipped.
+        abandoned: its trainer went on from an older checkpoint.
     """
 
     number: int
@@ -67,6 +68,7 @@ class Made:
     began: float
     returned: float = float("inf")
     outcomes: dict[int, str] = dataclasses.field(default_factory=dict)
+    abandoned: bool = False
 
     @property
     def durable(self) -> bool:
@@ -139,6 +141,8 @@ class Judge:
                     self._look_at_failure(made, line, causes)
             elif event == "loaded":
                 self.counts["loads by trainers"] += 1
+                for one in self.made.values():
+                    one.abandoned = one.abandoned or one.job == line["job"] and one.number > number > 0
                 if line["different"]:
                     self.blame("ii", f"a trainer loaded {line['path']}: {line['different']}")
             elif event == "leak":
@@ -305,14 +309,17 @@ class Judge:
                 self.blame("i", f"{name} has save {found[name]}, though the later save {last.number} was durable")
 
     def _may_be_removed(self, made: Made, saves: list[Made]) -> bool:
-        """Whether retention may have removed it: enough later saves of its series may have committed."""
+        """Whether retention may have removed it: enough saves that go before it may be there.
+
+        These are the later ones of its series and, of an abandoned one, those that were not abandoned.
+        """
         keep = self.round["keep_last"]
         if not keep or self.round["door"] == "dcp":
             return False
         series = made.name.rpartition("-")[0]
-        later = {m.name for m in saves if m.name.rpartition("-")[0] == series and m.returned > made.began
-                 and m.name != made.name and m.may_be_there}  # fmt: skip
-        return len(later) >= keep
+        before = {m.name for m in saves if m.name.rpartition("-")[0] == series and m.name != made.name and m.may_be_there
+                  and (m.returned > made.began or made.abandoned and not m.abandoned)}  # fmt: skip
+        return len(before) >= keep
 
     def _look_at_newest(self, directory: str, generation: int, complete: list[dict[str, Any]],
                         found: dict[str, int]) -> None:  # fmt: skip
