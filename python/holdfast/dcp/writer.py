@@ -74,7 +74,8 @@ class Written:
             self.save.wait()
         except Error as error:
             place = self.placement
-            message = f"save {place.directory}, rank {place.file_rank}: {error.message}"
+            reason = error.message.removeprefix(f"save {place.directory}: ")
+            message = f"save {place.directory}, rank {place.file_rank}: {reason}"
             if error.code == "NOT_FOUND" and os.path.isdir(place.directory):
                 raise Error("ABORTED", f"{message}: {_OVERTAKEN}") from error
             raise Error(error.code, message, error.errno) from error
