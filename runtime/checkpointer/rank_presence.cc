@@ -342,8 +342,8 @@ absl::StatusOr<std::unique_ptr<RankAnnouncement>> RankAnnouncement::Make(const R
     return base::ErrnoStatus("open checkpoint directory", who.directory, errno);
   auto joined = checkpointer::RankPresence::Join(impl->parent.get(), who);
   if (!joined.ok()) {
-    // The other ranks may have begun the save, and would wait for a sign of life. What failed here
-    // may work now, or in the directory of another rank. kAborted: all ranks know.
+    // The other ranks may have begun the save, and would wait for a sign of life. A second try may
+    // work, also in the directory of another rank. kAborted: all ranks know.
     if (!absl::IsAborted(joined.status())) {
       auto again = checkpointer::RankPresence::Join(impl->parent.get(), who);
       if (again.ok()) (*again)->Fail(impl->parent.get(), joined.status());

@@ -53,7 +53,7 @@ constexpr FailureCode CodeOfErrno(int error_number) {
     case EINTR:
     case EPIPE:
     case ECONNRESET:
-    // Of a FUSE file system whose server has ended.
+    // A FUSE file system without a server.
     case ECONNABORTED:
     case ENOTCONN:
     case ESTALE:

@@ -27,7 +27,7 @@ extern bool g_ignore_byte_rate;
 extern bool g_retire_before_fsync;
 /// Rank 0 commits before the names of the other ranks' manifests are durable.
 extern bool g_commit_before_manifests;
-/// A single file takes its name before its manifest has one.
+/// A single file takes the final name before the manifest of the file does.
 extern bool g_name_manifest_late;
 }  // namespace holdfast::worker::testing
 

@@ -182,7 +182,7 @@ std::string SaveState::TensorName(uint32_t tensor) const {
 base::FailureNames SaveState::Names() const {
   base::FailureNames names;
   names.checkpoint = path;
-  if (!single_file) {  // whose path names it
+  if (!single_file) {  // the path of a single file names the file
     for (const format::PackedFile& file : plan->files) names.files.push_back(file.name);
   }
   for (size_t i = 0; i < plan->tensors.size(); ++i)

@@ -102,7 +102,7 @@ class SingleFileCrash : public ::testing::Test {
     EXPECT_EQ(report->verdict, Verdict::kSound) << report->note;
     EXPECT_EQ(report->checked, "XXH3-128 digests of the seal");
     EXPECT_THAT(report->attempt, AnyOf(kOld, kNew));
-    // Not EXPECT_EQ, which would print both.
+    // EXPECT_EQ would print both files.
     EXPECT_TRUE(ReadFileBytes(directory + "/" + kFile) == Archive(report->attempt));
     return report->attempt;
   }

@@ -240,7 +240,7 @@ int g_mkdirs_until_failure = 0;
 
 TEST_P(Ranks, OneThatCannotMakeADirectoryFailsTheOtherAtOnce) {
   SavePrevious(directory());
-  for (const int failing : {1, 2}) {  // for its files, and for the board
+  for (const int failing : {1, 2}) {  // for the files, and for the board
     SCOPED_TRACE(failing);
     attempt_ = NewAttemptId();
     const auto checkpointer = Make(Rank(0));
