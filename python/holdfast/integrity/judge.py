@@ -276,8 +276,7 @@ class Judge:
         return numbers.pop() if numbers else 0
 
     def _has_gone(self, checkpoint: dict[str, Any]) -> bool:
-        there = holdfast.list_checkpoints(os.path.dirname(checkpoint["path"]), format=self.format)
-        return checkpoint["attempt"] not in {c["attempt"] for c in there}
+        return checkpoint not in holdfast.list_checkpoints(os.path.dirname(checkpoint["path"]), format=self.format)
 
     def _may_be_damaged(self, candidates: set[int], error: BaseException) -> bool:
         """Whether sealed memory of a save was changed while it was written, and restored before the second digest.
