@@ -38,4 +38,9 @@ void Thread::Join() {
   started_ = false;
 }
 
+void Thread::Detach() {
+  if (started_) pthread_detach(thread_);
+  started_ = false;
+}
+
 }  // namespace holdfast::base

@@ -25,6 +25,9 @@ class Thread {
   /// Waits for the end of a started `body`.
   void Join();
 
+  /// Leaves a started thread to end by itself. The last act of a `body` that nobody waits for.
+  void Detach();
+
   /// In a forked child: the thread is the parent's.
   void Forget() { started_ = false; }
 

@@ -58,8 +58,7 @@ class Keeper {
     entries_.push_back({presence.get(), presence, base::Now() + presence->interval()});
     changed_.NotifyAll();
     if (running_) return absl::OkStatus();
-    thread_ = std::make_unique<base::Thread>();  // joins the previous thread, which has ended
-    const absl::Status started = thread_->Start([this] { Run(); });
+    const absl::Status started = thread_.Start([this] { Run(); });
     running_ = started.ok();
     if (!started.ok()) entries_.pop_back();
     return started;
@@ -87,6 +86,7 @@ class Keeper {
         const base::MutexLock lock(&mutex_);
         if (entries_.empty()) {
           running_ = false;
+          thread_.Detach();  // a presence's end does not wait for the last sign of life
           return;
         }
         const absl::Time now = base::Now();
@@ -110,7 +110,7 @@ class Keeper {
   base::Mutex mutex_;
   base::Condition changed_;
   std::vector<Entry> entries_ ABSL_GUARDED_BY(mutex_);
-  std::unique_ptr<base::Thread> thread_ ABSL_GUARDED_BY(mutex_);
+  base::Thread thread_ ABSL_GUARDED_BY(mutex_);
   bool running_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
