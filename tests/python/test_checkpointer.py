@@ -304,6 +304,7 @@ def test_a_removal_that_a_crash_ended_is_finished(tmp_path: Path) -> None:
     attempt = _native.new_attempt()
     with opened(tmp_path, format="dcp", keep_last=1) as checkpointer:
         checkpointer.save(state(1.0), 1)
+        checkpointer.wait(60)  # the first save's removals would end this one too
         left = tmp_path / f".step-1.retired-{attempt}"
         os.rename(tmp_path / "step-1", left)
         (left / ".metadata").unlink()
