@@ -29,7 +29,7 @@ enum class Bug {
   kTrustThePidfd,       ///< The end of a worker's process counts as the end of its transfers.
   kReturnWhileCopying,  ///< The call returns while other threads copy the caller's tensors.
   kNewestByStep,        ///< The newest checkpoint is that of the highest step.
-  kInodeIsIdentity,     ///< Two directories with one inode number, one after the other, are one.
+  kInodeIsIdentity,     ///< Two directories with the same inode number, in sequence, are the same.
   kTrustEveryLock,      ///< Locks of FUSE and network file systems count as those of local ones.
   kAddChecksumsTwice,   ///< Sealing adds checksums that the copy has added.
 };

@@ -1,8 +1,8 @@
 // A GPU as a device, over the driver's table of calls. Host code only, no kernels.
 //
-// - One non-blocking stream per device carries all copies, so that copies end in the order of their
-//   start. A ticket is a copy's ordinal; a bounded ring of events shows the progress of the stream.
-//   When the ring is full a copy gets no event and is covered by a later one.
+// - A single non-blocking stream per device carries every copy, so that copies end in the order of
+//   their start. A ticket is a copy's ordinal; a bounded ring of events shows the progress of the
+//   stream. When the ring is full a copy gets no event and is covered by a later one.
 // - Every call runs in the device's primary context; afterwards the calling thread has the former
 //   context, or no context, again. A context left behind on the first GPU takes half a gigabyte for
 //   each rank of a node.

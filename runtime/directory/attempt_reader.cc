@@ -224,7 +224,7 @@ void AttemptReader::AddMissingRanks() {
 }
 
 void AttemptReader::CheckCommitFile() {
-  // A save makes its record before its commit file: this one may have committed since the look.
+  // A save makes its record before its commit file: the save may have committed since the look.
   if (lacks_record() && NamedByCommitFile()) TakeRecord(/*any_manifest=*/true);
   if (!record_.has_value()) return LookForCommitFile();
   if (!record_->commit_file.has_value()) return;

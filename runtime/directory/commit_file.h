@@ -43,7 +43,7 @@ bool NamesAttempt(int directory, const std::string& name, const AttemptId& attem
 
 /// True if another program's save has replaced the commit file of `attempt`. The framework's own
 /// writer knows nothing of the attempt's manifests, which are stale from then on. A damaged commit
-/// file is no other program's: its end, its size or the attempt's id shows whose it is.
+/// file is no other program's: the file's end, size or attempt id shows the owner.
 bool IsOfAnotherWriter(int directory, const format::CommitFileDigest& recorded,
                        const AttemptId& attempt);
 

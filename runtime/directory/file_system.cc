@@ -26,7 +26,7 @@ constexpr uint32_t kExfatMagic = 0x2011bab0;
 constexpr uint32_t kVfatMagic = 0x00004d44;
 
 // statfs(2) and linux/magic.h. Locality is a promise about locks, so only certain file systems get
-// it. FUSE and virtiofs share one magic number, and their locks reach the server only on its
+// it. FUSE and virtiofs share one magic number, and file locks reach the server only on its
 // request.
 constexpr Known kKnown[] = {
     {0x0000ef53, "ext4", true},  // ext2 and ext3 have the same number

@@ -59,8 +59,8 @@ uint64_t ExtentAllocator::largest_free() const {
 }
 
 // A request fails only when every run has less than `request_bytes_max` left, so each run has given
-// away its other bytes by then. A request that fits no other run fits the largest run, as long as
-// the sum does.
+// away its other bytes by then. A request too large for every other run fits the largest run, as
+// long as the sum does.
 uint64_t ExtentAllocator::CertainBytes(uint64_t request_bytes_max) const {
   const uint64_t left_over = RoundUp(request_bytes_max) - granule_;
   uint64_t sum = 0;

@@ -49,7 +49,7 @@ class StagingPool {
 
   /// Opens the next epoch. Epochs take leases strictly in the order of opening: an epoch gets none
   /// before all earlier epochs have called FinishLeasing. So saves cannot deadlock on the cap: all
-  /// epochs before the oldest leasing one hold all leases that they need, and end.
+  /// epochs before the oldest leasing epoch hold every lease they need, and end.
   uint64_t OpenEpoch();
 
   /// Reallocates the pages after a Trim and restores every registration, before a kept worker gets

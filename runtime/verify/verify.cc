@@ -64,8 +64,8 @@ absl::Status CheckSingleFiles(int directory, const std::vector<format::Manifest>
   return VerifyManifests(directory, manifests, "", options, log, report);
 }
 
-/// Returns the manifests of those files among `names` that have one of their own. `others`: the
-/// rest, without companions.
+/// Returns the manifests of the files among `names` that have a manifest of their own. `others`:
+/// the rest, without companions.
 std::vector<format::Manifest> OwnManifests(const SingleFiles& files,
                                            const std::vector<std::string>& names, FaultLog* log,
                                            VerifyReport* report, std::vector<std::string>* others) {

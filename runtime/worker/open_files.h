@@ -1,9 +1,9 @@
 // The open files of a save: a bounded set for any number of files.
 //
 // A file is created as NAME.tmp, reserved, written, truncated to its true length, fsynced and
-// closed. Files get their names when all are durable (commit.h). A file that leaves the set before
-// completion is fsynced first. The kernel reports a write-back error to descriptors that were open
-// at the error, so a close without fsync could lose the error.
+// closed. Files get their names when every file is durable (commit.h). A file that leaves the set
+// before completion is fsynced first. The kernel reports a write-back error to descriptors that
+// were open at the error, so a close without fsync could lose the error.
 #ifndef HOLDFAST_RUNTIME_WORKER_OPEN_FILES_H_
 #define HOLDFAST_RUNTIME_WORKER_OPEN_FILES_H_
 
@@ -29,7 +29,7 @@ bool IsOurs(const JobRun& run, uint32_t file);
 /// as the last write, and of the same length, is not seen.
 bool CheckWritten(JobRun* run, uint32_t file, const char* name);
 
-/// CheckWritten for all files of this rank, under their final names.
+/// CheckWritten for every file of this rank, under the final names.
 bool CheckWrittenFiles(JobRun* run);
 
 /// Opens `file` unless it is open.

@@ -9,7 +9,8 @@
 
 namespace holdfast::worker {
 
-/// Reads every chunk of every NAME.tmp and compares it with its seal. All files must be durable.
+/// Reads every chunk of every NAME.tmp and compares the chunk with the seal. The files must be
+/// durable.
 bool ReadBackFiles(JobRun* run);
 
 }  // namespace holdfast::worker

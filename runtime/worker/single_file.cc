@@ -164,7 +164,7 @@ bool CommitSingleFile(JobRun* run) {
 bool CheckTemporary(JobRun* run) {
   const int moved = LeadsTo(run->directory, run->job->partial, run->lock);
   if (moved == 0) return true;
-  // A save that began later has committed, or a recovery took this save for a dead one.
+  // A later save has committed, or a recovery took this save for dead.
   if (moved == ENOENT || moved == ESTALE)
     return Fail(run, FailureCode::kAborted, Operation::kOpen, 0);
   return FailErrno(run, Operation::kOpen, moved, 0);

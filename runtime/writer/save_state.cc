@@ -208,7 +208,7 @@ void SaveState::Cancel() {
 }
 
 void SaveState::ReleaseResources() {
-  // With all that they hold, such as the descriptors of the rank board.
+  // With everything inside, such as the descriptors of the rank board.
   on_finished = nullptr;
   on_given_up = nullptr;
   const base::MutexLock lock(&mutex_);

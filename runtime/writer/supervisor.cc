@@ -157,7 +157,7 @@ void Supervisor::PollOnce(const Saves& saves) {
 
 void Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& saves) {
   ReleaseAcknowledged(save.get());
-  // Order matters: a worker that is seen gone first has made all of its stores.
+  // Order matters: a worker that is seen gone first has made every store.
   const bool gone = save->link->IsGone();
   ReadTable(save.get());
   if (gone && save->gone_at_ns == 0) save->gone_at_ns = sys::NowNs();

@@ -129,7 +129,7 @@ class WorkerLink : public staging::Registrant {
   base::Thread thread_;
   base::Mutex reap_mutex_;
   std::string exit_text_ ABSL_GUARDED_BY(reap_mutex_);
-  base::Mutex send_mutex_;  // one message at a time, so that a detach gets its own answer
+  base::Mutex send_mutex_;  // one message at a time, so that a detach gets the right answer
   base::ForkGuard guard_;
 };
 

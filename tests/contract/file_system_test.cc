@@ -1,5 +1,5 @@
-// What a checkpoint goes through in its life, on each kind of file system: those that prove direct
-// I/O, those that only accept it, and those that do not have it.
+// A checkpoint's life, on each kind of file system: file systems that prove direct
+// I/O, file systems that only accept it, and file systems without it.
 #include <cstdint>
 #include <functional>
 #include <memory>

@@ -1,5 +1,5 @@
-// Saves into a directory that a framework owns: its files stand side by side with those of other
-// attempts, and nothing of Holdfast's takes the directory for a checkpoint of its own.
+// Saves into a directory that a framework owns: the save's files stand side by side with the files
+// of other attempts, and nothing of Holdfast's takes the directory for a checkpoint of its own.
 #include <signal.h>
 #include <sys/stat.h>
 

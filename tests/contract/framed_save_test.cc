@@ -93,11 +93,11 @@ TEST_P(FramedSave, OfDeviceTensorsLargerThanTheArena) {
   Place(state, [](size_t) { return true; });
   CheckpointerOptions options = Options();
   options.staging.arena_bytes = 16u << 20;
-  // A directory that is itself larger than the arena, and all of it waits for the tensors.
+  // A directory larger than the arena, which waits for the tensors as a whole.
   ExpectSavedRight(options, state, {.directory_bytes = 2'500'000}, /*streamed=*/true);
 }
 
-// Host extents that hold memory until a device tensor before them is there, more of them than the
+// Host extents that hold memory until an earlier device tensor is there, more extents than the
 // arena has room for: every second extent is a host tensor's, with the place of the device tensor
 // that ends right before it.
 TEST_P(FramedSave, OfHostExtentsThatWaitForDeviceTensorsAndFillTheArena) {

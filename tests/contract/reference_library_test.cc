@@ -116,7 +116,7 @@ TEST_F(ReferenceLibrary, ReadsTheBytesOfDtypesThatItMayNotKnow) {
     tensor.shape = {static_cast<int64_t>(tensor.bytes.size())};
   }
   const std::string path = ExpectReadBack(state, as_bytes);
-  // Here they are what they were.
+  // Here the bytes are unchanged.
   const auto reader = CheckpointReader::Open(path);
   ASSERT_TRUE(reader.ok()) << reader.status();
   for (const PlannedTensor& tensor : (*reader)->tensors()) {

@@ -1,4 +1,4 @@
-// What every save promises, whatever launches its worker and whatever engine writes: one suite over
+// What every save promises, with any launcher and any engine: one suite over
 // all of them.
 #include <signal.h>
 #include <unistd.h>
@@ -215,7 +215,7 @@ TEST_P(Save, RetentionKeepsTheNewestAndEveryKth) {
   }
   ASSERT_TRUE(checkpointer->Flush(kLong).ok());
   EXPECT_THAT(Names(), UnorderedElementsAre("step-4", "step-6", "step-7"));
-  // A run that was rolled back: its saves are the newest, though their steps are the lowest.
+  // A run that was rolled back: the saves are the newest, though the steps are the lowest.
   ASSERT_TRUE(SaveTest::Save(checkpointer.get(), "step-2", state, 2).ok());
   ASSERT_TRUE(checkpointer->Flush(kLong).ok());
   EXPECT_THAT(Names(), UnorderedElementsAre("step-2", "step-4", "step-7"));

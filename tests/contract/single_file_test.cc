@@ -1,4 +1,4 @@
-// Files that are saved by themselves: one rename, an older file whole until then, and what crashes
+// Files saved by themselves: a rename, an older file whole until then, and what crashes
 // leave.
 #include <signal.h>
 
@@ -201,7 +201,7 @@ TEST_P(SingleFile, ATemporaryFileThatIsGoneFailsTheSave) {
   EXPECT_THAT(Names(directory()), IsEmpty());
 }
 
-/// A save that began later removes the companions of this one, whose manifest gets its name now.
+/// A later save removes the companions of the save whose manifest gets its name now.
 int RenameOfALostManifest(int from_directory, const char* from, int to_directory, const char* to,
                           unsigned flags) {
   if (absl::EndsWith(to, ".json")) sys::kKernel.unlinkat(from_directory, from, 0);

@@ -1,4 +1,4 @@
-// Ranks on two hosts: each sees one directory through a FUSE mount of its own, which keeps
+// Ranks on two hosts: each sees a directory through a FUSE mount of its own, which keeps
 // attributes, names and missing names for seconds and hands no lock on.
 #include <memory>
 #include <string>
@@ -111,7 +111,7 @@ TEST_F(FileSystemOfTwoHosts, RecoveryOnTheOtherHostPromotesWhatADeadOneFinished)
     const auto saved = BeginRank(alone.get(), "step-1", NewAttemptId(), 1);
     ASSERT_TRUE(saved.ok() && saved->WaitDurable(kLong).ok());
   }
-  // As a host that died before its last rename leaves it.
+  // As a host leaves the directory that died before the last rename.
   const auto info = InspectCheckpoint(absl::StrCat(hosts_[0]->path(), "/step-1"));
   ASSERT_TRUE(info.ok()) << info.status();
   const std::string partial = "/" + format::PartialName("step-1", info->attempt);

@@ -1,4 +1,4 @@
-// What a worker's process has of its trainer's: the descriptors that it was given and no more,
+// What a worker's process has of the trainer's: the given descriptors and no more,
 // and no threads where it may have none.
 #include <fcntl.h>
 #include <sys/socket.h>

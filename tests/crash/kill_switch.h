@@ -4,7 +4,7 @@
 
 namespace holdfast::testing {
 
-/// Makes this process count its calls that change state or take a lock, and die right before the
+/// Makes the process count the calls that change state or take a lock, and die right before the
 /// `call`th, counting from 1. For a forked child: replaces the table of system calls.
 void ArmKillSwitch(int call);
 

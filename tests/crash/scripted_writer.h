@@ -17,7 +17,7 @@ namespace holdfast::testing {
 std::string Scratch();
 
 /// While it lives, directories cannot be exchanged, as on some file systems. Around one table of
-/// calls another one may be put, with one of these of its own.
+/// calls another writer may be put, with a script of its own.
 class WithoutExchange {
  public:
   explicit WithoutExchange(bool active);

@@ -118,7 +118,7 @@ INSTANTIATE_TEST_SUITE_P(
                                          PageRung::kMadviseHuge, PageRung::kSmall),
                        ::testing::Values(kEveryGpu[0], kEveryGpu[1])),
     CaseName);
-// One kind of page: what the driver changes does not depend on it.
+// A single kind of page: what the driver changes does not depend on the kind.
 INSTANTIATE_TEST_SUITE_P(Fake, CudaSave,
                          ::testing::Combine(kEveryLauncher, ::testing::Values(PageRung::kSmall),
                                             ::testing::Values(kEveryGpu[2], kEveryGpu[3])),

@@ -40,7 +40,7 @@ TEST_P(ChangedBytes, TornCopyIsFoundByTheSecondLook) {
     std::vector<char>& bytes = state.tensors()[0].bytes;
     std::atomic<bool> stop{false};
     std::thread mutator([&] {
-      // A trainer that does not wait for the call: changes one byte per page, all the time.
+      // A trainer that does not wait for the call: changes a byte per page, all the time.
       constexpr size_t kStep = 4096;
       for (char value = 1; !stop.load(std::memory_order_relaxed); ++value) {
         for (size_t i = 0; i < bytes.size(); i += kStep)

@@ -32,7 +32,7 @@ constexpr uint64_t kPageBytes = 4096;
 constexpr char kModel[] = "model-00000-of-00001.safetensors";
 constexpr absl::Duration kLong = absl::Seconds(120);
 
-// The data file of the save under way, after all of its blocks are reserved: its first writes
+// The data file of the save under way, after every block is reserved: the first writes
 // follow at once.
 std::optional<base::UniqueFd> OpenVictim(const std::string& directory) {
   for (const auto& entry : fs::directory_iterator(directory)) {

@@ -162,7 +162,7 @@ class KilledWorker : public WorkerTest {
     int failed = 0;
     int saved = 0;
   };
-  /// Runs one save and kills its worker once `now` returns true, or lets the worker end by itself.
+  /// Runs one save and kills the worker once `now` returns true, or lets the worker end by itself.
   void KillOnce(Checkpointer* checkpointer, const TrainingState& state,
                 const std::function<bool(const SaveHandle&)>& now, Counts* counts) {
     const auto handle = Begin(checkpointer, "victim", state);

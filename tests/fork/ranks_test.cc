@@ -78,7 +78,7 @@ class Ranks : public LauncherTest {
     recovery.promote = false;
     const auto recovered = Recover(directory(), recovery);
     ASSERT_TRUE(recovered.ok()) << recovered.status();
-    // Every worker has ended by itself, and no other process holds its lock.
+    // Every worker has ended by itself, and no process holds a worker's lock.
     EXPECT_THAT(recovered->fenced, ::testing::IsEmpty());
     ExpectPreviousAnd(directory(), {});
     attempt_ = NewAttemptId();

@@ -148,7 +148,7 @@ TEST_P(Replicas, AreWrittenOnceAndLoadedByAllRanks) {
   const auto info = InspectCheckpoint(path());
   ASSERT_TRUE(info.ok()) << info.status();
   EXPECT_EQ(info->bytes, bytes);
-  // One finding, and not one for each manifest that names the file.
+  // A single finding, and not a finding for each manifest that names the file.
   std::filesystem::resize_file(absl::StrCat(path(), "/", kReplicas), 5000);
   EXPECT_THAT(Text(InspectCheckpoint(path()).status()), ::testing::Not(HasSubstr("more")));
 }
@@ -203,7 +203,7 @@ TEST_P(Replicas, AreRefusedInAFrameworksDirectory) {
   EXPECT_TRUE(absl::IsInvalidArgument(begun.status())) << begun.status();
 }
 
-// The bug is that of rank 0's worker, so that it has to be a thread of this process.
+// Rank 0's worker has the bug, and so must be a thread of this process.
 TEST_P(Replicas, ThatNobodyComparesAreFound) {
   if (!IsThread()) GTEST_SKIP() << "the flag is this process's";
   worker::testing::g_never_compare_replicas = true;

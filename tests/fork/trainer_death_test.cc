@@ -41,7 +41,7 @@ class DyingTrainer : public LauncherTest {
 using TrainerKilled = DyingTrainer;
 INSTANTIATE_TEST_SUITE_P(All, TrainerKilled, kProcessLaunchers, LauncherName);
 
-/// Runs a trainer that is killed after the last seal; `settle` is its first call. Returns its
+/// Runs a trainer that is killed after the last seal; `settle` is called first. Returns its
 /// worker's pid.
 pid_t KillWhenSealed(
     const CheckpointerOptions& options, const TrainingState& state, Mailbox* mailbox,

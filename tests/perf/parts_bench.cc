@@ -1,4 +1,4 @@
-// What the parts of a save's call and of its worker cost, one by one: bytes through the digests
+// The cost of each part of a save's call and of the worker: bytes through the digests
 // beside memcpy, and what a save of N tensors needs before its first byte is copied.
 //
 //   parts_bench [--benchmark_filter=REGEX]      (Google Benchmark's own options: --help)

@@ -1,4 +1,4 @@
-// A limit on the write rate of this process and its children to one disk, so that writes are in
+// A limit on the write rate of a test and its children to a disk, so that writes are in
 // flight as long as a test needs.
 #ifndef HOLDFAST_TESTS_TESTING_SLOW_DISK_H_
 #define HOLDFAST_TESTS_TESTING_SLOW_DISK_H_

@@ -1,4 +1,4 @@
-// The state of the training: named tensors in one block of memory, and the steps that change them.
+// The state of the training: named tensors in a block of memory, and the training steps.
 #ifndef HOLDFAST_TOOLS_DEMO_TRAINING_STATE_H_
 #define HOLDFAST_TOOLS_DEMO_TRAINING_STATE_H_
 

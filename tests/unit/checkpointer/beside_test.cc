@@ -175,7 +175,7 @@ TEST_P(Beside, TheFirstMayGoFirst) {
   EXPECT_TRUE(in_flight->WaitDurable(kLong).ok());
   ExpectSavesTo(second_.get(), "after");
   ExpectMemoryBack(second_.get());
-  // And one beside the one that is left.
+  // And a save beside the remaining save.
   first_ = std::move(second_);
   std::filesystem::create_directory(directory() + "/third");
   second_ = MakeBeside(Options(directory() + "/third"));
@@ -287,7 +287,7 @@ TEST(QuarantinedSave, KeepsItsMemoryAndHangsNeitherFlushNorDestructor) {
   first->reset();
   second->reset();
   EXPECT_TRUE(g_stuck) << "both destructors have returned, the worker is where it was";
-  // It goes on one day, in memory that is still its own.
+  // The worker goes on one day, in memory that still belongs to the worker.
   g_stuck = false;
   EXPECT_TRUE(WaitFor([&] { return std::filesystem::exists(stuck_directory + "/stuck"); }));
 }

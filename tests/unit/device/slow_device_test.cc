@@ -1,4 +1,4 @@
-// The slow device itself: other tests depend on its unfinished copies.
+// The slow device: other tests depend on the unfinished copies.
 #include "tests/testing/slow_device.h"
 
 #include <algorithm>

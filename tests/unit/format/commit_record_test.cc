@@ -1,4 +1,4 @@
-// The commit record: what the trainer builds, what the worker makes of it, what a reader refuses.
+// The commit record: what the trainer builds, what the worker adds, what a reader refuses.
 #include "runtime/format/commit_record.h"
 
 #include <gtest/gtest.h>

@@ -23,7 +23,7 @@ void ExpectRefused(const std::string& text, const std::string& what) {
   EXPECT_THAT(std::string(status.message()), HasSubstr(what));
 }
 
-/// Three chunks and a bit: tensors that own chunks, share them, span them, and one without bytes.
+/// Three chunks and a bit: tensors that own, share and span chunks, and a tensor without bytes.
 class ManifestOfManyChunks : public ::testing::Test {
  protected:
   ManifestOfManyChunks() {

@@ -1,5 +1,5 @@
-// Seeded random changes of valid inputs: no parser may crash, none may accept what it must not. The
-// fuzzers in fuzz/ go deeper; this runs with every test run.
+// Seeded random changes of valid inputs: no parser may crash, and no parser may accept a wrong
+// input. The fuzzers in fuzz/ go deeper; this runs with every test run.
 #include <gtest/gtest.h>
 
 #include <algorithm>

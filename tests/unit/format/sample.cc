@@ -21,7 +21,7 @@ void SampleTensors::Add(const std::string& name, const std::string& dtype,
   source.dtype = dtype;
   source.shape = std::move(shape);
   source.bytes = byte_count;
-  // The strings move when `bytes` grows; short ones move their characters with them.
+  // The strings move when `bytes` grows; short strings take the characters along.
   for (size_t i = 0; i < sources.size(); ++i) sources[i].data = bytes[i].data();
 }
 

@@ -333,7 +333,7 @@ TEST_F(ChunkStreamTrouble, SaysWhyNoEngineCouldBeOpened) {
   EXPECT_EQ(report.status().code(), absl::StatusCode::kPermissionDenied) << report.status();
 }
 
-// A read that does not come back: the call ends by its deadline, and what the read may still write
+// A read without an end: the call ends by the deadline, and what the read may still write
 // to stays mapped. In a process of its own, because the thread that reads is never seen again.
 TEST_F(ChunkStreamTrouble, GivesUpOnAReadThatNeverEndsAndKeepsItsMemory) {
   ::testing::GTEST_FLAG(death_test_style) = "threadsafe";

@@ -1,4 +1,4 @@
-// Opening a checkpoint of many ranks: what is read for it, what is proven, and two ranks as one.
+// Opening a checkpoint of many ranks: what is read, what is proven, and two ranks as one rank.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -61,7 +61,7 @@ class OpenRanks : public ::testing::Test {
   std::string path(const std::string& name = "") const {
     return (directory_ / "step-7") + (name.empty() ? "" : "/" + name);
   }
-  /// What a rank does that loads: rank 0's manifest, and its own.
+  /// What a loading rank reads: rank 0's manifest, and the rank's own.
   absl::Status OpenAs(uint32_t rank) const {
     auto reader = CheckpointReader::Open(path(), 0);
     if (!reader.ok()) return reader.status();

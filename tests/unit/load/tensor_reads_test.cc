@@ -1,4 +1,4 @@
-// Which bytes a load reads, and which digest it holds against them.
+// Which bytes a load reads, and which digest is compared with the bytes.
 #include "runtime/load/tensor_reads.h"
 
 #include <gtest/gtest.h>
@@ -73,7 +73,7 @@ TEST(TensorReads, DoNotReadThroughALongGap) {
 }
 
 TEST(TensorReads, HoldTheRightDigestAgainstEveryPiece) {
-  // One from a border into the second chunk, one within, one over three chunks, one to the end.
+  // From a border into the second chunk, within a chunk, over three chunks, to the end.
   const uint64_t file_bytes = 5 * kC + 99;
   const SavePlan plan = PlanOf({{0, kC + 5},
                                 {kC + 5, kC + 50},

@@ -1,4 +1,4 @@
-// Which checkpoint is the newest and which ones retention removes: by time and by series, not by
+// Which checkpoint is the newest and which retention removes: by time and by series, not by
 // step or name, and whatever else stands in the directory.
 #include <sys/stat.h>
 

@@ -1,4 +1,4 @@
-// Every reader of a directory agrees on which checkpoints are complete and which one is the newest:
+// Every reader of a directory agrees on which checkpoints are complete and which is the newest:
 // list, find-newest, load, verify, recover and retention, over one table of directories.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

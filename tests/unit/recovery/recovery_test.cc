@@ -577,7 +577,7 @@ TEST_F(RecoveryTest, OnANetworkFileSystemTheCallerMayVouchThatNothingRuns) {
 }
 
 TEST_F(RecoveryTest, TwoAtOnceOnANetworkFileSystemDoNoHarm) {
-  // What the other one does first shows as ENOENT everywhere.
+  // What the other process does first shows as ENOENT everywhere.
   MakeOneOfEach();
   PretendNfs();
   sys::g_system.unlinkat = [](int directory, const char* name, int flags) {

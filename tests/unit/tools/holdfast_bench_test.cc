@@ -1,4 +1,4 @@
-// holdfast-bench as scripts meet it: its keys, not its values. Its first argument is the program.
+// holdfast-bench as scripts meet it: keys, not values. The first argument is the program.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

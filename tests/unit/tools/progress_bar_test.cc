@@ -1,4 +1,4 @@
-// What the progress bar shows, and that it shows nothing where nobody can see it move.
+// What the progress bar shows. The bar shows nothing where nobody can see the movement.
 #include "tools/progress_bar.h"
 
 #include <gmock/gmock.h>

@@ -1,4 +1,4 @@
-// A manifest for other programs' files: everything that happens to them from then on is found.
+// A manifest for other programs' files: every later change is found.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -1,4 +1,5 @@
-// The file by which a framework commits: without it, or with another one, manifests prove nothing.
+// The file by which a framework commits: without it, or with a foreign file, manifests prove
+// nothing.
 #include "holdfast/commit_file.h"
 
 #include <gmock/gmock.h>
@@ -188,7 +189,7 @@ TEST_F(CommitFileTest, MissesTheRecordOfTheSaveThatItCommits) {
       CheckCommitFile(path(), Save(1).attempt, {.name = ".metadata", .contents = contents});
   EXPECT_EQ(checked.status().code(), absl::StatusCode::kDataLoss) << checked.status();
   EXPECT_THAT(std::string(checked.status().message()), HasSubstr("missing: the commit record"));
-  // A save without its record has not committed beside one that has.
+  // A save without a record has not committed beside a committed save.
   Record(Save(1));
   WriteData(Save(2));
   ExpectSound(Save(1));

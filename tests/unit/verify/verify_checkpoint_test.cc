@@ -72,7 +72,7 @@ TEST_F(VerifyCheckpoint, FindsASoundOneSoundOnEveryRung) {
 }
 
 TEST_F(VerifyCheckpoint, NamesTheOneTensorWhoseBitFlipped) {
-  // Small ones that share chunks, and ones that cross borders and own chunks.
+  // Small tensors that share chunks, and tensors that cross borders and own chunks.
   for (uint64_t bytes : {100'000, 2'500'000, 9'000'001}) {
     const TrainingState state = TrainingState::Uniform(bytes < 1'000'000 ? 60 : 5, bytes, 2);
     const SavePlan plan = Write(state);

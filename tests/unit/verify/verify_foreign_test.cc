@@ -1,4 +1,4 @@
-// Files of other programs: what their formats allow to find is found, and no more is claimed.
+// Files of other programs: what the formats allow to find is found, and no more is claimed.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -138,7 +138,7 @@ TEST_F(VerifyForeign, SeveralArchivesInADistcpFileAreAllChecked) {
     EXPECT_EQ(report.bytes, 11'000u);
     EXPECT_THAT(report.note, HasSubstr("8 bytes of .distcp files belong to no zip archive"));
   }
-  // One whose end is destroyed: what is left of it still begins like a zip.
+  // An archive with a destroyed end: the rest still begins like a zip.
   std::string damaged = first + second + third;
   damaged[first.size() + second.size() - 22] = 'X';
   WriteFileBytes(Path(name), damaged);

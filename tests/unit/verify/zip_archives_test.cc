@@ -92,7 +92,7 @@ TEST_F(ZipArchiveWalk, EndRecordsWithoutADirectoryCostNothing) {
 }
 
 TEST_F(ZipArchiveWalk, EndRecordsOfOneDirectoryAreGivenUp) {
-  // What they all lead to begins as a directory does.
+  // The bytes they lead to begin as a directory does.
   const std::string file = WithEndRecords("PK\x01\x02" + std::string(32 * kMiB, '\0'), 0, 20'000);
   const ZipArchives found = Found(file);
   EXPECT_EQ(found.archives, 0u);

@@ -1,4 +1,5 @@
-// The rank board: its file under torn, foreign and missing bytes, and what waiting on it costs.
+// The rank board: the file under torn, foreign and missing bytes, and the cost of waiting on the
+// board.
 #include "runtime/layout/board.h"
 
 #include <fcntl.h>

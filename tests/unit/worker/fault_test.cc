@@ -1,5 +1,5 @@
-// System calls that fail, one after the other: whatever fails, a save is either durable and sound
-// or a failure that nobody can take for a checkpoint. (The order of those that succeed:
+// Failing system calls, one at a time: whatever fails, a save is either durable and sound
+// or a failure that nobody can take for a checkpoint. (The order of successful calls:
 // order_test.)
 #include <fcntl.h>
 #include <sys/stat.h>

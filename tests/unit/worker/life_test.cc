@@ -1,4 +1,4 @@
-// A worker's life beside its jobs: the trainer's death, messages it does not know, tables that are
+// A worker's life beside its jobs: the trainer's death, unknown messages, tables that are
 // not sound, being kept, being told to let go of the arena.
 #include <fcntl.h>
 #include <liburing.h>
@@ -410,7 +410,7 @@ INSTANTIATE_TEST_SUITE_P(All, KeptWorker,
                            return setting.param == Launcher::kThread ? "Thread" : "Persistent";
                          });
 
-// A ring whose writes never end: it pretends that the kernel took them.
+// A ring whose writes never end: the ring pretends that the kernel took the writes.
 int SubmitWritesIntoTheVoid(io_uring* ring) {
   static bool writes = false;  // From the first on: a later hand-over would take them along.
   const unsigned tail = ring->sq.sqe_tail;
@@ -449,7 +449,7 @@ TEST(WorkerProcess, StuckTransfersAreReportedByAWorkerThatEnds) {
     EXPECT_EQ(save.failure().operation, Operation::kWrite);
     EXPECT_NE(std::string(save.job()->completion.reason).find("in flight"), std::string::npos)
         << save.job()->completion.reason;
-    // A kept worker's result would say that its memory is free: there is none.
+    // A kept worker's result would declare the memory free: there is no result.
     EXPECT_EQ(save.AwaitDone(0), launcher == Launcher::kSpawn);
     EXPECT_EQ(worker.Join(), launcher == Launcher::kSpawn ? 0 : layout::kExitStuck);
     EXPECT_FALSE(Exists(save.target_path()));

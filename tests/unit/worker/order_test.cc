@@ -1,4 +1,4 @@
-// The order of the system calls that make a save durable, and of those that undo one that is not.
+// The order of the system calls that make a save durable, and of the calls that undo a failed save.
 #include <sys/stat.h>
 #include <unistd.h>
 

@@ -1,4 +1,4 @@
-// Proof that the streaming tests can fail: a worker that releases bytes when their write is
+// Proof that the streaming tests can fail: a worker that releases bytes when the write is
 // submitted is caught by its own re-digest when a hostile trainer refills them at once.
 #include <unistd.h>
 

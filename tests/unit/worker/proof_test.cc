@@ -11,7 +11,7 @@ constexpr uint64_t kArena = 32ull << 20;
 
 char* g_arena = nullptr;
 
-// A pwrite(2) that writes other bytes than those that stand in memory before and after it: what a
+// A pwrite(2) whose bytes differ from the bytes in memory before and after the call: what a
 // framework's allocator does that lends the memory out and gets it back in time. Through the
 // trainer's mapping (a worker's is read-only), where the only file's chunks stand in order.
 ssize_t PwriteOfMutatedBytes(int fd, const void* buffer, size_t bytes, off_t offset) {

@@ -1,4 +1,4 @@
-// An fsync that fails, and what the kernel does then: it drops what it could not write, and says
+// A failing fsync, and what the kernel does then: the kernel drops the unwritten pages, and says
 // success when it is asked again. Only new files can hold the bytes.
 #include <fcntl.h>
 #include <linux/falloc.h>

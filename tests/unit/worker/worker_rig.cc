@@ -136,7 +136,7 @@ void TestWorker::Send(layout::MessageKind kind, uint64_t bytes, const std::vecto
     rights->cmsg_len = CMSG_LEN(sizeof(int) * fds.size());
     std::memcpy(CMSG_DATA(rights), fds.data(), sizeof(int) * fds.size());
   }
-  // A worker that has ended already is a thing that tests look at by its exit status.
+  // Tests recognize a worker that has ended by the exit status.
   (void)!::sendmsg(socket_, &header, MSG_NOSIGNAL);
 }
 

@@ -109,7 +109,7 @@ class TestSave {
   void Ring() const;
 
   void StartOn(TestWorker* worker) const;
-  /// All of it by a worker of its own, which is joined. False if there is no result.
+  /// The whole job by a worker of its own, joined at the end. False if there is no result.
   bool Run(Launcher launcher) const;
   /// False if the job ends without having been in this phase, as far as a look now and then tells.
   bool AwaitPhase(layout::Phase phase) const;

@@ -68,7 +68,7 @@ class ChecksumsTest : public ::testing::Test {
 
   uint32_t extents() const { return static_cast<uint32_t>((file_.size() + kChunk - 1) / kChunk); }
 
-  /// Takes the extent, and then those that this made ready. Returns what was sealed.
+  /// Takes the extent, and then the extents that became ready. Returns what was sealed.
   std::vector<uint32_t> Take(uint32_t index) {
     std::vector<uint32_t> queue = {index};
     std::vector<uint32_t> sealed;

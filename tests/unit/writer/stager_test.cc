@@ -118,7 +118,7 @@ TEST_F(StagerTest, AnExtentOfAHeaderAndADeviceTensorIsLeftToTheDeviceThread) {
 }
 
 // The older save's caller waits for memory that the younger one holds, whose copies are behind
-// those of the older: nobody may wait for one save alone.
+// those of the older: nobody may wait for a single save.
 TEST_F(StagerTest, SavesOfSeveralThreadsShareTheArenaAndTheDevice) {
   constexpr int kSaves = 4;
   std::vector<TrainingState> states;
