@@ -22,10 +22,16 @@
 namespace holdfast::directory {
 namespace {
 
+int64_t NsOf(const struct timespec& time) {
+  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
+
 Entry EntryOf(const struct stat& status) {
   Entry entry;
   entry.bytes = static_cast<uint64_t>(status.st_size);
-  entry.modified_ns = int64_t{status.st_mtim.tv_sec} * 1'000'000'000 + status.st_mtim.tv_nsec;
+  entry.modified_ns = NsOf(status.st_mtim);
+  entry.inode = status.st_ino;
+  entry.changed_ns = NsOf(status.st_ctim);
   if (S_ISREG(status.st_mode)) {
     entry.kind = EntryKind::kFile;
   } else if (S_ISDIR(status.st_mode)) {

@@ -21,6 +21,11 @@ struct Entry {
   EntryKind kind = EntryKind::kNothing;
   uint64_t bytes = 0;
   int64_t modified_ns = 0;
+  uint64_t inode = 0;
+  int64_t changed_ns = 0;  ///< Of the inode; a rename counts.
+
+  /// True when a name stands for the same file as before, unchanged.
+  bool operator==(const Entry&) const = default;
 };
 
 /// Splits "/a/b/c", "/a/b/c/" into "/a/b" and "c"; "c" into "." and "c".

@@ -25,6 +25,7 @@ struct FileSave {
   bool has_manifest_temporary = false;
 
   bool committed() const { return has_manifest && !has_temporary; }
+  bool operator==(const FileSave&) const = default;
 };
 
 /// Groups the companions among the names of a directory by file and attempt.

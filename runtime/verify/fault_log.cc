@@ -10,20 +10,36 @@ namespace holdfast::verify {
 
 void FaultLog::Add(Verdict verdict, Fault fault) {
   base::MutexLock lock(&mutex_);
-  verdict_ = Worse(verdict_, verdict);
-  ++total_;
+  Tally& tally = tallies_[fault.file];
+  tally.verdict = Worse(tally.verdict, verdict);
+  ++tally.total;
   if (faults_.size() < faults_max_) faults_.push_back(std::move(fault));
 }
 
 bool FaultLog::empty() const {
   base::MutexLock lock(&mutex_);
-  return total_ == 0;
+  return tallies_.empty();
+}
+
+bool FaultLog::Has(const std::string& file) const {
+  base::MutexLock lock(&mutex_);
+  return tallies_.count(file) != 0;
+}
+
+void FaultLog::Forget(const std::string& file) {
+  base::MutexLock lock(&mutex_);
+  tallies_.erase(file);
+  std::erase_if(faults_, [&file](const Fault& fault) { return fault.file == file; });
 }
 
 void FaultLog::MoveTo(VerifyReport* report) {
   base::MutexLock lock(&mutex_);
-  report->verdict = verdict_;
-  report->faults_total = total_;
+  report->verdict = Verdict::kSound;
+  report->faults_total = 0;
+  for (const auto& [file, tally] : tallies_) {
+    report->verdict = Worse(report->verdict, tally.verdict);
+    report->faults_total += tally.total;
+  }
   report->faults = std::move(faults_);
   // Threads finish in any order; the report has a fixed order.
   std::stable_sort(report->faults.begin(), report->faults.end(),

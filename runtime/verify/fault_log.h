@@ -3,6 +3,8 @@
 #define HOLDFAST_RUNTIME_VERIFY_FAULT_LOG_H_
 
 #include <cstdint>
+#include <map>
+#include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -22,15 +24,25 @@ class FaultLog {
 
   bool empty() const ABSL_LOCKS_EXCLUDED(mutex_);
 
+  /// True when something was found in `file`.
+  bool Has(const std::string& file) const ABSL_LOCKS_EXCLUDED(mutex_);
+
+  /// Drops what was found in `file`.
+  void Forget(const std::string& file) ABSL_LOCKS_EXCLUDED(mutex_);
+
   /// Moves the faults, sorted by file and offset, and the worst verdict into `report`. Ends the
   /// log.
   void MoveTo(VerifyReport* report) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
+  struct Tally {
+    Verdict verdict = Verdict::kSound;
+    uint64_t total = 0;
+  };
+
   const uint64_t faults_max_;
   mutable base::Mutex mutex_;
-  Verdict verdict_ ABSL_GUARDED_BY(mutex_) = Verdict::kSound;
-  uint64_t total_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::map<std::string, Tally> tallies_ ABSL_GUARDED_BY(mutex_);  // by file
   std::vector<Fault> faults_ ABSL_GUARDED_BY(mutex_);
 };
 

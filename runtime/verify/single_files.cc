@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
@@ -68,6 +69,31 @@ absl::StatusOr<format::Manifest> SingleFiles::Read(const directory::FileSave& sa
     return absl::DataLossError(absl::StrCat(name, ": it is another file's"));
   }
   return manifest;
+}
+
+bool SingleFiles::Refresh() {
+  const auto names = directory::ListNames(directory_, ".");
+  if (!names.ok()) return false;
+  std::vector<directory::FileSave> saves = directory::FileSavesAmong(*names);
+  const bool others = saves != saves_;
+  saves_ = std::move(saves);
+  return others;
+}
+
+absl::StatusOr<std::optional<SingleFile>> SingleFiles::Find(const std::string& file) {
+  for (int look = 1;; ++look) {
+    HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry entry,
+                              directory::Look(directory_, file, /*follow_symlink=*/false));
+    auto manifest = ManifestOf(file);
+    if (manifest.ok() && manifest->has_value()) {
+      return SingleFile{.manifest = **std::move(manifest), .entry = entry};
+    }
+    // A committing save renames its file, and removes the manifests of older saves.
+    if (look == kLooksMax || !Refresh()) {
+      if (!manifest.ok()) return manifest.status();
+      return std::nullopt;
+    }
+  }
 }
 
 absl::StatusOr<std::optional<format::Manifest>> SingleFiles::ManifestOf(

@@ -8,10 +8,20 @@
 
 #include "absl/status/statusor.h"
 #include "holdfast/pod.h"
+#include "runtime/directory/entries.h"
 #include "runtime/directory/single_files.h"
 #include "runtime/format/manifest.h"
 
 namespace holdfast::verify {
+
+/// Times that a file is looked at anew where saves replace the file under the check.
+constexpr int kLooksMax = 8;
+
+/// A file with a manifest of its own.
+struct SingleFile {
+  format::Manifest manifest;
+  directory::Entry entry;  ///< Of the file whose manifest it is.
+};
 
 class SingleFiles {
  public:
@@ -24,17 +34,21 @@ class SingleFiles {
   /// True when a manifest for `file` stands there, of whatever save.
   bool HasManifest(const std::string& file) const;
 
-  /// Returns the manifest of the file's save. A torch file holds the attempt of its save. Returns
-  /// nothing for a foreign file: no manifest has the attempt. For a file without the structure of
-  /// an archive returns the newest committed manifest. \error kDataLoss for a manifest that is
-  /// damaged; errors of reading.
-  absl::StatusOr<std::optional<format::Manifest>> ManifestOf(const std::string& file) const;
+  /// Returns the file with the manifest of its save, also while saves replace the file. A torch
+  /// file holds the attempt of its save. Returns nothing for a foreign file: no manifest has the
+  /// attempt. For a file without the structure of an archive returns the newest committed manifest.
+  /// \error kDataLoss for a damaged manifest; errors of reading.
+  absl::StatusOr<std::optional<SingleFile>> Find(const std::string& file);
 
  private:
+  absl::StatusOr<std::optional<format::Manifest>> ManifestOf(const std::string& file) const;
   absl::StatusOr<format::Manifest> Read(const directory::FileSave& save) const;
 
+  /// Lists the directory again. Returns whether there are other saves.
+  bool Refresh();
+
   const int directory_;
-  const std::vector<directory::FileSave> saves_;
+  std::vector<directory::FileSave> saves_;
 };
 
 }  // namespace holdfast::verify

@@ -36,27 +36,25 @@ void SayWhatWasChecked(const std::vector<format::Manifest>& manifests, VerifyRep
   }
 }
 
-/// Returns the manifest by which a file is checked; nothing for a file to be checked by its format.
-std::optional<format::Manifest> ManifestOf(const SingleFiles& files, const std::string& name,
-                                           FaultLog* log, VerifyReport* report) {
-  if (!files.HasManifest(name)) return std::nullopt;
-  auto manifest = files.ManifestOf(name);
-  if (!manifest.ok()) {
-    log->Add(directory::FindingOf(manifest.status(), name, "manifest"));
+/// Returns the file with the manifest by which it is checked; nothing for a file to be checked by
+/// its format.
+std::optional<SingleFile> Find(SingleFiles* files, const std::string& name, FaultLog* log,
+                               VerifyReport* report) {
+  if (!files->HasManifest(name)) return std::nullopt;
+  auto file = files->Find(name);
+  if (!file.ok()) {
+    log->Add(directory::FindingOf(file.status(), name, "manifest"));
     return std::nullopt;
   }
-  if (!manifest->has_value()) {
+  if (!file->has_value()) {
     AddNote(absl::StrCat("The manifest beside ", name, " is of another file of that name."),
             report);
   }
-  return *std::move(manifest);
+  return *std::move(file);
 }
 
-/// Compares files with manifests of their own.
-absl::Status CheckSingleFiles(int directory, const std::vector<format::Manifest>& manifests,
-                              const VerifyOptions& options, FaultLog* log, VerifyReport* report) {
-  if (manifests.empty()) return absl::OkStatus();
-  SayWhatWasChecked(manifests, report);
+absl::Status CheckOnce(int directory, const std::vector<format::Manifest>& manifests,
+                       const VerifyOptions& options, FaultLog* log, VerifyReport* report) {
   for (const format::Manifest& manifest : manifests) {
     for (const directory::Finding& finding : directory::CheckNamedFiles(directory, manifest))
       log->Add(finding);
@@ -64,34 +62,85 @@ absl::Status CheckSingleFiles(int directory, const std::vector<format::Manifest>
   return VerifyManifests(directory, manifests, "", options, log, report);
 }
 
-/// Returns the manifests of the files among `names` that have a manifest of their own. `others`:
-/// the rest, without companions.
-std::vector<format::Manifest> OwnManifests(const SingleFiles& files,
-                                           const std::vector<std::string>& names, FaultLog* log,
-                                           VerifyReport* report, std::vector<std::string>* others) {
+Fault NeverStays(const std::string& name) {
+  return {.file = name,
+          .reason = "read",
+          .expected = "what stays for the time of a check",
+          .found = absl::StrCat("saves replaced it ", kLooksMax, " times")};
+}
+
+/// Checks a file with faults again for as long as saves replace the file under the check. `entry`:
+/// the file that was checked.
+absl::Status CheckReplaced(int directory, SingleFiles* files, const std::string& name,
+                           directory::Entry entry, const VerifyOptions& options, FaultLog* log) {
+  VerifyOptions quiet = options;
+  quiet.progress = nullptr;
+  for (int look = 1; log->Has(name); ++look) {
+    const auto now = directory::Look(directory, name, /*follow_symlink=*/false);
+    if (!now.ok() || *now == entry) break;
+    log->Forget(name);
+    if (look == kLooksMax) {
+      log->Add(Verdict::kUnreadable, NeverStays(name));
+      break;
+    }
+    VerifyReport counted;  // The first check has counted the file.
+    const auto file = Find(files, name, log, &counted);
+    entry = file.has_value() ? file->entry : *now;
+    if (file.has_value()) {
+      HOLDFAST_RETURN_IF_ERROR(CheckOnce(directory, {file->manifest}, quiet, log, &counted));
+    } else if (!log->Has(name)) {
+      ForeignCheck check(directory, log, ForeignCheck::Unknown::kFault);
+      check.AddFile(name, /*asked_for=*/true);
+      HOLDFAST_RETURN_IF_ERROR(check.Run(quiet, &counted));
+    }
+  }
+  return absl::OkStatus();
+}
+
+/// Compares files with manifests of their own.
+absl::Status CheckSingleFiles(int directory, SingleFiles* files,
+                              const std::vector<SingleFile>& found, const VerifyOptions& options,
+                              FaultLog* log, VerifyReport* report) {
+  if (found.empty()) return absl::OkStatus();
   std::vector<format::Manifest> manifests;
+  for (const SingleFile& file : found) manifests.push_back(file.manifest);
+  SayWhatWasChecked(manifests, report);
+  HOLDFAST_RETURN_IF_ERROR(CheckOnce(directory, manifests, options, log, report));
+  for (const SingleFile& file : found) {
+    HOLDFAST_RETURN_IF_ERROR(CheckReplaced(directory, files, file.manifest.files.front().name,
+                                           file.entry, options, log));
+  }
+  return absl::OkStatus();
+}
+
+/// Returns the files among `names` that have a manifest of their own. `others`: the rest, without
+/// companions.
+std::vector<SingleFile> FindAll(SingleFiles* files, const std::vector<std::string>& names,
+                                FaultLog* log, VerifyReport* report,
+                                std::vector<std::string>* others) {
+  std::vector<SingleFile> found;
   for (const std::string& name : names) {
     if (format::ParseCompanionName(name).has_value()) continue;
-    if (auto manifest = ManifestOf(files, name, log, report)) {
-      manifests.push_back(*std::move(manifest));
+    if (auto file = Find(files, name, log, report)) {
+      found.push_back(*std::move(file));
     } else {
       others->push_back(name);
     }
   }
-  return manifests;
+  return found;
 }
 
 absl::Status CheckForeignDirectory(int directory, const std::vector<std::string>& names,
                                    const VerifyOptions& options, FaultLog* log,
                                    VerifyReport* report) {
   ForeignCheck check(directory, log, ForeignCheck::Unknown::kFault);
-  const SingleFiles files(directory, names);
+  SingleFiles files(directory, names);
   std::vector<std::string> uncommitted;
   for (const directory::FileSave& save : files.saves()) {
     if (save.has_temporary) uncommitted.push_back(save.file);
   }
   std::vector<std::string> others;
-  const auto manifests = OwnManifests(files, names, log, report, &others);
+  const auto found = FindAll(&files, names, log, report, &others);
   for (const std::string& name : others) {
     const auto entry = directory::Look(directory, name, /*follow_symlink=*/true);
     if (entry.ok() && entry->kind == directory::EntryKind::kDirectory) continue;
@@ -101,8 +150,8 @@ absl::Status CheckForeignDirectory(int directory, const std::vector<std::string>
     AddNote(absl::StrCat("Saves under way, or that did not end, of: ", Enumerate(uncommitted), "."),
             report);
   }
-  HOLDFAST_RETURN_IF_ERROR(CheckSingleFiles(directory, manifests, options, log, report));
-  if (!manifests.empty() && check.understood().empty() && log->empty()) {
+  HOLDFAST_RETURN_IF_ERROR(CheckSingleFiles(directory, &files, found, options, log, report));
+  if (!found.empty() && check.understood().empty() && log->empty()) {
     if (!check.passed_over().empty()) {
       AddNote(absl::StrCat("Not looked at: ", Enumerate(check.passed_over()), "."), report);
     }
@@ -140,10 +189,10 @@ absl::Status CheckDirectory(const std::string& path, const VerifyOptions& option
   }
   for (const directory::Finding& finding : checkpoint->findings) log->Add(finding);
   // Beside the files of the ranks: what a framework adds by saves of single files.
-  const SingleFiles files(fd->get(), checkpoint->names);
+  SingleFiles files(fd->get(), checkpoint->names);
   std::vector<std::string> unnamed;
-  const auto own = OwnManifests(files, checkpoint->unnamed, log, report, &unnamed);
-  HOLDFAST_RETURN_IF_ERROR(CheckSingleFiles(fd->get(), own, options, log, report));
+  const auto own = FindAll(&files, checkpoint->unnamed, log, report, &unnamed);
+  HOLDFAST_RETURN_IF_ERROR(CheckSingleFiles(fd->get(), &files, own, options, log, report));
   SayWhatWasChecked(checkpoint->manifests, report);
   if (!checkpoint->unproven.empty()) {
     AddNote(
@@ -177,9 +226,9 @@ absl::Status CheckFile(const std::string& path, const VerifyOptions& options, Fa
     return CheckFile(absl::StrCat(parts.directory, "/", companion->file), options, log, report);
   }
   const auto names = directory::ListNames(fd->get(), parts.directory);
-  const SingleFiles files(fd->get(), names.ok() ? *names : std::vector<std::string>{});
-  if (auto own = ManifestOf(files, parts.name, log, report)) {
-    return CheckSingleFiles(fd->get(), {*std::move(own)}, options, log, report);
+  SingleFiles files(fd->get(), names.ok() ? *names : std::vector<std::string>{});
+  if (auto own = Find(&files, parts.name, log, report)) {
+    return CheckSingleFiles(fd->get(), &files, {*std::move(own)}, options, log, report);
   }
   const bool is_manifest = format::ParseManifestName(parts.name).has_value();
   absl::StatusOr<format::Manifest> manifest = absl::UnknownError("");
@@ -218,40 +267,70 @@ absl::Status CheckFile(const std::string& path, const VerifyOptions& options, Fa
   return VerifyManifests(fd->get(), manifests, only, options, log, report);
 }
 
+/// A directory is the same also with other entries.
+bool IsSame(const directory::Entry& before, const directory::Entry& now) {
+  return before.kind == directory::EntryKind::kDirectory
+             ? before.kind == now.kind && before.inode == now.inode
+             : before == now;
+}
+
+/// Checks what `path` names. `entry`: what the name stood for.
+absl::Status CheckEntry(const std::string& path, const absl::StatusOr<directory::Entry>& entry,
+                        const VerifyOptions& options, FaultLog* log, VerifyReport* report) {
+  if (!entry.ok()) {
+    log->Add(directory::FindingOf(entry.status(), "", "read"));
+    return absl::OkStatus();
+  }
+  if (entry->kind == directory::EntryKind::kDirectory) {
+    return CheckDirectory(path, options, log, report);
+  }
+  if (entry->kind == directory::EntryKind::kFile) return CheckFile(path, options, log, report);
+  const char* found = entry->kind == directory::EntryKind::kNothing
+                          ? "nothing of that name"
+                          : "neither a file nor a directory";
+  log->Add(Verdict::kUnreadable, {.reason = "read", .expected = "a checkpoint", .found = found});
+  return absl::OkStatus();
+}
+
 }  // namespace
 }  // namespace verify
 
 absl::StatusOr<VerifyReport> Verify(const std::string& path, const VerifyOptions& options) {
   HOLDFAST_RETURN_IF_ERROR(load::CheckReadOptions(options.buffer_bytes, options.threads));
   const uint64_t started = sys::NowNs();
-  VerifyReport report;
-  report.path = path;
-  report.checked = "nothing";
-  verify::FaultLog log(options.faults_max);
   const directory::PathParts parts = directory::SplitPath(path);
-  absl::Status status;
   const auto parent = directory::OpenDirectory(parts.directory);
-  const auto entry = parent.ok()
-                         ? directory::Look(parent->get(), parts.name, /*follow_symlink=*/true)
-                         : absl::StatusOr<directory::Entry>(parent.status());
-  if (!entry.ok()) {
-    log.Add(directory::FindingOf(entry.status(), "", "read"));
-  } else if (entry->kind == directory::EntryKind::kDirectory) {
-    status = verify::CheckDirectory(path, options, &log, &report);
-  } else if (entry->kind == directory::EntryKind::kFile) {
-    status = verify::CheckFile(path, options, &log, &report);
-  } else {
-    const char* found = entry->kind == directory::EntryKind::kNothing
-                            ? "nothing of that name"
-                            : "neither a file nor a directory";
-    log.Add(Verdict::kUnreadable, {.reason = "read", .expected = "a checkpoint", .found = found});
+  const auto look = [&]() -> absl::StatusOr<directory::Entry> {
+    if (!parent.ok()) return parent.status();
+    return directory::Look(parent->get(), parts.name, /*follow_symlink=*/true);
+  };
+  VerifyReport report;
+  auto entry = look();
+  for (int looks = 1;; ++looks) {
+    report = VerifyReport();
+    report.path = path;
+    report.checked = "nothing";
+    verify::FaultLog log(options.faults_max);
+    const absl::Status status = verify::CheckEntry(path, entry, options, &log, &report);
+    // No engine, no memory, an unresponsive disk: the state of the bytes is unknown.
+    if (!status.ok()) log.Add(directory::FindingOf(status, "", "read"));
+    const bool sound = log.empty();
+    log.MoveTo(&report);
+    if (sound || !entry.ok()) break;
+    // A checkpoint that a save replaces, or that retention removes, is no damaged one.
+    auto now = look();
+    if (!now.ok() || verify::IsSame(*entry, *now)) break;
+    if (looks == verify::kLooksMax) {
+      report.verdict = Verdict::kUnreadable;
+      report.faults = {verify::NeverStays(parts.name)};
+      report.faults_total = 1;
+      break;
+    }
+    entry = std::move(now);
   }
-  // No engine, no memory, an unresponsive disk: the state of the bytes is unknown.
-  if (!status.ok()) log.Add(directory::FindingOf(status, "", "read"));
-  const bool partial = format::IsUncommittedName(parts.name);
-  log.MoveTo(&report);
   // An uncommitted directory is no checkpoint, regardless of further faults.
-  if (partial && report.verdict != Verdict::kUnreadable) report.verdict = Verdict::kIncomplete;
+  if (format::IsUncommittedName(parts.name) && report.verdict != Verdict::kUnreadable)
+    report.verdict = Verdict::kIncomplete;
   report.seconds = static_cast<double>(sys::NowNs() - started) / 1e9;
   return report;
 }
