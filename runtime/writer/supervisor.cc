@@ -53,7 +53,7 @@ absl::StatusOr<std::unique_ptr<Supervisor>> Supervisor::Start(staging::StagingPo
   std::unique_ptr<Supervisor> supervisor(new Supervisor(pool, options));
   supervisor->wake_ = base::UniqueFd(sys::EventFdOwned());
   if (!supervisor->wake_.valid())
-    return base::ErrnoStatus("create", "eventfd of the supervisor", errno);
+    return base::ErrnoStatus("create", "eventfd for the supervision of workers", errno);
   HOLDFAST_RETURN_IF_ERROR(supervisor->thread_.Start([raw = supervisor.get()] { raw->Run(); }));
   return supervisor;
 }
