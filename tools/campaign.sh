@@ -63,11 +63,12 @@ if ! cmake --preset fuzz >>"$out/build.log" 2>&1 || ! cmake --build --preset fuz
 fi
 
 bin=build/venv/bin
-part rounds "$(($(share 26) + 900))" "$bin/integrity-fuzz" --time "$(share 26)s" --seed "$seed" --dir "$out" --report "$out/rounds.json"
-part steps "$(($(share 12) + 900))" "$bin/integrity-fuzz" --faults --kills --time "$(share 12)s" --seed "$seed" --dir "$out" \
-  --report "$out/steps.json"
-part pairs "$(($(share 2) + 900))" "$bin/integrity-fuzz" --faults --kills --pairs --per-script 20 --time "$(share 2)s" \
-  --seed "$seed" --dir "$out" --report "$out/pairs.json"
+at_once=$((2 * $(nproc))) # rounds wait for half of their time
+part rounds "$(($(share 26) + 900))" "$bin/integrity-fuzz" --jobs "$at_once" --time "$(share 26)s" --seed "$seed" --dir "$out" --report "$out/rounds.json"
+part steps "$(($(share 12) + 900))" "$bin/integrity-fuzz" --jobs "$at_once" --faults --kills --time "$(share 12)s" \
+  --seed "$seed" --dir "$out" --report "$out/steps.json"
+part pairs "$(($(share 2) + 900))" "$bin/integrity-fuzz" --jobs "$at_once" --faults --kills --pairs --per-script 20 \
+  --time "$(share 2)s" --seed "$seed" --dir "$out" --report "$out/pairs.json"
 part savers "$(($(share 10) + 900))" "$bin/integrity-fuzz" --savers holdfast.dcp,dcp-thread,dcp-process \
   --time "$(share 3)s" --seed "$seed" --dir "$out"
 if [ "$(id -u)" = 0 ]; then

@@ -8,8 +8,10 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import pytest
 import holdfast
 import holdfast.dcp
 from holdfast import integrity
-from holdfast.integrity import campaign, jobs, judge, processes, rounds, schedule, states
+from holdfast.integrity import campaign, jobs, judge, lanes, processes, rounds, schedule, states
 
 MIB = 1 << 20
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
@@ -54,7 +56,7 @@ def test_a_bounded_campaign_lets_nothing_escape(seed: int | None, tmp_path: Path
     told: list[str] = []
     made = campaign.Campaign(str(tmp_path), seed, schedule.Limits(mount=os.geteuid() == 0), str(report), told.append)
     print(f"seed {seed}")
-    made.run(count, None, 0)
+    made.run(count, None, 0, at_once=3)
     print(made.summary())
     assert made.escapes == [], (told, made.escapes)
     assert (made.done, made.next) == (count, count)
@@ -68,7 +70,7 @@ def test_the_program_goes_on_from_its_report(tmp_path: Path) -> None:
     report = tmp_path / "report"
     limits = schedule.Limits(kinds=("program",), mount=False, ranks_max=1)
     campaign.Campaign(str(tmp_path), 8, limits, str(report), lambda _: None).run(1, None, 0)
-    done = run_program("--resume", report, "--rounds", 1, "--events", "program", "--no-mount", "--ranks", 1, "--json")
+    done = run_program("--resume", report, "--rounds", 1, "--events", "program", "--no-mount", "--ranks", 1, "--jobs", 1, "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout)
     assert told == json.loads(report.read_text())
@@ -271,6 +273,7 @@ def test_smaller_rounds_are_smaller_and_end() -> None:
     [
         ("--events", "kill-everything"),
         ("--ranks", "0"),
+        ("--jobs", "0"),
         ("--replay", "@/nowhere"),
         ("--replay", "{"),
     ],
@@ -278,6 +281,42 @@ def test_smaller_rounds_are_smaller_and_end() -> None:
 def test_what_a_user_gets_wrong_is_said_in_one_line(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(campaign, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_process", lambda: None)
     assert integrity.main(arguments) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("integrity-fuzz: ")
+
+
+class Bench:
+    """Runs `os` functions in a lane."""
+
+    def run(self, name: str, *arguments: int) -> object:
+        return getattr(os, name)(*arguments)
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_happens_in_a_lane_is_told() -> None:
+    with lanes.Lanes(2, Bench) as beside:
+        pids = {pid for _, pid in beside.run(("getpid",) for _ in range(20))}
+        assert len(pids) <= 2 and os.getpid() not in pids
+        with pytest.raises(FileNotFoundError):
+            list(beside.run(iter([("stat", "/nowhere")])))
+    with lanes.Lanes(1, Bench) as beside, pytest.raises(ChildProcessError, match=r"\('_exit', 7\) has ended with status 7"):
+        list(beside.run(iter([("_exit", 7)])))
+
+
+def test_an_interrupted_campaign_has_its_report_and_leaves_nothing(tmp_path: Path) -> None:
+    report, scratch = tmp_path / "report", tmp_path / "scratch"
+    command = [sys.executable, "-m", "holdfast.integrity", "--seed", 8, "--dir", scratch, "--jobs", 2, "--no-mount",
+               "--events", "program", "--ranks", 1, "--report", report, "--rounds", 1000]  # fmt: skip
+    with subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True) as program:
+        while not report.exists() and program.poll() is None:
+            time.sleep(0.1)
+        program.send_signal(signal.SIGINT)
+        told, _ = program.communicate(timeout=400)
+    done = json.loads(report.read_text())
+    assert program.returncode == 130, told
+    assert 0 < done["rounds"] < 1000 and f"{done['rounds']} rounds in" in told
+    assert done["next_round"] <= done["rounds"] + 2
+    assert list(scratch.iterdir()) == []

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast import integrity
-from holdfast.integrity import campaign, injection, jobs, processes, steps
+from holdfast.integrity import injection, jobs, processes, steps
 from holdfast.integrity.injection import Injection, Injector, Step
 
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
@@ -94,7 +94,7 @@ def test_every_number_is_that_of_its_call() -> None:
 def test_a_bounded_campaign_lets_nothing_escape(tmp_path: Path) -> None:
     told: list[str] = []
     made = steps.Campaign(str(tmp_path), 5)
-    made.run(*((None, None, told.append, 40) if LONG else (None, None, told.append, 2, 3)))
+    made.run(None, None, told.append, *((40, None) if LONG else (2, 3)), at_once=3)
     print(made.summary())
     assert made.escapes == [], told
     assert made.counts["fired"] >= 5
@@ -103,7 +103,7 @@ def test_a_bounded_campaign_lets_nothing_escape(tmp_path: Path) -> None:
 
 def test_the_program_runs_one_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str],
                                          monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
-    monkeypatch.setattr(campaign, "prepare_process", lambda: None)
+    monkeypatch.setattr(processes, "prepare_process", lambda: None)
     word = "file/fork/pwrite,worker:fsync:1:EIO"
     assert integrity.main(["--dir", str(tmp_path), "--replay", word, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--time", type=_seconds, metavar="T", help="end after this time: 90, 10m, 8h")
     add("--seed", type=int, help="of all rounds (default: a fresh one, which is printed)")
     add("--first", type=int, default=0, metavar="N", help="number of the first round (default: 0)")
+    add("--jobs", type=int, default=min(8, len(os.sched_getaffinity(0))), metavar="N",
+        help="rounds, or runs of --faults and --kills, beside each other; most of their time is waiting (default: the CPUs, "
+        "at most 8)")  # fmt: skip
     add("--ranks", type=int, default=3, help="processes of the largest jobs (default: 3)")
     add("--tensors", type=int, default=400, help="tensors of the largest states (default: 400)")
     add("--bytes", type=int, default=48, metavar="MIB", help="size of the largest states (default: 48; the staging "
@@ -155,7 +158,7 @@ def _compare(arguments: argparse.Namespace, scratch: str) -> int:
     rows, status, count = [], 0, _count(arguments)
     for saver in savers:
         made = _campaign(arguments, scratch, saver)
-        made.run(count, arguments.time if count is None else None, 0.0)
+        made.run(count, arguments.time if count is None else None, 0.0, arguments.jobs)
         count = made.done  # of the first, where a time was given
         rows.append(peers.row(saver, made.done, made.escapes, made.counts))
         if made.escapes and saver.startswith("holdfast"):
@@ -209,7 +212,7 @@ def _break_steps(arguments: argparse.Namespace, scratch: str) -> int:
             made.replay(arguments.replay, max(1, arguments.repeat), tell)
         else:
             tell(f"seed {seed}")
-            made.run(arguments.rounds, arguments.time, tell, arguments.per_script)
+            made.run(arguments.rounds, arguments.time, tell, arguments.per_script, at_once=arguments.jobs)
     except KeyboardInterrupt:
         interrupted = True
     if arguments.report:
@@ -227,9 +230,11 @@ def _is_step(text: str) -> bool:
 
 
 def _run(arguments: argparse.Namespace, scratch: str) -> int:
-    from holdfast.integrity import campaign
+    from holdfast.integrity import processes
 
-    campaign.prepare_process()
+    processes.prepare_process()
+    if arguments.jobs < 1:
+        raise ValueError("--jobs is at least 1")
     if arguments.faults or arguments.kills or _is_step(arguments.replay):
         return _break_steps(arguments, scratch)
     if arguments.savers:
@@ -242,7 +247,7 @@ def _run(arguments: argparse.Namespace, scratch: str) -> int:
         if arguments.replay:
             made.replay(_replayed(arguments.replay), max(1, arguments.repeat))
         else:
-            made.run(_count(arguments), arguments.time, arguments.shrink)
+            made.run(_count(arguments), arguments.time, arguments.shrink, arguments.jobs)
     except KeyboardInterrupt:
         interrupted = True
     print(json.dumps(made.as_json(), indent=1) if arguments.json else made.summary())

@@ -1,25 +1,23 @@
-"""The campaign: rounds one after the other, what failed made small, and a report."""
+"""The campaign: rounds, what failed made small, and a report."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import functools
+import itertools
 import json
-import logging
 import os
 import platform
 import shlex
-import signal
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 import holdfast
-from holdfast.integrity import jobs, judge, peers, processes, rounds, schedule
+from holdfast.integrity import jobs, judge, lanes, peers, processes, rounds, schedule
 
 VERSION = 1
 
@@ -106,32 +104,47 @@ class Campaign:
 
     # ---- Rounds.
 
-    def run(self, rounds_max: int | None, seconds_max: float | None, shrink_seconds: float) -> None:
+    def run(self, rounds_max: int | None, seconds_max: float | None, shrink_seconds: float, at_once: int = 1) -> None:
         """Runs rounds until a count or a time is over.
+
+        Args:
+            rounds_max, seconds_max: no round begins after so many rounds or seconds.
+            shrink_seconds: longest time to simplify a failing round.
+            at_once: rounds that run beside each other.
 
         Raises:
             KeyboardInterrupt: the report has every round that was finished.
+            ChildProcessError: a process that runs rounds has ended.
         """
-        began = time.monotonic()
-        last = self.next + rounds_max if rounds_max is not None else None
-        jobs.start_server()
-        with processes.adopting():
-            while (last is None or self.next < last) and (
-                seconds_max is None or time.monotonic() - began < seconds_max
-            ):
-                drawn = schedule.draw(self.seed, self.next, self.limits)
-                if self.saver:
-                    drawn = peers.reduce(drawn, self.saver)
-                before = self.seconds
-                self._count(drawn, rounds.run(drawn, self.directory), shrink_seconds)
-                self.next += 1
+        began, before = time.monotonic(), self.seconds
+        told, end = before, None if seconds_max is None else began + seconds_max
+        numbers = itertools.count(self.next) if rounds_max is None else range(self.next, self.next + rounds_max)
+        unfinished: set[int] = set()
+
+        def drawn() -> Iterator[tuple[dict[str, Any]]]:
+            for number in numbers:
+                if end is not None and time.monotonic() >= end:
+                    return
+                unfinished.add(number)
+                round_ = schedule.draw(self.seed, number, self.limits)
+                yield (peers.reduce(round_, self.saver) if self.saver else round_,)
+
+        last = self.next
+        with lanes.Lanes(at_once, functools.partial(rounds.Bench, self.directory)) as beside:
+            for (round_,), result in beside.run(drawn()):
+                unfinished.remove(round_["number"])
+                last = max(last, round_["number"] + 1)
+                # Resumed, a campaign begins with the first unfinished round, and repeats those that were faster.
+                self.next = min(unfinished, default=last)
+                self.seconds = before + time.monotonic() - began
+                self._count(round_, result, shrink_seconds)
                 self._write()
-                if int(before // 30) != int(self.seconds // 30):
+                if self.seconds - told >= 30:
+                    told = self.seconds
                     self._tell(self.progress())
 
     def _count(self, drawn: dict[str, Any], result: rounds.Result, shrink_seconds: float) -> None:
         self.done += 1
-        self.seconds += result.seconds
         self.counts.update(result.counts)
         for key in ("door", "launcher", "engine", "device"):
             self.counts[f"rounds {key} {drawn[key]}"] += 1
@@ -142,14 +155,17 @@ class Campaign:
     def _escape(self, drawn: dict[str, Any], result: rounds.Result, shrink_seconds: float) -> None:
         first = result.problems[0]
         self._tell(f"ESCAPE in round {drawn['number']}: ({first['invariant']}) {first['what']}")
-        small, runs = drawn, 0
+        escape = {"round": drawn["number"], "problems": result.problems, "log": result.log, "schedule": drawn,
+                  "runs_to_shrink": 0, "command": self._command(drawn, drawn)}  # fmt: skip
+        self.escapes.append(escape)
         if shrink_seconds > 0:
+            self._write()  # an interruption from here on loses the simpler schedule alone
             self._tell(f"making it smaller for at most {shrink_seconds:g} s ...")
             broken = {p["invariant"] for p in result.problems}
-            small, runs = rounds.shrink(drawn, self.directory, broken, shrink_seconds)
-        escape = {"round": drawn["number"], "problems": result.problems, "log": result.log,
-                  "schedule": small, "runs_to_shrink": runs, "command": self._command(drawn, small)}  # fmt: skip
-        self.escapes.append(escape)
+            jobs.start_server()
+            with processes.adopting():
+                small, runs = rounds.shrink(drawn, self.directory, broken, shrink_seconds)
+            escape.update(schedule=small, runs_to_shrink=runs, command=self._command(drawn, small))
         self._tell(f"reproduce: {escape['command']}")
 
     def _command(self, drawn: dict[str, Any], small: dict[str, Any]) -> str:
@@ -167,7 +183,9 @@ class Campaign:
         jobs.start_server()
         with processes.adopting():
             for _ in range(repeat):
-                self._count(given, rounds.run(given, self.directory), 0)
+                result = rounds.run(given, self.directory)
+                self.seconds += result.seconds
+                self._count(given, result, 0)
                 self._write()
 
     # ---- For people.
@@ -209,15 +227,3 @@ class Campaign:
             lines.append(f"  {escape['command']}")
         lines.append(f"escapes: {len(self.escapes)}")
         return "\n".join(lines)
-
-
-def prepare_process() -> None:
-    """For the program: SIGTERM ends it as Ctrl-C does, with its report; warnings of the framework are left out."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupt)
-    warnings.simplefilter("ignore")
-    logging.disable(logging.CRITICAL)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -23,7 +23,7 @@ def start_server() -> None:
     """Starts the process that forks trainers."""
     _context.set_forkserver_preload([
         "torch._dynamo", "torch.distributed.checkpoint.state_dict", "holdfast.dcp", "holdfast.observe",
-        "holdfast.integrity.trainer",
+        "holdfast.integrity.trainer", "holdfast.integrity.frozen",
     ])  # fmt: skip
     forkserver.ensure_running()
 
@@ -83,7 +83,11 @@ class Life:
                 heard = time.monotonic()
             elif time.monotonic() - heard > TIME_SILENT_MAX:
                 self.problem = f"a trainer told nothing for {TIME_SILENT_MAX:g} s"
-                self._kill()
+                for process in self._processes:
+                    processes.send(process.pid, signal.SIGCONT)
+                    processes.send(process.pid, signal.SIGUSR2)  # its stacks go to its log
+                time.sleep(1.0)
+                self.kill()
         for process in self._processes:
             process.join(30)
             if process.exitcode is None:
@@ -110,11 +114,8 @@ class Life:
                 self._continue.append((time.monotonic() + 0.01 + line["seconds"], process))
             self.lines.append(line)
 
-    def _kill(self) -> None:
-        for process in self._processes:
-            processes.send(process.pid, signal.SIGCONT)
-            processes.send(process.pid, signal.SIGUSR2)  # its stacks go to its log
-        time.sleep(1.0)
+    def kill(self) -> None:
+        """Kills all trainers that are left."""
         for process in self._processes:
             processes.send(process.pid, signal.SIGKILL)
         for connection, _, _ in self._pipes.values():

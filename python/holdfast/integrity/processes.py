@@ -6,11 +6,15 @@ import collections
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import signal
+import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from holdfast import _recent
 
@@ -112,3 +116,15 @@ def adopting() -> Iterator[None]:
         yield
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def prepare_process() -> None:
+    """For the program and its lanes: SIGTERM ends them as Ctrl-C does, with the report; warnings of the framework are left out."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -80,11 +80,35 @@ def run(round_: dict[str, Any], directory: str, plant: str = "",
         shutil.rmtree(base, ignore_errors=True)
 
 
+class Bench:
+    """What a lane runs: rounds in a directory.
+
+    Args:
+        directory: as of `run`.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        jobs.start_server()
+
+    def run(self, round_: dict[str, Any]) -> Result:
+        """Runs a round."""
+        return run(round_, self._directory)
+
+    def close(self) -> None:
+        """Nothing is left of a round."""
+
+
 def _live(round_: dict[str, Any], life: int, directory: str, scratch: str, made: judge.Judge, plant: str,
           injector: injection.Injector | None) -> None:  # fmt: skip
     orphans = processes.Orphans()
     trainers = jobs.Life(round_, life, directory, scratch, plant, injector)
-    trainers.run()
+    try:
+        trainers.run()
+    except BaseException:  # the program ends: nothing may write into what is removed now
+        trainers.kill()
+        orphans.wait(0)
+        raise
     if injector:
         trainers.lines += [injection.line(fired) for fired in injector.fired]
     made.hear(trainers.lines, round_["lives"][life])

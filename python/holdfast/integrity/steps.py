@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import functools
 import itertools
 import logging
 import os
@@ -24,7 +25,7 @@ import torch
 
 import holdfast
 import holdfast.dcp
-from holdfast.integrity import injection, jobs, judge, processes, readers, rounds, schedule
+from holdfast.integrity import injection, jobs, judge, lanes, processes, readers, rounds, schedule
 from holdfast.integrity.injection import Injection, Injector, Step
 
 SPEC = {"tensors": 4, "bytes": 120_000, "wide": False, "objects": True}
@@ -94,6 +95,7 @@ class Bench:
     def __init__(self, directory: str) -> None:
         self.directory = os.path.join(directory, f"steps-{os.getpid()}")
         self._templates: dict[str, judge.Judge] = {}
+        jobs.start_server()
 
     def close(self) -> None:
         """Removes everything."""
@@ -403,6 +405,15 @@ def of_text(text: str) -> tuple[str, tuple[Injection, ...]]:
     return script, tuple(made)
 
 
+def _in_turns(chosen: list[str], left: dict[str, list[tuple[Injection, ...]]]) -> Iterator[tuple[str, tuple[Injection, ...]]]:
+    """Some runs of each script, then some more of each, so that a campaign of any length has all."""
+    for turn in itertools.count():
+        runs = [(script, injections) for script in chosen for injections in left[script][turn * _TURN : (turn + 1) * _TURN]]
+        if not runs:
+            return
+        yield from runs
+
+
 class Campaign:
     """Runs of scripts, in an order of a seed.
 
@@ -424,7 +435,7 @@ class Campaign:
         self._faults, self._kills, self._pairs = faults, kills, pairs
 
     def run(self, runs_max: int | None, seconds_max: float | None, tell: Any = print, per_script: int = 0,
-            scripts_max: int | None = None) -> None:  # fmt: skip
+            scripts_max: int | None = None, at_once: int = 1) -> None:  # fmt: skip
         """Runs until all is done, or a count or a time is over.
 
         Args:
@@ -432,48 +443,42 @@ class Campaign:
             tell: prints a line.
             per_script: runs of each script; 0: all.
             scripts_max: so many scripts, which the seed chooses.
+            at_once: runs beside each other.
         """
         began, told = time.monotonic(), 0
-        jobs.start_server()
-        bench = Bench(self._directory)
-        try:
-            with processes.adopting():
-                for script, injections in itertools.islice(self._drawn(bench, per_script, scripts_max), runs_max):
-                    self._one(bench, script, injections, tell)
-                    seconds = time.monotonic() - began
-                    if seconds_max is not None and seconds > seconds_max:
-                        break
-                    if int(seconds // 60) != told:
-                        told = int(seconds // 60)
-                        tell(f"{self.counts['runs']} runs of {self.counts['to run']} in {seconds:.0f} s, "
-                             f"{len(self.escapes)} escapes")  # fmt: skip
-        finally:
-            bench.close()
-
-    def _drawn(self, bench: Bench, per_script: int, scripts_max: int | None) -> Iterator[tuple[str, tuple[Injection, ...]]]:
-        """Some runs of each script, then some more of each, so that a campaign of any length has all."""
         chosen = scripts(self._names)
         self._choose.shuffle(chosen)
-        left: dict[str, list[tuple[Injection, ...]]] = {}
         chosen = chosen[:scripts_max]
-        while chosen:
-            for script in list(chosen):
-                if script not in left:
-                    left[script] = self._runs_of(script, bench)[: per_script or None]
-                    self.counts["to run"] += len(left[script])
-                for injections in left[script][:_TURN]:
-                    yield script, injections
-                del left[script][:_TURN]
-                if not left[script]:
-                    chosen.remove(script)
+        left: dict[str, list[tuple[Injection, ...]]] = {}
 
-    def _runs_of(self, script: str, bench: Bench) -> list[tuple[Injection, ...]]:
-        run = bench.run(script)
-        self._blame(script, (), run, print)
+        def undisturbed() -> Iterator[tuple[str, tuple[Injection, ...]]]:
+            return ((script, ()) for script in chosen)
+
+        def disturbed() -> Iterator[tuple[str, tuple[Injection, ...]]]:
+            for script, injections in itertools.islice(_in_turns(chosen, left), runs_max):
+                if seconds_max is not None and time.monotonic() - began > seconds_max:
+                    return
+                yield script, injections
+
+        with lanes.Lanes(at_once, functools.partial(Bench, self._directory)) as beside:
+            for (script, _), run in beside.run(undisturbed()):
+                left[script] = self._runs_of(script, run, tell)[: per_script or None]
+                self.counts["to run"] += len(left[script])
+            for (script, injections), run in beside.run(disturbed()):
+                self._count(script, injections, run, tell)
+                seconds = time.monotonic() - began
+                if int(seconds // 60) != told:
+                    told = int(seconds // 60)
+                    tell(f"{self.counts['runs']} runs of {self.counts['to run']} in {seconds:.0f} s, "
+                         f"{len(self.escapes)} escapes")  # fmt: skip
+
+    def _runs_of(self, script: str, run: Run, tell: Any) -> list[tuple[Injection, ...]]:
+        """What can happen in a script that ran undisturbed, in an order of the seed."""
+        self._blame(script, (), run, tell)
         self.counts["scripts"] += 1
         self.counts["steps"] += len(run.steps)
         of = [Injection(step, act) for step in run.steps for act in acts(step, self._faults, self._kills)]
-        self._choose.shuffle(of)
+        random.Random(f"steps {self.seed} {script}").shuffle(of)
         return list(itertools.pairwise(of)) if self._pairs else [(i,) for i in of]
 
     def replay(self, text: str, repeat: int, tell: Any = print) -> None:
@@ -485,17 +490,15 @@ class Campaign:
             tell: prints a line.
         """
         script, injections = of_text(text)
-        jobs.start_server()
         bench = Bench(self._directory)
         try:
             with processes.adopting():
                 for _ in range(repeat):
-                    self._one(bench, script, injections, tell)
+                    self._count(script, injections, bench.run(script, injections), tell)
         finally:
             bench.close()
 
-    def _one(self, bench: Bench, script: str, injections: tuple[Injection, ...], tell: Any) -> None:
-        run = bench.run(script, injections)
+    def _count(self, script: str, injections: tuple[Injection, ...], run: Run, tell: Any) -> None:
         self.counts["runs"] += 1
         self.counts["fired"] += len(run.fired)
         self.counts[f"runs {script.split('/')[0]}"] += 1

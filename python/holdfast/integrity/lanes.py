@@ -1,0 +1,106 @@
+"""Rounds beside each other: most of a round's time is waiting, for slow disks, dead trainers and deadlines."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing import connection
+from typing import Any, Protocol
+
+from holdfast.integrity import processes
+
+_context: Any = multiprocessing.get_context("spawn")
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # of the terminal, and of the other side
+
+
+class Bench(Protocol):
+    """What a lane runs."""
+
+    def run(self, *arguments: Any) -> Any: ...
+    def close(self) -> None: ...
+
+
+class Lanes:
+    """Processes, each of which adopts the orphans of its own trainers. A context manager.
+
+    Args:
+        count: of processes.
+        make: called in each process; importable.
+    """
+
+    def __init__(self, count: int, make: Callable[[], Bench]) -> None:
+        self._lanes: dict[Any, Any] = {}
+        for _ in range(count):
+            mine, theirs = _context.Pipe()
+            process = _context.Process(target=_serve, args=(theirs, make))
+            process.start()
+            theirs.close()
+            self._lanes[mine] = process
+
+    def __enter__(self) -> Lanes:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for lane, process in self._lanes.items():
+            lane.close()
+            if kind is not None:
+                processes.send(process.pid, signal.SIGTERM)
+        for process in self._lanes.values():
+            process.join()
+            process.close()
+
+    def run(self, each: Iterator[tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        """Yields arguments of `Bench.run` with what it returned, in the order in which they end.
+
+        Args:
+            each: the arguments, drawn when a lane is free.
+
+        Raises:
+            ChildProcessError: a lane has ended.
+        """
+        free, busy = list(self._lanes), dict[Any, tuple[Any, ...]]()
+        while True:
+            while free and (arguments := next(each, None)) is not None:
+                lane = free.pop()
+                lane.send(arguments)
+                busy[lane] = arguments
+            if not busy:
+                return
+            ended: list[Any] = connection.wait(list(busy))
+            for lane in ended:
+                arguments = busy.pop(lane)
+                try:
+                    result, error = lane.recv()
+                except EOFError:
+                    process = self._lanes[lane]
+                    process.join()
+                    raise ChildProcessError(
+                        f"the process that ran {arguments} has ended with status {process.exitcode}"
+                    ) from None
+                if error is not None:
+                    raise error
+                free.append(lane)
+                yield arguments, result
+
+
+def _serve(channel: Any, make: Callable[[], Bench]) -> None:
+    """The life of a lane: runs what comes until the other side is closed, or until a signal."""
+    processes.prepare_process()
+    for number in _SIGNALS:
+        signal.signal(number, _end)
+    with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
+        with processes.adopting(), contextlib.closing(make()) as bench:
+            while True:
+                arguments = channel.recv()
+                try:
+                    channel.send((bench.run(*arguments), None))
+                except Exception as error:  # the other side raises it
+                    channel.send((None, error))
+
+
+def _end(*_: Any) -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)  # the first one removes what a round has left
+    raise KeyboardInterrupt
