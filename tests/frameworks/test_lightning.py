@@ -273,6 +273,28 @@ def test_a_load_waits_for_the_save_of_its_path_and_of_its_link(tmp_path: Path) -
     plugin.teardown()
 
 
+def test_a_load_waits_for_a_save_of_another_plugin_and_through_a_linked_directory(tmp_path: Path) -> None:
+    saving, loading = CheckpointIO(**SLOW), CheckpointIO()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    for step, (save, load) in enumerate([("run", "run"), ("run", "link"), ("link", "run")]):
+        saving.save_checkpoint({**STATE, "global_step": step}, tmp_path / save / "one")
+        assert loading.load_checkpoint(tmp_path / load / "one")["global_step"] == step
+    saving.teardown()
+
+
+def test_a_load_raises_the_error_of_another_plugins_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving, loading = CheckpointIO(), CheckpointIO()
+    warm(saving, tmp_path)
+    fail(monkeypatch, "bad")
+    with pytest.raises(holdfast.Error, match="bad"):
+        saving.save_checkpoint(BIG, tmp_path / "bad")
+        saving.order.wait_for_saves()
+        assert torch.equal(loading.load_checkpoint(tmp_path / "warm")["w"], BIG["w"])  # another path is none of its
+        loading.load_checkpoint(tmp_path / "bad")
+    saving.teardown()  # it was raised
+
+
 class Custom:
     pass
 

@@ -220,6 +220,22 @@ def test_links_of_one_name_keep_their_order() -> None:
     assert disk.log[-2:] == ["link last a", "link last b"]
 
 
+def test_a_removal_waits_for_a_link_that_was_asked_for_before_and_waits_for_another() -> None:
+    disk = Disk()
+    for step in ("2", "4", "6"):
+        disk.save(step)
+        if step != "2":
+            disk.remove(str(int(step) - 2))
+        disk.link("last", step)
+    for step in ("4", "6", "2"):  # the first save ends last
+        disk.end(step)
+    disk.order.wait()
+    links = ["durable 2", "link last 2", "link last 4", "link last 6"]
+    assert [entry for entry in disk.log if entry in links] == links
+    assert disk.log.index("remove 4") > disk.log.index("link last 6") and "remove 2" in disk.log
+    disk.order.raise_error()
+
+
 def test_a_path_that_is_saved_anew_is_not_removed() -> None:
     disk = Disk()
     disk.save("a")

@@ -14,14 +14,14 @@ from typing import Any
 from holdfast import _runtime
 from holdfast.errors import Error, add_note
 from holdfast.lightning import files, flavor, hooks, urls
-from holdfast.lightning.ordering import Begun, Order
+from holdfast.lightning.ordering import Begun, Order, wait_for_all
 
 _Base: Any = flavor.fabric("plugins").TorchCheckpointIO
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:(:[a-z]|//)")
 
 
 def location(path: Any, operation: str) -> str:
-    """A path as the order of saves has it: absolute, without a link resolved; or a URL.
+    """A path as the order of saves has it: absolute, of a link the link's own; or a URL.
 
     Raises:
         Error: INVALID_ARGUMENT, it is none. The message begins with `operation`.
@@ -33,7 +33,10 @@ def location(path: Any, operation: str) -> str:
         raise Error("INVALID_ARGUMENT", f"{operation} '': the path is empty")
     if text.startswith(("file://", "local://")):
         text = text.partition("://")[2]
-    return text if _URL.match(text) else os.path.abspath(os.path.expanduser(text))
+    if _URL.match(text):
+        return text
+    directory, name = os.path.split(os.path.abspath(os.path.expanduser(text)))
+    return os.path.join(os.path.realpath(directory), name)
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,7 +61,8 @@ class CheckpointIO(_Base):
 
     - An older checkpoint is removed, and a link moved, when the save before it in the program is
       durable. If that fails, the old checkpoint and the old link stay.
-    - A load waits for the save of its path.
+    - A load waits for the save of its path, also for that of another plugin. What asks no plugin,
+      such as ``torch.load`` and ``load_from_checkpoint``, does not: `teardown` waits.
     - The error of a save is raised once: by the next save (which was begun), by the next load, or at
       the end of ``fit``. There all saves are waited for, also after an exception.
     - Loggers are told of a checkpoint when it is there.
@@ -152,9 +156,9 @@ class CheckpointIO(_Base):
             IsADirectoryError: there is a directory.
         """
         where = location(path, "load")
-        self.order.wait_for(where)
+        wait_for_all(where)
         if not _URL.match(where):
-            self.order.wait_for(os.path.realpath(where))
+            wait_for_all(os.path.realpath(where))
         self.order.raise_error()
         if not _URL.match(where) and os.path.isdir(where):
             raise Error(

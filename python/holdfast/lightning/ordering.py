@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,6 +44,7 @@ class _Waiting:
         what: for messages: ``"remove PATH"``.
         path: what is removed, or where the link will stand.
         run: does it.
+        target: of a link, where it will lead; "" of a removal.
         successor: the save that must become durable before.
         others: saves that must have ended before.
         why_held: names what it must wait for besides, or "".
@@ -52,11 +54,15 @@ class _Waiting:
     what: str
     path: str
     run: Callable[[], None]
-    is_removal: bool
+    target: str
     successor: Begun | None
     others: Sequence[Begun]
     why_held: Callable[[], str]
     was_held: str = ""
+
+    @property
+    def is_removal(self) -> bool:
+        return not self.target
 
     def is_given_up(self) -> bool:
         return self.successor is not None and self.successor.has_ended and not self.successor.is_durable
@@ -69,6 +75,20 @@ class _Waiting:
 
 def _not_held() -> str:
     return ""
+
+
+_orders: weakref.WeakSet[Order] = weakref.WeakSet()
+
+
+def wait_for_all(path: str) -> None:
+    """Waits for `path` in all orders of this process.
+
+    Raises:
+        BaseException: of a save of `path` that has failed, if it was not raised yet.
+    """
+    for order in list(_orders):
+        order.wait_for(path)
+        order.raise_error_of(path)
 
 
 class Order(PerProcess):
@@ -84,6 +104,7 @@ class Order(PerProcess):
     def __init__(self, saves_in_flight_max: int) -> None:
         self._saves_in_flight_max = saves_in_flight_max
         super().__init__()
+        _orders.add(self)
 
     def clear(self) -> None:
         """In a forked child the parent's saves are not waited for."""
@@ -143,7 +164,7 @@ class Order(PerProcess):
             successor = self._last if self._last is not None and self._last.path != path else None
             own = [save for save in self._saves if save.path == path]
             what = f"remove {path}"
-            self._waiting.append(_Waiting(what, path, run, True, successor, own, why_held))
+            self._waiting.append(_Waiting(what, path, run, "", successor, own, why_held))
             if successor is not None:
                 self._hand_on(path, successor)
         self.advance()
@@ -159,7 +180,7 @@ class Order(PerProcess):
             successor = saves[-1] if saves else None
             own = [save for save in self._saves if save.path == path]
             what = f"link {path} to {target}"
-            self._waiting.append(_Waiting(what, path, run, False, successor, own, _not_held))
+            self._waiting.append(_Waiting(what, path, run, target, successor, own, _not_held))
         self.advance()
 
     def _hand_on(self, failed: str, successor: Begun) -> None:
@@ -206,6 +227,13 @@ class Order(PerProcess):
 
         with self._changed:
             self._changed.wait_for(is_done)
+
+    def raise_error_of(self, path: str) -> None:
+        """Raises as `raise_error`, if a save of `path` has failed whose error was not raised yet."""
+        with self._changed:
+            has_failed = any(save.path == path for save in self._failed)
+        if has_failed:
+            self.raise_error()
 
     def wait_for_saves(self) -> None:
         """Blocks until no save is in flight, and what waited behind them is done, unless it is held."""
@@ -311,11 +339,15 @@ class Order(PerProcess):
         return False
 
     def _first_ready(self) -> _Waiting | None:
-        """The first that is ready, and takes it from the waiting. What has one path, keeps its order."""
+        """The first that is ready, and takes it from the waiting. What has one path, keeps its order.
+
+        A path is not removed before a link that was asked for earlier leads there: `why_held` sees such a
+        link only then, and it may wait for others.
+        """
         paths: set[str] = set()
         for one in self._waiting:
             if one.path not in paths and one.is_ready():
                 self._waiting.remove(one)
                 return one
-            paths.add(one.path)
+            paths |= {one.path, one.target}
         return None
