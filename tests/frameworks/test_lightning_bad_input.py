@@ -56,6 +56,7 @@ LOCK = {"state_dict": {}, "callbacks": {"a": threading.Lock()}}
         (None, STATE, None, ValueError, r"save None: the path of a checkpoint is expected"),
         (5, STATE, None, ValueError, r"save 5: the path of a checkpoint is expected"),
         ("nowhere://bucket/a", STATE, None, ValueError, r"save nowhere://bucket/a: fsspec has no file system for it: Protocol not known"),
+        ("http://127.0.0.1:9/a", STATE, None, holdfast.Error, r"save http://127.0.0.1:9/a: fsspec's HTTPFileSystem only reads"),
         ("memory://a/b", STATE, 5, ValueError, r"save memory://a/b: storage_options = 5: a dict is expected"),
         ("old.ckpt", STATE, {"a": 1}, TypeError, r"save .*/old.ckpt: storage_options are for URLs; a local file has none"),
         ("old.ckpt", LOCK, None, ValueError, r"save old.ckpt: a dict cannot be pickled: cannot pickle '_thread.lock' object"),

@@ -7,7 +7,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from holdfast import _runtime
@@ -36,6 +36,17 @@ def _file_system(operation: str, url: str, options: Any) -> tuple[Any, str]:
         raise Error("INVALID_ARGUMENT", f"{operation} {url}: fsspec has no file system for it: {error}") from error
 
 
+@contextlib.contextmanager
+def _use_of(there: Any, operation: str, url: str) -> Iterator[None]:
+    """Raises what a file system refuses inside as an `Error`."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise Error("UNIMPLEMENTED", f"{operation} {url}: fsspec's {type(there).__name__} only reads; choose another URL") from error
+    except Exception as error:
+        raise Error("UNAVAILABLE", f"{operation} {url}: {error!r}") from error
+
+
 def save(checkpoint: Any, url: str, options: Mapping[str, Any] | None,
          spool: str | os.PathLike[str] | None, runtime: _runtime.Runtime | None) -> Following:  # fmt: skip
     """Begins to save an object to a URL; returns the handle."""
@@ -51,19 +62,20 @@ def save(checkpoint: Any, url: str, options: Mapping[str, Any] | None,
     except BaseException:
         clean()
         raise
-    return Following(url, begun.staged, begun.wait, functools.partial(_copy, local, there, path), clean, runtime)
+    return Following(url, begun.staged, begun.wait, functools.partial(_copy, local, there, path, url), clean, runtime)
 
 
-def _copy(local: str, there: Any, path: str) -> None:
-    with contextlib.suppress(FileExistsError):
-        there.makedirs(os.path.dirname(path), exist_ok=True)
+def _copy(local: str, there: Any, path: str, url: str) -> None:
     # Where the file system has transactions, the file appears whole at their end.
-    with there.transaction, open(local, "rb") as source, there.open(path, "wb") as target:
-        shutil.copyfileobj(source, target, _COPY_BYTES)
+    with _use_of(there, "save", url):
+        with contextlib.suppress(FileExistsError, NotImplementedError):  # a store without directories
+            there.makedirs(os.path.dirname(path), exist_ok=True)
+        with there.transaction, open(local, "rb") as source, there.open(path, "wb") as target:
+            shutil.copyfileobj(source, target, _COPY_BYTES)
 
 
 def remove(url: str, options: Mapping[str, Any] | None) -> None:
     """Removes the file at a URL. One that is gone is no error."""
     there, path = _file_system("remove", url, options)
-    with contextlib.suppress(FileNotFoundError):
+    with _use_of(there, "remove", url), contextlib.suppress(FileNotFoundError):
         there.rm(path, recursive=True)
