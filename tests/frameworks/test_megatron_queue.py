@@ -6,6 +6,7 @@ import functools
 import gc
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,24 @@ def _failing_others(rank: int) -> None:
         if fn is _fails:
             assert raised.value.failures[1][0].errno == 28
     assert queue.get_num_unfinalized_calls() == 0
+
+
+def _ends_with_sys_exit(rank: int) -> None:
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    queue = AsyncCallsQueue()
+    for code in (None, 0, False):
+        called: list[int] = []
+        queue.schedule_async_request(TheirRequest(sys.exit, (code,), [lambda c=called: c.append(1)]))
+        queue.maybe_finalize_async_calls(blocking=True)
+        assert called == [1], code
+    queue.schedule_async_request(TheirRequest(sys.exit, ("no room",), []))
+    with pytest.raises(CheckpointException, match="no room"):
+        queue.maybe_finalize_async_calls(blocking=True)
+
+
+def test_a_request_of_others_may_end_with_sys_exit(tmp_path: Path) -> None:
+    run(1, tmp_path, _ends_with_sys_exit)
 
 
 def test_a_failure_of_others_comes_home(tmp_path: Path) -> None:

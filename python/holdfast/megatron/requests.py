@@ -217,6 +217,8 @@ def _run(answers: Any, fn: Callable[..., Any], arguments: list[Any], keywords: d
     try:
         fn(*arguments, **keywords)
     except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:  # the end of a process that has done its work
+            return
         text = "".join(traceback.format_exception(error))[-_TEXT_MAX:]
         data = b""
         with contextlib.suppress(Exception):
