@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-from holdfast import _log, _native, _ranks, events, snapshots
+from holdfast import _arguments, _log, _native, _ranks, events, snapshots
 from holdfast._process import PerProcess
 from holdfast.commands import program
 from holdfast.errors import Error, TimeoutError
@@ -304,6 +304,7 @@ def staging() -> dict[str, Any]:
     return default.staging()
 
 
+@_arguments.checked
 def warm_up(nbytes: int = 0) -> None:
     """Takes the staging memory now, so that the first save need not wait for its pages.
 

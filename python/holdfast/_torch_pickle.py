@@ -81,6 +81,8 @@ def pickled(item: Any, protocol: int) -> tuple[bytes, list[Stored]]:
         Error: INVALID_ARGUMENT for an object that cannot be pickled.
     """
     buffer = io.BytesIO()
+    if protocol > pickle.HIGHEST_PROTOCOL:
+        raise Error("INVALID_ARGUMENT", f"pickle_protocol {protocol}: 0 to {pickle.HIGHEST_PROTOCOL} is expected")
     pickler = _Pickler(buffer, protocol)
     try:
         pickler.dump(item)

@@ -15,6 +15,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError  # before Pyth
 from typing import Any
 
 from holdfast import (
+    _arguments,
     _completion,
     _dcp_directories,
     _lineage,
@@ -66,6 +67,7 @@ class DcpSave:
     def report(self) -> dict[str, Any] | None:
         return self.durable.report
 
+    @_arguments.checked
     def wait(self, timeout: float | None = None) -> Any:
         """Blocks until the checkpoint is complete on all ranks. Returns its metadata.
 
@@ -116,6 +118,7 @@ class Checkpointer(PerProcess):
         Error: INVALID_ARGUMENT naming the option.
     """
 
+    @_arguments.checked
     def __init__(
         self,
         directory: str | os.PathLike[str],
@@ -141,14 +144,13 @@ class Checkpointer(PerProcess):
         if process_group is not None and format != "dcp":
             raise _refusal("process_group is for format='dcp'; plain saves are of all ranks")
         self._process_group = process_group
-        for option, kept in (("keep_last", keep_last), ("keep_every", keep_every)):
-            if kept is not None and not (isinstance(kept, int) and kept >= 0):
-                raise _refusal(f"{option} {kept!r}: a whole number from 0 is expected")
         self._keep_last, self._keep_every = keep_last or 0, keep_every or 0
         if drain is not None and drain_to is None:
             raise _refusal("drain= has the options of a drain; drain_to= says where to")
         self._drain_options = drain or Drain()
-        self._drain_to = None if drain_to is None else drain_trainer.checked_target(self.directory, drain_to)
+        self._drain_to = None if drain_to is None else drain_trainer.checked_target(
+            self.directory, directories.path_text(drain_to, "Checkpointer: drain_to")
+        )
         self._draining: drain_trainer.Draining | None = None
         if self._drain_to is not None:
             # The drain's process applies retention: it knows what has arrived.
@@ -158,6 +160,7 @@ class Checkpointer(PerProcess):
             self._keep_last = self._keep_every = 0
         self._of_save = of_save
         self._defaults = {k: v for k, v in options.items() if k in of_save}
+        _arguments.check(saving.save_async, self._defaults, "Checkpointer")
         further = {k: v for k, v in options.items() if k not in of_save}
         unknown = sorted(set(further) - _runtime.OPTIONS)
         if unknown:
@@ -181,6 +184,7 @@ class Checkpointer(PerProcess):
         step = directories.whole_step(step, f"checkpoint of {self.directory}")
         return os.path.join(self.directory, self._form.format(step=step))
 
+    @_arguments.checked
     def save_async(
         self, state: Any, step: int, *, name: str | None = None, **options: Any
     ) -> handle.Save | DcpSave:
@@ -207,6 +211,7 @@ class Checkpointer(PerProcess):
             raise _refusal(
                 f"a save has no option {', '.join(unknown)}; it has {', '.join(sorted(self._of_save))}"
             )
+        _arguments.check(saving.save_async, options, "save_async")
         if name is not None and (not name or os.path.basename(name) != name):
             raise _refusal(f"name {name!r}: the name of a directory is expected, not a path")
         path = self.path(step) if name is None else os.path.join(self.directory, name)

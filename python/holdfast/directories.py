@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import operator
 import os
-import reprlib
 from typing import Any
 
-from holdfast import _dcp_directories, _native
+from holdfast import _arguments, _dcp_directories, _native
 from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast")
@@ -41,19 +40,14 @@ def path_text(path: Any, operation: str) -> str:
         raise TypeError(f"{operation}: the path is a str or an os.PathLike, not {type(path).__name__}") from None
 
 
-def whole_step(step: Any, operation: str = "save") -> int:
+def whole_step(step: int, operation: str = "save") -> int:
     """A step as the files have it.
 
     Raises:
         Error: INVALID_ARGUMENT for what is no whole number from 0 to 2^64 - 1.
     """
-    try:
-        whole = operator.index(step)
-    except TypeError:
-        whole = -1
-    if not 0 <= whole < 1 << 64:
-        raise Error("INVALID_ARGUMENT", f"{operation}: step {reprlib.repr(step)}: a whole number from 0 to 2^64 - 1 is expected")
-    return whole
+    _arguments.check(whole_step, {"step": step}, operation)
+    return operator.index(step)
 
 
 def absolute_path(path: str, operation: str) -> str:
@@ -131,6 +125,7 @@ def _warn_of(passed_over: list[str], path: str) -> None:
         logger.warning("list %s: passed over %s", path, entry)
 
 
+@_arguments.checked
 def verify(
     path: str | os.PathLike[str],
     *,

@@ -113,7 +113,7 @@ def tells_refusals(call: Callable[P, R]) -> Callable[P, R]:
         except Error as error:
             given: dict[str, Any] = dict(kwargs)
             path = args[1] if len(args) > 1 else given.get("path", "")
-            who = {k: given[k] for k in ("rank", "world_size") if given.get(k) is not None}
+            who = {k: given[k] for k in ("rank", "world_size") if isinstance(given.get(k), int)}
             step = given.get("step")
             publish_raised(str(path), step if isinstance(step, int) else 0, error, **who)
             raise

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from holdfast import (
+    _arguments,
     _collector,
     _devices,
     _dtypes,
@@ -29,6 +30,7 @@ from holdfast.handle import Save
 
 
 @events.tells_refusals
+@_arguments.checked
 def save_file(
     state: Any,
     path: str | os.PathLike[str],

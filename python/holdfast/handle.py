@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from holdfast import _completion, _devices, _late, _native, _runtime, events
+from holdfast import _arguments, _completion, _devices, _late, _native, _runtime, events
 from holdfast._process import PerProcess
 from holdfast.errors import Error, TimeoutError
 
@@ -244,6 +244,7 @@ class Save:
         if self._native is not None:
             self._native.cancel()
 
+    @_arguments.checked
     def wait(self, timeout: float | None = None) -> dict[str, Any]:
         """Blocks until the checkpoint is durable and returns the report.
 
@@ -313,6 +314,7 @@ def _wait_before_steps() -> None:
     _late.before_every_step(hold_back)
 
 
+@_arguments.checked
 def flush(timeout: float | None = None) -> None:
     """Waits until no save of this process is in flight, nor a deletion behind one.
 

@@ -13,7 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast import _collector, _dcp_directories, _kinds, _lineage, _native, _plain, _ranks, _state, _unpickle
+from holdfast import (
+    _arguments,
+    _collector,
+    _dcp_directories,
+    _kinds,
+    _lineage,
+    _native,
+    _plain,
+    _ranks,
+    _state,
+    _unpickle,
+)
 from holdfast._building import Builder
 from holdfast._common import common
 from holdfast._filling import Filling
@@ -356,6 +367,7 @@ def open(path: str | os.PathLike[str], **options: Any) -> Checkpoint:
     return Checkpoint(path, **options)
 
 
+@_arguments.checked
 def load(
     path: str | os.PathLike[str],
     into: Any = None,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from holdfast import _agreement, _hf, _lineage, _native, _ranks, _runtime, directories, events
+from holdfast import _agreement, _arguments, _hf, _lineage, _native, _ranks, _runtime, directories, events
 from holdfast._durable import make_directory
 from holdfast._process import PerProcess
 from holdfast.capture import Part
@@ -30,6 +30,7 @@ def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
 
 
 @events.tells_refusals
+@_arguments.checked
 def save_async(
     state: Any,
     path: str | os.PathLike[str],

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import collections
+import io
 import logging
 import operator
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,6 +136,52 @@ def test_a_key_that_fails_is_logged_and_stays(tmp_path: Path, caplog: pytest.Log
     assert checkpoint["state_dict"] is failing
     assert "offload 'state_dict': this one cannot be walked" in caplog.text
     assert callback.counters["failures"] == 1 and callback.counters["saves"] == 1
+
+
+def test_a_key_that_fails_counts_as_nothing_but_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.lightning.offload.Move", lambda: Move(stays=("meta",)))
+    callback = OffloadCallback(["state_dict", "callbacks"])
+    weight = torch.ones(5)
+    checkpoint = {"state_dict": [weight, Custom(weight), Failing(a=1)], "callbacks": {"own": torch.ones(2)}}
+    callback.on_save_checkpoint(trainer(tmp_path), None, checkpoint)
+    assert callback.counters["failures"] == 1
+    assert callback.counters["tensors"] == 1 and callback.counters["bytes_freed"] == 8
+
+
+@pytest.mark.parametrize("keys", ["state_dict", 3, [3], None])
+def test_keys_that_are_no_names_are_refused(keys: Any) -> None:
+    with pytest.raises(ValueError, match=f"OffloadCallback: offload_keys {re.escape(repr(keys))}: a list or a tuple of str is expected"):
+        OffloadCallback(keys)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_a_tensor_keeps_what_torch_saves_beside_its_values(device: str) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3, device=device), requires_grad=False)
+    parameter.role = "gate"  # type: ignore[attr-defined]
+    numbers = torch.arange(4.0, device=device).to(torch.complex64) + 1j
+    state = {
+        "parameter": parameter,
+        "learns": torch.ones(2, device=device, requires_grad=True),
+        "conjugated": numbers.conj(),
+        "negated": numbers.conj().imag,
+        "nested": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided, device=device),
+    }
+    move = Move(stays=("meta",))
+    moved = move.moved(state, "state")
+    move.finish()
+    loaded = {}
+    for name, tensor in moved.items():  # one by one: the views of one storage have two types
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        file.seek(0)
+        loaded[name] = torch.load(file, weights_only=False)
+    assert type(loaded["parameter"]) is torch.nn.Parameter and not loaded["parameter"].requires_grad
+    assert loaded["parameter"].role == "gate" and loaded["learns"].requires_grad
+    assert moved["conjugated"].is_conj() and moved["negated"].is_neg()
+    for name, tensor in state.items():
+        assert moved[name].device.type == "cpu"
+        pairs = zip(loaded[name].unbind(), tensor.unbind(), strict=True)
+        assert all(torch.equal(new, old.cpu()) for new, old in pairs), name
 
 
 def test_the_counters_go_on_after_a_resume_and_the_summary_has_them(

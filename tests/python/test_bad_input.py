@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,44 @@ def test_options_that_make_no_sense(tmp_path: Path) -> None:
     assert error.value.code == "INVALID_ARGUMENT"
     shutil.rmtree(tmp_path / "s")
     assert os.listdir(tmp_path) == []
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "step": (-1, "a", 1.5, None, True), "replace": ("no", 2, None), "late": (3, "all"), "when_full": (3, None),
+    "keep_last": ("x", -1, 1.5), "objects": (5,), "files": (3, ["a"]), "shard_bytes_max": ("x", -1), "rank": ("a", -1),
+    "world_size": ("a",), "attempt": (5, None), "runtime": (5,), "wait": ("no", None), "pickle_protocol": (99, "x", -1),
+    "threads": ("x", -1), "buffer_bytes": (3.5,), "engine": (-1,), "direct_io": ("x",), "verify": ("x",), "strict": (1,),
+    "allow": (3, "x"), "timeout": ("x",), "nbytes": (-1,), "name": (3,), "share_memory_with": (3,), "drain": (3,),
+    "bytes_per_second": ("x", 0), "nice": (20, "x"),
+}  # fmt: skip
+
+
+def test_arguments_of_a_wrong_type_are_named(tmp_path: Path) -> None:
+    holdfast.save(STATE, tmp_path / "whole")
+    checkpointer = holdfast.Checkpointer(tmp_path / "run")
+    # Calls with further arguments, and which.
+    calls: tuple[tuple[Callable[..., Any], str], ...] = (
+        (lambda **kw: holdfast.save_async(STATE, tmp_path / "s", **kw),
+         "step replace late when_full keep_last objects files shard_bytes_max rank world_size attempt runtime"),
+        (lambda **kw: holdfast.save_file(STATE, tmp_path / "f", **kw),
+         "step replace late when_full runtime wait pickle_protocol"),
+        (lambda **kw: checkpointer.save(STATE, 3, **kw), "replace late when_full objects name"),
+        (lambda **kw: holdfast.Checkpointer(tmp_path / "run", **kw),
+         "keep_last replace late when_full name share_memory_with drain"),
+        (lambda **kw: holdfast.Checkpointer(tmp_path / "run", format="dcp", **kw), "keep_last replace late"),
+        (lambda **kw: holdfast.load(tmp_path / "whole", **kw), "rank verify strict allow threads buffer_bytes"),
+        (lambda **kw: holdfast.verify(tmp_path / "whole", **kw), "threads buffer_bytes engine direct_io"),
+        (holdfast.flush, "timeout"),
+        (holdfast.warm_up, "nbytes"),
+        (holdfast.Drain, "keep_last bytes_per_second nice"),
+    )  # fmt: skip
+    for call, names in calls:
+        for name in names.split():
+            for value in WRONG[name]:
+                with pytest.raises(holdfast.Error, match=f"{name}.*{re.escape(str(value))}.* expected") as error:
+                    call(**{name: value})
+                assert error.value.code == "INVALID_ARGUMENT"
+    assert sorted(os.listdir(tmp_path)) == ["whole"]
 
 
 def test_meta_tensors_have_nothing_to_save(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ FOLDERS = ("dcp", "drain", "observe", "lightning", "megatron", "nvrx", "cli", "i
 # A file may import those of the rows above its own.
 ROWS = (
     ("_native", "_process", "errors"),
-    ("_collector", "_completion", "_constructors", "_durable", "_devices", "_dtypes", "_framing", "_lineage",
+    ("_arguments", "_collector", "_completion", "_constructors", "_durable", "_devices", "_dtypes", "_framing", "_lineage",
      "_modules", "_ranks", "_torch_pickle", "commands"),
     ("_dcp_directories", "_pieces", "_plain"),
     ("_kinds", "_unpickle", "snapshots"),

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from holdfast import _late, _lineage, _runtime, directories, events, handle
+from holdfast import _arguments, _late, _lineage, _runtime, directories, events, handle
 from holdfast._durable import begin_directory, sync_directory
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
@@ -102,6 +102,7 @@ class StorageWriter(_StorageWriter):
     # Options and staging memory of a `holdfast.Checkpointer`; None: those of `holdfast.configure`.
     runtime: _runtime.Runtime | None = None
 
+    @_arguments.checked
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from holdfast import _arguments
 from holdfast.errors import Error
 
 VERIFY = ("auto", "store", "read")
@@ -39,18 +40,13 @@ class Drain:
     storage: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False)  # it may hold secrets
 
     def __post_init__(self) -> None:
+        _arguments.check(Drain, vars(self), "Drain")
         for name, valid, expected in (
-            ("keep_last", _whole(self.keep_last), "a whole number from 0"),
-            ("keep_every", _whole(self.keep_every), "a whole number from 0"),
             ("bytes_per_second", self.bytes_per_second is None or self.bytes_per_second > 0, "a number above 0"),
             ("verify", self.verify in VERIFY, f"one of {', '.join(VERIFY)}"),
             ("behind", self.behind in BEHIND, f"one of {', '.join(BEHIND)}"),
             ("give_up", self.give_up >= 0, "seconds"),
-            ("nice", _whole(self.nice) and self.nice < 20, "a whole number from 0 to 19"),
+            ("nice", self.nice < 20, "a whole number from 0 to 19"),
         ):
             if not valid:
                 raise Error("INVALID_ARGUMENT", f"Drain: {name} {getattr(self, name)!r}: {expected} is expected")
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and value >= 0

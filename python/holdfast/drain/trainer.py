@@ -251,21 +251,20 @@ class Draining(PerProcess):
             logger.warning("%s", message)
 
 
-def checked_target(directory: str, target: str | os.PathLike[str]) -> str:
+def checked_target(directory: str, target: str) -> str:
     """The second place of a directory as the process gets it: an absolute path, or a URL for which `obstore` is there.
 
     Raises:
         Error: UNIMPLEMENTED, INVALID_ARGUMENT.
     """
-    text = os.fsdecode(target)
-    check_place(text)
-    check_apart(directory, text)
-    path = path_of(text)
+    check_place(target)
+    check_apart(directory, target)
+    path = path_of(target)
     if path is None:
         from holdfast.drain.object_store import find_library
 
         find_library()
-        return text
+        return target
     path = os.path.abspath(path)
     if _device_of(directory) == _device_of(path):
         logger.warning("drain %s to %s: both are on one file system, and are lost together; if another was meant to be mounted "

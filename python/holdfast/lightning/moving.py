@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import enum
 import numbers
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +77,17 @@ class Move:
             self.skipped.append(Skipped(path, f"{kind.__module__}.{kind.__qualname__}"))
         return value
 
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """What is moved inside counts, unless an exception ends it."""
+        before = self.tensors, self.bytes_freed, len(self.skipped)
+        try:
+            yield
+        except BaseException:
+            self.tensors, self.bytes_freed, skipped = before
+            del self.skipped[skipped:]
+            raise
+
     def finish(self) -> None:
         """Blocks until the copies have ended."""
         for device in self._devices:
@@ -112,19 +124,30 @@ class Move:
             if local.device.type in self._stays:
                 return tensor
             # Not by `from_local`, which moves the part to the mesh's device.
-            return DTensor(self._tensor(local), tensor._spec, requires_grad=False)
+            whole = DTensor(self._tensor(local), tensor._spec, requires_grad=tensor.requires_grad)
+            return self._as(tensor, whole)
         if tensor.device.type in self._stays:
             return tensor
         self.tensors += 1
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
             self.bytes_freed += tensor.nbytes if tensor.layout == torch.strided else 0
             return tensor.detach().cpu()
         storage = self._storage(tensor.detach().untyped_storage(), tensor.device)
         new = torch.empty(0, dtype=tensor.dtype, device="cpu")
         new.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
         # A conjugated or negated view of the same bytes.
-        new = torch._C._conj(new) if tensor.is_conj() else new  # type: ignore[attr-defined]
-        return torch._C._neg_view(new) if tensor.is_neg() else new  # type: ignore[attr-defined]
+        new = new.conj() if tensor.is_conj() else new
+        new = torch._neg_view(new) if tensor.is_neg() else new
+        return self._as(tensor, new)
+
+    def _as(self, tensor: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """The copy with what torch.save writes of a tensor beside its values."""
+        if isinstance(tensor, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
+        else:
+            new.requires_grad_(tensor.requires_grad)
+        vars(new).update(vars(tensor))
+        return new
 
     def _storage(self, storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
         key = storage._cdata

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast import _arguments
 from holdfast._log import size
 from holdfast.lightning import flavor
 from holdfast.lightning.moving import Move, Skipped
@@ -47,8 +48,12 @@ class OffloadCallback(_Callback):
     Args:
         offload_keys: of the checkpoint, at its top level.
         report_all: log all custom objects of a save, not only the first and the last ten.
+
+    Raises:
+        Error: INVALID_ARGUMENT naming the argument.
     """
 
+    @_arguments.checked
     def __init__(self, offload_keys: Sequence[str] = KEYS, report_all: bool = False) -> None:
         super().__init__()
         self.offload_keys = tuple(offload_keys)
@@ -77,7 +82,8 @@ class OffloadCallback(_Callback):
             if key not in checkpoint:
                 continue
             try:
-                checkpoint[key] = move.moved(checkpoint[key], key)
+                with move.counted():
+                    checkpoint[key] = move.moved(checkpoint[key], key)
             except Exception as error:
                 self.counters["failures"] += 1
                 logger.exception("offload %r: %s; it stays where it is", key, error)

@@ -1,0 +1,109 @@
+"""Arguments of public functions, compared with their annotations before anything begins."""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import numbers
+import operator
+import os
+import reprlib
+import types
+import typing
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from holdfast.errors import Error
+
+P = ParamSpec("P")
+R = TypeVar("R")
+# What says whether a value is one that an argument takes, and words for such values.
+Kind = tuple[Callable[[Any], bool], str]
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number from 0 to 2^64 - 1."""
+    try:
+        return not isinstance(value, bool) and 0 <= operator.index(value) < 1 << 64
+    except TypeError:
+        return False
+
+
+_KINDS: dict[Any, Kind] = {
+    bool: (lambda value: isinstance(value, bool), "True or False"),
+    int: (is_whole, "a whole number from 0 to 2^64 - 1"),
+    float: (lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool), "a number"),
+    str: (lambda value: isinstance(value, str), "a str"),
+    type(None): (lambda value: value is None, "None"),
+    dict: (lambda value: isinstance(value, dict), "a dict"),
+    collections.abc.Mapping: (lambda value: isinstance(value, collections.abc.Mapping), "a dict"),
+}
+
+
+def _series(origin: Any, inner: tuple[Any, ...]) -> Kind:
+    """Several values; text is none of these."""
+    of_text = inner == (str,)
+
+    def is_one(value: Any) -> bool:
+        if isinstance(value, (str, bytes)) or not isinstance(value, origin):
+            return False
+        return not of_text or all(isinstance(each, str) for each in value)
+
+    return is_one, "a list or a tuple" + (" of str" if of_text else "")
+
+
+def _kind(annotation: Any) -> Kind | None:
+    """What a value of the annotation is; None: anything, or what the function itself says more of."""
+    origin = typing.get_origin(annotation) or annotation
+    if origin in (typing.Union, types.UnionType):
+        inner = typing.get_args(annotation)
+        kinds = [_kind(each) for each in inner]
+        if any(typing.get_origin(each) is os.PathLike for each in inner) or None in kinds:
+            return None
+        tests = [kind[0] for kind in kinds if kind is not None]
+        return (lambda value: any(test(value) for test in tests)), " or ".join(kind[1] for kind in kinds if kind is not None)
+    if origin in _KINDS:
+        return _KINDS[origin]
+    if origin in (collections.abc.Iterable, collections.abc.Collection, collections.abc.Sequence):
+        return _series(origin, typing.get_args(annotation))
+    if isinstance(origin, type) and origin.__module__.startswith("holdfast"):
+        return (lambda value: isinstance(value, origin)), f"a {origin.__module__}.{origin.__qualname__}"
+    return None
+
+
+@functools.cache
+def _kinds(function: Callable[..., Any]) -> tuple[tuple[str, ...], dict[str, Kind]]:
+    """The names of a function's parameters, and what those are that are compared."""
+    hints = typing.get_type_hints(function)
+    names = tuple(inspect.signature(function).parameters)
+    kinds = {name: _kind(hints.get(name)) for name in names}
+    return names, {name: kind for name, kind in kinds.items() if kind is not None}
+
+
+def check(function: Callable[..., Any], given: dict[str, Any], operation: str) -> None:
+    """Compares arguments, by name, with the annotations of a function that takes them.
+
+    Raises:
+        Error: INVALID_ARGUMENT naming the first wrong one.
+    """
+    kinds = _kinds(function)[1]
+    for name, value in given.items():
+        if name in kinds and not kinds[name][0](value):
+            raise Error("INVALID_ARGUMENT", f"{operation}: {name} {reprlib.repr(value)}: {kinds[name][1]} is expected")
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a function, or ``__init__``: what its annotations exclude is refused when it is called.
+
+    An annotation `int` stands for a number of things: from 0.
+    """
+    operation = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Too many arguments, and one given twice, are the function's own to tell.
+        check(function, {**dict(zip(_kinds(function)[0], args)), **kwargs}, operation)  # noqa: B905
+        return function(*args, **kwargs)
+
+    return called
