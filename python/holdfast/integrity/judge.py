@@ -165,6 +165,8 @@ class Judge:
         what = f"save {made.number} ({made.name}) {line['event']} on rank {line['rank']}"
         allowed = self._codes(made, causes)
         for error in said or [{"ours": False}]:
+            if "exit-trainer" in causes and error.get("type") == "_Exit":
+                continue  # what ended another rank's call: its trainer was told to exit
             if not error["ours"]:
                 self.blame("v", f"{what} with what is no holdfast.Error: {said}")
                 continue
