@@ -153,7 +153,7 @@ class Unpickler(pickle._Unpickler):
     def __init__(self, data: bytes, operation: str, allow: frozenset[str] = frozenset()) -> None:
         super().__init__(io.BytesIO(data))
         self._data = data
-        self._operation = operation
+        self.operation = operation
         self._allow = allow
         self._safe = safe_globals()
         self._units = _UNITS_MIN + _UNITS_PER_BYTE * len(data)
@@ -168,7 +168,7 @@ class Unpickler(pickle._Unpickler):
         if self._units < 0:
             raise Error(
                 "DATA_LOSS",
-                f"{self._operation}: its pickle of {len(self._data)} bytes copies or hashes the same "
+                f"{self.operation}: its pickle of {len(self._data)} bytes copies or hashes the same "
                 "values over and over; no save writes that",
             )
 
@@ -216,7 +216,7 @@ class Unpickler(pickle._Unpickler):
                 return vars(torch)[name]
             if full.replace(":", ".") in self._safe:
                 return self._callable(self._safe[full.replace(":", ".")], None)
-            raise refusal(self._operation, self._missing() | {full})
+            raise refusal(self.operation, self._missing() | {full})
         module, _, path = full.partition(":")
         found: Any = importlib.import_module(module)
         for part in path.split("."):

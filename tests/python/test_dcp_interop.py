@@ -181,6 +181,30 @@ def test_metadata_of_older_torch_is_read(tmp_path: Path) -> None:
         assert holdfast.dcp.verify(path)["verdict"] != "corrupt"
 
 
+def test_metadata_of_newer_torch_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In PyTorch 2.15 a sixth property of a tensor has its strides; a seventh would be a newer one's."""
+    from torch.distributed.checkpoint.metadata import TensorProperties
+
+    path = tmp_path / "new"
+    state = {"a": torch.randn(10, 3)}
+    dcp.save(state, checkpoint_id=path)
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    first_five = TensorProperties.__getstate__(metadata.state_dict_metadata["a"].properties)[:5]
+    for further, is_read in ((((3, 1),), True), (((3, 1), "more"), False)):
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorProperties, "__getstate__", lambda _, further=further: (*first_five, *further))
+            data = pickle.dumps(metadata)
+        (path / ".metadata").write_bytes(data)
+        if is_read:
+            loaded = empty_like(state)
+            holdfast.dcp.load(loaded, checkpoint_id=path)
+            assert_same(state, loaded)
+            continue
+        with pytest.raises(holdfast.Error, match="7 properties, as newer versions than PyTorch") as error:
+            holdfast.dcp.StorageReader(path).read_metadata()
+        assert error.value.code == "UNIMPLEMENTED"
+
+
 @pytest.mark.parametrize("writer", ["ours", "stock", "stock transposed"])
 @pytest.mark.parametrize("buffer_bytes", [256, 4096, 1 << 20])
 def test_any_box_of_a_tensor_is_read_into_any_layout(

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
 from holdfast import _collector, _native, _unpickle
 from holdfast._dcp_directories import RECORD
@@ -54,7 +54,25 @@ _BYTES_MAX = 4 << 30
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 
 
+# Fields of a tensor's properties in this PyTorch. In 2.15 a sixth one says which strides the saved tensor had, which
+# no load needs; older versions cannot take it.
+_FIELDS, _FIELDS_KNOWN = len(TensorProperties().__getstate__()), 6
+
+
+def _set_properties(pickle: Any, target: Any, state: Any) -> None:
+    if type(state) is tuple and len(state) > max(_FIELDS, _FIELDS_KNOWN):
+        raise Error(
+            "UNIMPLEMENTED",
+            f"{pickle.operation}: its tensors have {len(state)} properties, as newer versions than PyTorch {torch.__version__} "
+            "write them; load it with the version that has saved it",
+        )
+    pickle.check_names(state)
+    target.__setstate__(state[:_FIELDS])
+
+
 class _Unpickler(_unpickle.Unpickler):
+    states = {**_unpickle.Unpickler.states, TensorProperties: _set_properties}
+
     def find_class(self, module: str, name: str) -> Any:
         return super().find_class(*_MOVED.get((module, name), (module, name)))
 
