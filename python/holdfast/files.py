@@ -70,6 +70,7 @@ def save_file(
             FAILED_PRECONDITION (no regular file is there), RESOURCE_EXHAUSTED, ...
     """
     called_ns = time.monotonic_ns()
+    step = directories.whole_step(step)
     directory, name = _split(path, "save")
     whole = os.path.join(directory, name)
     attempt = _native.new_attempt()

@@ -47,6 +47,8 @@ def test_a_step_that_cannot_be_is_refused_by_value(step: Any, tmp_path: Path) ->
 def test_a_step_may_be_any_integer(tmp_path: Path) -> None:
     for n, step in enumerate([torch.tensor(5), 2**64 - 1]):
         assert holdfast.save({"t": torch.ones(2)}, tmp_path / str(n), step=step)["step"] == int(step)
+        save = holdfast.save_file({"t": torch.ones(2)}, tmp_path / f"{n}.pt", step=step, wait=True)
+        assert type(save.step) is int and save.step == int(step)
 
 
 def test_checkpoints_of_other_formats_are_named_with_what_loads_them(tmp_path: Path) -> None:
