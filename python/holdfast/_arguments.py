@@ -7,7 +7,6 @@ import functools
 import inspect
 import numbers
 import operator
-import os
 import reprlib
 import types
 import typing
@@ -18,6 +17,8 @@ from holdfast.errors import Error
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# Arguments that may hold secrets: no message shows them.
+_SECRET = frozenset({"storage"})
 # What says whether a value is one that an argument takes, and words for such values.
 Kind = tuple[Callable[[Any], bool], str]
 
@@ -58,11 +59,10 @@ def _kind(annotation: Any) -> Kind | None:
     origin = typing.get_origin(annotation) or annotation
     if origin in (typing.Union, types.UnionType):
         inner = typing.get_args(annotation)
-        kinds = [_kind(each) for each in inner]
-        if any(typing.get_origin(each) is os.PathLike for each in inner) or None in kinds:
+        kinds = [kind for kind in map(_kind, inner) if kind is not None]
+        if len(kinds) < len(inner):
             return None
-        tests = [kind[0] for kind in kinds if kind is not None]
-        return (lambda value: any(test(value) for test in tests)), " or ".join(kind[1] for kind in kinds if kind is not None)
+        return (lambda value: any(test(value) for test, _ in kinds)), " or ".join(words for _, words in kinds)
     if origin in _KINDS:
         return _KINDS[origin]
     if origin in (collections.abc.Iterable, collections.abc.Collection, collections.abc.Sequence):
@@ -90,7 +90,8 @@ def check(function: Callable[..., Any], given: dict[str, Any], operation: str) -
     kinds = _kinds(function)[1]
     for name, value in given.items():
         if name in kinds and not kinds[name][0](value):
-            raise Error("INVALID_ARGUMENT", f"{operation}: {name} {reprlib.repr(value)}: {kinds[name][1]} is expected")
+            shown = f"of type {type(value).__name__}" if name in _SECRET else reprlib.repr(value)
+            raise Error("INVALID_ARGUMENT", f"{operation}: {name} {shown}: {kinds[name][1]} is expected")
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:

@@ -211,12 +211,12 @@ class Checkpointer(PerProcess):
             raise _refusal(
                 f"a save has no option {', '.join(unknown)}; it has {', '.join(sorted(self._of_save))}"
             )
-        _arguments.check(saving.save_async, options, "save_async")
         if name is not None and (not name or os.path.basename(name) != name):
             raise _refusal(f"name {name!r}: the name of a directory is expected, not a path")
         path = self.path(step) if name is None else os.path.join(self.directory, name)
         options = {**self._defaults, **options}
         if self.format == "dcp":
+            _arguments.check(saving.save_async, options, "save_async")  # what both have; a plain save looks itself
             return self._drained(self._save_dcp(state, path, step, **options))
         return self._drained(saving.save_async(
             state, path, step=step, keep_last=self._keep_last, keep_every=self._keep_every,

@@ -113,6 +113,13 @@ def test_arguments_of_a_wrong_type_are_named(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["whole"]
 
 
+def test_a_message_shows_no_secrets(tmp_path: Path) -> None:
+    for call in (lambda **kw: holdfast.load("s3://bucket/run", **kw), holdfast.Drain):
+        with pytest.raises(holdfast.Error, match="storage of type str: a dict") as error:
+            call(storage="key=hidden")
+        assert "hidden" not in str(error.value)
+
+
 def test_meta_tensors_have_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(holdfast.Error, match=r"save a\.0: .*meta"):
         holdfast.save_async({"a": [torch.empty(2, device="meta")]}, tmp_path / "s")
