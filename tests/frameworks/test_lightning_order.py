@@ -68,6 +68,24 @@ def test_a_removal_waits_until_the_save_before_it_is_durable() -> None:
     assert disk.log == ["durable a", "durable b", "remove a"]
 
 
+@pytest.mark.parametrize("second", [Disk.remove, Disk.save])
+def test_what_one_order_asks_for_waits_for_the_save_of_another(second: Callable[[Disk, str], None]) -> None:
+    first, other = Disk(), Disk()
+    first.save("a")
+    thread = threading.Thread(target=second, args=(other, "a"))
+    thread.start()
+    second(other, "b")  # which no one else saves
+    thread.join(0.2)
+    assert thread.is_alive()
+    assert not {"remove a"} & {*other.log} and "a" not in other.saves
+    first.end("a")
+    thread.join(30)
+    assert not thread.is_alive()
+    assert "remove a" in other.log or "a" in other.saves
+    for path in list(other.saves):
+        other.end(path)
+
+
 def test_a_removal_is_given_up_when_the_save_before_it_fails(caplog: pytest.LogCaptureFixture) -> None:
     disk = Disk()
     disk.save("a")

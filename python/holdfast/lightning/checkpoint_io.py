@@ -61,8 +61,8 @@ class CheckpointIO(_Base):
 
     - An older checkpoint is removed, and a link moved, when the save before it in the program is
       durable. If that fails, the old checkpoint and the old link stay.
-    - A load waits for the save of its path, also for that of another plugin. What asks no plugin,
-      such as ``torch.load`` and ``load_from_checkpoint``, does not: `teardown` waits.
+    - A load waits for the save of its path, also for that of another plugin. So do a save and a
+      removal. What asks no plugin, such as ``torch.load`` and ``load_from_checkpoint``, does not: `teardown` waits.
     - The error of a save is raised once: by the next save (which was begun), by the next load, or at
       the end of ``fit``. There all saves are waited for, also after an exception.
     - Loggers are told of a checkpoint when it is there.

@@ -122,7 +122,7 @@ class Order(PerProcess):
     # ---- Asking for something.
 
     def save(self, path: str, start: Callable[[], Any]) -> Begun:
-        """Begins a save, after those of the same path have ended.
+        """Begins a save, after those of the same path have ended, also those of other orders.
 
         What waits to remove `path`, or to put a link there, is given up: the path is written anew.
 
@@ -133,6 +133,7 @@ class Order(PerProcess):
         Raises:
             BaseException: what `start` raises.
         """
+        self._wait_for_others(path)
         with self._changed:
             self._changed.wait_for(lambda: self._may_begin(path))
             self._waiting = [w for w in self._waiting if w.path != path]
@@ -153,13 +154,15 @@ class Order(PerProcess):
     def remove(self, path: str, run: Callable[[], None], why_held: Callable[[], str] = _not_held) -> None:
         """Calls `run` once the save that was begun last is durable, unless it fails.
 
-        A save of `path` itself is no successor; the removal waits until it has ended.
+        A save of `path` itself is no successor; the removal waits until it has ended. One of another order
+        has ended when this returns.
 
         Args:
             path: what is removed.
             run: removes it.
             why_held: names what still needs the path, or returns "". Asked again after each change.
         """
+        self._wait_for_others(path)
         with self._changed:
             successor = self._last if self._last is not None and self._last.path != path else None
             own = [save for save in self._saves if save.path == path]
@@ -217,6 +220,11 @@ class Order(PerProcess):
         return len(self._saves) < self._saves_in_flight_max and not self._is_busy(path)
 
     # ---- Waiting.
+
+    def _wait_for_others(self, path: str) -> None:
+        for order in list(_orders):
+            if order is not self:
+                order.wait_for(path)
 
     def wait_for(self, path: str) -> None:
         """Blocks until no save of `path` is in flight and no link will be put there."""
