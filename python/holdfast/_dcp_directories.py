@@ -143,7 +143,7 @@ def remove_old(directory: str, saved: str, keep_last: int, keep_every: int,
         directory: of the checkpoints.
         saved: name of the one that was just completed; it stays.
         keep_last, keep_every: which ones stay.
-        busy: paths that saves are going into; they stay.
+        busy: paths that saves of this process go into; they stay, and so do those of others.
 
     Raises:
         Error: of the first checkpoint that could not be removed, after trying all.
@@ -152,7 +152,7 @@ def remove_old(directory: str, saved: str, keep_last: int, keep_every: int,
     names = set(_native.select_for_removal(_rows(every), keep_last, keep_every, saved))
     first: Error | None = None
     for old in every:
-        if old["name"] not in names or old["path"] in busy:
+        if old["name"] not in names or old["path"] in busy or _is_saved_into(old["path"]):
             continue
         try:
             _retire(directory, old)
@@ -170,11 +170,15 @@ def remove(checkpoint: dict[str, Any]) -> None:
         Error: FAILED_PRECONDITION for a directory with a foreign file; ABORTED where another process saves into it, or
             has replaced it; of the system.
     """
-    if _native.saves_at_work(checkpoint["path"]) in ("trainer", "orphan"):
+    if _is_saved_into(checkpoint["path"]):
         raise Error("ABORTED", f"remove {checkpoint['path']}: a save is on its way there")
     directory = os.path.dirname(checkpoint["path"])
     _retire(directory, checkpoint)
     remove_retired(directory, series_of(checkpoint["name"]))
+
+
+def _is_saved_into(path: str) -> bool:
+    return _native.saves_at_work(path) in ("trainer", "orphan")
 
 
 def remove_retired(directory: str, series: str) -> None:
@@ -214,7 +218,7 @@ def settle_retired(directory: str, clean_up: bool) -> list[str]:
         whole = _RETIRED_WHOLE.fullmatch(name) is not None and os.path.isdir(path)
         if not whole and (_foreign(path) or not os.listdir(path)):  # an empty one is the runtime's
             continue
-        if _native.saves_at_work(path) in ("trainer", "orphan"):
+        if _is_saved_into(path):
             continue
         try:
             if clean_up and whole:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
 import inspect
 import logging
@@ -176,6 +177,7 @@ class Checkpointer(PerProcess):
         """In a forked child the parent's saves are not waited for."""
         self._place: Any = None  # of the drain; its library's threads are not there in a child
         self._removals: set[Future] = set()  # of old DCP checkpoints, behind saves in flight
+        self._called: collections.Counter[str] = collections.Counter()  # paths of DCP saves whose call is under way
 
     # ---- Saving.
 
@@ -257,10 +259,11 @@ class Checkpointer(PerProcess):
             raise _refusal("late=True: a DCP state holds no optimizer; pass late=[optimizer]")
         writer = holdfast.dcp.StorageWriter(path, step=step, overwrite=replace)
         writer.runtime = self._runtime
-        response: Any = holdfast.dcp.async_save(
-            state, storage_writer=writer, planner=planner, process_group=self._process_group,
-            async_stager=holdfast.dcp.Stager(late=late), replicas=replicas,
-        )  # fmt: skip
+        with self._calling(path):
+            response: Any = holdfast.dcp.async_save(
+                state, storage_writer=writer, planner=planner, process_group=self._process_group,
+                async_stager=holdfast.dcp.Stager(late=late), replicas=replicas,
+            )  # fmt: skip
         save = DcpSave(path, step, response.staging_completion, response.upload_completion)
         if self._keep_last and is_coordinator(self._process_group):
             removal: Future = Future()
@@ -269,13 +272,26 @@ class Checkpointer(PerProcess):
             save.durable.add_done_callback(lambda durable: self._remove_old(durable, path, removal))
         return save
 
+    @contextlib.contextmanager
+    def _calling(self, path: str) -> Iterator[None]:
+        """While a call saves into `path`, and until the save is in flight, the path is not removed."""
+        with self.lock:
+            self._called[path] += 1
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._called[path] -= 1
+                self._called += collections.Counter()  # without those that are 0
+
     def _remove_old(self, durable: _completion.SeenFuture, path: str, removal: Future) -> None:
         """Runs in the save's own thread."""
         try:
             if durable.ended_well:  # no look at the outcome: the error stays unread
                 # A rank's own part may have ended, and still be on its way off the table.
                 going = [s for s in handle.in_flight() if not (isinstance(s, handle.Save) and s.durable.done())]
-                busy = {save.path for save in going}
+                with self.lock:
+                    busy = {*self._called, *(save.path for save in going)}
                 directory, name = os.path.split(path)
                 _dcp_directories.remove_old(directory, name, self._keep_last, self._keep_every, busy)
         except Error as error:  # no save failed

@@ -288,6 +288,43 @@ def test_what_is_incomplete_or_damaged_is_passed_over(
     assert holdfast.newest(tmp_path / "none", format="dcp") is None
 
 
+def test_retention_takes_no_directory_into_which_a_save_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was rolled back saves its steps again, while the retention of the save before goes on."""
+    begin = holdfast.dcp.StorageWriter.begin
+    with opened(tmp_path, format="dcp", keep_last=2, replace=True) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state(float(step)), step)
+        checkpointer.wait(60)
+        before = checkpointer.save_async(state(4.0), 4)
+
+        def after_the_retention(self: Any, *arguments: Any, **options: Any) -> Any:
+            before.wait(60)
+            checkpointer.wait(60)
+            return begin(self, *arguments, **options)
+
+        monkeypatch.setattr(holdfast.dcp.StorageWriter, "begin", after_the_retention)
+        checkpointer.save(state(5.0), 2)
+        assert value_of(checkpointer, 2) == 5.0
+
+
+def test_a_directory_that_another_process_removes_in_the_call_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = holdfast.dcp.StorageWriter.begin
+
+    def removed(self: Any, *arguments: Any, **options: Any) -> Any:
+        shutil.rmtree(self.path)
+        return begin(self, *arguments, **options)
+
+    with opened(tmp_path, format="dcp", replace=True) as checkpointer:
+        checkpointer.save(state(1.0), 1)
+        monkeypatch.setattr(holdfast.dcp.StorageWriter, "begin", removed)
+        checkpointer.save(state(2.0), 1)
+        assert value_of(checkpointer, 1) == 2.0
+
+
 def test_foreign_files_keep_a_dcp_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path, format="dcp", keep_last=1) as checkpointer:
         checkpointer.save(state(1.0), 1)

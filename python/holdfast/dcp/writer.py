@@ -255,9 +255,20 @@ class StorageWriter(_StorageWriter):
             "contiguous_copies": file.contiguous_copies,
         }
 
-        def start() -> Any:
+        def begin() -> Any:
             return door.save(self.path.name, file.plan, self.step, False, place.attempt, True, bool(file.watch),
                              saved_after_ns=_lineage.latest_ns(str(self.path)))
+
+        def start() -> Any:
+            try:
+                return begin()
+            except Error as error:
+                if error.code != "NOT_FOUND":
+                    raise
+            # Another process has removed the older checkpoint of that name since `make_directory`.
+            self.make_directory()
+            self.sync_made()
+            return begin()
 
         self._parent = _lineage.begin(str(self.path), place.attempt, self.step)
         save = handle.Save(
