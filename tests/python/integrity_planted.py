@@ -28,11 +28,14 @@ _calls = itertools.count(1)
 def _wrap(change: Callable[..., Any]) -> None:
     """Puts `change(save, state, path)` in place of every front door's save."""
     trainer.TIME_SETTLE_MAX = 0.3  # what is planted never goes
-    real, real_dcp = holdfast.save_async, holdfast.dcp.async_save
+    real, real_file, real_dcp = holdfast.save_async, holdfast.save_file, holdfast.dcp.async_save
     of_object = holdfast.Checkpointer.save_async
 
     def plain(state: Any, path: Any, **options: Any) -> Any:
         return change(lambda s, p: real(s, p, **options), state, str(path))
+
+    def file(state: Any, path: Any, **options: Any) -> Any:
+        return change(lambda s, p: real_file(s, p, **options), state, str(path))
 
     def dcp(state: Any, *, checkpoint_id: Any = None, **options: Any) -> Any:
         if checkpoint_id is None:
@@ -44,6 +47,7 @@ def _wrap(change: Callable[..., Any]) -> None:
         return change(lambda s, p: of_object(self, s, step, name=os.path.basename(p), **options), state, path)
 
     holdfast.save_async = plain  # type: ignore[assignment]
+    holdfast.save_file = file  # type: ignore[assignment]
     holdfast.dcp.async_save = dcp  # type: ignore[assignment]
     holdfast.Checkpointer.save_async = of_checkpointer  # type: ignore[method-assign]
 

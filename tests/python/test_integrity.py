@@ -21,7 +21,7 @@ import pytest
 import holdfast
 import holdfast.dcp
 from holdfast import integrity
-from holdfast.integrity import campaign, jobs, judge, lanes, processes, rounds, schedule, states
+from holdfast.integrity import campaign, corruption, jobs, judge, lanes, processes, rounds, schedule, states
 
 MIB = 1 << 20
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
@@ -145,6 +145,11 @@ PLANTED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+# Those that are shown by single files, too: the others belong to directories.
+PLANTED_IN_FILES = ("captures_late", "durable_too_early", "failures_are_swallowed", "older_save_replaces_newer",
+                    "leaves_a_file", "names_no_object", "loses_a_copy", "VERIFY_IS_BLIND")  # fmt: skip
+
+
 def plant_in_readers(bug: str, patch: pytest.MonkeyPatch) -> None:
     every = holdfast.list_checkpoints
     if bug == "NEWEST_BY_STEP":
@@ -186,12 +191,35 @@ def test_a_planted_bug_is_caught(bug: str, tmp_path: Path, adopting: None, monke
         raise AssertionError(f"{bug} survived {PLANTED_ROUNDS_MAX} rounds")
 
 
+@pytest.mark.parametrize("bug", PLANTED_IN_FILES)
+def test_a_planted_bug_is_caught_in_files(bug: str, tmp_path: Path, adopting: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    of_directories, invariant = PLANTED[bug]
+    round_ = {**of_directories, "door": "save_file"}
+    assert rounds.run(round_, str(tmp_path)).problems == []
+    if bug.isupper():
+        plant_in_readers(bug, monkeypatch)
+    found = rounds.run(round_, str(tmp_path), "" if bug.isupper() else f"integrity_planted:{bug}").problems
+    assert invariant in {p["invariant"] for p in found}, found
+
+
 def test_the_same_rounds_without_a_planted_bug_break_nothing(tmp_path: Path, adopting: None) -> None:
     """The device's ones and those with the most events stand for all; the campaign runs many more."""
     for bug in ("failures_are_swallowed", "saves_into_a_moved_directory", "names_no_object", "loses_a_copy",
                 "NEWEST_BY_STEP", "LIST_TAKES_UNFINISHED_ONES"):  # fmt: skip
         done = rounds.run(PLANTED[bug][0], str(tmp_path))
         assert done.problems == [], (bug, done)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_damage_that_a_full_disk_refuses_is_none(tmp_path: Path) -> None:
+    with rounds._file_system(str(tmp_path), 1) as disk:
+        file = Path(disk, "run.pt")
+        file.write_bytes(b"x" * (MIB - 4096))
+        free = os.statvfs(disk)
+        Path(disk, "other").write_bytes(b"y" * (free.f_bavail * free.f_bsize))
+        with corruption.damaged(str(file), "", [], {"kind": "extend", "key": 3}) as done:
+            assert done == ""
+        assert file.read_bytes() == b"x" * (MIB - 4096)
 
 
 def test_a_round_is_the_same_each_time_and_states_are_too() -> None:

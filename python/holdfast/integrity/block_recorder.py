@@ -16,6 +16,7 @@ import select
 import stat
 import struct
 import subprocess
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 NAME = "disk"
 SECTOR = 4096
 WRITE_MAX = 1 << 20
+TIME_BUSY_MAX = 30.0  # seconds in which a file system that was used is free again
 # Of linux/fuse.h, version 7.31.
 _IN = struct.Struct("<IIQQIIII")
 _OUT = struct.Struct("<IiQ")
@@ -143,6 +145,19 @@ def attached(image: str) -> Iterator[str]:
         _run("losetup", "--detach", device)
 
 
+def _unmount(target: str) -> None:
+    """Waits for what keeps files open: the ring of a killed process does, for a moment after its end."""
+    end = time.monotonic() + TIME_BUSY_MAX
+    while True:
+        try:
+            _run("umount", target)
+            return
+        except subprocess.CalledProcessError as error:
+            if "busy" not in error.stderr or time.monotonic() > end:
+                raise
+        time.sleep(0.02)
+
+
 @contextlib.contextmanager
 def mounted(device: str, target: str, kind: str) -> Iterator[None]:
     """A file system on a device.
@@ -155,7 +170,7 @@ def mounted(device: str, target: str, kind: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _run("umount", target)
+        _unmount(target)
 
 
 class Recorder:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 from collections.abc import Iterator
@@ -12,7 +13,12 @@ PAGE = 4096
 
 
 def _files(path: str, attempt: str) -> list[str]:
-    """The files of a checkpoint. A DCP directory may also have some of a save that was never completed."""
+    """The files of a checkpoint. A DCP directory may also have some of a save that was never completed.
+
+    Of a single file that file alone: without its manifest it counts as one that another program has written.
+    """
+    if os.path.isfile(path):
+        return [""]
     names = sorted(f for f in os.listdir(path) if os.path.isfile(os.path.join(path, f)))
     if not attempt:
         return names
@@ -60,7 +66,7 @@ def damaged(path: str, attempt: str, others: list[str], given: dict[str, Any]) -
 
     Args:
         path: of the checkpoint.
-        attempt: of a DCP checkpoint; "" for a plain one, of which every file is damaged.
+        attempt: of a DCP checkpoint; "" for others, of which every file is damaged.
         others: paths of other complete checkpoints, for files that are swapped or stale.
         given: ``kind`` and ``key``, the seed of the place.
 
@@ -71,20 +77,26 @@ def damaged(path: str, attempt: str, others: list[str], given: dict[str, Any]) -
     kind = given["kind"]
     names = _files(path, attempt)
     name = choose.choice(names)
-    file = os.path.join(path, name)
+    file = os.path.join(path, name) if name else path
     data = _read(file)
     if kind == "remove":
         os.unlink(file)
         new: bytes | None = data
     elif kind in ("swap files", "stale file"):
-        donors = [os.path.join(other, name) for other in others if os.path.isfile(os.path.join(other, name))]
+        # A whole file of another save in the place of a single one is what `cp` would do.
+        donors = [os.path.join(other, name) for other in others if name and os.path.isfile(os.path.join(other, name))]
         new = _read(choose.choice(donors)) if donors else _changed("flip a bit", data, choose)
         new = None if new == data else new
     else:
         new = _changed(kind, data, choose)
     try:
         if kind != "remove" and new is not None:
-            _write(file, new)
-        yield f"{kind} in {name}" if new is not None else ""
+            try:
+                _write(file, new)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                new = None  # a small file system has no room for more bytes
+        yield f"{kind} in {name or os.path.basename(path)}" if new is not None else ""
     finally:
         _write(file, data)

@@ -12,10 +12,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+import time
 from typing import Any
 
 import holdfast
 import holdfast.dcp
+from holdfast import files
 from holdfast.integrity import corruption, readers, schedule
 
 NAMES = {
@@ -45,6 +47,8 @@ _CODES = {
 # What the other ranks of a save may say: one has failed, or gives no sign of life. In DCP they say what it
 # said, or that it is gone.
 _OF_RANKS = {"holdfast": {"ABORTED", "DEADLINE_EXCEEDED"}, "dcp": {"ABORTED", "UNAVAILABLE"}}
+IS_RUNNING = "a save of it is running"  # what a recovery says of a single file that is locked
+TIME_LOCKED_MAX = 30.0
 # What a load says of a damaged checkpoint.
 _OF_DAMAGE = {"DATA_LOSS", "FAILED_PRECONDITION", "NOT_FOUND"}
 
@@ -90,7 +94,7 @@ class Judge:
     def __init__(self, round_: dict[str, Any], directory: str) -> None:
         self.round = round_
         self.directory = directory
-        self.format = "dcp" if "dcp" in round_["door"] else "holdfast"
+        self.format = schedule.format_of(round_)
         self.expected = readers.Expected(round_)
         self.problems: list[dict[str, str]] = []
         self.counts: collections.Counter[str] = collections.Counter()
@@ -190,7 +194,7 @@ class Judge:
             allowed.add("ALREADY_EXISTS")
         if same and (round_["replace"] or round_["same_names"] or self.format == "dcp"):
             allowed.add("ABORTED")  # overtaken
-        if round_["when_full"] == "fail" and self.format == "holdfast":
+        if round_["when_full"] == "fail" and self.format != "dcp":
             allowed.add("RESOURCE_EXHAUSTED")
         return allowed
 
@@ -231,16 +235,24 @@ class Judge:
         for generation, directory in enumerate(self._directories()):
             complete: list[dict[str, Any]] = []
             if os.path.isdir(directory):
-                complete = holdfast.list_checkpoints(directory, format=self.format)
+                complete = readers.complete(directory, self.format)
             found = {c["name"]: self.read(c, generation, thorough) for c in complete}
             self.look_for_durable(directory, generation, found)
-            self._look_at_newest(directory, generation, complete, found)
-            if thorough and self.format == "holdfast" and os.path.isdir(directory):
-                left = sorted(set(os.listdir(directory)) - {c["name"] for c in complete})
-                if left:
-                    self.blame("iv", f"after a recovery {directory} has {left}")
+            if self.format != "file":
+                self._look_at_newest(directory, generation, complete, found)
+            if thorough and self.format != "dcp" and os.path.isdir(directory):
+                self._look_for_left_files(directory, complete)
             if thorough:
                 self._damage(complete)
+
+    def _look_for_left_files(self, directory: str, complete: list[dict[str, Any]]) -> None:
+        """After a recovery there are checkpoints and nothing else; beside a file its one manifest."""
+        left = set(os.listdir(directory)) - {c["name"] for c in complete}
+        if self.format == "file":
+            for checkpoint in complete:
+                left -= {os.path.basename(m) for m in files.manifests_of(checkpoint["path"])[:1]}
+        if left:
+            self.blame("iv", f"after a recovery {directory} has {sorted(left)}")
 
     def _readers(self) -> dict[str, readers.Reader]:
         return readers.readers_of(self.format)
@@ -250,7 +262,7 @@ class Judge:
 
     def read(self, checkpoint: dict[str, Any], generation: int, thorough: bool) -> int:
         """Reads one checkpoint; returns the number of its save, 0 where it has none."""
-        path, numbers = checkpoint["path"], set()
+        path, numbers, wrong = checkpoint["path"], set(), ""
         candidates = {m.number for m in self._saves(generation, checkpoint["name"]) if m.may_be_there}
         every = self._readers()
         for reader in list(every) if thorough else list(every)[:1]:
@@ -259,7 +271,9 @@ class Judge:
                     numbers.add(number)
                     self.counts["reads"] += 1
                     if different:
-                        self.blame("ii", f"{reader} of {path}, save {number}: {different}")
+                        wrong = f"{reader} of {path}, save {number}: {different}"
+                        if reader.startswith("holdfast") or not self._may_be_damaged(candidates, ValueError("DATA_LOSS")):
+                            self.blame("ii", wrong)
                     elif number not in candidates:
                         self.blame("ii", f"{reader} of {path}: save {number}, not one of {sorted(candidates)}")
             except readers.Unknown as error:
@@ -274,30 +288,33 @@ class Judge:
         if len(numbers) > 1:
             self.blame("ii", f"readers of {path} disagree: saves {sorted(numbers)}")
         if thorough:
-            self._verify(path, candidates)
+            self._verify(path, candidates, wrong)
         return numbers.pop() if numbers else 0
 
     def _has_gone(self, checkpoint: dict[str, Any]) -> bool:
-        return checkpoint not in holdfast.list_checkpoints(os.path.dirname(checkpoint["path"]), format=self.format)
+        return checkpoint not in readers.complete(os.path.dirname(checkpoint["path"]), self.format)
 
     def _may_be_damaged(self, candidates: set[int], error: BaseException) -> bool:
         """Whether sealed memory of a save was changed while it was written, and restored before the second digest.
 
-        Only a save that reads its files back finds this. A load finds it, too.
+        Only a save that reads its files back finds this. A load that compares digests finds it, too.
         """
         events = [self._actions[n].get("event", {}) for n in candidates]
         restored = any(event.get("kind") == "change-and-restore" for event in events)
         found = restored and not self.round["read_back"] and "DATA_LOSS" in repr(error)
-        self.counts["changes that were undone, and found by a load"] += found
+        self.counts["changes that were undone, and found"] += found
         return found
 
-    def _verify(self, path: str, candidates: set[int]) -> None:
+    def _verify(self, path: str, candidates: set[int], wrong: str) -> None:
+        """`wrong`: what a reader that compares no digests has accepted."""
         verdict = readers.verdict(path, self.format)
         self.counts["verifications"] += 1
         if verdict == "corrupt" and self._may_be_damaged(candidates, ValueError("DATA_LOSS")):
             return
         if verdict != "sound":
             self.blame("i", f"{path}, which is complete, is {verdict}")
+        elif wrong:
+            self.blame("i", f"{path} is sound, and {wrong}")
 
     def look_for_durable(self, directory: str, generation: int, found: dict[str, int]) -> None:
         saves = sorted(self._saves(generation), key=lambda m: m.began)
@@ -315,7 +332,7 @@ class Judge:
         These are the later ones of its series and, of an abandoned one, those that were not abandoned.
         """
         keep = self.round["keep_last"]
-        if not keep or self.round["door"] == "dcp":
+        if not keep or self.round["door"] in ("dcp", "save_file"):
             return False
         series = made.name.rpartition("-")[0]
         before = {m.name for m in saves if m.name.rpartition("-")[0] == series and m.name != made.name and m.may_be_there
@@ -351,7 +368,7 @@ class Judge:
     def _damage(self, complete: list[dict[str, Any]]) -> None:
         for i, given in enumerate(self.round["corruptions"] if complete else ()):
             checkpoint = complete[(given["key"] >> 4) % len(complete)]
-            path, attempt = checkpoint["path"], checkpoint["attempt"] if self.format == "dcp" else ""
+            path, attempt = checkpoint["path"], checkpoint.get("attempt", "") if self.format == "dcp" else ""
             others = [c["path"] for c in complete if c["path"] != path]
             with corruption.damaged(path, attempt, others, given) as done:
                 if not done:
@@ -366,7 +383,7 @@ class Judge:
 
     def _load_damaged(self, path: str, done: str) -> None:
         """A load raises, or the damage is in nothing that it gives."""
-        own = ("holdfast.dcp",) if self.format == "dcp" else ("holdfast.load", "holdfast.load into")
+        own = [name for name in self._readers() if name.startswith("holdfast")]
         for reader in own:
             try:
                 for number, different in readers.readers_of(self.format)[reader](path, self.expected):
@@ -387,5 +404,14 @@ class Judge:
 
 
 def recover(directory: str) -> None:
-    """Recovers a directory in which no process saves. Killed by some rounds, and run again."""
-    holdfast.recover(directory, wait_for_orphans=20, silence_without_locks=1.0, age_without_locks=0.0)
+    """Recovers a directory in which no process saves. Killed by some rounds, and run again.
+
+    The ring of a killed process keeps its files locked for a moment: a single file counts as one that is
+    being saved then, and is left alone.
+    """
+    end = time.monotonic() + TIME_LOCKED_MAX
+    while True:
+        done = holdfast.recover(directory, wait_for_orphans=20, silence_without_locks=1.0, age_without_locks=0.0)
+        if not any(IS_RUNNING in kept for kept in done["kept_incomplete"]) or time.monotonic() > end:
+            return
+        time.sleep(0.01)

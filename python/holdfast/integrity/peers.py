@@ -121,9 +121,9 @@ class Judge(judge.Judge):
         if self.round["saver"] == "holdfast.dcp":
             super().recover()
 
-    def _verify(self, path: str, candidates: set[int]) -> None:
+    def _verify(self, path: str, candidates: set[int], wrong: str) -> None:
         if self.round["saver"] == "holdfast.dcp":
-            super()._verify(path, candidates)
+            super()._verify(path, candidates, wrong)
 
     def _readers(self) -> dict[str, readers.Reader]:
         own = readers.readers_of("dcp")

@@ -89,6 +89,15 @@ def _dcp_with(load: Callable[[Any, str], None]) -> Callable[[str, Expected], Ite
     return read
 
 
+def _torch(**options: Any) -> Callable[[str, Expected], Iterator[Finding]]:
+    def read(path: str, expected: Expected) -> Iterator[Finding]:
+        found = torch.load(path, **options)
+        save = int(found["id"][0])
+        yield save, states.difference(found, expected.state(save, 0))
+
+    return read
+
+
 def _own_load(target: Any, path: str) -> None:
     holdfast.dcp.load(target, checkpoint_id=path, no_dist=True)
 
@@ -103,7 +112,13 @@ Reader = Callable[[str, Expected], Iterator[Finding]]
 
 
 def readers_of(format_: str) -> dict[str, Reader]:
-    """Readers by name, for ``"holdfast"`` or ``"dcp"``."""
+    """Readers by name, for ``"holdfast"``, ``"dcp"`` or ``"file"``. Those of others compare no digests."""
+    if format_ == "file":
+        return {
+            "torch.load": _torch(weights_only=False),
+            "torch.load of weights": _torch(weights_only=True),
+            "torch.load with mmap": _torch(mmap=True, weights_only=True),
+        }
     if format_ == "dcp":
         return {"holdfast.dcp": _dcp_with(_own_load), "torch.distributed.checkpoint": _dcp_with(_stock_load)}
     found: dict[str, Reader] = {"holdfast.load": _load, "holdfast.load into": _load_into}
@@ -112,6 +127,17 @@ def readers_of(format_: str) -> dict[str, Reader]:
 
         found["safetensors"] = _safetensors
     return found
+
+
+def complete(directory: str, format_: str) -> list[dict[str, Any]]:
+    """The complete checkpoints of a directory, as `holdfast.list_checkpoints` gives them.
+
+    A file is complete when it has its name; of files there is no newest.
+    """
+    if format_ != "file":
+        return holdfast.list_checkpoints(directory, format=format_)
+    names = sorted(name for name in os.listdir(directory) if name.endswith(".pt") and not name.startswith("."))
+    return [{"name": name, "path": os.path.join(directory, name)} for name in names]
 
 
 _CODE = re.compile(r"\[(DATA_LOSS|NOT_FOUND|PERMISSION_DENIED|INVALID_ARGUMENT|FAILED_PRECONDITION)\]")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 MIB = 1 << 20
-DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp")
+DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp")  # and "save_file", in rounds of one rank
 LAUNCHERS = ("spawn", "persistent", "fork", "thread")
 ENGINES = ("auto", "io_uring", "pwrite")
 # Kinds of events: those that a save must survive, those that may fail it, and those that end a trainer.
@@ -88,6 +88,9 @@ class _Drawing:
             {"kind": choose.choice(CORRUPTIONS), "key": choose.randrange(1 << 30)}
             for _ in range(self.pick((0, 1), (1, 3), (3, 1)))
         ]
+        # Drawn apart, so that all else of a seed is what it was before there was this door.
+        if made["ranks"] == 1 and random.Random(f"file {made['seed']}:{made['number']}").random() < 0.25:
+            made["door"] = "save_file"
         return made
 
     def _life(self, last: bool) -> list[dict[str, Any]]:
@@ -169,10 +172,18 @@ def saves_of(round_: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return found
 
 
+def format_of(round_: dict[str, Any]) -> str:
+    """What a round's saves write: directories of "holdfast" or "dcp", or a "file" each."""
+    if round_["door"] == "save_file":
+        return "file"
+    return "dcp" if "dcp" in round_["door"] else "holdfast"
+
+
 def name_of(round_: dict[str, Any], action: dict[str, Any], job: int) -> str:
-    """Name of the directory of a save."""
+    """Name of the directory, or the file, of a save."""
     series = "other" if job and not round_["same_names"] else "step"
-    return f"{series}-latest" if round_["one_name"] else f"{series}-{action['step']}"
+    ending = ".pt" if format_of(round_) == "file" else ""
+    return f"{series}-latest{ending}" if round_["one_name"] else f"{series}-{action['step']}{ending}"
 
 
 def events_of(round_: dict[str, Any]) -> list[dict[str, Any]]:

@@ -150,7 +150,7 @@ class Bench:
                 problems.append(_problem("v", f"save {number} of a file failed unclearly: {outcome}"))
             if not outcome:
                 allowed = {n for n in allowed if n >= number}
-        _recover_files(directory)
+        judge.recover(directory)
         problems += _look_at_file(os.path.join(directory, "state.pt"), allowed)
         return Run(problems, injector, collections.Counter())
 
@@ -287,15 +287,6 @@ def save_files(directory: str, launcher: str, engine: str) -> dict[int, str]:
         except BaseException as error:
             told[number] = _said(error)
     return told
-
-
-def _recover_files(directory: str) -> None:
-    """Until no file is in use: the ring of a killed process keeps its files open for a moment."""
-    end = time.monotonic() + rounds.TIME_ORPHANS_MAX
-    while holdfast.recover(directory, silence_without_locks=0.0, age_without_locks=0.0)["kept_incomplete"]:
-        if time.monotonic() > end:
-            break
-        time.sleep(0.01)
 
 
 def _look_at_file(path: str, allowed: set[int]) -> list[Problem]:

@@ -54,7 +54,8 @@ class Trainer:
         self.round = round_
         self.actions = round_["lives"][life]
         self.directory = directory
-        self.is_dcp = "dcp" in round_["door"]
+        self.format = schedule.format_of(round_)
+        self.is_dcp = self.format == "dcp"
         self._out = out
         self._outcomes: list[threading.Event] = []
         self.hits: list[threading.Thread] = []
@@ -198,6 +199,10 @@ class Trainer:
             return self._checkpointer.save_async(state, action["step"], name=name)
         if self.is_dcp:
             return holdfast.dcp.async_save(state, checkpoint_id=path)
+        if self.format == "file":
+            return holdfast.save_file(
+                state, path, step=action["step"], replace=round_["replace"], when_full=round_["when_full"]
+            )
         return holdfast.save_async(
             state, path, step=action["step"], replace=round_["replace"], when_full=round_["when_full"],
             keep_last=round_["keep_last"],
@@ -242,9 +247,10 @@ class Trainer:
 
     def _load(self, action: dict[str, Any]) -> None:
         """A rollback: an older checkpoint is loaded, and the run goes on from it."""
-        format_ = "dcp" if self.is_dcp else "holdfast"
         try:
-            complete = holdfast.list_checkpoints(self.directory, format=format_)
+            complete = readers.complete(self.directory, self.format)
+        except FileNotFoundError:
+            return
         except holdfast.Error as error:
             if error.code != "NOT_FOUND":
                 self._tell_failure("unreadable", 0, error)
@@ -253,13 +259,12 @@ class Trainer:
             return
         path = complete[max(0, len(complete) - 1 - action["back"])]["path"]
         expected = readers.Expected(self.round)
+        reader = next(iter(readers.readers_of(self.format).values()))
         try:
-            for save, different in readers.readers_of(format_)[("holdfast.load", "holdfast.dcp")[self.is_dcp]](
-                path, expected
-            ):
+            for save, different in reader(path, expected):
                 self.tell("loaded", n=save, path=path, different=different)
         except BaseException as error:
-            if os.path.isdir(path):  # the other trainer's retention may have removed it
+            if os.path.exists(path):  # the other trainer's retention may have removed it
                 self._tell_failure("unreadable", 0, error)
 
     def _move(self, _: dict[str, Any]) -> None:
