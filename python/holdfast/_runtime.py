@@ -168,7 +168,19 @@ class Runtime:
             self.options.update(options)
 
     def door(self, directory: str, nbytes: int, **own: Any) -> _native.Checkpointer:
-        """A native Checkpointer for `directory`, with staging memory for a save of `nbytes`."""
+        """A native Checkpointer for `directory`, with staging memory for a save of `nbytes`.
+
+        Raises:
+            Error: of an option, or of the system, which names the directory.
+        """
+        try:
+            return self._door(directory, nbytes, own)
+        except Error as error:
+            if not error.errno or directory in error.message:
+                raise
+            raise Error(error.code, f"save to {directory}: {error.message}", error.errno) from error
+
+    def _door(self, directory: str, nbytes: int, own: dict[str, Any]) -> _native.Checkpointer:
         memory = self._memory
         key = (self._number, directory, *sorted(own.items()))
         with memory.lock:

@@ -30,6 +30,8 @@ constexpr FailureCode CodeOfErrno(int error_number) {
     case EMFILE:
     case ENFILE:
     case ENOLCK:
+    // A page that the file behind a mapping cannot give.
+    case EFAULT:
       return FailureCode::kResourceExhausted;
     case EINVAL:
     case ENAMETOOLONG:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,3 +132,15 @@ def test_the_injector_leaves_no_descriptor(tmp_path: Path) -> None:
         run(tmp_path / "file")
         (tmp_path / "file").unlink()
     assert len(os.listdir("/proc/self/fd")) <= before
+
+
+@pytest.mark.parametrize("replay", [
+    "first/thread/pwrite,trainer-0:clone3:3:EAGAIN",  # no thread for the worker
+    "first/thread/io_uring,trainer-0:io_uring_register:1:EFAULT",
+])  # fmt: skip
+def test_what_the_system_refuses_while_a_worker_is_set_up_has_a_code_and_an_object(replay: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.integrity", "--dir", str(tmp_path), "--replay", replay],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
