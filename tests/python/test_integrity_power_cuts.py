@@ -18,7 +18,7 @@ from holdfast.integrity.block_recorder import Recorder
 MIB = 1 << 20
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
 FILE_SYSTEMS = ("ext4", "xfs", "btrfs") if LONG else ("ext4",)
-DOORS = ("save_async", "checkpointer-dcp") if LONG else ("save_async",)
+DOORS = ("save_async", "save_file", "checkpointer-dcp") if LONG else ("save_async", "save_file")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -99,6 +99,7 @@ class Judge:
         self.problems: list[dict[str, str]] = []
         self.counts: collections.Counter[str] = collections.Counter()
         self.made: dict[int, Made] = {}
+        self.called_late: set[int] = set()  # saves whose call may have been noted later than it was made
         self._moved: list[str] = []
         self._actions = schedule.saves_of(round_)
 
@@ -264,6 +265,7 @@ class Judge:
         """Reads one checkpoint; returns the number of its save, 0 where it has none."""
         path, numbers, wrong = checkpoint["path"], set(), ""
         candidates = {m.number for m in self._saves(generation, checkpoint["name"]) if m.may_be_there}
+        candidates |= self.called_late
         every = self._readers()
         for reader in list(every) if thorough else list(every)[:1]:
             try:

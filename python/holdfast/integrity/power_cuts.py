@@ -150,6 +150,9 @@ def _judge(round_: dict[str, Any], log: Log, cut: Cut, directory: str) -> judge.
             lines.append(json.loads(operation))
     if lines:
         made.hear(lines, round_["lives"][life])
+    # What the driver hears of a call may reach the record behind the first writes of the save.
+    later = (json.loads(o) for o in log.operations[cut.at :] if isinstance(o, str) and o.startswith("{"))
+    made.called_late = {line["n"] for line in later if line["event"] == "call"} - made.made.keys()
     made.problems.clear()  # those of the round itself
     return made
 

@@ -153,7 +153,8 @@ class Trainer:
         mine = event if event and event["rank"] == self.rank else None
         self._set_rate(action.get("rate", 0))
         if self.round["door"] == "dcp":
-            os.makedirs(self.directory, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self.directory)
         self.tell("call", n=number)
         if mine:
             self._begin_event(number, mine)
