@@ -26,6 +26,7 @@ from lightning_jobs import LONG, SLOW, Looks, equal, every, look, model, names, 
 import holdfast
 from holdfast import files
 from holdfast.lightning import CheckpointIO
+from holdfast.lightning import files as lightning_files
 from holdfast.lightning.ordering import Order
 
 TESTS = Path(__file__).parents[1] / "python"
@@ -238,6 +239,29 @@ def test_the_last_save_is_awaited_after_an_exception_which_goes_out(
         else:
             assert names(at) == ["step=2.ckpt", "step=4.ckpt"] and notes == []
         plugin.teardown()
+
+
+def test_a_save_that_cannot_begin_takes_no_exceptions_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that is faster than the call: its failure shows in the call."""
+    plugin = CheckpointIO(**SLOW)
+    full = holdfast.Error("RESOURCE_EXHAUSTED", "no room for late.ckpt", 28)
+    begin = lightning_files.save
+
+    def refused(checkpoint: Any, path: Any, runtime: Any) -> Any:
+        if "late" in str(path):
+            raise full
+        return begin(checkpoint, path, runtime)
+
+    monkeypatch.setattr(lightning_files, "save", refused)
+    try:
+        raise ArithmeticError
+    except ArithmeticError:
+        plugin.save_checkpoint(BIG, tmp_path / "late.ckpt")
+    with pytest.raises(holdfast.Error, match="no room for late"):
+        plugin.teardown()
+    with pytest.raises(holdfast.Error, match="no room for late"):
+        plugin.save_checkpoint(BIG, tmp_path / "late.ckpt")
+    plugin.teardown()
 
 
 def test_an_error_that_nobody_has_read_shows_at_the_exit(tmp_path: Path) -> None:

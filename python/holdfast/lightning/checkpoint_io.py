@@ -139,7 +139,14 @@ class CheckpointIO(_Base):
                 "holdfast.configure to holdfast.lightning.CheckpointIO)"
             )
         else:
-            self.order.save(where, lambda: files.save(checkpoint, where, self.runtime))
+            under_way = sys.exc_info()[1]
+            try:
+                self.order.save(where, lambda: files.save(checkpoint, where, self.runtime))
+            except Error as error:
+                # As if it had failed a moment later: it must not take the place of what is handled.
+                if under_way is None or not error.errno:
+                    raise
+                self.order.note(error)
         if any(fnmatch.fnmatch(os.path.basename(where), name) for name in self.durable_names):
             self.order.wait_for(where)
         self.deliver()

@@ -259,6 +259,11 @@ class Order(PerProcess):
         for one in held:
             logger.info("%s: given up, %s", one.what, one.was_held)
 
+    def note(self, error: BaseException) -> None:
+        """Keeps the error of a save that could not begin, to be raised with the others."""
+        with self._changed:
+            self._errors.append(error)
+
     def take_error(self) -> BaseException | None:
         """The error of a save that has failed, each once, with the others' in its notes."""
         with self._changed:
