@@ -282,7 +282,8 @@ class Checkpointer(PerProcess):
         finally:
             with self.lock:
                 self._called[path] -= 1
-                self._called += collections.Counter()  # without those that are 0
+                if not self._called[path]:
+                    del self._called[path]
 
     def _remove_old(self, durable: _completion.SeenFuture, path: str, removal: Future) -> None:
         """Runs in the save's own thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import fnmatch
+import functools
 import os
 import re
 import sys
@@ -132,26 +133,26 @@ class CheckpointIO(_Base):
             raise Error("INVALID_ARGUMENT", f"save {os.fsdecode(path)}: the name of a file is expected")
         if _URL.match(where):
             self._url_options[where] = storage_options
-            self.order.save(where, lambda: urls.save(checkpoint, where, storage_options, self.spool, self.runtime))
+            begin = functools.partial(urls.save, checkpoint, where, storage_options, self.spool, self.runtime)
         elif storage_options is not None:
             raise TypeError(
                 f"save {where}: storage_options are for URLs; a local file has none (pass options of "
                 "holdfast.configure to holdfast.lightning.CheckpointIO)"
             )
         else:
-            under_way = sys.exc_info()[1]
-            try:
-                self.order.save(where, lambda: files.save(checkpoint, where, self.runtime))
-            except Error as error:
-                # As if it had failed a moment later: it must not take the place of what is handled.
-                if under_way is None or not error.errno:
-                    raise
-                self.order.note(error)
+            begin = functools.partial(files.save, checkpoint, where, self.runtime)
+        # A save while an exception is handled must not take its place; the error goes out with the end.
+        under_way = sys.exc_info()[1]
+        try:
+            self.order.save(where, begin)
+        except Error as error:
+            if under_way is None or not error.errno:
+                raise
+            self.order.note(error)
         if any(fnmatch.fnmatch(os.path.basename(where), name) for name in self.durable_names):
             self.order.wait_for(where)
         self.deliver()
-        # A save while an exception is handled must not take its place; the error goes out with the end.
-        if sys.exc_info()[1] is None:
+        if under_way is None:
             self.order.raise_error()
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
