@@ -183,6 +183,8 @@ class Tensor(_Tensors):
         wrong = None
         if value.is_quantized:
             wrong = "quantized tensors are not supported; save int_repr(), scale and zero point instead"
+        elif value.is_nested:
+            wrong = "nested tensors of the strided layout are not supported; save unbind(), or use torch.jagged"
         elif value.device.type == "meta":
             wrong = "a tensor on the meta device has no data"
         elif type(value) not in PLAIN_TENSORS and value.numel() and not value.data_ptr():
@@ -446,16 +448,24 @@ def kind_of(path: str, value: Any) -> Kind:
     container = container_kind(value)
     if container.names != ("object",):
         return container
-    if type(value).__module__ == "numpy" and type(value).__name__ == "ndarray":
-        return ARRAY if _is_array_of_torch(value) else container
+    if any(cls.__module__ == "numpy" and cls.__name__ == "ndarray" for cls in type(value).__mro__):
+        return _kind_of_array(path, value, container)
     return container if foreign_array(value) is None else FOREIGN
 
 
-def _is_array_of_torch(value: Any) -> bool:
+def _kind_of_array(path: str, value: Any, container: Kind) -> Kind:
+    """The kind of a numpy array: `container` for one whose elements torch cannot hold."""
     import numpy
 
     try:
         torch.from_numpy(numpy.empty(0, value.dtype))
-    except TypeError:  # objects, datetimes, strings
-        return False
-    return not value.flags.writeable or min(value.strides, default=0) >= 0
+    except (TypeError, ValueError):  # objects, datetimes, strings; a foreign byte order
+        return container
+    if type(value) not in (numpy.ndarray, numpy.memmap):
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"save {path or 'state'}: a {class_name(value)} may be more than its elements; save "
+            "numpy.asarray() of it, and of its mask where it has one",
+        )
+    shared = not value.flags.writeable or all(stride >= 0 and stride % value.itemsize == 0 for stride in value.strides)
+    return ARRAY if shared else container

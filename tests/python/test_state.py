@@ -91,6 +91,42 @@ def test_quantized_tensors_are_refused_with_what_to_do(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
+def test_nested_tensors_are_refused_with_what_to_do(tmp_path: Path) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with pytest.raises(holdfast.Error, match=r"a\.b: nested.*unbind") as error:
+        holdfast.save_async({"a": {"b": nested}}, tmp_path / "s")
+    assert error.value.code == "INVALID_ARGUMENT"
+
+
+def test_arrays_that_torch_cannot_share_keep_their_values(tmp_path: Path) -> None:
+    records = np.zeros(3, dtype=[("count", "i4"), ("mean", "f8")])
+    records["mean"] = [1, 2, 3]
+    arrays = {"foreign order": np.array([1, 258], ">i4"), "field": records["mean"], "reversed": np.arange(4)[::-1]}
+    loaded = through_disk(arrays, tmp_path / "s")
+    assert {name: array.tolist() for name, array in loaded.items()} == {
+        "foreign order": [1, 258],
+        "field": [1.0, 2.0, 3.0],
+        "reversed": [3, 2, 1, 0],
+    }
+
+
+@pytest.mark.parametrize(
+    "array", [np.ma.array([1, 2], mask=[False, True]), np.ma.array([1.0]), np.ndarray.view(np.ones(2), np.matrix)]
+)
+def test_arrays_that_are_more_than_elements_are_refused(tmp_path: Path, array: np.ndarray) -> None:
+    with pytest.raises(holdfast.Error, match=r"save a\.b: a numpy.*asarray") as error:
+        holdfast.save_async({"a": {"b": array}}, tmp_path / "s")
+    assert error.value.code == "INVALID_ARGUMENT"
+
+
+def test_an_array_over_a_file_is_saved_as_an_array(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "mapped", dtype="f4", mode="w+", shape=(3,))
+    mapped[:] = [1, 2, 3]
+    loaded = through_disk({"mapped": mapped}, tmp_path / "s")["mapped"]
+    assert type(loaded) is np.ndarray
+    assert loaded.tolist() == [1, 2, 3]
+
+
 def test_containers_and_plain_values_keep_their_types(tmp_path: Path) -> None:
     state = {
         "ordered": collections.OrderedDict(b=1, a=2),
