@@ -359,6 +359,8 @@ absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
   if (!parent.ok()) return base::Annotate(parent.status(), absl::StrCat("recover ", directory));
   auto file_system = directory::IdentifyFileSystem(parent->get());
   if (!file_system.ok()) return base::Annotate(file_system.status(), directory);
+  HOLDFAST_RETURN_IF_ERROR(
+      recovery::AwaitSingleFiles(parent->get(), directory, base::Now() + options.wait_for_orphans));
   // Ranks of one job recover at the same time. A recovery must not take another recovery's lock
   // during a removal for an orphan's.
   HOLDFAST_RETURN_IF_ERROR(

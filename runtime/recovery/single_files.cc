@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "runtime/base/clock.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/directory/completeness.h"
@@ -29,8 +31,16 @@ using directory::EntryKind;
 using directory::FileSave;
 using format::CompanionKind;
 
+constexpr absl::Duration kPoll = absl::Milliseconds(20);
+
 std::string NameOf(const FileSave& save, CompanionKind kind) {
   return format::CompanionName({.file = save.file, .kind = kind, .attempt = save.attempt});
+}
+
+/// True while a save has the file open. Otherwise `fd` has its lock until it is closed.
+bool IsLocked(int fd) {
+  return sys::Uninterrupted([&] { return sys::Sys().flock(fd, LOCK_EX | LOCK_NB); }) != 0 &&
+         errno == EWOULDBLOCK;
 }
 
 class Settling {
@@ -58,10 +68,7 @@ class Settling {
     if (absl::IsNotFound(fd.status())) return absl::OkStatus();  // committed meanwhile
     if (!fd.ok()) return Keep(*save, fd.status().message());
     // Under the lock no save begins with the file: its trainer makes a new file.
-    if (sys::Uninterrupted([&] { return sys::Sys().flock(fd->get(), LOCK_EX | LOCK_NB); }) != 0 &&
-        errno == EWOULDBLOCK) {
-      return Keep(*save, "a save of it is running");
-    }
+    if (IsLocked(fd->get())) return Keep(*save, "a save of it is running");
     if (!directory::NameRefersTo(parent_, name, fd->get())) return absl::OkStatus();
     if (!file_system_.local && !IsOld(name)) {
       return Keep(*save, absl::StrCat("locks on ", file_system_.name,
@@ -155,6 +162,23 @@ class Settling {
 };
 
 }  // namespace
+
+absl::Status AwaitSingleFiles(int parent, const std::string& path, absl::Time deadline) {
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                            directory::ListNames(parent, path));
+  for (const FileSave& save : directory::FileSavesAmong(names)) {
+    if (!save.has_temporary) continue;
+    while (base::Now() < deadline) {
+      // Opened anew each time: its save may have ended, and a held lock would make the next save
+      // take another file.
+      const auto fd = directory::OpenFile(parent, NameOf(save, CompanionKind::kTemporary),
+                                          /*follow_symlink=*/false);
+      if (!fd.ok() || !IsLocked(fd->get())) break;
+      directory::Pause(kPoll);
+    }
+  }
+  return absl::OkStatus();
+}
 
 absl::Status SettleSingleFiles(int parent, const std::string& path,
                                const directory::FileSystem& file_system,

@@ -5,10 +5,16 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/time/time.h"
 #include "holdfast/recovery.h"
 #include "runtime/directory/file_system.h"
 
 namespace holdfast::recovery {
+
+/// Waits until no save has one of the files locked that are unfinished now, at most until
+/// `deadline`. A killed process's ring may hold the lock for a moment. The caller does not hold the
+/// directory's lock, which a save needs for its end. \error when the directory cannot be listed.
+absl::Status AwaitSingleFiles(int parent, const std::string& path, absl::Time deadline);
 
 /// Renames complete files of dead saves to their final names. Removes further leftovers of dead
 /// saves and manifests without a file. The caller holds the directory's lock. \error when the

@@ -1,21 +1,28 @@
 // Files saved by themselves: a rename, an older file whole until then, and what crashes
 // leave.
+#include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 
 #include <filesystem>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/recovery.h"
 #include "holdfast/verify.h"
+#include "runtime/base/unique_fd.h"
 #include "runtime/format/file_names.h"
+#include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/child_process.h"
@@ -267,6 +274,33 @@ TEST_P(SingleFileCrash, BeforeTheRenameTheOlderFileIsSoundAndARecoveryCompletesT
   EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kSecond)));
   ExpectSound(kSecond);
   EXPECT_THAT(Recovered().promoted, IsEmpty());
+}
+
+TEST_P(SingleFileCrash, ARecoveryWaitsForALockThatSoonGoes) {
+  const std::string temporary = directory() + "/" + TemporaryOf(kSecond);
+  base::UniqueFd ring(sys::OpenOwned(AT_FDCWD, temporary.c_str(), O_RDWR | O_CLOEXEC, 0));
+  ASSERT_EQ(::flock(ring.get(), LOCK_SH | LOCK_NB), 0);
+  EXPECT_THAT(Recovered().kept_incomplete, ElementsAre(HasSubstr("is running")));
+  std::thread end([&] {
+    absl::SleepFor(absl::Milliseconds(100));
+    ring.Reset();
+  });
+  const auto recovered = Recover(directory(), {.wait_for_orphans = absl::Seconds(30)});
+  end.join();
+  ASSERT_TRUE(recovered.ok()) << recovered.status();
+  EXPECT_THAT(recovered->promoted, ElementsAre(kFile));
+  ExpectSound(kSecond);
+}
+
+TEST_P(SingleFileCrash, ARecoveryEndsItsWaitForALock) {
+  const std::string temporary = directory() + "/" + TemporaryOf(kSecond);
+  const base::UniqueFd held(sys::OpenOwned(AT_FDCWD, temporary.c_str(), O_RDWR | O_CLOEXEC, 0));
+  ASSERT_EQ(::flock(held.get(), LOCK_SH | LOCK_NB), 0);
+  const auto recovered = Recover(directory(), {.wait_for_orphans = absl::Milliseconds(100)});
+  ASSERT_TRUE(recovered.ok()) << recovered.status();
+  EXPECT_THAT(recovered->kept_incomplete, ElementsAre(HasSubstr("is running")));
+  EXPECT_THAT(recovered->promoted, IsEmpty());
+  ExpectSound(kFirst);
 }
 
 TEST_P(SingleFileCrash, BehindTheRenameTheNewFileIsSoundAndTheOlderManifestGoes) {

@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
-import time
 from typing import Any
 
 import holdfast
@@ -47,8 +46,6 @@ _CODES = {
 # What the other ranks of a save may say: one has failed, or gives no sign of life. In DCP they say what it
 # said, or that it is gone.
 _OF_RANKS = {"holdfast": {"ABORTED", "DEADLINE_EXCEEDED"}, "dcp": {"ABORTED", "UNAVAILABLE"}}
-IS_RUNNING = "a save of it is running"  # what a recovery says of a single file that is locked
-TIME_LOCKED_MAX = 30.0
 # What a load says of a damaged checkpoint.
 _OF_DAMAGE = {"DATA_LOSS", "FAILED_PRECONDITION", "NOT_FOUND"}
 
@@ -406,14 +403,5 @@ class Judge:
 
 
 def recover(directory: str) -> None:
-    """Recovers a directory in which no process saves. Killed by some rounds, and run again.
-
-    The ring of a killed process keeps its files locked for a moment: a single file counts as one that is
-    being saved then, and is left alone.
-    """
-    end = time.monotonic() + TIME_LOCKED_MAX
-    while True:
-        done = holdfast.recover(directory, wait_for_orphans=20, silence_without_locks=1.0, age_without_locks=0.0)
-        if not any(IS_RUNNING in kept for kept in done["kept_incomplete"]) or time.monotonic() > end:
-            return
-        time.sleep(0.01)
+    """Recovers a directory in which no process saves. Killed by some rounds, and run again."""
+    holdfast.recover(directory, wait_for_orphans=20, silence_without_locks=1.0, age_without_locks=0.0)
