@@ -270,6 +270,21 @@ def test_secrets_come_from_a_file(tmp_path: Path, server: s3_server.Server, url:
         assert done.status == 2 and "KEY=VALUE is expected" in done.error and "my secret" not in done.error
 
 
+def test_a_checkpoint_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
+    for step in (1, 2):
+        holdfast.save({"w": torch.ones(3)}, tmp_path / "run" / f"step-{step}", step=step)
+    run, one = tmp_path / "run", tmp_path / "run" / "step-1"
+    before = sorted(path.name for path in one.iterdir())
+    (tmp_path / "none").mkdir()
+    assert "no complete checkpoint" in command("drain", tmp_path / "none", tmp_path / "far", torch=False).out
+    for done in each(["drain", one, tmp_path / "far"], ["drain", run, one]):
+        assert done.status == 2 and f"{one} is a checkpoint; name the directory" in done.error
+    with pytest.raises(holdfast.Error, match="is a checkpoint; name the directory"):
+        holdfast.Checkpointer(run, drain_to=one)
+    assert sorted(path.name for path in one.iterdir()) == before
+    assert not (tmp_path / "far").exists()
+
+
 def test_options_are_checked(tmp_path: Path) -> None:
     for options in ({"keep_last": -1}, {"verify": "maybe"}, {"bytes_per_second": 0}, {"behind": "x"}, {"nice": 20}):
         with pytest.raises(ValueError, match=f"Drain: {next(iter(options))}"):

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
             for kind in ("arrived", "removed", "failed")
         })  # fmt: skip
     elif not arguments.watch and not events:
-        print("everything has arrived")
+        print("everything has arrived" if source.complete()[0] else f"no complete checkpoint in {arguments.source}")
     return 1 if following.failed else 0
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import os
 from typing import Any
 
-from holdfast import _native
+from holdfast import _native, directories
 from holdfast.cli import places, recovering, text
 from holdfast.drain.places import open_place
 from holdfast.drain.remote import is_url
@@ -85,7 +85,7 @@ def entries(directory: str) -> list[Entry]:
     """
     if is_url(directory):
         found = _of_store(directory)
-    elif places.format_of(names := places.names_in(directory, "list")):
+    elif directories.format_of(names := places.names_in(directory, "list")):
         found = [_of(os.path.abspath(directory), names)]
     else:
         found = [e for e in map(_below, (os.path.join(directory, n) for n in names)) if e is not None]
@@ -119,14 +119,14 @@ def _below(path: str) -> Entry | None:
     if match:
         state = "retired" if match["kind"] == "retired" else "unfinished"
         return Entry(name, path, "holdfast", state, attempt=match["attempt"])
-    if not places.format_of(names):
+    if not directories.format_of(names):
         return None
     entry = _of(path, names)
     return entry if entry.is_complete or os.path.isdir(path) else None  # removed meanwhile
 
 
 def _of(path: str, names: list[str]) -> Entry:
-    entry = Entry(os.path.basename(path), path, places.format_of(names), "complete")
+    entry = Entry(os.path.basename(path), path, directories.format_of(names), "complete")
     try:
         info = places.look_at_dcp(path) if entry.format == "dcp" else _native.inspect(path)
         for key in ("step", "saved_at", "bytes", "world_size", "attempt", "parent"):

@@ -11,13 +11,6 @@ from holdfast.errors import Error, of_system
 
 # runtime/layout/FORMAT.md, section 1.
 UNCOMMITTED = re.compile(r"\.?(?P<name>.+)\.(?P<kind>partial|fenced|retired)-(?P<attempt>[0-9a-f]{32})")
-_OF_DCP = re.compile(
-    r"(__\d+)?\.metadata|__\d+_\d+\.distcp|holdfast\.commit-[0-9a-f]{32}\.json"
-    r"|rank-\d{5,}-of-\d{5,}-[0-9a-f]{32}\.manifest\.json"
-)
-_OF_HOLDFAST = re.compile(
-    r"holdfast\.commit\.json|rank-\d{5,}-of-\d{5,}\.manifest\.json|model-(replicas|\d{5,}-of-\d{5,})\.safetensors"
-)
 
 
 def names_in(path: str, operation: str) -> list[str]:
@@ -28,14 +21,6 @@ def names_in(path: str, operation: str) -> list[str]:
     """
     with of_system(f"{operation} {path}"):
         return sorted(os.listdir(path))
-
-
-def format_of(names: list[str]) -> str:
-    """``"holdfast"`` or ``"dcp"`` for the names of a checkpoint's files; empty for other names."""
-    for kind, pattern in (("dcp", _OF_DCP), ("holdfast", _OF_HOLDFAST)):
-        if any(map(pattern.fullmatch, names)):
-            return kind
-    return ""
 
 
 def look_at_dcp(path: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from holdfast import _native, snapshots
+from holdfast import _native, directories, snapshots
 from holdfast.cli import description, places
 from holdfast.errors import Error, of_system
 
@@ -142,7 +142,7 @@ def open_source(path: str) -> Source:
 
         return TorchFile(path)
     names = places.names_in(path, "open")
-    kind = places.format_of(names)
+    kind = directories.format_of(names)
     if kind == "dcp":
         from holdfast.cli.framework_sources import Dcp
 

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
+from holdfast import directories
 from holdfast._dcp_directories import AGE
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
 
 Content = bytes
 # A read returns bytes [begin, end) of one file.
@@ -179,15 +180,23 @@ def check_place(url: str) -> None:
 
 
 def check_apart(source: str, target: str) -> None:
-    """Refuses one place twice.
+    """Refuses one place twice, and checkpoints in the place of directories of checkpoints.
 
     Raises:
-        Error: INVALID_ARGUMENT.
+        Error: INVALID_ARGUMENT, FAILED_PRECONDITION for a checkpoint.
     """
     paths = [path_of(place) for place in (source, target)]
     is_one = identity_of(source) == identity_of(target)
     if is_one or (all(path and os.path.exists(path) for path in paths) and os.path.samefile(*paths)):  # type: ignore[arg-type]
         raise Error("INVALID_ARGUMENT", f"drain {source} to {target}: they are one place; choose another")
+    for path in filter(os.path.isdir, filter(None, paths)):
+        with of_system(f"drain {source} to {target}: list {path}"):
+            is_checkpoint = directories.is_checkpoint(os.listdir(path))
+        if is_checkpoint:
+            raise Error(
+                "FAILED_PRECONDITION",
+                f"drain {source} to {target}: {path} is a checkpoint; name the directory that holds checkpoints",
+            )
 
 
 def open_place(url: str, storage: dict[str, Any] | None = None) -> Place:
