@@ -116,7 +116,7 @@ class Checkpointer(PerProcess):
             ``planner``, ``replace``), and the options of `holdfast.configure` for this Checkpointer.
 
     Raises:
-        Error: INVALID_ARGUMENT naming the option.
+        Error: INVALID_ARGUMENT naming the option; FAILED_PRECONDITION where `directory` is a checkpoint.
     """
 
     @_arguments.checked
@@ -136,6 +136,7 @@ class Checkpointer(PerProcess):
     ) -> None:
         text = directories.local_path(directory, "Checkpointer")
         self.directory = directories.absolute_path(text, "Checkpointer")
+        directories.check_is_no_checkpoint(self.directory, "Checkpointer")
         self._form = name
         self._pattern = _pattern_of(name)
         self.format = format

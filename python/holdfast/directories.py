@@ -58,9 +58,22 @@ def format_of(names: list[str]) -> str:
     return ""
 
 
-def is_checkpoint(names: list[str]) -> bool:
-    """True for names that checkpoints alone have; tensors may lie in any directory."""
-    return any(map(_RECORDS.fullmatch, names))
+def check_is_no_checkpoint(path: str, operation: str) -> None:
+    """Refuses a checkpoint where the directory that holds checkpoints is expected.
+
+    Raises:
+        Error: FAILED_PRECONDITION, and of the system.
+    """
+    if not os.path.isdir(path):
+        return
+    with of_system(f"{operation}: list {path}"):
+        names = os.listdir(path)
+    if any(map(_RECORDS.fullmatch, names)):  # tensors may lie in any directory
+        above = os.path.dirname(os.path.abspath(path))
+        raise Error(
+            "FAILED_PRECONDITION",
+            f"{operation}: {path} is a checkpoint; name the directory that holds checkpoints, for example {above}",
+        )
 
 
 def whole_step(step: int, operation: str = "save") -> int:

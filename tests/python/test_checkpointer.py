@@ -217,6 +217,15 @@ def test_bad_arguments_of_a_save_are_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@formats
+def test_a_checkpoint_is_no_directory_of_checkpoints(format: str, tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path, format=format) as checkpointer:
+        checkpointer.save({"w": torch.ones(3)}, 1)
+    with pytest.raises(holdfast.Error, match=f"step-1 is a checkpoint; .* {tmp_path} ") as error:
+        holdfast.Checkpointer(tmp_path / "step-1", format=format)
+    assert error.value.code == "FAILED_PRECONDITION"
+
+
 def test_options_of_a_save_are_defaults(tmp_path: Path) -> None:
     with opened(tmp_path, objects="refuse") as checkpointer:
         with pytest.raises(ValueError, match="refuse"):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from holdfast import directories
 from holdfast._dcp_directories import AGE
-from holdfast.errors import Error, of_system
+from holdfast.errors import Error
 
 Content = bytes
 # A read returns bytes [begin, end) of one file.
@@ -189,14 +189,8 @@ def check_apart(source: str, target: str) -> None:
     is_one = identity_of(source) == identity_of(target)
     if is_one or (all(path and os.path.exists(path) for path in paths) and os.path.samefile(*paths)):  # type: ignore[arg-type]
         raise Error("INVALID_ARGUMENT", f"drain {source} to {target}: they are one place; choose another")
-    for path in filter(os.path.isdir, filter(None, paths)):
-        with of_system(f"drain {source} to {target}: list {path}"):
-            is_checkpoint = directories.is_checkpoint(os.listdir(path))
-        if is_checkpoint:
-            raise Error(
-                "FAILED_PRECONDITION",
-                f"drain {source} to {target}: {path} is a checkpoint; name the directory that holds checkpoints",
-            )
+    for path in filter(None, paths):
+        directories.check_is_no_checkpoint(path, f"drain {source} to {target}")
 
 
 def open_place(url: str, storage: dict[str, Any] | None = None) -> Place:
