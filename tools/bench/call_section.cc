@@ -16,6 +16,8 @@ constexpr uint32_t kCounts[] = {300, 10'000, 100'000, 1'000'000};
 constexpr uint64_t kTensorBytes = 256;
 // Room for the bytes of one save and for the header, which has fewer bytes per tensor.
 constexpr uint64_t kArenaBytesPerTensor = 2 * kTensorBytes;
+// Checkpoints of so many tensors stay, because deletions slow the next calls (handoff_section.cc).
+constexpr uint32_t kCountKept = 10'000;
 constexpr double kUsPerSecond = 1e6;
 
 /// Gives the tensors names as long as those of a model.
@@ -38,10 +40,10 @@ absl::Status Calls(const Bench& bench, uint32_t count, Way* way) {
   if (!checkpointer.ok()) return checkpointer.status();
   for (uint32_t round = 0; round < bench.options.pairs + 1; ++round) {
     for (const bool repeated : {false, true}) {
-      const absl::StatusOr<SaveCost> cost =
-          MeasureSave(checkpointer->get(), absl::StrCat("call-", round, repeated ? "-again" : ""),
-                      stacks[round % 2]);
-      bench.scratch.Empty();
+      const absl::StatusOr<SaveCost> cost = MeasureSave(
+          checkpointer->get(), absl::StrCat("call-", count, "-", round, repeated ? "-again" : ""),
+          stacks[round % 2]);
+      if (count > kCountKept) bench.scratch.Empty();
       if (!cost.ok()) return cost.status();
       if (round == 0) continue;  // The first calls touch memory that later calls reuse.
       const double call = (cost->call_seconds - cost->report.time_copying) * kUsPerSecond;
