@@ -15,8 +15,9 @@ import hashlib
 import json
 import os
 import time
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -94,14 +95,57 @@ def _hash(size: int, *parts: Any) -> bytes:
     return hashlib.blake2b(repr(parts).encode(), digest_size=size).digest()
 
 
+class _Connections(PerProcess):
+    """Connections to the store of a process group, of which each is one thread's at a time."""
+
+    def clear(self) -> None:
+        self.free: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+    def take(self, world: Any, store: Any) -> Any:
+        """A connection for a thread alone: the job's own, or, while a thread has that, another one."""
+        with self.lock:
+            free = self.free.setdefault(world, [store])
+            if free:
+                return free.pop()
+            # Before PyTorch 2.8 all threads share one. Connections that came and went would stall the store.
+            return store.clone() if hasattr(store, "clone") else store
+
+    def give_back(self, world: Any, store: Any) -> None:
+        with self.lock:
+            self.free.setdefault(world, []).append(store)
+
+
+_connections = _Connections()
+
+
 class _Store:
-    """The store of the default process group, with waits that warn and end."""
+    """The store of the default process group, with waits that warn and end.
+
+    A wait keeps a connection from all other threads, so that each call has one of its own.
+    """
 
     def __init__(self, path: str) -> None:
+        import torch.distributed as dist
         from torch.distributed import distributed_c10d as c10d
 
-        self._store: Any = c10d._get_default_store()
+        self._world: Any = dist.group.WORLD
         self._path = path
+        with self.reached():
+            self._store: Any = _connections.take(self._world, c10d._get_default_store())
+
+    @contextlib.contextmanager
+    def reached(self) -> Iterator[None]:
+        """Raises what the store says, whose host is gone, as UNAVAILABLE."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise Error("UNAVAILABLE", f"save {self._path}: agree with the other ranks: {error}") from error
+
+    def close(self) -> None:
+        """Leaves the connection to other calls. A second time does nothing."""
+        world, self._world = self._world, None
+        if world is not None:
+            _connections.give_back(world, self._store)
 
     def set(self, key: str, value: Any) -> None:
         self._store.set(key, value if isinstance(value, bytes) else json.dumps(value).encode())
@@ -189,9 +233,11 @@ class Call:
         self._said: list[str] = []  # keys of this rank's posts, which it removes at the end
         self.attempt = ""
         try:
-            self._meet()
-        except RuntimeError as error:  # of the store: its host is gone
-            raise Error("UNAVAILABLE", f"save {shown}: agree with the other ranks: {error}") from error
+            with self._store.reached():
+                self._meet()
+        except BaseException:
+            self._store.close()
+            raise
 
     # ---- The attempt.
 
@@ -275,22 +321,19 @@ class Call:
             self._store.wait, check=self._check, check_every=self._time_come_max / _CHECKS_PER_LIVENESS
         )
         try:
-            if self._rank == 0:
-                keys = [f"{base}/{r}" for r in self._others]
-                wait(keys, self._others, _BUSY, self._time_ranks_max)
-                answer = judge([said, *self._store.get_all(keys)])
-                self._store.set(f"{base}/all", answer)
-                return answer
-            self._store.set(f"{base}/{self._rank}", said)
-            self._said.append(f"{base}/{self._rank}")
-            wait([f"{base}/all"], [0], _BUSY, self._time_ranks_max + _MARGIN)
-            return self._store.get(f"{base}/all")
+            with self._store.reached():
+                if self._rank == 0:
+                    keys = [f"{base}/{r}" for r in self._others]
+                    wait(keys, self._others, _BUSY, self._time_ranks_max)
+                    answer = judge([said, *self._store.get_all(keys)])
+                    self._store.set(f"{base}/all", answer)
+                    return answer
+                self._store.set(f"{base}/{self._rank}", said)
+                self._said.append(f"{base}/{self._rank}")
+                wait([f"{base}/all"], [0], _BUSY, self._time_ranks_max + _MARGIN)
+                return self._store.get(f"{base}/all")
         except Error as error:
             raise self._named(error) from None
-        except RuntimeError as error:
-            raise Error(
-                "UNAVAILABLE", f"save {self._shown}: agree with the other ranks: {error}"
-            ) from error
 
     def _named(self, error: Error) -> Error:
         said = f"save {self._shown}: "
@@ -300,14 +343,18 @@ class Call:
 
     def close(self) -> None:
         """Removes this rank's keys; the last rank removes those of all. Never raises."""
+        with contextlib.suppress(RuntimeError):
+            self._remove_keys()
+        self._store.close()
+
+    def _remove_keys(self) -> None:
         if self._rank == 0 or not self.attempt:
             return
-        with contextlib.suppress(RuntimeError):
-            self._store.drop(*self._said)
-            left = f"{self.attempt}/left"
-            if self._store.count(left) == self._world - 1:
-                stages = [f"{self.attempt}/{stage + 1}/all" for stage in range(self._stage)]
-                self._store.drop(f"{self.attempt}/go", *stages, left)
+        self._store.drop(*self._said)
+        left = f"{self.attempt}/left"
+        if self._store.count(left) == self._world - 1:
+            stages = [f"{self.attempt}/{stage + 1}/all" for stage in range(self._stage)]
+            self._store.drop(f"{self.attempt}/go", *stages, left)
 
     def refuse(self, reason: str) -> None:
         """Ends the call on the other ranks, which wait in `agree`. Never raises."""

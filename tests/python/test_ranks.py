@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,6 +100,38 @@ def test_a_late_rank_is_waited_for_whatever_the_store(tmp_path: Path) -> None:
     """The time-out of a FileStore has no class of its own."""
     dcp_ranks.run_ranks(RANKS, tmp_path, late_in_a_file_store, str(tmp_path))
     assert holdfast.verify(tmp_path / "s1")["verdict"] == "sound"
+
+
+def threads_save(rank: int, directory: str) -> None:
+    """Three threads of each rank, which do not wait for each other, save at once."""
+    of = [holdfast.Checkpointer(directory, name=f"{thread}-{{step}}", keep_last=2) for thread in range(3)]
+    in_calls = [0.0] * len(of)
+
+    def save_all(thread: int) -> None:
+        for step in range(12):
+            time.sleep(0.01 * ((thread + rank) % 3))
+            before = time.monotonic()
+            of[thread].save_async({"w": torch.full((1 << 19,), float(100 * step + 10 * thread + rank))}, step)
+            in_calls[thread] += time.monotonic() - before
+
+    threads = [threading.Thread(target=save_all, args=(thread,)) for thread in range(len(of))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for checkpointer in of:
+        checkpointer.wait(60)
+    assert max(in_calls) < 12 * 0.5, in_calls
+    dist.barrier()
+    for thread, checkpointer in enumerate(of):
+        assert float(checkpointer.load(11)["w"][0]) == 1100 + 10 * thread + rank
+        checkpointer.close()
+    assert not (rank == 0 and [n for n in os.listdir(directory) if "partial" in n])
+
+
+def test_threads_of_the_ranks_save_at_once(tmp_path: Path) -> None:
+    """A thread that waits for another rank keeps no other thread from its save."""
+    on_ranks(RANKS, threads_save, str(tmp_path))
 
 
 def save_shards(rank: int, directory: str) -> None:
