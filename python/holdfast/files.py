@@ -94,7 +94,7 @@ def save_file(
 
     save = Save(
         start, whole, step, extra, captured.keep, door, runtime=runtime, ordered=captured.waiting,
-        watch=captured.watch,
+        watch=captured.watch, skips=when_full == "skip",
     )  # fmt: skip
     if wait:
         save.wait()

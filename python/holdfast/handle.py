@@ -86,6 +86,7 @@ class Save:
         step: the training step that it was given.
         skipped: whether the save was left out, with ``when_full="skip"``. `staged` then has ended
             with None and `durable` with an UNAVAILABLE error, which `flush` and the exit pass over.
+            What one rank leaves out, all leave out: this is final when `durable` has ended.
         staged: a future, done once everything was copied out of the state; CPU tensors always are
             when `save_async` returns. Only device tensors that ``late`` names must stay unchanged
             until then.
@@ -98,7 +99,7 @@ class Save:
     def __init__(self, start: Callable[[], _native.SaveHandle], path: str, step: int,
                  extra: dict[str, Any], keep: list[Any], door: _native.Checkpointer, *,
                  runtime: _runtime.Runtime, ordered: Iterable[torch.device] = (),
-                 watch: _late.Watch | None = None, publishes: bool = True,
+                 watch: _late.Watch | None = None, publishes: bool = True, skips: bool = False,
                  on_failure: Callable[[], None] | None = None) -> None:
         # `start` may wait for memory. It is called in the thread that sees the save through: Ctrl-C
         # ends the caller's wait for it, and never gets between a save that began and its handle.
@@ -121,6 +122,7 @@ class Save:
         self._door: _native.Checkpointer | None = door
         self._pid = os.getpid()
         self._publishes = publishes  # False: it is a part of what its owner publishes
+        self._skips = skips  # with when_full="skip"
         self._on_failure = on_failure  # called before the futures end
         self._report: dict[str, Any] | None = None
         self._devices = {s.device for s in keep}
@@ -165,8 +167,7 @@ class Save:
         except BaseException as refusal:
             refusal.__traceback__ = None  # it would keep what `start` was made of
             self.refused = True
-            if _is_skip(refusal):
-                self.skipped = self.extra["skipped"] = True
+            if self._is_skip(refusal):
                 raise
             self._refusal = refusal
             raise Error("CANCELLED", f"save {self.path}: it did not begin") from None
@@ -200,6 +201,9 @@ class Save:
 
     def _end(self, report: dict[str, Any] | None, error: Error | None) -> None:
         self._keep = None
+        if error is not None and self._is_skip(error):
+            self.refused = self.skipped = self.extra["skipped"] = True
+            error = Error("UNAVAILABLE", error.message)  # also where another rank has left it out
         try:
             if self._publishes and (self._native is not None or self.skipped):
                 events.publish(self, report, error)
@@ -215,6 +219,11 @@ class Save:
             ended(self, failed=error is not None and not self.refused)
             self._door = None
             self._begun.set()
+
+    def _is_skip(self, error: BaseException) -> bool:
+        """Whether this rank's runtime has left the save out, as ``when_full="skip"`` asks, or another rank's."""
+        codes = ("UNAVAILABLE", "ABORTED") if self._skips else ()
+        return isinstance(error, Error) and error.code in codes and ": skipped, " in error.message
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -295,11 +304,6 @@ class Save:
         except Error as error:
             events.logger.warning("wait for the copies of %s: %s", self.path, error)
             self.staged.exception()  # should the save go on, its tensors stay as they are
-
-
-def _is_skip(error: BaseException) -> bool:
-    """Whether the runtime has left a save out, as ``when_full="skip"`` asks."""
-    return isinstance(error, Error) and error.code == "UNAVAILABLE" and ": skipped, " in error.message
 
 
 @functools.cache

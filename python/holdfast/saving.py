@@ -178,7 +178,8 @@ def save_async(
             _lineage.failed(whole, attempt)
 
         begun = Save(start, whole, step, extra, captured.keep, door, runtime=runtime,
-                     ordered=captured.waiting, watch=captured.watch, on_failure=on_failure)
+                     ordered=captured.waiting, watch=captured.watch, skips=when_full == "skip",
+                     on_failure=on_failure)
         captured.release()
         _say_what_loads(whole, captured.needs_allow)
         return begun

@@ -134,6 +134,28 @@ def test_threads_of_the_ranks_save_at_once(tmp_path: Path) -> None:
     on_ranks(RANKS, threads_save, str(tmp_path))
 
 
+def one_rank_has_no_memory(rank: int, directory: str) -> None:
+    checkpointer = holdfast.Checkpointer(
+        directory, when_full="skip", arena_bytes=(64, 16)[rank] << 20, bytes_per_second_max=8 << 20
+    )
+    state = {"w": torch.full((3 << 20,), float(rank))}
+    saves = [checkpointer.save_async(state, step) for step in range(4)]
+    checkpointer.wait(60)  # raises nothing of the saves that were left out
+    assert [save.skipped for save in saves] == [False, True, True, True]
+    for save in saves[1:]:
+        with pytest.raises(holdfast.Error, match="rank 1 failed: .*skipped" if rank == 0 else "skipped") as error:
+            save.wait(60)
+        assert error.value.code == "UNAVAILABLE"
+    assert [c["step"] for c in checkpointer.list()] == [0]
+    checkpointer.save(state, 4)
+    dist.barrier()
+    checkpointer.close()
+
+
+def test_a_save_that_one_rank_skips_is_skipped_by_all(tmp_path: Path) -> None:
+    on_ranks(RANKS, one_rank_has_no_memory, str(tmp_path))
+
+
 def save_shards(rank: int, directory: str) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
