@@ -92,6 +92,41 @@ bool SkipText(const char** at, const char* text) {
   return true;
 }
 
+/// Returns the character of the escape at `*at`, and moves `*at` behind it. Escapes that
+/// format/text does not write give a zero byte, which no file name has.
+char Unescaped(const char** at, const char* end) {
+  constexpr size_t kHexEscapeBytes = 6;  // \u00XX
+  const auto left = static_cast<size_t>(end - *at);
+  const char kind = left < 2 ? '\0' : (*at)[1];
+  if (kind == 'u' && left >= kHexEscapeBytes) {
+    unsigned value = 0;
+    for (const char* digit = *at + 2; digit < *at + kHexEscapeBytes; ++digit) {
+      const bool decimal = *digit >= '0' && *digit <= '9';
+      if (!decimal && (*digit < 'a' || *digit > 'f')) return '\0';
+      value = value << 4 | static_cast<unsigned>(decimal ? *digit - '0' : *digit - 'a' + 10);
+    }
+    *at += kHexEscapeBytes;
+    return value < 0x80 ? static_cast<char>(value) : '\0';
+  }
+  *at += 2;
+  if (kind == '"' || kind == '\\') return kind;
+  return kind == 'n' ? '\n' : kind == 't' ? '\t' : kind == 'r' ? '\r' : '\0';
+}
+
+/// Sets `*key` to that of the name that a manifest writes as [at, end). Returns false for a name
+/// that no entry can have.
+bool KeyOfWritten(const char* at, const char* end, uint64_t* key) {
+  char name[kNameBytes];
+  size_t bytes = 0;
+  while (at < end) {
+    const char next = *at == '\\' ? Unescaped(&at, end) : *at++;
+    if (next == '\0' || bytes == sizeof(name)) return false;
+    name[bytes++] = next;
+  }
+  *key = KeyOf(name, bytes);
+  return true;
+}
+
 /// Reads a rank or a world size: five digits, or more without a leading zero.
 bool SkipRank(const char** at, uint64_t* value) {
   const char* const begin = *at;
@@ -179,11 +214,11 @@ void Inventory::AddNames(const char* at, const char* end) {
     const char* last = at;
     while (last < end && *last != '"') last += *last == '\\' ? 2 : 1;
     const auto left = static_cast<size_t>(last < end ? end - last : 0);
-    // "dtype" follows a tensor's name. A name with escapes matches no entry: its file counts as
-    // foreign and is kept.
+    // "dtype" follows a tensor's name.
     const bool names_file = left >= kBytesBytes && memcmp(last, kBytes, kBytesBytes) == 0;
-    if (names_file && key_count_ < keys_max_)
-      keys_[key_count_++] = KeyOf(at, static_cast<size_t>(last - at));
+    uint64_t key = 0;
+    if (names_file && key_count_ < keys_max_ && KeyOfWritten(at, last, &key))
+      keys_[key_count_++] = key;
   }
 }
 

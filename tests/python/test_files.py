@@ -82,6 +82,18 @@ def test_a_file_that_cannot_be_saved_is_refused_by_name(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_checkpoint_with_any_name_of_a_further_file_is_replaced_and_removed(tmp_path: Path) -> None:
+    """A manifest writes some characters of a name as escapes."""
+    files = {name: name.encode() for name in ("a\nb", 'say "x"', "back\\slash", "\t\r\x01\x7f", "\u00e9\u2603", "n")}
+    for step in (1, 2):
+        holdfast.save(STATE, tmp_path / "last", replace=True, files=files)
+        holdfast.save(STATE, tmp_path / f"step-{step}", step=step, keep_last=1, files=files)
+    holdfast.flush()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["last", "step-2"]
+    assert holdfast.open(tmp_path / "last").files() == files
+    assert holdfast.verify(tmp_path / "step-2")["verdict"] == "sound"
+
+
 @pytest.mark.parametrize(
     "name",
     [".metadata", "__0.metadata", "__0_0.distcp", "state-00001-of-00002.json", "model-00007-of-00008.safetensors",

@@ -123,6 +123,27 @@ TEST_F(DeleteJobTest, KeepsACheckpointWithAFileOfOthersWhole) {
   }
 }
 
+TEST_F(DeleteJobTest, RemovesFilesWhoseNamesAManifestEscapes) {
+  const std::string manifest = "rank-00000-of-00001.manifest.json";
+  Make("step-1", {manifest});
+  WriteFileAt(directory.path() + "/step-1/" + manifest,
+              ManifestNaming({R"(a\nb)", R"(\"c\\d\")", R"(\u0001\t\u007f)", R"(\r)"}));
+  for (const std::string name : {"a\nb", "\"c\\d\"", "\x01\t\x7f", "\r"})
+    WriteFileAt(directory.path() + "/step-1/" + name, "x");
+  EXPECT_TRUE(Delete({"step-1"}).ok()) << table->job()->completion.foreign;
+  EXPECT_TRUE(NamesIn(directory.path()).empty());
+}
+
+TEST_F(DeleteJobTest, KeepsACheckpointWhoseManifestHasDamagedEscapes) {
+  const std::string manifest = "rank-00000-of-00001.manifest.json";
+  Make("step-1", {manifest});
+  WriteFileAt(directory.path() + "/step-1/" + manifest,
+              ManifestNaming({R"(\u00)", R"(\u00zz)", R"(\u00e9)", R"(\q)", R"(\u0000)"}));
+  WriteFileAt(directory.path() + "/step-1/q", "precious");
+  EXPECT_EQ(Delete({"step-1"}).code, FailureCode::kFailedPrecondition);
+  EXPECT_TRUE(Exists(directory.path() + "/step-1/q"));
+}
+
 TEST_F(DeleteJobTest, TakesCommitRecordAndBoardForHoldfasts) {
   const std::string record = layout::kCommitRecordName;
   const std::string manifest = "rank-00000-of-00001.manifest.json";
