@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import math
 import os
 import pickle
 import re
+import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -286,9 +288,13 @@ def _check_file_name(name: str, layout: str) -> None:
 def _content(name: str, given: Any) -> bytes | bytearray:
     """The content of a further file: text, bytes, or those of the file at a path."""
     if isinstance(given, str):
-        return given.encode()
+        try:
+            return given.encode()
+        except UnicodeEncodeError as error:
+            raise Error("INVALID_ARGUMENT", f"save {name}: files=: its text is not Unicode ({error}); pass bytes") from None
     if isinstance(given, os.PathLike):
-        with of_system(f"save {name}: read {os.fspath(given)}"), open(given, "rb", buffering=0) as file:
+        opener = functools.partial(_opened, name)
+        with of_system(f"save {name}: read {os.fspath(given)}"), open(given, "rb", 0, opener=opener) as file:
             return _whole(name, file)
     if isinstance(given, (bytes, bytearray, memoryview)):
         return bytes(given)
@@ -296,6 +302,15 @@ def _content(name: str, given: Any) -> bytes | bytearray:
         "INVALID_ARGUMENT",
         f"save {name}: files= takes text, bytes or a pathlib.Path, no {type(given).__name__}",
     )
+
+
+def _opened(name: str, path: str, flags: int) -> int:
+    """As `os.open`, for regular files alone: a pipe would be waited for."""
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise Error("INVALID_ARGUMENT", f"save {name}: {path} is no regular file; files= copies files, and takes text and bytes")
 
 
 def _whole(name: str, file: io.FileIO) -> bytearray:

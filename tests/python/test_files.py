@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import tracemalloc
 from pathlib import Path
 
@@ -71,6 +72,9 @@ def test_a_checkpoint_with_further_files_is_replaced_and_removed_whole(tmp_path:
         ({"a.tmp": b""}, "ends in"),
         ({"a": 3}, "takes text, bytes or a pathlib.Path, no int"),
         ({"a": Path("/nowhere/at/all")}, "read /nowhere/at/all: No such file"),
+        ({"a": Path("/dev/zero")}, "/dev/zero is no regular file"),
+        ({"a": Path("/tmp")}, "/tmp is no regular file"),
+        ({"a": "\udc80"}, "a: files=: its text is not Unicode"),
     ],
 )
 def test_a_file_that_cannot_be_saved_is_refused_by_name(
@@ -80,6 +84,12 @@ def test_a_file_that_cannot_be_saved_is_refused_by_name(
         holdfast.save_async(STATE, tmp_path / "s", files=files)
     assert next(iter(files)) in error.value.message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(holdfast.Error, match="pipe is no regular file"):
+        holdfast.save_async(STATE, tmp_path / "s", files={"a": tmp_path / "pipe"})
 
 
 def test_a_checkpoint_with_any_name_of_a_further_file_is_replaced_and_removed(tmp_path: Path) -> None:
