@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,18 @@ _context.set_forkserver_preload([
     "holdfast.dcp",
     "holdfast.observe",
 ])  # fmt: skip
+
+
+@contextlib.contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        # A child that is forked later has the group and not its threads: its collector would wait for them for ever.
+        gc.collect()
 
 
 def _rank(rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple[Any, ...],

@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import dcp_ranks
 import numpy as np
 import pytest
 import torch
@@ -217,18 +218,14 @@ def test_a_cycle_far_down_is_found(tmp_path: Path) -> None:
 
 
 def test_a_sharded_tensor_is_named_with_what_to_do(tmp_path: Path) -> None:
-    import torch.distributed as dist
     from torch.distributed._shard import sharded_tensor
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
+    with dcp_ranks.one_rank():
         sharded = sharded_tensor.zeros(ChunkShardingSpec(0, ["rank:0/cpu"]), 4, 2)
         with pytest.raises(holdfast.Error, match=r"save a\.b: a ShardedTensor.*holdfast\.dcp") as error:
             holdfast.save_async({"a": {"b": sharded}}, tmp_path / "s")
         assert error.value.code == "INVALID_ARGUMENT"
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("where", [lambda storage, location: storage, lambda name: object(), {"cpu": 3.5}, "nowhere"])

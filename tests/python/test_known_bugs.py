@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import dcp_ranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -69,9 +70,8 @@ class SlowToCopy:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    yield
-    torch.distributed.destroy_process_group()
+    with dcp_ranks.one_rank():
+        yield
 
 
 def step_of(path: Path) -> float:
