@@ -21,7 +21,16 @@ from typing import Any
 
 import torch
 
-from holdfast._constructors import CONSTRUCTORS, STATES, Constructor, built_dtype, set_array
+from holdfast._constructors import (
+    CONSTRUCTORS,
+    STATES,
+    STORAGES,
+    Constructor,
+    built_dtype,
+    require,
+    set_array,
+    storage_at,
+)
 from holdfast._plain import name_of
 from holdfast.errors import Error
 
@@ -151,7 +160,8 @@ class Unpickler(pickle._Unpickler):
     pop_mark: Callable[[], list[Any]]
 
     def __init__(self, data: bytes, operation: str, allow: frozenset[str] = frozenset()) -> None:
-        super().__init__(io.BytesIO(data))
+        self._stream = io.BytesIO(data)
+        super().__init__(self._stream)
         self._data = data
         self.operation = operation
         self._allow = allow
@@ -270,6 +280,15 @@ class Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"arguments by name for {cls!r:.80}")
         self.append(self._call(cls, args, lambda *a: cls.__new__(cls, *a, **named)))
 
+    def storage_of(self, data: bytes) -> Any:
+        self.charge_copy(len(data))
+        inner = _StorageUnpickler(data, self.operation)
+        inner._units = self._units
+        try:
+            return inner.storage()
+        finally:
+            self._units = inner._units
+
     # ---- States and items.
 
     def _build(self) -> None:
@@ -373,6 +392,27 @@ class Unpickler(pickle._Unpickler):
         pickle.TUPLE3: lambda self: self._push_tuple(self._pop(3)),
     }.items():
         dispatch[_code[0]] = _method
+
+
+class _StorageUnpickler(Unpickler):
+    """Reads a storage as plain pickles contain it, in the older format of ``torch.save``: five pickles, and its memory."""
+
+    constructors = STORAGES
+
+    def __init__(self, data: bytes, operation: str) -> None:
+        super().__init__(data, operation)
+        self._safe = {}
+
+    def persistent_load(self, pid: Any) -> Any:
+        return pid
+
+    def storage(self) -> Any:
+        require(self.load() == torch.serialization.MAGIC_NUMBER, "no storage of torch.save")
+        version, _system, pid, keys = (self.load() for _ in range(4))
+        require(version == torch.serialization.PROTOCOL_VERSION, f"version {version!r:.20} of a storage")
+        memory = self._stream.read()[8:]  # behind the number of elements
+        require(type(pid) is tuple and pid[5:] == (None,) and keys == [pid[2]], "a storage that is a view")
+        return storage_at(pid, lambda key: memory)
 
 
 def _parts(value: Any) -> tuple[Any, ...]:

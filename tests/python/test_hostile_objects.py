@@ -59,6 +59,7 @@ def in_child(read: Any) -> str:
         text = "nothing"
         try:
             signal.alarm(60)
+            torch.set_num_threads(1)  # those of the parent are not here, and would be waited for
             in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (in_use + GIB, in_use + GIB))
             text = f"made {read()!r:.200}"
@@ -188,6 +189,69 @@ def test_the_planted_bug_puts_the_list_in_front_of_another_parser_and_is_found(m
     assert answer.startswith(("made", "raised")), answer
 
 
+def _storage(pickled: bytes, memory: bytes = bytes(8)) -> bytes:
+    """What ``pickle`` writes of a storage of two floats, with another pickle in the place of its third."""
+    function, (data,) = torch.zeros(2).untyped_storage().__reduce__()
+    stream = io.BytesIO(data)
+    for _ in range(3):
+        pickle.load(stream)
+    return pickle.dumps(Call(function, data[: stream.tell()] + pickled + struct.pack("<Q", 2) + memory), 4)
+
+
+class _Id(pickle.Pickler):
+    def persistent_id(self, value: Any) -> Any:
+        return value.id if isinstance(value, Call) else None
+
+
+def _named(*pid: Any) -> bytes:
+    out = io.BytesIO()
+    call = Call(None)
+    call.id = pid  # type: ignore[attr-defined]
+    _Id(out, 2).dump(call)
+    return out.getvalue() + pickle.dumps([pid[2]], 2)
+
+
+_FLOATS = ("storage", torch.FloatStorage, "1", "cpu", 2, None)
+
+STORAGES = {
+    "code in its pickle": lambda: _storage(pickle.dumps(Evil(), 2)),
+    "code behind its pickle": lambda: _storage(_named(*_FLOATS)[:-1] + b"0" + pickle.dumps(Evil(), 2)[2:]),
+    "code in an archive": lambda: pickle.dumps(
+        Call(torch.storage._load_from_bytes, _archive({"archive/data.pkl": pickle.dumps(Evil(), 2), "archive/version": b"3\n"})), 4
+    ),
+    "code alone": lambda: pickle.dumps(Call(torch.storage._load_from_bytes, pickle.dumps(Evil(), 2)), 4),
+    "more elements than memory": lambda: _storage(_named("storage", torch.FloatStorage, "1", "cpu", 1 << 40, None)),
+    "memory that ends early": lambda: _storage(_named(*_FLOATS), bytes(7)),
+    "more memory than elements": lambda: _storage(_named(*_FLOATS), bytes(9)),
+    "a class that is no storage": lambda: _storage(_named("storage", list, "1", "cpu", 2, None)),
+    "no bytes": lambda: pickle.dumps(Call(torch.storage._load_from_bytes, [1]), 4),
+    "a tensor beyond its storage": lambda: pickle.dumps(
+        Call(torch._utils._rebuild_tensor_v2, torch.zeros(2)._typed_storage(), 0, (1 << 30,), (1,), False, {}), 4
+    ),
+}  # fmt: skip
+
+
+# What errors of earlier versions said that objects with tensors need.
+_EARLIER = ["torch._utils:_rebuild_tensor_v2", "torch.storage:_load_from_bytes"]
+
+
+@pytest.mark.parametrize("allow", [[], _EARLIER])
+@pytest.mark.parametrize("name", STORAGES)
+def test_a_storage_in_an_object_runs_no_code(name: str, allow: list[str]) -> None:
+    def read() -> Any:
+        try:
+            return repr(_unpickle.loads(STORAGES[name](), "o", allow))
+        finally:
+            assert not hasattr(builtins, "holdfast_was_here")
+
+    answer = in_child(read)
+    assert answer.startswith(("DATA_LOSS load o: ", "PERMISSION_DENIED ")), answer
+
+
+def test_a_storage_is_what_pickle_writes() -> None:
+    assert same(torch.tensor([], dtype=torch.float32).set_(touched(_storage(_named(*_FLOATS))).untyped()), torch.zeros(2))
+
+
 @pytest.mark.parametrize("opcode", [b"r\xff\xff\xff\xff", b"\x95" + struct.pack("<Q", 1 << 40)])
 def test_a_length_alone_takes_no_memory(opcode: bytes) -> None:
     assert in_child(lambda: touched(b"\x80\x04N" + opcode + b".")) == "made None"
@@ -261,6 +325,51 @@ def test_what_states_hold_is_loaded_from_every_protocol(name: str, protocol: int
     assert same(_unpickle.loads(data, "o"), pickle.loads(data))
 
 
+def _framework_objects() -> dict[str, Any]:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.note = "kept"  # type: ignore[attr-defined]
+    dense = torch.eye(4)
+    generator = torch.Generator().manual_seed(5)
+    return {
+        "tensors": {"a": torch.arange(6.0).reshape(2, 3).t(), "b": torch.ones(0), "c": torch.ones(())},
+        "views": [base := torch.arange(10), base[2:4]],
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "parameter with an attribute": parameter,
+        "sparse": [dense.to_sparse(), dense.to_sparse_csr()],
+        "generator": generator,
+        "bytes": io.BytesIO(b"state"),
+        "bfloat16": torch.ones(3, dtype=torch.bfloat16),
+    }
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+@pytest.mark.parametrize("name", _framework_objects())
+def test_tensors_in_an_object_need_no_leave(name: str, protocol: int) -> None:
+    value = _framework_objects()[name]
+    data = pickle.dumps([value], protocol)
+    assert not _unpickle.unlisted(data)
+    (loaded,) = _unpickle.loads(data, "o")
+    assert same(loaded, value)
+    assert getattr(loaded, "note", None) == getattr(value, "note", None)
+
+
+class Holder:
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+
+def test_leave_for_a_class_is_none_for_what_its_tensors_are_made_by(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(7)
+    holdfast.save({"holder": Holder(torch.arange(3.0)), "generator": generator}, tmp_path / "s")
+    with pytest.raises(holdfast.Error) as error:
+        holdfast.load(tmp_path / "s")
+    given = ast.literal_eval(error.value.message.rpartition("allow=")[2])
+    assert given == [_unpickle.name_of(Holder)]
+    loaded = holdfast.load(tmp_path / "s", allow=given)
+    assert torch.equal(loaded["holder"].weight, torch.arange(3.0))
+    assert same(loaded["generator"], generator)
+
+
 def test_a_shared_value_stays_shared() -> None:
     shared = [1]
     dtype = numpy.dtype(">f4")
@@ -270,7 +379,11 @@ def test_a_shared_value_stays_shared() -> None:
     assert (loaded[3] == 0).all()
 
 
-_SEEDS = [pickle.dumps(value, p) for value in [*BENIGN.values(), *_arrays().values()] for p in (2, 4)]
+_SEEDS = [
+    pickle.dumps(value, p)
+    for value in [*BENIGN.values(), *_arrays().values(), *_framework_objects().values()]
+    for p in (2, 4)
+]
 
 
 def _mutated(seed: int) -> bytes:
@@ -439,23 +552,6 @@ def test_a_crafted_object_runs_no_code(name: str, tmp_path: Path) -> None:
         with pytest.raises(CheckpointException, match=r"load o: .*PERMISSION_DENIED"):
             dcp.load(state, storage_reader=holdfast.dcp.StorageReader(tmp_path / "s"))
     assert not hasattr(builtins, "holdfast_was_here")
-
-
-def _framework_objects() -> dict[str, Any]:
-    parameter = torch.nn.Parameter(torch.ones(3))
-    parameter.note = "kept"  # type: ignore[attr-defined]
-    dense = torch.eye(4)
-    generator = torch.Generator().manual_seed(5)
-    return {
-        "tensors": {"a": torch.arange(6.0).reshape(2, 3).t(), "b": torch.ones(0), "c": torch.ones(())},
-        "views": [base := torch.arange(10), base[2:4]],
-        "parameter": torch.nn.Parameter(torch.ones(3)),
-        "parameter with an attribute": parameter,
-        "sparse": [dense.to_sparse(), dense.to_sparse_csr()],
-        "generator": generator,
-        "bytes": io.BytesIO(b"state"),
-        "bfloat16": torch.ones(3, dtype=torch.bfloat16),
-    }
 
 
 @pytest.mark.parametrize("name", [*BENIGN, *_arrays(), *_framework_objects()])
