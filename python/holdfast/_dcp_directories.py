@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Collection
 from typing import Any
 
-from holdfast import _native
+from holdfast import _native, _regular
 from holdfast._durable import sync_directory
 from holdfast.errors import Error, of_system
 
@@ -87,13 +87,12 @@ def look(path: str) -> dict[str, Any] | None:
     """What is known of a complete checkpoint; None for a directory that is none.
 
     Raises:
-        Error: DATA_LOSS where ``.metadata`` is not what the save committed, or the save's commit record is
-            missing.
+        Error: DATA_LOSS where ``.metadata`` is no file or not what the save committed, or the save's commit
+            record is missing.
         OSError: of the system.
     """
     try:
-        with open(os.path.join(path, METADATA), "rb") as file:
-            data, changed = file.read(), os.fstat(file.fileno()).st_mtime
+        data, status = _regular.read_whole(os.path.join(path, METADATA), "read", _regular.METADATA_BYTES_MAX)
     except FileNotFoundError:
         return None
     names = os.listdir(path)
@@ -104,8 +103,8 @@ def look(path: str) -> dict[str, Any] | None:
             continue
         if _native.check_commit_file(path, attempt, METADATA, data) is None:
             continue  # of an earlier version
-        with open(os.path.join(path, f"holdfast.commit-{attempt}.json"), "rb") as file:
-            record = json.load(file)
+        name = f"holdfast.commit-{attempt}.json"
+        record = json.loads(_regular.read_whole(os.path.join(path, name), "read", _regular.RECORD_BYTES_MAX)[0])
         return {
             "step": record["step"],
             "saved_at": record["saved_at_ns"] / 1e9,
@@ -118,7 +117,7 @@ def look(path: str) -> dict[str, Any] | None:
     number = _LAST_NUMBER.search(os.path.basename(path))
     return {
         "step": int(number[1]) if number else 0,
-        "saved_at": changed,
+        "saved_at": status.st_mtime,
         "attempt": "",
         "parent": None,
         "world_size": None,

@@ -7,8 +7,8 @@ import os
 import re
 from typing import Any
 
-from holdfast import _dcp_directories, _native, directories
-from holdfast.errors import of_system
+from holdfast import _dcp_directories, _native, _regular, directories
+from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast")
 
@@ -29,12 +29,11 @@ def _has_uncommitted(path: str) -> bool:
         attempts = {m[1].encode() for m in map(_DCP_MANIFEST.fullmatch, names) if m}
         for name in names if attempts else ():
             if name.endswith(".metadata"):
-                with open(os.path.join(path, name), "rb") as file:
-                    data = file.read()
+                data, _ = _regular.read_whole(os.path.join(path, name), "recover", _regular.METADATA_BYTES_MAX)
                 attempts = {attempt for attempt in attempts if attempt not in data}
         # A worker without its trainer has no manifest before its data is durable.
         return bool(attempts) or _native.saves_at_work(path) == "orphan"
-    except OSError:  # removed meanwhile, or not ours to read
+    except (OSError, Error):  # removed meanwhile, damaged, or not ours to read
         return False
 
 

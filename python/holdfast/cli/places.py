@@ -30,9 +30,6 @@ def look_at_dcp(path: str) -> dict[str, Any]:
         Error: FAILED_PRECONDITION for an incomplete checkpoint, DATA_LOSS for a damaged one, and of
             the system.
     """
-    metadata = os.path.join(path, _dcp_directories.METADATA)
-    if os.path.exists(metadata) and not os.path.isfile(metadata):
-        raise Error("DATA_LOSS", f"open {metadata}: no file")  # reading a pipe would wait
     with of_system(f"open {path}"):
         found = _dcp_directories.look(path)
     if found is None and not _dcp_directories.may_be_loaded(path):

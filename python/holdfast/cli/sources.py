@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from holdfast import _native, directories, snapshots
+from holdfast import _native, _regular, directories, snapshots
 from holdfast.cli import description, places
 from holdfast.errors import Error, of_system
 
@@ -185,8 +185,8 @@ class Stored(NamedTuple):
 def stored(path: str, manifest: str) -> Stored:
     """What a manifest has."""
     tensors = _tensors_of(_native.CheckpointReader.open_manifest(path, manifest))
-    with of_system(f"open {path}/{manifest}"), open(os.path.join(path, manifest), "rb") as file:
-        document = json.loads(file.read())
+    with of_system(f"open {path}/{manifest}"):
+        document = json.loads(_regular.read_whole(os.path.join(path, manifest), "open", _regular.MANIFEST_BYTES_MAX)[0])
     replicated = {entry["name"] for entry in document["files"] if entry.get("replicated")}
     return Stored(tensors, snapshots.snapshot_of(document).tensors, replicated)
 

@@ -7,7 +7,6 @@ import fcntl
 import os
 import pickle
 import re
-import stat
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
-from holdfast import _collector, _native, _unpickle
+from holdfast import _collector, _native, _regular, _unpickle
 from holdfast._dcp_directories import RECORD
 from holdfast._durable import sync_directory
 from holdfast.errors import Error, of_system
@@ -50,7 +49,6 @@ _MOVED = {
     (_SHARDS, "TensorProperties"): (_METADATA, "TensorProperties"),
     (_SHARDS, "MEM_FORMAT_ENCODING"): (_METADATA, "_MEM_FORMAT_ENCODING"),
 }
-_BYTES_MAX = 4 << 30
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 
 
@@ -181,11 +179,7 @@ def read_bytes(path: Path) -> bytes:
     """
     with of_system(f"load {path}"):
         try:
-            # Without O_NONBLOCK a pipe of this name would be waited for.
-            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-                status = os.fstat(file.fileno())
-                # read(n) takes n bytes of memory at once.
-                data = file.read(min(status.st_size, _BYTES_MAX) + 1)
+            return _regular.read_whole(path, "load", _regular.METADATA_BYTES_MAX)[0]
         except FileNotFoundError as error:
             raise Error(
                 "NOT_FOUND",
@@ -193,11 +187,6 @@ def read_bytes(path: Path) -> bytes:
                 "is wrong",
                 error.errno or 0,
             ) from error
-    if not stat.S_ISREG(status.st_mode):
-        raise Error("DATA_LOSS", f"load {path}: it is no file")
-    if len(data) > _BYTES_MAX:
-        raise Error("DATA_LOSS", f"load {path}: longer than {_BYTES_MAX} bytes")
-    return data
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from holdfast import _native
+from holdfast import _native, _regular
 from holdfast._process import PerProcess
 from holdfast.errors import Error, of_system
 
@@ -266,8 +266,8 @@ def _attempt_of(name: str) -> str:
 def _names(manifest: Path, files: list[str]) -> bool:
     """Whether a manifest names one of some files."""
     try:
-        text = manifest.read_bytes() if files else b""
-    except OSError:
+        text = _regular.read_whole(manifest, "read", _regular.MANIFEST_BYTES_MAX)[0] if files else b""
+    except (OSError, Error):
         return False
     return any(f'"{name}"'.encode() in text for name in files)
 
@@ -275,11 +275,11 @@ def _names(manifest: Path, files: list[str]) -> bool:
 def _is_of_rank(path: Path, rank: int) -> bool:
     """Whether a manifest names data files of a rank, or a commit record its metadata."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(_regular.read_whole(path, "read", _regular.MANIFEST_BYTES_MAX)[0])
         if "commit_file" in found:
             return found["commit_file"]["name"].startswith(f"__{rank}.")
         matches = [DATA_FILE.fullmatch(file["name"]) for file in found["files"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, Error, ValueError, KeyError, TypeError, AttributeError):
         return False
     return any(m is not None and int(m[1]) == rank for m in matches)
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
-from holdfast import _dtypes, _lineage, _native, _runtime, _unpickle
+from holdfast import _dtypes, _lineage, _native, _regular, _runtime, _unpickle
 from holdfast._pieces import Loading, Source
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import objects
@@ -366,7 +366,7 @@ class StorageReader(_StorageReader):
 
     def _open(self, name: str) -> int:
         with of_system(f"load {self.path / name}"):
-            return os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC)
+            return _regular.open_to_read(self.path / name, "load")
 
     def _read_foreign(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         """What the framework alone can read: transformed streams, older formats, odd tensors."""

@@ -14,13 +14,11 @@ from typing import Any, NamedTuple
 
 from holdfast import _native
 from holdfast._dcp_directories import METADATA, RECORD, series_of
+from holdfast._regular import MANIFEST_BYTES_MAX, RECORD_BYTES_MAX
 from holdfast.drain.places import File, Info, Place, Read
 from holdfast.errors import Error, of_damage
 
 PLAIN_RECORD = "holdfast.commit.json"
-# What may be read into memory, as the format says.
-RECORD_BYTES_MAX = 16 << 20
-MANIFEST_BYTES_MAX = 1 << 30
 _NO_ATTEMPT = "0" * 32
 # A record ends with the digits of its self-digest and these bytes.
 _END = b'"}\n'

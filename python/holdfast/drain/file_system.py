@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from holdfast import _dcp_directories, _durable, _native
+from holdfast import _dcp_directories, _durable, _native, _regular
 from holdfast.drain.contents import PLAIN_RECORD, contents_of, proven
-from holdfast.drain.places import File, Info, Read, age_of, pieces, too_large
+from holdfast.drain.places import File, Info, Read, age_of, pieces
 from holdfast.errors import Error, of_system
 
 PIECE_BYTES = 4 << 20
@@ -65,7 +65,7 @@ class Directory:
     def opened(self, slot: str, name: str) -> Iterator[Read]:
         path = os.path.join(self._path, slot, name)
         with of_system(f"open {path}"):
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            fd = _regular.open_to_read(path, "open", os.O_NOFOLLOW)
 
         def read(begin: int, end: int) -> bytes:
             with of_system(f"read {path} @ {begin}"):
@@ -83,11 +83,8 @@ class Directory:
 
     def read(self, slot: str, name: str, bytes_max: int) -> bytes:
         path = os.path.join(self._path, slot, name)
-        with of_system(f"read {path}"), open(path, "rb") as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            if nbytes > bytes_max:
-                raise too_large(path, nbytes, bytes_max)
-            return file.read(nbytes)
+        with of_system(f"read {path}"):
+            return _regular.read_whole(path, "read", bytes_max)[0]
 
     def sizes(self, slot: str) -> dict[str, int]:
         path = self.path(slot)
@@ -155,7 +152,7 @@ class Directory:
         """As `opened`, from the disk where the file system can read directly."""
         path = os.path.join(self._path, slot, name)
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+            fd = _regular.open_to_read(path, "open", os.O_DIRECT)
         except OSError:
             with self.opened(slot, name) as read:
                 yield read

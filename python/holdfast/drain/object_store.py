@@ -19,9 +19,10 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from holdfast import _regular
 from holdfast._dcp_directories import METADATA, RECORD
-from holdfast.drain.contents import PLAIN_RECORD, RECORD_BYTES_MAX, info_of, parse
-from holdfast.drain.places import File, Info, Read, age_of, pieces, scheme_of, too_large
+from holdfast.drain.contents import PLAIN_RECORD, info_of, parse
+from holdfast.drain.places import File, Info, Read, age_of, pieces, scheme_of
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast")
@@ -173,7 +174,7 @@ class Store:
     def _record(self, slot: str, name: str, meta: _Object) -> dict[str, Any]:
         key = (f"{slot}/{name}", meta)
         if key not in self._known:
-            self._known[key] = parse(self.read(slot, name, RECORD_BYTES_MAX), f"{self.path(slot)}/{name}")
+            self._known[key] = parse(self.read(slot, name, _regular.RECORD_BYTES_MAX), f"{self.path(slot)}/{name}")
         return self._known[key]
 
     @contextlib.contextmanager
@@ -192,7 +193,7 @@ class Store:
         with self._call("read", slot, name):
             found = self._library.get(self._store, self._key(slot, name))
             if found.meta["size"] > bytes_max:
-                raise too_large(f"{self.path(slot)}/{name}", found.meta["size"], bytes_max)
+                raise _regular.too_large(f"read {self.path(slot)}/{name}", found.meta["size"], bytes_max)
             return bytes(found.bytes())
 
     def sizes(self, slot: str) -> dict[str, int]:

@@ -128,11 +128,6 @@ class Place(Protocol):
         """
 
 
-def too_large(path: str, nbytes: int, bytes_max: int) -> Error:
-    """What reading such a file into memory raises."""
-    return Error("DATA_LOSS", f"read {path}: it has {nbytes} bytes, {bytes_max} are the most that it can have")
-
-
 def scheme_of(url: str) -> str:
     """The scheme of a URL; empty for a path."""
     match = _SCHEME.match(url)

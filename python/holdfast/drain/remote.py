@@ -13,7 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from holdfast._dcp_directories import age_of_listed
-from holdfast.drain.contents import MANIFEST_BYTES_MAX, contents_of, files_of, manifest_name, parse, proven
+from holdfast._regular import MANIFEST_BYTES_MAX
+from holdfast.drain.contents import contents_of, files_of, manifest_name, parse, proven
 from holdfast.drain.copying import Copy
 from holdfast.drain.options import Drain
 from holdfast.drain.places import File, Info, Place, check_place, open_place, scheme_of

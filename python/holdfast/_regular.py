@@ -1,0 +1,46 @@
+"""Opens regular files alone: a pipe of a checkpoint's name would be waited for."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+from holdfast.errors import Error
+
+# What may be read into memory, as runtime/layout/FORMAT.md says; of DCP's metadata it says nothing.
+RECORD_BYTES_MAX = 16 << 20
+MANIFEST_BYTES_MAX = 1 << 30
+METADATA_BYTES_MAX = 4 << 30
+
+
+def open_to_read(path: str | os.PathLike[str], operation: str, flags: int = 0) -> int:
+    """Returns a descriptor of a regular file.
+
+    Raises:
+        Error: DATA_LOSS for anything else.
+        OSError: of the system.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise Error("DATA_LOSS", f"{operation} {os.fspath(path)}: it is no file")
+
+
+def read_whole(path: str | os.PathLike[str], operation: str, bytes_max: int, flags: int = 0) -> tuple[bytes, os.stat_result]:
+    """Bytes and status of a regular file.
+
+    Raises:
+        Error: DATA_LOSS for anything else, and for a file that is longer than it may be.
+        OSError: of the system.
+    """
+    with open(open_to_read(path, operation, flags), "rb") as file:
+        status = os.fstat(file.fileno())
+        if status.st_size > bytes_max:
+            raise too_large(f"{operation} {os.fspath(path)}", status.st_size, bytes_max)
+        return file.read(status.st_size), status
+
+
+def too_large(operation: str, nbytes: int, bytes_max: int) -> Error:
+    """What reading such a file into memory raises."""
+    return Error("DATA_LOSS", f"{operation}: it has {nbytes} bytes, {bytes_max} are the most that it can have")
