@@ -13,18 +13,18 @@ MANIFEST_BYTES_MAX = 1 << 30
 METADATA_BYTES_MAX = 4 << 30
 
 
-def open_to_read(path: str | os.PathLike[str], operation: str, flags: int = 0) -> int:
+def open_to_read(path: str | os.PathLike[str], operation: str, flags: int = 0, code: str = "DATA_LOSS") -> int:
     """Returns a descriptor of a regular file.
 
     Raises:
-        Error: DATA_LOSS for anything else.
+        Error: with `code`, for anything else.
         OSError: of the system.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)
-    raise Error("DATA_LOSS", f"{operation} {os.fspath(path)}: it is no file")
+    raise Error(code, f"{operation} {os.fspath(path)}: it is no file")
 
 
 def read_whole(path: str | os.PathLike[str], operation: str, bytes_max: int, flags: int = 0) -> tuple[bytes, os.stat_result]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import math
 import os
 import pickle
 import re
-import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from holdfast import _devices, _hf, _late, _native, _plain, _state, _tensor_kinds
+from holdfast import _devices, _hf, _late, _native, _plain, _regular, _state, _tensor_kinds
 from holdfast.errors import Error, of_system
 
 STRUCTURE = "holdfast:structure"
@@ -293,9 +291,11 @@ def _content(name: str, given: Any) -> bytes | bytearray:
         except UnicodeEncodeError as error:
             raise Error("INVALID_ARGUMENT", f"save {name}: files=: its text is not Unicode ({error}); pass bytes") from None
     if isinstance(given, os.PathLike):
-        opener = functools.partial(_opened, name)
-        with of_system(f"save {name}: read {os.fspath(given)}"), open(given, "rb", 0, opener=opener) as file:
-            return _whole(name, file)
+        reading = f"save {name}: read"
+        with of_system(f"{reading} {os.fspath(given)}"):
+            fd = _regular.open_to_read(given, reading, code="INVALID_ARGUMENT")
+            with open(fd, "rb", buffering=0) as file:
+                return _whole(name, given, file)
     if isinstance(given, (bytes, bytearray, memoryview)):
         return bytes(given)
     raise Error(
@@ -304,16 +304,7 @@ def _content(name: str, given: Any) -> bytes | bytearray:
     )
 
 
-def _opened(name: str, path: str, flags: int) -> int:
-    """As `os.open`, for regular files alone: a pipe would be waited for."""
-    fd = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
-    if stat.S_ISREG(os.fstat(fd).st_mode):
-        return fd
-    os.close(fd)
-    raise Error("INVALID_ARGUMENT", f"save {name}: {path} is no regular file; files= copies files, and takes text and bytes")
-
-
-def _whole(name: str, file: io.FileIO) -> bytearray:
+def _whole(name: str, path: os.PathLike[str], file: io.FileIO) -> bytearray:
     """All of a file, once in memory until the save has copied it."""
     content = bytearray(min(os.fstat(file.fileno()).st_size, FILE_BYTES_MAX) + 1)
     filled = 0
@@ -322,7 +313,7 @@ def _whole(name: str, file: io.FileIO) -> bytearray:
         if filled > FILE_BYTES_MAX:
             raise Error(
                 "INVALID_ARGUMENT",
-                f"save {name}: {os.fspath(file.name)} is longer than {FILE_BYTES_MAX >> 20} MiB; files= is for "
+                f"save {name}: {os.fspath(path)} is longer than {FILE_BYTES_MAX >> 20} MiB; files= is for "
                 "configuration and tokenizers, put tensors into the state",
             )
         if filled == len(content):  # it has grown

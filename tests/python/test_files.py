@@ -72,8 +72,8 @@ def test_a_checkpoint_with_further_files_is_replaced_and_removed_whole(tmp_path:
         ({"a.tmp": b""}, "ends in"),
         ({"a": 3}, "takes text, bytes or a pathlib.Path, no int"),
         ({"a": Path("/nowhere/at/all")}, "read /nowhere/at/all: No such file"),
-        ({"a": Path("/dev/zero")}, "/dev/zero is no regular file"),
-        ({"a": Path("/tmp")}, "/tmp is no regular file"),
+        ({"a": Path("/dev/zero")}, "read /dev/zero: it is no file"),
+        ({"a": Path("/tmp")}, "read /tmp: it is no file"),
         ({"a": "\udc80"}, "a: files=: its text is not Unicode"),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_file_that_cannot_be_saved_is_refused_by_name(
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(holdfast.Error, match="pipe is no regular file"):
+    with pytest.raises(holdfast.Error, match="pipe: it is no file"):
         holdfast.save_async(STATE, tmp_path / "s", files={"a": tmp_path / "pipe"})
 
 
