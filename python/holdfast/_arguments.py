@@ -67,8 +67,11 @@ def _kind(annotation: Any) -> Kind | None:
         return _KINDS[origin]
     if origin in (collections.abc.Iterable, collections.abc.Collection, collections.abc.Sequence):
         return _series(origin, typing.get_args(annotation))
-    if isinstance(origin, type) and origin.__module__.startswith("holdfast"):
+    package = origin.__module__.partition(".")[0] if isinstance(origin, type) else ""
+    if package == "holdfast":
         return (lambda value: isinstance(value, origin)), f"a {origin.__module__}.{origin.__qualname__}"
+    if package == "torch":  # its classes have names of private modules
+        return (lambda value: isinstance(value, origin)), f"PyTorch's {origin.__qualname__}"
     return None
 
 
@@ -90,8 +93,13 @@ def check(function: Callable[..., Any], given: dict[str, Any], operation: str) -
     kinds = _kinds(function)[1]
     for name, value in given.items():
         if name in kinds and not kinds[name][0](value):
-            shown = f"of type {type(value).__name__}" if name in _SECRET else reprlib.repr(value)
-            raise Error("INVALID_ARGUMENT", f"{operation}: {name} {shown}: {kinds[name][1]} is expected")
+            raise wrong(operation, name, value, kinds[name][1])
+
+
+def wrong(operation: str, name: str, value: Any, expected: str) -> Error:
+    """The error of an argument that is none of the values that are expected."""
+    shown = f"of type {type(value).__name__}" if name in _SECRET else reprlib.repr(value)
+    return Error("INVALID_ARGUMENT", f"{operation}: {name} {shown}: {expected} is expected")
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:

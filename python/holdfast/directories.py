@@ -96,6 +96,7 @@ def absolute_path(path: str, operation: str) -> str:
         return os.path.abspath(path)
 
 
+@_arguments.checked
 def find_newest(
     directory: str | os.PathLike[str], *, format: str = "holdfast"
 ) -> dict[str, Any]:
@@ -124,6 +125,7 @@ def find_newest(
     return found
 
 
+@_arguments.checked
 def newest(
     directory: str | os.PathLike[str], *, format: str = "holdfast"
 ) -> dict[str, Any] | None:
@@ -136,6 +138,7 @@ def newest(
         raise
 
 
+@_arguments.checked
 def list_checkpoints(
     directory: str | os.PathLike[str], *, format: str = "holdfast"
 ) -> list[dict[str, Any]]:

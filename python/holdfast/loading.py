@@ -85,6 +85,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         report: of the last load: bytes, bytes_read, seconds, verified, engine, ...
     """
 
+    @_arguments.checked
     def __init__(self, path: str | os.PathLike[str], *, rank: int | None = None,
                  map_location: MapLocation = None, verify: bool = True,
                  buffer_bytes: int = BUFFER_BYTES, threads: int = 0, engine: str = "auto",

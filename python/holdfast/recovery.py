@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-from holdfast import _dcp_directories, _native, _regular, directories
+from holdfast import _arguments, _dcp_directories, _native, _regular, directories
 from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast")
@@ -37,6 +37,7 @@ def _has_uncommitted(path: str) -> bool:
         return False
 
 
+@_arguments.checked
 def recover(
     directory: str | os.PathLike[str],
     *,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import resource
 import shutil
 import signal
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,7 @@ from small_disk import mounted
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
-import holdfast.dcp
-from holdfast import _runtime, snapshots
+from holdfast import _runtime, dcp, snapshots
 
 MIB = 1 << 20
 STATE = {"t": torch.arange(1000)}
@@ -81,7 +82,10 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "world_size": ("a",), "attempt": (5, None), "runtime": (5,), "wait": ("no", None), "pickle_protocol": (99, "x", -1),
     "threads": ("x", -1), "buffer_bytes": (3.5,), "engine": (-1,), "direct_io": ("x",), "verify": ("x",), "strict": (1,),
     "allow": (3, "x"), "timeout": ("x",), "nbytes": (-1,), "name": (3,), "share_memory_with": (3,), "drain": (3,),
-    "bytes_per_second": ("x", 0), "nice": (20, "x"),
+    "bytes_per_second": ("x", 0), "nice": (20, "x"), "format": (3,), "planner": (3, "default"), "process_group": (3,),
+    "storage_writer": (3,), "storage_reader": (3,), "no_dist": ("x", None), "use_collectives": ("no",), "replicas": (3,),
+    "async_checkpointer_type": ("thread",), "async_stager": (3,), "trust": ("no",), "partial": (1,), "config": (3,),
+    "overwrite": ("no",), "staging_bytes_max": ("x",), "wait_for_orphans": ("x",), "promote": (1,),
 }  # fmt: skip
 
 
@@ -103,6 +107,19 @@ def test_arguments_of_a_wrong_type_are_named(tmp_path: Path) -> None:
         (holdfast.flush, "timeout"),
         (holdfast.warm_up, "nbytes"),
         (holdfast.Drain, "keep_last bytes_per_second nice"),
+        (lambda **kw: holdfast.open(tmp_path / "whole", **kw), "rank threads"),
+        (lambda **kw: holdfast.newest(tmp_path, **kw), "format"),
+        (lambda **kw: holdfast.find_newest(tmp_path, **kw), "format"),
+        (lambda **kw: holdfast.list_checkpoints(tmp_path, **kw), "format"),
+        (lambda **kw: holdfast.recover(tmp_path, **kw), "wait_for_orphans promote"),
+        (lambda **kw: dcp.async_save(STATE, checkpoint_id=tmp_path / "s", **kw),
+         "planner process_group storage_writer no_dist use_collectives replicas async_checkpointer_type async_stager"),
+        (lambda **kw: dcp.save(STATE, checkpoint_id=tmp_path / "s", **kw), "planner process_group storage_writer no_dist replicas"),
+        (lambda **kw: dcp.load(STATE, checkpoint_id=tmp_path / "s", **kw), "planner process_group storage_reader no_dist"),
+        (lambda **kw: dcp.StorageReader(tmp_path / "s", **kw), "verify allow trust partial buffer_bytes threads"),
+        (lambda **kw: dcp.StorageWriter(tmp_path / "s", **kw), "overwrite staging_bytes_max"),
+        (dcp.Stager, "config late staging_bytes_max"),
+        (lambda **kw: dcp.recover(tmp_path, **kw), "wait_for_orphans"),
     )  # fmt: skip
     for call, names in calls:
         for name in names.split():
@@ -111,6 +128,22 @@ def test_arguments_of_a_wrong_type_are_named(tmp_path: Path) -> None:
                     call(**{name: value})
                 assert error.value.code == "INVALID_ARGUMENT"
     assert sorted(os.listdir(tmp_path)) == ["whole"]
+
+
+# Made by the package alone, and what compares its fields by itself.
+UNCHECKED = {holdfast.Error, holdfast.Save, holdfast.Drain}
+
+
+def test_every_public_function_compares_its_arguments() -> None:
+    for module in (holdfast, dcp):
+        for name in module.__all__:
+            value = getattr(module, name)
+            function = value.__init__ if inspect.isclass(value) else value
+            if not callable(function) or value in UNCHECKED or hasattr(function, "__wrapped__"):
+                continue
+            hints = typing.get_type_hints(function)
+            compared = [n for n, hint in hints.items() if n != "return" and hint not in (Any, str | os.PathLike[str])]
+            assert not compared, f"{module.__name__}.{name}: {compared}"
 
 
 def test_a_message_shows_no_secrets(tmp_path: Path) -> None:
@@ -124,7 +157,7 @@ def test_meta_tensors_have_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(holdfast.Error, match=r"save a\.0: .*meta"):
         holdfast.save_async({"a": [torch.empty(2, device="meta")]}, tmp_path / "s")
     with pytest.raises(CheckpointException, match=r"save a\.b: a tensor on the meta device has no data; give it values"):
-        holdfast.dcp.async_save({"a": {"b": torch.empty(2, device="meta")}}, checkpoint_id=tmp_path / "s").result()
+        dcp.async_save({"a": {"b": torch.empty(2, device="meta")}}, checkpoint_id=tmp_path / "s").result()
     assert os.listdir(tmp_path / "s") == []
 
 

@@ -27,7 +27,7 @@ class _ObjectUnpickler(_unpickle.Unpickler):
         self._storages: dict[str, Any] = {}
 
     def persistent_load(self, pid: Any) -> Any:
-        key = pid[2] if type(pid) is tuple and len(pid) > 2 else None
+        key: Any = pid[2] if type(pid) is tuple and len(pid) > 2 else None
         if key not in self._storages:
             self._storages[key] = storage_at(pid, lambda key: self._archive.record(f"data/{key}"))
         return self._storages[key]

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
-from holdfast import _dtypes, _lineage, _native, _regular, _runtime, _unpickle
+from holdfast import _arguments, _dtypes, _lineage, _native, _regular, _runtime, _unpickle, directories
 from holdfast._pieces import Loading, Source
 from holdfast.dcp import metadata as _metadata
-from holdfast.dcp import objects
+from holdfast.dcp import objects, plans
 from holdfast.dcp.framework import hand_on
 from holdfast.dcp.placement import MANIFEST, new_attempt, rank_of
 from holdfast.dcp.records import NotPlain, find_tensor
@@ -96,6 +96,7 @@ class StorageReader(_StorageReader):
         report: of the last load by this rank: ``bytes``, ``bytes_read``, ``seconds``, ``verified``.
     """
 
+    @_arguments.checked
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -477,8 +478,9 @@ def _ask(item: ReadItem, source: Source, planner: LoadPlanner, loading: Loading)
     return target
 
 
+@_arguments.checked
 def load(
-    state_dict: STATE_DICT_TYPE,
+    state_dict: Any,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_reader: _StorageReader | None = None,
@@ -496,8 +498,10 @@ def load(
 
     Raises:
         CheckpointException: with the failures of all ranks.
+        Error: INVALID_ARGUMENT, an argument of a wrong type.
     """
-    if storage_reader is None and checkpoint_id is not None and "://" not in os.fspath(checkpoint_id):
+    plans.check_state(state_dict, "load")
+    if storage_reader is None and checkpoint_id is not None and "://" not in directories.path_text(checkpoint_id, "load"):
         storage_reader = StorageReader(checkpoint_id)
     hand_on(
         dcp.load, state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner,

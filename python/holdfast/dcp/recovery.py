@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from holdfast import _native
+from holdfast import _arguments, _native, directories
 from holdfast._durable import sync_directory
 from holdfast._pieces import Loading
 from holdfast.dcp import metadata as _metadata
@@ -27,6 +27,7 @@ _POLL = 0.05
 _SILENCE = 3.0  # seconds without a change after which, without locks, no worker is taken to be at work
 
 
+@_arguments.checked
 def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> list[str]:
     """Commits the youngest save into a directory whose ranks are all durable.
 
@@ -44,7 +45,7 @@ def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> lis
     Raises:
         Error: DATA_LOSS for a damaged manifest, and what reading and writing say.
     """
-    directory = Path(os.path.abspath(path))
+    directory = Path(directories.absolute_path(directories.local_path(path, "recover"), "recover"))
     _wait_for_workers(directory, wait_for_orphans)
     committed: list[str] = []
     for attempt, manifests in _candidates(directory):

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from holdfast import _ranks, _runtime, events
+from holdfast import _arguments, _ranks, _runtime, events
 from holdfast.dcp import placement, plans
 from holdfast.dcp.failures import error_of, interrupt_of, of_ranks, without_state
 from holdfast.dcp.framework import AsyncCheckpointerType, AsyncSaveResponse, DefaultStager, hand_on
@@ -384,13 +384,16 @@ def _why_stock(checkpoint_id: Any, writer: Any, stager: Any) -> str | None:
         return f"the storage writer is a {type(writer).__name__}"
     if writer is None and checkpoint_id is not None and "://" in path_text(checkpoint_id, "save"):
         return "the checkpoint id is a URL"
+    if not (stager is None or hasattr(stager, "stage")):
+        raise _arguments.wrong("async_save", "async_stager", stager, "a stager or None")
     if _answers_with_both(stager) is None:
         return f"the stager is a {type(stager).__name__}"
     return None
 
 
+@_arguments.checked
 def async_save(
-    state_dict: STATE_DICT_TYPE,
+    state_dict: Any,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_writer: _StorageWriter | None = None,
@@ -417,7 +420,7 @@ def async_save(
             ``async_save``, with one line in the log.
         storage_writer: a `StorageWriter`, default one for `checkpoint_id`. Any other is handed on.
         planner: default DCP's; plans are cached as it does.
-        process_group: the ranks that save; default all. Plans are exchanged on it.
+        process_group: the ranks that save; default all. Plans are exchanged on gloo groups of their own.
         async_checkpointer_type: accepted and not needed: writing is a process's work either way.
         async_stager: decides the form of the answer. A `Stager`, or DCP's ``DefaultStager`` with
             asynchronous staging: both futures. None, or one that stages in the call: one future.
@@ -437,8 +440,8 @@ def async_save(
             all ranks, with the failing rank's error: on that rank at once, on the others when
             they have written what is theirs.
         Error: FAILED_PRECONDITION, the environment says that there are several processes, and they
-            have no process group. INVALID_ARGUMENT, an unknown word for `replicas`, or ``"refuse"``
-            for a save that is handed on.
+            have no process group. INVALID_ARGUMENT, an argument of a wrong type, an unknown word for
+            `replicas`, or ``"refuse"`` for a save that is handed on.
     """
     check_replicas(replicas)
     plans.check_state(state_dict, "async_save")
@@ -556,8 +559,9 @@ def _finisher(saving: _Saving, failure: BaseException | None
     return own, lambda: (saving.finish(mine), saving.differing.report())
 
 
+@_arguments.checked
 def save(
-    state_dict: STATE_DICT_TYPE,
+    state_dict: Any,
     *,
     checkpoint_id: str | os.PathLike[str] | None = None,
     storage_writer: _StorageWriter | None = None,

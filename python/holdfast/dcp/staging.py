@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from holdfast import _runtime, events
+from holdfast import _arguments, _runtime, events
 from holdfast._process import PerProcess
 from holdfast.dcp.framework import StagingOptions
 from holdfast.errors import Error, of_system
@@ -268,6 +268,7 @@ class Stager:
 
     _synchronize_after_execute = False
 
+    @_arguments.checked
     def __init__(self, config: StagingOptions | None = None, late: Iterable[Any] = (), *,
                  staging_bytes_max: int | None = None) -> None:  # fmt: skip
         """A stager; close it after the last save.
