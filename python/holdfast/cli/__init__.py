@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import io
 import logging
@@ -10,7 +11,8 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from holdfast import _native, commands
 from holdfast.cli import text
@@ -66,21 +68,64 @@ def main(argv: Sequence[str] | None = None) -> int:
     # An error is printed once, and advice for callers of a library is left out.
     logging.getLogger("holdfast").addHandler(logging.NullHandler())
     warnings.simplefilter("ignore")
-    # A terminal that is not UTF-8 shows escapes of what it lacks.
+    if sys.stderr is None:  # closed; `print` would take the standard output
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")
+    if sys.stdout is None:  # the next file that is opened would be the standard output
+        return _complain("standard output: Bad file descriptor")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout = _Output(sys.stdout)
     # The library's calls return to Python when they are done: the signal has to end the process.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        status = _run(arguments)
+        try:
+            status = _run(arguments)
+        except SystemExit as end:  # of the parser of command lines
+            status = int(end.code or 0)
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The interpreter flushes again at the exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
+    except OSError as error:  # of the output: `_run` has told of others
+        return PIPE_CLOSED if isinstance(error, BrokenPipeError) else _complain(f"standard output: {error.strerror}")
+
+
+class _Output(io.TextIOWrapper):
+    """The standard output. Its errors name it, and a terminal that is not UTF-8 shows escapes of what it lacks."""
+
+    def __init__(self, text: io.TextIOWrapper) -> None:
+        how = text.encoding, text.line_buffering, text.write_through
+        super().__init__(text.detach(), how[0], "backslashreplace", None, how[1], how[2])
+
+    def write(self, text: str) -> int:
+        with self._named():
+            return super().write(text)
+
+    def flush(self) -> None:
+        with self._named():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            _drop(self)
+            error.filename = "standard output"
+            raise
+
+
+def _drop(stream: Any) -> None:
+    """Drops what a stream still holds: it is flushed again, and by the interpreter at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _complain(message: str, name: str = "") -> int:
+    """Prints an error, where that is possible."""
+    try:
+        print(" ".join(filter(None, ("holdfast", name))) + f": {text.printable(message)}", file=sys.stderr, flush=True)
+    except OSError:
+        _drop(sys.stderr)
+    return TROUBLE
 
 
 def _run(arguments: list[str]) -> int:
@@ -90,7 +135,10 @@ def _run(arguments: list[str]) -> int:
 
         return second_place.verify(arguments[1:])
     if name in _PROGRAMS:
-        commands.run(_PROGRAMS[name], f"holdfast {name}", arguments[1:])
+        try:
+            commands.run(_PROGRAMS[name], f"holdfast {name}", arguments[1:])
+        except OSError as error:
+            return _complain(f"run {commands.program(_PROGRAMS[name])}: {error.strerror}", name)
     parser = argparse.ArgumentParser(
         "holdfast",
         usage="holdfast COMMAND ...",
@@ -126,6 +174,8 @@ def _run(arguments: list[str]) -> int:
         message = "out of memory"
     except RecursionError:
         message = "the state is nested too deeply"
-    sys.stdout.flush()
-    print(f"holdfast {name}: {text.printable(message)}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    finally:
+        _complain(message, name)
     return TROUBLE
