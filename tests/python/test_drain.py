@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import random
@@ -380,6 +381,71 @@ def test_errors_say_what_to_do(tmp_path: Path, server: s3_server.Server, bucket:
     assert done.status == 2 and "No such file" in done.error
     done = command("drain", tmp_path / "run", url, *words, "--json", torch=False)
     assert done.status == 0 and [a["name"] for a in done.json["arrived"]] == ["step-1"]
+
+
+def test_a_name_that_a_place_cannot_have_holds_nothing_up(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+    for name in ("step\n1", "x\x7f", "step-2"):
+        holdfast.save_async({"w": torch.ones(3)}, tmp_path / "run" / name, step=1).durable.result()
+    there = swept(open_place(str(tmp_path / "run")), open_place(*bucket))
+    assert [(e["event"], e["name"]) for e in there] == [("failed", "step\n1"), ("failed", "x\x7f"), ("arrived", "step-2")]
+    assert {e["code"] for e in there[:2]} == {"FAILED_PRECONDITION"} and "save under another name" in there[0]["message"]
+
+
+def test_a_file_in_the_place_of_the_target_is_no_fault_of_the_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, elements=10)
+    (tmp_path / "file").touch()
+    source = open_place(str(tmp_path / "run"))
+    following = Following(source, open_place(str(tmp_path / "file")), Drain(), lambda _: None)
+    with pytest.raises(Error, match="Not a directory"):
+        following.sweep()
+    done = command("drain", tmp_path / "run", tmp_path / "file", torch=False)
+    assert (done.status, done.out) == (2, "") and done.error.count("\n") == 1, done
+    (tmp_path / "file").unlink()
+    following.sweep()  # none was given up
+    assert sorted(os.listdir(tmp_path / "file")) == ["step-1", "step-2"]
+
+
+class _Page(http.server.BaseHTTPRequestHandler):
+    """A console, or a proxy: a page for every request."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "13")
+        self.send_header("ETag", '"1"')
+        self.send_header("Last-Modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+        self.end_headers()
+        self.wfile.write(b"<html></html>" if self.command == "GET" else b"")
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_page_is_no_empty_store(tmp_path: Path) -> None:
+    """A run would begin anew."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Page) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        storage = {"endpoint": f"http://127.0.0.1:{server.server_address[1]}", "access_key_id": "a", "secret_access_key": "b", "region": "x"}
+        with holdfast.Checkpointer(tmp_path / "run", drain_to="s3://b/run", drain=Drain(storage=storage)) as checkpointer, \
+                pytest.raises(Error, match="console"):  # fmt: skip
+            checkpointer.newest()
+        server.shutdown()
+
+
+@pytest.mark.parametrize("option, said", [
+    (["--keep-source", "-1"], "a whole number"), (["--keep-last", "x"], "a whole number"), (["--rate", "200MB"], "200M, 1G"),
+])  # fmt: skip
+def test_wrong_options_of_the_command_are_explained(option: list[str], said: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    done = command("drain", tmp_path / "run", tmp_path / "far", *option, torch=False)
+    assert done.status == 2 and said in done.error and "Traceback" not in done.error and not (tmp_path / "far").exists()
+
+
+def test_an_empty_path_is_not_the_current_directory(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    done = command("drain", tmp_path / "run", "", torch=False)
+    assert done.status == 2 and "an empty path" in done.error
 
 
 def test_without_obstore_the_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

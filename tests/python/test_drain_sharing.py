@@ -377,6 +377,21 @@ def test_of_two_attempts_of_one_time_the_same_one_stays_for_all(tmp_path: Path, 
     assert [c.attempt for c in far.complete()[0]] == [stays.attempt] and len(far._objects()) == 1
 
 
+def test_one_is_told_when_another_job_saves_under_the_same_names(tmp_path: Path) -> None:
+    """Its local retention would wait for ever, unseen, for what never arrives."""
+    place = [open_place(str(tmp_path / name)) for name in ("a", "b", "far")]
+    save(tmp_path / "a", 1, 2, elements=10)
+    save(tmp_path / "b", 1, elements=10)
+    swept(place[1], place[2])
+    events: list[dict[str, Any]] = []
+    following = Following(place[0], place[2], Drain(), events.append)
+    following.sweep()
+    following.sweep()
+    told = [e for e in events if e["event"] == "trouble"]
+    assert len(told) == 1 and told[0]["message"].startswith("drain step-1: it is not sent") and "name=" in told[0]["message"]
+    assert names(place[2]) == ["step-2", "step-1"] and following.failed == {}
+
+
 # ---- Locks.
 
 

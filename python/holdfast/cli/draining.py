@@ -48,9 +48,9 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--watch", action="store_true", help="go on; SIGTERM ends it when everything has arrived")
     parser.add_argument("--name", action="append", default=[], metavar="NAME", help="copy this checkpoint; may be repeated")
     parser.add_argument("--newest", action="store_true", help="copy the newest checkpoint alone")
-    parser.add_argument("--keep-last", type=int, default=0, metavar="N", help="of DST: the newest N of a series stay (default all)")
-    parser.add_argument("--keep-every", type=int, default=0, metavar="N", help="but those whose step is a multiple of N stay")
-    parser.add_argument("--keep-source", type=int, default=0, metavar="N", help="of SRC: of those that have arrived, the newest N stay (default all)")
+    parser.add_argument("--keep-last", type=_count, default=0, metavar="N", help="of DST: the newest N of a series stay (default all)")
+    parser.add_argument("--keep-every", type=_count, default=0, metavar="N", help="but those whose step is a multiple of N stay")
+    parser.add_argument("--keep-source", type=_count, default=0, metavar="N", help="of SRC: of those that have arrived, the newest N stay (default all)")
     parser.add_argument("--rate", type=_rate, metavar="BYTES", help="the most bytes per second: 200M, 1G, or a number")
     parser.add_argument("--verify", choices=VERIFY, default="auto", help="how arrival is proven: by the store's checksum, or by reading back")
     parser.add_argument("--behind", choices=BEHIND, default="keep", help="with --keep-source: keep what has not arrived, or skip it")
@@ -64,7 +64,16 @@ def declare(parser: argparse.ArgumentParser) -> None:
 def _rate(value: str) -> float:
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     factor = units.get(value[-1:].upper(), 1)
-    return float(value[:-1] if factor > 1 else value) * factor
+    with contextlib.suppress(ValueError):
+        return float(value[:-1] if factor > 1 else value) * factor
+    raise argparse.ArgumentTypeError(f"200M, 1G, or a number of bytes, not {value!r}")
+
+
+def _count(value: str) -> int:
+    with contextlib.suppress(ValueError):
+        if 0 <= int(value) < 1 << 64:
+            return int(value)
+    raise argparse.ArgumentTypeError(f"a whole number from 0 to 2^64 - 1, not {value!r}")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -61,6 +61,7 @@ class Following:
         self._cleaned_at = -_CLEAN_SECONDS
         self._remote: list[Info] | None = None  # what is complete there; None: to be listed
         self._trouble = 0
+        self._overtaken: set[str] = set()  # attempts of which it was told
         self._swept: tuple[object, float] = None, 0.0
 
     def _progress(self, nbytes: int) -> None:
@@ -97,6 +98,7 @@ class Following:
         self.failed = {c.attempt: self.failed[c.attempt] for c in local if c.attempt in self.failed}
         if self._remote is None or tiers.missing(local, self._remote):
             self._remote = self._target.complete()[0]
+        self._tell_of_overtaken(self._only(local) if self._only else local)
         is_applied = False
         while wanted := self._to_send(local):
             self.pending = len(wanted)
@@ -116,6 +118,16 @@ class Following:
             for slot in self._target.clean({c.attempt for c in local}):
                 self._tell({"event": "removed", "place": "target", "name": slot, "why": "left by an interrupted copy"})
 
+    def _tell_of_overtaken(self, local: list[Info]) -> None:
+        """Says once of a checkpoint that it is not sent, for another process has sent a later save of its name."""
+        assert self._remote is not None
+        for info in tiers.overtaken(local, self._remote):
+            if info.attempt not in self._overtaken:
+                self._overtaken.add(info.attempt)
+                message = f"drain {info.name}: it is not sent, for {self._target.url} has a later save of this name, of another job or " \
+                    "node; jobs that share a place need names of their own (name= of the Checkpointer), or places of their own"
+                self._tell({"event": "trouble", "code": "ABORTED", "message": message, "retry_in": None})
+
     def _local(self) -> list[Info]:
         return self._source.complete()[0]
 
@@ -132,7 +144,8 @@ class Following:
                 return  # replaced or removed meanwhile
             if error.code == "RESOURCE_EXHAUSTED":
                 self._apply_retention(self._local())  # a full place gets room before the next try, where options let something go
-            if error.code not in ("DATA_LOSS", "FAILED_PRECONDITION"):
+            # With an errno it is of the place, as a file in the way of a directory: no checkpoint arrives, and each is tried again.
+            if error.code != "DATA_LOSS" and (error.code != "FAILED_PRECONDITION" or error.errno):
                 raise
             self.failed[info.attempt] = error
             self._tell({"event": "failed", "name": info.name, "step": info.step, "code": error.code, "message": error.message})

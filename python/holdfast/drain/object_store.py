@@ -31,7 +31,10 @@ _AT_ONCE = 8  # parts of one file, and small objects
 _PART_BYTES = 16 << 20
 _PARTS_MAX = 9000  # S3 takes 10,000
 _SLOT = re.compile(r"(?P<name>[^.].*?)(\.attempt-(?P<attempt>[0-9a-f]{32}))?")
+_NOT_IN_KEYS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _AGE_OF_LEFTOVERS = 86400.0
+# No checkpoint has such a name.
+_NOTHING = ".holdfast-nothing"
 
 
 class _Object(NamedTuple):
@@ -132,10 +135,29 @@ class Store:
     def _looked(self) -> dict[str, tuple[dict[str, _Object], Info | str | None]]:
         """The slots of one listing: their objects, and what `_look` says."""
         objects = self._objects()
+        if not objects and not self._of_webdav:  # whose answers say what they are
+            self._check_is_store()
         with ThreadPoolExecutor(_AT_ONCE, "holdfast-drain") as pool:
             looked = list(pool.map(lambda item: self._look(*item), objects.items()))
         self._known = {key: record for key, record in self._known.items() if key[0].partition("/")[0] in objects}
         return {slot: (objects[slot], found) for slot, found in zip(objects, looked, strict=True)}
+
+    def _check_is_store(self) -> None:
+        """The library takes any page for an empty listing: with one of a proxy or a console a run would begin anew.
+
+        Raises:
+            Error: UNAVAILABLE where a server has what cannot be there.
+        """
+        said = "it is there"
+        try:
+            with self._call("look for", "", _NOTHING):
+                self._library.head(self._store, f"{self._prefix}{_NOTHING}")
+        except Error as error:
+            if error.code in ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED"):
+                return
+            said = error.message
+        raise Error("UNAVAILABLE", f"list {self.url}: an answer without an object, and of one that cannot be there the server says: {said}; "
+                    "is the endpoint that of the store's interface, not of its console or of a proxy?")  # fmt: skip
 
     def complete(self) -> tuple[list[Info], list[str]]:
         looked = [found for _, found in self._looked().values()]
@@ -202,6 +224,9 @@ class Store:
     # ---- Writing.
 
     def begin(self, info: Info) -> str:
+        if _NOT_IN_KEYS.search(info.name):
+            raise Error("FAILED_PRECONDITION", f"drain {info.name!r}: a store has no names with control characters, or that are not UTF-8; "
+                        "save under another name, or drain to a directory")  # fmt: skip
         return f"{info.name}.attempt-{info.attempt}"
 
     def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:

@@ -158,6 +158,8 @@ def check_place(url: str) -> None:
     Raises:
         Error: INVALID_ARGUMENT.
     """
+    if not url:
+        raise Error("INVALID_ARGUMENT", f"open {url!r}: an empty path; {_KNOWN}")
     scheme = scheme_of(url)
     shown = f"{url.partition(':')[0]}:..." if "@" in url or "?" in url else url
     if not scheme and _NO_PATH.match(url):
