@@ -9,6 +9,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -403,6 +404,28 @@ def test_a_file_in_the_place_of_the_target_is_no_fault_of_the_checkpoints(tmp_pa
     (tmp_path / "file").unlink()
     following.sweep()  # none was given up
     assert sorted(os.listdir(tmp_path / "file")) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("options", [[], ["--watch"]], ids=["once", "watch"])
+def test_a_server_that_hangs_holds_no_signal_up(options: list[str], tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
+        storage = {"endpoint": f"http://127.0.0.1:{server.getsockname()[1]}", "access_key_id": "a", "secret_access_key": "b", "region": "x"}
+        words = [word for item in storage.items() for word in ("--storage", "=".join(item))]
+        drain = subprocess.Popen([sys.executable, "-m", "holdfast", "drain", tmp_path / "run", "s3://b/run", *words, *options],
+                                 stderr=subprocess.DEVNULL)  # fmt: skip
+        try:
+            server.settimeout(60)
+            server.accept()  # it waits for an answer now
+            if options:
+                drain.send_signal(signal.SIGTERM)
+                with pytest.raises(subprocess.TimeoutExpired):
+                    drain.wait(1)  # it is to finish
+            drain.send_signal(signal.SIGTERM)
+            assert drain.wait(20) == 128 + signal.SIGTERM
+        finally:
+            drain.kill()
+            drain.wait()
 
 
 class _Page(http.server.BaseHTTPRequestHandler):

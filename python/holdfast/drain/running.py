@@ -14,6 +14,8 @@ from typing import Any
 from holdfast.drain.following import POLL_SECONDS, Following, Tell, alone
 from holdfast.errors import Error
 
+_STOP_SECONDS = 3.0  # for the pieces that are on their way
+
 
 class Running:
     """Runs a drain in this process.
@@ -120,19 +122,23 @@ _LASTING = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "INVALID_ARGUME
 
 
 def on_signals(running: Running, watch: bool) -> None:
-    """SIGTERM ends a drain that watches when everything has arrived; the second one, or SIGINT, at once."""
-    asked = [watch]
+    """SIGTERM ends a drain that watches when everything has arrived; the second one, or SIGINT, within `_STOP_SECONDS`.
 
-    def terminate(*_: Any) -> None:
-        if asked[0]:
-            asked[0] = False
-            # Not in the handler: the main thread may hold the lock.
-            threading.Thread(target=running.finish, daemon=True).start()
-        else:
-            threading.Thread(target=running.stop, daemon=True).start()
+    A thread waits for them: a handler would not run before the main thread's call of a server that hangs has ended.
+    """
+    ending = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending)
 
-    signal.signal(signal.SIGTERM, terminate)
-    signal.signal(signal.SIGINT, lambda *_: threading.Thread(target=running.stop, daemon=True).start())
+    def obey() -> None:
+        is_first = watch
+        while (number := signal.sigwait(ending)) == signal.SIGTERM and is_first:
+            is_first = False
+            running.finish()
+        running.stop()
+        time.sleep(_STOP_SECONDS)
+        os._exit(128 + number)  # as a kill, which costs time only; at an exit Python would wait for the call
+
+    threading.Thread(target=obey, name="holdfast-drain-signals", daemon=True).start()
 
 
 def follow_commands(running: Running, commands: int, trainer: int) -> None:
