@@ -199,6 +199,11 @@ def test_a_place_that_lets_nothing_be_deleted_fills_no_local_disk(tmp_path: Path
         swept(source, far, Drain(keep_last=2), keep_local=1)
     assert names(far) == ["step-1", "step-2", "step-3"] and names(source) == ["step-3"]
 
+    save(tmp_path / "run", 4, 5, elements=10)
+    with pytest.raises(Error, match="HTTP status 403"):
+        swept(source, far, Drain(keep_last=2), keep_local=1)
+    assert names(far)[-2:] == ["step-4", "step-5"] and names(source) == ["step-5"]  # no copy waited for it
+
 
 def test_a_sweep_lists_the_source_once_for_each_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "run", 1, 2, 3, elements=10)

@@ -34,7 +34,7 @@ examples:
   holdfast drain run s3://bucket/run --watch --keep-last 20 --rate 200M
   holdfast drain s3://bucket/run run --name step-1200     # back
 
-exit status: 0 everything has arrived, 1 a checkpoint of SRC is damaged, 2 trouble
+exit status: 0 everything has arrived, 1 a checkpoint of SRC is damaged or cannot be read, 2 trouble
 """
 _SECRET = re.compile(
     r"secret|token|password|credential|(account|master|encryption|customer|access)_key(?!_id)|sas|client_options", re.IGNORECASE
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
         })  # fmt: skip
     elif not arguments.watch and not events:
         print("everything has arrived" if source.complete()[0] else f"no complete checkpoint in {arguments.source}")
-    return 1 if following.failed else 0
+    return 1 if following.failed or following.passed_over else 0
 
 
 def _storage(arguments: argparse.Namespace) -> dict[str, Any]:

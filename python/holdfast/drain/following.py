@@ -40,6 +40,7 @@ class Following:
 
     Attributes:
         failed: errors of checkpoints that are given up, by attempt.
+        passed_over: "NAME: why" of those that look damaged, or cannot be read.
         pending: how many checkpoints have not arrived.
         moved_at: when more of a checkpoint was sent or found than ever before (monotonic).
     """
@@ -51,6 +52,7 @@ class Following:
         self._only = only
         self.stop = threading.Event()
         self.failed: dict[str, Error] = {}
+        self.passed_over: list[str] = []
         self.pending = 0
         self.moved_at = time.monotonic()
         self._copy = Copy(source, target, options, self.stop, self._progress)
@@ -61,7 +63,7 @@ class Following:
         self._cleaned_at = -_CLEAN_SECONDS
         self._remote: list[Info] | None = None  # what is complete there; None: to be listed
         self._trouble = 0
-        self._overtaken: set[str] = set()  # attempts of which it was told
+        self._told: set[str] = set()  # what is said once
         self._swept: tuple[object, float] = None, 0.0
 
     def _progress(self, nbytes: int) -> None:
@@ -99,6 +101,7 @@ class Following:
         if self._remote is None or tiers.missing(local, self._remote):
             self._remote = self._target.complete()[0]
         self._tell_of_overtaken(self._only(local) if self._only else local)
+        refused: Error | None = None
         is_applied = False
         while wanted := self._to_send(local):
             self.pending = len(wanted)
@@ -108,9 +111,14 @@ class Following:
             self._tell({"event": "progress", "pending": self.pending, **self._now})
             self._send(wanted[0])
             local = self._local()
-            self._apply_retention(local)
             is_applied = True
+            try:
+                self._apply_retention(local)
+            except Error as error:  # nothing waits for a place that lets nothing be deleted
+                refused = refused or error
         self.pending = 0
+        if refused is not None:
+            raise refused
         if not is_applied:
             self._apply_retention(local)
         if time.monotonic() - self._cleaned_at > _CLEAN_SECONDS:
@@ -122,14 +130,22 @@ class Following:
         """Says once of a checkpoint that it is not sent, for another process has sent a later save of its name."""
         assert self._remote is not None
         for info in tiers.overtaken(local, self._remote):
-            if info.attempt not in self._overtaken:
-                self._overtaken.add(info.attempt)
-                message = f"drain {info.name}: it is not sent, for {self._target.url} has a later save of this name, of another job or " \
-                    "node; jobs that share a place need names of their own (name= of the Checkpointer), or places of their own"
-                self._tell({"event": "trouble", "code": "ABORTED", "message": message, "retry_in": None})
+            self._tell_once("ABORTED", f"drain {info.name}: it is not sent, for {self._target.url} has a later save of this name "
+                            f"than {info.attempt}, of another job or node; jobs that share a place need names of their own (name= of the "
+                            "Checkpointer), or places of their own")  # fmt: skip
+
+    def _tell_once(self, code: str, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            self._tell({"event": "trouble", "code": code, "message": message, "retry_in": None})
 
     def _local(self) -> list[Info]:
-        return self._source.complete()[0]
+        found, passed_over = self._source.complete()
+        if self._only is None:
+            self.passed_over = passed_over
+            for entry in passed_over:
+                self._tell_once("DATA_LOSS", f"drain {self._source.url}: passed over {entry}")
+        return found
 
     def _to_send(self, local: list[Info]) -> list[Info]:
         assert self._remote is not None
