@@ -36,10 +36,15 @@ def local_path(path: str | os.PathLike[str], operation: str, instead: str = "") 
     if "://" in text:
         raise Error(
             "INVALID_ARGUMENT",
-            f"{operation} {text}: only directories of mounted file systems are supported, no URLs"
+            f"{operation} {shown_url(text)}: only directories of mounted file systems are supported, no URLs"
             + (instead and f"; {instead}"),
         )
     return text
+
+
+def shown_url(url: str) -> str:
+    """A URL as messages have it: credentials, and a query, which may be a signature, are left out."""
+    return f"{url.partition(':')[0]}:..." if "@" in url or "?" in url else url
 
 
 def path_text(path: Any, operation: str) -> str:

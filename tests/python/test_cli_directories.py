@@ -253,3 +253,10 @@ def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
         assert (waiting.returncode, error) == (-signal.SIGINT, b""), "130 in a shell"
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize("command_line", ["show {}", "diff {} {}", "top --once {}", "doctor {}", "recover {}", "convert {} x"])
+@pytest.mark.parametrize("url", ["s3://key:SECRET@bucket/run", "https://host/run?sig=SECRET", "s3://bucket/run"])
+def test_a_url_is_refused_without_its_credentials(command_line: str, url: str) -> None:
+    done = command(*command_line.replace("{}", url).split())
+    assert done.status == 2 and "no URLs" in done.error and "SECRET" not in done.error, done

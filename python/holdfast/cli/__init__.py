@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from holdfast import _native, commands
+from holdfast import _native, commands, directories
 from holdfast.cli import text
 from holdfast.errors import Error
 
@@ -136,7 +136,11 @@ def _run(arguments: list[str]) -> int:
         return second_place.verify(arguments[1:])
     if name in _PROGRAMS:
         try:
+            for argument in arguments[1:] if name == "doctor" else ():
+                directories.local_path(argument, "probe")
             commands.run(_PROGRAMS[name], f"holdfast {name}", arguments[1:])
+        except Error as error:
+            return _complain(error.message, name)
         except OSError as error:
             return _complain(f"run {commands.program(_PROGRAMS[name])}: {error.strerror}", name)
     parser = argparse.ArgumentParser(

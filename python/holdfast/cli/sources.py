@@ -127,6 +127,7 @@ def open_source(path: str) -> Source:
     Raises:
         Error: of the system, of an incomplete or damaged checkpoint, INVALID_ARGUMENT for anything else.
     """
+    path = directories.local_path(path, "open", "copy it with `holdfast drain` first")
     with of_system(f"open {path}"):
         mode = os.stat(path).st_mode
         if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast import directories
 from holdfast.cli import node, text
 from holdfast.errors import Error, of_system
 
@@ -68,7 +69,7 @@ def _seconds(given: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     directory = arguments.directory
     if directory is not None:
-        with of_system(f"watch {directory or repr(directory)}"), os.scandir(directory):
+        with of_system(f"watch {directory}"), os.scandir(directories.local_path(directory, "watch")):
             pass
     watched = node.Node(directory)
     if arguments.once or arguments.json or not sys.stdout.isatty():

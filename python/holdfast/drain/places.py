@@ -161,7 +161,7 @@ def check_place(url: str) -> None:
     if not url:
         raise Error("INVALID_ARGUMENT", f"open {url!r}: an empty path; {_KNOWN}")
     scheme = scheme_of(url)
-    shown = f"{url.partition(':')[0]}:..." if "@" in url or "?" in url else url
+    shown = directories.shown_url(url)
     if not scheme and _NO_PATH.match(url):
         raise Error("INVALID_ARGUMENT", f"open {shown}: this is no path of Linux and no URL; {_KNOWN}; a directory of that name is ./{shown}")
     if not scheme or scheme == "file":
