@@ -164,13 +164,13 @@ def test_without_a_save_it_says_so(tmp_path: Path) -> None:
     refused(command("top", tmp_path / "none", torch=False), "none: No such file or directory")
 
 
-def _typed(command_line: list[str], key: bytes, until: str, columns: int) -> tuple[int, str]:
+def _typed(command_line: list[str], key: bytes, until: str, columns: int, term: str = "xterm-256color") -> tuple[int, str]:
     """Runs a program on a terminal, types a key when `until` is on it: status and all that it wrote."""
     pid, terminal = pty.fork()
     if pid == 0:
         fcntl.ioctl(0, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
         # Not the C library's environment, in which readline has put the size of the tests' own terminal.
-        given = {**os.environ, "TERM": "xterm-256color", "LANG": "C.UTF-8"}
+        given = {**os.environ, "TERM": term, "LANG": "C.UTF-8"}
         os.execve(command_line[0], command_line, {k: v for k, v in given.items() if k not in ("COLUMNS", "LINES")})
     written, typed, deadline = b"", False, time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -184,6 +184,11 @@ def _typed(command_line: list[str], key: bytes, until: str, columns: int) -> tup
             typed = True
     os.close(terminal)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written.decode()
+
+
+def test_a_terminal_that_moves_no_cursor_has_the_state_once(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "holdfast", "top", "--interval", "0.1", str(tmp_path)]
+    assert _typed(line, b"q", "never", 80, "dumb") == (0, "no save in flight\r\n")
 
 
 def test_without_rich_the_screen_says_what_to_install(tmp_path: Path) -> None:

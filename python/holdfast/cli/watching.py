@@ -34,7 +34,7 @@ columns:
   LEFT      until all bytes are written, at this rate
   HELD      staged bytes whose memory the save still holds
 
-keys: q or Ctrl-C ends. Without a terminal, the state is printed once.
+keys: q or Ctrl-C ends. Without a terminal, or on one that moves no cursor, the state is printed once.
 
 examples:
   holdfast top run
@@ -72,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         with of_system(f"watch {directory}"), os.scandir(directories.local_path(directory, "watch")):
             pass
     watched = node.Node(directory)
-    if arguments.once or arguments.json or not sys.stdout.isatty():
+    # A terminal that moves no cursor would show nothing at all.
+    if arguments.once or arguments.json or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         watched.look()
         time.sleep(arguments.interval)
         look = watched.look()
