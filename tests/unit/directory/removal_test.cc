@@ -278,6 +278,31 @@ TEST_F(RemovalTest, DoesNotRetireWhatHasReplacedItMeanwhile) {
   EXPECT_TRUE(InspectCheckpoint(directory_ / "step-7").ok());
 }
 
+TEST_F(RemovalTest, GivesNoRetiredNameToWhatReplacedItBeforeTheLock) {
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok());
+  static std::string path;
+  path = directory_.path();
+  static SmallRank successor;
+  successor = rank_;
+  successor.attempt = {.high = 77, .low = 77};
+  static int renames;
+  renames = 0;
+  sys::g_system.flock = [](int fd, int operation) {
+    sys::g_system.flock = sys::kKernel.flock;
+    std::filesystem::rename(path + "/step-7", path + "/old");
+    WriteSmallCheckpoint(path + "/step-7", successor);
+    return sys::kKernel.flock(fd, operation);
+  };
+  sys::g_system.renameat2 = [](int a, const char* from, int b, const char* to, unsigned flags) {
+    ++renames;
+    return sys::kKernel.renameat2(a, from, b, to, flags);
+  };
+  EXPECT_TRUE(absl::IsAborted(directory::RetireCheckpoint(parent_.get(), *info).status()));
+  EXPECT_EQ(renames, 0) << "a recovery after a crash would remove the newer checkpoint";
+  EXPECT_TRUE(InspectCheckpoint(directory_ / "step-7").ok());
+}
+
 TEST_F(RemovalTest, GivesTheNameBackToWhatReplacedItAtTheLastMoment) {
   const auto info = InspectCheckpoint(directory_ / "step-7");
   ASSERT_TRUE(info.ok());
