@@ -40,8 +40,10 @@ bool Fail(JobRun* run, FailureCode code, Operation operation, uint32_t file) {
 bool FailErrno(JobRun* run, Operation operation, int error_number, uint32_t file, uint64_t offset,
                uint64_t bytes) {
   HOLDFAST_ASSERT(file == Failure::kNoIndex || file < run->job->file_count);
-  if (error_number == ENOENT && run->Has(layout::kSingleFile) && IsInPlace(run->directory)) {
-    // A companion is gone: a later save has committed, or a recovery took this save for a dead one.
+  const bool gone = error_number == ENOENT || error_number == ESTALE;
+  if (gone && run->Has(layout::kSingleFile) && IsInPlace(run->directory)) {
+    // A companion is gone, or another file has the name: a later save has committed, or a recovery
+    // took this save for a dead one.
     return Fail(run, FailureCode::kAborted, Operation::kRename, file);
   }
   Failure failure;

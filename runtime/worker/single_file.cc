@@ -163,11 +163,7 @@ bool CommitSingleFile(JobRun* run) {
 
 bool CheckTemporary(JobRun* run) {
   const int moved = LeadsTo(run->directory, run->job->partial, run->lock);
-  if (moved == 0) return true;
-  // A later save has committed, or a recovery took this save for dead.
-  if (moved == ENOENT || moved == ESTALE)
-    return Fail(run, FailureCode::kAborted, Operation::kOpen, 0);
-  return FailErrno(run, Operation::kOpen, moved, 0);
+  return moved == 0 || FailErrno(run, Operation::kOpen, moved, 0);
 }
 
 }  // namespace holdfast::worker
