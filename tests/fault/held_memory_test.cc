@@ -1,5 +1,9 @@
 // Staging memory is held until no transfer can touch it, and no longer.
+#include <signal.h>
+#include <sys/vfs.h>
+
 #include <cstring>
+#include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
@@ -7,6 +11,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
+#include "runtime/sys/system.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/holdings.h"
 #include "tests/testing/save_test.h"
@@ -120,6 +125,53 @@ TEST_F(DeviceMemory, WithoutARegistrationIsCopiedAllTheSame) {
     // The next save registers new pages.
     EXPECT_EQ(checkpointer_->Trim(), absl::OkStatus());
   }
+}
+
+int IsNfs(int fd, struct statfs* found) {
+  const int result = sys::kKernel.fstatfs(fd, found);
+  found->f_type = 0x6969;
+  return result;
+}
+
+/// NFS goes on with the direct write of a killed process, and shows no end of the write.
+class NetworkFileSystem : public SaveTest, public ::testing::WithParamInterface<EngineRung> {
+ protected:
+  void TearDown() override {
+    sys::g_system = sys::kKernel;
+    SaveTest::TearDown();
+  }
+};
+INSTANTIATE_TEST_SUITE_P(All, NetworkFileSystem,
+                         ::testing::Values(EngineRung::kUring, EngineRung::kPwrite), EngineName);
+
+TEST_P(NetworkFileSystem, KeepsTheMemoryOfAKilledWorkerWithoutARing) {
+  HOLDFAST_SKIP_WITHOUT_RING(GetParam());
+  const ChildResult result = RunInChild([this] {
+    sys::g_system.fstatfs = IsNfs;
+    CheckpointerOptions options = SmallOptions(directory());
+    options.engine = GetParam();
+    options.staging.arena_bytes = kArenaBytes;
+    options.qos.bytes_per_second_max = 64u << 10;  // a second chunk takes a minute
+    const auto checkpointer = Make(options);
+    if (checkpointer == nullptr) return std::string();
+    const auto handle = Begin(checkpointer.get(), "step-1", TrainingState::Uniform(3, 4u << 20, 1));
+    EXPECT_TRUE(handle.ok()) << handle.status();
+    if (!handle.ok()) return std::string();
+    EXPECT_TRUE(WaitFor([&] { return handle->progress().bytes_written > 0; }));
+    SendSignal(handle->worker_pid(), SIGKILL);
+    const absl::Status ended = handle->WaitDurable(kLong).status();
+    EXPECT_TRUE(absl::IsAborted(ended)) << ended;
+    if (GetParam() == EngineRung::kUring) {
+      EXPECT_TRUE(WaitFor([&] { return checkpointer->staging().bytes_held == 0; }));
+      return std::string();
+    }
+    EXPECT_THAT(Text(ended), HasSubstr("quarantined for good"));
+    EXPECT_FALSE(
+        WaitFor([&] { return checkpointer->staging().bytes_quarantined == 0; }, absl::Seconds(2)));
+    return std::string();
+  });
+  EXPECT_EQ(result.status, 0);
+  std::filesystem::remove_all(directory() + "/step-1");
 }
 
 /// Rank 0 of two; rank 1 never comes.

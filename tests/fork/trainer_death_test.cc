@@ -181,6 +181,37 @@ TEST_P(TrainerKilled, AKeptOrWaitingWorkerEndsWithItsTrainer) {
   ExpectSound(absl::StrCat(directory(), "/step-1"));
 }
 
+TEST_P(TrainerKilled, AnOrphanThatWaitsForRanksHoldsNoStagingMemory) {
+  const Subreaper subreaper;
+  Mailbox mailbox;
+  CheckpointerOptions options = Options();
+  options.world_size = 2;  // rank 1 never comes
+  options.time_liveness_max = absl::Minutes(10);
+  ChildProcess trainer([&] {
+    const auto checkpointer = Make(options);
+    ASSERT_NE(checkpointer, nullptr);
+    const std::vector<TensorSource> sources = state_.Sources();
+    const auto begun = checkpointer->SaveAsync(
+        {.name = "step-1", .step = 1, .tensors = sources, .attempt = NewAttemptId()});
+    ASSERT_TRUE(begun.ok()) << begun.status();
+    WaitFor([&] { return begun->progress().phase == "waiting for ranks"; });
+    mailbox.ToParent(absl::StrCat(begun->worker_pid()));
+    (void)begun->WaitDurable(kLong);
+  });
+  const pid_t worker = std::atoi(mailbox.FromChild(kLong).value_or("0").c_str());
+  ASSERT_GT(worker, 0);
+  const uint64_t bytes = uint64_t{4} * (4u << 20);  // of the state
+  if (GetParam() == Launcher::kPersistent) {
+    EXPECT_GE(Holdings::Of(worker).resident_shared_bytes, bytes) << "kept for the next save";
+  }
+  trainer.Signal(SIGKILL);
+  EXPECT_EQ(trainer.Wait(kLong), ChildProcess::kSignalBase + SIGKILL);
+  EXPECT_TRUE(WaitFor([&] { return Holdings::Of(worker).resident_shared_bytes < bytes / 4; }));
+  EXPECT_TRUE(IsAlive(worker)) << "the memory went with the worker";
+  SendSignal(worker, SIGKILL);
+  EXPECT_EQ(subreaper.Reap(worker, kLong), ChildProcess::kSignalBase + SIGKILL);
+}
+
 /// Exit without destructors, like sys.exit in a thread or an abort.
 TEST_P(TrainerKilled, AnExitInTheMiddleIsAsGoodAsAKill) {
   SavePrevious(directory());
