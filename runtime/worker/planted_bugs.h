@@ -9,6 +9,8 @@ namespace holdfast::worker::testing {
 extern bool g_acknowledge_at_submit;
 /// Leaves a submitted transfer out of its file's count.
 extern bool g_forget_transfer;
+/// The ring does not hold the save's lock.
+extern bool g_lock_ends_with_process;
 /// A failing rank does not publish its failure on the board.
 extern bool g_leave_ranks_silently;
 /// Rank 0 does not check that its directory is still in place.

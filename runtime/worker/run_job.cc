@@ -14,9 +14,17 @@
 #include "runtime/sys/system.h"
 #include "runtime/worker/accounting.h"
 #include "runtime/worker/jobs.h"
+#include "runtime/worker/planted_bugs.h"
 #include "runtime/worker/server.h"
 
 namespace holdfast::worker {
+
+#ifdef HOLDFAST_PLANTED_BUGS
+namespace testing {
+bool g_lock_ends_with_process = false;
+}  // namespace testing
+#endif
+
 namespace {
 
 // Descriptors that the queue holds while a transfer may be in flight.
@@ -126,7 +134,12 @@ void RunKind(Server* server, JobRun* run) {
   }
   int error = OpenQueue(server, *run->job);
   // Until the last transfer has landed no recovery takes the directory for an abandoned one.
-  if (error == 0) error = server->queue.Hold(kHeldLock, run->lock);
+#ifdef HOLDFAST_PLANTED_BUGS
+  const bool holds = !testing::g_lock_ends_with_process;
+#else
+  constexpr bool holds = true;
+#endif
+  if (error == 0 && holds) error = server->queue.Hold(kHeldLock, run->lock);
   if (error != 0) {
     FailErrno(run, Operation::kSetUp, error);
   } else {

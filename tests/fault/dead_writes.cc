@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -12,9 +13,13 @@
 #include <optional>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "holdfast/checkpointer.h"
+#include "holdfast/recovery.h"
 #include "runtime/base/unique_fd.h"
+#include "runtime/sys/owned_fds.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/slow_disk.h"
 #include "tests/testing/training_state.h"
@@ -37,14 +42,17 @@ constexpr absl::Duration kLong = absl::Seconds(120);
 std::optional<base::UniqueFd> OpenVictim(const std::string& directory) {
   for (const auto& entry : fs::directory_iterator(directory)) {
     if (!absl::StartsWith(entry.path().filename().string(), "victim.partial-")) continue;
-    base::UniqueFd fd(open((entry.path() / (std::string(kModel) + ".tmp")).c_str(),
-                           O_RDWR | O_DIRECT | O_CLOEXEC));
+    base::UniqueFd fd(sys::OpenOwned(AT_FDCWD,
+                                     (entry.path() / (std::string(kModel) + ".tmp")).c_str(),
+                                     O_RDWR | O_DIRECT | O_CLOEXEC, 0));
     struct stat found {};
     if (!fd.valid() || fstat(fd.get(), &found) != 0) continue;
     if (static_cast<uint64_t>(found.st_size) >= kStateBytes) return fd;
   }
   return std::nullopt;
 }
+
+void AwaitWrites(int fd) { (void)fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, kPageBytes); }
 
 struct Pages {
   uint64_t written = 0;
@@ -53,8 +61,6 @@ struct Pages {
 
 // The file may hold `header` bytes, then `data`; a page of zeros is unwritten.
 Pages Compare(int fd, uint64_t header, const std::vector<char>& data) {
-  // Waits for direct writes in flight on the file.
-  (void)fallocate(fd, FALLOC_FL_KEEP_SIZE, 0, kPageBytes);
   void* memory = nullptr;
   if (posix_memalign(&memory, kPageBytes, kPageBytes) != 0) return {};
   const std::unique_ptr<char, decltype(&free)> page(static_cast<char*>(memory), free);
@@ -113,6 +119,7 @@ class Campaign {
     }
     if (const absl::Status same = next.CompareWith(directory() + "/next"); !same.ok())
       Problem(same);
+    AwaitWrites(file->get());
     const Pages pages = Compare(file->get(), header_bytes_, victim.tensors()[0].bytes);
     result->pages_written += pages.written;
     result->pages_dirty += pages.dirty;
@@ -148,7 +155,78 @@ class Campaign {
   uint64_t header_bytes_ = 0;
 };
 
+/// Waits for the lock of the save under way.
+bool AwaitLock(const std::string& directory) {
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    if (!absl::StartsWith(entry.path().filename().string(), "victim.partial-")) continue;
+    const base::UniqueFd fd(
+        sys::OpenOwned(AT_FDCWD, entry.path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
+    return WaitFor([&] { return flock(fd.get(), LOCK_EX | LOCK_NB) == 0; });
+  }
+  return false;
+}
+
+/// Begins a save and kills its trainer and worker. Returns the descriptor of the file with writes
+/// in flight.
+std::optional<base::UniqueFd> KillTrainerInWrites(const CheckpointerOptions& options,
+                                                  const TrainingState& state) {
+  const Subreaper subreaper;
+  Mailbox mailbox;
+  ChildProcess trainer([&] {
+    const auto checkpointer = Checkpointer::Create(options);
+    if (!checkpointer.ok()) return;
+    const std::vector<TensorSource> sources = state.Sources();
+    const auto handle = (*checkpointer)->SaveAsync({.name = "victim", .tensors = sources});
+    if (!handle.ok()) return;
+    WaitFor([&] { return handle->worker_pid() != 0; });
+    mailbox.ToParent(absl::StrCat(handle->worker_pid()));
+    (void)handle->WaitDurable(kLong);
+  });
+  pid_t worker = 0;
+  if (!absl::SimpleAtoi(mailbox.FromChild(kLong).value_or(""), &worker)) return std::nullopt;
+  std::optional<base::UniqueFd> file;
+  WaitFor([&] { return (file = OpenVictim(options.directory)).has_value(); });
+  absl::SleepFor(absl::Milliseconds(50));
+  // The trainer first: it would remove the files of a dead worker.
+  trainer.Signal(SIGKILL);
+  SendSignal(worker, SIGKILL);
+  trainer.Wait(kLong);
+  return file;
+}
+
 }  // namespace
+
+DeadTrainerResult LockDuringWrites(Launcher launcher, EngineRung engine) {
+  DeadTrainerResult result;
+  const ScratchDirectory scratch;
+  const auto slow = SlowDisk::Limit(scratch.path(), kBytesPerSecond);
+  if (!slow.ok()) {
+    result.skipped = std::string(slow.status().message());
+    return result;
+  }
+  CheckpointerOptions options = SmallOptions(scratch.path());
+  options.launcher = launcher;
+  options.engine = engine;
+  options.staging.arena_bytes = kArenaBytes;
+  const TrainingState state = TrainingState::Uniform(1, kStateBytes, 1);
+  const auto file = KillTrainerInWrites(options, state);
+  if (!file.has_value()) {
+    result.problems.push_back("the victim's file did not appear");
+    return result;
+  }
+  // A recovery takes a directory whose lock it gets.
+  if (!AwaitLock(scratch.path())) result.problems.push_back("the save's lock is still held");
+  result.pages_at_lock = Compare(file->get(), 0, state.tensors()[0].bytes).written;
+  AwaitWrites(file->get());
+  result.pages_landed = Compare(file->get(), 0, state.tensors()[0].bytes).written;
+  const auto recovered = Recover(scratch.path(), {.wait_for_orphans = kLong});
+  if (!recovered.ok()) {
+    result.problems.push_back(recovered.status().ToString());
+  } else if (recovered->removed.size() != 1) {
+    result.problems.push_back("the dead save was not removed");
+  }
+  return result;
+}
 
 DeadWritesResult KillWorkersInWrites(const DeadWritesOptions& options) {
   DeadWritesResult result;

@@ -28,6 +28,18 @@ struct DeadWritesResult {
 /// descriptor opened before the kill.
 DeadWritesResult KillWorkersInWrites(const DeadWritesOptions& options);
 
+struct DeadTrainerResult {
+  std::string skipped;         ///< Reason for a skip; empty otherwise.
+  uint64_t pages_at_lock = 0;  ///< Pages of the dead worker's file when the lock is free.
+  uint64_t pages_landed = 0;   ///< The same when no write is in flight.
+  std::vector<std::string> problems;
+};
+
+/// On a disk with a limited rate: kills a trainer and its worker with writes in flight, waits for
+/// the save's lock, and reads the dead worker's file through a descriptor opened before the kill.
+/// Then a recovery removes the save.
+DeadTrainerResult LockDuringWrites(Launcher launcher, EngineRung engine);
+
 }  // namespace holdfast::testing
 
 #endif  // HOLDFAST_TESTS_FAULT_DEAD_WRITES_H_

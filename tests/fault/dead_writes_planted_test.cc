@@ -3,6 +3,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "runtime/base/planted_bugs.h"
+#include "runtime/worker/planted_bugs.h"
 #include "tests/fault/dead_writes.h"
 
 namespace holdfast::testing {
@@ -18,6 +19,14 @@ TEST(PlantedBug, TrustInThePidfdIsFoundInTheDeadFile) {
     EXPECT_THAT(result.problems, ::testing::IsEmpty());
     EXPECT_GT(result.pages_dirty, 0u);
   }
+}
+
+TEST(PlantedBug, ALockThatEndsWithTheProcessIsFoundInTheDeadFile) {
+  worker::testing::g_lock_ends_with_process = true;
+  const DeadTrainerResult result = LockDuringWrites(Launcher::kFork, EngineRung::kUring);
+  worker::testing::g_lock_ends_with_process = false;
+  if (!result.skipped.empty()) GTEST_SKIP() << result.skipped;
+  EXPECT_LT(result.pages_at_lock, result.pages_landed);
 }
 
 }  // namespace

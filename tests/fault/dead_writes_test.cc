@@ -26,5 +26,15 @@ TEST_P(DeadWrites, CarryNoByteOfTheNextSave) {
   RecordProperty("pages_written", static_cast<int>(result.pages_written));
 }
 
+// The trainer is dead as well: nobody but the ring holds the save's lock.
+TEST_P(DeadWrites, HaveLandedWhenTheLockOfTheSaveIsFree) {
+  const DeadTrainerResult result =
+      LockDuringWrites(std::get<0>(GetParam()), std::get<1>(GetParam()));
+  if (!result.skipped.empty()) GTEST_SKIP() << result.skipped;
+  EXPECT_THAT(result.problems, ::testing::IsEmpty());
+  EXPECT_GT(result.pages_landed, 0u);
+  EXPECT_EQ(result.pages_at_lock, result.pages_landed);
+}
+
 }  // namespace
 }  // namespace holdfast::testing
