@@ -358,6 +358,33 @@ def test_a_save_that_fails_in_staging_does_not_end_the_step(
     assert error.value.code == "CANCELLED"
 
 
+def test_the_call_waits_where_a_stream_cannot_be_made_to(
+    slow: SlowDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(*_: object) -> None:
+        raise holdfast.Error("INTERNAL", "no event can be recorded")
+
+    monkeypatch.setattr(_late, "CLONE_MAX", 0)
+    monkeypatch.setattr(_devices, "wait_staged_on", failed)
+    weight = torch.ones(1 << 16)
+    changed = threading.Event()
+
+    def copy_late() -> None:
+        while not slow.pending:
+            threading.Event().wait(0.01)
+        changed.wait(2)
+        slow.open.set()
+
+    copying = threading.Thread(target=copy_late)
+    copying.start()
+    save = holdfast.save_async({"w": weight}, tmp_path / "s")
+    weight.zero_()
+    changed.set()
+    copying.join()
+    save.wait(60)
+    assert torch.equal(holdfast.load(tmp_path / "s")["w"], torch.ones(1 << 16))
+
+
 def test_the_stream_waits_for_the_copies_before_the_optimizers_step(
     slow: SlowDevice, tmp_path: Path
 ) -> None:
