@@ -139,15 +139,21 @@ class Archive:
 
 
 class PlannedFile:
-    """A file that is being planned; the archive's bytes between two tensors are one literal."""
+    """A file that is being planned; the archive's bytes between two tensors are one literal.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the file.
+        plan: that the file begins with; default a new one.
+    """
+
+    def __init__(self, name: str, plan: _native.Plan | None = None) -> None:
         self.name = name
-        self.plan = _native.Plan()
-        self.plan.add_file(name)
+        self.plan = plan or _native.Plan()
+        if plan is None:
+            self.plan.add_file(name)
         self._pending = bytearray()
         self._slots: list[tuple[int, int]] = []
-        self._bytes = 0  # of the file, with what is pending
+        self._bytes = self.plan.file_bytes  # of the file, with what is pending
 
     def begin_file(self, name: str) -> None:
         """Ends the file and begins another one of the same plan."""
@@ -176,12 +182,6 @@ class PlannedFile:
         if self._pending:
             self.plan.add_literal(bytes(self._pending), self._slots)
             self._pending, self._slots = bytearray(), []
-
-    def add_like(self, other: _native.Plan, addresses: list[int]) -> None:
-        """Appends a file that was planned by itself."""
-        self.flush()
-        self.plan.add_like(other, addresses)
-        self._bytes = self.plan.file_bytes
 
     def tensor(self, name: str, dtype: str, shape: list[int], address: int, nbytes: int,
                device: Any, stream: int) -> int:  # fmt: skip

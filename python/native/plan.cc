@@ -77,38 +77,35 @@ void AddLiteral(SavePlan* plan, const nb::bytes& bytes,
   file.segments.push_back(std::move(segment));
 }
 
-/// Appends the content of `other`'s files to the last file of `plan`. `addresses` has the memory of
-/// each tensor of `other` that has bytes.
-void AddLike(SavePlan* plan, const SavePlan& other, const std::vector<uintptr_t>& addresses) {
-  PlannedFile& file = LastFile(plan);
-  const auto file_number = static_cast<uint32_t>(plan->files.size() - 1);
-  size_t next = 0;
-  auto tensor = other.tensors.begin();
-  for (size_t number = 0; number < other.files.size(); ++number) {
-    const auto tensors_before = static_cast<uint32_t>(plan->tensors.size()) -
-                                static_cast<uint32_t>(tensor - other.tensors.begin());
-    const auto segments_before = static_cast<uint32_t>(file.segments.size());
-    for (; tensor != other.tensors.end() && tensor->file == number; ++tensor) {
-      PlannedTensor moved = *tensor;
-      moved.file = file_number;
-      moved.begin += file.bytes;
-      moved.end += file.bytes;
-      plan->tensors.push_back(std::move(moved));
-    }
-    for (const Segment& segment : other.files[number].segments) {
-      Segment moved = segment;
-      moved.file_offset += file.bytes;
-      for (auto& slot : moved.crc32_slots) slot.segment += segments_before;
-      if (segment.tensor != Segment::kLiteral) {
-        if (next == addresses.size()) throw nb::value_error("plan: fewer addresses than tensors");
-        moved.tensor += tensors_before;
-        moved.data = Pointer<const void>(addresses[next++]);
-      }
-      file.segments.push_back(std::move(moved));
-    }
-    file.bytes += other.files[number].bytes;
+/// How far a plan goes: the part that later saves have, too.
+using Extent = std::tuple<size_t, size_t, uint64_t>;  // tensors, segments, bytes
+
+Extent ExtentOf(SavePlan* plan) {
+  const PlannedFile& file = LastFile(plan);
+  return {plan->tensors.size(), file.segments.size(), file.bytes};
+}
+
+/// Takes a plan of one file back to an extent, with the memory of each tensor in it that has bytes.
+void RenewTo(SavePlan* plan, const Name& name, const Extent& extent,
+             const std::vector<uintptr_t>& addresses) {
+  const auto [tensors, segments, bytes] = extent;
+  if (plan->files.empty() || plan->files[0].segments.size() < segments ||
+      plan->tensors.size() < tensors) {
+    throw nb::value_error("plan: shorter than its extent");
   }
-  if (next != addresses.size()) throw nb::value_error("plan: more addresses than tensors");
+  plan->files.resize(1);
+  plan->tensors.resize(tensors);
+  PlannedFile& file = plan->files[0];
+  file.name = name.text;
+  file.segments.resize(segments);
+  file.bytes = bytes;
+  auto address = addresses.begin();
+  for (Segment& segment : file.segments) {
+    if (segment.tensor == Segment::kLiteral) continue;
+    if (address == addresses.end()) throw nb::value_error("plan: fewer addresses than tensors");
+    segment.data = Pointer<const void>(*address++);
+  }
+  if (address != addresses.end()) throw nb::value_error("plan: more addresses than tensors");
 }
 
 /// name, dtype, shape, address, bytes, device (or None), stream.
@@ -218,8 +215,10 @@ void BindPlan(nb::module_& module) {
       .def("add_safetensors", &AddSafetensors, "file_name"_a, "tensors"_a, "metadata"_a,
            "attempt"_a, "replicated"_a = false,
            "Adds a whole safetensors file; `replicated`: see PlannedFile.")
-      .def("add_like", &AddLike, "other"_a, "addresses"_a,
-           "Appends what `other` has to the last file, with other memory for its tensors.")
+      .def("extent", &ExtentOf, "What `renew_to` goes back to.")
+      .def("renew_to", &RenewTo, "file_name"_a, "extent"_a, "addresses"_a,
+           "Drops all that was added to a plan of one file since `extent`, and gives the rest a "
+           "save's name and addresses.")
       .def_prop_ro(
           "file_bytes",
           [](const SavePlan& plan) { return LastFile(const_cast<SavePlan*>(&plan)).bytes; },

@@ -71,8 +71,17 @@ struct Memory {
   uint64_t end = 0;
 };
 
+/// Sizes and strides of a tensor, for which memory is taken beforehand.
+constexpr size_t kDimensionsUsual = 4;
+
 /// The attributes that are read, by interned names.
 struct Names {
+  /// They live as long as the process.
+  static const Names& Get() {
+    static const auto* const names = new Names;
+    return *names;
+  }
+
   nb::object data_ptr = Interned("data_ptr");
   nb::object shape = Interned("shape");
   nb::object stride = Interned("stride");
@@ -95,9 +104,10 @@ bool IsTrue(const nb::object& value) { return value.ptr() == Py_True; }
 class TensorTable {
  public:
   explicit TensorTable(const nb::list& tensors) {
-    const Names names;
+    const Names& names = Names::Get();
     rows_.reserve(nb::len(tensors));
     addresses_.reserve(nb::len(tensors));
+    dimensions_.reserve(nb::len(tensors) * kDimensionsUsual);
     for (const nb::handle tensor : tensors) {
       UseType(tensor.type());
       UseDtype(tensor.attr(names.dtype), names);
@@ -110,9 +120,14 @@ class TensorTable {
     }
   }
 
-  /// Whether both have tensors of equal dtypes, devices, shapes and strides, which overlap alike.
+  /// Whether both have tensors of equal dtypes, devices, shapes and strides.
+  bool IsLike(const TensorTable& other) const {
+    return rows_ == other.rows_ && dimensions_ == other.dimensions_;
+  }
+
+  /// Whether both are like each other, and their tensors overlap alike.
   bool Equals(TensorTable* other) {
-    if (rows_ != other->rows_ || dimensions_ != other->dimensions_) return false;
+    if (!IsLike(*other)) return false;
     if (addresses_ == other->addresses_) {
       group_of_ = other->group_of_;
       groups_ = other->groups_;
@@ -324,7 +339,8 @@ void BindTensors(nb::module_& module) {
       .def(nb::init<const nb::list&>(), "tensors"_a)
       .def(
           "equals", [](TensorTable& self, TensorTable& other) { return self.Equals(&other); },
-          "other"_a, "Whether all but the addresses of the groups is equal.")
+          "other"_a, "Whether all but the addresses of the groups is equal: tensors overlap alike.")
+      .def("is_like", &TensorTable::IsLike, "other"_a, "Whether all but the addresses is equal.")
       .def("copied", &TensorTable::Copied, "Indices of tensors that must be copied to be saved.")
       .def("in_host", &TensorTable::InHost,
            "Addresses and bytes of what is contiguous in host memory as it reads, zeros for the\n"

@@ -37,6 +37,7 @@ class FilePlan:
         wait: devices whose current stream must wait for the copies, because what is copied from
             them may change at once.
         watch: of the tensors that are copied behind the training.
+        fixed: the plan, where the layout can use it again; see `Layout.release`.
         pickled: names of tensors that ``torch.save`` had to serialize.
         contiguous_copies: names of tensors that had to be copied to be saved.
     """
@@ -47,6 +48,7 @@ class FilePlan:
     device: list[torch.Tensor] = dataclasses.field(default_factory=list)
     wait: set[torch.device] = dataclasses.field(default_factory=set)
     watch: _late.Watch = dataclasses.field(default_factory=lambda: _late.Watch(()))
+    fixed: _native.Plan | None = None
     pickled: list[str] = dataclasses.field(default_factory=list)
     contiguous_copies: list[str] = dataclasses.field(default_factory=list)
 
@@ -82,6 +84,13 @@ def resolved(planner: SavePlanner, item: WriteItem) -> Any:
     return data.detach()
 
 
+def detached(value: Any) -> Any:
+    """A plain tensor without its graph, as it is written; anything else as it is."""
+    if type(value) is torch.nn.Parameter or type(value) is torch.Tensor and value.requires_grad:
+        return value.detach()
+    return value
+
+
 class Layout:
     """How the items of a plan lie in a file; kept for the saves that follow the same plan.
 
@@ -91,6 +100,9 @@ class Layout:
     Args:
         items: of one rank.
         apart: items whose names begin so go to a file of their own, whose name begins so, too.
+
+    Attributes:
+        first: positions of the items that are fixed.
     """
 
     def __init__(self, items: list[WriteItem], apart: str = "") -> None:
@@ -98,9 +110,10 @@ class Layout:
         self._apart = apart
         self._is_apart = [bool(apart) and item.index.fqn.startswith(apart) for item in items]
         self._names = _names(items)
-        self._fixed: _native.Plan | None = None
-        self._first: list[int] = []  # positions of the items in it, and with bytes among them
-        self._filled: list[int] = []
+        self._fixed: _native.Plan | None = None  # None while a save uses it
+        self._fixed_extent: Any = None  # what of it all saves have
+        self.first: list[int] = []
+        self._filled: list[int] = []  # places in `first` of those with bytes
         self._rest: list[int] = []
         self._extents = array.array("Q")
 
@@ -123,7 +136,10 @@ class Layout:
     def is_fixed(self) -> bool:
         return self._fixed is not None
 
-    @_collector.paused()
+    def release(self, file: FilePlan) -> None:
+        """Leaves the plan to the next save, once the runtime has taken it."""
+        self._fixed = file.fixed
+
     def _is_on_device(self, index: int, tensor: torch.Tensor) -> bool:
         """Whether an item is in memory of a device.
 
@@ -139,29 +155,32 @@ class Layout:
                 raise Error("INVALID_ARGUMENT", f"save {name}: {why}") from error
             raise Error(error.code, f"save {name}: {error.message}") from error
 
+    @_collector.paused()
     def plan_file(self, data: list[Any], name: str, late: _late.Late,
                   part: Part | None = None, plans: Iterable[bytes] = (),
-                  digests: Iterable[torch.Tensor] = ()) -> FilePlan:  # fmt: skip
+                  digests: Iterable[torch.Tensor] = (), addresses: list[int] | None = None) -> FilePlan:  # fmt: skip
         """Plans the file of one save. Host memory comes first: it is captured in the runtime's call.
 
         Args:
-            data: of every item, a detached tensor or the bytes of an object.
+            data: of every item, a detached tensor or the bytes of an object. Those that are `first` need
+                not be detached.
             name: of the file.
             late: device memory that stays unchanged until the save has staged.
             part: what the file says of itself; gets the places of the items.
             plans: entries that the part needs to be understood.
             digests: of what other ranks have, too, in the host and on devices.
+            addresses: of the items that are `first`, where they are known to lie as they did.
         """
-        file = PlannedFile(name)
-        out = FilePlan(file.plan, array.array("Q", bytes(16 * len(data))))
-        rest: Iterable[int] = range(len(data))
-        if self._fixed is not None and _is_host():
-            tensors = [data[i] for i in self._first]
-            if all(map(_is_plain, tensors)):
-                file.add_like(self._fixed, [data[i].data_ptr() for i in self._filled])
-                out.extents[:] = self._extents
-                out.host += tensors
-                rest = self._rest
+        fixed = self._take_fixed(name, data, addresses)
+        if fixed is not None:
+            file = PlannedFile(name, fixed)
+            out = FilePlan(fixed, self._extents[:], host=[data[i] for i in self.first], fixed=fixed)
+            rest: Iterable[int] = self._rest
+        else:
+            file = PlannedFile(name)
+            out = FilePlan(file.plan, array.array("Q", bytes(16 * len(data))))
+            data = list(map(detached, data))
+            rest = range(len(data))
         later, apart = [], []
         for i in rest:
             if isinstance(data[i], torch.Tensor) and self._is_on_device(i, data[i]):
@@ -201,21 +220,33 @@ class Layout:
             about.getbuffer()[:] = part.encode()
         return out
 
+    def _take_fixed(self, name: str, data: list[Any], addresses: list[int] | None) -> _native.Plan | None:
+        """The plan that begins with what is fixed; None where the data is not as it was then."""
+        plan, self._fixed = self._fixed, None
+        if plan is None or not _is_host():
+            return None
+        if addresses is None:
+            addresses, _, others = _native.TensorTable([data[i] for i in self.first]).in_host()
+            if others:
+                return None
+        plan.renew_to(name, self._fixed_extent, [addresses[k] for k in self._filled])
+        return plan
+
     @_collector.paused()
     def fix(self, data: list[Any]) -> None:
         """Plans what further saves will have at the same place; they have the same kinds of tensors."""
         if not _is_host() or any(self._is_apart):
             return
-        self._first = [i for i, d in enumerate(data) if isinstance(d, torch.Tensor) and _is_plain(d) and can_frame(d)]
-        self._filled = [i for i in self._first if data[i].nbytes]
-        first = set(self._first)
+        self.first = [i for i, d in enumerate(data) if isinstance(d, torch.Tensor) and _is_plain(d) and can_frame(d)]
+        self._filled = [k for k, i in enumerate(self.first) if data[i].nbytes]
+        first = set(self.first)
         self._rest = [i for i in range(len(data)) if i not in first]
         file = PlannedFile("")
         out = FilePlan(file.plan, array.array("Q", bytes(16 * len(data))))
-        for i in self._first:
+        for i in self.first:
             self._add(file, out, i, data[i])
         file.flush()
-        self._fixed, self._extents = file.plan, out.extents
+        self._fixed, self._fixed_extent, self._extents = file.plan, file.plan.extent(), out.extents
 
     def _add(self, file: PlannedFile, out: FilePlan, at: int, data: Any) -> None:
         name, begin = self._names[at], file.begin_item()

@@ -9,6 +9,7 @@ the save every rank says which plan its file follows; only if it is one, that pl
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import pickle
 import threading
@@ -24,9 +25,10 @@ from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
 
-from holdfast import _collector
+from holdfast import _collector, _native
+from holdfast._tensor_kinds import PLAIN_TENSORS
 from holdfast.dcp.failures import of_object
-from holdfast.dcp.items import Layout
+from holdfast.dcp.items import Layout, detached
 from holdfast.dcp.parts import Plan, in_order
 from holdfast.dcp.replicas import Digests, Forms
 
@@ -39,17 +41,40 @@ class _NotComparable(Exception):
     """The state has a tensor whose plan does not follow from its structure."""
 
 
+@dataclasses.dataclass(eq=False)
+class Marks:
+    """The structure of a state. Equal ones are planned alike, and their plain tensors lie alike.
+
+    Attributes:
+        of_nodes: of each container and leaf; of a plain tensor its class.
+        tensors: the plain ones, and the local ones of DTensors.
+    """
+
+    of_nodes: list[Any]
+    tensors: _native.TensorTable
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Marks) and self.of_nodes == other.of_nodes and self.tensors.is_like(other.tensors)
+
+
 @dataclasses.dataclass
 class Look:
     """A state as it was found.
 
     Attributes:
-        marks: its structure: equal marks are planned alike.
+        marks: its structure.
         nodes: every container and leaf, in the order of the marks.
     """
 
-    marks: list[Any]
+    marks: Marks
     nodes: list[Any]
+
+    @functools.cached_property
+    def rows(self) -> dict[int, int]:
+        """By the number of a node, the row that the table of tensors has of it, or of its local tensor."""
+        marks = (mark[-1] if type(node) is DTensor else mark for node, mark in zip(self.nodes, self.marks.of_nodes[1:], strict=True))
+        plain = (number for number, mark in enumerate(marks) if isinstance(mark, type) and mark in PLAIN_TENSORS)
+        return {number: row for row, number in enumerate(plain)}
 
 
 @_collector.paused()
@@ -60,33 +85,58 @@ def look(state: Any, flags: tuple[Any, ...]) -> Look | None:
         state: of tensors, DTensors, ShardedTensors and objects.
         flags: of the planner.
     """
+    try:
+        try:
+            return _look(state, flags, PLAIN_TENSORS)
+        except (RuntimeError, ValueError):  # of a tensor that is not strided, or has no memory
+            return _look(state, flags, frozenset())
+    except _NotComparable:
+        return None
+
+
+def _look(state: Any, flags: tuple[Any, ...], in_table: frozenset[type]) -> Look:
+    """As `look`. Tensors of the classes `in_table` are described all at once, others one by one."""
     marks: list[Any] = [flags]
     nodes: list[Any] = []
+    tensors: list[torch.Tensor] = []
     meshes: dict[int, Any] = {}
+
+    def mark_of(tensor: torch.Tensor) -> Any:
+        if type(tensor) in in_table:
+            tensors.append(tensor)
+            return type(tensor)
+        return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.layout, tensor.is_cpu
+
+    def visit_all(values: Collection[Any]) -> None:
+        if in_table.issuperset(map(type, values)):
+            nodes.extend(values)
+            marks.extend(map(type, values))
+            tensors.extend(values)
+        else:
+            for value in values:
+                visit(value)
 
     def visit(value: Any) -> None:
         nodes.append(value)
         kind = type(value)
-        if kind is torch.Tensor or kind is torch.nn.Parameter:
-            marks.append((value.shape, value.dtype, value.requires_grad, value.layout, value.is_cpu))
+        if kind in PLAIN_TENSORS:
+            marks.append(mark_of(value))
         elif isinstance(value, Mapping):
             keys = tuple(value)
             marks.append((keys, tuple(map(type, keys))))
-            for item in value.values():
-                visit(item)
+            visit_all(value.values())
         elif isinstance(value, list):
             inner = any(isinstance(item, (Mapping, list, torch.Tensor)) for item in value)
             marks.append((list, len(value) if inner else -1))
-            for item in value if inner else ():
-                visit(item)
+            visit_all(value if inner else ())
         elif kind is DTensor and type(value._local_tensor) is torch.Tensor:
-            local, mesh = value._local_tensor, value.device_mesh
+            mesh = value.device_mesh
             if id(mesh) not in meshes:
                 meshes[id(mesh)] = (
                     mesh.device_type, mesh.mesh_dim_names, str(mesh.mesh.tolist()), mesh.get_coordinate(),
                 )  # fmt: skip
-            marks.append((value.shape, value.placements, meshes[id(mesh)], value.requires_grad,
-                          local.shape, local.dtype, local.layout, local.is_cpu))  # fmt: skip
+            of_local = mark_of(value._local_tensor)
+            marks.append((value.shape, value.placements, meshes[id(mesh)], value.requires_grad, of_local))
         elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
             if isinstance(value, ShardedTensor) and any(
                 isinstance(shard.tensor, ShardedTensor) for shard in value.local_shards()
@@ -96,11 +146,8 @@ def look(state: Any, flags: tuple[Any, ...]) -> Look | None:
         else:
             marks.append(kind)
 
-    try:
-        visit(state)
-    except _NotComparable:
-        return None
-    return Look(marks, nodes)
+    visit(state)
+    return Look(Marks(marks, _native.TensorTable(tensors)), nodes)
 
 
 def check_state(state_dict: Any, operation: str) -> None:
@@ -155,12 +202,9 @@ def _bytes_of(value: Any) -> io.BytesIO:
 
 def _tensor_of(value: Any, item: WriteItem) -> torch.Tensor:
     """What an item writes of a tensor or of an object that is sharded in a way of its own."""
-    kind = type(value)
-    if kind is torch.Tensor:
-        return value.detach() if value.requires_grad else value
-    if kind is torch.nn.Parameter:
-        return value.detach()
-    if kind is DTensor and type(value._local_tensor) is torch.Tensor:  # not one that is still awaited
+    if type(value) in PLAIN_TENSORS:
+        return detached(value)
+    if type(value) is DTensor and type(value._local_tensor) is torch.Tensor:  # not one that is still awaited
         return value._local_tensor.detach()
     return find_tensor_shard(value, item.index).detach()
 
@@ -183,7 +227,7 @@ class Known:
         compared: items of which other ranks have some, too, as of `Plan.compared`.
     """
 
-    def __init__(self, marks: list[Any], plan: str, row: int, local: list[WriteItem], written: list[WriteItem],
+    def __init__(self, marks: Marks, plan: str, row: int, local: list[WriteItem], written: list[WriteItem],
                  shared: Collection[MetadataIndex], nodes: dict[str, int]) -> None:  # fmt: skip
         self.marks = marks
         self.plan = plan
@@ -192,6 +236,8 @@ class Known:
         self.layout = Layout(written)
         self._nodes = nodes
         self._at = [nodes[item.index.fqn] for item in written]
+        self._apart: list[int] = []  # positions of items that are made of their nodes in each save
+        self._rows: list[Any] | None = None  # in the table of tensors, of the items that are fixed
         items = {item.index: item for item in local}
         self.compared = [items[index] for index in in_order(compared_of(local, written, shared))]
         places = {item.index: at for at, item in enumerate(written)}
@@ -204,19 +250,34 @@ class Known:
         written = [dataclasses.replace(mine[i], index=i) for i in plan.written[row]]
         return Known(self.marks, plan.id, row, self.local, written, plan.shared, self._nodes)
 
-    def data(self, nodes: list[Any]) -> list[Any]:
-        """What is written of every item: a tensor, or the bytes of an object."""
-        data = [_data_of(nodes[at], item) for at, item in zip(self._at, self.layout.items, strict=True)]
-        if not self.layout.is_fixed:
-            self.layout.fix(data)
-        return data
+    def data(self, seen: Look) -> tuple[list[Any], list[int] | None]:
+        """What is written of every item: a tensor, or the bytes of an object; and addresses, as of `Layout.plan_file`."""
+        is_fixed = self.layout.is_fixed
+        data = [seen.nodes[at] for at in self._at]
+        for i in self._apart if is_fixed else range(len(data)):
+            data[i] = _data_of(data[i], self.layout.items[i])
+        if not is_fixed:
+            self.fix(seen, data)
+        if self._rows is None:
+            return data, None
+        addresses = seen.marks.tensors.in_host()[0]
+        return data, [addresses[row] for row in self._rows]
+
+    def fix(self, seen: Look, data: list[Any]) -> None:
+        """Plans what all saves have alike: see `Layout.fix`."""
+        self.layout.fix(data)
+        first = self.layout.first
+        as_it_is = {i for i in first if type(seen.nodes[self._at[i]]) in PLAIN_TENSORS}
+        self._apart = [i for i in range(len(data)) if i not in as_it_is]
+        rows = [seen.rows.get(self._at[i]) for i in first]
+        self._rows = None if None in rows else rows
 
     @_collector.paused()
     def digests(self, nodes: list[Any], data: list[Any]) -> Digests | None:
         """Of what is compared with other ranks. `data`: what is written."""
         if not self._compared_at:
             return None
-        made = Digests([_data_of(nodes[at], item) if place is None else data[place]
+        made = Digests([_data_of(nodes[at], item) if place is None else detached(data[place])
                         for place, at, item in self._compared_at], self._forms)  # fmt: skip
         self._forms = made.forms  # which follow from the marks
         return made

@@ -192,7 +192,8 @@ class _Saving:
             self.line.cache.add(known, plan)
         data = [resolved(self.planner, item) for item in items]
         layout = known.layout if known is not None else Layout(items)
-        layout.fix(data)
+        if known is not None and seen is not None:
+            known.fix(seen, data)
         digests = self._digests(local, items, data, shared) if self._compares else None
         self._begin(place, agreed.attempt, place.rank, layout, data, plan, known, [plan] if plan else [], digests)
 
@@ -213,10 +214,10 @@ class _Saving:
         if known is not None:
             self.writer.set_up_storage_writer(self.line.rank == 0, rank=self.line.rank)
             self.writer.make_directory()
-            data = known.data(seen.nodes)  # type: ignore[union-attr]
+            data, addresses = known.data(seen)  # type: ignore[arg-type]
             needed = [of_all[known.plan]] if self.line.rank == 0 else []
             digests = known.digests(seen.nodes, data)  # type: ignore[union-attr]
-            self._begin(self._place(), known.plan, known.row, known.layout, data, None, known, needed, digests)
+            self._begin(self._place(), known.plan, known.row, known.layout, data, None, known, needed, digests, addresses)
             return True
         self._set_up(state)
         self.writer.make_directory()
@@ -262,13 +263,13 @@ class _Saving:
 
     def _begin(self, place: Placement, plan_id: str, row: int, layout: Layout, data: list[Any],
                plan: Plan | None, known: plans.Known | None, needed: list[Plan],
-               digests: Digests | None) -> None:  # fmt: skip
+               digests: Digests | None, addresses: list[int] | None = None) -> None:  # fmt: skip
         part = Part(place.attempt, self.writer.metadata_name(), place.data_file, plan_id, row, layout.digest,
                     self.replicas)
         written = self.writer.begin(
             place, layout, data, self.called_ns, self.late,
             part=part, plans=[p.data for p in needed], digests=digests.tensors if digests is not None else (),
-            publishes=False,
+            addresses=addresses, publishes=False,
         )  # fmt: skip
         self.begun = _Begun(written, part, plan, known, digests)
 

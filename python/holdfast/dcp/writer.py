@@ -214,7 +214,8 @@ class StorageWriter(_StorageWriter):
 
     def begin(self, place: placement.Placement, layout: items.Layout, data: list[Any], called_ns: int,
               late: Iterable[Any] = (), *, part: Part | None = None, plans: Iterable[bytes] = (),
-              digests: Iterable[torch.Tensor] = (), publishes: bool = True) -> Written:  # fmt: skip
+              digests: Iterable[torch.Tensor] = (), addresses: list[int] | None = None,
+              publishes: bool = True) -> Written:  # fmt: skip
         """Starts writing. Host tensors are captured when it returns.
 
         Tensors on a device are copied behind it. What `late` does not name is cloned on the device
@@ -227,6 +228,7 @@ class StorageWriter(_StorageWriter):
             called_ns: when the call began, by the monotonic clock.
             late: optimizers or tensors whose memory stays unchanged until the save has staged.
             part, plans, digests: what the file says of itself, see `parts` and `replicas`.
+            addresses: as of `Layout.plan_file`.
             publishes: whether observers are told of this rank's data. Not by whoever tells them of
                 the checkpoint.
 
@@ -234,7 +236,7 @@ class StorageWriter(_StorageWriter):
             Error: of this rank's own part.
         """
         try:
-            file = layout.plan_file(data, place.data_file, _late.Late(late), part, plans, digests)
+            file = layout.plan_file(data, place.data_file, _late.Late(late), part, plans, digests, addresses)
         except BaseException:
             placement.release(place)
             raise
@@ -276,6 +278,7 @@ class StorageWriter(_StorageWriter):
             ordered=file.wait, watch=file.watch, publishes=publishes,
             on_failure=functools.partial(placement.release, place),
         )  # fmt: skip
+        layout.release(file)
         return Written(save, layout, file.extents, place)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
