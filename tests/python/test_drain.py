@@ -516,6 +516,7 @@ def test_a_store_that_takes_nothing_is_tried_again_until_the_time_is_over(
     codes = [e["code"] for e in events if e["event"] == "trouble"]
     assert not thread.is_alive() and len(codes) >= 2
     assert set(codes) == {"UNAVAILABLE" if what == "down" else "PERMISSION_DENIED"}
+    assert [e["pending"] for e in events if e["event"] == "progress"][-1] == 1
 
 
 def test_the_rate_is_kept(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class Following:
         self._told_at = 0.0
         self._cleaned_at = -_CLEAN_SECONDS
         self._remote: list[Info] | None = None  # what is complete there; None: to be listed
+        self._there: set[str] = set()  # attempts that the last listing had
         self._trouble = 0
         self._told: set[str] = set()  # what is said once
         self._swept: tuple[object, float] = None, 0.0
@@ -99,7 +100,7 @@ class Following:
         local = self._local()
         self.failed = {c.attempt: self.failed[c.attempt] for c in local if c.attempt in self.failed}
         if self._remote is None or tiers.missing(local, self._remote):
-            self._remote = self._target.complete()[0]
+            self._remote = self._listed(local)
         self._tell_of_overtaken(self._only(local) if self._only else local)
         refused: Error | None = None
         is_applied = False
@@ -125,6 +126,17 @@ class Following:
             self._cleaned_at = time.monotonic()
             for slot in self._target.clean({c.attempt for c in local}):
                 self._tell({"event": "removed", "place": "target", "name": slot, "why": "left by an interrupted copy"})
+
+    def _listed(self, local: list[Info]) -> list[Info]:
+        """What is complete there. Where it cannot be listed, what is not known to be there counts as pending."""
+        try:
+            found = self._target.complete()[0]
+        except Error:
+            self.pending = sum(c.attempt not in self._there for c in local)
+            self._tell({"event": "progress", "pending": self.pending})
+            raise
+        self._there = {c.attempt for c in found}
+        return found
 
     def _tell_of_overtaken(self, local: list[Info]) -> None:
         """Says once of a checkpoint that it is not sent, for another process has sent a later save of its name."""
@@ -169,6 +181,7 @@ class Following:
         self.moved_at, self._trouble = time.monotonic(), 0
         self._tell({"event": "arrived", "name": info.name, "step": info.step, "attempt": info.attempt, "bytes": sent.bytes,
                     "bytes_sent": sent.bytes_sent, "seconds": sent.seconds, "verified": sent.verified})  # fmt: skip
+        self._there.add(info.attempt)
         self._remote = self._target.complete()[0]
         if not any(c.attempt == info.attempt for c in self._remote):
             raise Error("UNAVAILABLE", f"drain {info.name}: {self._target.url} does not list it after its commit")
