@@ -214,6 +214,10 @@ def test_a_directory_as_the_second_place(tmp_path: Path, caplog: pytest.LogCaptu
         assert "both are on one file system" in caplog.text  # as where a mount is missing
         for step in (1, 2):
             checkpointer.save(state(step), step)
+        end = time.monotonic() + 30
+        while time.monotonic() < end and (checkpointer.drain_report["arrived"], checkpointer.drain_report["pending"]) != (2, 0):
+            time.sleep(0.02)  # nobody asks whether all has arrived
+        assert (checkpointer.drain_report["arrived"], checkpointer.drain_report["pending"]) == (2, 0)
     shutil.rmtree(tmp_path / "run")
     with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far") as checkpointer:
         into = state(0)

@@ -117,7 +117,9 @@ class Following:
                 self._apply_retention(local)
             except Error as error:  # nothing waits for a place that lets nothing be deleted
                 refused = refused or error
-        self.pending = 0
+        if self.pending:
+            self.pending = 0
+            self._tell({"event": "progress", "pending": 0, "bytes_done": 0, "bytes_total": 0})
         if refused is not None:
             raise refused
         if not is_applied:
