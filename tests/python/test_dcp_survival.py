@@ -9,12 +9,14 @@ import sys
 import time
 from pathlib import Path
 
+import dcp_ranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
 import holdfast
 import holdfast.dcp
+from holdfast.dcp import uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -130,6 +132,20 @@ def test_what_is_durable_on_all_ranks_is_completed_by_recover(happens: str, tmp_
     _check(path, 2)
     _check(tmp_path / "run" / "step-1", 1)
     assert holdfast.recover(tmp_path / "run")["promoted"] == []  # harmless to repeat
+
+
+def _dies_before_the_answer(rank: int, path: str) -> str:
+    """Of two ranks the second one dies when the first one has its message."""
+    if rank == 1:
+        uploads.Exchange._broadcast = lambda self, data: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    future = holdfast.dcp.async_save({f"r{rank}": torch.full((100,), float(rank))}, checkpoint_id=path)
+    return repr(future.exception(60))
+
+
+def test_a_checkpoint_that_was_committed_is_no_failure_though_a_rank_died_then(tmp_path: Path) -> None:
+    answers = dcp_ranks.run_ranks(2, tmp_path, _dies_before_the_answer, str(tmp_path / "run" / "step-1"), dying=1)
+    assert answers[0] == "None"
+    assert [c["step"] for c in holdfast.list_checkpoints(tmp_path / "run", format="dcp")] == [1]
 
 
 def test_a_save_that_lacks_a_rank_is_called_complete_by_nothing(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import pickle
 import threading
 import time
@@ -25,6 +26,8 @@ from holdfast._process import PerProcess
 from holdfast.dcp.failures import error_of
 from holdfast.dcp.plans import Cache
 from holdfast.errors import TimeoutError
+
+logger = logging.getLogger("holdfast.dcp")
 
 # A rank may have begun so many saves more than another.
 _AHEAD_MAX = 64
@@ -184,7 +187,13 @@ class Exchange:
             own = _combined(values, combine)
             with _collector.paused():
                 answer = pickle.dumps(own)
-        answer = self._broadcast(answer)
+        try:
+            answer = self._broadcast(answer)
+        except RuntimeError as error:
+            if gathered is None:
+                raise
+            # What this rank has decided, and may have committed, is so whether the others hear of it or not.
+            logger.warning("answer the other ranks of a save: %s; a rank has died or hangs", error)
         if gathered is None:
             with _collector.paused():
                 own = pickle.loads(answer)
