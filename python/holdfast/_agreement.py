@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from holdfast import _devices, _native, _state
 from holdfast._completion import logger
 from holdfast._process import PerProcess
-from holdfast.errors import Error
+from holdfast.errors import Error, reason_of
 
 Check = Callable[[Sequence[int]], None]
 
@@ -415,7 +415,7 @@ class Call:
         except BaseException as error:
             # The other ranks wait for an answer.
             with contextlib.suppress(Error):
-                self._exchange(_FAILED + f"{self._rank} {error}".encode(errors="replace"), _first_failed)
+                self._exchange(_FAILED + f"{self._rank} {reason_of(error)}".encode(errors="replace"), _first_failed)
             raise
         # Without content a tensor is no candidate, and only its name counts.
         rows = {s.name: _hash(_NAME_BYTES, s.name) + contents.get(s.name, bytes(_CONTENT_BYTES))

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from holdfast import _native
-from holdfast.errors import Error
+from holdfast.errors import Error, reason_of
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -70,4 +70,4 @@ class Announcement:
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         announcement, self._native = self._native, None
         if announcement is not None and error is not None and not self.begun:
-            announcement.abandon(str(error) or repr(error))
+            announcement.abandon(reason_of(error))

@@ -127,6 +127,11 @@ _CODE_OF_ERRNO = {
 }
 
 
+def reason_of(error: BaseException) -> str:
+    """What other ranks are told of an exception. One of Python's alone says little without its class."""
+    return str(error) if isinstance(error, Error) else repr(error)
+
+
 def add_note(error: BaseException, note: str) -> None:
     """`BaseException.add_note`; before Python 3.11 the attribute alone, which tracebacks do not show."""
     if sys.version_info >= (3, 11):

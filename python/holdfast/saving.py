@@ -12,7 +12,7 @@ from holdfast import _agreement, _arguments, _hf, _lineage, _native, _ranks, _ru
 from holdfast._durable import make_directory
 from holdfast._process import PerProcess
 from holdfast.capture import Part
-from holdfast.errors import Error
+from holdfast.errors import Error, reason_of
 from holdfast.handle import Save
 
 # Seconds; the defaults of the runtime.
@@ -143,7 +143,7 @@ def save_async(
                         layout=layout, shard_bytes_max=shard_bytes_max)
         except BaseException as error:
             if call is not None:
-                call.refuse(str(error) or repr(error))
+                call.refuse(reason_of(error))
             raise
         refuse = replicas == "refuse" and world_size > 1
         agreement = _agreement.NONE if call is None else call.agree(part.entries(), part.own, refuse)

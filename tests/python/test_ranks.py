@@ -175,6 +175,14 @@ def test_local_shards_are_each_ranks_own(tmp_path: Path) -> None:
     assert holdfast.verify(tmp_path / "s1")["verdict"] == "sound"
 
 
+class WithoutTail(dict[str, Any]):
+    def state_dict(self) -> dict[str, Any]:
+        return {"tail": self["tail"]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.update(state)
+
+
 def one_rank_fails(rank: int, directory: str) -> None:
     holdfast.save_async(state_of(rank, 1), os.path.join(directory, "s1"), step=1).wait(60)
     state: dict[str, Any] = state_of(rank, 2)
@@ -189,6 +197,9 @@ def one_rank_fails(rank: int, directory: str) -> None:
             holdfast.save_async(state, path, step=2).wait(60)
         assert error.value.code == "ABORTED"
         assert time.monotonic() - begin < 30
+    dist.barrier()
+    with pytest.raises(KeyError if rank == 1 else holdfast.Error, match="rank 1 failed: KeyError\\('tail'\\)|^'tail'$"):
+        holdfast.save({**state, "head": WithoutTail() if rank == 1 else {}}, path, step=2)
     dist.barrier()
     # The failed save counts on both ranks: the next one works, of the same name and of another.
     holdfast.save_async(state, path, step=2).wait(60)
