@@ -217,7 +217,8 @@ class Call:
     """
 
     def __init__(self, path: str, shown: str, step: int, rank: int, world_size: int,
-                 time_liveness_max: float, time_ranks_max: float) -> None:
+                 time_liveness_max: float, time_ranks_max: float, resumed_from: str) -> None:
+        self._resumed_from = resumed_from
         self._rank, self._world = rank, world_size
         self._shown, self._step = shown, step
         self._time_come_max, self._time_ranks_max = time_liveness_max, time_ranks_max
@@ -243,7 +244,7 @@ class Call:
 
     def _meet(self) -> None:
         token = _native.new_attempt()
-        answer = json.dumps([token, self._step]).encode()
+        answer = json.dumps([token, self._step, self._resumed_from]).encode()
         if self._rank == 0:
             self._lead(token)
             return
@@ -273,15 +274,26 @@ class Call:
         finally:
             self._store.drop(self._offer)
         calls = [json.loads(value) for value in self._store.get_all(keys)]
-        others = [r for r, (_, step) in zip(self._others, calls, strict=True) if step != self._step]
+        others = [r for r, (_, step, _) in zip(self._others, calls, strict=True) if step != self._step]
         error = ""
         if others:
             error = (f"save {self._shown}: rank 0 saves step {self._step}, rank {others[0]} step "
                      f"{calls[others[0] - 1][1]}; all ranks must save the same step")
-        self._store.set(f"{attempt}/go", {"error": error, "tokens": [token for token, _ in calls]})
+        self._store.set(f"{attempt}/go", {"error": error, "tokens": [token for token, _, _ in calls]})
         self.attempt = attempt
         if error:
             raise Error("FAILED_PRECONDITION", error)
+        self._warn_of_resumes([self._resumed_from, *(resumed for _, _, resumed in calls)])
+
+    def _warn_of_resumes(self, resumed: list[str]) -> None:
+        """Warns where ranks have loaded different checkpoints: a save that ends between two looks gives two newest ones."""
+        known = [(rank, said) for rank, said in enumerate(resumed) if said]
+        other = next((each for each in known if each[1] != known[0][1]), None)
+        if other is not None:
+            logger.warning(
+                "save %s: rank %d has loaded %s, rank %d %s: the ranks train from different checkpoints. Before newest() "
+                "and load() rank 0 calls recover(), then a barrier", self._shown, *known[0], *other,
+            )  # fmt: skip
 
     def _follow(self, attempt: str, token: str, answer: bytes) -> bool:
         """False when the offer was of another call of rank 0."""

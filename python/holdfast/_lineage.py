@@ -20,11 +20,13 @@ class _Point(NamedTuple):
     """A checkpoint that a state may descend from.
 
     Attributes:
+        is_save: of this process; else it was loaded.
         before: of a save, the points that it was chosen from.
     """
 
     attempt: str
     step: int
+    is_save: bool = False
     before: tuple[_Point, ...] = ()
 
 
@@ -86,16 +88,26 @@ def begin(path: str, attempt: str, step: int) -> str:
         parent = _parent(points, step)
         # Only the last save can be taken back, so its own points suffice.
         before = tuple(p._replace(before=()) for p in points)
-        _points.put(directory, (_Point(attempt, step, before),))
-    return parent
+        _points.put(directory, (_Point(attempt, step, is_save=True, before=before),))
+    return parent.attempt if parent is not None else ""
 
 
-def _parent(points: tuple[_Point, ...], step: int) -> str:
-    if not points:
+def resumed_from(path: str, step: int) -> str:
+    """The checkpoint that a first save continues, in words; "" where none was loaded, or for a later save."""
+    with _points.lock:
+        points = _points.of.get(os.path.dirname(path), ())
+    parent = _parent(points, step)
+    if parent is None or any(p.is_save for p in points):
         return ""
+    return f"step {parent.step} (attempt {parent.attempt})"
+
+
+def _parent(points: tuple[_Point, ...], step: int) -> _Point | None:
+    if not points:
+        return None
     highest = max(p.step for p in points)
     suitable = [p for p in points if (p.step == highest if step > highest else p.step <= step)]
-    return (suitable or points)[-1].attempt
+    return (suitable or points)[-1]
 
 
 def failed(path: str, attempt: str) -> None:

@@ -125,7 +125,7 @@ def save_async(
             )
         call = _agreement.Call(
             whole, os.fspath(path), step, rank, world_size, liveness or TIME_LIVENESS_MAX,
-            runtime.options.get("time_ranks_max") or TIME_RANKS_MAX,
+            runtime.options.get("time_ranks_max") or TIME_RANKS_MAX, _lineage.resumed_from(whole, step),
         )
         attempt = call.attempt
     attempt = attempt or _native.new_attempt()

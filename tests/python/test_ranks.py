@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -18,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import holdfast
-from holdfast import _native, loading
+from holdfast import _lineage, _native, loading
 
 RANKS = 2
 
@@ -173,6 +174,32 @@ def save_shards(rank: int, directory: str) -> None:
 def test_local_shards_are_each_ranks_own(tmp_path: Path) -> None:
     on_ranks(RANKS, save_shards, str(tmp_path))
     assert holdfast.verify(tmp_path / "s1")["verdict"] == "sound"
+
+
+def ranks_resume_from_two_checkpoints(rank: int, directory: str) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("holdfast").addHandler(handler)
+    checkpointer = holdfast.Checkpointer(directory)
+    for step in (1, 2, 3):
+        checkpointer.save({"w": torch.full((10,), float(step))}, step)
+    dist.barrier()
+    assert not said
+    _lineage._points.clear()  # a new job
+    checkpointer.load(1 + rank)
+    for step in (4, 5):
+        checkpointer.save({"w": torch.full((10,), float(step))}, step)
+    dist.barrier()
+    checkpointer.close()
+    warnings = [text for text in said if "different checkpoints" in text]
+    assert len(warnings) == (rank == 0), said
+    if rank == 0:
+        assert "rank 0 has loaded step 1 (attempt " in warnings[0] and "rank 1 step 2 (attempt " in warnings[0]
+
+
+def test_ranks_that_have_loaded_different_checkpoints_are_warned_of(tmp_path: Path) -> None:
+    on_ranks(RANKS, ranks_resume_from_two_checkpoints, str(tmp_path))
 
 
 class WithoutTail(dict[str, Any]):
