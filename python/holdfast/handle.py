@@ -47,6 +47,7 @@ class _Table(PerProcess):
     def clear(self) -> None:
         self.in_flight: set[UnderWay] = set()
         self.failed: list[UnderWay] = []  # whose error was not read
+        self.kept: list[Any] = []  # tensors, until the interpreter's end
 
 
 _table = _Table()
@@ -368,6 +369,8 @@ def _at_exit() -> None:
     for save in unseen:
         print(f"holdfast: save {save.path} failed: {save.durable.exception()}", file=sys.stderr)
     for save in left:
+        # No thread drops a tensor any more: PyTorch takes the GIL for it, and the interpreter's end then aborts.
+        _table.kept += [save._keep] if isinstance(save, Save) else []
         print(
             f"holdfast: save {save.path}: the wait for it was interrupted; it may be incomplete, see "
             "holdfast.list_checkpoints and holdfast.recover",

@@ -11,6 +11,8 @@
 
 namespace holdfast::python {
 
+/// The handler of atexit that ends calls into Python, see callback.h.
+void BindCallbacks();
 void BindDevice(nanobind::module_& module);
 void BindPlan(nanobind::module_& module);
 void BindTensors(nanobind::module_& module);

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "callback.h"
 #include "names.h"
 #include "status.h"
 
@@ -148,11 +149,12 @@ CheckpointerOptions OptionsOf(Given* given) {
     // The last copy goes where no thread holds the GIL.
     const std::shared_ptr<nb::object> hook(new nb::object(std::move(on_sealed)),
                                            [](nb::object* object) {
-                                             const nb::gil_scoped_acquire gil;
-                                             delete object;
+                                             const Callback call;
+                                             if (call) delete object;
                                            });
     options.on_sealed = [hook](const SealedExtent& extent) {
-      const nb::gil_scoped_acquire gil;
+      const Callback call;
+      if (!call) return;
       (*hook)(reinterpret_cast<uintptr_t>(extent.memory), extent.bytes, extent.file,
               extent.file_offset, extent.epoch);
     };

@@ -3,10 +3,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/trampoline.h>
 
-#include <atomic>
 #include <string>
 
 #include "bindings.h"
+#include "callback.h"
 #include "holdfast/device.h"
 #include "status.h"
 
@@ -14,9 +14,6 @@ namespace nb = nanobind;
 
 namespace holdfast::python {
 namespace {
-
-// Set by a handler of Python's atexit: modules are torn down afterwards.
-std::atomic<bool> g_ending{false};
 
 /// A device whose methods are Python's. An exception becomes a status. A registration keeps the
 /// Python object alive: staging memory may outlive every module at the interpreter's end.
@@ -74,9 +71,9 @@ class PythonDevice : public Device {
 
   template <typename Do>
   absl::Status Call(Do act) const {
-    if (g_ending)
+    const Callback call;
+    if (!call)
       return absl::FailedPreconditionError("call a device of Python: the interpreter is ending");
-    const nb::gil_scoped_acquire gil;
     try {
       act();
       return absl::OkStatus();
@@ -99,7 +96,6 @@ class PythonDevice : public Device {
 }  // namespace
 
 void BindDevice(nb::module_& module) {
-  nb::module_::import_("atexit").attr("register")(nb::cpp_function([] { g_ending = true; }));
   nb::class_<Device, PythonDevice>(module, "Device", nb::is_weak_referenceable(),
                                    "A place that tensors live in; a test's stand-in derives from "
                                    "it.")

@@ -24,6 +24,7 @@ NB_MODULE(_native, module) {
   nanobind::set_leak_warnings(false);
   module.doc() =
       "The C++ runtime of holdfast. Use the package; this module has no stable interface.";
+  holdfast::python::BindCallbacks();
   holdfast::python::BindDevice(module);
   holdfast::python::BindPlan(module);
   holdfast::python::BindTensors(module);

@@ -278,10 +278,7 @@ def once(*_):
     raise KeyboardInterrupt
 
 signal.signal(signal.SIGINT, once)
-holdfast.configure(bytes_per_second_max=1 << 20)
-save = holdfast.save_async({"w": torch.ones(3 << 20)}, sys.argv[1])
-while save.progress()["phase"] != "writing":
-    pass
+%s
 main = threading.main_thread()
 
 class Slow:  # takes its time when the interpreter ends, while other threads run on
@@ -298,9 +295,23 @@ def interrupt():
 threading.Thread(target=interrupt, daemon=True).start()
 """
 
+_WRITING = """
+holdfast.configure(bytes_per_second_max=1 << 20)
+save = holdfast.save_async({"w": torch.ones(3 << 20)}, sys.argv[1])
+while save.progress()["phase"] != "writing":
+    pass
+"""
+
+# Threads of the runtime are in Python when the interpreter ends; then the save's thread drops its tensors.
+_IN_A_HOOK = """
+holdfast.configure(on_sealed=lambda *_: time.sleep(0.4), fused_copy=False, threads=2)
+save = holdfast.save_async({f"w{i}": torch.ones(1 << 17) for i in range(100)}, sys.argv[1])
+del save
+"""
+
 
 def test_an_interrupt_at_exit_ends_the_interpreter_and_says_which_save_went_on(tmp_path: Path) -> None:
-    done = run(_INTERRUPTED_AT_EXIT, str(tmp_path / "s"), start_new_session=True)
+    done = run(_INTERRUPTED_AT_EXIT % _WRITING, str(tmp_path / "s"), start_new_session=True)
     assert done.returncode == 1, (done.returncode, done.stderr)
     assert f"holdfast: save {tmp_path / 's'}" in done.stderr
     # The worker finishes what is staged.
@@ -310,6 +321,11 @@ def test_an_interrupt_at_exit_ends_the_interpreter_and_says_which_save_went_on(t
             break
         deadline.wait(0.1)
     assert holdfast.verify(tmp_path / "s")["verdict"] == "sound"
+
+
+def test_an_interrupt_at_exit_waits_for_hooks_of_the_runtime(tmp_path: Path) -> None:
+    done = run(_INTERRUPTED_AT_EXIT % _IN_A_HOOK, str(tmp_path / "s"), start_new_session=True)
+    assert done.returncode == 1, (done.returncode, done.stderr)
 
 
 _FEW_DESCRIPTORS = """
