@@ -183,6 +183,13 @@ class PlannedFile:
             self.plan.add_literal(bytes(self._pending), self._slots)
             self._pending, self._slots = bytearray(), []
 
+    def content(self, name: str, data: Any) -> int:
+        """Appends what lies in the buffer of an object; returns its length."""
+        self.flush()
+        length = self.plan.add_bytes(name, data)
+        self._bytes += length
+        return length
+
     def tensor(self, name: str, dtype: str, shape: list[int], address: int, nbytes: int,
                device: Any, stream: int) -> int:  # fmt: skip
         """Appends the bytes of a tensor; returns their segment."""

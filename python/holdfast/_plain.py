@@ -145,7 +145,7 @@ def _is_number(kind: type) -> bool:
 
 def are_keys(keys: Iterable[Any]) -> bool:
     """Whether `key_node` can write all of them."""
-    return all(
+    return TYPES.issuperset(map(type, keys)) or all(
         are_keys(key) if kind is tuple
         else isinstance(key, enum.Enum) and key.name in kind.__members__ or _is_number(kind)
         for key in keys

@@ -159,7 +159,7 @@ class Outline:
         )
         # Between these parts belong the plain values.
         self.device_set = set(self.devices)
-        self._text = _encode(description)[1:].split(_encode(_HOLE))
+        self._text = _encode(description)[1:].encode().split(_encode(_HOLE).encode())
         del self._tokens, self._tensors, self._leaves, self._taken, self._deep
 
     def fits(self, tokens: list[Any], tables: tuple[Any, Any]) -> bool:
@@ -248,12 +248,13 @@ class Outline:
             found[i] -= shift
         return found
 
-    def text(self, values: list[Any]) -> str:
-        """The description as JSON, without its first brace, with the plain values of a state."""
-        parts = [""] * (2 * len(self._text) - 1)
+    def text(self, header: dict[str, Any], values: list[Any]) -> bytes:
+        """The description as JSON, with further fields before it and the plain values of a state."""
+        parts = [b""] * (2 * len(self._text) - 1)
         parts[::2] = self._text
-        parts[1::2] = map(_plain.text_of, values)
-        return "".join(parts)
+        parts[1::2] = [_plain.text_of(value).encode() for value in values]
+        # Joined once: it may be long.
+        return b"".join((_encode(header)[:-1].encode(), b",", *parts))
 
 
 _HOLE = _native.new_attempt()  # in no text of a state
@@ -310,7 +311,7 @@ class Description:
 
     def text(self, header: dict[str, Any]) -> bytes:
         """The description as JSON, with further fields before it."""
-        return (_encode(header)[:-1] + "," + self.outline.text(self._plain)).encode()
+        return self.outline.text(header, self._plain)
 
     def entries(self) -> list[Entry]:
         """What is stored, one by one."""

@@ -123,12 +123,9 @@ class Part:
             *([(f"objects-{part}.pickle", OBJECTS, self._blob)] if self._blob else ()),
             *((name, FILE + name, content) for name, content in self._files.items()),
         ):
-            # A file's content is not copied again.
-            memory = data if isinstance(data, bytearray) and data else bytearray(data or b"\0")
-            buffer = torch.frombuffer(memory, dtype=torch.uint8)
-            keep.append(buffer)
+            keep.append(_Kept(_HOST, [data]))
             plan.native.add_file(file)
-            plan.native.add_tensor(entry, "U8", [len(data)], buffer.data_ptr(), len(data), None, 0)
+            plan.native.add_bytes(entry, data)
         return Captured(
             plan.native, keep, waiting, watch, sorted(described.objects), outline.contiguous_copies,
             outline.needs_allow, plan.release,
@@ -153,12 +150,15 @@ def _sources(entries: list[_state.Entry]) -> list[Any]:
     ]
 
 
+_HOST = torch.device("cpu")
+
+
 @dataclasses.dataclass
 class _Kept:
-    """Tensors, some of which are on a device."""
+    """Owners of memory, some of which is on a device."""
 
     device: torch.device
-    tensors: list[torch.Tensor]
+    owners: list[Any]
 
 
 class _Plan:
@@ -226,7 +226,9 @@ def _clone_early(described: _state.Description, mine: Sequence[int], late: _late
     """Clones what may not be copied late; returns devices where that would be too much."""
     outline, addresses = described.outline, described.addresses
     devices = {d for d in outline.device_set if _devices.device_of(d) is not None}
-    on_device = [i for i in mine if outline.nbytes[i] and outline.devices[i] in devices] if devices else []
+    if not devices:
+        return set(), _late.Watch(())
+    on_device = [i for i in mine if outline.nbytes[i] and outline.devices[i] in devices]
     owners = [[described.tensors[t] for t in outline.members[i]] for i in on_device]
     is_late = late.of(owners)
     watch = _late.Watch(

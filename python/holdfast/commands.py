@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -12,6 +13,7 @@ from typing import NoReturn
 from holdfast import _native
 
 
+@functools.cache
 def program(name: str) -> str:
     """Path of a packed program."""
     return str(Path(_native.__file__).parent / "bin" / name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import time
 from collections.abc import Iterable, Mapping
@@ -101,7 +102,7 @@ def save_async(
             DEADLINE_EXCEEDED (a rank has not called), ABORTED (another rank's call has failed), ...
     """
     called_ns = time.monotonic_ns()
-    step = directories.whole_step(step)
+    step = operator.index(step)
     own_rank, own_world = _ranks.rank_and_world()
     if (rank, world_size, attempt) == (None, None, ""):
         _ranks.check_alone(f"save {directories.path_text(path, 'save')}", "rank=0, world_size=1")

@@ -62,6 +62,17 @@ uint32_t AddTensor(SavePlan* plan, const std::string& name, const std::string& d
   return static_cast<uint32_t>(file.segments.size() - 1);
 }
 
+/// Adds the memory of an object with a buffer, where it lies.
+uint64_t AddBytes(SavePlan* plan, const std::string& name, nb::handle data) {
+  Py_buffer view;
+  if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+  const auto address = reinterpret_cast<uintptr_t>(view.buf);
+  const auto bytes = static_cast<uint64_t>(view.len);
+  PyBuffer_Release(&view);
+  AddTensor(plan, name, "U8", {static_cast<int64_t>(bytes)}, address, bytes, nullptr, 0);
+  return bytes;
+}
+
 void AddLiteral(SavePlan* plan, const nb::bytes& bytes,
                 const std::vector<std::pair<uint64_t, uint32_t>>& crc32_slots) {
   if (bytes.size() == 0) return;
@@ -210,6 +221,10 @@ void BindPlan(nb::module_& module) {
       .def("add_tensor", &AddTensor, "name"_a, "dtype"_a, "shape"_a, "address"_a, "bytes"_a,
            "device"_a.none(), "stream"_a,
            "Appends a tensor's bytes; returns the segment's index for CRC-32 slots.")
+      .def("add_bytes", &AddBytes, "name"_a, "data"_a,
+           "Appends the bytes of an object, which must keep them where they are until the plan's "
+           "save "
+           "has staged; returns their number.")
       .def("add_literal", &AddLiteral, "bytes"_a, "crc32_slots"_a,
            "Appends bytes of the format's own. A slot is (offset in the bytes, segment).")
       .def("add_safetensors", &AddSafetensors, "file_name"_a, "tensors"_a, "metadata"_a,

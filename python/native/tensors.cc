@@ -91,6 +91,7 @@ struct Names {
   nb::object requires_grad = Interned("requires_grad");
   nb::object is_conj = Interned("is_conj");
   nb::object is_neg = Interned("is_neg");
+  nb::object is_neg_of_plain = nb::module_::import_("torch").attr("Tensor").attr("is_neg");
   nb::object itemsize = Interned("itemsize");
 
   static nb::object Interned(const char* name) {
@@ -114,8 +115,7 @@ class TensorTable {
       Row row;
       row.dtype = dtype_;
       row.requires_grad = IsTrue(tensor.attr(names.requires_grad));
-      row.lazy = IsTrue(tensor.attr(names.is_neg)()) ||
-                 (is_complex_ && IsTrue(tensor.attr(names.is_conj)()));
+      row.lazy = IsNegative(tensor, names) || (is_complex_ && IsTrue(tensor.attr(names.is_conj)()));
       if (!AddDescribed(tensor, row)) AddByAttributes(tensor, row, names);
     }
   }
@@ -191,16 +191,24 @@ class TensorTable {
   }
 
  private:
+  bool IsNegative(nb::handle tensor, const Names& names) const {
+    if (!is_plain_) return IsTrue(tensor.attr(names.is_neg)());
+    PyObject* const self = tensor.ptr();
+    const nb::object negative =
+        nb::steal(PyObject_Vectorcall(names.is_neg_of_plain.ptr(), &self, 1, nullptr));
+    if (!negative.is_valid()) throw nb::python_error();
+    return IsTrue(negative);
+  }
+
   /// Finds the exchange interface of a type. Most tensors have the type of the one before.
   void UseType(nb::handle type) {
     if (type.ptr() == type_) return;
     type_ = type.ptr();
     exchange_ = nullptr;
     // Subclasses inherit the attribute, and may be more than their memory.
-    const bool plain =
-        type.is(torch_.attr("Tensor")) || type.is(torch_.attr("nn").attr("Parameter"));
+    is_plain_ = type.is(torch_.attr("Tensor")) || type.is(torch_.attr("nn").attr("Parameter"));
     const nb::object capsule =
-        plain ? nb::getattr(type, "__dlpack_c_exchange_api__", nb::none()) : nb::none();
+        is_plain_ ? nb::getattr(type, "__dlpack_c_exchange_api__", nb::none()) : nb::none();
     if (capsule.is_none()) return;
     const auto* const found =
         static_cast<const DlExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
@@ -323,6 +331,7 @@ class TensorTable {
   std::vector<uint64_t> addresses_;
   const nb::module_ torch_ = nb::module_::import_("torch");
   PyObject* type_ = nullptr;  // of the last tensor
+  bool is_plain_ = false;
   const DlExchange* exchange_ = nullptr;
   PyObject* dtype_ = nullptr;  // of the last tensor
   uint64_t item_bytes_ = 0;

@@ -302,10 +302,5 @@ def _add_digests(file: PlannedFile, out: FilePlan, name: str, tensor: torch.Tens
 
 def _add_bytes(file: PlannedFile, out: FilePlan, name: str, data: io.BytesIO) -> int:
     view = data.getbuffer()
-    address = 0
-    if len(view):
-        whole = torch.frombuffer(view, dtype=torch.uint8)
-        out.host.append(whole)
-        address = whole.data_ptr()
-    file.tensor(name, "U8", [len(view)], address, len(view), None, 0)
-    return len(view)
+    out.host.append(view)
+    return file.content(name, view)
