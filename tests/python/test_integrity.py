@@ -103,6 +103,8 @@ def made(*actions: dict[str, Any], **given: Any) -> dict[str, Any]:
         "launcher": "spawn",
         "engine": "auto",
         "device": "cpu",
+        "store": "server",
+        "forbidden": {},
         "read_back": False,
         "second_look": False,
         "trainer_death": "finish",

@@ -51,13 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--time", type=_seconds, metavar="T", help="end after this time: 90, 10m, 8h")
     add("--seed", type=int, help="of all rounds (default: a fresh one, which is printed)")
     add("--first", type=int, default=0, metavar="N", help="number of the first round (default: 0)")
-    add("--jobs", type=int, default=min(8, len(os.sched_getaffinity(0))), metavar="N",
-        help="rounds, or runs of --faults and --kills, beside each other; most of their time is waiting (default: the CPUs, "
-        "at most 8)")  # fmt: skip
-    add("--ranks", type=int, default=3, help="processes of the largest jobs (default: 3)")
-    add("--tensors", type=int, default=400, help="tensors of the largest states (default: 400)")
-    add("--bytes", type=int, default=48, metavar="MIB", help="size of the largest states (default: 48; the staging "
-        "memory has 16)")  # fmt: skip
+    add("--jobs", type=int, default=min(8, 2 * len(os.sched_getaffinity(0))), metavar="N",
+        help="rounds, or runs of --faults and --kills, beside each other; most of their time is waiting (default: twice "
+        "the CPUs, at most 8)")  # fmt: skip
+    add("--ranks", type=int, default=8, help="processes of the largest jobs (default: 8)")
+    add("--tensors", type=int, default=1_000_000, help="tensors of the largest states, which are rare (default: 1000000)")
+    add("--bytes", type=int, default=128, metavar="MIB", help="size of the largest states, which are rare (default: 128; "
+        "the staging memory has 16)")  # fmt: skip
     add("--events", default="", metavar="KIND,...", help="draw only these kinds of events")
     add("--no-mount", action="store_true", help="mount no small file systems, even as root")
     add("--shrink", type=_seconds, default=120.0, metavar="T", help="longest time to simplify a failing round "
@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _limits(arguments: argparse.Namespace) -> Any:
-    from holdfast.integrity import schedule
+    from holdfast.integrity import injection, memory_groups, schedule
 
     kinds = tuple(k for k in arguments.events.split(",") if k)
     unknown = set(kinds) - {*schedule.HARMLESS, *schedule.HARMFUL, *schedule.DEADLY}
@@ -93,7 +93,7 @@ def _limits(arguments: argparse.Namespace) -> Any:
         raise ValueError("--ranks is at least 1, --bytes at least 18, --tensors at least 2")
     return schedule.Limits(
         ranks_max=arguments.ranks, tensors_max=arguments.tensors, bytes_max=arguments.bytes << 20, kinds=kinds,
-        mount=not arguments.no_mount and os.geteuid() == 0,
+        mount=not arguments.no_mount and os.geteuid() == 0, groups=not memory_groups.why_not(), filters=not injection.why_not(),
     )  # fmt: skip
 
 

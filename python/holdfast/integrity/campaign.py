@@ -36,6 +36,25 @@ def file_system_of(directory: str) -> str:
     return best[1]
 
 
+def table_of_events(counts: collections.Counter[str]) -> list[str]:
+    """How often each kind of event met I/O in flight, by launcher and rung; "-" where a launcher has no worker process."""
+    cells = {tuple(k.removeprefix("in flight ").split(" x ")): n for k, n in counts.items()
+             if k.startswith("in flight ") and " x " in k}  # fmt: skip
+    if not cells:
+        return []
+    rungs = sorted({rung for _, _, rung in cells})
+    kinds = sorted({kind for kind, _, _ in cells})
+    lines = ["in flight, by launcher: " + ", ".join(rungs)]
+    lines.append(" " * 20 + "".join(f"{launcher:>{6 * len(rungs)}}" for launcher in schedule.LAUNCHERS))
+    for kind in kinds:
+        row = f"  {kind:<18}"
+        for launcher in schedule.LAUNCHERS:
+            has_none = launcher == "thread" and kind in schedule.OF_WORKERS and kind != "kill-both"
+            row += "".join(f"{'-' if has_none else cells.get((kind, launcher, rung), 0):>6}" for rung in rungs)
+        lines.append(row)
+    return lines
+
+
 class Campaign:
     """A seed, the rounds so far, and what they found.
 
@@ -149,6 +168,8 @@ class Campaign:
         for key in ("door", "launcher", "engine", "device"):
             self.counts[f"rounds {key} {drawn[key]}"] += 1
         self.counts[f"rounds ranks {drawn['ranks']}"] += 1
+        for call, error in drawn["forbidden"].items():
+            self.counts[f"forbidden {call} {error}"] += 1
         if result.problems:
             self._escape(drawn, result, shrink_seconds)
 
@@ -156,7 +177,7 @@ class Campaign:
         first = result.problems[0]
         self._tell(f"ESCAPE in round {drawn['number']}: ({first['invariant']}) {first['what']}")
         escape = {"round": drawn["number"], "problems": result.problems, "log": result.log, "schedule": drawn,
-                  "runs_to_shrink": 0, "command": self._command(drawn, drawn)}  # fmt: skip
+                  "before": result.before, "runs_to_shrink": 0, "command": self._command(drawn, drawn)}  # fmt: skip
         self.escapes.append(escape)
         if shrink_seconds > 0:
             self._write()  # an interruption from here on loses the simpler schedule alone
@@ -218,8 +239,11 @@ class Campaign:
         ]
         for kind, count in self._of("event "):
             lines.append(f"  {kind:<18}{count:>6}{counts[f'in flight {kind}']:>6}")
+        lines += table_of_events(counts)
         for key in ("door", "launcher", "engine", "device", "ranks"):
             lines.append(f"rounds by {key}: " + ", ".join(f"{k} {n}" for k, n in self._of(f"rounds {key} ")))
+        if self._sum("forbidden "):
+            lines.append("rounds without a system call: " + ", ".join(f"{k} {n}" for k, n in self._of("forbidden ")))
         lines.append("codes of errors: " + (", ".join(f"{k} {n}" for k, n in self._of("code ")) or "none"))
         for escape in self.escapes:
             first = escape["problems"][0]

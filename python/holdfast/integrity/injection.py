@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 _SECCOMP = 317
-_SET_MODE_FILTER, _NEW_LISTENER, _WAIT_KILLABLE = 1, 1 << 3, 1 << 5
+_SET_MODE_FILTER, _ALL_THREADS, _NEW_LISTENER, _WAIT_KILLABLE = 1, 1 << 0, 1 << 3, 1 << 5
 _ARCH = 0xC000003E  # x86-64
-_ALLOW, _ASK = 0x7FFF0000, 0x7FC00000
+_ALLOW, _ASK, _ERRNO = 0x7FFF0000, 0x7FC00000, 0x00050000
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _CONTINUE = 1
 _PR_SET_NO_NEW_PRIVS = 38
@@ -123,15 +123,36 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_uint16), ("filter", ctypes.POINTER(_Instruction))]
 
 
-def _program() -> _Program:
-    """Asks about the calls of the table, and allows all others."""
-    numbers = sorted(_NAMES)
-    last = len(numbers)
-    steps = [(0x20, 0, 0, 4), (0x15, 0, last + 1, _ARCH), (0x20, 0, 0, 0)]
-    steps += [(0x15, last - i, 0, number) for i, number in enumerate(numbers)]
-    steps += [(0x06, 0, 0, _ALLOW), (0x06, 0, 0, _ASK)]
+def _program(answers: dict[int, int]) -> _Program:
+    """Answers the calls with these numbers, and allows all others."""
+    steps = [(0x20, 0, 0, 4), (0x15, 1, 0, _ARCH), (0x06, 0, 0, _ALLOW), (0x20, 0, 0, 0)]
+    for number, answer in sorted(answers.items()):
+        steps += [(0x15, 0, 1, number), (0x06, 0, 0, answer)]
+    steps.append((0x06, 0, 0, _ALLOW))
     made = (_Instruction * len(steps))(*(_Instruction(*s) for s in steps))
     return _Program(len(steps), made)
+
+
+def forbid(calls: dict[str, str]) -> None:
+    """Makes calls fail in this process and in what it starts, as the filter of a container does.
+
+    Args:
+        calls: names of `CALLS`, each with the name of its error.
+
+    Raises:
+        OSError: the kernel or a filter of the container refuses it.
+    """
+    _give(_program({CALLS[call][0]: _ERRNO | getattr(errno, error) for call, error in calls.items()}), _ALL_THREADS)
+
+
+def _give(program: _Program, flags: int) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    result: int = libc.syscall(_SECCOMP, _SET_MODE_FILTER, flags, ctypes.byref(program))
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"seccomp: {os.strerror(number)}")
+    return result
 
 
 def why_not() -> str:
@@ -151,26 +172,22 @@ def install(channel: socket.socket) -> None:
     Raises:
         OSError: the kernel or a filter of the container refuses it.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
     made: list[int] = []
     ready = threading.Event()
 
     def hand_over() -> None:  # in a thread without the filter: no answers come yet
         ready.wait()
-        if made[0] >= 0:
-            socket.send_fds(channel, [b"."], [made[0]])
-            os.close(made[0])
+        for listener in made:
+            socket.send_fds(channel, [b"."], [listener])
+            os.close(listener)
 
     helper = threading.Thread(target=hand_over)
     helper.start()
-    program = _program()
-    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    made.append(libc.syscall(_SECCOMP, _SET_MODE_FILTER, _NEW_LISTENER | _WAIT_KILLABLE, ctypes.byref(program)))
-    number = ctypes.get_errno()
-    ready.set()
-    helper.join()
-    if made[0] < 0:
-        raise OSError(number, f"seccomp: {os.strerror(number)}")
+    try:
+        made.append(_give(_program(dict.fromkeys(_NAMES, _ASK)), _NEW_LISTENER | _WAIT_KILLABLE))
+    finally:
+        ready.set()
+        helper.join()
     mark("begin")
 
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import socket
+import tempfile
 import time
 from multiprocessing import forkserver
 from typing import Any
 
-from holdfast.integrity import injection, peers, processes, trainer
+import torch
+
+from holdfast.integrity import injection, peers, processes, schedule, trainer
 
 TIME_SILENT_MAX = 400.0  # seconds without a line from any trainer of a life
 # Trainers are forked by a server that has imported PyTorch and used nothing of it.
@@ -20,7 +25,8 @@ _context: Any = multiprocessing.get_context("forkserver")
 
 
 def start_server() -> None:
-    """Starts the process that forks trainers."""
+    """Starts the process that forks trainers. This one reads with one thread: others run rounds beside it."""
+    torch.set_num_threads(1)
     _context.set_forkserver_preload([
         "torch._dynamo", "torch.distributed.checkpoint.state_dict", "holdfast.dcp", "holdfast.observe",
         "holdfast.integrity.trainer", "holdfast.integrity.frozen",
@@ -28,99 +34,212 @@ def start_server() -> None:
     forkserver.ensure_running()
 
 
+@functools.cache
+def _server() -> Any:
+    """The store of all process groups, as a launcher has one outside of its trainers."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
+class Member:
+    """A trainer's process, seen from the driver."""
+
+    def __init__(self, kind: type[trainer.Trainer], rank: int, ranks: int, store: str, plant: str, is_injected: bool) -> None:
+        tasks, self.tasks = _context.Pipe(duplex=False)
+        self.out, out = _context.Pipe(duplex=False)
+        self.channel: socket.socket | None = None
+        theirs: socket.socket | None = None
+        if is_injected:
+            self.channel, theirs = socket.socketpair()
+        self.process = _context.Process(target=trainer.serve, args=(kind, rank, ranks, store, tasks, out, plant, theirs))
+        self.process.start()
+        for end in (tasks, out, theirs):
+            if end is not None:
+                end.close()
+        self.buffer = bytearray()
+        self.rests = False  # its life has ended, and it waits for another
+
+    def send(self, number: signal.Signals) -> None:
+        processes.send(self.process.pid, number)
+
+    def dismiss(self) -> str:
+        """Ends the process, which has ended or rests; returns what is wrong with its end."""
+        self.tasks.close()
+        self.out.close()
+        self.process.join(30)
+        problem, status = "", self.process.exitcode
+        if status is None:
+            problem = "a trainer has closed its pipe and goes on"
+            self.send(signal.SIGKILL)
+            self.process.join()
+        elif status not in (0, -signal.SIGKILL, -signal.SIGTERM):
+            problem = f"a trainer ended with status {status}"
+        self.process.close()
+        return problem
+
+
+class Crew:
+    """The trainers of one job, with their process group. They may run several lives.
+
+    Args:
+        kind, ranks: of the trainers.
+        store: of their process group: ``"server"``, ``"file"``, or "" where they have none.
+        plant: as of `trainer.serve`.
+        is_injected: whether the driver answers their system calls.
+    """
+
+    _made = 0
+
+    def __init__(self, kind: type[trainer.Trainer], ranks: int, store: str, plant: str = "",
+                 is_injected: bool = False) -> None:  # fmt: skip
+        self.ranks, self.store = ranks, store
+        self.rounds: list[int] = []  # that it has run
+        self._directory = ""
+        if store == "file":
+            self._directory = tempfile.mkdtemp(prefix="integrity-store-")
+            store = os.path.join(self._directory, "store")
+        elif store:
+            Crew._made += 1
+            store = f"{_server().port}/{Crew._made}"
+        self.members = [Member(kind, rank, ranks, store, plant, is_injected) for rank in range(ranks)]
+
+    def dismiss(self) -> str:
+        """Ends the trainers; returns what is wrong with the end of one."""
+        problems = [member.dismiss() for member in self.members]
+        if self._directory:
+            shutil.rmtree(self._directory, ignore_errors=True)
+        return next(filter(None, problems), "")
+
+
+class Pool:
+    """Crews that rest. Most of a small round's cost is starting and ending processes that have PyTorch in memory."""
+
+    ROUNDS_MAX = 40  # of a crew
+
+    def __init__(self) -> None:
+        self._resting: list[Crew] = []
+
+    def take(self, ranks: int, store: str) -> Crew:
+        """A crew that rests, or a new one."""
+        for crew in self._resting:
+            if (crew.ranks, crew.store) == (ranks, store):
+                self._resting.remove(crew)
+                return crew
+        return Crew(trainer.Trainer, ranks, store)
+
+    def give_back(self, crew: Crew) -> str:
+        """Keeps a crew that rests, or dismisses it; returns what is wrong with its end."""
+        if len(crew.rounds) >= self.ROUNDS_MAX:
+            return crew.dismiss()
+        self._resting.append(crew)
+        # The oldest ends where many sizes rest: each member holds memory.
+        return self._resting.pop(0).dismiss() if sum(c.ranks for c in self._resting) > 12 else ""
+
+    def close(self) -> None:
+        """Ends all crews."""
+        while self._resting:
+            self._resting.pop().dismiss()
+
+
 class Life:
     """One life of all jobs of a round: every process that a launcher would start.
 
     Args:
         round_, life: what the trainers do.
-        directory, scratch, plant: as of `trainer.main`.
+        directory, scratch: as of `trainer.Task`.
+        plant: as of `trainer.serve`.
         injector: answers system calls of the trainers and of what they start.
+        pool: of trainers that have run lives of other rounds; without one each life has processes of its own.
     """
 
     def __init__(self, round_: dict[str, Any], life: int, directory: str, scratch: str, plant: str = "",
-                 injector: injection.Injector | None = None) -> None:  # fmt: skip
+                 injector: injection.Injector | None = None, pool: Pool | None = None) -> None:  # fmt: skip
         self.lines: list[dict[str, Any]] = []
         self.problem = ""
-        self._processes = []
-        self._pipes: dict[int, tuple[Any, Any, bytearray]] = {}
-        self._continue: list[tuple[float, Any]] = []
-        waiting: list[Any] = []
-        for job in range(round_["jobs"]):
-            for rank in range(round_["ranks"]):
-                read, write = _context.Pipe(duplex=False)
-                made = (peers if "saver" in round_ else trainer).Trainer
-                theirs = None
-                if injector:
-                    mine, theirs = socket.socketpair()
-                process = _context.Process(
-                    target=trainer.main, args=(made, rank, round_, life, job, directory, scratch, write, plant, theirs)
-                )
-                process.start()
-                write.close()
-                if theirs is not None:
-                    theirs.close()
-                    waiting.append((mine, process.pid, f"trainer {rank}"))
-                self._processes.append(process)
-                self._pipes[read.fileno()] = (read, process, bytearray())
-
-        for channel, pid, role in waiting:
-            assert injector is not None
-            injector.accept(channel, pid, role)
+        self._continue: list[tuple[float, Member]] = []
+        self._pool = pool
+        kind, ranks = (peers if "saver" in round_ else trainer).Trainer, round_["ranks"]
+        store = round_["store"] if ranks > 1 or "saver" in round_ else ""
+        self._crews = [
+            pool.take(ranks, store) if pool else Crew(kind, ranks, store, plant, injector is not None)
+            for _ in range(round_["jobs"])
+        ]
+        self.before = [list(crew.rounds) for crew in self._crews]
+        self._listening: dict[int, Member] = {}
+        for job, crew in enumerate(self._crews):
+            crew.rounds.append(round_["number"])
+            for member in crew.members:
+                member.rests = False
+                self._listening[member.out.fileno()] = member
+                member.tasks.send(trainer.Task(round_, life, job, directory, scratch))
+        for rank, member in enumerate(self._crews[0].members):
+            if injector is not None and member.channel is not None:
+                injector.accept(member.channel, member.process.pid, f"trainer {rank}")
 
     def run(self) -> None:
         """Listens until all have ended; kills what is silent for too long, and says so in `problem`."""
         heard = time.monotonic()
-        while self._pipes:
+        while self._listening:
             now = time.monotonic()
             for due in [c for c in self._continue if c[0] <= now]:
                 self._continue.remove(due)
-                processes.send(due[1].pid, signal.SIGCONT)
+                due[1].send(signal.SIGCONT)
             wait = min([1.0, *(max(0.0, c[0] - now) for c in self._continue)])
-            ready = select.select(list(self._pipes), [], [], wait)[0]
+            ready = select.select(list(self._listening), [], [], wait)[0]
             for fd in ready:
                 self._read(fd)
             if ready:
                 heard = time.monotonic()
             elif time.monotonic() - heard > TIME_SILENT_MAX:
                 self.problem = f"a trainer told nothing for {TIME_SILENT_MAX:g} s"
-                for process in self._processes:
-                    processes.send(process.pid, signal.SIGCONT)
-                    processes.send(process.pid, signal.SIGUSR2)  # its stacks go to its log
+                for member in self._listening.values():
+                    member.send(signal.SIGCONT)
+                    member.send(signal.SIGUSR2)  # its stacks go to its log
                 time.sleep(1.0)
                 self.kill()
-        for process in self._processes:
-            process.join(30)
-            if process.exitcode is None:
-                self.problem = self.problem or "a trainer has closed its pipe and goes on"
-                processes.send(process.pid, signal.SIGKILL)
-                process.join()
-            elif process.exitcode not in (0, -signal.SIGKILL, -signal.SIGTERM):
-                self.problem = self.problem or f"a trainer ended with status {process.exitcode}"
-            process.close()
+        for crew in self._crews:
+            ended = self._pool.give_back(crew) if self._pool and self._may_go_on(crew) else crew.dismiss()
+            self.problem = self.problem or ended
+
+    def _may_go_on(self, crew: Crew) -> bool:
+        """Whether the next life of a crew begins as one of new processes does."""
+        if self.problem or not all(member.rests for member in crew.members):
+            return False
+        # Where something has failed, the ranks may have left the calls of their process group in different places.
+        fired = {line["kind"] for line in self.lines if line["event"] == "fired"}
+        return crew.ranks == 1 or fired <= set(schedule.HARMLESS)
 
     def _read(self, fd: int) -> None:
-        connection, process, buffer = self._pipes[fd]
+        member = self._listening[fd]
         data = os.read(fd, 1 << 16)
         if not data:
-            connection.close()
-            del self._pipes[fd]
+            del self._listening[fd]
             return
-        buffer += data
-        *lines, rest = bytes(buffer).split(b"\n")
-        buffer[:] = rest
+        *lines, rest = bytes(member.buffer + data).split(b"\n")
+        member.buffer[:] = rest
         for text in lines:
             line = json.loads(text)
             if line["event"] == "stopping":
-                self._continue.append((time.monotonic() + 0.01 + line["seconds"], process))
-            self.lines.append(line)
+                self._continue.append((time.monotonic() + 0.01 + line["seconds"], member))
+            if line["event"] == "rest":
+                member.rests = True
+                del self._listening[fd]
+            else:
+                self.lines.append(line)
 
     def kill(self) -> None:
         """Kills all trainers that are left."""
-        for process in self._processes:
-            processes.send(process.pid, signal.SIGKILL)
-        for connection, _, _ in self._pipes.values():
-            connection.close()
-        self._pipes.clear()
+        for crew in self._crews:
+            for member in crew.members:
+                member.send(signal.SIGKILL)
+        self._listening.clear()
+
+    def abandon(self) -> None:
+        """Ends the life in the middle."""
+        self.kill()
+        for crew in self._crews:
+            crew.dismiss()
 
 
 def run_and_kill(body: Any, arguments: tuple[Any, ...], seconds: float) -> None:

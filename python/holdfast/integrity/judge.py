@@ -31,11 +31,14 @@ _CODES = {
     "kill-worker": {"ABORTED"},
     "terminate-worker": {"ABORTED"},
     "hang-worker": {"DEADLINE_EXCEEDED", "ABORTED"},
+    "oom-worker": {"ABORTED"},
+    # A worker that could not map its memory; no thread could be had.
+    "limit-memory": {"RESOURCE_EXHAUSTED", "ABORTED", "UNAVAILABLE"},
     "cancel": {"CANCELLED"},
     "change-sealed": {"DATA_LOSS"},
     "change-and-restore": {"DATA_LOSS"},
     "limit-size": {"RESOURCE_EXHAUSTED"},
-    "limit-files": {"RESOURCE_EXHAUSTED"},
+    "limit-files": {"RESOURCE_EXHAUSTED", "ABORTED"},  # of a worker that could not take its descriptors
     "disk": {"RESOURCE_EXHAUSTED"},
     "exit-trainer": {"CANCELLED", "ABORTED"},
     "fault": {  # a system call's error: all that has a reason of the system
@@ -112,6 +115,7 @@ class Judge:
         causes |= {a["event"]["kind"] for a in actions if "event" in a} & {"hang-worker", *schedule.DEADLY}
         if self.round["disk"]:
             causes.add("disk")
+        rung = next((line["engine"] for line in lines if line.get("engine")), "") or self.round["engine"]
         for line in lines:
             event, number = line["event"], line.get("n", 0)
             made = self.made.get(number)
@@ -128,7 +132,7 @@ class Judge:
                 self.counts[f"event {line['kind']}"] += 1
                 if line["phase"] not in ("call", "sealed", "done", "failed", "cancelled", "queued"):
                     self.counts[f"in flight {line['kind']}"] += 1
-                    self.counts[f"in flight {line['kind']} x {self.round['launcher']} x {self.round['engine']}"] += 1
+                    self.counts[f"in flight {line['kind']} x {self.round['launcher']} x {rung}"] += 1
             elif event == "moved":
                 self._moved.append(line["to"])
             elif event == "durable" and made:
@@ -169,6 +173,8 @@ class Judge:
         for error in said or [{"ours": False}]:
             if "exit-trainer" in causes and error.get("type") == "_Exit":
                 continue  # what ended another rank's call: its trainer was told to exit
+            if "limit-memory" in causes and error.get("type") == "MemoryError":
+                continue  # Python's own
             if not error["ours"]:
                 self.blame("v", f"{what} with what is no holdfast.Error: {said}")
                 continue
@@ -334,9 +340,17 @@ class Judge:
         if not keep or self.round["door"] in ("dcp", "save_file"):
             return False
         series = made.name.rpartition("-")[0]
+        gone = self._is_abandoned(made, saves)
         before = {m.name for m in saves if m.name.rpartition("-")[0] == series and m.name != made.name and m.may_be_there
-                  and (m.returned > made.began or made.abandoned and not m.abandoned)}  # fmt: skip
+                  and (m.returned > made.began or gone and not self._is_abandoned(m, saves))}  # fmt: skip
         return len(before) >= keep
+
+    def _is_abandoned(self, made: Made, saves: list[Made]) -> bool:
+        """Whether its trainer went on from an older checkpoint: it loaded one, or its steps went back."""
+        step = self._actions[made.number]["step"]
+        return made.abandoned or any(
+            m.job == made.job and m.began > made.began and m.may_be_there and self._actions[m.number]["step"] < step for m in saves
+        )
 
     def _look_at_newest(self, directory: str, generation: int, complete: list[dict[str, Any]],
                         found: dict[str, int]) -> None:  # fmt: skip

@@ -50,7 +50,7 @@ def reduce(round_: dict[str, Any], saver: str) -> dict[str, Any]:
     made |= {
         "door": "dcp", "saver": saver, "jobs": 1, "same_names": False, "device": "cpu", "read_back": False,
         "second_look": False, "when_full": "wait", "keep_last": 0, "kill_recover": None, "launcher": "spawn",
-        "engine": "auto",
+        "engine": "auto", "forbidden": {},
     }  # fmt: skip
     kinds = EVENTS + (OF_WORKERS if saver in _WITH_WORKER else ())
     for actions in made["lives"]:
@@ -80,7 +80,7 @@ class Trainer(trainer.Trainer):
         return SAVERS[self.round["saver"]](state, os.path.join(self.directory, self.name_of(action)))
 
     def _begin_event(self, number: int, event: dict[str, Any]) -> None:
-        if event["kind"] not in ("limit-size", "limit-files"):
+        if event["kind"] not in schedule.LIMITS:
             thread = threading.Thread(target=self._strike_later, args=(number, event), daemon=True)
             self.hits.append(thread)
             thread.start()

@@ -28,7 +28,7 @@ MIB = 1 << 20
 # The least that each of them takes, with room for the saves of a round.
 SIZES = {"ext4": 192 * MIB, "xfs": 384 * MIB, "btrfs": 256 * MIB}
 BYTES_MAX = 2 * MIB
-_LEFT_OUT = ("limit-size", "limit-files")
+_LEFT_OUT = schedule.LIMITS
 
 
 def quiet(round_: dict[str, Any]) -> dict[str, Any]:

@@ -67,6 +67,11 @@ def held(in_group: bool) -> collections.Counter[str]:
     return found
 
 
+def address_space() -> int:
+    """Bytes of this process's address space."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def send(pid: int | None, number: signal.Signals) -> None:
     """Sends a signal to a process that may be gone."""
     if pid:  # process 0 would be this one's whole group

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from holdfast.integrity import injection, jobs, judge, peers, processes, schedule
+from holdfast.integrity import injection, jobs, judge, memory_groups, peers, processes, schedule
 
 TIME_ORPHANS_MAX = 180.0  # seconds in which the workers of dead trainers have to end
 LOG_BYTES = 4000
@@ -27,12 +27,14 @@ class Result:
         counts: of saves, events, reads.
         log: the last of what the trainers printed.
         seconds: that it took.
+        before: by life and job, the rounds that its trainers had run before.
     """
 
     problems: list[dict[str, str]]
     counts: collections.Counter[str]
     log: str
     seconds: float
+    before: list[list[int]] = dataclasses.field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -50,14 +52,15 @@ def _file_system(directory: str, mib: int) -> Iterator[str]:
 
 
 def run(round_: dict[str, Any], directory: str, plant: str = "",
-        inject: Callable[[str], injection.Injector] | None = None) -> Result:  # fmt: skip
+        inject: Callable[[str], injection.Injector] | None = None, pool: jobs.Pool | None = None) -> Result:  # fmt: skip
     """Runs a round in a directory of its own, which is removed afterwards.
 
     Args:
         round_: of `schedule.draw`.
         directory: on the file system that is tried.
-        plant: as of `trainer.main`.
+        plant: as of `trainer.serve`.
         inject: makes the injector of the first life, given the directory of the checkpoints.
+        pool: of trainers that other rounds have used; default: processes that have run nothing.
     """
     began = time.monotonic()
     base = os.path.join(directory, f"round-{os.getpid()}-{round_['number']}")
@@ -70,13 +73,19 @@ def run(round_: dict[str, Any], directory: str, plant: str = "",
         with _file_system(disk, round_["disk"]):
             run_ = os.path.join(disk, "run")
             made = (peers if "saver" in round_ else judge).Judge(round_, run_)
+            before: list[list[int]] = []
             for life in range(len(round_["lives"])):
                 injector = inject(run_) if inject and life == 0 else None
-                _live(round_, life, run_, scratch, made, plant, injector)
+                orphans = processes.Orphans()
+                trainers = jobs.Life(round_, life, run_, scratch, plant, injector, pool)
+                before += trainers.before
+                _live(round_, life, run_, trainers, orphans, made, injector)
                 if made.problems:
                     break
-        return Result(made.problems, made.counts, _logs(scratch), time.monotonic() - began)
+        return Result(made.problems, made.counts, _logs(scratch), time.monotonic() - began, before)
     finally:
+        if any(event["kind"] in schedule.IN_GROUPS for event in schedule.events_of(round_)):
+            memory_groups.clean(os.path.join(disk, "run"))
         shutil.rmtree(base, ignore_errors=True)
 
 
@@ -89,24 +98,25 @@ class Bench:
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
+        self._pool = jobs.Pool()
         jobs.start_server()
 
     def run(self, round_: dict[str, Any]) -> Result:
         """Runs a round."""
-        return run(round_, self._directory)
+        is_plain = "saver" not in round_ and not round_["forbidden"]  # a filter stays for the life of its process
+        return run(round_, self._directory, pool=self._pool if is_plain else None)
 
     def close(self) -> None:
-        """Nothing is left of a round."""
+        """Ends the trainers that wait for a round."""
+        self._pool.close()
 
 
-def _live(round_: dict[str, Any], life: int, directory: str, scratch: str, made: judge.Judge, plant: str,
-          injector: injection.Injector | None) -> None:  # fmt: skip
-    orphans = processes.Orphans()
-    trainers = jobs.Life(round_, life, directory, scratch, plant, injector)
+def _live(round_: dict[str, Any], life: int, directory: str, trainers: jobs.Life, orphans: processes.Orphans,
+          made: judge.Judge, injector: injection.Injector | None) -> None:  # fmt: skip
     try:
         trainers.run()
     except BaseException:  # the program ends: nothing may write into what is removed now
-        trainers.kill()
+        trainers.abandon()
         orphans.wait(0)
         raise
     if injector:

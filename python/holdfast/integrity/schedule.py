@@ -10,22 +10,32 @@ from collections.abc import Iterator
 from typing import Any
 
 MIB = 1 << 20
-DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp")  # and "save_file", in rounds of one rank
+DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp", "save_file")  # the last one of one rank alone
 LAUNCHERS = ("spawn", "persistent", "fork", "thread")
-ENGINES = ("auto", "io_uring", "pwrite")
+ENGINES = ("auto", "io_uring-fixed", "io_uring", "pwrite")
 # Kinds of events: those that a save must survive, those that may fail it, and those that end a trainer.
 HARMLESS = ("stop-worker", "stop-trainer", "fork", "program")
 HARMFUL = (
-    "kill-worker", "terminate-worker", "hang-worker", "cancel", "change-sealed", "change-and-restore",
-    "limit-size", "limit-files",
+    "kill-worker", "terminate-worker", "hang-worker", "oom-worker", "cancel", "change-sealed", "change-and-restore",
+    "limit-size", "limit-files", "limit-memory",
 )  # fmt: skip
-DEADLY = ("kill-trainer", "kill-both", "terminate-trainer", "exit-trainer", "kill-in-call")
-OF_WORKERS = ("stop-worker", "kill-worker", "terminate-worker", "hang-worker", "kill-both")
+DEADLY = ("kill-trainer", "kill-both", "terminate-trainer", "exit-trainer", "oom-trainer", "kill-in-call")
+OF_WORKERS = ("stop-worker", "kill-worker", "terminate-worker", "hang-worker", "oom-worker", "kill-both")
+IN_GROUPS = ("oom-worker", "oom-trainer")  # need a memory control group
+LIMITS = ("limit-size", "limit-files", "limit-memory")
+# Calls that filters of containers refuse, with their errors; a save has another way to its end.
+FORBIDDEN = (
+    ("io_uring_setup", "EPERM"), ("io_uring_setup", "ENOSYS"), ("io_uring_register", "EPERM"), ("io_uring_enter", "EPERM"),
+    ("clone3", "ENOSYS"), ("fsopen", "EPERM"), ("ioprio_set", "EPERM"), ("setpriority", "EPERM"),
+    ("sched_setaffinity", "EPERM"), ("sync_file_range", "EPERM"), ("statx", "ENOSYS"), ("renameat2", "ENOSYS"),
+    ("pidfd_send_signal", "EPERM"),
+)  # fmt: skip
 CORRUPTIONS = (
     "flip a bit", "zero a page", "truncate", "extend", "remove", "swap chunks", "swap files", "stale file",
 )  # fmt: skip
 PHASES = ("writing", "commit", "later")
 ARENA = 16 * MIB  # the least that there is
+CHUNK = 4 * MIB  # written at once, whatever the rate
 SAVES_OF_JOB = 1000  # numbers of the saves of the second trainer begin here
 
 
@@ -39,13 +49,17 @@ class Limits:
         bytes_max: size of the largest state.
         tensors_max: tensors of a state.
         kinds: event kinds to draw from; empty: all.
+        groups: whether memory control groups can be made.
+        filters: whether trainers can forbid themselves system calls.
     """
 
-    ranks_max: int = 3
+    ranks_max: int = 8
     mount: bool = True
-    bytes_max: int = 48 * MIB
-    tensors_max: int = 400
+    bytes_max: int = 8 * ARENA
+    tensors_max: int = 1_000_000
     kinds: tuple[str, ...] = ()
+    groups: bool = True
+    filters: bool = True
 
 
 class _Drawing:
@@ -66,9 +80,9 @@ class _Drawing:
 
     def draw(self) -> dict[str, Any]:
         choose, made = self.choose, self.round
-        ranks = self.pick((1, 6), (2, 2), (min(3, self.limits.ranks_max), 1), (self.limits.ranks_max, 0.5))
-        made["ranks"] = min(ranks, self.limits.ranks_max)
-        made["door"] = choose.choice(DOORS)
+        most = self.limits.ranks_max
+        made["ranks"] = min(most, self.pick((1, 12), (2, 4), (3, 1), (choose.randint(1, most), 1)))
+        made["door"] = choose.choice(DOORS if made["ranks"] == 1 else DOORS[:-1])
         made["launcher"] = choose.choice(LAUNCHERS)
         made["engine"] = choose.choice(ENGINES)
         made["device"] = "stand-in" if self.often(0.15) else "cpu"
@@ -82,15 +96,19 @@ class _Drawing:
         made["one_name"] = made["replace"] and self.often(0.5)
         made["keep_last"] = self.pick((0, 3), (1, 1), (2, 2))
         made["disk"] = choose.choice((24, 40)) if self.limits.mount and self.often(0.06) else 0
+        forbidden = dict(choose.sample(FORBIDDEN, choose.randint(1, 3))) if self.often(0.07) else {}
+        is_asked_for = "io_uring" in made["engine"]  # a save then takes no other way
+        made["forbidden"] = {call: error for call, error in forbidden.items()
+                             if self.limits.filters and not (is_asked_for and "io_uring" in call)}  # fmt: skip
         made["lives"] = [self._life(last=i == 1) for i in range(self.pick((1, 2), (2, 3)))]
+        # A write of the store that the limit cuts short would hold the ranks up until their time-out.
+        is_limited = any(event["kind"] == "limit-size" for event in events_of(made))
+        made["store"] = "file" if self.often(0.15) and not is_limited else "server"
         made["kill_recover"] = round(choose.random() * 0.05, 4) if self.often(0.15) else None
         made["corruptions"] = [
             {"kind": choose.choice(CORRUPTIONS), "key": choose.randrange(1 << 30)}
             for _ in range(self.pick((0, 1), (1, 3), (3, 1)))
         ]
-        # Drawn apart, so that all else of a seed is what it was before there was this door.
-        if made["ranks"] == 1 and random.Random(f"file {made['seed']}:{made['number']}").random() < 0.25:
-            made["door"] = "save_file"
         return made
 
     def _life(self, last: bool) -> list[dict[str, Any]]:
@@ -111,14 +129,19 @@ class _Drawing:
         return actions
 
     def _sizes(self, slow: bool) -> dict[str, Any]:
+        """Small states for most saves: rounds are many. A slow save is longer than the piece that no rate holds back."""
         choose = self.choose
-        nbytes = choose.randrange(9 * MIB, 15 * MIB) if slow else self.pick(
-            (choose.randrange(0, 2 * MIB), 14), (choose.randrange(4 * MIB, 14 * MIB), 5),
-            (choose.randrange(17 * MIB, self.limits.bytes_max), 1),
-        )  # fmt: skip
+        often, seldom, large = (CHUNK + 99_000, 5 * MIB), (9 * MIB, 15 * MIB), (ARENA + MIB, self.limits.bytes_max)
+        if not slow:
+            often, seldom = (0, 300_000), (300_000, 9 * MIB)
+        share = choose.random()
+        nbytes = choose.randrange(*(large if share < 0.003 else seldom if share < 0.15 else often))
+        tensors = self.pick((2, 4), (choose.randrange(2, 30), 4), (400, 0.5), (int(10 ** (3 + 3 * choose.random())), 0.02))
+        if tensors > 400 and (self.round["door"] not in ("save_async", "checkpointer") or self.round["ranks"] > 1):
+            tensors = 400  # planning so many as DTensors of some ranks takes minutes
         return {
             "bytes": nbytes,
-            "tensors": self.pick((2, 4), (choose.randrange(2, 30), 4), (self.limits.tensors_max, 1)),
+            "tensors": min(tensors, self.limits.tensors_max),
             "wide": self.often(0.4),
             "objects": self.often(0.4),
         }
@@ -129,7 +152,8 @@ class _Drawing:
         if self.often(0.75 if last else 0.35):
             kinds = [(k, 2.0) for k in HARMLESS] + [(k, 2.0) for k in HARMFUL if k != "hang-worker"]
             kinds += [("hang-worker", 0.4)] + ([(k, 3.0) for k in DEADLY] if last else [])
-            allowed = [k for k in kinds if not self.limits.kinds or k[0] in self.limits.kinds]
+            allowed = [k for k in kinds if (not self.limits.kinds or k[0] in self.limits.kinds)
+                       and (self.limits.groups or k[0] not in IN_GROUPS)]  # fmt: skip
             if allowed:
                 event = self._event(self.pick(*allowed))
         self.saves += 1
@@ -153,6 +177,8 @@ class _Drawing:
         }
         if kind == "limit-size":
             event["bytes"] = choose.choice((4096, MIB, 5 * MIB, 9 * MIB))
+        if kind == "limit-memory":  # beyond what the trainer has
+            event["bytes"] = choose.choice((0, MIB, 9 * MIB, 20 * MIB, 40 * MIB, 80 * MIB))
         return event
 
 
@@ -194,7 +220,8 @@ def events_of(round_: dict[str, Any]) -> list[dict[str, Any]]:
 _DEFAULTS = {
     "ranks": 1, "jobs": 1, "same_names": False, "device": "cpu", "read_back": False, "second_look": False,
     "when_full": "wait", "keep_last": 0, "disk": 0, "kill_recover": None, "corruptions": [],
-    "engine": "auto", "launcher": "spawn", "one_name": False, "replace": False, "door": "save_async",
+    "engine": "auto", "launcher": "spawn", "one_name": False, "replace": False, "door": "save_async", "store": "server",
+    "forbidden": {},
 }  # fmt: skip
 
 

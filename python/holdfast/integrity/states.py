@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import random
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,8 +17,27 @@ DTYPES = (
 _TEXT = '\u00e4\u2603 \\ " \n'
 
 
-def _generator(*key: Any) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32(repr(key).encode()))
+_POOL_WORDS = MIB // 8
+_STRIDE = 0x9E3779B97F4A7C15  # odd, so that its multiples differ
+
+
+@functools.cache
+def _pool() -> torch.Tensor:
+    """Random words, made once: drawing each state anew costs more than saving and loading it."""
+    return torch.empty(_POOL_WORDS, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(1))
+
+
+def _words(choose: random.Random, count: int) -> torch.Tensor:
+    """Words of any bit pattern. Two calls give other words at every place, and so do two tiles of the pool."""
+    at, key = choose.randrange(_POOL_WORDS), choose.getrandbits(64)
+    words = torch.empty(count, dtype=torch.int64)
+    for tile, begin in enumerate(range(0, count, _POOL_WORDS)):
+        mask = (key + tile * _STRIDE) % (1 << 64) - (1 << 63)
+        piece = words[begin : begin + _POOL_WORDS]
+        first = min(len(piece), _POOL_WORDS - at)
+        torch.bitwise_xor(_pool()[at : at + first], mask, out=piece[:first])
+        torch.bitwise_xor(_pool()[: len(piece) - first], mask, out=piece[first:])
+    return words
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -26,12 +45,10 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _tensor(generator: torch.Generator, choose: random.Random, nbytes: int, wide: bool) -> torch.Tensor:
+def _tensor(choose: random.Random, nbytes: int, wide: bool) -> torch.Tensor:
     dtype = choose.choice(DTYPES) if wide else torch.float32
     count = nbytes // dtype.itemsize
-    words = torch.empty((count * dtype.itemsize + 7) // 8, dtype=torch.int64)
-    words.random_(generator=generator)  # any bit pattern, NaNs included
-    data = words.view(torch.uint8)[: count * dtype.itemsize]
+    data = _words(choose, (count * dtype.itemsize + 7) // 8).view(torch.uint8)[: count * dtype.itemsize]
     made = data.remainder(2).to(torch.bool) if dtype == torch.bool else data.view(dtype)
     return made.reshape(2, -1) if count % 2 == 0 and count and choose.random() < 0.5 else made
 
@@ -42,10 +59,13 @@ def _sizes(choose: random.Random, spec: dict[str, Any]) -> list[int]:
     weights = [choose.random() ** 8 + 1e-6 for _ in range(count)]
     scale = total / sum(weights)
     sizes = [int(w * scale) for w in weights]
-    # Places around the chunk of the digests and the page are where the arithmetic goes wrong.
+    # Places around the page and the chunk of the digests are where the arithmetic goes wrong.
+    edges = [0, 1, 4095, 4096, 4097]
+    if total >= 2 * MIB or choose.random() < 0.1:
+        edges += [4 * MIB - 1, 4 * MIB, 4 * MIB + 512]
     for i in range(min(2, count)):
         if choose.random() < 0.3:
-            sizes[i] = choose.choice((0, 1, 4095, 4096, 4097, 4 * MIB - 1, 4 * MIB, 4 * MIB + 512))
+            sizes[i] = choose.choice(edges)
     return sizes
 
 
@@ -59,11 +79,10 @@ def make(seed: int, save: int, rank: int, spec: dict[str, Any]) -> dict[str, Any
     shared = random.Random(f"{seed}:{save}")
     own = random.Random(f"{seed}:{save}:{rank}")
     state: dict[str, Any] = {"id": torch.tensor([save, rank]), "save": save, "own": {}, "shared": {}}
-    for group, choose, key in (("own", own, (seed, save, rank)), ("shared", shared, (seed, save))):
-        generator = _generator(*key)
+    for group, choose in (("own", own), ("shared", shared)):
         half = {**spec, "tensors": spec["tensors"] // 2, "bytes": spec["bytes"] // 2}
         for i, nbytes in enumerate(_sizes(choose, half)):
-            state[group][f"t{i}"] = _tensor(generator, choose, nbytes, spec.get("wide", False))
+            state[group][f"t{i}"] = _tensor(choose, nbytes, spec.get("wide", False))
     if spec.get("objects"):
         state["values"] = {"text": _TEXT + str(save), "number": save / 7, "list": [save, None, b"\0" * 3]}
     return state

@@ -25,15 +25,15 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import holdfast
 import holdfast.dcp
 from holdfast import _devices, handle
-from holdfast.integrity import injection, readers, schedule, states
-from holdfast.integrity.processes import children, held, send
+from holdfast.integrity import injection, memory_groups, readers, schedule, states
+from holdfast.integrity.processes import address_space, children, held, send
 from holdfast.integrity.slow_device import SlowDevice
 
 # Seconds: far more than a busy machine needs. What ends by a deadline here has an event as its cause.
@@ -84,6 +84,26 @@ class Trainer:
             injection.mark(f"{event} {values.get('n', 0)}")
 
     # ---- The life.
+
+    def live(self) -> None:
+        """Runs the life. The process may run another one if this returns.
+
+        Raises:
+            SystemExit: the life has ended its process.
+        """
+        try:
+            self.run()
+        except _Exit:
+            self.tell("exiting")
+            self._wait({})
+            with contextlib.suppress(holdfast.Error):
+                holdfast.flush(TIME_OUTCOME_MAX)
+            self.tell("end")
+            raise
+        except BaseException as error:
+            self._tell_failure("crashed", 0, error)
+            raise
+        self.tell("rest")
 
     def run(self) -> None:
         if self.round["device"] == "stand-in":
@@ -179,7 +199,8 @@ class Trainer:
         def done(future: Any) -> None:
             error = future.exception()
             if error is None:
-                self.tell("durable", n=number, path=path)
+                report = future.result()
+                self.tell("durable", n=number, path=path, engine=report.get("engine", "") if isinstance(report, dict) else "")
             else:
                 self._tell_failure("failed", number, error)
             self.over.add(number)
@@ -293,12 +314,15 @@ class Trainer:
     def _limits(self, event: dict[str, Any] | None) -> Any:
         """Resource limits around a call; the worker that it starts has them, too."""
         kind = event["kind"] if event else ""
-        if kind not in ("limit-size", "limit-files"):
+        if event is None or kind not in schedule.LIMITS:
             yield
             return
-        which, value = resource.RLIMIT_FSIZE, event["bytes"] if event and "bytes" in event else 0
         if kind == "limit-files":
             which, value = resource.RLIMIT_NOFILE, max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
+        elif kind == "limit-memory":
+            which, value = resource.RLIMIT_AS, address_space() + event["bytes"]
+        else:
+            which, value = resource.RLIMIT_FSIZE, event["bytes"]
         old = resource.getrlimit(which)
         pids = [0, *children()] if kind == "limit-size" else [0]
         for pid in pids:
@@ -307,7 +331,7 @@ class Trainer:
         self.tell("fired", kind=kind, phase="call")
         try:
             yield
-            if kind == "limit-size":
+            if kind != "limit-files":
                 time.sleep(0.05)  # the worker starts
         finally:
             for pid in pids:
@@ -318,7 +342,7 @@ class Trainer:
         kind = event["kind"]
         if kind in ("change-sealed", "change-and-restore"):
             self._change = self._changer(number, kind, event["seconds"])
-        elif kind not in ("limit-size", "limit-files", "step"):
+        elif kind not in (*schedule.LIMITS, "step"):
             known = handle.in_flight()
             thread = threading.Thread(target=self._hit, args=(number, event, known, children()), daemon=True)
             self.hits.append(thread)
@@ -402,6 +426,8 @@ class Trainer:
                 send(pid, signal.SIGTERM)
             if kind in ("kill-worker", "kill-both"):
                 send(pid, signal.SIGKILL)
+            if kind == "oom-worker" and pid is not None:
+                memory_groups.kill(pid, self.directory)
             self.strike_trainer(kind, seconds)
             if kind == "cancel":
                 save.cancel()
@@ -414,6 +440,8 @@ class Trainer:
         """What an event does to this process; nothing for the events of others."""
         if kind in ("kill-trainer", "kill-both", "kill-in-call"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "oom-trainer":
+            memory_groups.kill(os.getpid(), self.directory)
         if kind == "terminate-trainer":
             os.kill(os.getpid(), signal.SIGTERM)
         if kind == "exit-trainer":
@@ -461,51 +489,72 @@ def prepare() -> None:
     torch.set_num_threads(1)
 
 
-def main(kind: type[Trainer], rank: int, round_: dict[str, Any], life: int, job: int, directory: str, scratch: str,
-         out: Connection, plant: str, channel: socket.socket | None) -> None:  # fmt: skip
-    """The body of a trainer's process.
+class Task(NamedTuple):
+    """One life of a trainer.
+
+    Attributes:
+        round, life, job: which life of what.
+        directory: of the checkpoints.
+        scratch: for logs.
+    """
+
+    round: dict[str, Any]
+    life: int
+    job: int
+    directory: str
+    scratch: str
+
+
+def serve(kind: type[Trainer], rank: int, ranks: int, store: str, tasks: Connection, out: Connection, plant: str,
+          channel: socket.socket | None) -> None:  # fmt: skip
+    """The body of a trainer's process: it runs lives until there are no more, or until one ends it.
 
     Args:
         kind: its class.
-        rank, round_, life, job: which trainer of what.
-        directory: of the checkpoints.
-        scratch: for logs and the store of the process group.
+        rank, ranks: of the job.
+        store: of the process group: a file, or "PORT/NAME" of a server; "" where there is no group.
+        tasks: gives each `Task`.
         out: where it tells.
         plant: "MODULE:FUNCTION", a deliberate mistake that is made first: for tests of this program.
         channel: of `injection.install`, where the driver counts system calls.
     """
-    log = os.open(os.path.join(scratch, f"trainer-{job}-{rank}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
     prepare()
-    ranks = round_["ranks"]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank))
     if plant:
         module, _, function = plant.partition(":")
         getattr(importlib.import_module(module), function)()
-    if ranks > 1 or "saver" in round_:
-        import torch.distributed as dist
-
-        dist.init_process_group(
-            "gloo", init_method=f"file://{scratch}/store-{life}-{job}", rank=rank, world_size=ranks,
-            timeout=timedelta(seconds=TIME_OUTCOME_MAX),
-        )  # fmt: skip
-    trainer = kind(rank, round_, life, job, directory, out.fileno())
-    if channel is not None:
-        injection.install(channel)
-        trainer.is_injected = True
     try:
-        trainer.run()
-    except _Exit:
-        trainer.tell("exiting")
-        trainer._wait({})
-        with contextlib.suppress(holdfast.Error):
-            holdfast.flush(TIME_OUTCOME_MAX)
-        trainer.tell("end")
-    except BaseException as error:
-        trainer._tell_failure("crashed", 0, error)
-        raise
+        while True:
+            task = tasks.recv()
+            log = os.open(os.path.join(task.scratch, f"trainer-{task.job}-{rank}.log"),
+                          os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)  # fmt: skip
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            if store:
+                _join(store, rank, ranks)
+                store = ""
+            if forbidden := task.round["forbidden"]:
+                injection.forbid(forbidden)
+            trainer = kind(rank, task.round, task.life, task.job, task.directory, out.fileno())
+            if channel is not None:
+                injection.install(channel)
+                trainer.is_injected = True
+            trainer.live()
+    except EOFError:
+        pass  # no more lives
     finally:
         out.close()
         os._exit(0)  # the process group of ranks that are gone would wait for them
+
+
+def _join(store: str, rank: int, ranks: int) -> None:
+    import torch.distributed as dist
+
+    timeout = timedelta(seconds=TIME_OUTCOME_MAX)
+    if store.startswith("/"):
+        made: Any = dist.FileStore(store, ranks)
+    else:
+        port, _, name = store.partition("/")
+        made = dist.PrefixStore(name, dist.TCPStore("127.0.0.1", int(port), None, False, timeout))
+    dist.init_process_group("gloo", store=made, rank=rank, world_size=ranks, timeout=timeout)

@@ -1,0 +1,167 @@
+"""integrity-fuzz: trainers that run several rounds, the end of memory, forbidden system calls, and the table of events."""
+
+from __future__ import annotations
+
+import collections
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_integrity import event, made, save
+
+from holdfast.integrity import campaign, injection, jobs, judge, memory_groups, processes, rounds, schedule, states
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[rounds.Bench]:
+    made = rounds.Bench(str(tmp_path))
+    with processes.adopting():
+        yield made
+        made.close()
+
+
+def small(n: int, **given: Any) -> dict[str, Any]:
+    return save(n, spec={"bytes": 4096, "tensors": 2}, **given)
+
+
+# ---- Trainers of several rounds.
+
+
+def test_a_trainer_runs_several_rounds_and_none_after_its_end(bench: rounds.Bench) -> None:
+    first = bench.run(made(small(1)))
+    second = bench.run(made(small(1), number=1))
+    killed = bench.run(made(save(1, **event("kill-trainer")), number=2))
+    after = bench.run(made(small(1), number=3))
+    assert [r.problems for r in (first, second, killed, after)] == [[], [], [], []]
+    assert [r.before for r in (first, second, killed, after)] == [[[]], [[0]], [[0, 1]], [[]]]
+
+
+def test_ranks_keep_their_process_group_while_nothing_fails(bench: rounds.Bench) -> None:
+    ranks = [bench.run(made(small(1), ranks=2, number=n, door=door)) for n, door in enumerate(("save_async", "dcp"))]
+    failed = bench.run(made(save(1, **event("cancel")), ranks=2, number=2))
+    after = bench.run(made(small(1), ranks=2, number=3))
+    assert [r.problems for r in (*ranks, failed, after)] == [[], [], [], []]
+    assert [r.before for r in (*ranks, failed, after)] == [[[]], [[0]], [[0, 1]], [[]]]
+
+
+def test_a_leak_of_a_trainer_is_found_in_its_round_alone(bench: rounds.Bench, tmp_path: Path) -> None:
+    """What a round before has left open is no excuse, and no blame."""
+    assert bench.run(made(small(1))).problems == []
+    leaking = rounds.run(made(small(1), number=1), str(tmp_path), "integrity_planted:leaks_a_descriptor")
+    assert {p["invariant"] for p in leaking.problems} == {"iv"}
+    assert bench.run(made(small(1), number=2)).problems == []
+
+
+def test_crews_end_with_their_pool_and_after_so_many_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(jobs.Pool, "ROUNDS_MAX", 2)
+    bench = rounds.Bench(str(tmp_path))
+    with processes.adopting():
+        done = [bench.run(made(small(1), number=n)).before for n in range(3)]
+        bench.close()
+    assert done == [[[]], [[0]], [[]]]
+    assert os.listdir(tmp_path) == []
+
+
+def test_states_differ_at_every_word() -> None:
+    spec = {"tensors": 4, "bytes": 3 * MIB, "wide": False, "objects": False}
+    one, other = (dict(states.tensors(states.make(1, n, 0, spec))) for n in (1, 2))
+    for name in one.keys() & other.keys() - {"id"}:
+        a, b = (states.bytes_of(each[name]) for each in (one, other))
+        size = min(len(a), len(b)) // 8 * 8
+        assert not torch.any(a[:size].view(torch.int64) == b[:size].view(torch.int64)), name
+        assert len(a[:size].view(torch.int64).unique()) == size // 8, name
+
+
+def test_a_save_of_an_earlier_step_abandons_the_later_ones() -> None:
+    """Retention then removes them first, whichever checkpoint was loaded."""
+    steps = {1: 1, 2: 3, 3: 2}
+    looking = judge.Judge(made(*({**save(n), "step": step} for n, step in steps.items()), keep_last=2), "/nowhere")
+    for n, step in steps.items():
+        looking.made[n] = judge.Made(n, f"step-{step}", 0, 0, n, n + 0.5, {0: "durable"})
+    looking.look_for_durable("/nowhere", 0, {"step-1": 1, "step-2": 3})
+    assert looking.problems == []
+    looking.look_for_durable("/nowhere", 0, {"step-1": 1, "step-3": 2})
+    assert [p["invariant"] for p in looking.problems] == ["i"]
+
+
+# ---- What surrounds a round.
+
+
+@pytest.mark.skipif(bool(memory_groups.why_not()), reason=memory_groups.why_not())
+@pytest.mark.parametrize("kind", schedule.IN_GROUPS)
+def test_the_kernel_ends_who_is_over_the_limit(kind: str, bench: rounds.Bench) -> None:
+    done = bench.run(made(save(1, **event(kind))))
+    assert done.problems == []
+    assert done.counts[f"in flight {kind}"] == 1
+    assert done.counts["failed"] == (kind == "oom-worker")
+    root = memory_groups._root()[0]
+    assert [name for name in os.listdir(root) if name.startswith("holdfast-integrity")] == []
+
+
+def test_without_a_group_no_such_event_is_drawn() -> None:
+    limits = schedule.Limits(groups=False, filters=False)
+    drawn = [schedule.draw(1, n, limits) for n in range(200)]
+    assert not {e["kind"] for r in drawn for e in schedule.events_of(r)} & set(schedule.IN_GROUPS)
+    assert not any(r["forbidden"] for r in drawn)
+
+
+def save_without(call: str, error: str, path: str) -> str:
+    program = (
+        "import os, sys, torch, holdfast\n"
+        "from holdfast.integrity import injection\n"
+        f"holdfast.configure(arena_bytes={schedule.ARENA}, stale_warning=False)\n"
+        f"injection.forbid({{{call!r}: {error!r}}})\n"
+        "try:\n"
+        f"    holdfast.save_async({{'x': torch.arange(1000)}}, {path!r}).wait(60)\n"
+        f"    print(holdfast.verify({path!r})['verdict'])\n"
+        "except holdfast.Error as error:\n"
+        "    print(error.code, error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    return done.stdout.strip() or done.stderr
+
+
+@pytest.mark.skipif(bool(injection.why_not()), reason=injection.why_not())
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        ("io_uring_setup", "EPERM", "sound"),
+        ("statx", "ENOSYS", "sound"),
+        ("renameat2", "ENOSYS", "sound"),
+        ("memfd_create", "EPERM", "PERMISSION_DENIED"),
+        ("pidfd_open", "ENOSYS", "UNIMPLEMENTED"),
+        ("flock", "EPERM", "PERMISSION_DENIED"),
+    ],
+)
+def test_a_forbidden_call_has_another_way_or_a_clear_error(call: str, error: str, said: str, tmp_path: Path) -> None:
+    told = save_without(call, error, str(tmp_path / "step-1"))
+    assert told.split()[0] == said and (said == "sound" or str(tmp_path) in told), told
+
+
+@pytest.mark.skipif(bool(injection.why_not()), reason=injection.why_not())
+def test_rounds_survive_what_containers_forbid(bench: rounds.Bench) -> None:
+    container = made(small(1), small(2), forbidden={"io_uring_setup": "EPERM", "fsopen": "EPERM", "clone3": "ENOSYS"})
+    assert bench.run(container).problems == []
+    assert bench.run(made(small(1), number=1)).before == [[]]  # the filter stays with its trainers
+
+
+# ---- The report.
+
+
+def test_the_table_has_every_cell_that_was_met() -> None:
+    counts = collections.Counter({"in flight kill-worker": 3, "in flight kill-worker x spawn x pwrite": 2,
+                                  "in flight kill-worker x fork x io_uring": 1, "in flight fork x thread x pwrite": 4})  # fmt: skip
+    lines = campaign.table_of_events(counts)
+    assert lines[0] == "in flight, by launcher: io_uring, pwrite"
+    assert [line.split() for line in lines[2:]] == [
+        ["fork", "0", "0", "0", "0", "0", "0", "0", "4"],
+        ["kill-worker", "0", "2", "0", "0", "1", "0", "-", "-"],
+    ]
+    assert campaign.table_of_events(collections.Counter()) == []
