@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
+#include "runtime/sys/errno_code.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::directory {
@@ -23,7 +24,7 @@ int Rename(int parent, const std::string& from, const std::string& to, unsigned 
 
 absl::Status RenameNoReplace(int parent, const std::string& from, const std::string& to) {
   int failed = Rename(parent, from, to, RENAME_NOREPLACE);
-  if (failed == EINVAL || failed == ENOSYS || failed == EOPNOTSUPP) {
+  if (sys::LacksRenameFlag(failed)) {
     // The file system lacks the flag. A plain rename refuses a directory with entries, and an empty
     // directory is no loss. The check before the rename refuses files of that name.
     struct stat found = {};

@@ -8,6 +8,11 @@
 
 namespace holdfast::sys {
 
+/// True for the errnos of renameat2(2) on a file system without the flag: NFS, some FUSE.
+constexpr bool LacksRenameFlag(int error_number) {
+  return error_number == EINVAL || error_number == ENOSYS || error_number == EOPNOTSUPP;
+}
+
 constexpr FailureCode CodeOfErrno(int error_number) {
   switch (error_number) {
     case 0:

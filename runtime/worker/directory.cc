@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "runtime/sys/assert.h"
+#include "runtime/sys/errno_code.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/commit_record.h"
@@ -97,8 +98,8 @@ int RenameNew(JobRun* run, const char* from, const char* to) {
   const bool replace = run->Has(layout::kFilesOnly) && run->Has(layout::kReplaceExisting);
   const unsigned flags = replace ? 0 : RENAME_NOREPLACE;
   if (sys::Sys().renameat2(run->directory, from, run->directory, to, flags) == 0) return 0;
-  if (flags == 0 || (errno != EINVAL && errno != ENOSYS)) return errno;
-  // A file system without RENAME_NOREPLACE (NFS, some FUSE): look first. Only this attempt writes
+  if (flags == 0 || !sys::LacksRenameFlag(errno)) return errno;
+  // Without RENAME_NOREPLACE: look first. Only this attempt writes
   // to the directory, so no rename can come between.
   int error = 0;
   if (!NameIsFree(run->directory, to, &error)) return error;

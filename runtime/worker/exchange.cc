@@ -9,6 +9,7 @@
 
 #include "runtime/digest/digest.h"
 #include "runtime/sys/assert.h"
+#include "runtime/sys/errno_code.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/retry.h"
 #include "runtime/sys/system.h"
@@ -53,7 +54,7 @@ int Exchange(int parent, const char* partial, const char* target, const AttemptI
   CopyName(partial, old);
   // At every moment one complete checkpoint stands under the name.
   int error = Rename(parent, partial, target, RENAME_EXCHANGE);
-  if (error == EINVAL || error == ENOSYS) {
+  if (sys::LacksRenameFlag(error)) {
     AsideName(partial, old);
     error = Rename(parent, target, old, 0);
     if (error != 0) return error;
