@@ -19,7 +19,7 @@ namespace holdfast::layout {
 inline constexpr uint64_t kJobMagic = 0x3142'4f4a'5446'4c48;  // "HLFTJOB1" in memory
 /// Raised with every change of a struct in this file or of a message in wire.h; both sides refuse
 /// any other.
-inline constexpr uint32_t kLayoutVersion = 15;
+inline constexpr uint32_t kLayoutVersion = 16;
 
 using SharedU32 = std::atomic<uint32_t>;
 using SharedU64 = std::atomic<uint64_t>;
@@ -45,9 +45,6 @@ enum JobFlags : uint32_t {
   kFilesOnly = 1u << 3,
   /// Do not use O_DIRECT.
   kBuffered = 1u << 4,
-  /// Do not re-digest after the write. For engine measurements only; Checkpointer never sets the
-  /// flag.
-  kNoRedigest = 1u << 6,
   /// Write and fsync a rank manifest after the files.
   kWriteManifest = 1u << 7,
   /// With kFilesOnly: the name of the file is `partial` until the manifest is durable. The rename
@@ -178,9 +175,7 @@ struct CompletionSlot {
   uint32_t padding = 0;
   Failure failure;
   WorkerFigures figures;
-  uint32_t trainer_died = 0;
   uint32_t left_files = 0;  // 1: written files could not be removed
-  uint64_t bytes_read_back = 0;
   JobTimes times;
   char reason[160] = {};     // reason for the rung
   RankFailure rank_failure;  // with Operation::kWaitRanks: failed rank and reason

@@ -145,7 +145,6 @@ struct JobRun {
 
   WorkerFigures figures;  ///< `engine` is kAuto until the queue was opened.
   bool opened_any = false;
-  uint64_t bytes_read_back = 0;
   uint64_t time_syncing_ns = 0;
   layout::JobTimes times;
 

@@ -7,6 +7,8 @@ namespace holdfast::worker::testing {
 /// Releases an extent's bytes when the write is submitted, instead of after its completion and
 /// re-digest.
 extern bool g_acknowledge_at_submit;
+/// Written extents are not digested again.
+extern bool g_never_redigest;
 /// Leaves a submitted transfer out of its file's count.
 extern bool g_forget_transfer;
 /// The ring does not hold the save's lock.

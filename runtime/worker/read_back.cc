@@ -71,7 +71,6 @@ bool TakeRead(Reader* reader, const io::Completion& completion) {
     return FailErrno(run, Operation::kRead, EIO, extent.file, extent.file_offset + completion.bytes,
                      extent.bytes);
   }
-  run->bytes_read_back += extent.bytes;
   CountStep(run->job);
   return ProveExtent(run, index, reader->buffer + completion.tag * uint64_t{kChunkBytes});
 }

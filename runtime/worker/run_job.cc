@@ -158,9 +158,7 @@ void FillCompletion(const Server& server, const JobRun& run, uint64_t cpu_before
   layout::CompletionSlot& slot = run.job->completion;
   const bool save = run.job->kind == layout::JobKind::kSave;
   slot.failure = run.failure;
-  slot.trainer_died = run.trainer_died ? 1 : 0;
   slot.figures = run.figures;
-  slot.bytes_read_back = run.bytes_read_back;
   if (save) {
     slot.left_files = run.io_stuck ? 1 : 0;
     // After a time-out the reason lists the transfers in flight instead.

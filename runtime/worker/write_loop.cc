@@ -16,6 +16,7 @@ namespace holdfast::worker {
 namespace testing {
 bool g_acknowledge_at_submit = false;
 bool g_forget_transfer = false;
+bool g_never_redigest = false;
 bool g_ignore_byte_rate = false;
 }  // namespace testing
 #endif
@@ -198,10 +199,14 @@ bool ProveNext(JobRun* run) {
   const uint32_t index = write.undigested[write.undigested_first];
   write.undigested_first = (write.undigested_first + 1) % kUndigestedMax;
   --write.undigested_count;
-  if (!run->Has(layout::kNoRedigest)) {
-    const char* const bytes = run->attached->arena + layout::Extents(run->job)[index].arena_offset;
-    if (!ProveExtent(run, index, bytes)) return false;
-  }
+  HOLDFAST_ASSERT(index < run->job->extent_count && run->attached->arena != nullptr);
+  const char* const bytes = run->attached->arena + layout::Extents(run->job)[index].arena_offset;
+#ifdef HOLDFAST_PLANTED_BUGS
+  const bool proven = testing::g_never_redigest || ProveExtent(run, index, bytes);
+#else
+  const bool proven = ProveExtent(run, index, bytes);
+#endif
+  if (!proven) return false;
   ++write.proven;
   HOLDFAST_ASSERT(write.proven <= run->job->extent_count);
 #ifdef HOLDFAST_PLANTED_BUGS

@@ -64,8 +64,7 @@ const char* WrongSlot(const layout::CompletionSlot& slot, const CompletionLimits
   if (IsAbove(figures.engine, EngineRung::kPwrite)) return "an engine that there is not";
   if (IsAbove(figures.direct_io, DirectIo::kProven)) return "no kind of direct I/O";
   if (figures.write_attempts > kWriteAttemptsMax) return "more than two attempts";
-  if (!IsBool(figures.space_reserved) || slot.left_files > 1 || slot.trainer_died > 1)
-    return "neither yes nor no";
+  if (!IsBool(figures.space_reserved) || slot.left_files > 1) return "neither yes nor no";
   if (!IsTerminated(slot.reason)) return "a text without an end";
   if (!IsEntryName(slot.left_behind) || !IsEntryName(slot.foreign)) return "no name of an entry";
   return nullptr;

@@ -70,6 +70,23 @@ TEST(PlantedBug, WithoutItTheSameTrainerDoesNoHarm) {
   EXPECT_TRUE(SaveUnderAHostileTrainer(false).ok());
 }
 
+TEST(PlantedBug, WithoutTheSecondLookAChangeGoesToDisk) {
+  for (const bool bug : {false, true}) {
+    TestDirectory directory;
+    Trainer trainer(4 * uint64_t{kChunkBytes});
+    TestSave save(&trainer, directory.path());
+    save.AddFile("model.bin", {1000});
+    save.Build();
+    save.SealAll();
+    save.Memory(0)[3] ^= 1;
+    testing::g_never_redigest = bug;
+    EXPECT_TRUE(save.Run(Launcher::kThread));
+    testing::g_never_redigest = false;
+    EXPECT_EQ(save.failure().ok(), bug);
+    EXPECT_NE(save.Unsound(), "");
+  }
+}
+
 // ---- Ranks: without each step of theirs another rank waits on.
 
 struct PlantedRank {

@@ -116,16 +116,5 @@ TEST_F(ProofTest, ManifestThatDoesNotSayWhatWasSealedIsNotWritten) {
   EXPECT_TRUE(NamesIn(directory.path()).empty());
 }
 
-TEST_F(ProofTest, WithoutTheSecondLookAChangeGoesToDisk) {
-  save.parameters.flags |= layout::kNoRedigest;
-  save.AddFile("model.bin", {1000});
-  save.Build();
-  save.SealAll();
-  save.Memory(0)[3] ^= 1;
-  ASSERT_TRUE(save.Run(Launcher::kThread));
-  EXPECT_TRUE(save.failure().ok());
-  EXPECT_NE(save.Unsound(), "");
-}
-
 }  // namespace
 }  // namespace holdfast::worker

@@ -101,7 +101,6 @@ TEST(Completion, OfNoSoundWorkerIsRefused) {
       {"two attempts", [](Slot* slot) { slot->figures.write_attempts = 3; }},
       {"yes nor no", [](Slot* slot) { memset(&slot->figures.space_reserved, 2, 1); }},
       {"yes nor no", [](Slot* slot) { slot->left_files = 2; }},
-      {"yes nor no", [](Slot* slot) { slot->trainer_died = 2; }},
       {"without an end", [](Slot* slot) { memset(slot->reason, 'r', sizeof(slot->reason)); }},
       {"name", [](Slot* slot) { memset(slot->left_behind, 'n', sizeof(slot->left_behind)); }},
       {"name", [](Slot* slot) { strcpy(slot->left_behind, "../elsewhere"); }},
