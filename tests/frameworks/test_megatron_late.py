@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megatron_jobs import State, finalize, fresh, queue_of, run, save, strategy_of
-from test_dcp_late import SlowDevice
+from slow_device import SlowDevice
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
@@ -39,21 +39,21 @@ def trains_on(_: int, directory: str, way: str, breaks: bool) -> None:
         request = save(state, path, strategy, async_sharded_save=True, async_strategy="mcore")
         queue = queue_of("mcore")
         queue.schedule_async_request(request)
-        waits = device.stream_waits
+        waits = len(device.waits)
         state.replica.add_(1)  # is not named: captured in the call
         if breaks:
             with torch.no_grad():
                 rows.add_(1)
-            device.open()
+            device.open.set()
             with pytest.raises(CheckpointException, match=r"(?s)late= names changed.*rows.*DATA_LOSS"):
                 finalize(queue)
             assert not Path(path, ".metadata").exists()
             return
         rows.grad = torch.ones_like(rows)
         optimizer.step()  # which waits for the copies
-        assert device.stream_waits > waits
+        assert len(device.waits) > waits
         assert not torch.equal(state.rows, saved.rows)
-        device.open()
+        device.open.set()
         finalize(queue)
         assert saved.wrong_elements_in(path) == 0
         assert holdfast.dcp.verify(path)["verdict"] == "sound"
@@ -79,7 +79,7 @@ def unnamed(_: int, directory: str) -> None:
     with _devices.stand_in("cpu", device):
         request = save(state, path, strategy_of(), async_sharded_save=True, async_strategy="mcore")
         state.train()
-        device.open()
+        device.open.set()
         queue = queue_of("mcore")
         queue.schedule_async_request(request)
         finalize(queue)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,16 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from slow_device import SlowDevice
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast.dcp
-from holdfast import _devices, _late, _native
+from holdfast import _devices, _late
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-# The staging memory is registered with a device until the memory goes: devices outlive it.
-_devices_used: list[Any] = []
 
 
 @pytest.fixture(autouse=True)
@@ -28,68 +23,6 @@ def _memory_goes_first() -> Iterator[None]:
     yield
     holdfast.flush(60)
     holdfast.configure()
-
-
-class SlowDevice(_native.Device):
-    """Memory whose copies end only when a stream waits for them, or the test says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        _devices_used.append(self)
-        self._changed = threading.Condition()
-        self._pending: list[tuple[int, int, int]] = []
-        self._issued = self._done = 0
-        self._open = False
-        self.stream_waits = 0
-
-    def name(self) -> str:
-        return "slow"
-
-    def register_memory(self, base: int, nbytes: int) -> None:
-        pass
-
-    def unregister_memory(self, base: int, nbytes: int) -> None:
-        pass
-
-    def order_after(self, stream: int) -> None:
-        pass
-
-    def copy_to_host(self, destination: int, source: int, nbytes: int) -> int:
-        with self._changed:
-            self._pending.append((destination, source, nbytes))
-            self._issued += 1
-            if self._open:
-                self._run()
-            return self._issued
-
-    def copy_from_host(self, destination: int, source: int, nbytes: int) -> int:
-        raise NotImplementedError
-
-    def is_done(self, ticket: int) -> bool:
-        with self._changed:
-            return self._done >= ticket
-
-    def wait(self, ticket: int, timeout: float) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self._done >= ticket, min(timeout, 60.0))
-
-    def make_stream_wait(self, stream: int) -> None:
-        """What the stream does next comes after the copies: as if they were done here."""
-        with self._changed:
-            self.stream_waits += 1
-            self._run()
-
-    def open(self) -> None:
-        with self._changed:
-            self._open = True
-            self._run()
-
-    def _run(self) -> None:
-        for destination, source, nbytes in self._pending:
-            ctypes.memmove(destination, source, nbytes)
-        self._pending.clear()
-        self._done = self._issued
-        self._changed.notify_all()
 
 
 class Net(torch.nn.Module):
@@ -122,7 +55,7 @@ def _save(path: Path, late: bool, mutate_late: bool = False) -> tuple[dict[str, 
         if mutate_late:
             with torch.no_grad():
                 model.linear.weight.fill_(9)
-        device.open()
+        device.open.set()
         if late:
             response.staging_completion.result()
             response.upload_completion.result()
@@ -145,13 +78,13 @@ def test_without_a_stager_everything_may_change(
     _check(tmp_path / "x", before)
     monkeypatch.setattr(_late, "CLONE_MAX", 0)
     before, device = _save(tmp_path / "y", late=False, mutate_late=True)
-    assert device.stream_waits
+    assert device.waits
     _check(tmp_path / "y", before)
 
 
 def test_buffers_that_forward_changes_are_captured_before_a_late_copy(tmp_path: Path) -> None:
     before, device = _save(tmp_path / "x", late=True)
-    assert not device.stream_waits
+    assert not device.waits
     _check(tmp_path / "x", before)
 
 
@@ -176,9 +109,9 @@ def test_what_is_too_much_to_clone_makes_the_stream_wait(
             checkpoint_id=tmp_path / "x",
             async_stager=holdfast.dcp.Stager(late=[torch.optim.SGD(model.parameters())]),
         )
-        assert device.stream_waits
+        assert device.waits
         model.norm.running_mean.fill_(7)
-        device.open()
+        device.open.set()
         response.upload_completion.result()
     _check(tmp_path / "x", before)
 
@@ -196,9 +129,9 @@ def test_the_optimizers_step_waits_for_a_save_in_flight(tmp_path: Path) -> None:
         )
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
-        assert not device.stream_waits
+        assert not device.waits
         optimizer.step()
-        assert device.stream_waits
-        device.open()
+        assert device.waits
+        device.open.set()
         response.upload_completion.result()
     _check(tmp_path / "x", before)

@@ -17,7 +17,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from test_late_copies import SlowDevice, slow  # noqa: F401
+from slow_device import SlowDevice
+from test_late_copies import slow  # noqa: F401
 
 import holdfast
 from holdfast import _framing, _late, files
