@@ -189,69 +189,6 @@ def test_the_planted_bug_puts_the_list_in_front_of_another_parser_and_is_found(m
     assert answer.startswith(("made", "raised")), answer
 
 
-def _storage(pickled: bytes, memory: bytes = bytes(8)) -> bytes:
-    """What ``pickle`` writes of a storage of two floats, with another pickle in the place of its third."""
-    function, (data,) = torch.zeros(2).untyped_storage().__reduce__()
-    stream = io.BytesIO(data)
-    for _ in range(3):
-        pickle.load(stream)
-    return pickle.dumps(Call(function, data[: stream.tell()] + pickled + struct.pack("<Q", 2) + memory), 4)
-
-
-class _Id(pickle.Pickler):
-    def persistent_id(self, value: Any) -> Any:
-        return value.id if isinstance(value, Call) else None
-
-
-def _named(*pid: Any) -> bytes:
-    out = io.BytesIO()
-    call = Call(None)
-    call.id = pid  # type: ignore[attr-defined]
-    _Id(out, 2).dump(call)
-    return out.getvalue() + pickle.dumps([pid[2]], 2)
-
-
-_FLOATS = ("storage", torch.FloatStorage, "1", "cpu", 2, None)
-
-STORAGES = {
-    "code in its pickle": lambda: _storage(pickle.dumps(Evil(), 2)),
-    "code behind its pickle": lambda: _storage(_named(*_FLOATS)[:-1] + b"0" + pickle.dumps(Evil(), 2)[2:]),
-    "code in an archive": lambda: pickle.dumps(
-        Call(torch.storage._load_from_bytes, _archive({"archive/data.pkl": pickle.dumps(Evil(), 2), "archive/version": b"3\n"})), 4
-    ),
-    "code alone": lambda: pickle.dumps(Call(torch.storage._load_from_bytes, pickle.dumps(Evil(), 2)), 4),
-    "more elements than memory": lambda: _storage(_named("storage", torch.FloatStorage, "1", "cpu", 1 << 40, None)),
-    "memory that ends early": lambda: _storage(_named(*_FLOATS), bytes(7)),
-    "more memory than elements": lambda: _storage(_named(*_FLOATS), bytes(9)),
-    "a class that is no storage": lambda: _storage(_named("storage", list, "1", "cpu", 2, None)),
-    "no bytes": lambda: pickle.dumps(Call(torch.storage._load_from_bytes, [1]), 4),
-    "a tensor beyond its storage": lambda: pickle.dumps(
-        Call(torch._utils._rebuild_tensor_v2, torch.zeros(2)._typed_storage(), 0, (1 << 30,), (1,), False, {}), 4
-    ),
-}  # fmt: skip
-
-
-# What errors of earlier versions said that objects with tensors need.
-_EARLIER = ["torch._utils:_rebuild_tensor_v2", "torch.storage:_load_from_bytes"]
-
-
-@pytest.mark.parametrize("allow", [[], _EARLIER])
-@pytest.mark.parametrize("name", STORAGES)
-def test_a_storage_in_an_object_runs_no_code(name: str, allow: list[str]) -> None:
-    def read() -> Any:
-        try:
-            return repr(_unpickle.loads(STORAGES[name](), "o", allow))
-        finally:
-            assert not hasattr(builtins, "holdfast_was_here")
-
-    answer = in_child(read)
-    assert answer.startswith(("DATA_LOSS load o: ", "PERMISSION_DENIED ")), answer
-
-
-def test_a_storage_is_what_pickle_writes() -> None:
-    assert same(torch.tensor([], dtype=torch.float32).set_(touched(_storage(_named(*_FLOATS))).untyped()), torch.zeros(2))
-
-
 @pytest.mark.parametrize("opcode", [b"r\xff\xff\xff\xff", b"\x95" + struct.pack("<Q", 1 << 40)])
 def test_a_length_alone_takes_no_memory(opcode: bytes) -> None:
     assert in_child(lambda: touched(b"\x80\x04N" + opcode + b".")) == "made None"
@@ -501,11 +438,11 @@ class Evil:
         return (exec, ("import builtins; builtins.holdfast_was_here = True",))
 
 
-def _archive(records: dict[str, bytes]) -> bytes:
+def archive(records: dict[str, bytes]) -> bytes:
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as archive:
+    with zipfile.ZipFile(out, "w") as made:
         for name, data in records.items():
-            archive.writestr(name, data)
+            made.writestr(name, data)
     return out.getvalue()
 
 
@@ -535,7 +472,7 @@ CRAFTED = {
 
 def test_a_deep_object_is_an_error(tmp_path: Path) -> None:
     data = b"\x80\x02]" + b"]" * 100_000 + b"a" * 100_000 + b"."
-    _stock_object(tmp_path / "s", _archive({"archive/data.pkl": data, "archive/version": b"3\n", "archive/data/0": b""}))
+    _stock_object(tmp_path / "s", archive({"archive/data.pkl": data, "archive/version": b"3\n", "archive/data/0": b""}))
 
     with pytest.raises(CheckpointException, match=r"load o: .*nested too deeply"):
         dcp.load({"o": None}, storage_reader=holdfast.dcp.StorageReader(tmp_path / "s"))
@@ -543,7 +480,7 @@ def test_a_deep_object_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", CRAFTED)
 def test_a_crafted_object_runs_no_code(name: str, tmp_path: Path) -> None:
-    _stock_object(tmp_path / "s", _archive(CRAFTED[name]))
+    _stock_object(tmp_path / "s", archive(CRAFTED[name]))
     state: dict[str, Any] = {"o": None}
     if name.startswith("two pickles"):  # the one that has the name is harmless
         dcp.load(state, storage_reader=holdfast.dcp.StorageReader(tmp_path / "s"))
@@ -569,12 +506,12 @@ def test_every_allowed_object_goes_through_dcp(name: str, tmp_path: Path) -> Non
 def _edited(value: Any, old: bytes, new: bytes) -> bytes:
     data = io.BytesIO()
     torch.save(value, data)
-    with zipfile.ZipFile(data) as archive:
-        records = {n: archive.read(n) for n in archive.namelist()}
+    with zipfile.ZipFile(data) as saved:
+        records = {n: saved.read(n) for n in saved.namelist()}
     (name,) = (n for n in records if n.endswith("/data.pkl"))
     assert records[name].count(old) >= 1
     records[name] = records[name].replace(old, new)
-    return _archive(records)
+    return archive(records)
 
 
 def _outside() -> torch.Tensor:

@@ -380,13 +380,15 @@ def _answers_with_both(stager: Any) -> bool | None:
     return None
 
 
-def _why_stock(checkpoint_id: Any, writer: Any, stager: Any) -> str | None:
+def _why_stock(operation: str, checkpoint_id: Any, writer: Any, stager: Any) -> str | None:
+    if writer is None and checkpoint_id is None:
+        raise Error("INVALID_ARGUMENT", f"{operation}: pass checkpoint_id or storage_writer")
     if writer is not None and not isinstance(writer, StorageWriter):
         return f"the storage writer is a {type(writer).__name__}"
     if writer is None and checkpoint_id is not None and "://" in path_text(checkpoint_id, "save"):
         return "the checkpoint id is a URL"
     if not (stager is None or hasattr(stager, "stage")):
-        raise _arguments.wrong("async_save", "async_stager", stager, "a stager or None")
+        raise _arguments.wrong(operation, "async_stager", stager, "a stager or None")
     if _answers_with_both(stager) is None:
         return f"the stager is a {type(stager).__name__}"
     return None
@@ -440,18 +442,15 @@ def async_save(
         CheckpointException: planning failed on some rank. What fails later, fails the future, on
             all ranks, with the failing rank's error: on that rank at once, on the others when
             they have written what is theirs.
-        Error: FAILED_PRECONDITION, the environment says that there are several processes, and they
-            have no process group. INVALID_ARGUMENT, an argument of a wrong type, an unknown word for
-            `replicas`, or ``"refuse"`` for a save that is handed on.
+        Error: FAILED_PRECONDITION, several processes by the environment, and no process group.
+            INVALID_ARGUMENT, a wrong argument, or ``"refuse"`` for a save that is handed on.
     """
     check_replicas(replicas)
     plans.check_state(state_dict, "async_save")
     if not no_dist:
         _ranks.check_alone("async_save", "no_dist=True")
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
-    if storage_writer is None and checkpoint_id is None:
-        raise Error("INVALID_ARGUMENT", "async_save: pass checkpoint_id or storage_writer")
-    why = _why_stock(checkpoint_id, storage_writer, async_stager)
+    why = _why_stock("async_save", checkpoint_id, storage_writer, async_stager)
     if why is not None:
         writer_to_use = storage_writer
         if writer_to_use is None and "://" not in os.fspath(checkpoint_id or ""):
@@ -586,9 +585,7 @@ def save(
         Error: as of `async_save`.
     """
     plans.check_state(state_dict, "save")
-    if storage_writer is None and checkpoint_id is None:
-        raise Error("INVALID_ARGUMENT", "save: pass checkpoint_id or storage_writer")
-    why = _why_stock(checkpoint_id, storage_writer, None)
+    why = _why_stock("save", checkpoint_id, storage_writer, None)
     if why is not None:
         check_replicas(replicas, why)
         logger.warning("save: %s, so the framework's own save does it", why)
