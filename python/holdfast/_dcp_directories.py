@@ -46,6 +46,14 @@ def series_of(name: str) -> str:
     return _LAST_NUMBER.sub("{}", name)
 
 
+def step_of(name: str) -> int:
+    """The step that a name ends in: its last number, unless letters follow as in ``llama-8b``; else 0."""
+    number = _LAST_NUMBER.search(name)
+    if number is None or name[number.end() :][:1].isalpha():
+        return 0
+    return int(number[1]) % 2**63
+
+
 def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
     """The complete checkpoints, the oldest first, and "NAME: why" of those that are damaged.
 
@@ -114,9 +122,8 @@ def look(path: str) -> dict[str, Any] | None:
             "bytes": record["bytes"],
         }
     # Of another writer, or an earlier version: nothing proves it, and the name has the step.
-    number = _LAST_NUMBER.search(os.path.basename(path))
     return {
-        "step": int(number[1]) if number else 0,
+        "step": step_of(os.path.basename(path)),
         "saved_at": status.st_mtime,
         "attempt": "",
         "parent": None,

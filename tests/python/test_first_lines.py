@@ -65,6 +65,18 @@ def test_checkpoints_of_other_formats_are_named_with_what_loads_them(tmp_path: P
             holdfast.open(tmp_path / name)
 
 
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [("step-12", 12), ("iter_0001000", 1000), ("epoch=3-step=100.ckpt", 100), ("7-ema", 7), ("llama-8b", 0), ("step-4k", 0), ("last", 0)],
+)
+def test_the_step_of_a_dcp_checkpoint_is_that_of_its_name(name: str, step: int, tmp_path: Path) -> None:
+    future = holdfast.dcp.async_save({"t": torch.ones(2)}, checkpoint_id=tmp_path / name)
+    future.result()
+    assert future.report["step"] == step
+    dcp.save({"t": torch.ones(2)}, checkpoint_id=tmp_path / f"stock-{name}")
+    assert {c["step"] for c in holdfast.list_checkpoints(tmp_path, format="dcp")} == {step}
+
+
 def test_the_dcp_module_lists_the_frameworks_names_too() -> None:
     assert {"async_save", "StorageReader", "FileSystemReader", "DefaultLoadPlanner"} <= set(dir(holdfast.dcp))
 

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import os
-import re
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from holdfast import _arguments, _late, _lineage, _runtime, directories, events, handle
+from holdfast import _arguments, _dcp_directories, _late, _lineage, _runtime, directories, events, handle
 from holdfast._durable import begin_directory, sync_directory
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
@@ -116,7 +115,8 @@ class StorageWriter(_StorageWriter):
         Args:
             path: the checkpoint's directory; made if it is not there.
             overwrite: whether a checkpoint that is there may be replaced, as DCP allows by default.
-            step: of the training; default the last number in the directory's name, else 0.
+            step: of the training; default the last number in the directory's name, unless letters
+                follow it as in ``llama-8b``; else 0.
             staging_bytes_max: cap of the shared memory that stock ``async_save`` stages in; default
                 that of the staging memory (see `holdfast.configure`), else a quarter of what is
                 available.
@@ -144,8 +144,7 @@ class StorageWriter(_StorageWriter):
     def step(self) -> int:
         if self._step is not None:
             return self._step
-        numbers = re.findall(r"\d+", self.path.name)
-        return int(numbers[-1]) % 2**63 if numbers else 0
+        return _dcp_directories.step_of(self.path.name)
 
     # ---- What the framework calls, in this order.
 
