@@ -222,9 +222,8 @@ void BindPlan(nb::module_& module) {
            "device"_a.none(), "stream"_a,
            "Appends a tensor's bytes; returns the segment's index for CRC-32 slots.")
       .def("add_bytes", &AddBytes, "name"_a, "data"_a,
-           "Appends the bytes of an object, which must keep them where they are until the plan's "
-           "save "
-           "has staged; returns their number.")
+           "Appends the bytes of an object, which keeps them in place until the save has staged; "
+           "returns their number.")
       .def("add_literal", &AddLiteral, "bytes"_a, "crc32_slots"_a,
            "Appends bytes of the format's own. A slot is (offset in the bytes, segment).")
       .def("add_safetensors", &AddSafetensors, "file_name"_a, "tensors"_a, "metadata"_a,
