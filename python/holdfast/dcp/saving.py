@@ -417,8 +417,7 @@ def async_save(
     All ranks of the group must call it, in the same order.
 
     Args:
-        state_dict: of tensors, DTensors, ShardedTensors and objects; what is Stateful is asked for
-            its state dict.
+        state_dict: of tensors, DTensors, ShardedTensors, objects, and Statefuls, which give their state dicts.
         checkpoint_id: the checkpoint's directory. A URL is handed on to the framework's own
             ``async_save``, with one line in the log.
         storage_writer: a `StorageWriter`, default one for `checkpoint_id`. Any other is handed on.
