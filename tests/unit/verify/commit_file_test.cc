@@ -5,6 +5,8 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <cerrno>
 #include <filesystem>
 #include <string>
 
@@ -135,6 +137,23 @@ TEST_F(CommitFileTest, IsDamagedByOneBitOneByteOrAnotherFileInItsPlace) {
   WriteFileBytes(path("elsewhere"), contents);
   std::filesystem::create_symlink("elsewhere", path(".metadata"));
   ExpectFault(Verdict::kCorrupt, "structure");
+}
+
+std::atomic<uint64_t> g_far_reads;
+
+TEST_F(CommitFileTest, IsNotReadWhereItHasAnotherLength) {
+  WriteAll(Save(1));
+  std::filesystem::resize_file(path(".metadata"), uint64_t{1} << 40);
+  g_far_reads = 0;
+  sys::g_system.pread = [](int fd, void* buffer, size_t bytes, off_t offset) -> ssize_t {
+    constexpr off_t kFar = off_t{64} << 20;
+    if (offset < kFar) return sys::kKernel.pread(fd, buffer, bytes, offset);
+    ++g_far_reads;
+    errno = EIO;
+    return -1;
+  };
+  ExpectFault(Verdict::kCorrupt, "size");
+  EXPECT_EQ(g_far_reads, 0u);
 }
 
 TEST_F(CommitFileTest, SaysWhichOfTwoSavesIsCommitted) {
