@@ -136,7 +136,7 @@ class _Drawing:
             often, seldom = (0, 300_000), (300_000, 9 * MIB)
         share = choose.random()
         nbytes = choose.randrange(*(large if share < 0.003 else seldom if share < 0.15 else often))
-        tensors = self.pick((2, 4), (choose.randrange(2, 30), 4), (400, 0.5), (int(10 ** (3 + 3 * choose.random())), 0.02))
+        tensors = self.pick((2, 4), (choose.randrange(2, 30), 4), (400, 0.2), (int(10 ** (3 + 3 * choose.random())), 0.002))
         if tensors > 400 and (self.round["door"] not in ("save_async", "checkpointer") or self.round["ranks"] > 1):
             tensors = 400  # planning so many as DTensors of some ranks takes minutes
         return {
