@@ -8,7 +8,7 @@
 #
 # The parts, one after the other: integrity-fuzz (a quarter of the time), its faults and kills at every step, power cuts of
 # its rounds, the same rounds with other savers, faults, kills and hostile allocators of the runtime's tests (a quarter),
-# fuzzers of every parser (the rest). Exit status 0 if no part found anything, 1 otherwise.
+# fuzzers of every parser (the rest), and, from four hours on, the coverage by all tests. Exit status 0 if no part found anything, 1 otherwise.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -63,7 +63,8 @@ if ! cmake --preset fuzz >>"$out/build.log" 2>&1 || ! cmake --build --preset fuz
 fi
 
 bin=build/venv/bin
-at_once=$((2 * $(nproc))) # rounds wait for half of their time
+cpus=$(nproc)
+at_once=$((cpus < 8 ? 4 * cpus : cpus + 24)) # rounds wait for most of their time
 part rounds "$(($(share 26) + 900))" "$bin/integrity-fuzz" --jobs "$at_once" --time "$(share 26)s" --seed "$seed" --dir "$out" --report "$out/rounds.json"
 part steps "$(($(share 12) + 900))" "$bin/integrity-fuzz" --jobs "$at_once" --faults --kills --time "$(share 12)s" \
   --seed "$seed" --dir "$out" --report "$out/steps.json"
@@ -80,6 +81,11 @@ export HOLDFAST_LONG=1
 for test in ring_faults dead_writes lifetime_stress worker_fault recovery_crash single_file_crash orphan_worker trainer_killed; do
   part "$test" "$(share 3)" ctest --preset release -R "/$test"
 done
+if [ "$seconds" -ge 14400 ]; then # its build and its tests take most of an hour on two CPUs
+  part coverage 7200 tools/coverage.sh --python
+else
+  left_out coverage "it is measured in campaigns of four hours and longer; tools/coverage.sh measures it alone"
+fi
 if [ "$fuzz" = 0 ]; then
   left_out fuzzers "the preset fuzz could not be built (see build.log)"
 else
@@ -125,6 +131,10 @@ fi
   echo "## The same rounds with other savers"
   echo
   grep '^|' "$out/savers.log" || true
+  echo
+  echo "## Line coverage of runtime/ and io_uring/"
+  echo
+  grep -s '^|' "$out/coverage.log" || echo "not measured"
   echo
   echo "## Fuzzers"
   echo
