@@ -113,6 +113,7 @@ def made(*actions: dict[str, Any], **given: Any) -> dict[str, Any]:
         "one_name": False,
         "keep_last": 0,
         "disk": 0,
+        "disk_kind": "small",
         "lives": [list(actions)],
         "kill_recover": None,
         "corruptions": [],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -110,6 +111,14 @@ def test_without_a_group_no_such_event_is_drawn() -> None:
     drawn = [schedule.draw(1, n, limits) for n in range(200)]
     assert not {e["kind"] for r in drawn for e in schedule.events_of(r)} & set(schedule.IN_GROUPS)
     assert not any(r["forbidden"] for r in drawn)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("mkfs.btrfs"), reason="a quota needs root and btrfs")
+def test_a_quota_that_is_used_up_fails_a_save(bench: rounds.Bench) -> None:
+    saves = [save(n, spec={"bytes": 12 * MIB}) for n in (1, 2, 3)]
+    done = bench.run(made(saves[0], {"do": "wait"}, saves[1], {"do": "wait"}, saves[2], disk=30, disk_kind="quota"))
+    assert done.problems == []
+    assert (done.counts["durable"], done.counts["code RESOURCE_EXHAUSTED"]) == (2, 1)
 
 
 def save_without(call: str, error: str, path: str) -> str:

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -94,6 +95,7 @@ def _limits(arguments: argparse.Namespace) -> Any:
     return schedule.Limits(
         ranks_max=arguments.ranks, tensors_max=arguments.tensors, bytes_max=arguments.bytes << 20, kinds=kinds,
         mount=not arguments.no_mount and os.geteuid() == 0, groups=not memory_groups.why_not(), filters=not injection.why_not(),
+        quotas=bool(shutil.which("mkfs.btrfs")),
     )  # fmt: skip
 
 

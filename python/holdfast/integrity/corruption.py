@@ -94,7 +94,7 @@ def damaged(path: str, attempt: str, others: list[str], given: dict[str, Any]) -
             try:
                 _write(file, new)
             except OSError as error:
-                if error.errno != errno.ENOSPC:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
                 new = None  # a small file system has no room for more bytes
         yield f"{kind} in {name or os.path.basename(path)}" if new is not None else ""

@@ -38,16 +38,31 @@ class Result:
 
 
 @contextlib.contextmanager
-def _file_system(directory: str, mib: int) -> Iterator[str]:
-    """The directory, with a small file system mounted there where the round asks for it and the user may."""
-    mounted = False
-    if mib:
-        command = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "holdfast-integrity", directory]
-        mounted = subprocess.run(command, capture_output=True, check=False).returncode == 0
+def _file_system(directory: str, mib: int, kind: str = "small") -> Iterator[str]:
+    """The directory, with a file system mounted there that gets full, where the round asks for it and the user may.
+
+    Args:
+        directory: exists.
+        mib: size of the file system, or of its quota; 0: none is mounted.
+        kind: ``"small"``, a small one, or ``"quota"``, a large one with a quota of btrfs.
+    """
+    image = os.path.join(os.path.dirname(directory), "image")
+    commands: list[list[str]] = []
+    if mib and kind == "small":
+        commands = [["mount", "-t", "tmpfs", "-o", f"size={mib}m", "holdfast-integrity", directory]]
+    elif mib:
+        commands = [
+            ["truncate", "--size=256M", image], ["mkfs.btrfs", "--quiet", "--force", image],
+            ["mount", "-o", "loop", image, directory], ["btrfs", "quota", "enable", directory],
+            ["btrfs", "qgroup", "limit", f"{mib}M", "0/5", directory],
+        ]  # fmt: skip
+    for command in commands:
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            break
     try:
         yield directory
     finally:
-        if mounted:
+        if commands:
             subprocess.run(["umount", "--lazy", directory], capture_output=True, check=False)
 
 
@@ -70,7 +85,7 @@ def run(round_: dict[str, Any], directory: str, plant: str = "",
     disk = os.path.join(base, "disk")
     os.mkdir(disk)
     try:
-        with _file_system(disk, round_["disk"]):
+        with _file_system(disk, round_["disk"], round_["disk_kind"]):
             run_ = os.path.join(disk, "run")
             made = (peers if "saver" in round_ else judge).Judge(round_, run_)
             before: list[list[int]] = []

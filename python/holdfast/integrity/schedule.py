@@ -51,6 +51,7 @@ class Limits:
         kinds: event kinds to draw from; empty: all.
         groups: whether memory control groups can be made.
         filters: whether trainers can forbid themselves system calls.
+        quotas: whether a file system with a quota can be mounted.
     """
 
     ranks_max: int = 8
@@ -60,6 +61,7 @@ class Limits:
     kinds: tuple[str, ...] = ()
     groups: bool = True
     filters: bool = True
+    quotas: bool = True
 
 
 class _Drawing:
@@ -109,6 +111,7 @@ class _Drawing:
             {"kind": choose.choice(CORRUPTIONS), "key": choose.randrange(1 << 30)}
             for _ in range(self.pick((0, 1), (1, 3), (3, 1)))
         ]
+        made["disk_kind"] = "quota" if self.often(0.3) and self.limits.quotas else "small"
         return made
 
     def _life(self, last: bool) -> list[dict[str, Any]]:
@@ -221,7 +224,7 @@ _DEFAULTS = {
     "ranks": 1, "jobs": 1, "same_names": False, "device": "cpu", "read_back": False, "second_look": False,
     "when_full": "wait", "keep_last": 0, "disk": 0, "kill_recover": None, "corruptions": [],
     "engine": "auto", "launcher": "spawn", "one_name": False, "replace": False, "door": "save_async", "store": "server",
-    "forbidden": {},
+    "forbidden": {}, "disk_kind": "small",
 }  # fmt: skip
 
 
