@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
         help="rounds, or runs of --faults and --kills, beside each other; most of their time is waiting (default: twice "
         "the CPUs, at most 8)")  # fmt: skip
     add("--ranks", type=int, default=8, help="processes of the largest jobs (default: 8)")
-    add("--tensors", type=int, default=1_000_000, help="tensors of the largest states, which are rare (default: 1000000)")
+    add("--tensors", type=int, default=100_000, help="tensors of the largest states, which are rare (default: 100000)")
     add("--bytes", type=int, default=128, metavar="MIB", help="size of the largest states, which are rare (default: 128; "
         "the staging memory has 16)")  # fmt: skip
     add("--events", default="", metavar="KIND,...", help="draw only these kinds of events")

@@ -57,7 +57,7 @@ class Limits:
     ranks_max: int = 8
     mount: bool = True
     bytes_max: int = 8 * ARENA
-    tensors_max: int = 1_000_000
+    tensors_max: int = 100_000
     kinds: tuple[str, ...] = ()
     groups: bool = True
     filters: bool = True
