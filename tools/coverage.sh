@@ -62,7 +62,7 @@ while IFS= read -r file; do modules+=(-object "$file"); done < <(
   find "$build" -type f -perm -u+x ! -name '*.so*' ! -path '*/CMakeFiles/*' ! -name '*.py' ! -name '*.sh'
 )
 # What is not compiled into a program that was built has no lines here.
-sources=(-ignore-filename-regex='(/tests/|/build/|/usr/|/tools/|/python/|/examples/)')
+sources=(-ignore-filename-regex='(/tests/|/usr/|/tools/|/examples/)')
 llvm-cov-14 show "${modules[@]}" -instr-profile="$build/all.profdata" "${sources[@]}" >"$build/lines.txt" 2>/dev/null
 llvm-cov-14 export -summary-only "${modules[@]}" -instr-profile="$build/all.profdata" "${sources[@]}" 2>/dev/null |
   python3 "$root/tools/coverage_table.py" "$root" "${HOLDFAST_COVERAGE_MIN:-0}" | tee "$build/coverage.txt"
