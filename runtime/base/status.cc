@@ -35,7 +35,7 @@ void AttachErrno(int error_number, absl::Status* status) {
 const char* Verb(Operation operation) {
   return WordIn({"save",
                  "attach",
-                 "set up",
+                 "set up the engine for",
                  "open",
                  "reserve space for",
                  "write",
