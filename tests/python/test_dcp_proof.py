@@ -162,6 +162,7 @@ def test_the_stock_writer_may_take_the_directory_over(tmp_path: Path) -> None:
     assert _load(path) == (2, False)
     report = holdfast.verify(path)  # our manifests are stale, and its files have no digests
     assert report["verdict"] == "sound" and "No manifest" in report["note"]
+    assert holdfast.dcp.verify(path)["verdict"] == "sound"
     damaged = (path / ".metadata").read_bytes()[:-1]
     (path / ".metadata").write_bytes(damaged)
     assert holdfast.verify(path)["verdict"] == "corrupt"  # whose it is cannot be said

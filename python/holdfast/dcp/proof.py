@@ -16,8 +16,8 @@ def verify(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
     """Reads a checkpoint again and compares it with the digests of its save.
 
     `holdfast.verify` and the command ``verify-checkpoint`` do so, too. This reads ``.metadata``
-    besides: the manifests must be those of the save that it speaks of and name every file that it
-    names.
+    besides: where Holdfast has written it, the manifests must be those of its save and name every
+    file that it names.
 
     Args:
         path: the checkpoint's directory.
@@ -33,6 +33,8 @@ def verify(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
     metadata = _metadata.read(directory / METADATA)
     report = directories.verify(directory, **options)
     save_id = _metadata.save_id_of(metadata)
+    if not save_id:  # of another program, which makes no manifests
+        return report
     with of_system(f"verify {directory}: list it"):
         matches = [MANIFEST.fullmatch(name) for name in sorted(os.listdir(directory))]
     found = [m for m in matches if m and m[3] == save_id and not m[4]]
