@@ -295,7 +295,7 @@ def test_a_pipe_in_the_place_of_a_memory_is_not_waited_for(tmp_path: Path) -> No
 def test_mistakes_of_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     refused(command("top", tmp_path / "file", torch=False), f"watch {tmp_path}/file: Not a directory")
-    refused(command("top", "", torch=False), "watch '': No such file or directory")
+    refused(command("top", "", torch=False), "watch '': the path is empty")
     said = command("top", "--interval", "soon", torch=False)
     assert said.status == 2 and "from 0.1 to 3600 seconds, not 'soon'" in said.error
 

@@ -113,7 +113,7 @@ def test_the_quickstart_leaves_folders_of_others_alone(tmp_path: Path) -> None:
     shutil.copytree(TOOLS, where)
     python = where.parent / "build" / "venv-quickstart" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] || exec {sys.executable} "$@"\n')
+    python.write_text(f'#!/bin/sh\n[ "$2" = pip ] || exec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
     for _ in range(2):
         done = run(where / "quickstart.sh", tmp_path / "model.safetensors", "--saves", 1,
