@@ -1,6 +1,7 @@
 """Lets Megatron-Core train, save and load on the CPU: for ``train_megatron.py``, imported before Megatron.
 
-Megatron asks for GPU memory and for a GPU's random state by name. A training on GPUs leaves this out.
+Megatron asks for GPU memory and for a GPU's random state by name, and compiles some functions; PyTorch's C++
+compiler call fails where its own path has a blank. A training on GPUs leaves this out.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import typing
 from typing import Any
 
 import torch
+import torch._dynamo
 import typing_extensions
 from torch.overrides import TorchFunctionMode
 
@@ -32,6 +34,7 @@ def use_cpu() -> None:
     from megatron.training import arguments
 
     CpuMemory().__enter__()
+    torch._dynamo.config.disable = True
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.current_stream = lambda: None
     torch.cuda.get_rng_state, torch.cuda.set_rng_state = torch.get_rng_state, torch.set_rng_state
