@@ -189,13 +189,14 @@ class FailingOnceWriter(holdfast.dcp.StorageWriter):
 
 
 def _observe() -> None:
-    ours, stock = holdfast.dcp.StorageWriter.finish, _FileSystemWriter.finish
+    ours, stock = holdfast.dcp.StorageWriter.complete, _FileSystemWriter.finish
 
+    # Not finish: the framework calls it, and holdfast.dcp.async_save does not.
     @functools.wraps(ours)
-    def finish(self: Any, metadata: Any, results: Any) -> None:
-        ours(self, metadata, results)
+    def complete(self: Any, metadata: Any, world_size: int, *args: Any, **kwargs: Any) -> None:
+        ours(self, metadata, world_size, *args, **kwargs)
         try:
-            proof = prove(self.path, len(results))
+            proof = prove(self.path, world_size)
         except Exception as error:
             proof = {"path": str(self.path), "verdict": f"{type(error).__name__}: {error}"}
         note("save", **proof)
@@ -205,7 +206,7 @@ def _observe() -> None:
         stock(self, metadata, results)
         note("stock save", path=str(self.path), writer=type(self).__name__)
 
-    holdfast.dcp.StorageWriter.finish = finish
+    holdfast.dcp.StorageWriter.complete = complete
     _FileSystemWriter.finish = stock_finish
 
 
