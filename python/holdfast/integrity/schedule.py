@@ -155,8 +155,10 @@ class _Drawing:
         if self.often(0.75 if last else 0.35):
             kinds = [(k, 2.0) for k in HARMLESS] + [(k, 2.0) for k in HARMFUL if k != "hang-worker"]
             kinds += [("hang-worker", 0.4)] + ([(k, 3.0) for k in DEADLY] if last else [])
+            # PyTorch's gloo groups end a process that gets no memory for their threads.
+            alone = self.round["ranks"] == 1
             allowed = [k for k in kinds if (not self.limits.kinds or k[0] in self.limits.kinds)
-                       and (self.limits.groups or k[0] not in IN_GROUPS)]  # fmt: skip
+                       and (self.limits.groups or k[0] not in IN_GROUPS) and (alone or k[0] != "limit-memory")]  # fmt: skip
             if allowed:
                 event = self._event(self.pick(*allowed))
         self.saves += 1
