@@ -90,6 +90,6 @@ touch -- "$directory/$mark"
 say "== demo"
 status=0
 "$programs/holdfast-demo" ${file:+"$file"} --dir "$directory" "$@" || status=$?
-printf '\nThe checkpoints are in %s; verify them again with\n  %s %s/*\nand remove them with rm -r.\n' \
+printf '\nThe checkpoints are in %s; verify them again with\n  %q %q/*\nand remove them with rm -r.\n' \
   "$directory" "$programs/verify-checkpoint" "$directory"
 exit "$status"
