@@ -411,7 +411,10 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
   }
   if (const RankInSave rank = Rank(request, attempt); rank.world_size > 1) {
     // After the locks: a directory that a recovery takes away has no board to join.
-    auto joined = checkpointer::RankPresence::Join(save->parent->get(), rank);
+    auto joined = checkpointer::RankPresence::Join(
+        save->parent->get(), rank, [this, directory = save->parent, partial = save->partial] {
+          housekeeper->RemoveOnceUnused(directory, partial);
+        });
     if (!joined.ok()) {
       const absl::Status why = base::Annotate(joined.status(), absl::StrCat("save ", save->path));
       return absl::IsAborted(why) ? why : refuse(why);  // kAborted: all ranks know
@@ -489,7 +492,7 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
   if (save->single_file) checkpointer::RemoveUncommittedFile(*save, attempt);
   // A worker that never began left an empty directory.
   const bool removed = RemoveEmptyPartial(*save);
-  // A rank must not remove other ranks' files. Recover removes the files once every rank has ended.
+  // A rank must not remove other ranks' files. Of several ranks, the last to fail does: see Join.
   if (!removed && left_files && !save->partial.empty() && options.world_size == 1 &&
       !checkpointer::IsBetweenTwoRenames(*save))
     housekeeper->Remove(save->parent, save->partial,

@@ -116,16 +116,19 @@ class Keeper {
 
 }  // namespace
 
-RankPresence::RankPresence(const RankInSave& who, base::UniqueFd directory)
+RankPresence::RankPresence(const RankInSave& who, base::UniqueFd directory,
+                           std::function<void()> on_remains)
     : who_(who),
       partial_(format::PartialName(who.name, who.attempt)),
-      directory_(std::move(directory)) {}
+      directory_(std::move(directory)),
+      on_remains_(std::move(on_remains)) {}
 
-absl::StatusOr<std::shared_ptr<RankPresence>> RankPresence::Join(int parent,
-                                                                 const RankInSave& who) {
+absl::StatusOr<std::shared_ptr<RankPresence>> RankPresence::Join(int parent, const RankInSave& who,
+                                                                 std::function<void()> on_remains) {
   const std::string partial = format::PartialName(who.name, who.attempt);
   HOLDFAST_ASSIGN_OR_RETURN(base::UniqueFd directory, directory::MakeDirectory(parent, partial));
-  std::shared_ptr<RankPresence> presence(new RankPresence(who, std::move(directory)));
+  std::shared_ptr<RankPresence> presence(
+      new RankPresence(who, std::move(directory), std::move(on_remains)));
   worker::RankBoard& board = presence->board_;
   const std::string object = absl::StrCat(partial, "/", layout::kBoardName);
   const int error =
@@ -228,8 +231,11 @@ void RankPresence::RemoveIfLast(int parent) {
       !directory::NameRefersTo(parent, partial_, directory_.get())) {
     return;
   }
-  // Files of a killed worker keep their marks, and a recovery removes all.
-  if (!worker::HoldsOnlyMarks(directory_.get(), buffer)) return;
+  // Files of a killed worker keep their marks, by which every later removal recognizes a save.
+  if (!worker::HoldsOnlyMarks(directory_.get(), buffer)) {
+    if (on_remains_) on_remains_();
+    return;
+  }
   for (const char* const mark : {layout::kBoardName, worker::kMarkName})
     sys::Sys().unlinkat(directory_.get(), mark, 0);
   // Refused while the directory holds files of a rank whose worker did not remove them.

@@ -4,6 +4,7 @@
 #define HOLDFAST_RUNTIME_CHECKPOINTER_RANK_PRESENCE_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -27,9 +28,11 @@ namespace holdfast::checkpointer {
 class RankPresence {
  public:
   /// Joins the save of `who`, whose directories are not used. Makes the partial directory below
-  /// `parent` if missing. \error kAborted when another rank has failed already; errors of mkdir,
-  /// open, write.
-  static absl::StatusOr<std::shared_ptr<RankPresence>> Join(int parent, const RankInSave& who);
+  /// `parent` if missing. When this rank is the last to fail, and files of other ranks remain in
+  /// the directory, Join, Fail or Conclude calls `on_remains`. \error kAborted when another rank
+  /// has failed already; errors of mkdir, open, write.
+  static absl::StatusOr<std::shared_ptr<RankPresence>> Join(int parent, const RankInSave& who,
+                                                            std::function<void()> on_remains = {});
   ~RankPresence();
   RankPresence(const RankPresence&) = delete;
   RankPresence& operator=(const RankPresence&) = delete;
@@ -57,7 +60,7 @@ class RankPresence {
   void Beat();
 
  private:
-  RankPresence(const RankInSave& who, base::UniqueFd directory);
+  RankPresence(const RankInSave& who, base::UniqueFd directory, std::function<void()> on_remains);
   void Publish(const absl::Status& why, bool is_final) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void RemoveIfLast(int parent);
   absl::Status ConcludeFailed(int parent, const absl::Status& outcome, bool reported)
@@ -75,6 +78,7 @@ class RankPresence {
   const std::string partial_;
   base::ForkGuard guard_;
   base::UniqueFd directory_;
+  const std::function<void()> on_remains_;
   worker::RankBoard board_;
   base::Mutex mutex_;
   bool failed_ ABSL_GUARDED_BY(mutex_) = false;

@@ -139,6 +139,33 @@ absl::StatusOr<PartialDirectory> OpenFrameworkDirectory(int parent, const std::s
   return directory;
 }
 
+absl::StatusOr<PartialDirectory> LockUnused(int parent, const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const FileSystem file_system, IdentifyFileSystem(parent));
+  if (!file_system.local) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("lock ", name, ": locks on ", file_system.name, " reach one machine only"));
+  }
+  // New descriptions: a dead worker's ring shares the description of the save's own lock, and a
+  // lock through that description would succeed before the last transfer has landed.
+  PartialDirectory directory;
+  HOLDFAST_ASSIGN_OR_RETURN(directory.trainer, OpenDirectory(parent, name));
+  HOLDFAST_ASSIGN_OR_RETURN(directory.in_use, OpenDirectory(parent, name));
+  // The trainer's lock first: with the other lock alone, a recovery would take this process for an
+  // orphan.
+  int no_lock = LockShared(directory.trainer.get(), kAll);
+  if (no_lock == 0) no_lock = Flock(directory.in_use.get(), LOCK_EX);
+  if (no_lock == EWOULDBLOCK)
+    return absl::UnavailableError(absl::StrCat("lock ", name, ": in use"));
+  if (no_lock != 0) return base::ErrnoStatus("lock", name, no_lock);
+  // A recovery may have promoted, fenced or removed the directory before the lock.
+  if (!NameRefersTo(parent, name, directory.in_use.get()) ||
+      !NameRefersTo(parent, name, directory.trainer.get())) {
+    return absl::NotFoundError(absl::StrCat("lock ", name, ": it was taken away"));
+  }
+  directory.locked = true;
+  return directory;
+}
+
 Owner OwnerOfSaves(int directory, bool local) {
   const int trainer = QueryLock(directory, kTrainerByte);
   if (trainer == EWOULDBLOCK) return Owner::kTrainer;

@@ -44,6 +44,13 @@ absl::StatusOr<PartialDirectory> MakePartialDirectory(int parent, const std::str
 /// \error errors of open and locks.
 absl::StatusOr<PartialDirectory> OpenFrameworkDirectory(int parent, const std::string& name);
 
+/// Locks the partial directory `name` below `parent` for its removal, against ranks and recoveries.
+/// Only for a save whose ranks have all failed: a rank that has yet to begin holds no lock.
+/// \error kUnavailable while a trainer, a worker, the ring of a dead worker or a recovery holds a
+/// lock; kNotFound; kFailedPrecondition where locks do not reach every possible writer; errors of
+/// open and locks.
+absl::StatusOr<PartialDirectory> LockUnused(int parent, const std::string& name);
+
 /// The owner of a directory at work.
 enum class Owner {
   kNobody,   ///< No process. In a partial directory the `exclusive` lock keeps it so.

@@ -11,6 +11,7 @@
 #include "holdfast/recovery.h"
 #include "runtime/base/clock.h"
 #include "runtime/base/status.h"
+#include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/listing.h"
 #include "runtime/directory/removal.h"
@@ -25,6 +26,9 @@ namespace {
 // Deleting yields to all other work on the machine.
 constexpr int kDeleteNice = 10;
 constexpr int kPollMs = 100;
+constexpr absl::Duration kInUsePoll = absl::Milliseconds(100);
+// The workers of other ranks remove their own files first: 0.25 s/GiB.
+constexpr absl::Duration kInUseMax = absl::Minutes(10);
 
 absl::StatusOr<std::optional<writer::Completion>> ReadResult(const writer::JobTable& table,
                                                              const std::string& object) {
@@ -50,12 +54,20 @@ Housekeeper::~Housekeeper() {
 
 void Housekeeper::ApplyRetention(const Parent& parent, const std::string& name) {
   if (options_.retention.keep_last == 0 || options_.rank != 0) return;
-  Queue({.retention = true, .parent = parent, .name = name, .locks = {}});
+  Queue({.kind = Kind::kRetention, .parent = parent, .name = name, .locks = {}});
 }
 
 void Housekeeper::Remove(const Parent& parent, const std::string& name,
                          directory::PartialDirectory locks) {
-  Queue({.retention = false, .parent = parent, .name = name, .locks = std::move(locks)});
+  Queue({.kind = Kind::kRemove, .parent = parent, .name = name, .locks = std::move(locks)});
+}
+
+void Housekeeper::RemoveOnceUnused(const Parent& parent, const std::string& name) {
+  Queue({.kind = Kind::kRemoveOnceUnused,
+         .parent = parent,
+         .name = name,
+         .locks = {},
+         .until = base::Now() + kInUseMax});
 }
 
 void Housekeeper::Queue(Task task) {
@@ -85,27 +97,49 @@ void Housekeeper::Run() {
     Task task;
     {
       const base::MutexLock lock(&mutex_);
-      while (tasks_.empty() && !stopping_)
+      while (tasks_.empty() && waiting_.empty() && !stopping_)
         changed_.WaitUntil(&mutex_, base::Now() + absl::Hours(1));
-      if (tasks_.empty()) return;
-      task = std::move(tasks_.front());
-      tasks_.pop_front();
+      if (tasks_.empty() && !stopping_) changed_.WaitUntil(&mutex_, base::Now() + kInUsePoll);
+      std::deque<Task>& next = tasks_.empty() ? waiting_ : tasks_;
+      if (next.empty()) return;
+      task = std::move(next.front());
+      next.pop_front();
       busy_ = true;
     }
-    const absl::Status status = Do(task);
+    absl::Status status = Do(&task);
     const base::MutexLock lock(&mutex_);
     busy_ = false;
+    if (task.kind == Kind::kRemoveOnceUnused && absl::IsUnavailable(status)) {
+      status = absl::OkStatus();
+      if (!stopping_ && base::Now() < task.until) waiting_.push_back(std::move(task));
+    }
     if (first_error_.ok()) first_error_ = status;
     changed_.NotifyAll();
   }
 }
 
-absl::Status Housekeeper::Do(const Task& task) {
-  if (task.retention) return Retire(task.parent->get(), task.name);
+absl::Status Housekeeper::Do(Task* task) {
+  const int parent = task->parent->get();
+  if (task->kind == Kind::kRetention) return Retire(parent, task->name);
+  if (task->kind == Kind::kRemoveOnceUnused) {
+    auto locks = directory::LockUnused(parent, task->name);
+    // Gone, or no lock is a proof here: a recovery decides.
+    if (absl::IsNotFound(locks.status()) || absl::IsFailedPrecondition(locks.status())) {
+      return absl::OkStatus();
+    }
+    HOLDFAST_RETURN_IF_ERROR(locks.status());
+    const int directory = locks->in_use.get();
+    // Only a recovery decides on a complete or a damaged directory.
+    if (!directory::IsOfASave(directory) ||
+        directory::InspectUncommitted(directory).state != Verdict::kIncomplete) {
+      return absl::OkStatus();
+    }
+    task->locks = *std::move(locks);
+  }
   // The rename of a replaced checkpoint or a failed save may not be durable yet. Power loss must
   // not give the name back to a directory that is removed here.
-  HOLDFAST_RETURN_IF_ERROR(directory::SyncDirectory(task.parent->get(), options_.directory));
-  return Delete(task.parent->get(), {task.name}, task.locks.in_use.get());
+  HOLDFAST_RETURN_IF_ERROR(directory::SyncDirectory(parent, options_.directory));
+  return Delete(parent, {task->name}, task->locks.in_use.get());
 }
 
 absl::Status Housekeeper::Retire(int parent, const std::string& saved) {

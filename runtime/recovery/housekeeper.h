@@ -37,20 +37,27 @@ class Housekeeper {
   void Remove(const Parent& parent, const std::string& name,
               directory::PartialDirectory locks = {});
 
-  /// Waits for the queued tasks. \error kDeadlineExceeded; otherwise the first error since the last
-  /// call.
+  /// Removes the partial directory of a save whose ranks have all failed, once no process uses it:
+  /// see directory::LockUnused. A complete directory stays for a recovery, and so does a directory
+  /// that stays in use for long.
+  void RemoveOnceUnused(const Parent& parent, const std::string& name);
+
+  /// Waits for the queued tasks, except removals that wait for other ranks. \error
+  /// kDeadlineExceeded; otherwise the first error since the last call.
   absl::Status WaitIdle(absl::Time deadline);
 
  private:
+  enum class Kind { kRetention, kRemove, kRemoveOnceUnused };
   struct Task {
-    bool retention = false;
+    Kind kind = Kind::kRemove;
     Parent parent;
     std::string name;  // directory to remove, or name of the durable save
     directory::PartialDirectory locks;
+    absl::Time until = absl::InfiniteFuture();  // a directory in use is tried again until then
   };
   void Queue(Task task) ABSL_LOCKS_EXCLUDED(mutex_);
   void Run();
-  absl::Status Do(const Task& task);
+  absl::Status Do(Task* task);
   absl::Status Retire(int parent, const std::string& saved);
   absl::Status Delete(int parent, const std::vector<std::string>& names, int lock);
 
@@ -59,6 +66,7 @@ class Housekeeper {
   base::Mutex mutex_;
   base::Condition changed_;
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
+  std::deque<Task> waiting_ ABSL_GUARDED_BY(mutex_);  // for other ranks' locks
   bool busy_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   bool started_ ABSL_GUARDED_BY(mutex_) = false;
