@@ -17,25 +17,16 @@ import shutil
 from collections.abc import Collection
 from typing import Any
 
-from holdfast import _native, _regular
+from holdfast import _names, _native, _regular
 from holdfast._durable import sync_directory
+from holdfast._names import METADATA
 from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast")
 
-METADATA = ".metadata"
 # What checkpoints are sorted by, the newest last.
 AGE = ("saved_at", "step", "name")
 age_of_listed = operator.itemgetter(*AGE)
-RECORD = re.compile(r"holdfast\.commit-(?P<record>[0-9a-f]{32})\.json")
-_PROOF = re.compile(rf"{RECORD.pattern}|rank-\d{{5,}}-of-\d{{5,}}-(?P<manifest>[0-9a-f]{{32}})\.manifest\.json")
-# What saves through DCP make. A directory with any other entry is kept.
-_OWN = re.compile(rf"(\.metadata|__\d+_\d+\.distcp|{_PROOF.pattern})(\.tmp)?")
-_RETIRED = re.compile(r"\.?(?P<name>.+)\.retired-[0-9a-f]{32}")
-# Of holdfast.lightning, whose trainer removes a directory with all that it holds.
-_RETIRED_WHOLE = re.compile(r"\.holdfast-[0-9a-f]{16}\.retired-[0-9a-f]{32}")
-# A drain gives the name when all is durable; the metadata stands there a moment before.
-_ARRIVING = re.compile(r".+\.partial-[0-9a-f]{32}")
 # Of this process, not of a checkpoint: a second try may succeed.
 _OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _LAST_NUMBER = re.compile(r"(\d+)(?=\D*$)")
@@ -67,7 +58,8 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
     with of_system(f"list {directory}"):
         names = sorted(e.name for e in os.scandir(directory) if e.is_dir())
     for name in names:
-        if _RETIRED.fullmatch(name) or _ARRIVING.fullmatch(name):
+        # A drain gives the name when all is durable; the metadata stands there a moment before.
+        if _names.kind_of(name) in ("partial", "retired"):
             continue
         try:
             with of_system(f"list {os.path.join(directory, name)}"):
@@ -88,7 +80,7 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
 
 def may_be_loaded(path: str) -> bool:
     """Whether metadata stands there, of all ranks or of rank 0 alone."""
-    return any(os.path.exists(os.path.join(path, name)) for name in (METADATA, "__0" + METADATA))
+    return any(os.path.exists(os.path.join(path, name)) for name in (METADATA, _names.dcp_metadata(0)))
 
 
 def look(path: str) -> dict[str, Any] | None:
@@ -105,13 +97,12 @@ def look(path: str) -> dict[str, Any] | None:
         return None
     names = os.listdir(path)
     # A record or manifest whose attempt the metadata does not name is of another save.
-    attempts = {m["record"] or m["manifest"] for m in map(_PROOF.fullmatch, names) if m}
-    for attempt in sorted(attempts):
+    for attempt in sorted(set(filter(None, map(_names.dcp_attempt_of, names)))):
         if attempt.encode() not in data:
             continue
         if _native.check_commit_file(path, attempt, METADATA, data) is None:
             continue  # of an earlier version
-        name = f"holdfast.commit-{attempt}.json"
+        name = _names.dcp_record(attempt)
         record = json.loads(_regular.read_whole(os.path.join(path, name), "read", _regular.RECORD_BYTES_MAX)[0])
         return {
             "step": record["step"],
@@ -192,15 +183,10 @@ def remove_retired(directory: str, series: str) -> None:
     with of_system(f"list {directory}"):
         names = os.listdir(directory)
     for name in names:
-        match = _RETIRED.fullmatch(name)
+        former = _names.retired_name(name)
         path = os.path.join(directory, name)
-        if match and series_of(match["name"]) == series and not _foreign(path):
+        if former and series_of(former) == series and not _foreign(path):
             _remove(path)
-
-
-def is_retired(name: str) -> bool:
-    """Whether a directory of this name has lost a checkpoint's name, and is on its way out."""
-    return _RETIRED.fullmatch(name) is not None
 
 
 def settle_retired(directory: str, clean_up: bool) -> list[str]:
@@ -218,10 +204,11 @@ def settle_retired(directory: str, clean_up: bool) -> list[str]:
     """
     settled = []
     with of_system(f"list {directory}"):
-        names = sorted(filter(is_retired, os.listdir(directory)))
+        names = sorted(filter(_names.retired_name, os.listdir(directory)))
     for name in names:
         path = os.path.join(directory, name)
-        whole = _RETIRED_WHOLE.fullmatch(name) is not None and os.path.isdir(path)
+        # Of holdfast.lightning, whose trainer removes a directory with all that it holds.
+        whole = _names.is_retired_hidden(name) and os.path.isdir(path)
         if not whole and (_foreign(path) or not os.listdir(path)):  # an empty one is the runtime's
             continue
         if _is_saved_into(path):
@@ -247,9 +234,14 @@ def remove_tree(path: str) -> None:
         shutil.rmtree(path)
 
 
+def _is_own(name: str) -> bool:
+    """Whether saves through DCP make a file of this name. A directory with any other entry is kept."""
+    return _names.is_record_of_dcp(name) or _names.DCP_DATA.fullmatch(name) is not None
+
+
 def _foreign(path: str) -> list[str]:
     try:
-        return [name for name in sorted(os.listdir(path)) if not _OWN.fullmatch(name)]
+        return [name for name in sorted(os.listdir(path)) if not _is_own(_names.finished(name))]
     except OSError:  # removed by another process, or no directory
         return [path]
 
@@ -264,7 +256,7 @@ def _retire(directory: str, old: dict[str, Any]) -> None:
             "kept; remove it yourself",
         )
     attempt = old["attempt"] or _native.new_attempt()
-    retired = os.path.join(directory, f".{old['name']}.retired-{attempt}")
+    retired = os.path.join(directory, _names.retired(old["name"], attempt))
     with of_system(f"remove {old['path']}"):
         before = os.stat(os.path.join(old["path"], METADATA))
         if ((look(old["path"]) or {}).get("attempt") or "") != (old["attempt"] or ""):

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from holdfast import _devices, _hf, _late, _native, _plain, _regular, _state, _tensor_kinds
+from holdfast import _devices, _hf, _late, _names, _native, _plain, _regular, _state, _tensor_kinds
+from holdfast._names import REPLICAS
 from holdfast.errors import Error, of_system
 
 STRUCTURE = "holdfast:structure"
 OBJECTS = "holdfast:objects"
 FILE = "holdfast:file:"  # and the name of a further file
-REPLICAS = "model-replicas.safetensors"
 FILE_BYTES_MAX = 1 << 30  # of a further file that is given by its path
 
 
@@ -273,15 +273,13 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
 
 # Names that readers interpret: of a rank's own files, and of PyTorch's distributed checkpoints. The runtime
 # refuses those of manifests, records and temporary files.
-_RESERVED = re.compile(
-    r"(model|state|objects)-\d+-of-\d+\.(safetensors|json|pickle)|" + re.escape(REPLICAS)
-    + r"|(__\d+)?\.metadata|.*__\d+_\d+\.distcp"
-)
+_OF_A_RANK = re.compile(r"(model|state|objects)-\d+-of-\d+\.(safetensors|json|pickle)")
 
 
 def _check_file_name(name: str, layout: str) -> None:
     _plain.check_text(name, f"save {name}")
-    if _RESERVED.fullmatch(name) or layout == "hf" and name == _hf.INDEX:
+    of_dcp = _names.DCP_METADATA.fullmatch(name) or _names.DCP_ANY_DATA.fullmatch(name)
+    if _OF_A_RANK.fullmatch(name) or name == REPLICAS or of_dcp or layout == "hf" and name == _hf.INDEX:
         raise Error("INVALID_ARGUMENT", f"save {name}: files= cannot have this name: readers take it for another file")
 
 

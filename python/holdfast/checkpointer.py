@@ -20,6 +20,7 @@ from holdfast import (
     _completion,
     _dcp_directories,
     _lineage,
+    _names,
     _runtime,
     directories,
     handle,
@@ -418,7 +419,7 @@ class Checkpointer(PerProcess):
         def find_complete() -> str:
             path = self._fetched(find())
             if not _dcp_directories.may_be_loaded(path):
-                raise Error("NOT_FOUND", f"load {path}: it has no {_dcp_directories.METADATA}: no save "
+                raise Error("NOT_FOUND", f"load {path}: it has no {_names.METADATA}: no save "
                             "was completed there, or the path is wrong")  # fmt: skip
             return path
 

@@ -5,22 +5,12 @@ from __future__ import annotations
 import logging
 import operator
 import os
-import re
 from typing import Any
 
-from holdfast import _arguments, _dcp_directories, _native
+from holdfast import _arguments, _dcp_directories, _names, _native
 from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast")
-
-# runtime/layout/FORMAT.md, section 1.
-_RECORDS_OF_DCP = (
-    r"\.metadata|holdfast\.commit-[0-9a-f]{32}\.json|rank-\d{5,}-of-\d{5,}-[0-9a-f]{32}\.manifest\.json"
-)
-_RECORDS_OF_HOLDFAST = r"holdfast\.commit\.json|rank-\d{5,}-of-\d{5,}\.manifest\.json"
-_RECORDS = re.compile(f"{_RECORDS_OF_DCP}|{_RECORDS_OF_HOLDFAST}")
-_OF_DCP = re.compile(rf"{_RECORDS_OF_DCP}|__\d+\.metadata|__\d+_\d+\.distcp")
-_OF_HOLDFAST = re.compile(rf"{_RECORDS_OF_HOLDFAST}|model-(replicas|\d{{5,}}-of-\d{{5,}})\.safetensors")
 
 
 def local_path(path: str | os.PathLike[str], operation: str, instead: str = "") -> str:
@@ -57,10 +47,8 @@ def path_text(path: Any, operation: str) -> str:
 
 def format_of(names: list[str]) -> str:
     """``"holdfast"`` or ``"dcp"`` for the names of a checkpoint's files; empty for other names."""
-    for kind, pattern in (("dcp", _OF_DCP), ("holdfast", _OF_HOLDFAST)):
-        if any(map(pattern.fullmatch, names)):
-            return kind
-    return ""
+    kinds = set(map(_names.format_of, names))
+    return "dcp" if "dcp" in kinds else "holdfast" if "holdfast" in kinds else ""
 
 
 def check_is_no_checkpoint(path: str, operation: str) -> None:
@@ -73,7 +61,7 @@ def check_is_no_checkpoint(path: str, operation: str) -> None:
         return
     with of_system(f"{operation}: list {path}"):
         names = os.listdir(path)
-    if any(map(_RECORDS.fullmatch, names)):  # tensors may lie in any directory
+    if any(map(_names.is_record, names)):  # tensors may lie in any directory
         above = os.path.dirname(os.path.abspath(path))
         raise Error(
             "FAILED_PRECONDITION",

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from typing import Any
 
-from holdfast import _arguments, _dcp_directories, _native, _regular, directories
+from holdfast import _arguments, _dcp_directories, _names, _native, _regular, directories
 from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast")
-
-_DCP_MANIFEST = re.compile(r"rank-\d{5,}-of-\d{5,}-([0-9a-f]{32})\.manifest\.json")
 
 
 def _uncommitted_dcp(path: str) -> list[str]:
     """Directories with DCP saves that no metadata speaks of, or under way; "." for `path` itself."""
     with of_system(f"recover {path}: list it"), os.scandir(path) as entries:
         found = sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
-    names = [".", *(name for name in found if not _dcp_directories.is_retired(name))]
+    names = [".", *(name for name in found if not _names.retired_name(name))]
     return [name for name in names if _has_uncommitted(os.path.join(path, name))]
 
 
 def _has_uncommitted(path: str) -> bool:
     try:
         names = os.listdir(path)
-        attempts = {m[1].encode() for m in map(_DCP_MANIFEST.fullmatch, names) if m}
+        attempts = {m["attempt"].encode() for m in map(_names.DCP_MANIFEST.fullmatch, names) if m}
         for name in names if attempts else ():
-            if name.endswith(".metadata"):
+            if _names.DCP_METADATA.fullmatch(name):
                 data, _ = _regular.read_whole(os.path.join(path, name), "recover", _regular.METADATA_BYTES_MAX)
                 attempts = {attempt for attempt in attempts if attempt not in data}
         # A worker without its trainer has no manifest before its data is durable.

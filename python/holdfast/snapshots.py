@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from holdfast import _names
 from holdfast._dcp_directories import series_of
 from holdfast._process import PerProcess
 from holdfast.errors import Error, printable
@@ -33,8 +34,6 @@ _RANDOM_UNLESS_FLOATS = re.compile(_RANDOM.pattern + "|(data|batch|distributed)?
 _OWN = "holdfast:"  # what Holdfast stores beside the tensors
 _REMEMBERED_MAX = 64  # saves, one for each directory and rank
 _SIBLINGS_MAX = 10_000
-# Names of directories that are no checkpoints (any more): runtime/layout/FORMAT.md, section 1.
-_UNCOMMITTED = re.compile(r"\.(partial|fenced|retired)-[0-9a-f]{32}$")
 
 # Whether "all tensors are identical" is a warning; see holdfast.configure.
 warning = True
@@ -128,11 +127,10 @@ def _manifest_in(directory: str, rank: int, world_size: int, attempt: str = "") 
 
     DCP directories have the attempt in its name, and for a moment those of two saves.
     """
-    stem = os.path.join(directory, f"rank-{rank:05d}-of-{world_size:05d}")
-    for path in (f"{stem}-{attempt}.manifest.json", f"{stem}.manifest.json"):
-        if os.path.exists(path):
+    for name in dict.fromkeys((_names.manifest(rank, world_size, attempt), _names.manifest(rank, world_size))):
+        if os.path.exists(path := os.path.join(directory, name)):
             return path
-    found = glob.glob(f"{glob.escape(stem)}-*.manifest.json")
+    found = glob.glob(os.path.join(glob.escape(directory), _names.manifest(rank, world_size, "*")))
     return max(found, key=os.path.getmtime, default=None)
 
 
@@ -150,7 +148,7 @@ def _newest_before(path: str, manifest: str, rank: int, world_size: int) -> Snap
         for number, entry in enumerate(entries):
             if number >= _SIBLINGS_MAX:
                 break
-            if entry.path == path or _UNCOMMITTED.search(entry.name) or not entry.is_dir():
+            if entry.path == path or _names.kind_of(entry.name) or not entry.is_dir():
                 continue
             other = _manifest_in(entry.path, rank, world_size)
             if other is not None and (age := os.stat(other).st_mtime_ns) <= own:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import holdfast.dcp
+from holdfast import _names
 from holdfast.dcp.staging import Stager
 
 try:
@@ -24,7 +25,7 @@ except ModuleNotFoundError as error:
 
 _Base: Any = _Stock
 _STEP = re.compile(r"step-(\d+)")
-_WHOLE = (".metadata", "model.safetensors.index.json")
+_WHOLE = (_names.METADATA, "model.safetensors.index.json")
 
 
 class CheckpointManager(_Base):  # type: ignore[misc]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from holdfast import _dtypes, snapshots
+from holdfast import _dtypes, _names, snapshots
 from holdfast.cli import places, scratch, sources
 from holdfast.cli.sources import Part, Source, Tensor
 from holdfast.dcp import StorageReader
@@ -88,7 +88,7 @@ class Dcp(Source):
 
     @functools.cached_property
     def _metadata(self) -> Any:
-        return dcp_metadata.read(Path(self.path) / (".metadata" if ".metadata" in self._names else "__0.metadata"))
+        return dcp_metadata.read(Path(self.path) / (_names.METADATA if _names.METADATA in self._names else _names.dcp_metadata(0)))
 
     @functools.cached_property
     def _tensor_names(self) -> list[str]:
@@ -117,7 +117,7 @@ class Dcp(Source):
             return None
         found: dict[str, dict[str, snapshots.Digest]] = {name: {} for name in self._tensor_names}
         for manifest in self._names:
-            if manifest.endswith(f"-{self.facts['attempt']}.manifest.json"):
+            if manifest.endswith(f"-{self.facts['attempt']}{_names.MANIFEST_END}"):
                 for piece, digest in sources.stored(self.path, manifest).digests.items():
                     # A shard's name ends with its place in the tensor.
                     name = piece if piece in found else piece.rpartition("@")[0]

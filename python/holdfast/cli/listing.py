@@ -7,7 +7,7 @@ import dataclasses
 import os
 from typing import Any
 
-from holdfast import _native, directories
+from holdfast import _names, _native, directories
 from holdfast.cli import places, recovering, text
 from holdfast.drain.places import open_place
 from holdfast.drain.remote import is_url
@@ -109,7 +109,7 @@ def _of_store(url: str) -> list[Entry]:
 def _below(path: str) -> Entry | None:
     """The checkpoint at `path`; None for anything else."""
     name = os.path.basename(path)
-    match = places.UNCOMMITTED.fullmatch(name)
+    match = _names.UNCOMMITTED.fullmatch(name)
     if os.path.islink(path) or not os.path.isdir(path):
         return None
     try:

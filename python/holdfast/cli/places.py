@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
 from holdfast import _dcp_directories
 from holdfast.errors import Error, of_system
-
-# runtime/layout/FORMAT.md, section 1.
-UNCOMMITTED = re.compile(r"\.?(?P<name>.+)\.(?P<kind>partial|fenced|retired)-(?P<attempt>[0-9a-f]{32})")
 
 
 def names_in(path: str, operation: str) -> list[str]:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from holdfast import _native, _regular, directories, snapshots
+from holdfast import _names, _native, _regular, directories, snapshots
 from holdfast.cli import description, places
 from holdfast.errors import Error, of_system
 
@@ -209,7 +209,7 @@ class _Holdfast(Source):
         world = self.facts["world_size"]
         parts = []
         for rank in range(world):
-            found = stored(self.path, f"rank-{rank:05d}-of-{world:05d}.manifest.json")
+            found = stored(self.path, _names.manifest(rank, world))
             self._replicated |= found.replicated
             label = f"rank {rank}: " if world > 1 else ""
             parts.append(Part(label, found.tensors, {name: {name: digest} for name, digest in found.digests.items()}))

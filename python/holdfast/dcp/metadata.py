@@ -16,8 +16,8 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
 from holdfast import _collector, _native, _regular, _unpickle
-from holdfast._dcp_directories import RECORD
 from holdfast._durable import sync_directory
+from holdfast._names import DCP_RECORD
 from holdfast.errors import Error, of_system
 
 # What the framework's own writers put there, and Megatron, which keeps the ranks' plans. Planners may
@@ -161,7 +161,7 @@ def manifest_digests(path: Path, data: bytes, metadata: Metadata) -> list[Any] |
     """
     attempt = save_id_of(metadata)
     if not attempt:
-        if not _names_another_save(metadata) and any(map(RECORD.fullmatch, os.listdir(path.parent))):
+        if not _names_another_save(metadata) and any(map(DCP_RECORD.fullmatch, os.listdir(path.parent))):
             raise Error(
                 "DATA_LOSS",
                 f"load {path}: it does not name its save, and the directory has the commit record of one; it is damaged, or "

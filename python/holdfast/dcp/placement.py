@@ -12,19 +12,13 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from holdfast import _native, _regular
+from holdfast import _names, _native, _regular
 from holdfast._process import PerProcess
 from holdfast.errors import Error, of_system
-
-DATA_FILE = re.compile(r"__(\d+)_(\d+)\.distcp(\.tmp)?")
-MANIFEST = re.compile(r"rank-(\d{5,})-of-(\d{5,})-([0-9a-f]{32})\.manifest\.json(\.tmp)?")
-# A rank may have further files, whose names begin with what sets them apart.
-_ANY_DATA_FILE = re.compile(r".*__(\d+)_\d+\.distcp")
-RECORD = re.compile(r"holdfast\.commit-([0-9a-f]{32})\.json(\.tmp)?")
 
 
 class _Known(PerProcess):
@@ -68,21 +62,16 @@ class Placement:
 
     @property
     def data_file(self) -> str:
-        return f"__{self.file_rank}_{self.generation}.distcp"
+        return _names.dcp_data(self.file_rank, self.generation)
 
     @property
     def prefix(self) -> str:
         """What the framework's own writer asks of a plan that a planner has kept."""
-        return f"__{self.file_rank}_"
+        return _names.dcp_prefix(self.file_rank)
 
     @property
     def manifest(self) -> str:
-        return manifest_name(self.rank, self.world_size, self.attempt)
-
-
-def manifest_name(rank: int, world_size: int, attempt: str) -> str:
-    """The name of a rank's manifest."""
-    return f"rank-{rank:05d}-of-{world_size:05d}-{attempt}.manifest.json"
+        return _names.manifest(self.rank, self.world_size, self.attempt)
 
 
 def note(placement: Placement) -> None:
@@ -126,10 +115,9 @@ def choose(directory: Path, attempt: str, file_ranks: list[int], alone: bool) ->
     generation = 0
     with of_system(f"save {directory}: list it"):
         names = os.listdir(directory)
-    for name in names:
-        match = DATA_FILE.fullmatch(name)
-        if match and (not alone or int(match[1]) in file_ranks):
-            generation = max(generation, int(match[2]) + 1)
+    for rank, its_generation in _data_files(names):
+        if not alone or rank in file_ranks:
+            generation = max(generation, its_generation + 1)
     key = str(directory)
     generation, inode = _register(key, attempt, generation, file_ranks[0])
     world = len(file_ranks)
@@ -147,9 +135,8 @@ def follow(directory: Path, attempt: str, generation: int, rank: int, world_size
             a rank has that this job lacks.
     """
     with of_system(f"save {directory}: list it"):
-        matches = [m for m in map(DATA_FILE.fullmatch, os.listdir(directory)) if m]
-    older = [int(m[2]) for m in matches if int(m[1]) == rank or int(m[1]) >= world_size]
-    generation = max([generation, *(g + 1 for g in older)])
+        there = _data_files(os.listdir(directory))
+    generation = max([generation, *(g + 1 for r, g in there if r == rank or r >= world_size)])
     if rank == 0:
         generation, inode = _register(str(directory), attempt, generation, rank)
     else:
@@ -185,7 +172,7 @@ def _reserve(directory: str, file_rank: int, generation: int) -> tuple[int, int]
     """
     with of_system(f"save {directory}: take a name"):
         while True:
-            name = os.path.join(directory, f"__{file_rank}_{generation}.distcp")
+            name = os.path.join(directory, _names.dcp_data(file_rank, generation))
             with contextlib.suppress(FileExistsError):
                 # The worker makes it anew. If it never does, `release` or the next save removes it.
                 fd = os.open(f"{name}.tmp", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
@@ -208,13 +195,19 @@ def release(place: Placement) -> None:
 
 def rank_of(name: str) -> int | None:
     """The rank whose data file has a name; None for another file."""
-    match = _ANY_DATA_FILE.fullmatch(name)
-    return int(match[1]) if match else None
+    match = _names.DCP_ANY_DATA.fullmatch(name)
+    return int(match["rank"]) if match else None
+
+
+def _data_files(names: Iterable[str]) -> list[tuple[int, int]]:
+    """Ranks and generations of the data files among some names, also of those being written."""
+    matches = map(_names.DCP_DATA.fullmatch, map(_names.finished, names))
+    return [(int(m["rank"]), int(m["generation"])) for m in matches if m]
 
 
 def generation_of(names: set[str]) -> int:
     """The highest generation among data files' names; -1 without any."""
-    return max((int(m[2]) for m in map(DATA_FILE.fullmatch, names) if m), default=-1)
+    return max((generation for _, generation in _data_files(names)), default=-1)
 
 
 def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
@@ -233,19 +226,18 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
     own = known.get(attempt, 0)
     known.update(dict.fromkeys(younger - known.keys(), own))
     # Ranks that follow a known plan choose their generations themselves.
-    of_rank = {int(m[1]): int(m[2]) for m in map(DATA_FILE.fullmatch, keep) if m}
+    of_rank = dict(_data_files(keep))
     # Manifests first: a manifest that is listed here has its data files in the second list.
-    proofs = [(n, saved_by) for n in os.listdir(directory) if (saved_by := _attempt_of(n))]
+    proofs = [(n, saved_by) for n in os.listdir(directory) if (saved_by := _names.dcp_attempt_of(_names.finished(n)))]
     result, newer = [], []
-    for data in filter(None, map(DATA_FILE.fullmatch, os.listdir(directory))):
-        if data[0] in keep:
-            continue
-        if int(data[2]) >= of_rank.get(int(data[1]), own):
-            newer.append(data[0].removesuffix(".tmp"))
-        elif rank is None or int(data[1]) == rank:
-            result.append(data[0])
+    for name in os.listdir(directory):
+        for its_rank, generation in _data_files([name]) if name not in keep else ():
+            if generation >= of_rank.get(its_rank, own):
+                newer.append(_names.finished(name))
+            elif rank is None or its_rank == rank:
+                result.append(name)
     # Saves that another job has begun since: their manifests name data files that are newer.
-    others = {a for n, a in proofs if a not in known and MANIFEST.fullmatch(n) and _names(directory / n, newer)}
+    others = {a for n, a in proofs if a not in known and _is_manifest(n) and _lists(directory / n, newer)}
     for name, saved_by in proofs:
         if saved_by != attempt and saved_by not in others and known.get(saved_by, -1) < own:
             if rank is None or _is_of_rank(directory / name, rank):
@@ -254,16 +246,19 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
         for older in [a for a, g in _known.attempts.get(str(directory), {}).items() if g <= own]:
             del _known.attempts[str(directory)][older]
     # Data last: a file without its manifest is known to be incomplete, not corrupt.
-    return sorted(result, key=lambda n: (bool(DATA_FILE.fullmatch(n)), n))
+    return sorted(result, key=lambda n: (bool(_data_files([n])), n))
 
 
-def _attempt_of(name: str) -> str:
-    """The attempt whose manifest or commit record has a name; empty for other files."""
-    manifest, record = MANIFEST.fullmatch(name), RECORD.fullmatch(name)
-    return manifest[3] if manifest else record[1] if record else ""
+def _is_manifest(name: str) -> bool:
+    return _names.DCP_MANIFEST.fullmatch(_names.finished(name)) is not None
 
 
-def _names(manifest: Path, files: list[str]) -> bool:
+def is_being_written(name: str) -> bool:
+    """Whether a data file or a manifest is not whole yet."""
+    return name != _names.finished(name) and (_is_manifest(name) or bool(_data_files([name])))
+
+
+def _lists(manifest: Path, files: list[str]) -> bool:
     """Whether a manifest names one of some files."""
     try:
         text = _regular.read_whole(manifest, "read", _regular.MANIFEST_BYTES_MAX)[0] if files else b""
@@ -277,11 +272,11 @@ def _is_of_rank(path: Path, rank: int) -> bool:
     try:
         found = json.loads(_regular.read_whole(path, "read", _regular.MANIFEST_BYTES_MAX)[0])
         if "commit_file" in found:
-            return found["commit_file"]["name"].startswith(f"__{rank}.")
-        matches = [DATA_FILE.fullmatch(file["name"]) for file in found["files"]]
+            return found["commit_file"]["name"] == _names.dcp_metadata(rank)
+        of_ranks = [its_rank for its_rank, _ in _data_files(file["name"] for file in found["files"])]
     except (OSError, Error, ValueError, KeyError, TypeError, AttributeError):
         return False
-    return any(m is not None and int(m[1]) == rank for m in matches)
+    return rank in of_ranks
 
 
 def new_attempt() -> str:

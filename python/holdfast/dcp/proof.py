@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from holdfast import directories
+from holdfast._names import DCP_MANIFEST, METADATA
 from holdfast.dcp import metadata as _metadata
-from holdfast.dcp.placement import MANIFEST
-from holdfast.dcp.writer import METADATA, local_path
+from holdfast.dcp.writer import local_path
 from holdfast.errors import of_system
 
 
@@ -36,8 +36,8 @@ def verify(path: str | os.PathLike[str], **options: Any) -> dict[str, Any]:
     if not save_id:  # of another program, which makes no manifests
         return report
     with of_system(f"verify {directory}: list it"):
-        matches = [MANIFEST.fullmatch(name) for name in sorted(os.listdir(directory))]
-    found = [m for m in matches if m and m[3] == save_id and not m[4]]
+        matches = [DCP_MANIFEST.fullmatch(name) for name in sorted(os.listdir(directory))]
+    found = [m for m in matches if m and m["attempt"] == save_id]
     named = {info.relative_path for info in (metadata.storage_data or {}).values()}
     from holdfast.dcp.reader import Proved
 

@@ -23,13 +23,14 @@ from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
 from holdfast import _arguments, _dtypes, _lineage, _native, _regular, _runtime, _unpickle, directories
+from holdfast._names import DCP_MANIFEST, METADATA, dcp_metadata
 from holdfast._pieces import Loading, Source
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import objects, plans
 from holdfast.dcp.framework import hand_on
-from holdfast.dcp.placement import MANIFEST, new_attempt, rank_of
+from holdfast.dcp.placement import new_attempt, rank_of
 from holdfast.dcp.records import NotPlain, find_tensor
-from holdfast.dcp.writer import METADATA, StorageWriter, local_path
+from holdfast.dcp.writer import StorageWriter, local_path
 from holdfast.errors import Error, of_damage, of_system
 
 logger = logging.getLogger("holdfast.dcp")
@@ -152,7 +153,7 @@ class StorageReader(_StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
-        name = METADATA if rank is None else f"__{rank}{METADATA}"
+        name = METADATA if rank is None else dcp_metadata(rank)
         path = self.path / name
         data = _metadata.read_bytes(path)
         metadata = _metadata.loads(data, str(path), self._allow)
@@ -269,18 +270,18 @@ class StorageReader(_StorageReader):
         ranks = {rank_of(name) for name in files}
         with of_system(f"load {self.path}: list it"):
             names = sorted(os.listdir(self.path))
-        matches = [m for m in map(MANIFEST.fullmatch, names) if m and not m[4]]
-        if self._verify and matches and all(m[3] != self._save_id for m in matches):
+        matches = [m for m in map(DCP_MANIFEST.fullmatch, names) if m]
+        if self._verify and matches and all(m["attempt"] != self._save_id for m in matches):
             raise Error(
                 "DATA_LOSS",
                 f"load {self.path}: {METADATA} is of save {self._save_id}, the manifests are of others: files of several "
                 "checkpoints are mixed",
             )
         for match in matches:
-            if match[3] != self._save_id:
+            if match["attempt"] != self._save_id:
                 continue
             name = match[0]
-            rank, world_size = int(match[1]), int(match[2])
+            rank, world_size = int(match["rank"]), int(match["world_size"])
             digests = self._manifest_digests or [None] * world_size
             # Where each rank has metadata of its own, its manifest is that of the only one.
             if (rank in ranks or world_size == 1) and len(digests) == world_size:

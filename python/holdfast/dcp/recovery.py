@@ -13,6 +13,7 @@ import torch
 
 from holdfast import _arguments, _native, directories
 from holdfast._durable import sync_directory
+from holdfast._names import DCP_MANIFEST
 from holdfast._pieces import Loading
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import placement
@@ -86,7 +87,7 @@ def _files_being_written(directory: Path) -> list[tuple[str, tuple[int, int]]]:
     return [
         (name, _changed(directory / name))
         for name in _names(directory)
-        if name.endswith(".tmp") and (placement.DATA_FILE.fullmatch(name) or placement.MANIFEST.fullmatch(name))
+        if placement.is_being_written(name)
     ]
 
 
@@ -102,9 +103,9 @@ def _candidates(directory: Path) -> list[tuple[str, list[str]]]:
     """Attempts whose manifests are all there, and these by rank; the youngest first."""
     found: dict[tuple[str, int], dict[int, str]] = collections.defaultdict(dict)
     for name in _names(directory):
-        match = placement.MANIFEST.fullmatch(name)
-        if match and not match[4]:
-            found[match[3], int(match[2])][int(match[1])] = name
+        match = DCP_MANIFEST.fullmatch(name)
+        if match:
+            found[match["attempt"], int(match["world_size"])][int(match["rank"])] = name
     whole = [
         (attempt, [ranks[r] for r in range(world)])
         for (attempt, world), ranks in found.items()

@@ -19,8 +19,9 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from holdfast import _arguments, _dcp_directories, _late, _lineage, _runtime, directories, events, handle
+from holdfast import _arguments, _dcp_directories, _late, _lineage, _names, _runtime, directories, events, handle
 from holdfast._durable import begin_directory, sync_directory
+from holdfast._names import METADATA
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp.framework import CURRENT_DCP_VERSION
@@ -29,7 +30,6 @@ from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast.dcp")
 
-METADATA = ".metadata"
 _OVERTAKEN = (
     "another job saves into this directory, and has completed a save meanwhile; give each job a directory of its own"
 )
@@ -327,7 +327,7 @@ class StorageWriter(_StorageWriter):
         """Refuses to commit a save that lacks a file: jobs may save into one directory by mistake."""
         with of_system(f"save {self.path}: list it"):
             there = set(os.listdir(self.path))
-        manifests = {placement.manifest_name(rank, world_size, self.save_id) for rank in range(world_size)}
+        manifests = {_names.manifest(rank, world_size, self.save_id) for rank in range(world_size)}
         gone = sorted((data | manifests) - there)
         if gone:
             raise Error("ABORTED", f"save {self.path}: {gone[0]} is gone: {_OVERTAKEN}")
@@ -375,7 +375,7 @@ class StorageWriter(_StorageWriter):
     def metadata_name(self, reading: bool = False) -> str:
         if self._use_collectives:
             return METADATA
-        return f"__{0 if reading else self._rank or 0}{METADATA}"
+        return _names.dcp_metadata(0 if reading else self._rank or 0)
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from typing import Any, NamedTuple
 
-from holdfast import _native
-from holdfast._dcp_directories import METADATA, RECORD, series_of
+from holdfast import _names, _native
+from holdfast._dcp_directories import series_of
+from holdfast._names import METADATA, RECORD
 from holdfast._regular import MANIFEST_BYTES_MAX, RECORD_BYTES_MAX
 from holdfast.drain.places import File, Info, Place, Read
 from holdfast.errors import Error, of_damage
 
-PLAIN_RECORD = "holdfast.commit.json"
 _NO_ATTEMPT = "0" * 32
 # A record ends with the digits of its self-digest and these bytes.
 _END = b'"}\n'
@@ -26,8 +26,6 @@ _TAIL = 32 + len(_END)
 _NAME_MAX = 255
 _SPAN = 4 << 20  # bytes of a chunk
 _DIGITS = re.compile(r"[0-9a-f]{32}")
-# Names that say what a checkpoint is. Data under one of them would.
-_RESERVED = re.compile(rf"{RECORD.pattern}|{re.escape(PLAIN_RECORD)}|{re.escape(METADATA)}|rank-.*\.manifest\.json|.*\.tmp")
 
 
 class Contents(NamedTuple):
@@ -97,10 +95,15 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 64
 
 
+def _is_reserved(name: str) -> bool:
+    """Whether a name says what a checkpoint is, or is in use during a save. No data may have it."""
+    return _names.is_record(name) or name.endswith(_names.UNFINISHED) \
+        or name.startswith("rank-") and name.endswith(_names.MANIFEST_END)
+
+
 def manifest_name(info: Info, rank: int) -> str:
     """Name of a rank's manifest."""
-    attempt = f"-{info.attempt}" if info.format == "dcp" else ""
-    return f"rank-{rank:05d}-of-{info.world_size:05d}{attempt}.manifest.json"
+    return _names.manifest(rank, info.world_size, info.attempt if info.format == "dcp" else "")
 
 
 def contents_of(place: Place, info: Info, pool: Executor | None = None) -> Contents:
@@ -121,7 +124,7 @@ def contents_of(place: Place, info: Info, pool: Executor | None = None) -> Conte
     if not info.record:
         text = _make_record(info, texts)
         record = json.loads(text)
-    proofs = [_whole(info.record or PLAIN_RECORD, text)]
+    proofs = [_whole(info.record or RECORD, text)]
     manifests: list[File] = []
     data: dict[str, File] = {}
     for rank, (row, manifest) in enumerate(zip(record["manifests"], texts, strict=True)):
@@ -151,7 +154,7 @@ def files_of(manifest: dict[str, Any], where: str) -> list[File]:
     with of_damage(f"read {where}"):
         files = [File(e["name"], e["bytes"], e["chunk_bytes"], tuple(e["digests"])) for e in manifest["files"]]
         for name, nbytes, span, digests, _ in files:
-            if name in ("", ".", "..") or "/" in name or "\0" in name or len(name.encode()) > _NAME_MAX or _RESERVED.fullmatch(name):
+            if name in ("", ".", "..") or "/" in name or "\0" in name or len(name.encode()) > _NAME_MAX or _is_reserved(name):
                 raise Error("DATA_LOSS", f"read {where}: {name!r:.80} is no name of a file")
             if not _is_whole(nbytes) or span != _SPAN or len(digests) != -(-nbytes // span):
                 raise Error("DATA_LOSS", f"read {where}: the chunks of {name} are not those of its length")

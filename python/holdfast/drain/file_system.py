@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from holdfast import _dcp_directories, _durable, _native, _regular
-from holdfast.drain.contents import PLAIN_RECORD, contents_of, proven
+from holdfast import _dcp_directories, _durable, _names, _native, _regular
+from holdfast.drain.contents import contents_of, proven
 from holdfast.drain.places import File, Info, Read, age_of, pieces
 from holdfast.errors import Error, of_system
 
@@ -20,7 +20,7 @@ PIECE_BYTES = 4 << 20
 _AT_ONCE = 4  # pieces of one file
 _ALIGNMENT = 4096
 # Made first and removed last: without a mark a recovery takes the directory for a user's own (FORMAT.md, section 1).
-_MARK = "holdfast.commit.json.tmp"
+_MARK = _names.RECORD + _names.UNFINISHED
 
 
 class Directory:
@@ -55,7 +55,7 @@ class Directory:
 
     def _info(self, listed: dict[str, Any], format: str) -> Info:
         name = listed["name"]
-        record = f"holdfast.commit-{listed['attempt']}.json" if format == "dcp" else PLAIN_RECORD
+        record = _names.dcp_record(listed["attempt"]) if format == "dcp" else _names.RECORD
         if format != "dcp" and not os.path.exists(os.path.join(self._path, name, record)):
             record = ""
         return Info(name, name, format, listed["step"], listed["saved_at"], listed["attempt"], listed["parent"] or "",
@@ -99,7 +99,7 @@ class Directory:
     # ---- Writing.
 
     def begin(self, info: Info) -> str:
-        slot = f"{info.name}.partial-{info.attempt}"
+        slot = _names.partial(info.name, info.attempt)
         path = self.path(slot)
         _durable.make_directory(self._path)
         with of_system(f"make directory {path}"):
@@ -221,7 +221,7 @@ class Directory:
     def clean(self, keep: set[str]) -> list[str]:
         # What stood under the name until the exchange, and what this process has begun for a checkpoint that is gone. The rest is for
         # `holdfast recover`, which asks for a save's marks.
-        replaced = [f"{info.name}.partial-{info.attempt}" for info in self.complete()[0]]
+        replaced = [_names.partial(info.name, info.attempt) for info in self.complete()[0]]
         given_up = [slot for slot in self._locks if slot.rpartition("-")[2] not in keep]
         removed = []
         for slot in (*replaced, *given_up):
@@ -252,7 +252,7 @@ def _remove_unnamed(path: str) -> bool:
         # The other process may have given it the name in between.
         if not _locked(fd, fcntl.LOCK_EX) or not os.path.samestat(os.fstat(fd), os.stat(path)):
             return False
-        for name in sorted(os.listdir(path), key=lambda n: (n.startswith("holdfast.commit"), n == _MARK)):
+        for name in sorted(os.listdir(path), key=lambda n: (_names.is_commit_record(_names.finished(n)), n == _MARK)):
             os.unlink(os.path.join(path, name))
         os.rmdir(path)
     except OSError:

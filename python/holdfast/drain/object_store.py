@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from holdfast import _regular
-from holdfast._dcp_directories import METADATA, RECORD
-from holdfast.drain.contents import PLAIN_RECORD, info_of, parse
+from holdfast._names import DCP_RECORD, MANIFEST_END, METADATA, RECORD
+from holdfast.drain.contents import info_of, parse
 from holdfast.drain.places import File, Info, Read, age_of, pieces, scheme_of
 from holdfast.errors import Error
 
@@ -169,20 +169,20 @@ class Store:
     def _look(self, slot: str, objects: dict[str, _Object]) -> Info | str | None:
         """The checkpoint of a prefix, or why it is none, or None for a prefix of something else."""
         match = _SLOT.fullmatch(slot)
-        names = [n for n in objects if n == PLAIN_RECORD or (RECORD.fullmatch(n) and METADATA in objects)]
+        names = [n for n in objects if n == RECORD or (DCP_RECORD.fullmatch(n) and METADATA in objects)]
         if match is None or not names:
             return None
         try:
             for name in names:
                 record = self._record(slot, name, objects[name])
                 info = info_of(record, match["name"], slot, name)
-                if (info.format == "dcp") == (name == PLAIN_RECORD) or (match["attempt"] or info.attempt) != info.attempt:
+                if (info.format == "dcp") == (name == RECORD) or (match["attempt"] or info.attempt) != info.attempt:
                     return f"{slot}: {name} is not of this checkpoint"
                 commit = record.get("commit_file")
                 if commit and objects[METADATA].bytes != commit["bytes"]:
                     continue  # of another attempt
                 proofs = {name, METADATA if commit else name}
-                manifests = [n for n in objects if n.endswith(".manifest.json")]
+                manifests = [n for n in objects if n.endswith(MANIFEST_END)]
                 stored = sum(o.bytes for n, o in objects.items() if n not in proofs and n not in manifests)
                 if stored != info.bytes or len(manifests) != info.world_size:
                     return f"{slot}: {len(manifests)} of {info.world_size} manifests, {stored} of {info.bytes} bytes of data"
@@ -317,7 +317,7 @@ class Store:
                     self.remove(found)
                     removed.append(slot)
             # What commits comes last and goes first: with it there, something else has happened, and a part may be of use.
-            elif match["attempt"] not in keep and not {PLAIN_RECORD, METADATA} & objects.keys() \
+            elif match["attempt"] not in keep and not {RECORD, METADATA} & objects.keys() \
                     and all(o.changed.timestamp() < limit for o in objects.values()) \
                     and objects == self._objects(f"{slot}/").get(slot):  # fmt: skip  # or its copy goes on
                 self._delete(slot, list(objects))

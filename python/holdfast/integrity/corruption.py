@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast import _names
+
 PAGE = 4096
 
 
@@ -24,7 +26,7 @@ def _files(path: str, attempt: str) -> list[str]:
         return names
     own = [name for name in names if attempt in name and not name.endswith(".tmp")]
     text = b"".join(_read(os.path.join(path, name)) for name in own)
-    return [name for name in names if name in own or name == ".metadata" or f'"{name}"'.encode() in text]
+    return [name for name in names if name in own or name == _names.METADATA or f'"{name}"'.encode() in text]
 
 
 def _read(path: str) -> bytes:

@@ -17,6 +17,7 @@ from typing import Any
 
 import holdfast
 import holdfast.dcp
+from holdfast import _names
 from holdfast.integrity import corruption, judge, readers, schedule, trainer
 from holdfast.integrity.processes import send
 
@@ -112,7 +113,7 @@ class Judge(judge.Judge):
         found = {}
         for name in sorted(os.listdir(self.directory)):
             path = os.path.join(self.directory, name)
-            if os.path.exists(os.path.join(path, ".metadata")):
+            if os.path.exists(os.path.join(path, _names.METADATA)):
                 found[name] = self.read({"path": path, "name": name}, 0, thorough)
         self.look_for_durable(self.directory, 0, found)
         self._damage_all([os.path.join(self.directory, name) for name in found])

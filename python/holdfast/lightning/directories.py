@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import secrets
 import shutil
 
-from holdfast import _dcp_directories, _native
+from holdfast import _dcp_directories, _names, _native
 from holdfast._durable import exchange, sync_directory
 from holdfast.errors import of_system
 
@@ -16,7 +15,7 @@ META = "meta.pt"
 
 def _hidden(path: str) -> str:
     # Not the name itself: Lightning looks for parts of names, of a requeue's checkpoint for one.
-    return f".holdfast-{hashlib.sha256(os.path.basename(path).encode()).hexdigest()[:16]}"
+    return _names.hidden(os.path.basename(path))
 
 
 def unfinished(path: str) -> str:
@@ -72,7 +71,7 @@ def replace(path: str, new: str) -> None:
 
 def _remove_from(here: str, path: str) -> None:
     """Removes the directory `here`, which has stood at `path`, under a name that `holdfast.recover` knows."""
-    leaving = os.path.join(os.path.dirname(path), f"{_hidden(path)}.retired-{_native.new_attempt()}")
+    leaving = os.path.join(os.path.dirname(path), _names.retired(_hidden(path)[1:], _native.new_attempt()))
     os.rename(here, leaving)
     sync_directory(os.path.dirname(path))  # else a power loss may give a part its name back
     _dcp_directories.remove_tree(leaving)
