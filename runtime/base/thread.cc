@@ -1,6 +1,8 @@
 #include "runtime/base/thread.h"
 
+#include <algorithm>
 #include <memory>
+#include <thread>
 #include <utility>
 
 #include "runtime/base/check.h"
@@ -41,6 +43,11 @@ void Thread::Join() {
 void Thread::Detach() {
   if (started_) pthread_detach(thread_);
   started_ = false;
+}
+
+uint32_t DefaultThreads() {
+  // 0: unknown. More threads take CPUs from the training and copy no faster.
+  return std::clamp(std::thread::hardware_concurrency(), 1u, 4u);
 }
 
 }  // namespace holdfast::base

@@ -5,6 +5,7 @@
 
 #include <pthread.h>
 
+#include <cstdint>
 #include <functional>
 
 #include "absl/status/status.h"
@@ -35,6 +36,9 @@ class Thread {
   pthread_t thread_{};
   bool started_ = false;
 };
+
+/// Returns the number of threads for work that memory bounds, where the caller leaves the choice.
+uint32_t DefaultThreads();
 
 }  // namespace holdfast::base
 

@@ -239,7 +239,7 @@ absl::StatusOr<std::shared_ptr<SaveState>> Checkpointer::Impl::Plan(const SaveRe
   save->owner = this;
   for (const format::PackedFile& file : save->plan->files) {
     save->bytes_total += file.bytes;
-    save->bytes_to_lease += layout::AlignUp(file.bytes);
+    save->bytes_to_lease += AlignUp(file.bytes);
   }
   for (const auto& [device, stream] : save->streams) (void)core->Register(device);
   return save;

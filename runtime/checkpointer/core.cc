@@ -1,12 +1,11 @@
 #include "runtime/checkpointer/core.h"
 
-#include <algorithm>
-#include <thread>
 #include <utility>
 
 #include "runtime/base/clock.h"
 #include "runtime/base/keep_forever.h"
 #include "runtime/base/status.h"
+#include "runtime/base/thread.h"
 #include "runtime/layout/launcher.h"
 #include "runtime/writer/worker_program.h"
 
@@ -18,8 +17,7 @@ absl::Status Checkpointer::Core::Start(CheckpointerOptions* given) {
     HOLDFAST_ASSIGN_OR_RETURN(options.worker_program,
                               writer::FindWorkerProgram(options.worker_program));
   }
-  const uint32_t cpus = std::max(1u, std::thread::hardware_concurrency());
-  if (options.staging.threads == 0) options.staging.threads = std::min(4u, cpus);
+  if (options.staging.threads == 0) options.staging.threads = base::DefaultThreads();
   HOLDFAST_ASSIGN_OR_RETURN(pool, staging::StagingPool::Create(options.staging));
   workers =
       std::make_unique<writer::WorkerSource>(pool.get(), options.launcher, options.worker_program);

@@ -267,11 +267,6 @@ static_assert(sizeof(Extent) == 56 && sizeof(Piece) == 32 && sizeof(Slot) == 16)
 /// A log entry that is not yet written.
 inline constexpr uint32_t kEmptyEntry = 0xffffffffu;
 
-/// Rounds up to the alignment of direct I/O.
-constexpr uint64_t AlignUp(uint64_t bytes, uint64_t alignment = kIoAlignment) {
-  return (bytes + alignment - 1) / alignment * alignment;
-}
-
 /// Decides the use of written bytes. Returns false after a different decision.
 inline bool Claim(Job* job, Written what) {
   uint32_t found = static_cast<uint32_t>(Written::kHeld);

@@ -6,13 +6,13 @@
 #include <cerrno>
 #include <memory>
 #include <optional>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "io_uring/queue.h"
 #include "runtime/base/keep_forever.h"
 #include "runtime/base/status.h"
+#include "runtime/base/thread.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/layout/job.h"
 #include "runtime/load/sink_pool.h"
@@ -125,8 +125,8 @@ class Stream {
     Transfer& transfer = transfers_[slot];
     transfer.range = index;
     transfer.offset = range.offset / kIoAlignment * kIoAlignment;
-    transfer.bytes = static_cast<uint32_t>(
-        layout::AlignUp(range.offset + range.bytes - transfer.offset, kIoAlignment));
+    transfer.bytes =
+        static_cast<uint32_t>(AlignUp(range.offset + range.bytes - transfer.offset, kIoAlignment));
     ++file.in_flight;
     file.all_submitted =
         index + 1 == ranges_.size() || ranges_[index + 1].file != ranges_[index].file;
@@ -304,10 +304,7 @@ void AppendRanges(uint32_t file, uint64_t begin, uint64_t end, uint64_t tag,
   }
 }
 
-uint32_t ThreadsFor(uint32_t wanted) {
-  if (wanted != 0) return wanted;
-  return std::clamp(std::thread::hardware_concurrency(), 1u, 4u);
-}
+uint32_t ThreadsFor(uint32_t wanted) { return wanted != 0 ? wanted : base::DefaultThreads(); }
 
 absl::Status CheckReadOptions(uint64_t buffer_bytes, uint32_t threads) {
   constexpr uint64_t kBufferBytesMin = uint64_t{2} * kChunkBytes;

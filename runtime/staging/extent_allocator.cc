@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "holdfast/pod.h"
 #include "runtime/base/check.h"
 
 namespace holdfast::staging {
@@ -68,9 +69,7 @@ uint64_t ExtentAllocator::CertainBytes(uint64_t request_bytes_max) const {
   return std::max(sum, largest_free());
 }
 
-uint64_t ExtentAllocator::RoundUp(uint64_t bytes) const {
-  return (bytes + granule_ - 1) / granule_ * granule_;
-}
+uint64_t ExtentAllocator::RoundUp(uint64_t bytes) const { return AlignUp(bytes, granule_); }
 
 void ExtentAllocator::Insert(uint64_t offset, uint64_t bytes) {
   free_.emplace(offset, bytes);

@@ -2,8 +2,6 @@
 // cgroup-v1/memory.rst for the files of a control group.
 #include "runtime/staging/memory_room.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <optional>
 
@@ -13,9 +11,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "holdfast/staging.h"
-#include "runtime/sys/owned_fds.h"
-#include "runtime/sys/retry.h"
-#include "runtime/sys/system.h"
+#include "runtime/sys/text_file.h"
 
 namespace holdfast::staging {
 namespace {
@@ -29,19 +25,10 @@ constexpr uint64_t kNoLimit = uint64_t{1} << 62;
 constexpr size_t kFileBytesMax = 64 * 1024;
 
 std::optional<std::string> ReadFile(const std::string& path) {
-  const int fd = sys::OpenOwned(AT_FDCWD, path.c_str(), O_RDONLY | O_CLOEXEC, 0);
-  if (fd < 0) return std::nullopt;
   std::string text(kFileBytesMax, '\0');
-  size_t have = 0;
-  ssize_t got = 0;
-  while (have < text.size()) {
-    got = sys::Uninterrupted([&] { return sys::Sys().read(fd, &text[have], text.size() - have); });
-    if (got <= 0) break;
-    have += static_cast<size_t>(got);
-  }
-  (void)sys::CloseOwned(fd);  // Read only: no data can be lost.
-  if (got < 0) return std::nullopt;
-  text.resize(have);
+  const ssize_t length = sys::ReadTextFile(path.c_str(), text.data(), text.size());
+  if (length < 0) return std::nullopt;
+  text.resize(static_cast<size_t>(length));
   return text;
 }
 
@@ -50,18 +37,6 @@ std::optional<uint64_t> ReadNumber(const std::string& path) {
   uint64_t value = 0;
   if (!text.has_value() || !absl::SimpleAtoi(*text, &value)) return std::nullopt;
   return value;  // "max" is no limit.
-}
-
-// Returns the number behind `key` in lines of "key value" or "key: value kB".
-std::optional<uint64_t> FindNumber(absl::string_view text, absl::string_view key) {
-  for (const absl::string_view line : absl::StrSplit(text, '\n')) {
-    const std::vector<absl::string_view> words =
-        absl::StrSplit(line, absl::ByAnyChar(" :\t"), absl::SkipEmpty());
-    uint64_t value = 0;
-    if (words.size() < 2 || words[0] != key || !absl::SimpleAtoi(words[1], &value)) continue;
-    return words.size() > 2 && words[2] == "kB" ? value * 1024 : value;
-  }
-  return std::nullopt;
 }
 
 struct GroupFiles {
@@ -85,7 +60,7 @@ void LowerByGroups(const std::string& mount, absl::string_view path, const Group
     if (limit.has_value() && *limit < kNoLimit && used.has_value()) {
       const std::optional<std::string> stat = ReadFile(group + "memory.stat");
       const uint64_t reclaimable =
-          stat.has_value() ? FindNumber(*stat, files.reclaimable).value_or(0) : 0;
+          stat.has_value() ? sys::FindBytes(stat->c_str(), files.reclaimable) : 0;
       const uint64_t busy = *used - std::min(*used, reclaimable);
       const uint64_t left = *limit - std::min(*limit, busy);
       if (left < room->bytes) *room = {.bytes = left, .limit = group + files.limit};
@@ -103,8 +78,8 @@ std::string MiB(uint64_t bytes) { return absl::StrCat(bytes >> 20, " MiB"); }
 MemoryRoom FindMemoryRoom() {
   MemoryRoom room;
   if (const std::optional<std::string> info = ReadFile("/proc/meminfo"); info.has_value()) {
-    if (const std::optional<uint64_t> bytes = FindNumber(*info, "MemAvailable"); bytes.has_value())
-      room = {.bytes = *bytes, .limit = "MemAvailable in /proc/meminfo"};
+    const uint64_t bytes = sys::FindBytes(info->c_str(), "MemAvailable", room.bytes);
+    if (bytes != room.bytes) room = {.bytes = bytes, .limit = "MemAvailable in /proc/meminfo"};
   }
   const std::string groups = ReadFile("/proc/self/cgroup").value_or("");
   for (const absl::string_view line : absl::StrSplit(groups, '\n', absl::SkipEmpty())) {

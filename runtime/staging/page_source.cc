@@ -12,6 +12,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "holdfast/pod.h"
 #include "runtime/base/memfd.h"
 #include "runtime/base/status.h"
 #include "runtime/sys/owned_fds.h"
@@ -26,10 +27,6 @@ namespace {
 
 constexpr char kObject[] = "staging arena";
 constexpr uint64_t kTwoMiB = uint64_t{2} << 20;
-
-uint64_t RoundUp(uint64_t bytes, uint64_t granule) {
-  return (bytes + granule - 1) / granule * granule;
-}
 
 absl::StatusOr<base::UniqueFd> OpenMemfd(unsigned flags) {
   return base::CreateMemfd("holdfast-staging", kObject, flags);
@@ -69,7 +66,7 @@ absl::StatusOr<base::UniqueFd> OpenFile(PageRung rung, uint64_t bytes) {
     case PageRung::kHugetlb:
       return OpenHugetlb();
     case PageRung::kTmpfsHuge:
-      return OpenDetachedTmpfs(RoundUp(bytes, kTwoMiB));
+      return OpenDetachedTmpfs(AlignUp(bytes, kTwoMiB));
     default:
       return OpenMemfd(0);
   }
@@ -123,7 +120,7 @@ absl::StatusOr<PageSource> OpenPages(PageRung rung, uint64_t bytes) {
   PageSource source;
   HOLDFAST_ASSIGN_OR_RETURN(source.fd, OpenFile(rung, bytes));
   HOLDFAST_ASSIGN_OR_RETURN(source.page_bytes, PageBytes(rung, source.fd.get()));
-  source.bytes = RoundUp(bytes, source.page_bytes);
+  source.bytes = AlignUp(bytes, source.page_bytes);
   HOLDFAST_RETURN_IF_ERROR(CheckFileSizeLimit(source.bytes));
   if (sys::Sys().ftruncate(source.fd.get(), static_cast<off_t>(source.bytes)) != 0)
     return base::ErrnoStatus("ftruncate", kObject, errno);

@@ -12,10 +12,6 @@
 namespace holdfast::staging {
 namespace {
 
-uint64_t RoundUp(uint64_t bytes) {
-  return (bytes + kIoAlignment - 1) / kIoAlignment * kIoAlignment;
-}
-
 absl::Status Gone(uint64_t epoch) {
   return absl::AbortedError(absl::StrCat("take staging memory for save ", epoch,
                                          ": the save was cancelled or has failed"));
@@ -68,8 +64,8 @@ bool StagingPool::WouldWait(uint64_t bytes) const {
   if (EpochAtTurn() != nullptr) return true;
   const uint64_t quarantined = BytesQuarantined();
   // With no other save in flight the save streams through the free bytes.
-  const uint64_t least = std::min(RoundUp(bytes), uint64_t{kChunkBytes});
-  const uint64_t wanted = bytes_held_ == quarantined ? least : RoundUp(bytes);
+  const uint64_t least = std::min(AlignUp(bytes), uint64_t{kChunkBytes});
+  const uint64_t wanted = bytes_held_ == quarantined ? least : AlignUp(bytes);
   return bytes_held_ != 0 && wanted > allocator_.CertainBytes(kChunkBytes);
 }
 
@@ -303,7 +299,7 @@ absl::StatusOr<std::optional<Lease>> StagingPool::TakeIfPossible(uint64_t epoch,
   }
   const std::optional<uint64_t> offset = allocator_.Allocate(bytes);
   if (!offset.has_value()) return std::nullopt;
-  const uint32_t held = static_cast<uint32_t>(RoundUp(bytes));
+  const uint32_t held = static_cast<uint32_t>(AlignUp(bytes));
   bytes_held_ += held;
   bytes_held_peak_ = std::max(bytes_held_peak_, bytes_held_);
   self->bytes_held += held;

@@ -19,7 +19,7 @@ namespace {
 /// Reserves the file's blocks. A full disk is then an error now and not after gigabytes, and
 /// extending writes do not serialize in the file system.
 bool Reserve(JobRun* run, int fd, uint32_t file) {
-  const uint64_t bytes = layout::AlignUp(layout::Files(run->job)[file].bytes);
+  const uint64_t bytes = AlignUp(layout::Files(run->job)[file].bytes);
   if (bytes == 0) return true;
   const int result =
       sys::Uninterrupted([&] { return sys::Sys().fallocate(fd, 0, 0, static_cast<off_t>(bytes)); });
@@ -151,7 +151,7 @@ bool SyncAndClose(JobRun* run, uint16_t slot) {
   bool ok = true;
   // Direct I/O wrote whole blocks. The truncation precedes the fsync, so that no crash leaves a
   // durable file with padding at its end.
-  if (complete && file.bytes != layout::AlignUp(file.bytes)) {
+  if (complete && file.bytes != AlignUp(file.bytes)) {
     if (sys::Sys().ftruncate(open.fd, static_cast<off_t>(file.bytes)) != 0) {
       ok = FailErrno(run, Operation::kTruncate, errno, open.file);
     }

@@ -43,7 +43,7 @@ bool SubmitReads(Reader* reader, int fd, uint32_t* next, uint32_t end) {
         .fd = fd,
         .buffer = reader->buffer + uint64_t{i} * kChunkBytes,
         .offset = extent.file_offset,
-        .bytes = static_cast<uint32_t>(layout::AlignUp(extent.bytes)),
+        .bytes = static_cast<uint32_t>(AlignUp(extent.bytes)),
         .tag = i,
     });
     if (error != 0) {

@@ -25,9 +25,9 @@ namespace {
 /// The only memory whose size depends on the job: 48 bytes per file, a bit per extent, and at rank
 /// 0 24 bytes per rank.
 bool MapScratch(JobRun* run) {
-  const uint64_t notes = layout::AlignUp(run->job->file_count * sizeof(FileNote), 64);
+  const uint64_t notes = AlignUp(run->job->file_count * sizeof(FileNote), 64);
   const uint64_t bits = (uint64_t{run->job->extent_count} + 63) / 64 * sizeof(uint64_t);
-  run->scratch_bytes = layout::AlignUp(notes + bits + RankNoteBytes(*run->job));
+  run->scratch_bytes = AlignUp(notes + bits + RankNoteBytes(*run->job));
   run->scratch = sys::Sys().mmap(nullptr, run->scratch_bytes, PROT_READ | PROT_WRITE,
                                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (run->scratch == MAP_FAILED) {

@@ -56,7 +56,7 @@ bool TakeNext(JobRun* run) {
   const layout::Extent& extent = layout::Extents(run->job)[index];
   HOLDFAST_ASSERT(extent.file < job.file_count && extent.bytes <= kChunkBytes);
   const uint64_t bit = uint64_t{1} << (index % 64);
-  const uint64_t io_bytes = layout::AlignUp(extent.bytes);
+  const uint64_t io_bytes = AlignUp(extent.bytes);
   // The only fields of an extent that are written after the table's check.
   if ((write.taken_bits[index / 64] & bit) != 0 || extent.arena_offset % kIoAlignment != 0 ||
       extent.arena_offset > run->attached->arena_bytes ||
@@ -137,7 +137,7 @@ bool Fill(JobRun* run) {
         .fd = run->open[slot].fd,
         .buffer = run->attached->arena + extent.arena_offset,
         .offset = extent.file_offset,
-        .bytes = static_cast<uint32_t>(layout::AlignUp(extent.bytes)),
+        .bytes = static_cast<uint32_t>(AlignUp(extent.bytes)),
         .tag = tag,
     });
     if (error == EAGAIN) break;
@@ -180,7 +180,7 @@ bool TakeCompletion(JobRun* run, const io::Completion& completion) {
     return FailErrno(run, Operation::kWrite, completion.error, extent.file,
                      extent.file_offset + completion.bytes, extent.bytes);
   }
-  if (completion.bytes != layout::AlignUp(extent.bytes)) {
+  if (completion.bytes != AlignUp(extent.bytes)) {
     return FailErrno(run, Operation::kWrite, EIO, extent.file,
                      extent.file_offset + completion.bytes, extent.bytes);
   }

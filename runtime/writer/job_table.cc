@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 
@@ -18,6 +19,7 @@
 #include "runtime/base/status.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
+#include "runtime/sys/text_file.h"
 
 namespace holdfast::writer {
 namespace {
@@ -35,7 +37,7 @@ struct Layout {
 
 layout::Range Take(uint64_t bytes, uint64_t* at) {
   const layout::Range range{.offset = *at, .bytes = bytes};
-  *at = layout::AlignUp(*at + bytes, kTableAlignment);
+  *at = AlignUp(*at + bytes, kTableAlignment);
   return range;
 }
 
@@ -48,7 +50,7 @@ Layout LayOut(const format::PackedPlan& plan, uint64_t manifest_bytes, uint64_t 
   Layout layout;
   for (const format::PackedFile& file : plan.files) layout.extents += ExtentCount(file.bytes);
   layout.pieces = static_cast<uint32_t>(plan.piece_count);
-  uint64_t at = layout::AlignUp(sizeof(layout::Job), kTableAlignment);
+  uint64_t at = AlignUp(sizeof(layout::Job), kTableAlignment);
   layout.files = Take(plan.files.size() * sizeof(layout::File), &at);
   layout.extent_range = Take(uint64_t{layout.extents} * sizeof(layout::Extent), &at);
   layout.piece_range = Take(uint64_t{layout.pieces} * sizeof(layout::Piece), &at);
@@ -59,7 +61,7 @@ Layout LayOut(const format::PackedPlan& plan, uint64_t manifest_bytes, uint64_t 
   layout.older = Take(older_count * sizeof(AttemptId), &at);
   layout.trash = Take(trash_count * kNameBytes, &at);
   // Whole pages, as the kernel allocates, so that accounting matches the memory.
-  layout.bytes = layout::AlignUp(at, static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)));
+  layout.bytes = AlignUp(at, static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)));
   return layout;
 }
 
@@ -83,17 +85,10 @@ mode_t CurrentUmask() {
   // umask(2) can only be read by setting it, and another thread's open would see the set value;
   // /proc has no such effect.
   constexpr mode_t kUsual = 022;
-  const base::UniqueFd status(
-      sys::OpenOwned(AT_FDCWD, "/proc/self/status", O_RDONLY | O_CLOEXEC, 0));
-  if (!status.valid()) return kUsual;
   char text[1024];  // the second line holds the mask
-  const ssize_t bytes = sys::Sys().read(status.get(), text, sizeof(text) - 1);
-  if (bytes <= 0) return kUsual;
-  text[bytes] = '\0';
-  const char* const line = std::strstr(text, "\nUmask:");
-  unsigned value = kUsual;
-  if (line != nullptr) (void)std::sscanf(line, "\nUmask: %o", &value);
-  return static_cast<mode_t>(value);
+  (void)sys::ReadTextFile("/proc/self/status", text, sizeof(text));
+  const char* const value = sys::FindField(text, "Umask");
+  return value != nullptr ? static_cast<mode_t>(std::strtoul(value, nullptr, 8)) : kUsual;
 }
 
 // ftruncate beyond the limit not only fails: it sends SIGXFSZ, which ends the process.

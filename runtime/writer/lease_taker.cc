@@ -13,7 +13,7 @@ namespace {
 constexpr absl::Duration kMemoryStep = absl::Milliseconds(50);
 
 uint32_t LeaseBytes(const SaveState& save, uint32_t index) {
-  return static_cast<uint32_t>(layout::AlignUp(save.table->extent(index).bytes));
+  return static_cast<uint32_t>(AlignUp(save.table->extent(index).bytes));
 }
 
 bool NoRoom(const absl::Status& status) {

@@ -144,7 +144,7 @@ void Sealer::SealDigested(const std::shared_ptr<SaveState>& save, uint32_t index
   char* memory = pool_->arena().base() + extent.arena_offset;
   // The I/O length is a multiple of the alignment: bytes behind the end must not be an older
   // save's.
-  std::memset(memory + extent.bytes, 0, layout::AlignUp(extent.bytes) - extent.bytes);
+  std::memset(memory + extent.bytes, 0, AlignUp(extent.bytes) - extent.bytes);
   save->table->SetSealed(index, whole);
   pool_->Seal(save->leases[index]);
   if (on_sealed_) {

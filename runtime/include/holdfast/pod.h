@@ -21,6 +21,11 @@ inline constexpr uint32_t kChunkBytes = 4u << 20;
 /// larger alignment returns an error, and the engine falls back to buffered I/O.
 inline constexpr uint32_t kIoAlignment = 4096;
 
+/// Rounds up to a multiple of `alignment`, which need not be a power of two.
+constexpr uint64_t AlignUp(uint64_t bytes, uint64_t alignment = kIoAlignment) {
+  return (bytes + alignment - 1) / alignment * alignment;
+}
+
 /// Longest name of a file or directory, the terminating zero included (NAME_MAX + 1).
 inline constexpr uint32_t kNameBytes = 256;
 

@@ -230,7 +230,7 @@ void TestSave::Build() {
       layout::At<layout::SharedU32>(job(), job()->published), job()->extent_count);
   uint64_t at = 0;
   for (uint32_t i = 0; i < extent_count(); ++i) {
-    const uint64_t bytes = layout::AlignUp(table_->extent(i).bytes);
+    const uint64_t bytes = AlignUp(table_->extent(i).bytes);
     if (at + bytes > trainer_->arena_bytes) return;  // The test stages the rest as it goes.
     Stage(i, at);
     at += bytes;
@@ -244,7 +244,7 @@ char* TestSave::Memory(uint32_t extent) const {
 void TestSave::Stage(uint32_t index, uint64_t offset) {
   const layout::Extent& extent = table_->extent(index);
   table_->SetArenaOffset(index, offset);
-  std::memset(trainer_->arena + offset, 0, layout::AlignUp(extent.bytes));
+  std::memset(trainer_->arena + offset, 0, AlignUp(extent.bytes));
   std::memcpy(trainer_->arena + offset, contents_[extent.file].data() + extent.file_offset,
               extent.bytes);
 }
