@@ -2,69 +2,48 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
+import time
 
-from holdfast import _native
+from holdfast.integrity import slow_device
 
 
-class SlowDevice(_native.Device):
-    """Copies read their source only when `finish` is called: DMA at its latest."""
+class SlowDevice(slow_device.SlowDevice):
+    """Copies read their source only when `open` is set: DMA at its latest."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.pending: dict[int, tuple[int, int, int]] = {}
-        self.done: set[int] = set()
+        super().__init__(seed=0)
         self.waits: list[int] = []  # streams that were made to wait
         self.open = threading.Event()
-        self._next = 0
-        self._lock = threading.Lock()
 
     def name(self) -> str:
         return "slow:0"
 
-    def register_memory(self, address: int, nbytes: int) -> None:
-        pass
-
-    def unregister_memory(self, address: int, nbytes: int) -> None:
-        pass
-
-    def order_after(self, stream: int) -> None:
-        pass
-
-    def copy_to_host(self, destination: int, source: int, nbytes: int) -> int:
-        with self._lock:
-            self._next += 1
-            self.pending[self._next] = (destination, source, nbytes)
-            return self._next
-
-    def copy_from_host(self, destination: int, source: int, nbytes: int) -> int:
-        ctypes.memmove(destination, source, nbytes)
-        with self._lock:
-            self._next += 1
-            self.done.add(self._next)
-            return self._next
+    def _due(self) -> float:
+        return float("inf")
 
     def is_done(self, ticket: int) -> bool:
-        if not self.open.is_set():
-            return ticket in self.done
         with self._lock:
-            if ticket in self.pending:
-                self._run(ticket)
-        return True
-
-    def _run(self, ticket: int) -> None:
-        destination, source, nbytes = self.pending.pop(ticket)
-        ctypes.memmove(destination, source, nbytes)
-        self.done.add(ticket)
+            if self.open.is_set():
+                self._run_due(float("inf"))
+            return ticket not in self.pending
 
     def wait(self, ticket: int, seconds: float) -> bool:
         self.open.wait(seconds)
         return self.is_done(ticket)
 
+    def reads(self, address: int | None = None) -> bool:
+        """Whether a copy is pending whose source has an address; without an address: any copy."""
+        with self._lock:
+            return any(address is None or s <= address < s + n for _, s, n, _ in self.pending.values())
+
+    def await_copy(self, address: int | None = None) -> None:
+        """Returns once `reads`, which the runtime's threads decide, or after 10 s."""
+        end = time.monotonic() + 10
+        while not self.reads(address) and time.monotonic() < end:
+            time.sleep(0.005)
+
     def make_stream_wait(self, stream: int) -> None:
         """What the stream does next comes after the copies: as if they were done here."""
         self.waits.append(stream)
-        with self._lock:
-            for ticket in list(self.pending):
-                self._run(ticket)
+        super().make_stream_wait(stream)

@@ -219,16 +219,11 @@ def test_parameters_are_copied_late_without_a_copy_on_the_device(
         {"net": net, "optimizer": optimizer}, tmp_path / "s", late=[optimizer]
     )
 
-    def is_source(tensor: torch.Tensor) -> bool:
-        return any(s <= tensor.data_ptr() < s + n for _, s, n in list(slow.pending.values()))
-
-    for _ in range(2000):  # the device's thread starts all copies of a chunk together
-        if is_source(optimizer.state[net.linear.weight]["exp_avg"]):
-            break
-        threading.Event().wait(0.005)
-    assert is_source(net.linear.weight)
-    assert is_source(optimizer.state[net.linear.weight]["exp_avg"])
-    assert not is_source(net.norm.running_mean)
+    average = optimizer.state[net.linear.weight]["exp_avg"]
+    slow.await_copy(average.data_ptr())  # the device's thread starts all copies of a chunk together
+    assert slow.reads(net.linear.weight.data_ptr())
+    assert slow.reads(average.data_ptr())
+    assert not slow.reads(net.norm.running_mean.data_ptr())
     slow.open.set()
     save.wait(60)
 

@@ -25,8 +25,7 @@ def test_the_call_waits_where_a_stream_cannot_be_made_to(
     changed = threading.Event()
 
     def copy_late() -> None:
-        while not slow.pending:
-            threading.Event().wait(0.01)
+        slow.await_copy()
         changed.wait(2)
         slow.open.set()
 

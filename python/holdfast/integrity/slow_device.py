@@ -20,7 +20,7 @@ class SlowDevice(_native.Device):
         super().__init__()
         self._choose = random.Random(seed)
         self._delay_max = delay_max
-        self._pending: dict[int, tuple[int, int, int, float]] = {}
+        self.pending: dict[int, tuple[int, int, int, float]] = {}
         self._next = 0
         self._lock = threading.Lock()
 
@@ -36,11 +36,14 @@ class SlowDevice(_native.Device):
     def order_after(self, stream: int) -> None:
         pass
 
+    def _due(self) -> float:
+        """The time at which the next copy runs."""
+        return time.monotonic() + self._choose.random() * self._delay_max
+
     def copy_to_host(self, destination: int, source: int, nbytes: int) -> int:
         with self._lock:
             self._next += 1
-            due = time.monotonic() + self._choose.random() * self._delay_max
-            self._pending[self._next] = (destination, source, nbytes, due)
+            self.pending[self._next] = (destination, source, nbytes, self._due())
             return self._next
 
     def copy_from_host(self, destination: int, source: int, nbytes: int) -> int:
@@ -51,15 +54,15 @@ class SlowDevice(_native.Device):
 
     def _run_due(self, now: float) -> None:
         """Copies what is due. The lock must be held."""
-        for ticket, (destination, source, nbytes, due) in list(self._pending.items()):
+        for ticket, (destination, source, nbytes, due) in list(self.pending.items()):
             if due <= now:
                 ctypes.memmove(destination, source, nbytes)
-                del self._pending[ticket]
+                del self.pending[ticket]
 
     def is_done(self, ticket: int) -> bool:
         with self._lock:
             self._run_due(time.monotonic())
-            return ticket not in self._pending
+            return ticket not in self.pending
 
     def wait(self, ticket: int, seconds: float) -> bool:
         end = time.monotonic() + seconds
