@@ -13,6 +13,7 @@
 #include <fstream>
 #include <vector>
 
+#include "runtime/base/status.h"
 #include "runtime/directory/entries.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
@@ -36,6 +37,11 @@ class RemovalTest : public ::testing::Test {
     WriteSmallCheckpoint(directory_ / "step-7", rank_);
   }
   void TearDown() override { sys::g_system = sys::kKernel; }
+
+  absl::StatusOr<directory::RetiredCheckpoint> Retire() const {
+    HOLDFAST_ASSIGN_OR_RETURN(const CheckpointInfo info, InspectCheckpoint(directory_ / "step-7"));
+    return directory::RetireCheckpoint(parent_.get(), info);
+  }
 
   TemporaryDirectory directory_;
   const SmallRank rank_ = {
@@ -75,9 +81,7 @@ TEST_F(RemovalTest, RemovesManifestsDurablyBeforeAnythingElse) {
 
 TEST_F(RemovalTest, RemovesTheManifestsOfARetiredOneDurablyAfterAnythingElse) {
   std::ofstream(directory_ / "step-7/holdfast.commit.json") << rank_.record_text();
-  const auto info = InspectCheckpoint(directory_ / "step-7");
-  ASSERT_TRUE(info.ok()) << info.status();
-  const auto retired = directory::RetireCheckpoint(parent_.get(), *info);
+  const auto retired = Retire();
   ASSERT_TRUE(retired.ok()) << retired.status();
   std::vector<std::string> calls;
   LogInto(&calls);
@@ -93,17 +97,15 @@ TEST_F(RemovalTest, RemovesTheManifestsOfARetiredOneDurablyAfterAnythingElse) {
 }
 
 TEST_F(RemovalTest, DoesNotRetireACheckpointThatASaveIsReplacing) {
-  const auto info = InspectCheckpoint(directory_ / "step-7");
-  ASSERT_TRUE(info.ok()) << info.status();
   const auto standing = directory::OpenDirectory(parent_.get(), "step-7");
   ASSERT_TRUE(standing.ok());
   int lock = -1;
   ASSERT_TRUE(worker::LockManifest(standing->get(), "rank-00000-of-00002.manifest.json", &lock));
   base::UniqueFd held(lock);
-  EXPECT_TRUE(absl::IsAborted(directory::RetireCheckpoint(parent_.get(), *info).status()));
+  EXPECT_TRUE(absl::IsAborted(Retire().status()));
   EXPECT_TRUE(std::filesystem::exists(directory_ / "step-7"));
   held.Reset();
-  EXPECT_TRUE(directory::RetireCheckpoint(parent_.get(), *info).ok());
+  EXPECT_TRUE(Retire().ok());
 }
 
 TEST_F(RemovalTest, HoldsTheLockOfReplacementsDuringTheRename) {
@@ -124,9 +126,7 @@ TEST_F(RemovalTest, HoldsTheLockOfReplacementsDuringTheRename) {
 }
 
 TEST_F(RemovalTest, KeepsAFileThatComesWhileARetiredOneIsRemoved) {
-  const auto info = InspectCheckpoint(directory_ / "step-7");
-  ASSERT_TRUE(info.ok()) << info.status();
-  const auto retired = directory::RetireCheckpoint(parent_.get(), *info);
+  const auto retired = Retire();
   ASSERT_TRUE(retired.ok()) << retired.status();
   static std::string path;
   path = directory_ / retired->name;
