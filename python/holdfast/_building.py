@@ -92,8 +92,8 @@ class Builder:
     def key(self, node: Node, path: str) -> Any:
         return _plain.key_of(node, lambda name: self.class_of(name, path, "enum"))
 
-    def differs(self, path: str) -> Error:
-        return self._checkpoint.differs(path)
+    def differs(self, path: str, shards: bool) -> Error:
+        return self._checkpoint.differs(path, shards)
 
     def object(self, name: str) -> Any:
         return self._checkpoint.object(self._loading, name, self._allow)

@@ -37,7 +37,9 @@ def common(nodes: list[Node]) -> Node:
     apart = (below, _OWN.get(kind))
     rest = [{k: v for k, v in node.items() if k not in apart} for node in nodes]
     divided = kind == "dtensor" and any(share_of(node) for node in nodes)
-    if divided or any(node != rest[0] for node in rest):
+    if divided:
+        return _differing(shards=True)
+    if any(node != rest[0] for node in rest):
         return _differing()
     if below is None:
         return first if kind in _OWN else _differing()
@@ -56,8 +58,9 @@ def common(nodes: list[Node]) -> Node:
     return {**first, below: common(inner)}
 
 
-def _differing() -> Node:
-    return {"kind": DIFFERS}
+def _differing(shards: bool = False) -> Node:
+    """`shards`: of a DTensor, which holdfast.dcp would load into any number of ranks."""
+    return {"kind": DIFFERS, "shards": shards}
 
 
 def _each(ranks: list[list[Node]]) -> Node:

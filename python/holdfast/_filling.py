@@ -155,8 +155,8 @@ class Filling:
         builder = Builder(self._checkpoint, self._first, self._allow, device, parameters)
         return Later(builder.value(node, path))
 
-    def differs(self, path: str) -> Error:
-        return self._checkpoint.differs(path)
+    def differs(self, path: str, shards: bool) -> Error:
+        return self._checkpoint.differs(path, shards)
 
     def object(self, name: str, cls: type) -> Any:
         """A pickled object that may have `cls` in it."""

@@ -531,10 +531,10 @@ class Differing(Kind):
     names = (DIFFERS,)
 
     def build(self, builder: Any, node: Node, path: str) -> Callable[[], Any]:
-        raise builder.differs(path)
+        raise builder.differs(path, node["shards"])
 
     def fill(self, filling: Any, node: Node, target: Any, path: str) -> Any:
-        raise filling.differs(path)
+        raise filling.differs(path, node["shards"])
 
 
 PLAIN, OBJECT, SEQUENCE, MAPPINGS, STATEFUL, RECORD = (

@@ -157,6 +157,7 @@ class Outline:
         self.needs_allow = sorted(
             needed_classes(nodes(description)).union(name for name in made if name not in CONSTRUCTORS)
         )
+        self._objects_noted = not self.object_names
         # Between these parts belong the plain values.
         self.device_set = set(self.devices)
         self._text = _encode(description)[1:].encode().split(_encode(_HOLE).encode())
@@ -167,6 +168,12 @@ class Outline:
         return not self._shifts and tokens == self._walk_tokens and all(
             ours.equals(theirs) for ours, theirs in zip(tables, self._tables, strict=True)
         )
+
+    def note_objects(self, classes: Callable[[], set[str]]) -> None:
+        """Adds to `needs_allow` what the objects have in them, once: later saves have the same structure."""
+        if not self._objects_noted:
+            self.needs_allow = sorted({*self.needs_allow, *classes()})
+            self._objects_noted = True
 
     # ---- Nodes, from the tokens of a walk.
 

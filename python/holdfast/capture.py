@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from holdfast import _devices, _hf, _late, _names, _native, _plain, _regular, _state, _tensor_kinds
+from holdfast import _devices, _hf, _late, _names, _native, _plain, _regular, _state, _tensor_kinds, _unpickle
 from holdfast._names import REPLICAS
 from holdfast.errors import Error, of_system
 
@@ -79,6 +79,7 @@ class Part:
         else:
             self._described = _state.describe(state)
         self._blob, self._index = _pickled(self._described.objects, objects)
+        self._described.outline.note_objects(lambda: _classes_in(self._blob, self._index))
         self._files = {name: _content(name, given) for name, given in files.items() if rank == 0}
         for name in files:
             _check_file_name(name, layout)
@@ -151,6 +152,8 @@ def _sources(entries: list[_state.Entry]) -> list[Any]:
 
 
 _HOST = torch.device("cpu")
+# The longest pickle of an object that is searched for classes: it takes some 20 ms.
+_SEARCHED_MAX = 64 << 10
 
 
 @dataclasses.dataclass
@@ -269,6 +272,12 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
         index[name] = [len(blob), len(data)]
         blob += data
     return bytes(blob), index
+
+
+def _classes_in(blob: bytes, index: dict[str, list[int]]) -> set[str]:
+    """What pickles ask for and no load makes by default; of large ones nothing, as a call has no time for them."""
+    ranges = ((begin, begin + nbytes) for begin, nbytes in index.values() if nbytes <= _SEARCHED_MAX)
+    return {name for begin, end in ranges for name in _unpickle.unlisted(blob[begin:end])}
 
 
 # Names that readers interpret: of a rank's own files, and of PyTorch's distributed checkpoints. The runtime

@@ -160,14 +160,15 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         structures = [view.structure for view in self._ranks]
         self._root = common([structure["root"] for structure in structures])
         if any(structure.get("deep", []) != self.deep for structure in structures):
-            self.deep = [{"kind": _kinds.DIFFERS} for _ in self.deep]
+            self.deep = [{"kind": _kinds.DIFFERS, "shards": False} for _ in self.deep]
 
-    def differs(self, name: str) -> Error:
-        """The error for an entry that not all ranks had alike."""
+    def differs(self, name: str, shards: bool = False) -> Error:
+        """The error for an entry that not all ranks had alike; `shards`: of a DTensor."""
         return Error(
             "FAILED_PRECONDITION",
             f"load {name or 'state'} of {self.path}: it differs over the {self.world_size} ranks that "
-            "saved it; pass rank= (holdfast convert: --rank) to read one rank's, or leave it out",
+            "saved it; pass rank= (holdfast convert: --rank) to read one rank's, or "
+            + ("save with holdfast.dcp, which loads into any number of ranks" if shards else "leave it out"),
         )
 
     def require_alike(self, name: str) -> None:

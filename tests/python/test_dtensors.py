@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import dcp_ranks
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -144,3 +145,5 @@ def _fsdp_resumes(rank: int, directory: str) -> None:
 
 def test_a_sharded_models_optimizer_resumes_before_its_first_step(tmp_path: Path) -> None:
     dcp_ranks.run_ranks(2, tmp_path, _fsdp_resumes, str(tmp_path))
+    with pytest.raises(holdfast.Error, match="differs over the 2 ranks.*save with holdfast.dcp"):
+        holdfast.load(tmp_path / "s")

@@ -101,6 +101,24 @@ class Config:
     width: int = 4
 
 
+class Holder:
+    """An object with another one in it."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+
+def test_a_save_names_the_classes_in_objects(tmp_path: Path) -> None:
+    holder = Holder([Unknown(), Config(), {"a": torch.float16}])
+    names = [f"{__name__}:{c}" for c in ("Config", "Holder", "Unknown")]
+    for n in range(2):  # the second save has the structure of the first
+        assert holdfast.save({"o": holder}, tmp_path / str(n), step=n)["needs_allow"] == names
+    loaded = holdfast.load(tmp_path / "1", allow=names)["o"]
+    assert loaded.inner[1:] == [Config(), {"a": torch.float16}]
+    large = Holder([Unknown(), "x" * (1 << 20)])
+    assert holdfast.save({"o": large, "t": torch.ones(1)}, tmp_path / "large")["needs_allow"] == [names[1]]
+
+
 def test_a_save_says_what_no_load_makes_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = {"config": Config(), "object": Unknown(), "plain": {"a": [1, (2.0, "b")]}, "t": torch.ones(2)}
     names = [f"{__name__}:Config", f"{__name__}:Unknown"]
