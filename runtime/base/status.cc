@@ -52,7 +52,9 @@ const char* Verb(Operation operation) {
                  "cancel",
                  "lock",
                  "replace",
-                 "join the other ranks of"},
+                 "join the other ranks of",
+                 "map the worker's memory for",
+                 "map the read-back buffer for"},
                 operation);
 }
 

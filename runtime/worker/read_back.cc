@@ -133,11 +133,11 @@ bool ReadBackFiles(JobRun* run) {
   // Anonymous and private: counted as this worker's own, and unmapped below.
   void* const memory = sys::Sys().mmap(nullptr, kBufferBytes, PROT_READ | PROT_WRITE,
                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-  if (memory == MAP_FAILED) return FailErrno(run, Operation::kSetUp, errno);
+  if (memory == MAP_FAILED) return FailErrno(run, Operation::kMapBuffer, errno);
   // A worker may be a thread of the host: a child that is forked during a read would make the
   // pages copy-on-write, and the kernel could then write to the child's (open(2), NOTES).
   if (sys::Sys().madvise(memory, kBufferBytes, MADV_DONTFORK) != 0) {
-    FailErrno(run, Operation::kSetUp, errno);
+    FailErrno(run, Operation::kMapBuffer, errno);
     sys::Sys().munmap(memory, kBufferBytes);
     return false;
   }

@@ -32,7 +32,7 @@ bool MapScratch(JobRun* run) {
                                  MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (run->scratch == MAP_FAILED) {
     run->scratch = nullptr;
-    return FailErrno(run, Operation::kSetUp, errno);
+    return FailErrno(run, Operation::kMapNotes, errno);
   }
   HOLDFAST_ASSERT(run->notes == nullptr && notes + bits <= run->scratch_bytes);
   run->notes = static_cast<FileNote*>(run->scratch);

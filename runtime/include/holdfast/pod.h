@@ -121,6 +121,8 @@ enum class Operation : uint32_t {
   kLock,
   kReplace,    ///< Replacing an existing checkpoint of the name.
   kJoinRanks,  ///< Opening the rank board, or writing to it.
+  kMapNotes,   ///< Mapping the worker's own memory of a job.
+  kMapBuffer,  ///< Mapping the buffer that files are read back into.
 };
 
 /// Why a job failed. The codes equal absl::StatusCode's, so that the trainer converts by value.

@@ -2,6 +2,7 @@
 // or a failure that nobody can take for a checkpoint. (The order of successful calls:
 // order_test.)
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "gtest/gtest.h"
+#include "runtime/base/status.h"
 #include "runtime/sys/system.h"
 #include "tests/unit/worker/worker_rig.h"
 
@@ -106,6 +108,39 @@ struct FaultTest : ::testing::Test {
 
   Trainer trainer{kArena};
 };
+
+bool g_fails_populated = false;
+void* NoAnonymousMemory(void* at, size_t bytes, int protection, int flags, int fd, off_t offset) {
+  // The read-back buffer alone is populated; a small job's own memory is one block.
+  const bool populated = (flags & MAP_POPULATE) != 0;
+  const bool fails = g_fails_populated ? populated : bytes == kIoAlignment;
+  if ((flags & MAP_ANONYMOUS) == 0 || !fails)
+    return sys::kKernel.mmap(at, bytes, protection, flags, fd, offset);
+  errno = ENOMEM;
+  return MAP_FAILED;
+}
+
+TEST_F(FaultTest, NoMemoryIsReportedForTheWorkersMemoryOrTheReadBackBuffer) {
+  for (const bool populated : {false, true}) {
+    TestDirectory directory;
+    TestSave save(&trainer, directory.path());
+    save.parameters.engine = EngineRung::kPwrite;
+    save.parameters.flags |= layout::kReadBack;
+    save.AddFile("model.bin", {1000});
+    save.Build();
+    save.SealAll();
+    g_fails_populated = populated;
+    sys::g_system.mmap = NoAnonymousMemory;
+    TestWorker worker(Launcher::kThread, trainer);
+    save.StartOn(&worker);
+    ASSERT_TRUE(save.AwaitDone());
+    worker.Join();
+    sys::g_system = sys::kKernel;
+    EXPECT_EQ(base::ToStatus(save.failure(), {.checkpoint = "/run/step-1"}).message(),
+              populated ? "map the read-back buffer for /run/step-1: Cannot allocate memory"
+                        : "map the worker's memory for /run/step-1: Cannot allocate memory");
+  }
+}
 
 const std::string kOldManifest = "rank-00003-of-00004.manifest.json";
 
