@@ -341,8 +341,14 @@ def _generator(pickle: Pickle, device: Any) -> Any:
     return torch.Generator(device)
 
 
-def storage_at(pid: Any, memory_of: Callable[[str], bytes]) -> Any:
-    """The storage of a persistent id of ``torch.save``; `memory_of` gives the bytes of its key."""
+def storage_at(pid: Any, memory_of: Callable[[str], bytes], place: Callable[[str], str]) -> Any:
+    """The storage of a persistent id of ``torch.save``.
+
+    Args:
+        pid: the id.
+        memory_of: gives the bytes of its key.
+        place: gives the device for the one that it was saved from, unless that is host memory.
+    """
     require(type(pid) is tuple and len(pid) >= 5 and pid[0] == "storage", "a persistent id")
     _, cls, key, location, count = pid[:5]
     require(cls in torch._storage_classes and type(key) is str, "a storage")
@@ -352,6 +358,10 @@ def storage_at(pid: Any, memory_of: Callable[[str], bytes]) -> Any:
     data = bytearray(memory_of(key))
     require(count * dtype.itemsize == len(data), f"{count} elements in {len(data)} bytes")
     memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
+    require(type(location) is str, "a location")
+    if location != "cpu":
+        torch.device(location)  # else it is damaged
+        location = place(location)
     storage = torch.serialization.default_restore_location(memory.untyped_storage(), location)
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 

@@ -143,6 +143,7 @@ class Unpickler(pickle._Unpickler):
         data: the pickle.
         operation: begins each message, "load NAME".
         allow: names ("module:Class") that the caller trusts with any arguments and any state.
+        place: gives the device of a tensor's memory for the one that it was saved from; by default that one.
     """
 
     dispatch = {
@@ -159,7 +160,9 @@ class Unpickler(pickle._Unpickler):
     read: Callable[[int], bytes]
     pop_mark: Callable[[], list[Any]]
 
-    def __init__(self, data: bytes, operation: str, allow: frozenset[str] = frozenset()) -> None:
+    def __init__(self, data: bytes, operation: str, allow: frozenset[str] = frozenset(),
+                 place: Callable[[str], str] | None = None) -> None:
+        self.place = place or self._where_saved
         self._stream = io.BytesIO(data)
         super().__init__(self._stream)
         self._data = data
@@ -280,9 +283,18 @@ class Unpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"arguments by name for {cls!r:.80}")
         self.append(self._call(cls, args, lambda *a: cls.__new__(cls, *a, **named)))
 
+    def _where_saved(self, location: str) -> str:
+        if location.startswith("cuda") and not torch.cuda.is_available():
+            raise Error(
+                "FAILED_PRECONDITION",
+                f"{self.operation}: a tensor in it was saved from {location}, and there is no CUDA here; load it where there "
+                "is, or save the tensor beside the object",
+            )
+        return location
+
     def storage_of(self, data: bytes) -> Any:
         self.charge_copy(len(data))
-        inner = _StorageUnpickler(data, self.operation)
+        inner = _StorageUnpickler(data, self.operation, place=self.place)
         inner._units = self._units
         try:
             return inner.storage()
@@ -399,8 +411,8 @@ class _StorageUnpickler(Unpickler):
 
     constructors = STORAGES
 
-    def __init__(self, data: bytes, operation: str) -> None:
-        super().__init__(data, operation)
+    def __init__(self, data: bytes, operation: str, place: Callable[[str], str]) -> None:
+        super().__init__(data, operation, place=place)
         self._safe = {}
 
     def persistent_load(self, pid: Any) -> Any:
@@ -412,7 +424,7 @@ class _StorageUnpickler(Unpickler):
         require(version == torch.serialization.PROTOCOL_VERSION, f"version {version!r:.20} of a storage")
         memory = self._stream.read()[8:]  # behind the number of elements
         require(type(pid) is tuple and pid[5:] == (None,) and keys == [pid[2]], "a storage that is a view")
-        return storage_at(pid, lambda key: memory)
+        return storage_at(pid, lambda key: memory, self.place)
 
 
 def _parts(value: Any) -> tuple[Any, ...]:
@@ -438,12 +450,12 @@ def run(unpickler: Unpickler, operation: str) -> Any:
         raise Error("DATA_LOSS", f"{operation}: its pickle cannot be read: {error}") from error
 
 
-def loads(data: bytes, entry: str, allow: Iterable[Any] = ()) -> Any:
-    """Unpickles one object.
+def loads(data: bytes, entry: str, allow: Iterable[Any] = (), place: Callable[[str], str] | None = None) -> Any:
+    """Unpickles one object; `place` is that of `Unpickler`.
 
     Raises:
         Error: as of `run`.
     """
     operation = f"load {entry}"
     allowed = frozenset(name_of(item) for item in allow)
-    return run(Unpickler(data, operation, allowed), operation)
+    return run(Unpickler(data, operation, allowed, place), operation)

@@ -326,7 +326,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         return _read(loading, self.reader, OBJECTS, length, begin)
 
     def object(self, loading: Loading, name: str, allow: tuple[Any, ...]) -> Any:
-        return _unpickle.loads(self._pickle(loading, name), name, allow)
+        return _unpickle.loads(self._pickle(loading, name), name, allow, lambda saved: str(self.location(saved)))
 
     def _needed(self, loading: Loading) -> set[str]:
         """All names that a load of the whole state needs `allow` for."""
@@ -398,7 +398,8 @@ def load(
             optimizers, dicts of them, state dicts. An optimizer before its first step gets new
             tensors on its parameters' device. Default: new tensors.
         map_location: where new tensors go: a device, a dict of devices by the saved one's name, or a
-            function from that name to a device. Default: where they were saved from.
+            function from that name to a device. Default: where they were saved from. Tensors in
+            objects go by it, too, unless they were saved from host memory.
         strict: complain about entries that only one side has.
         partial: whether a load that fails may leave `into` partly filled. By default all bytes are
             compared once before, and a damaged checkpoint, or a ``load_state_dict`` that refuses its

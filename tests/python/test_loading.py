@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.utils._pytree import tree_map
 
 import holdfast
@@ -486,6 +487,38 @@ def test_tensors_of_inference_are_filled(tmp_path: Path) -> None:
         target = torch.zeros(3)
     holdfast.load(tmp_path / "s", into={"w": target})
     assert (target == 1).all()
+
+
+class Holder:
+    """An object with a tensor in it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def test_a_tensor_in_an_object_goes_where_the_map_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    state = {"o": Holder(torch.arange(3.0))}
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: "cuda:1")
+        holdfast.save(state, tmp_path / "s")
+        holdfast.dcp.save({"o": state["o"], "t": torch.ones(1)}, checkpoint_id=tmp_path / "d")
+    with pytest.raises(holdfast.Error, match="saved from cuda:1, and there is no CUDA here; pass map_location='cpu'"):
+        holdfast.load(tmp_path / "s", allow=[Holder])
+    asked = []
+
+    def place(saved: str) -> str:
+        asked.append(saved)
+        return "cpu"
+
+    for given in ("cpu", {"cuda:1": "cpu"}, place):
+        loaded = holdfast.load(tmp_path / "s", allow=[Holder], map_location=given)["o"].tensor
+        assert torch.equal(loaded, torch.arange(3.0))
+    assert asked == ["cuda:1"]
+    with pytest.raises(CheckpointException, match="saved from cuda:1, and there is no CUDA here; load it where"):
+        reader = holdfast.dcp.StorageReader(tmp_path / "d", allow=[Holder])
+        holdfast.dcp.load({"o": None, "t": torch.zeros(1)}, storage_reader=reader)
 
 
 @pytest.mark.parametrize(("rocm", "kind"), [(None, "cuda"), ("6.4", "hip")])

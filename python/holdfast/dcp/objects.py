@@ -29,7 +29,7 @@ class _ObjectUnpickler(_unpickle.Unpickler):
     def persistent_load(self, pid: Any) -> Any:
         key: Any = pid[2] if type(pid) is tuple and len(pid) > 2 else None
         if key not in self._storages:
-            self._storages[key] = storage_at(pid, lambda key: self._archive.record(f"data/{key}"))
+            self._storages[key] = storage_at(pid, lambda key: self._archive.record(f"data/{key}"), self.place)
         return self._storages[key]
 
 
