@@ -45,6 +45,11 @@ _ALSO = {
 }
 
 
+def counted(number: int, noun: str) -> str:
+    """A number and what it counts: ``1 tensor``, ``2 tensors``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def printable(text: str) -> str:
     """Text that every stream takes: what is not UTF-8 in a path becomes escapes."""
     return text.encode(errors="backslashreplace").decode()

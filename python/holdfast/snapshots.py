@@ -264,11 +264,11 @@ def _is_news(later: Snapshot, earlier: Snapshot) -> bool:
 def _sentence(later: Snapshot, earlier: Snapshot, result: dict[str, Any]) -> str:
     compared, changed = result["tensors_compared"], result["tensors_changed"]
     identical = result["tensors_identical"]
-    what = f"all {compared} tensors"
+    what = f"all {compared} tensors are" if compared > 1 else "its tensor is"
     if changed:
-        what = f"{identical} of {compared} tensors, all but counters and random state,"
+        what = f"{identical} of {compared} tensors, all but counters and random state, are"
     return (
-        f"{later.path} (step {later.step}): {what} are identical to the previous save, "
+        f"{later.path} (step {later.step}): {what} identical to the previous save, "
         f"{earlier.path} (step {earlier.step}). Is what is saved the state that is trained, or a "
         "cached copy of it? holdfast.configure(stale_warning=False) turns this off"
     )

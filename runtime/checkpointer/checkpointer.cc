@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
 #include "runtime/base/status.h"
+#include "runtime/base/text.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/checkpointer/core.h"
 #include "runtime/checkpointer/last_structure.h"
@@ -576,8 +577,8 @@ absl::Status Checkpointer::Trim() {
   // A kept worker waiting for other ranks holds no lease but a registration, which the worker
   // cannot drop before the save's end.
   if (const uint64_t saves = impl_->core->supervisor->in_flight(); saves != 0) {
-    return absl::FailedPreconditionError(
-        absl::StrCat("trim staging memory: ", saves, " saves are in flight; flush first"));
+    return absl::FailedPreconditionError(absl::StrCat(
+        "trim staging memory: ", base::Counted(saves, "save"), " in flight; flush first"));
   }
   return impl_->core->pool->Trim();
 }

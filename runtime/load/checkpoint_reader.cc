@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "holdfast/load.h"
 #include "runtime/base/status.h"
+#include "runtime/base/text.h"
 #include "runtime/base/unique_fd.h"
 #include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
@@ -136,8 +137,8 @@ class BufferRegistration {
 };
 
 absl::Status NoRank(const std::string& path, uint32_t rank, uint32_t ranks) {
-  return absl::NotFoundError(
-      absl::StrCat("open ", path, ": it has no rank ", rank, ", only ", ranks, " ranks from 0"));
+  return absl::NotFoundError(absl::StrCat("open ", path, ": it has no rank ", rank, ", only ",
+                                          base::Counted(ranks, "rank"), " from 0"));
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "runtime/base/check.h"
 #include "runtime/base/keep_forever.h"
 #include "runtime/base/status.h"
+#include "runtime/base/text.h"
 #include "runtime/sys/system.h"
 
 namespace holdfast::staging {
@@ -203,8 +204,9 @@ absl::Status StagingPool::Trim() {
   const base::MutexLock lock(&mutex_);
   AwaitSteady();
   if (!epochs_.empty()) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "trim staging memory: ", epochs_.size(), " saves in flight hold ", bytes_held_, " bytes"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("trim staging memory: ", bytes_held_, " bytes are held by ",
+                     base::Counted(epochs_.size(), "save"), " in flight"));
   }
   if (residence_.Empty()) return absl::OkStatus();
   const absl::Status status = Unlocked([this] { return residence_.GiveBack(); });

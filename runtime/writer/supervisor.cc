@@ -12,6 +12,7 @@
 #include "runtime/base/keep_forever.h"
 #include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
+#include "runtime/base/text.h"
 #include "runtime/layout/launcher.h"
 #include "runtime/sys/owned_fds.h"
 #include "runtime/sys/system.h"
@@ -104,7 +105,8 @@ absl::Status Supervisor::WaitIdle(const void* owner, absl::Time deadline) {
     if (count == 0) return absl::OkStatus();
     if (base::Now() >= deadline) {
       return absl::DeadlineExceededError(
-          absl::StrCat("wait for ", count, " saves in flight: not done yet"));
+          absl::StrCat("wait for ", base::Counted(static_cast<uint64_t>(count), "save"),
+                       " in flight: not done yet"));
     }
     changed_.WaitUntil(&mutex_, std::min(deadline, base::Now() + kQuarantineStep));
   }

@@ -197,7 +197,7 @@ def test_the_counters_go_on_after_a_resume_and_the_summary_has_them(
     job = trainer(tmp_path, second, max_steps=4)
     job.fit(Model(), ckpt_path=tmp_path / "one.ckpt")
     assert second.counters["saves"] == 1 and second.counters["seconds"] > 0
-    assert "offload: 1 saves" in caplog.text
+    assert "offload: 1 save," in caplog.text
     job.save_checkpoint(tmp_path / "two.ckpt")
     states = torch.load(tmp_path / "two.ckpt", weights_only=False)["callbacks"]
     assert states["OffloadCallback"]["counters"]["saves"] == 2

@@ -82,7 +82,7 @@ def test_show_prints_a_table_and_totals(run: Path) -> None:
     row = next(line for line in lines if line.startswith("half "))
     assert row.split() == ["half", "BF16", "[3,", "2]", "12", "model-00000-of-00001.safetensors"]
     assert "optimizer.lr" not in done.out
-    assert lines[-1].startswith("holdfast: 4 tensors, 12.00 MiB; 1 objects; step 1, saved ")
+    assert lines[-1].startswith("holdfast: 4 tensors, 12.00 MiB; 1 object; step 1, saved ")
 
 
 @pytest.mark.parametrize("name", ["dcp-1", "stock-1", "1.pt"])

@@ -115,7 +115,7 @@ def refuse_each(rank: int, directory: str) -> None:
             holdfast.dcp.save(state_of(rank, 3, ("bias", "step")), checkpoint_id=f"{directory}/3", replicas=own)
         (error,) = (e for e, _ in failed.value.failures.values())
         assert error.code == "INVALID_ARGUMENT", error
-        assert "1 tensors and 1 objects differ" in error.message and "bias (ranks 0 and 1)" in error.message
+        assert "1 tensor and 1 object differ" in error.message and "bias (ranks 0 and 1)" in error.message
     assert not Path(directory, "3", ".metadata").exists()
     holdfast.dcp.save(state_of(rank, 4), checkpoint_id=f"{directory}/4", replicas="refuse")
     dist.barrier()

@@ -10,7 +10,7 @@ from holdfast.cli import text
 from holdfast.drain.copying import verify as verify_one
 from holdfast.drain.places import open_place
 from holdfast.drain.remote import find
-from holdfast.errors import Error
+from holdfast.errors import Error, counted
 
 
 def verify(arguments: Sequence[str]) -> int:
@@ -43,6 +43,6 @@ def _verify(url: str) -> int:
         if faults:
             status = 1
         else:
-            text.lines([f"{place.path(info.slot)}: sound: {files} files, {text.size(nbytes)} in {took:.2f} s "
+            text.lines([f"{place.path(info.slot)}: sound: {counted(files, 'file')}, {text.size(nbytes)} in {took:.2f} s "
                         f"({text.size(nbytes / max(took, 1e-9))}/s); checked: XXH3-128 digests of the seal"])  # fmt: skip
     return status

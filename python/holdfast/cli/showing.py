@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from holdfast.cli import sources, text
+from holdfast.errors import counted
 
 _DESCRIPTION = """\
 Lists the tensors and objects of a checkpoint (plain or DCP), a safetensors file or a torch.save zip.
@@ -47,10 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
     head = ("NAME", "DTYPE", "SHAPE", "BYTES", "FILE", "RANKS")[:columns]
     text.table(head, [row[:columns] for row in rows], right="BYTES RANKS")
     text.lines(f"{name} = {value}" for name, value in values.items())
-    facts = [f"{len(tensors)} tensors, {text.size(sum(t.nbytes for t in tensors))}", f"{len(objects)} objects"]
+    facts = [f"{counted(len(tensors), 'tensor')}, {text.size(sum(t.nbytes for t in tensors))}",
+             counted(len(objects), "object")]
     if "step" in source.facts:
         facts.append(f"step {source.facts['step']}, saved {text.age(source.facts['saved_at'])} ago")
     if source.facts.get("world_size"):
-        facts.append(f"{source.facts['world_size']} ranks")
+        facts.append(counted(source.facts["world_size"], "rank"))
     print(f"{source.format}: " + "; ".join(facts))
     return 0

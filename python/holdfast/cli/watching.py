@@ -15,7 +15,7 @@ from typing import Any
 
 from holdfast import directories
 from holdfast.cli import node, text
-from holdfast.errors import Error, of_system
+from holdfast.errors import Error, counted, of_system
 
 _DESCRIPTION = """\
 Shows the saves in flight of all ranks on this node: phase, rate, time left, staging memory held, and
@@ -167,7 +167,7 @@ def errors(look: node.Look) -> list[str]:
         for entry, process in found[:_ERRORS_SHOWN]
     ]
     if look.hidden:
-        said.append(f"{look.hidden} saves of other users are not shown: run this as that user, or as root")
+        said.append(f"not shown: {counted(look.hidden, 'save')} of other users; run this as that user, or as root")
     return [*said, *look.unreadable]
 
 

@@ -31,7 +31,7 @@ from holdfast.dcp.framework import hand_on
 from holdfast.dcp.placement import new_attempt, rank_of
 from holdfast.dcp.records import NotPlain, find_tensor
 from holdfast.dcp.writer import StorageWriter, local_path
-from holdfast.errors import Error, of_damage, of_system
+from holdfast.errors import Error, counted, of_damage, of_system
 
 logger = logging.getLogger("holdfast.dcp")
 
@@ -245,9 +245,9 @@ class StorageReader(_StorageReader):
         _lineage.loaded(str(self.path), self._save_id, next(steps, 0))
         if unproved:
             logger.info(
-                "load %s: %d items without digests to compare with; they were not written by "
-                "holdfast, or their manifests are gone",
-                self.path, len(unproved),
+                "load %s: %s without digests to compare with: not written by "
+                "holdfast, or the manifests are gone",
+                self.path, counted(len(unproved), "item"),
             )  # fmt: skip
 
     @property

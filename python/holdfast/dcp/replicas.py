@@ -23,7 +23,7 @@ from holdfast import _native
 from holdfast._process import PerProcess
 from holdfast.dcp.framing import can_frame
 from holdfast.dcp.parts import Part, Plan
-from holdfast.errors import Error
+from holdfast.errors import Error, counted
 
 logger = logging.getLogger("holdfast.dcp")
 
@@ -244,7 +244,8 @@ class Differing:
     def __str__(self) -> str:
         shown = ", ".join(f"{name} (ranks {a} and {b})" for name, (a, b) in zip(self.names, self.ranks, strict=True))
         more = ", ..." if self.tensors + self.objects > len(self.names) else ""
-        return f"{self.tensors} tensors and {self.objects} objects differ between ranks that have them under one name: {shown}{more}"
+        differing = f"{counted(self.tensors, 'tensor')} and {counted(self.objects, 'object')}"
+        return f"{differing} differ between ranks that have them under one name: {shown}{more}"
 
 
 def compare(parts: list[Part], plans: dict[str, Plan], digests: list[bytes], path: str) -> Differing:

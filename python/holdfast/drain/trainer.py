@@ -25,7 +25,7 @@ from holdfast import _native
 from holdfast._process import PerProcess
 from holdfast.drain.options import Drain
 from holdfast.drain.places import check_apart, check_place, path_of
-from holdfast.errors import Error, TimeoutError
+from holdfast.errors import Error, TimeoutError, counted
 
 logger = logging.getLogger("holdfast")
 
@@ -142,8 +142,9 @@ class Draining(PerProcess):
             error = future.result(timeout)
         except builtins.TimeoutError:
             last = self.report["last_error"]
-            raise TimeoutError("DEADLINE_EXCEEDED", f"drain to {self.target}: {self.report['pending'] or 'some'} checkpoints "
-                               "have not arrived yet" + (f"; the last error: {last}" if last else "")) from None  # fmt: skip
+            raise TimeoutError("DEADLINE_EXCEEDED", f"drain to {self.target}: not all has arrived yet"
+                               + (f", {counted(pending, 'checkpoint')} to go" if (pending := self.report["pending"]) else "")
+                               + (f"; the last error: {last}" if last else "")) from None  # fmt: skip
         if error is not None:
             raise Error(*error)
 

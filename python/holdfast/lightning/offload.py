@@ -9,6 +9,7 @@ from typing import Any
 
 from holdfast import _arguments
 from holdfast._log import size
+from holdfast.errors import counted
 from holdfast.lightning import flavor
 from holdfast.lightning.moving import Move, Skipped
 
@@ -135,7 +136,7 @@ class OffloadCallback(_Callback):
     def _summarize(self) -> None:
         mean = self.averages
         logger.info(
-            "offload: %d saves, %s freed in all, %s and %.3f s a save, %d keys failed",
-            self.counters["saves"], size(self.counters["bytes_freed"]), size(mean["bytes_freed"]),
-            mean["seconds"], self.counters["failures"],
+            "offload: %s, %s freed in all, %s and %.3f s a save, %s failed",
+            counted(int(self.counters["saves"]), "save"), size(self.counters["bytes_freed"]), size(mean["bytes_freed"]),
+            mean["seconds"], counted(int(self.counters["failures"]), "key"),
         )  # fmt: skip

@@ -3,6 +3,7 @@
 #include <cerrno>
 
 #include "gtest/gtest.h"
+#include "runtime/base/text.h"
 
 namespace holdfast::base {
 namespace {
@@ -49,6 +50,12 @@ TEST(Status, AnnotateKeepsCodeAndErrno) {
 }
 
 TEST(Status, AllZeroFailureIsOk) { EXPECT_TRUE(ToStatus(Failure(), {}).ok()); }
+
+TEST(Counted, HasTheNumberOfTheNoun) {
+  EXPECT_EQ(Counted(0, "save"), "0 saves");
+  EXPECT_EQ(Counted(1, "save"), "1 save");
+  EXPECT_EQ(Counted(2, "save"), "2 saves");
+}
 
 }  // namespace
 }  // namespace holdfast::base
