@@ -14,6 +14,7 @@ import operator
 import os
 import re
 import shutil
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -29,6 +30,9 @@ AGE = ("saved_at", "step", "name")
 age_of_listed = operator.itemgetter(*AGE)
 # Of this process, not of a checkpoint: a second try may succeed.
 _OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+# The lock of a save that has ended is held until the kernel has freed the ring of its worker.
+_ENDING_SECONDS = 2.0
+_POLL = 0.02
 _LAST_NUMBER = re.compile(r"(\d+)(?=\D*$)")
 
 
@@ -149,7 +153,7 @@ def remove_old(directory: str, saved: str, keep_last: int, keep_every: int,
     names = set(_native.select_for_removal(_rows(every), keep_last, keep_every, saved))
     first: Error | None = None
     for old in every:
-        if old["name"] not in names or old["path"] in busy or _is_saved_into(old["path"]):
+        if old["name"] not in names or old["path"] in busy or _is_saved_into(old["path"], _ENDING_SECONDS):
             continue
         try:
             _retire(directory, old)
@@ -167,15 +171,19 @@ def remove(checkpoint: dict[str, Any]) -> None:
         Error: FAILED_PRECONDITION for a directory with a foreign file; ABORTED where another process saves into it, or
             has replaced it; of the system.
     """
-    if _is_saved_into(checkpoint["path"]):
+    if _is_saved_into(checkpoint["path"], _ENDING_SECONDS):
         raise Error("ABORTED", f"remove {checkpoint['path']}: a save is on its way there")
     directory = os.path.dirname(checkpoint["path"])
     _retire(directory, checkpoint)
     remove_retired(directory, series_of(checkpoint["name"]))
 
 
-def _is_saved_into(path: str) -> bool:
-    return _native.saves_at_work(path) in ("trainer", "orphan")
+def _is_saved_into(path: str, seconds: float = 0.0) -> bool:
+    """Whether a save is at work there. A worker without a trainer, or its ring, may end within some seconds."""
+    end = time.monotonic() + seconds
+    while (at_work := _native.saves_at_work(path)) == "orphan" and time.monotonic() < end:
+        time.sleep(_POLL)
+    return at_work in ("trainer", "orphan")
 
 
 def remove_retired(directory: str, series: str) -> None:

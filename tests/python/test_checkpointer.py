@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import shutil
+import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -392,6 +395,26 @@ def test_a_crash_in_a_removal_leaves_no_part_of_a_checkpoint(
                     assert value_of(checkpointer, found["step"]) == found["step"]
                 _dcp_directories.remove_old(str(run), "step-2", 1, 0, ())
             assert os.listdir(run) == ["step-2"]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_retention_waits_for_the_lock_of_an_ended_worker(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_dcp_directories, "_ENDING_SECONDS", 20.0 if ends else 0.2)
+    with opened(tmp_path, format="dcp") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state(float(step)), step)
+    # The byte of the lock "in use", as the ring of a worker that has ended still holds it.
+    fd = os.open(tmp_path / "step-1", os.O_RDONLY)
+    fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, 1, 1, 0))
+    closing = threading.Timer(0.3, os.close, [fd])
+    if ends:
+        closing.start()
+    _dcp_directories.remove_old(str(tmp_path), "step-2", 1, 0, ())
+    assert sorted(os.listdir(tmp_path)) == (["step-2"] if ends else ["step-1", "step-2"])
+    if ends:
+        closing.join()
+    else:
+        os.close(fd)
 
 
 def fail_from(patched: pytest.MonkeyPatch, name: str, count: int) -> None:
