@@ -126,6 +126,18 @@ def test_a_checkpoint_does_not_look_absent_for_lack_of_memory(bench: steps.Bench
     assert done.fired and done.problems == []
 
 
+@pytest.mark.parametrize("act", ["kill", "ENFILE"])
+@pytest.mark.parametrize(("format_", "call"), [("holdfast", "renameat2"), ("dcp", "unlink")])
+def test_a_broken_drain_costs_time_only(format_: str, call: str, act: str, bench: steps.Bench) -> None:
+    """At the exchange of names or at its last removal; and where it opens what retention removes."""
+    script = f"drain/{format_}/pwrite"
+    run_ = bench.run(script)
+    assert run_.problems == [] and len(run_.steps) > 300
+    step = [s for s in run_.steps if s.call == (call if act == "kill" else "openat")][-1 if act == "kill" else -5]
+    done = bench.run(script, (Injection(step, act),))
+    assert done.fired and done.problems == []
+
+
 def test_the_injector_leaves_no_descriptor(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):

@@ -214,7 +214,12 @@ class Directory:
             if info.format == "dcp":
                 _dcp_directories.remove(info.listed(self))
             else:
-                _native.remove_checkpoint(path, info.attempt)
+                try:
+                    _native.remove_checkpoint(path, info.attempt)
+                except Error as error:  # its message may name the checkpoint alone, and a drain has two places
+                    if self._path in error.message:
+                        raise
+                    raise Error(error.code, f"remove {path}: {error.message}", error.errno) from None
         finally:
             os.close(fd)
 

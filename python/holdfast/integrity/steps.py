@@ -25,7 +25,7 @@ import torch
 
 import holdfast
 import holdfast.dcp
-from holdfast.integrity import injection, jobs, judge, lanes, processes, readers, rounds, schedule
+from holdfast.integrity import draining, injection, jobs, judge, lanes, processes, readers, rounds, schedule
 from holdfast.integrity.injection import Injection, Injector, Step
 
 SPEC = {"tensors": 4, "bytes": 120_000, "wide": False, "objects": True}
@@ -41,7 +41,7 @@ _SAVES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dcp": ("checkpointer-dcp", 1, {"keep_last": 1}),
     "dcp-ranks": ("dcp", 2, {}),
 }
-OTHERS = ("first", "file", "recovery", "reading", "dcp-reading")
+OTHERS = ("first", "file", "recovery", "reading", "dcp-reading", "drain")
 NAMES = (*_SAVES, *OTHERS)
 Problem = dict[str, str]
 
@@ -52,6 +52,8 @@ def scripts(names: tuple[str, ...] = ()) -> list[str]:
     for name in names or NAMES:
         if name in ("recovery", "reading", "dcp-reading"):
             found += [f"{name}/spawn/pwrite"] if name != "recovery" else [f"{name}/{i}/pwrite" for i in range(_LEAVE_RUNS)]
+        elif name == "drain":
+            found += [f"{name}/{format_}/pwrite" for format_ in draining.FORMATS]
         else:
             found += ["/".join((name, *of)) for of in itertools.product(schedule.LAUNCHERS, ("pwrite", "io_uring"))]
     return found
@@ -112,7 +114,7 @@ class Bench:
         os.makedirs(self.directory, exist_ok=True)
         if name == "file":
             return self._file(script, injections)
-        if name in ("recovery", "reading", "dcp-reading"):
+        if name in ("recovery", "reading", "dcp-reading", "drain"):
             return self._of_template(script, injections)
         kill = any(i.act == "kill" for i in injections)
         made: list[Injector] = []
@@ -161,7 +163,8 @@ class Bench:
         directory, template = os.path.join(self.directory, "run"), os.path.join(self.directory, script.replace("/", "-"))
         shutil.rmtree(directory, ignore_errors=True)
         if script not in self._templates:
-            self._templates[script] = self._leave(script, directory)
+            leave = self._leave_drain if name == "drain" else self._leave
+            self._templates[script] = leave(script, directory)
             shutil.copytree(directory, template, symlinks=True)
         else:
             shutil.copytree(template, directory, symlinks=True)
@@ -169,6 +172,8 @@ class Bench:
         injector = Injector(directory, injections, "begin", "end")
         if name == "recovery":
             self._recover(made, directory, injector, injections)
+        elif name == "drain":
+            draining.run(made, directory, injector, {i.act for i in injections})
         else:
             told, _ = jobs.run_injected(read_everything, (made.round, directory, made.format), injector, "reader")
             killed = any(i.act == "kill" for i in injections)
@@ -196,6 +201,21 @@ class Bench:
         if _tree(directory) != first:
             made.blame("iv", f"a second recovery changed {directory}: {sorted(first ^ _tree(directory))}")
         made.look(thorough=True)
+
+    def _leave_drain(self, script: str, directory: str) -> judge.Judge:
+        """Makes what drains begin with: a directory, and a second one that has an earlier state of it."""
+        is_dcp = script.split("/")[1] == "dcp"
+        round_ = _round("dcp/spawn/pwrite" if is_dcp else "replace/spawn/pwrite", kill=True) | {"one_name": False, "keep_last": 0}
+        saves = [a for life in round_["lives"] for a in life if a["do"] == "save"]
+        for n, save in enumerate(saves, 1):
+            del save["event"]
+            save["step"] = n if is_dcp or n <= 2 else n - 1
+        round_["lives"] = [[saves[0], _WAIT, saves[1], _WAIT], [saves[2], _WAIT, saves[3], _WAIT]]
+        scratch = os.path.join(self.directory, "scratch")
+        os.makedirs(scratch, exist_ok=True)
+        made = draining.prepare(round_, directory, scratch)
+        shutil.rmtree(scratch)
+        return made
 
     def _leave(self, script: str, directory: str) -> judge.Judge:
         """Makes what recoveries and readers begin with: checkpoints, and for a recovery what crashes have left."""
@@ -248,13 +268,6 @@ def _is_clear(said: str, directory: str) -> bool:
     return said.startswith("[") and any(name in said for name in (directory, "staging", "worker", "state.pt"))
 
 
-def _said(error: BaseException) -> str:
-    """The message of one of the package's errors; another error with its type."""
-    if isinstance(error, holdfast.Error):
-        return f"[{error.code}] {error}"
-    return f"{type(error).__name__}: {error}"
-
-
 def _tree(directory: str) -> set[str]:
     return {os.path.join(at, name) for at, _, names in os.walk(directory) for name in names}
 
@@ -267,7 +280,7 @@ def recover(directory: str) -> str:
     try:
         judge.recover(directory)
     except BaseException as error:
-        return _said(error)
+        return draining.said(error)
     return ""
 
 
@@ -285,7 +298,7 @@ def save_files(directory: str, launcher: str, engine: str) -> dict[int, str]:
         try:
             holdfast.save_file(_file_state(number), os.path.join(directory, "state.pt"), replace=True).durable.result(60)
         except BaseException as error:
-            told[number] = _said(error)
+            told[number] = draining.said(error)
     return told
 
 
@@ -302,7 +315,7 @@ def _look_at_file(path: str, allowed: set[int]) -> list[Problem]:
         if (verdict := holdfast.verify(path)["verdict"]) != "sound":
             problems.append(_problem("i", f"{path} is {verdict}"))
     except Exception as error:
-        problems.append(_problem("i", f"{path} cannot be read: {_said(error)}"))
+        problems.append(_problem("i", f"{path} cannot be read: {draining.said(error)}"))
     left = [name for name in os.listdir(os.path.dirname(path)) if name != os.path.basename(path)]
     if len(left) != 1:
         problems.append(_problem("iv", f"after a recovery beside {path}: {sorted(left)}"))
@@ -337,7 +350,7 @@ def read_everything(round_: dict[str, Any], directory: str, format_: str) -> lis
             return read()
         except BaseException as error:  # the framework's own is no Exception
             if not readers.is_own(error):
-                problems.append(("v", f"{what} raises {_said(error)}"))
+                problems.append(("v", f"{what} raises {draining.said(error)}"))
             return None
 
     names = ["step-1", "step-2"]
