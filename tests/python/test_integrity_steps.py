@@ -138,6 +138,17 @@ def test_a_broken_drain_costs_time_only(format_: str, call: str, act: str, bench
     assert done.fired and done.problems == []
 
 
+def test_a_drain_without_a_thread_says_so(bench: steps.Bench) -> None:
+    """It raised Python's own RuntimeError, and its process ended in place of another try."""
+    for script in steps.scripts(("drain",)):
+        run_ = bench.run(script)
+        threads = [s for s in run_.steps if s.call == "clone3"]
+        if not threads:
+            pytest.skip("threads are made by clone here")
+        done = bench.run(script, (Injection(threads[-1], "EAGAIN"),))
+        assert done.fired and done.problems == []
+
+
 def test_the_injector_leaves_no_descriptor(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(2):

@@ -92,7 +92,12 @@ class Following:
         seen, at = self._source.signature(), time.monotonic()
         if not asked and seen is not None and seen == self._swept[0] and at - self._swept[1] < _SWEEP_SECONDS:
             return
-        self._sweep()
+        try:
+            self._sweep()
+        except RuntimeError as error:  # Python's own where the system has no thread; a later sweep may get one
+            if "new thread" not in str(error):
+                raise
+            raise Error("RESOURCE_EXHAUSTED", f"drain {self._source.url} to {self._target.url}: {error}") from None
         # Taken before the listing: what changed behind it is seen next time.
         self._swept = seen, at
 

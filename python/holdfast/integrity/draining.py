@@ -108,8 +108,9 @@ def run(made: judge.Judge, base: str, injector: Injector, acts: set[str]) -> Non
     made.look(thorough=False)  # the drain has changed nothing where it reads
     wanted = [c["name"] for c in _complete(made, source)][-KEEP_LAST:]
     names = _look(made, far, thorough=False)
-    if told and not told[1] and names != wanted:
-        made.blame("i", f"a drain reported no error, and {far} has {names}, not {wanted}")
+    # A listing that passed one over delays its removal until the next drain.
+    if told and not told[1] and not set(names) >= set(wanted):
+        made.blame("i", f"a drain reported no error, and {far} has {names}, without all of {wanted}")
     # A file system without an exchange of names may lose one between two renames.
     if len(names) < KEEP_LAST and "EINVAL" not in acts:
         made.blame("i", f"a broken drain left {names} in {far}, which had {KEEP_LAST} checkpoints")
