@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import holdfast
 from draining import save
 
 
@@ -46,3 +47,8 @@ def test_an_error_that_cannot_be_told_leaves_the_status(redirection: str, run: P
 
 def test_a_reader_that_goes_is_no_error(run: Path) -> None:
     assert said("show --json {}/step-1", run, "| true; exit ${PIPESTATUS[0]}")[1] == ""
+
+
+def test_without_a_command_it_lists_the_commands() -> None:
+    done = holdfast(torch=False)
+    assert done.status == 2 and done.out == "" and "\n  drain SRC DST " in done.error and "\n  ls DIR " in done.error

@@ -405,6 +405,15 @@ def test_what_the_listing_passes_over_is_reported(format: str, record: str, tmp_
     assert command("drain", tmp_path / "run", tmp_path / "far", "--name", "step-2", torch=False).status == 0
 
 
+def test_a_drain_that_ends_in_an_error_prints_its_document(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    done = command("drain", tmp_path / "run", tmp_path / "far", "--name", "step-9", "--json", torch=False)
+    assert done.status == 2 and "no complete checkpoint step-9" in done.error
+    assert done.json["arrived"] == [] and done.json["error"]["code"] == "NOT_FOUND" and "step-9" in done.json["error"]["message"]
+    done = command("drain", tmp_path / "run", tmp_path / "far", "--json", torch=False)
+    assert done.status == 0 and done.json["error"] is None and [c["name"] for c in done.json["arrived"]] == ["step-1"]
+
+
 def test_a_file_in_the_place_of_the_target_is_no_fault_of_the_checkpoints(tmp_path: Path) -> None:
     save(tmp_path / "run", 1, 2, elements=10)
     (tmp_path / "file").touch()

@@ -268,6 +268,13 @@ def test_secrets_come_from_a_file(tmp_path: Path, server: s3_server.Server, url:
     words = [word for key, value in server.storage().items() for word in ("--storage", f"{key}={value}")]
     done = command("drain", tmp_path / "run", url, *words, torch=False)
     assert done.status == 0 and done.error.count("--storage secret_access_key=...: every user") == 1 and "=secret" not in done.error
+    for words in (["ls", url, "--json"], ["verify", url], ["verify", f"{url}/step-1"]):
+        done = command(*words, "--storage-file", given, torch=False)
+        assert (done.status, done.error) == (0, "") and "step-1" in done.out, done
+        refused = command(*words, "--storage", "my secret", torch=False)
+        assert refused.status != 0 and "KEY=VALUE is expected" in refused.error and "my secret" not in refused.error
+    done = command("verify", url, "--unknown", torch=False)
+    assert done.status == 64 and "--unknown" in done.error
     given.write_text("endpoint=x\nmy secret\n")
     for words in (["--storage-file", given], ["--storage", "my secret"]):
         done = command("drain", tmp_path / "run", url, *words, torch=False)

@@ -153,6 +153,9 @@ def _run(arguments: list[str]) -> int:
     )
     version: str = _native.__version__  # type: ignore[attr-defined]  # its types leave it out
     parser.add_argument("--version", action="version", version=f"holdfast {version}")
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return TROUBLE
     if name not in _MODULES:
         parser.add_argument("command", metavar="COMMAND", choices=[*_MODULES, *_PROGRAMS], help=argparse.SUPPRESS)
         parser.parse_args(arguments[:1])

@@ -6,12 +6,11 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import sys
 import threading
 from typing import Any
 
-from holdfast.cli import text
+from holdfast.cli import storage_options, text
 from holdfast.drain.following import Following
 from holdfast.drain.options import BEHIND, VERIFY, Drain
 from holdfast.drain.places import check_apart, check_place, open_place, scheme_of
@@ -36,9 +35,6 @@ examples:
 
 exit status: 0 everything has arrived, 1 a checkpoint of SRC is damaged or cannot be read, 2 trouble
 """
-_SECRET = re.compile(
-    r"secret|token|password|credential|(account|master|encryption|customer|access)_key(?!_id)|sas|client_options", re.IGNORECASE
-)
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +51,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--verify", choices=VERIFY, default="auto", help="how arrival is proven: by the store's checksum, or by reading back")
     parser.add_argument("--behind", choices=BEHIND, default="keep", help="with --keep-source: keep what has not arrived, or skip it")
     parser.add_argument("--give-up", type=float, default=600.0, metavar="SECONDS", help="end after this time without progress (default 600)")
-    parser.add_argument("--storage", action="append", default=[], metavar="KEY=VALUE", help="option of the store, as endpoint=http://host:9000")
-    parser.add_argument("--storage-file", metavar="FILE", help="such options, one KEY=VALUE a line: for secrets; client_options={...} is JSON")
+    storage_options.declare(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document; with --watch one line for each event")
     parser.add_argument("--controlled", type=int, metavar="PID", help=argparse.SUPPRESS)
 
@@ -79,7 +74,7 @@ def _count(value: str) -> int:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.controlled is not None:
         return _run_for_trainer(arguments)
-    storage = _storage(arguments)
+    storage = storage_options.given(arguments, "drain")
     options = Drain(
         keep_last=arguments.keep_last, keep_every=arguments.keep_every, bytes_per_second=arguments.rate,
         verify=arguments.verify, behind=arguments.behind, give_up=arguments.give_up, storage=storage,
@@ -105,49 +100,17 @@ def run(arguments: argparse.Namespace) -> int:
     running = Running(following, note, watch=arguments.watch)
     on_signals(running, arguments.watch)
     error = running.run(arguments.source, arguments.target)
-    if error is not None:
-        raise error
     if arguments.json and not arguments.watch:
-        text.document("drain", source=arguments.source, target=arguments.target, **{
+        ended = error and {"code": error.code, "message": error.message}
+        text.document("drain", source=arguments.source, target=arguments.target, error=ended, **{
             kind: [{k: v for k, v in e.items() if k != "event"} for e in events if e["event"] == kind]
             for kind in ("arrived", "removed", "failed")
         })  # fmt: skip
-    elif not arguments.watch and not events:
+    if error is not None:
+        raise error
+    if not arguments.json and not arguments.watch and not events:
         print("everything has arrived" if source.complete()[0] else f"no complete checkpoint in {arguments.source}")
     return 1 if following.failed or following.passed_over else 0
-
-
-def _storage(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The options of the store. Messages have no values: they may be secret."""
-    storage: dict[str, Any] = {}
-    for number, entry in enumerate(arguments.storage, 1):
-        key, sign, value = entry.partition("=")
-        if not sign:
-            raise Error("INVALID_ARGUMENT", f"--storage number {number}: KEY=VALUE is expected")
-        if _SECRET.search(key):
-            print(text.printable(f"holdfast drain: --storage {key}=...: every user of this machine sees it in the list of processes; "
-                                 "use the environment or --storage-file"), file=sys.stderr)  # fmt: skip
-        storage[key] = _value(key, value)
-    if arguments.storage_file is not None:
-        path = arguments.storage_file
-        with of_system(f"read {path}"), open(path, encoding="utf-8", errors="surrogateescape") as file:
-            lines = file.read().splitlines()
-        for number, line in enumerate(lines, 1):
-            key, sign, value = line.partition("=")
-            if line.strip() and not line.startswith("#"):
-                if not sign:
-                    raise Error("INVALID_ARGUMENT", f"read {path}: line {number}: KEY=VALUE is expected")
-                storage[key.strip()] = _value(key.strip(), value.strip())
-    return storage
-
-
-def _value(key: str, value: str) -> Any:
-    """JSON for an option that has options itself. Others may be a text of JSON, as the key of an account."""
-    if key not in ("client_options", "retry_config") or not value.startswith("{"):
-        return value
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(value)
-    raise Error("INVALID_ARGUMENT", f"option {key}: its value is no JSON")
 
 
 def _only(arguments: argparse.Namespace) -> Any:

@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from holdfast import _names, _native, directories
-from holdfast.cli import places, recovering, text
+from holdfast.cli import places, recovering, storage_options, text
 from holdfast.drain.places import open_place
 from holdfast.drain.remote import is_url
 from holdfast.errors import Error
@@ -63,11 +63,12 @@ class Entry:
 def declare(parser: argparse.ArgumentParser) -> None:
     parser.description, parser.epilog = _DESCRIPTION, _EPILOG
     parser.add_argument("directory", metavar="DIR", help="where checkpoints are saved, or one checkpoint; or a URL that a drain fills")
+    storage_options.declare(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    found = entries(arguments.directory)
+    found = entries(arguments.directory, storage_options.given(arguments, "ls"))
     if arguments.json:
         checkpoints = [dataclasses.asdict(entry) for entry in found]
         text.document("ls", directory=arguments.directory, checkpoints=checkpoints)
@@ -77,14 +78,17 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def entries(directory: str) -> list[Entry]:
+def entries(directory: str, storage: dict[str, Any] | None = None) -> list[Entry]:
     """The checkpoints of a directory, newest first, or the directory itself where it is one.
+
+    Args:
+        storage: options of the store, for a URL.
 
     Raises:
         Error: the directory cannot be listed.
     """
     if is_url(directory):
-        found = _of_store(directory)
+        found = _of_store(directory, storage)
     elif directories.format_of(names := places.names_in(directory, "list")):
         found = [_of(os.path.abspath(directory), names)]
     else:
@@ -96,8 +100,8 @@ def entries(directory: str) -> list[Entry]:
     return found
 
 
-def _of_store(url: str) -> list[Entry]:
-    place = open_place(url)
+def _of_store(url: str, storage: dict[str, Any] | None) -> list[Entry]:
+    place = open_place(url, storage)
     complete, damaged = place.complete()
     found = [Entry(format=c.format, state="complete", **c.listed(place)) for c in complete]
     for text_ in damaged:
