@@ -101,7 +101,7 @@ absl::StatusOr<GpuCalls> FindGpuCalls(GpuApi api, const std::string& library) {
   // CUDA: the name of the oldest version with the table's signature.
   find(&calls.init, "cuInit", "hipInit");
   find(&calls.device_count, "cuDeviceGetCount", "hipGetDeviceCount");
-  find(&calls.device_get, "cuDeviceGet", "hipDeviceGet");
+  find(&calls.device_get, "cuDeviceGet", nullptr);
   find(&calls.error_name, "cuGetErrorName", "hipDrvGetErrorName");
   find(&calls.error_text, "cuGetErrorString", "hipDrvGetErrorString");
   find(&calls.context_retain, "cuDevicePrimaryCtxRetain", nullptr);

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -235,6 +236,27 @@ TEST_P(GpuCallFault, IsReportedAndTheNextSaveWorks) {
       EXPECT_THAT(Text(next), HasSubstr("earlier fault"));
     } else {
       EXPECT_TRUE(next.ok()) << next << "; before: " << said;
+    }
+  }
+}
+
+// A call that is added to the table fails here, or is added to `AllErrors`.
+TEST_F(GpuFault, EveryCallFailsInTheSetUpOrIsAmongAllErrors) {
+  // They tell of the errors of others.
+  std::set<std::string> of_saves = {"error_name", "error_text", "last_error"};
+  for (const Documented& fault : AllErrors()) of_saves.insert(fault.call);
+  for (const GpuApi api : {GpuApi::kCuda, GpuApi::kHip}) {
+    for (const auto& [call, symbol] : FakeGpu::Symbols(api)) {
+      if (of_saves.count(call) != 0) continue;
+      SCOPED_TRACE(symbol);
+      Fake().Reset();
+      GpuDevices* const devices = NewDevices(api);
+      Fake().Fail(call, GpuCode::kUnknown);
+      const absl::Status status = devices->Find(0).status();
+      EXPECT_FALSE(Fake().IsPlanned(call)) << "the set-up makes no such call";
+      EXPECT_THAT(Text(status), HasSubstr(", 999)"));
+      Fake().FailNothing();
+      EXPECT_TRUE(devices->Find(0).ok());
     }
   }
 }

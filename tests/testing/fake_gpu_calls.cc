@@ -286,8 +286,8 @@ void* Pointer(GpuAddress address) { return reinterpret_cast<void*>(address); }
 BOTH(init, cuInit, hipInit, kAnywhere, (unsigned), kDone)
 BOTH(device_count, cuDeviceGetCount, hipGetDeviceCount, kAnywhere, (int* count),
      (*count = FakeCalls::Devices(fake), kDone))
-BOTH(device_get, cuDeviceGet, hipDeviceGet, kAnywhere, (int* device, int ordinal),
-     (*device = ordinal, kDone))
+ONE(kCuda, device_get, cuDeviceGet, kAnywhere, (int* device, int ordinal),
+    (*device = ordinal, kDone))
 BOTH(error_name, cuGetErrorName, hipDrvGetErrorName, kAnywhere, (GpuCode code, const char** name),
      FakeCalls::Name(code, "ERROR_OF_FAKE", name))
 BOTH(error_text, cuGetErrorString, hipDrvGetErrorString, kAnywhere,
