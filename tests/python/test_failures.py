@@ -25,6 +25,7 @@ import holdfast.dcp
 import holdfast.events
 from holdfast import handle
 from holdfast.dcp import staging
+from holdfast.integrity.processes import children
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -99,10 +100,7 @@ def counts() -> collections.Counter[str]:
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             held["descriptor of " + os.readlink(f"/proc/self/fd/{fd}").split(":")[0]] += 1
-    held["children"] = sum(
-        len(Path(f"/proc/self/task/{task}/children").read_text().split())  # zombies, too
-        for task in os.listdir("/proc/self/task")
-    )
+    held["children"] = len(children())  # zombies, too
     held["threads"] = len(os.listdir("/proc/self/task"))
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, rights, _, _, _, *name = line.split(maxsplit=5)
