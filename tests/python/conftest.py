@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 import s3_server
+
+
+def pytest_configure() -> None:
+    """Programs that tests start are to end by Ctrl-C, also where a shell has started the tests in its background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
