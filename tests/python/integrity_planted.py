@@ -19,7 +19,7 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast import handle
-from holdfast.integrity import slow_device, trainer
+from holdfast.integrity import jobs, slow_device, trainer
 
 _kept: list[Any] = []
 _calls = itertools.count(1)
@@ -281,3 +281,8 @@ def copies_after_the_training_goes_on() -> None:
     from holdfast import _late
 
     _late.CLONE_MAX = 0
+
+
+def ends_without_thread_data() -> None:
+    """The trainer ends as one does that the C library ends for lack of memory. This is no planted bug."""
+    os._exit(jobs.NO_THREAD_DATA)

@@ -15,7 +15,18 @@ import pytest
 import torch
 from test_integrity import event, made, save
 
-from holdfast.integrity import campaign, injection, jobs, judge, memory_groups, processes, rounds, schedule, states
+from holdfast.integrity import (
+    campaign,
+    injection,
+    jobs,
+    judge,
+    memory_groups,
+    processes,
+    rounds,
+    schedule,
+    states,
+    trainer,
+)
 
 MIB = 1 << 20
 
@@ -174,3 +185,10 @@ def test_the_table_has_every_cell_that_was_met() -> None:
         ["kill-worker", "0", "2", "0", "0", "1", "0", "-", "-"],
     ]
     assert campaign.table_of_events(collections.Counter()) == []
+
+
+def test_a_trainer_may_end_without_memory_where_memory_was_limited() -> None:
+    jobs.start_server()
+    ended = [jobs.Crew(trainer.Trainer, 1, "", "integrity_planted:ends_without_thread_data") for _ in range(2)]
+    assert ended[0].dismiss() == "a trainer ended with status 127"
+    assert ended[1].dismiss(short_of_memory=True) == ""

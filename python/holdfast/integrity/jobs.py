@@ -20,6 +20,7 @@ import torch
 from holdfast.integrity import injection, peers, processes, schedule, trainer
 
 TIME_SILENT_MAX = 400.0  # seconds without a line from any trainer of a life
+NO_THREAD_DATA = 127  # status by which the C library ends a process that gets no memory for a thread's own data
 # Trainers are forked by a server that has imported PyTorch and used nothing of it.
 _context: Any = multiprocessing.get_context("forkserver")
 
@@ -63,8 +64,12 @@ class Member:
     def send(self, number: signal.Signals) -> None:
         processes.send(self.process.pid, number)
 
-    def dismiss(self) -> str:
-        """Ends the process, which has ended or rests; returns what is wrong with its end."""
+    def dismiss(self, short_of_memory: bool = False) -> str:
+        """Ends the process, which has ended or rests; returns what is wrong with its end.
+
+        Args:
+            short_of_memory: whether an event has limited its memory.
+        """
         self.tasks.close()
         self.out.close()
         self.process.join(30)
@@ -73,7 +78,7 @@ class Member:
             problem = "a trainer has closed its pipe and goes on"
             self.send(signal.SIGKILL)
             self.process.join()
-        elif status not in (0, -signal.SIGKILL, -signal.SIGTERM):
+        elif status not in (0, -signal.SIGKILL, -signal.SIGTERM) and not (short_of_memory and status == NO_THREAD_DATA):
             problem = f"a trainer ended with status {status}"
         self.process.close()
         return problem
@@ -104,9 +109,9 @@ class Crew:
             store = f"{_server().port}/{Crew._made}"
         self.members = [Member(kind, rank, ranks, store, plant, is_injected) for rank in range(ranks)]
 
-    def dismiss(self) -> str:
-        """Ends the trainers; returns what is wrong with the end of one."""
-        problems = [member.dismiss() for member in self.members]
+    def dismiss(self, short_of_memory: bool = False) -> str:
+        """Ends the trainers; returns what is wrong with the end of one. The argument is that of `Member.dismiss`."""
+        problems = [member.dismiss(short_of_memory) for member in self.members]
         if self._directory:
             shutil.rmtree(self._directory, ignore_errors=True)
         return next(filter(None, problems), "")
@@ -198,8 +203,9 @@ class Life:
                     member.send(signal.SIGUSR2)  # its stacks go to its log
                 time.sleep(1.0)
                 self.kill()
+        limited = any(line["event"] == "fired" and line["kind"] == "limit-memory" for line in self.lines)
         for crew in self._crews:
-            ended = self._pool.give_back(crew) if self._pool and self._may_go_on(crew) else crew.dismiss()
+            ended = self._pool.give_back(crew) if self._pool and self._may_go_on(crew) else crew.dismiss(limited)
             self.problem = self.problem or ended
 
     def _may_go_on(self, crew: Crew) -> bool:
