@@ -20,7 +20,7 @@ from command_line import holdfast as command
 
 import holdfast
 from holdfast import _lineage
-from holdfast.cli import draining
+from holdfast.cli import storage_options
 from holdfast.drain import Drain, contents, copying, file_system
 from holdfast.drain.places import open_place
 from holdfast.errors import Error
@@ -325,5 +325,5 @@ def test_options_are_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Drain: storage: "):
         holdfast.Checkpointer(tmp_path, drain_to="s3://bucket/run", drain=Drain(storage={"timeout": object()}))
     keys = ("access_key", "azure_storage_access_key", "aws_sse_customer_key_base64", "account_key", "client_options", "access_key_id", "region")
-    assert [bool(draining._SECRET.search(key)) for key in keys] == [True] * 5 + [False] * 2
+    assert [bool(storage_options._SECRET.search(key)) for key in keys] == [True] * 5 + [False] * 2
     assert "secret" not in repr(Drain(storage={"secret_access_key": "secret"}))

@@ -42,7 +42,10 @@ class RemoveOnceUnused : public ::testing::Test {
     workers_ = std::make_unique<writer::WorkerSource>(pool_.get(), options_.launcher, "");
     housekeeper_ = std::make_unique<Housekeeper>(options_, workers_.get());
   }
-  void TearDown() override { sys::g_system = sys::kKernel; }
+  void TearDown() override {
+    housekeeper_.reset();  // its thread calls the system
+    sys::g_system = sys::kKernel;
+  }
 
   /// The files of a killed worker of rank 0; those of rank 1 are missing.
   void WriteRankZero() const { step_7_.Write(directory_ / name_); }
