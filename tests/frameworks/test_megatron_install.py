@@ -117,6 +117,23 @@ def test_what_megatron_asks_the_signatures_for(tmp_path: Path) -> None:
     assert out.splitlines()[2] == "{'launcher': 'persistent', 'nice': 7, 'io_priority_class': 3}"
 
 
+def test_an_old_finder_of_modules_is_passed_over(tmp_path: Path) -> None:
+    out = _python(
+        f"""
+        import sys
+        class Old:  # of the time before find_spec
+            find_module = staticmethod(lambda name, path=None: None)
+        sys.meta_path.insert(0, Old())
+        import holdfast.megatron
+        holdfast.megatron.install()
+        from {_STRATEGIES}.torch import get_async_strategy
+        print(get_async_strategy.__module__)
+        """,
+        tmp_path,
+    )
+    assert out.split() == ["holdfast.megatron.dialects"]
+
+
 _SCRIPT = """
 import sys
 import helper

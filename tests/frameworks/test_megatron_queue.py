@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -172,7 +173,7 @@ def _failing_others(rank: int) -> None:
 
     queue = AsyncCallsQueue()
     for fn, said in [(_fails, "No space left"), (_exits, "exit status 3"), (_is_killed, "killed by SIGKILL"),
-                     (_unpicklable, "of its own"), (_fails_at_length, "at the end")]:  # fmt: skip
+                     (_leaves, "exit status 3"), (_unpicklable, "of its own"), (_fails_at_length, "at the end")]:  # fmt: skip
         called: list[int] = []
         queue.schedule_async_request(
             TheirRequest(fn if rank == 1 else time.sleep, () if rank == 1 else (0.01,), [lambda c=called: c.append(1)])
@@ -199,6 +200,38 @@ def _ends_with_sys_exit(rank: int) -> None:
     queue.schedule_async_request(TheirRequest(sys.exit, ("no room",), []))
     with pytest.raises(CheckpointException, match="no room"):
         queue.maybe_finalize_async_calls(blocking=True)
+
+
+def _leaves() -> None:
+    raise SystemExit(3)
+
+
+def _status_is_lost(rank: int, directory: str) -> None:
+    """The kernel, or other code of the training, takes the exit status of the child."""
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    fresh(directory)
+    for way in ("waited for", "ignored"):
+        if way == "ignored":
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        for fn, said in [(_write, ""), (_fails, "No space left"), (_leaves, "its exit status is lost"), (_is_killed, "is lost")]:
+            queue = AsyncCallsQueue()
+            arguments = (f"{directory}/{way}", way) if fn is _write else ()
+            queue.schedule_async_request(TheirRequest(fn, arguments))
+            if way == "waited for":
+                os.waitpid(-1, 0)
+            if not said:
+                finalize(queue)
+                assert Path(directory, way).read_text() == f"'{way}'()"
+                continue
+            with pytest.raises(CheckpointException, match=said):
+                finalize(queue)
+        queue.schedule_async_request(TheirRequest(time.sleep, (3600,)))
+        queue.close(abort=True)
+
+
+def test_a_request_of_others_ends_though_its_exit_status_is_lost(tmp_path: Path) -> None:
+    run(1, tmp_path, _status_is_lost, str(tmp_path / "run"))
 
 
 def test_a_request_of_others_may_end_with_sys_exit(tmp_path: Path) -> None:
@@ -269,6 +302,40 @@ def _aborted(rank: int, directory: str) -> None:
 
 def test_an_abort_leaves_no_file(tmp_path: Path) -> None:
     run(2, tmp_path, _aborted, str(tmp_path / "run"))
+
+
+def _in_a_forked_child(rank: int, directory: str) -> None:
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    queue = AsyncCallsQueue()
+    path = fresh(directory)
+    for is_durable in (False, True):
+        worker = held_worker()
+        if is_durable:
+            os.kill(worker, signal.SIGCONT)
+        queue.schedule_async_request(_request(State(1), path))
+        queue.schedule_async_request(TheirRequest(time.sleep, (0.2,)))
+        if is_durable:
+            _eventually(lambda: queue.async_calls[0].async_caller.is_done, "the save did not end")
+        child = os.fork()
+        if child == 0:
+            status = 1
+            with contextlib.suppress(BaseException):
+                assert queue.get_num_unfinalized_calls() == 0
+                queue.close(abort=True)
+                queue.schedule_async_request(TheirRequest(None, ()))
+                assert queue.maybe_finalize_async_calls(no_dist=True)
+                status = 0
+            os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+        os.kill(worker, signal.SIGCONT)
+        assert len(queue.maybe_finalize_async_calls(blocking=True)) == 2
+        assert State(1).wrong_elements_in(path) == 0
+        holdfast.flush()
+
+
+def test_a_forked_child_leaves_the_parents_requests_alone(tmp_path: Path) -> None:
+    run(1, tmp_path, _in_a_forked_child, str(tmp_path / "run"))
 
 
 def _dropped(rank: int, directory: str) -> None:

@@ -135,7 +135,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         if fullname not in self.names:
             return None
         for finder in sys.meta_path:
-            spec = finder.find_spec(fullname, path, target) if finder is not self else None
+            find = getattr(finder, "find_spec", None)  # Python, too, passes over a finder without it
+            spec = find(fullname, path, target) if find is not None and finder is not self else None
             if spec is not None:
                 if spec.loader is not None:
                     spec.loader = _Loader(spec.loader, self._apply)

@@ -14,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from holdfast import _runtime
+from holdfast._process import PerProcess
 from holdfast.errors import Error
 from holdfast.megatron.requests import ForkedCall, NoCall, OwnCall
 from holdfast.megatron.ticket import save_of
@@ -48,13 +49,21 @@ class _Call:
         self.had_group = _has_group()
 
 
-class _Queue:
-    """Requests in their order; all ranks schedule and finalize in the same one."""
+class _Queue(PerProcess):
+    """Requests in their order; all ranks schedule and finalize in the same one.
+
+    In a forked child it is empty: the requests are the parent's.
+    """
 
     def __init__(self) -> None:
-        self.async_calls: deque[_Call] = deque()
+        super().__init__()
         self.call_idx = -1
         _queues.add(self)
+
+    def clear(self) -> None:
+        """Begins without requests. Those of the parent are kept: what they hold may not be freed in a child."""
+        self._of_the_parent = getattr(self, "async_calls", None)
+        self.async_calls: deque[_Call] = deque()
 
     def schedule_async_request(self, async_request: Any) -> int:
         """Takes a request into the queue; all ranks call it.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import os
 import pickle
 import signal
 import sys
@@ -22,6 +23,7 @@ from holdfast.megatron.ticket import Ticketed
 
 _PICKLED_BYTES_MAX = 1 << 15  # of an exception that comes home
 _TEXT_MAX = 1 << 14  # characters of its traceback
+_ENDED_WELL = (b"", "")  # what a child says that has not failed
 
 
 class _Request(NamedTuple):
@@ -169,14 +171,25 @@ class ForkedCall:
         if self._process is None:
             return True
         self._receive()
-        if self._process.is_alive():
+        if self._is_running():
             return False
         self._process.join()
         self._receive()
         self._failure = self._outcome(self._process.exitcode)
         self._answers.close()
-        self._process.close()
+        if self._process.exitcode is not None:  # `multiprocessing` closes none whose status it lacks
+            self._process.close()
         self._process = self._held = None
+        return True
+
+    def _is_running(self) -> bool:
+        if not self._process.is_alive():
+            return False
+        # Where SIGCHLD is ignored, or other code waits for all children, `multiprocessing` never learns of the end.
+        try:
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return False
         return True
 
     def _receive(self) -> None:
@@ -185,11 +198,15 @@ class ForkedCall:
             if self._answer is None and self._answers.poll():
                 self._answer = self._answers.recv()
 
-    def _outcome(self, status: int) -> BaseException | None:
-        if self._answer is not None:
+    def _outcome(self, status: int | None) -> BaseException | None:
+        """Why it has failed; None if it has not. A status of None is one that other code has taken."""
+        if self._answer is not None and self._answer != _ENDED_WELL:
             return _unpacked(*self._answer, self)
-        if status == 0:
+        if status == 0 or (status is None and self._answer is not None):
             return None
+        if status is None:
+            return Error("UNAVAILABLE", f"run {self}: its process has ended without an answer, and its exit status is lost: "
+                         "SIGCHLD is ignored, or other code has waited for the process")  # fmt: skip
         how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
         code = "CANCELLED" if self._was_cancelled else "UNAVAILABLE"
         return Error(code, f"run {self}: its process was {how}" if status < 0 else f"run {self}: its process {how}")
@@ -217,7 +234,10 @@ def _run(answers: Any, fn: Callable[..., Any], arguments: list[Any], keywords: d
     try:
         fn(*arguments, **keywords)
     except BaseException as error:
+        if isinstance(error, SystemExit) and error.code and isinstance(error.code, int):
+            raise  # its exit status says enough
         if isinstance(error, SystemExit) and not error.code:  # the end of a process that has done its work
+            answers.send(_ENDED_WELL)
             return
         text = "".join(traceback.format_exception(error))[-_TEXT_MAX:]
         data = b""
@@ -227,6 +247,7 @@ def _run(answers: Any, fn: Callable[..., Any], arguments: list[Any], keywords: d
         answers.send((data if len(data) < _PICKLED_BYTES_MAX else b"", text))
         answers.close()
         sys.exit(1)
+    answers.send(_ENDED_WELL)
 
 
 def _unpacked(data: bytes, text: str, call: ForkedCall) -> BaseException:
