@@ -154,6 +154,27 @@ def test_what_a_rank_refuses_in_the_call_fails_at_the_end(tmp_path: Path) -> Non
     run(2, tmp_path, _refused, str(tmp_path / "run"))
 
 
+def _abandoned(rank: int, directory: str) -> None:
+    """As after a kill between the last write and the finalize functions: only these can complete a checkpoint."""
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    queue = AsyncCallsQueue()
+    path = fresh(f"{directory}/iter_0000001")
+    queue.schedule_async_request(_request(State(1), path))
+    queue._is_done(queue.async_calls.popleft(), blocking=True)
+    dist.barrier()
+    if rank == 0:
+        assert holdfast.recover(directory, wait_for_orphans=0)["promoted"] == []
+        assert not os.path.exists(f"{path}/.metadata")
+    dist.barrier()
+    _then_works(queue, path)
+    assert sorted(name for name in os.listdir(path) if name.endswith(".distcp")) == ["__0_1.distcp", "__1_1.distcp"]
+
+
+def test_a_save_that_was_never_finalized_is_cleared_away_by_the_next(tmp_path: Path) -> None:
+    run(2, tmp_path, _abandoned, str(tmp_path / "run"))
+
+
 def _commit_fails(rank: int, directory: str) -> None:
     from holdfast.megatron.queue import AsyncCallsQueue
 
