@@ -12,7 +12,7 @@ foreign    a request of another class is scheduled: the `AsyncRequest` of nvidia
 request    a request of the queue's own class is scheduled, whose function raises ENOSPC
 
 The writer is held until the fault is there. From then on both ranks call `maybe_finalize_async_calls` every 5 ms, as a training does
-after each step. Seconds are counted from the fault. A rank that has neither an error nor a finalized request after `--wait` seconds
+after each step. "holdfast.megatron synchronous" saves without a queue: its call ends or raises; of the faults it has the first two. Seconds are counted from the fault. A rank that has neither an error nor a finalized request after `--wait` seconds
 (default 30) hangs. "observers" is when those of the rank itself were told. "errno" and "path" say whether the error has them.
 Without a GPU, the stand-in of the tests answers what the callers ask CUDA for.
 """
@@ -32,9 +32,11 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ FAULTS = {
     "foreign": "a request of another class",
     "request": "a request that raises ENOSPC",
 }
+SYNCHRONOUS = f"{OUR_CALLER} synchronous"
 RANKS = 2
 FAULTY = 1  # the rank with the fault
 WAIT = 30.0
@@ -99,7 +102,7 @@ class Rank:
 
     def __init__(self, rank: int, caller: str, fault: str, directory: str, parent: Connection) -> None:
         self.rank, self.name, self.fault, self.directory, self.parent = rank, caller, fault, directory, parent
-        self.is_ours = caller == OUR_CALLER
+        self.is_ours = caller.startswith(OUR_CALLER)
 
     def say(self, event: str, **details: Any) -> None:
         self.parent.send((event, time.monotonic(), details))
@@ -116,7 +119,7 @@ class Rank:
         worker = held_worker() if self.is_ours else 0
         if worker:
             os.kill(worker, signal.SIGCONT)
-        self.caller = megatron_callers()[self.name]
+        self.caller = megatron_callers()[OUR_CALLER if self.is_ours else self.name]
         self.caller.begin()
         self.caller.strategy.thread_count = 2  # ours writes one file all the same
         names = [f"{self.rank}.{n}" for n in range(3)]
@@ -125,11 +128,15 @@ class Rank:
         self.caller.save(self.tensors, f"{self.directory}/first")
         self._finalize()
         with events.Handle(lambda save, report, error: self.say("told", error=self._said(error))):
-            if self.fault in ("killed", "limit"):
+            if self.name == SYNCHRONOUS:
+                save = self._held_synchronous_save(worker)
+            elif self.fault in ("killed", "limit"):
                 self._save(worker)
             else:
                 self._schedule()
             try:
+                if self.name == SYNCHRONOUS:
+                    save()
                 self._finalize()
                 said = None
             except BaseException as error:
@@ -151,15 +158,36 @@ class Rank:
         self.caller.save(self.tensors, f"{self.directory}/second", lambda r: r if worker else made_late(r, flag))
         writer = worker or self.caller.queue.async_calls[-1].async_caller.process.pid
         dist.barrier()
+        self._make_fault(writer)
+        Path(flag).touch()
+        if worker:
+            _let_go(worker)
+
+    def _make_fault(self, writer: int) -> None:
         if self.rank == FAULTY and self.fault == "killed":
             os.kill(writer, signal.SIGKILL)
         elif self.rank == FAULTY:
             resource.prlimit(writer, resource.RLIMIT_FSIZE, (FILE_MAX, resource.RLIM_INFINITY))
         self.say("fault")
-        Path(flag).touch()
-        if worker:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGCONT)
+
+    def _held_synchronous_save(self, worker: int) -> Callable[[], None]:
+        """The call; a thread makes the fault when all ranks are in it, and lets the writer go."""
+        from holdfast import events
+
+        os.kill(worker, signal.SIGSTOP)
+        begun = [Path(f"{self.directory}/begun-{rank}") for rank in range(RANKS)]
+
+        def make_fault() -> None:
+            while not events.in_flight():
+                time.sleep(POLL)
+            begun[self.rank].touch()
+            while not all(path.exists() for path in begun):
+                time.sleep(POLL)
+            self._make_fault(worker)
+            _let_go(worker)
+
+        threading.Thread(target=make_fault, daemon=True).start()
+        return lambda: self.caller.save_at_once(self.tensors, f"{self.directory}/second")
 
     def _schedule(self) -> None:
         import torch.distributed as dist
@@ -182,6 +210,11 @@ class Rank:
         if self.fault in ("killed", "limit"):
             return "committed" if os.path.exists(f"{self.directory}/second/.metadata") else "no .metadata"
         return "run" if os.path.exists(self._path()) else "nothing was written"
+
+
+def _let_go(worker: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(worker, signal.SIGCONT)
 
 
 def describe(error: BaseException, directory: str) -> dict[str, Any]:
@@ -283,15 +316,18 @@ def main() -> None:
     parser.add_argument("--wait", type=float, default=WAIT)
     parser.add_argument("--json", type=Path, help="results")
     arguments = parser.parse_args()
-    callers = arguments.callers.split(";") if arguments.callers else list(megatron_callers())
+    known = [*megatron_callers(), SYNCHRONOUS]
+    callers = arguments.callers.split(";") if arguments.callers else known
     faults = arguments.faults.split(";") if arguments.faults else list(FAULTS)
-    unknown = sorted({*callers} - {*megatron_callers()} | {*faults} - {*FAULTS})
+    unknown = sorted({*callers} - {*known} | {*faults} - {*FAULTS})
     if unknown:
-        sys.exit(f"there is no {', '.join(unknown)}; callers: {'; '.join(megatron_callers())}; faults: {'; '.join(FAULTS)}")
+        sys.exit(f"there is no {', '.join(unknown)}; callers: {'; '.join(known)}; faults: {'; '.join(FAULTS)}")
     results: dict[str, dict[str, Any]] = {}
     print("| fault on rank 1 | caller | rank 1 | rank 0 |\n| --- | --- | --- | --- |", flush=True)
     for fault in faults:
         for caller in callers:
+            if caller == SYNCHRONOUS and fault not in ("killed", "limit"):
+                continue
             found = scenario(caller, fault, str(arguments.dir), arguments.wait)
             results.setdefault(fault, {})[caller] = found
             cells = [shown(found[rank], arguments.wait) for rank in (FAULTY, 1 - FAULTY)]

@@ -120,6 +120,13 @@ class Caller:
         self.queue.schedule_async_request(change(request))
         return lambda: self._wait(path)
 
+    def save_at_once(self, tensors: dict[str, torch.Tensor], path: str) -> None:
+        """Saves with the same strategy, without a queue."""
+        from megatron.core.dist_checkpointing import save
+
+        os.makedirs(path, exist_ok=True)
+        save(sharded(tensors), path, self.strategy)
+
     def _wait(self, path: str) -> None:
         while self.queue.get_num_unfinalized_calls():
             self.queue.maybe_finalize_async_calls()
