@@ -4,7 +4,8 @@
 
 The trainer, the windows and the columns are those of `trainer_cost.py`, and one more:
 
-first call   seconds inside the first call of a way, with which its processes start and its memory is taken
+first call   seconds inside the first call of a way, with which its processes start and its memory is taken. "warmed up" is a training
+             with --use-persistent-ckpt-worker and HOLDFAST_ARENA_BYTES, whose start has taken the memory
 
 A call is `dist_checkpointing.save` and the scheduling of its request, or the plugin's `save_checkpoint`. Megatron's queues are asked
 every 5 ms whether a request has ended. Without a GPU, the stand-in of the tests answers what the callers ask CUDA for. A way whose
@@ -22,7 +23,7 @@ from framework_ways import lightning_ways, megatron_ways, prepare_process
 from trainer_cost import COLUMNS, FIRST, WINDOW, Trainer, Way, arguments_of, begin_process, run
 
 OURS = {
-    "megatron": ("holdfast.megatron", "holdfast.megatron synchronous"),
+    "megatron": ("holdfast.megatron", "holdfast.megatron warmed up", "holdfast.megatron synchronous"),
     "lightning": ("holdfast.lightning",),
 }
 

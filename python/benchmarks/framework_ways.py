@@ -18,6 +18,7 @@ import torch
 from trainer_cost import Trainer, Way, load_torch, sync_file
 
 import holdfast
+from holdfast import _runtime
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL = 0.005  # seconds between two looks at a queue
@@ -188,14 +189,21 @@ def _let_go() -> None:
     holdfast.trim()
 
 
-def _caller_way(caller: Caller, trainer: Trainer, arena_bytes: int) -> Way:
+def _caller_way(caller: Caller, trainer: Trainer, arena_bytes: int, warms_up: bool = False) -> Way:
     def prepare() -> None:
         holdfast.configure(arena_bytes=arena_bytes)
         caller.begin()
+        if warms_up:  # as Megatron's start does with --use-persistent-ckpt-worker
+            caller.queue.warmup_persistent_caller(0)
+
+    options = dict(_runtime.default.options)
 
     def finish() -> None:
         caller.end()
         _let_go()
+        # Without those of a warm-up.
+        _runtime.default.options.clear()
+        _runtime.default.options.update(options)
         # A tensor that was pickled for another process lies in shared memory from then on.
         trainer.make_private()
 
@@ -231,6 +239,7 @@ def megatron_ways(trainer: Trainer, arena_bytes: int) -> dict[str, Way]:
         "mcore synchronous": _synchronous_way(_stock_strategy),
         "holdfast.megatron synchronous": _synchronous_way(_our_strategy),
         **{name: _caller_way(caller, trainer, arena_bytes) for name, caller in megatron_callers().items()},
+        f"{OUR_CALLER} warmed up": _caller_way(megatron_callers()[OUR_CALLER], trainer, arena_bytes, True),
     }
 
 

@@ -58,8 +58,17 @@ def _with_worker(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def fixed_arena_bytes(options: dict[str, Any]) -> int:
-    """The size of staging memory that the user has chosen; 0: none."""
-    return int(options.get("arena_bytes") or os.environ.get("HOLDFAST_ARENA_BYTES") or 0)
+    """The size of staging memory that the user has chosen; 0: none.
+
+    Raises:
+        Error: INVALID_ARGUMENT, the environment says something else.
+    """
+    if options.get("arena_bytes"):
+        return int(options["arena_bytes"])
+    text = os.environ.get("HOLDFAST_ARENA_BYTES", "").strip() or "0"
+    if not (text.isascii() and text.isdecimal()):
+        raise Error("INVALID_ARGUMENT", f"HOLDFAST_ARENA_BYTES={text}: a number of bytes is expected")
+    return int(text)
 
 
 def default_arena_bytes(nbytes: int, owned: int) -> int:

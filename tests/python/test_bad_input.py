@@ -89,6 +89,12 @@ WRONG: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("text", ["4GiB", "1e9", "-5"])
+def test_a_size_in_the_environment_that_is_none(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_ARENA_BYTES", text)
+    refused(tmp_path / "s", "INVALID_ARGUMENT", f"HOLDFAST_ARENA_BYTES={text}: a number of bytes is expected")
+
+
 def test_arguments_of_a_wrong_type_are_named(tmp_path: Path) -> None:
     holdfast.save(STATE, tmp_path / "whole")
     checkpointer = holdfast.Checkpointer(tmp_path / "run")
