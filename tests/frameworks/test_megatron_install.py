@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import multiprocessing
+import os
 import subprocess
 import sys
 import textwrap
@@ -151,6 +152,20 @@ def test_torchrun_runs_a_script_as_it_is(tmp_path: Path) -> None:
                "--lr", "1"]  # fmt: skip
     done = subprocess.run([sys.executable, "-W", "ignore", "-m", *command], capture_output=True, text=True,
                           timeout=300, cwd=tmp_path, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert _SAID in done.stdout
+
+
+def test_a_script_is_run_with_a_safe_path(tmp_path: Path) -> None:
+    """With -P the script's directory is not searched, and the first entry is one of the user's."""
+    (tmp_path / "of scripts").mkdir()
+    (tmp_path / "of scripts" / "pretrain.py").write_text(_SCRIPT)
+    (tmp_path / "of modules").mkdir()
+    (tmp_path / "of modules" / "helper.py").write_text("")
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "holdfast.megatron", "of scripts/pretrain.py", "--lr", "1"]
+    path = os.pathsep.join(filter(None, [str(tmp_path / "of modules"), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False,
+                          env={**os.environ, "PYTHONPATH": path})  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert _SAID in done.stdout
 

@@ -25,8 +25,9 @@ def main() -> None:
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = arguments
-    # As `python SCRIPT` does; `python -m` has put the current directory there.
-    sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+    # As `python SCRIPT` does; `python -m` has put the current directory there. With -P both put nothing.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
     runpy.run_path(arguments[0], run_name="__main__")
 
 
