@@ -166,6 +166,12 @@ if [ ! -d "$programs" ]; then
   done
 fi
 
+# All steps need it but two, which skip what they cannot do.
+missing=$("$python" -c 'import importlib.util, sys
+sys.path = [path for path in sys.path if path]
+print(next((name for name in ("torch", "holdfast") if importlib.util.find_spec(name) is None), ""))')
+needs_none=,cuda_tests,forks,
+
 for step in "${steps[@]}"; do
   name=${step%:*} limit=$((${step#*:} * hurry))
   [ -z "$only" ] || [[ $only = *,$name,* ]] || continue
@@ -173,6 +179,10 @@ for step in "${steps[@]}"; do
   [ "$limit" -le "$left" ] || limit=$left
   if [ "$limit" -lt 5 ]; then
     row "$name" "skipped: the $time_max s are over"
+    continue
+  fi
+  if [ -n "$missing" ] && [[ $needs_none != *,$name,* ]]; then
+    row "$name" "skipped: no $missing"
     continue
   fi
   printf '\n== %s (at most %s s)\n' "$name" "$limit"

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import venv
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,18 @@ def test_a_step_that_fails_ends_no_other(tmp_path: Path) -> None:
     assert killed and all(row["result"].startswith("FAILED") for row in killed)
     assert [row["result"] for row in rows if row["what"].startswith("end of a forked child")] == ["measured", "measured"]
     assert "broken" not in table.splitlines()[0]
+
+
+def test_a_python_without_pytorch_is_told_what_it_lacks(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    venv.create(plain, with_pip=False)
+    status, rows, table = check(tmp_path / "out", "--python", str(plain / "bin/python"))
+    assert status == 0
+    lacking = [row["step"] for row in rows if row["result"] == "skipped: no torch"]
+    assert lacking[:2] == ["late_copies", "dirty_data"] and lacking.count("forks") == 4
+    assert not any(row["result"].startswith("FAILED") for row in rows)
+    assert "torch none" in table.splitlines()[0]
+    assert [row["result"] for row in rows if row["what"].startswith("end of a forked child")] == ["measured", "measured"]
 
 
 PEERS = """

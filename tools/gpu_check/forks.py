@@ -311,9 +311,11 @@ def body(report: Report) -> None:
         for kind, seconds in report.apart(fork_times, nbytes).items():
             report.row(f"fork of a process {kind}", seconds * 1e3, "ms")
     with report.part("the package"):
+        report.need_packages("torch", "holdfast")
         import holdfast.integrity.slow_device  # noqa: F401  # once for all that follow
     for launcher in ("spawn", "fork", "persistent"):
         with report.part(f"trainer killed in a copy, {launcher}"):
+            report.need_packages("torch", "holdfast")
             found = report.apart(kills, launcher, timeout=120)
             report.check(f"trainer killed in a copy, {launcher}: what is there", ", ".join(f"{n} {k}" for k, n in found.items()),
                          not found["WRONG"])  # fmt: skip

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import importlib.util
 import json
 import os
 import shutil
@@ -91,6 +92,11 @@ class Report:
             self.fail(what, error)
         finally:
             gc.collect()
+
+    def need_packages(self, *names: str) -> None:
+        for name in names:
+            if importlib.util.find_spec(name) is None:
+                raise Skip(f"no {name}")
 
     def need_gpu(self) -> None:
         if not self.cuda:
