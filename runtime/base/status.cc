@@ -1,6 +1,9 @@
 #include "runtime/base/status.h"
 
+#include <cstddef>
 #include <cstring>
+#include <iterator>
+#include <string>
 
 #include "absl/strings/cord.h"
 #include "absl/strings/numbers.h"
@@ -32,31 +35,31 @@ void AttachErrno(int error_number, absl::Status* status) {
   if (error_number != 0) status->SetPayload(kErrnoPayload, absl::Cord(absl::StrCat(error_number)));
 }
 
-const char* Verb(Operation operation) {
-  return WordIn({"save",
-                 "attach",
-                 "set up the engine for",
-                 "open",
-                 "reserve space for",
-                 "write",
-                 "read",
-                 "truncate",
-                 "fsync",
-                 "fsync directory of",
-                 "rename",
-                 "remove",
-                 "digest",
-                 "write manifest of",
-                 "wait for the trainer of",
-                 "wait for the other ranks of",
-                 "cancel",
-                 "lock",
-                 "replace",
-                 "join the other ranks of",
-                 "map the worker's memory for",
-                 "map the read-back buffer for"},
-                operation);
-}
+constexpr const char* kVerbs[] = {
+    "save",
+    "attach",
+    "set up the engine for",
+    "open",
+    "reserve space for",
+    "write",
+    "read",
+    "truncate",
+    "fsync",
+    "fsync directory of",
+    "rename",
+    "remove",
+    "digest",
+    "write manifest of",
+    "wait for the trainer of",
+    "wait for the other ranks of",
+    "cancel",
+    "lock",
+    "replace",
+    "join the other ranks of",
+    "map the worker's memory for",
+    "map the read-back buffer for",
+};
+static_assert(std::size(kVerbs) == static_cast<size_t>(kLastOperation) + 1);
 
 /// The part after "OPERATION OBJECT: " for a failure without errno.
 std::string Reason(const Failure& failure) {
@@ -120,7 +123,7 @@ absl::Status ToStatus(const Failure& failure, const FailureNames& names) {
   std::string object = names.checkpoint;
   if (failure.file < names.files.size())
     object = absl::StrCat(object, "/", names.files[failure.file]);
-  std::string message = absl::StrCat(Verb(failure.operation), " ", object);
+  std::string message = absl::StrCat(WordIn(kVerbs, failure.operation), " ", object);
   if (failure.operation == Operation::kDigest) {
     // A user must be able to act on a digest error without the source: name file, range and both
     // digests.
@@ -155,8 +158,8 @@ std::string Describe(const layout::RankFailure& failure) {
       own.code = static_cast<FailureCode>(failure.code);
       own.operation = static_cast<Operation>(failure.operation);
       return absl::StrCat(
-          rank, " failed: ", Verb(own.operation), " ", text.empty() ? "its part" : text, ": ",
-          failure.error_number != 0 ? ErrnoText(failure.error_number) : Reason(own));
+          rank, " failed: ", WordIn(kVerbs, own.operation), " ", text.empty() ? "its part" : text,
+          ": ", failure.error_number != 0 ? ErrnoText(failure.error_number) : Reason(own));
     }
     case layout::RankFailureKind::kSilent:
       return absl::StrCat(rank, " has given no sign of life for ", failure.seconds,

@@ -47,7 +47,7 @@ bool IsBool(const bool& value) {
 const char* WrongFailure(const layout::CompletionSlot& slot, const CompletionLimits& limits) {
   const Failure& failure = slot.failure;
   if (IsAbove(failure.code, FailureCode::kDataLoss)) return "a code that there is not";
-  if (IsAbove(failure.operation, Operation::kJoinRanks)) return "an operation that there is not";
+  if (IsAbove(failure.operation, kLastOperation)) return "an operation that there is not";
   if (failure.error_number < 0 || failure.error_number > kErrnoMax) return "no errno";
   if (!IsIndex(failure.file, limits.file_count)) return "a file that there is not";
   if (!IsIndex(failure.tensor, limits.tensor_count)) return "a tensor that there is not";

@@ -124,6 +124,7 @@ enum class Operation : uint32_t {
   kMapNotes,   ///< Mapping the worker's own memory of a job.
   kMapBuffer,  ///< Mapping the buffer that files are read back into.
 };
+inline constexpr Operation kLastOperation = Operation::kMapBuffer;
 
 /// Why a job failed. The codes equal absl::StatusCode's, so that the trainer converts by value.
 enum class FailureCode : int32_t {

@@ -17,6 +17,8 @@ using ::testing::HasSubstr;
 constexpr CompletionLimits kLimits = {
     .file_count = 2, .tensor_count = 3, .world_size = 4, .bytes = 1000};
 
+constexpr uint32_t kOperations = static_cast<uint32_t>(kLastOperation) + 1;
+
 using Change = std::function<void(layout::CompletionSlot*)>;
 
 absl::StatusOr<std::optional<Completion>> Read(const Change& change) {
@@ -62,6 +64,15 @@ TEST(Completion, IsTakenWhole) {
   EXPECT_EQ(result.newer_step, 9u);
 }
 
+TEST(Completion, OfEveryOperationIsTaken) {
+  for (const Operation operation :
+       {Operation::kAttach, Operation::kJoinRanks, Operation::kMapNotes, Operation::kMapBuffer}) {
+    const auto read = Read([=](layout::CompletionSlot* slot) { FailWith(slot, operation); });
+    ASSERT_TRUE(read.ok() && read->has_value()) << read.status();
+    EXPECT_EQ((*read)->failure.operation, operation);
+  }
+}
+
 TEST(Completion, IsNotThereBeforeItsState) {
   layout::Job job;
   job.completion.failure.code = static_cast<FailureCode>(99);
@@ -79,7 +90,7 @@ TEST(Completion, OfNoSoundWorkerIsRefused) {
   const std::vector<Case> cases = {
       {"a code", [](Slot* slot) { slot->failure.code = static_cast<FailureCode>(16); }},
       {"a code", [](Slot* slot) { slot->failure.code = static_cast<FailureCode>(-1); }},
-      {"an operation", [](Slot* slot) { FailWith(slot, static_cast<Operation>(20)); }},
+      {"an operation", [](Slot* slot) { FailWith(slot, static_cast<Operation>(kOperations)); }},
       {"no errno", [](Slot* slot) { slot->failure.error_number = 4096; }},
       {"no errno", [](Slot* slot) { slot->failure.error_number = -1; }},
       {"a file", [](Slot* slot) { slot->failure.file = 2; }},
