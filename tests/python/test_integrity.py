@@ -274,6 +274,12 @@ def test_retention_may_remove_an_abandoned_checkpoint_first(rolled_back: bool) -
     assert bool(looking.problems) is not rolled_back
 
 
+def test_a_worker_that_was_stopped_by_a_dead_trainer_goes_on(adopting: None) -> None:
+    orphans = processes.Orphans()
+    subprocess.run(["sh", "-c", "sh -c 'kill -STOP $$' & sleep 0.2"], check=True)
+    assert not orphans.wait(30)
+
+
 def test_a_failing_round_becomes_small_and_its_command_reproduces_it(
     tmp_path: Path, adopting: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,9 +90,12 @@ class Orphans:
         found = {}
         for pid in set(children()) - self._known:
             with contextlib.suppress(OSError):
-                if _stat(pid)[0] == "Z":
+                state = _stat(pid)[0]
+                if state == "Z":
                     os.waitpid(pid, os.WNOHANG)
                 else:
+                    if state == "T":  # its trainer has stopped it, and died before it could go on
+                        send(pid, signal.SIGCONT)
                     command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
                     found[pid] = command[0].decode(errors="replace")
         return found
