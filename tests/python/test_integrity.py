@@ -274,6 +274,25 @@ def test_retention_may_remove_an_abandoned_checkpoint_first(rolled_back: bool) -
     assert bool(looking.problems) is not rolled_back
 
 
+@pytest.mark.parametrize("kind", ["change-and-restore", "cancel"])
+def test_a_change_that_was_undone_is_found_by_all_who_read(kind: str, tmp_path: Path) -> None:
+    round_ = made(save(1, **event(kind)), corruptions=FLIP)
+    run = tmp_path / "run"
+    holdfast.save(states.make(1, 1, 0, round_["lives"][0][0]["spec"]), run / "step-1", step=1)
+    (file,) = (run / "step-1").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10  # what was changed when it was written
+    file.write_bytes(data)
+    looking = judge.Judge(round_, str(run))
+    looking.made[1] = judge.Made(1, "step-1", 0, 0, 1, 2, {0: "durable"})
+    with pytest.raises(holdfast.Error) as raised:
+        holdfast.load(run / "step-1")
+    error = {"rank": "", "ours": True, "code": "DATA_LOSS", "message": str(raised.value)}
+    looking.hear([{"event": "unreadable", "n": 0, "path": f"{run}/step-1", "rank": 0, "job": 0, "errors": [error]}], [])
+    looking.look(thorough=True)
+    assert bool(looking.problems) is (kind == "cancel")
+
+
 def test_a_worker_that_was_stopped_by_a_dead_trainer_goes_on(adopting: None) -> None:
     orphans = processes.Orphans()
     subprocess.run(["sh", "-c", "sh -c 'kill -STOP $$' & sleep 0.2"], check=True)

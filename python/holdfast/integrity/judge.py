@@ -101,6 +101,7 @@ class Judge:
         self.made: dict[int, Made] = {}
         self.called_late: set[int] = set()  # saves whose call may have been noted later than it was made
         self._moved: list[str] = []
+        self._unsound: set[str] = set()  # paths of checkpoints that are not sound, undamaged
         self._actions = schedule.saves_of(round_)
 
     def blame(self, invariant: str, what: str) -> None:
@@ -156,7 +157,9 @@ class Judge:
             elif event in ("hang", "wrong"):
                 self.blame("v", line["what"])
             elif event == "unreadable":
-                self.blame("ii", f"a trainer could not read: {line['errors']}")
+                candidates = {m.number for m in self.made.values() if m.name == os.path.basename(line.get("path", ""))}
+                if not self._may_be_damaged(candidates, ValueError(str(line["errors"]))):
+                    self.blame("ii", f"a trainer could not read: {line['errors']}")
             elif event == "crashed":
                 self.blame("v", f"a trainer failed: {line['errors']}")
         self._look_for_outcomes(lines)
@@ -314,6 +317,8 @@ class Judge:
         """`wrong`: what a reader that compares no digests has accepted."""
         verdict = readers.verdict(path, self.format)
         self.counts["verifications"] += 1
+        if verdict != "sound":
+            self._unsound.add(path)
         if verdict == "corrupt" and self._may_be_damaged(candidates, ValueError("DATA_LOSS")):
             return
         if verdict != "sound":
@@ -379,6 +384,7 @@ class Judge:
     # ---- Damage.
 
     def _damage(self, complete: list[dict[str, Any]]) -> None:
+        complete = [c for c in complete if c["path"] not in self._unsound]
         for i, given in enumerate(self.round["corruptions"] if complete else ()):
             checkpoint = complete[(given["key"] >> 4) % len(complete)]
             path, attempt = checkpoint["path"], checkpoint.get("attempt", "") if self.format == "dcp" else ""

@@ -248,7 +248,7 @@ class Trainer:
             self._open(rate)
             self._rate = rate
 
-    def _tell_failure(self, event: str, number: int, error: BaseException) -> None:
+    def _tell_failure(self, event: str, number: int, error: BaseException, **values: Any) -> None:
         """An error of a DCP save is an exception of the framework with those of the ranks."""
         causes = getattr(error, "failures", None)
         causes = {str(r): e[0] for r, e in causes.items()} if causes is not None else {"": error}
@@ -256,7 +256,7 @@ class Trainer:
             {"rank": rank, "type": type(e).__name__, "ours": isinstance(e, holdfast.Error),
              "code": getattr(e, "code", ""), "errno": getattr(e, "errno", 0), "message": str(e)[:600]}
             for rank, e in causes.items()
-        ])  # fmt: skip
+        ], **values)  # fmt: skip
 
     def _wait(self, _: dict[str, Any]) -> None:
         end = time.monotonic() + TIME_OUTCOME_MAX
@@ -287,7 +287,7 @@ class Trainer:
                 self.tell("loaded", n=save, path=path, different=different)
         except BaseException as error:
             if os.path.exists(path):  # the other trainer's retention may have removed it
-                self._tell_failure("unreadable", 0, error)
+                self._tell_failure("unreadable", 0, error, path=path)
 
     def _move(self, _: dict[str, Any]) -> None:
         self._wait({})
