@@ -1,7 +1,7 @@
 """What a save descends from: the checkpoint of its directory that this process loaded or saved before.
 
 A process that has neither loaded nor saved in a directory names no parent; the runtime then takes the
-newest checkpoint there.
+newest of the same series there.
 """
 
 from __future__ import annotations

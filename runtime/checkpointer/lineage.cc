@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "runtime/directory/listing.h"
+#include "runtime/format/directory_names.h"
 
 namespace holdfast::checkpointer {
 namespace {
@@ -15,7 +16,9 @@ constexpr uint64_t kStepNs = 1000;
 void Lineage::Begin(int directory) {
   const directory::Recorded recorded = directory::ReadRecorded(directory);
   const base::MutexLock lock(&mutex_);
-  line_ = {recorded.newest.attempt};
+  line_.clear();
+  newest_.clear();
+  for (const auto& [series, checkpoint] : recorded.newest) newest_[series] = checkpoint.attempt;
   last_saved_at_ns_ = recorded.latest_ns;
 }
 
@@ -28,7 +31,12 @@ uint64_t Lineage::SavedAtNs(uint64_t now_ns, uint64_t after_ns) {
 format::CommitTemplate Lineage::Record(const AttemptId& asked, format::ManifestInput* manifest) {
   {
     const base::MutexLock lock(&mutex_);
-    manifest->parent = asked == AttemptId{} && !line_.empty() ? line_.back() : asked;
+    manifest->parent = asked;
+    if (asked == AttemptId{} && !line_.empty()) manifest->parent = line_.back();
+    if (asked == AttemptId{} && line_.empty()) {
+      const auto newest = newest_.find(format::SeriesOf(manifest->checkpoint));
+      if (newest != newest_.end()) manifest->parent = newest->second;
+    }
     line_.push_back(manifest->attempt);
   }
   return format::BuildCommitRecord({.checkpoint = manifest->checkpoint,

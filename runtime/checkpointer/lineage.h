@@ -3,6 +3,8 @@
 #define HOLDFAST_RUNTIME_CHECKPOINTER_LINEAGE_H_
 
 #include <cstdint>
+#include <map>
+#include <string>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -16,7 +18,7 @@ namespace holdfast::checkpointer {
 /// \threadsafety All methods may be called from any thread.
 class Lineage {
  public:
-  /// Begins with the newest committed checkpoint of an open directory.
+  /// Begins with the newest committed checkpoint of each series of an open directory.
   void Begin(int directory);
 
   /// Returns the time for the records of a save that begins now: `now_ns`, or a microsecond after
@@ -24,8 +26,9 @@ class Lineage {
   /// is the order of these times, also after a restart on a machine whose clock is late.
   uint64_t SavedAtNs(uint64_t now_ns, uint64_t after_ns);
 
-  /// Completes rank 0's manifest with the parent: `asked`, or the last save where `asked` is zero.
-  /// Returns the template of the save's record, and makes the save the parent of later saves.
+  /// Completes rank 0's manifest with the parent: `asked`; where it is zero the last save, or else
+  /// the newest of the series. Returns the template of the save's record, and makes the save the
+  /// parent of later saves.
   format::CommitTemplate Record(const AttemptId& asked, format::ManifestInput* manifest);
 
   /// Ends a save. A failed save is no parent of later saves.
@@ -33,7 +36,8 @@ class Lineage {
 
  private:
   base::Mutex mutex_;
-  /// The last committed checkpoint, and the later saves that have not ended, in the order of their
+  std::map<std::string, AttemptId> newest_ ABSL_GUARDED_BY(mutex_);  // by series, at Begin
+  /// The last committed save, and the later saves that have not ended, in the order of their
   /// calls. The last is the next save's parent: of two saves in flight the later call has the newer
   /// state.
   std::vector<AttemptId> line_ ABSL_GUARDED_BY(mutex_);

@@ -102,7 +102,7 @@ Recorded ReadRecorded(int directory) {
     found->info.name = name;
     const int64_t saved_at_ns = absl::ToUnixNanos(found->info.saved_at);
     recorded.latest_ns = std::max(recorded.latest_ns, static_cast<uint64_t>(saved_at_ns));
-    CheckpointInfo& newest = recorded.newest;
+    CheckpointInfo& newest = recorded.newest[format::SeriesOf(name)];
     if (newest.attempt == AttemptId{} || OlderThan(newest, found->info)) newest = found->info;
   }
   return recorded;

@@ -3,6 +3,7 @@
 #define HOLDFAST_RUNTIME_DIRECTORY_LISTING_H_
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -31,7 +32,7 @@ absl::StatusOr<Listing> ListComplete(int directory, const std::string& path);
 
 /// What the commit records of a directory's checkpoints say.
 struct Recorded {
-  CheckpointInfo newest;   ///< Without its path. The attempt is zero if there is no record.
+  std::map<std::string, CheckpointInfo> newest;  ///< By series; without their paths.
   uint64_t latest_ns = 0;  ///< The latest time of a save, also in frameworks' directories.
 };
 

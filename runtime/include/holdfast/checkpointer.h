@@ -88,8 +88,9 @@ struct SaveRequest {
   bool replace = false;
   AttemptId attempt;  ///< Equal on all ranks; zero: random (world size 1 only).
   /// Attempt id of the parent checkpoint, for the commit record. Zero: the last save through this
-  /// Checkpointer that has not failed, else the newest checkpoint in the directory at Create. After
-  /// a load of an older checkpoint pass its id: retention then removes the abandoned branch first.
+  /// Checkpointer that has not failed, else the newest of its series in the directory at Create.
+  /// After a load of an older checkpoint pass its id: retention then removes the abandoned branch
+  /// first.
   AttemptId parent;
   /// The save counts as younger than this, in nanoseconds since 1970, also where the clock stands
   /// behind: the time of the latest checkpoint that the caller knows of in another place.

@@ -60,6 +60,20 @@ TEST_F(Newest, IsTheLastSavedWithoutSteps) {
   EXPECT_EQ(NewestName(), "step-12");
 }
 
+TEST_F(Newest, OfAnotherSeriesIsNoParentOfAProcessThatHasLoadedNothing) {
+  const Retention retention = {.keep_last = 2};
+  SaveEach({"eval-1"}, {}, retention);
+  CheckpointerOptions options = SmallOptions(directory());
+  options.launcher = Launcher::kThread;
+  const std::unique_ptr<Checkpointer> other = Make(options);
+  const TrainingState state = TrainingState::Uniform(1, 1000, 1);
+  ASSERT_TRUE(Save(other.get(), "step-1", state, 1).ok());
+  SaveEach({"eval-2"}, {}, retention);  // a process each
+  ASSERT_TRUE(Save(other.get(), "step-2", state, 2).ok());
+  SaveEach({"eval-3"}, {}, retention);
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre("step-1", "step-2", "eval-2", "eval-3"));
+}
+
 TEST_F(Newest, IsTheLastSavedAfterARollback) {
   SaveEach({"step-100", "step-200", "step-300"}, {100, 200, 300}, {});
   SaveEach({"step-110", "step-120", "step-130"}, {110, 120, 130}, {.keep_last = 2});
