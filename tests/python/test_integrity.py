@@ -21,7 +21,7 @@ import pytest
 import holdfast
 import holdfast.dcp
 from holdfast import integrity
-from holdfast.integrity import campaign, corruption, jobs, judge, lanes, processes, rounds, schedule, states
+from holdfast.integrity import campaign, corruption, jobs, judge, lanes, native, processes, rounds, schedule, states
 
 MIB = 1 << 20
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
@@ -54,7 +54,7 @@ def test_a_bounded_campaign_lets_nothing_escape(seed: int | None, tmp_path: Path
     seed = seed or random.SystemRandom().randrange(1 << 32)
     report = tmp_path / "report"
     told: list[str] = []
-    made = campaign.Campaign(str(tmp_path), seed, schedule.Limits(mount=os.geteuid() == 0), str(report), told.append)
+    made = campaign.Campaign(str(tmp_path), seed, schedule.Limits(mount=os.geteuid() == 0, doors=native.doors()), str(report), told.append)
     print(f"seed {seed}")
     made.run(count, None, 0, at_once=3)
     print(made.summary())
@@ -104,6 +104,7 @@ def made(*actions: dict[str, Any], **given: Any) -> dict[str, Any]:
         "engine": "auto",
         "device": "cpu",
         "store": "server",
+        "files": 1,
         "forbidden": {},
         "read_back": False,
         "second_look": False,
@@ -186,7 +187,7 @@ def test_a_planted_bug_is_caught(bug: str, tmp_path: Path, adopting: None, monke
     assert invariant in {p["invariant"] for p in found}, found
     assert os.listdir(tmp_path) == []
     if LONG:  # and by rounds that were not made for it
-        limits = schedule.Limits(ranks_max=2)
+        limits = schedule.Limits(ranks_max=2, doors=native.doors())
         for number in range(PLANTED_ROUNDS_MAX):
             if rounds.run(schedule.draw(3, number, limits), str(tmp_path), plant).problems:
                 print(f"{bug}: caught in round {number + 1}")

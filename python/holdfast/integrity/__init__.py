@@ -59,6 +59,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--tensors", type=int, default=100_000, help="tensors of the largest states, which are rare (default: 100000)")
     add("--bytes", type=int, default=128, metavar="MIB", help="size of the largest states, which are rare (default: 128; "
         "the staging memory has 16)")  # fmt: skip
+    add("--doors", default="", metavar="NAME,...", help="draw only rounds of these doors: save_async, checkpointer, dcp, "
+        "checkpointer-dcp, save_file, plan")  # fmt: skip
     add("--events", default="", metavar="KIND,...", help="draw only these kinds of events")
     add("--no-mount", action="store_true", help="mount no small file systems, even as root")
     add("--shrink", type=_seconds, default=120.0, metavar="T", help="longest time to simplify a failing round "
@@ -83,19 +85,24 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _limits(arguments: argparse.Namespace) -> Any:
-    from holdfast.integrity import injection, memory_groups, schedule
+    from holdfast.integrity import injection, memory_groups, native, schedule
 
     kinds = tuple(k for k in arguments.events.split(",") if k)
     unknown = set(kinds) - {*schedule.HARMLESS, *schedule.HARMFUL, *schedule.DEADLY}
     if unknown:
         raise ValueError(f"--events: there is no {', '.join(sorted(unknown))}; there is "
                          + ", ".join((*schedule.HARMLESS, *schedule.HARMFUL, *schedule.DEADLY)))  # fmt: skip
+    doors = tuple(d for d in arguments.doors.split(",") if d)
+    if unknown := set(doors) - set(schedule.DOORS):
+        raise ValueError(f"--doors: there is no {', '.join(sorted(unknown))}; there is {', '.join(schedule.DOORS)}")
+    if native.DOOR in doors and native.why_not():
+        raise ValueError(f"--doors {native.DOOR}: {native.why_not()}")
     if arguments.ranks < 1 or arguments.bytes < 18 or arguments.tensors < 2:
         raise ValueError("--ranks is at least 1, --bytes at least 18, --tensors at least 2")
     return schedule.Limits(
         ranks_max=arguments.ranks, tensors_max=arguments.tensors, bytes_max=arguments.bytes << 20, kinds=kinds,
         mount=not arguments.no_mount and os.geteuid() == 0, groups=not memory_groups.why_not(), filters=not injection.why_not(),
-        quotas=bool(shutil.which("mkfs.btrfs")),
+        quotas=bool(shutil.which("mkfs.btrfs")), doors=doors or native.doors(),
     )  # fmt: skip
 
 

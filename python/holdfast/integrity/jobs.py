@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from holdfast.integrity import injection, peers, processes, schedule, trainer
+from holdfast.integrity import injection, native, peers, processes, schedule, trainer
 
 TIME_SILENT_MAX = 400.0  # seconds without a line from any trainer of a life
 NO_THREAD_DATA = 127  # status by which the C library ends a process that gets no memory for a thread's own data
@@ -61,6 +61,14 @@ class Member:
         self.buffer = bytearray()
         self.rests = False  # its life has ended, and it waits for another
 
+    def give(self, task: trainer.Task) -> None:
+        """Begins a life."""
+        self.tasks.send(task)
+
+    def left(self) -> dict[str, int]:
+        """What the process holds more than before its life; it tells that itself."""
+        return {}
+
     def send(self, number: signal.Signals) -> None:
         processes.send(self.process.pid, number)
 
@@ -72,10 +80,10 @@ class Member:
         """
         self.tasks.close()
         self.out.close()
-        self.process.join(30)
+        self.process.join(trainer.TIME_END_MAX)
         problem, status = "", self.process.exitcode
         if status is None:
-            problem = "a trainer has closed its pipe and goes on"
+            problem = f"a trainer has closed its pipe and goes on: {processes.threads(self.process.pid)}"
             self.send(signal.SIGKILL)
             self.process.join()
         elif status not in (0, -signal.SIGKILL, -signal.SIGTERM) and not (short_of_memory and status == NO_THREAD_DATA):
@@ -88,7 +96,8 @@ class Crew:
     """The trainers of one job, with their process group. They may run several lives.
 
     Args:
-        kind, ranks: of the trainers.
+        kind: of the trainers; None: the C++ program.
+        ranks: how many.
         store: of their process group: ``"server"``, ``"file"``, or "" where they have none.
         plant: as of `trainer.serve`.
         is_injected: whether the driver answers their system calls.
@@ -96,9 +105,9 @@ class Crew:
 
     _made = 0
 
-    def __init__(self, kind: type[trainer.Trainer], ranks: int, store: str, plant: str = "",
+    def __init__(self, kind: type[trainer.Trainer] | None, ranks: int, store: str, plant: str = "",
                  is_injected: bool = False) -> None:  # fmt: skip
-        self.ranks, self.store = ranks, store
+        self.kind, self.ranks, self.store = kind, ranks, store
         self.rounds: list[int] = []  # that it has run
         self._directory = ""
         if store == "file":
@@ -107,7 +116,9 @@ class Crew:
         elif store:
             Crew._made += 1
             store = f"{_server().port}/{Crew._made}"
-        self.members = [Member(kind, rank, ranks, store, plant, is_injected) for rank in range(ranks)]
+        self.members: list[Member | native.Member] = [
+            Member(kind, rank, ranks, store, plant, is_injected) if kind else native.Member(rank) for rank in range(ranks)
+        ]
 
     def dismiss(self, short_of_memory: bool = False) -> str:
         """Ends the trainers; returns what is wrong with the end of one. The argument is that of `Member.dismiss`."""
@@ -125,13 +136,13 @@ class Pool:
     def __init__(self) -> None:
         self._resting: list[Crew] = []
 
-    def take(self, ranks: int, store: str) -> Crew:
+    def take(self, kind: type[trainer.Trainer] | None, ranks: int, store: str) -> Crew:
         """A crew that rests, or a new one."""
         for crew in self._resting:
-            if (crew.ranks, crew.store) == (ranks, store):
+            if (crew.kind, crew.ranks, crew.store) == (kind, ranks, store):
                 self._resting.remove(crew)
                 return crew
-        return Crew(trainer.Trainer, ranks, store)
+        return Crew(kind, ranks, store)
 
     def give_back(self, crew: Crew) -> str:
         """Keeps a crew that rests, or dismisses it; returns what is wrong with its end."""
@@ -145,6 +156,12 @@ class Pool:
         """Ends all crews."""
         while self._resting:
             self._resting.pop().dismiss()
+
+
+def _kind_of(round_: dict[str, Any]) -> type[trainer.Trainer] | None:
+    if round_["door"] == native.DOOR:
+        return None
+    return peers.Trainer if "saver" in round_ else trainer.Trainer
 
 
 class Life:
@@ -162,22 +179,22 @@ class Life:
                  injector: injection.Injector | None = None, pool: Pool | None = None) -> None:  # fmt: skip
         self.lines: list[dict[str, Any]] = []
         self.problem = ""
-        self._continue: list[tuple[float, Member]] = []
+        self._continue: list[tuple[float, Member | native.Member]] = []
         self._pool = pool
-        kind, ranks = (peers if "saver" in round_ else trainer).Trainer, round_["ranks"]
+        kind, ranks = _kind_of(round_), round_["ranks"]
         store = round_["store"] if ranks > 1 or "saver" in round_ else ""
         self._crews = [
-            pool.take(ranks, store) if pool else Crew(kind, ranks, store, plant, injector is not None)
+            pool.take(kind, ranks, store) if pool else Crew(kind, ranks, store, plant, injector is not None)
             for _ in range(round_["jobs"])
         ]
         self.before = [list(crew.rounds) for crew in self._crews]
-        self._listening: dict[int, Member] = {}
+        self._listening: dict[int, Member | native.Member] = {}
         for job, crew in enumerate(self._crews):
             crew.rounds.append(round_["number"])
             for member in crew.members:
                 member.rests = False
                 self._listening[member.out.fileno()] = member
-                member.tasks.send(trainer.Task(round_, life, job, directory, scratch))
+                member.give(trainer.Task(round_, life, job, directory, scratch))
         for rank, member in enumerate(self._crews[0].members):
             if injector is not None and member.channel is not None:
                 injector.accept(member.channel, member.process.pid, f"trainer {rank}")
@@ -230,6 +247,8 @@ class Life:
                 self._continue.append((time.monotonic() + 0.01 + line["seconds"], member))
             if line["event"] == "rest":
                 member.rests = True
+                if more := member.left():
+                    self.lines.append({**line, "event": "leak", "more": more})
                 del self._listening[fd]
             else:
                 self.lines.append(line)

@@ -176,8 +176,8 @@ class Judge:
         for error in said or [{"ours": False}]:
             if "exit-trainer" in causes and error.get("type") == "_Exit":
                 continue  # what ended another rank's call: its trainer was told to exit
-            if "limit-memory" in causes and error.get("type") == "MemoryError":
-                continue  # Python's own
+            if "limit-memory" in causes and (error.get("type") == "MemoryError" or "DefaultCPUAllocator" in error.get("message", "")):
+                continue  # Python's own, and PyTorch's
             if not error["ours"]:
                 self.blame("v", f"{what} with what is no holdfast.Error: {said}")
                 continue
@@ -194,8 +194,8 @@ class Judge:
             allowed |= _CODES.get(cause, set())
         if causes - set(schedule.HARMLESS) and round_["ranks"] > 1:
             allowed |= _OF_RANKS[self.format]
-        if "limit-files" in causes and self.format == "dcp" and round_["ranks"] > 1:
-            allowed.add("FAILED_PRECONDITION")  # of a rank whose call failed before it met the others
+        if "limit-files" in causes and round_["ranks"] > 1:
+            allowed |= {"FAILED_PRECONDITION", "UNAVAILABLE"}  # of a rank that could not meet the others
         same = [m for m in self.made.values() if m.name == made.name and m is not made]
         if same and not round_["replace"]:
             allowed.add("ALREADY_EXISTS")
@@ -262,7 +262,7 @@ class Judge:
             self.blame("iv", f"after a recovery {directory} has {sorted(left)}")
 
     def _readers(self) -> dict[str, readers.Reader]:
-        return readers.readers_of(self.format)
+        return readers.readers_of(self.format, self.round["door"])
 
     def _saves(self, generation: int, name: str | None = None) -> list[Made]:
         return [m for m in self.made.values() if m.generation == generation and name in (None, m.name)]
@@ -402,10 +402,10 @@ class Judge:
 
     def _load_damaged(self, path: str, done: str) -> None:
         """A load raises, or the damage is in nothing that it gives."""
-        own = [name for name in self._readers() if name.startswith("holdfast")]
-        for reader in own:
+        own = {name: read for name, read in self._readers().items() if name.startswith("holdfast")}
+        for reader, read in own.items():
             try:
-                for number, different in readers.readers_of(self.format)[reader](path, self.expected):
+                for number, different in read(path, self.expected):
                     if different:
                         self.blame("ii", f"{done}: {reader} of {path} accepts it; save {number}: {different}")
             except holdfast.Error as error:

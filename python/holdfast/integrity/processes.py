@@ -39,28 +39,40 @@ def _stat(pid: int | str) -> list[str]:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
+def threads(pid: int | None) -> list[str]:
+    """The threads of a process: name, state, and the place in the kernel where each waits."""
+    found = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*")):
+        with contextlib.suppress(OSError):
+            place = (task / "wchan").read_text()
+            found.append(f"{(task / 'comm').read_text().strip()} {_stat(f'{pid}/task/{task.name}')[0]} {place}")
+    return found
+
+
 # What a process group makes and drops behind the scenes.
 _OF_GROUPS = frozenset({"socket", "pipe", "anon_inode:[eventpoll]", "anon_inode:[eventfd]"})
 
 
-def held(in_group: bool) -> collections.Counter[str]:
-    """What this process holds: descriptors by what they are of, children, shared mappings.
+def held(in_group: bool, pid: int | str = "self") -> collections.Counter[str]:
+    """What a process holds: descriptors by what they are of, children, shared mappings.
 
     Args:
         in_group: whether there is a process group, whose descriptors do not count.
+        pid: of the process; default: this one.
     """
-    gc.collect()
+    if pid == "self":
+        gc.collect()
     found: collections.Counter[str] = collections.Counter()
-    for fd in os.listdir("/proc/self/fd"):
+    for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
-            link = os.readlink(f"/proc/self/fd/{fd}")
+            link = os.readlink(f"/proc/{pid}/fd/{fd}")
             if link.startswith(f"/memfd:{_recent.NAME}"):
                 continue  # one for the life of a process that saves
             of = link if link.startswith("anon_inode") else link.split(":")[0]
             if not in_group or of not in _OF_GROUPS:
                 found["descriptor of " + of] += 1
-    found["children"] = len(children())
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    found["children"] = len(children(pid))
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
         _, rights, _, _, _, *name = line.split(maxsplit=5)
         if rights.endswith("s"):
             found["shared mapping of " + "".join(name)] += 1
@@ -79,6 +91,9 @@ def send(pid: int | None, number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
+own: set[int] = set()  # children of this process that are no orphans
+
+
 class Orphans:
     """Workers whose trainer is dead: they become children of this process, which reaps them."""
 
@@ -88,7 +103,7 @@ class Orphans:
     def alive(self) -> dict[int, str]:
         """Those that are alive, with their command; those that have ended are reaped."""
         found = {}
-        for pid in set(children()) - self._known:
+        for pid in set(children()) - self._known - own:
             with contextlib.suppress(OSError):
                 state = _stat(pid)[0]
                 if state == "Z":

@@ -13,6 +13,7 @@ import torch
 
 import holdfast
 import holdfast.dcp
+from holdfast import _native
 from holdfast.integrity import schedule, states
 
 Finding = tuple[int, str]  # number of the save that was found, and how it differs from it
@@ -39,7 +40,8 @@ class Expected:
         return self._saves[save]["spec"]
 
     def state(self, save: int, rank: int) -> dict[str, Any]:
-        return states.make(self.round["seed"], save, rank, self.spec(save))
+        made = states.make(self.round["seed"], save, rank, self.spec(save))
+        return states.as_plan(made) if self.round["door"] == "plan" else made
 
     def dcp(self, save: int) -> dict[str, Any]:
         return states.dcp_of_ranks(self.round["seed"], save, self.round["ranks"], self.spec(save))
@@ -59,12 +61,41 @@ def _load_into(path: str, expected: Expected) -> Iterator[Finding]:
     yield save, states.difference(target, expected.state(save, 0))
 
 
+def _load_plan(path: str, expected: Expected) -> Iterator[Finding]:
+    """The C++ reader, into memory of the tensors of the save that the checkpoint says it is of."""
+    reader = _native.CheckpointReader.open(path, 0)
+
+    def fill(tensors: dict[str, torch.Tensor]) -> None:
+        targets = [(name, tensor.data_ptr(), tensor.nbytes, None, None) for name, tensor in tensors.items()]
+        reader.load(targets, True, 64 << 20, 1, "auto", True)
+
+    id_ = torch.zeros(2, dtype=torch.int64)
+    fill({"id": id_})
+    save = int(id_[0])
+    wanted = expected.state(save, 0)
+    target = states.zeros(wanted)
+    fill(target)
+    names = {name for name, *_ in reader.tensors()}
+    yield save, states.difference(target, wanted) if names == wanted.keys() else f"it has the tensors {sorted(names)[:5]}, ..."
+
+
+def _number_in(files: list[str]) -> int:
+    from safetensors import safe_open
+
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            if "id" in opened.keys():
+                return int(opened.get_tensor("id")[0])
+    raise Unknown("no file has a tensor that says which save it is")
+
+
 def _safetensors(path: str, expected: Expected) -> Iterator[Finding]:
     from safetensors import safe_open
 
-    save = int(holdfast.open(path, rank=0)["id"][0])
+    files = sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors")))
+    save = _number_in(files)
     wanted = [dict(states.tensors(expected.state(save, rank))) for rank in range(expected.round["ranks"])]
-    for file in sorted(glob.glob(os.path.join(glob.escape(path), "*.safetensors"))):
+    for file in files:
         number = os.path.basename(file).removeprefix("model-").split("-")[0]
         rank = int(number) if number.isdecimal() else 0
         with safe_open(file, "pt") as opened:
@@ -111,7 +142,7 @@ def _stock_load(target: Any, path: str) -> None:
 Reader = Callable[[str, Expected], Iterator[Finding]]
 
 
-def readers_of(format_: str) -> dict[str, Reader]:
+def readers_of(format_: str, door: str = "") -> dict[str, Reader]:
     """Readers by name, for ``"holdfast"``, ``"dcp"`` or ``"file"``. Those of others compare no digests."""
     if format_ == "file":
         return {
@@ -122,6 +153,8 @@ def readers_of(format_: str) -> dict[str, Reader]:
     if format_ == "dcp":
         return {"holdfast.dcp": _dcp_with(_own_load), "torch.distributed.checkpoint": _dcp_with(_stock_load)}
     found: dict[str, Reader] = {"holdfast.load": _load, "holdfast.load into": _load_into}
+    if door == "plan":
+        found = {"holdfast::CheckpointReader": _load_plan}
     with contextlib.suppress(ImportError):
         import safetensors  # noqa: F401
 

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 MIB = 1 << 20
-DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp", "save_file")  # the last one of one rank alone
+DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp", "save_file", "plan")
+OF_ONE_RANK = ("save_file", "plan")
 LAUNCHERS = ("spawn", "persistent", "fork", "thread")
 ENGINES = ("auto", "io_uring-fixed", "io_uring", "pwrite")
 # Kinds of events: those that a save must survive, those that may fail it, and those that end a trainer.
@@ -52,6 +53,7 @@ class Limits:
         groups: whether memory control groups can be made.
         filters: whether trainers can forbid themselves system calls.
         quotas: whether a file system with a quota can be mounted.
+        doors: to draw from; where none is for several ranks, jobs have one.
     """
 
     ranks_max: int = 8
@@ -62,6 +64,7 @@ class Limits:
     groups: bool = True
     filters: bool = True
     quotas: bool = True
+    doors: tuple[str, ...] = DOORS
 
 
 class _Drawing:
@@ -82,12 +85,15 @@ class _Drawing:
 
     def draw(self) -> dict[str, Any]:
         choose, made = self.choose, self.round
-        most = self.limits.ranks_max
+        for_all = [door for door in self.limits.doors if door not in OF_ONE_RANK]
+        most = self.limits.ranks_max if for_all else 1
         made["ranks"] = min(most, self.pick((1, 12), (2, 4), (3, 1), (choose.randint(1, most), 1)))
-        made["door"] = choose.choice(DOORS if made["ranks"] == 1 else DOORS[:-1])
+        made["door"] = choose.choice(self.limits.doors if made["ranks"] == 1 else for_all)
+        is_program = made["door"] == "plan"
+        made["files"] = self.pick((1, 2), (2, 1), (5, 1)) if is_program else 1
         made["launcher"] = choose.choice(LAUNCHERS)
         made["engine"] = choose.choice(ENGINES)
-        made["device"] = "stand-in" if self.often(0.15) else "cpu"
+        made["device"] = "stand-in" if self.often(0.15) and not is_program else "cpu"
         made["jobs"] = 2 if made["ranks"] == 1 and self.often(0.12) else 1
         made["same_names"] = made["jobs"] == 2 and self.often(0.4)
         made["read_back"] = self.often(0.2)
@@ -101,7 +107,7 @@ class _Drawing:
         forbidden = dict(choose.sample(FORBIDDEN, choose.randint(1, 3))) if self.often(0.07) else {}
         is_asked_for = "io_uring" in made["engine"]  # a save then takes no other way
         made["forbidden"] = {call: error for call, error in forbidden.items()
-                             if self.limits.filters and not (is_asked_for and "io_uring" in call)}  # fmt: skip
+                             if self.limits.filters and not is_program and not (is_asked_for and "io_uring" in call)}
         made["lives"] = [self._life(last=i == 1) for i in range(self.pick((1, 2), (2, 3)))]
         # A write of the store that the limit cuts short would hold the ranks up until their time-out.
         is_limited = any(event["kind"] == "limit-size" for event in events_of(made))
@@ -155,10 +161,11 @@ class _Drawing:
         if self.often(0.75 if last else 0.35):
             kinds = [(k, 2.0) for k in HARMLESS] + [(k, 2.0) for k in HARMFUL if k != "hang-worker"]
             kinds += [("hang-worker", 0.4)] + ([(k, 3.0) for k in DEADLY] if last else [])
-            # PyTorch's gloo groups end a process that gets no memory for their threads.
-            alone = self.round["ranks"] == 1
+            # PyTorch's gloo groups end a process that gets no memory for their threads, or no descriptor.
+            is_program = self.round["door"] == "plan"
+            ending = [] if self.round["ranks"] == 1 else ["limit-memory", *["limit-files"][: "dcp" in self.round["door"]]]
             allowed = [k for k in kinds if (not self.limits.kinds or k[0] in self.limits.kinds)
-                       and (self.limits.groups or k[0] not in IN_GROUPS) and (alone or k[0] != "limit-memory")]  # fmt: skip
+                       and (self.limits.groups and not is_program or k[0] not in IN_GROUPS) and k[0] not in ending]  # fmt: skip
             if allowed:
                 event = self._event(self.pick(*allowed))
         self.saves += 1
@@ -226,7 +233,7 @@ _DEFAULTS = {
     "ranks": 1, "jobs": 1, "same_names": False, "device": "cpu", "read_back": False, "second_look": False,
     "when_full": "wait", "keep_last": 0, "disk": 0, "kill_recover": None, "corruptions": [],
     "engine": "auto", "launcher": "spawn", "one_name": False, "replace": False, "door": "save_async", "store": "server",
-    "forbidden": {}, "disk_kind": "small",
+    "forbidden": {}, "disk_kind": "small", "files": 1,
 }  # fmt: skip
 
 

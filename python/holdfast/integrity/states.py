@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,9 +27,25 @@ def _pool() -> torch.Tensor:
     return torch.empty(_POOL_WORDS, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(1))
 
 
-def _words(choose: random.Random, count: int) -> torch.Tensor:
-    """Words of any bit pattern. Two calls give other words at every place, and so do two tiles of the pool."""
-    at, key = choose.randrange(_POOL_WORDS), choose.getrandbits(64)
+def pool_bytes() -> bytes:
+    """The words that all states are made of."""
+    return _pool().numpy().tobytes()
+
+
+class Recipe(NamedTuple):
+    """What a tensor is made of: words of the pool from `at` on, under a mask that follows from `key`.
+
+    Two keys give other words at every place, and so do two tiles of the pool. A bool is the lowest bit of its byte.
+    """
+
+    dtype: torch.dtype
+    shape: list[int]
+    nbytes: int
+    at: int
+    key: int
+
+
+def _words(at: int, key: int, count: int) -> torch.Tensor:
     words = torch.empty(count, dtype=torch.int64)
     for tile, begin in enumerate(range(0, count, _POOL_WORDS)):
         mask = (key + tile * _STRIDE) % (1 << 64) - (1 << 63)
@@ -45,12 +61,17 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _tensor(choose: random.Random, nbytes: int, wide: bool) -> torch.Tensor:
+def _recipe(choose: random.Random, nbytes: int, wide: bool) -> Recipe:
     dtype = choose.choice(DTYPES) if wide else torch.float32
     count = nbytes // dtype.itemsize
-    data = _words(choose, (count * dtype.itemsize + 7) // 8).view(torch.uint8)[: count * dtype.itemsize]
-    made = data.remainder(2).to(torch.bool) if dtype == torch.bool else data.view(dtype)
-    return made.reshape(2, -1) if count % 2 == 0 and count and choose.random() < 0.5 else made
+    at, key = choose.randrange(_POOL_WORDS), choose.getrandbits(64)
+    shape = [2, count // 2] if count % 2 == 0 and count and choose.random() < 0.5 else [count]
+    return Recipe(dtype, shape, count * dtype.itemsize, at, key)
+
+
+def _tensor(made: Recipe) -> torch.Tensor:
+    data = _words(made.at, made.key, (made.nbytes + 7) // 8).view(torch.uint8)[: made.nbytes]
+    return (data.remainder(2).to(torch.bool) if made.dtype == torch.bool else data.view(made.dtype)).reshape(made.shape)
 
 
 def _sizes(choose: random.Random, spec: dict[str, Any]) -> list[int]:
@@ -69,6 +90,23 @@ def _sizes(choose: random.Random, spec: dict[str, Any]) -> list[int]:
     return sizes
 
 
+def recipes(seed: int, save: int, rank: int, spec: dict[str, Any]) -> dict[str, dict[str, Recipe]]:
+    """The tensors of `make`, by group and name."""
+    shared = random.Random(f"{seed}:{save}")
+    own = random.Random(f"{seed}:{save}:{rank}")
+    made: dict[str, dict[str, Recipe]] = {}
+    for group, choose in (("own", own), ("shared", shared)):
+        half = {**spec, "tensors": spec["tensors"] // 2, "bytes": spec["bytes"] // 2}
+        sizes = _sizes(choose, half)
+        made[group] = {f"t{i}": _recipe(choose, nbytes, spec.get("wide", False)) for i, nbytes in enumerate(sizes)}
+    return made
+
+
+def flat(groups: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Members of groups with the names that they have without groups."""
+    return {f"{group}.{name}": value for group, members in groups.items() for name, value in members.items()}
+
+
 def make(seed: int, save: int, rank: int, spec: dict[str, Any]) -> dict[str, Any]:
     """The state of one rank at one save.
 
@@ -76,16 +114,17 @@ def make(seed: int, save: int, rank: int, spec: dict[str, Any]) -> dict[str, Any
         seed, save, rank: the key. ``id`` of the state names save and rank.
         spec: ``tensors`` and ``bytes``, counts; ``wide``, whether all dtypes appear; ``objects``.
     """
-    shared = random.Random(f"{seed}:{save}")
-    own = random.Random(f"{seed}:{save}:{rank}")
-    state: dict[str, Any] = {"id": torch.tensor([save, rank]), "save": save, "own": {}, "shared": {}}
-    for group, choose in (("own", own), ("shared", shared)):
-        half = {**spec, "tensors": spec["tensors"] // 2, "bytes": spec["bytes"] // 2}
-        for i, nbytes in enumerate(_sizes(choose, half)):
-            state[group][f"t{i}"] = _tensor(choose, nbytes, spec.get("wide", False))
+    state: dict[str, Any] = {"id": torch.tensor([save, rank]), "save": save}
+    for group, members in recipes(seed, save, rank, spec).items():
+        state[group] = {name: _tensor(made) for name, made in members.items()}
     if spec.get("objects"):
         state["values"] = {"text": _TEXT + str(save), "number": save / 7, "list": [save, None, b"\0" * 3]}
     return state
+
+
+def as_plan(state: dict[str, Any]) -> dict[str, Any]:
+    """The state as a C++ program saves it: tensors alone, without groups."""
+    return {"id": state["id"], **flat({group: state[group] for group in ("own", "shared")})}
 
 
 def as_dcp(state: dict[str, Any], rank: int) -> dict[str, Any]:

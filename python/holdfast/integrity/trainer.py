@@ -41,9 +41,23 @@ TIME_OUTCOME_MAX = 180.0
 TIME_LIVENESS_MAX = 60.0
 TIME_STALLED_MAX = 60.0
 TIME_SETTLE_MAX = 60.0  # in which what a save held has to go
+TIME_END_MAX = 180.0  # in which a process ends that has closed its pipe
 TIME_MISSED = 8.0  # after which a rank that was killed counts as gone
 TIME_HUNG = 3.0  # the same of a worker that hangs
 _COMMIT = ("syncing", "reading back", "manifest", "waiting for ranks", "committing")
+
+
+def options_of(round_: dict[str, Any], actions: list[dict[str, Any]]) -> dict[str, Any]:
+    """How saves are made in a life of a round."""
+    kinds = {a["event"]["kind"] for a in actions if "event" in a}
+    return {
+        "arena_bytes": schedule.ARENA, "launcher": round_["launcher"], "engine": round_["engine"],
+        "read_back": round_["read_back"], "second_look": round_["second_look"], "trainer_death": round_["trainer_death"],
+        "time_liveness_max": TIME_MISSED if kinds & {*schedule.DEADLY, "step"} else TIME_LIVENESS_MAX,
+        "time_memory_max": TIME_OUTCOME_MAX / 2,
+        "time_stalled_max": TIME_HUNG if "hang-worker" in kinds else TIME_STALLED_MAX,
+        "time_ranks_max": TIME_OUTCOME_MAX / 2,
+    }  # fmt: skip
 
 
 class Trainer:
@@ -65,16 +79,7 @@ class Trainer:
         self._rate = 0
         self.over: set[int] = set()  # numbers of the saves that have ended
         self.is_injected = False  # the driver counts this process's system calls
-        kinds = {a["event"]["kind"] for a in self.actions if "event" in a}
-        self._options: dict[str, Any] = {
-            "arena_bytes": schedule.ARENA, "launcher": round_["launcher"], "engine": round_["engine"],
-            "read_back": round_["read_back"], "second_look": round_["second_look"],
-            "trainer_death": round_["trainer_death"], "on_sealed": self._sealed,
-            "time_liveness_max": TIME_MISSED if kinds & {*schedule.DEADLY, "step"} else TIME_LIVENESS_MAX,
-            "time_memory_max": TIME_OUTCOME_MAX / 2,
-            "time_stalled_max": TIME_HUNG if "hang-worker" in kinds else TIME_STALLED_MAX,
-            "time_ranks_max": TIME_OUTCOME_MAX / 2,
-        }  # fmt: skip
+        self._options = {**options_of(round_, self.actions), "on_sealed": self._sealed}
         self._checkpointer: holdfast.Checkpointer | None = None
 
     def tell(self, event: str, **values: Any) -> None:

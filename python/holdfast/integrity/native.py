@@ -1,0 +1,121 @@
+"""A trainer that is a C++ program, seen from the driver: it saves through the C++ interface, without Python or PyTorch.
+
+Rounds of the door "plan" run in it. It starts in some milliseconds, so that rounds are many.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+
+from holdfast import _dtypes, commands
+from holdfast.integrity import processes, schedule, states, trainer
+
+PROGRAM = "holdfast-trainer"
+DOOR = "plan"
+
+
+def why_not() -> str:
+    """Why there is no such trainer here; "" where there is one."""
+    path = commands.program(PROGRAM)
+    return "" if os.access(path, os.X_OK) else f"there is no {path}: wheels have none, a build from the sources does"
+
+
+def doors() -> tuple[str, ...]:
+    """The doors that rounds can have here."""
+    return tuple(door for door in schedule.DOORS if door != DOOR or not why_not())
+
+
+@functools.cache
+def _pool() -> str:
+    """Path of a file with the words of all states."""
+    fd = os.memfd_create("holdfast-integrity-states")
+    os.write(fd, states.pool_bytes())
+    return f"/proc/{os.getpid()}/fd/{fd}"
+
+
+def _recipes(seed: int, number: int, rank: int, spec: dict[str, Any]) -> list[list[Any]]:
+    """What the program makes the tensors of a save of: `tools/trainer/state.h`."""
+    return [[name, _dtypes.file_name(made.dtype), made.shape, made.nbytes, made.at, made.key]
+            for name, made in states.flat(states.recipes(seed, number, rank, spec)).items()]  # fmt: skip
+
+
+def line_of(task: trainer.Task, rank: int) -> bytes:
+    """A task as the program reads it: `tools/trainer/task.h`."""
+    round_, job = task.round, task.job
+    actions = []
+    for action in round_["lives"][task.life]:
+        given = {k: v for k, v in action.items() if k != "spec"}
+        if action["do"] == "save":
+            given |= {"n": action["n"] + job * schedule.SAVES_OF_JOB, "name": schedule.name_of(round_, action, job),
+                      "files": round_["files"]}  # fmt: skip
+            if "event" in action and action["event"]["rank"] != rank:
+                del given["event"]
+        actions.append(given)
+    saves = schedule.saves_of(round_)
+    if not any(action["do"] == "load" for action in actions):
+        saves = {a["n"]: saves[a["n"]] for a in actions if a["do"] == "save"}
+    options = trainer.options_of(round_, round_["lives"][task.life])
+    return json.dumps({
+        "rank": rank, "job": job, "replace": round_["replace"], "actions": actions, "pool": _pool(),
+        "log": os.path.join(task.scratch, f"trainer-{job}-{rank}.log"),
+        "options": {**options, "directory": task.directory, "worker_program": commands.program("holdfast-worker"),
+                    "when_full": round_["when_full"], "keep_last": round_["keep_last"]},
+        "outcome_seconds_max": trainer.TIME_OUTCOME_MAX, "settle_seconds_max": trainer.TIME_SETTLE_MAX,
+        "hung_seconds": trainer.TIME_HUNG * 3,
+        "states": {n: _recipes(round_["seed"], n, rank, a["spec"]) for n, a in saves.items()},
+    }).encode() + b"\n"  # fmt: skip
+
+
+class Member:
+    """The program's process. As `jobs.Member`."""
+
+    channel = None
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self.process = subprocess.Popen([commands.program(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.out: Any = self.process.stdout
+        processes.own.add(self.process.pid)
+        self.out.readline()  # it has begun, and rests
+        self.buffer = bytearray()
+        self.rests = False
+        self._before = processes.held(in_group=False, pid=self.process.pid)
+
+    def give(self, task: trainer.Task) -> None:
+        """Begins a life."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line_of(task, self._rank))
+        self.process.stdin.flush()
+
+    def left(self) -> dict[str, int]:
+        """What the process, which rests, holds more than at its start."""
+        end = time.monotonic() + trainer.TIME_SETTLE_MAX
+        while (more := dict(processes.held(False, self.process.pid) - self._before)) and time.monotonic() < end:
+            time.sleep(0.002)
+        return more
+
+    def send(self, number: signal.Signals) -> None:
+        processes.send(self.process.pid, number)
+
+    def dismiss(self, short_of_memory: bool = False) -> str:
+        """As `jobs.Member.dismiss`."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            status = self.process.wait(trainer.TIME_END_MAX)
+            problem = ""
+        except subprocess.TimeoutExpired:
+            problem = f"a trainer has closed its pipe and goes on: {processes.threads(self.process.pid)}"
+            self.process.kill()
+            status = self.process.wait()
+        self.out.close()
+        processes.own.discard(self.process.pid)
+        if not problem and status not in (0, -signal.SIGKILL, -signal.SIGTERM):
+            problem = f"a trainer ended with status {status}"
+        return problem

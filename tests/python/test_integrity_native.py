@@ -1,0 +1,88 @@
+"""integrity-fuzz: rounds of a trainer that is a C++ program."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_integrity import FLIP, WAIT, event, made, save
+
+from holdfast.integrity import native, processes, rounds, schedule, trainer
+
+pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
+WIDE = {"tensors": 40, "wide": True}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[rounds.Bench]:
+    with processes.adopting():
+        made = rounds.Bench(str(tmp_path))
+        yield made
+        made.close()
+
+
+def plan(*actions: dict[str, Any], **given: Any) -> dict[str, Any]:
+    return made(*actions, door=native.DOOR, **given)
+
+
+@pytest.mark.parametrize("files", [1, 3])
+def test_a_round_without_an_event_has_what_was_saved(files: int, bench: rounds.Bench) -> None:
+    actions = save(1, spec=WIDE), WAIT, {"do": "recover"}, save(2, spec=WIDE), {"do": "load", "back": 1}, save(3), WAIT, {"do": "move"}
+    result = bench.run(plan(*actions, save(4, spec=WIDE), files=files, corruptions=FLIP))
+    assert result.problems == [], result.log
+    counted = {key: result.counts[key] for key in ("calls", "durable", "loads by trainers", "reads", "damage flip a bit")}
+    assert counted == {"calls": 4, "durable": 4, "loads by trainers": 1, "reads": 12, "damage flip a bit": 8}
+
+
+def test_a_process_runs_rounds_until_an_event_ends_it(bench: rounds.Bench) -> None:
+    kinds = ("cancel", "stop-trainer", "fork", "program", "kill-worker", "change-sealed", "limit-files", "kill-trainer", "fork")
+    results = [bench.run(plan(save(1, **event(kind)), number=n)) for n, kind in enumerate(kinds)]
+    assert [r.problems for r in results] == [[] for _ in kinds]
+    assert [sum(r.counts[f"event {kind}"] for r in results) for kind in set(kinds)] == [
+        1 + (kind == "fork") for kind in set(kinds)
+    ]
+    assert [len(r.before[0]) for r in results] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+
+
+@pytest.mark.parametrize("kind", ["kill-both", "terminate-trainer", "exit-trainer", "kill-in-call", "hang-worker"])
+def test_an_end_of_a_process_leaves_what_was_saved(kind: str, bench: rounds.Bench) -> None:
+    round_ = plan(save(1, spec=WIDE), WAIT, save(2, **event(kind)))
+    result = bench.run({**round_, "lives": [*round_["lives"], [{"do": "load", "back": 0}, save(3, spec=WIDE)]]})
+    assert result.problems == [], result.log
+    assert result.counts[f"event {kind}"] == 1
+
+
+@pytest.mark.parametrize("changed", ["key", "at"])
+def test_a_tensor_that_is_another_is_found(changed: str, bench: rounds.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = native._recipes
+
+    def planted(*arguments: Any) -> list[list[Any]]:
+        made = recipes(*arguments)
+        made[-1][{"at": 4, "key": 5}[changed]] ^= 1
+        return made
+
+    monkeypatch.setattr(native, "_recipes", planted)
+    problems = bench.run(plan(save(1, spec=WIDE))).problems
+    assert {p["invariant"] for p in problems} == {"i", "ii"} and "differs in" in problems[0]["what"], problems
+
+
+def test_what_the_program_keeps_is_told(bench: rounds.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bench.run(plan(save(1))).problems == []
+    monkeypatch.setattr(trainer, "TIME_SETTLE_MAX", 0.2)
+    (crew,) = bench._pool._resting
+    kept = next(iter(crew.members[0]._before))
+    crew.members[0]._before[kept] -= 1
+    (problem,) = bench.run(plan(save(1), number=1)).problems
+    assert problem["invariant"] == "iv" and kept in problem["what"]
+
+
+def test_a_task_has_the_states_that_its_process_needs() -> None:
+    round_ = plan(save(1), save(2, **event("cancel")), jobs=2)
+    task = json.loads(native.line_of(trainer.Task(round_, 0, 1, "/nowhere", "/tmp"), 0))
+    first = schedule.SAVES_OF_JOB + 1
+    assert list(task["states"]) == [str(first), str(first + 1)]
+    assert [action["n"] for action in task["actions"]] == [first, first + 1]
+    assert task["actions"][1]["event"]["kind"] == "cancel" and "event" not in task["actions"][0]

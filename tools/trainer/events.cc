@@ -1,0 +1,253 @@
+#include "tools/trainer/events.h"
+
+#include <spawn.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstdlib>
+#include <ctime>
+#include <filesystem>
+#include <fstream>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "holdfast/errors.h"
+
+namespace holdfast::trainer {
+namespace {
+
+using nlohmann::json;
+
+constexpr auto kPoll = std::chrono::microseconds(500);
+
+void Sleep(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
+
+uint64_t WallNanoseconds() {
+  timespec now{};
+  clock_gettime(CLOCK_REALTIME, &now);
+  return static_cast<uint64_t>(now.tv_sec) * 1000000000 + static_cast<uint64_t>(now.tv_nsec);
+}
+
+bool IsCommitting(const std::string& phase) {
+  return phase == "syncing" || phase == "reading back" || phase == "manifest" ||
+         phase == "waiting for ranks" || phase == "committing";
+}
+
+bool HasEnded(const std::string& phase) {
+  return phase == "done" || phase == "failed" || phase == "cancelled";
+}
+
+bool IsMoment(const Event& event, const SaveProgress& now) {
+  if (event.phase == "commit") return IsCommitting(now.phase);
+  if (event.phase == "later") return now.phase == "writing" && now.bytes_written > 0;
+  if (IsCommitting(now.phase)) return true;
+  const double share = static_cast<double>(now.bytes_written) /
+                       static_cast<double>(std::max<uint64_t>(now.bytes_total, 1));
+  return now.phase == "writing" && share >= event.share;
+}
+
+bool IsOfWorker(const std::string& kind) {
+  return absl::EndsWith(kind, "-worker") || kind == "kill-both";
+}
+
+std::vector<int> NumbersIn(const std::string& directory) {
+  std::vector<int> numbers;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::directory_iterator(directory, error)) {
+    int number = 0;
+    if (absl::SimpleAtoi(entry.path().filename().string(), &number)) numbers.push_back(number);
+  }
+  return numbers;
+}
+
+std::vector<int> Children() {
+  std::vector<int> children;
+  for (const int task : NumbersIn("/proc/self/task")) {
+    std::ifstream file(absl::StrCat("/proc/self/task/", task, "/children"));
+    for (int child = 0; file >> child;) children.push_back(child);
+  }
+  return children;
+}
+
+uint64_t AddressSpaceBytes() {
+  uint64_t pages = 0;
+  std::ifstream("/proc/self/statm") >> pages;
+  return pages * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+}
+
+/// A foreign fork: the child uses its memory, and ends.
+void Fork() {
+  std::string memory(1 << 20, 'f');
+  const pid_t child = fork();
+  if (child == 0) {
+    for (char& byte : memory) byte = 'c';
+    _exit(0);
+  }
+  waitpid(child, nullptr, 0);
+}
+
+void RunProgram() {
+  const char* const arguments[] = {"true", nullptr};
+  pid_t child = 0;
+  if (posix_spawnp(&child, "true", nullptr, nullptr, const_cast<char* const*>(arguments),
+                   environ) == 0)
+    waitpid(child, nullptr, 0);
+}
+
+}  // namespace
+
+void Teller::SetWho(uint32_t rank, uint32_t job) {
+  rank_ = rank;
+  job_ = job;
+}
+
+void Teller::Tell(const std::string& event, json values) {
+  values["event"] = event;
+  values["rank"] = rank_;
+  values["job"] = job_;
+  const std::lock_guard lock(mutex_);
+  values["at"] = WallNanoseconds();
+  const std::string line = values.dump(-1, ' ', true, json::error_handler_t::replace) + "\n";
+  for (size_t at = 0; at < line.size();) {
+    const ssize_t wrote = write(fd_, line.data() + at, line.size() - at);
+    if (wrote < 0 && errno != EINTR) return;  // the driver is gone
+    if (wrote > 0) at += static_cast<size_t>(wrote);
+  }
+}
+
+void Teller::TellFailure(const std::string& event, uint64_t number, const absl::Status& error,
+                         json values) {
+  values["n"] = number;
+  values["errors"] = json::array({{{"rank", ""},
+                                   {"type", "absl::Status"},
+                                   {"ours", true},
+                                   {"code", absl::StatusCodeToString(error.code())},
+                                   {"errno", ErrnoOf(error)},
+                                   {"message", std::string(error.message().substr(0, 600))}}});
+  Tell(event, std::move(values));
+}
+
+void Events::Fired(uint64_t number, const Event& event, const std::string& phase) {
+  teller_->Tell("fired", {{"n", number}, {"kind", event.kind}, {"phase", phase}});
+}
+
+void Events::BeginCall(uint64_t number, const Event& event) {
+  if (event.kind == "change-sealed" || event.kind == "change-and-restore") {
+    changing_ = event;
+    change_ = number;
+  } else if (event.kind == "kill-in-call") {
+    threads_.emplace_back([this, number, event] {
+      Sleep(event.seconds / 10);
+      Fired(number, event, "call");
+      StrikeTrainer(event);
+    });
+  } else if (absl::StartsWith(event.kind, "limit-")) {
+    uint64_t value = event.bytes;
+    std::vector<int> pids = {0};
+    if (event.kind == "limit-files") {
+      limited_ = RLIMIT_NOFILE;
+      for (const int fd : NumbersIn("/proc/self/fd"))
+        value = std::max<uint64_t>(value, static_cast<uint64_t>(fd) + 1);
+    } else if (event.kind == "limit-memory") {
+      limited_ = RLIMIT_AS;
+      value += AddressSpaceBytes();
+    } else {
+      limited_ = RLIMIT_FSIZE;
+      for (const int child : Children()) pids.push_back(child);
+    }
+    // Before the limit: telling may need what is limited.
+    Fired(number, event, "call");
+    for (const int pid : pids) {
+      Limit limit{.pid = pid};
+      const auto resource = static_cast<__rlimit_resource>(limited_);
+      if (prlimit(pid, resource, nullptr, &limit.before) != 0) continue;
+      const rlimit less{.rlim_cur = value, .rlim_max = limit.before.rlim_max};
+      if (prlimit(pid, resource, &less, nullptr) == 0) limits_.push_back(limit);
+    }
+  }
+}
+
+void Events::EndCall() {
+  if (limits_.empty()) return;
+  if (limited_ != RLIMIT_NOFILE) Sleep(0.05);  // the worker starts
+  for (const Limit& limit : limits_)
+    prlimit(limit.pid, static_cast<__rlimit_resource>(limited_), &limit.before, nullptr);
+  limits_.clear();
+}
+
+void Events::Sealed(const SealedExtent& extent) {
+  if (extent.bytes == 0) return;
+  const uint64_t number = change_.exchange(0);
+  if (number == 0) return;
+  volatile char* const place = static_cast<char*>(extent.memory) + extent.bytes / 2;
+  const char old = *place;
+  *place = static_cast<char>(old ^ 0x10);
+  Fired(number, changing_, "sealed");
+  if (changing_.kind == "change-sealed") return;
+  // The caller waits for the save's end, then for this thread.
+  threads_.emplace_back([place, old, seconds = changing_.seconds] {
+    Sleep(seconds);
+    *place = old;
+  });
+}
+
+void Events::Watch(uint64_t number, const Event& event, const SaveHandle& save) {
+  if (event.kind == "kill-in-call" || absl::StartsWith(event.kind, "change-") ||
+      absl::StartsWith(event.kind, "limit-"))
+    return;
+  threads_.emplace_back([this, number, event, save] {
+    while (true) {
+      const SaveProgress now = save.progress();
+      if (IsMoment(event, now)) return Strike(number, event, save, now.phase);
+      if (HasEnded(now.phase) || save.IsDone()) return;
+      std::this_thread::sleep_for(kPoll);
+    }
+  });
+}
+
+void Events::Strike(uint64_t number, const Event& event, const SaveHandle& save,
+                    std::string phase) {
+  if (event.phase == "later") Sleep(event.seconds);
+  pid_t worker = IsOfWorker(event.kind) ? save.worker_pid() : 0;
+  if (worker == getpid()) worker = 0;
+  if (worker == 0 && IsOfWorker(event.kind) && event.kind != "kill-both") return;
+  if (worker != 0) {
+    if (kill(worker, SIGSTOP) != 0) return;
+    phase = save.progress().phase;  // what is told now was so when it stopped
+  }
+  Fired(number, event, phase);
+  if (event.kind == "stop-worker") Sleep(event.seconds);
+  if (event.kind == "hang-worker") Sleep(hung_seconds_);
+  if (event.kind == "terminate-worker") kill(worker, SIGTERM);
+  if (worker != 0 && (event.kind == "kill-worker" || event.kind == "kill-both"))
+    kill(worker, SIGKILL);
+  StrikeTrainer(event);
+  if (event.kind == "cancel") (void)save.Cancel();
+  if (worker != 0) kill(worker, SIGCONT);
+}
+
+void Events::StrikeTrainer(const Event& event) {
+  if (event.kind == "kill-trainer" || event.kind == "kill-both" || event.kind == "kill-in-call")
+    kill(getpid(), SIGKILL);
+  if (event.kind == "terminate-trainer") kill(getpid(), SIGTERM);
+  if (event.kind == "exit-trainer") {
+    teller_->Tell("exiting");
+    exit(0);
+  }
+  if (event.kind == "stop-trainer") {
+    teller_->Tell("stopping", {{"seconds", event.seconds}});
+    kill(getpid(), SIGSTOP);
+  }
+  if (event.kind == "fork") Fork();
+  if (event.kind == "program") RunProgram();
+}
+
+void Events::Join() {
+  for (std::thread& thread : threads_) thread.join();
+  threads_.clear();
+}
+
+}  // namespace holdfast::trainer

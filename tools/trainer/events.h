@@ -1,0 +1,84 @@
+// What happens to a save, to its worker, and to this process.
+#ifndef HOLDFAST_TOOLS_TRAINER_EVENTS_H_
+#define HOLDFAST_TOOLS_TRAINER_EVENTS_H_
+
+#include <sys/resource.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "holdfast/save.h"
+#include "holdfast/staging.h"
+#include "tools/trainer/task.h"
+
+namespace holdfast::trainer {
+
+/// Writes lines to the driver. \threadsafety Any.
+class Teller {
+ public:
+  explicit Teller(int fd) : fd_(fd) {}
+
+  /// The process of a job that the next lines are of.
+  void SetWho(uint32_t rank, uint32_t job);
+  void Tell(const std::string& event, nlohmann::json values = nlohmann::json::object());
+  /// Tells an error of the save `number`; 0: of none.
+  void TellFailure(const std::string& event, uint64_t number, const absl::Status& error,
+                   nlohmann::json values = nlohmann::json::object());
+
+ private:
+  std::mutex mutex_;
+  const int fd_;
+  uint32_t rank_ = 0;
+  uint32_t job_ = 0;
+};
+
+/// The events of one life. A thread waits for the moment of each.
+class Events {
+ public:
+  Events(Teller* teller, double hung_seconds) : teller_(teller), hung_seconds_(hung_seconds) {}
+  ~Events() { Join(); }
+  Events(const Events&) = delete;
+  Events& operator=(const Events&) = delete;
+
+  /// Before the call of a save: limits begin here, and what happens inside of the call.
+  void BeginCall(uint64_t number, const Event& event);
+  /// After the call: limits end.
+  void EndCall();
+  /// The save is in flight. `touch` changes the memory of its tensors, for a forked child.
+  void Watch(uint64_t number, const Event& event, const SaveHandle& save);
+
+  /// For CheckpointerOptions::on_sealed.
+  void Sealed(const SealedExtent& extent);
+
+  /// Waits for every event's end.
+  void Join();
+
+ private:
+  struct Limit {
+    int pid = 0;
+    rlimit before{};
+  };
+
+  void Strike(uint64_t number, const Event& event, const SaveHandle& save, std::string phase);
+  void StrikeTrainer(const Event& event);
+  void Fired(uint64_t number, const Event& event, const std::string& phase);
+
+  Teller* const teller_;
+  const double hung_seconds_;
+  std::vector<std::thread> threads_;
+  std::vector<Limit> limits_;
+  int limited_ = 0;                  // RLIMIT_*
+  std::atomic<uint64_t> change_{0};  // number of the save whose next extent is changed
+  Event changing_;
+};
+
+}  // namespace holdfast::trainer
+
+#endif  // HOLDFAST_TOOLS_TRAINER_EVENTS_H_

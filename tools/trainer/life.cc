@@ -1,0 +1,227 @@
+#include "tools/trainer/life.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <new>
+#include <thread>
+
+#include "absl/strings/str_cat.h"
+#include "holdfast/checkpointer.h"
+#include "holdfast/load.h"
+#include "holdfast/recovery.h"
+#include "tools/trainer/state.h"
+
+namespace holdfast::trainer {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr char kReleased = '\xee';
+
+class Life {
+ public:
+  Life(const Task& task, Teller* teller)
+      : task_(task), teller_(teller), events_(teller, task.hung_seconds) {}
+
+  void Run() {
+    auto pool = ReadPool(task_.pool);
+    if (!pool.ok()) return Crashed(pool.status());
+    pool_ = *std::move(pool);
+    mkdir(task_.options.directory.c_str(), 0777);
+    if (!Open(0)) return;
+    for (const Action& action : task_.actions) {
+      if (action.what == "save") Save(action);
+      if (action.what == "wait") Wait();
+      if (action.what == "load") Load(action);
+      if (action.what == "move") Move();
+      if (action.what == "recover") RecoverBeside();
+    }
+    Wait();
+    events_.Join();
+    Settle();
+    checkpointer_.reset();
+    teller_->Tell("end");
+  }
+
+ private:
+  absl::Duration Longest() const { return absl::Seconds(task_.outcome_seconds_max); }
+
+  void Crashed(const absl::Status& error) { teller_->TellFailure("crashed", 0, error); }
+
+  bool Open(uint64_t rate) {
+    checkpointer_.reset();
+    CheckpointerOptions options = task_.options;
+    options.qos.bytes_per_second_max = rate;
+    options.on_sealed = [this](const SealedExtent& extent) { events_.Sealed(extent); };
+    options.staging.on_released = [](void* memory, uint64_t bytes) {
+      std::memset(memory, kReleased, bytes);
+    };
+    auto made = Checkpointer::Create(options);
+    if (!made.ok()) {
+      Crashed(made.status());
+      return false;
+    }
+    checkpointer_ = *std::move(made);
+    rate_ = rate;
+    return true;
+  }
+
+  void Save(const Action& action) {
+    if (checkpointer_ == nullptr) return;
+    if (action.rate != rate_) {
+      Wait();
+      if (!Open(action.rate)) return;
+    }
+    State state(task_.states.at(action.number), pool_, action.number, task_.rank);
+    const std::vector<TensorSource> sources = state.Sources();
+    SavePlan plan;
+    SaveRequest request{.name = action.name, .step = action.step, .replace = task_.replace};
+    request.parent = parent_;
+    if (action.files > 1) {
+      request.attempt = NewAttemptId();
+      auto planned = state.Plan(action.files, task_.rank, request.attempt);
+      if (!planned.ok()) return Crashed(planned.status());
+      plan = *std::move(planned);
+      request.plan = &plan;
+    } else {
+      request.tensors = sources;
+    }
+    teller_->Tell("call", {{"n", action.number}});
+    if (action.event.has_value()) events_.BeginCall(action.number, *action.event);
+    absl::StatusOr<SaveHandle> save = absl::ResourceExhaustedError("save: no memory");
+    try {
+      save = checkpointer_->SaveAsync(request);
+    } catch (const std::bad_alloc&) {  // of the limit
+    }
+    if (save.ok() && action.event.has_value()) events_.Watch(action.number, *action.event, *save);
+    events_.EndCall();
+    if (action.mutate) state.Mutate();
+    const bool skipped =
+        absl::IsUnavailable(save.status()) && task_.options.when_full == WhenFull::kSkip;
+    if (!save.ok() && !skipped)
+      return teller_->TellFailure("refused", action.number, save.status());
+    teller_->Tell("called", {{"n", action.number}, {"skipped", skipped}});
+    if (skipped) return;
+    parent_ = {};
+    outcomes_.emplace_back([this, number = action.number, save = *save] { Await(number, save); });
+    // What is restored lies in memory that the next save may take.
+    const std::string kind = action.event.has_value() ? action.event->kind : "";
+    if (kind == "limit-size" || kind == "change-sealed" || kind == "change-and-restore") {
+      Wait();
+      events_.Join();
+    }
+  }
+
+  void Await(uint64_t number, const SaveHandle& save) {
+    const auto report = save.WaitDurable(Longest());
+    if (report.ok()) {
+      teller_->Tell("durable",
+                    {{"n", number}, {"path", report->path}, {"engine", WordOf(report->engine)}});
+    } else if (!save.IsDone()) {
+      teller_->Tell(
+          "hang",
+          {{"what", absl::StrCat("a save has not ended after ", task_.outcome_seconds_max, " s")}});
+    } else {
+      teller_->TellFailure("failed", number, report.status());
+    }
+  }
+
+  void Wait() {
+    for (std::thread& outcome : outcomes_) outcome.join();
+    outcomes_.clear();
+    if (checkpointer_ != nullptr) (void)checkpointer_->Flush(Longest());
+  }
+
+  /// A rollback: an older checkpoint is loaded, and the run goes on from it.
+  void Load(const Action& action) {
+    const auto complete = ListCheckpoints(task_.options.directory);
+    if (!complete.ok()) {
+      if (!absl::IsNotFound(complete.status()))
+        teller_->TellFailure("unreadable", 0, complete.status());
+      return;
+    }
+    if (complete->empty()) return;
+    const CheckpointInfo& chosen =
+        (*complete)[complete->size() - 1 - std::min<size_t>(action.back, complete->size() - 1)];
+    const absl::Status status = Compare(chosen);
+    // The other trainer's retention may have removed it.
+    if (!status.ok() && fs::exists(chosen.path))
+      teller_->TellFailure("unreadable", 0, status, {{"path", chosen.path}});
+  }
+
+  absl::Status Compare(const CheckpointInfo& chosen) {
+    auto reader = CheckpointReader::Open(chosen.path, task_.rank);
+    if (!reader.ok()) return reader.status();
+    uint64_t id[2] = {};
+    const TensorTarget target{.name = State::kId, .data = id, .bytes = sizeof(id)};
+    if (const auto read = (*reader)->Load({target}, LoadOptions()); !read.ok())
+      return read.status();
+    std::string different = "no save has its number";
+    if (const auto found = task_.states.find(id[0]); found != task_.states.end()) {
+      auto compared = State(found->second, pool_, id[0], task_.rank).Compare(**reader);
+      if (!compared.ok()) return compared.status();
+      different = *std::move(compared);
+    }
+    parent_ = chosen.attempt;
+    teller_->Tell("loaded", {{"n", id[0]}, {"path", chosen.path}, {"different", different}});
+    return absl::OkStatus();
+  }
+
+  void Move() {
+    Wait();
+    std::error_code error;
+    if (!fs::is_directory(task_.options.directory, error)) return;
+    std::string to;
+    do {
+      to = absl::StrCat(task_.options.directory, ".moved-", moves_++);
+    } while (fs::exists(to));
+    fs::rename(task_.options.directory, to, error);
+    mkdir(task_.options.directory.c_str(), 0777);
+    teller_->Tell("moved", {{"to", to}});
+  }
+
+  void RecoverBeside() {
+    RecoveryOptions options;
+    options.wait_for_orphans = absl::Milliseconds(200);
+    if (const auto report = Recover(task_.options.directory, options); !report.ok())
+      teller_->TellFailure("unreadable", 0, report.status());
+  }
+
+  /// Tells what staging memory is held once every save has ended.
+  void Settle() {
+    if (checkpointer_ == nullptr) return;
+    const absl::Time end = absl::Now() + absl::Seconds(task_.settle_seconds_max);
+    StagingStats now = checkpointer_->staging();
+    while ((now.bytes_held > 0 || now.saves_in_flight > 0) && absl::Now() < end) {
+      absl::SleepFor(absl::Milliseconds(2));
+      now = checkpointer_->staging();
+    }
+    if (now.bytes_held == 0 && now.saves_in_flight == 0) return;
+    teller_->Tell("leak", {{"more",
+                            {{"bytes of staging memory", now.bytes_held},
+                             {"saves in flight", now.saves_in_flight}}}});
+  }
+
+  const Task& task_;
+  Teller* const teller_;
+  Events events_;
+  std::vector<uint64_t> pool_;
+  std::unique_ptr<Checkpointer> checkpointer_;
+  uint64_t rate_ = 0;
+  AttemptId parent_;
+  std::vector<std::thread> outcomes_;
+  uint32_t moves_ = 0;
+};
+
+}  // namespace
+
+void Live(const Task& task, Teller* teller) {
+  teller->SetWho(task.rank, task.job);
+  Life(task, teller).Run();
+}
+
+}  // namespace holdfast::trainer

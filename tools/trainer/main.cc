@@ -1,0 +1,55 @@
+// holdfast-trainer: saves through the C++ interface as integrity-fuzz says, one task per line.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <exception>
+#include <iostream>
+#include <string>
+
+#include "tools/trainer/life.h"
+
+namespace holdfast::trainer {
+namespace {
+
+constexpr int kFirstFreeFd = 10;
+
+/// Sends standard output and standard error to a file.
+bool PrintTo(const char* path) {
+  const int file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  if (file < 0) return false;
+  dup2(file, STDOUT_FILENO);
+  dup2(file, STDERR_FILENO);
+  close(file);
+  return true;
+}
+
+int Main() {
+  // The driver's pipe is this process's alone: workers and programs would hold it open.
+  const int out = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, kFirstFreeFd);
+  if (out < 0 || !PrintTo("/dev/null")) return 1;
+  signal(SIGXFSZ, SIG_IGN);  // a limit of the size of files is an error, also of a worker thread
+  Teller teller(out);
+  teller.Tell("rest");
+  for (std::string line; std::getline(std::cin, line);) {
+    const Task task = ParseTask(line);
+    if (!PrintTo(task.log.c_str())) return 1;
+    Live(task, &teller);
+    if (!PrintTo("/dev/null")) return 1;
+    teller.Tell("rest");
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace holdfast::trainer
+
+int main() {
+  try {
+    return holdfast::trainer::Main();
+  } catch (const std::exception& error) {
+    fprintf(stderr, "holdfast-trainer: %s\n", error.what());
+    return 1;
+  }
+}

@@ -1,0 +1,119 @@
+#include "tools/trainer/state.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+
+#include "absl/strings/str_cat.h"
+
+namespace holdfast::trainer {
+namespace {
+
+constexpr uint64_t kStride = 0x9e3779b97f4a7c15;  // as in states.py
+
+std::vector<char> BytesOf(const Recipe& recipe, const std::vector<uint64_t>& pool) {
+  std::vector<char> bytes(recipe.bytes);
+  const size_t tile_words = pool.size();
+  for (size_t word = 0, at = 0; at < bytes.size(); ++word, at += sizeof(uint64_t)) {
+    const uint64_t mask = (recipe.key + word / tile_words * kStride) ^ (uint64_t{1} << 63);
+    const uint64_t value = pool[(recipe.at + word % tile_words) % tile_words] ^ mask;
+    std::memcpy(bytes.data() + at, &value, std::min(sizeof(value), bytes.size() - at));
+  }
+  if (recipe.dtype == "BOOL") {
+    for (char& byte : bytes) byte &= 1;
+  }
+  return bytes;
+}
+
+std::vector<char> IdBytes(uint64_t number, uint32_t rank) {
+  const uint64_t words[] = {number, rank};
+  std::vector<char> bytes(sizeof(words));
+  std::memcpy(bytes.data(), words, sizeof(words));
+  return bytes;
+}
+
+}  // namespace
+
+absl::StatusOr<std::vector<uint64_t>> ReadPool(const std::string& path) {
+  std::ifstream file(path, std::ios::binary | std::ios::ate);
+  if (!file) return absl::ErrnoToStatus(errno, absl::StrCat("open ", path));
+  std::vector<uint64_t> words(static_cast<size_t>(file.tellg()) / sizeof(uint64_t));
+  file.seekg(0);
+  file.read(reinterpret_cast<char*>(words.data()),
+            static_cast<std::streamsize>(words.size() * sizeof(uint64_t)));
+  if (!file || words.empty()) return absl::DataLossError(absl::StrCat("read ", path));
+  return words;
+}
+
+State::State(const std::vector<Recipe>& recipes, const std::vector<uint64_t>& pool, uint64_t number,
+             uint32_t rank) {
+  tensors_.push_back({.name = kId, .dtype = "I64", .shape = {2}, .bytes = IdBytes(number, rank)});
+  for (const Recipe& recipe : recipes) {
+    tensors_.push_back({.name = recipe.name,
+                        .dtype = recipe.dtype,
+                        .shape = recipe.shape,
+                        .bytes = BytesOf(recipe, pool)});
+  }
+}
+
+std::vector<TensorSource> State::Sources() const {
+  std::vector<TensorSource> sources;
+  for (const Tensor& tensor : tensors_) {
+    sources.push_back({.name = tensor.name,
+                       .dtype = tensor.dtype,
+                       .shape = tensor.shape,
+                       .data = tensor.bytes.data(),
+                       .bytes = tensor.bytes.size()});
+  }
+  return sources;
+}
+
+absl::StatusOr<SavePlan> State::Plan(uint32_t files, uint32_t rank,
+                                     const AttemptId& attempt) const {
+  const std::vector<TensorSource> all = Sources();
+  SavePlan plan;
+  for (uint32_t file = 0; file < files; ++file) {
+    std::vector<TensorSource> sources;
+    for (size_t i = file; i < all.size(); i += files) sources.push_back(all[i]);
+    auto part = PlanSafetensors(absl::StrCat("model-", rank, "-", file, ".safetensors"), sources,
+                                {.attempt = attempt});
+    if (!part.ok()) return part.status();
+    for (PlannedFile& planned : part->files) {
+      for (Segment& segment : planned.segments) {
+        if (segment.tensor != Segment::kLiteral)
+          segment.tensor += static_cast<uint32_t>(plan.tensors.size());
+      }
+      plan.files.push_back(std::move(planned));
+    }
+    for (PlannedTensor& tensor : part->tensors) {
+      tensor.file = file;
+      plan.tensors.push_back(std::move(tensor));
+    }
+  }
+  return plan;
+}
+
+void State::Mutate() {
+  for (Tensor& tensor : tensors_) {
+    for (char& byte : tensor.bytes) byte = static_cast<char>(~byte);
+  }
+}
+
+absl::StatusOr<std::string> State::Compare(const CheckpointReader& reader) const {
+  std::vector<std::vector<char>> loaded;
+  std::vector<TensorTarget> targets;
+  for (const Tensor& tensor : tensors_) {
+    loaded.emplace_back(tensor.bytes.size());
+    targets.push_back(
+        {.name = tensor.name, .data = loaded.back().data(), .bytes = tensor.bytes.size()});
+  }
+  const auto report = reader.Load(targets, LoadOptions());
+  if (!report.ok()) return report.status();
+  for (size_t i = 0; i < tensors_.size(); ++i) {
+    if (loaded[i] != tensors_[i].bytes) return absl::StrCat(tensors_[i].name, " differs");
+  }
+  return std::string();
+}
+
+}  // namespace holdfast::trainer

@@ -1,0 +1,62 @@
+// The tensors of one save. Their bytes follow from recipes, so that they can be computed again.
+#ifndef HOLDFAST_TOOLS_TRAINER_STATE_H_
+#define HOLDFAST_TOOLS_TRAINER_STATE_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "holdfast/load.h"
+#include "holdfast/plan.h"
+
+namespace holdfast::trainer {
+
+/// A tensor of `states.py`: words of the pool from `at` on, changed by `key`.
+struct Recipe {
+  std::string name;
+  std::string dtype;  ///< As TensorSource::dtype.
+  std::vector<int64_t> shape;
+  uint64_t bytes = 0;
+  uint64_t at = 0;   ///< Index of a word.
+  uint64_t key = 0;  ///< Of the mask of each tile of the pool.
+};
+
+/// Reads the pool's words. \error errors of the file.
+absl::StatusOr<std::vector<uint64_t>> ReadPool(const std::string& path);
+
+class State {
+ public:
+  /// The name of the tensor that says which save it is: the number and the rank.
+  static constexpr char kId[] = "id";
+
+  State(const std::vector<Recipe>& recipes, const std::vector<uint64_t>& pool, uint64_t number,
+        uint32_t rank);
+
+  std::vector<TensorSource> Sources() const;
+
+  /// Plans the tensors as `files` safetensors files of an attempt. \error of PlanSafetensors.
+  absl::StatusOr<SavePlan> Plan(uint32_t files, uint32_t rank, const AttemptId& attempt) const;
+
+  /// Changes every byte.
+  void Mutate();
+
+  /// Loads every tensor and compares it; returns the first difference, or an empty text.
+  /// \error of the load.
+  absl::StatusOr<std::string> Compare(const CheckpointReader& reader) const;
+
+ private:
+  struct Tensor {
+    std::string name;
+    std::string dtype;
+    std::vector<int64_t> shape;
+    std::vector<char> bytes;
+  };
+
+  std::vector<Tensor> tensors_;
+};
+
+}  // namespace holdfast::trainer
+
+#endif  // HOLDFAST_TOOLS_TRAINER_STATE_H_
