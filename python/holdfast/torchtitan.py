@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -45,6 +45,10 @@ class CheckpointManager(_Base):  # type: ignore[misc]
     @dataclass(kw_only=True, slots=True)
     class Config(_Base.Config):  # type: ignore[misc]
         """The options of torchtitan's class; naming this one in the configuration selects the manager."""
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+        """A save returns when it is durable (disabled), or when the state is captured (async); async_with_pinned_mem
+        copies what the optimizers own behind forward and backward, without a process and without further memory."""
 
     def __init__(self, config: Any, *, optimizers: Any, **parts: Any) -> None:
         """A manager.

@@ -14,6 +14,7 @@ import faults
 import pytest
 import torch
 import torch.distributed as dist
+import tyro
 from megatron_jobs import DEADLINE, held_worker, run
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.components.checkpointer import CheckpointManager as Stock
@@ -174,6 +175,16 @@ def test_a_manager_that_is_off_does_nothing() -> None:
     manager.close()
     with pytest.raises(ValueError, match="async_mode"):
         CheckpointManager.Config(async_mode="unknown")
+
+
+def test_the_help_says_what_the_modes_do_here(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tyro.cli(CheckpointManager.Config, args=["--help"])
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "returns when it is durable (disabled), or when the state is captured (async)" in shown
+    assert "{disabled,async,async_with_pinned_mem}" in shown and "DCP save mode" not in shown
+    parsed = tyro.cli(CheckpointManager.Config, args=["--interval", "7", "--async-mode", "async"])
+    assert (parsed.interval, parsed.async_mode, parsed._owner) == (7, "async", CheckpointManager)
 
 
 def test_the_page_configures_this_manager() -> None:

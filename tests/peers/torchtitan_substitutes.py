@@ -7,11 +7,12 @@ the mock's answer. A mocked load has the saved checkpoint loaded first, by PyTor
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 from typing import Any
 from unittest.mock import Mock
 
 import torch.distributed.checkpoint as stock
-import torchtitan.components.checkpoint as legacy
 import torchtitan.components.checkpointer as package
 import torchtitan.components.checkpointer.dcp as manager
 from journal import note
@@ -54,5 +55,7 @@ class _Manager(holdfast.torchtitan.CheckpointManager):
 
 _ours, _ours_async = holdfast.dcp.save, holdfast.dcp.async_save
 holdfast.dcp.save, holdfast.dcp.async_save = _save, _async_save
-for module in (manager, package, legacy):
+for module in (manager, package):
     module.CheckpointManager = _Manager
+with contextlib.suppress(ModuleNotFoundError):  # of the releases up to 0.3
+    importlib.import_module("torchtitan.components.checkpoint").CheckpointManager = _Manager  # type: ignore[attr-defined]
