@@ -117,6 +117,9 @@ class Looks(threading.Thread):
                 if found:
                     self.wrong.append(found)
 
+    def __str__(self) -> str:
+        return f"{self.count} looks, {len(self.wrong)} of them without a checkpoint"
+
     def __enter__(self) -> Looks:
         self.start()
         return self

@@ -130,6 +130,7 @@ def test_a_link_before_its_rename_is_found(tmp_path: Path, monkeypatch: pytest.M
 def test_a_look_at_any_time_finds_a_checkpoint(saves_in_flight_max: int, tmp_path: Path) -> None:
     steps = 800 if LONG else 60
     looks = slow_run(tmp_path, steps, saves_in_flight_max)
+    print(f"{steps // 4} saves, {looks}")
     assert looks.count > 5 and looks.wrong == []
     assert names(tmp_path / "run") == [f"step={steps}.ckpt"] and look(tmp_path / "run") == ""
 

@@ -79,6 +79,7 @@ def test_what_a_killed_trainer_leaves_is_whole_and_its_resume_exact(tmp_path: Pa
             resume = str(at / newest)
             assert holdfast.verify(resume)["verdict"] == "sound"
         lightning_ranks.run(tmp_path, train, tmp_path, steps, resume)
+    print(f"{kills} kills, {looks}")
     assert looks.wrong == [] and looks.count > 10
     assert equal(torch.load(tmp_path / "final.pt"), straight.lightning_module.state_dict())
     assert look(at) == "" and names(at)[-1] == f"step={steps}.ckpt"
@@ -145,6 +146,7 @@ def test_a_look_finds_a_checkpoint_while_the_disk_is_full_at_random(tmp_path: Pa
             except holdfast.Error as error:  # of the last save
                 assert error.code == "RESOURCE_EXHAUSTED"
         noting.close()
+        print(f"{saves} saves of which {callback.failures} failed, {looks}")
         assert looks.wrong == [] and looks.count > 10
         assert callback.failures > 0
         newest = names(at)[-1]
