@@ -16,6 +16,9 @@ from torch.serialization import location_tag
 
 from holdfast.errors import Error
 
+# How deep an entry that cannot be pickled is looked for, to name it.
+_DEPTH_MAX = 32
+
 
 @dataclasses.dataclass
 class Stored:
@@ -89,12 +92,39 @@ def pickled(item: Any, protocol: int) -> tuple[bytes, list[Stored]]:
     except Error:
         raise
     except Exception as error:
-        raise Error("INVALID_ARGUMENT", f"a {type(item).__name__} cannot be pickled: {error}") from error
+        path, part = _unpicklable(item, protocol)
+        what = f"{path}: a {type(part).__name__}" if path else f"a {type(part).__name__}"
+        raise Error("INVALID_ARGUMENT", f"{what} cannot be pickled: {error}") from error
     for tensor in pickler.tensors:
         try:
             found = pickler.stored.get(tensor.untyped_storage()._cdata)
-        except (NotImplementedError, RuntimeError):  # sparse, or a subclass that wraps others
+        except Exception:  # sparse, not initialized, or a subclass that wraps others
             continue
         if found is not None:
             found.tensors.append(tensor)
     return buffer.getvalue(), list(pickler.stored.values())
+
+
+def _unpicklable(item: Any, protocol: int) -> tuple[str, Any]:
+    """The innermost entry that cannot be pickled: its path, and what it is."""
+    path: list[str] = []
+    for _ in range(_DEPTH_MAX):
+        inner: Any = ()
+        if isinstance(item, dict):
+            inner = ((key if isinstance(key, (str, int)) else type(key).__name__, part) for key, part in item.items())
+        elif isinstance(item, (list, tuple)):
+            inner = enumerate(item)
+        found = next(((key, part) for key, part in inner if not _can_be_pickled(part, protocol)), None)
+        if found is None:
+            break
+        path.append(f"{found[0]:.80}" if isinstance(found[0], str) else str(found[0]))
+        item = found[1]
+    return ".".join(path), item
+
+
+def _can_be_pickled(item: Any, protocol: int) -> bool:
+    try:
+        _Pickler(io.BytesIO(), protocol).dump(item)
+    except Exception:
+        return False
+    return True

@@ -59,7 +59,7 @@ LOCK = {"state_dict": {}, "callbacks": {"a": threading.Lock()}}
         ("http://127.0.0.1:9/a", STATE, None, holdfast.Error, r"save http://127.0.0.1:9/a: fsspec's HTTPFileSystem only reads"),
         ("memory://a/b", STATE, 5, ValueError, r"save memory://a/b: storage_options = 5: a dict is expected"),
         ("old.ckpt", STATE, {"a": 1}, TypeError, r"save .*/old.ckpt: storage_options are for URLs; a local file has none"),
-        ("old.ckpt", LOCK, None, ValueError, r"save old.ckpt: a dict cannot be pickled: cannot pickle '_thread.lock' object"),
+        ("old.ckpt", LOCK, None, ValueError, r"save old.ckpt: callbacks.a: a lock cannot be pickled: cannot pickle '_thread.lock' object"),
     ],
 )  # fmt: skip
 def test_a_bad_save_is_refused_with_reason(path: Any, state: Any, options: Any, kind: type, said: str, at: Path) -> None:

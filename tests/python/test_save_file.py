@@ -113,6 +113,7 @@ def kinds() -> dict[str, Callable[[], Any]]:
         "conj and neg": lambda: [torch.ones(3, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.cfloat).conj().imag],
         "parameters": lambda: [torch.nn.Parameter(torch.ones(3)), with_gradient()],
         "module": Net,
+        "module without weights yet": lambda: torch.nn.LazyLinear(4),
         "state of a training": optimizer,
         "sparse": lambda: [torch.eye(4).to_sparse(), torch.eye(4).to_sparse_csr()],
         "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
@@ -335,6 +336,9 @@ def test_what_cannot_be_saved_is_refused_and_changes_nothing(tmp_path: Path) -> 
     saved({"old": 1}, path)
     before = sorted(os.listdir(tmp_path))
     assert "cannot be pickled" in refusal({"f": lambda: 0}, path, "INVALID_ARGUMENT")
+    entry = "model.layers.1: a Tensor cannot be pickled: 'dtype torch.int4"
+    assert entry in refusal({"model": {"layers": [1, torch.zeros(4, dtype=torch.uint8).view(torch.int4)]}}, path, "INVALID_ARGUMENT")
+    assert "hooks.0: a function cannot be pickled" in refusal({"hooks": (lambda: 0,)}, path, "INVALID_ARGUMENT")
     x = torch.zeros(4)
     assert "share memory" in refusal([x, x.view(torch.int32)], path, "INVALID_ARGUMENT")
     assert "torch.save writes to objects" in refusal(1, io.BytesIO(), "INVALID_ARGUMENT")
