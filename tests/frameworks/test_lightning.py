@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -21,6 +22,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_jobs import LONG, SLOW, Looks, equal, every, look, model, names, trainer, weights_of
 
 import holdfast
@@ -460,7 +462,10 @@ def test_a_logger_is_not_told_of_what_has_failed(tmp_path: Path, monkeypatch: py
 # ---- Requeue.
 
 
-def test_a_job_is_requeued_when_its_checkpoint_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_job_is_requeued_when_its_checkpoint_is_there(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     control = tmp_path / "bin" / "scontrol"
     control.parent.mkdir()
     control.write_text(
@@ -475,12 +480,14 @@ def test_a_job_is_requeued_when_its_checkpoint_is_there(tmp_path: Path, monkeypa
     class Signal(pl.Callback):
         def on_train_batch_start(self, job: Any, *_: Any) -> None:
             if job.global_step == 5:
-                os.kill(os.getpid(), signal.SIGUSR1)
+                os.kill(os.getpid(), number)
 
     at = tmp_path / "run"
-    plugins = [CheckpointIO(**SLOW), SLURMEnvironment(auto_requeue=True)]
+    plugins = [CheckpointIO(**SLOW), SLURMEnvironment(auto_requeue=True, requeue_signal=number)]
     job = trainer(tmp_path, 6, every(2, at), Signal(), plugins=plugins)
-    job.fit(model())
+    # Lightning itself ends a run on SIGTERM.
+    with pytest.raises(SIGTERMException) if number == signal.SIGTERM else contextlib.nullcontext():
+        job.fit(model())
     assert (tmp_path / "asked").read_text() == "requeue 77\n"
     saved = torch.load(tmp_path / "at-requeue", weights_only=False)
     assert saved["global_step"] == 5
