@@ -14,6 +14,10 @@ import lightning.pytorch as pl
 import lightning_ranks
 import pytest
 import torch
+from hypothesis import HealthCheck, assume, given, settings
+from lightning_jobs import LONG
+from test_save_file import Marked
+from test_save_file_random import Same, objects
 
 from holdfast.lightning import OffloadCallback
 from holdfast.lightning.moving import Move
@@ -146,6 +150,30 @@ def test_a_key_that_fails_counts_as_nothing_but_a_failure(tmp_path: Path, monkey
     callback.on_save_checkpoint(trainer(tmp_path), None, checkpoint)
     assert callback.counters["failures"] == 1
     assert callback.counters["tensors"] == 1 and callback.counters["bytes_freed"] == 8
+
+
+def test_a_class_with_its_attributes_and_a_quantizer_stay() -> None:
+    base = torch.arange(4.0)
+    marked = torch.nn.Parameter(base.as_subclass(Marked))
+    marked.note = "kept"  # type: ignore[attr-defined]
+    scales, zeros = torch.tensor([0.1, 0.2]), torch.tensor([0, 1])
+    state = [base, marked, torch.quantize_per_channel(torch.ones(2, 3), scales, zeros, 0, torch.qint8)]
+    move = Move(stays=("meta",))
+    moved = move.moved(state, "state")
+    move.finish()
+    Same().check(state, moved)
+    assert moved[1].untyped_storage().data_ptr() == moved[0].untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
+
+
+@settings(max_examples=1000 if LONG else 60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(state=objects())
+@pytest.mark.filterwarnings("ignore")
+def test_random_states_stay_what_they_are(state: Any) -> None:
+    move = Move(stays=("meta",))
+    moved = move.moved(state, "state")
+    move.finish()
+    assume(not move.skipped)  # a custom object keeps its tensors: no longer those beside it
+    Same().check(state, moved)
 
 
 @pytest.mark.parametrize("keys", ["state_dict", 3, [3], None])

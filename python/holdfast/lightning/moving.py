@@ -129,15 +129,18 @@ class Move:
         if tensor.device.type in self._stays:
             return tensor
         self.tensors += 1
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided or tensor.is_nested:
+        if not _is_plain(tensor):
             self.bytes_freed += tensor.nbytes if tensor.layout == torch.strided else 0
-            return tensor.detach().cpu()
-        storage = self._storage(tensor.detach().untyped_storage(), tensor.device)
-        new = torch.empty(0, dtype=tensor.dtype, device="cpu")
-        new.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
-        # A conjugated or negated view of the same bytes.
-        new = new.conj() if tensor.is_conj() else new
-        new = torch._neg_view(new) if tensor.is_neg() else new
+            return self._as(tensor, tensor.detach().cpu())
+        with torch._C.DisableTorchFunctionSubclass():
+            storage = self._storage(tensor.detach().untyped_storage(), tensor.device)
+            new = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            new.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
+            # A conjugated or negated view of the same bytes.
+            new = new.conj() if tensor.is_conj() else new
+            new = torch._neg_view(new) if tensor.is_neg() else new
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                new = new.as_subclass(type(tensor))
         return self._as(tensor, new)
 
     def _as(self, tensor: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -146,7 +149,8 @@ class Move:
             new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
         else:
             new.requires_grad_(tensor.requires_grad)
-        vars(new).update(vars(tensor))
+        for name, value in vars(tensor).items():
+            vars(new).setdefault(name, value)  # a subclass that wraps others has its own by now
         return new
 
     def _storage(self, storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
@@ -169,3 +173,10 @@ class Move:
         self.tensors += 1
         self.bytes_freed += sum(shard.nbytes for shard in shards)
         return tensor.cpu()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a place in a storage, with attributes and a class at most."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    return type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
