@@ -338,6 +338,16 @@ def test_weights_only_is_handed_on(tmp_path: Path) -> None:
     assert "optimizer_states" not in torch.load(at / "step=2.ckpt", weights_only=False)
 
 
+def test_a_load_passes_no_argument_that_was_not_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before 2.6 Lightning's own plugin has no `weights_only`."""
+    stock = CheckpointIO.__mro__[1]
+    monkeypatch.setattr(stock, "load_checkpoint", lambda self, path, map_location=None: torch.load(path, map_location))
+    plugin = CheckpointIO()
+    plugin.save_checkpoint(STATE, tmp_path / "one")
+    assert plugin.load_checkpoint(tmp_path / "one", map_location="cpu")["global_step"] == 3
+    plugin.teardown()
+
+
 # ---- Other places.
 
 

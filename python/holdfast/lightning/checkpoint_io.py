@@ -175,11 +175,13 @@ class CheckpointIO(_Base):
                 "it, and one of holdfast.save_async by holdfast.load",
                 errno.EISDIR,
             )
-        further = {} if map_location is None else {"map_location": map_location}
+        # What is given alone: Lightning before 2.6 has no `weights_only`.
+        given = {"map_location": map_location, "weights_only": weights_only}
+        further = {name: value for name, value in given.items() if value is not None}
         # A relative path stays as it is, for messages.
         shown = path if os.path.abspath(path) == where else where
         try:
-            return super().load_checkpoint(shown, weights_only=weights_only, **further)
+            return super().load_checkpoint(shown, **further)
         except FileNotFoundError:
             raise
         except Exception as error:
