@@ -99,6 +99,31 @@ def test_two_checkpoints_of_one_name_in_flight_are_two_as_without_a_plugin(tmp_p
     assert found[0] == found[1] and len(found[0][0]) == 2
 
 
+@pytest.mark.parametrize("options", [{}, SLOW], ids=["fast", "slow"])
+def test_a_resumed_run_moves_the_link_of_the_run_before(tmp_path: Path, options: dict[str, Any]) -> None:
+    """The link is in the way until its target is removed, which waits: `last.ckpt` must not stay, and `last-v1.ckpt` come."""
+    at = tmp_path / "run"
+    for steps, resume in ((2, None), (4, at / "last.ckpt")):
+        callback = every(2, at, save_last="link", enable_version_counter=True)
+        trainer(tmp_path, steps, callback, plugins=[CheckpointIO(**options)]).fit(model(), ckpt_path=resume)
+        assert sorted(p.name for p in at.glob("*.ckpt")) == ["last.ckpt", f"step={steps}.ckpt"]
+        assert os.readlink(at / "last.ckpt") == f"step={steps}.ckpt" and Path(callback.last_model_path) == at / "last.ckpt"
+
+
+def test_a_link_that_will_lead_nowhere_is_no_checkpoint(tmp_path: Path) -> None:
+    plugin, last = CheckpointIO(**SLOW), tmp_path / "last"
+    plugin.save_checkpoint(STATE, tmp_path / "a")
+    plugin.link_checkpoint(tmp_path / "a", last)
+    assert plugin.exists(last, on_disk=False)  # the link is on its way
+    plugin.save_checkpoint(STATE, tmp_path / "b")
+    plugin.remove_checkpoint(tmp_path / "a")
+    assert not plugin.exists(last, on_disk=False) and not plugin.exists(last, on_disk=True)
+    plugin.save_checkpoint(STATE, last)
+    assert plugin.exists(last, on_disk=False)  # a file takes its place
+    plugin.teardown()
+    assert plugin.exists(last, on_disk=True) and not plugin.exists(tmp_path / "a", on_disk=False)
+
+
 # ---- A whole checkpoint at every moment.
 
 

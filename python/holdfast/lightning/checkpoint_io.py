@@ -216,9 +216,18 @@ class CheckpointIO(_Base):
         self.order.link(where, to, lambda: files.link(where, to))
 
     def exists(self, path: Any, on_disk: bool) -> bool:
-        """Whether a checkpoint will stand at `path` when all that was asked for is done."""
+        """Whether a checkpoint will stand at `path` when all that was asked for is done.
+
+        A link to a checkpoint that will be removed by then is none.
+        """
         where = location(path, "look for")
-        return self.order.is_coming(where) or (on_disk and not self.order.is_leaving(where))
+        if self.order.is_coming(where):
+            target = self.order.target_of(where)
+        elif on_disk and not self.order.is_leaving(where):
+            target = files.target_of(where)
+        else:
+            return False
+        return not (target and self.order.is_leaving(target))
 
     def tell_when_durable(self, tell: Callable[[], None]) -> None:
         """Calls `tell` in the thread of the trainer when the save that was begun last is durable.

@@ -86,12 +86,19 @@ def link(path: str, target: str) -> None:
         sync_directory(directory)
 
 
+def target_of(path: str) -> str:
+    """Where the link at `path` leads, in one step; "" if there is none."""
+    directory = os.path.dirname(path)
+    with contextlib.suppress(OSError):
+        return os.path.normpath(os.path.join(directory, os.readlink(path)))
+    return ""
+
+
 def links_to(path: str) -> str:
     """The path of a link in the same directory that leads to `path`; "" if there is none."""
-    directory, name = os.path.split(path)
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+    with contextlib.suppress(OSError), os.scandir(os.path.dirname(path)) as entries:
         for entry in entries:
-            if entry.is_symlink() and os.path.join(directory, os.readlink(entry.path)) == path:
+            if entry.is_symlink() and target_of(entry.path) == path:
                 return entry.path
     return ""
 

@@ -207,6 +207,11 @@ class Order(PerProcess):
             links = [w for w in self._waiting if w.path == path and not w.is_removal]
             return bool(links) or any(save.path == path for save in self._saves)
 
+    def target_of(self, path: str) -> str:
+        """Where the link that will stand at `path` leads; "" if none was asked for, or all are put there."""
+        with self._changed:
+            return next((w.target for w in reversed(self._waiting) if w.path == path and not w.is_removal), "")
+
     def is_leaving(self, path: str) -> bool:
         """Whether a removal of `path` waits."""
         with self._changed:
