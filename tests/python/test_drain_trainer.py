@@ -89,9 +89,9 @@ def test_a_load_lists_each_place_once(format: str, tmp_path: Path, monkeypatch: 
     listed: list[str] = []
     complete = file_system.Directory.complete
 
-    def counted(self: file_system.Directory) -> Any:
+    def counted(self: file_system.Directory, *of: str) -> Any:
         listed.append(self.url)
-        return complete(self)
+        return complete(self, *of)
 
     monkeypatch.setattr(file_system.Directory, "complete", counted)
     with holdfast.Checkpointer(tmp_path / "new", arena_bytes=64 * MIB, format=format, drain_to=tmp_path / "run") as checkpointer:

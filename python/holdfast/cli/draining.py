@@ -33,7 +33,7 @@ examples:
   holdfast drain run s3://bucket/run --watch --keep-last 20 --rate 200M
   holdfast drain s3://bucket/run run --name step-1200     # back
 
-exit status: 0 everything has arrived, 1 a checkpoint of SRC is damaged or cannot be read, 2 trouble
+exit status: 0 everything has arrived, 1 a checkpoint of SRC is damaged, cannot be read or cannot be proven, 2 trouble
 """
 
 
@@ -96,13 +96,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     check_apart(arguments.source, arguments.target)
     source, target = open_place(arguments.source, storage), open_place(arguments.target, storage)
-    following = Following(source, target, options, note, keep_local=arguments.keep_source, only=_only(arguments))
+    chosen = _only(arguments)
+    following = Following(source, target, options, note, keep_local=arguments.keep_source, only=chosen)
     running = Running(following, note, watch=arguments.watch)
     on_signals(running, arguments.watch)
     error = running.run(arguments.source, arguments.target)
     if arguments.json and not arguments.watch:
         ended = error and {"code": error.code, "message": error.message}
-        text.document("drain", source=arguments.source, target=arguments.target, error=ended, **{
+        text.document("drain", source=arguments.source, target=arguments.target, error=ended, passed_over=following.passed_over, **{
             kind: [{k: v for k, v in e.items() if k != "event"} for e in events if e["event"] == kind]
             for kind in ("arrived", "removed", "failed")
         })  # fmt: skip
@@ -110,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise error
     if not arguments.json and not arguments.watch and not events:
         print("everything has arrived" if source.complete()[0] else f"no complete checkpoint in {arguments.source}")
-    return 1 if following.failed or following.passed_over else 0
+    return 1 if following.failed or (following.passed_over and chosen is None) else 0
 
 
 def _only(arguments: argparse.Namespace) -> Any:

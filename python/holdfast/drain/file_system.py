@@ -21,6 +21,10 @@ _AT_ONCE = 4  # pieces of one file
 _ALIGNMENT = 4096
 # Made first and removed last: without a mark a recovery takes the directory for a user's own (FORMAT.md, section 1).
 _MARK = _names.RECORD + _names.UNFINISHED
+_LISTINGS: dict[str, Callable[[str], tuple[list[dict[str, Any]], list[str]]]] = {
+    "holdfast": lambda path: _native.list_checkpoints(path),
+    "dcp": lambda path: _dcp_directories.list_complete(path),
+}
 
 
 class Directory:
@@ -38,14 +42,29 @@ class Directory:
 
     # ---- Reading.
 
-    def complete(self) -> tuple[list[Info], list[str]]:
-        if not os.path.isdir(self._path):
-            return [], []
-        plain, passed_over = _native.list_checkpoints(self._path)
-        of_dcp, damaged = _dcp_directories.list_complete(self._path)
-        found = [self._info(c, "holdfast") for c in plain]
-        found += [self._info(c, "dcp") for c in of_dcp if c["attempt"]]
-        return sorted(found, key=age_of), [*passed_over, *damaged]
+    def complete(self, format: str = "") -> tuple[list[Info], list[str]]:
+        found: list[Info] = []
+        passed_over: list[str] = []
+        unreadable: Error | None = None
+        for of, listed in _LISTINGS.items() if os.path.isdir(self._path) else ():
+            if format not in ("", of):
+                continue
+            try:
+                complete, why = listed(self._path)
+            except Error as error:
+                if error.code == "RESOURCE_EXHAUSTED":
+                    raise
+                # A format of which none can be read: where the other one has some, these go on.
+                unreadable = unreadable or error
+                passed_over.append(error.message.removeprefix("list ").removeprefix(self._path + os.sep))
+                continue
+            found += [self._info(c, of) for c in complete if c["attempt"]]
+            passed_over += why
+            passed_over += [f"{c['name']}: no commit record is there of the save that its {_names.METADATA} is of, so that nothing "
+                            "proves a copy" for c in complete if not c["attempt"]]  # fmt: skip
+        if unreadable is not None and not found:
+            raise unreadable
+        return sorted(found, key=age_of), passed_over
 
     def signature(self) -> object:
         # A commit is a rename: of the directory, or of DCP's last file in it.

@@ -40,7 +40,7 @@ class Following:
 
     Attributes:
         failed: errors of checkpoints that are given up, by attempt.
-        passed_over: "NAME: why" of those that look damaged, or cannot be read.
+        passed_over: "NAME: why" of those that look damaged, cannot be read, or have no commit record.
         pending: how many checkpoints have not arrived.
         moved_at: when more of a checkpoint was sent or found than ever before (monotonic).
     """
@@ -159,11 +159,9 @@ class Following:
             self._tell({"event": "trouble", "code": code, "message": message, "retry_in": None})
 
     def _local(self) -> list[Info]:
-        found, passed_over = self._source.complete()
-        if self._only is None:
-            self.passed_over = passed_over
-            for entry in passed_over:
-                self._tell_once("DATA_LOSS", f"drain {self._source.url}: passed over {entry}")
+        found, self.passed_over = self._source.complete()
+        for entry in self.passed_over:
+            self._tell_once("DATA_LOSS", f"drain {self._source.url}: passed over {entry}")
         return found
 
     def _to_send(self, local: list[Info]) -> list[Info]:

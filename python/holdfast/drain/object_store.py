@@ -159,9 +159,10 @@ class Store:
         raise Error("UNAVAILABLE", f"list {self.url}: an answer without an object, and of one that cannot be there the server says: {said}; "
                     "is the endpoint that of the store's interface, not of its console or of a proxy?")  # fmt: skip
 
-    def complete(self) -> tuple[list[Info], list[str]]:
+    def complete(self, format: str = "") -> tuple[list[Info], list[str]]:
         looked = [found for _, found in self._looked().values()]
-        return sorted(_latest(looked).values(), key=age_of), [text for text in looked if isinstance(text, str)]
+        found = [info for info in _latest(looked).values() if format in ("", info.format)]
+        return sorted(found, key=age_of), [text for text in looked if isinstance(text, str)]
 
     def signature(self) -> object:
         return None

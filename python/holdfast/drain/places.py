@@ -86,8 +86,15 @@ class Place(Protocol):
     def path(self, slot: str) -> str:
         """Path or URL of a slot."""
 
-    def complete(self) -> tuple[list[Info], list[str]]:
-        """The complete checkpoints, the oldest first, and "NAME: why" of those that are damaged."""
+    def complete(self, format: str = "") -> tuple[list[Info], list[str]]:
+        """The complete checkpoints, the oldest first, and "NAME: why" of those that are damaged, or that nothing proves.
+
+        Args:
+            format: of one format alone.
+
+        Raises:
+            Error: what reading says where none is complete and at least one cannot be read.
+        """
 
     def signature(self) -> object:
         """A value that differs once something may have changed; None where only a listing says."""

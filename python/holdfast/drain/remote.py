@@ -50,12 +50,12 @@ class SecondPlace:
 
     def merged(self, local: list[dict[str, Any]], format: str) -> list[dict[str, Any]]:
         """Lists the checkpoints of both places by the time of their saves, the newest last."""
-        found, passed_over = self.place.complete()
+        found, passed_over = self.place.complete(format)
         for entry in passed_over:
             logger.warning("list %s: passed over %s", self.place.url, entry)
         self._found = {self.place.path(c.slot): c for c in found}
         attempts = {c["attempt"] for c in local}
-        there = [c.listed(self.place) for c in found if c.format == format and c.attempt not in attempts]
+        there = [c.listed(self.place) for c in found if c.attempt not in attempts]
         return sorted((*local, *there), key=age_of_listed)
 
     def found(self, path: str) -> Info | None:

@@ -1,0 +1,75 @@
+"""`holdfast drain`: checkpoints that it does not send because nothing proves them, and what it says of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from command_line import holdfast as command
+from draining import PLAIN, names, save, swept
+
+import holdfast
+from holdfast.drain.following import Following
+from holdfast.drain.places import open_place
+from holdfast.errors import Error
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+RECORDS = [("holdfast", "holdfast.commit.json"), ("dcp", ".metadata")]
+
+
+def _make_unreadable(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)  # a loop
+
+
+@pytest.mark.parametrize("format, record", [("holdfast", "holdfast.commit.json"), ("dcp", ".metadata")])
+def test_what_the_listing_passes_over_is_reported(format: str, record: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, elements=10, format=format)
+    path = tmp_path / "run" / "step-1" / record
+    data = path.read_bytes()
+    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    done = command("drain", tmp_path / "run", tmp_path / "far", torch=False)
+    assert done.status == 1 and "arrived: step-2" in done.out and "passed over step-1: " in done.error, done
+    done = command("drain", tmp_path / "run", tmp_path / "far", torch=False)
+    assert done.status == 1 and done.error.count("passed over step-1: ") == 1, done
+    done = command("drain", tmp_path / "run", tmp_path / "far", "--name", "step-2", torch=False)
+    assert done.status == 0 and "passed over step-1: " in done.error, done  # as with --newest: it may have been meant
+
+
+@pytest.mark.parametrize("format, record", RECORDS)
+def test_a_format_of_which_none_can_be_read_does_not_hold_up_the_other(format: str, record: str, tmp_path: Path) -> None:
+    other = "dcp" if format == "holdfast" else "holdfast"
+    save(tmp_path / "run", 1, elements=10, format=format)
+    save(tmp_path / "run", 2, elements=10, format=other)
+    _make_unreadable(tmp_path / "run" / "step-1" / record)
+    done = command("drain", tmp_path / "run", tmp_path / "far", torch=False)
+    assert done.status == 1 and "arrived: step-2" in done.out and "passed over step-1: " in done.error, done
+    # Nor does one of the second place.
+    save(tmp_path / "far", 3, elements=10, format=format)
+    _make_unreadable(tmp_path / "far" / "step-3" / record)
+    save(tmp_path / "run", 4, elements=10, format=other)
+    assert [e["event"] for e in swept(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")))] == ["trouble", "arrived"]
+    # A run of that format must not begin anew, or go on from what the other format has.
+    with holdfast.Checkpointer(tmp_path / "new", format=format, drain_to=str(tmp_path / "far")) as checkpointer:
+        with pytest.raises(Error, match="Too many levels"):
+            checkpointer.newest()
+
+
+def test_metadata_without_a_commit_record_is_reported(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, elements=10, format="dcp")
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "run" / "step-3", no_dist=True)  # by another program
+    metadata = tmp_path / "run/step-1/.metadata"
+    (attempt,) = set(re.findall("[0-9a-f]{32}", " ".join(p.name for p in metadata.parent.iterdir())))
+    metadata.write_bytes(metadata.read_bytes().replace(attempt.encode(), b"0" * 32))
+    done = command("drain", tmp_path / "run", tmp_path / "far", torch=False)
+    assert done.status == 1 and "arrived: step-2" in done.out, done
+    assert all(f"passed over {name}: no commit record is there of the save" in done.error for name in ("step-1", "step-3")), done
+    document = command("drain", tmp_path / "run", tmp_path / "far", "--json", torch=False).json
+    assert {text.partition(": ")[0] for text in document["passed_over"]} == {"step-1", "step-3"}
+    source, events = open_place(str(tmp_path / "run")), []
+    following = Following(source, open_place(str(tmp_path / "far")), PLAIN, events.append)
+    following.sweep(), following.sweep()
+    assert [e["event"] for e in events] == ["trouble"] * 2 and names(source) == ["step-2"]  # said once
