@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <string>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
 #include "holdfast/pod.h"
 #include "runtime/digest/digest.h"
 #include "runtime/format/text.h"
@@ -21,6 +23,9 @@ constexpr absl::string_view kManifestSuffix = ".manifest.json";
 constexpr absl::string_view kCommitPrefix = "holdfast.commit-";
 constexpr absl::string_view kCommitSuffix = ".json";
 constexpr absl::string_view kCompanionInfix = ".holdfast-";
+constexpr absl::string_view kDrainLockPrefix = ".holdfast-drain-";
+constexpr absl::string_view kDrainLockSuffix = ".lock";
+constexpr size_t kDrainNumberDigits = 8;
 constexpr absl::string_view kManifestOfFile = ".json";
 constexpr absl::string_view kTemporary = ".tmp";
 // ".NAME.holdfast-<32 hex>.json.tmp" is the longest name.
@@ -74,6 +79,12 @@ const char* WrongNewFileName(absl::string_view name) {
     return "the name has more than 251 bytes, and the file is written as NAME.tmp first";
   if (name == layout::kBoardName) return "the name is the rank board's";
   return WrongDataFileName(name);
+}
+
+bool IsDrainLock(absl::string_view name) {
+  return absl::ConsumePrefix(&name, kDrainLockPrefix) &&
+         absl::ConsumeSuffix(&name, kDrainLockSuffix) && name.size() == kDrainNumberDigits &&
+         std::all_of(name.begin(), name.end(), absl::ascii_isxdigit);
 }
 
 const char* WrongSingleFileName(absl::string_view name) {

@@ -54,6 +54,10 @@ std::string CompanionName(const Companion& companion);
 /// Returns the companion of that name; nothing for any other name.
 std::optional<Companion> ParseCompanionName(const std::string& name);
 
+/// True for ".holdfast-drain-<8 hex>.lock": the lock of the process that copies a directory's
+/// checkpoints to one second place (python/holdfast/drain). The file stays, and is always empty.
+bool IsDrainLock(absl::string_view name);
+
 /// As WrongNewFileName, for a single file: its companions' names are longer than its own.
 const char* WrongSingleFileName(absl::string_view name);
 

@@ -142,6 +142,7 @@ absl::Status CheckForeignDirectory(int directory, const std::vector<std::string>
   std::vector<std::string> others;
   const auto found = FindAll(&files, names, log, report, &others);
   for (const std::string& name : others) {
+    if (format::IsDrainLock(name)) continue;
     const auto entry = directory::Look(directory, name, /*follow_symlink=*/true);
     if (entry.ok() && entry->kind == directory::EntryKind::kDirectory) continue;
     check.AddFile(name, /*asked_for=*/false);

@@ -255,6 +255,15 @@ TEST_F(VerifyForeign, ADirectoryHasEveryFileChecked) {
   EXPECT_EQ(report.faults[0].file, "legacy.pth");
 }
 
+TEST_F(VerifyForeign, TheLockOfADrainIsNoFileToLookAt) {
+  WriteFileBytes(Path("a.pt"), ZipArchive(entries_, {}));
+  WriteFileBytes(Path(".holdfast-drain-0af5c52a.lock"), "");
+  WriteFileBytes(Path(".holdfast-drain-notes.lock"), "");
+  const VerifyReport report = Verified();
+  EXPECT_EQ(report.verdict, Verdict::kSound);
+  EXPECT_THAT(report.note, HasSubstr("Not looked at: .holdfast-drain-notes.lock."));
+}
+
 TEST_F(VerifyForeign, NothingKnownIsIncomplete) {
   EXPECT_EQ(Verified().verdict, Verdict::kIncomplete);
   WriteFileBytes(Path("notes.txt"), "hello");
