@@ -523,3 +523,18 @@ def test_a_run_without_saves_cannot_be_drawn(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").touch()
     with pytest.raises(holdfast.Error, match="it has no saves"):
         observe.plot(tmp_path / "run.jsonl", tmp_path / "run.png")
+
+
+def test_the_legend_covers_no_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    report = {"outcome": "durable", "bytes": MIB, "entered_ns": 0, "time_in_call": 1.0, "time_to_staged": 2.0, "time_to_durable": 3.0}
+    lines = [json.dumps({**report, "time": at}) for at in range(1, 9)]
+    (tmp_path / "run.jsonl").write_text("\n".join(lines) + "\n")
+    drawn = []
+    save_figure = figure.savefig
+    monkeypatch.setattr(figure, "savefig", lambda self, *a, **k: (drawn.append(self), save_figure(self, *a, **k)))
+    observe.plot(tmp_path / "run.jsonl", tmp_path / "run.png")
+    axes = drawn[0].axes[0]
+    legend = axes.get_legend().get_window_extent()
+    assert len(axes.patches) == 3 * 8 and not any(legend.overlaps(bar.get_window_extent()) for bar in axes.patches)
+    assert not legend.overlaps(axes._left_title.get_window_extent())

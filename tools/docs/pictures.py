@@ -98,7 +98,7 @@ def make_verify() -> None:
     shown = on_a_terminal([sys.executable, "-m", "holdfast", "verify", "run/step-1100"])
     frames = [frame for frame in re.split(r"[\r\n]+|\x1b\[2?K", shown) if "%" in frame]
     console = recorder(100)
-    console.print("$ holdfast verify run/step-1100", style="bold")
+    console.print("$ holdfast verify run/step-1100", style="bold", highlight=False)
     console.print(Text.from_ansi(frames[len(frames) // 2] if frames else ""))
     said = [line for line in re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown)) if line.strip()]
     console.print(Text(said[-1]) if said and "%" not in said[-1] else Text("(no output: sound)", style="dim"))
@@ -162,6 +162,11 @@ def draw_trace(events: list[dict]) -> None:
             out.append(f'<rect x="{first:.1f}" y="{y}" width="{max(last - first, 1.5):.1f}" height="{height - 3}" fill="{colour}"/>')
             if last - first > 7 * len(event["name"]) + 6:
                 out.append(f'<text fill="#fff" x="{first + 4:.1f}" y="{y + 16}">{html.escape(event["name"])}</text>')
+    at = left + 60
+    for name, colour in colours.items():
+        out.append(f'<rect x="{at}" y="{total - 20}" width="11" height="11" fill="{colour}"/>')
+        out.append(f'<text class="t" x="{at + 16}" y="{total - 10}">{name}</text>')
+        at += 34 + 7 * len(name)
     out.append(f'<text class="t" x="{left}" y="{total - 10}">0</text>')
     out.append(f'<text class="t" x="{width - 60}" y="{total - 10}">{(end - begin) / 1000:.0f} ms</text></svg>\n')
     (IMAGES / "trace.svg").write_text("\n".join(out))

@@ -59,7 +59,7 @@ def plot(lines: str | os.PathLike[str], picture: str | os.PathLike[str]) -> None
                 fontsize=7,
             )
     times.set_ylabel("seconds since the call")
-    times.set_title(f"{len(saved)} of {len(records)} saves durable")
+    times.set_title(f"{len(saved)} of {len(records)} saves durable", loc="left")
     rates.set_ylabel("GiB/s until durable")
     rates.set_ylim(bottom=0)
     rates.set_xlabel("seconds of the run")
@@ -84,4 +84,5 @@ def _bars(axes: Any, saved: list[dict[str, Any]], start: float) -> None:
         axes.bar(at, height, width, bottom=bottom, label=label, color=colour)
         bottom = ends
     if saved:
-        axes.legend(fontsize=8)
+        # Above the bars, which may fill the axes.
+        axes.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(_PARTS), frameon=False)
