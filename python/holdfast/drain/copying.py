@@ -44,12 +44,13 @@ class Rate:
 
 
 class Sent(NamedTuple):
-    """What was copied: bytes in all, those that were sent now, seconds, and how arrival was proven."""
+    """What was copied: bytes in all, those that were sent now, seconds, how arrival was proven, and what no manifest names."""
 
     bytes: int
     bytes_sent: int
     seconds: float
     verified: str
+    foreign: list[str]
 
 
 def is_passing(error: Error) -> bool:
@@ -97,6 +98,7 @@ class Copy:
         with ThreadPoolExecutor(_FILES_AT_ONCE, "holdfast-drain-file") as pool:
             with _of_source():
                 contents = contents_of(self._source, info, pool)
+                foreign = self._source.foreign(info.slot, contents.names())
             slot = self._target.begin(info)
             there = self._target.sizes(slot)
 
@@ -117,7 +119,7 @@ class Copy:
             last = last._replace(content=content)
         self._target.commit(slot, info, last, contents.names())
         self._arrived.clear()
-        return Sent(info.bytes, self._sent, time.monotonic() - begin, "read" if self._reads_back else "store")
+        return Sent(info.bytes, self._sent, time.monotonic() - begin, "read" if self._reads_back else "store", foreign)
 
     @staticmethod
     def _stop_others(pool: ThreadPoolExecutor) -> None:

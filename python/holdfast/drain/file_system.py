@@ -115,6 +115,11 @@ class Directory:
                 raise
             return {}
 
+    def foreign(self, slot: str, names: set[str]) -> list[str]:
+        with of_system(f"list {self.path(slot)}"):
+            others = {_names.finished(name) for name in os.listdir(self.path(slot))} - names
+        return sorted(n for n in others if not _names.format_of(n) and not _names.DCP_ANY_DATA.fullmatch(n))
+
     # ---- Writing.
 
     def begin(self, info: Info) -> str:

@@ -25,6 +25,7 @@ POLL_SECONDS = 1.0
 _BACKOFF_MAX = 60.0
 _PROGRESS_SECONDS = 1.0
 _CLEAN_SECONDS = 3600.0
+_NAMED = 3  # of files, in a message
 _SWEEP_SECONDS = 60.0  # file times have ticks, and a change within one may stay unseen
 
 Tell = Callable[[dict[str, Any]], None]
@@ -184,6 +185,10 @@ class Following:
             self._tell({"event": "failed", "name": info.name, "step": info.step, "code": error.code, "message": error.message})
             return
         self.moved_at, self._trouble = time.monotonic(), 0
+        if sent.foreign:
+            more = f" and {len(sent.foreign) - _NAMED} more" if len(sent.foreign) > _NAMED else ""
+            self._tell_once("FAILED_PRECONDITION", f"drain {info.name}: no manifest names {', '.join(sent.foreign[:_NAMED])}{more} of "
+                            f"{self._source.path(info.slot)}, so that only the checkpoint itself is sent; copy the rest yourself")  # fmt: skip
         self._tell({"event": "arrived", "name": info.name, "step": info.step, "attempt": info.attempt, "bytes": sent.bytes,
                     "bytes_sent": sent.bytes_sent, "seconds": sent.seconds, "verified": sent.verified})  # fmt: skip
         self._there.add(info.attempt)

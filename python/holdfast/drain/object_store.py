@@ -222,6 +222,9 @@ class Store:
     def sizes(self, slot: str) -> dict[str, int]:
         return {name: o.bytes for name, o in self._objects(f"{slot}/").get(slot, {}).items()}
 
+    def foreign(self, slot: str, names: set[str]) -> list[str]:
+        return []  # a prefix with another object is no checkpoint: its bytes are not those of the record
+
     # ---- Writing.
 
     def begin(self, info: Info) -> str:

@@ -111,6 +111,9 @@ class Place(Protocol):
     def sizes(self, slot: str) -> dict[str, int]:
         """Lengths of the files in a slot; empty where there is none."""
 
+    def foreign(self, slot: str, names: set[str]) -> list[str]:
+        """What a slot has beside the files of its checkpoint and those of other attempts."""
+
     def begin(self, info: Info) -> str:
         """Returns the slot for a checkpoint that is about to arrive. No reader takes it for complete."""
 
