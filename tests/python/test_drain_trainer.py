@@ -19,7 +19,7 @@ from command_line import each
 from command_line import holdfast as command
 
 import holdfast
-from holdfast import _lineage
+from holdfast import _lineage, observe
 from holdfast.cli import storage_options
 from holdfast.drain import Drain, contents, copying, file_system
 from holdfast.drain.places import open_place
@@ -226,6 +226,21 @@ def test_a_directory_as_the_second_place(tmp_path: Path, caplog: pytest.LogCaptu
         (tmp_path / "run/step-1").mkdir(parents=True)  # a part that a crash left is no reason to miss the other place
         checkpointer.load(1, into=into)
         assert into["w"][0] == 1
+
+
+def test_what_is_given_up_is_counted(tmp_path: Path) -> None:
+    registry = pytest.importorskip("prometheus_client").CollectorRegistry()
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+        checkpointer.save(state(1), 1)
+    (data,) = (tmp_path / "run/step-1").glob("model-*")
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far") as checkpointer, observe.prometheus(registry):
+        checkpointer.save(state(2), 2)
+        with pytest.raises(Error, match="another digest"):
+            checkpointer.wait_drained(60)
+        counts = {f"holdfast_drain_{what}_checkpoints": count for what, count in (("failed", 1), ("arrived", 1), ("pending", 0))}
+        assert {name: registry.get_sample_value(name) for name in counts} == counts
+        shutil.rmtree(tmp_path / "run/step-1")  # so that the end waits for nothing
 
 
 def test_the_commands_take_urls(tmp_path: Path, server: s3_server.Server, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

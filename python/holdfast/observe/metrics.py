@@ -47,11 +47,12 @@ class _AtScrape:
         yield GaugeMetricFamily(
             "holdfast_saves_in_flight", "Saves under way", value=events.in_flight()
         )
-        reports = [draining.report for draining in trainer.drains]
+        reports = [{**draining.report, "failed": len(draining.report["failed"])} for draining in trainer.drains]
         for name, text, key in (
             ("drain_pending_checkpoints", "Checkpoints that have not arrived in the second place", "pending"),
             ("drain_arrived_checkpoints", "Checkpoints that this process's drains have brought there", "arrived"),
             ("drain_sent_bytes", "Bytes that they have sent", "bytes_sent"),
+            ("drain_failed_checkpoints", "Checkpoints that they have given up", "failed"),
             ("drain_troubles", "Errors that they have tried again", "troubles"),
         ):
             if reports:
