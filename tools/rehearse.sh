@@ -92,7 +92,12 @@ in_group() {
   if [ -d "$version1" ]; then group=$version1/holdfast-rehearse-$$ limit=memory.limit_in_bytes; else group=/sys/fs/cgroup/holdfast-rehearse-$$ limit=memory.max; fi
   mkdir "$group" && echo "$gib" >"$group/$limit" || fail "$group: no memory control group can be made here"
   (echo "$BASHPID" >"$group/cgroup.procs" && exec "$@") || result=$?
-  rmdir "$group" || true
+  # The kernel may still be ending the processes of a container.
+  local tries
+  for tries in {1..50}; do
+    rmdir "$group" 2>/dev/null && break
+    sleep 0.1
+  done
   return "$result"
 }
 
@@ -129,9 +134,11 @@ END
       cat "$log"
       echo "$answer"
     else
+      ended=$?
       status=1
       cat "$log"
-      echo "FAILED: $name, $situation" >&2
+      # 137: SIGKILL, as the kernel ends a process of a memory control group that is full.
+      echo "FAILED: $name, $situation: exit status $ended" >&2
     fi
   done
 done

@@ -24,7 +24,8 @@ def one_rank(path: str, rank: int, ranks: int, mib: int, attempt: str) -> dict:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     import holdfast
 
-    weights = torch.arange(mib << 18, dtype=torch.float32) + rank
+    # In place: a second tensor for a moment is more memory than a small container has.
+    weights = torch.arange(mib << 18, dtype=torch.float32).add_(rank)
     state = {f"w{rank}": weights, "step": 1}
     many = {"rank": rank, "world_size": ranks, "attempt": attempt} if ranks > 1 else {}
     report = holdfast.save_async(state, path, step=1, **many).wait(300)
