@@ -1,4 +1,4 @@
-"""Drains to stores besides S3: a WebDAV server, and the library's client of Google Cloud Storage."""
+"""Drains to stores besides S3: a WebDAV server, and the library's clients of Google Cloud Storage and Azure."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import azure_server
 import pytest
 import s3_server
 import torch
@@ -148,3 +149,27 @@ def test_the_client_of_google_cloud_storage(server: s3_server.Server, tmp_path: 
     swept(source, far, Drain(keep_last=1))
     (left,) = far.complete()[0]
     assert left.name == "step-2" and far.sizes(left.slot).keys() == contents.contents_of(far, left).names()
+
+
+def test_the_client_of_azure(tmp_path: Path) -> None:
+    url = f"az://{azure_server.CONTAINER}/some/run"
+    with azure_server.serving() as server:
+        storage = server.storage()
+        save(tmp_path / "run", 1, 2, elements=5 * MIB)  # several blocks
+        save(tmp_path / "run", 3, elements=10)
+        server.failing = 0.1
+        options = [word for item in storage.items() for word in ("--storage", "=".join(item))]
+        drained_with_kills(tmp_path / "run", url, options, 2, seed=1, longest=1.0, storage=storage)
+        server.failing = 0.0
+        source, far = open_place(str(tmp_path / "run")), open_place(url, storage)
+        assert names(far) == ["step-1", "step-2", "step-3"]
+        check(url, storage)
+        assert torch.equal(holdfast.load(f"{url}/step-2", storage=storage)["step"], torch.tensor(2))
+        swept(far, open_place(str(tmp_path / "back")))
+        assert verdicts(tmp_path / "back") == ["sound"] * 3
+        swept(source, far, Drain(keep_last=1))
+        (left,) = far.complete()[0]
+        assert {name.split("/")[2] for name in server.blobs} == {left.slot} and left.name == "step-3"
+        queries = [query for _, _, query in server.seen]
+        assert all(any(query.get("comp") == part for query in queries) for part in ("block", "blocklist", "batch"))
+        assert any(query.get("marker") for query in queries)  # of a listing with further pages
