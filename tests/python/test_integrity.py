@@ -263,6 +263,28 @@ def test_an_orphan_that_commits_while_the_judge_looks_is_no_escape(tmp_path: Pat
     assert looking.problems == []
 
 
+def test_an_orphan_that_replaces_what_was_read_is_no_escape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    looking = judge.Judge(made(save(1), save(2), jobs=2, replace=True, one_name=True), str(run))
+    find = holdfast.find_newest
+
+    def saves(number: int, name: str, job: int) -> None:
+        looking.made[number] = judge.Made(number, name, job, 0, time.time_ns(), outcomes={0: "durable"})
+        holdfast.save(states.make(1, number, 0, looking.expected.spec(number)), run / name, step=number, replace=True)
+        looking.made[number].returned = time.time_ns()
+
+    def replaces_first(*arguments: Any, **named: Any) -> Any:
+        if 2 not in looking.made:
+            saves(2, "step-latest", 0)
+        return find(*arguments, **named)
+
+    saves(1, "step-latest", 0)
+    saves(1001, "other-latest", 1)
+    monkeypatch.setattr(holdfast, "find_newest", replaces_first)
+    looking.look(thorough=False)
+    assert looking.problems == []
+
+
 @pytest.mark.parametrize("rolled_back", [True, False])
 def test_retention_may_remove_an_abandoned_checkpoint_first(rolled_back: bool) -> None:
     looking = judge.Judge(made(save(1), save(2), save(3), keep_last=2), "/nowhere")
