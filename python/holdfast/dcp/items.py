@@ -301,6 +301,6 @@ def _add_digests(file: PlannedFile, out: FilePlan, name: str, tensor: torch.Tens
 
 
 def _add_bytes(file: PlannedFile, out: FilePlan, name: str, data: io.BytesIO) -> int:
-    view = data.getbuffer()
-    out.host.append(view)
-    return file.content(name, view)
+    contents = data.getvalue()  # a view of it would keep a collected BytesIO from closing
+    out.host.append(contents)
+    return file.content(name, contents)

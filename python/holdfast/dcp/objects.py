@@ -60,5 +60,5 @@ def resaved(data: io.BytesIO, entry: str, allow: frozenset[str]) -> io.BytesIO:
 
 
 def _reader(data: io.BytesIO) -> records.ReadAt:
-    view = data.getbuffer()
-    return lambda offset, nbytes: bytes(view[offset : offset + nbytes])
+    contents = data.getvalue()
+    return lambda offset, nbytes: contents[offset : offset + nbytes]
