@@ -80,7 +80,8 @@ class Member:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.process = subprocess.Popen([commands.program(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        self.out: Any = self.process.stdout
+        assert self.process.stdout is not None
+        self.out = self.process.stdout
         processes.own.add(self.process.pid)
         self.out.readline()  # it has begun, and rests
         self.buffer = bytearray()

@@ -66,7 +66,7 @@ def _load_plan(path: str, expected: Expected) -> Iterator[Finding]:
     reader = _native.CheckpointReader.open(path, 0)
 
     def fill(tensors: dict[str, torch.Tensor]) -> None:
-        targets = [(name, tensor.data_ptr(), tensor.nbytes, None, None) for name, tensor in tensors.items()]
+        targets: list[Any] = [(name, tensor.data_ptr(), tensor.nbytes, None, None) for name, tensor in tensors.items()]
         reader.load(targets, True, 64 << 20, 1, "auto", True)
 
     id_ = torch.zeros(2, dtype=torch.int64)
