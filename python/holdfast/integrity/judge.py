@@ -366,7 +366,7 @@ class Judge:
         newest, last = self._newest(directory)
         if newest["path"] != last["path"]:
             self.blame("iii", f"the newest of {directory} is {newest['name']}, the last of its list {last['name']}")
-        if newest["attempt"] not in {c["attempt"] for c in complete}:
+        if (newest["name"], newest.get("attempt")) not in {(c["name"], c.get("attempt")) for c in complete}:
             self.counts["checkpoints that an orphan committed while they were read"] += 1
             return
         chosen = self.made.get(found.get(newest["name"], 0))
