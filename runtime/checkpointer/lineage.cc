@@ -31,12 +31,7 @@ uint64_t Lineage::SavedAtNs(uint64_t now_ns, uint64_t after_ns) {
 format::CommitTemplate Lineage::Record(const AttemptId& asked, format::ManifestInput* manifest) {
   {
     const base::MutexLock lock(&mutex_);
-    manifest->parent = asked;
-    if (asked == AttemptId{} && !line_.empty()) manifest->parent = line_.back();
-    if (asked == AttemptId{} && line_.empty()) {
-      const auto newest = newest_.find(format::SeriesOf(manifest->checkpoint));
-      if (newest != newest_.end()) manifest->parent = newest->second;
-    }
+    manifest->parent = asked == AttemptId{} ? LastOf(manifest->checkpoint) : asked;
     line_.push_back(manifest->attempt);
   }
   return format::BuildCommitRecord({.checkpoint = manifest->checkpoint,
@@ -45,6 +40,12 @@ format::CommitTemplate Lineage::Record(const AttemptId& asked, format::ManifestI
                                     .world_size = manifest->world_size,
                                     .step = manifest->step,
                                     .saved_at_ns = manifest->saved_at_ns});
+}
+
+AttemptId Lineage::LastOf(const std::string& checkpoint) const {
+  if (!line_.empty()) return line_.back();
+  const auto newest = newest_.find(format::SeriesOf(checkpoint));
+  return newest == newest_.end() ? AttemptId{} : newest->second;
 }
 
 void Lineage::Ended(const AttemptId& attempt, bool committed) {

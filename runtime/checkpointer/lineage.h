@@ -35,6 +35,9 @@ class Lineage {
   void Ended(const AttemptId& attempt, bool committed);
 
  private:
+  /// The last save, or else the newest of the checkpoint's series; zero where there is none.
+  AttemptId LastOf(const std::string& checkpoint) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+
   base::Mutex mutex_;
   std::map<std::string, AttemptId> newest_ ABSL_GUARDED_BY(mutex_);  // by series, at Begin
   /// The last committed save, and the later saves that have not ended, in the order of their
