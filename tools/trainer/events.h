@@ -51,7 +51,7 @@ class Events {
   void BeginCall(uint64_t number, const Event& event);
   /// After the call: limits end.
   void EndCall();
-  /// The save is in flight. `touch` changes the memory of its tensors, for a forked child.
+  /// The save is in flight: waits for the event's moment.
   void Watch(uint64_t number, const Event& event, const SaveHandle& save);
 
   /// For CheckpointerOptions::on_sealed.

@@ -77,7 +77,6 @@ class Life {
       if (!Open(action.rate)) return;
     }
     State state(task_.states.at(action.number), pool_, action.number, task_.rank);
-    const std::vector<TensorSource> sources = state.Sources();
     SavePlan plan;
     SaveRequest request{.name = action.name, .step = action.step, .replace = task_.replace};
     request.parent = parent_;
@@ -88,7 +87,7 @@ class Life {
       plan = *std::move(planned);
       request.plan = &plan;
     } else {
-      request.tensors = sources;
+      request.tensors = state.tensors();
     }
     teller_->Tell("call", {{"n", action.number}});
     if (action.event.has_value()) events_.BeginCall(action.number, *action.event);

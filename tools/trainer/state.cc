@@ -4,6 +4,7 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 
@@ -48,34 +49,25 @@ absl::StatusOr<std::vector<uint64_t>> ReadPool(const std::string& path) {
 
 State::State(const std::vector<Recipe>& recipes, const std::vector<uint64_t>& pool, uint64_t number,
              uint32_t rank) {
-  tensors_.push_back({.name = kId, .dtype = "I64", .shape = {2}, .bytes = IdBytes(number, rank)});
-  for (const Recipe& recipe : recipes) {
-    tensors_.push_back({.name = recipe.name,
-                        .dtype = recipe.dtype,
-                        .shape = recipe.shape,
-                        .bytes = BytesOf(recipe, pool)});
-  }
+  Add({.name = kId, .dtype = "I64", .shape = {2}}, IdBytes(number, rank));
+  for (const Recipe& recipe : recipes) Add(recipe, BytesOf(recipe, pool));
 }
 
-std::vector<TensorSource> State::Sources() const {
-  std::vector<TensorSource> sources;
-  for (const Tensor& tensor : tensors_) {
-    sources.push_back({.name = tensor.name,
-                       .dtype = tensor.dtype,
-                       .shape = tensor.shape,
-                       .data = tensor.bytes.data(),
-                       .bytes = tensor.bytes.size()});
-  }
-  return sources;
+void State::Add(const Recipe& recipe, std::vector<char> bytes) {
+  bytes_.push_back(std::move(bytes));
+  tensors_.push_back({.name = recipe.name,
+                      .dtype = recipe.dtype,
+                      .shape = recipe.shape,
+                      .data = bytes_.back().data(),
+                      .bytes = bytes_.back().size()});
 }
 
 absl::StatusOr<SavePlan> State::Plan(uint32_t files, uint32_t rank,
                                      const AttemptId& attempt) const {
-  const std::vector<TensorSource> all = Sources();
   SavePlan plan;
   for (uint32_t file = 0; file < files; ++file) {
     std::vector<TensorSource> sources;
-    for (size_t i = file; i < all.size(); i += files) sources.push_back(all[i]);
+    for (size_t i = file; i < tensors_.size(); i += files) sources.push_back(tensors_[i]);
     auto part = PlanSafetensors(absl::StrCat("model-", rank, "-", file, ".safetensors"), sources,
                                 {.attempt = attempt});
     if (!part.ok()) return part.status();
@@ -95,23 +87,22 @@ absl::StatusOr<SavePlan> State::Plan(uint32_t files, uint32_t rank,
 }
 
 void State::Mutate() {
-  for (Tensor& tensor : tensors_) {
-    for (char& byte : tensor.bytes) byte = static_cast<char>(~byte);
+  for (std::vector<char>& bytes : bytes_) {
+    for (char& byte : bytes) byte = static_cast<char>(~byte);
   }
 }
 
 absl::StatusOr<std::string> State::Compare(const CheckpointReader& reader) const {
   std::vector<std::vector<char>> loaded;
   std::vector<TensorTarget> targets;
-  for (const Tensor& tensor : tensors_) {
-    loaded.emplace_back(tensor.bytes.size());
-    targets.push_back(
-        {.name = tensor.name, .data = loaded.back().data(), .bytes = tensor.bytes.size()});
+  for (const TensorSource& tensor : tensors_) {
+    loaded.emplace_back(tensor.bytes);
+    targets.push_back({.name = tensor.name, .data = loaded.back().data(), .bytes = tensor.bytes});
   }
   const auto report = reader.Load(targets, LoadOptions());
   if (!report.ok()) return report.status();
   for (size_t i = 0; i < tensors_.size(); ++i) {
-    if (loaded[i] != tensors_[i].bytes) return absl::StrCat(tensors_[i].name, " differs");
+    if (loaded[i] != bytes_[i]) return absl::StrCat(tensors_[i].name, " differs");
   }
   return std::string();
 }

@@ -34,7 +34,7 @@ class State {
   State(const std::vector<Recipe>& recipes, const std::vector<uint64_t>& pool, uint64_t number,
         uint32_t rank);
 
-  std::vector<TensorSource> Sources() const;
+  const std::vector<TensorSource>& tensors() const { return tensors_; }
 
   /// Plans the tensors as `files` safetensors files of an attempt. \error of PlanSafetensors.
   absl::StatusOr<SavePlan> Plan(uint32_t files, uint32_t rank, const AttemptId& attempt) const;
@@ -47,14 +47,10 @@ class State {
   absl::StatusOr<std::string> Compare(const CheckpointReader& reader) const;
 
  private:
-  struct Tensor {
-    std::string name;
-    std::string dtype;
-    std::vector<int64_t> shape;
-    std::vector<char> bytes;
-  };
+  void Add(const Recipe& recipe, std::vector<char> bytes);
 
-  std::vector<Tensor> tensors_;
+  std::vector<TensorSource> tensors_;
+  std::vector<std::vector<char>> bytes_;  // of each tensor
 };
 
 }  // namespace holdfast::trainer
