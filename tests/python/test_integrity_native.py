@@ -25,7 +25,7 @@ def bench(tmp_path: Path) -> Iterator[rounds.Bench]:
 
 
 def plan(*actions: dict[str, Any], **given: Any) -> dict[str, Any]:
-    return made(*actions, door=native.DOOR, **given)
+    return made(*actions, door=schedule.PLAN, **given)
 
 
 @pytest.mark.parametrize("files", [1, 3])

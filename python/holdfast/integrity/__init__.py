@@ -95,8 +95,8 @@ def _limits(arguments: argparse.Namespace) -> Any:
     doors = tuple(d for d in arguments.doors.split(",") if d)
     if unknown := set(doors) - set(schedule.DOORS):
         raise ValueError(f"--doors: there is no {', '.join(sorted(unknown))}; there is {', '.join(schedule.DOORS)}")
-    if native.DOOR in doors and native.why_not():
-        raise ValueError(f"--doors {native.DOOR}: {native.why_not()}")
+    if schedule.PLAN in doors and native.why_not():
+        raise ValueError(f"--doors {schedule.PLAN}: {native.why_not()}")
     if arguments.ranks < 1 or arguments.bytes < 18 or arguments.tensors < 2:
         raise ValueError("--ranks is at least 1, --bytes at least 18, --tensors at least 2")
     return schedule.Limits(

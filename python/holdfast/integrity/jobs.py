@@ -81,13 +81,11 @@ class Member:
         self.tasks.close()
         self.out.close()
         self.process.join(trainer.TIME_END_MAX)
-        problem, status = "", self.process.exitcode
-        if status is None:
-            problem = f"a trainer has closed its pipe and goes on: {processes.threads(self.process.pid)}"
+        fine = (NO_THREAD_DATA,) if short_of_memory else ()
+        problem = processes.wrong_end(self.process.pid, self.process.exitcode, *fine)
+        if self.process.exitcode is None:
             self.send(signal.SIGKILL)
             self.process.join()
-        elif status not in (0, -signal.SIGKILL, -signal.SIGTERM) and not (short_of_memory and status == NO_THREAD_DATA):
-            problem = f"a trainer ended with status {status}"
         self.process.close()
         return problem
 
@@ -159,7 +157,7 @@ class Pool:
 
 
 def _kind_of(round_: dict[str, Any]) -> type[trainer.Trainer] | None:
-    if round_["door"] == native.DOOR:
+    if round_["door"] == schedule.PLAN:
         return None
     return peers.Trainer if "saver" in round_ else trainer.Trainer
 

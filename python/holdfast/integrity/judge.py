@@ -158,7 +158,7 @@ class Judge:
                 self.blame("v", line["what"])
             elif event == "unreadable":
                 candidates = {m.number for m in self.made.values() if m.name == os.path.basename(line.get("path", ""))}
-                if not self._may_be_damaged(candidates, ValueError(str(line["errors"]))):
+                if not self._may_be_damaged(candidates, str(line["errors"])):
                     self.blame("ii", f"a trainer could not read: {line['errors']}")
             elif event == "crashed":
                 self.blame("v", f"a trainer failed: {line['errors']}")
@@ -281,19 +281,19 @@ class Judge:
                     self.counts["reads"] += 1
                     if different:
                         wrong = f"{reader} of {path}, save {number}: {different}"
-                        if not (of_others and self._may_be_damaged(candidates, ValueError("DATA_LOSS"))):
+                        if not (of_others and self._may_be_damaged(candidates)):
                             self.blame("ii", wrong)
                     elif number not in candidates:
                         self.blame("ii", f"{reader} of {path}: save {number}, not one of {sorted(candidates)}")
             except readers.Unknown as error:
-                if not (of_others and self._may_be_damaged(candidates, ValueError("DATA_LOSS"))):
+                if not (of_others and self._may_be_damaged(candidates)):
                     self.blame("ii", f"{reader} of {path}: {error}")
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 if not thorough and self._has_gone(checkpoint):
                     self.counts["checkpoints that an orphan removed while they were read"] += 1
-                elif not self._may_be_damaged(candidates, ValueError("DATA_LOSS") if of_others else error):
+                elif not self._may_be_damaged(candidates, "DATA_LOSS" if of_others else repr(error)):
                     self.blame("i", f"{reader} cannot read {path}, which is complete: {error!r}")
         if len(numbers) > 1:
             self.blame("ii", f"readers of {path} disagree: saves {sorted(numbers)}")
@@ -304,14 +304,14 @@ class Judge:
     def _has_gone(self, checkpoint: dict[str, Any]) -> bool:
         return checkpoint not in readers.complete(os.path.dirname(checkpoint["path"]), self.format)
 
-    def _may_be_damaged(self, candidates: set[int], error: BaseException) -> bool:
+    def _may_be_damaged(self, candidates: set[int], said: str = "DATA_LOSS") -> bool:
         """Whether sealed memory of a save was changed while it was written, and restored before the second digest.
 
         Only a save that reads its files back finds this. A load that compares digests finds it, too.
         """
         events = [self._actions[n].get("event", {}) for n in candidates]
         restored = any(event.get("kind") == "change-and-restore" for event in events)
-        found = restored and not self.round["read_back"] and "DATA_LOSS" in repr(error)
+        found = restored and not self.round["read_back"] and "DATA_LOSS" in said
         self.counts["changes that were undone, and found"] += found
         return found
 
@@ -321,7 +321,7 @@ class Judge:
         self.counts["verifications"] += 1
         if verdict != "sound":
             self._unsound.add(path)
-        if verdict == "corrupt" and self._may_be_damaged(candidates, ValueError("DATA_LOSS")):
+        if verdict == "corrupt" and self._may_be_damaged(candidates):
             return
         if verdict != "sound":
             self.blame("i", f"{path}, which is complete, is {verdict}")

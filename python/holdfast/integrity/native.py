@@ -5,19 +5,18 @@ Rounds of the door "plan" run in it. It starts in some milliseconds, so that rou
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import signal
 import subprocess
-import time
 from typing import Any
 
 from holdfast import _dtypes, commands
 from holdfast.integrity import processes, schedule, states, trainer
 
 PROGRAM = "holdfast-trainer"
-DOOR = "plan"
 
 
 def why_not() -> str:
@@ -28,7 +27,7 @@ def why_not() -> str:
 
 def doors() -> tuple[str, ...]:
     """The doors that rounds can have here."""
-    return tuple(door for door in schedule.DOORS if door != DOOR or not why_not())
+    return tuple(door for door in schedule.DOORS if door != schedule.PLAN or not why_not())
 
 
 @functools.cache
@@ -96,10 +95,7 @@ class Member:
 
     def left(self) -> dict[str, int]:
         """What the process, which rests, holds more than at its start."""
-        end = time.monotonic() + trainer.TIME_SETTLE_MAX
-        while (more := dict(processes.held(False, self.process.pid) - self._before)) and time.monotonic() < end:
-            time.sleep(0.002)
-        return more
+        return processes.left(self._before, trainer.TIME_SETTLE_MAX, in_group=False, pid=self.process.pid)
 
     def send(self, number: signal.Signals) -> None:
         processes.send(self.process.pid, number)
@@ -108,15 +104,12 @@ class Member:
         """As `jobs.Member.dismiss`."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        try:
-            status = self.process.wait(trainer.TIME_END_MAX)
-            problem = ""
-        except subprocess.TimeoutExpired:
-            problem = f"a trainer has closed its pipe and goes on: {processes.threads(self.process.pid)}"
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(trainer.TIME_END_MAX)
+        problem = processes.wrong_end(self.process.pid, self.process.returncode)
+        if self.process.returncode is None:
             self.process.kill()
-            status = self.process.wait()
+            self.process.wait()
         self.out.close()
         processes.own.discard(self.process.pid)
-        if not problem and status not in (0, -signal.SIGKILL, -signal.SIGTERM):
-            problem = f"a trainer ended with status {status}"
         return problem

@@ -79,6 +79,32 @@ def held(in_group: bool, pid: int | str = "self") -> collections.Counter[str]:
     return found
 
 
+def left(before: collections.Counter[str], seconds: float, in_group: bool, pid: int | str = "self") -> dict[str, int]:
+    """What a process holds more than before, once threads that end have ended. Other arguments as of `held`.
+
+    Args:
+        before: what it held.
+        seconds: in which it lets go.
+    """
+    end = time.monotonic() + seconds
+    while (more := dict(held(in_group, pid) - before)) and time.monotonic() < end:
+        time.sleep(0.01)
+    return more
+
+
+def wrong_end(pid: int | None, status: int | None, *fine: int) -> str:
+    """What is wrong with the end of a trainer that has closed its pipe; "" where nothing is.
+
+    Args:
+        pid: of its process.
+        status: of its exit, None where it goes on; a negative one is a signal.
+        fine: statuses that are right, beside 0 and those of events.
+    """
+    if status is None:
+        return f"a trainer has closed its pipe and goes on: {threads(pid)}"
+    return "" if status in (0, -signal.SIGKILL, -signal.SIGTERM, *fine) else f"a trainer ended with status {status}"
+
+
 def address_space() -> int:
     """Bytes of this process's address space."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")

@@ -41,7 +41,7 @@ class Expected:
 
     def state(self, save: int, rank: int) -> dict[str, Any]:
         made = states.make(self.round["seed"], save, rank, self.spec(save))
-        return states.as_plan(made) if self.round["door"] == "plan" else made
+        return states.as_plan(made) if self.round["door"] == schedule.PLAN else made
 
     def dcp(self, save: int) -> dict[str, Any]:
         return states.dcp_of_ranks(self.round["seed"], save, self.round["ranks"], self.spec(save))
@@ -153,7 +153,7 @@ def readers_of(format_: str, door: str = "") -> dict[str, Reader]:
     if format_ == "dcp":
         return {"holdfast.dcp": _dcp_with(_own_load), "torch.distributed.checkpoint": _dcp_with(_stock_load)}
     found: dict[str, Reader] = {"holdfast.load": _load, "holdfast.load into": _load_into}
-    if door == "plan":
+    if door == schedule.PLAN:
         found = {"holdfast::CheckpointReader": _load_plan}
     with contextlib.suppress(ImportError):
         import safetensors  # noqa: F401

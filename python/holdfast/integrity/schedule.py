@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 MIB = 1 << 20
-DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp", "save_file", "plan")
-OF_ONE_RANK = ("save_file", "plan")
+PLAN = "plan"  # saves of a C++ program
+DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp", "save_file", PLAN)
+OF_ONE_RANK = ("save_file", PLAN)
 LAUNCHERS = ("spawn", "persistent", "fork", "thread")
 ENGINES = ("auto", "io_uring-fixed", "io_uring", "pwrite")
 # Kinds of events: those that a save must survive, those that may fail it, and those that end a trainer.
@@ -89,7 +90,7 @@ class _Drawing:
         most = self.limits.ranks_max if for_all else 1
         made["ranks"] = min(most, self.pick((1, 12), (2, 4), (3, 1), (choose.randint(1, most), 1)))
         made["door"] = choose.choice(self.limits.doors if made["ranks"] == 1 else for_all)
-        is_program = made["door"] == "plan"
+        is_program = made["door"] == PLAN
         made["files"] = self.pick((1, 2), (2, 1), (5, 1)) if is_program else 1
         made["launcher"] = choose.choice(LAUNCHERS)
         made["engine"] = choose.choice(ENGINES)
@@ -161,11 +162,11 @@ class _Drawing:
         if self.often(0.75 if last else 0.35):
             kinds = [(k, 2.0) for k in HARMLESS] + [(k, 2.0) for k in HARMFUL if k != "hang-worker"]
             kinds += [("hang-worker", 0.4)] + ([(k, 3.0) for k in DEADLY] if last else [])
+            refused = set() if self.limits.groups and self.round["door"] != PLAN else set(IN_GROUPS)
             # PyTorch's gloo groups end a process that gets no memory for their threads, or no descriptor.
-            is_program = self.round["door"] == "plan"
-            ending = [] if self.round["ranks"] == 1 else ["limit-memory", *["limit-files"][: "dcp" in self.round["door"]]]
-            allowed = [k for k in kinds if (not self.limits.kinds or k[0] in self.limits.kinds)
-                       and (self.limits.groups and not is_program or k[0] not in IN_GROUPS) and k[0] not in ending]  # fmt: skip
+            if self.round["ranks"] > 1:
+                refused |= {"limit-memory", "limit-files"} if "dcp" in self.round["door"] else {"limit-memory"}
+            allowed = [k for k in kinds if (not self.limits.kinds or k[0] in self.limits.kinds) and k[0] not in refused]
             if allowed:
                 event = self._event(self.pick(*allowed))
         self.saves += 1
@@ -191,7 +192,7 @@ class _Drawing:
             event["bytes"] = choose.choice((4096, MIB, 5 * MIB, 9 * MIB))
         if kind == "limit-memory":  # beyond what the trainer has
             # Without any a C++ program ends: also its library's threads make small objects.
-            least = MIB if self.round["door"] == "plan" else 0
+            least = MIB if self.round["door"] == PLAN else 0
             event["bytes"] = max(least, choose.choice((0, MIB, 9 * MIB, 20 * MIB, 40 * MIB, 80 * MIB)))
         return event
 

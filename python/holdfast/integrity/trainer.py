@@ -33,7 +33,7 @@ import holdfast
 import holdfast.dcp
 from holdfast import _devices, handle
 from holdfast.integrity import injection, memory_groups, readers, schedule, states
-from holdfast.integrity.processes import address_space, children, held, send
+from holdfast.integrity.processes import address_space, children, held, left, send
 from holdfast.integrity.slow_device import SlowDevice
 
 # Seconds: far more than a busy machine needs. What ends by a deadline here has an event as its cause.
@@ -159,10 +159,7 @@ class Trainer:
 
     def _settle(self, before: collections.Counter[str]) -> None:
         """Tells what is held more than before the first save, once threads that end have ended."""
-        end = time.monotonic() + TIME_SETTLE_MAX
-        while (more := dict(held(self.round["ranks"] > 1) - before)) and time.monotonic() < end:
-            time.sleep(0.01)
-        if more:
+        if more := left(before, TIME_SETTLE_MAX, self.round["ranks"] > 1):
             self.tell("leak", more=more)
 
     # ---- Actions.
