@@ -4,7 +4,9 @@
 #include <filesystem>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "holdfast/probe.h"
+#include "holdfast/version.h"
 #include "tools/doctor_output.h"
 
 namespace holdfast::tools {
@@ -71,7 +73,7 @@ int main(int argc, char** argv) {
   // "holdfast doctor" runs this program under its own name.
   CLI::App app(holdfast::tools::kDescription, std::filesystem::path(argv[0]).filename());
   app.footer(holdfast::tools::kFooter);
-  app.set_version_flag("--version", "holdfast-doctor " HOLDFAST_VERSION);
+  app.set_version_flag("--version", absl::StrCat("holdfast-doctor ", holdfast::Version()));
   std::string directory;
   bool json = false;
   bool quick = false;

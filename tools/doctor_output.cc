@@ -7,6 +7,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "holdfast/pod.h"
+#include "holdfast/version.h"
 #include "tools/progress_bar.h"
 
 namespace holdfast::tools {
@@ -107,7 +108,7 @@ std::string DoctorText(const ProbeReport& report) {
 std::string DoctorJson(const ProbeReport& report, int exit_status) {
   const nlohmann::ordered_json document = {
       {"program", "holdfast-doctor"},
-      {"version", HOLDFAST_VERSION},
+      {"version", std::string(Version())},
       {"exit_status", exit_status},
       {"directory", report.directory},
       {"refusals", Refusals(report)},
@@ -147,7 +148,7 @@ std::string DoctorFailedText(const std::string& error) {
 std::string DoctorFailedJson(const std::string& directory, const std::string& error,
                              int exit_status) {
   const nlohmann::ordered_json document = {
-      {"program", "holdfast-doctor"}, {"version", HOLDFAST_VERSION},
+      {"program", "holdfast-doctor"}, {"version", std::string(Version())},
       {"exit_status", exit_status},   {"directory", directory},
       {"refusals", {error}},          {"advice", nlohmann::ordered_json::array()}};
   return absl::StrCat(

@@ -24,7 +24,8 @@ int main(int argc, char** argv) {
     return 0;
   }
   if (std::strcmp(mode, "--version") == 0) {
-    std::printf("holdfast-worker, layout version %u\n", holdfast::layout::kLayoutVersion);
+    std::printf("holdfast-worker %s, layout version %u\n", HOLDFAST_VERSION,
+                holdfast::layout::kLayoutVersion);
     return 0;
   }
   const bool kept = std::strcmp(mode, "--kept") == 0;

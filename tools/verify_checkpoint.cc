@@ -7,7 +7,9 @@
 #include <system_error>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "holdfast/verify.h"
+#include "holdfast/version.h"
 #include "tools/progress_bar.h"
 #include "tools/verify_output.h"
 #include "tools/words.h"
@@ -67,7 +69,7 @@ struct Arguments {
 
 void Declare(CLI::App* app, Arguments* arguments) {
   app->footer(kFooter);
-  app->set_version_flag("--version", "verify-checkpoint " HOLDFAST_VERSION);
+  app->set_version_flag("--version", absl::StrCat("verify-checkpoint ", Version()));
   app->add_option("PATH", arguments->paths, "Checkpoint directories or files")->required();
   app->add_flag("--json", arguments->json, "Print one JSON document instead of lines");
   app->add_flag("--adopt", arguments->adopt,

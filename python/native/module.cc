@@ -3,7 +3,9 @@
 
 #include <cstdlib>
 
+#include "absl/strings/string_view.h"
 #include "bindings.h"
+#include "holdfast/version.h"
 
 namespace {
 
@@ -36,5 +38,6 @@ NB_MODULE(_native, module) {
   holdfast::python::BindWatch(module);
   module.def("fail_at_exit", &FailAtExit,
              "Makes the exit status 1 where it would be 0; returns whether the system allows it.");
-  module.attr("__version__") = HOLDFAST_VERSION;
+  const absl::string_view version = holdfast::Version();
+  module.attr("__version__") = nanobind::str(version.data(), version.size());
 }

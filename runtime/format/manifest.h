@@ -12,9 +12,11 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "holdfast/plan.h"
 #include "holdfast/pod.h"
+#include "holdfast/version.h"
 #include "runtime/format/file_names.h"
 #include "runtime/format/packed_plan.h"
 #include "runtime/layout/job.h"
@@ -41,6 +43,7 @@ struct ManifestInput {
   bool adopted = false;   ///< Made from files on disk, not by a save: see Manifest::adopted.
   bool recorded = false;  ///< A commit record belongs to the save.
   AttemptId parent = {};  ///< As the commit record's; rank 0 only.
+  std::string writer = absl::StrCat("holdfast ", Version());
 };
 
 /// The places of the sealers' digests of a tensor's own parts. A tensor that begins or ends inside
@@ -132,6 +135,7 @@ struct Manifest {
   std::optional<Digest> replicas;   ///< Digest of the replicated files; equal on all ranks.
   std::vector<AttemptId> replaces;  ///< As ManifestInput's; likewise `parent`.
   AttemptId parent;
+  std::string writer;  ///< The program and its version; empty where the manifest names none.
   std::string launcher;
   std::string pages;
   bool streamed = false;

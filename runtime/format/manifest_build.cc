@@ -62,7 +62,9 @@ class Text {
     sink_.AddNumber(plan_.WrittenBytes(input_.rank));
     if (input_.parent != AttemptId{}) Ids(",\n\"parent\":\"", {input_.parent}, "\"");
     Ids(",\n\"replaces\":[\"", input_.replaces, "\"]");
-    Add(",\n\"launcher\":");
+    Add(",\n\"writer\":");
+    sink_.AddJsonString(input_.writer);
+    Add(",\"launcher\":");
     sink_.AddJsonString(input_.adopted ? absl::string_view("none") : WordOf(input_.launcher));
     Add(",\"pages\":");
     sink_.AddJsonString(input_.adopted ? absl::string_view("none")

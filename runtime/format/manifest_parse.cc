@@ -65,6 +65,7 @@ class ManifestReader {
     kSelfDigest,
     kReplicas,
     kParent,
+    kWriter,
   };
   static constexpr absl::string_view kTopNames[] = {
       "format",          "version",       "checkpoint",    "attempt",       "rank",
@@ -72,14 +73,14 @@ class ManifestReader {
       "launcher",        "pages",         "streamed",      "read_back",     "adopted",
       "engine",          "direct_io",     "engine_reason", "bytes_written", "time_writing_ns",
       "time_syncing_ns", "time_total_ns", "files",         "tensors",       "self_digest",
-      "replicas",        "parent"};
+      "replicas",        "parent",        "writer"};
 
   void ReadTop() {
     uint64_t seen = 0;
     if (!json_.EnterObject()) return;
     constexpr uint64_t kOptional = uint64_t{1} << kSavedAt | uint64_t{1} << kFilesBytes |
                                    uint64_t{1} << kReplaces | uint64_t{1} << kReplicas |
-                                   uint64_t{1} << kParent;
+                                   uint64_t{1} << kParent | uint64_t{1} << kWriter;
     for (int field; (field = json_.NextField(kTopNames, kOptional, &seen)) >= 0;) {
       ReadTopField(field);
     }
@@ -176,6 +177,9 @@ class ManifestReader {
         return;
       case kParent:
         json_.Hex(&out_.parent);
+        return;
+      case kWriter:
+        json_.String(&out_.writer);
         return;
       default:
         return;

@@ -36,11 +36,17 @@ def test_the_extension_module_exports_its_initialization_alone() -> None:
     assert (listed.returncode, listed.stdout.split()) == (0, ["PyInit__native"]), listed.stderr
 
 
-def test_there_is_one_version() -> None:
+def test_there_is_one_version(tmp_path: Path) -> None:
     (version,) = re.findall(r"^project\(holdfast VERSION (\S+)", (ROOT / "CMakeLists.txt").read_text(), re.MULTILINE)
     told = {importlib.metadata.version("holdfast"), holdfast.__version__}
-    for name in ("holdfast", "verify-checkpoint", "holdfast-doctor"):
+    for name in ("holdfast", "verify-checkpoint", "holdfast-doctor", "integrity-fuzz"):
         told.add(run(Path(sysconfig.get_path("scripts")) / name, "--version").stdout.split()[-1])
+    for name in ("holdfast-worker", "holdfast-demo"):
+        said = run(Path(holdfast.__file__).parent / "bin" / name, "--version").stdout
+        told.add(said.removeprefix(f"{name} ").split(",")[0].strip())
+    holdfast.save({"x": torch.zeros(3)}, tmp_path / "s")
+    manifest = json.loads((tmp_path / "s" / "rank-00000-of-00001.manifest.json").read_text())
+    told.add(manifest["writer"].removeprefix("holdfast "))
     assert told == {version}
 
 

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "holdfast/version.h"
 #include "tools/bench/bench.h"
 #include "tools/bench/workload.h"
 #include "tools/words.h"
@@ -139,6 +140,7 @@ int Main(int argc, char** argv) {
   Options options;
   CLI::App app(kAbout, "holdfast-bench");
   app.footer(kMore);
+  app.set_version_flag("--version", absl::StrCat("holdfast-bench ", Version()));
   Declare(&app, &options);
   try {
     app.parse(argc, argv);

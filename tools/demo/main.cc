@@ -7,6 +7,8 @@
 #include <system_error>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/strings/str_cat.h"
+#include "holdfast/version.h"
 #include "tools/demo/session.h"
 #include "tools/words.h"
 
@@ -87,6 +89,7 @@ int Main(int argc, char** argv) {
   Options options;
   CLI::App app(kAbout, "holdfast-demo");
   app.footer(kMore);
+  app.set_version_flag("--version", absl::StrCat("holdfast-demo ", Version()));
   Declare(&app, &options);
   try {
     app.parse(argc, argv);

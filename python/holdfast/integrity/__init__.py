@@ -19,6 +19,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from holdfast import __version__
+
 ESCAPED = 1
 TROUBLE = 2
 INTERRUPTED = 130
@@ -47,6 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     add = parser.add_argument
+    add("--version", action="version", version=f"integrity-fuzz {__version__}")
     add("--dir", default="", help="a directory on the file system to try (default: the system's temporary one)")
     add("--rounds", type=int, help="end after so many rounds (default: 100, without --time)")
     add("--time", type=_seconds, metavar="T", help="end after this time: 90, 10m, 8h")

@@ -54,6 +54,7 @@ TEST_F(ManifestOfManyChunks, ComesBackAsItWasBuilt) {
   EXPECT_EQ(read->world_size, 2u);
   EXPECT_EQ(read->step, 1200u);
   EXPECT_EQ(read->saved_at_ns, 1'700'000'000'123'456'789u);
+  EXPECT_EQ(read->writer, "holdfast 0.1.0");
   EXPECT_EQ(read->launcher, "spawn");
   EXPECT_EQ(read->pages, "hugetlb");
   EXPECT_EQ(read->engine, "io_uring-fixed");

@@ -48,6 +48,7 @@ ManifestInput SampleInput() {
   input.launcher = Launcher::kSpawn;
   input.pages = PageRung::kHugetlb;
   input.recorded = true;
+  input.writer = "holdfast 0.1.0";
   input.parent = {.high = 0xffeeddccbbaa9988, .low = 0x7766554433221100};
   return input;
 }
