@@ -12,6 +12,8 @@ import re
 METADATA = ".metadata"
 # The commit record of a plain checkpoint.
 RECORD = "holdfast.commit.json"
+# Of a second place: files that no manifest names.
+BESIDE_RECORD = "holdfast.beside.json"
 MANIFEST_END = ".manifest.json"
 REPLICAS = "model-replicas.safetensors"
 UNFINISHED = ".tmp"
@@ -118,6 +120,11 @@ def is_record_of_dcp(name: str) -> bool:
 def is_record(name: str) -> bool:
     """Whether a file says that its directory is a checkpoint."""
     return is_record_of_dcp(name) or name == RECORD or MANIFEST.fullmatch(name) is not None
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a name says what a checkpoint is, or is in use during a save. No data may have it."""
+    return is_record(name) or name == BESIDE_RECORD or name.endswith(UNFINISHED) or name.startswith("rank-") and name.endswith(MANIFEST_END)
 
 
 def format_of(name: str) -> str:

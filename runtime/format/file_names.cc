@@ -26,6 +26,7 @@ constexpr absl::string_view kCompanionInfix = ".holdfast-";
 constexpr absl::string_view kDrainLockPrefix = ".holdfast-drain-";
 constexpr absl::string_view kDrainLockSuffix = ".lock";
 constexpr size_t kDrainNumberDigits = 8;
+constexpr absl::string_view kBesideRecordName = "holdfast.beside.json";
 constexpr absl::string_view kManifestOfFile = ".json";
 constexpr absl::string_view kTemporary = ".tmp";
 // ".NAME.holdfast-<32 hex>.json.tmp" is the longest name.
@@ -78,6 +79,7 @@ const char* WrongNewFileName(absl::string_view name) {
   if (name.size() > kNewNameBytesMax && name.size() < kNameBytes)
     return "the name has more than 251 bytes, and the file is written as NAME.tmp first";
   if (name == layout::kBoardName) return "the name is the rank board's";
+  if (name == kBesideRecordName) return "the name is that of a drain's record";
   return WrongDataFileName(name);
 }
 

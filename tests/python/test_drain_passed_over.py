@@ -73,16 +73,3 @@ def test_metadata_without_a_commit_record_is_reported(tmp_path: Path) -> None:
     following = Following(source, open_place(str(tmp_path / "far")), PLAIN, events.append)
     following.sweep(), following.sweep()
     assert [e["event"] for e in events] == ["trouble"] * 2 and names(source) == ["step-2"]  # said once
-
-
-@pytest.mark.parametrize("format", ["holdfast", "dcp"])
-def test_files_that_no_manifest_names_are_reported(format: str, tmp_path: Path) -> None:
-    save(tmp_path / "run", 1, 2, elements=10, format=format)
-    (tmp_path / "run/step-1/tokenizer").mkdir()
-    for name in ("a.json", "b.json", "common.pt", "__0_7.distcp.tmp"):  # the last one of another save, which may be on its way
-        (tmp_path / "run/step-1" / name).touch()
-    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
-    trouble, first, second = swept(source, far)
-    assert (trouble["event"], first["name"], second["name"]) == ("trouble", "step-1", "step-2")
-    assert "no manifest names a.json, b.json, common.pt and 1 more of" in trouble["message"]
-    assert swept(source, far) == [] and swept(far, open_place(str(tmp_path / "back")))[0]["event"] == "arrived"

@@ -24,7 +24,7 @@ _NO_ATTEMPT = "0" * 32
 _END = b'"}\n'
 _TAIL = 32 + len(_END)
 _NAME_MAX = 255
-_SPAN = 4 << 20  # bytes of a chunk
+SPAN = 4 << 20  # bytes of a chunk
 _DIGITS = re.compile(r"[0-9a-f]{32}")
 
 
@@ -66,6 +66,12 @@ def parse(text: bytes, what: str) -> dict[str, Any]:
         raise Error("DATA_LOSS", f"read {what}: {error}") from error
 
 
+def sealed(document: dict[str, Any]) -> bytes:
+    """The text of a record, with its self-digest."""
+    text = json.dumps(document, separators=(",", ":"))[:-1].encode() + b',\n"self_digest":"'
+    return text + digest(text).encode() + _END
+
+
 def info_of(record: dict[str, Any], name: str, slot: str, record_name: str) -> Info:
     """What a commit record says of the checkpoint that has a name in its place.
 
@@ -95,12 +101,6 @@ def _is_whole(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 64
 
 
-def _is_reserved(name: str) -> bool:
-    """Whether a name says what a checkpoint is, or is in use during a save. No data may have it."""
-    return _names.is_record(name) or name.endswith(_names.UNFINISHED) \
-        or name.startswith("rank-") and name.endswith(_names.MANIFEST_END)
-
-
 def manifest_name(info: Info, rank: int) -> str:
     """Name of a rank's manifest."""
     return _names.manifest(rank, info.world_size, info.attempt if info.format == "dcp" else "")
@@ -124,12 +124,12 @@ def contents_of(place: Place, info: Info, pool: Executor | None = None) -> Conte
     if not info.record:
         text = _make_record(info, texts)
         record = json.loads(text)
-    proofs = [_whole(info.record or RECORD, text)]
+    proofs = [whole(info.record or RECORD, text)]
     manifests: list[File] = []
     data: dict[str, File] = {}
     for rank, (row, manifest) in enumerate(zip(record["manifests"], texts, strict=True)):
         name = manifest_name(info, rank)
-        found = _whole(name, manifest)
+        found = whole(name, manifest)
         where = f"{place.path(info.slot)}/{name}"
         if (found.bytes, found.digests[0]) != (row["bytes"], row["digest"]):
             raise Error("DATA_LOSS", f"read {where}: it is not the manifest that the commit record names")
@@ -146,7 +146,7 @@ def contents_of(place: Place, info: Info, pool: Executor | None = None) -> Conte
 
 
 def files_of(manifest: dict[str, Any], where: str) -> list[File]:
-    """The files of a manifest, by number.
+    """The files of a manifest, or of a record of others, by number.
 
     Raises:
         Error: DATA_LOSS.
@@ -154,14 +154,15 @@ def files_of(manifest: dict[str, Any], where: str) -> list[File]:
     with of_damage(f"read {where}"):
         files = [File(e["name"], e["bytes"], e["chunk_bytes"], tuple(e["digests"])) for e in manifest["files"]]
         for name, nbytes, span, digests, _ in files:
-            if name in ("", ".", "..") or "/" in name or "\0" in name or len(name.encode()) > _NAME_MAX or _is_reserved(name):
+            if name in ("", ".", "..") or "/" in name or "\0" in name or len(name.encode()) > _NAME_MAX or _names.is_reserved(name):
                 raise Error("DATA_LOSS", f"read {where}: {name!r:.80} is no name of a file")
-            if not _is_whole(nbytes) or span != _SPAN or len(digests) != -(-nbytes // span):
+            if not _is_whole(nbytes) or span != SPAN or len(digests) != -(-nbytes // span):
                 raise Error("DATA_LOSS", f"read {where}: the chunks of {name} are not those of its length")
     return files
 
 
-def _whole(name: str, content: bytes) -> File:
+def whole(name: str, content: bytes) -> File:
+    """A small file that is in memory."""
     return File(name, len(content), max(1, len(content)), (digest(content),), content)
 
 
@@ -198,5 +199,4 @@ def _make_record(info: Info, manifests: list[bytes]) -> bytes:
         "saved_at_ns": saved_at_ns, "committed_at_ns": saved_at_ns, "bytes": sum(files.values()),
         "manifests": [{"bytes": len(text), "digest": digest(text)} for text in manifests],
     }  # fmt: skip
-    text = json.dumps(record, separators=(",", ":"))[:-1].encode() + b',\n"self_digest":"'
-    return text + digest(text).encode() + _END
+    return sealed(record)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
+from holdfast._names import BESIDE_RECORD
+from holdfast.drain.beside import record_of, recorded
 from holdfast.drain.contents import contents_of, proven
 from holdfast.drain.options import Drain
 from holdfast.drain.places import File, Info, Place, Read, pieces
@@ -44,13 +46,15 @@ class Rate:
 
 
 class Sent(NamedTuple):
-    """What was copied: bytes in all, those that were sent now, seconds, how arrival was proven, and what no manifest names."""
+    """What was copied: bytes in all, those that were sent now, seconds, how arrival was proven, names of what no copy takes, and why files
+    that no manifest names did not come."""
 
     bytes: int
     bytes_sent: int
     seconds: float
     verified: str
-    foreign: list[str]
+    left: list[str]
+    late: list[str]
 
 
 def is_passing(error: Error) -> bool:
@@ -87,6 +91,8 @@ class Copy:
         self._lock = threading.Lock()
         self._sent = 0
         self._arrived: set[tuple[str, str]] = set()  # files proven by this process: slot and name
+        self._own: dict[str, set[str]] = {}  # names of a checkpoint's own files, by attempt
+        self._beside: dict[str, list[File]] = {}  # what the target has beside a checkpoint, by attempt
 
     def run(self, info: Info) -> Sent:
         """Copies a checkpoint. What an earlier run has left there is used, where its digests are right.
@@ -98,7 +104,8 @@ class Copy:
         with ThreadPoolExecutor(_FILES_AT_ONCE, "holdfast-drain-file") as pool:
             with _of_source():
                 contents = contents_of(self._source, info, pool)
-                foreign = self._source.foreign(info.slot, contents.names())
+                self._own[info.attempt] = contents.names()
+                beside, left = self._source.beside(info, contents.names)
             slot = self._target.begin(info)
             there = self._target.sizes(slot)
 
@@ -112,14 +119,70 @@ class Copy:
                     if error is not None:
                         self._stop_others(pool)
                         raise error
+        arrived, why = self._send_beside(info, slot, beside, [])
         last = contents.proofs[-1]
         if last.content is None:
             with _of_source(), self._source.opened(info.slot, last.name) as read:
                 content = proven(read, last, f"{self._source.path(info.slot)}/{last.name}")(0, last.bytes)
             last = last._replace(content=content)
-        self._target.commit(slot, info, last, contents.names())
+        self._target.commit(slot, info, last, contents.names() | {BESIDE_RECORD, *(f.name for f in arrived)})
         self._arrived.clear()
-        return Sent(info.bytes, self._sent, time.monotonic() - begin, "read" if self._reads_back else "store", foreign)
+        self._beside[info.attempt] = arrived
+        return Sent(info.bytes, self._sent, time.monotonic() - begin, "read" if self._reads_back else "store", left, why)
+
+    def run_beside(self, info: Info, there: Info) -> tuple[int, list[str]]:
+        """Copies what has come or changed beside a checkpoint since it arrived, as what a framework writes last.
+
+        Args:
+            there: the checkpoint in the target.
+
+        Returns:
+            How many files came, and why others did not.
+
+        Raises:
+            Error: as `run`.
+        """
+
+        def own() -> set[str]:
+            if info.attempt not in self._own:
+                self._own[info.attempt] = contents_of(self._source, info).names()
+            return self._own[info.attempt]
+
+        with _of_source():
+            beside, _ = self._source.beside(info, own)
+        if not beside:
+            return 0, []
+        if info.attempt not in self._beside:
+            self._beside[info.attempt] = recorded(self._target, there)
+        has = self._beside[info.attempt]
+        late = [file for file in beside if file not in has]
+        self._beside[info.attempt], why = self._send_beside(info, there.slot, late, has)
+        return len(late) - len(why), why
+
+    def _send_beside(self, info: Info, slot: str, files: list[File], has: list[File]) -> tuple[list[File], list[str]]:
+        """Sends files, then the record of them and of those that are there. One that changes meanwhile comes with a later sweep.
+
+        Returns:
+            What is there now, and why others are not.
+        """
+        arrived: dict[str, File] = {file.name: file for file in has}
+        why: list[str] = []
+        for file in files:
+            try:
+                self._send(info, slot, file, None)
+                arrived[file.name] = file
+            except Error as error:
+                if error.code != "DATA_LOSS":  # it changes, or cannot be read: the checkpoint does not wait for it
+                    raise
+                why.append(error.message)
+        if files and arrived:
+            self._send(info, slot, record_of(info, list(arrived.values())), None)
+        return list(arrived.values()), why
+
+    def forget(self, attempts: set[str]) -> None:
+        """Drops what is known of all other checkpoints."""
+        self._own = {a: n for a, n in self._own.items() if a in attempts}
+        self._beside = {a: f for a, f in self._beside.items() if a in attempts}
 
     @staticmethod
     def _stop_others(pool: ThreadPoolExecutor) -> None:
@@ -145,8 +208,10 @@ class Copy:
     def _write(self, info: Info, slot: str, file: File, is_resumed: bool) -> None:
         sent = 0
         with contextlib.ExitStack() as stack:
-            with _of_source():
-                source = stack.enter_context(self._source.opened(info.slot, file.name))
+            source: Read = lambda begin, end: b""  # noqa: E731  # not asked for a file that is in memory
+            if file.content is None:
+                with _of_source():
+                    source = stack.enter_context(self._source.opened(info.slot, file.name))
             proven_read = proven(source, file, f"{self._source.path(info.slot)}/{file.name}")
 
             def read(begin: int, end: int) -> bytes:
@@ -205,11 +270,11 @@ def verify(place: Place, info: Info) -> tuple[list[str], int, int]:
     """
     with ThreadPoolExecutor(_FILES_AT_ONCE, "holdfast-verify") as pool:
         try:
-            contents = contents_of(place, info, pool)
+            contents, beside = contents_of(place, info, pool), recorded(place, info)
         except Error as error:
             if error.code not in ("DATA_LOSS", "NOT_FOUND"):
                 raise
             return [error.message], 0, 0
-        files = [*contents.data, *contents.manifests, *contents.proofs]
+        files = [*contents.data, *contents.manifests, *contents.proofs, *beside]
         faults = list(pool.map(lambda file: fault_of(place, info.slot, file), files))
     return [f for f in faults if f], len(files), sum(f.bytes for f in files)

@@ -12,8 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast import _dcp_directories, _durable, _names, _native, _regular
-from holdfast.drain.contents import contents_of, proven
-from holdfast.drain.places import File, Info, Read, age_of, pieces
+from holdfast.drain.beside import can_be_sent, recorded
+from holdfast.drain.contents import SPAN, contents_of, digest, proven
+from holdfast.drain.places import BESIDE, File, Info, Read, age_of, pieces
 from holdfast.errors import Error, of_system
 
 PIECE_BYTES = 4 << 20
@@ -36,9 +37,13 @@ class Directory:
         self.url = path
         self._path = os.path.abspath(path)
         self._locks: dict[str, int] = {}
+        self._digests: dict[str, tuple[object, tuple[str, ...]]] = {}  # of files that no manifest names, by path, with their status
 
     def path(self, slot: str) -> str:
         return os.path.join(self._path, slot)
+
+    def _file(self, slot: str, name: str) -> str:
+        return os.path.join(self._path, slot, name.removeprefix(BESIDE))
 
     # ---- Reading.
 
@@ -82,7 +87,7 @@ class Directory:
 
     @contextlib.contextmanager
     def opened(self, slot: str, name: str) -> Iterator[Read]:
-        path = os.path.join(self._path, slot, name)
+        path = self._file(slot, name)
         with of_system(f"open {path}"):
             fd = _regular.open_to_read(path, "open", os.O_NOFOLLOW)
 
@@ -115,10 +120,35 @@ class Directory:
                 raise
             return {}
 
-    def foreign(self, slot: str, names: set[str]) -> list[str]:
-        with of_system(f"list {self.path(slot)}"):
-            others = {_names.finished(name) for name in os.listdir(self.path(slot))} - names
-        return sorted(n for n in others if not _names.format_of(n) and not _names.DCP_ANY_DATA.fullmatch(n))
+    def beside(self, info: Info, names: Callable[[], set[str]]) -> tuple[list[File], list[str]]:
+        path = self.path(info.slot)
+        with of_system(f"list {path}"), os.scandir(path) as entries:
+            others = {e.name: e for e in entries if _is_foreign(e.name)}
+        own = names() if others else set()
+        files, left = [], []
+        for name in sorted(others.keys() - own):
+            try:
+                if others[name].is_file(follow_symlinks=False) and can_be_sent(name):
+                    files.append(self._digested(info.slot, name))
+                else:
+                    left.append(name)
+            except Error as error:
+                if error.code != "NOT_FOUND":  # a file of a user's own that cannot be read holds no checkpoint up
+                    left.append(name)
+        return files, left
+
+    def _digested(self, slot: str, name: str) -> File:
+        """A file that has no digests yet. One that changes meanwhile is found when it is sent."""
+        path = self._file(slot, name)
+        with of_system(f"open {path}"):
+            status = os.stat(path, follow_symlinks=False)
+        stamp = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        known = self._digests.get(path)
+        if known is None or known[0] != stamp:
+            with self.opened(slot, name) as read:
+                spans = [(begin, min(begin + SPAN, status.st_size)) for begin in range(0, status.st_size, SPAN)]
+                known = self._digests[path] = stamp, tuple(digest(read(*span)) for span in spans)
+        return File(BESIDE + name, status.st_size, SPAN, known[1])
 
     # ---- Writing.
 
@@ -145,7 +175,9 @@ class Directory:
             os.close(fd)
 
     def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
-        path = os.path.join(self._path, slot, file.name)
+        # Into a complete checkpoint such a file may come late: it gets its name when it is whole.
+        final = self._file(slot, file.name)
+        path = final + _names.UNFINISHED if file.name.startswith((BESIDE, _names.BESIDE_RECORD)) else final
         with of_system(f"write {path}"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
@@ -168,13 +200,16 @@ class Directory:
             with of_system(f"sync {path}"):
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                if path != final:
+                    os.rename(path, final)
+                    _durable.sync_directory(os.path.dirname(final))
         finally:
             os.close(fd)
 
     @contextlib.contextmanager
     def opened_past_cache(self, slot: str, name: str) -> Iterator[Read]:
         """As `opened`, from the disk where the file system can read directly."""
-        path = os.path.join(self._path, slot, name)
+        path = self._file(slot, name)
         try:
             fd = _regular.open_to_read(path, "open", os.O_DIRECT)
         except OSError:
@@ -203,7 +238,7 @@ class Directory:
         self.write(slot, last, lambda begin, end: content[begin:end], False)
         with of_system(f"complete {final}"):
             for name in os.listdir(path):
-                if name not in files:
+                if name not in files and BESIDE + name not in files:
                     os.unlink(os.path.join(path, name))
             _durable.sync_directory(path)
             replaced = os.path.lexists(final)
@@ -223,10 +258,15 @@ class Directory:
         old = next((c for c in self.complete()[0] if c.name == info.name), None)
         if old and age_of(old) > age_of(info):
             raise Error("ABORTED", f"replace {path}: a later save has arrived there")
-        foreign = set(os.listdir(path)) - (contents_of(self, old).names() if old else set())
+        foreign = set(os.listdir(path)) - ({*contents_of(self, old).names(), *self._recorded(old)} if old else set())
         if foreign:
             raise Error("FAILED_PRECONDITION", f"replace {path}: {min(foreign)} is no file of a complete "
                         "checkpoint; move the directory away")  # fmt: skip
+
+    def _recorded(self, info: Info) -> list[str]:
+        """The names of what a drain has put beside a checkpoint, the record last."""
+        files = recorded(self, info)
+        return [*(f.name.removeprefix(BESIDE) for f in files), _names.BESIDE_RECORD] if files else []
 
     def remove(self, info: Info) -> None:
         path = self.path(info.slot)
@@ -235,6 +275,10 @@ class Directory:
         try:
             if not _locked(fd, fcntl.LOCK_EX):
                 raise Error("ABORTED", f"remove {path}: it is being loaded")
+            with of_system(f"remove {path}"):
+                for name in self._recorded(info):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(os.path.join(path, name))
             if info.format == "dcp":
                 _dcp_directories.remove(info.listed(self))
             else:
@@ -258,6 +302,11 @@ class Directory:
             if _remove_unnamed(self.path(slot)):
                 removed.append(slot)
         return removed
+
+
+def _is_foreign(name: str) -> bool:
+    """Whether a file may be of no checkpoint: by its name it is of none, and is not being written."""
+    return not _names.is_reserved(name) and not _names.format_of(name) and not _names.DCP_ANY_DATA.fullmatch(name)
 
 
 def _locked(fd: int, kind: int) -> bool:

@@ -119,6 +119,7 @@ class Following:
             self._send(wanted[0])
             local = self._local()
             is_applied = True
+            self._send_beside(local)
             try:
                 self._apply_retention(local)
             except Error as error:  # nothing waits for a place that lets nothing be deleted
@@ -129,6 +130,7 @@ class Following:
         if refused is not None:
             raise refused
         if not is_applied:
+            self._send_beside(local)
             self._apply_retention(local)
         if time.monotonic() - self._cleaned_at > _CLEAN_SECONDS:
             self._cleaned_at = time.monotonic()
@@ -185,16 +187,43 @@ class Following:
             self._tell({"event": "failed", "name": info.name, "step": info.step, "code": error.code, "message": error.message})
             return
         self.moved_at, self._trouble = time.monotonic(), 0
-        if sent.foreign:
-            more = f" and {len(sent.foreign) - _NAMED} more" if len(sent.foreign) > _NAMED else ""
-            self._tell_once("FAILED_PRECONDITION", f"drain {info.name}: no manifest names {', '.join(sent.foreign[:_NAMED])}{more} of "
-                            f"{self._source.path(info.slot)}, so that only the checkpoint itself is sent; copy the rest yourself")  # fmt: skip
+        if sent.left:
+            more = f" and {len(sent.left) - _NAMED} more" if len(sent.left) > _NAMED else ""
+            self._tell_once("FAILED_PRECONDITION", f"drain {info.name}: {', '.join(sent.left[:_NAMED])}{more} of "
+                            f"{self._source.path(info.slot)} is no file, or has a name that is not sent; copy it yourself")  # fmt: skip
+        self._tell_of_late(info, sent.late)
         self._tell({"event": "arrived", "name": info.name, "step": info.step, "attempt": info.attempt, "bytes": sent.bytes,
                     "bytes_sent": sent.bytes_sent, "seconds": sent.seconds, "verified": sent.verified})  # fmt: skip
         self._there.add(info.attempt)
         self._remote = self._target.complete()[0]
         if not any(c.attempt == info.attempt for c in self._remote):
             raise Error("UNAVAILABLE", f"drain {info.name}: {self._target.url} does not list it after its commit")
+
+    def _tell_of_late(self, info: Info, why: list[str]) -> None:
+        for message in why:
+            self._tell_once("DATA_LOSS", f"drain {info.name}: {message}; no manifest names the file, which is sent once it can be read and "
+                            "does not change")  # fmt: skip
+
+    def _send_beside(self, local: list[Info]) -> None:
+        """Sends what a framework has written beside a checkpoint after its commit, before retention may remove the checkpoint."""
+        assert self._remote is not None
+        there = {c.attempt: c for c in self._remote}
+        self._copy.forget({c.attempt for c in local})
+        for info in self._only(local) if self._only else local:
+            if info.attempt not in there:
+                continue
+            self._now = {"name": info.name, "bytes_total": 0, "bytes_done": 0}
+            try:
+                count, why = self._copy.run_beside(info, there[info.attempt])
+            except Error as error:
+                if error.code != "CANCELLED" and not any(c.attempt == info.attempt for c in self._local()):
+                    continue  # replaced or removed meanwhile
+                if error.code != "DATA_LOSS":
+                    raise
+                count, why = 0, [error.message]
+            self._tell_of_late(info, why)
+            if count:
+                self.moved_at = time.monotonic()
 
     def _apply_retention(self, local: list[Info]) -> None:
         assert self._remote is not None

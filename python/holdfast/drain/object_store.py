@@ -15,14 +15,15 @@ import os
 import re
 import time
 import urllib.parse
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from holdfast import _regular
-from holdfast._names import DCP_RECORD, MANIFEST_END, METADATA, RECORD
+from holdfast._names import BESIDE_RECORD, DCP_RECORD, MANIFEST_END, METADATA, RECORD
+from holdfast.drain.beside import recorded
 from holdfast.drain.contents import info_of, parse
-from holdfast.drain.places import File, Info, Read, age_of, pieces, scheme_of
+from holdfast.drain.places import BESIDE, File, Info, Read, age_of, pieces, scheme_of
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast")
@@ -128,7 +129,7 @@ class Store:
             for batch in self._library.list(self._store, self._prefix + prefix or None):
                 for meta in batch:
                     slot, _, name = meta["path"].removeprefix(self._prefix).partition("/")
-                    if name and "/" not in name:
+                    if name and "/" not in name.removeprefix(BESIDE):
                         found.setdefault(slot, {})[name] = _Object(meta["size"], meta["last_modified"], meta["e_tag"] or "")
         return found
 
@@ -182,9 +183,10 @@ class Store:
                 commit = record.get("commit_file")
                 if commit and objects[METADATA].bytes != commit["bytes"]:
                     continue  # of another attempt
-                proofs = {name, METADATA if commit else name}
-                manifests = [n for n in objects if n.endswith(MANIFEST_END)]
-                stored = sum(o.bytes for n, o in objects.items() if n not in proofs and n not in manifests)
+                proofs = {name, METADATA if commit else name, BESIDE_RECORD}
+                own = {n: o.bytes for n, o in objects.items() if n not in proofs and not n.startswith(BESIDE)}
+                manifests = [n for n in own if n.endswith(MANIFEST_END)]
+                stored = sum(nbytes for n, nbytes in own.items() if n not in manifests)
                 if stored != info.bytes or len(manifests) != info.world_size:
                     return f"{slot}: {len(manifests)} of {info.world_size} manifests, {stored} of {info.bytes} bytes of data"
                 return info
@@ -222,8 +224,8 @@ class Store:
     def sizes(self, slot: str) -> dict[str, int]:
         return {name: o.bytes for name, o in self._objects(f"{slot}/").get(slot, {}).items()}
 
-    def foreign(self, slot: str, names: set[str]) -> list[str]:
-        return []  # a prefix with another object is no checkpoint: its bytes are not those of the record
+    def beside(self, info: Info, names: Callable[[], set[str]]) -> tuple[list[File], list[str]]:
+        return recorded(self, info), []  # a prefix with another object is no checkpoint: its bytes are not those of the record
 
     # ---- Writing.
 

@@ -13,6 +13,8 @@ from holdfast import directories
 from holdfast._dcp_directories import AGE
 from holdfast.errors import Error
 
+# Before the name of a file that no manifest names: `File.name`, and the key in a store.
+BESIDE = "beside/"
 Content = bytes
 # A read returns bytes [begin, end) of one file.
 Read = Callable[[int, int], bytes]
@@ -111,8 +113,12 @@ class Place(Protocol):
     def sizes(self, slot: str) -> dict[str, int]:
         """Lengths of the files in a slot; empty where there is none."""
 
-    def foreign(self, slot: str, names: set[str]) -> list[str]:
-        """What a slot has beside the files of its checkpoint and those of other attempts."""
+    def beside(self, info: Info, names: Callable[[], set[str]]) -> tuple[list[File], list[str]]:
+        """What a slot has beside the files of its checkpoint and those of other attempts: files, and names of what no copy takes.
+
+        Args:
+            names: returns those of the checkpoint's own files.
+        """
 
     def begin(self, info: Info) -> str:
         """Returns the slot for a checkpoint that is about to arrive. No reader takes it for complete."""

@@ -86,7 +86,8 @@ def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
         if there.attempt == info.attempt:
             return target.path(there.slot)
     # The limit of the rate is for the time of the training, which waits now.
-    Copy(place, target, dataclasses.replace(options, bytes_per_second=None), threading.Event()).run(info)
+    for why in Copy(place, target, dataclasses.replace(options, bytes_per_second=None), threading.Event()).run(info).late:
+        logger.warning("fetch %s: %s; no manifest names the file, which is missing now", place.path(info.slot), why)
     return target.path(info.name)
 
 

@@ -53,6 +53,7 @@ TEST_F(ValidatePlanTest, RefusesFileNamesThatLeadElsewhere) {
            {std::string(252, 'x'), "more than 251 bytes, and the file is written as NAME.tmp"},
            {"rank-00000-of-00001.manifest.json", "rank manifest's"},
            {"rank-x.manifest.json", "rank manifest's"},
+           {"holdfast.beside.json", "a drain's record"},
            {"model.tmp", ".tmp"}}) {
     plan_.files[0].name = name;
     ExpectRefused(what);

@@ -1,0 +1,188 @@
+"""`holdfast drain`: files in a checkpoint's directory that no manifest names, as a framework and a user put there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from draining import PLAIN, names, save, swept
+
+import holdfast
+from holdfast.drain import Drain, beside, copying
+from holdfast.drain.following import Following
+from holdfast.drain.places import Place, open_place
+from holdfast.drain.remote import fetch
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+RECORD = "holdfast.beside.json"
+FORMATS = pytest.mark.parametrize("format", ["holdfast", "dcp"])
+KINDS = pytest.mark.parametrize("kind", ["directory", "store"])
+
+
+def opened(kind: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> Place:
+    return open_place(*bucket) if kind == "store" else open_place(str(tmp_path / "far"))
+
+
+def brought_back(far: Place, back: Path, name: str = "step-1") -> Path:
+    swept(far, open_place(str(back)))
+    return back / name
+
+
+@FORMATS
+@KINDS
+def test_such_files_travel_with_the_checkpoint(kind: str, format: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+    save(tmp_path / "run", 1, elements=10, format=format)
+    made = {"common.pt": os.urandom(5 << 20), "metadata.json": b"{}", "empty": b"", "beside": b"1", "a name": b"2"}
+    for name, data in made.items():
+        (tmp_path / "run/step-1" / name).write_bytes(data)
+    far = opened(kind, tmp_path, bucket)
+    source = open_place(str(tmp_path / "run"))
+    assert [e["event"] for e in swept(source, far)] == ["arrived"]
+    assert swept(source, far) == []
+    (info,) = far.complete()[0]
+    faults, files, _ = copying.verify(far, info)
+    own = len(list((tmp_path / "run/step-1").iterdir())) - len(made)
+    assert (faults, files) == ([], own + len(made))
+    there = brought_back(far, tmp_path / "back")
+    assert {n: (there / n).read_bytes() for n in made} == made
+    assert holdfast.verify(there)["verdict"] == "sound"
+    # And on to a third place, whose record is as good.
+    swept(open_place(str(tmp_path / "back")), open_place(str(tmp_path / "third")))
+    assert {n: (tmp_path / "third/step-1" / n).read_bytes() for n in made} == made
+
+
+@FORMATS
+@KINDS
+def test_a_file_that_comes_after_the_commit_follows(kind: str, format: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+    save(tmp_path / "run", 1, elements=10, format=format)
+    (tmp_path / "run/step-1/common.pt").write_bytes(b"first")
+    far, source = opened(kind, tmp_path, bucket), open_place(str(tmp_path / "run"))
+    following = Following(source, far, PLAIN, lambda event: None)
+    following.sweep()
+    (tmp_path / "run/step-1/metadata.json").write_bytes(b"{}")
+    (tmp_path / "run/step-1/common.pt").write_bytes(b"other")
+    following.sweep(asked=False)
+    there = brought_back(far, tmp_path / "back")
+    assert [(there / n).read_bytes() for n in ("common.pt", "metadata.json")] == [b"other", b"{}"]
+    # Another process finds what is missing by the record alone.
+    (tmp_path / "run/step-1/late").write_bytes(b"late")
+    swept(source, far)
+    assert (brought_back(far, tmp_path / "again") / "late").read_bytes() == b"late"
+    assert not copying.verify(far, far.complete()[0][0])[0]
+
+
+def test_a_file_follows_before_retention_removes_its_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, elements=10)
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    swept(source, far)
+    (tmp_path / "run/step-1/notes").write_bytes(b"mine")
+    swept(source, far, keep_local=1)
+    assert (tmp_path / "far/step-1/notes").read_bytes() == b"mine"
+    assert (tmp_path / "run/step-1/notes").exists()  # here it is a user's, and keeps its directory
+
+
+@FORMATS
+@KINDS
+def test_retention_of_the_second_place_takes_them_along(kind: str, format: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+    save(tmp_path / "run", 1, elements=10, format=format)
+    (tmp_path / "run/step-1/common.pt").write_bytes(b"1")
+    far, source = opened(kind, tmp_path, bucket), open_place(str(tmp_path / "run"))
+    swept(source, far)
+    save(tmp_path / "run", 2, elements=10, format=format)
+    swept(source, far, Drain(keep_last=1))
+    assert names(far) == ["step-2"]
+    if kind == "directory":
+        assert os.listdir(tmp_path / "far") == ["step-2"]
+    else:
+        assert not far.sizes(next(iter(source.complete()[0])).slot)
+
+
+@KINDS
+def test_they_are_replaced_with_their_checkpoint(kind: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    (tmp_path / "run/step-1/notes").write_bytes(b"1")
+    far, source = opened(kind, tmp_path, bucket), open_place(str(tmp_path / "run"))
+    swept(source, far)
+    shutil.rmtree(tmp_path / "run/step-1")
+    save(tmp_path / "run", 1, elements=20)
+    (tmp_path / "run/step-1/notes").write_bytes(b"2")
+    assert [e["event"] for e in swept(source, far)] == ["arrived"]
+    assert (brought_back(far, tmp_path / "back") / "notes").read_bytes() == b"2"
+    if kind == "directory":  # a file that a user has put there is no drain's, and keeps its checkpoint
+        shutil.rmtree(tmp_path / "run/step-1")
+        save(tmp_path / "run", 1, elements=30)
+        (tmp_path / "far/step-1/mine").write_bytes(b"3")
+        (event,) = swept(source, far)
+        assert event["event"] == "failed" and "mine is no file of a complete checkpoint" in event["message"]
+
+
+def test_what_is_no_file_is_reported_and_holds_nothing_up(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    path = tmp_path / "run/step-1"
+    (path / "tokenizer").mkdir()
+    (path / "link").symlink_to("/etc/passwd")
+    (path / "two\nlines").touch()
+    (path / "good").touch()
+    (path / "b.json.tmp").touch()  # being written
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    trouble, arrived = swept(source, far)
+    assert (trouble["event"], arrived["event"]) == ("trouble", "arrived")
+    assert "link, tokenizer, two\nlines of" in trouble["message"]
+    own = {p.name for p in path.iterdir() if p.is_file() and not p.is_symlink()} - {"two\nlines", "b.json.tmp"}
+    assert set(os.listdir(tmp_path / "far/step-1")) == own | {RECORD}
+
+
+def test_a_file_that_changes_all_the_time_holds_no_checkpoint_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "run", 1, 2, elements=10)
+    log = tmp_path / "run/step-1/log"
+    log.write_bytes(b"a line")
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    digested = source._digested  # type: ignore[attr-defined]
+
+    def changes(slot: str, name: str) -> Any:
+        file = digested(slot, name)
+        log.write_bytes(os.urandom(6))
+        return file
+
+    monkeypatch.setattr(source, "_digested", changes)
+    events = swept(source, far)
+    assert [e["event"] for e in events] == ["trouble", "arrived", "arrived"] and "does not change" in events[0]["message"]
+    assert names(far) == ["step-1", "step-2"] and not (tmp_path / "far/step-1/log").exists()
+    monkeypatch.undo()
+    swept(source, far)
+    assert (tmp_path / "far/step-1/log").read_bytes() == log.read_bytes()
+
+
+@pytest.mark.parametrize("planted", ["../out", "", ".", "a/b", "holdfast.commit.json", ".metadata", RECORD, "x.tmp", "a\nb"])
+def test_a_record_of_a_stranger_names_no_other_place(planted: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    (tmp_path / "run/step-1/notes").write_bytes(b"1")
+    far, source = open_place(*bucket), open_place(str(tmp_path / "run"))
+    swept(source, far)
+    (info,) = far.complete()[0]
+    (file,) = beside.recorded(far, info)
+    forged = beside.record_of(info, [file._replace(name="beside/" + planted)])
+    far.write(info.slot, forged, lambda begin, end: forged.content[begin:end], False)  # type: ignore[index]
+    (event,) = swept(far, open_place(str(tmp_path / "back")))
+    assert (event["event"], event["code"]) == ("failed", "DATA_LOSS") and "no name of a file" in event["message"]
+    assert not (tmp_path / "out").exists() and not os.path.exists(tmp_path / "back/step-1")
+
+
+def test_damage_beside_a_checkpoint_is_found(tmp_path: Path, bucket: tuple[str, dict[str, str]], caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    (tmp_path / "run/step-1/notes").write_bytes(b"12345")
+    far = open_place(*bucket)
+    swept(open_place(str(tmp_path / "run")), far)
+    (info,) = far.complete()[0]
+    (file,) = beside.recorded(far, info)
+    far.write(info.slot, file, lambda begin, end: b"12845"[begin:end], False)
+    (fault,) = copying.verify(far, info)[0]
+    assert "beside/notes" in fault
+    trouble, arrived = swept(far, open_place(str(tmp_path / "back")))
+    assert (trouble["event"], arrived["event"]) == ("trouble", "arrived") and "beside/notes" in trouble["message"]
+    with caplog.at_level("WARNING", "holdfast"):
+        path = Path(fetch(far, info, str(tmp_path / "fetched"), PLAIN))
+    assert "beside/notes" in caplog.text and not (path / "notes").exists() and holdfast.verify(path)["verdict"] == "sound"
