@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from holdfast.drain import Drain, beside, copying
 from holdfast.drain.following import Following
 from holdfast.drain.places import Place, open_place
 from holdfast.drain.remote import fetch
+from holdfast.errors import Error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 RECORD = "holdfast.beside.json"
@@ -142,8 +145,8 @@ def test_a_file_that_changes_all_the_time_holds_no_checkpoint_up(tmp_path: Path,
     source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
     digested = source._digested  # type: ignore[attr-defined]
 
-    def changes(slot: str, name: str) -> Any:
-        file = digested(slot, name)
+    def changes(*args: Any) -> Any:
+        file = digested(*args)
         log.write_bytes(os.urandom(6))
         return file
 
@@ -186,3 +189,15 @@ def test_damage_beside_a_checkpoint_is_found(tmp_path: Path, bucket: tuple[str, 
     with caplog.at_level("WARNING", "holdfast"):
         path = Path(fetch(far, info, str(tmp_path / "fetched"), PLAIN))
     assert "beside/notes" in caplog.text and not (path / "notes").exists() and holdfast.verify(path)["verdict"] == "sound"
+
+
+def test_a_drain_that_is_asked_to_end_reads_no_more(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    (tmp_path / "run/step-1/large").touch()
+    os.truncate(tmp_path / "run/step-1/large", 512 << 20)
+    following = Following(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")), Drain(bytes_per_second=8e6), print)
+    threading.Timer(0.5, following.stop.set).start()
+    begin = time.monotonic()
+    with pytest.raises(Error, match="asked to end"):
+        following.sweep()
+    assert time.monotonic() - begin < 30  # at this rate the file alone takes 67 s

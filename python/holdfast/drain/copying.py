@@ -105,7 +105,7 @@ class Copy:
             with _of_source():
                 contents = contents_of(self._source, info, pool)
                 self._own[info.attempt] = contents.names()
-                beside, left = self._source.beside(info, contents.names)
+                beside, left = self._source.beside(info, contents.names, self._pace)
             slot = self._target.begin(info)
             there = self._target.sizes(slot)
 
@@ -149,7 +149,7 @@ class Copy:
             return self._own[info.attempt]
 
         with _of_source():
-            beside, _ = self._source.beside(info, own)
+            beside, _ = self._source.beside(info, own, self._pace)
         if not beside:
             return 0, []
         if info.attempt not in self._beside:
@@ -216,8 +216,7 @@ class Copy:
 
             def read(begin: int, end: int) -> bytes:
                 nonlocal sent
-                self._check_stop()
-                self._rate.take(end - begin, self._stop)
+                self._pace(end - begin)
                 with _of_source():
                     data = proven_read(begin, end)
                 with self._lock:
@@ -237,6 +236,11 @@ class Copy:
     def _compare(self, slot: str, file: File) -> bool:
         """Whether the target has a file's bytes."""
         return not fault_of(self._target, slot, file, self._check_stop)
+
+    def _pace(self, nbytes: int) -> None:
+        """Waits until so many bytes may be read; ends a copy that was asked to end."""
+        self._check_stop()
+        self._rate.take(nbytes, self._stop)
 
     def _check_stop(self) -> None:
         if self._stop.is_set():

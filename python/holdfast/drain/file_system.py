@@ -120,7 +120,7 @@ class Directory:
                 raise
             return {}
 
-    def beside(self, info: Info, names: Callable[[], set[str]]) -> tuple[list[File], list[str]]:
+    def beside(self, info: Info, names: Callable[[], set[str]], pace: Callable[[int], None]) -> tuple[list[File], list[str]]:
         path = self.path(info.slot)
         with of_system(f"list {path}"), os.scandir(path) as entries:
             others = {e.name: e for e in entries if _is_foreign(e.name)}
@@ -129,15 +129,17 @@ class Directory:
         for name in sorted(others.keys() - own):
             try:
                 if others[name].is_file(follow_symlinks=False) and can_be_sent(name):
-                    files.append(self._digested(info.slot, name))
+                    files.append(self._digested(info.slot, name, pace))
                 else:
                     left.append(name)
             except Error as error:
+                if error.code == "CANCELLED":
+                    raise
                 if error.code != "NOT_FOUND":  # a file of a user's own that cannot be read holds no checkpoint up
                     left.append(name)
         return files, left
 
-    def _digested(self, slot: str, name: str) -> File:
+    def _digested(self, slot: str, name: str, pace: Callable[[int], None]) -> File:
         """A file that has no digests yet. One that changes meanwhile is found when it is sent."""
         path = self._file(slot, name)
         with of_system(f"open {path}"):
@@ -145,9 +147,12 @@ class Directory:
         stamp = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         known = self._digests.get(path)
         if known is None or known[0] != stamp:
+            digests = []
             with self.opened(slot, name) as read:
-                spans = [(begin, min(begin + SPAN, status.st_size)) for begin in range(0, status.st_size, SPAN)]
-                known = self._digests[path] = stamp, tuple(digest(read(*span)) for span in spans)
+                for begin in range(0, status.st_size, SPAN):
+                    pace(min(SPAN, status.st_size - begin))
+                    digests.append(digest(read(begin, min(begin + SPAN, status.st_size))))
+            known = self._digests[path] = stamp, tuple(digests)
         return File(BESIDE + name, status.st_size, SPAN, known[1])
 
     # ---- Writing.

@@ -224,7 +224,7 @@ class Store:
     def sizes(self, slot: str) -> dict[str, int]:
         return {name: o.bytes for name, o in self._objects(f"{slot}/").get(slot, {}).items()}
 
-    def beside(self, info: Info, names: Callable[[], set[str]]) -> tuple[list[File], list[str]]:
+    def beside(self, info: Info, names: Callable[[], set[str]], pace: Callable[[int], None]) -> tuple[list[File], list[str]]:
         return recorded(self, info), []  # a prefix with another object is no checkpoint: its bytes are not those of the record
 
     # ---- Writing.

@@ -113,11 +113,12 @@ class Place(Protocol):
     def sizes(self, slot: str) -> dict[str, int]:
         """Lengths of the files in a slot; empty where there is none."""
 
-    def beside(self, info: Info, names: Callable[[], set[str]]) -> tuple[list[File], list[str]]:
+    def beside(self, info: Info, names: Callable[[], set[str]], pace: Callable[[int], None]) -> tuple[list[File], list[str]]:
         """What a slot has beside the files of its checkpoint and those of other attempts: files, and names of what no copy takes.
 
         Args:
             names: returns those of the checkpoint's own files.
+            pace: called before so many bytes are read.
         """
 
     def begin(self, info: Info) -> str:
