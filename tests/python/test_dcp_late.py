@@ -116,6 +116,19 @@ def test_what_is_too_much_to_clone_makes_the_stream_wait(
     _check(tmp_path / "x", before)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_recovery_finds_the_places_of_device_tensors(late: bool, tmp_path: Path) -> None:
+    """They stand behind what a file says of itself."""
+    path = tmp_path / "run" / "x"
+    before, _ = _save(path, late)
+    made = dcp.FileSystemReader(path).read_metadata().storage_data
+    for name in (".metadata", next(path.glob("holdfast.commit-*")).name):  # a crash before the commit
+        (path / name).unlink()
+    assert holdfast.recover(tmp_path / "run")["promoted"] == ["x"]
+    assert dcp.FileSystemReader(path).read_metadata().storage_data == made
+    _check(path, before)
+
+
 def test_the_optimizers_step_waits_for_a_save_in_flight(tmp_path: Path) -> None:
     model = Net()
     before = {k: v.clone() for k, v in model.state_dict().items()}

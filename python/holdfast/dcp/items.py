@@ -203,9 +203,10 @@ class Layout:
         if part is not None:
             # The places of what follows are put in when they are known.
             part.extents = out.extents
-            about = io.BytesIO(part.encode())
+            about = bytearray(part.encode())
             file.begin_item()
-            _add_bytes(file, out, PART, about)
+            out.host.append(about)
+            file.content(PART, about)
         for of_file, further in enumerate(self.files(name)):
             if of_file:
                 file.begin_file(further)
@@ -217,7 +218,7 @@ class Layout:
                     self._add(file, out, i, data[i].clone() if clones else data[i])
         file.flush()
         if part is not None:
-            about.getbuffer()[:] = part.encode()
+            about[:] = part.encode()
         return out
 
     def _take_fixed(self, name: str, data: list[Any], addresses: list[int] | None) -> _native.Plan | None:
