@@ -7,33 +7,22 @@ any power cut is made: everything until the last flush, and of what came later a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import multiprocessing
 import os
 import pickle
 import select
 import stat
-import struct
 import subprocess
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from holdfast.integrity import fuse
+from holdfast.integrity.fuse import Op
+
 NAME = "disk"
 SECTOR = 4096
-WRITE_MAX = 1 << 20
-TIME_BUSY_MAX = 30.0  # seconds in which a file system that was used is free again
-# Of linux/fuse.h, version 7.31.
-_IN = struct.Struct("<IIQQIIII")
-_OUT = struct.Struct("<IiQ")
-_ATTR = struct.Struct("<6Q10I")
-_WRITE = struct.Struct("<QQII")
-_LOOKUP, _FORGET, _GETATTR, _SETATTR, _OPEN, _READ, _WRITE_OP, _STATFS = 1, 2, 3, 4, 14, 15, 16, 17
-_RELEASE, _FSYNC, _FLUSH, _INIT, _INTERRUPT, _BATCH_FORGET = 18, 20, 25, 26, 36, 42
-_BIG_WRITES, _MAX_PAGES = 1 << 5, 1 << 22
-_DIRECT_IO = 1
 _FILE_NODE = 2
 
 
@@ -51,21 +40,17 @@ class Log:
 
 
 class _Server:
-    def __init__(self, fuse: int, image: int, size: int, control: Connection) -> None:
-        self.fuse, self.image, self.control = fuse, image, control
+    def __init__(self, device: int, image: int, size: int, control: Connection) -> None:
+        self.device, self.image, self.control = device, image, control
         self.log = Log(size)
 
     def run(self) -> None:
+        buffer = bytearray(fuse.BUFFER_BYTES)
         while True:
-            ready = select.select([self.fuse, self.control.fileno()], [], [])[0]
-            if self.fuse in ready:
-                try:
-                    request = os.read(self.fuse, WRITE_MAX + 8192)
-                except OSError as error:
-                    if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN):
-                        continue
-                    return  # unmounted
-                self._answer(request)
+            ready = select.select([self.device, self.control.fileno()], [], [])[0]
+            if self.device in ready:
+                if request := fuse.read(self.device, buffer):
+                    fuse.answer(self.device, request, self._handle)
             else:
                 said = self.control.recv()
                 if said is None:
@@ -78,57 +63,41 @@ class _Server:
         is_file = node == _FILE_NODE
         size = self.log.size if is_file else 0
         mode = stat.S_IFREG | 0o600 if is_file else stat.S_IFDIR | 0o700
-        return _ATTR.pack(node, size, size // 512, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, SECTOR, 0)
+        return fuse.ATTRIBUTES.pack(node, size, size // 512, 0, 0, 0, 0, 0, 0, mode, 1, 0, 0, 0, SECTOR, 0)
 
-    def _answer(self, request: bytes) -> None:
-        _, opcode, unique, node, *_ = _IN.unpack_from(request)
-        if opcode in (_FORGET, _BATCH_FORGET, _INTERRUPT):
-            return
-        error, body = 0, b""
-        at = _IN.size
-        if opcode == _INIT:
-            _, _, ahead, flags = struct.unpack_from("<IIII", request, at)
-            body = struct.pack("<IIIIHHIIHHI28x", 7, 31, ahead, flags & (_BIG_WRITES | _MAX_PAGES), 16, 12, WRITE_MAX, 1,
-                               WRITE_MAX >> 12, 0, 0)  # fmt: skip
-        elif opcode == _LOOKUP:
-            if request[at:].rstrip(b"\0") == NAME.encode():
-                body = struct.pack("<QQQQII", _FILE_NODE, 0, 3600, 3600, 0, 0) + self._attributes(_FILE_NODE)
-            else:
-                error = errno.ENOENT
-        elif opcode in (_GETATTR, _SETATTR):
-            body = struct.pack("<QII", 3600, 0, 0) + self._attributes(node)
-        elif opcode == _OPEN:
-            body = struct.pack("<QII", 1, _DIRECT_IO, 0)
-        elif opcode == _READ:
-            _, offset, size, _ = _WRITE.unpack_from(request, at)
-            body = os.pread(self.image, size, offset)
-        elif opcode == _WRITE_OP:
-            _, offset, size, _ = _WRITE.unpack_from(request, at)
-            data = request[at + 40 : at + 40 + size]
+    def _handle(self, request: fuse.Request) -> bytes:
+        opcode, body = request.opcode, request.body
+        if opcode == Op.INIT:
+            return fuse.begin(request, fuse.Flag.BIG_WRITES | fuse.Flag.MAX_PAGES)
+        if opcode == Op.LOOKUP and bytes(body).rstrip(b"\0") == NAME.encode():
+            return fuse.entry(_FILE_NODE, self._attributes(_FILE_NODE), 3600, 3600)
+        if opcode in (Op.GETATTR, Op.SETATTR):
+            return fuse.attributes(self._attributes(request.node), 3600)
+        if opcode == Op.OPEN:
+            return fuse.opened(1, fuse.DIRECT_IO)
+        if opcode == Op.READ:
+            _, offset, size, _ = fuse.TRANSFER.unpack_from(body)
+            return os.pread(self.image, size, offset)
+        if opcode == Op.WRITE:
+            _, offset, size, _ = fuse.TRANSFER.unpack_from(body)
+            data = bytes(body[fuse.WRITE_DATA : fuse.WRITE_DATA + size])
             os.pwrite(self.image, data, offset)
             self.log.operations.append((offset, data))
-            body = struct.pack("<II", size, 0)
-        elif opcode == _FSYNC:
+            return fuse.written(size)
+        if opcode == Op.FSYNC:
             self.log.operations.append(None)
-        elif opcode == _STATFS:
-            body = struct.pack("<QQQQQIII28x", 0, 0, 0, 1, 0, SECTOR, 255, SECTOR)
-        elif opcode not in (_RELEASE, _FLUSH):
-            error = errno.ENOSYS
-        with contextlib.suppress(OSError):  # the request was interrupted
-            os.write(self.fuse, _OUT.pack(_OUT.size + len(body), -error, unique) + body)
+        elif opcode == Op.STATFS:
+            return fuse.STATISTICS.pack(0, 0, 0, 1, 0, SECTOR, 255, SECTOR)
+        elif opcode not in (Op.RELEASE, Op.FLUSH, *fuse.UNANSWERED):
+            raise OSError(errno.ENOENT if opcode == Op.LOOKUP else errno.ENOSYS, "")
+        return b""
 
 
-def _serve(fuse: int, path: str, size: int, control: Connection) -> None:
+def _serve(device: int, path: str, size: int, control: Connection) -> None:
     image = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(image, size)
-    _Server(fuse, image, size, control).run()
-
-
-def _mount(source: str, target: str, kind: str, data: str) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(source.encode(), target.encode(), kind.encode(), 0, data.encode()) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"mount {kind}: {os.strerror(number)}", target)
+    with contextlib.suppress(OSError):  # unmounted
+        _Server(device, image, size, control).run()
 
 
 def _run(*command: str) -> str:
@@ -145,19 +114,6 @@ def attached(image: str) -> Iterator[str]:
         _run("losetup", "--detach", device)
 
 
-def _unmount(target: str) -> None:
-    """Waits for what keeps files open: the ring of a killed process does, for a moment after its end."""
-    end = time.monotonic() + TIME_BUSY_MAX
-    while True:
-        try:
-            _run("umount", target)
-            return
-        except subprocess.CalledProcessError as error:
-            if "busy" not in error.stderr or time.monotonic() > end:
-                raise
-        time.sleep(0.02)
-
-
 @contextlib.contextmanager
 def mounted(device: str, target: str, kind: str) -> Iterator[None]:
     """A file system on a device.
@@ -170,7 +126,7 @@ def mounted(device: str, target: str, kind: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _unmount(target)
+        fuse.unmount(target)
 
 
 class Recorder:
@@ -192,21 +148,20 @@ class Recorder:
         with contextlib.ExitStack() as stack:
             fuse_directory = os.path.join(self.scratch, "fuse")
             os.makedirs(fuse_directory, exist_ok=True)
-            fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-            stack.callback(os.close, fuse)
+            device = fuse.mount("holdfast-recorder", fuse_directory)
+            stack.callback(os.close, device)
+            stack.callback(fuse.detach, fuse_directory)
             self._control, theirs = multiprocessing.Pipe()
             server = multiprocessing.get_context("fork").Process(
-                target=_serve, args=(fuse, os.path.join(self.scratch, "image"), self.size, theirs), daemon=True
+                target=_serve, args=(device, os.path.join(self.scratch, "image"), self.size, theirs), daemon=True
             )
-            _mount("holdfast-recorder", fuse_directory, "fuse", f"fd={fuse},rootmode=40000,user_id=0,group_id=0")
-            stack.callback(_run, "umount", "--lazy", fuse_directory)
             server.start()
             theirs.close()
             stack.callback(server.join, 10)
             stack.callback(self._stop)
-            device = stack.enter_context(attached(os.path.join(fuse_directory, NAME)))
-            _run(f"mkfs.{self.kind}", "-q", *(["-f"] if self.kind != "ext4" else []), device)
-            stack.enter_context(mounted(device, self.directory, self.kind))
+            disk = stack.enter_context(attached(os.path.join(fuse_directory, NAME)))
+            _run(f"mkfs.{self.kind}", "-q", *(["-f"] if self.kind != "ext4" else []), disk)
+            stack.enter_context(mounted(disk, self.directory, self.kind))
             self._stack = stack.pop_all()
         return self
 
