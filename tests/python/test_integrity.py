@@ -21,7 +21,19 @@ import pytest
 import holdfast
 import holdfast.dcp
 from holdfast import integrity
-from holdfast.integrity import campaign, corruption, jobs, judge, lanes, native, processes, rounds, schedule, states
+from holdfast.integrity import (
+    campaign,
+    corruption,
+    jobs,
+    judge,
+    lanes,
+    native,
+    places,
+    processes,
+    rounds,
+    schedule,
+    states,
+)
 
 MIB = 1 << 20
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
@@ -115,6 +127,7 @@ def made(*actions: dict[str, Any], **given: Any) -> dict[str, Any]:
         "keep_last": 0,
         "disk": 0,
         "disk_kind": "small",
+        "fuse": {},
         "lives": [list(actions)],
         "kill_recover": None,
         "corruptions": [],
@@ -216,7 +229,8 @@ def test_the_same_rounds_without_a_planted_bug_break_nothing(tmp_path: Path, ado
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
 def test_damage_that_a_full_disk_refuses_is_none(tmp_path: Path) -> None:
-    with rounds._file_system(str(tmp_path), 1) as disk:
+    with places.made(made(disk=1), str(tmp_path)) as place:
+        disk = place.directory
         file = Path(disk, "run.pt")
         file.write_bytes(b"x" * (MIB - 4096))
         free = os.statvfs(disk)

@@ -65,7 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--doors", default="", metavar="NAME,...", help="draw only rounds of these doors: save_async, checkpointer, dcp, "
         "checkpointer-dcp, save_file, plan")  # fmt: skip
     add("--events", default="", metavar="KIND,...", help="draw only these kinds of events")
-    add("--no-mount", action="store_true", help="mount no small file systems, even as root")
+    add("--places", default="", metavar="NAME,...", help="draw only rounds in these places: plain, small, quota, fuse-errs, "
+        "fuse-locks, fuse-late, fuse-slow")  # fmt: skip
+    add("--no-mount", action="store_true", help="mount no file systems, even as root")
     add("--shrink", type=_seconds, default=120.0, metavar="T", help="longest time to simplify a failing round "
         "(default: 2m)")  # fmt: skip
     add("--report", default="", metavar="FILE", help="write a JSON report there after each round")
@@ -100,11 +102,17 @@ def _limits(arguments: argparse.Namespace) -> Any:
         raise ValueError(f"--doors: there is no {', '.join(sorted(unknown))}; there is {', '.join(schedule.DOORS)}")
     if schedule.PLAN in doors and native.why_not():
         raise ValueError(f"--doors {schedule.PLAN}: {native.why_not()}")
+    mount = not arguments.no_mount and os.geteuid() == 0
+    places = tuple(p for p in arguments.places.split(",") if p)
+    if unknown := set(places) - set(schedule.PLACES):
+        raise ValueError(f"--places: there is no {', '.join(sorted(unknown))}; there is {', '.join(schedule.PLACES)}")
+    if set(places) - {"plain"} and not mount:
+        raise ValueError("--places: mounting a file system needs root, and no --no-mount")
     if arguments.ranks < 1 or arguments.bytes < 18 or arguments.tensors < 2:
         raise ValueError("--ranks is at least 1, --bytes at least 18, --tensors at least 2")
     return schedule.Limits(
         ranks_max=arguments.ranks, tensors_max=arguments.tensors, bytes_max=arguments.bytes << 20, kinds=kinds,
-        mount=not arguments.no_mount and os.geteuid() == 0, groups=not memory_groups.why_not(), filters=not injection.why_not(),
+        mount=mount, places=places, groups=not memory_groups.why_not(), filters=not injection.why_not(),
         quotas=bool(shutil.which("mkfs.btrfs")), doors=doors or native.doors(),
     )  # fmt: skip
 

@@ -168,6 +168,7 @@ class Campaign:
         for key in ("door", "launcher", "engine", "device"):
             self.counts[f"rounds {key} {drawn[key]}"] += 1
         self.counts[f"rounds ranks {drawn['ranks']}"] += 1
+        self.counts[f"rounds place {schedule.place_of(drawn)}"] += 1
         for call, error in drawn["forbidden"].items():
             self.counts[f"forbidden {call} {error}"] += 1
         if result.problems:
@@ -240,10 +241,12 @@ class Campaign:
         for kind, count in self._of("event "):
             lines.append(f"  {kind:<18}{count:>6}{counts[f'in flight {kind}']:>6}")
         lines += table_of_events(counts)
-        for key in ("door", "launcher", "engine", "device", "ranks"):
+        for key in ("door", "launcher", "engine", "device", "ranks", "place"):
             lines.append(f"rounds by {key}: " + ", ".join(f"{k} {n}" for k, n in self._of(f"rounds {key} ")))
         if self._sum("forbidden "):
             lines.append("rounds without a system call: " + ", ".join(f"{k} {n}" for k, n in self._of("forbidden ")))
+        if self._sum("error "):
+            lines.append("errors of the file system: " + ", ".join(f"{k} {n}" for k, n in self._of("error ")))
         lines.append("codes of errors: " + (", ".join(f"{k} {n}" for k, n in self._of("code ")) or "none"))
         for escape in self.escapes:
             first = escape["problems"][0]

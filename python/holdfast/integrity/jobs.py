@@ -22,13 +22,13 @@ from holdfast.integrity import injection, native, peers, processes, schedule, tr
 TIME_SILENT_MAX = 400.0  # seconds without a line from any trainer of a life
 NO_THREAD_DATA = 127  # status by which the C library ends a process that gets no memory for a thread's own data
 # Trainers are forked by a server that has imported PyTorch and used nothing of it.
-_context: Any = multiprocessing.get_context("forkserver")
+context: Any = multiprocessing.get_context("forkserver")
 
 
 def start_server() -> None:
     """Starts the process that forks trainers. This one reads with one thread: others run rounds beside it."""
     torch.set_num_threads(1)
-    _context.set_forkserver_preload([
+    context.set_forkserver_preload([
         "torch._dynamo", "torch.distributed.checkpoint.state_dict", "holdfast.dcp", "holdfast.observe",
         "holdfast.integrity.trainer", "holdfast.integrity.frozen",
     ])  # fmt: skip
@@ -47,13 +47,13 @@ class Member:
     """A trainer's process, seen from the driver."""
 
     def __init__(self, kind: type[trainer.Trainer], rank: int, ranks: int, store: str, plant: str, is_injected: bool) -> None:
-        tasks, self.tasks = _context.Pipe(duplex=False)
-        self.out, out = _context.Pipe(duplex=False)
+        tasks, self.tasks = context.Pipe(duplex=False)
+        self.out, out = context.Pipe(duplex=False)
         self.channel: socket.socket | None = None
         theirs: socket.socket | None = None
         if is_injected:
             self.channel, theirs = socket.socketpair()
-        self.process = _context.Process(target=trainer.serve, args=(kind, rank, ranks, store, tasks, out, plant, theirs))
+        self.process = context.Process(target=trainer.serve, args=(kind, rank, ranks, store, tasks, out, plant, theirs))
         self.process.start()
         for end in (tasks, out, theirs):
             if end is not None:
@@ -171,10 +171,11 @@ class Life:
         plant: as of `trainer.serve`.
         injector: answers system calls of the trainers and of what they start.
         pool: of trainers that have run lives of other rounds; without one each life has processes of its own.
+        second: as of `places.Place`; it needs processes of the life's own.
     """
 
     def __init__(self, round_: dict[str, Any], life: int, directory: str, scratch: str, plant: str = "",
-                 injector: injection.Injector | None = None, pool: Pool | None = None) -> None:  # fmt: skip
+                 injector: injection.Injector | None = None, pool: Pool | None = None, second: str = "") -> None:  # fmt: skip
         self.lines: list[dict[str, Any]] = []
         self.problem = ""
         self._continue: list[tuple[float, Member | native.Member]] = []
@@ -189,10 +190,10 @@ class Life:
         self._listening: dict[int, Member | native.Member] = {}
         for job, crew in enumerate(self._crews):
             crew.rounds.append(round_["number"])
-            for member in crew.members:
+            for rank, member in enumerate(crew.members):
                 member.rests = False
                 self._listening[member.out.fileno()] = member
-                member.give(trainer.Task(round_, life, job, directory, scratch))
+                member.give(trainer.Task(round_, life, job, directory, scratch, second if (job + rank) % 2 else ""))
         for rank, member in enumerate(self._crews[0].members):
             if injector is not None and member.channel is not None:
                 injector.accept(member.channel, member.process.pid, f"trainer {rank}")
@@ -267,7 +268,7 @@ class Life:
 
 def run_and_kill(body: Any, arguments: tuple[Any, ...], seconds: float) -> None:
     """Runs `body` in a process of its own, which is killed after some seconds."""
-    process = _context.Process(target=body, args=arguments)
+    process = context.Process(target=body, args=arguments)
     process.start()
     process.join(seconds)
     process.kill()
@@ -286,9 +287,9 @@ def run_injected(body: Any, arguments: tuple[Any, ...], injector: injection.Inje
     Returns:
         What it returned, None where it did not; and its exit status.
     """
-    read, write = _context.Pipe(duplex=False)
+    read, write = context.Pipe(duplex=False)
     mine, theirs = socket.socketpair()
-    process = _context.Process(target=_injected, args=(body, arguments, theirs, write))
+    process = context.Process(target=_injected, args=(body, arguments, theirs, write))
     process.start()
     write.close()
     theirs.close()

@@ -26,6 +26,8 @@ NAMES = {
     "iv": "nothing is left behind",
     "v": "failures are reported, with a cause, in bounded time",
 }
+# Of a file system that errs: EIO and ENOSPC.
+_OF_ERRORS = {"DATA_LOSS", "RESOURCE_EXHAUSTED"}
 # Codes that a save may fail with after an event of a kind.
 _CODES = {
     "kill-worker": {"ABORTED"},
@@ -40,6 +42,7 @@ _CODES = {
     "limit-size": {"RESOURCE_EXHAUSTED"},
     "limit-files": {"RESOURCE_EXHAUSTED", "ABORTED"},  # of a worker that could not take its descriptors
     "disk": {"RESOURCE_EXHAUSTED"},
+    "errs": _OF_ERRORS,
     "exit-trainer": {"CANCELLED", "ABORTED"},
     "fault": {  # a system call's error: all that has a reason of the system
         "ABORTED", "ALREADY_EXISTS", "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND",
@@ -109,13 +112,16 @@ class Judge:
 
     # ---- What the trainers of a life told.
 
-    def hear(self, lines: list[dict[str, Any]], actions: list[dict[str, Any]]) -> None:
-        """Takes the lines of one life, and what it was to do, into the model."""
+    def hear(self, lines: list[dict[str, Any]], actions: list[dict[str, Any]], errors: dict[str, int] | None = None) -> None:
+        """Takes the lines of one life, what it was to do, and the errors of its file system, into the model."""
         causes = {line["kind"] for line in lines if line["event"] == "fired"}
         # Deadlines of such lives are short. A busy machine may miss them without the event.
         causes |= {a["event"]["kind"] for a in actions if "event" in a} & {"hang-worker", *schedule.DEADLY}
         if self.round["disk"]:
             causes.add("disk")
+        if errors:
+            causes.add("errs")
+            self.counts.update({f"error {name}": number for name, number in errors.items()})
         rung = next((line["engine"] for line in lines if line.get("engine")), "") or self.round["engine"]
         for line in lines:
             event, number = line["event"], line.get("n", 0)
@@ -158,7 +164,9 @@ class Judge:
                 self.blame("v", line["what"])
             elif event == "unreadable":
                 candidates = {m.number for m in self.made.values() if m.name == os.path.basename(line.get("path", ""))}
-                if not self._may_be_damaged(candidates, str(line["errors"])):
+                if "errs" in causes and all(error["code"] in _OF_ERRORS for error in line["errors"]):
+                    self.counts["reads of trainers that the file system made fail"] += 1
+                elif not self._may_be_damaged(candidates, str(line["errors"])):
                     self.blame("ii", f"a trainer could not read: {line['errors']}")
             elif event == "crashed":
                 self.blame("v", f"a trainer failed: {line['errors']}")

@@ -51,7 +51,7 @@ def reduce(round_: dict[str, Any], saver: str) -> dict[str, Any]:
     made |= {
         "door": "dcp", "saver": saver, "jobs": 1, "same_names": False, "device": "cpu", "read_back": False,
         "second_look": False, "when_full": "wait", "keep_last": 0, "kill_recover": None, "launcher": "spawn",
-        "engine": "auto", "forbidden": {},
+        "engine": "auto", "forbidden": {}, "fuse": {},
     }  # fmt: skip
     kinds = EVENTS + (OF_WORKERS if saver in _WITH_WORKER else ())
     for actions in made["lives"]:

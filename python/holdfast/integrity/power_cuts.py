@@ -34,7 +34,7 @@ _LEFT_OUT = schedule.LIMITS
 def quiet(round_: dict[str, Any]) -> dict[str, Any]:
     """The round without what a cut cannot be told apart from, with states that a small disk can hold."""
     made = copy.deepcopy(round_)
-    made |= {"disk": 0, "corruptions": [], "ranks": min(2, made["ranks"])}
+    made |= {"disk": 0, "fuse": {}, "corruptions": [], "ranks": min(2, made["ranks"])}
     for actions in made["lives"]:
         actions[:] = [a for a in actions if a["do"] != "move"]
         for action in actions:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import os
 import shutil
-import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from holdfast.integrity import injection, jobs, judge, memory_groups, peers, processes, schedule
+from holdfast.integrity import injection, jobs, judge, memory_groups, peers, places, processes, schedule
 
 TIME_ORPHANS_MAX = 180.0  # seconds in which the workers of dead trainers have to end
 LOG_BYTES = 4000
@@ -37,35 +35,6 @@ class Result:
     before: list[list[int]] = dataclasses.field(default_factory=list)
 
 
-@contextlib.contextmanager
-def _file_system(directory: str, mib: int, kind: str = "small") -> Iterator[str]:
-    """The directory, with a file system mounted there that gets full, where the round asks for it and the user may.
-
-    Args:
-        directory: exists.
-        mib: size of the file system, or of its quota; 0: none is mounted.
-        kind: ``"small"``, a small one, or ``"quota"``, a large one with a quota of btrfs.
-    """
-    image = os.path.join(os.path.dirname(directory), "image")
-    commands: list[list[str]] = []
-    if mib and kind == "small":
-        commands = [["mount", "-t", "tmpfs", "-o", f"size={mib}m", "holdfast-integrity", directory]]
-    elif mib:
-        commands = [
-            ["truncate", "--size=256M", image], ["mkfs.btrfs", "--quiet", "--force", image],
-            ["mount", "-o", "loop", image, directory], ["btrfs", "quota", "enable", directory],
-            ["btrfs", "qgroup", "limit", f"{mib}M", "0/5", directory],
-        ]  # fmt: skip
-    for command in commands:
-        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-            break
-    try:
-        yield directory
-    finally:
-        if commands:
-            subprocess.run(["umount", "--lazy", directory], capture_output=True, check=False)
-
-
 def run(round_: dict[str, Any], directory: str, plant: str = "",
         inject: Callable[[str], injection.Injector] | None = None, pool: jobs.Pool | None = None) -> Result:  # fmt: skip
     """Runs a round in a directory of its own, which is removed afterwards.
@@ -82,25 +51,23 @@ def run(round_: dict[str, Any], directory: str, plant: str = "",
     shutil.rmtree(base, ignore_errors=True)
     scratch = os.path.join(base, "scratch")
     os.makedirs(scratch)
-    disk = os.path.join(base, "disk")
-    os.mkdir(disk)
+    run_ = os.path.join(base, "disk", "run")
     try:
-        with _file_system(disk, round_["disk"], round_["disk_kind"]):
-            run_ = os.path.join(disk, "run")
+        with places.made(round_, base) as place:
             made = (peers if "saver" in round_ else judge).Judge(round_, run_)
             before: list[list[int]] = []
             for life in range(len(round_["lives"])):
                 injector = inject(run_) if inject and life == 0 else None
                 orphans = processes.Orphans()
-                trainers = jobs.Life(round_, life, run_, scratch, plant, injector, pool)
+                trainers = jobs.Life(round_, life, run_, scratch, plant, injector, pool, place.second)
                 before += trainers.before
-                _live(round_, life, run_, trainers, orphans, made, injector)
+                _live(round_, life, place, trainers, orphans, made, injector)
                 if made.problems:
                     break
         return Result(made.problems, made.counts, _logs(scratch), time.monotonic() - began, before)
     finally:
         if any(event["kind"] in schedule.IN_GROUPS for event in schedule.events_of(round_)):
-            memory_groups.clean(os.path.join(disk, "run"))
+            memory_groups.clean(run_)
         shutil.rmtree(base, ignore_errors=True)
 
 
@@ -118,7 +85,8 @@ class Bench:
 
     def run(self, round_: dict[str, Any]) -> Result:
         """Runs a round."""
-        is_plain = "saver" not in round_ and not round_["forbidden"]  # a filter stays for the life of its process
+        # A filter, and a mount of its own, stay for the life of their process.
+        is_plain = "saver" not in round_ and not round_["forbidden"] and not places.has_second(round_)
         return run(round_, self._directory, pool=self._pool if is_plain else None)
 
     def close(self) -> None:
@@ -126,17 +94,18 @@ class Bench:
         self._pool.close()
 
 
-def _live(round_: dict[str, Any], life: int, directory: str, trainers: jobs.Life, orphans: processes.Orphans,
+def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs.Life, orphans: processes.Orphans,
           made: judge.Judge, injector: injection.Injector | None) -> None:  # fmt: skip
     try:
-        trainers.run()
+        with place.hostile():
+            trainers.run()
     except BaseException:  # the program ends: nothing may write into what is removed now
         trainers.abandon()
         orphans.wait(0)
         raise
     if injector:
         trainers.lines += [injection.line(fired) for fired in injector.fired]
-    made.hear(trainers.lines, round_["lives"][life])
+    made.hear(trainers.lines, round_["lives"][life], place.errors)
     if trainers.problem:
         made.blame("v", trainers.problem)
     made.look(thorough=False)  # beside orphans that still write: readers see complete checkpoints alone
@@ -145,8 +114,8 @@ def _live(round_: dict[str, Any], life: int, directory: str, trainers: jobs.Life
         made.blame("iv", f"processes that outlive their trainers by {TIME_ORPHANS_MAX:g} s: {left}")
     if injector:
         injector.close()
-    if round_["kill_recover"] is not None and os.path.isdir(directory):
-        jobs.run_and_kill(judge.recover, (directory,), round_["kill_recover"])
+    if round_["kill_recover"] is not None and os.path.isdir(made.directory):
+        jobs.run_and_kill(judge.recover, (made.directory,), round_["kill_recover"])
         made.counts["event kill-recover"] += 1
     last = life == len(round_["lives"]) - 1
     made.recover()

@@ -9,6 +9,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from holdfast.integrity import fuse_files
+
 MIB = 1 << 20
 PLAN = "plan"  # saves of a C++ program
 DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp", "save_file", PLAN)
@@ -35,6 +37,7 @@ FORBIDDEN = (
 CORRUPTIONS = (
     "flip a bit", "zero a page", "truncate", "extend", "remove", "swap chunks", "swap files", "stale file",
 )  # fmt: skip
+PLACES = ("plain", "small", "quota", *(f"fuse-{kind}" for kind in fuse_files.KINDS))
 PHASES = ("writing", "commit", "later")
 ARENA = 16 * MIB  # the least that there is
 CHUNK = 4 * MIB  # written at once, whatever the rate
@@ -47,7 +50,7 @@ class Limits:
 
     Attributes:
         ranks_max: processes of one job.
-        mount: whether small file systems may be mounted.
+        mount: whether file systems may be mounted.
         bytes_max: size of the largest state.
         tensors_max: tensors of a state.
         kinds: event kinds to draw from; empty: all.
@@ -55,6 +58,7 @@ class Limits:
         filters: whether trainers can forbid themselves system calls.
         quotas: whether a file system with a quota can be mounted.
         doors: to draw from; where none is for several ranks, jobs have one.
+        places: of `PLACES`, to draw from; empty: most rounds are plain.
     """
 
     ranks_max: int = 8
@@ -66,6 +70,7 @@ class Limits:
     filters: bool = True
     quotas: bool = True
     doors: tuple[str, ...] = DOORS
+    places: tuple[str, ...] = ()
 
 
 class _Drawing:
@@ -119,7 +124,18 @@ class _Drawing:
             for _ in range(self.pick((0, 1), (1, 3), (3, 1)))
         ]
         made["disk_kind"] = "quota" if self.often(0.3) and self.limits.quotas else "small"
+        made["fuse"] = {}
+        if self.limits.places:
+            self._move_to(choose.choice(self.limits.places))
+        elif self.limits.mount and not made["disk"] and self.often(0.06):
+            self._move_to("fuse-" + choose.choice(fuse_files.KINDS))
         return made
+
+    def _move_to(self, place: str) -> None:
+        is_limited, (of, _, kind) = place in ("small", "quota"), place.partition("-")
+        self.round["disk"] = (self.round["disk"] or self.choose.choice((24, 40))) if is_limited else 0
+        self.round["disk_kind"] = place if is_limited else "small"
+        self.round["fuse"] = fuse_files.draw(self.choose, kind) if of == "fuse" else {}
 
     def _life(self, last: bool) -> list[dict[str, Any]]:
         choose = self.choose
@@ -227,6 +243,13 @@ def name_of(round_: dict[str, Any], action: dict[str, Any], job: int) -> str:
     return f"{series}-latest{ending}" if round_["one_name"] else f"{series}-{action['step']}{ending}"
 
 
+def place_of(round_: dict[str, Any]) -> str:
+    """Where a round is, of `PLACES`."""
+    if round_["fuse"]:
+        return f"fuse-{round_['fuse']['kind']}"
+    return str(round_["disk_kind"]) if round_["disk"] else "plain"
+
+
 def events_of(round_: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a round."""
     return [a["event"] for a in saves_of(round_).values() if "event" in a]
@@ -236,7 +259,7 @@ _DEFAULTS = {
     "ranks": 1, "jobs": 1, "same_names": False, "device": "cpu", "read_back": False, "second_look": False,
     "when_full": "wait", "keep_last": 0, "disk": 0, "kill_recover": None, "corruptions": [],
     "engine": "auto", "launcher": "spawn", "one_name": False, "replace": False, "door": "save_async", "store": "server",
-    "forbidden": {}, "disk_kind": "small", "files": 1,
+    "forbidden": {}, "disk_kind": "small", "files": 1, "fuse": {},
 }  # fmt: skip
 
 

@@ -71,7 +71,7 @@ def _round(script: str, kill: bool) -> dict[str, Any]:
     lives = [[save(), _WAIT, save(), _WAIT, save(), _WAIT]] + ([[save(), _WAIT]] if kill else [])
     return {
         "seed": 1, "number": 0, "ranks": ranks, "jobs": 1, "same_names": False, "door": door, "launcher": launcher,
-        "engine": engine, "device": "cpu", "store": "file", "forbidden": {}, "disk_kind": "small", "read_back": False, "second_look": False, "trainer_death": "finish",
+        "engine": engine, "device": "cpu", "store": "file", "forbidden": {}, "disk_kind": "small", "fuse": {}, "read_back": False, "second_look": False, "trainer_death": "finish",
         "when_full": "wait", "replace": False, "one_name": False, "keep_last": 0, "disk": 0, "lives": lives,
         "kill_recover": None, "corruptions": [], **given,
     }  # fmt: skip

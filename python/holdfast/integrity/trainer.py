@@ -33,7 +33,7 @@ import holdfast
 import holdfast.dcp
 from holdfast import _devices, handle
 from holdfast.integrity import injection, memory_groups, readers, schedule, states
-from holdfast.integrity.processes import address_space, children, held, left, send
+from holdfast.integrity.processes import address_space, children, held, left, see, send
 from holdfast.integrity.slow_device import SlowDevice
 
 # Seconds: far more than a busy machine needs. What ends by a deadline here has an event as its cause.
@@ -498,6 +498,7 @@ class Task(NamedTuple):
         round, life, job: which life of what.
         directory: of the checkpoints.
         scratch: for logs.
+        second: a mount that the process sees in place of that of `directory`; "" for none.
     """
 
     round: dict[str, Any]
@@ -505,6 +506,7 @@ class Task(NamedTuple):
     job: int
     directory: str
     scratch: str
+    second: str = ""
 
 
 def serve(kind: type[Trainer], rank: int, ranks: int, store: str, tasks: Connection, out: Connection, plant: str,
@@ -533,6 +535,8 @@ def serve(kind: type[Trainer], rank: int, ranks: int, store: str, tasks: Connect
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
+            if task.second:
+                see(task.second, os.path.dirname(task.directory))
             if store:
                 _join(store, rank, ranks)
                 store = ""

@@ -1,0 +1,163 @@
+"""The places of rounds: the directory that the user gave, or a file system that is mounted there for one round."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.integrity import fuse, fuse_files, jobs
+
+TIME_SERVER_MAX = 60.0  # seconds in which the server of a file system starts and ends
+
+
+def why_not() -> str:
+    """Why no file system can be mounted here; "" where one can."""
+    if os.geteuid() != 0:
+        return "mounting a file system needs root"
+    return "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
+
+
+class _FuseFiles:
+    """A hostile file system, mounted at one directory, or at two. A context manager.
+
+    Args:
+        directory: that is served; on the file system that is tried.
+        targets: where it is mounted.
+        given: of `draw`.
+
+    Raises:
+        OSError: it cannot be mounted.
+    """
+
+    def __init__(self, directory: str, targets: list[str], given: dict[str, Any]) -> None:
+        self._arguments = directory, targets, given
+        self.made: dict[str, int] = {}  # errors, by operation
+
+    def __enter__(self) -> _FuseFiles:
+        self._control, theirs = jobs.context.Pipe()
+        self._process = jobs.context.Process(target=fuse_files.serve, args=(*self._arguments, theirs))
+        self._process.start()
+        try:
+            theirs.close()
+            self._await_mounts()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _await_mounts(self) -> None:
+        try:
+            error = self._control.recv() if self._control.poll(TIME_SERVER_MAX) else "the server does not start"
+        except EOFError:
+            error = "the server has ended"
+        if error:
+            raise OSError(errno.ENODEV, error)
+
+    @contextlib.contextmanager
+    def hostile(self) -> Any:
+        """While it lasts, operations err or are slow."""
+        self._control.send(True)
+        self._control.recv()
+        try:
+            yield
+        finally:
+            self._control.send(False)
+            self.made = self._control.recv()
+
+    def __exit__(self, *_: object) -> None:
+        self._control.close()
+        self._process.join(TIME_SERVER_MAX)
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        for target in self._arguments[1]:
+            fuse.detach(target)
+
+
+class Place:
+    """Where the checkpoints of a round are.
+
+    Attributes:
+        directory: of the round.
+        second: another mount of it, which every second trainer sees in its place; "" where there is none.
+        errors: what the file system has made fail, by operation and error.
+    """
+
+    def __init__(self, directory: str, second: str = "", hostile: _FuseFiles | None = None, late: float = 0.0) -> None:
+        self.directory, self.second = directory, second
+        self._hostile, self._late = hostile, late
+
+    @contextlib.contextmanager
+    def hostile(self) -> Iterator[None]:
+        """While it lasts, operations err or are slow."""
+        with self._hostile.hostile() if self._hostile else contextlib.nullcontext():
+            yield
+        time.sleep(self._late)  # what this process knows is no older
+
+    @property
+    def errors(self) -> dict[str, int]:
+        return self._hostile.made if self._hostile else {}
+
+
+def has_second(round_: dict[str, Any]) -> bool:
+    """Whether every second trainer of a round has a mount of its own."""
+    return round_["fuse"].get("kind") in fuse_files.OF_TWO_MOUNTS
+
+
+@contextlib.contextmanager
+def made(round_: dict[str, Any], base: str) -> Iterator[Place]:
+    """The place of a round, in a directory that exists.
+
+    Where the user may not mount a small file system or one with a quota, it is a plain directory.
+
+    Raises:
+        OSError: the hostile file system of the round cannot be mounted.
+    """
+    directory = os.path.join(base, "disk")
+    os.mkdir(directory)
+    if not round_["fuse"]:
+        with _limited(directory, round_["disk"], round_["disk_kind"]):
+            yield Place(directory)
+        return
+    served, targets = os.path.join(base, "served"), [directory]
+    if has_second(round_):
+        targets.append(os.path.join(base, "second"))
+    for made_ in (served, *targets[1:]):
+        os.mkdir(made_)
+    with _FuseFiles(served, targets, round_["fuse"]) as hostile:
+        second = targets[1] if targets[1:] else ""
+        yield Place(directory, second, hostile, round_["fuse"].get("seconds", 0.0))
+
+
+@contextlib.contextmanager
+def _limited(directory: str, mib: int, kind: str) -> Iterator[None]:
+    """A file system at a directory that gets full.
+
+    Args:
+        directory: exists.
+        mib: size of the file system, or of its quota; 0: none is mounted.
+        kind: ``"small"``, a small one, or ``"quota"``, a large one with a quota of btrfs.
+    """
+    image = os.path.join(os.path.dirname(directory), "image")
+    commands: list[list[str]] = []
+    if mib and kind == "small":
+        commands = [["mount", "-t", "tmpfs", "-o", f"size={mib}m", "holdfast-integrity", directory]]
+    elif mib:
+        commands = [
+            ["truncate", "--size=256M", image], ["mkfs.btrfs", "--quiet", "--force", image],
+            ["mount", "-o", "loop", image, directory], ["btrfs", "quota", "enable", directory],
+            ["btrfs", "qgroup", "limit", f"{mib}M", "0/5", directory],
+        ]  # fmt: skip
+    for command in commands:
+        if subprocess.run(command, capture_output=True, check=False).returncode != 0:
+            break
+    try:
+        yield
+    finally:
+        if commands:
+            subprocess.run(["umount", "--lazy", directory], capture_output=True, check=False)

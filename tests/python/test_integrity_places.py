@@ -1,0 +1,253 @@
+"""integrity-fuzz in its places: file systems that err, lie about locks, answer from old knowledge, or are slow."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_integrity import made, save
+
+from holdfast import integrity
+from holdfast.integrity import fuse_files, jobs, places, processes, rounds, schedule
+
+MIB = 1 << 20
+WAIT = {"do": "wait"}
+SLOW = {"rate": 16 * MIB, "spec": {"bytes": 12 * MIB}}
+
+
+def of(kind: str, **given: Any) -> dict[str, Any]:
+    return {**fuse_files.draw(random.Random(1), kind), **given}
+
+
+def mounts(below: Path) -> list[str]:
+    lines = Path("/proc/mounts").read_text().splitlines()
+    return [line for line in lines if line.startswith("holdfast-hostile") and f" {below}/" in line]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    if reason := places.why_not():
+        pytest.skip(reason)
+    jobs.start_server()
+    with processes.adopting():
+        yield
+    assert mounts(tmp_path) == []
+
+
+def test_it_is_a_file_system(tmp_path: Path) -> None:
+    """Each operation that saves use, through the server and back."""
+    with places.made(made(fuse=of("slow")), str(tmp_path)) as place, place.hostile():
+        directory = Path(place.directory, "a")
+        directory.mkdir()
+        (directory / "file").write_bytes(b"x" * 3 * MIB)
+        fd = os.open(directory / "file", os.O_RDWR | os.O_DIRECT)
+        block = mmap.mmap(-1, 4096)
+        block[:] = b"y" * 4096
+        assert os.pwrite(fd, block, MIB) == 4096
+        os.posix_fallocate(fd, 0, 4 * MIB)
+        os.ftruncate(fd, 2 * MIB)
+        os.fsync(fd)
+        os.close(fd)
+        assert (directory / "file").read_bytes() == b"x" * MIB + b"y" * 4096 + b"x" * (MIB - 4096)
+        os.link(directory / "file", directory / "link")
+        os.symlink("file", directory / "symbolic")
+        os.rename(directory / "link", directory / "other")
+        assert os.readlink(directory / "symbolic") == "file"
+        os.utime(directory / "file", ns=(5, 7 * 10**9))
+        os.chmod(directory / "file", 0o640)
+        found = os.stat(directory / "symbolic")
+        assert (found.st_nlink, found.st_mtime, found.st_mode & 0o777) == (2, 7, 0o640)
+        for i in range(500):
+            (directory / f"{i}").touch()
+        assert len(os.listdir(directory)) == 503
+        with pytest.raises(FileExistsError):
+            os.open(directory / "other", os.O_CREAT | os.O_EXCL)
+        with pytest.raises(OSError, match="not empty"):
+            os.rmdir(directory)
+        opened = os.open(directory / "0", os.O_RDONLY)
+        os.unlink(directory / "0")
+        assert os.fstat(opened).st_nlink == 0
+        os.close(opened)
+
+
+def test_a_failing_fsync_loses_what_was_written_since(tmp_path: Path) -> None:
+    given = of("errs", operations=["FSYNC"], share=0.5)
+    with places.made(made(fuse=given), str(tmp_path)) as place:
+        directory = Path(place.directory, "run")
+        directory.mkdir()
+        fd = os.open(directory / "file", os.O_CREAT | os.O_RDWR)
+        good, seen = b"", set()
+        with place.hostile():
+            for i in range(1, 40):
+                data = bytes([i]) * 1000
+                os.pwrite(fd, data, 500 * i)
+                try:
+                    os.fsync(fd)
+                    good = good.ljust(500 * i, b"\0")[: 500 * i] + data
+                except OSError as error:
+                    seen.add(error.errno)
+                    with open(directory / "file", "rb") as file:  # another open reads from the server
+                        assert file.read() == good.ljust(500 * i + 1000, b"\0")
+        os.close(fd)
+        assert seen == {errno.EIO, errno.ENOSPC}
+        assert set(place.errors) == {"FSYNC EIO", "FSYNC ENOSPC"}
+        assert (directory / "file").read_bytes().rstrip(b"\0") == good
+
+
+def has_lock(path: str, exclusive: bool) -> bool:
+    """Whether another process gets the lock that this one has."""
+    program = f"import fcntl, sys; fcntl.{'lockf' if exclusive else 'flock'}(open({path!r}, 'r+'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", fuse_files.KINDS)
+def test_locks_are_granted_to_all_where_they_lie(kind: str, tmp_path: Path) -> None:
+    with places.made(made(fuse=of(kind)), str(tmp_path)) as place:
+        path = os.path.join(place.directory, "file")
+        with open(path, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            for exclusive in (False, True):
+                assert has_lock(path, exclusive) is (kind == "locks")
+                if place.second:
+                    assert has_lock(os.path.join(place.second, "file"), exclusive)
+
+
+@pytest.mark.parametrize("engine", ["io_uring-fixed", "pwrite"])
+@pytest.mark.parametrize("kind", ["locks", "late", "slow"])
+def test_a_round_survives_a_file_system_that_only_lies(kind: str, engine: str, tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Ranks, each of which has its mount."""
+    used: set[str] = set()
+    hear = rounds.judge.Judge.hear
+    monkeypatch.setattr(rounds.judge.Judge, "hear", lambda self, lines, *rest: (
+        used.update(line["engine"] for line in lines if line["event"] == "durable"), hear(self, lines, *rest)))  # fmt: skip
+    done = rounds.run(made(save(1), WAIT, save(2), ranks=2, engine=engine, fuse=of(kind, seconds=0.5)), str(tmp_path))
+    assert done.problems == []
+    assert done.counts["durable"] == 4
+    assert used == {engine}
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_trainer_sees_the_second_mount_in_place_of_the_first(tmp_path: Path) -> None:
+    """What the first one keeps of a name is no older for it."""
+    with places.made(made(fuse=of("late", seconds=2.0)), str(tmp_path)) as place:
+        name = os.path.join(place.directory, "file")
+        assert not os.path.exists(name)
+        program = (
+            "import os, sys\nfrom holdfast.integrity import processes\n"
+            "processes.see(sys.argv[2], os.path.dirname(sys.argv[1]))\nopen(sys.argv[1], 'x').close()\n"
+        )
+        subprocess.run([sys.executable, "-c", program, name, place.second], check=True)
+        assert not os.path.exists(name) and os.path.exists(os.path.join(tmp_path, "served", "file"))
+        time.sleep(2.1)
+        assert os.path.exists(name)
+
+
+# ---- Bugs planted on purpose.
+
+
+def test_a_failure_that_is_swallowed_is_found(tmp_path: Path) -> None:
+    failing = of("errs", operations=["FSYNC"], share=1.0)
+    plain, planted = (rounds.run(made(save(1), fuse=failing), str(tmp_path), plant).problems
+                      for plant in ("", "integrity_planted:failures_are_swallowed"))  # fmt: skip
+    assert plain == []
+    assert "i" in {p["invariant"] for p in planted}, planted
+
+
+def test_a_failed_fsync_that_nobody_is_told_of_is_found(tmp_path: Path) -> None:
+    """The package reads its manifests again, and finds what is lost of them; the judge finds the rest."""
+    for key in range(12):
+        failing = of("errs", operations=["FSYNC"], share=0.4, swallowed=True, key=key)
+        found = rounds.run(made(save(1), fuse=failing), str(tmp_path)).problems
+        if found:
+            break
+    assert "i" in {p["invariant"] for p in found}, found
+
+
+@pytest.mark.parametrize(("kind", "plant", "found"), [
+    ("locks", "", False), ("locks", "integrity_planted:trusts_every_lock", True), ("slow", "integrity_planted:trusts_every_lock", False),
+])  # fmt: skip
+def test_a_lock_that_is_trusted_is_found_where_locks_lie(kind: str, plant: str, found: bool, tmp_path: Path) -> None:
+    """Two trainers, each of which recovers beside the other's save."""
+    done = rounds.run(made(save(1, **SLOW), {"do": "recover"}, jobs=2, fuse=of(kind)), str(tmp_path), plant)
+    assert bool({"i", "v"} & {p["invariant"] for p in done.problems}) is found, done.problems
+
+
+# ---- The end.
+
+
+def ends_with(number: signal.Signals, below: Path, *command: Any) -> None:
+    """Runs a driver, and ends it with all of its group while it has a mount."""
+    with subprocess.Popen([sys.executable, *map(str, command)], stdout=subprocess.DEVNULL, start_new_session=True) as driver:
+        end = time.monotonic() + 60
+        while not mounts(below) and driver.poll() is None and time.monotonic() < end:
+            time.sleep(0.02)
+        assert mounts(below)
+        os.killpg(driver.pid, number)
+    end = time.monotonic() + 30
+    while mounts(below) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert mounts(below) == []
+
+
+def test_nothing_is_mounted_after_a_kill(tmp_path: Path) -> None:
+    program = (
+        "import sys, time\nfrom holdfast.integrity import places\n"
+        "with places.made({'fuse': {'kind': 'locks', 'key': 1}}, sys.argv[1]):\n    time.sleep(60)\n"
+    )
+    ends_with(signal.SIGKILL, tmp_path, "-c", program, tmp_path)
+
+
+def test_nothing_is_mounted_after_an_interruption(tmp_path: Path) -> None:
+    ends_with(signal.SIGTERM, tmp_path, "-m", "holdfast.integrity", "--dir", tmp_path, "--jobs", 1, "--places", "fuse-slow",
+              "--ranks", 1, "--doors", "save_async", "--seed", 8, "--rounds", 1000)  # fmt: skip
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_is_mounted_after_a_round_that_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        assert len(mounts(tmp_path)) == 2
+        raise RuntimeError("the judge fails")
+
+    monkeypatch.setattr(rounds.judge.Judge, "look", fail)
+    with pytest.raises(RuntimeError):
+        rounds.run(made(save(1), fuse=of("locks")), str(tmp_path))
+    assert mounts(tmp_path) == [] and os.listdir(tmp_path) == []
+
+
+# ---- What is drawn.
+
+
+def test_a_place_is_drawn_after_all_else() -> None:
+    drawn = [schedule.draw(1, n, schedule.Limits()) for n in range(400)]
+    assert {schedule.place_of(round_) for round_ in drawn} == set(schedule.PLACES)
+    for n, round_ in enumerate(drawn):
+        plain = schedule.draw(1, n, schedule.Limits(places=("plain",)))
+        assert {**round_, "fuse": {}, "disk": 0, "disk_kind": "small"} == plain
+
+
+def test_only_the_places_that_were_asked_for_are_drawn() -> None:
+    for asked in (("fuse-errs", "quota"), ("plain",)):
+        drawn = [schedule.draw(1, n, schedule.Limits(places=asked)) for n in range(100)]
+        assert {schedule.place_of(round_) for round_ in drawn} == set(asked)
+        assert all(round_["disk"] in (0, 24, 40) for round_ in drawn)
+
+
+@pytest.mark.parametrize("arguments", [("--places", "floppy"), ("--places", "fuse-slow", "--no-mount")])
+def test_a_place_that_cannot_be_is_refused(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str],
+                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.setattr(processes, "prepare_process", lambda: None)
+    assert integrity.main(arguments) == 2
+    assert capsys.readouterr().err.startswith("integrity-fuzz: --places: ")
