@@ -31,6 +31,25 @@ def test_a_directory_that_cannot_be_locked_or_looked_at_is_an_error_of_the_packa
             tmp_path / "a", overwrite=False)).result()  # fmt: skip
 
 
+def test_a_name_that_cannot_be_looked_at_is_not_taken_and_leaves_no_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The committed file of another save may have it."""
+    from holdfast.dcp import placement
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    for call in ("stat", "fstat"):
+        with monkeypatch.context() as patch:
+            before = len(os.listdir("/proc/self/fd"))
+            patch.setattr(os, call, refuse)
+            with pytest.raises(holdfast.Error, match=r"take a name: Input/output error \[UNAVAILABLE\]"):
+                placement._reserve(str(tmp_path), 0, 0)
+        assert len(os.listdir("/proc/self/fd")) == before
+        os.unlink(tmp_path / "__0_0.distcp.tmp")
+
+
 def test_nothing_readable_is_no_empty_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holdfast.dcp.async_save({"x": torch.zeros(3)}, checkpoint_id=tmp_path / "run/a").result()
     real = os.listdir

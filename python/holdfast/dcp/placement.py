@@ -176,9 +176,13 @@ def _reserve(directory: str, file_rank: int, generation: int) -> tuple[int, int]
             with contextlib.suppress(FileExistsError):
                 # The worker makes it anew. If it never does, `release` or the next save removes it.
                 fd = os.open(f"{name}.tmp", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-                inode = os.fstat(fd).st_ino
-                os.close(fd)
-                if not os.path.exists(name):
+                try:
+                    inode = os.fstat(fd).st_ino
+                finally:
+                    os.close(fd)
+                try:
+                    os.stat(name)
+                except FileNotFoundError:  # after another error the name may be in use
                     return generation, inode
                 os.unlink(f"{name}.tmp")
             generation += 1
