@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import os
+import time
 from typing import Any
 
 import holdfast
@@ -19,6 +20,7 @@ import holdfast.dcp
 from holdfast import files
 from holdfast.integrity import corruption, readers, schedule
 
+TIME_ORPHANS_MAX = 20.0  # seconds for which a recovery waits
 NAMES = {
     "i": "what was reported durable is there and verifies",
     "ii": "what a reader accepts is what was sealed at the call",
@@ -26,8 +28,8 @@ NAMES = {
     "iv": "nothing is left behind",
     "v": "failures are reported, with a cause, in bounded time",
 }
-# Of a file system that errs: EIO and ENOSPC.
-_OF_ERRORS = {"DATA_LOSS", "RESOURCE_EXHAUSTED"}
+# Of a file system that errs. The runtime says DATA_LOSS for EIO, and the package's Python UNAVAILABLE.
+_OF_ERRORS = {"DATA_LOSS", "RESOURCE_EXHAUSTED", "UNAVAILABLE"}
 # Codes that a save may fail with after an event of a kind.
 _CODES = {
     "kill-worker": {"ABORTED"},
@@ -164,7 +166,7 @@ class Judge:
                 self.blame("v", line["what"])
             elif event == "unreadable":
                 candidates = {m.number for m in self.made.values() if m.name == os.path.basename(line.get("path", ""))}
-                if "errs" in causes and all(error["code"] in _OF_ERRORS for error in line["errors"]):
+                if "errs" in causes and all(map(_is_of_errors, line["errors"])):
                     self.counts["reads of trainers that the file system made fail"] += 1
                 elif not self._may_be_damaged(candidates, str(line["errors"])):
                     self.blame("ii", f"a trainer could not read: {line['errors']}")
@@ -435,6 +437,21 @@ class Judge:
                 self.counts["damage refused by a load"] += 1
 
 
+def _is_of_errors(error: dict[str, Any]) -> bool:
+    """Whether it is what a file system that errs makes of a load; PyTorch makes an assertion of its own of some."""
+    return error["code"] in _OF_ERRORS or not error["ours"] and "Input/output error" in error["message"]
+
+
 def recover(directory: str) -> None:
-    """Recovers a directory in which no process saves. Killed by some rounds, and run again."""
-    holdfast.recover(directory, wait_for_orphans=20, silence_without_locks=1.0, age_without_locks=0.0)
+    """Recovers a directory in which no process saves. Killed by some rounds, and run again.
+
+    The ring of a killed process holds its locks for a moment. Only on local file systems a recovery waits for that.
+    """
+    end = time.monotonic() + TIME_ORPHANS_MAX
+    while True:
+        report = holdfast.recover(
+            directory, wait_for_orphans=TIME_ORPHANS_MAX, silence_without_locks=1.0, age_without_locks=0.0
+        )
+        if not any("a save is running" in kept for kept in report["kept_incomplete"]) or time.monotonic() > end:
+            return
+        time.sleep(0.02)
