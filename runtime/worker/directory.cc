@@ -53,8 +53,7 @@ bool OpenPartial(JobRun* run) {
   }
   // The trainer has made the directory, and the lock is on it. A recovery that has fenced the save
   // since has moved the directory away: a directory made anew would undo the fence.
-  const int moved = LeadsTo(run->parent, job.partial, run->lock);
-  if (moved == ENOENT || moved == ESTALE) {
+  if (MeansMoved(LeadsTo(run->parent, job.partial, run->lock))) {
     return Fail(run, FailureCode::kAborted, Operation::kRename);
   }
   run->directory =
@@ -92,6 +91,8 @@ int LeadsTo(int parent, const char* name, int directory) {
   }
   return named.st_ino == open.st_ino && named.st_dev == open.st_dev ? 0 : ESTALE;
 }
+
+bool MeansMoved(int error_number) { return error_number == ENOENT || error_number == ESTALE; }
 
 int RenameNew(JobRun* run, const char* from, const char* to) {
   HOLDFAST_ASSERT(run->directory >= 0 && strcmp(from, to) != 0);
@@ -140,9 +141,10 @@ bool NameFiles(JobRun* run) {
   return true;
 }
 
-void RemoveFiles(JobRun* run) {
-  if (run->notes == nullptr) return;  // Failed before any file was made.
+bool RemoveFiles(JobRun* run) {
+  if (run->notes == nullptr) return true;  // Failed before any file was made.
   HOLDFAST_ASSERT(run->directory >= 0 && !run->committed);
+  bool removed = true;
   for (uint32_t i = 0; i < run->job->file_count; ++i) {
     const FileNote& note = run->notes[i];
     HOLDFAST_ASSERT(note.slot == FileNote::kNoSlot && note.renamed <= note.created);
@@ -151,8 +153,11 @@ void RemoveFiles(JobRun* run) {
     char temporary[kNameBytes];
     TemporaryOf(*run, i, temporary);
     if (note.renamed == 0 && !IsOurs(*run, i)) continue;
-    RemoveFile(run->directory, note.renamed != 0 ? name : temporary, run->job, OnCancel::kGoOn);
+    const int error =
+        RemoveFile(run->directory, note.renamed != 0 ? name : temporary, run->job, OnCancel::kGoOn);
+    removed = removed && (error == 0 || error == ENOENT);
   }
+  return removed;
 }
 
 void RemoveTraces(JobRun* run) {

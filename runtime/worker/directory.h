@@ -17,8 +17,9 @@ int RenameNew(JobRun* run, const char* from, const char* to);
 /// Renames every file to its final name, then makes the names durable.
 bool NameFiles(JobRun* run);
 
-/// Removes every file that this job made, under its temporary or final name.
-void RemoveFiles(JobRun* run);
+/// Removes every file that this job made, under its temporary or final name. Returns false when one
+/// is left.
+bool RemoveFiles(JobRun* run);
 
 /// Cleans up after a failure: removes the manifest first and durably, then this job's other files.
 /// Removes the directory when only the board is left and no rank can come late. Does nothing when a
@@ -29,6 +30,10 @@ void RemoveTraces(JobRun* run);
 /// 0 if `name` below `parent` leads to the open `directory`, ESTALE if to another one, or the errno
 /// of the look.
 int LeadsTo(int parent, const char* name, int directory);
+
+/// True for an error of LeadsTo that proves that the directory lost the name. After another error
+/// of the look nothing is known.
+bool MeansMoved(int error_number);
 
 }  // namespace holdfast::worker
 

@@ -138,7 +138,8 @@ Sight LookAtPlace(JobRun* run, uint64_t now) {
 #endif
   if (now < watch.place_at_ns) return Sight::kNothing;
   watch.place_at_ns = now + kPlaceNs;
-  if (LeadsTo(run->parent, run->job->partial, run->directory) == 0) return Sight::kNothing;
+  // A look that failed shows nothing; the next one does, or the rename at the end.
+  if (!MeansMoved(LeadsTo(run->parent, run->job->partial, run->directory))) return Sight::kNothing;
   watch.promoted = TargetIsOurs(run);
   return watch.promoted ? Sight::kNothing : Found(run, 0, RankFailureKind::kFenced, 0);
 }

@@ -68,7 +68,7 @@ bool WriteFilesAgain(JobRun* run) {
   }
   HOLDFAST_ASSERT(!run->staging_released && run->queue->in_flight() == 0);
   CloseAllFiles(run);
-  RemoveFiles(run);
+  if (!RemoveFiles(run)) return false;  // The name of a file that is left is not free.
   PrepareWriteState(run);
   run->failure = Failure();
   return WriteFiles(run);

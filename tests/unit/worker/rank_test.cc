@@ -422,6 +422,42 @@ TEST_F(RankTest, FencedWorkerTouchesNothing) {
   EXPECT_TRUE(Exists(fenced + "/model-0"));
 }
 
+std::string g_unseen;
+std::atomic<int> g_looks_that_failed{0};
+
+int FailingLook(int directory, const char* name, struct stat* out, int flags) {
+  if (name != g_unseen || g_looks_that_failed >= 2) {
+    return sys::kKernel.fstatat(directory, name, out, flags);
+  }
+  ++g_looks_that_failed;
+  errno = EIO;
+  return -1;
+}
+
+TEST_F(RankTest, ALookThatFailsIsNoFence) {
+  Rank zero(directory.path(), 0, 2);
+  Rank one(directory.path(), 1, 2);
+  for (Rank* rank : {&zero, &one}) {
+    rank->save.Build();
+    rank->save.SealAll();
+  }
+  zero.Start();
+  zero.AwaitPhase(layout::Phase::kWaitingForRanks);
+  g_unseen = std::filesystem::path(zero.save.partial_path()).filename();
+  g_looks_that_failed = 0;
+  sys::g_system.fstatat = FailingLook;
+  for (int i = 0; i < 5000 && g_looks_that_failed < 2; ++i) ::usleep(1000);
+  one.Start();
+  const bool done = zero.save.AwaitDone() && one.save.AwaitDone();
+  zero.worker.reset();
+  one.worker.reset();
+  sys::g_system = sys::kKernel;
+  ASSERT_TRUE(done);
+  EXPECT_EQ(g_looks_that_failed, 2);
+  EXPECT_TRUE(zero.save.failure().ok());
+  EXPECT_TRUE(one.save.failure().ok());
+}
+
 TEST_F(RankTest, PromotedByARecoveryIsDurable) {
   Rank zero(directory.path(), 0, 2);
   zero.StartAndVote();

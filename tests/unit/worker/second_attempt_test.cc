@@ -111,6 +111,29 @@ TEST_P(FailedFsync, ASecondFailureEndsTheSave) {
   EXPECT_TRUE(NamesIn(directory.path()).empty());
 }
 
+std::atomic<int> g_unlinks_that_fail{0};
+
+int FailingUnlink(int directory, const char* name, int flags) {
+  if (g_unlinks_that_fail-- <= 0) return sys::kKernel.unlinkat(directory, name, flags);
+  errno = EIO;
+  return -1;
+}
+
+TEST_P(FailedFsync, OfAFileThatCannotBeRemovedEndsTheSave) {
+  TestSave save(&trainer, directory.path());
+  Prepare(&save);
+  save.Build();
+  save.SealAll();
+  g_data_fails_at = 2;
+  g_unlinks_that_fail = 1;
+  sys::g_system.unlinkat = FailingUnlink;
+  ASSERT_TRUE(save.Run(Launcher::kThread));
+  EXPECT_EQ(save.failure().code, FailureCode::kDataLoss);
+  EXPECT_EQ(save.failure().operation, Operation::kSync);
+  EXPECT_EQ(Attempts(save), 1u);
+  EXPECT_TRUE(NamesIn(directory.path()).empty());
+}
+
 TEST_P(FailedFsync, WithMoreFilesThanAreOpenAtOnceAndNotYetAllSealed) {
   constexpr uint32_t kFiles = 100;
   constexpr uint32_t kSealedFirst = 80;
