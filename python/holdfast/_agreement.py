@@ -38,6 +38,7 @@ _CHECKS_PER_LIVENESS = 6
 _SLICE_BYTES = 64 << 20  # of a tensor, copied from its device at a time
 _NAME_BYTES, _CONTENT_BYTES = 8, 16
 _FAILED = b"!"  # and rank and reason
+_NO_VALUE = "\0"  # of no key
 _REMEMBERED_MAX = 16
 
 
@@ -153,6 +154,11 @@ class _Store:
     def get(self, key: str) -> bytes:
         return bytes(self._store.get(key))
 
+    def get_if_there(self, key: str) -> bytes | None:
+        """The value of a key that another rank may take away; `get` would wait for it until the store's time-out."""
+        found = bytes(self._store.compare_set(key, _NO_VALUE, _NO_VALUE))  # gives this back where there is no key
+        return None if found == _NO_VALUE.encode() else found
+
     def get_all(self, keys: list[str]) -> list[bytes]:
         if self._store.has_extended_api():
             return [bytes(value) for value in self._store.multi_get(keys)]
@@ -255,11 +261,8 @@ class Call:
                 self.attempt = attempt
 
     def _take_offer(self) -> str | None:
-        # Between the wait and a get rank 0 may have taken the offer back; a get would then block.
-        with contextlib.suppress(RuntimeError):
-            if self._store.has(self._offer):
-                return self._store.get(self._offer).decode()
-        return None
+        offer = self._store.get_if_there(self._offer)
+        return None if offer is None else offer.decode()
 
     def _lead(self, attempt: str) -> None:
         keys = [f"{attempt}/call/{r}" for r in self._others]
@@ -305,9 +308,10 @@ class Call:
                 [go], [0], "said that all ranks have called", self._time_come_max + _MARGIN,
                 until=lambda: self._take_offer() not in (None, attempt),
             )
-            if not self._store.has(go):
+            found = self._store.get_if_there(go)
+            if found is None:
                 return False
-            said = json.loads(self._store.get(go))
+            said = json.loads(found)
         finally:
             self._store.drop(call)
         if "tokens" not in said:

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from test_ranks import on_ranks
 
 import holdfast
+from holdfast import _agreement
 
 MIB = 1 << 20
 LARGE = MIB // 4  # elements of 4 bytes
@@ -209,6 +211,35 @@ def restarts(rank: int, directory: str) -> None:
 
 def test_a_restart_of_the_process_group_harms_no_save(tmp_path: Path) -> None:
     on_ranks(2, restarts, str(tmp_path))
+
+
+class TakenBack:
+    """A store from which another rank removes each key right after a look at it."""
+
+    def __init__(self) -> None:
+        self._store = dist.HashStore()
+        self._store.set_timeout(timedelta(seconds=5))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def check(self, keys: list[str]) -> bool:
+        found = self._store.check(keys)
+        for key in keys:
+            self._store.delete_key(key)
+        return found
+
+
+def test_an_offer_that_is_taken_back_is_not_waited_for() -> None:
+    call = object.__new__(_agreement.Call)
+    call._store = object.__new__(_agreement._Store)
+    call._store._store, call._offer = TakenBack(), "offer"
+    call._store.set("offer", b"attempt")
+    began = time.monotonic()
+    assert call._take_offer() in ("attempt", None)
+    call._store.drop("offer")
+    assert call._take_offer() is None
+    assert time.monotonic() - began < 4
 
 
 def counts_keys(rank: int, directory: str) -> None:
