@@ -31,19 +31,17 @@ KINDS = ("errs", "locks", "late", "slow")
 OF_TWO_MOUNTS = ("locks", "late")
 LATE_MAX = 2.0  # seconds for which names and attributes are kept
 DELAY_MAX = 0.03  # seconds of a request
-TIME_READY_MAX = 60.0  # seconds in which a server starts and ends
 THREADS = 4  # of a mount: requests are answered beside each other
 # The operations that err, with their errors.
 ERRORS = {
     "WRITE": ("EIO", "ENOSPC"), "FSYNC": ("EIO", "ENOSPC"), "FSYNCDIR": ("EIO",), "CREATE": ("EIO", "ENOSPC"),
-    "MKDIR": ("EIO", "ENOSPC"), "RENAME2": ("EIO", "ENOSPC"), "UNLINK": ("EIO",), "RMDIR": ("EIO",), "OPEN": ("EIO",),
-    "READ": ("EIO",), "READDIR": ("EIO",), "LOOKUP": ("EIO",), "GETATTR": ("EIO",), "SETATTR": ("EIO", "ENOSPC"),
+    "MKDIR": ("EIO", "ENOSPC"), "RENAME": ("EIO", "ENOSPC"), "RENAME2": ("EIO", "ENOSPC"), "LINK": ("EIO", "ENOSPC"),
+    "UNLINK": ("EIO",), "RMDIR": ("EIO",), "OPEN": ("EIO",), "READ": ("EIO",), "READDIR": ("EIO",), "LOOKUP": ("EIO",), "GETATTR": ("EIO",), "SETATTR": ("EIO", "ENOSPC"),
     "FALLOCATE": ("EIO", "ENOSPC"), "FLUSH": ("EIO", "ENOSPC"), "STATFS": ("EIO",),
 }  # fmt: skip
-_OF_ENTRY = ("OPEN", "READDIR", "LOOKUP", "GETATTR", "SETATTR", "STATFS")  # never of an entry of the mount's root
+_OF_ITSELF = ("OPEN", "READDIR", "GETATTR", "SETATTR", "STATFS")  # never of an entry of the mount's root
 _SLOW = (Op.WRITE, Op.READ, Op.FSYNC, Op.FSYNCDIR, Op.CREATE, Op.MKDIR, Op.RENAME2, Op.LOOKUP, Op.UNLINK, Op.RELEASE)
 _CHANGES = struct.Struct("<IIQQQQQQIIIIIIII")
-_LOCK = struct.Struct("<QQQII")
 _F_UNLCK = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -127,8 +125,8 @@ class _Mount:
         return handler(request.node, request.body)
 
     def _drawn_error(self, op: Op, request: Request) -> int:
-        node = self._nodes[request.node] if request.node in self._nodes else None
-        if request.node == fuse.ROOT or node is None or node.is_top and op.name in _OF_ENTRY and op != Op.LOOKUP:
+        node = self._nodes.get(request.node)
+        if request.node == fuse.ROOT or node is None or node.is_top and op.name in _OF_ITSELF:
             return 0
         return self.server.error(op)
 
