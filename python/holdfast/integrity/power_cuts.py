@@ -22,11 +22,11 @@ from typing import Any
 
 import holdfast
 from holdfast.integrity import jobs, judge, processes, rounds, schedule
-from holdfast.integrity.block_recorder import SECTOR, Log, Recorder, attached, mounted
+from holdfast.integrity.block_recorder import SECTOR, Log, Recorder, attached, mounted, repaired
 
 MIB = 1 << 20
 # The least that each of them takes, with room for the saves of a round.
-SIZES = {"ext4": 192 * MIB, "xfs": 384 * MIB, "btrfs": 256 * MIB}
+SIZES = {"ext4": 192 * MIB, "ext4-nojournal": 192 * MIB, "xfs": 384 * MIB, "btrfs": 256 * MIB}
 BYTES_MAX = 2 * MIB
 _LEFT_OUT = schedule.LIMITS
 
@@ -194,6 +194,7 @@ def _look(round_: dict[str, Any], log: Log, cut: Cut, image: str, directory: str
     with contextlib.ExitStack() as stack:
         device = stack.enter_context(attached(image))
         try:
+            repaired(device, kind)
             stack.enter_context(mounted(device, directory, kind))
         except subprocess.CalledProcessError as error:
             return [{"invariant": "i", "what": f"the file system cannot be mounted: {error.stderr.strip()}"}]
