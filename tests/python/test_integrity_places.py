@@ -1,4 +1,4 @@
-"""integrity-fuzz in its places: file systems that err, lie about locks, answer from old knowledge, or are slow."""
+"""integrity-fuzz in its places: file systems that err, lie about locks, answer from old knowledge, are slow, or forget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_integrity import made, save
+from test_integrity import event, made, save
 
 from holdfast import integrity
 from holdfast.integrity import fuse_files, jobs, places, processes, rounds, schedule
@@ -183,6 +183,24 @@ def test_a_lock_that_is_trusted_is_found_where_locks_lie(kind: str, plant: str, 
     """Two trainers, each of which recovers beside the other's save."""
     done = rounds.run(made(save(1, **SLOW), {"do": "recover"}, jobs=2, fuse=of(kind)), str(tmp_path), plant)
     assert bool({"i", "v"} & {p["invariant"] for p in done.problems}) is found, done.problems
+
+
+@pytest.mark.parametrize("door", ["save_async", "dcp", "save_file"])
+def test_what_is_not_synced_is_lost_and_durable_saves_stay(door: str, tmp_path: Path) -> None:
+    for key in range(3):
+        found = rounds.run(made(save(1), WAIT, save(2), WAIT, save(3, **event("kill-both")), door=door,
+                                fuse=of("forgets", key=key)), str(tmp_path))  # fmt: skip
+        assert found.problems == []
+
+
+@pytest.mark.parametrize("ignored", ["FSYNC", "FSYNCDIR"])
+def test_a_missing_sync_is_found(ignored: str, tmp_path: Path) -> None:
+    """As if the package did not sync a file, or a directory: no flush of another one hides it."""
+    for key in range(8):
+        found = rounds.run(made(save(1), WAIT, fuse=of("forgets", ignored=ignored, key=key)), str(tmp_path)).problems
+        if found:
+            break
+    assert "i" in {p["invariant"] for p in found}, found
 
 
 # ---- The end.

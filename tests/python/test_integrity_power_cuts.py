@@ -17,7 +17,7 @@ from holdfast.integrity.block_recorder import Recorder
 
 MIB = 1 << 20
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
-FILE_SYSTEMS = ("ext4", "xfs", "btrfs") if LONG else ("ext4",)
+FILE_SYSTEMS = ("ext4", "ext4-nojournal", "xfs", "btrfs") if LONG else ("ext4",)
 DOORS = ("save_async", "save_file", "checkpointer-dcp") if LONG else ("save_async", "save_file")
 
 

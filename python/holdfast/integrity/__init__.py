@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
         "checkpointer-dcp, save_file, plan")  # fmt: skip
     add("--events", default="", metavar="KIND,...", help="draw only these kinds of events")
     add("--places", default="", metavar="NAME,...", help="draw only rounds in these places: plain, small, quota, fuse-errs, "
-        "fuse-locks, fuse-late, fuse-slow")  # fmt: skip
+        "fuse-locks, fuse-late, fuse-slow, fuse-forgets")  # fmt: skip
     add("--no-mount", action="store_true", help="mount no file systems, even as root")
     add("--shrink", type=_seconds, default=120.0, metavar="T", help="longest time to simplify a failing round "
         "(default: 2m)")  # fmt: skip
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--savers", default="", metavar="NAME,...", help="compare savers by the same rounds: holdfast.dcp, dcp-thread, "
         "dcp-process; prints a table")  # fmt: skip
     add("--power-cuts", default="", metavar="FS,...", help="run the rounds on recorded disks with these file systems "
-        "(ext4, xfs, btrfs), and judge what a power cut at any moment leaves; needs root")  # fmt: skip
+        "(ext4, ext4-nojournal, xfs, btrfs), and judge what a power cut at any moment leaves; needs root")  # fmt: skip
     add("--cuts", type=int, default=20, metavar="N", help="cuts of a round beside those at each flush (default: 20)")
     add("--faults", action="store_true", help="make each system call of scripts of saves, recoveries and loads fail with each "
         "error, once")  # fmt: skip

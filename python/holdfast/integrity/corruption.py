@@ -12,6 +12,7 @@ from typing import Any
 from holdfast import _names
 
 PAGE = 4096
+_LEFT = ("ranks.board", _names.RECORD + _names.UNFINISHED)
 
 
 def _files(path: str, attempt: str) -> list[str]:
@@ -21,7 +22,8 @@ def _files(path: str, attempt: str) -> list[str]:
     """
     if os.path.isfile(path):
         return [""]
-    names = sorted(f for f in os.listdir(path) if os.path.isfile(os.path.join(path, f)))
+    # What a crash may leave beside a checkpoint is no part of it.
+    names = sorted(f for f in os.listdir(path) if os.path.isfile(os.path.join(path, f)) and f not in _LEFT)
     if not attempt:
         return names
     own = [name for name in names if attempt in name and not name.endswith(".tmp")]

@@ -1,5 +1,5 @@
 """A hostile file system: a directory that is served over /dev/fuse, by a server that errs, lies about locks, answers from
-old knowledge, or is slow.
+old knowledge, is slow, or loses what was not synced.
 
 The server is a process of its own. It unmounts when the driver says so, and when the driver is gone. Two mounts of one
 directory are as two machines: neither sees the locks of the other, and each keeps names and attributes for itself. Needs
@@ -20,14 +20,15 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 from holdfast.integrity import fuse
 from holdfast.integrity.fuse import Flag, Op, Request
+from holdfast.integrity.fuse_loss import Unsynced
 
-KINDS = ("errs", "locks", "late", "slow")
+KINDS = ("errs", "locks", "late", "slow", "forgets")
 OF_TWO_MOUNTS = ("locks", "late")
 LATE_MAX = 2.0  # seconds for which names and attributes are kept
 DELAY_MAX = 0.03  # seconds of a request
@@ -111,6 +112,8 @@ class _Mount:
     def _handle(self, request: Request) -> bytes | None:
         if request.opcode == Op.INIT:
             return fuse.begin(request, self.server.offered)
+        if request.opcode == self.server.ignored:
+            return b""
         handler = self._handlers.get(request.opcode)
         if handler is None:
             raise OSError(errno.ENOSYS, "")
@@ -179,6 +182,35 @@ class _Mount:
             os.utime(handle, ns=(before.st_atime_ns, before.st_mtime_ns))
             node.hidden = (os.fstat(handle).st_ctime_ns, before.st_ctime_ns)
 
+    def _unsynced(self, node: int) -> Unsynced | None:
+        """Notes changes of a directory's entries; those of the mount's root are the round's own."""
+        return self.server.unsynced if node != fuse.ROOT else None
+
+    @contextlib.contextmanager
+    def _making(self, node: int, name: str) -> Iterator[None]:
+        """While an entry is made, which may be lost."""
+        unsynced, parent = self._unsynced(node), self._nodes[node].fd
+        if not unsynced:
+            yield
+            return
+        with unsynced.lock:
+            there = os.path.lexists(f"/proc/self/fd/{parent}/{name}")
+            yield
+            if not there:
+                unsynced.made(parent, os.fsencode(name))
+
+    @contextlib.contextmanager
+    def _removing(self, node: int, body: memoryview) -> Iterator[None]:
+        """While an entry is removed, which may come back."""
+        unsynced = self._unsynced(node)
+        if not unsynced:
+            yield
+            return
+        with unsynced.lock:
+            done = unsynced.removing(self._nodes[node].fd, os.fsencode(_text(body)))
+            yield
+            done()
+
     # ---- Operations, named as they are in `Op`.
 
     def _forget(self, node: int, body: memoryview) -> None:
@@ -227,19 +259,23 @@ class _Mount:
 
     def _symlink(self, node: int, body: memoryview) -> bytes:
         name, target = _names(body)
-        os.symlink(target, name, dir_fd=self._nodes[node].fd)
+        with self._making(node, name):
+            os.symlink(target, name, dir_fd=self._nodes[node].fd)
         return self._entry(node, name)
 
     def _mkdir(self, node: int, body: memoryview) -> bytes:
         mode, _ = struct.unpack_from("<II", body)
-        os.mkdir(_text(body[8:]), mode, dir_fd=self._nodes[node].fd)
+        with self._making(node, _text(body[8:])):
+            os.mkdir(_text(body[8:]), mode, dir_fd=self._nodes[node].fd)
         return self._entry(node, _text(body[8:]))
 
     def _unlink(self, node: int, body: memoryview) -> None:
-        os.unlink(_text(body), dir_fd=self._nodes[node].fd)
+        with self._removing(node, body):
+            os.unlink(_text(body), dir_fd=self._nodes[node].fd)
 
     def _rmdir(self, node: int, body: memoryview) -> None:
-        os.rmdir(_text(body), dir_fd=self._nodes[node].fd)
+        with self._removing(node, body):
+            os.rmdir(_text(body), dir_fd=self._nodes[node].fd)
 
     def _rename(self, node: int, body: memoryview) -> None:
         self._move(node, struct.unpack_from("<Q", body)[0], body[8:], 0)
@@ -250,12 +286,18 @@ class _Mount:
 
     def _move(self, node: int, target: int, body: memoryview, flags: int) -> None:
         old, new = (os.fsencode(name) for name in _names(body))
-        if _libc.renameat2(self._nodes[node].fd, old, self._nodes[target].fd, new, flags) != 0:
-            raise OSError(ctypes.get_errno(), "")
+        source, directory, unsynced = self._nodes[node].fd, self._nodes[target].fd, self._unsynced(node)
+        with unsynced.lock if unsynced else contextlib.nullcontext():
+            done = unsynced.moving(source, old, directory, new, flags) if unsynced else None
+            if _libc.renameat2(source, old, directory, new, flags) != 0:
+                raise OSError(ctypes.get_errno(), "")
+            if done:
+                done()
 
     def _link(self, node: int, body: memoryview) -> bytes:
         (old,) = struct.unpack_from("<Q", body)
-        os.link(self._nodes[old].path, _text(body[8:]), dst_dir_fd=self._nodes[node].fd, follow_symlinks=True)
+        with self._making(node, _text(body[8:])):
+            os.link(self._nodes[old].path, _text(body[8:]), dst_dir_fd=self._nodes[node].fd, follow_symlinks=True)
         return self._entry(node, _text(body[8:]))
 
     def _open(self, node: int, body: memoryview) -> bytes:
@@ -265,7 +307,8 @@ class _Mount:
         flags, mode, _, _ = struct.unpack_from("<IIII", body)
         name = _text(body[16:])
         exclusive = flags & os.O_EXCL
-        os.close(os.open(name, os.O_CREAT | os.O_NOFOLLOW | os.O_RDWR | exclusive, mode, dir_fd=self._nodes[node].fd))
+        with self._making(node, name):
+            os.close(os.open(name, os.O_CREAT | os.O_NOFOLLOW | os.O_RDWR | exclusive, mode, dir_fd=self._nodes[node].fd))
         made = self._entry(node, name)
         (number,) = struct.unpack_from("<Q", made)
         return made + fuse.opened(self._open_handle(number, flags))
@@ -279,6 +322,8 @@ class _Mount:
         with self.server.writing:
             if self.server.given["kind"] == "errs":
                 self._handles[handle].unsynced.append((offset, os.pread(handle, size, offset).ljust(size, b"\0")))
+            if self.server.unsynced:
+                self.server.unsynced.written(handle, offset, size)
             return fuse.written(os.pwrite(handle, body[fuse.WRITE_DATA : fuse.WRITE_DATA + size], offset))
 
     def _statfs(self, node: int, _: memoryview) -> bytes:
@@ -296,6 +341,9 @@ class _Mount:
     def _fsync(self, _: int, body: memoryview) -> None:
         (handle,) = struct.unpack_from("<Q", body)
         with self.server.writing:
+            if self.server.unsynced:
+                self.server.unsynced.synced(handle)
+                return
             os.fsync(handle)
             self._handles[handle].unsynced.clear()
 
@@ -367,10 +415,25 @@ class _Server:
             self.offered |= Flag.POSIX_LOCKS | Flag.FLOCK_LOCKS
         # What may be taken back is remembered in the order in which it was written.
         self.writing: Any = threading.Lock() if given["kind"] == "errs" else contextlib.nullcontext()
+        self.unsynced: Unsynced | None = None
+        if given["kind"] == "forgets":
+            self.unsynced = Unsynced(os.path.join(os.path.dirname(directory), "kept"))
+            self.writing = self.unsynced.lock
+        self.ignored = Op[given["ignored"]] if "ignored" in given else None
         self.is_hostile = False
         self.made: collections.Counter[str] = collections.Counter()
         self._choose = random.Random(given["key"])
         self._drawing = threading.Lock()
+
+    def hear(self, said: bool | str) -> None:
+        """Whether it is hostile from now on, or ``"cut"``: what is not durable is lost."""
+        if said == "cut":
+            if self.unsynced:
+                self.unsynced.lose(self._choose)
+            return
+        self.is_hostile = bool(said)
+        if self.unsynced and said:
+            self.unsynced.forget()
 
     def error(self, op: Op) -> int:
         """The error of the next operation; 0 for none."""
@@ -397,8 +460,9 @@ def serve(directory: str, targets: list[str], given: dict[str, Any], control: Co
     Args:
         directory: that is served.
         targets: where it is mounted.
-        given: of `draw`; with ``"swallowed"`` no failure of an fsync is told, for tests of this program.
-        control: gets whether the file system is hostile now, and is told which errors it has made.
+        given: of `draw`; for tests of this program also ``"swallowed"``: no failure of an fsync is told, and ``"ignored"``:
+            the name of an operation that does nothing.
+        control: gets what `_Server.hear` takes, and is told which errors it has made.
     """
     os.setsid()  # what ends the driver with all its group leaves this process, which unmounts
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -420,7 +484,7 @@ def serve(directory: str, targets: list[str], given: dict[str, Any], control: Co
         control.send("")
         with contextlib.suppress(EOFError, OSError):
             while True:
-                server.is_hostile = control.recv()
+                server.hear(control.recv())
                 control.send(dict(server.made))
                 server.made.clear()
     finally:

@@ -250,17 +250,23 @@ class Judge:
             thorough: read with every reader, and look for files that are left.
         """
         for generation, directory in enumerate(self._directories()):
-            complete: list[dict[str, Any]] = []
-            if os.path.isdir(directory):
-                complete = readers.complete(directory, self.format)
-            found = {c["name"]: self.read(c, generation, thorough) for c in complete}
-            self.look_for_durable(directory, generation, found)
-            if self.format != "file":
-                self._look_at_newest(directory, generation, complete, found)
-            if thorough and self.format != "dcp" and os.path.isdir(directory):
-                self._look_for_left_files(directory, complete)
-            if thorough:
-                self._damage(complete)
+            try:
+                self._look_at(directory, generation, thorough)
+            except holdfast.Error as error:
+                self.blame("i", f"{directory} cannot be listed: {error}")
+
+    def _look_at(self, directory: str, generation: int, thorough: bool) -> None:
+        complete: list[dict[str, Any]] = []
+        if os.path.isdir(directory):
+            complete = readers.complete(directory, self.format)
+        found = {c["name"]: self.read(c, generation, thorough) for c in complete}
+        self.look_for_durable(directory, generation, found)
+        if self.format != "file":
+            self._look_at_newest(directory, generation, complete, found)
+        if thorough and self.format != "dcp" and os.path.isdir(directory):
+            self._look_for_left_files(directory, complete)
+        if thorough:
+            self._damage(complete)
 
     def _look_for_left_files(self, directory: str, complete: list[dict[str, Any]]) -> None:
         """After a recovery there are checkpoints and nothing else; beside a file its one manifest."""

@@ -69,6 +69,11 @@ class _FuseFiles:
             self._control.send(False)
             self.made = self._control.recv()
 
+    def cut(self) -> None:
+        """Loses what was not synced, where the file system is of that kind."""
+        self._control.send("cut")
+        self._control.recv()
+
     def __exit__(self, *_: object) -> None:
         self._control.close()
         self._process.join(TIME_SERVER_MAX)
@@ -98,6 +103,11 @@ class Place:
         with self._hostile.hostile() if self._hostile else contextlib.nullcontext():
             yield
         time.sleep(self._late)  # what this process knows is no older
+
+    def cut(self) -> None:
+        """What a power cut does, where the file system loses what was not synced."""
+        if self._hostile:
+            self._hostile.cut()
 
     @property
     def errors(self) -> dict[str, int]:

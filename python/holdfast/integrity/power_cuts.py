@@ -203,7 +203,7 @@ def _look(round_: dict[str, Any], log: Log, cut: Cut, image: str, directory: str
             made.recover()
             made.look(thorough=True)
         except holdfast.Error as error:
-            made.blame("i", f"recovery or listing fails: {error}")
+            made.blame("i", f"the recovery fails: {error}")
         return made.problems
     return []
 

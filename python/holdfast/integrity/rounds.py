@@ -114,6 +114,7 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
         made.blame("iv", f"processes that outlive their trainers by {TIME_ORPHANS_MAX:g} s: {left}")
     if injector:
         injector.close()
+    place.cut()
     if round_["kill_recover"] is not None and os.path.isdir(made.directory):
         jobs.run_and_kill(judge.recover, (made.directory,), round_["kill_recover"])
         made.counts["event kill-recover"] += 1
