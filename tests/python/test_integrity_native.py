@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,55 @@ def test_an_end_of_a_process_leaves_what_was_saved(kind: str, bench: rounds.Benc
     result = bench.run({**round_, "lives": [*round_["lives"], [{"do": "load", "back": 0}, save(3, spec=WIDE)]]})
     assert result.problems == [], result.log
     assert result.counts[f"event {kind}"] == 1
+
+
+@pytest.mark.parametrize("door", ["save_async", schedule.PLAN])
+def test_a_refused_save_hands_its_change_to_no_other(door: str, bench: rounds.Bench) -> None:
+    refused = {**save(2, **event("change-sealed")), "step": 1}
+    result = bench.run(made(save(1), WAIT, refused, save(3), door=door))
+    assert result.problems == [], result.log
+    counted = {key: result.counts[key] for key in ("durable", "refused", "code ALREADY_EXISTS", "event change-sealed")}
+    assert counted == {"durable": 2, "refused": 1, "code ALREADY_EXISTS": 1, "event change-sealed": 0}
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_commit_together_or_fail_together(ranks: int, bench: rounds.Bench) -> None:
+    """They have no process group: the driver gives them the id of each save."""
+    whole = bench.run(plan(save(1, spec=WIDE), WAIT, save(2, spec=WIDE), ranks=ranks, files=2, corruptions=FLIP))
+    assert whole.problems == [], whole.log
+    assert (whole.counts["durable"], whole.counts["failed"], whole.counts["verifications"]) == (2 * ranks, 0, 2)
+    failed = bench.run(plan(save(1), WAIT, save(2, **event("kill-worker", rank=1)), save(3), ranks=ranks, number=1))
+    assert failed.problems == [], failed.log
+    assert (failed.counts["durable"], failed.counts["failed"]) == (2 * ranks, ranks)
+    assert failed.before == [[0]]
+
+
+def test_ranks_go_on_where_one_has_been_killed(bench: rounds.Bench) -> None:
+    lives = [[save(1), WAIT, save(2, **event("kill-trainer", rank=1))], [{"do": "load", "back": 0}, save(3)]]
+    result = bench.run({**plan(ranks=2), "lives": lives})
+    assert result.problems == [], result.log
+    assert (result.counts["event kill-trainer"], result.counts["loads by trainers"], result.counts["reads"] > 0) == (1, 2, True)
+
+
+def test_a_call_without_memory_fails_the_save_of_all_ranks(bench: rounds.Bench) -> None:
+    """It may throw in the middle of the call: then the program itself withdraws its rank."""
+    limited = {"kind": "limit-memory", "rank": 1, "phase": "writing", "share": 0.0, "seconds": 0.0, "bytes": schedule.MIB}
+    began = time.monotonic()
+    result = bench.run(plan(save(1), WAIT, save(2, event=limited, spec={"bytes": 12 * schedule.MIB, "tensors": 400}), save(3), ranks=2))
+    assert result.problems == [], result.log
+    assert result.counts["durable"] in (4, 6) and time.monotonic() - began < trainer.TIME_LIVENESS_MAX
+
+
+def test_ranks_of_a_program_are_drawn_last() -> None:
+    limits = schedule.Limits(doors=(schedule.PLAN,))
+    drawn = [schedule.draw(3, n, limits) for n in range(400)]
+    assert {r["ranks"] for r in drawn} == set(range(1, 9))
+    for round_ in drawn:
+        of_one = round_["ranks"] == 1
+        assert of_one or (round_["when_full"], round_["jobs"]) == ("wait", 1)
+        assert of_one or not {a["do"] for life in round_["lives"] for a in life} & {"move", "recover"}
+        assert all(e["rank"] < round_["ranks"] for e in schedule.events_of(round_))
+    assert {e["rank"] for r in drawn for e in schedule.events_of(r)} >= {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("changed", ["key", "at"])

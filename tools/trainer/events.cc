@@ -178,6 +178,11 @@ void Events::EndCall() {
   limits_.clear();
 }
 
+void Events::EndSave() {
+  change_ = 0;
+  Join();
+}
+
 void Events::Sealed(const SealedExtent& extent) {
   if (extent.bytes == 0) return;
   const uint64_t number = change_.exchange(0);

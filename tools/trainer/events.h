@@ -54,6 +54,9 @@ class Events {
   /// The save is in flight: waits for the event's moment.
   void Watch(uint64_t number, const Event& event, const SaveHandle& save);
 
+  /// The save has ended, or was refused: no later one is changed in its place.
+  void EndSave();
+
   /// For CheckpointerOptions::on_sealed.
   void Sealed(const SealedExtent& extent);
 

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/load.h"
+#include "holdfast/ranks.h"
 #include "holdfast/recovery.h"
 #include "tools/trainer/state.h"
 
@@ -76,13 +77,13 @@ class Life {
       Wait();
       if (!Open(action.rate)) return;
     }
-    State state(task_.states.at(action.number), pool_, action.number, task_.rank);
+    State state(task_.states.at(action.number), pool_, action.number, task_.options.rank);
     SavePlan plan;
     SaveRequest request{.name = action.name, .step = action.step, .replace = task_.replace};
+    request.attempt = action.attempt;
     request.parent = parent_;
     if (action.files > 1) {
-      request.attempt = NewAttemptId();
-      auto planned = state.Plan(action.files, task_.rank, request.attempt);
+      auto planned = state.Plan(action.files, task_.options.rank, request.attempt);
       if (!planned.ok()) return Crashed(planned.status());
       plan = *std::move(planned);
       request.plan = &plan;
@@ -91,16 +92,20 @@ class Life {
     }
     teller_->Tell("call", {{"n", action.number}});
     if (action.event.has_value()) events_.BeginCall(action.number, *action.event);
+    bool has_thrown = false;
     absl::StatusOr<SaveHandle> save = absl::ResourceExhaustedError("save: no memory");
     try {
       save = checkpointer_->SaveAsync(request);
     } catch (const std::bad_alloc&) {  // of the limit
+      has_thrown = true;
     }
     if (save.ok() && action.event.has_value()) events_.Watch(action.number, *action.event, *save);
     events_.EndCall();
+    if (has_thrown) AbandonSaveOf(action, save.status());
     if (action.mutate) state.Mutate();
     const bool skipped =
         absl::IsUnavailable(save.status()) && task_.options.when_full == WhenFull::kSkip;
+    if (!save.ok()) events_.EndSave();
     if (!save.ok() && !skipped)
       return teller_->TellFailure("refused", action.number, save.status());
     teller_->Tell("called", {{"n", action.number}, {"skipped", skipped}});
@@ -111,8 +116,21 @@ class Life {
     const std::string kind = action.event.has_value() ? action.event->kind : "";
     if (kind == "limit-size" || kind == "change-sealed" || kind == "change-and-restore") {
       Wait();
-      events_.Join();
+      events_.EndSave();
     }
+  }
+
+  /// The other ranks would wait for a rank that no SaveAsync has withdrawn.
+  void AbandonSaveOf(const Action& action, const absl::Status& why) {
+    const CheckpointerOptions& options = task_.options;
+    if (options.world_size == 1) return;
+    (void)AbandonSave({.directory = options.directory,
+                       .name = action.name,
+                       .attempt = action.attempt,
+                       .rank = options.rank,
+                       .world_size = options.world_size,
+                       .time_liveness_max = options.time_liveness_max},
+                      why);
   }
 
   void Await(uint64_t number, const SaveHandle& save) {
@@ -153,7 +171,7 @@ class Life {
   }
 
   absl::Status Compare(const CheckpointInfo& chosen) {
-    auto reader = CheckpointReader::Open(chosen.path, task_.rank);
+    auto reader = CheckpointReader::Open(chosen.path, task_.options.rank);
     if (!reader.ok()) return reader.status();
     uint64_t id[2] = {};
     const TensorTarget target{.name = State::kId, .data = id, .bytes = sizeof(id)};
@@ -161,7 +179,7 @@ class Life {
       return read.status();
     std::string different = "no save has its number";
     if (const auto found = task_.states.find(id[0]); found != task_.states.end()) {
-      auto compared = State(found->second, pool_, id[0], task_.rank).Compare(**reader);
+      auto compared = State(found->second, pool_, id[0], task_.options.rank).Compare(**reader);
       if (!compared.ok()) return compared.status();
       different = *std::move(compared);
     }
@@ -219,7 +237,7 @@ class Life {
 }  // namespace
 
 void Live(const Task& task, Teller* teller) {
-  teller->SetWho(task.rank, task.job);
+  teller->SetWho(task.options.rank, task.job);
   Life(task, teller).Run();
 }
 

@@ -29,6 +29,8 @@ CheckpointerOptions ParseOptions(const json& given) {
   options.time_stalled_max = absl::Seconds(given.at("time_stalled_max").get<double>());
   options.time_ranks_max = absl::Seconds(given.at("time_ranks_max").get<double>());
   options.worker_program = given.at("worker_program");
+  options.rank = given.at("rank");
+  options.world_size = given.at("world_size");
   return options;
 }
 
@@ -48,6 +50,7 @@ Action ParseAction(const json& given) {
   action.number = given.at("n");
   action.step = given.at("step");
   action.name = given.at("name");
+  action.attempt = {.high = given.at("attempt").at(0), .low = given.at("attempt").at(1)};
   action.rate = given.at("rate");
   action.files = given.at("files");
   action.mutate = given.at("mutate");
@@ -69,7 +72,6 @@ Recipe ParseRecipe(const json& given) {
 Task ParseTask(const std::string& line) {
   const json given = json::parse(line);
   Task task;
-  task.rank = given.at("rank");
   task.job = given.at("job");
   task.log = given.at("log");
   task.options = ParseOptions(given.at("options"));

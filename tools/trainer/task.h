@@ -29,6 +29,7 @@ struct Action {
   uint64_t number = 0;
   uint64_t step = 0;
   std::string name;  ///< Of the checkpoint.
+  AttemptId attempt;
   uint64_t rate = 0;
   uint32_t files = 1;
   bool mutate = false;
@@ -38,7 +39,6 @@ struct Action {
 };
 
 struct Task {
-  uint32_t rank = 0;
   uint32_t job = 0;
   std::string log;              ///< File that standard error goes to.
   CheckpointerOptions options;  ///< `directory` may not exist yet.

@@ -230,7 +230,7 @@ class Life:
             return False
         # Where something has failed, the ranks may have left the calls of their process group in different places.
         fired = {line["kind"] for line in self.lines if line["event"] == "fired"}
-        return crew.ranks == 1 or fired <= set(schedule.HARMLESS)
+        return crew.ranks == 1 or crew.kind is None or fired <= set(schedule.HARMLESS)
 
     def _read(self, fd: int) -> None:
         member = self._listening[fd]

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import json
 import os
+import random
 import signal
 import subprocess
 from typing import Any
@@ -44,6 +45,12 @@ def _recipes(seed: int, number: int, rank: int, spec: dict[str, Any]) -> list[li
             for name, made in states.flat(states.recipes(seed, number, rank, spec)).items()]  # fmt: skip
 
 
+def _attempt(round_: dict[str, Any], number: int, job: int) -> list[int]:
+    """The id of a save, on which ranks without a process group agree through the driver."""
+    choose = random.Random(f"attempt {round_['seed']}:{round_['number']}:{job}:{number}")
+    return [choose.getrandbits(64), choose.getrandbits(64)]
+
+
 def line_of(task: trainer.Task, rank: int) -> bytes:
     """A task as the program reads it: `tools/trainer/task.h`."""
     round_, job = task.round, task.job
@@ -52,7 +59,7 @@ def line_of(task: trainer.Task, rank: int) -> bytes:
         given = {k: v for k, v in action.items() if k != "spec"}
         if action["do"] == "save":
             given |= {"n": action["n"] + job * schedule.SAVES_OF_JOB, "name": schedule.name_of(round_, action, job),
-                      "files": round_["files"]}  # fmt: skip
+                      "attempt": _attempt(round_, action["n"], job), "files": round_["files"]}  # fmt: skip
             if "event" in action and action["event"]["rank"] != rank:
                 del given["event"]
         actions.append(given)
@@ -61,10 +68,11 @@ def line_of(task: trainer.Task, rank: int) -> bytes:
         saves = {a["n"]: saves[a["n"]] for a in actions if a["do"] == "save"}
     options = trainer.options_of(round_, round_["lives"][task.life])
     return json.dumps({
-        "rank": rank, "job": job, "replace": round_["replace"], "actions": actions, "pool": _pool(),
+        "job": job, "replace": round_["replace"], "actions": actions, "pool": _pool(),
         "log": os.path.join(task.scratch, f"trainer-{job}-{rank}.log"),
         "options": {**options, "directory": task.directory, "worker_program": commands.program("holdfast-worker"),
-                    "when_full": round_["when_full"], "keep_last": round_["keep_last"]},
+                    "when_full": round_["when_full"], "keep_last": round_["keep_last"],
+                    "rank": rank, "world_size": round_["ranks"]},
         "outcome_seconds_max": trainer.TIME_OUTCOME_MAX, "settle_seconds_max": trainer.TIME_SETTLE_MAX,
         "hung_seconds": trainer.TIME_HUNG * 3,
         "states": {n: _recipes(round_["seed"], n, rank, a["spec"]) for n, a in saves.items()},

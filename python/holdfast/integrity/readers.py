@@ -63,20 +63,21 @@ def _load_into(path: str, expected: Expected) -> Iterator[Finding]:
 
 def _load_plan(path: str, expected: Expected) -> Iterator[Finding]:
     """The C++ reader, into memory of the tensors of the save that the checkpoint says it is of."""
-    reader = _native.CheckpointReader.open(path, 0)
+    for rank in range(expected.round["ranks"]):
+        reader = _native.CheckpointReader.open(path, rank)
+        id_ = torch.zeros(2, dtype=torch.int64)
+        _fill(reader, {"id": id_})
+        save = int(id_[0])
+        wanted = expected.state(save, rank)
+        target = states.zeros(wanted)
+        _fill(reader, target)
+        names = {name for name, *_ in reader.tensors()}
+        yield save, states.difference(target, wanted) if names == wanted.keys() else f"it has the tensors {sorted(names)[:5]}, ..."
 
-    def fill(tensors: dict[str, torch.Tensor]) -> None:
-        targets: list[Any] = [(name, tensor.data_ptr(), tensor.nbytes, None, None) for name, tensor in tensors.items()]
-        reader.load(targets, True, 64 << 20, 1, "auto", True)
 
-    id_ = torch.zeros(2, dtype=torch.int64)
-    fill({"id": id_})
-    save = int(id_[0])
-    wanted = expected.state(save, 0)
-    target = states.zeros(wanted)
-    fill(target)
-    names = {name for name, *_ in reader.tensors()}
-    yield save, states.difference(target, wanted) if names == wanted.keys() else f"it has the tensors {sorted(names)[:5]}, ..."
+def _fill(reader: _native.CheckpointReader, tensors: dict[str, torch.Tensor]) -> None:
+    targets: list[Any] = [(name, tensor.data_ptr(), tensor.nbytes, None, None) for name, tensor in tensors.items()]
+    reader.load(targets, True, 64 << 20, 1, "auto", True)
 
 
 def _number_in(files: list[str]) -> int:

@@ -14,7 +14,7 @@ from holdfast.integrity import fuse_files
 MIB = 1 << 20
 PLAN = "plan"  # saves of a C++ program
 DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp", "save_file", PLAN)
-OF_ONE_RANK = ("save_file", PLAN)
+OF_ONE_RANK = ("save_file", PLAN)  # the ranks of a program are drawn last of all
 LAUNCHERS = ("spawn", "persistent", "fork", "thread")
 ENGINES = ("auto", "io_uring-fixed", "io_uring", "pwrite")
 # Kinds of events: those that a save must survive, those that may fail it, and those that end a trainer.
@@ -129,6 +129,8 @@ class _Drawing:
             self._move_to(choose.choice(self.limits.places))
         elif self.limits.mount and not made["disk"] and self.often(0.06):
             self._move_to("fuse-" + choose.choice(fuse_files.KINDS))
+        if is_program and made["jobs"] == 1:
+            self._draw_ranks_of_program()
         return made
 
     def _move_to(self, place: str) -> None:
@@ -136,6 +138,17 @@ class _Drawing:
         self.round["disk"] = (self.round["disk"] or self.choose.choice((24, 40))) if is_limited else 0
         self.round["disk_kind"] = place if is_limited else "small"
         self.round["fuse"] = fuse_files.draw(self.choose, kind) if of == "fuse" else {}
+
+    def _draw_ranks_of_program(self) -> None:
+        """Last of all, so that the rounds of other doors stay what they are."""
+        choose, made, most = self.choose, self.round, self.limits.ranks_max
+        ranks = made["ranks"] = min(most, self.pick((1, 8), (2, 4), (3, 1), (choose.randint(1, most), 2)))
+        if ranks == 1:
+            return
+        made["when_full"] = "wait"  # without a process group, ranks do not agree to skip a save
+        made["lives"] = [[a for a in actions if a["do"] not in ("move", "recover")] for actions in made["lives"]]
+        for event in events_of(made):
+            event["rank"] = choose.randrange(ranks)
 
     def _life(self, last: bool) -> list[dict[str, Any]]:
         choose = self.choose

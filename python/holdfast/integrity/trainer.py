@@ -187,6 +187,7 @@ class Trainer:
             raise
         except BaseException as error:
             self.over.add(number)
+            self._end_change()
             self._tell_failure("refused", number, error)
             return
         finally:
@@ -211,7 +212,12 @@ class Trainer:
         durable.add_done_callback(done)
         if mine and mine["kind"] in ("limit-size", "change-sealed", "change-and-restore"):
             ended.wait(TIME_OUTCOME_MAX)
-            self._join_hits()  # what is restored lies in memory that the next save may take
+            self._end_change()
+
+    def _end_change(self) -> None:
+        """No later save is changed in the place of one that has ended; what is restored lies in memory that it may take."""
+        self._change = None
+        self._join_hits()
 
     def name_of(self, action: dict[str, Any]) -> str:
         return schedule.name_of(self.round, action, self.job)
