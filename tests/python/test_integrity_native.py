@@ -65,6 +65,16 @@ def test_a_refused_save_hands_its_change_to_no_other(door: str, bench: rounds.Be
     assert counted == {"durable": 2, "refused": 1, "code ALREADY_EXISTS": 1, "event change-sealed": 0}
 
 
+def test_a_device_copies_late_and_each_save_has_what_it_had_at_its_call(bench: rounds.Bench) -> None:
+    """A save with an even number waits for its copies, one with an odd number makes the training's stream wait."""
+    large = {"bytes": schedule.ARENA + 3 * schedule.MIB, "tensors": 9}
+    actions = save(1, spec=WIDE), save(2, spec=WIDE), save(3, spec=large), WAIT, save(4, **event("kill-worker")), save(5, spec=WIDE)
+    result = bench.run(plan(*actions, device="stand-in"))
+    assert result.problems == [], result.log
+    counted = {key: result.counts[key] for key in ("durable", "failed", "event kill-worker")}
+    assert counted == {"durable": 4, "failed": 1, "event kill-worker": 1}
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_commit_together_or_fail_together(ranks: int, bench: rounds.Bench) -> None:
     """They have no process group: the driver gives them the id of each save."""

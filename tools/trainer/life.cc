@@ -14,6 +14,7 @@
 #include "holdfast/load.h"
 #include "holdfast/ranks.h"
 #include "holdfast/recovery.h"
+#include "tools/trainer/late_device.h"
 #include "tools/trainer/state.h"
 
 namespace holdfast::trainer {
@@ -26,7 +27,9 @@ constexpr char kReleased = '\xee';
 class Life {
  public:
   Life(const Task& task, Teller* teller)
-      : task_(task), teller_(teller), events_(teller, task.hung_seconds) {}
+      : task_(task), teller_(teller), events_(teller, task.hung_seconds) {
+    if (task.device.has_value()) device_ = std::make_unique<LateDevice>(*task.device);
+  }
 
   void Run() {
     auto pool = ReadPool(task_.pool);
@@ -77,7 +80,8 @@ class Life {
       Wait();
       if (!Open(action.rate)) return;
     }
-    State state(task_.states.at(action.number), pool_, action.number, task_.options.rank);
+    State state(task_.states.at(action.number), pool_, action.number, task_.options.rank,
+                device_.get());
     SavePlan plan;
     SaveRequest request{.name = action.name, .step = action.step, .replace = task_.replace};
     request.attempt = action.attempt;
@@ -102,7 +106,10 @@ class Life {
     if (save.ok() && action.event.has_value()) events_.Watch(action.number, *action.event, *save);
     events_.EndCall();
     if (has_thrown) AbandonSaveOf(action, save.status());
+    if (save.ok() && device_ != nullptr) AwaitCopies(action, *save);
     if (action.mutate) state.Mutate();
+    // The memory of tensors is freed behind every copy, also of a save that has failed.
+    if (device_ != nullptr) (void)device_->MakeStreamWait(nullptr);
     const bool skipped =
         absl::IsUnavailable(save.status()) && task_.options.when_full == WhenFull::kSkip;
     if (!save.ok()) events_.EndSave();
@@ -117,6 +124,15 @@ class Life {
     if (kind == "limit-size" || kind == "change-sealed" || kind == "change-and-restore") {
       Wait();
       events_.EndSave();
+    }
+  }
+
+  /// What a training does before it changes its tensors: it waits itself, or makes a stream wait.
+  void AwaitCopies(const Action& action, const SaveHandle& save) {
+    if (action.number % 2 == 0) {
+      (void)save.WaitStaged(Longest());
+    } else {
+      (void)save.WaitStagedOn(device_.get(), nullptr);
     }
   }
 
@@ -227,6 +243,7 @@ class Life {
   Teller* const teller_;
   Events events_;
   std::vector<uint64_t> pool_;
+  std::unique_ptr<LateDevice> device_;  // outlives the Checkpointer
   std::unique_ptr<Checkpointer> checkpointer_;
   uint64_t rate_ = 0;
   AttemptId parent_;

@@ -48,7 +48,8 @@ absl::StatusOr<std::vector<uint64_t>> ReadPool(const std::string& path) {
 }
 
 State::State(const std::vector<Recipe>& recipes, const std::vector<uint64_t>& pool, uint64_t number,
-             uint32_t rank) {
+             uint32_t rank, Device* device)
+    : device_(device) {
   Add({.name = kId, .dtype = "I64", .shape = {2}}, IdBytes(number, rank));
   for (const Recipe& recipe : recipes) Add(recipe, BytesOf(recipe, pool));
 }
@@ -59,7 +60,8 @@ void State::Add(const Recipe& recipe, std::vector<char> bytes) {
                       .dtype = recipe.dtype,
                       .shape = recipe.shape,
                       .data = bytes_.back().data(),
-                      .bytes = bytes_.back().size()});
+                      .bytes = bytes_.back().size(),
+                      .device = device_});
 }
 
 absl::StatusOr<SavePlan> State::Plan(uint32_t files, uint32_t rank,

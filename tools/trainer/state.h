@@ -31,8 +31,9 @@ class State {
   /// The name of the tensor that says which save it is: the number and the rank.
   static constexpr char kId[] = "id";
 
+  /// `device`: of the tensors' memory; null is the host.
   State(const std::vector<Recipe>& recipes, const std::vector<uint64_t>& pool, uint64_t number,
-        uint32_t rank);
+        uint32_t rank, Device* device = nullptr);
 
   const std::vector<TensorSource>& tensors() const { return tensors_; }
 
@@ -49,6 +50,7 @@ class State {
  private:
   void Add(const Recipe& recipe, std::vector<char> bytes);
 
+  Device* const device_;
   std::vector<TensorSource> tensors_;
   std::vector<std::vector<char>> bytes_;  // of each tensor
 };

@@ -76,6 +76,7 @@ Task ParseTask(const std::string& line) {
   task.log = given.at("log");
   task.options = ParseOptions(given.at("options"));
   task.replace = given.at("replace");
+  if (const json& seed = given.at("device"); !seed.is_null()) task.device = seed;
   task.outcome_seconds_max = given.at("outcome_seconds_max");
   task.settle_seconds_max = given.at("settle_seconds_max");
   task.hung_seconds = given.at("hung_seconds");

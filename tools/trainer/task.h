@@ -43,6 +43,7 @@ struct Task {
   std::string log;              ///< File that standard error goes to.
   CheckpointerOptions options;  ///< `directory` may not exist yet.
   bool replace = false;
+  std::optional<uint64_t> device;  ///< Seed of the stand-in that holds the tensors; none: the host.
   double outcome_seconds_max = 0;  ///< In which every save has ended.
   double settle_seconds_max = 0;   ///< In which staging memory is free after the last save.
   double hung_seconds = 0;         ///< For which a hanging worker is stopped.

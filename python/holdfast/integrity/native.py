@@ -68,7 +68,8 @@ def line_of(task: trainer.Task, rank: int) -> bytes:
         saves = {a["n"]: saves[a["n"]] for a in actions if a["do"] == "save"}
     options = trainer.options_of(round_, round_["lives"][task.life])
     return json.dumps({
-        "job": job, "replace": round_["replace"], "actions": actions, "pool": _pool(),
+        "job": job, "replace": round_["replace"], "device": round_["number"] if round_["device"] == "stand-in" else None,
+        "actions": actions, "pool": _pool(),
         "log": os.path.join(task.scratch, f"trainer-{job}-{rank}.log"),
         "options": {**options, "directory": task.directory, "worker_program": commands.program("holdfast-worker"),
                     "when_full": round_["when_full"], "keep_last": round_["keep_last"],

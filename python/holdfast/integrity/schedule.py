@@ -99,7 +99,7 @@ class _Drawing:
         made["files"] = self.pick((1, 2), (2, 1), (5, 1)) if is_program else 1
         made["launcher"] = choose.choice(LAUNCHERS)
         made["engine"] = choose.choice(ENGINES)
-        made["device"] = "stand-in" if self.often(0.15) and not is_program else "cpu"
+        made["device"] = "stand-in" if self.often(0.15) else "cpu"
         made["jobs"] = 2 if made["ranks"] == 1 and self.often(0.12) else 1
         made["same_names"] = made["jobs"] == 2 and self.often(0.4)
         made["read_back"] = self.often(0.2)
