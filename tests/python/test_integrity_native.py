@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_integrity import FLIP, WAIT, event, made, save
 
-from holdfast.integrity import native, processes, rounds, schedule, trainer
+from holdfast.integrity import injection, memory_groups, native, processes, rounds, schedule, trainer
 
 pytestmark = pytest.mark.skipif(bool(native.why_not()), reason=native.why_not())
 WIDE = {"tensors": 40, "wide": True}
@@ -73,6 +73,23 @@ def test_a_device_copies_late_and_each_save_has_what_it_had_at_its_call(bench: r
     assert result.problems == [], result.log
     counted = {key: result.counts[key] for key in ("durable", "failed", "event kill-worker")}
     assert counted == {"durable": 4, "failed": 1, "event kill-worker": 1}
+
+
+@pytest.mark.skipif(bool(memory_groups.why_not()), reason=memory_groups.why_not())
+@pytest.mark.parametrize("kind", schedule.IN_GROUPS)
+def test_the_kernel_ends_a_program_or_its_worker_for_lack_of_memory(kind: str, bench: rounds.Bench) -> None:
+    done = bench.run(plan(save(1, spec=WIDE), WAIT, save(2, **event(kind))))
+    assert done.problems == [], done.log
+    assert (done.counts[f"in flight {kind}"], done.counts["failed"]) == (1, kind == "oom-worker")
+
+
+@pytest.mark.skipif(bool(injection.why_not()), reason=injection.why_not())
+def test_rounds_survive_what_containers_forbid_a_program(bench: rounds.Bench) -> None:
+    container = {"io_uring_setup": "EPERM", "clone3": "ENOSYS", "statx": "ENOSYS"}
+    assert bench.run(plan(save(1), save(2), forbidden=container, ranks=2)).problems == []
+    assert bench.run(plan(save(1), number=1)).before == [[]]  # the filter stays with its processes
+    (problem, *_) = bench.run(plan(save(1), forbidden={"pidfd_open": "ENOSYS"})).problems
+    assert problem["invariant"] == "v" and "UNIMPLEMENTED" in problem["what"]  # it does hold them up
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -22,6 +22,8 @@ namespace {
 using nlohmann::json;
 
 constexpr auto kPoll = std::chrono::microseconds(500);
+constexpr auto kMemoryPoll = std::chrono::milliseconds(5);
+constexpr int kMemoryPollsMax = 12000;  // a minute
 
 void Sleep(double seconds) { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); }
 
@@ -229,15 +231,22 @@ void Events::Strike(uint64_t number, const Event& event, const SaveHandle& save,
   if (event.kind == "terminate-worker") kill(worker, SIGTERM);
   if (worker != 0 && (event.kind == "kill-worker" || event.kind == "kill-both"))
     kill(worker, SIGKILL);
+  if (event.kind == "oom-worker") RunOutOfMemory(worker, [&save] { return save.IsDone(); });
   StrikeTrainer(event);
   if (event.kind == "cancel") (void)save.Cancel();
   if (worker != 0) kill(worker, SIGCONT);
+}
+
+void Events::RunOutOfMemory(int pid, const std::function<bool()>& is_over) {
+  teller_->Tell("out of memory", {{"pid", pid}});
+  for (int i = 0; i < kMemoryPollsMax && !is_over(); ++i) std::this_thread::sleep_for(kMemoryPoll);
 }
 
 void Events::StrikeTrainer(const Event& event) {
   if (event.kind == "kill-trainer" || event.kind == "kill-both" || event.kind == "kill-in-call")
     kill(getpid(), SIGKILL);
   if (event.kind == "terminate-trainer") kill(getpid(), SIGTERM);
+  if (event.kind == "oom-trainer") RunOutOfMemory(getpid(), [] { return false; });
   if (event.kind == "exit-trainer") {
     teller_->Tell("exiting");
     exit(0);

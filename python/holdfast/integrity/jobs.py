@@ -11,13 +11,14 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from multiprocessing import forkserver
 from typing import Any
 
 import torch
 
-from holdfast.integrity import injection, native, peers, processes, schedule, trainer
+from holdfast.integrity import injection, memory_groups, native, peers, processes, schedule, trainer
 
 TIME_SILENT_MAX = 400.0  # seconds without a line from any trainer of a life
 NO_THREAD_DATA = 127  # status by which the C library ends a process that gets no memory for a thread's own data
@@ -99,12 +100,13 @@ class Crew:
         store: of their process group: ``"server"``, ``"file"``, or "" where they have none.
         plant: as of `trainer.serve`.
         is_injected: whether the driver answers their system calls.
+        forbidden: system calls of the C++ program; other trainers forbid themselves theirs.
     """
 
     _made = 0
 
     def __init__(self, kind: type[trainer.Trainer] | None, ranks: int, store: str, plant: str = "",
-                 is_injected: bool = False) -> None:  # fmt: skip
+                 is_injected: bool = False, forbidden: dict[str, str] | None = None) -> None:  # fmt: skip
         self.kind, self.ranks, self.store = kind, ranks, store
         self.rounds: list[int] = []  # that it has run
         self._directory = ""
@@ -115,7 +117,8 @@ class Crew:
             Crew._made += 1
             store = f"{_server().port}/{Crew._made}"
         self.members: list[Member | native.Member] = [
-            Member(kind, rank, ranks, store, plant, is_injected) if kind else native.Member(rank) for rank in range(ranks)
+            Member(kind, rank, ranks, store, plant, is_injected) if kind else native.Member(rank, forbidden or {})
+            for rank in range(ranks)
         ]
 
     def dismiss(self, short_of_memory: bool = False) -> str:
@@ -179,11 +182,13 @@ class Life:
         self.lines: list[dict[str, Any]] = []
         self.problem = ""
         self._continue: list[tuple[float, Member | native.Member]] = []
+        self._directory = directory
+        self._killing: list[threading.Thread] = []
         self._pool = pool
         kind, ranks = _kind_of(round_), round_["ranks"]
         store = round_["store"] if ranks > 1 or "saver" in round_ else ""
         self._crews = [
-            pool.take(kind, ranks, store) if pool else Crew(kind, ranks, store, plant, injector is not None)
+            pool.take(kind, ranks, store) if pool else Crew(kind, ranks, store, plant, injector is not None, round_["forbidden"])
             for _ in range(round_["jobs"])
         ]
         self.before = [list(crew.rounds) for crew in self._crews]
@@ -219,6 +224,8 @@ class Life:
                     member.send(signal.SIGUSR2)  # its stacks go to its log
                 time.sleep(1.0)
                 self.kill()
+        for killing in self._killing:
+            killing.join()
         limited = any(line["event"] == "fired" and line["kind"] == "limit-memory" for line in self.lines)
         for crew in self._crews:
             ended = self._pool.give_back(crew) if self._pool and self._may_go_on(crew) else crew.dismiss(limited)
@@ -244,7 +251,10 @@ class Life:
             line = json.loads(text)
             if line["event"] == "stopping":
                 self._continue.append((time.monotonic() + 0.01 + line["seconds"], member))
-            if line["event"] == "rest":
+            if line["event"] == "out of memory":  # the C++ program leaves the control group to the driver
+                self._killing.append(threading.Thread(target=memory_groups.kill, args=(line["pid"], self._directory)))
+                self._killing[-1].start()
+            elif line["event"] == "rest":
                 member.rests = True
                 if more := member.left():
                     self.lines.append({**line, "event": "leak", "more": more})

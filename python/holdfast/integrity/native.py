@@ -15,7 +15,7 @@ import subprocess
 from typing import Any
 
 from holdfast import _dtypes, commands
-from holdfast.integrity import processes, schedule, states, trainer
+from holdfast.integrity import injection, processes, schedule, states, trainer
 
 PROGRAM = "holdfast-trainer"
 
@@ -81,13 +81,21 @@ def line_of(task: trainer.Task, rank: int) -> bytes:
 
 
 class Member:
-    """The program's process. As `jobs.Member`."""
+    """The program's process. As `jobs.Member`.
+
+    Args:
+        rank: of the job.
+        forbidden: as of `injection.forbid`.
+    """
 
     channel = None
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, forbidden: dict[str, str]) -> None:
         self._rank = rank
-        self.process = subprocess.Popen([commands.program(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.process = subprocess.Popen(
+            [commands.program(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            preexec_fn=functools.partial(injection.forbid, forbidden) if forbidden else None,
+        )  # fmt: skip
         assert self.process.stdout is not None
         self.out = self.process.stdout
         processes.own.add(self.process.pid)

@@ -113,7 +113,7 @@ class _Drawing:
         forbidden = dict(choose.sample(FORBIDDEN, choose.randint(1, 3))) if self.often(0.07) else {}
         is_asked_for = "io_uring" in made["engine"]  # a save then takes no other way
         made["forbidden"] = {call: error for call, error in forbidden.items()
-                             if self.limits.filters and not is_program and not (is_asked_for and "io_uring" in call)}
+                             if self.limits.filters and not (is_asked_for and "io_uring" in call)}
         made["lives"] = [self._life(last=i == 1) for i in range(self.pick((1, 2), (2, 3)))]
         # A write of the store that the limit cuts short would hold the ranks up until their time-out.
         is_limited = any(event["kind"] == "limit-size" for event in events_of(made))
@@ -191,7 +191,7 @@ class _Drawing:
         if self.often(0.75 if last else 0.35):
             kinds = [(k, 2.0) for k in HARMLESS] + [(k, 2.0) for k in HARMFUL if k != "hang-worker"]
             kinds += [("hang-worker", 0.4)] + ([(k, 3.0) for k in DEADLY] if last else [])
-            refused = set() if self.limits.groups and self.round["door"] != PLAN else set(IN_GROUPS)
+            refused = set() if self.limits.groups else set(IN_GROUPS)
             # PyTorch's gloo groups end a process that gets no memory for their threads, or no descriptor.
             if self.round["ranks"] > 1:
                 refused |= {"limit-memory", "limit-files"} if "dcp" in self.round["door"] else {"limit-memory"}
