@@ -75,6 +75,32 @@ def test_a_device_copies_late_and_each_save_has_what_it_had_at_its_call(bench: r
     assert counted == {"durable": 4, "failed": 1, "event kill-worker": 1}
 
 
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [("kill-worker", 1), ("terminate-worker", 3), ("hang-worker", 1), ("kill-both", 3), ("kill-both", 1), ("kill-trainer", 3)],
+)
+def test_files_of_dead_workers_have_bytes_of_their_save_alone(files: int, kind: str, bench: rounds.Bench) -> None:
+    """The trainer holds what its worker has made, and the driver what both have left."""
+    slow = event(kind, share=0.5)
+    result = bench.run(plan(save(1, spec=WIDE), save(2, **slow), save(3, spec={"bytes": 12 * schedule.MIB}), files=files))
+    assert result.problems == [], result.log
+    assert result.counts["bytes in files of dead workers"] > schedule.MIB
+    assert files <= result.counts["files of dead workers"] <= 2 * files
+
+
+@pytest.mark.parametrize("kind", ["kill-worker", "kill-both"])
+def test_a_byte_of_another_save_in_a_dead_file_is_found(kind: str, bench: rounds.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planted bug: the program writes into the file of the worker that it kills."""
+    line_of = native.line_of
+
+    def planted(*arguments: Any) -> bytes:
+        return json.dumps({**json.loads(line_of(*arguments)), "spoil": True}).encode() + b"\n"
+
+    monkeypatch.setattr(native, "line_of", planted)
+    (problem,) = bench.run(plan(save(1, **event(kind)))).problems
+    assert problem["invariant"] == "iv" and "never had" in problem["what"]
+
+
 @pytest.mark.skipif(bool(memory_groups.why_not()), reason=memory_groups.why_not())
 @pytest.mark.parametrize("kind", schedule.IN_GROUPS)
 def test_the_kernel_ends_a_program_or_its_worker_for_lack_of_memory(kind: str, bench: rounds.Bench) -> None:

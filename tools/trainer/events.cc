@@ -225,6 +225,7 @@ void Events::Strike(uint64_t number, const Event& event, const SaveHandle& save,
     if (kill(worker, SIGSTOP) != 0) return;
     phase = save.progress().phase;  // what is told now was so when it stopped
   }
+  if ((worker != 0 && event.kind != "stop-worker") || event.kind == "cancel") on_end_(number);
   Fired(number, event, phase);
   if (event.kind == "stop-worker") Sleep(event.seconds);
   if (event.kind == "hang-worker") Sleep(hung_seconds_);

@@ -42,7 +42,9 @@ class Teller {
 /// The events of one life. A thread waits for the moment of each.
 class Events {
  public:
-  Events(Teller* teller, double hung_seconds) : teller_(teller), hung_seconds_(hung_seconds) {}
+  /// `on_end` is called with the number of a save whose worker is about to end.
+  Events(Teller* teller, double hung_seconds, std::function<void(uint64_t number)> on_end)
+      : teller_(teller), hung_seconds_(hung_seconds), on_end_(std::move(on_end)) {}
   ~Events() { Join(); }
   Events(const Events&) = delete;
   Events& operator=(const Events&) = delete;
@@ -77,6 +79,7 @@ class Events {
 
   Teller* const teller_;
   const double hung_seconds_;
+  const std::function<void(uint64_t number)> on_end_;
   std::vector<std::thread> threads_;
   std::vector<Limit> limits_;
   int limited_ = 0;                  // RLIMIT_*

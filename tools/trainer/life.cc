@@ -14,6 +14,7 @@
 #include "holdfast/load.h"
 #include "holdfast/ranks.h"
 #include "holdfast/recovery.h"
+#include "tools/trainer/dead_files.h"
 #include "tools/trainer/late_device.h"
 #include "tools/trainer/state.h"
 
@@ -27,7 +28,10 @@ constexpr char kReleased = '\xee';
 class Life {
  public:
   Life(const Task& task, Teller* teller)
-      : task_(task), teller_(teller), events_(teller, task.hung_seconds) {
+      : task_(task),
+        teller_(teller),
+        dead_files_(task, teller),
+        events_(teller, task.hung_seconds, [this](uint64_t number) { Hold(number); }) {
     if (task.device.has_value()) device_ = std::make_unique<LateDevice>(*task.device);
   }
 
@@ -35,6 +39,7 @@ class Life {
     auto pool = ReadPool(task_.pool);
     if (!pool.ok()) return Crashed(pool.status());
     pool_ = *std::move(pool);
+    if (!task_.dead.empty()) return LookAtDeadFiles();
     mkdir(task_.options.directory.c_str(), 0777);
     if (!Open(0)) return;
     for (const Action& action : task_.actions) {
@@ -48,6 +53,7 @@ class Life {
     events_.Join();
     Settle();
     checkpointer_.reset();
+    dead_files_.Look(pool_);
     teller_->Tell("end");
   }
 
@@ -55,6 +61,17 @@ class Life {
   absl::Duration Longest() const { return absl::Seconds(task_.outcome_seconds_max); }
 
   void Crashed(const absl::Status& error) { teller_->TellFailure("crashed", 0, error); }
+
+  void LookAtDeadFiles() {
+    for (const DeadFile& file : task_.dead) {
+      if (const auto looked = dead_files_.LookAt(file, pool_); !looked.ok()) Crashed(looked);
+    }
+  }
+
+  void Hold(uint64_t number) {
+    dead_files_.Hold(number);
+    if (task_.spoil) dead_files_.Spoil();
+  }
 
   bool Open(uint64_t rate) {
     checkpointer_.reset();
@@ -87,7 +104,8 @@ class Life {
     request.attempt = action.attempt;
     request.parent = parent_;
     if (action.files > 1) {
-      auto planned = state.Plan(action.files, task_.options.rank, request.attempt);
+      auto planned =
+          state.Plan(action.files, task_.options.rank, task_.options.world_size, request.attempt);
       if (!planned.ok()) return Crashed(planned.status());
       plan = *std::move(planned);
       request.plan = &plan;
@@ -127,7 +145,7 @@ class Life {
     }
   }
 
-  /// What a training does before it changes its tensors: it waits itself, or makes a stream wait.
+  /// Waits as a training does before it changes its tensors: by itself, or on a stream.
   void AwaitCopies(const Action& action, const SaveHandle& save) {
     if (action.number % 2 == 0) {
       (void)save.WaitStaged(Longest());
@@ -241,6 +259,7 @@ class Life {
 
   const Task& task_;
   Teller* const teller_;
+  DeadFiles dead_files_;
   Events events_;
   std::vector<uint64_t> pool_;
   std::unique_ptr<LateDevice> device_;  // outlives the Checkpointer

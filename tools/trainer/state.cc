@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 
 namespace holdfast::trainer {
 namespace {
@@ -47,6 +48,11 @@ absl::StatusOr<std::vector<uint64_t>> ReadPool(const std::string& path) {
   return words;
 }
 
+std::string FileName(uint32_t index, uint32_t files, uint32_t rank, uint32_t world_size) {
+  if (files == 1) return absl::StrFormat("model-%05u-of-%05u.safetensors", rank, world_size);
+  return absl::StrCat("model-", rank, "-", index, ".safetensors");
+}
+
 State::State(const std::vector<Recipe>& recipes, const std::vector<uint64_t>& pool, uint64_t number,
              uint32_t rank, Device* device)
     : device_(device) {
@@ -64,14 +70,14 @@ void State::Add(const Recipe& recipe, std::vector<char> bytes) {
                       .device = device_});
 }
 
-absl::StatusOr<SavePlan> State::Plan(uint32_t files, uint32_t rank,
+absl::StatusOr<SavePlan> State::Plan(uint32_t files, uint32_t rank, uint32_t world_size,
                                      const AttemptId& attempt) const {
   SavePlan plan;
   for (uint32_t file = 0; file < files; ++file) {
     std::vector<TensorSource> sources;
     for (size_t i = file; i < tensors_.size(); i += files) sources.push_back(tensors_[i]);
-    auto part = PlanSafetensors(absl::StrCat("model-", rank, "-", file, ".safetensors"), sources,
-                                {.attempt = attempt});
+    auto part =
+        PlanSafetensors(FileName(file, files, rank, world_size), sources, {.attempt = attempt});
     if (!part.ok()) return part.status();
     for (PlannedFile& planned : part->files) {
       for (Segment& segment : planned.segments) {

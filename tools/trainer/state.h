@@ -26,6 +26,9 @@ struct Recipe {
 /// Reads the pool's words. \error errors of the file.
 absl::StatusOr<std::vector<uint64_t>> ReadPool(const std::string& path);
 
+/// The name of file `index` of `files` in a plan; of a single one as SaveRequest::tensors has it.
+std::string FileName(uint32_t index, uint32_t files, uint32_t rank, uint32_t world_size);
+
 class State {
  public:
   /// The name of the tensor that says which save it is: the number and the rank.
@@ -38,7 +41,8 @@ class State {
   const std::vector<TensorSource>& tensors() const { return tensors_; }
 
   /// Plans the tensors as `files` safetensors files of an attempt. \error of PlanSafetensors.
-  absl::StatusOr<SavePlan> Plan(uint32_t files, uint32_t rank, const AttemptId& attempt) const;
+  absl::StatusOr<SavePlan> Plan(uint32_t files, uint32_t rank, uint32_t world_size,
+                                const AttemptId& attempt) const;
 
   /// Changes every byte.
   void Mutate();

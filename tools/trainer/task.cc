@@ -42,6 +42,8 @@ Event ParseEvent(const json& given) {
           .bytes = given.value("bytes", uint64_t{0})};
 }
 
+AttemptId ParseAttempt(const json& given) { return {.high = given.at(0), .low = given.at(1)}; }
+
 Action ParseAction(const json& given) {
   Action action;
   action.what = given.at("do");
@@ -50,7 +52,7 @@ Action ParseAction(const json& given) {
   action.number = given.at("n");
   action.step = given.at("step");
   action.name = given.at("name");
-  action.attempt = {.high = given.at("attempt").at(0), .low = given.at("attempt").at(1)};
+  action.attempt = ParseAttempt(given.at("attempt"));
   action.rate = given.at("rate");
   action.files = given.at("files");
   action.mutate = given.at("mutate");
@@ -81,6 +83,14 @@ Task ParseTask(const std::string& line) {
   task.settle_seconds_max = given.at("settle_seconds_max");
   task.hung_seconds = given.at("hung_seconds");
   task.pool = given.at("pool");
+  task.spoil = given.at("spoil");
+  for (const json& file : given.at("dead")) {
+    task.dead.push_back({.number = file.at("n"),
+                         .files = file.at("files"),
+                         .attempt = ParseAttempt(file.at("attempt")),
+                         .name = file.at("name"),
+                         .path = file.at("path")});
+  }
   for (const json& action : given.at("actions")) task.actions.push_back(ParseAction(action));
   for (const auto& [number, recipes] : given.at("states").items()) {
     std::vector<Recipe>& state = task.states[std::stoull(number)];

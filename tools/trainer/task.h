@@ -23,6 +23,15 @@ struct Event {
   uint64_t bytes = 0;  ///< Of a limit.
 };
 
+/// A data file of a save whose processes have died.
+struct DeadFile {
+  uint64_t number = 0;  ///< Of the save.
+  uint32_t files = 1;   ///< Of the save's plan.
+  AttemptId attempt;
+  std::string name;  ///< In the plan.
+  std::string path;
+};
+
 struct Action {
   std::string what;  ///< "save", "wait", "load", "move" or "recover".
   // Of a save:
@@ -49,6 +58,8 @@ struct Task {
   double hung_seconds = 0;         ///< For which a hanging worker is stopped.
   std::string pool;                ///< File of the words that tensors are made of.
   std::vector<Action> actions;
+  std::vector<DeadFile> dead;  ///< To look at. The task then has no actions.
+  bool spoil = false;          ///< Writes foreign bytes into dead files: a test of the look.
   std::map<uint64_t, std::vector<Recipe>> states;  ///< By number of the save.
 };
 

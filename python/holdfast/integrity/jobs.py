@@ -182,6 +182,7 @@ class Life:
         self.lines: list[dict[str, Any]] = []
         self.problem = ""
         self._continue: list[tuple[float, Member | native.Member]] = []
+        self.scratch = scratch
         self._directory = directory
         self._killing: list[threading.Thread] = []
         self._pool = pool

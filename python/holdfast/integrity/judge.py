@@ -3,7 +3,7 @@
 i    what was told durable is there and verifies
 ii   what any reader accepts is, bit for bit, what one save had at its call
 iii  the newest checkpoint is the one whose save was called last
-iv   no descriptor, mapping, process or partial file is left
+iv   no descriptor, mapping, process or partial file is left; no memory is reused before its last transfer
 v    every failure has a cause, is told on every rank in bounded time, with a code, object and reason
 """
 
@@ -25,7 +25,7 @@ NAMES = {
     "i": "what was reported durable is there and verifies",
     "ii": "what a reader accepts is what was sealed at the call",
     "iii": "the newest is the one that was saved last",
-    "iv": "nothing is left behind",
+    "iv": "nothing is left behind, and nothing is used too early",
     "v": "failures are reported, with a cause, in bounded time",
 }
 # Of a file system that errs. The runtime says DATA_LOSS for EIO, and the package's Python UNAVAILABLE.
@@ -160,6 +160,8 @@ class Judge:
                     one.abandoned = one.abandoned or one.job == line["job"] and one.number > number > 0
                 if line["different"]:
                     self.blame("ii", f"a trainer loaded {line['path']}: {line['different']}")
+            elif event == "looked":
+                self._look_at_dead_file(line)
             elif event == "leak":
                 self.blame("iv", f"a trainer holds, after its saves: {line['more']}")
             elif event in ("hang", "wrong"):
@@ -174,6 +176,15 @@ class Judge:
                 self.blame("v", f"a trainer failed: {line['errors']}")
         self._look_for_outcomes(lines)
         self._look_for_more_failures(lines)
+
+    def _look_at_dead_file(self, line: dict[str, Any]) -> None:
+        """What the transfers of a dead worker have left in its file."""
+        self.counts["files of dead workers"] += 1
+        self.counts["bytes in files of dead workers"] += line["written"]
+        is_changed = self._actions[line["n"]].get("event", {}).get("kind") in ("change-sealed", "change-and-restore")
+        if line["foreign"] and not is_changed:
+            self.blame("iv", f"save {line['n']}, whose worker has died, wrote {line['foreign']} bytes into {line['file']} that it "
+                       "never had")  # fmt: skip
 
     def _new(self, number: int, line: dict[str, Any]) -> Made:
         name = schedule.name_of(self.round, self._actions[number], line["job"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import glob
 import json
 import os
 import random
@@ -66,10 +67,16 @@ def line_of(task: trainer.Task, rank: int) -> bytes:
     saves = schedule.saves_of(round_)
     if not any(action["do"] == "load" for action in actions):
         saves = {a["n"]: saves[a["n"]] for a in actions if a["do"] == "save"}
+    return _line(task, rank, actions, [], saves)
+
+
+def _line(task: trainer.Task, rank: int, actions: list[dict[str, Any]], dead: list[dict[str, Any]],
+          saves: dict[int, dict[str, Any]]) -> bytes:  # fmt: skip
+    round_, job = task.round, task.job
     options = trainer.options_of(round_, round_["lives"][task.life])
     return json.dumps({
         "job": job, "replace": round_["replace"], "device": round_["number"] if round_["device"] == "stand-in" else None,
-        "actions": actions, "pool": _pool(),
+        "actions": actions, "dead": dead, "spoil": False, "pool": _pool(),
         "log": os.path.join(task.scratch, f"trainer-{job}-{rank}.log"),
         "options": {**options, "directory": task.directory, "worker_program": commands.program("holdfast-worker"),
                     "when_full": round_["when_full"], "keep_last": round_["keep_last"],
@@ -130,3 +137,51 @@ class Member:
         self.out.close()
         processes.own.discard(self.process.pid)
         return problem
+
+
+class DeadFiles:
+    """Files of saves whose trainers have died, held open while orphans and recoveries remove their directories.
+
+    Args:
+        task: the life that has ended; its `job` does not matter.
+    """
+
+    def __init__(self, task: trainer.Task) -> None:
+        round_ = task.round
+        self._task = task
+        self._held: dict[tuple[int, int], list[dict[str, Any]]] = {}
+        self._fds: list[int] = []
+        saves = {}
+        for job in range(round_["jobs"]):
+            for number in schedule.saves_of(round_):
+                if number // schedule.SAVES_OF_JOB == job:
+                    attempt = _attempt(round_, number % schedule.SAVES_OF_JOB, job)
+                    saves["{:016x}{:016x}".format(*attempt)] = job, {"n": number, "files": round_["files"], "attempt": attempt}
+        for path in glob.iglob(f"{glob.escape(task.directory)}*/*.partial-*/model-*"):
+            attempt_text = os.path.basename(os.path.dirname(path)).rpartition("-")[2]
+            with contextlib.suppress(FileNotFoundError):  # an orphan has removed or named it
+                self._fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+                job, file = saves[attempt_text]
+                name = os.path.basename(path).removesuffix(".tmp")
+                held = self._held.setdefault((job, int(name.split("-")[1])), [])
+                held.append({**file, "name": name, "path": f"/proc/{os.getpid()}/fd/{self._fds[-1]}"})
+
+    def look(self) -> list[dict[str, Any]]:
+        """What the program tells of them, once their transfers have ended. Closes them."""
+        told: list[dict[str, Any]] = []
+        actions = schedule.saves_of(self._task.round)
+        for (job, rank), files in self._held.items():
+            member = Member(rank, {})
+            assert member.process.stdin is not None
+            task = self._task._replace(job=job)
+            member.process.stdin.write(_line(task, rank, [], files, {f["n"]: actions[f["n"]] for f in files}))
+            member.process.stdin.close()
+            told += [json.loads(line) for line in member.out]
+            member.dismiss()
+        self.close()
+        return [line for line in told if line["event"] != "rest"]
+
+    def close(self) -> None:
+        """Closes them."""
+        while self._fds:
+            os.close(self._fds.pop())

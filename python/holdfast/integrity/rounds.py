@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.integrity import injection, jobs, judge, memory_groups, peers, places, processes, schedule
+from holdfast.integrity import injection, jobs, judge, memory_groups, native, peers, places, processes, schedule, trainer
 
 TIME_ORPHANS_MAX = 180.0  # seconds in which the workers of dead trainers have to end
 LOG_BYTES = 4000
@@ -103,6 +103,8 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
         trainers.abandon()
         orphans.wait(0)
         raise
+    is_program = round_["door"] == schedule.PLAN
+    dead = native.DeadFiles(trainer.Task(round_, life, 0, made.directory, trainers.scratch)) if is_program else None
     if injector:
         trainers.lines += [injection.line(fired) for fired in injector.fired]
     made.hear(trainers.lines, round_["lives"][life], place.errors)
@@ -120,6 +122,8 @@ def _live(round_: dict[str, Any], life: int, place: places.Place, trainers: jobs
         made.counts["event kill-recover"] += 1
     last = life == len(round_["lives"]) - 1
     made.recover()
+    if dead:
+        made.hear(dead.look(), [])
     made.look(thorough=last)
 
 
