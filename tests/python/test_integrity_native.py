@@ -130,6 +130,15 @@ def test_ranks_commit_together_or_fail_together(ranks: int, bench: rounds.Bench)
     assert failed.before == [[0]]
 
 
+def test_a_call_without_descriptors_holds_no_other_rank_up(bench: rounds.Bench) -> None:
+    """It cannot tell the other ranks, which would wait for time_liveness_max; the program does, once it can."""
+    began = time.monotonic()
+    result = bench.run(plan(save(1), WAIT, save(2, **event("limit-files", rank=1)), save(3), ranks=2))
+    assert result.problems == [], result.log
+    assert (result.counts["durable"], result.counts["code RESOURCE_EXHAUSTED"], result.counts["code ABORTED"]) == (4, 1, 1)
+    assert time.monotonic() - began < trainer.TIME_LIVENESS_MAX
+
+
 def test_ranks_go_on_where_one_has_been_killed(bench: rounds.Bench) -> None:
     lives = [[save(1), WAIT, save(2, **event("kill-trainer", rank=1))], [{"do": "load", "back": 0}, save(3)]]
     result = bench.run({**plan(ranks=2), "lives": lives})

@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_integrity import event, made, save
 
+import holdfast
 from holdfast.integrity import (
     campaign,
     injection,
@@ -22,6 +23,7 @@ from holdfast.integrity import (
     judge,
     memory_groups,
     processes,
+    readers,
     rounds,
     schedule,
     states,
@@ -101,6 +103,25 @@ def test_a_save_of_an_earlier_step_abandons_the_later_ones() -> None:
     assert looking.problems == []
     looking.look_for_durable("/nowhere", 0, {"step-1": 1, "step-3": 2})
     assert [p["invariant"] for p in looking.problems] == ["i"]
+
+
+def test_a_checkpoint_that_was_replaced_while_it_was_read_is_no_escape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other trainer has replaced it; the package says so (ABORTED)."""
+
+    def read(*_: Any) -> Any:
+        raise holdfast.Error("ABORTED", "it was replaced since it was opened")
+
+    one, two = ({"name": "step-latest", "path": str(tmp_path), "attempt": attempt} for attempt in ("1", "2"))
+    monkeypatch.setattr(readers, "readers_of", lambda *_: {"reader": read})
+    out, told = os.pipe()
+    for after, expected in ((two, False), (one, True)):
+        listed = iter(([one], [after]))
+        monkeypatch.setattr(readers, "complete", lambda *_, listed=listed: next(listed))
+        trainer.Trainer(0, made(small(1)), 0, 0, str(tmp_path), told)._load({"back": 0})
+        os.write(told, b".")
+        assert (b"unreadable" in os.read(out, 10_000)) == expected
+    os.close(out)
+    os.close(told)
 
 
 # ---- What surrounds a round.

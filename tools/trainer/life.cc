@@ -3,6 +3,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -123,7 +124,9 @@ class Life {
     }
     if (save.ok() && action.event.has_value()) events_.Watch(action.number, *action.event, *save);
     events_.EndCall();
-    if (has_thrown) AbandonSaveOf(action, save.status());
+    // A call without a descriptor cannot withdraw its rank either.
+    if (!save.ok() && (has_thrown || (action.event && action.event->kind == "limit-files")))
+      AbandonSaveOf(action, save.status());
     if (save.ok() && device_ != nullptr) AwaitCopies(action, *save);
     if (action.mutate) state.Mutate();
     // The memory of tensors is freed behind every copy, also of a save that has failed.
@@ -199,9 +202,16 @@ class Life {
     const CheckpointInfo& chosen =
         (*complete)[complete->size() - 1 - std::min<size_t>(action.back, complete->size() - 1)];
     const absl::Status status = Compare(chosen);
-    // The other trainer's retention may have removed it.
-    if (!status.ok() && fs::exists(chosen.path))
+    if (!status.ok() && IsThere(chosen))
       teller_->TellFailure("unreadable", 0, status, {{"path", chosen.path}});
+  }
+
+  /// The other trainer may have removed or replaced it.
+  bool IsThere(const CheckpointInfo& chosen) const {
+    const auto complete = ListCheckpoints(task_.options.directory);
+    return !complete.ok() || std::any_of(complete->begin(), complete->end(), [&](const auto& each) {
+      return each.name == chosen.name && each.attempt == chosen.attempt;
+    });
   }
 
   absl::Status Compare(const CheckpointInfo& chosen) {

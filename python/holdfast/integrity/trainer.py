@@ -287,15 +287,23 @@ class Trainer:
             return
         if not complete:
             return
-        path = complete[max(0, len(complete) - 1 - action["back"])]["path"]
+        chosen = complete[max(0, len(complete) - 1 - action["back"])]
+        path = chosen["path"]
         expected = readers.Expected(self.round)
         reader = next(iter(readers.readers_of(self.format).values()))
         try:
             for save, different in reader(path, expected):
                 self.tell("loaded", n=save, path=path, different=different)
         except BaseException as error:
-            if os.path.exists(path):  # the other trainer's retention may have removed it
+            if self._is_there(chosen):
                 self._tell_failure("unreadable", 0, error, path=path)
+
+    def _is_there(self, chosen: dict[str, Any]) -> bool:
+        """The other trainer may have removed or replaced it."""
+        try:
+            return chosen in readers.complete(self.directory, self.format)
+        except holdfast.Error:
+            return True
 
     def _move(self, _: dict[str, Any]) -> None:
         self._wait({})
