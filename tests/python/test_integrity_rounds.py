@@ -124,6 +124,34 @@ def test_a_checkpoint_that_was_replaced_while_it_was_read_is_no_escape(tmp_path:
     os.close(told)
 
 
+@pytest.mark.parametrize(
+    ("kind", "ranks", "door", "code", "fine"),
+    [
+        ("limit-files", 1, "save_async", "RESOURCE_EXHAUSTED", True),
+        ("limit-files", 1, "save_async", "ABORTED", False),
+        ("limit-files", 1, "save_async", "UNAVAILABLE", False),
+        ("limit-files", 2, "save_async", "UNAVAILABLE", True),
+        ("limit-files", 2, "plan", "UNAVAILABLE", False),
+        ("limit-files", 2, "plan", "ABORTED", True),  # what another rank has told
+        ("limit-memory", 1, "plan", "UNAVAILABLE", True),
+        ("limit-memory", 1, "plan", "ABORTED", False),
+        ("limit-memory", 1, "plan", "INTERNAL", False),
+    ],
+)
+def test_a_limit_has_the_codes_that_the_package_gives(kind: str, ranks: int, door: str, code: str, fine: bool) -> None:
+    looking = judge.Judge(made(save(1), ranks=ranks, door=door), "/nowhere")
+
+    def hear(code: str, message: str) -> list[dict[str, str]]:
+        error = {"ours": True, "type": "Error", "code": code, "errno": 0, "message": message}
+        lines = [{"event": "call", "n": 1}, {"event": "fired", "n": 1, "kind": kind, "phase": "call"},
+                 {"event": "refused", "n": 1, "errors": [error]}]  # fmt: skip
+        looking.hear([{"rank": 0, "job": 0, "at": n, **line} for n, line in enumerate(lines)], [])
+        return looking.problems
+
+    assert hear("ABORTED", "save step-1: its worker exited: it could not take its descriptors, or map its memory") == []
+    assert (hear(code, "save step-1: it failed") == []) == fine
+
+
 # ---- What surrounds a round.
 
 

@@ -36,13 +36,12 @@ _CODES = {
     "terminate-worker": {"ABORTED"},
     "hang-worker": {"DEADLINE_EXCEEDED", "ABORTED"},
     "oom-worker": {"ABORTED"},
-    # A worker that could not map its memory; no thread could be had.
-    "limit-memory": {"RESOURCE_EXHAUSTED", "ABORTED", "UNAVAILABLE"},
+    "limit-memory": {"RESOURCE_EXHAUSTED", "UNAVAILABLE"},  # no memory; no thread
     "cancel": {"CANCELLED"},
     "change-sealed": {"DATA_LOSS"},
     "change-and-restore": {"DATA_LOSS"},
     "limit-size": {"RESOURCE_EXHAUSTED"},
-    "limit-files": {"RESOURCE_EXHAUSTED", "ABORTED"},  # of a worker that could not take its descriptors
+    "limit-files": {"RESOURCE_EXHAUSTED"},
     "disk": {"RESOURCE_EXHAUSTED"},
     "errs": _OF_ERRORS,
     "exit-trainer": {"CANCELLED", "ABORTED"},
@@ -51,6 +50,8 @@ _CODES = {
         "PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNIMPLEMENTED",
     },
 }
+# A worker that ended at its start for lack of room says so; the code is ABORTED, as of any worker that ends.
+_WITHOUT_ROOM = "could not take its descriptors, or map its memory"
 # What the other ranks of a save may say: one has failed, or gives no sign of life. In DCP they say what it
 # said, or that it is gone.
 _OF_RANKS = {"holdfast": {"ABORTED", "DEADLINE_EXCEEDED"}, "dcp": {"ABORTED", "UNAVAILABLE"}}
@@ -203,6 +204,8 @@ class Judge:
                 self.blame("v", f"{what} with what is no holdfast.Error: {said}")
                 continue
             self.counts[f"code {error['code']}"] += 1
+            if causes & {"limit-files", "limit-memory"} and error["code"] == "ABORTED" and _WITHOUT_ROOM in error["message"]:
+                continue
             if error["code"] not in allowed:
                 self.blame("v", f"{what} without a cause among {sorted(causes)}: {error}")
             elif not any(named in error["message"] for named in (made.name, self.directory, "staging", "worker")):
@@ -215,8 +218,8 @@ class Judge:
             allowed |= _CODES.get(cause, set())
         if causes - set(schedule.HARMLESS) and round_["ranks"] > 1:
             allowed |= _OF_RANKS[self.format]
-        if "limit-files" in causes and round_["ranks"] > 1:
-            allowed |= {"FAILED_PRECONDITION", "UNAVAILABLE"}  # of a rank that could not meet the others
+        if "limit-files" in causes and round_["ranks"] > 1 and round_["door"] != schedule.PLAN:
+            allowed |= {"FAILED_PRECONDITION", "UNAVAILABLE"}  # of a rank that could not meet the others in their group
         same = [m for m in self.made.values() if m.name == made.name and m is not made]
         if same and not round_["replace"]:
             allowed.add("ALREADY_EXISTS")
