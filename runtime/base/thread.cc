@@ -29,7 +29,7 @@ absl::Status Thread::Start(std::function<void()> body) {
   sys::BlockThreadSignals(&before);
   const int error = sys::Sys().thread_create(&thread_, nullptr, Run, given.get());
   sys::RestoreThreadSignals(before);
-  if (error != 0) return ErrnoStatus("start", "a thread (ulimit -u, pids.max)", error);
+  if (error != 0) return ErrnoStatus("start", "a thread (ulimit -u, ulimit -v, pids.max)", error);
   (void)given.release();
   started_ = true;
   return absl::OkStatus();
