@@ -2,10 +2,10 @@
 // input. The fuzzers in fuzz/ go deeper; this runs with every test run.
 #include <gtest/gtest.h>
 
-#include <algorithm>
-#include <random>
 #include <string>
+#include <utility>
 
+#include "fuzz/mutate.h"
 #include "runtime/format/manifest.h"
 #include "runtime/format/safetensors.h"
 #include "runtime/format/torch_zip.h"
@@ -19,59 +19,11 @@ constexpr int kRounds = 20'000;
 
 class Mutation : public ::testing::Test {
  protected:
-  Mutation() { random_.seed(seed_); }
-
-  size_t Below(size_t bound) { return random_() % bound; }
-
-  /// One to four changes: bits, bytes, numbers, cuts, doublings, swaps.
-  std::string Change(std::string text) {
-    for (size_t i = 1 + Below(4); i-- > 0 && !text.empty();) {
-      const size_t at = Below(text.size());
-      const size_t length = 1 + Below(std::min<size_t>(text.size() - at, 40));
-      switch (Below(7)) {
-        case 0:
-          text[at] = static_cast<char>(text[at] ^ (1 << Below(8)));
-          break;
-        case 1:
-          text[at] = static_cast<char>(Below(256));
-          break;
-        case 2:
-          text.erase(at, length);
-          break;
-        case 3:
-          text.insert(at, text.substr(Below(text.size()), length));
-          break;
-        case 4: {
-          static const char* const kTokens[] = {"18446744073709551615",
-                                                "-1",
-                                                "0",
-                                                "\"",
-                                                "{",
-                                                "}",
-                                                "[",
-                                                "]",
-                                                ",",
-                                                "\\u0000",
-                                                "null",
-                                                "1e9",
-                                                "\xff\xff\xff\xff",
-                                                "../",
-                                                "9223372036854775807"};
-          text.insert(at, kTokens[Below(std::size(kTokens))]);
-          break;
-        }
-        case 5:
-          text.resize(at);
-          break;
-        default:
-          std::swap(text[at], text[Below(text.size())]);
-      }
-    }
-    return text;
-  }
+  size_t Below(size_t bound) { return mutator_.Below(bound); }
+  std::string Change(std::string text) { return mutator_.Change(std::move(text)); }
 
   const uint32_t seed_ = Seed();
-  std::mt19937 random_;
+  fuzz::Mutator mutator_{seed_};
 };
 
 SavePlan RichPlan(SampleTensors* tensors) {

@@ -4,101 +4,14 @@
 
 #include <cstring>
 #include <functional>
-#include <memory>
-#include <string>
 
 #include "gtest/gtest.h"
+#include "tests/testing/job_table.h"
 
 namespace holdfast::layout {
 namespace {
 
-/// A sound table of two files: a file of two chunks with three pieces, and an empty file.
-class Table {
- public:
-  Table() {
-    uint64_t at = AlignUp(sizeof(Job), 64);
-    const auto take = [&at](uint64_t bytes) {
-      const Range range{.offset = at, .bytes = bytes};
-      at = AlignUp(at + bytes, 64);
-      return range;
-    };
-    const Range files = take(2 * sizeof(File));
-    const Range extents = take(2 * sizeof(Extent));
-    const Range pieces = take(3 * sizeof(Piece));
-    const Range published = take(2 * sizeof(SharedU32));
-    const Range acknowledged = take(2 * sizeof(SharedU32));
-    const Range manifest = take(1000);
-    commit_ = take(400);
-    bytes_ = at;
-    // Exactly as long as the table, so that a sanitizer finds every access outside.
-    memory_.reset(new (std::align_val_t{64}) char[bytes_]());
-    job_ = new (memory_.get()) Job();
-    job_->table_bytes = bytes_;
-    job_->flags = kWriteManifest;
-    job_->file_count = 2;
-    job_->extent_count = 2;
-    job_->piece_count = 3;
-    job_->tensor_count = 2;
-    job_->files = files;
-    job_->extents = extents;
-    job_->pieces = pieces;
-    job_->published = published;
-    job_->acknowledged = acknowledged;
-    job_->manifest_template = manifest;
-    job_->slots.self_digest = {.offset = 960, .width = 32};
-    std::strcpy(job_->target, "step-1");
-    std::strcpy(job_->partial, "step-1.partial-00");
-    std::strcpy(job_->manifest, "rank-00000-of-00001.manifest.json");
-    std::strcpy(job_->manifest_prefix, "rank-");
-    std::strcpy(job_->manifest_suffix, "-of-00001.manifest.json");
-    File* const file = Files(job_);
-    std::strcpy(file[0].name, "model.bin");
-    file[0].bytes = kChunkBytes + 100;
-    file[0].extent_count = 2;
-    file[0].root_slot = 32;
-    std::strcpy(file[1].name, "empty.bin");
-    file[1].extent_first = 2;
-    Extent* const extent = Extents(job_);
-    extent[0] = {.bytes = kChunkBytes, .piece_count = 1, .digest_slot = 64};
-    extent[1] = {.file_offset = kChunkBytes,
-                 .bytes = 100,
-                 .piece_first = 1,
-                 .piece_count = 2,
-                 .digest_slot = 96};
-    Piece* const piece = Pieces(job_);
-    piece[0] = {.tensor = 0, .bytes = kChunkBytes};
-    piece[1] = {.tensor = 0, .bytes = 60, .has_digest = 1};
-    piece[2] = {.tensor = 1, .offset = 60, .bytes = 40, .has_digest = 1};
-  }
-
-  /// Makes a table of one rank or two.
-  Table& WithCommitRecord() {
-    job_->commit_template = commit_;
-    job_->commit_slots = {.committed_at_ns = {.offset = 100, .width = 20},
-                          .bytes = {.offset = 130, .width = 20},
-                          .manifest_bytes = {.offset = 160, .width = 20},
-                          .manifest_digest = 200,
-                          .row_bytes = 80,
-                          .self_digest = {.offset = 360, .width = 32}};
-    return *this;
-  }
-
-  Job& job() { return *job_; }
-  uint64_t bytes() const { return bytes_; }
-  std::string Verdict() const {
-    const char* const wrong = ValidateJob(job_, bytes_);
-    return wrong == nullptr ? "sound" : wrong;
-  }
-
- private:
-  struct Free {
-    void operator()(char* memory) const { ::operator delete[](memory, std::align_val_t{64}); }
-  };
-  std::unique_ptr<char[], Free> memory_;
-  uint64_t bytes_ = 0;
-  Job* job_ = nullptr;
-  Range commit_;
-};
+using Table = testing::JobTable;
 
 TEST(ValidateJob, AcceptsASoundTable) { EXPECT_EQ(Table().Verdict(), "sound"); }
 
@@ -223,10 +136,7 @@ TEST(ValidateJob, NamesEveryMistakeInACommitRecord) {
   }
   Table table;
   EXPECT_EQ(table.WithCommitRecord().Verdict(), "sound");
-  table.job().world_size = 2;
-  std::strcpy(table.job().manifest, "rank-00000-of-00002.manifest.json");
-  std::strcpy(table.job().manifest_suffix, "-of-00002.manifest.json");
-  EXPECT_EQ(table.Verdict(), "sound");
+  EXPECT_EQ(table.AsOfTwoRanks().Verdict(), "sound");
   table.job().commit_slots.manifest_bytes.offset = 301;
   EXPECT_EQ(table.Verdict(), "a row lies outside of the commit record");
 }
@@ -253,11 +163,7 @@ TEST(ValidateJob, NamesEveryMistakeInASingleFile) {
   };
   for (const auto& one : cases) {
     Table table;
-    table.job().flags = kFilesOnly | kSingleFile | kWriteManifest;
-    table.job().file_count = 1;
-    table.job().files.bytes = sizeof(File);
-    std::strcpy(table.job().target, ".");
-    std::strcpy(table.job().manifest, ".last.pt.holdfast-00000000000000010000000000000009.json");
+    table.AsSingleFile();
     one.spoil(table.job());
     EXPECT_EQ(table.Verdict(), one.verdict);
   }
@@ -273,16 +179,8 @@ TEST(ValidateJob, AcceptsTheFrameworksDirectoryItself) {
 
 TEST(ValidateJob, LooksAtTheNamesOfADeleteJobOnly) {
   Table table;
-  Job& job = table.job();
-  job.kind = JobKind::kDelete;
-  job.target[0] = '\0';
-  job.trash = {.offset = job.manifest_template.offset, .bytes = 2 * kNameBytes};
-  job.manifest_template = {};
-  char* const names = At<char>(&job, job.trash);
-  std::memset(names, 0, 2 * kNameBytes);
-  std::strcpy(names, "step-1");
-  std::strcpy(names + kNameBytes, "step-2");
-  EXPECT_EQ(table.Verdict(), "sound");
+  EXPECT_EQ(table.AsRemoval().Verdict(), "sound");
+  char* const names = At<char>(&table.job(), table.job().trash);
   std::strcpy(names + kNameBytes, "..");
   EXPECT_EQ(table.Verdict(), "a name to delete is not a name");
   std::strcpy(names + kNameBytes, "a/b");
