@@ -31,6 +31,11 @@ constexpr size_t kRecordBytes = 46;
 constexpr size_t kLocalBytes = kZipLocalHeaderBytes;
 constexpr uint32_t kIn64 = 0xffffffff;  // "see the zip64 field"
 constexpr uint16_t kZip64Field = 1;
+constexpr uint32_t kDirectoryAttribute = 0x10;  // of DOS; torch's reader ignores the system
+constexpr uint16_t kVersionMax = 63;            // 6.3; zipfile refuses later versions
+// Bit 0, strong encryption, and an encrypted directory. Bit 5 is patched data.
+constexpr uint16_t kEncryptedFlags = 0x0001 | 0x0040 | 0x2000;
+constexpr uint16_t kPatchedFlag = 0x0020;
 
 absl::Status Wrong(absl::string_view what) {
   return absl::DataLossError(absl::StrCat("zip: ", what));
@@ -136,6 +141,27 @@ absl::Status ReadZip64(absl::string_view extra, uint64_t* unpacked, uint64_t* pa
   return absl::OkStatus();
 }
 
+/// Checks the fields of a directory record that make torch's reader or Python's zipfile refuse or
+/// skip its data.
+absl::Status CheckReadable(absl::string_view record, absl::string_view name) {
+  if ((Get16(record, 8) & (kEncryptedFlags | kPatchedFlag)) != 0 || Get16(record, 10) != 0) {
+    return absl::UnimplementedError(
+        absl::StrCat("zip: ", Quoted(name), " is compressed or encrypted"));
+  }
+  if ((Get16(record, 6) & 0xff) > kVersionMax) {
+    return absl::UnimplementedError(
+        absl::StrCat("zip: ", Quoted(name), " needs a later version of zip"));
+  }
+  if (Get16(record, 34) != 0) return absl::UnimplementedError("zip: it spans several disks");
+  return absl::OkStatus();
+}
+
+/// Returns true for a record that readers take for a directory: they return no data of it, without
+/// an error.
+bool IsDirectory(absl::string_view record, absl::string_view name) {
+  return (Get32(record, 38) & kDirectoryAttribute) != 0 || (!name.empty() && name.back() == '/');
+}
+
 }  // namespace
 
 absl::StatusOr<ZipDirectory> FindZipDirectory(absl::string_view tail, uint64_t file_bytes) {
@@ -210,14 +236,15 @@ absl::StatusOr<std::vector<ZipRecord>> ParseZipDirectory(absl::string_view direc
     uint64_t packed = Get32(rest, 20);
     record.bytes = Get32(rest, 24);
     record.begin = Get32(rest, 42);
-    if ((Get16(rest, 8) & 1) != 0 || Get16(rest, 10) != 0) {
-      return absl::UnimplementedError(
-          absl::StrCat("zip: ", Quoted(record.name), " is compressed or encrypted"));
-    }
+    HOLDFAST_RETURN_IF_ERROR(CheckReadable(rest, record.name));
     const absl::Status zip64 = ReadZip64(rest.substr(kRecordBytes + name_bytes, extra_bytes),
                                          &record.bytes, &packed, &record.begin);
     if (!zip64.ok()) return base::Annotate(zip64, Quoted(record.name));
     if (packed != record.bytes) return wrong("it is stored, but its two sizes differ");
+    if (record.bytes > 0 && IsDirectory(rest, record.name)) {
+      return wrong(absl::StrCat(Quoted(record.name), " is marked as a directory, but has ",
+                                record.bytes, " bytes, which readers leave out"));
+    }
     // The local header is at least as long as the fixed part and the name.
     const uint64_t header_bytes = kLocalBytes + name_bytes;
     if (record.begin > where.begin || where.begin - record.begin < header_bytes ||

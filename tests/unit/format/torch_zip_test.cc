@@ -112,6 +112,32 @@ TEST(TorchZip, RefusesCompressedAndEncryptedRecords) {
   ExpectRefused(sample.Write(), "compressed or encrypted", absl::StatusCode::kUnimplemented);
 }
 
+TEST(TorchZip, RefusesRecordsThatReadersRefuse) {
+  const std::string file = Sample().Write();
+  for (const char* const flags : {"\x01\x08", "\x20\x08", "\x40\x08"}) {
+    ExpectRefused(Patch(file, kRecord, 8, flags), "compressed or encrypted",
+                  absl::StatusCode::kUnimplemented);
+  }
+  ExpectRefused(Patch(file, kRecord, 9, "\x20"), "compressed or encrypted",
+                absl::StatusCode::kUnimplemented);
+  ExpectRefused(Patch(file, kRecord, 6, "\x40"), "a later version",
+                absl::StatusCode::kUnimplemented);
+  ExpectRefused(Patch(file, kRecord, 34, "\x01"), "several disks",
+                absl::StatusCode::kUnimplemented);
+}
+
+TEST(TorchZip, RefusesDataThatReadersTakeForADirectory) {
+  ZipSample sample = Sample();
+  const std::string with_empty = sample.Write();
+  // torch.load returns uninitialized memory for such a record.
+  sample.records.pop_back();
+  ExpectRefused(Patch(sample.Write(), kRecord, 38, "\x10"), "marked as a directory");
+  sample.records.back().name += '/';
+  ExpectRefused(sample.Write(), "marked as a directory");
+  // A directory itself has no data.
+  EXPECT_TRUE(Read(Patch(with_empty, kRecord, 38, "\x10")).ok());
+}
+
 TEST(TorchZip, RefusesRecordsOfOneName) {
   ZipSample sample = Sample();
   sample.records[1].name = sample.records[0].name;
