@@ -71,8 +71,9 @@ inline void FillBool(char* manifest, const Slot& slot, bool value) {
 }
 
 /// Writes `value` in decimal, blanks in front. A number that does not fit leaves only blanks, which
-/// is not JSON: a wrong number is never written.
+/// is not JSON: a wrong number is never written. A slot of width 0 stays unchanged.
 inline void FillNumber(char* manifest, const Slot& slot, uint64_t value) {
+  if (slot.width == 0) return;  // There is no slot; its offset is unchecked.
   char* const begin = manifest + slot.offset;
   char* out = begin + slot.width;
   do {
