@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import pickle
 import re
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorP
 
 from holdfast import _collector, _native, _regular, _unpickle
 from holdfast._durable import sync_directory
-from holdfast._names import DCP_RECORD
+from holdfast._names import DCP_RECORD, METADATA
 from holdfast.errors import Error, of_system
 
 # What the framework's own writers put there, and Megatron, which keeps the ranks' plans. Planners may
@@ -95,13 +96,18 @@ def loads(data: bytes, path: str, allow: frozenset[str] = frozenset()) -> Metada
         raise Error("DATA_LOSS", f"load {path}: it holds a {type(metadata).__name__}, no Metadata")
     if getattr(metadata, "storage_meta", None) is None:
         metadata.storage_meta = StorageMeta()
-    if not _is_sound(metadata):
+    # A rank's own metadata has that rank's chunks alone.
+    if not _is_sound(metadata, of_all_ranks=os.path.basename(path) == METADATA):
         raise Error("DATA_LOSS", f"load {path}: its tensors or places lack what they need; it is damaged")
     return metadata
 
 
-def _is_sound(metadata: Metadata) -> bool:
-    """Whether everything has its fields. A pickle fills objects in without a look at their classes."""
+def _is_sound(metadata: Metadata, of_all_ranks: bool) -> bool:
+    """Whether everything has its fields, and the chunks of a tensor fill it.
+
+    A pickle fills objects in without a look at their classes. PyTorch checks chunks when it saves. When it loads, it
+    leaves what no chunk fills as it was.
+    """
 
     def are_ints(*values: Any) -> bool:
         return all(type(value) is int and value >= 0 for value in values)
@@ -116,6 +122,8 @@ def _is_sound(metadata: Metadata) -> bool:
                 len(shape) == dims and are_ints(*shape) for shape in shapes
             ):
                 return False
+            if dims and not _fills(item, of_all_ranks):
+                return False
         for index, place in (metadata.storage_data or {}).items():
             if not isinstance(index.fqn, str) or not isinstance(place.relative_path, str):
                 return False
@@ -124,6 +132,13 @@ def _is_sound(metadata: Metadata) -> bool:
     except (AttributeError, TypeError):
         return False
     return True
+
+
+def _fills(item: TensorStorageMetadata, of_all_ranks: bool) -> bool:
+    for chunk in item.chunks:
+        if any(at + n > whole for at, n, whole in zip(chunk.offsets, chunk.sizes, item.size, strict=True)):
+            return False
+    return not of_all_ranks or sum(math.prod(chunk.sizes) for chunk in item.chunks) == math.prod(item.size)
 
 
 def read(path: Path, allow: frozenset[str] = frozenset()) -> Metadata:
