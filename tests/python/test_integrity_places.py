@@ -242,7 +242,8 @@ def test_a_place_is_drawn_after_all_else() -> None:
     assert {schedule.place_of(round_) for round_ in drawn} == set(schedule.PLACES)
     for n, round_ in enumerate(drawn):
         plain = schedule.draw(1, n, schedule.Limits(places=("plain",)))
-        assert {**round_, "fuse": {}, "disk": 0, "disk_kind": "small"} == plain
+        same_names = round_["same_names"] or plain["same_names"] and places.has_second(round_)
+        assert {**round_, "fuse": {}, "disk": 0, "disk_kind": "small", "same_names": same_names} == plain
 
 
 def test_only_the_places_that_were_asked_for_are_drawn() -> None:

@@ -138,6 +138,8 @@ class _Drawing:
         self.round["disk"] = (self.round["disk"] or self.choose.choice((24, 40))) if is_limited else 0
         self.round["disk_kind"] = place if is_limited else "small"
         self.round["fuse"] = fuse_files.draw(self.choose, kind) if of == "fuse" else {}
+        if kind in fuse_files.OF_TWO_MOUNTS and "dcp" in self.round["door"]:
+            self.round["same_names"] = False  # two jobs commit in one DCP directory by a lock that both must see
 
     def _draw_ranks_of_program(self) -> None:
         """Last of all, so that the rounds of other doors stay what they are."""
