@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import time
@@ -81,6 +82,25 @@ def _worker_dies(rank: int, directory: str) -> None:
 
 def test_a_dead_worker_fails_the_save_on_all_ranks(tmp_path: Path) -> None:
     run(2, tmp_path, _worker_dies, str(tmp_path / "run"))
+
+
+def _fails_and_goes(rank: int, directory: str) -> None:
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    queue = AsyncCallsQueue()
+    worker = held_worker()
+    queue.schedule_async_request(_request(State(1), fresh(directory)))
+    os.kill(worker, signal.SIGKILL)
+    assert list(_failures(queue)) == [0]
+    holdfast.flush()
+    gc.collect()
+    links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    assert not [link for link in links if "holdfast-save-ended" in link], links
+
+
+def test_nothing_of_a_failed_save_is_kept(tmp_path: Path) -> None:
+    """Each would keep a descriptor, and what it had captured."""
+    run(1, tmp_path, _fails_and_goes, str(tmp_path / "run"))
 
 
 def _file_limit(rank: int, directory: str) -> None:

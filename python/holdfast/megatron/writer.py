@@ -184,8 +184,13 @@ class FileSystemWriterAsync(StorageWriter):
         self.written = written
         self._hold = weakref.finalize(self, give_up, [written.save])
         self._hold.atexit = False
-        mark = self.mark
-        written.save.durable.add_done_callback(lambda _: mark.set())
+        mark, hold = self.mark, self._hold
+
+        def ended(_: Any) -> None:
+            mark.set()
+            hold.detach()  # else a failure would keep this object: its traceback has it
+
+        written.save.durable.add_done_callback(ended)
 
     def fail(self, error: BaseException) -> None:
         """Notes why this rank cannot write; the save goes on on the other ranks, and fails at its end."""
