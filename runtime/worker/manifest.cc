@@ -118,7 +118,9 @@ bool WriteManifest(JobRun* run) {
   int fd = sys::OpenOwned(run->directory, temporary, kFlags, sys::kFileMode);
   if (fd < 0 && errno == EEXIST && run->Has(layout::kFilesOnly)) {
     // An attempt that was killed may have left the file.
-    sys::Sys().unlinkat(run->directory, temporary, 0);
+    if (sys::Sys().unlinkat(run->directory, temporary, 0) != 0 && errno != ENOENT) {
+      return FailManifest(run, errno);
+    }
     fd = sys::OpenOwned(run->directory, temporary, kFlags, sys::kFileMode);
   }
   if (fd < 0) return FailManifest(run, errno);

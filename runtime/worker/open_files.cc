@@ -74,7 +74,10 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   if (error == EEXIST && run->Has(layout::kFilesOnly)) {
     // A killed attempt may have left the file: a framework's directory keeps its name between
     // attempts.
-    RemoveFile(run->directory, name, run->job, OnCancel::kStop);
+    const int left = RemoveFile(run->directory, name, run->job, OnCancel::kStop);
+    if (left != 0 && left != ENOENT) {
+      return !MustStop(run, true) && FailErrno(run, Operation::kOpen, left, file);
+    }
     error = io::OpenDirect(run->directory, name, flags, sys::kFileMode, want_direct, opened);
   }
   // Anything but EEXIST may have come after the file was made.

@@ -437,6 +437,33 @@ TEST_F(WriteBackTest, GoesOnWhereTheCallIsRefused) {
   EXPECT_EQ(save.Unsound(), "");
 }
 
+TEST_F(FaultTest, AFileThatCannotBeRemovedIsAnErrorOfTheSystem) {
+  sys::g_system.unlinkat = [](int directory, const char* name, int flags) {
+    if (!std::string(name).ends_with(".tmp")) return sys::kKernel.unlinkat(directory, name, flags);
+    errno = EIO;
+    return -1;
+  };
+  for (const bool is_manifest : {false, true}) {
+    SCOPED_TRACE(is_manifest);
+    const TestDirectory below;
+    TestSave save(&trainer, below.path());
+    save.parameters.flags = layout::kFilesOnly;
+    save.parameters.target = "iter_0000007";
+    ::mkdir(save.target_path().c_str(), 0755);
+    save.AddFile("a.bin", {kSmall});
+    save.Build();
+    save.SealAll();
+    const std::string left =
+        save.target_path() + "/" + (is_manifest ? save.manifest_name() : "a.bin") + ".tmp";
+    WriteFileAt(left, "of an attempt that was killed");
+    ASSERT_TRUE(save.Run(Launcher::kThread));
+    EXPECT_EQ(save.failure().code, FailureCode::kDataLoss);
+    EXPECT_EQ(save.failure().error_number, EIO);
+    EXPECT_TRUE(Exists(left));
+  }
+  sys::g_system = sys::kKernel;
+}
+
 TEST_F(FaultTest, GoesOnWithoutReservationAndSaysSo) {
   TestDirectory directory;
   TestSave save(&trainer, directory.path());
