@@ -12,7 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 # `tools/venv.sh --frameworks` puts it there.
 OLDEST = Path(sys.prefix) / "megatron-oldest"
-FILES = ("test_megatron_saves.py", "test_megatron_dirty_data.py")
+FILES = ("test_megatron_saves.py", "test_megatron_dirty_data.py", "test_megatron_integrity.py")
 
 
 @pytest.mark.skipif(not OLDEST.is_dir(), reason="there is no second Megatron-Core; see tools/venv.sh --frameworks")

@@ -16,12 +16,15 @@ import torch
 from test_integrity import event, made, save
 
 import holdfast
+from holdfast import integrity
 from holdfast.integrity import (
     campaign,
     injection,
     jobs,
     judge,
+    megatron,
     memory_groups,
+    native,
     processes,
     readers,
     rounds,
@@ -179,6 +182,27 @@ def test_a_quota_that_is_used_up_fails_a_save(bench: rounds.Bench) -> None:
     done = bench.run(made(saves[0], {"do": "wait"}, saves[1], {"do": "wait"}, saves[2], disk=30, disk_kind="quota"))
     assert done.problems == []
     assert (done.counts["durable"], done.counts["code RESOURCE_EXHAUSTED"]) == (2, 1)
+
+
+def test_a_seed_has_the_same_rounds_of_other_doors_where_megatron_is_not_installed() -> None:
+    doors = [schedule.Limits(doors=doors) for doors in (schedule.DOORS, schedule.DOORS[:-1])]
+    drawn = [[schedule.draw(4, n, limits) for limits in doors] for n in range(100)]
+    megatrons = [one for one, _ in drawn if one["door"] == schedule.MEGATRON]
+    assert [one for one, other in drawn if one != other] == megatrons
+    assert 5 < len(megatrons) < 30
+    assert {one["ranks"] for one in megatrons} > {1}
+    # PyTorch's gloo groups end a process without memory, also for one rank.
+    alone = schedule.Limits(doors=(schedule.MEGATRON,))
+    every = [schedule.draw(4, n, alone) for n in range(200)]
+    assert {one["door"] for one in every} == {schedule.MEGATRON}
+    assert {e["kind"] for one in every for e in schedule.events_of(one)}.isdisjoint({"limit-memory", "limit-files"})
+
+
+def test_a_door_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(megatron, "why_not", lambda: "there is none")
+    assert schedule.MEGATRON not in native.doors()
+    assert integrity.main(["--doors", "megatron", "--rounds", "1"]) == integrity.TROUBLE
+    assert "--doors megatron: there is none" in capsys.readouterr().err
 
 
 def save_without(call: str, error: str, path: str) -> str:

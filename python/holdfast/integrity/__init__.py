@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--bytes", type=int, default=128, metavar="MIB", help="size of the largest states, which are rare (default: 128; "
         "the staging memory has 16)")  # fmt: skip
     add("--doors", default="", metavar="NAME,...", help="draw only rounds of these doors: save_async, checkpointer, dcp, "
-        "checkpointer-dcp, save_file, plan")  # fmt: skip
+        "checkpointer-dcp, save_file, plan, megatron")  # fmt: skip
     add("--events", default="", metavar="KIND,...", help="draw only these kinds of events")
     add("--places", default="", metavar="NAME,...", help="draw only rounds in these places: plain, small, quota, fuse-errs, "
         "fuse-locks, fuse-late, fuse-slow, fuse-forgets")  # fmt: skip
@@ -100,8 +100,9 @@ def _limits(arguments: argparse.Namespace) -> Any:
     doors = tuple(d for d in arguments.doors.split(",") if d)
     if unknown := set(doors) - set(schedule.DOORS):
         raise ValueError(f"--doors: there is no {', '.join(sorted(unknown))}; there is {', '.join(schedule.DOORS)}")
-    if schedule.PLAN in doors and native.why_not():
-        raise ValueError(f"--doors {schedule.PLAN}: {native.why_not()}")
+    for door, reason in native.missing().items():
+        if door in doors and reason:
+            raise ValueError(f"--doors {door}: {reason}")
     mount = not arguments.no_mount and os.geteuid() == 0
     places = tuple(p for p in arguments.places.split(",") if p)
     if unknown := set(places) - set(schedule.PLACES):

@@ -13,12 +13,13 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Collection
 from multiprocessing import forkserver
 from typing import Any
 
 import torch
 
-from holdfast.integrity import injection, memory_groups, native, peers, processes, schedule, trainer
+from holdfast.integrity import injection, memory_groups, native, peers, processes, queues, schedule, trainer
 
 TIME_SILENT_MAX = 400.0  # seconds without a line from any trainer of a life
 NO_THREAD_DATA = 127  # status by which the C library ends a process that gets no memory for a thread's own data
@@ -26,12 +27,17 @@ NO_THREAD_DATA = 127  # status by which the C library ends a process that gets n
 context: Any = multiprocessing.get_context("forkserver")
 
 
-def start_server() -> None:
-    """Starts the process that forks trainers. This one reads with one thread: others run rounds beside it."""
+def start_server(doors: Collection[str] = ()) -> None:
+    """Starts the process that forks trainers. This one reads with one thread: others run rounds beside it.
+
+    Args:
+        doors: of the trainers; of some it imports more.
+    """
     torch.set_num_threads(1)
     context.set_forkserver_preload([
         "torch._dynamo", "torch.distributed.checkpoint.state_dict", "holdfast.dcp", "holdfast.observe",
-        "holdfast.integrity.trainer", "holdfast.integrity.frozen",
+        "holdfast.integrity.trainer", *["holdfast.integrity.preloaded"] * (schedule.MEGATRON in doors),
+        "holdfast.integrity.frozen",
     ])  # fmt: skip
     forkserver.ensure_running()
 
@@ -162,6 +168,8 @@ class Pool:
 def _kind_of(round_: dict[str, Any]) -> type[trainer.Trainer] | None:
     if round_["door"] == schedule.PLAN:
         return None
+    if round_["door"] == schedule.MEGATRON:
+        return queues.Trainer
     return peers.Trainer if "saver" in round_ else trainer.Trainer
 
 
@@ -187,7 +195,7 @@ class Life:
         self._killing: list[threading.Thread] = []
         self._pool = pool
         kind, ranks = _kind_of(round_), round_["ranks"]
-        store = round_["store"] if ranks > 1 or "saver" in round_ else ""
+        store = round_["store"] if ranks > 1 or "saver" in round_ or kind and kind.has_group else ""
         self._crews = [
             pool.take(kind, ranks, store) if pool else Crew(kind, ranks, store, plant, injector is not None, round_["forbidden"])
             for _ in range(round_["jobs"])

@@ -18,7 +18,7 @@ from typing import Any
 import holdfast
 import holdfast.dcp
 from holdfast import files
-from holdfast.integrity import corruption, readers, schedule
+from holdfast.integrity import corruption, megatron, readers, schedule
 
 TIME_ORPHANS_MAX = 20.0  # seconds for which a recovery waits
 NAMES = {
@@ -55,6 +55,7 @@ _WITHOUT_ROOM = "could not take its descriptors, or map its memory"
 # What the other ranks of a save may say: one has failed, or gives no sign of life. In DCP they say what it
 # said, or that it is gone.
 _OF_RANKS = {"holdfast": {"ABORTED", "DEADLINE_EXCEEDED"}, "dcp": {"ABORTED", "UNAVAILABLE"}}
+_OF_GROUPS = ("RuntimeError", "DistBackendError", "DistNetworkError")
 # What a load says of a damaged checkpoint.
 _OF_DAMAGE = {"DATA_LOSS", "FAILED_PRECONDITION", "NOT_FOUND"}
 
@@ -196,10 +197,12 @@ class Judge:
         what = f"save {made.number} ({made.name}) {line['event']} on rank {line['rank']}"
         allowed = self._codes(made, causes)
         for error in said or [{"ours": False}]:
-            if "exit-trainer" in causes and error.get("type") == "_Exit":
+            if "exit-trainer" in causes and error.get("type") == "Exiting":
                 continue  # what ended another rank's call: its trainer was told to exit
             if "limit-memory" in causes and (error.get("type") == "MemoryError" or "DefaultCPUAllocator" in error.get("message", "")):
                 continue  # Python's own, and PyTorch's
+            if self._is_of_group(error, causes):
+                continue
             if not error["ours"]:
                 self.blame("v", f"{what} with what is no holdfast.Error: {said}")
                 continue
@@ -210,6 +213,11 @@ class Judge:
                 self.blame("v", f"{what} without a cause among {sorted(causes)}: {error}")
             elif not any(named in error["message"] for named in (made.name, self.directory, "staging", "worker")):
                 self.blame("v", f"{what} with a message that names no object: {error['message']}")
+
+    def _is_of_group(self, error: dict[str, Any], causes: set[str]) -> bool:
+        """Whether it is the process group's, of an exchange of Megatron's with a rank that has ended."""
+        may_end = causes & set(schedule.DEADLY) and self.round["ranks"] > 1
+        return bool(self.round["door"] == schedule.MEGATRON and may_end and error.get("type") in _OF_GROUPS)
 
     def _codes(self, made: Made, causes: set[str]) -> set[str]:
         round_ = self.round
@@ -329,7 +337,14 @@ class Judge:
             self.blame("ii", f"readers of {path} disagree: saves {sorted(numbers)}")
         if thorough:
             self._verify(path, candidates, wrong)
+            self._look_for_config(path, numbers)
         return numbers.pop() if numbers else 0
+
+    def _look_for_config(self, path: str, numbers: set[int]) -> None:
+        """Without this file Megatron finds no checkpoint: a finalized save has it."""
+        durable = any(n in self.made and self.made[n].durable for n in numbers)
+        if self.round["door"] == schedule.MEGATRON and durable and not os.path.exists(os.path.join(path, megatron.CONFIG)):
+            self.blame("i", f"{path} was told durable, and has no {megatron.CONFIG}")
 
     def _has_gone(self, checkpoint: dict[str, Any]) -> bool:
         return checkpoint not in readers.complete(os.path.dirname(checkpoint["path"]), self.format)
@@ -374,7 +389,7 @@ class Judge:
         These are the later ones of its series and, of an abandoned one, those that were not abandoned.
         """
         keep = self.round["keep_last"]
-        if not keep or self.round["door"] in ("dcp", "save_file"):
+        if not keep or self.round["door"] in (*schedule.OF_PATHS, "save_file"):
             return False
         series = made.name.rpartition("-")[0]
         gone = self._is_abandoned(made, saves)

@@ -16,7 +16,7 @@ import subprocess
 from typing import Any
 
 from holdfast import _dtypes, commands
-from holdfast.integrity import injection, processes, schedule, states, trainer
+from holdfast.integrity import injection, megatron, processes, schedule, states, trainer
 
 PROGRAM = "holdfast-trainer"
 
@@ -27,9 +27,14 @@ def why_not() -> str:
     return "" if os.access(path, os.X_OK) else f"there is no {path}: wheels have none, a build from the sources does"
 
 
+def missing() -> dict[str, str]:
+    """Why rounds cannot have some of the doors here; "" where they can."""
+    return {schedule.PLAN: why_not(), schedule.MEGATRON: megatron.why_not()}
+
+
 def doors() -> tuple[str, ...]:
     """The doors that rounds can have here."""
-    return tuple(door for door in schedule.DOORS if door != schedule.PLAN or not why_not())
+    return tuple(door for door in schedule.DOORS if not missing().get(door))
 
 
 @functools.cache

@@ -14,8 +14,9 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast import _native
-from holdfast.integrity import schedule, states
+from holdfast.integrity import megatron, schedule, states
 
+MEGATRON = "megatron.core"
 Finding = tuple[int, str]  # number of the save that was found, and how it differs from it
 
 
@@ -43,8 +44,12 @@ class Expected:
         made = states.make(self.round["seed"], save, rank, self.spec(save))
         return states.as_plan(made) if self.round["door"] == schedule.PLAN else made
 
+    def step(self, save: int) -> int:
+        return self._saves[save]["step"]
+
     def dcp(self, save: int) -> dict[str, Any]:
-        return states.dcp_of_ranks(self.round["seed"], save, self.round["ranks"], self.spec(save))
+        whole = states.dcp_of_ranks(self.round["seed"], save, self.round["ranks"], self.spec(save))
+        return megatron.whole(whole, self.round["ranks"]) if self.round["door"] == schedule.MEGATRON else whole
 
 
 def _load(path: str, expected: Expected) -> Iterator[Finding]:
@@ -114,6 +119,8 @@ def _dcp_with(load: Callable[[Any, str], None]) -> Callable[[str, Expected], Ite
         load(id_, path)
         save = int(id_["r0.id"][0])
         whole = expected.dcp(save)
+        if expected.round["door"] == schedule.MEGATRON:  # its objects are no values of DCP's
+            whole = {name: value for name, value in whole.items() if isinstance(value, torch.Tensor)}
         target = states.zeros(whole)
         load(target, path)
         yield save, states.difference(target, whole)
@@ -152,7 +159,8 @@ def readers_of(format_: str, door: str = "") -> dict[str, Reader]:
             "torch.load with mmap": _torch(mmap=True, weights_only=True),
         }
     if format_ == "dcp":
-        return {"holdfast.dcp": _dcp_with(_own_load), "torch.distributed.checkpoint": _dcp_with(_stock_load)}
+        of_dcp = {"holdfast.dcp": _dcp_with(_own_load), "torch.distributed.checkpoint": _dcp_with(_stock_load)}
+        return {**of_dcp, MEGATRON: megatron.read} if door == schedule.MEGATRON else of_dcp
     found: dict[str, Reader] = {"holdfast.load": _load, "holdfast.load into": _load_into}
     if door == schedule.PLAN:
         found = {"holdfast::CheckpointReader": _load_plan}
@@ -161,6 +169,12 @@ def readers_of(format_: str, door: str = "") -> dict[str, Reader]:
 
         found["safetensors"] = _safetensors
     return found
+
+
+def of_trainer(format_: str, door: str) -> Reader:
+    """What a training loads with that saves so."""
+    found = readers_of(format_, door)
+    return found.get(MEGATRON) or next(iter(found.values()))
 
 
 def complete(directory: str, format_: str) -> list[dict[str, Any]]:

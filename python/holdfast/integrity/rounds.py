@@ -7,10 +7,21 @@ import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
-from holdfast.integrity import injection, jobs, judge, memory_groups, native, peers, places, processes, schedule, trainer
+from holdfast.integrity import (
+    injection,
+    jobs,
+    judge,
+    memory_groups,
+    native,
+    peers,
+    places,
+    processes,
+    schedule,
+    trainer,
+)
 
 TIME_ORPHANS_MAX = 180.0  # seconds in which the workers of dead trainers have to end
 LOG_BYTES = 4000
@@ -76,12 +87,13 @@ class Bench:
 
     Args:
         directory: as of `run`.
+        doors: as of `jobs.start_server`.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, doors: Collection[str] = ()) -> None:
         self._directory = directory
         self._pool = jobs.Pool()
-        jobs.start_server()
+        jobs.start_server(doors)
 
     def run(self, round_: dict[str, Any]) -> Result:
         """Runs a round."""

@@ -13,7 +13,9 @@ from holdfast.integrity import fuse_files
 
 MIB = 1 << 20
 PLAN = "plan"  # saves of a C++ program
-DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp", "save_file", PLAN)
+MEGATRON = "megatron"
+DOORS = ("save_async", "checkpointer", "dcp", "checkpointer-dcp", "save_file", PLAN, MEGATRON)
+OF_PATHS = ("dcp", MEGATRON)  # save into a path of the framework's, without retention
 OF_ONE_RANK = ("save_file", PLAN)  # the ranks of a program are drawn last of all
 LAUNCHERS = ("spawn", "persistent", "fork", "thread")
 ENGINES = ("auto", "io_uring-fixed", "io_uring", "pwrite")
@@ -69,7 +71,7 @@ class Limits:
     groups: bool = True
     filters: bool = True
     quotas: bool = True
-    doors: tuple[str, ...] = DOORS
+    doors: tuple[str, ...] = DOORS[:-1]  # Megatron's needs more than this package
     places: tuple[str, ...] = ()
 
 
@@ -94,7 +96,7 @@ class _Drawing:
         for_all = [door for door in self.limits.doors if door not in OF_ONE_RANK]
         most = self.limits.ranks_max if for_all else 1
         made["ranks"] = min(most, self.pick((1, 12), (2, 4), (3, 1), (choose.randint(1, most), 1)))
-        made["door"] = choose.choice(self.limits.doors if made["ranks"] == 1 else for_all)
+        made["door"] = self._door()
         is_program = made["door"] == PLAN
         made["files"] = self.pick((1, 2), (2, 1), (5, 1)) if is_program else 1
         made["launcher"] = choose.choice(LAUNCHERS)
@@ -138,7 +140,7 @@ class _Drawing:
         self.round["disk"] = (self.round["disk"] or self.choose.choice((24, 40))) if is_limited else 0
         self.round["disk_kind"] = place if is_limited else "small"
         self.round["fuse"] = fuse_files.draw(self.choose, kind) if of == "fuse" else {}
-        if kind in fuse_files.OF_TWO_MOUNTS and "dcp" in self.round["door"]:
+        if kind in fuse_files.OF_TWO_MOUNTS and format_of(self.round) == "dcp":
             self.round["same_names"] = False  # two jobs commit in one DCP directory by a lock that both must see
 
     def _draw_ranks_of_program(self) -> None:
@@ -151,6 +153,14 @@ class _Drawing:
         made["lives"] = [[a for a in actions if a["do"] not in ("move", "recover")] for actions in made["lives"]]
         for event in events_of(made):
             event["rank"] = choose.randrange(ranks)
+
+    def _door(self) -> str:
+        """Megatron's is drawn apart: a seed's other rounds are the same where there is none."""
+        doors = self.limits.doors
+        others = [d for d in doors if d != MEGATRON and (self.round["ranks"] == 1 or d not in OF_ONE_RANK)]
+        drawn = self.choose.choice(others) if others else MEGATRON
+        apart = random.Random(f"door {self.round['seed']}:{self.round['number']}")
+        return MEGATRON if MEGATRON in doors and apart.random() < 1 / len(doors) else drawn
 
     def _life(self, last: bool) -> list[dict[str, Any]]:
         choose = self.choose
@@ -195,8 +205,8 @@ class _Drawing:
             kinds += [("hang-worker", 0.4)] + ([(k, 3.0) for k in DEADLY] if last else [])
             refused = set() if self.limits.groups else set(IN_GROUPS)
             # PyTorch's gloo groups end a process that gets no memory for their threads, or no descriptor.
-            if self.round["ranks"] > 1:
-                refused |= {"limit-memory", "limit-files"} if "dcp" in self.round["door"] else {"limit-memory"}
+            if self.round["ranks"] > 1 or self.round["door"] == MEGATRON:
+                refused |= {"limit-memory", "limit-files"} if format_of(self.round) == "dcp" else {"limit-memory"}
             allowed = [k for k in kinds if (not self.limits.kinds or k[0] in self.limits.kinds) and k[0] not in refused]
             if allowed:
                 event = self._event(self.pick(*allowed))
@@ -248,7 +258,7 @@ def format_of(round_: dict[str, Any]) -> str:
     """What a round's saves write: directories of "holdfast" or "dcp", or a "file" each."""
     if round_["door"] == "save_file":
         return "file"
-    return "dcp" if "dcp" in round_["door"] else "holdfast"
+    return "dcp" if "dcp" in round_["door"] or round_["door"] == MEGATRON else "holdfast"
 
 
 def name_of(round_: dict[str, Any], action: dict[str, Any], job: int) -> str:

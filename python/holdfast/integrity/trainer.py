@@ -61,7 +61,13 @@ def options_of(round_: dict[str, Any], actions: list[dict[str, Any]]) -> dict[st
 
 
 class Trainer:
-    """One process of a job in one of its lives."""
+    """One process of a job in one of its lives.
+
+    Attributes:
+        has_group: whether there is a process group also for one rank.
+    """
+
+    has_group = False
 
     def __init__(self, rank: int, round_: dict[str, Any], life: int, job: int, directory: str, out: int) -> None:
         self.rank, self.job = rank, job
@@ -78,6 +84,7 @@ class Trainer:
         self._moves = 0
         self._rate = 0
         self.over: set[int] = set()  # numbers of the saves that have ended
+        self.exiting = False  # it ends in the middle of its script
         self.is_injected = False  # the driver counts this process's system calls
         self._options = {**options_of(round_, self.actions), "on_sealed": self._sealed}
         self._checkpointer: holdfast.Checkpointer | None = None
@@ -98,7 +105,8 @@ class Trainer:
         """
         try:
             self.run()
-        except _Exit:
+        except Exiting:
+            self.exiting = True
             self.tell("exiting")
             self._wait({})
             with contextlib.suppress(holdfast.Error):
@@ -120,7 +128,7 @@ class Trainer:
 
     def _run(self) -> None:
         holdfast.configure(stale_warning=False)
-        before = held(self.round["ranks"] > 1)
+        before = held(self._in_group)
         self._open()
         for action in self.actions:
             {"save": self._save, "wait": self._wait, "load": self._load, "move": self._move,
@@ -159,22 +167,27 @@ class Trainer:
 
     def _settle(self, before: collections.Counter[str]) -> None:
         """Tells what is held more than before the first save, once threads that end have ended."""
-        if more := left(before, TIME_SETTLE_MAX, self.round["ranks"] > 1):
+        if more := left(before, TIME_SETTLE_MAX, self._in_group):
             self.tell("leak", more=more)
+
+    @property
+    def _in_group(self) -> bool:
+        return self.has_group or self.round["ranks"] > 1
 
     # ---- Actions.
 
-    def _state(self, action: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    def _state(self, action: dict[str, Any]) -> tuple[int, dict[str, Any], dict[str, Any]]:
+        """The number of a save, the tensors of its state, and the state as it is saved."""
         number = action["n"] + self.job * schedule.SAVES_OF_JOB
-        return number, states.make(self.round["seed"], number, self.rank, action["spec"])
+        made = states.make(self.round["seed"], number, self.rank, action["spec"])
+        return number, made, states.as_dcp(made, self.rank) if self.is_dcp else made
 
     def _save(self, action: dict[str, Any]) -> None:
-        number, made = self._state(action)
-        state = states.as_dcp(made, self.rank) if self.is_dcp else made
+        number, made, state = self._state(action)
         event = action.get("event")
         mine = event if event and event["rank"] == self.rank else None
         self._set_rate(action.get("rate", 0))
-        if self.round["door"] == "dcp":
+        if self.round["door"] in schedule.OF_PATHS:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.directory)
         self.tell("call", n=number)
@@ -183,7 +196,7 @@ class Trainer:
         try:
             with self._limits(mine):
                 save = self._call(action, state)
-        except _Exit:
+        except Exiting:
             raise
         except BaseException as error:
             self.over.add(number)
@@ -211,13 +224,17 @@ class Trainer:
 
         durable.add_done_callback(done)
         if mine and mine["kind"] in ("limit-size", "change-sealed", "change-and-restore"):
-            ended.wait(TIME_OUTCOME_MAX)
+            self._await_part(save, ended)
             self._end_change()
 
     def _end_change(self) -> None:
         """No later save is changed in the place of one that has ended; what is restored lies in memory that it may take."""
         self._change = None
         self._join_hits()
+
+    def _await_part(self, save: Any, ended: threading.Event) -> None:
+        """Waits until this rank's part of a save has ended."""
+        ended.wait(TIME_OUTCOME_MAX)
 
     def name_of(self, action: dict[str, Any]) -> str:
         return schedule.name_of(self.round, action, self.job)
@@ -290,7 +307,7 @@ class Trainer:
         chosen = complete[max(0, len(complete) - 1 - action["back"])]
         path = chosen["path"]
         expected = readers.Expected(self.round)
-        reader = next(iter(readers.readers_of(self.format).values()))
+        reader = readers.of_trainer(self.format, self.round["door"])
         try:
             for save, different in reader(path, expected):
                 self.tell("loaded", n=save, path=path, different=different)
@@ -486,12 +503,12 @@ class Trainer:
             self.tell("wrong", what=f"a forked child could use the parent's save (status {status})")
 
 
-class _Exit(SystemExit):
+class Exiting(SystemExit):
     pass
 
 
 def _exit(*_: Any) -> None:
-    raise _Exit(0)
+    raise Exiting(0)
 
 
 def prepare() -> None:

@@ -1,0 +1,70 @@
+"""integrity-fuzz through Megatron-Core: rounds of this door, and the proof that its judge can find a mistake."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_integrity import FLIP, WAIT, event, made, save
+
+from holdfast.integrity import jobs, native, processes, queues, rounds, schedule
+
+SMALL = {"bytes": 4096, "tensors": 3, "objects": True}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[rounds.Bench]:
+    made = rounds.Bench(str(tmp_path), [schedule.MEGATRON])
+    with processes.adopting():
+        yield made
+        made.close()
+
+
+def of_megatron(*actions: dict[str, Any], **given: Any) -> dict[str, Any]:
+    return made(*actions, door=schedule.MEGATRON, **given)
+
+
+@pytest.mark.every_version
+def test_every_reader_finds_what_two_ranks_have_saved(bench: rounds.Bench) -> None:
+    """In both dialects, over two lives; the second one loads by Megatron's own load."""
+    first, load = [save(1, spec=SMALL), WAIT, save(2, spec=SMALL)], {"do": "load", "back": 1}
+    for number in range(len(queues.DIALECTS)):
+        given = of_megatron(ranks=2, number=number, corruptions=FLIP)
+        done = bench.run({**given, "lives": [first, [load, save(3, spec=SMALL)]]})
+        assert done.problems == []
+        assert done.counts["durable"] == 6 and done.counts["loads by trainers"] == 2
+        assert done.counts["reads"] >= 3 * 3  # three checkpoints, three readers
+
+
+@pytest.mark.parametrize("kind", ["kill-worker", "cancel", "kill-trainer"])
+def test_a_save_of_two_ranks_under_attack(kind: str, bench: rounds.Bench) -> None:
+    attack = save(2, **event(kind, rank=1))
+    done = bench.run(of_megatron(save(1, spec=SMALL), WAIT, attack, ranks=2))
+    assert done.problems == []
+    assert done.counts[f"in flight {kind}"] == 1
+
+
+def test_a_save_that_fails_costs_no_later_one(bench: rounds.Bench) -> None:
+    done = bench.run(of_megatron(save(1, **event("limit-size", bytes=4096)), save(2, spec=SMALL), store="server"))
+    assert done.problems == []
+    assert (done.counts["failed"], done.counts["durable"]) == (1, 1)
+
+
+@pytest.mark.parametrize(("plant", "invariant"), [
+    ("megatron_saves_late", "ii"), ("megatron_forgets_its_file", "i"), ("megatron_fails_silently", "i"),
+])  # fmt: skip
+def test_a_mistake_is_found(plant: str, invariant: str, tmp_path: Path) -> None:
+    jobs.start_server([schedule.MEGATRON])
+    attack = event("kill-worker") if "fails" in plant else {"spec": SMALL}
+    with processes.adopting():
+        done = rounds.run(of_megatron(save(1, **attack), store="server"), str(tmp_path), f"megatron_planted:{plant}")
+    assert invariant in {p["invariant"] for p in done.problems}, done.problems
+
+
+def test_the_door_is_drawn_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert schedule.MEGATRON in native.doors()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert schedule.MEGATRON not in native.doors()
