@@ -18,9 +18,10 @@
 #include "runtime/directory/locks.h"
 #include "runtime/directory/removal.h"
 #include "runtime/format/directory_names.h"
+#include "runtime/layout/job.h"
 #include "tests/crash/kill_switch.h"
 #include "tests/crash/power_model.h"
-#include "tests/crash/scripted_writer.h"
+#include "tests/crash/real_writer.h"
 #include "tests/testing/small_checkpoint.h"
 
 namespace holdfast::testing {
@@ -162,12 +163,10 @@ Outcome KillCommits(const CommitCase& commit) {
     int pipe_fds[2];
     if (pipe(pipe_fds) != 0) abort();
     const bool killed = KilledAt(call, [&] {
-      RunScript({.directory = directory.path(),
+      SaveRanks({.directory = directory.path(),
                  .like = New(),
-                 .order = commit.order,
                  .replace = commit.replace,
                  .exchange = commit.exchange,
-                 .sync_record = commit.sync_record,
                  .acknowledge = [&] {
                    if (::write(pipe_fds[1], "a", 1) != 1) abort();
                  }});
@@ -179,11 +178,11 @@ Outcome KillCommits(const CommitCase& commit) {
     Judge(&outcome, absl::StrCat("killed before call ", call))
         .Recovered(directory.path(), commit, acknowledged);
     if (!killed) {
-      if (!acknowledged) outcome.violations.push_back("the script never came to its end");
+      if (!acknowledged) outcome.violations.push_back("the save never came to its end");
       return outcome;
     }
   }
-  outcome.violations.push_back("the script has no end");
+  outcome.violations.push_back("the save has no end");
   return outcome;
 }
 
@@ -307,10 +306,12 @@ Outcome KillOneRankOfARunningSave() {
     if (!living.ok()) abort();
     New().Write(directory / NewPartial());
     const bool killed = KilledAt(call, [&] {
-      auto own = directory::OpenDirectory(AT_FDCWD, directory.path());
-      SmallRank rank = New();
-      rank.rank = 1;
-      WriteRankDurably(own->get(), NewPartial(), rank);
+      const RealRank rank(directory.path(), New(), 1, false);
+      SmallRank mine = New();
+      mine.rank = 1;
+      // Its vote; the save then waits for rank 0.
+      while (!fs::exists(directory / (NewPartial() + "/" + mine.manifest_name()))) usleep(1000);
+      _exit(0);
     });
     const std::string partial = directory / NewPartial();
     const std::set<std::string> before = NamesIn(partial);
@@ -337,6 +338,7 @@ Outcome CutPower(const CommitCase& commit) {
     const TemporaryDirectory directory(Scratch());
     Prepare(directory.path(), commit);
     PowerModel model(directory.path());
+    if (!commit.sync_record) model.ForgetFsyncOf(layout::kCommitRecordName);
     bool acknowledged = false;
     int call = 0;
     model.OnCall([&] {
@@ -346,12 +348,10 @@ Outcome CutPower(const CommitCase& commit) {
             .Recovered(state, commit, acknowledged);
       });
     });
-    RunScript({.directory = directory.path(),
+    SaveRanks({.directory = directory.path(),
                .like = New(),
-               .order = commit.order,
                .replace = commit.replace,
                .exchange = commit.exchange,
-               .sync_record = commit.sync_record,
                .acknowledge = [&] { acknowledged = true; }});
     calls = model.calls();
   }
@@ -361,14 +361,14 @@ Outcome CutPower(const CommitCase& commit) {
     const TemporaryDirectory directory(Scratch());
     Prepare(directory.path(), commit);
     PowerModel model(directory.path());
+    if (!commit.sync_record) model.ForgetFsyncOf(layout::kCommitRecordName);
     model.FailFrom(dies);
     bool acknowledged = false;
-    RunScript({.directory = directory.path(),
+    SaveRanks({.directory = directory.path(),
                .like = New(),
-               .order = commit.order,
                .replace = commit.replace,
                .exchange = commit.exchange,
-               .sync_record = commit.sync_record,
+               .time_liveness_max = absl::Milliseconds(100),  // after which a failed rank is gone
                .acknowledge = [&] { acknowledged = true; }});
     model.StopFailing();
     model.OnCall([&] {

@@ -3,7 +3,6 @@
 #ifndef HOLDFAST_TESTS_CRASH_CAMPAIGNS_H_
 #define HOLDFAST_TESTS_CRASH_CAMPAIGNS_H_
 
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -15,11 +14,12 @@ struct Outcome {
   std::vector<std::string> violations;
 };
 
+/// A save of two ranks.
 struct CommitCase {
-  std::vector<uint32_t> order = {0, 1};  ///< Of two ranks.
   bool replace = false;
-  bool exchange = true;     ///< As Script's; likewise for the recovery.
-  bool sync_record = true;  ///< As Script's.
+  bool exchange = true;  ///< As RealSave's; likewise for the recovery.
+  bool sync_record =
+      true;  ///< False: the planted bug of a commit record that is renamed before its fsync.
 };
 
 /// Kills a save before each of its calls, then runs recovery twice.

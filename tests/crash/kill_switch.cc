@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <unistd.h>
 
 #include <atomic>
 
@@ -18,6 +19,8 @@ void Count() {
 
 }  // namespace
 
+std::string Scratch() { return access("/dev/shm", W_OK) == 0 ? "/dev/shm" : "/tmp"; }
+
 void ArmKillSwitch(int call) {
   g_calls_left = call;
   sys::SystemCalls& table = sys::g_system;
@@ -32,6 +35,10 @@ void ArmKillSwitch(int call) {
   table.write = [](int fd, const void* buffer, size_t bytes) {
     Count();
     return sys::kKernel.write(fd, buffer, bytes);
+  };
+  table.pwrite = [](int fd, const void* buffer, size_t bytes, off_t offset) {
+    Count();
+    return sys::kKernel.pwrite(fd, buffer, bytes, offset);
   };
   table.fsync = [](int fd) {
     Count();

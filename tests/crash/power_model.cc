@@ -8,9 +8,13 @@
 #include <cerrno>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
+#include <thread>
 
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "runtime/sys/system.h"
-#include "tests/crash/scripted_writer.h"
+#include "tests/crash/kill_switch.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/small_checkpoint.h"
 
@@ -19,28 +23,60 @@ namespace {
 
 constexpr uint64_t kStatesMax = 2000;
 PowerModel* g_model = nullptr;
+std::mutex g_calls;  // the threads of a save make their calls one after the other
+/// Whether this thread looks at states: with the real calls, unrecorded.
+thread_local bool t_observes = false;
 
 }  // namespace
 
+/// One recorded call, and the place behind it where power may be cut.
+class PowerCall {
+ public:
+  PowerCall() : lock_(g_calls), allowed_(g_model->Before()) {}
+  ~PowerCall() {
+    if (!changed_) return;
+    const int saved = errno;
+    g_model->After();
+    errno = saved;
+  }
+  PowerCall(const PowerCall&) = delete;
+  PowerCall& operator=(const PowerCall&) = delete;
+
+  bool allowed() const { return allowed_; }
+  void Changed() { changed_ = true; }
+
+ private:
+  const std::scoped_lock<std::mutex> lock_;
+  const bool allowed_;
+  bool changed_ = false;
+};
+
 struct PowerHooks {
   static int OpenAt(int directory, const char* path, int flags, mode_t mode) {
-    if ((flags & O_CREAT) == 0) return sys::kKernel.openat(directory, path, flags, mode);
-    if (!g_model->Before()) return -1;
+    if ((flags & O_CREAT) == 0 || t_observes) {
+      return sys::kKernel.openat(directory, path, flags, mode);
+    }
+    PowerCall call;
+    if (!call.allowed()) return -1;
     struct stat found = {};
     const bool existed = fstatat(directory, path, &found, AT_SYMLINK_NOFOLLOW) == 0;
     const int fd = sys::kKernel.openat(directory, path, flags, mode);
-    if (fd >= 0 && !existed) Add(directory, path, false);
-    g_model->After();
+    if (fd >= 0 && !existed) {
+      Add(directory, path, false);
+      call.Changed();
+    }
     return fd;
   }
 
   static int MkdirAt(int directory, const char* path, mode_t mode) {
-    if (!g_model->Before()) return -1;
+    if (t_observes) return sys::kKernel.mkdirat(directory, path, mode);
+    PowerCall call;
+    if (!call.allowed()) return -1;
     const int result = sys::kKernel.mkdirat(directory, path, mode);
-    if (result == 0) Add(directory, path, true);
-    const int saved = errno;
-    g_model->After();
-    errno = saved;
+    if (result == 0) {
+      Add(directory, path, true);
+      call.Changed();
+    }
     return result;
   }
 
@@ -56,29 +92,44 @@ struct PowerHooks {
   }
 
   static ssize_t Write(int fd, const void* buffer, size_t bytes) {
-    if (!g_model->Before()) return -1;
-    const ssize_t result = sys::kKernel.write(fd, buffer, bytes);
-    if (result > 0) {
-      g_model->inodes_[g_model->IdOf(fd)].content.append(static_cast<const char*>(buffer),
-                                                         static_cast<size_t>(result));
+    struct stat found = {};
+    // An eventfd is written, too.
+    if (t_observes || fstat(fd, &found) != 0 || !S_ISREG(found.st_mode)) {
+      return sys::kKernel.write(fd, buffer, bytes);
     }
-    g_model->After();
-    return result;
+    const PowerCall call;
+    return call.allowed() ? sys::kKernel.write(fd, buffer, bytes) : -1;
+  }
+
+  static ssize_t PWrite(int fd, const void* buffer, size_t bytes, off_t offset) {
+    if (t_observes) return sys::kKernel.pwrite(fd, buffer, bytes, offset);
+    const PowerCall call;
+    return call.allowed() ? sys::kKernel.pwrite(fd, buffer, bytes, offset) : -1;
   }
 
   static int Fsync(int fd) {
-    if (!g_model->Before()) return -1;
+    if (t_observes) return 0;  // the power cut is a model: the copies need not reach a disk
+    PowerCall call;
+    if (!call.allowed()) return -1;
+    const std::string path =
+        std::filesystem::read_symlink(absl::StrCat("/proc/self/fd/", fd)).string();
+    const std::string name = std::filesystem::path(path).filename();
+    if (!g_model->forgotten_.empty() && absl::StartsWith(name, g_model->forgotten_)) return 0;
     PowerModel::Inode& inode = g_model->inodes_[g_model->IdOf(fd)];
-    inode.durable_content = inode.content;
+    if (!inode.is_directory) inode.durable_content = ReadFileBytes(path);
     for (const auto& change : inode.pending) change(&inode.durable);
     inode.pending.clear();
-    g_model->After();
+    call.Changed();
     return 0;
   }
 
-  static int RenameAt2(int directory, const char* from_name, int, const char* to_name,
+  static int RenameAt2(int directory, const char* from_name, int to_directory, const char* to_name,
                        unsigned flags) {
-    if (!g_model->Before()) return -1;
+    if (t_observes) {
+      return sys::kKernel.renameat2(directory, from_name, to_directory, to_name, flags);
+    }
+    PowerCall call;
+    if (!call.allowed()) return -1;
     const int result = sys::kKernel.renameat2(directory, from_name, directory, to_name, flags);
     if (result == 0) {
       g_model->inodes_[g_model->IdOf(directory)].pending.push_back(
@@ -91,23 +142,21 @@ struct PowerHooks {
               entries->erase(from);
             }
           });
+      call.Changed();
     }
-    const int saved = errno;
-    g_model->After();
-    errno = saved;
     return result;
   }
 
   static int UnlinkAt(int directory, const char* name, int flags) {
-    if (!g_model->Before()) return -1;
+    if (t_observes) return sys::kKernel.unlinkat(directory, name, flags);
+    PowerCall call;
+    if (!call.allowed()) return -1;
     const int result = sys::kKernel.unlinkat(directory, name, flags);
     if (result == 0) {
       g_model->inodes_[g_model->IdOf(directory)].pending.push_back(
           [gone = std::string(name)](PowerModel::Entries* entries) { entries->erase(gone); });
+      call.Changed();
     }
-    const int saved = errno;
-    g_model->After();
-    errno = saved;
     return result;
   }
 };
@@ -118,6 +167,7 @@ PowerModel::PowerModel(const std::string& directory) {
   sys::g_system.openat = PowerHooks::OpenAt;
   sys::g_system.mkdirat = PowerHooks::MkdirAt;
   sys::g_system.write = PowerHooks::Write;
+  sys::g_system.pwrite = PowerHooks::PWrite;
   sys::g_system.fsync = PowerHooks::Fsync;
   sys::g_system.renameat2 = PowerHooks::RenameAt2;
   sys::g_system.unlinkat = PowerHooks::UnlinkAt;
@@ -135,15 +185,13 @@ bool PowerModel::Before() {
   return false;
 }
 
-void PowerModel::After() {
+void PowerModel::After() const {
   if (!observer_) return;
-  // The observer reads states with the real calls, unrecorded.
-  const sys::SystemCalls hooked = sys::g_system;
-  sys::g_system = sys::kKernel;
-  // The power cut is a model: the copies need not reach a disk.
-  sys::g_system.fsync = [](int) { return 0; };
-  observer_();
-  sys::g_system = hooked;
+  // The threads of an engine have small stacks.
+  std::thread([this] {
+    t_observes = true;
+    observer_();
+  }).join();
 }
 
 PowerModel::Id PowerModel::IdOf(int fd) const {
@@ -159,8 +207,7 @@ PowerModel::Id PowerModel::Import(const std::string& path) {
   inodes_.push_back({.is_directory = S_ISDIR(found.st_mode)});
   by_number_[found.st_ino] = id;
   if (!S_ISDIR(found.st_mode)) {
-    inodes_[id].content = ReadFileBytes(path);
-    inodes_[id].durable_content = inodes_[id].content;
+    inodes_[id].durable_content = ReadFileBytes(path);
     return id;
   }
   for (const auto& entry : std::filesystem::directory_iterator(path)) {

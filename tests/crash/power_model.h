@@ -17,8 +17,8 @@ namespace holdfast::testing {
 
 class PowerModel {
  public:
-  /// Replaces the table of system calls until destruction. Present entries of `directory` count as
-  /// durable.
+  /// Replaces the table of system calls until destruction, before any thread makes such calls.
+  /// Present entries of `directory` count as durable.
   explicit PowerModel(const std::string& directory);
   ~PowerModel();
   PowerModel(const PowerModel&) = delete;
@@ -29,7 +29,10 @@ class PowerModel {
   void StopFailing() { fail_from_ = 0; }
   int calls() const { return calls_; }
 
-  /// Called after every successful recorded call.
+  /// Files whose names begin so keep nothing of an fsync: a planted bug.
+  void ForgetFsyncOf(const std::string& name) { forgotten_ = name; }
+
+  /// Called after every recorded call that may change what a power cut leaves.
   void OnCall(std::function<void()> observer) { observer_ = std::move(observer); }
 
   /// Writes out each state that a power cut now could leave, one after the other, to a fresh
@@ -37,19 +40,19 @@ class PowerModel {
   void ForEachState(const std::function<void(const std::string& path)>& visit) const;
 
  private:
+  friend class PowerCall;
   friend struct PowerHooks;
   using Id = int;
   using Entries = std::map<std::string, Id>;
   struct Inode {
     bool is_directory = false;
-    std::string content;
     std::string durable_content;
     Entries durable;
     std::vector<std::function<void(Entries*)>> pending;  // since the last fsync, in order
   };
 
   bool Before();
-  void After();
+  void After() const;
   Id IdOf(int fd) const;
   Id IdAt(int directory, const char* name) const;
   Id Import(const std::string& path);
@@ -61,6 +64,7 @@ class PowerModel {
   Id root_ = 0;
   int calls_ = 0;
   int fail_from_ = 0;
+  std::string forgotten_;
   std::function<void()> observer_;
 };
 

@@ -17,7 +17,6 @@
 #include "holdfast/verify.h"
 #include "runtime/directory/single_files.h"
 #include "tests/crash/kill_switch.h"
-#include "tests/crash/scripted_writer.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/zip_files.h"
