@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from test_integrity import FLIP, WAIT, event, made, save
+from test_integrity_savers import round_of_two
 
-from holdfast.integrity import jobs, native, processes, queues, rounds, schedule
+from holdfast.integrity import jobs, native, peers, processes, queues, rounds, schedule
 
 SMALL = {"bytes": 4096, "tensors": 3, "objects": True}
 
@@ -62,6 +63,17 @@ def test_a_mistake_is_found(plant: str, invariant: str, tmp_path: Path) -> None:
     with processes.adopting():
         done = rounds.run(of_megatron(save(1, **attack), store="server"), str(tmp_path), f"megatron_planted:{plant}")
     assert invariant in {p["invariant"] for p in done.problems}, done.problems
+
+
+@pytest.mark.parametrize("saver", peers.OF_MEGATRON)
+def test_a_saver_of_the_table_survives_two_saves_without_an_event(saver: str, tmp_path: Path) -> None:
+    if reason := peers.why_not(saver):
+        pytest.skip(reason)
+    jobs.start_server([schedule.MEGATRON])
+    with processes.adopting():
+        done = rounds.run(round_of_two(saver), str(tmp_path))
+    assert done.problems == []
+    assert (done.counts["calls"], done.counts["durable"]) == (2, 2)
 
 
 def test_the_door_is_drawn_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.integrity import jobs, peers, processes, rounds, schedule
+from holdfast.integrity import jobs, megatron, peers, processes, rounds, schedule
 
 MIB = 1 << 20
 
@@ -45,6 +45,11 @@ def test_savers_are_compared_by_the_same_rounds(tmp_path: Path) -> None:
     assert ours["rounds"] == ours["survived"] == stock["rounds"] == 3
     assert ours["saves"] == stock["saves"] > 0
     assert ours["damages"] > 0 and ours["accepted"] == 0
+
+
+def test_a_saver_that_is_not_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(megatron, "why_not", lambda: "it is not there")
+    assert [peers.why_not(name) for name in ("dcp-thread", "megatron-persistent")] == ["", "megatron-persistent: it is not there"]
 
 
 def test_an_unknown_saver_is_refused(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--replay", default="", metavar="JSON", help="run one schedule, as an escape prints it; @FILE reads it")
     add("--repeat", type=int, default=1, metavar="N", help="run the schedule of --replay so often")
     add("--savers", default="", metavar="NAME,...", help="compare savers by the same rounds: holdfast.dcp, dcp-thread, "
-        "dcp-process; prints a table")  # fmt: skip
+        "dcp-process, holdfast.megatron, megatron-persistent, nvrx-persistent; prints a table")  # fmt: skip
     add("--power-cuts", default="", metavar="FS,...", help="run the rounds on recorded disks with these file systems "
         "(ext4, ext4-nojournal, xfs, btrfs), and judge what a power cut at any moment leaves; needs root")  # fmt: skip
     add("--cuts", type=int, default=20, metavar="N", help="cuts of a round beside those at each flush (default: 20)")
@@ -172,8 +172,8 @@ def _compare(arguments: argparse.Namespace, scratch: str) -> int:
     from holdfast.integrity import peers
 
     savers = arguments.savers.split(",")
-    if unknown := set(savers) - set(peers.SAVERS):
-        raise ValueError(f"--savers: there is no {', '.join(sorted(unknown))}; there is {', '.join(peers.SAVERS)}")
+    if reason := next(filter(None, map(peers.why_not, savers)), ""):
+        raise ValueError(f"--savers: {reason}")
     if arguments.seed is None:
         arguments.seed = random.SystemRandom().randrange(1 << 32)
     rows, status, count = [], 0, _count(arguments)

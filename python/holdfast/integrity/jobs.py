@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from holdfast.integrity import injection, memory_groups, native, peers, processes, queues, schedule, trainer
+from holdfast.integrity import callers, injection, memory_groups, native, processes, queues, schedule, trainer
 
 TIME_SILENT_MAX = 400.0  # seconds without a line from any trainer of a life
 NO_THREAD_DATA = 127  # status by which the C library ends a process that gets no memory for a thread's own data
@@ -168,9 +168,9 @@ class Pool:
 def _kind_of(round_: dict[str, Any]) -> type[trainer.Trainer] | None:
     if round_["door"] == schedule.PLAN:
         return None
-    if round_["door"] == schedule.MEGATRON:
-        return queues.Trainer
-    return peers.Trainer if "saver" in round_ else trainer.Trainer
+    if "saver" in round_:
+        return callers.kind_of(round_["saver"])
+    return queues.Trainer if round_["door"] == schedule.MEGATRON else trainer.Trainer
 
 
 class Life:

@@ -8,6 +8,7 @@ count against one: verification, retention, recovery, errors with codes, and wha
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import signal
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 import holdfast
 import holdfast.dcp
 from holdfast import _names
-from holdfast.integrity import corruption, judge, readers, schedule, trainer
+from holdfast.integrity import corruption, judge, megatron, readers, schedule, trainer
 from holdfast.integrity.processes import send
 
 # Events that need no hook in the saver. Those of workers need a worker process.
@@ -42,16 +43,31 @@ SAVERS: dict[str, Callable[[Any, str], Any]] = {
     "dcp-thread": lambda state, path: _stock(state, path, False),
     "dcp-process": lambda state, path: _stock(state, path, True),
 }
-_WITH_WORKER = ("holdfast.dcp", "dcp-process")
+# Their trainers are those of `callers`.
+OUR_MEGATRON = "holdfast.megatron"
+OF_MEGATRON = (OUR_MEGATRON, "megatron-persistent", "nvrx-persistent")
+NAMES = (*SAVERS, *OF_MEGATRON)
+_WITH_WORKER = ("holdfast.dcp", "dcp-process", *OF_MEGATRON)
+
+
+def why_not(saver: str) -> str:
+    """Why there is no such saver here; "" where there is one."""
+    if saver not in NAMES:
+        return f"there is no {saver}; there is {', '.join(NAMES)}"
+    if saver in OF_MEGATRON and megatron.why_not():
+        return f"{saver}: {megatron.why_not()}"
+    if saver.startswith("nvrx") and importlib.util.find_spec("nvidia_resiliency_ext") is None:
+        return f"{saver}: nvidia-resiliency-ext is not installed"
+    return ""
 
 
 def reduce(round_: dict[str, Any], saver: str) -> dict[str, Any]:
     """The round for a saver: what it does not offer is left out, and the numbers stay."""
     made = copy.deepcopy(round_)
     made |= {
-        "door": "dcp", "saver": saver, "jobs": 1, "same_names": False, "device": "cpu", "read_back": False,
-        "second_look": False, "when_full": "wait", "keep_last": 0, "kill_recover": None, "launcher": "spawn",
-        "engine": "auto", "forbidden": {}, "fuse": {},
+        "door": schedule.MEGATRON if saver in OF_MEGATRON else "dcp", "saver": saver, "jobs": 1, "same_names": False,
+        "device": "cpu", "read_back": False, "second_look": False, "when_full": "wait", "keep_last": 0, "kill_recover": None,
+        "launcher": "spawn", "engine": "auto", "forbidden": {}, "fuse": {},
     }  # fmt: skip
     kinds = EVENTS + (OF_WORKERS if saver in _WITH_WORKER else ())
     for actions in made["lives"]:
@@ -119,16 +135,20 @@ class Judge(judge.Judge):
         self._damage_all([os.path.join(self.directory, name) for name in found])
 
     def recover(self) -> None:
-        if self.round["saver"] == "holdfast.dcp":
+        if self._is_ours:
             super().recover()
 
     def _verify(self, path: str, candidates: set[int], wrong: str) -> None:
-        if self.round["saver"] == "holdfast.dcp":
+        if self._is_ours:
             super()._verify(path, candidates, wrong)
 
     def _readers(self) -> dict[str, readers.Reader]:
-        own = readers.readers_of("dcp")
-        return own if self.round["saver"] == "holdfast.dcp" else {k: v for k, v in own.items() if k.startswith("torch")}
+        own = super()._readers()
+        return own if self._is_ours else {k: v for k, v in own.items() if not k.startswith("holdfast")}
+
+    @property
+    def _is_ours(self) -> bool:
+        return self.round["saver"].startswith("holdfast")
 
     def _look_at_failure(self, made: Any, line: dict[str, Any], causes: set[str]) -> None:
         same = [m for m in self.made.values() if m.name == made.name and m is not made]

@@ -120,6 +120,10 @@ class Trainer(trainer.Trainer):
             raise trainer.Exiting(0)  # the others wait for this rank until its connections are closed
 
     def _open(self, rate: int = 0) -> None:
+        self._requests = self._make()
+        super()._open(rate)
+
+    def _make(self) -> Requests:
         holdfast.megatron.install()
         of_torch = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
         dialect = DIALECTS[self.round["number"] % len(DIALECTS)] if hasattr(of_torch, "get_async_strategy") else ""
@@ -127,8 +131,7 @@ class Trainer(trainer.Trainer):
             queue = of_torch.get_async_strategy(dialect)[1]["AsyncCallsQueue"]()
         else:  # Megatron-Core 0.16
             queue = importlib.import_module("megatron.core.dist_checkpointing.strategies.async_utils").AsyncCallsQueue()
-        self._requests = Requests(queue, of_torch.TorchDistSaveShardedStrategy("torch_dist", 1), dialect)
-        super()._open(rate)
+        return Requests(queue, of_torch.TorchDistSaveShardedStrategy("torch_dist", 1), dialect)
 
     def _save(self, action: dict[str, Any]) -> None:
         if not self._requests.broken:
@@ -154,5 +157,6 @@ class Trainer(trainer.Trainer):
 
     def _wait(self, action: dict[str, Any]) -> None:
         if not self.exiting and not self._requests.drain(trainer.TIME_OUTCOME_MAX):
-            super()._wait(action)  # which says what hangs
-        self._outcomes.clear()
+            self.tell_hang()
+            self._requests.abandon(TimeoutError("a save hangs"))
+        self.outcomes.clear()

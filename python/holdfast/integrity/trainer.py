@@ -77,7 +77,7 @@ class Trainer:
         self.format = schedule.format_of(round_)
         self.is_dcp = self.format == "dcp"
         self._out = out
-        self._outcomes: list[threading.Event] = []
+        self.outcomes: list[threading.Event] = []
         self.hits: list[threading.Thread] = []
         self._change: Callable[[int, int], None] | None = None
         self._device: SlowDevice | None = None
@@ -209,7 +209,7 @@ class Trainer:
         self.tell("called", n=number, skipped=bool(getattr(save, "skipped", False)))
         durable = getattr(save, "durable", save)
         ended = threading.Event()
-        self._outcomes.append(ended)
+        self.outcomes.append(ended)
         path = getattr(save, "path", None) or os.path.join(self.directory, self.name_of(action))
 
         def done(future: Any) -> None:
@@ -285,12 +285,15 @@ class Trainer:
 
     def _wait(self, _: dict[str, Any]) -> None:
         end = time.monotonic() + TIME_OUTCOME_MAX
-        for ended in self._outcomes:
+        for ended in self.outcomes:
             if not ended.wait(max(0.0, end - time.monotonic())):
-                faulthandler.dump_traceback(sys.stderr)
-                self.tell("hang", what=f"a save has not ended after {TIME_OUTCOME_MAX:g} s")
+                self.tell_hang()
                 break
-        self._outcomes.clear()
+        self.outcomes.clear()
+
+    def tell_hang(self) -> None:
+        faulthandler.dump_traceback(sys.stderr)
+        self.tell("hang", what=f"a save has not ended after {TIME_OUTCOME_MAX:g} s")
 
     def _load(self, action: dict[str, Any]) -> None:
         """A rollback: an older checkpoint is loaded, and the run goes on from it."""
