@@ -447,7 +447,7 @@ TEST_F(FaultTest, AFileThatCannotBeRemovedIsAnErrorOfTheSystem) {
     SCOPED_TRACE(is_manifest);
     const TestDirectory below;
     TestSave save(&trainer, below.path());
-    save.parameters.flags = layout::kFilesOnly;
+    save.parameters.flags = layout::kFilesOnly | layout::kWriteManifest;
     save.parameters.target = "iter_0000007";
     ::mkdir(save.target_path().c_str(), 0755);
     save.AddFile("a.bin", {kSmall});
