@@ -155,6 +155,16 @@ def test_a_limit_has_the_codes_that_the_package_gives(kind: str, ranks: int, doo
     assert (hear(code, "save step-1: it failed") == []) == fine
 
 
+def test_a_name_is_taken_by_a_save_that_was_read_later() -> None:
+    """Two trainers, whose lines are not read in the order of their times."""
+    looking = judge.Judge(made(save(1), jobs=2, same_names=True), "/nowhere")
+    error = {"ours": True, "type": "Error", "code": "ALREADY_EXISTS", "errno": 0, "message": "save step-1: it exists already"}
+    told = (0, 2, "call", 1), (0, 4, "refused", 1), (1, 1, "call", 1001), (1, 3, "called", 1001)
+    lines = [{"event": e, "rank": 0, "job": job, "at": at, "n": n, "skipped": False, "errors": [error]} for job, at, e, n in told]
+    looking.hear(lines, [])
+    assert looking.problems == []
+
+
 # ---- What surrounds a round.
 
 

@@ -126,6 +126,8 @@ class Judge:
         if errors:
             causes.add("errs")
             self.counts.update({f"error {name}": number for name, number in errors.items()})
+        # Each trainer has a pipe: what one told before the other may have been read after it.
+        lines = sorted(lines, key=lambda line: line.get("at", float("inf")))
         rung = next((line["engine"] for line in lines if line.get("engine")), "") or self.round["engine"]
         for line in lines:
             event, number = line["event"], line.get("n", 0)
