@@ -57,7 +57,7 @@ _NUMBERS = (0, 1, -1, 2, 3, 12, 24, 25, 30, 31, 1 << 31, 1 << 32, 1 << 53, (1 <<
 _NO_NUMBERS = ("1.0", "1e0", "-0", "01", "true", "null", '"1"', "[]", "{}", " 1", "+1", "0x1", "1E2", "NaN")
 _DTYPES = ("F32", "F64", "F16", "BF16", "I8", "U8", "BOOL", "I64", "U64", "C64", "F8_E4M3", "F4", "F6_E2M3", "f32", "", "X", "QINT8")
 _NAMES = ("a", "b", "__metadata__", "", "\0", "\n", "x/y", "\ud800", "a" * 300, "holdfast.dtypes")
-_SHAPES = ([6], [3, 2], [2, 3, 1], [1] * 40, [], [0], [0, 1 << 62, 1 << 62], [1 << 32, 1 << 32, 0])
+_SHAPES: tuple[list[int], ...] = ([6], [3, 2], [2, 3, 1], [1] * 40, [], [0], [0, 1 << 62, 1 << 62], [1 << 32, 1 << 32, 0])
 
 # Where verify is stricter: readers differ about the first five, or may; the last is no number of theirs.
 STRICTER = re.compile(
