@@ -76,10 +76,11 @@ const char* CheckRanges(const Job& job) {
       {job.commit_template, job.commit_template.bytes, 1},
   };
   for (const auto& array : arrays) {
+    // Of an empty range, too: views of it are computed.
+    if (array.range.offset > job.table_bytes) return "a range starts behind the table";
     if (array.range.bytes == 0 && array.count == 0) continue;
     if (array.range.offset % kRangeAlignment != 0) return "a range is not aligned to 64 bytes";
     if (array.range.offset < sizeof(Job)) return "a range overlaps the head";
-    if (array.range.offset > job.table_bytes) return "a range starts behind the table";
     if (array.range.bytes > job.table_bytes - array.range.offset) {
       return "a range ends behind the table";
     }

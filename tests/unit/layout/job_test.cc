@@ -39,6 +39,7 @@ TEST(ValidateJob, NamesEveryMistake) {
       {"a range is not aligned to 64 bytes", [](Job& job) { job.files.offset += 8; }},
       {"a range overlaps the head", [](Job& job) { job.files.offset = 0; }},
       {"a range starts behind the table", [](Job& job) { job.files.offset = ~uint64_t{63}; }},
+      {"a range starts behind the table", [](Job& job) { job.older.offset = ~uint64_t{63}; }},
       {"a range ends behind the table",
        [](Job& job) { job.manifest_template.bytes = ~uint64_t{0}; }},
       {"two ranges overlap", [](Job& job) { job.published.offset = job.acknowledged.offset; }},
