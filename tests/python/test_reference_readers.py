@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import json
+import lzma
 import os
 import pickle
 import random
@@ -15,6 +16,7 @@ import struct
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -262,7 +264,7 @@ def read_by_zipfile(path: Path) -> dict[str, bytes] | None:
     try:
         with zipfile.ZipFile(path) as file:
             return {info.filename: file.read(info) for info in file.infolist()}
-    except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError, OSError, ValueError, struct.error):
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, OSError, ValueError, struct.error):
         return None
 
 
