@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ def test_a_save_that_fails_costs_no_later_one(bench: rounds.Bench) -> None:
     done = bench.run(of_megatron(save(1, **event("limit-size", bytes=4096)), save(2, spec=SMALL), store="server"))
     assert done.problems == []
     assert (done.counts["failed"], done.counts["durable"]) == (1, 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="a FUSE file system needs root")
+def test_what_megatron_leaves_unsynced_is_no_escape(bench: rounds.Bench) -> None:
+    done = bench.run(of_megatron(save(1, spec=SMALL), fuse={"kind": "forgets", "key": 1}))
+    assert done.problems == []
+    assert done.counts["durable"] == 1 and done.counts["verifications"] == 1
 
 
 @pytest.mark.parametrize(("plant", "invariant"), [

@@ -79,9 +79,15 @@ def _in_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def has_config(path: str) -> bool:
+    """Whether Megatron knows the checkpoint. Its finalize function writes the file, and makes it durable in no way."""
+    config = os.path.join(path, CONFIG)
+    return os.path.exists(config) and os.path.getsize(config) > 0
+
+
 def read(path: str, expected: Any) -> Iterator[tuple[int, str]]:
     """A reader of `readers.readers_of`. Without the file by which Megatron knows a checkpoint, it finds nothing."""
-    if not os.path.exists(os.path.join(path, CONFIG)):
+    if not has_config(path):
         return
     with _in_group():
         first = _load(path, {"r0.id": torch.zeros(2, dtype=torch.int64)})

@@ -141,6 +141,7 @@ def _record(round_: dict[str, Any], recorder: Recorder, scratch: str, plant: str
 def _judge(round_: dict[str, Any], log: Log, cut: Cut, directory: str) -> judge.Judge:
     """The model of what had been told before a cut."""
     made, life = judge.Judge(round_, directory), 0
+    made.loses_unsynced = True
     lines: list[dict[str, Any]] = []
     for operation in log.operations[: cut.at]:
         if operation == "life":
