@@ -165,6 +165,19 @@ def test_a_name_is_taken_by_a_save_that_was_read_later() -> None:
     assert looking.problems == []
 
 
+@pytest.mark.parametrize("keep", [2, 3])
+def test_retention_of_another_trainer_takes_what_it_has_not_loaded(keep: int) -> None:
+    """Two trainers that save one series: step-3 of one, then step-2 of the other."""
+    looking = judge.Judge(made(save(1), save(2), save(3), jobs=2, same_names=True, keep_last=keep), "/nowhere")
+    second = 2 + schedule.SAVES_OF_JOB
+    lines = [{"event": e, "rank": 0, "job": of, "at": 10 * at + late, "n": n, "skipped": False, "path": f"/nowhere/step-{step}"}
+             for at, (of, n, step) in enumerate([(0, 1, 1), (0, 3, 3), (1, second, 2)])
+             for late, e in enumerate(("call", "called", "durable"))]  # fmt: skip
+    looking.hear(lines, [])
+    looking.look_for_durable("/nowhere", 0, {"step-1": 1, "step-2": second})
+    assert (looking.problems == []) == (keep == 2), looking.problems
+
+
 # ---- What surrounds a round.
 
 

@@ -390,15 +390,17 @@ class Judge:
     def _may_be_removed(self, made: Made, saves: list[Made]) -> bool:
         """Whether retention may have removed it: enough saves that go before it may be there.
 
-        These are the later ones of its series and, of an abandoned one, those that were not abandoned.
+        These are the later ones of its series and, of an abandoned one, those that were not abandoned. To the retention of
+        another trainer that saves the same series, what it has not loaded is an abandoned branch.
         """
         keep = self.round["keep_last"]
         if not keep or self.round["door"] in (*schedule.OF_PATHS, "save_file"):
             return False
         series = made.name.rpartition("-")[0]
+        of_another = self.round["same_names"] and any(m.job != made.job and m.may_be_there and m.returned > made.began for m in saves)
         gone = self._is_abandoned(made, saves)
         before = {m.name for m in saves if m.name.rpartition("-")[0] == series and m.name != made.name and m.may_be_there
-                  and (m.returned > made.began or gone and not self._is_abandoned(m, saves))}  # fmt: skip
+                  and (m.returned > made.began or of_another or gone and not self._is_abandoned(m, saves))}  # fmt: skip
         return len(before) >= keep
 
     def _is_abandoned(self, made: Made, saves: list[Made]) -> bool:
