@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -28,6 +29,13 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 def _escaped(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
+
+
+@pytest.fixture(autouse=True)
+def no_test_changes_the_process() -> Iterator[None]:
+    """What a test leaves switched off, a later one misses."""
+    yield
+    assert (logging.root.manager.disable, signal.getsignal(signal.SIGTERM)) == (logging.NOTSET, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import signal
 import subprocess
 from typing import Any
 
-from holdfast import _dtypes, commands
+from holdfast import _dtypes, _names, commands
 from holdfast.integrity import injection, megatron, processes, schedule, states, trainer
 
 PROGRAM = "holdfast-trainer"
@@ -162,7 +162,7 @@ class DeadFiles:
                 if number // schedule.SAVES_OF_JOB == job:
                     attempt = _attempt(round_, number % schedule.SAVES_OF_JOB, job)
                     saves["{:016x}{:016x}".format(*attempt)] = job, {"n": number, "files": round_["files"], "attempt": attempt}
-        for path in glob.iglob(f"{glob.escape(task.directory)}*/*.partial-*/model-*"):
+        for path in glob.iglob(os.path.join(f"{glob.escape(task.directory)}*", _names.partial("*", "*"), "model-*")):
             attempt_text = os.path.basename(os.path.dirname(path)).rpartition("-")[2]
             with contextlib.suppress(FileNotFoundError):  # an orphan has removed or named it
                 self._fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))

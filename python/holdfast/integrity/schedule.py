@@ -126,13 +126,13 @@ class _Drawing:
             for _ in range(self.pick((0, 1), (1, 3), (3, 1)))
         ]
         made["disk_kind"] = "quota" if self.often(0.3) and self.limits.quotas else "small"
+        if is_program and made["jobs"] == 1:
+            self._draw_ranks_of_program()
         made["fuse"] = {}
         if self.limits.places:
             self._move_to(choose.choice(self.limits.places))
         elif self.limits.mount and not made["disk"] and self.often(0.06):
             self._move_to("fuse-" + choose.choice(fuse_files.KINDS))
-        if is_program and made["jobs"] == 1:
-            self._draw_ranks_of_program()
         return made
 
     def _move_to(self, place: str) -> None:
@@ -144,7 +144,7 @@ class _Drawing:
             self.round["same_names"] = False  # two jobs commit in one DCP directory by a lock that both must see
 
     def _draw_ranks_of_program(self) -> None:
-        """Last of all, so that the rounds of other doors stay what they are."""
+        """Behind what all doors draw, so that the rounds of other doors stay what they are."""
         choose, made, most = self.choose, self.round, self.limits.ranks_max
         ranks = made["ranks"] = min(most, self.pick((1, 8), (2, 4), (3, 1), (choose.randint(1, most), 2)))
         if ranks == 1:
