@@ -178,6 +178,19 @@ def test_retention_of_another_trainer_takes_what_it_has_not_loaded(keep: int) ->
     assert (looking.problems == []) == (keep == 2), looking.problems
 
 
+@pytest.mark.parametrize("keep", [0, 1])
+def test_an_earlier_save_may_take_a_name_that_retention_has_freed(keep: int) -> None:
+    """Two trainers: step-1 of one is removed by its own retention before that of the other, called earlier, commits."""
+    looking = judge.Judge(made(save(1), save(2), jobs=2, same_names=True, keep_last=keep), "/nowhere")
+    other = schedule.SAVES_OF_JOB
+    lines = [{"event": e, "rank": 0, "job": of, "at": 10 * at + late, "n": n, "skipped": False, "path": f"/nowhere/step-{step}"}
+             for at, (of, n, step) in enumerate([(0, 1, 1), (1, 1 + other, 1), (1, 2 + other, 2)])
+             for late, e in enumerate(("call", "called", "durable"))]  # fmt: skip
+    looking.hear(lines, [])
+    looking.look_for_durable("/nowhere", 0, {"step-1": 1, "step-2": 2 + other})
+    assert (looking.problems == []) == (keep == 1), looking.problems
+
+
 # ---- What surrounds a round.
 
 

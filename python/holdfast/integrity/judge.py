@@ -381,9 +381,10 @@ class Judge:
         saves = sorted(self._saves(generation), key=lambda m: m.began)
         for name in {m.name for m in saves if m.durable}:
             last = max((m for m in saves if m.name == name and m.durable), key=lambda m: m.began)
+            if self._may_be_removed(last, saves):  # and an earlier one may have taken the free name
+                continue
             if name not in found:
-                if not self._may_be_removed(last, saves):
-                    self.blame("i", f"save {last.number} was told durable, and {directory} has no {name}")
+                self.blame("i", f"save {last.number} was told durable, and {directory} has no {name}")
             elif found[name] in self.made and self.made[found[name]].returned < last.began:
                 self.blame("i", f"{name} has save {found[name]}, though the later save {last.number} was durable")
 
