@@ -5,21 +5,16 @@ A record in the second place names these files with their digests (runtime/layou
 
 from __future__ import annotations
 
-import re
-
 from holdfast import _names
 from holdfast._regular import RECORD_BYTES_MAX
 from holdfast.drain.contents import files_of, parse, sealed, whole
-from holdfast.drain.places import BESIDE, File, Info, Place
+from holdfast.drain.places import BESIDE, NO_NAME, File, Info, Place
 from holdfast.errors import Error, of_damage
-
-# A store has no such names, and a terminal no place for them.
-_NO_NAME = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 
 
 def can_be_sent(name: str) -> bool:
     """Whether every place has such a name, and no record of a checkpoint."""
-    return not _NO_NAME.search(name) and not _names.is_reserved(name)
+    return not NO_NAME.search(name) and not _names.is_reserved(name)
 
 
 def record_of(info: Info, files: list[File]) -> File:

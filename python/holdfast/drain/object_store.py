@@ -23,7 +23,7 @@ from holdfast import _regular
 from holdfast._names import BESIDE_RECORD, DCP_RECORD, MANIFEST_END, METADATA, RECORD
 from holdfast.drain.beside import recorded
 from holdfast.drain.contents import info_of, parse
-from holdfast.drain.places import BESIDE, File, Info, Read, age_of, pieces, scheme_of
+from holdfast.drain.places import BESIDE, NO_NAME, File, Info, Read, age_of, pieces, scheme_of
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast")
@@ -32,7 +32,6 @@ _AT_ONCE = 8  # parts of one file, and small objects
 _PART_BYTES = 16 << 20
 _PARTS_MAX = 9000  # S3 takes 10,000
 _SLOT = re.compile(r"(?P<name>[^.].*?)(\.attempt-(?P<attempt>[0-9a-f]{32}))?")
-_NOT_IN_KEYS = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 _AGE_OF_LEFTOVERS = 86400.0
 # No checkpoint has such a name.
 _NOTHING = ".holdfast-nothing"
@@ -230,7 +229,7 @@ class Store:
     # ---- Writing.
 
     def begin(self, info: Info) -> str:
-        if _NOT_IN_KEYS.search(info.name):
+        if NO_NAME.search(info.name):
             raise Error("FAILED_PRECONDITION", f"drain {info.name!r}: a store has no names with control characters, or that are not UTF-8; "
                         "save under another name, or drain to a directory")  # fmt: skip
         return f"{info.name}.attempt-{info.attempt}"

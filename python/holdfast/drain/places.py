@@ -15,6 +15,8 @@ from holdfast.errors import Error
 
 # Before the name of a file that no manifest names: `File.name`, and the key in a store.
 BESIDE = "beside/"
+# No store has such names, and a terminal no place for them.
+NO_NAME = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 Content = bytes
 # A read returns bytes [begin, end) of one file.
 Read = Callable[[int, int], bytes]
