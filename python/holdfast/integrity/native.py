@@ -157,17 +157,16 @@ class DeadFiles:
         self._held: dict[tuple[int, int], list[dict[str, Any]]] = {}
         self._fds: list[int] = []
         saves = {}
-        for job in range(round_["jobs"]):
-            for number in schedule.saves_of(round_):
-                if number // schedule.SAVES_OF_JOB == job:
-                    attempt = _attempt(round_, number % schedule.SAVES_OF_JOB, job)
-                    saves["{:016x}{:016x}".format(*attempt)] = job, {"n": number, "files": round_["files"], "attempt": attempt}
+        for number in schedule.saves_of(round_):
+            job, of_job = divmod(number, schedule.SAVES_OF_JOB)
+            attempt = _attempt(round_, of_job, job)
+            saves["{:016x}{:016x}".format(*attempt)] = job, {"n": number, "files": round_["files"], "attempt": attempt}
         for path in glob.iglob(os.path.join(f"{glob.escape(task.directory)}*", _names.partial("*", "*"), "model-*")):
             attempt_text = os.path.basename(os.path.dirname(path)).rpartition("-")[2]
             with contextlib.suppress(FileNotFoundError):  # an orphan has removed or named it
                 self._fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
                 job, file = saves[attempt_text]
-                name = os.path.basename(path).removesuffix(".tmp")
+                name = _names.finished(os.path.basename(path))
                 held = self._held.setdefault((job, int(name.split("-")[1])), [])
                 held.append({**file, "name": name, "path": f"/proc/{os.getpid()}/fd/{self._fds[-1]}"})
 
