@@ -55,7 +55,8 @@ def test_the_command_ends_with_a_status_and_a_reason(tmp_path_factory: pytest.Te
     line = _line(random.Random(seed), COMMANDS, OPTIONS)
     line += ENDING.get(line[0], ())
     out, error = io.StringIO(), io.StringIO()
-    with contextlib.chdir(tmp_path_factory.mktemp("here")), contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        patch.chdir(tmp_path_factory.mktemp("here"))
         status = cli.main(line)
     assert status in (0, 1, 2), (line, status)
     assert status != 2 or error.getvalue().strip(), line
