@@ -4,7 +4,7 @@
 #
 #   tools/rehearse.sh [--systems NAME,...] [--situations NAME,...] [--wheels DIR] [--write]
 #
-# --systems     bullseye, bookworm, trixie (Debian 11 to 13), jammy (Ubuntu 22.04); default: bookworm,trixie.
+# --systems     bullseye, bookworm, trixie, forky (Debian 11 to 14), jammy (Ubuntu 22.04); default: bookworm,trixie.
 # --situations  user, no_sys_admin, no_io_uring, small_shm, read_only, one_gib (below; default: all).
 # --wheels      where the wheels are (default build/wheels/out, which tools/build-wheels.sh makes).
 # --write       writes the rows into the table of docs/install.md, if no rehearsal fails.

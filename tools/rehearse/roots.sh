@@ -9,13 +9,14 @@ file_system() {
   local name=$1 tree=$work/$1 packages=ca-certificates,python3,python3-venv source
   [ ! -f "$tree.complete" ] || return 0
   case "$name" in
-    bookworm | trixie | jammy) ;;
+    bookworm | trixie | forky | jammy) ;;
     bullseye) packages=ca-certificates,$builders ;;
     *) fail "--systems $name: see tools/rehearse.sh --help" ;;
   esac
   case "$name" in
     jammy)
       [ -n "${HOLDFAST_UBUNTU_MIRROR:-}" ] || fail "--systems $name: set HOLDFAST_UBUNTU_MIRROR to a mirror of Ubuntu's packages"
+      [ -n "${HOLDFAST_UBUNTU_KEYRING:-}" ] || install_missing ubuntu-keyring
       source="deb [signed-by=${HOLDFAST_UBUNTU_KEYRING:-/usr/share/keyrings/ubuntu-archive-keyring.gpg}] $HOLDFAST_UBUNTU_MIRROR $name main universe"
       ;;
     *) source="deb $(debian_mirror) $name main" ;;
