@@ -487,7 +487,7 @@ absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& sa
   lineage_.Ended(attempt, status.ok());
   if (status.ok()) {
     RemoveReplaced(*save, reported);
-    housekeeper->ApplyRetention(save->parent, save->checkpoint);
+    housekeeper->ApplyRetention(save->parent, save->checkpoint, save->entered_ns);
     return status;
   }
   if (save->single_file) checkpointer::RemoveUncommittedFile(*save, attempt);

@@ -2,6 +2,7 @@
 
 #include <poll.h>
 
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -15,6 +16,7 @@
 #include "runtime/directory/entries.h"
 #include "runtime/directory/listing.h"
 #include "runtime/directory/removal.h"
+#include "runtime/format/directory_names.h"
 #include "runtime/layout/launcher.h"
 #include "runtime/sys/system.h"
 #include "runtime/writer/job_table.h"
@@ -29,6 +31,8 @@ constexpr int kPollMs = 100;
 constexpr absl::Duration kInUsePoll = absl::Milliseconds(100);
 // The workers of other ranks remove their own files first: 0.25 s/GiB.
 constexpr absl::Duration kInUseMax = absl::Minutes(10);
+// A save holds its checkpoint from the rename until the name is durable.
+constexpr absl::Duration kHeldMax = absl::Seconds(10);
 
 absl::StatusOr<std::optional<writer::Completion>> ReadResult(const writer::JobTable& table,
                                                              const std::string& object) {
@@ -52,9 +56,21 @@ Housekeeper::~Housekeeper() {
   thread_.Join();
 }
 
-void Housekeeper::ApplyRetention(const Parent& parent, const std::string& name) {
+void Housekeeper::ApplyRetention(const Parent& parent, const std::string& name,
+                                 uint64_t called_ns) {
   if (options_.retention.keep_last == 0 || options_.rank != 0) return;
-  Queue({.kind = Kind::kRetention, .parent = parent, .name = name, .locks = {}});
+  std::string latest;
+  {
+    const base::MutexLock lock(&mutex_);
+    Durable& of_series = latest_[format::SeriesOf(name)];
+    if (of_series.called_ns <= called_ns) of_series = {.called_ns = called_ns, .name = name};
+    latest = of_series.name;
+  }
+  Queue({.kind = Kind::kRetention,
+         .parent = parent,
+         .name = std::move(latest),
+         .locks = {},
+         .until = base::Now() + kHeldMax});
 }
 
 void Housekeeper::Remove(const Parent& parent, const std::string& name,
@@ -84,12 +100,18 @@ void Housekeeper::Queue(Task task) {
 
 absl::Status Housekeeper::WaitIdle(absl::Time deadline) {
   const base::MutexLock lock(&mutex_);
-  while (busy_ || !tasks_.empty()) {
-    if (!changed_.WaitUntil(&mutex_, deadline) && (busy_ || !tasks_.empty())) {
+  while (!IsIdle()) {
+    if (!changed_.WaitUntil(&mutex_, deadline) && !IsIdle()) {
       return absl::DeadlineExceededError("wait for background deletion: not done yet");
     }
   }
   return std::exchange(first_error_, absl::OkStatus());
+}
+
+bool Housekeeper::IsIdle() const {
+  return !busy_ && tasks_.empty() &&
+         std::none_of(waiting_.begin(), waiting_.end(),
+                      [](const Task& task) { return task.kind == Kind::kRetention; });
 }
 
 void Housekeeper::Run() {
@@ -109,9 +131,9 @@ void Housekeeper::Run() {
     absl::Status status = Do(&task);
     const base::MutexLock lock(&mutex_);
     busy_ = false;
-    if (task.kind == Kind::kRemoveOnceUnused && absl::IsUnavailable(status)) {
+    if (task.held && !stopping_ && base::Now() < task.until) {
+      waiting_.push_back(std::move(task));
       status = absl::OkStatus();
-      if (!stopping_ && base::Now() < task.until) waiting_.push_back(std::move(task));
     }
     if (first_error_.ok()) first_error_ = status;
     changed_.NotifyAll();
@@ -120,13 +142,16 @@ void Housekeeper::Run() {
 
 absl::Status Housekeeper::Do(Task* task) {
   const int parent = task->parent->get();
-  if (task->kind == Kind::kRetention) return Retire(parent, task->name);
+  task->held = false;
+  if (task->kind == Kind::kRetention) return Retire(parent, task->name, &task->held);
   if (task->kind == Kind::kRemoveOnceUnused) {
     auto locks = directory::LockUnused(parent, task->name);
     // Gone, or no lock is a proof here: a recovery decides.
     if (absl::IsNotFound(locks.status()) || absl::IsFailedPrecondition(locks.status())) {
       return absl::OkStatus();
     }
+    task->held = absl::IsUnavailable(locks.status());
+    if (task->held) return absl::OkStatus();
     HOLDFAST_RETURN_IF_ERROR(locks.status());
     const int directory = locks->in_use.get();
     // Only a recovery decides on a complete or a damaged directory.
@@ -142,24 +167,29 @@ absl::Status Housekeeper::Do(Task* task) {
   return Delete(parent, {task->name}, task->locks.in_use.get());
 }
 
-absl::Status Housekeeper::Retire(int parent, const std::string& saved) {
+absl::Status Housekeeper::Retire(int parent, const std::string& saved, bool* held) {
   HOLDFAST_ASSIGN_OR_RETURN(const directory::Listing listing,
                             directory::ListComplete(parent, options_.directory));
   const std::vector<CheckpointInfo>& complete = listing.complete;
   std::vector<directory::RetiredCheckpoint> retired;
   std::vector<std::string> names;
   absl::Status first;
+  absl::Status in_use;
   for (const std::string& name : SelectForRemoval(complete, options_.retention, saved)) {
     for (const CheckpointInfo& info : complete) {
       if (info.name != name) continue;
       absl::StatusOr<directory::RetiredCheckpoint> gone = directory::RetireCheckpoint(parent, info);
-      first.Update(gone.status());
-      if (!gone.ok()) continue;  // The remaining checkpoints are deleted all the same.
+      if (!gone.ok()) {  // The remaining checkpoints are deleted all the same.
+        (absl::IsAborted(gone.status()) ? in_use : first).Update(gone.status());
+        continue;
+      }
       names.push_back(gone->name);
       retired.push_back(*std::move(gone));
     }
   }
   if (!names.empty()) first.Update(Delete(parent, names, /*lock=*/-1));
+  *held = first.ok() && !in_use.ok();
+  first.Update(in_use);
   return first;
 }
 

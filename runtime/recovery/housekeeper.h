@@ -2,7 +2,9 @@
 #ifndef HOLDFAST_RUNTIME_RECOVERY_HOUSEKEEPER_H_
 #define HOLDFAST_RUNTIME_RECOVERY_HOUSEKEEPER_H_
 
+#include <cstdint>
 #include <deque>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -29,8 +31,11 @@ class Housekeeper {
   Housekeeper(const CheckpointerOptions& options, writer::WorkerSource* workers);
   ~Housekeeper();  // finishes the queued tasks
 
-  /// Applies the retention options to the series of save `name`, which has become durable.
-  void ApplyRetention(const Parent& parent, const std::string& name);
+  /// Applies the retention options to the series of save `name`, which has become durable and was
+  /// called at `called_ns`. The save of this process that was called last stays in any case; one
+  /// that ends behind later ones may go at once. Tries again for some seconds where another save
+  /// holds a checkpoint that is to go.
+  void ApplyRetention(const Parent& parent, const std::string& name, uint64_t called_ns);
 
   /// Removes a directory without a living save. `locks`: of a partial directory, held until it is
   /// gone. It may be complete, and a recovery would promote it during its removal.
@@ -51,14 +56,21 @@ class Housekeeper {
   struct Task {
     Kind kind = Kind::kRemove;
     Parent parent;
-    std::string name;  // directory to remove, or name of the durable save
+    std::string name;  // directory to remove, or name of the durable save that was called last
     directory::PartialDirectory locks;
-    absl::Time until = absl::InfiniteFuture();  // a directory in use is tried again until then
+    absl::Time until = absl::InfiniteFuture();  // what others hold is tried again until then
+    bool held = false;                          // by others, when it was tried last
+  };
+  struct Durable {
+    uint64_t called_ns = 0;
+    std::string name;
   };
   void Queue(Task task) ABSL_LOCKS_EXCLUDED(mutex_);
+  bool IsIdle() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run();
   absl::Status Do(Task* task);
-  absl::Status Retire(int parent, const std::string& saved);
+  /// \param[out] held Nothing but what other saves hold is left to be removed.
+  absl::Status Retire(int parent, const std::string& saved, bool* held);
   absl::Status Delete(int parent, const std::vector<std::string>& names, int lock);
 
   const CheckpointerOptions& options_;
@@ -66,7 +78,8 @@ class Housekeeper {
   base::Mutex mutex_;
   base::Condition changed_;
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
-  std::deque<Task> waiting_ ABSL_GUARDED_BY(mutex_);  // for other ranks' locks
+  std::deque<Task> waiting_ ABSL_GUARDED_BY(mutex_);  // for others' locks
+  std::map<std::string, Durable> latest_ ABSL_GUARDED_BY(mutex_);  // by series
   bool busy_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   bool started_ ABSL_GUARDED_BY(mutex_) = false;

@@ -1,8 +1,10 @@
-// When the directory of a save of several ranks is removed that all its ranks have given up.
+// When the directory of a save of several ranks is removed that all its ranks have given up, and
+// what retention does beside other saves.
 #include "runtime/recovery/housekeeper.h"
 
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/file.h>
 #include <sys/vfs.h>
 
 #include <filesystem>
@@ -10,7 +12,10 @@
 #include <memory>
 #include <string>
 
+#include "absl/strings/str_cat.h"
 #include "holdfast/checkpointer.h"
+#include "runtime/base/clock.h"
+#include "runtime/base/unique_fd.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/locks.h"
 #include "runtime/format/directory_names.h"
@@ -28,7 +33,7 @@ using testing::SmallRank;
 
 constexpr AttemptId kAttempt = {.high = 1, .low = 2};
 
-class RemoveOnceUnused : public ::testing::Test {
+class HousekeeperTest : public ::testing::Test {
  protected:
   void SetUp() override {
     auto opened = directory::OpenDirectory(AT_FDCWD, directory_.path());
@@ -58,8 +63,26 @@ class RemoveOnceUnused : public ::testing::Test {
   /// Returns after the first try.
   void Try() {
     housekeeper_->RemoveOnceUnused(parent_, name_);
-    const absl::Status idle = housekeeper_->WaitIdle(absl::Now() + absl::Minutes(1));
+    const absl::Status idle = housekeeper_->WaitIdle(base::Now() + absl::Minutes(1));
     EXPECT_TRUE(idle.ok()) << idle;
+  }
+  /// Complete checkpoints of which retention keeps one.
+  void WriteSteps(uint64_t count) {
+    options_.retention.keep_last = 1;
+    for (uint64_t step = 1; step <= count; ++step) {
+      const SmallRank rank = {.checkpoint = absl::StrCat("step-", step),
+                              .attempt = {.high = 1, .low = step},
+                              .step = step,
+                              .saved_at_ns = step};
+      testing::WriteSmallCheckpoint(directory_ / rank.checkpoint, rank);
+    }
+  }
+  /// As its worker does between the rename and the fsync of the parent.
+  base::UniqueFd HoldStepOne() const {
+    const std::string manifest = directory_ / ("step-1/" + format::ManifestName(0, 1));
+    base::UniqueFd held(open(manifest.c_str(), O_RDONLY | O_CLOEXEC));
+    EXPECT_EQ(flock(held.get(), LOCK_EX), 0);
+    return held;
   }
   void ExpectRemoved() const {
     EXPECT_TRUE(testing::WaitFor([this] { return !Exists(); }));
@@ -74,6 +97,9 @@ class RemoveOnceUnused : public ::testing::Test {
   std::unique_ptr<writer::WorkerSource> workers_;
   std::unique_ptr<Housekeeper> housekeeper_;
 };
+
+using RemoveOnceUnused = HousekeeperTest;
+using ApplyRetention = HousekeeperTest;
 
 TEST_F(RemoveOnceUnused, RemovesWhatARankLeft) {
   WriteRankZero();
@@ -135,6 +161,55 @@ TEST_F(RemoveOnceUnused, EndsBesideARankThatNeverEnds) {
     ending.RemoveOnceUnused(parent_, name_);
   }
   EXPECT_TRUE(Exists());
+}
+
+// Without a second look one checkpoint too many would stay until the next save.
+TEST_F(ApplyRetention, WaitsForASaveThatIsAboutToEnd) {
+  WriteSteps(3);
+  const base::UniqueFd held = HoldStepOne();
+  housekeeper_->ApplyRetention(parent_, "step-3", 3);
+  EXPECT_TRUE(
+      testing::WaitFor([this] { return !std::filesystem::exists(directory_ / "step-2"); }));
+  const absl::Time soon = base::Now() + absl::Milliseconds(300);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(housekeeper_->WaitIdle(soon)));
+  EXPECT_TRUE(std::filesystem::exists(directory_ / "step-1"));
+  // The forked worker that removes step-2 has the descriptor, too.
+  ASSERT_EQ(flock(held.get(), LOCK_UN), 0);
+  const absl::Status idle = housekeeper_->WaitIdle(base::Now() + absl::Minutes(1));
+  EXPECT_TRUE(idle.ok()) << idle;
+  EXPECT_FALSE(std::filesystem::exists(directory_ / "step-1"));
+  EXPECT_TRUE(std::filesystem::exists(directory_ / "step-3"));
+}
+
+TEST_F(ApplyRetention, LetsASaveGoThatEndsBehindLaterOnes) {
+  WriteSteps(3);
+  housekeeper_->ApplyRetention(parent_, "step-3", 3);
+  ASSERT_TRUE(housekeeper_->WaitIdle(base::Now() + absl::Minutes(1)).ok());
+  WriteSteps(1);
+  housekeeper_->ApplyRetention(parent_, "step-1", 1);
+  ASSERT_TRUE(housekeeper_->WaitIdle(base::Now() + absl::Minutes(1)).ok());
+  EXPECT_FALSE(std::filesystem::exists(directory_ / "step-1"));
+  EXPECT_TRUE(std::filesystem::exists(directory_ / "step-3"));
+}
+
+// On another machine's clock it may look older than what another trainer has saved.
+TEST_F(ApplyRetention, KeepsTheSaveOfThisProcessThatWasCalledLast) {
+  WriteSteps(3);
+  housekeeper_->ApplyRetention(parent_, "step-1", 9);
+  ASSERT_TRUE(housekeeper_->WaitIdle(base::Now() + absl::Minutes(1)).ok());
+  EXPECT_TRUE(std::filesystem::exists(directory_ / "step-1"));
+  EXPECT_FALSE(std::filesystem::exists(directory_ / "step-2"));
+  EXPECT_TRUE(std::filesystem::exists(directory_ / "step-3"));
+}
+
+TEST_F(ApplyRetention, EndsBesideASaveThatNeverEnds) {
+  WriteSteps(2);
+  const base::UniqueFd held = HoldStepOne();
+  {
+    Housekeeper ending(options_, workers_.get());
+    ending.ApplyRetention(parent_, "step-2", 2);
+  }
+  EXPECT_TRUE(std::filesystem::exists(directory_ / "step-1"));
 }
 
 }  // namespace
