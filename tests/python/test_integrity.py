@@ -401,6 +401,31 @@ def test_what_happens_in_a_lane_is_told() -> None:
         list(beside.run(iter([("_exit", 7)])))
 
 
+def test_a_signal_waits_while_a_round_is_made_and_removed() -> None:
+    told: list[str] = []
+    for part in ("held", "let", "after"):
+        interrupts, before = processes.Interrupts(), signal.getsignal(signal.SIGUSR1)
+        interrupts.take(signal.SIGUSR1)
+        try:
+            with pytest.raises(KeyboardInterrupt), interrupts.held():
+                if part == "held":
+                    signal.raise_signal(signal.SIGUSR1)
+                    told.append("made")
+                try:
+                    with interrupts.let():
+                        if part == "let":
+                            signal.raise_signal(signal.SIGUSR1)
+                        told.append("run")
+                finally:
+                    if part == "after":
+                        signal.raise_signal(signal.SIGUSR1)
+                    signal.raise_signal(signal.SIGUSR1)  # a second one is ignored, or waits
+                    told.append("removed")
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert told == ["made", "removed", "removed", "run", "removed"]
+
+
 def test_an_interrupted_campaign_has_its_report_and_leaves_nothing(tmp_path: Path) -> None:
     report, scratch = tmp_path / "report", tmp_path / "scratch"
     place = ["--no-mount"] if places.why_not() else ["--places", "fuse-slow"]

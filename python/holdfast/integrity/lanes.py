@@ -88,8 +88,7 @@ class Lanes:
 def _serve(channel: Any, make: Callable[[], Bench]) -> None:
     """The life of a lane: runs what comes until the other side is closed, or until a signal."""
     processes.prepare_process()
-    for number in _SIGNALS:
-        signal.signal(number, _end)
+    processes.interrupts.take(*_SIGNALS)
     with contextlib.suppress(KeyboardInterrupt, EOFError, BrokenPipeError):
         with processes.adopting(), contextlib.closing(make()) as bench:
             while True:
@@ -98,9 +97,3 @@ def _serve(channel: Any, make: Callable[[], Bench]) -> None:
                     channel.send((bench.run(*arguments), None))
                 except Exception as error:  # the other side raises it
                     channel.send((None, error))
-
-
-def _end(*_: Any) -> None:
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)  # the first one removes what a round has left
-    raise KeyboardInterrupt

@@ -180,6 +180,54 @@ def adopting() -> Iterator[None]:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
+class Interrupts:
+    """When the signals that end a process may do so. The first one does, and others are ignored."""
+
+    def __init__(self) -> None:
+        self._may = True
+        self._came = False
+
+    def take(self, *numbers: signal.Signals) -> None:
+        """Makes KeyboardInterrupt of these signals."""
+
+        def come(*_: object) -> None:
+            for number in numbers:
+                signal.signal(number, signal.SIG_IGN)
+            self._came = True
+            self._raise()
+
+        for number in numbers:
+            signal.signal(number, come)
+
+    def _raise(self) -> None:
+        if self._came and self._may:
+            self._came = False
+            raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """While it lasts, a signal waits: for its end, or for `let`. What is made within is removed within."""
+        before, self._may = self._may, False
+        try:
+            yield
+        finally:
+            self._may = before
+            self._raise()
+
+    @contextlib.contextmanager
+    def let(self) -> Iterator[None]:
+        """A part of `held` that a signal may end."""
+        before, self._may = self._may, True
+        try:
+            self._raise()
+            yield
+        finally:
+            self._may = before
+
+
+interrupts = Interrupts()  # of this process
+
+
 def prepare_process() -> None:
     """For the program and its lanes: SIGTERM ends them as Ctrl-C does, with the report; warnings of the framework are left out."""
 

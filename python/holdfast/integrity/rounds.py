@@ -61,25 +61,26 @@ def run(round_: dict[str, Any], directory: str, plant: str = "",
     base = os.path.join(directory, f"round-{os.getpid()}-{round_['number']}")
     shutil.rmtree(base, ignore_errors=True)
     scratch = os.path.join(base, "scratch")
-    os.makedirs(scratch)
     run_ = os.path.join(base, "disk", "run")
-    try:
-        with places.made(round_, base) as place:
-            made = (peers if "saver" in round_ else judge).Judge(round_, run_)
-            before: list[list[int]] = []
-            for life in range(len(round_["lives"])):
-                injector = inject(run_) if inject and life == 0 else None
-                orphans = processes.Orphans()
-                trainers = jobs.Life(round_, life, run_, scratch, plant, injector, pool, place.second)
-                before += trainers.before
-                _live(round_, life, place, trainers, orphans, made, injector)
-                if made.problems:
-                    break
-        return Result(made.problems, made.counts, _logs(scratch), time.monotonic() - began, before)
-    finally:
-        if any(event["kind"] in schedule.IN_GROUPS for event in schedule.events_of(round_)):
-            memory_groups.clean(run_)
-        shutil.rmtree(base, ignore_errors=True)
+    with processes.interrupts.held():
+        os.makedirs(scratch)
+        try:
+            with places.made(round_, base) as place, processes.interrupts.let():
+                made = (peers if "saver" in round_ else judge).Judge(round_, run_)
+                before: list[list[int]] = []
+                for life in range(len(round_["lives"])):
+                    injector = inject(run_) if inject and life == 0 else None
+                    orphans = processes.Orphans()
+                    trainers = jobs.Life(round_, life, run_, scratch, plant, injector, pool, place.second)
+                    before += trainers.before
+                    _live(round_, life, place, trainers, orphans, made, injector)
+                    if made.problems:
+                        break
+            return Result(made.problems, made.counts, _logs(scratch), time.monotonic() - began, before)
+        finally:
+            if any(event["kind"] in schedule.IN_GROUPS for event in schedule.events_of(round_)):
+                memory_groups.clean(run_)
+            shutil.rmtree(base, ignore_errors=True)
 
 
 class Bench:
