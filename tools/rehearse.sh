@@ -20,8 +20,8 @@
 # file systems in build/rehearse/torch-VERSION and is mounted into them: HOLDFAST_REHEARSE_TORCH_3_12=DIR names another folder of packages
 # for Python 3.12, and so on. Where the system's Python is too old, that of Debian 12 is built in the root file system.
 #
-# Ubuntu's packages come from HOLDFAST_UBUNTU_MIRROR=URL, signed by HOLDFAST_UBUNTU_KEYRING=FILE (default: that of the package
-# ubuntu-keyring). Exit status 1 if a rehearsal fails.
+# Ubuntu's packages come from HOLDFAST_UBUNTU_MIRROR=URL, signed by HOLDFAST_UBUNTU_KEYRING=FILE (default: where Ubuntu's package
+# ubuntu-keyring puts it; Debian 12 has no such package). Exit status 1 if a rehearsal fails.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"

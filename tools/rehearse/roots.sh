@@ -6,24 +6,26 @@ builders=gcc,libc6-dev,libbz2-dev,libexpat1-dev,libffi-dev,liblzma-dev,libssl-de
 
 # file_system NAME: makes $work/NAME once.
 file_system() {
-  local name=$1 tree=$work/$1 packages=ca-certificates,python3,python3-venv source
+  local name=$1 tree=$work/$1 packages=ca-certificates,python3,python3-venv source options=()
   [ ! -f "$tree.complete" ] || return 0
   case "$name" in
-    bookworm | trixie | forky | jammy) ;;
+    bookworm | trixie | jammy) ;;
+    forky) options=(--aptopt='Acquire::Check-Valid-Until "false"') ;; # of a release to come; a mirror may be some weeks behind
     bullseye) packages=ca-certificates,$builders ;;
     *) fail "--systems $name: see tools/rehearse.sh --help" ;;
   esac
   case "$name" in
     jammy)
       [ -n "${HOLDFAST_UBUNTU_MIRROR:-}" ] || fail "--systems $name: set HOLDFAST_UBUNTU_MIRROR to a mirror of Ubuntu's packages"
-      [ -n "${HOLDFAST_UBUNTU_KEYRING:-}" ] || install_missing ubuntu-keyring
-      source="deb [signed-by=${HOLDFAST_UBUNTU_KEYRING:-/usr/share/keyrings/ubuntu-archive-keyring.gpg}] $HOLDFAST_UBUNTU_MIRROR $name main universe"
+      local keyring=${HOLDFAST_UBUNTU_KEYRING:-/usr/share/keyrings/ubuntu-archive-keyring.gpg}
+      [ -f "$keyring" ] || fail "--systems $name: $keyring is no file; set HOLDFAST_UBUNTU_KEYRING to the one of Ubuntu's package ubuntu-keyring"
+      source="deb [signed-by=$keyring] $HOLDFAST_UBUNTU_MIRROR $name main universe"
       ;;
     *) source="deb $(debian_mirror) $name main" ;;
   esac
   say "Making the root file system $name"
   rm -rf "$tree"
-  mmdebstrap -q --variant=minbase --include="$packages" "$name" "$tree" "$source" || fail "mmdebstrap could not make $name: is there a network?"
+  mmdebstrap -q "${options[@]}" --variant=minbase --include="$packages" "$name" "$tree" "$source" || fail "mmdebstrap could not make $name: is there a network?"
   mkdir -p "$tree"/{wheels,torch,rehearse,run/volume,home/user,build}
   [ "${packages/gcc,/}" = "$packages" ] || build_python "$tree"
   rm -rf "$tree/build"
