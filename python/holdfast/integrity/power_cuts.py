@@ -22,7 +22,8 @@ from typing import Any
 
 import holdfast
 from holdfast.integrity import jobs, judge, processes, rounds, schedule
-from holdfast.integrity.block_recorder import SECTOR, Log, Recorder, attached, mounted, repaired
+from holdfast.integrity.block_recorder import Log, Recorder
+from holdfast.integrity.served_disk import SECTOR, attached, mounted, repaired
 
 MIB = 1 << 20
 # The least that each of them takes, with room for the saves of a round.
