@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import os
 import shutil
 import subprocess
@@ -29,6 +30,7 @@ from holdfast.integrity import (
     readers,
     rounds,
     schedule,
+    sealed_memory,
     states,
     trainer,
 )
@@ -46,6 +48,28 @@ def bench(tmp_path: Path) -> Iterator[rounds.Bench]:
 
 def small(n: int, **given: Any) -> dict[str, Any]:
     return save(n, spec={"bytes": 4096, "tensors": 2}, **given)
+
+
+# ---- Files of dead workers.
+
+
+def test_foreign_bytes_in_a_held_file_are_counted(tmp_path: Path) -> None:
+    """Of three pages one is not written, and one has a byte that only a later save had."""
+    told: list[dict[str, Any]] = []
+    memory = sealed_memory.SealedMemory(lambda event, **values: told.append(values), keeps=True)
+    sealed = bytearray(b"s" * 10_000)
+    buffer = (ctypes.c_char * len(sealed)).from_buffer(sealed)
+    with open(tmp_path / "model.safetensors.tmp", "w+b") as file:
+        memory.sealed(ctypes.addressof(buffer), len(sealed), "model.safetensors", 0)
+        memory.hold(7, os.getpid())
+        file.write(sealed[:4096] + bytes(4096) + sealed[8192:].ljust(4096, b"\0"))
+        file.flush()
+        os.pwrite(file.fileno(), b"x", 5000)
+        memory.sealed(ctypes.addressof(buffer), len(sealed), "other.safetensors", 0)
+        os.unlink(file.name)
+    memory.look()
+    memory.look()
+    assert told == [{"n": 7, "file": "model.safetensors", "written": 10_000, "foreign": 1}]
 
 
 # ---- Trainers of several rounds.

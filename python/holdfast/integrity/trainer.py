@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import json
@@ -22,7 +21,6 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -32,7 +30,7 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast import _devices, handle
-from holdfast.integrity import injection, memory_groups, readers, schedule, states
+from holdfast.integrity import injection, memory_groups, readers, schedule, sealed_memory, states
 from holdfast.integrity.processes import address_space, children, held, left, see, send
 from holdfast.integrity.slow_device import SlowDevice
 
@@ -79,14 +77,15 @@ class Trainer:
         self._out = out
         self.outcomes: list[threading.Event] = []
         self.hits: list[threading.Thread] = []
-        self._change: Callable[[int, int], None] | None = None
+        is_watched = any(a.get("event", {}).get("kind") in sealed_memory.DEAD for a in self.actions)
+        self._memory = sealed_memory.SealedMemory(self.tell, is_watched)
         self._device: SlowDevice | None = None
         self._moves = 0
         self._rate = 0
         self.over: set[int] = set()  # numbers of the saves that have ended
         self.exiting = False  # it ends in the middle of its script
         self.is_injected = False  # the driver counts this process's system calls
-        self._options = {**options_of(round_, self.actions), "on_sealed": self._sealed}
+        self._options = {**options_of(round_, self.actions), "on_sealed": self._memory.sealed}
         self._checkpointer: holdfast.Checkpointer | None = None
 
     def tell(self, event: str, **values: Any) -> None:
@@ -136,10 +135,12 @@ class Trainer:
         self._wait({})
         self._join_hits()
         self._close()
+        self._memory.look()
         self._settle(before)
         self.tell("end")
 
     def _join_hits(self) -> None:
+        self._memory.leave()
         while self.hits:
             self.hits.pop().join()
 
@@ -200,7 +201,7 @@ class Trainer:
             raise
         except BaseException as error:
             self.over.add(number)
-            self._end_change()
+            self._join_hits()
             self._tell_failure("refused", number, error)
             return
         finally:
@@ -225,12 +226,7 @@ class Trainer:
         durable.add_done_callback(done)
         if mine and mine["kind"] in ("limit-size", "change-sealed", "change-and-restore"):
             self._await_part(save, ended)
-            self._end_change()
-
-    def _end_change(self) -> None:
-        """No later save is changed in the place of one that has ended; what is restored lies in memory that it may take."""
-        self._change = None
-        self._join_hits()
+            self._join_hits()
 
     def _await_part(self, save: Any, ended: threading.Event) -> None:
         """Waits until this rank's part of a save has ended."""
@@ -377,32 +373,12 @@ class Trainer:
     def _begin_event(self, number: int, event: dict[str, Any]) -> None:
         kind = event["kind"]
         if kind in ("change-sealed", "change-and-restore"):
-            self._change = self._changer(number, kind, event["seconds"])
+            self._memory.change_next(number, kind, event["seconds"])
         elif kind not in (*schedule.LIMITS, "step"):
             known = handle.in_flight()
             thread = threading.Thread(target=self._hit, args=(number, event, known, children()), daemon=True)
             self.hits.append(thread)
             thread.start()
-
-    def _changer(self, number: int, kind: str, seconds: float) -> Callable[[int, int], None]:
-        def change(address: int, nbytes: int) -> None:
-            self._change = None
-            place = address + nbytes // 2
-            old = ctypes.string_at(place, 1)
-            ctypes.memset(place, old[0] ^ 0x10, 1)
-            self.tell("fired", n=number, kind=kind, phase="sealed")
-            if kind == "change-and-restore":
-                timer = threading.Timer(seconds, lambda: ctypes.memset(place, old[0], 1))
-                self.hits.append(timer)
-                timer.start()
-
-        return change
-
-    def _sealed(self, address: int, nbytes: int, *_: Any) -> None:
-        """Called with each extent between its digest and its write."""
-        change = self._change
-        if change is not None and nbytes:
-            change(address, nbytes)
 
     def _hit(self, number: int, event: dict[str, Any], known: list[Any], older: dict[int, int]) -> None:
         """The event's own thread: waits for its moment."""
@@ -455,6 +431,8 @@ class Trainer:
             if pid is not None and kind in schedule.OF_WORKERS:
                 os.kill(pid, signal.SIGSTOP)
                 phase = save.progress()["phase"]  # what is said now was so when it stopped
+                if kind in sealed_memory.DEAD:
+                    self._memory.hold(number, pid)
             self.tell("fired", n=number, kind=kind, phase=phase, pid=pid)
             if kind in ("stop-worker", "hang-worker"):
                 time.sleep(TIME_HUNG * 3 if kind == "hang-worker" else seconds)
