@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
+import select
 import shutil
 import subprocess
 import threading
@@ -19,7 +21,7 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast import handle
-from holdfast.integrity import jobs, slow_device, trainer
+from holdfast.integrity import jobs, sealed_memory, slow_device, trainer
 
 _kept: list[Any] = []
 _calls = itertools.count(1)
@@ -286,6 +288,27 @@ def copies_after_the_training_goes_on() -> None:
 def ends_without_thread_data() -> None:
     """The trainer ends as one does that the C library ends for lack of memory. This is no planted bug."""
     os._exit(jobs.NO_THREAD_DATA)
+
+
+def trusts_the_end_of_a_process() -> None:
+    """Memory of a save is used again when its worker's process has ended."""
+    keep, strike = sealed_memory.SealedMemory.sealed, trainer.Trainer._strike
+    sealed: list[tuple[int, int]] = []
+
+    def kept(self: Any, address: int, nbytes: int, *rest: Any) -> None:
+        sealed.append((address, nbytes))
+        keep(self, address, nbytes, *rest)
+
+    def struck(self: Any, number: int, event: dict[str, Any], phase: str, save: Any, older: Any) -> None:
+        worker = os.pidfd_open(self.worker(older))
+        strike(self, number, event, phase, save, older)
+        select.select([worker], [], [])
+        for address, nbytes in sealed:
+            ctypes.memset(address, 0xEE, nbytes)
+        os.close(worker)
+
+    sealed_memory.SealedMemory.sealed = kept  # type: ignore[method-assign]
+    trainer.Trainer._strike = struck  # type: ignore[method-assign]
 
 
 def trusts_every_lock() -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import mmap
 import os
 import random
+import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,10 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_integrity import event, made, save
 
+import holdfast
 from holdfast import integrity
-from holdfast.integrity import fuse_files, jobs, places, processes, rounds, schedule
+from holdfast.integrity import fuse_files, jobs, places, processes, rounds, schedule, slow_disk
 
 MIB = 1 << 20
 WAIT = {"do": "wait"}
@@ -30,9 +35,12 @@ def of(kind: str, **given: Any) -> dict[str, Any]:
     return {**fuse_files.draw(random.Random(1), kind), **given}
 
 
+def slow(file_system: str = "ext4", **given: Any) -> dict[str, Any]:
+    return {**slow_disk.draw(random.Random(1)), "file_system": file_system, "rate": 16 * MIB, "share": 0.3, **given}
+
+
 def mounts(below: Path) -> list[str]:
-    lines = Path("/proc/mounts").read_text().splitlines()
-    return [line for line in lines if line.startswith("holdfast-hostile") and f" {below}/" in line]
+    return [line for line in Path("/proc/mounts").read_text().splitlines() if f" {below}/" in line]
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +163,71 @@ def test_a_trainer_sees_the_second_mount_in_place_of_the_first(tmp_path: Path) -
         assert os.path.exists(name)
 
 
+def pages(fd: int) -> int:
+    """The pages of a file that have been written."""
+    return sum(any(os.pread(fd, 4096, at)) for at in range(0, os.fstat(fd).st_size, 4096))
+
+
+def test_a_slow_disk_writes_behind_the_end_of_a_process(tmp_path: Path) -> None:
+    """The memory is held until then, and no longer."""
+    with places.made(made(fuse=slow()), str(tmp_path)) as place:
+        directory = os.path.join(place.directory, "run")
+        held = processes.held(in_group=False)
+        checkpointer = holdfast.Checkpointer(directory, engine="io_uring", arena_bytes=16 * MIB)
+        before = set(processes.children())
+        victim = checkpointer.save_async({"a": torch.ones(12 * MIB, dtype=torch.uint8)}, 1)
+        while victim.progress()["phase"] != "writing":
+            time.sleep(0.001)
+        (worker,) = set(processes.children()) - before
+        time.sleep(0.05)
+        (path,) = Path(directory).glob("step-1.partial-*/model-*")
+        file, ended = os.open(path, os.O_RDONLY), os.pidfd_open(worker)
+        os.kill(worker, signal.SIGKILL)
+        select.select([ended], [], [])
+        at_its_end = pages(file)
+        assert checkpointer.staging()["bytes_held"] >= 12 * MIB > 4096 * at_its_end
+        with pytest.raises(holdfast.Error, match="killed by signal 9"):
+            victim.durable.result()
+        del victim
+        assert checkpointer.staging()["bytes_quarantined"] >= 12 * MIB
+        while checkpointer.staging()["bytes_held"]:
+            time.sleep(0.001)
+        assert pages(file) > at_its_end + 1000
+        for fd in (file, ended):
+            os.close(fd)
+        checkpointer.close()
+        assert processes.left(held, 30, in_group=False) == {}
+
+
+@pytest.mark.parametrize(("door", "launcher", "file_system"), [
+    ("save_async", "fork", "ext4"), ("dcp", "spawn", "ext4"), ("save_file", "spawn", "xfs"), ("checkpointer", "persistent", "btrfs"),
+])  # fmt: skip
+def test_nothing_escapes_on_a_slow_disk(door: str, launcher: str, file_system: str, tmp_path: Path) -> None:
+    """The save behind a dead worker needs its memory; the recovery, the lock of a dead trainer's worker."""
+    if not shutil.which(f"mkfs.{file_system}"):
+        pytest.skip(f"there is no mkfs.{file_system}")
+    kinds = ("kill-both", "kill-worker", "terminate-worker")
+    first, *others = (save(i, **event(kind, share=0.3)) for i, kind in enumerate(kinds, 1))
+    lives = [[first], [a for other in others for a in (other, WAIT)]]
+    done = rounds.run(made(door=door, launcher=launcher, engine="io_uring", fuse=slow(file_system)) | {"lives": lives}, str(tmp_path))
+    assert done.problems == [], done.log
+    assert [done.counts[f"in flight {kind}"] for kind in kinds] == [1, 1, 1]
+    assert done.counts["files of dead workers"] >= 2 and done.counts["bytes in files of dead workers"] > MIB
+
+
 # ---- Bugs planted on purpose.
+
+
+@pytest.mark.parametrize(("engine", "plant", "found"), [
+    ("io_uring", "", False), ("io_uring", "integrity_planted:trusts_the_end_of_a_process", True),
+    ("io_uring-fixed", "integrity_planted:trusts_the_end_of_a_process", True),
+    ("pwrite", "integrity_planted:trusts_the_end_of_a_process", False),
+])  # fmt: skip
+def test_memory_that_is_used_before_the_last_transfer_is_found(engine: str, plant: str, found: bool, tmp_path: Path) -> None:
+    """A process with threads in pwrite ends behind their last transfer."""
+    done = rounds.run(made(save(1, **event("kill-worker")), engine=engine, fuse=slow()), str(tmp_path), plant)
+    assert bool(done.problems) is found, done.problems
+    assert all(p["invariant"] == "iv" and "that it never had" in p["what"] for p in done.problems), done.problems
 
 
 def test_a_failure_that_is_swallowed_is_found(tmp_path: Path) -> None:
@@ -206,12 +278,13 @@ def test_a_missing_sync_is_found(ignored: str, tmp_path: Path) -> None:
 # ---- The end.
 
 
-def test_nothing_is_mounted_after_a_kill(tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", [of("locks"), slow()], ids=["fuse-locks", "slow-disk"])
+def test_nothing_is_mounted_after_a_kill(given: dict[str, Any], tmp_path: Path) -> None:
     program = (
-        "import sys, time\nfrom holdfast.integrity import places\n"
-        "with places.made({'fuse': {'kind': 'locks', 'key': 1}}, sys.argv[1]):\n    time.sleep(60)\n"
+        "import json, sys, time\nfrom holdfast.integrity import places\n"
+        "with places.made({'fuse': json.loads(sys.argv[2])}, sys.argv[1]):\n    time.sleep(60)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program, tmp_path], start_new_session=True) as driver:
+    with subprocess.Popen([sys.executable, "-c", program, tmp_path, json.dumps(given)], start_new_session=True) as driver:
         end = time.monotonic() + 60
         while not mounts(tmp_path) and driver.poll() is None and time.monotonic() < end:
             time.sleep(0.02)

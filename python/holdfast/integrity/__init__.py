@@ -65,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--doors", default="", metavar="NAME,...", help="draw only rounds of these doors: save_async, checkpointer, dcp, "
         "checkpointer-dcp, save_file, plan, megatron")  # fmt: skip
     add("--events", default="", metavar="KIND,...", help="draw only these kinds of events")
-    add("--places", default="", metavar="NAME,...", help="draw only rounds in these places: plain, small, quota, fuse-errs, "
-        "fuse-locks, fuse-late, fuse-slow, fuse-forgets")  # fmt: skip
+    add("--places", default="", metavar="NAME,...", help="draw only rounds in these places: plain, small, quota, slow-disk, "
+        "fuse-errs, fuse-locks, fuse-late, fuse-slow, fuse-forgets")  # fmt: skip
     add("--no-mount", action="store_true", help="mount no file systems, even as root")
     add("--shrink", type=_seconds, default=120.0, metavar="T", help="longest time to simplify a failing round "
         "(default: 2m)")  # fmt: skip

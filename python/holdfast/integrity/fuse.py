@@ -10,6 +10,7 @@ import ctypes
 import enum
 import errno
 import os
+import signal
 import struct
 import subprocess
 import time
@@ -129,6 +130,13 @@ def begin(request: Request, offered: Flag) -> bytes:
     """The answer to INIT."""
     _, _, ahead, flags = struct.unpack_from("<IIII", request.body)
     return struct.pack("<IIIIHHIIHHI28x", 7, 31, ahead, flags & offered, 16, 12, WRITE_MAX, 1, WRITE_MAX >> 12, 0, 0)
+
+
+def begin_process() -> None:
+    """For the process of a server: what ends the driver with all its group leaves this one, which unmounts."""
+    os.setsid()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _time(seconds: float) -> tuple[int, int]:

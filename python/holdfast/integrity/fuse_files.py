@@ -15,7 +15,6 @@ import errno
 import os
 import random
 import resource
-import signal
 import stat
 import struct
 import threading
@@ -464,9 +463,7 @@ def serve(directory: str, targets: list[str], given: dict[str, Any], control: Co
             the name of an operation that does nothing.
         control: gets what `_Server.hear` takes, and is told which errors it has made.
     """
-    os.setsid()  # what ends the driver with all its group leaves this process, which unmounts
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    fuse.begin_process()
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     os.umask(0)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.integrity import fuse, fuse_files, jobs
+from holdfast.integrity import fuse, fuse_files, jobs, slow_disk
 
 TIME_SERVER_MAX = 60.0  # seconds in which the server of a file system starts and ends
 
@@ -22,13 +22,13 @@ def why_not() -> str:
     return "" if os.path.exists("/dev/fuse") else "there is no /dev/fuse"
 
 
-class _FuseFiles:
+class _Served:
     """A hostile file system, mounted at one directory, or at two. A context manager.
 
     Args:
         directory: that is served; on the file system that is tried.
         targets: where it is mounted.
-        given: of `draw`.
+        given: of `fuse_files.draw`, or of `slow_disk.draw`.
 
     Raises:
         OSError: it cannot be mounted.
@@ -38,9 +38,10 @@ class _FuseFiles:
         self._arguments = directory, targets, given
         self.made: dict[str, int] = {}  # errors, by operation
 
-    def __enter__(self) -> _FuseFiles:
+    def __enter__(self) -> _Served:
         self._control, theirs = jobs.context.Pipe()
-        self._process = jobs.context.Process(target=fuse_files.serve, args=(*self._arguments, theirs))
+        serve = slow_disk.serve if self._arguments[2]["kind"] == slow_disk.NAME else fuse_files.serve
+        self._process = jobs.context.Process(target=serve, args=(*self._arguments, theirs))
         self._process.start()
         try:
             theirs.close()
@@ -93,7 +94,7 @@ class Place:
         errors: what the file system has made fail, by operation and error.
     """
 
-    def __init__(self, directory: str, second: str = "", hostile: _FuseFiles | None = None, late: float = 0.0) -> None:
+    def __init__(self, directory: str, second: str = "", hostile: _Served | None = None, late: float = 0.0) -> None:
         self.directory, self.second = directory, second
         self._hostile, self._late = hostile, late
 
@@ -139,7 +140,7 @@ def made(round_: dict[str, Any], base: str) -> Iterator[Place]:
         targets.append(os.path.join(base, "second"))
     for made_ in (served, *targets[1:]):
         os.mkdir(made_)
-    with _FuseFiles(served, targets, round_["fuse"]) as hostile:
+    with _Served(served, targets, round_["fuse"]) as hostile:
         second = targets[1] if targets[1:] else ""
         yield Place(directory, second, hostile, round_["fuse"].get("seconds", 0.0))
 

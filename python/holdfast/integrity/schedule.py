@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast.integrity import fuse_files
+from holdfast.integrity import fuse_files, slow_disk
 
 MIB = 1 << 20
 PLAN = "plan"  # saves of a C++ program
@@ -39,7 +39,7 @@ FORBIDDEN = (
 CORRUPTIONS = (
     "flip a bit", "zero a page", "truncate", "extend", "remove", "swap chunks", "swap files", "stale file",
 )  # fmt: skip
-PLACES = ("plain", "small", "quota", *(f"fuse-{kind}" for kind in fuse_files.KINDS))
+PLACES = ("plain", "small", "quota", slow_disk.NAME, *(f"fuse-{kind}" for kind in fuse_files.KINDS))
 PHASES = ("writing", "commit", "later")
 ARENA = 16 * MIB  # the least that there is
 CHUNK = 4 * MIB  # written at once, whatever the rate
@@ -131,8 +131,11 @@ class _Drawing:
         made["fuse"] = {}
         if self.limits.places:
             self._move_to(choose.choice(self.limits.places))
-        elif self.limits.mount and not made["disk"] and self.often(0.06):
-            self._move_to("fuse-" + choose.choice(fuse_files.KINDS))
+        elif self.limits.mount and not made["disk"]:
+            if self.often(0.06):
+                self._move_to("fuse-" + choose.choice(fuse_files.KINDS))
+            elif self.often(0.04):
+                self._move_to(slow_disk.NAME)
         return made
 
     def _move_to(self, place: str) -> None:
@@ -140,6 +143,8 @@ class _Drawing:
         self.round["disk"] = (self.round["disk"] or self.choose.choice((24, 40))) if is_limited else 0
         self.round["disk_kind"] = place if is_limited else "small"
         self.round["fuse"] = fuse_files.draw(self.choose, kind) if of == "fuse" else {}
+        if place == slow_disk.NAME:
+            self.round["fuse"] = slow_disk.draw(self.choose)
         if kind in fuse_files.OF_TWO_MOUNTS and format_of(self.round) == "dcp":
             self.round["same_names"] = False  # two jobs commit in one DCP directory by a lock that both must see
 
@@ -271,7 +276,8 @@ def name_of(round_: dict[str, Any], action: dict[str, Any], job: int) -> str:
 def place_of(round_: dict[str, Any]) -> str:
     """Where a round is, of `PLACES`."""
     if round_["fuse"]:
-        return f"fuse-{round_['fuse']['kind']}"
+        kind = str(round_["fuse"]["kind"])
+        return kind if kind == slow_disk.NAME else f"fuse-{kind}"
     return str(round_["disk_kind"]) if round_["disk"] else "plain"
 
 

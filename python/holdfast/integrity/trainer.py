@@ -163,6 +163,9 @@ class Trainer:
                 self._checkpointer.close()
             self._checkpointer = None
         else:
+            end = time.monotonic() + TIME_SETTLE_MAX
+            while holdfast.staging().get("bytes_held") and time.monotonic() < end:
+                time.sleep(0.002)  # of a dead worker: it is configured when it is free
             with contextlib.suppress(holdfast.Error):
                 holdfast.configure(arena_bytes=schedule.ARENA, on_sealed=lambda *_: None)
 
