@@ -186,6 +186,7 @@ def test_a_slow_disk_writes_behind_the_end_of_a_process(closes: bool, tmp_path: 
         os.kill(worker, signal.SIGKILL)
         select.select([ended], [], [])
         at_its_end = pages(file)
+        assert any("io_ring_exit_work" in line for line in processes.ending())
         assert checkpointer.staging()["bytes_held"] >= 12 * MIB > 4096 * at_its_end
         with pytest.raises(holdfast.Error, match="killed by signal 9"):
             victim.durable.result()

@@ -97,6 +97,7 @@ def test_a_leak_of_a_trainer_is_found_in_its_round_alone(bench: rounds.Bench, tm
     assert bench.run(made(small(1))).problems == []
     leaking = rounds.run(made(small(1), number=1), str(tmp_path), "integrity_planted:leaks_a_descriptor")
     assert {p["invariant"] for p in leaking.problems} == {"iv"}
+    assert "'descriptor of /dev/null': 1}; what was ending then: [" in leaking.problems[0]["what"]
     assert bench.run(made(small(1), number=2)).problems == []
 
 

@@ -270,6 +270,8 @@ class Life:
                 del self._listening[fd]
             else:
                 self.lines.append(line)
+            if self.lines and self.lines[-1]["event"] == "leak":
+                self.lines[-1].setdefault("ending", processes.ending())
 
     def kill(self) -> None:
         """Kills all trainers that are left."""

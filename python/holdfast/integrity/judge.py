@@ -168,7 +168,7 @@ class Judge:
             elif event == "looked":
                 self._look_at_dead_file(line)
             elif event == "leak":
-                self.blame("iv", f"a trainer holds, after its saves: {line['more']}")
+                self.blame("iv", f"a trainer holds, after its saves: {line['more']}; what was ending then: {line.get('ending')}")
             elif event in ("hang", "wrong"):
                 self.blame("v", line["what"])
             elif event == "unreadable":

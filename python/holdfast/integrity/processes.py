@@ -51,6 +51,29 @@ def threads(pid: int | None) -> list[str]:
     return found
 
 
+# In the stack of a thread of the kernel that takes down the ring of an ended process, or closes files of one.
+_TAKING_DOWN = ("io_ring_exit_work", "delayed_fput", "cleanup_mnt")
+_PF_EXITING = 4
+
+
+def ending() -> list[str]:
+    """Processes that are ending, and threads of the kernel that take down what ended ones have left: name, state, stack.
+
+    Stacks are for root alone: without it, these are processes alone.
+    """
+    found = []
+    for process in sorted(Path("/proc").glob("[0-9]*")):
+        with contextlib.suppress(OSError):
+            stat, stack = _stat(process.name), ""
+            with contextlib.suppress(PermissionError):
+                stack = (process / "stack").read_text()
+            is_ending = int(stat[6]) & _PF_EXITING and stat[0] not in "ZX"
+            if is_ending or any(name in stack for name in _TAKING_DOWN):
+                calls = [line.split()[-1].partition("+")[0] for line in stack.splitlines()]
+                found.append(f"{(process / 'comm').read_text().strip()} {stat[0]} {' < '.join(calls)}".strip())
+    return found
+
+
 # What a process group makes and drops behind the scenes.
 _OF_GROUPS = frozenset({"socket", "pipe", "anon_inode:[eventpoll]", "anon_inode:[eventfd]"})
 
