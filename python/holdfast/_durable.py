@@ -22,6 +22,15 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
         os.close(fd)
 
 
+def sync_file(path: str | os.PathLike[str]) -> None:
+    """Makes a file durable, and not its name."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def make_directory(path: str) -> None:
     """Makes a directory and those above it, durably: else a crash takes them with all in them.
 

@@ -216,6 +216,33 @@ def test_a_commit_that_fails_is_told_to_all(tmp_path: Path) -> None:
     run(2, tmp_path, _commit_fails, str(tmp_path / "run"))
 
 
+def _sync_fails(rank: int, directory: str) -> None:
+    from holdfast.megatron import writer
+    from holdfast.megatron.queue import AsyncCallsQueue
+
+    queue, path = AsyncCallsQueue(), fresh(directory)
+    synced: list[str] = []
+
+    def fails(file: Any) -> None:
+        synced.append(str(file))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    sync_file = writer.sync_file
+    writer.sync_file = fails
+    queue.schedule_async_request(_request(State(1), path))
+    failures = _failures(queue)
+    writer.sync_file = sync_file
+    assert synced == [f"{path}/metadata.json"] * (rank == 0)
+    assert list(failures) == [0]
+    assert failures[0].errno == errno.EIO and "metadata.json" in str(failures[0])
+    assert State(1).wrong_elements_in(path) == 0  # it may be gone after a power cut, and is there now
+    _then_works(queue, path)
+
+
+def test_a_file_of_megatron_that_cannot_be_synced_is_told_to_all(tmp_path: Path) -> None:
+    run(2, tmp_path, _sync_fails, str(tmp_path / "run"))
+
+
 def _other_plan(rank: int, directory: str) -> None:
     """A known plan whose state has changed is an error, not a wrong checkpoint."""
     from megatron.core.dist_checkpointing import save

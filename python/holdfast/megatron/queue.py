@@ -6,7 +6,7 @@ import logging
 import time
 import weakref
 from collections import deque
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,18 @@ def _device_of_exchanges() -> torch.device:
 
 def _has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def _raise_here(failure: BaseException) -> NoReturn:
+    """Raises this rank's failure alone."""
+    raise CheckpointException("write", {dist.get_rank() if _has_group() else 0: _wrap_exception(failure)})
+
+
+def _raise_on_all(failure: BaseException | None) -> NoReturn:
+    """Raises the failures of all ranks; all of them call it, those that have none too."""
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, _wrap_exception(failure) if failure is not None else None)
+    raise CheckpointException("write", {rank: found for rank, found in enumerate(of_all) if found is not None})
 
 
 class _Call:
@@ -109,7 +121,7 @@ class _Queue(PerProcess):
         Raises:
             CheckpointException: a request has failed on some rank: on all of them, with the failures of
                 all. What the other ranks have under way of it is cancelled. Its finalize functions
-                are not called.
+                are not called, unless what failed is to make durable what they have written.
         """
         finalized: list[int] = []
         while self.async_calls:
@@ -125,6 +137,7 @@ class _Queue(PerProcess):
                 continue
             for fn in call.async_request.finalize_fns:
                 fn()
+            self._sync_added(call, no_dist or not _has_group())
             finalized.append(call.idx)
         return finalized
 
@@ -148,8 +161,7 @@ class _Queue(PerProcess):
             failure = call.async_caller.failure()
             if failure is not None:
                 self.async_calls.popleft()
-                rank = dist.get_rank() if _has_group() else 0
-                raise CheckpointException("write", {rank: _wrap_exception(failure)})
+                _raise_here(failure)
             return True
         while True:
             caller = call.async_caller
@@ -188,11 +200,21 @@ class _Queue(PerProcess):
         self.async_calls.popleft()
         if failure is None:
             call.async_caller.cancel()
-        wrapped = _wrap_exception(failure) if failure is not None else None
-        of_all: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(of_all, wrapped)
-        failures = {rank: found for rank, found in enumerate(of_all) if found is not None}
-        raise CheckpointException("write", failures)
+        _raise_on_all(failure)
+
+    def _sync_added(self, call: _Call, no_dist: bool) -> None:
+        """Makes durable what the finalize functions have written, on rank 0, which writes Megatron's files.
+
+        Raises:
+            CheckpointException: this has failed: on all ranks alike.
+        """
+        is_writer = not _has_group() or dist.get_rank() == 0
+        failure = call.async_caller.sync_added() if is_writer else None
+        if no_dist:
+            if failure is not None:
+                _raise_here(failure)
+        elif self._of_all([failure is not None], call.idx) != [0]:
+            _raise_on_all(failure)
 
     def _log_orphan(self, caller: Any) -> None:
         """Says what became of a request that no process group is left to finalize."""

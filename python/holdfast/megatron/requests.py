@@ -115,6 +115,14 @@ class OwnCall:
         """Gives the save up and removes its files."""
         self._save.cancel()
 
+    def sync_added(self) -> Error | None:
+        """Makes durable what the finalize functions have added; returns why it cannot."""
+        try:
+            self._save.sync_added()
+        except Error as error:
+            return error
+        return None
+
     def __str__(self) -> str:
         return f"save {self._save.path}"
 
@@ -133,6 +141,9 @@ class NoCall:
 
     def cancel(self) -> None:
         pass
+
+    def sync_added(self) -> None:
+        return None
 
     def __str__(self) -> str:
         return "a request with nothing to run"
@@ -221,6 +232,10 @@ class ForkedCall:
             self._process.kill()
             self._process.join()
             assert self.is_done
+
+    def sync_added(self) -> None:
+        """Their files are their own."""
+        return None
 
     def __str__(self) -> str:
         fn = self.request.async_fn

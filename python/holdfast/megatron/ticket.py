@@ -114,6 +114,13 @@ class Ticketed(Protocol):
     def cancel(self) -> None:
         """Gives it up and removes its files."""
 
+    def sync_added(self) -> None:
+        """Makes durable what the request's finalize functions have added; called by the rank that runs Megatron's.
+
+        Raises:
+            Error: of the system.
+        """
+
 
 # What the live requests of this process stand for.
 _ticketed: weakref.WeakValueDictionary[Ticket, Ticketed] = weakref.WeakValueDictionary()

@@ -25,9 +25,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from holdfast import _devices, events
+from holdfast._durable import sync_directory, sync_file
 from holdfast.dcp.items import Layout, resolved
 from holdfast.dcp.writer import StorageWriter, Written
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
 from holdfast.megatron import stock
 from holdfast.megatron.lineage import lineage_of
 from holdfast.megatron.ticket import Mark, give_up, register, wait_until_written
@@ -35,6 +36,8 @@ from holdfast.megatron.ticket import Mark, give_up, register, wait_until_written
 # Whose step alone changes the memory, as of `holdfast.save_async`; or what gives that at each save.
 LateNames = Iterable[Any] | Callable[[], Iterable[Any]]
 
+# Written into the directory by Megatron's finalize functions, behind the commit and without an fsync.
+_OF_MEGATRON = ("metadata.json", "integrity.json")
 _LAYOUTS_MAX = 4
 # By the identity of a plan's items, which a strategy that caches plans hands over again.
 _layouts: dict[int, tuple[list[WriteItem], str, Layout]] = {}
@@ -251,6 +254,18 @@ class FileSystemWriterAsync(StorageWriter):
             for name in [place.manifest, *self.written.layout.files(place.data_file)]:
                 with contextlib.suppress(OSError):
                     os.unlink(self.path / name)
+
+    def sync_added(self) -> None:
+        """Syncs the files that Megatron has added, and their names.
+
+        Raises:
+            Error: of the system.
+        """
+        for name in _OF_MEGATRON:
+            with of_system(f"save {self.path}: sync {name}"), contextlib.suppress(FileNotFoundError):
+                sync_file(self.path / name)
+        with of_system(f"save {self.path}: sync the directory"):
+            sync_directory(self.path)
 
     def _release(self) -> None:
         """From now on the save goes on without this object."""

@@ -84,6 +84,9 @@ class FileSaves:
         """None: the finalize function of the request compares the ranks, and raises on all of them."""
         return None
 
+    def sync_added(self) -> None:
+        """Nothing: nobody adds to the files."""
+
     def cancel(self) -> None:
         """Gives the saves up and removes their files, unless they are kept."""
         self._hold.detach()
