@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from holdfast.integrity import megatron, queues, states
+from holdfast.megatron import writer
 
 
 def megatron_saves_late() -> None:
@@ -28,6 +29,11 @@ def megatron_forgets_its_file() -> None:
         real(self, failure)
 
     queues.Scheduled.end = end  # type: ignore[method-assign]
+
+
+def megatron_syncs_nothing() -> None:
+    """What Megatron has written by itself is finalized without an fsync."""
+    writer.FileSystemWriterAsync.sync_added = lambda self: None  # type: ignore[method-assign]
 
 
 def megatron_fails_silently() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 from test_integrity import FLIP, WAIT, event, made, save
 from test_integrity_savers import round_of_two
 
-from holdfast.integrity import jobs, native, peers, processes, queues, rounds, schedule
+from holdfast.integrity import jobs, native, peers, places, power_cuts, processes, queues, rounds, schedule
 
 SMALL = {"bytes": 4096, "tensors": 3, "objects": True}
 
@@ -55,11 +54,19 @@ def test_a_save_that_fails_costs_no_later_one(bench: rounds.Bench) -> None:
     assert (done.counts["failed"], done.counts["durable"]) == (1, 1)
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or not os.path.exists("/dev/fuse"), reason="a FUSE file system needs root")
-def test_what_megatron_leaves_unsynced_is_no_escape(bench: rounds.Bench) -> None:
-    done = bench.run(of_megatron(save(1, spec=SMALL), fuse={"kind": "forgets", "key": 1}))
-    assert done.problems == []
-    assert done.counts["durable"] == 1 and done.counts["verifications"] == 1
+@pytest.mark.skipif(bool(places.why_not()), reason=places.why_not())
+@pytest.mark.parametrize(("plant", "found"), [("", False), ("megatron_planted:megatron_syncs_nothing", True)])
+def test_what_megatron_has_written_survives_a_power_cut(plant: str, found: bool, tmp_path: Path) -> None:
+    """Each file by its own fsync; and on a disk, whose flush makes everything durable."""
+    jobs.start_server([schedule.MEGATRON])
+    with processes.adopting():
+        forgetful = [rounds.run(of_megatron(save(1, spec=SMALL), ranks=2, fuse={"kind": "forgets", "key": key}), str(tmp_path),
+                                plant) for key in range(2)]  # fmt: skip
+        on_disk = power_cuts.run(of_megatron(save(1, spec=SMALL)), "ext4", str(tmp_path), 0, plant)
+    assert on_disk.counts["states ext4 flush"] > 10
+    for problems in ([p for done in forgetful for p in done.problems], on_disk.problems):
+        assert {p["invariant"] for p in problems} == ({"i"} if found else set()), problems
+        assert any("has no metadata.json" in p["what"] for p in problems) is found, problems
 
 
 @pytest.mark.parametrize(("plant", "invariant"), [

@@ -107,7 +107,6 @@ class Judge:
         self.counts: collections.Counter[str] = collections.Counter()
         self.made: dict[int, Made] = {}
         self.called_late: set[int] = set()  # saves whose call may have been noted later than it was made
-        self.loses_unsynced = False  # what is looked at is a disk after a power cut
         self._moved: list[str] = []
         self._unsound: set[str] = set()  # paths of checkpoints that are not sound, undamaged
         self._actions = schedule.saves_of(round_)
@@ -344,10 +343,9 @@ class Judge:
         return numbers.pop() if numbers else 0
 
     def _look_for_config(self, path: str, numbers: set[int]) -> None:
-        """Without this file Megatron finds no checkpoint: a finalized save has it. No power cut leaves it for sure."""
+        """Without this file Megatron finds no checkpoint: a finalized save has it."""
         durable = any(n in self.made and self.made[n].durable for n in numbers)
-        may_be_lost = self.loses_unsynced or self.round["fuse"].get("kind") == "forgets"
-        if self.round["door"] == schedule.MEGATRON and durable and not may_be_lost and not megatron.has_config(path):
+        if self.round["door"] == schedule.MEGATRON and durable and not megatron.has_config(path):
             self.blame("i", f"{path} was told durable, and has no {megatron.CONFIG}")
 
     def _has_gone(self, checkpoint: dict[str, Any]) -> bool:

@@ -80,7 +80,7 @@ def _in_group() -> Iterator[None]:
 
 
 def has_config(path: str) -> bool:
-    """Whether Megatron knows the checkpoint. Its finalize function writes the file, and makes it durable in no way."""
+    """Whether Megatron knows the checkpoint. Its finalize function writes the file, and the queue makes it durable."""
     config = os.path.join(path, CONFIG)
     return os.path.exists(config) and os.path.getsize(config) > 0
 

@@ -142,7 +142,6 @@ def _record(round_: dict[str, Any], recorder: Recorder, scratch: str, plant: str
 def _judge(round_: dict[str, Any], log: Log, cut: Cut, directory: str) -> judge.Judge:
     """The model of what had been told before a cut."""
     made, life = judge.Judge(round_, directory), 0
-    made.loses_unsynced = True
     lines: list[dict[str, Any]] = []
     for operation in log.operations[: cut.at]:
         if operation == "life":
@@ -231,7 +230,7 @@ def campaign(kinds: list[str], seed: int, limits: schedule.Limits, first: int,
     Yields:
         The number of the round, the file system, and what they gave.
     """
-    jobs.start_server()
+    jobs.start_server(limits.doors)
     for number in itertools.count(first):
         drawn = quiet(schedule.draw(seed, number, limits))
         for kind in kinds:
