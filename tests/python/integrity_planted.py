@@ -21,7 +21,7 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast import handle
-from holdfast.integrity import jobs, sealed_memory, slow_device, trainer
+from holdfast.integrity import injection, jobs, sealed_memory, slow_device, trainer
 
 _kept: list[Any] = []
 _calls = itertools.count(1)
@@ -116,6 +116,11 @@ def durable_too_early() -> None:
         return SimpleNamespace(durable=_ended(), path=path, skipped=False)
 
     _wrap(change)
+
+
+def syncs_nothing() -> None:
+    """fsync says that it is done, and does nothing: in the trainer and in its workers."""
+    injection.forbid({"fsync": ""})
 
 
 def failures_are_swallowed() -> None:

@@ -10,13 +10,14 @@ import argparse
 import collections
 import json
 import os
+import platform
 import random
 import re
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from holdfast import __version__
@@ -78,6 +79,15 @@ def _parser() -> argparse.ArgumentParser:
         "dcp-process, holdfast.megatron, megatron-persistent, nvrx-persistent; prints a table")  # fmt: skip
     add("--power-cuts", default="", metavar="FS,...", help="run the rounds on recorded disks with these file systems "
         "(ext4, ext4-nojournal, xfs, btrfs), and judge what a power cut at any moment leaves; needs root")  # fmt: skip
+    add("--recorder", default="fuse", choices=("fuse", "log-writes"), help="what records the disks of --power-cuts: a server "
+        "of this program, or device-mapper's target (default: fuse)")  # fmt: skip
+    add("--bad-disks", default="", metavar="FS,...", help="run the rounds on disks of device-mapper that lose or refuse writes "
+        "from a moment on, misread, or are late; needs root")  # fmt: skip
+    add("--resets", default="", metavar="FS", help="run the rounds on --disk, and tell --witness, until the machine is reset")
+    add("--disk", default="", metavar="DEVICE", help="of --resets; its content is lost")
+    add("--witness", default="", metavar="FILE", help="of --resets; a serial line or a pipe that leads out of the machine")
+    add("--after", action="store_true", help="judge the disk of --resets after the reset, by a copy of what the witness got")
+    add("--plant", default="", help=argparse.SUPPRESS)  # MODULE:FUNCTION, a mistake of the trainers of the disks above
     add("--cuts", type=int, default=20, metavar="N", help="cuts of a round beside those at each flush (default: 20)")
     add("--faults", action="store_true", help="make each system call of scripts of saves, recoveries and loads fail with each "
         "error, once")  # fmt: skip
@@ -188,31 +198,68 @@ def _compare(arguments: argparse.Namespace, scratch: str) -> int:
     return status
 
 
-def _cut_power(arguments: argparse.Namespace) -> int:
-    """Runs rounds on recorded disks; the status says whether a cut left what it must not."""
-    from holdfast.integrity import power_cuts
+def _break_disks(arguments: argparse.Namespace) -> int:
+    """Runs rounds on disks that are recorded, bad or reset; the status says whether one was left as it must not."""
+    from holdfast.integrity import bad_disks, device_mapper, power_cuts, resets
+    from holdfast.integrity.block_recorder import RECORDERS
 
-    kinds = arguments.power_cuts.split(",")
+    option, given, targets = next(
+        (option, given, targets)
+        for option, given, targets in (
+            ("--bad-disks", arguments.bad_disks, ["flakey", "delay"]),
+            ("--resets", arguments.resets, []),
+            ("--power-cuts", arguments.power_cuts, ["log-writes"] * (arguments.recorder == "log-writes")),
+        )
+        if given
+    )
+    kinds = given.split(",")
     if unknown := set(kinds) - set(power_cuts.SIZES):
-        raise ValueError(f"--power-cuts: there is no {', '.join(sorted(unknown))}; there is {', '.join(power_cuts.SIZES)}")
+        raise ValueError(f"{option}: there is no {', '.join(sorted(unknown))}; there is {', '.join(power_cuts.SIZES)}")
     if os.geteuid() != 0:
-        raise PermissionError("--power-cuts: mounting the recorded disks needs root")
+        raise PermissionError(f"{option}: mounting the disks needs root")
+    if targets and (reason := device_mapper.why_not(*targets)):
+        raise OSError(f"{option}: {reason}")
+    if arguments.resets and not (arguments.disk and arguments.witness and arguments.seed is not None):
+        raise ValueError("--resets needs --disk, --witness and --seed")
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
-    began, states, escapes = time.monotonic(), collections.Counter[str](), 0
-    rounds_max = _count(arguments)
-    print(f"seed {seed}")
-    for number, kind, result in power_cuts.campaign(kinds, seed, _limits(arguments), arguments.first, arguments.cuts):
-        states.update(result.counts)
+    began, counts, escapes = time.monotonic(), collections.Counter[str](), 0
+    limits, rounds_max = _limits(arguments), _count(arguments)
+    made: Iterator[tuple[int, str, Any]]
+    again = ""
+    if arguments.bad_disks:
+        made = bad_disks.campaign(kinds, seed, limits, arguments.first, arguments.plant)
+    elif arguments.resets:
+        if not arguments.after:
+            resets.run(given, arguments.disk, arguments.witness, seed, limits, arguments.first, arguments.plant)
+        made = iter([resets.judge(given, arguments.disk, arguments.witness, seed, limits)])
+    else:
+        recorded_by = RECORDERS[arguments.recorder]
+        made = power_cuts.campaign(kinds, seed, limits, arguments.first, arguments.cuts, recorded_by, arguments.plant)
+        again = f" --cuts {arguments.cuts} --recorder {arguments.recorder}"
+    print(f"seed {seed}", flush=True)
+    for number, kind, result in made:
+        counts.update(result.counts)
+        counts[f"escapes {kind}"] += len(result.problems)
         for problem in result.problems:
             escapes += 1
             print(f"ESCAPE in round {number}: ({problem['invariant']}) {problem['what']}\nreproduce: integrity-fuzz "
-                  f"--power-cuts {kind} --seed {seed} --first {number} --rounds 1 --cuts {arguments.cuts}")  # fmt: skip
-        if kind == kinds[-1] and (number + 1 - arguments.first == rounds_max or
-                                  arguments.time is not None and time.monotonic() - began > arguments.time):  # fmt: skip
+                  f"{option} {kind} --seed {seed} --first {number} --rounds 1{again}", flush=True)  # fmt: skip
+        done = number + 1 - arguments.first
+        report = {"kernel": f"{platform.system()} {platform.release()}", "seed": seed, "rounds": done, "escapes": escapes,
+                  "seconds": round(time.monotonic() - began),
+                  "states": {k: n for k, n in sorted(counts.items()) if k.startswith("states ")},
+                  "counts": {k: n for k, n in sorted(counts.items()) if not k.startswith("states ")}}  # fmt: skip
+        _write(arguments.report, report)
+        if kind == kinds[-1] and done == rounds_max or arguments.time is not None and report["seconds"] > arguments.time:
             break
-    report = {"seed": seed, "rounds": number + 1 - arguments.first, "escapes": escapes, "states": dict(sorted(states.items()))}
     print(json.dumps(report, indent=1) if arguments.json else "\n".join(f"{k}: {v}" for k, v in report.items()))
     return ESCAPED if escapes else 0
+
+
+def _write(path: str, report: dict[str, Any]) -> None:
+    if path:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(report, file, indent=1)
 
 
 def _break_steps(arguments: argparse.Namespace, scratch: str) -> int:
@@ -236,9 +283,7 @@ def _break_steps(arguments: argparse.Namespace, scratch: str) -> int:
             made.run(arguments.rounds, arguments.time, tell, arguments.per_script, at_once=arguments.jobs)
     except KeyboardInterrupt:
         interrupted = True
-    if arguments.report:
-        with open(arguments.report, "w", encoding="utf-8") as file:
-            json.dump(made.as_json(), file, indent=1)
+    _write(arguments.report, made.as_json())
     print(json.dumps(made.as_json(), indent=1) if arguments.json else made.summary())
     if made.escapes:
         return ESCAPED
@@ -260,8 +305,8 @@ def _run(arguments: argparse.Namespace, scratch: str) -> int:
         return _break_steps(arguments, scratch)
     if arguments.savers:
         return _compare(arguments, scratch)
-    if arguments.power_cuts:
-        return _cut_power(arguments)
+    if arguments.power_cuts or arguments.bad_disks or arguments.resets:
+        return _break_disks(arguments)
     made = _campaign(arguments, scratch)
     interrupted = False
     try:

@@ -1,4 +1,4 @@
-"""A disk that records what a file system does to it.
+"""Disks that record what a file system does to them: served over /dev/fuse, or of device-mapper's log-writes.
 
 Block writes, flushes and marks of the driver are kept in the order in which the disk got them. From them the disk of
 any power cut is made: everything until the last flush, and of what came later any part. Needs root.
@@ -14,7 +14,9 @@ import select
 from multiprocessing.connection import Connection
 from typing import Any
 
-from holdfast.integrity import fuse, served_disk
+from holdfast.integrity import device_mapper, fuse, log_writes, served_disk
+
+LOG_BYTES = 1 << 30  # most that is written to a disk; of a sparse file
 
 
 class Log:
@@ -65,7 +67,9 @@ def _serve(device: int, path: str, size: int, control: Connection) -> None:
 
 
 class Recorder:
-    """A recorded disk with a file system, mounted at a directory.
+    """A recorded disk with a file system, mounted at a directory: served over /dev/fuse.
+
+    It orders a write before a flush that came while the write was under way.
 
     Args:
         kind: of `served_disk.MAKING`.
@@ -81,24 +85,28 @@ class Recorder:
 
     def __enter__(self) -> Recorder:
         with contextlib.ExitStack() as stack:
-            fuse_directory = os.path.join(self.scratch, "fuse")
-            os.makedirs(fuse_directory, exist_ok=True)
-            device = fuse.mount("holdfast-recorder", fuse_directory)
-            stack.callback(os.close, device)
-            stack.callback(fuse.detach, fuse_directory)
-            self._control, theirs = multiprocessing.Pipe()
-            server = multiprocessing.get_context("fork").Process(
-                target=_serve, args=(device, os.path.join(self.scratch, "image"), self.size, theirs), daemon=True
-            )
-            server.start()
-            theirs.close()
-            stack.callback(server.join, 10)
-            stack.callback(self._stop)
-            disk = stack.enter_context(served_disk.attached(os.path.join(fuse_directory, served_disk.NAME)))
+            disk = self._attach(stack)
             served_disk.make(self.kind, disk)
             stack.enter_context(served_disk.mounted(disk, self.directory, self.kind))
             self._stack = stack.pop_all()
         return self
+
+    def _attach(self, stack: contextlib.ExitStack) -> str:
+        """The disk's device; the stack takes it away, and fills the log."""
+        fuse_directory = os.path.join(self.scratch, "fuse")
+        os.makedirs(fuse_directory, exist_ok=True)
+        device = fuse.mount("holdfast-recorder", fuse_directory)
+        stack.callback(os.close, device)
+        stack.callback(fuse.detach, fuse_directory)
+        self._control, theirs = multiprocessing.Pipe()
+        server = multiprocessing.get_context("fork").Process(
+            target=_serve, args=(device, os.path.join(self.scratch, "image"), self.size, theirs), daemon=True
+        )
+        server.start()
+        theirs.close()
+        stack.callback(server.join, 10)
+        stack.callback(self._stop)
+        return stack.enter_context(served_disk.attached(os.path.join(fuse_directory, served_disk.NAME)))
 
     def mark(self, text: str) -> None:
         """Notes that something happened: after all that the disk got before."""
@@ -111,3 +119,36 @@ class Recorder:
 
     def __exit__(self, *error: Any) -> None:
         self._stack.close()
+
+
+class LogWrites(Recorder):
+    """A recorded disk of device-mapper's log-writes, which orders a write before the flushes that follow its end."""
+
+    def _attach(self, stack: contextlib.ExitStack) -> str:
+        self._name, self._texts = f"holdfast-recorder-{os.getpid()}", list[str]()
+        log = os.path.join(self.scratch, "log")
+        stack.callback(os.unlink, log)
+        stack.callback(self._read, log)
+        disk = stack.enter_context(served_disk.attached(served_disk.sparse(os.path.join(self.scratch, "image"), self.size)))
+        to = stack.enter_context(served_disk.attached(served_disk.sparse(log, LOG_BYTES)))
+        return stack.enter_context(device_mapper.mapped(self._name, device_mapper.table_of((self.size, f"log-writes {disk} {to}"))))
+
+    def mark(self, text: str) -> None:
+        # A mark has to fit into a sector, in a message whose words are split.
+        device_mapper.send(self._name, f"mark {len(self._texts)}")
+        self._texts.append(text)
+
+    def _read(self, path: str) -> None:
+        with open(path, "rb") as file:
+            for entry in log_writes.entries(file):
+                if entry.is_mark:
+                    self.log.operations.append(self._texts[int(entry.data)])
+                if entry.is_flush:
+                    self.log.operations.append(None)
+                if entry.data and not entry.is_mark:
+                    self.log.operations.append((entry.offset, entry.data))
+                if entry.is_durable:  # so is all that stands before it
+                    self.log.operations.append(None)
+
+
+RECORDERS: dict[str, type[Recorder]] = {"fuse": Recorder, "log-writes": LogWrites}

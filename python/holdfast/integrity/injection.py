@@ -137,12 +137,12 @@ def forbid(calls: dict[str, str]) -> None:
     """Makes calls fail in this process and in what it starts, as the filter of a container does.
 
     Args:
-        calls: names of `CALLS`, each with the name of its error.
+        calls: names of `CALLS`, each with the name of its error; "": it does nothing and succeeds.
 
     Raises:
         OSError: the kernel or a filter of the container refuses it.
     """
-    _give(_program({CALLS[call][0]: _ERRNO | getattr(errno, error) for call, error in calls.items()}), _ALL_THREADS)
+    _give(_program({CALLS[call][0]: _ERRNO | (getattr(errno, error) if error else 0) for call, error in calls.items()}), _ALL_THREADS)
 
 
 def _give(program: _Program, flags: int) -> int:

@@ -13,6 +13,7 @@ import collections
 import dataclasses
 import os
 import time
+from collections.abc import Collection
 from typing import Any
 
 import holdfast
@@ -29,7 +30,7 @@ NAMES = {
     "v": "failures are reported, with a cause, in bounded time",
 }
 # Of a file system that errs. The runtime says DATA_LOSS for EIO, and the package's Python UNAVAILABLE.
-_OF_ERRORS = {"DATA_LOSS", "RESOURCE_EXHAUSTED", "UNAVAILABLE"}
+OF_ERRORS = {"DATA_LOSS", "RESOURCE_EXHAUSTED", "UNAVAILABLE"}
 # Codes that a save may fail with after an event of a kind.
 _CODES = {
     "kill-worker": {"ABORTED"},
@@ -43,7 +44,7 @@ _CODES = {
     "limit-size": {"RESOURCE_EXHAUSTED"},
     "limit-files": {"RESOURCE_EXHAUSTED"},
     "disk": {"RESOURCE_EXHAUSTED"},
-    "errs": _OF_ERRORS,
+    "errs": OF_ERRORS,
     "exit-trainer": {"CANCELLED", "ABORTED"},
     "fault": {  # a system call's error: all that has a reason of the system
         "ABORTED", "ALREADY_EXISTS", "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT", "NOT_FOUND",
@@ -451,12 +452,18 @@ class Judge:
                 verdict = readers.verdict(path, self.format)
                 if verdict == "sound":
                     self.blame("i", f"damage {i} ({done}): verifying {path} says that it is sound")
-                self._load_damaged(path, done)
+                self.load_damaged(path, done)
             if (verdict := readers.verdict(path, self.format)) != "sound":
                 self.blame("i", f"damage {i} ({done}) was undone, and {path} is {verdict}")
 
-    def _load_damaged(self, path: str, done: str) -> None:
-        """A load raises, or the damage is in nothing that it gives."""
+    def load_damaged(self, path: str, done: str, besides: Collection[str] = ()) -> None:
+        """A load raises, or the damage is in nothing that it gives.
+
+        Args:
+            path: of a checkpoint.
+            done: what was done to it.
+            besides: codes of errors that are right, beside those of damage.
+        """
         own = {name: read for name, read in self._readers().items() if name.startswith("holdfast")}
         for reader, read in own.items():
             try:
@@ -464,7 +471,7 @@ class Judge:
                     if different:
                         self.blame("ii", f"{done}: {reader} of {path} accepts it; save {number}: {different}")
             except holdfast.Error as error:
-                if error.code not in _OF_DAMAGE:
+                if error.code not in {*_OF_DAMAGE, *besides}:
                     self.blame("v", f"{done}: {reader} of {path} raises {error!r}")
                 self.counts["damage refused by a load"] += 1
             except readers.Unknown as error:
@@ -479,7 +486,7 @@ class Judge:
 
 def _is_of_errors(error: dict[str, Any]) -> bool:
     """Whether it is what a file system that errs makes of a load; PyTorch makes an assertion of its own of some."""
-    return error["code"] in _OF_ERRORS or not error["ours"] and "Input/output error" in error["message"]
+    return error["code"] in OF_ERRORS or not error["ours"] and "Input/output error" in error["message"]
 
 
 def recover(directory: str) -> None:

@@ -18,7 +18,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import holdfast
 from holdfast.integrity import jobs, judge, processes, rounds, schedule
@@ -110,33 +110,41 @@ class Disk:
         return self._cut
 
 
-class _Marking(list[dict[str, Any]]):
-    """The lines of a life; each is noted on the disk when it is told."""
+class Witness(Protocol):
+    """Is told what happens in rounds on a file system, which is mounted at `directory`."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    directory: str
+
+    def mark(self, text: str) -> None: ...
+
+
+class _Marking(list[dict[str, Any]]):
+    """The lines of a life; each is noted when it is told."""
+
+    def __init__(self, witness: Witness) -> None:
         super().__init__()
-        self._recorder = recorder
+        self._witness = witness
 
     def append(self, line: dict[str, Any]) -> None:
         super().append(line)
-        self._recorder.mark(json.dumps(line))
+        self._witness.mark(json.dumps(line))
 
 
-def _record(round_: dict[str, Any], recorder: Recorder, scratch: str, plant: str) -> list[str]:
-    """Runs all lives of a round, each with its recovery; returns what broke without a cut."""
-    directory = os.path.join(recorder.directory, "run")
+def record(round_: dict[str, Any], witness: Witness, scratch: str, plant: str) -> judge.Judge:
+    """Runs all lives of a round, each with its recovery, and judges what was told."""
+    directory = os.path.join(witness.directory, "run")
     made = judge.Judge(round_, directory)
-    recorder.mark("begin")
+    witness.mark("begin")
     for life, actions in enumerate(round_["lives"]):
         orphans = processes.Orphans()
         trainers = jobs.Life(round_, life, directory, scratch, plant)
-        trainers.lines = _Marking(recorder)
+        trainers.lines = _Marking(witness)
         trainers.run()
         made.hear(trainers.lines, actions)
         orphans.wait(rounds.TIME_ORPHANS_MAX)
         made.recover()
-        recorder.mark("life")
-    return [f"without a cut: ({p['invariant']}) {p['what']}" for p in made.problems]
+        witness.mark("life")
+    return made
 
 
 def _judge(round_: dict[str, Any], log: Log, cut: Cut, directory: str) -> judge.Judge:
@@ -158,7 +166,8 @@ def _judge(round_: dict[str, Any], log: Log, cut: Cut, directory: str) -> judge.
     return made
 
 
-def run(round_: dict[str, Any], kind: str, scratch: str, count: int, plant: str = "") -> rounds.Result:
+def run(round_: dict[str, Any], kind: str, scratch: str, count: int, plant: str = "",
+        recorded_by: type[Recorder] = Recorder) -> rounds.Result:  # fmt: skip
     """Records a round on a file system, cuts the power, and judges what each cut leaves.
 
     Args:
@@ -166,18 +175,21 @@ def run(round_: dict[str, Any], kind: str, scratch: str, count: int, plant: str 
         kind: of `SIZES`.
         scratch: a directory in which files of the disk's size fit; memory is fastest.
         count: of cuts that are drawn beside those at each flush.
-        plant: as of `trainer.main`, for tests of this program.
+        plant: as of `trainer.serve`, for tests of this program.
+        recorded_by: the disk.
 
     Returns:
-        The problems, each with the cut; counts of states by kind.
+        The problems, each with the cut; counts of states by kind, and of saves that were durable.
     """
     counts: collections.Counter[str] = collections.Counter()
     problems: list[dict[str, str]] = []
     with tempfile.TemporaryDirectory(dir=scratch, prefix="power-cuts-") as base, processes.adopting():
-        recorder = Recorder(kind, SIZES[kind], base)
+        recorder = recorded_by(kind, SIZES[kind], base)
         with recorder:
-            for problem in _record(round_, recorder, base, plant):
-                problems.append({"invariant": "v", "what": problem})
+            made = record(round_, recorder, base, plant)
+        counts[f"durable {kind}"] = made.counts["durable"]
+        for problem in made.problems:
+            problems.append({"invariant": "v", "what": f"without a cut: ({problem['invariant']}) {problem['what']}"})
         log = recorder.log
         os.unlink(os.path.join(base, "image"))
         begin = log.operations.index("begin")
@@ -192,8 +204,13 @@ def run(round_: dict[str, Any], kind: str, scratch: str, count: int, plant: str 
 
 
 def _look(round_: dict[str, Any], log: Log, cut: Cut, image: str, directory: str, kind: str) -> list[dict[str, str]]:
+    with attached(image) as device:
+        return look(round_, log, cut, device, directory, kind)
+
+
+def look(round_: dict[str, Any], log: Log, cut: Cut, device: str, directory: str, kind: str) -> list[dict[str, str]]:
+    """Recovers the disk of a cut, mounted at a directory, and returns what is wrong with it."""
     with contextlib.ExitStack() as stack:
-        device = stack.enter_context(attached(image))
         try:
             repaired(device, kind)
             stack.enter_context(mounted(device, directory, kind))
@@ -206,7 +223,6 @@ def _look(round_: dict[str, Any], log: Log, cut: Cut, image: str, directory: str
         except holdfast.Error as error:
             made.blame("i", f"the recovery fails: {error}")
         return made.problems
-    return []
 
 
 def scratch_directory() -> str:
@@ -218,14 +234,14 @@ def scratch_directory() -> str:
     return tempfile.gettempdir()
 
 
-def campaign(kinds: list[str], seed: int, limits: schedule.Limits, first: int,
-             count: int) -> Iterator[tuple[int, str, rounds.Result]]:  # fmt: skip
+def campaign(kinds: list[str], seed: int, limits: schedule.Limits, first: int, count: int,
+             recorded_by: type[Recorder] = Recorder, plant: str = "") -> Iterator[tuple[int, str, rounds.Result]]:  # fmt: skip
     """Rounds of a seed, each on every file system, without an end.
 
     Args:
         kinds: of `SIZES`.
         seed, limits, first: of the rounds.
-        count: as of `run`.
+        count, recorded_by, plant: as of `run`.
 
     Yields:
         The number of the round, the file system, and what they gave.
@@ -234,4 +250,4 @@ def campaign(kinds: list[str], seed: int, limits: schedule.Limits, first: int,
     for number in itertools.count(first):
         drawn = quiet(schedule.draw(seed, number, limits))
         for kind in kinds:
-            yield number, kind, run(drawn, kind, scratch_directory(), count)
+            yield number, kind, run(drawn, kind, scratch_directory(), count, plant, recorded_by)

@@ -86,6 +86,13 @@ def run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
+def sparse(path: str, size: int) -> str:
+    """Makes a file of zeros, and returns its path."""
+    with open(path, "wb") as file:
+        file.truncate(size)
+    return path
+
+
 @contextlib.contextmanager
 def attached(image: str) -> Iterator[str]:
     """A loop device over a file."""
@@ -97,7 +104,9 @@ def attached(image: str) -> Iterator[str]:
 
 
 # Kinds of file systems: the options with which each is made.
-MAKING = {"ext4": [], "ext4-nojournal": ["-O", "^has_journal"], "xfs": ["-f"], "btrfs": ["-f"]}
+# No disk is discarded first: a record would have all of it as zeros.
+_OF_EXT4 = ["-E", "nodiscard"]
+MAKING = {"ext4": _OF_EXT4, "ext4-nojournal": [*_OF_EXT4, "-O", "^has_journal"], "xfs": ["-f", "-K"], "btrfs": ["-f", "-K"]}
 
 
 def type_of(kind: str) -> str:
