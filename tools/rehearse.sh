@@ -45,19 +45,6 @@ mkdir -p "$work"
 results=$work/results.jsonl
 : >"$results"
 
-# torch VERSION: the folder of packages with PyTorch for a Python.
-torch() {
-  local given=HOLDFAST_REHEARSE_TORCH_${1/./_} folder=$work/torch-$1
-  if [ -n "${!given:-}" ]; then
-    echo "${!given}"
-  elif [ -f "$folder.complete" ] || { python3 -m pip --disable-pip-version-check install -q --target "$folder" --upgrade --python-version "$1" \
-    --only-binary=:all: 'torch>=2.9' 'numpy<3' </dev/null >&2 && touch "$folder.complete"; }; then
-    echo "$folder"
-  else
-    fail "pip could not fetch PyTorch for Python $1: is there a network?"
-  fi
-}
-
 # enter SYSTEM SITUATION COMMAND...: runs a command in a container.
 enter() {
   local name=$1 situation=$2 as=(setpriv --reuid "$user" --regid "$user" --clear-groups) share=() tree=(--bind "$work/$name" /) shm=$((8 * gib))

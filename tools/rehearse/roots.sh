@@ -1,8 +1,29 @@
-# The root file systems of tools/rehearse.sh. Sourced, never run; $work is the folder in which they stand.
+# The root file systems of tools/rehearse.sh and tools/emulator-campaign.sh, and PyTorch for them. Sourced, never run; $work is the folder
+# in which the file systems stand.
 # shellcheck shell=bash
 
 # What builds a Python, for systems whose own is too old for the package.
 builders=gcc,libc6-dev,libbz2-dev,libexpat1-dev,libffi-dev,liblzma-dev,libssl-dev,make,zlib1g-dev
+
+# root_file_system TREE SUITE PACKAGES SOURCE OPTION...: the packages of a distribution, and what they need; options of mmdebstrap.
+root_file_system() {
+  say "Making the root file system ${1##*/}"
+  rm -rf "$1"
+  mmdebstrap -q "${@:5}" --variant=minbase --dpkgopt=force-unsafe-io --include="$3" "$2" "$1" "$4" || fail "mmdebstrap could not make ${1##*/}: is there a network?"
+}
+
+# torch VERSION: the folder of packages with PyTorch for a Python.
+torch() {
+  local given=HOLDFAST_REHEARSE_TORCH_${1/./_} folder=$root/build/rehearse/torch-$1
+  if [ -n "${!given:-}" ]; then
+    echo "${!given}"
+  elif [ -f "$folder.complete" ] || { python3 -m pip --disable-pip-version-check install -q --target "$folder" --upgrade --python-version "$1" \
+    --only-binary=:all: 'torch>=2.9' 'numpy<3' </dev/null >&2 && touch "$folder.complete"; }; then
+    echo "$folder"
+  else
+    fail "pip could not fetch PyTorch for Python $1: is there a network?"
+  fi
+}
 
 # file_system NAME: makes $work/NAME once.
 file_system() {
@@ -23,9 +44,7 @@ file_system() {
       ;;
     *) source="deb $(debian_mirror) $name main" ;;
   esac
-  say "Making the root file system $name"
-  rm -rf "$tree"
-  mmdebstrap -q "${options[@]}" --variant=minbase --include="$packages" "$name" "$tree" "$source" || fail "mmdebstrap could not make $name: is there a network?"
+  root_file_system "$tree" "$name" "$packages" "$source" "${options[@]}"
   mkdir -p "$tree"/{wheels,torch,rehearse,run/volume,home/user,build}
   [ "${packages/gcc,/}" = "$packages" ] || build_python "$tree"
   rm -rf "$tree/build"

@@ -1,0 +1,164 @@
+"""What tools/emulator-campaign.sh judges with: the log of log-writes, the lines that a witness got, and the report."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from holdfast.integrity import bad_disks, device_mapper, log_writes, power_cuts, resets, schedule
+
+PAGE = 4096
+FLUSH, FUA, DISCARD, MARK = 1, 2, 4, 8
+LIMITS = schedule.Limits(ranks_max=1, mount=False)
+
+
+@pytest.fixture(scope="module")
+def table() -> ModuleType:
+    path = Path(__file__).resolve().parents[2] / "tools" / "emulator" / "table.py"
+    if not path.exists():
+        pytest.skip("there is no clone around the tests")
+    spec = importlib.util.spec_from_file_location("emulator_table", path)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def log_of(path: Path, *entries: tuple[int, int, int, bytes]) -> Path:
+    """A log as the kernel writes it: sector, sectors, flags, and the bytes or the mark of each entry."""
+    data = struct.pack("<QQQI", log_writes.MAGIC, 1, len(entries), PAGE).ljust(PAGE, b"\0")
+    for sector, sectors, flags, body in entries:
+        head = struct.pack("<QQQQ", sector, sectors, flags, len(body) if flags & MARK else 0)
+        data += (head + body if flags & MARK else head).ljust(PAGE, b"\0") + (b"" if flags & MARK else body)
+    path.write_bytes(data)
+    return path
+
+
+def test_a_log_is_read_in_its_order(tmp_path: Path) -> None:
+    path = log_of(
+        tmp_path / "log", (5, 1, 0, b"a" * PAGE), (0, 0, FLUSH, b""), (0, 0, MARK, b"7"), (2, 2, FUA, b"b" * 2 * PAGE), (9, 1, DISCARD, b""),
+        (0, 0, MARK, b"dm-log-writes-end"),
+    )  # fmt: skip
+    with path.open("rb") as file:
+        write, flush, mark, durable, discard = log_writes.entries(file)
+    assert (write.offset, write.data, write.is_flush, write.is_durable) == (5 * PAGE, b"a" * PAGE, False, False)
+    assert flush.is_flush and not flush.data
+    assert mark.is_mark and mark.data == b"7"
+    assert (durable.offset, durable.data, durable.is_durable) == (2 * PAGE, b"b" * 2 * PAGE, True)
+    assert (discard.offset, discard.data) == (9 * PAGE, bytes(PAGE))
+
+
+def test_a_log_whose_disk_was_full_is_refused(tmp_path: Path) -> None:
+    with log_of(tmp_path / "log", (5, 1, 0, b"a" * PAGE)).open("rb") as file, pytest.raises(ValueError, match="no end"):
+        list(log_writes.entries(file))
+
+
+def test_what_is_no_log_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(bytes(PAGE))
+    with path.open("rb") as file, pytest.raises(ValueError, match="no log"):
+        list(log_writes.entries(file))
+
+
+@pytest.mark.parametrize("attack", bad_disks.ATTACKS)
+def test_a_round_goes_on_after_its_disk_was_bad(attack: str) -> None:
+    for number in range(40):
+        made = bad_disks.prepared(schedule.draw(1, number, LIMITS), attack)
+        assert len(made["lives"]) == 2
+        numbers = [a["n"] for actions in made["lives"] for a in actions if a["do"] == "save"]
+        assert numbers == sorted(set(numbers))
+
+
+def test_a_disk_goes_bad_after_the_call_that_was_drawn() -> None:
+    happened: list[int] = []
+    lines = bad_disks._Telling(2, 0.0, lambda: happened.append(len(lines)))
+    for event in ("call", "called", "call"):
+        lines.append({"event": event})
+    lines._timer.join()
+    lines.append({"event": "durable"})
+    lines.close()
+    assert (lines.before, happened) == (3, [3])
+
+
+def test_a_witness_that_was_told_nothing_has_no_state(tmp_path: Path) -> None:
+    witness = tmp_path / "told"
+    witness.write_text("round 3\r\nbeg")
+    assert resets.judge("ext4", "/dev/null", str(witness), 1, LIMITS)[2].counts == {}
+
+
+def test_only_the_last_round_of_a_witness_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    witness, heard = tmp_path / "told", []
+
+    def look(round_: dict[str, Any], log: Any, cut: power_cuts.Cut, *_: Any) -> list[dict[str, str]]:
+        heard.append((round_["number"], log.operations[: cut.at]))
+        return [{"invariant": "i", "what": "lost"}]
+
+    monkeypatch.setattr(power_cuts, "look", look)
+    witness.write_text('round 3\r\nbegin\r\nlife\r\nround 4\r\nbegin\r\n{"event": "call"}\r\n{"event": "dur')
+    number, kind, result = resets.judge("xfs", "/dev/null", str(witness), 1, LIMITS)
+    assert heard == [(4, ["begin", '{"event": "call"}'])]
+    assert (number, kind, [p["what"] for p in result.problems]) == (4, "xfs", ["lost"])
+    assert result.counts["states xfs reset"] == 1
+
+
+def answers(folder: Path, status: str, escapes: int, states: int = 90) -> Path:
+    report = {"kernel": "Linux 6.1", "seed": 1, "seconds": 5, "states": {"states ext4 flush": states, "states ext4 loses writes": 1} if states else {},
+              "counts": {"durable ext4": 4, "escapes ext4": escapes, "failed ext4": 2}}  # fmt: skip
+    (folder / "log_writes.log").write_text("ESCAPE in round 0: (i) lost\r\n" if escapes else "")
+    (folder / "log_writes").write_text(json.dumps(report) + status)
+    for name in ("reset-ext4-0", "reset-ext4-0-told"):
+        (folder / f"{name}.log").touch()
+        (folder / name).write_text(json.dumps(report | {"states": {"states ext4 reset": 1}}) + status)
+    return folder
+
+
+def test_a_report_has_a_row_for_each_part(table: ModuleType, tmp_path: Path) -> None:
+    found = table.read(answers(tmp_path, "status 0\r\n", 0))
+    assert table.problems(found, planted=False) == []
+    assert table.table(found).splitlines()[2:] == [
+        "| log_writes | ext4 | 90 flush, 1 loses writes | 4 | 2 | 0 |",
+        "| resets | ext4 | 1 reset | 4 | 2 | 0 |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("status", "escapes", "states", "said"),
+    [
+        ("status 1\n", 3, 90, "log_writes: exit status 1"),
+        ("", 0, 90, "log_writes: it did not end by itself"),
+        ("status 0\n", 0, 0, "log_writes: nothing was tried"),
+    ],
+)
+def test_a_report_is_red(table: ModuleType, tmp_path: Path, status: str, escapes: int, states: int, said: str) -> None:
+    assert said in table.problems(table.read(answers(tmp_path, status, escapes, states)), planted=False)
+
+
+def test_a_planted_bug_has_to_be_found(table: ModuleType, tmp_path: Path) -> None:
+    assert "log_writes: the planted bug was not found" in table.problems(table.read(answers(tmp_path, "status 0\n", 0)), planted=True)
+    assert table.problems(table.read(answers(tmp_path, "status 1\n", 3)), planted=True) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="without root it says that first")
+def test_the_program_says_what_a_reset_needs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "holdfast.integrity", "--resets", "ext4"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 2
+    assert "--resets needs" in done.stderr
+
+
+def test_a_table_has_its_pieces_in_order() -> None:
+    assert device_mapper.table_of((8192, "linear a 0"), (0, "linear b 0"), (PAGE, "linear c 8")) == "0 16 linear a 0\n16 8 linear c 8\n"
+
+
+def test_messages_have_the_layout_of_the_kernel() -> None:
+    assert device_mapper._HEADER.size == 312  # sizeof(struct dm_ioctl)
