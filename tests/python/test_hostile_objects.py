@@ -499,7 +499,7 @@ def test_every_allowed_object_goes_through_dcp(name: str, tmp_path: Path) -> Non
     for bytes_given in (data, objects.resaved(data, "o", frozenset())):
         again = objects.resaved(io.BytesIO(bytes_given.getvalue()), "o", frozenset())
         (loaded,) = torch.load(again, weights_only=False)
-        assert same(loaded, pickle.loads(pickle.dumps(value)))
+        assert same(loaded, pickle.loads(pickle.dumps(value, torch.serialization.DEFAULT_PROTOCOL)))
         assert getattr(loaded, "note", None) == getattr(value, "note", None)
 
 
