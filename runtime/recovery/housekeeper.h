@@ -58,8 +58,8 @@ class Housekeeper {
     Parent parent;
     std::string name;  // directory to remove, or name of the durable save that was called last
     directory::PartialDirectory locks;
-    absl::Time until = absl::InfiniteFuture();  // what others hold is tried again until then
-    bool held = false;                          // by others, when it was tried last
+    absl::Time until = absl::InfiniteFuture();  // end of the tries while a lock is held
+    bool held = false;                          // by another save or process
   };
   struct Durable {
     uint64_t called_ns = 0;
@@ -69,7 +69,7 @@ class Housekeeper {
   bool IsIdle() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Run();
   absl::Status Do(Task* task);
-  /// \param[out] held Nothing but what other saves hold is left to be removed.
+  /// \param[out] held Only checkpoints that other saves hold are left to be removed.
   absl::Status Retire(int parent, const std::string& saved, bool* held);
   absl::Status Delete(int parent, const std::vector<std::string>& names, int lock);
 
@@ -78,7 +78,7 @@ class Housekeeper {
   base::Mutex mutex_;
   base::Condition changed_;
   std::deque<Task> tasks_ ABSL_GUARDED_BY(mutex_);
-  std::deque<Task> waiting_ ABSL_GUARDED_BY(mutex_);  // for others' locks
+  std::deque<Task> waiting_ ABSL_GUARDED_BY(mutex_);               // for locks
   std::map<std::string, Durable> latest_ ABSL_GUARDED_BY(mutex_);  // by series
   bool busy_ ABSL_GUARDED_BY(mutex_) = false;
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;

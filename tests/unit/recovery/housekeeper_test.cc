@@ -1,5 +1,5 @@
-// When the directory of a save of several ranks is removed that all its ranks have given up, and
-// what retention does beside other saves.
+// When the directory of a save of several ranks is removed that all its ranks have given up; and
+// retention beside other saves.
 #include "runtime/recovery/housekeeper.h"
 
 #include <fcntl.h>
@@ -168,8 +168,7 @@ TEST_F(ApplyRetention, WaitsForASaveThatIsAboutToEnd) {
   WriteSteps(3);
   const base::UniqueFd held = HoldStepOne();
   housekeeper_->ApplyRetention(parent_, "step-3", 3);
-  EXPECT_TRUE(
-      testing::WaitFor([this] { return !std::filesystem::exists(directory_ / "step-2"); }));
+  EXPECT_TRUE(testing::WaitFor([this] { return !std::filesystem::exists(directory_ / "step-2"); }));
   const absl::Time soon = base::Now() + absl::Milliseconds(300);
   EXPECT_TRUE(absl::IsDeadlineExceeded(housekeeper_->WaitIdle(soon)));
   EXPECT_TRUE(std::filesystem::exists(directory_ / "step-1"));
@@ -192,7 +191,7 @@ TEST_F(ApplyRetention, LetsASaveGoThatEndsBehindLaterOnes) {
   EXPECT_TRUE(std::filesystem::exists(directory_ / "step-3"));
 }
 
-// On another machine's clock it may look older than what another trainer has saved.
+// On another machine's clock it may look older than the saves of another trainer.
 TEST_F(ApplyRetention, KeepsTheSaveOfThisProcessThatWasCalledLast) {
   WriteSteps(3);
   housekeeper_->ApplyRetention(parent_, "step-1", 9);
