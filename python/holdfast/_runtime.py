@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import sys
-import threading
 import time
 import weakref
 from collections import OrderedDict
@@ -111,14 +109,6 @@ class _Memory(PerProcess):
         self.nbytes = 0
         self._holds = 0  # the largest state that the memory was made for and holds whole
 
-    def close(self) -> None:
-        """Lets go of the memory, and of what a dead worker's transfers still read when the last of them has landed."""
-        if self.core is not None and self.core.staging()["bytes_quarantined"]:
-            thread = threading.Thread(target=_hold_until_landed, args=(self.core,), name="holdfast-landing", daemon=True)
-            with contextlib.suppress(RuntimeError):  # no thread can be had: it is held until the process ends
-                thread.start()
-        self.clear()
-
     def is_busy(self) -> bool:
         """Whether a save goes on, or memory of one that has ended may still be touched."""
         if self.core is None:
@@ -143,14 +133,6 @@ class _Memory(PerProcess):
         self.nbytes = wanted
         self._holds = 0 if fixed or wanted < nbytes else nbytes
         return self.core
-
-
-def _hold_until_landed(core: _native.Checkpointer) -> None:
-    """The runtime releases quarantined memory as long as it has an owner."""
-    pause = 0.01
-    while core.staging()["bytes_quarantined"]:
-        time.sleep(pause)
-        pause = min(2 * pause, 1.0)
 
 
 class Runtime:
@@ -251,7 +233,7 @@ class Runtime:
             for key in [k for k in memory.doors if k[0] == self._number]:
                 del memory.doors[key]
             if not any(r._memory is memory for r in _runtimes):
-                memory.close()
+                memory.clear()
 
     def staging(self) -> dict[str, Any]:
         """Statistics of the staging memory; empty before the first save."""

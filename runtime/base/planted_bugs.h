@@ -32,6 +32,7 @@ enum class Bug {
   kInodeIsIdentity,     ///< Two directories with the same inode number, in sequence, are the same.
   kTrustEveryLock,      ///< Locks of FUSE and network file systems count as those of local ones.
   kAddChecksumsTwice,   ///< Sealing adds checksums that the copy has added.
+  kKeepUnlanded,        ///< Memory that a closed Checkpointer's dead workers still read stays.
 };
 
 #ifdef HOLDFAST_PLANTED_BUGS

@@ -4,12 +4,35 @@
 
 #include "runtime/base/clock.h"
 #include "runtime/base/keep_forever.h"
+#include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/base/thread.h"
 #include "runtime/layout/launcher.h"
 #include "runtime/writer/worker_program.h"
 
 namespace holdfast {
+namespace {
+
+/// Releases `pool` and the rest of each save when its last transfer has landed, on a thread of its
+/// own: an owner that is closed does not wait for a disk.
+void ReleaseOnceLanded(std::shared_ptr<staging::StagingPool> pool,
+                       std::unique_ptr<writer::Supervisor> supervisor) {
+  struct Unlanded {
+    std::shared_ptr<staging::StagingPool> pool;
+    std::unique_ptr<writer::Supervisor> supervisor;  // uses the pool, so goes first
+  };
+  auto unlanded = std::make_shared<Unlanded>(
+      Unlanded{.pool = std::move(pool), .supervisor = std::move(supervisor)});
+  base::Thread thread;
+  const absl::Status started =
+      base::Planted(base::Bug::kKeepUnlanded)
+          ? absl::ResourceExhaustedError("planted")
+          : thread.Start([unlanded] { unlanded->supervisor->AwaitLast(); });
+  thread.Detach();
+  if (!started.ok()) base::KeepForever(std::move(unlanded));
+}
+
+}  // namespace
 
 absl::Status Checkpointer::Core::Start(CheckpointerOptions* given) {
   CheckpointerOptions& options = *given;
@@ -37,23 +60,26 @@ absl::Status Checkpointer::Core::Start(CheckpointerOptions* given) {
 }
 
 Checkpointer::Core::~Core() {
-  bool all_ended = supervisor == nullptr || supervisor->Stop();
-  // The stager first: it feeds the sealer. Without saves in flight, both threads are idle.
+  // The stager first: it feeds the sealer. No save is in flight, so both threads are idle.
   stager.reset();
   sealer.reset();
-  supervisor.reset();
   workers.reset();
+  std::shared_ptr<staging::StagingPool> memory = std::move(pool);
+  // With copies under way a device would wait for the copies, for ever if its stream hangs.
+  bool registered = supervisor != nullptr && supervisor->HasUsers();
   {
     const base::MutexLock lock(&mutex_);
     for (auto& [device, registrant] : devices_) {
-      if (pool != nullptr) pool->RemoveRegistrant(registrant.get());
-      // With copies under way a device would wait for the copies, for ever if its stream hangs.
-      all_ended = all_ended && registrant->Close();
+      if (memory != nullptr) memory->RemoveRegistrant(registrant.get());
+      registered = registered || !registrant->Close();
     }
   }
-  // A stuck worker or a device may still write these pages. The pages stay mapped until the process
-  // ends.
-  if (!all_ended) base::KeepForever(std::move(pool));
+  // A device may still write these pages. They stay mapped until the process ends.
+  if (registered) base::KeepForever(memory);
+  // A killed worker's transfers may still read the pages.
+  if (supervisor != nullptr && supervisor->HasSaves())
+    ReleaseOnceLanded(std::move(memory), std::move(supervisor));
+  supervisor.reset();  // uses the memory
 }
 
 absl::Status Checkpointer::Core::Register(Device* device) {

@@ -9,7 +9,6 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
-#include "runtime/base/keep_forever.h"
 #include "runtime/base/planted_bugs.h"
 #include "runtime/base/status.h"
 #include "runtime/base/text.h"
@@ -63,23 +62,12 @@ Supervisor::Supervisor(staging::StagingPool* pool, const SupervisorOptions& opti
     : pool_(pool), options_(options) {}
 
 Supervisor::~Supervisor() {
-  if (Stop()) return;
-  const base::MutexLock lock(&mutex_);
-  // A stuck thread uses its link's doorbells when it goes on, and a wait for the thread may never
-  // end.
-  for (std::shared_ptr<SaveState>& save : saves_) base::KeepForever(std::move(save));
-  saves_.clear();
-}
-
-bool Supervisor::Stop() {
   {
     const base::MutexLock lock(&mutex_);
     stopping_ = true;
   }
   if (wake_.valid()) Wake();
   thread_.Join();
-  const base::MutexLock lock(&mutex_);
-  return saves_.empty();
 }
 
 void Supervisor::Watch(std::shared_ptr<SaveState> save) {
@@ -112,6 +100,24 @@ absl::Status Supervisor::WaitIdle(const void* owner, absl::Time deadline) {
   }
 }
 
+void Supervisor::AwaitLast() {
+  const base::MutexLock lock(&mutex_);
+  while (!saves_.empty()) changed_.WaitUntil(&mutex_, base::Now() + absl::Hours(1));
+}
+
+bool Supervisor::HasSaves() {
+  const base::MutexLock lock(&mutex_);
+  return !saves_.empty();
+}
+
+bool Supervisor::HasUsers() {
+  const base::MutexLock lock(&mutex_);
+  const auto used = [](const auto& save) {
+    return save->users.load(std::memory_order_acquire) != 0;
+  };
+  return std::any_of(saves_.begin(), saves_.end(), used);
+}
+
 uint64_t Supervisor::in_flight() {
   const base::MutexLock lock(&mutex_);
   const auto goes_on = [](const auto& save) { return !save->IsDone(); };
@@ -123,8 +129,7 @@ void Supervisor::Run() {
     Saves saves;
     {
       const base::MutexLock lock(&mutex_);
-      const auto stays = [](const auto& save) { return save->quarantined && !save->ending; };
-      if (stopping_ && std::all_of(saves_.begin(), saves_.end(), stays)) return;
+      if (stopping_ && saves_.empty()) return;
       saves = saves_;
     }
     // Only this thread hands saves over, so that the others stay its own during the round.

@@ -28,12 +28,7 @@ class Supervisor {
  public:
   static absl::StatusOr<std::unique_ptr<Supervisor>> Start(staging::StagingPool* pool,
                                                            const SupervisorOptions& options);
-  /// Keeps the resources of saves that could not be stopped until the process ends.
-  ~Supervisor();
-
-  /// Waits for every save in flight; each ends by its own deadlines. Returns false if a worker
-  /// could not be stopped: its memory is quarantined and must stay mapped.
-  bool Stop();
+  ~Supervisor();  // no save may be left
 
   /// Hands the save, whose worker is running, to the supervisor, which ends it.
   void Watch(std::shared_ptr<SaveState> save);
@@ -44,6 +39,17 @@ class Supervisor {
   /// Waits until no save of `owner` is in flight, without regard to quarantined saves. \error
   /// kDeadlineExceeded.
   absl::Status WaitIdle(const void* owner, absl::Time deadline);
+
+  /// Waits until every save has ended and its staging memory was released: without end for a
+  /// stuck thread or device.
+  void AwaitLast();
+
+  /// Returns true while the trainer or a transfer may touch staging memory.
+  bool HasSaves();
+
+  /// Returns true while copies may still write staging memory. With the stager gone they have no
+  /// end.
+  bool HasUsers();
 
   /// Returns the number of unfinished saves. A finished save may still have memory in quarantine.
   uint64_t in_flight();

@@ -21,6 +21,7 @@
 #include "runtime/base/unique_fd.h"
 #include "runtime/sys/owned_fds.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/holdings.h"
 #include "tests/testing/slow_disk.h"
 #include "tests/testing/training_state.h"
 
@@ -225,6 +226,59 @@ DeadTrainerResult LockDuringWrites(Launcher launcher, EngineRung engine) {
   } else if (recovered->removed.size() != 1) {
     result.problems.push_back("the dead save was not removed");
   }
+  return result;
+}
+
+ClosedResult CloseInWrites(Launcher launcher, EngineRung engine, absl::Duration patience) {
+  ClosedResult result;
+  const ScratchDirectory scratch;
+  // The save ends half a second after the kill, and some of its writes later.
+  const auto slow = SlowDisk::Limit(scratch.path(), kBytesPerSecond / 2);
+  if (!slow.ok()) {
+    result.skipped = std::string(slow.status().message());
+    return result;
+  }
+  CheckpointerOptions options = SmallOptions(scratch.path());
+  options.launcher = launcher;
+  options.engine = engine;
+  options.staging.arena_bytes = kArenaBytes;
+  const TrainingState state = TrainingState::Uniform(1, kStateBytes, 1);
+  const Holdings before = Holdings::OfSelf();
+  std::optional<base::UniqueFd> file;
+  {
+    auto checkpointer = Checkpointer::Create(options);
+    if (!checkpointer.ok()) {
+      result.problems.push_back(checkpointer.status().ToString());
+      return result;
+    }
+    const std::vector<TensorSource> sources = state.Sources();
+    const auto handle = (*checkpointer)->SaveAsync({.name = "victim", .tensors = sources});
+    if (!handle.ok() || !WaitFor([&] { return (file = OpenVictim(scratch.path())).has_value(); })) {
+      result.problems.push_back("the victim's file did not appear");
+      return result;
+    }
+    absl::SleepFor(absl::Milliseconds(10));
+    SendSignal(handle->worker_pid(), SIGKILL);
+    if (handle->WaitDurable(kLong).ok())
+      result.problems.push_back("the save of a killed worker is durable");
+  }
+  const auto pages = [&] { return Compare(file->get(), 0, state.tensors()[0].bytes).written; };
+  result.pages_at_close = pages();
+  const int own = file->get();
+  WaitFor(
+      [&] {
+        Holdings now = Holdings::OfSelf();
+        now.fds.erase(own);
+        result.stays = now.Beyond(before);
+        return result.stays.empty();
+      },
+      patience);
+  result.pages_at_release = pages();
+  AwaitWrites(own);
+  result.pages_landed = pages();
+  const auto recovered = Recover(scratch.path(), {.wait_for_orphans = kLong});
+  if (!recovered.ok()) result.problems.push_back(recovered.status().ToString());
+  if (!fs::is_empty(scratch.path())) result.problems.push_back("the dead save was not removed");
   return result;
 }
 

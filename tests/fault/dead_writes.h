@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/time.h"
 #include "holdfast/pod.h"
 
 namespace holdfast::testing {
@@ -39,6 +40,19 @@ struct DeadTrainerResult {
 /// the save's lock, and reads the dead worker's file through a descriptor opened before the kill.
 /// Then a recovery removes the save.
 DeadTrainerResult LockDuringWrites(Launcher launcher, EngineRung engine);
+
+struct ClosedResult {
+  std::string skipped;             ///< Reason for a skip; empty otherwise.
+  uint64_t pages_at_close = 0;     ///< Pages of the dead worker's file when the owner is closed.
+  uint64_t pages_at_release = 0;   ///< The same when its memory is unmapped.
+  uint64_t pages_landed = 0;       ///< The same when no write is in flight.
+  std::vector<std::string> stays;  ///< Resources of the process beyond its former ones.
+  std::vector<std::string> problems;
+};
+
+/// On a disk with a limited rate: kills a save's worker with writes in flight, closes the
+/// Checkpointer at once, and waits up to `patience` until the process holds no more than before.
+ClosedResult CloseInWrites(Launcher launcher, EngineRung engine, absl::Duration patience);
 
 }  // namespace holdfast::testing
 

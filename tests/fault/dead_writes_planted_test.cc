@@ -29,5 +29,14 @@ TEST(PlantedBug, ALockThatEndsWithTheProcessIsFoundInTheDeadFile) {
   EXPECT_LT(result.pages_at_lock, result.pages_landed);
 }
 
+TEST(PlantedBug, MemoryThatIsKeptBehindAClosedCheckpointerIsFoundInTheProcess) {
+  base::g_bug = base::Bug::kKeepUnlanded;
+  const ClosedResult result = CloseInWrites(Launcher::kSpawn, EngineRung::kUring, absl::Seconds(5));
+  base::g_bug = base::Bug::kNone;
+  if (!result.skipped.empty()) GTEST_SKIP() << result.skipped;
+  EXPECT_THAT(result.problems, ::testing::IsEmpty());
+  EXPECT_THAT(result.stays, ::testing::Contains(::testing::HasSubstr("mapping")));
+}
+
 }  // namespace
 }  // namespace holdfast::testing

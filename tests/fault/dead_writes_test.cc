@@ -36,5 +36,19 @@ TEST_P(DeadWrites, HaveLandedWhenTheLockOfTheSaveIsFree) {
   EXPECT_EQ(result.pages_at_lock, result.pages_landed);
 }
 
+// A Checkpointer that is closed waits for no disk, and takes away no memory that a disk reads.
+TEST_P(DeadWrites, AreFollowedByTheReleaseOfAClosedCheckpointersMemory) {
+  const ClosedResult result =
+      CloseInWrites(std::get<0>(GetParam()), std::get<1>(GetParam()), absl::Minutes(1));
+  if (!result.skipped.empty()) GTEST_SKIP() << result.skipped;
+  EXPECT_THAT(result.problems, ::testing::IsEmpty());
+  EXPECT_THAT(result.stays, ::testing::IsEmpty());
+  EXPECT_EQ(result.pages_at_release, result.pages_landed);
+  // Else the kernel ends a process after its write.
+  if (std::get<1>(GetParam()) != EngineRung::kPwrite) {
+    EXPECT_LT(result.pages_at_close, result.pages_landed);
+  }
+}
+
 }  // namespace
 }  // namespace holdfast::testing
