@@ -31,28 +31,27 @@ absl::StatusOr<uint64_t> BytesInFile(int fd) {
 }
 
 // A huge page needs an address and a file offset that agree modulo its size, and older kernels
-// place a mapping anywhere. So reserve a larger address range and map the file at an aligned
-// address inside.
+// place a mapping anywhere. A range that was free a moment ago holds an aligned address for the
+// kernel, as a hint. Not MAP_FIXED: a failure, as without huge pages, may leave its range free.
+// A removal of the range would take away another thread's mapping that came there since.
 absl::StatusOr<char*> MapAligned(int fd, uint64_t bytes, uint64_t alignment) {
+  constexpr int kTries = 8;
   const sys::SystemCalls& sys = sys::Sys();
   const uint64_t room = bytes + alignment;
-  void* reserved =
-      sys.mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (reserved == MAP_FAILED) return base::ErrnoStatus("reserve addresses for", kObject, errno);
-  char* const begin = static_cast<char*>(reserved);
-  const uint64_t misaligned = reinterpret_cast<uintptr_t>(begin) % alignment;
-  const uint64_t head = misaligned == 0 ? 0 : alignment - misaligned;
-  void* mapped =
-      sys.mmap(begin + head, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, fd, 0);
-  if (mapped == MAP_FAILED) {
-    const int error = errno;
-    (void)sys.munmap(begin, room);  // Addresses without memory; the first error is reported.
-    return base::ErrnoStatus("mmap", kObject, error);
+  void* hint = nullptr;
+  for (int i = 0; true; ++i) {
+    void* const mapped = sys.mmap(hint, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (mapped == MAP_FAILED) return base::ErrnoStatus("mmap", kObject, errno);
+    // Without alignment the proof of huge pages fails, and the arena takes the next rung.
+    if (reinterpret_cast<uintptr_t>(mapped) % alignment == 0 || i == kTries)
+      return static_cast<char*>(mapped);
+    (void)sys.munmap(mapped, bytes);
+    char* const range = static_cast<char*>(
+        sys.mmap(nullptr, room, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    if (range == MAP_FAILED) return base::ErrnoStatus("find addresses for", kObject, errno);
+    (void)sys.munmap(range, room);
+    hint = range + (alignment - reinterpret_cast<uintptr_t>(range) % alignment) % alignment;
   }
-  // A failure here leaves only addresses behind.
-  if (head > 0) (void)sys.munmap(begin, head);
-  (void)sys.munmap(begin + head + bytes, alignment - head);
-  return begin + head;
 }
 
 }  // namespace

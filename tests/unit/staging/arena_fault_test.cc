@@ -53,9 +53,42 @@ int NoStat(int, struct stat*) { return Fail(EIO); }
 int NoSeal(int fd, int command, long argument) {
   return command == F_ADD_SEALS ? Fail(EPERM) : sys::kKernel.fcntl(fd, command, argument);
 }
-void* NoReservation(void* address, size_t bytes, int protection, int flags, int fd, off_t offset) {
+/// Places a mapping of the caller's choice one page behind a huge page's border.
+void* Misplace(size_t bytes, int protection, int flags, int fd, off_t offset) {
+  constexpr size_t kHuge = 2 * kMiB;
+  void* const range =
+      sys::kKernel.mmap(nullptr, bytes + 2 * kHuge, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  sys::kKernel.munmap(range, bytes + 2 * kHuge);
+  const uintptr_t border = (reinterpret_cast<uintptr_t>(range) + kHuge - 1) / kHuge * kHuge;
+  return sys::kKernel.mmap(reinterpret_cast<void*>(border + 4096), bytes, protection, flags, fd,
+                           offset);
+}
+/// As older kernels, which know no alignment of files.
+void* UnalignedWithoutHint(void* address, size_t bytes, int protection, int flags, int fd,
+                           off_t offset) {
+  if (fd >= 0 && address == nullptr) return Misplace(bytes, protection, flags, fd, offset);
+  return sys::kKernel.mmap(address, bytes, protection, flags, fd, offset);
+}
+/// Other threads take each range of a hint first.
+void* Unaligned(void*, size_t bytes, int protection, int flags, int fd, off_t offset) {
+  if (fd >= 0) return Misplace(bytes, protection, flags, fd, offset);
+  return sys::kKernel.mmap(nullptr, bytes, protection, flags, fd, offset);
+}
+void* NoRange(void* address, size_t bytes, int protection, int flags, int fd, off_t offset) {
   if (protection != PROT_NONE)
-    return sys::kKernel.mmap(address, bytes, protection, flags, fd, offset);
+    return UnalignedWithoutHint(address, bytes, protection, flags, fd, offset);
+  errno = ENOMEM;
+  return MAP_FAILED;
+}
+void* g_of_other_thread = nullptr;
+/// The kernel takes the range of a MAP_FIXED away before it finds no huge page for the new mapping.
+/// Another thread's mapping comes there in the meantime.
+void* FailsWhileAnotherThreadMaps(void* address, size_t bytes, int protection, int flags, int fd,
+                                  off_t offset) {
+  if (fd < 0) return sys::kKernel.mmap(address, bytes, protection, flags, fd, offset);
+  if ((flags & MAP_FIXED) != 0) sys::kKernel.munmap(address, bytes);
+  g_of_other_thread =
+      sys::kKernel.mmap(address, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   errno = ENOMEM;
   return MAP_FAILED;
 }
@@ -189,8 +222,6 @@ TEST_F(ArenaFaultTest, ReportsEveryCallThatSmallPagesNeed) {
   EXPECT_THAT(MakeSmall().message(), HasSubstr("seal staging arena"));
   system_->fcntl = sys::kKernel.fcntl;
 
-  system_->mmap = NoReservation;
-  EXPECT_EQ(MakeSmall().code(), absl::StatusCode::kResourceExhausted);
   system_->mmap = NoMapping;
   EXPECT_EQ(MakeSmall().code(), absl::StatusCode::kResourceExhausted);
   system_->mmap = sys::kKernel.mmap;
@@ -204,6 +235,34 @@ TEST_F(ArenaFaultTest, ReportsEveryCallThatSmallPagesNeed) {
 
   system_->getrlimit = NoLimitKnown;
   EXPECT_THAT(MakeSmall().message(), HasSubstr("RLIMIT_FSIZE"));
+}
+
+TEST_F(ArenaFaultTest, HasHugePagesWhereTheKernelDoesNotAlign) {
+  for (const PageRung rung : {PageRung::kTmpfsHuge, PageRung::kMadviseHuge}) {
+    if (!Make(rung).ok()) continue;
+    system_->mmap = UnalignedWithoutHint;
+    const auto arena = Make(rung);
+    ASSERT_TRUE(arena.ok()) << arena.status();
+    EXPECT_EQ(reinterpret_cast<uintptr_t>((*arena)->base()) % (2 * kMiB), 0u);
+    system_->mmap = NoRange;
+    EXPECT_EQ(Make(rung).status().code(), absl::StatusCode::kResourceExhausted);
+    system_->mmap = sys::kKernel.mmap;
+  }
+}
+
+TEST_F(ArenaFaultTest, GoesOnWhereNoAlignedAddressCanBeHad) {
+  system_->mmap = Unaligned;
+  const auto arena = Make(PageRung::kAuto);
+  ASSERT_TRUE(arena.ok()) << arena.status();
+  std::fill_n((*arena)->base(), kBytes, 'x');
+}
+
+TEST_F(ArenaFaultTest, TakesNoMappingOfAnotherThreadAway) {
+  system_->mmap = FailsWhileAnotherThreadMaps;
+  EXPECT_EQ(MakeSmall().code(), absl::StatusCode::kResourceExhausted);
+  ASSERT_NE(g_of_other_thread, MAP_FAILED);
+  EXPECT_EQ(msync(g_of_other_thread, 4096, MS_ASYNC), 0) << "it is gone";
+  munmap(g_of_other_thread, 4096);
 }
 
 TEST_F(ArenaFaultTest, DoesNotRunIntoTheSignalOfTheFileSizeLimit) {
