@@ -34,7 +34,8 @@ def is_whole(value: Any) -> bool:
 _KINDS: dict[Any, Kind] = {
     bool: (lambda value: isinstance(value, bool), "True or False"),
     int: (is_whole, "a whole number from 0 to 2^64 - 1"),
-    float: (lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool), "a number"),
+    # NaN is no number.
+    float: (lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value, "a number"),
     str: (lambda value: isinstance(value, str), "a str"),
     type(None): (lambda value: value is None, "None"),
     dict: (lambda value: isinstance(value, dict), "a dict"),

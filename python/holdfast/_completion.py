@@ -44,6 +44,11 @@ def check_may_wait(what: str) -> None:
         )
 
 
+def waitable(timeout: float | None) -> float | None:
+    """The time-out, or the longest that a wait of the interpreter's can have: three centuries."""
+    return None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
+
+
 class SeenFuture(Future):
     """A future of a save.
 
@@ -68,7 +73,7 @@ class SeenFuture(Future):
         if not self.done():
             check_may_wait("wait for a save")
         try:
-            return super().result(timeout)
+            return super().result(waitable(timeout))
         finally:
             self.seen = self.seen or self.done()
 
@@ -76,7 +81,7 @@ class SeenFuture(Future):
         if not self.done():
             check_may_wait("wait for a save")
         try:
-            return super().exception(timeout)
+            return super().exception(waitable(timeout))
         finally:
             self.seen = self.seen or self.done()
 

@@ -49,9 +49,8 @@ def resolved(value: Any) -> Any:
 
 def is_stateful(value: Any) -> bool:
     """Whether it hands out its state by itself: modules, optimizers, schedulers, loaders."""
-    return callable(getattr(value, "state_dict", None)) and callable(
-        getattr(value, "load_state_dict", None)
-    )
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
 
 
 def state_of(value: Any) -> Any:
@@ -393,9 +392,8 @@ def _is_of_other_version(node: Node, state_dict: Any) -> bool:
 
 
 def _refuse_full(filling: Any, target: Any, path: str, saved: str) -> None:
-    """Refuses a target of another kind whose tensors would stay as they are, without a word."""
-    is_filled = isinstance(target, (list, tuple, collections.deque, Mapping)) and len(target) > 0
-    if filling.strict and (is_filled or isinstance(target, (torch.nn.Module, torch.Tensor))):
+    """Refuses a target of another kind, which would stay as it is, without a word. None asks for a new value."""
+    if filling.strict and target is not None:
         raise filling.complaint(path, f"it is a {saved}, the target a {type(target).__name__}")
 
 
@@ -497,6 +495,7 @@ class Record(Kind):
 
     def fill(self, filling: Any, node: Node, target: Any, path: str) -> Any:
         if not all(hasattr(target, f) for f in node["fields"]):
+            _refuse_full(filling, target, path, node["kind"])
             return filling.new(node, path)
         values = {
             f: filling.fill(n, getattr(target, f), under(path, f))

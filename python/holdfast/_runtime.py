@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast import _arguments, _log, _native, _ranks, events, snapshots
+from holdfast._completion import waitable
 from holdfast._process import PerProcess
 from holdfast.commands import program
 from holdfast.errors import Error, TimeoutError
@@ -49,6 +50,9 @@ def _check(options: dict[str, Any], operation: str) -> None:
             f"{operation}: there is no option {', '.join(unknown)}; there is "
             + ", ".join(sorted(OPTIONS)),
         )
+    for name, value in options.items():
+        if value != value:  # NaN
+            raise _arguments.wrong(operation, name, value, "a number")
     automatic = () if options.get("arena_bytes") else ("arena_bytes",)
     _native.check_options({k: v for k, v in options.items() if k not in automatic})
 
@@ -91,7 +95,7 @@ class Deadline:
 
     def left(self) -> float | None:
         """Seconds until then; None: for ever."""
-        return None if self._end is None else max(0.0, self._end - time.monotonic())
+        return None if self._end is None else waitable(max(0.0, self._end - time.monotonic()))
 
 
 class _Memory(PerProcess):

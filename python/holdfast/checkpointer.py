@@ -215,7 +215,7 @@ class Checkpointer(PerProcess):
             raise _refusal(
                 f"a save has no option {', '.join(unknown)}; it has {', '.join(sorted(self._of_save))}"
             )
-        if name is not None and (not name or os.path.basename(name) != name):
+        if name is not None and (name in ("", os.curdir, os.pardir) or os.path.basename(name) != name):
             raise _refusal(f"name {name!r}: the name of a directory is expected, not a path")
         path = self.path(step) if name is None else os.path.join(self.directory, name)
         options = {**self._defaults, **options}
@@ -449,6 +449,7 @@ class Checkpointer(PerProcess):
 
     # ---- Waiting.
 
+    @_arguments.checked
     def wait(self, timeout: float | None = None, *, drain: bool = False) -> None:
         """Waits for the saves of this Checkpointer and the removals behind them.
 
@@ -477,6 +478,7 @@ class Checkpointer(PerProcess):
 
     flush = wait
 
+    @_arguments.checked
     def wait_drained(self, timeout: float | None = None) -> None:
         """Waits until all checkpoints that are complete now have arrived in the second place.
 
@@ -544,7 +546,8 @@ def _pattern_of(form: str) -> re.Pattern[str]:
         raise _refusal(f"name {form!r}: {error!r}; there is only {{step}}") from None
     fields = [i for i, (_, field, _, _) in enumerate(parts) if field is not None]
     after = "".join(p[0] for p in parts[fields[0] + 1 :]) if fields else ""
-    if not form or os.path.basename(form) != form or len(fields) > 1 or re.search(r"\d", after):
+    is_path = form in ("", os.curdir, os.pardir) or os.path.basename(form) != form
+    if is_path or len(fields) > 1 or re.search(r"\d", after):
         raise _refusal(f"name {form!r}: one name with at most one {{step}} is expected, and no digit after it")
     return re.compile("".join(re.escape(text) + (r"\d+" if f is not None else "") for text, f, _, _ in parts))
 

@@ -90,6 +90,10 @@ void FindGpus(ProbeReport* report) {
 absl::StatusOr<ProbeReport> Probe(const std::string& directory, const ProbeOptions& options) {
   using namespace doctor;
   auto parent = directory::OpenDirectory(AT_FDCWD, absl::StrCat(directory, "/."));
+  if (absl::IsNotFound(parent.status())) {
+    return absl::NotFoundError(absl::StrCat(
+        "probe ", directory, ": there is no such directory; make it, or name the one above"));
+  }
   if (!parent.ok()) return base::Annotate(parent.status(), absl::StrCat("probe ", directory));
   HOLDFAST_ASSIGN_OR_RETURN(const directory::FileSystem file_system,
                             directory::IdentifyFileSystem(parent->get()));

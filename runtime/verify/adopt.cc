@@ -1,6 +1,7 @@
 // Adopt: a manifest for another program's files, made from their bytes on disk.
 #include <fcntl.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <set>
 #include <utility>
@@ -34,16 +35,35 @@ namespace {
 using load::StreamBlock;
 using load::StreamVerdict;
 
+/// Refuses a directory that holds a checkpoint: with a manifest of its own the directory would
+/// count as one checkpoint, and hide those inside.
+absl::Status CheckHoldsNone(int directory, const std::string& path, const std::string& name) {
+  const auto inside = directory::OpenDirectory(directory, name);
+  const auto names = inside.ok() ? directory::ListNames(inside->get(), name)
+                                 : absl::StatusOr<std::vector<std::string>>(inside.status());
+  HOLDFAST_RETURN_IF_ERROR(base::Annotate(names.status(), absl::StrCat("adopt ", path)));
+  const auto is_manifest = [](const std::string& each) {
+    return format::ParseManifestName(each).has_value();
+  };
+  if (std::none_of(names->begin(), names->end(), is_manifest)) return absl::OkStatus();
+  return absl::FailedPreconditionError(absl::StrCat("adopt ", path, ": it holds checkpoints (",
+                                                    format::Quoted(name),
+                                                    "); name the directory of one"));
+}
+
 /// Returns the files to adopt: regular files, with names that a manifest allows.
 absl::StatusOr<std::vector<std::string>> FilesToAdopt(int directory, const std::string& path,
                                                       const std::vector<std::string>& names) {
   std::vector<std::string> files;
   for (const std::string& name : names) {
-    if (format::ParseCompanionName(name).has_value()) continue;
+    if (format::ParseCompanionName(name).has_value() || format::IsDrainLock(name)) continue;
     const std::string object = absl::StrCat("adopt ", path, "/", format::Quoted(name));
     HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry entry,
                               directory::Look(directory, name, /*follow_symlink=*/false));
-    if (entry.kind == directory::EntryKind::kDirectory) continue;
+    if (entry.kind == directory::EntryKind::kDirectory) {
+      HOLDFAST_RETURN_IF_ERROR(CheckHoldsNone(directory, path, name));
+      continue;
+    }
     if (entry.kind != directory::EntryKind::kFile) {
       return absl::FailedPreconditionError(absl::StrCat(
           object, ": not a regular file; a manifest names only what lies in its own directory"));

@@ -62,6 +62,7 @@ def test_options_that_make_no_sense(tmp_path: Path) -> None:
         ({"time_memory_max": "long"}, "time_memory_max = 'long'"),
         ({"time_ranks_max": 0.0, "stale_warning": False}, "time_ranks_max = 0: must be positive"),
         ({"time_liveness_max": 0.0}, "time_liveness_max = 0: must be positive"),
+        ({"time_stalled_max": float("nan")}, "time_stalled_max nan: a number is expected"),
     ):
         with pytest.raises(holdfast.Error, match=message) as error:
             holdfast.configure(**options)
@@ -81,7 +82,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "keep_last": ("x", -1, 1.5), "objects": (5,), "files": (3, ["a"]), "shard_bytes_max": ("x", -1), "rank": ("a", -1),
     "world_size": ("a",), "attempt": (5, None), "runtime": (5,), "wait": ("no", None), "pickle_protocol": (99, "x", -1),
     "threads": ("x", -1), "buffer_bytes": (3.5,), "engine": (-1,), "direct_io": ("x",), "verify": ("x",), "strict": (1,),
-    "allow": (3, "x"), "timeout": ("x",), "nbytes": (-1,), "name": (3,), "share_memory_with": (3,), "drain": (3,),
+    "allow": (3, "x"), "timeout": ("x", True, float("nan")), "nbytes": (-1,), "name": (3,), "share_memory_with": (3,), "drain": (3,),
     "bytes_per_second": ("x", 0), "nice": (20, "x"), "format": (3,), "planner": (3, "default"), "process_group": (3,),
     "storage_writer": (3,), "storage_reader": (3,), "no_dist": ("x", None), "use_collectives": ("no",), "replicas": (3,),
     "async_checkpointer_type": ("thread",), "async_stager": (3,), "trust": ("no",), "partial": (1,), "config": (3,),
@@ -111,6 +112,9 @@ def test_arguments_of_a_wrong_type_are_named(tmp_path: Path) -> None:
         (lambda **kw: holdfast.load(tmp_path / "whole", **kw), "rank verify strict allow threads buffer_bytes"),
         (lambda **kw: holdfast.verify(tmp_path / "whole", **kw), "threads buffer_bytes engine direct_io"),
         (holdfast.flush, "timeout"),
+        (checkpointer.wait, "timeout"),
+        (checkpointer.flush, "timeout"),
+        (checkpointer.wait_drained, "timeout"),
         (holdfast.warm_up, "nbytes"),
         (holdfast.Drain, "keep_last bytes_per_second nice"),
         (lambda **kw: holdfast.open(tmp_path / "whole", **kw), "rank threads"),
@@ -134,6 +138,17 @@ def test_arguments_of_a_wrong_type_are_named(tmp_path: Path) -> None:
                     call(**{name: value})
                 assert error.value.code == "INVALID_ARGUMENT"
     assert sorted(os.listdir(tmp_path)) == ["whole"]
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e300, 1e10, None])
+def test_a_time_out_may_be_as_long_as_one_likes(timeout: float | None, tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", drain_to=tmp_path / "far") as checkpointer:
+        save = checkpointer.save_async(STATE, 1)
+        assert save.durable.exception(timeout) is None
+        save.wait(timeout)
+        holdfast.save_async(STATE, tmp_path / "other")
+        holdfast.flush(timeout)
+        checkpointer.wait(timeout, drain=True)
 
 
 # Made by the package alone, and what compares its fields by itself.

@@ -200,6 +200,7 @@ def test_staging_memory_is_shared_where_it_is_said(tmp_path: Path) -> None:
         ({"name": "{step}-{step}"}, "one name"),
         ({"name": "step-{step}-v2"}, "digit"),
         ({"name": ""}, "one name"),
+        ({"name": "."}, "one name"),
         ({"engine": "steam"}, "steam"),
         ({"format": "dcp", "objects": "refuse"}, "objects"),
         ({"process_group": object()}, "process_group"),
@@ -214,7 +215,7 @@ def test_bad_options_are_named(options: dict[str, Any], message: str, tmp_path: 
 
 def test_bad_arguments_of_a_save_are_named(tmp_path: Path) -> None:
     with opened(tmp_path) as checkpointer:
-        for arguments in ({"name": "a/b"}, {"name": ""}, {"kepe": 1}, {"keep_last": 1}):
+        for arguments in ({"name": "a/b"}, {"name": ""}, {"name": "."}, {"name": ".."}, {"kepe": 1}, {"keep_last": 1}):
             with pytest.raises(ValueError, match=next(iter(arguments))):
                 checkpointer.save_async(state(1.0), 1, **arguments)
     assert os.listdir(tmp_path) == []

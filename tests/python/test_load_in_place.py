@@ -190,3 +190,23 @@ def test_the_comparison_takes_no_more_than_the_buffer(tmp_path: Path) -> None:
     assert int(done.stdout) << 10 <= 24 * MIB
 
 
+
+
+@pytest.mark.parametrize("saved", [torch.nn.Linear(2, 2), {"a": torch.ones(2)}, [torch.ones(2)]], ids=["module", "dict", "list"])
+def test_a_target_of_another_kind_is_refused(saved: Any, tmp_path: Path) -> None:
+    """It would stay as it is; None asks for a new value."""
+    holdfast.save({"model": saved, "step": 3}, tmp_path / "s")
+    for other in (object(), 5, "text", torch.ones(2), torch.nn.Linear, lambda: None):
+        with pytest.raises(holdfast.Error, match="load model: it is a .*, the target a ") as error:
+            holdfast.load(tmp_path / "s", into={"model": other, "step": 0})
+        assert error.value.code == "INVALID_ARGUMENT"
+    for other in (5, [], torch.ones(2)):
+        with pytest.raises(holdfast.Error, match="load state: it is a dict, the target a "):
+            holdfast.load(tmp_path / "s", into=other)
+    made = holdfast.load(tmp_path / "s", into={"model": None, "step": 0})
+    assert made["step"] == 3 and made["model"] is not None
+
+
+def test_a_class_is_a_value_and_has_no_state(tmp_path: Path) -> None:
+    holdfast.save({"of": torch.nn.Linear}, tmp_path / "s")
+    assert holdfast.load(tmp_path / "s", allow=[torch.nn.Linear])["of"] is torch.nn.Linear

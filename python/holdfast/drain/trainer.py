@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast import _native
+from holdfast._completion import waitable
 from holdfast._process import PerProcess
 from holdfast.drain.options import Drain
 from holdfast.drain.places import check_apart, check_place, path_of
@@ -139,7 +140,7 @@ class Draining(PerProcess):
 
     def _result(self, future: Future, timeout: float | None) -> None:
         try:
-            error = future.result(timeout)
+            error = future.result(waitable(timeout))
         except builtins.TimeoutError:
             last = self.report["last_error"]
             raise TimeoutError("DEADLINE_EXCEEDED", f"drain to {self.target}: not all has arrived yet"

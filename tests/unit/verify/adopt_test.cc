@@ -97,6 +97,20 @@ TEST_F(AdoptTest, RefusesADirectoryThatHasAManifest) {
   EXPECT_EQ(Adopt(Path("m.safetensors")).code(), absl::StatusCode::kAlreadyExists);
 }
 
+TEST_F(AdoptTest, RefusesADirectoryOfCheckpoints) {
+  const std::string lock = ".holdfast-drain-0123abcd.lock";
+  WriteFileBytes(Path(lock), "");
+  EXPECT_THAT(Adopt(scratch_.path()).message(), HasSubstr("no file is there"));
+  WriteFileBytes(Path("notes"), "of the run");
+  std::filesystem::create_directory(Path("step-10"));
+  WriteFileBytes(Path("step-10/a"), "bytes");
+  ASSERT_TRUE(Adopt(Path("step-10")).ok());
+  EXPECT_THAT(Adopt(scratch_.path()).message(), HasSubstr("it holds checkpoints (\"step-10\")"));
+  std::filesystem::remove_all(Path("step-10"));
+  ASSERT_TRUE(Adopt(scratch_.path()).ok());
+  EXPECT_THAT(ReadFileBytes(Path(manifest_)), ::testing::Not(HasSubstr(lock)));
+}
+
 TEST_F(AdoptTest, NeverMakesAnUnfinishedSaveComplete) {
   const TrainingState state = TrainingState::Uniform(2, 1000, 5);
   testing::WriteRank(scratch_.path(), {}, state.Sources());
