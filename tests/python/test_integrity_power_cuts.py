@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.integrity import jobs, power_cuts, schedule
+from holdfast.integrity import jobs, power_cuts, rounds, schedule
 from holdfast.integrity.block_recorder import Recorder
 
 MIB = 1 << 20
@@ -74,17 +77,40 @@ def test_a_disk_that_ignores_flushes_is_found(tmp_path: Path) -> None:
     assert result.problems
 
 
-@pytest.mark.skipif(not LONG, reason="a whole round; set HOLDFAST_LONG=1")
+@pytest.mark.skipif(not LONG, reason="two rounds; set HOLDFAST_LONG=1")
 def test_the_program_cuts_power(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "holdfast.integrity", "--power-cuts", "ext4", "--rounds", "1", "--first", "2", "--seed", "1",
-         "--ranks", "1", "--cuts", "3", "--json"],
+        [sys.executable, "-m", "holdfast.integrity", "--power-cuts", "ext4", "--rounds", "2", "--first", "2", "--seed", "1",
+         "--ranks", "1", "--cuts", "3", "--jobs", "2", "--json"],
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout.partition("\n")[2])
-    assert (report["rounds"], report["escapes"]) == (1, 0)
+    assert (report["rounds"], report["escapes"]) == (2, 0)
     assert sum(report["states"].values()) > 10
+
+
+def numbered(number: int, kind: str) -> rounds.Result:
+    return rounds.Result([], collections.Counter({f"{number} of {kind} in {os.getpid()}": 1}), "", 0.0)
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_every_round_runs_on_every_file_system(at_once: int) -> None:
+    """Where several run at once, in processes of their own."""
+    make = functools.partial(power_cuts.Bench, numbered, ())
+    made = list(power_cuts.campaign(make, ["ext4", "xfs"], range(3, 6), None, at_once))
+    assert {(number, kind) for number, kind, _ in made} == {(n, k) for n in range(3, 6) for k in ("ext4", "xfs")}
+    assert len(made) == 6
+    for number, kind, result in made:
+        (told,) = result.counts
+        assert told.startswith(f"{number} of {kind} in ") and told.endswith(str(os.getpid())) == (at_once == 1)
+
+
+def test_no_round_begins_after_the_time() -> None:
+    made = power_cuts.campaign(functools.partial(power_cuts.Bench, numbered, ()), ["ext4"], range(9), time.monotonic() + 0.2, 1)
+    assert next(made)[0] == 0
+    time.sleep(0.3)
+    assert list(made) == []
 
 
 def test_an_unknown_file_system_is_refused() -> None:

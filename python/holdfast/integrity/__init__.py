@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import collections
+import functools
+import itertools
 import json
 import os
 import platform
@@ -45,6 +47,8 @@ def _seconds(text: str) -> float:
 
 
 def _parser() -> argparse.ArgumentParser:
+    from holdfast.integrity import processes
+
     parser = argparse.ArgumentParser(
         "integrity-fuzz", description="Attacks saves on this machine and this file system, and proves every checkpoint.",
         epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
@@ -56,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--time", type=_seconds, metavar="T", help="end after this time: 90, 10m, 8h")
     add("--seed", type=int, help="of all rounds (default: a fresh one, which is printed)")
     add("--first", type=int, default=0, metavar="N", help="number of the first round (default: 0)")
-    add("--jobs", type=int, default=min(8, 2 * len(os.sched_getaffinity(0))), metavar="N",
+    add("--jobs", type=int, default=min(8, 2 * processes.cpus()), metavar="N",
         help="rounds, or runs of --faults and --kills, beside each other; most of their time is waiting (default: twice "
         "the CPUs, at most 8)")  # fmt: skip
     add("--ranks", type=int, default=8, help="processes of the largest jobs (default: 8)")
@@ -200,7 +204,7 @@ def _compare(arguments: argparse.Namespace, scratch: str) -> int:
 
 def _break_disks(arguments: argparse.Namespace) -> int:
     """Runs rounds on disks that are recorded, bad or reset; the status says whether one was left as it must not."""
-    from holdfast.integrity import bad_disks, device_mapper, power_cuts, resets
+    from holdfast.integrity import bad_disks, device_mapper, power_cuts, processes, resets
     from holdfast.integrity.block_recorder import RECORDERS
 
     option, given, targets = next(
@@ -225,35 +229,48 @@ def _break_disks(arguments: argparse.Namespace) -> int:
     began, counts, escapes = time.monotonic(), collections.Counter[str](), 0
     limits, rounds_max = _limits(arguments), _count(arguments)
     made: Iterator[tuple[int, str, Any]]
+    numbers = itertools.count(arguments.first) if rounds_max is None else range(arguments.first, arguments.first + rounds_max)
+    end = None if arguments.time is None else began + arguments.time
+    at_once = min(arguments.jobs, processes.cpus())
     again = ""
     if arguments.bad_disks:
-        made = bad_disks.campaign(kinds, seed, limits, arguments.first, arguments.plant)
+        make = functools.partial(power_cuts.Bench, functools.partial(bad_disks.drawn, seed, limits, arguments.plant), limits.doors)
+        made = power_cuts.campaign(make, kinds, numbers, end, at_once)
     elif arguments.resets:
         if not arguments.after:
             resets.run(given, arguments.disk, arguments.witness, seed, limits, arguments.first, arguments.plant)
         made = iter([resets.judge(given, arguments.disk, arguments.witness, seed, limits)])
     else:
-        recorded_by = RECORDERS[arguments.recorder]
-        made = power_cuts.campaign(kinds, seed, limits, arguments.first, arguments.cuts, recorded_by, arguments.plant)
+        one = functools.partial(power_cuts.drawn, seed, limits, arguments.cuts, RECORDERS[arguments.recorder], arguments.plant)
+        made = power_cuts.campaign(functools.partial(power_cuts.Bench, one, limits.doors), kinds, numbers, end, at_once)
         again = f" --cuts {arguments.cuts} --recorder {arguments.recorder}"
     print(f"seed {seed}", flush=True)
-    for number, kind, result in made:
-        counts.update(result.counts)
-        counts[f"escapes {kind}"] += len(result.problems)
-        for problem in result.problems:
-            escapes += 1
-            print(f"ESCAPE in round {number}: ({problem['invariant']}) {problem['what']}\nreproduce: integrity-fuzz "
-                  f"{option} {kind} --seed {seed} --first {number} --rounds 1{again}", flush=True)  # fmt: skip
-        done = number + 1 - arguments.first
-        report = {"kernel": f"{platform.system()} {platform.release()}", "seed": seed, "rounds": done, "escapes": escapes,
-                  "seconds": round(time.monotonic() - began),
-                  "states": {k: n for k, n in sorted(counts.items()) if k.startswith("states ")},
-                  "counts": {k: n for k, n in sorted(counts.items()) if not k.startswith("states ")}}  # fmt: skip
-        _write(arguments.report, report)
-        if kind == kinds[-1] and done == rounds_max or arguments.time is not None and report["seconds"] > arguments.time:
-            break
+    seen: set[int] = set()
+
+    def as_json() -> dict[str, Any]:
+        return {"kernel": f"{platform.system()} {platform.release()}", "seed": seed, "rounds": len(seen), "escapes": escapes,
+                "seconds": round(time.monotonic() - began),
+                "states": {k: n for k, n in sorted(counts.items()) if k.startswith("states ")},
+                "counts": {k: n for k, n in sorted(counts.items()) if not k.startswith("states ")}}  # fmt: skip
+
+    interrupted = False
+    try:
+        for number, kind, result in made:
+            seen.add(number)
+            counts.update(result.counts)
+            counts[f"escapes {kind}"] += len(result.problems)
+            for problem in result.problems:
+                escapes += 1
+                print(f"ESCAPE in round {number}: ({problem['invariant']}) {problem['what']}\nreproduce: integrity-fuzz "
+                      f"{option} {kind} --seed {seed} --first {number} --rounds 1{again}", flush=True)  # fmt: skip
+            _write(arguments.report, as_json())
+    except KeyboardInterrupt:
+        interrupted = True
+    report = as_json()
     print(json.dumps(report, indent=1) if arguments.json else "\n".join(f"{k}: {v}" for k, v in report.items()))
-    return ESCAPED if escapes else 0
+    if escapes:
+        return ESCAPED
+    return INTERRUPTED if interrupted else 0
 
 
 def _write(path: str, report: dict[str, Any]) -> None:

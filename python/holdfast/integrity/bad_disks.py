@@ -242,16 +242,12 @@ def _forget(path: str) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def campaign(kinds: list[str], seed: int, limits: schedule.Limits, first: int, plant: str = "") -> Iterator[tuple[int, str, rounds.Result]]:
-    """Rounds of a seed on each file system, with each attack, without an end. Arguments and results as of `power_cuts.campaign`."""
-    jobs.start_server()
-    for number in itertools.count(first):
-        drawn = schedule.draw(seed, number, limits)
-        for kind in kinds:
-            problems: list[dict[str, str]] = []
-            counts: collections.Counter[str] = collections.Counter()
-            for attack in ATTACKS:
-                result = run(prepared(drawn, attack), kind, attack, power_cuts.scratch_directory(), plant)
-                problems += result.problems
-                counts += result.counts
-            yield number, kind, rounds.Result(problems, counts, "", 0.0)
+def drawn(seed: int, limits: schedule.Limits, plant: str, number: int, kind: str) -> rounds.Result:
+    """Runs round `number` of a seed on a file system with each attack. Arguments as of `power_cuts.drawn`."""
+    problems: list[dict[str, str]] = []
+    counts: collections.Counter[str] = collections.Counter()
+    for attack in ATTACKS:
+        result = run(prepared(schedule.draw(seed, number, limits), attack), kind, attack, power_cuts.scratch_directory(), plant)
+        problems += result.problems
+        counts += result.counts
+    return rounds.Result(problems, counts, "", 0.0)

@@ -17,11 +17,12 @@ import random
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Protocol
 
 import holdfast
-from holdfast.integrity import jobs, judge, processes, rounds, schedule
+from holdfast.integrity import jobs, judge, lanes, processes, rounds, schedule
 from holdfast.integrity.block_recorder import Log, Recorder
 from holdfast.integrity.served_disk import SECTOR, attached, mounted, repaired
 
@@ -226,28 +227,52 @@ def look(round_: dict[str, Any], log: Log, cut: Cut, device: str, directory: str
 
 
 def scratch_directory() -> str:
-    """Memory, where there is room for two disks; mounting and copying them is most of the work."""
+    """Memory, where there is room for the disks of each processor; mounting and copying them is most of the work."""
     shared = "/dev/shm"
     with contextlib.suppress(OSError):
-        if shutil.disk_usage(shared).free > 3 * max(SIZES.values()):
+        if shutil.disk_usage(shared).free > 3 * max(SIZES.values()) * processes.cpus():
             return shared
     return tempfile.gettempdir()
 
 
-def campaign(kinds: list[str], seed: int, limits: schedule.Limits, first: int, count: int,
-             recorded_by: type[Recorder] = Recorder, plant: str = "") -> Iterator[tuple[int, str, rounds.Result]]:  # fmt: skip
-    """Rounds of a seed, each on every file system, without an end.
+def drawn(seed: int, limits: schedule.Limits, count: int, recorded_by: type[Recorder], plant: str, number: int, kind: str) -> rounds.Result:
+    """Runs round `number` of a seed, made `quiet`, on a file system. The other arguments as of `run`."""
+    return run(quiet(schedule.draw(seed, number, limits)), kind, scratch_directory(), count, plant, recorded_by)
+
+
+class Bench:
+    """What a lane runs: rounds on disks of their own.
 
     Args:
+        one: called with the number of a round and a file system; importable.
+        doors: as of `jobs.start_server`.
+    """
+
+    def __init__(self, one: Callable[[int, str], rounds.Result], doors: Collection[str]) -> None:
+        self.run = one
+        jobs.start_server(doors)
+
+    def close(self) -> None: ...
+
+
+def campaign(make: Callable[[], Bench], kinds: list[str], numbers: Iterable[int], end: float | None,
+             at_once: int) -> Iterator[tuple[int, str, rounds.Result]]:  # fmt: skip
+    """Rounds, each on every file system.
+
+    Args:
+        make: of what runs them.
         kinds: of `SIZES`.
-        seed, limits, first: of the rounds.
-        count, recorded_by, plant: as of `run`.
+        numbers: of the rounds.
+        end: no other round or file system begins after this monotonic time.
+        at_once: rounds beside each other, which take a processor each; 1 starts no process.
 
     Yields:
-        The number of the round, the file system, and what they gave.
+        The number of the round, the file system, and what they gave, in the order in which they end.
     """
-    jobs.start_server(limits.doors)
-    for number in itertools.count(first):
-        drawn = quiet(schedule.draw(seed, number, limits))
-        for kind in kinds:
-            yield number, kind, run(drawn, kind, scratch_directory(), count, plant, recorded_by)
+    each = itertools.takewhile(lambda _: end is None or time.monotonic() < end, itertools.product(numbers, kinds))
+    if at_once == 1:
+        bench = make()
+        yield from ((number, kind, bench.run(number, kind)) for number, kind in each)
+        return
+    with lanes.Lanes(at_once, make) as beside:
+        yield from ((number, kind, result) for (number, kind), result in beside.run(each))

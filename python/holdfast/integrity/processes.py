@@ -190,6 +190,11 @@ class Orphans:
         return left
 
 
+def cpus() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 @contextlib.contextmanager
 def adopting() -> Iterator[None]:
     """While it lasts, orphans of this process's descendants become its children."""
