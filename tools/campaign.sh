@@ -1,14 +1,25 @@
 #!/usr/bin/env bash
 # Attacks Holdfast on this machine for hours, and writes one report that says whether it can be trusted here.
 #
-#   tools/campaign.sh HOURS DIR [--seed N]
+#   tools/campaign.sh HOURS DIR [--seed N] [--parts NAME,...] [--write]
 #
-# HOURS  of testing, after the builds; 0.1 is a rehearsal of six minutes. Root sees more: small file systems, limits.
-# DIR    on the file system to try. The report is DIR/report.md; each part's log and report stand beside it.
+# HOURS    of testing, after the builds; 0.1 is a rehearsal of six minutes. Root sees more: small file systems, limits.
+# DIR      on the file system to try. The report is DIR/report.md; each part's log and report stand beside it.
+# --parts  which share the time (default: all), one after the other:
 #
-# The parts, one after the other: integrity-fuzz (a quarter of the time), its faults and kills at every step, power cuts of
-# its rounds, the same rounds with other savers, faults, kills and hostile allocators of the runtime's tests (a quarter),
-# fuzzers of every parser (the rest), and, from four hours on, the coverage by all tests. Exit status 0 if no part found anything, 1 otherwise.
+#   rounds      integrity-fuzz through all doors
+#   program     through the C++ program alone, which is fastest
+#   steps       faults and kills at every step of scripts
+#   pairs       two of these at a time
+#   savers      the same rounds with other savers
+#   power_cuts  of rounds on recorded disks
+#   tests       of the runtime: faults, kills and hostile allocators, without their usual end
+#   fuzzers     of every parser
+#   coverage    by all tests; left out of campaigns below four hours that do not name it
+#
+# --write  adds what was done to docs/campaigns.json, and writes the sums into docs/integrity.md.
+#
+# Exit status 0 if no part found anything, 1 otherwise.
 set -euo pipefail
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
@@ -16,20 +27,33 @@ source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 case "${1:-}" in
   '' | -h | --help) print_help ;;
 esac
-[ $# = 2 ] || { [ $# = 4 ] && [ "$3" = --seed ]; } || fail "usage: tools/campaign.sh HOURS DIR [--seed N]"
-seconds=$(awk -v hours="$1" 'BEGIN { if (hours + 0 <= 0) exit 1; printf "%d", hours * 3600 }') ||
-  fail "HOURS is $1; it must be a number above 0"
-mkdir -p "$2"
-out=$(realpath -- "$2")
-seed=${4:-$RANDOM}
+[ $# -ge 2 ] || fail "usage: tools/campaign.sh HOURS DIR [--seed N] [--parts NAME,...] [--write]"
+hours=$1 directory=$2 seed=$RANDOM parts= write=
+shift 2
+read_options 'seed= parts= write' "$@"
+seconds=$(awk -v hours="$hours" 'BEGIN { if (hours + 0 <= 0) exit 1; printf "%d", hours * 3600 }') ||
+  fail "HOURS is $hours; it must be a number above 0"
+mkdir -p "$directory"
+out=$(realpath -- "$directory")
 cd "$root"
 install_missing "${packages_build[@]}" "${packages_python[@]}" "${packages_test[@]}"
 
-share() { echo $((seconds * $1 / 100)); }
+# Shares of the time of all parts.
+declare -A shares=([rounds]=18 [program]=8 [steps]=12 [pairs]=2 [savers]=10 [power_cuts]=12 [tests]=24 [fuzzers]=14 [coverage]=0)
+: "${parts:=rounds,program,steps,pairs,savers,power_cuts,tests,fuzzers$([ "$seconds" -lt 14400 ] || echo ,coverage)}"
+all=0
+for name in ${parts//,/ }; do
+  [ -n "${shares[$name]:-}" ] || fail "--parts: there is no $name; see tools/campaign.sh --help"
+  all=$((all + shares[$name]))
+done
+wanted() { [[ ,$parts, == *,$1,* ]]; }
+# share PART [OF]: the seconds of a part, or its OF-th share.
+share() { echo $((seconds * shares[$1] / (all > 0 ? all : 1) / ${2:-1})); }
 
 report=$out/report.md
 rows=()
 status=0
+: >"$out/parts.tsv"
 # part NAME SECONDS COMMAND...: runs a part, which ends by itself or at its time, and keeps its log.
 part() {
   local name=$1 longest=$2 result=0 started=$SECONDS verdict
@@ -50,6 +74,7 @@ part() {
     status=1
   fi
   tail -n 3 "$out/$name.log"
+  printf '%s\t%s\t%s\n' "$name" "$((SECONDS - started))" "$verdict" >>"$out/parts.tsv"
   rows+=("| $name | $((SECONDS - started)) s | $verdict | \`$*\` |")
 }
 left_out() { rows+=("| $1 | 0 s | left out: $2 | |"); }
@@ -57,52 +82,60 @@ left_out() { rows+=("| $1 | 0 s | left out: $2 | |"); }
 say "== build"
 tools/venv.sh
 cmake --preset release >"$out/build.log" && cmake --build --preset release -j "$(build_jobs)" >>"$out/build.log"
-fuzz=$(share 14)
-if ! cmake --preset fuzz >>"$out/build.log" 2>&1 || ! cmake --build --preset fuzz -j "$(build_jobs)" >>"$out/build.log" 2>&1; then
-  fuzz=0
+if wanted fuzzers && { ! cmake --preset fuzz || ! cmake --build --preset fuzz -j "$(build_jobs)"; } >>"$out/build.log" 2>&1; then
+  left_out fuzzers "the preset fuzz could not be built (see build.log)"
+  parts=${parts//fuzzers/}
 fi
 
 bin=build/venv/bin
 cpus=$(nproc)
 at_once=$((cpus < 8 ? 4 * cpus : cpus + 24)) # rounds wait for most of their time
-part rounds "$(($(share 26) + 900))" "$bin/integrity-fuzz" --jobs "$at_once" --time "$(share 26)s" --seed "$seed" --dir "$out" --report "$out/rounds.json"
-part steps "$(($(share 12) + 900))" "$bin/integrity-fuzz" --jobs "$at_once" --faults --kills --time "$(share 12)s" \
-  --seed "$seed" --dir "$out" --report "$out/steps.json"
-part pairs "$(($(share 2) + 900))" "$bin/integrity-fuzz" --jobs "$at_once" --faults --kills --pairs --per-script 20 \
-  --time "$(share 2)s" --seed "$seed" --dir "$out" --report "$out/pairs.json"
-part savers "$(($(share 10) + 900))" "$bin/integrity-fuzz" --savers holdfast.dcp,dcp-thread,dcp-process \
-  --time "$(share 3)s" --seed "$seed" --dir "$out"
+# fuzz PART OPTION...: integrity-fuzz for the part's time.
+fuzz() {
+  local name=$1
+  shift
+  ! wanted "$name" || part "$name" "$(($(share "$name") + 900))" "$bin/integrity-fuzz" --jobs "$at_once" --time "$(share "$name")s" \
+    --seed "$seed" --dir "$out" --report "$out/$name.json" "$@"
+}
+fuzz rounds
+fuzz program --doors plan --ranks 1 --bytes 32 --tensors 1000
+fuzz steps --faults --kills
+fuzz pairs --faults --kills --pairs --per-script 20
+if wanted savers; then
+  part savers "$(($(share savers) + 900))" "$bin/integrity-fuzz" --savers holdfast.dcp,dcp-thread,dcp-process \
+    --time "$(share savers 3)s" --seed "$seed" --dir "$out"
+fi
 if [ "$(id -u)" = 0 ]; then
-  part power_cuts "$(($(share 12) + 900))" "$bin/integrity-fuzz" --power-cuts ext4,xfs,btrfs --time "$(share 12)s" --seed "$seed"
-else
+  fuzz power_cuts --power-cuts ext4,xfs,btrfs
+elif wanted power_cuts; then
   left_out power_cuts "mounting a recorded disk needs root"
 fi
-export HOLDFAST_LONG=1
-for test in ring_faults dead_writes lifetime_stress worker_fault recovery_crash single_file_crash orphan_worker trainer_killed; do
-  part "$test" "$(share 3)" ctest --preset release -R "/$test"
-done
-if [ "$seconds" -ge 14400 ]; then # its build and its tests take most of an hour on two CPUs
-  part coverage 7200 tools/coverage.sh --python
-else
-  left_out coverage "it is measured in campaigns of four hours and longer; tools/coverage.sh measures it alone"
+if wanted tests; then
+  export HOLDFAST_LONG=1
+  for test in ring_faults dead_writes lifetime_stress worker_fault recovery_crash single_file_crash orphan_worker trainer_killed; do
+    part "$test" "$(share tests 8)" ctest --preset release -R "/$test"
+  done
 fi
-if [ "$fuzz" = 0 ]; then
-  left_out fuzzers "the preset fuzz could not be built (see build.log)"
-else
+if wanted coverage; then # its build and its tests take most of an hour on two CPUs
+  part coverage 7200 tools/coverage.sh --python
+fi
+if wanted fuzzers; then
   targets=(build/fuzz/fuzz/*_fuzz)
+  longest=$(share fuzzers ${#targets[@]})
   for target in "${targets[@]}"; do
     name=$(basename "$target")
     mkdir -p "$out/$name"
-    part "$name" "$((fuzz / ${#targets[@]} + 120))" "$target" -max_total_time=$((fuzz / ${#targets[@]} + 1)) -print_final_stats=1 \
-      "$out/$name" "fuzz/corpus/${name%_fuzz}"
+    part "$name" "$((longest + 120))" "$target" -max_total_time=$((longest + 1)) -print_final_stats=1 "$out/$name" "fuzz/corpus/${name%_fuzz}"
   done
 fi
 
+version=$(git describe --always --dirty 2>/dev/null || echo unknown)
+[ -z "$write" ] || "$bin/python" -B tools/campaign/sums.py "$out" "$version" "$seed"
 {
   echo "# Holdfast on this machine"
   echo
   echo "$(date -u +%F), $(uname -srm), $(nproc) CPUs, seed $seed; $(df --output=fstype "$out" | tail -n 1) at $out;"
-  echo "version $(git describe --always --dirty 2>/dev/null || echo unknown)."
+  echo "version $version."
   echo
   [ "$status" = 0 ] && echo "**Nothing was found.**" || echo "**Something was found: see the rows and their logs.**"
   echo
@@ -113,7 +146,9 @@ fi
   echo "## Rounds"
   echo
   echo '```'
-  grep -v '^[0-9]* rounds in [0-9]* s, ' "$out/rounds.log" || true
+  for name in rounds program; do
+    grep -s -v '^[0-9]* rounds in [0-9]* s, ' "$out/$name.log" || true
+  done
   echo '```'
   echo
   echo "## Faults and kills at every step"
@@ -130,7 +165,7 @@ fi
   echo
   echo "## The same rounds with other savers"
   echo
-  grep '^|' "$out/savers.log" || true
+  grep -s '^|' "$out/savers.log" || true
   echo
   echo "## Line coverage of runtime/ and io_uring/"
   echo

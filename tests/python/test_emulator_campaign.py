@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import struct
@@ -12,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import clone
 import pytest
 
 from holdfast.integrity import bad_disks, device_mapper, log_writes, power_cuts, resets, schedule
@@ -23,14 +23,7 @@ LIMITS = schedule.Limits(ranks_max=1, mount=False)
 
 @pytest.fixture(scope="module")
 def table() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "tools" / "emulator" / "table.py"
-    if not path.exists():
-        pytest.skip("there is no clone around the tests")
-    spec = importlib.util.spec_from_file_location("emulator_table", path)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return clone.script("tools/emulator/table.py")
 
 
 def log_of(path: Path, *entries: tuple[int, int, int, bytes]) -> Path:

@@ -1,0 +1,131 @@
+"""Adds what a campaign has run to the sums of docs/campaigns.json, and writes their table into docs/integrity.md.
+
+    sums.py DIR VERSION SEED
+
+DIR is that of tools/campaign.sh: its parts.tsv has a line for each part, with its seconds and what it found.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import platform
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from holdfast.integrity import campaign
+
+ROOT = Path(__file__).resolve().parents[2]
+SUMS, PAGE = ROOT / "docs/campaigns.json", ROOT / "docs/integrity.md"
+BEGIN, END = "<!-- campaigns: written by tools/campaign.sh --write -->", "<!-- campaigns: end -->"
+ROUNDS = {"rounds": "rounds of all doors", "program": "rounds of the C++ program"}
+STEPS = {"steps": "faults and kills at every step", "pairs": "two at a time"}
+
+Counts = collections.Counter[str]
+
+
+def gather(directory: Path) -> dict[str, dict[str, Any]]:
+    """What each part of a campaign has done: `seconds`, `escapes` and `counts`."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in (directory / "parts.tsv").read_text().splitlines():
+        name, seconds, result = line.split("\t")
+        counts, escapes = Counts(), int("FOUND" in result)
+        if name.endswith("_fuzz"):
+            log = (directory / f"{name}.log").read_text(errors="replace")
+            executed = re.search(r"^stat::number_of_executed_units: *(\d+)", log, re.M)
+            counts[name] = int(executed[1]) if executed else 0
+            name = "fuzzers"
+        elif (report := directory / f"{name}.json").exists():
+            told = json.loads(report.read_text())
+            counts.update({**told.get("states", {}), **told["counts"], "rounds": told.get("rounds", 0)})
+            escapes = told["escapes"] if isinstance(told["escapes"], int) else len(told["escapes"])
+        elif name != "savers":
+            name = "tests"
+        part = found.setdefault(name, {"seconds": 0, "escapes": 0, "counts": Counts()})
+        part["seconds"] += int(seconds)
+        part["escapes"] += escapes
+        part["counts"].update(counts)
+    return found
+
+
+def add(sums: dict[str, Any], run: dict[str, Any], found: dict[str, dict[str, Any]]) -> None:
+    """Adds a campaign to the sums.
+
+    Raises:
+        ValueError: it is in them.
+    """
+    if any((run["date"], run["seed"]) == (other["date"], other["seed"]) for other in sums["runs"]):
+        raise ValueError(f"the campaign of {run['date']} with seed {run['seed']} is in {SUMS} already")
+    run["parts"] = {name: [part["seconds"], part["escapes"]] for name, part in found.items()}
+    sums["runs"].append(run)
+    for name, part in found.items():
+        sums["counts"][name] = dict(sorted((Counts(sums["counts"].get(name, {})) + part["counts"]).items()))
+
+
+def of(counts: Counts, prefix: str) -> int:
+    return sum(number for key, number in counts.items() if key.startswith(prefix))
+
+
+def done(name: str, counts: Counts) -> str:
+    """What a part has done, in one line."""
+    if name in ROUNDS:
+        in_flight = of(counts, "in flight ") - sum(n for key, n in counts.items() if " x " in key)
+        return (f"{counts['rounds']:,} rounds; {counts['calls']:,} calls of save by the ranks, {counts['durable']:,} durable; "
+                f"{of(counts, 'event '):,} events, {in_flight:,} while I/O was in flight, {of(counts, 'event kill-'):,} kills; "
+                f"{counts['reads']:,} reads compared bit for bit, {counts['verifications']:,} verifications, "
+                f"{of(counts, 'damage ') - counts['damage refused by a load']:,} damages")  # fmt: skip
+    if name in STEPS:
+        return (f"{counts['runs']:,} of {counts['to run']:,}: {counts['errors']:,} errors, {counts['short results']:,} short "
+                f"results, {counts['kills']:,} kills; {counts['reads']:,} reads compared")  # fmt: skip
+    if name == "power_cuts":
+        disks = collections.Counter[str]()
+        for key, number in counts.items():
+            if key.startswith("states "):
+                disks[key.split()[1]] += number
+        return f"{counts['rounds']:,} rounds; disks: " + ", ".join(f"{n:,} of {kind}" for kind, n in sorted(disks.items()))
+    if name == "fuzzers":
+        return f"{sum(counts.values()) / 1e6:,.1f} million executions of {len(counts)} parsers and models"
+    return ""
+
+
+def table(sums: dict[str, Any]) -> str:
+    """The sums as text."""
+    runs = sums["runs"]
+    names = {**ROUNDS, **STEPS, "power_cuts": "power cuts", "tests": "the runtime's long tests", "fuzzers": "fuzzers"}
+    hours = sum(part[0] for run in runs for name, part in run["parts"].items() if name in names) / 3600
+    lines = [f"{len(runs)} runs, {hours:.1f} hours in all, of {', '.join(dict.fromkeys(run['version'] for run in runs))} on "
+             f"{', '.join(dict.fromkeys(run['machine'] for run in runs))}:", "",
+             "| part | hours | done | escapes |", "| --- | ---: | --- | ---: |"]  # fmt: skip
+    for name, title in names.items():
+        parts = [run["parts"][name] for run in runs if name in run["parts"]]
+        if parts:
+            lines.append(f"| {title} | {sum(p[0] for p in parts) / 3600:.1f} | {done(name, Counts(sums['counts'][name]))} "
+                         f"| {sum(p[1] for p in parts)} |")  # fmt: skip
+    together = Counts()
+    for name in ROUNDS:
+        together.update(sums["counts"].get(name, {}))
+    lines += ["", "```", *campaign.table_of_events(together), "```"]
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> int:
+    directory, version, seed = Path(argv[0]), argv[1], int(argv[2])
+    sums = json.loads(SUMS.read_text()) if SUMS.exists() else {"runs": [], "counts": {}}
+    system = platform.uname()
+    machine = (f"{system.system} {'.'.join(system.release.split('.')[:2])} {system.machine}, "
+               f"{os.cpu_count()} CPUs, {campaign.file_system_of(str(directory)).split()[0]}")  # fmt: skip
+    add(sums, {"date": time.strftime("%F", time.gmtime()), "version": version, "seed": seed, "machine": machine}, gather(directory))
+    SUMS.write_text(json.dumps(sums, indent=1) + "\n")
+    page = PAGE.read_text()
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{table(sums)}\n\n{END}{after}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
