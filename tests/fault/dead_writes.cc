@@ -38,6 +38,14 @@ constexpr uint64_t kPageBytes = 4096;
 constexpr char kModel[] = "model-00000-of-00001.safetensors";
 constexpr absl::Duration kLong = absl::Seconds(120);
 
+CheckpointerOptions OptionsOf(const std::string& directory, Launcher launcher, EngineRung engine) {
+  CheckpointerOptions options = SmallOptions(directory);
+  options.launcher = launcher;
+  options.engine = engine;
+  options.staging.arena_bytes = kArenaBytes;
+  return options;
+}
+
 // The data file of the save under way, after every block is reserved: the first writes
 // follow at once.
 std::optional<base::UniqueFd> OpenVictim(const std::string& directory) {
@@ -83,10 +91,7 @@ Pages Compare(int fd, uint64_t header, const std::vector<char>& data) {
 class Campaign {
  public:
   explicit Campaign(const DeadWritesOptions& options) {
-    CheckpointerOptions given = SmallOptions(scratch_.path());
-    given.launcher = options.launcher;
-    given.engine = options.engine;
-    given.staging.arena_bytes = kArenaBytes;
+    CheckpointerOptions given = OptionsOf(scratch_.path(), options.launcher, options.engine);
     given.time_stalled_max = kLong;
     given.time_memory_max = kLong;
     auto made = Checkpointer::Create(given);
@@ -205,10 +210,7 @@ DeadTrainerResult LockDuringWrites(Launcher launcher, EngineRung engine) {
     result.skipped = std::string(slow.status().message());
     return result;
   }
-  CheckpointerOptions options = SmallOptions(scratch.path());
-  options.launcher = launcher;
-  options.engine = engine;
-  options.staging.arena_bytes = kArenaBytes;
+  const CheckpointerOptions options = OptionsOf(scratch.path(), launcher, engine);
   const TrainingState state = TrainingState::Uniform(1, kStateBytes, 1);
   const auto file = KillTrainerInWrites(options, state);
   if (!file.has_value()) {
@@ -238,10 +240,7 @@ ClosedResult CloseInWrites(Launcher launcher, EngineRung engine, absl::Duration 
     result.skipped = std::string(slow.status().message());
     return result;
   }
-  CheckpointerOptions options = SmallOptions(scratch.path());
-  options.launcher = launcher;
-  options.engine = engine;
-  options.staging.arena_bytes = kArenaBytes;
+  const CheckpointerOptions options = OptionsOf(scratch.path(), launcher, engine);
   const TrainingState state = TrainingState::Uniform(1, kStateBytes, 1);
   const Holdings before = Holdings::OfSelf();
   std::optional<base::UniqueFd> file;
