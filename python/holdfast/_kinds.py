@@ -122,7 +122,9 @@ class Object(Kind):
     names = ("object",)
 
     def flatten(self, walk: Any, path: str, value: Any) -> None:
-        walk.add((self, class_name(value)))
+        # A class or a function is its name in a pickle.
+        name = _plain.name_of(value) if isinstance(value, (type, types.FunctionType)) else class_name(value)
+        walk.add((self, name))
         walk.objects.append(value)
 
     def node(self, outline: Any, path: str, token: Any) -> Node:

@@ -119,6 +119,14 @@ def test_a_save_names_the_classes_in_objects(tmp_path: Path) -> None:
     assert holdfast.save({"o": large, "t": torch.ones(1)}, tmp_path / "large")["needs_allow"] == [names[1]]
 
 
+def test_a_class_in_a_state_is_its_name(tmp_path: Path) -> None:
+    """What a load needs is the class itself, and not `type`; also where saves follow that differ in it alone."""
+    for n, value in enumerate((int, Config, Unknown, logging.getLogger)):
+        needed = holdfast.save({"value": value}, tmp_path / str(n))["needs_allow"]
+        assert needed == ([] if value is int else [f"{value.__module__}:{value.__qualname__}"])
+        assert holdfast.load(tmp_path / str(n), allow=needed)["value"] is value
+
+
 def test_a_save_says_what_no_load_makes_by_default(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     state = {"config": Config(), "object": Unknown(), "plain": {"a": [1, (2.0, "b")]}, "t": torch.ones(2)}
     names = [f"{__name__}:Config", f"{__name__}:Unknown"]

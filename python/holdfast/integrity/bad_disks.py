@@ -8,7 +8,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import itertools
 import mmap
 import os
 import random
