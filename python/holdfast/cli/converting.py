@@ -21,7 +21,7 @@ from holdfast.errors import Error, of_system
 _DESCRIPTION = """\
 Converts a checkpoint or file into another format. The source is verified first, and the result is
 read back and compared, entry by entry. Large tensors are in pages of files, so that a state may be
-larger than the memory: the conversion needs as much free space beside DST as DST itself. Needs PyTorch.
+larger than the memory: the conversion needs free space for twice the state beside DST. Needs PyTorch.
 """
 _EPILOG = """\
 formats, each as SRC and as DST:
