@@ -54,7 +54,7 @@ TEST_F(DoctorTest, PrintsOneJsonDocument) {
 TEST_F(DoctorTest, RefusesADirectoryThatIsNotThere) {
   const ProgramRun text = Doctor(directory_ / "missing");
   EXPECT_EQ(text.status, 1);
-  EXPECT_THAT(text.out + text.error, HasSubstr("No such file"));
+  EXPECT_THAT(text.out + text.error, HasSubstr("there is no such directory; make it"));
   const ProgramRun json = Doctor("--json " + (directory_ / "missing"));
   EXPECT_EQ(json.status, 1);
   const auto document = nlohmann::json::parse(json.out, nullptr, false);
