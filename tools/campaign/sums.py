@@ -97,7 +97,7 @@ def table(sums: dict[str, Any]) -> str:
     runs = sums["runs"]
     names = {**ROUNDS, **STEPS, "power_cuts": "power cuts", "tests": "the runtime's long tests", "fuzzers": "fuzzers"}
     hours = sum(part[0] for run in runs for name, part in run["parts"].items() if name in names) / 3600
-    lines = [f"{len(runs)} runs, {hours:.1f} hours in all, of {', '.join(dict.fromkeys(run['version'] for run in runs))} on "
+    lines = [f"{len(runs)} run{'s' * (len(runs) > 1)}, {hours:.1f} hours in all, of {', '.join(dict.fromkeys(run['version'] for run in runs))} on "
              f"{', '.join(dict.fromkeys(run['machine'] for run in runs))}:", "",
              "| part | hours | done | escapes |", "| --- | ---: | --- | ---: |"]  # fmt: skip
     for name, title in names.items():
