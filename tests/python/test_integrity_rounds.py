@@ -59,8 +59,10 @@ def test_foreign_bytes_in_a_held_file_are_counted(tmp_path: Path) -> None:
     memory = sealed_memory.SealedMemory(lambda event, **values: told.append(values), keeps=True)
     sealed = bytearray(b"s" * 10_000)
     buffer = (ctypes.c_char * len(sealed)).from_buffer(sealed)
-    with open(tmp_path / "model.safetensors.tmp", "w+b") as file:
+    manifest = f".model.safetensors.holdfast-{7:032x}.json.tmp"  # of a single file: no part of it
+    with open(tmp_path / "model.safetensors.tmp", "w+b") as file, open(tmp_path / manifest, "wb", buffering=0) as beside:
         memory.sealed(ctypes.addressof(buffer), len(sealed), "model.safetensors", 0)
+        beside.write(b"{}")
         memory.hold(7, os.getpid())
         file.write(sealed[:4096] + bytes(4096) + sealed[8192:].ljust(4096, b"\0"))
         file.flush()

@@ -81,7 +81,9 @@ class SealedMemory:
                 links[os.readlink(f"/proc/{pid}/fd/{fd}")] = f"/proc/{pid}/fd/{fd}"
         for path, link in links.items():
             for name, copies in list(self._copies.items()):
-                if name in os.path.basename(path):  # between what marks it as unfinished
+                # Between what marks it as unfinished; the manifest of a single file has its name, too.
+                _, is_there, behind = os.path.basename(path).partition(name)
+                if is_there and ".json" not in behind:
                     with contextlib.suppress(OSError):  # of a file system that errs
                         held = os.open(link, os.O_RDWR | os.O_CLOEXEC)
                         self._held.append(_Held(save, name, held, {offset: list(of) for offset, of in list(copies.items())}))
