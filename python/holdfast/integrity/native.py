@@ -161,14 +161,27 @@ class DeadFiles:
             job, of_job = divmod(number, schedule.SAVES_OF_JOB)
             attempt = _attempt(round_, of_job, job)
             saves["{:016x}{:016x}".format(*attempt)] = job, {"n": number, "files": round_["files"], "attempt": attempt}
-        for path in glob.iglob(os.path.join(f"{glob.escape(task.directory)}*", _names.partial("*", "*"), "model-*")):
-            attempt_text = os.path.basename(os.path.dirname(path)).rpartition("-")[2]
-            with contextlib.suppress(FileNotFoundError):  # an orphan has removed or named it
-                self._fds.append(os.open(path, os.O_RDWR | os.O_CLOEXEC))
-                job, file = saves[attempt_text]
-                name = _names.finished(os.path.basename(path))
-                held = self._held.setdefault((job, int(name.split("-")[1])), [])
-                held.append({**file, "name": name, "path": f"/proc/{os.getpid()}/fd/{self._fds[-1]}"})
+        for path in glob.iglob(os.path.join(f"{glob.escape(task.directory)}*", _names.partial("*", "*"))):
+            attempt_text = os.path.basename(path).rpartition("-")[2]
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # an orphan has removed or named it
+                self._hold(path, attempt_text, *saves[attempt_text])
+
+    def _hold(self, path: str, attempt_text: str, job: int, file: dict[str, Any]) -> None:
+        """Opens a save's files. The directory first: an orphan may exchange it for the one that it replaces."""
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._fds.append(directory)
+        names = os.listdir(directory)
+        for name in names:
+            if name.endswith(_names.MANIFEST_END):
+                with open(f"/proc/self/fd/{directory}/{name}", encoding="utf-8") as manifest:
+                    if attempt_text not in manifest.read():  # it was exchanged
+                        return
+        for name in (name for name in names if name.startswith("model-")):
+            with contextlib.suppress(FileNotFoundError):
+                self._fds.append(os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=directory))
+                final = _names.finished(name)
+                held = self._held.setdefault((job, int(final.split("-")[1])), [])
+                held.append({**file, "name": final, "path": f"/proc/{os.getpid()}/fd/{self._fds[-1]}"})
 
     def look(self) -> list[dict[str, Any]]:
         """What the program tells of them, once their transfers have ended. Closes them."""
