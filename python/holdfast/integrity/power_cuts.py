@@ -269,7 +269,8 @@ def campaign(make: Callable[[], Bench], kinds: list[str], numbers: Iterable[int]
     Yields:
         The number of the round, the file system, and what they gave, in the order in which they end.
     """
-    each = itertools.takewhile(lambda _: end is None or time.monotonic() < end, itertools.product(numbers, kinds))
+    all_ = ((number, kind) for number in numbers for kind in kinds)
+    each = itertools.takewhile(lambda _: end is None or time.monotonic() < end, all_)
     if at_once == 1:
         bench = make()
         yield from ((number, kind, bench.run(number, kind)) for number, kind in each)
