@@ -24,10 +24,9 @@ void ReleaseOnceLanded(std::shared_ptr<staging::StagingPool> pool,
   auto unlanded = std::make_shared<Unlanded>(
       Unlanded{.pool = std::move(pool), .supervisor = std::move(supervisor)});
   base::Thread thread;
-  const absl::Status started =
-      base::Planted(base::Bug::kKeepUnlanded)
-          ? absl::ResourceExhaustedError("planted")
-          : thread.Start([unlanded] { unlanded->supervisor->AwaitLast(); });
+  const absl::Status started = base::Planted(base::Bug::kKeepUnlanded)
+                                   ? absl::ResourceExhaustedError("planted")
+                                   : thread.Start([unlanded] { unlanded->supervisor.reset(); });
   thread.Detach();
   if (!started.ok()) base::KeepForever(std::move(unlanded));
 }

@@ -37,18 +37,13 @@ using load::StreamVerdict;
 
 /// Refuses a directory that holds a checkpoint: with a manifest of its own the directory would
 /// count as one checkpoint, and hide those inside.
-absl::Status CheckHoldsNone(int directory, const std::string& path, const std::string& name) {
-  const auto inside = directory::OpenDirectory(directory, name);
-  const auto names = inside.ok() ? directory::ListNames(inside->get(), name)
-                                 : absl::StatusOr<std::vector<std::string>>(inside.status());
-  HOLDFAST_RETURN_IF_ERROR(base::Annotate(names.status(), absl::StrCat("adopt ", path)));
-  const auto is_manifest = [](const std::string& each) {
-    return format::ParseManifestName(each).has_value();
-  };
-  if (std::none_of(names->begin(), names->end(), is_manifest)) return absl::OkStatus();
-  return absl::FailedPreconditionError(absl::StrCat("adopt ", path, ": it holds checkpoints (",
-                                                    format::Quoted(name),
-                                                    "); name the directory of one"));
+absl::Status CheckHoldsNone(int directory, const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd inside, directory::OpenDirectory(directory, name));
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                            directory::ListNames(inside.get(), name));
+  if (std::none_of(names.begin(), names.end(), format::IsCommitFile)) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("it holds checkpoints (", format::Quoted(name), "); name the directory of one"));
 }
 
 /// Returns the files to adopt: regular files, with names that a manifest allows.
@@ -61,7 +56,8 @@ absl::StatusOr<std::vector<std::string>> FilesToAdopt(int directory, const std::
     HOLDFAST_ASSIGN_OR_RETURN(const directory::Entry entry,
                               directory::Look(directory, name, /*follow_symlink=*/false));
     if (entry.kind == directory::EntryKind::kDirectory) {
-      HOLDFAST_RETURN_IF_ERROR(CheckHoldsNone(directory, path, name));
+      HOLDFAST_RETURN_IF_ERROR(
+          base::Annotate(CheckHoldsNone(directory, name), absl::StrCat("adopt ", path)));
       continue;
     }
     if (entry.kind != directory::EntryKind::kFile) {

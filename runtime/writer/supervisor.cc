@@ -100,11 +100,6 @@ absl::Status Supervisor::WaitIdle(const void* owner, absl::Time deadline) {
   }
 }
 
-void Supervisor::AwaitLast() {
-  const base::MutexLock lock(&mutex_);
-  while (!saves_.empty()) changed_.WaitUntil(&mutex_, base::Now() + absl::Hours(1));
-}
-
 bool Supervisor::HasSaves() {
   const base::MutexLock lock(&mutex_);
   return !saves_.empty();

@@ -28,7 +28,9 @@ class Supervisor {
  public:
   static absl::StatusOr<std::unique_ptr<Supervisor>> Start(staging::StagingPool* pool,
                                                            const SupervisorOptions& options);
-  ~Supervisor();  // no save may be left
+  /// Waits until every save has ended and its staging memory was released: without end for a
+  /// stuck thread or device.
+  ~Supervisor();
 
   /// Hands the save, whose worker is running, to the supervisor, which ends it.
   void Watch(std::shared_ptr<SaveState> save);
@@ -39,10 +41,6 @@ class Supervisor {
   /// Waits until no save of `owner` is in flight, without regard to quarantined saves. \error
   /// kDeadlineExceeded.
   absl::Status WaitIdle(const void* owner, absl::Time deadline);
-
-  /// Waits until every save has ended and its staging memory was released: without end for a
-  /// stuck thread or device.
-  void AwaitLast();
 
   /// Returns true while the trainer or a transfer may touch staging memory.
   bool HasSaves();
