@@ -228,22 +228,22 @@ def _break_disks(arguments: argparse.Namespace) -> int:
     seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(1 << 32)
     began, counts, escapes = time.monotonic(), collections.Counter[str](), 0
     limits, rounds_max = _limits(arguments), _count(arguments)
-    made: Iterator[tuple[int, str, Any]]
     numbers = itertools.count(arguments.first) if rounds_max is None else range(arguments.first, arguments.first + rounds_max)
     end = None if arguments.time is None else began + arguments.time
     at_once = min(arguments.jobs, processes.cpus())
     again = ""
-    if arguments.bad_disks:
-        make = functools.partial(power_cuts.Bench, functools.partial(bad_disks.drawn, seed, limits, arguments.plant), limits.doors)
-        made = power_cuts.campaign(make, kinds, numbers, end, at_once)
-    elif arguments.resets:
+    made: Iterator[tuple[int, str, Any]]
+    if arguments.resets:
         if not arguments.after:
             resets.run(given, arguments.disk, arguments.witness, seed, limits, arguments.first, arguments.plant)
         made = iter([resets.judge(given, arguments.disk, arguments.witness, seed, limits)])
     else:
-        one = functools.partial(power_cuts.drawn, seed, limits, arguments.cuts, RECORDERS[arguments.recorder], arguments.plant)
+        if arguments.bad_disks:
+            one = functools.partial(bad_disks.drawn, seed, limits, arguments.plant)
+        else:
+            one = functools.partial(power_cuts.drawn, seed, limits, arguments.cuts, RECORDERS[arguments.recorder], arguments.plant)
+            again = f" --cuts {arguments.cuts} --recorder {arguments.recorder}"
         made = power_cuts.campaign(functools.partial(power_cuts.Bench, one, limits.doors), kinds, numbers, end, at_once)
-        again = f" --cuts {arguments.cuts} --recorder {arguments.recorder}"
     print(f"seed {seed}", flush=True)
     seen: set[int] = set()
 

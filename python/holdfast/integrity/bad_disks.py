@@ -243,10 +243,11 @@ def _forget(path: str) -> None:
 
 def drawn(seed: int, limits: schedule.Limits, plant: str, number: int, kind: str) -> rounds.Result:
     """Runs round `number` of a seed on a file system with each attack. Arguments as of `power_cuts.drawn`."""
+    round_ = schedule.draw(seed, number, limits)
     problems: list[dict[str, str]] = []
     counts: collections.Counter[str] = collections.Counter()
     for attack in ATTACKS:
-        result = run(prepared(schedule.draw(seed, number, limits), attack), kind, attack, power_cuts.scratch_directory(), plant)
+        result = run(prepared(round_, attack), kind, attack, power_cuts.scratch_directory(), plant)
         problems += result.problems
         counts += result.counts
     return rounds.Result(problems, counts, "", 0.0)

@@ -6,6 +6,7 @@ Rounds of the door "plan" run in it. It starts in some milliseconds, so that rou
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import glob
 import json
@@ -171,12 +172,11 @@ class DeadFiles:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._fds.append(directory)
         names = os.listdir(directory)
-        for name in names:
-            if name.endswith(_names.MANIFEST_END):
-                with open(f"/proc/self/fd/{directory}/{name}", encoding="utf-8") as manifest:
-                    if attempt_text not in manifest.read():  # it was exchanged
-                        return
-        for name in (name for name in names if name.startswith("model-")):
+        for name in fnmatch.filter(names, f"*{_names.MANIFEST_END}"):
+            with open(f"/proc/self/fd/{directory}/{name}", encoding="utf-8") as manifest:
+                if attempt_text not in manifest.read():  # it was exchanged
+                    return
+        for name in fnmatch.filter(names, "model-*"):
             with contextlib.suppress(FileNotFoundError):
                 self._fds.append(os.open(name, os.O_RDWR | os.O_CLOEXEC, dir_fd=directory))
                 final = _names.finished(name)
