@@ -75,6 +75,13 @@ def test_a_part_that_found_something_has_an_escape(sums: ModuleType, tmp_path: P
     assert {name: part["escapes"] for name, part in parts.items()} == {"tests": 1, "fuzzers": 1}
 
 
+def test_a_part_that_was_killed_before_its_report_keeps_its_name(sums: ModuleType, tmp_path: Path) -> None:
+    parts = sums.gather(campaign(tmp_path / "a", "program", "coverage", "dead_writes"))
+    assert {name: part["seconds"] for name, part in parts.items()} == {"program": 1800, "coverage": 1800, "tests": 1800}
+    sums.add(total := {"runs": [], "counts": {}}, dict(RUN), parts)
+    assert "| rounds of the C++ program | 0.5 | 0 rounds; " in sums.table(total)
+
+
 def test_the_table_replaces_the_former_one(sums: ModuleType, tmp_path: Path) -> None:
     sums.main([str(campaign(tmp_path / "a", "rounds")), "abc", "7"])
     page = sums.PAGE.read_text()

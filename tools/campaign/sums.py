@@ -19,10 +19,14 @@ from typing import Any
 
 from holdfast.integrity import campaign
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import page_part
+
 ROOT = Path(__file__).resolve().parents[2]
 SUMS, PAGE = ROOT / "docs/campaigns.json", ROOT / "docs/integrity.md"
 BEGIN, END = "<!-- campaigns: written by tools/campaign.sh --write -->", "<!-- campaigns: end -->"
 ROUNDS = {"rounds": "rounds of all doors", "program": "rounds of the C++ program"}
+PARTS = ("rounds", "program", "steps", "pairs", "savers", "power_cuts", "coverage")  # also without a report, when they were killed
 STEPS = {"steps": "faults and kills at every step", "pairs": "two at a time"}
 
 Counts = collections.Counter[str]
@@ -43,7 +47,7 @@ def gather(directory: Path) -> dict[str, dict[str, Any]]:
             told = json.loads(report.read_text())
             counts.update({**told.get("states", {}), **told["counts"], "rounds": told.get("rounds", 0)})
             escapes = told["escapes"] if isinstance(told["escapes"], int) else len(told["escapes"])
-        elif name != "savers":
+        elif name not in PARTS:  # one of the runtime's long tests
             name = "tests"
         part = found.setdefault(name, {"seconds": 0, "escapes": 0, "counts": Counts()})
         part["seconds"] += int(seconds)
@@ -66,18 +70,15 @@ def add(sums: dict[str, Any], run: dict[str, Any], found: dict[str, dict[str, An
         sums["counts"][name] = dict(sorted((Counts(sums["counts"].get(name, {})) + part["counts"]).items()))
 
 
-def of(counts: Counts, prefix: str) -> int:
-    return sum(number for key, number in counts.items() if key.startswith(prefix))
-
-
 def done(name: str, counts: Counts) -> str:
     """What a part has done, in one line."""
     if name in ROUNDS:
-        in_flight = of(counts, "in flight ") - sum(n for key, n in counts.items() if " x " in key)
+        in_flight = campaign.total(counts, "in flight ") - sum(n for key, n in counts.items() if " x " in key)
         return (f"{counts['rounds']:,} rounds; {counts['calls']:,} calls of save by the ranks, {counts['durable']:,} durable; "
-                f"{of(counts, 'event '):,} events, {in_flight:,} while I/O was in flight, {of(counts, 'event kill-'):,} kills; "
+                f"{campaign.total(counts, 'event '):,} events, {in_flight:,} while I/O was in flight, "
+                f"{campaign.total(counts, 'event kill-'):,} kills; "
                 f"{counts['reads']:,} reads compared bit for bit, {counts['verifications']:,} verifications, "
-                f"{of(counts, 'damage ') - counts['damage refused by a load']:,} damages")  # fmt: skip
+                f"{campaign.damages(counts):,} damages")  # fmt: skip
     if name in STEPS:
         return (f"{counts['runs']:,} of {counts['to run']:,}: {counts['errors']:,} errors, {counts['short results']:,} short "
                 f"results, {counts['kills']:,} kills; {counts['reads']:,} reads compared")  # fmt: skip
@@ -120,10 +121,7 @@ def main(argv: list[str]) -> int:
                f"{os.cpu_count()} CPUs, {campaign.file_system_of(str(directory)).split()[0]}")  # fmt: skip
     add(sums, {"date": time.strftime("%F", time.gmtime()), "version": version, "seed": seed, "machine": machine}, gather(directory))
     SUMS.write_text(json.dumps(sums, indent=1) + "\n")
-    page = PAGE.read_text()
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{table(sums)}\n\n{END}{after}")
+    PAGE.write_text(page_part.replaced(PAGE.read_text(), BEGIN, END, f"\n{table(sums)}\n"))
     return 0
 
 

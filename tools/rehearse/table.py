@@ -13,6 +13,9 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import page_part
+
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "install.md"
 BEGIN, END = "<!-- rehearsals: written by tools/rehearse.sh --write -->", "<!-- rehearsals: end -->"
 # What a fallback is called in the log, and what the table says of it.
@@ -41,12 +44,10 @@ def table(results: list[dict[str, object]], kept: list[str]) -> str:
 
 def written(page: str, results: list[dict[str, object]]) -> str:
     """The page with these rows in the place of the former ones for the same system and situation."""
-    before, rest = page.split(BEGIN, 1)
-    former, after = rest.split(END, 1)
     new = {(result["system"], result["situation"]) for result in results}
     cells = re.compile(r"\| ([^,|]*),[^|]*\| `([^`]*)` \|")
-    kept = [line for line in former.strip().splitlines()[2:] if not ((found := cells.match(line)) and found.groups() in new)]
-    return f"{before}{BEGIN}\n{table(results, kept)}\n{END}{after}"
+    kept = [line for line in page_part.read(page, BEGIN, END).strip().splitlines()[2:] if not ((found := cells.match(line)) and found.groups() in new)]
+    return page_part.replaced(page, BEGIN, END, table(results, kept))
 
 
 def main() -> int:

@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import page_part
 import summarize_tests
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,8 +59,7 @@ def main() -> int:
     table = "\n".join(lines)
     print(table)
     if arguments.write and not broken:
-        before, rest = PAGE.read_text().split(BEGIN, 1)
-        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}")
+        PAGE.write_text(page_part.replaced(PAGE.read_text(), BEGIN, END, table))
     return 1 if broken else 0
 
 

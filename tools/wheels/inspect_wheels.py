@@ -19,6 +19,9 @@ from pathlib import Path
 
 from elftools.elf.elffile import ELFFile
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import page_part
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "install.md"
 BEGIN, END = "<!-- wheels: written by tools/build-wheels.sh --write -->", "<!-- wheels: end -->"
@@ -129,9 +132,7 @@ def main() -> int:
     table = "\n".join(lines)
     print(table)
     if arguments.write and status == 0:
-        text = PAGE.read_text()
-        before, rest = text.split(BEGIN, 1)
-        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}")
+        PAGE.write_text(page_part.replaced(PAGE.read_text(), BEGIN, END, table))
     return status
 
 

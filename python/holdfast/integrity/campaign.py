@@ -36,6 +36,16 @@ def file_system_of(directory: str) -> str:
     return best[1]
 
 
+def total(counts: collections.Counter[str], prefix: str) -> int:
+    """The sum of all counts of a kind."""
+    return sum(count for key, count in counts.items() if key.startswith(prefix))
+
+
+def damages(counts: collections.Counter[str]) -> int:
+    """How many checkpoints were damaged on purpose."""
+    return total(counts, "damage ") - counts["damage refused by a load"]
+
+
 def table_of_events(counts: collections.Counter[str]) -> list[str]:
     """How often each kind of event met I/O in flight, by launcher and rung; "-" where a launcher has no worker process."""
     cells = {tuple(k.removeprefix("in flight ").split(" x ")): n for k, n in counts.items()
@@ -217,7 +227,7 @@ class Campaign:
                 f"{self._sum('event ')} events, {len(self.escapes)} escapes")  # fmt: skip
 
     def _sum(self, prefix: str) -> int:
-        return sum(count for key, count in self.counts.items() if key.startswith(prefix))
+        return total(self.counts, prefix)
 
     def _of(self, prefix: str) -> Iterator[tuple[str, int]]:
         for key, count in sorted(self.counts.items()):
@@ -227,7 +237,6 @@ class Campaign:
     def summary(self) -> str:
         """The report as text, to paste."""
         report, counts = self.as_json(), self.counts
-        damages = self._sum("damage ") - counts["damage refused by a load"]
         lines = [
             f"integrity-fuzz of Holdfast {report['holdfast']}, seed {self.seed}",
             f"machine: {report['kernel']}, {report['cpus']} CPUs, Python {report['python']}, torch {report['torch']}",
@@ -235,7 +244,7 @@ class Campaign:
             f"{self.done} rounds in {self.seconds:.0f} s: {counts['calls']} calls of save by the ranks, "
             f"{counts['durable']} durable, {counts['failed']} failed, {counts['refused']} refused, {counts['skipped']} skipped",
             f"{counts['reads']} reads of whole checkpoints compared bit for bit, {counts['verifications']} verifications, "
-            f"{counts['loads by trainers']} rollbacks, {damages} damages",
+            f"{counts['loads by trainers']} rollbacks, {damages(counts)} damages",
             "event                 all  while I/O was in flight",
         ]
         for kind, count in self._of("event "):
