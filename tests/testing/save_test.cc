@@ -102,8 +102,12 @@ void SaveTest::ExpectPreviousAnd(const std::string& directory,
 
 void SaveTest::ExpectMemoryBack(Checkpointer* checkpointer) {
   (void)checkpointer->Flush(kLong);  // returns the failed save's status
-  // A killed worker's last writes may take longer than its save's end.
-  WaitFor([&] { return checkpointer->staging().epochs.empty(); });
+  // A killed worker's last writes may take longer than its save's end. The control memory of a
+  // quarantined save comes back behind its epoch.
+  WaitFor([&] {
+    const StagingStats held = checkpointer->staging();
+    return held.epochs.empty() && held.control_bytes_held == 0;
+  });
   const StagingStats stats = checkpointer->staging();
   EXPECT_EQ(stats.bytes_held, 0u);
   EXPECT_EQ(stats.bytes_quarantined, 0u);
