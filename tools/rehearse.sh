@@ -47,14 +47,15 @@ results=$work/results.jsonl
 
 # enter SYSTEM SITUATION COMMAND...: runs a command in a container.
 enter() {
-  local name=$1 situation=$2 as=(setpriv --reuid "$user" --regid "$user" --clear-groups) share=() tree=(--bind "$work/$name" /) shm=$((8 * gib))
+  local name=$1 situation=$2 as=(setpriv --reuid "$user" --regid "$user" --clear-groups) less=() tree=(--bind "$work/$name" /) shm=$((8 * gib))
   local home=$work/homes/$name filter=
   shift 2
   mkdir -p "$home" "$work/volumes/$name/$situation"
   chown -R "$user:$user" "$home" "$work/volumes/$name/$situation"
   local options=(--unshare-user)
   case "$situation" in
-    no_sys_admin) as=() options=(--cap-add ALL --cap-drop CAP_SYS_ADMIN) ;;
+    # bwrap itself needs the capability, and its --cap-drop leaves it to root.
+    no_sys_admin) as=() options=(--cap-add ALL) less=(setpriv --bounding-set=-sys_admin --inh-caps=-sys_admin) ;;
     no_io_uring) filter=$work/no_io_uring.bpf && python3 "$root/tools/rehearse/no_io_uring.py" >"$filter" && options+=(--seccomp 9) ;;
     small_shm) shm=$((64 << 20)) ;;
     read_only) tree=(--ro-bind "$work/$name" /) ;;
@@ -63,7 +64,7 @@ enter() {
   local command=("${as[@]}" bwrap "${options[@]}" "${tree[@]}" --dev /dev --proc /proc --ro-bind /sys /sys --unshare-pid --unshare-ipc --die-with-parent
     --size "$shm" --tmpfs /dev/shm --ro-bind "$wheels" /wheels --ro-bind "$packages" /torch --ro-bind "$root/tools/rehearse" /rehearse
     --bind "$home" /home/user --bind "$work/volumes/$name/$situation" /run/volume --chdir /home/user
-    --clearenv --setenv PATH /home/user/venv/bin:/usr/local/bin:/usr/bin:/bin --setenv HOME /home/user --setenv PYTHONDONTWRITEBYTECODE 1 "${share[@]}" "$@")
+    --clearenv --setenv PATH /home/user/venv/bin:/usr/local/bin:/usr/bin:/bin --setenv HOME /home/user --setenv PYTHONDONTWRITEBYTECODE 1 "${less[@]}" "$@")
   if [ "$situation" = one_gib ]; then
     in_group "${command[@]}"
   elif [ -n "$filter" ]; then
@@ -98,6 +99,9 @@ for name in "${systems[@]}"; do
   enter "$name" user sh -c 'python3 -m venv venv && echo /torch >"$(venv/bin/python -c "import sysconfig; print(sysconfig.get_path(\"purelib\"))")/torch.pth"'
   for situation in "${situations[@]}"; do
     say "== $name, Python $version: $situation"
+    if [ "$situation" = no_sys_admin ] && enter "$name" "$situation" unshare --mount true 2>/dev/null; then
+      fail "$name, $situation: a process there can make a mount namespace, for which it needs CAP_SYS_ADMIN"
+    fi
     ranks=1 mib=64
     [ "$situation" != one_gib ] || ranks=8 mib=48
     log=$work/$name-$situation.log
