@@ -17,6 +17,7 @@
 #include "runtime/base/thread.h"
 #include "runtime/checkpointer/options.h"
 #include "runtime/directory/entries.h"
+#include "runtime/directory/locks.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/format/file_names.h"
 #include "runtime/sys/owned_fds.h"
@@ -329,6 +330,8 @@ class RankAnnouncement::Impl {
  public:
   base::ForkGuard guard;
   base::UniqueFd parent;
+  // Taken before the first sign of life: a recovery removes a directory without locks.
+  directory::PartialDirectory locked;
   std::shared_ptr<checkpointer::RankPresence> presence;
 };
 
@@ -346,22 +349,27 @@ absl::StatusOr<std::unique_ptr<RankAnnouncement>> RankAnnouncement::Make(const R
       sys::OpenOwned(AT_FDCWD, who.directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0));
   if (!impl->parent.valid())
     return base::ErrnoStatus("open checkpoint directory", who.directory, errno);
-  auto joined = checkpointer::RankPresence::Join(impl->parent.get(), who);
+  const int parent = impl->parent.get();
+  auto locked = directory::MakePartialDirectory(parent, format::PartialName(who.name, who.attempt));
+  auto joined = locked.ok() ? checkpointer::RankPresence::Join(parent, who) : locked.status();
   if (!joined.ok()) {
     // The other ranks may have begun the save, and would wait for a sign of life. A second try may
     // work, also in the directory of another rank. kAborted: all ranks know.
     if (!absl::IsAborted(joined.status())) {
-      auto again = checkpointer::RankPresence::Join(impl->parent.get(), who);
-      if (again.ok()) (*again)->Fail(impl->parent.get(), joined.status());
+      auto again = checkpointer::RankPresence::Join(parent, who);
+      if (again.ok()) (*again)->Fail(parent, joined.status());
     }
     return base::Annotate(joined.status(), absl::StrCat("save ", who.directory, "/", who.name));
   }
+  impl->locked = *std::move(locked);
   impl->presence = *std::move(joined);
   return std::unique_ptr<RankAnnouncement>(new RankAnnouncement(std::move(impl)));
 }
 
 void RankAnnouncement::Abandon(const absl::Status& why) {
-  if (impl_->guard.InCreator()) impl_->presence->Fail(impl_->parent.get(), why);
+  if (!impl_->guard.InCreator()) return;
+  impl_->presence->Fail(impl_->parent.get(), why);
+  impl_->locked = {};
 }
 
 absl::Status RankAnnouncement::CheckRanks(absl::Span<const uint32_t> ranks) {

@@ -8,13 +8,16 @@
 
 #include "holdfast/checkpointer.h"
 #include "holdfast/ranks.h"
+#include "holdfast/recovery.h"
 #include "runtime/sys/system.h"
 #include "tests/testing/small_checkpoint.h"
 
 namespace holdfast {
 namespace {
 
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 class Announcement : public ::testing::Test {
  protected:
@@ -61,6 +64,32 @@ TEST_F(Announcement, EndsTheSaveOfAllRanksWhereItCannotMakeTheDirectory) {
   const absl::Status told = (*other)->CheckRanks({});
   EXPECT_TRUE(absl::IsAborted(told) || absl::IsResourceExhausted(told)) << told;
   EXPECT_THAT(std::string(told.message()), HasSubstr("rank 1 failed: make directory"));
+}
+
+TEST_F(Announcement, IsARunningSaveForARecovery) {
+  const auto other = RankAnnouncement::Make(Rank(1));
+  ASSERT_TRUE(other.ok()) << other.status();
+  const auto recovered = Recover(directory_.path(), {.wait_for_orphans = absl::ZeroDuration()});
+  ASSERT_TRUE(recovered.ok()) << recovered.status();
+  EXPECT_THAT(recovered->removed, IsEmpty());
+  EXPECT_THAT(recovered->kept_incomplete, ElementsAre(HasSubstr("running")));
+
+  const auto mine = RankAnnouncement::Make(Rank(0));
+  ASSERT_TRUE(mine.ok()) << mine.status();
+  EXPECT_TRUE((*mine)->CheckRanks({1}).ok());
+  (*other)->Abandon(absl::DataLossError("a disk"));
+  EXPECT_THAT(std::string((*mine)->CheckRanks({1}).message()), HasSubstr("rank 1 failed: a disk"));
+}
+
+TEST_F(Announcement, LetsItsDirectoryGoOnceItIsAbandoned) {
+  for (const uint32_t rank : {0, 1}) {
+    const auto made = RankAnnouncement::Make(Rank(rank));
+    if (!made.ok()) break;  // another rank has failed
+    (*made)->Abandon(absl::DataLossError("a disk"));
+    const auto recovered = Recover(directory_.path(), {.wait_for_orphans = absl::ZeroDuration()});
+    ASSERT_TRUE(recovered.ok()) << recovered.status();
+    EXPECT_THAT(recovered->kept_incomplete, IsEmpty());
+  }
 }
 
 }  // namespace
