@@ -17,6 +17,7 @@
 #include "runtime/worker/ranks.h"
 #include "runtime/worker/remove_file.h"
 #include "runtime/worker/remove_tree.h"
+#include "runtime/worker/single_file.h"
 
 namespace holdfast::worker {
 namespace {
@@ -170,6 +171,7 @@ void RemoveTraces(JobRun* run) {
   }
   // A recovery that fenced or promoted this directory owns it now.
   if (!files_only && LeadsTo(run->parent, run->job->partial, run->directory) != 0) return;
+  if (run->Has(layout::kSingleFile) && IsPromoted(*run)) return;
   HOLDFAST_ASSERT(run->manifest_made >= run->manifest_named);
   HOLDFAST_ASSERT(run->record_made >= run->record_named);
   HOLDFAST_ASSERT(!run->io_stuck);

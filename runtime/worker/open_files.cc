@@ -66,10 +66,10 @@ bool OpenFirst(JobRun* run, uint32_t file, io::DirectOpen* opened) {
   char name[kNameBytes];
   TemporaryOf(*run, file, name);
   const bool want_direct = !run->Has(layout::kBuffered);
-  // The trainer has made a single file, for its lock. The second attempt makes it anew.
-  const bool made = run->Has(layout::kSingleFile) && run->figures.write_attempts == 1;
+  // The trainer has made a single file, for its lock. A first attempt has perhaps filled it.
+  const bool made = run->Has(layout::kSingleFile);
   if (made && !CheckTemporary(run)) return false;
-  const int flags = O_WRONLY | O_NOFOLLOW | (made ? 0 : O_CREAT | O_EXCL);
+  const int flags = O_WRONLY | O_NOFOLLOW | (made ? O_TRUNC : O_CREAT | O_EXCL);
   int error = io::OpenDirect(run->directory, name, flags, sys::kFileMode, want_direct, opened);
   if (error == EEXIST && run->Has(layout::kFilesOnly)) {
     // A killed attempt may have left the file: a framework's directory keeps its name between

@@ -68,7 +68,9 @@ bool WriteFilesAgain(JobRun* run) {
   }
   HOLDFAST_ASSERT(!run->staging_released && run->queue->in_flight() == 0);
   CloseAllFiles(run);
-  if (!RemoveFiles(run)) return false;  // The name of a file that is left is not free.
+  // A single file carries the lock of its save: OpenFirst empties the file, and thereby drops its
+  // pages. Other files get new inodes; the name of a file that is left is not free.
+  if (!run->Has(layout::kSingleFile) && !RemoveFiles(run)) return false;
   PrepareWriteState(run);
   run->failure = Failure();
   return WriteFiles(run);

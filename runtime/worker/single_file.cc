@@ -101,9 +101,8 @@ bool LockDirectory(JobRun* run, int* lock) {
   return true;
 }
 
-/// Renames the file. From the rename on nothing is undone.
-bool TakeName(JobRun* run) {
-  HOLDFAST_ASSERT(!run->committed && run->notes[0].renamed == 0);
+/// Gives the file its name, under which only the whole file may stand.
+bool RenameFile(JobRun* run) {
   if (!NoYoungerSave(run)) return false;
   if (!IsOurs(*run, 0)) return Fail(run, FailureCode::kAborted, Operation::kRename, 0);
   if (!CheckWritten(run, 0, run->job->partial)) return false;
@@ -117,6 +116,13 @@ bool TakeName(JobRun* run) {
 #ifdef HOLDFAST_PLANTED_BUGS
   if (testing::g_name_manifest_late) RenameNew(run, unnamed, run->job->manifest);
 #endif
+  return true;
+}
+
+/// Takes the name. From then on nothing is undone.
+bool TakeName(JobRun* run) {
+  HOLDFAST_ASSERT(!run->committed && run->notes[0].renamed == 0);
+  if (!IsPromoted(*run) && !RenameFile(run)) return false;
   run->notes[0].renamed = 1;
   run->committed = true;
   const uint64_t begin = sys::NowNs();
@@ -159,6 +165,11 @@ bool CommitSingleFile(JobRun* run) {
   if (lock >= 0) sys::CloseOwned(lock);
   if (done) RemoveOlder(run);
   return done;
+}
+
+bool IsPromoted(const JobRun& run) {
+  HOLDFAST_ASSERT(run.Has(layout::kSingleFile) && run.directory >= 0 && run.lock >= 0);
+  return LeadsTo(run.directory, layout::Files(run.job)[0].name, run.lock) == 0;
 }
 
 bool CheckTemporary(JobRun* run) {

@@ -15,6 +15,10 @@ bool CommitSingleFile(JobRun* run);
 /// otherwise.
 bool CheckTemporary(JobRun* run);
 
+/// Returns true when a recovery that does not trust the file system's locks has given the file its
+/// name.
+bool IsPromoted(const JobRun& run);
+
 }  // namespace holdfast::worker
 
 #endif  // HOLDFAST_RUNTIME_WORKER_SINGLE_FILE_H_

@@ -3,7 +3,10 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/file.h>
+#include <unistd.h>
 
+#include <cerrno>
+#include <climits>
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -182,6 +185,89 @@ TEST_P(SingleFile, AnEarlierSaveThatEndsFirstIsReplaced) {
   ExpectSound(kFirst);
   EXPECT_EQ(second->Confirm(absl::OkStatus()), absl::OkStatus());
   EXPECT_EQ(second->WaitDurable(kLong).status(), absl::OkStatus());
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kSecond)));
+  ExpectSound(kSecond);
+}
+
+/// A save waits for its turn to commit. Meanwhile a recovery, which does not trust the locks of the
+/// file system, gives the file its name.
+class PromotedFile : public SingleFile {
+ protected:
+  void TearDown() override {
+    turn_.Reset();
+    save_ = absl::UnknownError("over");
+    checkpointer_.reset();
+    SingleFile::TearDown();
+  }
+  void BeginAndPromote() {
+    EXPECT_EQ(Save(kFirst, Archive(kFirst, 'a')), absl::OkStatus());
+    turn_ = base::UniqueFd(sys::OpenOwned(AT_FDCWD, directory().c_str(), O_RDONLY | O_CLOEXEC, 0));
+    ASSERT_EQ(flock(turn_.get(), LOCK_EX), 0);
+    checkpointer_ = Make(Options());
+    save_ = Begin(checkpointer_.get(), kSecond, Archive(kSecond, 'b'));
+    ASSERT_TRUE(save_.ok()) << save_.status();
+    ASSERT_TRUE(WaitFor([&] { return save_->progress().phase == "committing"; }));
+    std::filesystem::rename(directory() + "/" + TemporaryOf(kSecond), path());
+  }
+  base::UniqueFd turn_;
+  std::unique_ptr<Checkpointer> checkpointer_;
+  absl::StatusOr<SaveHandle> save_;
+};
+INSTANTIATE_TEST_SUITE_P(Launchers, PromotedFile, kEveryLauncher, LauncherName);
+
+TEST_P(PromotedFile, IsCommitted) {
+  BeginAndPromote();
+  turn_.Reset();
+  EXPECT_EQ(save_->WaitDurable(kLong).status(), absl::OkStatus());
+  EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kSecond)));
+  ExpectSound(kSecond);
+}
+
+TEST_P(PromotedFile, KeepsItsManifestWhenItsSaveIsCancelled) {
+  BeginAndPromote();
+  EXPECT_EQ(save_->Cancel(), absl::OkStatus());
+  EXPECT_TRUE(absl::IsCancelled(save_->WaitDurable(kLong).status()));
+  ExpectSound(kSecond);
+}
+
+int g_failures_left = 0;
+
+int FailingFsync(int fd) {
+  char path[PATH_MAX] = {};
+  (void)!readlink(absl::StrCat("/proc/self/fd/", fd).c_str(), path, sizeof(path) - 1);
+  if (g_failures_left == 0 || !absl::EndsWith(path, TemporaryOf(kSecond)))
+    return sys::kKernel.fsync(fd);
+  --g_failures_left;
+  errno = EIO;
+  return -1;
+}
+
+// Launchers whose workers inherit this process's table of system calls.
+class FileWrittenTwice : public SingleFile {
+ protected:
+  void TearDown() override {
+    sys::g_system = sys::kKernel;
+    SingleFile::TearDown();
+  }
+};
+INSTANTIATE_TEST_SUITE_P(Launchers, FileWrittenTwice,
+                         ::testing::Values(Launcher::kFork, Launcher::kThread), LauncherName);
+
+TEST_P(FileWrittenTwice, IsARunningSaveForRecoveries) {
+  EXPECT_EQ(Save(kFirst, Archive(kFirst, 'a')), absl::OkStatus());
+  const auto slow = Make(Slow());
+  g_failures_left = 1;
+  sys::g_system.fsync = FailingFsync;
+  const auto second = Begin(slow.get(), kSecond, Archive(kSecond, 'b', 8u << 20));
+  ASSERT_TRUE(second.ok()) << second.status();
+  while (!second->IsDone()) {
+    const RecoveryReport recovered = Recovered();
+    EXPECT_THAT(recovered.removed, IsEmpty());
+    EXPECT_THAT(recovered.promoted, IsEmpty());
+  }
+  const auto report = second->WaitDurable(kLong);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_EQ(report->write_attempts, 2u);
   EXPECT_THAT(Names(directory()), UnorderedElementsAre(kFile, ManifestOf(kSecond)));
   ExpectSound(kSecond);
 }

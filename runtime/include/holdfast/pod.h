@@ -170,7 +170,7 @@ struct WorkerFigures {
   uint64_t worker_private_bytes_peak = 0;
   EngineRung engine = EngineRung::kAuto;
   DirectIo direct_io = DirectIo::kNo;
-  /// 1, or 2 when an fsync failed and all files were written once more, as new files.
+  /// 1, or 2 when an fsync failed and all files were written once more.
   uint32_t write_attempts = 0;
   bool space_reserved = false;  ///< fallocate(2) worked for every file.
 };
