@@ -7,14 +7,14 @@ import os
 import threading
 from pathlib import Path
 
+from holdfast.integrity.processes import children
+
 
 def processes() -> list[int]:
     """This process and all that it has started, they too."""
     found = [os.getpid()]
     for pid in found:
-        with contextlib.suppress(OSError):
-            for task in os.listdir(f"/proc/{pid}/task"):
-                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+        found += children(pid)
     return found
 
 

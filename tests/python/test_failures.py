@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import ctypes
 import gc
 import os
@@ -25,7 +24,7 @@ import holdfast.dcp
 import holdfast.events
 from holdfast import handle
 from holdfast.dcp import staging
-from holdfast.integrity.processes import children
+from holdfast.integrity import processes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -92,20 +91,12 @@ def cancelled(begin: Callable[[Path], Any], path: Path) -> BaseException | None:
 
 
 def counts() -> collections.Counter[str]:
-    """What this process holds, by kind: descriptors by what they are of, children, threads, mappings."""
+    """Resources of this process, by kind: those of `processes.held`, threads, and staging memory."""
     holdfast.flush(60)
     gc.collect()
     staging.trim()
-    held: collections.Counter[str] = collections.Counter()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            held["descriptor of " + os.readlink(f"/proc/self/fd/{fd}").split(":")[0]] += 1
-    held["children"] = len(children())  # zombies, too
+    held = processes.held(in_group=False)
     held["threads"] = len(os.listdir("/proc/self/task"))
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        _, rights, _, _, _, *name = line.split(maxsplit=5)
-        if rights.endswith("s"):
-            held["shared mapping of " + "".join(name)] += 1
     held["staging memory held"] = holdfast.staging().get("bytes_held", 0)
     held["staged copies held"] = staging.held_bytes()
     held["saves in flight"] = len(handle.in_flight())

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import holdfast
+from holdfast.integrity import processes
 
 MIB = 1 << 20
 
@@ -259,8 +260,7 @@ def test_hundreds_of_saves_leave_no_process_descriptor_or_memory(tmp_path: Path)
     state = {"t": torch.randn(1000), "n": 1}
 
     def counts() -> tuple[int, int]:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        return len(os.listdir("/proc/self/fd")), len(children)
+        return len(os.listdir("/proc/self/fd")), len(processes.children())
 
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
