@@ -14,7 +14,6 @@ import torch
 
 from holdfast.errors import Error
 
-_END_BYTES_MAX = 1 << 16
 _DIRECTORY_BYTES_MAX = 1 << 26
 _PICKLE_BYTES_MAX = 1 << 20
 

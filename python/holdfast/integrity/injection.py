@@ -33,13 +33,11 @@ _ALLOW, _ASK, _ERRNO = 0x7FFF0000, 0x7FC00000, 0x00050000
 _RECEIVE, _SEND = 0xC0502100, 0xC0182101
 _CONTINUE = 1
 _PR_SET_NO_NEW_PRIVS = 38
-_CLONE_THREAD = 0x10000
 _NOTICE = struct.Struct("<QIIiIQ6Q")
 _ANSWER = struct.Struct("<QqiI")
 _AT_FDCWD = -100
 MARK = "/holdfast-integrity-mark/"
 
-_GENERAL = (errno.EIO, errno.ENOMEM)
 _OF_PATHS = (errno.EACCES, errno.EIO, errno.ENOMEM, errno.ESTALE)
 _OF_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 _OF_FDS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
