@@ -108,8 +108,7 @@ class _Connections(PerProcess):
             free = self.free.setdefault(world, [store])
             if free:
                 return free.pop()
-            # Before PyTorch 2.8 all threads share one. Connections that came and went would stall the store.
-            return store.clone() if hasattr(store, "clone") else store
+            return store.clone()  # kept for further calls: connections that came and went would stall the store
 
     def give_back(self, world: Any, store: Any) -> None:
         with self.lock:

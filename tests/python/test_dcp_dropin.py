@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as stock
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import holdfast.dcp as dcp
 from holdfast.dcp import metadata, staging
-from holdfast.dcp.framework import AsyncCheckpointerType, AsyncSaveResponse, StagingOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

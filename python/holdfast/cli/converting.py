@@ -232,12 +232,11 @@ def _dcp(state: Any, target: str, step: int) -> Iterator[str]:
     import holdfast
     from holdfast.cli.framework_sources import framework_errors
     from holdfast.dcp import StorageWriter
-    from holdfast.dcp.framework import hand_on
 
     holdfast.configure(arena_bytes=_ARENA_BYTES)
     with _directory(target):
         with framework_errors(f"save {target}"):
-            hand_on(dcp.save, state, storage_writer=StorageWriter(target, step=step), no_dist=True)
+            dcp.save(state, storage_writer=StorageWriter(target, step=step), no_dist=True)
         yield target
 
 

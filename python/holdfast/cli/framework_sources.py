@@ -21,7 +21,6 @@ from holdfast.cli import places, scratch, sources
 from holdfast.cli.sources import Part, Source, Tensor
 from holdfast.dcp import StorageReader
 from holdfast.dcp import metadata as dcp_metadata
-from holdfast.dcp.framework import hand_on
 from holdfast.errors import Error
 
 
@@ -141,7 +140,7 @@ class Dcp(Source):
                 is_tensor = hasattr(entry, "properties")
                 flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
         with framework_errors(f"load {self.path}"):
-            hand_on(dcp.load, flat, storage_reader=StorageReader(self.path, allow=allow), no_dist=True)
+            dcp.load(flat, storage_reader=StorageReader(self.path, allow=allow), no_dist=True)
         return flat
 
     def tensors(self, rank: int | None = None) -> dict[str, Any]:

@@ -27,7 +27,6 @@ from holdfast._names import DCP_MANIFEST, METADATA, dcp_metadata
 from holdfast._pieces import Loading, Source
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import objects, plans
-from holdfast.dcp.framework import hand_on
 from holdfast.dcp.placement import new_attempt, rank_of
 from holdfast.dcp.records import NotPlain, find_tensor
 from holdfast.dcp.writer import StorageWriter, local_path
@@ -504,7 +503,7 @@ def load(
     plans.check_state(state_dict, "load")
     if storage_reader is None and checkpoint_id is not None and "://" not in directories.path_text(checkpoint_id, "load"):
         storage_reader = StorageReader(checkpoint_id)
-    hand_on(
-        dcp.load, state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner,
+    dcp.load(
+        state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner,
         process_group=process_group, no_dist=no_dist,
     )  # fmt: skip

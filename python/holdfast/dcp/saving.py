@@ -26,7 +26,8 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
@@ -34,7 +35,6 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from holdfast import _arguments, _ranks, _runtime, events
 from holdfast.dcp import placement, plans
 from holdfast.dcp.failures import error_of, interrupt_of, of_ranks, without_state
-from holdfast.dcp.framework import AsyncCheckpointerType, AsyncSaveResponse, DefaultStager, hand_on
 from holdfast.dcp.items import Layout, resolved
 from holdfast.dcp.matching import Committed, Message, Unmatched, out_of_order, unmatched
 from holdfast.dcp.parts import Part, Plan, assemble, check_kinds, in_order, plan_for_all
@@ -456,8 +456,8 @@ def async_save(
             writer_to_use = StorageWriter(checkpoint_id or "")
         check_replicas(replicas, why)
         logger.warning("async_save: %s, so the framework's own async_save does it", why)
-        return hand_on(
-            dcp.async_save, state_dict, checkpoint_id=checkpoint_id, storage_writer=writer_to_use, planner=planner,
+        return dcp.async_save(
+            state_dict, checkpoint_id=checkpoint_id, storage_writer=writer_to_use, planner=planner,
             process_group=process_group, async_checkpointer_type=async_checkpointer_type,
             async_stager=async_stager, no_dist=no_dist, use_collectives=use_collectives,
         )  # fmt: skip
@@ -588,8 +588,8 @@ def save(
     if why is not None:
         check_replicas(replicas, why)
         logger.warning("save: %s, so the framework's own save does it", why)
-        return hand_on(
-            dcp.save, state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner,
+        return dcp.save(
+            state_dict, checkpoint_id=checkpoint_id, storage_writer=storage_writer, planner=planner,
             process_group=process_group, no_dist=no_dist, use_collectives=use_collectives,
         )  # fmt: skip
     future = async_save(

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+from torch.distributed.checkpoint.staging import StagingOptions
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from holdfast import _arguments, _runtime, events
 from holdfast._process import PerProcess
-from holdfast.dcp.framework import StagingOptions
 from holdfast.errors import Error, of_system
 
 # A staged copy is stable, so it streams through this much of the runtime's staging memory.

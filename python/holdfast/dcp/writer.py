@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
@@ -24,7 +25,6 @@ from holdfast._durable import begin_directory, sync_directory
 from holdfast._names import METADATA
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
-from holdfast.dcp.framework import CURRENT_DCP_VERSION
 from holdfast.dcp.parts import Part
 from holdfast.errors import Error, of_system
 
@@ -301,8 +301,7 @@ class StorageWriter(_StorageWriter):
             Error: ABORTED (another save was completed, which is younger or has removed files of this
                 one), or what writing says.
         """
-        if CURRENT_DCP_VERSION is not None:
-            metadata.version = CURRENT_DCP_VERSION
+        metadata.version = CURRENT_DCP_VERSION
         metadata.storage_meta = self.storage_meta()
         name = self.metadata_name()
         named = {info.relative_path for info in (metadata.storage_data or {}).values()}

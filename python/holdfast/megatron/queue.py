@@ -26,8 +26,7 @@ _POLL = 0.02  # seconds between two looks of a blocking wait
 
 def _device_of_exchanges() -> torch.device:
     """Where the default group's backend wants its tensors."""
-    find = getattr(c10d, "_get_object_coll_device", None)
-    return torch.device(find(None)) if find is not None else c10d._get_pg_default_device(None)
+    return torch.device(c10d._get_object_coll_device(None))
 
 
 def _has_group() -> bool:
