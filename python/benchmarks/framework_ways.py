@@ -35,7 +35,7 @@ def prepare_process() -> None:
     """Lets Megatron's own callers run where there is no GPU."""
     if not torch.cuda.is_available():
         sys.path.append(str(ROOT / "tests/frameworks"))
-        importlib.import_module("megatron_jobs").without_gpu()
+        importlib.import_module("no_gpu.cpu_for_gpu").without_gpu()
 
 
 def sync_tree(path: str) -> None:

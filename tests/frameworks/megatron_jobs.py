@@ -1,4 +1,4 @@
-"""Jobs of gloo ranks that save with Megatron-Core, each rank a process; what a GPU would do is left out."""
+"""Jobs of gloo ranks that save with Megatron-Core, each rank a process."""
 
 from __future__ import annotations
 
@@ -6,101 +6,29 @@ import inspect
 import os
 import signal
 import time
-import traceback
-import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import dcp_ranks
 import psutil
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.overrides import TorchFunctionMode
 
 import holdfast
 
 # Long enough for a machine with three times the work; a test that passes never waits for it.
 DEADLINE = 120.0
 ROWS = 64
+ARENA_BYTES = 32 << 20
 
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload(["holdfast.dcp", "megatron.core.dist_checkpointing"])
-
-
-def without_gpu() -> None:
-    """Lets the stock callers run where there is no GPU: what they ask of CUDA, they get of the CPU."""
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    torch.cuda.device_count = lambda: 1
-    for name in ("synchronize", "set_device"):
-        setattr(torch.cuda, name, lambda *_: None)
-    # A spawned worker asks for it, too.
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent / "no_gpu")
-
-
-class _OnTheCpu(TorchFunctionMode):
-    """Makes and moves tensors on the CPU where a GPU is asked for."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = "cpu"
-        if function is torch.Tensor.cuda:
-            return args[0]
-        if function is torch.Tensor.to:
-            args = tuple("cpu" if str(value).startswith("cuda") else value for value in args)
-        return function(*args, **kwargs)
-
-
-def on_the_cpu() -> None:
-    """As `without_gpu`, and what asks for GPU memory gets the CPU's: for ranks that exchange states."""
-    without_gpu()
-    _OnTheCpu().__enter__()
-
-
-def _rank(rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple[Any, ...],
-          answers: Any) -> None:  # fmt: skip
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ.setdefault("HOLDFAST_ARENA_BYTES", str(32 << 20))
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
-                            timeout=timedelta(seconds=DEADLINE))  # fmt: skip
-    try:
-        answers.put((rank, body(rank, *args), ""))
-    except BaseException:
-        answers.put((rank, None, traceback.format_exc()))
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+dcp_ranks.context.set_forkserver_preload(["holdfast.dcp", "megatron.core.dist_checkpointing"])
 
 
 def run(world_size: int, scratch: Path, body: Callable[..., Any], *args: Any) -> list[Any]:
     """Runs ``body(rank, *args)`` on every rank; returns what they return, or fails."""
-    answers = _context.Queue()
-    store = str(scratch / f"store-{time.monotonic_ns()}")
-    processes = [
-        _context.Process(target=_rank, args=(rank, world_size, store, body, args, answers))
-        for rank in range(world_size)
-    ]
-    for process in processes:
-        process.start()
-    got: dict[int, Any] = {}
-    failures = []
-    try:
-        for _ in processes:
-            rank, value, failure = answers.get(timeout=2 * DEADLINE)
-            got[rank] = value
-            if failure:
-                failures.append(f"rank {rank}:\n{failure}")
-    finally:
-        for process in processes:
-            process.join(30)
-            if process.is_alive():
-                process.kill()
-    assert not failures, "\n".join(failures)
-    return [got.get(rank) for rank in range(world_size)]
+    return dcp_ranks.run_ranks(world_size, scratch, body, *args, arena_bytes=ARENA_BYTES, timeout=DEADLINE,
+                               time_answer_max=2 * DEADLINE)  # fmt: skip
 
 
 class State:

@@ -27,8 +27,8 @@ from megatron_jobs import (
     save,
     stock_queue,
     strategy_of,
-    without_gpu,
 )
+from no_gpu import cpu_for_gpu
 
 import holdfast.megatron
 
@@ -53,7 +53,7 @@ def _of_the_next_step(rank: int, directory: str, caller: str, flag: str) -> tupl
 
         worker, queue = held_worker(), AsyncCallsQueue()
     else:
-        without_gpu()
+        cpu_for_gpu.without_gpu()
         for tensor in (state.rows, state.replica, state.step):
             tensor.share_memory_()  # as pinned memory is for a forked child
         queue = stock_queue(caller)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import megatron_jobs
 import pytest
 from megatron_jobs import State, finalize, run
+from no_gpu import cpu_for_gpu
 
 import holdfast
 import holdfast.megatron
@@ -16,7 +16,7 @@ pytest.importorskip("nvidia_resiliency_ext", reason="nvidia-resiliency-ext is no
 
 
 def _local(rank: int, directory: str, algorithm: str, is_replicated: bool) -> None:
-    megatron_jobs.on_the_cpu()
+    cpu_for_gpu.on_the_cpu()
     holdfast.megatron.install()
     from megatron.core.dist_checkpointing.strategies.torch import get_async_strategy
     from megatron.core.dist_checkpointing.tensor_aware_state_dict import MCoreTensorAwareStateDict

@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import megatron_jobs
 import pytest
 import torch.distributed as dist
 from megatron_jobs import DEADLINE, State, finalize, fresh, held_worker, run, stock_queue
+from no_gpu import cpu_for_gpu
 from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
@@ -50,7 +50,7 @@ def _has_returned(queue: Any, name: str) -> bool:
 
 
 def under_a_stock_queue(rank: int, directory: str, name: str, looks: int = 20) -> None:
-    megatron_jobs.without_gpu()
+    cpu_for_gpu.without_gpu()
     queue = stock_queue(name)
     state, saved = State(1), State(1)
     path = fresh(directory)

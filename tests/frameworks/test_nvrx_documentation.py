@@ -16,9 +16,9 @@ LOCAL, TORCH_SAVE = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 def test_local_checkpoints_as_written(tmp_path: Path) -> None:
     said = re.search(r"It prints `(.*?)`", TEXT)
     assert said is not None
-    # The program asks for a GPU. The import loads what stands in for it; the state class asserts one.
-    (tmp_path / "local.py").write_text("import pytest\n" + LOCAL)
-    environment = {**os.environ, "PYTHONPATH": str(TESTS / "peers/megatron_no_gpu"), "PYTHONOPTIMIZE": "1"}
+    # The program asks for a GPU; the state class asserts one.
+    (tmp_path / "local.py").write_text("import cpu_for_gpu\ncpu_for_gpu.replace_gpu()\n" + LOCAL)
+    environment = {**os.environ, "PYTHONPATH": str(TESTS / "frameworks/no_gpu"), "PYTHONOPTIMIZE": "1"}
     done = subprocess.run([sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "local.py"],
                           cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False, env=environment)  # fmt: skip
     assert done.returncode == 0, done.stderr

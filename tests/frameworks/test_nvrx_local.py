@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import faults
-import megatron_jobs
 import pytest
 import small_disk
 import torch
 import torch.distributed as dist
 from megatron_jobs import finalize, held_worker, run
+from no_gpu import cpu_for_gpu
 from nvidia_resiliency_ext.checkpointing.async_ckpt import core
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import CheckpointingException
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager as Stock
@@ -36,7 +36,7 @@ def _loaded(manager: Any) -> Any:
 def _in_any_queue(rank: int, directory: str) -> None:
     from holdfast.megatron.queue import AsyncCallsQueue, NvrxAsyncCallsQueue
 
-    megatron_jobs.without_gpu()
+    cpu_for_gpu.without_gpu()
     manager = LocalCheckpointManager(directory, "session")
     assert manager.find_latest() == -1
     queues = [None, AsyncCallsQueue(), NvrxAsyncCallsQueue(), core.AsyncCallsQueue(persistent=False)]
@@ -276,7 +276,7 @@ def test_a_file_of_an_abandoned_run_completes_no_iteration(tmp_path: Path) -> No
 
 
 def _replica(rank: int, directory: str) -> None:
-    megatron_jobs.on_the_cpu()
+    cpu_for_gpu.on_the_cpu()
     manager = LocalCheckpointManager(directory, repl_strategy=replicated())
     mine = Path(manager.local_ckpt_dir)
     state = State(1, rank)

@@ -10,9 +10,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import dcp_ranks
 import torch
 import torch.distributed as dist
-from megatron_jobs import DEADLINE, _context
+from megatron_jobs import DEADLINE
 from nvrx_jobs import State, expected
 
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
@@ -60,7 +61,7 @@ def test_killed_ranks_resume_from_what_was_finalized(tmp_path: Path) -> None:
     for number in range(20 if LONG else 3):
         outs = [tmp_path / f"out-{number}-{rank}" for rank in range(2)]
         ranks = [
-            _context.Process(target=_train, args=(rank, str(tmp_path / f"store-{number}"), str(tmp_path / "local"),
+            dcp_ranks.context.Process(target=_train, args=(rank, str(tmp_path / f"store-{number}"), str(tmp_path / "local"),
                                                   number, str(outs[rank]), choose.choice((0, 8 << 20))))
             for rank in range(2)
         ]  # fmt: skip

@@ -58,7 +58,7 @@ class Suite:
         return next((c for part, c in self.adapted.items() if part in outcome.test), self.adapted_saves if outcome.saves else "")
 
 
-NO_GPU = {"PYTHONPATH": str(pytest_runs.HERE / "megatron_no_gpu")}
+NO_GPU = {"PYTHONPATH": str(pytest_runs.HERE / "ranks")}
 SUITES = (
     Suite(
         title="Megatron's own tests",

@@ -1,10 +1,11 @@
-"""Jobs of several gloo ranks on this machine, each a process, for the tests of holdfast.dcp."""
+"""Jobs of several gloo ranks on this machine, each a process."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,11 +18,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 ARENA_BYTES = 64 << 20
+TIME_ANSWER_MAX = 90.0  # seconds that a rank may take
 
 # Ranks are forked by a server that has imported this, and used nothing of it. Not the tests' own modules: the server does
 # not have their directory in its path, and is silent about a module that it does not find.
-_context = mp.get_context("forkserver")
-_context.set_forkserver_preload([
+context = mp.get_context("forkserver")
+context.set_forkserver_preload([
     "torch._dynamo",  # what DTensor imports at its first use
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
@@ -43,35 +45,42 @@ def one_rank() -> Iterator[None]:
 
 
 def _rank(rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple[Any, ...],
-          answers: Any) -> None:  # fmt: skip
+          answers: Any, arena_bytes: int, timeout: float) -> None:  # fmt: skip
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ["HOLDFAST_ARENA_BYTES"] = str(ARENA_BYTES)
+    os.environ["HOLDFAST_ARENA_BYTES"] = str(arena_bytes)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=timeout),
     )  # fmt: skip
     try:
         answers.put((rank, body(rank, *args), ""))
     except BaseException:
         answers.put((rank, None, traceback.format_exc()))
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def run_ranks(
-    world_size: int, scratch: Path, body: Callable[..., Any], *args: Any, dying: int | None = None
-) -> list[Any]:
+    world_size: int, scratch: Path, body: Callable[..., Any], *args: Any, dying: int | None = None,
+    arena_bytes: int = ARENA_BYTES, timeout: float = 60.0, time_answer_max: float = TIME_ANSWER_MAX,
+) -> list[Any]:  # fmt: skip
     """Runs ``body(rank, *args)`` on every rank; returns what they return, or fails.
 
-    The rank `dying` is expected to be killed or to stop for good, and returns None.
+    Args:
+        world_size: number of ranks.
+        scratch: directory of the store by which they meet.
+        dying: a rank that is killed or stops for good, and returns None.
+        arena_bytes: staging memory of a rank.
+        timeout: of the process group, in seconds.
+        time_answer_max: seconds until a rank has returned.
     """
-    answers = _context.Queue()
-    number = len(list(scratch.glob("store-*")))
-    store = str(scratch / f"store-{number}")
+    answers = context.Queue()
+    store = str(scratch / f"store-{time.monotonic_ns()}")
     processes = [
-        _context.Process(target=_rank, args=(rank, world_size, store, body, args, answers))
+        context.Process(target=_rank, args=(rank, world_size, store, body, args, answers, arena_bytes, timeout))
         for rank in range(world_size)
     ]
     for process in processes:
@@ -80,7 +89,7 @@ def run_ranks(
     failures = []
     try:
         for _ in range(world_size - (dying is not None)):
-            rank, value, failure = answers.get(timeout=90)
+            rank, value, failure = answers.get(timeout=time_answer_max)
             got[rank] = value
             if failure:
                 failures.append(f"rank {rank}:\n{failure}")

@@ -136,7 +136,7 @@ def test_a_crash_at_any_step_leaves_the_old_or_the_new_checkpoint(
 ) -> None:
     path = tmp_path / "run"
     dcp.save(state_of(1), storage_writer=holdfast.dcp.StorageWriter(path))
-    process = dcp_ranks._context.Process(target=_save_and_die, args=(str(path), 2, step))
+    process = dcp_ranks.context.Process(target=_save_and_die, args=(str(path), 2, step))
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -150,7 +150,7 @@ def test_a_crash_at_any_step_leaves_the_old_or_the_new_checkpoint(
 
 def test_a_first_save_that_died_is_no_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "run"
-    process = dcp_ranks._context.Process(target=_save_and_die, args=(str(path), 2, "before commit"))
+    process = dcp_ranks.context.Process(target=_save_and_die, args=(str(path), 2, "before commit"))
     process.start()
     process.join(60)
     for check in (load, holdfast.dcp.verify):

@@ -61,7 +61,7 @@ def _job(job: int, directory: str, together: Any, outcomes: Any) -> None:
 
 
 def test_of_two_jobs_that_save_at_once_one_wins_whole(tmp_path: Path) -> None:
-    context = dcp_ranks._context
+    context = dcp_ranks.context
     together, outcomes = context.Barrier(3), context.Queue()
     jobs = [context.Process(target=_job, args=(job, str(tmp_path), together, outcomes)) for job in range(2)]
     for job in jobs:
@@ -94,8 +94,8 @@ def test_a_save_of_another_job_is_not_deleted_as_older(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "step-1"
-    done = dcp_ranks._context.Queue()
-    other = dcp_ranks._context.Process(target=_save_and_say, args=(str(path), done))
+    done = dcp_ranks.context.Queue()
+    other = dcp_ranks.context.Process(target=_save_and_say, args=(str(path), done))
     delete = dcp_writer.StorageWriter._delete_older
 
     def late(self: Any, *of: Any) -> None:

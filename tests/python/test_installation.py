@@ -127,7 +127,7 @@ def _main(program: str, arguments: list[str], output: str) -> None:
 def benchmark(name: str, output: Path, *arguments: object) -> str:
     """What a benchmark prints, in a process that need not import PyTorch first."""
     told = [str(a) for a in arguments]
-    process = dcp_ranks._context.Process(target=_main, args=(str(BENCHMARKS / name), told, str(output)))
+    process = dcp_ranks.context.Process(target=_main, args=(str(BENCHMARKS / name), told, str(output)))
     process.start()
     process.join(200)
     assert process.exitcode == 0, (process.exitcode, output.read_text())

@@ -1,15 +1,10 @@
-"""Loaded by a spawned worker of the stock callers: see `megatron_jobs.without_gpu`."""
+"""Loaded by a spawned worker of the stock callers: see `cpu_for_gpu.without_gpu`."""
 
 import importlib.abc
 import importlib.util
 import sys
 
-
-def _without_gpu(module):
-    module.current_device = lambda: "cpu"
-    module.device_count = lambda: 1
-    for asked in ("synchronize", "set_device"):
-        setattr(module, asked, lambda *_: None)
+import cpu_for_gpu
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -24,7 +19,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):
             load(module)
-            _without_gpu(module)
+            cpu_for_gpu.replace_calls(module)
 
         spec.loader.exec_module = exec_module
         return spec

@@ -1,6 +1,7 @@
-"""Loaded by every rank of `run_framework_tests.py`: what Megatron's tests ask of a GPU, they get of the CPU.
+"""Loaded by every rank of `run_framework_tests.py`, whose tests ask for a GPU.
 
-It also supplies what Python 3.11 lacks, and installs Holdfast, whose saves are proved when they are committed.
+It replaces the GPU by the CPU, supplies `typing.override` to Python 3.11, and installs Holdfast, whose saves are proved when
+they are committed.
 """
 
 import contextlib
@@ -14,111 +15,7 @@ import sys
 import typing
 import zipfile
 
-
-class _Stream(contextlib.AbstractContextManager):
-    """A stream or an event: everything has happened when it is asked for."""
-
-    cuda_stream = 0
-
-    def __init__(self, *_, **__):
-        pass
-
-    def __exit__(self, *_):
-        return None
-
-    def query(self):
-        return True
-
-    def record_event(self, *_):
-        return self
-
-    def nothing(self, *_):
-        pass
-
-    wait_stream = wait_event = synchronize = record = nothing
-
-
-def _without_gpu():
-    import torch
-    import torch.distributed as dist
-    from torch.overrides import TorchFunctionMode
-
-    cuda, cpu = torch.cuda, torch.device("cpu")
-    cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda.current_device = lambda: cpu
-    cuda.memory_allocated = cuda.max_memory_allocated = lambda *_, **__: 0
-    cuda.get_rng_state = lambda *_, **__: torch.get_rng_state()
-    cuda.Stream = cuda.Event = cuda.stream = _Stream
-    cuda.current_stream = cuda.default_stream = lambda *_: _Stream()
-    names = "synchronize set_device empty_cache reset_peak_memory_stats manual_seed manual_seed_all set_rng_state"
-    for name in [*names.split(), "_lazy_call", "_lazy_init"]:
-        setattr(cuda, name, lambda *_, **__: None)
-    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_, **__: self
-    torch.Tensor.type = _of_a_gpu(torch.Tensor.type)
-
-    class OnTheCpu(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            kwargs = dict(kwargs or {})
-            if str(kwargs.get("device")).startswith("cuda"):
-                kwargs["device"] = cpu
-            if function is torch.Tensor.to:
-                args = tuple(cpu if str(value).startswith("cuda") else value for value in args)
-            return function(*args, **kwargs)
-
-    OnTheCpu().__enter__()
-    for optimizer in (torch.optim.Adam, torch.optim.AdamW):
-        optimizer.__init__ = _with_a_rate(optimizer.__init__)
-        optimizer.state_dict = _with_steps(optimizer.state_dict)
-    dist.init_process_group = _on_gloo(dist.init_process_group)
-    dist.new_group = _forgotten_with_its_model(_on_gloo(dist.new_group))
-
-
-def _of_a_gpu(kind):
-    """The distributed optimizer takes tensors of a GPU alone, and knows them by the name of their type."""
-
-    @functools.wraps(kind)
-    def named(self, *args, **kwargs):
-        name = kind(self, *args, **kwargs)
-        return name if args or kwargs else "torch.cuda." + name.rpartition(".")[2]
-
-    return named
-
-
-def _with_a_rate(init):
-    """Of fused optimizers the rate has a default, and Megatron hands on none."""
-
-    @functools.wraps(init)
-    def with_a_rate(self, params, *args, **kwargs):
-        if kwargs.get("lr", 0.0) is None:
-            kwargs["lr"] = 1e-3
-        init(self, params, *args, **kwargs)
-
-    return with_a_rate
-
-
-def _on_gloo(make):
-    def made(*args, **kwargs):
-        if kwargs.get("backend") == "nccl":
-            kwargs["backend"] = "gloo"
-        kwargs.pop("pg_options", None)
-        return make(*args, **kwargs)
-
-    return made
-
-
-def _with_steps(state_dict):
-    """Megatron makes the state as that of Apex's Adam, which has no step, and reads it as that of PyTorch's."""
-
-    @functools.wraps(state_dict)
-    def with_steps(self):
-        import torch
-
-        state = state_dict(self)
-        for of_parameter in state["state"].values():
-            of_parameter.setdefault("step", torch.tensor(0.0))
-        return state
-
-    return with_steps
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / "frameworks/no_gpu"))
 
 
 def _forgotten_with_its_model(new_group):
@@ -154,6 +51,14 @@ def _forgotten_with_its_model(new_group):
         return group
 
     return made_for_a_model
+
+
+def _replace_gpu():
+    import cpu_for_gpu
+    import torch.distributed as dist
+
+    cpu_for_gpu.replace_gpu()
+    dist.new_group = _forgotten_with_its_model(dist.new_group)
 
 
 def _install():
@@ -233,7 +138,7 @@ class _Finder(importlib.abc.MetaPathFinder):
             import typing_extensions
 
             typing.override = typing_extensions.override
-        _without_gpu()
+        _replace_gpu()
         if os.environ.get("HOLDFAST_PEER_STOCK") != "1":
             _install()
         return importlib.util.find_spec(name)
