@@ -31,7 +31,7 @@ demo_of_wheel() {
   [ -x "$venv/bin/python" ] || python3 -m venv "$venv"
   "$venv/bin/python" -m pip --disable-pip-version-check install -q --no-index --no-deps --force-reinstall \
     --find-links "$HOLDFAST_WHEELS" holdfast || fail "$HOLDFAST_WHEELS has no wheel of holdfast for $(python3 --version)"
-  programs=$("$venv/bin/python" -c 'from holdfast import commands; print(commands.program(""))')
+  programs=$("$venv/bin/python" -c 'from holdfast import _programs; print(_programs.program(""))')
 }
 
 demo_of_build() {

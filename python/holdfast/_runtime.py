@@ -14,7 +14,7 @@ from typing import Any
 from holdfast import _arguments, _log, _native, _ranks, events, snapshots
 from holdfast._completion import waitable
 from holdfast._process import PerProcess
-from holdfast.commands import program
+from holdfast._programs import program
 from holdfast.errors import Error, TimeoutError
 
 # What launchers say of the number of processes on a node.

@@ -26,8 +26,8 @@ from holdfast import (
     _unpickle,
 )
 from holdfast._building import Builder
-from holdfast._common import common
 from holdfast._filling import Filling
+from holdfast._merging import merged
 from holdfast._pieces import Loading
 from holdfast.capture import FILE, OBJECTS, STRUCTURE
 from holdfast.directories import absolute_path, local_path, path_text
@@ -158,7 +158,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             reader.add(other)
             self._ranks.append(self._view_of(reader, reader.entry_bytes()))
         structures = [view.structure for view in self._ranks]
-        self._root = common([structure["root"] for structure in structures])
+        self._root = merged([structure["root"] for structure in structures])
         if any(structure.get("deep", []) != self.deep for structure in structures):
             self.deep = [{"kind": _kinds.DIFFERS, "shards": False} for _ in self.deep]
 

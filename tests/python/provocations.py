@@ -217,7 +217,7 @@ def cycle(directory: Path) -> str:
 
 @provocation
 def worker_program(directory: Path) -> str:
-    from holdfast.commands import program
+    from holdfast._programs import program
 
     holdfast.configure(worker_program=str(directory / "holdfast-worker"))
     try:
@@ -431,7 +431,7 @@ def not_from_python(directory: Path) -> str:
     door = native.Checkpointer(
         {
             "directory": str(directory),
-            "worker_program": holdfast.commands.program("holdfast-worker"),
+            "worker_program": holdfast._programs.program("holdfast-worker"),
         }
     )
     door.save("other", plan, 1, False, "", False).wait_durable(60)

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast import cli
+from holdfast._programs import program
 from holdfast.cli import draining, watching
-from holdfast.commands import program
 
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
 

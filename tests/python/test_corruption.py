@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import holdfast
 import holdfast.dcp
 from holdfast import _native
-from holdfast.commands import program
+from holdfast._programs import program
 from holdfast.integrity import readers
 
 LONG = bool(os.environ.get("HOLDFAST_LONG"))

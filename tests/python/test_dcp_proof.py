@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import holdfast
 import holdfast.dcp
 from holdfast import _dcp_directories
-from holdfast.commands import program
+from holdfast._programs import program
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

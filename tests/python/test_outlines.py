@@ -211,7 +211,7 @@ def test_a_description_of_the_first_version_is_read(tmp_path: Path) -> None:
     plan.renew(_native.new_attempt(), [w.data_ptr(), ints.data_ptr()], [], [])
     plan.add_file("state.json")
     plan.add_tensor("holdfast:structure", "U8", [len(text)], text.data_ptr(), len(text), None, 0)
-    program = holdfast.commands.program("holdfast-worker")
+    program = holdfast._programs.program("holdfast-worker")
     door = _native.Checkpointer({"directory": str(tmp_path), "worker_program": program})
     door.save("s", plan, 1, False, "", False).wait_durable(60)
     loaded = holdfast.load(tmp_path / "s")

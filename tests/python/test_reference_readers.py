@@ -30,7 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
-from holdfast import commands
+from holdfast import _programs
 
 LONG = bool(os.environ.get("HOLDFAST_LONG"))
 # Files of one example: hypothesis costs more than a file.
@@ -162,7 +162,7 @@ def read_by_safetensors(path: Path) -> dict[str, tuple[str, list[int], bytes]] |
 
 def adopted(directories: list[Path]) -> list[dict[str, tuple[str, list[int], bytes]]]:
     """The same by the manifests that verify writes for files of others."""
-    program = commands.program("verify-checkpoint")
+    program = _programs.program("verify-checkpoint")
     subprocess.run([program, "--adopt", "-q", *directories], check=True, capture_output=True)
     all_found = []
     for directory in directories:

@@ -11,11 +11,11 @@ FOLDERS = ("dcp", "drain", "observe", "lightning", "megatron", "nvrx", "cli", "i
 ROWS = (
     ("_native", "_process", "errors"),
     ("_arguments", "_collector", "_completion", "_constructors", "_durable", "_devices", "_dtypes", "_framing", "_lineage",
-     "_modules", "_names", "_ranks", "_regular", "_torch_pickle", "commands"),
+     "_modules", "_names", "_programs", "_ranks", "_regular", "_torch_pickle"),
     ("_dcp_directories", "_pieces", "_plain"),
     ("_kinds", "_unpickle", "snapshots"),
     ("_tensor_kinds",),
-    ("_common", "_late", "_log", "_recent", "_state", "directories"),
+    ("_late", "_log", "_merging", "_recent", "_state", "directories"),
     ("_agreement", "_hf", "drain", "events"),
     ("_runtime",),
     ("capture", "handle"),

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from holdfast import _native, commands, directories
+from holdfast import _native, _programs, directories
 from holdfast.cli import text
 from holdfast.errors import Error
 
@@ -138,11 +138,11 @@ def _run(arguments: list[str]) -> int:
         try:
             for argument in arguments[1:] if name == "doctor" else ():
                 directories.local_path(argument, "probe")
-            commands.run(_PROGRAMS[name], f"holdfast {name}", arguments[1:])
+            _programs.run(_PROGRAMS[name], f"holdfast {name}", arguments[1:])
         except Error as error:
             return _complain(error.message, name)
         except OSError as error:
-            return _complain(f"run {commands.program(_PROGRAMS[name])}: {error.strerror}", name)
+            return _complain(f"run {_programs.program(_PROGRAMS[name])}: {error.strerror}", name)
     parser = argparse.ArgumentParser(
         "holdfast",
         usage="holdfast COMMAND ...",

@@ -16,7 +16,7 @@ import signal
 import subprocess
 from typing import Any
 
-from holdfast import _dtypes, _names, commands
+from holdfast import _dtypes, _names, _programs
 from holdfast.integrity import injection, megatron, processes, schedule, states, trainer
 
 PROGRAM = "holdfast-trainer"
@@ -24,7 +24,7 @@ PROGRAM = "holdfast-trainer"
 
 def why_not() -> str:
     """Why there is no such trainer here; "" where there is one."""
-    path = commands.program(PROGRAM)
+    path = _programs.program(PROGRAM)
     return "" if os.access(path, os.X_OK) else f"there is no {path}: wheels have none, a build from the sources does"
 
 
@@ -84,7 +84,7 @@ def _line(task: trainer.Task, rank: int, actions: list[dict[str, Any]], dead: li
         "job": job, "replace": round_["replace"], "device": round_["number"] if round_["device"] == "stand-in" else None,
         "actions": actions, "dead": dead, "spoil": False, "pool": _pool(),
         "log": os.path.join(task.scratch, f"trainer-{job}-{rank}.log"),
-        "options": {**options, "directory": task.directory, "worker_program": commands.program("holdfast-worker"),
+        "options": {**options, "directory": task.directory, "worker_program": _programs.program("holdfast-worker"),
                     "when_full": round_["when_full"], "keep_last": round_["keep_last"],
                     "rank": rank, "world_size": round_["ranks"]},
         "outcome_seconds_max": trainer.TIME_OUTCOME_MAX, "settle_seconds_max": trainer.TIME_SETTLE_MAX,
@@ -106,7 +106,7 @@ class Member:
     def __init__(self, rank: int, forbidden: dict[str, str]) -> None:
         self._rank = rank
         self.process = subprocess.Popen(
-            [commands.program(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [_programs.program(PROGRAM)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             preexec_fn=functools.partial(injection.forbid, forbidden) if forbidden else None,
         )  # fmt: skip
         assert self.process.stdout is not None

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from holdfast.dcp.placement import new_attempt
-from holdfast.megatron.lineage import lineage_of
+from holdfast.megatron.group_saves import saves_of
 from holdfast.megatron.writer import FileSystemWriterAsync
 
 
@@ -46,7 +46,7 @@ class _Planning:
         self.ranks = _DistWrapper(group, dist.is_available() and dist.is_initialized(), coordinator)
         self.local = local
         self.metadata: Metadata | None = None
-        self.lineage = lineage_of(group)
+        self.saves = saves_of(group)
         self._has_planned = False
         if isinstance(writer, FileSystemWriterAsync):
             writer.join(group)
@@ -67,8 +67,8 @@ class _Planning:
 
     def agree(self) -> None:
         """Makes the ranks agree on an id for their saves, once for a process group."""
-        if not self.lineage.id:
-            self.lineage.id = self.ranks.broadcast_object(self.new_id())
+        if not self.saves.id:
+            self.saves.id = self.ranks.broadcast_object(self.new_id())
 
     def new_id(self) -> str | None:
         return new_attempt() if self.ranks.is_coordinator else None
@@ -137,7 +137,7 @@ class _Planning:
         return False, self.new_id()
 
     def _agreed(self, answer: tuple[bool, str | None]) -> bool:
-        self.lineage.id = self.lineage.id or answer[1] or ""
+        self.saves.id = self.saves.id or answer[1] or ""
         return answer[0]
 
     def plan_together(self) -> SavePlan:

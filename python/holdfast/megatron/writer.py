@@ -30,7 +30,7 @@ from holdfast.dcp.items import Layout, resolved
 from holdfast.dcp.writer import StorageWriter, Written
 from holdfast.errors import Error, of_system
 from holdfast.megatron import stock
-from holdfast.megatron.lineage import lineage_of
+from holdfast.megatron.group_saves import saves_of
 from holdfast.megatron.ticket import Mark, give_up, register, wait_until_written
 
 # Whose step alone changes the memory, as of `holdfast.save_async`; or what gives that at each save.
@@ -168,8 +168,8 @@ class FileSystemWriterAsync(StorageWriter):
             self.fail(error)
 
     def _begin(self, plan: SavePlan, planner: SavePlanner, called_ns: int) -> None:
-        lineage = lineage_of(self._group)
-        if not lineage.id:
+        saves = saves_of(self._group)
+        if not saves.id:
             raise Error(
                 "FAILED_PRECONDITION",
                 f"save {self.path}: another library's save_state_dict_async_plan has planned it; use "
@@ -179,7 +179,7 @@ class FileSystemWriterAsync(StorageWriter):
         for item, value in zip(plan.items, data, strict=True):
             _check_shape(item, value, self.path)
         self._counted = True
-        place = lineage.next(self.path, self.rank, self.world_size)
+        place = saves.next(self.path, self.rank, self.world_size)
         self.save_id = place.attempt
         late = self.late() if callable(self.late) else self.late
         layout = _layout_of(plan.items, self.separation_hint or "")
@@ -199,7 +199,7 @@ class FileSystemWriterAsync(StorageWriter):
         """Notes why this rank cannot write; the save goes on on the other ranks, and fails at its end."""
         if not self._counted:
             self._counted = True
-            lineage_of(self._group).skip()
+            saves_of(self._group).skip()
         if not isinstance(error, Error):
             number = error.errno or 0 if isinstance(error, OSError) else 0
             error = Error("UNKNOWN", f"save {self.path}, rank {self.rank}: {error!r}", number)
@@ -305,7 +305,7 @@ class FileSystemWriterAsync(StorageWriter):
                 )
         metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
         files = [name for rank in results for name in rank.files]
-        self.complete(metadata, len(results), files, lineage_of(self._group).younger(self.path))
+        self.complete(metadata, len(results), files, saves_of(self._group).younger(self.path))
 
 
 def _with_prefix(plan: SavePlan, rank: int) -> SavePlan:

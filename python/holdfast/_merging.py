@@ -1,4 +1,4 @@
-"""What the descriptions of one state by several ranks have in common."""
+"""Merges the descriptions of one state by several ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _BELOW = {
 _OWN = {"tensor": "device", "dtensor": "coordinate"}
 
 
-def common(nodes: list[Node]) -> Node:
-    """The node of all ranks at one place, or one of the kind DIFFERS.
+def merged(nodes: list[Node]) -> Node:
+    """The node that all ranks have at one place; where their nodes differ, one of the kind DIFFERS.
 
     Args:
         nodes: by rank. Devices of tensors are taken from the first.
@@ -54,8 +54,8 @@ def common(nodes: list[Node]) -> Node:
     if kind in ("sparse", "subclass"):
         if any(parts.keys() != inner[0].keys() for parts in inner):
             return _differing()
-        return {**first, below: {name: common([p[name] for p in inner]) for name in inner[0]}}
-    return {**first, below: common(inner)}
+        return {**first, below: {name: merged([p[name] for p in inner]) for name in inner[0]}}
+    return {**first, below: merged(inner)}
 
 
 def _differing(shards: bool = False) -> Node:
@@ -66,7 +66,7 @@ def _differing(shards: bool = False) -> Node:
 def _each(ranks: list[list[Node]]) -> Node:
     if any(len(items) != len(ranks[0]) for items in ranks):
         return _differing()
-    return [common(list(items)) for items in zip(*ranks, strict=True)]
+    return [merged(list(items)) for items in zip(*ranks, strict=True)]
 
 
 def _entries(ranks: list[list[Any]]) -> list[Any]:
@@ -76,5 +76,5 @@ def _entries(ranks: list[list[Any]]) -> list[Any]:
     for text in dict.fromkeys(text for rank in known for text in rank):
         key = next(rank[text][0] for rank in known if text in rank)
         everywhere = all(text in rank for rank in known)
-        items.append([key, common([r[text][1] for r in known]) if everywhere else _differing()])
+        items.append([key, merged([r[text][1] for r in known]) if everywhere else _differing()])
     return items

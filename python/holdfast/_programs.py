@@ -1,4 +1,4 @@
-"""The console commands: the programs that are packed with the extension module."""
+"""The programs that are packed with the extension module, and the console commands that run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks know of a save without asking each other: its attempt and its generation.
+"""Attempts and generations of the saves over a process group, which each rank counts without asking the others.
 
 The ranks of a process group agree once, in a planning that they do together anyway, on a random id.
 From then on a save's attempt follows from that id, its directory, and the number of the group's saves
@@ -22,7 +22,7 @@ _AHEAD_MAX = 64
 _PATHS_MAX = 64
 
 
-class Lineage:
+class GroupSaves:
     """The saves over one process group, as this rank counts them.
 
     Attributes:
@@ -62,21 +62,21 @@ class Lineage:
         return hashlib.sha256(f"{self.id} {save} {path}".encode()).hexdigest()[:32]
 
 
-class _Lineages(PerProcess):
+class _Groups(PerProcess):
     def clear(self) -> None:
-        self.by_group: weakref.WeakKeyDictionary[Any, Lineage] = weakref.WeakKeyDictionary()
-        self.alone = Lineage()  # without any process group
+        self.by_group: weakref.WeakKeyDictionary[Any, GroupSaves] = weakref.WeakKeyDictionary()
+        self.alone = GroupSaves()  # without any process group
         self.alone.id = placement.new_attempt()
 
 
-_lineages = _Lineages()
+_groups = _Groups()
 
 
-def lineage_of(group: Any) -> Lineage:
-    """That of a process group; None: of all ranks."""
+def saves_of(group: Any) -> GroupSaves:
+    """The saves over a process group; None: over all ranks."""
     if group is None:
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    with _lineages.lock:
+    with _groups.lock:
         if group is None:
-            return _lineages.alone
-        return _lineages.by_group.setdefault(group, Lineage())
+            return _groups.alone
+        return _groups.by_group.setdefault(group, GroupSaves())
