@@ -1,15 +1,17 @@
 // OpenDirect on real file systems, and on file systems that misbehave.
-#include <sys/mount.h>
 #include <sys/stat.h>
 
 #include <cerrno>
 
+#include "tests/testing/small_file_system.h"
 #include "tests/unit/io_uring/queue_fixture.h"
 
 namespace holdfast::io {
 namespace {
 
-class OpenDirectTest : public testing::Test {
+using ::holdfast::testing::SmallFileSystem;
+
+class OpenDirectTest : public ::testing::Test {
  protected:
   int Open(const std::string& path, int flags, DirectOpen* out, bool want_direct = true) {
     return OpenDirect(AT_FDCWD, path.c_str(), flags, 0600, want_direct, out);
@@ -25,54 +27,18 @@ class OpenDirectTest : public testing::Test {
 };
 
 constexpr int kMake = O_CREAT | O_EXCL | O_WRONLY;
-
-/// A file system of the test, on tmpfs or on a loop device.
-class Mounted {
- public:
-  explicit Mounted(const std::string& directory) : point_(directory + "/mount") {
-    mkdir(point_.c_str(), 0700);
-  }
-  ~Mounted() {
-    if (mounted_) umount2(point_.c_str(), MNT_DETACH);
-    rmdir(point_.c_str());
-    if (!image_.empty()) unlink(image_.c_str());
-  }
-  Mounted(const Mounted&) = delete;
-  Mounted& operator=(const Mounted&) = delete;
-
-  bool Tmpfs() {
-    mounted_ = mount("none", point_.c_str(), "tmpfs", 0, "size=8m") == 0;
-    return mounted_;
-  }
-  /// Formats an image by `mkfs` (with its options) and mounts the image by mount(8), which finds a
-  /// loop device.
-  bool Loop(const std::string& mkfs, uint64_t bytes) {
-    image_ = point_ + ".image";
-    const int fd = open(image_.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0600);
-    const bool made = fd >= 0 && ftruncate(fd, static_cast<off_t>(bytes)) == 0;
-    close(fd);
-    mounted_ = made && Shell("PATH=$PATH:/usr/sbin:/sbin " + mkfs + " " + image_) &&
-               Shell("PATH=$PATH:/usr/sbin:/sbin mount -o loop " + image_ + " " + point_);
-    return mounted_;
-  }
-  std::string File(const std::string& name) const { return point_ + "/" + name; }
-
- private:
-  static bool Shell(const std::string& command) {
-    return system((command + " >/dev/null 2>&1").c_str()) == 0;
-  }
-  std::string point_;
-  std::string image_;
-  bool mounted_ = false;
-};
+constexpr uint64_t kDiskBytes = 320u << 20;  // mkfs.xfs refuses less than 300 MiB
 
 TEST_F(OpenDirectTest, ProvesDirectIoOnExt4AndXfs) {
-  for (const char* mkfs : {"mkfs.ext4 -q -F", "mkfs.xfs -q -f"}) {
-    SCOPED_TRACE(mkfs);
-    Mounted mounted(scratch_.path());
-    if (!mounted.Loop(mkfs, 320u << 20)) GTEST_SKIP() << mkfs << " or a loop mount does not work";
+  const std::pair<const char*, const char*> kinds[] = {{"mkfs.ext4 -q -F", "ext4"},
+                                                       {"mkfs.xfs -q -f", "xfs"}};
+  for (const auto& [make, type] : kinds) {
+    SCOPED_TRACE(type);
+    const auto mounted = SmallFileSystem::Loop(make, type, kDiskBytes);
+    if (!mounted.ok()) GTEST_SKIP() << mounted.status();
+    const std::string path = (*mounted)->path() + "/a";
     DirectOpen file;
-    ASSERT_EQ(Open(mounted.File("a"), kMake, &file), 0);
+    ASSERT_EQ(Open(path, kMake, &file), 0);
     EXPECT_EQ(file.direct, DirectIo::kProven);
     EXPECT_GT(file.memory_alignment, 0u);
     EXPECT_GT(file.offset_alignment, 0u);
@@ -80,19 +46,17 @@ TEST_F(OpenDirectTest, ProvesDirectIoOnExt4AndXfs) {
     EXPECT_EQ(Size(file.fd), 0);
     EXPECT_NE(fcntl(file.fd, F_GETFD) & FD_CLOEXEC, 0);
     sys::CloseOwned(file.fd);
-    ASSERT_EQ(Open(mounted.File("a"), O_RDONLY, &file), 0);
+    ASSERT_EQ(Open(path, O_RDONLY, &file), 0);
     EXPECT_EQ(file.direct, DirectIo::kProven);
     sys::CloseOwned(file.fd);
   }
 }
 
 TEST_F(OpenDirectTest, ClaimsOnlyOnBtrfs) {
-  Mounted mounted(scratch_.path());
-  if (!mounted.Loop("mkfs.btrfs -q -f", 320u << 20)) {
-    GTEST_SKIP() << "mkfs.btrfs or a loop mount does not work";
-  }
+  const auto mounted = SmallFileSystem::Loop("mkfs.btrfs -q -f", "btrfs", kDiskBytes);
+  if (!mounted.ok()) GTEST_SKIP() << mounted.status();
   DirectOpen file;
-  ASSERT_EQ(Open(mounted.File("a"), kMake, &file), 0);
+  ASSERT_EQ(Open((*mounted)->path() + "/a", kMake, &file), 0);
   EXPECT_NE(file.direct, DirectIo::kProven);
   EXPECT_EQ(file.memory_alignment, 0u);
   EXPECT_EQ(Size(file.fd), 0) << "the probe must leave nothing";
@@ -100,10 +64,10 @@ TEST_F(OpenDirectTest, ClaimsOnlyOnBtrfs) {
 }
 
 TEST_F(OpenDirectTest, ProvesNothingOnTmpfs) {
-  Mounted mounted(scratch_.path());
-  if (!mounted.Tmpfs()) GTEST_SKIP() << "mounting a tmpfs: " << strerror(errno);
+  const auto mounted = SmallFileSystem::Tmpfs(8u << 20);
+  if (!mounted.ok()) GTEST_SKIP() << mounted.status();
   DirectOpen file;
-  ASSERT_EQ(Open(mounted.File("a"), kMake, &file), 0);
+  ASSERT_EQ(Open((*mounted)->path() + "/a", kMake, &file), 0);
   EXPECT_NE(file.direct, DirectIo::kProven);
   EXPECT_EQ(Size(file.fd), 0) << "the probe must leave nothing";
   sys::CloseOwned(file.fd);
