@@ -15,7 +15,6 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "gmock/gmock.h"
@@ -30,7 +29,7 @@
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/save_test.h"
-#include "tests/testing/zip_files.h"
+#include "tests/testing/single_file.h"
 
 namespace holdfast::testing {
 namespace {
@@ -55,13 +54,8 @@ std::string TemporaryOf(const AttemptId& attempt) {
   return Companion(attempt, format::CompanionKind::kTemporary);
 }
 
-/// A torch archive with the id of a save.
 std::string Archive(const AttemptId& attempt, char fill, size_t bytes = 100'000) {
-  return ZipArchive({{"archive/data.pkl", "pickle"},
-                     {"archive/data/0", std::string(bytes, fill)},
-                     {"archive/.data/serialization_id",
-                      absl::StrFormat("%020d%020d", attempt.high, attempt.low)}},
-                    {});
+  return SingleFileArchive(attempt, std::string(bytes, fill));
 }
 
 class SingleFile : public LauncherTest {
@@ -72,14 +66,7 @@ class SingleFile : public LauncherTest {
                                    const std::string& contents, bool replace = true,
                                    bool confirm = false) {
     kept_.push_back(std::make_unique<std::string>(contents));
-    SavePlan plan;
-    plan.files.push_back({.name = kFile, .bytes = contents.size(), .segments = {}});
-    plan.files[0].segments.push_back(
-        {.bytes = contents.size(), .tensor = 0, .data = kept_.back()->data()});
-    plan.tensors.push_back({.name = "all",
-                            .dtype = "U8",
-                            .shape = {static_cast<int64_t>(contents.size())},
-                            .end = contents.size()});
+    const SavePlan plan = SingleFilePlan(kFile, *kept_.back());
     return checkpointer->SaveAsync({.name = kFile,
                                     .step = 1,
                                     .plan = &plan,

@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
@@ -19,7 +18,7 @@
 #include "tests/crash/kill_switch.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/save_test.h"
-#include "tests/testing/zip_files.h"
+#include "tests/testing/single_file.h"
 
 namespace holdfast::testing {
 namespace {
@@ -33,13 +32,8 @@ constexpr AttemptId kNew = {.high = 2, .low = 8};
 constexpr char kFile[] = "last.pt";
 constexpr int kCallsMax = 2000;
 
-/// A torch archive with the id of a save.
 std::string Archive(const AttemptId& attempt) {
-  return ZipArchive({{"archive/data.pkl", "pickle"},
-                     {"archive/data/0", std::string(30'000, attempt == kOld ? 'o' : 'n')},
-                     {"archive/.data/serialization_id",
-                      absl::StrFormat("%020d%020d", attempt.high, attempt.low)}},
-                    {});
+  return SingleFileArchive(attempt, std::string(30'000, attempt == kOld ? 'o' : 'n'));
 }
 
 absl::Status SaveFile(const std::string& directory, const AttemptId& attempt) {
@@ -51,14 +45,7 @@ absl::Status SaveFile(const std::string& directory, const AttemptId& attempt) {
   const auto checkpointer = Checkpointer::Create(options);
   if (!checkpointer.ok()) return checkpointer.status();
   const std::string contents = Archive(attempt);
-  SavePlan plan;
-  plan.files.push_back({.name = kFile, .bytes = contents.size(), .segments = {}});
-  plan.files[0].segments.push_back(
-      {.bytes = contents.size(), .tensor = 0, .data = contents.data()});
-  plan.tensors.push_back({.name = "all",
-                          .dtype = "U8",
-                          .shape = {static_cast<int64_t>(contents.size())},
-                          .end = contents.size()});
+  const SavePlan plan = SingleFilePlan(kFile, contents);
   const auto handle = (*checkpointer)
                           ->SaveAsync({.name = kFile,
                                        .step = 1,

@@ -11,7 +11,6 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/verify.h"
 #include "runtime/format/file_names.h"
@@ -19,8 +18,8 @@
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/settings.h"
+#include "tests/testing/single_file.h"
 #include "tests/testing/training_state.h"
-#include "tests/testing/zip_files.h"
 
 namespace holdfast::testing {
 namespace {
@@ -64,24 +63,13 @@ class Replaced : public SaveTest {
   std::string SaveFile(uint64_t number) {
     const AttemptId attempt = {.high = number, .low = 7};
     const std::string contents =
-        ZipArchive({{"archive/data.pkl", "pickle"},
-                    {"archive/data/0", std::string(100'000, static_cast<char>('a' + number))},
-                    {"archive/.data/serialization_id",
-                     absl::StrFormat("%020d%020d", attempt.high, attempt.low)}},
-                   {});
+        SingleFileArchive(attempt, std::string(100'000, static_cast<char>('a' + number)));
     const std::string where = At(absl::StrCat("save-", number));
     fs::create_directory(where);
     CheckpointerOptions options = SmallOptions(where);
     options.launcher = Launcher::kThread;
     const auto checkpointer = Make(options);
-    SavePlan plan;
-    plan.files.push_back({.name = kFile, .bytes = contents.size(), .segments = {}});
-    plan.files[0].segments.push_back(
-        {.bytes = contents.size(), .tensor = 0, .data = contents.data()});
-    plan.tensors.push_back({.name = "all",
-                            .dtype = "U8",
-                            .shape = {static_cast<int64_t>(contents.size())},
-                            .end = contents.size()});
+    const SavePlan plan = SingleFilePlan(kFile, contents);
     const auto save = checkpointer->SaveAsync(
         {.name = kFile, .plan = &plan, .attempt = attempt, .single_file = true});
     EXPECT_TRUE(save.ok()) << save.status();
