@@ -162,7 +162,7 @@ def verify(
     path: str | os.PathLike[str],
     *,
     threads: int = 0,
-    buffer_bytes: int = 64 << 20,
+    buffer_bytes: int = _native.LOAD_BUFFER_BYTES,
     engine: str = "auto",
     direct_io: bool = True,
 ) -> dict[str, Any]:

@@ -34,8 +34,6 @@ from holdfast.directories import absolute_path, local_path, path_text
 from holdfast.drain import remote
 from holdfast.errors import Error, of_damage
 
-BUFFER_BYTES = 64 << 20
-
 _COMPARED_BYTES = 8 << 20  # at a time
 
 MapLocation = None | str | torch.device | Mapping[str, Any] | Callable[[str], Any]
@@ -69,7 +67,7 @@ class _View:
 @dataclasses.dataclass
 class _Options:
     verify: bool = True
-    buffer_bytes: int = BUFFER_BYTES
+    buffer_bytes: int = _native.LOAD_BUFFER_BYTES
     threads: int = 0
     engine: str = "auto"
     direct_io: bool = True
@@ -88,7 +86,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     @_arguments.checked
     def __init__(self, path: str | os.PathLike[str], *, rank: int | None = None,
                  map_location: MapLocation = None, verify: bool = True,
-                 buffer_bytes: int = BUFFER_BYTES, threads: int = 0, engine: str = "auto",
+                 buffer_bytes: int = _native.LOAD_BUFFER_BYTES, threads: int = 0, engine: str = "auto",
                  direct_io: bool = True, storage: dict[str, Any] | None = None) -> None:
         text = path_text(path, "load")
         self._remote = remote.find(text, storage) if remote.is_url(text) else None
@@ -380,7 +378,7 @@ def load(
     allow: Iterable[Any] = (),
     rank: int | None = None,
     verify: bool = True,
-    buffer_bytes: int = BUFFER_BYTES,
+    buffer_bytes: int = _native.LOAD_BUFFER_BYTES,
     threads: int = 0,
     storage: dict[str, Any] | None = None,
 ) -> Any:

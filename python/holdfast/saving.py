@@ -16,10 +16,6 @@ from holdfast.capture import Part
 from holdfast.errors import Error, reason_of
 from holdfast.handle import Save
 
-# Seconds; the defaults of the runtime.
-TIME_LIVENESS_MAX = 30.0
-TIME_RANKS_MAX = 1800.0
-
 
 def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
     text = directories.local_path(path, "save")
@@ -125,8 +121,8 @@ def save_async(
                 "torch.distributed; pass attempt=, one id on all ranks (32 hex digits)",
             )
         call = _agreement.Call(
-            whole, os.fspath(path), step, rank, world_size, liveness or TIME_LIVENESS_MAX,
-            runtime.options.get("time_ranks_max") or TIME_RANKS_MAX, _lineage.resumed_from(whole, step),
+            whole, os.fspath(path), step, rank, world_size, liveness or _native.TIME_LIVENESS_MAX,
+            runtime.options.get("time_ranks_max") or _native.TIME_RANKS_MAX, _lineage.resumed_from(whole, step),
         )
         attempt = call.attempt
     attempt = attempt or _native.new_attempt()

@@ -18,14 +18,13 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from holdfast import _names
+from holdfast import _names, _native
 from holdfast._dcp_directories import series_of
 from holdfast._process import PerProcess
 from holdfast.errors import Error, printable
 
 logger = logging.getLogger("holdfast")
 
-CHUNK = 4 << 20
 # So many of the tensors that did not change, and of those that did, are named in the report.
 NAMES_MAX = 20
 _WORD = re.compile("[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
@@ -85,7 +84,7 @@ def snapshot_of(manifest: dict[str, Any], path: str = "") -> Snapshot:
         name, begin, end = t["name"], t["begin"], t["end"]
         if name.startswith(_OWN) or begin == end:
             continue
-        first, last = begin // CHUNK, (end - 1) // CHUNK
+        first, last = begin // _native.CHUNK_BYTES, (end - 1) // _native.CHUNK_BYTES
         chunks = files[t["file"]]
         head = t.get("head") or chunks[first]
         if first == last:
@@ -93,7 +92,7 @@ def snapshot_of(manifest: dict[str, Any], path: str = "") -> Snapshot:
         else:
             tail = t.get("tail") or chunks[last]
             whole = hashlib.sha256("".join((head, *chunks[first + 1 : last], tail)).encode())
-            digest, offset = whole.digest()[:16], begin % CHUNK
+            digest, offset = whole.digest()[:16], begin % _native.CHUNK_BYTES
         elements = 1
         for n in t["shape"]:
             elements *= n

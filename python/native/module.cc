@@ -4,7 +4,11 @@
 #include <cstdlib>
 
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "bindings.h"
+#include "holdfast/checkpointer.h"
+#include "holdfast/load.h"
+#include "holdfast/pod.h"
 #include "holdfast/version.h"
 
 namespace {
@@ -38,6 +42,12 @@ NB_MODULE(_native, module) {
   holdfast::python::BindWatch(module);
   module.def("fail_at_exit", &FailAtExit,
              "Makes the exit status 1 where it would be 0; returns whether the system allows it.");
+  // Constants and defaults of the public headers that the package computes with.
+  module.attr("CHUNK_BYTES") = holdfast::kChunkBytes;
+  module.attr("LOAD_BUFFER_BYTES") = holdfast::LoadOptions{}.buffer_bytes;
+  const holdfast::CheckpointerOptions options;
+  module.attr("TIME_LIVENESS_MAX") = absl::ToDoubleSeconds(options.time_liveness_max);
+  module.attr("TIME_RANKS_MAX") = absl::ToDoubleSeconds(options.time_ranks_max);
   const absl::string_view version = holdfast::Version();
   module.attr("__version__") = nanobind::str(version.data(), version.size());
 }

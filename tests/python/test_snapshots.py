@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import holdfast
-from holdfast import snapshots
+from holdfast import _native, snapshots
 
 MIB = 1 << 20
 
@@ -302,7 +302,7 @@ def test_saves_of_dcp_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 def test_a_manifest_of_a_hundred_gigabytes_is_compared_in_a_moment(tmp_path: Path) -> None:
     chunks = 25_000
-    step = chunks * snapshots.CHUNK // 5_000
+    step = chunks * _native.CHUNK_BYTES // 5_000
     manifest = {
         "step": 1,
         "attempt": "0" * 32,

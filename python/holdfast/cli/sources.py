@@ -19,7 +19,6 @@ from holdfast.cli import description, places
 from holdfast.errors import Error, of_system
 
 _OWN = "holdfast:"
-_BUFFER_BYTES = 64 << 20
 
 # Where large states are kept while they are compared or converted.
 scratch_directory = tempfile.gettempdir()
@@ -162,7 +161,7 @@ def open_source(path: str) -> Source:
 def _read(reader: Any, name: str, begin: int, nbytes: int) -> bytes:
     buffer = ctypes.create_string_buffer(nbytes)
     target = (name, ctypes.addressof(buffer), nbytes, None, begin)
-    reader.load([target], True, _BUFFER_BYTES, 0, "auto", True)
+    reader.load([target], True, _native.LOAD_BUFFER_BYTES, 0, "auto", True)
     return buffer.raw
 
 

@@ -34,8 +34,6 @@ from holdfast.errors import Error, counted, of_damage, of_system
 
 logger = logging.getLogger("holdfast.dcp")
 
-BUFFER_BYTES = 64 << 20
-
 
 class Proved:
     """A rank's manifest: which tensor begins where in its files."""
@@ -105,7 +103,7 @@ class StorageReader(_StorageReader):
         allow: Iterable[Any] = (),
         trust: bool = False,
         partial: bool = False,
-        buffer_bytes: int = BUFFER_BYTES,
+        buffer_bytes: int = _native.LOAD_BUFFER_BYTES,
         threads: int = 0,
     ) -> None:
         """A reader for one checkpoint, or, with `reset`, for one after the other.

@@ -24,7 +24,6 @@ _NO_ATTEMPT = "0" * 32
 _END = b'"}\n'
 _TAIL = 32 + len(_END)
 _NAME_MAX = 255
-SPAN = 4 << 20  # bytes of a chunk
 _DIGITS = re.compile(r"[0-9a-f]{32}")
 
 
@@ -156,7 +155,7 @@ def files_of(manifest: dict[str, Any], where: str) -> list[File]:
         for name, nbytes, span, digests, _ in files:
             if name in ("", ".", "..") or "/" in name or "\0" in name or len(name.encode()) > _NAME_MAX or _names.is_reserved(name):
                 raise Error("DATA_LOSS", f"read {where}: {name!r:.80} is no name of a file")
-            if not _is_whole(nbytes) or span != SPAN or len(digests) != -(-nbytes // span):
+            if not _is_whole(nbytes) or span != _native.CHUNK_BYTES or len(digests) != -(-nbytes // span):
                 raise Error("DATA_LOSS", f"read {where}: the chunks of {name} are not those of its length")
     return files
 

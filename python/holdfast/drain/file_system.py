@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast import _dcp_directories, _durable, _names, _native, _regular
 from holdfast.drain.beside import can_be_sent, recorded
-from holdfast.drain.contents import SPAN, contents_of, digest, proven
+from holdfast.drain.contents import contents_of, digest, proven
 from holdfast.drain.places import BESIDE, File, Info, Read, age_of, pieces
 from holdfast.errors import Error, of_system
 
@@ -149,11 +149,11 @@ class Directory:
         if known is None or known[0] != stamp:
             digests = []
             with self.opened(slot, name) as read:
-                for begin in range(0, status.st_size, SPAN):
-                    pace(min(SPAN, status.st_size - begin))
-                    digests.append(digest(read(begin, min(begin + SPAN, status.st_size))))
+                for begin in range(0, status.st_size, _native.CHUNK_BYTES):
+                    pace(min(_native.CHUNK_BYTES, status.st_size - begin))
+                    digests.append(digest(read(begin, min(begin + _native.CHUNK_BYTES, status.st_size))))
             known = self._digests[path] = stamp, tuple(digests)
-        return File(BESIDE + name, status.st_size, SPAN, known[1])
+        return File(BESIDE + name, status.st_size, _native.CHUNK_BYTES, known[1])
 
     # ---- Writing.
 

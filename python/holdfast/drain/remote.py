@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from holdfast import _native
 from holdfast._dcp_directories import age_of_listed
 from holdfast._regular import MANIFEST_BYTES_MAX
 from holdfast.drain.contents import contents_of, files_of, manifest_name, parse, proven
@@ -177,7 +178,7 @@ class Reader:
 
             torch.cuda.synchronize(name)  # the last owner's work on the memory has ended
         jobs = [job for name, wanted in by_file.items() for job in _jobs(self._of[name], wanted)]
-        at_once = max(1, min(threads or _AT_ONCE, buffer_bytes // (4 << 20)))
+        at_once = max(1, min(threads or _AT_ONCE, buffer_bytes // _native.CHUNK_BYTES))
         read = 0
         with ThreadPoolExecutor(at_once, "holdfast-load") as pool:
             futures = [pool.submit(self._read, *job, verify, not direct_io) for job in jobs]
