@@ -19,16 +19,10 @@ import time
 from pathlib import Path
 
 import raw_disk
+import resident_memory
 from trainer_cost import parse_bytes
 
 TENSORS = 64
-
-
-def status(key: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return int(line.split()[1]) * 1024
-    raise KeyError(key)
 
 
 def child(path: str, nbytes: int) -> None:
@@ -44,14 +38,13 @@ def child(path: str, nbytes: int) -> None:
     for tensor in state.values():
         tensor.fill_(1)  # resident before the baseline
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-    before = status("VmRSS")
+    memory = resident_memory.Since()
     begin = time.perf_counter()
     holdfast.load(path, into=state)
     seconds = time.perf_counter() - begin
-    peak = status("VmHWM") - before
+    peak = memory.peak()
     gc.collect()
-    print(json.dumps({"seconds": seconds, "peak": peak, "retained": status("VmRSS") - before}))
+    print(json.dumps({"seconds": seconds, "peak": peak, "retained": memory.now()}))
 
 
 def main() -> None:
