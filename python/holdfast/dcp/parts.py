@@ -1,9 +1,9 @@
-"""What each rank's file says of its save: from the files of all ranks `.metadata` can be made.
+"""Entries of each rank's file that describe its save: `.metadata` is made from the files of all ranks.
 
-A data file ends with two kinds of entries beside its items. The *part* says which items of which plan
-the file has, and where. The *plan* says what the planning has decided for all ranks; the coordinator
-writes it, and a rank that was not in the planning writes one of its own. So a checkpoint whose ranks
-are all durable can be committed without any of their processes.
+A data file ends with two kinds of entries beside its items. The *part* lists the items of a plan that
+the file has, with their places. The *plan* is the decision of a planning for all ranks; the coordinator
+writes it, and a rank that was not in the planning writes its own plan. A checkpoint whose ranks are all
+durable can so be committed without any of their processes.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _FORMAT = "holdfast.dcp-part-1"
 
 @dataclasses.dataclass
 class Plan:
-    """What a planning has decided.
+    """The decision of a planning.
 
     Attributes:
         id: unique.
         metadata: of all ranks, without the places of items.
-        written: by rank, what it writes.
-        left_out: by rank, what it has and another rank writes.
+        written: for each rank, the items that it writes.
+        left_out: for each rank, its items that another rank writes.
     """
 
     id: str
@@ -57,7 +57,7 @@ class Plan:
     def data(self) -> bytes:
         """The plan as an entry of a file."""
         with _collector.paused():
-            # One object per index: what is left out by many ranks is pickled once.
+            # One object per index: an item that many ranks leave out is pickled once.
             one: dict[MetadataIndex, MetadataIndex] = {}
             left_out = [[one.setdefault(i, i) for i in row] for row in self.left_out]
             return pickle.dumps((self.id, self.metadata, self.written, left_out))
@@ -71,7 +71,7 @@ class Plan:
         return cls(*found)
 
     def digest(self, row: int) -> str:
-        """Of what a rank writes."""
+        """Digest of the items that a rank writes."""
         return self._digests[row]
 
     @functools.cached_property
@@ -80,16 +80,16 @@ class Plan:
 
     @functools.cached_property
     def shared(self) -> frozenset[MetadataIndex]:
-        """What several ranks have and one of them writes."""
+        """Items that several ranks have and one rank writes."""
         return frozenset().union(*self.left_out)
 
     def compared(self, row: int) -> list[MetadataIndex]:
-        """What a rank digests for a comparison with others, in the order of the digests."""
+        """Items that a rank compares with other ranks, in the order of their digests."""
         return self._compared[row]
 
     @functools.cached_property
     def _compared(self) -> list[list[MetadataIndex]]:
-        if len(self.written) == 1:  # of a rank that has found a structure of its own: it does not know what others have
+        if len(self.written) == 1:  # of a rank with another structure: the items of other ranks are unknown
             return [in_order(self.written[0])]
         shared = self.shared
         return [
@@ -138,9 +138,9 @@ class Part:
         attempt: of the save.
         metadata: name of the file that commits.
         file: the data file.
-        plan, row: id of the plan, and which of its ranks this one is.
+        plan, row: id of the plan, and number of this rank among its ranks.
         items: digest of the items.
-        replicas: what becomes of a save whose ranks have under one name what is not alike, see `replicas`.
+        replicas: the fate of a save whose ranks have unequal values under one name, see `replicas`.
         extents: offset and length of every item, in the plan's order.
     """
 
@@ -181,13 +181,13 @@ def _swapped(numbers: array.array) -> array.array:
 def assemble(parts: list[Part], plans: dict[str, Plan], path: str) -> Metadata:
     """The metadata of a save from the parts of all its ranks.
 
-    Ranks that followed one plan have its metadata. Where a rank did not, the metadata is made of what
-    the ranks have written; of items that several have written the first is named.
+    Ranks that followed one plan have its metadata. Where a rank did not, the metadata is made of the
+    written items of all ranks; of an item that several ranks have written the first is named.
 
     Raises:
         Error: FAILED_PRECONDITION for an item that every rank has left to another, or for a plan
             that is not there.
-        ValueError: of the framework: what the ranks have written does not fit together.
+        ValueError: of the framework: the written items do not fit together.
     """
     for part in parts:
         if part.plan not in plans:
@@ -245,11 +245,11 @@ def check_kinds(ranks: list[list[WriteItem]], path: str) -> None:
 
 
 def plan_for_all(id: str, ranks: list[tuple[Plan, list[MetadataIndex]]], lowest_rank: bool) -> Plan:
-    """Plans for ranks of which each has the items of a plan: as the framework's planner does.
+    """Plans for ranks that each have the items of a plan, as the framework's planner does.
 
     Args:
         id: of the new plan.
-        ranks: of each, a plan and what it has of it.
+        ranks: for each, a plan and its items of that plan.
         lowest_rank: whether replicas are written by the first rank that has them.
     """
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=lowest_rank)

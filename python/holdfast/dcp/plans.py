@@ -43,11 +43,11 @@ class _NotComparable(Exception):
 
 @dataclasses.dataclass(eq=False)
 class Marks:
-    """The structure of a state. Equal ones are planned alike, and their plain tensors lie alike.
+    """The structure of a state. States of equal structure have one plan, and one layout of their plain tensors.
 
     Attributes:
-        of_nodes: of each container and leaf; of a plain tensor its class.
-        tensors: the plain ones, and the local ones of DTensors.
+        of_nodes: a mark of each container and leaf; the mark of a plain tensor is its class.
+        tensors: plain tensors, and local tensors of DTensors.
     """
 
     of_nodes: list[Any]
@@ -79,7 +79,7 @@ class Look:
 
 @_collector.paused()
 def look(state: Any, flags: tuple[Any, ...]) -> Look | None:
-    """The structure of a state; None for one that only the framework understands.
+    """The structure of a state; None for a state that only the framework can plan.
 
     Args:
         state: of tensors, DTensors, ShardedTensors and objects.
@@ -95,7 +95,7 @@ def look(state: Any, flags: tuple[Any, ...]) -> Look | None:
 
 
 def _look(state: Any, flags: tuple[Any, ...], in_table: frozenset[type]) -> Look:
-    """As `look`. Tensors of the classes `in_table` are described all at once, others one by one."""
+    """As `look`. Tensors of the classes `in_table` are described all at once, the rest one by one."""
     marks: list[Any] = [flags]
     nodes: list[Any] = []
     tensors: list[torch.Tensor] = []
@@ -151,7 +151,7 @@ def _look(state: Any, flags: tuple[Any, ...], in_table: frozenset[type]) -> Look
 
 
 def check_state(state_dict: Any, operation: str) -> None:
-    """Raises TypeError for what is no state dict."""
+    """Raises TypeError for a value that is no state dict."""
     if not hasattr(state_dict, "items"):
         raise TypeError(f"{operation}: the state is a dict by names, not {type(state_dict).__name__}; pass {{\"state\": ...}}")
 
@@ -178,7 +178,7 @@ def _paths(state: Any) -> dict[tuple[Any, ...], int]:
     return found
 
 
-# What ``torch.save`` makes of plain values: hyperparameters recur in every group and every save.
+# Plain values as ``torch.save`` writes them: hyperparameters recur in every group and every save.
 _kept: dict[tuple[type, str], bytes] = {}
 _KEPT_MAX = 4096
 
@@ -201,7 +201,7 @@ def _bytes_of(value: Any) -> io.BytesIO:
 
 
 def _tensor_of(value: Any, item: WriteItem) -> torch.Tensor:
-    """What an item writes of a tensor or of an object that is sharded in a way of its own."""
+    """The shard that an item writes, of a tensor or of an object with its own way of sharding."""
     if type(value) in PLAIN_TENSORS:
         return detached(value)
     if type(value) is DTensor and type(value._local_tensor) is torch.Tensor:  # not one that is still awaited
@@ -217,14 +217,14 @@ def _data_of(value: Any, item: WriteItem) -> Any:
 
 
 class Known:
-    """What this rank writes by a plan, and of which state.
+    """A state and the items of it that this rank writes by a plan.
 
     Attributes:
         marks: of the state.
         plan: id of the plan.
-        row: which of its ranks this one is.
-        local: all items of this rank, those that another one writes as well.
-        compared: items of which other ranks have some, too, as of `Plan.compared`.
+        row: number of this rank among the ranks of the plan.
+        local: all items of this rank, also items that another rank writes.
+        compared: items that other ranks have, too, as of `Plan.compared`.
     """
 
     def __init__(self, marks: Marks, plan: str, row: int, local: list[WriteItem], written: list[WriteItem],
@@ -251,7 +251,7 @@ class Known:
         return Known(self.marks, plan.id, row, self.local, written, plan.shared, self._nodes)
 
     def data(self, seen: Look) -> tuple[list[Any], list[int] | None]:
-        """What is written of every item: a tensor, or the bytes of an object; and addresses, as of `Layout.plan_file`."""
+        """The data of every item, a tensor or the bytes of an object; and addresses, as of `Layout.plan_file`."""
         is_fixed = self.layout.is_fixed
         data = [seen.nodes[at] for at in self._at]
         for i in self._apart if is_fixed else range(len(data)):
@@ -264,7 +264,7 @@ class Known:
         return data, [addresses[row] for row in self._rows]
 
     def fix(self, seen: Look, data: list[Any]) -> None:
-        """Plans what all saves have alike: see `Layout.fix`."""
+        """Plans the part that is the same in all saves: see `Layout.fix`."""
         self.layout.fix(data)
         first = self.layout.first
         as_it_is = {i for i in first if type(seen.nodes[self._at[i]]) in PLAIN_TENSORS}
@@ -274,7 +274,7 @@ class Known:
 
     @_collector.paused()
     def digests(self, nodes: list[Any], data: list[Any]) -> Digests | None:
-        """Of what is compared with other ranks. `data`: what is written."""
+        """Digests of the items that are compared with other ranks. `data`: of the items that are written."""
         if not self._compared_at:
             return None
         made = Digests([_data_of(nodes[at], item) if place is None else detached(data[place])
@@ -285,13 +285,13 @@ class Known:
 
 def compared_of(local: list[WriteItem], written: list[WriteItem],
                 shared: Collection[MetadataIndex]) -> list[MetadataIndex]:
-    """What a rank compares with others: what it leaves to them, and what they leave to it."""
+    """Items that a rank compares: the items that it leaves to other ranks, and the items that other ranks leave to it."""
     own, theirs = {item.index for item in written}, frozenset(shared)
     return [i.index for i in local if i.index not in own or i.index in theirs]
 
 
 def of_one_rank(planner: DefaultSavePlanner, local: SavePlan) -> tuple[SavePlan, Metadata]:
-    """What the framework's planner makes of one rank's plan alone; shards need not fill their tensor."""
+    """The global plan and the metadata of one rank's plan alone; shards need not fill their tensor."""
     (plan,), metadata = create_default_global_save_plan([local])
     if planner.flatten_state_dict:
         metadata = dataclasses.replace(metadata, planner_data=dict(local.planner_data))
@@ -301,14 +301,14 @@ def of_one_rank(planner: DefaultSavePlanner, local: SavePlan) -> tuple[SavePlan,
 def known_from(state: Any, seen: Look, planner: DefaultSavePlanner, plan: str, row: int,
                local: list[WriteItem], written: list[WriteItem],
                shared: Collection[MetadataIndex]) -> Known:  # fmt: skip
-    """What a plan that was just made says of a state.
+    """A state and its part of a plan that was just made.
 
     Args:
-        state, seen: what was planned.
+        state, seen: the planned state, and its structure.
         planner: with the paths of the names in the state.
         plan, row: as of `Known`.
         local, written: items of this rank before and after the planning of all ranks.
-        shared: what other ranks have left to this one.
+        shared: items that other ranks have left to this one.
     """
     paths = _paths(state)
     if planner.flatten_state_dict:
@@ -327,7 +327,7 @@ class Cache:
         self._plans: dict[str, Plan] = {}  # of the coordinator, which is asked for those of all ranks
 
     def find(self, seen: Look) -> Known | None:
-        """What was planned for a state of this structure."""
+        """The plan for a state of this structure."""
         with self._lock:
             for known in reversed(self._known):
                 if known.marks == seen.marks:
@@ -336,7 +336,7 @@ class Cache:
         return None
 
     def add(self, known: Known | None, plan: Plan | None) -> None:
-        """Keeps what this rank follows and, on the coordinator, the plan of all ranks."""
+        """Keeps this rank's part of a plan and, on the coordinator, the plan of all ranks."""
         with self._lock:
             if known is not None:
                 kept = [k for k in self._known if k.marks != known.marks]

@@ -1,9 +1,9 @@
 """Faults and kills at every step: a script runs again and again, each time with another of its system calls failing, short,
 or the last of its process.
 
-A script is first run without a fault. The calls that concern it are its steps: those of the trainers on what is below the
-directory and on shared memory, all that start and watch processes, and every call of the workers. Then each of its steps
-is run with each error that the call can return, or with a kill. What is left is recovered and held against the model.
+A script is first run without a fault. Its steps are the system calls of the trainers on files below the directory and on
+shared memory, all calls that start and watch processes, and every call of the workers. Then each step is run with each
+error that the call can return, or with a kill. The directory is recovered after each run and held against the model.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from holdfast.integrity.injection import Injection, Injector, Step
 SPEC = {"tensors": 4, "bytes": 120_000, "wide": False, "objects": True}
 _WAIT = {"do": "wait"}
 _TURN = 8  # runs of a script before the next has its turn
-_LEAVE_RUNS = 4  # kinds of what a crash leaves, of which recoveries begin
-# Scripts of saves: door, ranks, and what else their round has.
+_LEAVE_RUNS = 4  # kinds of crashed directories, from which recoveries begin
+# Scripts of saves: door, ranks, and further entries of their round.
 _SAVES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "save": ("save_async", 1, {"read_back": True}),
     "replace": ("save_async", 1, {"replace": True, "one_name": True}),
@@ -78,7 +78,7 @@ def _round(script: str, kill: bool) -> dict[str, Any]:
 
 
 class Run:
-    """What a script did with its injections: its steps, those that were made, and what broke."""
+    """The outcome of a script: its steps, the injections that were made, and the problems."""
 
     def __init__(self, problems: list[Problem], injector: Injector, counts: collections.Counter[str]) -> None:
         self.problems = problems
@@ -156,7 +156,7 @@ class Bench:
         problems += _look_at_file(os.path.join(directory, "state.pt"), allowed)
         return Run(problems, injector, collections.Counter())
 
-    # ---- What runs on a directory that was made before.
+    # ---- Scripts on a directory that was made before.
 
     def _of_template(self, script: str, injections: tuple[Injection, ...]) -> Run:
         name = script.split("/")[0]
@@ -194,7 +194,7 @@ class Bench:
             made.blame("v", f"a recovery without a fault failed: {said}")
         elif said and not _is_clear(said, directory):
             made.blame("v", f"a recovery failed unclearly: {said}")
-        made.look(thorough=False)  # what is complete is right, also in the middle
+        made.look(thorough=False)  # complete checkpoints are right, also in the middle
         made.recover()
         first = _tree(directory)
         made.recover()
@@ -203,7 +203,7 @@ class Bench:
         made.look(thorough=True)
 
     def _leave_drain(self, script: str, directory: str) -> judge.Judge:
-        """Makes what drains begin with: a directory, and a second one that has an earlier state of it."""
+        """Makes the directory that a drain begins with, and a second directory with an earlier state of it."""
         is_dcp = script.split("/")[1] == "dcp"
         round_ = _round("dcp/spawn/pwrite" if is_dcp else "replace/spawn/pwrite", kill=True) | {"one_name": False, "keep_last": 0}
         saves = [a for life in round_["lives"] for a in life if a["do"] == "save"]
@@ -218,7 +218,7 @@ class Bench:
         return made
 
     def _leave(self, script: str, directory: str) -> judge.Judge:
-        """Makes what recoveries and readers begin with: checkpoints, and for a recovery what crashes have left."""
+        """Makes the checkpoints that recoveries and readers begin with, and for a recovery the remains of crashes."""
         name, variant, _ = script.split("/")
         of = "dcp/spawn/pwrite" if name == "dcp-reading" else "replace/spawn/pwrite"
         round_ = _round(of, kill=name == "recovery")
@@ -254,7 +254,7 @@ _CRASHES = (
 )  # fmt: skip
 
 
-# Errors for which no checkpoint may look absent; of others the log says which are passed over.
+# Errors for which no checkpoint may look absent; with other errors the log names the checkpoints that are passed over.
 _OF_PROCESS = {"EMFILE", "ENFILE", "ENOMEM"}
 _PASSED_OVER = "passed over"
 
@@ -264,7 +264,7 @@ def _problem(invariant: str, what: str) -> Problem:
 
 
 def _is_clear(said: str, directory: str) -> bool:
-    """Whether it is a message of the package that names what it is about."""
+    """Whether a message is of the package and names its file, directory or process."""
     return said.startswith("[") and any(name in said for name in (directory, "staging", "worker", "state.pt"))
 
 
@@ -324,7 +324,7 @@ def _look_at_file(path: str, allowed: set[int]) -> list[Problem]:
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """What the package logs as warnings."""
+    """Warnings that the package logs."""
     said: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger("holdfast")
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -341,7 +341,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def read_everything(round_: dict[str, Any], directory: str, format_: str) -> list[tuple[str, str]]:
-    """Reads a directory with two complete checkpoints in every way; each gives what is there, or an error of the package."""
+    """Reads a directory with two complete checkpoints in every way; each gives the saved state, or an error of the package."""
     problems: list[tuple[str, str]] = []
     expected = readers.Expected(round_)
 
@@ -381,7 +381,7 @@ def read_everything(round_: dict[str, Any], directory: str, format_: str) -> lis
 
 
 def acts(step: Step, faults: bool, kills: bool) -> list[str]:
-    """What can happen at a step."""
+    """The faults and kills of a step."""
     found = [injection.name_of(number) for number in injection.CALLS[step.call][1]] if faults else []
     if faults and step.call in injection.SHORTENED:
         found.append(injection.SHORT)
@@ -394,7 +394,7 @@ def as_text(script: str, injections: tuple[Injection, ...]) -> str:
 
 
 def of_text(text: str) -> tuple[str, tuple[Injection, ...]]:
-    """What `as_text` was given.
+    """The arguments of `as_text`.
 
     Raises:
         ValueError: it is no such word.
@@ -424,8 +424,8 @@ class Campaign:
     Args:
         directory: on the file system that is tried.
         seed: of the order and of pairs.
-        names: of scripts; none: all.
-        faults, kills: what happens at steps.
+        names: of scripts; empty: all.
+        faults, kills: whether steps fail, and whether they kill.
         pairs: whether two things happen in each run.
     """
 
@@ -477,7 +477,7 @@ class Campaign:
                          f"{len(self.escapes)} escapes")  # fmt: skip
 
     def _runs_of(self, script: str, run: Run, tell: Any) -> list[tuple[Injection, ...]]:
-        """What can happen in a script that ran undisturbed, in an order of the seed."""
+        """The runs of a script that ran undisturbed, in an order of the seed."""
         self._blame(script, (), run, tell)
         self.counts["scripts"] += 1
         self.counts["steps"] += len(run.steps)
