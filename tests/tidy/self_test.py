@@ -194,7 +194,14 @@ class TidyTest(unittest.TestCase):
         self.finds("text_rules.py", "blanks at the end", "tools/a.sh", "true \n")
 
     def test_subjects_of_comments_are_nouns(self):
-        self.finds("text_rules.py", "indefinite words", "runtime/load/a.cc", "// " + "extent " * 40 + "what\n")
+        self.finds("text_rules.py", "C++ comments have 1.89 indefinite words", "runtime/load/a.cc", "// " + "extent " * 40 + "what\n")
+
+    def test_subjects_of_the_packages_comments_are_nouns(self):
+        self.finds("text_rules.py", "comments have 9.09 indefinite words", "python/holdfast/a.py",
+                   '"""' + "extent " * 20 + 'what."""\n\na = None  # who\n')
+
+    def test_subjects_of_pages_are_nouns(self):
+        self.finds("text_rules.py", "pages have 4.35 indefinite words", "docs/a.md", "extent " * 20 + "what `who`\n")
 
     def test_the_worker_has_assertions(self):
         self.put("io_uring/a.cc", "HOLDFAST_ASSERT(x);\n" + "y();\n" * 50)

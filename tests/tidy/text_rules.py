@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
 """Checks the text of the tree: lengths, header guards, first comments, unfinished work, words of comments, assertions."""
 
+import ast
+import io
 import re
+import tokenize
 
 import source_tree
 
@@ -13,12 +16,12 @@ README_COLUMNS_MAX = 100
 UNFINISHED = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" + "XX", "HA" + "CK", "st" + "ub",
                                            "not " + "implemented")) + r")\b")
 CODE = (".cc", ".h", ".py", ".sh", ".cmake")
-# The subject of a comment is a noun. Each bound is the tree's share of such words, per 100 words of C++ comments,
-# rounded up: lower the bound with the share.
 COMMENT = re.compile(r"(?:^|\s)///?<?\s(.*)")
+CODE_WORDS = re.compile(r"```.*?```|`[^`]*`|\bNone\b", re.DOTALL)
+PACKAGE = "python/holdfast/"
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 INDEFINITE = set("who whom whoever what whatever somebody nobody anybody everybody others ones none".split())
 PRONOUNS = INDEFINITE | set("it its itself they them their this these that those which one other both all".split())
-SHARES_MAX = (("indefinite words", INDEFINITE, 0.35), ("pronouns", PRONOUNS, 5.7))
 
 # Below the fork line, where a wrong state writes wrong bytes. Lower the bound with the share.
 ASSERTED = ("runtime/worker/", "io_uring/")
@@ -31,18 +34,48 @@ def guard_of(relative):
     return "HOLDFAST_" + re.sub(r"[/.-]", "_", path).upper() + "_"
 
 
-def check_comments(root):
-    """One complaint for each kind of word with too large a share, at the file with most of them."""
-    words = {}
-    for path in source_tree.files(root, (".h", ".cc", ".cu")):
-        text = " ".join(part for _, line in source_tree.lines(path) for part in COMMENT.findall(line))
-        words[path.relative_to(root).as_posix()] = re.findall(r"[a-z']+", text.lower())
-    total = sum(len(found) for found in words.values())
-    for kind, chosen, share_max in SHARES_MAX:
-        counts = {name: sum(word in chosen for word in found) for name, found in words.items()}
-        if sum(counts.values()) * 100 > share_max * total:
-            yield (f"{max(counts, key=counts.get)}:1: C++ comments have {sum(counts.values()) * 100 / total:.2f} "
-                   f"{kind} in 100 words, at most {share_max}: write the noun")
+def of_cpp(path):
+    """The comments of a C++ file."""
+    return " ".join(part for _, line in source_tree.lines(path) for part in COMMENT.findall(line))
+
+
+def of_python(path):
+    """The docstrings and comments of a Python file, without code."""
+    text = path.read_text(encoding="utf-8")
+    parts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, DOCUMENTED)]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    parts += [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return CODE_WORDS.sub(" ", " ".join(parts))
+
+
+def of_page(path):
+    """The text of a Markdown page, without code."""
+    return CODE_WORDS.sub(" ", path.read_text(encoding="utf-8"))
+
+
+# The subject of a sentence is a noun. Each bound is the tree's share of such words, per 100 words, rounded up: lower the
+# bound with the share.
+SHARES_MAX = (
+    ("C++ comments", of_cpp, (".h", ".cc", ".cu"), "", (("indefinite words", INDEFINITE, 0.35), ("pronouns", PRONOUNS, 5.7))),
+    ("the package's comments", of_python, (".py",), PACKAGE, (("indefinite words", INDEFINITE, 1.9),)),
+    ("pages", of_page, (".md",), "", (("indefinite words", INDEFINITE, 0.75),)),
+)
+
+
+def check_shares(root):
+    """One complaint for each kind of text and of word with too large a share, at the file with most such words."""
+    for texts, text_of, suffixes, folder, kinds in SHARES_MAX:
+        words = {}
+        for path in source_tree.files(root, suffixes):
+            relative = path.relative_to(root).as_posix()
+            if relative.startswith(folder):
+                words[relative] = re.findall(r"[a-z']+", text_of(path).lower())
+        total = sum(len(found) for found in words.values())
+        for kind, chosen, share_max in kinds:
+            counts = {name: sum(word in chosen for word in found) for name, found in words.items()}
+            if sum(counts.values()) * 100 > share_max * total:
+                yield (f"{max(counts, key=counts.get)}:1: {texts} have {sum(counts.values()) * 100 / total:.2f} "
+                       f"{kind} in 100 words, at most {share_max}: write the noun")
 
 
 def check_assertions(root):
@@ -60,7 +93,7 @@ def check_assertions(root):
 
 
 def check(options):
-    yield from check_comments(options.root)
+    yield from check_shares(options.root)
     yield from check_assertions(options.root)
     for path in source_tree.files(options.root):
         relative = path.relative_to(options.root).as_posix()
