@@ -115,7 +115,7 @@ def table(outcomes: list[Outcome]) -> list[str]:
     """A table for each file, in Markdown."""
     lines = []
     for file in dict.fromkeys(o.file for o in outcomes):
-        lines += ["", f"## {Path(file).name}", "", "| test | result | saves | |", "| --- | --- | ---: | --- |"]
+        lines += ["", f"### {Path(file).name}", "", "| test | result | saves | |", "| --- | --- | ---: | --- |"]
         for o in outcomes:
             if o.file == file:
                 remark = re.sub(r"\s+", " ", o.reason)[:300].replace("|", "\\|")
@@ -124,10 +124,10 @@ def table(outcomes: list[Outcome]) -> list[str]:
 
 
 def put(document: Path, title: str, lines: list[str]) -> None:
-    """Writes a part of a document, ``# title``, in the place of the one that is there."""
+    """Replaces the part ``## title`` of a document, or adds it at the end; the text above the first part stays."""
     text = document.read_text() if document.exists() else ""
-    parts = [part for part in re.split(r"^(?=# )", text, flags=re.MULTILINE) if part.strip()]
-    new = "\n".join([f"# {title}", "", *lines]).rstrip() + "\n"
-    at = next((i for i, part in enumerate(parts) if part.startswith(f"# {title}\n")), len(parts))
+    parts = [part for part in re.split(r"^(?=## )", text, flags=re.MULTILINE) if part.strip()]
+    new = "\n".join([f"## {title}", "", *lines]).rstrip() + "\n"
+    at = next((i for i, part in enumerate(parts) if part.startswith(f"## {title}\n")), len(parts))
     parts[at : at + 1] = [new]
     document.write_text("\n".join(part.rstrip() + "\n" for part in parts))

@@ -160,7 +160,7 @@ def write_report(outcomes: list[Outcome], command: str, version: str, seconds: f
     ]
     lines += [f"| {number[k]} | {' | '.join(adaptations.CHANGES[k])} |" for k in used]
     for file in dict.fromkeys(o.file for o in outcomes):
-        lines += ["", f"## {file}", "", "| test | result | saves | |", "| --- | --- | ---: | --- |"]
+        lines += ["", f"### {file}", "", "| test | result | saves | |", "| --- | --- | ---: | --- |"]
         for o in outcomes:
             if o.file != file:
                 continue

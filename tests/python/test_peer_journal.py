@@ -74,6 +74,7 @@ def test_a_test_has_passed_if_all_ranks_and_saves_have(notes: list[Any], status:
 
 def test_a_part_of_a_document_takes_the_place_of_the_old_one(tmp_path: Path) -> None:
     document = tmp_path / "d.md"
+    document.write_text("# All\n\nof them\n")
     for title, text in (("A", "1"), ("B", "2"), ("A", "3")):
         pytest_runs.put(document, title, [text])
-    assert document.read_text() == "# A\n\n3\n\n# B\n\n2\n"
+    assert document.read_text() == "# All\n\nof them\n\n## A\n\n3\n\n## B\n\n2\n"
