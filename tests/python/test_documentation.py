@@ -119,6 +119,18 @@ def test_every_option_is_documented() -> None:
     assert options - internal <= keys_of(DOCS / "python.md")
 
 
+def test_every_option_of_a_load_is_documented() -> None:
+    text = (DOCS / "python.md").read_text()
+    table, _, below = text.partition("| option of a load |")[2].partition("\n\n")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \|", table, re.MULTILINE)
+    options = inspect.signature(holdfast.load).parameters
+    assert [name for name, _ in rows] == [name for name in options if name != "path"]
+    for name, default in rows:
+        assert default.startswith("`") <= (default == f"`{options[name].default}`"), name
+    of_open = set(inspect.signature(holdfast.loading.Checkpoint).parameters) - {"path"}
+    assert of_open <= set(re.findall(r"`(\w+)`", below.partition("\n\n")[0]))
+
+
 def test_every_metric_is_documented(tmp_path: Path) -> None:
     client = pytest.importorskip("prometheus_client")
     registry = client.CollectorRegistry()
