@@ -304,8 +304,8 @@ def configure(**options: Any) -> None:
         engine: ``"auto"``, ``"io_uring-fixed"``, ``"io_uring"`` or ``"pwrite"``.
         read_back: compare what is really on disk before committing.
         second_look: compare host tensors again after they were copied.
-        nice, io_priority_class, io_priority_level, cpus, bytes_per_second_max: manners of the
-            worker.
+        nice, io_priority_class, io_priority_level, cpus, bytes_per_second_max: scheduling and rate
+            limit of the worker.
         stale_warning: False: no warning when all tensors of a save are those of the previous one.
             May be set at any time.
         time_liveness_max: seconds without a sign of life after which another rank counts as gone;

@@ -109,7 +109,8 @@ class Checkpointer(PerProcess):
         process_group: with ``"dcp"``, the ranks that save and load; default all.
         drain_to: a second place, off the node, to which a process of its own copies every checkpoint: a
             directory, or a URL as ``s3://bucket/run``. See docs/drain.md. `keep_last` and
-            `keep_every` are then applied to what has arrived there.
+            `keep_every` then remove only checkpoints of `directory` that have arrived there; those
+            of the second place are kept by the options of `drain`.
         drain: a `holdfast.Drain`, its options.
         share_memory_with: a Checkpointer whose staging memory and workers are used, too, or
             ``"process"`` for those of `holdfast.save_async`. Default: memory of its own.

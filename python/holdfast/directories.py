@@ -1,4 +1,4 @@
-"""What is in a directory of checkpoints: the newest, all, and cleaning up after a crash."""
+"""The contents of a directory of checkpoints: the newest, the list, verification; paths of checkpoints."""
 
 from __future__ import annotations
 

@@ -26,9 +26,10 @@ _EPILOG = """\
 columns:
   RANK      of the save, and how many ranks it has
   PID       of the trainer; - where it is dead and its worker finishes the save
-  PHASE     staging (copies into staging memory; the worker writes meanwhile), writing, syncing, reading back,
-            manifest, waiting for ranks (which), committing; quarantined: the save has ended, and its memory
-            is held until its last transfer has landed
+  PHASE     staging (copies into staging memory; the worker writes meanwhile), queued (the worker has not
+            begun), writing, syncing, reading back, manifest, waiting for ranks (with their numbers),
+            committing; quarantined: the save has ended, and its memory is held until its last transfer
+            has landed
   DONE      written bytes; WRITTEN, OF, PID and WORKER need 120 columns
   RATE      bytes written per second: of the last 5 s, at first since the beginning of the save
   LEFT      until all bytes are written, at this rate

@@ -252,7 +252,7 @@ _queues: weakref.WeakSet[_Queue] = weakref.WeakSet()
 
 
 def _warm_up(cpu_priority: int | None, io_priority: int | None) -> None:
-    """Starts a worker that is kept, with manners; what `holdfast.configure` has set stays."""
+    """Starts a kept worker with these priorities. Options that `holdfast.configure` has set stay."""
     wanted: dict[str, Any] = {"launcher": "persistent", "nice": cpu_priority, "io_priority_class": io_priority}
     runtime = _runtime.default
     options = {k: v for k, v in wanted.items() if v is not None and k not in runtime.options}
