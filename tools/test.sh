@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds, and runs the tests.
 #
-#   tools/test.sh           python: the package, with PyTorch; frameworks: the package with Megatron-Core; release:
-#                           everything; then asan+ubsan and tsan (g++): the tests of the runtime that can run under them
-#                           (below, and tests/README.md). 35 to 45 minutes on two cores.
+#   tools/test.sh           python: the package, with PyTorch; frameworks: the package with Megatron-Core, Lightning,
+#                           nvidia-resiliency-ext and torchtitan; release: all C++ tests; then asan+ubsan and tsan (g++):
+#                           the tests of the runtime that can run under them (below, and tests/README.md). 35 to 45
+#                           minutes on two cores.
 #   tools/test.sh --full    {g++, clang 14} x {none, asan+ubsan, tsan}, the fuzzers for a moment, and the long runs
 #                           (HOLDFAST_LONG=1). Hours.
 #   tools/test.sh --retry   tests that fail run a second time, one at a time. Those that pass then are listed as unstable and do not
@@ -11,7 +12,7 @@
 #   tools/test.sh PASS...   only these passes: python, release, asan, tsan, clang, clang-asan, clang-tsan, fuzz, debug,
 #                           frameworks.
 #
-# The environment of the pass frameworks is made of what others publish. Where it cannot be, for example without a
+# The pass frameworks installs Megatron-Core, Lightning and others from PyPI. If that fails, for example without a
 # network, the pass is left out, and the summary says so.
 #
 # Each pass builds in build/PASS (python: in build/venv). Ends with one summary; exit status 0 if nothing failed.
