@@ -23,7 +23,7 @@ NAVIGATION = {
                    "docs/nvrx.md"],
     "Evidence": ["docs/guarantees.md", "docs/compared.md", "docs/cost.md", "docs/performance.md", "docs/peer-tests.md"],
     "Inside": ["runtime/README.md", "runtime/layout/FORMAT.md", "python/README.md", "tests/README.md",
-               "tools/README.md", "CHANGELOG.md"],
+               "tools/README.md", "CONTRIBUTING.md", "CHANGELOG.md"],
 }  # fmt: skip
 CONFIGURATION = {
     "site_name": "Holdfast",
