@@ -82,12 +82,6 @@ int ProbeMisaligned(int fd, Probe* result) {
   return sys::Sys().ftruncate(fd, 0) == 0 ? 0 : errno;
 }
 
-int SwitchOffDirect(int fd) {
-  const int flags = sys::Sys().fcntl(fd, F_GETFL, 0);
-  if (flags < 0) return errno;
-  return sys::Sys().fcntl(fd, F_SETFL, flags & ~O_DIRECT) == 0 ? 0 : errno;
-}
-
 // Classifies the O_DIRECT fd in `out`. Returns 0 or an errno.
 int Judge(int flags, DirectOpen* out) {
   HOLDFAST_ASSERT(out->fd >= 0 && out->direct == DirectIo::kNo);
@@ -113,6 +107,12 @@ int Judge(int flags, DirectOpen* out) {
 }
 
 }  // namespace
+
+int SwitchOffDirect(int fd) {
+  const int flags = sys::Sys().fcntl(fd, F_GETFL, 0);
+  if (flags < 0) return errno;
+  return sys::Sys().fcntl(fd, F_SETFL, flags & ~O_DIRECT) == 0 ? 0 : errno;
+}
 
 int OpenDirect(int directory, const char* name, int flags, uint32_t mode, bool want_direct,
                DirectOpen* out) {

@@ -105,6 +105,10 @@ struct DirectOpen {
 int OpenDirect(int directory, const char* name, int flags, uint32_t mode, bool want_direct,
                DirectOpen* out);
 
+/// Makes an open file buffered. For a file system that accepted O_DIRECT at open and refuses a
+/// transfer with EINVAL: it needs more than kIoAlignment. Returns 0 or an errno.
+int SwitchOffDirect(int fd);
+
 }  // namespace holdfast::io
 
 #endif  // HOLDFAST_IO_URING_QUEUE_H_

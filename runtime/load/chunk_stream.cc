@@ -218,9 +218,7 @@ class Stream {
   /// file becomes buffered. Reads in flight on the same fd return the same bytes either way.
   bool MakeBuffered(OpenedFile* file) {
     if (file->direct == DirectIo::kNo) return true;
-    const int flags = sys::Sys().fcntl(file->fd.get(), F_GETFL, 0);
-    if (flags < 0 || sys::Sys().fcntl(file->fd.get(), F_SETFL, flags & ~O_DIRECT) != 0)
-      return false;
+    if (io::SwitchOffDirect(file->fd.get()) != 0) return false;
     file->direct = DirectIo::kNo;
     NoteDirect(DirectIo::kNo);
     return true;

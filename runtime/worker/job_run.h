@@ -67,6 +67,7 @@ struct OpenFile {
 struct InFlight {
   uint32_t extent = 0;
   uint16_t slot = 0;
+  bool direct = false;  ///< Submitted to a file with O_DIRECT.
 };
 
 /// The write loop's own state.

@@ -111,8 +111,9 @@ bool ReadAll(Reader* reader) {
     io::DirectOpen opened;
     // Buffered files are read from the page cache. Read-back then proves only the bytes copied
     // there; direct_io in the report shows this case.
-    const int error = io::OpenDirect(run->directory, name, O_RDONLY | O_NOFOLLOW, 0,
-                                     !run->Has(layout::kBuffered), &opened);
+    const bool want_direct = run->figures.direct_io != DirectIo::kNo;
+    const int error =
+        io::OpenDirect(run->directory, name, O_RDONLY | O_NOFOLLOW, 0, want_direct, &opened);
     if (error != 0) return FailErrno(run, Operation::kOpen, error, i);
     // Another save of this file into the same directory has taken over the temporary name.
     const bool ours = IsOurs(*run, i) || Fail(run, FailureCode::kAborted, Operation::kRename, i);

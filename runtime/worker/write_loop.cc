@@ -104,6 +104,29 @@ void QueueForDigest(JobRun* run, uint32_t index) {
   ++write.undigested_count;
 }
 
+/// Submits the write of an extent to an open file. Returns 0 or an errno of the queue.
+int SubmitWrite(JobRun* run, uint32_t tag, uint32_t index, uint16_t slot) {
+  const layout::Extent& extent = layout::Extents(run->job)[index];
+  OpenFile& open = run->open[slot];
+  HOLDFAST_ASSERT(tag < io::kDepthMax && open.fd >= 0 && open.file == extent.file);
+  // The padding behind the file's last byte is written too (the trainer zeroed it) and cut off
+  // before the fsync.
+  const int error = run->queue->Submit({
+      .opcode = io::Opcode::kWrite,
+      .fd = open.fd,
+      .buffer = run->attached->arena + extent.arena_offset,
+      .offset = extent.file_offset,
+      .bytes = static_cast<uint32_t>(AlignUp(extent.bytes)),
+      .tag = tag,
+  });
+  if (error != 0) return error;
+  const bool direct = open.direct != DirectIo::kNo;
+  run->write.in_flight[tag] = {.extent = index, .slot = slot, .direct = direct};
+  run->write.in_flight_used |= uint64_t{1} << tag;
+  ++open.in_flight;
+  return 0;
+}
+
 /// Submits sealed extents until the queue is full or nothing is there. False on failure.
 bool Fill(JobRun* run) {
   WriteState& write = run->write;
@@ -129,26 +152,13 @@ bool Fill(JobRun* run) {
     HOLDFAST_ASSERT(run->notes[extent.file].extents_left > 0);
 
     const uint32_t tag = static_cast<uint32_t>(std::countr_one(write.in_flight_used));
-    HOLDFAST_ASSERT(tag < io::kDepthMax);
-    // The padding behind the file's last byte is written too (the trainer zeroed it) and cut off
-    // before the fsync.
-    const int error = run->queue->Submit({
-        .opcode = io::Opcode::kWrite,
-        .fd = run->open[slot].fd,
-        .buffer = run->attached->arena + extent.arena_offset,
-        .offset = extent.file_offset,
-        .bytes = static_cast<uint32_t>(AlignUp(extent.bytes)),
-        .tag = tag,
-    });
+    const int error = SubmitWrite(run, tag, index, slot);
     if (error == EAGAIN) break;
     if (error != 0) {
       return FailErrno(run, Operation::kWrite, error, extent.file, extent.file_offset,
                        extent.bytes);
     }
     if (run->times.first_submit == 0) run->times.first_submit = sys::NowNs();
-    write.in_flight[tag] = {.extent = index, .slot = slot};
-    write.in_flight_used |= uint64_t{1} << tag;
-    ++run->open[slot].in_flight;
 #ifdef HOLDFAST_PLANTED_BUGS
     if (testing::g_forget_transfer) --run->open[slot].in_flight;
 #endif
@@ -159,6 +169,15 @@ bool Fill(JobRun* run) {
 #endif
   }
   return run->ok();
+}
+
+/// Makes the file buffered after a refused direct write. Returns false if that fails.
+bool MakeBuffered(JobRun* run, OpenFile* open) {
+  HOLDFAST_ASSERT(open->fd >= 0 && open->file < run->job->file_count);
+  if (open->direct == DirectIo::kNo) return true;  // by an earlier completion
+  if (io::SwitchOffDirect(open->fd) != 0) return false;
+  open->direct = run->figures.direct_io = DirectIo::kNo;
+  return true;
 }
 
 /// Counts one completion and queues its bytes for the digest.
@@ -176,8 +195,13 @@ bool TakeCompletion(JobRun* run, const io::Completion& completion) {
   HOLDFAST_ASSERT(run->open[done.slot].in_flight > 0);
   --run->open[done.slot].in_flight;
   write.progress_ns = sys::NowNs();
-  if (completion.error != 0) {
-    return FailErrno(run, Operation::kWrite, completion.error, extent.file,
+  int error = completion.error;
+  if (error == EINVAL && done.direct && MakeBuffered(run, &run->open[done.slot])) {
+    error = SubmitWrite(run, static_cast<uint32_t>(completion.tag), done.extent, done.slot);
+    if (error == 0) return true;
+  }
+  if (error != 0) {
+    return FailErrno(run, Operation::kWrite, error, extent.file,
                      extent.file_offset + completion.bytes, extent.bytes);
   }
   if (completion.bytes != AlignUp(extent.bytes)) {

@@ -464,6 +464,42 @@ TEST_F(FaultTest, AFileThatCannotBeRemovedIsAnErrorOfTheSystem) {
   sys::g_system = sys::kKernel;
 }
 
+/// A file system that wants more of direct I/O than it says: whole pages of 64 KiB.
+bool RefusesDirect(int fd, const void* buffer, size_t bytes, off_t offset) {
+  constexpr uintptr_t kMask = 64 * 1024 - 1;
+  return (::fcntl(fd, F_GETFL) & O_DIRECT) != 0 &&
+         ((reinterpret_cast<uintptr_t>(buffer) | bytes | static_cast<uintptr_t>(offset)) & kMask) !=
+             0;
+}
+
+TEST_F(FaultTest, WritesThroughThePageCacheAfterARefusedDirectWrite) {
+  TestDirectory directory;
+  TestSave save(&trainer, directory.path());
+  save.parameters.engine = EngineRung::kPwrite;
+  save.parameters.flags |= layout::kReadBack;
+  save.AddFile("a.bin", {3 * uint64_t{kChunkBytes} + 5}, 100);
+  save.AddFile("b.bin", {9});
+  save.Build();
+  save.SealAll();
+  sys::g_system.pwrite = [](int fd, const void* buffer, size_t bytes, off_t offset) -> ssize_t {
+    if (!RefusesDirect(fd, buffer, bytes, offset))
+      return sys::kKernel.pwrite(fd, buffer, bytes, offset);
+    errno = EINVAL;
+    return -1;
+  };
+  sys::g_system.pread = [](int fd, void* buffer, size_t bytes, off_t offset) -> ssize_t {
+    if (!RefusesDirect(fd, buffer, bytes, offset))
+      return sys::kKernel.pread(fd, buffer, bytes, offset);
+    errno = EINVAL;
+    return -1;
+  };
+  ASSERT_TRUE(save.Run(Launcher::kThread));
+  sys::g_system = sys::kKernel;
+  EXPECT_TRUE(save.failure().ok());
+  EXPECT_EQ(save.job()->completion.figures.direct_io, DirectIo::kNo);
+  EXPECT_EQ(save.Unsound(), "");
+}
+
 TEST_F(FaultTest, GoesOnWithoutReservationAndSaysSo) {
   TestDirectory directory;
   TestSave save(&trainer, directory.path());
