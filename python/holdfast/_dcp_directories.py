@@ -60,7 +60,8 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
     """
     complete, passed_over, unreadable = [], [], None
     with of_system(f"list {directory}"):
-        names = sorted(e.name for e in os.scandir(directory) if e.is_dir())
+        # A link leads to what is not of this directory, as in lists of plain checkpoints.
+        names = sorted(e.name for e in os.scandir(directory) if e.is_dir(follow_symlinks=False))
     for name in names:
         # A drain gives the name when all is durable; the metadata stands there a moment before.
         if _names.kind_of(name) in ("partial", "retired"):
@@ -248,6 +249,9 @@ def _is_own(name: str) -> bool:
 
 
 def _foreign(path: str) -> list[str]:
+    """What a directory has beside a checkpoint's files; of a link, the link."""
+    if os.path.islink(path):
+        return [os.path.basename(path)]
     try:
         return [name for name in sorted(os.listdir(path)) if not _is_own(_names.finished(name))]
     except OSError:  # removed by another process, or no directory
@@ -279,7 +283,11 @@ def _retire(directory: str, old: dict[str, Any]) -> None:
 def _remove(path: str) -> None:
     """Removes a directory that has lost its checkpoint's name. Another process may do so, too."""
     with of_system(f"remove {path}"), contextlib.suppress(FileNotFoundError):
-        for name in sorted(os.listdir(path), key=lambda n: n != METADATA):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(path, name))
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            for name in sorted(os.listdir(fd), key=lambda n: n != METADATA):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
+        finally:
+            os.close(fd)
         os.rmdir(path)

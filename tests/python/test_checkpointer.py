@@ -471,3 +471,36 @@ def _ranks_save_and_resume(rank: int, directory: str, format: str) -> list[Any]:
 def test_ranks_save_resume_and_remove(format: str, world_size: int, tmp_path: Path) -> None:
     answers = dcp_ranks.run_ranks(world_size, tmp_path, _ranks_save_and_resume, str(tmp_path), format)
     assert answers == [[["step-2", "step-3"], 3.0, True]] * world_size
+
+
+@formats
+def test_retention_follows_no_link(tmp_path: Path, format: str) -> None:
+    with opened(tmp_path / "shared", format=format) as checkpointer:
+        checkpointer.save(state(1.0), 0)
+    base, run = tmp_path / "shared" / "step-0", tmp_path / "run"
+    held = sorted(os.listdir(base))
+    run.mkdir()
+    (run / "step-0").symlink_to(base)
+    holdfast.load(run / "step-0", into=state(0.0)) if format == "holdfast" else holdfast.dcp.load(state(0.0), checkpoint_id=run / "step-0")
+    with opened(run, format=format, keep_last=1) as checkpointer:
+        for step in (10, 20, 30):
+            checkpointer.save(state(float(step)), step)
+        checkpointer.flush()
+        assert [c["name"] for c in checkpointer.list()] == ["step-30"]
+    holdfast.recover(run)
+    assert sorted(os.listdir(run)) == ["step-0", "step-30"]
+    assert sorted(os.listdir(base)) == held
+
+
+def test_a_removal_refuses_a_link_that_has_taken_a_checkpoints_place(tmp_path: Path) -> None:
+    with opened(tmp_path, format="dcp") as checkpointer:
+        checkpointer.save(state(1.0), 1)
+        (old,) = checkpointer.list()
+    moved = tmp_path / "elsewhere"
+    os.rename(old["path"], moved)
+    os.symlink(moved, old["path"])
+    with pytest.raises(holdfast.Error, match="step-1 is no file of a DCP checkpoint"):
+        _dcp_directories._retire(str(tmp_path), old)
+    with pytest.raises(holdfast.Error, match="remove"):
+        _dcp_directories._remove(old["path"])
+    assert holdfast.dcp.verify(moved)["verdict"] == "sound"
