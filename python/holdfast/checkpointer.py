@@ -538,6 +538,9 @@ def _refusal(reason: str) -> Error:
     return Error("INVALID_ARGUMENT", f"Checkpointer: {reason}")
 
 
+_STEPS_TRIED = (0, 7, 999, 1000, 12345678901)
+
+
 def _pattern_of(form: str) -> re.Pattern[str]:
     """Matches the names of a form."""
     try:
@@ -550,7 +553,15 @@ def _pattern_of(form: str) -> re.Pattern[str]:
     is_path = form in ("", os.curdir, os.pardir) or os.path.basename(form) != form
     if is_path or len(fields) > 1 or re.search(r"\d", after):
         raise _refusal(f"name {form!r}: one name with at most one {{step}} is expected, and no digit after it")
-    return re.compile("".join(re.escape(text) + (r"\d+" if f is not None else "") for text, f, _, _ in parts))
+    pattern = re.compile("".join(re.escape(text) + (r"(\d+)" if f is not None else "") for text, f, _, _ in parts))
+    for step in _STEPS_TRIED if fields else ():
+        found = pattern.fullmatch(form.format(step=step))
+        if found is None or int(found[1]) != step:
+            raise _refusal(
+                f"name {form!r}: step {step} is no decimal number in {form.format(step=step)!r}, so that its checkpoint "
+                "would not be found again; write {step}, or {step:08d} for zeros in front"
+            )
+    return pattern
 
 
 def _beside(other: Checkpointer | str | None) -> _runtime.Runtime | None:

@@ -504,3 +504,10 @@ def test_a_removal_refuses_a_link_that_has_taken_a_checkpoints_place(tmp_path: P
     with pytest.raises(holdfast.Error, match="remove"):
         _dcp_directories._remove(old["path"])
     assert holdfast.dcp.verify(moved)["verdict"] == "sound"
+
+
+@pytest.mark.parametrize("form", ["step-{step:,}", "step-{step:_}", "{step:x}", "{step:o}", "{step:>8}", "{step:+}", "{step:e}"])
+def test_a_name_without_the_decimal_step_is_refused(form: str, tmp_path: Path) -> None:
+    with pytest.raises(holdfast.Error, match="would not be found again") as refused:
+        holdfast.Checkpointer(tmp_path, name=form)
+    assert refused.value.code == "INVALID_ARGUMENT"
