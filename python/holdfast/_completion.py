@@ -114,7 +114,8 @@ class _Thread(threading.Thread):
     """
 
     def __init__(self, run: Callable[[], None], name: str) -> None:
-        super().__init__(target=run, name=name)
+        # A daemon thread's children are daemons by default, and the interpreter waits for no daemon.
+        super().__init__(target=run, name=name, daemon=False)
         self._started: threading.Event = _Started()
         self._entry: weakref.ref[Any] | None = None
 

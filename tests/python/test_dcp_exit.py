@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import holdfast
 import holdfast.dcp
 from holdfast.dcp import staging
 
@@ -45,6 +46,28 @@ def test_the_last_save_is_awaited_at_exit(tmp_path: Path) -> None:
     loaded = {"w": torch.zeros(2_000_000)}
     dcp.load(loaded, storage_reader=holdfast.dcp.StorageReader(tmp_path / "run"))
     assert torch.equal(loaded["w"], torch.arange(2_000_000.0))
+
+
+_IN_A_DAEMON = """
+import sys, threading, warnings
+warnings.simplefilter("ignore")
+import torch, holdfast, holdfast.dcp
+state = {"w": torch.arange(2_000_000.0)}
+def train():
+    holdfast.dcp.async_save(state, checkpoint_id=sys.argv[1])
+    holdfast.save_async(state, sys.argv[1] + "-plain")
+thread = threading.Thread(target=train, daemon=True)
+thread.start()
+thread.join()
+"""
+
+
+def test_saves_that_a_daemon_thread_called_are_awaited_at_exit(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", _IN_A_DAEMON, str(tmp_path / "run")], capture_output=True, text=True,
+                          timeout=120, check=False, env={**os.environ, "HOLDFAST_ARENA_BYTES": str(64 << 20)})  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(os.listdir(tmp_path)) == ["run", "run-plain"]
+    assert holdfast.dcp.verify(tmp_path / "run")["verdict"] == holdfast.verify(tmp_path / "run-plain")["verdict"] == "sound"
 
 
 def test_a_failure_that_nobody_saw_shows_in_the_exit_status(tmp_path: Path) -> None:
