@@ -140,6 +140,15 @@ def test_the_step_and_tied_tensors_survive(tmp_path: Path) -> None:
     assert steps == {"plain": 12, "step-5": 5, "copy": 12}
 
 
+def test_items_of_a_list_keep_their_places(tmp_path: Path) -> None:
+    """The planner of DCP writes nothing for an empty container."""
+    dcp.save({"l": [{}, {"a": torch.ones(2)}, {}, {"a": torch.zeros(3)}]}, checkpoint_id=tmp_path / "dcp")
+    (done,) = each(["convert", tmp_path / "dcp", tmp_path / "plain"])
+    assert done.status == 0, done
+    found = holdfast.load(tmp_path / "plain")["l"]
+    assert [None if item is None else item["a"].tolist() for item in found] == [None, [1.0, 1.0], None, [0.0, 0.0, 0.0]]
+
+
 def test_what_a_format_cannot_hold_is_named(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain", {"w": torch.ones(2), "train": {"step": 3}})
     number = write(tmp_path / "complex.pt", {"deep": [torch.ones(2, dtype=torch.complex128)]})

@@ -162,9 +162,16 @@ def _nested(flat: dict[str, Any], paths: Any) -> Any:
     return _with_lists(root)
 
 
+_PLACES_MAX = 1_000_000  # of a list, beyond the items that it has
+
+
 def _with_lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    if value and all(type(key) is int for key in value):
-        return [_with_lists(value[key]) for key in sorted(value)]
+    if value and all(type(key) is int and key >= 0 for key in value):
+        count = max(value) + 1
+        if count > len(value) + _PLACES_MAX:
+            raise Error("DATA_LOSS", f"a list has {len(value)} items, the last at place {count - 1}")
+        # The planner writes nothing for an empty container. As in the framework's own loads, its place has None.
+        return [_with_lists(value.get(place)) for place in range(count)]
     return {key: _with_lists(item) for key, item in value.items()}
