@@ -174,14 +174,15 @@ class Filling:
         target = target.detach()
         if self._refusable:
             self.keep([target])
+        nbytes = self._checkpoint.entry_bytes(node["stored"])
         contiguous = type(target) is torch.Tensor and target.is_contiguous()
         if contiguous and not {"offset", "stride"} & node.keys() and not target.is_neg() \
-                and not target.is_conj() and target.nbytes == self._checkpoint.entry_bytes(node["stored"]):
+                and not target.is_conj() and target.nbytes == nbytes:
             self._loading.add_whole(reader, node["stored"], target)
             self.changes(target)
             return
         _devices.device_of(target.device)  # where nothing can be read to, it says so
-        shape, stride = tuple(node["shape"]), _state.stride_of(node)
+        offset, shape, stride = _state.place_of(node, nbytes)
         if type(target) is torch.Tensor and target.stride() == stride and _is_dense(target):
             # Of one order in memory, whichever it is: one run of it.
             shape, stride = (_tensor_kinds.span_of(target) // target.itemsize,), (1,)
@@ -190,7 +191,7 @@ class Filling:
             raise self.complaint(
                 path, "the target is expanded, so that elements share memory; load into its contiguous()"
             )
-        source = Source(reader, node["stored"], node.get("offset", 0), target.dtype, shape, stride)
+        source = Source(reader, node["stored"], offset, target.dtype, shape, stride)
         self._loading.add(source, target)
 
 

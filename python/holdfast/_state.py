@@ -398,6 +398,25 @@ def elements_of(node: Node) -> int:
     return math.prod(node["shape"])
 
 
+def place_of(node: Node, nbytes: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """A tensor node's first byte in its entry, its shape and its stride.
+
+    Raises:
+        Error: DATA_LOSS for a tensor that is not inside of an entry of `nbytes`.
+    """
+    offset, shape, stride = node.get("offset", 0), tuple(node["shape"]), stride_of(node)
+    width = _dtypes.torch_dtype(node["dtype"]).itemsize
+    if offset % width:
+        raise Error(
+            "DATA_LOSS",
+            f"load {node['stored']}: a {node['dtype']} begins at byte {offset} of it, where none can",
+        )
+    last = sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+    if math.prod(shape) and (min((offset, *stride)) < 0 or offset + (last + 1) * width > nbytes):
+        raise Error("DATA_LOSS", f"load {node['stored']}: a tensor of shape {list(shape)} ends outside of it")
+    return offset, shape, stride
+
+
 def nodes(description: Any) -> Iterator[Node]:
     """All nodes of a description that have a kind."""
     left = [description]

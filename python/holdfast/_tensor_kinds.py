@@ -342,7 +342,7 @@ class Sparse(_Tensors):
 
     def build(self, builder: Any, node: Node, path: str) -> Callable[[], Any]:
         plans = {n: builder.plan(part, under(path, n)) for n, part in node["parts"].items()}
-        return lambda: marked(_new_sparse(node, {n: plan() for n, plan in plans.items()}), node)
+        return lambda: marked(_new_sparse(node, {n: plan() for n, plan in plans.items()}, path), node)
 
     def _fill(self, filling: Any, node: Node, target: torch.Tensor, path: str) -> Any:
         """Gives it the elements that were saved, which may be more or fewer than it has."""
@@ -362,17 +362,27 @@ class Sparse(_Tensors):
         return target
 
 
-def _new_sparse(node: Node, parts: dict[str, torch.Tensor]) -> torch.Tensor:
+def _new_sparse(node: Node, parts: dict[str, torch.Tensor], path: str) -> torch.Tensor:
+    """A sparse tensor whose indices are in its shape: torch writes out of bounds for others.
+
+    Raises:
+        Error: DATA_LOSS for parts that make no sparse tensor.
+    """
+    values = parts["values"]
+    options: dict[str, Any] = {"device": values.device, "check_invariants": True}
     shape = tuple(node["shape"])
-    if node["layout"] == "sparse_coo":
-        return torch.sparse_coo_tensor(
-            parts["indices"], parts["values"], shape, is_coalesced=node["coalesced"]
-        )
-    layout = getattr(torch, node["layout"])
-    rows = "crow_indices" in parts
-    compressed = parts["crow_indices" if rows else "ccol_indices"]
-    plain = parts["col_indices" if rows else "row_indices"]
-    return torch.sparse_compressed_tensor(compressed, plain, parts["values"], shape, layout=layout)
+    try:
+        if node["layout"] == "sparse_coo":
+            options["is_coalesced"] = node["coalesced"]
+            return torch.sparse_coo_tensor(parts["indices"], values, shape, **options)
+        options["layout"] = getattr(torch, node["layout"])
+        rows = "crow_indices" in parts
+        compressed = parts["crow_indices" if rows else "ccol_indices"]
+        plain = parts["col_indices" if rows else "row_indices"]
+        return torch.sparse_compressed_tensor(compressed, plain, values, shape, **options)
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise Error("DATA_LOSS", f"load {path or 'state'}: it is no {node['layout']} tensor: {reason}") from error
 
 
 class Subclass(_Tensors):
