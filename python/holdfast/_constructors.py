@@ -314,10 +314,13 @@ def _sparse(pickle: Pickle, layout: Any, data: Any) -> Any:
     if layout is torch.sparse_coo:
         indices, values, size, *rest = data
         return torch.sparse_coo_tensor(
-            indices, values, size, check_invariants=True, is_coalesced=rest[0] if rest else None
+            indices, values, size, device=values.device, check_invariants=True,
+            is_coalesced=rest[0] if rest else None,
         )
     outer, inner, values, size = data
-    return torch.sparse_compressed_tensor(outer, inner, values, size, layout=layout, check_invariants=True)
+    return torch.sparse_compressed_tensor(
+        outer, inner, values, size, layout=layout, device=values.device, check_invariants=True
+    )
 
 
 def _quantized(pickle: Pickle, storage: Any, offset: Any, size: Any, stride: Any,
@@ -357,7 +360,7 @@ def storage_at(pid: Any, memory_of: Callable[[str], bytes], place: Callable[[str
         dtype = torch.storage._get_dtype_from_pickle_storage_type(cls.__name__)
     data = bytearray(memory_of(key))
     require(count * dtype.itemsize == len(data), f"{count} elements in {len(data)} bytes")
-    memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0)
+    memory = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, device="cpu")
     require(type(location) is str, "a location")
     if location != "cpu":
         torch.device(location)  # else it is damaged

@@ -50,6 +50,11 @@ def bytes_of(owner: torch.Tensor, address: int, nbytes: int) -> torch.Tensor:
     )
 
 
+def host_bytes(nbytes: int) -> torch.Tensor:
+    """New host memory, whichever device torch's default is."""
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
 def stream_of(device: torch.device) -> int:
     """Handle of the current stream of `device`; copies are ordered after it."""
     if device.type == "cuda":

@@ -213,7 +213,7 @@ class Loading:
             self._options = threads, engine, False
         for reader, found in parts.values():
             # All of it goes to one place: nobody looks at it.
-            nowhere = torch.empty(min(self._piece_bytes, max(n for _, _, n in found)), dtype=torch.uint8)
+            nowhere = _devices.host_bytes(min(self._piece_bytes, max(n for _, _, n in found)))
             address, most = nowhere.data_ptr(), nowhere.nbytes
             counted = self.report["bytes"]
             self.read(reader, [
@@ -237,7 +237,7 @@ class Loading:
         nbytes = min(
             max(self._piece_bytes, _ALIGNMENT), sum(_aligned(p.source.span) for p in self._bounced)
         )
-        buffer = torch.empty(nbytes + _ALIGNMENT, dtype=torch.uint8)
+        buffer = _devices.host_bytes(nbytes + _ALIGNMENT)
         batch: list[tuple[Piece, int]] = []
         filled = 0
         for piece in self._bounced:

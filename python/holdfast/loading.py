@@ -17,6 +17,7 @@ from holdfast import (
     _arguments,
     _collector,
     _dcp_directories,
+    _devices,
     _kinds,
     _lineage,
     _native,
@@ -348,7 +349,7 @@ def _other_format(path: str) -> str:
 
 
 def _read(loading: Loading, reader: Any, name: str, nbytes: int, begin: int | None = None) -> bytes:
-    buffer = torch.empty(nbytes, dtype=torch.uint8)
+    buffer = _devices.host_bytes(nbytes)
     loading.read(reader, [(name, buffer.data_ptr(), nbytes, None, begin)])
     return ctypes.string_at(buffer.data_ptr(), nbytes)
 

@@ -138,7 +138,8 @@ class Dcp(Source):
             for name in names:
                 entry = self._metadata.state_dict_metadata[name]
                 is_tensor = hasattr(entry, "properties")
-                flat[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+                dtype = entry.properties.dtype if is_tensor else None
+                flat[name] = torch.empty(entry.size, dtype=dtype, device="cpu") if is_tensor else None
         with framework_errors(f"load {self.path}"):
             dcp.load(flat, storage_reader=StorageReader(self.path, allow=allow), no_dist=True)
         return flat

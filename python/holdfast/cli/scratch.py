@@ -46,7 +46,7 @@ def mapped(path: str) -> dict[str, torch.Tensor]:
         if file != own:
             continue
         dtype = _dtypes.of_file(kind)
-        tensor = torch.empty(0, dtype=dtype)
+        tensor = torch.empty(0, dtype=dtype, device="cpu")
         part = storage[begin:end]
         # Other programs' files need not align their tensors.
         part = part.clone() if begin % dtype.itemsize else part

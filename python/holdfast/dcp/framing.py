@@ -83,7 +83,7 @@ def _reduction(dtype: torch.dtype) -> tuple[Any, type, bool, tuple[Any, ...]] | 
         # Of ComplexHalf being experimental, and of TypedStorage, which is what files are made of.
         warnings.simplefilter("ignore")
         try:
-            function, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(2)
+            function, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)
             storage, _, _, _, _, _, *more = arguments
         except (RuntimeError, NotImplementedError, TypeError, ValueError):
             return None

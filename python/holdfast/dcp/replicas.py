@@ -133,7 +133,7 @@ def _memory_of(value: Any) -> torch.Tensor:
         torch.save(value.cpu(), buffer)
         value = buffer
     view = value.getbuffer()
-    return torch.frombuffer(view, dtype=torch.uint8) if view else torch.empty(0)
+    return torch.frombuffer(view, dtype=torch.uint8) if view else torch.empty(0, device="cpu")
 
 
 def _form_of(value: Any) -> bytes:
@@ -203,7 +203,7 @@ def of_device(tensors: list[tuple[int, torch.Tensor]], count: int, words_max: in
 
 def _moved(numbers: list[Any], device: torch.device) -> torch.Tensor:
     """Numbers on a device, without a wait for what its stream has queued."""
-    made = torch.tensor(numbers)
+    made = torch.tensor(numbers, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 

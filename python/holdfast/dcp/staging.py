@@ -204,8 +204,8 @@ class _Copy:
     def _view(self, tensor: torch.Tensor, offset: int) -> torch.Tensor:
         assert self.storage is not None
         if not tensor.numel():
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
-        empty = torch.empty(0, dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
         strides = torch.empty(tensor.shape, device="meta").stride()
         return empty.set_(self.storage, offset // tensor.itemsize, tensor.shape, strides)
 
@@ -217,7 +217,7 @@ class _Copy:
             # A DTensor that is made from a tensor with a storage offset takes the offset over. Its
             # address is then not 0, so that pickling takes it for a tensor with memory of its own,
             # and crashes. It is made from one without, and given its memory afterwards.
-            stand_in = torch.empty(1, dtype=local.dtype).expand(local.shape)
+            stand_in = torch.empty(1, dtype=local.dtype, device=local.device).expand(local.shape)
             # Not by from_local, which would move it to the mesh's device, all of it.
             copied = DTensor(stand_in, value._spec, requires_grad=False)
             copied._local_tensor = local

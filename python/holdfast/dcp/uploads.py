@@ -201,11 +201,11 @@ class Exchange:
 
     def _gather(self, data: bytes) -> list[bytes] | None:
         """The bytes of all ranks, on rank 0."""
-        size = torch.tensor([len(data)])
+        size = torch.tensor([len(data)], device="cpu")
         sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
         self._group.allgather([sizes], [size]).wait()
         most = max(int(s) for s in sizes)
-        mine = torch.zeros(most, dtype=torch.uint8)
+        mine = torch.zeros(most, dtype=torch.uint8, device="cpu")
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         options = c10d.GatherOptions()
         options.rootRank = 0
@@ -219,7 +219,7 @@ class Exchange:
     def _broadcast(self, data: bytes) -> bytes:
         options = c10d.BroadcastOptions()
         options.rootRank = 0
-        size = torch.tensor([len(data)])
+        size = torch.tensor([len(data)], device="cpu")
         self._group.broadcast([size], options).wait()
         whole = torch.frombuffer(bytearray(data or int(size)), dtype=torch.uint8)
         self._group.broadcast([whole], options).wait()

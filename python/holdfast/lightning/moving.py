@@ -157,7 +157,7 @@ class Move:
         key = storage._cdata
         if key not in self._storages:
             nbytes = storage.nbytes()
-            pinned = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+            pinned = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda")
             # In the order of the current stream, which has what has changed the tensors last.
             pinned.untyped_storage().copy_(storage, non_blocking=True)
             self._storages[key] = storage, pinned.untyped_storage()
