@@ -8,9 +8,7 @@ into one that is there. `_tensor_kinds` has the kinds that consist of tensors.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
-import inspect
 import json
 import types
 from collections import OrderedDict
@@ -19,8 +17,8 @@ from typing import Any
 
 import torch
 
-from holdfast import _plain
-from holdfast._modules import does_more_at_a_load, is_own_memory, refuses_by_groups
+from holdfast import _plain, _records
+from holdfast._modules import does_more_at_a_load, is_own_memory, is_stateful, refuses_by_groups, state_of
 from holdfast._plain import Node, class_name
 from holdfast.errors import Error
 
@@ -45,25 +43,6 @@ class Later:
 
 def resolved(value: Any) -> Any:
     return value.value() if isinstance(value, Later) else value
-
-
-def is_stateful(value: Any) -> bool:
-    """Whether it hands out its state by itself: modules, optimizers, schedulers, loaders."""
-    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    return not isinstance(value, type) and all(map(callable, methods))
-
-
-def state_of(value: Any) -> Any:
-    """Its state, with parameters as they are rather than detached copies."""
-    if isinstance(value, torch.nn.Module) and _takes_keep_vars(value.state_dict):
-        return value.state_dict(keep_vars=True)
-    return value.state_dict()
-
-
-def _takes_keep_vars(state_dict: Any) -> bool:
-    """Whether a module's method has the argument of the base class."""
-    parameters = inspect.signature(state_dict).parameters
-    return "keep_vars" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def under(path: str, name: Any) -> str:
@@ -470,47 +449,61 @@ class Stateful(Kind):
 
 
 class Record(Kind):
-    """Named tuples and dataclasses: a class is needed to make them again."""
+    """Named tuples and dataclasses: a class is needed to make them again.
+
+    A node has ``attributes`` only if the value has some that are no fields. Their items follow those of the fields.
+    """
 
     names = ("namedtuple", "dataclass")
 
     def flatten(self, walk: Any, path: str, value: Any) -> None:
-        if isinstance(value, tuple):
-            name, fields = "namedtuple", tuple(value._fields)  # type: ignore[attr-defined]
-        else:
-            name, fields = "dataclass", tuple(f.name for f in dataclasses.fields(value))
-        walk.add((self, name, class_name(value), fields))
-        walk.children(value, path, fields, [getattr(value, f) for f in fields])
+        found = _records.contents(value)
+        if found is None:
+            OBJECT.flatten(walk, path, value)
+            return
+        fields, attributes = found
+        name = "namedtuple" if isinstance(value, tuple) else "dataclass"
+        walk.add((self, name, class_name(value), tuple(fields), tuple(attributes)))
+        walk.children(value, path, (*fields, *attributes), (*fields.values(), *attributes.values()))
 
     def node(self, outline: Any, path: str, token: Any) -> Node:
-        _, name, cls, fields = token
-        items = [outline.node(under(path, f)) for f in fields]
-        return {"kind": name, "class": cls, "fields": list(fields), "items": items}
+        _, name, cls, fields, attributes = token
+        items = [outline.node(under(path, f)) for f in (*fields, *attributes)]
+        beside = {"attributes": list(attributes)} if attributes else {}
+        return {"kind": name, "class": cls, "fields": list(fields), **beside, "items": items}
+
+    def _items(self, node: Node) -> Iterator[tuple[str, Node]]:
+        return zip((*node["fields"], *node.get("attributes", ())), node["items"], strict=True)
 
     def children(self, node: Node, path: str) -> Iterator[tuple[str, Node]]:
-        return ((under(path, f), n) for f, n in zip(node["fields"], node["items"], strict=True))
+        return ((under(path, f), n) for f, n in self._items(node))
+
+    def _make(self, node: Node, path: str, cls: Any, values: dict[str, Any]) -> Any:
+        """A new record of values in the order of a node's names."""
+        fields = {f: values.pop(f) for f in node["fields"]}
+        return _records.make(cls, path, fields, values)
 
     def build(self, builder: Any, node: Node, path: str) -> Callable[[], Any]:
-        plans = {f: builder.plan(n, under(path, f)) for f, n in zip(node["fields"], node["items"], strict=True)}
-        made = builder.class_of(node["class"], path, node["kind"])
-        return lambda: made(**{f: plan() for f, plan in plans.items()})
+        plans = {f: builder.plan(n, under(path, f)) for f, n in self._items(node)}
+        cls = builder.class_of(node["class"], path, node["kind"])
+        return lambda: self._make(node, path, cls, {f: plan() for f, plan in plans.items()})
 
     def fill(self, filling: Any, node: Node, target: Any, path: str) -> Any:
         if not all(hasattr(target, f) for f in node["fields"]):
             _refuse_full(filling, target, path, node["kind"])
             return filling.new(node, path)
         values = {
-            f: filling.fill(n, getattr(target, f), under(path, f))
-            for f, n in zip(node["fields"], node["items"], strict=True)
+            f: filling.fill(n, getattr(target, f), under(path, f)) if hasattr(target, f)
+            else filling.new(n, under(path, f))
+            for f, n in self._items(node)
         }
-        if node["kind"] == "namedtuple":
-            return Later(lambda: type(target)(**{f: resolved(v) for f, v in values.items()}))
 
-        def assign() -> None:
-            for f, v in values.items():
-                object.__setattr__(target, f, resolved(v))
+        def filled() -> dict[str, Any]:
+            return {f: resolved(v) for f, v in values.items()}
 
-        filling.after(assign)
+        if isinstance(target, tuple):
+            return Later(lambda: self._make(node, path, type(target), filled()))
+        filling.after(lambda: _records.put(target, path, filled()))
         return target
 
 
@@ -579,9 +572,7 @@ def container_kind(value: Any) -> Kind:
         return MAPPINGS
     if type(value) in (list, tuple, collections.deque):
         return SEQUENCE
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return RECORD
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _records.is_record(value):
         return RECORD
     return OBJECT
 

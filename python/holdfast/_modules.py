@@ -1,13 +1,33 @@
-"""What a load of the state dict of a module or an optimizer does besides copying tensors."""
+"""State dicts: how an object gives its own, and what a load of one does besides copying tensors."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether it hands out its state by itself: modules, optimizers, schedulers, loaders."""
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return not isinstance(value, type) and all(map(callable, methods))
+
+
+def state_of(value: Any) -> Any:
+    """Its state, with parameters as they are rather than detached copies."""
+    if isinstance(value, torch.nn.Module) and _takes_keep_vars(value.state_dict):
+        return value.state_dict(keep_vars=True)
+    return value.state_dict()
+
+
+def _takes_keep_vars(state_dict: Any) -> bool:
+    """Whether a module's method has the argument of the base class."""
+    parameters = inspect.signature(state_dict).parameters
+    return "keep_vars" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def is_own_memory(module: torch.nn.Module, state: Mapping[Any, Any]) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from holdfast import _dtypes
+from holdfast import _dtypes, _records
 from holdfast._kinds import BY_NAME, Kind, Later, container_kind, under
 from holdfast._plain import Node, class_name
 from holdfast.errors import Error
@@ -167,12 +167,20 @@ class Tensor(_Tensors):
     names = ("tensor",)
 
     def flatten(self, walk: Any, path: str, value: torch.Tensor) -> None:
-        plain = type(value) in PLAIN_TENSORS
-        walk.add(type(value) if plain else (self, type(value), isinstance(value, torch.nn.Parameter)))
         walk.tensors.append(value)
+        if type(value) in PLAIN_TENSORS:
+            walk.add(type(value))
+            return
+        attributes = {k: v for k, v in vars(value).items() if _records.is_attribute(k)}
+        walk.add((self, type(value), isinstance(value, torch.nn.Parameter), bool(attributes)))
+        if attributes:
+            walk.objects.append(attributes)
 
     def node(self, outline: Any, path: str, token: Any) -> Node:
-        return outline.leaf(path)
+        node = outline.leaf(path)
+        if token[3]:
+            node["attributes"] = outline.name_object(path + "#attributes")
+        return node
 
     def node_of(self, path: str, value: torch.Tensor) -> Node:
         """The node, but for where it is stored.
@@ -207,6 +215,8 @@ class Tensor(_Tensors):
         if "class" in node:
             cls = builder.class_of(node["class"], path, "tensor")
             tensor = marked(tensor.detach().as_subclass(cls), node)
+            if "attributes" in node:
+                _records.put(tensor, path, builder.object(node["attributes"]))
         return lambda: tensor
 
     def fill(self, filling: Any, node: Node, target: Any, path: str) -> Any:
@@ -220,6 +230,9 @@ class Tensor(_Tensors):
     def _fill(self, filling: Any, node: Node, target: torch.Tensor, path: str) -> Any:
         local = local_of(target)
         filling.tensor(node, target if local is None else local, path)
+        if "attributes" in node and class_name(target) == node["class"]:
+            attributes = filling.object(node["attributes"], type(target))
+            filling.after(lambda: _records.put(target, path, attributes))
         return target
 
     def fits(self, node: Node, value: Any) -> bool:

@@ -11,7 +11,8 @@ FOLDERS = ("dcp", "drain", "observe", "lightning", "megatron", "nvrx", "cli", "i
 ROWS = (
     ("_native", "_process", "errors"),
     ("_arguments", "_collector", "_completion", "_constructors", "_durable", "_devices", "_dtypes", "_framing", "_lineage",
-     "_modules", "_names", "_programs", "_ranks", "_regular", "_torch_pickle"),
+     "_modules", "_names", "_programs", "_ranks", "_records", "_regular",
+     "_torch_pickle"),
     ("_dcp_directories", "_pieces", "_plain"),
     ("_kinds", "_unpickle", "snapshots"),
     ("_tensor_kinds",),
