@@ -201,8 +201,8 @@ def remove_retired(directory: str, series: str) -> None:
 def settle_retired(directory: str, clean_up: bool) -> list[str]:
     """Removes the directories that a crash in a removal has left; returns their names.
 
-    One with a foreign file, or with a save at work, is left as it is. So is one that cannot be
-    removed, and the log says why.
+    One with a foreign file, or with a save at work, is left as it is, and so is a link. So is one
+    that cannot be removed, and the log says why.
 
     Args:
         directory: of the checkpoints.
@@ -217,7 +217,7 @@ def settle_retired(directory: str, clean_up: bool) -> list[str]:
     for name in names:
         path = os.path.join(directory, name)
         # Of holdfast.lightning, whose trainer removes a directory with all that it holds.
-        whole = _names.is_retired_hidden(name) and os.path.isdir(path)
+        whole = _names.is_retired_hidden(name) and os.path.isdir(path) and not os.path.islink(path)
         if not whole and (_foreign(path) or not os.listdir(path)):  # an empty one is the runtime's
             continue
         if _is_saved_into(path):

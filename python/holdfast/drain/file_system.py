@@ -276,7 +276,7 @@ class Directory:
     def remove(self, info: Info) -> None:
         path = self.path(info.slot)
         with of_system(f"remove {path}"):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             if not _locked(fd, fcntl.LOCK_EX):
                 raise Error("ABORTED", f"remove {path}: it is being loaded")
