@@ -52,6 +52,7 @@ struct FileNote {
   uint8_t created = 0;        ///< NAME.tmp may exist and is ours.
   uint8_t synced = 0;         ///< Complete, truncated, fsynced, closed; or not written here.
   uint8_t renamed = 0;        ///< Has its final name.
+  uint8_t buffered = 0;       ///< The file system has refused a direct write.
   // At the last close; before the first close the inode alone, in a framework's directory. An
   // inode number identifies a file only while the file is open: ext4 reuses the number at once.
   FileIdentity identity;

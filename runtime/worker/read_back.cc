@@ -111,7 +111,7 @@ bool ReadAll(Reader* reader) {
     io::DirectOpen opened;
     // Buffered files are read from the page cache. Read-back then proves only the bytes copied
     // there; direct_io in the report shows this case.
-    const bool want_direct = run->figures.direct_io != DirectIo::kNo;
+    const bool want_direct = !run->Has(layout::kBuffered) && run->notes[i].buffered == 0;
     const int error =
         io::OpenDirect(run->directory, name, O_RDONLY | O_NOFOLLOW, 0, want_direct, &opened);
     if (error != 0) return FailErrno(run, Operation::kOpen, error, i);

@@ -177,6 +177,7 @@ bool MakeBuffered(JobRun* run, OpenFile* open) {
   if (open->direct == DirectIo::kNo) return true;  // by an earlier completion
   if (io::SwitchOffDirect(open->fd) != 0) return false;
   open->direct = run->figures.direct_io = DirectIo::kNo;
+  run->notes[open->file].buffered = 1;
   return true;
 }
 
