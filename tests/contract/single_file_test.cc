@@ -3,10 +3,8 @@
 #include <fcntl.h>
 #include <signal.h>
 #include <sys/file.h>
-#include <unistd.h>
 
 #include <cerrno>
-#include <climits>
 #include <filesystem>
 #include <memory>
 #include <string>
@@ -28,6 +26,7 @@
 #include "runtime/sys/system.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/path_of.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/single_file.h"
 
@@ -222,9 +221,7 @@ TEST_P(PromotedFile, KeepsItsManifestWhenItsSaveIsCancelled) {
 int g_failures_left = 0;
 
 int FailingFsync(int fd) {
-  char path[PATH_MAX] = {};
-  (void)!readlink(absl::StrCat("/proc/self/fd/", fd).c_str(), path, sizeof(path) - 1);
-  if (g_failures_left == 0 || !absl::EndsWith(path, TemporaryOf(kSecond)))
+  if (g_failures_left == 0 || !PathOf(fd).ends_with(TemporaryOf(kSecond)))
     return sys::kKernel.fsync(fd);
   --g_failures_left;
   errno = EIO;

@@ -1,8 +1,5 @@
 // A failed fsync: its error, and the report of a second attempt.
 // tests/unit/worker/second_attempt_test.cc tests the worker's steps.
-#include <linux/limits.h>
-#include <unistd.h>
-
 #include <cerrno>
 #include <string>
 #include <vector>
@@ -14,6 +11,7 @@
 #include "runtime/sys/system.h"
 #include "tests/testing/checkpoint_files.h"
 #include "tests/testing/child_process.h"
+#include "tests/testing/path_of.h"
 #include "tests/testing/save_test.h"
 #include "tests/testing/slow_device.h"
 
@@ -27,11 +25,8 @@ using ::testing::HasSubstr;
 int g_failures_left = 0;
 
 int FailingFsync(int fd) {
-  char path[PATH_MAX] = {};
-  (void)!::readlink(absl::StrCat("/proc/self/fd/", fd).c_str(), path, sizeof(path) - 1);
-  if (g_failures_left == 0 || !std::string(path).ends_with(".safetensors.tmp")) {
+  if (g_failures_left == 0 || !PathOf(fd).ends_with(".safetensors.tmp"))
     return sys::kKernel.fsync(fd);
-  }
   --g_failures_left;
   errno = EIO;
   return -1;

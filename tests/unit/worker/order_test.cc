@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <climits>
 #include <filesystem>
 #include <mutex>
 #include <string>
@@ -12,6 +11,7 @@
 
 #include "gtest/gtest.h"
 #include "runtime/sys/system.h"
+#include "tests/testing/path_of.h"
 #include "tests/unit/worker/worker_rig.h"
 
 namespace holdfast::worker {
@@ -27,9 +27,7 @@ void Note(const std::string& what) {
   g_order.push_back(what);
 }
 std::string NameOf(int fd) {
-  char path[PATH_MAX] = {};
-  (void)!::readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), path, sizeof(path) - 1);
-  const std::string name = std::filesystem::path(path).filename();
+  const std::string name = std::filesystem::path(testing::PathOf(fd)).filename();
   return name.starts_with("holdfast-worker-") ? "parent" : name;
 }
 int NotedFsync(int fd) {

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <climits>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -13,6 +12,7 @@
 
 #include "gtest/gtest.h"
 #include "runtime/sys/system.h"
+#include "tests/testing/path_of.h"
 #include "tests/unit/worker/worker_rig.h"
 
 namespace holdfast::worker {
@@ -20,11 +20,7 @@ namespace {
 
 constexpr uint64_t kArena = 16ull << 20;
 
-std::string NameOf(int fd) {
-  char path[PATH_MAX] = {};
-  (void)!::readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), path, sizeof(path) - 1);
-  return std::filesystem::path(path).filename();
-}
+std::string NameOf(int fd) { return std::filesystem::path(testing::PathOf(fd)).filename(); }
 
 /// One rank with its own trainer and worker.
 struct Rank {

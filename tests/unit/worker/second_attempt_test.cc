@@ -7,11 +7,11 @@
 
 #include <atomic>
 #include <cerrno>
-#include <climits>
 #include <string>
 
 #include "gtest/gtest.h"
 #include "runtime/sys/system.h"
+#include "tests/testing/path_of.h"
 #include "tests/testing/settings.h"
 #include "tests/unit/worker/worker_rig.h"
 
@@ -20,11 +20,7 @@ namespace {
 
 constexpr uint64_t kArena = 16ull << 20;
 
-bool IsData(int fd) {
-  char path[PATH_MAX] = {};
-  (void)!::readlink(("/proc/self/fd/" + std::to_string(fd)).c_str(), path, sizeof(path) - 1);
-  return std::string(path).ends_with(".bin.tmp");
-}
+bool IsData(int fd) { return testing::PathOf(fd).ends_with(".bin.tmp"); }
 
 // The fsync of which file, counted from 1, fails; 0: none of a file. And which of a directory or
 // manifest.
