@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,7 +18,8 @@ def _enabled() -> None:
     assert gc.isenabled()
 
 
-def test_pauses_of_threads_that_overlap_end_with_the_last() -> None:
+@contextlib.contextmanager
+def _paused_by_another_thread() -> Iterator[None]:
     entered, leave = threading.Event(), threading.Event()
 
     def pause() -> None:
@@ -25,12 +28,18 @@ def test_pauses_of_threads_that_overlap_end_with_the_last() -> None:
             leave.wait(60)
 
     other = threading.Thread(target=pause)
-    with _collector.paused():
-        other.start()
-        assert entered.wait(60)
-    assert not gc.isenabled()
+    other.start()
+    assert entered.wait(60)
+    yield
     leave.set()
     other.join()
+
+
+def test_pauses_of_threads_that_overlap_end_with_the_last() -> None:
+    with contextlib.ExitStack() as other:
+        with _collector.paused():
+            other.enter_context(_paused_by_another_thread())
+        assert not gc.isenabled()
     assert gc.isenabled()
 
 
@@ -57,19 +66,8 @@ def _in_child() -> int:
 
 
 def test_a_child_forked_in_the_pause_of_another_thread_collects() -> None:
-    entered, leave = threading.Event(), threading.Event()
-
-    def pause() -> None:
-        with _collector.paused():
-            entered.set()
-            leave.wait(60)
-
-    other = threading.Thread(target=pause)
-    other.start()
-    assert entered.wait(60)
-    assert _in_child() == 0b101
-    leave.set()
-    other.join()
+    with _paused_by_another_thread():
+        assert _in_child() == 0b101
     assert gc.isenabled()
 
 
