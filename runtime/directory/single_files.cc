@@ -4,9 +4,11 @@
 #include <sys/file.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <map>
 #include <tuple>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
@@ -120,6 +122,69 @@ absl::Status RemoveCompanions(int directory, const FileSave& save) {
   HOLDFAST_RETURN_IF_ERROR(
       Unlink(directory, NameOf(save.file, save.attempt, CompanionKind::kManifestTemporary)));
   return Unlink(directory, NameOf(save.file, save.attempt, CompanionKind::kTemporary));
+}
+
+bool SingleFiles::HasManifest(const std::string& file) const {
+  return std::any_of(saves_.begin(), saves_.end(), [&file](const FileSave& save) {
+    return save.file == file && save.has_manifest;
+  });
+}
+
+absl::StatusOr<format::Manifest> SingleFiles::Read(const FileSave& save) const {
+  const std::string name = NameOf(save.file, save.attempt, CompanionKind::kManifest);
+  const auto text = ReadWholeFile(directory_, name, format::kManifestBytesMax);
+  absl::StatusOr<format::Manifest> manifest =
+      text.ok() ? format::ParseManifest(*text) : text.status();
+  if (!manifest.ok()) return base::Annotate(manifest.status(), name);
+  if (manifest->attempt != save.attempt || manifest->files.size() != 1 ||
+      manifest->files.front().name != save.file) {
+    return absl::DataLossError(absl::StrCat(name, ": it is another file's"));
+  }
+  return manifest;
+}
+
+bool SingleFiles::Refresh() {
+  const auto names = ListNames(directory_, ".");
+  if (!names.ok()) return false;
+  std::vector<FileSave> saves = FileSavesAmong(*names);
+  const bool others = saves != saves_;
+  saves_ = std::move(saves);
+  return others;
+}
+
+absl::StatusOr<std::optional<SingleFile>> SingleFiles::Find(const std::string& file) {
+  for (int look = 1;; ++look) {
+    HOLDFAST_ASSIGN_OR_RETURN(const Entry entry, Look(directory_, file, /*follow_symlink=*/false));
+    auto manifest = ManifestOf(file);
+    if (manifest.ok() && manifest->has_value()) {
+      return SingleFile{.manifest = **std::move(manifest), .entry = entry};
+    }
+    // A committing save renames its file, and removes the manifests of older saves.
+    if (look == kLooksMax || !Refresh()) {
+      if (!manifest.ok()) return manifest.status();
+      return std::nullopt;
+    }
+  }
+}
+
+absl::StatusOr<std::optional<format::Manifest>> SingleFiles::ManifestOf(
+    const std::string& file) const {
+  HOLDFAST_ASSIGN_OR_RETURN(const FileOrigin origin, origin_of_(directory_, file));
+  std::optional<format::Manifest> newest;
+  absl::Status damage;
+  for (const FileSave& save : saves_) {
+    if (save.file != file || !save.has_manifest) continue;
+    if (origin.attempt == save.attempt) return Read(save);
+    if (origin.certain || !save.committed()) continue;
+    absl::StatusOr<format::Manifest> manifest = Read(save);
+    if (!manifest.ok()) {
+      damage = manifest.status();
+    } else if (!newest.has_value() || newest->saved_at_ns < manifest->saved_at_ns) {
+      newest = *std::move(manifest);
+    }
+  }
+  if (!newest.has_value() && !damage.ok()) return damage;
+  return newest;
 }
 
 }  // namespace holdfast::directory

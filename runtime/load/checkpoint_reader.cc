@@ -13,6 +13,7 @@
 #include "runtime/base/unique_fd.h"
 #include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
+#include "runtime/directory/single_files.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/format/file_names.h"
 #include "runtime/format/manifest.h"
@@ -139,6 +140,29 @@ class BufferRegistration {
 absl::Status NoRank(const std::string& path, uint32_t rank, uint32_t ranks) {
   return absl::NotFoundError(absl::StrCat("open ", path, ": it has no rank ", rank, ", only ",
                                           base::Counted(ranks, "rank"), " from 0"));
+}
+
+/// A file with an attempt id is of that save alone.
+absl::StatusOr<directory::FileOrigin> OriginOf(int directory, const std::string& name) {
+  HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd fd,
+                            directory::OpenFile(directory, name, /*follow_symlink=*/false));
+  HOLDFAST_ASSIGN_OR_RETURN(const load::SafetensorsFile file,
+                            load::ReadSafetensorsFile(fd.get(), name));
+  return directory::FileOrigin{.attempt = file.attempt_id(), .certain = !file.attempt().empty()};
+}
+
+/// Returns the file's own manifest, or the rank manifest that names the file.
+absl::StatusOr<format::Manifest> FindManifestOf(int directory, const directory::PathParts& file) {
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
+                            directory::ListNames(directory, file.directory));
+  directory::SingleFiles files(directory, names, OriginOf);
+  if (files.HasManifest(file.name)) {
+    HOLDFAST_ASSIGN_OR_RETURN(auto own, files.Find(file.name));
+    // The header of a file says its length: a whole file of another length is another program's.
+    if (own.has_value() && own->manifest.files.front().bytes == own->entry.bytes)
+      return std::move(own->manifest);
+  }
+  return directory::FindManifestOf(directory, file.directory, file.name);
 }
 
 }  // namespace
@@ -286,7 +310,7 @@ absl::StatusOr<std::unique_ptr<CheckpointReader>> CheckpointReader::OpenFile(
   auto impl = std::make_unique<Impl>();
   impl->directory = parts.directory;
   HOLDFAST_RETURN_IF_ERROR(impl->NoteDirectory(directory.get()));
-  auto manifest = directory::FindManifestOf(directory.get(), parts.directory, parts.name);
+  auto manifest = FindManifestOf(directory.get(), parts);
   if (manifest.ok() && !format::IsUncommittedName(directory::SplitPath(parts.directory).name)) {
     impl->TakeManifest(*std::move(manifest));
   } else if (!file.attempt().empty()) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "runtime/base/status.h"
+#include "runtime/digest/digest.h"
 #include "runtime/directory/entries.h"
 #include "runtime/sys/system.h"
 
@@ -17,6 +18,13 @@ std::string SafetensorsFile::attempt() const {
     if (key == format::kAttemptKey) return value;
   }
   return "";
+}
+
+std::optional<AttemptId> SafetensorsFile::attempt_id() const {
+  const std::string text = attempt();
+  AttemptId id;
+  if (text.size() != digest::kHexDigits || !digest::FromHex(text.data(), &id)) return std::nullopt;
+  return id;
 }
 
 absl::StatusOr<SafetensorsFile> ReadSafetensorsFile(int fd, const std::string& name) {

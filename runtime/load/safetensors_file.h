@@ -3,9 +3,11 @@
 #define HOLDFAST_RUNTIME_LOAD_SAFETENSORS_FILE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "holdfast/pod.h"
 #include "runtime/format/safetensors.h"
 
 namespace holdfast::load {
@@ -16,6 +18,8 @@ struct SafetensorsFile {
 
   /// The attempt id in the metadata; "" for a file of another writer.
   std::string attempt() const;
+  /// The same as a number; none where it is malformed, too.
+  std::optional<AttemptId> attempt_id() const;
 };
 
 /// Reads and checks the header of the regular file `fd`.

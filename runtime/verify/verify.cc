@@ -14,13 +14,17 @@
 #include "runtime/load/chunk_stream.h"
 #include "runtime/sys/system.h"
 #include "runtime/verify/fault_log.h"
-#include "runtime/verify/single_files.h"
+#include "runtime/verify/file_origin.h"
 #include "runtime/verify/verify_foreign.h"
 #include "runtime/verify/verify_manifest.h"
 
 namespace holdfast {
 namespace verify {
 namespace {
+
+using directory::kLooksMax;
+using directory::SingleFile;
+using directory::SingleFiles;
 
 constexpr char kDigestsOfSeal[] = "XXH3-128 digests of the seal";
 constexpr char kDigestsOfAdoption[] = "XXH3-128 digests of the time of adoption";
@@ -134,7 +138,7 @@ absl::Status CheckForeignDirectory(int directory, const std::vector<std::string>
                                    const VerifyOptions& options, FaultLog* log,
                                    VerifyReport* report) {
   ForeignCheck check(directory, log, ForeignCheck::Unknown::kFault);
-  SingleFiles files(directory, names);
+  SingleFiles files(directory, names, OriginOf);
   std::vector<std::string> uncommitted;
   for (const directory::FileSave& save : files.saves()) {
     if (save.has_temporary) uncommitted.push_back(save.file);
@@ -190,7 +194,7 @@ absl::Status CheckDirectory(const std::string& path, const VerifyOptions& option
   }
   for (const directory::Finding& finding : checkpoint->findings) log->Add(finding);
   // Beside the files of the ranks: what a framework adds by saves of single files.
-  SingleFiles files(fd->get(), checkpoint->names);
+  SingleFiles files(fd->get(), checkpoint->names, OriginOf);
   std::vector<std::string> unnamed;
   const auto own = FindAll(&files, checkpoint->unnamed, log, report, &unnamed);
   HOLDFAST_RETURN_IF_ERROR(CheckSingleFiles(fd->get(), &files, own, options, log, report));
@@ -227,7 +231,7 @@ absl::Status CheckFile(const std::string& path, const VerifyOptions& options, Fa
     return CheckFile(absl::StrCat(parts.directory, "/", companion->file), options, log, report);
   }
   const auto names = directory::ListNames(fd->get(), parts.directory);
-  SingleFiles files(fd->get(), names.ok() ? *names : std::vector<std::string>{});
+  SingleFiles files(fd->get(), names.ok() ? *names : std::vector<std::string>{}, OriginOf);
   if (auto own = Find(&files, parts.name, log, report)) {
     return CheckSingleFiles(fd->get(), &files, {*std::move(own)}, options, log, report);
   }
@@ -321,7 +325,7 @@ absl::StatusOr<VerifyReport> Verify(const std::string& path, const VerifyOptions
     // A checkpoint that a save replaces, or that retention removes, is no damaged one.
     auto now = look();
     if (!now.ok() || verify::IsSame(*entry, *now)) break;
-    if (looks == verify::kLooksMax) {
+    if (looks == directory::kLooksMax) {
       report.verdict = Verdict::kUnreadable;
       report.faults = {verify::NeverStays(parts.name)};
       report.faults_total = 1;

@@ -18,6 +18,8 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
+#include "holdfast/load.h"
+#include "holdfast/plan.h"
 #include "holdfast/recovery.h"
 #include "holdfast/verify.h"
 #include "runtime/base/unique_fd.h"
@@ -106,6 +108,52 @@ class SingleFile : public LauncherTest {
 };
 
 INSTANTIATE_TEST_SUITE_P(Launchers, SingleFile, kEveryLauncher, LauncherName);
+
+TEST_P(SingleFile, ASafetensorsFileIsLoadedByItsOwnManifest) {
+  const std::string file = directory() + "/model.safetensors";
+  const std::string source(100'000, 's');
+  std::string loaded(source.size(), '?');
+  const std::vector<TensorSource> sources = {
+      {.name = "t", .dtype = "U8", .shape = {100'000}, .data = source.data(), .bytes = 100'000}};
+  const std::vector<TensorTarget> targets = {
+      {.name = "t", .data = loaded.data(), .bytes = loaded.size()}};
+  const auto checkpointer = Make(Options());
+  // With the attempt in the file, and without.
+  for (const AttemptId& in_file : {kSecond, AttemptId{}}) {
+    const auto plan = PlanSafetensors("model.safetensors", sources, {.attempt = in_file});
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    const AttemptId attempt = in_file == kSecond ? kSecond : kFirst;
+    const auto handle = checkpointer->SaveAsync({.name = "model.safetensors",
+                                                 .plan = &*plan,
+                                                 .replace = true,
+                                                 .attempt = attempt,
+                                                 .single_file = true});
+    ASSERT_TRUE(handle.ok()) << handle.status();
+    ASSERT_TRUE(handle->WaitDurable(kLong).ok());
+    const auto reader = CheckpointReader::OpenFile(file);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ((*reader)->attempt(), attempt);
+    const auto report = (*reader)->Load(targets, {});
+    ASSERT_TRUE(report.ok()) << report.status();
+    EXPECT_TRUE(report->verified);
+    EXPECT_EQ(loaded, source);
+    const auto verified = Verify(file, {});
+    ASSERT_TRUE(verified.ok()) << verified.status();
+    EXPECT_EQ(verified->attempt, attempt);
+    FlipBit(file, std::filesystem::file_size(file) - 9);
+    EXPECT_TRUE(absl::IsDataLoss((*reader)->Load(targets, {}).status()));
+  }
+  // Another program's file in its place.
+  const std::string header = R"({"t":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}})";
+  WriteFileBytes(file, std::string(1, static_cast<char>(header.size())) + std::string(7, '\0') +
+                           header + "abc");
+  const auto reader = CheckpointReader::OpenFile(file);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  const auto report = (*reader)->Load({{.name = "t", .data = loaded.data(), .bytes = 3}}, {});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_FALSE(report->verified);
+  EXPECT_EQ(loaded.substr(0, 3), "abc");
+}
 
 TEST_P(SingleFile, AFileStandsWithItsManifestAndIsReplacedByOneRename) {
   std::filesystem::create_directory(directory() + "/other");

@@ -58,8 +58,9 @@ class CheckpointReader {
   static absl::StatusOr<std::unique_ptr<CheckpointReader>> Open(const std::string& path,
                                                                 uint32_t rank = 0);
 
-  /// Opens a single safetensors file, with or without a manifest. Without a manifest loads cannot
-  /// verify bytes, and LoadReport::verified is false.
+  /// Opens a single safetensors file, with or without a manifest: of its checkpoint, or its own
+  /// (SaveRequest::single_file). Without a manifest loads cannot verify bytes, and
+  /// LoadReport::verified is false.
   static absl::StatusOr<std::unique_ptr<CheckpointReader>> OpenFile(const std::string& path);
 
   /// Opens the files named by one manifest of the directory `path`, without regard to other ranks.
