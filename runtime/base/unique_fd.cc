@@ -7,7 +7,6 @@
 #include <atomic>
 
 #include "runtime/base/check.h"
-#include "runtime/sys/owned_fds.h"
 
 namespace holdfast::base {
 namespace {
@@ -32,7 +31,7 @@ void InChild() {
 
 void UniqueFd::Reset() {
   if (fd_ < 0) return;
-  sys::CloseOwned(fd_);
+  if (forks_ == sys::ForksThatClosed()) sys::CloseOwned(fd_);
   fd_ = -1;
 }
 

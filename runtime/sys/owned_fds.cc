@@ -28,6 +28,8 @@ std::atomic<uint64_t> g_owned[kTracked / kBits];
 std::atomic<uint32_t> g_sections{0};
 std::atomic<uint32_t> g_forks{0};
 
+std::atomic<uint32_t> g_forks_that_closed{0};
+
 constexpr uint64_t kWaitMaxNs = 5'000'000'000;
 constexpr timespec kStep = {.tv_sec = 0, .tv_nsec = 20'000};
 
@@ -176,7 +178,12 @@ void EndForkInParent() { g_forks.fetch_sub(1); }
 void EndForkInChild(bool keep) {
   g_forks.store(0);
   g_sections.store(0);
-  if (!keep) CloseAllOwned();
+  if (keep) return;
+  CloseAllOwned();
+  // relaxed: the child has one thread.
+  g_forks_that_closed.fetch_add(1, std::memory_order_relaxed);
 }
+
+uint32_t ForksThatClosed() { return g_forks_that_closed.load(std::memory_order_relaxed); }
 
 }  // namespace holdfast::sys

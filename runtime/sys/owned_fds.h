@@ -12,6 +12,8 @@
 #include <sys/socket.h>
 #include <sys/types.h>
 
+#include <cstdint>
+
 struct io_uring;
 struct io_uring_params;
 
@@ -49,6 +51,10 @@ void BeginFork();
 void EndForkInParent();
 /// Closes every owned fd in the child, unless `keep` is set (the child is a worker).
 void EndForkInChild(bool keep);
+
+/// Number of forks, from the first process to this one, whose child closed its owned fds. An fd
+/// from before the last of them is closed, and this process may have an owned fd of its number.
+uint32_t ForksThatClosed();
 
 }  // namespace holdfast::sys
 

@@ -4,6 +4,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <utility>
+
 #include "gtest/gtest.h"
 #include "runtime/sys/owned_fds.h"
 
@@ -50,6 +52,30 @@ TEST(UniqueFd, ChildDoesNotCloseAReusedNumber) {
               const int reused = dup2(STDERR_FILENO, fd.get());
               fd.Reset();
               return IsOpen(reused) ? 0 : 1;
+            }),
+            0);
+}
+
+TEST(UniqueFd, ChildDoesNotCloseAnFdOfItsOwnOfTheSameNumber) {
+  UniqueFd fd(sys::OpenOwned(AT_FDCWD, "/dev/null", O_RDONLY | O_CLOEXEC, 0));
+  EXPECT_EQ(InChild([&] {
+              const UniqueFd own(sys::OpenOwned(AT_FDCWD, "/dev/null", O_RDONLY | O_CLOEXEC, 0));
+              if (own.get() != fd.get()) return 2;
+              UniqueFd moved = std::move(fd);
+              moved.Reset();
+              return IsOpen(own.get()) && !moved.valid() ? 0 : 1;
+            }),
+            0);
+  EXPECT_TRUE(IsOpen(fd.get()));
+}
+
+TEST(UniqueFd, OwnChildClosesItsCopy) {
+  UniqueFd fd(sys::OpenOwned(AT_FDCWD, "/dev/null", O_RDONLY | O_CLOEXEC, 0));
+  const ForkScope own;
+  EXPECT_EQ(InChild([&] {
+              const int number = fd.get();
+              fd.Reset();
+              return IsOpen(number) ? 1 : 0;
             }),
             0);
 }
