@@ -331,12 +331,12 @@ absl::Status Checkpointer::Impl::Launch(const SaveRequest& request, const Attemp
   // In a framework's directory the framework's own last file commits.
   if (options.rank == 0 && !IntoDirectory(request))
     contents.commit = lineage_.Record(request.parent, &contents.manifest);
-  const uint64_t control_bytes = writer::ControlBytes(contents, job.older.size());
-  HOLDFAST_RETURN_IF_ERROR(core->pool->TakeControlBytes(control_bytes));
+  HOLDFAST_ASSIGN_OR_RETURN(const auto bytes, writer::ControlBytes(contents, job.older.size()));
+  HOLDFAST_RETURN_IF_ERROR(core->pool->TakeControlBytes(bytes));
   absl::StatusOr<std::unique_ptr<writer::JobTable>> table =
       writer::JobTable::ForSave(job, contents);
   if (!table.ok()) {
-    core->pool->ReturnControlBytes(control_bytes);
+    core->pool->ReturnControlBytes(bytes);
     return table.status();
   }
   save->table = *std::move(table);

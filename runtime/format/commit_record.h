@@ -73,7 +73,8 @@ std::string CompleteCommitRecord(const CommitInput& input, uint64_t committed_at
 /// meaning: as many rows as ranks. \error kDataLoss with place and cause.
 absl::StatusOr<CommitRecord> ParseCommitRecord(absl::string_view text);
 
-/// Largest record that is read, in bytes: 100,000 ranks.
+/// Largest record that is read, in bytes. A record of 99,999 ranks, the most that a save may have,
+/// has half as many.
 inline constexpr uint64_t kCommitRecordBytesMax = uint64_t{16} << 20;
 
 }  // namespace holdfast::format

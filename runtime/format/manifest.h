@@ -170,6 +170,10 @@ absl::StatusOr<Manifest> ParseManifest(absl::string_view text);
 /// Largest manifest that is read, in bytes.
 inline constexpr uint64_t kManifestBytesMax = uint64_t{1} << 30;
 
+/// Checks the length of a manifest that is to be written.
+/// \error kInvalidArgument above kManifestBytesMax: no reader would take it.
+absl::Status CheckManifestBytes(uint64_t bytes);
+
 }  // namespace holdfast::format
 
 #endif  // HOLDFAST_RUNTIME_FORMAT_MANIFEST_H_

@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <utility>
 
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
 #include "absl/types/span.h"
 #include "runtime/digest/digest.h"
 #include "runtime/format/manifest.h"
@@ -259,6 +261,13 @@ uint64_t WriteManifest(const ManifestInput& input, const PackedPlan& plan, Manif
         AddDigits(digests->OfPart(static_cast<uint32_t>(tensor), begin), &out);
       });
   return static_cast<uint64_t>(out.at() - text);
+}
+
+absl::Status CheckManifestBytes(uint64_t bytes) {
+  if (bytes <= kManifestBytesMax) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("the manifest would have ", bytes,
+                                                 " bytes, and readers take at most ",
+                                                 kManifestBytesMax, "; save less in one rank"));
 }
 
 ManifestTemplate BuildManifest(const ManifestInput& input, const SavePlan& plan) {

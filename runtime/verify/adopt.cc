@@ -154,6 +154,7 @@ absl::Status Sync(int directory, const std::string& name) {
 
 /// Writes the manifest beside its files, atomically.
 absl::Status Commit(int directory, const SavePlan& plan, const std::string& text) {
+  HOLDFAST_RETURN_IF_ERROR(format::CheckManifestBytes(text.size()));
   const std::string name = format::ManifestName(0, 1);
   const std::string temporary = absl::StrCat(".", name, ".adopting");
   // The files first: a manifest that survives a power loss must not name lost bytes.

@@ -103,8 +103,9 @@ absl::Status CheckFileSizeLimit(uint64_t bytes) {
 
 }  // namespace
 
-uint64_t ControlBytes(const SaveContents& contents, uint64_t older_count) {
+absl::StatusOr<uint64_t> ControlBytes(const SaveContents& contents, uint64_t older_count) {
   const uint64_t manifest_bytes = format::MeasureManifest(contents.manifest, *contents.plan).bytes;
+  HOLDFAST_RETURN_IF_ERROR(format::CheckManifestBytes(manifest_bytes));
   return LayOut(*contents.plan, manifest_bytes, contents.commit.text.size(), older_count, 0).bytes;
 }
 

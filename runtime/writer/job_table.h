@@ -156,7 +156,8 @@ class JobTable {
 };
 
 /// How many bytes of control memory such a save takes.
-uint64_t ControlBytes(const SaveContents& contents, uint64_t older_count);
+/// \error kInvalidArgument for a manifest that no reader would take.
+absl::StatusOr<uint64_t> ControlBytes(const SaveContents& contents, uint64_t older_count);
 
 }  // namespace holdfast::writer
 

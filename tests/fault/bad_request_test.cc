@@ -115,6 +115,27 @@ TEST_P(BadRequest, TensorsThatContradictThemselvesAreRefusedByName) {
   ExpectRecovered(checkpointer.get());
 }
 
+TEST_P(BadRequest, AManifestThatNoReaderTakesIsRefused) {
+  // Of one tensor's 128 TiB each chunk has a digest in the manifest. No byte is read.
+  constexpr uint64_t kBytes = uint64_t{1} << 47;
+  const char bytes = 'x';
+  SavePlan plan;
+  plan.tensors = {
+      {.name = "a", .dtype = "U8", .shape = {static_cast<int64_t>(kBytes)}, .end = kBytes}};
+  plan.files = {{.name = "one.bin",
+                 .bytes = kBytes,
+                 .segments = {{.bytes = kBytes, .tensor = 0, .data = &bytes}}}};
+  SavePrevious(directory());
+  const auto checkpointer = Make(Options());
+  ASSERT_NE(checkpointer, nullptr);
+  const auto begun = checkpointer->SaveAsync({.name = "planned", .plan = &plan});
+  EXPECT_TRUE(absl::IsInvalidArgument(begun.status())) << begun.status();
+  EXPECT_THAT(std::string(begun.status().message()),
+              AllOf(HasSubstr("planned"), HasSubstr("manifest")));
+  EXPECT_EQ(checkpointer->staging().leases, 0u);
+  ExpectRecovered(checkpointer.get());
+}
+
 TEST_P(BadRequest, NoTensorAtAllIsACheckpoint) {
   const auto checkpointer = Make(Options());
   ASSERT_NE(checkpointer, nullptr);
