@@ -220,9 +220,9 @@ class Runtime:
         for door in doors.values():
             try:
                 door.flush(left())
+            except TimeoutError as error:
+                raise TimeoutError(error.code, f"flush: {error.message}") from None
             except Error as error:
-                if error.code == "DEADLINE_EXCEEDED":
-                    raise TimeoutError(error.code, f"flush: {error.message}") from None
                 # A save's own error is raised by its handle. This one is of a removal.
                 events.logger.warning("flush: an old checkpoint was kept: %s", error)
         with memory.lock:

@@ -174,7 +174,7 @@ def of_damage(operation: str) -> Iterator[None]:
 _STRUCT = re.compile(r"\b(?:CheckpointerOptions|StagingOptions|Qos)::|(?<=\boption )(?:staging|qos)\.")
 
 
-def _of_status(code: int, message: str, errno: int) -> Error:
+def _of_status(code: int, message: str, errno: int, is_timeout: bool = False) -> Error:
     """Called by the extension module for every status that is not OK."""
     name = _CODES[code] if 0 <= code < len(_CODES) else "UNKNOWN"
-    return Error(name, _STRUCT.sub("", message), errno)
+    return _remade(is_timeout, name, _STRUCT.sub("", message), errno)

@@ -248,9 +248,8 @@ void BindCheckpointer(nb::module_& module) {
       .def(
           "wait_staged",
           [](const SaveHandle& save, std::optional<double> timeout) {
-            ThrowIfError(WaitInterruptibly(
-                ToDuration(timeout), [&](absl::Duration t) { return save.WaitStaged(t); },
-                [&] { return save.IsDone(); }));
+            ThrowIfError(WaitInterruptibly(ToDuration(timeout),
+                                           [&](absl::Duration t) { return save.WaitStaged(t); }));
           },
           "timeout"_a.none() = nb::none())
       .def(
@@ -263,8 +262,7 @@ void BindCheckpointer(nb::module_& module) {
           "wait_durable",
           [](const SaveHandle& save, std::optional<double> timeout) {
             return DictOf(ValueOrThrow(WaitInterruptibly(
-                ToDuration(timeout), [&](absl::Duration t) { return save.WaitDurable(t); },
-                [&] { return save.IsDone(); })));
+                ToDuration(timeout), [&](absl::Duration t) { return save.WaitDurable(t); })));
           },
           "timeout"_a.none() = nb::none())
       .def("is_done", &SaveHandle::IsDone)
@@ -306,9 +304,8 @@ void BindCheckpointer(nb::module_& module) {
       .def(
           "flush",
           [](const Saver& self, std::optional<double> timeout) {
-            ThrowIfError(WaitInterruptibly(
-                ToDuration(timeout), [&](absl::Duration t) { return self->Flush(t); },
-                [] { return false; }));
+            ThrowIfError(WaitInterruptibly(ToDuration(timeout),
+                                           [&](absl::Duration t) { return self->Flush(t); }));
           },
           "timeout"_a.none() = nb::none())
       .def("trim",

@@ -15,8 +15,9 @@ namespace holdfast::python {
 
 void Raise(const absl::Status& status) {
   const nb::object make = nb::module_::import_("holdfast.errors").attr("_of_status");
-  const nb::object error = make(static_cast<int>(status.code()),
-                                Message{std::string(status.message())}, ErrnoOf(status));
+  const nb::object error =
+      make(static_cast<int>(status.code()), Message{std::string(status.message())}, ErrnoOf(status),
+           IsTimeOut(status));
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
   throw nb::python_error();
 }

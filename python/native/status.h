@@ -10,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "holdfast/errors.h"
 #include "python/native/restore_thread.h"
 
 namespace holdfast::python {
@@ -46,15 +47,13 @@ class GilReleased {
   PyThreadState* const state_;
 };
 
-/// Calls `wait(slice)` without the GIL, in slices. Returns when `wait` returns a status other than
-/// DEADLINE_EXCEEDED, when `is_over()`, or when `timeout` has passed. `is_over()` covers an
-/// operation that failed with a deadline of its own. Handles signals between slices, so that Ctrl-C
-/// ends the wait.
-template <typename Wait, typename IsOver>
-auto WaitInterruptibly(absl::Duration timeout, Wait wait, IsOver is_over) {
+/// Calls `wait(slice)` without the GIL, in slices. Returns when `wait` returns a status that is no
+/// time-out, or when `timeout` has passed. Handles signals between slices, so that Ctrl-C ends the
+/// wait.
+template <typename Wait>
+auto WaitInterruptibly(absl::Duration timeout, Wait wait) {
   constexpr absl::Duration kSlice = absl::Milliseconds(100);
   while (true) {
-    const bool over = is_over();  // before the wait: the next round reports an end in between
     const absl::Duration slice = timeout < kSlice ? timeout : kSlice;
     auto result = [&] {
       const GilReleased released;
@@ -67,10 +66,7 @@ auto WaitInterruptibly(absl::Duration timeout, Wait wait, IsOver is_over) {
       status = result.status();
     }
     timeout -= slice;
-    if (over || status.code() != absl::StatusCode::kDeadlineExceeded ||
-        timeout <= absl::ZeroDuration()) {
-      return result;
-    }
+    if (!IsTimeOut(status) || timeout <= absl::ZeroDuration()) return result;
     if (PyErr_CheckSignals() != 0) throw nanobind::python_error();
   }
 }

@@ -20,9 +20,20 @@ int ErrnoOf(const absl::Status& status) {
   return value;
 }
 
+bool IsTimeOut(const absl::Status& status) {
+  return status.GetPayload(base::kTimeOutPayload).has_value();
+}
+
 }  // namespace holdfast
 
 namespace holdfast::base {
+
+absl::Status TimeOut(absl::string_view message) {
+  absl::Status status = absl::DeadlineExceededError(message);
+  status.SetPayload(kTimeOutPayload, absl::Cord());
+  return status;
+}
+
 namespace {
 
 std::string ErrnoText(int error_number) {

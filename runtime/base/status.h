@@ -17,6 +17,12 @@ namespace holdfast::base {
 /// Payload with the errno as decimal text.
 inline constexpr char kErrnoPayload[] = "holdfast/errno";
 
+/// Payload of a time-out, empty.
+inline constexpr char kTimeOutPayload[] = "holdfast/time-out";
+
+/// Returns a kDeadlineExceeded for which IsTimeOut is true.
+absl::Status TimeOut(absl::string_view message);
+
 /// "OPERATION OBJECT: REASON" with the errno as payload: `ErrnoStatus("open", path, ENOENT)`.
 absl::Status ErrnoStatus(absl::string_view operation, absl::string_view object, int error_number);
 

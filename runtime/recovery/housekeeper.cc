@@ -102,7 +102,7 @@ absl::Status Housekeeper::WaitIdle(absl::Time deadline) {
   const base::MutexLock lock(&mutex_);
   while (!IsIdle()) {
     if (!changed_.WaitUntil(&mutex_, deadline) && !IsIdle()) {
-      return absl::DeadlineExceededError("wait for background deletion: not done yet");
+      return base::TimeOut("wait for background deletion: not done yet");
     }
   }
   return std::exchange(first_error_, absl::OkStatus());

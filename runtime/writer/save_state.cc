@@ -4,6 +4,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "runtime/base/clock.h"
+#include "runtime/base/status.h"
 #include "runtime/layout/progress.h"
 #include "runtime/sys/system.h"
 #include "runtime/worker/rank_board.h"
@@ -112,7 +113,7 @@ absl::Status SaveState::WaitStaged(absl::Duration timeout) {
   const base::MutexLock lock(&mutex_);
   while (!staged_ && !done_ && staging_status_.ok()) {
     if (!changed_.WaitUntil(&mutex_, deadline) && !staged_ && !done_ && staging_status_.ok()) {
-      return absl::DeadlineExceededError(
+      return base::TimeOut(
           absl::StrCat("wait until ", checkpoint, " is staged: not yet; the save goes on"));
     }
   }
@@ -126,8 +127,8 @@ absl::Status SaveState::WaitQueued(absl::Duration timeout) {
   while (device_extents_to_queue.load(std::memory_order_acquire) != 0 && !done_ &&
          staging_status_.ok()) {
     if (!changed_.WaitUntil(&mutex_, deadline)) {
-      return absl::DeadlineExceededError(absl::StrCat("wait until the copies of ", checkpoint,
-                                                      " are queued: not yet; the save goes on"));
+      return base::TimeOut(absl::StrCat("wait until the copies of ", checkpoint,
+                                        " are queued: not yet; the save goes on"));
     }
   }
   return staging_status_;
@@ -138,7 +139,7 @@ absl::StatusOr<SaveReport> SaveState::WaitDurable(absl::Duration timeout) {
   const base::MutexLock lock(&mutex_);
   while (!done_) {
     if (!changed_.WaitUntil(&mutex_, deadline) && !done_) {
-      return absl::DeadlineExceededError(
+      return base::TimeOut(
           absl::StrCat("wait until ", checkpoint, " is durable: not yet; the save goes on"));
     }
   }

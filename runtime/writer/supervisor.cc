@@ -92,9 +92,9 @@ absl::Status Supervisor::WaitIdle(const void* owner, absl::Time deadline) {
     });
     if (count == 0) return absl::OkStatus();
     if (base::Now() >= deadline) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("wait for ", base::Counted(static_cast<uint64_t>(count), "save"),
-                       " in flight: not done yet"));
+      return base::TimeOut(absl::StrCat("wait for ",
+                                        base::Counted(static_cast<uint64_t>(count), "save"),
+                                        " in flight: not done yet"));
     }
     changed_.WaitUntil(&mutex_, std::min(deadline, base::Now() + kQuarantineStep));
   }

@@ -16,7 +16,7 @@ import torch
 
 import holdfast
 import holdfast.dcp
-from holdfast import errors
+from holdfast import _runtime, errors
 
 STATE = {"w": torch.ones(100)}
 
@@ -95,6 +95,25 @@ def test_messages_name_the_options_of_python(tmp_path: Path) -> None:
     assert error.message == "take memory: lower arena_bytes"
     path = "/staging.d/CheckpointerOptions"
     assert errors._of_status(5, f"load {path}: no such file", 2).message == f"load {path}: no such file"
+
+
+def test_a_removal_that_stalled_is_no_time_out_of_flush(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = {"error": errors._of_status(4, "remove old: no progress", 0)}
+
+    class Door:
+        def flush(self, timeout: float | None) -> None:
+            raise said["error"]
+
+    runtime = _runtime.default
+    monkeypatch.setattr(runtime._memory, "doors", {(runtime._number, "a"): Door()})
+    holdfast.flush(60)
+    assert "an old checkpoint was kept: remove old: no progress" in caplog.text
+    monkeypatch.setattr(runtime._memory, "doors", {(runtime._number, "a"): Door()})
+    said["error"] = errors._of_status(4, "wait for 1 save in flight: not done yet", 0, True)
+    with pytest.raises(holdfast.TimeoutError, match="flush: wait for 1 save in flight"):
+        holdfast.flush(60)
 
 
 def _said(call: Callable[[], object], kind: type[BaseException], *words: str) -> None:

@@ -10,6 +10,10 @@ namespace holdfast {
 /// "holdfast/errno" holds the same number as decimal text.
 int ErrnoOf(const absl::Status& status);
 
+/// Returns true for the kDeadlineExceeded of a call whose own time-out has passed: the object of
+/// the wait goes on. False for the error of an operation that had a deadline.
+bool IsTimeOut(const absl::Status& status);
+
 }  // namespace holdfast
 
 #endif  // HOLDFAST_ERRORS_H_

@@ -49,6 +49,14 @@ TEST(Status, AnnotateKeepsCodeAndErrno) {
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
 }
 
+TEST(Status, ATimeOutIsToldFromADeadlineOfTheOperation) {
+  const absl::Status status = Annotate(TimeOut("not yet"), "wait");
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_TRUE(IsTimeOut(status));
+  EXPECT_FALSE(IsTimeOut(absl::DeadlineExceededError("stalled")));
+  EXPECT_FALSE(IsTimeOut(absl::OkStatus()));
+}
+
 TEST(Status, AllZeroFailureIsOk) { EXPECT_TRUE(ToStatus(Failure(), {}).ok()); }
 
 TEST(Counted, HasTheNumberOfTheNoun) {

@@ -14,6 +14,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "holdfast/checkpointer.h"
+#include "holdfast/errors.h"
 #include "holdfast/recovery.h"
 #include "runtime/directory/completeness.h"
 #include "runtime/directory/entries.h"
@@ -74,6 +75,23 @@ class Replace : public SaveTest {
   }
   std::unique_ptr<Checkpointer> checkpointer_;
 };
+
+TEST_F(Replace, AStalledRemovalIsAnErrorAndNoTimeOut) {
+  CheckpointerOptions options = checkpointer_->options();
+  options.time_stalled_max = absl::Seconds(1);
+  options.launcher = Launcher::kFork;  // A worker that can be killed.
+  checkpointer_ = Make(options);
+  g_held = true;
+  EXPECT_EQ(ReplaceBy(TrainingState::Uniform(2, 400'000, 2), 2), absl::OkStatus());
+  const absl::Status early = checkpointer_->Flush(absl::Milliseconds(1));
+  EXPECT_TRUE(IsTimeOut(early)) << early;
+  const absl::Status stalled = checkpointer_->Flush(kLong);
+  EXPECT_TRUE(absl::IsDeadlineExceeded(stalled)) << stalled;
+  EXPECT_FALSE(IsTimeOut(stalled)) << stalled;
+  EXPECT_THAT(std::string(stalled.message()), HasSubstr("no progress"));
+  g_held = false;
+  EXPECT_EQ(checkpointer_->Flush(kLong), absl::OkStatus());
+}
 
 TEST_F(Replace, NeitherTheReportNorTheNextSaveWaitsForTheRemoval) {
   g_held = true;
