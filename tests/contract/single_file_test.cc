@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <sys/file.h>
 
+#include <atomic>
 #include <cerrno>
 #include <filesystem>
 #include <memory>
@@ -266,12 +267,11 @@ TEST_P(PromotedFile, KeepsItsManifestWhenItsSaveIsCancelled) {
   ExpectSound(kSecond);
 }
 
-int g_failures_left = 0;
+std::atomic<int> g_failures_left = 0;  // for the worker's thread and that of the recoveries
 
 int FailingFsync(int fd) {
-  if (g_failures_left == 0 || !PathOf(fd).ends_with(TemporaryOf(kSecond)))
+  if (!PathOf(fd).ends_with(TemporaryOf(kSecond)) || g_failures_left.fetch_sub(1) <= 0)
     return sys::kKernel.fsync(fd);
-  --g_failures_left;
   errno = EIO;
   return -1;
 }
@@ -289,9 +289,9 @@ INSTANTIATE_TEST_SUITE_P(Launchers, FileWrittenTwice,
 
 TEST_P(FileWrittenTwice, IsARunningSaveForRecoveries) {
   EXPECT_EQ(Save(kFirst, Archive(kFirst, 'a')), absl::OkStatus());
-  const auto slow = Make(Slow());
   g_failures_left = 1;
   sys::g_system.fsync = FailingFsync;
+  const auto slow = Make(Slow());
   const auto second = Begin(slow.get(), kSecond, Archive(kSecond, 'b', 8u << 20));
   ASSERT_TRUE(second.ok()) << second.status();
   while (!second->IsDone()) {
