@@ -205,9 +205,10 @@ class _Drawing:
     def _save(self, last: bool) -> dict[str, Any]:
         choose = self.choose
         event: dict[str, Any] | None = None
-        if self.often(0.75 if last else 0.35):
+        is_program = self.round["door"] == PLAN  # whose rounds cost little
+        if self.often(0.9 if is_program else 0.75 if last else 0.35):
             kinds = [(k, 2.0) for k in HARMLESS] + [(k, 2.0) for k in HARMFUL if k != "hang-worker"]
-            kinds += [("hang-worker", 0.4)] + ([(k, 3.0) for k in DEADLY] if last else [])
+            kinds += [("hang-worker", 2.0 if is_program else 0.4)] + ([(k, 3.0) for k in DEADLY] if last else [])
             refused = set() if self.limits.groups else set(IN_GROUPS)
             # PyTorch's gloo groups end a process that gets no memory for their threads, or no descriptor.
             if self.round["ranks"] > 1 or self.round["door"] == MEGATRON:
