@@ -87,7 +87,7 @@ def test_flush_has_one_deadline_for_all(tmp_path: Path, monkeypatch: pytest.Monk
 
         def flush(self, timeout: float) -> None:
             given.append(timeout)
-            raise holdfast.Error("DEADLINE_EXCEEDED", "wait for background deletion: not done yet")
+            raise holdfast.TimeoutError("DEADLINE_EXCEEDED", "wait for background deletion: not done yet")
 
     holdfast.flush(60)
     holdfast.configure(bytes_per_second_max=16 * MIB)
