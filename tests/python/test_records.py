@@ -120,7 +120,7 @@ class Noted(torch.Tensor):
 
 
 NAMES = [f"test_records:{n}" for n in (
-    "Derived Warmed Frozen Slotted FrozenSlotted Below Typed Output _own Halved Point Numbered Paired Noted".split()
+    "Derived Warmed Frozen Slotted FrozenSlotted Below Typed Output _own Halved Point _Mixin Numbered Paired Noted".split()
 )]  # fmt: skip
 
 
