@@ -200,7 +200,7 @@ def _lethal(rank: int, path: str, dying: int, phase: str, number: signal.Signals
 
     def end() -> None:
         if rank == dying:
-            os.kill(os.getpid(), number)
+            signal.raise_signal(number)  # to this thread: it would run on while another one takes the signal
 
     def begin(step: int, phase: str = "") -> Any:
         planner = _Saving(phase, end)
@@ -287,7 +287,7 @@ def _one_hangs(rank: int, directory: str, way: str) -> tuple[str, float]:
     class Planner(dcp.DefaultSavePlanner):
         def resolve_data(self, item: Any) -> Any:
             if rank == 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                signal.raise_signal(signal.SIGSTOP)
             return super().resolve_data(item)
 
     future = holdfast.dcp.async_save(
@@ -318,7 +318,7 @@ def _one_stops_in_the_first_call(rank: int, path: str) -> tuple[str, float]:
     """The first save makes groups. A rank stops when all have met for that, and before it connects."""
     uploads._TIME_CONNECTING_MAX = timedelta(seconds=1)
     if rank == 1:
-        dist.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGSTOP)
+        dist.new_group = lambda *_, **__: signal.raise_signal(signal.SIGSTOP)
     since = time.monotonic()
     with pytest.raises(holdfast.Error) as failed:
         holdfast.dcp.async_save(_state(rank, 1), checkpoint_id=path)
