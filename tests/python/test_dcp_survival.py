@@ -85,7 +85,7 @@ def _run(tmp_path: Path, happens: str) -> list[subprocess.Popen[str]]:
         for rank in range(RANKS)
     ]  # fmt: skip
     deadline = time.monotonic() + 120
-    while any(t.poll() is None for t in trainers) and time.monotonic() < deadline:
+    while None in [t.poll() for t in trainers] and time.monotonic() < deadline:
         if any(t.returncode == -signal.SIGKILL for t in trainers):  # the launcher ends the others
             time.sleep(0.5)
             for trainer in trainers:
