@@ -18,6 +18,14 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
+def is_another_of_launcher() -> bool:
+    """Whether the launcher has made this process another than rank 0, and torch.distributed, which knows, is not initialized."""
+    import torch.distributed as dist
+
+    rank = os.environ.get("RANK", "")
+    return rank.isdecimal() and int(rank) > 0 and not (dist.is_available() and dist.is_initialized())
+
+
 def check_alone(operation: str, instead: str) -> None:
     """Refuses a save by one of several processes that have not joined: all would write one path.
 

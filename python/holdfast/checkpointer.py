@@ -21,6 +21,7 @@ from holdfast import (
     _dcp_directories,
     _lineage,
     _names,
+    _ranks,
     _runtime,
     directories,
     handle,
@@ -247,7 +248,13 @@ class Checkpointer(PerProcess):
             from holdfast.dcp.agreement import is_coordinator
 
             return is_coordinator(self._process_group)
-        return save.extra["rank"] == 0
+        return (_ranks.rank_and_world()[0] if save is None else save.extra["rank"]) == 0
+
+    def _sees_to_drain(self) -> bool:
+        """Whether this process sees to the drain: by a save of its own, or as the first of the job."""
+        return self._draining is not None and (
+            self._draining.is_started or (not _ranks.is_another_of_launcher() and self._is_first(None))
+        )
 
     def save(self, state: Any, step: int, *, name: str | None = None, **options: Any) -> Any:
         """As `save_async`, and waits until the checkpoint is durable. Returns what ``wait()`` does."""
@@ -310,7 +317,8 @@ class Checkpointer(PerProcess):
     def list(self) -> list[dict[str, Any]]:
         """The complete checkpoints, as of `holdfast.list_checkpoints`; the newest is the last.
 
-        With `drain_to` those of both places; of a checkpoint in both the path is the local one.
+        With `drain_to` those of both places; of a checkpoint in both the path is the local one. Of two saves of one name, as
+        after a rollback on another node, it is the later one.
 
         Raises:
             Error: UNAVAILABLE, ... where the second place cannot be listed: a run must not go back because of that.
@@ -391,7 +399,7 @@ class Checkpointer(PerProcess):
     def _find(self, step: int | None, name: str | None) -> str:
         if name is not None or step is not None:
             path = os.path.join(self.directory, name) if name is not None else self.path(step or 0)
-            if self._drain_to is None or any(c["path"] == path for c in self._local()):
+            if self._drain_to is None:
                 return path
             there = {c["name"]: c["path"] for c in self._listed()}
             return there.get(os.path.basename(path), path)
@@ -490,7 +498,7 @@ class Checkpointer(PerProcess):
                 `Drain.give_up` seconds. The drain goes on trying.
             TimeoutError: it goes on after `timeout` seconds.
         """
-        if self._draining is not None:
+        if self._draining is not None and self._sees_to_drain():
             self._draining.wait(timeout)
 
     @property
@@ -519,7 +527,7 @@ class Checkpointer(PerProcess):
             self.wait()
         finally:
             self._runtime.close()
-            if self._draining is not None:
+            if self._draining is not None and self._sees_to_drain():
                 self._draining.close() if drain else self._draining.let_go()
 
     def __enter__(self) -> Checkpointer:

@@ -27,9 +27,10 @@ def save(run: Path, *steps: int, elements: int = ELEMENTS, **options: Any) -> No
 
 
 def swept(source: Place, target: Place, options: Drain = PLAIN, **further: Any) -> list[dict[str, Any]]:
-    """One sweep; returns its events."""
+    """One sweep; returns its events, or raises what it could not send or remove."""
     events: list[dict[str, Any]] = []
-    Following(source, target, options, events.append, **further).sweep()
+    if (refused := Following(source, target, options, events.append, **further).sweep()) is not None:
+        raise refused
     return [e for e in events if e["event"] != "progress"]
 
 

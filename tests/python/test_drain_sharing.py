@@ -402,6 +402,7 @@ def test_one_is_told_when_another_job_saves_under_the_same_names(tmp_path: Path)
 
 def test_one_drain_of_a_pair_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.drain.running.POLL_SECONDS", 0.1)
+    monkeypatch.setattr("holdfast.drain.running._LOOK_SECONDS", 0.1)
     save(tmp_path / "run", 1, elements=10)
     from holdfast.drain.following import alone
     from holdfast.drain.running import Running
@@ -410,16 +411,23 @@ def test_one_drain_of_a_pair_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
     events: list[dict[str, Any]] = []
     following = Following(open_place(run), open_place(far), Drain(give_up=0.5), events.append)
     running = Running(following, events.append, watch=True)
+
+    def answers() -> list[dict[str, Any]]:
+        return [e for e in events if e["event"] == "synced"]
+
     with alone(run, f"file://{tmp_path}/x/../far/", lambda: False):  # however it is written
         done = command("drain", run, far, torch=False)
         running.ring(7)
         thread = threading.Thread(target=running.run, args=(run, far), daemon=True)
         thread.start()
         used = time.process_time()
-        assert until(lambda: bool(events))
+        assert until(lambda: bool(answers()))
         assert time.process_time() - used < 0.3  # it waits, and does not ask all the time
+        assert (answers()[0]["ticket"], answers()[0]["error"][0], following.pending) == (7, "UNAVAILABLE", 1)
+        swept(open_place(run), open_place(far))  # the other process sends it
+        running.ring(8)
+        assert until(lambda: len(answers()) == 2) and (answers()[1]["ticket"], answers()[1]["error"]) == (8, None)
     assert done.status == 2 and "another process does it" in done.error
-    assert (events[0]["event"], events[0]["ticket"], events[0]["error"][0]) == ("synced", 7, "UNAVAILABLE")
     running.finish()
     thread.join(20)
     assert names(open_place(far)) == ["step-1"]

@@ -23,6 +23,7 @@ import holdfast
 from holdfast import _lineage, observe
 from holdfast.cli import storage_options
 from holdfast.drain import Drain, contents, copying, file_system, trainer
+from holdfast.drain.following import alone
 from holdfast.drain.places import open_place
 from holdfast.errors import Error
 
@@ -174,6 +175,84 @@ def test_the_process_is_killed_and_comes_back(tmp_path: Path, server: s3_server.
     assert [c.name for c in far.complete()[0]] == ["step-1", "step-2", "step-3", "step-4"]
 
 
+@formats
+def test_what_a_trainer_before_has_left_arrives_without_a_save(format: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def arrived() -> list[int]:
+        return [c.step for c in open_place(str(tmp_path / "far")).complete()[0]]
+
+    with opened(run, str(tmp_path / "far"), {}, format=format) as checkpointer:
+        checkpointer.flush(drain=True)  # there is nothing yet, not even the directory
+    for step in (1, 2):
+        with holdfast.Checkpointer(run, arena_bytes=64 * MIB, format=format) as checkpointer:
+            checkpointer.save(state(step), step)
+        with opened(run, str(tmp_path / "far"), {}, keep_last=5, format=format) as checkpointer:
+            if step == 1:
+                checkpointer.wait_drained(60)
+                assert arrived() == [1] and checkpointer.drain_report["arrived"] == 1
+        assert arrived() == list(range(1, step + 1))
+
+
+def test_the_end_of_a_reader_waits_for_no_other_process(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+        checkpointer.save(state(1), 1)
+    with alone(str(tmp_path / "run"), str(tmp_path / "far"), lambda: False):  # as the drain of a training
+        with opened(tmp_path / "run", str(tmp_path / "far"), {}) as checkpointer:
+            assert checkpointer.newest()["step"] == 1
+        assert checkpointer._draining._process is None
+    with opened(tmp_path / "run", str(tmp_path / "far"), {}) as checkpointer:
+        checkpointer.close(drain=False)
+    assert checkpointer._draining._process is None and not (tmp_path / "far").exists()
+
+
+def test_another_rank_waits_for_no_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+        checkpointer.save(state(1), 1)
+    monkeypatch.setenv("RANK", "1")
+    with opened(tmp_path / "run", str(tmp_path / "far"), {}) as checkpointer:
+        checkpointer.wait_drained()
+    assert checkpointer._draining._process is None and not (tmp_path / "far").exists()
+
+
+def test_a_place_that_lets_nothing_be_deleted_holds_up_no_wait(tmp_path: Path, server: s3_server.Server, url: str) -> None:
+    server.faults.refuse, server.faults.refused_methods = 403, ("POST", "DELETE")
+    with opened(tmp_path / "run", url, server.storage(), keep_last=1, give_up=120.0) as checkpointer:
+        checkpointer._draining._given["options"]["keep_last"] = 1
+        for step in (1, 2):
+            checkpointer.save({"w": torch.ones(10)}, step)
+            checkpointer.wait_drained(60)
+        report = checkpointer.drain_report
+        assert (report["arrived"], report["pending"]) == (2, 0) and report["troubles"] >= 1 and "403" in report["last_error"]
+        since = time.monotonic()
+    assert time.monotonic() - since < 30
+    while checkpointer._draining._process is not None:  # it ends, and does not try again for ever
+        assert time.monotonic() - since < 60
+        time.sleep(0.05)
+    assert len(open_place(url, server.storage()).complete()[0]) == 2
+
+
+def test_of_two_saves_of_a_name_the_later_one_is_loaded(tmp_path: Path) -> None:
+    far = str(tmp_path / "far")
+    with opened(tmp_path / "a", far, {}, keep_last=0) as checkpointer:
+        for step in (30, 40, 50):
+            checkpointer.save(state(step), step)
+    with opened(tmp_path / "b", far, {}, keep_last=0) as checkpointer:  # another node goes back
+        checkpointer.load(30, into=state(0))
+        for step in (40, 50, 60):
+            checkpointer.save(state(step + 0.5), step)
+    with opened(tmp_path / "a", far, {}, keep_last=0) as checkpointer:
+        assert [c["step"] for c in checkpointer.list()] == [30, 40, 50, 60] and checkpointer.newest()["step"] == 60
+        into = state(0)
+        for step, value in ((50, 50.5), (30, 30.0)):
+            checkpointer.load(step, into=into)
+            assert into["w"][0] == value
+        checkpointer.load(50, into=into)
+        checkpointer.save(into, 70)
+        listed = {c["step"]: c for c in checkpointer.list()}
+        assert listed[70]["parent"] == listed[50]["attempt"]
+
+
 _TRAINER = """
 import os, signal, sys, torch, holdfast
 run, url, endpoint = sys.argv[1:]
@@ -198,6 +277,18 @@ def test_what_was_committed_arrives_after_the_trainers_death(tmp_path: Path, ser
     far = open_place(url, server.storage())
     assert [c.name for c in far.complete()[0]] == ["step-1", "step-2"]
     assert all(copying.verify(far, c)[0] == [] for c in far.complete()[0])
+
+
+def test_one_waits_for_the_drain_of_a_trainer_that_has_died(tmp_path: Path, server: s3_server.Server, url: str) -> None:
+    server.faults.bytes_per_second = 2 * MIB  # the two checkpoints of 4 MiB take as long as the patience below, and half as much again
+    done = subprocess.run([sys.executable, "-c", _TRAINER, str(tmp_path / "run"), url, server.endpoint],
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    with opened(tmp_path / "run", url, server.storage(), keep_last=5, give_up=3.0) as checkpointer:
+        checkpointer.save({"w": torch.ones(10)}, 3)
+        checkpointer.wait_drained(100)
+        assert checkpointer.drain_report["pending"] == 0
+        assert [c.step for c in open_place(url, server.storage()).complete()[0]] == [1, 2, 3]
 
 
 def test_a_fork_of_the_trainer_leaves_the_process_alone(tmp_path: Path, server: s3_server.Server, url: str) -> None:

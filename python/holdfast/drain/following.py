@@ -44,6 +44,7 @@ class Following:
         passed_over: "NAME: why" of those that look damaged, cannot be read, or have no commit record.
         pending: how many checkpoints have not arrived.
         moved_at: when more of a checkpoint was sent or found than ever before (monotonic).
+        lock: descriptor of the lock's file, whose time says to those who wait for the lock that something has moved.
     """
 
     def __init__(self, source: Place, target: Place, options: Drain, tell: Tell, *, keep_local: int = 0,
@@ -56,6 +57,7 @@ class Following:
         self.passed_over: list[str] = []
         self.pending = 0
         self.moved_at = time.monotonic()
+        self.lock: int | None = None
         self._copy = Copy(source, target, options, self.stop, self._progress)
         self._now: dict[str, Any] = {}
         self._furthest = "", 0  # an attempt, and how much of it has been there
@@ -74,41 +76,66 @@ class Following:
             self._now["bytes_done"] += nbytes
             if self._now["bytes_done"] > self._furthest[1]:
                 self._furthest = self._furthest[0], self._now["bytes_done"]
-                self.moved_at = now
+                self._move(now)
             if now - self._told_at < _PROGRESS_SECONDS:
                 return
             self._told_at = now
             event = {"event": "progress", "pending": self.pending, **self._now}
         self._tell(event)
 
-    def sweep(self, *, asked: bool = True) -> None:
+    def _move(self, now: float) -> None:
+        if self.lock is not None and int(now) != int(self.moved_at):
+            with contextlib.suppress(OSError):
+                os.utime(self.lock)
+        self.moved_at = now
+
+    def sweep(self, *, asked: bool = True) -> Error | None:
         """Copies everything that is complete now and has not arrived; applies retention.
 
         Args:
             asked: False: for a look at regular times, which a directory without changes makes short.
+
+        Returns:
+            What a place lets retention not remove. Everything has arrived all the same.
 
         Raises:
             Error: of a place. What has arrived until then stays.
         """
         seen, at = self._source.signature(), time.monotonic()
         if not asked and seen is not None and seen == self._swept[0] and at - self._swept[1] < _SWEEP_SECONDS:
-            return
+            return None
         try:
-            self._sweep()
+            refused = self._sweep()
         except RuntimeError as error:  # Python's own where the system has no thread; a later sweep may get one
             if "new thread" not in str(error):
                 raise
             raise Error("RESOURCE_EXHAUSTED", f"drain {self._source.url} to {self._target.url}: {error}") from None
         # Taken before the listing: what changed behind it is seen next time.
-        self._swept = seen, at
+        self._swept = (seen, at) if refused is None else (None, 0.0)
+        return refused
 
-    def _sweep(self) -> None:
+    def look(self) -> bool:
+        """Whether nothing is left to send, where another process has the lock and sends it.
+
+        Raises:
+            Error: of a place.
+        """
+        local, before = self._local(), self._there
+        self._remote = self._listed(local)
+        self.pending = len(self._to_send(local))
+        self._remote = None  # the other process changes it
+        if self._there != before:
+            self.moved_at = time.monotonic()
+        self._tell({"event": "progress", "pending": self.pending, "bytes_done": 0, "bytes_total": 0})
+        return not self.pending
+
+    def _sweep(self) -> Error | None:
         local = self._local()
         self.failed = {c.attempt: self.failed[c.attempt] for c in local if c.attempt in self.failed}
         if self._remote is None or tiers.missing(local, self._remote):
             self._remote = self._listed(local)
         self._tell_of_overtaken(self._only(local) if self._only else local)
-        refused: Error | None = None
+        refused: Error | None = None  # nothing waits for a place that lets nothing be deleted
         is_applied = False
         while wanted := self._to_send(local):
             self.pending = len(wanted)
@@ -120,22 +147,18 @@ class Following:
             local = self._local()
             is_applied = True
             self._send_beside(local)
-            try:
-                self._apply_retention(local)
-            except Error as error:  # nothing waits for a place that lets nothing be deleted
-                refused = refused or error
+            refused = self._apply_retention(local) or refused
         if self.pending:
             self.pending = 0
             self._tell({"event": "progress", "pending": 0, "bytes_done": 0, "bytes_total": 0})
-        if refused is not None:
-            raise refused
         if not is_applied:
             self._send_beside(local)
-            self._apply_retention(local)
-        if time.monotonic() - self._cleaned_at > _CLEAN_SECONDS:
+            refused = self._apply_retention(local)
+        if refused is None and time.monotonic() - self._cleaned_at > _CLEAN_SECONDS:
             self._cleaned_at = time.monotonic()
             for slot in self._target.clean({c.attempt for c in local}):
                 self._tell({"event": "removed", "place": "target", "name": slot, "why": "left by an interrupted copy"})
+        return refused
 
     def _listed(self, local: list[Info]) -> list[Info]:
         """What is complete there. Where it cannot be listed, what is not known to be there counts as pending."""
@@ -186,7 +209,8 @@ class Following:
             self.failed[info.attempt] = error
             self._tell({"event": "failed", "name": info.name, "step": info.step, "code": error.code, "message": error.message})
             return
-        self.moved_at, self._trouble = time.monotonic(), 0
+        self._move(time.monotonic())
+        self._trouble = 0
         if sent.left:
             more = f" and {len(sent.left) - _NAMED} more" if len(sent.left) > _NAMED else ""
             self._tell_once("FAILED_PRECONDITION", f"drain {info.name}: {', '.join(sent.left[:_NAMED])}{more} of "
@@ -223,17 +247,24 @@ class Following:
                 count, why = 0, [error.message]
             self._tell_of_late(info, why)
             if count:
-                self.moved_at = time.monotonic()
+                self._move(time.monotonic())
 
-    def _apply_retention(self, local: list[Info]) -> None:
+    def _apply_retention(self, local: list[Info]) -> Error | None:
+        """Returns the first error of a removal: a place that lets nothing be deleted holds up nothing else."""
         assert self._remote is not None
+        refused: Error | None = None
         try:
             for info in tiers.to_remove_remotely(local, self._remote, self._options):
                 self._remove(self._target, "target", info)
                 self._remote.remove(info)
-        finally:  # a store that lets nothing be deleted fills no local disk
+        except Error as error:
+            refused = error
+        try:  # a store that lets nothing be deleted fills no local disk
             for info in tiers.to_remove_locally(local, self._remote, self._options, *self._keep_local):
                 self._remove(self._source, "source", info)
+        except Error as error:
+            refused = refused or error
+        return refused
 
     def _remove(self, place: Place, which: str, info: Info) -> None:
         try:
@@ -263,9 +294,28 @@ class Following:
         return not self.patience()
 
 
+def lock_path(source: str, target: str) -> str | None:
+    """The file whose lock a drain of a pair of places holds, beside the checkpoints; None where the source is no directory."""
+    folder = path_of(source)
+    number = hashlib.sha256(identity_of(target).encode()).hexdigest()[:8]
+    return os.path.join(folder, f".holdfast-drain-{number}.lock") if folder else None
+
+
+def is_held(path: str) -> bool:
+    """Whether a process holds a lock."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return not _locked(fd)
+    finally:
+        os.close(fd)
+
+
 @contextlib.contextmanager
-def alone(source: str, target: str, wait: Callable[[], bool]) -> Iterator[None]:
-    """Holds the lock of a pair of places: a file beside the checkpoints, where the source is a directory.
+def alone(source: str, target: str, wait: Callable[[], bool]) -> Iterator[int | None]:
+    """Holds the lock of a pair of places, and yields its descriptor.
 
     Args:
         wait: called while another process has the lock, or the source is not there yet; returns false to give up.
@@ -273,18 +323,16 @@ def alone(source: str, target: str, wait: Callable[[], bool]) -> Iterator[None]:
     Raises:
         Error: FAILED_PRECONDITION.
     """
-    folder = path_of(source)
-    number = hashlib.sha256(identity_of(target).encode()).hexdigest()[:8]
-    path = os.path.join(folder or "", f".holdfast-drain-{number}.lock")
-    fd = _opened(path, wait) if folder else None
+    path = lock_path(source, target)
+    fd = _opened(path, wait) if path else None
     if fd is None:
-        yield
+        yield None
         return
     try:
         while not _locked(fd):
             if not wait():
                 raise Error("FAILED_PRECONDITION", f"drain {source} to {target}: another process does it; see `fuser {path}`")
-        yield
+        yield fd
     finally:
         os.close(fd)
 

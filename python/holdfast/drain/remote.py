@@ -50,14 +50,16 @@ class SecondPlace:
         self._found: dict[str, Info] = {}
 
     def merged(self, local: list[dict[str, Any]], format: str) -> list[dict[str, Any]]:
-        """Lists the checkpoints of both places by the time of their saves, the newest last."""
+        """Lists the checkpoints of both places by the time of their saves, the newest last; the later one of a name."""
         found, passed_over = self.place.complete(format)
         for entry in passed_over:
             logger.warning("list %s: passed over %s", self.place.url, entry)
         self._found = {self.place.path(c.slot): c for c in found}
         attempts = {c["attempt"] for c in local}
         there = [c.listed(self.place) for c in found if c.attempt not in attempts]
-        return sorted((*local, *there), key=age_of_listed)
+        every = sorted((*local, *there), key=age_of_listed)
+        latest = {c["name"]: c["path"] for c in every}
+        return [c for c in every if latest[c["name"]] == c["path"]]
 
     def found(self, path: str) -> Info | None:
         """The checkpoint of a path that `merged` has returned last; None where it is not of this place."""

@@ -11,10 +11,15 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.drain.following import POLL_SECONDS, Following, Tell, alone
+from holdfast.drain.following import POLL_SECONDS, Following, Tell, alone, lock_path
 from holdfast.errors import Error
 
 _STOP_SECONDS = 3.0  # for the pieces that are on their way
+_LOOK_SECONDS = 5.0  # between two listings of places on which another process works
+
+
+class _SentByAnother(Exception):
+    """Everything has arrived, by the work of the process that has the lock."""
 
 
 class Running:
@@ -32,6 +37,8 @@ class Running:
         self._finishing = not watch
         self._rings = 0
         self.rings_heeded = 0  # those before the sweep that has ended the drain
+        self._lock: str | None = None
+        self._moved, self._look_at = 0, 0.0
 
     def ring(self, ticket: int | None = None) -> None:
         """Asks for a sweep soon, and for an answer to a ticket when all that stands there now has arrived."""
@@ -59,22 +66,50 @@ class Running:
 
     def run(self, source: str, target: str) -> Error | None:
         """Returns the error that has ended the drain."""
+        self._lock = lock_path(source, target)
         try:
-            with alone(source, target, self._wait_for_lock):
+            with alone(source, target, self._wait_for_lock) as self._following.lock:
                 return self._run()
+        except _SentByAnother:
+            return None
         except Error as error:
             return error
 
     def _wait_for_lock(self) -> bool:
-        if not self._watch or self._following.stop.is_set():
+        """Another process works on the places: what waits for this one sees what arrives there, and that it goes on."""
+        following = self._following
+        if not self._watch or following.stop.is_set():
             return False
-        self._following.stop.wait(POLL_SECONDS)  # not `_pause`: the bell would end it at once
-        if not self._following.is_stuck():
-            return True
+        following.stop.wait(POLL_SECONDS)  # not `_pause`: the bell would end it at once
         with self._condition:
-            tickets = list(self._tickets)
-        self._answer(tickets, Error("UNAVAILABLE", "drain: another process works on the same places, and does not end"))
-        return not self._finishing
+            tickets, finishing, rings = list(self._tickets), self._finishing, self._rings
+        if not (tickets or finishing):
+            return True
+        error = Error("UNAVAILABLE", "drain: another process works on the same places, sends nothing, and does not end")
+        moved = self._time_of_lock()
+        if moved != self._moved:
+            self._moved, following.moved_at = moved, time.monotonic()
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + _LOOK_SECONDS
+            try:
+                if following.look():
+                    self._answer(tickets, None)
+                    if finishing:
+                        self.rings_heeded = rings
+                        raise _SentByAnother
+            except Error as of_place:
+                error = of_place
+                self._look_at = time.monotonic() + min(following.trouble(of_place), following.patience())
+        if not following.is_stuck():
+            return True
+        self._answer(tickets, error)
+        return not finishing
+
+    def _time_of_lock(self) -> int:
+        try:
+            return os.stat(self._lock or "").st_mtime_ns
+        except OSError:
+            return 0
 
     def _run(self) -> Error | None:
         while True:
@@ -82,7 +117,7 @@ class Running:
                 tickets, finishing, asked = list(self._tickets), self._finishing, self._rung
                 self._rung, rings = False, self._rings
             try:
-                self._following.sweep(asked=asked or finishing or bool(tickets))
+                refused = self._following.sweep(asked=asked or finishing or bool(tickets))
             except Error as error:
                 if self._following.stop.is_set():
                     return error
@@ -98,10 +133,11 @@ class Running:
                 self._pause(delay, finishing)
                 continue
             self._answer(tickets, None)
+            delay = POLL_SECONDS if refused is None else self._following.trouble(refused)
             if finishing:
                 self.rings_heeded = rings
-                return None
-            self._pause(POLL_SECONDS, finishing)
+                return None if self._watch else refused
+            self._pause(delay, finishing)
 
     def _answer(self, tickets: list[int], error: Error | None) -> None:
         first = error or next(iter(self._following.failed.values()), None)

@@ -24,8 +24,9 @@ from typing import Any
 from holdfast import _native
 from holdfast._completion import waitable
 from holdfast._process import PerProcess
+from holdfast.drain.following import is_held, lock_path
 from holdfast.drain.options import Drain
-from holdfast.drain.places import check_apart, check_place, path_of
+from holdfast.drain.places import check_apart, check_place, open_place, path_of
 from holdfast.errors import Error, TimeoutError, counted
 
 logger = logging.getLogger("holdfast")
@@ -120,15 +121,13 @@ class Draining(PerProcess):
             self._command({})
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until everything that is committed now has arrived.
+        """Waits until everything that is committed now has arrived, also from before this process.
 
         Raises:
             Error: the first of a checkpoint that cannot be sent; what kept the drain from sending for `Drain.give_up`.
             TimeoutError: it goes on after `timeout` seconds.
         """
         with self.lock:
-            if not self._is_started:  # nothing was saved, or another rank sees to it
-                return
             self.start()
             if self._process is None:
                 raise Error("UNAVAILABLE", self.report["last_error"])
@@ -149,8 +148,20 @@ class Draining(PerProcess):
         if error is not None:
             raise Error(*error)
 
+    @property
+    def is_started(self) -> bool:
+        """Whether a process was started: this one sees to the drain."""
+        return self._is_started
+
     def close(self, timeout: float | None = None) -> None:
-        """As `wait`; the process then ends."""
+        """As `wait`; the process then ends.
+
+        Without a save it waits for what a trainer before has left, unless another process works on that.
+        """
+        if not self._is_started:
+            lock = lock_path(self._directory, self.target)
+            if not open_place(self._directory).complete()[0] or (lock is not None and is_held(lock)):
+                return
         try:
             self.wait(timeout)
         finally:

@@ -43,7 +43,8 @@ def drain(base: str) -> tuple[list[str], list[str]]:
     errors: list[str] = []
     source, far = places(base)
     try:
-        Following(open_place(source), open_place(far), Drain(keep_last=KEEP_LAST), events.append).sweep()
+        refused = Following(open_place(source), open_place(far), Drain(keep_last=KEEP_LAST), events.append).sweep()
+        errors += [said(refused)] if refused is not None else []
     except BaseException as error:
         errors.append(said(error))
     errors += [f"[{e['code']}] {e['message']}" for e in events if e["event"] in ("failed", "trouble")]
