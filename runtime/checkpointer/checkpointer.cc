@@ -472,7 +472,7 @@ absl::Status Checkpointer::Impl::WhyStopped(const absl::Status& staged, SaveStat
   // worker's end, which is near, gives the cause.
   if (!absl::IsAborted(staged)) return staged;
   const absl::Status ended = save->WaitDurable(kTimeToEnd).status();
-  return save->IsDone() && !ended.ok() ? ended : staged;
+  return ended.ok() || IsTimeOut(ended) ? staged : ended;
 }
 
 absl::Status Checkpointer::Impl::OnFinished(const std::shared_ptr<SaveState>& save,
