@@ -51,7 +51,7 @@ class Directory:
         found: list[Info] = []
         passed_over: list[str] = []
         unreadable: Error | None = None
-        for of, listed in _LISTINGS.items() if os.path.isdir(self._path) else ():
+        for of, listed in _LISTINGS.items() if _is_there(self._path) else ():
             if format not in ("", of):
                 continue
             try:
@@ -193,7 +193,7 @@ class Directory:
 
             def send(piece: tuple[int, int]) -> None:
                 begin, end = piece
-                if begin < there and _is_there(have, begin, end):
+                if begin < there and _is_right(have, begin, end):
                     return
                 data = memoryview(read(begin, end))
                 with of_system(f"write {path} @ {begin}"):
@@ -309,6 +309,24 @@ class Directory:
         return removed
 
 
+def _is_there(path: str) -> bool:
+    """Whether a directory is there. One that cannot be looked at is not taken for a missing one: a run would begin anew.
+
+    Raises:
+        Error: of the system; NOT_FOUND where a link on the way leads nowhere, as to a file system that is not mounted.
+    """
+    with of_system(f"list {path}"):
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(path)
+            return True
+    above = path
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    if not os.path.exists(above):
+        raise Error("NOT_FOUND", f"list {path}: {above} is a link to {os.readlink(above)}, which is not there; mount or make it")
+    return False
+
+
 def _is_foreign(name: str) -> bool:
     """Whether a file may be of no checkpoint: by its name it is of none, and is not being written."""
     return not _names.is_reserved(name) and not _names.format_of(name) and not _names.DCP_ANY_DATA.fullmatch(name)
@@ -364,7 +382,7 @@ def in_use(path: str) -> Iterator[None]:
         os.close(fd)
 
 
-def _is_there(have: Read, begin: int, end: int) -> bool:
+def _is_right(have: Read, begin: int, end: int) -> bool:
     try:
         have(begin, end)
     except Error:
