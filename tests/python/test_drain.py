@@ -70,6 +70,23 @@ def test_a_part_of_a_file_that_is_there_is_not_sent_again(tmp_path: Path) -> Non
     assert verdicts(tmp_path / "far") == ["sound"]
 
 
+@pytest.mark.parametrize("kind", ["directory", "store"])
+def test_a_copy_without_its_commit_record_is_completed(kind: str, tmp_path: Path, bucket: tuple[str, dict[str, str]],
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """Of DCP its metadata is there already."""
+    save(tmp_path / "run", 1, elements=10, format="dcp")
+    source, far = open_place(str(tmp_path / "run")), open_place(*bucket) if kind == "store" else open_place(str(tmp_path / "far"))
+    (info,) = source.complete()[0]
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(far, "commit", lambda *_: 1 / 0)
+        swept(source, far)
+    slot = far.begin(info)
+    assert names(far) == [] and ".metadata" in far.sizes(slot) and info.record not in far.sizes(slot)
+    again = open_place(*bucket) if kind == "store" else open_place(str(tmp_path / "far"))
+    assert [(e["event"], e["bytes_sent"]) for e in swept(source, again)] == [("arrived", 0)]
+    assert copying.verify(again, again.complete()[0][0])[0] == []
+
+
 def test_a_replaced_checkpoint_is_replaced_there(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
     source = open_place(str(tmp_path / "run"))
     for far in (open_place(str(tmp_path / "far")), open_place(*bucket)):
@@ -166,16 +183,19 @@ def test_damage_is_not_copied_and_holds_nothing_up(tmp_path: Path, bucket: tuple
     assert sorted(e.message.split("/")[-2] for e in following.failed.values()) == ["step-2", "step-3"]  # what is gone is forgotten
 
 
+@pytest.mark.parametrize(("format", "file"), [("holdfast", "/model-"), ("dcp", ".distcp"), ("dcp", "/.metadata")],
+                         ids=["plain", "of-dcp", "last-of-dcp"])  # fmt: skip  # without the text that is looked for in paths
 @pytest.mark.parametrize("verify", ["read", "store"])
-def test_a_byte_that_changes_on_the_way_is_found(verify: str, server: s3_server.Server, tmp_path: Path,
+def test_a_byte_that_changes_on_the_way_is_found(verify: str, format: str, file: str, server: s3_server.Server, tmp_path: Path,
                                                  bucket: tuple[str, dict[str, str]]) -> None:  # fmt: skip
-    save(tmp_path / "run", 1, elements=10)
+    save(tmp_path / "run", 1, elements=10, format=format)
     server.faults.compares = verify == "store"
-    server.faults.corrupt = "model-"
+    server.faults.corrupt = file
     far = open_place(*bucket)
     swept(open_place(str(tmp_path / "run")), far, Drain(verify=verify))
     assert not server.faults.corrupt and server.faults.refused == (verify == "store")
     assert server.faults.unproven == 0
+    assert [copying.verify(far, one)[0] for one in far.complete()[0]] == [[]]
     swept(far, open_place(str(tmp_path / "back")))
     assert verdicts(tmp_path / "back") == ["sound"]
 
@@ -310,12 +330,11 @@ def test_kills_with_a_slow_file_system(tmp_path: Path) -> None:
 def test_the_commit_record_comes_last(tmp_path: Path, server: s3_server.Server, bucket: tuple[str, dict[str, str]]) -> None:
     save(tmp_path / "run", 1, elements=10)
     save(tmp_path / "run2", 1, elements=10, format="dcp")
-    for run, last in (("run", "holdfast.commit.json"), ("run2", ".metadata")):
+    for run, last, before in (("run", "holdfast.commit.json", ".manifest.json"), ("run2", "holdfast.commit-", ".metadata")):
         server.faults.seen.clear()
         swept(open_place(str(tmp_path / run)), open_place(f"{bucket[0]}/{run}", bucket[1]))
         written = [path for method, path in server.faults.seen if method in ("PUT", "POST")]
-        assert written[-1].partition("?")[0].endswith(last) and sum(last in path for path in written) == 1
-        assert ".manifest.json" in written[-2] or "holdfast.commit-" in written[-2]
+        assert last in written[-1] and before in written[-2] and all(sum(name in path for path in written) == 1 for name in (last, before))
 
 
 def stopped_behind_the_first_file(run: Path, url: str, storage: dict[str, str]) -> None:

@@ -33,7 +33,8 @@ class Contents(NamedTuple):
     Attributes:
         data: the large ones.
         manifests: of all ranks.
-        proofs: the commit record, and a framework's commit file. The last one commits.
+        proofs: a framework's commit file, and the commit record. The record is the last: every listing compares its self-digest, so
+            that it needs no other proof of its arrival.
     """
 
     data: list[File]
@@ -123,7 +124,7 @@ def contents_of(place: Place, info: Info, pool: Executor | None = None) -> Conte
     if not info.record:
         text = _make_record(info, texts)
         record = json.loads(text)
-    proofs = [whole(info.record or RECORD, text)]
+    proofs: list[File] = []
     manifests: list[File] = []
     data: dict[str, File] = {}
     for rank, (row, manifest) in enumerate(zip(record["manifests"], texts, strict=True)):
@@ -141,6 +142,7 @@ def contents_of(place: Place, info: Info, pool: Executor | None = None) -> Conte
     if info.format == "dcp":
         commit = record["commit_file"]
         proofs.append(File(commit["name"], commit["bytes"], max(1, commit["bytes"]), (commit["digest"],)))
+    proofs.append(whole(info.record or RECORD, text))
     return Contents(list(data.values()), manifests, proofs)
 
 

@@ -120,12 +120,7 @@ class Copy:
                         self._stop_others(pool)
                         raise error
         arrived, why = self._send_beside(info, slot, beside, [])
-        last = contents.proofs[-1]
-        if last.content is None:
-            with _of_source(), self._source.opened(info.slot, last.name) as read:
-                content = proven(read, last, f"{self._source.path(info.slot)}/{last.name}")(0, last.bytes)
-            last = last._replace(content=content)
-        self._target.commit(slot, info, last, contents.names() | {BESIDE_RECORD, *(f.name for f in arrived)})
+        self._target.commit(slot, info, contents.proofs[-1], contents.names() | {BESIDE_RECORD, *(f.name for f in arrived)})
         self._arrived.clear()
         self._beside[info.attempt] = arrived
         return Sent(info.bytes, self._sent, time.monotonic() - begin, "read" if self._reads_back else "store", left, why)

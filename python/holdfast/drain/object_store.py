@@ -1,7 +1,7 @@
 """A prefix of an object store as a place, by `obstore`: S3, Google Cloud Storage, Azure, HTTP with WebDAV, memory.
 
 A checkpoint has the prefix ``NAME.attempt-<attempt>/``: a store has no rename, and two processes that send attempts of one name
-must not meet. The object that commits (``holdfast.commit.json``, or DCP's ``.metadata``) is put last and deleted first.
+must not meet. The commit record is put last, behind DCP's ``.metadata``; what commits, both of them, is deleted first.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class Store:
     def _look(self, slot: str, objects: dict[str, _Object]) -> Info | str | None:
         """The checkpoint of a prefix, or why it is none, or None for a prefix of something else."""
         match = _SLOT.fullmatch(slot)
-        names = [n for n in objects if n == RECORD or (DCP_RECORD.fullmatch(n) and METADATA in objects)]
+        names = _committing(objects)
         if match is None or not names:
             return None
         try:
@@ -322,13 +322,19 @@ class Store:
                     self.remove(found)
                     removed.append(slot)
             # What commits comes last and goes first: with it there, something else has happened, and a part may be of use.
-            elif match["attempt"] not in keep and not {RECORD, METADATA} & objects.keys() \
+            elif match["attempt"] not in keep and not _committing(objects) \
                     and all(o.changed.timestamp() < limit for o in objects.values()) \
                     and objects == self._objects(f"{slot}/").get(slot):  # fmt: skip  # or its copy goes on
                 self._delete(slot, list(objects))
                 self._delete_collection(slot)
                 removed.append(slot)
         return removed
+
+
+def _committing(names: Iterable[str]) -> list[str]:
+    """The commit records among the objects of a slot: those of DCP where its metadata is there, too."""
+    names = set(names)
+    return [n for n in names if n == RECORD or (DCP_RECORD.fullmatch(n) and METADATA in names)]
 
 
 def _order(info: Info) -> tuple[Any, ...]:
