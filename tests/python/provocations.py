@@ -460,6 +460,14 @@ def dcp_failed(directory: Path) -> str:
 
 
 @provocation
+def dcp_over_plain(directory: Path) -> str:
+    save(directory / "step-1")
+    with pytest.raises(CheckpointException) as raised:
+        holdfast.dcp.async_save({"w": torch.ones(4)}, checkpoint_id=directory / "step-1").result(60)
+    return str(raised.value.failures[0][0])
+
+
+@provocation
 def dcp_staging_cap(directory: Path) -> str:
     staging.trim()
     writer = holdfast.dcp.StorageWriter(directory / "step-1", staging_bytes_max=MIB)

@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,41 @@ def test_overwriting_can_be_forbidden(tmp_path: Path) -> None:
     dcp.save(state_of(1), storage_writer=holdfast.dcp.StorageWriter(path))
     with pytest.raises(CheckpointException, match="ALREADY_EXISTS"):
         dcp.save(state_of(2), storage_writer=holdfast.dcp.StorageWriter(path, overwrite=False))
+    assert seed_of(path) == 1
+
+
+def _save_with_holdfast(path: Path) -> None:
+    holdfast.dcp.async_save(state_of(2), checkpoint_id=path).result(60)
+
+
+def _save_with_the_framework(path: Path) -> None:
+    dcp.save(state_of(2), storage_writer=holdfast.dcp.StorageWriter(path))
+
+
+def _save_with_a_checkpointer(path: Path) -> None:
+    with holdfast.Checkpointer(path.parent, format="dcp") as checkpointer:
+        checkpointer.save(state_of(2), 10)
+
+
+@pytest.mark.parametrize("save", [_save_with_holdfast, _save_with_the_framework, _save_with_a_checkpointer])
+def test_a_plain_checkpoint_is_not_mixed_with_one_of_dcp(save: Callable[[Path], None], tmp_path: Path) -> None:
+    path = tmp_path / "step-10"
+    holdfast.save(state_of(1), path)
+    before = sorted(p.name for p in path.iterdir())
+    with pytest.raises((CheckpointException, FileExistsError), match="a plain Holdfast checkpoint is there"):
+        save(path)
+    assert sorted(p.name for p in path.iterdir()) == before
+    assert holdfast.verify(path)["verdict"] == "sound"
+
+
+def test_a_checkpoint_of_dcp_is_not_mixed_with_a_plain_one(tmp_path: Path) -> None:
+    path = tmp_path / "step-10"
+    holdfast.dcp.save(state_of(1), checkpoint_id=path)
+    before = sorted(p.name for p in path.iterdir())
+    for replace in (False, True):
+        with pytest.raises(holdfast.Error, match="ALREADY_EXISTS|no part of a checkpoint"):
+            holdfast.save(state_of(2), path, replace=replace)
+    assert sorted(p.name for p in path.iterdir()) == before
     assert seed_of(path) == 1
 
 

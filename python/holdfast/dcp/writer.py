@@ -166,11 +166,18 @@ class StorageWriter(_StorageWriter):
         """Makes the checkpoint's directory; `sync_made` makes it durable.
 
         Raises:
-            Error: ALREADY_EXISTS without `overwrite`.
+            Error: ALREADY_EXISTS: a plain checkpoint is there; or any, without `overwrite`.
         """
         self._made += begin_directory(str(self.path))
         with of_system(f"save {self.path}: look for an older checkpoint"):
+            plain = (self.path / _names.RECORD).exists() and not _dcp_directories.may_be_loaded(str(self.path))
             exists = not self.overwrite and (self.path / self.metadata_name(reading=True)).exists()
+        if plain:
+            raise Error(
+                "ALREADY_EXISTS",
+                f"save {self.path}: a plain Holdfast checkpoint is there, which a DCP checkpoint cannot replace; "
+                "choose another name, or remove it",
+            )
         if exists:
             raise Error(
                 "ALREADY_EXISTS",
