@@ -44,7 +44,9 @@ _LAZY = {
     "trim": "_runtime",
     "warm_up": "_runtime",
 }
-_MODULES = ("dcp", "events", "lightning", "observe", "snapshots")
+_MODULES = ("dcp", "events", "lightning", "megatron", "nvrx", "observe", "snapshots")
+# Not in `dir`: its import fails without the framework, and `help` and `inspect.getmembers` import all that `dir` names.
+_UNLISTED = ("torchtitan",)
 
 # Without `open` and `TimeoutError`, which would shadow the built-in ones.
 __all__ = [
@@ -78,7 +80,7 @@ def __getattr__(name: str) -> Any:
             value = getattr(importlib.import_module(f"holdfast.{_LAZY[name]}"), name)
             globals()[name] = value
             return value
-        if name in _MODULES:
+        if name in _MODULES or name in _UNLISTED:
             return importlib.import_module(f"holdfast.{name}")
     except ModuleNotFoundError as error:
         if error.name != "torch":

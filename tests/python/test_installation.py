@@ -93,7 +93,7 @@ sys.meta_path.insert(0, NoTorch())
 import holdfast
 
 said = {}
-for name in (*holdfast.__all__, "open", "dcp", "observe", "snapshots"):
+for name in (*holdfast.__all__, "open", "dcp", "megatron", "nvrx", "observe", "snapshots", "torchtitan"):
     try:
         getattr(holdfast, name)
     except ModuleNotFoundError as error:
@@ -110,10 +110,30 @@ def test_without_torch_it_is_imported_and_says_what_needs_it(checkpoint: Path) -
     said, *rest = json.loads(done.stdout)
     assert rest == ["sound", 3, 1]
     needs = {
-        "Checkpoint", "Checkpointer", "Save", "dcp", "flush", "load", "open", "remove_file", "save", "save_async",
-        "save_file",
+        "Checkpoint", "Checkpointer", "Save", "dcp", "flush", "load", "megatron", "nvrx", "open", "remove_file", "save",
+        "save_async", "save_file", "torchtitan",
     }  # fmt: skip
     assert said == {name: f"holdfast.{name} needs PyTorch: install torch" for name in needs}
+
+
+_MODULES = """
+import inspect, sys
+import holdfast
+
+for name in ("dcp", "events", "lightning", "megatron", "nvrx", "observe", "snapshots"):
+    assert getattr(holdfast, name) is sys.modules[f"holdfast.{name}"], name
+assert callable(holdfast.nvrx.install) and callable(holdfast.megatron.install)
+try:
+    assert holdfast.torchtitan.CheckpointManager
+except ModuleNotFoundError as error:
+    assert "holdfast.torchtitan needs torchtitan" in str(error), error
+assert {"megatron", "nvrx"} <= {name for name, _ in inspect.getmembers(holdfast)}
+"""
+
+
+def test_after_an_import_of_the_package_its_modules_are_attributes() -> None:
+    done = run(sys.executable, "-c", _MODULES)
+    assert done.returncode == 0, done.stderr
 
 
 def _main(program: str, arguments: list[str], output: str) -> None:
