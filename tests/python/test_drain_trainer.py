@@ -366,6 +366,16 @@ def test_a_bucket_alone_is_no_checkpoint() -> None:
     assert "secret" not in str(refused.value)
 
 
+def test_places_that_differ_behind_a_hash_stay_apart(tmp_path: Path, server: s3_server.Server, url: str) -> None:
+    for number in (1, 2):
+        with opened(tmp_path / f"{number}", f"{url}/exp%23{number}", server.storage()) as checkpointer:
+            checkpointer.save({"w": torch.full((3,), float(number))}, 1)
+    for number in (1, 2):
+        assert holdfast.load(f"{url}/exp%23{number}/step-1", storage=server.storage())["w"][0] == number
+        with pytest.raises(Error, match="write %23 for a #"):
+            holdfast.load(f"{url}/exp#{number}/step-1", storage=server.storage())
+
+
 def test_secrets_come_from_a_file(tmp_path: Path, server: s3_server.Server, url: str) -> None:
     with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
         checkpointer.save({"w": torch.zeros(10)}, 1)
@@ -430,6 +440,10 @@ def test_options_are_checked(tmp_path: Path) -> None:
         assert done.status == 2 and f"open {place}: " in done.error
     for done in each(*(["drain", place, tmp_path / "far"] for place in ("s3:/bucket/run", r"C:\run", "ftp://host/run"))):
         assert done.status == 2 and "known are a path, " in done.error
+    for url in ("s3://bucket/exp#1", "https://host/#/run", "s3://bucket/run ", "s3://bucket/run /", " s3://bucket/run", " file:///run",
+                "az://bucket/r\tun", "gs://bucket/run\n"):  # fmt: skip
+        with pytest.raises(ValueError, match=r"open '.*': .* would be dropped.*; write %23 for a #"):
+            holdfast.Checkpointer(tmp_path, drain_to=url)
     with pytest.raises(ValueError, match="Drain: storage: "):
         holdfast.Checkpointer(tmp_path, drain_to="s3://bucket/run", drain=Drain(storage={"timeout": object()}))
     keys = ("access_key", "azure_storage_access_key", "aws_sse_customer_key_base64", "account_key", "client_options", "access_key_id", "region")

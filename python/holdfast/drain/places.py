@@ -25,6 +25,8 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _SCHEMES = ("file", "s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https")
 # A path of Windows, or a URL that lacks a slash: as a path it would make a directory of that name.
 _NO_PATH = re.compile(rf"(?:[A-Za-z]:[\\/]|[A-Za-z][A-Za-z0-9+.-]*:/|(?:{'|'.join(_SCHEMES)}):)", re.IGNORECASE)
+# What a URL's parser drops without a word, or cuts off: two runs would have one prefix.
+_DROPPED = re.compile(r"[#\x00-\x1f\x7f]|^\s|\s/*$")
 _KNOWN = "known are a path, file:///PATH, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX and https://HOST/PATH (WebDAV)"
 
 
@@ -172,26 +174,32 @@ def identity_of(place: str) -> str:
 
 
 def check_place(url: str) -> None:
-    """Refuses what is neither a path nor a URL of a known store, and a URL with credentials: it stands in logs.
+    """Refuses what is neither a path nor a URL of a known store, a URL that would mean another one, and one with credentials: it stands in
+    logs.
 
     Raises:
         Error: INVALID_ARGUMENT.
     """
     if not url:
         raise Error("INVALID_ARGUMENT", f"open {url!r}: an empty path; {_KNOWN}")
-    scheme = scheme_of(url)
-    shown = directories.shown_url(url)
-    if not scheme and _NO_PATH.match(url):
+    text = url.lstrip()
+    scheme = scheme_of(text)
+    shown = directories.shown_url(text)
+    if not scheme and _NO_PATH.match(text):
         raise Error("INVALID_ARGUMENT", f"open {shown}: this is no path of Linux and no URL; {_KNOWN}; a directory of that name is ./{shown}")
-    if not scheme or scheme == "file":
+    if not scheme or scheme_of(url) == "file":
         return
-    user, at, _ = url[len(scheme) + 3 :].rpartition("@")  # a password may have slashes
-    if "?" in url or ":" in user or (at and scheme in ("http", "https")):
+    rest = text[len(scheme) + 3 :]
+    user, at, _ = rest.rpartition("@")  # a password may have slashes
+    if "?" in text or ":" in user or (at and scheme in ("http", "https")):
         raise Error("INVALID_ARGUMENT", f"open {scheme}://...: the URL has credentials, an @ or a query, and stands in logs; pass them "
                     "by Drain(storage={...}), --storage or the environment")  # fmt: skip
     if scheme not in _SCHEMES:
         raise Error("INVALID_ARGUMENT", f"open {shown}: there is no store {scheme}://; {_KNOWN}")
-    if not url[len(scheme) + 3 :].partition("/")[0]:
+    if _DROPPED.search(url):
+        raise Error("INVALID_ARGUMENT", f"open {directories.shown_url(url)!r}: a # with what follows it, a control character or a blank at an end would be "
+                    "dropped, and the URL name another place; write %23 for a #, or choose another prefix")  # fmt: skip
+    if not rest.partition("/")[0]:
         raise Error("INVALID_ARGUMENT", f"open {shown}: the name of the bucket or host is missing behind {scheme}://; {_KNOWN}")
 
 
