@@ -194,7 +194,7 @@ def test_a_terminal_that_moves_no_cursor_has_the_state_once(tmp_path: Path) -> N
 def test_without_rich_the_screen_says_what_to_install(tmp_path: Path) -> None:
     program = "import sys; sys.modules['rich.console'] = None; from holdfast.cli import main; sys.exit(main())"
     status, written = _typed([sys.executable, "-c", program, "top", str(tmp_path)], b"q", "never", 80)
-    assert status == 2 and "pip install 'holdfast[top]'" in written
+    assert status == 2 and "pip install 'rich>=13'" in written
 
 
 ENTRY = {"time": 1.5, "outcome": "failed", "path": "/x", "step": 1, "code": "UNKNOWN", "message": "no"}

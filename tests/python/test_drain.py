@@ -501,7 +501,7 @@ def test_an_empty_path_is_not_the_current_directory(tmp_path: Path) -> None:
 
 def test_without_obstore_the_error_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Error, match=r"pip install 'holdfast\[drain\]'"):
+    with pytest.raises(Error, match=r"pip install 'obstore>=0.8'"):
         open_place("s3://bucket/run")
     with pytest.raises(Error, match="obstore is not installed"):
         holdfast.Checkpointer(tmp_path, drain_to="s3://bucket/run")

@@ -23,7 +23,7 @@ reader of DST finds a checkpoint when all of it has arrived and is proven. What 
 length and digest is not sent again, so that the command may be killed and repeated at any moment.
 """
 _EPILOG = """\
-SRC and DST are directories, or URLs (with obstore: pip install 'holdfast[drain]'):
+SRC and DST are directories, or URLs (with obstore: pip install 'obstore>=0.8'):
   s3://BUCKET/PREFIX   gs://BUCKET/PREFIX   az://CONTAINER/PREFIX   https://HOST/PATH (WebDAV)
 Credentials and endpoints are taken from the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT, ...), from
 --storage-file, and from --storage, whose words every user of the machine sees in the list of processes.

@@ -186,7 +186,7 @@ def _show(watched: node.Node, directory: str | None, interval: float) -> None:
     except ImportError as error:
         raise Error(
             "UNIMPLEMENTED",
-            "the screen needs the package rich; pip install 'holdfast[top]', or use --once",
+            "the screen needs the package rich; pip install 'rich>=13', or use --once",
         ) from error
     # Ctrl-C and kill have to give the terminal back.
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -50,7 +50,7 @@ def find_library() -> None:
         Error: UNIMPLEMENTED where it is missing.
     """
     if importlib.util.find_spec("obstore") is None:
-        raise Error("UNIMPLEMENTED", "drain: obstore is not installed; pip install 'holdfast[drain]'")
+        raise Error("UNIMPLEMENTED", "drain: obstore is not installed; pip install 'obstore>=0.8'")
 
 
 def load_library() -> Any:
