@@ -1,6 +1,6 @@
 """Trains a sharded GPT with PyTorch Distributed Checkpoint, saved through ``holdfast.dcp``.
 
-    torchrun --nproc-per-node 2 train_dcp.py --dir run [--steps 40] [--every 10] [--size tiny]
+    torchrun --nproc-per-node 2 train_dcp.py --dir run-dcp [--steps 40] [--every 10] [--size tiny]
 
 Started again, also with another number of ranks, it goes on where it was. The files are DCP's own.
 """
