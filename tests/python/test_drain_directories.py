@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from draining import MIB, names, save, swept
+from small_disk import mounted
 
 import holdfast
+from holdfast.drain import Drain
 from holdfast.drain.places import open_place
 from holdfast.errors import Error
 
@@ -81,3 +90,131 @@ def test_a_directory_that_was_never_there_is_empty(tmp_path: Path) -> None:
     assert names(open_place(str(tmp_path / "a/b"))) == []
     (tmp_path / "link").symlink_to(tmp_path)
     assert names(open_place(str(tmp_path / "link/b"))) == []
+
+
+# ---- A second place that goes away.
+
+
+@contextlib.contextmanager
+def bound(disk: Path, at: Path) -> Iterator[None]:
+    """Mounts a file system a second time, so that it outlives the end of this mount."""
+    subprocess.run(["mount", "--bind", disk, at], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", at], check=True)
+
+
+@contextlib.contextmanager
+def draining(run: Path, far: Path, keep_last: int = 1) -> Iterator[holdfast.Checkpointer]:
+    with holdfast.Checkpointer(run, arena_bytes=64 * MIB, keep_last=keep_last, drain_to=far, drain=Drain(give_up=1.0)) as checkpointer:
+        yield checkpointer
+
+
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Waits until a condition holds; whether it does."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds()
+
+
+def saved(checkpointer: holdfast.Checkpointer, *steps: int) -> None:
+    for step in steps:
+        checkpointer.save({"w": torch.randn(10)}, step)
+
+
+def test_a_mount_that_vanishes_is_waited_for(tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    run, far = tmp_path / "run", tmp_path / "mnt/me/far"
+    with mounted(tmp_path / "disk", 64) as disk, contextlib.ExitStack() as mount:
+        mount.enter_context(bound(disk, tmp_path / "mnt"))
+        with draining(run, far) as checkpointer:
+            saved(checkpointer, 1, 2)
+            checkpointer.wait_drained(60)
+            assert [c["step"] for c in checkpointer.list()] == [1, 2]
+            mount.close()
+            saved(checkpointer, 3, 4)
+            said = f"{far}: the file system that was mounted at {tmp_path}/mnt is no longer mounted; mount it again"
+            with pytest.raises(Error, match=said):
+                checkpointer.wait_drained(60)
+            # Nor does a process that has never seen the mount take the local disk for it.
+            os.kill(checkpointer._draining._process.pid, signal.SIGKILL)
+            for last in ("it is started again", said):
+                assert until(lambda last=last: last in checkpointer.drain_report["last_error"])
+            with pytest.raises(Error, match="no longer mounted"):
+                checkpointer.newest()
+            assert names(open_place(str(run))) == ["step-2", "step-3", "step-4"] and os.listdir(tmp_path / "mnt") == []
+            with bound(disk, tmp_path / "mnt"):
+                checkpointer.wait_drained(60)
+                assert names(open_place(str(far))) == ["step-1", "step-2", "step-3", "step-4"]
+                assert names(open_place(str(run))) == ["step-4"]
+
+
+def test_a_place_that_was_never_there_is_made_on_its_mount_alone(tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    with mounted(tmp_path / "disk", 64) as disk, contextlib.ExitStack() as mount:
+        mount.enter_context(bound(disk, tmp_path / "mnt"))
+        with draining(tmp_path / "run", tmp_path / "mnt/me/far") as checkpointer:
+            mount.close()
+            saved(checkpointer, 1, 2)
+            with pytest.raises(Error, match="no longer mounted"):
+                checkpointer.wait_drained(60)
+            assert os.listdir(tmp_path / "mnt") == [] and names(open_place(str(tmp_path / "run"))) == ["step-1", "step-2"]
+            with bound(disk, tmp_path / "mnt"):
+                checkpointer.wait_drained(60)
+                assert names(open_place(str(disk / "me/far"))) == ["step-1", "step-2"]
+
+
+def test_a_mount_that_was_missing_at_first_is_taken(tmp_path: Path) -> None:
+    """The log has asked for it."""
+    (tmp_path / "mnt").mkdir()
+    with draining(tmp_path / "run", tmp_path / "mnt/far", keep_last=2) as checkpointer:
+        saved(checkpointer, 1)
+        checkpointer.wait_drained(60)
+        with mounted(tmp_path / "disk", 64) as disk, bound(disk, tmp_path / "mnt"):
+            saved(checkpointer, 2)
+            checkpointer.wait_drained(60)
+            assert names(open_place(str(disk / "far"))) == ["step-1", "step-2"]
+            saved(checkpointer, 3)
+            checkpointer.wait_drained(60)
+
+
+@pytest.mark.parametrize("what", ["brought back", "made anew"])
+def test_a_directory_that_goes_away_is_not_made_by_a_drain(what: str, tmp_path: Path) -> None:
+    run, far = tmp_path / "run", tmp_path / "me/far"
+    with draining(run, far) as checkpointer:
+        saved(checkpointer, 1, 2)
+        checkpointer.wait_drained(60)
+        (tmp_path / "me").rename(tmp_path / "away")
+        saved(checkpointer, 3, 4)
+        with pytest.raises(Error, match=f"{far}: the directory is gone; bring it back, or make an empty one") as refused:
+            checkpointer.wait_drained(60)
+        assert refused.value.code == "UNAVAILABLE" and checkpointer.drain_report["troubles"] >= 1
+        assert names(open_place(str(run))) == ["step-2", "step-3", "step-4"] and not (tmp_path / "me").exists()
+        if what == "made anew":
+            far.mkdir(parents=True)
+        else:
+            (tmp_path / "away").rename(tmp_path / "me")
+        checkpointer.wait_drained(60)
+        there = (2, 3, 4) if what == "made anew" else (1, 2, 3, 4)
+        assert names(open_place(str(far))) == [f"step-{n}" for n in there]
+        assert names(open_place(str(run))) == ["step-4"]
+
+
+def test_the_command_keeps_to_the_mount(tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    save(tmp_path / "run", 1, elements=10)
+    with mounted(tmp_path / "disk", 64) as disk, contextlib.ExitStack() as mount:
+        mount.enter_context(bound(disk, tmp_path / "mnt"))
+        words = [sys.executable, "-m", "holdfast", "drain", tmp_path / "run", tmp_path / "mnt/far", "--watch", "--json", "--give-up", "1"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+            events = (e for e in map(json.loads, process.stdout) if e["event"] in ("arrived", "trouble"))
+            try:
+                assert next(events)["name"] == "step-1"
+                mount.close()
+                save(tmp_path / "run", 2, elements=10)
+                assert "no longer mounted" in next(events)["message"]
+            finally:
+                process.terminate()
+        assert os.listdir(tmp_path / "mnt") == []

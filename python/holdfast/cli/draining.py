@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.cli import storage_options, text
 from holdfast.drain.following import Following
 from holdfast.drain.options import BEHIND, VERIFY, Drain
-from holdfast.drain.places import check_apart, check_place, open_place, scheme_of
+from holdfast.drain.places import check_apart, check_place, mount_of, open_place, scheme_of
 from holdfast.drain.running import Running, follow_commands, on_signals, tell_on
 from holdfast.errors import Error, of_system
 
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print(event, quiet=arguments.json)
 
     check_apart(arguments.source, arguments.target)
-    source, target = open_place(arguments.source, storage), open_place(arguments.target, storage)
+    source, target = open_place(arguments.source, storage), open_place(arguments.target, storage, mount_of(arguments.target))
     chosen = _only(arguments)
     following = Following(source, target, options, note, keep_local=arguments.keep_source, only=chosen)
     running = Running(following, note, watch=arguments.watch)
@@ -153,7 +153,7 @@ def _run_for_trainer(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(OSError):
         os.nice(options.nice)
     try:
-        source, target = open_place(arguments.source), open_place(arguments.target, options.storage)
+        source, target = open_place(arguments.source), open_place(arguments.target, options.storage, given["mount"])
     except Error as error:
         tell({"event": "ended", "error": [error.code, error.message, error.errno], "rings": 0})
         return 2

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast import _dcp_directories, _durable, _names, _native, _regular
 from holdfast.drain.beside import can_be_sent, recorded
 from holdfast.drain.contents import contents_of, digest, proven
-from holdfast.drain.places import BESIDE, File, Info, Read, age_of, pieces
+from holdfast.drain.places import BESIDE, File, Info, Read, age_of, mount_of, pieces
 from holdfast.errors import Error, of_system
 
 PIECE_BYTES = 4 << 20
@@ -29,13 +29,18 @@ _LISTINGS: dict[str, Callable[[str], tuple[list[dict[str, Any]], list[str]]]] = 
 
 
 class Directory:
-    """A directory. A checkpoint arrives in ``NAME.partial-<attempt>`` and gets its name by a rename."""
+    """A directory. A checkpoint arrives in ``NAME.partial-<attempt>`` and gets its name by a rename.
+
+    Args:
+        mount: of a place that is sent to: where its file system is mounted. The directory is made on no other one, and not twice.
+    """
 
     proves_arrival = False
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, mount: str | None = None) -> None:
         self.url = path
         self._path = os.path.abspath(path)
+        self._mount, self._was_there = mount, False
         self._locks: dict[str, int] = {}
         self._digests: dict[str, tuple[object, tuple[str, ...]]] = {}  # of files that no manifest names, by path, with their status
 
@@ -45,13 +50,36 @@ class Directory:
     def _file(self, slot: str, name: str) -> str:
         return os.path.join(self._path, slot, name.removeprefix(BESIDE))
 
+    def _is_there(self) -> bool:
+        """Whether the directory is there.
+
+        Raises:
+            Error: UNAVAILABLE where it is gone, or its file system is: copies would lie on another one, perhaps beside the originals,
+                and count as arrived. Else as `_exists`.
+        """
+        there = _exists(self._path)
+        if self._mount is None:
+            return there
+        mount = mount_of(self._path)
+        assert mount is not None
+        if mount != self._mount:
+            if not mount.startswith(self._mount.rstrip("/") + "/"):
+                raise Error("UNAVAILABLE", f"open {self._path}: the file system that was mounted at {self._mount} is no longer mounted; mount "
+                            "it again")  # fmt: skip
+            self._mount, self._was_there = mount, False  # mounted later, as where the mount was missing at first
+        if self._was_there and not there:
+            raise Error("UNAVAILABLE", f"open {self._path}: the directory is gone; bring it back, or make an empty one to have all that is "
+                        "complete sent again")  # fmt: skip
+        self._was_there = there
+        return there
+
     # ---- Reading.
 
     def complete(self, format: str = "") -> tuple[list[Info], list[str]]:
         found: list[Info] = []
         passed_over: list[str] = []
         unreadable: Error | None = None
-        for of, listed in _LISTINGS.items() if _is_there(self._path) else ():
+        for of, listed in _LISTINGS.items() if self._is_there() else ():
             if format not in ("", of):
                 continue
             try:
@@ -160,7 +188,9 @@ class Directory:
     def begin(self, info: Info) -> str:
         slot = _names.partial(info.name, info.attempt)
         path = self.path(slot)
-        _durable.make_directory(self._path)
+        if not self._is_there():
+            _durable.make_directory(self._path)
+            self._was_there = True
         with of_system(f"make directory {path}"):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
@@ -309,7 +339,7 @@ class Directory:
         return removed
 
 
-def _is_there(path: str) -> bool:
+def _exists(path: str) -> bool:
     """Whether a directory is there. One that cannot be looked at is not taken for a missing one: a run would begin anew.
 
     Raises:

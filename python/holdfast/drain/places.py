@@ -173,6 +173,17 @@ def identity_of(place: str) -> str:
     return place.rstrip("/") if path is None else os.path.realpath(path)
 
 
+def mount_of(place: str) -> str | None:
+    """Where the file system is mounted that a directory is on, or will be on once it is made; None for other places."""
+    path = path_of(place)
+    if path is None:
+        return None
+    path = os.path.realpath(path)
+    while not os.path.ismount(path):
+        path = os.path.dirname(path)
+    return path
+
+
 def check_place(url: str) -> None:
     """Refuses what is neither a path nor a URL of a known store, a URL that would mean another one, and one with credentials: it stands in
     logs.
@@ -217,12 +228,13 @@ def check_apart(source: str, target: str) -> None:
         directories.check_is_no_checkpoint(path, f"drain {source} to {target}")
 
 
-def open_place(url: str, storage: dict[str, Any] | None = None) -> Place:
+def open_place(url: str, storage: dict[str, Any] | None = None, mount: str | None = None) -> Place:
     """Opens a directory or a URL; nothing is read yet.
 
     Args:
         url: a path, ``file:///path``, or what `obstore.store.from_url` takes.
         storage: further options of the store: credentials, region, endpoint, client and retry options.
+        mount: of a directory that checkpoints are sent to: `mount_of` it, where its file system has to stay mounted.
 
     Raises:
         Error: INVALID_ARGUMENT, UNIMPLEMENTED where obstore is missing.
@@ -232,7 +244,7 @@ def open_place(url: str, storage: dict[str, Any] | None = None) -> Place:
     if path is not None:
         from holdfast.drain.file_system import Directory
 
-        return Directory(path)
+        return Directory(path, mount)
     from holdfast.drain.object_store import Store
 
     return Store(url, storage or {})

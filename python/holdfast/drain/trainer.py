@@ -26,7 +26,7 @@ from holdfast._completion import waitable
 from holdfast._process import PerProcess
 from holdfast.drain.following import is_held, lock_path
 from holdfast.drain.options import Drain
-from holdfast.drain.places import check_apart, check_place, open_place, path_of
+from holdfast.drain.places import check_apart, check_place, mount_of, open_place, path_of
 from holdfast.errors import Error, TimeoutError, counted
 
 logger = logging.getLogger("holdfast")
@@ -59,6 +59,7 @@ class Draining(PerProcess):
         self.target = target
         self._given = {
             "options": dataclasses.asdict(options), "keep_local": keep_last, "keep_local_every": keep_every,
+            "mount": mount_of(target),  # as of now: a process that is started again may find it gone
         }  # fmt: skip
         try:
             json.dumps(self._given)
