@@ -302,7 +302,8 @@ def test_answers_that_break_off(breaks: list[tuple[str, str, str]], server: s3_s
     save(tmp_path / "run", 2, elements=10)
     source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
     server.faults.breaks = list(breaks)
-    following = Following(source, far, Drain(verify="read"), lambda event: None)
+    events: list[dict[str, Any]] = []
+    following = Following(source, far, Drain(verify="read"), events.append)
     for _ in range(5):
         try:
             following.sweep()
@@ -311,6 +312,7 @@ def test_answers_that_break_off(breaks: list[tuple[str, str, str]], server: s3_s
             assert error.code == "UNAVAILABLE"
             following.trouble(error)
     assert not server.faults.breaks and names(far) == ["step-1", "step-2"]
+    assert [e["name"] for e in events if e["event"] == "arrived"] == ["step-1", "step-2"]
     assert all(copying.verify(far, one)[0] == [] for one in far.complete()[0])
 
 
@@ -507,11 +509,11 @@ def test_without_obstore_the_error_names_the_package(tmp_path: Path, monkeypatch
         holdfast.Checkpointer(tmp_path, drain_to="s3://bucket/run")
 
 
-@pytest.mark.parametrize("what", ["down", "read-only"])
+@pytest.mark.parametrize("what", ["down", "read-only", "stale"])
 def test_a_store_that_takes_nothing_is_tried_again_until_the_time_is_over(
     what: str, server: s3_server.Server, tmp_path: Path, bucket: tuple[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read again for each try is no progress."""
+    """What is read again for each try is no progress, nor is a commit that no listing shows."""
     from holdfast.drain.running import Running
 
     monkeypatch.setattr("holdfast.drain.following._BACKOFF_MAX", 0.2)
@@ -519,8 +521,10 @@ def test_a_store_that_takes_nothing_is_tried_again_until_the_time_is_over(
     url, storage = bucket
     if what == "down":
         storage = {**storage, "endpoint": "http://127.0.0.1:9", "retry_config": {"max_retries": 0}}  # type: ignore[dict-item]
-    else:
+    elif what == "read-only":
         server.faults.refuse, server.faults.refused_methods = 403, ("PUT", "POST")
+    else:
+        server.faults.breaks = [("GET", "list-type", "stale")] * 10000
     events: list[dict[str, Any]] = []
     following = Following(open_place(str(tmp_path / "run")), open_place(url, storage), Drain(give_up=0.5), events.append)
     running = Running(following, events.append, watch=True)
@@ -530,7 +534,8 @@ def test_a_store_that_takes_nothing_is_tried_again_until_the_time_is_over(
     thread.join(20)
     codes = [e["code"] for e in events if e["event"] == "trouble"]
     assert not thread.is_alive() and len(codes) >= 2
-    assert set(codes) == {"UNAVAILABLE" if what == "down" else "PERMISSION_DENIED"}
+    assert set(codes) == {"PERMISSION_DENIED" if what == "read-only" else "UNAVAILABLE"}
+    assert not [e for e in events if e["event"] == "arrived"]
     assert [e["pending"] for e in events if e["event"] == "progress"][-1] == 1
 
 

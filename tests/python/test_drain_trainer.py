@@ -70,6 +70,23 @@ def test_a_node_is_lost_and_the_run_goes_on(format: str, tmp_path: Path, server:
 
 
 @formats
+def test_a_name_that_begins_with_a_point_holds_nothing_up(format: str, tmp_path: Path, server: s3_server.Server, url: str) -> None:
+    with opened(tmp_path / "run", url, server.storage(), format=format, give_up=10.0) as checkpointer:
+        checkpointer.save(state(1), 1, name=".best")
+        for step in (2, 3):
+            checkpointer.save(state(step), step)
+        checkpointer.wait_drained(60)
+        assert checkpointer.drain_report["arrived"] == 3
+        checkpointer.save(state(4), 4, name=".best", replace=True)
+    shutil.rmtree(tmp_path / "run")
+    assert [c.name for c in open_place(url, server.storage()).complete()[0]] == ["step-2", "step-3", ".best"]
+    with opened(tmp_path / "run", url, server.storage(), format=format) as checkpointer:
+        into = state(0)
+        checkpointer.load(name=".best", into=into)
+        assert into["w"][0] == 4
+
+
+@formats
 def test_a_node_whose_clock_is_late_goes_on_where_the_other_ended(format: str, tmp_path: Path) -> None:
     with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, format=format) as checkpointer:
         _lineage.seen(checkpointer.directory, time.time() + 3600)  # as a clock that is an hour ahead

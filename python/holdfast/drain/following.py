@@ -66,6 +66,7 @@ class Following:
         self._cleaned_at = -_CLEAN_SECONDS
         self._remote: list[Info] | None = None  # what is complete there; None: to be listed
         self._there: set[str] = set()  # attempts that the last listing had
+        self._committed: dict[str, dict[str, Any]] = {}  # what is to be told of attempts, once a listing has them
         self._trouble = 0
         self._told: set[str] = set()  # what is said once
         self._swept: tuple[object, float] = None, 0.0
@@ -143,7 +144,7 @@ class Following:
             if self._furthest[0] != wanted[0].attempt:
                 self._furthest = wanted[0].attempt, 0
             self._tell({"event": "progress", "pending": self.pending, **self._now})
-            self._send(wanted[0])
+            self._send(wanted[0], local)
             local = self._local()
             is_applied = True
             self._send_beside(local)
@@ -169,6 +170,10 @@ class Following:
             self._tell({"event": "progress", "pending": self.pending})
             raise
         self._there = {c.attempt for c in found}
+        for attempt in self._there & self._committed.keys():
+            self._move(time.monotonic())
+            self._trouble = 0
+            self._tell(self._committed.pop(attempt))
         return found
 
     def _tell_of_overtaken(self, local: list[Info]) -> None:
@@ -195,7 +200,7 @@ class Following:
         wanted = tiers.to_send(self._only(local) if self._only else local, self._remote, self._options, *self._keep_local)
         return [c for c in wanted if c.attempt not in self.failed]
 
-    def _send(self, info: Info) -> None:
+    def _send(self, info: Info, local: list[Info]) -> None:
         try:
             sent = self._copy.run(info)
         except Error as error:
@@ -209,19 +214,19 @@ class Following:
             self.failed[info.attempt] = error
             self._tell({"event": "failed", "name": info.name, "step": info.step, "code": error.code, "message": error.message})
             return
-        self._move(time.monotonic())
-        self._trouble = 0
         if sent.left:
             more = f" and {len(sent.left) - _NAMED} more" if len(sent.left) > _NAMED else ""
             self._tell_once("FAILED_PRECONDITION", f"drain {info.name}: {', '.join(sent.left[:_NAMED])}{more} of "
                             f"{self._source.path(info.slot)} is no file, or has a name that is not sent; copy it yourself")  # fmt: skip
         self._tell_of_late(info, sent.late)
-        self._tell({"event": "arrived", "name": info.name, "step": info.step, "attempt": info.attempt, "bytes": sent.bytes,
-                    "bytes_sent": sent.bytes_sent, "seconds": sent.seconds, "verified": sent.verified})  # fmt: skip
-        self._there.add(info.attempt)
-        self._remote = self._target.complete()[0]
+        # It has arrived when a listing has it: until then every sweep may send it again, which is no progress.
+        self._committed[info.attempt] = {
+            "event": "arrived", "name": info.name, "step": info.step, "attempt": info.attempt, "bytes": sent.bytes,
+            "bytes_sent": sent.bytes_sent, "seconds": sent.seconds, "verified": sent.verified,
+        }  # fmt: skip
+        self._remote = self._listed(local)
         if not any(c.attempt == info.attempt for c in self._remote):
-            raise Error("UNAVAILABLE", f"drain {info.name}: {self._target.url} does not list it after its commit")
+            raise Error("UNAVAILABLE", f"drain {info.name}: {self._target.url} does not list it after its commit; it is sent again")
 
     def _tell_of_late(self, info: Info, why: list[str]) -> None:
         for message in why:

@@ -31,7 +31,7 @@ logger = logging.getLogger("holdfast")
 _AT_ONCE = 8  # parts of one file, and small objects
 _PART_BYTES = 16 << 20
 _PARTS_MAX = 9000  # S3 takes 10,000
-_SLOT = re.compile(r"(?P<name>[^.].*?)(\.attempt-(?P<attempt>[0-9a-f]{32}))?")
+_SLOT = re.compile(r"(.+)\.attempt-([0-9a-f]{32})")
 _AGE_OF_LEFTOVERS = 86400.0
 # No checkpoint has such a name.
 _NOTHING = ".holdfast-nothing"
@@ -169,15 +169,15 @@ class Store:
 
     def _look(self, slot: str, objects: dict[str, _Object]) -> Info | str | None:
         """The checkpoint of a prefix, or why it is none, or None for a prefix of something else."""
-        match = _SLOT.fullmatch(slot)
+        called, attempt = _parts(slot)
         names = _committing(objects)
-        if match is None or not names:
+        if not called or not names:
             return None
         try:
             for name in names:
                 record = self._record(slot, name, objects[name])
-                info = info_of(record, match["name"], slot, name)
-                if (info.format == "dcp") == (name == RECORD) or (match["attempt"] or info.attempt) != info.attempt:
+                info = info_of(record, called, slot, name)
+                if (info.format == "dcp") == (name == RECORD) or (attempt or info.attempt) != info.attempt:
                     return f"{slot}: {name} is not of this checkpoint"
                 commit = record.get("commit_file")
                 if commit and objects[METADATA].bytes != commit["bytes"]:
@@ -271,8 +271,7 @@ class Store:
             found = self._library.list_with_delimiter(self._store, self._prefix or None)["common_prefixes"]
         slots = [p.strip("/").removeprefix(self._prefix) for p in found]
         for other in slots:
-            match = _SLOT.fullmatch(other)
-            if other != slot and match and match["name"] == info.name:
+            if other != slot and _parts(other)[0] == info.name:
                 found = self._look(other, self._objects(f"{other}/").get(other, {}))
                 if isinstance(found, Info) and _order(found) < _order(info):
                     self.remove(found)
@@ -314,21 +313,28 @@ class Store:
         changes = [o.changed.timestamp() for objects, _ in looked.values() for o in objects.values()]
         limit = min(time.time(), max(changes, default=0.0)) - _AGE_OF_LEFTOVERS
         for slot, (objects, found) in looked.items():
-            match = _SLOT.fullmatch(slot)
-            if match is None or not match["attempt"]:
+            attempt = _parts(slot)[1]
+            if not attempt:
                 continue
             if isinstance(found, Info):
                 if latest[found.name].attempt != found.attempt:  # an older attempt, whose removal was interrupted
                     self.remove(found)
                     removed.append(slot)
             # What commits comes last and goes first: with it there, something else has happened, and a part may be of use.
-            elif match["attempt"] not in keep and not _committing(objects) \
+            elif attempt not in keep and not _committing(objects) \
                     and all(o.changed.timestamp() < limit for o in objects.values()) \
                     and objects == self._objects(f"{slot}/").get(slot):  # fmt: skip  # or its copy goes on
                 self._delete(slot, list(objects))
                 self._delete_collection(slot)
                 removed.append(slot)
         return removed
+
+
+def _parts(slot: str) -> tuple[str, str]:
+    """Name and attempt of a prefix, as `Store.begin` makes it. One that another program has copied has no attempt; its name is empty
+    where it begins with a point: among the directories of a run such a one may be on its way to be removed."""
+    match = _SLOT.fullmatch(slot)
+    return (match[1], match[2]) if match else ("" if slot.startswith(".") else slot, "")
 
 
 def _committing(names: Iterable[str]) -> list[str]:
