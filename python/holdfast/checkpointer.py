@@ -377,9 +377,8 @@ class Checkpointer(PerProcess):
         if self.format == "dcp":
             return self._load_dcp(lambda: self._find(step, name), into, **options)
         with self._found(lambda: self._find(step, name)) as path:
-            if drain_remote.is_url(path):
-                options = {"storage": self._drain_options.storage, **options}
-            loaded = loading.load(path, into, **options)
+            listed = drain_remote.is_url(path) and "storage" not in options
+            loaded = loading.load(self._second_place().to_load(path) if listed else path, into, **options)
             self._descends_from(path)
         return loaded
 

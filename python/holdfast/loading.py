@@ -90,7 +90,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
                  buffer_bytes: int = _native.LOAD_BUFFER_BYTES, threads: int = 0, engine: str = "auto",
                  direct_io: bool = True, storage: dict[str, Any] | None = None) -> None:
         text = path_text(path, "load")
-        self._remote = remote.find(text, storage) if remote.is_url(text) else None
+        self._remote = path if isinstance(path, remote.Found) else remote.find(text, storage) if remote.is_url(text) else None
         self.path = text if self._remote else absolute_path(local_path(text, "load"), "load")
         self._map = map_location
         self._locations: dict[str, torch.device] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,30 @@ def test_a_load_from_webdav(webdav: Any, tmp_path: Path) -> None:
     with pytest.raises(Error, match="401") as refused:
         open_place(url).complete()
     assert refused.value.code == "UNAUTHENTICATED"
+
+
+@pytest.mark.parametrize("name", ["a?b-{step}", "a:b@c-{step}", "ha#sh-{step}", "per%41cent-{step}", "per%zz-{step}", "a b-{step} "],
+                         ids=["query", "user", "hash", "percent", "percents", "blanks"])  # fmt: skip
+@pytest.mark.parametrize("kind", ["s3", "webdav"])
+def test_every_name_that_is_sent_can_be_loaded(kind: str, name: str, server: s3_server.Server, url: str, tmp_path: Path,
+                                               request: pytest.FixtureRequest) -> None:  # fmt: skip
+    storage: dict[str, Any] = server.storage() if kind == "s3" else {}
+    far = url if kind == "s3" else f"{request.getfixturevalue('webdav').url}/run"
+    options = {"arena_bytes": 64 * MIB, "name": name, "drain_to": far, "drain": Drain(storage=storage)}
+    with holdfast.Checkpointer(tmp_path / "run", **options) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save({"w": torch.full((3,), float(step))}, step)
+    with holdfast.Checkpointer(tmp_path / "new", **options) as checkpointer:
+        newest = checkpointer.newest()
+        assert (newest["name"], newest["step"]) == (name.format(step=2), 2)
+        server.faults.seen.clear()
+        assert checkpointer.load()["w"][0] == 2 and checkpointer.load(1)["w"][0] == 1
+        assert sum("list-type" in path for _, path in server.faults.seen) == (2 if kind == "s3" else 0)  # one for each load
+        assert checkpointer.load(storage=storage)["w"][0] == 2
+    assert holdfast.load(newest["path"], storage=storage)["w"][0] == 2
+    assert holdfast.load(f"{far}/{urllib.parse.quote(name.format(step=1))}", storage=storage)["w"][0] == 1
+    with pytest.raises(Error, match="there is no complete checkpoint"):
+        holdfast.load(f"{far}/{urllib.parse.quote(name.format(step=3))}", storage=storage)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,8 @@ logger = logging.getLogger("holdfast")
 _AT_ONCE = 8  # parts of one file, and small objects
 _PART_BYTES = 16 << 20
 _PARTS_MAX = 9000  # S3 takes 10,000
+# Of a name what a URL has for other things, or what `check_place` refuses.
+_ESCAPED = re.compile(r"[%?#@\s\x00-\x1f\x7f]")
 _SLOT = re.compile(r"(.+)\.attempt-([0-9a-f]{32})")
 _AGE_OF_LEFTOVERS = 86400.0
 # No checkpoint has such a name.
@@ -99,7 +101,7 @@ class Store:
             self._store = self._library.store.from_url(f"{parts.scheme}://{parts.netloc}", **options)
 
     def path(self, slot: str) -> str:
-        return f"{self.url}/{slot}"
+        return f"{self.url}/{_ESCAPED.sub(lambda found: urllib.parse.quote(found[0]), slot)}"
 
     @contextlib.contextmanager
     def _call(self, operation: str, slot: str, name: str = "") -> Iterator[None]:

@@ -90,7 +90,7 @@ class Place(Protocol):
     proves_arrival: bool
 
     def path(self, slot: str) -> str:
-        """Path or URL of a slot."""
+        """Path or URL of a slot. In a URL, %XX stands for a character that it cannot have."""
 
     def complete(self, format: str = "") -> tuple[list[Info], list[str]]:
         """The complete checkpoints, the oldest first, and "NAME: why" of those that are damaged, or that nothing proves.
@@ -204,7 +204,7 @@ def check_place(url: str) -> None:
     user, at, _ = rest.rpartition("@")  # a password may have slashes
     if "?" in text or ":" in user or (at and scheme in ("http", "https")):
         raise Error("INVALID_ARGUMENT", f"open {scheme}://...: the URL has credentials, an @ or a query, and stands in logs; pass them "
-                    "by Drain(storage={...}), --storage or the environment")  # fmt: skip
+                    "by Drain(storage={...}), --storage or the environment; in a name write %3F for a ? and %40 for an @")  # fmt: skip
     if scheme not in _SCHEMES:
         raise Error("INVALID_ARGUMENT", f"open {shown}: there is no store {scheme}://; {_KNOWN}")
     if _DROPPED.search(url):

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import threading
 import time
+import urllib.parse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from holdfast.drain.options import Drain
 from holdfast.drain.places import File, Info, Place, check_place, mount_of, open_place, scheme_of
 from holdfast.errors import Error, of_damage
 
-__all__ = ["Reader", "SecondPlace", "fetch", "find", "open_place"]
+__all__ = ["Found", "Reader", "SecondPlace", "fetch", "find", "open_place"]
 
 logger = logging.getLogger("holdfast")
 
@@ -40,6 +41,16 @@ def held(path: str) -> contextlib.AbstractContextManager[None]:
 def is_url(path: str) -> bool:
     """Whether a path is a URL of a store."""
     return scheme_of(path) not in ("", "file")
+
+
+class Found(NamedTuple):
+    """A complete checkpoint of a store, in the place of its URL: what opens it lists nothing again."""
+
+    place: Place
+    info: Info
+
+    def __fspath__(self) -> str:
+        return self.place.path(self.info.slot)
 
 
 class SecondPlace:
@@ -65,8 +76,13 @@ class SecondPlace:
         """The checkpoint of a path that `merged` has returned last; None where it is not of this place."""
         return self._found.get(path)
 
+    def to_load(self, path: str) -> str | Found:
+        """A path that `merged` has returned last, as `loading.load` takes it."""
+        info = self.found(path)
+        return Found(self.place, info) if info and is_url(path) else path
 
-def find(url: str, storage: dict[str, Any] | None = None) -> tuple[Place, Info]:
+
+def find(url: str, storage: dict[str, Any] | None = None) -> Found:
     """The complete checkpoint of a URL, and the place that it is in.
 
     Raises:
@@ -76,9 +92,11 @@ def find(url: str, storage: dict[str, Any] | None = None) -> tuple[Place, Info]:
     above, _, name = url.rstrip("/").rpartition("/")
     if scheme_of(above):  # else the bucket alone
         place = open_place(above, storage)
-        for info in place.complete()[0]:
-            if name in (info.name, info.slot):
-                return place, info
+        complete = place.complete()[0]
+        for text in (urllib.parse.unquote(name), name):
+            for info in complete:
+                if text in (info.name, info.slot):
+                    return Found(place, info)
     raise Error("NOT_FOUND", f"open {url}: there is no complete checkpoint")
 
 
