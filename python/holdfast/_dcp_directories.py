@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import logging
 import operator
@@ -196,6 +197,61 @@ def remove_retired(directory: str, series: str) -> None:
         path = os.path.join(directory, name)
         if former and series_of(former) == series and not _foreign(path):
             _remove(path)
+
+
+def settle_copies(directory: str, promote: bool, clean_up: bool) -> dict[str, str]:
+    """Ends what a drain that was killed at the last step has begun: a complete copy without a name gets it, and one that was replaced
+    there gets the name of a retired one.
+
+    Returns:
+        The new names by the former ones.
+
+    Raises:
+        Error: the directory cannot be listed.
+    """
+    with of_system(f"list {directory}"):
+        names = sorted(name for name in os.listdir(directory) if _names.kind_of(name) == "partial")
+    settled = {}
+    # A name is given before what has lost it is looked at.
+    for new_name in ([_name_of_copy] if promote else []) + ([_name_of_replaced] if clean_up else []):
+        for name in names:
+            path = os.path.join(directory, name)
+            with contextlib.suppress(Error, OSError):  # damaged, or another process has settled it
+                to = new_name(directory, name, look(path))
+                if to and not _is_sent(path):
+                    os.rename(path, os.path.join(directory, to))
+                    sync_directory(directory)
+                    settled[name] = to
+    return settled
+
+
+def _name_of_copy(directory: str, name: str, found: dict[str, Any] | None) -> str:
+    match = _names.UNCOMMITTED.fullmatch(name)
+    is_whole = match and found and found["attempt"] == match["attempt"] and not os.path.lexists(os.path.join(directory, match["name"]))
+    return match["name"] if match and is_whole else ""
+
+
+def _name_of_replaced(directory: str, name: str, found: dict[str, Any] | None) -> str:
+    match = _names.UNCOMMITTED.fullmatch(name)
+    standing = look(os.path.join(directory, match["name"])) if match and found and found["attempt"] else None
+    if match is None or found is None or standing is None:
+        return ""
+    partial = _names.partial(match["name"], standing["attempt"])
+    return _names.retired(match["name"], found["attempt"]) if name in (partial, _names.aside(partial)) else ""
+
+
+def _is_sent(path: str) -> bool:
+    """Whether a drain is at work there. Its lock may tell nothing on a network file system: the drain then finds what was done."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    finally:
+        os.close(fd)
+    return False
 
 
 def settle_retired(directory: str, clean_up: bool) -> list[str]:

@@ -58,20 +58,35 @@ def begin_directory(path: str) -> list[str]:
     return [*made, above]
 
 
-def exchange(new: str, path: str) -> None:
-    """Exchanges the names of two entries, in one step where the file system can.
+def replace_directory(new: str, path: str, aside: str) -> str:
+    """Gives a directory the name of another one, in one step where the file system can.
+
+    Args:
+        aside: where the other one goes where it cannot. A crash in between leaves both, and none under `path`.
+
+    Returns:
+        The path that the other one has now.
 
     Raises:
-        OSError: of the system.
+        OSError: of the system; `path` is as it was.
     """
+    if _exchange(new, path):
+        return new
+    os.rename(path, aside)
+    try:
+        os.rename(new, path)
+    except OSError:
+        os.rename(aside, path)
+        raise
+    return aside
+
+
+def _exchange(new: str, path: str) -> bool:
+    """Exchanges the names of two entries; false where the file system cannot, as NFS."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, os.fsencode(new), _AT_FDCWD, os.fsencode(path), _RENAME_EXCHANGE) == 0:
-        return
+        return True
     number = ctypes.get_errno()
     if number not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         raise OSError(number, os.strerror(number), path)
-    # A file system without an exchange: for a moment there is none of that name.
-    old = f"{new}-old"
-    os.rename(path, old)
-    os.rename(new, path)
-    os.rename(old, new)
+    return False

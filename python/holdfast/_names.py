@@ -68,6 +68,14 @@ def partial(name: str, attempt: str) -> str:
     return f"{name}.partial-{attempt}"
 
 
+def aside(partial_name: str) -> str:
+    """Where a replaced checkpoint stands until its successor has the name, on a file system that exchanges no names.
+
+    A partial directory of no attempt: a recovery keeps it until a successor stands.
+    """
+    return partial_name[:-1] + ("1" if partial_name.endswith("0") else "0")
+
+
 def retired(name: str, attempt: str) -> str:
     """A checkpoint's directory during its removal."""
     return f".{name}.retired-{attempt}"

@@ -47,7 +47,7 @@ def recover(
     """Makes the directory clean after a crash; safe beside running saves, harmless to repeat.
 
     DCP checkpoints are completed, where all ranks' data is durable: see `holdfast.dcp.recover`. Those
-    whose removal has begun are removed.
+    whose removal has begun are removed. Complete copies of a drain get their names.
     Files of `holdfast.save_file` in the directory itself likewise.
 
     Args:
@@ -70,6 +70,9 @@ def recover(
     report = _native.recover(
         path, wait_for_orphans, promote, clean_up, silence_without_locks, age_without_locks
     )
+    for name, to in _dcp_directories.settle_copies(path, promote, clean_up).items():
+        report["kept_incomplete"] = [why for why in report["kept_incomplete"] if not why.startswith(f"{name}: ")]
+        report["promoted"] += [] if _names.kind_of(to) else [to]
     for name in _dcp_directories.settle_retired(path, clean_up):
         kept = [why for why in report["kept_incomplete"] if not why.startswith(f"{name}: ")]
         report["kept_incomplete"] = kept if clean_up else [*kept, f"{name}: incomplete"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,13 +13,15 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from draining import MIB, names, save, swept
+from draining import MIB, names, save, swept, verdicts
 from small_disk import mounted
 
 import holdfast
+from holdfast import _durable
 from holdfast.drain import Drain
 from holdfast.drain.places import open_place
 from holdfast.errors import Error
@@ -218,3 +221,73 @@ def test_the_command_keeps_to_the_mount(tmp_path: Path) -> None:
             finally:
                 process.terminate()
         assert os.listdir(tmp_path / "mnt") == []
+
+
+# ---- Kills while a checkpoint takes the place of another one.
+
+
+def killed_at(call: int, source: Path, far: Path, exchanges: bool) -> bool:
+    """Drains in a process that is killed before so many changes of names, once a checkpoint has all its files; whether it was."""
+    counted = 0
+
+    def steps(change: Callable[..., Any]) -> Callable[..., Any]:
+        def step(path: str, *further: str) -> Any:
+            nonlocal counted
+            if ".tmp" not in str(path):
+                if counted == call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                counted += 1
+            return change(path, *further)
+
+        return step
+
+    def drain() -> None:
+        _durable._exchange = steps(_durable._exchange if exchanges else lambda new, path: False)  # as NFS
+        os.rename, os.unlink, os.rmdir = steps(os.rename), steps(os.unlink), steps(os.rmdir)  # type: ignore[assignment]
+        swept(open_place(str(source)), open_place(str(far)))
+
+    status = in_child(drain)
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "no exchange"])
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+@pytest.mark.parametrize("then", ["drain", "later save", "recover"])
+def test_a_kill_in_a_replacement(then: str, format: str, exchanges: bool, tmp_path: Path) -> None:
+    run, far = tmp_path / "run", tmp_path / "far"
+    save(run, 1, elements=10, format=format)
+    if then != "recover":  # it removes no directory with such a file
+        (run / "step-1/notes").write_text("mine")
+    swept(open_place(str(run)), open_place(str(far)))
+    before = open_place(str(far)).complete()[0][0].attempt
+    shutil.copytree(far, tmp_path / "first")
+    shutil.rmtree(run)
+    save(run, 1, elements=10, format=format)
+    after = open_place(str(run)).complete()[0][0].attempt
+    shutil.copytree(run, tmp_path / "second")
+    call, met = 0, set()
+    while killed_at(call, run, far, exchanges):
+        call += 1
+        complete = open_place(str(far)).complete()[0]
+        assert [c.name for c in complete] in ([], ["step-1"]) and (complete or not exchanges)
+        met |= {c.attempt for c in complete} or {""}
+        if then == "recover":
+            holdfast.recover(far, wait_for_orphans=0)
+        else:
+            if then == "later save":
+                shutil.rmtree(run)
+                save(run, 1, elements=10, format=format)
+            swept(open_place(str(run)), open_place(str(far)))
+        assert verdicts(far) == ["sound"]
+        (there,) = open_place(str(far)).complete()[0]
+        if then == "recover":
+            assert there.attempt in (before, after)
+            assert os.listdir(far) == ["step-1"] or there.attempt == before, (call, os.listdir(far))
+        else:
+            assert there.attempt == open_place(str(run)).complete()[0][0].attempt
+            assert os.listdir(far) == ["step-1"], call
+        for path, kept in ((far, "first"), (run, "second")):
+            shutil.rmtree(path)
+            shutil.copytree(tmp_path / kept, path)
+    assert call > 5 and met == {before, after} | (set() if exchanges else {""})

@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast import _dcp_directories, _durable, _names, _native, _regular
 from holdfast.drain.beside import can_be_sent, recorded
-from holdfast.drain.contents import contents_of, digest, proven
+from holdfast.drain.contents import contents_of, digest, files_of, info_of, parse, proven
 from holdfast.drain.places import BESIDE, File, Info, Read, age_of, mount_of, pieces
 from holdfast.errors import Error, of_system
 
@@ -276,19 +276,26 @@ class Directory:
                 if name not in files and BESIDE + name not in files:
                     os.unlink(os.path.join(path, name))
             _durable.sync_directory(path)
-            replaced = os.path.lexists(final)
-            if replaced:
-                self._check_replaceable(info)
-                _durable.exchange(path, final)
+            replaced = ""
+            if os.path.lexists(final):
+                old = self._replaceable(info)
+                replaced = _durable.replace_directory(path, final, self.path(_names.aside(slot)))
             else:
                 os.rename(path, final)
             _durable.sync_directory(self._path)
+            if replaced and old:
+                # Not before its successor stands: a recovery removes a retired directory without a look at the name.
+                with contextlib.suppress(OSError):  # the name is too long, or another process has retired this attempt
+                    retired = self.path(_names.retired(info.name, old.attempt))
+                    os.rename(replaced, retired)
+                    replaced = retired
         self._end(slot)
         if replaced:
-            _remove_unnamed(path)
+            _remove_unnamed(replaced)
 
-    def _check_replaceable(self, info: Info) -> None:
-        """Refuses a directory with anything but a checkpoint, and a later one, which another process has sent meanwhile."""
+    def _replaceable(self, info: Info) -> Info | None:
+        """The checkpoint that one of its name replaces. Refuses a directory with anything else, and a later one, which another process
+        has sent meanwhile."""
         path = self.path(info.name)
         old = next((c for c in self.complete()[0] if c.name == info.name), None)
         if old and age_of(old) > age_of(info):
@@ -297,6 +304,32 @@ class Directory:
         if foreign:
             raise Error("FAILED_PRECONDITION", f"replace {path}: {min(foreign)} is no file of a complete "
                         "checkpoint; move the directory away")  # fmt: skip
+        return old
+
+    def _is_replaced(self, slot: str, by: Info) -> bool:
+        """Whether a directory without a name is what a complete checkpoint has replaced, or holds an older save."""
+        partial = _names.partial(by.name, by.attempt)
+        if slot in (partial, _names.aside(partial)):
+            return True
+        try:
+            if _names.retired_name(slot):
+                return not self._foreign(slot)
+            record = next(filter(_names.is_commit_record, sorted(os.listdir(self.path(slot)))), "")
+            text = self.read(slot, record, _regular.RECORD_BYTES_MAX)
+            return age_of(info_of(parse(text, record), by.name, slot, record)) < age_of(by)
+        except (Error, OSError):  # without a record, or removed meanwhile
+            return False
+
+    def _foreign(self, slot: str) -> set[str]:
+        """What lies in a directory and is no file of a checkpoint, by the names alone and by all lists that can be read."""
+        names = set(os.listdir(self.path(slot)))
+        own = {n for n in names if n == _names.BESIDE_RECORD or _names.format_of(_names.finished(n))}
+        for name in own:
+            if name == _names.BESIDE_RECORD or name.endswith(_names.MANIFEST_END):
+                with contextlib.suppress(Error):  # damaged, or half written
+                    where = os.path.join(slot, name)
+                    own = own | {f.name for f in files_of(parse(self.read(slot, name, _regular.MANIFEST_BYTES_MAX), where), where)}
+        return names - own
 
     def _recorded(self, info: Info) -> list[str]:
         """The names of what a drain has put beside a checkpoint, the record last."""
@@ -327,9 +360,16 @@ class Directory:
             os.close(fd)
 
     def clean(self, keep: set[str]) -> list[str]:
-        # What stood under the name until the exchange, and what this process has begun for a checkpoint that is gone. The rest is for
+        # What a complete checkpoint has replaced, and what this process has begun for a checkpoint that is gone. The rest is for
         # `holdfast recover`, which asks for a save's marks.
-        replaced = [_names.partial(info.name, info.attempt) for info in self.complete()[0]]
+        complete = {info.name: info for info in self.complete()[0]}
+        replaced = []
+        with of_system(f"list {self._path}"):
+            slots = sorted(os.listdir(self._path)) if complete else []
+        for slot in slots:
+            match = _names.UNCOMMITTED.fullmatch(slot)
+            if match and match["name"] in complete and match["kind"] != "fenced" and self._is_replaced(slot, complete[match["name"]]):
+                replaced.append(slot)
         given_up = [slot for slot in self._locks if slot.rpartition("-")[2] not in keep]
         removed = []
         for slot in (*replaced, *given_up):
@@ -373,8 +413,17 @@ def _locked(fd: int, kind: int) -> bool:
     return True
 
 
+def _removed_in_turn(name: str) -> int:
+    """A list goes behind the files that it names: it tells them from a user's own, after a crash, too."""
+    if name == _names.BESIDE_RECORD:
+        return 1
+    if _names.is_commit_record(_names.finished(name)):
+        return 4 if name == _MARK else 3
+    return 2 if name.endswith(_names.MANIFEST_END) else 0
+
+
 def _remove_unnamed(path: str) -> bool:
-    """Removes what has no name, or no longer, its marks last; false where something stays, or another process uses it."""
+    """Removes what has no name, or no longer; false where something stays, or another process uses it."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -383,7 +432,7 @@ def _remove_unnamed(path: str) -> bool:
         # The other process may have given it the name in between.
         if not _locked(fd, fcntl.LOCK_EX) or not os.path.samestat(os.fstat(fd), os.stat(path)):
             return False
-        for name in sorted(os.listdir(path), key=lambda n: (_names.is_commit_record(_names.finished(n)), n == _MARK)):
+        for name in sorted(os.listdir(path), key=_removed_in_turn):
             os.unlink(os.path.join(path, name))
         os.rmdir(path)
     except OSError:

@@ -7,10 +7,11 @@ import secrets
 import shutil
 
 from holdfast import _dcp_directories, _names, _native
-from holdfast._durable import exchange, sync_directory
+from holdfast._durable import replace_directory, sync_directory
 from holdfast.errors import of_system
 
 META = "meta.pt"
+_ASIDE = "-old"
 
 
 def _hidden(path: str) -> str:
@@ -19,11 +20,17 @@ def _hidden(path: str) -> str:
 
 
 def unfinished(path: str) -> str:
-    """A new name beside `path` for its directory until it is whole; removes those that a crash left."""
+    """A new name beside `path` for its directory until it is whole; removes those that a crash left.
+
+    One that a crash has left without its name, before its successor had it, gets the name back.
+    """
     directory, prefix = os.path.dirname(path), _hidden(path)
     if os.path.isdir(directory):
         for name in os.listdir(directory):
-            if name.startswith(prefix):
+            if name.startswith(prefix) and name.endswith(_ASIDE) and not os.path.lexists(path):
+                with of_system(f"bring {path} back"):
+                    os.rename(os.path.join(directory, name), path)
+            elif name.startswith(prefix):
                 shutil.rmtree(os.path.join(directory, name), ignore_errors=True)
     return os.path.join(directory, f"{prefix}-{secrets.token_hex(8)}")
 
@@ -37,15 +44,16 @@ def commit(new: str, path: str) -> None:
         Error: of the system.
     """
     with of_system(f"complete {path}"):
+        old = ""
         if os.path.lexists(path):
-            exchange(new, path)
+            old = replace_directory(new, path, _aside(path))
         else:
             os.rename(new, path)
         sync_directory(os.path.dirname(path))
-        if os.path.isdir(new) and not os.path.islink(new):
-            _remove_from(new, path)
-        elif os.path.lexists(new):
-            os.unlink(new)
+        if os.path.isdir(old) and not os.path.islink(old):
+            _remove_from(old, path)
+        elif old:
+            os.unlink(old)
 
 
 def remove(path: str) -> None:
@@ -65,8 +73,11 @@ def replace(path: str, new: str) -> None:
         Error: of the system.
     """
     with of_system(f"replace {path}"):
-        exchange(new, path)
-        _remove_from(new, path)
+        _remove_from(replace_directory(new, path, _aside(path)), path)
+
+
+def _aside(path: str) -> str:
+    return os.path.join(os.path.dirname(path), f"{_hidden(path)}-{secrets.token_hex(8)}{_ASIDE}")
 
 
 def _remove_from(here: str, path: str) -> None:
