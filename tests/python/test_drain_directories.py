@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from draining import MIB, names, save, swept, verdicts
 from small_disk import mounted
 
@@ -291,3 +292,65 @@ def test_a_kill_in_a_replacement(then: str, format: str, exchanges: bool, tmp_pa
             shutil.rmtree(path)
             shutil.copytree(tmp_path / kept, path)
     assert call > 5 and met == {before, after} | (set() if exchanges else {""})
+
+
+# ---- Damage in the second place.
+
+
+def damage(path: Path, what: str, how: str) -> None:
+    (file,) = path.glob(what)
+    file.unlink() if how == "gone" else file.write_bytes(b"x" + file.read_bytes()[1:])
+
+
+@pytest.mark.parametrize("format, what, how", [
+    *((f, w, h) for f in ("holdfast", "dcp") for w in ("rank-*.manifest.json", "holdfast.commit*.json") for h in ("gone", "damaged")),
+    ("dcp", ".metadata", "gone"), ("dcp", ".metadata", "damaged"),
+    # Without this record nobody can tell a drain's files from a user's own.
+    ("holdfast", "holdfast.beside.json", "damaged"), ("dcp", "holdfast.beside.json", "damaged"),
+])  # fmt: skip
+def test_a_damaged_checkpoint_there_is_replaced(format: str, what: str, how: str, tmp_path: Path) -> None:
+    run, far = tmp_path / "run", tmp_path / "far"
+    for step in (1, 2):
+        save(run, step, elements=10, format=format, replace=True)
+        (run / f"step-{step}/common.pt").write_text("1")
+    swept(open_place(str(run)), open_place(str(far)))
+    shutil.rmtree(run)
+    for step in (1, 2, 3):
+        save(run, step, elements=10, format=format)
+        (run / f"step-{step}/common.pt").write_text("2")
+    damage(far / "step-1", what, how)
+    damage(far / "step-2", what, how)
+    (far / "step-2/mine").write_text("a user's own")
+    *events, last = swept(open_place(str(run)), open_place(str(far)))
+    assert [(e["event"], e["name"]) for e in (*events, last)] == [("arrived", "step-1"), ("failed", "step-2"), ("arrived", "step-3")]
+    assert "mine is no file of a complete checkpoint; move the directory away" in events[1]["message"]
+    assert [holdfast.verify(far / n)["verdict"] for n in ("step-1", "step-3")] == ["sound"] * 2
+    assert sorted(n for n in os.listdir(far) if ".partial-" not in n) == ["step-1", "step-2", "step-3"]
+    assert (far / "step-1/common.pt").read_text() == "2" and (far / "step-2/mine").exists()
+
+
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+def test_a_checkpoint_that_retention_cannot_remove_holds_nothing_up(format: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10, format=format)
+    (tmp_path / "run/step-1/common.pt").write_text("1")
+    swept(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")))
+    damage(tmp_path / "far/step-1", "holdfast.beside.json", "damaged")
+    save(tmp_path / "run", 2, elements=10, format=format)
+    events = swept(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")), Drain(keep_last=1))
+    assert {"arrived": "step-2"}.items() <= {e["event"]: e.get("name") for e in events}.items()
+    assert [e["code"] for e in events if "its self-digest does not match" in e.get("message", "")][-1] == "FAILED_PRECONDITION"
+    assert (tmp_path / "far/step-1/common.pt").exists()
+
+
+@pytest.mark.parametrize("over", [False, True])
+def test_a_checkpoint_of_another_program_is_not_replaced(over: bool, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10, format="dcp")
+    if over:  # where a drain's own was
+        swept(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")))
+        shutil.rmtree(tmp_path / "run")
+        save(tmp_path / "run", 1, elements=10, format="dcp")
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "far/step-1", no_dist=True)
+    before = (tmp_path / "far/step-1/.metadata").read_bytes()
+    event = swept(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")))[-1]
+    assert event["event"] == "failed" and "move the directory away" in event["message"]
+    assert (tmp_path / "far/step-1/.metadata").read_bytes() == before

@@ -278,7 +278,7 @@ class Directory:
             _durable.sync_directory(path)
             replaced = ""
             if os.path.lexists(final):
-                old = self._replaceable(info)
+                old = self._replaceable(info, {name.removeprefix(BESIDE) for name in files})
                 replaced = _durable.replace_directory(path, final, self.path(_names.aside(slot)))
             else:
                 os.rename(path, final)
@@ -293,14 +293,25 @@ class Directory:
         if replaced:
             _remove_unnamed(replaced)
 
-    def _replaceable(self, info: Info) -> Info | None:
-        """The checkpoint that one of its name replaces. Refuses a directory with anything else, and a later one, which another process
-        has sent meanwhile."""
+    def _replaceable(self, info: Info, new: set[str]) -> Info | None:
+        """The checkpoint that one of its name replaces; None for a damaged one, and an empty directory.
+
+        Refuses a directory with anything else, and a later checkpoint, which another process has sent meanwhile.
+        """
         path = self.path(info.name)
         old = next((c for c in self.complete()[0] if c.name == info.name), None)
         if old and age_of(old) > age_of(info):
             raise Error("ABORTED", f"replace {path}: a later save has arrived there")
-        foreign = set(os.listdir(path)) - ({*contents_of(self, old).names(), *self._recorded(old)} if old else set())
+        foreign = set(os.listdir(path))
+        try:
+            foreign -= {*contents_of(self, old).names(), *self._recorded(old)} if old else set()
+        except Error as error:
+            if error.code not in ("DATA_LOSS", "NOT_FOUND"):
+                raise
+            old = None
+        if old is None and _is_damaged(path):
+            # The lists of its files may be gone. Its successor has most of their names.
+            foreign = self._foreign(info.name) - new
         if foreign:
             raise Error("FAILED_PRECONDITION", f"replace {path}: {min(foreign)} is no file of a complete "
                         "checkpoint; move the directory away")  # fmt: skip
@@ -343,8 +354,14 @@ class Directory:
         try:
             if not _locked(fd, fcntl.LOCK_EX):
                 raise Error("ABORTED", f"remove {path}: it is being loaded")
+            try:
+                beside = self._recorded(info)
+            except Error as error:
+                if error.code != "DATA_LOSS":
+                    raise
+                raise Error("FAILED_PRECONDITION", f"remove {path}: {error.message}; remove the directory yourself") from error
             with of_system(f"remove {path}"):
-                for name in self._recorded(info):
+                for name in beside:
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(os.path.join(path, name))
             if info.format == "dcp":
@@ -395,6 +412,19 @@ def _exists(path: str) -> bool:
     if not os.path.exists(above):
         raise Error("NOT_FOUND", f"list {path}: {above} is a link to {os.readlink(above)}, which is not there; mount or make it")
     return False
+
+
+def _is_damaged(path: str) -> bool:
+    """Whether a directory is of a save that has ended, and nothing says that another program has written there since."""
+    saved = any(map(_is_of_save, os.listdir(path))) and _native.saves_at_work(path) not in ("trainer", "orphan")
+    with contextlib.suppress(Error, OSError):  # damaged metadata
+        found = _dcp_directories.look(path)
+        return saved and (found is None or bool(found["attempt"]))
+    return saved
+
+
+def _is_of_save(name: str) -> bool:
+    return _names.is_record(name) and name != _names.METADATA
 
 
 def _is_foreign(name: str) -> bool:
