@@ -86,6 +86,16 @@ def hidden(name: str) -> str:
     return f".holdfast-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
 
 
+def unfinished_beside(name: str) -> str:
+    """The name of a file beside a checkpoint until it is whole: of a drain, whatever the file is called."""
+    return hidden(name) + UNFINISHED
+
+
+def is_unfinished_beside(name: str) -> bool:
+    """Whether a file has a name of `unfinished_beside`."""
+    return name.endswith(UNFINISHED) and _HIDDEN.fullmatch(finished(name)) is not None
+
+
 def finished(name: str) -> str:
     """The name that a file has when it is whole."""
     return name.removesuffix(UNFINISHED)

@@ -354,3 +354,52 @@ def test_a_checkpoint_of_another_program_is_not_replaced(over: bool, tmp_path: P
     event = swept(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")))[-1]
     assert event["event"] == "failed" and "move the directory away" in event["message"]
     assert (tmp_path / "far/step-1/.metadata").read_bytes() == before
+
+
+# ---- Kills while a file beside a checkpoint arrives.
+
+
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+@pytest.mark.parametrize("then", ["the file comes", "retention", "replacement"])
+@pytest.mark.parametrize("late", ["late.pt", "holdfast.beside.json"])
+def test_a_kill_in_a_file_beside_a_checkpoint(late: str, then: str, format: str, tmp_path: Path) -> None:
+    run, far = tmp_path / "run", tmp_path / "far"
+    save(run, 1, elements=10, format=format)
+    swept(open_place(str(run)), open_place(str(far)))
+    before = set(os.listdir(far / "step-1"))
+    (run / "step-1/late.pt").write_text("late")
+
+    def drain() -> None:
+        rename = os.rename
+
+        def killed(path: str, to: str) -> None:
+            if os.path.basename(to) == late:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(path, to)
+
+        os.rename = killed  # type: ignore[assignment]
+        swept(open_place(str(run)), open_place(str(far)))
+
+    assert in_child(drain) == -signal.SIGKILL
+    left = set(os.listdir(far / "step-1")) - before
+    # Half a file; or a file, what marks it as a drain's, and half a record.
+    assert len(left) == (2 if late == "late.pt" else 3) and holdfast.verify(far / "step-1")["verdict"] == "sound"
+    if then == "the file comes":
+        swept(open_place(str(run)), open_place(str(far)))
+        assert set(os.listdir(far / "step-1")) == before | {"late.pt", "holdfast.beside.json"}
+    # The node is lost: the file comes no more.
+    save(tmp_path / "run2", *((1,) if then == "replacement" else (2, 3)), elements=10, format=format)
+    events = swept(open_place(str(tmp_path / "run2")), open_place(str(far)), Drain(keep_last=2))
+    assert {e["event"] for e in events} <= {"arrived", "removed"}
+    assert sorted(os.listdir(far)) == (["step-1"] if then == "replacement" else ["step-2", "step-3"])
+    assert set(verdicts(far)) == {"sound"} and (then != "replacement" or len(os.listdir(far / "step-1")) == len(before))
+
+
+@pytest.mark.parametrize("name", ["mine.tmp", "late.pt.tmp"])
+def test_an_unfinished_file_of_others_keeps_its_checkpoint(name: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    swept(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")))
+    (tmp_path / "far/step-1" / name).touch()
+    save(tmp_path / "run", 2, elements=10)
+    events = swept(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")), Drain(keep_last=1))
+    assert [e["event"] for e in events] == ["arrived", "trouble"] and (tmp_path / "far/step-1" / name).exists()

@@ -211,8 +211,9 @@ class Directory:
 
     def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
         # Into a complete checkpoint such a file may come late: it gets its name when it is whole.
-        final = self._file(slot, file.name)
-        path = final + _names.UNFINISHED if file.name.startswith((BESIDE, _names.BESIDE_RECORD)) else final
+        path = final = self._file(slot, file.name)
+        if file.name.startswith((BESIDE, _names.BESIDE_RECORD)):
+            path = os.path.join(os.path.dirname(final), _names.unfinished_beside(os.path.basename(final)))
         with of_system(f"write {path}"):
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
@@ -236,10 +237,19 @@ class Directory:
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
                 if path != final:
+                    if file.name != _names.BESIDE_RECORD:
+                        os.close(os.open(self._mark(slot, file.name), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
                     os.rename(path, final)
                     _durable.sync_directory(os.path.dirname(final))
+                    for recorded_now in files_of(parse(file.content or b"", path), path) if file.name == _names.BESIDE_RECORD else ():
+                        with contextlib.suppress(FileNotFoundError):
+                            os.unlink(self._mark(slot, BESIDE + recorded_now.name))
         finally:
             os.close(fd)
+
+    def _mark(self, slot: str, name: str) -> str:
+        """What says of a file beside a checkpoint that a drain has put it there, until the record does: an empty file."""
+        return self._file(slot, _names.unfinished_beside(name))
 
     @contextlib.contextmanager
     def opened_past_cache(self, slot: str, name: str) -> Iterator[Read]:
@@ -334,7 +344,7 @@ class Directory:
     def _foreign(self, slot: str) -> set[str]:
         """What lies in a directory and is no file of a checkpoint, by the names alone and by all lists that can be read."""
         names = set(os.listdir(self.path(slot)))
-        own = {n for n in names if n == _names.BESIDE_RECORD or _names.format_of(_names.finished(n))}
+        own = {n for n in names if n == _names.BESIDE_RECORD or _names.format_of(_names.finished(n))}.union(_unrecorded(names))
         for name in own:
             if name == _names.BESIDE_RECORD or name.endswith(_names.MANIFEST_END):
                 with contextlib.suppress(Error):  # damaged, or half written
@@ -343,9 +353,9 @@ class Directory:
         return names - own
 
     def _recorded(self, info: Info) -> list[str]:
-        """The names of what a drain has put beside a checkpoint, the record last."""
+        """The names of what a drain has put beside a checkpoint, with what a kill has left; the record last."""
         files = recorded(self, info)
-        return [*(f.name.removeprefix(BESIDE) for f in files), _names.BESIDE_RECORD] if files else []
+        return _unrecorded(os.listdir(self.path(info.slot))) + ([*(f.name.removeprefix(BESIDE) for f in files), _names.BESIDE_RECORD] if files else [])
 
     def remove(self, info: Info) -> None:
         path = self.path(info.slot)
@@ -443,9 +453,15 @@ def _locked(fd: int, kind: int) -> bool:
     return True
 
 
+def _unrecorded(names: Iterable[str]) -> list[str]:
+    """Of the names in a directory those that a drain has put beside the checkpoint, or begun to, without the record of them."""
+    marks = sorted(filter(_names.is_unfinished_beside, names))
+    return [*(n for n in names if _names.unfinished_beside(BESIDE + n) in marks), *marks]
+
+
 def _removed_in_turn(name: str) -> int:
     """A list goes behind the files that it names: it tells them from a user's own, after a crash, too."""
-    if name == _names.BESIDE_RECORD:
+    if name == _names.BESIDE_RECORD or _names.is_unfinished_beside(name):
         return 1
     if _names.is_commit_record(_names.finished(name)):
         return 4 if name == _MARK else 3
