@@ -229,7 +229,7 @@ def test_a_crash_before_the_rename_leaves_the_old_one(tmp_path: Path, monkeypatc
     def crash(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(directories, "exchange", crash)
+    monkeypatch.setattr(directories, "replace_directory", crash)
     with pytest.raises(KeyboardInterrupt):
         directories.commit(str(new), str(path))
     assert (path / "data").read_text() == "old"
