@@ -20,7 +20,7 @@ from collections.abc import Collection
 from typing import Any
 
 from holdfast import _names, _native, _regular
-from holdfast._durable import sync_directory
+from holdfast._durable import locked, sync_directory
 from holdfast._names import METADATA
 from holdfast.errors import Error, of_system
 
@@ -236,22 +236,17 @@ def _name_of_replaced(directory: str, name: str, found: dict[str, Any] | None) -
     standing = look(os.path.join(directory, match["name"])) if match and found and found["attempt"] else None
     if match is None or found is None or standing is None:
         return ""
-    partial = _names.partial(match["name"], standing["attempt"])
-    return _names.retired(match["name"], found["attempt"]) if name in (partial, _names.aside(partial)) else ""
+    is_replaced = name in _names.replaced(match["name"], standing["attempt"])
+    return _names.retired(match["name"], found["attempt"]) if is_replaced else ""
 
 
 def _is_sent(path: str) -> bool:
     """Whether a drain is at work there. Its lock may tell nothing on a network file system: the drain then finds what was done."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
+        return not locked(fd, fcntl.LOCK_EX)
     finally:
         os.close(fd)
-    return False
 
 
 def settle_retired(directory: str, clean_up: bool) -> list[str]:

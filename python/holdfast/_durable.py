@@ -1,16 +1,28 @@
-"""Directories that survive power loss."""
+"""Directories that survive power loss, and the locks of those who work there."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 
 from holdfast.errors import of_system
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+
+
+def locked(fd: int, kind: int) -> bool:
+    """Takes a lock without waiting; whether no other process keeps it. A file system without locks has none that does."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:

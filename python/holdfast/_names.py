@@ -76,6 +76,11 @@ def aside(partial_name: str) -> str:
     return partial_name[:-1] + ("1" if partial_name.endswith("0") else "0")
 
 
+def replaced(name: str, attempt: str) -> tuple[str, str]:
+    """The names that the checkpoint may have, until it is retired, which an attempt has replaced: of an exchange, and `aside`."""
+    return partial(name, attempt), aside(partial(name, attempt))
+
+
 def retired(name: str, attempt: str) -> str:
     """A checkpoint's directory during its removal."""
     return f".{name}.retired-{attempt}"

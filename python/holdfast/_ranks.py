@@ -9,21 +9,25 @@ from holdfast import _native
 from holdfast.errors import Error, reason_of
 
 
+def _has_joined() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_initialized()
+
+
 def rank_and_world() -> tuple[int, int]:
     """From torch.distributed where it is initialized, otherwise one of one."""
     import torch.distributed as dist
 
-    if dist.is_available() and dist.is_initialized():
+    if _has_joined():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 
 def is_another_of_launcher() -> bool:
     """Whether the launcher has made this process another than rank 0, and torch.distributed, which knows, is not initialized."""
-    import torch.distributed as dist
-
     rank = os.environ.get("RANK", "")
-    return rank.isdecimal() and int(rank) > 0 and not (dist.is_available() and dist.is_initialized())
+    return rank.isdecimal() and int(rank) > 0 and not _has_joined()
 
 
 def check_alone(operation: str, instead: str) -> None:
@@ -36,10 +40,8 @@ def check_alone(operation: str, instead: str) -> None:
     Raises:
         Error: FAILED_PRECONDITION.
     """
-    import torch.distributed as dist
-
     count = os.environ.get("WORLD_SIZE", "")
-    if count.isdecimal() and int(count) > 1 and not (dist.is_available() and dist.is_initialized()):
+    if count.isdecimal() and int(count) > 1 and not _has_joined():
         raise Error(
             "FAILED_PRECONDITION",
             f"{operation}: WORLD_SIZE is {count} in the environment, and torch.distributed is not initialized: "

@@ -250,11 +250,12 @@ class Checkpointer(PerProcess):
             return is_coordinator(self._process_group)
         return (_ranks.rank_and_world()[0] if save is None else save.extra["rank"]) == 0
 
-    def _sees_to_drain(self) -> bool:
-        """Whether this process sees to the drain: by a save of its own, or as the first of the job."""
-        return self._draining is not None and (
-            self._draining.is_started or (not _ranks.is_another_of_launcher() and self._is_first(None))
-        )
+    def _own_drain(self) -> drain_trainer.Draining | None:
+        """The drain, where this process sees to it: by a save of its own, or as the first of the job."""
+        draining = self._draining
+        if draining is None or draining.is_started or (not _ranks.is_another_of_launcher() and self._is_first(None)):
+            return draining
+        return None
 
     def save(self, state: Any, step: int, *, name: str | None = None, **options: Any) -> Any:
         """As `save_async`, and waits until the checkpoint is durable. Returns what ``wait()`` does."""
@@ -497,8 +498,8 @@ class Checkpointer(PerProcess):
                 `Drain.give_up` seconds. The drain goes on trying.
             TimeoutError: it goes on after `timeout` seconds.
         """
-        if self._draining is not None and self._sees_to_drain():
-            self._draining.wait(timeout)
+        if (draining := self._own_drain()) is not None:
+            draining.wait(timeout)
 
     @property
     def drain_report(self) -> dict[str, Any]:
@@ -526,8 +527,8 @@ class Checkpointer(PerProcess):
             self.wait()
         finally:
             self._runtime.close()
-            if self._draining is not None and self._sees_to_drain():
-                self._draining.close() if drain else self._draining.let_go()
+            if (draining := self._own_drain()) is not None:
+                draining.close() if drain else draining.let_go()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -195,7 +195,7 @@ class Directory:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            is_mine = _locked(fd, fcntl.LOCK_SH)  # a recovery and a clean-up leave the directory alone
+            is_mine = _durable.locked(fd, fcntl.LOCK_SH)  # a recovery and a clean-up leave the directory alone
             self._end(slot)
             self._locks[slot] = fd
             if not is_mine:
@@ -329,8 +329,7 @@ class Directory:
 
     def _is_replaced(self, slot: str, by: Info) -> bool:
         """Whether a directory without a name is what a complete checkpoint has replaced, or holds an older save."""
-        partial = _names.partial(by.name, by.attempt)
-        if slot in (partial, _names.aside(partial)):
+        if slot in _names.replaced(by.name, by.attempt):
             return True
         try:
             if _names.retired_name(slot):
@@ -362,7 +361,7 @@ class Directory:
         with of_system(f"remove {path}"):
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            if not _locked(fd, fcntl.LOCK_EX):
+            if not _durable.locked(fd, fcntl.LOCK_EX):
                 raise Error("ABORTED", f"remove {path}: it is being loaded")
             try:
                 beside = self._recorded(info)
@@ -442,17 +441,6 @@ def _is_foreign(name: str) -> bool:
     return not _names.is_reserved(name) and not _names.format_of(name) and not _names.DCP_ANY_DATA.fullmatch(name)
 
 
-def _locked(fd: int, kind: int) -> bool:
-    """Takes a lock without waiting; whether no other process keeps it. A file system without locks has none that does."""
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
 def _unrecorded(names: Iterable[str]) -> list[str]:
     """Of the names in a directory those that a drain has put beside the checkpoint, or begun to, without the record of them."""
     marks = sorted(filter(_names.is_unfinished_beside, names))
@@ -476,7 +464,7 @@ def _remove_unnamed(path: str) -> bool:
         return False
     try:
         # The other process may have given it the name in between.
-        if not _locked(fd, fcntl.LOCK_EX) or not os.path.samestat(os.fstat(fd), os.stat(path)):
+        if not _durable.locked(fd, fcntl.LOCK_EX) or not os.path.samestat(os.fstat(fd), os.stat(path)):
             return False
         for name in sorted(os.listdir(path), key=_removed_in_turn):
             os.unlink(os.path.join(path, name))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from holdfast._durable import locked
 from holdfast.drain import tiers
 from holdfast.drain.copying import Copy
 from holdfast.drain.options import Drain
@@ -313,7 +314,7 @@ def is_held(path: str) -> bool:
     except OSError:
         return False
     try:
-        return not _locked(fd)
+        return not locked(fd, fcntl.LOCK_EX)
     finally:
         os.close(fd)
 
@@ -334,7 +335,7 @@ def alone(source: str, target: str, wait: Callable[[], bool]) -> Iterator[int | 
         yield None
         return
     try:
-        while not _locked(fd):
+        while not locked(fd, fcntl.LOCK_EX):
             if not wait():
                 raise Error("FAILED_PRECONDITION", f"drain {source} to {target}: another process does it; see `fuser {path}`")
         yield fd
@@ -351,13 +352,3 @@ def _opened(path: str, wait: Callable[[], bool]) -> int | None:
                 return None
         except OSError:  # a directory that may only be read: no other process writes there either
             return None
-
-
-def _locked(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        pass
-    return True
