@@ -157,6 +157,7 @@ class Checkpointer(PerProcess):
             self.directory, directories.path_text(drain_to, "Checkpointer: drain_to")
         )
         self._draining: drain_trainer.Draining | None = None
+        self._drains: bool | None = None  # kept from the last save: the job may end its group before the Checkpointer
         if self._drain_to is not None:
             # The drain's process applies retention: it knows what has arrived.
             self._draining = drain_trainer.Draining(
@@ -231,7 +232,10 @@ class Checkpointer(PerProcess):
 
     def _drained(self, save: Any) -> Any:
         """Has a save's checkpoint drained, where this process is the one to see to it: rank 0."""
-        if self._draining is None or not self._is_first(save):
+        if self._draining is None:
+            return save
+        self._drains = self._is_first(save)
+        if not self._drains:
             return save
         draining = self._draining
         draining.start()
@@ -251,11 +255,13 @@ class Checkpointer(PerProcess):
         return (_ranks.rank_and_world()[0] if save is None else save.extra["rank"]) == 0
 
     def _own_drain(self) -> drain_trainer.Draining | None:
-        """The drain, where this process sees to it: by a save of its own, or as the first of the job."""
-        draining = self._draining
-        if draining is None or draining.is_started or (not _ranks.is_another_of_launcher() and self._is_first(None)):
-            return draining
-        return None
+        """The drain, where this process sees to it: by its last save, or before the first one as the first of the job."""
+        if self._draining is None:
+            return None
+        drains = self._drains
+        if drains is None:
+            drains = not _ranks.is_another_of_launcher() and self._is_first(None)
+        return self._draining if drains else None
 
     def save(self, state: Any, step: int, *, name: str | None = None, **options: Any) -> Any:
         """As `save_async`, and waits until the checkpoint is durable. Returns what ``wait()`` does."""

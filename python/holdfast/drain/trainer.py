@@ -53,7 +53,6 @@ class Draining(PerProcess):
         report: ``target``, ``arrived`` (checkpoints), ``bytes_sent``, ``pending`` (checkpoints that have not arrived),
             ``bytes_done`` and ``bytes_total`` of the one under way, ``last_arrived`` (its step), ``troubles`` (errors that
             were tried again), ``failed`` (errors by name of the checkpoint), ``last_error``.
-        is_started: whether this process has started the drain's.
     """
 
     def __init__(self, directory: str, target: str, options: Drain, keep_last: int, keep_every: int) -> None:
@@ -73,7 +72,7 @@ class Draining(PerProcess):
     def clear(self) -> None:
         """In a forked child the parent's process is not to be asked."""
         self._process: subprocess.Popen[bytes] | None = None
-        self.is_started = self._closing = False
+        self._is_started = self._closing = False
         self._rings = self._rings_heeded = 0  # of the process that runs: commands, and those that it has obeyed before its end
         self._tickets: dict[int, tuple[Future, float]] = {}  # with the time of the call
         self._last_ticket = 0
@@ -86,7 +85,7 @@ class Draining(PerProcess):
     def start(self) -> None:
         """Starts the process, if it does not run. An error is logged, and no save fails; the next one tries again."""
         with self.lock:
-            self.is_started = True
+            self._is_started = True
             if self._process is None:
                 try:
                     self._spawn()
@@ -155,7 +154,7 @@ class Draining(PerProcess):
 
         Without a save it waits for what a trainer before has left, unless another process works on that.
         """
-        if not self.is_started:
+        if not self._is_started:
             lock = lock_path(self._directory, self.target)
             if not open_place(self._directory).complete()[0] or (lock is not None and is_held(lock)):
                 return
