@@ -35,7 +35,8 @@ class Size:
 SIZES = {
     "tiny": Size(layers=2, width=64, heads=4, context=32, batch=4),
     "gpt2": Size(layers=12, width=768, heads=12, context=256, batch=4),
-    # With Adam's two moments 272 MiB of state, and a step that a single core does in a blink.
+    # With Adam's two moments 64 and 272 MiB of state, and a step that a single core does in a blink.
+    "64MiB": Size(layers=7, width=256, heads=8, context=16, batch=1),
     "272MiB": Size(layers=7, width=528, heads=8, context=16, batch=1),
 }
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lightning_jobs import LONG, names, number
-from resume_campaign import Way, campaign, check
+from lightning_jobs import names, number
+from resume_campaign import LONG, SIZE, STEPS, Way, campaign, check
 
 
 def newest(directory: str) -> int:
@@ -17,6 +17,6 @@ LIGHTNING = Way("lightning", newest, first=1, trainer=Path(__file__).with_name("
 
 def test_a_killed_trainer_resumes_exactly(tmp_path: Path) -> None:
     kills = 20 if LONG else 2
-    rows = campaign(LIGHTNING, str(tmp_path), kills, seed=7, steps=160 if LONG else 16, size="272MiB")
+    rows = campaign(LIGHTNING, str(tmp_path), kills, seed=7, steps=STEPS, size=SIZE)
     assert len(rows) == kills
     check(rows)

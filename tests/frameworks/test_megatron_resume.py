@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from resume_campaign import Way, campaign, chain, check, newest_with
+from resume_campaign import LONG, SIZE, STEPS, Way, campaign, chain, check, newest_with
 
-LONG = bool(os.environ.get("HOLDFAST_LONG"))
 MEGATRON = Way("megatron", newest_with("metadata.json"), ranks=2, first=1, trainer=Path(__file__).with_name("resume_megatron.py"))
 
 
 def test_a_killed_job_resumes_exactly(tmp_path: Path) -> None:
     kills = 20 if LONG else 2
-    rows = campaign(MEGATRON, str(tmp_path), kills, seed=7, steps=160 if LONG else 16, size="272MiB")
+    rows = campaign(MEGATRON, str(tmp_path), kills, seed=7, steps=STEPS, size=SIZE)
     assert len(rows) == kills
     check(rows)
 

@@ -31,6 +31,9 @@ from typing import Any
 
 import holdfast
 
+LONG = bool(os.environ.get("HOLDFAST_LONG"))
+STEPS = 160 if LONG else 16
+SIZE = "272MiB" if LONG else "64MiB"
 EVERY = 4
 # Phases of the kills, in turn.
 IN_SAVES = ("staging", "writing", "commit", "finalize")

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
-from resume_campaign import DCP, PLAIN, Way, campaign, chain, check
+from resume_campaign import DCP, LONG, PLAIN, SIZE, STEPS, Way, campaign, chain, check
 
-LONG = bool(os.environ.get("HOLDFAST_LONG"))
 KILLS = 20 if LONG else 3
-STEPS = 160 if LONG else 16
-SIZE = "272MiB"
 
 
 @pytest.mark.parametrize("way", [PLAIN, DCP], ids=lambda way: way.name)
