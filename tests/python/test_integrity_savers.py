@@ -36,7 +36,7 @@ def round_of_two(saver: str, **given: Any) -> dict[str, Any]:
 def test_savers_are_compared_by_the_same_rounds(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "holdfast.integrity", "--savers", "holdfast.dcp,dcp-thread", "--rounds", "3", "--seed", "5",
-         "--ranks", "1", "--no-mount", "--dir", str(tmp_path), "--json"],
+         "--ranks", "1", "--jobs", "1", "--no-mount", "--dir", str(tmp_path), "--json"],
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

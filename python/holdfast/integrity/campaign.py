@@ -159,7 +159,8 @@ class Campaign:
                 yield (peers.reduce(round_, self.saver) if self.saver else round_,)
 
         last = self.next
-        with lanes.Lanes(at_once, functools.partial(rounds.Bench, self.directory, self.limits.doors)) as beside:
+        count = at_once if rounds_max is None else max(1, min(at_once, rounds_max))
+        with lanes.Lanes(count, functools.partial(rounds.Bench, self.directory, self.limits.doors)) as beside:
             for (round_,), result in beside.run(drawn()):
                 unfinished.remove(round_["number"])
                 last = max(last, round_["number"] + 1)
