@@ -81,7 +81,10 @@ left_out() { rows+=("| $1 | 0 s | left out: $2 | |"); }
 
 say "== build"
 tools/venv.sh
-cmake --preset release >"$out/build.log" && cmake --build --preset release -j "$(build_jobs)" >>"$out/build.log"
+if wanted tests; then
+  { cmake --preset release && cmake --build --preset release -j "$(build_jobs)"; } >"$out/build.log" 2>&1 ||
+    fail "the runtime's tests could not be built: see $out/build.log"
+fi
 if wanted fuzzers && { ! cmake --preset fuzz || ! cmake --build --preset fuzz -j "$(build_jobs)"; } >>"$out/build.log" 2>&1; then
   left_out fuzzers "the preset fuzz could not be built (see build.log)"
   parts=${parts//fuzzers/}
