@@ -224,6 +224,48 @@ def test_the_command_keeps_to_the_mount(tmp_path: Path) -> None:
         assert os.listdir(tmp_path / "mnt") == []
 
 
+# ---- A first place that goes away.
+
+
+@pytest.mark.parametrize("what", ["unmounted", "renamed"])
+def test_a_first_place_that_goes_away_has_not_arrived(what: str, tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    run, far = tmp_path / "mnt/run", tmp_path / "far"
+    with mounted(tmp_path / "disk", 64) as disk, contextlib.ExitStack() as mount:
+        mount.enter_context(bound(disk, tmp_path / "mnt"))
+        options = Drain(give_up=1.0, bytes_per_second=8 * MIB)
+        with holdfast.Checkpointer(run, arena_bytes=64 * MIB, drain_to=far, drain=options) as checkpointer:
+            for step in (1, 2):
+                checkpointer.save({"w": torch.randn(2 * MIB)}, step)
+            said = "the file system that was mounted at .*mnt is no longer mounted"
+            if what == "unmounted":
+                mount.close()
+            else:
+                assert until(lambda: far.exists())
+                run.rename(tmp_path / "mnt/away")
+                said = f"{run}: the directory is gone; bring it back"
+            with pytest.raises(Error, match=said) as refused:
+                checkpointer.wait_drained(60)
+            assert refused.value.code == "UNAVAILABLE" and checkpointer.drain_report["failed"] == {}
+            if what == "unmounted":
+                mount.enter_context(bound(disk, tmp_path / "mnt"))
+            else:
+                (tmp_path / "mnt/away").rename(run)
+            checkpointer.wait_drained(60)
+            assert names(open_place(str(far))) == ["step-1", "step-2"]
+
+
+def test_a_reader_whose_first_place_goes_away_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    with mounted(tmp_path / "disk", 64) as disk, contextlib.ExitStack() as mount:
+        save(disk / "run", 1, elements=10)
+        mount.enter_context(bound(disk, tmp_path / "mnt"))
+        checkpointer = holdfast.Checkpointer(tmp_path / "mnt/run", drain_to=tmp_path / "far")
+        mount.close()
+        with pytest.raises(Error, match="no longer mounted"):
+            checkpointer.close()
+
+
 # ---- Kills while a checkpoint takes the place of another one.
 
 

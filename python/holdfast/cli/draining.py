@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print(event, quiet=arguments.json)
 
     check_apart(arguments.source, arguments.target)
-    source, target = open_place(arguments.source, storage), open_place(arguments.target, storage, mount_of(arguments.target))
+    source, target = (open_place(place, storage, mount_of(place)) for place in (arguments.source, arguments.target))
     chosen = _only(arguments)
     following = Following(source, target, options, note, keep_local=arguments.keep_source, only=chosen)
     running = Running(following, note, watch=arguments.watch)
@@ -153,7 +153,8 @@ def _run_for_trainer(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(OSError):
         os.nice(options.nice)
     try:
-        source, target = open_place(arguments.source), open_place(arguments.target, options.storage, given["mount"])
+        source = open_place(arguments.source, mount=given["source_mount"])
+        target = open_place(arguments.target, options.storage, given["mount"])
     except Error as error:
         tell({"event": "ended", "error": [error.code, error.message, error.errno], "rings": 0})
         return 2

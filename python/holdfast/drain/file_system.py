@@ -32,7 +32,7 @@ class Directory:
     """A directory. A checkpoint arrives in ``NAME.partial-<attempt>`` and gets its name by a rename.
 
     Args:
-        mount: of a place that is sent to: where its file system is mounted. The directory is made on no other one, and not twice.
+        mount: of a place of a drain: where its file system is mounted. The directory is looked for and made on no other one, and made once.
     """
 
     proves_arrival = False
@@ -55,7 +55,7 @@ class Directory:
 
         Raises:
             Error: UNAVAILABLE where it is gone, or its file system is: copies would lie on another one, perhaps beside the originals,
-                and count as arrived. Else as `_exists`.
+                and count as arrived, and a source would count as empty. Else as `_exists`.
         """
         there = _exists(self._path)
         if self._mount is None:
@@ -68,8 +68,8 @@ class Directory:
                             "it again")  # fmt: skip
             self._mount, self._was_there = mount, False  # mounted later, as where the mount was missing at first
         if self._was_there and not there:
-            raise Error("UNAVAILABLE", f"open {self._path}: the directory is gone; bring it back, or make an empty one to have all that is "
-                        "complete sent again")  # fmt: skip
+            raise Error("UNAVAILABLE", f"open {self._path}: the directory is gone; bring it back, or make an empty one to go on without what "
+                        "it had")  # fmt: skip
         self._was_there = there
         return there
 

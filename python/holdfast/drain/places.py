@@ -234,7 +234,7 @@ def open_place(url: str, storage: dict[str, Any] | None = None, mount: str | Non
     Args:
         url: a path, ``file:///path``, or what `obstore.store.from_url` takes.
         storage: further options of the store: credentials, region, endpoint, client and retry options.
-        mount: of a directory that checkpoints are sent to: `mount_of` it, where its file system has to stay mounted.
+        mount: of a directory: `mount_of` it, where its file system has to stay mounted.
 
     Raises:
         Error: INVALID_ARGUMENT, UNIMPLEMENTED where obstore is missing.

@@ -57,9 +57,10 @@ class Draining(PerProcess):
 
     def __init__(self, directory: str, target: str, options: Drain, keep_last: int, keep_every: int) -> None:
         self.target = target
-        self._given = {
+        self._given: dict[str, Any] = {
             "options": dataclasses.asdict(options), "keep_local": keep_last, "keep_local_every": keep_every,
-            "mount": mount_of(target),  # as of now: a process that is started again may find it gone
+            # As of now: a process that is started again may find them gone.
+            "source_mount": mount_of(directory), "mount": mount_of(target),
         }  # fmt: skip
         try:
             json.dumps(self._given)
@@ -156,7 +157,7 @@ class Draining(PerProcess):
         """
         if not self._is_started:
             lock = lock_path(self._directory, self.target)
-            if not open_place(self._directory).complete()[0] or (lock is not None and is_held(lock)):
+            if not open_place(self._directory, mount=self._given["source_mount"]).complete()[0] or (lock is not None and is_held(lock)):
                 return
         try:
             self.wait(timeout)
