@@ -193,6 +193,34 @@ def test_the_process_is_killed_and_comes_back(tmp_path: Path, server: s3_server.
     assert [c.name for c in far.complete()[0]] == ["step-1", "step-2", "step-3", "step-4"]
 
 
+def test_a_process_that_answers_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "_MARGIN", 0.5)
+    checkpointer = holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far", drain=Drain(give_up=0.5))
+    checkpointer.save({"w": torch.ones(10)}, 1)
+    checkpointer._draining._give_up = 60.0  # its start may take long
+    checkpointer.wait_drained(60)
+    checkpointer._draining._give_up = 0.5
+    process = checkpointer._draining._process
+    os.kill(process.pid, signal.SIGSTOP)  # as one that waits for a file system
+    checkpointer.save({"w": torch.ones(10)}, 2)
+    with pytest.raises(TimeoutError):
+        checkpointer.wait_drained(0.1)
+    for ends in (lambda: checkpointer.wait_drained(60), checkpointer.close):
+        with pytest.raises(Error, match="its process has told nothing for 1 s: a file system hangs, or the process is stopped") as refused:
+            ends()
+        assert refused.value.code == "UNAVAILABLE"
+    os.kill(process.pid, signal.SIGCONT)
+    process.wait(60)
+    assert [c.step for c in open_place(str(tmp_path / "far")).complete()[0]] == [1, 2]
+
+
+def test_a_slow_drain_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "_MARGIN", 2.5)
+    options = Drain(give_up=0.0, bytes_per_second=MIB)
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far", drain=options) as checkpointer:
+        checkpointer.save({"w": torch.ones(MIB)}, 1)  # what follows the first 4 MiB waits for 4 s
+
+
 @formats
 def test_what_a_trainer_before_has_left_arrives_without_a_save(format: str, tmp_path: Path) -> None:
     run = tmp_path / "run"

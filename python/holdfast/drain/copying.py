@@ -23,6 +23,7 @@ _READ_BACK_BYTES = 16 << 20
 # Errors that a second try may not have.
 _PASSING = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "UNKNOWN", "INTERNAL")
 _TRIES = 3
+_ALIVE_SECONDS = 1.0  # between two signs of life while the limit of the rate is waited for
 # What the system says of one file of the source, and not of the place.
 _OF_A_FILE = (errno.EIO, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)
 
@@ -35,14 +36,15 @@ class Rate:
         self._lock = threading.Lock()
         self._free_at = 0.0  # when the bytes that were taken have been paid for
 
-    def take(self, nbytes: int, stop: threading.Event) -> None:
-        """Waits until so many bytes may be sent."""
+    def take(self, nbytes: int, stop: threading.Event, alive: Callable[[], None]) -> None:
+        """Waits until so many bytes may be sent, and calls `alive` meanwhile."""
         if self._per_second is None:
             return
         with self._lock:
             begin = max(self._free_at, time.monotonic())
             self._free_at = begin + nbytes / self._per_second
-        stop.wait(max(0.0, begin - time.monotonic()))
+        while (left := begin - time.monotonic()) > 0 and not stop.wait(min(left, _ALIVE_SECONDS)):
+            alive()
 
 
 class Sent(NamedTuple):
@@ -78,7 +80,7 @@ class Copy:
 
     Args:
         stop: ends a copy soon, with CANCELLED.
-        progress: called with the bytes of a piece that was sent or found; less than 0: they are to be sent again.
+        progress: called with the bytes of a piece that was sent or found; less than 0: they are to be sent again; 0: a sign of life.
     """
 
     def __init__(self, source: Place, target: Place, options: Drain, stop: threading.Event,
@@ -230,16 +232,18 @@ class Copy:
 
     def _compare(self, slot: str, file: File) -> bool:
         """Whether the target has a file's bytes."""
-        return not fault_of(self._target, slot, file, self._check_stop)
+        return not fault_of(self._target, slot, file, self._go_on)
 
     def _pace(self, nbytes: int) -> None:
         """Waits until so many bytes may be read; ends a copy that was asked to end."""
-        self._check_stop()
-        self._rate.take(nbytes, self._stop)
+        self._go_on()
+        self._rate.take(nbytes, self._stop, self._go_on)
 
-    def _check_stop(self) -> None:
+    def _go_on(self) -> None:
+        """Gives a sign of life, unless the copy was asked to end."""
         if self._stop.is_set():
             raise Error("CANCELLED", f"drain to {self._target.url}: it was asked to end")
+        self._progress(0)
 
 
 def fault_of(place: Place, slot: str, file: File, between: Callable[[], None] = lambda: None) -> str:

@@ -40,6 +40,7 @@ from holdfast.cli import main
 sys.exit(main())
 """
 _RESTART_MAX = 60.0
+_MARGIN = 10.0  # seconds after `Drain.give_up`: the process gives up first, where it can, and knows why
 _TELL_AGAIN = 60.0  # seconds after which an error that goes on is logged again
 
 # For metrics: those of this process.
@@ -77,6 +78,7 @@ class Draining(PerProcess):
         self._rings = self._rings_heeded = 0  # of the process that runs: commands, and those that it has obeyed before its end
         self._tickets: dict[int, tuple[Future, float]] = {}  # with the time of the call
         self._last_ticket = 0
+        self._heard_at = 0.0  # when the process has said something (monotonic)
         self._logged = ("", 0.0)
         self.report: dict[str, Any] = {
             "target": self.target, "arrived": 0, "bytes_sent": 0, "pending": 0, "bytes_done": 0, "bytes_total": 0,
@@ -102,6 +104,8 @@ class Draining(PerProcess):
         self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                                          start_new_session=True)  # fmt: skip
         self._command(self._given)
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)  # no save waits for a process that is stopped; its rings are many
         self._rings = self._rings_heeded = 0
         for ticket in self._tickets:
             self._command({"sync": ticket})
@@ -135,18 +139,28 @@ class Draining(PerProcess):
                 raise Error("UNAVAILABLE", self.report["last_error"])
             self._last_ticket += 1
             future: Future = Future()
-            self._tickets[self._last_ticket] = future, time.monotonic()
+            since = time.monotonic()
+            self._tickets[self._last_ticket] = future, since
             self._command({"sync": self._last_ticket})
-        self._result(future, timeout)
+        self._result(future, since, timeout)
 
-    def _result(self, future: Future, timeout: float | None) -> None:
-        try:
-            error = future.result(waitable(timeout))
-        except builtins.TimeoutError:
-            last = self.report["last_error"]
-            raise TimeoutError("DEADLINE_EXCEEDED", f"drain to {self.target}: not all has arrived yet"
-                               + (f", {counted(pending, 'checkpoint')} to go" if (pending := self.report["pending"]) else "")
-                               + (f"; the last error: {last}" if last else "")) from None  # fmt: skip
+    def _result(self, future: Future, since: float, timeout: float | None) -> None:
+        end = float("inf") if timeout is None else since + timeout
+        while True:
+            # A process that is stopped, or waits in a call of the system, answers nothing.
+            heard, patience = max(self._heard_at, since), self._give_up + _MARGIN
+            try:
+                error = future.result(waitable(max(0.0, min(heard + patience, end) - time.monotonic())))
+                break
+            except builtins.TimeoutError:
+                last = self.report["last_error"]
+                why = (f", {counted(pending, 'checkpoint')} to go" if (pending := self.report["pending"]) else "") + (
+                    f"; the last error: {last}" if last else "")  # fmt: skip
+                if time.monotonic() >= end:
+                    raise TimeoutError("DEADLINE_EXCEEDED", f"drain to {self.target}: not all has arrived yet{why}") from None
+                if self._heard_at <= heard:
+                    raise Error("UNAVAILABLE", f"drain to {self.target}: its process has told nothing for {patience:.0f} s: a file system "
+                                f"hangs, or the process is stopped{why}") from None  # fmt: skip
         if error is not None:
             raise Error(*error)
 
@@ -177,6 +191,7 @@ class Draining(PerProcess):
         while True:
             began, stdin, stdout = time.monotonic(), process.stdin, process.stdout
             for line in stdout:
+                self._heard_at = time.monotonic()
                 self._hear(line)
             status = process.wait()
             with self.lock:
