@@ -342,6 +342,47 @@ def test_what_was_committed_arrives_after_the_trainers_death(tmp_path: Path, ser
     assert all(copying.verify(far, c)[0] == [] for c in far.complete()[0])
 
 
+_FORKING_TRAINER = """
+import fcntl, os, signal, sys, time, holdfast
+run, far = sys.argv[1:]
+c = holdfast.Checkpointer(run, drain_to=far)
+c._own_drain().start()
+process = c._draining._process
+os.kill(process.pid, signal.SIGSTOP)  # until this process has ended
+fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+held = os.dup(process.stdout.fileno())
+child = os.fork()
+if child == 0:
+    os.closerange(1, 3)
+    time.sleep(100)
+    os._exit(0)
+print(process.pid, child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forked_process_that_holds_the_pipe_stops_no_drain(tmp_path: Path) -> None:
+    steps = list(range(20))  # whose events fill the pipe
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+        for step in steps:
+            checkpointer.save({"w": torch.ones(10)}, step)
+    done = subprocess.run([sys.executable, "-c", _FORKING_TRAINER, str(tmp_path / "run"), str(tmp_path / "far")],
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    drain, child = map(int, done.stdout.split())
+    try:
+        os.kill(drain, signal.SIGCONT)
+        deadline = time.monotonic() + 60
+        while os.path.exists(f"/proc/{drain}") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not os.path.exists(f"/proc/{drain}")
+        assert [c.step for c in open_place(str(tmp_path / "far")).complete()[0]] == steps
+    finally:
+        os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(drain, signal.SIGKILL)
+
+
 def test_one_waits_for_the_drain_of_a_trainer_that_has_died(tmp_path: Path, server: s3_server.Server, url: str) -> None:
     server.faults.bytes_per_second = 2 * MIB  # the two checkpoints of 4 MiB take as long as the patience below, and half as much again
     done = subprocess.run([sys.executable, "-c", _TRAINER, str(tmp_path / "run"), url, server.endpoint],

@@ -14,7 +14,7 @@ from holdfast.cli import storage_options, text
 from holdfast.drain.following import Following
 from holdfast.drain.options import BEHIND, VERIFY, Drain
 from holdfast.drain.places import check_apart, check_place, mount_of, open_place, scheme_of
-from holdfast.drain.running import Running, follow_commands, on_signals, tell_on
+from holdfast.drain.running import Running, Telling, follow_commands, on_signals
 from holdfast.errors import Error, of_system
 
 _DESCRIPTION = """\
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
         with of_system(f"drain {arguments.source}"):
             os.listdir(arguments.source)
     events: list[dict[str, Any]] = []
-    tell = tell_on(sys.stdout.fileno()) if arguments.json and arguments.watch else None
+    tell = Telling(sys.stdout.fileno()) if arguments.json and arguments.watch else None
 
     def note(event: dict[str, Any]) -> None:
         if tell is not None:
@@ -101,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
     running = Running(following, note, watch=arguments.watch)
     on_signals(running, arguments.watch)
     error = running.run(arguments.source, arguments.target)
+    if tell is not None:
+        tell.end()
     if arguments.json and not arguments.watch:
         ended = error and {"code": error.code, "message": error.message}
         text.document("drain", source=arguments.source, target=arguments.target, error=ended, passed_over=following.passed_over, **{
@@ -146,7 +148,7 @@ def _print(event: dict[str, Any], quiet: bool) -> None:
 
 def _run_for_trainer(arguments: argparse.Namespace) -> int:
     """The process that a `Checkpointer` starts: options and commands on the standard input, events on the output."""
-    tell = tell_on(sys.stdout.fileno())
+    tell = Telling(sys.stdout.fileno())
     commands = sys.stdin.fileno()
     given = json.loads(_line(commands))
     options = Drain(**given["options"])
@@ -157,6 +159,7 @@ def _run_for_trainer(arguments: argparse.Namespace) -> int:
         target = open_place(arguments.target, options.storage, given["mount"])
     except Error as error:
         tell({"event": "ended", "error": [error.code, error.message, error.errno], "rings": 0})
+        tell.end(lambda: os.getppid() == arguments.controlled)
         return 2
     following = Following(source, target, options, tell, keep_local=given["keep_local"],
                           keep_local_every=given["keep_local_every"])  # fmt: skip
@@ -166,6 +169,7 @@ def _run_for_trainer(arguments: argparse.Namespace) -> int:
     threading.current_thread().name = "holdfast-drain"
     ended = running.run(arguments.source, arguments.target)
     tell({"event": "ended", "error": ended and [ended.code, ended.message, ended.errno], "rings": running.rings_heeded})
+    tell.end(lambda: os.getppid() == arguments.controlled)
     return 2 if ended else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -220,17 +221,48 @@ def _obey(running: Running, command: dict[str, Any]) -> None:
     running.ring(command.get("sync"))
 
 
-def tell_on(descriptor: int) -> Callable[[dict[str, Any]], None]:
-    """Writes events as JSON lines. Without a reader they are dropped."""
-    lock = threading.Lock()
+class Telling:
+    """Writes events as JSON lines, in a thread: a reader that holds the pipe and reads nothing stops no drain. Without a reader they are
+    dropped.
 
-    def tell(event: dict[str, Any]) -> None:
-        text = json.dumps(event, separators=(",", ":")).encode() + b"\n"
-        with lock:
-            try:
+    Args:
+        descriptor: that they are written to.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._condition = threading.Condition()
+        self._events: list[dict[str, Any]] = []
+        self._is_writing = False
+        self._thread: threading.Thread | None = None
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        with self._condition:
+            if event["event"] == "progress" and self._events and self._events[-1]["event"] == "progress":
+                self._events[-1] = {**self._events[-1], **event}
+            else:
+                self._events.append(event)
+            if self._thread is None:  # not before the first event: until then the main thread may block signals for all
+                thread = threading.Thread(target=self._write, name="holdfast-drain-events", daemon=True)
+                with contextlib.suppress(RuntimeError):  # the system has no thread; the next event may get one
+                    thread.start()
+                    self._thread = thread
+            self._condition.notify_all()
+
+    def end(self, is_heard: Callable[[], bool] = lambda: True) -> None:
+        """Waits until everything is written, for as long as somebody hears it."""
+        with self._condition:
+            while self._thread and (self._events or self._is_writing) and is_heard():
+                self._condition.wait(0.1)
+
+    def _write(self) -> None:
+        while True:
+            with self._condition:
+                self._is_writing = False
+                self._condition.notify_all()
+                self._condition.wait_for(lambda: self._events)
+                events, self._events, self._is_writing = self._events, [], True
+            text = b"".join(json.dumps(event, separators=(",", ":")).encode() + b"\n" for event in events)
+            with contextlib.suppress(OSError):
                 while text:
-                    text = text[os.write(descriptor, text) :]
-            except OSError:
-                pass
-
-    return tell
+                    text = text[os.write(self._descriptor, text) :]
