@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shutil
 import struct
 import threading
 import time
@@ -21,6 +22,7 @@ from draining import MIB, PLAIN, names, save, swept
 
 import holdfast
 from holdfast.drain import Drain, contents, copying, tiers
+from holdfast.drain.beside import recorded
 from holdfast.drain.following import Following
 from holdfast.drain.places import Info, Place, open_place
 from holdfast.errors import Error
@@ -58,6 +60,25 @@ def test_an_older_save_of_a_name_does_not_replace_a_newer_one() -> None:
     newer = info("step-5", 9)
     assert tiers.to_send([info("step-5", 3)], [newer], Drain(), 0, 0) == []
     assert [c.saved_at for c in tiers.to_send([newer], [info("step-5", 3)], Drain(), 0, 0)] == [9]
+
+
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+@pytest.mark.parametrize("kind", ["directory", "store"])
+def test_a_copy_under_another_name_is_a_checkpoint_of_its_own(kind: str, format: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+    """As of `cp -r step-3 best`: both have one attempt."""
+    save(tmp_path / "run", 1, 2, 3, elements=10, format=format)
+    shutil.copytree(tmp_path / "run/step-3", tmp_path / "run/best")
+    (tmp_path / "run/best/why").write_bytes(b"good")
+    url, storage = bucket if kind == "store" else (str(tmp_path / "far"), {})
+    source, far = open_place(str(tmp_path / "run")), open_place(url, storage)
+    assert len(swept(source, far)) == 4 and swept(source, far) == []
+    assert sorted(names(far)) == ["best", "step-1", "step-2", "step-3"]
+    swept(source, far, Drain(keep_last=1), keep_local=1)  # each is the newest of its series, and has what it has beside it
+    assert sorted(names(far)) == sorted(names(source)) == ["best", "step-3"]
+    assert {c.name: len(recorded(far, c)) for c in far.complete()[0]} == {"best": 1, "step-3": 0}
+    shutil.copytree(tmp_path / "run/best", tmp_path / "new/best")
+    with holdfast.Checkpointer(tmp_path / "new", format=format, drain_to=url, drain=Drain(storage=storage)) as checkpointer:
+        assert checkpointer.newest()["name"] == "step-3"
 
 
 def test_a_rollback_is_mirrored(tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:

@@ -93,8 +93,8 @@ class Copy:
         self._lock = threading.Lock()
         self._sent = 0
         self._arrived: set[tuple[str, str]] = set()  # files proven by this process: slot and name
-        self._own: dict[str, set[str]] = {}  # names of a checkpoint's own files, by attempt
-        self._beside: dict[str, list[File]] = {}  # what the target has beside a checkpoint, by attempt
+        self._own: dict[tuple[str, str], set[str]] = {}  # names of a checkpoint's own files, by its name and attempt
+        self._beside: dict[tuple[str, str], list[File]] = {}  # what the target has beside a checkpoint
 
     def run(self, info: Info) -> Sent:
         """Copies a checkpoint. What an earlier run has left there is used, where its digests are right.
@@ -106,7 +106,7 @@ class Copy:
         with ThreadPoolExecutor(_FILES_AT_ONCE, "holdfast-drain-file") as pool:
             with _of_source():
                 contents = contents_of(self._source, info, pool)
-                self._own[info.attempt] = contents.names()
+                self._own[info.key] = contents.names()
                 beside, left = self._source.beside(info, contents.names, self._pace)
             slot = self._target.begin(info)
             there = self._target.sizes(slot)
@@ -124,7 +124,7 @@ class Copy:
         arrived, why = self._send_beside(info, slot, beside, [])
         self._target.commit(slot, info, contents.proofs[-1], contents.names() | {BESIDE_RECORD, *(f.name for f in arrived)})
         self._arrived.clear()
-        self._beside[info.attempt] = arrived
+        self._beside[info.key] = arrived
         return Sent(info.bytes, self._sent, time.monotonic() - begin, "read" if self._reads_back else "store", left, why)
 
     def run_beside(self, info: Info, there: Info) -> tuple[int, list[str]]:
@@ -141,19 +141,19 @@ class Copy:
         """
 
         def own() -> set[str]:
-            if info.attempt not in self._own:
-                self._own[info.attempt] = contents_of(self._source, info).names()
-            return self._own[info.attempt]
+            if info.key not in self._own:
+                self._own[info.key] = contents_of(self._source, info).names()
+            return self._own[info.key]
 
         with _of_source():
             beside, _ = self._source.beside(info, own, self._pace)
         if not beside:
             return 0, []
-        if info.attempt not in self._beside:
-            self._beside[info.attempt] = recorded(self._target, there)
-        has = self._beside[info.attempt]
+        if info.key not in self._beside:
+            self._beside[info.key] = recorded(self._target, there)
+        has = self._beside[info.key]
         late = [file for file in beside if file not in has]
-        self._beside[info.attempt], why = self._send_beside(info, there.slot, late, has)
+        self._beside[info.key], why = self._send_beside(info, there.slot, late, has)
         return len(late) - len(why), why
 
     def _send_beside(self, info: Info, slot: str, files: list[File], has: list[File]) -> tuple[list[File], list[str]]:
@@ -176,10 +176,10 @@ class Copy:
             self._send(info, slot, record_of(info, list(arrived.values())), None)
         return list(arrived.values()), why
 
-    def forget(self, attempts: set[str]) -> None:
+    def forget(self, kept: set[tuple[str, str]]) -> None:
         """Drops what is known of all other checkpoints."""
-        self._own = {a: n for a, n in self._own.items() if a in attempts}
-        self._beside = {a: f for a, f in self._beside.items() if a in attempts}
+        self._own = {key: names for key, names in self._own.items() if key in kept}
+        self._beside = {key: files for key, files in self._beside.items() if key in kept}
 
     @staticmethod
     def _stop_others(pool: ThreadPoolExecutor) -> None:

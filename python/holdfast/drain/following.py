@@ -41,7 +41,7 @@ class Following:
         tell: called with events: ``arrived``, ``removed``, ``trouble``, ``failed``, ``progress``.
 
     Attributes:
-        failed: errors of checkpoints that are given up, by attempt.
+        failed: errors of checkpoints that are given up, by name and attempt.
         passed_over: "NAME: why" of those that look damaged, cannot be read, or have no commit record.
         pending: how many checkpoints have not arrived.
         moved_at: when more of a checkpoint was sent or found than ever before (monotonic).
@@ -54,20 +54,20 @@ class Following:
         self._keep_local = keep_local, keep_local_every
         self._only = only
         self.stop = threading.Event()
-        self.failed: dict[str, Error] = {}
+        self.failed: dict[tuple[str, str], Error] = {}
         self.passed_over: list[str] = []
         self.pending = 0
         self.moved_at = time.monotonic()
         self.lock: int | None = None
         self._copy = Copy(source, target, options, self.stop, self._progress)
         self._now: dict[str, Any] = {}
-        self._furthest = "", 0  # an attempt, and how much of it has been there
+        self._furthest = ("", ""), 0  # a checkpoint, and how much of it has been there
         self._counting = threading.Lock()
         self._told_at = 0.0
         self._cleaned_at = -_CLEAN_SECONDS
         self._remote: list[Info] | None = None  # what is complete there; None: to be listed
-        self._there: set[str] = set()  # attempts that the last listing had
-        self._committed: dict[str, dict[str, Any]] = {}  # what is to be told of attempts, once a listing has them
+        self._there: set[tuple[str, str]] = set()  # what the last listing had
+        self._committed: dict[tuple[str, str], dict[str, Any]] = {}  # what is to be told of checkpoints, once a listing has them
         self._trouble = 0
         self._told: set[str] = set()  # what is said once
         self._swept: tuple[object, float] = None, 0.0
@@ -133,7 +133,7 @@ class Following:
 
     def _sweep(self) -> Error | None:
         local = self._local()
-        self.failed = {c.attempt: self.failed[c.attempt] for c in local if c.attempt in self.failed}
+        self.failed = {c.key: self.failed[c.key] for c in local if c.key in self.failed}
         if self._remote is None or tiers.missing(local, self._remote):
             self._remote = self._listed(local)
         self._tell_of_overtaken(self._only(local) if self._only else local)
@@ -142,8 +142,8 @@ class Following:
         while wanted := self._to_send(local):
             self.pending = len(wanted)
             self._now = {"name": wanted[0].name, "bytes_total": wanted[0].bytes, "bytes_done": 0}
-            if self._furthest[0] != wanted[0].attempt:
-                self._furthest = wanted[0].attempt, 0
+            if self._furthest[0] != wanted[0].key:
+                self._furthest = wanted[0].key, 0
             self._tell({"event": "progress", "pending": self.pending, **self._now})
             self._send(wanted[0], local)
             local = self._local()
@@ -167,14 +167,14 @@ class Following:
         try:
             found = self._target.complete()[0]
         except Error:
-            self.pending = sum(c.attempt not in self._there for c in local)
+            self.pending = sum(c.key not in self._there for c in local)
             self._tell({"event": "progress", "pending": self.pending})
             raise
-        self._there = {c.attempt for c in found}
-        for attempt in self._there & self._committed.keys():
+        self._there = {c.key for c in found}
+        for key in self._there & self._committed.keys():
             self._move(time.monotonic())
             self._trouble = 0
-            self._tell(self._committed.pop(attempt))
+            self._tell(self._committed.pop(key))
         return found
 
     def _tell_of_overtaken(self, local: list[Info]) -> None:
@@ -199,20 +199,20 @@ class Following:
     def _to_send(self, local: list[Info]) -> list[Info]:
         assert self._remote is not None
         wanted = tiers.to_send(self._only(local) if self._only else local, self._remote, self._options, *self._keep_local)
-        return [c for c in wanted if c.attempt not in self.failed]
+        return [c for c in wanted if c.key not in self.failed]
 
     def _send(self, info: Info, local: list[Info]) -> None:
         try:
             sent = self._copy.run(info)
         except Error as error:
-            if error.code != "CANCELLED" and not any(c.attempt == info.attempt for c in self._local()):
+            if error.code != "CANCELLED" and not any(c.key == info.key for c in self._local()):
                 return  # replaced or removed meanwhile
             if error.code == "RESOURCE_EXHAUSTED":
                 self._apply_retention(self._local())  # a full place gets room before the next try, where options let something go
             # With an errno it is of the place, as a file in the way of a directory: no checkpoint arrives, and each is tried again.
             if error.code != "DATA_LOSS" and (error.code != "FAILED_PRECONDITION" or error.errno):
                 raise
-            self.failed[info.attempt] = error
+            self.failed[info.key] = error
             self._tell({"event": "failed", "name": info.name, "step": info.step, "code": error.code, "message": error.message})
             return
         if sent.left:
@@ -221,12 +221,12 @@ class Following:
                             f"{self._source.path(info.slot)} is no file, or has a name that is not sent; copy it yourself")  # fmt: skip
         self._tell_of_late(info, sent.late)
         # It has arrived when a listing has it: until then every sweep may send it again, which is no progress.
-        self._committed[info.attempt] = {
+        self._committed[info.key] = {
             "event": "arrived", "name": info.name, "step": info.step, "attempt": info.attempt, "bytes": sent.bytes,
             "bytes_sent": sent.bytes_sent, "seconds": sent.seconds, "verified": sent.verified,
         }  # fmt: skip
         self._remote = self._listed(local)
-        if not any(c.attempt == info.attempt for c in self._remote):
+        if not any(c.key == info.key for c in self._remote):
             raise Error("UNAVAILABLE", f"drain {info.name}: {self._target.url} does not list it after its commit; it is sent again")
 
     def _tell_of_late(self, info: Info, why: list[str]) -> None:
@@ -237,16 +237,16 @@ class Following:
     def _send_beside(self, local: list[Info]) -> None:
         """Sends what a framework has written beside a checkpoint after its commit, before retention may remove the checkpoint."""
         assert self._remote is not None
-        there = {c.attempt: c for c in self._remote}
-        self._copy.forget({c.attempt for c in local})
+        there = {c.key: c for c in self._remote}
+        self._copy.forget({c.key for c in local})
         for info in self._only(local) if self._only else local:
-            if info.attempt not in there:
+            if info.key not in there:
                 continue
             self._now = {"name": info.name, "bytes_total": 0, "bytes_done": 0}
             try:
-                count, why = self._copy.run_beside(info, there[info.attempt])
+                count, why = self._copy.run_beside(info, there[info.key])
             except Error as error:
-                if error.code != "CANCELLED" and not any(c.attempt == info.attempt for c in self._local()):
+                if error.code != "CANCELLED" and not any(c.key == info.key for c in self._local()):
                     continue  # replaced or removed meanwhile
                 if error.code != "DATA_LOSS":
                     raise

@@ -50,6 +50,11 @@ class Info(NamedTuple):
     bytes: int
     record: str
 
+    @property
+    def key(self) -> tuple[str, str]:
+        """Name and attempt: a copy under another name is a checkpoint of its own."""
+        return self.name, self.attempt
+
     def listed(self, place: Place) -> dict[str, Any]:
         """The checkpoint as `list_checkpoints` has it, with its path in a place."""
         return {

@@ -66,8 +66,8 @@ class SecondPlace:
         for entry in passed_over:
             logger.warning("list %s: passed over %s", self.place.url, entry)
         self._found = {self.place.path(c.slot): c for c in found}
-        attempts = {c["attempt"] for c in local}
-        there = [c.listed(self.place) for c in found if c.attempt not in attempts]
+        keys = {(c["name"], c["attempt"]) for c in local}
+        there = [c.listed(self.place) for c in found if c.key not in keys]
         every = sorted((*local, *there), key=age_of_listed)
         latest = {c["name"]: c["path"] for c in every}
         return [c for c in every if latest[c["name"]] == c["path"]]
@@ -104,7 +104,7 @@ def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
     """Copies a checkpoint into a directory, verified, and returns its path. What is there already is not copied again."""
     target = open_place(directory)
     for there in target.complete()[0]:
-        if there.attempt == info.attempt:
+        if there.key == info.key:
             return target.path(there.slot)
     # The limit of the rate is for the time of the training, which waits now.
     for why in Copy(place, target, dataclasses.replace(options, bytes_per_second=None), threading.Event()).run(info).late:

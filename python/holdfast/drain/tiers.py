@@ -30,16 +30,16 @@ def _merged(there: Iterable[Info], also: Iterable[Info]) -> list[Info]:
 
 def missing(local: list[Info], remote: list[Info]) -> list[Info]:
     """The local checkpoints that have not arrived, the oldest first; not those that a later one of the name has replaced."""
-    late = {c.attempt for c in overtaken(local, remote)}
-    arrived = {c.attempt for c in remote}
-    return [c for c in local if c.attempt not in arrived and c.attempt not in late]
+    late = {c.key for c in overtaken(local, remote)}
+    arrived = {c.key for c in remote}
+    return [c for c in local if c.key not in arrived and c.key not in late]
 
 
 def overtaken(local: list[Info], remote: list[Info]) -> list[Info]:
     """The local checkpoints that have not arrived and do not: a later save of the name is there, of another process."""
     latest = {c.name: c for c in remote}
-    arrived = {c.attempt for c in remote}
-    return [c for c in local if c.attempt not in arrived and c.name in latest and age_of(latest[c.name]) >= age_of(c)]
+    arrived = {c.key for c in remote}
+    return [c for c in local if c.key not in arrived and c.name in latest and age_of(latest[c.name]) >= age_of(c)]
 
 
 def to_send(local: list[Info], remote: list[Info], options: Drain, keep_local: int, keep_local_every: int) -> list[Info]:
@@ -73,8 +73,8 @@ def to_remove_locally(local: list[Info], remote: list[Info], options: Drain, kee
     if options.behind == "skip":
         return gone
     # Not `missing`: where a later save of the name is there, of another node perhaps, this one has not arrived.
-    arrived = {c.attempt for c in remote}
+    arrived = {c.key for c in remote}
     return [
         c for c in gone
-        if c.attempt in arrived or c.name in let_go(_merged(remote, [c]), options.keep_last, options.keep_every)
+        if c.key in arrived or c.name in let_go(_merged(remote, [c]), options.keep_last, options.keep_every)
     ]  # fmt: skip
