@@ -56,6 +56,21 @@ def test_what_has_not_arrived_stays_unless_told_otherwise() -> None:
     assert [c.name for c in tiers.to_send(local, [], Drain(keep_last=3), 2, 0)] == ["step-4", "step-5", "step-6"]
 
 
+def test_times_of_another_run_keep_nothing_from_the_second_place() -> None:
+    """A clock that is behind, or one that was ahead."""
+    ahead = [info(f"step-{n}", 100 + n) for n in range(1, 4)]
+    local = [info(f"step-{n}", n) for n in range(11, 15)]
+    options = Drain(keep_last=3)
+    assert tiers.to_send(local, ahead, options, 1, 0) == local[1:]  # of its own run it is let go at once
+    assert tiers.to_remove_locally(local, ahead, options, 1, 0) == []
+    assert tiers.to_remove_remotely(local, [*local[1:], *ahead], options) == []
+    assert tiers.to_remove_locally(local, [*local[1:], *ahead], options, 1, 0) == local[:3]
+    # What has gone from the first place since is of its run by the parents.
+    line = [info(f"step-{n}", n, parent=str(n - 1)) for n in range(11, 17)]
+    assert tiers.to_remove_remotely(line[-1:], [*line, *ahead], options) == line[:3]
+    assert tiers.strangers(line[-1], line[-1:], [*line, *ahead]) == ahead and not tiers.strangers(line[2], line[2:], line)
+
+
 def test_an_older_save_of_a_name_does_not_replace_a_newer_one() -> None:
     newer = info("step-5", 9)
     assert tiers.to_send([info("step-5", 3)], [newer], Drain(), 0, 0) == []

@@ -102,6 +102,24 @@ def test_a_node_whose_clock_is_late_goes_on_where_the_other_ended(format: str, t
     assert open_place(str(tmp_path / "run")).complete()[0][0].step == 2
 
 
+def test_a_run_that_begins_with_a_late_clock_arrives(tmp_path: Path) -> None:
+    """Nothing has looked at the second place before the first save: its checkpoints are of a clock that was an hour ahead."""
+    with holdfast.Checkpointer(tmp_path / "far", arena_bytes=64 * MIB) as checkpointer:
+        _lineage.seen(checkpointer.directory, time.time() + 3600)
+        for step in (1, 2, 3):
+            checkpointer.save(state(step), step)
+    with holdfast.Checkpointer(tmp_path / "new", arena_bytes=64 * MIB, keep_last=1, drain_to=tmp_path / "far",
+                               drain=Drain(keep_last=3)) as checkpointer:  # fmt: skip
+        for step in (11, 12, 13):
+            checkpointer.save(state(step), step)
+        checkpointer.wait_drained(60)
+        assert {f"step-{step}" for step in (11, 12, 13)} <= set(os.listdir(tmp_path / "far"))
+        assert checkpointer.drain_report["arrived"] == 3 and checkpointer.drain_report["troubles"] == 1
+        checkpointer.save(state(14), 14)
+        checkpointer.wait_drained(60)
+    assert open_place(str(tmp_path / "far")).complete()[0][-1].step == 14  # what the drain has seen, a later save has heard of
+
+
 @formats
 def test_a_load_lists_each_place_once(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, format=format) as checkpointer:

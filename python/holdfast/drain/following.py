@@ -19,7 +19,7 @@ from holdfast._durable import locked
 from holdfast.drain import tiers
 from holdfast.drain.copying import Copy
 from holdfast.drain.options import Drain
-from holdfast.drain.places import Info, Place, identity_of, path_of
+from holdfast.drain.places import Info, Place, age_of, identity_of, path_of
 from holdfast.errors import Error
 
 POLL_SECONDS = 1.0
@@ -145,6 +145,7 @@ class Following:
             if self._furthest[0] != wanted[0].key:
                 self._furthest = wanted[0].key, 0
             self._tell({"event": "progress", "pending": self.pending, **self._now})
+            self._tell_of_strangers(wanted[0], local)
             self._send(wanted[0], local)
             local = self._local()
             is_applied = True
@@ -175,6 +176,9 @@ class Following:
             self._move(time.monotonic())
             self._trouble = 0
             self._tell(self._committed.pop(key))
+        if found and age_of(found[-1]) > max(map(age_of, local), default=(0.0, 0, "")):
+            # Later saves of the trainer are younger than all that is here.
+            self._tell({"event": "progress", "pending": self.pending, "latest": found[-1].saved_at})
         return found
 
     def _tell_of_overtaken(self, local: list[Info]) -> None:
@@ -184,6 +188,15 @@ class Following:
             self._tell_once("ABORTED", f"drain {info.name}: it is not sent, for {self._target.url} has a later save of this name "
                             f"than {info.attempt}, of another job or node; jobs that share a place need names of their own (name= of the "
                             "Checkpointer), or places of their own")  # fmt: skip
+
+    def _tell_of_strangers(self, info: Info, local: list[Info]) -> None:
+        """Says once that what is sent is not the newest there, for a run with a clock that is behind, or begun without a look."""
+        assert self._remote is not None
+        if tiers.strangers(info, local, self._remote):
+            self._tell_once("FAILED_PRECONDITION", f"drain {self._source.url}: {self._target.url} has checkpoints of another run with the same "
+                            "names and later times; what is sent is kept beside them, but newest() finds theirs first; call newest() or "
+                            "load() before the first save to continue that run, or choose names (name= of the Checkpointer) or a place "
+                            "of your own; if this node's clock is behind, set it")  # fmt: skip
 
     def _tell_once(self, code: str, message: str) -> None:
         if message not in self._told:

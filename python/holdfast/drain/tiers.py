@@ -42,6 +42,30 @@ def overtaken(local: list[Info], remote: list[Info]) -> list[Info]:
     return [c for c in local if c.key not in arrived and c.name in latest and age_of(latest[c.name]) >= age_of(c)]
 
 
+def _own(local: list[Info], remote: list[Info]) -> list[Info]:
+    """Of the second place what the first one has, and what that descends from.
+
+    Of these alone the times say which is the later one: the clock of another node, whose run this one does not continue, may be ahead.
+    """
+    parents = {c.attempt: c.parent for c in (*local, *remote)}
+    known: set[str] = set()
+    for info in local:
+        at = info.attempt
+        while at and at not in known:
+            known.add(at)
+            at = parents.get(at, "")
+    return [c for c in remote if c.attempt in known]
+
+
+def strangers(info: Info, local: list[Info], remote: list[Info]) -> list[Info]:
+    """The checkpoints of the second place that every reader takes for later ones of a series, and that are of another run.
+
+    Of names of its own: the others are said to have `overtaken` those of the first place.
+    """
+    known = {c.key for c in _own(local, remote)} | {c.key for c in remote if c.name in {one.name for one in local}}
+    return [c for c in remote if c.key not in known and series_of(c.name) == series_of(info.name) and age_of(c) > age_of(info)]
+
+
 def to_send(local: list[Info], remote: list[Info], options: Drain, keep_local: int, keep_local_every: int) -> list[Info]:
     """The checkpoints to send, in the order of their saves.
 
@@ -49,24 +73,29 @@ def to_send(local: list[Info], remote: list[Info], options: Drain, keep_local: i
     checkpoint is of the same branch.
     """
     found = missing(local, remote)
-    gone = let_go(_merged(remote, found), options.keep_last, options.keep_every)
+    gone = let_go(_merged(_own(local, remote), found), options.keep_last, options.keep_every)
     if options.behind == "skip":
         gone |= let_go(local, keep_local, keep_local_every)
     return [c for c in found if c.name not in gone]
 
 
 def to_remove_remotely(local: list[Info], remote: list[Info], options: Drain) -> list[Info]:
-    """The checkpoints of the second place that retention lets go: of the series that the first place has. Others are another job's."""
-    own = {series_of(c.name) for c in local}
-    gone = let_go((c for c in remote if series_of(c.name) in own), options.keep_last, options.keep_every)
-    return [c for c in remote if c.name in gone]
+    """The checkpoints of the second place that retention lets go: of the series that the first place has. Others are another job's.
+
+    Of the own run the newest stay, whatever the times of others are: the second place may have the only copy.
+    """
+    series = {series_of(c.name) for c in local}
+    gone = let_go((c for c in remote if series_of(c.name) in series), options.keep_last, options.keep_every)
+    own = _own(local, remote)
+    kept = {c.name for c in own} - let_go(own, options.keep_last, options.keep_every)
+    return [c for c in remote if c.name in gone - kept]
 
 
 def to_remove_locally(local: list[Info], remote: list[Info], options: Drain, keep_local: int,
                       keep_local_every: int) -> list[Info]:  # fmt: skip
     """The local checkpoints that retention lets go: of those that have arrived.
 
-    One that the second place would let go at once, by what has arrived there, counts as arrived.
+    One that the second place would let go at once, by what has arrived there of the own run, counts as arrived.
     """
     names = let_go(local, keep_local, keep_local_every)
     gone = [c for c in local if c.name in names]
@@ -74,7 +103,8 @@ def to_remove_locally(local: list[Info], remote: list[Info], options: Drain, kee
         return gone
     # Not `missing`: where a later save of the name is there, of another node perhaps, this one has not arrived.
     arrived = {c.key for c in remote}
+    own = _own(local, remote)
     return [
         c for c in gone
-        if c.key in arrived or c.name in let_go(_merged(remote, [c]), options.keep_last, options.keep_every)
+        if c.key in arrived or c.name in let_go(_merged(own, [c]), options.keep_last, options.keep_every)
     ]  # fmt: skip

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from holdfast import _native
+from holdfast import _lineage, _native
 from holdfast._completion import waitable
 from holdfast._process import PerProcess
 from holdfast.drain.following import is_held, lock_path
@@ -239,6 +239,8 @@ class Draining(PerProcess):
         report = self.report
         if kind == "progress":
             report.update({k: v for k, v in event.items() if k in ("pending", "bytes_done", "bytes_total")})
+            if "latest" in event:
+                _lineage.seen(self._directory, event["latest"])
         elif kind == "arrived":
             report["arrived"] += 1
             report["bytes_sent"] += event["bytes_sent"]
