@@ -33,7 +33,7 @@ class Faults:
         bytes_per_second: of all bodies together; 0: no limit.
         corrupt: text of a path; a byte of the next body that is sent there is changed.
         breaks: method, text of a path, and what happens to the next such request, once for each entry: "truncated", half of the body
-            with the length of all; "dropped", no answer; "busy", 503 with Retry-After; "stale", an answer to a listing of the time
+            with the length of all; "dropped", no answer; "busy", 503 with Retry-After; "lost", 200 for what is not served; "stale", an answer to a listing of the time
             before the first object.
         refuse: status with which requests are answered; 0: none.
         refused_methods: of those that are refused; empty: all.
@@ -182,6 +182,9 @@ def _handler(server: str, faults: Faults) -> type[BaseHTTPRequestHandler]:
                 faults.unproven += 1
             if faults.refuse and (not faults.refused_methods or self.command in faults.refused_methods):
                 self._answer(faults.refuse, b"<Error><Code>Refused</Code><Message>by the test</Message></Error>")
+                return
+            if how == "lost":
+                self._answer(200, headers=[("ETag", f'"{hashlib.md5(body).hexdigest()}"')])
                 return
             if fails and before:
                 self._answer(500, b"<Error><Code>InternalError</Code></Error>")

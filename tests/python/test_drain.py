@@ -112,10 +112,27 @@ def test_a_replacement_that_is_interrupted_leaves_the_older_one(tmp_path: Path, 
     assert far.complete() == before and contents.contents_of(far, before[0][0])
 
 
+@pytest.mark.parametrize("lost", ["manifest.json", "holdfast.commit.json"])
+def test_a_replacement_that_the_store_confirms_and_loses_leaves_the_older_one(lost: str, tmp_path: Path, server: s3_server.Server,
+                                                                            bucket: tuple[str, dict[str, str]]) -> None:  # fmt: skip
+    save(tmp_path / "run", 7, elements=10)
+    source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
+    following = Following(source, far, Drain(), lambda event: None)
+    following.sweep()
+    before = far.complete()[0]
+    save(tmp_path / "run", 7, elements=10, replace=True)
+    server.faults.breaks = [("PUT", lost, "lost")]
+    with pytest.raises(Error, match="does not list it after its commit"):
+        following.sweep()
+    assert far.complete()[0] == before and server.faults.breaks == []
+    following.sweep()
+    assert [c.attempt for c in far.complete()[0]] == [c.attempt for c in source.complete()[0]] and len(far._objects()) == 1
+
+
 def test_of_two_complete_attempts_the_older_one_goes(tmp_path: Path, bucket: tuple[str, dict[str, str]],
                                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
-    monkeypatch.setattr(far, "_remove_other_attempts", lambda slot, info: None)  # as after a kill
+    monkeypatch.setattr(far, "remove_replaced", lambda info: None)  # as after a kill
     save(tmp_path / "run", 7, elements=10)
     swept(source, far)
     save(tmp_path / "run", 7, elements=10, replace=True)

@@ -240,6 +240,15 @@ def test_a_place_that_lets_nothing_be_deleted_fills_no_local_disk(tmp_path: Path
         swept(source, far, Drain(keep_last=2), keep_local=1)
     assert names(far)[-2:] == ["step-4", "step-5"] and names(source) == ["step-5"]  # no copy waited for it
 
+    save(tmp_path / "run", 5, elements=10, replace=True)
+    save(tmp_path / "run", 6, elements=10)
+    following = Following(source, far, Drain(), lambda event: None)
+    refused = following.sweep()
+    assert refused is not None and "403" in refused.message
+    assert {c.key for c in source.complete()[0]} <= {c.key for c in far.complete()[0]} and len(far._objects()) == 7
+    server.faults.refuse = 0
+    assert following.sweep() is None and len(far._objects()) == 6  # the removal is tried again
+
 
 def test_a_sweep_lists_the_source_once_for_each_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "run", 1, 2, 3, elements=10)
@@ -402,7 +411,7 @@ def test_of_two_attempts_of_one_time_the_same_one_stays_for_all(tmp_path: Path, 
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Two nodes that go on from one checkpoint with late clocks save at the same time."""
     far = open_place(*bucket)
-    monkeypatch.setattr(far, "_remove_other_attempts", lambda slot, info: None)
+    monkeypatch.setattr(far, "remove_replaced", lambda info: None)
     monkeypatch.setattr(far, "clean", lambda keep: [])
     sent = []
     for run in ("one", "two"):
@@ -414,7 +423,7 @@ def test_of_two_attempts_of_one_time_the_same_one_stays_for_all(tmp_path: Path, 
     (stays,) = far.complete()[0]
     assert len(far._objects()) == 2
     for one in sorted(sent, key=lambda c: c.attempt == stays.attempt):  # the other one first
-        far._remove_other_attempts(one.slot, one._replace(saved_at=stays.saved_at))
+        far.remove_replaced(one._replace(saved_at=stays.saved_at))
     assert [c.attempt for c in far.complete()[0]] == [stays.attempt] and len(far._objects()) == 1
 
 

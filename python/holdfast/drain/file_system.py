@@ -303,6 +303,9 @@ class Directory:
         if replaced:
             _remove_unnamed(replaced)
 
+    def remove_replaced(self, info: Info) -> None:
+        pass  # there is one directory of a name
+
     def _replaceable(self, info: Info, new: set[str]) -> Info | None:
         """The checkpoint that one of its name replaces; None for a damaged one, and an empty directory.
 

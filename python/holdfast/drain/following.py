@@ -68,6 +68,7 @@ class Following:
         self._remote: list[Info] | None = None  # what is complete there; None: to be listed
         self._there: set[tuple[str, str]] = set()  # what the last listing had
         self._committed: dict[tuple[str, str], dict[str, Any]] = {}  # what is to be told of checkpoints, once a listing has them
+        self._replacing: dict[str, Info] = {}  # what has arrived, by name, until older saves of the name are gone
         self._trouble = 0
         self._told: set[str] = set()  # what is said once
         self._swept: tuple[object, float] = None, 0.0
@@ -239,6 +240,7 @@ class Following:
             "bytes_sent": sent.bytes_sent, "seconds": sent.seconds, "verified": sent.verified,
         }  # fmt: skip
         self._remote = self._listed(local)
+        self._replacing.update({c.name: c for c in self._remote if c.key == info.key})
         if not any(c.key == info.key for c in self._remote):
             raise Error("UNAVAILABLE", f"drain {info.name}: {self._target.url} does not list it after its commit; it is sent again")
 
@@ -272,18 +274,27 @@ class Following:
         """Returns the first error of a removal: a place that lets nothing be deleted holds up nothing else."""
         assert self._remote is not None
         refused: Error | None = None
-        try:
-            for info in tiers.to_remove_remotely(local, self._remote, self._options):
-                self._remove(self._target, "target", info)
-                self._remote.remove(info)
-        except Error as error:
-            refused = error
-        try:  # a store that lets nothing be deleted fills no local disk
-            for info in tiers.to_remove_locally(local, self._remote, self._options, *self._keep_local):
-                self._remove(self._source, "source", info)
-        except Error as error:
-            refused = refused or error
+        # A store that lets nothing be deleted fills no local disk.
+        for remove in (self._remove_replaced, self._remove_remotely, self._remove_locally):
+            try:
+                remove(local, self._remote)
+            except Error as error:
+                refused = refused or error
         return refused
+
+    def _remove_replaced(self, local: list[Info], remote: list[Info]) -> None:
+        for name, info in list(self._replacing.items()):
+            self._target.remove_replaced(info)
+            del self._replacing[name]
+
+    def _remove_remotely(self, local: list[Info], remote: list[Info]) -> None:
+        for info in tiers.to_remove_remotely(local, remote, self._options):
+            self._remove(self._target, "target", info)
+            remote.remove(info)
+
+    def _remove_locally(self, local: list[Info], remote: list[Info]) -> None:
+        for info in tiers.to_remove_locally(local, remote, self._options, *self._keep_local):
+            self._remove(self._source, "source", info)
 
     def _remove(self, place: Place, which: str, info: Info) -> None:
         try:

@@ -266,17 +266,19 @@ class Store:
         self._delete(slot, [name for name in self.sizes(slot) if name not in files])
         content = last.content
         self.write(slot, last, lambda begin, end: content[begin:end], False)
-        self._remove_other_attempts(slot, info)
 
-    def _remove_other_attempts(self, slot: str, info: Info) -> None:
+    def remove_replaced(self, info: Info) -> None:
         with self._call("list", ""):
             found = self._library.list_with_delimiter(self._store, self._prefix or None)["common_prefixes"]
         slots = [p.strip("/").removeprefix(self._prefix) for p in found]
-        for other in slots:
-            if other != slot and _parts(other)[0] == info.name:
-                found = self._look(other, self._objects(f"{other}/").get(other, {}))
-                if isinstance(found, Info) and _order(found) < _order(info):
-                    self.remove(found)
+        others = [self._look_at(slot) for slot in slots if slot != info.slot and _parts(slot)[0] == info.name]
+        older = [other for other in others if isinstance(other, Info) and _order(other) < _order(info)]
+        if older and isinstance(self._look_at(info.slot), Info):  # a store may confirm a write, and lose it
+            for other in older:
+                self.remove(other)
+
+    def _look_at(self, slot: str) -> Info | str | None:
+        return self._look(slot, self._objects(f"{slot}/").get(slot, {}))
 
     def remove(self, info: Info) -> None:
         names = self.sizes(info.slot)

@@ -137,11 +137,14 @@ class Place(Protocol):
         """Writes a file durably; `read` gives its proven bytes, `is_resumed`: a part may be there."""
 
     def commit(self, slot: str, info: Info, last: File, files: set[str]) -> None:
-        """Writes the last file and makes the checkpoint complete, in place of an older one of its name.
+        """Writes the last file and makes the checkpoint complete. Of its name it is the one that listings have from then on.
 
         Args:
             files: names of all its files. Others are removed from the slot.
         """
+
+    def remove_replaced(self, info: Info) -> None:
+        """Removes older saves of a checkpoint's name, where it is complete."""
 
     def remove(self, info: Info) -> None:
         """Removes a complete checkpoint: first what makes it complete, durably, then the rest."""
