@@ -24,6 +24,7 @@ from small_disk import mounted
 import holdfast
 from holdfast import _durable
 from holdfast.drain import Drain
+from holdfast.drain.following import Following
 from holdfast.drain.places import open_place
 from holdfast.errors import Error
 
@@ -153,6 +154,7 @@ def test_a_mount_that_vanishes_is_waited_for(tmp_path: Path) -> None:
                 checkpointer.wait_drained(60)
                 assert names(open_place(str(far))) == ["step-1", "step-2", "step-3", "step-4"]
                 assert names(open_place(str(run))) == ["step-4"]
+                checkpointer.close()
 
 
 def test_a_place_that_was_never_there_is_made_on_its_mount_alone(tmp_path: Path) -> None:
@@ -168,6 +170,7 @@ def test_a_place_that_was_never_there_is_made_on_its_mount_alone(tmp_path: Path)
             with bound(disk, tmp_path / "mnt"):
                 checkpointer.wait_drained(60)
                 assert names(open_place(str(disk / "me/far"))) == ["step-1", "step-2"]
+                checkpointer.close()
 
 
 def test_a_mount_that_was_missing_at_first_is_taken(tmp_path: Path) -> None:
@@ -181,7 +184,7 @@ def test_a_mount_that_was_missing_at_first_is_taken(tmp_path: Path) -> None:
             checkpointer.wait_drained(60)
             assert names(open_place(str(disk / "far"))) == ["step-1", "step-2"]
             saved(checkpointer, 3)
-            checkpointer.wait_drained(60)
+            checkpointer.close()
 
 
 @pytest.mark.parametrize("what", ["brought back", "made anew"])
@@ -204,6 +207,32 @@ def test_a_directory_that_goes_away_is_not_made_by_a_drain(what: str, tmp_path: 
         there = (2, 3, 4) if what == "made anew" else (1, 2, 3, 4)
         assert names(open_place(str(far))) == [f"step-{n}" for n in there]
         assert names(open_place(str(run))) == ["step-4"]
+
+
+def test_a_wait_looks_whether_what_has_arrived_is_there(tmp_path: Path) -> None:
+    run, far = tmp_path / "run", tmp_path / "far"
+    with draining(run, far, keep_last=2) as checkpointer:
+        saved(checkpointer, 1, 2)
+        checkpointer.wait_drained(60)
+        far.rename(tmp_path / "away")
+        with pytest.raises(Error, match=f"{far}: the directory is gone"):
+            checkpointer.wait_drained(60)
+        far.mkdir()
+        checkpointer.wait_drained(60)
+        assert names(open_place(str(far))) == ["step-1", "step-2"]
+        shutil.rmtree(far / "step-1")
+    assert names(open_place(str(far))) == ["step-1", "step-2"]  # so does the end
+
+
+def test_what_is_gone_is_sent_again_without_a_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    far = tmp_path / "far"
+    following = Following(open_place(str(tmp_path / "run")), open_place(str(far)), Drain(), lambda event: None)
+    following.sweep(asked=False)
+    shutil.rmtree(far / "step-1")
+    monkeypatch.setattr("holdfast.drain.following._SWEEP_SECONDS", 0.0)  # they are over
+    following.sweep(asked=False)
+    assert names(open_place(str(far))) == ["step-1"]
 
 
 def test_the_command_keeps_to_the_mount(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ class Following:
         self._told_at = 0.0
         self._cleaned_at = -_CLEAN_SECONDS
         self._remote: list[Info] | None = None  # what is complete there; None: to be listed
+        self._listed_at = 0.0
         self._there: set[tuple[str, str]] = set()  # what the last listing had
         self._committed: dict[tuple[str, str], dict[str, Any]] = {}  # what is to be told of checkpoints, once a listing has them
         self._replacing: dict[str, Info] = {}  # what has arrived, by name, until older saves of the name are gone
@@ -108,7 +109,7 @@ class Following:
         if not asked and seen is not None and seen == self._swept[0] and at - self._swept[1] < _SWEEP_SECONDS:
             return None
         try:
-            refused = self._sweep()
+            refused = self._sweep(asked)
         except RuntimeError as error:  # Python's own where the system has no thread; a later sweep may get one
             if "new thread" not in str(error):
                 raise
@@ -132,10 +133,12 @@ class Following:
         self._tell({"event": "progress", "pending": self.pending, "bytes_done": 0, "bytes_total": 0})
         return not self.pending
 
-    def _sweep(self) -> Error | None:
+    def _sweep(self, asked: bool) -> Error | None:
         local = self._local()
         self.failed = {c.key: self.failed[c.key] for c in local if c.key in self.failed}
-        if self._remote is None or tiers.missing(local, self._remote):
+        # What has arrived may be gone by now: nobody is told of it by an old listing.
+        is_old = asked or time.monotonic() - self._listed_at > _SWEEP_SECONDS
+        if self._remote is None or is_old or tiers.missing(local, self._remote):
             self._remote = self._listed(local)
         self._tell_of_overtaken(self._only(local) if self._only else local)
         refused: Error | None = None  # nothing waits for a place that lets nothing be deleted
@@ -172,7 +175,7 @@ class Following:
             self.pending = sum(c.key not in self._there for c in local)
             self._tell({"event": "progress", "pending": self.pending})
             raise
-        self._there = {c.key for c in found}
+        self._there, self._listed_at = {c.key for c in found}, time.monotonic()
         for key in self._there & self._committed.keys():
             self._move(time.monotonic())
             self._trouble = 0
