@@ -90,7 +90,7 @@ class Running:
         moved = self._time_of_lock()
         if moved != self._moved:
             self._moved, following.moved_at = moved, time.monotonic()
-        if time.monotonic() >= self._look_at:
+        if time.monotonic() >= self._look_at or following.is_stuck():  # what ends a wait is of now
             self._look_at = time.monotonic() + _LOOK_SECONDS
             try:
                 if following.look():
