@@ -43,11 +43,21 @@ def series_of(name: str) -> str:
 
 
 def step_of(name: str) -> int:
-    """The step that a name ends in: its last number, unless letters follow as in ``llama-8b``; else 0."""
+    """The step that a name ends in; else 0."""
+    return _step_in(name) or 0
+
+
+def _step_in(name: str) -> int | None:
+    """The last number of a name, unless letters follow as in ``llama-8b``."""
     number = _LAST_NUMBER.search(name)
     if number is None or name[number.end() :][:1].isalpha():
-        return 0
+        return None
     return int(number[1]) % 2**63
+
+
+def has_step(name: str, step: int) -> bool:
+    """Whether a name ends in the step: in ``seed-1`` the number tells one job from another."""
+    return _step_in(name) == step
 
 
 def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:

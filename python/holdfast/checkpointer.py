@@ -161,7 +161,7 @@ class Checkpointer(PerProcess):
         if self._drain_to is not None:
             # The drain's process applies retention: it knows what has arrived.
             self._draining = drain_trainer.Draining(
-                self.directory, self._drain_to, self._drain_options, self._keep_last, self._keep_every
+                self.directory, self._drain_to, self._drain_options, self._keep_last, self._keep_every, self._form
             )
             self._keep_last = self._keep_every = 0
         self._of_save = of_save

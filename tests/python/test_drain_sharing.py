@@ -25,6 +25,7 @@ from holdfast.drain import Drain, contents, copying, tiers
 from holdfast.drain.beside import recorded
 from holdfast.drain.following import Following
 from holdfast.drain.places import Info, Place, open_place
+from holdfast.drain.tiers import Rules
 from holdfast.errors import Error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -48,33 +49,33 @@ def test_what_has_not_arrived_stays_unless_told_otherwise() -> None:
         (Drain(keep_last=2), local[4:], ["step-1", "step-2", "step-3", "step-4"]),  # it would be let go there at once
         (Drain(behind="skip"), [], ["step-1", "step-2", "step-3", "step-4"]),
     ):
-        assert [c.name for c in tiers.to_remove_locally(local, remote, options, 2, 0)] == gone
+        assert [c.name for c in tiers.to_remove_locally(local, remote, Rules(options, 2))] == gone
     of_another_node = [c._replace(saved_at=c.saved_at + 0.5, attempt="f" + c.attempt[1:]) for c in local]
-    assert tiers.to_remove_locally(local, of_another_node, Drain(), 2, 0) == []
-    assert [c.name for c in tiers.to_send(local, local[:2], Drain(), 2, 0)] == ["step-3", "step-4", "step-5", "step-6"]
-    assert [c.name for c in tiers.to_send(local, local[:2], Drain(behind="skip"), 2, 0)] == ["step-5", "step-6"]
-    assert [c.name for c in tiers.to_send(local, [], Drain(keep_last=3), 2, 0)] == ["step-4", "step-5", "step-6"]
+    assert tiers.to_remove_locally(local, of_another_node, Rules(Drain(), 2)) == []
+    assert [c.name for c in tiers.to_send(local, local[:2], Rules(Drain(), 2))] == ["step-3", "step-4", "step-5", "step-6"]
+    assert [c.name for c in tiers.to_send(local, local[:2], Rules(Drain(behind="skip"), 2))] == ["step-5", "step-6"]
+    assert [c.name for c in tiers.to_send(local, [], Rules(Drain(keep_last=3), 2))] == ["step-4", "step-5", "step-6"]
 
 
 def test_times_of_another_run_keep_nothing_from_the_second_place() -> None:
     """A clock that is behind, or one that was ahead."""
     ahead = [info(f"step-{n}", 100 + n) for n in range(1, 4)]
     local = [info(f"step-{n}", n) for n in range(11, 15)]
-    options = Drain(keep_last=3)
-    assert tiers.to_send(local, ahead, options, 1, 0) == local[1:]  # of its own run it is let go at once
-    assert tiers.to_remove_locally(local, ahead, options, 1, 0) == []
-    assert tiers.to_remove_remotely(local, [*local[1:], *ahead], options) == []
-    assert tiers.to_remove_locally(local, [*local[1:], *ahead], options, 1, 0) == local[:3]
+    rules = Rules(Drain(keep_last=3), 1)
+    assert tiers.to_send(local, ahead, rules) == local[1:]  # of its own run it is let go at once
+    assert tiers.to_remove_locally(local, ahead, rules) == []
+    assert tiers.to_remove_remotely(local, [*local[1:], *ahead], rules) == []
+    assert tiers.to_remove_locally(local, [*local[1:], *ahead], rules) == local[:3]
     # What has gone from the first place since is of its run by the parents.
     line = [info(f"step-{n}", n, parent=str(n - 1)) for n in range(11, 17)]
-    assert tiers.to_remove_remotely(line[-1:], [*line, *ahead], options) == line[:3]
-    assert tiers.strangers(line[-1], line[-1:], [*line, *ahead]) == ahead and not tiers.strangers(line[2], line[2:], line)
+    assert tiers.to_remove_remotely(line[-1:], [*line, *ahead], rules) == line[:3]
+    assert tiers.strangers(line[-1], line[-1:], [*line, *ahead], rules) == ahead and not tiers.strangers(line[2], line[2:], line, rules)
 
 
 def test_an_older_save_of_a_name_does_not_replace_a_newer_one() -> None:
     newer = info("step-5", 9)
-    assert tiers.to_send([info("step-5", 3)], [newer], Drain(), 0, 0) == []
-    assert [c.saved_at for c in tiers.to_send([newer], [info("step-5", 3)], Drain(), 0, 0)] == [9]
+    assert tiers.to_send([info("step-5", 3)], [newer], Rules(Drain())) == []
+    assert [c.saved_at for c in tiers.to_send([newer], [info("step-5", 3)], Rules(Drain()))] == [9]
 
 
 @pytest.mark.parametrize("format", ["holdfast", "dcp"])
@@ -133,6 +134,31 @@ def test_retention_leaves_the_checkpoints_of_another_job(tmp_path: Path, bucket:
         assert sorted(names(far)) == ["other-3", "step-1", "step-2", "step-3"]
         swept(one, far, Drain(keep_last=2))
         assert sorted(names(far)) == ["other-3", "step-2", "step-3"]
+
+
+@pytest.mark.parametrize("names_of", [("seed-1", "seed-2"), ("llama-7b", "llama-13b"), ("a1-{step}", "a2-{step}"), ("{step}-of-a", "{step}-of-b")])
+def test_retention_leaves_jobs_whose_names_differ_in_a_number(names_of: tuple[str, str], tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+    far = open_place(*bucket)
+    for steps in ((1, 2), (3,), (4,)):
+        for job, form in enumerate(names_of):
+            save(tmp_path / str(job), *steps, elements=10, name=form, replace=True)
+            swept(open_place(str(tmp_path / str(job))), far, Drain(keep_last=1), keep_local=1, form=form)
+            newest = form.format(step=steps[-1])
+            assert newest in names(far) and names(open_place(str(tmp_path / str(job)))) == [newest]
+    assert sorted(names(far)) == sorted(form.format(step=4) for form in names_of)
+
+
+def test_without_the_form_of_names_a_number_counts_where_it_is_a_step(tmp_path: Path) -> None:
+    """As with the command."""
+    far = open_place(str(tmp_path / "far"))
+    for job, name in enumerate(("seed-1", "seed-2", "iter_0000007", "iter_0000008")):
+        save(tmp_path / str(job), 8 if job == 3 else 7, elements=10, name=name)
+        swept(open_place(str(tmp_path / str(job))), far, Drain(keep_last=1))
+    assert sorted(names(far)) == ["iter_0000008", "seed-1", "seed-2"]
+    for epoch in (1, 2, 3):  # one directory with several is of one series
+        save(tmp_path / "run", 100 * epoch, elements=10, name=f"epoch-{epoch}")
+        swept(open_place(str(tmp_path / "run")), far, Drain(keep_last=1), keep_local=1)
+    assert sorted(names(far)) == ["epoch-3", "iter_0000008", "seed-1", "seed-2"] and names(open_place(str(tmp_path / "run"))) == ["epoch-3"]
 
 
 def test_a_full_place_gets_room_by_its_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def _run_for_trainer(arguments: argparse.Namespace) -> int:
         tell.end(lambda: os.getppid() == arguments.controlled)
         return 2
     following = Following(source, target, options, tell, keep_local=given["keep_local"],
-                          keep_local_every=given["keep_local_every"])  # fmt: skip
+                          keep_local_every=given["keep_local_every"], form=given["form"])  # fmt: skip
     running = Running(following, tell, watch=True)
     on_signals(running, True)
     follow_commands(running, commands, arguments.controlled)

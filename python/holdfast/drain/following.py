@@ -36,7 +36,7 @@ class Following:
     """A drain from one place to another.
 
     Args:
-        keep_local, keep_local_every: retention of the source; 0: everything stays there.
+        keep_local, keep_local_every, form: as of `tiers.Rules`.
         only: selects from the source's complete checkpoints; None: all.
         tell: called with events: ``arrived``, ``removed``, ``trouble``, ``failed``, ``progress``.
 
@@ -49,9 +49,9 @@ class Following:
     """
 
     def __init__(self, source: Place, target: Place, options: Drain, tell: Tell, *, keep_local: int = 0,
-                 keep_local_every: int = 0, only: Callable[[list[Info]], list[Info]] | None = None) -> None:  # fmt: skip
+                 keep_local_every: int = 0, form: str = "", only: Callable[[list[Info]], list[Info]] | None = None) -> None:  # fmt: skip
         self._source, self._target, self._options, self._tell = source, target, options, tell
-        self._keep_local = keep_local, keep_local_every
+        self._rules = tiers.Rules(options, keep_local, keep_local_every, form)
         self._only = only
         self.stop = threading.Event()
         self.failed: dict[tuple[str, str], Error] = {}
@@ -196,7 +196,7 @@ class Following:
     def _tell_of_strangers(self, info: Info, local: list[Info]) -> None:
         """Says once that what is sent is not the newest there, for a run with a clock that is behind, or begun without a look."""
         assert self._remote is not None
-        if tiers.strangers(info, local, self._remote):
+        if tiers.strangers(info, local, self._remote, self._rules):
             self._tell_once("FAILED_PRECONDITION", f"drain {self._source.url}: {self._target.url} has checkpoints of another run with the same "
                             "names and later times; what is sent is kept beside them, but newest() finds theirs first; call newest() or "
                             "load() before the first save to continue that run, or choose names (name= of the Checkpointer) or a place "
@@ -215,7 +215,7 @@ class Following:
 
     def _to_send(self, local: list[Info]) -> list[Info]:
         assert self._remote is not None
-        wanted = tiers.to_send(self._only(local) if self._only else local, self._remote, self._options, *self._keep_local)
+        wanted = tiers.to_send(self._only(local) if self._only else local, self._remote, self._rules)
         return [c for c in wanted if c.key not in self.failed]
 
     def _send(self, info: Info, local: list[Info]) -> None:
@@ -291,12 +291,12 @@ class Following:
             del self._replacing[name]
 
     def _remove_remotely(self, local: list[Info], remote: list[Info]) -> None:
-        for info in tiers.to_remove_remotely(local, remote, self._options):
+        for info in tiers.to_remove_remotely(local, remote, self._rules):
             self._remove(self._target, "target", info)
             remote.remove(info)
 
     def _remove_locally(self, local: list[Info], remote: list[Info]) -> None:
-        for info in tiers.to_remove_locally(local, remote, self._options, *self._keep_local):
+        for info in tiers.to_remove_locally(local, remote, self._rules):
             self._remove(self._source, "source", info)
 
     def _remove(self, place: Place, which: str, info: Info) -> None:

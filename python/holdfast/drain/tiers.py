@@ -2,22 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from holdfast import _native
-from holdfast._dcp_directories import series_of
+from holdfast._dcp_directories import has_step, series_of
 from holdfast.drain.options import Drain
 from holdfast.drain.places import Info, age_of
 
+Series = Callable[[Info], str]
 
-def let_go(complete: Iterable[Info], keep_last: int, keep_every: int) -> set[str]:
+
+class Rules(NamedTuple):
+    """What stays.
+
+    Attributes:
+        options: of the second place.
+        keep_local, keep_local_every: of the first one; 0: everything stays there.
+        form: of the names of the Checkpointer, as ``step-{step}``; "": not known.
+    """
+
+    options: Drain
+    keep_local: int = 0
+    keep_local_every: int = 0
+    form: str = ""
+
+
+def _series(local: list[Info], form: str) -> Series:
+    """Tells the series of a checkpoint: names of one form.
+
+    Where the form is not known, a number in a name counts as that of one series where it is the step, or the first place has several
+    of them. Else it may be what tells the names of two jobs apart, as ``seed-1`` and ``seed-2``, and each name is a series.
+    """
+
+    def is_of_form(info: Info) -> bool:
+        return bool(form) and form.format(step=info.step) == info.name
+
+    counts = Counter(series_of(c.name) for c in local if not is_of_form(c))
+
+    def series(info: Info) -> str:
+        if is_of_form(info):
+            return form
+        usual = series_of(info.name)
+        return usual if counts[usual] > 1 or has_step(info.name, info.step) else info.name
+
+    return series
+
+
+def let_go(complete: Iterable[Info], keep_last: int, keep_every: int, series: Series) -> set[str]:
     """Names that retention removes from some checkpoints of one place, the newest of each series being the last saved."""
     every = sorted(complete, key=age_of)
-    if not keep_last:
-        return set()
-    rows = [(c.name, c.saved_at, c.step, c.attempt, c.parent) for c in every]
-    newest = {series_of(c.name): c.name for c in every}
-    return {n for name in newest.values() for n in _native.select_for_removal(rows, keep_last, keep_every, name)}
+    of = [series(c) for c in every]
+    gone: set[str] = set()
+    for one, count in Counter(of).items():
+        if not 0 < keep_last < count:
+            continue
+        # Names by which the selection tells the series from all others.
+        names = [f"{'in' if s == one else 'out'}-{number:09}" for number, s in enumerate(of)]
+        rows = [(name, c.saved_at, c.step, c.attempt, c.parent) for name, c in zip(names, every, strict=True)]
+        newest = max(name for name in names if name.startswith("in"))
+        removed = set(_native.select_for_removal(rows, keep_last, keep_every, newest))
+        gone.update(c.name for name, c in zip(names, every, strict=True) if name in removed)
+    return gone
 
 
 def _merged(there: Iterable[Info], also: Iterable[Info]) -> list[Info]:
@@ -57,54 +104,59 @@ def _own(local: list[Info], remote: list[Info]) -> list[Info]:
     return [c for c in remote if c.attempt in known]
 
 
-def strangers(info: Info, local: list[Info], remote: list[Info]) -> list[Info]:
+def strangers(info: Info, local: list[Info], remote: list[Info], rules: Rules) -> list[Info]:
     """The checkpoints of the second place that every reader takes for later ones of a series, and that are of another run.
 
     Of names of its own: the others are said to have `overtaken` those of the first place.
     """
-    known = {c.key for c in _own(local, remote)} | {c.key for c in remote if c.name in {one.name for one in local}}
-    return [c for c in remote if c.key not in known and series_of(c.name) == series_of(info.name) and age_of(c) > age_of(info)]
+    names = {c.name for c in local}
+    known = {c.key for c in _own(local, remote)}
+    series = _series(local, rules.form)
+    return [c for c in remote if c.key not in known and c.name not in names and series(c) == series(info) and age_of(c) > age_of(info)]
 
 
-def to_send(local: list[Info], remote: list[Info], options: Drain, keep_local: int, keep_local_every: int) -> list[Info]:
+def to_send(local: list[Info], remote: list[Info], rules: Rules) -> list[Info]:
     """The checkpoints to send, in the order of their saves.
 
     A second place that gets them in this order has a beginning of the run's history at every moment, and its newest
     checkpoint is of the same branch.
     """
     found = missing(local, remote)
-    gone = let_go(_merged(_own(local, remote), found), options.keep_last, options.keep_every)
-    if options.behind == "skip":
-        gone |= let_go(local, keep_local, keep_local_every)
+    series = _series(local, rules.form)
+    gone = let_go(_merged(_own(local, remote), found), rules.options.keep_last, rules.options.keep_every, series)
+    if rules.options.behind == "skip":
+        gone |= let_go(local, rules.keep_local, rules.keep_local_every, series)
     return [c for c in found if c.name not in gone]
 
 
-def to_remove_remotely(local: list[Info], remote: list[Info], options: Drain) -> list[Info]:
+def to_remove_remotely(local: list[Info], remote: list[Info], rules: Rules) -> list[Info]:
     """The checkpoints of the second place that retention lets go: of the series that the first place has. Others are another job's.
 
     Of the own run the newest stay, whatever the times of others are: the second place may have the only copy.
     """
-    series = {series_of(c.name) for c in local}
-    gone = let_go((c for c in remote if series_of(c.name) in series), options.keep_last, options.keep_every)
+    series = _series(local, rules.form)
+    keep = rules.options.keep_last, rules.options.keep_every
+    here = {series(c) for c in local}
+    gone = let_go((c for c in remote if series(c) in here), *keep, series)
     own = _own(local, remote)
-    kept = {c.name for c in own} - let_go(own, options.keep_last, options.keep_every)
+    kept = {c.name for c in own} - let_go(own, *keep, series)
     return [c for c in remote if c.name in gone - kept]
 
 
-def to_remove_locally(local: list[Info], remote: list[Info], options: Drain, keep_local: int,
-                      keep_local_every: int) -> list[Info]:  # fmt: skip
+def to_remove_locally(local: list[Info], remote: list[Info], rules: Rules) -> list[Info]:
     """The local checkpoints that retention lets go: of those that have arrived.
 
     One that the second place would let go at once, by what has arrived there of the own run, counts as arrived.
     """
-    names = let_go(local, keep_local, keep_local_every)
+    series = _series(local, rules.form)
+    names = let_go(local, rules.keep_local, rules.keep_local_every, series)
     gone = [c for c in local if c.name in names]
-    if options.behind == "skip":
+    if rules.options.behind == "skip":
         return gone
     # Not `missing`: where a later save of the name is there, of another node perhaps, this one has not arrived.
     arrived = {c.key for c in remote}
     own = _own(local, remote)
     return [
         c for c in gone
-        if c.key in arrived or c.name in let_go(_merged(own, [c]), options.keep_last, options.keep_every)
+        if c.key in arrived or c.name in let_go(_merged(own, [c]), rules.options.keep_last, rules.options.keep_every, series)
     ]  # fmt: skip

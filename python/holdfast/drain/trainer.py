@@ -56,10 +56,10 @@ class Draining(PerProcess):
             were tried again), ``failed`` (errors by name of the checkpoint), ``last_error``.
     """
 
-    def __init__(self, directory: str, target: str, options: Drain, keep_last: int, keep_every: int) -> None:
+    def __init__(self, directory: str, target: str, options: Drain, keep_last: int, keep_every: int, form: str) -> None:
         self.target = target
         self._given: dict[str, Any] = {
-            "options": dataclasses.asdict(options), "keep_local": keep_last, "keep_local_every": keep_every,
+            "options": dataclasses.asdict(options), "keep_local": keep_last, "keep_local_every": keep_every, "form": form,
             # As of now: a process that is started again may find them gone.
             "source_mount": mount_of(directory), "mount": mount_of(target),
         }  # fmt: skip
