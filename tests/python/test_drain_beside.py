@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3_server
 from draining import PLAIN, names, save, swept
 
 import holdfast
@@ -120,6 +121,31 @@ def test_they_are_replaced_with_their_checkpoint(kind: str, tmp_path: Path, buck
         (tmp_path / "far/step-1/mine").write_bytes(b"3")
         (event,) = swept(source, far)
         assert event["event"] == "failed" and "mine is no file of a complete checkpoint" in event["message"]
+
+
+@pytest.mark.parametrize(("kind", "refused"), [("directory", False), ("store", False), ("store", True)])
+@pytest.mark.parametrize("left", [[], ["stays"]])
+def test_a_file_that_goes_before_the_commit_is_no_part_of_it(kind: str, left: list[str], refused: bool, tmp_path: Path,
+                                                            server: s3_server.Server, bucket: tuple[str, dict[str, str]],
+                                                            monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """An interrupted copy has sent it; a place that lets nothing be deleted keeps it, and holds no checkpoint up."""
+    save(tmp_path / "run", 1, elements=10)
+    for name in ("gone", *left):
+        (tmp_path / "run/step-1" / name).write_bytes(b"1")
+    far, source = opened(kind, tmp_path, bucket), open_place(str(tmp_path / "run"))
+    with monkeypatch.context() as patch:
+        patch.setattr(type(far), "commit", lambda *_: (_ for _ in ()).throw(Error("UNAVAILABLE", "a kill")))
+        with pytest.raises(Error, match="a kill"):
+            swept(source, far)
+    (tmp_path / "run/step-1/gone").unlink()
+    server.faults.refuse, server.faults.refused_methods = 403 if refused else 0, ("POST", "DELETE")
+    assert [e["event"] for e in swept(source, far)] == ["arrived"]
+    server.faults.refuse = 0
+    (info,) = far.complete()[0]
+    assert copying.verify(far, info)[0] == [] and [f.name for f in beside.recorded(far, info)] == [f"beside/{name}" for name in left]
+    assert sorted(n.name for n in brought_back(far, tmp_path / "back").iterdir() if "." not in n.name) == left
+    far.remove(info)
+    assert not far.sizes(info.slot)
 
 
 def test_what_is_no_file_is_reported_and_holds_nothing_up(tmp_path: Path) -> None:

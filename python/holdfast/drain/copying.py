@@ -122,7 +122,8 @@ class Copy:
                         self._stop_others(pool)
                         raise error
         arrived, why = self._send_beside(info, slot, beside, [])
-        self._target.commit(slot, info, contents.proofs[-1], contents.names() | {BESIDE_RECORD, *(f.name for f in arrived)})
+        further = {BESIDE_RECORD, *(f.name for f in arrived)} if arrived else set()
+        self._target.commit(slot, info, contents.proofs[-1], contents.names() | further)
         self._arrived.clear()
         self._beside[info.key] = arrived
         return Sent(info.bytes, self._sent, time.monotonic() - begin, "read" if self._reads_back else "store", left, why)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from holdfast import _regular
 from holdfast._names import BESIDE_RECORD, DCP_RECORD, MANIFEST_END, METADATA, RECORD
-from holdfast.drain.beside import recorded
+from holdfast.drain.beside import record_of, recorded
 from holdfast.drain.contents import info_of, parse
 from holdfast.drain.places import BESIDE, NO_NAME, File, Info, Read, age_of, pieces, scheme_of
 from holdfast.errors import Error
@@ -261,11 +261,17 @@ class Store:
                 raise failed[0] from None
             raise
 
+    def _write_small(self, slot: str, file: File) -> None:
+        content = file.content
+        assert content is not None
+        self.write(slot, file, lambda begin, end: content[begin:end], False)
+
     def commit(self, slot: str, info: Info, last: File, files: set[str]) -> None:
-        assert last.content is not None
-        self._delete(slot, [name for name in self.sizes(slot) if name not in files])
-        content = last.content
-        self.write(slot, last, lambda begin, end: content[begin:end], False)
+        others = self.sizes(slot).keys() - files
+        # What an interrupted copy has left beside the checkpoint counts for nothing and goes with it: a place may let nothing be deleted.
+        self._delete(slot, [name for name in others if name != BESIDE_RECORD and not name.startswith(BESIDE)])
+        for file in ([record_of(info, [])] if BESIDE_RECORD in others else []) + [last]:
+            self._write_small(slot, file)
 
     def remove_replaced(self, info: Info) -> None:
         with self._call("list", ""):

@@ -140,7 +140,7 @@ class Place(Protocol):
         """Writes the last file and makes the checkpoint complete. Of its name it is the one that listings have from then on.
 
         Args:
-            files: names of all its files. Others are removed from the slot.
+            files: names of all its files. Others are removed from the slot, or count for nothing.
         """
 
     def remove_replaced(self, info: Info) -> None:
