@@ -24,10 +24,15 @@ def rank_and_world() -> tuple[int, int]:
     return 0, 1
 
 
+def rank_of_process() -> int:
+    """What tells this process from others of the job: its rank, also before torch.distributed is initialized, from the launcher."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() and not _has_joined() else rank_and_world()[0]
+
+
 def is_another_of_launcher() -> bool:
     """Whether the launcher has made this process another than rank 0, and torch.distributed, which knows, is not initialized."""
-    rank = os.environ.get("RANK", "")
-    return rank.isdecimal() and int(rank) > 0 and not _has_joined()
+    return not _has_joined() and rank_of_process() > 0
 
 
 def check_alone(operation: str, instead: str) -> None:

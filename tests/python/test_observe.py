@@ -402,6 +402,23 @@ def test_a_failed_save_is_a_mark_in_the_trace(tmp_path: Path) -> None:
     assert mark["name"] == "failed: failed" and error.code in mark["args"]["error"]
 
 
+def test_files_of_ranks_have_their_names_before_the_process_group_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))  # as the launcher says
+        lines = observe.jsonl(tmp_path / "saves-{rank}.jsonl")
+        trace = observe.trace(tmp_path / "trace-{rank}.json")
+        with observe.step(rank):
+            pass
+        lines.close()
+        trace.close()
+    assert sorted(os.listdir(tmp_path)) == ["saves-0.jsonl", "saves-1.jsonl", "trace-0.json", "trace-1.json"]
+    for rank in range(2):
+        spans_of_rank = json.loads((tmp_path / f"trace-{rank}.json").read_text())
+        assert {e["pid"] for e in spans_of_rank} == {rank}
+
+
 def test_every_event_of_a_trace_has_what_its_format_asks_for(tmp_path: Path) -> None:
     file = tmp_path / "trace.json"
     with observe.trace(file):

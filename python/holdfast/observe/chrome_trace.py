@@ -203,7 +203,7 @@ def trace(path: str | os.PathLike[str]) -> events.Handle:
         path: of the file, which is replaced; ``{rank}`` in it stands for the rank. One process
             writes one file.
     """
-    rank = _ranks.rank_and_world()[0]
+    rank = _ranks.rank_of_process()
     file = _File(os.fspath(path).replace("{rank}", str(rank)), rank)
     with _traces.lock:
         _traces.open.append(file)

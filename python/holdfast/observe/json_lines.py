@@ -37,7 +37,7 @@ def jsonl(path: str | os.PathLike[str]) -> events.Handle:
     Args:
         path: of the file; ``{rank}`` in it stands for the rank.
     """
-    name = os.fspath(path).replace("{rank}", str(_ranks.rank_and_world()[0]))
+    name = os.fspath(path).replace("{rank}", str(_ranks.rank_of_process()))
     fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def append(subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:
