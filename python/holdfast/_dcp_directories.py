@@ -6,6 +6,7 @@ save made a commit record (runtime/layout/FORMAT.md, section 5), ``.metadata`` m
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
 import fcntl
@@ -292,6 +293,108 @@ def settle_retired(directory: str, clean_up: bool) -> list[str]:
         except Error as error:
             logger.warning("%s", error)
     return settled
+
+
+def settle_unfinished(directory: str, clean_up: bool, age_without_locks: float) -> tuple[list[str], dict[str, str]]:
+    """Removes the directories of saves that have failed or were killed, and that nothing can complete.
+
+    Args:
+        directory: of the checkpoints.
+        clean_up: whether to remove them; else their names are returned alone.
+        age_without_locks: seconds without a change after which, where locks tell nothing, no save is at work.
+
+    Returns:
+        Their names, and why others stay that saves have begun.
+
+    Raises:
+        Error: the directory cannot be listed.
+    """
+    with of_system(f"list {directory}"), os.scandir(directory) as entries:
+        names = sorted(e.name for e in entries if e.is_dir(follow_symlinks=False) and not _names.kind_of(e.name))
+    removed, kept = [], {}
+    for name in names:
+        path = os.path.join(directory, name)
+        try:
+            if not _is_unfinished(os.listdir(path)):
+                continue
+        except OSError:  # gone meanwhile, or not ours to read
+            continue
+        try:
+            why = _unfinished(path, clean_up, age_without_locks)
+        except FileNotFoundError:  # its save has removed a file
+            continue
+        except (Error, OSError) as error:
+            logger.warning("remove %s: %s", path, error)
+            continue
+        if why:
+            kept[name] = why
+        elif why is not None:
+            removed.append(name)
+    return removed, kept
+
+
+def _unfinished(path: str, clean_up: bool, age_without_locks: float) -> str | None:
+    """Removes the directory of saves that were not completed.
+
+    Returns:
+        Why it is kept; None where it is none.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        # A commit, or another recovery, has its turn.
+        if not locked(fd, fcntl.LOCK_EX) or (at_work := _native.saves_at_work(path)) in ("trainer", "orphan"):
+            return "a save is running there"
+        names = os.listdir(fd)  # what a save adds from now on is not among them
+        if not _is_unfinished(names):
+            return None
+        if _of_whole_saves(names):
+            return "all ranks' data is there, and it was not completed"
+        proven = _data_files_of_manifests(path, names)
+        foreign = [
+            name for name in sorted(names)
+            if not _is_own(_names.finished(name)) or _names.DCP_DATA.fullmatch(name) and name not in proven
+        ]  # fmt: skip
+        if foreign:
+            return f"nothing proves that {foreign[0]} is of the save that was not completed; remove the directory yourself"
+        changed = max(os.stat(each, dir_fd=fd, follow_symlinks=False).st_mtime for each in (*names, "."))
+        if at_work == "unknown" and age_without_locks > 0 and time.time() - changed < age_without_locks:
+            return f"locks do not tell whether a save is running there, and it changed less than {age_without_locks:g} s ago"
+        if clean_up:
+            # Proofs go last: what a crash leaves is still proven.
+            for name in sorted(names, key=lambda n: n.endswith(_names.MANIFEST_END)):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=fd)
+            with contextlib.suppress(OSError):  # a save has begun meanwhile
+                os.rmdir(path)
+        return ""
+    finally:
+        os.close(fd)
+
+
+def _is_unfinished(names: Collection[str]) -> bool:
+    """Whether saves of ours have begun in a directory, and none, of any program, was completed."""
+    begun = any(
+        _names.dcp_attempt_of(whole) or whole != name and _names.DCP_DATA.fullmatch(whole)
+        for name, whole in zip(names, map(_names.finished, names), strict=True)
+    )
+    return begun and not any(map(_names.DCP_METADATA.fullmatch, names))
+
+
+def _of_whole_saves(names: Collection[str]) -> bool:
+    """Whether the manifests of all ranks of a save are there."""
+    ranks = collections.Counter(
+        (m["attempt"], int(m["world_size"])) for m in map(_names.DCP_MANIFEST.fullmatch, names) if m
+    )
+    return any(count == world_size for (_, world_size), count in ranks.items())
+
+
+def _data_files_of_manifests(path: str, names: Collection[str]) -> set[str]:
+    found = set()
+    for name in filter(_names.DCP_MANIFEST.fullmatch, names):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged: it proves nothing
+            text = _regular.read_whole(os.path.join(path, name), "read", _regular.MANIFEST_BYTES_MAX)[0]
+            found |= {file["name"] for file in json.loads(text)["files"]}
+    return found
 
 
 def remove_tree(path: str) -> None:

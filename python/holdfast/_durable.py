@@ -7,11 +7,15 @@ import ctypes
 import errno
 import fcntl
 import os
+import struct
+from typing import Any
 
+from holdfast._process import PerProcess
 from holdfast.errors import of_system
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_TRAINER_BYTE = 0  # of a framework's directory, see runtime/directory/locks.h
 
 
 def locked(fd: int, kind: int) -> bool:
@@ -23,6 +27,35 @@ def locked(fd: int, kind: int) -> bool:
     except OSError:
         pass
     return True
+
+
+class Presence(PerProcess):
+    """A trainer's lock of a framework's directory, as the runtime takes it while it writes; until `clear`, or for its own life.
+
+    A forked child has none, nor has a copy in another process.
+
+    Raises:
+        FileNotFoundError: the directory is gone.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._fd: int | None = None
+        super().__init__()
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # a file system without such locks: recoveries judge by age there
+            lock = struct.pack("hhqqi4x", fcntl.F_RDLCK, os.SEEK_SET, _TRAINER_BYTE, 1, 0)
+            fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, lock)
+
+    def clear(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.clear()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def sync_directory(path: str | os.PathLike[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from typing import Any
@@ -47,7 +48,8 @@ def recover(
     """Makes the directory clean after a crash; safe beside running saves, harmless to repeat.
 
     DCP checkpoints are completed, where all ranks' data is durable: see `holdfast.dcp.recover`. Those
-    whose removal has begun are removed. Complete copies of a drain get their names.
+    whose removal has begun are removed, and what failed and killed saves have left in directories without
+    ``.metadata``. Complete copies of a drain get their names.
     Files of `holdfast.save_file` in the directory itself likewise.
 
     Args:
@@ -63,7 +65,7 @@ def recover(
             runs.
 
     Returns:
-        ``complete`` (as `list_checkpoints`), ``promoted`` (names, those of DCP checkpoints, too),
+        ``complete`` (as `list_checkpoints`, of both formats), ``promoted`` (names, those of DCP checkpoints, too),
         ``removed``, ``fenced``, ``kept_incomplete``.
     """
     path = directories.local_path(directory, "recover")
@@ -85,4 +87,12 @@ def recover(
             continue
         if dcp.recover(os.path.join(path, name), wait_for_orphans):
             report["promoted"].append(os.path.basename(os.path.abspath(path)) if name == "." else name)
+    removed, kept_dcp = _dcp_directories.settle_unfinished(path, clean_up, age_without_locks)
+    report["removed"] += removed if clean_up else []
+    report["kept_incomplete"] += [f"{name}: incomplete" for name in removed if not clean_up]
+    report["kept_incomplete"] += [f"{name}: {why}" for name, why in kept_dcp.items()]
+    with contextlib.suppress(Error):  # none can be read: a list of them says so
+        complete, damaged = _dcp_directories.list_complete(path)
+        report["complete"] = sorted([*report["complete"], *complete], key=_dcp_directories.age_of_listed)
+        report["kept_incomplete"] += damaged
     return report

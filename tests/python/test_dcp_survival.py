@@ -152,8 +152,8 @@ def test_a_save_that_lacks_a_rank_is_called_complete_by_nothing(tmp_path: Path) 
     _run(tmp_path, "0 slow")
     path = tmp_path / "run" / "step-2"
     assert list(path.glob("rank-00001-*.manifest.json")) and not list(path.glob("rank-00000-*.manifest.json"))
-    assert holdfast.recover(tmp_path / "run", wait_for_orphans=0)["promoted"] == []
-    assert not (path / ".metadata").exists()
     assert holdfast.verify(path)["verdict"] == "incomplete"
     with pytest.raises(dcp.api.CheckpointException, match="metadata"):
         _check(path, 2)
+    assert holdfast.recover(tmp_path / "run", wait_for_orphans=0)["promoted"] == []
+    assert not (path / ".metadata").exists()

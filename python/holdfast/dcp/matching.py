@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from holdfast._dcp_directories import series_of
 from holdfast.dcp.parts import Part, Plan
 from holdfast.dcp.replicas import Differing
+from holdfast.dcp.writer import remove_data
 from holdfast.errors import Error
 
 
@@ -25,6 +27,7 @@ class Message:
 
     Attributes:
         path, step: of the save.
+        manifest: name of the rank's.
         part: what its file says of itself.
         plan: that the file follows, where the coordinator may not have it.
         digests: of what other ranks have, too, as the plan says.
@@ -32,6 +35,7 @@ class Message:
 
     path: str
     step: int
+    manifest: str
     part: Part
     plan: Plan | None
     digests: bytes
@@ -110,3 +114,9 @@ def out_of_order(path: str, why: str) -> Error:
 
 def _failure(rank: int, path: str, why: str) -> CheckpointException:
     return CheckpointException("write", {rank: _wrap_exception(out_of_order(path, why))})
+
+
+def discard(messages: Iterable[Message]) -> None:
+    """Removes what ranks have written of saves that have failed, before they learn of it: they may then begin a new one there."""
+    for message in messages:
+        remove_data(message.path, message.part, message.manifest)

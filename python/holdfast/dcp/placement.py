@@ -241,7 +241,7 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
             elif rank is None or its_rank == rank:
                 result.append(name)
     # Saves that another job has begun since: their manifests name data files that are newer.
-    others = {a for n, a in proofs if a not in known and _is_manifest(n) and _lists(directory / n, newer)}
+    others = {a for n, a in proofs if a not in known and _is_manifest(n) and lists(directory / n, newer)}
     for name, saved_by in proofs:
         if saved_by != attempt and saved_by not in others and known.get(saved_by, -1) < own:
             if rank is None or _is_of_rank(directory / name, rank):
@@ -262,7 +262,7 @@ def is_being_written(name: str) -> bool:
     return name != _names.finished(name) and (_is_manifest(name) or bool(_data_files([name])))
 
 
-def _lists(manifest: Path, files: list[str]) -> bool:
+def lists(manifest: Path, files: list[str]) -> bool:
     """Whether a manifest names one of some files."""
     try:
         text = _regular.read_whole(manifest, "read", _regular.MANIFEST_BYTES_MAX)[0] if files else b""

@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
@@ -36,14 +35,14 @@ from holdfast import _arguments, _ranks, _runtime, events
 from holdfast.dcp import placement, plans
 from holdfast.dcp.failures import error_of, interrupt_of, of_ranks, without_state
 from holdfast.dcp.items import Layout, resolved
-from holdfast.dcp.matching import Committed, Message, Unmatched, out_of_order, unmatched
+from holdfast.dcp.matching import Committed, Message, Unmatched, discard, out_of_order, unmatched
 from holdfast.dcp.parts import Part, Plan, assemble, check_kinds, in_order, plan_for_all
 from holdfast.dcp.placement import Placement, new_attempt
 from holdfast.dcp.replicas import Differing, Digests, check_replicas, compare, settle
 from holdfast.dcp.staging import Stager
+from holdfast.dcp.stock import answers_with_both, why_stock
 from holdfast.dcp.uploads import Exchange, Line, Upload, line_of
 from holdfast.dcp.writer import StorageWriter, Written
-from holdfast.directories import path_text
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast.dcp")
@@ -257,9 +256,11 @@ class _Saving:
     def _place(self) -> Placement:
         path, line = self.writer.path, self.line
         if line.world_size == 1:
-            return placement.choose(path, self.writer.save_id, [0], False)[0]
+            return self.writer.in_directory(lambda: placement.choose(path, self.writer.save_id, [0], False)[0])
         self.writer.save_id = self.attempt
-        return placement.follow(path, self.attempt, self.generation, line.rank, line.world_size)
+        return self.writer.in_directory(
+            lambda: placement.follow(path, self.attempt, self.generation, line.rank, line.world_size)
+        )
 
     def _begin(self, place: Placement, plan_id: str, row: int, layout: Layout, data: list[Any],
                plan: Plan | None, known: plans.Known | None, needed: list[Plan],
@@ -277,11 +278,22 @@ class _Saving:
 
     def wait_written(self) -> Message:
         """Blocks until this rank's data is durable."""
-        assert self.begun is not None
-        self.writer.sync_made()
-        self.begun.written.wait()
-        digests = self.begun.digests.read() if self.begun.digests is not None else b""
-        return Message(str(self.writer.path), self.writer.step, self.begun.part, self.begun.plan, digests)
+        begun = self.begun
+        assert begun is not None
+        message = Message(
+            str(self.writer.path), self.writer.step, begun.written.placement.manifest, begun.part, begun.plan, b""
+        )
+        try:
+            self.writer.sync_made()
+            begun.written.wait()
+            if begun.digests is not None:
+                message.digests = begun.digests.read()
+        except BaseException:
+            with contextlib.suppress(BaseException):
+                begun.written.wait()
+                discard([message])
+            raise
+        return message
 
     def finish(self, mine: Message | BaseException) -> Metadata:
         """The last exchange between the ranks: the coordinator commits what all have written.
@@ -293,10 +305,12 @@ class _Saving:
         exchange, self.exchange = self.exchange, None
         assert exchange is not None
         try:
-            return self._finish(mine, exchange)
+            metadata = self._finish(mine, exchange)
         except BaseException:
             self.writer.take_back()
             raise
+        self.writer.leave()
+        return metadata
 
     def _finish(self, mine: Message | BaseException, exchange: Exchange) -> Metadata:
         with of_ranks(str(self.writer.path), "exchange with"):
@@ -313,7 +327,7 @@ class _Saving:
 
     def _reduce(self, mine: Message | BaseException, exchange: Exchange) -> Committed:
         while True:
-            answer = exchange.reduce(mine, self._commit)
+            answer = exchange.reduce(mine, self._commit, discard)
             if not isinstance(answer, Unmatched):
                 return answer
             if answer.agreed:
@@ -327,7 +341,11 @@ class _Saving:
         try:
             if isinstance(mine, BaseException):
                 raise mine
-            return self._commit([mine]).metadata  # type: ignore[list-item, union-attr]  # of one rank
+            try:
+                return self._commit([mine]).metadata  # type: ignore[union-attr]  # of one rank
+            except BaseException:
+                discard([mine])
+                raise
         finally:
             with contextlib.suppress(RuntimeError):
                 exchange.reduce(None, lambda _: None)
@@ -336,6 +354,7 @@ class _Saving:
         path, line = str(self.writer.path), self.line
         apart = unmatched(messages, new_attempt())
         if apart is not None:
+            discard(m for rank, m in enumerate(messages) if rank not in apart.again)
             return apart
         parts = [m.part for m in messages]
         of_all = {**line.cache.plans(), **{m.plan.id: m.plan for m in messages if m.plan is not None}}
@@ -347,6 +366,7 @@ class _Saving:
             settle(differing, parts, path)
         except Error as error:
             refused = CheckpointException("write", {differing.ranks[0][1]: _wrap_exception(error)})
+            discard(messages)
         else:
             files = [part.file for part in parts]
             self.writer.complete(metadata, len(parts), files, line.younger(path))
@@ -367,31 +387,6 @@ class _Saving:
             return None
         self.line.cache.add(None, plan)
         return dataclasses.replace(plan, metadata=Metadata({}), left_out=[list(plan.shared)])
-
-
-def _answers_with_both(stager: Any) -> bool | None:
-    """Whether the framework would answer a stager with both futures; None: who knows."""
-    if stager is None or isinstance(stager, (StorageWriter, BlockingAsyncStager)):
-        return False
-    if isinstance(stager, Stager):
-        return stager.options.use_async_staging
-    if type(stager) is DefaultStager:
-        return bool(stager._config.use_async_staging)
-    return None
-
-
-def _why_stock(operation: str, checkpoint_id: Any, writer: Any, stager: Any) -> str | None:
-    if writer is None and checkpoint_id is None:
-        raise Error("INVALID_ARGUMENT", f"{operation}: pass checkpoint_id or storage_writer")
-    if writer is not None and not isinstance(writer, StorageWriter):
-        return f"the storage writer is a {type(writer).__name__}"
-    if writer is None and checkpoint_id is not None and "://" in path_text(checkpoint_id, "save"):
-        return "the checkpoint id is a URL"
-    if not (stager is None or hasattr(stager, "stage")):
-        raise _arguments.wrong(operation, "async_stager", stager, "a stager or None")
-    if _answers_with_both(stager) is None:
-        return f"the stager is a {type(stager).__name__}"
-    return None
 
 
 @_arguments.checked
@@ -449,7 +444,7 @@ def async_save(
     if not no_dist:
         _ranks.check_alone("async_save", "no_dist=True")
     no_dist = no_dist or not (dist.is_available() and dist.is_initialized())
-    why = _why_stock("async_save", checkpoint_id, storage_writer, async_stager)
+    why = why_stock("async_save", checkpoint_id, storage_writer, async_stager)
     if why is not None:
         writer_to_use = storage_writer
         if writer_to_use is None and "://" not in os.fspath(checkpoint_id or ""):
@@ -496,13 +491,15 @@ def async_save(
             failure = error
     if raises and line.world_size == 1:
         assert failure is not None
+        writer.take_back()
         raise failure
-    return _upload(saving, failure, raises, who, _answers_with_both(async_stager))
+    return _upload(saving, failure, raises, who, answers_with_both(async_stager))
 
 
 def _raise_unplanned(error: BaseException, saving: _Saving, who: dict[str, Any]) -> None:
     """Ends a call whose planning has failed, on every rank alike."""
     writer, rank = saving.writer, saving.line.rank
+    writer.take_back()
     if isinstance(error, CheckpointException):
         _forget_plans(saving.planner)
     events.publish_raised(str(writer.path), writer.step, error_of(error, str(writer.path)), **who)
@@ -584,7 +581,7 @@ def save(
         Error: as of `async_save`.
     """
     plans.check_state(state_dict, "save")
-    why = _why_stock("save", checkpoint_id, storage_writer, None)
+    why = why_stock("save", checkpoint_id, storage_writer, None)
     if why is not None:
         check_replicas(replicas, why)
         logger.warning("save: %s, so the framework's own save does it", why)

@@ -165,12 +165,14 @@ class Exchange:
         self.rank = rank
         self.world_size = world_size
 
-    def reduce(self, mine: Any, combine: Callable[[list[Any]], Any]) -> Any:
+    def reduce(self, mine: Any, combine: Callable[[list[Any]], Any],
+               discard: Callable[[list[Any]], None] = lambda _: None) -> Any:  # fmt: skip
         """Gives every rank what rank 0 makes of the values of all.
 
         Args:
             mine: this rank's value, or the exception that it has in the place of one.
             combine: called on rank 0, unless a rank has failed.
+            discard: called on rank 0 with the values of the others, where a rank or `combine` has failed; does not raise.
 
         Raises:
             CheckpointException: with the failures of all ranks.
@@ -179,12 +181,12 @@ class Exchange:
         if isinstance(mine, BaseException):
             mine = _Failed(_wrap_exception(mine))
         if self._group is None:
-            return _value_of(_combined([mine], combine))
+            return _value_of(_combined([mine], combine, discard))
         gathered = self._gather(pickle.dumps(mine))
         answer = b""
         if gathered is not None:
             values = [mine, *map(pickle.loads, gathered[1:])]
-            own = _combined(values, combine)
+            own = _combined(values, combine, discard)
             with _collector.paused():
                 answer = pickle.dumps(own)
         try:
@@ -233,13 +235,14 @@ class _Failed:
         self.failure = failure
 
 
-def _combined(values: list[Any], combine: Callable[[list[Any]], Any]) -> Any:
+def _combined(values: list[Any], combine: Callable[[list[Any]], Any], discard: Callable[[list[Any]], None]) -> Any:
     failures = {r: v.failure for r, v in enumerate(values) if isinstance(v, _Failed)}
     if not failures:
         try:
             return combine(values)
         except BaseException as error:
             failures[0] = _wrap_exception(error)
+    discard([value for value in values if not isinstance(value, _Failed)])
     return CheckpointException("write", failures)
 
 

@@ -8,9 +8,9 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -20,8 +20,19 @@ from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from holdfast import _arguments, _dcp_directories, _late, _lineage, _names, _runtime, directories, events, handle
-from holdfast._durable import begin_directory, sync_directory
+from holdfast import (
+    _arguments,
+    _dcp_directories,
+    _late,
+    _lineage,
+    _names,
+    _regular,
+    _runtime,
+    directories,
+    events,
+    handle,
+)
+from holdfast._durable import Presence, begin_directory, sync_directory
 from holdfast._names import METADATA
 from holdfast.dcp import items, placement, staging
 from holdfast.dcp import metadata as _metadata
@@ -29,6 +40,8 @@ from holdfast.dcp.parts import Part
 from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast.dcp")
+
+_T = TypeVar("_T")
 
 _OVERTAKEN = (
     "another job saves into this directory, and has completed a save meanwhile; give each job a directory of its own"
@@ -138,6 +151,8 @@ class StorageWriter(_StorageWriter):
         self._rank: int | None = None
         self._use_collectives = True
         self._made: list[str] = []
+        self._makes_directory = False
+        self._presence: Presence | None = None
         self._parent = ""
 
     @property
@@ -168,7 +183,10 @@ class StorageWriter(_StorageWriter):
         Raises:
             Error: ALREADY_EXISTS: a plain checkpoint is there; or any, without `overwrite`.
         """
-        self._made += begin_directory(str(self.path))
+        made = begin_directory(str(self.path))
+        self._made += made
+        self._makes_directory = self._makes_directory or bool(made)
+        self._enter()
         with of_system(f"save {self.path}: look for an older checkpoint"):
             plain = (self.path / _names.RECORD).exists() and not _dcp_directories.may_be_loaded(str(self.path))
             exists = not self.overwrite and (self.path / self.metadata_name(reading=True)).exists()
@@ -184,6 +202,22 @@ class StorageWriter(_StorageWriter):
                 f"save {self.path}: Checkpoint already exists, and overwrite=False",
             )
 
+    def _enter(self) -> None:
+        """From now on recoveries see the save, also before and after this rank writes: other ranks may come later."""
+        with of_system(f"save {self.path}: lock it"):
+            self._presence = Presence(self.path)
+
+    def in_directory(self, act: Callable[[], _T]) -> _T:
+        """What `act` returns; once more in a new directory where another process has removed it since `make_directory`."""
+        try:
+            return act()
+        except Error as error:
+            if error.code != "NOT_FOUND":
+                raise
+        self.make_directory()
+        self.sync_made()
+        return act()
+
     def sync_made(self) -> None:
         """Makes the directories durable that this rank has made."""
         while self._made:
@@ -196,7 +230,7 @@ class StorageWriter(_StorageWriter):
         self._save_id_used = True
         alone = not self._use_collectives
         ranks = [self._rank or 0] if alone else list(range(len(plans)))
-        places = placement.choose(self.path, self.save_id, ranks, alone)
+        places = self.in_directory(lambda: placement.choose(self.path, self.save_id, ranks, alone))
         if len(places) == 1:
             placement.note(places[0])  # it may reach `write_data` without having been pickled
         return [
@@ -264,23 +298,14 @@ class StorageWriter(_StorageWriter):
         }
 
         def begin() -> Any:
+            if self._presence is None:  # another program has made the directory
+                self._enter()
             return door.save(self.path.name, file.plan, self.step, False, place.attempt, True, bool(file.watch),
                              saved_after_ns=_lineage.latest_ns(str(self.path)))
 
-        def start() -> Any:
-            try:
-                return begin()
-            except Error as error:
-                if error.code != "NOT_FOUND":
-                    raise
-            # Another process has removed the older checkpoint of that name since `make_directory`.
-            self.make_directory()
-            self.sync_made()
-            return begin()
-
         self._parent = _lineage.begin(str(self.path), place.attempt, self.step)
         save = handle.Save(
-            start, str(self.path), self.step, extra, file.device, door, runtime=runtime,
+            lambda: self.in_directory(begin), str(self.path), self.step, extra, file.device, door, runtime=runtime,
             ordered=file.wait, watch=file.watch, publishes=publishes,
             on_failure=functools.partial(placement.release, place),
         )  # fmt: skip
@@ -328,6 +353,7 @@ class StorageWriter(_StorageWriter):
             # Within the lock: what another job commits meanwhile is not to be taken for older.
             if deletes:
                 self._delete_older(keep, older - keep, set(younger))
+        self.leave()
 
     def _check_files(self, data: set[str], world_size: int) -> None:
         """Refuses to commit a save that lacks a file: jobs may save into one directory by mistake."""
@@ -338,9 +364,17 @@ class StorageWriter(_StorageWriter):
         if gone:
             raise Error("ABORTED", f"save {self.path}: {gone[0]} is gone: {_OVERTAKEN}")
 
+    def leave(self) -> None:
+        """Ends the save for those who ask whether one is at work in the directory."""
+        self._presence = None
+
     def take_back(self) -> None:
-        """Ends a save that has failed: it is no parent of later ones."""
+        """Ends a save that has failed: it is no parent of later ones, and an empty directory that it has made goes."""
         _lineage.failed(str(self.path), self.save_id)
+        if self._makes_directory:
+            with contextlib.suppress(OSError):  # there are files, or another rank was faster
+                os.rmdir(self.path)
+        self.leave()
 
     def adopt(self, attempt: str, name: str) -> None:
         """Makes this the writer of a save that another process has begun.
@@ -423,3 +457,28 @@ class StorageWriter(_StorageWriter):
     def close(self) -> None:
         """Gives back the shared memory that no upload uses."""
         staging.trim()
+
+
+def remove_data(directory: str, part: Part, manifest: str) -> None:
+    """Removes what a rank has written of a save that has failed on all ranks. Does nothing where it was committed after all.
+
+    Errors are only told: the next save into the directory, or a recovery, removes the files then.
+
+    Args:
+        directory: of the save.
+        part, manifest: what the rank's file says of itself, and its manifest's name.
+    """
+    path = Path(directory)
+    try:
+        with _metadata.locked(path):
+            with contextlib.suppress(FileNotFoundError):
+                if part.attempt.encode() in _regular.read_whole(path / part.metadata, "read", _regular.METADATA_BYTES_MAX)[0]:
+                    return
+            # The manifest proves that the data file is the save's own. It goes last: what a crash leaves is still proven.
+            if placement.lists(path / manifest, [part.file]):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path / part.file)
+                os.unlink(path / manifest)
+    except (OSError, Error) as error:
+        if os.path.isdir(path):
+            logger.warning("remove the files of a failed save from %s: %s", directory, error)

@@ -1,0 +1,197 @@
+"""What saves through DCP that have failed or were killed leave: nothing, at the latest after a recovery."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import dcp_ranks
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from command_line import holdfast as command
+
+import holdfast
+import holdfast.dcp
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+FAILURES = (dcp.api.CheckpointException, holdfast.Error)
+
+
+def _state(rank: int, step: int) -> dict[str, Any]:
+    return {f"w.{rank}": torch.full((1000,), float(step)), "both": torch.full((4,), float(step))}
+
+
+def _names(directory: str | Path) -> list[str]:
+    return sorted(os.listdir(directory))
+
+
+def _fail_now_and_then(rank: int, directory: str) -> None:
+    with holdfast.Checkpointer(directory, format="dcp", keep_last=1) as checkpointer:
+        for step in range(1, 9):
+            state = _state(rank, step)
+            if step in (2, 4) and rank == 1:
+                state["lock"] = threading.Lock()  # cannot be pickled
+            if step == 5:
+                state["both"] += rank
+            with pytest.raises(FAILURES) if step in (2, 4, 5) else contextlib.nullcontext():
+                checkpointer.save(state, step, replicas="refuse")
+        checkpointer.flush()
+        dist.barrier()
+        assert _names(directory) == ["step-8"]
+        dist.barrier()
+        missed = checkpointer.save_async(_state(rank, 9), 9) if rank == 0 else None  # the other rank leaves this call out
+        checkpointer.save_async(_state(rank, 10), 10).wait()
+        if missed is not None:
+            with pytest.raises(FAILURES):
+                missed.wait()
+        checkpointer.flush()
+        dist.barrier()
+        assert _names(directory) == ["step-10"]
+
+
+def test_a_save_that_fails_on_all_ranks_leaves_nothing(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _fail_now_and_then, str(tmp_path / "run"))
+
+
+def _fail_beside_files(rank: int, directory: str) -> None:
+    path = Path(directory)
+    holdfast.dcp.save(_state(rank, 1), checkpoint_id=path / "older")
+    before = _names(path / "older")
+    for name in ("older", "own", "empty"):
+        state = {**_state(rank, 2), "lock": threading.Lock() if rank == 0 else 1}
+        with pytest.raises(FAILURES):
+            holdfast.dcp.save(state, checkpoint_id=path / name)
+        dist.barrier()
+    assert _names(path / "older") == before and holdfast.dcp.verify(path / "older")["verdict"] == "sound"
+    assert _names(path / "own") == ["notes.txt"] and _names(path / "empty") == []
+    # The failing rank may be back before the others have learnt of the failure.
+    for _ in range(5):
+        with pytest.raises(FAILURES):
+            holdfast.dcp.save(state, checkpoint_id=path / "new")
+        holdfast.dcp.save(_state(rank, 3), checkpoint_id=path / "new")
+        dist.barrier()
+        if rank == 0:
+            shutil.rmtree(path / "new")
+        dist.barrier()
+
+
+def test_what_is_not_of_the_save_that_fails_stays(tmp_path: Path) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "notes.txt").touch()
+    (tmp_path / "empty").mkdir()
+    dcp_ranks.run_ranks(2, tmp_path, _fail_beside_files, str(tmp_path))
+
+
+_KILLED = """
+import sys, torch, torch.distributed as dist, holdfast, holdfast.dcp
+directory, rank = sys.argv[1], int(sys.argv[2])
+dist.init_process_group("gloo", init_method=f"file://{directory}-store", rank=rank, world_size=2)
+for step in (1, 2):
+    if (step, rank) == (2, 1):
+        holdfast.configure(bytes_per_second_max=1 << 18, trainer_death="stop")
+    state = {f"w.{rank}": torch.full((4_000_000,), float(step))}
+    future = holdfast.dcp.async_save(state, checkpoint_id=f"{directory}/step-{step}")
+    if step == 1:
+        future.result()
+print("begun", flush=True)
+future.result()
+"""
+
+
+@pytest.fixture
+def killed(tmp_path: Path) -> Path:
+    """A directory whose trainers were killed when rank 0 was durable, and rank 1 was not."""
+    directory = tmp_path / "run"
+    ranks = [
+        subprocess.Popen([sys.executable, "-B", "-W", "ignore", "-c", _KILLED, str(directory), str(rank)], stdout=subprocess.PIPE)
+        for rank in range(2)
+    ]
+    for rank in ranks:
+        assert rank.stdout is not None and rank.stdout.readline() == b"begun\n"
+    end = time.monotonic() + 60
+    while not list((directory / "step-2").glob("rank-00000-*.manifest.json")) and time.monotonic() < end:
+        time.sleep(0.01)
+    # Its trainers live, and no worker of rank 0 does.
+    assert holdfast.recover(directory, wait_for_orphans=0)["kept_incomplete"] == ["step-2: a save is running there"]
+    for rank in ranks:
+        rank.send_signal(signal.SIGKILL)
+        rank.communicate()
+    return directory
+
+
+def test_a_recovery_removes_what_killed_ranks_have_left(killed: Path) -> None:
+    (left,) = (killed / "step-2").glob("__0_*.distcp")
+    left.unlink()  # as by a recovery that was killed
+    end = time.monotonic() + 60
+    while not (report := holdfast.recover(killed))["removed"] and time.monotonic() < end:
+        time.sleep(0.1)  # the lock of a worker that was stopped may live for a moment
+    assert report["removed"] == ["step-2"] and report["kept_incomplete"] == []
+    assert [c["name"] for c in report["complete"]] == _names(killed) == ["step-1"]
+    assert holdfast.recover(killed)["removed"] == []
+    assert command("verify", killed).status == 0
+
+
+def _late_rank(rank: int, directory: str) -> None:
+    """One rank has written all that it has, and the other one has not called yet."""
+    holdfast.dcp.save(_state(rank, 1), checkpoint_id=f"{directory}/step-1")
+    if rank == 0:
+        future = holdfast.dcp.async_save(_state(rank, 2), checkpoint_id=f"{directory}/step-2")
+        while not list(Path(directory, "step-2").glob("rank-00000-*.manifest.json")):
+            time.sleep(0.01)
+        time.sleep(0.2)  # beyond the end of the worker's part
+        recovered = command("recover", "--json", directory).json
+        assert recovered["removed"] == [] and recovered["kept"] == ["step-2: a save is running there"]
+    dist.barrier()
+    if rank == 1:
+        future = holdfast.dcp.async_save(_state(rank, 2), checkpoint_id=f"{directory}/step-2")
+    future.result(60)
+
+
+def test_a_save_whose_other_rank_is_late_is_no_failed_one(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _late_rank, str(tmp_path / "run"))
+    assert [c["name"] for c in holdfast.recover(tmp_path / "run")["complete"]] == ["step-1", "step-2"]
+
+
+MANIFEST = f"rank-00000-of-00002-{'0a' * 16}.manifest.json"
+
+
+@pytest.mark.parametrize(
+    ("files", "reason"),
+    [
+        (["__0_0.distcp.tmp"], ""),
+        ([MANIFEST], ""),
+        ([MANIFEST + ".tmp", "__0_0.distcp.tmp"], ""),
+        (["__0_0.distcp"], None),  # the framework's own writer may be at work
+        ([], None),
+        (["notes.txt"], None),
+        ([".metadata.tmp"], None),
+        (["notes.txt", MANIFEST], "notes.txt"),
+        (["__0_0.distcp", MANIFEST], "__0_0.distcp"),
+        ([MANIFEST, MANIFEST.replace("00002", "00001")], "all ranks' data"),
+        ([MANIFEST, "__0.metadata"], None),
+    ],
+)
+def test_a_recovery_removes_only_what_is_proven(files: list[str], reason: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "step-1"
+    path.mkdir(parents=True)
+    for name in files:
+        (path / name).touch()
+    dry = holdfast.recover(path.parent, promote=False, clean_up=False)
+    assert dry["removed"] == [] and _names(path) == sorted(files)
+    if reason == "":
+        assert dry["kept_incomplete"] == ["step-1: incomplete"]
+    report = holdfast.recover(path.parent)
+    assert report["removed"] == (["step-1"] if reason == "" else [])
+    assert path.exists() == (reason != "") and (reason == "" or _names(path) == sorted(files))
+    assert [entry.startswith("step-1: ") and (reason or "-") in entry for entry in report["kept_incomplete"]] == [True] * bool(reason)
