@@ -510,8 +510,10 @@ class Checkpointer(PerProcess):
     @property
     def drain_report(self) -> dict[str, Any]:
         """Of the drain on rank 0: ``target``, ``arrived``, ``bytes_sent``, ``pending``, ``bytes_done``, ``bytes_total``,
-        ``last_arrived``, ``troubles``, ``failed``, ``last_error``. Empty without `drain_to`."""
-        return {} if self._draining is None else dict(self._draining.report)
+        ``last_arrived``, ``troubles``, ``failed``, ``last_error``. Empty on other ranks, which know nothing of it, and
+        without `drain_to`."""
+        draining = self._own_drain()
+        return {} if draining is None else dict(draining.report)
 
     def staging(self) -> dict[str, Any]:
         """Statistics of the staging memory; empty before the first save."""

@@ -276,21 +276,22 @@ def test_another_rank_waits_for_no_drain(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("RANK", "1")
     with opened(tmp_path / "run", str(tmp_path / "far"), {}) as checkpointer:
         checkpointer.wait_drained()
+        assert checkpointer.drain_report == {}  # nothing that would read as an arrival
     assert checkpointer._draining._process is None and not (tmp_path / "far").exists()
 
 
-def _closes_behind_its_group(rank: int, run: str, far: str) -> int:
+def _closes_behind_its_group(rank: int, run: str, far: str) -> int | None:
     group = torch.distributed.new_group()
     checkpointer = holdfast.Checkpointer(run, format="dcp", drain_to=far, process_group=group)
     checkpointer.save({f"r{rank}": torch.ones(10)}, 1)
     torch.distributed.destroy_process_group(group)
     checkpointer.close()
-    return checkpointer.drain_report["arrived"]
+    return checkpointer.drain_report.get("arrived")
 
 
 def test_a_job_may_end_its_group_before_the_checkpointer(tmp_path: Path) -> None:
     arrived = dcp_ranks.run_ranks(2, tmp_path, _closes_behind_its_group, str(tmp_path / "run"), str(tmp_path / "far"))
-    assert arrived == [1, 0]
+    assert arrived == [1, None]
 
 
 def test_a_place_that_lets_nothing_be_deleted_holds_up_no_wait(tmp_path: Path, server: s3_server.Server, url: str) -> None:
