@@ -270,8 +270,9 @@ class Checkpointer(PerProcess):
     def _save_dcp(self, state: Any, path: str, step: int, *, late: Any = (), planner: Any = None,
                   replace: bool = False, replicas: str = "warn") -> DcpSave:  # fmt: skip
         import holdfast.dcp
-        from holdfast.dcp.agreement import is_coordinator
+        from holdfast.dcp.agreement import check_member, is_coordinator
 
+        check_member(f"save {path}", self._process_group)
         if late is True:
             raise _refusal("late=True: a DCP state holds no optimizer; pass late=[optimizer]")
         writer = holdfast.dcp.StorageWriter(path, step=step, overwrite=replace)
@@ -426,8 +427,9 @@ class Checkpointer(PerProcess):
         import torch.distributed.checkpoint as dcp
 
         import holdfast.dcp
-        from holdfast.dcp.agreement import agree_on
+        from holdfast.dcp.agreement import agree_on, check_member
 
+        check_member(f"load from {self.directory}", self._process_group)
         if into is None:
             raise _refusal("a DCP checkpoint is loaded into a state: pass into=")
 

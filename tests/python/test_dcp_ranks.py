@@ -447,9 +447,11 @@ def test_saves_in_flight_do_not_cross_with_the_trainings_collectives(tmp_path: P
 def _subgroup(rank: int, directory: str) -> None:
     groups = [dist.new_group([0, 2]), dist.new_group([1])]
     mine = groups[rank % 2]
-    path = os.path.join(directory, f"group-{rank % 2}")
     state = {f"r{rank}": torch.full((100,), float(rank))}
-    holdfast.dcp.async_save(state, checkpoint_id=path, process_group=mine).result()
+    holdfast.dcp.async_save(state, checkpoint_id=f"{directory}/group-{rank % 2}", process_group=mine).result()
+    outside = holdfast.Checkpointer(directory, format="dcp", process_group=groups[1 - rank % 2])
+    for call in (lambda: outside.save(state, 1), lambda: outside.load(into=state)):
+        pytest.raises(holdfast.Error, call).match("this process is not in process_group")
 
 
 def test_a_process_groups_own_ranks_save_by_themselves(tmp_path: Path) -> None:

@@ -20,6 +20,23 @@ def is_coordinator(process_group: Any) -> bool:
     return _ranks(process_group).is_coordinator
 
 
+def check_member(operation: str, process_group: Any) -> None:
+    """Refuses a call of a process outside of the group, which `new_group` gives no group.
+
+    Args:
+        operation: with the object, for the message.
+        process_group: None for all ranks.
+
+    Raises:
+        Error: FAILED_PRECONDITION.
+    """
+    if process_group is not None and dist.get_rank(process_group) < 0:
+        raise Error(
+            "FAILED_PRECONDITION",
+            f"{operation}: this process is not in process_group; only the ranks of the group call it",
+        )
+
+
 def agree_on(find: Callable[[], str], process_group: Any) -> str:
     """What `find` returns on the coordinator. All ranks of the group call it.
 
