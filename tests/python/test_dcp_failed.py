@@ -93,6 +93,22 @@ def test_what_is_not_of_the_save_that_fails_stays(tmp_path: Path) -> None:
     dcp_ranks.run_ranks(2, tmp_path, _fail_beside_files, str(tmp_path))
 
 
+def _on_disks_of_its_node(rank: int, directory: str) -> str:
+    """One path that leads each rank to another directory."""
+    node = Path(directory, f"node-{rank}")
+    node.mkdir()
+    os.chdir(node)
+    with pytest.raises(FAILURES) as failed:
+        holdfast.dcp.save(_state(rank, 1), checkpoint_id="/proc/self/cwd/step-1")
+    return str(failed.value)
+
+
+def test_ranks_that_do_not_see_one_directory_are_told(tmp_path: Path) -> None:
+    for error in dcp_ranks.run_ranks(2, tmp_path, _on_disks_of_its_node, str(tmp_path)):
+        assert "is gone: " in error and "on a file system that all of its ranks share" in error
+    assert not any((tmp_path / f"node-{rank}" / "step-1" / ".metadata").exists() for rank in range(2))
+
+
 _KILLED = """
 import sys, torch, torch.distributed as dist, holdfast, holdfast.dcp
 directory, rank = sys.argv[1], int(sys.argv[2])

@@ -44,7 +44,8 @@ logger = logging.getLogger("holdfast.dcp")
 _T = TypeVar("_T")
 
 _OVERTAKEN = (
-    "another job saves into this directory, and has completed a save meanwhile; give each job a directory of its own"
+    "another job saves into this directory, and has completed a save meanwhile, or the ranks do not see one directory; "
+    "give each job a directory of its own, on a file system that all of its ranks share"
 )
 
 
