@@ -433,8 +433,12 @@ class Checkpointer(PerProcess):
         if into is None:
             raise _refusal("a DCP checkpoint is loaded into a state: pass into=")
 
+        looked: builtins.list[str] = []  # of rank 0
+
         def find_complete() -> str:
-            path = self._fetched(find())
+            looked.append(find())
+            path = self._fetched(looked[-1])
+            stack.callback(drain_remote.let_go, path)
             if not _dcp_directories.may_be_loaded(path):
                 raise Error("NOT_FOUND", f"load {path}: it has no {_names.METADATA}: no save "
                             "was completed there, or the path is wrong")  # fmt: skip
@@ -445,6 +449,8 @@ class Checkpointer(PerProcess):
             path = agree_on(lambda: stack.enter_context(self._found(find_complete)), self._process_group)
             reader = holdfast.dcp.StorageReader(path, **options)
             dcp.load(into, storage_reader=reader, process_group=self._process_group)
+            for place in looked[-1:]:
+                self._descends_from(place)
         return into
 
     def _fetched(self, path: str) -> str:

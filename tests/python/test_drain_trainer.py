@@ -26,6 +26,7 @@ from holdfast.cli import storage_options
 from holdfast.drain import Drain, contents, copying, file_system, trainer
 from holdfast.drain.following import alone
 from holdfast.drain.places import open_place
+from holdfast.drain.remote import fetch
 from holdfast.errors import Error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -333,6 +334,31 @@ def test_of_two_saves_of_a_name_the_later_one_is_loaded(tmp_path: Path) -> None:
         checkpointer.save(into, 70)
         listed = {c["step"]: c for c in checkpointer.list()}
         assert listed[70]["parent"] == listed[50]["attempt"]
+
+
+def test_a_fetch_replaces_no_save_that_has_not_arrived(tmp_path: Path) -> None:
+    far = str(tmp_path / "far")
+    with holdfast.Checkpointer(tmp_path / "a", arena_bytes=64 * MIB, format="dcp") as checkpointer:
+        checkpointer.save(state(1), 5)
+    (before,) = holdfast.list_checkpoints(tmp_path / "a", format="dcp")
+    with opened(tmp_path / "b", far, {}, format="dcp") as checkpointer:
+        checkpointer.save(state(2), 5)
+    with opened(tmp_path / "a", far, {}, format="dcp") as checkpointer:
+        into = state(0)
+        for _ in range(2):
+            checkpointer.load(5, into=into)
+            assert into["w"][0] == 2
+            assert holdfast.list_checkpoints(tmp_path / "a", format="dcp") == [before]
+        assert [name for name in os.listdir(tmp_path / "a") if "lock" not in name] == ["step-5"]
+        there = open_place(far)
+        copy = fetch(there, there.complete()[0][0], str(tmp_path / "a"), Drain())  # as of a load that was killed
+        assert os.path.isdir(copy)
+        holdfast.recover(tmp_path / "a")
+        assert not os.path.exists(copy) and holdfast.list_checkpoints(tmp_path / "a", format="dcp") == [before]
+        checkpointer.save(into, 6)
+        checkpointer.load(name="step-5", into=into)
+        listed = {c["step"]: c for c in checkpointer.list()}
+    assert listed[6]["parent"] == listed[5]["attempt"] != before["attempt"]
 
 
 _TRAINER = """

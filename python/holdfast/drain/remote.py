@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
+import os
 import threading
 import time
 import urllib.parse
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from holdfast import _native
-from holdfast._dcp_directories import age_of_listed
+from holdfast import _names, _native
+from holdfast._dcp_directories import age_of_listed, remove_tree
 from holdfast._regular import MANIFEST_BYTES_MAX
 from holdfast.drain.contents import contents_of, files_of, manifest_name, parse, proven
 from holdfast.drain.copying import Copy
@@ -22,7 +23,7 @@ from holdfast.drain.options import Drain
 from holdfast.drain.places import File, Info, Place, check_place, mount_of, open_place, scheme_of
 from holdfast.errors import Error, of_damage
 
-__all__ = ["Found", "Reader", "SecondPlace", "fetch", "find", "open_place"]
+__all__ = ["Found", "Reader", "SecondPlace", "fetch", "find", "let_go", "open_place"]
 
 logger = logging.getLogger("holdfast")
 
@@ -101,15 +102,33 @@ def find(url: str, storage: dict[str, Any] | None = None) -> Found:
 
 
 def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
-    """Copies a checkpoint into a directory, verified, and returns its path. What is there already is not copied again."""
+    """Copies a checkpoint into a directory, verified, and returns its path. What is there already is not copied again.
+
+    Another save of its name, which may be nowhere else, stays: the copy is then made below a directory that `let_go` removes.
+    """
     target = open_place(directory)
-    for there in target.complete()[0]:
+    complete = target.complete()[0]
+    for there in complete:
         if there.key == info.key:
             return target.path(there.slot)
+    if any(there.name == info.name for there in complete):
+        # The name is one that a recovery removes with all in it, for a load that was killed.
+        aside = _names.retired(_names.hidden(info.name)[1:], info.attempt)
+        return fetch(place, info, os.path.join(directory, aside), options)
     # The limit of the rate is for the time of the training, which waits now.
     for why in Copy(place, target, dataclasses.replace(options, bytes_per_second=None), threading.Event()).run(info).late:
         logger.warning("fetch %s: %s; no manifest names the file, which is missing now", place.path(info.slot), why)
     return target.path(info.name)
+
+
+def let_go(path: str) -> None:
+    """Removes what `fetch` has copied beside another save of its name."""
+    aside = os.path.dirname(path)
+    if _names.is_retired_hidden(os.path.basename(aside)):
+        try:
+            remove_tree(aside)
+        except Error as error:  # the load has done its work
+            logger.warning("%s", error)
 
 
 class _Tensor(NamedTuple):
