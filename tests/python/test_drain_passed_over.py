@@ -12,6 +12,7 @@ from command_line import holdfast as command
 from draining import PLAIN, names, save, swept
 
 import holdfast
+from holdfast.drain import Drain
 from holdfast.drain.following import Following
 from holdfast.drain.places import open_place
 from holdfast.errors import Error
@@ -73,3 +74,15 @@ def test_metadata_without_a_commit_record_is_reported(tmp_path: Path) -> None:
     following = Following(source, open_place(str(tmp_path / "far")), PLAIN, events.append)
     following.sweep(), following.sweep()
     assert [e["event"] for e in events] == ["trouble"] * 2 and names(source) == ["step-2"]  # said once
+
+
+def test_of_damaged_checkpoints_the_newest_good_one_is_sent(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, 3, elements=10)
+    for data in (tmp_path / "run/step-3").glob("*.safetensors"):
+        data.write_bytes(bytes(data.stat().st_size))
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    events = swept(source, far, Drain(keep_last=1), keep_local=1)
+    assert [(e["event"], e["name"]) for e in events] == [
+        ("failed", "step-3"), ("arrived", "step-2"), ("removed", "step-1"), ("removed", "step-2"),
+    ]  # fmt: skip
+    assert names(far) == ["step-2"] and names(source) == ["step-3"]

@@ -215,8 +215,7 @@ class Following:
 
     def _to_send(self, local: list[Info]) -> list[Info]:
         assert self._remote is not None
-        wanted = tiers.to_send(self._only(local) if self._only else local, self._remote, self._rules)
-        return [c for c in wanted if c.key not in self.failed]
+        return tiers.to_send(self._only(local) if self._only else local, self._remote, self._rules, self.failed)
 
     def _send(self, info: Info, local: list[Info]) -> None:
         try:

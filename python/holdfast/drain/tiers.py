@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from holdfast import _native
@@ -115,13 +115,13 @@ def strangers(info: Info, local: list[Info], remote: list[Info], rules: Rules) -
     return [c for c in remote if c.key not in known and c.name not in names and series(c) == series(info) and age_of(c) > age_of(info)]
 
 
-def to_send(local: list[Info], remote: list[Info], rules: Rules) -> list[Info]:
-    """The checkpoints to send, in the order of their saves.
+def to_send(local: list[Info], remote: list[Info], rules: Rules, failed: Collection[tuple[str, str]] = ()) -> list[Info]:
+    """The checkpoints to send, in the order of their saves. Those that have `failed` are not, and no older one makes room for them.
 
     A second place that gets them in this order has a beginning of the run's history at every moment, and its newest
     checkpoint is of the same branch.
     """
-    found = missing(local, remote)
+    found = [c for c in missing(local, remote) if c.key not in failed]
     series = _series(local, rules.form)
     gone = let_go(_merged(_own(local, remote), found), rules.options.keep_last, rules.options.keep_every, series)
     if rules.options.behind == "skip":
