@@ -351,9 +351,9 @@ class Checkpointer(PerProcess):
             return []
 
     def _second_place(self) -> Any:
-        assert self._drain_to is not None
+        assert self._drain_to is not None and self._draining is not None
         if self._place is None:
-            self._place = drain_remote.SecondPlace(self._drain_to, self._drain_options.storage)
+            self._place = drain_remote.SecondPlace(self._drain_to, self._drain_options.storage, self._draining.seen)
         return self._place
 
     def newest(self) -> dict[str, Any] | None:

@@ -209,6 +209,37 @@ def test_a_directory_that_goes_away_is_not_made_by_a_drain(what: str, tmp_path: 
         assert names(open_place(str(run))) == ["step-4"]
 
 
+def test_a_process_that_is_started_again_knows_the_mount_that_came_later(tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    with draining(tmp_path / "run", tmp_path / "mnt/far") as checkpointer, mounted(tmp_path / "disk", 64) as disk:
+        with bound(disk, tmp_path / "mnt"):  # it was missing at first
+            saved(checkpointer, 1)
+            checkpointer.wait_drained(60)
+            os.kill(checkpointer._draining._process.pid, signal.SIGKILL)
+        saved(checkpointer, 2)
+        assert until(lambda: "no longer mounted" in (checkpointer.drain_report["last_error"] or ""))
+        with pytest.raises(Error, match="no longer mounted"):
+            checkpointer.newest()
+        assert os.listdir(tmp_path / "mnt") == []
+        with bound(disk, tmp_path / "mnt"):
+            checkpointer.wait_drained(60)
+            assert names(open_place(str(disk / "far"))) == ["step-1", "step-2"]
+            (disk / "far").rename(disk / "away")
+            os.kill(checkpointer._draining._process.pid, signal.SIGKILL)
+            assert until(lambda: "the directory is gone" in (checkpointer.drain_report["last_error"] or ""))
+            (disk / "away").rename(disk / "far")
+            checkpointer.close()
+
+
+def test_the_first_look_knows_the_mount_of_the_beginning(tmp_path: Path) -> None:
+    (tmp_path / "mnt").mkdir()
+    with mounted(tmp_path / "disk", 64) as disk:
+        with bound(disk, tmp_path / "mnt"):
+            checkpointer = holdfast.Checkpointer(tmp_path / "run", drain_to=tmp_path / "mnt/far")
+        with pytest.raises(Error, match="no longer mounted"):
+            checkpointer.newest()
+
+
 def test_a_wait_looks_whether_what_has_arrived_is_there(tmp_path: Path) -> None:
     run, far = tmp_path / "run", tmp_path / "far"
     with draining(run, far, keep_last=2) as checkpointer:

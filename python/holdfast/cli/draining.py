@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.cli import storage_options, text
 from holdfast.drain.following import Following
 from holdfast.drain.options import BEHIND, VERIFY, Drain
-from holdfast.drain.places import check_apart, check_place, mount_of, open_place, scheme_of
+from holdfast.drain.places import Seen, check_apart, check_place, open_place, scheme_of, seen_now
 from holdfast.drain.running import Running, Telling, follow_commands, on_signals
 from holdfast.errors import Error, of_system
 
@@ -88,6 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
     tell = Telling(sys.stdout.fileno()) if arguments.json and arguments.watch else None
 
     def note(event: dict[str, Any]) -> None:
+        if event["event"] == "seen":  # for a trainer
+            return
         if tell is not None:
             tell(event)
             return
@@ -95,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         _print(event, quiet=arguments.json)
 
     check_apart(arguments.source, arguments.target)
-    source, target = (open_place(place, storage, mount_of(place)) for place in (arguments.source, arguments.target))
+    source, target = (open_place(place, storage, seen_now(place)) for place in (arguments.source, arguments.target))
     chosen = _only(arguments)
     following = Following(source, target, options, note, keep_local=arguments.keep_source, only=chosen)
     running = Running(following, note, watch=arguments.watch)
@@ -155,8 +157,8 @@ def _run_for_trainer(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(OSError):
         os.nice(options.nice)
     try:
-        source = open_place(arguments.source, mount=given["source_mount"])
-        target = open_place(arguments.target, options.storage, given["mount"])
+        seen = [of_place and Seen(*of_place) for of_place in given["seen"]]
+        source, target = open_place(arguments.source, seen=seen[0]), open_place(arguments.target, options.storage, seen[1])
     except Error as error:
         tell({"event": "ended", "error": [error.code, error.message, error.errno], "rings": 0})
         tell.end(lambda: os.getppid() == arguments.controlled)

@@ -14,7 +14,7 @@ from typing import Any
 from holdfast import _dcp_directories, _durable, _names, _native, _regular
 from holdfast.drain.beside import can_be_sent, recorded
 from holdfast.drain.contents import contents_of, digest, files_of, info_of, parse, proven
-from holdfast.drain.places import BESIDE, File, Info, Read, age_of, mount_of, pieces
+from holdfast.drain.places import BESIDE, File, Info, Read, Seen, age_of, mount_of, pieces
 from holdfast.errors import Error, of_system
 
 PIECE_BYTES = 4 << 20
@@ -32,15 +32,15 @@ class Directory:
     """A directory. A checkpoint arrives in ``NAME.partial-<attempt>`` and gets its name by a rename.
 
     Args:
-        mount: of a place of a drain: where its file system is mounted. The directory is looked for and made on no other one, and made once.
+        seen: of a place of a drain: the directory is looked for and made on no other file system, and made once.
     """
 
     proves_arrival = False
 
-    def __init__(self, path: str, mount: str | None = None) -> None:
+    def __init__(self, path: str, seen: Seen | None = None) -> None:
         self.url = path
         self._path = os.path.abspath(path)
-        self._mount, self._was_there = mount, False
+        self.seen = seen
         self._locks: dict[str, int] = {}
         self._digests: dict[str, tuple[object, tuple[str, ...]]] = {}  # of files that no manifest names, by path, with their status
 
@@ -58,19 +58,19 @@ class Directory:
                 and count as arrived, and a source would count as empty. Else as `_exists`.
         """
         there = _exists(self._path)
-        if self._mount is None:
+        if self.seen is None:
             return there
         mount = mount_of(self._path)
         assert mount is not None
-        if mount != self._mount:
-            if not mount.startswith(self._mount.rstrip("/") + "/"):
-                raise Error("UNAVAILABLE", f"open {self._path}: the file system that was mounted at {self._mount} is no longer mounted; mount "
-                            "it again")  # fmt: skip
-            self._mount, self._was_there = mount, False  # mounted later, as where the mount was missing at first
-        if self._was_there and not there:
+        if mount != self.seen.mount:
+            if not mount.startswith(self.seen.mount.rstrip("/") + "/"):
+                raise Error("UNAVAILABLE", f"open {self._path}: the file system that was mounted at {self.seen.mount} is no longer mounted; "
+                            "mount it again")  # fmt: skip
+            self.seen = Seen(mount)  # mounted later, as where the mount was missing at first
+        if self.seen.was_there and not there:
             raise Error("UNAVAILABLE", f"open {self._path}: the directory is gone; bring it back, or make an empty one to go on without what "
                         "it had")  # fmt: skip
-        self._was_there = there
+        self.seen = Seen(mount, there)
         return there
 
     # ---- Reading.
@@ -190,7 +190,7 @@ class Directory:
         path = self.path(slot)
         if not self._is_there():
             _durable.make_directory(self._path)
-            self._was_there = True
+            self.seen = self.seen and self.seen._replace(was_there=True)
         with of_system(f"make directory {path}"):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)

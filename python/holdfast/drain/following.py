@@ -38,7 +38,7 @@ class Following:
     Args:
         keep_local, keep_local_every, form: as of `tiers.Rules`.
         only: selects from the source's complete checkpoints; None: all.
-        tell: called with events: ``arrived``, ``removed``, ``trouble``, ``failed``, ``progress``.
+        tell: called with events: ``arrived``, ``removed``, ``trouble``, ``failed``, ``progress``, ``seen``.
 
     Attributes:
         failed: errors of checkpoints that are given up, by name and attempt.
@@ -73,6 +73,7 @@ class Following:
         self._trouble = 0
         self._told: set[str] = set()  # what is said once
         self._swept: tuple[object, float] = None, 0.0
+        self._seen = source.seen, target.seen  # as was told
 
     def _progress(self, nbytes: int) -> None:
         now = time.monotonic()
@@ -175,6 +176,7 @@ class Following:
             self.pending = sum(c.key not in self._there for c in local)
             self._tell({"event": "progress", "pending": self.pending})
             raise
+        self._tell_of_seen()
         self._there, self._listed_at = {c.key for c in found}, time.monotonic()
         for key in self._there & self._committed.keys():
             self._move(time.monotonic())
@@ -209,9 +211,17 @@ class Following:
 
     def _local(self) -> list[Info]:
         found, self.passed_over = self._source.complete()
+        self._tell_of_seen()
         for entry in self.passed_over:
             self._tell_once("DATA_LOSS", f"drain {self._source.url}: passed over {entry}")
         return found
+
+    def _tell_of_seen(self) -> None:
+        """Before anything is sent: a process that is started again in this one's place looks for no other directories."""
+        seen = self._source.seen, self._target.seen
+        if seen != self._seen:
+            self._seen = seen
+            self._tell({"event": "seen", "places": seen})
 
     def _to_send(self, local: list[Info]) -> list[Info]:
         assert self._remote is not None

@@ -72,6 +72,8 @@ def load_library() -> Any:
 class Store:
     """A prefix of an object store."""
 
+    seen = None
+
     def __init__(self, url: str, storage: dict[str, Any]) -> None:
         self.url = url.rstrip("/")
         self._library = load_library()

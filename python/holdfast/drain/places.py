@@ -83,6 +83,13 @@ class File(NamedTuple):
     content: Content | None = None
 
 
+class Seen(NamedTuple):
+    """What is known of a directory that has to stay where it is: where its file system is mounted, and whether the directory was there."""
+
+    mount: str
+    was_there: bool = False
+
+
 class Place(Protocol):
     """A directory or a prefix that holds checkpoints.
 
@@ -93,6 +100,10 @@ class Place(Protocol):
 
     url: str
     proves_arrival: bool
+
+    @property
+    def seen(self) -> Seen | None:
+        """Of a directory of a drain: another process goes on from there."""
 
     def path(self, slot: str) -> str:
         """Path or URL of a slot. In a URL, %XX stands for a character that it cannot have."""
@@ -192,6 +203,12 @@ def mount_of(place: str) -> str | None:
     return path
 
 
+def seen_now(place: str) -> Seen | None:
+    """What a process that begins knows of a place: no more than where it is mounted."""
+    mount = mount_of(place)
+    return None if mount is None else Seen(mount)
+
+
 def check_place(url: str) -> None:
     """Refuses what is neither a path nor a URL of a known store, a URL that would mean another one, and one with credentials: it stands in
     logs.
@@ -236,13 +253,13 @@ def check_apart(source: str, target: str) -> None:
         directories.check_is_no_checkpoint(path, f"drain {source} to {target}")
 
 
-def open_place(url: str, storage: dict[str, Any] | None = None, mount: str | None = None) -> Place:
+def open_place(url: str, storage: dict[str, Any] | None = None, seen: Seen | None = None) -> Place:
     """Opens a directory or a URL; nothing is read yet.
 
     Args:
         url: a path, ``file:///path``, or what `obstore.store.from_url` takes.
         storage: further options of the store: credentials, region, endpoint, client and retry options.
-        mount: of a directory: `mount_of` it, where its file system has to stay mounted.
+        seen: of a directory of a drain, `seen_now` or what another process has seen: it has to stay where it is.
 
     Raises:
         Error: INVALID_ARGUMENT, UNIMPLEMENTED where obstore is missing.
@@ -252,7 +269,7 @@ def open_place(url: str, storage: dict[str, Any] | None = None, mount: str | Non
     if path is not None:
         from holdfast.drain.file_system import Directory
 
-        return Directory(path, mount)
+        return Directory(path, seen)
     from holdfast.drain.object_store import Store
 
     return Store(url, storage or {})

@@ -20,7 +20,7 @@ from holdfast._regular import MANIFEST_BYTES_MAX
 from holdfast.drain.contents import contents_of, files_of, manifest_name, parse, proven
 from holdfast.drain.copying import Copy
 from holdfast.drain.options import Drain
-from holdfast.drain.places import File, Info, Place, check_place, mount_of, open_place, scheme_of
+from holdfast.drain.places import File, Info, Place, Seen, check_place, open_place, scheme_of
 from holdfast.errors import Error, of_damage
 
 __all__ = ["Found", "Reader", "SecondPlace", "fetch", "find", "let_go", "open_place"]
@@ -57,8 +57,8 @@ class Found(NamedTuple):
 class SecondPlace:
     """The second place of a directory, and what its last listing has found: a load asks for nothing twice."""
 
-    def __init__(self, url: str, storage: dict[str, Any]) -> None:
-        self.place = open_place(url, storage, mount_of(url))
+    def __init__(self, url: str, storage: dict[str, Any], seen: Seen | None) -> None:
+        self.place = open_place(url, storage, seen)
         self._found: dict[str, Info] = {}
 
     def merged(self, local: list[dict[str, Any]], format: str) -> list[dict[str, Any]]:

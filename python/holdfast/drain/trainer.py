@@ -26,7 +26,7 @@ from holdfast._completion import waitable
 from holdfast._process import PerProcess
 from holdfast.drain.following import is_held, lock_path
 from holdfast.drain.options import Drain
-from holdfast.drain.places import check_apart, check_place, mount_of, open_place, path_of
+from holdfast.drain.places import Seen, check_apart, check_place, open_place, path_of, seen_now
 from holdfast.errors import Error, TimeoutError, counted
 
 logger = logging.getLogger("holdfast")
@@ -60,8 +60,8 @@ class Draining(PerProcess):
         self.target = target
         self._given: dict[str, Any] = {
             "options": dataclasses.asdict(options), "keep_local": keep_last, "keep_local_every": keep_every, "form": form,
-            # As of now: a process that is started again may find them gone.
-            "source_mount": mount_of(directory), "mount": mount_of(target),
+            # As of now, then as the process tells: one that is started again may find both places gone.
+            "seen": [seen_now(directory), seen_now(target)],
         }  # fmt: skip
         try:
             json.dumps(self._given)
@@ -171,12 +171,17 @@ class Draining(PerProcess):
         """
         if not self._is_started:
             lock = lock_path(self._directory, self.target)
-            if not open_place(self._directory, mount=self._given["source_mount"]).complete()[0] or (lock is not None and is_held(lock)):
+            if not open_place(self._directory, seen=self._given["seen"][0]).complete()[0] or (lock is not None and is_held(lock)):
                 return
         try:
             self.wait(timeout)
         finally:
             self.let_go()
+
+    @property
+    def seen(self) -> Seen | None:
+        """What is known of the second place, where it is a directory."""
+        return self._given["seen"][1]
 
     def let_go(self) -> None:
         """Ends the process when everything that is committed now has arrived, and does not wait for it."""
@@ -254,6 +259,8 @@ class Draining(PerProcess):
         elif kind == "trouble":
             report["troubles"] += 1
             self._trouble(event["message"])
+        elif kind == "seen":
+            self._given["seen"] = [of_place and Seen(*of_place) for of_place in event["places"]]
         elif kind == "removed":
             logger.debug("drain to %s: removed %s of the %s: %s", self.target, event["name"], event["place"], event["why"])
         elif kind == "synced":
