@@ -81,15 +81,16 @@ class Copy:
     Args:
         stop: ends a copy soon, with CANCELLED.
         progress: called with the bytes of a piece that was sent or found; less than 0: they are to be sent again; 0: a sign of life.
+        compared: called with a file's name, and how much of it was found to be right until now.
     """
 
     def __init__(self, source: Place, target: Place, options: Drain, stop: threading.Event,
-                 progress: Callable[[int], None] = lambda _: None) -> None:  # fmt: skip
+                 progress: Callable[[int], None] = lambda _: None, compared: Callable[[str, int], None] = lambda *_: None) -> None:  # fmt: skip
         self._source, self._target = source, target
         self._rate = Rate(options.bytes_per_second)
         self._reads_back = options.verify == "read" or not target.proves_arrival
         self._stop = stop
-        self._progress = progress
+        self._progress, self._compared = progress, compared
         self._lock = threading.Lock()
         self._sent = 0
         self._arrived: set[tuple[str, str]] = set()  # files proven by this process: slot and name
@@ -233,7 +234,12 @@ class Copy:
 
     def _compare(self, slot: str, file: File) -> bool:
         """Whether the target has a file's bytes."""
-        return not fault_of(self._target, slot, file, self._go_on)
+
+        def between(begin: int) -> None:
+            self._go_on()
+            self._compared(file.name, begin)
+
+        return not fault_of(self._target, slot, file, between)
 
     def _pace(self, nbytes: int) -> None:
         """Waits until so many bytes may be read; ends a copy that was asked to end."""
@@ -247,17 +253,17 @@ class Copy:
         self._progress(0)
 
 
-def fault_of(place: Place, slot: str, file: File, between: Callable[[], None] = lambda: None) -> str:
+def fault_of(place: Place, slot: str, file: File, between: Callable[[int], None] = lambda _: None) -> str:
     """Reads a file again, past the cache, and compares it: what is wrong with it; empty when it is right.
 
     Args:
-        between: called before each piece.
+        between: called before each piece with where it begins: what lies before is right.
     """
     try:
         with place.opened_past_cache(slot, file.name) as read:
             have: Read = proven(read, file._replace(content=None), f"{place.path(slot)}/{file.name}")
             for begin, end in pieces(file, _READ_BACK_BYTES):
-                between()
+                between(begin)
                 have(begin, end)
     except Error as error:
         if error.code in ("DATA_LOSS", "NOT_FOUND"):

@@ -44,7 +44,7 @@ class Following:
         failed: errors of checkpoints that are given up, by name and attempt.
         passed_over: "NAME: why" of those that look damaged, cannot be read, or have no commit record.
         pending: how many checkpoints have not arrived.
-        moved_at: when more of a checkpoint was sent or found than ever before (monotonic).
+        moved_at: when more of a checkpoint was sent, found or compared than ever before (monotonic).
         lock: descriptor of the lock's file, whose time says to those who wait for the lock that something has moved.
     """
 
@@ -59,9 +59,10 @@ class Following:
         self.pending = 0
         self.moved_at = time.monotonic()
         self.lock: int | None = None
-        self._copy = Copy(source, target, options, self.stop, self._progress)
+        self._copy = Copy(source, target, options, self.stop, self._progress, self._compare)
         self._now: dict[str, Any] = {}
         self._furthest = ("", ""), 0  # a checkpoint, and how much of it has been there
+        self._furthest_compared: dict[str, int] = {}  # of this checkpoint: how much of each file was right
         self._counting = threading.Lock()
         self._told_at = 0.0
         self._cleaned_at = -_CLEAN_SECONDS
@@ -70,7 +71,8 @@ class Following:
         self._there: set[tuple[str, str]] = set()  # what the last listing had
         self._committed: dict[tuple[str, str], dict[str, Any]] = {}  # what is to be told of checkpoints, once a listing has them
         self._replacing: dict[str, Info] = {}  # what has arrived, by name, until older saves of the name are gone
-        self._trouble = 0
+        self._trouble = 0  # errors since something has moved
+        self._trouble_since: float | None = None  # and since a sweep was at its end
         self._told: set[str] = set()  # what is said once
         self._swept: tuple[object, float] = None, 0.0
         self._seen = source.seen, target.seen  # as was told
@@ -88,11 +90,17 @@ class Following:
             event = {"event": "progress", "pending": self.pending, **self._now}
         self._tell(event)
 
+    def _compare(self, name: str, nbytes: int) -> None:
+        with self._counting:
+            if nbytes > self._furthest_compared.get(name, 0):
+                self._furthest_compared[name] = nbytes
+                self._move(time.monotonic())
+
     def _move(self, now: float) -> None:
         if self.lock is not None and int(now) != int(self.moved_at):
             with contextlib.suppress(OSError):
                 os.utime(self.lock)
-        self.moved_at = now
+        self.moved_at, self._trouble, self._trouble_since = now, 0, None
 
     def sweep(self, *, asked: bool = True) -> Error | None:
         """Copies everything that is complete now and has not arrived; applies retention.
@@ -115,6 +123,9 @@ class Following:
             if "new thread" not in str(error):
                 raise
             raise Error("RESOURCE_EXHAUSTED", f"drain {self._source.url} to {self._target.url}: {error}") from None
+        self._trouble_since = None
+        if refused is None:
+            self._trouble = 0
         # Taken before the listing: what changed behind it is seen next time.
         self._swept = (seen, at) if refused is None else (None, 0.0)
         return refused
@@ -148,7 +159,7 @@ class Following:
             self.pending = len(wanted)
             self._now = {"name": wanted[0].name, "bytes_total": wanted[0].bytes, "bytes_done": 0}
             if self._furthest[0] != wanted[0].key:
-                self._furthest = wanted[0].key, 0
+                self._furthest, self._furthest_compared = (wanted[0].key, 0), {}
             self._tell({"event": "progress", "pending": self.pending, **self._now})
             self._tell_of_strangers(wanted[0], local)
             self._send(wanted[0], local)
@@ -180,7 +191,6 @@ class Following:
         self._there, self._listed_at = {c.key for c in found}, time.monotonic()
         for key in self._there & self._committed.keys():
             self._move(time.monotonic())
-            self._trouble = 0
             self._tell(self._committed.pop(key))
         if found and age_of(found[-1]) > max(map(age_of, local), default=(0.0, 0, "")):
             # Later saves of the trainer are younger than all that is here.
@@ -322,6 +332,8 @@ class Following:
 
     def trouble(self, error: Error) -> float:
         """Tells of an error of a sweep; returns after how many seconds to try again."""
+        if self._trouble_since is None:
+            self._trouble_since = time.monotonic()
         self._trouble += 1
         self._remote = None
         delay = random.uniform(0.5, 1.0) * min(_BACKOFF_MAX, 2.0 ** min(self._trouble, 10))
@@ -329,8 +341,9 @@ class Following:
         return delay
 
     def patience(self) -> float:
-        """Seconds until nothing will have arrived for as long as `Drain.give_up`."""
-        return max(0.0, self.moved_at + self._options.give_up - time.monotonic())
+        """Seconds until nothing will have moved for as long as `Drain.give_up`, with errors from the beginning."""
+        since = max(self.moved_at, self._trouble_since or 0.0)
+        return max(0.0, since + self._options.give_up - time.monotonic())
 
     def is_stuck(self) -> bool:
         return not self.patience()

@@ -1,0 +1,75 @@
+"""`holdfast drain`: what counts as progress, and when a drain gives up."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3_server
+from draining import MIB, PLAIN, names, save
+
+from holdfast.drain import Drain
+from holdfast.drain.file_system import Directory
+from holdfast.drain.following import Following
+from holdfast.drain.places import open_place
+from holdfast.drain.running import Running
+from holdfast.errors import Error
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def test_an_error_behind_a_long_work_is_tried_again(server: s3_server.Server, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    url, storage = bucket
+    events: list[dict[str, Any]] = []
+    following = Following(open_place(str(tmp_path / "run")), open_place(url, storage), Drain(give_up=60.0), events.append)
+    running = Running(following, events.append, watch=True)
+    running.finish()
+    following.moved_at -= 100.0  # as behind a large file's comparison
+    server.faults.refuse = 403
+    thread = threading.Thread(target=running.run, args=(str(tmp_path / "run"), url), daemon=True)
+    thread.start()
+    end = time.monotonic() + 20
+    while not [e for e in events if e["event"] == "trouble"] and time.monotonic() < end:
+        time.sleep(0.01)
+    server.faults.refuse = 0
+    thread.join(20)
+    assert not thread.is_alive() and names(open_place(url, storage)) == ["step-1"]
+
+
+class _Compared(Directory):
+    """A directory that says when its large file is compared, and gives back other bytes than the last ones when it is told to."""
+
+    def __init__(self, path: str, compared: Callable[[], None]) -> None:
+        super().__init__(path)
+        self._told, self.lies = compared, False
+
+    @contextlib.contextmanager
+    def opened_past_cache(self, slot: str, name: str) -> Iterator[Any]:
+        with super().opened_past_cache(slot, name) as read:
+
+            def told(begin: int, end: int) -> bytes:
+                if name.endswith(".safetensors"):
+                    self._told()
+                return bytes(end - begin) if self.lies and begin >= 16 * MIB else read(begin, end)
+
+            yield told
+
+
+def test_a_comparison_is_progress_the_first_time(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=5 * MIB)  # 20 MiB: two pieces to compare
+    far = _Compared(str(tmp_path / "far"), lambda: moved.append(following.moved_at))
+    following = Following(open_place(str(tmp_path / "run")), far, PLAIN, lambda event: None)
+    moved: list[float] = []
+    far.lies = True
+    with pytest.raises(Error, match="it has other bytes than were sent"):
+        following.sweep()
+    assert moved[1] > moved[0] and set(moved[1:]) == {moved[1]}  # three tries
+    far.lies = False
+    following.sweep()
+    assert following.moved_at > moved[1] and names(far) == ["step-1"]
