@@ -275,7 +275,7 @@ def test_what_was_replaced_goes_after_a_kill(tmp_path: Path, monkeypatch: pytest
     swept(source, far)
     save(tmp_path / "run", 1, elements=10, format="dcp", replace=True)
     with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
-        patched.setattr("holdfast.drain.file_system._remove_unnamed", lambda path: 1 / 0)
+        patched.setattr("holdfast.drain.slots.remove_unnamed", lambda path: 1 / 0)
         swept(source, far)
     assert len(os.listdir(tmp_path / "far")) == 2
     (removed,) = swept(source, far)

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast import _dcp_directories, _durable, _names, _native, _regular
+from holdfast.drain import slots
 from holdfast.drain.beside import can_be_sent, recorded
 from holdfast.drain.contents import contents_of, digest, files_of, info_of, parse, proven
 from holdfast.drain.places import BESIDE, File, Info, Read, Seen, age_of, mount_of, pieces
@@ -20,8 +21,6 @@ from holdfast.errors import Error, of_system
 PIECE_BYTES = 4 << 20
 _AT_ONCE = 4  # pieces of one file
 _ALIGNMENT = 4096
-# Made first and removed last: without a mark a recovery takes the directory for a user's own (FORMAT.md, section 1).
-_MARK = _names.RECORD + _names.UNFINISHED
 _LISTINGS: dict[str, Callable[[str], tuple[list[dict[str, Any]], list[str]]]] = {
     "holdfast": lambda path: _native.list_checkpoints(path),
     "dcp": lambda path: _dcp_directories.list_complete(path),
@@ -151,7 +150,7 @@ class Directory:
     def beside(self, info: Info, names: Callable[[], set[str]], pace: Callable[[int], None]) -> tuple[list[File], list[str]]:
         path = self.path(info.slot)
         with of_system(f"list {path}"), os.scandir(path) as entries:
-            others = {e.name: e for e in entries if _is_foreign(e.name)}
+            others = {e.name: e for e in entries if slots.is_foreign(e.name)}
         own = names() if others else set()
         files, left = [], []
         for name in sorted(others.keys() - own):
@@ -201,7 +200,7 @@ class Directory:
             if not is_mine:
                 self._end(slot)
                 raise Error("UNAVAILABLE", f"write {path}: another process removes it")
-            os.close(os.open(os.path.join(path, _MARK), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            os.close(os.open(os.path.join(path, slots.MARK), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
         return slot
 
     def _end(self, slot: str) -> None:
@@ -301,7 +300,7 @@ class Directory:
                     replaced = retired
         self._end(slot)
         if replaced:
-            _remove_unnamed(replaced)
+            slots.remove_unnamed(replaced)
 
     def remove_replaced(self, info: Info) -> None:
         pass  # there is one directory of a name
@@ -346,7 +345,7 @@ class Directory:
     def _foreign(self, slot: str) -> set[str]:
         """What lies in a directory and is no file of a checkpoint, by the names alone and by all lists that can be read."""
         names = set(os.listdir(self.path(slot)))
-        own = {n for n in names if n == _names.BESIDE_RECORD or _names.format_of(_names.finished(n))}.union(_unrecorded(names))
+        own = {n for n in names if n == _names.BESIDE_RECORD or _names.format_of(_names.finished(n))}.union(slots.unrecorded(names))
         for name in own:
             if name == _names.BESIDE_RECORD or name.endswith(_names.MANIFEST_END):
                 with contextlib.suppress(Error):  # damaged, or half written
@@ -357,7 +356,7 @@ class Directory:
     def _recorded(self, info: Info) -> list[str]:
         """The names of what a drain has put beside a checkpoint, with what a kill has left; the record last."""
         files = recorded(self, info)
-        return _unrecorded(os.listdir(self.path(info.slot))) + ([*(f.name.removeprefix(BESIDE) for f in files), _names.BESIDE_RECORD] if files else [])
+        return slots.unrecorded(os.listdir(self.path(info.slot))) + ([*(f.name.removeprefix(BESIDE) for f in files), _names.BESIDE_RECORD] if files else [])
 
     def remove(self, info: Info) -> None:
         path = self.path(info.slot)
@@ -394,8 +393,8 @@ class Directory:
         complete = {info.name: info for info in self.complete()[0]}
         replaced = []
         with of_system(f"list {self._path}"):
-            slots = sorted(os.listdir(self._path)) if complete else []
-        for slot in slots:
+            entries = sorted(os.listdir(self._path)) if complete else []
+        for slot in entries:
             match = _names.UNCOMMITTED.fullmatch(slot)
             if match and match["name"] in complete and match["kind"] != "fenced" and self._is_replaced(slot, complete[match["name"]]):
                 replaced.append(slot)
@@ -403,7 +402,7 @@ class Directory:
         removed = []
         for slot in (*replaced, *given_up):
             self._end(slot)
-            if _remove_unnamed(self.path(slot)):
+            if slots.remove_unnamed(self.path(slot)):
                 removed.append(slot)
         return removed
 
@@ -428,55 +427,11 @@ def _exists(path: str) -> bool:
 
 def _is_damaged(path: str) -> bool:
     """Whether a directory is of a save that has ended, and nothing says that another program has written there since."""
-    saved = any(map(_is_of_save, os.listdir(path))) and _native.saves_at_work(path) not in ("trainer", "orphan")
+    saved = any(map(slots.is_of_save, os.listdir(path))) and _native.saves_at_work(path) not in ("trainer", "orphan")
     with contextlib.suppress(Error, OSError):  # damaged metadata
         found = _dcp_directories.look(path)
         return saved and (found is None or bool(found["attempt"]))
     return saved
-
-
-def _is_of_save(name: str) -> bool:
-    return _names.is_record(name) and name != _names.METADATA
-
-
-def _is_foreign(name: str) -> bool:
-    """Whether a file may be of no checkpoint: by its name it is of none, and is not being written."""
-    return not _names.is_reserved(name) and not _names.format_of(name) and not _names.DCP_ANY_DATA.fullmatch(name)
-
-
-def _unrecorded(names: Iterable[str]) -> list[str]:
-    """Of the names in a directory those that a drain has put beside the checkpoint, or begun to, without the record of them."""
-    marks = sorted(filter(_names.is_unfinished_beside, names))
-    return [*(n for n in names if _names.unfinished_beside(BESIDE + n) in marks), *marks]
-
-
-def _removed_in_turn(name: str) -> int:
-    """A list goes behind the files that it names: it tells them from a user's own, after a crash, too."""
-    if name == _names.BESIDE_RECORD or _names.is_unfinished_beside(name):
-        return 1
-    if _names.is_commit_record(_names.finished(name)):
-        return 4 if name == _MARK else 3
-    return 2 if name.endswith(_names.MANIFEST_END) else 0
-
-
-def _remove_unnamed(path: str) -> bool:
-    """Removes what has no name, or no longer; false where something stays, or another process uses it."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        # The other process may have given it the name in between.
-        if not _durable.locked(fd, fcntl.LOCK_EX) or not os.path.samestat(os.fstat(fd), os.stat(path)):
-            return False
-        for name in sorted(os.listdir(path), key=_removed_in_turn):
-            os.unlink(os.path.join(path, name))
-        os.rmdir(path)
-    except OSError:
-        return False
-    finally:
-        os.close(fd)
-    return True
 
 
 @contextlib.contextmanager
