@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ from small_disk import mounted
 
 import holdfast
 from holdfast import _durable
-from holdfast.drain import Drain
+from holdfast.drain import Drain, contents
 from holdfast.drain.following import Following
 from holdfast.drain.places import open_place
 from holdfast.errors import Error
@@ -334,13 +335,13 @@ def killed_at(call: int, source: Path, far: Path, exchanges: bool) -> bool:
     counted = 0
 
     def steps(change: Callable[..., Any]) -> Callable[..., Any]:
-        def step(path: str, *further: str) -> Any:
+        def step(path: str, *further: str, **of: int) -> Any:
             nonlocal counted
             if ".tmp" not in str(path):
                 if counted == call:
                     os.kill(os.getpid(), signal.SIGKILL)
                 counted += 1
-            return change(path, *further)
+            return change(path, *further, **of)
 
         return step
 
@@ -458,6 +459,123 @@ def test_a_checkpoint_of_another_program_is_not_replaced(over: bool, tmp_path: P
     assert (tmp_path / "far/step-1/.metadata").read_bytes() == before
 
 
+# ---- What else may stand in the second place.
+
+
+def link_to_a_later_save(at: Path, attempt: str) -> None:
+    save(at.parent.parent / "archive", 1, elements=10)
+    at.symlink_to(at.parent.parent / "archive/step-1")
+
+
+def link_to_nowhere(at: Path, attempt: str) -> None:
+    at.symlink_to(at.with_name("unmounted"))
+
+
+def file(at: Path, attempt: str) -> None:
+    at.touch()
+
+
+def link_where_the_copy_goes(at: Path, attempt: str) -> None:
+    (at.parent.parent / "archive").mkdir()
+    at.with_name(f"{at.name}.partial-{attempt}").symlink_to(at.parent.parent / "archive")
+
+
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+@pytest.mark.parametrize("what", [link_to_a_later_save, link_to_nowhere, file, link_where_the_copy_goes])
+def test_what_is_no_directory_there_fails_its_checkpoint_alone(what: Callable[[Path, str], None], format: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, elements=10, format=format)
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    (tmp_path / "far").mkdir()
+    what(tmp_path / "far/step-1", source.complete()[0][0].attempt)
+    before = {path: path.read_bytes() for path in (tmp_path / "archive").rglob("*") if path.is_file()}
+    events = swept(source, far)
+    assert [(e["event"], e["name"]) for e in events] == [("failed", "step-1"), ("arrived", "step-2")]
+    assert str(tmp_path / "far/step-1") in events[0]["message"] and "move it away" in events[0]["message"]
+    assert {path: path.read_bytes() for path in (tmp_path / "archive").rglob("*") if path.is_file()} == before
+    if what is link_where_the_copy_goes:  # nor is anything put there
+        assert not before and os.listdir(tmp_path / "archive") == []
+
+
+def later_version(record: Path) -> str:
+    document = json.loads(record.read_bytes())
+    del document["self_digest"]
+    record.write_bytes(contents.sealed({**document, "version": 2, "saved_at_ns": "in other words"}))
+    return "version 2 is not known; update holdfast, or move the directory away"
+
+
+def unreadable(record: Path) -> str:
+    record.chmod(0)
+    return "Permission denied; make .*step-1 accessible to the drain, or move it away"
+
+
+def damaged(record: Path) -> str:
+    record.write_bytes(b"x" + record.read_bytes()[1:])
+    return "it is of a later save, which is damaged; move the directory away"
+
+
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+@pytest.mark.parametrize("how", [later_version, unreadable, damaged])
+def test_a_later_save_there_is_not_replaced_unread(how: Callable[[Path], str], format: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, elements=10, format=format)
+    save(tmp_path / "far", 1, 3, elements=10, format=format)
+    (record,) = (tmp_path / "far/step-1").glob("holdfast.commit*.json")
+    said = how(record)
+    before = {path.name: path.stat() for path in (tmp_path / "far/step-1").iterdir()}
+    may_not = ["setpriv", "--bounding-set", "-dac_override,-dac_read_search"] if os.getuid() == 0 else []
+    done = subprocess.run([*may_not, sys.executable, "-m", "holdfast", "drain", tmp_path / "run", tmp_path / "far"],
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    assert done.returncode == 1 and re.search(said, done.stderr), done
+    after = {path.name: path.stat() for path in (tmp_path / "far/step-1").iterdir()}
+    assert {n: (s.st_ino, s.st_mtime_ns) for n, s in after.items()} == {n: (s.st_ino, s.st_mtime_ns) for n, s in before.items()}
+    assert "step-2" in names(open_place(str(tmp_path / "far")))
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "no exchange"])
+@pytest.mark.parametrize("what", ["a later save", "a user's own file"])
+def test_what_comes_at_the_exchange_of_names_stays(what: str, exchanges: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for run in ("before", "one", "two"):
+        save(tmp_path / run, 7, elements=10)
+    before, one, two = (open_place(str(tmp_path / run)) for run in ("before", "one", "two"))
+    far = open_place(str(tmp_path / "far"))
+    swept(before, far)
+    exchange = _durable._exchange
+    came: list[str] = []
+
+    def delayed(*paths: str) -> bool:
+        if not came:
+            came.append(what)
+            if what == "a later save":
+                swept(two, open_place(str(tmp_path / "far")))
+            else:
+                (tmp_path / "far/step-7/mine").write_text("mine")
+        return exchanges and exchange(*paths)
+
+    monkeypatch.setattr(_durable, "_exchange", delayed)
+    with pytest.raises(Error, match="another process has replaced or changed it meanwhile") as refused:
+        swept(one, far)
+    assert refused.value.code == "ABORTED" and came
+    stays = two if what == "a later save" else before
+    assert [c.attempt for c in far.complete()[0]] == [stays.complete()[0][0].attempt] and verdicts(tmp_path / "far") == ["sound"]
+    told = [e["event"] for e in swept(one, far)]
+    if what == "a later save":
+        assert told == ["trouble", "removed"] and os.listdir(tmp_path / "far") == ["step-7"]
+    else:
+        assert told == ["failed"] and (tmp_path / "far/step-7/mine").read_text() == "mine"
+
+
+def test_a_later_save_that_a_kill_has_left_without_its_name_stays(tmp_path: Path) -> None:
+    """At the exchange of names, where it had come meanwhile."""
+    for run in ("one", "two"):
+        save(tmp_path / run, 7, elements=10)
+    one, two, far = (open_place(str(tmp_path / name)) for name in ("one", "two", "far"))
+    swept(one, far)
+    (older,) = far.complete()[0]
+    shutil.copytree(tmp_path / "two/step-7", tmp_path / "far" / f"step-7.partial-{older.attempt}")
+    assert swept(one, far) == [] and len(os.listdir(tmp_path / "far")) == 2
+    swept(two, far)
+    assert os.listdir(tmp_path / "far") == ["step-7"] and [c.attempt for c in far.complete()[0]] == [two.complete()[0][0].attempt]
+
+
 # ---- Kills while a file beside a checkpoint arrives.
 
 
@@ -474,10 +592,10 @@ def test_a_kill_in_a_file_beside_a_checkpoint(late: str, then: str, format: str,
     def drain() -> None:
         rename = os.rename
 
-        def killed(path: str, to: str) -> None:
+        def killed(path: str, to: str, **of: int) -> None:
             if os.path.basename(to) == late:
                 os.kill(os.getpid(), signal.SIGKILL)
-            rename(path, to)
+            rename(path, to, **of)
 
         os.rename = killed  # type: ignore[assignment]
         swept(open_place(str(run)), open_place(str(far)))

@@ -19,6 +19,8 @@ from holdfast._regular import MANIFEST_BYTES_MAX, RECORD_BYTES_MAX
 from holdfast.drain.places import File, Info, Place, Read
 from holdfast.errors import Error, of_damage
 
+# The latest that are known, of records and manifests with a self-digest.
+VERSIONS = {"holdfast.commit": 1, "holdfast.manifest": 4}
 _NO_ATTEMPT = "0" * 32
 # A record ends with the digits of its self-digest and these bytes.
 _END = b'"}\n'

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
+import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,13 +16,15 @@ from typing import Any
 from holdfast import _dcp_directories, _durable, _names, _native, _regular
 from holdfast.drain import slots
 from holdfast.drain.beside import can_be_sent, recorded
-from holdfast.drain.contents import contents_of, digest, files_of, info_of, parse, proven
+from holdfast.drain.contents import VERSIONS, contents_of, digest, files_of, info_of, parse, proven
 from holdfast.drain.places import BESIDE, File, Info, Read, Seen, age_of, mount_of, pieces
-from holdfast.errors import Error, of_system
+from holdfast.errors import Error, of_damage, of_system
 
 PIECE_BYTES = 4 << 20
 _AT_ONCE = 4  # pieces of one file
 _ALIGNMENT = 4096
+# What readers say of files that a checkpoint lacks, or that have other bytes.
+_DAMAGE = ("DATA_LOSS", "NOT_FOUND")
 _LISTINGS: dict[str, Callable[[str], tuple[list[dict[str, Any]], list[str]]]] = {
     "holdfast": lambda path: _native.list_checkpoints(path),
     "dcp": lambda path: _dcp_directories.list_complete(path),
@@ -190,17 +194,17 @@ class Directory:
         if not self._is_there():
             _durable.make_directory(self._path)
             self.seen = self.seen and self.seen._replace(was_there=True)
-        with of_system(f"make directory {path}"):
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path)
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        with slots.of_name(path, ()), of_system(f"make directory {path}"), contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+        with slots.of_name(path):
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             is_mine = _durable.locked(fd, fcntl.LOCK_SH)  # a recovery and a clean-up leave the directory alone
             self._end(slot)
             self._locks[slot] = fd
             if not is_mine:
                 self._end(slot)
                 raise Error("UNAVAILABLE", f"write {path}: another process removes it")
-            os.close(os.open(os.path.join(path, slots.MARK), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
+            slots.touch(slots.MARK, fd)
         return slot
 
     def _end(self, slot: str) -> None:
@@ -287,17 +291,11 @@ class Directory:
             _durable.sync_directory(path)
             replaced = ""
             if os.path.lexists(final):
-                old = self._replaceable(info, {name.removeprefix(BESIDE) for name in files})
-                replaced = _durable.replace_directory(path, final, self.path(_names.aside(slot)))
+                with slots.of_name(final):
+                    replaced = self._replace(slot, info, {name.removeprefix(BESIDE) for name in files})
             else:
                 os.rename(path, final)
-            _durable.sync_directory(self._path)
-            if replaced and old:
-                # Not before its successor stands: a recovery removes a retired directory without a look at the name.
-                with contextlib.suppress(OSError):  # the name is too long, or another process has retired this attempt
-                    retired = self.path(_names.retired(info.name, old.attempt))
-                    os.rename(replaced, retired)
-                    replaced = retired
+                _durable.sync_directory(self._path)
         self._end(slot)
         if replaced:
             slots.remove_unnamed(replaced)
@@ -305,12 +303,37 @@ class Directory:
     def remove_replaced(self, info: Info) -> None:
         pass  # there is one directory of a name
 
-    def _replaceable(self, info: Info, new: set[str]) -> Info | None:
-        """The checkpoint that one of its name replaces; None for a damaged one, and an empty directory.
+    def _replace(self, slot: str, info: Info, new: set[str]) -> str:
+        """Gives a copy the name of another directory, whose path it returns.
+
+        Raises:
+            Error: ABORTED where that was not the directory that was judged, which then has its name again; as `_replaceable`.
+        """
+        path, final, aside = self.path(slot), self.path(info.name), self.path(_names.aside(slot))
+        with slots.of_name(final, (*slots.OF_A_SLOT, errno.EIO)):
+            old, before = self._replaceable(info, new)
+        replaced = _durable.replace_directory(path, final, aside)
+        if slots.stamp(replaced) != before:
+            _durable.replace_directory(replaced, final, aside if replaced == path else path)
+            raise Error("ABORTED", f"replace {final}: another process has replaced or changed it meanwhile")
+        _durable.sync_directory(self._path)
+        if old:
+            # Not before its successor stands: a recovery removes a retired directory without a look at the name.
+            with contextlib.suppress(OSError):  # the name is too long, or another process has retired this attempt
+                retired = self.path(_names.retired(info.name, old.attempt))
+                os.rename(replaced, retired)
+                replaced = retired
+        return replaced
+
+    def _replaceable(self, info: Info, new: set[str]) -> tuple[Info | None, object]:
+        """The checkpoint that one of its name replaces, and the stamp of its directory; None for a damaged one, and an empty directory.
 
         Refuses a directory with anything else, and a later checkpoint, which another process has sent meanwhile.
         """
         path = self.path(info.name)
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise Error("FAILED_PRECONDITION", f"replace {path}: it is a link or a file, and no checkpoint; move it away")
+        before = slots.stamp(path)
         old = next((c for c in self.complete()[0] if c.name == info.name), None)
         if old and age_of(old) > age_of(info):
             raise Error("ABORTED", f"replace {path}: a later save has arrived there")
@@ -318,28 +341,67 @@ class Directory:
         try:
             foreign -= {*contents_of(self, old).names(), *self._recorded(old)} if old else set()
         except Error as error:
-            if error.code not in ("DATA_LOSS", "NOT_FOUND"):
+            if error.code not in _DAMAGE:
                 raise
             old = None
-        if old is None and _is_damaged(path):
+        if old is None and self._is_damaged(info):
             # The lists of its files may be gone. Its successor has most of their names.
             foreign = self._foreign(info.name) - new
         if foreign:
             raise Error("FAILED_PRECONDITION", f"replace {path}: {min(foreign)} is no file of a complete "
                         "checkpoint; move the directory away")  # fmt: skip
-        return old
+        return old, before
+
+    def _is_damaged(self, info: Info) -> bool:
+        """Whether the directory of a checkpoint's name is of a save that has ended, and of no other program that has written there since.
+
+        Raises:
+            Error: where this process cannot read it: it may be sound. Where what can be read is of a later save than the checkpoint.
+        """
+        path = self.path(info.name)
+        records = sorted(filter(slots.is_of_save, os.listdir(path)))
+        if not records or _native.saves_at_work(path) in ("trainer", "orphan"):
+            return False
+        for name in records:
+            self._refuse_later(info, name)
+        try:
+            with of_system(f"read {path}"):
+                found = _dcp_directories.look(path)
+        except Error as error:
+            if error.code not in _DAMAGE:
+                raise
+            return True
+        return found is None or bool(found["attempt"])
+
+    def _refuse_later(self, info: Info, name: str) -> None:
+        """Refuses to replace a directory whose record or manifest is of a later save, or of a later version; a damaged one says nothing."""
+        where = f"{self.path(info.name)}/{name}"
+        try:
+            document = parse(self.read(info.name, name, _regular.MANIFEST_BYTES_MAX), where)
+            with of_damage(f"read {where}"):
+                if document["version"] > VERSIONS[document["format"]]:
+                    raise Error("FAILED_PRECONDITION", f"replace {where}: version {document['version']} is not known; update holdfast, or move the "
+                                "directory away")  # fmt: skip
+                is_later = (document.get("saved_at_ns", 0) / 1e9, document["step"]) > (info.saved_at, info.step)
+                if is_later and document["attempt"] != info.attempt:
+                    raise Error("FAILED_PRECONDITION", f"replace {where}: it is of a later save, which is damaged; move the directory away")
+        except Error as error:
+            if error.code not in _DAMAGE:
+                raise
 
     def _is_replaced(self, slot: str, by: Info) -> bool:
         """Whether a directory without a name is what a complete checkpoint has replaced, or holds an older save."""
-        if slot in _names.replaced(by.name, by.attempt):
-            return True
         try:
             if _names.retired_name(slot):
                 return not self._foreign(slot)
             record = next(filter(_names.is_commit_record, sorted(os.listdir(self.path(slot)))), "")
             text = self.read(slot, record, _regular.RECORD_BYTES_MAX)
-            return age_of(info_of(parse(text, record), by.name, slot, record)) < age_of(by)
-        except (Error, OSError):  # without a record, or removed meanwhile
+            # A kill may have left a later save in the place of the one that was to be replaced.
+            found = info_of(parse(text, record), by.name, slot, record)
+            return age_of(found) < age_of(by) or found.attempt == by.attempt
+        except Error as error:  # without a record
+            return error.code in _DAMAGE and slot in _names.replaced(by.name, by.attempt)
+        except OSError:  # removed meanwhile
             return False
 
     def _foreign(self, slot: str) -> set[str]:
@@ -423,15 +485,6 @@ def _exists(path: str) -> bool:
     if not os.path.exists(above):
         raise Error("NOT_FOUND", f"list {path}: {above} is a link to {os.readlink(above)}, which is not there; mount or make it")
     return False
-
-
-def _is_damaged(path: str) -> bool:
-    """Whether a directory is of a save that has ended, and nothing says that another program has written there since."""
-    saved = any(map(slots.is_of_save, os.listdir(path))) and _native.saves_at_work(path) not in ("trainer", "orphan")
-    with contextlib.suppress(Error, OSError):  # damaged metadata
-        found = _dcp_directories.look(path)
-        return saved and (found is None or bool(found["attempt"]))
-    return saved
 
 
 @contextlib.contextmanager

@@ -1,16 +1,59 @@
-"""The directory of one checkpoint in a place: what its entries are by their names, and how it is removed."""
+"""The directory of one checkpoint in a place: what its entries are by their names, what the system says of it alone, and its removal."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Collection, Iterable, Iterator
 
 from holdfast import _durable, _names
 from holdfast.drain.places import BESIDE
+from holdfast.errors import Error, of_system
 
 # Made first and removed last: without a mark a recovery takes the directory for a user's own (FORMAT.md, section 1).
 MARK = _names.RECORD + _names.UNFINISHED
+# What a file system says of a name that it cannot have.
+_OF_A_NAME = (errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ)
+# And of one file or directory.
+OF_A_SLOT = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENOTDIR)
+
+
+@contextlib.contextmanager
+def of_name(path: str, numbers: Collection[int] = OF_A_SLOT) -> Iterator[None]:
+    """What the system says of one name, and not of the place, fails its checkpoint alone: such an error has no errno.
+
+    Args:
+        numbers: errnos that are of what has the name.
+    """
+    try:
+        with of_system(f"write {path}"):
+            yield
+    except Error as error:
+        if error.errno in _OF_A_NAME:
+            raise Error("FAILED_PRECONDITION", f"{error.message}; save under another name, or choose another place") from error
+        if error.errno in numbers:
+            raise Error("FAILED_PRECONDITION", f"{error.message}; make {path} accessible to the drain, or move it away") from error
+        raise
+
+
+def stamp(path: str) -> object:
+    """What differs once an entry of a directory has changed, and stays when the directory gets another name."""
+    if not stat.S_ISDIR(os.lstat(path).st_mode):
+        return None
+    with os.scandir(path) as entries:
+        return frozenset((e.name, (status := e.stat(follow_symlinks=False)).st_ino, status.st_size, status.st_mtime_ns) for e in entries)
+
+
+def is_at(path: str, fd: int) -> bool:
+    """Whether an open directory has a path still."""
+    return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+
+
+def touch(name: str, folder: int) -> None:
+    os.close(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666, dir_fd=folder))
 
 
 def is_of_save(name: str) -> bool:
@@ -40,15 +83,15 @@ def _removed_in_turn(name: str) -> int:
 def remove_unnamed(path: str) -> bool:
     """Removes what has no name, or no longer; false where something stays, or another process uses it."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         # The other process may have given it the name in between.
-        if not _durable.locked(fd, fcntl.LOCK_EX) or not os.path.samestat(os.fstat(fd), os.stat(path)):
+        if not _durable.locked(fd, fcntl.LOCK_EX) or not is_at(path, fd):
             return False
-        for name in sorted(os.listdir(path), key=_removed_in_turn):
-            os.unlink(os.path.join(path, name))
+        for name in sorted(os.listdir(fd), key=_removed_in_turn):
+            os.unlink(name, dir_fd=fd)
         os.rmdir(path)
     except OSError:
         return False
