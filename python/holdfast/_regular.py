@@ -13,14 +13,14 @@ MANIFEST_BYTES_MAX = 1 << 30
 METADATA_BYTES_MAX = 4 << 30
 
 
-def open_to_read(path: str | os.PathLike[str], operation: str, flags: int = 0, code: str = "DATA_LOSS") -> int:
-    """Returns a descriptor of a regular file.
+def open_to_read(path: str | os.PathLike[str], operation: str, flags: int = 0, code: str = "DATA_LOSS", folder: int | None = None) -> int:
+    """Returns a descriptor of a regular file; `folder`: of the directory that the path begins at.
 
     Raises:
         Error: with `code`, for anything else.
         OSError: of the system.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | flags, dir_fd=folder)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)

@@ -104,6 +104,51 @@ def test_retention_of_the_second_place_takes_them_along(kind: str, format: str, 
         assert not far.sizes(next(iter(source.complete()[0])).slot)
 
 
+@FORMATS
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_late_file_goes_into_no_checkpoint_of_another_node(when: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for run in ("one", "two"):
+        save(tmp_path / run, 1, elements=10, format=format)
+        (tmp_path / run / "step-1/common.pt").write_text(f"of {run}")
+    one, two, far = (open_place(str(tmp_path / name)) for name in ("one", "two", "far"))
+    events: list[dict[str, Any]] = []
+    following = Following(one, far, PLAIN, events.append, keep_local=1)
+    following.sweep()
+    (tmp_path / "one/step-1/common.pt").write_text("of one, late")
+    (tmp_path / "one/step-1/late.pt").write_text("of one")
+    write = far.write
+
+    def replaced(*arguments: Any) -> None:
+        monkeypatch.undo()
+        swept(two, open_place(str(tmp_path / "far")))
+        write(*arguments)
+
+    if when == "before":
+        swept(two, open_place(str(tmp_path / "far")))
+    else:
+        monkeypatch.setattr(far, "write", replaced)
+    following.sweep()
+    following.sweep()
+    (info,) = far.complete()[0]
+    assert info.attempt == two.complete()[0][0].attempt and copying.verify(far, info)[0] == []
+    assert [f.name for f in beside.recorded(far, info)] == ["beside/common.pt"]
+    assert (tmp_path / "far/step-1/common.pt").read_text() == "of two" and not (tmp_path / "far/step-1/late.pt").exists()
+    assert names(one) == ["step-1"] and any("has a later save of this name" in e.get("message", "") for e in events)
+
+
+def test_a_late_file_whose_name_is_taken_holds_nothing_up(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    swept(source, far)
+    (tmp_path / "far/step-1/late.pt").mkdir()
+    for name in ("late.pt", "more.pt"):
+        (tmp_path / "run/step-1" / name).write_bytes(b"1")
+    save(tmp_path / "run", 2, elements=10)
+    events = swept(source, far)
+    assert {e["event"] for e in events} == {"arrived", "trouble"} and any("late.pt" in e.get("message", "") for e in events)
+    assert names(far) == ["step-1", "step-2"] and (tmp_path / "far/step-1/more.pt").exists()
+
+
 @KINDS
 def test_they_are_replaced_with_their_checkpoint(kind: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
     save(tmp_path / "run", 1, elements=10)

@@ -155,11 +155,18 @@ class Copy:
             self._beside[info.key] = recorded(self._target, there)
         has = self._beside[info.key]
         late = [file for file in beside if file not in has]
-        self._beside[info.key], why = self._send_beside(info, there.slot, late, has)
+        if not late:
+            return 0, []
+        with self._target.late(there) as ask_again:
+            self._beside[info.key], why = self._send_beside(info, there.slot, late, has, ask_again)
         return len(late) - len(why), why
 
-    def _send_beside(self, info: Info, slot: str, files: list[File], has: list[File]) -> tuple[list[File], list[str]]:
+    def _send_beside(self, info: Info, slot: str, files: list[File], has: list[File],
+                     ask_again: Callable[[], None] = lambda: None) -> tuple[list[File], list[str]]:  # fmt: skip
         """Sends files, then the record of them and of those that are there. One that changes meanwhile comes with a later sweep.
+
+        Args:
+            ask_again: called before the record is sent.
 
         Returns:
             What is there now, and why others are not.
@@ -171,10 +178,12 @@ class Copy:
                 self._send(info, slot, file, None)
                 arrived[file.name] = file
             except Error as error:
-                if error.code != "DATA_LOSS":  # it changes, or cannot be read: the checkpoint does not wait for it
+                # It changes, or cannot be read, or its name cannot be had there: the checkpoint does not wait for it.
+                if error.code not in ("DATA_LOSS", "FAILED_PRECONDITION"):
                     raise
                 why.append(error.message)
         if files and arrived:
+            ask_again()
             self._send(info, slot, record_of(info, list(arrived.values())), None)
         return list(arrived.values()), why
 

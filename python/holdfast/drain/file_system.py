@@ -16,7 +16,7 @@ from typing import Any
 from holdfast import _dcp_directories, _durable, _names, _native, _regular
 from holdfast.drain import slots
 from holdfast.drain.beside import can_be_sent, recorded
-from holdfast.drain.contents import VERSIONS, contents_of, digest, files_of, info_of, parse, proven
+from holdfast.drain.contents import VERSIONS, contents_of, digest, files_of, info_of, manifest_name, parse, proven
 from holdfast.drain.places import BESIDE, File, Info, Read, Seen, age_of, mount_of, pieces
 from holdfast.errors import Error, of_damage, of_system
 
@@ -120,7 +120,7 @@ class Directory:
     def opened(self, slot: str, name: str) -> Iterator[Read]:
         path = self._file(slot, name)
         with of_system(f"open {path}"):
-            fd = _regular.open_to_read(path, "open", os.O_NOFOLLOW)
+            fd = self._open_to_read(slot, path, os.O_NOFOLLOW)
 
         def read(begin: int, end: int) -> bytes:
             with of_system(f"read {path} @ {begin}"):
@@ -135,6 +135,12 @@ class Directory:
             yield read
         finally:
             os.close(fd)
+
+    def _open_to_read(self, slot: str, path: str, flags: int) -> int:
+        folder = self._locks.get(slot)  # what is being written may lose its name
+        if folder is None:
+            return _regular.open_to_read(path, "open", flags)
+        return _regular.open_to_read(os.path.basename(path), f"open in {self.path(slot)}:", flags, folder=folder)
 
     def read(self, slot: str, name: str, bytes_max: int) -> bytes:
         path = os.path.join(self._path, slot, name)
@@ -212,13 +218,33 @@ class Directory:
         if fd is not None:
             os.close(fd)
 
+    @contextlib.contextmanager
+    def late(self, info: Info) -> Iterator[Callable[[], None]]:
+        path = self.path(info.slot)
+        try:
+            with of_system(f"write {path}"):
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except Error as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                raise Error("ABORTED", f"write {path}: another process has replaced or removed it") from error
+            raise
+        self._locks[info.slot] = fd
+        try:
+            if not _durable.locked(fd, fcntl.LOCK_SH):
+                raise Error("ABORTED", f"write {path}: another process removes it")
+            self._check_same(info, fd)
+            yield lambda: self._check_same(info, fd)
+        finally:
+            self._end(info.slot)
+
     def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
         # Into a complete checkpoint such a file may come late: it gets its name when it is whole.
-        path = final = self._file(slot, file.name)
+        path, folder = self._file(slot, file.name), self._locks[slot]
+        name = final = os.path.basename(path)
         if file.name.startswith((BESIDE, _names.BESIDE_RECORD)):
-            path = os.path.join(os.path.dirname(final), _names.unfinished_beside(os.path.basename(final)))
-        with of_system(f"write {path}"):
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            name = _names.unfinished_beside(final)
+        with slots.of_name(path):
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666, dir_fd=folder)
         try:
             with of_system(f"write {path}"):
                 there = os.fstat(fd).st_size if is_resumed else 0
@@ -239,27 +265,25 @@ class Directory:
             with of_system(f"sync {path}"):
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                if path != final:
+                if name != final:
+                    # An empty file says of a file that a drain has put it there, until the record does.
                     if file.name != _names.BESIDE_RECORD:
-                        os.close(os.open(self._mark(slot, file.name), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
-                    os.rename(path, final)
-                    _durable.sync_directory(os.path.dirname(final))
+                        slots.touch(_names.unfinished_beside(file.name), folder)
+                    with slots.of_name(path):
+                        os.rename(name, final, src_dir_fd=folder, dst_dir_fd=folder)
+                    os.fsync(folder)
                     for recorded_now in files_of(parse(file.content or b"", path), path) if file.name == _names.BESIDE_RECORD else ():
                         with contextlib.suppress(FileNotFoundError):
-                            os.unlink(self._mark(slot, BESIDE + recorded_now.name))
+                            os.unlink(_names.unfinished_beside(BESIDE + recorded_now.name), dir_fd=folder)
         finally:
             os.close(fd)
-
-    def _mark(self, slot: str, name: str) -> str:
-        """What says of a file beside a checkpoint that a drain has put it there, until the record does: an empty file."""
-        return self._file(slot, _names.unfinished_beside(name))
 
     @contextlib.contextmanager
     def opened_past_cache(self, slot: str, name: str) -> Iterator[Read]:
         """As `opened`, from the disk where the file system can read directly."""
         path = self._file(slot, name)
         try:
-            fd = _regular.open_to_read(path, "open", os.O_DIRECT)
+            fd = self._open_to_read(slot, path, os.O_DIRECT)
         except OSError:
             with self.opened(slot, name) as read:
                 yield read
@@ -285,10 +309,11 @@ class Directory:
         content = last.content
         self.write(slot, last, lambda begin, end: content[begin:end], False)
         with of_system(f"complete {final}"):
-            for name in os.listdir(path):
+            folder = self._locks[slot]
+            for name in os.listdir(folder):
                 if name not in files and BESIDE + name not in files:
-                    os.unlink(os.path.join(path, name))
-            _durable.sync_directory(path)
+                    os.unlink(name, dir_fd=folder)
+            os.fsync(folder)
             replaced = ""
             if os.path.lexists(final):
                 with slots.of_name(final):
@@ -448,6 +473,20 @@ class Directory:
                     raise Error(error.code, f"remove {path}: {error.message}", error.errno) from None
         finally:
             os.close(fd)
+
+    def _check_same(self, info: Info, fd: int) -> None:
+        """Refuses, with ABORTED, where an open directory is no longer that of a checkpoint."""
+        path, name = self.path(info.slot), info.record or manifest_name(info, 0)
+        try:
+            with of_system(f"open {path}"):
+                attempt = parse(self.read(info.slot, name, _regular.MANIFEST_BYTES_MAX), f"{path}/{name}").get("attempt")
+                is_same = attempt == info.attempt and slots.is_at(path, fd)
+        except Error as error:
+            if error.code != "NOT_FOUND":
+                raise
+            is_same = False
+        if not is_same:
+            raise Error("ABORTED", f"open {path}: another process has replaced or removed it")
 
     def clean(self, keep: set[str]) -> list[str]:
         # What a complete checkpoint has replaced, and what this process has begun for a checkpoint that is gone. The rest is for

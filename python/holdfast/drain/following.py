@@ -285,7 +285,10 @@ class Following:
             except Error as error:
                 if error.code != "CANCELLED" and not any(c.key == info.key for c in self._local()):
                     continue  # replaced or removed meanwhile
-                if error.code != "DATA_LOSS":
+                if error.code == "ABORTED":  # the listing is of before
+                    self._remote = self._listed(local)
+                    continue
+                if error.code not in ("DATA_LOSS", "FAILED_PRECONDITION"):
                     raise
                 count, why = 0, [error.message]
             self._tell_of_late(info, why)

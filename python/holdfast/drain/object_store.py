@@ -238,6 +238,9 @@ class Store:
                         "save under another name, or drain to a directory")  # fmt: skip
         return f"{info.name}.attempt-{info.attempt}"
 
+    def late(self, info: Info) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        return contextlib.nullcontext(lambda: None)  # a slot is of one attempt
+
     def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
         part = max(_PART_BYTES, -(-file.bytes // _PARTS_MAX))
         failed: list[builtins.BaseException] = []

@@ -144,8 +144,15 @@ class Place(Protocol):
     def begin(self, info: Info) -> str:
         """Returns the slot for a checkpoint that is about to arrive. No reader takes it for complete."""
 
+    def late(self, info: Info) -> AbstractContextManager[Callable[[], None]]:
+        """Lets `write` put files beside a complete checkpoint, and into no other one that gets its name meanwhile; gives what asks again.
+
+        Raises:
+            Error: ABORTED where another one has the name, also from what is given.
+        """
+
     def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
-        """Writes a file durably; `read` gives its proven bytes, `is_resumed`: a part may be there."""
+        """Writes a file durably, in a slot of `begin` or `late`; `read` gives its proven bytes, `is_resumed`: a part may be there."""
 
     def commit(self, slot: str, info: Info, last: File, files: set[str]) -> None:
         """Writes the last file and makes the checkpoint complete. Of its name it is the one that listings have from then on.
