@@ -150,6 +150,26 @@ def test_a_late_file_whose_name_is_taken_holds_nothing_up(tmp_path: Path) -> Non
 
 
 @KINDS
+@pytest.mark.parametrize("more", [False, True])
+def test_a_file_that_goes_before_the_commit_leaves_no_record(more: bool, kind: str, tmp_path: Path, bucket: tuple[str, dict[str, str]],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    save(tmp_path / "run", 1, elements=10)
+    for name in ("notes", "more")[: 1 + more]:
+        (tmp_path / "run/step-1" / name).write_bytes(b"1")
+    source, far = open_place(str(tmp_path / "run")), opened(kind, tmp_path, bucket)
+    with monkeypatch.context() as patched, pytest.raises(Error, match="killed"):
+        patched.setattr(far, "commit", lambda *_: (_ for _ in ()).throw(Error("UNAVAILABLE", "killed")))
+        swept(source, far)
+    (tmp_path / "run/step-1/notes").unlink()
+    far = opened(kind, tmp_path, bucket)
+    swept(source, far)
+    (info,) = far.complete()[0]
+    assert copying.verify(far, info)[0] == []
+    assert sorted(n for n in far.sizes(info.slot) if "more" in n or "notes" in n or n == RECORD) == \
+        ([*(["beside/more"] if kind == "store" else []), RECORD, *(["more"] if kind == "directory" else [])] if more else [])
+
+
+@KINDS
 def test_they_are_replaced_with_their_checkpoint(kind: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
     save(tmp_path / "run", 1, elements=10)
     (tmp_path / "run/step-1/notes").write_bytes(b"1")

@@ -123,8 +123,9 @@ class Copy:
                         self._stop_others(pool)
                         raise error
         arrived, why = self._send_beside(info, slot, beside, [])
-        further = {BESIDE_RECORD, *(f.name for f in arrived)} if arrived else set()
-        self._target.commit(slot, info, contents.proofs[-1], contents.names() | further)
+        # Without such files no record of them stays, as one that an earlier run has left.
+        with_record = {BESIDE_RECORD, *(f.name for f in arrived)} if arrived else set()
+        self._target.commit(slot, info, contents.proofs[-1], contents.names() | with_record)
         self._arrived.clear()
         self._beside[info.key] = arrived
         return Sent(info.bytes, self._sent, time.monotonic() - begin, "read" if self._reads_back else "store", left, why)
