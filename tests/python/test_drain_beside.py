@@ -105,6 +105,20 @@ def test_retention_of_the_second_place_takes_them_along(kind: str, format: str, 
 
 
 @FORMATS
+def test_what_keeps_a_checkpoint_from_retention_keeps_them_too(format: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10, format=format)
+    (tmp_path / "run/step-1/common.pt").write_bytes(b"1")
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    swept(source, far)
+    (tmp_path / "far/step-1/mine").write_bytes(b"2")
+    before = set(os.listdir(tmp_path / "far/step-1"))
+    save(tmp_path / "run", 2, elements=10, format=format)
+    arrived, kept = swept(source, far, Drain(keep_last=1))
+    assert (arrived["event"], kept["event"]) == ("arrived", "trouble") and "mine is no file of the checkpoint" in kept["message"]
+    assert set(os.listdir(tmp_path / "far/step-1")) == before
+
+
+@FORMATS
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
 def test_a_late_file_goes_into_no_checkpoint_of_another_node(when: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for run in ("one", "two"):

@@ -429,10 +429,11 @@ class Directory:
         except OSError:  # removed meanwhile
             return False
 
-    def _foreign(self, slot: str) -> set[str]:
-        """What lies in a directory and is no file of a checkpoint, by the names alone and by all lists that can be read."""
+    def _foreign(self, slot: str, format: str = "") -> set[str]:
+        """What lies in a directory and is no file of a checkpoint, of a format or any, by the names alone and by all lists that can be read."""
         names = set(os.listdir(self.path(slot)))
-        own = {n for n in names if n == _names.BESIDE_RECORD or _names.format_of(_names.finished(n))}.union(slots.unrecorded(names))
+        formats = (format,) if format else tuple(_LISTINGS)
+        own = {n for n in names if n == _names.BESIDE_RECORD or _names.format_of(_names.finished(n)) in formats}.union(slots.unrecorded(names))
         for name in own:
             if name == _names.BESIDE_RECORD or name.endswith(_names.MANIFEST_END):
                 with contextlib.suppress(Error):  # damaged, or half written
@@ -459,9 +460,11 @@ class Directory:
                     raise
                 raise Error("FAILED_PRECONDITION", f"remove {path}: {error.message}; remove the directory yourself") from error
             with of_system(f"remove {path}"):
+                if beside:  # what refuses the checkpoint keeps them, too
+                    self._check_removable(info, fd, set(beside))
                 for name in beside:
                     with contextlib.suppress(FileNotFoundError):
-                        os.unlink(os.path.join(path, name))
+                        os.unlink(name, dir_fd=fd)
             if info.format == "dcp":
                 _dcp_directories.remove(info.listed(self))
             else:
@@ -473,6 +476,14 @@ class Directory:
                     raise Error(error.code, f"remove {path}: {error.message}", error.errno) from None
         finally:
             os.close(fd)
+
+    def _check_removable(self, info: Info, fd: int, beside: set[str]) -> None:
+        path = self.path(info.slot)
+        self._check_same(info, fd)
+        if _native.saves_at_work(path) in ("trainer", "orphan"):
+            raise Error("ABORTED", f"remove {path}: a save is on its way there")
+        if foreign := self._foreign(info.slot, info.format) - beside:
+            raise Error("FAILED_PRECONDITION", f"remove {path}: {min(foreign)} is no file of the checkpoint; move it elsewhere")
 
     def _check_same(self, info: Info, fd: int) -> None:
         """Refuses, with ABORTED, where an open directory is no longer that of a checkpoint."""
