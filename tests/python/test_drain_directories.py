@@ -576,6 +576,21 @@ def test_a_later_save_that_a_kill_has_left_without_its_name_stays(tmp_path: Path
     assert os.listdir(tmp_path / "far") == ["step-7"] and [c.attempt for c in far.complete()[0]] == [two.complete()[0][0].attempt]
 
 
+# ---- Retention that one directory refuses.
+
+
+def test_a_directory_that_cannot_be_removed_ends_no_retention(tmp_path: Path) -> None:
+    with mounted(tmp_path / "far", 64) as at:
+        save(tmp_path / "run", 1, 2, 3, elements=10)
+        source, far = open_place(str(tmp_path / "run")), open_place(str(at))
+        swept(source, far)
+        last = far.complete()[0][-1]
+        left = shutil.copytree(at / last.name, at / f"{last.name}.partial-{last.attempt}")
+        with bound(at / "step-1", at / "step-1"), pytest.raises(Error, match="step-1: .*busy"):  # a name of a mount stays
+            swept(source, far, Drain(keep_last=1))
+        assert names(far) == ["step-1", "step-3"] and not left.exists()
+
+
 # ---- Kills while a file beside a checkpoint arrives.
 
 

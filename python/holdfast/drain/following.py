@@ -12,12 +12,12 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from holdfast._durable import locked
 from holdfast.drain import tiers
-from holdfast.drain.copying import Copy
+from holdfast.drain.copying import Copy, is_passing
 from holdfast.drain.options import Drain
 from holdfast.drain.places import Info, Place, age_of, identity_of, path_of
 from holdfast.errors import Error
@@ -155,29 +155,36 @@ class Following:
         self._tell_of_overtaken(self._only(local) if self._only else local)
         refused: Error | None = None  # nothing waits for a place that lets nothing be deleted
         is_applied = False
-        while wanted := self._to_send(local):
-            self.pending = len(wanted)
-            self._now = {"name": wanted[0].name, "bytes_total": wanted[0].bytes, "bytes_done": 0}
-            if self._furthest[0] != wanted[0].key:
-                self._furthest, self._furthest_compared = (wanted[0].key, 0), {}
-            self._tell({"event": "progress", "pending": self.pending, **self._now})
-            self._tell_of_strangers(wanted[0], local)
-            self._send(wanted[0], local)
-            local = self._local()
-            is_applied = True
+        while (wanted := self._to_send(local)) or not is_applied:
+            if wanted:
+                self.pending = len(wanted)
+                self._now = {"name": wanted[0].name, "bytes_total": wanted[0].bytes, "bytes_done": 0}
+                if self._furthest[0] != wanted[0].key:
+                    self._furthest, self._furthest_compared = (wanted[0].key, 0), {}
+                self._tell({"event": "progress", "pending": self.pending, **self._now})
+                self._tell_of_strangers(wanted[0], local)
+                self._send(wanted[0], local)
+                local = self._local()
             self._send_beside(local)
             refused = self._apply_retention(local) or refused
+            is_applied = True
         if self.pending:
             self.pending = 0
             self._tell({"event": "progress", "pending": 0, "bytes_done": 0, "bytes_total": 0})
-        if not is_applied:
-            self._send_beside(local)
-            refused = self._apply_retention(local)
-        if refused is None and time.monotonic() - self._cleaned_at > _CLEAN_SECONDS:
-            self._cleaned_at = time.monotonic()
+        left = self._clean(local)
+        return refused or left
+
+    def _clean(self, local: list[Info]) -> Error | None:
+        """As `_apply_retention`, of what interrupted copies have left."""
+        if time.monotonic() - self._cleaned_at <= _CLEAN_SECONDS:
+            return None
+        self._cleaned_at = time.monotonic()
+        try:
             for slot in self._target.clean({c.attempt for c in local}):
                 self._tell({"event": "removed", "place": "target", "name": slot, "why": "left by an interrupted copy"})
-        return refused
+        except Error as error:
+            return error
+        return None
 
     def _listed(self, local: list[Info]) -> list[Info]:
         """What is complete there. Where it cannot be listed, what is not known to be there counts as pending."""
@@ -296,30 +303,27 @@ class Following:
                 self._move(time.monotonic())
 
     def _apply_retention(self, local: list[Info]) -> Error | None:
-        """Returns the first error of a removal: a place that lets nothing be deleted holds up nothing else."""
+        """Returns the first error of a removal: a place that lets nothing be deleted holds up nothing else, nor does one checkpoint there."""
         assert self._remote is not None
-        refused: Error | None = None
         # A store that lets nothing be deleted fills no local disk.
-        for remove in (self._remove_replaced, self._remove_remotely, self._remove_locally):
-            try:
-                remove(local, self._remote)
-            except Error as error:
-                refused = refused or error
-        return refused
+        errors = _of_each(self._replacing.values(), self._remove_replaced)
+        errors += _of_each(tiers.to_remove_remotely(local, self._remote, self._rules), self._remove_remotely)
+        errors += _of_each(tiers.to_remove_locally(local, self._remote, self._rules), self._remove_locally)
+        for error in errors[1:]:
+            self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": None})
+        return errors[0] if errors else None
 
-    def _remove_replaced(self, local: list[Info], remote: list[Info]) -> None:
-        for name, info in list(self._replacing.items()):
-            self._target.remove_replaced(info)
-            del self._replacing[name]
+    def _remove_replaced(self, info: Info) -> None:
+        self._target.remove_replaced(info)
+        del self._replacing[info.name]
 
-    def _remove_remotely(self, local: list[Info], remote: list[Info]) -> None:
-        for info in tiers.to_remove_remotely(local, remote, self._rules):
-            self._remove(self._target, "target", info)
-            remote.remove(info)
+    def _remove_remotely(self, info: Info) -> None:
+        assert self._remote is not None
+        self._remove(self._target, "target", info)
+        self._remote.remove(info)
 
-    def _remove_locally(self, local: list[Info], remote: list[Info]) -> None:
-        for info in tiers.to_remove_locally(local, remote, self._rules):
-            self._remove(self._source, "source", info)
+    def _remove_locally(self, info: Info) -> None:
+        self._remove(self._source, "source", info)
 
     def _remove(self, place: Place, which: str, info: Info) -> None:
         try:
@@ -350,6 +354,19 @@ class Following:
 
     def is_stuck(self) -> bool:
         return not self.patience()
+
+
+def _of_each(gone: Iterable[Info], remove: Callable[[Info], None]) -> list[Error]:
+    """The errors of removals, of which one holds up no other, unless it is of a whole store."""
+    errors: list[Error] = []
+    for info in list(gone):
+        try:
+            remove(info)
+        except Error as error:
+            errors.append(error)
+            if is_passing(error) and not error.errno:
+                break
+    return errors
 
 
 def lock_path(source: str, target: str) -> str | None:
