@@ -40,6 +40,22 @@ def test_what_the_listing_passes_over_is_reported(format: str, record: str, tmp_
     assert done.status == 0 and "passed over step-1: " in done.error, done  # as with --newest: it may have been meant
 
 
+def test_a_wait_says_what_was_passed_over(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(run, 1, 2, elements=10)
+    record = run / "step-1" / "holdfast.commit.json"
+    data = record.read_bytes()
+    record.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    with holdfast.Checkpointer(run, drain_to=tmp_path / "far") as checkpointer:
+        for _ in range(2):
+            with pytest.raises(Error, match="passed over step-1: ") as refused:
+                checkpointer.flush(drain=True)
+            assert refused.value.code == "DATA_LOSS"
+        assert names(open_place(str(tmp_path / "far"))) == ["step-2"]
+        record.write_bytes(data)
+    assert names(open_place(str(tmp_path / "far"))) == ["step-1", "step-2"] and checkpointer.drain_report["arrived"] == 2
+
+
 @pytest.mark.parametrize("format, record", RECORDS)
 def test_a_format_of_which_none_can_be_read_does_not_hold_up_the_other(format: str, record: str, tmp_path: Path) -> None:
     other = "dcp" if format == "holdfast" else "holdfast"

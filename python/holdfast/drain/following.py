@@ -229,9 +229,16 @@ class Following:
     def _local(self) -> list[Info]:
         found, self.passed_over = self._source.complete()
         self._tell_of_seen()
-        for entry in self.passed_over:
-            self._tell_once("DATA_LOSS", f"drain {self._source.url}: passed over {entry}")
+        for error in self._of_passed_over():
+            self._tell_once(error.code, error.message)
         return found
+
+    def _of_passed_over(self) -> list[Error]:
+        return [Error("DATA_LOSS", f"drain {self._source.url}: passed over {entry}") for entry in self.passed_over]
+
+    def first_error(self) -> Error | None:
+        """Of a checkpoint that is not sent."""
+        return next(iter([*self.failed.values(), *self._of_passed_over()]), None)
 
     def _tell_of_seen(self) -> None:
         """Before anything is sent: a process that is started again in this one's place looks for no other directories."""

@@ -141,7 +141,7 @@ class Running:
             self._pause(delay, finishing)
 
     def _answer(self, tickets: list[int], error: Error | None) -> None:
-        first = error or next(iter(self._following.failed.values()), None)
+        first = error or self._following.first_error()
         for ticket in tickets:
             self._tickets.remove(ticket)
             self._tell({"event": "synced", "ticket": ticket, "error": first and [first.code, first.message, first.errno]})

@@ -171,7 +171,7 @@ class Draining(PerProcess):
         """
         if not self._is_started:
             lock = lock_path(self._directory, self.target)
-            if not open_place(self._directory, seen=self._given["seen"][0]).complete()[0] or (lock is not None and is_held(lock)):
+            if not any(open_place(self._directory, seen=self._given["seen"][0]).complete()) or (lock is not None and is_held(lock)):
                 return
         try:
             self.wait(timeout)
