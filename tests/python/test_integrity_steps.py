@@ -127,7 +127,7 @@ def test_a_checkpoint_does_not_look_absent_for_lack_of_memory(bench: steps.Bench
 
 
 @pytest.mark.parametrize("act", ["kill", "ENFILE"])
-@pytest.mark.parametrize(("format_", "call"), [("holdfast", "renameat2"), ("dcp", "unlink")])
+@pytest.mark.parametrize(("format_", "call"), [("holdfast", "renameat2"), ("dcp", "unlinkat")])
 def test_a_broken_drain_costs_time_only(format_: str, call: str, act: str, bench: steps.Bench) -> None:
     """At the exchange of names or at its last removal; and where it opens what retention removes."""
     script = f"drain/{format_}/pwrite"
