@@ -56,6 +56,22 @@ def test_a_wait_says_what_was_passed_over(tmp_path: Path) -> None:
     assert names(open_place(str(tmp_path / "far"))) == ["step-1", "step-2"] and checkpointer.drain_report["arrived"] == 2
 
 
+def test_a_repaired_checkpoint_is_sent(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(run, 1, elements=10)
+    (data,) = (run / "step-1").glob("model-*")
+    sound = data.read_bytes()
+    data.write_bytes(sound[:-1] + bytes([sound[-1] ^ 1]))
+    with holdfast.Checkpointer(run, drain_to=tmp_path / "far") as checkpointer:
+        for _ in range(2):
+            with pytest.raises(Error, match="another digest"):
+                checkpointer.wait_drained(60)
+        assert list(checkpointer.drain_report["failed"]) == ["step-1"]
+        data.write_bytes(sound)
+        checkpointer.wait_drained(60)
+        assert checkpointer.drain_report["failed"] == {} and names(open_place(str(tmp_path / "far"))) == ["step-1"]
+
+
 @pytest.mark.parametrize("format, record", RECORDS)
 def test_a_format_of_which_none_can_be_read_does_not_hold_up_the_other(format: str, record: str, tmp_path: Path) -> None:
     other = "dcp" if format == "holdfast" else "holdfast"

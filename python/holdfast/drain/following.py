@@ -41,7 +41,7 @@ class Following:
         tell: called with events: ``arrived``, ``removed``, ``trouble``, ``failed``, ``progress``, ``seen``.
 
     Attributes:
-        failed: errors of checkpoints that are given up, by name and attempt.
+        failed: errors of checkpoints that are given up until their files change, by name and attempt.
         passed_over: "NAME: why" of those that look damaged, cannot be read, or have no commit record.
         pending: how many checkpoints have not arrived.
         moved_at: when more of a checkpoint was sent, found or compared than ever before (monotonic).
@@ -55,6 +55,7 @@ class Following:
         self._only = only
         self.stop = threading.Event()
         self.failed: dict[tuple[str, str], Error] = {}
+        self._failed_as: dict[tuple[str, str], object] = {}  # their files then
         self.passed_over: list[str] = []
         self.pending = 0
         self.moved_at = time.monotonic()
@@ -147,7 +148,10 @@ class Following:
 
     def _sweep(self, asked: bool) -> Error | None:
         local = self._local()
-        self.failed = {c.key: self.failed[c.key] for c in local if c.key in self.failed}
+        self.failed = {
+            c.key: self.failed[c.key] for c in local
+            if c.key in self.failed and self._source.signature(c.slot) == self._failed_as[c.key]
+        }  # fmt: skip
         # What has arrived may be gone by now: nobody is told of it by an old listing.
         is_old = asked or time.monotonic() - self._listed_at > _SWEEP_SECONDS
         if self._remote is None or is_old or tiers.missing(local, self._remote):
@@ -252,6 +256,7 @@ class Following:
         return tiers.to_send(self._only(local) if self._only else local, self._remote, self._rules, self.failed)
 
     def _send(self, info: Info, local: list[Info]) -> None:
+        files = self._source.signature(info.slot)
         try:
             sent = self._copy.run(info)
         except Error as error:
@@ -262,7 +267,7 @@ class Following:
             # With an errno it is of the place, as a file in the way of a directory: no checkpoint arrives, and each is tried again.
             if error.code != "DATA_LOSS" and (error.code != "FAILED_PRECONDITION" or error.errno):
                 raise
-            self.failed[info.key] = error
+            self.failed[info.key], self._failed_as[info.key] = error, files
             self._tell({"event": "failed", "name": info.name, "step": info.step, "code": error.code, "message": error.message})
             return
         if sent.left:

@@ -168,7 +168,7 @@ class Store:
         found = [info for info in _latest(looked).values() if format in ("", info.format)]
         return sorted(found, key=age_of), [text for text in looked if isinstance(text, str)]
 
-    def signature(self) -> object:
+    def signature(self, slot: str = "") -> object:
         return None
 
     def _look(self, slot: str, objects: dict[str, _Object]) -> Info | str | None:

@@ -118,8 +118,8 @@ class Place(Protocol):
             Error: what reading says where none is complete and at least one cannot be read.
         """
 
-    def signature(self) -> object:
-        """A value that differs once something may have changed; None where only a listing says."""
+    def signature(self, slot: str = "") -> object:
+        """A value that differs once something may have changed, with a slot one of its files; None where only a listing says."""
 
     def opened(self, slot: str, name: str) -> AbstractContextManager[Read]:
         """Opens a file to read ranges of it."""

@@ -248,6 +248,7 @@ class Draining(PerProcess):
                 _lineage.seen(self._directory, event["latest"])
         elif kind == "arrived":
             report["arrived"] += 1
+            report["failed"].pop(event["name"], None)
             report["bytes_sent"] += event["bytes_sent"]
             report["last_arrived"], report["last_error"] = event["step"], None
             logger.info("drained %s to %s: %d bytes, %.3f s, proven by %s", event["name"], self.target, event["bytes_sent"],
