@@ -164,6 +164,7 @@ class Checkpointer(PerProcess):
                 self.directory, self._drain_to, self._drain_options, self._keep_last, self._keep_every, self._form
             )
             self._keep_last = self._keep_every = 0
+            self._draining.let_go_with(self)
         self._of_save = of_save
         self._defaults = {k: v for k, v in options.items() if k in of_save}
         _arguments.check(saving.save_async, self._defaults, "Checkpointer")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -269,6 +271,19 @@ def test_the_end_of_a_reader_waits_for_no_other_process(tmp_path: Path) -> None:
     with opened(tmp_path / "run", str(tmp_path / "far"), {}) as checkpointer:
         checkpointer.close(drain=False)
     assert checkpointer._draining._process is None and not (tmp_path / "far").exists()
+
+
+def test_a_checkpointer_that_is_dropped_leaves_no_process(tmp_path: Path) -> None:
+    checkpointer = holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far")
+    checkpointer.save({"w": torch.ones(10)}, 1)
+    process, lock = checkpointer._draining._process, checkpointer._draining.lock
+    with ThreadPoolExecutor(1) as another:
+        another.submit(lock.acquire).result()
+        del checkpointer
+        gc.collect()  # it waits for no lock
+        another.submit(lock.release).result()
+    assert process.wait(60) == 0
+    assert [c.step for c in open_place(str(tmp_path / "far")).complete()[0]] == [1]
 
 
 def test_another_rank_waits_for_no_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

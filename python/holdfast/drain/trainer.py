@@ -6,6 +6,7 @@ committed has arrived, and no error of it fails a save.
 
 from __future__ import annotations
 
+import _thread
 import builtins
 import contextlib
 import dataclasses
@@ -188,6 +189,17 @@ class Draining(PerProcess):
         with self.lock:
             self._closing = True
             self._command({"finish": True})
+
+    def let_go_with(self, owner: object) -> None:
+        """Has the process end, as `let_go`, once nobody has its owner any longer."""
+        # At the end of the interpreter the process sees that its trainer ends.
+        weakref.finalize(owner, self._let_go_elsewhere).atexit = False
+
+    def _let_go_elsewhere(self) -> None:
+        """In a thread of its own: the garbage collector waits for no lock. `threading` would wait for the thread's start."""
+        if self._process is not None:
+            with contextlib.suppress(RuntimeError):  # the system has no thread
+                _thread.start_new_thread(self.let_go, ())
 
     # ---- The thread that hears the process.
 
