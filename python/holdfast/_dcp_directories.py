@@ -344,7 +344,7 @@ def _unfinished(path: str, clean_up: bool, age_without_locks: float) -> str | No
         # A commit, or another recovery, has its turn.
         if not locked(fd, fcntl.LOCK_EX) or (at_work := _native.saves_at_work(path)) in ("trainer", "orphan"):
             return "a save is running there"
-        names = os.listdir(fd)  # what a save adds from now on is not among them
+        names = os.listdir(fd)  # files that a save adds from now on are not among them
         if not _is_unfinished(names):
             return None
         if _of_whole_saves(names):
@@ -360,7 +360,7 @@ def _unfinished(path: str, clean_up: bool, age_without_locks: float) -> str | No
         if at_work == "unknown" and age_without_locks > 0 and time.time() - changed < age_without_locks:
             return f"locks do not tell whether a save is running there, and it changed less than {age_without_locks:g} s ago"
         if clean_up:
-            # Proofs go last: what a crash leaves is still proven.
+            # Proofs go last: files that a crash leaves are still proven.
             for name in sorted(names, key=lambda n: n.endswith(_names.MANIFEST_END)):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=fd)

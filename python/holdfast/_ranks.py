@@ -25,7 +25,7 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def rank_of_process() -> int:
-    """What tells this process from others of the job: its rank, also before torch.distributed is initialized, from the launcher."""
+    """The mark of this process in its job: its rank, also before torch.distributed is initialized, from the launcher."""
     rank = os.environ.get("RANK", "")
     return int(rank) if rank.isdecimal() and not _has_joined() else rank_and_world()[0]
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +44,29 @@ def names(place: Place) -> list[str]:
 
 def verdicts(path: Path) -> list[str]:
     return [holdfast.verify(path / n)["verdict"] for n in sorted(os.listdir(path)) if "." not in n]
+
+
+def in_child(work: Callable[[], None], uid: int | None = None) -> int:
+    """Runs `work` in a forked child, as another user where one is given; returns its exit status."""
+    child = os.fork()
+    if child == 0:
+        try:
+            if uid is not None:
+                os.setgid(uid)
+                os.setuid(uid)
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@contextlib.contextmanager
+def bound(disk: Path, at: Path) -> Iterator[None]:
+    """Mounts a file system a second time, so that it outlives the end of this mount."""
+    subprocess.run(["mount", "--bind", disk, at], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", at], check=True)

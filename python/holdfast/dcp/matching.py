@@ -117,6 +117,6 @@ def _failure(rank: int, path: str, why: str) -> CheckpointException:
 
 
 def discard(messages: Iterable[Message]) -> None:
-    """Removes what ranks have written of saves that have failed, before they learn of it: they may then begin a new one there."""
+    """Removes the files of saves that have failed, before they learn of it: they may then begin a new one there."""
     for message in messages:
         remove_data(message.path, message.part, message.manifest)

@@ -209,7 +209,7 @@ class StorageWriter(_StorageWriter):
             self._presence = Presence(self.path)
 
     def in_directory(self, act: Callable[[], _T]) -> _T:
-        """What `act` returns; once more in a new directory where another process has removed it since `make_directory`."""
+        """The result of `act`; once more in a new directory where another process has removed it since `make_directory`."""
         try:
             return act()
         except Error as error:
@@ -461,7 +461,7 @@ class StorageWriter(_StorageWriter):
 
 
 def remove_data(directory: str, part: Part, manifest: str) -> None:
-    """Removes what a rank has written of a save that has failed on all ranks. Does nothing where it was committed after all.
+    """Removes a rank's files of a save that has failed on all ranks. Does nothing where it was committed after all.
 
     Errors are only told: the next save into the directory, or a recovery, removes the files then.
 
@@ -475,7 +475,7 @@ def remove_data(directory: str, part: Part, manifest: str) -> None:
             with contextlib.suppress(FileNotFoundError):
                 if part.attempt.encode() in _regular.read_whole(path / part.metadata, "read", _regular.METADATA_BYTES_MAX)[0]:
                     return
-            # The manifest proves that the data file is the save's own. It goes last: what a crash leaves is still proven.
+            # The manifest proves that the data file is the save's own. It goes last: a file that a crash leaves is still proven.
             if placement.lists(path / manifest, [part.file]):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path / part.file)

@@ -23,7 +23,7 @@ from holdfast.errors import Error, of_damage, of_system
 PIECE_BYTES = 4 << 20
 _AT_ONCE = 4  # pieces of one file
 _ALIGNMENT = 4096
-# What readers say of files that a checkpoint lacks, or that have other bytes.
+# Messages of readers about files that a checkpoint lacks, or that have other bytes.
 _DAMAGE = ("DATA_LOSS", "NOT_FOUND")
 _LISTINGS: dict[str, Callable[[str], tuple[list[dict[str, Any]], list[str]]]] = {
     "holdfast": lambda path: _native.list_checkpoints(path),
@@ -142,7 +142,7 @@ class Directory:
             os.close(fd)
 
     def _open_to_read(self, slot: str, path: str, flags: int) -> int:
-        folder = self._locks.get(slot)  # what is being written may lose its name
+        folder = self._locks.get(slot)  # a directory may lose its name while it is written
         if folder is None:
             return _regular.open_to_read(path, "open", flags)
         return _regular.open_to_read(os.path.basename(path), f"open in {self.path(slot)}:", flags, folder=folder)
@@ -465,7 +465,7 @@ class Directory:
                     raise
                 raise Error("FAILED_PRECONDITION", f"remove {path}: {error.message}; remove the directory yourself") from error
             with of_system(f"remove {path}"):
-                if beside:  # what refuses the checkpoint keeps them, too
+                if beside:  # a refusal keeps them, too
                     self._check_removable(info, fd, set(beside))
                 for name in beside:
                     with contextlib.suppress(FileNotFoundError):

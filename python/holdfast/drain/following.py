@@ -70,8 +70,8 @@ class Following:
         self._remote: list[Info] | None = None  # what is complete there; None: to be listed
         self._listed_at = 0.0
         self._there: set[tuple[str, str]] = set()  # what the last listing had
-        self._committed: dict[tuple[str, str], dict[str, Any]] = {}  # what is to be told of checkpoints, once a listing has them
-        self._replacing: dict[str, Info] = {}  # what has arrived, by name, until older saves of the name are gone
+        self._committed: dict[tuple[str, str], dict[str, Any]] = {}  # events of checkpoints, told once a listing has them
+        self._replacing: dict[str, Info] = {}  # checkpoints that have arrived, by name, until older saves of the name are gone
         self._trouble = 0  # errors since something has moved
         self._trouble_since: float | None = None  # and since a sweep was at its end
         self._told: set[str] = set()  # what is said once
@@ -217,7 +217,7 @@ class Following:
                             "Checkpointer), or places of their own")  # fmt: skip
 
     def _tell_of_strangers(self, info: Info, local: list[Info]) -> None:
-        """Says once that what is sent is not the newest there, for a run with a clock that is behind, or begun without a look."""
+        """Says once that the checkpoint that is sent is not the newest there, for a run with a clock that is behind, or begun without a look."""
         assert self._remote is not None
         if tiers.strangers(info, local, self._remote, self._rules):
             self._tell_once("FAILED_PRECONDITION", f"drain {self._source.url}: {self._target.url} has checkpoints of another run with the same "

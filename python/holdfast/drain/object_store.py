@@ -273,7 +273,7 @@ class Store:
 
     def commit(self, slot: str, info: Info, last: File, files: set[str]) -> None:
         others = self.sizes(slot).keys() - files
-        # What an interrupted copy has left beside the checkpoint counts for nothing and goes with it: a place may let nothing be deleted.
+        # Files that an interrupted copy has left beside the checkpoint count for nothing and go with it: a place may let nothing be deleted.
         self._delete(slot, [name for name in others if name != BESIDE_RECORD and not name.startswith(BESIDE)])
         for file in ([record_of(info, [])] if BESIDE_RECORD in others else []) + [last]:
             self._write_small(slot, file)

@@ -84,7 +84,7 @@ class File(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What is known of a directory that has to stay where it is: where its file system is mounted, and whether the directory was there."""
+    """A directory that has to stay where it is: where its file system is mounted, and whether the directory was there."""
 
     mount: str
     was_there: bool = False

@@ -1,0 +1,107 @@
+"""The process beside the trainer of `Checkpointer(drain_to=...)`: one that is stopped, slow, let go, or heard by nobody."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import holdfast
+from holdfast.drain import Drain, trainer
+from holdfast.drain.places import open_place
+from holdfast.errors import Error
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+MIB = 1 << 20
+formats = pytest.mark.parametrize("format", ["holdfast", "dcp"])
+
+
+def test_a_process_that_answers_nothing_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "_MARGIN", 0.5)
+    checkpointer = holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far", drain=Drain(give_up=0.5))
+    checkpointer.save({"w": torch.ones(10)}, 1)
+    checkpointer._draining._give_up = 60.0  # its start may take long
+    checkpointer.wait_drained(60)
+    checkpointer._draining._give_up = 0.5
+    process = checkpointer._draining._process
+    os.kill(process.pid, signal.SIGSTOP)  # as one that waits for a file system
+    checkpointer.save({"w": torch.ones(10)}, 2)
+    with pytest.raises(TimeoutError):
+        checkpointer.wait_drained(0.1)
+    for ends in (lambda: checkpointer.wait_drained(60), checkpointer.close):
+        with pytest.raises(Error, match="its process has told nothing for 1 s: a file system hangs, or the process is stopped") as refused:
+            ends()
+        assert refused.value.code == "UNAVAILABLE"
+    os.kill(process.pid, signal.SIGCONT)
+    process.wait(60)
+    assert [c.step for c in open_place(str(tmp_path / "far")).complete()[0]] == [1, 2]
+
+
+def test_a_slow_drain_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "_MARGIN", 2.5)
+    options = Drain(give_up=0.0, bytes_per_second=MIB)
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far", drain=options) as checkpointer:
+        checkpointer.save({"w": torch.ones(MIB)}, 1)  # what follows the first 4 MiB waits for 4 s
+
+
+def test_a_checkpointer_that_is_dropped_leaves_no_process(tmp_path: Path) -> None:
+    checkpointer = holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far")
+    checkpointer.save({"w": torch.ones(10)}, 1)
+    process, lock = checkpointer._draining._process, checkpointer._draining.lock
+    with ThreadPoolExecutor(1) as another:
+        another.submit(lock.acquire).result()
+        del checkpointer
+        gc.collect()  # it waits for no lock
+        another.submit(lock.release).result()
+    assert process.wait(60) == 0
+    assert [c.step for c in open_place(str(tmp_path / "far")).complete()[0]] == [1]
+
+
+_FORKING_TRAINER = """
+import fcntl, os, signal, sys, time, holdfast
+run, far = sys.argv[1:]
+c = holdfast.Checkpointer(run, drain_to=far)
+c._own_drain().start()
+process = c._draining._process
+os.kill(process.pid, signal.SIGSTOP)  # until this process has ended
+fcntl.fcntl(process.stdout, fcntl.F_SETPIPE_SZ, 4096)
+held = os.dup(process.stdout.fileno())
+child = os.fork()
+if child == 0:
+    os.closerange(1, 3)
+    time.sleep(100)
+    os._exit(0)
+print(process.pid, child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_forked_process_that_holds_the_pipe_stops_no_drain(tmp_path: Path) -> None:
+    steps = list(range(20))  # whose events fill the pipe
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
+        for step in steps:
+            checkpointer.save({"w": torch.ones(10)}, step)
+    done = subprocess.run([sys.executable, "-c", _FORKING_TRAINER, str(tmp_path / "run"), str(tmp_path / "far")],
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    drain, child = map(int, done.stdout.split())
+    try:
+        os.kill(drain, signal.SIGCONT)
+        deadline = time.monotonic() + 60
+        while os.path.exists(f"/proc/{drain}") and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not os.path.exists(f"/proc/{drain}")
+        assert [c.step for c in open_place(str(tmp_path / "far")).complete()[0]] == steps
+    finally:
+        os.kill(child, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(drain, signal.SIGKILL)
