@@ -102,7 +102,8 @@ def test_every_name_that_is_sent_can_be_loaded(kind: str, name: str, server: s3_
         assert (newest["name"], newest["step"]) == (name.format(step=2), 2)
         server.faults.seen.clear()
         assert checkpointer.load()["w"][0] == 2 and checkpointer.load(1)["w"][0] == 1
-        assert sum("list-type" in path for _, path in server.faults.seen) == (2 if kind == "s3" else 0)  # one for each load
+        listings = [path for _, path in server.faults.seen if "list-type" in path and "every_name" in path]  # a test before may have a drain
+        assert len(listings) == (2 if kind == "s3" else 0)  # one for each load
         assert checkpointer.load(storage=storage)["w"][0] == 2
     assert holdfast.load(newest["path"], storage=storage)["w"][0] == 2
     assert holdfast.load(f"{far}/{urllib.parse.quote(name.format(step=1))}", storage=storage)["w"][0] == 1
