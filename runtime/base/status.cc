@@ -178,7 +178,7 @@ std::string Describe(const layout::RankFailure& failure) {
     case layout::RankFailureKind::kAbsent:
       return absl::StrCat(rank, " has not begun this save, and others have waited for it for ",
                           failure.seconds, " s; if ranks call so far apart, raise ",
-                          "time_liveness_max");
+                          "time_liveness_max; if it has called, it does not see this directory");
     case layout::RankFailureKind::kSlow:
       return absl::StrCat(rank, " lives, but has not ended its part within ", failure.seconds,
                           " s (time_ranks_max)");
