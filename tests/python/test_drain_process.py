@@ -85,6 +85,23 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+def test_a_checkpointer_that_is_closed_and_dropped_starts_no_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far") as checkpointer:
+        checkpointer.save({"w": torch.ones(10)}, 1)
+        checkpointer.wait_drained(60)
+        draining = checkpointer._draining
+        with draining.lock:  # the thread that sees its end waits
+            process = draining._process
+            draining.let_go()
+            assert process.wait(60) == 0
+            caplog.clear()
+            draining.let_go()
+        deadline = time.monotonic() + 60
+        while draining._process is process and time.monotonic() < deadline and not caplog.records:
+            time.sleep(0.01)
+        assert draining._process is None and not caplog.records
+
+
 def test_a_forked_process_that_holds_the_pipe_stops_no_drain(tmp_path: Path) -> None:
     steps = list(range(20))  # whose events fill the pipe
     with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:

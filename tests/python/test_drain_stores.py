@@ -97,6 +97,8 @@ def test_every_name_that_is_sent_can_be_loaded(kind: str, name: str, server: s3_
     with holdfast.Checkpointer(tmp_path / "run", **options) as checkpointer:
         for step in (1, 2):
             checkpointer.save({"w": torch.full((3,), float(step))}, step)
+        process = checkpointer._draining._process
+    process.wait(60)  # it looks at the place once more at its end
     with holdfast.Checkpointer(tmp_path / "new", **options) as checkpointer:
         newest = checkpointer.newest()
         assert (newest["name"], newest["step"]) == (name.format(step=2), 2)

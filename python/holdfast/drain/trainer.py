@@ -187,8 +187,10 @@ class Draining(PerProcess):
     def let_go(self) -> None:
         """Ends the process when everything that is committed now has arrived, and does not wait for it."""
         with self.lock:
-            self._closing = True
-            self._command({"finish": True})
+            # Once: a process that has ended would be started again for a second command.
+            if not self._closing:
+                self._closing = True
+                self._command({"finish": True})
 
     def let_go_with(self, owner: object) -> None:
         """Has the process end, as `let_go`, once nobody has its owner any longer."""
