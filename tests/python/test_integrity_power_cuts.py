@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.integrity import jobs, power_cuts, rounds, schedule
+from holdfast.integrity import jobs, power_cuts, rounds, schedule, served_disk
 from holdfast.integrity.block_recorder import Recorder
 
 MIB = 1 << 20
@@ -64,6 +64,15 @@ def test_no_power_cut_loses_what_was_durable(kind: str, door: str, tmp_path: Pat
 def test_a_save_that_is_reported_before_it_is_durable_is_found(bug: str, tmp_path: Path) -> None:
     result = power_cuts.run(drawn(), "ext4", str(tmp_path), 4, f"integrity_planted:{bug}")
     assert "i" in {p["invariant"] for p in result.problems}
+
+
+def test_a_disk_that_cannot_be_mounted_comes_with_what_the_kernel_said(tmp_path: Path) -> None:
+    cut: Any = None  # is not asked
+    with served_disk.attached(served_disk.sparse(str(tmp_path / "image"), 64 * MIB)) as device:
+        (problem,) = power_cuts.look(drawn(), cut, cut, device, str(tmp_path / "mounted"), "ext4")
+    assert problem["invariant"] == "i" and "cannot be mounted: mount: " in problem["what"]
+    if served_disk.kernel_log():
+        assert os.path.basename(device) in problem["what"].partition("\n")[2]
 
 
 def test_a_disk_that_ignores_flushes_is_found(tmp_path: Path) -> None:

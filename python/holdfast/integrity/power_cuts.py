@@ -24,7 +24,7 @@ from typing import Any, Protocol
 import holdfast
 from holdfast.integrity import jobs, judge, lanes, processes, rounds, schedule
 from holdfast.integrity.block_recorder import Log, Recorder
-from holdfast.integrity.served_disk import SECTOR, attached, mounted, repaired
+from holdfast.integrity.served_disk import SECTOR, attached, kernel_log, mounted, repaired
 
 MIB = 1 << 20
 # The least that each of them takes, with room for the saves of a round.
@@ -216,7 +216,7 @@ def look(round_: dict[str, Any], log: Log, cut: Cut, device: str, directory: str
             repaired(device, kind)
             stack.enter_context(mounted(device, directory, kind))
         except subprocess.CalledProcessError as error:
-            return [{"invariant": "i", "what": f"the file system cannot be mounted: {error.stderr.strip()}"}]
+            return [{"invariant": "i", "what": f"the file system cannot be mounted: {error.stderr.strip()}\n{kernel_log()}"}]
         made = _judge(round_, log, cut, os.path.join(directory, "run"))
         try:
             made.recover()

@@ -15,6 +15,7 @@ from holdfast.integrity.fuse import Op
 NAME = "disk"  # of the file, below the mount point
 SECTOR = 4096
 _FILE_NODE = 2
+_LINES = 8  # of the kernel's log
 
 
 class Server:
@@ -84,6 +85,13 @@ def run(*command: str) -> str:
         subprocess.CalledProcessError: it failed.
     """
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def kernel_log() -> str:
+    """The last lines of the kernel's log, which say why a file system cannot be mounted; "" for who may not read it."""
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return "\n".join(run("dmesg").splitlines()[-_LINES:])
+    return ""
 
 
 def sparse(path: str, size: int) -> str:
