@@ -132,7 +132,9 @@ if wanted fuzzers; then
   done
 fi
 
-version=$(git describe --always --dirty 2>/dev/null || echo unknown)
+version=$(git describe --always 2>/dev/null || echo unknown)
+# Its own pages change with --write.
+git diff --quiet HEAD -- . ':!docs' 2>/dev/null || version+=-dirty
 [ -z "$write" ] || "$bin/python" -B tools/campaign/sums.py "$out" "$version" "$seed"
 {
   echo "# Holdfast on this machine"
