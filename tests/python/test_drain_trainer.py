@@ -221,6 +221,8 @@ def test_what_a_trainer_before_has_left_arrives_without_a_save(format: str, tmp_
 
     with opened(run, str(tmp_path / "far"), {}, format=format) as checkpointer:
         checkpointer.flush(drain=True)  # there is nothing yet, not even the directory
+        process = checkpointer._draining._process
+    process.wait(60)  # until then it sends the next checkpoint
     for step in (1, 2):
         with holdfast.Checkpointer(run, arena_bytes=64 * MIB, format=format) as checkpointer:
             checkpointer.save(state(step), step)
