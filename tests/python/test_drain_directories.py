@@ -263,7 +263,8 @@ def test_a_first_place_that_goes_away_has_not_arrived(what: str, tmp_path: Path)
     run, far = tmp_path / "mnt/run", tmp_path / "far"
     with mounted(tmp_path / "disk", 64) as disk, contextlib.ExitStack() as mount:
         mount.enter_context(bound(disk, tmp_path / "mnt"))
-        options = Drain(give_up=1.0, bytes_per_second=8 * MIB)
+        # A directory that was removed or renamed is not waited for.
+        options = Drain(give_up=1.0 if what == "unmounted" else 600.0, bytes_per_second=8 * MIB)
         with holdfast.Checkpointer(run, arena_bytes=64 * MIB, drain_to=far, drain=options) as checkpointer:
             for step in (1, 2):
                 checkpointer.save({"w": torch.randn(2 * MIB)}, step)
@@ -283,6 +284,17 @@ def test_a_first_place_that_goes_away_has_not_arrived(what: str, tmp_path: Path)
                 (tmp_path / "mnt/away").rename(run)
             checkpointer.wait_drained(60)
             assert names(open_place(str(far))) == ["step-1", "step-2"]
+
+
+def test_a_first_place_that_was_removed_ends_no_job_late(tmp_path: Path) -> None:
+    checkpointer = holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far")
+    checkpointer.save({"w": torch.zeros(10)}, 1)
+    checkpointer.wait_drained(60)
+    process = checkpointer._draining._process
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(Error, match="run: the directory is gone"):
+        checkpointer.close()
+    assert process.wait(60) == 2
 
 
 def test_a_reader_whose_first_place_goes_away_is_told(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ class Directory:
         self.url = path
         self._path = os.path.abspath(path)
         self.seen = seen
+        self.is_gone = False
         self._locks: dict[str, int] = {}
         self._digests: dict[str, tuple[object, tuple[str, ...]]] = {}  # of files that no manifest names, by path, with their status
 
@@ -60,7 +61,7 @@ class Directory:
             Error: UNAVAILABLE where it is gone, or its file system is: copies would lie on another one, perhaps beside the originals,
                 and count as arrived, and a source would count as empty. Else as `_exists`.
         """
-        there = _exists(self._path)
+        there, self.is_gone = _exists(self._path), False
         if self.seen is None:
             return there
         mount = mount_of(self._path)
@@ -70,7 +71,8 @@ class Directory:
                 raise Error("UNAVAILABLE", f"open {self._path}: the file system that was mounted at {self.seen.mount} is no longer mounted; "
                             "mount it again")  # fmt: skip
             self.seen = Seen(mount)  # mounted later, as where the mount was missing at first
-        if self.seen.was_there and not there:
+        self.is_gone = self.seen.was_there and not there
+        if self.is_gone:
             raise Error("UNAVAILABLE", f"open {self._path}: the directory is gone; bring it back, or make an empty one to go on without what "
                         "it had")  # fmt: skip
         self.seen = Seen(mount, there)

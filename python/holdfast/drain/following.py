@@ -360,7 +360,12 @@ class Following:
         return delay
 
     def patience(self) -> float:
-        """Seconds until nothing will have moved for as long as `Drain.give_up`, with errors from the beginning."""
+        """Seconds until nothing will have moved for as long as `Drain.give_up`, with errors from the beginning.
+
+        A first place that somebody has removed, or renamed, is waited for by no one: there is nothing to send.
+        """
+        if self._source.is_gone:
+            return 0.0
         since = max(self.moved_at, self._trouble_since or 0.0)
         return max(0.0, since + self._options.give_up - time.monotonic())
 

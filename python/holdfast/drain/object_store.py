@@ -73,6 +73,7 @@ class Store:
     """A prefix of an object store."""
 
     seen = None
+    is_gone = False
 
     def __init__(self, url: str, storage: dict[str, Any]) -> None:
         self.url = url.rstrip("/")

@@ -102,6 +102,10 @@ class Place(Protocol):
     proves_arrival: bool
 
     @property
+    def is_gone(self) -> bool:
+        """Whether the last look has found no directory any more, on the file system where it was."""
+
+    @property
     def seen(self) -> Seen | None:
         """Of a directory of a drain: another process goes on from there."""
 
