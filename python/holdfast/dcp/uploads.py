@@ -81,14 +81,15 @@ class Upload:
             self._end(metadata, failure)
 
     def _write(self) -> BaseException | None:
-        """Waits for this rank's part. Its own failure ends the future before the exchange."""
+        """Waits for this rank's part. Its own failure ends the future before the exchange with other ranks."""
         own, self._own = self._own, None
         assert own is not None
         try:
             own()
         except BaseException as failure:
-            with contextlib.suppress(BaseException):  # the other ranks wait in the exchange
-                self._fail(failure)
+            if self._line.world_size > 1:
+                with contextlib.suppress(BaseException):  # the other ranks wait in the exchange
+                    self._fail(failure)
             return failure
         return None
 
