@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -70,3 +71,11 @@ def bound(disk: Path, at: Path) -> Iterator[None]:
         yield
     finally:
         subprocess.run(["umount", "--lazy", at], check=True)
+
+
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
+    """Waits until a condition holds; whether it does."""
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds()

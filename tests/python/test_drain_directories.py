@@ -9,13 +9,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from draining import MIB, bound, in_child, names, save, swept
+from draining import MIB, bound, in_child, names, save, swept, until
 from small_disk import mounted
 
 import holdfast
@@ -84,14 +83,6 @@ def test_a_directory_that_was_never_there_is_empty(tmp_path: Path) -> None:
 def draining(run: Path, far: Path, keep_last: int = 1) -> Iterator[holdfast.Checkpointer]:
     with holdfast.Checkpointer(run, arena_bytes=64 * MIB, keep_last=keep_last, drain_to=far, drain=Drain(give_up=1.0)) as checkpointer:
         yield checkpointer
-
-
-def until(holds: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Waits until a condition holds; whether it does."""
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.02)
-    return holds()
 
 
 def saved(checkpointer: holdfast.Checkpointer, *steps: int) -> None:

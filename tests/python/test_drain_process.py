@@ -8,12 +8,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from draining import until
 
 import holdfast
 from holdfast.drain import Drain, trainer
@@ -96,9 +96,7 @@ def test_a_checkpointer_that_is_closed_and_dropped_starts_no_process(tmp_path: P
             assert process.wait(60) == 0
             caplog.clear()
             draining.let_go()
-        deadline = time.monotonic() + 60
-        while draining._process is process and time.monotonic() < deadline and not caplog.records:
-            time.sleep(0.01)
+        until(lambda: draining._process is not process or bool(caplog.records))
         assert draining._process is None and not caplog.records
 
 
@@ -113,10 +111,7 @@ def test_a_forked_process_that_holds_the_pipe_stops_no_drain(tmp_path: Path) -> 
     drain, child = map(int, done.stdout.split())
     try:
         os.kill(drain, signal.SIGCONT)
-        deadline = time.monotonic() + 60
-        while os.path.exists(f"/proc/{drain}") and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert not os.path.exists(f"/proc/{drain}")
+        assert until(lambda: not os.path.exists(f"/proc/{drain}"))
         assert [c.step for c in open_place(str(tmp_path / "far")).complete()[0]] == steps
     finally:
         os.kill(child, signal.SIGKILL)

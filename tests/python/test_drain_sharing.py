@@ -18,7 +18,7 @@ import pytest
 import s3_server
 import torch
 from command_line import holdfast as command
-from draining import MIB, PLAIN, names, save, swept
+from draining import MIB, PLAIN, names, save, swept, until
 
 import holdfast
 from holdfast.drain import Drain, contents, copying, tiers
@@ -492,12 +492,12 @@ def test_one_drain_of_a_pair_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
         thread = threading.Thread(target=running.run, args=(run, far), daemon=True)
         thread.start()
         used = time.process_time()
-        assert until(lambda: bool(answers()))
+        assert until(lambda: bool(answers()), 20.0)
         assert time.process_time() - used < 0.3  # it waits, and does not ask all the time
         assert (answers()[0]["ticket"], answers()[0]["error"][0], following.pending) == (7, "UNAVAILABLE", 1)
         swept(open_place(run), open_place(far))  # the other process sends it
         running.ring(8)
-        assert until(lambda: len(answers()) == 2) and (answers()[1]["ticket"], answers()[1]["error"]) == (8, None)
+        assert until(lambda: len(answers()) == 2, 20.0) and (answers()[1]["ticket"], answers()[1]["error"]) == (8, None)
     assert done.status == 2 and "another process does it" in done.error
     running.finish()
     thread.join(20)
@@ -510,14 +510,6 @@ def test_the_lock_is_taken_once_the_directory_is_there(tmp_path: Path) -> None:
     run, far = str(tmp_path / "run"), str(tmp_path / "far")
     with alone(run, far, lambda: not os.makedirs(run)), pytest.raises(Error, match="another process"), alone(run, far, lambda: False):
         pass
-
-
-def until(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
-    """Waits until a condition holds; whether it does."""
-    end = time.monotonic() + seconds
-    while not holds() and time.monotonic() < end:
-        time.sleep(0.02)
-    return holds()
 
 
 @pytest.mark.parametrize("format", ["holdfast", "dcp"])
