@@ -157,7 +157,7 @@ def _run_for_trainer(arguments: argparse.Namespace) -> int:
     with contextlib.suppress(OSError):
         os.nice(options.nice)
     try:
-        seen = [of_place and Seen(*of_place) for of_place in given["seen"]]
+        seen = [Seen.of(told) for told in given["seen"]]
         source, target = open_place(arguments.source, seen=seen[0]), open_place(arguments.target, options.storage, seen[1])
     except Error as error:
         tell({"event": "ended", "error": [error.code, error.message, error.errno], "rings": 0})

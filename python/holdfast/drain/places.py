@@ -89,6 +89,11 @@ class Seen(NamedTuple):
     mount: str
     was_there: bool = False
 
+    @classmethod
+    def of(cls, told: list[Any] | None) -> Seen | None:
+        """As another process has told it, in JSON."""
+        return None if told is None else cls(*told)
+
 
 class Place(Protocol):
     """A directory or a prefix that holds checkpoints.

@@ -275,7 +275,7 @@ class Draining(PerProcess):
             report["troubles"] += 1
             self._trouble(event["message"])
         elif kind == "seen":
-            self._given["seen"] = [of_place and Seen(*of_place) for of_place in event["places"]]
+            self._given["seen"] = [Seen.of(told) for told in event["places"]]
         elif kind == "removed":
             logger.debug("drain to %s: removed %s of the %s: %s", self.target, event["name"], event["place"], event["why"])
         elif kind == "synced":
