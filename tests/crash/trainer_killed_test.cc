@@ -37,7 +37,7 @@ class TrainerKilled : public ::testing::TestWithParam<Launcher> {
   void TearDown() override { Kill(); }
 
   /// Starts a trainer process with one staged save whose worker writes at most `bytes_per_second`.
-  /// Returns after the last extent was sealed.
+  /// Returns after the last extent was sealed and the first one written.
   void StartSaving(uint64_t bytes_per_second) {
     int ready[2];
     ASSERT_EQ(pipe2(ready, O_CLOEXEC), 0);
@@ -51,8 +51,10 @@ class TrainerKilled : public ::testing::TestWithParam<Launcher> {
       const TrainingState state = State();
       const std::vector<TensorSource> sources = state.Sources();
       auto handle = (*checkpointer)->SaveAsync({.name = "step-1", .step = 1, .tensors = sources});
-      // Captured is not sealed: a worker without its trainer can finish only sealed extents.
-      while (handle.ok() && handle->progress().bytes_sealed < handle->progress().bytes_total) {
+      // Captured is not sealed: a worker without its trainer can finish only sealed extents. Sealed
+      // is not begun: a worker that finds its directory fenced at the start removes it and ends.
+      while (handle.ok() && (handle->progress().bytes_sealed < handle->progress().bytes_total ||
+                             handle->progress().bytes_written == 0)) {
         absl::SleepFor(absl::Milliseconds(1));
       }
       if (!handle.ok() || write(ready[1], "r", 1) != 1) _exit(1);
