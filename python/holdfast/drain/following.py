@@ -176,7 +176,17 @@ class Following:
             self.pending = 0
             self._tell({"event": "progress", "pending": 0, "bytes_done": 0, "bytes_total": 0})
         left = self._clean(local)
+        self._refuse_let_go(local)
         return refused or left
+
+    def _refuse_let_go(self, local: list[Info]) -> None:
+        """What was asked for by its name, and retention would remove at once, is an error. Else that is what retention is for."""
+        chosen = self._chosen(local)
+        assert self._remote is not None
+        for info in tiers.missing(local, self._remote):
+            if chosen is not None and info.key in chosen and info.key not in self.failed:
+                raise Error("FAILED_PRECONDITION", f"drain {info.name}: it is not sent, for retention of {self._target.url} (--keep-last "
+                            f"{self._options.keep_last}) would remove it at once; give a larger --keep-last, or none")  # fmt: skip
 
     def _clean(self, local: list[Info]) -> Error | None:
         """As `_apply_retention`, of what interrupted copies have left."""
@@ -253,7 +263,10 @@ class Following:
 
     def _to_send(self, local: list[Info]) -> list[Info]:
         assert self._remote is not None
-        return tiers.to_send(self._only(local) if self._only else local, self._remote, self._rules, self.failed)
+        return tiers.to_send(local, self._remote, self._rules, self.failed, self._chosen(local))
+
+    def _chosen(self, local: list[Info]) -> set[tuple[str, str]] | None:
+        return {c.key for c in self._only(local)} if self._only else None
 
     def _send(self, info: Info, local: list[Info]) -> None:
         files = self._source.signature(info.slot)
@@ -319,7 +332,8 @@ class Following:
         assert self._remote is not None
         # A store that lets nothing be deleted fills no local disk.
         errors = _of_each(self._replacing.values(), self._remove_replaced)
-        errors += _of_each(tiers.to_remove_remotely(local, self._remote, self._rules), self._remove_remotely)
+        gone = tiers.to_remove_remotely(local, self._remote, self._rules, self.failed, self._chosen(local))
+        errors += _of_each(gone, self._remove_remotely)
         errors += _of_each(tiers.to_remove_locally(local, self._remote, self._rules), self._remove_locally)
         for error in errors[1:]:
             self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": None})

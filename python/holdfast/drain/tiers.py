@@ -12,6 +12,7 @@ from holdfast.drain.options import Drain
 from holdfast.drain.places import Info, age_of
 
 Series = Callable[[Info], str]
+Key = tuple[str, str]  # as `Info.key`
 
 
 class Rules(NamedTuple):
@@ -115,24 +116,42 @@ def strangers(info: Info, local: list[Info], remote: list[Info], rules: Rules) -
     return [c for c in remote if c.key not in known and c.name not in names and series(c) == series(info) and age_of(c) > age_of(info)]
 
 
-def to_send(local: list[Info], remote: list[Info], rules: Rules, failed: Collection[tuple[str, str]] = ()) -> list[Info]:
+def _kept_at_last(local: list[Info], remote: list[Info], found: list[Info], rules: Rules) -> set[str]:
+    """Names that the second place has once what is `found` has arrived and retention was applied."""
+    every = _merged(_own(local, remote), found)
+    gone = let_go(every, rules.options.keep_last, rules.options.keep_every, _series(local, rules.form))
+    return {c.name for c in every} - gone
+
+
+def to_send(local: list[Info], remote: list[Info], rules: Rules, failed: Collection[Key] = (), chosen: Collection[Key] | None = None) -> list[Info]:
     """The checkpoints to send, in the order of their saves. Those that have `failed` are not, and no older one makes room for them.
 
     A second place that gets them in this order has a beginning of the run's history at every moment, and its newest
     checkpoint is of the same branch.
+
+    Args:
+        chosen: what may be sent; None: all.
     """
-    found = [c for c in missing(local, remote) if c.key not in failed]
-    series = _series(local, rules.form)
-    gone = let_go(_merged(_own(local, remote), found), rules.options.keep_last, rules.options.keep_every, series)
+    found = _found(local, remote, failed, chosen)
+    kept = _kept_at_last(local, remote, found, rules)
     if rules.options.behind == "skip":
-        gone |= let_go(local, rules.keep_local, rules.keep_local_every, series)
-    return [c for c in found if c.name not in gone]
+        kept -= let_go(local, rules.keep_local, rules.keep_local_every, _series(local, rules.form))
+    return [c for c in found if c.name in kept]
 
 
-def to_remove_remotely(local: list[Info], remote: list[Info], rules: Rules) -> list[Info]:
+def _found(local: list[Info], remote: list[Info], failed: Collection[Key], chosen: Collection[Key] | None) -> list[Info]:
+    return [c for c in missing(local, remote) if c.key not in failed and (chosen is None or c.key in chosen)]
+
+
+def to_remove_remotely(local: list[Info], remote: list[Info], rules: Rules, failed: Collection[Key] = (),
+                       chosen: Collection[Key] | None = None) -> list[Info]:  # fmt: skip
     """The checkpoints of the second place that retention lets go: of the series that the first place has. Others are another job's.
 
-    Of the own run the newest stay, whatever the times of others are: the second place may have the only copy.
+    Of the own run the newest stay, whatever the times of others are: the second place may have the only copy. So does what stays
+    once all has arrived that is on its way: after a rollback that is of another branch than the newest that is there.
+
+    Args:
+        failed, chosen: as of `to_send`.
     """
     series = _series(local, rules.form)
     keep = rules.options.keep_last, rules.options.keep_every
@@ -140,6 +159,7 @@ def to_remove_remotely(local: list[Info], remote: list[Info], rules: Rules) -> l
     gone = let_go((c for c in remote if series(c) in here), *keep, series)
     own = _own(local, remote)
     kept = {c.name for c in own} - let_go(own, *keep, series)
+    kept |= _kept_at_last(local, remote, _found(local, remote, failed, chosen), rules)
     return [c for c in remote if c.name in gone - kept]
 
 
