@@ -90,10 +90,13 @@ def saved(checkpointer: holdfast.Checkpointer, *steps: int) -> None:
         checkpointer.save({"w": torch.randn(10)}, step)
 
 
-def test_a_mount_that_vanishes_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("same", [False, True])
+def test_a_mount_that_vanishes_is_waited_for(same: bool, tmp_path: Path) -> None:
+    """Also one that shows a directory of the disk that it is mounted on, as in containers."""
     (tmp_path / "mnt").mkdir()
+    (tmp_path / "here").mkdir()
     run, far = tmp_path / "run", tmp_path / "mnt/me/far"
-    with mounted(tmp_path / "disk", 64) as disk, contextlib.ExitStack() as mount:
+    with contextlib.nullcontext(tmp_path / "here") if same else mounted(tmp_path / "disk", 64) as disk, contextlib.ExitStack() as mount:
         mount.enter_context(bound(disk, tmp_path / "mnt"))
         with draining(run, far) as checkpointer:
             saved(checkpointer, 1, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import re
@@ -214,9 +215,25 @@ def mount_of(place: str) -> str | None:
     if path is None:
         return None
     path = os.path.realpath(path)
-    while not os.path.ismount(path):
+    mount = _mount_id(path)
+    while path != "/" and (mount is None or _mount_id(os.path.dirname(path)) == mount):
         path = os.path.dirname(path)
+        mount = mount or _mount_id(path)
     return path
+
+
+def _mount_id(path: str) -> str | None:
+    """What differs between any two mounts, those of one disk, too; None for what is not there, or cannot be opened."""
+    try:
+        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as told:
+            return next(line for line in told if line.startswith("mnt_id:"))
+        return str(os.fstat(fd).st_dev)  # without /proc
+    finally:
+        os.close(fd)
 
 
 def seen_now(place: str) -> Seen | None:
