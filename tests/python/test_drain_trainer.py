@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -333,6 +334,45 @@ def test_a_fetch_replaces_no_save_that_has_not_arrived(tmp_path: Path) -> None:
         checkpointer.load(name="step-5", into=into)
         listed = {c["step"]: c for c in checkpointer.list()}
     assert listed[6]["parent"] == listed[5]["attempt"] != before["attempt"]
+
+
+def test_a_fetch_leaves_what_a_killed_save_has_left(tmp_path: Path) -> None:
+    far = str(tmp_path / "far")
+    with opened(tmp_path / "a", far, {}, keep_last=0, format="dcp") as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(state(step), step)
+    with holdfast.Checkpointer(tmp_path / "a", arena_bytes=64 * MIB, format="dcp") as checkpointer:
+        checkpointer.load(1, into=state(0))
+        checkpointer.save(state(9), 2, replace=True)
+    for name in (".metadata", *(n for n in os.listdir(tmp_path / "a/step-2") if "commit" in n)):
+        (tmp_path / "a/step-2" / name).unlink()
+    left = sorted(os.listdir(tmp_path / "a/step-2"))
+    with opened(tmp_path / "a", far, {}, format="dcp") as checkpointer:
+        into = state(0)
+        checkpointer.load(into=into)
+        assert into["w"][0] == 2
+        checkpointer.close(drain=False)
+    assert sorted(os.listdir(tmp_path / "a/step-2")) == left
+
+
+def test_a_drain_that_gets_no_thread_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "holdfast-drain":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with opened(tmp_path / "run", str(tmp_path / "far"), {}) as checkpointer:
+        monkeypatch.setattr(threading.Thread, "start", refused)
+        checkpointer.save(state(1), 1)
+        assert "start its process: can't start new thread" in checkpointer.drain_report["last_error"]
+        with pytest.raises(Error, match="can't start new thread"):
+            checkpointer.wait_drained(60)
+        monkeypatch.undo()
+        checkpointer.save(state(2), 2)
+        checkpointer.wait_drained(60)
+    assert [c.name for c in open_place(str(tmp_path / "far")).complete()[0]] == ["step-1", "step-2"]
 
 
 _TRAINER = """

@@ -93,10 +93,13 @@ class Draining(PerProcess):
             if self._process is None:
                 try:
                     self._spawn()
-                except OSError as error:
+                    threading.Thread(target=self._attend, args=(self._process,), name="holdfast-drain", daemon=True).start()
+                except (OSError, RuntimeError) as error:  # no process, or no thread that would hear it
+                    if self._process is not None:
+                        self._process.kill()
+                        self._process.communicate()
+                        self._process = None
                     self._trouble(f"drain to {self.target}: start its process: {error}")
-                    return
-                threading.Thread(target=self._attend, args=(self._process,), name="holdfast-drain", daemon=True).start()
 
     def _spawn(self) -> None:
         program = [sys.executable, "-c", _PROGRAM, str(Path(_native.__file__).parents[1]), "drain", self._directory,
