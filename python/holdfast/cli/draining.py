@@ -33,7 +33,7 @@ examples:
   holdfast drain run s3://bucket/run --watch --keep-last 20 --rate 200M
   holdfast drain s3://bucket/run run --name step-1200     # back
 
-exit status: 0 everything has arrived, 1 a checkpoint of SRC is damaged, cannot be read or cannot be proven, 2 trouble
+exit status: 0 everything has arrived, 1 a checkpoint of SRC, or a file beside it, is damaged, cannot be read or cannot be proven, 2 trouble
 """
 
 
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise error
     if not arguments.json and not arguments.watch and not events:
         print("everything has arrived" if source.complete()[0] else f"no complete checkpoint in {arguments.source}")
-    return 1 if following.failed or (following.passed_over and chosen is None) else 0
+    return 1 if following.failed or following.late or (following.passed_over and chosen is None) else 0
 
 
 def _only(arguments: argparse.Namespace) -> Any:

@@ -46,6 +46,7 @@ class Directory:
         self.seen = seen
         self.is_gone = False
         self._locks: dict[str, int] = {}
+        self._put: dict[str, set[str]] = {}  # what drains have put beside the checkpoint of a slot into which files come late
         self._digests: dict[str, tuple[object, tuple[str, ...]]] = {}  # of files that no manifest names, by path, with their status
 
     def path(self, slot: str) -> str:
@@ -167,12 +168,22 @@ class Directory:
     def beside(self, info: Info, names: Callable[[], set[str]], pace: Callable[[int], None]) -> tuple[list[File], list[str]]:
         path = self.path(info.slot)
         with of_system(f"list {path}"), os.scandir(path) as entries:
-            others = {e.name: e for e in entries if slots.is_foreign(e.name)}
-        own = names() if others else set()
+            others = {e.name: e for e in entries if not _names.is_reserved(e.name)}
+        own = names()
+        if any(map(slots.may_be_of_save, others.keys() - own)):  # of other attempts, or of Hugging Face
+            own |= others.keys() - self._foreign(info.slot, info.format)
         files, left = [], []
-        for name in sorted(others.keys() - own):
+        try:
+            has = {f.name.removeprefix(BESIDE): f for f in recorded(self, info)}
+        except Error as error:
+            if error.code != "DATA_LOSS":
+                raise
+            return [], sorted(others.keys() - own)  # nothing proves them
+        for name in sorted({*others, *has} - own):
             try:
-                if others[name].is_file(follow_symlinks=False) and can_be_sent(name):
+                if name in has and not self._is_changed(info.slot, name):
+                    files.append(has[name])
+                elif others[name].is_file(follow_symlinks=False) and can_be_sent(name):
                     files.append(self._digested(info.slot, name, pace))
                 else:
                     left.append(name)
@@ -182,6 +193,13 @@ class Directory:
                 if error.code != "NOT_FOUND":  # a file of a user's own that cannot be read holds no checkpoint up
                     left.append(name)
         return files, left
+
+    def _is_changed(self, slot: str, name: str) -> bool:
+        """Whether somebody has written a file since a drain has recorded it. One that is missing is not changed: it is sent as it was, or not."""
+        try:
+            return os.stat(self._file(slot, name)).st_mtime_ns > os.stat(self._file(slot, _names.BESIDE_RECORD)).st_mtime_ns
+        except OSError:
+            return False
 
     def _digested(self, slot: str, name: str, pace: Callable[[int], None]) -> File:
         """A file that has no digests yet. One that changes meanwhile is found when it is sent."""
@@ -240,8 +258,10 @@ class Directory:
             if not _durable.locked(fd, fcntl.LOCK_SH):
                 raise Error("ABORTED", f"write {path}: another process removes it")
             self._check_same(info, fd)
+            self._put[info.slot] = set(self._recorded(info))
             yield lambda: self._check_same(info, fd)
         finally:
+            self._put.pop(info.slot, None)
             self._end(info.slot)
 
     def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
@@ -250,6 +270,7 @@ class Directory:
         name = final = os.path.basename(path)
         if file.name.startswith((BESIDE, _names.BESIDE_RECORD)):
             name = _names.unfinished_beside(final)
+            self._refuse_foreign(slot, final, folder)
         with slots.of_name(path):
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666, dir_fd=folder)
         try:
@@ -284,6 +305,13 @@ class Directory:
                             os.unlink(_names.unfinished_beside(BESIDE + recorded_now.name), dir_fd=folder)
         finally:
             os.close(fd)
+
+    def _refuse_foreign(self, slot: str, name: str, folder: int) -> None:
+        """Beside a complete checkpoint a user may have put a file of the same name."""
+        if slot in self._put and name not in {*self._put[slot], *slots.unrecorded(os.listdir(folder)), _names.BESIDE_RECORD}:
+            with contextlib.suppress(FileNotFoundError):
+                os.stat(name, dir_fd=folder, follow_symlinks=False)
+                raise Error("FAILED_PRECONDITION", f"write {self.path(slot)}/{name}: a file that no drain has put there has the name; move it away")
 
     @contextlib.contextmanager
     def opened_past_cache(self, slot: str, name: str) -> Iterator[Read]:
@@ -356,6 +384,21 @@ class Directory:
                 os.rename(replaced, retired)
                 replaced = retired
         return replaced
+
+    def may_take(self, info: Info, new: set[str]) -> bool:
+        """Whether a checkpoint may get its name here: nothing has it, or something that the checkpoint would replace.
+
+        Args:
+            new: the names of its files.
+        """
+        try:
+            if os.path.lexists(self.path(info.name)):
+                self._replaceable(info, new)
+            return True
+        except Error as error:
+            if error.code not in ("FAILED_PRECONDITION", "ABORTED"):
+                raise
+            return False
 
     def _replaceable(self, info: Info, new: set[str]) -> tuple[Info | None, object]:
         """The checkpoint that one of its name replaces, and the stamp of its directory; None for a damaged one, and an empty directory.
@@ -437,15 +480,18 @@ class Directory:
             return False
 
     def _foreign(self, slot: str, format: str = "") -> set[str]:
-        """What lies in a directory and is no file of a checkpoint, of a format or any, by the names alone and by all lists that can be read."""
+        """What lies in a directory and is no file of a checkpoint, of a format or any, by all lists that can be read.
+
+        The name of a data file proves nothing: the weights of Hugging Face have such names.
+        """
         names = set(os.listdir(self.path(slot)))
         formats = (format,) if format else tuple(_LISTINGS)
-        own = {n for n in names if n == _names.BESIDE_RECORD or _names.format_of(_names.finished(n)) in formats}.union(slots.unrecorded(names))
-        for name in own:
+        own = {n for n in names if slots.is_list(n) and _names.format_of(_names.finished(n)) in ("", *formats)}.union(slots.unrecorded(names))
+        for name in sorted(own):
             if name == _names.BESIDE_RECORD or name.endswith(_names.MANIFEST_END):
                 with contextlib.suppress(Error):  # damaged, or half written
                     where = os.path.join(slot, name)
-                    own = own | {f.name for f in files_of(parse(self.read(slot, name, _regular.MANIFEST_BYTES_MAX), where), where)}
+                    own |= {f.name for f in files_of(parse(self.read(slot, name, _regular.MANIFEST_BYTES_MAX), where), where)}
         return names - own
 
     def _recorded(self, info: Info) -> list[str]:
@@ -466,13 +512,9 @@ class Directory:
                 if error.code != "DATA_LOSS":
                     raise
                 raise Error("FAILED_PRECONDITION", f"remove {path}: {error.message}; remove the directory yourself") from error
-            with of_system(f"remove {path}"):
-                if beside:  # a refusal keeps them, too
-                    self._check_removable(info, fd, set(beside))
-                for name in beside:
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(name, dir_fd=fd)
-            if info.format == "dcp":
+            if beside:
+                self._retire(info, fd, set(beside))
+            elif info.format == "dcp":
                 _dcp_directories.remove(info.listed(self))
             else:
                 try:
@@ -483,6 +525,20 @@ class Directory:
                     raise Error(error.code, f"remove {path}: {error.message}", error.errno) from None
         finally:
             os.close(fd)
+        if beside:
+            slots.remove_unnamed(self.path(_names.retired(info.name, info.attempt)))
+
+    def _retire(self, info: Info, fd: int, beside: set[str]) -> None:
+        """Takes a checkpoint's name away, before the first of its files goes: what keeps the name keeps the files beside it, too."""
+        path, retired = self.path(info.slot), self.path(_names.retired(info.name, info.attempt))
+        with of_system(f"remove {path}"):
+            self._check_removable(info, fd, beside)
+            slots.remove_unnamed(retired)  # of an earlier removal of a copy
+            os.rename(path, retired)
+            if not slots.is_at(retired, fd):
+                os.rename(retired, path)
+                raise Error("ABORTED", f"remove {path}: another process has replaced it")
+            _durable.sync_directory(self._path)
 
     def _check_removable(self, info: Info, fd: int, beside: set[str]) -> None:
         path = self.path(info.slot)

@@ -43,6 +43,7 @@ class Following:
     Attributes:
         failed: errors of checkpoints that are given up until their files change, by name and attempt.
         passed_over: "NAME: why" of those that look damaged, cannot be read, or have no commit record.
+        late: why files beside checkpoints, which no manifest names, have not come.
         pending: how many checkpoints have not arrived.
         moved_at: when more of a checkpoint was sent, found or compared than ever before (monotonic).
         lock: descriptor of the lock's file, whose time says to those who wait for the lock that something has moved.
@@ -57,6 +58,7 @@ class Following:
         self.failed: dict[tuple[str, str], Error] = {}
         self._failed_as: dict[tuple[str, str], object] = {}  # their files then
         self.passed_over: list[str] = []
+        self.late: list[str] = []
         self.pending = 0
         self.moved_at = time.monotonic()
         self.lock: int | None = None
@@ -308,6 +310,7 @@ class Following:
         assert self._remote is not None
         there = {c.key: c for c in self._remote}
         self._copy.forget({c.key for c in local})
+        self.late = []
         for info in self._only(local) if self._only else local:
             if info.key not in there:
                 continue
@@ -323,6 +326,7 @@ class Following:
                 if error.code not in ("DATA_LOSS", "FAILED_PRECONDITION"):
                     raise
                 count, why = 0, [error.message]
+            self.late += why
             self._tell_of_late(info, why)
             if count:
                 self._move(time.monotonic())

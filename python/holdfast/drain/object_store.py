@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from holdfast import _regular
 from holdfast._names import BESIDE_RECORD, DCP_RECORD, MANIFEST_END, METADATA, RECORD
 from holdfast.drain.beside import record_of, recorded
-from holdfast.drain.contents import info_of, parse
+from holdfast.drain.contents import contents_of, info_of, parse
 from holdfast.drain.places import BESIDE, NO_NAME, File, Info, Read, age_of, pieces, scheme_of
 from holdfast.errors import Error
 
@@ -79,6 +79,7 @@ class Store:
         self.url = url.rstrip("/")
         self._library = load_library()
         self._known: dict[tuple[str, _Object], dict[str, Any]] = {}  # commit records that were read
+        self._judged: dict[str, tuple[object, Info | str]] = {}  # by slot: what was compared, and what it is
         scheme = scheme_of(url)
         of_s3 = scheme in ("s3", "s3a")
         # S3 compares the checksum of each part before it answers.
@@ -187,18 +188,22 @@ class Store:
                 commit = record.get("commit_file")
                 if commit and objects[METADATA].bytes != commit["bytes"]:
                     continue  # of another attempt
-                proofs = {name, METADATA if commit else name, BESIDE_RECORD}
-                own = {n: o.bytes for n, o in objects.items() if n not in proofs and not n.startswith(BESIDE)}
-                manifests = [n for n in own if n.endswith(MANIFEST_END)]
-                stored = sum(nbytes for n, nbytes in own.items() if n not in manifests)
-                if stored != info.bytes or len(manifests) != info.world_size:
-                    return f"{slot}: {len(manifests)} of {info.world_size} manifests, {stored} of {info.bytes} bytes of data"
-                return info
+                sizes = {n: o.bytes for n, o in objects.items()}
+                return info if _is_whole(info, sizes) else self._compared(info, sizes)
         except Error as error:
             if error.code not in ("DATA_LOSS", "NOT_FOUND"):
                 raise
             return f"{slot}: {error.message}"
         return None
+
+    def _compared(self, info: Info, sizes: dict[str, int]) -> Info | str:
+        """As `_look`, by the manifests: other objects are in the prefix, or some are missing."""
+        of = (info, frozenset(sizes.items()))
+        if self._judged.get(info.slot, (None,))[0] != of:
+            contents = contents_of(self, info)
+            wrong = [f.name for f in (*contents.data, *contents.manifests, *contents.proofs) if sizes.get(f.name) != f.bytes]
+            self._judged[info.slot] = of, f"{info.slot}: {min(wrong)} is missing, or has another length" if wrong else info
+        return self._judged[info.slot][1]
 
     def _record(self, slot: str, name: str, meta: _Object) -> dict[str, Any]:
         key = (f"{slot}/{name}", meta)
@@ -229,7 +234,7 @@ class Store:
         return {name: o.bytes for name, o in self._objects(f"{slot}/").get(slot, {}).items()}
 
     def beside(self, info: Info, names: Callable[[], set[str]], pace: Callable[[int], None]) -> tuple[list[File], list[str]]:
-        return recorded(self, info), []  # a prefix with another object is no checkpoint: its bytes are not those of the record
+        return recorded(self, info), []  # what others have put there is theirs
 
     # ---- Writing.
 
@@ -273,10 +278,9 @@ class Store:
         self.write(slot, file, lambda begin, end: content[begin:end], False)
 
     def commit(self, slot: str, info: Info, last: File, files: set[str]) -> None:
-        others = self.sizes(slot).keys() - files
         # Files that an interrupted copy has left beside the checkpoint count for nothing and go with it: a place may let nothing be deleted.
-        self._delete(slot, [name for name in others if name != BESIDE_RECORD and not name.startswith(BESIDE)])
-        for file in ([record_of(info, [])] if BESIDE_RECORD in others else []) + [last]:
+        is_left = BESIDE_RECORD not in files and BESIDE_RECORD in self.sizes(slot)
+        for file in ([record_of(info, [])] if is_left else []) + [last]:
             self._write_small(slot, file)
 
     def remove_replaced(self, info: Info) -> None:
@@ -294,6 +298,10 @@ class Store:
 
     def remove(self, info: Info) -> None:
         names = self.sizes(info.slot)
+        if not _is_whole(info, names):
+            foreign = {n for n in names if not n.startswith(BESIDE)} - contents_of(self, info).names() - {BESIDE_RECORD}
+            if foreign:
+                raise Error("FAILED_PRECONDITION", f"remove {self.path(info.slot)}: {min(foreign)} is no file of the checkpoint; move it elsewhere")
         commits = METADATA if info.format == "dcp" else info.record
         for first in (commits, info.record):  # from here on no reader finds it
             if first in names:
@@ -357,6 +365,13 @@ def _committing(names: Iterable[str]) -> list[str]:
     """The commit records among the objects of a slot: those of DCP where its metadata is there, too."""
     names = set(names)
     return [n for n in names if n == RECORD or (DCP_RECORD.fullmatch(n) and METADATA in names)]
+
+
+def _is_whole(info: Info, sizes: dict[str, int]) -> bool:
+    """Whether a slot has as many manifests and bytes of data as the record says, and so nothing else."""
+    own = {n: nbytes for n, nbytes in sizes.items() if n not in (info.record, METADATA, BESIDE_RECORD) and not n.startswith(BESIDE)}
+    manifests = [n for n in own if n.endswith(MANIFEST_END)]
+    return len(manifests) == info.world_size and sum(nbytes for n, nbytes in own.items() if n not in manifests) == info.bytes
 
 
 def _order(info: Info) -> tuple[Any, ...]:

@@ -104,14 +104,17 @@ def find(url: str, storage: dict[str, Any] | None = None) -> Found:
 def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
     """Copies a checkpoint into a directory, verified, and returns its path. What is there already is not copied again.
 
-    Another save of its name, which may be nowhere else, stays: the copy is then made below a directory that `let_go` removes.
+    What else has its name, as another save, which may be nowhere else, stays: the copy is then made below a directory that `let_go`
+    removes.
     """
-    target = open_place(directory)
+    from holdfast.drain.file_system import Directory
+
+    target = Directory(directory)
     complete = target.complete()[0]
     for there in complete:
         if there.key == info.key:
             return target.path(there.slot)
-    if any(there.name == info.name for there in complete):
+    if any(there.name == info.name for there in complete) or not target.may_take(info, contents_of(place, info).names()):
         # The name is one that a recovery removes with all in it, for a load that was killed.
         aside = _names.retired(_names.hidden(info.name)[1:], info.attempt)
         return fetch(place, info, os.path.join(directory, aside), options)

@@ -60,9 +60,15 @@ def is_of_save(name: str) -> bool:
     return _names.is_record(name) and name != _names.METADATA
 
 
-def is_foreign(name: str) -> bool:
-    """Whether a file may be of no checkpoint: by its name it is of none, and is not being written."""
-    return not _names.is_reserved(name) and not _names.format_of(name) and not _names.DCP_ANY_DATA.fullmatch(name)
+def may_be_of_save(name: str) -> bool:
+    """Whether a file has a name of a checkpoint's data or metadata: lists of files say whether it is."""
+    return bool(_names.format_of(name) or _names.DCP_ANY_DATA.fullmatch(name))
+
+
+def is_list(name: str) -> bool:
+    """Whether a file is no data, or is not whole: it says what a checkpoint is, or what lies beside it."""
+    is_of_format = _names.format_of(_names.finished(name)) and not _names.DATA.fullmatch(name) and not _names.DCP_DATA.fullmatch(name)
+    return name == _names.BESIDE_RECORD or bool(is_of_format)
 
 
 def unrecorded(names: Iterable[str]) -> list[str]:
