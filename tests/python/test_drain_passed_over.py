@@ -118,3 +118,22 @@ def test_of_damaged_checkpoints_the_newest_good_one_is_sent(tmp_path: Path) -> N
         ("failed", "step-3"), ("arrived", "step-2"), ("removed", "step-1"), ("removed", "step-2"),
     ]  # fmt: skip
     assert names(far) == ["step-2"] and names(source) == ["step-3"]
+
+
+def test_what_lacks_a_record_for_a_moment_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the trainer replaces a checkpoint of DCP, or removes it."""
+    save(tmp_path / "run", 1, elements=10)
+    record = tmp_path / "run/step-1/holdfast.commit.json"
+    data = record.read_bytes()
+    record.write_bytes(data[:-1])
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    listed = source.complete
+
+    def and_then_it_is_whole(format: str = "") -> object:
+        try:
+            return listed(format)
+        finally:
+            record.write_bytes(data)
+
+    monkeypatch.setattr(source, "complete", and_then_it_is_whole)
+    assert [e["event"] for e in swept(source, far)] == ["arrived"]

@@ -38,7 +38,7 @@ def test_a_process_that_answers_nothing_is_given_up(tmp_path: Path, monkeypatch:
     with pytest.raises(TimeoutError):
         checkpointer.wait_drained(0.1)
     for ends in (lambda: checkpointer.wait_drained(60), checkpointer.close):
-        with pytest.raises(Error, match="its process has told nothing for 1 s: a file system hangs, or the process is stopped") as refused:
+        with pytest.raises(Error, match="its process has told nothing for 1 s: a file system or server hangs, or the process is stopped") as refused:
             ends()
         assert refused.value.code == "UNAVAILABLE"
     os.kill(process.pid, signal.SIGCONT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 import s3_server
-from draining import MIB, PLAIN, names, save
+from draining import MIB, PLAIN, names, save, until
 
 from holdfast.drain import Drain
 from holdfast.drain.file_system import Directory
-from holdfast.drain.following import Following
+from holdfast.drain.following import Following, is_held, lock_path
 from holdfast.drain.places import open_place
 from holdfast.drain.running import Running
 from holdfast.errors import Error
@@ -73,3 +74,38 @@ def test_a_comparison_is_progress_the_first_time(tmp_path: Path) -> None:
     far.lies = False
     following.sweep()
     assert following.moved_at > moved[1] and names(far) == ["step-1"]
+
+
+def test_a_wait_is_for_what_was_there_at_its_call(tmp_path: Path) -> None:
+    """Saves that follow each other faster than they are sent hold it up for no longer."""
+    run = tmp_path / "run"
+    save(run, 1, 2, elements=10)
+    arrived: list[str] = []
+
+    def hear(event: dict[str, Any]) -> None:
+        if event["event"] == "arrived":
+            arrived.append(event["name"])
+            if len(arrived) < 6:
+                save(run, len(arrived) + 2, elements=10)
+
+    following = Following(open_place(str(run)), open_place(str(tmp_path / "far")), PLAIN, hear)
+    following.sweep()
+    assert arrived == ["step-1", "step-2"] and following.pending == 2
+    following.sweep()
+    assert arrived == ["step-1", "step-2", "step-3", "step-4"]
+
+
+def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path: Path) -> None:
+    run, far = str(tmp_path / "run"), str(tmp_path / "far")
+    save(tmp_path / "run", 1, elements=10)
+    running = Running(Following(open_place(run), open_place(far), PLAIN, lambda event: None), lambda event: None, watch=True)
+    thread = threading.Thread(target=running.run, args=(run, far), daemon=True)
+    thread.start()
+    lock = lock_path(run, far)
+    assert lock is not None and until(lambda: is_held(lock) and names(open_place(far)) == ["step-1"])
+    shutil.rmtree(run)
+    save(tmp_path / "run", 2, elements=10)
+    assert until(lambda: is_held(lock) and names(open_place(far)) == ["step-1", "step-2"])
+    running.finish()
+    thread.join(60)
+    assert not thread.is_alive() and not is_held(lock)

@@ -268,6 +268,29 @@ def test_a_later_save_that_a_kill_has_left_without_its_name_stays(tmp_path: Path
     assert os.listdir(tmp_path / "far") == ["step-7"] and [c.attempt for c in far.complete()[0]] == [two.complete()[0][0].attempt]
 
 
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+def test_what_a_kill_in_a_removal_has_left_goes(format: str, tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / "run", step, elements=10, format=format)
+        (tmp_path / f"run/step-{step}/common.pt").write_text("1")
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    swept(source, far)
+    shutil.rmtree(tmp_path / "run/step-1")
+    (tmp_path / "far/step-1").rename(tmp_path / f"far/.step-1.retired-{far.complete()[0][0].attempt}")
+    swept(source, far)
+    assert os.listdir(tmp_path / "far") == ["step-2"]
+
+
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+def test_a_folder_in_a_copy_fails_its_checkpoint_alone(format: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, elements=10, format=format)
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    folder = tmp_path / f"far/step-1.partial-{source.complete()[0][0].attempt}/mine"
+    folder.mkdir(parents=True)
+    failed, arrived = swept(source, far)
+    assert (failed["event"], arrived["event"], names(far)) == ("failed", "arrived", ["step-2"]) and str(folder.parent) in failed["message"]
+
+
 def test_a_directory_that_cannot_be_removed_ends_no_retention(tmp_path: Path) -> None:
     with mounted(tmp_path / "far", 64) as at:
         save(tmp_path / "run", 1, 2, 3, elements=10)

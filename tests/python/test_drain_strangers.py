@@ -122,3 +122,20 @@ def test_a_file_beside_a_checkpoint_comes_back_as_it_was_sent_or_not(how: str, f
     file.write_bytes(b"anew")  # somebody has written it
     assert command("drain", far, tmp_path / "back", "--newest", torch=False).status == 0
     assert (tmp_path / "back/step-1/common.pt").read_bytes() == b"anew"
+
+
+@FORMATS
+def test_damage_beside_a_checkpoint_of_a_store_does_not_come_back(format: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+    obstore = pytest.importorskip("obstore")
+    save(tmp_path / "run", 1, elements=8, format=format)
+    (tmp_path / "run/step-1/common.pt").write_bytes(b"of Megatron")
+    source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
+    swept(source, far)
+    url, storage = bucket
+    store = obstore.store.from_url(url, **storage, client_options={"allow_http": True})
+    obstore.put(store, f"{far.complete()[0][0].slot}/beside/common.pt", b"oF Megatron")
+    trouble, arrived = swept(far, open_place(str(tmp_path / "back")))
+    assert (trouble["event"], arrived["event"]) == ("trouble", "arrived")
+    assert "beside/common.pt: bytes 0 to 11 have another digest" in trouble["message"] and "sent without this file" in trouble["message"]
+    left = set(os.listdir(tmp_path / "back/step-1"))
+    assert left == set(os.listdir(tmp_path / "run/step-1")) - {"common.pt"}

@@ -7,24 +7,21 @@ import errno
 import fcntl
 import mmap
 import os
-import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from holdfast import _dcp_directories, _durable, _names, _native, _regular
-from holdfast.drain import slots
+from holdfast.drain import judging, slots
 from holdfast.drain.beside import can_be_sent, recorded
-from holdfast.drain.contents import VERSIONS, contents_of, digest, files_of, info_of, manifest_name, parse, proven
+from holdfast.drain.contents import digest, files_of, manifest_name, parse, proven
 from holdfast.drain.places import BESIDE, File, Info, Read, Seen, age_of, mount_of, pieces
-from holdfast.errors import Error, of_damage, of_system
+from holdfast.errors import Error, of_system
 
 PIECE_BYTES = 4 << 20
 _AT_ONCE = 4  # pieces of one file
 _ALIGNMENT = 4096
-# Messages of readers about files that a checkpoint lacks, or that have other bytes.
-_DAMAGE = ("DATA_LOSS", "NOT_FOUND")
 _LISTINGS: dict[str, Callable[[str], tuple[list[dict[str, Any]], list[str]]]] = {
     "holdfast": lambda path: _native.list_checkpoints(path),
     "dcp": lambda path: _dcp_directories.list_complete(path),
@@ -171,7 +168,7 @@ class Directory:
             others = {e.name: e for e in entries if not _names.is_reserved(e.name)}
         own = names()
         if any(map(slots.may_be_of_save, others.keys() - own)):  # of other attempts, or of Hugging Face
-            own |= others.keys() - self._foreign(info.slot, info.format)
+            own |= others.keys() - judging.foreign_in(self, info.slot, info.format)
         files, left = [], []
         try:
             has = {f.name.removeprefix(BESIDE): f for f in recorded(self, info)}
@@ -258,7 +255,7 @@ class Directory:
             if not _durable.locked(fd, fcntl.LOCK_SH):
                 raise Error("ABORTED", f"write {path}: another process removes it")
             self._check_same(info, fd)
-            self._put[info.slot] = set(self._recorded(info))
+            self._put[info.slot] = set(judging.recorded_in(self, info))
             yield lambda: self._check_same(info, fd)
         finally:
             self._put.pop(info.slot, None)
@@ -303,6 +300,10 @@ class Directory:
                     for recorded_now in files_of(parse(file.content or b"", path), path) if file.name == _names.BESIDE_RECORD else ():
                         with contextlib.suppress(FileNotFoundError):
                             os.unlink(_names.unfinished_beside(BESIDE + recorded_now.name), dir_fd=folder)
+        except Error as error:
+            if name != final and error.code == "DATA_LOSS":  # of the source: nothing of it is of use
+                os.unlink(name, dir_fd=folder)
+            raise
         finally:
             os.close(fd)
 
@@ -345,9 +346,10 @@ class Directory:
         self.write(slot, last, lambda begin, end: content[begin:end], False)
         with of_system(f"complete {final}"):
             folder = self._locks[slot]
-            for name in os.listdir(folder):
-                if name not in files and BESIDE + name not in files:
-                    os.unlink(name, dir_fd=folder)
+            with slots.of_name(path):
+                for name in os.listdir(folder):
+                    if name not in files and BESIDE + name not in files:
+                        os.unlink(name, dir_fd=folder)
             os.fsync(folder)
             replaced = ""
             if os.path.lexists(final):
@@ -371,7 +373,7 @@ class Directory:
         """
         path, final, aside = self.path(slot), self.path(info.name), self.path(_names.aside(slot))
         with slots.of_name(final, (*slots.OF_A_SLOT, errno.EIO)):
-            old, before = self._replaceable(info, new)
+            old, before = judging.replaceable(self, info, new)
         replaced = _durable.replace_directory(path, final, aside)
         if slots.stamp(replaced) != before:
             _durable.replace_directory(replaced, final, aside if replaced == path else path)
@@ -393,111 +395,12 @@ class Directory:
         """
         try:
             if os.path.lexists(self.path(info.name)):
-                self._replaceable(info, new)
+                judging.replaceable(self, info, new)
             return True
         except Error as error:
             if error.code not in ("FAILED_PRECONDITION", "ABORTED"):
                 raise
             return False
-
-    def _replaceable(self, info: Info, new: set[str]) -> tuple[Info | None, object]:
-        """The checkpoint that one of its name replaces, and the stamp of its directory; None for a damaged one, and an empty directory.
-
-        Refuses a directory with anything else, and a later checkpoint, which another process has sent meanwhile.
-        """
-        path = self.path(info.name)
-        if not stat.S_ISDIR(os.lstat(path).st_mode):
-            raise Error("FAILED_PRECONDITION", f"replace {path}: it is a link or a file, and no checkpoint; move it away")
-        before = slots.stamp(path)
-        old = next((c for c in self.complete()[0] if c.name == info.name), None)
-        if old and age_of(old) > age_of(info):
-            raise Error("ABORTED", f"replace {path}: a later save has arrived there")
-        foreign = set(os.listdir(path))
-        try:
-            foreign -= {*contents_of(self, old).names(), *self._recorded(old)} if old else set()
-        except Error as error:
-            if error.code not in _DAMAGE:
-                raise
-            old = None
-        if old is None and self._is_damaged(info):
-            # The lists of its files may be gone. Its successor has most of their names.
-            foreign = self._foreign(info.name) - new
-        if foreign:
-            raise Error("FAILED_PRECONDITION", f"replace {path}: {min(foreign)} is no file of a complete "
-                        "checkpoint; move the directory away")  # fmt: skip
-        return old, before
-
-    def _is_damaged(self, info: Info) -> bool:
-        """Whether the directory of a checkpoint's name is of a save that has ended, and of no other program that has written there since.
-
-        Raises:
-            Error: where this process cannot read it: it may be sound. Where what can be read is of a later save than the checkpoint.
-        """
-        path = self.path(info.name)
-        records = sorted(filter(slots.is_of_save, os.listdir(path)))
-        if not records or _native.saves_at_work(path) in ("trainer", "orphan"):
-            return False
-        for name in records:
-            self._refuse_later(info, name)
-        try:
-            with of_system(f"read {path}"):
-                found = _dcp_directories.look(path)
-        except Error as error:
-            if error.code not in _DAMAGE:
-                raise
-            return True
-        return found is None or bool(found["attempt"])
-
-    def _refuse_later(self, info: Info, name: str) -> None:
-        """Refuses to replace a directory whose record or manifest is of a later save, or of a later version; a damaged one says nothing."""
-        where = f"{self.path(info.name)}/{name}"
-        try:
-            document = parse(self.read(info.name, name, _regular.MANIFEST_BYTES_MAX), where)
-            with of_damage(f"read {where}"):
-                if document["version"] > VERSIONS[document["format"]]:
-                    raise Error("FAILED_PRECONDITION", f"replace {where}: version {document['version']} is not known; update holdfast, or move the "
-                                "directory away")  # fmt: skip
-                is_later = (document.get("saved_at_ns", 0) / 1e9, document["step"]) > (info.saved_at, info.step)
-                if is_later and document["attempt"] != info.attempt:
-                    raise Error("FAILED_PRECONDITION", f"replace {where}: it is of a later save, which is damaged; move the directory away")
-        except Error as error:
-            if error.code not in _DAMAGE:
-                raise
-
-    def _is_replaced(self, slot: str, by: Info) -> bool:
-        """Whether a directory without a name is what a complete checkpoint has replaced, or holds an older save."""
-        try:
-            if _names.retired_name(slot):
-                return not self._foreign(slot)
-            record = next(filter(_names.is_commit_record, sorted(os.listdir(self.path(slot)))), "")
-            text = self.read(slot, record, _regular.RECORD_BYTES_MAX)
-            # A kill may have left a later save in the place of the one that was to be replaced.
-            found = info_of(parse(text, record), by.name, slot, record)
-            return age_of(found) < age_of(by) or found.attempt == by.attempt
-        except Error as error:  # without a record
-            return error.code in _DAMAGE and slot in _names.replaced(by.name, by.attempt)
-        except OSError:  # removed meanwhile
-            return False
-
-    def _foreign(self, slot: str, format: str = "") -> set[str]:
-        """What lies in a directory and is no file of a checkpoint, of a format or any, by all lists that can be read.
-
-        The name of a data file proves nothing: the weights of Hugging Face have such names.
-        """
-        names = set(os.listdir(self.path(slot)))
-        formats = (format,) if format else tuple(_LISTINGS)
-        own = {n for n in names if slots.is_list(n) and _names.format_of(_names.finished(n)) in ("", *formats)}.union(slots.unrecorded(names))
-        for name in sorted(own):
-            if name == _names.BESIDE_RECORD or name.endswith(_names.MANIFEST_END):
-                with contextlib.suppress(Error):  # damaged, or half written
-                    where = os.path.join(slot, name)
-                    own |= {f.name for f in files_of(parse(self.read(slot, name, _regular.MANIFEST_BYTES_MAX), where), where)}
-        return names - own
-
-    def _recorded(self, info: Info) -> list[str]:
-        """The names of what a drain has put beside a checkpoint, with what a kill has left; the record last."""
-        files = recorded(self, info)
-        return slots.unrecorded(os.listdir(self.path(info.slot))) + ([*(f.name.removeprefix(BESIDE) for f in files), _names.BESIDE_RECORD] if files else [])
 
     def remove(self, info: Info) -> None:
         path = self.path(info.slot)
@@ -507,7 +410,7 @@ class Directory:
             if not _durable.locked(fd, fcntl.LOCK_EX):
                 raise Error("ABORTED", f"remove {path}: it is being loaded")
             try:
-                beside = self._recorded(info)
+                beside = judging.recorded_in(self, info)
             except Error as error:
                 if error.code != "DATA_LOSS":
                     raise
@@ -545,7 +448,7 @@ class Directory:
         self._check_same(info, fd)
         if _native.saves_at_work(path) in ("trainer", "orphan"):
             raise Error("ABORTED", f"remove {path}: a save is on its way there")
-        if foreign := self._foreign(info.slot, info.format) - beside:
+        if foreign := judging.foreign_in(self, info.slot, info.format) - beside:
             raise Error("FAILED_PRECONDITION", f"remove {path}: {min(foreign)} is no file of the checkpoint; move it elsewhere")
 
     def _check_same(self, info: Info, fd: int) -> None:
@@ -568,10 +471,10 @@ class Directory:
         complete = {info.name: info for info in self.complete()[0]}
         replaced = []
         with of_system(f"list {self._path}"):
-            entries = sorted(os.listdir(self._path)) if complete else []
+            entries = sorted(os.listdir(self._path)) if complete else []  # else the place may be anything
         for slot in entries:
             match = _names.UNCOMMITTED.fullmatch(slot)
-            if match and match["name"] in complete and match["kind"] != "fenced" and self._is_replaced(slot, complete[match["name"]]):
+            if match and match["kind"] != "fenced" and judging.is_over(self, slot, complete.get(match["name"])):
                 replaced.append(slot)
         given_up = [slot for slot in self._locks if slot.rpartition("-")[2] not in keep]
         removed = []

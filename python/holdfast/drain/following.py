@@ -27,6 +27,7 @@ _BACKOFF_MAX = 60.0
 _PROGRESS_SECONDS = 1.0
 _CLEAN_SECONDS = 3600.0
 _NAMED = 3  # of files, in a message
+_SETTLE_SECONDS = 0.5
 _SWEEP_SECONDS = 60.0  # file times have ticks, and a change within one may stay unseen
 
 Tell = Callable[[dict[str, Any]], None]
@@ -161,9 +162,11 @@ class Following:
         self._tell_of_overtaken(self._only(local) if self._only else local)
         refused: Error | None = None  # nothing waits for a place that lets nothing be deleted
         is_applied = False
-        while (wanted := self._to_send(local)) or not is_applied:
+        # What is committed meanwhile is of the next sweep: a wait ends where saves follow each other faster than they are sent.
+        begun = {c.key for c in local}
+        while (wanted := [c for c in self._to_send(local) if c.key in begun]) or not is_applied:
             if wanted:
-                self.pending = len(wanted)
+                self.pending = len(self._to_send(local))
                 self._now = {"name": wanted[0].name, "bytes_total": wanted[0].bytes, "bytes_done": 0}
                 if self._furthest[0] != wanted[0].key:
                     self._furthest, self._furthest_compared = (wanted[0].key, 0), {}
@@ -175,8 +178,8 @@ class Following:
             refused = self._apply_retention(local) or refused
             is_applied = True
         if self.pending:
-            self.pending = 0
-            self._tell({"event": "progress", "pending": 0, "bytes_done": 0, "bytes_total": 0})
+            self.pending = len(self._to_send(local))
+            self._tell({"event": "progress", "pending": self.pending, "bytes_done": 0, "bytes_total": 0})
         left = self._clean(local)
         self._refuse_let_go(local)
         return refused or left
@@ -243,7 +246,13 @@ class Following:
             self._tell({"event": "trouble", "code": code, "message": message, "retry_in": None})
 
     def _local(self) -> list[Info]:
-        found, self.passed_over = self._source.complete()
+        found, passed_over = self._source.complete()
+        if not set(passed_over) <= set(self.passed_over):
+            # A save that replaces or removes a checkpoint leaves a part of it for a moment.
+            self.stop.wait(_SETTLE_SECONDS)
+            before, (found, passed_over) = set(passed_over), self._source.complete()
+            passed_over = [entry for entry in passed_over if entry in before]
+        self.passed_over = passed_over
         self._tell_of_seen()
         for error in self._of_passed_over():
             self._tell_once(error.code, error.message)
@@ -302,8 +311,8 @@ class Following:
 
     def _tell_of_late(self, info: Info, why: list[str]) -> None:
         for message in why:
-            self._tell_once("DATA_LOSS", f"drain {info.name}: {message}; no manifest names the file, which is sent once it can be read and "
-                            "does not change")  # fmt: skip
+            self._tell_once("DATA_LOSS", f"drain {info.name}: {message}; the checkpoint is sent without this file, which follows once it is "
+                            "right, can be read and does not change")  # fmt: skip
 
     def _send_beside(self, local: list[Info]) -> None:
         """Sends what a framework has written beside a checkpoint after its commit, before retention may remove the checkpoint."""
@@ -409,6 +418,14 @@ def lock_path(source: str, target: str) -> str | None:
     folder = path_of(source)
     number = hashlib.sha256(identity_of(target).encode()).hexdigest()[:8]
     return os.path.join(folder, f".holdfast-drain-{number}.lock") if folder else None
+
+
+def is_same(path: str | None, fd: int | None) -> bool:
+    """Whether the file of a lock has its path still; true where there is none, or the directory is gone."""
+    try:
+        return path is None or fd is None or os.path.samestat(os.stat(path), os.fstat(fd))
+    except OSError:
+        return not os.path.isdir(os.path.dirname(path or ""))
 
 
 def is_held(path: str) -> bool:

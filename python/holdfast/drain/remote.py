@@ -120,7 +120,7 @@ def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
         return fetch(place, info, os.path.join(directory, aside), options)
     # The limit of the rate is for the time of the training, which waits now.
     for why in Copy(place, target, dataclasses.replace(options, bytes_per_second=None), threading.Event()).run(info).late:
-        logger.warning("fetch %s: %s; no manifest names the file, which is missing now", place.path(info.slot), why)
+        logger.warning("fetch %s: %s; the checkpoint comes without this file", place.path(info.slot), why)
     return target.path(info.name)
 
 

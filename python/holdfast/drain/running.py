@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.drain.following import POLL_SECONDS, Following, Tell, alone, lock_path
+from holdfast.drain.following import POLL_SECONDS, Following, Tell, alone, is_same, lock_path
 from holdfast.errors import Error
 
 _STOP_SECONDS = 3.0  # for the pieces that are on their way
@@ -21,6 +21,10 @@ _LOOK_SECONDS = 5.0  # between two listings of places on which another process w
 
 class _SentByAnother(Exception):
     """Everything has arrived, by the work of the process that has the lock."""
+
+
+class _OtherDirectory(Exception):
+    """The directory was made anew, and its lock is another one."""
 
 
 class Running:
@@ -69,8 +73,10 @@ class Running:
         """Returns the error that has ended the drain."""
         self._lock = lock_path(source, target)
         try:
-            with alone(source, target, self._wait_for_lock) as self._following.lock:
-                return self._run()
+            while True:
+                with alone(source, target, self._wait_for_lock) as self._following.lock:
+                    with contextlib.suppress(_OtherDirectory):
+                        return self._run()
         except _SentByAnother:
             return None
         except Error as error:
@@ -114,6 +120,8 @@ class Running:
 
     def _run(self) -> Error | None:
         while True:
+            if not is_same(self._lock, self._following.lock):
+                raise _OtherDirectory
             with self._condition:
                 tickets, finishing, asked = list(self._tickets), self._finishing, self._rung
                 self._rung, rings = False, self._rings

@@ -164,7 +164,7 @@ class Draining(PerProcess):
                     raise TimeoutError("DEADLINE_EXCEEDED", f"drain to {self.target}: not all has arrived yet{why}") from None
                 if self._heard_at <= heard:
                     raise Error("UNAVAILABLE", f"drain to {self.target}: its process has told nothing for {patience:.0f} s: a file system "
-                                f"hangs, or the process is stopped{why}") from None  # fmt: skip
+                                f"or server hangs, or the process is stopped{why}") from None  # fmt: skip
         if error is not None:
             raise Error(*error)
 
@@ -282,7 +282,6 @@ class Draining(PerProcess):
         elif kind == "removed":
             logger.debug("drain to %s: removed %s of the %s: %s", self.target, event["name"], event["place"], event["why"])
         elif kind == "synced":
-            report["pending"] = 0 if event["error"] is None else report["pending"]
             with self.lock:
                 waiting = self._tickets.pop(event["ticket"], None)
             if waiting is not None:
