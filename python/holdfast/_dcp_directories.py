@@ -247,7 +247,9 @@ def _name_of_replaced(directory: str, name: str, found: dict[str, Any] | None) -
     standing = look(os.path.join(directory, match["name"])) if match and found and found["attempt"] else None
     if match is None or found is None or standing is None:
         return ""
-    is_replaced = name in _names.replaced(match["name"], standing["attempt"])
+    # A later one is none: a drain that was killed had found it at its own exchange of names.
+    is_later = found["saved_at"] > standing["saved_at"]
+    is_replaced = name in _names.replaced(match["name"], standing["attempt"]) and not is_later
     return _names.retired(match["name"], found["attempt"]) if is_replaced else ""
 
 

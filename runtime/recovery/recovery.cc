@@ -276,7 +276,11 @@ absl::StatusOr<Recovery::Visit> Recovery::SettlePartial(const std::string& name,
     return Keep(std::string(inspection.reason.message()));
   }
   // A replaced checkpoint. Without a successor under its name, the old checkpoint may be the only
-  // one and is kept.
+  // one and is kept. So is a later one: a drain that died had found it at its own exchange.
+  if (replaced && successor.info.saved_at < inspection.info.saved_at) {
+    return Keep(absl::StrCat("it holds a later save than ", parsed.checkpoint,
+                             "; rename one of them, or remove the one that you do not need"));
+  }
   if (replaced) return Remove(name, directory, may_remove);
   return Keep("it holds a complete checkpoint of another attempt than its name says");
 }

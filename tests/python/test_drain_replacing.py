@@ -255,15 +255,18 @@ def test_what_comes_at_the_exchange_of_names_stays(what: str, exchanges: bool, t
         assert told == ["failed"] and (tmp_path / "far/step-7/mine").read_text() == "mine"
 
 
-def test_a_later_save_that_a_kill_has_left_without_its_name_stays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+def test_a_later_save_that_a_kill_has_left_without_its_name_stays(format: str, tmp_path: Path) -> None:
     """At the exchange of names, where it had come meanwhile."""
     for run in ("one", "two"):
-        save(tmp_path / run, 7, elements=10)
+        save(tmp_path / run, 7, elements=10, format=format)
     one, two, far = (open_place(str(tmp_path / name)) for name in ("one", "two", "far"))
     swept(one, far)
     (older,) = far.complete()[0]
     shutil.copytree(tmp_path / "two/step-7", tmp_path / "far" / f"step-7.partial-{older.attempt}")
     assert swept(one, far) == [] and len(os.listdir(tmp_path / "far")) == 2
+    holdfast.recover(tmp_path / "far", wait_for_orphans=0)
+    assert len(os.listdir(tmp_path / "far")) == 2
     swept(two, far)
     assert os.listdir(tmp_path / "far") == ["step-7"] and [c.attempt for c in far.complete()[0]] == [two.complete()[0][0].attempt]
 

@@ -334,7 +334,9 @@ class Following:
                     continue
                 if error.code not in ("DATA_LOSS", "FAILED_PRECONDITION"):
                     raise
-                count, why = 0, [error.message]
+                self.late.append(error.message)
+                self._tell_once(error.code, f"drain {info.name}: {error.message}; the checkpoint has arrived, and what is beside it does not follow")
+                continue
             self.late += why
             self._tell_of_late(info, why)
             if count:

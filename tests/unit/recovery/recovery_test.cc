@@ -175,8 +175,7 @@ TEST_F(RecoveryTest, CleaningUpAloneKeepsWhatIsComplete) {
 TEST_F(RecoveryTest, KeepsBothWhenTheFinalNameIsTaken) {
   WriteSmallCheckpoint(directory_ / complete_, Step7(kNew));
   WriteSmallCheckpoint(directory_ / "step-7", Step7(kOld));
-  const RecoveryReport report = Recovered();
-  EXPECT_THAT(report.kept_incomplete,
+  EXPECT_THAT(Recovered().kept_incomplete,
               ElementsAre(AllOf(StartsWith(complete_), HasSubstr("step-7 exists"))));
   EXPECT_TRUE(HasBytesOf(directory_ / "step-7", Step7(kOld)));
   EXPECT_TRUE(HasBytesOf(directory_ / complete_, Step7(kNew)));
@@ -206,8 +205,7 @@ TEST_F(RecoveryTest, RemovesTheOlderOneThatACrashKeptFromGivingWay) {
   newer.replaces = {kOld};
   WriteSmallCheckpoint(directory_ / "step-7", newer);
   WriteSmallCheckpoint(directory_ / incomplete_, Step7(kOld));
-  const RecoveryReport report = Recovered();
-  EXPECT_THAT(report.removed, ElementsAre(incomplete_));
+  EXPECT_THAT(Recovered().removed, ElementsAre(incomplete_));
   EXPECT_TRUE(HasBytesOf(directory_ / "step-7", newer));
   EXPECT_EQ(Entries(), 1);
 }
@@ -258,14 +256,17 @@ TEST_F(RecoveryTest, LeavesAReplaceThatIsUnderWayAlone) {
   EXPECT_THAT(Recovered().promoted, ElementsAre("step-7"));
 }
 
-TEST_F(RecoveryTest, RemovesWhatAnExchangeReplaced) {
+TEST_F(RecoveryTest, RemovesWhatAnExchangeReplacedAndNoLaterSave) {
   // As after RENAME_EXCHANGE: the new one under the final name, the old one under the new
   // attempt's.
   WriteSmallCheckpoint(directory_ / "step-7", Step7(kNew));
   WriteSmallCheckpoint(directory_ / complete_, Step7(kOld));
-  const RecoveryReport report = Recovered();
-  EXPECT_THAT(report.removed, ElementsAre(complete_));
+  EXPECT_THAT(Recovered().removed, ElementsAre(complete_));
   EXPECT_TRUE(HasBytesOf(directory_ / "step-7", Step7(kNew)));
+  SmallRank later = Step7(kOld);  // which a drain has found at its exchange
+  later.saved_at_ns = 9;
+  WriteSmallCheckpoint(directory_ / complete_, later);
+  EXPECT_THAT(Recovered().kept_incomplete, ElementsAre(HasSubstr("a later save than step-7")));
 }
 
 TEST_F(RecoveryTest, RemovesWhatSteppedAsideWhereDirectoriesCannotBeExchanged) {
@@ -333,8 +334,7 @@ TEST_F(RecoveryTest, LeavesForeignDirectoriesAndFilesAlone) {
   std::filesystem::create_directory(directory_ / "logs");
   std::ofstream(directory_ / "notes.partial-00000000000000010000000000000002") << "a file";
   std::filesystem::create_symlink("logs", directory_ / complete_);
-  const RecoveryReport report = Recovered();
-  EXPECT_THAT(report.removed, IsEmpty());
+  EXPECT_THAT(Recovered().removed, IsEmpty());
   EXPECT_TRUE(Exists("logs") && Exists("notes.partial-00000000000000010000000000000002") &&
               Exists(complete_));
 }
@@ -349,8 +349,7 @@ TEST_F(RecoveryTest, KeepsAPartialDirectoryThatHoldsADirectory) {
 
 TEST_F(RecoveryTest, TellsOfAFinalNameThatIsIncomplete) {
   Step7(kNew).Write(directory_ / "step-7");
-  const RecoveryReport report = Recovered();
-  EXPECT_THAT(report.kept_incomplete,
+  EXPECT_THAT(Recovered().kept_incomplete,
               ElementsAre(AllOf(StartsWith("step-7: "), HasSubstr("manifest of rank 1"))));
   EXPECT_TRUE(Exists("step-7"));
 }
