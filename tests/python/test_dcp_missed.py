@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 import holdfast.dcp
+from holdfast.dcp import uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -101,6 +104,41 @@ def test_no_checkpoint_of_one_path_has_parts_of_two_steps(tmp_path: Path) -> Non
     assert answers[0].keys() - {s for s, outcome in answers[0].items() if outcome} >= {1, 2, 5, 6, 7}
     assert answers[0][3]
     assert _steps_in(tmp_path / "last", 2) == {7.0}
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["planned together", "known plan"])
+def test_a_recovery_completes_no_save_of_two_steps(is_first: bool, tmp_path: Path) -> None:
+    """As if the ranks were killed, or stopped for a moment, when all their data was durable."""
+    dcp_ranks.run_ranks(2, tmp_path, _of_two_steps, str(tmp_path / "run"), is_first)
+
+
+def _of_two_steps(rank: int, directory: str, is_first: bool) -> None:
+    path, exchange, may_go_on = Path(directory, "best"), uploads.Exchange.reduce, threading.Event()
+
+    def begin(step: int) -> Any:
+        state = {f"r{rank}": torch.full((5,), float(step)), "all": torch.full((3,), float(step))}
+        return holdfast.dcp.async_save(state, storage_writer=holdfast.dcp.StorageWriter(path, step=step))
+
+    if not is_first:
+        begin(1).result()
+    dist.barrier()
+    uploads.Exchange.reduce = lambda *of: may_go_on.wait(60) and exchange(*of)  # type: ignore[method-assign, assignment]
+    begun = begin(2 + rank)
+    end = time.monotonic() + 60
+    while len(list(path.glob("rank-*.manifest.json"))) < (2 if is_first else 4) and time.monotonic() < end:
+        time.sleep(0.01)
+    dist.barrier()
+    if rank == 0:
+        report = holdfast.recover(directory, wait_for_orphans=0)
+        assert report["promoted"] == report["removed"] == []
+        assert is_first or _steps_in(path, 2) == {1.0}
+    dist.barrier()
+    may_go_on.set()
+    uploads.Exchange.reduce = exchange  # type: ignore[method-assign]
+    later = begin(3) if rank == 0 else begun  # rank 1 has it already
+    outcome = _outcome(begun)
+    assert "all ranks must call" in outcome or rank == 1, outcome
+    _outcome(later)
 
 
 def test_without_a_way_to_tell_who_is_behind_all_ranks_fail(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from holdfast._names import DCP_MANIFEST
 from holdfast._pieces import Loading
 from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import placement
+from holdfast.dcp.matching import out_of_order
 from holdfast.dcp.parts import DIGESTS, PART, PLAN, Part, Plan, assemble
 from holdfast.dcp.replicas import compare, joined, settle
 from holdfast.dcp.writer import StorageWriter
@@ -32,8 +33,8 @@ _SILENCE = 3.0  # seconds without a change after which, without locks, no worker
 def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> list[str]:
     """Commits the youngest save into a directory whose ranks are all durable.
 
-    A save that is older than the checkpoint that is there, that lacks a rank, or that was not made by
-    `holdfast.dcp.async_save` or ``save``, is left alone. The next save into the directory deletes it.
+    A save that is older than the checkpoint that is there, that lacks a rank, whose ranks have called with different
+    steps, or that was not made by `holdfast.dcp.async_save` or ``save``, is left alone. The next save into the directory deletes it.
     Safe beside running saves, harmless to repeat.
 
     Args:
@@ -116,17 +117,21 @@ def _candidates(directory: Path) -> list[tuple[str, list[str]]]:
 
 def _commit(directory: Path, attempt: str, manifests: list[str], committed: list[str]) -> str:
     """Commits one attempt; returns the name of its metadata, "" if there was nothing to do."""
-    parts, plans, digests = [], {}, []
+    parts, plans, digests, steps = [], {}, [], []
     for manifest in manifests:
-        part, needed, of_data = _read(directory, manifest)
+        part, needed, of_data, step = _read(directory, manifest)
         if part is None:
             return ""
         parts.append(part)
+        steps.append(step)
         digests.append(of_data)
         plans.update({plan.id: plan for plan in needed})
     name = parts[0].metadata
     if name in committed or not _is_younger(directory, name, manifests, attempt):
         return ""
+    if len(set(steps)) > 1:
+        rank = next(rank for rank, step in enumerate(steps) if step != steps[0])
+        raise out_of_order(str(directory), f"rank {rank} has saved step {steps[rank]} there, and rank 0 step {steps[0]}")
     if any(digests):
         settle(compare(parts, plans, digests, str(directory)), parts, str(directory))
     writer = StorageWriter(directory)
@@ -152,8 +157,8 @@ def _is_younger(directory: Path, name: str, manifests: list[str], attempt: str) 
     return bool(by) or committed < min(_changed(directory / m) for m in manifests)
 
 
-def _read(directory: Path, manifest: str) -> tuple[Part | None, list[Plan], bytes]:
-    """A rank's part of a save, and the plans and digests in its file."""
+def _read(directory: Path, manifest: str) -> tuple[Part | None, list[Plan], bytes, int]:
+    """A rank's part of a save, the plans and digests in its file, and the step."""
     reader = _native.CheckpointReader.open_manifest(str(directory), manifest, None)
     loading = Loading(True, 1 << 20, 1)
     part, plans, digests = None, [], []
@@ -164,7 +169,7 @@ def _read(directory: Path, manifest: str) -> tuple[Part | None, list[Plan], byte
             plans.append(Plan.read(_bytes(loading, reader, name, end - begin), manifest))
         elif name.startswith(DIGESTS):
             digests.append(_bytes(loading, reader, name, end - begin))
-    return part, plans, joined(digests)
+    return part, plans, joined(digests), reader.step
 
 
 def _bytes(loading: Loading, reader: Any, name: str, nbytes: int) -> bytes:
