@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import ctypes
 import errno
 import fcntl
+import io
 import json
 import logging
 import operator
@@ -343,10 +345,11 @@ def _unfinished(path: str, clean_up: bool, age_without_locks: float) -> str | No
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        # A commit, or another recovery, has its turn.
-        if not locked(fd, fcntl.LOCK_EX) or (at_work := _native.saves_at_work(path)) in ("trainer", "orphan"):
+        is_turn = locked(fd, fcntl.LOCK_EX)  # else a commit, or another recovery, has it
+        names = os.listdir(fd)
+        # Asked behind the list: a save that begins later has no file in it.
+        if not is_turn or (at_work := _native.saves_at_work(path)) in ("trainer", "orphan"):
             return "a save is running there"
-        names = os.listdir(fd)  # files that a save adds from now on are not among them
         if not _is_unfinished(names):
             return None
         if _of_whole_saves(names):
@@ -354,7 +357,8 @@ def _unfinished(path: str, clean_up: bool, age_without_locks: float) -> str | No
         proven = _data_files_of_manifests(path, names)
         foreign = [
             name for name in sorted(names)
-            if not _is_own(_names.finished(name)) or _names.DCP_DATA.fullmatch(name) and name not in proven
+            if not _is_own(_names.finished(name))
+            or _names.DCP_DATA.fullmatch(name) and proven.get(name) != _stamp(os.stat(name, dir_fd=fd, follow_symlinks=False))
         ]  # fmt: skip
         if foreign:
             return f"nothing proves that {foreign[0]} is of the save that was not completed; remove the directory yourself"
@@ -390,13 +394,39 @@ def _of_whole_saves(names: Collection[str]) -> bool:
     return any(count == world_size for (_, world_size), count in ranks.items())
 
 
-def _data_files_of_manifests(path: str, names: Collection[str]) -> set[str]:
-    found = set()
+def _data_files_of_manifests(path: str, names: Collection[str]) -> dict[str, tuple[int, ...]]:
+    """The versions of the data files that are as a manifest says: another program may have written one anew."""
+    found = {}
     for name in filter(_names.DCP_MANIFEST.fullmatch, names):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # damaged: it proves nothing
-            text = _regular.read_whole(os.path.join(path, name), "read", _regular.MANIFEST_BYTES_MAX)[0]
-            found |= {file["name"] for file in json.loads(text)["files"]}
+        with contextlib.suppress(Error, ValueError, KeyError, TypeError):  # damaged: it proves nothing
+            text, made = _regular.read_whole(os.path.join(path, name), "read", _regular.MANIFEST_BYTES_MAX)
+            for file in json.loads(text)["files"]:
+                if file["name"] not in names:  # gone, as by a recovery that was killed
+                    continue
+                with open(_regular.open_to_read(os.path.join(path, file["name"]), "read", os.O_NOFOLLOW), "rb", buffering=0) as data:
+                    status = os.fstat(data.fileno())
+                    # What the system has not changed since need not be read.
+                    if status.st_size == file["bytes"] and (status.st_ctime_ns <= made.st_ctime_ns or _has_digests(data, file)):
+                        found[file["name"]] = _stamp(status)
     return found
+
+
+def _stamp(status: os.stat_result) -> tuple[int, ...]:
+    """What changes if a file is written, or replaced."""
+    return status.st_ino, status.st_size, status.st_ctime_ns
+
+
+def _has_digests(data: io.FileIO, file: dict[str, Any]) -> bool:
+    """Whether the bytes are those of a manifest's file."""
+    chunk, digests = bytearray(_native.CHUNK_BYTES), file["digests"]
+    if len(digests) != -(-file["bytes"] // len(chunk)):
+        return False
+    address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
+    for digest in digests:
+        high, low = (int(half, 16).to_bytes(8, "little") for half in (digest[:16], digest[16:]))
+        if _native.digest(address, data.readinto(chunk)) != high + low:
+            return False
+    return True
 
 
 def remove_tree(path: str) -> None:

@@ -25,6 +25,7 @@ import holdfast.dcp
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
+MANIFEST = f"rank-00000-of-00002-{'0a' * 16}.manifest.json"
 FAILURES = (dcp.api.CheckpointException, holdfast.Error)
 
 
@@ -152,13 +153,58 @@ def killed(tmp_path: Path) -> Path:
 def test_a_recovery_removes_what_killed_ranks_have_left(killed: Path) -> None:
     (left,) = (killed / "step-2").glob("__0_*.distcp")
     left.unlink()  # as by a recovery that was killed
-    end = time.monotonic() + 60
-    while not (report := holdfast.recover(killed))["removed"] and time.monotonic() < end:
-        time.sleep(0.1)  # the lock of a worker that was stopped may live for a moment
+    report = _recovered(killed)
     assert report["removed"] == ["step-2"] and report["kept_incomplete"] == []
     assert [c["name"] for c in report["complete"]] == _names(killed) == ["step-1"]
     assert holdfast.recover(killed)["removed"] == []
     assert command("verify", killed).status == 0
+
+
+def test_a_recovery_keeps_a_data_file_that_another_program_has_written_anew(killed: Path) -> None:
+    """The framework's own writer takes the same name."""
+    (left,) = (killed / "step-2").glob("__0_*.distcp")
+    data = left.read_bytes()
+    for other in (bytes([data[0] ^ 1]) + data[1:], data[:-1] + bytes([data[-1] ^ 1]), data[:-1], b""):
+        left.write_bytes(other)
+        (why,) = _recovered(killed)["kept_incomplete"]
+        assert why.startswith(f"step-2: nothing proves that {left.name} is of the save") and left.read_bytes() == other
+    left.write_bytes(data)  # a copy, as of a backup: it is newer than its manifest
+    assert _recovered(killed)["removed"] == ["step-2"]
+
+
+def _recovered(directory: Path) -> dict[str, Any]:
+    """The report of a recovery; the lock of a worker that was stopped may live for a moment."""
+    end = time.monotonic() + 60
+    while (report := holdfast.recover(directory))["kept_incomplete"] == ["step-2: a save is running there"] and time.monotonic() < end:
+        time.sleep(0.1)
+    return report
+
+
+@pytest.fixture
+def left_over(tmp_path: Path) -> Path:
+    """The directory of a killed save."""
+    path = tmp_path / "run" / "step-2"
+    path.mkdir(parents=True)
+    for name in (MANIFEST, "__0_0.distcp.tmp"):
+        (path / name).touch()
+    return path
+
+
+def test_a_save_that_begins_while_a_recovery_looks_keeps_its_files(left_over: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saves, real = [], os.listdir
+    state = {"w": torch.ones(2_000_000)}
+
+    def slow(path: Any = ".") -> list[str]:
+        if isinstance(path, int) and not saves:
+            saves.append(checkpointer.save_async(state, 2))
+        return real(path)
+
+    with holdfast.Checkpointer(left_over.parent, format="dcp", bytes_per_second_max=1 << 22) as checkpointer:
+        monkeypatch.setattr(os, "listdir", slow)
+        report = holdfast.recover(left_over.parent)
+        assert (report["removed"], report["kept_incomplete"]) == ([], ["step-2: a save is running there"])
+        saves[0].wait(60)
+    assert holdfast.dcp.verify(left_over)["verdict"] == "sound"
 
 
 def _late_rank(rank: int, directory: str) -> None:
@@ -180,9 +226,6 @@ def _late_rank(rank: int, directory: str) -> None:
 def test_a_save_whose_other_rank_is_late_is_no_failed_one(tmp_path: Path) -> None:
     dcp_ranks.run_ranks(2, tmp_path, _late_rank, str(tmp_path / "run"))
     assert [c["name"] for c in holdfast.recover(tmp_path / "run")["complete"]] == ["step-1", "step-2"]
-
-
-MANIFEST = f"rank-00000-of-00002-{'0a' * 16}.manifest.json"
 
 
 @pytest.mark.parametrize(
