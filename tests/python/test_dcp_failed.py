@@ -207,6 +207,20 @@ def test_a_save_that_begins_while_a_recovery_looks_keeps_its_files(left_over: Pa
     assert holdfast.dcp.verify(left_over)["verdict"] == "sound"
 
 
+def test_a_save_whose_directory_a_recovery_removes_makes_it_anew(left_over: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed, real = [], os.open
+
+    def late(path: Any, *of: Any, **by: Any) -> int:
+        if str(path) == str(left_over) and not removed:
+            removed.append(None)  # the recovery opens it, too
+            removed[:] = holdfast.recover(left_over.parent)["removed"]
+        return real(path, *of, **by)
+
+    monkeypatch.setattr(os, "open", late)
+    holdfast.dcp.save({"w": torch.ones(10)}, checkpoint_id=left_over)
+    assert removed == ["step-2"] and holdfast.dcp.verify(left_over)["verdict"] == "sound"
+
+
 def _late_rank(rank: int, directory: str) -> None:
     """One rank has written all that it has, and the other one has not called yet."""
     holdfast.dcp.save(_state(rank, 1), checkpoint_id=f"{directory}/step-1")

@@ -184,10 +184,12 @@ class StorageWriter(_StorageWriter):
         Raises:
             Error: ALREADY_EXISTS: a plain checkpoint is there; or any, without `overwrite`.
         """
-        made = begin_directory(str(self.path))
-        self._made += made
-        self._makes_directory = self._makes_directory or bool(made)
-        self._enter()
+        try:
+            self._begin_directory()
+        except Error as error:
+            if error.code != "NOT_FOUND":
+                raise
+            self._begin_directory()  # a recovery has removed what a killed save had left there
         with of_system(f"save {self.path}: look for an older checkpoint"):
             plain = (self.path / _names.RECORD).exists() and not _dcp_directories.may_be_loaded(str(self.path))
             exists = not self.overwrite and (self.path / self.metadata_name(reading=True)).exists()
@@ -202,6 +204,12 @@ class StorageWriter(_StorageWriter):
                 "ALREADY_EXISTS",
                 f"save {self.path}: Checkpoint already exists, and overwrite=False",
             )
+
+    def _begin_directory(self) -> None:
+        made = begin_directory(str(self.path))
+        self._made += made
+        self._makes_directory = self._makes_directory or bool(made)
+        self._enter()
 
     def _enter(self) -> None:
         """From now on recoveries see the save, also before and after this rank writes: other ranks may come later."""
