@@ -97,6 +97,52 @@ def test_what_is_not_of_the_save_that_fails_stays(tmp_path: Path) -> None:
     dcp_ranks.run_ranks(2, tmp_path, _fail_beside_files, str(tmp_path))
 
 
+class _TwoArguments(Exception):
+    """Pickled, and copied, it cannot be made anew."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} {second}")
+
+
+class _WithLock(Exception):
+    """It cannot be pickled."""
+
+    def __init__(self, *of: str) -> None:
+        super().__init__(*of)
+        self.lock = threading.Lock()
+
+
+class _Failing:
+    failure: BaseException | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.failure is not None:
+            raise self.failure
+        return {"x": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _fail_by_what_cannot_be_sent(rank: int, directory: str) -> None:
+    module = _Failing()
+    state = {"module": module, **_state(rank, 1)}
+    is_first = True  # this one is planned together
+    for failure, failing in ((f, r) for f in (_TwoArguments("no", "quota"), _WithLock("no quota")) for r in range(2)):
+        module.failure = failure if rank == failing else None
+        with pytest.raises((*FAILURES, type(failure))) as failed:
+            holdfast.dcp.save(state, checkpoint_id=f"{directory}/failed")
+        raised: Any = failed.value
+        assert isinstance(raised, type(failure)) == (rank == failing and not is_first), repr(raised)
+        if isinstance(raised, dcp.api.CheckpointException):
+            assert "no quota" in str(raised.failures[failing][0])
+        module.failure, is_first = None, False
+        holdfast.dcp.save(state, checkpoint_id=f"{directory}/step-1")
+
+
+def test_a_failure_that_cannot_be_pickled_reaches_the_other_ranks(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _fail_by_what_cannot_be_sent, str(tmp_path), timeout=10)
+
+
 def _on_disks_of_its_node(rank: int, directory: str) -> str:
     """One path that leads each rank to another directory."""
     node = Path(directory, f"node-{rank}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import pickle
 import traceback
 from collections.abc import Iterator
 
@@ -42,6 +44,42 @@ def without_state(failure: BaseException) -> BaseException:
         one.__traceback__ = None
         one = one.__cause__ or one.__context__
     return failure
+
+
+def copied(failure: BaseException) -> BaseException:
+    """A copy of a failure that has a traceback of its own; where its class cannot be copied, what it says."""
+    try:
+        return copy.copy(failure)
+    except Exception:
+        return _text_of(failure)
+
+
+def portable(failure: BaseException) -> BaseException:
+    """A failure as other ranks can have it: itself, or what it says where it cannot be pickled, or made anew."""
+    try:
+        pickle.loads(pickle.dumps(failure))
+    except Exception:
+        return _text_of(failure)
+    return failure
+
+
+def _text_of(failure: BaseException) -> Error:
+    try:
+        return Error("UNKNOWN", repr(failure))
+    except Exception:
+        return Error("UNKNOWN", type(failure).__name__)
+
+
+@contextlib.contextmanager
+def told_to_ranks() -> Iterator[None]:
+    """Raises what happens inside so that the framework can send it to the other ranks, which wait for it."""
+    try:
+        yield
+    except BaseException as error:
+        sent = portable(error)
+        if sent is error:
+            raise
+        raise sent from error
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from holdfast import _arguments, _ranks, _runtime, events
 from holdfast.dcp import placement, plans
-from holdfast.dcp.failures import error_of, interrupt_of, of_ranks, without_state
+from holdfast.dcp.failures import copied, error_of, interrupt_of, of_ranks, told_to_ranks, without_state
 from holdfast.dcp.items import Layout, resolved
 from holdfast.dcp.matching import Committed, Message, Unmatched, discard, out_of_order, unmatched
 from holdfast.dcp.parts import Part, Plan, assemble, check_kinds, in_order, plan_for_all
@@ -142,6 +142,7 @@ class _Saving:
         state: STATE_DICT_TYPE = {}
         local: list[WriteItem] = []
 
+        @told_to_ranks()
         def local_step() -> SavePlan:
             nonlocal local, state
             state = _state_dicts(state_dict)
@@ -150,6 +151,7 @@ class _Saving:
             local = found.items
             return found
 
+        @told_to_ranks()
         def global_step(local_plans: list[SavePlan]) -> list[tuple[SavePlan, list[MetadataIndex]]]:
             nonlocal plan
             check_kinds([p.items for p in local_plans], str(writer.path))
@@ -515,8 +517,7 @@ def _upload(saving: _Saving, failure: BaseException | None, raises: bool, who: d
     raises = raises or isinstance(failure, (KeyboardInterrupt, SystemExit))
     raised = failure
     if failure is not None:
-        failure = copy.copy(failure) if raises else failure
-        failure = without_state(failure)
+        failure = without_state(copied(failure) if raises else failure)
     saving.planner = None  # it has the state
     save = saving.begun.written.save if saving.begun is not None else None
     own, run = _finisher(saving, failure)

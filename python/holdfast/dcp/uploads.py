@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast import _collector, _completion, _runtime, events, handle
 from holdfast._process import PerProcess
-from holdfast.dcp.failures import error_of
+from holdfast.dcp.failures import error_of, portable
 from holdfast.dcp.plans import Cache
 from holdfast.errors import TimeoutError
 
@@ -180,7 +180,7 @@ class Exchange:
             RuntimeError: of the group: a rank is gone or late.
         """
         if isinstance(mine, BaseException):
-            mine = _Failed(_wrap_exception(mine))
+            mine = _Failed(_wrap_exception(mine if self._group is None else portable(mine)))
         if self._group is None:
             return _value_of(_combined([mine], combine, discard))
         gathered = self._gather(pickle.dumps(mine))
@@ -242,7 +242,7 @@ def _combined(values: list[Any], combine: Callable[[list[Any]], Any], discard: C
         try:
             return combine(values)
         except BaseException as error:
-            failures[0] = _wrap_exception(error)
+            failures[0] = _wrap_exception(portable(error))
     discard([value for value in values if not isinstance(value, _Failed)])
     return CheckpointException("write", failures)
 
