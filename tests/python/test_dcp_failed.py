@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ from command_line import holdfast as command
 
 import holdfast
 import holdfast.dcp
+from holdfast import _native
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -141,6 +143,30 @@ def _fail_by_what_cannot_be_sent(rank: int, directory: str) -> None:
 
 def test_a_failure_that_cannot_be_pickled_reaches_the_other_ranks(tmp_path: Path) -> None:
     dcp_ranks.run_ranks(2, tmp_path, _fail_by_what_cannot_be_sent, str(tmp_path), timeout=10)
+
+
+def _save_by_the_framework(rank: int, directory: str) -> None:
+    path, writers = Path(directory), []
+    for name, what in (("step-1", 1), ("step-2", 1), ("failed", threading.Lock() if rank == 1 else 1)):
+        writers.append(holdfast.dcp.StorageWriter(path / name))
+        with pytest.raises(FAILURES) if name == "failed" else contextlib.nullcontext():
+            dcp.save({**_state(rank, 1), f"object.{rank}": what}, storage_writer=writers[-1])
+        if name == "failed":
+            gc.collect()  # the framework's exception has its own frame
+        dist.barrier()
+        end = time.monotonic() + 10  # a worker's lock may live for a moment
+        while rank == 0 and (at_work := _native.saves_at_work(str(path / name))) != "none":
+            assert time.monotonic() < end, (name, at_work)
+            time.sleep(0.01)
+        assert not any(name in link for link in map(os.path.realpath, Path("/proc/self/fd").iterdir()))
+        dist.barrier()
+    if rank == 0:
+        assert holdfast.recover(path)["removed"] == ["failed"]
+
+
+def test_a_writer_of_the_frameworks_save_does_not_outlive_it_as_a_save(tmp_path: Path) -> None:
+    """The writer itself may be kept by its caller."""
+    dcp_ranks.run_ranks(2, tmp_path, _save_by_the_framework, str(tmp_path / "run"))
 
 
 def _on_disks_of_its_node(rank: int, directory: str) -> str:

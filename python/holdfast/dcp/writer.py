@@ -94,6 +94,12 @@ class Written:
             raise Error(error.code, message, error.errno) from error
 
 
+class _Results(list):
+    """What a rank has written. The framework holds it until all ranks have, and the save has ended, well or not."""
+
+    presence: Presence | None = None
+
+
 class StorageWriter(_StorageWriter):
     """Writes DCP checkpoints: ``dcp.save(state, storage_writer=holdfast.dcp.StorageWriter(path))``.
 
@@ -249,16 +255,19 @@ class StorageWriter(_StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         called_ns = time.monotonic_ns()
-        place = placement.take(plan.storage_data, str(self.path))
-        data = [items.resolved(planner, item) for item in plan.items]
-        written = self.begin(place, items.Layout(plan.items), data, called_ns)
         try:
+            place = placement.take(plan.storage_data, str(self.path))
+            data = [items.resolved(planner, item) for item in plan.items]
+            written = self.begin(place, items.Layout(plan.items), data, called_ns)
             written.wait()
         except BaseException:
             self.take_back()
             raise
+        results = _Results(written.results)
+        # Of a save that ends on another rank, or fails there, this writer hears nothing.
+        results.presence, self._presence = self._presence, None
         future: Future[list[WriteResult]] = Future()
-        future.set_result(written.results)
+        future.set_result(results)
         return future
 
     def begin(self, place: placement.Placement, layout: items.Layout, data: list[Any], called_ns: int,
