@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -215,7 +215,7 @@ def generation_of(names: set[str]) -> int:
 
 
 def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
-              younger: set[str]) -> list[str]:  # fmt: skip
+              younger: Container[str]) -> list[str]:  # fmt: skip
     """Files of earlier saves and failed ones in a checkpoint that was just committed.
 
     Args:
@@ -228,7 +228,6 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
     with _known.lock:
         known = dict(_known.attempts.get(str(directory), {}))
     own = known.get(attempt, 0)
-    known.update(dict.fromkeys(younger - known.keys(), own))
     # Ranks that follow a known plan choose their generations themselves.
     of_rank = dict(_data_files(keep))
     # Manifests first: a manifest that is listed here has its data files in the second list.
@@ -240,8 +239,8 @@ def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,
                 newer.append(_names.finished(name))
             elif rank is None or its_rank == rank:
                 result.append(name)
-    # Saves that another job has begun since: their manifests name data files that are newer.
-    others = {a for n, a in proofs if a not in known and _is_manifest(n) and lists(directory / n, newer)}
+    # Saves that other ranks, or another job, have begun since: manifests of the latter name data files that are newer.
+    others = {a for n, a in proofs if a not in known and (a in younger or _is_manifest(n) and lists(directory / n, newer))}
     for name, saved_by in proofs:
         if saved_by != attempt and saved_by not in others and known.get(saved_by, -1) < own:
             if rank is None or _is_of_rank(directory / name, rank):

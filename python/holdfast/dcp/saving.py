@@ -123,7 +123,7 @@ class _Saving:
         self.plans_together = not self.may_follow or (line.world_size > 1 and not line.has_agreed)
         self.attempt, self.generation = "", 0
         if line.world_size > 1 and not self.plans_together:
-            self.attempt, self.generation = line.next(str(writer.path))
+            self.attempt, self.generation = line.next(str(writer.path), writer.step)
 
     # ---- In the call.
 

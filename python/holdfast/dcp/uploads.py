@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
@@ -29,9 +29,7 @@ from holdfast.errors import TimeoutError
 
 logger = logging.getLogger("holdfast.dcp")
 
-# A rank may have begun so many saves more than another.
-_AHEAD_MAX = 64
-_PATHS_MAX = 4096
+_CALLS_MAX = 4096
 
 
 class Upload:
@@ -271,7 +269,8 @@ class Line:
         self._last: Upload | None = None
         self._agreed = ""  # the attempt that the ranks agreed on last
         self._generation = -1
-        self._calls: OrderedDict[str, int] = OrderedDict()  # by path, since then
+        self._calls: OrderedDict[tuple[str, int], int] = OrderedDict()  # by path and step, since then
+        self._begun: OrderedDict[str, None] = OrderedDict()  # attempts of these calls
         self.rank = rank
         self.world_size = world_size
         self.cache = Cache()
@@ -308,29 +307,36 @@ class Line:
             self._agreed = attempt
             self._generation = max(self._generation, generation)
             self._calls.clear()
+            self._begun.clear()
 
-    def next(self, path: str) -> tuple[str, int]:
+    def next(self, path: str, step: int) -> tuple[str, int]:
         """Attempt and generation of a save without a common planning.
 
-        They follow from the path and from how often it was saved to: a call that a rank leaves out
-        changes nothing for other paths.
+        They follow from the path, the step, and from how often it was saved there: a call that a rank leaves out
+        changes nothing for other paths and steps.
         """
         with self._lock:
             self._generation += 1
-            count = self._calls.pop(path, 0) + 1
-            self._calls[path] = count
-            while len(self._calls) > _PATHS_MAX:
-                self._calls.popitem(last=False)
-            return self._attempt(path, count), self._generation
+            count = self._calls.pop((path, step), 0) + 1
+            self._calls[path, step] = count
+            attempt = self._digest(path) + self._digest(f"{step} {count} {path}")
+            self._begun[attempt] = None
+            for of in (self._calls, self._begun):
+                while len(of) > _CALLS_MAX:
+                    of.popitem(last=False)
+            return attempt, self._generation
 
-    def younger(self, path: str) -> list[str]:
-        """Attempts that other ranks may have begun beyond this rank's own."""
+    def younger(self, path: str) -> Container[str]:
+        """Attempts that other ranks may have begun, and this one has not: ranks may have left out calls."""
+        return _Younger(self, self._digest(path))
+
+    def has_begun(self, attempt: str) -> bool:
         with self._lock:
-            count = self._calls.get(path, 0)
-            return [self._attempt(path, count + n) for n in range(1, _AHEAD_MAX)]
+            return attempt in self._begun
 
-    def _attempt(self, path: str, count: int) -> str:
-        return hashlib.sha256(f"{self._agreed} {count} {path}".encode(errors="surrogateescape")).hexdigest()[:32]
+    def _digest(self, text: str) -> str:
+        """Half of an attempt's id."""
+        return hashlib.sha256(f"{self._agreed} {text}".encode(errors="surrogateescape")).hexdigest()[:16]
 
     def joined(self, upload: Upload) -> Upload | None:
         """Puts an upload at the end of the line; returns the one before."""
@@ -342,6 +348,17 @@ class Line:
         with self._lock:
             if self._last is upload:
                 self._last = None
+
+
+class _Younger:
+    """See `Line.younger`."""
+
+    def __init__(self, line: Line, begin: str) -> None:
+        self._line = line
+        self._begin = begin
+
+    def __contains__(self, attempt: Any) -> bool:
+        return attempt.startswith(self._begin) and not self._line.has_begun(attempt)
 
 
 class _Lines(PerProcess):

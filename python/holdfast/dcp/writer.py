@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -335,7 +335,7 @@ class StorageWriter(_StorageWriter):
         self.complete(metadata, len(results))
 
     def complete(self, metadata: Metadata, world_size: int, files: Iterable[str] = (),
-                 younger: Iterable[str] = (), *, deletes: bool = True) -> None:  # fmt: skip
+                 younger: Container[str] = (), *, deletes: bool = True) -> None:  # fmt: skip
         """Commits a save whose data is durable on all ranks, and deletes what is older.
 
         Does nothing if the save is committed already.
@@ -344,7 +344,7 @@ class StorageWriter(_StorageWriter):
             metadata: with the places of all items.
             world_size: of the save.
             files: all its data files, those without items, too.
-            younger: ids of attempts that may have begun since.
+            younger: ids of attempts that other ranks may have begun since.
             deletes: whether older files are deleted.
 
         Raises:
@@ -370,7 +370,7 @@ class StorageWriter(_StorageWriter):
             _metadata.commit(self.path, name, metadata, self.save_id, self._parent, world_size)
             # Within the lock: what another job commits meanwhile is not to be taken for older.
             if deletes:
-                self._delete_older(keep, older - keep, set(younger))
+                self._delete_older(keep, older - keep, younger)
         self.leave()
 
     def _check_files(self, data: set[str], world_size: int) -> None:
@@ -419,7 +419,7 @@ class StorageWriter(_StorageWriter):
         names = {n for n in names if isinstance(n, str) and os.path.basename(n) == n}
         return names, _metadata.save_id_of(metadata)
 
-    def _delete_older(self, keep: set[str], older: set[str], younger: set[str]) -> None:
+    def _delete_older(self, keep: set[str], older: set[str], younger: Container[str]) -> None:
         """Deletes what no metadata names any more. The checkpoint stands: errors are only told."""
         try:
             rank = None if self._use_collectives else self._rank or 0
