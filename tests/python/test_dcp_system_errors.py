@@ -50,6 +50,37 @@ def test_a_name_that_cannot_be_looked_at_is_not_taken_and_leaves_no_descriptor(
         os.unlink(tmp_path / "__0_0.distcp.tmp")
 
 
+@pytest.mark.parametrize("file", ["holdfast.commit-", ".metadata"])
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_commit_that_fails_leaves_nothing(file: str, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = getattr(os, call)
+
+    def full(of: Any, *others: Any) -> Any:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{of}") if isinstance(of, int) else of)
+        if name.startswith(file):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(of, *others)
+
+    monkeypatch.setattr(os, call, full)
+    with pytest.raises(BaseException, match="No space left on device"):  # the framework's, around it
+        holdfast.dcp.save({"x": torch.zeros(3)}, checkpoint_id=tmp_path / "run" / "a")
+    assert os.listdir(tmp_path / "run") == []
+
+
+def test_metadata_that_may_stand_keeps_its_proof(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.fsync
+
+    def broken(fd: int) -> None:
+        if (tmp_path / "a" / ".metadata").exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(BaseException, match="Input/output error"):  # the framework's, around it
+        holdfast.dcp.save({"x": torch.zeros(3)}, checkpoint_id=tmp_path / "a")
+    assert holdfast.dcp.verify(tmp_path / "a")["verdict"] == "sound"
+
+
 def test_nothing_readable_is_no_empty_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     holdfast.dcp.async_save({"x": torch.zeros(3)}, checkpoint_id=tmp_path / "run/a").result()
     real = os.listdir

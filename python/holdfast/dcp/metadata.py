@@ -229,19 +229,35 @@ def commit(directory: Path, name: str, metadata: Metadata, attempt: str, parent:
     with _collector.paused():
         data = pickle.dumps(metadata)
     record = _native.make_commit_record(str(directory), attempt, parent, world_size, name, data)
-    # The record's name before the metadata's: else a crash could leave metadata without its proof.
-    _write(directory, *record)
+    try:
+        # The record's name before the metadata's: else a crash could leave metadata without its proof.
+        _write(directory, *record)
+        _sync(directory, record[0])
+        _write(directory, name, data)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(directory / record[0])
+        raise
     # Before anything that the older metadata names is deleted: a crash could bring it back.
-    _write(directory, name, data)
+    _sync(directory, name)
 
 
 def _write(directory: Path, name: str, data: bytes) -> None:
     temporary = directory / f"{name}.tmp"
     with of_system(f"write {directory / name}"):
-        with open(temporary, "wb") as file:
-            file.write(data)
-            file.flush()
-            # Before the rename: else a crash could leave the name with no bytes behind it.
-            os.fsync(file.fileno())
-        os.rename(temporary, directory / name)
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                file.flush()
+                # Before the rename: else a crash could leave the name with no bytes behind it.
+                os.fsync(file.fileno())
+            os.rename(temporary, directory / name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+
+
+def _sync(directory: Path, name: str) -> None:
+    with of_system(f"write {directory / name}"):
         sync_directory(directory)
