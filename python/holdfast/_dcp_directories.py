@@ -168,12 +168,14 @@ def remove_old(directory: str, saved: str, keep_last: int, keep_every: int,
     names = set(_native.select_for_removal(_rows(every), keep_last, keep_every, saved))
     first: Error | None = None
     for old in every:
-        if old["name"] not in names or old["path"] in busy or _is_saved_into(old["path"], _ENDING_SECONDS):
+        if old["name"] not in names or old["path"] in busy:
             continue
         try:
-            _retire(directory, old)
+            if not _is_saved_into(old["path"], _ENDING_SECONDS):
+                _retire(directory, old)
         except Error as error:
-            first = first or error
+            if os.path.lexists(old["path"]):  # else the removal behind another save was faster
+                first = first or error
     remove_retired(directory, series_of(saved))
     if first is not None:
         raise first

@@ -398,6 +398,23 @@ def test_a_crash_in_a_removal_leaves_no_part_of_a_checkpoint(
             assert os.listdir(run) == ["step-2"]
 
 
+def test_retention_goes_on_where_another_removal_was_faster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that behind the save before, whose thread is still at it."""
+    with opened(tmp_path, format="dcp") as checkpointer:
+        for step in range(1, 5):
+            checkpointer.save(state(float(step)), step)
+    real, gone = os.rename, ["step-2", "step-1"]
+
+    def late(source: Any, *of: Any) -> None:
+        while gone:
+            shutil.rmtree(tmp_path / gone.pop())
+        real(source, *of)
+
+    monkeypatch.setattr(os, "rename", late)
+    _dcp_directories.remove_old(str(tmp_path), "step-4", 1, 0, ())
+    assert os.listdir(tmp_path) == ["step-4"]
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_retention_waits_for_the_lock_of_an_ended_worker(ends: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_dcp_directories, "_ENDING_SECONDS", 20.0 if ends else 0.2)
