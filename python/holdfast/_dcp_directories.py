@@ -347,7 +347,7 @@ def _unfinished(path: str, clean_up: bool, age_without_locks: float) -> str | No
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        is_turn = locked(fd, fcntl.LOCK_EX)  # else a commit, or another recovery, has it
+        is_turn = locked(fd, fcntl.LOCK_EX)  # else of a commit, or of another recovery
         names = os.listdir(fd)
         # Asked behind the list: a save that begins later has no file in it.
         if not is_turn or (at_work := _native.saves_at_work(path)) in ("trainer", "orphan"):
@@ -400,21 +400,21 @@ def _data_files_of_manifests(path: str, names: Collection[str]) -> dict[str, tup
     """The versions of the data files that are as a manifest says: another program may have written one anew."""
     found = {}
     for name in filter(_names.DCP_MANIFEST.fullmatch, names):
-        with contextlib.suppress(Error, ValueError, KeyError, TypeError):  # damaged: it proves nothing
+        with contextlib.suppress(Error, ValueError, KeyError, TypeError):  # a damaged one proves nothing
             text, made = _regular.read_whole(os.path.join(path, name), "read", _regular.MANIFEST_BYTES_MAX)
             for file in json.loads(text)["files"]:
                 if file["name"] not in names:  # gone, as by a recovery that was killed
                     continue
                 with open(_regular.open_to_read(os.path.join(path, file["name"]), "read", os.O_NOFOLLOW), "rb", buffering=0) as data:
                     status = os.fstat(data.fileno())
-                    # What the system has not changed since need not be read.
+                    # A file that is older than the manifest need not be read.
                     if status.st_size == file["bytes"] and (status.st_ctime_ns <= made.st_ctime_ns or _has_digests(data, file)):
                         found[file["name"]] = _stamp(status)
     return found
 
 
 def _stamp(status: os.stat_result) -> tuple[int, ...]:
-    """What changes if a file is written, or replaced."""
+    """Numbers that change if a file is written, or replaced."""
     return status.st_ino, status.st_size, status.st_ctime_ns
 
 

@@ -314,6 +314,29 @@ def test_a_rank_that_hangs_fails_the_others_within_the_jobs_time_out(way: str, t
     assert loaded["step"] == 1
 
 
+def _one_comes_too_late(rank: int, directory: str) -> None:
+    holdfast.configure(time_ranks_max=2)
+    failed, path = os.path.join(directory, "failed"), os.path.join(directory, "run")
+    holdfast.dcp.async_save(_state(rank, 1), checkpoint_id=path).result()
+    while rank == 1 and not os.path.exists(failed):
+        time.sleep(0.01)
+    for step in (2, 3):
+        with pytest.raises(holdfast.Error, match=r"exchange with .* after destroy_process_group\(\) and init_.*\[UNAVAILABLE\]"):
+            holdfast.dcp.async_save(_state(rank, step), checkpoint_id=path).result()
+        if (rank, step) == (0, 2):
+            open(failed, "x").close()
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{directory}/again", rank=rank, world_size=2)
+    holdfast.dcp.async_save(_state(rank, 4), checkpoint_id=path).result()
+
+
+def test_ranks_that_have_waited_in_vain_save_again_in_a_new_process_group(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _one_comes_too_late, str(tmp_path))
+    assert holdfast.newest(tmp_path, format="dcp")["step"] == 0
+    assert holdfast.dcp.verify(tmp_path / "run")["verdict"] == "sound"
+
+
 def _one_stops_in_the_first_call(rank: int, path: str) -> tuple[str, float]:
     """The first save makes groups. A rank stops when all have met for that, and before it connects."""
     uploads._TIME_CONNECTING_MAX = timedelta(seconds=1)

@@ -47,7 +47,7 @@ def without_state(failure: BaseException) -> BaseException:
 
 
 def copied(failure: BaseException) -> BaseException:
-    """A copy of a failure that has a traceback of its own; where its class cannot be copied, what it says."""
+    """A copy of a failure that has a traceback of its own; where its class cannot be copied, its text."""
     try:
         return copy.copy(failure)
     except Exception:
@@ -55,7 +55,7 @@ def copied(failure: BaseException) -> BaseException:
 
 
 def portable(failure: BaseException) -> BaseException:
-    """A failure as other ranks can have it: itself, or what it says where it cannot be pickled, or made anew."""
+    """A failure as other ranks can have it: or its text, where its class cannot be pickled, or made anew."""
     try:
         pickle.loads(pickle.dumps(failure))
     except Exception:
@@ -72,7 +72,7 @@ def _text_of(failure: BaseException) -> Error:
 
 @contextlib.contextmanager
 def told_to_ranks() -> Iterator[None]:
-    """Raises what happens inside so that the framework can send it to the other ranks, which wait for it."""
+    """Raises exceptions so that the framework can send them to the other ranks, which wait."""
     try:
         yield
     except BaseException as error:
@@ -96,12 +96,24 @@ def of_object(name: str) -> Iterator[None]:
         ) from error
 
 
+# Gloo ends the connections of a group in which one rank has waited too long for another one.
+GROUP_ENDED = (
+    "; these ranks can save again after destroy_process_group() and init_process_group() on all of them, or a restart of the "
+    "job; configure(time_ranks_max=...) says how long a save waits for a rank that is late"
+)
+
+
 @contextlib.contextmanager
-def of_ranks(path: str, does: str) -> Iterator[None]:
-    """Raises what a group says as UNAVAILABLE. What fails on a rank comes as its own exception."""
+def of_ranks(path: str, does: str, then: str = GROUP_ENDED) -> Iterator[None]:
+    """Raises what a group says as UNAVAILABLE. What fails on a rank comes as its own exception.
+
+    Args:
+        path, does: for the message.
+        then: what follows, and what to do.
+    """
     try:
         yield
     except RuntimeError as error:
         raise Error(
-            "UNAVAILABLE", f"save {path}: {does} the other ranks: {error}; a rank has died or hangs"
+            "UNAVAILABLE", f"save {path}: {does} the other ranks: {error}; a rank has died or hangs{then}"
         ) from error

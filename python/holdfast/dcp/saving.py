@@ -464,7 +464,7 @@ def async_save(
     writer.reset(checkpoint_id)
     writer.staged = False
     runtime = writer.runtime or _runtime.default
-    with of_ranks(str(writer.path), "make a group of"):
+    with of_ranks(str(writer.path), "make a group of", then=""):  # the next save tries again
         line = line_of(process_group, no_dist, runtime.options.get("time_ranks_max"))
     late = async_stager.late if isinstance(async_stager, Stager) else ()
     saving = _Saving(writer, planner, line, use_collectives, late, replicas)

@@ -95,7 +95,7 @@ class Written:
 
 
 class _Results(list):
-    """What a rank has written. The framework holds it until all ranks have, and the save has ended, well or not."""
+    """Results of a rank. The framework holds the list until the save of all ranks has ended, well or not."""
 
     presence: Presence | None = None
 
@@ -264,7 +264,7 @@ class StorageWriter(_StorageWriter):
             self.take_back()
             raise
         results = _Results(written.results)
-        # Of a save that ends on another rank, or fails there, this writer hears nothing.
+        # This writer hears nothing of the save's end, or failure, on another rank.
         results.presence, self._presence = self._presence, None
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
