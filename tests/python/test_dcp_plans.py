@@ -252,6 +252,48 @@ def test_what_every_rank_left_to_another_fails_the_save(tmp_path: Path) -> None:
     assert holdfast.dcp.verify(tmp_path / "2")["verdict"] == "sound"
 
 
+def _lacks_for_good(rank: int, directory: str, lacking: int) -> list[str]:
+    """A rank lacks from the second save on what it has written."""
+    outcomes = []
+    for step in range(5):
+        state = {f"own{rank}": torch.full((10,), float(step))}
+        if rank != lacking or step == 0:
+            state.update({f"both.{i}": torch.full((10,), float(step)) for i in range(3)})
+        future = holdfast.dcp.async_save(state, checkpoint_id=os.path.join(directory, str(step)))
+        outcomes.append(str(future.exception(60) or ""))
+    dist.barrier()
+    return outcomes
+
+
+@pytest.mark.parametrize("lacking", range(3))
+def test_the_save_after_one_that_every_rank_left_to_another_works(lacking: int, tmp_path: Path) -> None:
+    for first, second, *later in dcp_ranks.run_ranks(3, tmp_path, _lacks_for_good, str(tmp_path), lacking):
+        assert not first and later == ["", "", ""]
+        assert "was left to another rank" in second
+    for step in (2, 3, 4):
+        own = range(3)
+        expected = {name: torch.full((10,), float(step)) for name in (*map("own{}".format, own), *map("both.{}".format, own))}
+        _equal(expected, _loaded(tmp_path / str(step), expected))
+        assert holdfast.dcp.verify(tmp_path / str(step))["verdict"] == "sound"
+
+
+def _unknown_plan(rank: int, directory: str) -> list[str]:
+    """The coordinator has so many structures that it forgets the plan by which the other rank has saved its own."""
+    outcomes = []
+    for step in range(14):
+        state = {f"own{rank}": torch.ones(10), "rank": torch.ones(1 + (step if rank == 0 else step not in (0, 12, 13)))}
+        state = {f"{name}.{rank}": value for name, value in state.items()}
+        future = holdfast.dcp.async_save(state, checkpoint_id=os.path.join(directory, str(step)))
+        outcomes.append(str(future.exception(60) or ""))
+    return outcomes
+
+
+def test_a_plan_that_the_coordinator_has_forgotten_fails_one_save_at_most(tmp_path: Path) -> None:
+    for outcomes in dcp_ranks.run_ranks(2, tmp_path, _unknown_plan, str(tmp_path)):
+        assert [o for o in outcomes if o and "is not there" not in o] == []
+        assert not outcomes[-1], outcomes
+
+
 def _in_flight(rank: int, directory: str) -> None:
     """Saves into one directory in turn, all in flight, while the structure changes on one rank."""
     futures = []

@@ -60,17 +60,19 @@ class Committed:
 
 @dataclasses.dataclass
 class Unmatched:
-    """The coordinator's answer where not all ranks have come with the same save.
+    """The coordinator's answer where not all ranks have come with the same save, or with parts that make no checkpoint.
 
     Attributes:
         again: ranks whose save is younger; they come to the next exchange with it.
         failure: of the other ranks' saves.
         agreed: what attempt ids follow from, from now on; empty: as before.
+        forget_plans: whether the plans that the ranks have followed would fail their next saves, too.
     """
 
     again: frozenset[int]
     failure: CheckpointException
     agreed: str = ""
+    forget_plans: bool = False
 
 
 def unmatched(messages: list[Message], new_id: str) -> Unmatched | None:

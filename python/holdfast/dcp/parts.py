@@ -191,7 +191,7 @@ def assemble(parts: list[Part], plans: dict[str, Plan], path: str) -> Metadata:
     """
     for part in parts:
         if part.plan not in plans:
-            raise Error("FAILED_PRECONDITION", f"save {path}: the plan of {part.file} is not there")
+            raise Error("FAILED_PRECONDITION", f"save {path}: the plan of {part.file} is not there; save again")
     plan = plans[parts[0].plan]
     if all(p.plan == plan.id and p.row == r for r, p in enumerate(parts)) and len(parts) == len(plan.written):
         metadata, rows = copy.copy(plan.metadata), plan.written

@@ -20,7 +20,7 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
@@ -318,6 +318,17 @@ def known_from(state: Any, seen: Look, planner: DefaultSavePlanner, plan: str, r
     return Known(seen.marks, plan, row, local, written, shared, nodes)
 
 
+def drop_cached(planner: SavePlanner) -> None:
+    """Drops what a planner has cached: of a failed planning its coordinator has kept the global plan.
+
+    It would take that for the plan of the next save whose ranks all say "unchanged".
+    """
+    key = getattr(planner, "_cached_plans_key", None)
+    for name, cache in vars(SavePlanner).items():
+        if name.startswith("_cached_"):
+            cache.pop(key, None)
+
+
 class Cache:
     """The plans that the saves over a set of ranks have followed last; used by several threads."""
 
@@ -347,6 +358,11 @@ class Cache:
                 others = [i for i in self._plans if i not in followed]
                 for old in others[:-_PLANS_MAX]:
                     del self._plans[old]
+
+    def forget(self) -> None:
+        """Has each rank write all of its items in the next save, from which a new plan follows. Saves in flight keep theirs."""
+        with self._lock:
+            self._known = []
 
     def plans(self) -> dict[str, Plan]:
         """By id, as far as this rank has them."""

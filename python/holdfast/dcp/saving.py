@@ -52,17 +52,6 @@ def _state_dicts(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
     return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
 
 
-def _forget_plans(planner: SavePlanner) -> None:
-    """Drops what a planner has cached: of a failed planning its coordinator has kept the global plan.
-
-    It would take that for the plan of the next save whose ranks all say "unchanged".
-    """
-    key = getattr(planner, "_cached_plans_key", None)
-    for name, cache in vars(SavePlanner).items():
-        if name.startswith("_cached_"):
-            cache.pop(key, None)
-
-
 @dataclasses.dataclass
 class _Begun:
     """What this rank has begun to write.
@@ -334,6 +323,8 @@ class _Saving:
                 return answer
             if answer.agreed:
                 self.line.agree(answer.agreed)
+            if answer.forget_plans:
+                self.line.cache.forget()
             # A save that was planned in the call meets no other one: the planning has crossed, too.
             if exchange.rank not in answer.again or self.plans_together:
                 raise answer.failure
@@ -344,7 +335,10 @@ class _Saving:
             if isinstance(mine, BaseException):
                 raise mine
             try:
-                return self._commit([mine]).metadata  # type: ignore[union-attr]  # of one rank
+                answer = self._commit([mine])
+                if isinstance(answer, Unmatched):
+                    raise answer.failure
+                return answer.metadata
             except BaseException:
                 discard([mine])
                 raise
@@ -360,7 +354,11 @@ class _Saving:
             return apart
         parts = [m.part for m in messages]
         of_all = {**line.cache.plans(), **{m.plan.id: m.plan for m in messages if m.plan is not None}}
-        metadata = assemble(parts, of_all, path)
+        try:
+            metadata = assemble(parts, of_all, path)
+        except Exception as error:
+            discard(messages)
+            return Unmatched(frozenset(), CheckpointException("write", {0: _wrap_exception(error)}), forget_plans=True)
         refused, differing = None, Differing()
         if len(parts) > 1 and self._compares:
             differing = compare(parts, of_all, [m.digests for m in messages], path)
@@ -503,7 +501,7 @@ def _raise_unplanned(error: BaseException, saving: _Saving, who: dict[str, Any])
     writer, rank = saving.writer, saving.line.rank
     writer.take_back()
     if isinstance(error, CheckpointException):
-        _forget_plans(saving.planner)
+        plans.drop_cached(saving.planner)
     events.publish_raised(str(writer.path), writer.step, error_of(error, str(writer.path)), **who)
     interrupt = interrupt_of(error, rank)
     if interrupt is not None:
