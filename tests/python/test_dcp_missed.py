@@ -153,3 +153,66 @@ def _apart(rank: int, directory: str) -> list[str]:
         for n in range(8)
     ]
     return [_outcome(future) for future in futures]
+
+
+class _FailsInTheEnd(dcp.DefaultSavePlanner):
+    rank = 0
+
+    def finish_plan(self, plan: Any) -> Any:
+        if dist.get_rank() == self.rank:
+            raise ValueError("no plan today")
+        return super().finish_plan(plan)
+
+
+class _NoState:
+    rank = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        if dist.get_rank() == self.rank:
+            raise ValueError("no state today")
+        return {"x": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def _save(rank: int, path: str, planner: Any = None, module: Any = None, alone: bool = False) -> str:
+    state = {f"r{rank}": torch.ones(5), **({"module": module} if module is not None else {})}
+    try:
+        holdfast.dcp.save(state, checkpoint_id=path, planner=planner, use_collectives=not alone)
+    except (CheckpointException, holdfast.Error, ValueError) as error:
+        failures = getattr(error, "failures", {0: [error]})
+        return "; ".join(str(failure[0]) for failure in failures.values())
+    return ""
+
+
+def _fail_in_the_end_of_planning(rank: int, directory: str) -> None:
+    for failing in range(2):
+        planner = _FailsInTheEnd()
+        planner.rank = failing
+        outcome = _save(rank, f"{directory}/failed-{failing}", planner)
+        assert outcome == "no plan today", outcome
+        for step in range(2):
+            outcome = _save(rank, f"{directory}/{failing}-{step}")
+            assert not outcome, outcome
+
+
+def test_a_failure_in_the_end_of_the_planning_reaches_all_ranks(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _fail_in_the_end_of_planning, str(tmp_path), timeout=20)
+
+
+def _save_alone(rank: int, directory: str, first: bool) -> None:
+    """Without collectives a failure is of one rank, and the saves before and behind are not concerned."""
+    if not first:
+        assert not _save(rank, f"{directory}/first")
+    for step, module in enumerate((None, _NoState(), None)):
+        outcome = _save(rank, f"{directory}/alone-{step}", module=module, alone=True)
+        assert outcome == ("no state today" if module is not None and rank == 0 else ""), outcome
+        for number in range(2):
+            outcome = _save(rank, f"{directory}/{step}-{number}")
+            assert not outcome, outcome
+    dist.barrier()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_saves_without_collectives_leave_the_others_as_they_are(first: bool, tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _save_alone, str(tmp_path), first, timeout=20)

@@ -120,7 +120,7 @@ class _Saving:
         return plans.look(state, self._flags)
 
     def plan_together(self, state_dict: STATE_DICT_TYPE) -> None:
-        """The framework's planning, by its own calls: local plans, the global one, and each its own.
+        """The framework's planning, by its own calls: local plans, and the global one.
 
         Raises:
             CheckpointException: planning failed on some rank.
@@ -162,18 +162,19 @@ class _Saving:
         if self.use_collectives:
             with of_ranks(str(writer.path), "plan with"):
                 mine, shared = ranks.reduce_scatter("plan", local_step, global_step)
+            self.line.agree(mine.storage_data.attempt, mine.storage_data.generation)
         else:
             mine, shared = global_step([local_step()])[0]
-        self.line.agree(mine.storage_data.attempt, mine.storage_data.generation)
-        finished = planner.finish_plan(mine)
-        self._finished = (state, plan, mine.storage_data, finished, local, shared)
+        self._planned = (state, plan, mine, local, shared)
 
     def begin_planned(self) -> None:
         """Starts to write what was planned together."""
-        state, plan, agreed, finished, local, shared = self._finished
-        del self._finished
+        state, plan, mine, local, shared = self._planned
+        del self._planned
+        agreed = mine.storage_data
         if agreed.directory != str(self.writer.path):  # a rank's call failed before it met the others
             raise out_of_order(str(self.writer.path), f"rank 0 saves {agreed.directory} in the same call")
+        finished = self.planner.finish_plan(mine)
         place = placement.take(finished.storage_data, str(self.writer.path))
         items, known = finished.items, None
         seen = self.look(state) if self.may_follow else None
@@ -481,10 +482,10 @@ def async_save(
                 saving.plans_together = True
                 saving.plan_together(state_dict)
         except BaseException as error:
-            failure = error
-            if saving.plans_together:
+            failure, raises = error, saving.plans_together
+            if raises and (use_collectives or line.world_size == 1):
                 _raise_unplanned(error, saving, who)
-    if saving.plans_together:
+    if saving.plans_together and failure is None:
         try:
             saving.begin_planned()
         except BaseException as error:
