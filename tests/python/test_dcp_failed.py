@@ -67,6 +67,26 @@ def test_a_save_that_fails_on_all_ranks_leaves_nothing(tmp_path: Path) -> None:
     dcp_ranks.run_ranks(2, tmp_path, _fail_now_and_then, str(tmp_path / "run"))
 
 
+def _fail_first(rank: int, directory: str) -> None:
+    """The first save is planned together, and the coordinator has taken names by then."""
+    for failing in range(2):
+        state = {**_state(rank, 1), f"own.{rank}": threading.Lock() if rank == failing else 1}
+        for step, options in enumerate(({}, {"use_collectives": False}, {"no_dist": True})):
+            with pytest.raises(FAILURES) if rank == failing or not options else contextlib.nullcontext():
+                # Without the other ranks each has metadata of its own.
+                name = f"{failing}.{step}" + f".{rank}" * bool(options)
+                holdfast.dcp.save(state, checkpoint_id=Path(directory, name), **options)
+        with pytest.raises(FAILURES) if rank == failing else contextlib.nullcontext():
+            writer = holdfast.dcp.StorageWriter(Path(directory, f"{failing}.stock.{rank}"))
+            dcp.save(state, storage_writer=writer, no_dist=True)
+    dist.barrier()
+    assert _names(directory) == sorted(f"{f}.{step}.{1 - f}" for f in range(2) for step in (1, 2, "stock"))
+
+
+def test_a_first_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _fail_first, str(tmp_path / "run"))
+
+
 def _fail_beside_files(rank: int, directory: str) -> None:
     path = Path(directory)
     holdfast.dcp.save(_state(rank, 1), checkpoint_id=path / "older")

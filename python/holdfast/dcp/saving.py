@@ -544,6 +544,7 @@ def _finisher(saving: _Saving, failure: BaseException | None
         nonlocal mine
         try:
             if failure is not None:
+                saving.writer.release_name()
                 raise failure
             mine = saving.wait_written()
         except BaseException as error:

@@ -160,6 +160,7 @@ class StorageWriter(_StorageWriter):
         self._made: list[str] = []
         self._makes_directory = False
         self._presence: Presence | None = None
+        self._place: placement.Placement | None = None
         self._parent = ""
 
     @property
@@ -246,6 +247,7 @@ class StorageWriter(_StorageWriter):
         alone = not self._use_collectives
         ranks = [self._rank or 0] if alone else list(range(len(plans)))
         places = self.in_directory(lambda: placement.choose(self.path, self.save_id, ranks, alone))
+        self._place = places[0]
         if len(places) == 1:
             placement.note(places[0])  # it may reach `write_data` without having been pickled
         return [
@@ -293,11 +295,8 @@ class StorageWriter(_StorageWriter):
         Raises:
             Error: of this rank's own part.
         """
-        try:
-            file = layout.plan_file(data, place.data_file, _late.Late(late), part, plans, digests, addresses)
-        except BaseException:
-            placement.release(place)
-            raise
+        self._place = place
+        file = layout.plan_file(data, place.data_file, _late.Late(late), part, plans, digests, addresses)
         nbytes = file.plan.total_bytes
         if self.staged:
             # The staged copy is stable: it goes through a small window of the staging memory.
@@ -386,9 +385,15 @@ class StorageWriter(_StorageWriter):
         """Ends the save for those who ask whether one is at work in the directory."""
         self._presence = None
 
+    def release_name(self) -> None:
+        """Gives the name of the data file back if it is not written yet: a save has failed in the call."""
+        if self._place is not None:
+            placement.release(self._place)
+
     def take_back(self) -> None:
         """Ends a save that has failed: it is no parent of later ones, and an empty directory that it has made goes."""
         _lineage.failed(str(self.path), self.save_id)
+        self.release_name()
         if self._makes_directory:
             with contextlib.suppress(OSError):  # there are files, or another rank was faster
                 os.rmdir(self.path)
