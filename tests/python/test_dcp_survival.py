@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -157,3 +158,21 @@ def test_a_save_that_lacks_a_rank_is_called_complete_by_nothing(tmp_path: Path) 
         _check(path, 2)
     assert holdfast.recover(tmp_path / "run", wait_for_orphans=0)["promoted"] == []
     assert not (path / ".metadata").exists()
+
+
+def test_a_recovery_waits_no_longer_than_told_for_a_process_that_commits(tmp_path: Path) -> None:
+    """As a trainer that was stopped, or whose disk hangs, between its lock and the metadata."""
+    path = tmp_path / "run" / "step-1"
+    holdfast.dcp.save({"w": torch.ones(10)}, checkpoint_id=path, no_dist=True)
+    (path / ".metadata").unlink()
+    for record in path.glob("holdfast.commit-*"):
+        record.unlink()
+    fd = os.open(path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    code = f"import holdfast; print(holdfast.recover({str(path.parent)!r}, wait_for_orphans=0.1)['kept_incomplete'])"
+    try:
+        said = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, timeout=20).stdout
+    finally:
+        os.close(fd)
+    assert said.decode() == "['step-1: a save is running there']\n"
+    assert holdfast.recover(path.parent)["promoted"] == ["step-1"]

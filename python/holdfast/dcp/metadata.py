@@ -8,6 +8,7 @@ import math
 import os
 import pickle
 import re
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
-from holdfast import _collector, _native, _regular, _unpickle
+from holdfast import _collector, _durable, _native, _regular, _unpickle
 from holdfast._durable import sync_directory
 from holdfast._names import DCP_RECORD, METADATA
 from holdfast.errors import Error, of_system
@@ -50,6 +51,7 @@ _MOVED = {
     (_SHARDS, "TensorProperties"): (_METADATA, "TensorProperties"),
     (_SHARDS, "MEM_FORMAT_ENCODING"): (_METADATA, "_MEM_FORMAT_ENCODING"),
 }
+_POLL = 0.01  # seconds between two looks whether a lock is free
 _ATTEMPT = re.compile(r"[0-9a-f]{32}")
 
 
@@ -205,13 +207,27 @@ def read_bytes(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Keeps others from committing in a directory, on file systems that can lock one."""
+def locked(path: Path, end: float = math.inf) -> Iterator[None]:
+    """Keeps others from committing in a directory, on file systems that can lock one.
+
+    Args:
+        path: the directory.
+        end: when to give up, by the monotonic clock.
+
+    Raises:
+        Error: DEADLINE_EXCEEDED.
+    """
     with of_system(f"save {path}: lock it"):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
+        while not _durable.locked(fd, fcntl.LOCK_EX):
+            if time.monotonic() >= end:
+                raise Error(
+                    "DEADLINE_EXCEEDED",
+                    f"save {path}: another process has its lock; a save or a recovery completes a checkpoint there, or hangs: "
+                    "try again when it has ended",
+                )
+            time.sleep(_POLL)
         yield
     finally:
         os.close(fd)

@@ -39,7 +39,7 @@ def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> lis
 
     Args:
         path: the checkpoint's directory.
-        wait_for_orphans: seconds to wait for workers of a dead trainer.
+        wait_for_orphans: seconds to wait for workers of a dead trainer, and for a process that completes a save there.
 
     Returns:
         Names of the metadata files that were written.
@@ -48,11 +48,12 @@ def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> lis
         Error: DATA_LOSS for a damaged manifest, and what reading and writing say.
     """
     directory = Path(directories.absolute_path(directories.local_path(path, "recover"), "recover"))
-    _wait_for_workers(directory, wait_for_orphans)
+    end = time.monotonic() + wait_for_orphans
+    _wait_for_workers(directory, end)
     committed: list[str] = []
     for attempt, manifests in _candidates(directory):
         try:
-            name = _commit(directory, attempt, manifests, committed)
+            name = _commit(directory, attempt, manifests, committed, end)
         except Error as error:
             logger.warning("recover %s: %s", directory, error.message)
             continue
@@ -66,9 +67,8 @@ def _names(directory: Path) -> list[str]:
         return sorted(os.listdir(directory))
 
 
-def _wait_for_workers(directory: Path, seconds: float) -> None:
+def _wait_for_workers(directory: Path, end: float) -> None:
     """Waits while workers of dead trainers are at work: those of a living one are not waited for."""
-    end = time.monotonic() + seconds
     seen, since = None, time.monotonic()
     while time.monotonic() < end:
         at_work = _native.saves_at_work(str(directory))
@@ -115,7 +115,7 @@ def _candidates(directory: Path) -> list[tuple[str, list[str]]]:
     return sorted(whole, key=lambda w: _changed(directory / w[1][0]), reverse=True)
 
 
-def _commit(directory: Path, attempt: str, manifests: list[str], committed: list[str]) -> str:
+def _commit(directory: Path, attempt: str, manifests: list[str], committed: list[str], end: float) -> str:
     """Commits one attempt; returns the name of its metadata, "" if there was nothing to do."""
     parts, plans, digests, steps = [], {}, [], []
     for manifest in manifests:
@@ -136,7 +136,7 @@ def _commit(directory: Path, attempt: str, manifests: list[str], committed: list
         settle(compare(parts, plans, digests, str(directory)), parts, str(directory))
     writer = StorageWriter(directory)
     writer.adopt(attempt, name)
-    writer.complete(assemble(parts, plans, str(directory)), len(parts), deletes=False)
+    writer.complete(assemble(parts, plans, str(directory)), len(parts), deletes=False, lock_end=end)
     sync_directory(directory.parent)
     return name
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Container, Iterable
@@ -334,7 +335,7 @@ class StorageWriter(_StorageWriter):
         self.complete(metadata, len(results))
 
     def complete(self, metadata: Metadata, world_size: int, files: Iterable[str] = (),
-                 younger: Container[str] = (), *, deletes: bool = True) -> None:  # fmt: skip
+                 younger: Container[str] = (), *, deletes: bool = True, lock_end: float = math.inf) -> None:  # fmt: skip
         """Commits a save whose data is durable on all ranks, and deletes what is older.
 
         Does nothing if the save is committed already.
@@ -345,6 +346,7 @@ class StorageWriter(_StorageWriter):
             files: all its data files, those without items, too.
             younger: ids of attempts that other ranks may have begun since.
             deletes: whether older files are deleted.
+            lock_end: as of `metadata.locked`.
 
         Raises:
             Error: ABORTED (another save was completed, which is younger or has removed files of this
@@ -354,7 +356,7 @@ class StorageWriter(_StorageWriter):
         metadata.storage_meta = self.storage_meta()
         name = self.metadata_name()
         named = {info.relative_path for info in (metadata.storage_data or {}).values()}
-        with _metadata.locked(self.path):
+        with _metadata.locked(self.path, lock_end):
             older, by = self._found(self.path / name)
             if by == self.save_id:
                 return
