@@ -24,6 +24,7 @@ from command_line import holdfast as command
 import holdfast
 import holdfast.dcp
 from holdfast import _native
+from holdfast.dcp import uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -85,6 +86,34 @@ def _fail_first(rank: int, directory: str) -> None:
 
 def test_a_first_save_that_fails_leaves_nothing(tmp_path: Path) -> None:
     dcp_ranks.run_ranks(2, tmp_path, _fail_first, str(tmp_path / "run"))
+
+
+def _rename_what_is_saved(rank: int, directory: str) -> None:
+    """Between this rank's data and the commit: the other rank calls later."""
+    path = Path(directory, "step-2")
+    holdfast.dcp.save(_state(rank, 1), checkpoint_id=path.with_name("step-1"))
+    if rank == 0:
+        future = holdfast.dcp.async_save(_state(rank, 2), checkpoint_id=path)
+        while not list(path.glob("rank-00000-*.manifest.json")):
+            time.sleep(0.01)
+    dist.barrier()
+    if rank == 1:
+        reduce = uploads.Exchange.reduce
+
+        def late(*of: Any) -> Any:
+            path.rename(path.with_name("moved"))
+            return reduce(*of)
+
+        uploads.Exchange.reduce = late  # type: ignore[method-assign, assignment]
+        future = holdfast.dcp.async_save(_state(rank, 2), checkpoint_id=path)
+    assert "lock it: the directory was renamed or removed during the save; save again" in str(future.exception(60))
+    dist.barrier()
+    if rank == 0:
+        assert holdfast.recover(directory)["promoted"] == ["moved"]
+
+
+def test_a_save_whose_directory_is_renamed_says_so(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _rename_what_is_saved, str(tmp_path / "run"))
 
 
 def _fail_beside_files(rank: int, directory: str) -> None:

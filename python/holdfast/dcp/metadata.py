@@ -215,10 +215,18 @@ def locked(path: Path, end: float = math.inf) -> Iterator[None]:
         end: when to give up, by the monotonic clock.
 
     Raises:
-        Error: DEADLINE_EXCEEDED.
+        Error: DEADLINE_EXCEEDED, or NOT_FOUND: the directory is gone.
     """
     with of_system(f"save {path}: lock it"):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise Error(
+                "NOT_FOUND",
+                f"save {path}: lock it: the directory was renamed or removed during the save; save again, and leave a checkpoint where it "
+                "is until its save has ended",
+                error.errno or 0,
+            ) from error
     try:
         while not _durable.locked(fd, fcntl.LOCK_EX):
             if time.monotonic() >= end:
