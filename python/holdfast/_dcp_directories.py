@@ -331,7 +331,7 @@ def settle_unfinished(directory: str, clean_up: bool, age_without_locks: float) 
             continue
         except (Error, OSError) as error:
             logger.warning("remove %s: %s", path, error)
-            continue
+            why = f"it cannot be removed: {error}"
         if why:
             kept[name] = why
         elif why is not None:

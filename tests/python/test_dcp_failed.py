@@ -311,6 +311,15 @@ def left_over(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_recovery_says_what_it_cannot_remove(left_over: Path) -> None:
+    (left_over / MANIFEST).write_text('{"files": [{"name": "__0_0.distcp"}]}')
+    (left_over / "__0_0.distcp").symlink_to("/etc/hostname")
+    report = holdfast.recover(left_over.parent)
+    (why,) = report["kept_incomplete"]
+    assert why.startswith("step-2: it cannot be removed: ") and "__0_0.distcp" in why and report["removed"] == []
+    assert len(_names(left_over)) == 3
+
+
 def test_a_save_that_begins_while_a_recovery_looks_keeps_its_files(left_over: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saves, real = [], os.listdir
     state = {"w": torch.ones(2_000_000)}
