@@ -105,7 +105,7 @@ class Checkpointer(PerProcess):
         name: of a checkpoint, with ``{step}``, which may have a format (``{step:08d}``); no digit
             may follow it. Without ``{step}`` all saves have one name: pass ``replace=True``.
         format: ``"holdfast"``, or ``"dcp"`` for PyTorch Distributed Checkpoint.
-        keep_last: after each save remove all but the newest so many of the names; default all stay.
+        keep_last: after each save remove all but the newest so many of the names with a step; default all stay.
         keep_every: but keep those whose step is a multiple of this.
         process_group: with ``"dcp"``, the ranks that save and load; default all.
         drain_to: a second place, off the node, to which a process of its own copies every checkpoint: a
@@ -201,8 +201,7 @@ class Checkpointer(PerProcess):
         Args:
             state: as of `holdfast.save_async`, or a state dict with ``"dcp"``.
             step: of the training; gives the checkpoint its name and is recorded.
-            name: of this checkpoint, in place of the usual one: ``"best"``. Only ``keep_last`` of
-                the same form of name removes it.
+            name: of this checkpoint, in place of the usual one: ``"best"``. Its save removes nothing.
             **options: for this save, in place of the defaults.
 
         Returns:
@@ -223,11 +222,13 @@ class Checkpointer(PerProcess):
             raise _refusal(f"name {name!r}: the name of a directory is expected, not a path")
         path = self.path(step) if name is None else os.path.join(self.directory, name)
         options = {**self._defaults, **options}
+        # A name that is given may differ in its number alone from another job's: seed-1, seed-2.
+        keep_last = self._keep_last if name is None and self._pattern.groups else 0
         if self.format == "dcp":
             _arguments.check(saving.save_async, options, "save_async")  # what both have; a plain save looks itself
-            return self._drained(self._save_dcp(state, path, step, **options))
+            return self._drained(self._save_dcp(state, path, step, keep_last, **options))
         return self._drained(saving.save_async(
-            state, path, step=step, keep_last=self._keep_last, keep_every=self._keep_every,
+            state, path, step=step, keep_last=keep_last, keep_every=self._keep_every if keep_last else 0,
             runtime=self._runtime, **options,
         ))  # fmt: skip
 
@@ -268,7 +269,7 @@ class Checkpointer(PerProcess):
         """As `save_async`, and waits until the checkpoint is durable. Returns what ``wait()`` does."""
         return self.save_async(state, step, name=name, **options).wait()
 
-    def _save_dcp(self, state: Any, path: str, step: int, *, late: Any = (), planner: Any = None,
+    def _save_dcp(self, state: Any, path: str, step: int, keep_last: int, *, late: Any = (), planner: Any = None,
                   replace: bool = False, replicas: str = "warn") -> DcpSave:  # fmt: skip
         import holdfast.dcp
         from holdfast.dcp.agreement import check_member, is_coordinator
@@ -284,7 +285,7 @@ class Checkpointer(PerProcess):
                 async_stager=holdfast.dcp.Stager(late=late), replicas=replicas,
             )  # fmt: skip
         save = DcpSave(path, step, response.staging_completion, response.upload_completion)
-        if self._keep_last and is_coordinator(self._process_group):
+        if keep_last and is_coordinator(self._process_group):
             removal: Future = Future()
             with self.lock:
                 self._removals.add(removal)

@@ -95,6 +95,19 @@ def test_other_names_are_of_no_concern(format: str, tmp_path: Path) -> None:
 
 
 @formats
+def test_a_save_with_a_given_name_removes_nothing_and_stays(format: str, tmp_path: Path) -> None:
+    for seed in (1, 2):  # two jobs
+        with opened(tmp_path, format=format, name=f"seed-{seed}", keep_last=1) as checkpointer:
+            checkpointer.save(state(float(seed)), 5)
+    with opened(tmp_path, format=format, keep_last=1) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state(float(step)), step)
+            checkpointer.save(state(float(step)), step, name=f"milestone-{step}")
+    there = {"seed-1", "seed-2", "step-3", "milestone-1", "milestone-2", "milestone-3"}
+    assert set(os.listdir(tmp_path)) == there
+
+
+@formats
 def test_names_have_the_form_that_was_given(format: str, tmp_path: Path) -> None:
     with opened(tmp_path, format=format, name="llama-8b_{step:08d}") as checkpointer:
         checkpointer.save(state(3.0), 3)

@@ -148,6 +148,15 @@ def test_retention_leaves_jobs_whose_names_differ_in_a_number(names_of: tuple[st
     assert sorted(names(far)) == sorted(form.format(step=4) for form in names_of)
 
 
+def test_of_a_known_form_names_that_are_given_stay_in_both_places(tmp_path: Path) -> None:
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    for step in (1, 2, 3):
+        save(tmp_path / "run", step, elements=10)
+        save(tmp_path / "run", step, elements=10, name=f"milestone-{step}")
+    swept(source, far, Drain(keep_last=1), keep_local=1, form="step-{step}")
+    assert sorted(names(source)) == sorted(names(far)) == ["milestone-1", "milestone-2", "milestone-3", "step-3"]
+
+
 def test_without_the_form_of_names_a_number_counts_where_it_is_a_step(tmp_path: Path) -> None:
     """As with the command."""
     far = open_place(str(tmp_path / "far"))

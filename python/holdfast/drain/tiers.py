@@ -31,20 +31,16 @@ class Rules(NamedTuple):
 
 
 def _series(local: list[Info], form: str) -> Series:
-    """Tells the series of a checkpoint: names of one form.
+    """Tells the series of a checkpoint: the names of the form. Any other name is a series by itself.
 
     Where the form is not known, a number in a name counts as that of one series where it is the step, or the first place has several
     of them. Else it may be what tells the names of two jobs apart, as ``seed-1`` and ``seed-2``, and each name is a series.
     """
-
-    def is_of_form(info: Info) -> bool:
-        return bool(form) and form.format(step=info.step) == info.name
-
-    counts = Counter(series_of(c.name) for c in local if not is_of_form(c))
+    if form:
+        return lambda info: form if form.format(step=info.step) == info.name else info.name
+    counts = Counter(series_of(c.name) for c in local)
 
     def series(info: Info) -> str:
-        if is_of_form(info):
-            return form
         usual = series_of(info.name)
         return usual if counts[usual] > 1 or has_step(info.name, info.step) else info.name
 
