@@ -119,6 +119,15 @@ void BindRecovery(nb::module_& module) {
       },
       "directory"_a, "The complete ones, and why others were passed over.");
   module.def(
+      "list_recorded",
+      [](const Name& directory) {
+        std::vector<std::string> passed_over;
+        const auto recorded =
+            WithoutGil([&] { return ListRecorded(directory.text, &passed_over); });
+        return nb::make_tuple(ListOf(recorded), MessagesOf(std::move(passed_over)));
+      },
+      "directory"_a, "The same by the commit records alone.");
+  module.def(
       "find_newest",
       [](const Name& directory) {
         std::vector<std::string> passed_over;

@@ -76,12 +76,13 @@ bool OlderThan(const CheckpointInfo& a, const CheckpointInfo& b) {
   return std::tie(a.saved_at, a.step, a.name) < std::tie(b.saved_at, b.step, b.name);
 }
 
-absl::StatusOr<Listing> ListComplete(int directory, const std::string& path) {
+absl::StatusOr<Listing> ListComplete(int directory, const std::string& path, Proof proof) {
   HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
                             ListDirectories(directory, path, /*committed=*/true));
+  const auto inspect = proof == Proof::kRecord ? InspectCommitted : Inspect;
   Listing listing;
   for (const std::string& name : names) {
-    HOLDFAST_RETURN_IF_ERROR(Add(directory, path, name, InspectCommitted, &listing));
+    HOLDFAST_RETURN_IF_ERROR(Add(directory, path, name, inspect, &listing));
   }
   std::sort(listing.complete.begin(), listing.complete.end(), OlderThan);
   return listing;
@@ -128,24 +129,40 @@ absl::StatusOr<CheckpointInfo> InspectCheckpoint(const std::string& path) {
   return inspection.info;
 }
 
-absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& directory,
-                                                            std::vector<std::string>* passed_over) {
+namespace {
+
+absl::StatusOr<std::vector<CheckpointInfo>> List(const std::string& directory,
+                                                 directory::Proof proof,
+                                                 std::vector<std::string>* passed_over) {
   auto opened = directory::OpenDirectory(absl::StrCat(directory, "/."));
   if (!opened.ok()) return base::Annotate(opened.status(), absl::StrCat("list ", directory));
   HOLDFAST_ASSIGN_OR_RETURN(directory::Listing listing,
-                            directory::ListComplete(opened->get(), directory));
+                            directory::ListComplete(opened->get(), directory, proof));
   // An empty list would make training begin anew.
   if (listing.complete.empty() && !listing.unreadable.ok()) return listing.unreadable;
   if (passed_over != nullptr) *passed_over = std::move(listing.passed_over);
   return std::move(listing.complete);
 }
 
+}  // namespace
+
+absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(const std::string& directory,
+                                                            std::vector<std::string>* passed_over) {
+  return List(directory, directory::Proof::kFiles, passed_over);
+}
+
+absl::StatusOr<std::vector<CheckpointInfo>> ListRecorded(const std::string& directory,
+                                                         std::vector<std::string>* passed_over) {
+  return List(directory, directory::Proof::kRecord, passed_over);
+}
+
 absl::StatusOr<CheckpointInfo> FindNewest(const std::string& directory,
                                           std::vector<std::string>* passed_over) {
   auto opened = directory::OpenDirectory(absl::StrCat(directory, "/."));
   if (!opened.ok()) return base::Annotate(opened.status(), absl::StrCat("list ", directory));
-  HOLDFAST_ASSIGN_OR_RETURN(directory::Listing listing,
-                            directory::ListComplete(opened->get(), directory));
+  HOLDFAST_ASSIGN_OR_RETURN(
+      directory::Listing listing,
+      directory::ListComplete(opened->get(), directory, directory::Proof::kRecord));
   directory::Listing proven;
   for (; proven.complete.empty() && !listing.complete.empty(); listing.complete.pop_back()) {
     // The record proves the commit only. The returned checkpoint's files are checked here.

@@ -26,9 +26,15 @@ struct Listing {
 absl::StatusOr<std::vector<std::string>> ListDirectories(int directory, const std::string& path,
                                                          bool committed);
 
+/// What a list takes for proof of a complete checkpoint.
+enum class Proof {
+  kRecord,  ///< The commit record: one small read. Files may have gone since the commit.
+  kFiles,   ///< All manifests, and the sizes of their files.
+};
+
 /// Lists an open directory. An unreadable entry is passed over; the other entries are listed.
 /// \error of this process (no descriptor, no memory), because every entry may be affected.
-absl::StatusOr<Listing> ListComplete(int directory, const std::string& path);
+absl::StatusOr<Listing> ListComplete(int directory, const std::string& path, Proof proof);
 
 /// What the commit records of a directory's checkpoints say.
 struct Recorded {

@@ -78,6 +78,12 @@ absl::Status RefuseForeign(const std::string& name, const char* entry) {
 
 absl::StatusOr<base::UniqueFd> LockRemovable(int directory, const std::string& name) {
   HOLDFAST_ASSIGN_OR_RETURN(const worker::Contents contents, Look(directory, name));
+  if (!contents.whole) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("remove ", name,
+                     ": it lacks manifests, so that nothing proves whose its files "
+                     "are; it was kept under its name; remove the directory yourself"));
+  }
   if (worker::MustKeep(contents, name.c_str())) return RefuseForeign(name, contents.foreign);
   int lock = -1;
   const bool locked = worker::LockManifest(directory, contents.manifest, &lock);

@@ -30,8 +30,8 @@ absl::Status RefuseForeign(const std::string& name, const char* entry);
 
 /// Takes the lock under which saves replace the checkpoint in the open `directory` called `name`.
 /// Where the file system has no locks the result holds none.
-/// \error kFailedPrecondition for a checkpoint with a foreign entry, naming the entry; kAborted
-/// when a save holds the lock.
+/// \error kFailedPrecondition for a checkpoint with a foreign entry, naming the entry, or without
+/// the manifests of all ranks; kAborted when a save holds the lock.
 absl::StatusOr<base::UniqueFd> LockRemovable(int directory, const std::string& name);
 
 /// Returns the attempts that a save of `name` may replace: the committed attempt of that name, and

@@ -168,19 +168,30 @@ absl::Status Housekeeper::Do(Task* task) {
 }
 
 absl::Status Housekeeper::Retire(int parent, const std::string& saved, bool* held) {
-  HOLDFAST_ASSIGN_OR_RETURN(const directory::Listing listing,
-                            directory::ListComplete(parent, options_.directory));
+  HOLDFAST_ASSIGN_OR_RETURN(
+      const directory::Listing listing,
+      directory::ListComplete(parent, options_.directory, directory::Proof::kRecord));
   const std::vector<CheckpointInfo>& complete = listing.complete;
   std::vector<directory::RetiredCheckpoint> retired;
   std::vector<std::string> names;
   absl::Status first;
   absl::Status in_use;
-  for (const std::string& name : SelectForRemoval(complete, options_.retention, saved)) {
+  absl::Status damaged;
+  const auto is_whole = [&](const CheckpointInfo& info) {
+    const auto checkpoint = directory::OpenDirectory(parent, info.name);
+    const absl::Status why =
+        checkpoint.ok() ? directory::Inspect(checkpoint->get()).reason : checkpoint.status();
+    damaged.Update(base::Annotate(why, absl::StrCat(options_.directory, "/", info.name,
+                                                    ": it counts for none of keep_last")));
+    return why.ok();
+  };
+  for (const std::string& name : SelectForRemoval(complete, options_.retention, saved, is_whole)) {
     for (const CheckpointInfo& info : complete) {
       if (info.name != name) continue;
       absl::StatusOr<directory::RetiredCheckpoint> gone = directory::RetireCheckpoint(parent, info);
       if (!gone.ok()) {  // The remaining checkpoints are deleted all the same.
-        (absl::IsAborted(gone.status()) ? in_use : first).Update(gone.status());
+        (absl::IsAborted(gone.status()) ? in_use : first)
+            .Update(base::Annotate(gone.status(), options_.directory));
         continue;
       }
       names.push_back(gone->name);
@@ -190,6 +201,7 @@ absl::Status Housekeeper::Retire(int parent, const std::string& saved, bool* hel
   if (!names.empty()) first.Update(Delete(parent, names, /*lock=*/-1));
   *held = first.ok() && !in_use.ok();
   first.Update(in_use);
+  first.Update(damaged);
   return first;
 }
 
@@ -202,7 +214,7 @@ absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& nam
       static_cast<uint64_t>(absl::ToInt64Nanoseconds(options_.time_stalled_max));
   HOLDFAST_ASSIGN_OR_RETURN(const std::unique_ptr<writer::JobTable> table,
                             writer::JobTable::ForDelete(parameters, names));
-  const std::string object = absl::StrCat(options_.directory, "/", names.front());
+  std::string object = absl::StrCat(options_.directory, "/", names.front());
   HOLDFAST_ASSIGN_OR_RETURN(
       const std::shared_ptr<writer::WorkerLink> link,
       workers_->StartBackground(absl::StrCat("delete ", names.front()), *table, parent, lock));
@@ -233,6 +245,8 @@ absl::Status Housekeeper::Delete(int parent, const std::vector<std::string>& nam
     return absl::AbortedError(absl::StrCat("remove ", object, ": the worker ", link->Reap(),
                                            "; Recover removes the rest"));
   }
+  if (result->failure.file < names.size())
+    object = absl::StrCat(options_.directory, "/", names[result->failure.file]);
   base::FailureNames failure_names;
   failure_names.checkpoint = object;
   if (!result->foreign.empty()) absl::StrAppend(&failure_names.checkpoint, "/", result->foreign);

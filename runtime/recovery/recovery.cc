@@ -132,7 +132,8 @@ absl::StatusOr<RecoveryReport> Recovery::Run() {
   if (!base::Planted(base::Bug::kReportWithoutParentSync)) {
     HOLDFAST_RETURN_IF_ERROR(SyncDirectory(parent_, path_));
   }
-  HOLDFAST_ASSIGN_OR_RETURN(directory::Listing listing, directory::ListComplete(parent_, path_));
+  HOLDFAST_ASSIGN_OR_RETURN(directory::Listing listing,
+                            directory::ListComplete(parent_, path_, directory::Proof::kFiles));
   report_.complete = std::move(listing.complete);
   std::move(listing.passed_over.begin(), listing.passed_over.end(),
             std::back_inserter(report_.kept_incomplete));

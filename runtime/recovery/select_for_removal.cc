@@ -1,6 +1,8 @@
 // Selects the checkpoints that retention removes.
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -10,8 +12,9 @@
 
 namespace holdfast {
 
-std::vector<std::string> SelectForRemoval(const std::vector<CheckpointInfo>& complete,
-                                          const Retention& retention, const std::string& saved) {
+std::vector<std::string> SelectForRemoval(
+    const std::vector<CheckpointInfo>& complete, const Retention& retention,
+    const std::string& saved, const std::function<bool(const CheckpointInfo&)>& is_whole) {
   std::vector<std::string> names;
   if (retention.keep_last == 0) return names;
   const std::string series = format::SeriesOf(saved);
@@ -27,7 +30,9 @@ std::vector<std::string> SelectForRemoval(const std::vector<CheckpointInfo>& com
     if (abandoned[a] != abandoned[b]) return static_cast<bool>(abandoned[a]);
     return older(a, b);
   });
-  order.resize(order.size() - std::min<size_t>(order.size(), retention.keep_last));
+  for (uint32_t kept = 0; kept < retention.keep_last && !order.empty(); order.pop_back()) {
+    if (!is_whole || is_whole(complete[order.back()])) ++kept;
+  }
   std::sort(order.begin(), order.end(), older);
   for (const size_t i : order) {
     const CheckpointInfo& checkpoint = complete[i];

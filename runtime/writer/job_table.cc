@@ -328,6 +328,7 @@ absl::StatusOr<std::unique_ptr<JobTable>> JobTable::ForDelete(
   table->FillCommon(parameters);
   layout::Job* job = table->job_;
   job->kind = layout::JobKind::kDelete;
+  table->limits_.file_count = static_cast<uint32_t>(names.size());
   job->files = layout.files;
   job->extents = layout.extent_range;
   job->pieces = layout.piece_range;

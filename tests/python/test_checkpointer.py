@@ -107,6 +107,31 @@ def test_a_save_with_a_given_name_removes_nothing_and_stays(format: str, tmp_pat
     assert set(os.listdir(tmp_path)) == there
 
 
+def test_a_damaged_checkpoint_counts_for_none_that_retention_keeps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with opened(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state(float(step)), step)
+    (tmp_path / "step-3" / "model-00000-of-00001.safetensors").unlink()
+    with opened(tmp_path, keep_last=2) as checkpointer:
+        assert [c["step"] for c in checkpointer.list()] == [1, 2]
+        checkpointer.save(state(4.0), 4)
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3", "step-4"]
+    assert f"{tmp_path}/step-3: it counts for none of keep_last: model-00000" in caplog.text
+
+
+def test_retention_leaves_a_checkpoint_without_its_manifest_under_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with opened(tmp_path) as checkpointer:
+        for step in (1, 2, 3):
+            checkpointer.save(state(float(step)), step)
+    (tmp_path / "step-2" / "rank-00000-of-00001.manifest.json").unlink()
+    with opened(tmp_path, keep_last=1) as checkpointer:
+        checkpointer.save(state(4.0), 4)
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-4"]
+    assert f"{tmp_path}: remove step-2: it lacks manifests" in caplog.text
+
+
 @formats
 def test_names_have_the_form_that_was_given(format: str, tmp_path: Path) -> None:
     with opened(tmp_path, format=format, name="llama-8b_{step:08d}") as checkpointer:

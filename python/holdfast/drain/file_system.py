@@ -23,7 +23,7 @@ PIECE_BYTES = 4 << 20
 _AT_ONCE = 4  # pieces of one file
 _ALIGNMENT = 4096
 _LISTINGS: dict[str, Callable[[str], tuple[list[dict[str, Any]], list[str]]]] = {
-    "holdfast": lambda path: _native.list_checkpoints(path),
+    "holdfast": lambda path: _native.list_recorded(path),
     "dcp": lambda path: _dcp_directories.list_complete(path),
 }
 

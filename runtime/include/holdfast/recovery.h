@@ -3,6 +3,7 @@
 #define HOLDFAST_RECOVERY_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -66,14 +67,20 @@ absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
 
 /// Lists complete checkpoints by the time of their saves, newest last; changes no file. Step and
 /// name do not affect the order: after a rollback the newest checkpoint has a lower step than older
-/// ones. With a commit record, only that record is read, for any number of ranks. Unreadable and
-/// incomplete checkpoints are skipped; `passed_over`, if not null, gets "NAME: why".
-/// \error The read error, when no checkpoint is complete and at least one is unreadable.
+/// ones. The manifests of all ranks are read: a checkpoint whose files have gone or shrunk since
+/// the commit is incomplete. Unreadable and incomplete checkpoints are skipped; `passed_over`, if
+/// not null, gets "NAME: why". \error The read error, when no checkpoint is complete and at least
+/// one is unreadable.
 absl::StatusOr<std::vector<CheckpointInfo>> ListCheckpoints(
     const std::string& directory, std::vector<std::string>* passed_over = nullptr);
 
-/// Returns the newest complete checkpoint of ListCheckpoints whose files exist in full size. A
-/// checkpoint whose files have gone or shrunk since the commit is skipped.
+/// As ListCheckpoints, of what was committed: with a commit record, only that record is read, for
+/// any number of ranks.
+absl::StatusOr<std::vector<CheckpointInfo>> ListRecorded(
+    const std::string& directory, std::vector<std::string>* passed_over = nullptr);
+
+/// Returns the newest checkpoint of ListCheckpoints. Of older checkpoints only the commit record is
+/// read.
 /// \error kNotFound when there is none.
 absl::StatusOr<CheckpointInfo> FindNewest(const std::string& directory,
                                           std::vector<std::string>* passed_over = nullptr);
@@ -113,9 +120,11 @@ absl::Status RemoveFile(const std::string& directory, const std::string& name);
 
 /// Returns the names to remove under `retention` once `saved` is durable, oldest first: members of
 /// the series of `saved`, never `saved` itself. Abandoned checkpoints are removed before all
-/// others.
-std::vector<std::string> SelectForRemoval(const std::vector<CheckpointInfo>& complete,
-                                          const Retention& retention, const std::string& saved);
+/// others. `is_whole`, if not null, is asked about the newest: a checkpoint that is not whole
+/// stays, and the next older checkpoint is kept, too.
+std::vector<std::string> SelectForRemoval(
+    const std::vector<CheckpointInfo>& complete, const Retention& retention,
+    const std::string& saved, const std::function<bool(const CheckpointInfo&)>& is_whole = nullptr);
 
 /// Removes the checkpoint of `attempt` at `path` as retention does: its name durably first, then
 /// the files. Recover removes what a crash leaves of it. Deletes in this process.

@@ -212,6 +212,15 @@ TEST_F(RemovalTest, LeavesACheckpointWithAForeignFileCalledLikeAManifestWhole) {
   }
 }
 
+TEST_F(RemovalTest, LeavesACheckpointThatLacksAManifestUnderItsName) {
+  const auto info = InspectCheckpoint(directory_ / "step-7");
+  ASSERT_TRUE(info.ok()) << info.status();
+  std::filesystem::remove(directory_ / "step-7/rank-00001-of-00002.manifest.json");
+  const absl::Status refused = directory::RetireCheckpoint(parent_.get(), *info).status();
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  EXPECT_TRUE(std::filesystem::exists(directory_ / "step-7/model-00000-of-00002.safetensors"));
+}
+
 TEST_F(RemovalTest, RetiresUnderANameThatRecoveryRemovesWhenNobodyIsAtWork) {
   const auto info = InspectCheckpoint(directory_ / "step-7");
   ASSERT_TRUE(info.ok());

@@ -172,9 +172,23 @@ TEST_F(Newest, IsFoundByOneSmallReadForEachCheckpoint) {
     if (strstr(path, ".json") != nullptr) opened.push_back(path);
     return sys::kKernel.openat(parent, path, flags, mode);
   };
-  EXPECT_EQ(ListCheckpoints(directory())->size(), 3u);
+  EXPECT_EQ(ListRecorded(directory())->size(), 3u);
   EXPECT_THAT(opened,
               ElementsAre("holdfast.commit.json", "holdfast.commit.json", "holdfast.commit.json"));
+}
+
+TEST_F(Newest, IsTheLastOfTheList) {
+  SaveEach({"step-1", "step-2", "step-3"}, {1, 2, 3}, {});
+  std::filesystem::remove(directory() + "/step-3/model-00000-of-00001.safetensors");
+  std::filesystem::remove(directory() + "/step-2/rank-00000-of-00001.manifest.json");
+  std::vector<std::string> passed_over;
+  const auto listed = ListCheckpoints(directory(), &passed_over);
+  ASSERT_TRUE(listed.ok()) << listed.status();
+  ASSERT_EQ(listed->size(), 1u);
+  EXPECT_EQ(listed->front().name, "step-1");
+  EXPECT_THAT(passed_over, ElementsAre(::testing::StartsWith("step-2: "),
+                                       ::testing::StartsWith("step-3: model-00000")));
+  EXPECT_EQ(NewestName(), "step-1");
 }
 
 TEST_F(Newest, SaysWhatItDescendsFrom) {

@@ -90,6 +90,13 @@ TEST(SelectForRemoval, NeverLetsGoWhatHasJustBecomeDurable) {
       << "a long save that ended after younger ones";
 }
 
+TEST(SelectForRemoval, CountsOnlyWholeOnesAsKept) {
+  const auto is_whole = [](const CheckpointInfo& info) { return info.step != 4; };
+  EXPECT_THAT(SelectForRemoval(Saved({1, 2, 3, 4, 5}), {.keep_last = 2}, "s-5", is_whole),
+              ElementsAre("s-1", "s-2"));
+  EXPECT_THAT(SelectForRemoval(Saved({3, 4}), {.keep_last = 2}, "s-4", is_whole), IsEmpty());
+}
+
 TEST(SelectForRemoval, LeavesOtherSeriesAlone) {
   std::vector<CheckpointInfo> complete = Saved({1, 2, 3});
   complete[0].name = "best";
