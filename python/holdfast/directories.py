@@ -166,10 +166,48 @@ def verify(
     engine: str = "auto",
     direct_io: bool = True,
 ) -> dict[str, Any]:
-    """Reads a checkpoint again and compares it with the digests of its save.
+    """Reads a checkpoint, or all below a directory, again and compares it with the digests of its save.
 
     Returns:
         ``verdict`` (``"sound"``, ``"corrupt"``, ``"incomplete"``, ``"unreadable"``), ``faults``
-        (file, tensor, byte range, expected and found), ``bytes``, ``seconds``, ...
+        (file, tensor, byte range, expected and found), ``bytes``, ``seconds``, ... Of several
+        checkpoints the gravest verdict, the faults of all, with the files' paths below `path`, and
+        the sums.
     """
-    return _native.verify(local_path(path, "verify"), threads, buffer_bytes, engine, direct_io)
+    text = local_path(path, "verify")
+    options = threads, buffer_bytes, engine, direct_io
+    found, uncommitted = _native.find_checkpoints(text)
+    if found == [text]:
+        return _native.verify(text, *options)
+    reports = [
+        report for each in found
+        # Retention may have removed it since it was found.
+        if (report := _native.verify(each, *options))["verdict"] == "sound" or os.path.lexists(each)
+    ]  # fmt: skip
+    return _merged(text, reports, uncommitted) if reports else _native.verify(text, *options)
+
+
+_GRAVITY = ("sound", "incomplete", "unreadable", "corrupt")
+_SUMS = ("faults_total", "bytes", "files", "tensors", "seconds")
+
+
+def _merged(path: str, reports: list[dict[str, Any]], uncommitted: list[str]) -> dict[str, Any]:
+    """One report of the checkpoints below a directory; step and attempt are those of the newest one by its step."""
+
+    def below(name: str, file: str = "") -> str:
+        return os.path.normpath(os.path.join(os.path.relpath(name, path), file))
+
+    merged = dict(max(reports, key=operator.itemgetter("step")))
+    merged.update({key: sum(r[key] for r in reports) for key in _SUMS})
+    notes = [f"{below(r['path'])}: {r['note']}" for r in reports if r["note"]]
+    if uncommitted:
+        notes.append(f"Not looked at, because no save has committed them: {', '.join(map(below, uncommitted))}.")
+    merged.update(
+        path=path,
+        verdict=max((r["verdict"] for r in reports), key=_GRAVITY.index),
+        checked="; ".join(dict.fromkeys(r["checked"] for r in reports)),
+        faults=[{**f, "file": below(r["path"], f["file"])} for r in reports for f in r["faults"]],
+        direct_io=min((r["direct_io"] for r in reports), key=("no", "claimed", "proven").index),
+        note=" ".join(notes),
+    )
+    return merged

@@ -100,6 +100,17 @@ void BindVerify(nb::module_& module) {
              "name"_a, "contents"_a, "Name and text of a commit record.");
   module.def("check_commit_file", &CheckFile, "path"_a, "attempt"_a, "name"_a, "contents"_a,
              "Digests of the manifests by rank; None without a commit record.");
+  module.def(
+      "find_checkpoints",
+      [](const Name& path) {
+        FoundCheckpoints found = [&] {
+          const GilReleased released;
+          return FindCheckpoints(path.text);
+        }();
+        return nb::make_tuple(NamesOf(std::move(found.checkpoints)),
+                              NamesOf(std::move(found.uncommitted)));
+      },
+      "path"_a, "Paths to verify at and below a path, and of directories without a commit.");
   module.def("verify", &VerifyPath, "path"_a, "threads"_a, "buffer_bytes"_a, "engine"_a,
              "direct_io"_a);
 }

@@ -394,3 +394,22 @@ def test_a_file_in_the_directory_of_a_checkpoint_is_proven_with_it(tmp_path: Pat
     data[len(data) // 2] ^= 1
     (at / "meta.pt").write_bytes(data)
     assert [fault["file"] for fault in holdfast.verify(at)["faults"]] == ["meta.pt"]
+
+
+def test_a_run_is_verified_with_all_its_checkpoints(tmp_path: Path) -> None:
+    for step in (1, 2):
+        holdfast.save({"x": torch.full((1000,), float(step))}, tmp_path / f"step-{step}", step=step)
+    saved({"x": torch.ones(1000)}, tmp_path / "last.pt")
+    whole = holdfast.verify(tmp_path)
+    assert (whole["verdict"], whole["path"], whole["step"], whole["faults_total"]) == ("sound", str(tmp_path), 2, 0)
+    each = [holdfast.verify(tmp_path / name) for name in ("step-1", "step-2", "last.pt")]
+    assert [whole[key] for key in ("files", "tensors", "bytes")] == [sum(r[key] for r in each) for key in ("files", "tensors", "bytes")]
+    for name in ("step-1/model-00000-of-00001.safetensors", "last.pt"):
+        data = bytearray((tmp_path / name).read_bytes())
+        data[len(data) // 2 + 500] ^= 1
+        (tmp_path / name).write_bytes(data)
+    found = holdfast.verify(tmp_path)
+    assert (found["verdict"], found["faults_total"]) == ("corrupt", 2)
+    assert {fault["file"] for fault in found["faults"]} == {"step-1/model-00000-of-00001.safetensors", "last.pt"}
+    (tmp_path / "step-2" / "model-00000-of-00001.safetensors").unlink()
+    assert holdfast.verify(tmp_path)["verdict"] == "corrupt"
