@@ -1,6 +1,7 @@
 // FindCheckpoints: the checkpoints below a directory, by the names of their files.
 #include <algorithm>
 #include <array>
+#include <string>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -8,6 +9,7 @@
 #include "holdfast/verify.h"
 #include "runtime/base/status.h"
 #include "runtime/directory/entries.h"
+#include "runtime/directory/single_files.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/format/file_names.h"
 
@@ -32,9 +34,19 @@ bool MarksCheckpoint(const std::string& name) {
 /// True for a file that Verify checks by itself; a run's directory may hold such a file, too.
 bool HoldsTensors(const std::string& name) {
   constexpr std::array<const char*, 4> kSuffixes = {".safetensors", ".pt", ".pth", ".ckpt"};
-  const auto companion = format::ParseCompanionName(name);
-  const bool proven = companion.has_value() && companion->kind == format::CompanionKind::kManifest;
-  return proven || EndsWithAny(name, kSuffixes);
+  return EndsWithAny(name, kSuffixes);
+}
+
+/// True if a file with a manifest of its own is there, or its save is under way. The manifest of a
+/// file that is gone has no effect.
+bool HoldsSingleFile(const std::vector<DirectoryEntry>& entries) {
+  std::vector<std::string> names;
+  for (const DirectoryEntry& entry : entries) names.push_back(entry.name);
+  const std::vector<directory::FileSave> saves = directory::FileSavesAmong(names);
+  return std::any_of(saves.begin(), saves.end(), [&names](const directory::FileSave& save) {
+    return save.has_manifest &&
+           (save.has_temporary || std::count(names.begin(), names.end(), save.file) > 0);
+  });
 }
 
 void Walk(const std::string& path, FoundCheckpoints* found) {
@@ -51,7 +63,7 @@ void Walk(const std::string& path, FoundCheckpoints* found) {
     found->checkpoints.push_back(path);
     return;
   }
-  if (any_file(HoldsTensors)) found->checkpoints.push_back(path);
+  if (any_file(HoldsTensors) || HoldsSingleFile(*entries)) found->checkpoints.push_back(path);
   for (const DirectoryEntry& entry : *entries) {
     if (!entry.is_directory) continue;
     const std::string below = absl::StrCat(path, absl::EndsWith(path, "/") ? "" : "/", entry.name);

@@ -140,8 +140,11 @@ absl::Status CheckForeignDirectory(int directory, const std::vector<std::string>
   ForeignCheck check(directory, log, ForeignCheck::Unknown::kFault);
   SingleFiles files(directory, names, OriginOf);
   std::vector<std::string> uncommitted;
+  std::vector<std::string> gone;
   for (const directory::FileSave& save : files.saves()) {
     if (save.has_temporary) uncommitted.push_back(save.file);
+    const bool is_gone = std::find(names.begin(), names.end(), save.file) == names.end();
+    if (save.committed() && is_gone) gone.push_back(save.file);
   }
   std::vector<std::string> others;
   const auto found = FindAll(&files, names, log, report, &others);
@@ -154,6 +157,9 @@ absl::Status CheckForeignDirectory(int directory, const std::vector<std::string>
   if (!uncommitted.empty()) {
     AddNote(absl::StrCat("Saves under way, or that did not end, of: ", Enumerate(uncommitted), "."),
             report);
+  }
+  if (!gone.empty()) {
+    AddNote(absl::StrCat("Manifests stay of files that are gone: ", Enumerate(gone), "."), report);
   }
   HOLDFAST_RETURN_IF_ERROR(CheckSingleFiles(directory, &files, found, options, log, report));
   if (!found.empty() && check.understood().empty() && log->empty()) {

@@ -17,6 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from command_line import holdfast as command
 from slow_device import SlowDevice
 from test_late_copies import slow  # noqa: F401
 
@@ -413,3 +414,14 @@ def test_a_run_is_verified_with_all_its_checkpoints(tmp_path: Path) -> None:
     assert {fault["file"] for fault in found["faults"]} == {"step-1/model-00000-of-00001.safetensors", "last.pt"}
     (tmp_path / "step-2" / "model-00000-of-00001.safetensors").unlink()
     assert holdfast.verify(tmp_path)["verdict"] == "corrupt"
+
+
+def test_the_manifest_of_a_file_that_is_gone_changes_no_verdict(tmp_path: Path) -> None:
+    holdfast.save({"x": torch.ones(1000)}, tmp_path / "step-1", step=1)
+    saved(1, tmp_path / "last.pt")
+    (tmp_path / "last.pt").unlink()
+    assert holdfast.verify(tmp_path)["verdict"] == "sound"
+    assert command("verify", tmp_path).status == 0
+    saved(2, tmp_path / "other.pt")
+    found = holdfast.verify(tmp_path)
+    assert (found["verdict"], found["note"]) == ("sound", ".: Manifests stay of files that are gone: last.pt.")
