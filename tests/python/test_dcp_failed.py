@@ -116,6 +116,25 @@ def test_a_save_whose_directory_is_renamed_says_so(tmp_path: Path) -> None:
     dcp_ranks.run_ranks(2, tmp_path, _rename_what_is_saved, str(tmp_path / "run"))
 
 
+@pytest.mark.parametrize("behind", ["mkdir", "fstat"])
+def test_a_save_that_is_interrupted_behind_a_system_call_leaves_nothing(behind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, real = tmp_path / "step-1", getattr(os, behind)
+
+    def interrupted(of: Any, *more: Any) -> Any:
+        result = real(of, *more)
+        if str(path) in (os.readlink(f"/proc/self/fd/{of}") if behind == "fstat" else os.fspath(of)):
+            raise KeyboardInterrupt
+        return result
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, behind, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            holdfast.dcp.save(_state(0, 1), checkpoint_id=path, no_dist=True)
+    holdfast.flush()
+    assert _names(tmp_path) == []
+    holdfast.dcp.save(_state(0, 1), checkpoint_id=path, no_dist=True)
+
+
 def _fail_beside_files(rank: int, directory: str) -> None:
     path = Path(directory)
     holdfast.dcp.save(_state(rank, 1), checkpoint_id=path / "older")

@@ -175,11 +175,12 @@ def _reserve(directory: str, file_rank: int, generation: int) -> tuple[int, int]
             name = os.path.join(directory, _names.dcp_data(file_rank, generation))
             with contextlib.suppress(FileExistsError):
                 # The worker makes it anew. If it never does, `release` or the next save removes it.
-                fd = os.open(f"{name}.tmp", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-                try:
-                    inode = os.fstat(fd).st_ino
-                finally:
-                    os.close(fd)
+                with open(f"{name}.tmp", "xb", 0) as file:  # an object: an interrupt cannot lose its descriptor
+                    try:
+                        inode = os.fstat(file.fileno()).st_ino
+                    except BaseException:
+                        os.unlink(f"{name}.tmp")
+                        raise
                 try:
                     os.stat(name)
                 except FileNotFoundError:  # after another error the name may be in use

@@ -214,9 +214,9 @@ class StorageWriter(_StorageWriter):
             )
 
     def _begin_directory(self) -> None:
-        made = begin_directory(str(self.path))
-        self._made += made
-        self._makes_directory = self._makes_directory or bool(made)
+        # Noted first: an interrupt may come when the directory is there.
+        self._makes_directory = self._makes_directory or not self.path.exists()
+        self._made += begin_directory(str(self.path))
         self._enter()
 
     def _enter(self) -> None:
