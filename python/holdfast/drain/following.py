@@ -422,12 +422,25 @@ def lock_path(source: str, target: str) -> str | None:
     return os.path.join(folder, f".holdfast-drain-{number}.lock") if folder else None
 
 
-def is_same(path: str | None, fd: int | None) -> bool:
-    """Whether the file of a lock has its path still; true where there is none, or the directory is gone."""
+@contextlib.contextmanager
+def kept_open(path: str | None) -> Iterator[Callable[[], bool]]:
+    """Gives what asks whether a file's directory is another one by now. An open directory's number is given to no other."""
+    folder = os.path.dirname(path) if path else ""
     try:
-        return path is None or fd is None or os.path.samestat(os.stat(path), os.fstat(fd))
-    except OSError:
-        return not os.path.isdir(os.path.dirname(path or ""))
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:  # no directory, or not there yet
+        yield lambda: False
+        return
+
+    def is_another() -> bool:
+        with contextlib.suppress(OSError):  # gone: it may come back
+            return not os.path.samestat(os.stat(folder), os.fstat(fd))
+        return False
+
+    try:
+        yield is_another
+    finally:
+        os.close(fd)
 
 
 def is_held(path: str) -> bool:

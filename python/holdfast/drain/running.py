@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from holdfast.drain.following import POLL_SECONDS, Following, Tell, alone, is_same, lock_path
+from holdfast.drain.following import POLL_SECONDS, Following, Tell, alone, kept_open, lock_path
 from holdfast.errors import Error
 
 _STOP_SECONDS = 3.0  # for the pieces that are on their way
@@ -74,9 +74,9 @@ class Running:
         self._lock = lock_path(source, target)
         try:
             while True:
-                with alone(source, target, self._wait_for_lock) as self._following.lock:
+                with alone(source, target, self._wait_for_lock) as self._following.lock, kept_open(self._lock) as is_another:
                     with contextlib.suppress(_OtherDirectory):
-                        return self._run()
+                        return self._run(is_another)
         except _SentByAnother:
             return None
         except Error as error:
@@ -118,9 +118,9 @@ class Running:
         except OSError:
             return 0
 
-    def _run(self) -> Error | None:
+    def _run(self, is_another: Callable[[], bool]) -> Error | None:
         while True:
-            if not is_same(self._lock, self._following.lock):
+            if is_another():
                 raise _OtherDirectory
             with self._condition:
                 tickets, finishing, asked = list(self._tickets), self._finishing, self._rung
