@@ -60,10 +60,13 @@ def fallbacks(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """What a save had to do without on this machine, by a name: what it did instead, and what to change."""
     reason = report["engine_reason"]
     if report["engine"] == "pwrite" and "io_uring" in reason:
-        yield "engine", (
-            f"io_uring cannot be used, files are written by pwrite ({reason}): in a container allow io_uring_setup, "
-            "io_uring_enter and io_uring_register in its seccomp profile; on the host set sysctl kernel.io_uring_disabled=0"
+        change = (
+            "raise the limit on locked memory (ulimit -l; for a container --ulimit memlock=-1)"
+            if "ENOMEM" in reason
+            else "in a container allow io_uring_setup, io_uring_enter and io_uring_register in its seccomp profile; "
+            "on the host set sysctl kernel.io_uring_disabled=0"
         )
+        yield "engine", f"io_uring cannot be used, files are written by pwrite ({reason}): {change}"
     if report["pages"] == "small":
         yield "pages", (
             "staging memory is on small pages, writing costs more CPU: on the host reserve huge pages (1 GiB: sysctl "

@@ -1,5 +1,6 @@
 #include "runtime/doctor/advice.h"
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 
 namespace holdfast::doctor {
@@ -67,10 +68,13 @@ void AdviseOnSpeed(const ProbeReport& report, std::vector<std::string>* advice) 
         "of the disk."));
   }
   if (report.engine == EngineRung::kPwrite) {
+    const bool memory = absl::StrContains(report.engine_reason, "ENOMEM");
     advice->push_back(absl::StrCat(
         "io_uring cannot be used (", report.engine_reason,
-        "). In a container allow io_uring_setup, io_uring_enter and io_uring_register in its "
-        "seccomp profile; on the host set sysctl kernel.io_uring_disabled=0."));
+        memory ? "). Raise the limit on locked memory (ulimit -l; for a container --ulimit "
+                 "memlock=-1)."
+               : "). In a container allow io_uring_setup, io_uring_enter and io_uring_register in "
+                 "its seccomp profile; on the host set sysctl kernel.io_uring_disabled=0."));
   }
   if (report.pages == PageRung::kSmall) {
     advice->push_back(absl::StrCat(

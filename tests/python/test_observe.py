@@ -123,6 +123,9 @@ def test_what_a_save_does_without_is_one_line_with_what_to_change(
         strict=True,
     ):
         assert why in line and change in line
+    no_memory = "io_uring_setup: ENOMEM (memory limit); pwrite, threads: 2"
+    _, engine = next(_log.fallbacks({**report, **less, "engine_reason": no_memory}))
+    assert "ulimit -l" in engine and "seccomp" not in engine
     # What was asked for is no fallback.
     asked = {"engine": "pwrite", "engine_reason": "pwrite, threads: 2", "pages": "hugetlb", "direct_io": "proven", "streamed": False}
     assert not list(_log.fallbacks({**report, **asked}))

@@ -50,6 +50,14 @@ TEST(Advice, NamesTheReasonOfAFallenRung) {
               ElementsAre(HasSubstr("Operation not permitted"), HasSubstr("no huge page is free")));
 }
 
+TEST(Advice, NamesTheLimitThatKeepsIoUringFromItsMemory) {
+  ProbeReport report = Good();
+  report.engine = EngineRung::kPwrite;
+  report.engine_reason = "io_uring_setup: ENOMEM (memory limit); pwrite, threads: 2";
+  EXPECT_THAT(Advise(report, true, ""),
+              ElementsAre(AllOf(HasSubstr("ulimit -l"), Not(HasSubstr("seccomp")))));
+}
+
 TEST(Advice, NamesWhatWorksNotAtAll) {
   ProbeReport report = Good();
   report.engine = EngineRung::kAuto;
