@@ -144,6 +144,25 @@ def test_show_of_several_ranks_names_the_rank(tmp_path: Path) -> None:
     assert command("diff", tmp_path / "step-1", tmp_path / "step-1").status == 0
 
 
+def test_tied_tensors_are_listed_and_compared_by_each_name(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    model[0].bias = model[1].bias
+    state = {"model": model.state_dict()}
+    torch.save(state, tmp_path / "a.pt")
+    for name in ("a", "b"):
+        holdfast.save(state, tmp_path / name)
+        model[0].bias.data += 1
+    told = command("show", "--json", tmp_path / "a", torch=False).json["tensors"]
+    tied = {t["name"]: t["tied_to"] for t in told}
+    assert tied == {"model.0.weight": None, "model.0.bias": None, "model.1.weight": None, "model.1.bias": "model.0.bias"}
+    assert "4 tensors, 320 B" in command("show", tmp_path / "a", torch=False).out
+    done = command("diff", "--read", tmp_path / "a.pt", tmp_path / "a")
+    assert (done.status, done.out) == (0, "no differences, 4 identical\n")
+    assert list(command("diff", "--json", tmp_path / "a", tmp_path / "b", torch=False).json["changed"]) == [
+        "model.0.bias", "model.1.bias",
+    ]  # fmt: skip
+
+
 # ---- diff
 
 

@@ -43,8 +43,8 @@ def _children(node: Any) -> Iterator[tuple[str, Any]]:
         yield "", node["state"]
 
 
-def leaves(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Name and node of each plain value and object, in the order of the state."""
+def _leaves(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and node of each plain value, object and tensor, in the order of the state."""
     stack = [iter([("", structure["root"])])]
     while stack:
         path, node = next(stack[-1], (None, None))
@@ -52,16 +52,39 @@ def leaves(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             stack.pop()
         elif isinstance(node, dict) and node["kind"] == "deep":  # its node stands beside the root
             stack.append(iter([(path, structure["deep"][node["index"]])]))
-        elif isinstance(node, dict) and node["kind"] in _TENSOR_KINDS:
-            continue
+        elif _is_tensor(node):
+            yield path, node
         elif isinstance(node, list) or (isinstance(node, dict) and ("items" in node or "state" in node)):
             stack.append(iter([(".".join(filter(None, (path, name))), child) for name, child in _children(node)]))
         else:
             yield path, node
 
 
+def _is_tensor(node: Any) -> bool:
+    return isinstance(node, dict) and node["kind"] in _TENSOR_KINDS
+
+
 def _is_object(node: Any) -> bool:
     return isinstance(node, dict) and node["kind"] == "object"
+
+
+def leaves(structure: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and node of each plain value and object, in the order of the state."""
+    return ((name, node) for name, node in _leaves(structure) if not _is_tensor(node))
+
+
+def tied(structure: dict[str, Any]) -> dict[str, str]:
+    """The names of tied tensors that are stored under another name, with that name."""
+
+    def view(node: Any) -> list[Any]:
+        return [node.get(key) for key in ("dtype", "shape", "offset", "stride")]
+
+    tensors = {name: node for name, node in _leaves(structure) if _is_tensor(node) and "stored" in node}
+    return {
+        name: node["stored"]
+        for name, node in tensors.items()
+        if name != node["stored"] in tensors and view(tensors[node["stored"]]) == view(node)
+    }
 
 
 def values(structure: dict[str, Any]) -> dict[str, str]:

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         text.document(
             "show", path=source.path, format=source.format, **source.facts,
-            tensors=[{"name": t.name, "dtype": t.dtype, "shape": t.shape, "bytes": t.nbytes, "file": t.file, "ranks": t.ranks} for t in tensors],
+            tensors=[{"name": t.name, "dtype": t.dtype, "shape": t.shape, "bytes": t.nbytes, "file": t.file, "ranks": t.ranks, "tied_to": t.tied_to} for t in tensors],
             objects=[{"name": name, "class": o.cls, "bytes": o.nbytes} for name, o in objects.items()],
             values=values,
         )  # fmt: skip
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     head = ("NAME", "DTYPE", "SHAPE", "BYTES", "FILE", "RANKS")[:columns]
     text.table(head, [row[:columns] for row in rows], right="BYTES RANKS")
     text.lines(f"{name} = {value}" for name, value in values.items())
-    facts = [f"{counted(len(tensors), 'tensor')}, {text.size(sum(t.nbytes for t in tensors))}",
+    facts = [f"{counted(len(tensors), 'tensor')}, {text.size(sum(t.nbytes for t in tensors if t.tied_to is None))}",
              counted(len(objects), "object")]
     if "step" in source.facts:
         facts.append(f"step {source.facts['step']}, saved {text.age(source.facts['saved_at'])} ago")

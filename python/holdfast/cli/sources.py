@@ -33,6 +33,7 @@ class Tensor(NamedTuple):
         file: where it lies, or how many files it is spread over.
         read: ``read(begin, n)`` returns n bytes of its data, compared with their digests if there are any.
         ranks: how many ranks hold it and share what is stored.
+        tied_to: the name that its data is stored under, where that is another tensor's.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Tensor(NamedTuple):
     file: str
     read: Callable[[int, int], bytes]
     ranks: int = 1
+    tied_to: str | None = None
 
 
 class Object(NamedTuple):
@@ -211,8 +213,18 @@ class _Holdfast(Source):
             found = stored(self.path, _names.manifest(rank, world))
             self._replicated |= found.replicated
             label = f"rank {rank}: " if world > 1 else ""
-            parts.append(Part(label, found.tensors, {name: {name: digest} for name, digest in found.digests.items()}))
+            digests = {name: {name: digest} for name, digest in found.digests.items()}
+            for name, owner in self._tied(found.tensors).items():
+                found.tensors[name] = found.tensors[owner]._replace(name=name, tied_to=owner)
+                if owner in digests:
+                    digests[name] = {name: found.digests[owner]}
+            parts.append(Part(label, found.tensors, digests))
         return parts
+
+    def _tied(self, tensors: dict[str, Tensor]) -> dict[str, str]:
+        stored = tensors.get(_OWN + "structure")
+        found = description.tied(json.loads(stored.read(0, stored.nbytes))) if stored is not None else {}
+        return {name: owner for name, owner in found.items() if owner in tensors and name not in tensors}
 
     def parts(self) -> list[Part]:
         """Replicas, which all ranks name in their manifests, are one part without a label."""
