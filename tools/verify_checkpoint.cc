@@ -25,7 +25,9 @@ constexpr char kDescription[] =
     "A PATH is a checkpoint directory (all its ranks), one file of it, or a file or directory that "
     "another program\nwrote (safetensors; torch.save zips, .distcp files): there, what the format "
     "allows is checked, and the report says\nthat this is less. Of any other directory all "
-    "checkpoints below are verified. Nothing is ever executed or unpickled.";
+    "checkpoints below are verified. Nothing is ever executed or unpickled.\n\n"
+    "The command holdfast verify also takes URLs that a drain fills, with the options --storage "
+    "KEY=VALUE,\n--storage-file FILE and --json.";
 
 constexpr char kFooter[] =
     "Output: one line per fault (file, tensor, byte range, reason, expected and found), then one "

@@ -476,6 +476,12 @@ def test_the_commands_take_urls(tmp_path: Path, server: s3_server.Server, url: s
     done = command("verify", url, torch=False)
     assert done.status == 2 and "step-1" in done.out and done.out.count(": sound: ") == 1
     assert command("ls", url, "--json", torch=False).json["checkpoints"][-1]["state"] == "damaged"
+    done = command("verify", "--json", url, f"{url}/none", torch=False)
+    told = {path["path"]: path for path in done.json["paths"]}
+    assert (done.status, done.error, done.json["verdict"], done.json["exit_status"]) == (3, "", "unreadable", 3)
+    assert (told[far.path(second.slot)]["verdict"], told[far.path(second.slot)]["faults"]) == ("sound", [])
+    assert "bytes of data" in next(p for p in told.values() if p["verdict"] == "incomplete")["faults"][0]["reason"]
+    assert told[f"{url}/none"]["faults_total"] == 1 and "no complete checkpoint" in told[f"{url}/none"]["faults"][0]["reason"]
 
 
 def test_a_bucket_alone_is_no_checkpoint() -> None:
