@@ -121,10 +121,25 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         try:
             return _native.CheckpointReader.open(self.path, 0)
         except Error as error:
-            instead = _other_format(self.path)
+            instead = self._instead()
             if not instead:
                 raise
             raise Error(error.code, f"load {self.path}: {instead}", error.errno) from error
+
+    def _instead(self) -> str:
+        """What stands in the place of a plain checkpoint, and what loads it; empty for anything else."""
+        dcp = "it is a checkpoint of PyTorch Distributed Checkpoint; "
+        if self._remote is not None:
+            how = "copy it with holdfast drain and use holdfast.dcp.load, or use a Checkpointer with format='dcp' and drain_to="
+            return dcp + how if self._remote.info.format == "dcp" else ""
+        if os.path.isfile(self.path):
+            return "it is a file; use what wrote it (torch.load, safetensors), or holdfast convert"
+        if _dcp_directories.may_be_loaded(self.path):
+            return dcp + "use holdfast.dcp.load, or holdfast convert"
+        with contextlib.suppress(Error):
+            newest = _native.find_newest(self.path)[0]["name"]
+            return f"it is no checkpoint and holds some; load one of them, the newest is {newest}"
+        return ""
 
     def of_description(self) -> contextlib.AbstractContextManager[None]:
         """What damage of the description makes Python raise, or an object that gets it, becomes DATA_LOSS.
@@ -276,7 +291,7 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             raise Error(
                 "FAILED_PRECONDITION",
                 f"load {self.path}: "
-                + (_other_format(self.path) or f"it has no {name}: it was not saved by the Python package; its "
+                + (self._instead() or f"it has no {name}: it was not saved by the Python package; its "
                    "tensors are ordinary safetensors files"),
             )
         with self._reading() as loading:
@@ -334,18 +349,6 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             for name in self._objects:
                 needed |= _unpickle.unlisted(self._pickle(loading, name))
         return needed
-
-
-def _other_format(path: str) -> str:
-    """What stands in the place of a plain checkpoint, and what loads it; empty for anything else."""
-    if os.path.isfile(path):
-        return "it is a file; use what wrote it (torch.load, safetensors), or holdfast convert"
-    if _dcp_directories.may_be_loaded(path):
-        return "it is a checkpoint of PyTorch Distributed Checkpoint; use holdfast.dcp.load, or holdfast convert"
-    with contextlib.suppress(Error):
-        newest = _native.find_newest(path)[0]["name"]
-        return f"it is no checkpoint and holds some; load one of them, the newest is {newest}"
-    return ""
 
 
 def _read(loading: Loading, reader: Any, name: str, nbytes: int, begin: int | None = None) -> bytes:

@@ -494,6 +494,13 @@ def test_a_bucket_alone_is_no_checkpoint() -> None:
     assert "secret" not in str(refused.value)
 
 
+def test_a_dcp_checkpoint_of_a_url_is_named_with_what_loads_it(tmp_path: Path, server: s3_server.Server, url: str) -> None:
+    with opened(tmp_path / "run", url, server.storage(), format="dcp") as checkpointer:
+        checkpointer.save(state(1), 1)
+    with pytest.raises(Error, match=r"Distributed Checkpoint; copy it with holdfast drain and use holdfast\.dcp\.load"):
+        holdfast.load(f"{url}/step-1", storage=server.storage())
+
+
 def test_places_that_differ_behind_a_hash_stay_apart(tmp_path: Path, server: s3_server.Server, url: str) -> None:
     for number in (1, 2):
         with opened(tmp_path / f"{number}", f"{url}/exp%23{number}", server.storage()) as checkpointer:
