@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 
 # Here and not where they are called: an import in the save's thread can fail there, for want of
 # descriptors or on a bad disk.
-from holdfast import _completion, _log, _ranks, _recent, snapshots
+from holdfast import _arguments, _completion, _log, _ranks, _recent, snapshots
 from holdfast._process import PerProcess
 from holdfast.errors import Error
 
@@ -142,9 +142,15 @@ def outcome(subject: Subject, error: Error | None) -> str:
 
 
 class Handle:
-    """An observer that was added; ``close()``, or the end of a ``with``, removes it."""
+    """An observer that was added; ``close()``, or the end of a ``with``, removes it.
+
+    Raises:
+        Error: INVALID_ARGUMENT for what cannot be called.
+    """
 
     def __init__(self, observer: Observer, on_close: Callable[[], None] = lambda: None) -> None:
+        if not callable(observer):
+            raise _arguments.wrong("Handle", "observer", observer, "a function of a save, its report and its error")
         self._observer: Observer | None = observer
         self._on_close = on_close
         observers.append(observer)

@@ -236,7 +236,21 @@ def test_others_can_publish_to_the_same_observers(tmp_path: Path) -> None:
     assert line["error"] == {"code": "ABORTED", "message": "save: rank 2 died", "errno": 0}
 
 
+def test_what_cannot_be_called_is_no_observer() -> None:
+    before = list(events.observers)
+    with pytest.raises(holdfast.Error, match="Handle: observer 5: a function") as refused:
+        events.Handle(5)  # type: ignore[arg-type]
+    assert refused.value.code == "INVALID_ARGUMENT" and events.observers == before
+
+
 # ---- JSON lines.
+
+
+@pytest.mark.parametrize("opened", [observe.jsonl, observe.trace])
+def test_the_directory_of_a_file_is_made(opened: Any, tmp_path: Path) -> None:
+    with opened(tmp_path / "run" / "logs" / "file"):
+        pass
+    assert (tmp_path / "run" / "logs" / "file").exists()
 
 
 def test_json_lines_tell_of_every_outcome(tmp_path: Path) -> None:
@@ -525,6 +539,21 @@ def test_a_run_is_drawn(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "picture", "said"),
+    [(b"no JSON", "x.png", "line 1 is none that"), (b"\xff\n", "x.png", "line 1 is none that"), (b"[]", "x.png", "line 1 is none that"),
+     (b'{"outcome": "refused"}\n', "x.xyz", "x.xyz: its ending is none of")],
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_one_line(lines: bytes, picture: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    from holdfast.observe.__main__ import main
+
+    (tmp_path / "run.jsonl").write_bytes(lines)
+    assert main(["plot", str(tmp_path / "run.jsonl"), str(tmp_path / picture)]) == 1
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
 
 
 def test_parts_of_a_drawn_save_follow_each_other(tmp_path: Path) -> None:

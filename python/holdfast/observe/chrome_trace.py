@@ -200,11 +200,13 @@ def trace(path: str | os.PathLike[str]) -> events.Handle:
     """Writes a Chrome trace of the saves and steps of this process from now on.
 
     Args:
-        path: of the file, which is replaced; ``{rank}`` in it stands for the rank. One process
-            writes one file.
+        path: of the file, which is replaced; ``{rank}`` in it stands for the rank. Its directory is
+            made. One process writes one file.
     """
     rank = _ranks.rank_of_process()
-    file = _File(os.fspath(path).replace("{rank}", str(rank)), rank)
+    name = os.fspath(path).replace("{rank}", str(rank))
+    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+    file = _File(name, rank)
     with _traces.lock:
         _traces.open.append(file)
 

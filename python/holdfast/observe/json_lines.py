@@ -35,9 +35,10 @@ def jsonl(path: str | os.PathLike[str]) -> events.Handle:
     ones.
 
     Args:
-        path: of the file; ``{rank}`` in it stands for the rank.
+        path: of the file; ``{rank}`` in it stands for the rank. Its directory is made.
     """
     name = os.fspath(path).replace("{rank}", str(_ranks.rank_of_process()))
+    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
     fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def append(subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:
@@ -48,7 +49,18 @@ def jsonl(path: str | os.PathLike[str]) -> events.Handle:
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The lines of a file that `jsonl` wrote."""
-    with open(path, encoding="utf-8") as file:
-        for text in file:
-            yield json.loads(text)
+    """The lines of a file that `jsonl` wrote.
+
+    Raises:
+        Error: INVALID_ARGUMENT for a line that it did not write.
+    """
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                line = json.loads(text)
+            except (ValueError, RecursionError):
+                line = None
+            if not isinstance(line, dict) or "outcome" not in line:
+                name = os.fspath(path)
+                raise Error("INVALID_ARGUMENT", f"read {name}: line {number} is none that holdfast.observe.jsonl writes")
+            yield line

@@ -24,14 +24,20 @@ def plot(lines: str | os.PathLike[str], picture: str | os.PathLike[str]) -> None
         picture: the file to make; its ending decides what it is (``.png``, ``.svg``, ...).
 
     Raises:
-        Error: UNIMPLEMENTED without matplotlib, NOT_FOUND if the file has no saves.
+        Error: UNIMPLEMENTED without matplotlib, NOT_FOUND if the file has no saves, INVALID_ARGUMENT for a file that
+            `jsonl` did not write, or an ending that is no kind of picture.
     """
     try:
+        from matplotlib.backend_bases import FigureCanvasBase
         from matplotlib.figure import Figure
     except ImportError as error:
         raise Error(
             "UNIMPLEMENTED", "observe.plot: matplotlib is not installed; pip install matplotlib"
         ) from error
+    name = os.fspath(picture)
+    kind, kinds = os.path.splitext(name)[1][1:].lower() or "png", FigureCanvasBase.get_supported_filetypes()
+    if kind not in kinds:
+        raise Error("INVALID_ARGUMENT", f"observe.plot {name}: its ending is none of {', '.join(sorted(kinds))}")
     records = list(read_jsonl(lines))
     saved = [r for r in records if r["outcome"] == "durable"]
     if not records:
@@ -63,7 +69,7 @@ def plot(lines: str | os.PathLike[str], picture: str | os.PathLike[str]) -> None
     rates.set_ylabel("GiB/s until durable")
     rates.set_ylim(bottom=0)
     rates.set_xlabel("seconds of the run")
-    figure.savefig(os.fspath(picture), dpi=120)
+    figure.savefig(name, dpi=120)
 
 
 def _ends(report: dict[str, Any]) -> tuple[float, float, float]:
