@@ -31,11 +31,15 @@ def is_whole(value: Any) -> bool:
         return False
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a real number; NaN is none."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value
+
+
 _KINDS: dict[Any, Kind] = {
     bool: (lambda value: isinstance(value, bool), "True or False"),
     int: (is_whole, "a whole number from 0 to 2^64 - 1"),
-    # NaN is no number.
-    float: (lambda value: isinstance(value, numbers.Real) and not isinstance(value, bool) and value == value, "a number"),
+    float: (is_number, "a number"),
     str: (lambda value: isinstance(value, str), "a str"),
     type(None): (lambda value: value is None, "None"),
     dict: (lambda value: isinstance(value, dict), "a dict"),

@@ -40,9 +40,30 @@ _OF_MEMORY = OPTIONS & frozenset(
     """arena_bytes control_bytes_max threads idle_trim pages launcher worker_program fused_copy
     second_look on_sealed time_memory_max time_stalled_max""".split()
 )
+# What options are that are whole numbers, or times. The runtime has the ranges.
+_WHOLE = {
+    **dict.fromkeys("threads nice queue_depth pwrite_threads".split(), "a whole number"),
+    **dict.fromkeys("arena_bytes control_bytes_max bytes_per_second_max".split(), "a whole number of bytes"),
+    "io_priority_class": "0 (none), 1 (real time), 2 (best effort) or 3 (idle)",
+    "io_priority_level": "a whole number from 0 (first) to 7",
+}
+_SECONDS = frozenset(name for name in OPTIONS if name.startswith("time_")) | {"idle_trim"}
 
 
-def _check(options: dict[str, Any], operation: str) -> None:
+def _taken(name: str, value: Any, operation: str) -> Any:
+    """The value of an option as the runtime takes it: also 2e8 is a whole number."""
+    if name in _WHOLE:
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, bool) or not hasattr(value, "__index__"):
+            raise _arguments.wrong(operation, name, value, _WHOLE[name])
+    elif name in _SECONDS and value is not None and not _arguments.is_number(value):
+        raise _arguments.wrong(operation, name, value, "a number of seconds")
+    return value
+
+
+def _check(options: dict[str, Any], operation: str) -> dict[str, Any]:
+    """The options as the runtime takes them."""
     unknown = sorted(set(options) - OPTIONS)
     if unknown:
         raise Error(
@@ -50,11 +71,13 @@ def _check(options: dict[str, Any], operation: str) -> None:
             f"{operation}: there is no option {', '.join(unknown)}; there is "
             + ", ".join(sorted(OPTIONS)),
         )
-    for name, value in options.items():
-        if value != value:  # NaN
-            raise _arguments.wrong(operation, name, value, "a number")
     automatic = () if options.get("arena_bytes") else ("arena_bytes",)
-    _native.check_options({k: v for k, v in options.items() if k not in automatic})
+    given = {k: _taken(k, v, operation) for k, v in options.items() if k not in automatic}
+    try:
+        _native.check_options(given)
+    except Error as error:
+        raise Error(error.code, f"{operation}: {error.message}", error.errno) from error
+    return {**options, **given}
 
 
 def _with_worker(options: dict[str, Any]) -> dict[str, Any]:
@@ -154,7 +177,7 @@ class Runtime:
 
     def __init__(self, options: dict[str, Any], beside: Runtime | None = None,
                  operation: str = "configure") -> None:  # fmt: skip
-        _check(options, operation)
+        options = _check(options, operation)
         shared = sorted(_OF_MEMORY & set(options)) if beside is not None else []
         if shared:
             raise Error(
@@ -173,7 +196,7 @@ class Runtime:
         Raises:
             Error: INVALID_ARGUMENT, FAILED_PRECONDITION while a save is in flight.
         """
-        _check(options, "configure")
+        options = _check(options, "configure")
         with self._memory.lock:
             if self._memory.is_busy():
                 raise Error("FAILED_PRECONDITION", "configure: a save is in flight; flush() first")

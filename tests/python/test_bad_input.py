@@ -54,22 +54,27 @@ def test_options_that_make_no_sense(tmp_path: Path) -> None:
     before = dict(_runtime.default.options)
     for options, message in (
         ({"launcher": "rocket"}, 'launcher "rocket": there is only spawn'),
-        ({"threads": "x"}, "threads = 'x'"),
+        ({"threads": "x"}, "configure: threads 'x': a whole number is expected"),
+        ({"arena_bytes": "1GiB"}, "configure: arena_bytes '1GiB': a whole number of bytes is expected"),
+        ({"bytes_per_second_max": 1.5}, "configure: bytes_per_second_max 1.5: a whole number of bytes is expected"),
+        ({"io_priority_class": "idle"}, r"configure: io_priority_class 'idle': 0 \(none\), .* 3 \(idle\) is expected"),
         ({"cpus": 3}, "cpus = 3"),
-        ({"nice": -5}, "option nice = -5: must be 0 to 19"),
+        ({"nice": -5}, "configure: option nice = -5: must be 0 to 19"),
         ({"queue_depth": -1}, "queue_depth = -1"),
         ({"arena_bytes": 1000}, "option arena_bytes = 1000: must be at least"),
-        ({"time_memory_max": "long"}, "time_memory_max = 'long'"),
+        ({"time_memory_max": "long"}, "time_memory_max 'long': a number of seconds is expected"),
         ({"time_ranks_max": 0.0, "stale_warning": False}, "time_ranks_max = 0: must be positive"),
         ({"time_liveness_max": 0.0}, "time_liveness_max = 0: must be positive"),
-        ({"time_stalled_max": float("nan")}, "time_stalled_max nan: a number is expected"),
+        ({"time_stalled_max": float("nan")}, "time_stalled_max nan: a number of seconds is expected"),
     ):
         with pytest.raises(holdfast.Error, match=message) as error:
             holdfast.configure(**options)
         assert error.value.code == "INVALID_ARGUMENT"
     assert _runtime.default.options == before and snapshots.warning, "it was taken all the same"
     holdfast.save_async(STATE, tmp_path / "s").wait(60)
-    holdfast.configure(arena_bytes=0, idle_trim=None)
+    holdfast.configure(arena_bytes=0, idle_trim=None, bytes_per_second_max=4e9)
+    assert _runtime.default.options["bytes_per_second_max"] == 4_000_000_000
+    holdfast.configure(bytes_per_second_max=0)
     with pytest.raises(holdfast.Error, match="engine") as error:
         holdfast.verify(tmp_path / "s", engine="steam")
     assert error.value.code == "INVALID_ARGUMENT"
