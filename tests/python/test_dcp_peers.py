@@ -22,7 +22,7 @@ from holdfast.dcp import StorageReader, StorageWriter, staging, verify
 def test_an_existing_checkpoint_is_refused_in_the_words_of_the_framework(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     dcp.save({"w": torch.ones(4)}, storage_writer=StorageWriter(path))
-    with pytest.raises(CheckpointException, match=".*Checkpoint already exists.*") as caught:
+    with pytest.raises(CheckpointException, match=".*Checkpoint already exists.*; choose another name, remove it, or pass overwrite=True") as caught:
         dcp.save({"w": torch.zeros(4)}, storage_writer=StorageWriter(path, overwrite=False))
     error = caught.value.failures[0][0]
     assert isinstance(error, holdfast.Error) and error.code == "ALREADY_EXISTS"

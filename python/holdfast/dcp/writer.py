@@ -210,7 +210,8 @@ class StorageWriter(_StorageWriter):
         if exists:
             raise Error(
                 "ALREADY_EXISTS",
-                f"save {self.path}: Checkpoint already exists, and overwrite=False",
+                f"save {self.path}: Checkpoint already exists, and overwrite=False; choose another name, remove it, or pass "
+                "overwrite=True (replace=True to a Checkpointer)",
             )
 
     def _begin_directory(self) -> None:
