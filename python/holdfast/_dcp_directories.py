@@ -97,6 +97,13 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
     return sorted(complete, key=age_of_listed), passed_over
 
 
+def why_none(path: str) -> str:
+    """Why there is nothing for DCP to load in a directory without metadata."""
+    if os.path.exists(os.path.join(path, _names.RECORD)):
+        return "it is a plain Holdfast checkpoint; use holdfast.load, or a Checkpointer without format='dcp'"
+    return "the checkpoint was never completed, or the path is wrong"
+
+
 def may_be_loaded(path: str) -> bool:
     """Whether metadata stands there, of all ranks or of rank 0 alone."""
     return any(os.path.exists(os.path.join(path, name)) for name in (METADATA, _names.dcp_metadata(0)))

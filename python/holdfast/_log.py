@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-from holdfast import events
+from holdfast import _ranks, events
 from holdfast.errors import Error, printable
 
 logger = logging.getLogger("holdfast")
@@ -95,6 +95,11 @@ def warn_of(unregistered: str, rank: int) -> None:
     """Says why copies are slow, where the driver has pinned no memory."""
     if unregistered:
         _once(unregistered, logging.WARNING, rank, f"copies from the GPU are slow: {unregistered}")
+
+
+def warn_of_directory(directory: str, text: str) -> None:
+    """Says once what is the matter with a directory."""
+    _once(directory, logging.WARNING, _ranks.rank_and_world()[0], text)
 
 
 def log(subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:

@@ -21,6 +21,7 @@ from holdfast import (
     _dcp_directories,
     _lineage,
     _names,
+    _others,
     _ranks,
     _runtime,
     directories,
@@ -359,13 +360,13 @@ class Checkpointer(PerProcess):
         return self._place
 
     def newest(self) -> dict[str, Any] | None:
-        """The complete checkpoint that was saved last, as of `list`; None when there is none."""
-        if self._drain_to is not None:
-            return next(reversed(self.list()), None)
-        found = directories.newest(self.directory, format=self.format)
-        if found is None or self._pattern.fullmatch(found["name"]):
-            return found
-        return next(reversed(self.list()), None)
+        """The complete checkpoint that was saved last, as of `list`; None, and a warning of others, when there is none."""
+        found = directories.newest(self.directory, format=self.format) if self._drain_to is None else None
+        if found is None or not self._pattern.fullmatch(found["name"]):
+            found = next(reversed(self.list()), None)
+        if found is None:
+            _others.warn(self.directory, self.format, self._listed())
+        return found
 
     def load(
         self, step: int | None = None, into: Any = None, *, name: str | None = None, **options: Any
@@ -414,7 +415,8 @@ class Checkpointer(PerProcess):
             return there.get(os.path.basename(path), path)
         newest = self.newest()
         if newest is None:
-            raise Error("NOT_FOUND", f"load from {self.directory}: there is no complete checkpoint")
+            others = _others.words(self.directory, self.format, self._listed())
+            raise Error("NOT_FOUND", f"load from {self.directory}: there is no complete checkpoint{others}")
         return newest["path"]
 
     def _descends_from(self, path: str) -> None:
@@ -442,8 +444,7 @@ class Checkpointer(PerProcess):
             path = self._fetched(looked[-1])
             stack.callback(drain_remote.let_go, path)
             if not _dcp_directories.may_be_loaded(path):
-                raise Error("NOT_FOUND", f"load {path}: it has no {_names.METADATA}: no save "
-                            "was completed there, or the path is wrong")  # fmt: skip
+                raise Error("NOT_FOUND", f"load {path}: it has no {_names.METADATA}: {_dcp_directories.why_none(path)}")
             return path
 
         with contextlib.ExitStack() as stack:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 import holdfast.dcp
@@ -63,6 +64,38 @@ def test_checkpoints_of_other_formats_are_named_with_what_loads_them(tmp_path: P
             holdfast.load(tmp_path / name)
         with pytest.raises(holdfast.Error, match=r"holdfast\.dcp\.load"):
             holdfast.open(tmp_path / name)
+
+
+def test_a_plain_checkpoint_is_named_with_what_loads_it(tmp_path: Path) -> None:
+    state = {"t": torch.ones(2)}
+    holdfast.save(state, tmp_path / "step-1")
+    with pytest.raises(CheckpointException, match=r"plain Holdfast checkpoint; use holdfast\.load"):
+        holdfast.dcp.load(state, checkpoint_id=tmp_path / "step-1")
+    with holdfast.Checkpointer(tmp_path, format="dcp") as checkpointer:
+        with pytest.raises(holdfast.Error, match=r"plain Holdfast checkpoint; use holdfast\.load"):
+            checkpointer.load(1, into=state)
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "said"),
+    [({"format": "dcp"}, {}, "step-1 is of another format (format='dcp')"), ({}, {"format": "dcp"}, "step-1 is of another format (format='holdfast')"),
+     ({"name": "epoch-{step}"}, {}, "epoch-1 is of another name (name=)")],
+)  # fmt: skip
+def test_a_resume_that_looks_for_others_says_what_is_there(
+    saved: dict[str, str], resumed: dict[str, str], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"t": torch.ones(2)}
+    with holdfast.Checkpointer(tmp_path / "none", **resumed) as checkpointer:
+        assert checkpointer.newest() is None
+    assert not caplog.records
+    with holdfast.Checkpointer(tmp_path, **saved) as checkpointer:
+        checkpointer.save(state, 1)
+    with holdfast.Checkpointer(tmp_path, **resumed) as checkpointer:
+        assert checkpointer.newest() is None is checkpointer.newest()
+        with pytest.raises(FileNotFoundError) as refused:
+            checkpointer.load(into=state)
+    assert said in str(refused.value)
+    assert [said in record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [True]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ ROWS = (
     ("_kinds", "_unpickle", "snapshots"),
     ("_tensor_kinds",),
     ("_late", "_log", "_merging", "_recent", "_state", "directories"),
-    ("_agreement", "_hf", "drain", "events"),
+    ("_agreement", "_hf", "_others", "drain", "events"),
     ("_runtime",),
     ("capture", "handle"),
     ("_building", "_filling", "files", "loading", "saving"),

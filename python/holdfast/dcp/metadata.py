@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties, TensorStorageMetadata
 
-from holdfast import _collector, _durable, _native, _regular, _unpickle
+from holdfast import _collector, _dcp_directories, _durable, _native, _regular, _unpickle
 from holdfast._durable import sync_directory
 from holdfast._names import DCP_RECORD, METADATA
 from holdfast.errors import Error, of_system
@@ -200,8 +200,7 @@ def read_bytes(path: Path) -> bytes:
         except FileNotFoundError as error:
             raise Error(
                 "NOT_FOUND",
-                f"load {path}: there is no such file; the checkpoint was never completed, or the path "
-                "is wrong",
+                f"load {path}: there is no such file; {_dcp_directories.why_none(str(path.parent))}",
                 error.errno or 0,
             ) from error
 
