@@ -117,7 +117,8 @@ class Save:
         self._start: Callable[[], _native.SaveHandle] | None = start
         self._begun = threading.Event()
         self._refusal: BaseException | None = None
-        self.refused = False
+        self.refused = False  # or given up by `cancel`: no failure to tell of
+        self._cancelled = False
         self._keep: list[Any] | None = keep
         # It must outlive the save. A handle may live on for long, and keeps no staging memory.
         self._door: _native.Checkpointer | None = door
@@ -202,6 +203,8 @@ class Save:
 
     def _end(self, report: dict[str, Any] | None, error: Error | None) -> None:
         self._keep = None
+        if self._cancelled and error is not None and error.code == "CANCELLED":
+            self.refused = True
         if error is not None and self._is_skip(error):
             self.refused = self.skipped = self.extra["skipped"] = True
             error = Error("UNAVAILABLE", error.message)  # also where another rank has left it out
@@ -248,9 +251,11 @@ class Save:
     def cancel(self) -> None:
         """Asks for the save to be given up and its partial files removed.
 
-        `durable` then fails with CANCELLED, unless the save was already committing.
+        `durable` then fails with CANCELLED, unless the save was already committing. `flush` and the exit
+        pass over that.
         """
         self._check_process()
+        self._cancelled = True
         if self._native is not None:
             self._native.cancel()
 

@@ -286,17 +286,15 @@ if pid == 0:
     os._exit(0 if checkpointer.newest()["step"] == 2 else 1)
 assert os.waitpid(pid, 0)[1] == 0
 save.cancel()
-try:
-    checkpointer.wait(60)
-except holdfast.Error as error:
-    print(error.code)
+checkpointer.wait(60)  # neither this nor the exit counts it as a failure
+print(save.durable.done(), save.report)
 """
 
 
 def test_a_forked_child_saves_and_does_not_wait_for_the_parent(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", _FORKED, str(tmp_path)], capture_output=True,
                           text=True, timeout=120, check=False)  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, "CANCELLED\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "True None\n"), done.stderr
 
 
 # ---- DCP directories.
