@@ -123,7 +123,8 @@ class Store:
                 code = code if status[1] == "403" or "MKCOL" in str(error) else "UNIMPLEMENTED"
                 raise Error(code, f"{operation} {where}: {_reason(error)}; a drain needs a server that does this part of WebDAV: "
                             f"{_NEEDED_OF_WEBDAV[operation]}, or choose another store") from error  # fmt: skip
-            raise Error(code, f"{operation} {where}: {_reason(error)}") from error
+            hint = "; credentials are of the environment, storage= or --storage-file" if code in _REFUSED else ""
+            raise Error(code, f"{operation} {where}: {_reason(error)}{hint}") from error
 
     # ---- Reading.
 
@@ -387,6 +388,7 @@ def _latest(looked: Iterable[Info | str | None]) -> dict[str, Info]:
 # In the library's text of an HTTP error: status, and what S3 says in XML.
 _STATUS = re.compile(r"status code: (\d{3}) ?([^:<\n]*)")
 _SAID = re.compile(r"<Code>([^<]*)</Code>\s*(?:<Message>([^<]*)</Message>)?")
+_REFUSED = ("PERMISSION_DENIED", "UNAUTHENTICATED")
 _CODE_OF_STATUS = {"401": "UNAUTHENTICATED", "403": "PERMISSION_DENIED", "404": "NOT_FOUND", "507": "RESOURCE_EXHAUSTED"}
 
 
