@@ -245,11 +245,13 @@ def test_wrong_paths_are_one_line(run: Path, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "empty.pt").write_bytes(b"")
     (tmp_path / "zip.pt").write_bytes(b"PK\3\4" + bytes(100))
+    torch.save({"a": torch.ones(2)}, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
     for name, said in (
         ("nowhere", "No such file or directory"),
         ("text.json", "neither a torch.save zip nor safetensors"),
         ("empty.pt", "neither a torch.save zip nor safetensors"),
         ("zip.pt", "load "),
+        ("legacy.pt", "load it with torch.load and save it again"),
         ("pipe", "neither a file nor a directory"),
         (".", "holdfast ls"),
     ):
@@ -289,7 +291,9 @@ def test_a_hostile_torch_file_runs_no_code(tmp_path: Path) -> None:
             return os.mkdir, (str(tmp_path / "made"),)
 
     torch.save({"w": torch.ones(2), "x": Hostile()}, tmp_path / "hostile.pt")
-    refused(command("show", tmp_path / "hostile.pt"), "mkdir")
+    done = command("show", tmp_path / "hostile.pt")
+    refused(done, "mkdir", "save the state_dict()")
+    assert "add_safe_globals" not in done.error  # no advice for a command
     assert not (tmp_path / "made").exists()
 
 

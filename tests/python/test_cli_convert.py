@@ -207,6 +207,8 @@ def test_a_rank_of_several_is_chosen(tmp_path: Path) -> None:
     refused(runs[0], "2 ranks", "--rank")
     refused(runs[1], "2 ranks", "--rank")
     assert runs[2].status == 0
+    holdfast.save({"w": torch.ones(1)}, tmp_path / "one")
+    refused(command("convert", "--rank", "5", tmp_path / "one", tmp_path / "x"), "1 rank saved it; pass --rank 0\n")
     assert torch.load(file, weights_only=True)["rng"].tolist() == [1, 1, 1, 1]
 
 

@@ -70,7 +70,8 @@ class TorchFile(Source):
             reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), "its pickle is not plain")
             raise Error(
                 "PERMISSION_DENIED",
-                f"load {self.path}: {reason.strip()}; only tensors, plain values and containers are read",
+                f"load {self.path}: {reason.strip().partition('. Please use')[0]}; only tensors, plain values and containers "
+                "are read: save the state_dict() of an object",
             ) from error
         except (RuntimeError, ValueError, EOFError, KeyError, AttributeError) as error:
             raise Error("DATA_LOSS", f"load {self.path}: {str(error).splitlines()[0]}") from error

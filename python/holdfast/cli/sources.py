@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from holdfast import _names, _native, _regular, directories, snapshots
 from holdfast.cli import description, places
-from holdfast.errors import Error, of_system
+from holdfast.errors import Error, counted, of_system
 
 _OWN = "holdfast:"
 
@@ -138,6 +138,9 @@ def open_source(path: str) -> Source:
             with open(path, "rb") as file:
                 magic = file.read(4)
     if not stat.S_ISDIR(mode):
+        if magic[:1] == b"\x80" and magic[2:] == b"\x8a\n":  # the header of a safetensors file is never as long
+            raise Error("UNIMPLEMENTED", f"open {path}: a torch.save file without a zip archive, as of old versions; load it "
+                        "with torch.load and save it again")  # fmt: skip
         if magic != b"PK\3\4":
             return _Safetensors(path)
         from holdfast.cli.framework_sources import TorchFile
@@ -262,7 +265,8 @@ class _Holdfast(Source):
 
         world = self.facts["world_size"]
         if rank is not None and not 0 <= rank < world:
-            raise Error("INVALID_ARGUMENT", f"load {self.path}: {world} ranks saved it; pass --rank 0 to {world - 1}")
+            ranks = "0" if world == 1 else f"0 to {world - 1}"
+            raise Error("INVALID_ARGUMENT", f"load {self.path}: {counted(world, 'rank')} saved it; pass --rank {ranks}")
         # Without a rank: what all ranks had alike.
         return loading.Checkpoint(self.path, rank=rank, map_location="cpu")
 
