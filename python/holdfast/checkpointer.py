@@ -38,14 +38,8 @@ from holdfast.errors import Error, TimeoutError
 
 logger = logging.getLogger("holdfast")
 
-_OF_PLAIN = frozenset(inspect.signature(saving.save_async).parameters) - {
-    "state",
-    "path",
-    "step",
-    "keep_last",
-    "keep_every",
-    "runtime",
-}
+_OF_PLAIN = frozenset(inspect.signature(saving.save_async).parameters)
+_OF_PLAIN -= {"state", "path", "step", "keep_last", "keep_every", "runtime"}
 _OF_DCP = frozenset({"late", "planner", "replace", "replicas"})
 
 

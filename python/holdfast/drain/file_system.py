@@ -43,7 +43,7 @@ class Directory:
         self.seen = seen
         self.is_gone = False
         self._locks: dict[str, int] = {}
-        self._put: dict[str, set[str]] = {}  # what drains have put beside the checkpoint of a slot into which files come late
+        self._put: dict[str, set[str]] = {}  # files of drains beside the checkpoint of a slot into which files come late
         self._digests: dict[str, tuple[object, tuple[str, ...]]] = {}  # of files that no manifest names, by path, with their status
 
     def path(self, slot: str) -> str:
@@ -432,7 +432,7 @@ class Directory:
             slots.remove_unnamed(self.path(_names.retired(info.name, info.attempt)))
 
     def _retire(self, info: Info, fd: int, beside: set[str]) -> None:
-        """Takes a checkpoint's name away, before the first of its files goes: what keeps the name keeps the files beside it, too."""
+        """Takes a checkpoint's name away, before the first of its files goes: a checkpoint that keeps its name keeps the files beside it, too."""
         path, retired = self.path(info.slot), self.path(_names.retired(info.name, info.attempt))
         with of_system(f"remove {path}"):
             self._check_removable(info, fd, beside)

@@ -185,7 +185,7 @@ class Following:
         return refused or left
 
     def _refuse_let_go(self, local: list[Info]) -> None:
-        """What was asked for by its name, and retention would remove at once, is an error. Else that is what retention is for."""
+        """A checkpoint that was asked for by its name, and that retention would remove at once, is an error. Else it is retention's work."""
         chosen = self._chosen(local)
         assert self._remote is not None
         for info in tiers.missing(local, self._remote):
@@ -424,7 +424,7 @@ def lock_path(source: str, target: str) -> str | None:
 
 @contextlib.contextmanager
 def kept_open(path: str | None) -> Iterator[Callable[[], bool]]:
-    """Gives what asks whether a file's directory is another one by now. An open directory's number is given to no other."""
+    """Gives a question: whether a file's directory is another one by now. An open directory's number is given to no other."""
     folder = os.path.dirname(path) if path else ""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

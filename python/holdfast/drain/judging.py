@@ -1,4 +1,4 @@
-"""What a directory of a place is, by the lists in it: which files are of a checkpoint, and what may be replaced or removed."""
+"""The state of a directory of a place, by the lists in it: which files are of a checkpoint, and whether a copy may replace it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _refuse_later(place: Place, info: Info, name: str) -> None:
 
 
 def is_over(place: Place, slot: str, by: Info | None) -> bool:
-    """Whether a directory without a name is left by a removal, or is what a complete checkpoint of the name has replaced, or an older save."""
+    """Whether a directory without a name is the rest of a removal, or of a replaced checkpoint, or an older save."""
     try:
         if _names.retired_name(slot):
             return not foreign_in(place, slot)
@@ -104,7 +104,7 @@ def is_over(place: Place, slot: str, by: Info | None) -> bool:
 
 
 def foreign_in(place: Place, slot: str, format: str = "") -> set[str]:
-    """What lies in a directory and is no file of a checkpoint, of a format or any, by all lists that can be read.
+    """The files in a directory that are of no checkpoint, of a format or any, by all lists that can be read.
 
     The name of a data file proves nothing: the weights of Hugging Face have such names.
     """
@@ -120,6 +120,6 @@ def foreign_in(place: Place, slot: str, format: str = "") -> set[str]:
 
 
 def recorded_in(place: Place, info: Info) -> list[str]:
-    """The names of what a drain has put beside a checkpoint, with what a kill has left; the record last."""
+    """The names of a drain's files beside a checkpoint, with those that a kill has left; the record last."""
     files = recorded(place, info)
     return slots.unrecorded(os.listdir(place.path(info.slot))) + ([*(f.name.removeprefix(BESIDE) for f in files), _names.BESIDE_RECORD] if files else [])

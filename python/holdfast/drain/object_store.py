@@ -79,7 +79,7 @@ class Store:
         self.url = url.rstrip("/")
         self._library = load_library()
         self._known: dict[tuple[str, _Object], dict[str, Any]] = {}  # commit records that were read
-        self._judged: dict[str, tuple[object, Info | str]] = {}  # by slot: what was compared, and what it is
+        self._judged: dict[str, tuple[object, Info | str]] = {}  # by slot: the objects that were compared, and the verdict
         scheme = scheme_of(url)
         of_s3 = scheme in ("s3", "s3a")
         # S3 compares the checksum of each part before it answers.
@@ -235,7 +235,7 @@ class Store:
         return {name: o.bytes for name, o in self._objects(f"{slot}/").get(slot, {}).items()}
 
     def beside(self, info: Info, names: Callable[[], set[str]], pace: Callable[[int], None]) -> tuple[list[File], list[str]]:
-        return recorded(self, info), []  # what others have put there is theirs
+        return recorded(self, info), []  # other objects are a user's own
 
     # ---- Writing.
 

@@ -223,7 +223,7 @@ def mount_of(place: str) -> str | None:
 
 
 def _mount_id(path: str) -> str | None:
-    """What differs between any two mounts, those of one disk, too; None for what is not there, or cannot be opened."""
+    """A number of the mount, which differs for two mounts of one disk, too; None for a path that is not there, or cannot be opened."""
     try:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:

@@ -104,7 +104,7 @@ def find(url: str, storage: dict[str, Any] | None = None) -> Found:
 def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
     """Copies a checkpoint into a directory, verified, and returns its path. What is there already is not copied again.
 
-    What else has its name, as another save, which may be nowhere else, stays: the copy is then made below a directory that `let_go`
+    Another save of its name, or a user's files there, stays: the copy is then made below a directory that `let_go`
     removes.
     """
     from holdfast.drain.file_system import Directory

@@ -66,7 +66,7 @@ def may_be_of_save(name: str) -> bool:
 
 
 def is_list(name: str) -> bool:
-    """Whether a file is no data, or is not whole: it says what a checkpoint is, or what lies beside it."""
+    """Whether a file is no data, or is not whole: a list of a checkpoint, or of the files beside it."""
     is_of_format = _names.format_of(_names.finished(name)) and not _names.DATA.fullmatch(name) and not _names.DCP_DATA.fullmatch(name)
     return name == _names.BESIDE_RECORD or bool(is_of_format)
 

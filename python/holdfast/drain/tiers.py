@@ -113,7 +113,7 @@ def strangers(info: Info, local: list[Info], remote: list[Info], rules: Rules) -
 
 
 def _kept_at_last(local: list[Info], remote: list[Info], found: list[Info], rules: Rules) -> set[str]:
-    """Names that the second place has once what is `found` has arrived and retention was applied."""
+    """Names that the second place has once all that is `found` has arrived and retention was applied."""
     every = _merged(_own(local, remote), found)
     gone = let_go(every, rules.options.keep_last, rules.options.keep_every, _series(local, rules.form))
     return {c.name for c in every} - gone
@@ -143,7 +143,7 @@ def to_remove_remotely(local: list[Info], remote: list[Info], rules: Rules, fail
                        chosen: Collection[Key] | None = None) -> list[Info]:  # fmt: skip
     """The checkpoints of the second place that retention lets go: of the series that the first place has. Others are another job's.
 
-    Of the own run the newest stay, whatever the times of others are: the second place may have the only copy. So does what stays
+    Of the own run the newest stay, whatever the times of other runs are: the second place may have the only copy. So does what stays
     once all has arrived that is on its way: after a rollback that is of another branch than the newest that is there.
 
     Args:
