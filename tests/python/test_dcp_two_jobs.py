@@ -131,11 +131,11 @@ def test_a_save_whose_files_another_job_has_removed_is_not_committed(
     older = set(os.listdir(path))
     locked = dcp_metadata.locked
 
-    def after_removal(directory: Path, end: float) -> Any:
+    def after_removal(directory: Path, *end: float) -> Any:
         for file in directory.glob(gone):
             if file.name not in older:
                 file.unlink()
-        return locked(directory, end)
+        return locked(directory, *end)
 
     monkeypatch.setattr(dcp_metadata, "locked", after_removal)
     assert _outcome(path, 0, 1) == "ABORTED"
