@@ -113,8 +113,8 @@ def look(path: str) -> dict[str, Any] | None:
     """What is known of a complete checkpoint; None for a directory that is none.
 
     Raises:
-        Error: DATA_LOSS where ``.metadata`` is no file or not what the save committed, or the save's commit
-            record is missing.
+        Error: DATA_LOSS where ``.metadata`` is no file or not what the save committed, the save's commit
+            record is missing, or its data files have fewer bytes than it says.
         OSError: of the system.
     """
     try:
@@ -130,6 +130,11 @@ def look(path: str) -> dict[str, Any] | None:
             continue  # of an earlier version
         name = _names.dcp_record(attempt)
         record = json.loads(_regular.read_whole(os.path.join(path, name), "read", _regular.RECORD_BYTES_MAX)[0])
+        stored = sum(_size(os.path.join(path, n)) for n in names if _names.DCP_ANY_DATA.fullmatch(n))
+        if stored < record["bytes"]:
+            if _regular.read_whole(os.path.join(path, METADATA), "read", _regular.METADATA_BYTES_MAX)[0] != data:
+                return look(path)  # a save has replaced the checkpoint meanwhile
+            raise Error("DATA_LOSS", f"read {path}: its data files have {stored} of {record['bytes']} bytes")
         return {
             "step": record["step"],
             "saved_at": record["saved_at_ns"] / 1e9,
@@ -147,6 +152,14 @@ def look(path: str) -> dict[str, Any] | None:
         "world_size": None,
         "bytes": sum(os.stat(os.path.join(path, n)).st_size for n in names),
     }
+
+
+def _size(path: str) -> int:
+    """The bytes of a file, 0 where it has gone."""
+    try:
+        return os.stat(path, follow_symlinks=False).st_size
+    except FileNotFoundError:
+        return 0
 
 
 def _rows(checkpoints: list[dict[str, Any]]) -> list[tuple[str, float, int, str, str]]:
