@@ -25,6 +25,7 @@ import holdfast
 import holdfast.dcp
 from holdfast import _native
 from holdfast.dcp import uploads
+from holdfast.errors import of_system
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -420,3 +421,21 @@ def test_a_recovery_removes_only_what_is_proven(files: list[str], reason: str | 
     assert report["removed"] == (["step-1"] if reason == "" else [])
     assert path.exists() == (reason != "") and (reason == "" or _names(path) == sorted(files))
     assert [entry.startswith("step-1: ") and (reason or "-") in entry for entry in report["kept_incomplete"]] == [True] * bool(reason)
+
+
+def test_a_directory_that_is_removed_again_and_again_is_made_anew(tmp_path: Path) -> None:
+    """As one that a file system of a network shows for some time after another rank has removed it."""
+    path, removed = tmp_path / "run/step-1", 0
+    writer = holdfast.dcp.StorageWriter(path)
+    writer.make_directory()
+
+    def act() -> str:
+        nonlocal removed
+        if removed < 4:
+            removed += 1
+            shutil.rmtree(path)
+        with of_system("take a name"), open(path / "name", "xb"):
+            return "taken"
+
+    assert writer.in_directory(act) == "taken" and removed == 4
+    writer.leave()

@@ -44,6 +44,9 @@ logger = logging.getLogger("holdfast.dcp")
 
 _T = TypeVar("_T")
 
+_TIME_SHOWN_MAX = 5.0  # seconds
+_POLL = 0.02
+
 _OVERTAKEN = (
     "another job saves into this directory, and has completed a save meanwhile, or the ranks do not see one directory; "
     "give each job a directory of its own, on a file system that all of its ranks share"
@@ -226,15 +229,24 @@ class StorageWriter(_StorageWriter):
             self._presence = Presence(self.path)
 
     def in_directory(self, act: Callable[[], _T]) -> _T:
-        """The result of `act`; once more in a new directory where another process has removed it since `make_directory`."""
-        try:
-            return act()
-        except Error as error:
-            if error.code != "NOT_FOUND":
-                raise
-        self.make_directory()
-        self.sync_made()
-        return act()
+        """The result of `act`, again in a new directory while another process has removed it since `make_directory`.
+
+        A file system of a network may show the old directory for some time: then nothing makes a new one.
+        """
+        end = time.monotonic() + _TIME_SHOWN_MAX
+        is_anew = False
+        while True:
+            try:
+                if is_anew:
+                    self.make_directory()
+                    self.sync_made()
+                return act()
+            except Error as error:
+                if error.code != "NOT_FOUND" or time.monotonic() > end:
+                    raise
+            if is_anew:
+                time.sleep(_POLL)
+            is_anew = True
 
     def sync_made(self) -> None:
         """Makes the directories durable that this rank has made."""
