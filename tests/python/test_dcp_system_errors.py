@@ -47,7 +47,7 @@ def test_a_name_that_cannot_be_looked_at_is_not_taken_and_leaves_no_descriptor(
             with pytest.raises(holdfast.Error, match=r"take a name: Input/output error \[UNAVAILABLE\]"):
                 placement._reserve(str(tmp_path), 0, 0)
         assert len(os.listdir("/proc/self/fd")) == before
-        os.unlink(tmp_path / "__0_0.distcp.tmp")
+        (tmp_path / "__0_0.distcp.tmp").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("file", ["holdfast.commit-", ".metadata"])

@@ -480,7 +480,7 @@ def test_the_commands_take_urls(tmp_path: Path, server: s3_server.Server, url: s
     told = {path["path"]: path for path in done.json["paths"]}
     assert (done.status, done.error, done.json["verdict"], done.json["exit_status"]) == (3, "", "unreadable", 3)
     assert (told[far.path(second.slot)]["verdict"], told[far.path(second.slot)]["faults"]) == ("sound", [])
-    assert "bytes of data" in next(p for p in told.values() if p["verdict"] == "incomplete")["faults"][0]["reason"]
+    assert "is missing, or has another length" in next(p for p in told.values() if p["verdict"] == "incomplete")["faults"][0]["reason"]
     assert told[f"{url}/none"]["faults_total"] == 1 and "no complete checkpoint" in told[f"{url}/none"]["faults"][0]["reason"]
 
 
