@@ -95,6 +95,18 @@ def test_a_wait_is_for_what_was_there_at_its_call(tmp_path: Path) -> None:
     assert arrived == ["step-1", "step-2", "step-3", "step-4"]
 
 
+def test_the_newest_is_that_of_the_call(tmp_path: Path) -> None:
+    run, far = tmp_path / "run", open_place(str(tmp_path / "far"))
+    save(run, 1, 2, elements=10)
+
+    def hear(event: dict[str, Any]) -> None:
+        if event["event"] == "arrived":
+            save(run, 3, elements=10)
+
+    Following(open_place(str(run)), far, PLAIN, hear, only=lambda complete: complete[-1:]).sweep()
+    assert names(far) == ["step-2"]
+
+
 def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path: Path) -> None:
     run, far = str(tmp_path / "run"), str(tmp_path / "far")
     save(tmp_path / "run", 1, elements=10)

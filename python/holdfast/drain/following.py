@@ -181,15 +181,15 @@ class Following:
             self.pending = len(self._to_send(local))
             self._tell({"event": "progress", "pending": self.pending, "bytes_done": 0, "bytes_total": 0})
         left = self._clean(local)
-        self._refuse_let_go(local)
+        self._refuse_let_go(local, begun)
         return refused or left
 
-    def _refuse_let_go(self, local: list[Info]) -> None:
+    def _refuse_let_go(self, local: list[Info], begun: set[tuple[str, str]]) -> None:
         """A checkpoint that was asked for by its name, and that retention would remove at once, is an error. Else it is retention's work."""
         chosen = self._chosen(local)
         assert self._remote is not None
         for info in tiers.missing(local, self._remote):
-            if chosen is not None and info.key in chosen and info.key not in self.failed:
+            if chosen is not None and info.key in chosen & begun - self.failed.keys():
                 raise Error("FAILED_PRECONDITION", f"drain {info.name}: it is not sent, for retention of {self._target.url} (--keep-last "
                             f"{self._options.keep_last}) would remove it at once; give a larger --keep-last, or none")  # fmt: skip
 
