@@ -97,7 +97,7 @@ def test_a_spool_that_is_none_is_named(at: Path) -> None:
     ("options", "said"),
     [
         ({"bytes_a_minute": 3}, "there is no option bytes_a_minute; there is .*bytes_per_second_max"),
-        ({"threads": "x"}, "threads = 'x'"),
+        ({"threads": "x"}, "threads 'x': a whole number is expected"),
         ({"saves_in_flight_max": 0}, "saves_in_flight_max = 0: a number of 1 or more is expected"),
         ({"saves_in_flight_max": "x"}, "saves_in_flight_max = 'x': a number of 1 or more is expected"),
         ({"durable_names": "hpc_*"}, r"durable_names = 'hpc_\*': patterns are expected, in a list or a tuple"),

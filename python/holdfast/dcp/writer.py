@@ -310,7 +310,11 @@ class StorageWriter(_StorageWriter):
             Error: of this rank's own part.
         """
         self._place = place
-        file = layout.plan_file(data, place.data_file, _late.Late(late), part, plans, digests, addresses)
+        try:
+            file = layout.plan_file(data, place.data_file, _late.Late(late), part, plans, digests, addresses)
+        except BaseException:
+            self.release_name()
+            raise
         nbytes = file.plan.total_bytes
         if self.staged:
             # The staged copy is stable: it goes through a small window of the staging memory.
