@@ -84,7 +84,8 @@ def test_a_late_file_is_not_written_over_a_users_own(tmp_path: Path) -> None:
 
 
 @FORMATS
-def test_an_object_of_a_user_damages_no_checkpoint(format: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
+@pytest.mark.parametrize("name, data", [("eval.json", b"mine"), ("_SUCCESS", b""), ("eval/results.json", b"mine")])
+def test_an_object_of_a_user_damages_no_checkpoint(name: str, data: bytes, format: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
     obstore = pytest.importorskip("obstore")
     save(tmp_path / "run", 1, 2, elements=8, format=format)
     source, far = open_place(str(tmp_path / "run")), open_place(*bucket)
@@ -93,16 +94,16 @@ def test_an_object_of_a_user_damages_no_checkpoint(format: str, tmp_path: Path, 
     store = obstore.store.from_url(url, **storage, client_options={"allow_http": True})
     old, new = far.complete()[0]
     for info in (old, new):
-        obstore.put(store, f"{info.slot}/eval.json", b"mine")
+        obstore.put(store, f"{info.slot}/{name}", data)
     assert names(far) == ["step-1", "step-2"] and far.complete()[1] == [] and swept(source, far) == []
     save(tmp_path / "run", 3, elements=8, format=format)
     events = [e for e in swept(source, far, Drain(keep_last=1)) if e["event"] != "arrived"]
-    assert [e["event"] for e in events] == ["trouble"] * 2 and "eval.json is no file of the checkpoint" in events[0]["message"]
-    assert names(far) == ["step-1", "step-2", "step-3"] and "eval.json" in far.sizes(old.slot)
+    assert [e["event"] for e in events] == ["trouble"] * 2 and f"{name} is no file of the checkpoint" in events[0]["message"]
+    assert names(far) == ["step-1", "step-2", "step-3"] and name in far.sizes(old.slot)
     # What is missing is damage all the same.
-    data = next(name for name in far.sizes(new.slot) if name.endswith((".safetensors", ".distcp")))
-    obstore.delete(store, f"{new.slot}/{data}")
-    assert names(far) == ["step-1", "step-3"] and data in far.complete()[1][0]
+    gone = next(name for name in far.sizes(new.slot) if name.endswith((".safetensors", ".distcp")))
+    obstore.delete(store, f"{new.slot}/{gone}")
+    assert names(far) == ["step-1", "step-3"] and gone in far.complete()[1][0]
 
 
 @FORMATS

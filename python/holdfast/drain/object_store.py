@@ -135,7 +135,7 @@ class Store:
             for batch in self._library.list(self._store, self._prefix + prefix or None):
                 for meta in batch:
                     slot, _, name = meta["path"].removeprefix(self._prefix).partition("/")
-                    if name and "/" not in name.removeprefix(BESIDE):
+                    if name:
                         found.setdefault(slot, {})[name] = _Object(meta["size"], meta["last_modified"], meta["e_tag"] or "")
         return found
 
@@ -300,7 +300,7 @@ class Store:
     def remove(self, info: Info) -> None:
         names = self.sizes(info.slot)
         if not _is_whole(info, names):
-            foreign = {n for n in names if not n.startswith(BESIDE)} - contents_of(self, info).names() - {BESIDE_RECORD}
+            foreign = {n for n in names if not _is_beside(n)} - contents_of(self, info).names() - {BESIDE_RECORD}
             if foreign:
                 raise Error("FAILED_PRECONDITION", f"remove {self.path(info.slot)}: {min(foreign)} is no file of the checkpoint; move it elsewhere")
         commits = METADATA if info.format == "dcp" else info.record
@@ -346,7 +346,7 @@ class Store:
                     self.remove(found)
                     removed.append(slot)
             # What commits comes last and goes first: with it there, something else has happened, and a part may be of use.
-            elif attempt not in keep and not _committing(objects) \
+            elif attempt not in keep and not _committing(objects) and all("/" not in n or _is_beside(n) for n in objects) \
                     and all(o.changed.timestamp() < limit for o in objects.values()) \
                     and objects == self._objects(f"{slot}/").get(slot):  # fmt: skip  # or its copy goes on
                 self._delete(slot, list(objects))
@@ -370,9 +370,16 @@ def _committing(names: Iterable[str]) -> list[str]:
 
 def _is_whole(info: Info, sizes: dict[str, int]) -> bool:
     """Whether a slot has as many manifests and bytes of data as the record says, and so nothing else."""
-    own = {n: nbytes for n, nbytes in sizes.items() if n not in (info.record, METADATA, BESIDE_RECORD) and not n.startswith(BESIDE)}
+    proofs = {info.record, BESIDE_RECORD, *([METADATA] if info.format == "dcp" else [])}
+    own = {n: nbytes for n, nbytes in sizes.items() if n not in proofs and not _is_beside(n)}
     manifests = [n for n in own if n.endswith(MANIFEST_END)]
-    return len(manifests) == info.world_size and sum(nbytes for n, nbytes in own.items() if n not in manifests) == info.bytes
+    stored = sum(nbytes for n, nbytes in own.items() if n not in manifests)
+    # An empty object may be of anybody.
+    return len(manifests) == info.world_size and stored == info.bytes and 0 not in own.values()
+
+
+def _is_beside(name: str) -> bool:
+    return name.startswith(BESIDE) and "/" not in name.removeprefix(BESIDE)
 
 
 def _order(info: Info) -> tuple[Any, ...]:
