@@ -16,7 +16,7 @@ from draining import MIB, PLAIN, names, save, until
 
 from holdfast.drain import Drain
 from holdfast.drain.file_system import Directory
-from holdfast.drain.following import Following, is_held, lock_path
+from holdfast.drain.following import Following, is_held, kept_open, lock_path
 from holdfast.drain.places import open_place
 from holdfast.drain.running import Running
 from holdfast.errors import Error
@@ -105,6 +105,34 @@ def test_the_newest_is_that_of_the_call(tmp_path: Path) -> None:
 
     Following(open_place(str(run)), far, PLAIN, hear, only=lambda complete: complete[-1:]).sweep()
     assert names(far) == ["step-2"]
+
+
+def test_what_is_committed_in_the_last_sweep_is_sent(tmp_path: Path) -> None:
+    """As by the worker of a trainer that has ended."""
+    run, far = tmp_path / "run", open_place(str(tmp_path / "far"))
+    save(run, 1, elements=10)
+
+    def hear(event: dict[str, Any]) -> None:
+        if event["event"] == "arrived" and event["name"] == "step-1":
+            save(run, 2, elements=10)
+
+    running = Running(Following(open_place(str(run)), far, PLAIN, hear), hear, watch=True)
+    running.finish()
+    assert running.run(str(run), far.url) is None and names(far) == ["step-1", "step-2"]
+
+
+def test_a_lock_of_a_directory_that_was_moved_is_of_another_one(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    lock = tmp_path / "run/lock"
+    with open(lock, "w") as file, kept_open(str(lock), file.fileno()) as is_another:
+        assert not is_another()
+        (tmp_path / "run").rename(tmp_path / "old")
+        assert not is_another()  # it may come back
+        (tmp_path / "run").mkdir()
+        lock.touch()
+        assert is_another()
+        with kept_open(str(lock), file.fileno()) as is_another:
+            assert is_another()
 
 
 def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path: Path) -> None:

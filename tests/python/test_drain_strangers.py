@@ -12,6 +12,7 @@ from draining import bound, names, save, swept
 
 import holdfast
 from holdfast.drain import Drain
+from holdfast.drain.following import Following
 from holdfast.drain.places import open_place
 from holdfast.errors import Error
 
@@ -83,6 +84,32 @@ def test_a_late_file_is_not_written_over_a_users_own(tmp_path: Path) -> None:
     assert (far / "step-1/notes.txt").read_bytes() == b"of the run"
 
 
+    # A file that cannot come renews no record: what is there by then would be proven by it.
+    (far / "step-1/more.txt").write_bytes(b"mine")
+    (run / "step-1/more.txt").write_bytes(b"of the run")
+    before = os.stat(far / "step-1/holdfast.beside.json")
+    assert command("drain", run, far, torch=False).status == 1
+    assert os.stat(far / "step-1/holdfast.beside.json").st_mtime_ns == before.st_mtime_ns
+
+
+@FORMATS
+def test_a_users_file_of_the_name_of_a_new_one_keeps_a_damaged_copy(format: str, tmp_path: Path) -> None:
+    run, far = runs(tmp_path, 1, format=format)
+    (far / "step-1/notes.txt").write_bytes(b"mine")
+    record = next((far / "step-1").glob("holdfast.commit*"))
+    record.write_bytes(record.read_bytes()[:-5])
+    save(run, 1, elements=8, format=format, replace=True)
+    (run / "step-1/notes.txt").write_bytes(b"of the run")
+    target = open_place(str(far))
+    following = Following(open_place(str(run)), target, Drain(), lambda event: None)
+    following.sweep()
+    assert "notes.txt is no file of a complete checkpoint" in str(following.first_error())
+    assert (far / "step-1/notes.txt").read_bytes() == b"mine"
+    (far / "step-1").rename(tmp_path / "away")  # as the message says
+    following.sweep()
+    assert names(target) == ["step-1"] and following.first_error() is None
+
+
 @FORMATS
 @pytest.mark.parametrize("name, data", [("eval.json", b"mine"), ("_SUCCESS", b""), ("eval/results.json", b"mine")])
 def test_an_object_of_a_user_damages_no_checkpoint(name: str, data: bytes, format: str, tmp_path: Path, bucket: tuple[str, dict[str, str]]) -> None:
@@ -111,16 +138,16 @@ def test_an_object_of_a_user_damages_no_checkpoint(name: str, data: bytes, forma
 def test_a_file_beside_a_checkpoint_comes_back_as_it_was_sent_or_not(how: str, format: str, tmp_path: Path) -> None:
     run, far = runs(tmp_path, 1, format=format, beside=True)
     file = far / "step-1/common.pt"
-    before = file.stat()
     if how == "gone":
         file.unlink()
     else:
         file.write_bytes(b"oF Megatron")
-        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))  # as where the disk has done it
+        os.utime(far / "step-1/holdfast.beside.json")  # as where the disk has done it, which changes no time
     done = command("drain", far, tmp_path / "back", "--newest", torch=False)
     assert done.status == 1 and "common.pt" in done.error
     assert not (tmp_path / "back/step-1/common.pt").exists() and holdfast.verify(tmp_path / "back/step-1")["verdict"] == "sound"
-    file.write_bytes(b"anew")  # somebody has written it
+    file.write_bytes(b"anew")  # somebody has written it, or copied it with its times
+    os.utime(file, (1, 1))
     assert command("drain", far, tmp_path / "back", "--newest", torch=False).status == 0
     assert (tmp_path / "back/step-1/common.pt").read_bytes() == b"anew"
 

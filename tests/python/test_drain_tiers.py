@@ -94,8 +94,10 @@ def test_a_checkpoint_that_retention_would_remove_at_once_is_refused_by_its_name
     first, second = tmp_path / "run", tmp_path / "far"
     save(first, 1, 2, 3, elements=8)
     assert command("drain", first, second, "--keep-last", 2, torch=False).status == 0
-    done = command("drain", first, second, "--keep-last", 2, "--name", "step-1", torch=False)
-    assert done.status == 2 and "step-1" in done.error and "give a larger --keep-last" in done.error
+    for options in ((), ("--keep-source", 1)):
+        done = command("drain", first, second, "--keep-last", 2, "--name", "step-1", *options, torch=False)
+        assert done.status == 2 and "step-1" in done.error and "give a larger --keep-last" in done.error
+        assert names(open_place(str(first))) == ["step-1", "step-2", "step-3"]
     assert names(open_place(str(second))) == ["step-2", "step-3"]
     assert command("drain", first, second, "--keep-last", 3, "--name", "step-1", torch=False).status == 0
     assert names(open_place(str(second))) == ["step-1", "step-2", "step-3"]

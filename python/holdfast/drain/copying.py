@@ -183,7 +183,7 @@ class Copy:
                 if error.code not in ("DATA_LOSS", "FAILED_PRECONDITION"):
                     raise
                 why.append(error.message)
-        if files and arrived:
+        if list(arrived.values()) != has:
             ask_again()
             self._send(info, slot, record_of(info, list(arrived.values())), None)
         return list(arrived.values()), why

@@ -193,8 +193,8 @@ class Directory:
 
     def _is_changed(self, slot: str, name: str) -> bool:
         """Whether somebody has written a file since a drain has recorded it. One that is missing is not changed: it is sent as it was, or not."""
-        try:
-            return os.stat(self._file(slot, name)).st_mtime_ns > os.stat(self._file(slot, _names.BESIDE_RECORD)).st_mtime_ns
+        try:  # not by the time of its bytes, which a copy may take along
+            return os.stat(self._file(slot, name)).st_ctime_ns > os.stat(self._file(slot, _names.BESIDE_RECORD)).st_ctime_ns
         except OSError:
             return False
 
@@ -354,7 +354,7 @@ class Directory:
             replaced = ""
             if os.path.lexists(final):
                 with slots.of_name(final):
-                    replaced = self._replace(slot, info, {name.removeprefix(BESIDE) for name in files})
+                    replaced = self._replace(slot, info, files)
             else:
                 os.rename(path, final)
                 _durable.sync_directory(self._path)

@@ -153,15 +153,18 @@ class Following:
         local = self._local()
         self.failed = {
             c.key: self.failed[c.key] for c in local
-            if c.key in self.failed and self._source.signature(c.slot) == self._failed_as[c.key]
+            if c.key in self.failed and self._signature(c) == self._failed_as[c.key]
         }  # fmt: skip
         # What has arrived may be gone by now: nobody is told of it by an old listing.
         is_old = asked or time.monotonic() - self._listed_at > _SWEEP_SECONDS
         if self._remote is None or is_old or tiers.missing(local, self._remote):
             self._remote = self._listed(local)
         self._tell_of_overtaken(self._only(local) if self._only else local)
+        self._refuse_let_go(local)
         refused: Error | None = None  # nothing waits for a place that lets nothing be deleted
         is_applied = False
+        self._copy.forget({c.key for c in local})
+        self.late = []
         # What is committed meanwhile is of the next sweep: a wait ends where saves follow each other faster than they are sent.
         begun = {c.key for c in local}
         while (wanted := [c for c in self._to_send(local) if c.key in begun]) or not is_applied:
@@ -174,24 +177,26 @@ class Following:
                 self._tell_of_strangers(wanted[0], local)
                 self._send(wanted[0], local)
                 local = self._local()
-            self._send_beside(local)
+            if not any(c.key in begun for c in self._to_send(local)):
+                self._send_beside(local)
             refused = self._apply_retention(local) or refused
             is_applied = True
         if self.pending:
             self.pending = len(self._to_send(local))
             self._tell({"event": "progress", "pending": self.pending, "bytes_done": 0, "bytes_total": 0})
         left = self._clean(local)
-        self._refuse_let_go(local, begun)
         return refused or left
 
-    def _refuse_let_go(self, local: list[Info], begun: set[tuple[str, str]]) -> None:
+    def _refuse_let_go(self, local: list[Info]) -> None:
         """A checkpoint that was asked for by its name, and that retention would remove at once, is an error. Else it is retention's work."""
         chosen = self._chosen(local)
         assert self._remote is not None
+        wanted = {c.key for c in self._to_send(local)}
         for info in tiers.missing(local, self._remote):
-            if chosen is not None and info.key in chosen & begun - self.failed.keys():
-                raise Error("FAILED_PRECONDITION", f"drain {info.name}: it is not sent, for retention of {self._target.url} (--keep-last "
-                            f"{self._options.keep_last}) would remove it at once; give a larger --keep-last, or none")  # fmt: skip
+            if chosen is not None and info.key in chosen - wanted - self.failed.keys():
+                raise Error("FAILED_PRECONDITION", f"drain {info.name}: nothing was sent, for retention of {self._target.url} (--keep-last "
+                            f"{self._options.keep_last}, --behind {self._options.behind}) would let it go at once; give a larger --keep-last, or "
+                            "none")  # fmt: skip
 
     def _clean(self, local: list[Info]) -> Error | None:
         """As `_apply_retention`, of what interrupted copies have left."""
@@ -279,8 +284,12 @@ class Following:
     def _chosen(self, local: list[Info]) -> set[tuple[str, str]] | None:
         return {c.key for c in self._only(local)} if self._only else None
 
+    def _signature(self, info: Info) -> object:
+        """What may keep a checkpoint from being sent: its files, and the entry of its name there."""
+        return self._source.signature(info.slot), self._target.signature(info.name)
+
     def _send(self, info: Info, local: list[Info]) -> None:
-        files = self._source.signature(info.slot)
+        files = self._signature(info)
         try:
             sent = self._copy.run(info)
         except Error as error:
@@ -318,8 +327,6 @@ class Following:
         """Sends what a framework has written beside a checkpoint after its commit, before retention may remove the checkpoint."""
         assert self._remote is not None
         there = {c.key: c for c in self._remote}
-        self._copy.forget({c.key for c in local})
-        self.late = []
         for info in self._only(local) if self._only else local:
             if info.key not in there:
                 continue
@@ -349,7 +356,9 @@ class Following:
         errors = _of_each(self._replacing.values(), self._remove_replaced)
         gone = tiers.to_remove_remotely(local, self._remote, self._rules, self.failed, self._chosen(local))
         errors += _of_each(gone, self._remove_remotely)
-        errors += _of_each(tiers.to_remove_locally(local, self._remote, self._rules), self._remove_locally)
+        leaving = tiers.to_remove_locally(local, self._remote, self._rules)
+        self._send_beside(leaving)
+        errors += _of_each(leaving, self._remove_locally)
         for error in errors[1:]:
             self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": None})
         return errors[0] if errors else None
@@ -423,8 +432,8 @@ def lock_path(source: str, target: str) -> str | None:
 
 
 @contextlib.contextmanager
-def kept_open(path: str | None) -> Iterator[Callable[[], bool]]:
-    """Gives a question: whether a file's directory is another one by now. An open directory's number is given to no other."""
+def kept_open(path: str | None, lock: int | None) -> Iterator[Callable[[], bool]]:
+    """Gives a question: whether the directory of a lock's file is another one by now. An open directory's number is given to no other."""
     folder = os.path.dirname(path) if path else ""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -432,9 +441,13 @@ def kept_open(path: str | None) -> Iterator[Callable[[], bool]]:
         yield lambda: False
         return
 
+    is_of_another = False  # as where it was waited for while the directory was moved
+    with contextlib.suppress(OSError):
+        is_of_another = lock is not None and not os.path.samestat(os.stat(path or ""), os.fstat(lock))
+
     def is_another() -> bool:
         with contextlib.suppress(OSError):  # gone: it may come back
-            return not os.path.samestat(os.stat(folder), os.fstat(fd))
+            return is_of_another or not os.path.samestat(os.stat(folder), os.fstat(fd))
         return False
 
     try:

@@ -40,10 +40,21 @@ def replaceable(place: Place, info: Info, new: set[str]) -> tuple[Info | None, o
     if old is None and _is_damaged(place, info):
         # The lists of its files may be gone. Its successor has most of their names.
         foreign = foreign_in(place, info.name) - new
+        if _is_unreadable(place, info.name, _names.BESIDE_RECORD):
+            foreign -= {name.removeprefix(BESIDE) for name in new}
     if foreign:
         raise Error("FAILED_PRECONDITION", f"replace {path}: {min(foreign)} is no file of a complete "
                     "checkpoint; move the directory away")  # fmt: skip
     return old, before
+
+
+def _is_unreadable(place: Place, slot: str, name: str) -> bool:
+    """Whether a list is there that says nothing."""
+    try:
+        parse(place.read(slot, name, _regular.MANIFEST_BYTES_MAX), name)
+    except Error as error:
+        return error.code == "DATA_LOSS"
+    return False
 
 
 def _is_damaged(place: Place, info: Info) -> bool:

@@ -74,7 +74,8 @@ class Running:
         self._lock = lock_path(source, target)
         try:
             while True:
-                with alone(source, target, self._wait_for_lock) as self._following.lock, kept_open(self._lock) as is_another:
+                with alone(source, target, self._wait_for_lock) as self._following.lock, \
+                        kept_open(self._lock, self._following.lock) as is_another:  # fmt: skip
                     with contextlib.suppress(_OtherDirectory):
                         return self._run(is_another)
         except _SentByAnother:
@@ -144,6 +145,8 @@ class Running:
             self._answer(tickets, None)
             delay = POLL_SECONDS if refused is None else self._following.trouble(refused)
             if finishing:
+                if self._following.pending:  # a worker, or another trainer, has committed meanwhile
+                    continue
                 self.rings_heeded = rings
                 return None if self._watch else refused
             self._pause(delay, finishing)
