@@ -135,6 +135,23 @@ def test_a_lock_of_a_directory_that_was_moved_is_of_another_one(tmp_path: Path) 
             assert is_another()
 
 
+def test_a_directory_that_comes_back_ends_no_wait_with_an_error(tmp_path: Path) -> None:
+    """A wait for less time than between two looks for the directory."""
+    run, far = str(tmp_path / "run"), str(tmp_path / "far")
+    told: list[dict[str, Any]] = []
+    running = Running(Following(open_place(run), open_place(far), Drain(give_up=0.3), told.append), told.append, watch=True)
+    thread = threading.Thread(target=running.run, args=(run, far), daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    save(tmp_path / "run", 1, elements=10)
+    running.ring(ticket=7)
+    assert until(lambda: any(e["event"] == "synced" for e in told))
+    assert [e["error"] for e in told if e["event"] == "synced"] == [None] and names(open_place(far)) == ["step-1"]
+    running.finish()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_a_directory_that_is_made_anew_is_locked_anew(tmp_path: Path) -> None:
     run, far = str(tmp_path / "run"), str(tmp_path / "far")
     save(tmp_path / "run", 1, elements=10)

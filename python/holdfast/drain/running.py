@@ -85,10 +85,16 @@ class Running:
 
     def _wait_for_lock(self) -> bool:
         """Another process works on the places: what waits for this one sees what arrives there, and that it goes on."""
-        following = self._following
-        if not self._watch or following.stop.is_set():
+        if not self._watch or self._following.stop.is_set():
             return False
-        following.stop.wait(POLL_SECONDS)  # not `_pause`: the bell would end it at once
+        goes_on = self._may_wait()
+        if goes_on:
+            self._following.stop.wait(POLL_SECONDS)  # not `_pause`: the bell would end it at once
+        return goes_on
+
+    def _may_wait(self) -> bool:
+        """Answers those who wait, by what is there now."""
+        following = self._following
         with self._condition:
             tickets, finishing, rings = list(self._tickets), self._finishing, self._rings
         if not (tickets or finishing):
