@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import ctypes
 import errno
 import fcntl
 import io
@@ -425,7 +424,7 @@ def _data_files_of_manifests(path: str, names: Collection[str]) -> dict[str, tup
             for file in json.loads(text)["files"]:
                 if file["name"] not in names:  # gone, as by a recovery that was killed
                     continue
-                with open(_regular.open_to_read(os.path.join(path, file["name"]), "read", os.O_NOFOLLOW), "rb", buffering=0) as data:
+                with open(_regular.open_to_read(os.path.join(path, file["name"]), "read", os.O_NOFOLLOW), "rb") as data:
                     status = os.fstat(data.fileno())
                     # A file that is older than the manifest need not be read.
                     if status.st_size == file["bytes"] and (status.st_ctime_ns <= made.st_ctime_ns or _has_digests(data, file)):
@@ -438,17 +437,10 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_ctime_ns
 
 
-def _has_digests(data: io.FileIO, file: dict[str, Any]) -> bool:
+def _has_digests(data: io.BufferedReader, file: dict[str, Any]) -> bool:
     """Whether the bytes are those of a manifest's file."""
-    chunk, digests = bytearray(_native.CHUNK_BYTES), file["digests"]
-    if len(digests) != -(-file["bytes"] // len(chunk)):
-        return False
-    address = ctypes.addressof(ctypes.c_char.from_buffer(chunk))
-    for digest in digests:
-        high, low = (int(half, 16).to_bytes(8, "little") for half in (digest[:16], digest[16:]))
-        if _native.digest(address, data.readinto(chunk)) != high + low:
-            return False
-    return True
+    size, digests = _native.CHUNK_BYTES, file["digests"]
+    return len(digests) == -(-file["bytes"] // size) and all(_regular.digest(data.read(size)) == digest for digest in digests)
 
 
 def remove_tree(path: str) -> None:

@@ -1,10 +1,12 @@
-"""Opens regular files alone: a pipe of a checkpoint's name would be waited for."""
+"""Opens regular files alone: a pipe of a checkpoint's name would be waited for. And the digest of their bytes."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import stat
 
+from holdfast import _native
 from holdfast.errors import Error
 
 # What may be read into memory, as runtime/layout/FORMAT.md says; of DCP's metadata it says nothing.
@@ -44,3 +46,10 @@ def read_whole(path: str | os.PathLike[str], operation: str, bytes_max: int, fla
 def too_large(operation: str, nbytes: int, bytes_max: int) -> Error:
     """What reading such a file into memory raises."""
     return Error("DATA_LOSS", f"{operation}: it has {nbytes} bytes, {bytes_max} are the most that it can have")
+
+
+def digest(data: bytes) -> str:
+    """XXH3-128 as the files have it."""
+    raw = _native.digest(ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0, len(data))
+    high, low = (int.from_bytes(raw[at : at + 8], "little") for at in (0, 8))
+    return f"{high:016x}{low:016x}"

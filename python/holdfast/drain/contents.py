@@ -5,7 +5,6 @@ Each step is proven by the one before (runtime/layout/FORMAT.md, sections 3 and 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 from holdfast import _names, _native
 from holdfast._dcp_directories import series_of
 from holdfast._names import METADATA, RECORD
-from holdfast._regular import MANIFEST_BYTES_MAX, RECORD_BYTES_MAX
+from holdfast._regular import MANIFEST_BYTES_MAX, RECORD_BYTES_MAX, digest
 from holdfast.drain.places import File, Info, Place, Read
 from holdfast.errors import Error, of_damage
 
@@ -45,13 +44,6 @@ class Contents(NamedTuple):
 
     def names(self) -> set[str]:
         return {f.name for f in (*self.data, *self.manifests, *self.proofs)}
-
-
-def digest(data: bytes) -> str:
-    """XXH3-128 as the files have it."""
-    raw = _native.digest(ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0, len(data))
-    high, low = (int.from_bytes(raw[at : at + 8], "little") for at in (0, 8))
-    return f"{high:016x}{low:016x}"
 
 
 def parse(text: bytes, what: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast import _dcp_directories, _durable, _names, _native, _regular
 from holdfast.drain import judging, slots
 from holdfast.drain.beside import can_be_sent, recorded
-from holdfast.drain.contents import digest, files_of, manifest_name, parse, proven
+from holdfast.drain.contents import files_of, manifest_name, parse, proven
 from holdfast.drain.places import BESIDE, File, Info, Read, Seen, age_of, mount_of, pieces
 from holdfast.errors import Error, of_system
 
@@ -210,7 +210,7 @@ class Directory:
             with self.opened(slot, name) as read:
                 for begin in range(0, status.st_size, _native.CHUNK_BYTES):
                     pace(min(_native.CHUNK_BYTES, status.st_size - begin))
-                    digests.append(digest(read(begin, min(begin + _native.CHUNK_BYTES, status.st_size))))
+                    digests.append(_regular.digest(read(begin, min(begin + _native.CHUNK_BYTES, status.st_size))))
             known = self._digests[path] = stamp, tuple(digests)
         return File(BESIDE + name, status.st_size, _native.CHUNK_BYTES, known[1])
 
