@@ -387,15 +387,15 @@ class Directory:
                 replaced = retired
         return replaced
 
-    def may_take(self, info: Info, new: set[str]) -> bool:
+    def may_take(self, info: Info, new: Callable[[], set[str]]) -> bool:
         """Whether a checkpoint may get its name here: nothing has it, or something that the checkpoint would replace.
 
         Args:
-            new: the names of its files.
+            new: returns the names of its files.
         """
         try:
             if os.path.lexists(self.path(info.name)):
-                judging.replaceable(self, info, new)
+                judging.replaceable(self, info, new())
             return True
         except Error as error:
             if error.code not in ("FAILED_PRECONDITION", "ABORTED"):

@@ -167,9 +167,13 @@ class Following:
         self.late = []
         # What is committed meanwhile is of the next sweep: a wait ends where saves follow each other faster than they are sent.
         begun = {c.key for c in local}
-        while (wanted := [c for c in self._to_send(local) if c.key in begun]) or not is_applied:
+        while True:
+            coming = self._to_send(local)
+            wanted = [c for c in coming if c.key in begun]
+            if is_applied and not wanted:
+                break
             if wanted:
-                self.pending = len(self._to_send(local))
+                self.pending = len(coming)
                 self._now = {"name": wanted[0].name, "bytes_total": wanted[0].bytes, "bytes_done": 0}
                 if self._furthest[0] != wanted[0].key:
                     self._furthest, self._furthest_compared = (wanted[0].key, 0), {}
@@ -190,10 +194,12 @@ class Following:
     def _refuse_let_go(self, local: list[Info]) -> None:
         """A checkpoint that was asked for by its name, and that retention would remove at once, is an error. Else it is retention's work."""
         chosen = self._chosen(local)
+        if chosen is None:
+            return
         assert self._remote is not None
         wanted = {c.key for c in self._to_send(local)}
         for info in tiers.missing(local, self._remote):
-            if chosen is not None and info.key in chosen - wanted - self.failed.keys():
+            if info.key in chosen - wanted - self.failed.keys():
                 raise Error("FAILED_PRECONDITION", f"drain {info.name}: nothing was sent, for retention of {self._target.url} (--keep-last "
                             f"{self._options.keep_last}, --behind {self._options.behind}) would let it go at once; give a larger --keep-last, or "
                             "none")  # fmt: skip

@@ -114,7 +114,7 @@ def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
     for there in complete:
         if there.key == info.key:
             return target.path(there.slot)
-    if any(there.name == info.name for there in complete) or not target.may_take(info, contents_of(place, info).names()):
+    if any(there.name == info.name for there in complete) or not target.may_take(info, lambda: contents_of(place, info).names()):
         # The name is one that a recovery removes with all in it, for a load that was killed.
         aside = _names.retired(_names.hidden(info.name)[1:], info.attempt)
         return fetch(place, info, os.path.join(directory, aside), options)
