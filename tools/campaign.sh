@@ -51,9 +51,8 @@ wanted() { [[ ,$parts, == *,$1,* ]]; }
 share() { echo $((seconds * shares[$1] / (all > 0 ? all : 1) / ${2:-1})); }
 
 report=$out/report.md
-rows=()
-status=0
-: >"$out/parts.tsv"
+lanes=1
+: >"$out/parts.tsv" >"$out/rows.md"
 # part NAME SECONDS COMMAND...: runs a part, which ends by itself or at its time, and keeps its log.
 part() {
   local name=$1 longest=$2 result=0 started=$SECONDS verdict
@@ -63,21 +62,17 @@ part() {
   case "$result" in
     0) verdict="nothing found" ;;
     124 | 137) verdict="ended by its time; nothing found until then" ;;
-    *)
-      verdict="**FOUND** (exit status $result)"
-      status=1
-      ;;
+    *) verdict="**FOUND** (exit status $result)" ;;
   esac
   # What a test found before its time was over counts. What other savers let escape does not.
   if [ "$name" != savers ] && grep -qE '\*\*\*(Failed|Exception)|^ESCAPE' "$out/$name.log"; then
     verdict="**FOUND**"
-    status=1
   fi
   tail -n 3 "$out/$name.log"
-  printf '%s\t%s\t%s\n' "$name" "$((SECONDS - started))" "$verdict" >>"$out/parts.tsv"
-  rows+=("| $name | $((SECONDS - started)) s | $verdict | \`$*\` |")
+  printf '%s\t%s\t%s\n' "$name" "$(((SECONDS - started) / lanes))" "$verdict" >>"$out/parts.tsv"
+  echo "| $name | $((SECONDS - started)) s | $verdict | \`$*\` |" >>"$out/rows.md"
 }
-left_out() { rows+=("| $1 | 0 s | left out: $2 | |"); }
+left_out() { echo "| $1 | 0 s | left out: $2 | |" >>"$out/rows.md"; }
 
 say "== build"
 tools/venv.sh
@@ -122,16 +117,21 @@ fi
 if wanted coverage; then # its build and its tests take most of an hour on two CPUs
   part coverage 7200 tools/coverage.sh --python
 fi
-if wanted fuzzers; then
+if wanted fuzzers; then # one on each CPU
   targets=(build/fuzz/fuzz/*_fuzz)
-  longest=$(share fuzzers ${#targets[@]})
+  lanes=$((cpus < ${#targets[@]} ? cpus : ${#targets[@]}))
+  longest=$(($(share fuzzers ${#targets[@]}) * lanes))
   for target in "${targets[@]}"; do
     name=$(basename "$target")
     mkdir -p "$out/$name"
-    part "$name" "$((longest + 120))" "$target" -max_total_time=$((longest + 1)) -print_final_stats=1 "$out/$name" "fuzz/corpus/${name%_fuzz}"
+    [ "$(jobs -rp | wc -l)" -lt "$lanes" ] || wait -n
+    part "$name" "$((longest + 120))" "$target" -max_total_time=$((longest + 1)) -print_final_stats=1 "$out/$name" "fuzz/corpus/${name%_fuzz}" &
   done
+  wait
 fi
 
+status=0
+! grep -qF FOUND "$out/parts.tsv" || status=1
 version=$(git describe --always 2>/dev/null || echo unknown)
 # Its own pages change with --write.
 git diff --quiet HEAD -- . ':!docs' 2>/dev/null || version+=-dirty
@@ -146,7 +146,7 @@ git diff --quiet HEAD -- . ':!docs' 2>/dev/null || version+=-dirty
   echo
   echo "| part | time | result | command |"
   echo "| --- | --- | --- | --- |"
-  printf '%s\n' "${rows[@]}"
+  cat "$out/rows.md"
   echo
   echo "## Rounds"
   echo
