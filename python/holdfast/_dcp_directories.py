@@ -71,29 +71,46 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
             checkpoint cannot be read. With an answer instead, training would go on from an older
             checkpoint, or begin anew.
     """
-    complete, passed_over, unreadable = [], [], None
-    with of_system(f"list {directory}"):
-        # A link leads to what is not of this directory, as in lists of plain checkpoints.
-        names = sorted(e.name for e in os.scandir(directory) if e.is_dir(follow_symlinks=False))
+    names: list[str] = []
+    is_old = True
+    while is_old:
+        with of_system(f"list {directory}"):
+            # A link leads to what is not of this directory, as in lists of plain checkpoints.
+            found = sorted(e.name for e in os.scandir(directory) if e.is_dir(follow_symlinks=False))
+        # A file system may list a removed directory for a while.
+        may_be_old, names = found != names, found
+        complete, passed_over, unreadable, gone = _look_at(directory, names)
+        # A removed checkpoint has made room for a later one, which the list may lack.
+        is_old = may_be_old and gone
+    if unreadable is not None and not complete:
+        raise unreadable
+    return sorted(complete, key=age_of_listed), passed_over
+
+
+def _look_at(directory: str, names: list[str]) -> tuple[list[dict[str, Any]], list[str], Error | None, bool]:
+    """As `list_complete`; and an error of what cannot be read, and whether a name is gone."""
+    complete, passed_over, unreadable, is_gone = [], [], None, False
     for name in names:
         # A drain gives the name when all is durable; the metadata stands there a moment before.
         if _names.kind_of(name) in ("partial", "retired"):
             continue
+        path, found, failed = os.path.join(directory, name), None, None
         try:
-            with of_system(f"list {os.path.join(directory, name)}"):
-                found = look(os.path.join(directory, name))
+            with of_system(f"list {path}"):
+                found = look(path)
         except Error as error:
             if error.errno in _OF_THIS_PROCESS:
                 raise
-            if error.code != "DATA_LOSS":
-                unreadable = unreadable or error
-            passed_over.append(f"{name}: {error.message}")
-            continue
+            failed = error
         if found is not None:
-            complete.append({"name": name, "path": os.path.join(directory, name), **found})
-    if unreadable is not None and not complete:
-        raise unreadable
-    return sorted(complete, key=age_of_listed), passed_over
+            complete.append({"name": name, "path": path, **found})
+        elif not os.path.lexists(path):
+            is_gone = True
+        elif failed is not None:
+            if failed.code != "DATA_LOSS":
+                unreadable = unreadable or failed
+            passed_over.append(f"{name}: {failed.message}")
+    return complete, passed_over, unreadable, is_gone
 
 
 def why_none(path: str) -> str:

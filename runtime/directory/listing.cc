@@ -1,5 +1,7 @@
 #include "runtime/directory/listing.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <iterator>
@@ -26,23 +28,39 @@ bool IsOfThisProcess(const absl::Status& status) {
   return error_number == EMFILE || error_number == ENFILE || error_number == ENOMEM;
 }
 
-/// Adds an entry of `parent` to the complete checkpoints, or to the entries passed over.
+/// Inspects the directory that has a name. A save may replace it meanwhile and remove its files:
+/// then its successor is inspected. \error of opening the directory.
+absl::StatusOr<Inspection> InspectNamed(int parent, const std::string& name,
+                                        Inspection (*inspect)(int directory)) {
+  constexpr int kTriesMax = 100;  // a file system may give a directory several inode numbers
+  for (int tries = 1;; ++tries) {
+    HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd directory, OpenDirectory(parent, name));
+    Inspection inspection = inspect(directory.get());
+    if (inspection.state == Verdict::kSound || tries == kTriesMax ||
+        NameRefersTo(parent, name, directory.get())) {
+      return inspection;
+    }
+  }
+}
+
+/// Adds an entry of `parent` to the complete checkpoints, or to the entries passed over. Returns
+/// whether it is there still.
 /// \error of this process.
-absl::Status Add(int parent, const std::string& path, const std::string& name,
-                 Inspection (*inspect)(int directory), Listing* listing) {
-  auto checkpoint = OpenDirectory(parent, name);
-  if (absl::IsNotFound(checkpoint.status())) return absl::OkStatus();
+absl::StatusOr<bool> Add(int parent, const std::string& path, const std::string& name,
+                         Inspection (*inspect)(int directory), Listing* listing) {
+  auto inspected = InspectNamed(parent, name, inspect);
+  if (absl::IsNotFound(inspected.status())) return false;
   Inspection inspection;
-  if (checkpoint.ok()) {
-    inspection = inspect(checkpoint->get());
+  if (inspected.ok()) {
+    inspection = *std::move(inspected);
   } else {
-    inspection.reason = checkpoint.status();
+    inspection.reason = inspected.status();
   }
   if (inspection.state == Verdict::kSound) {
     inspection.info.name = name;
     inspection.info.path = absl::StrCat(path, "/", name);
     listing->complete.push_back(std::move(inspection.info));
-    return absl::OkStatus();
+    return true;
   }
   const absl::Status reason = base::Annotate(inspection.reason, absl::StrCat(path, "/", name));
   // The newest checkpoint must not look absent for lack of descriptors or memory. Training would go
@@ -51,10 +69,10 @@ absl::Status Add(int parent, const std::string& path, const std::string& name,
   // A directory that may not be opened (lost+found) is rarely a checkpoint.
   const bool unreadable = inspection.state == Verdict::kUnreadable;
   if (unreadable) listing->unreadable.Update(reason);
-  if (unreadable || inspection.has_manifest || !checkpoint.ok()) {
+  if (unreadable || inspection.has_manifest || !inspected.ok()) {
     listing->passed_over.push_back(absl::StrCat(name, ": ", inspection.reason.message()));
   }
-  return absl::OkStatus();
+  return true;
 }
 
 }  // namespace
@@ -77,12 +95,22 @@ bool OlderThan(const CheckpointInfo& a, const CheckpointInfo& b) {
 }
 
 absl::StatusOr<Listing> ListComplete(int directory, const std::string& path, Proof proof) {
-  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
-                            ListDirectories(directory, path, /*committed=*/true));
   const auto inspect = proof == Proof::kRecord ? InspectCommitted : Inspect;
   Listing listing;
-  for (const std::string& name : names) {
-    HOLDFAST_RETURN_IF_ERROR(Add(directory, path, name, inspect, &listing));
+  std::vector<std::string> names;
+  // A removed checkpoint has made room for a later checkpoint, which the listing may lack.
+  for (bool is_old = true; is_old;) {
+    HOLDFAST_ASSIGN_OR_RETURN(std::vector<std::string> found,
+                              ListDirectories(directory, path, /*committed=*/true));
+    // A file system may list a removed directory for a while.
+    const bool may_be_old = found != names;
+    names = std::move(found);
+    listing = {};
+    is_old = false;
+    for (const std::string& name : names) {
+      HOLDFAST_ASSIGN_OR_RETURN(const bool is_there, Add(directory, path, name, inspect, &listing));
+      is_old |= !is_there && may_be_old;
+    }
   }
   std::sort(listing.complete.begin(), listing.complete.end(), OlderThan);
   return listing;
@@ -112,15 +140,15 @@ Recorded ReadRecorded(int directory) {
 }  // namespace directory
 
 absl::StatusOr<CheckpointInfo> InspectCheckpoint(const std::string& path) {
-  // "/.": the path itself may be a symbolic link, for example "latest".
-  auto opened = directory::OpenDirectory(absl::StrCat(path, "/."));
-  if (!opened.ok()) return opened.status();
   const std::string name = directory::SplitPath(path).name;
   if (format::IsUncommittedName(name)) {
     return absl::FailedPreconditionError(
         absl::StrCat(path, ": incomplete: it does not stand under its final name"));
   }
-  directory::Inspection inspection = directory::Inspect(opened->get());
+  // "/.": the path itself may be a symbolic link, for example "latest".
+  HOLDFAST_ASSIGN_OR_RETURN(
+      directory::Inspection inspection,
+      directory::InspectNamed(AT_FDCWD, absl::StrCat(path, "/."), directory::Inspect));
   if (inspection.state != Verdict::kSound) {
     return base::Annotate(inspection.reason, path);
   }
@@ -160,14 +188,21 @@ absl::StatusOr<CheckpointInfo> FindNewest(const std::string& directory,
                                           std::vector<std::string>* passed_over) {
   auto opened = directory::OpenDirectory(absl::StrCat(directory, "/."));
   if (!opened.ok()) return base::Annotate(opened.status(), absl::StrCat("list ", directory));
-  HOLDFAST_ASSIGN_OR_RETURN(
-      directory::Listing listing,
-      directory::ListComplete(opened->get(), directory, directory::Proof::kRecord));
+  directory::Listing listing;
   directory::Listing proven;
-  for (; proven.complete.empty() && !listing.complete.empty(); listing.complete.pop_back()) {
-    // The record proves the commit only. The returned checkpoint's files are checked here.
-    HOLDFAST_RETURN_IF_ERROR(directory::Add(opened->get(), directory, listing.complete.back().name,
-                                            directory::Inspect, &proven));
+  for (bool is_old = true; is_old;) {
+    HOLDFAST_ASSIGN_OR_RETURN(
+        listing, directory::ListComplete(opened->get(), directory, directory::Proof::kRecord));
+    proven = {};
+    is_old = false;
+    for (; !is_old && proven.complete.empty() && !listing.complete.empty();
+         listing.complete.pop_back()) {
+      // The record proves the commit only. The returned checkpoint's files are checked here.
+      HOLDFAST_ASSIGN_OR_RETURN(const bool is_there, directory::Add(opened->get(), directory,
+                                                                    listing.complete.back().name,
+                                                                    directory::Inspect, &proven));
+      is_old = !is_there;
+    }
   }
   std::move(proven.passed_over.begin(), proven.passed_over.end(),
             std::back_inserter(listing.passed_over));

@@ -210,3 +210,19 @@ def test_the_command_tells_it_by_its_exit_status(tmp_path: Path) -> None:
         if contents is not None:
             (path / ".metadata").write_bytes(contents)
         assert subprocess.run(command, capture_output=True, check=False).returncode == status
+
+
+def test_a_removed_checkpoint_has_made_room_for_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    _save(run / "step-1", 1)
+    _save(tmp_path / "step-2", 2)
+    look = _dcp_directories.look
+
+    def meanwhile(path: str) -> Any:
+        if path.endswith("step-1"):  # as retention of another process, once the list was begun
+            shutil.rmtree(path)
+            (tmp_path / "step-2").rename(run / "step-2")
+        return look(path)
+
+    monkeypatch.setattr(_dcp_directories, "look", meanwhile)
+    assert [c["name"] for c in _dcp_directories.list_complete(str(run))[0]] == ["step-2"]

@@ -6,8 +6,10 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/time/clock.h"
@@ -190,6 +192,88 @@ TEST_F(Newest, IsTheLastOfTheList) {
                                        ::testing::StartsWith("step-3: model-00000")));
   EXPECT_EQ(NewestName(), "step-1");
 }
+
+/// Runs once, when a file of a name is opened: another process works meanwhile.
+std::string* g_opened = nullptr;
+std::function<void()>* g_meanwhile = nullptr;
+int OpensMeanwhile(int parent, const char* path, int flags, mode_t mode) {
+  if (!g_opened->empty() && strstr(path, g_opened->c_str()) != nullptr) {
+    g_opened->clear();
+    (*g_meanwhile)();
+  }
+  return sys::kKernel.openat(parent, path, flags, mode);
+}
+
+class NewestMeanwhile : public Newest, public ::testing::WithParamInterface<const char*> {
+ protected:
+  /// The parameter is a file of the checkpoint; "": its directory.
+  void Begin(const std::string& checkpoint, std::function<void()> meanwhile) {
+    opened_ = *GetParam() == 0 ? checkpoint : GetParam();
+    meanwhile_ = std::move(meanwhile);
+    g_opened = &opened_;
+    g_meanwhile = &meanwhile_;
+    sys::g_system.openat = OpensMeanwhile;
+  }
+  /// As a save with retention, or in the place of a checkpoint, does at its end.
+  void Replace(const std::string& old, const std::string& by) {
+    std::filesystem::rename(directory() + "/" + old, directory() + "/.retired");
+    std::filesystem::rename(spare(), directory() + "/" + by);
+    std::filesystem::remove_all(directory() + "/.retired");
+  }
+  void SaveSpare(const std::string& name) {
+    SaveEach({name}, {1}, {});
+    std::filesystem::copy(directory() + "/" + name, spare());
+  }
+  std::string spare() const { return directory() + ".spare"; }
+  void TearDown() override {
+    std::filesystem::remove_all(spare());
+    Newest::TearDown();
+  }
+  std::vector<std::string> Listed(absl::StatusOr<std::vector<CheckpointInfo>> found) {
+    std::vector<std::string> names;
+    if (!found.ok()) return {std::string(found.status().message())};
+    for (const CheckpointInfo& one : *found) names.push_back(one.name);
+    return names;
+  }
+
+ private:
+  std::string opened_;
+  std::function<void()> meanwhile_;
+};
+
+TEST_P(NewestMeanwhile, IsFoundWhileASaveReplacesIt) {
+  SaveSpare("latest");
+  const auto replace = [this] { Replace("latest", "latest"); };
+  Begin("latest", replace);
+  EXPECT_EQ(NewestName(), "latest");
+  for (const auto list : {ListCheckpoints, ListRecorded}) {
+    std::filesystem::copy(directory() + "/latest", spare());
+    Begin("latest", replace);
+    EXPECT_THAT(Listed(list(directory(), nullptr)), ElementsAre("latest"));
+    std::filesystem::remove_all(spare());
+  }
+  std::filesystem::copy(directory() + "/latest", spare());
+  Begin("latest", replace);
+  const auto inspected = InspectCheckpoint(directory() + "/latest");
+  EXPECT_TRUE(inspected.ok()) << inspected.status();
+}
+
+TEST_P(NewestMeanwhile, IsFoundWhileItMakesRoomForALaterOne) {
+  SaveSpare("step-1");
+  Begin("step-1", [this] { Replace("step-1", "step-2"); });
+  EXPECT_EQ(NewestName(), "step-2");
+  for (const auto list : {ListCheckpoints, ListRecorded}) {
+    std::filesystem::copy(directory() + "/step-2", spare());
+    Begin("step-2", [this] { Replace("step-2", "step-3"); });
+    const auto names = Listed(list(directory(), nullptr));
+    EXPECT_THAT(names, ::testing::SizeIs(1));
+    std::filesystem::rename(directory() + "/" + names.front(), directory() + "/step-2");
+    std::filesystem::remove_all(spare());
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(At, NewestMeanwhile,
+                         ::testing::Values("holdfast.commit.json", ".manifest.json", ""));
 
 TEST_F(Newest, SaysWhatItDescendsFrom) {
   SaveEach({"step-1", "step-2"}, {1, 2}, {});
