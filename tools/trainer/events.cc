@@ -80,9 +80,10 @@ uint64_t AddressSpaceBytes() {
   return pages * static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
 }
 
-/// A foreign fork: the child uses its memory, and ends.
+/// A foreign fork: the child uses its memory, and ends. The memory is less than a limit of another
+/// event leaves.
 void Fork() {
-  std::string memory(1 << 20, 'f');
+  std::string memory(1 << 16, 'f');
   const pid_t child = fork();
   if (child == 0) {
     for (char& byte : memory) byte = 'c';
