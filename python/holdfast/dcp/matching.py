@@ -31,6 +31,7 @@ class Message:
         part: what its file says of itself.
         plan: that the file follows, where the coordinator may not have it.
         digests: of what other ranks have, too, as the plan says.
+        held: see `plans.Cache.held`.
     """
 
     path: str
@@ -39,6 +40,7 @@ class Message:
     part: Part
     plan: Plan | None
     digests: bytes
+    held: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass

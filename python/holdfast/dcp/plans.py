@@ -13,6 +13,7 @@ import functools
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -32,8 +33,7 @@ from holdfast.dcp.items import Layout, detached
 from holdfast.dcp.parts import Plan, in_order
 from holdfast.dcp.replicas import Digests, Forms
 
-_KNOWN_MAX = 4
-_PLANS_MAX = 4  # that only saves in flight follow
+_KNOWN_MAX = 8
 _PLAIN = (int, float, str, bool, type(None))
 
 
@@ -330,11 +330,18 @@ def drop_cached(planner: SavePlanner) -> None:
 
 
 class Cache:
-    """The plans that the saves over a set of ranks have followed last; used by several threads."""
+    """The plans that the saves over a set of ranks have followed last; used by several threads.
+
+    The coordinator has a plan as long as any rank holds it: may follow it in a next save, or does so in a save in flight.
+    At the end of each save every rank says what it holds. A rank that does not hold a plan then cannot come to follow it
+    any more, as it learns of plans only in these exchanges.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: list[Known] = []  # the youngest last
+        self._held: list[weakref.ref[Known]] = []  # also by saves in flight
+        self._of_ranks: frozenset[str] = frozenset()  # plans that the ranks hold, as they have said last
         self._plans: dict[str, Plan] = {}  # of the coordinator, which is asked for those of all ranks
 
     def find(self, seen: Look) -> Known | None:
@@ -352,12 +359,37 @@ class Cache:
             if known is not None:
                 kept = [k for k in self._known if k.marks != known.marks]
                 self._known = [*kept[1 - _KNOWN_MAX :], known]
+                self._held.append(weakref.ref(known))
             if plan is not None:
                 self._plans[plan.id] = plan
-                followed = {k.plan for k in self._known}
-                others = [i for i in self._plans if i not in followed]
-                for old in others[:-_PLANS_MAX]:
-                    del self._plans[old]
+            self._drop()
+
+    def held(self) -> frozenset[str]:
+        """Ids of the plans that this rank may follow in a next save, or that its saves in flight follow."""
+        with self._lock:
+            return self._own()
+
+    def keep(self, of_ranks: frozenset[str], plan: Plan | None) -> None:
+        """Drops the plans that no rank holds any more, on the coordinator.
+
+        Args:
+            of_ranks: what all ranks hold, see `held`.
+            plan: a new one, of which the ranks are told next.
+        """
+        with self._lock:
+            self._of_ranks = of_ranks
+            if plan is not None:
+                self._plans[plan.id] = plan
+                self._of_ranks |= {plan.id}
+            self._drop()
+
+    def _own(self) -> frozenset[str]:
+        self._held = [ref for ref in self._held if ref() is not None]
+        return frozenset(known.plan for ref in self._held if (known := ref()) is not None)
+
+    def _drop(self) -> None:
+        needed = self._of_ranks | self._own()
+        self._plans = {i: plan for i, plan in self._plans.items() if i in needed}
 
     def forget(self) -> None:
         """Has each rank write all of its items in the next save, from which a new plan follows. Saves in flight keep theirs."""

@@ -194,12 +194,9 @@ class _Saving:
         Returns:
             False where there is one rank and no known plan: `plan_together` must be called.
         """
-        seen, known = self.look(state), None
-        of_all = self.line.cache.plans()
-        if seen is not None:
-            known = self.line.cache.find(seen)
-            if known is not None and self.line.rank == 0 and known.plan not in of_all:
-                known = None
+        seen = self.look(state)
+        known = self.line.cache.find(seen) if seen is not None else None
+        of_all = self.line.cache.plans()  # after that, so that the known plan is there
         if known is None and self.line.world_size == 1:
             return False
         if known is not None:
@@ -308,6 +305,8 @@ class _Saving:
         with of_ranks(str(self.writer.path), "exchange with"):
             if not self.use_collectives:
                 return self._finish_alone(mine, exchange)
+            if isinstance(mine, Message):  # after the exchanges of all saves before, and what they have told of plans
+                mine.held = self.line.cache.held()
             committed = self._reduce(mine, exchange)
         if committed.plan is not None and self.begun is not None and self.begun.known is not None:
             following = self.begun.known.following(committed.plan, exchange.rank)
@@ -371,22 +370,23 @@ class _Saving:
         else:
             files = [part.file for part in parts]
             self.writer.complete(metadata, len(parts), files, line.younger(path))
-        return Committed(metadata, self._replanned(parts, of_all), differing, refused)
+        return Committed(metadata, self._replanned(messages, of_all), differing, refused)
 
-    def _replanned(self, parts: list[Part], of_all: dict[str, Plan]) -> Plan | None:
-        """A plan for the saves to come, where the ranks have not followed one."""
-        if len({part.plan for part in parts}) == 1 or not self.may_follow:
+    def _replanned(self, messages: list[Message], of_all: dict[str, Plan]) -> Plan | None:
+        """A plan for the saves to come, where the ranks have not followed one. Plans that no rank holds are dropped."""
+        if not self.may_follow:
             return None
-        ranks = [
-            (of_all[p.plan], of_all[p.plan].written[p.row] + of_all[p.plan].left_out[p.row])
-            for p in parts
-        ]
-        try:
-            plan = plan_for_all(parts[0].attempt, ranks, self._lowest_rank)
-        except ValueError as error:  # of the framework: the states do not fit together
-            logger.warning("save %s: plan the next save: %s", self.writer.path, error)
+        plan, parts = None, [m.part for m in messages]
+        if len({part.plan for part in parts}) > 1:
+            rows = [(of_all[p.plan], p.row) for p in parts]
+            ranks = [(of, of.written[row] + of.left_out[row]) for of, row in rows]
+            try:
+                plan = plan_for_all(parts[0].attempt, ranks, self._lowest_rank)
+            except ValueError as error:  # of the framework: the states do not fit together
+                logger.warning("save %s: plan the next save: %s", self.writer.path, error)
+        self.line.cache.keep(frozenset().union(*(m.held for m in messages)), plan)
+        if plan is None:
             return None
-        self.line.cache.add(None, plan)
         return dataclasses.replace(plan, metadata=Metadata({}), left_out=[list(plan.shared)])
 
 
