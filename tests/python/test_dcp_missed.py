@@ -140,6 +140,79 @@ def _of_two_steps(rank: int, directory: str, is_first: bool) -> None:
     _outcome(later)
 
 
+def _in_turn(rank: int, directory: str, missing: tuple[int, int], waiting: int) -> list[dict[int, str]]:
+    """Saves into three directories in turn: one rank leaves out a call, and one waits for each save of its own."""
+    outcomes = []
+    for begin, end in ((1, 13), (13, 19)):
+        futures = {}
+        for number in range(begin, end):
+            if (rank, number) == missing:
+                continue
+            state = {f"r{rank}": torch.full((5,), float(number)), "all": torch.full((3,), float(number))}
+            path = os.path.join(directory, f"kind-{number % 3}")
+            futures[number] = holdfast.dcp.async_save(state, checkpoint_id=path)
+            if rank == waiting:
+                futures[number].exception(80)
+        outcomes.append({number: _outcome(future) for number, future in futures.items()})
+        dist.barrier()
+    return outcomes
+
+
+@pytest.mark.parametrize("waiting", [0, 1])
+@pytest.mark.parametrize("missing", [(0, 5), (1, 5), (0, 6), (1, 6)])
+def test_a_missed_call_of_a_path_that_is_used_in_turn(missing: tuple[int, int], waiting: int, tmp_path: Path) -> None:
+    """The saves of one rank are in flight all the time, begun before it could know."""
+    answers = dcp_ranks.run_ranks(2, tmp_path, _in_turn, str(tmp_path), missing, waiting)
+    missed = missing[1]
+    # The ranks meet again one or two calls later. Of the saves of the path itself the next one fails, and those which
+    # the rank that has missed the call had begun by then: it counts them otherwise than the other one does.
+    counted_apart = set(range(missed + 3, missed + 4 if missing[0] == waiting else 13, 3))
+    may_fail = {missed, missed + 1, missed + 2} | counted_apart
+    for first, later in answers:
+        failed = {number for number, outcome in first.items() if outcome}
+        assert counted_apart <= failed <= may_fail, first
+        assert all("all ranks must call" in first[number] for number in failed)
+        assert not any(later.values()), later
+    assert answers[1 - missing[0]][0][missed]
+    for number in range(16, 19):
+        assert _steps_in(tmp_path / f"kind-{number % 3}", 2) == {float(number)}
+
+
+KINDS = ("model", "optimizer", "averages", "loader", "random")
+
+
+def _of_kinds(rank: int, directory: str, missing: dict[int, list[int]], in_flight: bool) -> dict[int, str]:
+    """Saves of several kinds of state, each into a directory of its own, which says nothing of the order."""
+    outcomes, futures = {}, {}
+    for number in range(25):
+        if number in missing.get(rank, []):
+            continue
+        state = {f"r{rank}": torch.full((5,), float(number)), "all": torch.full((3,), float(number))}
+        path = os.path.join(directory, f"step-{number // 5}", KINDS[number % 5])
+        futures[number] = holdfast.dcp.async_save(state, checkpoint_id=path)
+        if not in_flight:
+            outcomes[number] = _outcome(futures[number])
+    outcomes |= {number: _outcome(future) for number, future in futures.items()}
+    dist.barrier()
+    return outcomes
+
+
+@pytest.mark.parametrize("in_flight", [False, True], ids=["one by one", "in flight"])
+@pytest.mark.parametrize("missing", [{1: [7]}, {0: [7]}, {0: [6, 7]}, {1: [4], 0: [13]}])
+def test_saves_of_several_kinds_meet_again_after_a_missed_call(
+    missing: dict[int, list[int]], in_flight: bool, tmp_path: Path
+) -> None:
+    missed = {number for numbers in missing.values() for number in numbers}
+    # Two ranks at different saves, neither of which the other rank has begun: both fail.
+    may_fail = missed | {number + 1 for number in missed} | {number + 2 for number in missed if number - 1 in missed}
+    for outcomes in dcp_ranks.run_ranks(2, tmp_path, _of_kinds, str(tmp_path), missing, in_flight):
+        failed = {number for number, outcome in outcomes.items() if outcome}
+        assert missed & set(outcomes) <= failed <= may_fail, failed
+        assert all("all ranks must call" in outcomes[number] for number in failed)
+    for number in set(range(25)) - may_fail:
+        assert _steps_in(tmp_path / f"step-{number // 5}" / KINDS[number % 5], 2) == {float(number)}
+
+
 def test_without_a_way_to_tell_who_is_behind_all_ranks_fail(tmp_path: Path) -> None:
     """Of paths and steps that never meet, a rank does not wait for ever."""
     answers = dcp_ranks.run_ranks(2, tmp_path, _apart, str(tmp_path))

@@ -22,6 +22,21 @@ from holdfast.errors import Error
 
 
 @dataclasses.dataclass
+class Standing:
+    """Where a rank is, after the exchanges of all its saves before.
+
+    Attributes:
+        held: see `plans.Cache.held`.
+        count: which of the saves of its path and step this one is, with what other ranks have had more before it.
+        before: attempts that the rank has begun last before this one.
+    """
+
+    held: frozenset[str]
+    count: int
+    before: list[str]
+
+
+@dataclasses.dataclass
 class Message:
     """What a rank tells the coordinator when its data is durable.
 
@@ -31,7 +46,7 @@ class Message:
         part: what its file says of itself.
         plan: that the file follows, where the coordinator may not have it.
         digests: of what other ranks have, too, as the plan says.
-        held: see `plans.Cache.held`.
+        standing: of the rank in this exchange.
     """
 
     path: str
@@ -40,7 +55,7 @@ class Message:
     part: Part
     plan: Plan | None
     digests: bytes
-    held: frozenset[str] = frozenset()
+    standing: Standing = dataclasses.field(default_factory=lambda: Standing(frozenset(), 0, []))
 
 
 @dataclasses.dataclass
@@ -67,36 +82,55 @@ class Unmatched:
     Attributes:
         again: ranks whose save is younger; they come to the next exchange with it.
         failure: of the other ranks' saves.
-        agreed: what attempt ids follow from, from now on; empty: as before.
+        count: where the ranks have counted the saves of this path and step apart, the highest count: all go on from it.
         forget_plans: whether the plans that the ranks have followed would fail their next saves, too.
     """
 
     again: frozenset[int]
     failure: CheckpointException
-    agreed: str = ""
+    count: int | None = None
     forget_plans: bool = False
 
 
-def unmatched(messages: list[Message], new_id: str) -> Unmatched | None:
+def unmatched(messages: list[Message]) -> Unmatched | None:
     """Compares what all ranks have come with; None if it is one save.
 
     Args:
         messages: by rank.
-        new_id: for `Unmatched.agreed`.
     """
     first = messages[0]
     path, others = first.path, [(rank, m) for rank, m in enumerate(messages)]
     for rank, other in others:
         if (other.path, other.step) != (path, first.step):
-            oldest = min(m.step for m in messages)
-            in_one_series = len({_series(m.path) for m in messages}) == 1
-            again = frozenset(r for r, m in others if m.step > oldest) if in_one_series else frozenset()
-            return Unmatched(again, _failure(rank, path, f"rank {rank} saves {_what(other, first)} in the same call"))
+            why = f"rank {rank} saves {_what(other, first)} in the same call"
+            return Unmatched(_younger(messages), _failure(rank, path, why))
     for rank, other in others:
         if other.part.attempt != first.part.attempt:
             why = f"rank {rank} has called for it another number of times than rank 0"
-            return Unmatched(frozenset(), _failure(rank, path, why), new_id)
+            return Unmatched(frozenset(), _failure(rank, path, why), max(m.standing.count for m in messages))
     return None
+
+
+def _younger(messages: list[Message]) -> frozenset[int]:
+    """Ranks whose save is younger than another one; none where all would be."""
+    one_of = {m.part.attempt: m for m in messages}
+    younger = {attempt for attempt, m in one_of.items() if any(_is_younger(m, other) for other in one_of.values())}
+    if len(younger) == len(one_of):
+        return frozenset()
+    return frozenset(rank for rank, m in enumerate(messages) if m.part.attempt in younger)
+
+
+def _is_younger(one: Message, other: Message) -> bool:
+    """By the calls of the rank that has begun both, else by the steps of one series.
+
+    The steps of names that were saved to before say nothing: such names may be used in turn.
+    """
+    is_after, is_before = other.part.attempt in one.standing.before, one.part.attempt in other.standing.before
+    if is_after or is_before:
+        return not is_before
+    if max(one.standing.count, other.standing.count) > 1:
+        return False
+    return one.step > other.step and _series(one.path) == _series(other.path)
 
 
 def _series(path: str) -> tuple[str, str]:

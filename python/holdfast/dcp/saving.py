@@ -41,7 +41,7 @@ from holdfast.dcp.placement import Placement, new_attempt
 from holdfast.dcp.replicas import Differing, Digests, check_replicas, compare, settle
 from holdfast.dcp.staging import Stager
 from holdfast.dcp.stock import answers_with_both, why_stock
-from holdfast.dcp.uploads import Exchange, Line, Upload, line_of
+from holdfast.dcp.uploads import Call, Exchange, Line, Upload, line_of
 from holdfast.dcp.writer import StorageWriter, Written
 from holdfast.errors import Error
 
@@ -110,9 +110,9 @@ class _Saving:
         self._lowest_rank = getattr(self.planner, "dedup_save_to_lowest_rank", False)
         # The same on all ranks: it depends on what was called, and how often.
         self.plans_together = not self.may_follow or (line.world_size > 1 and not line.has_agreed)
-        self.attempt, self.generation = "", 0
+        self.call: Call | None = None
         if line.world_size > 1 and not self.plans_together:
-            self.attempt, self.generation = line.next(str(writer.path), writer.step)
+            self.call = line.next(str(writer.path), writer.step)
 
     # ---- In the call.
 
@@ -244,11 +244,12 @@ class _Saving:
 
     def _place(self) -> Placement:
         path, line = self.writer.path, self.line
-        if line.world_size == 1:
+        call = self.call
+        if call is None:
             return self.writer.in_directory(lambda: placement.choose(path, self.writer.save_id, [0], False)[0])
-        self.writer.save_id = self.attempt
+        self.writer.save_id = call.attempt
         return self.writer.in_directory(
-            lambda: placement.follow(path, self.attempt, self.generation, line.rank, line.world_size)
+            lambda: placement.follow(path, call.attempt, call.generation, line.rank, line.world_size)
         )
 
     def _begin(self, place: Placement, plan_id: str, row: int, layout: Layout, data: list[Any],
@@ -305,8 +306,6 @@ class _Saving:
         with of_ranks(str(self.writer.path), "exchange with"):
             if not self.use_collectives:
                 return self._finish_alone(mine, exchange)
-            if isinstance(mine, Message):  # after the exchanges of all saves before, and what they have told of plans
-                mine.held = self.line.cache.held()
             committed = self._reduce(mine, exchange)
         if committed.plan is not None and self.begun is not None and self.begun.known is not None:
             following = self.begun.known.following(committed.plan, exchange.rank)
@@ -318,11 +317,13 @@ class _Saving:
 
     def _reduce(self, mine: Message | BaseException, exchange: Exchange) -> Committed:
         while True:
+            if isinstance(mine, Message):
+                mine.standing = self.line.standing(self.call)
             answer = exchange.reduce(mine, self._commit, discard)
             if not isinstance(answer, Unmatched):
                 return answer
-            if answer.agreed:
-                self.line.agree(answer.agreed)
+            if answer.count is not None and self.call is not None:
+                self.line.count_on(self.call, answer.count)
             if answer.forget_plans:
                 self.line.cache.forget()
             # A save that was planned in the call meets no other one: the planning has crossed, too.
@@ -348,7 +349,7 @@ class _Saving:
 
     def _commit(self, messages: list[Message]) -> Committed | Unmatched:
         path, line = str(self.writer.path), self.line
-        apart = unmatched(messages, new_attempt())
+        apart = unmatched(messages)
         if apart is not None:
             discard(m for rank, m in enumerate(messages) if rank not in apart.again)
             return apart
@@ -384,7 +385,7 @@ class _Saving:
                 plan = plan_for_all(parts[0].attempt, ranks, self._lowest_rank)
             except ValueError as error:  # of the framework: the states do not fit together
                 logger.warning("save %s: plan the next save: %s", self.writer.path, error)
-        self.line.cache.keep(frozenset().union(*(m.held for m in messages)), plan)
+        self.line.cache.keep(frozenset().union(*(m.standing.held for m in messages)), plan)
         if plan is None:
             return None
         return dataclasses.replace(plan, metadata=Metadata({}), left_out=[list(plan.shared)])

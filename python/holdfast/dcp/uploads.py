@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
+import itertools
 import logging
 import pickle
 import threading
@@ -24,12 +26,14 @@ from torch.distributed.checkpoint.metadata import Metadata
 from holdfast import _collector, _completion, _runtime, events, handle
 from holdfast._process import PerProcess
 from holdfast.dcp.failures import error_of, portable
+from holdfast.dcp.matching import Standing
 from holdfast.dcp.plans import Cache
 from holdfast.errors import TimeoutError
 
 logger = logging.getLogger("holdfast.dcp")
 
 _CALLS_MAX = 4096
+_CALLS_TOLD_MAX = 64  # by which a rank can be ahead of another one that has left out calls
 
 
 class Upload:
@@ -251,6 +255,27 @@ def _value_of(answer: Any) -> Any:
     return answer
 
 
+@dataclasses.dataclass
+class Call:
+    """One save without a common planning.
+
+    Attributes:
+        path, step: of the save.
+        agreed: what the ranks had agreed on before.
+        number: of the calls of this rank for this path and step since then, with this one.
+        attempt, generation: for its files.
+        before: attempts that this rank has begun last, the youngest first.
+    """
+
+    path: str
+    step: int
+    agreed: str
+    number: int
+    attempt: str
+    generation: int
+    before: list[str]
+
+
 class Line:
     """The saves over a set of ranks, in the order of their calls, which is the same on all of them.
 
@@ -269,7 +294,8 @@ class Line:
         self._last: Upload | None = None
         self._agreed = ""  # the attempt that the ranks agreed on last
         self._generation = -1
-        self._calls: OrderedDict[tuple[str, int], int] = OrderedDict()  # by path and step, since then
+        # By path and step, since then: the number of calls, and by how many another rank has made more of them.
+        self._calls: OrderedDict[tuple[str, int], tuple[int, int]] = OrderedDict()
         self._begun: OrderedDict[str, None] = OrderedDict()  # attempts of these calls
         self.rank = rank
         self.world_size = world_size
@@ -301,30 +327,50 @@ class Line:
         for which in (0, 1) if self._groups is not None else ():
             c10d._set_pg_timeout(timeout, self._group(which))
 
-    def agree(self, attempt: str, generation: int = -1) -> None:
-        """Notes what the ranks have agreed on in a common planning, or after their counts differed."""
+    def agree(self, attempt: str, generation: int) -> None:
+        """Notes what the ranks have agreed on in a common planning."""
         with self._lock:
             self._agreed = attempt
             self._generation = max(self._generation, generation)
             self._calls.clear()
             self._begun.clear()
 
-    def next(self, path: str, step: int) -> tuple[str, int]:
-        """Attempt and generation of a save without a common planning.
+    def next(self, path: str, step: int) -> Call:
+        """A save without a common planning.
 
-        They follow from the path, the step, and from how often it was saved there: a call that a rank leaves out
+        Its attempt follows from the path, the step, and from how often it was saved there: a call that a rank leaves out
         changes nothing for other paths and steps.
         """
         with self._lock:
             self._generation += 1
-            count = self._calls.pop((path, step), 0) + 1
-            self._calls[path, step] = count
-            attempt = self._digest(path) + self._digest(f"{step} {count} {path}")
+            number, less = self._calls.pop((path, step), (0, 0))
+            number += 1
+            self._calls[path, step] = number, less
+            attempt = self._digest(path) + self._digest(f"{step} {number + less} {path}")
+            before = list(itertools.islice(reversed(self._begun), _CALLS_TOLD_MAX))
             self._begun[attempt] = None
             for of in (self._calls, self._begun):
                 while len(of) > _CALLS_MAX:
                     of.popitem(last=False)
-            return attempt, self._generation
+            return Call(path, step, self._agreed, number, attempt, self._generation, before)
+
+    def standing(self, call: Call | None) -> Standing:
+        """What this rank tells the others of itself in the exchange of a save."""
+        with self._lock:
+            count = 0
+            if call is not None and call.agreed == self._agreed:
+                count = call.number + self._calls.get((call.path, call.step), (0, 0))[1]
+        return Standing(self.cache.held(), count, call.before if call is not None else [])
+
+    def count_on(self, call: Call, count: int) -> None:
+        """Has the calls after one count on from another count, which is not lower than its own.
+
+        The other ranks do the same. Saves that are in flight keep the attempts that they were begun with.
+        """
+        with self._lock:
+            key = call.path, call.step
+            if call.agreed == self._agreed and key in self._calls:
+                self._calls[key] = self._calls[key][0], count - call.number
 
     def younger(self, path: str) -> Container[str]:
         """Attempts that other ranks may have begun, and this one has not: ranks may have left out calls."""
