@@ -178,6 +178,28 @@ def test_a_missed_call_of_a_path_that_is_used_in_turn(missing: tuple[int, int], 
         assert _steps_in(tmp_path / f"kind-{number % 3}", 2) == {float(number)}
 
 
+def _two_slots(rank: int, directory: str, missing: int) -> dict[int, str]:
+    outcomes = {}
+    for number in range(10 + rank):
+        if (rank, number) != (1, missing):
+            writer = holdfast.dcp.StorageWriter(os.path.join(directory, f"slot-{number % 2}"))
+            state = {f"r{rank}": torch.full((5,), float(number)), "all": torch.full((3,), float(number))}
+            future = holdfast.dcp.async_save(state, storage_writer=writer)
+            outcomes[number] = _outcome(future)
+    return outcomes
+
+
+@pytest.mark.parametrize("missing", [4, 5])
+def test_two_names_in_turn_never_have_parts_of_two_saves(missing: int, tmp_path: Path) -> None:
+    """Nothing says which rank has left out a call, so the saves fail from then on, and say that they need their steps."""
+    answers = dcp_ranks.run_ranks(2, tmp_path, _two_slots, str(tmp_path), missing)
+    for outcomes in answers:
+        assert {number for number, outcome in outcomes.items() if outcome} == {n for n in outcomes if n >= missing}
+        assert "StorageWriter(path, step=...)" in outcomes[8]
+    for number in (missing - 2, missing - 1):
+        assert _steps_in(tmp_path / f"slot-{number % 2}", 2) == {float(number)}
+
+
 KINDS = ("model", "optimizer", "averages", "loader", "random")
 
 

@@ -103,7 +103,9 @@ def unmatched(messages: list[Message]) -> Unmatched | None:
     for rank, other in others:
         if (other.path, other.step) != (path, first.step):
             why = f"rank {rank} saves {_what(other, first)} in the same call"
-            return Unmatched(_younger(messages), _failure(rank, path, why))
+            younger = _younger(messages)
+            again_used = not younger and max(m.standing.count for m in messages) > 1
+            return Unmatched(younger, _failure(rank, path, why, _NEEDS_STEP if again_used else ""))
     for rank, other in others:
         if other.part.attempt != first.part.attempt:
             why = f"rank {rank} has called for it another number of times than rank 0"
@@ -142,16 +144,19 @@ def _what(other: Message, first: Message) -> str:
     return other.path if other.path != first.path else f"step {other.step} there, and rank 0 step {first.step}"
 
 
-def out_of_order(path: str, why: str) -> Error:
+_NEEDS_STEP = "; of names that are used again only steps tell which save is the older one: pass StorageWriter(path, step=...)"
+
+
+def out_of_order(path: str, why: str, hint: str = "") -> Error:
     """The error of a save whose ranks have met with calls of different saves."""
     return Error(
         "FAILED_PRECONDITION",
-        f"save {path}: {why}; all ranks must call async_save for the same checkpoints in the same order",
+        f"save {path}: {why}; all ranks must call async_save for the same checkpoints in the same order{hint}",
     )
 
 
-def _failure(rank: int, path: str, why: str) -> CheckpointException:
-    return CheckpointException("write", {rank: _wrap_exception(out_of_order(path, why))})
+def _failure(rank: int, path: str, why: str, hint: str = "") -> CheckpointException:
+    return CheckpointException("write", {rank: _wrap_exception(out_of_order(path, why, hint))})
 
 
 def discard(messages: Iterable[Message]) -> None:
