@@ -130,7 +130,7 @@ def look(path: str) -> dict[str, Any] | None:
 
     Raises:
         Error: DATA_LOSS where ``.metadata`` is no file or not what the save committed, the save's commit
-            record is missing, or its data files have fewer bytes than it says.
+            record or a manifest is missing, or its data files have fewer bytes than it says.
         OSError: of the system.
     """
     try:
@@ -147,10 +147,12 @@ def look(path: str) -> dict[str, Any] | None:
         name = _names.dcp_record(attempt)
         record = json.loads(_regular.read_whole(os.path.join(path, name), "read", _regular.RECORD_BYTES_MAX)[0])
         stored = sum(_size(os.path.join(path, n)) for n in names if _names.DCP_ANY_DATA.fullmatch(n))
-        if stored < record["bytes"]:
+        manifests = sum(match["attempt"] == attempt for match in map(_names.DCP_MANIFEST.fullmatch, names) if match)
+        if stored < record["bytes"] or manifests < record["world_size"]:
             if _regular.read_whole(os.path.join(path, METADATA), "read", _regular.METADATA_BYTES_MAX)[0] != data:
                 return look(path)  # a save has replaced the checkpoint meanwhile
-            raise Error("DATA_LOSS", f"read {path}: its data files have {stored} of {record['bytes']} bytes")
+            raise Error("DATA_LOSS", f"read {path}: its data files have {stored} of {record['bytes']} bytes, and {manifests} of "
+                        f"{record['world_size']} manifests are there")  # fmt: skip
         return {
             "step": record["step"],
             "saved_at": record["saved_at_ns"] / 1e9,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from command_line import holdfast as command
-from draining import PLAIN, names, save, swept
+from draining import PLAIN, names, save, swept, verdicts
 
 import holdfast
+from holdfast import _native
 from holdfast.drain import Drain
 from holdfast.drain.following import Following
 from holdfast.drain.places import open_place
@@ -137,3 +140,52 @@ def test_what_lacks_a_record_for_a_moment_is_no_damage(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(source, "complete", and_then_it_is_whole)
     assert [e["event"] for e in swept(source, far)] == ["arrived"]
+
+
+def without_data(path: Path) -> None:
+    next(p for p in path.iterdir() if p.suffix in (".safetensors", ".distcp")).unlink()
+
+
+def without_manifest(path: Path) -> None:
+    next(path.glob("*.manifest.json")).unlink()
+
+
+def with_short_data(path: Path) -> None:
+    os.truncate(next(p for p in path.iterdir() if p.suffix in (".safetensors", ".distcp")), 100)
+
+
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+@pytest.mark.parametrize("lose", [without_data, without_manifest, with_short_data])
+def test_a_copy_that_has_lost_a_file_has_not_arrived(lose: Callable[[Path], None], format: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, elements=1000, format=format)
+    source, far = open_place(str(tmp_path / "run")), tmp_path / "far"
+    swept(source, open_place(str(far)))
+    lose(far / "step-2")
+    with holdfast.Checkpointer(tmp_path / "new", format=format, drain_to=far) as checkpointer:
+        assert [c["name"] for c in checkpointer.list()] == ["step-1"]
+        assert checkpointer.load(into={"w": torch.zeros(1000), "step": torch.tensor(0)})["step"] == 1
+        checkpointer.close(drain=False)
+    # Nor is the first place's copy removed for it.
+    events = swept(source, open_place(str(far)), keep_local=1, form="step-{step}")
+    assert [(e["event"], e["name"]) for e in events] == [("arrived", "step-2"), ("removed", "step-1")]
+    assert names(open_place(str(far))) == ["step-1", "step-2"] and verdicts(far) == ["sound", "sound"]
+
+
+def test_a_purge_while_the_drain_runs_is_noticed(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=1000)
+    with holdfast.Checkpointer(tmp_path / "run", drain_to=tmp_path / "far") as checkpointer:
+        checkpointer.flush(drain=True)
+        without_data(tmp_path / "far/step-1")
+        checkpointer.flush(drain=True)
+        assert verdicts(tmp_path / "far") == ["sound"]
+
+
+def test_a_listing_looks_at_the_files_of_a_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "run", 1, 2, 3, elements=10)
+    looked: list[str] = []
+    inspect = _native.inspect
+    monkeypatch.setattr(_native, "inspect", lambda path: (looked.append(path), inspect(path))[1])
+    source = open_place(str(tmp_path / "run"))
+    assert names(source) == names(source) == ["step-1", "step-2", "step-3"] and len(looked) == 3
+    (tmp_path / "run/step-2/notes.txt").touch()
+    assert names(source) == ["step-1", "step-2", "step-3"] and looked[3:] == [str(tmp_path / "run/step-2")]

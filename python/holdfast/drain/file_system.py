@@ -22,10 +22,6 @@ from holdfast.errors import Error, of_system
 PIECE_BYTES = 4 << 20
 _AT_ONCE = 4  # pieces of one file
 _ALIGNMENT = 4096
-_LISTINGS: dict[str, Callable[[str], tuple[list[dict[str, Any]], list[str]]]] = {
-    "holdfast": lambda path: _native.list_recorded(path),
-    "dcp": lambda path: _dcp_directories.list_complete(path),
-}
 
 
 class Directory:
@@ -44,6 +40,7 @@ class Directory:
         self.is_gone = False
         self._locks: dict[str, int] = {}
         self._put: dict[str, set[str]] = {}  # files of drains beside the checkpoint of a slot into which files come late
+        self._whole: dict[str, object] = {}  # stamps of plain checkpoints whose files were all there, by path
         self._digests: dict[str, tuple[object, tuple[str, ...]]] = {}  # of files that no manifest names, by path, with their status
 
     def path(self, slot: str) -> str:
@@ -82,11 +79,11 @@ class Directory:
         found: list[Info] = []
         passed_over: list[str] = []
         unreadable: Error | None = None
-        for of, listed in _LISTINGS.items() if self._is_there() else ():
+        for of in judging.FORMATS if self._is_there() else ():
             if format not in ("", of):
                 continue
             try:
-                complete, why = listed(self._path)
+                complete, why = _dcp_directories.list_complete(self._path) if of == "dcp" else self._plain()
             except Error as error:
                 if error.code == "RESOURCE_EXHAUSTED":
                     raise
@@ -101,6 +98,34 @@ class Directory:
         if unreadable is not None and not found:
             raise unreadable
         return sorted(found, key=age_of), passed_over
+
+    def _plain(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """As `_native.list_checkpoints`. A look at all files of a checkpoint is repeated once an entry of its directory has changed: a listing
+        of hundreds stays cheap."""
+        recorded, passed_over = _native.list_recorded(self._path)
+        complete: list[dict[str, Any]] = []
+        whole: dict[str, object] = {}
+        unreadable: Error | None = None
+        for found in recorded:
+            path = found["path"]
+            try:
+                with of_system(f"list {path}"):
+                    status = os.stat(path, follow_symlinks=False)
+                stamp = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+                complete.append(found if self._whole.get(path) == stamp else _native.inspect(path))
+                whole[path] = stamp
+            except Error as error:
+                if error.code == "RESOURCE_EXHAUSTED":
+                    raise
+                if not os.path.lexists(path):  # removed meanwhile, perhaps for a later one, which the list may lack
+                    return self._plain()
+                if error.errno:
+                    unreadable = unreadable or error
+                passed_over.append(f"{found['name']}: {error.message.removeprefix(f'{path}: ')}")
+        self._whole = whole
+        if unreadable is not None and not complete:
+            raise unreadable
+        return complete, passed_over
 
     def signature(self, slot: str = "") -> object:
         if slot:
