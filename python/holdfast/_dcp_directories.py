@@ -264,6 +264,8 @@ def settle_copies(directory: str, promote: bool, clean_up: bool) -> dict[str, st
     """
     with of_system(f"list {directory}"):
         names = sorted(name for name in os.listdir(directory) if _names.kind_of(name) == "partial")
+    # Of several copies of a name the latest save gets it.
+    names.sort(key=lambda name: _saved_at(os.path.join(directory, name)), reverse=True)
     settled = {}
     # A name is given before what has lost it is looked at.
     for new_name in ([_name_of_copy] if promote else []) + ([_name_of_replaced] if clean_up else []):
@@ -276,6 +278,12 @@ def settle_copies(directory: str, promote: bool, clean_up: bool) -> dict[str, st
                     sync_directory(directory)
                     settled[name] = to
     return settled
+
+
+def _saved_at(path: str) -> float:
+    with contextlib.suppress(Error, OSError):
+        return (look(path) or {}).get("saved_at", 0.0)
+    return 0.0
 
 
 def _name_of_copy(directory: str, name: str, found: dict[str, Any] | None) -> str:
@@ -291,7 +299,8 @@ def _name_of_replaced(directory: str, name: str, found: dict[str, Any] | None) -
         return ""
     # A later one is none: a drain that was killed had found it at its own exchange of names.
     is_later = found["saved_at"] > standing["saved_at"]
-    is_replaced = name in _names.replaced(match["name"], standing["attempt"]) and not is_later
+    is_copy = found["attempt"] == match["attempt"]  # of an earlier save, which nobody completes any more
+    is_replaced = (is_copy or name in _names.replaced(match["name"], standing["attempt"])) and not is_later
     return _names.retired(match["name"], found["attempt"]) if is_replaced else ""
 
 

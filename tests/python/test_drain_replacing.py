@@ -350,3 +350,18 @@ def test_an_unfinished_file_of_others_keeps_its_checkpoint(name: str, tmp_path: 
     save(tmp_path / "run", 2, elements=10)
     events = swept(open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far")), Drain(keep_last=1))
     assert [e["event"] for e in events] == ["arrived", "trouble"] and (tmp_path / "far/step-1" / name).exists()
+
+
+def test_of_two_copies_without_the_name_recover_takes_the_later_one(tmp_path: Path) -> None:
+    """As of two drains that were killed at the last step."""
+    save(tmp_path / "run", 7, elements=10, format="dcp")
+    (older,) = open_place(str(tmp_path / "run")).complete()[0]
+    shutil.copytree(tmp_path / "run/step-7", tmp_path / f"far/step-7.partial-{older.attempt}")
+    later = older
+    while later.attempt <= older.attempt:  # attempts are random: the older one is the first of a sorted list
+        shutil.rmtree(tmp_path / "run")
+        save(tmp_path / "run", 7, elements=10, format="dcp")
+        (later,) = open_place(str(tmp_path / "run")).complete()[0]
+    shutil.copytree(tmp_path / "run/step-7", tmp_path / f"far/step-7.partial-{later.attempt}")
+    assert holdfast.recover(tmp_path / "far", wait_for_orphans=0)["promoted"] == ["step-7"]
+    assert os.listdir(tmp_path / "far") == ["step-7"] and open_place(str(tmp_path / "far")).complete()[0][0].attempt == later.attempt
