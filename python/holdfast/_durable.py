@@ -32,7 +32,7 @@ def locked(fd: int, kind: int) -> bool:
 class Presence(PerProcess):
     """A trainer's lock of a framework's directory, as the runtime takes it while it writes; until `clear`, or for its own life.
 
-    A forked child has none, nor has a copy in another process.
+    A drain has it in the directory of a copy. A forked child has none, nor has a copy in another process.
 
     Raises:
         FileNotFoundError: the directory is gone.

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -365,3 +366,51 @@ def test_of_two_copies_without_the_name_recover_takes_the_later_one(tmp_path: Pa
     shutil.copytree(tmp_path / "run/step-7", tmp_path / f"far/step-7.partial-{later.attempt}")
     assert holdfast.recover(tmp_path / "far", wait_for_orphans=0)["promoted"] == ["step-7"]
     assert os.listdir(tmp_path / "far") == ["step-7"] and open_place(str(tmp_path / "far")).complete()[0][0].attempt == later.attempt
+
+
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+def test_recover_leaves_a_copy_on_its_way(format: str, tmp_path: Path) -> None:
+    """At the last step, where the file system hangs."""
+    save(tmp_path / "run", 1, elements=10, format=format)
+    far = tmp_path / "far"
+    (reached, says), (waits, release) = os.pipe(), os.pipe()
+
+    def drain() -> None:
+        rename = os.rename
+
+        def late(path: str, to: str, **of: int) -> None:
+            if to == str(far / "step-1"):
+                os.write(says, b".")
+                os.read(waits, 1)
+            rename(path, to, **of)
+
+        os.rename = late  # type: ignore[assignment]
+        swept(open_place(str(tmp_path / "run")), open_place(str(far)))
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(in_child, drain)
+        os.read(reached, 1)
+        report = holdfast.recover(far, wait_for_orphans=0)
+        os.write(release, b".")
+        assert ended.result() == 0
+    assert report["fenced"] == report["removed"] == report["promoted"] == []
+    assert [why.partition(": ")[2] for why in report["kept_incomplete"]] == ["a save is running there"]
+    assert os.listdir(far) == ["step-1"] and verdicts(far) == ["sound"]
+
+
+def test_a_recovery_between_the_begin_of_a_copy_and_its_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    mkdir = os.mkdir
+
+    def recovered(path: str, *further: int) -> None:
+        mkdir(path, *further)
+        if ".partial-" in path:
+            monkeypatch.setattr(os, "mkdir", mkdir)
+            assert holdfast.recover(tmp_path / "far")["removed"] == [os.path.basename(path)]
+
+    monkeypatch.setattr(os, "mkdir", recovered)
+    with pytest.raises(Error, match="another process removes it") as refused:
+        swept(source, far)
+    assert refused.value.code == "UNAVAILABLE"  # so that the command tries again
+    assert [e["event"] for e in swept(source, far)] == ["arrived"]

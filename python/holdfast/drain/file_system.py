@@ -39,6 +39,7 @@ class Directory:
         self.seen = seen
         self.is_gone = False
         self._locks: dict[str, int] = {}
+        self._present: dict[str, _durable.Presence] = {}  # in the slots of copies
         self._put: dict[str, set[str]] = {}  # files of drains beside the checkpoint of a slot into which files come late
         self._whole: dict[str, object] = {}  # stamps of plain checkpoints whose files were all there, by path
         self._digests: dict[str, tuple[object, tuple[str, ...]]] = {}  # of files that no manifest names, by path, with their status
@@ -249,21 +250,37 @@ class Directory:
             self.seen = self.seen and self.seen._replace(was_there=True)
         with slots.of_name(path, ()), of_system(f"make directory {path}"), contextlib.suppress(FileExistsError):
             os.mkdir(path)
-        with slots.of_name(path):
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            is_mine = _durable.locked(fd, fcntl.LOCK_SH)  # a recovery and a clean-up leave the directory alone
-            self._end(slot)
-            self._locks[slot] = fd
-            if not is_mine:
-                self._end(slot)
-                raise Error("UNAVAILABLE", f"write {path}: another process removes it")
-            slots.touch(slots.MARK, fd)
+        try:
+            with slots.of_name(path):
+                self._take(slot)
+        except Error as error:
+            if error.code == "NOT_FOUND":  # a recovery has found it empty
+                raise _removed_meanwhile(path) from error
+            raise
         return slot
+
+    def _take(self, slot: str) -> None:
+        path = self.path(slot)
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:  # before the lock: with that alone a recovery takes the drain for a worker without a trainer
+            present = _durable.Presence(path)
+        except OSError:
+            os.close(fd)
+            raise
+        is_mine = _durable.locked(fd, fcntl.LOCK_SH)  # a recovery and a clean-up leave the directory alone
+        self._end(slot)
+        self._locks[slot], self._present[slot] = fd, present
+        if not is_mine:
+            self._end(slot)
+            raise _removed_meanwhile(path)
+        slots.touch(slots.MARK, fd)
 
     def _end(self, slot: str) -> None:
         fd = self._locks.pop(slot, None)
         if fd is not None:
             os.close(fd)
+        if present := self._present.pop(slot, None):
+            present.clear()
 
     @contextlib.contextmanager
     def late(self, info: Info) -> Iterator[Callable[[], None]]:
@@ -508,6 +525,10 @@ class Directory:
             if slots.remove_unnamed(self.path(slot)):
                 removed.append(slot)
         return removed
+
+
+def _removed_meanwhile(path: str) -> Error:
+    return Error("UNAVAILABLE", f"write {path}: another process removes it")
 
 
 def _exists(path: str) -> bool:
