@@ -92,7 +92,7 @@ def _look_at(directory: str, names: list[str]) -> tuple[list[dict[str, Any]], li
     complete, passed_over, unreadable, is_gone = [], [], None, False
     for name in names:
         # A drain gives the name when all is durable; the metadata stands there a moment before.
-        if _names.kind_of(name) in ("partial", "retired"):
+        if _names.kind_of(name):
             continue
         path, found, failed = os.path.join(directory, name), None, None
         try:

@@ -414,3 +414,11 @@ def test_a_recovery_between_the_begin_of_a_copy_and_its_mark(tmp_path: Path, mon
         swept(source, far)
     assert refused.value.code == "UNAVAILABLE"  # so that the command tries again
     assert [e["event"] for e in swept(source, far)] == ["arrived"]
+
+
+@pytest.mark.parametrize("kind", ["{}.partial-{}", ".{}.fenced-{}", ".{}.retired-{}"])
+def test_a_directory_without_its_name_is_no_checkpoint_of_dcp(kind: str, tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, 2, elements=10, format="dcp")
+    first, _ = open_place(str(tmp_path / "run")).complete()[0]
+    (tmp_path / "run/step-1").rename(tmp_path / "run" / kind.format("step-1", first.attempt))
+    assert [c["name"] for c in holdfast.list_checkpoints(tmp_path / "run", format="dcp")] == ["step-2"]
