@@ -259,8 +259,12 @@ def test_a_kill_before_the_name_is_given_leaves_nothing_complete(tmp_path: Path,
     save(tmp_path / "run", 1, elements=10, format="dcp")  # its last file stands before the name
     source = open_place(str(tmp_path / "run"))
 
-    def killed(*_: object) -> None:
-        raise OSError(5, "killed")
+    rename = os.rename
+
+    def killed(path: str, to: str, **of_a_file: int) -> None:
+        if not of_a_file:
+            raise OSError(5, "killed")
+        rename(path, to, **of_a_file)
 
     with monkeypatch.context() as patched, pytest.raises(Error, match="killed"):
         patched.setattr(os, "rename", killed)

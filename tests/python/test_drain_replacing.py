@@ -422,3 +422,29 @@ def test_a_directory_without_its_name_is_no_checkpoint_of_dcp(kind: str, tmp_pat
     first, _ = open_place(str(tmp_path / "run")).complete()[0]
     (tmp_path / "run/step-1").rename(tmp_path / "run" / kind.format("step-1", first.attempt))
     assert [c["name"] for c in holdfast.list_checkpoints(tmp_path / "run", format="dcp")] == ["step-2"]
+
+
+@pytest.mark.parametrize("format", ["holdfast", "dcp"])
+@pytest.mark.parametrize("what", ["rank-00000", "holdfast.commit"])
+def test_a_copy_of_a_replaced_save_goes_wherever_its_drain_was_killed(what: str, format: str, tmp_path: Path) -> None:
+    """With a list of which no byte is written yet."""
+    run, far = tmp_path / "run", tmp_path / "far"
+    save(run, 1, elements=10, format=format)
+
+    def drain() -> None:
+        pwrite = os.pwrite
+
+        def killed(fd: int, data: memoryview, at: int) -> int:
+            if os.path.basename(os.readlink(f"/proc/self/fd/{fd}")).startswith(what):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return pwrite(fd, data, at)
+
+        os.pwrite = killed
+        swept(open_place(str(run)), open_place(str(far)))
+
+    assert in_child(drain) == -signal.SIGKILL and len(os.listdir(far)) == 1
+    shutil.rmtree(run)
+    save(run, 1, elements=10, format=format)
+    swept(open_place(str(run)), open_place(str(far)))
+    assert holdfast.recover(far, wait_for_orphans=0)["kept_incomplete"] == []
+    assert os.listdir(far) == ["step-1"] and verdicts(far) == ["sound"]

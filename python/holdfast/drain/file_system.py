@@ -304,12 +304,15 @@ class Directory:
             self._end(info.slot)
 
     def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
-        # Into a complete checkpoint such a file may come late: it gets its name when it is whole.
+        # A list gets its name when it is whole: a recovery keeps a directory with a damaged one. So does a file that comes late.
         path, folder = self._file(slot, file.name), self._locks[slot]
         name = final = os.path.basename(path)
-        if file.name.startswith((BESIDE, _names.BESIDE_RECORD)):
+        is_beside = file.name.startswith((BESIDE, _names.BESIDE_RECORD))
+        if is_beside:
             name = _names.unfinished_beside(final)
             self._refuse_foreign(slot, final, folder)
+        elif slots.is_list(final):
+            name += _names.UNFINISHED
         with slots.of_name(path):
             fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666, dir_fd=folder)
         try:
@@ -332,12 +335,13 @@ class Directory:
             with of_system(f"sync {path}"):
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                if name != final:
+                if is_beside and file.name != _names.BESIDE_RECORD:
                     # An empty file says of a file that a drain has put it there, until the record does.
-                    if file.name != _names.BESIDE_RECORD:
-                        slots.touch(_names.unfinished_beside(file.name), folder)
+                    slots.touch(_names.unfinished_beside(file.name), folder)
+                if name != final:
                     with slots.of_name(path):
                         os.rename(name, final, src_dir_fd=folder, dst_dir_fd=folder)
+                if is_beside:
                     os.fsync(folder)
                     for recorded_now in files_of(parse(file.content or b"", path), path) if file.name == _names.BESIDE_RECORD else ():
                         with contextlib.suppress(FileNotFoundError):

@@ -9,7 +9,7 @@ import stat
 from holdfast import _dcp_directories, _names, _native, _regular
 from holdfast.drain import slots
 from holdfast.drain.beside import recorded
-from holdfast.drain.contents import VERSIONS, contents_of, files_of, info_of, parse
+from holdfast.drain.contents import VERSIONS, contents_of, files_of, parse
 from holdfast.drain.places import BESIDE, Info, Place, age_of
 from holdfast.errors import Error, of_damage, of_system
 
@@ -103,15 +103,30 @@ def is_over(place: Place, slot: str, by: Info | None) -> bool:
             return not foreign_in(place, slot)
         if by is None:
             return False
-        record = next(filter(_names.is_commit_record, sorted(os.listdir(place.path(slot)))), "")
-        text = place.read(slot, record, _regular.RECORD_BYTES_MAX)
         # A kill may have left a later save in the place of the one that was to be replaced.
-        found = info_of(parse(text, record), by.name, slot, record)
-        return age_of(found) < age_of(by) or found.attempt == by.attempt
-    except Error as error:  # without a record
+        saved_at, step, attempt = _save_of(place, slot)
+        return (saved_at, step) < (by.saved_at, by.step) or attempt == by.attempt
+    except Error as error:  # without a list that says it
         return by is not None and error.code in _DAMAGE and slot in _names.replaced(by.name, by.attempt)
     except OSError:  # removed meanwhile
         return False
+
+
+def _save_of(place: Place, slot: str) -> tuple[float, int, str]:
+    """When a save was called, its step, and its attempt: of the commit record of a directory, else of the manifest of rank 0.
+
+    Raises:
+        Error: NOT_FOUND, DATA_LOSS.
+    """
+    names = sorted(os.listdir(place.path(slot)), key=lambda name: (not _names.is_commit_record(name), name))
+    for name in names:
+        manifest = _names.MANIFEST.fullmatch(name) or _names.DCP_MANIFEST.fullmatch(name)
+        if _names.is_commit_record(name) or manifest and int(manifest["rank"]) == 0:
+            where = f"{place.path(slot)}/{name}"
+            document = parse(place.read(slot, name, _regular.MANIFEST_BYTES_MAX), where)
+            with of_damage(f"read {where}"):
+                return document["saved_at_ns"] / 1e9, document["step"], document["attempt"]
+    raise Error("NOT_FOUND", f"read {place.path(slot)}: it has no list of rank 0")
 
 
 def foreign_in(place: Place, slot: str, format: str = "") -> set[str]:
