@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <iterator>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -93,6 +94,7 @@ class Recovery {
   };
   static Visit Keep(std::string why) { return {.outcome = Outcome::kKept, .why = std::move(why)}; }
 
+  void PutLatestFirst(std::vector<std::string>* names) const;
   absl::Status PromoteAndAwaitOrphans(std::vector<std::string>* orphans);
   absl::Status Fence(const std::string& name);
   absl::Status CleanUp();
@@ -140,6 +142,28 @@ absl::StatusOr<RecoveryReport> Recovery::Run() {
   return std::move(report_);
 }
 
+/// Sorts the directories of saves of one name by the time of the save: the latest save gets the
+/// name.
+void Recovery::PutLatestFirst(std::vector<std::string>* names) const {
+  std::map<std::string, int> counts;
+  for (const std::string& name : *names) ++counts[format::ParseDirectoryName(name).checkpoint];
+  std::map<std::string, absl::Time> saved_at;
+  for (const std::string& name : *names) {
+    if (counts[format::ParseDirectoryName(name).checkpoint] > 1) {
+      const auto directory = directory::OpenDirectory(parent_, name);
+      if (!directory.ok()) continue;
+      saved_at[name] = directory::InspectUncommitted(directory->get()).info.saved_at;
+    }
+  }
+  const auto time_of = [&saved_at](const std::string& name) {
+    const auto found = saved_at.find(name);
+    return found == saved_at.end() ? absl::InfinitePast() : found->second;
+  };
+  std::stable_sort(
+      names->begin(), names->end(),
+      [&time_of](const std::string& a, const std::string& b) { return time_of(a) > time_of(b); });
+}
+
 /// Promotes all complete directories before any removal: a crash in between must leave more
 /// checkpoints than before, never fewer.
 absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans) {
@@ -149,6 +173,7 @@ absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans)
       waits ? base::Now() + options_.silence_without_locks + kPollSilence : base::Now();
   HOLDFAST_ASSIGN_OR_RETURN(std::vector<std::string> names,
                             directory::ListDirectories(parent_, path_, /*committed=*/false));
+  PutLatestFirst(&names);
   while (true) {
     orphans->clear();
     std::vector<std::string> not_yet_silent;

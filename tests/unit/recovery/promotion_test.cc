@@ -79,6 +79,26 @@ TEST_F(PromotionTest, MakesTheCommitRecordOfWhatItPromotes) {
   }
 }
 
+TEST_F(PromotionTest, GivesTheNameToTheLatestSave) {
+  for (const bool is_first : {true, false}) {
+    SmallRank older = Lacking();
+    SmallRank later = Lacking();
+    older.attempt = is_first ? kNew : kOld;
+    later.attempt = is_first ? kOld : kNew;
+    later.saved_at_ns += 1;
+    for (const SmallRank& rank : {older, later}) {
+      WriteSmallCheckpoint(directory_ / format::PartialName("step-7", rank.attempt), rank);
+    }
+    const RecoveryReport report = Recovered();
+    EXPECT_THAT(report.promoted, ElementsAre("step-7"));
+    EXPECT_THAT(report.kept_incomplete, ElementsAre(HasSubstr("step-7 exists")));
+    EXPECT_EQ(InspectCheckpoint(directory_ / "step-7")->attempt, later.attempt);
+    for (const auto& entry : std::filesystem::directory_iterator(directory_.path())) {
+      std::filesystem::remove_all(entry.path());
+    }
+  }
+}
+
 TEST_F(PromotionTest, KeepsWhatItCannotRecord) {
   WriteSmallCheckpoint(directory_ / complete_, Lacking(), /*record=*/false);
   sys::g_system.write = [](int, const void*, size_t) -> ssize_t {
