@@ -107,20 +107,6 @@ def test_the_newest_is_that_of_the_call(tmp_path: Path) -> None:
     assert names(far) == ["step-2"]
 
 
-def test_what_is_committed_in_the_last_sweep_is_sent(tmp_path: Path) -> None:
-    """As by the worker of a trainer that has ended."""
-    run, far = tmp_path / "run", open_place(str(tmp_path / "far"))
-    save(run, 1, elements=10)
-
-    def hear(event: dict[str, Any]) -> None:
-        if event["event"] == "arrived" and event["name"] == "step-1":
-            save(run, 2, elements=10)
-
-    running = Running(Following(open_place(str(run)), far, PLAIN, hear), hear, watch=True)
-    running.finish()
-    assert running.run(str(run), far.url) is None and names(far) == ["step-1", "step-2"]
-
-
 def test_a_lock_of_a_directory_that_was_moved_is_of_another_one(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     lock = tmp_path / "run/lock"

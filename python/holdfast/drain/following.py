@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from holdfast import _names
 from holdfast._durable import locked
 from holdfast.drain import tiers
 from holdfast.drain.copying import Copy, is_passing
@@ -47,6 +48,7 @@ class Following:
         late: why files beside checkpoints, which no manifest names, have not come.
         pending: how many checkpoints have not arrived.
         moved_at: when more of a checkpoint was sent, found or compared than ever before (monotonic).
+        retains: whether retention is applied.
         lock: descriptor of the lock's file, whose time says to those who wait for the lock that something has moved.
     """
 
@@ -55,6 +57,8 @@ class Following:
         self._source, self._target, self._options, self._tell = source, target, options, tell
         self._rules = tiers.Rules(options, keep_local, keep_local_every, form)
         self._only = only
+        self._bound: tiers.Bound | None = None
+        self._binding = threading.Lock()
         self.stop = threading.Event()
         self.failed: dict[tuple[str, str], Error] = {}
         self._failed_as: dict[tuple[str, str], object] = {}  # their files then
@@ -62,6 +66,7 @@ class Following:
         self.late: list[str] = []
         self.pending = 0
         self.moved_at = time.monotonic()
+        self.retains = True
         self.lock: int | None = None
         self._copy = Copy(source, target, options, self.stop, self._progress, self._compare)
         self._now: dict[str, Any] = {}
@@ -105,6 +110,25 @@ class Following:
             with contextlib.suppress(OSError):
                 os.utime(self.lock)
         self.moved_at, self._trouble, self._trouble_since = now, 0, None
+
+    def bind(self) -> None:
+        """Ends the following: all further work is for what is there now, see `tiers.Bound`. A second call does nothing.
+
+        Raises:
+            Error: of a place.
+        """
+        with self._binding:
+            if self._bound is not None:
+                return
+            complete, folder = self._source.complete()[0], path_of(self._source.url)
+            names = [c.name for c in complete]
+            with contextlib.suppress(OSError):
+                entries = os.listdir(folder) if folder else []
+                names += [match["name"] if (match := _names.UNCOMMITTED.fullmatch(entry)) else entry for entry in entries]
+            if self._only is not None:
+                chosen = {c.name for c in self._only(complete)}
+                self._only = lambda found: [c for c in found if c.name in chosen]
+            self._bound = tiers.Bound(complete, names, self._there if self._listed_at else None)
 
     def sweep(self, *, asked: bool = True) -> Error | None:
         """Copies everything that is complete now and has not arrived; applies retention.
@@ -225,6 +249,8 @@ class Following:
             self._tell({"event": "progress", "pending": self.pending})
             raise
         self._tell_of_seen()
+        if self._bound is not None:
+            self._bound.list(found)
         self._there, self._listed_at = {c.key for c in found}, time.monotonic()
         for key in self._there & self._committed.keys():
             self._move(time.monotonic())
@@ -267,7 +293,7 @@ class Following:
         self._tell_of_seen()
         for error in self._of_passed_over():
             self._tell_once(error.code, error.message)
-        return found
+        return found if self._bound is None else self._bound.of(found)
 
     def _of_passed_over(self) -> list[Error]:
         return [Error("DATA_LOSS", f"drain {self._source.url}: passed over {entry}") for entry in self.passed_over]
@@ -361,13 +387,16 @@ class Following:
         # A store that lets nothing be deleted fills no local disk.
         errors = _of_each(self._replacing.values(), self._remove_replaced)
         gone = tiers.to_remove_remotely(local, self._remote, self._rules, self.failed, self._chosen(local))
-        errors += _of_each(gone, self._remove_remotely)
-        leaving = tiers.to_remove_locally(local, self._remote, self._rules)
+        errors += _of_each(self._may_go(gone), self._remove_remotely)
+        leaving = self._may_go(tiers.to_remove_locally(local, self._remote, self._rules))
         self._send_beside(leaving)
         errors += _of_each(leaving, self._remove_locally)
         for error in errors[1:]:
             self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": None})
         return errors[0] if errors else None
+
+    def _may_go(self, gone: list[Info]) -> list[Info]:
+        return [c for c in gone if self.retains and (self._bound is None or self._bound.may_go(c))]
 
     def _remove_replaced(self, info: Info) -> None:
         self._target.remove_replaced(info)

@@ -31,7 +31,7 @@ class Running:
     """Runs a drain in this process.
 
     Args:
-        watch: goes on until `finish`; otherwise until everything has arrived once.
+        watch: goes on until `finish`; otherwise it is as if that had been called at the beginning.
     """
 
     def __init__(self, following: Following, tell: Tell, *, watch: bool) -> None:
@@ -41,7 +41,7 @@ class Running:
         self._rung = False
         self._finishing = not watch
         self._rings = 0
-        self.rings_heeded = 0  # those before the sweep that has ended the drain
+        self.rings_heeded = 0  # those before the end was asked for
         self._lock: str | None = None
         self._moved, self._look_at = 0, 0.0
 
@@ -50,18 +50,25 @@ class Running:
         with self._condition:
             self._rung = True
             self._rings += 1
-            if ticket is not None:
+            if ticket is not None and not self._finishing:  # else it is for the process that follows
                 self._tickets.append(ticket)
                 self._following.moved_at = time.monotonic()
             self._condition.notify_all()
 
     def finish(self) -> None:
-        """Ends the drain when everything that is there has arrived."""
+        """Ends the drain when everything that is there now has arrived."""
         with self._condition:
-            if not self._finishing:
-                self._finishing = True
-                self._following.moved_at = time.monotonic()
+            if self._finishing:
+                return
+            self._finishing, self.rings_heeded = True, self._rings
+            self._following.moved_at = time.monotonic()
             self._condition.notify_all()
+        with contextlib.suppress(RuntimeError):  # without a thread it is done later
+            threading.Thread(target=self._bind, name="holdfast-drain-bind", daemon=True).start()
+
+    def _bind(self) -> None:
+        with contextlib.suppress(Error):  # it is tried again
+            self._following.bind()
 
     def stop(self) -> None:
         """Ends the drain soon. What has arrived stays, and a later drain goes on from there."""
@@ -96,7 +103,7 @@ class Running:
         """Answers those who wait, by what is there now."""
         following = self._following
         with self._condition:
-            tickets, finishing, rings = list(self._tickets), self._finishing, self._rings
+            tickets, finishing = list(self._tickets), self._finishing
         if not (tickets or finishing):
             return True
         error = Error("UNAVAILABLE", "drain: another process works on the same places, sends nothing, and does not end")
@@ -106,10 +113,11 @@ class Running:
         if time.monotonic() >= self._look_at or following.is_stuck():  # what ends a wait is of now
             self._look_at = time.monotonic() + _LOOK_SECONDS
             try:
+                if finishing:
+                    following.bind()
                 if following.look():
                     self._answer(tickets, None)
                     if finishing:
-                        self.rings_heeded = rings
                         raise _SentByAnother
             except Error as of_place:
                 error = of_place
@@ -131,8 +139,10 @@ class Running:
                 raise _OtherDirectory
             with self._condition:
                 tickets, finishing, asked = list(self._tickets), self._finishing, self._rung
-                self._rung, rings = False, self._rings
+                self._rung = False
             try:
+                if finishing:
+                    self._following.bind()
                 refused = self._following.sweep(asked=asked or finishing or bool(tickets))
             except Error as error:
                 if self._following.stop.is_set():
@@ -151,9 +161,8 @@ class Running:
             self._answer(tickets, None)
             delay = POLL_SECONDS if refused is None else self._following.trouble(refused)
             if finishing:
-                if self._following.pending:  # a worker, or another trainer, has committed meanwhile
+                if self._following.pending:  # a save that was on its way has been committed meanwhile
                     continue
-                self.rings_heeded = rings
                 return None if self._watch else refused
             self._pause(delay, finishing)
 
@@ -233,9 +242,9 @@ def follow_commands(running: Running, commands: int, trainer: int) -> None:
 
 
 def _obey(running: Running, command: dict[str, Any]) -> None:
+    running.ring(command.get("sync"))
     if command.get("finish"):
         running.finish()
-    running.ring(command.get("sync"))
 
 
 class Telling:

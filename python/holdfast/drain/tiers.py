@@ -30,6 +30,39 @@ class Rules(NamedTuple):
     form: str = ""
 
 
+class Bound:
+    """What a drain is for that is to end: what stands in both places then. What comes later is of a drain with the options of later.
+
+    Args:
+        complete: of the first place.
+        names: of all that is there, also of saves on their way, of which none has an attempt that is known.
+        there: what is complete in the second place; None: what its next listing has.
+    """
+
+    def __init__(self, complete: Iterable[Info], names: Collection[str], there: Iterable[Key] | None) -> None:
+        self._complete = {c.key for c in complete}
+        self._sent = set(self._complete)
+        self._names = set(names)
+        self._there = None if there is None else set(there)
+
+    def of(self, local: list[Info]) -> list[Info]:
+        """What may be sent: of each name one later save, too, as of a worker whose trainer has ended. More of them might never end."""
+        for info in local:
+            if info.key not in self._sent and info.name in self._names:
+                self._names.remove(info.name)
+                self._sent.add(info.key)
+        return [c for c in local if c.key in self._sent]
+
+    def list(self, remote: Iterable[Info]) -> None:
+        """Takes a listing of the second place."""
+        if self._there is None:
+            self._there = {c.key for c in remote}
+
+    def may_go(self, info: Info) -> bool:
+        """Whether retention may remove a checkpoint."""
+        return info.key in self._complete or info.key in (self._there or ())
+
+
 def _series(local: list[Info], form: str) -> Series:
     """Tells the series of a checkpoint: the names of the form. Any other name is a series by itself.
 
