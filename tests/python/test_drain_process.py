@@ -117,3 +117,24 @@ def test_a_forked_process_that_holds_the_pipe_stops_no_drain(tmp_path: Path) -> 
         os.kill(child, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
             os.kill(drain, signal.SIGKILL)
+
+
+@formats
+def test_a_reader_removes_nothing(format: str, tmp_path: Path) -> None:
+    """Its options are not those of the job that saves."""
+    run, far = tmp_path / "run", open_place(str(tmp_path / "far"))
+    with holdfast.Checkpointer(run, arena_bytes=64 * MIB, format=format, drain_to=far.url, drain=Drain(keep_last=0)) as training:
+        for step in (1, 2, 3):
+            training.save({"w": torch.full((10,), float(step))}, step)
+    for directory in (run, tmp_path / "another"):
+        options = {"arena_bytes": 64 * MIB, "keep_last": 1, "format": format, "drain_to": far.url, "drain": Drain(keep_last=1)}
+        with holdfast.Checkpointer(directory, **options) as reader:
+            into = {"w": torch.zeros(10)}
+            reader.load(into=into)
+            reader.wait_drained(60)
+            assert into["w"][0] == 3
+        assert [c.step for c in far.complete()[0]] == [1, 2, 3] == [c.step for c in open_place(str(run)).complete()[0]]
+    with holdfast.Checkpointer(run, **options) as training:
+        training.wait_drained(60)
+        training.save({"w": torch.zeros(10)}, 4)
+    assert [c.step for c in far.complete()[0]] == [4] == [c.step for c in open_place(str(run)).complete()[0]]

@@ -165,6 +165,7 @@ def _run_for_trainer(arguments: argparse.Namespace) -> int:
         return 2
     following = Following(source, target, options, tell, keep_local=given["keep_local"],
                           keep_local_every=given["keep_local_every"], form=given["form"])  # fmt: skip
+    following.retains = given["saves"]
     running = Running(following, tell, watch=True)
     on_signals(running, True)
     follow_commands(running, commands, arguments.controlled)

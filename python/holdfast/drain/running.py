@@ -45,9 +45,14 @@ class Running:
         self._lock: str | None = None
         self._moved, self._look_at = 0, 0.0
 
-    def ring(self, ticket: int | None = None) -> None:
-        """Asks for a sweep soon, and for an answer to a ticket when all that stands there now has arrived."""
+    def ring(self, ticket: int | None = None, *, saved: bool = False) -> None:
+        """Asks for a sweep soon, and for an answer to a ticket when all that stands there now has arrived.
+
+        Args:
+            saved: the trainer has committed a checkpoint: retention by its options begins.
+        """
         with self._condition:
+            self._following.retains |= saved
             self._rung = True
             self._rings += 1
             if ticket is not None and not self._finishing:  # else it is for the process that follows
@@ -242,7 +247,7 @@ def follow_commands(running: Running, commands: int, trainer: int) -> None:
 
 
 def _obey(running: Running, command: dict[str, Any]) -> None:
-    running.ring(command.get("sync"))
+    running.ring(command.get("sync"), saved=command.get("saved", False))
     if command.get("finish"):
         running.finish()
 

@@ -63,6 +63,7 @@ class Draining(PerProcess):
             "options": dataclasses.asdict(options), "keep_local": keep_last, "keep_local_every": keep_every, "form": form,
             # As of now, then as the process tells: one that is started again may find both places gone.
             "seen": [seen_now(directory), seen_now(target)],
+            "saves": False,  # whether this trainer has saved
         }  # fmt: skip
         try:
             json.dumps(self._given)
@@ -127,8 +128,9 @@ class Draining(PerProcess):
     def ring(self) -> None:
         """Says that a checkpoint was committed. A process that has ended meanwhile, as one does after SIGTERM, is started again."""
         with self.lock:
+            self._given["saves"] = True
             self.start()
-            self._command({})
+            self._command({"saved": True})
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until everything that is committed now has arrived, also from before this process.
