@@ -306,3 +306,60 @@ def test_a_drain_that_is_asked_to_end_reads_no_more(tmp_path: Path) -> None:
     with pytest.raises(Error, match="asked to end"):
         following.sweep()
     assert time.monotonic() - begin < 30  # at this rate the file alone takes 67 s
+
+
+def came_back(tmp_path: Path, format: str) -> tuple[Place, Place, Path]:
+    """A first place whose checkpoint has come back with the record of a file beside it, the second place, and the file."""
+    save(tmp_path / "lost", 1, elements=10, format=format)
+    (tmp_path / "lost/step-1/common.pt").write_bytes(b"first")
+    far, run = open_place(str(tmp_path / "far")), open_place(str(tmp_path / "run"))
+    swept(open_place(str(tmp_path / "lost")), far)
+    swept(far, run)
+    return run, far, tmp_path / "run/step-1/common.pt"
+
+
+@FORMATS
+@pytest.mark.parametrize("how", ["taken", "link"])
+def test_retention_leaves_a_changed_file_that_does_not_arrive(how: str, format: str, tmp_path: Path) -> None:
+    run, far, file = came_back(tmp_path, format)
+    if how == "taken":  # a user's own has the name there
+        (tmp_path / "far/step-1").rename(tmp_path / "away")
+        shutil.copytree(tmp_path / "away", tmp_path / "far/step-1")
+        (tmp_path / "far/step-1" / RECORD).unlink()
+        file.write_bytes(b"second")
+    else:
+        file.unlink()
+        file.symlink_to("elsewhere")
+    save(tmp_path / "run", 2, 3, elements=10, format=format)
+    for _ in range(2):
+        events = swept(run, far, keep_local=1)
+    assert names(run) == ["step-1", "step-3"] and names(far) == ["step-1", "step-2", "step-3"]
+    assert file.is_symlink() if how == "link" else file.read_bytes() == b"second"
+    assert any("common.pt" in e["message"] for e in events if e["event"] == "trouble")
+    file.unlink()  # as the log says
+    swept(run, far, keep_local=1)
+    assert names(run) == ["step-3"]
+
+
+@FORMATS
+def test_a_file_that_changes_at_the_last_moment_keeps_its_checkpoint(format: str, tmp_path: Path) -> None:
+    run, _, file = came_back(tmp_path, format)
+    (info,) = run.complete()[0]
+    for data in (b"first, and more", b"other"):
+        file.write_bytes(data)
+        with pytest.raises(Error, match=r"common\.pt has been written anew") as refused:
+            run.remove(info)
+        assert refused.value.code == "FAILED_PRECONDITION" and file.read_bytes() == data
+    file.write_bytes(b"first")
+    file.chmod(0o600)  # which is no change of what it has
+    run.remove(info)
+    assert names(run) == []
+
+
+def test_what_no_copy_takes_is_named_also_when_it_comes_late(tmp_path: Path) -> None:
+    save(tmp_path / "run", 1, elements=10)
+    run, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    swept(run, far)
+    (tmp_path / "run/step-1/link").symlink_to("elsewhere")
+    (event,) = swept(run, far)
+    assert event["event"] == "trouble" and "link of" in event["message"]

@@ -130,14 +130,14 @@ class Copy:
         self._beside[info.key] = arrived
         return Sent(info.bytes, self._sent, time.monotonic() - begin, "read" if self._reads_back else "store", left, why)
 
-    def run_beside(self, info: Info, there: Info) -> tuple[int, list[str]]:
+    def run_beside(self, info: Info, there: Info) -> tuple[int, list[str], list[str]]:
         """Copies what has come or changed beside a checkpoint since it arrived, as what a framework writes last.
 
         Args:
             there: the checkpoint in the target.
 
         Returns:
-            How many files came, and why others did not.
+            How many files came, names of what no copy takes, and why others did not come.
 
         Raises:
             Error: as `run`.
@@ -149,18 +149,18 @@ class Copy:
             return self._own[info.key]
 
         with _of_source():
-            beside, _ = self._source.beside(info, own, self._pace)
+            beside, left = self._source.beside(info, own, self._pace)
         if not beside:
-            return 0, []
+            return 0, left, []
         if info.key not in self._beside:
             self._beside[info.key] = recorded(self._target, there)
         has = self._beside[info.key]
         late = [file for file in beside if file not in has]
         if not late:
-            return 0, []
+            return 0, left, []
         with self._target.late(there) as ask_again:
             self._beside[info.key], why = self._send_beside(info, there.slot, late, has, ask_again)
-        return len(late) - len(why), why
+        return len(late) - len(why), left, why
 
     def _send_beside(self, info: Info, slot: str, files: list[File], has: list[File],
                      ask_again: Callable[[], None] = lambda: None) -> tuple[list[File], list[str]]:  # fmt: skip

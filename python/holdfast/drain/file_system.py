@@ -220,9 +220,28 @@ class Directory:
     def _is_changed(self, slot: str, name: str) -> bool:
         """Whether somebody has written a file since a drain has recorded it. One that is missing is not changed: it is sent as it was, or not."""
         try:  # not by the time of its bytes, which a copy may take along
-            return os.stat(self._file(slot, name)).st_ctime_ns > os.stat(self._file(slot, _names.BESIDE_RECORD)).st_ctime_ns
+            return os.lstat(self._file(slot, name)).st_ctime_ns > os.stat(self._file(slot, _names.BESIDE_RECORD)).st_ctime_ns
         except OSError:
             return False
+
+    def _is_anew(self, slot: str, file: File) -> bool:
+        """Whether a recorded file has other bytes by now. One whose owner or mode was changed alone has not."""
+        if not self._is_changed(slot, file.name):
+            return False
+        try:
+            with self.opened(slot, file.name) as read:
+                have = proven(read, file, file.name)
+                for begin, end in pieces(file, PIECE_BYTES):
+                    have(begin, end)
+                return bool(read(file.bytes, file.bytes + 1))
+        except Error:
+            return True
+
+    def _refuse_anew(self, slot: str, files: list[File], path: str) -> None:
+        for file in files:
+            if self._is_anew(slot, file):
+                raise Error("FAILED_PRECONDITION", f"remove {path}: {file.name.removeprefix(BESIDE)} has been written anew since it was "
+                            "recorded; move it elsewhere")  # fmt: skip
 
     def _digested(self, slot: str, name: str, pace: Callable[[int], None]) -> File:
         """A file that has no digests yet. One that changes meanwhile is found when it is sent."""
@@ -482,11 +501,18 @@ class Directory:
         path, retired = self.path(info.slot), self.path(_names.retired(info.name, info.attempt))
         with of_system(f"remove {path}"):
             self._check_removable(info, fd, beside)
+            unrecorded = slots.unrecorded(os.listdir(fd))
+            files = [f for f in recorded(self, info) if f.name.removeprefix(BESIDE) not in unrecorded]
+            self._refuse_anew(info.slot, files, path)
             slots.remove_unnamed(retired)  # of an earlier removal of a copy
             os.rename(path, retired)
-            if not slots.is_at(retired, fd):
+            try:
+                if not slots.is_at(retired, fd):
+                    raise Error("ABORTED", f"remove {path}: another process has replaced it")
+                self._refuse_anew(os.path.basename(retired), files, path)  # nobody finds them by their path any more
+            except Error:
                 os.rename(retired, path)
-                raise Error("ABORTED", f"remove {path}: another process has replaced it")
+                raise
             _durable.sync_directory(self._path)
 
     def _check_removable(self, info: Info, fd: int, beside: set[str]) -> None:

@@ -335,10 +335,7 @@ class Following:
             self.failed[info.key], self._failed_as[info.key] = error, files
             self._tell({"event": "failed", "name": info.name, "step": info.step, "code": error.code, "message": error.message})
             return
-        if sent.left:
-            more = f" and {len(sent.left) - _NAMED} more" if len(sent.left) > _NAMED else ""
-            self._tell_once("FAILED_PRECONDITION", f"drain {info.name}: {', '.join(sent.left[:_NAMED])}{more} of "
-                            f"{self._source.path(info.slot)} is no file, or has a name that is not sent; copy it yourself")  # fmt: skip
+        self._tell_of_left(info, sent.left)
         self._tell_of_late(info, sent.late)
         # It has arrived when a listing has it: until then every sweep may send it again, which is no progress.
         self._committed[info.key] = {
@@ -349,6 +346,12 @@ class Following:
         self._replacing.update({c.name: c for c in self._remote if c.key == info.key})
         if not any(c.key == info.key for c in self._remote):
             raise Error("UNAVAILABLE", f"drain {info.name}: {self._target.url} does not list it after its commit; it is sent again")
+
+    def _tell_of_left(self, info: Info, left: list[str]) -> None:
+        if left:
+            more = f" and {len(left) - _NAMED} more" if len(left) > _NAMED else ""
+            self._tell_once("FAILED_PRECONDITION", f"drain {info.name}: {', '.join(left[:_NAMED])}{more} of "
+                            f"{self._source.path(info.slot)} is no file, or has a name that is not sent; copy it yourself")  # fmt: skip
 
     def _tell_of_late(self, info: Info, why: list[str]) -> None:
         for message in why:
@@ -364,7 +367,7 @@ class Following:
                 continue
             self._now = {"name": info.name, "bytes_total": 0, "bytes_done": 0}
             try:
-                count, why = self._copy.run_beside(info, there[info.key])
+                count, left, why = self._copy.run_beside(info, there[info.key])
             except Error as error:
                 if error.code != "CANCELLED" and not any(c.key == info.key for c in self._local()):
                     continue  # replaced or removed meanwhile
@@ -377,6 +380,7 @@ class Following:
                 self._tell_once(error.code, f"drain {info.name}: {error.message}; the checkpoint has arrived, and what is beside it does not follow")
                 continue
             self.late += why
+            self._tell_of_left(info, left)
             self._tell_of_late(info, why)
             if count:
                 self._move(time.monotonic())
