@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from command_line import holdfast as command
 from draining import MIB, names, save, swept
@@ -88,6 +89,15 @@ def test_a_rollback_beyond_what_the_second_place_keeps(tmp_path: Path) -> None:
         checkpointer.save({"w": torch.zeros(3)}, 3, replace=True)
     swept(first, second, Drain(keep_last=2))
     assert names(second) == ["step-2", "step-3"]
+
+
+@pytest.mark.parametrize("form", ["", "step-{step}"])
+def test_each_format_has_a_series_of_its_own(form: str, tmp_path: Path) -> None:
+    first, second = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    save(tmp_path / "run", 1, 2, 3, elements=8, format="dcp")
+    save(tmp_path / "run", 4, 5, 6, elements=8)
+    swept(first, second, Drain(keep_last=2), keep_local=1, form=form)
+    assert (names(first), names(second)) == (["step-3", "step-6"], ["step-2", "step-3", "step-5", "step-6"])
 
 
 def test_a_checkpoint_that_retention_would_remove_at_once_is_refused_by_its_name(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from holdfast._dcp_directories import has_step, series_of
 from holdfast.drain.options import Drain
 from holdfast.drain.places import Info, age_of
 
-Series = Callable[[Info], str]
+Series = Callable[[Info], tuple[str, str]]  # format and form of the names
 Key = tuple[str, str]  # as `Info.key`
 
 
@@ -64,18 +64,18 @@ class Bound:
 
 
 def _series(local: list[Info], form: str) -> Series:
-    """Tells the series of a checkpoint: the names of the form. Any other name is a series by itself.
+    """Tells the series of a checkpoint: the names of the form, in one format. Any other name is a series by itself.
 
     Where the form is not known, a number in a name counts as that of one series where it is the step, or the first place has several
     of them. Else it may be what tells the names of two jobs apart, as ``seed-1`` and ``seed-2``, and each name is a series.
     """
     if form:
-        return lambda info: form if form.format(step=info.step) == info.name else info.name
-    counts = Counter(series_of(c.name) for c in local)
+        return lambda info: (info.format, form if form.format(step=info.step) == info.name else info.name)
+    counts = Counter((c.format, series_of(c.name)) for c in local)
 
-    def series(info: Info) -> str:
-        usual = series_of(info.name)
-        return usual if counts[usual] > 1 or has_step(info.name, info.step) else info.name
+    def series(info: Info) -> tuple[str, str]:
+        usual = info.format, series_of(info.name)
+        return usual if counts[usual] > 1 or has_step(info.name, info.step) else (info.format, info.name)
 
     return series
 
