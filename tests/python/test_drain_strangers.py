@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 from command_line import holdfast as command
-from draining import bound, names, save, swept
+from draining import bound, in_child, names, save, swept
 
 import holdfast
 from holdfast.drain import Drain
@@ -167,3 +168,51 @@ def test_damage_beside_a_checkpoint_of_a_store_does_not_come_back(format: str, t
     assert "beside/common.pt: bytes 0 to 11 have another digest" in trouble["message"] and "sent without this file" in trouble["message"]
     left = set(os.listdir(tmp_path / "back/step-1"))
     assert left == set(os.listdir(tmp_path / "run/step-1")) - {"common.pt"}
+
+
+@pytest.mark.parametrize("how", ["file", "link", "directory"])
+def test_what_stands_in_the_way_is_missed_once_it_is_moved_away(how: str, tmp_path: Path) -> None:
+    run, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    save(tmp_path / "run", 1, elements=8)
+    (tmp_path / "far").mkdir()
+    obstacle = tmp_path / "far/step-1"
+    if how == "link":
+        obstacle.symlink_to("nowhere")
+    else:
+        obstacle.write_bytes(b"mine") if how == "file" else (obstacle / "mine").mkdir(parents=True)
+    failed: list[str] = []
+    following = Following(run, far, Drain(), lambda event: failed.append(event["message"]) if event["event"] == "failed" else None)
+    for _ in range(3):
+        following.sweep()
+    assert "move" in str(following.first_error()) and len(failed) == 1  # it is tried once
+    obstacle.rename(tmp_path / "away")
+    following.sweep()
+    assert names(far) == ["step-1"] and following.first_error() is None
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="another user's process needs root")
+@pytest.mark.parametrize("what", ["copy", "copy/holdfast.commit.json.tmp"])
+def test_what_stands_in_the_way_is_missed_once_it_is_accessible(what: str) -> None:
+    """As left by a drain of another user."""
+    with tempfile.TemporaryDirectory() as top:  # a directory that another user may enter
+        os.chmod(top, 0o777)
+        save(Path(top, "run"), 1, elements=8)
+        run, far = open_place(f"{top}/run"), open_place(f"{top}/far")
+        (info,) = run.complete()[0]
+        slot, _, name = what.replace("copy", f"step-1.partial-{info.attempt}").partition("/")
+
+        def drain() -> None:
+            obstacle = Path(far.path(slot), name)
+            Path(far.path(slot)).mkdir(parents=True)
+            if name:
+                obstacle.write_bytes(b"")
+            obstacle.chmod(0)
+            following = Following(run, far, Drain(), lambda event: None)
+            for _ in range(2):
+                following.sweep()
+            assert "accessible" in str(following.first_error()), following.first_error()
+            obstacle.chmod(0o700)
+            following.sweep()
+            assert names(far) == ["step-1"] and following.first_error() is None, following.first_error()
+
+        assert in_child(drain, uid=65534) == 0

@@ -130,10 +130,12 @@ class Directory:
 
     def signature(self, slot: str = "") -> object:
         if slot:
-            with contextlib.suppress(OSError), os.scandir(self.path(slot)) as entries:
-                of_files = ((e.name, e.stat(follow_symlinks=False)) for e in entries)
-                return frozenset((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in of_files)
-            return None
+            of_files: list[tuple[str, os.stat_result]] = []
+            with contextlib.suppress(OSError):  # nothing, or no directory, or one that may not be read
+                of_files.append(("", os.lstat(self.path(slot))))
+                with os.scandir(self.path(slot)) as entries:
+                    of_files += [(e.name, e.stat(follow_symlinks=False)) for e in entries]
+            return frozenset((name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for name, s in of_files)
         # A commit is a rename: of the directory, or of DCP's last file in it.
         with contextlib.suppress(OSError), os.scandir(self._path) as entries:
             return frozenset((e.name, e.stat().st_mtime_ns, e.inode()) for e in entries if e.is_dir())

@@ -316,9 +316,10 @@ class Following:
     def _chosen(self, local: list[Info]) -> set[tuple[str, str]] | None:
         return {c.key for c in self._only(local)} if self._only else None
 
-    def _signature(self, info: Info) -> object:
-        """What may keep a checkpoint from being sent: its files, and the entry of its name there."""
-        return self._source.signature(info.slot), self._target.signature(info.name)
+    def _signature(self, info: Info) -> tuple[object, object, object]:
+        """What may keep a checkpoint from being sent: its files, and the entries of its name and of the copy there."""
+        copy = _names.partial(info.name, info.attempt)
+        return self._source.signature(info.slot), self._target.signature(info.name), self._target.signature(copy)
 
     def _send(self, info: Info, local: list[Info]) -> None:
         files = self._signature(info)
@@ -332,7 +333,8 @@ class Following:
             # With an errno it is of the place, as a file in the way of a directory: no checkpoint arrives, and each is tried again.
             if error.code != "DATA_LOSS" and (error.code != "FAILED_PRECONDITION" or error.errno):
                 raise
-            self.failed[info.key], self._failed_as[info.key] = error, files
+            # The copy is as this try has left it.
+            self.failed[info.key], self._failed_as[info.key] = error, (*files[:2], self._signature(info)[2])
             self._tell({"event": "failed", "name": info.name, "step": info.step, "code": error.code, "message": error.message})
             return
         self._tell_of_left(info, sent.left)
