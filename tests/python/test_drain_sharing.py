@@ -513,6 +513,34 @@ def test_one_drain_of_a_pair_at_a_time(tmp_path: Path, monkeypatch: pytest.Monke
     assert names(open_place(far)) == ["step-1"]
 
 
+def test_what_has_arrived_is_let_go_while_another_process_has_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a second Checkpointer with names of its own, which the drain of the first one does not let go."""
+    monkeypatch.setattr("holdfast.drain.running._LOOK_SECONDS", 0.1)
+    monkeypatch.setattr("holdfast.drain.following._SWEEP_SECONDS", 0.1)
+    from holdfast.drain.following import alone
+    from holdfast.drain.running import Running
+
+    save(tmp_path / "run", 1, 2, elements=10, name="ema-{step}")
+    first, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    looks: list[dict[str, Any]] = []
+    following = Following(first, far, PLAIN, looks.append, keep_local=1, form="ema-{step}")
+    running = Running(following, looks.append, watch=True)
+    with alone(first.url, far.url, lambda: False):
+        thread = threading.Thread(target=running.run, args=(first.url, far.url), daemon=True)
+        thread.start()
+        swept(first, far, keep_local=1, form="model-{step}")
+        assert until(lambda: names(first) == ["ema-2"], 20.0)
+        save(tmp_path / "run", 3, elements=10, name="ema-{step}")
+        save(tmp_path / "run", 4, elements=10, name="ema-{step}")
+        looks.clear()
+        assert until(lambda: len(looks) > 2, 20.0) and names(first)[-2:] == ["ema-3", "ema-4"]  # they have not arrived
+        swept(first, far, keep_local=1, form="model-{step}")
+        assert until(lambda: names(first) == ["ema-4"], 20.0)
+    running.finish()
+    thread.join(20)
+    assert not thread.is_alive() and names(far) == ["ema-1", "ema-2", "ema-3", "ema-4"]
+
+
 def test_the_lock_is_taken_once_the_directory_is_there(tmp_path: Path) -> None:
     from holdfast.drain.following import alone
 

@@ -84,6 +84,7 @@ class Following:
         self._trouble_since: float | None = None  # and since a sweep was at its end
         self._told: set[str] = set()  # what is said once
         self._swept: tuple[object, float] = None, 0.0
+        self._over: tuple[set[str], float] = set(), 0.0  # names of what the first place has too much of, and when they were looked for
         self._seen = source.seen, target.seen  # as was told
 
     def _progress(self, nbytes: int) -> None:
@@ -159,7 +160,7 @@ class Following:
         return refused
 
     def look(self) -> bool:
-        """Whether nothing is left to send, where another process has the lock and sends it.
+        """Whether nothing is left to send, where another process has the lock and sends it. What has arrived is let go in the first place.
 
         Raises:
             Error: of a place.
@@ -167,11 +168,27 @@ class Following:
         local, before = self._local(), self._there
         self._remote = self._listed(local)
         self.pending = len(self._to_send(local))
+        for error in _of_each(self._may_go(tiers.to_remove_locally(local, self._remote, self._rules)), self._remove_locally):
+            self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": None})
         self._remote = None  # the other process changes it
         if self._there != before:
             self.moved_at = time.monotonic()
         self._tell({"event": "progress", "pending": self.pending, "bytes_done": 0, "bytes_total": 0})
         return not self.pending
+
+    def has_too_much(self) -> bool:
+        """Whether retention would let something go in the first place that it has not just looked for in the second one.
+
+        Raises:
+            Error: of the first place.
+        """
+        if not (self.retains and self._rules.keep_local):
+            return False
+        over, now = tiers.too_many(self._local(), self._rules), time.monotonic()
+        if not over or (over == self._over[0] and now - self._over[1] < _SWEEP_SECONDS):
+            return False
+        self._over = over, now
+        return True
 
     def _sweep(self, asked: bool) -> Error | None:
         local = self._local()

@@ -56,6 +56,7 @@ class Running:
             self._rung = True
             self._rings += 1
             if ticket is not None and not self._finishing:  # else it is for the process that follows
+                self._look_at = 0.0
                 self._tickets.append(ticket)
                 self._following.moved_at = time.monotonic()
             self._condition.notify_all()
@@ -105,29 +106,30 @@ class Running:
         return goes_on
 
     def _may_wait(self) -> bool:
-        """Answers those who wait, by what is there now."""
+        """Answers those who wait, by what is there now, and lets go in the first place what has arrived: the other process may have other
+        rules."""
         following = self._following
         with self._condition:
             tickets, finishing = list(self._tickets), self._finishing
-        if not (tickets or finishing):
-            return True
+        is_awaited = bool(tickets or finishing)
         error = Error("UNAVAILABLE", "drain: another process works on the same places, sends nothing, and does not end")
         moved = self._time_of_lock()
         if moved != self._moved:
             self._moved, following.moved_at = moved, time.monotonic()
-        if time.monotonic() >= self._look_at or following.is_stuck():  # what ends a wait is of now
+        if time.monotonic() >= self._look_at or (is_awaited and following.is_stuck()):  # what ends a wait is of now
             self._look_at = time.monotonic() + _LOOK_SECONDS
             try:
                 if finishing:
                     following.bind()
-                if following.look():
+                if (is_awaited or following.has_too_much()) and following.look():
                     self._answer(tickets, None)
                     if finishing:
                         raise _SentByAnother
             except Error as of_place:
                 error = of_place
-                self._look_at = time.monotonic() + min(following.trouble(of_place), following.patience())
-        if not following.is_stuck():
+                delay = following.trouble(of_place)
+                self._look_at = time.monotonic() + (min(delay, following.patience()) if is_awaited else delay)
+        if not (is_awaited and following.is_stuck()):
             return True
         self._answer(tickets, error)
         return not finishing

@@ -164,7 +164,7 @@ def to_send(local: list[Info], remote: list[Info], rules: Rules, failed: Collect
     found = _found(local, remote, failed, chosen)
     kept = _kept_at_last(local, remote, found, rules)
     if rules.options.behind == "skip":
-        kept -= let_go(local, rules.keep_local, rules.keep_local_every, _series(local, rules.form))
+        kept -= too_many(local, rules)
     return [c for c in found if c.name in kept]
 
 
@@ -192,13 +192,17 @@ def to_remove_remotely(local: list[Info], remote: list[Info], rules: Rules, fail
     return [c for c in remote if c.name in gone - kept]
 
 
+def too_many(local: list[Info], rules: Rules) -> set[str]:
+    """Names of the local checkpoints that retention lets go once they have arrived."""
+    return let_go(local, rules.keep_local, rules.keep_local_every, _series(local, rules.form))
+
+
 def to_remove_locally(local: list[Info], remote: list[Info], rules: Rules) -> list[Info]:
     """The local checkpoints that retention lets go: of those that have arrived.
 
     One that the second place would let go at once, by what has arrived there of the own run, counts as arrived.
     """
-    series = _series(local, rules.form)
-    names = let_go(local, rules.keep_local, rules.keep_local_every, series)
+    names, series = too_many(local, rules), _series(local, rules.form)
     gone = [c for c in local if c.name in names]
     if rules.options.behind == "skip":
         return gone
