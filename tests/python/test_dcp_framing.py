@@ -155,6 +155,32 @@ def test_a_tensor_is_found_in_what_torch_saved(tensor: torch.Tensor) -> None:
         assert bytes_of(found) == bytes_of(tensor)
 
 
+class _Other(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor([1 + 2j]).conj(),
+        torch.tensor([1 + 2j]).conj().imag,
+        torch._neg_view(torch.ones(2)),
+        torch._neg_view(torch.ones(4, dtype=torch.int32).to(torch.uint16)),
+        torch.ones(3).as_subclass(_Other),
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        torch.ones(3).to_sparse(),
+        torch.ones(3, 3).to_sparse_csr(),
+        torch.ones(3, device="meta"),
+    ],
+)
+def test_what_is_more_than_its_stored_elements_is_left_to_torch(tensor: torch.Tensor) -> None:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    item = buffer.getvalue()
+    with pytest.raises(NotPlain):
+        find_tensor(lambda offset, nbytes: item[offset : offset + nbytes], len(item))
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_damaged_items_are_told_and_never_crash(seed: int) -> None:
     buffer = io.BytesIO()

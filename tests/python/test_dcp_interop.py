@@ -44,7 +44,7 @@ def tensors(draw: Any) -> torch.Tensor:
     if dtype == torch.bool:
         raw %= 2
     tensor = raw.view(dtype).reshape(shape)
-    kind = draw(st.sampled_from(["plain", "transposed", "sliced", "part", "parameter"]))
+    kind = draw(st.sampled_from(["plain", "transposed", "sliced", "part", "parameter", "conjugated", "negated"]))
     if kind == "transposed" and tensor.dim() > 1:
         return tensor.transpose(0, -1)
     if kind == "sliced" and tensor.dim() and tensor.shape[0] > 1:
@@ -53,6 +53,10 @@ def tensors(draw: Any) -> torch.Tensor:
         return tensor[1:]
     if kind == "parameter" and dtype.is_floating_point:
         return torch.nn.Parameter(tensor)
+    if kind == "conjugated" and dtype.is_complex:
+        return tensor.conj()
+    if kind == "negated" and dtype not in (torch.bool, torch.float8_e4m3fn, torch.float8_e5m2):
+        return torch._neg_view(tensor)
     return tensor
 
 
@@ -84,7 +88,7 @@ def empty_like(value: Any) -> Any:
 
 
 def raw(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.detach().contiguous()
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
 
 

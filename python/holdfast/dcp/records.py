@@ -160,7 +160,7 @@ class _TensorUnpickler(pickle.Unpickler):
     """Reads the pickle of one tensor and makes nothing: everything that it names is looked at."""
 
     def persistent_load(self, pid: Any) -> _Storage:
-        if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
+        if not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
             raise NotPlain("an unknown persistent id")
         return _Storage(str(pid[2]), pid[1])
 
@@ -184,16 +184,16 @@ class _TensorUnpickler(pickle.Unpickler):
         raise NotPlain(f"it needs {full}")
 
 
-def _rebuilt(storage: Any, offset: Any, shape: Any, stride: Any, *rest: Any) -> tuple[Any, ...]:
-    if not isinstance(storage, _Storage) or storage.dtype is None:
-        raise NotPlain("its storage is of an unknown type")
-    return storage, storage.dtype, offset, shape, stride
+def _rebuilt(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any, *rest: Any) -> tuple[Any, ...]:
+    return _rebuilt_untyped(storage, offset, shape, stride, grad, hooks, getattr(storage, "dtype", None), *rest)
 
 
 def _rebuilt_untyped(storage: Any, offset: Any, shape: Any, stride: Any, grad: Any, hooks: Any,
                      dtype: Any, *rest: Any) -> tuple[Any, ...]:  # fmt: skip
-    if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype) or rest:
+    if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
         raise NotPlain("its storage is of an unknown type")
+    if hooks or any(rest):  # such as {"conj": True}: then the elements are not what is stored
+        raise NotPlain("it is more than what is stored")
     return storage, dtype, offset, shape, stride
 
 
