@@ -20,7 +20,7 @@ from holdfast import _collector, _devices, _dtypes, _native, _plain
 from holdfast._constructors import CONSTRUCTORS
 from holdfast._kinds import kind_of_node, needed_classes, under
 from holdfast._plain import Node
-from holdfast._tensor_kinds import PLAIN_TENSORS, TENSOR, kind_of
+from holdfast._tensor_kinds import PLAIN_TENSORS, TENSOR, in_memory, kind_of
 from holdfast.errors import Error
 
 FORMAT_VERSION = 2
@@ -303,7 +303,7 @@ class Description:
         if copied:
             self.tensors = list(walk.tensors)
             for i in copied:
-                self.tensors[i] = walk.tensors[i].detach().resolve_conj().resolve_neg().contiguous()
+                self.tensors[i] = in_memory(walk.tensors[i])
             stored = _native.TensorTable(self.tensors)
         tables = (table, stored)
         outline = next((o for o in list(_recent) if o.fits(walk.tokens, tables)), None)

@@ -15,6 +15,8 @@ from holdfast.errors import Error
 # Tensors without a class of their own.
 PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 
+QUANTIZED = "quantized tensors are not supported; save int_repr(), scale and zero point instead"
+
 
 def _flattened(tensor: Any) -> tuple[list[str], Any] | None:
     """Names of the tensors that it wraps, and what else it is made of, if its class says so."""
@@ -23,7 +25,7 @@ def _flattened(tensor: Any) -> tuple[list[str], Any] | None:
     return tensor.__tensor_flatten__()
 
 
-def _sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+def sparse_parts(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """The tensors of a sparse one by their names; none if its layout is not known."""
     if tensor.layout == torch.sparse_coo:
         # Not coalesced here: that would change what is loaded.
@@ -67,10 +69,15 @@ def memory_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
         for name in flattened[0]:
             yield from memory_of(getattr(tensor, name))
     elif tensor.layout != torch.strided:
-        for part in _sparse_parts(tensor.detach()).values():
+        for part in sparse_parts(tensor.detach()).values():
             yield from memory_of(part)
     elif tensor.numel():
         yield tensor.data_ptr(), tensor.data_ptr() + span_of(tensor)
+
+
+def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A strided tensor whose memory has its elements in their order: itself, or a copy of a view."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def _marks(value: torch.Tensor) -> dict[str, Any]:
@@ -190,7 +197,7 @@ class Tensor(_Tensors):
         """
         wrong = None
         if value.is_quantized:
-            wrong = "quantized tensors are not supported; save int_repr(), scale and zero point instead"
+            wrong = QUANTIZED
         elif value.is_nested:
             wrong = "nested tensors of the strided layout are not supported; save unbind(), or use torch.jagged"
         elif value.device.type == "meta":
@@ -332,7 +339,7 @@ class Sparse(_Tensors):
 
     def flatten(self, walk: Any, path: str, value: torch.Tensor) -> None:
         detached = value.detach()
-        parts = _sparse_parts(detached)
+        parts = sparse_parts(detached)
         if not parts:
             raise Error(
                 "INVALID_ARGUMENT",

@@ -276,6 +276,35 @@ def test_what_torch_alone_can_serialize_is_saved_by_torch(tmp_path: Path) -> Non
     assert holdfast.dcp.verify(path)["verdict"] == "sound"
 
 
+_ODD = {
+    "coo": (lambda: torch.eye(3).to_sparse(), "indices() and values()"),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), "crow_indices() and col_indices() and values()"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "unbind()"),
+    "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "unbind()"),
+    "mkldnn": (lambda: torch.ones(3).to_mkldnn(), "to_dense()"),
+}
+
+
+@pytest.mark.parametrize("kind", _ODD)
+def test_a_layout_that_dcp_cannot_hold_is_refused_by_its_name(kind: str, tmp_path: Path) -> None:
+    make, remedy = _ODD[kind]
+    state = {"w": torch.ones(2), "deep": {"odd": make()}}
+    with pytest.raises(CheckpointException) as caught:
+        holdfast.dcp.save(state, checkpoint_id=tmp_path / "first")
+    (failure, _) = caught.value.failures[0]
+    assert isinstance(failure, holdfast.Error) and failure.code == "INVALID_ARGUMENT"
+    assert failure.message.startswith("save deep.odd: ") and remedy in failure.message
+    # Also where a plan is known of the save before.
+    holdfast.dcp.save({"w": torch.ones(2), "deep": {"odd": torch.ones(3)}}, checkpoint_id=tmp_path / "known")
+    with pytest.raises(CheckpointException, match="save deep.odd: "):
+        holdfast.dcp.save(state, checkpoint_id=tmp_path / "second")
+
+
+def test_a_layout_that_dcp_cannot_hold_is_refused_by_the_writer(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointException, match="save s: tensors of layout"):
+        dcp.save({"s": torch.eye(3).to_sparse()}, storage_writer=holdfast.dcp.StorageWriter(tmp_path / "a"))
+
+
 class Odd:
     """Not on any list."""
 

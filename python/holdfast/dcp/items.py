@@ -6,17 +6,19 @@ import array
 import dataclasses
 import functools
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
 
 from holdfast import _collector, _devices, _dtypes, _late, _native
 from holdfast._framing import PlannedFile
 from holdfast._state import numbered
+from holdfast._tensor_kinds import local_of, sparse_parts
 from holdfast.dcp.failures import of_object
 from holdfast.dcp.framing import can_frame, frame
 from holdfast.dcp.parts import DIGESTS, PART, PLAN, Part, digest_of
@@ -65,6 +67,24 @@ def _names(items: list[WriteItem]) -> list[str]:
     return names
 
 
+def check_layouts(state: Mapping[str, Any]) -> None:
+    """Raises INVALID_ARGUMENT for an entry that DCP cannot hold: its metadata has boxes of strided tensors alone.
+
+    Args:
+        state: as the planner has flattened it.
+    """
+    for name, value in state.items():
+        tensor = local_of(value) if isinstance(value, DTensor) else value
+        if not isinstance(tensor, torch.Tensor) or tensor.layout == torch.strided and not tensor.is_nested:
+            continue
+        if tensor.is_nested:
+            why = "nested tensors are not supported; save unbind()"
+        else:
+            parts = " and ".join(f"{part}()" for part in sparse_parts(tensor.detach()))
+            why = f"tensors of layout {tensor.layout} are not supported; save its {parts or 'to_dense()'}"
+        raise Error("INVALID_ARGUMENT", f"save {name}: {why}")
+
+
 def resolved(planner: SavePlanner, item: WriteItem) -> Any:
     if item.type == WriteItemType.BYTE_IO:
         with of_object(item.index.fqn):
@@ -81,6 +101,7 @@ def resolved(planner: SavePlanner, item: WriteItem) -> Any:
             "INVALID_ARGUMENT",
             f"save {item.index.fqn}: the planner gave a {type(data).__name__} for a tensor",
         )
+    check_layouts({item.index.fqn: data})
     return data.detach()
 
 

@@ -105,6 +105,8 @@ def _look(state: Any, flags: tuple[Any, ...], in_table: frozenset[type]) -> Look
         if type(tensor) in in_table:
             tensors.append(tensor)
             return type(tensor)
+        if tensor.is_nested:  # has no shape
+            raise _NotComparable
         return tensor.shape, tensor.dtype, tensor.requires_grad, tensor.layout, tensor.is_cpu
 
     def visit_all(values: Collection[Any]) -> None:

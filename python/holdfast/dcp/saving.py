@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from holdfast import _arguments, _ranks, _runtime, events
 from holdfast.dcp import placement, plans
 from holdfast.dcp.failures import copied, error_of, interrupt_of, of_ranks, told_to_ranks, without_state
-from holdfast.dcp.items import Layout, resolved
+from holdfast.dcp.items import Layout, check_layouts, resolved
 from holdfast.dcp.matching import Committed, Message, Unmatched, discard, out_of_order, unmatched
 from holdfast.dcp.parts import Part, Plan, assemble, check_kinds, in_order, plan_for_all
 from holdfast.dcp.placement import Placement, new_attempt
@@ -238,6 +238,7 @@ class _Saving:
             planner.set_up_planner(state_dict=state, storage_meta=meta, is_coordinator=is_coordinator)
         else:
             planner.set_up_planner(state, is_coordinator)
+        check_layouts(getattr(planner, "state_dict", state))
         writer.set_up_storage_writer(
             is_coordinator, rank=self.line.rank, use_collectives=self.use_collectives
         )
