@@ -170,6 +170,58 @@ def test_what_a_format_cannot_hold_is_named(tmp_path: Path) -> None:
     assert not target.exists()
 
 
+def _views() -> dict[str, torch.Tensor]:
+    """Whose memory has other elements than they have."""
+    return {"conj": torch.tensor([1 + 2j, 3]).conj(), "neg": torch._neg_view(torch.arange(6.0).reshape(2, 3).t())}
+
+
+@pytest.mark.parametrize("source", ["dcp", "file.pt"])
+def test_views_that_conjugate_or_negate_keep_their_values(tmp_path: Path, source: str) -> None:
+    write(tmp_path / source, _views())
+    write(tmp_path / "neg.pt", {"neg": _views()["neg"]})
+    (tmp_path / "to").mkdir()
+    targets = {name: tmp_path / "to" / name for name in ("plain", "dcp", "file.pt")}
+    runs = each(
+        *(["convert", *(["--to", "dcp"] if name == "dcp" else []), tmp_path / source, path] for name, path in targets.items()),
+        ["convert", tmp_path / "neg.pt", tmp_path / "x.safetensors"],
+        ["diff", "--read", tmp_path / source, tmp_path / "to" / "plain"],
+    )  # fmt: skip
+    assert [run.status for run in runs] == [0] * 5, runs
+    for path in targets.values():
+        found = read(path, {name: tensor.clone() for name, tensor in _views().items()})
+        assert all(torch.equal(found[name], tensor) for name, tensor in _views().items()), path
+    assert torch.equal(read(tmp_path / "x.safetensors", None)["neg"], _views()["neg"])
+
+
+def test_sparse_tensors_are_converted_and_quantized_ones_refused(tmp_path: Path) -> None:
+    sparse = torch.sparse_coo_tensor([[0, 2]], [1.0, float("nan")], (3,), check_invariants=True)
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 3, torch.quint8)
+    source, odd = write(tmp_path / "s.pt", {"s": sparse}), write(tmp_path / "q.pt", {"q": quantized})
+    runs = each(["convert", source, tmp_path / "plain"], ["convert", odd, tmp_path / "x.pt"], ["diff", "--read", odd, odd])
+    assert runs[0].status == 0, runs
+    assert torch.equal(holdfast.load(tmp_path / "plain")["s"]._indices(), torch.tensor([[0, 2]]))
+    refused(runs[1], "convert q: ", "int_repr()")
+    refused(runs[2], "quantized")
+
+
+def test_a_dcp_checkpoint_is_compared_with_what_torch_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from holdfast.cli import framework_sources, sources
+
+    write(tmp_path / "dcp", {"w": torch.ones(3), "deep": {"w": torch.zeros(2, 2), "n": 5}})
+    source = sources.open_source(str(tmp_path / "dcp"))
+    assert source.state()["deep"]["n"] == 5
+    find = framework_sources.StorageReader._read_unproved
+
+    def misread(self: Any, *arguments: Any) -> Any:
+        result = find(self, *arguments)
+        arguments[4].append(lambda: arguments[1].state_dict["w"].fill_(2))
+        return result
+
+    monkeypatch.setattr(framework_sources.StorageReader, "_read_unproved", misread)
+    with pytest.raises(holdfast.Error, match="load w: torch.load finds other"):
+        source.state()
+
+
 def test_objects_are_made_only_as_allowed(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain", {"w": torch.ones(2), "args": argparse.Namespace(lr=0.1)})
     unsafe = write(tmp_path / "unsafe.pt", {"args": argparse.Namespace(lr=0.1)})

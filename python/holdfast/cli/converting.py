@@ -43,7 +43,6 @@ _OF_SUFFIX = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".b
 _ARENA_BYTES = 256 << 20
 # What every version of the safetensors library reads; C64 came later.
 _DTYPES = frozenset("BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 I16 U16 F16 BF16 I32 U32 F32 I64 U64 F64".split())
-_CHUNK = 64 << 20
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _WRITERS[kind](state, target, step) as written:
         result = sources.open_source(written).state(0 if kind == "holdfast" else None, arguments.allow)
         _compare(state, result, target)
-    nbytes = sum(leaf.nbytes for _, leaf in sources.leaves(state) if _is_tensor(leaf))
+    nbytes = sum(leaf.numel() * leaf.itemsize for _, leaf in sources.leaves(state) if _is_tensor(leaf))
     text.lines([f"{target}: {kind}, {text.size(nbytes)} of tensors; read back and compared"])
     return 0
 
@@ -128,10 +127,14 @@ def _check(state: Any, kind: str) -> None:
     """Raises an error that names what `kind` cannot hold."""
     if kind in ("dcp", "safetensors") and not isinstance(state, dict):
         raise Error("INVALID_ARGUMENT", f"convert: the state is a {type(state).__name__}, and {kind} holds dicts alone")
+    from holdfast._tensor_kinds import QUANTIZED
+
     seen = set()
     for name, leaf in sources.leaves(state):
         reason = ""
-        if kind == "safetensors":
+        if _is_tensor(leaf) and leaf.is_quantized:
+            reason = QUANTIZED
+        elif kind == "safetensors":
             reason = _not_in_safetensors(leaf)
         elif kind == "torch":
             reason = _not_for_weights_only(leaf)
@@ -184,17 +187,11 @@ def _compare(before: Any, after: Any, path: str) -> None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    import torch
+    from holdfast.cli.framework_sources import same
 
     if not _is_tensor(a):
         return type(a) is type(b) and repr(a) == repr(b)
-    if not _is_tensor(b) or (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
-        return False
-    if a.layout != torch.strided:
-        return bool(torch.equal(a.to_dense(), b.to_dense()))
-    # As bytes: a NaN equals itself.
-    a, b = (t.detach().contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
-    return all(torch.equal(x, y) for x, y in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True))
+    return _is_tensor(b) and same(a, b)
 
 
 # ---- Writing. A writer gives the path to read back; an exception then removes what was written.
@@ -273,6 +270,7 @@ def _safetensors(state: Any, target: str, step: int) -> Any:
 
 def _write_safetensors(state: Any, file: Any) -> None:
     from holdfast import _dtypes
+    from holdfast._tensor_kinds import in_memory
 
     # Larger elements first: so each tensor is aligned.
     tensors = sorted(sources.leaves(state), key=lambda item: -item[1].itemsize)
@@ -286,7 +284,7 @@ def _write_safetensors(state: Any, file: Any) -> None:
     raw += b" " * (-len(raw) % 8)
     file.write(len(raw).to_bytes(8, "little") + raw)
     for _, tensor in tensors:
-        memory = tensor.detach().contiguous()
+        memory = in_memory(tensor)
         if memory.nbytes:
             file.write((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr()))
 

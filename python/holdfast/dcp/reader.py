@@ -306,7 +306,7 @@ class StorageReader(_StorageReader):
         else:
             whole = torch.load(data, map_location="cpu", weights_only=True)
             target = _target(item, planner)
-            later.append(functools.partial(_copy, _narrowed(whole, item), target))
+            later.append(functools.partial(_copy, narrowed(whole, item), target))
             done.append((item, target))
 
     # ---- Files without.
@@ -420,7 +420,7 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _narrowed(tensor: torch.Tensor, item: ReadItem) -> torch.Tensor:
+def narrowed(tensor: torch.Tensor, item: ReadItem) -> torch.Tensor:
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor
