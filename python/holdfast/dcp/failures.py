@@ -98,8 +98,8 @@ def of_object(name: str) -> Iterator[None]:
 
 # Gloo ends the connections of a group in which one rank has waited too long for another one.
 GROUP_ENDED = (
-    "; these ranks can save again after destroy_process_group() and init_process_group() on all of them, or a restart of the "
-    "job; configure(time_ranks_max=...) says how long a save waits for a rank that is late"
+    "; start the job again, or, without torchrun, call destroy_process_group() and init_process_group() on all ranks, with "
+    "another MASTER_PORT: over the old store it may hang; configure(time_ranks_max=...) says how long a save waits for a rank that is late"
 )
 
 
