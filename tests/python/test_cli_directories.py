@@ -181,6 +181,25 @@ def test_recover_does_what_a_dry_run_says(tmp_path: Path) -> None:
     assert command("recover", tmp_path).out == "nothing to recover\n"
 
 
+def test_a_dry_run_names_a_dcp_checkpoint_that_may_be_completed(tmp_path: Path) -> None:
+    holdfast.dcp.save({"w": torch.ones(5)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    (tmp_path / "step-1" / ".metadata").unlink()
+    assert command("recover", "-n", tmp_path).out == "may promote: step-1\n"
+    assert command("recover", tmp_path).out == "promoted: step-1\n"
+
+
+def test_ls_names_a_parent_of_the_other_format(tmp_path: Path) -> None:
+    train(tmp_path, "", 1)
+    program = (
+        "import sys, torch, holdfast, holdfast.dcp; holdfast.load(sys.argv[1] + '/step-1');"
+        "w = holdfast.dcp.StorageWriter(sys.argv[1] + '/step-2', step=2);"
+        "holdfast.dcp.save({'w': torch.ones(2)}, storage_writer=w, no_dist=True)"
+    )
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=True, timeout=200)
+    found = {e["name"]: e["parent_name"] for e in command("ls", "--json", tmp_path, torch=False).json["checkpoints"]}
+    assert found == {"step-1": None, "step-2": "step-1"}
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_has_examples_and_exit_statuses(name: str) -> None:
     told = command(name, "--help", torch=False)

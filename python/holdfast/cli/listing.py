@@ -95,6 +95,10 @@ def entries(directory: str, storage: dict[str, Any] | None = None) -> list[Entry
         found = [e for e in map(_below, (os.path.join(directory, n) for n in names)) if e is not None]
         _explain_uncommitted(directory, found)
     found.sort(key=lambda e: (e.saved_at or 0.0, e.step or 0, e.name), reverse=True)
+    # A save may continue one of the other format.
+    by_attempt: dict[str | None, str] = {e.attempt: e.name for e in found if e.is_complete and e.attempt}
+    for entry in found:
+        entry.parent_name = by_attempt.get(entry.parent)
     for kind in ("holdfast", "dcp"):
         _trace_lineage([e for e in found if e.is_complete and e.format == kind])
     return found
@@ -164,15 +168,11 @@ def _explain_uncommitted(directory: str, found: list[Entry]) -> None:
 
 
 def _trace_lineage(complete: list[Entry]) -> None:
-    """Names the parents, and marks the newest checkpoint and those of abandoned branches.
+    """Marks the newest checkpoint and those of abandoned branches.
 
     Args:
         complete: of one format, newest first.
     """
-    by_attempt: dict[str | None, Entry] = {e.attempt: e for e in complete if e.attempt}
-    for entry in complete:
-        parent = by_attempt.get(entry.parent)
-        entry.parent_name = parent.name if parent else None
     saved = [(e.name, e.saved_at or 0.0, e.step or 0, e.attempt or "", e.parent or "") for e in complete]
     for entry, is_abandoned in zip(complete, _native.find_abandoned(saved), strict=True):
         if is_abandoned:

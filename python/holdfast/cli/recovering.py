@@ -24,6 +24,8 @@ exit status: 0 done, 2 trouble
 # The reasons by which the runtime keeps a directory when promotion and removal are switched off.
 _WOULD_PROMOTE = "complete, but promotion is switched off"
 _WOULD_REMOVE = "incomplete"
+# Whether a DCP checkpoint can be completed, only the recovery finds out.
+_MAY_PROMOTE = "all ranks' data is there, and it was not completed"
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -38,13 +40,15 @@ def declare(parser: argparse.ArgumentParser) -> None:
 
 
 def outlook(directory: str) -> dict[str, Any]:
-    """What a recovery would do: lists of names ``promote`` and ``remove``, and ``keep`` with reasons."""
+    """What a recovery would do: lists of names ``promote``, ``complete`` and ``remove``, and ``keep`` with reasons."""
     report = recovery.recover(directory, wait_for_orphans=0.0, promote=False, clean_up=False)
-    found: dict[str, Any] = {"promote": [], "remove": [], "keep": {}}
+    found: dict[str, Any] = {"promote": [], "complete": [], "remove": [], "keep": {}}
     for entry in report["kept_incomplete"]:
         name, _, why = entry.partition(": ")
         if why == _WOULD_PROMOTE:
             found["promote"].append(name)
+        elif why == _MAY_PROMOTE:
+            found["complete"].append(name)
         elif why == _WOULD_REMOVE:
             found["remove"].append(name)
         else:
@@ -56,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     directory = arguments.directory
     if arguments.dry_run:
         found = outlook(directory)
-        done = {"would promote": found["promote"], "would remove": found["remove"]}
+        done = {"would promote": found["promote"], "may promote": found["complete"], "would remove": found["remove"]}
         kept = [f"{name}: {why}" for name, why in found["keep"].items()]
     else:
         report = recovery.recover(directory, wait_for_orphans=arguments.wait)
