@@ -430,6 +430,9 @@ class Checkpointer(PerProcess):
         check_member(f"load from {self.directory}", self._process_group)
         if into is None:
             raise _refusal("a DCP checkpoint is loaded into a state: pass into=")
+        if "strict" in options:
+            raise _refusal("strict is no option for DCP checkpoints: pass planner=DefaultLoadPlanner(allow_partial_load=True) to "
+                           "holdfast.dcp.load, which then leaves out what the checkpoint lacks")  # fmt: skip
 
         looked: builtins.list[str] = []  # of rank 0
 
