@@ -23,7 +23,7 @@ from command_line import holdfast as command
 
 import holdfast
 import holdfast.dcp
-from holdfast import _native
+from holdfast import _native, events
 from holdfast.dcp import uploads
 from holdfast.errors import of_system
 
@@ -129,9 +129,11 @@ def test_a_save_that_is_interrupted_behind_a_system_call_leaves_nothing(behind: 
 
     with monkeypatch.context() as patched:
         patched.setattr(os, behind, interrupted)
-        with pytest.raises(KeyboardInterrupt):
+        codes: list[str] = []
+        with events.Handle(lambda subject, report, error: codes.append(error.code)), pytest.raises(KeyboardInterrupt):
             holdfast.dcp.save(_state(0, 1), checkpoint_id=path, no_dist=True)
-    holdfast.flush()
+        holdfast.flush()
+    assert codes == ["CANCELLED"]
     assert _names(tmp_path) == []
     holdfast.dcp.save(_state(0, 1), checkpoint_id=path, no_dist=True)
 

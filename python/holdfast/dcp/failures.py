@@ -24,7 +24,8 @@ def error_of(failure: BaseException, path: str) -> Error:
         if isinstance(failure, Error):
             return failure
     number = failure.errno or 0 if isinstance(failure, OSError) else 0
-    return Error("UNKNOWN", f"save {path}{of}: {failure!r}", number)
+    code = "CANCELLED" if isinstance(failure, (KeyboardInterrupt, SystemExit)) else "UNKNOWN"
+    return Error(code, f"save {path}{of}: {failure!r}", number)
 
 
 def interrupt_of(failure: BaseException, rank: int) -> BaseException | None:
