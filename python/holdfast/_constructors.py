@@ -423,9 +423,9 @@ STORAGES: dict[str, Constructor | None] = {
     **{f"torch:{cls.__name__}": None for cls in torch._storage_classes},
 }
 
-# By "module:name". None: a class that may be named, as a defaultdict's factory, and not called.
+# By "module:name". None: a class or value that may be named, as a defaultdict's factory, and not called.
 CONSTRUCTORS: dict[str, Constructor | None] = {
-    **{f"builtins:{name}": None for name in "list dict tuple int float bool str".split()},
+    **{f"builtins:{name}": None for name in "list dict tuple int float bool str Ellipsis NotImplemented".split()},
     "builtins:object": _empty(object),
     "builtins:bytes": _empty(bytes),
     "builtins:complex": _plain(complex),

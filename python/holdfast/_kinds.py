@@ -101,8 +101,11 @@ class Object(Kind):
     names = ("object",)
 
     def flatten(self, walk: Any, path: str, value: Any) -> None:
-        # A class or a function is its name in a pickle.
-        name = _plain.name_of(value) if isinstance(value, (type, types.FunctionType)) else class_name(value)
+        # A class, a function or such a value is its name in a pickle.
+        if value is Ellipsis or value is NotImplemented:
+            name = f"builtins:{value!r}"
+        else:
+            name = _plain.name_of(value) if isinstance(value, (type, types.FunctionType)) else class_name(value)
         walk.add((self, name))
         walk.objects.append(value)
 

@@ -305,6 +305,16 @@ def test_a_layout_that_dcp_cannot_hold_is_refused_by_the_writer(tmp_path: Path) 
         dcp.save({"s": torch.eye(3).to_sparse()}, storage_writer=holdfast.dcp.StorageWriter(tmp_path / "a"))
 
 
+def test_values_that_are_their_names_need_no_leave(tmp_path: Path) -> None:
+    state = {"values": (..., NotImplemented)}
+    assert holdfast.save({"e": ..., **state}, tmp_path / "plain")["needs_allow"] == []
+    assert holdfast.load(tmp_path / "plain") == {"e": ..., **state}
+    holdfast.dcp.save(state, checkpoint_id=tmp_path / "dcp")
+    loaded = {"values": None}
+    holdfast.dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
+    assert loaded == state
+
+
 class Odd:
     """Not on any list."""
 
