@@ -75,7 +75,9 @@ def check_layouts(state: Mapping[str, Any]) -> None:
     """
     for name, value in state.items():
         tensor = local_of(value) if isinstance(value, DTensor) else value
-        if not isinstance(tensor, torch.Tensor) or tensor.layout == torch.strided and not tensor.is_nested:
+        if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "local_shards"):
+            continue  # a ShardedTensor has no layout to ask for
+        if tensor.layout == torch.strided and not tensor.is_nested:
             continue
         if tensor.is_nested:
             why = "nested tensors are not supported; save unbind()"
