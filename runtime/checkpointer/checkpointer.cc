@@ -418,7 +418,7 @@ absl::StatusOr<SaveHandle> Checkpointer::Impl::SaveAsync(const SaveRequest& requ
         });
     if (!joined.ok()) {
       const absl::Status why = base::Annotate(joined.status(), absl::StrCat("save ", save->path));
-      return absl::IsAborted(why) ? why : refuse(why);  // kAborted: all ranks know
+      return checkpointer::AllRanksKnow(why) ? why : refuse(why);
     }
     presence = *std::move(joined);
   }

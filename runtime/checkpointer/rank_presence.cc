@@ -38,6 +38,13 @@ constexpr int kBeatsPerLiveness = 3;
 constexpr absl::Duration kCommitMax = absl::Seconds(2);
 constexpr absl::Duration kPoll = absl::Milliseconds(5);
 constexpr uint32_t kBufferBytes = 32 * 1024;
+// Empty payload, see AllRanksKnow.
+constexpr char kKnownPayload[] = "holdfast/known-to-all-ranks";
+
+absl::Status Known(absl::Status status) {
+  status.SetPayload(kKnownPayload, absl::Cord());
+  return status;
+}
 
 /// Writes the signs of life for the process's presences, in one thread. The thread runs while any
 /// presence exists. Never destroyed: a presence may end during process exit.
@@ -117,6 +124,10 @@ class Keeper {
 
 }  // namespace
 
+bool AllRanksKnow(const absl::Status& status) {
+  return status.GetPayload(kKnownPayload).has_value();
+}
+
 RankPresence::RankPresence(const RankInSave& who, base::UniqueFd directory,
                            std::function<void()> on_remains)
     : who_(who),
@@ -149,13 +160,15 @@ absl::StatusOr<std::shared_ptr<RankPresence>> RankPresence::Join(int parent, con
     failure.is_final = 1;
     (void)worker::WriteFailure(board, Side::kTrainer, failure, /*raise=*/false);
     presence->RemoveIfLast(parent);
-    return absl::Status(static_cast<absl::StatusCode>(layout::CodeFor(failure)),
-                        base::Describe(failure));
+    return Known(absl::Status(static_cast<absl::StatusCode>(layout::CodeFor(failure)),
+                              base::Describe(failure)));
   }
   const absl::Status kept = Keeper::Get().Add(presence);
   // The other ranks have seen this rank, and would wait for its next sign of life.
-  if (!kept.ok()) presence->Fail(parent, kept);
-  HOLDFAST_RETURN_IF_ERROR(kept);
+  if (!kept.ok()) {
+    presence->Fail(parent, kept);
+    return Known(kept);
+  }
   return presence;
 }
 
@@ -354,8 +367,8 @@ absl::StatusOr<std::unique_ptr<RankAnnouncement>> RankAnnouncement::Make(const R
   auto joined = locked.ok() ? checkpointer::RankPresence::Join(parent, who) : locked.status();
   if (!joined.ok()) {
     // The other ranks may have begun the save, and would wait for a sign of life. A second try may
-    // work, also in the directory of another rank. kAborted: all ranks know.
-    if (!absl::IsAborted(joined.status())) {
+    // work, also in the directory of another rank.
+    if (!checkpointer::AllRanksKnow(joined.status())) {
       auto again = checkpointer::RankPresence::Join(parent, who);
       if (again.ok()) (*again)->Fail(parent, joined.status());
     }
@@ -379,8 +392,7 @@ absl::Status RankAnnouncement::CheckRanks(absl::Span<const uint32_t> ranks) {
 
 absl::Status AbandonSave(const RankInSave& who, const absl::Status& why) {
   auto announcement = RankAnnouncement::Make(who);
-  // Another rank has failed before and has informed all ranks.
-  if (absl::IsAborted(announcement.status())) return absl::OkStatus();
+  if (checkpointer::AllRanksKnow(announcement.status())) return absl::OkStatus();
   if (!announcement.ok()) return announcement.status();
   (*announcement)->Abandon(why);
   return absl::OkStatus();

@@ -20,6 +20,11 @@
 
 namespace holdfast::checkpointer {
 
+/// True for the error of a Join that found the failure of another rank, or has published its own:
+/// no rank waits. A second Join could make the directory anew that the last rank to fail has
+/// removed.
+bool AllRanksKnow(const absl::Status& status);
+
 /// From Join to Conclude one thread of the process writes a sign of life for the rank, every third
 /// of `time_liveness_max`. A worker cannot write signs of life before its start, in a queue, or
 /// inside a long fsync.
@@ -29,8 +34,9 @@ class RankPresence {
  public:
   /// Joins the save of `who`, whose directories are not used. Makes the partial directory below
   /// `parent` if missing. When this rank is the last to fail, and files of other ranks remain in
-  /// the directory, Join, Fail or Conclude calls `on_remains`. \error kAborted when another rank
-  /// has failed already; errors of mkdir, open, write.
+  /// the directory, Join, Fail or Conclude calls `on_remains`. \error kAborted or
+  /// kFailedPrecondition when another rank has failed already; errors of mkdir, open, write, of a
+  /// new thread.
   static absl::StatusOr<std::shared_ptr<RankPresence>> Join(int parent, const RankInSave& who,
                                                             std::function<void()> on_remains = {});
   ~RankPresence();

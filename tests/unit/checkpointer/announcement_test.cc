@@ -1,15 +1,21 @@
 // RankAnnouncement: a rank that cannot take part says so to the other ranks.
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <pthread.h>
 
 #include <cerrno>
+#include <filesystem>
 #include <string>
 
 #include "holdfast/checkpointer.h"
 #include "holdfast/ranks.h"
 #include "holdfast/recovery.h"
+#include "runtime/base/unique_fd.h"
+#include "runtime/format/directory_names.h"
+#include "runtime/layout/board.h"
 #include "runtime/sys/system.h"
+#include "runtime/worker/rank_board.h"
 #include "tests/testing/small_checkpoint.h"
 
 namespace holdfast {
@@ -64,6 +70,21 @@ TEST_F(Announcement, EndsTheSaveOfAllRanksWhereItCannotMakeTheDirectory) {
   const absl::Status told = (*other)->CheckRanks({});
   EXPECT_TRUE(absl::IsAborted(told) || absl::IsResourceExhausted(told)) << told;
   EXPECT_THAT(std::string(told.message()), HasSubstr("rank 1 failed: make directory"));
+}
+
+TEST_F(Announcement, LeavesNothingWhereTheOtherRankHasOtherReplicas) {
+  const std::string partial = directory_ / format::PartialName("step-1", attempt_);
+  std::filesystem::create_directory(partial);
+  const base::UniqueFd directory(open(partial.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  worker::RankBoard board;
+  ASSERT_EQ(worker::OpenBoard(directory.get(), attempt_, 0, 2, &board), 0);
+  layout::RankFailure failure;
+  failure.kind = static_cast<uint32_t>(layout::RankFailureKind::kDiffers);
+  ASSERT_TRUE(worker::WriteFailure(board, worker::Side::kWorker, failure, /*raise=*/true));
+  worker::CloseBoard(&board);
+  const absl::Status refused = AbandonSave(Rank(1), absl::DataLossError("a disk"));
+  EXPECT_TRUE(refused.ok()) << refused;
+  EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
 }
 
 TEST_F(Announcement, IsARunningSaveForARecovery) {
