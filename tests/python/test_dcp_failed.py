@@ -130,9 +130,10 @@ def test_a_save_that_is_interrupted_behind_a_system_call_leaves_nothing(behind: 
     with monkeypatch.context() as patched:
         patched.setattr(os, behind, interrupted)
         codes: list[str] = []
-        with events.Handle(lambda subject, report, error: codes.append(error.code)), pytest.raises(KeyboardInterrupt):
-            holdfast.dcp.save(_state(0, 1), checkpoint_id=path, no_dist=True)
-        holdfast.flush()
+        with events.Handle(lambda subject, report, error: codes.append(error.code)):
+            with pytest.raises(KeyboardInterrupt):
+                holdfast.dcp.save(_state(0, 1), checkpoint_id=path, no_dist=True)
+            holdfast.flush()
     assert codes == ["CANCELLED"]
     assert _names(tmp_path) == []
     holdfast.dcp.save(_state(0, 1), checkpoint_id=path, no_dist=True)

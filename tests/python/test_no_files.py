@@ -39,7 +39,7 @@ def test_what_is_no_file_stops_nothing(name: str, kind: str, tmp_path: Path) -> 
 
     done = command("drain", run, tmp_path / "far", torch=False, timeout=30)
     assert "Traceback" not in done.error and [n for n in os.listdir(tmp_path / "far") if "." not in n] == ["step-2"], done
-    assert done.status == 0 or str(file) in done.error, done
+    assert done.status == 0 or all(part in done.error for part in (str(run), "step-1", file.name)), done
     done = command("ls", "--json", run, torch=False, timeout=30)
     assert done.status == 0 and done.json["checkpoints"][0]["name"] == "step-2", done
     assert command("recover", "--wait", 0, run, timeout=30).status == 0
