@@ -110,7 +110,7 @@ def test_a_save_that_is_on_its_way_at_the_end_is_sent(tmp_path: Path) -> None:
 
 
 def test_a_wait_that_begins_behind_the_end_is_for_another_process(tmp_path: Path) -> None:
-    """As after SIGTERM to the process alone: the trainer sees that it has heeded no more, and starts it again."""
+    """As of a Checkpointer that was let go while a save was on its way: the trainer sees that it has heeded no more, and starts it again."""
     run, far = tmp_path / "run", open_place(str(tmp_path / "far"))
     save(run, 1, elements=10)
     told: list[dict[str, Any]] = []

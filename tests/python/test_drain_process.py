@@ -17,6 +17,7 @@ from draining import until
 
 import holdfast
 from holdfast.drain import Drain, trainer
+from holdfast.drain.following import alone
 from holdfast.drain.places import open_place
 from holdfast.errors import Error
 
@@ -138,3 +139,42 @@ def test_a_reader_removes_nothing(format: str, tmp_path: Path) -> None:
         training.wait_drained(60)
         training.save({"w": torch.zeros(10)}, 4)
     assert [c.step for c in far.complete()[0]] == [4] == [c.step for c in open_place(str(run)).complete()[0]]
+
+
+_TERMINATED_TRAINER = """
+import sys, time, torch, holdfast
+run, far, how = sys.argv[1:]
+c = holdfast.Checkpointer(run, drain_to=far)
+c.save({"w": torch.ones(10)}, 1)
+print(c._draining._process.pid, flush=True)
+sys.stdin.readline()
+time.sleep(0.5)  # of a step that was under way
+c.save({"w": torch.ones(10)}, 2)
+if how == "closes":
+    c.close(drain=False)
+"""
+
+
+@pytest.mark.parametrize("how", ["closes", "exits"])
+def test_a_trainer_that_was_terminated_with_its_drain_saves_once_more(how: str, tmp_path: Path) -> None:
+    """The drain has a backlog then."""
+    run, far = tmp_path / "run", tmp_path / "far"
+    run.mkdir()
+    with alone(str(run), str(far), lambda: False):
+        job = subprocess.Popen([sys.executable, "-c", _TERMINATED_TRAINER, str(run), str(far), how], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)  # fmt: skip
+        drain = int(job.stdout.readline())
+        # It waits for the lock: by then it obeys signals.
+        assert until(lambda: any(path.name.startswith(".holdfast-drain") for path in map(Path, _open_files(drain))))
+        os.kill(drain, signal.SIGTERM)
+        assert until(lambda: "ShdPnd:\t0000000000000000" in Path(f"/proc/{drain}/status").read_text())
+        job.communicate("\n", timeout=60)
+        assert job.returncode == 0
+    assert until(lambda: not os.path.exists(f"/proc/{drain}"))
+    assert [c.step for c in open_place(str(far)).complete()[0]] == [1, 2]
+
+
+def _open_files(pid: int) -> list[str]:
+    with contextlib.suppress(OSError):
+        return [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
+    return []

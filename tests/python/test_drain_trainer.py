@@ -196,9 +196,12 @@ def test_the_process_is_killed_and_comes_back(tmp_path: Path, server: s3_server.
         checkpointer.wait_drained(60)
         second = checkpointer._draining._process
         assert second.pid != first.pid and "it is started again" in caplog.text
-        # As a scheduler does with all processes at once: a save on its way is committed when the process has ended. It is started
-        # again, so that it may be another one before anybody sees that there is none.
+        # As a scheduler does with all processes at once, and again with those that live. It is started again, so that it may be another
+        # one before anybody sees that there is none.
+        os.kill(second.pid, signal.SIGTERM)
         checkpointer.save(state(3), 3)
+        checkpointer.wait_drained(60)
+        assert checkpointer._draining._process is second
         os.kill(second.pid, signal.SIGTERM)
         deadline = time.monotonic() + 60
         while checkpointer._draining._process is second:

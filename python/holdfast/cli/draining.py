@@ -167,7 +167,7 @@ def _run_for_trainer(arguments: argparse.Namespace) -> int:
                           keep_local_every=given["keep_local_every"], form=given["form"])  # fmt: skip
     following.retains = given["saves"]
     running = Running(following, tell, watch=True)
-    on_signals(running, True)
+    on_signals(running, True, has_trainer=True)
     follow_commands(running, commands, arguments.controlled)
     threading.current_thread().name = "holdfast-drain"
     ended = running.run(arguments.source, arguments.target)

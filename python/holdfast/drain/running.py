@@ -191,10 +191,13 @@ class Running:
 _LASTING = ("NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED", "INVALID_ARGUMENT", "UNIMPLEMENTED", "FAILED_PRECONDITION")
 
 
-def on_signals(running: Running, watch: bool) -> None:
+def on_signals(running: Running, watch: bool, *, has_trainer: bool = False) -> None:
     """SIGTERM ends a drain that watches when everything has arrived; the second one, or SIGINT, within `_STOP_SECONDS`.
 
     A thread waits for them: a handler would not run before the main thread's call of a server that hangs has ended.
+
+    Args:
+        has_trainer: the drain ends with its trainer: one SIGTERM does nothing. A scheduler sends it to both, and the trainer may save once more.
     """
     ending = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ending)
@@ -203,7 +206,8 @@ def on_signals(running: Running, watch: bool) -> None:
         is_first = watch
         while (number := signal.sigwait(ending)) == signal.SIGTERM and is_first:
             is_first = False
-            running.finish()
+            if not has_trainer:
+                running.finish()
         running.stop()
         time.sleep(_STOP_SECONDS)
         os._exit(128 + number)  # as a kill, which costs time only; at an exit Python would wait for the call

@@ -126,7 +126,7 @@ class Draining(PerProcess):
                 os.write(process.stdin.fileno(), json.dumps(command).encode() + b"\n")
 
     def ring(self) -> None:
-        """Says that a checkpoint was committed. A process that has ended meanwhile, as one does after SIGTERM, is started again."""
+        """Says that a checkpoint was committed. A process that has ended meanwhile is started again."""
         with self.lock:
             self._given["saves"] = True
             self.start()
