@@ -178,3 +178,27 @@ def _open_files(pid: int) -> list[str]:
     with contextlib.suppress(OSError):
         return [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd")]
     return []
+
+
+_SHORT_TRAINER = """
+import os, signal, sys, torch, holdfast
+run, far = sys.argv[1:]
+c = holdfast.Checkpointer(run, keep_last=1, drain_to=far, drain=holdfast.Drain(keep_last=1))
+c._own_drain().start()
+os.kill(c._draining._process.pid, signal.SIGSTOP)  # until this process has ended
+for step in (1, 2, 3):
+    c.save({"w": torch.ones(10)}, step)
+print(c._draining._process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_trainer_that_has_ended_before_its_drain_has_begun_gets_retention(tmp_path: Path) -> None:
+    run, far = tmp_path / "run", tmp_path / "far"
+    done = subprocess.run([sys.executable, "-c", _SHORT_TRAINER, str(run), str(far)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    drain = int(done.stdout)
+    os.kill(drain, signal.SIGCONT)
+    assert until(lambda: not os.path.exists(f"/proc/{drain}"))
+    for place in (run, far):
+        assert [c.step for c in open_place(str(place)).complete()[0]] == [3]

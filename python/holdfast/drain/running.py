@@ -227,8 +227,7 @@ def follow_commands(running: Running, commands: int, trainer: int) -> None:
     except OSError:
         ends = None
     if os.getppid() != trainer:  # the number may be another process's by now
-        running.finish()
-        return
+        ends = None
 
     def obey() -> None:
         pending = b""
@@ -238,14 +237,14 @@ def follow_commands(running: Running, commands: int, trainer: int) -> None:
             poll.register(ends, select.POLLIN)
         while True:
             ready = {fd for fd, _ in poll.poll(1000)}
-            if commands in ready:
+            if commands in ready:  # also those that a trainer which has ended has left
                 data = os.read(commands, 65536)
                 *lines, pending = (pending + data).split(b"\n")
                 for line in lines:
                     _obey(running, json.loads(line))
                 if not data:
                     break
-            if (ends in ready) if ends is not None else os.getppid() != trainer:
+            elif (ends in ready) if ends is not None else os.getppid() != trainer:
                 break
         running.finish()
 
