@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import threading
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from draining import PLAIN, names, save, until
+from draining import PLAIN, names, save, swept, until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import holdfast
 from holdfast.drain import Drain
-from holdfast.drain.following import Following
+from holdfast.drain.following import Following, alone
 from holdfast.drain.places import open_place
 from holdfast.drain.running import Running
 
@@ -107,6 +108,42 @@ def test_a_save_that_is_on_its_way_at_the_end_is_sent(tmp_path: Path) -> None:
     running.finish()
     running._bind()
     assert running.run(str(run), far.url) is None and names(far) == ["step-1", "step-2"]
+
+
+@pytest.mark.parametrize("is_beside", [False, True], ids=["alone", "beside"])
+def test_the_end_waits_for_a_save_that_is_on_its_way(is_beside: bool, tmp_path: Path) -> None:
+    """There is nothing else to send, or another process sends it."""
+    run, far = tmp_path / "run", open_place(str(tmp_path / "far"))
+    save(run, 1, elements=10)
+    swept(open_place(str(run)), far)
+
+    def of_rank(rank: int) -> Any:
+        return holdfast.save_async({"w": torch.ones(10)}, run / "step-2", step=2, rank=rank, world_size=2, attempt="ab" * 16)
+
+    first = of_rank(0)
+    assert until(lambda: any("partial" in path.name for path in run.iterdir()))
+    following = Following(open_place(str(run)), far, PLAIN, lambda event: None)
+    running = Running(following, lambda event: None, watch=True)
+    running.finish()
+    following.bind()
+    thread = threading.Thread(target=running.run, args=(str(run), far.url), daemon=True)
+    with alone(str(run), far.url, lambda: False) if is_beside else contextlib.nullcontext():
+        thread.start()
+        thread.join(2)  # it would have ended
+        assert thread.is_alive()
+    of_rank(1).wait(60)
+    first.wait(60)
+    thread.join(60)
+    assert not thread.is_alive() and names(far) == ["step-1", "step-2"]
+
+
+def test_a_save_that_nobody_works_on_is_not_waited_for(tmp_path: Path) -> None:
+    run, far = tmp_path / "run", open_place(str(tmp_path / "far"))
+    save(run, 1, elements=10)
+    (run / f"step-2.partial-{'ab' * 16}").mkdir()
+    running = Running(Following(open_place(str(run)), far, PLAIN, lambda event: None), lambda event: None, watch=True)
+    running.finish()
+    assert running.run(str(run), far.url) is None and names(far) == ["step-1"]
 
 
 def test_a_wait_that_begins_behind_the_end_is_for_another_process(tmp_path: Path) -> None:

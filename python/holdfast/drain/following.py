@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast import _names
 from holdfast._durable import locked
-from holdfast.drain import tiers
+from holdfast.drain import slots, tiers
 from holdfast.drain.copying import Copy, is_passing
 from holdfast.drain.options import Drain
 from holdfast.drain.places import Info, Place, age_of, identity_of, path_of
@@ -58,6 +58,7 @@ class Following:
         self._rules = tiers.Rules(options, keep_local, keep_local_every, form)
         self._only = only
         self._bound: tiers.Bound | None = None
+        self._coming: set[str] = set()  # entries that were there at the bound; of those that were looked at, where a save is at work
         self._binding = threading.Lock()
         self.stop = threading.Event()
         self.failed: dict[tuple[str, str], Error] = {}
@@ -125,11 +126,17 @@ class Following:
             names = [c.name for c in complete]
             with contextlib.suppress(OSError):
                 entries = os.listdir(folder) if folder else []
+                self._coming = {e for e in entries if _names.kind_of(e) in ("", "partial")}
                 names += [match["name"] if (match := _names.UNCOMMITTED.fullmatch(entry)) else entry for entry in entries]
             if self._only is not None:
                 chosen = {c.name for c in self._only(complete)}
                 self._only = lambda found: [c for c in found if c.name in chosen]
             self._bound = tiers.Bound(complete, names, self._there if self._listed_at else None)
+
+    def is_coming(self) -> bool:
+        """Whether a save that was on its way when the following was bound is so still."""
+        self._coming = {e for e in self._coming if slots.is_under_way(self._source.path(e))}
+        return bool(self._coming)
 
     def sweep(self, *, asked: bool = True) -> Error | None:
         """Copies everything that is complete now and has not arrived; applies retention.

@@ -121,9 +121,10 @@ class Running:
             try:
                 if finishing:
                     following.bind()
+                coming = finishing and following.is_coming()
                 if (is_awaited or following.has_too_much()) and following.look():
                     self._answer(tickets, None)
-                    if finishing:
+                    if finishing and not coming:
                         raise _SentByAnother
             except Error as of_place:
                 error = of_place
@@ -150,7 +151,9 @@ class Running:
             try:
                 if finishing:
                     self._following.bind()
-                refused = self._following.sweep(asked=asked or finishing or bool(tickets))
+                # Asked before the sweep, which has what is committed in between. A command that runs once waits for no save.
+                coming = finishing and self._watch and self._following.is_coming()
+                refused = self._following.sweep(asked=asked or (finishing and not coming) or bool(tickets))
             except Error as error:
                 if self._following.stop.is_set():
                     return error
@@ -170,7 +173,8 @@ class Running:
             if finishing:
                 if self._following.pending:  # a save that was on its way has been committed meanwhile
                     continue
-                return None if self._watch else refused
+                if not coming or self._following.is_stuck():
+                    return None if self._watch else refused
             self._pause(delay, finishing)
 
     def _answer(self, tickets: list[int], error: Error | None) -> None:

@@ -9,7 +9,7 @@ import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
 
-from holdfast import _durable, _names
+from holdfast import _durable, _names, _native
 from holdfast.drain.places import BESIDE
 from holdfast.errors import Error, of_system
 
@@ -50,6 +50,19 @@ def stamp(path: str) -> object:
 def is_at(path: str, fd: int) -> bool:
     """Whether an open directory has a path still."""
     return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
+
+
+def is_under_way(path: str) -> bool:
+    """Whether a save or a copy is at work in a directory, perhaps by a worker alone. Where locks tell nothing, there is none."""
+    with contextlib.suppress(Error, OSError):  # gone, or no directory
+        if not _names.kind_of(os.path.basename(path)):
+            return _native.saves_at_work(path) in ("trainer", "orphan")
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            return not _durable.locked(fd, fcntl.LOCK_EX)
+        finally:
+            os.close(fd)
+    return False
 
 
 def touch(name: str, folder: int) -> None:
