@@ -180,6 +180,18 @@ def _open_files(pid: int) -> list[str]:
     return []
 
 
+def test_a_process_that_is_terminated_while_it_starts_goes_on(tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB, drain_to=tmp_path / "far") as checkpointer:
+        draining = checkpointer._draining
+        draining.start()
+        process = draining._process
+        process.send_signal(signal.SIGTERM)
+        checkpointer.save({"w": torch.ones(10)}, 1)
+        checkpointer.wait_drained(60)
+        assert draining._process is process and process.poll() is None
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 _SHORT_TRAINER = """
 import os, signal, sys, torch, holdfast
 run, far = sys.argv[1:]

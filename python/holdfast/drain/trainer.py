@@ -13,6 +13,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -106,8 +107,13 @@ class Draining(PerProcess):
         program = [sys.executable, "-c", _PROGRAM, str(Path(_native.__file__).parents[1]), "drain", self._directory,
                    self.target, "--controlled", str(os.getpid())]  # fmt: skip
         # Another session: Ctrl-C is for the trainer. Its standard error stays with it alone: a launcher may wait for its end.
-        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                                         start_new_session=True)  # fmt: skip
+        # The process has the mask of this thread: until it waits for SIGTERM, one stays pending, and does not kill it.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        try:
+            self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                                             start_new_session=True)  # fmt: skip
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._command(self._given)
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)  # no save waits for a process that is stopped; its rings are many
