@@ -246,6 +246,11 @@ class Directory:
         if present := self._present.pop(slot, None):
             present.clear()
 
+    def let_go(self) -> None:
+        """Ends all copies into the directory that have failed. What they have left may be removed, or completed by others."""
+        for slot in list(self._locks):
+            self._end(slot)
+
     @contextlib.contextmanager
     def late(self, info: Info) -> Iterator[Callable[[], None]]:
         path = self.path(info.slot)

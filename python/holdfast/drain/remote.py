@@ -119,7 +119,11 @@ def fetch(place: Place, info: Info, directory: str, options: Drain) -> str:
         aside = _names.retired(_names.hidden(info.name)[1:], info.attempt)
         return fetch(place, info, os.path.join(directory, aside), options)
     # The limit of the rate is for the time of the training, which waits now.
-    for why in Copy(place, target, dataclasses.replace(options, bytes_per_second=None), threading.Event()).run(info).late:
+    try:
+        late = Copy(place, target, dataclasses.replace(options, bytes_per_second=None), threading.Event()).run(info).late
+    finally:
+        target.let_go()
+    for why in late:
         logger.warning("fetch %s: %s; the checkpoint comes without this file", place.path(info.slot), why)
     return target.path(info.name)
 
