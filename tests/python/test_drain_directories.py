@@ -18,6 +18,7 @@ from draining import MIB, bound, in_child, names, save, swept, until
 from small_disk import mounted
 
 import holdfast
+from holdfast import _native
 from holdfast.drain import Drain
 from holdfast.drain.following import Following
 from holdfast.drain.places import open_place
@@ -315,3 +316,33 @@ def test_a_reader_whose_first_place_goes_away_is_told(tmp_path: Path) -> None:
 
 
 # ---- Kills while a file beside a checkpoint arrives.
+
+
+# ---- A list of a directory that is of before.
+
+
+def test_a_removed_checkpoint_may_be_listed_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a network file system."""
+    save(tmp_path, 1, 2, elements=10)
+    listed = _native.list_recorded(str(tmp_path))
+    monkeypatch.setattr(_native, "list_recorded", lambda path: listed)
+    place = open_place(str(tmp_path))
+    assert names(place) == ["step-1", "step-2"]
+    shutil.rmtree(tmp_path / "step-1")
+    assert place.complete()[1] == [] and names(place) == ["step-2"]
+
+
+def test_a_removed_checkpoint_may_have_made_room_for_a_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1, elements=10)
+    save(tmp_path / "later", 2, elements=10)
+    list_recorded = _native.list_recorded
+
+    def meanwhile(path: str) -> object:
+        listed = list_recorded(path)
+        if (tmp_path / "step-1").exists():  # as retention of another process, once the list was made
+            shutil.rmtree(tmp_path / "step-1")
+            (tmp_path / "later/step-2").rename(tmp_path / "step-2")
+        return listed
+
+    monkeypatch.setattr(_native, "list_recorded", meanwhile)
+    assert names(open_place(str(tmp_path))) == ["step-2"]

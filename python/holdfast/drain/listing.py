@@ -46,10 +46,26 @@ class Listing:
     def _plain(self) -> tuple[list[dict[str, Any]], list[str]]:
         """As `_native.list_checkpoints`. A look at all files of a checkpoint is repeated once an entry of its directory has changed: a listing
         of hundreds stays cheap."""
-        recorded, passed_over = _native.list_recorded(self._path)
+        names: list[str] | None = None
+        is_old = True
+        while is_old:
+            recorded, passed_over = _native.list_recorded(self._path)
+            # A file system may list a removed directory for a while.
+            may_be_old, names = names != [c["name"] for c in recorded], [c["name"] for c in recorded]
+            complete, also_passed_over, unreadable, is_gone = self._look_at(recorded)
+            # A removed checkpoint may have made room for a later one, which the list may lack.
+            is_old = may_be_old and is_gone
+        if unreadable is not None and not complete:
+            raise unreadable
+        return complete, passed_over + also_passed_over
+
+    def _look_at(self, recorded: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str], Error | None, bool]:
+        """As `_plain`; and an error of what cannot be read, and whether one is gone."""
         complete: list[dict[str, Any]] = []
+        passed_over: list[str] = []
         whole: dict[str, object] = {}
         unreadable: Error | None = None
+        is_gone = False
         for found in recorded:
             path = found["path"]
             try:
@@ -61,15 +77,14 @@ class Listing:
             except Error as error:
                 if error.code == "RESOURCE_EXHAUSTED":
                     raise
-                if not os.path.lexists(path):  # removed meanwhile, perhaps for a later one, which the list may lack
-                    return self._plain()
+                if not os.path.lexists(path):
+                    is_gone = True
+                    continue
                 if error.errno:
                     unreadable = unreadable or error
                 passed_over.append(f"{found['name']}: {error.message.removeprefix(f'{path}: ')}")
         self._whole = whole
-        if unreadable is not None and not complete:
-            raise unreadable
-        return complete, passed_over
+        return complete, passed_over, unreadable, is_gone
 
     def _info(self, listed: dict[str, Any], format: str) -> Info:
         name = listed["name"]
