@@ -197,11 +197,14 @@ def test_sparse_tensors_are_converted_and_quantized_ones_refused(tmp_path: Path)
     sparse = torch.sparse_coo_tensor([[0, 2]], [1.0, float("nan")], (3,), check_invariants=True)
     quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 3, torch.quint8)
     source, odd = write(tmp_path / "s.pt", {"s": sparse}), write(tmp_path / "q.pt", {"q": quantized})
-    runs = each(["convert", source, tmp_path / "plain"], ["convert", odd, tmp_path / "x.pt"], ["diff", "--read", odd, odd])
+    dcp.save({"q": quantized}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    runs = each(["convert", source, tmp_path / "plain"], ["convert", odd, tmp_path / "x.pt"], ["diff", "--read", odd, odd],
+                ["convert", tmp_path / "stock", tmp_path / "y.pt"])  # fmt: skip
     assert runs[0].status == 0, runs
     assert torch.equal(holdfast.load(tmp_path / "plain")["s"]._indices(), torch.tensor([[0, 2]]))
     refused(runs[1], "convert q: ", "int_repr()")
     refused(runs[2], "quantized")
+    refused(runs[3], "load q: ", "int_repr()")
 
 
 def test_a_dcp_checkpoint_is_compared_with_what_torch_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,18 +262,42 @@ def test_sharded_reading_is_bounded_by_the_buffer(tmp_path: Path) -> None:
     assert sum(math.prod(p.source.shape) for p in pieces) == 10000
 
 
+class _Own(torch.Tensor):
+    """Only ``torch.save`` can write it."""
+
+
 def test_what_torch_alone_can_serialize_is_saved_by_torch(tmp_path: Path) -> None:
-    quantized = torch.quantize_per_tensor(torch.randn(5, 3), 0.1, 3, torch.quint8)
-    path = tmp_path / "quantized"
-    dcp.save({"q": quantized}, storage_writer=holdfast.dcp.StorageWriter(path))
+    own = torch.randn(5, 3).as_subclass(_Own)
+    path = tmp_path / "own"
+    dcp.save({"q": own}, storage_writer=holdfast.dcp.StorageWriter(path))
     read = dcp.FileSystemReader(path)
     metadata = read.read_metadata()
     (info,) = metadata.storage_data.values()
     data = (path / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
-    assert torch.equal(
-        torch.load(io.BytesIO(data), weights_only=True).int_repr(), quantized.int_repr()
-    )
+    with torch.serialization.safe_globals([_Own]):
+        assert torch.equal(torch.load(io.BytesIO(data), weights_only=True), own)
     assert holdfast.dcp.verify(path)["verdict"] == "sound"
+
+
+def _per_tensor(scale: float, *values: float) -> torch.Tensor:
+    return torch.quantize_per_tensor(torch.tensor(values), scale, 3, torch.qint8)
+
+
+def _per_channel(scale: float, *values: float) -> torch.Tensor:
+    scales = torch.full((len(values),), scale)
+    return torch.quantize_per_channel(torch.tensor(values), scales, torch.zeros(len(values)), 0, torch.qint8)
+
+
+@pytest.mark.parametrize("make", [_per_tensor, _per_channel])
+def test_quantized_tensors_are_never_read_with_another_scale(make: Any, tmp_path: Path) -> None:
+    saved = make(0.5, 1.0, 2.0)
+    dcp.save({"w": torch.ones(2), "deep": {"q": saved}}, checkpoint_id=tmp_path)
+    for target in (make(0.25, 0.0, 0.0), torch.zeros(2), torch.empty(2, dtype=torch.qint8)):
+        with pytest.raises(CheckpointException, match="load deep.q: a quantized tensor is stored there"):
+            holdfast.dcp.load({"w": torch.zeros(2), "deep": {"q": target}}, checkpoint_id=tmp_path)
+    alike = {"w": torch.zeros(2), "deep": {"q": make(0.5, 0.0, 0.0)}}
+    holdfast.dcp.load(alike, checkpoint_id=tmp_path)
+    assert torch.equal(alike["deep"]["q"], saved) and torch.equal(alike["w"], torch.ones(2))
 
 
 _ODD = {
@@ -282,6 +306,7 @@ _ODD = {
     "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "unbind()"),
     "jagged": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "unbind()"),
     "mkldnn": (lambda: torch.ones(3).to_mkldnn(), "to_dense()"),
+    "quantized": (lambda: _per_tensor(0.5, 1.0), "int_repr()"),
 }
 
 

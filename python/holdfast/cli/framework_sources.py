@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from holdfast import _dtypes, _names, snapshots
-from holdfast._tensor_kinds import in_memory, sparse_parts
+from holdfast._tensor_kinds import QUANTIZED, in_memory, sparse_parts
 from holdfast.cli import places, scratch, sources
 from holdfast.cli.sources import Part, Source, Tensor
 from holdfast.dcp import StorageReader
@@ -194,6 +194,8 @@ class Dcp(Source):
                 is_tensor = hasattr(entry, "properties")
                 dtype = entry.properties.dtype if is_tensor else None
                 flat[name] = torch.empty(entry.size, dtype=dtype, device="cpu") if is_tensor else None
+                if is_tensor and flat[name].is_quantized:
+                    raise Error("UNIMPLEMENTED", f"load {name}: {QUANTIZED}")
         with framework_errors(f"load {self.path}"):
             dcp.load(flat, storage_reader=StorageReader(self.path, allow=allow), no_dist=True)
         return flat

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from holdfast import _collector, _devices, _dtypes, _late, _native
 from holdfast._framing import PlannedFile
 from holdfast._state import numbered
-from holdfast._tensor_kinds import local_of, sparse_parts
+from holdfast._tensor_kinds import QUANTIZED, local_of, sparse_parts
 from holdfast.dcp.failures import of_object
 from holdfast.dcp.framing import can_frame, frame
 from holdfast.dcp.parts import DIGESTS, PART, PLAN, Part, digest_of
@@ -68,7 +68,8 @@ def _names(items: list[WriteItem]) -> list[str]:
 
 
 def check_layouts(state: Mapping[str, Any]) -> None:
-    """Raises INVALID_ARGUMENT for an entry that DCP cannot hold: its metadata has boxes of strided tensors alone.
+    """Raises INVALID_ARGUMENT for an entry that DCP cannot hold: its metadata has boxes of strided tensors alone, and a
+    quantized tensor would come back with the scale and zero point of what it is loaded into.
 
     Args:
         state: as the planner has flattened it.
@@ -77,9 +78,11 @@ def check_layouts(state: Mapping[str, Any]) -> None:
         tensor = local_of(value) if isinstance(value, DTensor) else value
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "local_shards"):
             continue  # a ShardedTensor has no layout to ask for
-        if tensor.layout == torch.strided and not tensor.is_nested:
+        if tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized:
             continue
-        if tensor.is_nested:
+        if tensor.is_quantized:
+            why = QUANTIZED
+        elif tensor.is_nested:
             why = "nested tensors are not supported; save unbind()"
         else:
             parts = " and ".join(f"{part}()" for part in sparse_parts(tensor.detach()))

@@ -225,7 +225,7 @@ class StorageReader(_StorageReader):
             else:
                 unproved.append(item)
         if unproved:
-            foreign += self._read_unproved(unproved, planner, loading, done, later)
+            self._read_unproved(unproved, planner, loading, done, later)
         loading.run()
         for put in later:
             put()
@@ -304,18 +304,14 @@ class StorageReader(_StorageReader):
         if item.type == LoadItemType.BYTE_IO:
             later.append(self._object(item, data, planner))
         else:
-            whole = torch.load(data, map_location="cpu", weights_only=True)
-            target = _target(item, planner)
-            later.append(functools.partial(_copy, narrowed(whole, item), target))
-            done.append((item, target))
+            _serialized(item, data, planner, done, later)
 
     # ---- Files without.
 
     def _read_unproved(self, items: list[ReadItem], planner: LoadPlanner, loading: Loading,
                        done: list[tuple[ReadItem, torch.Tensor]],
-                       later: list[Callable[[], None]]) -> list[ReadItem]:  # fmt: skip
-        """Looks into the files; returns the items that only ``torch.load`` can read."""
-        foreign: list[ReadItem] = []
+                       later: list[Callable[[], None]]) -> None:  # fmt: skip
+        """Looks into the files. Of a tensor whose bytes are not found there ``torch.load`` reads the whole item."""
         found: list[tuple[ReadItem, str, int, int, Any]] = []
         with contextlib.ExitStack() as stack:
             fds: dict[str, int] = {}
@@ -331,10 +327,9 @@ class StorageReader(_StorageReader):
                     read = functools.partial(_read_at, fds[info.relative_path], info)
                     try:
                         record = find_tensor(read, info.length)
+                        begin, end = info.offset + record.begin, info.offset + record.end
                     except NotPlain:
-                        foreign.append(item)
-                        continue
-                    begin, end = info.offset + record.begin, info.offset + record.end
+                        begin, end, record = info.offset, info.offset + info.length, None
                 found.append((item, info.relative_path, begin, end, record))
         # The same bytes may be asked for several times, in parts.
         names: dict[tuple[str, int, int], str] = {}
@@ -354,21 +349,23 @@ class StorageReader(_StorageReader):
             name = names.get((file, begin, end), "")
             if record is None:
                 data = self._bytes(loading, reader, name, end - begin)
-                later.append(self._object(item, data, planner))
+                if item.type == LoadItemType.BYTE_IO:
+                    later.append(self._object(item, data, planner))
+                else:
+                    _serialized(item, data, planner, done, later)
             else:
                 source = Source(
                     reader, name, record.storage_offset * record.dtype.itemsize, record.dtype,
                     record.shape, record.stride,
                 )  # fmt: skip
                 done.append((item, _ask(item, source, planner, loading)))
-        return foreign
 
     def _open(self, name: str) -> int:
         with of_system(f"load {self.path / name}"):
             return _regular.open_to_read(self.path / name, "load")
 
     def _read_foreign(self, items: list[ReadItem], planner: LoadPlanner) -> None:
-        """What the framework alone can read: transformed streams, older formats, odd tensors."""
+        """What the framework alone can read: transformed streams."""
         reader = FileSystemReader(self.path)
         reader.storage_data = self._storage_data
         wrapped = planner if self._trust else _CheckedPlanner(planner, self._allow)
@@ -422,7 +419,8 @@ def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def narrowed(tensor: torch.Tensor, item: ReadItem) -> torch.Tensor:
     for dim, (offset, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        tensor = tensor.narrow(dim, offset, length)
+        if (offset, length) != (0, tensor.shape[dim]):  # torch does not narrow all kinds of tensors
+            tensor = tensor.narrow(dim, offset, length)
     return tensor
 
 
@@ -435,6 +433,32 @@ def _target(item: ReadItem, planner: LoadPlanner) -> torch.Tensor:
             f"has {list(target.shape)}",
         )
     return target
+
+
+def _serialized(item: ReadItem, data: io.BytesIO, planner: LoadPlanner, done: list[tuple[ReadItem, torch.Tensor]],
+                later: list[Callable[[], None]]) -> None:  # fmt: skip
+    """Reads a tensor that ``torch.save`` serialized; it is copied later."""
+    source, target = narrowed(torch.load(data, map_location="cpu", weights_only=True), item), _target(item, planner)
+    if source.is_quantized and _quantization(source) != _quantization(target):  # a copy has the target's scale
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"load {item.storage_index.fqn}: a quantized tensor is stored there, and the target has another scale or zero "
+            "point; give a target that is quantized as the stored tensor is",
+        )
+    later.append(functools.partial(_copy, source, target))
+    done.append((item, target))
+
+
+def _quantization(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the elements of a quantized tensor mean; () for any other, and for one that has no scale yet."""
+    try:
+        kind = tensor.dtype, tensor.qscheme()
+    except RuntimeError:
+        return ()
+    if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
+        return *kind, tensor.q_scale(), tensor.q_zero_point()
+    of_channels = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return *kind, tensor.q_per_channel_axis(), *(tuple(values.tolist()) for values in of_channels)
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
