@@ -105,6 +105,28 @@ def test_no_checkpoint_of_one_path_has_parts_of_two_steps(tmp_path: Path) -> Non
     assert _steps_in(tmp_path / "last", 2) == {7.0}
 
 
+def _one_rank_last(rank: int, directory: str) -> list[str]:
+    """Rank 0 has begun fewer saves than rank 1, which from then on has nothing of its own to write."""
+    futures = []
+    for step in STEPS:
+        if rank == 0 and step in (2, 3):
+            continue
+        state = {"all": torch.full((3,), float(step)), **({f"r{rank}": torch.full((5,), float(step))} if step < 6 else {})}
+        writer = holdfast.dcp.StorageWriter(os.path.join(directory, "last"), step=step)
+        futures.append(holdfast.dcp.async_save(state, storage_writer=writer))
+    outcomes = [_outcome(future) for future in futures]
+    dist.barrier()
+    return outcomes
+
+
+def test_a_rank_with_fewer_calls_completes_the_later_saves_alone(tmp_path: Path) -> None:
+    answers = dcp_ranks.run_ranks(2, tmp_path, _one_rank_last, str(tmp_path))
+    assert not any(answers[0]) and [bool(outcome) for outcome in answers[1]] == [False, True, True, *[False] * 4], answers
+    target = {"all": torch.zeros(3)}
+    dcp.load(target, checkpoint_id=tmp_path / "last", no_dist=True)
+    assert target["all"].tolist() == [7.0] * 3 and holdfast.dcp.verify(tmp_path / "last")["verdict"] == "sound"
+
+
 @pytest.mark.parametrize("is_first", [True, False], ids=["planned together", "known plan"])
 def test_a_recovery_completes_no_save_of_two_steps(is_first: bool, tmp_path: Path) -> None:
     """As if the ranks were killed, or stopped for a moment, when all their data was durable."""

@@ -210,9 +210,15 @@ def _data_files(names: Iterable[str]) -> list[tuple[int, int]]:
     return [(int(m["rank"]), int(m["generation"])) for m in matches if m]
 
 
-def generation_of(names: set[str]) -> int:
-    """The highest generation among data files' names; -1 without any."""
-    return max((generation for _, generation in _data_files(names)), default=-1)
+def began_before(names: Iterable[str], others: Iterable[str]) -> bool:
+    """Whether a save to data files of these names began before the save to the others; not where one of them has none.
+
+    Each rank counts its generations itself, and may be behind others: so those of one rank are compared. For a rank
+    without such a file the highest generation is, which was above those of all its files that were there.
+    """
+    own, of_others = dict(sorted(_data_files(names))), dict(sorted(_data_files(others)))
+    most = max(own.values(), default=None)
+    return most is not None and any(number > own.get(rank, most) for rank, number in of_others.items())
 
 
 def leftovers(directory: Path, attempt: str, keep: set[str], rank: int | None,

@@ -136,7 +136,8 @@ def _commit(directory: Path, attempt: str, manifests: list[str], committed: list
         settle(compare(parts, plans, digests, str(directory)), parts, str(directory))
     writer = StorageWriter(directory)
     writer.adopt(attempt, name)
-    writer.complete(assemble(parts, plans, str(directory)), len(parts), deletes=False, lock_end=end)
+    files = [part.file for part in parts]
+    writer.complete(assemble(parts, plans, str(directory)), len(parts), files, deletes=False, lock_end=end)
     sync_directory(directory.parent)
     return name
 

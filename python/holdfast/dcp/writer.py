@@ -377,13 +377,13 @@ class StorageWriter(_StorageWriter):
             older, by = self._found(self.path / name)
             if by == self.save_id:
                 return
-            if named and placement.generation_of(older) > placement.generation_of(named):
+            keep = named | set(files)
+            if placement.began_before(keep, older):
                 raise Error(
                     "ABORTED",
                     f"save {self.path}: a save that began later was completed in the meantime; the "
                     "younger checkpoint stays",
                 )
-            keep = named | set(files)
             self._check_files(keep, world_size)
             _metadata.commit(self.path, name, metadata, self.save_id, self._parent, world_size)
             # Within the lock: what another job commits meanwhile is not to be taken for older.
