@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import holdfast
 import holdfast.dcp
 from holdfast.dcp import replicas, uploads
+from holdfast.dcp.writer import StorageWriter
 
 
 def state_of(rank: int, step: int, differing: tuple[str, ...] = ()) -> dict[str, Any]:
@@ -123,6 +125,35 @@ def refuse_each(rank: int, directory: str) -> None:
 
 def test_a_save_of_such_a_state_can_be_refused(tmp_path: Path) -> None:
     run_ranks(2, tmp_path, refuse_each, str(tmp_path))
+
+
+def refuse_twice(rank: int, directory: str) -> None:
+    """Rank 1 begins its second save before rank 0 has ended the first one, which has made the directory."""
+    path = Path(directory, "3")
+    holdfast.dcp.save(state_of(rank, 1), checkpoint_id=f"{directory}/1")
+    take_back = StorageWriter.take_back
+
+    def when_files_are_there(writer: StorageWriter) -> None:
+        end = time.monotonic() + 30
+        while not any(path.iterdir()) and time.monotonic() < end:
+            time.sleep(0.01)
+        StorageWriter.take_back = take_back  # type: ignore[method-assign]
+        take_back(writer)
+
+    if rank == 0:
+        StorageWriter.take_back = when_files_are_there  # type: ignore[method-assign]
+    else:
+        while not path.exists():
+            time.sleep(0.01)
+    for step in (2, 3):
+        with pytest.raises(dcp.api.CheckpointException, match="differ"):
+            holdfast.dcp.save(state_of(rank, step, ("bias",)), checkpoint_id=path, replicas="refuse")
+    dist.barrier()
+    assert not path.exists()
+
+
+def test_the_directory_of_refused_saves_goes_with_the_last_one(tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, refuse_twice, str(tmp_path))
 
 
 def change_structure(rank: int, directory: str) -> None:

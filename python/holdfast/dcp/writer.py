@@ -44,6 +44,9 @@ logger = logging.getLogger("holdfast.dcp")
 
 _T = TypeVar("_T")
 
+# Directories that failed saves have made and could not remove: files of a save that another rank has begun since are there.
+_left: set[str] = set()
+
 _TIME_SHOWN_MAX = 5.0  # seconds
 _POLL = 0.02
 
@@ -403,6 +406,7 @@ class StorageWriter(_StorageWriter):
     def leave(self) -> None:
         """Ends the save for those who ask whether one is at work in the directory."""
         self._presence = None
+        _left.discard(str(self.path))
 
     def release_name(self) -> None:
         """Gives the name of the data file back if it is not written yet: a save has failed in the call."""
@@ -410,13 +414,18 @@ class StorageWriter(_StorageWriter):
             placement.release(self._place)
 
     def take_back(self) -> None:
-        """Ends a save that has failed: it is no parent of later ones, and an empty directory that it has made goes."""
+        """Ends a save that has failed: it is no parent of later ones, and an empty directory that failed saves have made goes."""
         _lineage.failed(str(self.path), self.save_id)
         self.release_name()
-        if self._makes_directory:
-            with contextlib.suppress(OSError):  # there are files, or another rank was faster
-                os.rmdir(self.path)
+        removes = self._makes_directory or str(self.path) in _left
         self.leave()
+        if removes:
+            try:
+                os.rmdir(self.path)
+            except FileNotFoundError:  # another rank was faster
+                pass
+            except OSError:
+                _left.add(str(self.path))
 
     def adopt(self, attempt: str, name: str) -> None:
         """Makes this the writer of a save that another process has begun.
