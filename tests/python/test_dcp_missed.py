@@ -257,6 +257,27 @@ def test_saves_of_several_kinds_meet_again_after_a_missed_call(
         assert _steps_in(tmp_path / f"step-{number // 5}" / KINDS[number % 5], 2) == {float(number)}
 
 
+def _beside_steps(rank: int, directory: str) -> dict[str, str]:
+    """Saves of names with steps, and of one name that is used again beside them; each in flight alone."""
+    outcomes = {}
+    for step in range(1, 10):
+        for name in (f"step-{step}", "latest"):
+            if (rank, step, name) == (1, 4, "latest"):
+                continue
+            state = {f"r{rank}": torch.full((5,), float(step)), "all": torch.full((3,), float(step))}
+            future = holdfast.dcp.async_save(state, checkpoint_id=os.path.join(directory, name))
+            outcomes[f"{name} {step}"] = _outcome(future)
+    dist.barrier()
+    return outcomes
+
+
+def test_a_missed_call_of_one_name_leaves_the_steps_beside_it_as_they_are(tmp_path: Path) -> None:
+    for outcomes in dcp_ranks.run_ranks(2, tmp_path, _beside_steps, str(tmp_path)):
+        assert {name for name, outcome in outcomes.items() if outcome} <= {"latest 4", "step-5 5", "latest 5"}, outcomes
+    for name, step in {"step-4": 4.0, "step-6": 6.0, "step-9": 9.0, "latest": 9.0}.items():
+        assert _steps_in(tmp_path / name, 2) == {step}
+
+
 def test_without_a_way_to_tell_who_is_behind_all_ranks_fail(tmp_path: Path) -> None:
     """Of paths and steps that never meet, a rank does not wait for ever."""
     answers = dcp_ranks.run_ranks(2, tmp_path, _apart, str(tmp_path))

@@ -128,8 +128,12 @@ def _is_younger(one: Message, other: Message) -> bool:
     The steps of names that were saved to before say nothing: such names may be used in turn.
     """
     is_after, is_before = other.part.attempt in one.standing.before, one.part.attempt in other.standing.before
+    if is_after and is_before:
+        # Of a name that is used again one attempt may be another save on each rank. Beside one that was used more than
+        # twice, a name that was used once is new each time, as of a series of steps: its attempt is one save.
+        return other.standing.count == 1 and one.standing.count > 2
     if is_after or is_before:
-        return not is_before
+        return is_after
     if max(one.standing.count, other.standing.count) > 1:
         return False
     return one.step > other.step and _series(one.path) == _series(other.path)
