@@ -16,6 +16,7 @@ from holdfast.errors import Error
 PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 
 QUANTIZED = "quantized tensors are not supported; save int_repr(), scale and zero point instead"
+NESTED = "nested tensors of the strided layout are not supported; save unbind(), or use torch.jagged"
 
 
 def _flattened(tensor: Any) -> tuple[list[str], Any] | None:
@@ -199,7 +200,7 @@ class Tensor(_Tensors):
         if value.is_quantized:
             wrong = QUANTIZED
         elif value.is_nested:
-            wrong = "nested tensors of the strided layout are not supported; save unbind(), or use torch.jagged"
+            wrong = NESTED
         elif value.device.type == "meta":
             wrong = "a tensor on the meta device has no data"
         elif type(value) not in PLAIN_TENSORS and value.numel() and not value.data_ptr():

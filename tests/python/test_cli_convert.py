@@ -207,6 +207,15 @@ def test_sparse_tensors_are_converted_and_quantized_ones_refused(tmp_path: Path)
     refused(runs[3], "load q: ", "int_repr()")
 
 
+def test_nested_tensors_are_refused_for_every_format(tmp_path: Path) -> None:
+    source = tmp_path / "n.pt"
+    torch.save({"n": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, source)
+    runs = each(*(["convert", "--to", to, source, tmp_path / to] for to in ("holdfast", "dcp", "torch", "safetensors")))
+    for run in runs:
+        refused(run, "convert n: nested tensors", "unbind()")
+    assert os.listdir(tmp_path) == ["n.pt"]
+
+
 def test_a_dcp_checkpoint_is_compared_with_what_torch_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from holdfast.cli import framework_sources, sources
 

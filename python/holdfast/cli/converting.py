@@ -127,13 +127,17 @@ def _check(state: Any, kind: str) -> None:
     """Raises an error that names what `kind` cannot hold."""
     if kind in ("dcp", "safetensors") and not isinstance(state, dict):
         raise Error("INVALID_ARGUMENT", f"convert: the state is a {type(state).__name__}, and {kind} holds dicts alone")
-    from holdfast._tensor_kinds import QUANTIZED
+    import torch
+
+    from holdfast._tensor_kinds import NESTED, QUANTIZED
 
     seen = set()
     for name, leaf in sources.leaves(state):
         reason = ""
         if _is_tensor(leaf) and leaf.is_quantized:
             reason = QUANTIZED
+        elif _is_tensor(leaf) and leaf.is_nested and leaf.layout == torch.strided:
+            reason = NESTED
         elif kind == "safetensors":
             reason = _not_in_safetensors(leaf)
         elif kind == "torch":
