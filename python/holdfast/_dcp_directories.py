@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Container
 from typing import Any
 
 from holdfast import _names, _native, _regular
@@ -352,7 +352,7 @@ def settle_unfinished(directory: str, clean_up: bool, age_without_locks: float) 
     """Removes the directories of saves that have failed or were killed, and that nothing can complete.
 
     Args:
-        directory: of the checkpoints.
+        directory: of the checkpoints, or itself one, which is never removed.
         clean_up: whether to remove them; else their names are returned alone.
         age_without_locks: seconds without a change after which, where locks tell nothing, no save is at work.
 
@@ -365,15 +365,16 @@ def settle_unfinished(directory: str, clean_up: bool, age_without_locks: float) 
     with of_system(f"list {directory}"), os.scandir(directory) as entries:
         names = sorted(e.name for e in entries if e.is_dir(follow_symlinks=False) and not _names.kind_of(e.name))
     removed, kept = [], {}
-    for name in names:
-        path = os.path.join(directory, name)
+    itself = os.path.abspath(directory)
+    for path in [itself, *(os.path.join(directory, name) for name in names)]:
+        name = os.path.basename(path)
         try:
             if not _is_unfinished(os.listdir(path)):
                 continue
         except OSError:  # gone meanwhile, or not ours to read
             continue
         try:
-            why = _unfinished(path, clean_up, age_without_locks)
+            why = _unfinished(path, clean_up and path != itself, age_without_locks)
         except FileNotFoundError:  # its save has removed a file
             continue
         except (Error, OSError) as error:
@@ -381,7 +382,7 @@ def settle_unfinished(directory: str, clean_up: bool, age_without_locks: float) 
             why = f"it cannot be removed: {error}"
         if why:
             kept[name] = why
-        elif why is not None:
+        elif why is not None and path != itself:
             removed.append(name)
     return removed, kept
 
@@ -401,9 +402,12 @@ def _unfinished(path: str, clean_up: bool, age_without_locks: float) -> str | No
             return "a save is running there"
         if not _is_unfinished(names):
             return None
-        if _of_whole_saves(names):
-            return "all ranks' data is there, and it was not completed"
         proven = _data_files_of_manifests(path, names)
+        lacking = [_lacking(path, manifests, proven) for manifests in _whole_saves(names)]
+        if "" in lacking:
+            return "all ranks' data is there, and it was not completed"
+        if lacking:
+            return f"all manifests are there, and {lacking[0]} is gone or not as they say, so nothing completes it; remove the directory yourself"
         foreign = [
             name for name in sorted(names)
             if not _is_own(_names.finished(name))
@@ -435,27 +439,45 @@ def _is_unfinished(names: Collection[str]) -> bool:
     return begun and not any(map(_names.DCP_METADATA.fullmatch, names))
 
 
-def _of_whole_saves(names: Collection[str]) -> bool:
-    """Whether the manifests of all ranks of a save are there."""
-    ranks = collections.Counter(
-        (m["attempt"], int(m["world_size"])) for m in map(_names.DCP_MANIFEST.fullmatch, names) if m
-    )
-    return any(count == world_size for (_, world_size), count in ranks.items())
+def _whole_saves(names: Collection[str]) -> list[list[str]]:
+    """The manifests of each save whose ranks' manifests are all there."""
+    saves: dict[tuple[str, int], list[str]] = collections.defaultdict(list)
+    for match in filter(None, map(_names.DCP_MANIFEST.fullmatch, names)):
+        saves[match["attempt"], int(match["world_size"])].append(match[0])
+    return [sorted(manifests) for (_, world_size), manifests in saves.items() if len(manifests) == world_size]
+
+
+def _lacking(path: str, manifests: list[str], proven: Container[str]) -> str:
+    """The first file of a save that is damaged or gone, "" if none is."""
+    for manifest in manifests:
+        files, _ = _files_of(path, manifest)
+        for name in [file["name"] for file in files] or [manifest]:
+            if name not in proven:
+                return name
+    return ""
+
+
+def _files_of(path: str, manifest: str) -> tuple[list[dict[str, Any]], int]:
+    """What a manifest says of its data files, and when it was changed last; none of a damaged one."""
+    with contextlib.suppress(Error, ValueError, KeyError, TypeError):
+        text, made = _regular.read_whole(os.path.join(path, manifest), "read", _regular.MANIFEST_BYTES_MAX)
+        return [file for file in json.loads(text)["files"] if file["name"]], made.st_ctime_ns
+    return [], 0
 
 
 def _data_files_of_manifests(path: str, names: Collection[str]) -> dict[str, tuple[int, ...]]:
     """The versions of the data files that are as a manifest says: another program may have written one anew."""
     found = {}
     for name in filter(_names.DCP_MANIFEST.fullmatch, names):
+        files, made_ns = _files_of(path, name)
         with contextlib.suppress(Error, ValueError, KeyError, TypeError):  # a damaged one proves nothing
-            text, made = _regular.read_whole(os.path.join(path, name), "read", _regular.MANIFEST_BYTES_MAX)
-            for file in json.loads(text)["files"]:
+            for file in files:
                 if file["name"] not in names:  # gone, as by a recovery that was killed
                     continue
                 with open(_regular.open_to_read(os.path.join(path, file["name"]), "read", os.O_NOFOLLOW), "rb") as data:
                     status = os.fstat(data.fileno())
                     # A file that is older than the manifest need not be read.
-                    if status.st_size == file["bytes"] and (status.st_ctime_ns <= made.st_ctime_ns or _has_digests(data, file)):
+                    if status.st_size == file["bytes"] and (status.st_ctime_ns <= made_ns or _has_digests(data, file)):
                         found[file["name"]] = _stamp(status)
     return found
 

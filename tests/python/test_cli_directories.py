@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -185,7 +186,21 @@ def test_a_dry_run_names_a_dcp_checkpoint_that_may_be_completed(tmp_path: Path) 
     holdfast.dcp.save({"w": torch.ones(5)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     (tmp_path / "step-1" / ".metadata").unlink()
     assert command("recover", "-n", tmp_path).out == "may promote: step-1\n"
+    of_itself = command("recover", "-n", tmp_path / "step-1", torch=False)
+    assert of_itself.out == "may promote: step-1\n"
     assert command("recover", tmp_path).out == "promoted: step-1\n"
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: os.truncate(file, 100)], ids=["gone", "short"])
+def test_recover_says_what_a_dcp_checkpoint_lacks(damage: Any, tmp_path: Path) -> None:
+    path = tmp_path / "step-1"
+    holdfast.dcp.save({"w": torch.ones(50)}, checkpoint_id=path, no_dist=True)
+    (path / ".metadata").unlink()
+    damage(path / "__0_0.distcp")
+    for options, directory in ((["-n"], tmp_path), (["-n"], path), ([], tmp_path)):
+        run = command("recover", *options, directory)
+        assert run.out.startswith("kept: step-1: all manifests are there, and __0_0.distcp is gone or not as they say"), run
+        assert run.out.endswith("nothing to recover\n")
 
 
 def test_ls_names_a_parent_of_the_other_format(tmp_path: Path) -> None:

@@ -407,7 +407,7 @@ def test_a_save_whose_other_rank_is_late_is_no_failed_one(tmp_path: Path) -> Non
         ([".metadata.tmp"], None),
         (["notes.txt", MANIFEST], "notes.txt"),
         (["__0_0.distcp", MANIFEST], "__0_0.distcp"),
-        ([MANIFEST, MANIFEST.replace("00002", "00001")], "all ranks' data"),
+        ([MANIFEST, MANIFEST.replace("00002", "00001")], "all manifests are there, and rank-00000"),
         ([MANIFEST, "__0.metadata"], None),
     ],
 )
