@@ -257,6 +257,23 @@ def test_saves_of_several_kinds_meet_again_after_a_missed_call(
         assert _steps_in(tmp_path / f"step-{number // 5}" / KINDS[number % 5], 2) == {float(number)}
 
 
+def _repeated(rank: int, directory: str) -> list[str]:
+    """A job that gives its steps; one rank calls twice for one of them."""
+    futures = []
+    with holdfast.Checkpointer(directory, format="dcp") as checkpointer:
+        for step in (1, 2, 2, 3, 4) if rank == 0 else (1, 2, 3, 4):
+            futures.append(checkpointer.save_async({"all": torch.full((3,), float(step))}, step).durable)
+        outcomes = [_outcome(future) for future in futures]
+        dist.barrier()
+    return outcomes
+
+
+def test_who_has_given_steps_is_not_told_to_give_them(tmp_path: Path) -> None:
+    answers = dcp_ranks.run_ranks(2, tmp_path, _repeated, str(tmp_path / "run"))
+    assert "all ranks must call" in answers[0][2], answers
+    assert not any("step=..." in outcome for outcomes in answers for outcome in outcomes), answers
+
+
 def _beside_steps(rank: int, directory: str) -> dict[str, str]:
     """Saves of names with steps, and of one name that is used again beside them; each in flight alone."""
     outcomes = {}

@@ -46,6 +46,7 @@ class Message:
         part: what its file says of itself.
         plan: that the file follows, where the coordinator may not have it.
         digests: of what other ranks have, too, as the plan says.
+        has_step: whether the caller has given the step; else it is of the path's name.
         standing: of the rank in this exchange.
     """
 
@@ -55,6 +56,7 @@ class Message:
     part: Part
     plan: Plan | None
     digests: bytes
+    has_step: bool = False
     standing: Standing = dataclasses.field(default_factory=lambda: Standing(frozenset(), 0, []))
 
 
@@ -105,7 +107,8 @@ def unmatched(messages: list[Message]) -> Unmatched | None:
             why = f"rank {rank} saves {_what(other, first)} in the same call"
             younger = _younger(messages)
             again_used = not younger and max(m.standing.count for m in messages) > 1
-            return Unmatched(younger, _failure(rank, path, why, _NEEDS_STEP if again_used else ""))
+            needs_step = again_used and not all(m.has_step for m in messages)
+            return Unmatched(younger, _failure(rank, path, why, _NEEDS_STEP if needs_step else ""))
     for rank, other in others:
         if other.part.attempt != first.part.attempt:
             why = f"rank {rank} has called for it another number of times than rank 0"

@@ -271,9 +271,8 @@ class _Saving:
         """Blocks until this rank's data is durable."""
         begun = self.begun
         assert begun is not None
-        message = Message(
-            str(self.writer.path), self.writer.step, begun.written.placement.manifest, begun.part, begun.plan, b""
-        )
+        writer, manifest = self.writer, begun.written.placement.manifest
+        message = Message(str(writer.path), writer.step, manifest, begun.part, begun.plan, b"", writer.has_step)
         try:
             self.writer.sync_made()
             begun.written.wait()

@@ -176,6 +176,11 @@ class StorageWriter(_StorageWriter):
             return self._step
         return _dcp_directories.step_of(self.path.name)
 
+    @property
+    def has_step(self) -> bool:
+        """Whether the caller has given the step."""
+        return self._step is not None
+
     # ---- What the framework calls, in this order.
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
