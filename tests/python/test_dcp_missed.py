@@ -257,6 +257,20 @@ def test_saves_of_several_kinds_meet_again_after_a_missed_call(
         assert _steps_in(tmp_path / f"step-{number // 5}" / KINDS[number % 5], 2) == {float(number)}
 
 
+def _long_ago(rank: int, directory: str) -> None:
+    """A name is used again after more saves than a rank counts."""
+    uploads._CALLS_MAX = 4
+    for number in range(16):
+        state = {f"r{rank}": torch.full((5,), float(number)), "all": torch.full((3,), float(number))}
+        name, step = ("best", 0) if number % 7 == 1 else ("last", number)
+        holdfast.dcp.save(state, storage_writer=holdfast.dcp.StorageWriter(os.path.join(directory, name), step=step))
+
+
+def test_a_name_that_was_used_long_ago_is_saved_again(tmp_path: Path) -> None:
+    dcp_ranks.run_ranks(2, tmp_path, _long_ago, str(tmp_path))
+    assert _steps_in(tmp_path / "best", 2) == {15.0} and _steps_in(tmp_path / "last", 2) == {14.0}
+
+
 def _repeated(rank: int, directory: str) -> list[str]:
     """A job that gives its steps; one rank calls twice for one of them."""
     futures = []

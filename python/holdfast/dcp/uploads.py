@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import logging
+import os
 import pickle
 import threading
 import time
@@ -24,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException, _wrap_exceptio
 from torch.distributed.checkpoint.metadata import Metadata
 
 from holdfast import _collector, _completion, _runtime, events, handle
+from holdfast._names import manifest
 from holdfast._process import PerProcess
 from holdfast.dcp.failures import error_of, portable
 from holdfast.dcp.matching import Standing
@@ -296,6 +298,7 @@ class Line:
         self._generation = -1
         # By path and step, since then: the number of calls, and by how many another rank has made more of them.
         self._calls: OrderedDict[tuple[str, int], tuple[int, int]] = OrderedDict()
+        self._has_dropped = False  # whether some of these are not known any more
         self._begun: OrderedDict[str, None] = OrderedDict()  # attempts of these calls
         self.rank = rank
         self.world_size = world_size
@@ -344,15 +347,24 @@ class Line:
         with self._lock:
             self._generation += 1
             number, less = self._calls.pop((path, step), (0, 0))
-            number += 1
+            is_first = not number
+            while True:
+                number += 1
+                attempt = self._digest(path) + self._digest(f"{step} {number + less} {path}")
+                # An earlier save of this name that is not known any more has left its manifest.
+                if not (is_first and self._has_dropped and self._has_manifest(path, attempt)):
+                    break
             self._calls[path, step] = number, less
-            attempt = self._digest(path) + self._digest(f"{step} {number + less} {path}")
             before = list(itertools.islice(reversed(self._begun), _CALLS_TOLD_MAX))
             self._begun[attempt] = None
             for of in (self._calls, self._begun):
                 while len(of) > _CALLS_MAX:
                     of.popitem(last=False)
+                    self._has_dropped = True
             return Call(path, step, self._agreed, number, attempt, self._generation, before)
+
+    def _has_manifest(self, path: str, attempt: str) -> bool:
+        return os.path.lexists(os.path.join(path, manifest(self.rank, self.world_size, attempt)))
 
     def standing(self, call: Call | None) -> Standing:
         """What this rank tells the others of itself in the exchange of a save."""
