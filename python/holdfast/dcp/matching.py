@@ -46,8 +46,8 @@ class Message:
         part: what its file says of itself.
         plan: that the file follows, where the coordinator may not have it.
         digests: of what other ranks have, too, as the plan says.
-        has_step: whether the caller has given the step; else it is of the path's name.
         standing: of the rank in this exchange.
+        has_step: whether the caller has given the step; else it is of the path's name.
     """
 
     path: str
@@ -56,8 +56,8 @@ class Message:
     part: Part
     plan: Plan | None
     digests: bytes
-    has_step: bool = False
     standing: Standing = dataclasses.field(default_factory=lambda: Standing(frozenset(), 0, []))
+    has_step: bool = False
 
 
 @dataclasses.dataclass

@@ -272,7 +272,7 @@ class _Saving:
         begun = self.begun
         assert begun is not None
         writer, manifest = self.writer, begun.written.placement.manifest
-        message = Message(str(writer.path), writer.step, manifest, begun.part, begun.plan, b"", writer.has_step)
+        message = Message(str(writer.path), writer.step, manifest, begun.part, begun.plan, b"", has_step=writer.has_step)
         try:
             self.writer.sync_made()
             begun.written.wait()
