@@ -234,6 +234,8 @@ def test_what_a_trainer_before_has_left_arrives_without_a_save(format: str, tmp_
             if step == 1:
                 checkpointer.wait_drained(60)
                 assert arrived() == [1] and checkpointer.drain_report["arrived"] == 1
+                process = checkpointer._draining._process
+        process.wait(60)
         assert arrived() == list(range(1, step + 1))
 
 
