@@ -321,7 +321,7 @@ def _one_comes_too_late(rank: int, directory: str) -> None:
     while rank == 1 and not os.path.exists(failed):
         time.sleep(0.01)
     for step in (2, 3):
-        with pytest.raises(holdfast.Error, match=r"exchange with .* after destroy_process_group\(\) and init_.*\[UNAVAILABLE\]"):
+        with pytest.raises(holdfast.Error, match=r"exchange with .* start the job again, .* destroy_process_group\(\) and init_.*\[UNAVAILABLE\]"):
             holdfast.dcp.async_save(_state(rank, step), checkpoint_id=path).result()
         if (rank, step) == (0, 2):
             open(failed, "x").close()
