@@ -10,6 +10,7 @@ import collections
 import contextlib
 import errno
 import fcntl
+import functools
 import io
 import json
 import logging
@@ -18,8 +19,8 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Collection, Container
-from typing import Any
+from collections.abc import Callable, Collection, Container
+from typing import Any, TypeVar
 
 from holdfast import _names, _native, _regular
 from holdfast._durable import locked, sync_directory
@@ -27,6 +28,9 @@ from holdfast._names import METADATA
 from holdfast.errors import Error, of_system
 
 logger = logging.getLogger("holdfast")
+
+T = TypeVar("T")
+Found = TypeVar("Found")
 
 # What checkpoints are sorted by, the newest last.
 AGE = ("saved_at", "step", "name")
@@ -71,24 +75,39 @@ def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
             checkpoint cannot be read. With an answer instead, training would go on from an older
             checkpoint, or begin anew.
     """
-    names: list[str] = []
-    is_old = True
-    while is_old:
-        with of_system(f"list {directory}"):
-            # A link leads to what is not of this directory, as in lists of plain checkpoints.
-            found = sorted(e.name for e in os.scandir(directory) if e.is_dir(follow_symlinks=False))
-        # A file system may list a removed directory for a while.
-        may_be_old, names = found != names, found
-        complete, passed_over, unreadable, gone = _look_at(directory, names)
-        # A removed checkpoint has made room for a later one, which the list may lack.
-        is_old = may_be_old and gone
+    complete, passed_over, unreadable = listed_anew(lambda: _directories_in(directory), functools.partial(_look_at, directory))
     if unreadable is not None and not complete:
         raise unreadable
     return sorted(complete, key=age_of_listed), passed_over
 
 
-def _look_at(directory: str, names: list[str]) -> tuple[list[dict[str, Any]], list[str], Error | None, bool]:
-    """As `list_complete`; and an error of what cannot be read, and whether a name is gone."""
+def listed_anew(entries: Callable[[], list[T]], look_at: Callable[[list[T]], tuple[Found, bool]]) -> Found:
+    """Looks at the entries of a directory, and once more where one of them is gone: it may have made room for a later one, which the
+    list lacks.
+
+    Args:
+        look_at: returns what it has found, and whether an entry is gone.
+    """
+    before: list[T] | None = None
+    while True:
+        now = entries()
+        found, is_gone = look_at(now)
+        if not is_gone or now == before:  # a file system may list a removed directory for a while
+            return found
+        before = now
+
+
+def _directories_in(directory: str) -> list[str]:
+    with of_system(f"list {directory}"):
+        # A link leads to what is not of this directory, as in lists of plain checkpoints.
+        return sorted(e.name for e in os.scandir(directory) if e.is_dir(follow_symlinks=False))
+
+
+Looks = tuple[list[dict[str, Any]], list[str], Error | None]  # complete, passed over, the first that cannot be read
+
+
+def _look_at(directory: str, names: list[str]) -> tuple[Looks, bool]:
+    """As `list_complete`; and whether a name is gone."""
     complete, passed_over, unreadable, is_gone = [], [], None, False
     for name in names:
         # A drain gives the name when all is durable; the metadata stands there a moment before.
@@ -110,7 +129,7 @@ def _look_at(directory: str, names: list[str]) -> tuple[list[dict[str, Any]], li
             if failed.code != "DATA_LOSS":
                 unreadable = unreadable or failed
             passed_over.append(f"{name}: {failed.message}")
-    return complete, passed_over, unreadable, is_gone
+    return (complete, passed_over, unreadable), is_gone
 
 
 def why_none(path: str) -> str:

@@ -46,21 +46,19 @@ class Listing:
     def _plain(self) -> tuple[list[dict[str, Any]], list[str]]:
         """As `_native.list_checkpoints`. A look at all files of a checkpoint is repeated once an entry of its directory has changed: a listing
         of hundreds stays cheap."""
-        names: list[str] | None = None
-        is_old = True
-        while is_old:
-            recorded, passed_over = _native.list_recorded(self._path)
-            # A file system may list a removed directory for a while.
-            may_be_old, names = names != [c["name"] for c in recorded], [c["name"] for c in recorded]
-            complete, also_passed_over, unreadable, is_gone = self._look_at(recorded)
-            # A removed checkpoint may have made room for a later one, which the list may lack.
-            is_old = may_be_old and is_gone
+        passed_over: list[str] = []
+
+        def recorded() -> list[dict[str, Any]]:
+            found, passed_over[:] = _native.list_recorded(self._path)
+            return found
+
+        complete, also_passed_over, unreadable = _dcp_directories.listed_anew(recorded, self._look_at)
         if unreadable is not None and not complete:
             raise unreadable
         return complete, passed_over + also_passed_over
 
-    def _look_at(self, recorded: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str], Error | None, bool]:
-        """As `_plain`; and an error of what cannot be read, and whether one is gone."""
+    def _look_at(self, recorded: list[dict[str, Any]]) -> tuple[_dcp_directories.Looks, bool]:
+        """As `_plain`; and whether one is gone."""
         complete: list[dict[str, Any]] = []
         passed_over: list[str] = []
         whole: dict[str, object] = {}
@@ -84,7 +82,7 @@ class Listing:
                     unreadable = unreadable or error
                 passed_over.append(f"{found['name']}: {error.message.removeprefix(f'{path}: ')}")
         self._whole = whole
-        return complete, passed_over, unreadable, is_gone
+        return (complete, passed_over, unreadable), is_gone
 
     def _info(self, listed: dict[str, Any], format: str) -> Info:
         name = listed["name"]
