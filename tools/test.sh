@@ -56,6 +56,44 @@ jobs=$(build_jobs)
 tests_at_once=3
 status=0
 
+target_of() { # PASS: what it builds (tests/README.md)
+  case "$1" in
+    *asan) echo checked_tests ;;
+    *tsan) echo threaded_tests ;;
+    *) echo all ;;
+  esac
+}
+
+# configure_and_build PASS
+configure_and_build() {
+  cmake --preset "$1" >"$results/$1.configure.log" 2>&1 || {
+    cat "$results/$1.configure.log"
+    return 1
+  }
+  cmake --build --preset "$1" -j "$jobs" --target "$(target_of "$1")"
+}
+
+# Half of the tests' time is waiting. Meanwhile the passes behind them are built, as far as that comes: each pass then builds
+# what is left, and reports what does not build.
+ahead=
+build_ahead() { # PASS...
+  set -m        # a process group of its own, in this session: between sessions priorities may not count
+  (
+    renice -n 19 -p "$BASHPID"
+    for pass; do
+      [ "$pass" = python ] || [ "$pass" = frameworks ] || configure_and_build "$pass" || true
+    done
+  ) >"$results/ahead.log" 2>&1 </dev/null &
+  ahead=$!
+  set +m
+}
+end_ahead() {
+  [ -z "$ahead" ] || kill -TERM -- "-$ahead" 2>/dev/null || true
+  [ -z "$ahead" ] || wait "$ahead" 2>/dev/null || true
+  ahead=
+}
+trap end_ahead EXIT
+
 # The Python package as pip installs it.
 has_package=
 build_package() {
@@ -76,11 +114,12 @@ pytest_in() {
   return "$result"
 }
 
-python_pass() {
+python_pass() { # PASS...: the passes behind this one
   local started=$SECONDS built result=0
   say "== python: build"
   build_package || return 1
   built=$((SECONDS - started))
+  build_ahead "$@"
   say "== python: tests"
   started=$SECONDS
   pytest_in python "$root/build/venv/bin/python" || result=1
@@ -90,10 +129,11 @@ python_pass() {
 
 # Without its environment the pass is left out: what others publish may be out of reach.
 left_out=
-frameworks_pass() {
+frameworks_pass() { # PASS...: as of python_pass
   local started=$SECONDS built result=0
   say "== frameworks: build"
   build_package || return 1
+  build_ahead "$@"
   # A network that answers nothing would hold the command for long.
   if ! timeout 600 "$root/tools/venv.sh" --frameworks; then
     left_out="frameworks: left out: its environment could not be made (see above)"
@@ -107,9 +147,12 @@ frameworks_pass() {
   return "$result"
 }
 
+behind=("${passes[@]}")
 for pass in "${passes[@]}"; do
+  behind=("${behind[@]:1}")
+  end_ahead
   if [ "$pass" = python ] || [ "$pass" = frameworks ]; then
-    "${pass}_pass" || status=1
+    "${pass}_pass" "${behind[@]}" || status=1
     continue
   fi
   say "== $pass: build"
@@ -118,7 +161,6 @@ for pass in "${passes[@]}"; do
   # threads and goes on in the child is left out there: ASan's heap may be locked in such a child for ever, and TSan ends
   # one that starts a thread.
   only=()
-  target=all
   filter='*'
   # Launchers, engines and file systems know nothing of each other: of their combinations, which the release pass runs
   # all, a sanitizer gets each launcher, each engine and each file system; in the long runs all.
@@ -127,21 +169,16 @@ for pass in "${passes[@]}"; do
   case "$pass" in
     *asan)
       only=(-LE 'tidy|perf|planted|program|fork')
-      target=checked_tests
       filter=$each
       ;;
     *tsan)
       only=(-LE 'tidy|perf|planted|program|fork|fault|pure')
-      target=threaded_tests
       filter=$each
       # What breaks at every call in turn, and what replays crashes, is one thread's work.
       [ "$filter" = '*' ] || filter+=':*FramedSave*/Fork:*FramedSave*/Persistent:*FileSystem*:FaultTest.Any*:*/Commits.*'
       ;;
   esac
-  if ! { cmake --preset "$pass" >"$results/$pass.configure.log" 2>&1 || {
-    cat "$results/$pass.configure.log"
-    false
-  }; } || ! cmake --build --preset "$pass" -j "$jobs" --target "$target"; then
+  if ! configure_and_build "$pass"; then
     echo "$pass: the build failed"
     echo "$pass" >"$results/$pass.broken"
     status=1
@@ -149,6 +186,7 @@ for pass in "${passes[@]}"; do
   fi
   rm -f "$results/$pass.broken"
   built=$((SECONDS - started))
+  build_ahead "${behind[@]}"
   say "== $pass: tests"
   started=$SECONDS
   ctest=(ctest --preset "$pass" --test-output-size-passed 4000000 --test-output-size-failed 4000000)
