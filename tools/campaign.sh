@@ -96,7 +96,8 @@ fuzz() {
     --seed "$seed" --dir "$out" --report "$out/$name.json" "$@"
 }
 fuzz rounds
-fuzz program --doors plan --ranks 1 --bytes 32 --tensors 1000
+# Its processes are small, and wait for most of their time.
+fuzz program --jobs $((at_once + 16)) --doors plan --ranks 1 --bytes 32 --tensors 1000
 fuzz steps --faults --kills
 fuzz pairs --faults --kills --pairs --per-script 20
 if wanted savers; then
