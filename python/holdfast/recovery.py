@@ -23,14 +23,15 @@ def _uncommitted_dcp(path: str) -> list[str]:
 
 def _has_uncommitted(path: str) -> bool:
     try:
+        # Asked before the list: a worker without its trainer has no manifest before its data is durable, and may end meanwhile.
+        is_orphaned = _native.saves_at_work(path) == "orphan"
         names = os.listdir(path)
         attempts = {m["attempt"].encode() for m in map(_names.DCP_MANIFEST.fullmatch, names) if m}
         for name in names if attempts else ():
             if _names.DCP_METADATA.fullmatch(name):
                 data, _ = _regular.read_whole(os.path.join(path, name), "recover", _regular.METADATA_BYTES_MAX)
                 attempts = {attempt for attempt in attempts if attempt not in data}
-        # A worker without its trainer has no manifest before its data is durable.
-        return bool(attempts) or _native.saves_at_work(path) == "orphan"
+        return bool(attempts) or is_orphaned
     except (OSError, Error):  # removed meanwhile, damaged, or not ours to read
         return False
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import dcp_ranks
 import pytest
@@ -17,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 import holdfast
 import holdfast.dcp
+from holdfast import _names, _native
 from holdfast.dcp import uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -176,3 +180,54 @@ def test_a_recovery_waits_no_longer_than_told_for_a_process_that_commits(tmp_pat
         os.close(fd)
     assert said.decode() == "['step-1: a save is running there']\n"
     assert holdfast.recover(path.parent)["promoted"] == ["step-1"]
+
+
+class _Worker:
+    """A worker without its trainer, which ends when somebody has looked at the directory so often; until then ranks have no manifest."""
+
+    def __init__(self, path: Path, ranks: str, looks: int, patches: pytest.MonkeyPatch) -> None:
+        self._path, self._looks, self.has_ended = path, looks, False
+        self._later = {}
+        for manifest in path.glob(f"rank-0000{ranks}-*.manifest.json"):
+            data = path / json.loads(manifest.read_text())["files"][0]["name"]
+            self._later |= {data: data.with_name(data.name + _names.UNFINISHED), manifest: path.parents[1] / manifest.name}
+        for name, earlier in self._later.items():
+            name.rename(earlier)
+        patches.setattr(os, "listdir", self._looked(os.listdir, None))
+        patches.setattr(_native, "saves_at_work", self._looked(_native.saves_at_work, "orphan"))
+
+    def _looked(self, look: Callable[..., Any], until_then: Any) -> Callable[..., Any]:
+        def looked(where: Any = ".") -> Any:
+            found = look(where)
+            if self.has_ended or not os.path.samestat(os.stat(where), os.stat(self._path)):
+                return found
+            self._looks -= 1
+            if self._looks == 0:
+                self.end()
+            return until_then or found
+
+        return looked
+
+    def end(self) -> None:
+        for name, earlier in self._later.items():
+            earlier.rename(name)
+        self.has_ended = True
+
+
+@pytest.mark.parametrize("seconds", [0.0, 30.0])
+@pytest.mark.parametrize("ranks", ["[01]", "1"])
+def test_a_worker_that_ends_beside_a_recovery_has_its_save_completed(ranks: str, seconds: float, tmp_path: Path) -> None:
+    _run(tmp_path, "0 before the metadata")
+    run, path = tmp_path / "run", tmp_path / "run/step-2"
+    for looks in range(1, 12):
+        with pytest.MonkeyPatch.context() as patches:
+            worker = _Worker(path, ranks, looks, patches)
+            report = holdfast.recover(run, wait_for_orphans=seconds)
+        assert report["removed"] == []
+        if not worker.has_ended:
+            worker.end()
+        if not report["promoted"]:
+            assert not seconds and holdfast.recover(run)["promoted"] == ["step-2"]
+        _check(path, 2)
+        for name in (".metadata", *(record.name for record in path.glob("holdfast.commit-*"))):
+            (path / name).unlink()
