@@ -7,7 +7,6 @@ committed has arrived, and no error of it fails a save.
 from __future__ import annotations
 
 import _thread
-import builtins
 import contextlib
 import dataclasses
 import json
@@ -20,6 +19,7 @@ import threading
 import time
 import weakref
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError  # before Python 3.11 not the built-in one
 from pathlib import Path
 from typing import Any
 
@@ -164,7 +164,7 @@ class Draining(PerProcess):
             try:
                 error = future.result(waitable(max(0.0, min(heard + patience, end) - time.monotonic())))
                 break
-            except builtins.TimeoutError:
+            except FutureTimeoutError:
                 last = self.report["last_error"]
                 why = (f", {counted(pending, 'checkpoint')} to go" if (pending := self.report["pending"]) else "") + (
                     f"; the last error: {last}" if last else "")  # fmt: skip
