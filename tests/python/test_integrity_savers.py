@@ -75,5 +75,8 @@ def test_a_save_that_replaces_and_fails_costs_the_stock_saver_the_checkpoint(tmp
     """The stock saver writes over the files of the checkpoint that it replaces; ours keeps it."""
     limit = {"kind": "limit-size", "rank": 0, "phase": "writing", "share": 0.0, "seconds": 0.0, "bytes": 4096}
     assert rounds.run(round_of_two("holdfast.dcp", event=limit), str(tmp_path)).problems == []
-    stock = rounds.run(round_of_two("dcp-thread", event=limit), str(tmp_path))
-    assert {p["invariant"] for p in stock.problems} & {"i", "ii"}
+    for _ in range(10):  # on a busy machine its thread may begin to write behind the limit
+        stock = rounds.run(round_of_two("dcp-thread", event=limit), str(tmp_path))
+        if {p["invariant"] for p in stock.problems} & {"i", "ii"}:
+            return
+    pytest.fail(f"the stock saver kept the checkpoint: {stock.counts}")
