@@ -255,8 +255,13 @@ def test_a_failed_fsync_that_nobody_is_told_of_is_found(tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_a_lock_that_is_trusted_is_found_where_locks_lie(kind: str, plant: str, found: bool, tmp_path: Path) -> None:
     """Two trainers, each of which recovers beside the other's save."""
-    done = rounds.run(made(save(1, **SLOW), {"do": "recover"}, jobs=2, fuse=of(kind)), str(tmp_path), plant)
-    assert bool({"i", "v"} & {p["invariant"] for p in done.problems}) is found, done.problems
+    broken: set[str] = set()
+    for _ in range(10 if found else 1):  # on a busy machine the one may recover when the other has saved
+        done = rounds.run(made(save(1, **SLOW), {"do": "recover"}, jobs=2, fuse=of(kind)), str(tmp_path), plant)
+        broken |= {"i", "v"} & {p["invariant"] for p in done.problems}
+        if broken:
+            break
+    assert bool(broken) is found, done.problems
 
 
 @pytest.mark.parametrize("door", ["save_async", "dcp", "save_file"])
