@@ -33,8 +33,8 @@ class Faults:
         bytes_per_second: of all bodies together; 0: no limit.
         corrupt: text of a path; a byte of the next body that is sent there is changed.
         breaks: method, text of a path, and what happens to the next such request, once for each entry: "truncated", half of the body
-            with the length of all; "dropped", no answer; "busy", 503 with Retry-After; "lost", 200 for what is not served; "stale", an answer to a listing of the time
-            before the first object.
+            with the length of all; "dropped", no answer; "busy", 503 with Retry-After; "refused", 400; "lost", 200 for what is not served; "stale",
+            an answer to a listing of the time before the first object.
         refuse: status with which requests are answered; 0: none.
         refused_methods: of those that are refused; empty: all.
         seen: method and path of every request.
@@ -168,6 +168,9 @@ def _handler(server: str, faults: Faults) -> type[BaseHTTPRequestHandler]:
                 return
             if how == "busy":
                 self._answer(503, b"<Error><Code>SlowDown</Code></Error>", [("Retry-After", "1")])
+                return
+            if how == "refused":
+                self._answer(400, b"<Error><Code>BadRequest</Code></Error>")
                 return
             faults.pay(len(body))
             # As S3 does, and moto does not.

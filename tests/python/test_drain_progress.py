@@ -14,7 +14,7 @@ import pytest
 import s3_server
 from draining import MIB, PLAIN, names, save, until
 
-from holdfast.drain import Drain
+from holdfast.drain import Drain, object_store
 from holdfast.drain.file_system import Directory
 from holdfast.drain.following import Following, is_held, kept_open, lock_path
 from holdfast.drain.places import open_place
@@ -41,6 +41,18 @@ def test_an_error_behind_a_long_work_is_tried_again(server: s3_server.Server, tm
     server.faults.refuse = 0
     thread.join(20)
     assert not thread.is_alive() and names(open_place(url, storage)) == ["step-1"]
+
+
+def test_a_refused_part_of_a_large_file_is_sent_again(server: s3_server.Server, tmp_path: Path,
+                                                      bucket: tuple[str, dict[str, str]],
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """The library ends the reading of the parts that it has not asked for: that is no reason of its own."""
+    monkeypatch.setattr(object_store, "_PART_BYTES", 5 * MIB)
+    save(tmp_path / "run", 1, elements=20 * MIB)  # 16 parts, of which 8 are on their way at a time
+    far = open_place(*bucket)
+    server.faults.breaks = [("PUT", "partNumber=1&", "refused")]
+    Following(open_place(str(tmp_path / "run")), far, Drain(), lambda event: None).sweep()
+    assert not server.faults.breaks and names(far) == ["step-1"]
 
 
 class _Compared(Directory):

@@ -253,12 +253,13 @@ class Store:
         failed: list[builtins.BaseException] = []
 
         def stream() -> Iterator[bytes]:
-            try:
-                for begin, end in pieces(file, _PART_BYTES):
-                    yield read(begin, end)
-            except BaseException as error:  # the library would hide it behind its own
-                failed.append(error)
-                raise
+            for begin, end in pieces(file, _PART_BYTES):
+                try:
+                    piece = read(begin, end)
+                except BaseException as error:  # the library would hide it behind its own
+                    failed.append(error)
+                    raise
+                yield piece  # the library ends here where a request has failed
 
         try:
             with self._call("write", slot, file.name):
