@@ -158,7 +158,10 @@ def rank_failed(directory: Path) -> str:
 def rank_never_calls(directory: Path) -> str:
     holdfast.configure(time_liveness_max=1.0)
     attempt = _native.new_attempt()
-    return said(lambda: save(directory / "step-1", {}, rank=0, world_size=2, attempt=attempt))
+    try:
+        return said(lambda: save(directory / "step-1", {}, rank=0, world_size=2, attempt=attempt))
+    finally:
+        holdfast.configure(time_liveness_max=30.0)
 
 
 @provocation
