@@ -1,9 +1,9 @@
 """What a save costs the trainer, by way of saving: one run, all ways interleaved.
 
     python trainer_cost.py --dir DIR [--bytes 1GiB] [--rounds 5] [--saves 1] [--window SECONDS] [--ways "WAY;..."] [--json FILE]
-                           [--plot FILE] [--bench PROGRAM]
+                           [--plot FILE] [--bench PROGRAM] [--device cuda]
 
-A trainer with Adam on CPU tensors runs the same fixed window of steps again and again: without a save, and with `--saves` of
+A trainer with Adam on CPU tensors, or on those of a GPU, runs the same fixed window of steps again and again: without a save, and with `--saves` of
 them, the first in front of its first step, the others evenly behind it. Every way gets a window of each kind in every round.
 Columns, for each save:
 
@@ -14,7 +14,9 @@ lost      seconds that the window with saves took longer than the one without, d
           one was not. More saves a window give the loss more exactly: the noise of a window is divided, too
 durable   seconds from the call until the data survives power loss (every way syncs its files)
 cpu       core-seconds of the whole machine above those of the window without a save
-memory    bytes of anonymous and shared memory at the peak, above those before the way was set up
+memory    bytes of anonymous and shared memory at the peak, above those before the way was set up; with a GPU of all memory but
+          the page cache: pinned memory may be neither
+GPU       with `--device cuda`: bytes that PyTorch has allocated there at the peak, above those of the training
 
 Every way has saved once before it is measured, so that what it keeps (staging memory, processes) is there; it gives that back
 before the next way's turn. Afterwards the bytes on disk are compared with the state at the call; a way that differs is shown in the
@@ -55,6 +57,7 @@ COLUMNS = (
     ("cpu", "CPU, core-s", 1, 1), ("memory", "memory, MiB", 1 << 20, 0),
 )
 FIRST = ("first", "first call, s", 1, 2)
+ON_GPU = ("gpu", "GPU memory, MiB", 1 << 20, 0)
 
 
 def parse_bytes(text: str) -> int:
@@ -68,13 +71,14 @@ def parse_bytes(text: str) -> int:
 class Trainer:
     """Parameters with Adam whose whole state changes at every step."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: str = "cpu") -> None:
+        self.cuda = device == "cuda"
         elements = nbytes // 3 // 4 // TENSORS
         generator = torch.Generator().manual_seed(0)
         self.parameters = [
-            torch.nn.Parameter(torch.randn(elements, generator=generator)) for _ in range(TENSORS)
+            torch.nn.Parameter(torch.randn(elements, generator=generator).to(device)) for _ in range(TENSORS)
         ]
-        self.gradient = torch.randn(elements, generator=generator)
+        self.gradient = torch.randn(elements, generator=generator).to(device)
         self.optimizer = torch.optim.Adam(self.parameters, fused=True)
         self.step()
 
@@ -82,6 +86,8 @@ class Trainer:
         for parameter in self.parameters:
             parameter.grad = self.gradient
         self.optimizer.step()
+        if self.cuda:
+            torch.cuda.synchronize()
 
     def make_private(self) -> None:
         """Gives each tensor of the state memory of its own, which no other process sees."""
@@ -100,7 +106,7 @@ class Trainer:
 
 
 def checksums(tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-    return {k: zlib.crc32(memoryview(t.numpy()).cast("B")) for k, t in tensors.items()}
+    return {k: zlib.crc32(memoryview(t.cpu().numpy()).cast("B")) for k, t in tensors.items()}
 
 
 def busy_seconds() -> float:
@@ -110,27 +116,29 @@ def busy_seconds() -> float:
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
-def memory_in_use() -> int:
-    """Anonymous and shared memory of the machine."""
-    total = 0
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith(("AnonPages:", "Shmem:")):
-            total += int(line.split()[1]) * 1024
-    return total
+def memory_in_use(cuda: bool) -> int:
+    """Anonymous and shared memory of the machine; with a GPU all but the page cache."""
+    kib = {name: int(rest.split()[0]) for name, _, rest in (
+        line.partition(":") for line in Path("/proc/meminfo").read_text().splitlines())}  # fmt: skip
+    if not cuda:
+        return (kib["AnonPages"] + kib["Shmem"]) * 1024
+    cache = kib["Buffers"] + kib["Cached"] - kib["Shmem"] + kib["SReclaimable"]
+    return (kib["MemTotal"] - kib["MemFree"] - cache) * 1024
 
 
 class Peak:
     """Samples `memory_in_use` until it is stopped."""
 
-    def __init__(self) -> None:
-        self.bytes = memory_in_use()
+    def __init__(self, cuda: bool) -> None:
+        self._cuda = cuda
+        self.bytes = memory_in_use(cuda)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._stop.wait(0.02):
-            self.bytes = max(self.bytes, memory_in_use())
+            self.bytes = max(self.bytes, memory_in_use(self._cuda))
 
     def stop(self) -> int:
         self._stop.set()
@@ -231,7 +239,7 @@ def end_checkpoint_process() -> None:
         kept._save_process.join()
 
 
-def dcp_async(process: bool, tuned: bool, staged_max: int = 0) -> Way:
+def dcp_async(process: bool, tuned: bool, staged_max: int = 0, cuda: bool = False) -> Way:
     """The framework's own async_save; with a cap, through Holdfast's writer, which is the stager, too."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
@@ -243,11 +251,11 @@ def dcp_async(process: bool, tuned: bool, staged_max: int = 0) -> Way:
     def start(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
         options: dict[str, Any] = {}
         if tuned:
-            # What a CPU allows of the best flags: a cache in shared memory, filled by a thread.
+            # The best flags, and what a CPU allows of them: a cache in shared memory, filled by a thread.
             if staging["stager"] is None:
                 staging["stager"] = DefaultStager(
-                    StagingOptions(use_pinned_memory=False, use_shared_memory=True,
-                                   use_async_staging=True, use_non_blocking_copy=False)
+                    StagingOptions(use_pinned_memory=cuda, use_shared_memory=True,
+                                   use_async_staging=True, use_non_blocking_copy=cuda)
                 )
             options["async_stager"] = staging["stager"]
         writer = holdfast.dcp.StorageWriter(path, staging_bytes_max=staged_max) if staged_max else dcp_writer(path)
@@ -279,11 +287,11 @@ def dcp_async(process: bool, tuned: bool, staged_max: int = 0) -> Way:
     return Way(start, load_dcp, prepare=prepare, finish=finish, before_step=before_step)
 
 
-def holdfast_way(cap: int, dcp: bool) -> Way:
+def holdfast_way(cap: int, dcp: bool, late: Sequence[torch.optim.Optimizer] = ()) -> Way:
     def start(tensors: dict[str, Any], path: str) -> Callable[[], Any]:
         if dcp:
             return holdfast.dcp.async_save(tensors, checkpoint_id=path).result
-        return holdfast.save_async(tensors, path).wait
+        return holdfast.save_async(tensors, path, late=late).wait
 
     def load(tensors: dict[str, Any], path: str) -> dict[str, Any]:
         return load_dcp(tensors, path) if dcp else holdfast.load(path)
@@ -295,10 +303,11 @@ def holdfast_way(cap: int, dcp: bool) -> Way:
     return Way(start, load, prepare=lambda: holdfast.configure(arena_bytes=cap), finish=finish)
 
 
-def all_ways(nbytes: int) -> dict[str, Way]:
-    whole, eighth = nbytes + WINDOW, max(16 << 20, nbytes // 8)
-    return {
+def all_ways(nbytes: int, trainer: Trainer) -> dict[str, Way]:
+    whole, eighth, cuda = nbytes + WINDOW, max(16 << 20, nbytes // 8), trainer.cuda
+    ways = {
         "holdfast": holdfast_way(whole, dcp=False),
+        "holdfast, late": holdfast_way(whole, dcp=False, late=[trainer.optimizer]),
         "holdfast.dcp": holdfast_way(whole, dcp=True),
         "holdfast, cap 1/8": holdfast_way(eighth, dcp=False),
         "holdfast.dcp, cap 1/8": holdfast_way(eighth, dcp=True),
@@ -308,10 +317,13 @@ def all_ways(nbytes: int) -> dict[str, Way]:
         "torch.save in a forked child": Way(forked_torch_save, load_torch),
         "dcp.save": Way(dcp_save, load_dcp),
         "dcp.async_save thread": dcp_async(process=False, tuned=False),
-        "dcp.async_save thread, tuned": dcp_async(process=False, tuned=True),
+        "dcp.async_save thread, tuned": dcp_async(process=False, tuned=True, cuda=cuda),
         "dcp.async_save process": dcp_async(process=True, tuned=False),
-        "dcp.async_save process, tuned": dcp_async(process=True, tuned=True),
+        "dcp.async_save process, tuned": dcp_async(process=True, tuned=True, cuda=cuda),
     }
+    # The CPU has no late copies, and a forked child no GPU.
+    del ways["torch.save in a forked child" if cuda else "holdfast, late"]
+    return ways
 
 
 def window(trainer: Trainer, steps: int, way: Way | None = None) -> float:
@@ -363,7 +375,7 @@ def measure(trainer: Trainer, steps: int, way: Way, path: str, saves: int) -> di
     """One window without a save and one with, and whether what is on disk is what was there."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what an earlier way's allocations left in the heap
-    baseline = memory_in_use()
+    baseline = memory_in_use(trainer.cuda)
     # What a way keeps between saves (staging memory, a process) is there before its second one; it
     # counts as memory all the same.
     way.prepare()
@@ -380,7 +392,10 @@ def measure(trainer: Trainer, steps: int, way: Way, path: str, saves: int) -> di
     plain_busy = busy_seconds() - busy
 
     before = checksums(tensors)
-    peak = Peak()
+    if trainer.cuda:
+        torch.cuda.reset_peak_memory_stats()
+    on_gpu = torch.cuda.memory_allocated()
+    peak = Peak(trainer.cuda)
     busy = busy_seconds()
     paths = [f"{path}-{number}" for number in range(saves)]
     seconds, blocked, begun = window_with_saves(trainer, steps, way, paths)
@@ -394,6 +409,7 @@ def measure(trainer: Trainer, steps: int, way: Way, path: str, saves: int) -> di
         "durable": statistics.median(save.durable - save.begin for save in begun),
         "cpu": (busy_seconds() - busy - plain_busy) / saves,
         "memory": memory - baseline,
+        "gpu": torch.cuda.max_memory_allocated() - on_gpu,
         "window": plain,
         "outlived": rest,
         "first": first,
@@ -550,9 +566,12 @@ def begin_process() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of the state")
     arguments = arguments_of(parser)
     begin_process()
-    run(arguments, Trainer(arguments.bytes), all_ways(arguments.bytes), OURS, COLUMNS)
+    trainer = Trainer(arguments.bytes, arguments.device)
+    ours, columns = ((*OURS, "holdfast, late"), (*COLUMNS, ON_GPU)) if trainer.cuda else (OURS, COLUMNS)
+    run(arguments, trainer, all_ways(arguments.bytes, trainer), ours, columns)
     torch.distributed.destroy_process_group()
 
 
