@@ -55,8 +55,8 @@ done
 
 # pack: writes the archive.
 pack() {
-  local stage tests=release programs=(cuda_gpu_test cuda_save_test cuda_lost_context_test) wheels version
-  stage=$(mktemp -d)
+  local tests=release programs=(cuda_gpu_test cuda_save_test cuda_lost_context_test) wheels version
+  stage=$(mktemp -d) # not local: it is removed at the exit
   trap 'rm -rf "$stage"' EXIT
   mkdir -p "$stage/holdfast/packed/bin" "$stage/holdfast/packed/lib"
   wheels=$stage/holdfast/packed/wheels
