@@ -414,6 +414,21 @@ class Evil:
         return (exec, ("import builtins; builtins.holdfast_was_here = True",))
 
 
+def test_every_pytorch_says_why_metadata_cannot_be_read(tmp_path: Path) -> None:
+    """The framework asks for the metadata of all ranks, then for that of this rank. Before 2.13 it drops both errors."""
+    reader = holdfast.dcp.StorageReader(tmp_path)
+    with pytest.raises(holdfast.Error) as none:
+        reader.read_metadata()
+    (tmp_path / "__0.metadata").write_bytes(b"")
+    with pytest.raises(holdfast.Error) as empty:
+        holdfast.dcp.StorageReader(tmp_path).read_metadata(rank=0)
+    for rank, why in ((1, none), (0, empty)):
+        found = reader.read_metadata(rank=rank)
+        with pytest.raises(holdfast.Error) as error:
+            reader.set_up_storage_reader(found, True)
+        assert error.value.message == why.value.message
+
+
 def test_metadata_that_would_run_code_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "evil"
     dcp.save({"o": 1}, storage_writer=holdfast.dcp.StorageWriter(path))

@@ -79,6 +79,14 @@ class _Compared:
     direct_io: bool
 
 
+class _Unread(Metadata):
+    """In the place of metadata that could not be read. PyTorch before 2.13 drops that error, and raises one without a reason."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(state_dict_metadata={})
+        self.error = error
+
+
 class StorageReader(_StorageReader):
     """Reads DCP checkpoints: ``dcp.load(state, storage_reader=StorageReader(path))``.
 
@@ -138,6 +146,7 @@ class StorageReader(_StorageReader):
         self.load_id = new_attempt()
         self._storage_data: dict[Any, Any] = {}
         self._save_id = ""
+        self._error: Exception | None = None  # of reading the metadata of all ranks
         self._manifest_digests: list[Any] | None = None
         self._compared: _Compared | None = None
 
@@ -150,8 +159,17 @@ class StorageReader(_StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         rank = kwargs.get("rank")
-        name = METADATA if rank is None else dcp_metadata(rank)
-        path = self.path / name
+        path = self.path / (METADATA if rank is None else dcp_metadata(rank))
+        try:
+            return self._read_metadata(path)
+        except Exception as error:
+            if rank is None:
+                self._error = error
+            elif self._error is not None:  # the framework's second try
+                return _Unread(error if path.exists() else self._error)
+            raise
+
+    def _read_metadata(self, path: Path) -> Metadata:
         data = _metadata.read_bytes(path)
         metadata = _metadata.loads(data, str(path), self._allow)
         if self._verify:
@@ -163,6 +181,8 @@ class StorageReader(_StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
+        if isinstance(metadata, _Unread):
+            raise metadata.error
         if metadata.storage_data is None:
             raise Error(
                 "DATA_LOSS", f"load {self.path}: its metadata does not say where things are"
