@@ -32,7 +32,7 @@ class Model(pl.LightningModule):
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
         time.sleep(self.step_seconds)
         batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(self.global_step))
-        return self.net(batch).square().mean()
+        return self.net(batch.to(self.device)).square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=0.01)

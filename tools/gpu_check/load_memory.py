@@ -58,7 +58,7 @@ def torchs(net: Net, optimizer: torch.optim.Optimizer, path: str) -> None:
 
 
 def body(report: Report) -> None:
-    width = report.size(6144, 64)
+    width = report.size(4096, 64)
     device = "cuda" if report.cuda else "cpu"
     net, optimizer = trained(width, device)
     weights, saved = [p.detach().cpu().clone() for p in net.parameters()], moments(optimizer)
