@@ -47,7 +47,7 @@ pip 'safetensors>=0.5,<1' 'pytest>=8,<10' 'pytest-xdist>=3,<4' 'pytest-timeout>=
   'ruff<1' 'mypy<3' 'matplotlib<4' 'rich>=13,<16' 'obstore>=0.8,<1' 'moto[s3]>=5,<6' 'flask<4' 'flask-cors<7' \
   'wsgidav>=4.3,<5' 'cheroot>=10,<12' 'scikit-build-core>=0.10,<1' 'nanobind>=2.4,<3'
 if [ -n "$wheels" ]; then
-  pip --no-index --no-deps --force-reinstall --find-links "$wheels" "$@" holdfast ||
+  pip --no-index --no-deps --only-binary holdfast --force-reinstall --find-links "$wheels" "$@" holdfast ||
     fail "$wheels has no wheel of holdfast for $("$python" --version); tools/build-wheels.sh makes one"
 else
   # The build's own tools are in the environment, so that its folder in build/ can be used again: fast the second time.
