@@ -21,7 +21,8 @@ NAVIGATION = {
     "Use": ["docs/cli.md", "docs/observe.md", "docs/integrity.md"],
     "Frameworks": ["python/holdfast/dcp/README.md", "docs/megatron.md", "docs/lightning.md", "docs/torchtitan.md",
                    "docs/nvrx.md"],
-    "Evidence": ["docs/guarantees.md", "docs/compared.md", "docs/cost.md", "docs/performance.md", "docs/peer-tests.md"],
+    "Evidence": ["docs/guarantees.md", "docs/compared.md", "docs/cost.md", "docs/gpu.md",
+                 "docs/performance.md", "docs/peer-tests.md"],
     "Inside": ["runtime/README.md", "runtime/layout/FORMAT.md", "python/README.md", "tests/README.md",
                "tools/README.md", "CONTRIBUTING.md", "CHANGELOG.md"],
 }  # fmt: skip
