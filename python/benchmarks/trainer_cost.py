@@ -3,8 +3,9 @@
     python trainer_cost.py --dir DIR [--bytes 1GiB] [--rounds 5] [--saves 1] [--window SECONDS] [--ways "WAY;..."] [--json FILE]
                            [--plot FILE] [--bench PROGRAM] [--device cuda]
 
-A trainer with Adam on CPU tensors, or on those of a GPU, runs the same fixed window of steps again and again: without a save, and with `--saves` of
-them, the first in front of its first step, the others evenly behind it. Every way gets a window of each kind in every round.
+A trainer with Adam on CPU tensors, or on those of a GPU, runs the same fixed window of steps again and again: without a save,
+and with `--saves` of them, the first in front of its first step, the others evenly behind it. Every way gets a window of each
+kind in every round.
 Columns, for each save:
 
 blocked   seconds inside the call that saves, and in front of it for the save before, where that is not durable yet
@@ -19,10 +20,11 @@ memory    bytes of anonymous and shared memory at the peak, above those before t
 GPU       with `--device cuda`: bytes that PyTorch has allocated there at the peak, above those of the training
 
 Every way has saved once before it is measured, so that what it keeps (staging memory, processes) is there; it gives that back
-before the next way's turn. Afterwards the bytes on disk are compared with the state at the call; a way that differs is shown in the
-table, and left out of ratios and plot. A second table has the time lost with Holdfast as a part of that with each way, and the time
-until durable as a multiple of a raw write's: O_DIRECT, 4 MiB at a time, four at once, with `--bench PROGRAM` (holdfast-bench, from the
-C++ build) the better one of that and of the program's own of as many bytes in the same round.
+before the next way's turn. Afterwards the bytes on disk are compared with the state at the call; a way that differs is shown in
+the table, and left out of ratios and plot; another library's way that fails is left out of all. A second table has the time
+lost with Holdfast as a part of that with each way, and the time until durable as a multiple of a raw write's: O_DIRECT, 4 MiB
+at a time, four at once, with `--bench PROGRAM` (holdfast-bench, from the C++ build) the better one of that and of the program's
+own of as many bytes in the same round.
 """
 
 from __future__ import annotations
@@ -346,12 +348,18 @@ class OneSave:
         self._watcher.start()
 
     def _watch(self) -> None:
-        self._wait()
+        self._error: BaseException | None = None
+        try:
+            self._wait()
+        except BaseException as error:
+            self._error = error
         self.durable = time.perf_counter()
 
     def wait(self) -> float:
-        """Waits until it is durable, and returns that point in time."""
+        """Waits until it is durable, and returns that point in time; raises what the save has raised."""
         self._watcher.join()
+        if self._error is not None:
+            raise self._error
         return self.durable
 
 
@@ -523,8 +531,15 @@ def run(arguments: argparse.Namespace, trainer: Trainer, ways: dict[str, Way], o
         raw.append(raw_disk.write(arguments.dir, arguments.bytes))
         if arguments.bench:
             raw[-1] = min(raw[-1], raw_disk.by_program(arguments.bench, "write", arguments.dir, arguments.bytes))
-        for name, way in ways.items():
-            row = measure(trainer, steps, way, os.path.join(arguments.dir, f"cost-{os.getpid()}"), arguments.saves)
+        for name, way in list(ways.items()):
+            try:
+                row = measure(trainer, steps, way, os.path.join(arguments.dir, f"cost-{os.getpid()}"), arguments.saves)
+            except Exception as error:
+                if name.startswith("holdfast"):
+                    raise
+                print(f"round {round_}: {name} is left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                del ways[name], rows[name]
+                continue
             rows[name].append(row)
             print(f"round {round_}: {name}: lost {row['lost']:.2f} s, durable {row['durable']:.2f} s"
                   f"{'' if row['sound'] else ', BYTES DIFFER'}", file=sys.stderr, flush=True)
