@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from draining import PLAIN, names, save, swept, until
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import holdfast
@@ -27,6 +27,7 @@ LATER = st.lists(st.sampled_from(("save", "replace", "far")), max_size=6)
 
 
 @settings(max_examples=20, deadline=None)
+@example(1, ["far", "far"], False, 1, 0, "")  # in front of the first look at the second place
 @given(st.integers(1, 3), LATER, st.booleans(), st.integers(0, 2), st.integers(0, 2), st.sampled_from(("", "step-{step}")))
 def test_what_comes_later_is_neither_removed_nor_waited_for(
     before: int, later: list[str], is_once: bool, keep_last: int, keep_local: int, form: str
