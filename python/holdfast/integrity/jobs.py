@@ -28,12 +28,14 @@ context: Any = multiprocessing.get_context("forkserver")
 
 
 def start_server(doors: Collection[str] = ()) -> None:
-    """Starts the process that forks trainers. This one reads with one thread: others run rounds beside it.
+    """Starts the process that forks trainers, if any are in Python. This one reads with one thread: others run rounds beside it.
 
     Args:
         doors: of the trainers; of some it imports more.
     """
     torch.set_num_threads(1)
+    if set(doors) == {schedule.PLAN}:
+        return
     context.set_forkserver_preload([
         "torch._dynamo", "torch.distributed.checkpoint.state_dict", "holdfast.dcp", "holdfast.observe",
         "holdfast.integrity.trainer", *["holdfast.integrity.preloaded"] * (schedule.MEGATRON in doors),
