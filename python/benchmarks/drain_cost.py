@@ -8,7 +8,8 @@ Without `--target` a server that speaks S3 runs beside it (moto, in Python: it t
 lost    Windows of equal steps with `--saves` saves each: without a drain and with one, in turn. Every window begins when the drain
         has nothing to do, and the drain works while it lasts. The quotient of their lengths, less one, is the trainer's lost time.
 rate    A checkpoint's files copied by `obstore.put`, one call each, from a path; then the same checkpoint drained anew. The drain
-        reads, compares every digest, sends, proves and commits. Medians of the rounds, in turn.
+        reads, compares every digest, sends, proves and commits. In a directory the library syncs nothing, and the drain does:
+        there the copy is also timed until its files are synced. Medians of the rounds, in turn.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer_cost import Trainer, parse_bytes
+from trainer_cost import Trainer, parse_bytes, sync_file
 
 import holdfast
 from holdfast.drain import Drain
@@ -117,9 +118,11 @@ def rate(arguments: argparse.Namespace, url: str, storage: dict[str, Any]) -> di
     place = open_place(str(run))
     (info,) = place.complete()[0]
     bare: list[float] = []
+    synced: list[float] = []
     drained: list[float] = []
     for number in range(arguments.rounds):
         for name in ("bare", "drained") if number % 2 else ("drained", "bare"):
+            os.sync()  # what the one before has left to write
             begin = time.perf_counter()
             if name == "drained":
                 target = open_place(f"{url}/rate-{number}", storage)
@@ -133,9 +136,14 @@ def rate(arguments: argparse.Namespace, url: str, storage: dict[str, Any]) -> di
             for file in sorted((run / info.slot).iterdir()):
                 obstore.put(there, file.name, file)
             bare.append(time.perf_counter() - begin)
+            if not scheme_of(url):
+                for path in (*Path(f"{url}/bare-{number}").iterdir(), Path(f"{url}/bare-{number}")):
+                    sync_file(str(path))
+            synced.append(time.perf_counter() - begin)
+    took = statistics.median(drained)
     return {
-        "bytes": info.bytes, "bare_seconds": bare, "drained_seconds": drained,
-        "ratio": statistics.median(bare) / statistics.median(drained),
+        "bytes": info.bytes, "bare_seconds": bare, "synced_seconds": synced, "drained_seconds": drained,
+        "ratio": statistics.median(bare) / took, "ratio_synced": statistics.median(synced) / took,
     }  # fmt: skip
 
 
@@ -148,8 +156,9 @@ def main() -> None:
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=2))
     of_rate, of_lost = result["rate"], result["lost"]
-    print(f"rate: bare copy {of_rate['bytes'] / statistics.median(of_rate['bare_seconds']) / 2**20:.0f} MiB/s, drain "
-          f"{of_rate['bytes'] / statistics.median(of_rate['drained_seconds']) / 2**20:.0f} MiB/s: {of_rate['ratio']:.2f}")  # fmt: skip
+    rates = {k: of_rate["bytes"] / statistics.median(of_rate[f"{k}_seconds"]) / 2**20 for k in ("bare", "synced", "drained")}
+    print(f"rate: drain {rates['drained']:.0f} MiB/s; bare copy {rates['bare']:.0f} MiB/s: {of_rate['ratio']:.2f}; "
+          f"the same synced {rates['synced']:.0f} MiB/s: {of_rate['ratio_synced']:.2f}")  # fmt: skip
     print(f"lost: {100 * of_lost['lost']:.1f} % of windows of {of_lost['steps']} steps with {arguments.saves} saves each; "
           f"{of_lost['drain']['arrived']} checkpoints drained")  # fmt: skip
 
