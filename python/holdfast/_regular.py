@@ -48,8 +48,12 @@ def too_large(operation: str, nbytes: int, bytes_max: int) -> Error:
     return Error("DATA_LOSS", f"{operation}: it has {nbytes} bytes, {bytes_max} are the most that it can have")
 
 
-def digest(data: bytes) -> str:
-    """XXH3-128 as the files have it."""
-    raw = _native.digest(ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0, len(data))
+def digest(data: bytes | memoryview) -> str:
+    """XXH3-128 as the files have it, of bytes or of writable memory."""
+    if isinstance(data, bytes):
+        address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value or 0
+    else:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(data)) if data else 0
+    raw = _native.digest(address, len(data))
     high, low = (int.from_bytes(raw[at : at + 8], "little") for at in (0, 8))
     return f"{high:016x}{low:016x}"

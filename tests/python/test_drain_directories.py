@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -11,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -346,3 +349,36 @@ def test_a_removed_checkpoint_may_have_made_room_for_a_later_one(tmp_path: Path,
 
     monkeypatch.setattr(_native, "list_recorded", meanwhile)
     assert names(open_place(str(tmp_path))) == ["step-2"]
+
+
+# ---- Direct I/O.
+
+
+@pytest.mark.parametrize("way", ["refused", "short"])
+def test_a_file_system_with_direct_io_of_another_kind_has_the_same_bytes(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It opens files so. Then it refuses the reads and writes, for their alignment, or does a part of each."""
+    run, far = tmp_path / "run", tmp_path / "far"
+    save(run, 1, elements=MIB + 5)
+    real: dict[str, Any] = {"preadv": os.preadv, "pwrite": os.pwrite}
+    direct: list[str] = []
+
+    def through(name: str) -> Callable[..., int]:
+        def call(fd: int, data: Any, at: int) -> int:
+            if not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                return int(real[name](fd, data, at))
+            direct.append(name)
+            if way == "refused":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            view = memoryview(data[0] if name == "preadv" else data)[:4096]
+            return int(real[name](fd, [view] if name == "preadv" else view, at))
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(os, name, through(name))
+    swept(open_place(str(run)), open_place(str(far)))
+    assert set(direct) == set(real)
+    monkeypatch.undo()
+    for path in (run / "step-1").iterdir():
+        assert (far / "step-1" / path.name).read_bytes() == path.read_bytes()
+    assert holdfast.verify(far / "step-1")["verdict"] == "sound"

@@ -168,7 +168,7 @@ def proven(read: Read, file: File, where: str) -> Read:
         Error: DATA_LOSS naming file and range.
     """
 
-    def checked(begin: int, end: int) -> bytes:
+    def checked(begin: int, end: int) -> bytes | memoryview:
         data = file.content[begin:end] if file.content is not None else read(begin, end)
         if len(data) != end - begin:
             raise Error("DATA_LOSS", f"read {where} @ {begin}: {len(data)} of {end - begin} bytes are there")

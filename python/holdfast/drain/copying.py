@@ -220,10 +220,11 @@ class Copy:
             source: Read = lambda begin, end: b""  # noqa: E731  # not asked for a file that is in memory
             if file.content is None:
                 with _of_source():
-                    source = stack.enter_context(self._source.opened(info.slot, file.name))
+                    opened = self._source.opened_past_cache if self._target.copies_at_once else self._source.opened
+                    source = stack.enter_context(opened(info.slot, file.name))
             proven_read = proven(source, file, f"{self._source.path(info.slot)}/{file.name}")
 
-            def read(begin: int, end: int) -> bytes:
+            def read(begin: int, end: int) -> bytes | memoryview:
                 nonlocal sent
                 self._pace(end - begin)
                 with _of_source():

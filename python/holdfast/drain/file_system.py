@@ -32,6 +32,7 @@ class Directory:
     """
 
     proves_arrival = False
+    copies_at_once = True
 
     def __init__(self, path: str, seen: Seen | None = None) -> None:
         self.url = path
@@ -294,13 +295,12 @@ class Directory:
                 begin, end = piece
                 if begin < there and _is_right(have, begin, end):
                     return
-                data = memoryview(read(begin, end))
+                data = read(begin, end)
                 with of_system(f"write {path} @ {begin}"):
-                    while data:
-                        count = os.pwrite(fd, data, begin)
-                        data, begin = data[count:], begin + count
+                    write(memoryview(data), begin)
 
-            each(send, pieces(file, PIECE_BYTES))
+            with _writing(name, folder, fd) as write:
+                each(send, pieces(file, PIECE_BYTES))
             with of_system(f"sync {path}"):
                 os.fsync(fd)
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -331,7 +331,7 @@ class Directory:
 
     @contextlib.contextmanager
     def opened_past_cache(self, slot: str, name: str) -> Iterator[Read]:
-        """As `opened`, from the disk where the file system can read directly."""
+        """As `opened`, from the disk where the file system can read directly. What a read returns may be a view."""
         path = self._file(slot, name)
         try:
             fd = self._open_to_read(slot, path, os.O_DIRECT)
@@ -341,13 +341,15 @@ class Directory:
             return
         mine = threading.local()
 
-        def read_direct(begin: int, end: int) -> bytes:
+        def read_direct(begin: int, end: int) -> memoryview:
             length = -(-(end - begin) // _ALIGNMENT) * _ALIGNMENT
             if getattr(mine, "buffer", None) is None or len(mine.buffer) < length:
                 mine.buffer = mmap.mmap(-1, max(length, PIECE_BYTES))
+            view, got = memoryview(mine.buffer)[:length], 0
             with of_system(f"read {path} @ {begin}"):
-                got = os.preadv(fd, [memoryview(mine.buffer)[:length]], begin)
-            return mine.buffer[: min(got, end - begin)]
+                while got < end - begin and (more := _read_direct(fd, view[got:], begin + got)):
+                    got += more
+            return view[: min(got, end - begin)]
 
         try:
             yield read_direct
@@ -546,6 +548,56 @@ def in_use(path: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
+
+
+def _read_direct(fd: int, into: memoryview, at: int) -> int:
+    try:
+        return os.preadv(fd, [into], at)
+    except OSError as error:
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
+            raise
+    # The file system wants another alignment.
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+    return os.preadv(fd, [into], at)
+
+
+@contextlib.contextmanager
+def _writing(name: str, folder: int, fd: int) -> Iterator[Callable[[memoryview, int], None]]:
+    """A function that writes at a place in a file, past the page cache where file system and memory allow it.
+
+    Args:
+        name, folder: of the file.
+        fd: of it, for what cannot be written so: its end, and data at any address.
+    """
+    try:
+        direct = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError:
+        direct = -1
+    is_taken = direct >= 0
+
+    def write(data: memoryview, at: int) -> None:
+        nonlocal is_taken
+        while data:
+            count = 0
+            if is_taken and len(data) >= _ALIGNMENT:
+                try:
+                    count = os.pwrite(direct, data[: len(data) // _ALIGNMENT * _ALIGNMENT], at)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    is_taken = False
+            if not count:
+                count = os.pwrite(fd, data, at)
+                # Begins the writing to the disk, beside the reading of what follows.
+                os.posix_fadvise(fd, at, count, os.POSIX_FADV_DONTNEED)
+            data, at = data[count:], at + count
+
+    try:
+        yield write
+    finally:
+        if direct >= 0:
+            os.close(direct)
 
 
 def _is_right(have: Read, begin: int, end: int) -> bool:

@@ -84,6 +84,7 @@ class Store:
         of_s3 = scheme in ("s3", "s3a")
         # S3 compares the checksum of each part before it answers.
         self.proves_arrival = of_s3 and str(storage.get("checksum_algorithm", "SHA256")) != "None"
+        self.copies_at_once = False  # the library sends what it was given later
         options = {**({"checksum_algorithm": "SHA256"} if of_s3 else {}), **storage}
         keys = ("endpoint", "aws_endpoint", "endpoint_url", "aws_endpoint_url")
         endpoints = [*(options.get(k) for k in keys), *(os.environ.get(k.upper()) for k in keys if of_s3)]
@@ -255,7 +256,7 @@ class Store:
         def stream() -> Iterator[bytes]:
             for begin, end in pieces(file, _PART_BYTES):
                 try:
-                    piece = read(begin, end)
+                    piece = bytes(read(begin, end))  # no copy of what is bytes
                 except BaseException as error:  # the library would hide it behind its own
                     failed.append(error)
                     raise

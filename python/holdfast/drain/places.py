@@ -19,8 +19,8 @@ BESIDE = "beside/"
 # No store has such names, and a terminal no place for them.
 NO_NAME = re.compile(r"[\x00-\x1f\x7f\ud800-\udfff]")
 Content = bytes
-# A read returns bytes [begin, end) of one file.
-Read = Callable[[int, int], bytes]
+# A read returns bytes [begin, end) of one file. A view is of the thread's own memory, until it reads again.
+Read = Callable[[int, int], bytes | memoryview]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 # Those of the library without its own memory, which no other process sees.
 _SCHEMES = ("file", "s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss", "http", "https")
@@ -102,10 +102,12 @@ class Place(Protocol):
     Attributes:
         url: as the user wrote it.
         proves_arrival: whether the place compares a checksum of what arrives with one made by the sender.
+        copies_at_once: whether `write` is done with what a read has returned before it reads again: views serve it.
     """
 
     url: str
     proves_arrival: bool
+    copies_at_once: bool
 
     @property
     def is_gone(self) -> bool:

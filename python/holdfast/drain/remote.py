@@ -245,7 +245,7 @@ class Reader:
         if data is None:
             where = f"{self._place.path(self._info.slot)}/{file.name}"
             with self._place.opened(self._info.slot, file.name) as read:
-                data = (proven(read, file, where) if verify else read)(begin, end)
+                data = bytes((proven(read, file, where) if verify else read)(begin, end))
             if len(data) != end - begin:
                 raise Error("DATA_LOSS", f"read {where} @ {begin}: {len(data)} of {end - begin} bytes are there")
             count = end - begin
