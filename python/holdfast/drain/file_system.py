@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import mmap
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from holdfast import _dcp_directories, _durable, _names, _native, _regular
-from holdfast.drain import judging, slots
+from holdfast.drain import direct_io, judging, slots
 from holdfast.drain.beside import can_be_sent, recorded
 from holdfast.drain.contents import files_of, manifest_name, parse, proven
 from holdfast.drain.listing import Listing
@@ -21,7 +19,6 @@ from holdfast.errors import Error, of_system
 
 PIECE_BYTES = 4 << 20
 _AT_ONCE = 4  # pieces of one file
-_ALIGNMENT = 4096
 
 
 class Directory:
@@ -299,7 +296,7 @@ class Directory:
                 with of_system(f"write {path} @ {begin}"):
                     write(memoryview(data), begin)
 
-            with _writing(name, folder, fd) as write:
+            with direct_io.writing(name, folder, fd) as write:
                 each(send, pieces(file, PIECE_BYTES))
             with of_system(f"sync {path}"):
                 os.fsync(fd)
@@ -339,20 +336,8 @@ class Directory:
             with self.opened(slot, name) as read:
                 yield read
             return
-        mine = threading.local()
-
-        def read_direct(begin: int, end: int) -> memoryview:
-            length = -(-(end - begin) // _ALIGNMENT) * _ALIGNMENT
-            if getattr(mine, "buffer", None) is None or len(mine.buffer) < length:
-                mine.buffer = mmap.mmap(-1, max(length, PIECE_BYTES))
-            view, got = memoryview(mine.buffer)[:length], 0
-            with of_system(f"read {path} @ {begin}"):
-                while got < end - begin and (more := _read_direct(fd, view[got:], begin + got)):
-                    got += more
-            return view[: min(got, end - begin)]
-
         try:
-            yield read_direct
+            yield direct_io.reading(fd, path)
         finally:
             os.close(fd)
 
@@ -548,56 +533,6 @@ def in_use(path: str) -> Iterator[None]:
         yield
     finally:
         os.close(fd)
-
-
-def _read_direct(fd: int, into: memoryview, at: int) -> int:
-    try:
-        return os.preadv(fd, [into], at)
-    except OSError as error:
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        if error.errno != errno.EINVAL or not flags & os.O_DIRECT:
-            raise
-    # The file system wants another alignment.
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-    return os.preadv(fd, [into], at)
-
-
-@contextlib.contextmanager
-def _writing(name: str, folder: int, fd: int) -> Iterator[Callable[[memoryview, int], None]]:
-    """A function that writes at a place in a file, past the page cache where file system and memory allow it.
-
-    Args:
-        name, folder: of the file.
-        fd: of it, for what cannot be written so: its end, and data at any address.
-    """
-    try:
-        direct = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
-    except OSError:
-        direct = -1
-    is_taken = direct >= 0
-
-    def write(data: memoryview, at: int) -> None:
-        nonlocal is_taken
-        while data:
-            count = 0
-            if is_taken and len(data) >= _ALIGNMENT:
-                try:
-                    count = os.pwrite(direct, data[: len(data) // _ALIGNMENT * _ALIGNMENT], at)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    is_taken = False
-            if not count:
-                count = os.pwrite(fd, data, at)
-                # Begins the writing to the disk, beside the reading of what follows.
-                os.posix_fadvise(fd, at, count, os.POSIX_FADV_DONTNEED)
-            data, at = data[count:], at + count
-
-    try:
-        yield write
-    finally:
-        if direct >= 0:
-            os.close(direct)
 
 
 def _is_right(have: Read, begin: int, end: int) -> bool:

@@ -1,0 +1,87 @@
+"""Reads and writes past the page cache, where a file system allows it: the training keeps the cache and the CPU that it costs."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+from holdfast.drain.places import Read
+from holdfast.errors import of_system
+
+_ALIGNMENT = 4096
+_BUFFER_BYTES_MIN = 4 << 20
+
+
+def reading(fd: int, path: str) -> Read:
+    """A read of a file that is open with O_DIRECT. Its ranges begin at multiples of 4096; it returns views.
+
+    Args:
+        path: of the file, for errors.
+    """
+    mine = threading.local()
+
+    def read(begin: int, end: int) -> memoryview:
+        length = -(-(end - begin) // _ALIGNMENT) * _ALIGNMENT
+        if getattr(mine, "buffer", None) is None or len(mine.buffer) < length:
+            mine.buffer = mmap.mmap(-1, max(length, _BUFFER_BYTES_MIN))
+        view, got = memoryview(mine.buffer)[:length], 0
+        with of_system(f"read {path} @ {begin}"):
+            while got < end - begin and (more := _read(fd, view[got:], begin + got)):
+                got += more
+        return view[: min(got, end - begin)]
+
+    return read
+
+
+def _read(fd: int, into: memoryview, at: int) -> int:
+    try:
+        return os.preadv(fd, [into], at)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # The file system wants another alignment: of this thread, or of another that was here before.
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+    return os.preadv(fd, [into], at)
+
+
+@contextlib.contextmanager
+def writing(name: str, folder: int, fd: int) -> Iterator[Callable[[memoryview, int], None]]:
+    """A function that writes at a place in a file, past the page cache where file system and memory allow it.
+
+    Args:
+        name, folder: of the file.
+        fd: of it, for what cannot be written so: its end, and data at any address.
+    """
+    try:
+        direct = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+    except OSError:
+        direct = -1
+    is_taken = direct >= 0
+
+    def write(data: memoryview, at: int) -> None:
+        nonlocal is_taken
+        while data:
+            count = 0
+            if is_taken and len(data) >= _ALIGNMENT:
+                try:
+                    count = os.pwrite(direct, data[: len(data) // _ALIGNMENT * _ALIGNMENT], at)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    is_taken = False
+            if not count:
+                count = os.pwrite(fd, data, at)
+                # Begins the writing to the disk, beside the reading of what follows.
+                os.posix_fadvise(fd, at, count, os.POSIX_FADV_DONTNEED)
+            data, at = data[count:], at + count
+
+    try:
+        yield write
+    finally:
+        if direct >= 0:
+            os.close(direct)
