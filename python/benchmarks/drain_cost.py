@@ -25,7 +25,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer_cost import Trainer, parse_bytes, sync_file
+from raw_disk import sync_tree
+from trainer_cost import Trainer, parse_bytes
 
 import holdfast
 from holdfast.drain import Drain
@@ -137,8 +138,7 @@ def rate(arguments: argparse.Namespace, url: str, storage: dict[str, Any]) -> di
                 obstore.put(there, file.name, file)
             bare.append(time.perf_counter() - begin)
             if not scheme_of(url):
-                for path in (*Path(f"{url}/bare-{number}").iterdir(), Path(f"{url}/bare-{number}")):
-                    sync_file(str(path))
+                sync_tree(f"{url}/bare-{number}")
             synced.append(time.perf_counter() - begin)
     took = statistics.median(drained)
     return {

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trainer_cost import Trainer, Way, load_torch, sync_file
+from raw_disk import sync_tree
+from trainer_cost import Trainer, Way, load_torch
 
 import holdfast
 from holdfast import _runtime
@@ -36,13 +37,6 @@ def prepare_process() -> None:
     if not torch.cuda.is_available():
         sys.path.append(str(ROOT / "tests/frameworks"))
         importlib.import_module("no_gpu.cpu_for_gpu").without_gpu()
-
-
-def sync_tree(path: str) -> None:
-    """What survives power loss afterwards: all below a directory, and itself."""
-    for directory, _, files in os.walk(path):
-        for name in (*files, "."):
-            sync_file(os.path.join(directory, name))
 
 
 # ---- Megatron-Core.

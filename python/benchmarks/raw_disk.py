@@ -1,4 +1,4 @@
-"""The raw limit of a disk, in seconds: O_DIRECT, 4 MiB at a time, four at once, from Python and by holdfast-bench."""
+"""A disk: its raw limit in seconds (O_DIRECT, 4 MiB at a time, four at once, from Python and by holdfast-bench), and syncing."""
 
 from __future__ import annotations
 
@@ -76,3 +76,18 @@ def by_program(program: str, kind: Literal["write", "read"], directory: str, nby
     figures = json.loads(done.stdout)
     rates = [figures.get(f"raw.{kind}_bytes_per_second.{way}") for way in ENGINES[kind]]
     return nbytes / max(r for r in rates if r)
+
+
+def sync_file(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(path: str) -> None:
+    """What survives power loss afterwards: all below a directory, and itself."""
+    for directory, _, files in os.walk(path):
+        for name in (*files, "."):
+            sync_file(os.path.join(directory, name))

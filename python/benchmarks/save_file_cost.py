@@ -19,7 +19,8 @@ from typing import Any
 
 import raw_disk
 import torch
-from trainer_cost import parse_bytes, sync_file
+from raw_disk import sync_file
+from trainer_cost import parse_bytes
 
 import holdfast
 

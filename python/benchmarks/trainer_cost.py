@@ -46,6 +46,7 @@ from typing import Any
 
 import raw_disk
 import torch
+from raw_disk import sync_file
 
 import holdfast
 
@@ -146,14 +147,6 @@ class Peak:
         self._stop.set()
         self._thread.join()
         return self.bytes
-
-
-def sync_file(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 class Way:
