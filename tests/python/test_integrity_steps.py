@@ -94,13 +94,16 @@ def test_every_number_is_that_of_its_call() -> None:
 
 
 def test_a_bounded_campaign_lets_nothing_escape(tmp_path: Path) -> None:
-    told: list[str] = []
-    made = steps.Campaign(str(tmp_path), 5)
-    made.run(None, None, told.append, *((40, None) if LONG else (2, 3)), at_once=3)
-    print(made.summary())
-    assert made.escapes == [], told
-    assert made.counts["fired"] >= 3  # of 6: on a busy machine a run may not come to the call of a number that another has had
-    assert os.listdir(tmp_path) == []
+    for seed in range(5, 15):  # on a busy machine a run may not come to the call of a number that another has had
+        told: list[str] = []
+        made = steps.Campaign(str(tmp_path), seed)
+        made.run(None, None, told.append, *((40, None) if LONG else (2, 3)), at_once=3)
+        print(made.summary())
+        assert made.escapes == [], told
+        assert os.listdir(tmp_path) == []
+        if made.counts["fired"] >= 5:
+            break
+    assert made.counts["fired"] >= 5
 
 
 def test_the_program_runs_one_step_again(tmp_path: Path, capsys: pytest.CaptureFixture[str],
