@@ -35,20 +35,22 @@ namespace {
 using load::StreamBlock;
 using load::StreamVerdict;
 
-/// Refuses a directory that holds a checkpoint: with a manifest of its own the directory would
-/// count as one checkpoint, and hide those inside.
-absl::Status CheckHoldsNone(int directory, const std::string& name) {
+/// Refuses an entry that is a checkpoint's directory: with a manifest beside it, the directory
+/// above would count as one checkpoint, and hide those inside.
+absl::Status CheckIsNone(int directory, const std::string& name) {
   HOLDFAST_ASSIGN_OR_RETURN(const base::UniqueFd inside, directory::OpenDirectory(directory, name));
   HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> names,
                             directory::ListNames(inside.get(), name));
   if (std::none_of(names.begin(), names.end(), format::IsCommitFile)) return absl::OkStatus();
   return absl::FailedPreconditionError(
-      absl::StrCat("it holds checkpoints (", format::Quoted(name), "); name the directory of one"));
+      absl::StrCat("it holds checkpoints (", format::Quoted(name),
+                   "); name the directory of one, or move other files into a directory of theirs"));
 }
 
-/// Returns the files to adopt: regular files, with names that a manifest allows.
+/// Returns the files to adopt: regular files, with names that a manifest allows. `only`: that one.
 absl::StatusOr<std::vector<std::string>> FilesToAdopt(int directory, const std::string& path,
-                                                      const std::vector<std::string>& names) {
+                                                      const std::vector<std::string>& names,
+                                                      const std::string& only) {
   std::vector<std::string> files;
   for (const std::string& name : names) {
     if (format::ParseCompanionName(name).has_value() || format::IsDrainLock(name)) continue;
@@ -57,9 +59,10 @@ absl::StatusOr<std::vector<std::string>> FilesToAdopt(int directory, const std::
                               directory::Look(directory, name, /*follow_symlink=*/false));
     if (entry.kind == directory::EntryKind::kDirectory) {
       HOLDFAST_RETURN_IF_ERROR(
-          base::Annotate(CheckHoldsNone(directory, name), absl::StrCat("adopt ", path)));
+          base::Annotate(CheckIsNone(directory, name), absl::StrCat("adopt ", path)));
       continue;
     }
+    if (!only.empty() && name != only) continue;
     if (entry.kind != directory::EntryKind::kFile) {
       return absl::FailedPreconditionError(absl::StrCat(
           object, ": not a regular file; a manifest names only what lies in its own directory"));
@@ -190,9 +193,8 @@ absl::Status AdoptFiles(const std::string& directory_path, const std::string& on
     return absl::FailedPreconditionError(absl::StrCat(
         "adopt ", directory_path, ": a save that did not end; it cannot be made complete"));
   }
-  HOLDFAST_ASSIGN_OR_RETURN(
-      const std::vector<std::string> files,
-      FilesToAdopt(fd.get(), directory_path, only.empty() ? names : std::vector{only}));
+  HOLDFAST_ASSIGN_OR_RETURN(const std::vector<std::string> files,
+                            FilesToAdopt(fd.get(), directory_path, names, only));
   FaultLog log(1);
   ForeignCheck check(fd.get(), &log, ForeignCheck::Unknown::kPassOver);
   for (const std::string& name : files) check.AddFile(name, /*asked_for=*/!only.empty());

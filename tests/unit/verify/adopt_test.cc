@@ -105,7 +105,10 @@ TEST_F(AdoptTest, RefusesADirectoryOfCheckpoints) {
   std::filesystem::create_directory(Path("step-10"));
   WriteFileBytes(Path("step-10/a"), "bytes");
   ASSERT_TRUE(Adopt(Path("step-10")).ok());
-  EXPECT_THAT(Adopt(scratch_.path()).message(), HasSubstr("it holds checkpoints (\"step-10\")"));
+  for (const std::string& path : {scratch_.path(), Path("notes")}) {
+    EXPECT_THAT(Adopt(path).message(), HasSubstr("it holds checkpoints (\"step-10\")"));
+  }
+  EXPECT_THAT(scratch_.Names(), ElementsAre(lock, "notes", "step-10"));
   std::filesystem::remove_all(Path("step-10"));
   ASSERT_TRUE(Adopt(scratch_.path()).ok());
   EXPECT_THAT(ReadFileBytes(Path(manifest_)), ::testing::Not(HasSubstr(lock)));
