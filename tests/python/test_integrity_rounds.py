@@ -218,6 +218,18 @@ def test_an_earlier_save_may_take_a_name_that_retention_has_freed(keep: int) -> 
     assert (looking.problems == []) == (keep == 1), looking.problems
 
 
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_a_trainer_may_be_killed_before_or_behind_its_move_of_the_directory(has_moved: bool, tmp_path: Path) -> None:
+    to = tmp_path / "run.moved-0"
+    if has_moved:
+        to.mkdir()
+    looking = judge.Judge(made(save(1)), str(tmp_path / "run"))
+    lines = [{"event": event, "n": 1, "skipped": False, "path": str(tmp_path / "run/step-1"), "to": str(to)}
+             for event in ("call", "called", "durable", "moving")]  # fmt: skip
+    looking.hear([{"rank": 0, "job": 0, "at": at, **line} for at, line in enumerate(lines)], [])
+    assert looking._directories() == [str(to)] * has_moved + [str(tmp_path / "run")]
+
+
 # ---- What surrounds a round.
 
 

@@ -240,9 +240,9 @@ class Life {
     do {
       to = absl::StrCat(task_.options.directory, ".moved-", moves_++);
     } while (fs::exists(to));
+    teller_->Tell("moving", {{"to", to}});  // before: this process may be killed behind the rename
     fs::rename(task_.options.directory, to, error);
     mkdir(task_.options.directory.c_str(), 0777);
-    teller_->Tell("moved", {{"to", to}});
   }
 
   void RecoverBeside() {

@@ -147,7 +147,7 @@ class Judge:
                 if line["phase"] not in ("call", "sealed", "done", "failed", "cancelled", "queued"):
                     self.counts[f"in flight {line['kind']}"] += 1
                     self.counts[f"in flight {line['kind']} x {self.round['launcher']} x {rung}"] += 1
-            elif event == "moved":
+            elif event == "moving" and os.path.isdir(line["to"]):
                 self._moved.append(line["to"])
             elif event == "durable" and made:
                 made.outcomes[line["rank"]] = "durable"

@@ -332,9 +332,9 @@ class Trainer:
             return
         while os.path.exists(to := f"{self.directory}.moved-{self._moves}"):
             self._moves += 1
+        self.tell("moving", to=to)  # before: this process may be killed behind the rename
         os.rename(self.directory, to)
         os.mkdir(self.directory)
-        self.tell("moved", to=to)
 
     def _recover(self, _: dict[str, Any]) -> None:
         try:
