@@ -55,8 +55,8 @@ def recover(
 
     Args:
         directory: where checkpoints are saved, or a DCP checkpoint.
-        wait_for_orphans: seconds to wait for a worker whose trainer is dead, before it is fenced; and for
-            processes that have a single file's save open, before it is kept.
+        wait_for_orphans: seconds to wait without progress for a worker whose trainer is dead, before it is
+            fenced, and ten times that in all; and for processes that have a single file's save open, before it is kept.
         promote: give complete but unfinished checkpoints their final name.
         clean_up: remove incomplete ones.
         silence_without_locks: where locks tell nothing (network file systems), seconds without a

@@ -45,11 +45,18 @@ namespace {
 constexpr absl::Duration kPoll = absl::Milliseconds(20);
 // The interval on file systems where each check is a request to a server.
 constexpr absl::Duration kPollSilence = absl::Seconds(1);
-// Longer than another recovery's wait for orphans. Removing takes about 0.25 s/GiB.
+// Longer than another recovery's removals, which take about 0.25 s/GiB.
 constexpr absl::Duration kTurnMax = absl::Minutes(10);
+
+constexpr int kOrphanWaits = 10;
 
 constexpr char kStillAtWork[] =
     "a worker without a trainer is still at work there; recover again later";
+
+/// Waits for an orphan's progress, in all.
+absl::Duration LongestWait(const RecoveryOptions& options) {
+  return kOrphanWaits * options.wait_for_orphans;
+}
 
 /// The last change of a directory's entries or its listing. InfiniteFuture when unknown.
 absl::Time LastChange(int directory) {
@@ -95,6 +102,7 @@ class Recovery {
   static Visit Keep(std::string why) { return {.outcome = Outcome::kKept, .why = std::move(why)}; }
 
   void PutLatestFirst(std::vector<std::string>* names) const;
+  absl::Time LastProgress(const std::vector<std::string>& orphans) const;
   absl::Status PromoteAndAwaitOrphans(std::vector<std::string>* orphans);
   absl::Status Fence(const std::string& name);
   absl::Status CleanUp();
@@ -164,10 +172,22 @@ void Recovery::PutLatestFirst(std::vector<std::string>* names) const {
       [&time_of](const std::string& a, const std::string& b) { return time_of(a) > time_of(b); });
 }
 
+absl::Time Recovery::LastProgress(const std::vector<std::string>& orphans) const {
+  absl::Time last = absl::InfinitePast();
+  for (const std::string& name : orphans) {
+    const auto directory = directory::OpenDirectory(parent_, name);
+    if (directory.ok()) last = std::max(last, LastChange(directory->get()));
+  }
+  return last;
+}
+
 /// Promotes all complete directories before any removal: a crash in between must leave more
 /// checkpoints than before, never fewer.
 absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans) {
-  const absl::Time deadline = base::Now() + options_.wait_for_orphans;
+  // The save of an orphan that makes progress is the latest state of the run: it gets more time.
+  const absl::Time longest = base::Now() + LongestWait(options_);
+  absl::Time deadline = base::Now() + options_.wait_for_orphans;
+  absl::Time progress = absl::InfinitePast();
   const bool waits = options_.wait_for_orphans > absl::ZeroDuration();
   const absl::Time silence_deadline =
       waits ? base::Now() + options_.silence_without_locks + kPollSilence : base::Now();
@@ -181,6 +201,10 @@ absl::Status Recovery::PromoteAndAwaitOrphans(std::vector<std::string>* orphans)
       HOLDFAST_ASSIGN_OR_RETURN(const Visit visit, Settle(name, /*may_remove=*/false));
       if (visit.outcome == Outcome::kOrphan) orphans->push_back(name);
       if (visit.outcome == Outcome::kNotYetSilent) not_yet_silent.push_back(name);
+    }
+    if (const absl::Time last = LastProgress(*orphans); last > progress) {
+      progress = last;
+      deadline = std::min(longest, base::Now() + options_.wait_for_orphans);
     }
     const bool silence_may_come = !not_yet_silent.empty() && base::Now() < silence_deadline;
     if (!silence_may_come && (orphans->empty() || base::Now() >= deadline)) return absl::OkStatus();
@@ -393,8 +417,8 @@ absl::StatusOr<RecoveryReport> Recover(const std::string& directory,
       recovery::AwaitSingleFiles(parent->get(), directory, base::Now() + options.wait_for_orphans));
   // Ranks of one job recover at the same time. A recovery must not take another recovery's lock
   // during a removal for an orphan's.
-  HOLDFAST_RETURN_IF_ERROR(
-      directory::TakeTurn(parent->get(), directory, options.wait_for_orphans + recovery::kTurnMax));
+  HOLDFAST_RETURN_IF_ERROR(directory::TakeTurn(
+      parent->get(), directory, recovery::LongestWait(options) + recovery::kTurnMax));
   recovery::Recovery recovery(parent->get(), directory, *file_system, options);
   return recovery.Run();
 }

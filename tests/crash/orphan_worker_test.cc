@@ -10,13 +10,18 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <filesystem>
+#include <functional>
+#include <utility>
 
+#include "absl/time/time.h"
 #include "holdfast/recovery.h"
 #include "runtime/directory/entries.h"
 #include "runtime/directory/locks.h"
 #include "runtime/format/directory_names.h"
 #include "runtime/sys/system.h"
+#include "tests/testing/checkpoint_files.h"
 #include "tests/testing/child_process.h"
 #include "tests/testing/small_checkpoint.h"
 
@@ -134,6 +139,78 @@ TEST_F(OrphanWorker, IsFencedWhenItDoesNotEndAndCannotCommitAnyMore) {
   ASSERT_TRUE(report.ok());
   EXPECT_THAT(report->removed, ElementsAre(name));
   EXPECT_TRUE(std::filesystem::is_empty(directory_.path()));
+}
+
+/// A clock that only sleeps advance, with a call of `at_sleep` at each.
+class SleepingClock {
+ public:
+  explicit SleepingClock(std::function<void(int)> at_sleep) {
+    now_ = sys::NowNs();
+    sleeps_ = 0;
+    at_sleep_ = std::move(at_sleep);
+    sys::g_system.clock_gettime = [](clockid_t clock, struct timespec* out) {
+      if (clock == CLOCK_REALTIME) return sys::kKernel.clock_gettime(clock, out);
+      *out = absl::ToTimespec(absl::Nanoseconds(now_));
+      return 0;
+    };
+    sys::g_system.nanosleep = [](const struct timespec*, struct timespec*) {
+      now_ += absl::ToInt64Nanoseconds(absl::Seconds(10));
+      at_sleep_(++sleeps_);
+      return 0;
+    };
+  }
+  ~SleepingClock() {
+    sys::g_system = sys::kKernel;
+    at_sleep_ = nullptr;
+  }
+
+ private:
+  static inline uint64_t now_ = 0;
+  static inline int sleeps_ = 0;
+  static inline std::function<void(int)> at_sleep_;
+};
+
+TEST_F(OrphanWorker, HasMoreTimeWhileItMakesProgress) {
+  MakeOrphan();
+  WriteFileBytes(directory_ / (partial_ + "/data"), "");
+  absl::StatusOr<RecoveryReport> report;
+  {
+    const auto began = std::filesystem::last_write_time(directory_ / (partial_ + "/data"));
+    const SleepingClock clock([&](int sleeps) {
+      if (sleeps < 20) {
+        std::filesystem::last_write_time(directory_ / (partial_ + "/data"),
+                                         began + std::chrono::seconds(sleeps));
+      } else if (sleeps == 20) {
+        go_.Tell(1);
+        EXPECT_EQ(result_.Hear(), 0);
+      }
+    });
+    report = Recover(directory_.path(), {.wait_for_orphans = absl::Seconds(30)});
+  }
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->fenced, IsEmpty());
+  ASSERT_THAT(report->complete, SizeIs(1));
+}
+
+TEST_F(OrphanWorker, IsFencedInTheEndThoughItMakesProgress) {
+  MakeOrphan();
+  WriteFileBytes(directory_ / (partial_ + "/data"), "");
+  const auto began = std::filesystem::last_write_time(directory_ / (partial_ + "/data"));
+  int slept = 0;
+  absl::StatusOr<RecoveryReport> report;
+  {
+    const SleepingClock clock([&](int sleeps) {
+      slept = sleeps;
+      std::filesystem::last_write_time(directory_ / (partial_ + "/data"),
+                                       began + std::chrono::seconds(sleeps));
+    });
+    report = Recover(directory_.path(), {.wait_for_orphans = absl::Seconds(30)});
+  }
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->fenced, SizeIs(1));
+  EXPECT_EQ(slept, 30);
+  go_.Tell(1);
+  EXPECT_EQ(result_.Hear(), ENOENT);
 }
 
 TEST_F(OrphanWorker, KilledTooLeavesNothingToWaitFor) {

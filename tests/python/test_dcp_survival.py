@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dcp_ranks
@@ -21,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 import holdfast
 import holdfast.dcp
 from holdfast import _names, _native
-from holdfast.dcp import uploads
+from holdfast.dcp import recovery, uploads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -180,6 +181,27 @@ def test_a_recovery_waits_no_longer_than_told_for_a_process_that_commits(tmp_pat
         os.close(fd)
     assert said.decode() == "['step-1: a save is running there']\n"
     assert holdfast.recover(path.parent)["promoted"] == ["step-1"]
+
+
+@pytest.mark.parametrize(("ends_after", "progress_ends_after", "waits"), [(20, 20, 20), (100, 5, 8), (100, 100, 30)])
+def test_a_worker_without_its_trainer_has_more_time_while_it_makes_progress(
+    ends_after: int, progress_ends_after: int, waits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ten seconds pass at every look, of thirty without progress and three hundred in all."""
+    data = tmp_path / f"__0_0.distcp{_names.UNFINISHED}"
+    data.touch()
+    slept = 0
+
+    def sleep(_: float) -> None:
+        nonlocal slept
+        slept += 1
+        if slept <= progress_ends_after:
+            os.utime(data, (slept, slept))
+
+    monkeypatch.setattr(recovery, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 10.0 * slept))
+    monkeypatch.setattr(_native, "saves_at_work", lambda _: "none" if slept == ends_after else "orphan")
+    recovery._wait_for_workers(tmp_path, 30.0)
+    assert slept == waits
 
 
 class _Worker:

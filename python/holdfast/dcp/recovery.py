@@ -26,6 +26,7 @@ from holdfast.errors import Error, of_system
 logger = logging.getLogger("holdfast.dcp")
 
 _POLL = 0.05
+_WAITS = 10  # for a worker that makes progress, in all
 _SILENCE = 3.0  # seconds without a change after which, without locks, no worker is taken to be at work
 
 
@@ -39,7 +40,8 @@ def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> lis
 
     Args:
         path: the checkpoint's directory.
-        wait_for_orphans: seconds to wait for workers of a dead trainer, and for a process that completes a save there.
+        wait_for_orphans: seconds to wait without progress for workers of a dead trainer, and ten times that in all;
+            and for a process that completes a save there.
 
     Returns:
         Names of the metadata files that were written.
@@ -48,8 +50,8 @@ def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> lis
         Error: DATA_LOSS for a damaged manifest, and what reading and writing say.
     """
     directory = Path(directories.absolute_path(directories.local_path(path, "recover"), "recover"))
+    _wait_for_workers(directory, wait_for_orphans)
     end = time.monotonic() + wait_for_orphans
-    _wait_for_workers(directory, end)
     committed: list[str] = []
     for attempt, manifests in _candidates(directory):
         try:
@@ -67,19 +69,20 @@ def _names(directory: Path) -> list[str]:
         return sorted(os.listdir(directory))
 
 
-def _wait_for_workers(directory: Path, end: float) -> None:
-    """Waits while workers of dead trainers are at work: those of a living one are not waited for."""
+def _wait_for_workers(directory: Path, seconds: float) -> None:
+    """Waits while workers of dead trainers make progress: those of a living one are not waited for."""
     seen, since = None, time.monotonic()
-    while time.monotonic() < end:
+    longest = since + _WAITS * seconds
+    while time.monotonic() < min(longest, since + seconds):
         at_work = _native.saves_at_work(str(directory))
         if at_work in ("none", "trainer"):
             return
-        if at_work == "unknown":  # locks tell nothing here; files that change do
-            writing = _files_being_written(directory)
-            if writing != seen:
-                seen, since = writing, time.monotonic()
-            if not writing or time.monotonic() - since > _SILENCE:
-                return
+        writing = _files_being_written(directory)
+        if writing != seen:
+            seen, since = writing, time.monotonic()
+        # Where locks tell nothing, files that change do.
+        if at_work == "unknown" and (not writing or time.monotonic() - since > _SILENCE):
+            return
         time.sleep(_POLL)
 
 

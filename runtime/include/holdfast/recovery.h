@@ -31,9 +31,10 @@ struct CheckpointInfo {
 };
 
 struct RecoveryOptions {
-  /// Longest wait for a worker of a dead trainer that may still finish. After the wait its
-  /// directory is renamed away (fenced), so that the worker's last rename fails. For a file that is
-  /// saved by itself, the longest wait for any process that has it open: its trainer may live.
+  /// Longest wait without progress for a worker of a dead trainer that may still finish; the whole
+  /// wait lasts ten times as long. After the wait its directory is renamed away (fenced), so that
+  /// the worker's last rename fails. For a file that is saved by itself, the longest wait for any
+  /// process that has it open: its trainer may live.
   absl::Duration wait_for_orphans = absl::Seconds(30);
   /// Rename complete partial checkpoints without a live owner to their final name.
   bool promote = true;
