@@ -66,6 +66,20 @@ def has_step(name: str, step: int) -> bool:
     return _step_in(name) == step
 
 
+def check_step(path: str, name: str, attempt: str, recorded: int, wanted: int | None) -> None:
+    """Refuses a checkpoint, plain or of DCP, that is of another step than the one that is asked for.
+
+    A save without a step records 0: then the name may have it. Without an attempt nothing is recorded.
+
+    Raises:
+        Error: NOT_FOUND.
+    """
+    if wanted in (None, recorded) or not attempt or (recorded == 0 and has_step(name, wanted or 0)):
+        return
+    raise Error("NOT_FOUND", f"load {path}: it is a checkpoint of step {recorded}, not of step {wanted}; "
+                f"pass step={recorded}, or the name of another checkpoint")  # fmt: skip
+
+
 def list_complete(directory: str) -> tuple[list[dict[str, Any]], list[str]]:
     """The complete checkpoints, the oldest first, and "NAME: why" of those that are damaged.
 

@@ -6,7 +6,11 @@ A pattern is for `fullmatch` with a whole name, without the end `UNFINISHED` of 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import string
+
+from holdfast.errors import Error
 
 # The file by which PyTorch's distributed checkpoint (DCP) commits.
 METADATA = ".metadata"
@@ -155,3 +159,34 @@ def format_of(name: str) -> str:
     if is_record_of_dcp(name) or DCP_METADATA.fullmatch(name) or DCP_DATA.fullmatch(name):
         return "dcp"
     return "holdfast" if is_record(name) or DATA.fullmatch(name) else ""
+
+
+_STEPS_TRIED = (0, 7, 999, 1000, 12345678901)
+
+
+def pattern_of(form: str) -> re.Pattern[str]:
+    """Matches the names that a `Checkpointer` makes by a form, as ``step-{step}``.
+
+    Raises:
+        Error: INVALID_ARGUMENT for a form of which no step can be read back.
+    """
+    try:
+        parts = list(string.Formatter().parse(form))
+        form.format(step=0)
+    except (ValueError, LookupError) as error:
+        raise Error("INVALID_ARGUMENT", f"Checkpointer: name {form!r}: {error!r}; there is only {{step}}") from None
+    fields = [i for i, (_, field, _, _) in enumerate(parts) if field is not None]
+    after = "".join(p[0] for p in parts[fields[0] + 1 :]) if fields else ""
+    is_path = form in ("", os.curdir, os.pardir) or os.path.basename(form) != form
+    if is_path or len(fields) > 1 or re.search(r"\d", after):
+        raise Error("INVALID_ARGUMENT", f"Checkpointer: name {form!r}: one name with at most one {{step}} is expected, and no digit after it")
+    pattern = re.compile("".join(re.escape(text) + (r"(\d+)" if f is not None else "") for text, f, _, _ in parts))
+    for step in _STEPS_TRIED if fields else ():
+        found = pattern.fullmatch(form.format(step=step))
+        if found is None or int(found[1]) != step:
+            raise Error(
+                "INVALID_ARGUMENT",
+                f"Checkpointer: name {form!r}: step {step} is no decimal number in {form.format(step=step)!r}, so that its checkpoint "
+                "would not be found again; write {step}, or {step:08d} for zeros in front",
+            )
+    return pattern

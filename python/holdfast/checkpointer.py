@@ -8,8 +8,6 @@ import contextlib
 import inspect
 import logging
 import os
-import re
-import string
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # before Python 3.11 not the built-in one
@@ -136,7 +134,7 @@ class Checkpointer(PerProcess):
         self.directory = directories.absolute_path(text, "Checkpointer")
         directories.check_is_no_checkpoint(self.directory, "Checkpointer")
         self._form = name
-        self._pattern = _pattern_of(name)
+        self._pattern = _names.pattern_of(name)
         self.format = format
         of_save = {"holdfast": _OF_PLAIN, "dcp": _OF_DCP}.get(format)
         if of_save is None:
@@ -368,7 +366,8 @@ class Checkpointer(PerProcess):
         """Loads a checkpoint. With ``"dcp"``, all ranks of the group call it.
 
         Args:
-            step: whose checkpoint; default the newest. With ``"dcp"`` rank 0's newest counts.
+            step: whose checkpoint; default the newest. With ``"dcp"`` rank 0's newest counts. A checkpoint that records
+                another step is refused.
             into: the state to fill, as of `holdfast.load`; required with ``"dcp"``.
             name: of the checkpoint, in place of the step's.
             **options: of `holdfast.load`; with ``"dcp"`` of `holdfast.dcp.StorageReader`.
@@ -377,13 +376,13 @@ class Checkpointer(PerProcess):
             `into`, or the state.
 
         Raises:
-            Error: NOT_FOUND when there is none, and as `holdfast.load`.
+            Error: NOT_FOUND when there is none, or one of another step, and as `holdfast.load`.
         """
         if self.format == "dcp":
-            return self._load_dcp(lambda: self._find(step, name), into, **options)
+            return self._load_dcp(lambda: self._find(step, name), step, into, **options)
         with self._found(lambda: self._find(step, name)) as path:
             listed = drain_remote.is_url(path) and "storage" not in options
-            loaded = loading.load(self._second_place().to_load(path) if listed else path, into, **options)
+            loaded = loading.load(self._second_place().to_load(path) if listed else path, into, step=step, **options)
             self._descends_from(path)
         return loaded
 
@@ -421,7 +420,7 @@ class Checkpointer(PerProcess):
         if found is not None:
             _lineage.loaded(os.path.join(self.directory, found.name), found.attempt, found.step)
 
-    def _load_dcp(self, find: Callable[[], str], into: Any, **options: Any) -> Any:
+    def _load_dcp(self, find: Callable[[], str], step: int | None, into: Any, **options: Any) -> Any:
         import torch.distributed.checkpoint as dcp
 
         import holdfast.dcp
@@ -437,11 +436,19 @@ class Checkpointer(PerProcess):
         looked: builtins.list[str] = []  # of rank 0
 
         def find_complete() -> str:
+            there: dict[str, Any] | None = None
             looked.append(find())
+            place = None if self._drain_to is None else self._second_place().found(looked[-1])
+            if place is not None:
+                _dcp_directories.check_step(looked[-1], place.name, place.attempt, place.step, step)
             path = self._fetched(looked[-1])
             stack.callback(drain_remote.let_go, path)
             if not _dcp_directories.may_be_loaded(path):
                 raise Error("NOT_FOUND", f"load {path}: it has no {_names.METADATA}: {_dcp_directories.why_none(path)}")
+            with contextlib.suppress(Error):  # the reader says what is damaged
+                there = _dcp_directories.look(path)
+            if there is not None:
+                _dcp_directories.check_step(path, os.path.basename(path), there["attempt"], there["step"], step)
             return path
 
         with contextlib.ExitStack() as stack:
@@ -560,32 +567,6 @@ class Checkpointer(PerProcess):
 
 def _refusal(reason: str) -> Error:
     return Error("INVALID_ARGUMENT", f"Checkpointer: {reason}")
-
-
-_STEPS_TRIED = (0, 7, 999, 1000, 12345678901)
-
-
-def _pattern_of(form: str) -> re.Pattern[str]:
-    """Matches the names of a form."""
-    try:
-        parts = list(string.Formatter().parse(form))
-        form.format(step=0)
-    except (ValueError, LookupError) as error:
-        raise _refusal(f"name {form!r}: {error!r}; there is only {{step}}") from None
-    fields = [i for i, (_, field, _, _) in enumerate(parts) if field is not None]
-    after = "".join(p[0] for p in parts[fields[0] + 1 :]) if fields else ""
-    is_path = form in ("", os.curdir, os.pardir) or os.path.basename(form) != form
-    if is_path or len(fields) > 1 or re.search(r"\d", after):
-        raise _refusal(f"name {form!r}: one name with at most one {{step}} is expected, and no digit after it")
-    pattern = re.compile("".join(re.escape(text) + (r"(\d+)" if f is not None else "") for text, f, _, _ in parts))
-    for step in _STEPS_TRIED if fields else ():
-        found = pattern.fullmatch(form.format(step=step))
-        if found is None or int(found[1]) != step:
-            raise _refusal(
-                f"name {form!r}: step {step} is no decimal number in {form.format(step=step)!r}, so that its checkpoint "
-                "would not be found again; write {step}, or {step:08d} for zeros in front"
-            )
-    return pattern
 
 
 def _beside(other: Checkpointer | str | None) -> _runtime.Runtime | None:

@@ -376,6 +376,7 @@ def load(
     path: str | os.PathLike[str],
     into: Any = None,
     *,
+    step: int | None = None,
     map_location: MapLocation = None,
     strict: bool = True,
     partial: bool = False,
@@ -417,7 +418,7 @@ def load(
         `into`, or the state.
 
     Raises:
-        Error: NOT_FOUND, FAILED_PRECONDITION (incomplete, differs over the ranks), DATA_LOSS (with
+        Error: NOT_FOUND (none, or one of another step), FAILED_PRECONDITION (incomplete, differs over the ranks), DATA_LOSS (with
             tensor, file and range), INVALID_ARGUMENT (structure, shape, dtype), PERMISSION_DENIED
             (an object needs a class that is not allowed).
     """
@@ -426,6 +427,8 @@ def load(
             path, rank=rank, map_location=map_location, verify=verify, buffer_bytes=buffer_bytes,
             threads=threads, storage=storage,
         )
+        name = os.path.basename(checkpoint.path)
+        _dcp_directories.check_step(checkpoint.path, name, checkpoint.reader.attempt, checkpoint.step, step)
         if into is None:
             loaded = checkpoint.state(allow)
         else:
