@@ -101,6 +101,7 @@ class Object(Kind):
     names = ("object",)
 
     def flatten(self, walk: Any, path: str, value: Any) -> None:
+        _plain.check_no_method(path, value)
         # A class, a function or such a value is its name in a pickle.
         if value is Ellipsis or value is NotImplemented:
             name = f"builtins:{value!r}"

@@ -13,7 +13,10 @@ import enum
 import importlib
 import json
 import math
+import re
+import reprlib
 import struct
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,12 +35,48 @@ _PACKED_MIN = 1024
 _PACKED = {int: "q", float: "d"}
 _NUMBERS = ("bool_", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64",
             "float16", "float32", "float64", "complex64", "complex128")  # fmt: skip
+_CLASS_NAME = re.compile(r"[^\s:]+:[^\s:]+")
+_DOTTED = re.compile(r"\w+(\.\w+)+")
 _SETS: dict[type, str] = {set: "set", frozenset: "frozenset"}
 
 
 def name_of(item: Any) -> str:
     """``module:qualified.name`` of a class or function, or the text itself."""
     return item if isinstance(item, str) else f"{item.__module__}:{item.__qualname__}"
+
+
+def allowed(allow: Iterable[Any], operation: str) -> frozenset[str]:
+    """The names of what `allow` has: classes and functions, or their names.
+
+    Raises:
+        Error: INVALID_ARGUMENT for the first that is neither.
+    """
+    names = []
+    for item in allow:
+        is_text = isinstance(item, str)
+        named = is_text or all(isinstance(getattr(item, n, None), str) for n in ("__module__", "__qualname__"))
+        if not named or is_text and not _CLASS_NAME.fullmatch(item):
+            text = reprlib.repr(item)
+            hint = f", as {':'.join(item.rsplit('.', 1))!r}" if is_text and _DOTTED.fullmatch(item) else ""
+            raise Error("INVALID_ARGUMENT", f"{operation}: allow {text}: a class or \"module:Class\" is expected{hint}")
+        names.append(name_of(item))
+    return frozenset(names)
+
+
+def is_method(value: Any) -> bool:
+    """Whether it is a method of an object or a class. A pickle of it has the object, and no load makes it."""
+    owner = getattr(value, "__self__", None)
+    return isinstance(value, (types.MethodType, types.BuiltinMethodType)) and not isinstance(owner, (type(None), types.ModuleType))
+
+
+def check_no_method(path: str, value: Any) -> None:
+    """Refuses a method in a state, as where the parentheses of a call are missing.
+
+    Raises:
+        Error: INVALID_ARGUMENT.
+    """
+    if is_method(value):
+        raise Error("INVALID_ARGUMENT", f"save {path or 'state'}: {value.__qualname__} is a method; call it: {value.__name__}()")
 
 
 def check_text(text: str, operation: str) -> None:
@@ -51,6 +90,11 @@ def check_text(text: str, operation: str) -> None:
     except UnicodeEncodeError:
         said = operation.encode(errors="backslashreplace").decode()
         raise Error("INVALID_ARGUMENT", f"{said}: the name is not UTF-8") from None
+
+
+def shown_class(value: Any) -> str:
+    """The class of a value in a message."""
+    return class_name(value).removeprefix("builtins:")
 
 
 def class_name(value: Any) -> str:

@@ -254,7 +254,7 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
     if objects and policy == "refuse":
         raise Error(
             "INVALID_ARGUMENT",
-            "save: " + ", ".join(f"{name} ({_plain.class_name(o)})" for name, o in objects.items())
+            "save: " + ", ".join(f"{name} ({_plain.shown_class(o)})" for name, o in objects.items())
             + ": neither tensors nor plain values, and objects='refuse'",
         )
     if policy not in ("pickle", "refuse"):
@@ -266,7 +266,7 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
         except Exception as error:
             raise Error(
                 "INVALID_ARGUMENT",
-                f"save {name}: a {_plain.class_name(value)} cannot be pickled ({error}); leave it out "
+                f"save {name}: a {_plain.shown_class(value)} cannot be pickled ({error}); leave it out "
                 "of the state, or give it a state_dict()",
             ) from error
         index[name] = [len(blob), len(data)]

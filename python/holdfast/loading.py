@@ -250,7 +250,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
 
     def state(self, allow: Iterable[Any] = ()) -> Any:
         """The state as it was saved, in new tensors. See `load`."""
-        allow = tuple(allow)
+        given = _plain.allowed(allow, f"load {self.path}")
+        allow = tuple(given)
         with self._reading() as loading:
             try:
                 with self.of_description():
@@ -260,7 +261,6 @@ class Checkpoint(Mapping[str, torch.Tensor]):
             except Error as error:
                 if error.code != "PERMISSION_DENIED" or error.errno:
                     raise
-                given = {_unpickle.name_of(item) for item in allow}
                 needed = self._needed(loading)
                 if len(needed - given) < 2:
                     raise
@@ -272,8 +272,9 @@ class Checkpoint(Mapping[str, torch.Tensor]):
     def into(self, target: Any, *, strict: bool = True, allow: Iterable[Any] = (),
              partial: bool = False) -> Any:
         """Reads into the tensors of `target`, and returns it. See `load`."""
+        names = tuple(_plain.allowed(allow, f"load {self.path}"))
         with self._reading() as loading, self.of_description():
-            return Filling(self, loading, strict, tuple(allow), partial).run(self._root, target)
+            return Filling(self, loading, strict, names, partial).run(self._root, target)
 
     # ---- Reading.
 

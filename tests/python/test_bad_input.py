@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import fractions
 import inspect
 import os
 import re
@@ -13,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import command_line
 import pytest
 import torch
 from small_disk import mounted
@@ -143,6 +146,48 @@ def test_arguments_of_a_wrong_type_are_named(tmp_path: Path) -> None:
                     call(**{name: value})
                 assert error.value.code == "INVALID_ARGUMENT"
     assert sorted(os.listdir(tmp_path)) == ["whole"]
+
+
+def test_what_is_no_class_is_not_allowed(tmp_path: Path) -> None:
+    holdfast.save({"a": argparse.Namespace(t=1), "f": fractions.Fraction(1, 3)}, tmp_path / "s")
+    dcp.save(STATE, checkpoint_id=tmp_path / "d", no_dist=True)
+    loads: tuple[Callable[..., Any], ...] = (
+        lambda allow: holdfast.load(tmp_path / "s", allow=allow),
+        lambda allow: holdfast.load(tmp_path / "s", into={"a": None, "f": None}, allow=allow),
+        lambda allow: dcp.StorageReader(tmp_path / "d", allow=allow),
+    )
+    for item, message in (
+        (3, "allow 3: a class or"),
+        (argparse, "allow <module 'argp"),
+        (argparse.Namespace(), r"allow Namespace\(\)"),
+        ("argparse.Namespace", "allow 'argparse.Namespace': .*, as 'argparse:Namespace'"),
+        ("Fraction", "allow 'Fraction': a class or \"module:Class\" is expected"),
+        ("", "allow '': a class"),
+    ):
+        for load in loads:
+            with pytest.raises(holdfast.Error, match=message) as error:
+                load([argparse.Namespace, item])
+            assert error.value.code == "INVALID_ARGUMENT"
+    again = holdfast.load(tmp_path / "s", allow=[argparse.Namespace, "fractions:Fraction"])
+    assert again == {"a": argparse.Namespace(t=1), "f": fractions.Fraction(1, 3)}
+    result = command_line.holdfast("convert", "--allow", "bogus", tmp_path / "s", tmp_path / "out.pt")
+    command_line.refused(result, "allow 'bogus': a class")
+
+
+def test_a_method_in_a_state_is_named(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    for value, name in ((model.state_dict, "Module.state_dict"), (dict.fromkeys, "dict.fromkeys"), ([].copy, "list.copy")):
+        message = rf"save model.now: {name} is a method; call it: {name.partition('.')[2]}\(\)"
+        refused_state = {"model": {"now": value}, **STATE}
+        with pytest.raises(holdfast.Error, match=message):
+            holdfast.save_async(refused_state, tmp_path / "s")
+        with pytest.raises(CheckpointException, match=message):
+            dcp.save(refused_state, checkpoint_id=tmp_path / "d", no_dist=True)
+        with pytest.raises(CheckpointException, match=message):
+            holdfast.Checkpointer(tmp_path / "run", format="dcp").save(refused_state, 1)
+    # A function is its name in a pickle.
+    holdfast.save({"f": os.path.join, "g": len}, tmp_path / "f")
+    assert holdfast.load(tmp_path / "f", allow=["posixpath:join", len])["f"] is os.path.join
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e300, 1e10, None])

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast import _collector, _devices, _dtypes, _late, _native
 from holdfast._framing import PlannedFile
+from holdfast._plain import check_no_method
 from holdfast._state import numbered
 from holdfast._tensor_kinds import QUANTIZED, local_of, sparse_parts
 from holdfast.dcp.failures import of_object
@@ -68,7 +69,7 @@ def _names(items: list[WriteItem]) -> list[str]:
 
 
 def check_layouts(state: Mapping[str, Any]) -> None:
-    """Raises INVALID_ARGUMENT for an entry that DCP cannot hold: its metadata has boxes of strided tensors alone, and a
+    """Raises INVALID_ARGUMENT for a method, and for an entry that DCP cannot hold: its metadata has boxes of strided tensors alone, and a
     quantized tensor would come back with the scale and zero point of what it is loaded into.
 
     Args:
@@ -76,6 +77,8 @@ def check_layouts(state: Mapping[str, Any]) -> None:
     """
     for name, value in state.items():
         tensor = local_of(value) if isinstance(value, DTensor) else value
+        if not isinstance(tensor, torch.Tensor):
+            check_no_method(name, tensor)
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "local_shards"):
             continue  # a ShardedTensor has no layout to ask for
         if tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized:

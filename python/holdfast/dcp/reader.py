@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader as _StorageReader
 from torch.futures import Future
 
-from holdfast import _arguments, _dtypes, _lineage, _native, _regular, _runtime, _unpickle, directories
+from holdfast import _arguments, _dtypes, _lineage, _native, _plain, _regular, _runtime, directories
 from holdfast._names import DCP_MANIFEST, METADATA, dcp_metadata
 from holdfast._pieces import Loading, Source
 from holdfast.dcp import metadata as _metadata
@@ -135,7 +135,7 @@ class StorageReader(_StorageReader):
         self.path = local_path(path)
         self.report: dict[str, Any] = {}
         self._verify = verify
-        self._allow = frozenset(_unpickle.name_of(item) for item in allow)
+        self._allow = _plain.allowed(allow, f"load {self.path}")
         self._trust = trust
         self._partial = partial
         self._buffer_bytes = buffer_bytes
