@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
+import difflib
 import functools
 import inspect
 import numbers
@@ -10,7 +11,7 @@ import operator
 import reprlib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar
 
 from holdfast.errors import Error
@@ -68,6 +69,9 @@ def _kind(annotation: Any) -> Kind | None:
         if len(kinds) < len(inner):
             return None
         return (lambda value: any(test(value) for test, _ in kinds)), " or ".join(words for _, words in kinds)
+    if origin is typing.Literal:
+        choices = typing.get_args(annotation)
+        return (lambda value: isinstance(value, str) and value in choices), f"one of {', '.join(choices)}"
     if origin in _KINDS:
         return _KINDS[origin]
     if origin in (collections.abc.Iterable, collections.abc.Collection, collections.abc.Sequence):
@@ -107,15 +111,28 @@ def wrong(operation: str, name: str, value: Any, expected: str) -> Error:
     return Error("INVALID_ARGUMENT", f"{operation}: {name} {shown}: {expected} is expected")
 
 
+def unknown(names: Iterable[str], known: Iterable[str]) -> str:
+    """What to say of names that are no options: the nearest ones that are, and all."""
+    listed, known = sorted(names), sorted(known)
+    nearest = dict.fromkeys(each for name in listed for each in difflib.get_close_matches(name, known, 1))
+    hint = f" (did you mean {', '.join(nearest)}?)" if nearest else ""
+    return f"there is no option {', '.join(listed)}{hint}; there is {', '.join(known)}"
+
+
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Decorates a function, or ``__init__``: what its annotations exclude is refused when it is called.
 
     An annotation `int` stands for a number of things: from 0.
     """
     operation = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    parameters = inspect.signature(function).parameters.values()
+    by_name = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in ("self", "runtime")}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not takes_any and (others := kwargs.keys() - by_name - {"runtime"}):
+            raise TypeError(f"{operation}: {unknown(others, by_name)}")
         # Too many arguments, and one given twice, are the function's own to tell.
         check(function, {**dict(zip(_kinds(function)[0], args)), **kwargs}, operation)  # noqa: B905
         return function(*args, **kwargs)

@@ -35,6 +35,8 @@ OPTIONS = frozenset(_native.option_names()) - {
     "rank",
     "world_size",
 }
+# Those that messages name: a hook of tests is none.
+TOLD = OPTIONS - {"on_sealed"}
 # Options of the staging memory and its workers: the same for all that share the memory.
 _OF_MEMORY = OPTIONS & frozenset(
     """arena_bytes control_bytes_max threads idle_trim pages launcher worker_program fused_copy
@@ -66,11 +68,8 @@ def _check(options: dict[str, Any], operation: str) -> dict[str, Any]:
     """The options as the runtime takes them."""
     unknown = sorted(set(options) - OPTIONS)
     if unknown:
-        raise Error(
-            "INVALID_ARGUMENT",
-            f"{operation}: there is no option {', '.join(unknown)}; there is "
-            + ", ".join(sorted(OPTIONS)),
-        )
+        told = TOLD | ({"stale_warning"} if operation == "configure" else set())
+        raise Error("INVALID_ARGUMENT", f"{operation}: {_arguments.unknown(unknown, told)}")
     automatic = () if options.get("arena_bytes") else ("arena_bytes",)
     given = {k: _taken(k, v, operation) for k, v in options.items() if k not in automatic}
     try:

@@ -257,8 +257,6 @@ def _pickled(objects: dict[str, Any], policy: str) -> tuple[bytes, dict[str, lis
             "save: " + ", ".join(f"{name} ({_plain.shown_class(o)})" for name, o in objects.items())
             + ": neither tensors nor plain values, and objects='refuse'",
         )
-    if policy not in ("pickle", "refuse"):
-        raise Error("INVALID_ARGUMENT", "save: objects is 'pickle' or 'refuse'")
     blob, index = bytearray(), {}
     for name, value in objects.items():
         try:

@@ -8,10 +8,10 @@ import contextlib
 import inspect
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError  # before Python 3.11 not the built-in one
-from typing import Any
+from typing import Any, Literal
 
 from holdfast import (
     _arguments,
@@ -159,15 +159,12 @@ class Checkpointer(PerProcess):
             self._keep_last = self._keep_every = 0
             self._draining.let_go_with(self)
         self._of_save = of_save
+        self._takes = Checkpointer._save_dcp if format == "dcp" else saving.save_async
         self._defaults = {k: v for k, v in options.items() if k in of_save}
-        _arguments.check(saving.save_async, self._defaults, "Checkpointer")
+        _arguments.check(self._takes, self._defaults, "Checkpointer")
         further = {k: v for k, v in options.items() if k not in of_save}
-        unknown = sorted(set(further) - _runtime.OPTIONS)
-        if unknown:
-            raise _refusal(
-                f"there is no option {', '.join(unknown)}; there is "
-                + ", ".join(sorted(of_save | _runtime.OPTIONS))
-            )
+        if unknown := set(further) - _runtime.OPTIONS:
+            raise _refusal(_arguments.unknown(unknown, _OF_OBJECT | of_save | _runtime.TOLD))
         self._runtime = _runtime.Runtime(further, _beside(share_memory_with), "Checkpointer")
         self._closed = False
         super().__init__()
@@ -206,11 +203,8 @@ class Checkpointer(PerProcess):
         """
         if self._closed:
             raise Error("FAILED_PRECONDITION", f"save to {self.directory}: the Checkpointer is closed")
-        unknown = sorted(set(options) - self._of_save)
-        if unknown:
-            raise _refusal(
-                f"a save has no option {', '.join(unknown)}; it has {', '.join(sorted(self._of_save))}"
-            )
+        if unknown := set(options) - self._of_save:
+            raise _refusal(f"save: {_arguments.unknown(unknown, self._of_save | {'name'})}")
         if name is not None and (name in ("", os.curdir, os.pardir) or os.path.basename(name) != name):
             raise _refusal(f"name {name!r}: the name of a directory is expected, not a path")
         path = self.path(step) if name is None else os.path.join(self.directory, name)
@@ -218,7 +212,7 @@ class Checkpointer(PerProcess):
         # A name that is given may differ in its number alone from another job's: seed-1, seed-2.
         keep_last = self._keep_last if name is None and self._pattern.groups else 0
         if self.format == "dcp":
-            _arguments.check(saving.save_async, options, "save_async")  # what both have; a plain save looks itself
+            _arguments.check(self._takes, options, "save_async")  # a plain save looks itself
             return self._drained(self._save_dcp(state, path, step, keep_last, **options))
         return self._drained(saving.save_async(
             state, path, step=step, keep_last=keep_last, keep_every=self._keep_every if keep_last else 0,
@@ -262,8 +256,8 @@ class Checkpointer(PerProcess):
         """As `save_async`, and waits until the checkpoint is durable. Returns what ``wait()`` does."""
         return self.save_async(state, step, name=name, **options).wait()
 
-    def _save_dcp(self, state: Any, path: str, step: int, keep_last: int, *, late: Any = (), planner: Any = None,
-                  replace: bool = False, replicas: str = "warn") -> DcpSave:  # fmt: skip
+    def _save_dcp(self, state: Any, path: str, step: int, keep_last: int, *, late: Iterable[Any] | bool = (), planner: Any = None,
+                  replace: bool = False, replicas: Literal["warn", "refuse"] = "warn") -> DcpSave:  # fmt: skip
         import holdfast.dcp
         from holdfast.dcp.agreement import check_member, is_coordinator
 
@@ -275,7 +269,7 @@ class Checkpointer(PerProcess):
         with self._calling(path):
             response: Any = holdfast.dcp.async_save(
                 state, storage_writer=writer, planner=planner, process_group=self._process_group,
-                async_stager=holdfast.dcp.Stager(late=late), replicas=replicas,
+                async_stager=holdfast.dcp.Stager(late=() if isinstance(late, bool) else late), replicas=replicas,
             )  # fmt: skip
         save = DcpSave(path, step, response.staging_completion, response.upload_completion)
         if keep_last and is_coordinator(self._process_group):
@@ -563,6 +557,9 @@ class Checkpointer(PerProcess):
             if kind is None or isinstance(error, (KeyboardInterrupt, SystemExit)):
                 raise
             logger.error("close the checkpoints of %s: %s", self.directory, error)
+
+
+_OF_OBJECT = frozenset(inspect.signature(Checkpointer).parameters) - {"directory", "options"}
 
 
 def _refusal(reason: str) -> Error:

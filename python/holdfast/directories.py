@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import operator
 import os
@@ -52,12 +53,14 @@ def format_of(names: list[str]) -> str:
 
 
 def check_is_no_checkpoint(path: str, operation: str) -> None:
-    """Refuses a checkpoint where the directory that holds checkpoints is expected.
+    """Refuses a checkpoint, or a file, where the directory that holds checkpoints is expected.
 
     Raises:
         Error: FAILED_PRECONDITION, and of the system.
     """
     if not os.path.isdir(path):
+        if os.path.exists(path):
+            raise Error("FAILED_PRECONDITION", f"{operation}: {path} is a file; name a directory for checkpoints", errno.ENOTDIR)
         return
     with of_system(f"{operation}: list {path}"):
         names = os.listdir(path)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -39,7 +39,7 @@ def save_file(
     replace: bool = True,
     wait: bool = False,
     late: Iterable[Any] | bool = (),
-    when_full: str = "wait",
+    when_full: Literal["wait", "skip", "fail"] = "wait",
     pickle_protocol: int = 2,
     runtime: _runtime.Runtime | None = None,
 ) -> Save:

@@ -7,7 +7,7 @@ import operator
 import os
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from holdfast import _agreement, _arguments, _hf, _lineage, _native, _ranks, _runtime, directories, events
 from holdfast._durable import make_directory
@@ -34,14 +34,14 @@ def save_async(
     *,
     step: int = 0,
     replace: bool = False,
-    when_full: str = "wait",
+    when_full: Literal["wait", "skip", "fail"] = "wait",
     keep_last: int = 0,
     keep_every: int = 0,
     late: Iterable[Any] | bool = (),
-    objects: str = "pickle",
+    objects: Literal["pickle", "refuse"] = "pickle",
     files: Mapping[str, Any] | None = None,
-    replicas: str = "per_rank",
-    layout: str = "holdfast",
+    replicas: Literal["per_rank", "refuse"] = "per_rank",
+    layout: Literal["holdfast", "hf"] = "holdfast",
     shard_bytes_max: int = _hf.SHARD_BYTES_MAX,
     rank: int | None = None,
     world_size: int | None = None,
@@ -105,10 +105,6 @@ def save_async(
     rank = own_rank if rank is None else rank
     world_size = own_world if world_size is None else world_size
     runtime = runtime or _runtime.default
-    if layout not in ("holdfast", "hf"):
-        raise Error("INVALID_ARGUMENT", f"save: layout is 'holdfast' or 'hf', not {layout!r}")
-    if replicas not in ("per_rank", "refuse"):
-        raise Error("INVALID_ARGUMENT", f"save: replicas is 'per_rank' or 'refuse', not {replicas!r}")
     directory, name = _split(path)
     whole = os.path.join(directory, name)
     liveness = runtime.options.get("time_liveness_max")
@@ -201,7 +197,7 @@ def _say_what_loads(path: str, classes: list[str]) -> None:
         _said.of.add(key)
     events.logger.warning(
         "save %s: it holds %s, which a load makes only if it is allowed to: load(..., allow=%r). Plain "
-        "values, dicts and lists need no leave", path, ", ".join(classes), classes,
+        "values, dicts and lists need no permission", path, ", ".join(classes), classes,
     )  # fmt: skip
 
 

@@ -148,6 +148,51 @@ def test_arguments_of_a_wrong_type_are_named(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["whole"]
 
 
+def test_an_unknown_option_is_told_with_the_nearest_and_the_real_ones(tmp_path: Path) -> None:
+    checkpointer = holdfast.Checkpointer(tmp_path / "run")
+    nearest = r"there is no option keeplast \(did you mean keep_last\?\); there is .*"
+    for call, of_object, kind in (
+        (lambda **kw: holdfast.Checkpointer(tmp_path / "run", **kw), "arena_bytes, .*drain, drain_to, .*keep_every, .*name, .*share_memory", holdfast.Error),
+        (lambda **kw: holdfast.Checkpointer(tmp_path / "run", format="dcp", **kw), "late, .*process_group", holdfast.Error),
+        (lambda **kw: holdfast.save(STATE, tmp_path / "s", **kw), "keep_every, .*when_full", TypeError),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=nearest + of_object) as error:
+            call(keeplast=3)
+        assert "on_sealed" not in str(error.value) and "runtime" not in str(error.value)
+    with pytest.raises(holdfast.Error, match=r"no option replac \(did you mean replace\?\)"):
+        checkpointer.save_async(STATE, 1, replac=True)
+    with pytest.raises(holdfast.Error, match="no option stale; there is .*stale_warning"):
+        holdfast.configure(stale=False)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "choices"),
+    [
+        ({"when_full": "block"}, "wait, skip, fail"),
+        ({"objects": "maybe"}, "pickle, refuse"),
+        ({"layout": "torch"}, "holdfast, hf"),
+        ({"replicas": "warn"}, "per_rank, refuse"),
+        ({"format": "dcp", "replicas": "per_rank"}, "warn, refuse"),
+    ],
+)
+def test_an_option_with_fixed_values_is_checked_when_the_checkpointer_is_made(options: dict[str, Any], choices: str, tmp_path: Path) -> None:
+    name, value = next(reversed(options.items()))
+    with pytest.raises(holdfast.Error, match=f"Checkpointer: {name} '{value}': one of {choices} is expected") as error:
+        holdfast.Checkpointer(tmp_path, **options)
+    assert error.value.code == "INVALID_ARGUMENT"
+    if "format" not in options:
+        refused(tmp_path / "s", "INVALID_ARGUMENT", f"one of {choices} is expected", **options)
+
+
+def test_a_file_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
+    (tmp_path / "file.py").write_text("precious")
+    for format in ("holdfast", "dcp"):
+        with pytest.raises(NotADirectoryError, match="Checkpointer: .*file.py is a file; name a directory") as error:
+            holdfast.Checkpointer(tmp_path / "file.py", format=format)
+        assert isinstance(error.value, holdfast.Error) and error.value.code == "FAILED_PRECONDITION"
+
+
 def test_what_is_no_class_is_not_allowed(tmp_path: Path) -> None:
     holdfast.save({"a": argparse.Namespace(t=1), "f": fractions.Fraction(1, 3)}, tmp_path / "s")
     dcp.save(STATE, checkpoint_id=tmp_path / "d", no_dist=True)

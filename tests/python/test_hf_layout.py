@@ -125,7 +125,7 @@ def test_what_is_no_flat_state_of_tensors_is_refused(state: Any, said: str, tmp_
 
 
 def test_other_uses_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(holdfast.Error, match="layout is 'holdfast' or 'hf'"):
+    with pytest.raises(holdfast.Error, match="layout 'torch': one of holdfast, hf is expected"):
         holdfast.save({"a": torch.ones(1)}, tmp_path / "m", layout="torch")
     with pytest.raises(holdfast.Error, match="of one rank, not of 2"):
         holdfast.save({"a": torch.ones(1)}, tmp_path / "m", layout="hf", rank=0, world_size=2, attempt="1" * 32)

@@ -45,7 +45,7 @@ class Drain:
             ("bytes_per_second", self.bytes_per_second is None or self.bytes_per_second > 0, "a number above 0"),
             ("verify", self.verify in VERIFY, f"one of {', '.join(VERIFY)}"),
             ("behind", self.behind in BEHIND, f"one of {', '.join(BEHIND)}"),
-            ("give_up", self.give_up >= 0, "seconds"),
+            ("give_up", self.give_up >= 0, "a number of seconds from 0"),
             ("nice", self.nice < 20, "a whole number from 0 to 19"),
         ):
             if not valid:
