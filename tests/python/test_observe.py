@@ -253,6 +253,16 @@ def test_the_directory_of_a_file_is_made(opened: Any, tmp_path: Path) -> None:
     assert (tmp_path / "run" / "logs" / "file").exists()
 
 
+def test_files_that_cannot_be_opened_are_told_with_the_operation(tmp_path: Path) -> None:
+    for opened in (observe.jsonl, observe.trace):
+        with pytest.raises(IsADirectoryError, match=f"observe.{opened.__name__} {tmp_path}: Is a directory") as error:
+            opened(tmp_path)
+        assert isinstance(error.value, holdfast.Error)
+    with pytest.raises(FileNotFoundError, match="read .*none: No such file") as error:
+        list(observe.read_jsonl(tmp_path / "none"))
+    assert isinstance(error.value, holdfast.Error)
+
+
 def test_json_lines_tell_of_every_outcome(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     with observe.jsonl(file):

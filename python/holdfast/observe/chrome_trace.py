@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from holdfast import _ranks, events
 from holdfast._process import PerProcess
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
 
 _TRAINER_ROW = 1
 _ROWS = ("stage", "write", "sync, manifest, commit")  # of one save; each lane has these
@@ -202,11 +202,15 @@ def trace(path: str | os.PathLike[str]) -> events.Handle:
     Args:
         path: of the file, which is replaced; ``{rank}`` in it stands for the rank. Its directory is
             made. One process writes one file.
+
+    Raises:
+        Error: of the system.
     """
     rank = _ranks.rank_of_process()
     name = os.fspath(path).replace("{rank}", str(rank))
-    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-    file = _File(name, rank)
+    with of_system(f"observe.trace {name}"):
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        file = _File(name, rank)
     with _traces.lock:
         _traces.open.append(file)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from holdfast import _ranks, events
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
 
 
 def record(subject: Any, report: dict[str, Any] | None, error: Error | None) -> dict[str, Any]:
@@ -36,10 +36,14 @@ def jsonl(path: str | os.PathLike[str]) -> events.Handle:
 
     Args:
         path: of the file; ``{rank}`` in it stands for the rank. Its directory is made.
+
+    Raises:
+        Error: of the system.
     """
     name = os.fspath(path).replace("{rank}", str(_ranks.rank_of_process()))
-    os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-    fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    with of_system(f"observe.jsonl {name}"):
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        fd = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def append(subject: Any, report: dict[str, Any] | None, error: Error | None) -> None:
         text = json.dumps(record(subject, report, error), default=str, separators=(",", ":"))
@@ -52,15 +56,17 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
     """The lines of a file that `jsonl` wrote.
 
     Raises:
-        Error: INVALID_ARGUMENT for a line that it did not write.
+        Error: INVALID_ARGUMENT for a line that it did not write; of the system.
     """
-    with open(path, encoding="utf-8", errors="replace") as file:
+    name = os.fspath(path)
+    with of_system(f"read {name}"):
+        lines = open(path, encoding="utf-8", errors="replace")
+    with lines as file:
         for number, text in enumerate(file, 1):
             try:
                 line = json.loads(text)
             except (ValueError, RecursionError):
                 line = None
             if not isinstance(line, dict) or "outcome" not in line:
-                name = os.fspath(path)
                 raise Error("INVALID_ARGUMENT", f"read {name}: line {number} is none that holdfast.observe.jsonl writes")
             yield line

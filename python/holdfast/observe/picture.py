@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
 from holdfast.observe.json_lines import read_jsonl
 
 # Parts of a save on top of each other, and their colours.
@@ -25,7 +25,7 @@ def plot(lines: str | os.PathLike[str], picture: str | os.PathLike[str]) -> None
 
     Raises:
         Error: UNIMPLEMENTED without matplotlib, NOT_FOUND if the file has no saves, INVALID_ARGUMENT for a file that
-            `jsonl` did not write, or an ending that is no kind of picture.
+            `jsonl` did not write, or an ending that is no kind of picture; of the system.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
@@ -69,7 +69,8 @@ def plot(lines: str | os.PathLike[str], picture: str | os.PathLike[str]) -> None
     rates.set_ylabel("GiB/s until durable")
     rates.set_ylim(bottom=0)
     rates.set_xlabel("seconds of the run")
-    figure.savefig(name, dpi=120)
+    with of_system(f"observe.plot {name}"):
+        figure.savefig(name, dpi=120)
 
 
 def _ends(report: dict[str, Any]) -> tuple[float, float, float]:
