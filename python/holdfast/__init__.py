@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast._native import __version__  # type: ignore[attr-defined]  # its types leave it out
 from holdfast.directories import find_newest, list_checkpoints, newest, verify
 from holdfast.drain import Drain
-from holdfast.errors import Error
+from holdfast.errors import Error, needs_torch
 from holdfast.errors import TimeoutError as TimeoutError
 from holdfast.recovery import recover
 
@@ -75,17 +75,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    try:
+    with needs_torch(f"holdfast.{name}"):
         if name in _LAZY:
             value = getattr(importlib.import_module(f"holdfast.{_LAZY[name]}"), name)
             globals()[name] = value
             return value
         if name in _MODULES or name in _UNLISTED:
             return importlib.import_module(f"holdfast.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != "torch":
-            raise
-        raise ModuleNotFoundError(f"holdfast.{name} needs PyTorch: install torch", name="torch") from error
     raise AttributeError(f"module 'holdfast' has no attribute {name!r}")
 
 

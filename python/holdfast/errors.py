@@ -170,6 +170,17 @@ def of_damage(operation: str) -> Iterator[None]:
         raise Error("DATA_LOSS", f"{operation}: {error!r:.300}") from error
 
 
+@contextlib.contextmanager
+def needs_torch(name: str) -> Iterator[None]:
+    """Says of what is imported inside that it needs PyTorch, where that is missing."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"{name} needs PyTorch: install torch", name="torch") from error
+
+
 # How messages of the runtime name an option; in Python options have no struct.
 _STRUCT = re.compile(r"\b(?:CheckpointerOptions|StagingOptions|Qos)::|(?<=\boption )(?:staging|qos)\.")
 

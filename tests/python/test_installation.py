@@ -98,6 +98,10 @@ for name in (*holdfast.__all__, "open", "dcp", "megatron", "nvrx", "observe", "s
         getattr(holdfast, name)
     except ModuleNotFoundError as error:
         said[name] = str(error)
+try:
+    holdfast.lightning.CheckpointIO
+except ModuleNotFoundError as error:
+    said["lightning.CheckpointIO"] = str(error)
 report = holdfast.verify(sys.argv[1])
 found = holdfast.find_newest(sys.argv[1] + "/..")
 print(json.dumps([said, report["verdict"], found["step"], len(holdfast.recover(sys.argv[1] + "/..")["complete"])]))
@@ -110,7 +114,7 @@ def test_without_torch_it_is_imported_and_says_what_needs_it(checkpoint: Path) -
     said, *rest = json.loads(done.stdout)
     assert rest == ["sound", 3, 1]
     needs = {
-        "Checkpoint", "Checkpointer", "Save", "dcp", "flush", "load", "megatron", "nvrx", "open", "remove_file", "save",
+        "Checkpoint", "Checkpointer", "Save", "dcp", "flush", "lightning.CheckpointIO", "load", "megatron", "nvrx", "open", "remove_file", "save",
         "save_async", "save_file", "torchtitan",
     }  # fmt: skip
     assert said == {name: f"holdfast.{name} needs PyTorch: install torch" for name in needs}

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from holdfast.errors import needs_torch
+
 if TYPE_CHECKING:
     from holdfast.lightning.checkpoint_io import CheckpointIO
     from holdfast.lightning.offload import OffloadCallback
@@ -29,7 +31,8 @@ __all__ = ["CheckpointIO", "FSDPStrategy", "ModelParallelStrategy", "OffloadCall
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'holdfast.lightning' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"holdfast.lightning.{_LAZY[name]}"), name)
+    with needs_torch(f"holdfast.lightning.{name}"):
+        value = getattr(importlib.import_module(f"holdfast.lightning.{_LAZY[name]}"), name)
     globals()[name] = value
     return value
 
