@@ -45,7 +45,7 @@ def line(subject: Any, report: dict[str, Any] | None, error: Error | None) -> st
     text += f", {report['engine']}"
     if report["write_attempts"] > 1:
         text += ", written again into new files, because an fsync failed at first: look at the disk"
-    if "previous" in report:
+    if report.get("tensors_compared"):
         text += (
             f"; {report['tensors_changed']} of {report['tensors_compared']} tensors changed since "
             f"step {report['previous_step']}"

@@ -57,10 +57,10 @@ class Snapshot(NamedTuple):
 
 
 class _Previous(PerProcess):
-    """The save of each directory and rank that began last, and when it did."""
+    """The save of each directory, format and rank that began last, and when it did."""
 
     def clear(self) -> None:
-        self.of: OrderedDict[tuple[str, int, int], tuple[int, Snapshot]] = OrderedDict()
+        self.of: OrderedDict[tuple[str, str, int, int], tuple[int, Snapshot]] = OrderedDict()
 
 
 _previous = _Previous()
@@ -133,14 +133,20 @@ def _manifest_in(directory: str, rank: int, world_size: int, attempt: str = "") 
     return max(found, key=os.path.getmtime, default=None)
 
 
+def _format_of(manifest: str) -> str:
+    """``"dcp"`` or ``"holdfast"``: the two name the same tensors otherwise."""
+    return _names.format_of(os.path.basename(manifest))
+
+
 def _read(manifest: str) -> Snapshot:
     with open(manifest, "rb") as file:
         return snapshot_of(json.loads(file.read()), os.path.dirname(manifest))
 
 
 def _newest_before(path: str, manifest: str, rank: int, world_size: int) -> Snapshot | None:
-    """The newest complete checkpoint beside `path` that is older than its manifest."""
+    """The newest complete checkpoint beside `path` that is older than its manifest, and of its format."""
     directory = os.path.dirname(path)
+    format = _format_of(manifest)
     own = os.stat(manifest).st_mtime_ns
     candidates = []
     with os.scandir(directory) as entries:
@@ -150,7 +156,7 @@ def _newest_before(path: str, manifest: str, rank: int, world_size: int) -> Snap
             if entry.path == path or _names.kind_of(entry.name) or not entry.is_dir():
                 continue
             other = _manifest_in(entry.path, rank, world_size)
-            if other is not None and (age := os.stat(other).st_mtime_ns) <= own:
+            if other is not None and _format_of(other) == format and (age := os.stat(other).st_mtime_ns) <= own:
                 candidates.append((age, other))
     for _, other in sorted(candidates, reverse=True)[:2]:
         try:
@@ -231,7 +237,7 @@ def compare_with_previous(subject: Any, report: dict[str, Any] | None, error: Er
     if manifest is None:
         return  # a layout without one: nothing to compare
     later = _read(manifest)._replace(path=path)
-    key = (os.path.dirname(path), rank, world_size)
+    key = (os.path.dirname(path), _format_of(manifest), rank, world_size)
     began = int(report.get("entered_ns") or time.monotonic_ns())
     with _previous.lock:
         last = _previous.of.get(key)

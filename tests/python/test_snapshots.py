@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import holdfast
+import holdfast.dcp
 from holdfast import _native, snapshots
 
 MIB = 1 << 20
@@ -298,6 +300,27 @@ def test_saves_of_dcp_are_compared(tmp_path: Path, caplog: pytest.LogCaptureFixt
             snapshots._previous.of.clear()  # step 3: as a new process would find it
     (message,) = warnings(caplog)
     assert "step 2): all 2 tensors are identical" in message
+
+
+def test_saves_of_two_formats_are_not_compared(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.randn(100)}}
+    save(state, tmp_path / "step-1", 1)
+    holdfast.dcp.save(state, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    assert save(state, tmp_path / "step-3", 3)["previous"] == str(tmp_path / "step-1")
+    snapshots._previous.of.clear()  # as in a new process
+    assert save(state, tmp_path / "step-4", 4)["previous"] == str(tmp_path / "step-3")
+    for entry in ("step-1", "step-3", "step-4"):
+        shutil.rmtree(tmp_path / entry)
+    snapshots._previous.of.clear()
+    assert "previous" not in save(state, tmp_path / "step-5", 5)
+
+
+def test_a_log_line_says_nothing_where_no_tensor_was_compared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "holdfast"):
+        save({"a": torch.ones(3)}, tmp_path / "step-1", 1)
+        assert save({"b": torch.ones(3)}, tmp_path / "step-2", 2)["tensors_compared"] == 0
+    assert any("step-2" in line for line in caplog.messages)
+    assert not any("tensors changed" in line for line in caplog.messages)
 
 
 def test_a_manifest_of_a_hundred_gigabytes_is_compared_in_a_moment(tmp_path: Path) -> None:
