@@ -32,6 +32,9 @@ from holdfast.dcp.matching import Standing
 from holdfast.dcp.plans import Cache
 from holdfast.errors import TimeoutError
 
+# Before PyTorch 2.14 it has no public name.
+_set_timeout = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+
 logger = logging.getLogger("holdfast.dcp")
 
 _CALLS_MAX = 4096
@@ -328,7 +331,7 @@ class Line:
 
     def set_timeout(self, timeout: timedelta) -> None:
         for which in (0, 1) if self._groups is not None else ():
-            c10d._set_pg_timeout(timeout, self._group(which))
+            _set_timeout(timeout, self._group(which))
 
     def agree(self, attempt: str, generation: int) -> None:
         """Notes what the ranks have agreed on in a common planning."""
