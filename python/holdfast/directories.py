@@ -9,7 +9,7 @@ import os
 from typing import Any
 
 from holdfast import _arguments, _dcp_directories, _names, _native
-from holdfast.errors import Error, of_system
+from holdfast.errors import Error, of_system, printable
 
 logger = logging.getLogger("holdfast")
 
@@ -19,7 +19,7 @@ def local_path(path: str | os.PathLike[str], operation: str, instead: str = "") 
 
     Raises:
         TypeError: it is neither text nor an os.PathLike.
-        Error: INVALID_ARGUMENT for a URL, and for empty text.
+        Error: INVALID_ARGUMENT for a URL, for empty text, and for a name that the file system encoding lacks.
     """
     text = path_text(path, operation)
     if not text:
@@ -30,6 +30,14 @@ def local_path(path: str | os.PathLike[str], operation: str, instead: str = "") 
             f"{operation} {shown_url(text)}: only directories of mounted file systems are supported, no URLs"
             + (instead and f"; {instead}"),
         )
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError as error:
+        raise Error(
+            "INVALID_ARGUMENT",
+            f"{operation} {printable(text)}: the file system encoding of this process is {error.encoding}, which lacks a "
+            "character of the path; run Python with PYTHONUTF8=1, or in a UTF-8 locale",
+        ) from None
     return text
 
 

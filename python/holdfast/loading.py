@@ -92,6 +92,8 @@ class Checkpoint(Mapping[str, torch.Tensor]):
         text = path_text(path, "load")
         self._remote = path if isinstance(path, remote.Found) else remote.find(text, storage) if remote.is_url(text) else None
         self.path = text if self._remote else absolute_path(local_path(text, "load"), "load")
+        if storage and not self._remote:
+            raise Error("INVALID_ARGUMENT", f"load {text}: storage is for a URL of a store, and the path is a directory's; leave it out")
         self._map = map_location
         self._locations: dict[str, torch.device] = {}
         self._options = _Options(verify, buffer_bytes, threads, engine, direct_io)

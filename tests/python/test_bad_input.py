@@ -10,6 +10,8 @@ import re
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -191,6 +193,56 @@ def test_a_file_is_no_directory_of_checkpoints(tmp_path: Path) -> None:
         with pytest.raises(NotADirectoryError, match="Checkpointer: .*file.py is a file; name a directory") as error:
             holdfast.Checkpointer(tmp_path / "file.py", format=format)
         assert isinstance(error.value, holdfast.Error) and error.value.code == "FAILED_PRECONDITION"
+
+
+def test_other_values_without_effect_are_refused(tmp_path: Path) -> None:
+    holdfast.save(STATE, tmp_path / "s")
+    with pytest.raises(holdfast.Error, match="storage is for a URL"):
+        holdfast.load(tmp_path / "s", storage={"region": "x"})
+    for name in ("wait_for_orphans", "silence_without_locks", "age_without_locks"):
+        with pytest.raises(holdfast.Error, match=f"recover: {name} -1: a number of seconds from 0 is expected"):
+            holdfast.recover(tmp_path, **{name: -1})
+    with pytest.raises(holdfast.Error, match="Drain: give_up -3.0: a number of seconds"):
+        holdfast.Drain(give_up=-3.0)
+
+
+def test_a_file_in_the_place_of_a_dcp_checkpoint_is_named(tmp_path: Path) -> None:
+    (tmp_path / "step-3").write_text("precious")
+    for save in (
+        lambda: dcp.save(STATE, checkpoint_id=tmp_path / "step-3", no_dist=True),
+        lambda: holdfast.Checkpointer(tmp_path, format="dcp").save(STATE, 3, replace=True),
+    ):
+        with pytest.raises(CheckpointException) as error:
+            save()
+        (failure, _) = error.value.failures[0]
+        assert isinstance(failure, NotADirectoryError)
+        assert re.search("save .*step-3: a file is there; choose another name, or remove it", str(failure))
+    assert (tmp_path / "step-3").read_text() == "precious"
+
+
+_NOT_ASCII = r"""
+import sys, holdfast, torch
+for call in (
+    lambda path: holdfast.save({"w": torch.ones(1)}, path),
+    lambda path: holdfast.save_file({"w": torch.ones(1)}, path),
+    lambda path: holdfast.load(path),
+    lambda path: holdfast.verify(path),
+    lambda path: holdfast.Checkpointer(path),
+    lambda path: holdfast.dcp.StorageWriter(path),
+):
+    try:
+        call(sys.argv[1] + "/x\xe9")
+    except holdfast.Error as error:
+        assert error.code == "INVALID_ARGUMENT" and "encoding of this process is ascii" in str(error), error
+    else:
+        raise AssertionError
+"""
+
+
+def test_a_path_that_the_encoding_of_the_process_lacks_is_told(tmp_path: Path) -> None:
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run([sys.executable, "-c", _NOT_ASCII, tmp_path], env=environment, capture_output=True, timeout=200)
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_no_class_is_not_allowed(tmp_path: Path) -> None:

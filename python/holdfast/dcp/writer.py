@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import logging
 import math
@@ -234,7 +235,12 @@ class StorageWriter(_StorageWriter):
     def _enter(self) -> None:
         """From now on recoveries see the save, also before and after this rank writes: other ranks may come later."""
         with of_system(f"save {self.path}: lock it"):
-            self._presence = Presence(self.path)
+            try:
+                self._presence = Presence(self.path)
+            except NotADirectoryError:
+                raise Error(
+                    "FAILED_PRECONDITION", f"save {self.path}: a file is there; choose another name, or remove it", errno.ENOTDIR
+                ) from None
 
     def in_directory(self, act: Callable[[], _T]) -> _T:
         """The result of `act`, again in a new directory while another process has removed it since `make_directory`.
