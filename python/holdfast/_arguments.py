@@ -111,6 +111,17 @@ def wrong(operation: str, name: str, value: Any, expected: str) -> Error:
     return Error("INVALID_ARGUMENT", f"{operation}: {name} {shown}: {expected} is expected")
 
 
+def check_seconds(operation: str, **times: float) -> None:
+    """Refuses a negative time.
+
+    Raises:
+        Error: INVALID_ARGUMENT naming the first one.
+    """
+    for name, seconds in times.items():
+        if seconds < 0:
+            raise wrong(operation, name, seconds, "a number of seconds from 0")
+
+
 def unknown(names: Iterable[str], known: Iterable[str]) -> str:
     """What to say of names that are no options: the nearest ones that are, and all."""
     listed, known = sorted(names), sorted(known)

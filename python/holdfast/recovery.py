@@ -70,10 +70,10 @@ def recover(
         ``removed``, ``fenced``, ``kept_incomplete``.
     """
     path = directories.local_path(directory, "recover")
-    times = {"wait_for_orphans": wait_for_orphans, "silence_without_locks": silence_without_locks, "age_without_locks": age_without_locks}
-    for name, seconds in times.items():
-        if seconds < 0:
-            raise _arguments.wrong("recover", name, seconds, "a number of seconds from 0")
+    _arguments.check_seconds(
+        "recover", wait_for_orphans=wait_for_orphans, silence_without_locks=silence_without_locks,
+        age_without_locks=age_without_locks,
+    )  # fmt: skip
     report = _native.recover(
         path, wait_for_orphans, promote, clean_up, silence_without_locks, age_without_locks
     )

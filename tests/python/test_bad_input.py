@@ -202,6 +202,8 @@ def test_other_values_without_effect_are_refused(tmp_path: Path) -> None:
     for name in ("wait_for_orphans", "silence_without_locks", "age_without_locks"):
         with pytest.raises(holdfast.Error, match=f"recover: {name} -1: a number of seconds from 0 is expected"):
             holdfast.recover(tmp_path, **{name: -1})
+    with pytest.raises(holdfast.Error, match="recover: wait_for_orphans -1: a number of seconds from 0 is expected"):
+        dcp.recover(tmp_path, -1)
     with pytest.raises(holdfast.Error, match="Drain: give_up -3.0: a number of seconds"):
         holdfast.Drain(give_up=-3.0)
 

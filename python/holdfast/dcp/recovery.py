@@ -49,6 +49,7 @@ def recover(path: str | os.PathLike[str], wait_for_orphans: float = 30.0) -> lis
     Raises:
         Error: DATA_LOSS for a damaged manifest, and what reading and writing say.
     """
+    _arguments.check_seconds("recover", wait_for_orphans=wait_for_orphans)
     directory = Path(directories.absolute_path(directories.local_path(path, "recover"), "recover"))
     _wait_for_workers(directory, wait_for_orphans)
     end = time.monotonic() + wait_for_orphans
