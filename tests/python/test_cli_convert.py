@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from command_line import each, refused
+from command_line import Run, each, refused
 from command_line import holdfast as command
 
 import holdfast
@@ -128,16 +128,14 @@ def test_the_tensors_of_every_format_become_safetensors(tmp_path: Path, source: 
 def test_the_step_and_tied_tensors_survive(tmp_path: Path) -> None:
     w = torch.ones(5)
     plain, file = write(tmp_path / "plain", {"a": w, "b": w}), tmp_path / "x.pt"
-    runs = each(
-        ["convert", plain, file],
-        ["convert", "--step", "5", file, tmp_path / "step-5"],
-        ["convert", plain, tmp_path / "copy"],
-    )
+    five, copy = tmp_path / "five" / "step-5", tmp_path / "copies" / "copy"
+    five.parent.mkdir()
+    copy.parent.mkdir()
+    runs = each(["convert", plain, file], ["convert", "--step", "5", file, five], ["convert", plain, copy])
     assert [done.status for done in runs] == [0, 0, 0], runs
     loaded = torch.load(file, weights_only=True)
     assert loaded["a"].data_ptr() == loaded["b"].data_ptr()
-    steps = {c["name"]: c["step"] for c in holdfast.list_checkpoints(tmp_path)}
-    assert steps == {"plain": 12, "step-5": 5, "copy": 12}
+    assert [holdfast.find_newest(path.parent)["step"] for path in (plain, five, copy)] == [12, 5, 12]
 
 
 def test_items_of_a_list_keep_their_places(tmp_path: Path) -> None:
@@ -238,11 +236,13 @@ def test_objects_are_made_only_as_allowed(tmp_path: Path) -> None:
     plain = write(tmp_path / "plain", {"w": torch.ones(2), "args": argparse.Namespace(lr=0.1)})
     unsafe = write(tmp_path / "unsafe.pt", {"args": argparse.Namespace(lr=0.1)})
     allow = ("--allow", "argparse:Namespace")
+    copy = tmp_path / "copies" / "copy"
+    copy.parent.mkdir()
     runs = each(
         ["convert", plain, tmp_path / "x.pt"],
         ["convert", *allow, plain, tmp_path / "x.pt"],
         ["convert", unsafe, tmp_path / "x.pt"],
-        ["convert", *allow, plain, tmp_path / "copy"],
+        ["convert", *allow, plain, copy],
         ["convert", "--tensors-only", plain, tmp_path / "w.pt"],
     )
     refused(runs[0], "args", "--allow argparse:Namespace")
@@ -250,7 +250,7 @@ def test_objects_are_made_only_as_allowed(tmp_path: Path) -> None:
     refused(runs[2], "argparse.Namespace")
     assert not (tmp_path / "x.pt").exists()
     assert runs[3].status == 0 and runs[4].status == 0
-    assert holdfast.load(tmp_path / "copy", allow=[argparse.Namespace])["args"].lr == 0.1
+    assert holdfast.load(copy, allow=[argparse.Namespace])["args"].lr == 0.1
 
 
 def test_a_rank_of_several_is_chosen(tmp_path: Path) -> None:
@@ -272,33 +272,71 @@ def test_a_rank_of_several_is_chosen(tmp_path: Path) -> None:
     refused(runs[1], "2 ranks", "--rank")
     assert runs[2].status == 0
     holdfast.save({"w": torch.ones(1)}, tmp_path / "one")
-    refused(command("convert", "--rank", "5", tmp_path / "one", tmp_path / "x"), "1 rank saved it; pass --rank 0\n")
+    refused(command("convert", "--rank", "5", tmp_path / "one", tmp_path / "y.pt"), "1 rank saved it; pass --rank 0\n")
     assert torch.load(file, weights_only=True)["rng"].tolist() == [1, 1, 1, 1]
 
 
 def test_wrong_paths_leave_nothing_behind(tmp_path: Path) -> None:
     source = write(tmp_path / "plain", {"w": torch.ones(1000)})
     refused(command("convert", source, source), "exists already")
-    refused(command("convert", tmp_path / "nowhere", tmp_path / "x"), "No such file")
+    refused(command("convert", tmp_path / "nowhere", tmp_path / "x.pt"), "No such file")
     refused(command("convert", source, tmp_path / "no" / "x.pt"), "does not exist")
     refused(command("convert", source, "s3://bucket/x"), "s3://bucket/x")
     file = source / "model-00000-of-00001.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
-    refused(command("convert", source, tmp_path / "x"), "corrupt", "digest", "holdfast verify")
+    refused(command("convert", source, tmp_path / "x.pt"), "corrupt", "digest", "holdfast verify")
     assert [p.name for p in tmp_path.iterdir()] == ["plain"]
 
 
-@pytest.mark.parametrize("target", ["plain", "file.safetensors"])
-def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, target: str) -> None:
-    source = write(tmp_path / "source.pt", {"w": torch.ones(128 * MIB)})
-    (tmp_path / "to").mkdir()
-    running = subprocess.Popen(
-        [sys.executable, "-m", "holdfast", "convert", source, tmp_path / "to" / target], stderr=subprocess.PIPE
-    )
-    while not os.listdir(tmp_path / "to") and running.poll() is None:
+def _begun(source: Path, target: Path) -> subprocess.Popen[bytes]:
+    """A conversion that has begun to write."""
+    target.parent.mkdir()
+    to = {"dcp": "dcp", "plain": "holdfast"}.get(target.name, "safetensors")
+    running = subprocess.Popen([sys.executable, "-m", "holdfast", "convert", "--to", to, source, target], stderr=subprocess.PIPE)
+    while not os.listdir(target.parent) and running.poll() is None:
         time.sleep(0.001)
+    return running
+
+
+@pytest.mark.parametrize("name", ["plain", "dcp", "file.safetensors"])
+def test_what_appears_at_dst_meanwhile_stays(tmp_path: Path, name: str) -> None:
+    target = tmp_path / "to" / name
+    running = _begun(write(tmp_path / "source.pt", {"w": torch.ones(16 * MIB)}), target)
+    running.send_signal(signal.SIGSTOP)
+    if name == "plain":
+        holdfast.save({"w": torch.zeros(3)}, target, step=9)
+    else:
+        target.mkdir(exist_ok=True)
+        (target / "mine").write_text("x")
+    before = sorted(os.listdir(target))
+    running.send_signal(signal.SIGCONT)
+    _, error = running.communicate(timeout=200)
+    refused(Run(running.returncode, "", error.decode()), f"convert to {target}: ", "exist")
+    assert sorted(os.listdir(target)) == before and os.listdir(target.parent) == [name]
+
+
+def test_the_result_is_not_the_newest_of_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    holdfast.save({"w": torch.ones(3)}, run / "step-300", step=300)
+    file = write(tmp_path / "model.pt", {"w": torch.zeros(3)})
+    runs = each(
+        ["convert", "--to", "dcp", file, run / "dcp-100"],  # checkpoints of the other format only
+        ["convert", file, run / "step-0"],
+        ["convert", "--to", "dcp", run / "step-300", run / "dcp-300"],
+        ["convert", run / "step-300", run / "step-300.pt"],
+    )
+    assert [done.status for done in runs] == [0, 2, 2, 0], runs
+    refused(runs[1], f"convert to {run}/step-0: ", "step-300", "choose a directory")
+    refused(runs[2], f"convert to {run}/dcp-300: ", "dcp-100", "choose a directory")
+    assert sorted(os.listdir(run)) == ["dcp-100", "step-300", "step-300.pt"]
+    assert holdfast.find_newest(run)["name"] == "step-300"
+
+
+@pytest.mark.parametrize("name", ["plain", "dcp", "file.safetensors"])
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path, name: str) -> None:
+    running = _begun(write(tmp_path / "source.pt", {"w": torch.ones(128 * MIB)}), tmp_path / "to" / name)
     running.send_signal(signal.SIGINT)
     _, error = running.communicate(timeout=200)
     assert (running.returncode, error) == (130, b"")

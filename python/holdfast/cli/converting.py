@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import errno
 import io
 import json
 import os
 import re
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from holdfast import directories
+from holdfast._durable import sync_directory
 from holdfast.cli import sources, text
 from holdfast.errors import Error, of_system
 
@@ -31,12 +34,15 @@ formats, each as SRC and as DST:
   safetensors   one file: tensors only; tied tensors are stored several times
 
 examples:
-  holdfast convert model.pt run/step-0               # torch.save to a plain checkpoint
-  holdfast convert run/dcp-100 run/step-100          # DCP to a plain checkpoint
-  holdfast convert --to dcp run/step-100 run/dcp-100
+  holdfast convert model.pt first/step-0             # torch.save to a plain checkpoint
+  holdfast convert run/dcp-100 first/step-100        # DCP to a plain checkpoint
+  holdfast convert --to dcp run/step-100 other/dcp-100
   holdfast convert --tensors-only run/step-100 model.safetensors
 
-exit status: 0 converted and compared, 2 trouble: then there is no DST
+The directory of DST must exist, and hold no checkpoint of DST's format: a run that is started there
+would resume from the result as the newest one.
+
+exit status: 0 converted and compared, 2 trouble: then nothing was written to DST
 """
 _FORMATS = ("holdfast", "dcp", "torch", "safetensors")
 _OF_SUFFIX = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}
@@ -67,12 +73,11 @@ def run(arguments: argparse.Namespace) -> int:
         if any("\udc80" <= c <= "\udcff" for c in path):  # PyTorch maps no file of such a name
             raise Error("INVALID_ARGUMENT", f"convert {path}: not UTF-8; rename it")
     target = directories.absolute_path(directories.local_path(arguments.destination, "convert"), "convert")
-    if os.path.lexists(target):
-        raise Error("ALREADY_EXISTS", f"convert to {target}: it exists already; choose another name, or remove it")
     kind = arguments.to or _OF_SUFFIX.get(os.path.splitext(target)[1], "holdfast")
     sources.scratch_directory = os.path.dirname(target)
     if not os.path.isdir(sources.scratch_directory):
         raise Error("NOT_FOUND", f"convert to {target}: its directory does not exist; make it first")
+    _check_free(target, kind)
     source = sources.open_source(arguments.source)
     _verify(source.path)
     with _own_options():
@@ -83,9 +88,11 @@ def run(arguments: argparse.Namespace) -> int:
     step = arguments.step if arguments.step is not None else source.facts.get("step", 0)
     # From here on an interruption has something to remove.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with _WRITERS[kind](state, target, step) as written:
+    with _beside(target) as written:
+        _WRITERS[kind](state, written, step)
         result = sources.open_source(written).state(0 if kind == "holdfast" else None, arguments.allow)
         _compare(state, result, target)
+        _check_free(target, kind)
     nbytes = sum(leaf.numel() * leaf.itemsize for _, leaf in sources.leaves(state) if _is_tensor(leaf))
     text.lines([f"{target}: {kind}, {text.size(nbytes)} of tensors; read back and compared"])
     return 0
@@ -187,7 +194,7 @@ def _compare(before: Any, after: Any, path: str) -> None:
     old, new = dict(sources.leaves(before)), dict(sources.leaves(after))
     for name in {**old, **new}:
         if name not in old or name not in new or not _same(old[name], new[name]):
-            raise Error("DATA_LOSS", f"convert to {path}: {name} is not as in the source; DST was removed")
+            raise Error("DATA_LOSS", f"convert to {path}: {name} is not as in the source; please report this")
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -198,36 +205,71 @@ def _same(a: Any, b: Any) -> bool:
     return _is_tensor(b) and same(a, b)
 
 
-# ---- Writing. A writer gives the path to read back; an exception then removes what was written.
+# ---- Where the result goes.
+
+
+def _exists(target: str) -> Error:
+    return Error("ALREADY_EXISTS", f"convert to {target}: it exists already; choose another name, or remove it")
+
+
+def _check_free(target: str, kind: str) -> None:
+    """Refuses a name that is taken, and a directory with checkpoints of the format: the result would be the newest of the run."""
+    if os.path.lexists(target):
+        raise _exists(target)
+    if kind not in ("holdfast", "dcp"):
+        return
+    there: list[dict[str, Any]] = []
+    with contextlib.suppress(Error):  # none is complete, and one cannot be read
+        there = directories.list_checkpoints(os.path.dirname(target), format=kind)
+    if there:
+        raise Error(
+            "FAILED_PRECONDITION",
+            f"convert to {target}: its directory has checkpoints of this format ({there[-1]['name']}), and a run would resume from "
+            "the result as the newest one; choose a directory without such checkpoints",
+        )
 
 
 @contextlib.contextmanager
-def _directory(target: str) -> Iterator[None]:
+def _beside(target: str) -> Iterator[str]:
+    """Gives a path to write to, in a new directory beside `target`; what is there at the end gets the name `target` if that is free."""
+    above, name = os.path.split(target)
+    with of_system(f"convert to {target}: make a directory beside it"):
+        own = tempfile.mkdtemp(prefix=".holdfast-convert-", dir=above)
+    written = os.path.join(own, name)
     try:
-        yield
-    except BaseException:
-        shutil.rmtree(target, ignore_errors=True)
-        raise
+        yield written
+        with of_system(f"convert to {target}"):
+            try:
+                # Neither replaces anything but an empty directory.
+                (os.rename if os.path.isdir(written) else os.link)(written, target)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    raise _exists(target) from error
+                raise
+            sync_directory(above)
+    except Error as error:
+        raise Error(error.code, error.message.replace(written, target), error.errno) from error
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _holdfast(state: Any, target: str, step: int) -> Iterator[str]:
+# ---- Writing.
+
+
+def _holdfast(state: Any, path: str, step: int) -> None:
     import holdfast
 
     holdfast.configure(arena_bytes=_ARENA_BYTES)
-    with _directory(target):
-        save = holdfast.save_async(state, target, step=step)
-        try:
-            save.wait()
-        except BaseException:
-            save.cancel()
-            save.durable.exception()  # until then it may still commit
-            raise
-        yield target
+    save = holdfast.save_async(state, path, step=step)
+    try:
+        save.wait()
+    except BaseException:
+        save.cancel()
+        save.durable.exception()  # until then it may still write
+        raise
 
 
-@contextlib.contextmanager
-def _dcp(state: Any, target: str, step: int) -> Iterator[str]:
+def _dcp(state: Any, path: str, step: int) -> None:
     import torch.distributed.checkpoint as dcp
 
     import holdfast
@@ -235,41 +277,25 @@ def _dcp(state: Any, target: str, step: int) -> Iterator[str]:
     from holdfast.dcp import StorageWriter
 
     holdfast.configure(arena_bytes=_ARENA_BYTES)
-    with _directory(target):
-        with framework_errors(f"save {target}"):
-            dcp.save(state, storage_writer=StorageWriter(target, step=step), no_dist=True)
-        yield target
+    with framework_errors(f"save {path}"):
+        dcp.save(state, storage_writer=StorageWriter(path, step=step), no_dist=True)
 
 
-@contextlib.contextmanager
-def _file(target: str, write: Callable[[Any], None]) -> Iterator[str]:
-    """A file that gets its name when it is durable and was compared."""
-    temporary = f"{target}.tmp-{os.getpid()}{os.path.splitext(target)[1]}"
-    try:
-        with of_system(f"write {target}"):
-            with open(temporary, "xb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-        yield temporary
-        with of_system(f"write {target}"):
-            os.link(temporary, target)  # unlike a rename it replaces nothing
-            directory = os.open(os.path.dirname(target), os.O_RDONLY)
-            os.fsync(directory)
-            os.close(directory)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+def _file(path: str, write: Callable[[Any], None]) -> None:
+    with of_system(f"write {path}"), open(path, "xb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _torch(state: Any, target: str, step: int) -> Any:
+def _torch(state: Any, path: str, step: int) -> None:
     import torch
 
-    return _file(target, lambda file: torch.save(state, file))
+    _file(path, lambda file: torch.save(state, file))
 
 
-def _safetensors(state: Any, target: str, step: int) -> Any:
-    return _file(target, lambda file: _write_safetensors(state, file))
+def _safetensors(state: Any, path: str, step: int) -> None:
+    _file(path, lambda file: _write_safetensors(state, file))
 
 
 def _write_safetensors(state: Any, file: Any) -> None:
