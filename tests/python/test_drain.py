@@ -510,6 +510,8 @@ def test_a_page_is_no_empty_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option, said", [
     (["--keep-source", "-1"], "a whole number"), (["--keep-last", "x"], "a whole number"), (["--rate", "200MB"], "200M, 1G"),
+    (["--rate", "0"], "--rate: 200M, 1G, or a number of bytes above 0, not '0'"), (["--rate", "nan"], "--rate"),
+    (["--give-up", "-1"], "--give-up: a number of seconds, 0 or more, not '-1'"), (["--give-up", "nan"], "--give-up"),
 ])  # fmt: skip
 def test_wrong_options_of_the_command_are_explained(option: list[str], said: str, tmp_path: Path) -> None:
     save(tmp_path / "run", 1, elements=10)

@@ -50,7 +50,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rate", type=_rate, metavar="BYTES", help="the most bytes per second: 200M, 1G, or a number")
     parser.add_argument("--verify", choices=VERIFY, default="auto", help="how arrival is proven: by the store's checksum, or by reading back")
     parser.add_argument("--behind", choices=BEHIND, default="keep", help="with --keep-source: keep what has not arrived, or skip it")
-    parser.add_argument("--give-up", type=float, default=600.0, metavar="SECONDS", help="end after this time without progress (default 600)")
+    parser.add_argument("--give-up", type=_seconds, default=600.0, metavar="SECONDS", help="end after this time without progress (default 600)")
     storage_options.declare(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document; with --watch one line for each event")
     parser.add_argument("--controlled", type=int, metavar="PID", help=argparse.SUPPRESS)
@@ -60,8 +60,16 @@ def _rate(value: str) -> float:
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
     factor = units.get(value[-1:].upper(), 1)
     with contextlib.suppress(ValueError):
-        return float(value[:-1] if factor > 1 else value) * factor
-    raise argparse.ArgumentTypeError(f"200M, 1G, or a number of bytes, not {value!r}")
+        if (rate := float(value[:-1] if factor > 1 else value) * factor) > 0:
+            return rate
+    raise argparse.ArgumentTypeError(f"200M, 1G, or a number of bytes above 0, not {value!r}")
+
+
+def _seconds(value: str) -> float:
+    with contextlib.suppress(ValueError):
+        if (seconds := float(value)) >= 0:
+            return seconds
+    raise argparse.ArgumentTypeError(f"a number of seconds, 0 or more, not {value!r}")
 
 
 def _count(value: str) -> int:
