@@ -159,6 +159,30 @@ def test_it_shows_the_save_of_a_dead_trainer_and_no_outcomes_of_it(trainer: Trai
     os.kill(save["worker_pid"], signal.SIGKILL)
 
 
+_ENDS = f"""
+import time, torch, holdfast
+holdfast.configure(bytes_per_second_max=8 * {MIB})
+save = holdfast.save_async({{"w": torch.ones({MIB})}}, "run/step-1", step=1)
+print("begun", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_save_that_has_ended_is_not_in_flight(tmp_path: Path) -> None:
+    """A trainer that is stopped closes no table."""
+    run = tmp_path / "run"
+    with subprocess.Popen([sys.executable, "-c", _ENDS], cwd=tmp_path, stdout=subprocess.PIPE) as trainer:
+        try:
+            assert trainer.stdout is not None and trainer.stdout.readline() == b"begun\n"
+            trainer.send_signal(signal.SIGSTOP)
+            watched, end = node.Node(str(run)), time.monotonic() + 30
+            while not (run / "step-1").exists() or ((saves := watched.look().saves) and time.monotonic() < end):
+                time.sleep(0.05)
+            assert saves == []
+        finally:
+            trainer.kill()
+
+
 def test_without_a_save_it_says_so(tmp_path: Path) -> None:
     assert command("top", "--once", "--interval", 0.1, tmp_path, torch=False) == Run(0, "no save in flight\n", "")
     refused(command("top", tmp_path / "none", torch=False), "none: No such file or directory")
@@ -330,6 +354,17 @@ def test_64_ranks_leave_room_for_the_errors(size: tuple[int, int]) -> None:
         assert any("disk full" in line for line in lines[: size[1]]), lines
         shown = [line for line in lines if "/64" in line]
         assert len(shown) >= 5 and "63/64" in shown[-1] and any("that have done least" in line for line in lines[:5])
+
+
+@pytest.mark.parametrize("width", [120, 80, 79, 74, 69, 64, 50, 40])
+def test_a_narrow_terminal_has_fewer_columns_and_whole_heads(width: int) -> None:
+    console = pytest.importorskip("rich.console").Console(width=width, height=24, record=True, file=open(os.devnull, "w"))
+    busy = save_of(7, bytes_total=1 << 34, bytes_written=1 << 33, bytes_held=1 << 34, bytes_per_second=1.5e9, seconds_left=65.0, step=120000)
+    console.print(watching.screen(node.Look(0.0, [busy], [], [], 0), None, width, 24))
+    lines = console.export_text().splitlines()
+    (head,) = (line for line in lines if "PHASE" in line)
+    assert {"RANK", "PHASE", "CHECKPOINT"} <= set(head.split()) <= set(watching._HEAD), head
+    assert any(line.lstrip().startswith("7/64") and "writing" in line for line in lines), lines
 
 
 def test_a_phase_names_the_ranks_that_are_waited_for() -> None:

@@ -149,6 +149,8 @@ class Node:
 
     def _save(self, table: _Table, now: float) -> Save | None:
         content = dict(table.content)
+        if content["phase"] == "done":
+            return None  # the process has yet to close the table
         name, partial = content.pop("name"), content.pop("partial")
         inner = content.pop("worker_pid")
         is_thread = content["launcher"] == "thread"

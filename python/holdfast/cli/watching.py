@@ -28,12 +28,15 @@ columns:
   PID       of the trainer; - where it is dead and its worker finishes the save
   PHASE     staging (copies into staging memory; the worker writes meanwhile), queued (the worker has not
             begun), writing, syncing, reading back, manifest, waiting for ranks (with their numbers),
-            committing; quarantined: the save has ended, and its memory is held until its last transfer
+            committing, removing (older checkpoints); quarantined: the save has ended, and its memory is held until its last transfer
             has landed
-  DONE      written bytes; WRITTEN, OF, PID and WORKER need 120 columns
+  DONE      written bytes
   RATE      bytes written per second: of the last 5 s, at first since the beginning of the save
   LEFT      until all bytes are written, at this rate
   HELD      staged bytes whose memory the save still holds
+  CHECKPOINT  (unknown) and the attempt where no process has the checkpoint's directory open
+
+PID, WRITTEN, OF and WORKER need a terminal of 120 columns; one below 80 has fewer yet.
 
 keys: q or Ctrl-C ends. Without a terminal, or on one that moves no cursor, the state is printed once.
 
@@ -48,8 +51,8 @@ _RUNS_SHOWN = 4
 _LINES_AROUND = 6  # of the screen: title, summary, note, head of the columns, empty lines
 _HEAD = ("RANK", "PID", "STEP", "PHASE", "DONE", "WRITTEN", "OF", "RATE", "LEFT", "HELD", "WORKER", "CHECKPOINT")
 _RIGHT = "RANK PID STEP DONE WRITTEN OF RATE LEFT HELD"
-_WIDE = 120  # columns of a terminal; a narrower one does without these
-_WIDE_ONLY = ("PID", "WRITTEN", "OF", "WORKER")
+# How many columns a terminal has that shows these; the others are always shown.
+_NEEDS = {**dict.fromkeys(("PID", "WRITTEN", "OF", "WORKER"), 120), "HELD": 80, "LEFT": 75, "STEP": 70, "RATE": 65, "DONE": 50}
 
 
 def declare(parser: argparse.ArgumentParser) -> None:
@@ -215,7 +218,7 @@ def screen(look: node.Look, directory: str | None, width: int, height: int) -> A
         return Text(text.printable(line), style=style, overflow="fold")
 
     saves = Table(expand=True, box=None, padding=(0, 1, 0, 0), header_style="bold")
-    kept = [title for title in _HEAD if width >= _WIDE or title not in _WIDE_ONLY]
+    kept = [title for title in _HEAD if width >= _NEEDS.get(title, 0)]
     for title in kept:
         side: Any = "right" if title in _RIGHT.split() else "left"
         saves.add_column(title, justify=side, no_wrap=True, overflow="ellipsis", ratio=1 if title == _HEAD[-1] else None)
