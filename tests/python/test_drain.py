@@ -412,7 +412,7 @@ def test_errors_say_what_to_do(tmp_path: Path, server: s3_server.Server, bucket:
     words = [word for item in storage.items() for word in ("--storage", "=".join(item))]
     for target, status, said in (
         ("s3://no-such-bucket/run", 0, "no-such-bucket"),
-        (url, 403, "; credentials are of the environment"),
+        (url, 403, "; credentials come from the environment, from storage=, or from --storage-file"),
         ("nowhere://bucket/run", 0, "nowhere"),
     ):
         server.faults.refuse = status

@@ -42,11 +42,13 @@ commands:
 _EPILOG = """\
 exit status:
   0    success (diff: the same; verify: sound; doctor: saves work)
-  1    a negative answer (diff: different; verify: corrupt; doctor: saves do not work)
+  1    a negative answer (diff: different; verify: corrupt; doctor: saves do not work;
+       drain: a checkpoint has not arrived)
   2    trouble: the error is on stderr
   130  interrupted by Ctrl-C
+  141  the reader of the output (a pipe) was closed
   verify exits as verify-checkpoint: 2 incomplete, 3 unreadable, 64 wrong command line;
-  demo --help has its own
+  doctor has 64, too; demo --help has its own
 """
 
 # Each module has `declare(parser)`, and `run(arguments)`, which returns the exit status.

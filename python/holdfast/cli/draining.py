@@ -33,7 +33,8 @@ examples:
   holdfast drain run s3://bucket/run --watch --keep-last 20 --rate 200M
   holdfast drain s3://bucket/run run --name step-1200     # back
 
-exit status: 0 everything has arrived, 1 a checkpoint of SRC, or a file beside it, is damaged, cannot be read or cannot be proven, 2 trouble
+exit status: 0 everything has arrived; 1 a checkpoint, or a file beside it, has not, for it is damaged,
+cannot be read or proven, or another entry of DST has its name; 2 trouble
 """
 
 

@@ -124,7 +124,7 @@ class Store:
                 code = code if status[1] == "403" or "MKCOL" in str(error) else "UNIMPLEMENTED"
                 raise Error(code, f"{operation} {where}: {_reason(error)}; a drain needs a server that does this part of WebDAV: "
                             f"{_NEEDED_OF_WEBDAV[operation]}, or choose another store") from error  # fmt: skip
-            hint = "; credentials are of the environment, storage= or --storage-file" if code in _REFUSED else ""
+            hint = "; credentials come from the environment, from storage=, or from --storage-file" if code in _REFUSED else ""
             raise Error(code, f"{operation} {where}: {_reason(error)}{hint}") from error
 
     # ---- Reading.
