@@ -19,11 +19,14 @@ def local_path(path: str | os.PathLike[str], operation: str, instead: str = "") 
 
     Raises:
         TypeError: it is neither text nor an os.PathLike.
-        Error: INVALID_ARGUMENT for a URL, for empty text, and for a name that the file system encoding lacks.
+        Error: INVALID_ARGUMENT for a URL, for empty text, for text with a zero byte, and for a name that the file system
+            encoding lacks.
     """
     text = path_text(path, operation)
     if not text:
         raise Error("INVALID_ARGUMENT", f"{operation} '': the path is empty")
+    if "\0" in text:
+        raise Error("INVALID_ARGUMENT", f"{operation} {text!r}: no path can have a zero byte; choose another name")
     if "://" in text:
         raise Error(
             "INVALID_ARGUMENT",

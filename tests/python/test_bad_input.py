@@ -51,6 +51,17 @@ def test_paths_that_cannot_be_saved_to(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["directory", "file", "link"]
 
 
+def test_a_path_with_a_zero_byte_is_refused_and_not_printed_raw(tmp_path: Path) -> None:
+    path = f"{tmp_path}/st\0ep"
+    calls = (lambda: holdfast.save_async(STATE, path), lambda: holdfast.load(path), lambda: holdfast.verify(path),
+             lambda: holdfast.recover(path), lambda: holdfast.find_newest(path), lambda: dcp.save(STATE, checkpoint_id=path))  # fmt: skip
+    for call in calls:
+        with pytest.raises(holdfast.Error, match=r"st\\x00ep': no path can have a zero byte") as error:
+            call()
+        assert error.value.code == "INVALID_ARGUMENT" and "\0" not in str(error.value)
+    assert os.listdir(tmp_path) == []
+
+
 def test_options_that_make_no_sense(tmp_path: Path) -> None:
     refused(tmp_path / "s", "INVALID_ARGUMENT", "wait, skip, fail", when_full="maybe")
     refused(tmp_path / "s", "INVALID_ARGUMENT", "32 hex digits", attempt="1234")
