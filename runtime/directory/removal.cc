@@ -61,6 +61,19 @@ bool IsOfASave(int directory) {
          });
 }
 
+absl::Status CheckRemovable(int directory, const std::string& name) {
+  if (!IsOfASave(directory)) {
+    return absl::FailedPreconditionError(
+        "it holds files and no mark of a save; rename the directory, or remove it yourself");
+  }
+  std::vector<char> buffer(worker::kDirectoryBufferBytes);
+  const worker::Contents contents = worker::LookInto(directory, buffer.data());
+  if (contents.error_number != 0) return base::ErrnoStatus("read", name, contents.error_number);
+  return contents.holds_directory || worker::MustKeep(contents, name.c_str())
+             ? RefuseForeign(name, contents.foreign)
+             : absl::OkStatus();
+}
+
 absl::Status RemoveDirectory(int parent, const std::string& name) {
   std::vector<char> buffer(worker::kDirectoryBufferBytes);
   const auto job = std::make_unique<layout::Job>();  // The job's counters are not read.

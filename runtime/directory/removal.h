@@ -29,6 +29,11 @@ absl::StatusOr<RetiredCheckpoint> RetireCheckpoint(int parent, const CheckpointI
 /// makes. A user's own directory may have the name of a partial directory.
 bool IsOfASave(int directory);
 
+/// Checks that a recovery may remove the open `directory` called `name`: the directory is that of a
+/// save and has no foreign entry that a removal would keep. Changes nothing.
+/// \error kFailedPrecondition, with the remedy; errors of reading.
+absl::Status CheckRemovable(int directory, const std::string& name);
+
 /// Removes a directory of files as the worker does: durably, large files in steps. Missing entries
 /// are no error, so the removal can be repeated after a crash at any point, or run by two processes
 /// at once.

@@ -387,11 +387,9 @@ absl::StatusOr<Recovery::Visit> Recovery::Promoted(const std::string& checkpoint
 }
 
 Recovery::Visit Recovery::Remove(const std::string& name, int directory, bool may_remove) {
+  const absl::Status removable = directory::CheckRemovable(directory, name);
+  if (!removable.ok()) return Keep(std::string(removable.message()));
   if (!may_remove) return Keep("incomplete");
-  if (!directory::IsOfASave(directory)) {
-    return Keep(
-        "it holds files and no mark of a save; rename the directory, or remove it yourself");
-  }
   const absl::Status removed = directory::RemoveDirectory(parent_, name);
   if (!removed.ok()) return Keep(std::string(removed.message()));
   report_.removed.push_back(name);

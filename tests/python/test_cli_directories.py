@@ -182,6 +182,21 @@ def test_recover_does_what_a_dry_run_says(tmp_path: Path) -> None:
     assert command("recover", tmp_path).out == "nothing to recover\n"
 
 
+def test_a_dry_run_and_ls_keep_what_recover_keeps(tmp_path: Path) -> None:
+    for name in (f"step-4.partial-{ATTEMPT}", f".step-1.retired-{ATTEMPT}"):  # of a user's own
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "notes.txt").write_text("x")
+    with_folder = tmp_path / f"step-5.partial-{ATTEMPT}"
+    (with_folder / "folder").mkdir(parents=True)
+    (with_folder / "holdfast.commit.json.tmp").touch()
+    before = sorted(os.listdir(tmp_path))
+    reasons = {e["name"]: e["reason"] for e in command("ls", "--json", tmp_path, torch=False).json["checkpoints"]}
+    dry = command("recover", "-n", tmp_path, torch=False)
+    assert dry.out == command("recover", tmp_path, torch=False).out and dry.out.count("kept: ") == 3, dry
+    assert sorted(os.listdir(tmp_path)) == before == sorted(reasons)
+    assert all("no mark of a save" in reason or "folder" in reason for reason in reasons.values()), reasons
+
+
 def test_a_dry_run_names_a_dcp_checkpoint_that_may_be_completed(tmp_path: Path) -> None:
     holdfast.dcp.save({"w": torch.ones(5)}, checkpoint_id=tmp_path / "step-1", no_dist=True)
     (tmp_path / "step-1" / ".metadata").unlink()
