@@ -8,12 +8,14 @@
 #include "holdfast/probe.h"
 #include "holdfast/version.h"
 #include "tools/doctor_output.h"
+#include "tools/standard_output.h"
 
 namespace holdfast::tools {
 namespace {
 
 constexpr int kExitFine = 0;
 constexpr int kExitRefuses = 1;
+constexpr int kExitUnprinted = 2;
 constexpr int kExitUsage = 64;  // EX_USAGE of sysexits.h
 
 constexpr char kDescription[] =
@@ -26,6 +28,7 @@ constexpr char kFooter[] =
     "Exit status:\n"
     "  0   fine      saves work here; what could be better is listed\n"
     "  1   refuses   something that saves need does not work; it is listed\n"
+    "  2   trouble   the result could not be printed\n"
     "  64  usage     the command line was wrong\n"
     "\n"
     "--json prints one document with the keys: program, version, exit_status, directory, refusals, "
@@ -38,8 +41,8 @@ constexpr char kFooter[] =
     "base_page_bytes, memlock_bytes,\n"
     "worker_program_found, worker_program, digest_unit, gpus, write_bytes_per_second, "
     "digest_bytes_per_second,\n"
-    "copy_bytes_per_second (0: not measured). Where DIR cannot be used at all, it ends with "
-    "advice.\n"
+    "copy_bytes_per_second (0: not measured). If DIR cannot be used at all, advice is the last "
+    "key.\n"
     "\n"
     "Examples:\n"
     "  holdfast-doctor /checkpoints\n"
@@ -59,11 +62,7 @@ int Run(const std::string& directory, bool json, bool quick) {
         (json ? DoctorFailedJson(directory, error, exit_status) : DoctorFailedText(error)).c_str(),
         json ? stdout : stderr);
   }
-  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
-    std::perror("holdfast-doctor: standard output");
-    return kExitRefuses;
-  }
-  return exit_status;
+  return ExitStatus("holdfast-doctor", exit_status, kExitUnprinted);
 }
 
 }  // namespace
@@ -83,7 +82,8 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : holdfast::tools::kExitUsage;
+    const int status = app.exit(error) == 0 ? 0 : holdfast::tools::kExitUsage;
+    return holdfast::tools::ExitStatus("holdfast-doctor", status, holdfast::tools::kExitUnprinted);
   }
   return holdfast::tools::Run(directory, json, quick);
 }

@@ -11,6 +11,7 @@
 #include "holdfast/verify.h"
 #include "holdfast/version.h"
 #include "tools/progress_bar.h"
+#include "tools/standard_output.h"
 #include "tools/verify_output.h"
 #include "tools/words.h"
 
@@ -177,12 +178,8 @@ int Run(const Arguments& arguments) {
     std::fputs(UncommittedLines(found.uncommitted).c_str(), stdout);
     if (reports.size() > 1) std::fputs(SummaryLine(reports).c_str(), stdout);
   }
-  // A full disk or a closed pipe is a failure: the verdict was not printed.
-  if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
-    std::perror("verify-checkpoint: standard output");
-    return static_cast<int>(Worse(worst, Verdict::kUnreadable));
-  }
-  return exit_status;
+  return ExitStatus("verify-checkpoint", exit_status,
+                    static_cast<int>(Worse(worst, Verdict::kUnreadable)));
 }
 
 }  // namespace
@@ -196,7 +193,9 @@ int main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? 0 : holdfast::tools::kExitUsage;
+    const int status = app.exit(error) == 0 ? 0 : holdfast::tools::kExitUsage;
+    return holdfast::tools::ExitStatus("verify-checkpoint", status,
+                                       static_cast<int>(holdfast::Verdict::kUnreadable));
   }
   return holdfast::tools::Run(arguments);
 }

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "holdfast/version.h"
 #include "tools/demo/session.h"
+#include "tools/standard_output.h"
 #include "tools/words.h"
 
 namespace holdfast::demo {
@@ -94,7 +95,8 @@ int Main(int argc, char** argv) {
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
-    return app.exit(error) == 0 ? kExitSound : kExitUsage;
+    const int status = app.exit(error) == 0 ? kExitSound : kExitUsage;
+    return tools::ExitStatus("holdfast-demo", status, kExitFailed);
   }
   if (const std::error_code error = MakeDirectory(&options); error) {
     std::fprintf(stderr, "holdfast-demo: %s: %s\n", options.directory.c_str(),
@@ -108,7 +110,7 @@ int Main(int argc, char** argv) {
   const Outcome outcome = RunSession(options);
   std::fputs(Text(options, outcome).c_str(), Lines(options));
   if (options.json) std::fputs(Json(options, outcome).c_str(), stdout);
-  return outcome.exit_status;
+  return tools::ExitStatus("holdfast-demo", outcome.exit_status, kExitFailed);
 }
 
 }  // namespace
