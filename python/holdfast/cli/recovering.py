@@ -34,7 +34,7 @@ def declare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--dry-run", action="store_true", help="change nothing; say what would be done")
     parser.add_argument(
         "--wait", type=float, default=30.0, metavar="SECONDS",
-        help="how long to wait for a worker whose trainer is dead (default 30)",
+        help="how long to wait without progress for a worker whose trainer is dead (default 30; ten times that in all)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
