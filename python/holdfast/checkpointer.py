@@ -364,7 +364,7 @@ class Checkpointer(PerProcess):
                 another step is refused.
             into: the state to fill, as of `holdfast.load`; required with ``"dcp"``.
             name: of the checkpoint, in place of the step's.
-            **options: of `holdfast.load`; with ``"dcp"`` of `holdfast.dcp.StorageReader`.
+            **options: of `holdfast.load`; with ``"dcp"`` of `holdfast.dcp.StorageReader`, and ``strict``.
 
         Returns:
             `into`, or the state.
@@ -414,18 +414,18 @@ class Checkpointer(PerProcess):
         if found is not None:
             _lineage.loaded(os.path.join(self.directory, found.name), found.attempt, found.step)
 
-    def _load_dcp(self, find: Callable[[], str], step: int | None, into: Any, **options: Any) -> Any:
-        import torch.distributed.checkpoint as dcp
+    def _load_dcp(self, find: Callable[[], str], step: int | None, into: Any, *, strict: bool = True, **options: Any) -> Any:
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
         import holdfast.dcp
         from holdfast.dcp.agreement import agree_on, check_member
+        from holdfast.dcp.plans import check_state
+        from holdfast.dcp.targets import load_into
 
         check_member(f"load from {self.directory}", self._process_group)
         if into is None:
             raise _refusal("a DCP checkpoint is loaded into a state: pass into=")
-        if "strict" in options:
-            raise _refusal("strict is no option for DCP checkpoints: pass planner=DefaultLoadPlanner(allow_partial_load=True) to "
-                           "holdfast.dcp.load, which then leaves out what the checkpoint lacks")  # fmt: skip
+        check_state(into, f"load from {self.directory}")
 
         looked: builtins.list[str] = []  # of rank 0
 
@@ -449,7 +449,8 @@ class Checkpointer(PerProcess):
             # Rank 0 holds it for all.
             path = agree_on(lambda: stack.enter_context(self._found(find_complete)), self._process_group)
             reader = holdfast.dcp.StorageReader(path, **options)
-            dcp.load(into, storage_reader=reader, process_group=self._process_group)
+            planner = DefaultLoadPlanner(allow_partial_load=not strict)
+            load_into(into, reader, None, planner, self._process_group, False, strict)
             for place in looked[-1:]:
                 self._descends_from(place)
         return into

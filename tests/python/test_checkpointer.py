@@ -264,13 +264,6 @@ def test_bad_arguments_of_a_save_are_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_load_of_dcp_says_what_takes_the_place_of_strict(tmp_path: Path) -> None:
-    with opened(tmp_path, format="dcp") as checkpointer:
-        checkpointer.save(state(1.0), 1)
-        with pytest.raises(holdfast.Error, match="allow_partial_load=True.*holdfast.dcp.load"):
-            checkpointer.load(into=state(0.0), strict=False)
-
-
 @formats
 def test_a_checkpoint_is_no_directory_of_checkpoints(format: str, tmp_path: Path) -> None:
     with holdfast.Checkpointer(tmp_path, format=format) as checkpointer:

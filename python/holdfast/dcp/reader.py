@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -29,6 +28,7 @@ from holdfast.dcp import metadata as _metadata
 from holdfast.dcp import objects, plans
 from holdfast.dcp.placement import new_attempt, rank_of
 from holdfast.dcp.records import NotPlain, find_tensor
+from holdfast.dcp.targets import load_into
 from holdfast.dcp.writer import StorageWriter, local_path
 from holdfast.errors import Error, counted, of_damage, of_system
 
@@ -532,8 +532,12 @@ def load(
 ) -> None:
     """Loads into a state, as ``torch.distributed.checkpoint.load`` does, through a `StorageReader`.
 
+    The state of an optimizer that has made no step yet, of `torch.optim`, is loaded, too. What has a
+    ``state_dict`` is filled at any depth of dicts and lists.
+
     Args:
-        state_dict: what is loaded into.
+        state_dict: what is loaded into. Of what the checkpoint has below one of its entries, and no
+            rank's state has, the log has one line.
         checkpoint_id: the checkpoint's directory. A URL is left to the framework's own reader.
         storage_reader: default a `StorageReader` for `checkpoint_id`.
         planner, process_group, no_dist: as of the framework's.
@@ -545,7 +549,4 @@ def load(
     plans.check_state(state_dict, "load")
     if storage_reader is None and checkpoint_id is not None and "://" not in directories.path_text(checkpoint_id, "load"):
         storage_reader = StorageReader(checkpoint_id)
-    dcp.load(
-        state_dict, checkpoint_id=checkpoint_id, storage_reader=storage_reader, planner=planner,
-        process_group=process_group, no_dist=no_dist,
-    )  # fmt: skip
+    load_into(state_dict, storage_reader, checkpoint_id, planner, process_group, no_dist, strict=False)

@@ -27,7 +27,6 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageWriter as _StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
@@ -41,6 +40,7 @@ from holdfast.dcp.placement import Placement, new_attempt
 from holdfast.dcp.replicas import Differing, Digests, check_replicas, compare, settle
 from holdfast.dcp.staging import Stager
 from holdfast.dcp.stock import answers_with_both, why_stock
+from holdfast.dcp.targets import expanded
 from holdfast.dcp.uploads import Call, Exchange, Line, Upload, line_of
 from holdfast.dcp.writer import StorageWriter, Written
 from holdfast.errors import Error
@@ -49,7 +49,7 @@ logger = logging.getLogger("holdfast.dcp")
 
 
 def _state_dicts(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-    return {k: v.state_dict() if isinstance(v, Stateful) else v for k, v in state_dict.items()}
+    return {key: expanded(value, (key,)) for key, value in state_dict.items()}
 
 
 @dataclasses.dataclass
@@ -414,7 +414,7 @@ def async_save(
     All ranks of the group must call it, in the same order.
 
     Args:
-        state_dict: of tensors, DTensors, ShardedTensors, objects, and Statefuls, which give their state dicts.
+        state_dict: of tensors, DTensors, ShardedTensors, objects, and, at any depth, Statefuls, which give their state dicts.
         checkpoint_id: the checkpoint's directory. A URL is handed on to the framework's own
             ``async_save``, with one line in the log.
         storage_writer: a `StorageWriter`, default one for `checkpoint_id`. Any other is handed on.
