@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from holdfast import _devices, _dtypes, _kinds, _runtime, _state, _tensor_kinds
 from holdfast._building import Builder
@@ -103,7 +104,8 @@ class Filling:
     def keep(self, tensors: Iterable[Any]) -> None:
         """Keeps the old values of tensors that an act may change before it is refused."""
         if self._refusable:
-            self._old += [(tensor.detach(), None) for tensor in tensors if isinstance(tensor, torch.Tensor)]
+            there = (tensor for tensor in tensors if isinstance(tensor, torch.Tensor) and not is_lazy(tensor))
+            self._old += [(tensor.detach(), None) for tensor in there]
 
     def changes(self, target: torch.Tensor) -> None:
         """Notes a tensor whose values change."""
@@ -169,6 +171,8 @@ class Filling:
             self.compare(node["shape"], list(target.shape), path, "has shape")
             self.compare(node["dtype"], dtype, path)
             self.compare("strided", str(target.layout).removeprefix("torch."), path)
+        if target.is_meta:
+            raise self.complaint(path, _tensor_kinds.NO_MEMORY)
         self._checkpoint.require_alike(node["stored"])
         reader = self._checkpoint.reader
         target = target.detach()

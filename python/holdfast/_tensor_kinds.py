@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from holdfast import _dtypes, _records
 from holdfast._kinds import BY_NAME, Kind, Later, container_kind, under
@@ -17,6 +18,15 @@ PLAIN_TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 
 QUANTIZED = "quantized tensors are not supported; save int_repr(), scale and zero point instead"
 NESTED = "nested tensors of the strided layout are not supported; save unbind(), or use torch.jagged"
+
+NO_MEMORY = "the target is on the meta device and has no memory; call to_empty(device=...) of the model first"
+
+
+def why_no_data(tensor: torch.Tensor) -> str | None:
+    """Why a tensor has no elements to save; None if it has."""
+    if is_lazy(tensor):
+        return "a lazy module's parameter or buffer has no shape before the first forward; call the module once"
+    return "a tensor on the meta device has no data; give it values, or leave it out of the state" if tensor.is_meta else None
 
 
 def _flattened(tensor: Any) -> tuple[list[str], Any] | None:
@@ -160,6 +170,8 @@ class _Tensors(Kind):
     def fill(self, filling: Any, node: Node, target: Any, path: str) -> Any:
         if not isinstance(target, torch.Tensor):
             return filling.new(node, path)
+        if is_lazy(target):  # its module gives it the shape of what it loads
+            return filling.new(node, path, target.device)
         _compare_layouts(filling, node, target, path)
         if type(target) not in PLAIN_TENSORS:
             filling.changes(target)  # a wrapper counts its changes apart from what it wraps
@@ -196,13 +208,13 @@ class Tensor(_Tensors):
         Raises:
             Error: INVALID_ARGUMENT for a tensor that cannot be saved.
         """
-        wrong = None
-        if value.is_quantized:
+        wrong = why_no_data(value)
+        if wrong is not None:
+            pass
+        elif value.is_quantized:
             wrong = QUANTIZED
         elif value.is_nested:
             wrong = NESTED
-        elif value.device.type == "meta":
-            wrong = "a tensor on the meta device has no data"
         elif type(value) not in PLAIN_TENSORS and value.numel() and not value.data_ptr():
             wrong = (
                 f"a {class_name(value)} has no memory of its own and no __tensor_flatten__ that says "

@@ -409,6 +409,13 @@ def other_dtype(directory: Path) -> str:
 
 
 @provocation
+def meta_target(directory: Path) -> str:
+    save(directory / "step-1", {"model": torch.nn.Linear(2, 2)})
+    into = {"model": torch.nn.Linear(2, 2, device="meta")}
+    return said(lambda: holdfast.load(directory / "step-1", into=into))
+
+
+@provocation
 def other_keys(directory: Path) -> str:
     save(directory / "step-1", {"a": torch.ones(1), "b": torch.ones(1)})
     into = {"a": torch.ones(1), "c": torch.ones(1)}

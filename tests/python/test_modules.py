@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 import holdfast
 
@@ -119,3 +120,38 @@ def test_a_plain_module_is_filled_without_a_second_pass(tmp_path: Path, monkeypa
     holdfast.load(tmp_path / "a", into={"model": model})
     assert torch.equal(model[0].weight, saved[0].weight)
     assert not calls
+
+
+FORMATS = pytest.mark.parametrize("format", ["holdfast", "dcp"])
+
+
+def _lazy() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.LazyLinear(3), torch.nn.LazyBatchNorm1d())
+
+
+@FORMATS
+def test_a_lazy_module_gets_the_shapes_of_what_was_saved(format: str, tmp_path: Path) -> None:
+    saved, model = _lazy(), _lazy()
+    saved(torch.ones(2, 4))
+    with holdfast.Checkpointer(tmp_path, format=format) as checkpointer:
+        checkpointer.save({"model": saved}, 1)
+        checkpointer.load(into={"model": model})
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in saved.state_dict().items())
+    x = torch.randn(2, 4)
+    assert torch.equal(saved(x), model(x))
+
+
+@FORMATS
+@pytest.mark.parametrize("make", [_lazy, lambda: torch.nn.ModuleList([torch.nn.Linear(2, 2, device="meta")])])
+def test_a_module_without_data_is_refused_by_its_name(make: Callable[[], Any], format: str, tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path, format=format) as checkpointer:
+        with pytest.raises((holdfast.Error, CheckpointException), match=r"save model\.0\.weight: .*(lazy|meta).*INVALID"):
+            checkpointer.save({"model": make()}, 1)
+
+
+@FORMATS
+def test_a_module_without_memory_is_no_target(format: str, tmp_path: Path) -> None:
+    with holdfast.Checkpointer(tmp_path, format=format) as checkpointer:
+        checkpointer.save({"model": torch.nn.Linear(2, 2)}, 1)
+        with pytest.raises((holdfast.Error, CheckpointException), match=r"load model\.\w+: the target is on the meta .*to_empty"):
+            checkpointer.load(into={"model": torch.nn.Linear(2, 2, device="meta")})

@@ -19,7 +19,7 @@ from holdfast import _collector, _devices, _dtypes, _late, _native
 from holdfast._framing import PlannedFile
 from holdfast._plain import check_no_method
 from holdfast._state import numbered
-from holdfast._tensor_kinds import QUANTIZED, local_of, sparse_parts
+from holdfast._tensor_kinds import QUANTIZED, local_of, sparse_parts, why_no_data
 from holdfast.dcp.failures import of_object
 from holdfast.dcp.framing import can_frame, frame
 from holdfast.dcp.parts import DIGESTS, PART, PLAN, Part, digest_of
@@ -81,9 +81,12 @@ def check_layouts(state: Mapping[str, Any]) -> None:
             check_no_method(name, tensor)
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "local_shards"):
             continue  # a ShardedTensor has no layout to ask for
-        if tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized:
+        why = why_no_data(tensor)
+        if why is None and tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized:
             continue
-        if tensor.is_quantized:
+        if why is not None:
+            pass
+        elif tensor.is_quantized:
             why = QUANTIZED
         elif tensor.is_nested:
             why = "nested tensors are not supported; save unbind()"
@@ -179,8 +182,8 @@ class Layout:
             return _devices.device_of(tensor.device) is not None
         except Error as error:
             name = self.items[index].index.fqn
-            if tensor.device.type == "meta":
-                why = "a tensor on the meta device has no data; give it values, or leave it out of the state"
+            why = why_no_data(tensor)
+            if why is not None:
                 raise Error("INVALID_ARGUMENT", f"save {name}: {why}") from error
             raise Error(error.code, f"save {name}: {error.message}") from error
 

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 from torch.distributed.checkpoint.utils import find_tensor_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from holdfast import _collector, _native
 from holdfast._tensor_kinds import PLAIN_TENSORS
@@ -140,7 +141,7 @@ def _look(state: Any, flags: tuple[Any, ...], in_table: frozenset[type]) -> Look
             of_local = mark_of(value._local_tensor)
             marks.append((value.shape, value.placements, meshes[id(mesh)], value.requires_grad, of_local))
         elif isinstance(value, torch.Tensor) or hasattr(value, "__create_write_items__"):
-            if isinstance(value, ShardedTensor) and any(
+            if is_lazy(value) or isinstance(value, ShardedTensor) and any(
                 isinstance(shard.tensor, ShardedTensor) for shard in value.local_shards()
             ):
                 raise _NotComparable

@@ -21,9 +21,11 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast._modules import is_stateful
+from holdfast._tensor_kinds import NO_MEMORY
 from holdfast.errors import Error
 
 logger = logging.getLogger("holdfast.dcp")
@@ -102,6 +104,9 @@ class _Target:
         """Makes `state`, in which optimizers and schedulers have a place for all that the checkpoint has of them."""
         names = metadata.state_dict_metadata
         self._whole = {id(value) for path, value in self._found.items() if _name(path) in names}
+        for path, value in self._found.items():
+            if isinstance(value, torch.nn.Module):
+                self._states[id(value)] = _with_memory(self._states[id(value)], path, metadata)
         growing = {path: _Growing(value, self._states[id(value)]) for path, value in self._found.items()
                    if _takes_any(value, self._states[id(value)])}  # fmt: skip
         depths = sorted({len(path) for path in growing})
@@ -166,6 +171,25 @@ class _Target:
             if placed is not item:
                 container[key] = placed
         return value
+
+
+def _with_memory(state: Any, path: _Path, metadata: Metadata) -> Any:
+    """A module's state dict whose tensors can be filled: a lazy module gets the shapes from the checkpoint.
+
+    Raises:
+        Error: INVALID_ARGUMENT for a tensor on the meta device.
+    """
+    new: dict[Any, Any] = {}
+    for key, item in state.items() if isinstance(state, dict) else ():
+        if not isinstance(item, torch.Tensor):
+            continue
+        name = _name((*path, key))
+        stored = metadata.state_dict_metadata.get(name)
+        if is_lazy(item) and isinstance(stored, TensorStorageMetadata):
+            new[key] = torch.empty(tuple(stored.size), dtype=stored.properties.dtype, device=item.device)
+        elif item.is_meta:
+            raise Error("INVALID_ARGUMENT", f"load {name}: {NO_MEMORY}")
+    return {**state, **new} if new else state
 
 
 def _takes_any(value: Any, state: Any) -> bool:
