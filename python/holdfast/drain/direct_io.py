@@ -14,6 +14,7 @@ from holdfast.drain.places import Read
 from holdfast.errors import of_system
 
 _ALIGNMENT = 4096
+_REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)  # of a file system that opens a file for direct I/O, and does none
 _BUFFER_BYTES_MIN = 4 << 20
 
 
@@ -27,10 +28,10 @@ def reading(fd: int, path: str) -> Read:
 
     def read(begin: int, end: int) -> memoryview:
         length = -(-(end - begin) // _ALIGNMENT) * _ALIGNMENT
-        if getattr(mine, "buffer", None) is None or len(mine.buffer) < length:
-            mine.buffer = mmap.mmap(-1, max(length, _BUFFER_BYTES_MIN))
-        view, got = memoryview(mine.buffer)[:length], 0
         with of_system(f"read {path} @ {begin}"):
+            if getattr(mine, "buffer", None) is None or len(mine.buffer) < length:
+                mine.buffer = mmap.mmap(-1, max(length, _BUFFER_BYTES_MIN))
+            view, got = memoryview(mine.buffer)[:length], 0
             while got < end - begin and (more := _read(fd, view[got:], begin + got)):
                 got += more
         return view[: min(got, end - begin)]
@@ -42,9 +43,10 @@ def _read(fd: int, into: memoryview, at: int) -> int:
     try:
         return os.preadv(fd, [into], at)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _REFUSED:
             raise
-    # The file system wants another alignment: of this thread, or of another that was here before.
+    # The file system wants another alignment: of this thread, or of another that was here before. What the cache has is not read.
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
     return os.preadv(fd, [into], at)
 
@@ -71,7 +73,7 @@ def writing(name: str, folder: int, fd: int) -> Iterator[Callable[[memoryview, i
                 try:
                     count = os.pwrite(direct, data[: len(data) // _ALIGNMENT * _ALIGNMENT], at)
                 except OSError as error:
-                    if error.errno != errno.EINVAL:
+                    if error.errno not in _REFUSED:
                         raise
                     is_taken = False
             if not count:

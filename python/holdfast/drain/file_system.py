@@ -331,7 +331,7 @@ class Directory:
         """As `opened`, from the disk where the file system can read directly. What a read returns may be a view."""
         path = self._file(slot, name)
         try:
-            fd = self._open_to_read(slot, path, os.O_DIRECT)
+            fd = self._open_to_read(slot, path, os.O_DIRECT | os.O_NOFOLLOW)
         except OSError:
             with self.opened(slot, name) as read:
                 yield read

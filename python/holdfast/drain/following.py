@@ -21,7 +21,7 @@ from holdfast.drain import slots, tiers
 from holdfast.drain.copying import Copy, is_passing
 from holdfast.drain.options import Drain
 from holdfast.drain.places import Info, Place, age_of, identity_of, path_of
-from holdfast.errors import Error
+from holdfast.errors import Error, of_system
 
 POLL_SECONDS = 1.0
 _BACKOFF_MAX = 60.0
@@ -153,12 +153,8 @@ class Following:
         seen, at = self._source.signature(), time.monotonic()
         if not asked and seen is not None and seen == self._swept[0] and at - self._swept[1] < _SWEEP_SECONDS:
             return None
-        try:
+        with self._of_system():
             refused = self._sweep(asked)
-        except RuntimeError as error:  # Python's own where the system has no thread; a later sweep may get one
-            if "new thread" not in str(error):
-                raise
-            raise Error("RESOURCE_EXHAUSTED", f"drain {self._source.url} to {self._target.url}: {error}") from None
         self._trouble_since = None
         if refused is None:
             self._trouble = 0
@@ -166,22 +162,37 @@ class Following:
         self._swept = (seen, at) if refused is None else (None, 0.0)
         return refused
 
+    @contextlib.contextmanager
+    def _of_system(self) -> Iterator[None]:
+        """Whatever the system refuses may be had by a later try."""
+        operation = f"drain {self._source.url} to {self._target.url}"
+        try:
+            with of_system(operation):
+                yield
+        except MemoryError:
+            raise Error("RESOURCE_EXHAUSTED", f"{operation}: no memory") from None
+        except RuntimeError as error:  # Python's own where the system has no thread
+            if "new thread" not in str(error):
+                raise
+            raise Error("RESOURCE_EXHAUSTED", f"{operation}: {error}") from None
+
     def look(self) -> bool:
         """Whether nothing is left to send, where another process has the lock and sends it. What has arrived is let go in the first place.
 
         Raises:
             Error: of a place.
         """
-        local, before = self._local(), self._there
-        self._remote = self._listed(local)
-        self.pending = len(self._to_send(local))
-        for error in _of_each(self._may_go(tiers.to_remove_locally(local, self._remote, self._rules)), self._remove_locally):
-            self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": None})
-        self._remote = None  # the other process changes it
-        if self._there != before:
-            self.moved_at = time.monotonic()
-        self._tell({"event": "progress", "pending": self.pending, "bytes_done": 0, "bytes_total": 0})
-        return not self.pending
+        with self._of_system():
+            local, before = self._local(), self._there
+            self._remote = self._listed(local)
+            self.pending = len(self._to_send(local))
+            for error in _of_each(self._may_go(tiers.to_remove_locally(local, self._remote, self._rules)), self._remove_locally):
+                self._tell({"event": "trouble", "code": error.code, "message": error.message, "retry_in": None})
+            self._remote = None  # the other process changes it
+            if self._there != before:
+                self.moved_at = time.monotonic()
+            self._tell({"event": "progress", "pending": self.pending, "bytes_done": 0, "bytes_total": 0})
+            return not self.pending
 
     def has_too_much(self) -> bool:
         """Whether retention would let something go in the first place that it has not just looked for in the second one.
