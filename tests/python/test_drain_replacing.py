@@ -410,9 +410,9 @@ def test_a_recovery_between_the_begin_of_a_copy_and_its_mark(tmp_path: Path, mon
             assert holdfast.recover(tmp_path / "far")["removed"] == [os.path.basename(path)]
 
     monkeypatch.setattr(os, "mkdir", recovered)
-    with pytest.raises(Error, match="another process removes it") as refused:
+    with pytest.raises(Error, match="another process has removed or completed the copy") as refused:
         swept(source, far)
-    assert refused.value.code == "UNAVAILABLE"  # so that the command tries again
+    assert refused.value.code == "ABORTED"  # so that the command tries again
     assert [e["event"] for e in swept(source, far)] == ["arrived"]
 
 

@@ -154,6 +154,7 @@ class Copy:
             return 0, left, []
         if info.key not in self._beside:
             self._beside[info.key] = recorded(self._target, there)
+            self._target.settle(there.slot)
         has = self._beside[info.key]
         late = [file for file in beside if file not in has]
         if not late:
@@ -201,7 +202,7 @@ class Copy:
         if there == file.bytes and (slot, file.name) in self._arrived:
             self._progress(file.bytes)
             return
-        if there == file.bytes and self._compare(slot, file):
+        if there == file.bytes and not self._fault(slot, file, is_left=True):
             self._progress(file.bytes)
         else:
             for tries in range(1, _TRIES + 1):
@@ -237,20 +238,32 @@ class Copy:
 
             try:
                 self._target.write(slot, file, read, is_resumed)
-                if self._reads_back and not self._compare(slot, file):
-                    raise Error("UNAVAILABLE", f"write {self._target.path(slot)}/{file.name}: it has other bytes than were sent")
+                if self._reads_back and (fault := self._fault(slot, file)):
+                    raise Error("UNAVAILABLE", f"write {self._target.path(slot)}/{file.name}: it has other bytes than were sent: {fault}")
             except BaseException:
                 self._progress(-sent)
                 raise
 
-    def _compare(self, slot: str, file: File) -> bool:
-        """Whether the target has a file's bytes."""
+    def _fault(self, slot: str, file: File, *, is_left: bool = False) -> str:
+        """What is wrong with a file of the target, as of `fault_of`. One that the system cannot read is removed.
+
+        Args:
+            is_left: an earlier run has left it, perhaps in memory alone.
+        """
 
         def between(begin: int) -> None:
             self._go_on()
             self._compared(file.name, begin)
 
-        return not fault_of(self._target, slot, file, between)
+        try:
+            if is_left:
+                self._target.settle(slot, file.name)
+            return fault_of(self._target, slot, file, between)
+        except Error as error:
+            if error.code != "UNAVAILABLE" or not error.errno:
+                raise
+            self._target.discard(slot, file.name)
+            return error.message
 
     def _pace(self, nbytes: int) -> None:
         """Waits until so many bytes may be read; ends a copy that was asked to end."""

@@ -52,16 +52,18 @@ def _read(fd: int, into: memoryview, at: int) -> int:
 
 
 @contextlib.contextmanager
-def writing(name: str, folder: int, fd: int) -> Iterator[Callable[[memoryview, int], None]]:
+def writing(fd: int) -> Iterator[Callable[[memoryview, int], None]]:
     """A function that writes at a place in a file, past the page cache where file system and memory allow it.
 
     Args:
-        name, folder: of the file.
-        fd: of it, for what cannot be written so: its end, and data at any address.
+        fd: of the file, for what cannot be written so: its end, and data at any address.
+
+    Raises:
+        OSError: of the system, also at the end.
     """
-    try:
-        direct = os.open(name, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
-    except OSError:
+    try:  # not by its name, which may be another file's by now
+        direct = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:  # the file system has no direct I/O, or there is no /proc
         direct = -1
     is_taken = direct >= 0
 

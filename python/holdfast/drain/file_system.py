@@ -105,10 +105,8 @@ class Directory:
                 os.posix_fadvise(fd, begin, end - begin, os.POSIX_FADV_DONTNEED)
             return data
 
-        try:
+        with _closed(fd, path):
             yield read
-        finally:
-            os.close(fd)
 
     def _open_to_read(self, slot: str, path: str, flags: int) -> int:
         folder = self._locks.get(slot)  # a directory may lose its name while it is written
@@ -210,15 +208,11 @@ class Directory:
         if not self._is_there():
             _durable.make_directory(self._path)
             self.seen = self.seen and self.seen._replace(was_there=True)
-        with slots.of_name(path, ()), of_system(f"make directory {path}"), contextlib.suppress(FileExistsError):
-            os.mkdir(path)
-        try:
+        with slots.of_copy(path):
+            with slots.of_name(path, ()), of_system(f"make directory {path}"), contextlib.suppress(FileExistsError):
+                os.mkdir(path)
             with slots.of_name(path):
                 self._take(slot)
-        except Error as error:
-            if error.code == "NOT_FOUND":  # a recovery has found it empty
-                raise _removed_meanwhile(path) from error
-            raise
         return slot
 
     def _take(self, slot: str) -> None:
@@ -280,44 +274,77 @@ class Directory:
             self._refuse_foreign(slot, final, folder)
         elif slots.is_list(final):
             name += _names.UNFINISHED
+        with slots.of_copy(path):
+            try:
+                self._fill(slot, name, file, read, is_resumed)
+            except Error as error:
+                if name != final and error.code == "DATA_LOSS":  # of the source: nothing of it is of use
+                    self.discard(slot, name)
+                raise
+            if is_beside and file.name != _names.BESIDE_RECORD:
+                # An empty file says of a file that a drain has put it there, until the record does.
+                slots.touch(_names.unfinished_beside(file.name), folder)
+            if name != final:
+                with slots.of_name(path):
+                    os.rename(name, final, src_dir_fd=folder, dst_dir_fd=folder)
+            if is_beside:
+                os.fsync(folder)
+                for recorded_now in files_of(parse(file.content or b"", path), path) if file.name == _names.BESIDE_RECORD else ():
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(_names.unfinished_beside(BESIDE + recorded_now.name), dir_fd=folder)
+
+    def _fill(self, slot: str, name: str, file: File, read: Read, is_resumed: bool) -> None:
+        """Writes a file durably under a name. What an earlier try has left is read first, where that is durable."""
+        path = self._file(slot, file.name)
         with slots.of_name(path):
-            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666, dir_fd=folder)
-        try:
-            with of_system(f"write {path}"):
-                there = os.fstat(fd).st_size if is_resumed else 0
-                os.ftruncate(fd, file.bytes)
+            fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666, dir_fd=self._locks[slot])
+        with self._lasting(slot, name, path, fd):
+            there = os.fstat(fd).st_size if is_resumed else 0
+            if there:
+                _sync(fd)
+            os.ftruncate(fd, file.bytes)
             have = proven(lambda begin, end: os.pread(fd, end - begin, begin), file._replace(content=None), path)
 
             def send(piece: tuple[int, int]) -> None:
                 begin, end = piece
                 if begin < there and _is_right(have, begin, end):
                     return
-                data = read(begin, end)
-                with of_system(f"write {path} @ {begin}"):
-                    write(memoryview(data), begin)
+                write(memoryview(read(begin, end)), begin)
 
-            with direct_io.writing(name, folder, fd) as write:
+            with direct_io.writing(fd) as write:
                 each(send, pieces(file, PIECE_BYTES))
-            with of_system(f"sync {path}"):
-                os.fsync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                if is_beside and file.name != _names.BESIDE_RECORD:
-                    # An empty file says of a file that a drain has put it there, until the record does.
-                    slots.touch(_names.unfinished_beside(file.name), folder)
-                if name != final:
-                    with slots.of_name(path):
-                        os.rename(name, final, src_dir_fd=folder, dst_dir_fd=folder)
-                if is_beside:
-                    os.fsync(folder)
-                    for recorded_now in files_of(parse(file.content or b"", path), path) if file.name == _names.BESIDE_RECORD else ():
-                        with contextlib.suppress(FileNotFoundError):
-                            os.unlink(_names.unfinished_beside(BESIDE + recorded_now.name), dir_fd=folder)
-        except Error as error:
-            if name != final and error.code == "DATA_LOSS":  # of the source: nothing of it is of use
-                os.unlink(name, dir_fd=folder)
-            raise
-        finally:
-            os.close(fd)
+            _sync(fd)
+
+    @contextlib.contextmanager
+    def _lasting(self, slot: str, name: str, path: str, fd: int) -> Iterator[None]:
+        """Closes a file of a copy. Where the system refuses something of it, the file goes: of a page that could not be written the system
+        tells once, and the cache gives it back as if it were on the disk."""
+        with of_system(f"write {path}"):
+            try:
+                try:
+                    yield
+                finally:
+                    os.close(fd)
+            except Error:  # of the source
+                raise
+            except OSError:
+                self.discard(slot, name)
+                raise
+
+    def settle(self, slot: str = "", name: str = "") -> None:
+        path = os.path.normpath(self._file(slot, name))
+        with slots.of_copy(path):
+            if not name:
+                _durable.sync_directory(path)
+                return
+            fd = self._open_to_read(slot, path, os.O_NOFOLLOW)
+            with self._lasting(slot, name, path, fd):
+                _sync(fd)
+
+    def discard(self, slot: str, name: str) -> None:
+        with contextlib.suppress(OSError):
+            if slots.is_at(self.path(slot), self._locks[slot]):  # else another process has made a checkpoint of it
+                os.unlink(os.path.basename(self._file(slot, name)), dir_fd=self._locks[slot])
 
     def _refuse_foreign(self, slot: str, name: str, folder: int) -> None:
         """Beside a complete checkpoint a user may have put a file of the same name."""
@@ -336,17 +363,15 @@ class Directory:
             with self.opened(slot, name) as read:
                 yield read
             return
-        try:
+        with _closed(fd, path):
             yield direct_io.reading(fd, path)
-        finally:
-            os.close(fd)
 
     def commit(self, slot: str, info: Info, last: File, files: set[str]) -> None:
         path, final = self.path(slot), self.path(info.name)
         assert last.content is not None
         content = last.content
         self.write(slot, last, lambda begin, end: content[begin:end], False)
-        with of_system(f"complete {final}"):
+        with slots.of_copy(path), of_system(f"complete {final}"):
             folder = self._locks[slot]
             with slots.of_name(path):
                 for name in os.listdir(folder):
@@ -535,10 +560,26 @@ def in_use(path: str) -> Iterator[None]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def _closed(fd: int, path: str) -> Iterator[None]:
+    """Closes a file that was read; FUSE tells then what it could not write before."""
+    try:
+        yield
+    finally:
+        with of_system(f"read {path}"):
+            os.close(fd)
+
+
+def _sync(fd: int) -> None:
+    """Makes a file durable, and lets it be read from the disk."""
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def _is_right(have: Read, begin: int, end: int) -> bool:
     try:
         have(begin, end)
-    except Error:
+    except (Error, OSError):
         return False
     return True
 

@@ -279,6 +279,8 @@ class Following:
         """What is complete there. Where it cannot be listed, what is not known to be there counts as pending."""
         try:
             found = self._target.complete()[0]
+            if not {c.key for c in found} <= self._there:  # a process that was killed may have left the last name in memory
+                self._target.settle()
         except Error:
             self.pending = sum(c.key not in self._there for c in local)
             self._tell({"event": "progress", "pending": self.pending})

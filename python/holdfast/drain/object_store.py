@@ -275,6 +275,12 @@ class Store:
                 raise failed[0] from None
             raise
 
+    def settle(self, slot: str = "", name: str = "") -> None:
+        pass  # what a store has it has made durable
+
+    def discard(self, slot: str, name: str) -> None:
+        pass  # it is replaced as it is written
+
     def _write_small(self, slot: str, file: File) -> None:
         content = file.content
         assert content is not None

@@ -166,6 +166,16 @@ class Place(Protocol):
     def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
         """Writes a file durably, in a slot of `begin` or `late`; `read` gives its proven bytes, `is_resumed`: a part may be there."""
 
+    def settle(self, slot: str = "", name: str = "") -> None:
+        """Makes durable what another process may have left in memory alone: the checkpoints' names, the names in a slot, or a file of it.
+
+        Raises:
+            Error: what is said of the file, which is removed: the system says once that it has lost a part, and then reads from memory.
+        """
+
+    def discard(self, slot: str, name: str) -> None:
+        """Removes a file that cannot be read or made durable from a slot of `begin` or `late`. It is written anew."""
+
     def commit(self, slot: str, info: Info, last: File, files: set[str]) -> None:
         """Writes the last file and makes the checkpoint complete. Of its name it is the one that listings have from then on.
 

@@ -39,6 +39,18 @@ def of_name(path: str, numbers: Collection[int] = OF_A_SLOT) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def of_copy(path: str) -> Iterator[None]:
+    """What is missing where a drain writes was removed or completed by another process: the copy is tried again."""
+    try:
+        with of_system(f"write {path}"):
+            yield
+    except Error as error:
+        if error.code != "NOT_FOUND":
+            raise
+        raise Error("ABORTED", f"{error.message}; another process has removed or completed the copy") from error
+
+
 def stamp(path: str) -> object:
     """What differs once an entry of a directory has changed, and stays when the directory gets another name."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
