@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,35 @@ def test_what_comes_later_is_neither_removed_nor_waited_for(
         assert arrived <= 2 * before  # of each name one more
         if not made:  # what the own options keep is there
             assert old[-1].key in {c.key for c in second.complete()[0]}
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_what_another_node_sends_behind_the_end_stays(is_listed: bool, tmp_path: Path) -> None:
+    """Its saves are of before. The second place was not looked at yet, or could not be listed."""
+    run, other, far = tmp_path / "run", tmp_path / "other", tmp_path / "far"
+    save(run, 1, elements=10)
+    save(other, 2, 3, elements=10)
+    if not is_listed:
+        far.touch()
+    running = Running(following := Following(open_place(str(run)), open_place(str(far)), Drain(keep_last=1), print), print, watch=True)
+    running.finish()
+    following.bind()
+    if not is_listed:
+        far.unlink()
+    swept(open_place(str(other)), open_place(str(far)))
+    assert running.run(str(run), str(far)) is None
+    assert names(open_place(str(far))) == ["step-1", "step-2", "step-3"]
+
+
+def test_a_clock_that_is_behind_keeps_nothing_from_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, far = tmp_path / "run", open_place(str(tmp_path / "far"))
+    save(run, 1, 2, 3, elements=10)
+    swept(open_place(str(run)), far, keep_local=1)
+    save(run, 4, elements=10)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)
+    running = Running(Following(open_place(str(run)), far, Drain(keep_last=2), print), print, watch=False)
+    assert running.run(str(run), far.url) is None and names(far) == ["step-3", "step-4"]
 
 
 @pytest.mark.parametrize("is_newest", [False, True], ids=["all", "newest"])

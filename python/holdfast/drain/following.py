@@ -60,6 +60,7 @@ class Following:
         self._bound: tiers.Bound | None = None
         self._coming: set[str] = set()  # entries that were there at the bound; of those that were looked at, where a save is at work
         self._binding = threading.Lock()
+        self._listing = threading.Lock()  # of the second place
         self.stop = threading.Event()
         self.failed: dict[tuple[str, str], Error] = {}
         self._failed_as: dict[tuple[str, str], object] = {}  # their files then
@@ -131,7 +132,13 @@ class Following:
             if self._only is not None:
                 chosen = {c.name for c in self._only(complete)}
                 self._only = lambda found: [c for c in found if c.name in chosen]
-            self._bound = tiers.Bound(complete, names, self._there if self._listed_at else None)
+            with self._listing:
+                there = self._there
+                if not self._listed_at:
+                    # No clock tells what a later listing has of before. Without a listing, nothing of others is removed there.
+                    with contextlib.suppress(Error):
+                        there = {c.key for c in self._target.complete()[0]}
+            self._bound = tiers.Bound(complete, names, there)
 
     def is_coming(self) -> bool:
         """Whether a save that was on its way when the following was bound is so still."""
@@ -278,18 +285,18 @@ class Following:
     def _listed(self, local: list[Info]) -> list[Info]:
         """What is complete there. Where it cannot be listed, what is not known to be there counts as pending."""
         try:
-            found = self._target.complete()[0]
-            if not {c.key for c in found} <= self._there:  # a process that was killed may have left the last name in memory
-                self._target.settle()
+            with self._listing:
+                found = self._target.complete()[0]
+                there = {c.key for c in found}
+                if not there <= self._there:  # a process that was killed may have left the last name in memory
+                    self._target.settle()
+                self._there, self._listed_at = there, time.monotonic()
         except Error:
             self.pending = sum(c.key not in self._there for c in local)
             self._tell({"event": "progress", "pending": self.pending})
             raise
         self._tell_of_seen()
-        if self._bound is not None:
-            self._bound.list(found)
-        self._there, self._listed_at = {c.key for c in found}, time.monotonic()
-        for key in self._there & self._committed.keys():
+        for key in there & self._committed.keys():
             self._move(time.monotonic())
             self._tell(self._committed.pop(key))
         if found and age_of(found[-1]) > max(map(age_of, local), default=(0.0, 0, "")):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
@@ -37,15 +36,14 @@ class Bound:
     Args:
         complete: of the first place.
         names: of all that is there, also of saves on their way, of which none has an attempt that is known.
-        there: what is complete in the second place; None: what its next listing has of the saves until now.
+        there: what is complete in the second place.
     """
 
-    def __init__(self, complete: Iterable[Info], names: Collection[str], there: Iterable[Key] | None) -> None:
+    def __init__(self, complete: Iterable[Info], names: Collection[str], there: Iterable[Key]) -> None:
         self._complete = {c.key for c in complete}
         self._sent = set(self._complete)
         self._names = set(names)
-        self._there = None if there is None else set(there)
-        self._at = time.time()
+        self._may_go = self._complete | set(there)
 
     def of(self, local: list[Info]) -> list[Info]:
         """What may be sent: of each name one later save, too, as of a worker whose trainer has ended. More of them might never end."""
@@ -55,14 +53,9 @@ class Bound:
                 self._sent.add(info.key)
         return [c for c in local if c.key in self._sent]
 
-    def list(self, remote: Iterable[Info]) -> None:
-        """Takes a listing of the second place."""
-        if self._there is None:
-            self._there = {c.key for c in remote if c.saved_at <= self._at}
-
     def may_go(self, info: Info) -> bool:
         """Whether retention may remove a checkpoint."""
-        return info.key in self._complete or info.key in (self._there or ())
+        return info.key in self._may_go
 
 
 def _series(local: list[Info], form: str) -> Series:
