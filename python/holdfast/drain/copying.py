@@ -239,7 +239,7 @@ class Copy:
             try:
                 self._target.write(slot, file, read, is_resumed)
                 if self._reads_back and (fault := self._fault(slot, file)):
-                    raise Error("UNAVAILABLE", f"write {self._target.path(slot)}/{file.name}: it has other bytes than were sent: {fault}")
+                    raise Error("UNAVAILABLE", f"write {self._target.path(slot)}/{file.name}: it does not read back as it was sent: {fault}")
             except BaseException:
                 self._progress(-sent)
                 raise
