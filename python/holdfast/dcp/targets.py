@@ -1,7 +1,7 @@
 """States as the framework's planners take them: nested dicts and lists of tensors and objects.
 
-The planners know names. So the objects in a state that have a ``state_dict`` stand there with what it
-returns, at any depth. What a load has read goes back into them.
+The planners know names. So an object that has a ``state_dict`` stands there with its result, at any
+depth. A load puts the values that it has read back into the object.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class _Target:
         return view
 
     def put(self) -> None:
-        """Puts what was read where it belongs."""
+        """Puts the values that were read in their places."""
         for key in sorted(self._target):
             value, loaded = self._target[key], self.state[str(key)]
             placed = self._put(value, loaded)
@@ -150,7 +150,7 @@ class _Target:
                 self._target[key] = placed
 
     def _put(self, value: Any, loaded: Any) -> Any:
-        """Returns what belongs in the place of a value."""
+        """Returns the new content of the place of a value."""
         if id(value) in self._whole:
             if not is_stateful(loaded):
                 return loaded
@@ -209,7 +209,7 @@ def _copied(value: Any) -> Any:
 class _Growing:
     """The state dict of an optimizer or a scheduler, with a place for each entry that the checkpoint has.
 
-    Of an optimizer's state it has these alone, as after ``load_state_dict`` of what was saved.
+    Of an optimizer's state it has these alone, as after ``load_state_dict`` of the saved one.
 
     Attributes:
         owner: the object.
@@ -230,7 +230,7 @@ class _Growing:
 
         Args:
             path: of an entry in the state dict.
-            stored: what the metadata says of it.
+            stored: its metadata.
         """
         parameter = None
         if self._is_optimizer:
@@ -277,10 +277,10 @@ def _room(stored: Any, parameter: torch.Tensor | None, key: Any, old: Any) -> An
     """A tensor as the stored one, on the parameter's device and mesh; None for an object.
 
     Args:
-        stored: what the metadata says of it.
+        stored: its metadata.
         parameter: whose state it is, if it is one's.
         key: its own.
-        old: what is there now; it is used where it fits.
+        old: the present value, which is used where it fits.
     """
     if not isinstance(stored, TensorStorageMetadata):
         return None
@@ -299,7 +299,7 @@ def _room(stored: Any, parameter: torch.Tensor | None, key: Any, old: Any) -> An
 
 
 class _Planner:
-    """A planner of a load into a `_Target`; on the coordinator it looks for what no rank loads."""
+    """A planner of a load into a `_Target`; on the coordinator it looks for entries that no rank loads."""
 
     def __init__(self, planner: LoadPlanner, target: _Target, path: str, strict: bool) -> None:
         self._planner = planner
