@@ -221,15 +221,15 @@ class Call:
         attempt: id of the save.
     """
 
-    def __init__(self, path: str, shown: str, step: int, rank: int, world_size: int,
+    def __init__(self, path: str, step: int, rank: int, world_size: int,
                  time_liveness_max: float, time_ranks_max: float, resumed_from: str) -> None:
         self._resumed_from = resumed_from
         self._rank, self._world = rank, world_size
-        self._shown, self._step = shown, step
+        self._path, self._step = path, step
         self._time_come_max, self._time_ranks_max = time_liveness_max, time_ranks_max
-        self._store = _Store(shown)
+        self._store = _Store(path)
         self._uncalled = (
-            f"called save_async({shown!r}); all ranks must call it with the same path, or pass "
+            f"called save_async({path!r}); all ranks must call it with the same path, or pass "
             "rank=0, world_size=1 to save on one rank alone"
         )
         self._offer = "holdfast/" + hashlib.blake2b(os.fsencode(path), digest_size=16).hexdigest()
@@ -279,7 +279,7 @@ class Call:
         others = [r for r, (_, step, _) in zip(self._others, calls, strict=True) if step != self._step]
         error = ""
         if others:
-            error = (f"save {self._shown}: rank 0 saves step {self._step}, rank {others[0]} step "
+            error = (f"save {self._path}: rank 0 saves step {self._step}, rank {others[0]} step "
                      f"{calls[others[0] - 1][1]}; all ranks must save the same step")
         self._store.set(f"{attempt}/go", {"error": error, "tokens": [token for token, _, _ in calls]})
         self.attempt = attempt
@@ -294,7 +294,7 @@ class Call:
         if other is not None:
             logger.warning(
                 "save %s: rank %d has loaded %s, rank %d %s: the ranks train from different checkpoints. Before newest() "
-                "and load() rank 0 calls recover(), then a barrier", self._shown, *known[0], *other,
+                "and load() rank 0 calls recover(), then a barrier", self._path, *known[0], *other,
             )  # fmt: skip
 
     def _follow(self, attempt: str, token: str, answer: bytes) -> bool:
@@ -351,7 +351,7 @@ class Call:
             raise self._named(error) from None
 
     def _named(self, error: Error) -> Error:
-        said = f"save {self._shown}: "
+        said = f"save {self._path}: "
         if error.message.startswith(said):
             return error
         return Error(error.code, said + error.message, error.errno)
@@ -421,7 +421,7 @@ class Call:
 
         alike, failed = json.loads(self._exchange(json.dumps([key, error]).encode(), judge))
         if failed is not None and not error:
-            raise Error("ABORTED", f"save {self._shown}: rank {failed[0]} failed: {failed[1]}")
+            raise Error("ABORTED", f"save {self._path}: rank {failed[0]} failed: {failed[1]}")
         return bool(alike)
 
     def _find_out(self, stored: Sequence[_state.Entry], large: list[_state.Entry]) -> Agreement:
@@ -452,7 +452,7 @@ class Call:
         answer = self._exchange(b"+" + b"".join(rows.values()), judge)
         if answer.startswith(_FAILED):
             rank, _, why = answer[1:].decode().partition(" ")
-            raise Error("ABORTED", f"save {self._shown}: rank {rank} failed: {why}")
+            raise Error("ABORTED", f"save {self._path}: rank {rank} failed: {why}")
         key, all_alike, count = answer[1:17].hex(), bool(answer[17]), answer[18:26]
         middle = 26 + int.from_bytes(count, "little") * (_NAME_BYTES + _CONTENT_BYTES)
         same = set(_cut(answer[26:middle], _NAME_BYTES + _CONTENT_BYTES))

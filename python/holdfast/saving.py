@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 import os
 import time
@@ -117,7 +118,7 @@ def save_async(
                 "torch.distributed; pass attempt=, one id on all ranks (32 hex digits)",
             )
         call = _agreement.Call(
-            whole, os.fspath(path), step, rank, world_size, liveness or _native.TIME_LIVENESS_MAX,
+            whole, step, rank, world_size, liveness or _native.TIME_LIVENESS_MAX,
             runtime.options.get("time_ranks_max") or _native.TIME_RANKS_MAX, _lineage.resumed_from(whole, step),
         )
         attempt = call.attempt
@@ -174,7 +175,7 @@ def save_async(
                      ordered=captured.waiting, watch=captured.watch, skips=when_full == "skip",
                      on_failure=on_failure)
         captured.release()
-        _say_what_loads(whole, captured.needs_allow)
+        _say_what_loads(whole, captured.needs_allow, rank)
         return begun
 
 
@@ -188,16 +189,17 @@ class _Said(PerProcess):
 _said = _Said()
 
 
-def _say_what_loads(path: str, classes: list[str]) -> None:
-    """Warns of values that are saved and that no load makes by default."""
+def _say_what_loads(path: str, classes: list[str], rank: int) -> None:
+    """Warns of values that are saved and that no load makes by default: on rank 0, whose state the others' are mostly like."""
     key = tuple(classes)
     with _said.lock:
         if not classes or key in _said.of:
             return
         _said.of.add(key)
-    events.logger.warning(
-        "save %s: it holds %s, which a load makes only if it is allowed to: load(..., allow=%r). Plain "
-        "values, dicts and lists need no permission", path, ", ".join(classes), classes,
+    events.logger.log(
+        logging.INFO if rank else logging.WARNING,
+        "save %s: it holds what a load makes only if it is allowed to: load(..., allow=%r). Plain values, dicts and lists "
+        "need no permission", path, classes,
     )  # fmt: skip
 
 

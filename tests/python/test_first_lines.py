@@ -167,7 +167,7 @@ def test_a_save_says_what_no_load_makes_by_default(tmp_path: Path, caplog: pytes
         for n in range(2):
             assert holdfast.save(state, tmp_path / str(n), step=n)["needs_allow"] == names
         (said,) = [r.getMessage() for r in caplog.records if "allow=" in r.getMessage()]
-        assert all(name in said for name in names)
+        assert all(said.count(name) == 1 for name in names)
         caplog.clear()
         assert holdfast.save({"plain": state["plain"], "t": torch.ones(3)}, tmp_path / "b")["needs_allow"] == []
         assert not caplog.records
