@@ -191,9 +191,9 @@ class Filling:
             # Of one order in memory, whichever it is: one run of it.
             shape, stride = (_tensor_kinds.span_of(target) // target.itemsize,), (1,)
             target = target.as_strided(shape, stride)
-        elif any(s == 0 and n > 1 for s, n in zip(target.stride(), target.shape, strict=True)):
+        elif _shares(target) and (target.stride() != stride or 0 in stride):
             raise self.complaint(
-                path, "the target is expanded, so that elements share memory; load into its contiguous()"
+                path, "the target is expanded or overlaps itself, so that elements share memory; load into its contiguous()"
             )
         source = Source(reader, node["stored"], offset, target.dtype, shape, stride)
         self._loading.add(source, target)
@@ -202,6 +202,16 @@ class Filling:
 def _some(keys: list[str]) -> str:
     names = sorted(keys)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _shares(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory: along a dimension, by a step that does not pass over those of smaller steps."""
+    reach = 0
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -247,6 +247,21 @@ def test_expanded_targets(tmp_path: Path) -> None:
     assert error.value.code == "INVALID_ARGUMENT"
 
 
+def test_targets_that_overlap_themselves(tmp_path: Path) -> None:
+    path = saved({"x": torch.arange(12.0).reshape(3, 4)}, tmp_path / "s")
+    run = torch.zeros(6)
+    with pytest.raises(holdfast.Error, match=r"load x: the target .*overlaps itself.*contiguous\(\)"):
+        holdfast.load(path, into={"x": run.as_strided((3, 4), (1, 1))})
+    assert not run.any()
+    windows = torch.arange(6.0).unfold(0, 4, 1)
+    path = saved({"x": windows}, tmp_path / "windows")
+    holdfast.load(path, into={"x": run.as_strided((3, 4), (1, 1))})  # as what was saved
+    assert torch.equal(run, torch.arange(6.0))
+    apart = torch.zeros(40).as_strided((3, 4), (5, 1), 2)
+    holdfast.load(path, into={"x": apart})
+    assert torch.equal(apart, windows)
+
+
 @pytest.mark.parametrize(
     ("saved_as", "target_as"),
     [
