@@ -238,6 +238,7 @@ def _shards(rank: int, path: str) -> list[bool]:
     loaded = [
         _same(optimizer.state_dict(), fresh.state_dict()), _same(model.state_dict(), into.state_dict()),
         own == {f"rank{rank}": rank}, isinstance(fresh.state[into.weight]["exp_avg"], DTensor),
+        list(fresh.state[into.weight]) == list(optimizer.state[model.weight]),
     ]  # fmt: skip
     try:
         checkpointer.load(into={"own": {"rank0": -1}})
@@ -248,4 +249,4 @@ def _shards(rank: int, path: str) -> list[bool]:
 
 
 def test_shards_of_a_new_optimizer_get_their_state(tmp_path: Path) -> None:
-    assert dcp_ranks.run_ranks(2, tmp_path, _shards, str(tmp_path / "run")) == [[True] * 5] * 2
+    assert dcp_ranks.run_ranks(2, tmp_path, _shards, str(tmp_path / "run")) == [[True] * 6] * 2

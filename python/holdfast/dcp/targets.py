@@ -111,11 +111,12 @@ class _Target:
                    if _takes_any(value, self._states[id(value)])}  # fmt: skip
         depths = sorted({len(path) for path in growing})
         paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-        for name, stored in names.items() if growing else ():
+        # The state dicts were flattened in the order of the paths.
+        for name in {**dict.fromkeys(n for n in paths if n in names), **names} if growing else ():
             path = tuple(paths.get(name, ())) or tuple(name.split("."))
             for depth in depths:
                 if len(path) > depth and path[:depth] in growing:
-                    growing[path[:depth]].add(path[depth:], stored)
+                    growing[path[:depth]].add(path[depth:], names[name])
         self._states.update((id(one.owner), one.state) for one in growing.values())
         self.state = {str(key): self._view(item) for key, item in self._target.items()}
 
