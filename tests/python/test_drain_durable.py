@@ -17,7 +17,7 @@ from draining import in_child, names, save, swept, verdicts
 from holdfast import _names
 from holdfast.drain import copying, direct_io
 from holdfast.drain.contents import contents_of
-from holdfast.drain.places import open_place
+from holdfast.drain.places import Info, open_place
 from holdfast.errors import Error
 from holdfast.integrity import jobs, places, processes
 
@@ -143,6 +143,26 @@ def test_a_copy_that_another_process_removes_is_made_again(step: str, tmp_path: 
     assert refused.value.code == "ABORTED"  # so that the command tries again
     monkeypatch.undo()
     assert [e["event"] for e in swept(source, far)] == ["arrived"]
+
+
+def test_nothing_is_written_into_a_copy_that_another_process_has_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list that is not whole would be a user's file for a third process."""
+    save(tmp_path / "run", 1, elements=10)
+    source, far = open_place(str(tmp_path / "run")), open_place(str(tmp_path / "far"))
+    begin, changed = far.begin, list[int]()
+
+    def and_completed(info: Info) -> str:
+        slot = begin(info)
+        swept(source, open_place(str(tmp_path / "far")))
+        changed.append(os.stat(tmp_path / "far/step-1").st_mtime_ns)
+        return slot
+
+    monkeypatch.setattr(far, "begin", and_completed)
+    with pytest.raises(Error, match="another process has removed or completed the copy"):
+        swept(source, far)
+    assert changed == [os.stat(tmp_path / "far/step-1").st_mtime_ns]
+    monkeypatch.undo()
+    assert swept(source, far) == [] and verdicts(tmp_path / "far") == ["sound"]
 
 
 def test_without_memory_a_sweep_fails_and_may_be_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,6 +267,7 @@ class Directory:
     def write(self, slot: str, file: File, read: Read, is_resumed: bool) -> None:
         # A list gets its name when it is whole: a recovery keeps a directory with a damaged one. So does a file that comes late.
         path, folder = self._file(slot, file.name), self._locks[slot]
+        slots.check_at(self.path(slot), folder)
         name = final = os.path.basename(path)
         is_beside = file.name.startswith((BESIDE, _names.BESIDE_RECORD))
         if is_beside:

@@ -64,6 +64,13 @@ def is_at(path: str, fd: int) -> bool:
     return os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False))
 
 
+def check_at(path: str, fd: int) -> None:
+    """Refuses, with ABORTED, to write where another process has given the directory of a copy its name: it is a checkpoint."""
+    with of_copy(path):
+        if not is_at(path, fd):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+
 def is_under_way(path: str) -> bool:
     """Whether a save or a copy is at work in a directory, perhaps by a worker alone. Where locks tell nothing, there is none."""
     with contextlib.suppress(Error, OSError):  # gone, or no directory
