@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -47,6 +48,7 @@ exit status: 0 converted and compared, 2 trouble: then nothing was written to DS
 _FORMATS = ("holdfast", "dcp", "torch", "safetensors")
 _OF_SUFFIX = {".safetensors": "safetensors", **dict.fromkeys((".pt", ".pth", ".bin", ".ckpt"), "torch")}
 _ARENA_BYTES = 256 << 20
+_ENDING_SECONDS = 10.0
 # What every version of the safetensors library reads; C64 came later.
 _DTYPES = frozenset("BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0 I16 U16 F16 BF16 I32 U32 F32 I64 U64 F64".split())
 
@@ -86,8 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
         )
     _check(state, kind)
     step = arguments.step if arguments.step is not None else source.facts.get("step", 0)
-    # From here on an interruption has something to remove.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     with _beside(target) as written:
         _WRITERS[kind](state, written, step)
         result = sources.open_source(written).state(0 if kind == "holdfast" else None, arguments.allow)
@@ -233,10 +233,16 @@ def _check_free(target: str, kind: str) -> None:
 def _beside(target: str) -> Iterator[str]:
     """Gives a path to write to, in a new directory beside `target`; what is there at the end gets the name `target` if that is free."""
     above, name = os.path.split(target)
+    # From here on an interruption has something to remove; it comes once it can be.
+    early: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: early.append(number))
     with of_system(f"convert to {target}: make a directory beside it"):
         own = tempfile.mkdtemp(prefix=".holdfast-convert-", dir=above)
     written = os.path.join(own, name)
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if early:
+            raise KeyboardInterrupt
         yield written
         with of_system(f"convert to {target}"):
             try:
@@ -250,7 +256,9 @@ def _beside(target: str) -> Iterator[str]:
     except Error as error:
         raise Error(error.code, error.message.replace(written, target), error.errno) from error
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        end = time.monotonic() + _ENDING_SECONDS
+        while os.path.lexists(own) and time.monotonic() < end:  # a worker whose save was interrupted may still write there
+            shutil.rmtree(own, ignore_errors=True)
 
 
 # ---- Writing.

@@ -91,7 +91,8 @@ def framework_errors(operation: str) -> Iterator[None]:
         yield
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
-        raise reason if isinstance(reason, Error) else Error("UNKNOWN", f"{operation}: {reason}") from error
+        is_own = isinstance(reason, Error) or not isinstance(reason, Exception)  # the latter: an interruption
+        raise reason if is_own else Error("UNKNOWN", f"{operation}: {reason}") from error
 
 
 class TorchFile(Source):
