@@ -94,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         with of_system(f"drain {arguments.source}"):
             os.listdir(arguments.source)
     events: list[dict[str, Any]] = []
+    unprinted: list[OSError] = []
     tell = Telling(sys.stdout.fileno()) if arguments.json and arguments.watch else None
 
     def note(event: dict[str, Any]) -> None:
@@ -103,7 +104,11 @@ def run(arguments: argparse.Namespace) -> int:
             tell(event)
             return
         events.append(event) if event["event"] != "progress" else None
-        _print(event, quiet=arguments.json)
+        try:
+            _print(event, quiet=arguments.json)
+        except OSError as error:  # of the output: the drain ends; to the sweep it would be an error of a place
+            unprinted.append(error)
+            running.stop()
 
     check_apart(arguments.source, arguments.target)
     source, target = (open_place(place, storage, seen_now(place)) for place in (arguments.source, arguments.target))
@@ -114,6 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
     error = running.run(arguments.source, arguments.target)
     if tell is not None:
         tell.end()
+    if unprinted:
+        raise unprinted[0]
     if arguments.json and not arguments.watch:
         ended = error and {"code": error.code, "message": error.message}
         text.document("drain", source=arguments.source, target=arguments.target, error=ended, passed_over=following.passed_over, **{

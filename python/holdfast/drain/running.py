@@ -175,6 +175,8 @@ class Running:
                     continue
                 if not coming or self._following.is_stuck():
                     return None if self._watch else refused
+            if self._following.stop.is_set():
+                return Error("CANCELLED", "drain: it was asked to end")
             self._pause(delay, finishing)
 
     def _answer(self, tickets: list[int], error: Error | None) -> None:
