@@ -29,6 +29,20 @@ def why_no_data(tensor: torch.Tensor) -> str | None:
     return "a tensor on the meta device has no data; give it values, or leave it out of the state" if tensor.is_meta else None
 
 
+def _why_no_node(tensor: torch.Tensor) -> str | None:
+    """Why a tensor with elements cannot be saved; None if it can."""
+    if tensor.is_quantized:
+        return QUANTIZED
+    if tensor.is_nested:
+        return NESTED
+    if type(tensor) not in PLAIN_TENSORS and tensor.numel() and not tensor.data_ptr():
+        return (
+            f"a {class_name(tensor)} has no memory of its own and no __tensor_flatten__ that says "
+            "what it wraps; save that instead"
+        )
+    return None
+
+
 def _flattened(tensor: Any) -> tuple[list[str], Any] | None:
     """Names of the tensors that it wraps, and what else it is made of, if its class says so."""
     if type(tensor) in PLAIN_TENSORS or not hasattr(tensor, "__tensor_flatten__"):
@@ -208,18 +222,7 @@ class Tensor(_Tensors):
         Raises:
             Error: INVALID_ARGUMENT for a tensor that cannot be saved.
         """
-        wrong = why_no_data(value)
-        if wrong is not None:
-            pass
-        elif value.is_quantized:
-            wrong = QUANTIZED
-        elif value.is_nested:
-            wrong = NESTED
-        elif type(value) not in PLAIN_TENSORS and value.numel() and not value.data_ptr():
-            wrong = (
-                f"a {class_name(value)} has no memory of its own and no __tensor_flatten__ that says "
-                "what it wraps; save that instead"
-            )
+        wrong = why_no_data(value) or _why_no_node(value)
         if wrong is not None:
             raise Error("INVALID_ARGUMENT", f"save {path or 'state'}: {wrong}")
         return {

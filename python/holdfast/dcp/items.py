@@ -81,19 +81,21 @@ def check_layouts(state: Mapping[str, Any]) -> None:
             check_no_method(name, tensor)
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "local_shards"):
             continue  # a ShardedTensor has no layout to ask for
-        why = why_no_data(tensor)
-        if why is None and tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized:
-            continue
+        why = why_no_data(tensor) or _why_no_box(tensor)
         if why is not None:
-            pass
-        elif tensor.is_quantized:
-            why = QUANTIZED
-        elif tensor.is_nested:
-            why = "nested tensors are not supported; save unbind()"
-        else:
-            parts = " and ".join(f"{part}()" for part in sparse_parts(tensor.detach()))
-            why = f"tensors of layout {tensor.layout} are not supported; save its {parts or 'to_dense()'}"
-        raise Error("INVALID_ARGUMENT", f"save {name}: {why}")
+            raise Error("INVALID_ARGUMENT", f"save {name}: {why}")
+
+
+def _why_no_box(tensor: torch.Tensor) -> str | None:
+    """Why the metadata cannot hold a tensor with elements; None if it can."""
+    if tensor.is_quantized:
+        return QUANTIZED
+    if tensor.is_nested:
+        return "nested tensors are not supported; save unbind()"
+    if tensor.layout == torch.strided:
+        return None
+    parts = " and ".join(f"{part}()" for part in sparse_parts(tensor.detach()))
+    return f"tensors of layout {tensor.layout} are not supported; save its {parts or 'to_dense()'}"
 
 
 def resolved(planner: SavePlanner, item: WriteItem) -> Any:
