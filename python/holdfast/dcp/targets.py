@@ -48,7 +48,7 @@ def expanded(value: Any, path: _Path = ()) -> Any:
         return value if all(parts[key] is item for key, item in value.items()) else parts
     if isinstance(value, list):
         items = [expanded(item, (*path, number)) for number, item in enumerate(value)]
-        return value if all(map(_is_same, items, value)) else items
+        return value if all(map(operator.is_, items, value)) else items
     if isinstance(value, tuple):
         for item in value:
             if is_stateful(item):
@@ -58,10 +58,6 @@ def expanded(value: Any, path: _Path = ()) -> Any:
                     "state_dict; make it a list or a dict",
                 )
     return value
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _name(path: _Path) -> str:
@@ -136,7 +132,7 @@ class _Target:
                 view = parts
         elif isinstance(value, list):
             items = [self._view(item) for item in value]
-            if not all(map(_is_same, items, value)):
+            if not all(map(operator.is_, items, value)):
                 view = items
         if view is not value:
             self._views[id(value)] = view
