@@ -35,7 +35,8 @@ def said(command: str, run: Path, redirection: str) -> tuple[int, str]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_an_output_that_takes_nothing_is_named(command: str, redirection: str, reason: str, run: Path) -> None:
     status, error = said(command, run, redirection)
-    assert status == (3 if command.startswith(("verify", "demo")) and redirection == ">/dev/full" else 2) and error.count("\n") == 1 and error.endswith(f"standard output: {reason}\n"), error
+    expected = 3 if command.startswith(("verify", "demo")) and redirection == ">/dev/full" else 2
+    assert status == expected and error.count("\n") == 1 and error.endswith(f"standard output: {reason}\n"), error
 
 
 @pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
