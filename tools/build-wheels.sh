@@ -56,6 +56,11 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
   tail -n 20 "$wheels/sdist.log"
   fail "the source distribution could not be built"
 }
+largest=$((8 << 20))
+[ "$(stat -c %s "$wheels"/built/holdfast-*.tar.gz)" -le "$largest" ] || {
+  tar -tvzf "$wheels"/built/holdfast-*.tar.gz | sort -k3,3nr | head -n 5 || true
+  fail "the source distribution has more than $largest bytes: move what is no source out of $root, or name it in .gitignore"
+}
 tar -xzf "$wheels"/built/holdfast-*.tar.gz -C "$wheels/source" --strip-components=1
 
 for arch in "${archs[@]}"; do
