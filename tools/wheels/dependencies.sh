@@ -47,10 +47,14 @@ build_and_install() {
   cmake --install "$work/$1"
 }
 
+# by_make ARGUMENT...: make with the compiler by its bare names, as makefiles take no path with a blank.
+by_make() { PATH=$tools:$PATH make -s CC=cc AR=ar RANLIB=ranlib "$@"; }
+
 # pc NAME VERSION LIBS: a pkg-config file.
 pc() {
+  local escaped=${prefix// /\\ }
   mkdir -p "$prefix/lib/pkgconfig"
-  printf '%s\n' "Name: $1" "Description: $1" "Version: $2" "Cflags: -I$prefix/include" "Libs: -L$prefix/lib $3" \
+  printf '%s\n' "Name: $1" "Description: $1" "Version: $2" "Cflags: -I$escaped/include" "Libs: -L$escaped/lib $3" \
     >"$prefix/lib/pkgconfig/$1.pc"
 }
 
@@ -76,8 +80,8 @@ build() {
   mkdir -p "$prefix/include/isa-l" "$prefix/lib"
 
   source=$(copy_of liburing)
-  (cd "$source" && ./configure --cc="$tools/cc" --cxx="$tools/c++" --prefix="$prefix" >/dev/null)
-  make -s -C "$source/src" ENABLE_SHARED=0 CC="$tools/cc" AR="$tools/ar" RANLIB="$tools/ranlib" CFLAGS="$flags" liburing.a
+  (cd "$source" && PATH=$tools:$PATH ./configure --cc=cc --cxx=c++ >/dev/null)
+  by_make -C "$source/src" ENABLE_SHARED=0 CFLAGS="$flags" liburing.a
   cp -r "$source"/src/include/. "$prefix/include/" && cp "$source/src/liburing.a" "$prefix/lib/"
   pc liburing "$(version liburing)" -luring
 
@@ -85,7 +89,7 @@ build() {
   local objects=(xxhash.o)
   [ "$arch" != x86_64 ] || objects+=(xxh_x86dispatch.o)
   source=$(copy_of xxhash)
-  make -s -C "$source" CC="$tools/cc" CFLAGS="$flags" "${objects[@]}"
+  by_make -C "$source" CFLAGS="$flags" "${objects[@]}"
   (cd "$source" && "$tools/ar" cr "$prefix/lib/libxxhash.a" "${objects[@]}" && cp xxhash.h xxh3.h "$prefix/include/")
   [ "$arch" != x86_64 ] || cp "$source/xxh_x86dispatch.h" "$prefix/include/"
   pc libxxhash "$(version xxhash)" -lxxhash
@@ -93,8 +97,8 @@ build() {
   # Its CRCs are all that is used.
   source=$(copy_of libisal)
   mkdir -p "$source/bin"
-  make -s -C "$source" -f Makefile.unx units=crc host_cpu="$arch" arch="$([ "$arch" = x86_64 ] || echo "$arch")" \
-    CC="$tools/cc $flags" AR="$tools/ar" lib >/dev/null
+  by_make -C "$source" -f Makefile.unx units=crc host_cpu="$arch" arch="$([ "$arch" = x86_64 ] || echo "$arch")" \
+    CC="cc $flags" lib >/dev/null
   cp "$source/include/crc.h" "$source/include/crc64.h" "$prefix/include/isa-l/" && cp "$source/bin/isa-l.a" "$prefix/lib/libisal.a"
   pc libisal "$(version libisal)" -lisal
 
