@@ -1,12 +1,13 @@
 """What a drain costs the trainer, and its rate beside the library's own bare copy.
 
-    python drain_cost.py --dir DIR [--target URL_OR_DIR] [--bytes 1GiB] [--saves 4] [--rounds 3] [--rate BYTES] [--verify HOW]
-                         [--json FILE]
+    python drain_cost.py --dir DIR [--target URL_OR_DIR] [--bytes 1GiB] [--saves 4] [--rounds 3] [--window SECONDS]
+                         [--rate BYTES] [--verify HOW] [--json FILE]
 
 Without `--target` a server that speaks S3 runs beside it (moto, in Python: it takes a core of its own and its rate is no store's).
 
 lost    Windows of equal steps with `--saves` saves each: without a drain and with one, in turn. Every window begins when the drain
-        has nothing to do, and the drain works while it lasts. The quotient of their lengths, less one, is the trainer's lost time.
+        has nothing to do, and the drain works while it lasts. What a window is longer than the one beside it, for each save, is the
+        trainer's lost time. On a machine whose speed changes, many short windows show it best; a drain must end within one.
 rate    A checkpoint's files copied by `obstore.put`, one call each, from a path; then the same checkpoint drained anew. The drain
         reads, compares every digest, sends, proves and commits. In a directory the library syncs nothing, and the drain does:
         there the copy is also timed until its files are synced. Medians of the rounds, in turn.
@@ -99,15 +100,22 @@ def lost(arguments: argparse.Namespace, url: str, storage: dict[str, Any]) -> di
     seconds = arguments.window or max(drained * arguments.saves, _WINDOW_SECONDS_MIN)
     steps = max(arguments.saves, int(seconds * count / (time.perf_counter() - begin)))
     took: dict[str, list[float]] = {"without": [], "with": []}
+    longer = 0  # drains than their windows
     for number in range(arguments.rounds):
         for name in sorted(took, reverse=bool(number % 2)):
             took[name].append(window(trainer, steps, ways[name], arguments.saves, 1 + number * steps))
+            longer += name == "with" and ways[name].drain_report["pending"] > 0
             ways[name].wait_drained()
     report = ways["with"].drain_report
     for checkpointer in ways.values():
         checkpointer.close()
-    medians = {name: statistics.median(values) for name, values in took.items()}
-    return {"steps": steps, "seconds": took, "lost": medians["with"] / medians["without"] - 1, "drain": report}
+    window_seconds = statistics.median(took["without"])
+    each = sorted((drained - alone) / arguments.saves for alone, drained in zip(took["without"], took["with"], strict=True))
+    of_save = statistics.median(each)
+    return {
+        "steps": steps, "seconds": took, "window": window_seconds, "lost_each": each, "lost_of_save": of_save,
+        "longer": longer, "lost": of_save * arguments.saves / window_seconds, "drain": report,
+    }  # fmt: skip
 
 
 def rate(arguments: argparse.Namespace, url: str, storage: dict[str, Any]) -> dict[str, Any]:
@@ -159,8 +167,11 @@ def main() -> None:
     rates = {k: of_rate["bytes"] / statistics.median(of_rate[f"{k}_seconds"]) / 2**20 for k in ("bare", "synced", "drained")}
     print(f"rate: drain {rates['drained']:.0f} MiB/s; bare copy {rates['bare']:.0f} MiB/s: {of_rate['ratio']:.2f}; "
           f"the same synced {rates['synced']:.0f} MiB/s: {of_rate['ratio_synced']:.2f}")  # fmt: skip
-    print(f"lost: {100 * of_lost['lost']:.1f} % of windows of {of_lost['steps']} steps with {arguments.saves} saves each; "
-          f"{of_lost['drain']['arrived']} checkpoints drained")  # fmt: skip
+    each = of_lost["lost_each"]
+    print(f"lost: {of_lost['lost_of_save']:.2f} s for each save, median of {len(each)}; half of them between "
+          f"{each[len(each) // 4]:.2f} and {each[-1 - len(each) // 4]:.2f} s; "
+          f"{100 * of_lost['lost']:.1f} % of windows of {of_lost['window']:.1f} s with {arguments.saves} saves each; "
+          f"drains longer than their window: {of_lost['longer']}")  # fmt: skip
 
 
 if __name__ == "__main__":
