@@ -251,7 +251,7 @@ def test_the_end_of_a_reader_waits_for_no_other_process(tmp_path: Path) -> None:
     assert checkpointer._draining._process is None and not (tmp_path / "far").exists()
 
 
-def test_another_rank_waits_for_no_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_rank_waits_for_no_drain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with holdfast.Checkpointer(tmp_path / "run", arena_bytes=64 * MIB) as checkpointer:
         checkpointer.save(state(1), 1)
     monkeypatch.setenv("RANK", "1")
@@ -259,6 +259,7 @@ def test_another_rank_waits_for_no_drain(tmp_path: Path, monkeypatch: pytest.Mon
         checkpointer.wait_drained()
         assert checkpointer.drain_report == {}  # nothing that would read as an arrival
     assert checkpointer._draining._process is None and not (tmp_path / "far").exists()
+    assert "both are on one file system" not in caplog.text  # rank 0 says it for all
 
 
 def _closes_behind_its_group(rank: int, run: str, far: str) -> int | None:

@@ -324,11 +324,15 @@ def checked_target(directory: str, target: str) -> str:
 
         find_library()
         return target
-    path = os.path.abspath(path)
-    if _device_of(directory) == _device_of(path):
+    return os.path.abspath(path)
+
+
+def warn_of_one_file_system(directory: str, target: str) -> None:
+    """Says so where a directory and its second place, of `checked_target`, are lost together."""
+    path = path_of(target)
+    if path is not None and _device_of(directory) == _device_of(path):
         logger.warning("drain %s to %s: both are on one file system, and are lost together; if another was meant to be mounted "
                        "there, mount it", directory, path)  # fmt: skip
-    return path
 
 
 def _device_of(path: str) -> int:
