@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,19 @@ def test_a_leak_of_a_trainer_is_found_in_its_round_alone(bench: rounds.Bench, tm
     assert {p["invariant"] for p in leaking.problems} == {"iv"}
     assert "'descriptor of /dev/null': 1}; what was ending then: [" in leaking.problems[0]["what"]
     assert bench.run(made(small(1), number=2)).problems == []
+
+
+@pytest.mark.parametrize("is_ending", [True, False])
+def test_what_the_kernel_still_takes_down_has_longer_to_go(is_ending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "ending", lambda: ["kworker/u8:1+iou_exit S io_ring_exit_work"] if is_ending else [])
+    before = processes.held(in_group=False)
+    file = os.open("/dev/null", os.O_RDONLY)
+    closing = threading.Timer(1.0, os.close, [file])
+    closing.start()
+    try:
+        assert bool(processes.left(before, 0.5, in_group=False)) is not is_ending
+    finally:
+        closing.join()
 
 
 def test_crews_end_with_their_pool_and_after_so_many_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
