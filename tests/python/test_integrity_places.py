@@ -171,7 +171,7 @@ def pages(fd: int) -> int:
 @pytest.mark.parametrize("closes", [False, True], ids=["open", "closed"])
 def test_a_slow_disk_writes_behind_the_end_of_a_process(closes: bool, tmp_path: Path) -> None:
     """The memory is held until then, and no longer, also where its owner is closed meanwhile."""
-    with places.made(made(fuse=slow()), str(tmp_path)) as place:
+    with places.made(made(fuse=slow(rate=4 * MIB)), str(tmp_path)) as place:
         directory = os.path.join(place.directory, "run")
         held = processes.held(in_group=False)
         checkpointer = holdfast.Checkpointer(directory, engine="io_uring", arena_bytes=16 * MIB)
