@@ -1,5 +1,6 @@
 // holdfast-trainer: saves through the C++ interface as integrity-fuzz says, one task per line.
 #include <fcntl.h>
+#include <malloc.h>
 #include <unistd.h>
 
 #include <csignal>
@@ -14,6 +15,7 @@ namespace holdfast::trainer {
 namespace {
 
 constexpr int kFirstFreeFd = 10;
+constexpr int kKeptBytes = 64 << 20;
 
 /// Sends standard output and standard error to a file.
 bool PrintTo(const char* path) {
@@ -26,6 +28,10 @@ bool PrintTo(const char* path) {
 }
 
 int Main() {
+  // One state is made after the other: memory that is released is kept for the next one, which
+  // needs no new pages. The half is the most that glibc takes for the threshold.
+  mallopt(M_MMAP_THRESHOLD, kKeptBytes / 2);
+  mallopt(M_TRIM_THRESHOLD, kKeptBytes);
   // The driver's pipe is this process's alone: workers and programs would hold it open.
   const int out = fcntl(STDOUT_FILENO, F_DUPFD_CLOEXEC, kFirstFreeFd);
   if (out < 0 || !PrintTo("/dev/null")) return 1;

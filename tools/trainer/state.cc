@@ -17,10 +17,21 @@ constexpr uint64_t kStride = 0x9e3779b97f4a7c15;  // as in states.py
 std::vector<char> BytesOf(const Recipe& recipe, const std::vector<uint64_t>& pool) {
   std::vector<char> bytes(recipe.bytes);
   const size_t tile_words = pool.size();
-  for (size_t word = 0, at = 0; at < bytes.size(); ++word, at += sizeof(uint64_t)) {
-    const uint64_t mask = (recipe.key + word / tile_words * kStride) ^ (uint64_t{1} << 63);
-    const uint64_t value = pool[(recipe.at + word % tile_words) % tile_words] ^ mask;
-    std::memcpy(bytes.data() + at, &value, std::min(sizeof(value), bytes.size() - at));
+  char* to = bytes.data();
+  size_t left = bytes.size();
+  for (uint64_t tile = 0; left > 0; ++tile) {
+    const uint64_t mask = (recipe.key + tile * kStride) ^ (uint64_t{1} << 63);
+    for (size_t word = 0, from = recipe.at; word < tile_words && left > 0; ++word, ++from) {
+      const uint64_t value = pool[from < tile_words ? from : from - tile_words] ^ mask;
+      const size_t size = std::min(sizeof(value), left);
+      if (size == sizeof(value)) {
+        std::memcpy(to, &value, sizeof(value));  // of a size that the compiler knows
+      } else {
+        std::memcpy(to, &value, size);
+      }
+      to += size;
+      left -= size;
+    }
   }
   if (recipe.dtype == "BOOL") {
     for (char& byte : bytes) byte &= 1;

@@ -20,6 +20,8 @@ from holdfast import _recent
 
 _PR_SET_CHILD_SUBREAPER = 36
 _PR_GET_CHILD_SUBREAPER = 37
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 64 << 20  # the half is the most that glibc takes for the other one
 _CLONE_NEWNS = 0x20000
 _MS_BIND, _MS_REC, _MS_SLAVE = 1 << 12, 1 << 14, 1 << 19
 
@@ -268,4 +270,8 @@ def prepare_process() -> None:
     signal.signal(signal.SIGTERM, interrupt)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
+    # One state is made after the other: memory that is released is kept for the next one, which needs no new pages.
+    libc = ctypes.CDLL(None)
+    libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES // 2)
+    libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

@@ -34,6 +34,7 @@ class Expected:
     def __init__(self, round_: dict[str, Any]) -> None:
         self.round = round_
         self._saves = schedule.saves_of(round_)
+        self._last: tuple[int, int, dict[str, Any]] = (-1, -1, {})
 
     def spec(self, save: int) -> dict[str, Any]:
         if save not in self._saves:
@@ -41,8 +42,10 @@ class Expected:
         return self._saves[save]["spec"]
 
     def state(self, save: int, rank: int) -> dict[str, Any]:
-        made = states.make(self.round["seed"], save, rank, self.spec(save))
-        return states.as_plan(made) if self.round["door"] == schedule.PLAN else made
+        if self._last[:2] != (save, rank):  # one reader after the other asks for the same
+            made = states.make(self.round["seed"], save, rank, self.spec(save))
+            self._last = save, rank, states.as_plan(made) if self.round["door"] == schedule.PLAN else made
+        return self._last[2]
 
     def step(self, save: int) -> int:
         return self._saves[save]["step"]
