@@ -8,9 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -108,13 +108,18 @@ def test_a_leak_of_a_trainer_is_found_in_its_round_alone(bench: rounds.Bench, tm
 def test_what_the_kernel_still_takes_down_has_longer_to_go(is_ending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "ending", lambda: ["kworker/u8:1+iou_exit S io_ring_exit_work"] if is_ending else [])
     before = processes.held(in_group=False)
-    file = os.open("/dev/null", os.O_RDONLY)
-    closing = threading.Timer(1.0, os.close, [file])
-    closing.start()
-    try:
-        assert bool(processes.left(before, 0.5, in_group=False)) is not is_ending
-    finally:
-        closing.join()
+    file, now = os.open("/dev/null", os.O_RDONLY), 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        if now < 1.0 <= now + seconds:
+            os.close(file)
+        now += seconds
+
+    monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    assert bool(processes.left(before, 0.5, in_group=False)) is not is_ending
+    if not is_ending:
+        os.close(file)
 
 
 def test_crews_end_with_their_pool_and_after_so_many_rounds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
