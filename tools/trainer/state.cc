@@ -1,6 +1,5 @@
 #include "tools/trainer/state.h"
 
-#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -15,24 +14,20 @@ namespace {
 constexpr uint64_t kStride = 0x9e3779b97f4a7c15;  // as in states.py
 
 std::vector<char> BytesOf(const Recipe& recipe, const std::vector<uint64_t>& pool) {
-  std::vector<char> bytes(recipe.bytes);
+  constexpr size_t kWord = sizeof(uint64_t);
+  std::vector<char> bytes((recipe.bytes + kWord - 1) / kWord * kWord);  // whole words, cut below
   const size_t tile_words = pool.size();
-  char* to = bytes.data();
-  size_t left = bytes.size();
-  for (uint64_t tile = 0; left > 0; ++tile) {
+  size_t at = 0;
+  for (uint64_t tile = 0; at < bytes.size(); ++tile) {
     const uint64_t mask = (recipe.key + tile * kStride) ^ (uint64_t{1} << 63);
-    for (size_t word = 0, from = recipe.at; word < tile_words && left > 0; ++word, ++from) {
-      const uint64_t value = pool[from < tile_words ? from : from - tile_words] ^ mask;
-      const size_t size = std::min(sizeof(value), left);
-      if (size == sizeof(value)) {
-        std::memcpy(to, &value, sizeof(value));  // of a size that the compiler knows
-      } else {
-        std::memcpy(to, &value, size);
-      }
-      to += size;
-      left -= size;
+    size_t from = recipe.at % tile_words;
+    for (size_t word = 0; word < tile_words && at < bytes.size(); ++word, at += kWord) {
+      const uint64_t value = pool[from] ^ mask;
+      std::memcpy(bytes.data() + at, &value, kWord);
+      if (++from == tile_words) from = 0;
     }
   }
+  bytes.resize(recipe.bytes);
   if (recipe.dtype == "BOOL") {
     for (char& byte : bytes) byte &= 1;
   }
