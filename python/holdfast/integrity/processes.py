@@ -262,7 +262,8 @@ interrupts = Interrupts()  # of this process
 
 
 def prepare_process() -> None:
-    """For the program and its lanes: SIGTERM ends them as Ctrl-C does, with the report; warnings of the framework are left out."""
+    """For the program and its lanes: SIGTERM ends them as Ctrl-C does, with the report; warnings of the framework are left
+    out; released memory is kept."""
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -270,7 +271,7 @@ def prepare_process() -> None:
     signal.signal(signal.SIGTERM, interrupt)
     warnings.simplefilter("ignore")
     logging.disable(logging.CRITICAL)
-    # One state is made after the other: memory that is released is kept for the next one, which needs no new pages.
+    # One state is made after the other: the next one needs no new pages.
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES // 2)
     libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
