@@ -543,25 +543,6 @@ def _exists(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def in_use(path: str) -> Iterator[None]:
-    """Keeps the retention of a drain, which is another process, from a checkpoint.
-
-    Raises:
-        Error: NOT_FOUND where retention was faster.
-    """
-    with of_system(f"open {path}"):
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_SH)
-        with of_system(f"open {path}"):
-            os.stat(path)
-        yield
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
 def _closed(fd: int, path: str) -> Iterator[None]:
     """Closes a file that was read; FUSE tells then what it could not write before."""
     try:

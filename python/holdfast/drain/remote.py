@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from holdfast import _names, _native
 from holdfast._dcp_directories import age_of_listed, remove_tree
 from holdfast._regular import MANIFEST_BYTES_MAX
+from holdfast.drain import slots
 from holdfast.drain.contents import contents_of, files_of, manifest_name, parse, proven
 from holdfast.drain.copying import Copy
 from holdfast.drain.options import Drain
@@ -32,11 +33,7 @@ _AT_ONCE = 16  # range reads
 
 def held(path: str) -> contextlib.AbstractContextManager[None]:
     """Keeps a checkpoint of a directory while it is loaded."""
-    if is_url(path):
-        return contextlib.nullcontext()
-    from holdfast.drain.file_system import in_use
-
-    return in_use(path)
+    return contextlib.nullcontext() if is_url(path) else slots.in_use(path)
 
 
 def is_url(path: str) -> bool:

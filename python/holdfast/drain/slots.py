@@ -51,6 +51,25 @@ def of_copy(path: str) -> Iterator[None]:
         raise Error("ABORTED", f"{error.message}; another process has removed or completed the copy") from error
 
 
+@contextlib.contextmanager
+def in_use(path: str) -> Iterator[None]:
+    """Keeps the retention of a drain, which is another process, from a checkpoint.
+
+    Raises:
+        Error: NOT_FOUND where retention was faster.
+    """
+    with of_system(f"open {path}"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(fd, fcntl.LOCK_SH)
+        with of_system(f"open {path}"):
+            os.stat(path)
+        yield
+    finally:
+        os.close(fd)
+
+
 def stamp(path: str) -> object:
     """What differs once an entry of a directory has changed, and stays when the directory gets another name."""
     if not stat.S_ISDIR(os.lstat(path).st_mode):
