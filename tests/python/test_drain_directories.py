@@ -23,8 +23,10 @@ from small_disk import mounted
 import holdfast
 from holdfast import _native
 from holdfast.drain import Drain
+from holdfast.drain.file_system import Directory
 from holdfast.drain.following import Following
-from holdfast.drain.places import open_place
+from holdfast.drain.listing import Listing
+from holdfast.drain.places import Info, Seen, open_place
 from holdfast.errors import Error
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -206,6 +208,28 @@ def test_the_first_look_knows_the_mount_of_the_beginning(tmp_path: Path) -> None
             checkpointer = holdfast.Checkpointer(tmp_path / "run", drain_to=tmp_path / "mnt/far")
         with pytest.raises(Error, match="no longer mounted"):
             checkpointer.newest()
+
+
+@pytest.mark.parametrize("below", [False, True], ids=["the mount itself", "below the mount"])
+def test_a_listing_is_not_of_what_lies_under_the_mount(below: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mnt = tmp_path / "mnt"
+    mnt.mkdir()
+    far = mnt / "far" if below else mnt
+    with mounted(tmp_path / "disk", 64) as disk, contextlib.ExitStack() as mount:
+        mount.enter_context(bound(disk, mnt))
+        save(far, 1, elements=10)
+        place = Directory(str(far), Seen(str(mnt)))
+        assert names(place) == ["step-1"]
+        listed = Listing.complete
+
+        def unmounted_before(self: Listing, format: str = "") -> tuple[list[Info], list[str]]:
+            mount.close()
+            return listed(self, format)
+
+        monkeypatch.setattr(Listing, "complete", unmounted_before)
+        with pytest.raises(Error, match="no longer mounted") as refused:
+            place.complete()
+        assert refused.value.code == "UNAVAILABLE"
 
 
 def test_a_wait_looks_whether_what_has_arrived_is_there(tmp_path: Path) -> None:

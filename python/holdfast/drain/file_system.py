@@ -75,7 +75,12 @@ class Directory:
     # ---- Reading.
 
     def complete(self, format: str = "") -> tuple[list[Info], list[str]]:
-        return self._listing.complete(format) if self._is_there() else ([], [])
+        if not self._is_there():
+            return [], []
+        try:
+            return self._listing.complete(format)
+        finally:  # what was listed, or why not, is of another file system where this one was unmounted meanwhile
+            self._is_there()
 
     def signature(self, slot: str = "") -> object:
         if slot:
