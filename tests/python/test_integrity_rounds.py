@@ -8,7 +8,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -250,6 +252,16 @@ def test_a_trainer_may_be_killed_before_or_behind_its_move_of_the_directory(has_
 
 
 # ---- What surrounds a round.
+
+
+@pytest.mark.skipif(bool(memory_groups.why_not()), reason=memory_groups.why_not())
+def test_threads_may_ask_at_once_where_groups_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory_groups._root.cache_clear()
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda *of: time.sleep(0.1) or access(*of))
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: memory_groups._root(), range(4)))
+    assert len(found) == 1 and found.pop()[0]
 
 
 @pytest.mark.skipif(bool(memory_groups.why_not()), reason=memory_groups.why_not())

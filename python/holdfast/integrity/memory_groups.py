@@ -25,7 +25,7 @@ _numbers = itertools.count()
 def _root() -> tuple[str, tuple[str, ...]]:
     """Where a group can be made, and its files; "" where none can."""
     for root, files in _ROOTS:
-        probe = os.path.join(root, f"holdfast-integrity-probe-{os.getpid()}")
+        probe = os.path.join(root, f"holdfast-integrity-probe-{os.getpid()}-{next(_numbers)}")  # threads ask at once
         with contextlib.suppress(OSError):
             os.mkdir(probe)
             try:
