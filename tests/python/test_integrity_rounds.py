@@ -213,6 +213,27 @@ def test_a_name_is_taken_by_a_save_that_was_read_later() -> None:
     assert looking.problems == []
 
 
+@pytest.mark.parametrize("why", ["", "damaged", "incomplete", "failed", "replacing"])
+def test_a_save_that_lost_its_name_to_another_may_stay(why: str, tmp_path: Path) -> None:
+    """Two trainers, one killed between its manifest and its name: a recovery keeps both."""
+    run = tmp_path / "run"
+    looking = judge.Judge(made(save(1), jobs=2, same_names=True, replace=why == "replacing"), str(run))
+    second = 1 + schedule.SAVES_OF_JOB
+    for number, job in (1, 0), (second, 1):
+        at = run / "step-1"
+        holdfast.save(states.make(1, number, 0, looking.expected.spec(number)), at, step=1)
+        told = {0: "durable"} if number == second else {0: "failed"} if why == "failed" else {}
+        looking.made[number] = judge.Made(number, "step-1", job, 0, number, number + 0.5, told)
+        if number == 1:
+            left = at.rename(f"{at}.partial-{holdfast.list_checkpoints(run)[0]['attempt']}")
+    if why in ("damaged", "incomplete"):
+        (data,) = left.glob("*.safetensors")
+        data.write_bytes(data.read_bytes()[:-1] + b"?") if why == "damaged" else data.unlink()
+    looking.look(thorough=True)
+    assert bool(looking.problems) == bool(why), looking.problems
+    assert left.exists()
+
+
 @pytest.mark.parametrize("keep", [2, 3])
 def test_retention_of_another_trainer_takes_what_it_has_not_loaded(keep: int) -> None:
     """Two trainers that save one series: step-3 of one, then step-2 of the other."""

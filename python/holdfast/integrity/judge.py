@@ -289,18 +289,35 @@ class Judge:
         if self.format != "file":
             self._look_at_newest(directory, generation, complete, found)
         if thorough and self.format != "dcp" and os.path.isdir(directory):
-            self._look_for_left_files(directory, complete)
+            self._look_for_left_files(directory, generation, complete, found)
         if thorough:
             self._damage(complete)
 
-    def _look_for_left_files(self, directory: str, complete: list[dict[str, Any]]) -> None:
+    def _look_for_left_files(self, directory: str, generation: int, complete: list[dict[str, Any]], found: dict[str, int]) -> None:
         """After a recovery there are checkpoints and nothing else; beside a file its one manifest."""
         left = set(os.listdir(directory)) - {c["name"] for c in complete}
         if self.format == "file":
             for checkpoint in complete:
                 left -= {os.path.basename(m) for m in files.manifests_of(checkpoint["path"])[:1]}
+        left -= {entry for entry in left if self._is_second_of_name(directory, generation, entry, found)}
         if left:
             self.blame("iv", f"after a recovery {directory} has {sorted(left)}")
+
+    def _is_second_of_name(self, directory: str, generation: int, entry: str, found: dict[str, int]) -> bool:
+        """Whether an entry is a whole save, killed before it took its name, and another save has the name.
+
+        A recovery keeps both, and asks the user to rename one. This one is read under such a name.
+        """
+        name, _, attempt = entry.partition(".partial-")
+        untold = {m.number for m in self._saves(generation, name) if not m.outcomes} - {found.get(name)}
+        if not attempt or self.round["replace"] or name not in found or not untold:
+            return False
+        path, free = os.path.join(directory, entry), os.path.join(directory, f"{name}-second-{attempt}")
+        os.rename(path, free)
+        number = self.read({"path": free, "name": name}, generation, thorough=True)
+        os.rename(free, path)
+        self.counts["saves that were kept beside another of their name"] += 1
+        return number in untold
 
     def _readers(self) -> dict[str, readers.Reader]:
         return readers.readers_of(self.format, self.round["door"])
