@@ -64,6 +64,11 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of `bytes_of` are equal."""
+    return len(a) == len(b) and _memcmp(a.data_ptr(), b.data_ptr(), len(a)) == 0
+
+
 def _recipe(choose: random.Random, nbytes: int, wide: bool) -> Recipe:
     dtype = choose.choice(DTYPES) if wide else torch.float32
     count = nbytes // dtype.itemsize
@@ -186,7 +191,7 @@ def difference(found: Any, expected: Any, path: str = "") -> str:
         if (found.dtype, found.shape) != (expected.dtype, expected.shape):
             return f"{path} is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
         a, b = bytes_of(found), bytes_of(expected)
-        if _memcmp(a.data_ptr(), b.data_ptr(), len(b)) == 0:
+        if same_bytes(a, b):
             return ""
         wrong = (a != b).nonzero().flatten()
         return f"{path} differs in {len(wrong)} of {len(b)} bytes, the first is byte {int(wrong[0])}"
