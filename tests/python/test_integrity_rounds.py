@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_integrity import event, made, save
+from test_integrity import FLIP, event, made, save
 
 import holdfast
 from holdfast import integrity
@@ -211,6 +211,16 @@ def test_a_name_is_taken_by_a_save_that_was_read_later() -> None:
     lines = [{"event": e, "rank": 0, "job": job, "at": at, "n": n, "skipped": False, "errors": [error]} for job, at, e, n in told]
     looking.hear(lines, [])
     assert looking.problems == []
+
+
+@pytest.mark.parametrize(("place", "damages"), [("small", 1), ("quota", 0)])
+def test_nothing_is_damaged_where_a_quota_may_refuse_the_repair(place: str, damages: int, tmp_path: Path) -> None:
+    looking = judge.Judge(made(save(1), corruptions=FLIP[:1], disk=24, disk_kind=place), str(tmp_path))
+    holdfast.save(states.make(1, 1, 0, looking.expected.spec(1)), tmp_path / "step-1", step=1)
+    looking.made[1] = judge.Made(1, "step-1", 0, 0, 1, 2, {0: "durable"})
+    looking.look(thorough=True)
+    assert looking.problems == []
+    assert looking.counts["damage flip a bit"] == damages
 
 
 @pytest.mark.parametrize("why", ["", "damaged", "incomplete", "failed", "replacing"])
