@@ -65,9 +65,10 @@ def test_two_campaigns_add_up(sums: ModuleType, tmp_path: Path) -> None:
 def test_a_campaign_counts_once(sums: ModuleType, tmp_path: Path) -> None:
     added(sums, RUN, tmp_path / "a", "rounds")
     before = sums.SUMS.read_text()
-    with pytest.raises(ValueError, match="seed 7 is in .* already"):
-        added(sums, RUN, tmp_path / "b", "rounds")
+    with pytest.raises(ValueError, match="seed 7 .* has rounds already"):
+        added(sums, RUN, tmp_path / "b", "rounds", "power_cuts")
     assert sums.SUMS.read_text() == before
+    assert "2 runs, 1.0 hours" in added(sums, RUN, tmp_path / "c", "power_cuts")
 
 
 def test_a_part_that_found_something_has_an_escape(sums: ModuleType, tmp_path: Path) -> None:

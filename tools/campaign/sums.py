@@ -60,10 +60,11 @@ def add(sums: dict[str, Any], run: dict[str, Any], found: dict[str, dict[str, An
     """Adds a campaign to the sums.
 
     Raises:
-        ValueError: it is in them.
+        ValueError: a part of it is in them.
     """
-    if any((run["date"], run["seed"]) == (other["date"], other["seed"]) for other in sums["runs"]):
-        raise ValueError(f"the campaign of {run['date']} with seed {run['seed']} is in {SUMS} already")
+    same = [other for other in sums["runs"] if (run["date"], run["seed"]) == (other["date"], other["seed"])]
+    if again := sorted({name for other in same for name in found.keys() & other["parts"].keys()}):
+        raise ValueError(f"of the campaign of {run['date']} with seed {run['seed']} {SUMS} has {', '.join(again)} already")
     run["parts"] = {name: [part["seconds"], part["escapes"]] for name, part in found.items()}
     sums["runs"].append(run)
     for name, part in found.items():
