@@ -23,6 +23,8 @@ namespace {
 // The interval of deadline checks with saves in flight.
 constexpr int kTickMs = 200;
 constexpr int kIdleTickMs = 1000;
+// A round allocates memory only beyond this number of saves in flight.
+constexpr size_t kSavesUsual = 64;
 // A worker gives up at its stall deadline; the supervisor kills at this multiple of the deadline.
 constexpr double kKillFactor = 1.5;
 // A killed process that is not gone after this time is stuck in the kernel (D state).
@@ -59,7 +61,10 @@ absl::StatusOr<std::unique_ptr<Supervisor>> Supervisor::Start(staging::StagingPo
 }
 
 Supervisor::Supervisor(staging::StagingPool* pool, const SupervisorOptions& options)
-    : pool_(pool), options_(options) {}
+    : pool_(pool), options_(options) {
+  round_.reserve(kSavesUsual);
+  polled_.reserve(1 + 3 * kSavesUsual);
+}
 
 Supervisor::~Supervisor() {
   {
@@ -121,39 +126,39 @@ uint64_t Supervisor::in_flight() {
 
 void Supervisor::Run() {
   while (true) {
-    Saves saves;
     {
       const base::MutexLock lock(&mutex_);
       if (stopping_ && saves_.empty()) return;
-      saves = saves_;
+      round_ = saves_;
     }
     // Only this thread hands saves over, so that the others stay its own during the round.
-    std::erase_if(saves, [](const auto& save) { return save->ending.load(); });
-    PollOnce(saves);
-    for (const auto& save : saves) Service(save, saves);
-    if (saves.empty()) TrimIfIdle();
+    std::erase_if(round_, [](const auto& save) { return save->ending.load(); });
+    PollOnce();
+    for (const auto& save : round_) Service(save, round_);
+    if (round_.empty()) TrimIfIdle();
+    round_.clear();
   }
 }
 
-void Supervisor::PollOnce(const Saves& saves) {
-  std::vector<pollfd> fds;
-  fds.push_back({.fd = wake_.get(), .events = POLLIN, .revents = 0});
-  for (const auto& save : saves) {
-    fds.push_back({.fd = save->link->doorbell_fd(), .events = POLLIN, .revents = 0});
+void Supervisor::PollOnce() {
+  polled_.assign(1, {.fd = wake_.get(), .events = POLLIN, .revents = 0});
+  for (const auto& save : round_) {
+    polled_.push_back({.fd = save->link->doorbell_fd(), .events = POLLIN, .revents = 0});
     // poll(2) ignores negative fds (a thread has no pidfd). The pidfd of a dead worker and the
     // hang-up stay readable, so each is left out once seen.
     const bool gone = save->gone_at_ns != 0;
     const bool lands = gone && !save->retired && !save->link->HasHungUp();
-    fds.push_back({.fd = gone ? -1 : save->link->pidfd(), .events = POLLIN, .revents = 0});
-    fds.push_back({.fd = lands ? save->link->socket() : -1, .events = 0, .revents = 0});
+    polled_.push_back({.fd = gone ? -1 : save->link->pidfd(), .events = POLLIN, .revents = 0});
+    polled_.push_back({.fd = lands ? save->link->socket() : -1, .events = 0, .revents = 0});
   }
   const bool trims = options_.idle_trim != absl::InfiniteDuration();
-  const int timeout_ms = !saves.empty() ? kTickMs : trims ? kIdleTickMs : -1;
-  sys::Sys().poll(fds.data(), fds.size(), timeout_ms);
+  const int timeout_ms = !round_.empty() ? kTickMs : trims ? kIdleTickMs : -1;
+  sys::Sys().poll(polled_.data(), polled_.size(), timeout_ms);
   uint64_t count = 0;
-  if ((fds[0].revents & POLLIN) != 0) (void)!sys::Sys().read(wake_.get(), &count, sizeof(count));
-  for (size_t i = 0; i < saves.size(); ++i) {
-    if ((fds[1 + 3 * i].revents & POLLIN) != 0) saves[i]->link->DrainDoorbell();
+  if ((polled_[0].revents & POLLIN) != 0)
+    (void)!sys::Sys().read(wake_.get(), &count, sizeof(count));
+  for (size_t i = 0; i < round_.size(); ++i) {
+    if ((polled_[1 + 3 * i].revents & POLLIN) != 0) round_[i]->link->DrainDoorbell();
   }
 }
 

@@ -3,6 +3,8 @@
 #ifndef HOLDFAST_RUNTIME_WRITER_SUPERVISOR_H_
 #define HOLDFAST_RUNTIME_WRITER_SUPERVISOR_H_
 
+#include <poll.h>
+
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -56,7 +58,7 @@ class Supervisor {
   Supervisor(staging::StagingPool* pool, const SupervisorOptions& options);
   void Run();
   using Saves = std::vector<std::shared_ptr<SaveState>>;
-  void PollOnce(const Saves& saves);
+  void PollOnce();
   void Service(const std::shared_ptr<SaveState>& save, const Saves& saves);
   static bool IsQueued(const SaveState& save, const Saves& saves);
   /// For how long neither side of the save has got on, in ns.
@@ -92,6 +94,10 @@ class Supervisor {
   Saves saves_ ABSL_GUARDED_BY(mutex_);
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   Endings endings_;
+  // Of the thread's present round. A round allocates no memory, up to a number of saves: the
+  // training process may be out of memory for a moment.
+  Saves round_;
+  std::vector<pollfd> polled_;
   base::Thread thread_;
 };
 
