@@ -6,6 +6,7 @@ import collections
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -283,6 +284,17 @@ def test_a_trainer_may_be_killed_before_or_behind_its_move_of_the_directory(has_
 
 
 # ---- What surrounds a round.
+
+
+@pytest.mark.skipif(bool(memory_groups.why_not()), reason=memory_groups.why_not())
+def test_the_kernel_ends_a_small_process_before_what_fills_its_group() -> None:
+    for _ in range(8):
+        with subprocess.Popen(["sleep", "60"]) as process:
+            assert memory_groups.kill(process.pid, "small")
+            try:
+                assert process.wait(10) == -signal.SIGKILL
+            finally:
+                process.kill()
 
 
 @pytest.mark.skipif(bool(memory_groups.why_not()), reason=memory_groups.why_not())

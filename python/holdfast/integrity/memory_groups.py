@@ -13,7 +13,7 @@ import subprocess
 import time
 import zlib
 
-_LIMIT = 8 << 20  # of a group; the program that fills it stops nowhere
+_LIMIT = 8 << 20  # of a group; the program that fills it stops nowhere else
 _ROOTS = (  # where groups can be, and the files of their limits
     ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")),
     ("/sys/fs/cgroup", ("memory.max", "memory.swap.max")),
@@ -70,8 +70,9 @@ def kill(pid: int, key: str) -> bool:
         with contextlib.suppress(OSError):  # it is gone
             _write(f"/proc/{pid}/oom_score_adj", "1000")
             _write(os.path.join(group, "cgroup.procs"), str(pid))
-        # The program is the kernel's second choice, and ends likewise.
-        subprocess.run(["sh", "-c", 'echo $$ >"$1/cgroup.procs" && exec tail /dev/zero', "sh", group],
+        # The program is the kernel's second choice, and ends likewise: what it fills is no memory of its own, and has no name.
+        fill = 'echo $$ >"$1/cgroup.procs" && exec 3>"$2" && rm "$2" && exec cat /dev/zero >&3'
+        subprocess.run(["sh", "-c", fill, "sh", group, f"/dev/shm/{os.path.basename(group)}"],
                        stderr=subprocess.DEVNULL, timeout=60, check=False)  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
         return False
