@@ -10,6 +10,7 @@
 #include <new>
 #include <thread>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "holdfast/checkpointer.h"
 #include "holdfast/load.h"
@@ -94,10 +95,11 @@ class Life {
 
   void Save(const Action& action) {
     if (checkpointer_ == nullptr) return;
-    if (action.rate != rate_) {
-      Wait();
-      if (!Open(action.rate)) return;
-    }
+    const bool changes = action.event && absl::StartsWith(action.event->kind, "change-");
+    // A change hits the extent that is sealed next. The late copies of an earlier save are sealed
+    // before.
+    if (changes || action.rate != rate_) Wait();
+    if (action.rate != rate_ && !Open(action.rate)) return;
     State state(task_.states.at(action.number), pool_, action.number, task_.options.rank,
                 device_.get());
     SavePlan plan;
