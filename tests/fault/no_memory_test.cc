@@ -38,7 +38,7 @@ TEST_F(NoMemory, OfThreadsForAMomentLetsASaveGoOn) {
   CheckpointerOptions options = SmallOptions(directory());
   options.staging.arena_bytes = 32u << 20;
   options.launcher = Launcher::kSpawn;
-  options.qos.bytes_per_second_max = 8u << 20;
+  options.qos.bytes_per_second_max = 4u << 20;
   const auto checkpointer = Make(options);
   ASSERT_NE(checkpointer, nullptr);
   const TrainingState state = TrainingState::Uniform(3, 4u << 20, 1);
@@ -46,7 +46,7 @@ TEST_F(NoMemory, OfThreadsForAMomentLetsASaveGoOn) {
   ASSERT_TRUE(save.ok()) << save.status();
   ASSERT_TRUE(WaitFor([&] { return save->progress().bytes_written > 0; }));
   g_none = true;
-  absl::SleepFor(absl::Milliseconds(500));
+  absl::SleepFor(absl::Milliseconds(300));
   g_none = false;
   EXPECT_FALSE(save->IsDone());
   const auto report = save->WaitDurable(kLong);
