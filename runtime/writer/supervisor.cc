@@ -134,7 +134,7 @@ void Supervisor::Run() {
     // Only this thread hands saves over, so that the others stay its own during the round.
     std::erase_if(round_, [](const auto& save) { return save->ending.load(); });
     PollOnce();
-    for (const auto& save : round_) Service(save, round_);
+    for (const auto& save : round_) Service(save);
     if (round_.empty()) TrimIfIdle();
     round_.clear();
   }
@@ -162,7 +162,7 @@ void Supervisor::PollOnce() {
   }
 }
 
-void Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& saves) {
+void Supervisor::Service(const std::shared_ptr<SaveState>& save) {
   ReleaseAcknowledged(save.get());
   // Order matters: a worker that is seen gone first has made every store.
   const bool gone = save->link->IsGone();
@@ -174,7 +174,7 @@ void Supervisor::Service(const std::shared_ptr<SaveState>& save, const Saves& sa
   if (gone || (save->link->kept() && save->result.has_value() && !WasKilledAsDamaged(*save)))
     return End(save, gone);
   EndAsserted(save);
-  if (IsQueued(*save, saves)) {
+  if (IsQueued(*save)) {
     save->progress_at_ns = sys::NowNs();
   } else {
     CheckStalled(save);
@@ -226,12 +226,12 @@ void Supervisor::RetireIfLanded(SaveState* save, bool gone) {
 }
 
 // A kept worker runs one job after the other: waiting for earlier jobs is no stall.
-bool Supervisor::IsQueued(const SaveState& save, const Saves& saves) {
+bool Supervisor::IsQueued(const SaveState& save) const {
   const auto begun = [](const SaveState& state) {
     return state.table->job()->worker_pid.load(std::memory_order_relaxed) != 0;
   };
   if (!save.link->kept() || begun(save)) return false;
-  return std::any_of(saves.begin(), saves.end(), [&](const std::shared_ptr<SaveState>& other) {
+  return std::any_of(round_.begin(), round_.end(), [&](const std::shared_ptr<SaveState>& other) {
     // The worker of a save that is ending takes the next job.
     return !other->ending && other->link == save.link && !other->quarantined && begun(*other);
   });

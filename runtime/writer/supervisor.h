@@ -59,8 +59,8 @@ class Supervisor {
   void Run();
   using Saves = std::vector<std::shared_ptr<SaveState>>;
   void PollOnce();
-  void Service(const std::shared_ptr<SaveState>& save, const Saves& saves);
-  static bool IsQueued(const SaveState& save, const Saves& saves);
+  void Service(const std::shared_ptr<SaveState>& save);
+  bool IsQueued(const SaveState& save) const;
   /// For how long neither side of the save has got on, in ns.
   static uint64_t TimeWithoutProgress(SaveState* save);
   /// Takes the worker's result, and checks the states that the worker has written to the table.
