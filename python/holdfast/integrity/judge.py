@@ -18,7 +18,7 @@ from typing import Any
 
 import holdfast
 import holdfast.dcp
-from holdfast import files
+from holdfast import _names, files
 from holdfast.integrity import corruption, megatron, readers, schedule
 
 TIME_ORPHANS_MAX = 20.0  # seconds for which a recovery waits
@@ -308,11 +308,14 @@ class Judge:
 
         A recovery keeps both, and asks the user to rename one. This one is read under such a name.
         """
-        name, _, attempt = entry.partition(".partial-")
-        untold = {m.number for m in self._saves(generation, name) if not m.outcomes} - {found.get(name)}
-        if not attempt or self.round["replace"] or name not in found or not untold:
+        match = _names.UNCOMMITTED.fullmatch(entry)
+        if not match or match["kind"] != "partial":
             return False
-        path, free = os.path.join(directory, entry), os.path.join(directory, f"{name}-second-{attempt}")
+        name = match["name"]
+        untold = {m.number for m in self._saves(generation, name) if not m.outcomes} - {found.get(name)}
+        if self.round["replace"] or name not in found or not untold:
+            return False
+        path, free = os.path.join(directory, entry), os.path.join(directory, f"{name}-second")
         os.rename(path, free)
         number = self.read({"path": free, "name": name}, generation, thorough=True)
         os.rename(free, path)
