@@ -143,8 +143,7 @@ class Life {
     parent_ = {};
     outcomes_.emplace_back([this, number = action.number, save = *save] { Await(number, save); });
     // What is restored lies in memory that the next save may take.
-    const std::string kind = action.event.has_value() ? action.event->kind : "";
-    if (kind == "limit-size" || kind == "change-sealed" || kind == "change-and-restore") {
+    if (changes || (action.event && action.event->kind == "limit-size")) {
       Wait();
       events_.EndSave();
     }
