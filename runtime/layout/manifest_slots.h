@@ -29,7 +29,7 @@ inline constexpr uint32_t kReasonSlotBytes = 192;
 inline constexpr uint32_t kDirectIoSlotBytes = 12;
 inline constexpr uint32_t kBoolSlotBytes = 5;
 inline constexpr uint32_t kNumberSlotBytes = 20;
-/// Hex digits of a digest, and their placeholder.
+/// Hex digits of a digest, and what stands in the place of each until they are known.
 inline constexpr uint32_t kDigestSlotBytes = 32;
 inline constexpr char kNoDigest = '-';
 
