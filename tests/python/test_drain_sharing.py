@@ -551,7 +551,7 @@ def test_the_lock_is_taken_once_the_directory_is_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["holdfast", "dcp"])
 def test_retention_leaves_a_checkpoint_that_is_loaded_or_was_replaced(format: str, tmp_path: Path) -> None:
-    from holdfast.drain.file_system import in_use
+    from holdfast.drain.slots import in_use
 
     save(tmp_path / "run", 1, elements=10, format=format)
     source = open_place(str(tmp_path / "run"))

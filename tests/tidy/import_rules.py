@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks which file of the Python package imports which: the table stands in python/README.md, too."""
+"""Checks which file of the Python package imports which (the table stands in python/README.md, too), and that what is imported exists."""
 
 import ast
 
@@ -43,7 +43,7 @@ NAMED_TUPLES = ("_asdict", "_fields", "_make", "_replace")
 def imported(tree):
     """Dotted names below the package that a file imports, with their line, in any scope."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
             parts = node.module.split(".")
             if parts[0] == "holdfast":
                 for alias in node.names:
@@ -80,6 +80,41 @@ def foreign(tree):
                     yield (alias.asname or alias.name).split(".")[0]
 
 
+def bound(body):
+    """Names that statements bind in their own scope; None stands for a module's function that makes others."""
+    for node in body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            yield None if node.name == "__getattr__" else node.name
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name.split(".")[0] for alias in node.names)
+        else:
+            yield from (n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
+            for part in ("body", "orelse", "finalbody"):
+                yield from bound(getattr(node, part, ()))
+            for handler in getattr(node, "handlers", ()):
+                yield from bound(handler.body)
+
+
+def modules_of(trees):
+    """What each module of the package binds, by its dotted name below the package."""
+    modules = {(): {None}, ("_native",): {None}}
+    for relative, tree in trees.items():
+        parts = relative.removeprefix(PACKAGE).removesuffix(".py").split("/")
+        modules[tuple(p for p in parts if p != "__init__")] = set(bound(tree.body))
+    return modules
+
+
+def check_existence(relative, tree, modules):
+    """An import in a function fails only when that runs; in a test, that is late."""
+    for line, names in imported(tree):
+        for length in range(len(names), -1, -1):
+            known, missing = modules.get(tuple(names[:length])), names[length:]
+            if known is not None:
+                break
+        if missing and not (len(missing) == 1 and (None in known or missing[0] in known)):
+            yield f"{relative}:{line}: there is no {'.'.join(['holdfast', *names])}"
+
+
 def check_imports(relative, unit, tree):
     rows = {entry: number for number, row in enumerate(ROWS) for entry in row}
     for line, names in imported(tree):
@@ -111,11 +146,13 @@ def check_table(root):
 
 def check(options):
     yield from check_table(options.root)
-    trees = {}
+    every = {}
     for path in source_tree.files(options.root, (".py",)):
-        relative = path.relative_to(options.root).as_posix()
-        if relative.startswith(PACKAGE):
-            trees[relative] = ast.parse(path.read_text(encoding="utf-8"))
+        every[path.relative_to(options.root).as_posix()] = ast.parse(path.read_text(encoding="utf-8"))
+    trees = {f: t for f, t in every.items() if f.startswith(PACKAGE)}
+    modules = modules_of(trees)
+    for relative, tree in every.items():
+        yield from check_existence(relative, tree, modules)
     units = {f: f.removeprefix(PACKAGE).split("/")[0].removesuffix(".py") for f in trees}
     private = {f: {n for n in defined(t) if is_private(n)} - {*NAMED_TUPLES} for f, t in trees.items()}
     for relative, tree in trees.items():

@@ -127,7 +127,14 @@ class TidyTest(unittest.TestCase):
         self.finds("import_rules.py", "_native is private to another file", "python/holdfast/saving.py",
                    "def f(save):\n    return save._native\n")
 
+    def test_imports_in_any_scope_name_what_there_is(self):
+        self.put("python/holdfast/drain/slots.py", "try:\n    import os\nexcept ImportError:\n    os = None\n")
+        self.put("tests/python/test_a.py", "def test_a():\n    from holdfast.drain.slots import os\n")
+        self.finds("import_rules.py", "there is no holdfast.drain.slots.in_use", "tests/python/test_b.py",
+                   "def test_b():\n    from holdfast.drain.slots import in_use\n")
+
     def test_private_names_are_not_imported(self):
+        self.put("python/holdfast/saving.py", "def _split():\n    pass\n")
         self.finds("import_rules.py", "_split is private to saving", "python/holdfast/dcp/writer.py",
                    "from holdfast.saving import _split\n")
 
