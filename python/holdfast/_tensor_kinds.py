@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -103,6 +104,27 @@ def memory_of(tensor: torch.Tensor) -> Iterator[tuple[int, int]]:
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A strided tensor whose memory has its elements in their order: itself, or a copy of a view."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor."""
+    # The new dimension has stride 1. A contiguous tensor of one element, or none, may have any other, and view refuses that.
+    return tensor.unsqueeze(-1).view(torch.uint8).reshape(-1)
+
+
+_memcmp = ctypes.CDLL(None).memcmp  # torch.equal looks at one byte at a time
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_CHUNK = 64 << 20  # an interrupt waits for no more
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of `as_bytes`, on the CPU, are equal."""
+    if len(a) != len(b):
+        return False
+    if not PLAIN_TENSORS.issuperset({type(a), type(b)}):  # it may have no memory of its own
+        return torch.equal(a, b)
+    x, y = a.data_ptr(), b.data_ptr()
+    return all(_memcmp(x + at, y + at, min(_CHUNK, len(a) - at)) == 0 for at in range(0, len(a), _CHUNK))
 
 
 def _marks(value: torch.Tensor) -> dict[str, Any]:

@@ -18,7 +18,7 @@ SHARD = 1 << 14
 
 
 class State(TensorAwareStateDict):
-    """What a rank has at an iteration: a shard of a larger buffer, a matrix with holes, a counter."""
+    """What a rank has at an iteration: a shard of a larger buffer, a matrix with holes, a counter in a column."""
 
     def __init__(self, iteration: int, rank: int, shard: int = SHARD) -> None:
         value = 1000.0 * iteration + rank
@@ -26,7 +26,7 @@ class State(TensorAwareStateDict):
         self._tensors = [
             torch.full((max(BUFFER, 2 * shard),), value)[shard : 2 * shard].view(4, -1),
             torch.full((64, 64), value, dtype=torch.bfloat16)[:, ::2],
-            torch.tensor(iteration),
+            torch.full((3, 5), iteration)[:1, 2],
         ]
         self._count = 0
 

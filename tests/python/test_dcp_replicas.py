@@ -297,6 +297,8 @@ def test_a_digest_made_on_a_device_depends_on_no_other_tensor() -> None:
         return [found[16 * i : 16 * i + 16] for i in range(len(tensors))]
 
     tensors = [torch.arange(n, dtype=dtype) for n, dtype in ((3, torch.int8), (40, torch.int32), (0, torch.int8), (5, torch.int64))]
+    columns = torch.arange(15.0).reshape(3, 5)
+    tensors += [columns[:1, 2], columns[:0, 2]]  # contiguous, with a stride of 5
     assert digests(tensors) == [digests([tensor])[0] for tensor in tensors]
     assert digests(tensors[::-1]) == digests(tensors)[::-1]
 

@@ -22,6 +22,7 @@ from test_integrity import FLIP, event, made, save
 
 import holdfast
 from holdfast import integrity
+from holdfast._tensor_kinds import as_bytes
 from holdfast.integrity import (
     campaign,
     injection,
@@ -139,7 +140,7 @@ def test_states_differ_at_every_word() -> None:
     spec = {"tensors": 4, "bytes": 3 * MIB, "wide": False, "objects": False}
     one, other = (dict(states.tensors(states.make(1, n, 0, spec))) for n in (1, 2))
     for name in one.keys() & other.keys() - {"id"}:
-        a, b = (states.bytes_of(each[name]) for each in (one, other))
+        a, b = (as_bytes(each[name]) for each in (one, other))
         size = min(len(a), len(b)) // 8 * 8
         assert not torch.any(a[:size].view(torch.int64) == b[:size].view(torch.int64)), name
         assert len(a[:size].view(torch.int64).unique()) == size // 8, name

@@ -19,6 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import holdfast
+from holdfast._tensor_kinds import as_bytes, in_memory, same_bytes
 
 DTYPES = sorted(
     (
@@ -208,6 +209,39 @@ def test_views_of_any_stride_come_back(make: Any, tmp_path: Path) -> None:
     assert same(loaded, tensor.resolve_conj().resolve_neg())
     if tensor.is_contiguous(memory_format=torch.channels_last) and tensor.dim() == 4:
         assert loaded.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(7, 5)[:, 1:4],
+        lambda: torch.arange(40, dtype=torch.uint8)[1::3],
+        lambda: torch.zeros(3, 5)[:1, 2],
+        lambda: torch.zeros(3, 5)[:0, 2],
+        lambda: torch.tensor([math.nan, -0.0]),
+        lambda: torch.randn(6, dtype=torch.complex64).conj().imag,
+        lambda: torch.nn.Parameter(torch.randn(3)),
+        lambda: torch.zeros((64 << 20) + 3, dtype=torch.int8),
+    ],
+)
+def test_tensors_are_compared_bit_for_bit(make: Any) -> None:
+    tensor = make()
+    one, again = (as_bytes(in_memory(t)) for t in (tensor, tensor.detach().clone()))
+    assert same_bytes(one, again)
+    for at in {0, len(one) // 2, len(one) - 1} if len(one) else ():
+        again[at] ^= 1
+        assert not same_bytes(one, again), at
+        again[at] ^= 1
+    assert not same_bytes(one, torch.zeros(len(one) + 1, dtype=torch.uint8))
+
+
+def test_a_subclass_compares_its_bytes_itself() -> None:
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return True if function is torch.equal else super().__torch_function__(function, types, args, kwargs or {})
+
+    assert same_bytes(torch.zeros(3, dtype=torch.uint8).as_subclass(Wrapper), torch.ones(3, dtype=torch.uint8))
 
 
 def test_a_thin_view_does_not_write_all_of_its_storage(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from holdfast import _dtypes, _names, snapshots
-from holdfast._tensor_kinds import QUANTIZED, in_memory, sparse_parts
+from holdfast._tensor_kinds import QUANTIZED, as_bytes, in_memory, same_bytes, sparse_parts
 from holdfast.cli import places, scratch, sources
 from holdfast.cli.sources import Part, Source, Tensor
 from holdfast.dcp import StorageReader
@@ -37,9 +37,6 @@ def _bytes_of(tensor: torch.Tensor, begin: int, nbytes: int) -> bytes:
     return ctypes.string_at(memory.data_ptr() + begin, nbytes) if nbytes else b""
 
 
-_CHUNK = 64 << 20
-
-
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors, which are not quantized, have the same form and elements."""
     if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
@@ -47,9 +44,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.layout != torch.strided:
         parts = zip(sparse_parts(a).values(), sparse_parts(b).values(), strict=True)
         return bool(sparse_parts(a)) and all(same(x, y) for x, y in parts)
-    # As bytes: a NaN equals itself.
-    a, b = (in_memory(t).reshape(-1).view(torch.uint8) for t in (a, b))
-    return all(torch.equal(x, y) for x, y in zip(a.split(_CHUNK), b.split(_CHUNK), strict=True))
+    return same_bytes(as_bytes(in_memory(a)), as_bytes(in_memory(b)))  # so, a NaN equals itself
 
 
 class _Comparing(StorageReader):

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from holdfast import _native
 from holdfast._process import PerProcess
+from holdfast._tensor_kinds import as_bytes
 from holdfast.dcp.framing import can_frame
 from holdfast.dcp.parts import Part, Plan
 from holdfast.errors import Error, counted
@@ -185,7 +186,7 @@ def of_device(tensors: list[tuple[int, torch.Tensor]], count: int, words_max: in
         words = 0
 
     for at, tensor in tensors:
-        memory = tensor.reshape(-1).view(torch.uint8)
+        memory = as_bytes(tensor)
         for part, begin in enumerate(range(0, memory.numel(), 8 * words_max)):
             piece = memory[begin : begin + 8 * words_max]
             count_here = -(-piece.numel() // 8)

@@ -14,6 +14,7 @@ import torch
 import holdfast
 import holdfast.dcp
 from holdfast import _native
+from holdfast._tensor_kinds import as_bytes, same_bytes
 from holdfast.integrity import megatron, schedule, states
 
 MEGATRON = "megatron.core"
@@ -110,8 +111,8 @@ def _safetensors(path: str, expected: Expected) -> Iterator[Finding]:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():
                 if name in wanted[rank]:
-                    mine = states.bytes_of(wanted[rank][name])
-                    if not states.same_bytes(states.bytes_of(opened.get_tensor(name)), mine):
+                    mine = as_bytes(wanted[rank][name])
+                    if not same_bytes(as_bytes(opened.get_tensor(name)), mine):
                         yield save, f"{name} in {os.path.basename(file)} differs"
     yield save, ""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import random
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+
+from holdfast._tensor_kinds import as_bytes, in_memory, same_bytes
 
 MIB = 1 << 20
 DTYPES = (
@@ -20,8 +21,6 @@ _TEXT = '\u00e4\u2603 \\ " \n'
 
 _POOL_WORDS = MIB // 8
 _STRIDE = 0x9E3779B97F4A7C15  # odd, so that its multiples differ
-_memcmp = ctypes.CDLL(None).memcmp  # torch.equal looks at one byte at a time
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @functools.cache
@@ -57,16 +56,6 @@ def _words(at: int, key: int, count: int) -> torch.Tensor:
         torch.bitwise_xor(_pool()[at : at + first], mask, out=piece[:first])
         torch.bitwise_xor(_pool()[: len(piece) - first], mask, out=piece[first:])
     return words
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor as bytes; a view, where the tensor is contiguous."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of `bytes_of` are equal."""
-    return len(a) == len(b) and _memcmp(a.data_ptr(), b.data_ptr(), len(a)) == 0
 
 
 def _recipe(choose: random.Random, nbytes: int, wide: bool) -> Recipe:
@@ -190,7 +179,7 @@ def difference(found: Any, expected: Any, path: str = "") -> str:
             return f"{path} is no tensor"
         if (found.dtype, found.shape) != (expected.dtype, expected.shape):
             return f"{path} is {found.dtype}{list(found.shape)}, not {expected.dtype}{list(expected.shape)}"
-        a, b = bytes_of(found), bytes_of(expected)
+        a, b = as_bytes(in_memory(found)), as_bytes(in_memory(expected))
         if same_bytes(a, b):
             return ""
         wrong = (a != b).nonzero().flatten()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from holdfast._tensor_kinds import as_bytes
 from holdfast.directories import verify
 from holdfast.errors import Error
 from holdfast.files import remove_file, save_file
@@ -314,7 +315,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous() or not tensor.nbytes:
         return tensor.clone(memory_format=torch.contiguous_format)
     # By its bytes: not every dtype can be exchanged.
-    alone = from_dlpack(to_dlpack(tensor.reshape(-1).view(torch.uint8)))
+    alone = from_dlpack(to_dlpack(as_bytes(tensor)))
     return alone.view(tensor.dtype).view(tensor.shape)
 
 
