@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -66,6 +67,7 @@ void DeadFiles::Hold(uint64_t number) {
       absl::StrFormat("%s/%s.partial-%016x%016x/", task_.options.directory, action->name,
                       action->attempt.high, action->attempt.low);
   const std::lock_guard lock(mutex_);
+  held_.reserve(held_.size() + action->files);  // so that no descriptor waits for memory
   for (uint32_t i = 0; i < action->files; ++i) {
     DeadFile file = {.number = number, .files = action->files, .attempt = action->attempt};
     file.name = FileName(i, action->files, task_.options.rank, task_.options.world_size);
@@ -73,7 +75,7 @@ void DeadFiles::Hold(uint64_t number) {
       file.path = absl::StrCat(partial, file.name, ending);
       const int fd = open(file.path.c_str(), O_RDWR | O_CLOEXEC);
       if (fd < 0) continue;
-      held_.push_back({fd, file});
+      held_.push_back({fd, std::move(file)});
       break;
     }
   }

@@ -134,7 +134,9 @@ void Teller::TellFailure(const std::string& event, uint64_t number, const absl::
 }
 
 void Events::Fired(uint64_t number, const Event& event, const std::string& phase) {
-  teller_->Tell("fired", {{"n", number}, {"kind", event.kind}, {"phase", phase}});
+  WithMemory([&] {
+    teller_->Tell("fired", {{"n", number}, {"kind", event.kind}, {"phase", phase}});
+  });
 }
 
 void Events::BeginCall(uint64_t number, const Event& event) {
@@ -163,6 +165,7 @@ void Events::BeginCall(uint64_t number, const Event& event) {
     }
     // Before the limit: telling may need what is limited.
     Fired(number, event, "call");
+    limits_.reserve(pids.size());
     for (const int pid : pids) {
       Limit limit{.pid = pid};
       const auto resource = static_cast<__rlimit_resource>(limited_);
@@ -208,7 +211,7 @@ void Events::Watch(uint64_t number, const Event& event, const SaveHandle& save) 
     return;
   threads_.emplace_back([this, number, event, save] {
     while (true) {
-      const SaveProgress now = save.progress();
+      const SaveProgress now = WithMemory([&] { return save.progress(); });
       if (IsMoment(event, now)) return Strike(number, event, save, now.phase);
       if (HasEnded(now.phase) || save.IsDone()) return;
       std::this_thread::sleep_for(kPoll);
@@ -224,9 +227,11 @@ void Events::Strike(uint64_t number, const Event& event, const SaveHandle& save,
   if (worker == 0 && IsOfWorker(event.kind) && event.kind != "kill-both") return;
   if (worker != 0) {
     if (kill(worker, SIGSTOP) != 0) return;
-    phase = save.progress().phase;  // what is told now was so when it stopped
+    // What is told now was so when it stopped.
+    phase = WithMemory([&] { return save.progress().phase; });
   }
-  if ((worker != 0 && event.kind != "stop-worker") || event.kind == "cancel") on_end_(number);
+  if ((worker != 0 && event.kind != "stop-worker") || event.kind == "cancel")
+    WithMemory([&] { on_end_(number); });
   Fired(number, event, phase);
   if (event.kind == "stop-worker") Sleep(event.seconds);
   if (event.kind == "hang-worker") Sleep(hung_seconds_);
@@ -235,12 +240,12 @@ void Events::Strike(uint64_t number, const Event& event, const SaveHandle& save,
     kill(worker, SIGKILL);
   if (event.kind == "oom-worker") RunOutOfMemory(worker, [&save] { return save.IsDone(); });
   StrikeTrainer(event);
-  if (event.kind == "cancel") (void)save.Cancel();
+  if (event.kind == "cancel") (void)WithMemory([&] { return save.Cancel(); });
   if (worker != 0) kill(worker, SIGCONT);
 }
 
 void Events::RunOutOfMemory(int pid, const std::function<bool()>& is_over) {
-  teller_->Tell("out of memory", {{"pid", pid}});
+  WithMemory([&] { teller_->Tell("out of memory", {{"pid", pid}}); });
   for (int i = 0; i < kMemoryPollsMax && !is_over(); ++i) std::this_thread::sleep_for(kMemoryPoll);
 }
 
@@ -250,11 +255,11 @@ void Events::StrikeTrainer(const Event& event) {
   if (event.kind == "terminate-trainer") kill(getpid(), SIGTERM);
   if (event.kind == "oom-trainer") RunOutOfMemory(getpid(), [] { return false; });
   if (event.kind == "exit-trainer") {
-    teller_->Tell("exiting");
+    WithMemory([&] { teller_->Tell("exiting"); });
     exit(0);
   }
   if (event.kind == "stop-trainer") {
-    teller_->Tell("stopping", {{"seconds", event.seconds}});
+    WithMemory([&] { teller_->Tell("stopping", {{"seconds", event.seconds}}); });
     kill(getpid(), SIGSTOP);
   }
   if (event.kind == "fork") Fork();

@@ -5,9 +5,11 @@
 #include <sys/resource.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <thread>
@@ -19,6 +21,19 @@
 #include "tools/trainer/task.h"
 
 namespace holdfast::trainer {
+
+/// Repeats `step`, of a thread beside the calls of saves, until it gets its memory: a limit of
+/// memory is of one call, and ends with it.
+template <typename Step>
+auto WithMemory(const Step& step) {
+  while (true) {
+    try {
+      return step();
+    } catch (const std::bad_alloc&) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  }
+}
 
 /// Writes lines to the driver. \threadsafety Any.
 class Teller {

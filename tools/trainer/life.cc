@@ -141,7 +141,8 @@ class Life {
     teller_->Tell("called", {{"n", action.number}, {"skipped", skipped}});
     if (skipped) return;
     parent_ = {};
-    outcomes_.emplace_back([this, number = action.number, save = *save] { Await(number, save); });
+    outcomes_.emplace_back(
+        [this, number = action.number, save = *save] { WithMemory([&] { Await(number, save); }); });
     // What is restored lies in memory that the next save may take.
     if (changes || (action.event && action.event->kind == "limit-size")) {
       Wait();
