@@ -27,7 +27,26 @@ def why_no_data(tensor: torch.Tensor) -> str | None:
     """Why a tensor has no elements to save; None if it has."""
     if is_lazy(tensor):
         return "a lazy module's parameter or buffer has no shape before the first forward; call the module once"
-    return "a tensor on the meta device has no data; give it values, or leave it out of the state" if tensor.is_meta else None
+    if tensor.is_meta:
+        return "a tensor on the meta device has no data; give it values, or leave it out of the state"
+    return why_no_storage(tensor)
+
+
+def why_no_storage(tensor: torch.Tensor) -> str | None:
+    """Why the memory of a tensor ends before its elements; None if it does not."""
+    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_nested or not tensor.numel() or tensor._is_zerotensor():
+        return None
+    try:
+        there = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # a subclass that wraps others
+        return None
+    needed = tensor.storage_offset() * tensor.itemsize + span_of(tensor)
+    if needed <= there:
+        return None
+    return (
+        f"its storage has {there} of the {needed} bytes that it needs, because it was freed or resized, as FSDP does "
+        "with parameters that are not gathered; save a state dict that FSDP makes, or give it memory first"
+    )
 
 
 def _why_no_node(tensor: torch.Tensor) -> str | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.serialization import location_tag
 
+from holdfast._tensor_kinds import why_no_storage
 from holdfast.errors import Error
 
 # How deep an entry that cannot be pickled is looked for, to name it.
@@ -48,6 +49,8 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, item: Any) -> Any:
         if isinstance(item, torch.Tensor):
+            if why := why_no_storage(item):
+                raise ValueError(why)
             self.tensors.append(item)
             return None
         if isinstance(item, torch.storage.TypedStorage):

@@ -19,6 +19,7 @@ from lightning_jobs import LONG
 from test_save_file import Marked
 from test_save_file_random import Same, objects
 
+import holdfast
 from holdfast.lightning import OffloadCallback
 from holdfast.lightning.moving import Move
 
@@ -101,6 +102,13 @@ def test_the_walk_keeps_the_form_and_the_shared_storages(device: str) -> None:
     assert moved["plain"] == state["plain"]
     assert move.bytes_freed == 12 * 4 + 2 * 4 + 3 * 4
     assert all(map(operator.is_, state["ordered"].values(), [weight, weight, *list(state["ordered"].values())[2:]]))
+
+
+def test_a_tensor_whose_storage_was_freed_is_refused() -> None:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(holdfast.Error, match="its storage has 0 of the 12 bytes"):
+        Move(stays=("meta",)).moved({"a": freed}, "state")
 
 
 def test_a_custom_object_stays_and_is_reported() -> None:

@@ -342,6 +342,29 @@ def test_meta_tensors_have_nothing_to_save(tmp_path: Path) -> None:
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.parametrize(("begin", "left"), [(0, 0), (4, 0), (4, 16), (2, 23)])
+def test_a_tensor_without_its_storage_is_refused(begin: int, left: int, tmp_path: Path) -> None:
+    """Such memory is none, or of others: a parameter that FSDP has freed, here a part of a buffer."""
+    part = torch.arange(8.0)[begin:]
+    state = {"a": [torch.ones(3), part]}
+    holdfast.save(state, tmp_path / "s")
+    dcp.save(state, checkpoint_id=tmp_path / "d")
+    part.untyped_storage().resize_(left)
+    why = rf"its storage has {left} of the 32 bytes that it needs.*FSDP"
+    with pytest.raises(holdfast.Error, match=rf"save a\.1: {why}"):
+        holdfast.save(state, tmp_path / "s", replace=True)
+    with pytest.raises(holdfast.Error, match=rf"a\.1: .*{why}"):
+        holdfast.save_file(state, tmp_path / "f").wait()
+    with pytest.raises(CheckpointException, match=rf"save a\.1: {why}"):
+        dcp.save(state, checkpoint_id=tmp_path / "d")
+    with pytest.raises(holdfast.Error, match=rf"save a: {why}"):
+        holdfast.save({"a": part}, tmp_path / "m", layout="hf")
+    assert torch.equal(holdfast.load(tmp_path / "s")["a"][1], torch.arange(8.0)[begin:])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["d", "s"]
+    part.untyped_storage().resize_(32)
+    holdfast.save(state, tmp_path / "s", replace=True)
+
+
 def test_a_structure_may_change_between_saves(tmp_path: Path) -> None:
     holdfast.save_async({"a": torch.ones(3)}, tmp_path / "s1").wait(60)
     holdfast.save_async({"a": {"b": [torch.ones(3), 1]}, "c": None}, tmp_path / "s2").wait(60)

@@ -19,7 +19,7 @@ from holdfast import _collector, _devices, _dtypes, _late, _native
 from holdfast._framing import PlannedFile
 from holdfast._plain import check_no_method
 from holdfast._state import numbered
-from holdfast._tensor_kinds import QUANTIZED, local_of, sparse_parts, why_no_data
+from holdfast._tensor_kinds import QUANTIZED, local_of, sparse_parts, why_no_data, why_no_storage
 from holdfast.dcp.failures import of_object
 from holdfast.dcp.framing import can_frame, frame
 from holdfast.dcp.parts import DIGESTS, PART, PLAN, Part, digest_of
@@ -180,10 +180,12 @@ class Layout:
         Raises:
             Error: it is in memory that cannot be saved.
         """
+        name = self.items[index].index.fqn
+        if why := why_no_storage(tensor):
+            raise Error("INVALID_ARGUMENT", f"save {name}: {why}")
         try:
             return _devices.device_of(tensor.device) is not None
         except Error as error:
-            name = self.items[index].index.fqn
             why = why_no_data(tensor)
             if why is not None:
                 raise Error("INVALID_ARGUMENT", f"save {name}: {why}") from error
@@ -261,7 +263,10 @@ class Layout:
         if plan is None or not _is_host():
             return None
         if addresses is None:
-            addresses, _, others = _native.TensorTable([data[i] for i in self.first]).in_host()
+            try:
+                addresses, _, others = _native.TensorTable([data[i] for i in self.first]).in_host()
+            except ValueError:  # one has no storage: the plan that is made anew names it
+                return None
             if others:
                 return None
         plan.renew_to(name, self._fixed_extent, [addresses[k] for k in self._filled])

@@ -14,6 +14,9 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from holdfast._tensor_kinds import why_no_storage
+from holdfast.errors import Error
+
 # Values that hold no tensors.
 _PLAIN = (
     type(None), str, bytes, bytearray, numbers.Number, enum.Enum, torch.Size, torch.dtype, torch.device,
@@ -132,6 +135,8 @@ class Move:
         if not _is_plain(tensor):
             self.bytes_freed += tensor.nbytes if tensor.layout == torch.strided else 0
             return self._as(tensor, tensor.detach().cpu())
+        if why := why_no_storage(tensor):
+            raise Error("INVALID_ARGUMENT", f"save a tensor of shape {list(tensor.shape)}: {why}")
         with torch._C.DisableTorchFunctionSubclass():
             storage = self._storage(tensor.detach().untyped_storage(), tensor.device)
             new = torch.empty(0, dtype=tensor.dtype, device="cpu")
