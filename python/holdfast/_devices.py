@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,12 +42,14 @@ def _gpu(ordinal: int) -> _native.Device:
     return (_native.hip_device if torch.version.hip else _native.cuda_device)(ordinal)
 
 
-def bytes_of(owner: torch.Tensor, address: int, nbytes: int) -> torch.Tensor:
-    """A part of the memory below a tensor, as bytes on its device."""
-    storage = owner.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=owner.device).set_(
-        storage, address - storage.data_ptr(), (nbytes,), (1,)
-    )
+def bytes_of(owners: Iterable[torch.Tensor], address: int, nbytes: int) -> torch.Tensor | None:
+    """A part of the memory below tensors, as bytes on their device; None if the storage of none of them has all of it."""
+    for owner in owners:
+        storage = owner.untyped_storage()
+        offset = address - storage.data_ptr()
+        if 0 <= offset <= storage.nbytes() - nbytes:  # else set_ would give the user's storage another size
+            return torch.empty(0, dtype=torch.uint8, device=owner.device).set_(storage, offset, (nbytes,), (1,))
+    return None
 
 
 def host_bytes(nbytes: int) -> torch.Tensor:

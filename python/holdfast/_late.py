@@ -91,10 +91,14 @@ class Late:
         An entry in a storage with another that is not late is not late either: changes of the
         other would count as its own, because views of one tensor share a version counter.
         """
-        late = [all(map(self._covers, entry)) for entry in entries]
+        if not self._ranges:
+            return [False] * len(entries)
+        # What has no memory does not change, and its version counter may be another tensor's.
+        filled = [[tensor for tensor in entry if any(_tensor_kinds.memory_of(tensor))] for entry in entries]
+        late = [bool(entry) and all(map(self._covers, entry)) for entry in filled]
         early = {
             storage
-            for entry, is_late in zip(entries, late, strict=True)
+            for entry, is_late in zip(filled, late, strict=True)
             if not is_late
             for storage in map(_storage, entry)
         }

@@ -329,8 +329,14 @@ class Description:
 
     def memory(self, entry: int) -> torch.Tensor:
         """The bytes of an entry, as a tensor over its memory."""
-        owner = self.tensors[self.outline.members[entry][0]]
-        return _devices.bytes_of(owner, self.addresses[entry], self.outline.nbytes[entry])
+        owners = (self.tensors[t] for t in self.outline.members[entry])
+        found = _devices.bytes_of(owners, self.addresses[entry], self.outline.nbytes[entry])
+        if found is None:
+            raise Error(
+                "UNIMPLEMENTED",
+                f"save {self.outline.names[entry]}: tensors with storages of their own overlap there in the memory of a device; save clones",
+            )
+        return found
 
 
 def _table_of(walk: Walk) -> Any:

@@ -255,6 +255,32 @@ def test_a_parameter_in_the_storage_of_a_buffer_is_captured_with_it(
     assert torch.equal(loaded["weight"], before)
 
 
+def test_what_has_no_elements_is_never_late(slow: SlowDevice, tmp_path: Path) -> None:
+    """It does not change, and its version counter is that of the tensor that it is a part of."""
+    buffer = torch.ones(64)
+    state = {"none": buffer[:0], "some": torch.ones(2)}
+    file = holdfast.save_file(state, tmp_path / "f")
+    save = holdfast.dcp.async_save(state, checkpoint_id=tmp_path / "d")
+    buffer.add_(1)
+    slow.open.set()
+    file.wait(60)
+    save.result(60)
+    weight = torch.nn.Parameter(buffer)
+    assert _late.Late([weight]).of([[weight], [buffer[:0]], [buffer, buffer[:0]]]) == [True, False, True]
+
+
+def test_tensors_of_two_storages_that_overlap_are_refused_by_name(slow: SlowDevice, tmp_path: Path) -> None:
+    """As arrays of another framework over a tensor's memory. One whose storage has all of it is enough."""
+    slow.open.set()
+    whole = torch.arange(8.0)
+    part = torch.from_dlpack(torch.utils.dlpack.to_dlpack(whole[4:]))
+    outer = torch.from_dlpack(torch.utils.dlpack.to_dlpack(whole[:6]))
+    holdfast.save({"part": part, "whole": whole}, tmp_path / "s")
+    assert torch.equal(holdfast.load(tmp_path / "s")["part"], whole[4:])
+    with pytest.raises(holdfast.Error, match="save part#storage: tensors with storages of their own overlap"):
+        holdfast.save({"part": part, "outer": outer}, tmp_path / "t")
+
+
 def test_a_stream_that_was_made_to_wait_may_change_late_tensors(
     slow: SlowDevice, tmp_path: Path
 ) -> None:
