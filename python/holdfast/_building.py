@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -80,9 +81,7 @@ class Builder:
             # All of the entry, or bytes of which it is a view.
             whole = not {"offset", "stride"} & node.keys() \
                 and _state.elements_of(node) * dtype.itemsize == nbytes
-            memory = torch.empty(
-                node["shape"] if whole else nbytes, dtype=dtype if whole else torch.uint8, device=device
-            )
+            memory = _empty(node["shape"], dtype, device) if whole else _empty([nbytes], torch.uint8, device)
             self._memory[key] = memory
             self._loading.add_whole(self._checkpoint.reader, node["stored"], memory)
             if whole:
@@ -131,9 +130,17 @@ class Builder:
         )
 
 
+def _empty(shape: list[int], dtype: torch.dtype, device: Any) -> torch.Tensor:
+    try:
+        return torch.empty(shape, dtype=dtype, device=device)
+    except NotImplementedError:  # with deterministic algorithms PyTorch fills it, but not in every dtype
+        memory = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
+        return memory.view(dtype).view(shape)
+
+
 def _view(memory: torch.Tensor, node: Node) -> torch.Tensor:
     """The tensor of a node over the memory of what it is stored in."""
     offset, shape, stride = _state.place_of(node, memory.nbytes)
     dtype = _dtypes.torch_dtype(node["dtype"])
-    tensor = torch.empty(0, dtype=dtype, device=memory.device)
+    tensor = _empty([0], dtype, memory.device)
     return tensor.set_(memory.untyped_storage(), offset // dtype.itemsize, shape, stride)

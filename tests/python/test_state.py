@@ -84,6 +84,23 @@ def test_every_dtype_comes_back_bitwise(dtype: torch.dtype, tmp_path: Path) -> N
     assert same(through_disk(state, tmp_path / "s"), state)
 
 
+def test_every_dtype_is_loaded_under_deterministic_algorithms(tmp_path: Path) -> None:
+    """PyTorch then fills new memory, which it cannot in every dtype."""
+    bits = torch.randint(0, 2, (64,), dtype=torch.uint8)
+
+    def tensors(copied: bool) -> list[torch.Tensor]:
+        memory = [bits.clone() if copied else bits for _ in DTYPES]
+        return [torch.empty(0, dtype=d).set_(m.untyped_storage(), 0, (2,)) for d, m in zip(DTYPES, memory, strict=True)]
+
+    state = {"views": tensors(False), "alone": tensors(True)}
+    holdfast.save(state, tmp_path / "s")
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert same(holdfast.load(tmp_path / "s"), state)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_quantized_tensors_are_refused_with_what_to_do(tmp_path: Path) -> None:
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     with pytest.raises(holdfast.Error, match=r"a\.b: quantized.*int_repr") as error:
