@@ -66,6 +66,33 @@ def test_the_values_are_those_of_the_call_in_any_queue(tmp_path: Path) -> None:
     run(1, tmp_path, _in_any_queue, str(tmp_path / "local"))
 
 
+class _Odd(State):
+    """Parts of storages that are not what a file would have of them."""
+
+    def __init__(self, iteration: int, rank: int) -> None:
+        super().__init__(iteration, rank)
+        numbers, pairs = torch.arange(8.0), torch.arange(8.0) * (1 + 2j)
+        self._tensors += [pairs[:4].conj(), pairs.imag[:1], numbers[:4], numbers[:4].view(torch.int32), torch.eye(3).to_sparse()]
+
+
+def _odd(rank: int, directory: str) -> None:
+    manager = LocalCheckpointManager(directory)
+    manager.save(_Odd(1, rank), 1)
+    assert manager.find_latest() == 1
+    for before, after in zip(_Odd(1, rank).tensors, manager.load()[0].tensors, strict=True):
+        assert torch.equal(before.to_dense(), after.to_dense())
+    state = _Odd(2, rank)
+    (freed, *_) = state.tensors
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(CheckpointingException, match="its storage has 0 of the"):
+        manager.save(state, 2)
+    assert len(list(state.tensors)) == 8 and manager.find_latest() == 1
+
+
+def test_tensors_of_any_form_are_saved_or_stay_with_the_trainer(tmp_path: Path) -> None:
+    run(1, tmp_path, _odd, str(tmp_path / "local"))
+
+
 def _beside_stock(rank: int, directory: str) -> None:
     saved(Stock(directory), 3)
     manager = LocalCheckpointManager(directory)

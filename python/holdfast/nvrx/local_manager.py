@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from holdfast._tensor_kinds import as_bytes
+from holdfast._tensor_kinds import as_bytes, in_memory, why_no_storage
 from holdfast.directories import verify
 from holdfast.errors import Error
 from holdfast.files import remove_file, save_file
@@ -305,18 +305,29 @@ def _compact(state: Any) -> None:
     except NotImplementedError:
         _to_cpu(state)
         return
-    state.insert_tensors([_alone(tensor.detach()) for tensor in tensors])
+    try:
+        dtypes: dict[int, torch.dtype] = {}
+        tensors = [_alone(tensor.detach(), dtypes) for tensor in tensors]
+    finally:
+        state.insert_tensors(tensors)  # also where one has failed: the training goes on with them
 
 
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory, whose storage has nothing else; a copy if it has holes."""
-    if type(tensor) is not torch.Tensor or tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor
-    if not tensor.is_contiguous() or not tensor.nbytes:
+def _alone(tensor: torch.Tensor, dtypes: dict[int, torch.dtype]) -> torch.Tensor:
+    """A tensor over the same memory, whose storage has nothing else; a copy if that memory is not what a file would have.
+
+    Args:
+        tensor: of any kind.
+        dtypes: of earlier ones, by address: a file has one dtype for each storage.
+    """
+    if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or why_no_storage(tensor):
+        return tensor  # the last is refused by name
+    if not tensor.nbytes or dtypes.setdefault(tensor.data_ptr(), tensor.dtype) != tensor.dtype:
         return tensor.clone(memory_format=torch.contiguous_format)
+    memory = in_memory(tensor)
+    if memory.data_ptr() != tensor.data_ptr() or memory.untyped_storage().nbytes() == memory.nbytes:
+        return memory
     # By its bytes: not every dtype can be exchanged.
-    alone = from_dlpack(to_dlpack(as_bytes(tensor)))
-    return alone.view(tensor.dtype).view(tensor.shape)
+    return from_dlpack(to_dlpack(as_bytes(memory))).view(memory.dtype).view(memory.shape)
 
 
 def _to_cpu(state: Any) -> None:
