@@ -211,10 +211,11 @@ def _moved(numbers: list[Any], device: torch.device) -> torch.Tensor:
 @functools.lru_cache(maxsize=16)
 def _factors(count: int, device: torch.device) -> torch.Tensor:
     """Odd 64-bit numbers without a pattern (the finalizer of SplitMix64)."""
-    x = torch.arange(1, count + 1, device=device) * -7046029254386353131
+    # Made by the CPU: a stream of the device would make them for itself, and later calls have other streams.
+    x = torch.arange(1, count + 1, device="cpu") * -7046029254386353131
     x = (x ^ ((x >> 30) & (1 << 34) - 1)) * -4658895280553007687
     x = (x ^ ((x >> 27) & (1 << 37) - 1)) * -7723592293110705685
-    return x ^ ((x >> 31) & (1 << 33) - 1) | 1
+    return (x ^ ((x >> 31) & (1 << 33) - 1) | 1).to(device)
 
 
 # ---- At the end of the save.

@@ -219,7 +219,7 @@ class Reader:
         for name in {t[3].name() for t in targets if t[3] is not None}:
             import torch
 
-            torch.cuda.synchronize(name)  # the last owner's work on the memory has ended
+            torch.cuda.synchronize(_torch_name(name))  # the last owner's work on the memory has ended
         jobs = [job for name, wanted in by_file.items() for job in _jobs(self._of[name], wanted)]
         at_once = max(1, min(threads or _AT_ONCE, buffer_bytes // _native.CHUNK_BYTES))
         read = 0
@@ -275,4 +275,9 @@ def _deliver(address: int, source: int, nbytes: int, device: Any) -> None:
     interface = {"shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 2}
     memory = type("Memory", (), {"__cuda_array_interface__": interface})()
     staged = torch.frombuffer((ctypes.c_char * nbytes).from_address(source), dtype=torch.uint8)
-    torch.as_tensor(memory, device=device.name()).copy_(staged)
+    torch.as_tensor(memory, device=_torch_name(device.name())).copy_(staged)
+
+
+def _torch_name(name: str) -> str:
+    """PyTorch calls the devices of its ROCm build cuda, too."""
+    return name.replace("hip", "cuda")
