@@ -194,15 +194,17 @@ void RemoveTraces(JobRun* run) {
   RemoveFiles(run);
   if (files_only) return;
   const RankBoard& board = run->ranks.board;
+  const bool all_failed =
+      board.is_open() && AllHaveFailed(board, run->directory_buffer, kDirectoryBufferBytes);
+  const bool emptied = HoldsOnlyMarks(run->directory, run->directory_buffer);
+  // After a crash, files whose removal is not durable may be back (Btrfs). Without a mark, a
+  // recovery would keep the files as a user's.
+  if (emptied && sys::Sys().fsync(run->directory) != 0) return;
   // The board is a mark, too.
-  if (run->record_made &&
-      (board.is_open() || HoldsOnlyMarks(run->directory, run->directory_buffer))) {
-    Unlink(*run, kMarkName);
-  }
+  if (run->record_made && (board.is_open() || emptied)) Unlink(*run, kMarkName);
   // The last rank to fail removes the board. Until then a late rank finds the reason of the failure
   // in it. Files of a killed worker keep the board, and a recovery removes all.
-  if (board.is_open() && AllHaveFailed(board, run->directory_buffer, kDirectoryBufferBytes) &&
-      HoldsOnlyMarks(run->directory, run->directory_buffer)) {
+  if (all_failed && emptied) {
     Unlink(*run, kMarkName);
     Unlink(*run, layout::kBoardName);
   }

@@ -97,7 +97,8 @@ void Mark(int directory) {
 
 /// Removes a directory that never was a checkpoint, under a name that a recovery may take for a
 /// complete checkpoint. The manifests go first and durably: a crash could otherwise keep the
-/// manifests and lose files. The marks go last: a recovery needs them to continue.
+/// manifests and lose files. The marks go last, once the removal of the files is durable: a
+/// recovery needs them to continue.
 bool RemoveUncommitted(Removal* removal) {
   Mark(removal->directory);
   bool any = false;
@@ -108,7 +109,8 @@ bool RemoveUncommitted(Removal* removal) {
                  return wanted;
                }) &&
          (!any || Sync(removal)) &&
-         Sweep(removal, [](const char* name) { return !IsMark(name); }) && Sweep(removal, IsMark);
+         Sweep(removal, [](const char* name) { return !IsMark(name); }) && Sync(removal) &&
+         Sweep(removal, IsMark);
 }
 
 /// Removes a former checkpoint, under a name that no reader takes for a checkpoint. The manifests

@@ -63,18 +63,18 @@ void LogInto(std::vector<std::string>* calls) {
   };
 }
 
-TEST_F(RemovalTest, RemovesManifestsDurablyBeforeAnythingElse) {
+TEST_F(RemovalTest, RemovesManifestsThenFilesThenTheMarkEachDurably) {
   std::vector<std::string> calls;
   LogInto(&calls);
   std::ofstream(directory_ / "step-7/holdfast.commit.json") << rank_.record_text();
   ASSERT_TRUE(directory::RemoveDirectory(parent_.get(), "step-7").ok());
-  ASSERT_EQ(calls.size(), 8u);
+  ASSERT_EQ(calls.size(), 9u);
   std::sort(calls.begin(), calls.begin() + 2);
   std::sort(calls.begin() + 3, calls.begin() + 5);
   EXPECT_THAT(
       calls,
       ElementsAre("rank-00000-of-00002.manifest.json", "rank-00001-of-00002.manifest.json", "fsync",
-                  "model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors",
+                  "model-00000-of-00002.safetensors", "model-00001-of-00002.safetensors", "fsync",
                   "holdfast.commit.json.tmp", "step-7", "fsync"));
   EXPECT_FALSE(std::filesystem::exists(directory_ / "step-7"));
 }

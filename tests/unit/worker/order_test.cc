@@ -254,7 +254,7 @@ TEST_F(OrderTest, RankReportsNothingDurableWhoseNameIsNot) {
   EXPECT_EQ(failure.operation, Operation::kSyncDirectory);
 }
 
-TEST_F(OrderTest, AbortRemovesTheManifestDurablyBeforeTheFilesThatItNames) {
+TEST_F(OrderTest, AbortRemovesTheManifestThenTheFilesThenTheMarkEachDurably) {
   TestDirectory directory;
   TestSave save(&trainer, directory.path());
   save.parameters.engine = EngineRung::kPwrite;
@@ -273,13 +273,14 @@ TEST_F(OrderTest, AbortRemovesTheManifestDurablyBeforeTheFilesThatItNames) {
   }
   EXPECT_EQ(save.failure().code, FailureCode::kAlreadyExists);
   const std::string manifest = save.manifest_name();
-  EXPECT_EQ(Tail(8), (std::vector<std::string>{
+  EXPECT_EQ(Tail(9), (std::vector<std::string>{
                          "fsync partial",
                          "rename partial step-7",  // refused
                          "rename " + record + " " + record + ".tmp",
                          "remove " + manifest,
                          "fsync partial",
                          "remove a.bin",
+                         "fsync partial",
                          "remove " + record + ".tmp",
                          "remove partial",
                      }));
