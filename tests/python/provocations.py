@@ -201,6 +201,13 @@ def meta_tensor(directory: Path) -> str:
 
 
 @provocation
+def freed_storage(directory: Path) -> str:
+    model = torch.nn.Linear(4, 2)
+    model.weight.untyped_storage().resize_(0)
+    return said(lambda: save(directory / "step-1", {"model": model}))
+
+
+@provocation
 def no_driver(directory: Path) -> str:
     """As for a tensor on a GPU, which need not be there for it."""
     from holdfast import _devices
