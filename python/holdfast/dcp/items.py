@@ -19,7 +19,7 @@ from holdfast import _collector, _devices, _dtypes, _late, _native
 from holdfast._framing import PlannedFile
 from holdfast._plain import check_no_method
 from holdfast._state import numbered
-from holdfast._tensor_kinds import QUANTIZED, local_of, sparse_parts, why_no_data, why_no_storage
+from holdfast._tensor_kinds import QUANTIZED, local_of, sparse_parts, why_no_data
 from holdfast.dcp.failures import of_object
 from holdfast.dcp.framing import can_frame, frame
 from holdfast.dcp.parts import DIGESTS, PART, PLAN, Part, digest_of
@@ -181,14 +181,11 @@ class Layout:
             Error: it is in memory that cannot be saved.
         """
         name = self.items[index].index.fqn
-        if why := why_no_storage(tensor):
+        if why := why_no_data(tensor):
             raise Error("INVALID_ARGUMENT", f"save {name}: {why}")
         try:
             return _devices.device_of(tensor.device) is not None
         except Error as error:
-            why = why_no_data(tensor)
-            if why is not None:
-                raise Error("INVALID_ARGUMENT", f"save {name}: {why}") from error
             raise Error(error.code, f"save {name}: {error.message}") from error
 
     @_collector.paused()
