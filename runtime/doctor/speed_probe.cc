@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "runtime/base/status.h"
 #include "runtime/base/unique_fd.h"
@@ -67,6 +68,7 @@ absl::Status MeasureWriting(int scratch, io::Queue* queue, const staging::Arena&
   const int failed = io::OpenDirect(scratch, kName, O_CREAT | O_EXCL | O_RDWR, 0600, true, &opened);
   if (failed != 0) return base::ErrnoStatus("make", kName, failed);
   const base::UniqueFd fd(opened.fd);
+  const absl::Cleanup removed = [scratch] { sys::Sys().unlinkat(scratch, kName, 0); };
   // A file system without reservation is measured without it.
   sys::Sys().fallocate(fd.get(), 0, 0, static_cast<off_t>(bytes_max));
   const uint64_t begin = sys::NowNs();
