@@ -75,14 +75,15 @@ TEST_F(DeleteJobTest, RemovesManifestsFirstAndDurably) {
   sys::g_system.unlinkat = LoggedUnlinkat;
   sys::g_system.fsync = LoggedFsync;
   EXPECT_TRUE(Delete({"step-1"}).ok());
-  ASSERT_EQ(log.size(), 8u);
+  ASSERT_EQ(log.size(), 9u);
   std::sort(log.begin(), log.begin() + 2);
   EXPECT_EQ(log[0], "remove rank-00000-of-00002.manifest.json");
   EXPECT_EQ(log[1], "remove rank-00001-of-00002.manifest.json");
   EXPECT_EQ(log[2], "fsync");
-  EXPECT_EQ(log[5], "remove " + std::string(layout::kCommitRecordName) + ".tmp") << "the mark";
-  EXPECT_EQ(log[6], "remove step-1");
-  EXPECT_EQ(log[7], "fsync");
+  EXPECT_EQ(log[5], "fsync");
+  EXPECT_EQ(log[6], "remove " + std::string(layout::kCommitRecordName) + ".tmp") << "the mark";
+  EXPECT_EQ(log[7], "remove step-1");
+  EXPECT_EQ(log[8], "fsync");
   EXPECT_TRUE(NamesIn(directory.path()).empty());
 }
 
