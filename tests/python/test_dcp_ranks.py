@@ -566,9 +566,8 @@ def test_load_leaves_no_stale_reference_on_any_device(device: str, tmp_path: Pat
     for found in dcp_ranks.run_ranks(ranks, tmp_path, _load_and_look, str(tmp_path / "run"), device):
         assert found[""] == {}
         # Each stale reference that was planted is found, and where it is.
-        for leak in ("copies", "views"):
-            assert any(d.startswith(device) for d in found[leak]), found
-        assert list(found["elsewhere"]) == ["meta"], found
+        for leak, there in (("copies", device), ("views", device), ("elsewhere", "meta")):
+            assert any(d.startswith(there) for d in found[leak]), found
 
 
 # ---- Other shapes of a job.
