@@ -340,6 +340,29 @@ def test_saves_that_end_at_one_time_run_each_removal_once() -> None:
             thread.join()
 
 
+def test_what_held_a_removal_may_end_while_another_thread_asks_for_it() -> None:
+    disk = Disk()
+    asked, over, reasons = threading.Event(), threading.Event(), ["a logger was not told of it yet"]
+
+    def why_held() -> str:
+        reason = reasons[0]
+        asked.set()
+        over.wait(30)
+        return reason
+
+    disk.save("b")
+    disk.order.remove("a", lambda: disk.log.append("remove a"), why_held)
+    thread = threading.Thread(target=disk.end, args=("b",))
+    thread.start()
+    assert asked.wait(30)
+    reasons[0] = ""
+    disk.order.advance()
+    over.set()
+    disk.order.wait()
+    thread.join()
+    assert disk.log == ["durable b", "remove a"]
+
+
 def test_a_signal_handler_may_save_in_the_middle_of_a_wait() -> None:
     import os
     import signal

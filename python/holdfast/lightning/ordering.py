@@ -115,6 +115,7 @@ class Order(PerProcess):
         self._kept: list[_Waiting] = []  # removals whose successor has failed
         self._running: _Waiting | None = None
         self._is_advancing = False
+        self._advances = 0  # how often one was asked for
         self._endings = 0  # saves that have ended, with what waited behind them not done yet
         self._failed: list[Begun] = []  # whose error was not raised yet
         self._errors: list[BaseException] = []  # of removals and links
@@ -305,6 +306,7 @@ class Order(PerProcess):
     def advance(self) -> None:
         """Runs what has become ready, in one thread at a time. Asks again why something is held."""
         with self._changed:
+            self._advances += 1
             for one in self._waiting:
                 one.was_held = ""
             if self._is_advancing:
@@ -327,6 +329,7 @@ class Order(PerProcess):
             self._waiting = [one for one in self._waiting if one not in given_up]
             self._kept += [one for one in given_up if one.is_removal]
             one = self._running = None if given_up else self._first_ready()
+            advances = self._advances
             if one is None and not given_up:
                 self._is_advancing = False
                 self._changed.notify_all()
@@ -348,7 +351,8 @@ class Order(PerProcess):
         with self._changed:
             self._running = None
             if held:
-                one.was_held = held
+                # Asked for in the meantime: what held it may be over.
+                one.was_held = held if advances == self._advances else ""
                 self._waiting.append(one)
             else:
                 for other in self._waiting:
