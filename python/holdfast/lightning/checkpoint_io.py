@@ -232,7 +232,7 @@ class CheckpointIO(_Base):
     def tell_when_durable(self, tell: Callable[[], None]) -> None:
         """Calls `tell` in the thread of the trainer when the save that was begun last is durable.
 
-        Its file stays until then.
+        Notices come in the order of the saves. Its file stays until then.
         """
         begun = self.order.last
         if begun is not None:
@@ -240,10 +240,10 @@ class CheckpointIO(_Base):
         self.deliver()
 
     def deliver(self) -> None:
-        """Calls what `tell_when_durable` was given, of the saves that have ended by now."""
+        """Calls what `tell_when_durable` was given, in that order, as far as the saves have ended."""
         told = False
         # A signal handler may come here in the middle of it.
-        while due := next((n for n in self._notices if n.begun.has_ended and not n.is_taken), None):
+        while (due := next((n for n in self._notices if not n.is_taken), None)) and due.begun.has_ended:
             due.is_taken = told = True
             try:
                 if due.begun.is_durable:
