@@ -199,7 +199,7 @@ void RemoveTraces(JobRun* run) {
   const bool emptied = HoldsOnlyMarks(run->directory, run->directory_buffer);
   // After a crash, files whose removal is not durable may be back (Btrfs). Without a mark, a
   // recovery would keep the files as a user's.
-  if (emptied && sys::Sys().fsync(run->directory) != 0) return;
+  if (emptied && SyncRemovals(run->directory) != 0) return;
   // The board is a mark, too.
   if (run->record_made && (board.is_open() || emptied)) Unlink(*run, kMarkName);
   // The last rank to fail removes the board. Until then a late rank finds the reason of the failure

@@ -52,4 +52,9 @@ int RemoveFile(int directory, const char* name, layout::Job* job, OnCancel on_ca
   return 0;
 }
 
+int SyncRemovals(int directory) {
+  if (sys::Sys().fsync(directory) == 0 || errno == EINVAL) return 0;
+  return errno;
+}
+
 }  // namespace holdfast::worker

@@ -15,6 +15,10 @@ enum class OnCancel { kStop, kGoOn };
 /// cancelled and `on_cancel` stops the removal, or the errno of the unlink.
 int RemoveFile(int directory, const char* name, layout::Job* job, OnCancel on_cancel);
 
+/// Makes removals in the directory durable. A file system that cannot sync directories (EINVAL,
+/// fsync(2)) makes nothing durable, and counts as synced. Returns 0 or an errno.
+int SyncRemovals(int directory);
+
 }  // namespace holdfast::worker
 
 #endif  // HOLDFAST_RUNTIME_WORKER_REMOVE_FILE_H_

@@ -83,7 +83,8 @@ bool Sweep(Removal* removal, Wanted&& wanted) {
 }
 
 bool Sync(Removal* removal) {
-  return sys::Sys().fsync(removal->directory) == 0 || removal->FailErrno(errno);
+  const int error = SyncRemovals(removal->directory);
+  return error == 0 || removal->FailErrno(error);
 }
 
 /// Marks the directory as a save's, as far as possible (the disk may be full): see IsMark.
@@ -187,8 +188,8 @@ bool RemoveDirectory(int parent, const char* name, char* buffer, layout::Job* jo
     return removal.FailErrno(errno);
   }
   // Keeps a directory that was reported as removed from coming back empty.
-  if (sys::Sys().fsync(parent) != 0) return removal.FailErrno(errno);
-  return true;
+  const int error = SyncRemovals(parent);
+  return error == 0 || removal.FailErrno(error);
 }
 
 bool IsEmpty(int directory, char* buffer) {

@@ -184,6 +184,18 @@ TEST_F(RemovalTest, TouchesNoDataFileWhenTheManifestsRemovalIsNotDurable) {
   EXPECT_TRUE(std::filesystem::exists(directory_ / "step-7/model-00000-of-00002.safetensors"));
 }
 
+TEST_F(RemovalTest, RemovesTheTracesOfASaveWhereDirectoriesCannotBeSynced) {
+  const std::string partial = format::PartialName("step-8", {.high = 5, .low = 6});
+  std::filesystem::create_directory(directory_ / partial);
+  std::ofstream(directory_ / (partial + "/holdfast.commit.json.tmp")) << "";
+  sys::g_system.fsync = [](int) {
+    errno = EINVAL;
+    return -1;
+  };
+  EXPECT_TRUE(directory::RemoveDirectory(parent_.get(), partial).ok());
+  EXPECT_FALSE(std::filesystem::exists(directory_ / partial));
+}
+
 TEST_F(RemovalTest, LeavesACheckpointWithALinkInsideWhole) {
   WriteSmallCheckpoint(directory_ / "other", rank_);
   std::filesystem::create_symlink("../other", directory_ / "step-7/link");
