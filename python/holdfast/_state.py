@@ -294,7 +294,7 @@ class Description:
         walk = Walk(state)
         try:
             table = _native.TensorTable(walk.tensors)
-        except (RuntimeError, ValueError):  # of a tensor that is not strided, or has no memory
+        except Exception:  # of a tensor that is not strided, or has no memory, or of its class's own code
             walk = Walk(state, layouts=True)
             table = _table_of(walk)
         self.tensors = walk.tensors
@@ -342,10 +342,10 @@ class Description:
 def _table_of(walk: Walk) -> Any:
     try:
         return _native.TensorTable(walk.tensors)
-    except (RuntimeError, ValueError):
+    except Exception as error:
         empty = _native.TensorTable([])
         Outline(walk, walk.tensors, (empty, empty))  # names the tensor that is wrong
-        raise
+        raise Error("INVALID_ARGUMENT", f"save: a tensor of the state cannot be saved: {error}") from error
 
 
 def describe(state: Any) -> Description:

@@ -33,20 +33,27 @@ def why_no_data(tensor: torch.Tensor) -> str | None:
 
 
 def why_no_storage(tensor: torch.Tensor) -> str | None:
-    """Why the memory of a tensor ends before its elements; None if it does not."""
-    if is_lazy(tensor) or tensor.layout != torch.strided or tensor.is_nested or not tensor.numel() or tensor._is_zerotensor():
+    """Why the memory of a tensor ends before its elements; None if it does not, or wraps others that have it."""
+    if is_lazy(tensor) or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return None
-    try:
-        there = tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):  # a subclass that wraps others
-        return None
-    needed = tensor.storage_offset() * tensor.itemsize + span_of(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout != torch.strided or tensor.is_nested or not tensor.numel() or tensor._is_zerotensor():
+            return None
+        try:
+            there = tensor.untyped_storage().nbytes()
+        except (NotImplementedError, RuntimeError):  # of a transform, such as vmap
+            return None
+        needed = tensor.storage_offset() * tensor.itemsize + span_of(tensor)
     if needed <= there:
         return None
     return (
         f"its storage has {there} of the {needed} bytes that it needs, because it was freed or resized, as FSDP does "
         "with parameters that are not gathered; save a state dict that FSDP makes, or give it memory first"
     )
+
+
+def _why_unseen(tensor: torch.Tensor, error: Exception) -> str:
+    return f"a {class_name(tensor)} lets nothing look at it: {error!r}; save what it wraps"
 
 
 def _why_no_node(tensor: torch.Tensor) -> str | None:
@@ -263,7 +270,10 @@ class Tensor(_Tensors):
         Raises:
             Error: INVALID_ARGUMENT for a tensor that cannot be saved.
         """
-        wrong = why_no_data(value) or _why_no_node(value)
+        try:
+            wrong = why_no_data(value) or _why_no_node(value)
+        except Exception as error:
+            wrong = _why_unseen(value, error)
         if wrong is not None:
             raise Error("INVALID_ARGUMENT", f"save {path or 'state'}: {wrong}")
         return {
@@ -531,7 +541,10 @@ def kind_of(path: str, value: Any) -> Kind:
             return SHARDED
         if type(value) not in PLAIN_TENSORS and hasattr(value, "__tensor_flatten__"):
             return SUBCLASS
-        return TENSOR if value.layout == torch.strided else SPARSE
+        try:
+            return TENSOR if value.layout == torch.strided else SPARSE
+        except Exception as error:
+            raise Error("INVALID_ARGUMENT", f"save {path or 'state'}: {_why_unseen(value, error)}") from error
     container = container_kind(value)
     if container.names != ("object",):
         return container

@@ -1,9 +1,9 @@
 // Where a state's tensors lie in memory and which of them overlap, read from many tensors at once.
+#include <dlfcn.h>
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
-#include <array>
 #include <compare>
 #include <cstdint>
 #include <numeric>
@@ -98,6 +98,7 @@ struct Names {
   nb::object offset_of_plain = nb::module_::import_("torch").attr("Tensor").attr("storage_offset");
   nb::object storage_bytes = nb::module_::import_("torch").attr("UntypedStorage").attr("nbytes");
   nb::object itemsize = Interned("itemsize");
+  nb::object implementation = Interned("_cdata");
 
   static nb::object Interned(const char* name) {
     return nb::steal(PyUnicode_InternFromString(name));
@@ -114,22 +115,25 @@ nb::object Call(const nb::object& method, nb::handle self) {
   return result;
 }
 
-/// Memory of a tensor, from its first element to the end of its last.
-struct Extent {
-  uint64_t address = 0;
-  uint64_t bytes = 0;
+/// Two calls of PyTorch's C interface: what a storage has, and where a tensor begins in it. A
+/// handle is the address of a pointer to a tensor's implementation. Null where PyTorch lacks them.
+struct StorageCalls {
+  using Call = int32_t (*)(void* const* handle, int64_t* result);  // 0: success
+  Call bytes = nullptr;
+  Call offset = nullptr;  // in elements
 
-  bool operator==(const Extent&) const = default;
+  static const StorageCalls& Get() {
+    static const StorageCalls calls = [] {
+      StorageCalls found;
+      void* const library = ::dlopen("libtorch_cpu.so", RTLD_LAZY | RTLD_NOLOAD);
+      if (library == nullptr) return found;
+      found.bytes = reinterpret_cast<Call>(::dlsym(library, "aoti_torch_get_storage_size"));
+      found.offset = reinterpret_cast<Call>(::dlsym(library, "aoti_torch_get_storage_offset"));
+      return found;
+    }();
+    return calls;
+  }
 };
-
-/// Where the last extent at `address`, or at an address with the same hash, is kept that was found
-/// in its storage: to ask for the storages of all tensors takes half of the time of a repeated
-/// save. A storage that is freed or gets another size lies at another address.
-Extent& SeenAt(uint64_t address) {
-  constexpr int kBits = 16;
-  static auto* const seen = new std::array<Extent, 1 << kBits>();
-  return (*seen)[(address >> 4) * 0x9E3779B97F4A7C15u >> (64 - kBits)];
-}
 
 /// \threadsafety The GIL must be held.
 class TensorTable {
@@ -146,9 +150,10 @@ class TensorTable {
       row.dtype = dtype_;
       row.requires_grad = IsTrue(tensor.attr(names.requires_grad));
       row.lazy = IsNegative(tensor, names) || (is_complex_ && IsTrue(tensor.attr(names.is_conj)()));
-      if (!AddDescribed(tensor, row)) AddByAttributes(tensor, row, names);
+      const bool is_described = AddDescribed(tensor, row);
+      if (!is_described) AddByAttributes(tensor, row, names);
       try {
-        CheckStorage(tensor, names);
+        CheckStorage(tensor, is_described, names);
       } catch (const nb::python_error&) {
         if (is_plain_) throw;  // A subclass may wrap tensors, and have no storage.
       }
@@ -289,18 +294,33 @@ class TensorTable {
   }
 
   /// Throws for a tensor whose storage was freed, or ends before the tensor's elements.
-  void CheckStorage(nb::handle tensor, const Names& names) const {
+  void CheckStorage(nb::handle tensor, bool is_described, const Names& names) const {
     const Row& row = rows_.back();
     if (row.bytes == 0) return;
-    Extent& seen = SeenAt(addresses_.back());
-    const Extent extent{.address = addresses_.back(), .bytes = row.span};
-    if (seen == extent) return;
-    const nb::object storage = Call(names.storage_of_plain, tensor);
-    const auto there = nb::cast<uint64_t>(Call(names.storage_bytes, storage));
-    const auto offset = nb::cast<uint64_t>(Call(names.offset_of_plain, tensor));
+    uint64_t there = 0;
+    uint64_t offset = 0;
+    if (!is_described || !AskStorage(tensor, names, &there, &offset)) {
+      const nb::object storage = Call(names.storage_of_plain, tensor);
+      there = nb::cast<uint64_t>(Call(names.storage_bytes, storage));
+      offset = nb::cast<uint64_t>(Call(names.offset_of_plain, tensor));
+    }
     if (offset * item_bytes_ + row.span > there)
       throw nb::value_error("a tensor's storage ends before its elements");
-    seen = extent;
+  }
+
+  /// Asks without Python's objects, which take half of the time of a repeated save. Returns false
+  /// where PyTorch lacks the calls.
+  bool AskStorage(nb::handle tensor, const Names& names, uint64_t* there, uint64_t* offset) const {
+    const StorageCalls& calls = StorageCalls::Get();
+    if (calls.bytes == nullptr || calls.offset == nullptr) return false;
+    const auto implementation = nb::cast<uintptr_t>(tensor.attr(names.implementation));
+    void* const pointer = reinterpret_cast<void*>(implementation);
+    int64_t found[2] = {};
+    if (calls.bytes(&pointer, &found[0]) != 0 || calls.offset(&pointer, &found[1]) != 0)
+      return false;
+    *there = static_cast<uint64_t>(found[0]);
+    *offset = static_cast<uint64_t>(found[1]);
+    return true;
   }
 
   uint32_t AppendSizes(const nb::object& sizes) {

@@ -365,6 +365,46 @@ def test_a_tensor_without_its_storage_is_refused(begin: int, left: int, tmp_path
     holdfast.save(state, tmp_path / "s", replace=True)
 
 
+@pytest.mark.parametrize("count", [256, 4096, 1 << 15])
+def test_a_storage_that_was_cut_in_its_place_is_refused(count: int, tmp_path: Path) -> None:
+    tensor = torch.arange(float(count))
+    holdfast.save({"a": tensor}, tmp_path / "s1")
+    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(2 * count)  # often at the same address
+    with pytest.raises(holdfast.Error, match=rf"save a: its storage has {2 * count} of the {4 * count} bytes"):
+        holdfast.save({"a": tensor}, tmp_path / "s2")
+
+
+class _Silent(torch.Tensor):
+    """Wraps a tensor, and lets nothing look at it."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def of(inner: torch.Tensor) -> _Silent:
+        new = torch.Tensor._make_wrapper_subclass(_Silent, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+        new.inner = inner
+        return new
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"no {function}")
+
+    __torch_dispatch__ = __torch_function__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _Silent.of, (vars(self)["inner"],)
+
+
+def test_a_tensor_that_lets_nothing_look_at_it_is_refused_by_name_or_saved(tmp_path: Path) -> None:
+    state = {"a": [1, _Silent.of(torch.arange(3.0))]}
+    with pytest.raises(holdfast.Error, match=r"save a\.1: a .*_Silent lets nothing look at it: .*no .*wraps"):
+        holdfast.save(state, tmp_path / "s")
+    torch.save(state, tmp_path / "stock")
+    holdfast.save_file(state, tmp_path / "f").wait()
+    assert torch.equal(vars(torch.load(tmp_path / "f", weights_only=False)["a"][1])["inner"], torch.arange(3.0))
+
+
 def test_a_structure_may_change_between_saves(tmp_path: Path) -> None:
     holdfast.save_async({"a": torch.ones(3)}, tmp_path / "s1").wait(60)
     holdfast.save_async({"a": {"b": [torch.ones(3), 1]}, "c": None}, tmp_path / "s2").wait(60)

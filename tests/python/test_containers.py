@@ -226,6 +226,9 @@ def test_a_sharded_tensor_is_named_with_what_to_do(tmp_path: Path) -> None:
         with pytest.raises(holdfast.Error, match=r"save a\.b: a ShardedTensor.*holdfast\.dcp") as error:
             holdfast.save_async({"a": {"b": sharded}}, tmp_path / "s")
         assert error.value.code == "INVALID_ARGUMENT"
+        holdfast.save_file({"b": sharded}, tmp_path / "f").wait()
+        (shard,) = torch.load(tmp_path / "f", weights_only=False)["b"].local_shards()
+        assert torch.equal(shard.tensor, torch.zeros(4, 2))
 
 
 @pytest.mark.parametrize("where", [lambda storage, location: storage, lambda name: object(), {"cpu": 3.5}, "nowhere"])
