@@ -205,6 +205,16 @@ def test_sparse_tensors_are_converted_and_quantized_ones_refused(tmp_path: Path)
     refused(runs[3], "load q: ", "int_repr()")
 
 
+def test_a_tensor_without_memory_is_converted_to_a_file_and_refused_elsewhere(tmp_path: Path) -> None:
+    source = write(tmp_path / "m.pt", {"w": torch.ones(3), "m": torch.empty(5, device="meta")})
+    runs = each(*(["convert", "--to", to, source, tmp_path / to] for to in ("torch", "holdfast", "dcp")))
+    assert runs[0].status == 0, runs
+    assert torch.load(tmp_path / "torch")["m"].is_meta
+    for run in runs[1:]:
+        refused(run, " m: ", "meta")
+    assert sorted(os.listdir(tmp_path)) == ["m.pt", "torch"]
+
+
 def test_nested_tensors_are_refused_for_every_format(tmp_path: Path) -> None:
     source = tmp_path / "n.pt"
     torch.save({"n": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, source)

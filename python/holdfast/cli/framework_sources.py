@@ -39,8 +39,10 @@ def _bytes_of(tensor: torch.Tensor, begin: int, nbytes: int) -> bytes:
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors, which are not quantized, have the same form and elements."""
-    if (a.dtype, a.shape, a.layout) != (b.dtype, b.shape, b.layout):
+    if (a.dtype, a.shape, a.layout, a.is_meta) != (b.dtype, b.shape, b.layout, b.is_meta):
         return False
+    if a.is_meta:
+        return True
     if a.layout != torch.strided:
         parts = zip(sparse_parts(a).values(), sparse_parts(b).values(), strict=True)
         return bool(sparse_parts(a)) and all(same(x, y) for x, y in parts)
