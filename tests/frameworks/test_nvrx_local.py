@@ -72,7 +72,8 @@ class _Odd(State):
     def __init__(self, iteration: int, rank: int) -> None:
         super().__init__(iteration, rank)
         numbers, pairs = torch.arange(8.0), torch.arange(8.0) * (1 + 2j)
-        self._tensors += [pairs[:4].conj(), pairs.imag[:1], numbers[:4], numbers[:4].view(torch.int32), torch.eye(3).to_sparse()]
+        last = torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
+        self._tensors += [last, pairs[:4].conj(), pairs.imag[:1], numbers[:4], numbers[:4].view(torch.int32), torch.eye(3).to_sparse()]
 
 
 def _odd(rank: int, directory: str) -> None:
@@ -81,12 +82,13 @@ def _odd(rank: int, directory: str) -> None:
     assert manager.find_latest() == 1
     for before, after in zip(_Odd(1, rank).tensors, manager.load()[0].tensors, strict=True):
         assert torch.equal(before.to_dense(), after.to_dense())
+        assert before.dim() < 4 or before.stride() == after.stride()
     state = _Odd(2, rank)
     (freed, *_) = state.tensors
     freed.untyped_storage().resize_(0)
     with pytest.raises(CheckpointingException, match="its storage has 0 of the"):
         manager.save(state, 2)
-    assert len(list(state.tensors)) == 8 and manager.find_latest() == 1
+    assert len(list(state.tensors)) == 9 and manager.find_latest() == 1
 
 
 def test_tensors_of_any_form_are_saved_or_stay_with_the_trainer(tmp_path: Path) -> None:

@@ -322,7 +322,9 @@ def _alone(tensor: torch.Tensor, dtypes: dict[int, torch.dtype]) -> torch.Tensor
     if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or tensor.is_quantized or why_no_storage(tensor):
         return tensor  # the last is refused by name
     if not tensor.nbytes or dtypes.setdefault(tensor.data_ptr(), tensor.dtype) != tensor.dtype:
-        return tensor.clone(memory_format=torch.contiguous_format)
+        return tensor.clone()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
     memory = in_memory(tensor)
     if memory.data_ptr() != tensor.data_ptr() or memory.untyped_storage().nbytes() == memory.nbytes:
         return memory
