@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -386,10 +388,25 @@ def test_loggers_are_told_in_the_order_of_the_saves() -> None:
     assert disk.log[2:] == ["durable b", "told b", "told c"]
 
 
-def test_a_signal_handler_may_save_in_the_middle_of_a_wait() -> None:
-    import os
-    import signal
+def test_loggers_of_a_forked_child_do_not_wait_for_saves_of_its_parent() -> None:
+    plugin, disk = CheckpointIO(), Disk()
+    plugin.order = disk.order
+    disk.save("parent's")
+    plugin.tell_when_durable(lambda: disk.log.append("told of the parent's"))
+    child = os.fork()
+    if child == 0:
+        disk.save("own")
+        plugin.tell_when_durable(lambda: disk.log.append("told"))
+        disk.end("own")
+        plugin.deliver()
+        os._exit(disk.log != ["durable own", "told"])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    disk.end("parent's")
+    plugin.deliver()
+    assert disk.log == ["durable parent's", "told of the parent's"]
 
+
+def test_a_signal_handler_may_save_in_the_middle_of_a_wait() -> None:
     disk = Disk(saves_in_flight_max=1)
     disk.save("a")
 

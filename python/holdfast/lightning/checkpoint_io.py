@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from holdfast import _runtime
+from holdfast._process import PerProcess
 from holdfast.errors import Error, add_note
 from holdfast.lightning import files, flavor, hooks, urls
 from holdfast.lightning.ordering import Begun, Order, wait_for_all
@@ -47,6 +48,14 @@ class _Notice:
     begun: Begun
     tell: Callable[[], None]
     is_taken: bool = False
+
+
+class _Notices(PerProcess):
+    """What was not called yet, in the order of the saves."""
+
+    def clear(self) -> None:
+        """In a forked child the parent's saves never end."""
+        self.waiting: list[_Notice] = []
 
 
 class CheckpointIO(_Base):
@@ -106,7 +115,7 @@ class CheckpointIO(_Base):
         self.runtime = _runtime.Runtime(options, None, "CheckpointIO") if options else None
         self.order = Order(saves_in_flight_max)
         self._url_options: dict[str, Any] = {}
-        self._notices: list[_Notice] = []
+        self._notices = _Notices()
         hooks.install(type(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -236,20 +245,20 @@ class CheckpointIO(_Base):
         """
         begun = self.order.last
         if begun is not None:
-            self._notices.append(_Notice(begun, tell))
+            self._notices.waiting.append(_Notice(begun, tell))
         self.deliver()
 
     def deliver(self) -> None:
         """Calls what `tell_when_durable` was given, in that order, as far as the saves have ended."""
         told = False
         # A signal handler may come here in the middle of it.
-        while (due := next((n for n in self._notices if not n.is_taken), None)) and due.begun.has_ended:
+        while (due := next((n for n in self._notices.waiting if not n.is_taken), None)) and due.begun.has_ended:
             due.is_taken = told = True
             try:
                 if due.begun.is_durable:
                     due.tell()
             finally:
-                self._notices.remove(due)
+                self._notices.waiting = [n for n in self._notices.waiting if n is not due]
         if told:
             self.order.advance()
 
@@ -261,7 +270,7 @@ class CheckpointIO(_Base):
 
     def _why_needed(self, path: str) -> str:
         """Why a checkpoint may not be removed yet, or ""."""
-        if any(notice.begun.path == path for notice in list(self._notices)):
+        if any(notice.begun.path == path for notice in list(self._notices.waiting)):
             return "a logger was not told of it yet"
         link = files.links_to(path)
         return link and f"{link} leads there"

@@ -60,7 +60,7 @@ class Move:
         if isinstance(value, ShardedTensor):
             return self._once(value, lambda: self._sharded(value))
         if isinstance(value, torch.Tensor):
-            return self._once(value, lambda: self._tensor(value))
+            return self._once(value, lambda: self._tensor(value, path))
         if isinstance(value, _PLAIN):
             return value
         if id(value) in self._done:
@@ -121,13 +121,13 @@ class Move:
 
     # ---- Tensors.
 
-    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _tensor(self, tensor: torch.Tensor, path: str) -> torch.Tensor:
         if isinstance(tensor, DTensor):
             local = tensor._local_tensor
             if local.device.type in self._stays:
                 return tensor
             # Not by `from_local`, which moves the part to the mesh's device.
-            whole = DTensor(self._tensor(local), tensor._spec, requires_grad=tensor.requires_grad)
+            whole = DTensor(self._tensor(local, path), tensor._spec, requires_grad=tensor.requires_grad)
             return self._as(tensor, whole)
         if tensor.device.type in self._stays:
             return tensor
@@ -136,7 +136,7 @@ class Move:
             self.bytes_freed += tensor.nbytes if tensor.layout == torch.strided else 0
             return self._as(tensor, tensor.detach().cpu())
         if why := why_no_storage(tensor):
-            raise Error("INVALID_ARGUMENT", f"save a tensor of shape {list(tensor.shape)}: {why}")
+            raise Error("INVALID_ARGUMENT", f"save {path}: {why}")
         with torch._C.DisableTorchFunctionSubclass():
             storage = self._storage(tensor.detach().untyped_storage(), tensor.device)
             new = torch.empty(0, dtype=tensor.dtype, device="cpu")
