@@ -90,7 +90,17 @@ def recover(
         except ImportError as error:
             logger.warning("recover %s: %s is left as it is: %s", path, name, error)
             continue
-        if dcp.recover(os.path.join(path, name), wait_for_orphans):
+        at = os.path.join(path, name)
+        try:
+            promoted = dcp.recover(at, wait_for_orphans)
+        except Error as error:
+            if name == ".":
+                raise
+            if os.path.lexists(at):  # else a running save has removed it meanwhile
+                logger.warning("recover %s: %s", at, error.message)
+                report["kept_incomplete"].append(f"{name}: {error.message}")
+            continue
+        if promoted:
             report["promoted"].append(os.path.basename(os.path.abspath(path)) if name == "." else name)
     removed, kept_dcp = _dcp_directories.settle_unfinished(path, clean_up, age_without_locks)
     report["removed"] += removed if clean_up else []

@@ -23,7 +23,7 @@ from command_line import holdfast as command
 
 import holdfast
 import holdfast.dcp
-from holdfast import _native, events
+from holdfast import _native, events, recovery
 from holdfast.dcp import uploads
 from holdfast.errors import of_system
 
@@ -442,3 +442,24 @@ def test_a_directory_that_is_removed_again_and_again_is_made_anew(tmp_path: Path
 
     assert writer.in_directory(act) == "taken" and removed == 4
     writer.leave()
+
+
+def test_a_recovery_goes_on_where_a_directory_goes_or_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    for name in ("a-1", "b-1", "c-1"):  # as of a job that was killed before its last step
+        holdfast.dcp.save(_state(0, 1), checkpoint_id=run / name, no_dist=True)
+        (run / name / ".metadata").unlink()
+    (manifest,) = (run / "b-1").glob("*.manifest.json")
+    manifest.write_text("{")
+    listed = recovery._uncommitted_dcp
+
+    def removed_then(path: str) -> list[str]:
+        names = listed(path)
+        shutil.rmtree(run / "a-1")  # by the retention of a running job
+        return names
+
+    monkeypatch.setattr(recovery, "_uncommitted_dcp", removed_then)
+    report = holdfast.recover(run)
+    assert report["promoted"] == ["c-1"]
+    assert [why.partition(":")[0] for why in report["kept_incomplete"]] == ["b-1"]
+    assert sorted(os.listdir(run)) == ["b-1", "c-1"]
