@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import operator
@@ -127,6 +128,7 @@ def find_newest(
         if not complete:
             raise Error("NOT_FOUND", f"find newest in {path}: there is no complete DCP checkpoint")
         return complete[-1]
+    _warn_of_links(path)
     found, passed_over = _native.find_newest(path)
     _warn_of(passed_over, path)
     return found
@@ -157,6 +159,7 @@ def list_checkpoints(
     of = _dcp_directories.list_complete if _is_dcp(format) else _native.list_checkpoints
     complete, passed_over = of(path)
     _warn_of(passed_over, path)
+    _warn_of_links(path)
     return complete
 
 
@@ -169,6 +172,19 @@ def _is_dcp(format: str) -> bool:
 def _warn_of(passed_over: list[str], path: str) -> None:
     for entry in passed_over:
         logger.warning("list %s: passed over %s", path, entry)
+
+
+def _warn_of_links(path: str) -> None:
+    """Tells of links to checkpoints that stand in another directory: lists pass over links."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(path) as entries:
+        found = [entry.path for entry in entries if entry.is_symlink() and entry.is_dir()]
+    for link in found:
+        to = os.path.realpath(link)
+        is_elsewhere = os.path.dirname(to) != os.path.realpath(path)
+        if is_elsewhere and (_dcp_directories.may_be_loaded(to) or os.path.exists(os.path.join(to, _names.RECORD))):
+            logger.warning("list %s: passed over %s, a link to a checkpoint at %s; load it by its path, or mount its disk there "
+                           "in the place of the link", path, os.path.basename(link), to)  # fmt: skip
 
 
 @_arguments.checked

@@ -532,7 +532,7 @@ def test_ranks_save_resume_and_remove(format: str, world_size: int, tmp_path: Pa
 
 
 @formats
-def test_retention_follows_no_link(tmp_path: Path, format: str) -> None:
+def test_retention_follows_no_link(tmp_path: Path, format: str, caplog: pytest.LogCaptureFixture) -> None:
     with opened(tmp_path / "shared", format=format) as checkpointer:
         checkpointer.save(state(1.0), 0)
     base, run = tmp_path / "shared" / "step-0", tmp_path / "run"
@@ -545,8 +545,11 @@ def test_retention_follows_no_link(tmp_path: Path, format: str) -> None:
             checkpointer.save(state(float(step)), step)
         checkpointer.flush()
         assert [c["name"] for c in checkpointer.list()] == ["step-30"]
+    assert f"passed over step-0, a link to a checkpoint at {base}" in caplog.text
+    (run / "latest").symlink_to("step-30")
+    assert holdfast.find_newest(run, format=format)["name"] == "step-30" and "passed over latest" not in caplog.text
     holdfast.recover(run)
-    assert sorted(os.listdir(run)) == ["step-0", "step-30"]
+    assert sorted(os.listdir(run)) == ["latest", "step-0", "step-30"]
     assert sorted(os.listdir(base)) == held
 
 
