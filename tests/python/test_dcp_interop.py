@@ -11,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import dcp_ranks
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_mesh
 
 import holdfast
 import holdfast.dcp
@@ -323,6 +325,16 @@ def test_a_layout_that_dcp_cannot_hold_is_refused_by_its_name(kind: str, tmp_pat
     holdfast.dcp.save({"w": torch.ones(2), "deep": {"odd": torch.ones(3)}}, checkpoint_id=tmp_path / "known")
     with pytest.raises(CheckpointException, match="save deep.odd: "):
         holdfast.dcp.save(state, checkpoint_id=tmp_path / "second")
+
+
+def test_a_dtensor_that_was_not_reduced_is_refused_by_its_name(tmp_path: Path) -> None:
+    with dcp_ranks.one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        state = {"w": torch.ones(2), "deep": {"odd": DTensor.from_local(torch.ones(2), mesh, [Partial()])}}
+        with pytest.raises(CheckpointException, match=r"save deep\.odd: a DTensor with partial placements.*redistribute"):
+            holdfast.dcp.save(state, checkpoint_id=tmp_path / "first")
+        state["deep"]["odd"] = state["deep"]["odd"].redistribute(placements=[Replicate()])
+        holdfast.dcp.save(state, checkpoint_id=tmp_path / "first")
 
 
 def test_a_layout_that_dcp_cannot_hold_is_refused_by_the_writer(tmp_path: Path) -> None:

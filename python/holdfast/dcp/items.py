@@ -81,7 +81,7 @@ def check_layouts(state: Mapping[str, Any]) -> None:
             check_no_method(name, tensor)
         if not isinstance(tensor, torch.Tensor) or hasattr(tensor, "local_shards"):
             continue  # a ShardedTensor has no layout to ask for
-        why = why_no_data(tensor) or _why_no_box(tensor)
+        why = why_no_data(tensor) or _why_no_box(tensor) or _why_no_part(value)
         if why is not None:
             raise Error("INVALID_ARGUMENT", f"save {name}: {why}")
 
@@ -96,6 +96,13 @@ def _why_no_box(tensor: torch.Tensor) -> str | None:
         return None
     parts = " and ".join(f"{part}()" for part in sparse_parts(tensor.detach()))
     return f"tensors of layout {tensor.layout} are not supported; save its {parts or 'to_dense()'}"
+
+
+def _why_no_part(tensor: torch.Tensor) -> str | None:
+    """Why a rank has no elements of a DTensor; None if it has, or may have none."""
+    if isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements):
+        return "a DTensor with partial placements is a sum that was not taken; redistribute it first, or leave it out of the state"
+    return None
 
 
 def resolved(planner: SavePlanner, item: WriteItem) -> Any:
